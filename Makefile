@@ -1,0 +1,98 @@
+# The developer's verbs. `make test` and `make demo` need nothing but Python >= 3.10, a C++
+# compiler and, for the CUDA kernels, nvcc: they make the environment .venv for themselves.
+#
+#   PYTHON=python3.12     the Python that .venv is made from
+#   TORCH=torch==2.15.0   the torch that goes into .venv, unless one is there
+#   VENV=dir              another environment than .venv (an activated one is used as it is)
+#   NO_VENV=1             no environment: PYTHON with the packages it has, nothing installed
+#   PYTEST_ARGS="-k add"  passed on by make test
+#   BENCH_ARGS, DEMO_ARGS passed on by make bench and make demo
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= $(or $(VIRTUAL_ENV),.venv)
+LOCAL_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+	| sort -u | paste -sd ';' -)
+
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+
+ifdef NO_VENV
+PY := $(PYTHON)
+CLANG_FORMAT := clang-format
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(VENV)/bin/python
+CLANG_FORMAT := $(VENV)/bin/clang-format
+endif
+
+.PHONY: help env build test bench demo lint format wheel clean
+
+help:
+	@echo "make build | test | bench | demo | lint | format | wheel | clean   (see the Makefile's top)"
+
+# An environment with torch and what the build needs.
+env:
+ifndef NO_VENV
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit("fused_layernorm needs Python >= 3.10; $(PYTHON) is %d.%d (choose with PYTHON=...)" % v[:2])'
+	@test -x $(PY) || { echo "making the environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing $(TORCH) into $(VENV)"; \
+		$(PY) -m pip install --progress-bar off -q -U pip "$(TORCH)"; }
+	@$(PY) -m pip install --progress-bar off -q 'setuptools>=77' wheel ninja
+endif
+
+# The kernels are compiled for the GPU at hand (without one: for Hopper), to be quick. Only
+# `make wheel` compiles for all. The package is installed editable; EXTRAS says with what.
+build test bench demo: export TORCH_CUDA_ARCH_LIST ?= $(or $(LOCAL_ARCHS),9.0)
+test: EXTRAS := [test]
+bench: EXTRAS := [test]
+demo: EXTRAS := [demo]
+
+build: env
+	@echo "building for TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST) (minutes, the first time)"
+ifdef NO_VENV
+	$(PY) setup.py -q egg_info build_ext --inplace
+else
+	$(PY) -m pip install --progress-bar off --no-build-isolation -e '.$(EXTRAS)' \
+		| grep -v '^Requirement already satisfied'
+endif
+	$(PY) -m fused_layernorm
+
+test: build
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+bench: build
+	$(PY) -m benchmarks $(BENCH_ARGS)
+
+demo: build
+	$(PY) examples/demo.py $(DEMO_ARGS)
+
+lint format: env
+ifndef NO_VENV
+	@$(PY) -m pip install --progress-bar off -q -U 'pip>=25.1' && \
+		$(PY) -m pip install --progress-bar off -q --group lint
+endif
+
+CSRC := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h csrc/*.cuh)
+
+lint:
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(CLANG_FORMAT) --dry-run -Werror $(CSRC)
+
+format:
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(CLANG_FORMAT) -i $(CSRC)
+
+# One wheel for every Python >= 3.10 and every torch >= 2.10, in dist/.
+wheel: env
+	rm -rf build/lib* dist/*.whl
+	$(PY) -m pip wheel --progress-bar off --no-build-isolation --no-deps -w dist .
+	@ls -l dist/*.whl
+
+# Everything but the environment.
+clean:
+	rm -rf build dist wheelhouse *.egg-info fused_layernorm/_C*.so
+	rm -rf .mypy_cache .pytest_cache .ruff_cache
