@@ -1,0 +1,1 @@
+"""Benchmarks: how fast the kernels are, next to PyTorch and to a plain copy. See README.md."""

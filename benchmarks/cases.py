@@ -1,0 +1,176 @@
+"""What is measured and what it should reach: the shapes, the least bytes they move, the targets.
+
+A speed is judged as a ratio to copy speed: (bytes that must move / time) over (2 tensors / copy
+time), both from one run. The targets come from a table of microseconds measured on an H200 next to
+that run's copy time, so a target is a ratio too and holds on another day or another device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+EPS = 1e-5
+SCALE = 2.0  # what the fused chains multiply by
+ACTIVATIONS = {"gelu_scale": ("gelu", SCALE), "gelu": ("gelu", 1.0), "silu": ("silu", 1.0)}
+OPS = (
+    "forward",
+    "backward",
+    "gelu_scale_forward",
+    "gelu_scale_backward",
+    "add_forward",
+    "add_backward",
+    "silu_forward",
+    "gelu_forward",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator at one size. `target` is the ratio to copy speed it should reach, if any."""
+
+    op: str
+    rows: int
+    cols: int
+    dtype: str
+    target: float | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def backward(self) -> bool:
+        return self.op.endswith("backward")
+
+    @property
+    def residual(self) -> bool:
+        return self.op.startswith("add_")
+
+    @property
+    def activation(self) -> tuple[str | None, float]:
+        """The activation's name and the scale."""
+        return ACTIVATIONS.get(self.op.rsplit("_", 1)[0], (None, 1.0))
+
+    @property
+    def tensor_bytes(self) -> int:
+        return self.rows * self.cols * self.torch_dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """The least that must move.
+
+        Forward reads x, weight, bias and writes y; a residual adds one read and one write.
+        Backward reads x, dy, weight and writes dx, dweight, dbias; an activation reads bias too;
+        a residual adds the read of its gradient (input and residual share the one dx).
+        """
+        column = self.cols * self.torch_dtype.itemsize
+        if self.backward:
+            tensors = 3 + self.residual
+            columns = 3 + (self.activation[0] is not None)
+        else:
+            tensors = 2 + 2 * self.residual
+            columns = 2
+        return tensors * self.tensor_bytes + columns * column
+
+    def ratio(self, us: float, copy_us: float) -> float:
+        """Achieved bandwidth over copy speed."""
+        return (self.bytes / us) / (2 * self.tensor_bytes / copy_us)
+
+    @property
+    def floor(self) -> float | None:
+        """What any such shape should reach, whatever the table says of it; None where unsaid.
+
+        Tensors above 64 MiB: forward while one cluster of blocks holds a row; backward by whether a
+        row and its gradient fit on one multiprocessor, on a cluster, or need a second read.
+        """
+        if self.op not in ("forward", "backward") or self.tensor_bytes <= 64 << 20:
+            return None
+        if not self.backward:
+            return 0.93 if self.cols <= 262_144 else None
+        if self.cols <= 32_768:
+            return 0.85
+        return 0.72 if self.cols <= 262_144 else 0.57
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.rows}x{self.cols} {self.dtype}"
+
+
+def parse_case(text: str) -> Case:
+    """A case from "ROWSxCOLS DTYPE OP", e.g. "32768x1024 bf16 backward"."""
+    words = text.split()
+    try:
+        shape, dtype, op = words
+        rows, cols = (int(size) for size in shape.split("x"))
+    except ValueError:
+        raise ValueError(f'expected "ROWSxCOLS DTYPE OP", got {text!r}') from None
+    dtype = SHORT_NAMES.get(dtype, dtype)
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
+    if op not in OPS:
+        raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS)}")
+    known = (case for case in CASES if (case.op, case.rows, case.cols, case.dtype)
+             == (op, rows, cols, dtype))  # fmt: skip
+    return next(known, Case(op, rows, cols, dtype))
+
+
+# (rows, cols, dtype, copy, forward target, backward target), microseconds on an H200.
+_TABLE = (
+    (16, 4_194_304, "float32", 130, 200, 330),
+    (4_194_304, 64, "float32", 505, 515, 810),
+    (32_768, 256, "bfloat16", 10.3, 10, 20),
+    (32_768, 768, "bfloat16", 26.2, 27.4, 48),
+    (32_768, 1024, "bfloat16", 34.6, 35.7, 62),
+    (32_768, 2048, "bfloat16", 68, 71, 118),
+    (32_768, 4096, "bfloat16", 130, 138, 220),
+    (16_384, 5120, "bfloat16", 82, 88, 145),
+    (16_384, 8192, "bfloat16", 129, 138, 225),
+    (8192, 16_384, "bfloat16", 130, 134, 230),
+    (8192, 32_768, "bfloat16", 257, 280, 470),
+    (4096, 65_536, "bfloat16", 257, 285, 480),
+    (2048, 262_144, "bfloat16", 505, 570, 960),
+    (128, 1_048_576, "float32", 257, 300, 660),
+    (64, 150_528, "float32", 20.5, 25, 45),
+    (8192, 4096, "float32", 66, 67, 112),
+    (4096, 2047, "float32", 18.2, 20, 34),
+    (200_704, 96, "bfloat16", 20.5, 22, 40),
+    (12_608, 768, "bfloat16", 11.4, 10.8, 24),
+    (16_384, 1152, "bfloat16", 20.7, 22, 40),
+    (512, 4096, "bfloat16", 4.0, 5.5, 11),
+    (128, 1024, "bfloat16", 1.5, 2.2, 4.0),
+    (1, 768, "bfloat16", 1.3, 2.0, 3.0),
+)
+
+# The fused operators, with their targets as ratios.
+_FUSED = (
+    *(Case(f"gelu_scale_{way}", 4_194_304, 64, "float32", target)
+      for way, target in (("forward", 0.93), ("backward", 0.85))),
+    *(Case(f"add_{way}", rows, cols, "bfloat16", target)
+      for rows, cols in ((32_768, 1024), (32_768, 4096), (16_384, 8192))
+      for way, target in (("forward", 0.90), ("backward", 0.83))),
+    *(Case(f"{activation}_forward", 32_768, cols, "bfloat16", 0.90)
+      for activation in ("silu", "gelu") for cols in (1024, 4096)),
+)  # fmt: skip
+
+
+def _table_case(op: str, row: tuple[int, int, str, float, float, float]) -> Case:
+    rows, cols, dtype, copy, forward, backward = row
+    case = Case(op, rows, cols, dtype)
+    ratio = case.ratio(backward if case.backward else forward, copy)
+    return Case(op, rows, cols, dtype, round(ratio, 3))
+
+
+CASES: tuple[Case, ...] = (
+    *(_table_case(op, row) for op in ("forward", "backward") for row in _TABLE),
+    *_FUSED,
+)

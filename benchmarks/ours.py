@@ -1,0 +1,78 @@
+"""Inputs for a case, and this package's operators called on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks import timing
+from benchmarks.cases import EPS, Case
+from benchmarks.timing import Call
+
+
+@dataclass
+class Inputs:
+    """Tensors of one call. Those that the case's operator does not use are None."""
+
+    x: torch.Tensor  # for a fused add in backward: the sum, residual_out
+    weight: torch.Tensor
+    bias: torch.Tensor
+    residual: torch.Tensor | None = None
+    dy: torch.Tensor | None = None
+    dresidual: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    rstd: torch.Tensor | None = None
+
+
+def make_inputs(case: Case) -> list[Inputs]:
+    """Distinct random inputs for a case, together larger than L2.
+
+    weight and bias are shared, as they are between the calls of a real model.
+    """
+    count = timing.input_count(case.bytes, timing.l2_bytes())
+    options: dict[str, Any] = {"device": timing.DEVICE, "dtype": case.torch_dtype}
+    shape = (case.rows, case.cols)
+    weight = torch.rand(case.cols, **options) + 0.5
+    bias = torch.randn(case.cols, **options)
+    inputs = []
+    for _ in range(count):
+        one = Inputs(torch.randn(shape, **options), weight, bias)
+        if case.backward:
+            one.dy = torch.randn(shape, **options)
+            one.mean, one.rstd = _statistics(one.x)
+            if case.residual:
+                one.dresidual = torch.randn(shape, **options)
+        elif case.residual:
+            one.residual = torch.randn(shape, **options)
+        inputs.append(one)
+    return inputs
+
+
+def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """mean and rstd as forward saves them: shape (rows, 1), float32 for half precision."""
+    _, mean, rstd = torch.ops.aten.native_layer_norm(x, x.shape[1:], None, None, EPS)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return mean.to(wide), rstd.to(wide)
+
+
+def ours(case: Case, t: Inputs) -> Call:
+    """This package's operator on one input."""
+    import fused_layernorm  # noqa: F401  (registers the operators)
+
+    ops = torch.ops.fused_layernorm
+    activation, scale = case.activation
+    if case.backward:
+        return lambda: ops.layer_norm_backward.default(
+            t.dy, t.x, 1, t.mean, t.rstd, t.weight, t.bias, t.dresidual, activation, scale,
+            True, True, True,
+        )  # fmt: skip
+    if case.residual:
+        return lambda: ops.add_layer_norm.default(t.x, t.residual, 1, t.weight, t.bias, EPS)
+    return lambda: ops.layer_norm.default(t.x, 1, t.weight, t.bias, EPS, activation, scale)
+
+
+def time_calls(case: Case, calls: list[Call], **options: Any) -> float:
+    """Device microseconds of one call of a case."""
+    return timing.graph_time(calls, count=timing.call_count(len(calls), case.bytes), **options)

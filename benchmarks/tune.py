@@ -1,0 +1,141 @@
+"""Times this package alone under forced plans, for tuning.
+
+    python -m benchmarks.tune "32768x1024 bf16 forward | threads=128 | threads=256" \\
+                              "16x4194304 fp32 backward"
+
+Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the plan options to force one after
+the other (the strings `torch.ops.fused_layernorm._force` takes); the plan's own choice is always
+timed first. --file reads such lines from a file (# starts a comment). Each result is compared with
+PyTorch's own, so that a fast wrong plan does not go unnoticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks import timing
+from benchmarks.cases import EPS, Case, parse_case
+from benchmarks.ours import Inputs, make_inputs, ours, time_calls
+
+
+def parse_line(line: str, forces: list[str]) -> tuple[Case, list[str | None]]:
+    """A case and its list of forced options; None is the plan's own choice."""
+    case, *own = (part.strip() for part in line.split("|"))
+    return parse_case(case), [None, *forces, *own]
+
+
+def reference(case: Case, t: Inputs) -> list[torch.Tensor]:
+    """What PyTorch gives for a case, in float32."""
+    x, weight, bias = t.x.float(), t.weight.float(), t.bias.float()
+    activation, scale = case.activation
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]]
+    functions = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
+    if not case.backward:
+        extra = []
+        if t.residual is not None:
+            x = (x + t.residual.float()).to(t.x.dtype)
+            extra = [x]
+            x = x.float()
+        y = torch.nn.functional.layer_norm(x, (case.cols,), weight, bias, EPS)
+        if activation is not None:
+            y = functions[activation](y)
+        return [y * scale, *extra]
+    x.requires_grad_()
+    weight.requires_grad_()
+    bias.requires_grad_()
+    y = torch.nn.functional.layer_norm(x, (case.cols,), weight, bias, EPS)
+    if activation is not None:
+        y = functions[activation](y)
+    assert t.dy is not None
+    dx, dweight, dbias = torch.autograd.grad(y * scale, (x, weight, bias), t.dy.float())
+    if t.dresidual is not None:
+        dx = dx + t.dresidual.float()
+    return [dx, dweight, dbias]
+
+
+def error(result: object, expected: list[torch.Tensor]) -> float:
+    """The largest relative error (in the 2-norm) over the outputs; NaN if any output has one."""
+    outputs = [result] if isinstance(result, torch.Tensor) else list(result)  # type: ignore[call-overload]
+    worst = 0.0
+    for out, want in zip(outputs, expected, strict=True):
+        difference = float((out.float() - want.float()).norm() / want.float().norm())
+        if not difference <= worst:  # also true of NaN, which then stays
+            worst = difference
+        if worst != worst:
+            break
+    return worst
+
+
+def tune(case: Case, forces: list[str | None], *, check: bool, seconds: float) -> None:
+    force = torch.ops.fused_layernorm._force
+    copy_us = timing.copy_time(case.rows, case.cols, case.torch_dtype, seconds=seconds)
+    target = "" if case.target is None else f", target {case.target:.2f}"
+    print(f"\n{case.name}: copy {copy_us:.1f} us{target}", flush=True)
+    inputs = make_inputs(case)
+    expected = reference(case, inputs[0]) if check else []
+    calls = [ours(case, one) for one in inputs]
+    for options in forces:
+        label = options or "(plan)"
+        try:
+            force(options)
+            wrong = error(calls[0](), expected) if check else 0.0
+            torch.cuda.synchronize()
+            us = time_calls(case, calls, seconds=seconds)
+        except RuntimeError as problem:
+            sentence = str(problem).strip().splitlines()[0]
+            print(f"  {label:<48} failed: {sentence}", flush=True)
+            if "CUDA error" in str(problem):  # the context is lost: nothing later would be true
+                raise
+            continue
+        finally:
+            force(None)
+        note = f"  error {wrong:.1e}" if check else ""
+        print(f"  {label:<48} {us:9.2f} us  ratio {case.ratio(us, copy_us):.3f}{note}", flush=True)
+
+
+def plan_text(case: Case) -> str:
+    """The plan of a case on the current device, as the operator describes it."""
+    device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    text = torch.ops.fused_layernorm._plan(
+        case.rows, case.cols, case.torch_dtype, case.backward, True,
+        10 * device.major + device.minor, device.multi_processor_count,
+        device.shared_memory_per_block_optin,
+    )  # fmt: skip
+    return json.dumps(json.loads(text))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("lines", nargs="*", metavar="CASE | FORCE | ...")
+    parser.add_argument("--file", help="read further lines from this file")
+    parser.add_argument("--force", action="append", default=[], help="options tried on every case")
+    parser.add_argument("--no-check", action="store_true", help="do not compare with PyTorch")
+    parser.add_argument("--plan", action="store_true", help="print each case's plan")
+    parser.add_argument("--seconds", type=float, default=0.03, help="device time per measurement")
+    arguments = parser.parse_args(argv)
+    lines = list(arguments.lines)
+    if arguments.file:
+        with open(arguments.file) as file:
+            lines += [line.split("#")[0] for line in file]
+    work = [parse_line(line, arguments.force) for line in lines if line.strip()]
+
+    import fused_layernorm  # noqa: F401  (registers the operators)
+
+    for case, forces in work:
+        if arguments.plan:
+            print(plan_text(case))
+        tune(case, forces, check=not arguments.no_check, seconds=arguments.seconds)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
