@@ -120,7 +120,7 @@ def make_extension() -> tuple[Extension, str]:
         # alone, which therefore stays a needed library although no symbol of it is used directly.
         link_args += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
         link_args += ["-Wl,--version-script=csrc/exports.map", "-s"]
-    sources = ["csrc/ops.cpp", "csrc/plan.cpp"]
+    sources = sorted(set(glob("csrc/*.cpp")) - {"csrc/ops_cuda.cpp"})
 
     cuda_home = find_cuda_home()
     if os.environ.get("FUSED_LAYERNORM_CPU_ONLY") == "1":
