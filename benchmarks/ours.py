@@ -26,12 +26,12 @@ class Inputs:
     rstd: torch.Tensor | None = None
 
 
-def make_inputs(case: Case) -> list[Inputs]:
-    """Distinct random inputs for a case, together larger than L2.
+def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
+    """Distinct random inputs for a case, together larger than L2, or `limit` of them.
 
     weight and bias are shared, as they are between the calls of a real model.
     """
-    count = timing.input_count(case.bytes, timing.l2_bytes())
+    count = limit or timing.input_count(case.bytes, timing.l2_bytes())
     options: dict[str, Any] = {"device": timing.DEVICE, "dtype": case.torch_dtype}
     shape = (case.rows, case.cols)
     weight = torch.rand(case.cols, **options) + 0.5

@@ -1,0 +1,174 @@
+"""The results file: what it says of code and machine, how it is written, the table made of it."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases import CASES, Case
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def csrc_sha256(root: Path = ROOT) -> str:
+    """One SHA-256 over the kernels' sources: each file's path, a zero byte and its content.
+
+    The files are those of `git ls-files csrc`, sorted; outside a git checkout, all files there.
+    """
+    digest = hashlib.sha256()
+    for path in csrc_files(root):
+        digest.update(path.encode() + b"\0" + (root / path).read_bytes())
+    return digest.hexdigest()
+
+
+def csrc_files(root: Path) -> list[str]:
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "csrc"], cwd=root, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        listed = []
+    if not listed:
+        found = (path for path in (root / "csrc").rglob("*") if path.is_file())
+        listed = [path.relative_to(root).as_posix() for path in found]
+    return sorted(listed)
+
+
+def stamp() -> dict[str, Any]:
+    """What a part of the results file needs to be judged later: the code and the time."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {"date": now.isoformat(timespec="seconds"), "csrc_sha256": csrc_sha256()}
+
+
+def machine() -> dict[str, Any]:
+    """The device, the driver and the versions the numbers were taken with."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "driver": _driver(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return output.splitlines()[0].strip()
+
+
+def default_path(device: str) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return RESULTS / f"{name}.json"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The results file, or nothing where there is none."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Writes one line per measurement, so that a change of the file can be read."""
+    lines = []
+    for key, value in results.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            items = ",\n  ".join(json.dumps(item) for item in value)
+            lines.append(f"{json.dumps(key)}: [\n  {items}\n ]")
+        else:
+            lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n " + ",\n ".join(lines) + "\n}\n")
+
+
+def update(path: Path, part: str, value: Any) -> None:
+    """Replaces one part of the results file (the sweep, the models) and leaves the rest."""
+    results = read(path) or machine()
+    results[part] = value
+    write(path, results)
+
+
+def row_of(case: Case) -> dict[str, Any]:
+    """A case as a row of the results file, without its times."""
+    return {
+        "op": case.op,
+        "rows": case.rows,
+        "cols": case.cols,
+        "dtype": case.dtype,
+        "bytes": case.bytes,
+    }
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    """The case of a row, with the target it has today."""
+    plain = Case(row["op"], row["rows"], row["cols"], row["dtype"])
+    return next((case for case in CASES if case.name == plain.name), plain)
+
+
+def verdict(case: Case, row: dict[str, Any]) -> str:
+    """PASS or MISS: the target, never slower than eager, a fused operator never than compile.
+
+    Empty where there is nothing to judge by.
+    """
+    ours = row.get("ours_us")
+    if ours is None or "copy_us" not in row or case.target is None:
+        return ""
+    misses = []
+    # The target has three digits: what rounds to it has reached it.
+    if round(case.ratio(ours, row["copy_us"]), 3) < round(case.target, 3):
+        misses.append("target")
+    if ours > row.get("eager_us", ours):
+        misses.append("eager")
+    if case.op not in ("forward", "backward") and ours > row.get("compile_us", ours):
+        misses.append("compile")
+    return "MISS " + ", ".join(misses) if misses else "PASS"
+
+
+HEADER = (
+    f"{'op':<20}{'rows x cols':>19} {'dtype':<9}{'copy':>8}{'ours':>9}{'eager':>9}{'compile':>9}"
+    f"{'ratio':>7}{'target':>8}{'floor':>7}{'x eager':>9}{'x comp':>8}  verdict"
+)
+
+
+def table_line(row: dict[str, Any]) -> str:
+    """One row of the table: microseconds, the ratio to copy speed, times faster than the others."""
+    case = case_of(row)
+    ours, copy = row.get("ours_us"), row.get("copy_us")
+
+    def us(key: str) -> str:
+        value = row.get(key)
+        return "-" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+    def faster(key: str) -> str:
+        other = row.get(key)
+        return f"{other / ours:.2f}" if other and ours else "-"
+
+    ratio = f"{case.ratio(ours, copy):.3f}" if ours and copy else "-"
+    target = "-" if case.target is None else f"{case.target:.3f}"
+    floor = "-" if case.floor is None else f"{case.floor:.2f}"
+    size = f"{case.rows} x {case.cols}"
+    others = "".join(
+        f"  {key.removesuffix('_us')} {value:.1f}"
+        for key, value in row.items()
+        if key.endswith("_us") and key not in ("copy_us", "ours_us", "eager_us", "compile_us")
+    )
+    return (
+        f"{case.op:<20}{size:>19} {case.dtype:<9}{us('copy_us'):>8}{us('ours_us'):>9}"
+        f"{us('eager_us'):>9}{us('compile_us'):>9}{ratio:>7}{target:>8}{floor:>7}"
+        f"{faster('eager_us'):>9}{faster('compile_us'):>8}  {verdict(case, row)}{others}"
+    )
+
+
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    return "\n".join([HEADER, *(table_line(row) for row in rows)])

@@ -1,0 +1,290 @@
+"""The benchmark: ours, PyTorch eager and torch.compile at every case, on one CUDA device.
+
+    python -m benchmarks.run                              the full run, writes the results file
+    python -m benchmarks.run --quick                      ours and copy speed only, under a minute
+    python -m benchmarks.run --ops backward --rows 32768x --providers ours,eager
+
+A full run times every case with every provider, the call overhead and a training step of the
+module, prints the table and writes benchmarks/results/<device>.json. A run of a part writes a file
+only where --output names one: numbers of two runs never stand in one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import overhead, providers, results, timing
+from benchmarks.cases import CASES, OPS, Case
+from benchmarks.ours import make_inputs, time_calls
+
+PARTS = ("cases", "overhead", "step")
+
+
+class Clock:
+    """The run's time budget."""
+
+    def __init__(self, seconds: float) -> None:
+        self.start = time.monotonic()
+        self.seconds = seconds
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self.start
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.spent
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def select(ops: str | None, rows: str | None) -> list[Case]:
+    """The cases of the named operators whose name has `rows` in it."""
+    wanted = ops.split(",") if ops else list(OPS)
+    for op in wanted:
+        if op not in OPS:
+            raise SystemExit(f"unknown op {op!r}: known are {', '.join(OPS)}")
+    return [case for case in CASES if case.op in wanted and (not rows or rows in case.name)]
+
+
+def configure_compile() -> None:
+    """Every process compiles alike, and each finds out by itself which configuration is fastest.
+
+    A kernel's choice between configurations is timed on the device, where the helpers that compile
+    ahead disturb each other: it must not be handed on.
+    """
+    import torch._inductor.config as config
+
+    config.autotune_local_cache = False
+
+
+def precompile(cases: list[Case], jobs: int, seconds: float) -> None:
+    """Fills torch.compile's cache on disk from several processes; only a speed-up of the run."""
+    say(f"compiling {len(cases)} functions in {jobs} processes")
+    arguments = [sys.executable, "-m", "benchmarks.run", "--precompile"]
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    helpers = [
+        subprocess.Popen(
+            [*arguments, ",".join(str(CASES.index(case)) for case in cases[job::jobs])],
+            cwd=results.ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+        )
+        for job in range(min(jobs, len(cases)))
+    ]
+    deadline = time.monotonic() + seconds
+    for helper in helpers:
+        try:
+            helper.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            helper.kill()
+            helper.wait()
+
+
+@torch.no_grad()
+def precompile_cases(indices: list[int]) -> None:
+    """What one helper process does: compiles and calls each case once."""
+    configure_compile()
+    for index in indices:
+        case = CASES[index]
+        try:
+            for call in providers.compile_calls(case, make_inputs(case, limit=1)):
+                call()
+        except Exception as problem:  # the run itself will meet it and say it
+            print(f"{case.name}: {type(problem).__name__}", file=sys.stderr)
+        torch.cuda.empty_cache()
+
+
+def warm_up_device(seconds: float = 0.5) -> None:
+    """Brings the clocks up before the first measurement."""
+    x = torch.randn(1 << 26, device=timing.DEVICE)
+    y = torch.empty_like(x)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(20):
+            torch.mul(x, 2, out=y)
+        torch.cuda.synchronize()
+
+
+def sentence(problem: BaseException) -> str:
+    """The first line of what went wrong; a lost CUDA context ends the run instead."""
+    text = str(problem).strip() or type(problem).__name__
+    if "CUDA error" in text or "device-side assert" in text:
+        raise problem
+    return text.splitlines()[0]
+
+
+def time_case(case: Case, name: str, seconds: float) -> float | None:
+    """Device microseconds of one provider's call; None where it has no such operator."""
+    calls = providers.PROVIDERS[name](case, make_inputs(case))
+    return None if calls is None else time_calls(case, calls, seconds=seconds)
+
+
+@torch.no_grad()
+def run_cases(
+    cases: list[Case], names: list[str], clock: Clock, seconds: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Times every case, provider after provider: (rows, what was skipped and why)."""
+    rows = [results.row_of(case) for case in cases]
+    skipped: list[str] = []
+    copies: dict[tuple[int, int, str], float] = {}
+    for name in names:
+        say(f"timing {name}, {clock.left:.0f} s left")
+        before = len(skipped)
+        for number, (case, row) in enumerate(zip(cases, rows, strict=True)):
+            if clock.left < 0:
+                skipped.append(f"{name}: {len(cases) - number} cases from {case.name} on: no time")
+                break
+            if name == names[0]:
+                size = (case.rows, case.cols, case.dtype)
+                if size not in copies:
+                    copies[size] = timing.copy_time(
+                        case.rows, case.cols, case.torch_dtype, seconds=seconds
+                    )
+                row["copy_us"] = round(copies[size], 3)
+            try:
+                us = time_case(case, name, seconds)
+            except Exception as problem:
+                skipped.append(f"{name}: {case.name}: {sentence(problem)}")
+            else:
+                if us is not None:
+                    row[f"{name}_us"] = round(us, 3)
+            if case.tensor_bytes > 1 << 28:
+                gc.collect()
+                torch.cuda.empty_cache()
+        if len(skipped) > before:
+            say(f"  skipped {len(skipped) - before}, see the end")
+    return rows, skipped
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--providers", help="comma-separated; all that are installed if not given")
+    parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS)}")
+    parser.add_argument("--rows", help='part of a case\'s name, e.g. "32768x1024" or "float32"')
+    parser.add_argument("--parts", help=f"comma-separated: {', '.join(PARTS)}")
+    parser.add_argument("--quick", action="store_true", help="ours only, shorter measurements")
+    parser.add_argument("--budget-seconds", type=float, default=440, help="skip what is left then")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1),
+                        help="processes that compile ahead; 0 for none")  # fmt: skip
+    parser.add_argument("--output", type=Path, help="the results file")
+    parser.add_argument("--precompile", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+
+    if arguments.precompile:
+        precompile_cases([int(index) for index in arguments.precompile.split(",")])
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit("the benchmarks need a CUDA device: torch.cuda.is_available() is False")
+
+    import fused_layernorm  # noqa: F401  (fails here, before anything is timed)
+
+    names = providers.available()
+    if arguments.quick:
+        names = ["ours"]
+    if arguments.providers:
+        names = arguments.providers.split(",")
+        for name in names:
+            if name not in providers.available():
+                raise SystemExit(f"provider {name!r} is not installed or not known")
+    parts = arguments.parts.split(",") if arguments.parts else list(PARTS)
+    cases = select(arguments.ops, arguments.rows)
+    full = not (arguments.providers or arguments.quick or arguments.ops or arguments.rows
+                or arguments.parts)  # fmt: skip
+    clock = Clock(arguments.budget_seconds)
+    seconds = 0.01 if arguments.quick else 0.03
+
+    report: dict[str, Any] = {**results.machine(), **results.stamp(), "rows": []}
+    say(f"{report['device']}, driver {report['driver']}, torch {report['torch']}, "
+        f"{torch.ops.fused_layernorm._build_info()}")  # fmt: skip
+    if "cases" in parts:
+        if "compile" in names:
+            configure_compile()
+            if arguments.jobs > 1:
+                precompile(cases, arguments.jobs, clock.seconds / 3)
+        warm_up_device()
+        report["rows"], report["skipped"] = run_cases(cases, names, clock, seconds)
+    report.setdefault("skipped", [])
+    for part, key, measure in (
+        ("overhead", "call_overhead", overhead.call_overhead),
+        ("step", "training_step", overhead.training_steps),
+    ):
+        if part not in parts:
+            continue
+        if clock.left < 0:
+            report["skipped"].append(f"{part}: no time")
+            continue
+        say(f"timing {part}, {clock.left:.0f} s left")
+        try:
+            report[key] = measure()
+        except Exception as problem:
+            report["skipped"].append(f"{part}: {sentence(problem)}")
+
+    say("\n" + summary(report))
+    say(f"\n{clock.spent:.0f} s")
+    path = arguments.output or (results.default_path(report["device"]) if full else None)
+    if path is not None:
+        kept = {key: value for key, value in results.read(path).items()
+                if key in ("sweep", "models")}  # fmt: skip
+        results.write(path, {**report, **kept})
+        say(f"written: {path}")
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Everything a run measured, as text."""
+    blocks = []
+    rows = report["rows"]
+    if rows:
+        verdicts = [results.verdict(results.case_of(row), row) for row in rows]
+        missed = sum(verdict.startswith("MISS") for verdict in verdicts)
+        judged = sum(bool(verdict) for verdict in verdicts)
+        blocks.append(results.table(rows) + f"\n{judged - missed} of {judged} targets reached")
+        low = [
+            row
+            for row in rows
+            if (floor := results.case_of(row).floor) is not None
+            and "ours_us" in row
+            and results.case_of(row).ratio(row["ours_us"], row["copy_us"]) < floor
+        ]
+        if low:
+            names = "\n".join(f"  {results.case_of(row).name}" for row in low)
+            blocks.append(f"below the floor for large tensors:\n{names}")
+    if report.get("skipped"):
+        blocks.append("skipped:\n" + "\n".join(f"  {line}" for line in report["skipped"]))
+    if "call_overhead" in report:
+        lines = [
+            f"  {name:<24}{entry['ours_us']:7.2f}{entry['eager_us']:7.2f}"
+            f"   x{entry['ours_us'] / entry['eager_us']:.2f}"
+            for name, entry in report["call_overhead"].items()
+        ]
+        blocks.append("call overhead, host us (ours, F.layer_norm):\n" + "\n".join(lines))
+    if "training_step" in report:
+        lines = [
+            f"  {entry['name']:<44}{entry['ours_us']:9.1f}{entry['eager_us']:9.1f}"
+            f"   {entry['eager_us'] / entry['ours_us']:.2f} times faster"
+            for entry in report["training_step"]
+        ]
+        blocks.append(
+            "forward + backward of the module, wall us (FusedLayerNorm, nn.LayerNorm):\n"
+            + "\n".join(lines)
+        )
+    return "\n\n".join(blocks)
+
+
+if __name__ == "__main__":
+    main()
