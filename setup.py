@@ -69,8 +69,8 @@ def arch_list(nvcc: str) -> list[str]:
     """The architectures to compile for, as "90", "90a" or "90+PTX", in the order given."""
     known = set(re.findall(r"compute_(\d+)", run(nvcc, "--list-gpu-arch")))
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    for name, archs in NAMED_ARCHS.items():
-        wanted = wanted.replace(name, archs)
+    for name, meant in NAMED_ARCHS.items():
+        wanted = wanted.replace(name, meant)
     archs = wanted.replace(";", " ").replace(",", " ").split()
     if not archs:
         archs = [arch for arch in DEFAULT_ARCHS if arch.replace(".", "") in known]
@@ -114,7 +114,10 @@ def make_extension() -> tuple[Extension, str]:
     """The extension module, and what it is built for, in words."""
     define_macros = [("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)]
     cxx_flags = ["-O3", "-g0"]
-    link_args = []
+    cuda_flags: list[str] = []
+    link_args: list[str] = []
+    libraries = ["torch_cpu"]
+    library_dirs: list[str] = []
     if sys.platform == "linux":
         # libtorch_cuda.so is loaded with local scope: its symbols are found through libtorch.so
         # alone, which therefore stays a needed library although no symbol of it is used directly.
@@ -122,17 +125,12 @@ def make_extension() -> tuple[Extension, str]:
         link_args += ["-Wl,--version-script=csrc/exports.map", "-s"]
     sources = sorted(set(glob("csrc/*.cpp")) - {"csrc/ops_cuda.cpp"})
 
-    cuda_home = find_cuda_home()
-    if os.environ.get("FUSED_LAYERNORM_CPU_ONLY") == "1":
-        reason = "FUSED_LAYERNORM_CPU_ONLY=1"
-    elif cuda_home is None:
-        reason = "no nvcc found: set CUDA_HOME or put nvcc on PATH to have them"
-    else:
-        reason = None
-    if reason is not None:
+    cpu_only = os.environ.get("FUSED_LAYERNORM_CPU_ONLY") == "1"
+    cuda_home = None if cpu_only else find_cuda_home()
+    if cuda_home is None:
+        reason = "FUSED_LAYERNORM_CPU_ONLY=1" if cpu_only else "no nvcc: set CUDA_HOME or PATH"
         kind = f"without CUDA kernels ({reason})"
         make = cpp_extension.CppExtension
-        cxx_extra, nvcc_extra, libraries, library_dirs = [], [], [], []
     else:
         nvcc = str(cuda_home / "bin" / "nvcc")
         version = cuda_version(nvcc)
@@ -147,26 +145,26 @@ def make_extension() -> tuple[Extension, str]:
         cuda_sources = sorted(glob("csrc/*.cu"))
         sources += ["csrc/ops_cuda.cpp", *cuda_sources]
         define_macros.append(("FUSED_LAYERNORM_CUDA", "1"))
-        cxx_extra = [
+        cxx_flags += [
             f'-DFUSED_LAYERNORM_CUDA_VERSION="{version_string}"',
             f'-DFUSED_LAYERNORM_ARCHS="{" ".join(archs)}"',
         ]
-        nvcc_extra = nvcc_flags(version, archs, len(cuda_sources))
-        libraries = ["cudart_static", "rt", "dl", "pthread"]
-        library_dirs = [str(cuda_home / "lib64"), str(cuda_home / "lib")]
+        cuda_flags = nvcc_flags(version, archs, len(cuda_sources))
+        libraries += ["cudart_static", "rt", "dl", "pthread"]
+        library_dirs += [str(cuda_home / "lib64"), str(cuda_home / "lib")]
 
     module = make(
         name="fused_layernorm._C",
         sources=sources,
         depends=sorted(glob("csrc/*")),
         define_macros=define_macros,
-        extra_compile_args={"cxx": cxx_flags + cxx_extra, "nvcc": nvcc_extra},
+        extra_compile_args={"cxx": cxx_flags, "nvcc": cuda_flags},
         extra_link_args=link_args,
         library_dirs=library_dirs,
         py_limited_api=True,
     )
     # Only what the stable ABI offers, and no CUDA library that a machine may lack.
-    module.libraries = ["torch_cpu", *libraries]
+    module.libraries = libraries
     return module, kind
 
 

@@ -1,0 +1,45 @@
+"""Build the sdist, and from it alone a wheel (without CUDA kernels, to be quick) that runs.
+
+python ci/check_sdist.py
+"""
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# One file of each kind that the sdist is made for: to build, to test, to read.
+EXPECTED = ["setup.py", "csrc/ops.cpp", "csrc/ops_cuda.cpp", "csrc/layernorm_kernel.cu", "LICENSE",
+            "csrc/exports.map", "fused_layernorm/py.typed", "README.md", "CHANGELOG.md", "Makefile",
+            "tests/conftest.py"]  # fmt: skip
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="fused_layernorm-") as folder:
+
+        def run(*arguments: str, cwd: str | Path = folder, **variables: str) -> None:
+            command = [sys.executable, *arguments]
+            subprocess.run(command, cwd=cwd, check=True, env={**os.environ, **variables})
+
+        run("-m", "build", "--sdist", "--no-isolation", "-o", folder, cwd=REPOSITORY)
+        (archive,) = Path(folder).glob("*.tar.gz")
+        with tarfile.open(archive) as tar:
+            names = {name.partition("/")[2] for name in tar.getnames()}
+        if missing := [name for name in EXPECTED if name not in names]:
+            sys.exit(f"{archive.name} lacks {', '.join(missing)}")
+        if binaries := [name for name in names if name.endswith((".so", ".o", ".pyc"))]:
+            sys.exit(f"{archive.name} holds {', '.join(binaries)}")
+        print(f"{archive.name}: {len(names)} files, {archive.stat().st_size / 1024:.0f} KiB")
+
+        install = ["-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
+        run(*install, "--target", "installed", str(archive), FUSED_LAYERNORM_CPU_ONLY="1")
+        run("-m", "fused_layernorm", cwd=Path(folder) / "installed")
+        where = "import fused_layernorm; print(fused_layernorm.__file__)"
+        run("-c", where, cwd=Path(folder) / "installed")
+
+
+if __name__ == "__main__":
+    main()

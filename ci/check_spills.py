@@ -1,0 +1,82 @@
+"""Fail if a CUDA kernel keeps registers in memory.
+
+Reads what `ptxas -v` printed during a build (FUSED_LAYERNORM_PTXAS_VERBOSE=1) and names every
+kernel with a stack frame or with spills: such a kernel moves bytes that nobody asked for.
+
+    python ci/check_spills.py build.log
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+# Kernels that may use local memory, as a regular expression on the demangled name -> the reason.
+ALLOWED: dict[str, str] = {}
+
+
+class Kernel(NamedTuple):
+    name: str
+    arch: str
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    registers: int
+
+
+def parse(log: str) -> list[Kernel]:
+    """The kernels in a log, in order. ptxas prints four lines for each; other lines lie between."""
+    pattern = re.compile(
+        r"Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'"
+        r"(?:(?!Compiling entry).)*?(?P<stack>\d+) bytes stack frame, "
+        r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+        r"(?:(?!Compiling entry).)*?Used (?P<registers>\d+) registers",
+        re.DOTALL,
+    )
+    return [
+        Kernel(m["name"], m["arch"], int(m["stack"]), int(m["stores"]), int(m["loads"]),
+               int(m["registers"]))
+        for m in pattern.finditer(log)
+    ]  # fmt: skip
+
+
+def demangle(names: list[str]) -> list[str]:
+    if not shutil.which("c++filt"):
+        return names
+    result = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    )
+    return result.stdout.splitlines()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("log", type=Path)
+    log = parser.parse_args().log.read_text(errors="replace")
+    kernels = parse(log)
+    compiled = log.count("Compiling entry function")
+    if not kernels or len(kernels) != compiled:
+        print(f"read {len(kernels)} of {compiled} kernels in the log: nothing is shown by that")
+        return 1
+
+    spilling = [k for k in kernels if k.stack or k.spill_stores or k.spill_loads]
+    bad = 0
+    for kernel, name in zip(spilling, demangle([k.name for k in spilling]), strict=True):
+        reason = next((why for rule, why in ALLOWED.items() if re.search(rule, name)), None)
+        bad += reason is None
+        print(
+            f"{'allowed, ' + reason if reason else 'SPILLS'}: {name} ({kernel.arch}): "
+            f"{kernel.stack} bytes of stack, {kernel.spill_stores} stored, "
+            f"{kernel.spill_loads} loaded, {kernel.registers} registers"
+        )
+    most = max(k.registers for k in kernels)
+    archs = " ".join(sorted({k.arch for k in kernels}))
+    print(f"{len(kernels)} kernels for {archs}, at most {most} registers, {bad} that spill")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Show that one wheel serves every Python and every torch.
+
+For each line of MATRIX: a fresh environment of that Python, with that torch and the wheel as a
+user would install it, in which the tests run against the installed package, from a folder that
+holds the tests and no sources. A Python that this machine lacks is reported as skipped.
+
+    python ci/wheel_matrix.py dist/fused_layernorm-*.whl
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# (Python, torch). The oldest of each, the development pair, the newest of each.
+MATRIX = [("3.10", "2.10.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
+# What the tests need. Tests of integrations whose package is missing here are skipped by name.
+PACKAGES = ["numpy", "pytest", "pytest-timeout"]
+COPIED = ["tests", "examples", "pyproject.toml"]
+
+WHERE = """
+import sys, torch, fused_layernorm
+from pathlib import Path
+assert Path(fused_layernorm.__file__).is_relative_to(sys.prefix), fused_layernorm.__file__
+assert torch.__version__.split("+")[0] == sys.argv[1], torch.__version__
+"""
+
+
+class Result(NamedTuple):
+    python: str
+    torch: str
+    outcome: str
+    passed: bool
+
+
+def find_python(version: str) -> str | None:
+    """An interpreter of this minor version: on PATH, else one that pyenv keeps."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+    kept = sorted(pyenv.glob(f"versions/{version}.*/bin/python"), reverse=True)
+    for candidate in [shutil.which(f"python{version}"), *map(str, kept)]:
+        if candidate is not None:
+            # A pyenv shim is on PATH also for a version that is not switched on: ask it.
+            probe = subprocess.run(
+                [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if probe.stdout.strip() == version:
+                return candidate
+    return None
+
+
+def run_pair(version: str, torch: str, wheel: Path, arguments: list[str]) -> Result:
+    interpreter = find_python(version)
+    if interpreter is None:
+        return Result(version, torch, f"skipped: no Python {version} here", True)
+    with tempfile.TemporaryDirectory(prefix="fused_layernorm-") as folder:
+        # No plug-in or path of the calling environment reaches into this one.
+        env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+        def run(*command: str | Path) -> None:
+            subprocess.run([str(part) for part in command], cwd=work, env=env, check=True)
+
+        work = Path(folder) / "work"
+        work.mkdir()
+        for name in COPIED:
+            source = REPOSITORY / name
+            if source.is_dir():
+                shutil.copytree(
+                    source, work / name, ignore=shutil.ignore_patterns("__pycache__", "*.so")
+                )
+            elif source.exists():
+                shutil.copy(source, work / name)
+        python = Path(folder) / "venv" / "bin" / "python"
+        step = "make the environment"
+        try:
+            run(interpreter, "-m", "venv", Path(folder) / "venv")
+            step = "install"
+            pip: list[str | Path] = [
+                python,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--disable-pip-version-check",
+            ]
+            run(*pip, "--progress-bar", "off", f"torch=={torch}", *PACKAGES)
+            run(*pip, "--progress-bar", "off", wheel)
+            step = "import"
+            run(python, "-c", WHERE, torch)
+            run(python, "-m", "fused_layernorm")
+            step = "tests"
+            run(python, "-m", "pytest", "-p", "no:cacheprovider", *arguments)
+        except subprocess.CalledProcessError as error:
+            return Result(version, torch, f"FAILED: {step} (exit status {error.returncode})", False)
+    return Result(version, torch, "passed", True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--only", metavar="PYTHON", help="only the line of this Python")
+    parser.add_argument("pytest_arguments", nargs="*", help="after --: passed on to pytest")
+    arguments = parser.parse_args()
+    results = []
+    for version, torch in MATRIX:
+        if arguments.only in (None, version):
+            print(f"-- Python {version}, torch {torch}", flush=True)
+            start = time.monotonic()
+            result = run_pair(version, torch, arguments.wheel.resolve(), arguments.pytest_arguments)
+            seconds = time.monotonic() - start
+            results.append(result._replace(outcome=f"{result.outcome} ({seconds:.0f} s)"))
+    print(f"{arguments.wheel.name}:")
+    for result in results:
+        print(f"  Python {result.python:<5} torch {result.torch:<7} {result.outcome}")
+    ran = [result for result in results if not result.outcome.startswith("skipped")]
+    return 0 if ran and all(result.passed for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
