@@ -1,0 +1,145 @@
+"""override_aten(): PyTorch's own layer_norm, wherever it is called from, on this package's kernels.
+
+csrc/override.cpp has the kernels and the way they are switched; here are the handle, the count of
+overrides in force, and the way back to the kernels that were replaced.
+"""
+
+import sys
+import threading
+import warnings
+from collections import deque
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.library import Library, get_kernel
+
+from fused_layernorm import _C  # noqa: F401  (registers the operators)
+
+__all__ = ["AtenOverride", "override_aten"]
+
+_OPERATORS = ("native_layer_norm", "native_layer_norm_backward")
+_PAUSE_US = 200  # twice: what other threads get to come out of PyTorch before its table is written
+
+_lock = threading.RLock()
+_in_force: dict[str, int] = {}  # overrides in force, by dispatch key
+_replaced: dict[str, list[Any]] = {}  # the kernels replaced
+_libraries: dict[str, Library] = {}  # the operators that call them
+_retired: deque[Any] = deque(maxlen=256)  # kernels taken out, in case calls are still inside them
+
+
+class AtenOverride:
+    """What `override_aten` returns: `undo()` ends the override, and so does leaving a `with`."""
+
+    def __init__(self, key: str, in_force: bool) -> None:
+        self._key = key
+        self._in_force = in_force
+
+    def undo(self) -> None:
+        """End this override; the kernels go when the last one has ended. Again does nothing."""
+        with _lock:
+            if self._in_force:
+                self._in_force = False
+                _end(self._key)
+
+    def __enter__(self) -> "AtenOverride":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        return f"<AtenOverride of {self._key}: {'in force' if self._in_force else 'not in force'}>"
+
+
+def override_aten() -> AtenOverride:
+    """From now on, in this process, run PyTorch's layer norm for CUDA tensors on these kernels.
+
+    It covers all that reaches `aten::native_layer_norm` and `aten::native_layer_norm_backward` on
+    CUDA: `F.layer_norm`, `nn.LayerNorm` and every model that calls them, in every thread. PyTorch's
+    own autograd stays around the kernels, so results, gradients, higher derivatives, vmap, autocast
+    and errors are those of `F.layer_norm`; a call that the kernels do not take (a weight of another
+    dtype, for example) goes to PyTorch's kernel. What `torch.compile` compiles does not reach these
+    operators: there use `swap_layer_norm`.
+
+    Returns a handle, to be used in either way::
+
+        with fused_layernorm.override_aten():
+            model(x)
+
+        handle = fused_layernorm.override_aten()
+        model(x)
+        handle.undo()
+
+    Overrides nest, in any order and from any thread; the last to end gives PyTorch its kernels
+    back. In a build without CUDA kernels it warns and changes nothing.
+    """
+    if torch.ops.fused_layernorm._build_info() == "cpu only":
+        warnings.warn(
+            "override_aten() changes nothing: this build of fused_layernorm has no CUDA kernels",
+            stacklevel=2,
+        )
+        return AtenOverride("CUDA", in_force=False)
+    return _override("CUDA")
+
+
+def _override(key: str) -> AtenOverride:
+    """The override of one dispatch key. "CPU", which runs the composites, is there for tests."""
+    with _lock:
+        _begin(key)
+        return AtenOverride(key, in_force=True)
+
+
+def _pause_us() -> int:
+    return _PAUSE_US if len(sys._current_frames()) > 1 else 0
+
+
+def _begin(key: str) -> None:
+    if not _in_force.get(key):
+        _replaced[key] = [get_kernel(f"aten::{name}", key) for name in _OPERATORS]
+        if key not in _libraries:
+            _libraries[key] = _register_replaced(key)
+        torch.ops.fused_layernorm._begin_override(key, _pause_us())
+    _in_force[key] = _in_force.get(key, 0) + 1
+
+
+def _end(key: str) -> None:
+    _in_force[key] -= 1
+    if not _in_force[key]:
+        _retired.extend(get_kernel(f"aten::{name}", key) for name in _OPERATORS)
+        torch.ops.fused_layernorm._end_override(key, _pause_us())
+
+
+def _register_replaced(key: str) -> Library:
+    """The operators `_aten_*`, by which csrc/override.cpp calls the kernels it has replaced."""
+    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def call(kernel: Any, *args: Any) -> tuple[Any, ...]:
+        none = torch.empty(0, dtype=torch.uint8)
+        try:
+            return (*kernel.call_boxed(keyset, *args), none)
+        except Exception as error:
+            text = bytearray(str(error) or type(error).__name__, "utf-8")
+            return none, none, none, torch.frombuffer(text, dtype=torch.uint8)
+
+    def forward(*args: Any) -> tuple[Any, ...]:
+        return call(_replaced[key][0], *args)
+
+    def backward(*args: Any) -> tuple[Any, ...]:
+        *tensors, needs_dx, needs_dweight, needs_dbias = args
+        return call(_replaced[key][1], *tensors, [needs_dx, needs_dweight, needs_dbias])
+
+    library = Library("fused_layernorm", "FRAGMENT")
+    with warnings.catch_warnings():
+        # PyTorch warns of the first kernel in a process that takes the place of another. Taking the
+        # place of aten's is what the user asked for, so let that first one be these, unseen.
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            library.impl("_aten_native_layer_norm", forward, key, allow_override=True)
+            library.impl("_aten_native_layer_norm_backward", backward, key, allow_override=True)
+    return library
