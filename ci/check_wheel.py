@@ -1,0 +1,71 @@
+"""Check what the wheel promises: one file for every Python and every torch, and not too large.
+
+python ci/check_wheel.py dist/fused_layernorm-*.whl
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+MAX_MIB = 20
+DEFAULT_CODES = 8  # machine code for seven architectures, and PTX
+# All that a binary may ask of the machine: torch's two, and what every Linux with torch has.
+LIBRARIES = r"libtorch(_cpu)?\.so|(libstdc\+\+|libgcc_s|libc|libm|ld-linux-[\w-]+)\.so\.\d+"
+# Symbols of torch's C++ API are bound to one release of torch; the stable ABI is plain C.
+UNSTABLE = r"_ZN?K?(2at|3c10|5torch|6caffe2)"
+FORBIDDEN_FILES = r"\.(cu|cuh|cpp|h|o|pyc)$"
+
+
+def read(*command: str) -> list[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def complaints(wheel: Path, codes: int) -> list[str]:
+    found = []
+    if not re.fullmatch(r"fused_layernorm-[\w.]+-cp310-abi3-\w+\.whl", wheel.name):
+        found.append(f"{wheel.name} is not a wheel for every Python from 3.10 (cp310-abi3)")
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        found += [f"{name} does not belong" for name in names if re.search(FORBIDDEN_FILES, name)]
+        if "fused_layernorm/py.typed" not in names:
+            found.append("fused_layernorm/py.typed is missing")
+        binary = archive.extract("fused_layernorm/_C.abi3.so", folder)
+        needed = re.findall(r"\(NEEDED\).*\[(.*)\]", "\n".join(read("readelf", "-dW", binary)))
+        undefined = [line.split()[-1] for line in read("nm", "-D", "--undefined-only", binary)]
+    if "libtorch.so" not in needed:
+        found.append("libtorch.so is not among the needed libraries: no CUDA stream will be found")
+    found += [f"needs {name}" for name in needed if not re.fullmatch(LIBRARIES, name)]
+    found += [f"uses {name}" for name in undefined if re.match(UNSTABLE, name)]
+
+    size = wheel.stat().st_size / 2**20
+    whole = size * DEFAULT_CODES / codes
+    print(f"{wheel.name}: {size:.2f} MiB with {codes} of {DEFAULT_CODES} architectures")
+    if whole > MAX_MIB:
+        found.append(f"a whole wheel takes some {whole:.1f} MiB, more than {MAX_MIB}")
+    print(f"needs {' '.join(needed)}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument(
+        "--codes",
+        type=int,
+        default=DEFAULT_CODES,
+        metavar="N",
+        help="how many architectures were compiled (PTX counts as one)",
+    )
+    arguments = parser.parse_args()
+    found = complaints(arguments.wheel, arguments.codes)
+    for complaint in found:
+        print(f"WRONG: {complaint}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
