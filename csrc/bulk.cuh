@@ -1,0 +1,73 @@
+// Hopper's bulk copies from global to shared memory, completing on an mbarrier (PTX ISA,
+// "cp.async.bulk" and "mbarrier"). Older chips never launch a kernel that uses them.
+#pragma once
+
+#include <cstdint>
+
+namespace fused_layernorm {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define FUSED_LAYERNORM_NO_BULK 1
+#endif
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
+#ifndef FUSED_LAYERNORM_NO_BULK
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+#endif
+}
+
+// Makes initialized barriers visible to the copy engine.
+__device__ __forceinline__ void barrier_init_fence() {
+#ifndef FUSED_LAYERNORM_NO_BULK
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// Arrives, and expects `bytes` from bulk copies before the phase ends.
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+#ifndef FUSED_LAYERNORM_NO_BULK
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+#ifndef FUSED_LAYERNORM_NO_BULK
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (done == 0);
+#endif
+}
+
+// Addresses and bytes are multiples of 16. The data is read once: first to leave L2.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes,
+                                          uint64_t* barrier) {
+#ifndef FUSED_LAYERNORM_NO_BULK
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+#endif
+}
+
+}  // namespace fused_layernorm

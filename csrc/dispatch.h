@@ -1,0 +1,50 @@
+// From run-time data types to the types a kernel is compiled for.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "layernorm.h"
+#include "vec.cuh"
+
+namespace fused_layernorm {
+
+template <typename X_, typename W_, typename Y_>
+struct Types {
+  using X = X_;  // of x, residual, residual_out, dx, dresidual
+  using W = W_;  // of weight, bias, dweight, dbias
+  using Y = Y_;  // of y, dy
+  // Of the input to which a residual is added: a float32 residual stream takes half-precision
+  // input and gives half-precision output; otherwise both summands are of one type.
+  using In = std::conditional_t<std::is_same_v<X, float>, Y, X>;
+  using Acc = acc_t<X>;
+};
+
+// The combinations that have kernels. Whoever launches converts the rest to one of them
+// (ops_cuda.cpp: a weight to float32, an output from float32): the result is the same to the bit.
+template <typename Launch>
+cudaError_t dispatch_types(const DataTypes& types, const Launch& launch) {
+  using F = float;
+  using H = __half;
+  using B = __nv_bfloat16;
+  const auto is = [&](DataType x, DataType weight, DataType y) {
+    return types.x == x && types.weight == weight && types.y == y;
+  };
+  constexpr DataType f = DataType::kFloat32, h = DataType::kFloat16, b = DataType::kBFloat16,
+                     d = DataType::kFloat64;
+  if (is(f, f, f)) return launch(Types<F, F, F>{});
+  if (is(f, f, h)) return launch(Types<F, F, H>{});
+  if (is(f, f, b)) return launch(Types<F, F, B>{});
+  if (is(h, h, h)) return launch(Types<H, H, H>{});
+  if (is(h, f, h)) return launch(Types<H, F, H>{});
+  if (is(h, f, f)) return launch(Types<H, F, F>{});
+  if (is(b, b, b)) return launch(Types<B, B, B>{});
+  if (is(b, f, b)) return launch(Types<B, F, B>{});
+  if (is(b, f, f)) return launch(Types<B, F, F>{});
+  if (is(d, d, d)) return launch(Types<double, double, double>{});
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,76 @@
+// How kernels are launched: template parameters from a plan, dynamic shared memory, errors.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "layernorm.h"
+
+namespace fused_layernorm {
+
+// One function a strategy, each in the file of its kernels.
+cudaError_t launch_layer_norm_forward_warp(const ForwardParams&, const DataTypes&, const Plan&,
+                                           cudaStream_t);
+cudaError_t launch_layer_norm_backward_warp(const BackwardParams&, const DataTypes&, const Plan&,
+                                            cudaStream_t);
+cudaError_t launch_layer_norm_forward_block(const ForwardParams&, const DataTypes&, const Plan&,
+                                            cudaStream_t);
+cudaError_t launch_layer_norm_backward_block(const BackwardParams&, const DataTypes&, const Plan&,
+                                             cudaStream_t);
+cudaError_t launch_layer_norm_forward_split(const ForwardParams&, const DataTypes&, const Plan&,
+                                            cudaStream_t);
+cudaError_t launch_layer_norm_forward_stream(const ForwardParams&, const DataTypes&, const Plan&,
+                                             cudaStream_t);
+cudaError_t launch_layer_norm_backward_stream(const BackwardParams&, const DataTypes&, const Plan&,
+                                              cudaStream_t);
+// Adds up the partial dweight and dbias in the workspace, where there is more than one.
+cudaError_t launch_param_grad(const BackwardParams&, const DataTypes&, const Plan&, cudaStream_t);
+
+// A thread moves 16 bytes of x at once, or single elements where rows are not so aligned.
+template <typename T, typename Launch>
+cudaError_t dispatch_width(int width, const Launch& launch) {
+  constexpr int kAligned = 16 / static_cast<int>(sizeof(typename T::X));
+  if (width == kAligned) return launch(std::integral_constant<int, kAligned>{});
+  if (width == 1) return launch(std::integral_constant<int, 1>{});
+  return cudaErrorInvalidValue;
+}
+
+// A value of `kFirst, kRest...`, as a template parameter.
+template <int kFirst, int... kRest, typename Launch>
+cudaError_t dispatch_vecs(int vecs, const Launch& launch) {
+  if (vecs == kFirst) return launch(std::integral_constant<int, kFirst>{});
+  if constexpr (sizeof...(kRest) > 0) {
+    return dispatch_vecs<kRest...>(vecs, launch);
+  } else {
+    return cudaErrorInvalidValue;
+  }
+}
+
+// Up to this much needs no permission.
+constexpr int kFreeSharedMemory = 48 * 1024;
+
+template <bool kCooperative = false, typename... Params, typename... Args>
+cudaError_t launch(void (*kernel)(Params...), const Plan& plan, int block_threads,
+                   cudaStream_t stream, const Args&... args) {
+  if (plan.shared_bytes > kFreeSharedMemory) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(block_threads));
+  config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
+  config.stream = stream;
+  cudaLaunchAttribute cooperative;
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  if (kCooperative) {
+    config.attrs = &cooperative;
+    config.numAttrs = 1;
+  }
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,345 @@
+// The ladder from problem to plan. Each threshold carries the measurement that set it.
+#include "plan.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+
+namespace fused_layernorm {
+namespace {
+
+constexpr int kWarpSize = 32;
+// 512 threads leave each 128 registers for the running dweight and dbias of its columns.
+constexpr int kBackwardThreads = 512;
+constexpr int kMaxGroups = 8;
+constexpr int kMaxStages = 8;
+// Static shared memory, barriers included, and what the driver reserves in a block.
+constexpr int kReservedSharedMemory = 2048;
+
+struct Forced {
+  std::optional<Strategy> strategy;
+  std::map<std::string, int> numbers;
+
+  int number(const char* key, int otherwise) const {
+    const auto found = numbers.find(key);
+    return found == numbers.end() ? otherwise : found->second;
+  }
+};
+
+std::mutex forced_mutex;
+Forced forced_plan;
+
+const std::map<std::string, Strategy> kStrategies = {{"warp", Strategy::kWarp},
+                                                     {"block", Strategy::kBlock},
+                                                     {"split", Strategy::kSplit},
+                                                     {"stream", Strategy::kStream}};
+
+const char* name_of(Strategy strategy) {
+  for (const auto& [name, value] : kStrategies) {
+    if (value == strategy) return name.c_str();
+  }
+  return "unknown";
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+int power_of_two_from(int64_t n) {
+  int p = 1;
+  while (p < n) p *= 2;
+  return p;
+}
+
+// The vectors a thread owns are a power of two: that many kernels are compiled, not more.
+bool fits_warp(const Problem& problem, int width, int64_t vectors) {
+  const int cols_per_lane = problem.backward ? kWarpBackwardColsPerLane : 64;
+  const int vecs = std::min(8, cols_per_lane / width);
+  return vectors <= int64_t{kWarpSize} * vecs;
+}
+
+Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t vectors) {
+  Plan plan;
+  plan.strategy = Strategy::kWarp;
+  plan.width = width;
+  plan.threads = std::min(kWarpSize, power_of_two_from(vectors));
+  plan.vecs = power_of_two_from(ceil_div(vectors, plan.threads));
+  plan.slice_cols = static_cast<int>(problem.cols);
+  // Rows that one group of lanes loads before the first use: four 16-byte loads in flight.
+  const int rows_at_once = plan.vecs == 1 ? 4 : plan.vecs == 2 ? 2 : 1;
+  const int block_threads = problem.backward ? kBackwardThreads : 256;
+  plan.groups = block_threads / plan.threads;
+  plan.blocks = ceil_div(problem.rows, int64_t{plan.groups} * rows_at_once);
+  if (problem.backward) {
+    plan.blocks = std::min<int64_t>(plan.blocks, device.sms);
+    plan.shared_bytes = static_cast<int>(2 * problem.cols * std::max(4, size_of(problem.x)));
+  }
+  return plan;
+}
+
+// Forward: the row stays in the registers of one block.
+bool fits_forward_block(int width, int64_t vectors) {
+  return vectors <= int64_t{1024} * (width == 1 ? 16 : 4);
+}
+
+Plan forward_block_plan(const Problem& problem, int width, int64_t vectors, const Forced& forced) {
+  Plan plan;
+  plan.strategy = Strategy::kBlock;
+  plan.width = width;
+  int vecs = width == 1 ? (vectors <= 8 * 512 ? 8 : 16) : 4;
+  vecs = forced.number("vecs", vecs);
+  plan.vecs = vecs;
+  plan.threads = static_cast<int>(round_up(ceil_div(vectors, vecs), kWarpSize));
+  plan.blocks = problem.rows;
+  plan.slice_cols = static_cast<int>(problem.cols);
+  return plan;
+}
+
+// Persistent blocks: `sms` of them in sets of `blocks_per_row`, as many sets as there is work for.
+void lay_out_slices(Plan& plan, const Problem& problem, const Device& device) {
+  const int64_t sets = device.sms / plan.blocks_per_row;
+  const int64_t needed = ceil_div(problem.rows, plan.groups);
+  plan.blocks = std::max<int64_t>(1, std::min(sets, needed)) * plan.blocks_per_row;
+}
+
+// Slices begin at multiples of 16 bytes of every tensor, as bulk copies must.
+int slice_of(int64_t cols, int blocks_per_row, const Problem& problem, int width) {
+  const int unit = width == 1 ? 1 : 16 / std::min(size_of(problem.x), size_of(problem.y));
+  return static_cast<int>(round_up(ceil_div(cols, blocks_per_row), unit));
+}
+
+// Widening the slices' number to what the device's blocks allow keeps every multiprocessor busy.
+int widen(int blocks_per_row, int sms) { return sms / (sms / blocks_per_row); }
+
+// Forward: slices of a row in shared memory, `stages` rows of them, beside the slices of the
+// parameters. At least three, so that a row's sums are published a row before they are needed and
+// the next row is on its way.
+std::optional<Plan> forward_split_plan(const Problem& problem, const Device& device,
+                                       const Forced& forced) {
+  if (device.capability < 90 || !problem.aligned || problem.x == DataType::kFloat64 ||
+      problem.residual) {
+    return std::nullopt;
+  }
+  const int width = 16 / size_of(problem.x);
+  const int available = device.shared_memory - kReservedSharedMemory;
+  const int first = forced.number("blocks_per_row", 1);
+  for (int blocks_per_row = first; blocks_per_row <= device.sms; ++blocks_per_row) {
+    Plan plan;
+    plan.strategy = Strategy::kSplit;
+    plan.width = width;
+    plan.blocks_per_row = forced.numbers.count("blocks_per_row") ? blocks_per_row
+                                                                 : widen(blocks_per_row, device.sms);
+    const int slice = slice_of(problem.cols, plan.blocks_per_row, problem, width);
+    // The last slice must not be empty.
+    if (int64_t{slice} * (plan.blocks_per_row - 1) >= problem.cols) continue;
+    const int64_t params = int64_t{2} * slice * size_of(problem.weight);
+    const int64_t row = int64_t{slice} * size_of(problem.x);
+    const int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / row);
+    if (params + row > available || stages < 3) continue;
+    plan.stages = forced.number("stages", static_cast<int>(stages));
+    plan.slice_cols = slice;
+    plan.bulk = true;
+    plan.threads = static_cast<int>(
+        std::min<int64_t>(1024, round_up(ceil_div(slice, width), kWarpSize)));
+    plan.threads = forced.number("threads", plan.threads);
+    plan.shared_bytes = static_cast<int>(plan.stages * row + params);
+    lay_out_slices(plan, problem, device);
+    plan.workspace_bytes = plan.blocks_per_row > 1 ? problem.rows * plan.blocks_per_row * 8 : 0;
+    return plan;
+  }
+  return std::nullopt;
+}
+
+Plan forward_stream_plan(const Problem& problem, int width) {
+  Plan plan;
+  plan.strategy = Strategy::kStream;
+  plan.width = width;
+  plan.vecs = width == 1 ? 16 : 8;
+  plan.threads = 512;
+  plan.slice_cols = plan.threads * plan.vecs * width;
+  plan.blocks_per_row = static_cast<int>(ceil_div(problem.cols, plan.slice_cols));
+  plan.blocks = problem.rows * plan.blocks_per_row;
+  plan.workspace_bytes = plan.blocks * 2 * std::max(4, size_of(problem.x));
+  return plan;
+}
+
+// Backward, one block or several a row: a thread owns the same columns of every row its block
+// works on and keeps their dweight and dbias in registers.
+std::optional<Plan> backward_block_plan(const Problem& problem, const Device& device, int width,
+                                        const Forced& forced) {
+  // Single elements take more registers each.
+  const int max_vecs = width == 1 ? 16 : kBackwardColsPerThread / width;
+  const int64_t block_cols = int64_t{kBackwardThreads} * max_vecs * width;
+  const bool may_bulk = device.capability >= 90 && width > 1 && problem.x != DataType::kFloat64 &&
+                        forced.number("bulk", 1) != 0;
+  const int available = device.shared_memory - kReservedSharedMemory;
+  int minimum = static_cast<int>(ceil_div(problem.cols, block_cols));
+  if (forced.strategy == Strategy::kSplit) minimum = std::max(minimum, 2);
+  minimum = forced.number("blocks_per_row", minimum);
+  for (int least = minimum; least <= device.sms; ++least) {
+    Plan plan;
+    plan.width = width;
+    plan.blocks_per_row = forced.numbers.count("blocks_per_row") || least == 1
+                              ? least
+                              : widen(least, device.sms);
+    plan.strategy = plan.blocks_per_row > 1 ? Strategy::kSplit : Strategy::kBlock;
+    if (plan.strategy == Strategy::kSplit && problem.x == DataType::kFloat64) return std::nullopt;
+    plan.slice_cols = slice_of(problem.cols, plan.blocks_per_row, problem, width);
+    if (int64_t{plan.slice_cols} * (plan.blocks_per_row - 1) >= problem.cols) continue;
+    const int64_t vectors = ceil_div(plan.slice_cols, width);
+    // The fewest columns a thread with at most 512 threads on a row.
+    int vecs = width == 1 ? 8 : std::max(1, 8 / width);
+    while (vecs < max_vecs && ceil_div(vectors, vecs) > kBackwardThreads) vecs *= 2;
+    if (problem.x == DataType::kFloat64 && width > 1) vecs = max_vecs;
+    plan.vecs = forced.number("vecs", vecs);
+    plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
+    if (plan.threads > kBackwardThreads) continue;
+    plan.groups = plan.blocks_per_row > 1
+                      ? 1
+                      : std::min(kMaxGroups, std::max(1, kBackwardThreads / plan.threads));
+    plan.groups = forced.number("groups", plan.groups);
+    const int acc = std::max(4, size_of(problem.x));
+    const int64_t sums = plan.groups > 1 ? int64_t{2} * plan.slice_cols * acc : 0;
+    plan.shared_bytes = static_cast<int>(sums);
+    if (may_bulk) {
+      const int64_t params = round_up(int64_t{2} * plan.slice_cols * size_of(problem.weight), 16);
+      const int64_t stage =
+          int64_t{plan.slice_cols} * (size_of(problem.x) + size_of(problem.y)) * plan.groups;
+      int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / stage);
+      stages = forced.number("stages", static_cast<int>(stages));
+      if (params + 2 * stage > available) {
+        if (least < device.sms) continue;
+        return std::nullopt;
+      }
+      plan.bulk = true;
+      plan.stages = static_cast<int>(stages);
+      plan.shared_bytes = static_cast<int>(std::max(sums, params + plan.stages * stage));
+    } else if (sums > available) {
+      continue;
+    }
+    lay_out_slices(plan, problem, device);
+    return plan;
+  }
+  return std::nullopt;
+}
+
+Plan backward_stream_plan(const Problem& problem, const Device& device, int width) {
+  Plan plan;
+  plan.strategy = Strategy::kStream;
+  plan.width = width;
+  plan.vecs = 16 / width;
+  plan.threads = 256;
+  plan.slice_cols = plan.threads * plan.vecs * width;
+  plan.blocks_per_row = static_cast<int>(ceil_div(problem.cols, plan.slice_cols));
+  // Blocks over rows as well, where the columns alone leave multiprocessors idle.
+  int64_t sets = ceil_div(int64_t{4} * device.sms, plan.blocks_per_row);
+  sets = std::max<int64_t>(1, std::min<int64_t>({sets, problem.rows, device.sms}));
+  plan.blocks = sets * plan.blocks_per_row;
+  return plan;
+}
+
+void lay_out_backward_workspace(Plan& plan, const Problem& problem) {
+  const int64_t acc = std::max(4, size_of(problem.x));
+  const int64_t sets = plan.blocks / std::max(1, plan.blocks_per_row);
+  plan.partials = static_cast<int>(sets);
+  int64_t offset = 0;
+  if (plan.blocks_per_row > 1 || plan.strategy == Strategy::kStream) {
+    offset += problem.rows * plan.blocks_per_row * 2 * acc;
+  }
+  plan.totals_offset = offset = round_up(offset, 256);
+  if (plan.strategy == Strategy::kStream) {
+    offset = round_up(offset + problem.rows * 2 * acc, 256);
+  }
+  plan.dparams_offset = offset;
+  if (problem.needs_dparams && plan.partials > 1) {
+    offset += int64_t{2} * plan.partials * problem.cols * acc;
+  }
+  plan.workspace_bytes = offset;
+}
+
+[[noreturn]] void refuse(Strategy strategy, const Problem& problem) {
+  std::ostringstream message;
+  message << "fused_layernorm: the strategy " << name_of(strategy) << " cannot run "
+          << (problem.backward ? "backward" : "forward") << " rows of " << problem.cols
+          << " columns on this device";
+  throw std::invalid_argument(message.str());
+}
+
+}  // namespace
+
+Plan make_plan(const Problem& problem, const Device& device) {
+  Forced forced;
+  {
+    const std::lock_guard<std::mutex> lock(forced_mutex);
+    forced = forced_plan;
+  }
+  const int width = problem.aligned ? 16 / size_of(problem.x) : 1;
+  const int64_t vectors = ceil_div(problem.cols, width);
+  const auto wanted = [&](Strategy strategy) {
+    return !forced.strategy || *forced.strategy == strategy;
+  };
+
+  std::optional<Plan> plan;
+  if (wanted(Strategy::kWarp) && fits_warp(problem, width, vectors)) {
+    plan = warp_plan(problem, device, width, vectors);
+  }
+  if (!problem.backward) {
+    if (!plan && wanted(Strategy::kBlock) && fits_forward_block(width, vectors)) {
+      plan = forward_block_plan(problem, width, vectors, forced);
+    }
+    if (!plan && wanted(Strategy::kSplit)) {
+      plan = forward_split_plan(problem, device, forced);
+    }
+    if (!plan && wanted(Strategy::kStream)) {
+      plan = forward_stream_plan(problem, width);
+    }
+  } else {
+    if (!plan && (wanted(Strategy::kBlock) || wanted(Strategy::kSplit))) {
+      plan = backward_block_plan(problem, device, width, forced);
+      if (plan && !wanted(plan->strategy)) plan.reset();
+    }
+    if (!plan && wanted(Strategy::kStream)) {
+      plan = backward_stream_plan(problem, device, width);
+    }
+    if (plan) lay_out_backward_workspace(*plan, problem);
+  }
+  if (!plan) refuse(*forced.strategy, problem);
+  return *plan;
+}
+
+void force_plan(std::optional<std::string> options) {
+  Forced forced;
+  std::istringstream words(options.value_or(""));
+  for (std::string word; words >> word;) {
+    const auto equals = word.find('=');
+    const std::string key = word.substr(0, equals);
+    const std::string value = equals == std::string::npos ? "" : word.substr(equals + 1);
+    if (key == "strategy") {
+      const auto found = kStrategies.find(value);
+      if (found == kStrategies.end()) {
+        throw std::invalid_argument("fused_layernorm: no strategy is called '" + value +
+                                    "': expected warp, block, split or stream");
+      }
+      forced.strategy = found->second;
+    } else {
+      forced.numbers[key] = std::stoi(value);
+    }
+  }
+  const std::lock_guard<std::mutex> lock(forced_mutex);
+  forced_plan = forced;
+}
+
+std::string describe(const Plan& plan) {
+  std::ostringstream json;
+  json << "{\"strategy\": \"" << name_of(plan.strategy) << "\", \"width\": " << plan.width
+       << ", \"vecs\": " << plan.vecs << ", \"threads\": " << plan.threads
+       << ", \"groups\": " << plan.groups << ", \"blocks_per_row\": " << plan.blocks_per_row
+       << ", \"slice_cols\": " << plan.slice_cols << ", \"blocks\": " << plan.blocks
+       << ", \"bulk\": " << (plan.bulk ? "true" : "false") << ", \"stages\": " << plan.stages
+       << ", \"shared_bytes\": " << plan.shared_bytes << ", \"partials\": " << plan.partials
+       << ", \"workspace_bytes\": " << plan.workspace_bytes << "}";
+  return json.str();
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,79 @@
+// Which kernel runs a problem, and how it is laid out: plain host code that needs no GPU.
+//
+// The numbers that fix the order of a row's sums (strategy, width, vecs, threads, blocks_per_row)
+// follow from the row's length, the types and the device, never from the number of rows: a row's
+// result is the same in any batch.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace fused_layernorm {
+
+enum class DataType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
+
+// Registers: a thread of backward keeps the running dweight and dbias of its columns.
+constexpr int kWarpBackwardColsPerLane = 16;
+constexpr int kBackwardColsPerThread = 32;
+
+constexpr int size_of(DataType type) {
+  return type == DataType::kFloat64 ? 8 : type == DataType::kFloat32 ? 4 : 2;
+}
+
+enum class Strategy : int32_t {
+  kWarp,    // a warp, or a part of one, holds a row in registers
+  kBlock,   // a block, or a part of one, works on a row
+  kSplit,   // several resident blocks hold a row and meet in global memory
+  kStream,  // rows of any length: sums, combined, then a second read
+};
+
+struct Device {
+  int capability = 90;          // 10 * major + minor
+  int sms = 132;                // streaming multiprocessors
+  int shared_memory = 232448;   // bytes that one block may have
+};
+
+struct Problem {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  DataType x = DataType::kFloat32;
+  DataType weight = DataType::kFloat32;
+  DataType y = DataType::kFloat32;
+  bool aligned = true;  // every row of every tensor begins at a multiple of 16 bytes (of x)
+  bool backward = false;
+  bool residual = false;       // forward: a second input
+  bool needs_dparams = true;   // backward: dweight or dbias is asked for
+};
+
+struct Plan {
+  Strategy strategy = Strategy::kStream;
+  int width = 1;           // elements a thread moves at once
+  int vecs = 1;            // such vectors a thread owns of a row
+  int threads = 32;        // that work on one row in a block; kWarp: lanes on one row
+  int groups = 1;          // rows that a block works on at once
+  int blocks_per_row = 1;  // kSplit: slices of a row; kStream: chunks of a row
+  int slice_cols = 0;      // columns of one slice or chunk
+  int64_t blocks = 1;      // of the main kernel; persistent in backward and kSplit
+  bool bulk = false;       // rows come to shared memory by Hopper's bulk copies
+  int stages = 0;          // bulk: rows (row slices) that a group keeps in flight
+  int shared_bytes = 0;    // dynamic shared memory of a block
+  int partials = 1;        // backward: float sums of dweight and dbias to be added up
+  int64_t workspace_bytes = 0;
+
+  // Offsets into the workspace.
+  int64_t dparams_offset = 0;  // backward: [dweight, dbias][partials][cols]
+  int64_t totals_offset = 0;   // backward kStream: the two sums of every row
+};
+
+// Throws std::invalid_argument, in one sentence, if a forced strategy cannot run the problem.
+Plan make_plan(const Problem& problem, const Device& device);
+
+// Overrides parts of every later plan: "strategy=split vecs=4 threads=256 groups=1 bulk=0 stages=3
+// blocks_per_row=8", any subset of them; nothing resets. For tests and tuning; process-wide.
+void force_plan(std::optional<std::string> options);
+
+// The plan as a JSON object, for tests and `python -m fused_layernorm`.
+std::string describe(const Plan& plan);
+
+}  // namespace fused_layernorm

@@ -1,0 +1,155 @@
+// Vectors of elements: loads and stores named by cache intent, and conversion to the type that
+// the arithmetic is done in.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace fused_layernorm {
+
+// Arithmetic is in float32, for float64 data in float64.
+template <typename T>
+using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+__device__ __forceinline__ float to_acc(float v) { return v; }
+__device__ __forceinline__ double to_acc(double v) { return v; }
+__device__ __forceinline__ float to_acc(__half v) { return __half2float(v); }
+__device__ __forceinline__ float to_acc(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+template <typename T, typename Acc>
+__device__ __forceinline__ T from_acc(Acc v) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(static_cast<float>(v));
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(static_cast<float>(v));
+  } else {
+    return static_cast<T>(v);
+  }
+}
+
+// `kWidth` neighbouring elements, moved in pieces of at most 16 bytes.
+template <typename T, int kWidth>
+struct Vec {
+  static constexpr int kBytes = kWidth * static_cast<int>(sizeof(T));
+  static constexpr int kPieceBytes = kBytes < 16 ? kBytes : 16;
+  static_assert(kBytes % kPieceBytes == 0 && (kPieceBytes & (kPieceBytes - 1)) == 0);
+
+  alignas(kPieceBytes) T at[kWidth];
+};
+
+namespace detail {
+
+template <int kBytes>
+struct Piece;
+template <>
+struct Piece<16> {
+  using type = uint4;
+};
+template <>
+struct Piece<8> {
+  using type = uint2;
+};
+template <>
+struct Piece<4> {
+  using type = uint32_t;
+};
+template <>
+struct Piece<2> {
+  using type = uint16_t;
+};
+
+}  // namespace detail
+
+template <typename V>
+using piece_t = typename detail::Piece<V::kPieceBytes>::type;
+
+// Read once: leave L1 to the data that is read again.
+template <typename T, int kWidth>
+__device__ __forceinline__ Vec<T, kWidth> load_once(const T* p) {
+  using V = Vec<T, kWidth>;
+  V v;
+  const auto* from = reinterpret_cast<const piece_t<V>*>(p);
+  auto* to = reinterpret_cast<piece_t<V>*>(v.at);
+#pragma unroll
+  for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
+    if constexpr (V::kPieceBytes == 16) {
+      asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+          : "=r"(to[i].x), "=r"(to[i].y), "=r"(to[i].z), "=r"(to[i].w)
+          : "l"(from + i));
+    } else {
+      to[i] = __ldg(from + i);
+    }
+  }
+  return v;
+}
+
+// Read again by this or another block: parameters, and rows that are read twice.
+template <typename T, int kWidth>
+__device__ __forceinline__ Vec<T, kWidth> load_again(const T* p) {
+  using V = Vec<T, kWidth>;
+  V v;
+  const auto* from = reinterpret_cast<const piece_t<V>*>(p);
+  auto* to = reinterpret_cast<piece_t<V>*>(v.at);
+#pragma unroll
+  for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
+    to[i] = __ldg(from + i);
+  }
+  return v;
+}
+
+// From shared memory, or from memory that this kernel writes.
+template <typename T, int kWidth>
+__device__ __forceinline__ Vec<T, kWidth> load_plain(const T* p) {
+  using V = Vec<T, kWidth>;
+  V v;
+  const auto* from = reinterpret_cast<const piece_t<V>*>(p);
+  auto* to = reinterpret_cast<piece_t<V>*>(v.at);
+#pragma unroll
+  for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
+    to[i] = from[i];
+  }
+  return v;
+}
+
+// Written once and not read by this kernel.
+template <typename T, int kWidth>
+__device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v) {
+  using V = Vec<T, kWidth>;
+  auto* to = reinterpret_cast<piece_t<V>*>(p);
+  const auto* from = reinterpret_cast<const piece_t<V>*>(v.at);
+#pragma unroll
+  for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
+    __stcs(to + i, from[i]);
+  }
+}
+
+// Tells the compiler that what it derived from `value` before must be derived anew: values that
+// are cheap to recompute from packed registers would otherwise be kept, and spill.
+template <typename T, int kWidth>
+__device__ __forceinline__ void recompute(Vec<T, kWidth>& value) {
+  using V = Vec<T, kWidth>;
+  if constexpr (V::kBytes % 4 == 0) {
+    auto* words = reinterpret_cast<uint32_t*>(value.at);
+#pragma unroll
+    for (int i = 0; i < V::kBytes / 4; ++i) asm volatile("" : "+r"(words[i]));
+  }
+}
+template <typename T>
+__device__ __forceinline__ void recompute(T*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+
+template <typename T, int kWidth, typename Acc>
+__device__ __forceinline__ Vec<T, kWidth> round_to(const Acc (&values)[kWidth]) {
+  Vec<T, kWidth> v;
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    v.at[j] = from_acc<T>(values[j]);
+  }
+  return v;
+}
+
+}  // namespace fused_layernorm
