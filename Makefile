@@ -38,7 +38,7 @@ ifndef NO_VENV
 	@test -x $(PY) || { echo "making the environment $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@$(PY) -c 'import torch' 2>/dev/null || { echo "installing $(TORCH) into $(VENV)"; \
 		$(PY) -m pip install --progress-bar off -q -U pip "$(TORCH)"; }
-	@$(PY) -m pip install --progress-bar off -q 'setuptools>=77' wheel ninja
+	@$(PY) -m pip install --progress-bar off -q 'setuptools>=77' wheel ninja numpy
 endif
 
 # The kernels are compiled for the GPU at hand (without one: for Hopper), to be quick. Only

@@ -16,7 +16,7 @@ DEFAULT_CODES = 8  # machine code for seven architectures, and PTX
 # All that a binary may ask of the machine: torch's two, and what every Linux with torch has.
 LIBRARIES = r"libtorch(_cpu)?\.so|(libstdc\+\+|libgcc_s|libc|libm|ld-linux-[\w-]+)\.so\.\d+"
 # Symbols of torch's C++ API are bound to one release of torch; the stable ABI is plain C.
-UNSTABLE = r"_ZN?K?(2at|3c10|5torch|6caffe2)"
+UNSTABLE = r"_Z(TV|TI|TS)?NK?(2at|3c10|5torch|6caffe2)"
 FORBIDDEN_FILES = r"\.(cu|cuh|cpp|h|o|pyc)$"
 
 
