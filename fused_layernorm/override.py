@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.library import Library, get_kernel
 
-from fused_layernorm import _C  # noqa: F401  (registers the operators)
+from . import _ops  # noqa: F401  (registers the operators)
 
 __all__ = ["AtenOverride", "override_aten"]
 
@@ -79,13 +79,17 @@ def override_aten() -> AtenOverride:
     Overrides nest, in any order and from any thread; the last to end gives PyTorch its kernels
     back. In a build without CUDA kernels it warns and changes nothing.
     """
-    if torch.ops.fused_layernorm._build_info() == "cpu only":
+    if not _has_kernels():
         warnings.warn(
             "override_aten() changes nothing: this build of fused_layernorm has no CUDA kernels",
             stacklevel=2,
         )
         return AtenOverride("CUDA", in_force=False)
     return _override("CUDA")
+
+
+def _has_kernels() -> bool:
+    return torch.ops.fused_layernorm._build_info() != "cpu only"
 
 
 def _override(key: str) -> AtenOverride:

@@ -1,0 +1,415 @@
+"""override_aten(): what it covers, what it leaves to PyTorch, and that it is undone exactly.
+
+Without a GPU the machinery is tested on the CPU's dispatch key, where the composite operators stand
+for the kernels; with one, the same tests run on CUDA.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fused_layernorm
+from fused_layernorm.override import _override
+
+HAS_KERNELS = torch.ops.fused_layernorm._build_info() != "cpu only"
+DEVICES = [
+    pytest.param("cpu", id="cpu"),
+    pytest.param(
+        "cuda",
+        id="cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(
+                not (torch.cuda.is_available() and HAS_KERNELS), reason="needs CUDA kernels"
+            ),
+        ],
+    ),
+]
+OPERATORS = ("aten::native_layer_norm", "aten::native_layer_norm_backward")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def override(device):
+    """override_aten, for the device's dispatch key."""
+    return fused_layernorm.override_aten if device == "cuda" else lambda: _override("CPU")
+
+
+@pytest.fixture
+def calls(device):
+    """Counts the calls that came by the override since the last time it was asked."""
+    last = torch.ops.fused_layernorm._override_calls(device.upper())
+
+    def since():
+        nonlocal last
+        now = torch.ops.fused_layernorm._override_calls(device.upper())
+        last, count = now, now - last
+        return count
+
+    return since
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_trace():
+    """Every test must leave PyTorch's operators as it found them."""
+    before = [torch._C._dispatch_dump(name) for name in OPERATORS]
+    yield
+    assert [torch._C._dispatch_dump(name) for name in OPERATORS] == before
+
+
+def inputs(device, shape=(4, 6, 32), normalized_ndim=1, dtype=torch.float32):
+    torch.manual_seed(0)
+    x = torch.randn(shape, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(shape[-normalized_ndim:], device=device).to(dtype).requires_grad_()
+    bias = torch.randn(shape[-normalized_ndim:], device=device).to(dtype).requires_grad_()
+    return x, weight, bias
+
+
+def close(actual, expected, dtype=torch.float32):
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-5}.get(dtype, 2e-2)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_covers_layer_norm_with_pytorchs_autograd(device, override, calls):
+    x, weight, bias = inputs(device)
+    module = nn.LayerNorm(32, device=device)
+    with override():
+        y = F.layer_norm(x, (32,), weight, bias)
+        assert calls() > 0
+        assert type(y.grad_fn).__name__ == "NativeLayerNormBackward0"
+        y.sum().backward()
+        assert calls() > 0
+        module(x.detach())
+        assert calls() > 0
+        torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
+        assert calls() > 0
+        torch.layer_norm(x, (32,))
+        assert calls() > 0
+    F.layer_norm(x, (32,), weight, bias).sum().backward()
+    assert calls() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("normalized_ndim", [1, 2, 3])
+@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
+def test_results_and_gradients_are_pytorchs(device, override, dtype, normalized_ndim, affine):
+    x, weight, bias = inputs(device, normalized_ndim=normalized_ndim, dtype=dtype)
+    weight = weight if affine in ("both", "weight") else None
+    bias = bias if affine in ("both", "bias") else None
+    leaves = [t for t in (x, weight, bias) if t is not None]
+    shape = x.shape[-normalized_ndim:]
+    dy = torch.randn_like(x)
+
+    def run():
+        y = F.layer_norm(x, shape, weight, bias)
+        return (y, *torch.autograd.grad(y, leaves, dy))
+
+    expected = run()
+    with override():
+        actual = run()
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == e.dtype
+        close(a, e, dtype)
+
+
+@pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (False, False, True)])
+def test_gradients_that_are_not_asked_for_are_not_there(device, override, calls, mask):
+    x, weight, bias = (t.detach() for t in inputs(device))
+    y, mean, rstd = torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
+    args = (torch.ones_like(y), x, (32,), mean, rstd, weight, bias, mask)
+    expected = torch.ops.aten.native_layer_norm_backward(*args)
+    with override():
+        actual = torch.ops.aten.native_layer_norm_backward(*args)
+    assert calls() > 0
+    for a, e, asked in zip(actual, expected, mask, strict=True):
+        assert (a is not None) == (e is not None) == asked
+        if asked:
+            close(a, e)
+
+
+def test_forward_and_backward_may_stand_on_different_sides(device, override):
+    x, weight, bias = inputs(device)
+    leaves = (x, weight, bias)
+    expected = torch.autograd.grad(F.layer_norm(x, (32,), weight, bias).square().sum(), leaves)
+    with override():
+        loss = F.layer_norm(x, (32,), weight, bias).square().sum()
+    for a, e in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+    loss = F.layer_norm(x, (32,), weight, bias).square().sum()
+    with override():
+        for a, e in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+
+
+def test_empty_batch(device, override):
+    x = torch.empty(0, 8, device=device, requires_grad=True)
+    weight = torch.ones(8, device=device, requires_grad=True)
+    with override():
+        y = F.layer_norm(x, (8,), weight)
+        y.sum().backward()
+    assert y.shape == (0, 8)
+    assert x.grad.shape == (0, 8)
+    assert weight.grad.tolist() == [0.0] * 8
+
+
+def test_higher_derivatives_and_transforms_are_pytorchs(device, override):
+    x, weight, bias = inputs(device, shape=(3, 5), dtype=torch.float64)
+
+    def f(x, weight, bias):
+        return F.layer_norm(x, (5,), weight, bias)
+
+    expected_vmap = torch.vmap(f, (0, None, None))(x, weight, bias)
+    expected_jvp = torch.func.jvp(f, (x, weight, bias), (x, weight, bias))
+    with override():
+        assert torch.autograd.gradcheck(f, (x, weight, bias))
+        assert torch.autograd.gradgradcheck(f, (x, weight, bias))
+        close(torch.vmap(f, (0, None, None))(x, weight, bias), expected_vmap, torch.float64)
+        actual_jvp = torch.func.jvp(f, (x, weight, bias), (x, weight, bias))
+    for a, e in zip(actual_jvp, expected_jvp, strict=True):
+        close(a, e, torch.float64)
+
+
+def test_autocast_gives_float32_as_ever(device, override):
+    x, weight, bias = inputs(device)
+    half = x.detach().to(torch.bfloat16)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        expected = F.layer_norm(half, (32,), weight, bias)
+        with override():
+            actual = F.layer_norm(half, (32,), weight, bias)
+    assert actual.dtype == expected.dtype == (torch.float32 if device == "cuda" else half.dtype)
+    close(actual, expected, expected.dtype)
+
+
+BAD = {
+    "shape": lambda x, w: F.layer_norm(x, (31,)),
+    "weight's shape": lambda x, w: F.layer_norm(x, (32,), w[1:]),
+    "weight's dtype": lambda x, w: F.layer_norm(x, (32,), w.double()),
+    "complex": lambda x, w: F.layer_norm(x.to(torch.complex64), (32,)),
+    "integers": lambda x, w: F.layer_norm(x.long(), (32,)),
+    "too few dimensions": lambda x, w: F.layer_norm(x[0, 0], (6, 32)),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_errors_are_pytorchs(device, override, bad):
+    x, weight, _ = (t.detach() for t in inputs(device))
+    with pytest.raises(RuntimeError) as expected:
+        BAD[bad](x, weight)
+    with override(), pytest.raises(RuntimeError) as actual:
+        BAD[bad](x, weight)
+    assert str(actual.value) == str(expected.value)
+
+
+def test_what_the_kernels_do_not_take_runs_on_the_replaced_kernel(override):
+    # A float32 weight beside bfloat16 input: PyTorch's CPU kernel takes it, by its own rules.
+    x, weight, bias = (t.detach() for t in inputs("cpu"))
+    x = x.to(torch.bfloat16)
+    expected = torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
+    with _override("CPU"):
+        actual = torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == e.dtype
+        assert torch.equal(a, e)
+
+
+def test_plain_call_and_undo(device, override, calls):
+    x, weight, bias = inputs(device)
+    before = F.layer_norm(x, (32,), weight, bias)
+    handle = override()
+    F.layer_norm(x, (32,), weight, bias)
+    assert calls() > 0
+    assert "not in force" not in repr(handle)
+    handle.undo()
+    handle.undo()
+    assert "not in force" in repr(handle)
+    assert torch.equal(F.layer_norm(x, (32,), weight, bias), before)
+    assert calls() == 0
+
+
+def test_nests_and_ends_in_any_order(device, override, calls):
+    x = inputs(device)[0].detach()
+
+    def covered():
+        F.layer_norm(x, (32,))
+        return calls() > 0
+
+    outer = override()
+    with override():
+        inner = override()
+        assert covered()
+        outer.undo()
+        assert covered()
+        outer.undo()
+        assert covered()
+    assert covered()
+    inner.undo()
+    assert not covered()
+
+
+def test_an_exception_undoes_it(device, override, calls):
+    with pytest.raises(KeyError), override():
+        raise KeyError
+    F.layer_norm(torch.ones(2, 4, device=device), (4,))
+    assert calls() == 0
+
+
+def test_survives_switching_under_running_threads(device, override, calls):
+    x, weight, bias = inputs(device)
+    expected = F.layer_norm(x, (32,), weight, bias)
+    stop = threading.Event()
+    errors, done = [], []
+
+    def train():
+        try:
+            a, w = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            while not stop.is_set():
+                y = F.layer_norm(a, (32,), w, bias)
+                torch.autograd.grad(y.sum(), (a, w))
+                close(y, expected)
+                done.append(1)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 2
+    switched = 0
+    while time.monotonic() < deadline:
+        with override():
+            time.sleep(0.001)
+        switched += 1
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert switched > 10
+    assert len(done) > 10
+    assert calls() > 0
+
+
+def test_overrides_of_several_threads(device, override, calls):
+    x = inputs(device)[0].detach()
+    covered, errors = [], []
+
+    def work():
+        try:
+            for _ in range(50):
+                with override():
+                    F.layer_norm(x, (32,))
+                    covered.append(1)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert len(covered) == 200
+    assert calls() >= 200
+    F.layer_norm(x, (32,))
+    assert calls() == 0
+
+
+def test_a_build_without_kernels_says_that_nothing_changes(monkeypatch):
+    monkeypatch.setattr("fused_layernorm.override._has_kernels", lambda: False)
+    before = torch._C._dispatch_dump("aten::native_layer_norm")
+    with pytest.warns(UserWarning, match="override_aten.. changes nothing: this build"):
+        handle = fused_layernorm.override_aten()
+    assert torch._C._dispatch_dump("aten::native_layer_norm") == before
+    assert "not in force" in repr(handle)
+    with handle:
+        pass
+    handle.undo()
+
+
+def test_leaves_cpu_tensors_alone():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a build without CUDA kernels
+        before = torch._C._dispatch_dump("aten::native_layer_norm")
+        calls = torch.ops.fused_layernorm._override_calls("CUDA")
+        with fused_layernorm.override_aten():
+            during = torch._C._dispatch_dump("aten::native_layer_norm")
+            F.layer_norm(torch.ones(2, 4), (4,))
+    assert (during != before) == HAS_KERNELS
+    assert torch.ops.fused_layernorm._override_calls("CUDA") == calls
+
+
+def test_prints_nothing():
+    # PyTorch warns, on stderr, of kernels that take the place of others: not of these.
+    code = (
+        "import torch, fused_layernorm.override as o\n"
+        "with o._override('CPU'):\n"
+        "    torch.nn.functional.layer_norm(torch.ones(2, 4), (4,))\n"
+        "assert torch.ops.fused_layernorm._override_calls('CPU') > 0\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def _microseconds_a_call(f, calls=2000, rounds=9):
+    best = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            f()
+        best = min(best, time.perf_counter() - start)
+        torch.cuda.synchronize()
+    return best / calls * 1e6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (torch.cuda.is_available() and HAS_KERNELS), reason="needs CUDA kernels")
+def test_call_overhead_is_at_most_1_4_times_pytorchs():
+    x, weight, bias = inputs("cuda", shape=(4, 64))
+    y, mean, rstd = (t.detach() for t in torch.native_layer_norm(x, (64,), weight, bias, 1e-5))
+    mask = (True, True, True)
+    plain = [t.detach() for t in (x, weight, bias)]
+    cases = {
+        "no grad": lambda: F.layer_norm(plain[0], (64,), plain[1], plain[2]),
+        "grad": lambda: F.layer_norm(x, (64,), weight, bias),
+        "backward": lambda: torch.ops.aten.native_layer_norm_backward(
+            y, plain[0], (64,), mean, rstd, plain[1], plain[2], mask
+        ),
+    }
+    ratios = {}
+    for name, f in cases.items():
+        _microseconds_a_call(f, rounds=2)
+        stock = _microseconds_a_call(f)
+        with fused_layernorm.override_aten():
+            ours = _microseconds_a_call(f)
+        ratios[name] = ours / stock
+        print(f"{name}: PyTorch {stock:.2f} us, override_aten {ours:.2f} us, {ours / stock:.2f}x")
+    assert max(ratios.values()) <= 1.4, ratios
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (torch.cuda.is_available() and HAS_KERNELS), reason="needs CUDA kernels")
+def test_cuda_runs_these_kernels_and_no_others():
+    x, weight, bias = inputs("cuda", shape=(64, 768), dtype=torch.bfloat16)
+    with (
+        fused_layernorm.override_aten(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
+    ):
+        F.layer_norm(x, (768,), weight, bias).backward(torch.ones_like(x))
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages()]
+    norms = [n for n in names if "layer_norm" in n.lower() or "LayerNorm" in n]
+    assert norms
+    assert all("fused_layernorm" in n for n in norms), norms
