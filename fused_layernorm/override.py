@@ -77,19 +77,23 @@ def override_aten() -> AtenOverride:
         handle.undo()
 
     Overrides nest, in any order and from any thread; the last to end gives PyTorch its kernels
-    back. In a build without CUDA kernels it warns and changes nothing.
+    back. In a build (of this package or of
+    PyTorch) without CUDA kernels it warns and changes nothing.
     """
-    if not _has_kernels():
+    if lacking := _lacking_cuda():
         warnings.warn(
-            "override_aten() changes nothing: this build of fused_layernorm has no CUDA kernels",
+            f"override_aten() changes nothing: this build of {lacking} has no CUDA kernels",
             stacklevel=2,
         )
         return AtenOverride("CUDA", in_force=False)
     return _override("CUDA")
 
 
-def _has_kernels() -> bool:
-    return torch.ops.fused_layernorm._build_info() != "cpu only"
+def _lacking_cuda() -> str | None:
+    """The package that was built without CUDA kernels, if one was."""
+    if torch.ops.fused_layernorm._build_info() == "cpu only":
+        return "fused_layernorm"
+    return None if torch.backends.cuda.is_built() else "PyTorch"
 
 
 def _override(key: str) -> AtenOverride:
