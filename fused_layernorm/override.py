@@ -77,8 +77,8 @@ def override_aten() -> AtenOverride:
         handle.undo()
 
     Overrides nest, in any order and from any thread; the last to end gives PyTorch its kernels
-    back. In a build (of this package or of
-    PyTorch) without CUDA kernels it warns and changes nothing.
+    back. In a build without CUDA kernels, of this package or of PyTorch, it warns and changes
+    nothing.
     """
     if lacking := _lacking_cuda():
         warnings.warn(

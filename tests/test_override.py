@@ -329,9 +329,7 @@ def test_overrides_of_several_threads(device, override, calls):
 def test_a_build_without_kernels_says_that_nothing_changes(monkeypatch):
     monkeypatch.setattr("fused_layernorm.override._lacking_cuda", lambda: "fused_layernorm")
     before = torch._C._dispatch_dump("aten::native_layer_norm")
-    with pytest.warns(
-        UserWarning, match="override_aten.. changes nothing: this build of fused_layernorm has no"
-    ):
+    with pytest.warns(UserWarning, match="changes nothing: this build of fused_layernorm"):
         handle = fused_layernorm.override_aten()
     assert torch._C._dispatch_dump("aten::native_layer_norm") == before
     assert "not in force" in repr(handle)
