@@ -26,7 +26,7 @@ PY := $(VENV)/bin/python
 CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
 
-.PHONY: help env build test bench demo lint format wheel clean
+.PHONY: help env build test bench demo tools lint format wheel clean
 
 help:
 	@echo "make build | test | bench | demo | lint | format | wheel | clean   (see the Makefile's top)"
@@ -67,7 +67,7 @@ bench: build
 demo: build
 	$(PY) examples/demo.py $(DEMO_ARGS)
 
-lint format: env
+tools: env
 ifndef NO_VENV
 	@$(PY) -m pip install --progress-bar off -q -U 'pip>=25.1' && \
 		$(PY) -m pip install --progress-bar off -q --group lint
@@ -75,13 +75,13 @@ endif
 
 CSRC := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h csrc/*.cuh)
 
-lint:
+lint: tools
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(CLANG_FORMAT) --dry-run -Werror $(CSRC)
 
-format:
+format: tools
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(CLANG_FORMAT) -i $(CSRC)

@@ -11,11 +11,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 # Kernels that may use local memory, as a regular expression on the demangled name -> the reason.
-ALLOWED: dict[str, str] = {}
+ALLOWED = {
+    r"Types<double, double, double>": "float64 is there for its digits, not for its speed",
+}
 
 
 class Kernel(NamedTuple):
@@ -64,14 +67,19 @@ def main() -> int:
 
     spilling = [k for k in kernels if k.stack or k.spill_stores or k.spill_loads]
     bad = 0
+    allowed: Counter[str] = Counter()
     for kernel, name in zip(spilling, demangle([k.name for k in spilling]), strict=True):
-        reason = next((why for rule, why in ALLOWED.items() if re.search(rule, name)), None)
-        bad += reason is None
+        if reason := next((why for rule, why in ALLOWED.items() if re.search(rule, name)), None):
+            allowed[reason] += 1
+            continue
+        bad += 1
         print(
-            f"{'allowed, ' + reason if reason else 'SPILLS'}: {name} ({kernel.arch}): "
-            f"{kernel.stack} bytes of stack, {kernel.spill_stores} stored, "
+            f"SPILLS: {name.replace('fused_layernorm::', '').replace('(anonymous namespace)::', '')}"
+            f" ({kernel.arch}): {kernel.stack} bytes of stack, {kernel.spill_stores} stored, "
             f"{kernel.spill_loads} loaded, {kernel.registers} registers"
         )
+    for reason, count in allowed.items():
+        print(f"{count} kernels may spill: {reason}")
     most = max(k.registers for k in kernels)
     archs = " ".join(sorted({k.arch for k in kernels}))
     print(f"{len(kernels)} kernels for {archs}, at most {most} registers, {bad} that spill")
