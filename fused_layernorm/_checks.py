@@ -1,0 +1,254 @@
+"""What a call must satisfy: every sentence that a user reads about a bad argument stands here.
+
+The composite and the fake implementations check before they compute. The CUDA operators check by
+themselves, in C++, and say less: functional.py asks `explain` for the sentence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+HALF = (torch.float16, torch.bfloat16)
+MAX_INDEX = 2**31 - 1  # rows, and columns, that the CUDA kernels can count
+
+_DTYPE_NAMES = "float32, float16, bfloat16 or float64"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _either(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected {name} to be a tensor, got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise NotImplementedError(f"expected {name} to be a dense tensor, got a nested tensor")
+    if tensor.is_quantized:
+        raise NotImplementedError(f"expected {name} to be a dense tensor, got a quantized tensor")
+    if tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise NotImplementedError(f"expected {name} to be a dense tensor, got layout {layout}")
+    if tensor.dtype not in DTYPES:
+        raise NotImplementedError(
+            f"expected {name} of dtype {_DTYPE_NAMES}, got {name_of(tensor.dtype)}"
+        )
+
+
+def _check_beside_input(name: str, tensor: Tensor, input: Tensor) -> None:
+    if tensor.device != input.device:
+        raise RuntimeError(
+            f"expected {name} on the device of input, {input.device}, got {tensor.device}"
+        )
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
+
+
+def normalized_ndim(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, normalized_shape: Any
+) -> int:
+    """The number of trailing dimensions to normalize over, from normalized_shape or a parameter."""
+    if normalized_shape is None:
+        parameter = bias if weight is None else weight
+        if parameter is None:
+            raise ValueError("expected normalized_shape, weight or bias, got none of them")
+        if not isinstance(parameter, Tensor):
+            _check_tensor("bias" if weight is None else "weight", parameter)
+        if parameter.dim() == 0:
+            name = "bias" if weight is None else "weight"
+            raise RuntimeError(f"expected {name} to have at least one dimension, got a scalar")
+        return parameter.dim()
+    if isinstance(normalized_shape, (int, torch.SymInt)):
+        shape: tuple = (normalized_shape,)
+    else:
+        try:
+            shape = tuple(normalized_shape)
+        except TypeError:
+            raise TypeError(
+                "expected normalized_shape to be a sequence of ints, got "
+                f"{type(normalized_shape).__name__}"
+            ) from None
+    if not shape:
+        raise RuntimeError("expected normalized_shape to have at least one dimension, got ()")
+    for size in shape:
+        if not hasattr(size, "__index__") or isinstance(size, bool):
+            raise TypeError(
+                f"expected normalized_shape to hold ints, got an element of {type(size).__name__}"
+            )
+    if isinstance(input, Tensor) and not input.is_nested:
+        if tuple(input.shape[-len(shape) :]) != shape:
+            raise RuntimeError(
+                f"expected input whose last dimensions are normalized_shape {list(shape)}, "
+                f"got input of shape {list(input.shape)}"
+            )
+        for name, parameter in (("weight", weight), ("bias", bias)):
+            if isinstance(parameter, Tensor) and tuple(parameter.shape) != shape:
+                raise RuntimeError(
+                    f"expected {name} of shape normalized_shape {list(shape)}, "
+                    f"got shape {list(parameter.shape)}"
+                )
+    return len(shape)
+
+
+def check_options(activation: Any, scale: Any, out_dtype: Any) -> None:
+    """Raises if these are not what may follow a normalization."""
+    if activation is not None and activation not in ACTIVATIONS:
+        known = _either([repr(known) for known in ACTIVATIONS])
+        raise ValueError(f"expected activation None, {known}, got {activation!r}")
+    _check_number("scale", scale)
+    if isinstance(scale, (int, float)) and not math.isfinite(scale):
+        raise ValueError(f"expected scale to be a finite number, got {scale}")
+    if out_dtype is not None and out_dtype not in DTYPES:
+        name = name_of(out_dtype) if isinstance(out_dtype, torch.dtype) else repr(out_dtype)
+        raise ValueError(f"expected out_dtype {_DTYPE_NAMES}, got {name}")
+
+
+def check_layer_norm(
+    input: Any,
+    normalized_ndim: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    activation: Any = None,
+    scale: Any = 1.0,
+    out_dtype: Any = None,
+    *,
+    residual: Any = None,
+    has_residual: bool = False,
+) -> None:
+    """Raises if an operator cannot take these arguments; otherwise returns nothing."""
+    _check_tensor("input", input)
+    if has_residual:
+        _check_tensor("residual", residual)
+        _check_beside_input("residual", residual, input)
+        if residual.shape != input.shape:
+            raise RuntimeError(
+                f"expected residual of the shape of input, {list(input.shape)}, "
+                f"got shape {list(residual.shape)}"
+            )
+    if normalized_ndim < 1:
+        raise RuntimeError(
+            f"expected at least one dimension to normalize over, got {normalized_ndim}"
+        )
+    if normalized_ndim > input.dim():
+        parameter = bias if weight is None else weight
+        shape = "" if parameter is None else f", {list(parameter.shape)}"
+        raise RuntimeError(
+            f"expected input of at least the {normalized_ndim} dimensions of normalized_shape"
+            f"{shape}, got input of shape {list(input.shape)}"
+        )
+
+    shape = input.shape[input.dim() - normalized_ndim :]
+    x_dtypes = (input.dtype, residual.dtype) if has_residual else (input.dtype,)
+    allowed = list(dict.fromkeys(x_dtypes))
+    if torch.float32 not in allowed and any(dtype in HALF for dtype in allowed):
+        allowed.append(torch.float32)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        _check_tensor(name, parameter)
+        _check_beside_input(name, parameter, input)
+        if parameter.shape != shape:
+            raise RuntimeError(
+                f"expected {name} of shape {list(shape)}, the last dimensions of input, "
+                f"got shape {list(parameter.shape)}"
+            )
+        if parameter.dtype not in allowed:
+            beside = "input" if not has_residual else "input and residual"
+            raise RuntimeError(
+                f"expected {name} of dtype {_either([name_of(d) for d in allowed])} beside {beside}"
+                f" of {' and '.join(name_of(d) for d in x_dtypes)}, got {name_of(parameter.dtype)}"
+            )
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        raise RuntimeError(
+            "expected weight and bias of one dtype, got "
+            f"{name_of(weight.dtype)} and {name_of(bias.dtype)}"
+        )
+
+    _check_number("eps", eps)
+    if isinstance(eps, float) and math.isnan(eps):
+        raise ValueError("expected eps to be a number, got nan")
+    check_options(activation, scale, out_dtype)
+
+    if input.device.type == "cuda":
+        cols = math.prod(shape)
+        rows = math.prod(input.shape[: input.dim() - normalized_ndim])
+        for count, what in ((rows, "rows"), (cols, "columns")):
+            # A symbolic size is left to the operator, which sees it as a number.
+            if isinstance(count, int) and count > MAX_INDEX:
+                raise RuntimeError(f"expected at most {MAX_INDEX} {what}, got {count}")
+
+
+def check_add_layer_norm(
+    input: Any,
+    residual: Any,
+    normalized_ndim: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    activation: Any = None,
+    scale: Any = 1.0,
+    out_dtype: Any = None,
+) -> None:
+    check_layer_norm(
+        input,
+        normalized_ndim,
+        weight,
+        bias,
+        eps,
+        activation,
+        scale,
+        out_dtype,
+        residual=residual,
+        has_residual=True,
+    )
+
+
+def explain(
+    error: Exception,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    normalized_shape: Any,
+    activation: Any,
+    scale: Any,
+    out_dtype: Any,
+    *,
+    residual: Any = None,
+    has_residual: bool = False,
+) -> Exception:
+    """The exception that says what is wrong with these arguments; if nothing is, `error`."""
+    try:
+        _check_tensor("input", input)
+        if has_residual:
+            _check_tensor("residual", residual)
+        ndim = normalized_ndim(input, weight, bias, normalized_shape)
+        check_layer_norm(
+            input,
+            ndim,
+            weight,
+            bias,
+            eps,
+            activation,
+            scale,
+            out_dtype,
+            residual=residual,
+            has_residual=has_residual,
+        )
+    except Exception as clear:
+        return clear
+    return error
