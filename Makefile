@@ -69,7 +69,7 @@ demo: build
 
 tools: env
 ifndef NO_VENV
-	@$(PY) -m pip install --progress-bar off -q -U 'pip>=25.1' && \
+	@$(PY) -m pip install --progress-bar off -q 'pip>=25.1' && \
 		$(PY) -m pip install --progress-bar off -q --group lint
 endif
 

@@ -52,7 +52,7 @@ def demangle(names: list[str]) -> list[str]:
     result = subprocess.run(
         ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
     )
-    return result.stdout.splitlines()
+    return re.sub(r"fused_layernorm::|\(anonymous namespace\)::", "", result.stdout).splitlines()
 
 
 def main() -> int:
@@ -74,7 +74,7 @@ def main() -> int:
             continue
         bad += 1
         print(
-            f"SPILLS: {name.replace('fused_layernorm::', '').replace('(anonymous namespace)::', '')}"
+            f"SPILLS: {name}"
             f" ({kernel.arch}): {kernel.stack} bytes of stack, {kernel.spill_stores} stored, "
             f"{kernel.spill_loads} loaded, {kernel.registers} registers"
         )
