@@ -589,8 +589,10 @@ class LayerNormBackward(torch.autograd.Function):
         present = [i for i, tensor in enumerate(tensors) if tensor is not None]
 
         def needed(*args):
-            found = dict(zip(present, args, strict=True))
-            dy, x, weight, bias, dresidual = (found.get(i) for i in range(5))
+            full: list[Any] = [None] * 5
+            for i, tensor in zip(present, args, strict=True):
+                full[i] = tensor
+            dy, x, weight, bias, dresidual = full
             outputs = backward_expression(
                 dy, x, weight, bias, dresidual, ndim, eps, activation, scale
             )

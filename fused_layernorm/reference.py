@@ -1,0 +1,140 @@
+"""LayerNorm by its formulas, in float64: what the tests and the docs hold every result against.
+
+Nothing here is fast, and nothing is shared with the rest of the package: the statistics, the
+activations' derivatives and the backward pass are written out.
+
+With cols the number of elements normalized over, and sums over them:
+
+    mean = sum(x) / cols                      rstd = 1 / sqrt(sum((x - mean)^2) / cols + eps)
+    xhat = (x - mean) * rstd                  z = xhat * weight + bias
+    y = activation(z) * scale
+
+    dz = dy * scale * activation'(z)
+    dweight = sum over rows of dz * xhat      dbias = sum over rows of dz
+    dxhat = dz * weight
+    dx = rstd * (dxhat - sum(dxhat) / cols - xhat * sum(dxhat * xhat) / cols)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Forward(NamedTuple):
+    """y, and the statistics in the shape of the leading dimensions with ones behind."""
+
+    y: Tensor
+    mean: Tensor
+    rstd: Tensor
+
+
+class Backward(NamedTuple):
+    """The three gradients."""
+
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+
+def activation_value(z: Tensor, activation: str | None) -> Tensor:
+    """activation(z)."""
+    match activation:
+        case None:
+            return z
+        case "gelu":
+            return z * 0.5 * torch.erfc(-z / math.sqrt(2))
+        case "gelu_tanh":
+            return 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+        case "silu":
+            return z / (1 + torch.exp(-z))
+        case "relu":
+            return torch.where(z < 0, 0, z)  # NaN stays
+    raise ValueError(activation)
+
+
+def activation_derivative(z: Tensor, activation: str | None) -> Tensor:
+    """d activation(z) / dz."""
+    match activation:
+        case None:
+            return torch.ones_like(z)
+        case "gelu":
+            density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+            return 0.5 * torch.erfc(-z / math.sqrt(2)) + z * density
+        case "gelu_tanh":
+            slope = math.sqrt(2 / math.pi)
+            t = torch.tanh(slope * (z + 0.044715 * z**3))
+            return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * slope * (1 + 3 * 0.044715 * z**2)
+        case "silu":
+            sigmoid = 1 / (1 + torch.exp(-z))
+            return sigmoid * (1 + z * (1 - sigmoid))
+        case "relu":
+            return torch.where(z > 0, 1.0, 0.0).to(z.dtype)
+    raise ValueError(activation)
+
+
+def _normalize(x: Tensor, normalized_ndim: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    dims = tuple(range(-normalized_ndim, 0))
+    cols = math.prod(x.shape[x.dim() - normalized_ndim :])
+    mean = x.sum(dims, keepdim=True) / cols
+    centered = x - mean
+    rstd = 1 / torch.sqrt((centered * centered).sum(dims, keepdim=True) / cols + eps)
+    return centered * rstd, mean, rstd
+
+
+def _affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    z = xhat if weight is None else xhat * weight.double()
+    return z if bias is None else z + bias.double()
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_ndim: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    scale: float = 1.0,
+) -> Forward:
+    """y, mean and rstd in float64, from the values that the arguments hold."""
+    xhat, mean, rstd = _normalize(x.double(), normalized_ndim, eps)
+    y = activation_value(_affine(xhat, weight, bias), activation) * scale
+    return Forward(y, mean, rstd)
+
+
+def add(input: Tensor, residual: Tensor) -> Tensor:
+    """residual_out: the sum in float32 (float64 if either is), rounded to residual's dtype."""
+    wide = torch.float64 in (input.dtype, residual.dtype)
+    acc = torch.float64 if wide else torch.float32
+    return (input.to(acc) + residual.to(acc)).to(residual.dtype)
+
+
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    normalized_ndim: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    scale: float = 1.0,
+    dresidual: Tensor | None = None,
+) -> Backward:
+    """dx (with dresidual, if given), dweight and dbias in float64."""
+    xhat, _, rstd = _normalize(x.double(), normalized_ndim, eps)
+    dz = dy.double() * scale * activation_derivative(_affine(xhat, weight, bias), activation)
+    dims = tuple(range(-normalized_ndim, 0))
+    cols = math.prod(x.shape[x.dim() - normalized_ndim :])
+    rows_shape = (-1, *x.shape[x.dim() - normalized_ndim :])
+    dxhat = dz if weight is None else dz * weight.double()
+    dx = rstd * (
+        dxhat
+        - dxhat.sum(dims, keepdim=True) / cols
+        - xhat * ((dxhat * xhat).sum(dims, keepdim=True) / cols)
+    )
+    if dresidual is not None:
+        dx = dx + dresidual.double()
+    return Backward(dx, (dz * xhat).reshape(rows_shape).sum(0), dz.reshape(rows_shape).sum(0))
