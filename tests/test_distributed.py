@@ -1,0 +1,422 @@
+"""DDP, FSDP2, DTensor and SequenceParallel: on CPUs over gloo, on two GPUs over NCCL.
+
+Each group of processes is started once and runs every case in turn; a test reads what one case
+came to in all of them. The processes run this file as a script.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import fused_layernorm
+from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, add_layer_norm, layer_norm
+
+STEPS = 50
+BATCH, SEQUENCE, DIM = 4, 8, 32
+CASES = {}
+
+
+def case(f):
+    CASES[f.__name__] = f
+    return f
+
+
+# ---- What the cases share.
+
+
+class Model(nn.Module):
+    """Two norms with a feed-forward layer between them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm_in = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, 2 * DIM)
+        self.down = nn.Linear(2 * DIM, DIM)
+        self.norm_out = nn.LayerNorm(DIM)
+
+    def forward(self, x):
+        return self.norm_out(self.down(F.gelu(self.up(self.norm_in(x)))))
+
+
+def models(device):
+    """The model with nn.LayerNorm, and the same with FusedLayerNorm."""
+    fused = fused_layernorm.swap_layer_norm(Model().to(device))
+    assert type(fused.norm_in) is FusedLayerNorm
+    return Model().to(device), fused
+
+
+def batches(device, rank=0, sequence=SEQUENCE):
+    generator = torch.Generator().manual_seed(1 + rank)
+    for _ in range(STEPS):
+        x = torch.randn(BATCH, sequence, DIM, generator=generator)
+        yield x.to(device), x.cumsum(1).tanh().to(device)
+
+
+def loss_curve(model, data):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for x, target in data:
+        loss = F.mse_loss(model(x).float(), target.float())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    losses = torch.stack([x.full_tensor() if hasattr(x, "full_tensor") else x for x in losses])
+    assert losses[-1] < 0.8 * losses[0]  # it learns something
+    return losses.cpu()
+
+
+def same_curves(fused, stock, rtol=1e-4):
+    torch.testing.assert_close(fused, stock, rtol=rtol, atol=0)
+
+
+def mesh_of(device, world, *shape):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, shape or (world,))
+
+
+# ---- The cases.
+
+
+@case
+def ddp(rank, world, device):
+    from torch.nn.parallel import DistributedDataParallel
+
+    stock, fused = (
+        loss_curve(DistributedDataParallel(model), batches(device, rank))
+        for model in models(device)
+    )
+    same_curves(fused, stock)
+
+
+def fsdp_curves(rank, world, device, policy):
+    from torch.distributed.fsdp import fully_shard
+
+    curves = []
+    for model in models(device):
+        mesh = mesh_of(device, world)
+        for part in (*model.children(), model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        curves.append(loss_curve(model, batches(device, rank)))
+    return curves
+
+
+@case
+def fsdp2(rank, world, device):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    stock, fused = fsdp_curves(rank, world, device, MixedPrecisionPolicy())
+    same_curves(fused, stock)
+
+
+@case
+def fsdp2_mixed_precision(rank, world, device):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    stock, fused = fsdp_curves(rank, world, device, policy)
+    same_curves(fused, stock, rtol=2e-2)
+
+
+@case
+def dtensor(rank, world, device):
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    mesh = mesh_of(device, world)
+    stock, fused = (
+        loss_curve(
+            distribute_module(model, mesh),
+            (
+                tuple(distribute_tensor(t, mesh, [Shard(0)]) for t in batch)
+                for batch in batches(device)
+            ),
+        )
+        for model in models(device)
+    )
+    same_curves(fused, stock)
+
+
+@case
+def sequence_parallel(rank, world, device):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh = mesh_of(device, world)
+    plan = {
+        "norm_in": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+        "norm_out": SequenceParallel(),
+    }
+    curves = []
+    for model in models(device):
+        parallel = parallelize_module(model, mesh, plan)
+        data = (
+            (distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(y, mesh, [Shard(1)]))
+            for x, y in batches(device)
+        )
+        curves.append(loss_curve(parallel, data))
+        assert model.norm_in.weight.placements == (Replicate(),)
+    same_curves(curves[1], curves[0])
+
+
+@case
+def rows_stay_sharded(rank, world, device):
+    """No collective in either direction; the parameters' gradients are partial sums."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = mesh_of(device, world)
+    torch.manual_seed(0)
+    for normalized_ndim, options in (
+        (1, {}),
+        (2, {}),
+        (1, {"activation": "gelu", "scale": 0.5}),
+        (1, {"out_dtype": torch.bfloat16}),
+    ):
+        x, residual = torch.randn(2, world, 2 * world, 6, 5, device=device)
+        weight, bias = torch.randn(2, *x.shape[-normalized_ndim:], device=device)
+        plain = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
+
+        for dim in range(x.dim() - normalized_ndim):
+            shard, copy = [Shard(dim)], [Replicate()]
+            leaves = [
+                distribute_tensor(t, mesh, placements).requires_grad_()
+                for t, placements in zip(plain, (shard, shard, copy, copy), strict=True)
+            ]
+            for add in (False, True):
+                used = [0, 1, 2, 3] if add else [0, 2, 3]
+                with CommDebugMode() as communication:
+                    found = run(*leaves, add, options)
+                assert communication.get_total_counts() == 0, communication.get_comm_counts()
+                expected = run(*plain, add, options)
+                outputs = len(expected) - len(used)
+                rows = outputs + (2 if add else 1)
+                for i, (f, e) in enumerate(zip(found, expected, strict=True)):
+                    assert f.placements == (Shard(dim) if i < rows else Partial(),), (i, f)
+                    assert f.dtype == e.dtype
+                    torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
+
+
+def run(x, residual, weight, bias, add, options):
+    """Outputs, then gradients of all that took part."""
+    if add:
+        outputs = add_layer_norm(x, residual, weight, bias, **options)
+        leaves = [x, residual, weight, bias]
+    else:
+        outputs = (layer_norm(x, weight, bias, **options),)
+        leaves = [x, weight, bias]
+    loss = torch.stack([output.float().sin().sum() for output in outputs]).sum()
+    # A sum over a sharded tensor is itself a partial sum: its gradient needs no communication.
+    if hasattr(loss, "to_local"):
+        loss = loss.to_local()
+    return (*outputs, *torch.autograd.grad(loss, leaves))
+
+
+@case
+def without_grad(rank, world, device):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = mesh_of(device, world)
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, world, 3, 6, device=device)
+    weight = torch.randn(6, device=device)
+    shard = [distribute_tensor(t, mesh, [Shard(0)]) for t in (x, residual)]
+    copy = distribute_tensor(weight, mesh, [Replicate()])
+    with torch.no_grad(), CommDebugMode() as communication:
+        y = layer_norm(shard[0], copy)
+        z = layer_norm(shard[0], normalized_shape=(6,))
+        a, r = add_layer_norm(*shard, normalized_shape=(6,))
+    assert communication.get_total_counts() == 0
+    assert {t.placements for t in (y, z, a, r)} == {(Shard(0),)}
+    torch.testing.assert_close(y.full_tensor(), F.layer_norm(x, (6,), weight))
+    torch.testing.assert_close(z.full_tensor(), F.layer_norm(x, (6,)))
+    torch.testing.assert_close(a.full_tensor(), F.layer_norm(x + residual, (6,)))
+    torch.testing.assert_close(r.full_tensor(), x + residual)
+
+
+@case
+def unequal_shards(rank, world, device):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = mesh_of(device, world)
+    torch.manual_seed(0)
+    plain = [torch.randn(2 * world - 1, 6, device=device), *torch.randn(2, 6, device=device)]
+    plain = [t.requires_grad_() for t in plain]
+    leaves = [
+        distribute_tensor(t.detach(), mesh, [placement]).requires_grad_()
+        for t, placement in zip(plain, (Shard(0), Replicate(), Replicate()), strict=True)
+    ]
+    found = torch.autograd.grad(layer_norm(*leaves).sin().sum(), leaves)
+    expected = torch.autograd.grad(layer_norm(*plain).sin().sum(), plain)
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
+
+
+@case
+def sharded_over_the_normalized_dimension(rank, world, device):
+    """Redistributed, not computed wrong; so are a sharded weight and a partial sum."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    mesh = mesh_of(device, world)
+    torch.manual_seed(0)
+    shape = (2 * world, 3, 4 * world)
+    plain = [torch.randn(shape, device=device), *torch.randn(2, 4 * world, device=device)]
+    plain = [t.requires_grad_() for t in plain]
+    expected_y = layer_norm(*plain)
+    expected = torch.autograd.grad(expected_y.sin().sum(), plain)
+    for placements in (
+        (Shard(2), Replicate(), Replicate()),
+        (Shard(0), Shard(0), Shard(0)),
+        (Shard(2), Shard(0), Replicate()),
+    ):
+        leaves = [
+            distribute_tensor(t.detach(), mesh, [placement]).requires_grad_()
+            for t, placement in zip(plain, placements, strict=True)
+        ]
+        y = layer_norm(*leaves)
+        torch.testing.assert_close(y.full_tensor(), expected_y, rtol=1e-5, atol=1e-5)
+        for f, e in zip(torch.autograd.grad(y.sin().sum(), leaves), expected, strict=True):
+            torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
+    partial = DTensor.from_local(plain[0].detach() / world, mesh, [Partial()], run_check=False)
+    y = layer_norm(partial, *(distribute_tensor(t.detach(), mesh) for t in plain[1:]))
+    torch.testing.assert_close(y.full_tensor(), expected_y, rtol=1e-4, atol=1e-4)
+
+
+@case
+def two_dimensional_mesh(rank, world, device):
+    if world < 4:
+        return
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = mesh_of(device, world, 2, world // 2)
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 4, 6, 8, device=device)
+    module = FusedAddLayerNorm(8, device=device)
+    expected = module(x, residual)
+    weight, bias = (
+        distribute_tensor(p.detach(), mesh, [Replicate()] * 2) for p in module.parameters()
+    )
+    x, residual = (distribute_tensor(t, mesh, [Shard(0), Shard(1)]) for t in (x, residual))
+    with CommDebugMode() as communication:
+        found = add_layer_norm(x, residual, weight, bias)
+    assert communication.get_total_counts() == 0
+    for f, e in zip(found, expected, strict=True):
+        assert f.placements == (Shard(0), Shard(1))
+        torch.testing.assert_close(f.full_tensor(), e)
+
+
+# ---- The processes, and the tests that read their reports.
+
+
+def work(rank, world, device, folder):
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
+    report = {}
+    for name, f in CASES.items():
+        try:
+            f(rank, world, device)
+            report[name] = ""
+        except Exception:
+            report[name] = traceback.format_exc()
+        # A case that failed in one process only would leave the others out of step.
+        failed = torch.tensor([bool(report[name])], device=device, dtype=torch.int32)
+        dist.all_reduce(failed)
+        (folder / f"{rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+GROUPS = [
+    pytest.param(("cpu", 2), id="gloo-2"),
+    pytest.param(("cpu", 4), id="gloo-4"),
+    pytest.param(
+        ("cuda", 2),
+        id="nccl-2",
+        marks=[
+            pytest.mark.multi_gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=GROUPS)
+def group(request, tmp_path_factory):
+    """What every case came to: {case: the reports of all processes}."""
+    if not dist.is_available():
+        pytest.skip("this build of PyTorch has no torch.distributed")
+    device, world = request.param
+    folder = tmp_path_factory.mktemp("group")
+    root = Path(fused_layernorm.__file__).parents[1]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(world), device, str(folder)],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    logs = []
+    try:
+        for process in processes:
+            logs.append(process.communicate(timeout=240)[0])
+    except subprocess.TimeoutExpired:
+        logs.append("timed out: some process waits for another")
+    finally:
+        for process in processes:
+            process.kill()
+    files = [folder / f"{rank}.json" for rank in range(world)]
+    reports = [json.loads(f.read_text()) if f.exists() else {} for f in files]
+    log = "\n".join(logs)
+    return {name: [report.get(name, log or "not run") for report in reports] for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(group, name):
+    failures = [text for text in group[name] if text]
+    assert not failures, failures[0]
+
+
+def test_importing_the_package_does_not_import_dtensor():
+    code = (
+        "import sys, fused_layernorm\n"
+        "assert 'torch.distributed.tensor' not in sys.modules\n"
+        "import torch.distributed.tensor as dtensor\n"
+        "assert 'fused' not in type(dtensor.__loader__).__module__\n"
+    )
+    root = Path(fused_layernorm.__file__).parents[1]
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
