@@ -1,0 +1,88 @@
+"""What every test may ask for: devices, forced kernel strategies, poisoned memory."""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fused_layernorm  # noqa: F401  (registers the operators)
+
+sys.path.insert(0, str(Path(__file__).parent))  # for numerics.py, in any import mode
+
+NO_CUDA = "no CUDA device" if not torch.cuda.is_available() else None
+
+
+def pytest_collection_modifyitems(items):
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if item.get_closest_marker("gpu") and devices < 1:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("multi_gpu") and devices < 2:
+            item.add_marker(pytest.mark.skip(reason=f"two CUDA devices needed, {devices} found"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_memory():
+    yield
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class Plans:
+    """The kernels' plans: what they are for a problem, and parts of them forced."""
+
+    def force(self, options):
+        torch.ops.fused_layernorm._force(options)
+
+    def of(self, rows, cols, dtype, *, backward, aligned=None, device="cuda"):
+        """The plan of a problem on the CUDA device, or None if the forced strategy refuses it."""
+        properties = torch.cuda.get_device_properties(device)
+        if aligned is None:
+            aligned = cols * dtype.itemsize % 16 == 0
+        try:
+            plan = torch.ops.fused_layernorm._plan(
+                rows,
+                cols,
+                dtype,
+                backward,
+                aligned,
+                10 * properties.major + properties.minor,
+                properties.multi_processor_count,
+                properties.shared_memory_per_block_optin,
+            )
+        except RuntimeError as error:
+            if "cannot run" not in str(error):
+                raise
+            return None
+        return json.loads(plan)
+
+
+@pytest.fixture
+def plans():
+    yield Plans()
+    torch.ops.fused_layernorm._force(None)
+
+
+def poison(*like):
+    """Leaves NaN in the memory that the next tensors of these shapes and dtypes will get."""
+    junk = [torch.full_like(tensor, float("nan")) for tensor in like]
+    del junk
+
+
+@pytest.fixture(name="poison")
+def _poison():
+    return poison

@@ -1,0 +1,482 @@
+"""Forward: the numerics contract over shapes, dtypes, strides and devices."""
+
+import itertools
+
+import numerics
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import Problem
+
+import fused_layernorm
+from fused_layernorm import layer_norm, reference
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+
+SHORT = [1, 2, 3, 31, 33, 64, 100, 127, 255, 257, 768, 1023, 1024, 1025, 2047]
+MIDDLE = [4095, 4096, 5120, 8191, 16384, 20001, 32768]
+LONG = [(3, 65537), (8, 150528), (4, 262144), (3, 1_000_003), (3, 1_048_576), (2, 4_194_304)]
+DTYPES = [(F32, None), (F16, None), (BF16, None), (F16, F32), (BF16, F32), (F64, None)]
+
+# What the problems of the KernelBench write-ups look like, and other ranks of normalized_shape.
+SHAPES = [
+    Problem((4, 3, 5, 7), 3),
+    Problem((2, 4, 16, 16), 3),
+    Problem((5, 6), 2),
+    Problem((257,), 1),
+    Problem((3, 1, 4, 1), 2),
+    Problem((1, 1), 1),
+    Problem((2, 3, 1, 64), 1),
+]
+
+
+def rows_for(cols):
+    return max(3, min(1024, 16384 // cols))
+
+
+def ids(value):
+    return str(value).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(ids, d)))
+@pytest.mark.parametrize("cols", SHORT)
+def test_accuracy_of_short_rows(device, cols, dtypes):
+    problem = Problem((rows_for(cols), cols), dtype=dtypes[0], weight_dtype=dtypes[1])
+    numerics.check(problem, device, backward=False)
+
+
+@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32)], ids=lambda d: "-".join(map(ids, d)))
+@pytest.mark.parametrize("cols", MIDDLE)
+def test_accuracy_of_middle_rows(device, cols, dtypes):
+    problem = Problem((4, cols), dtype=dtypes[0], weight_dtype=dtypes[1])
+    numerics.check(problem, device, backward=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(ids, d)))
+@pytest.mark.parametrize("shape", LONG, ids=str)
+def test_accuracy_of_long_rows(shape, dtypes):
+    problem = Problem(shape, dtype=dtypes[0], weight_dtype=dtypes[1])
+    numerics.check(problem, "cuda", backward=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "problem",
+    [Problem((16, 64, 256, 256), 3), Problem((2, 64, 32, 64, 64), 1), Problem((300_000, 64), 1)],
+    ids=str,
+)
+def test_accuracy_of_large_tensors(problem):
+    numerics.check(problem, "cuda", backward=False)
+
+
+@pytest.mark.parametrize("problem", SHAPES, ids=str)
+def test_any_normalized_shape(device, problem):
+    numerics.check(problem, device, backward=False)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
+@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
+@pytest.mark.parametrize("cols", [3, 64, 1000, 5000])
+def test_missing_parameters(device, cols, affine, dtype):
+    numerics.check(
+        Problem((rows_for(cols), cols), dtype=dtype, affine=affine), device, backward=False
+    )
+
+
+@pytest.mark.parametrize("cols", [64, 1024, 4096, 65536])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=ids)
+def test_large_mean_keeps_its_accuracy(device, cols, dtype):
+    numerics.check(Problem((32, cols), dtype=dtype, mean=1e4), device, backward=False)
+
+
+@pytest.mark.parametrize("cols", [64, 1024, 4096, 65536])
+def test_large_mean_without_cancellation(device, cols):
+    """mean(x^2) - mean(x)^2 would leave nothing of this variance in float32."""
+    t = numerics.make(Problem((8, cols), affine="none", mean=1e4), device)
+    y = layer_norm(t.x, normalized_shape=(cols,))
+    # The mean itself can be off by half a unit in the last place of 1e4: 5e-4, in units of the
+    # deviation, which is 1; the rest is the rounding of a sum.
+    assert (y - reference.layer_norm(t.x, 1).y).abs().max() < 1e-2
+    _, _, rstd = torch.ops.fused_layernorm.layer_norm_forward(t.x, 1, None, None, 1e-5)
+    expected = reference.layer_norm(t.x, 1).rstd
+    assert ((rstd - expected) / expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 12345.678])
+@pytest.mark.parametrize("cols", [1, 2, 3, 64, 1000, 4096, 70001])
+def test_constant_rows_give_bias(device, cols, value):
+    x = torch.full((3, cols), value, device=device)
+    bias = torch.randn(cols, device=device)
+    y = layer_norm(x, torch.randn(cols, device=device), bias)
+    stock = F.layer_norm(x, (cols,), None, bias)
+    # In exact arithmetic y is bias; a mean that is rounded leaves rstd times its error.
+    assert (y - bias).abs().max() <= 4 * (stock - bias).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=ids)
+def test_one_column_gives_bias(device, dtype):
+    x = torch.randn(37, 1, device=device, dtype=dtype)
+    weight, bias = (torch.randn(1, device=device, dtype=dtype) for _ in range(2))
+    assert torch.equal(layer_norm(x, weight, bias), bias.expand(37, 1))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
+@pytest.mark.parametrize("cols", [1, 7, 64, 1000, 4096, 40000])
+def test_statistics(device, cols, dtype):
+    x = torch.randn(5, 3, cols, device=device).to(dtype)
+    y, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(x, 1, None, None, 1e-5)
+    assert mean.shape == rstd.shape == (5, 3, 1)
+    assert mean.dtype == rstd.dtype == F32
+    expected = reference.layer_norm(x, 1)
+    torch.testing.assert_close(mean.double(), expected.mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rstd.double(), expected.rstd, rtol=1e-5, atol=0)
+    assert torch.equal(y, torch.ops.fused_layernorm.layer_norm(x, 1, None, None, 1e-5))
+
+
+def test_statistics_are_float64_for_float64(device):
+    x = torch.randn(5, 8, device=device, dtype=F64)
+    _, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(x, 1, None, None, 1e-5)
+    assert mean.dtype == rstd.dtype == F64
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5, 1.0, 100.0, -1.0, 1])
+def test_eps(device, eps):
+    x = torch.randn(16, 48, device=device)
+    torch.testing.assert_close(
+        layer_norm(x, normalized_shape=(48,), eps=eps),
+        F.layer_norm(x, (48,), eps=eps),
+        equal_nan=True,
+    )
+
+
+def test_negative_eps_gives_nan_as_in_pytorch(device):
+    x = torch.randn(16, 48, device=device)
+    assert layer_norm(x, normalized_shape=48, eps=-1e3).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=ids)
+@pytest.mark.parametrize("cols", [1, 5, 64, 1024, 5000, 70000])
+def test_nan_and_inf_propagate_as_in_pytorch(device, cols, dtype):
+    x = torch.randn(6, cols, device=device).to(dtype)
+    x[0, cols // 2] = float("nan")
+    x[1, cols - 1] = float("inf")
+    x[2, 0] = -float("inf")
+    x[3, :] = float("nan")
+    weight = torch.randn(cols, device=device).to(dtype)
+    bias = torch.randn(cols, device=device).to(dtype)
+    weight[0] = float("nan")
+    y, stock = layer_norm(x, weight, bias), F.layer_norm(x, (cols,), weight, bias)
+    assert torch.equal(y.isnan(), stock.isnan())
+    assert torch.equal(y.isinf(), stock.isinf())
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (0, 3, 4), (2, 0), (0, 0)], ids=str)
+def test_empty(device, shape):
+    x = torch.empty(shape, device=device)
+    weight = torch.ones(shape[-1], device=device)
+    y = layer_norm(x, weight, weight)
+    assert y.shape == shape
+    assert y.dtype == F32
+
+
+def _strided(kind, rows, cols, device, dtype):
+    """x of shape (..., cols) that is not contiguous."""
+    match kind:
+        case "transposed leading":
+            return torch.randn(7, rows, cols, device=device).to(dtype).transpose(0, 1)
+        case "sliced leading":
+            return torch.randn(rows, 5, cols, device=device).to(dtype)[:, 1:]
+        case "every other row":
+            return torch.randn(2 * rows, cols, device=device).to(dtype)[::2]
+        case "column slice":
+            return torch.randn(rows, cols + 24, device=device).to(dtype)[:, 8 : 8 + cols]
+        case "odd column slice":
+            return torch.randn(rows, cols + 5, device=device).to(dtype)[:, 3 : 3 + cols]
+        case "every other column":
+            return torch.randn(rows, 2 * cols, device=device).to(dtype)[:, ::2]
+        case "transposed":
+            return torch.randn(cols, rows, device=device).to(dtype).T
+        case "expanded":
+            return torch.randn(1, 1, cols, device=device).to(dtype).expand(3, rows, cols)
+        case "expanded column":
+            return torch.randn(rows, 1, device=device).to(dtype).expand(rows, cols)
+        case "permuted":
+            return torch.randn(3, cols, rows, 2, device=device).to(dtype).permute(0, 3, 2, 1)
+        case "channels last":
+            x = torch.randn(2, cols, rows, 3, device=device).to(dtype)
+            return x.to(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+    raise ValueError(kind)
+
+
+STRIDED = [
+    "transposed leading",
+    "sliced leading",
+    "every other row",
+    "column slice",
+    "odd column slice",
+    "every other column",
+    "transposed",
+    "expanded",
+    "expanded column",
+    "permuted",
+    "channels last",
+]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
+@pytest.mark.parametrize("cols", [7, 64, 1000, 4096])
+@pytest.mark.parametrize("kind", STRIDED)
+def test_strided_input(device, kind, cols, dtype):
+    x = _strided(kind, 33, cols, device, dtype)
+    weight, bias = (torch.randn(cols, device=device) for _ in range(2))
+    weight, bias = weight.to(dtype), bias.to(dtype)
+    y = layer_norm(x, weight, bias)
+    assert y.shape == x.shape
+    assert y.is_contiguous()
+    expected = reference.layer_norm(x, 1, weight, bias).y
+    tolerance = {F32: 1e-5, BF16: 2**-8}[dtype]
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+def test_strided_long_rows():
+    x = torch.randn(4, 3, 200_000, device="cuda").transpose(0, 1)[:, 1:]
+    expected = reference.layer_norm(x, 1).y
+    y = layer_norm(x, normalized_shape=(200_000,))
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, F64], ids=ids)
+@pytest.mark.parametrize("cols", [8, 64, 1000, 4096, 70000])
+@pytest.mark.parametrize("offset", [1, 3])
+def test_misaligned_pointers(device, offset, cols, dtype):
+    def randn(*shape):
+        count = torch.Size(shape).numel()
+        return torch.randn(count + offset, device=device).to(dtype)[offset:].view(shape)
+
+    x, weight, bias = randn(5, cols), randn(cols), randn(cols)
+    assert x.data_ptr() % 16 != 0
+    y = layer_norm(x, weight, bias)
+    tolerance = {F32: 1e-5, F16: 2**-10, F64: 1e-12}[dtype]
+    torch.testing.assert_close(
+        y.double(), reference.layer_norm(x, 1, weight, bias).y, rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("cols", [7, 64, 1000])
+def test_parameters_that_are_not_contiguous(device, cols):
+    x = torch.randn(9, cols, device=device)
+    weight = torch.randn(cols, 2, device=device)[:, 0]
+    bias = torch.randn(1, device=device).expand(cols)
+    torch.testing.assert_close(
+        layer_norm(x, weight, bias).double(),
+        reference.layer_norm(x, 1, weight, bias).y,
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
+@pytest.mark.parametrize("cols", [3, 64, 257, 1024, 4096, 8191, 70000])
+def test_every_call_gives_the_same_bits(device, cols, dtype):
+    x = torch.randn(64, cols, device=device).to(dtype)
+    weight = torch.randn(cols, device=device).to(dtype)
+    first = layer_norm(x, weight)
+    for _ in range(3):
+        assert torch.equal(layer_norm(x, weight), first)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
+@pytest.mark.parametrize("cols", [3, 64, 256, 257, 1024, 4096, 8191, 16384, 40000])
+def test_a_row_does_not_depend_on_its_batch(device, cols, dtype):
+    x = torch.randn(200, cols, device=device).to(dtype)
+    weight = torch.randn(cols, device=device).to(dtype)
+    whole = layer_norm(x, weight)
+    for start, stop in ((0, 1), (7, 8), (199, 200), (0, 2), (3, 20), (50, 183)):
+        # A copy, so that its rows stand elsewhere in memory.
+        assert torch.equal(layer_norm(x[start:stop].clone(), weight), whole[start:stop])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [150528, 262144, 1_000_003, 4_194_304])
+def test_a_long_row_does_not_depend_on_its_batch(cols):
+    x = torch.randn(9, cols, device="cuda")
+    whole = layer_norm(x, normalized_shape=(cols,))
+    for start, stop in ((0, 1), (8, 9), (2, 5)):
+        part = layer_norm(x[start:stop].clone(), normalized_shape=(cols,))
+        assert torch.equal(part, whole[start:stop])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [64, 768, 4096, 40000, 1_048_576])
+def test_many_rows_do_not_change_a_row(cols):
+    rows = max(2, 2**26 // cols)
+    x = torch.randn(rows, cols, device="cuda")
+    whole = layer_norm(x, normalized_shape=(cols,))
+    for row in (0, rows // 2, rows - 1):
+        alone = layer_norm(x[row : row + 1].clone(), normalized_shape=(cols,))
+        assert torch.equal(alone[0], whole[row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [1, 31, 64, 1000, 4096, 5001, 40000, 300_000])
+def test_every_element_is_written(poison, cols):
+    """The output's memory held NaN before the call."""
+    x = torch.randn(67, cols, device="cuda")
+    expected = reference.layer_norm(x, 1).y
+    for _ in range(3):
+        poison(x, x[:, :1], x[:, :1])
+        y, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(x, 1, None, None, 1e-5)
+        assert not mean.isnan().any()
+        assert not rstd.isnan().any()
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+# The kernels' own boundaries: rows of these many bytes, and one element to either side.
+BOUNDARY_BYTES = [2**n for n in range(6, 18)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
+@pytest.mark.parametrize("row_bytes", BOUNDARY_BYTES)
+def test_accuracy_about_the_boundaries(row_bytes, dtype):
+    for cols in (n + row_bytes // dtype.itemsize for n in (-1, 0, 1)):
+        problem = Problem((max(3, 4096 // cols), cols), dtype=dtype)
+        numerics.check(problem, "cuda", backward=False)
+
+
+FORCED_COLS = [
+    1,
+    3,
+    8,
+    64,
+    256,
+    257,
+    1024,
+    1027,
+    2048,
+    4096,
+    8192,
+    8195,
+    16384,
+    32768,
+    65536,
+    262144,
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize(
+    "dtypes", [(F32, None), (BF16, F32), (F64, None)], ids=lambda d: "-".join(map(ids, d))
+)
+@pytest.mark.parametrize("strategy", ["warp", "block", "split", "stream"])
+def test_every_strategy(plans, strategy, dtypes, activation):
+    plans.force(f"strategy={strategy}")
+    ran = []
+    for cols in FORCED_COLS:
+        rows = rows_for(cols)
+        plan = plans.of(rows, cols, dtypes[0], backward=False)
+        if plan is None:
+            continue
+        assert plan["strategy"] == strategy
+        problem = Problem(
+            (rows, cols), dtype=dtypes[0], weight_dtype=dtypes[1], activation=activation, scale=0.5
+        )
+        numerics.check(problem, "cuda", backward=False)
+        ran.append(cols)
+    if not ran:
+        pytest.skip(f"{strategy} takes no {ids(dtypes[0])} rows forward on this device")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["warp", "block", "split", "stream"])
+def test_every_strategy_with_odd_rows_of_memory(plans, strategy):
+    plans.force(f"strategy={strategy}")
+    for cols, kind in itertools.product(
+        (64, 1000, 8192, 65536), ("odd column slice", "sliced leading")
+    ):
+        x = _strided(kind, 5, cols, "cuda", F32)
+        rows = x.numel() // cols
+        if plans.of(rows, cols, F32, backward=False, aligned=kind != "odd column slice") is None:
+            continue
+        y = layer_norm(x, normalized_shape=(cols,))
+        torch.testing.assert_close(y.double(), reference.layer_norm(x, 1).y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("cols", [64, 1024, 65536])
+def test_more_than_2_to_the_31_elements(cols):
+    free, _ = torch.cuda.mem_get_info()
+    if free < 20 * 2**30:
+        pytest.skip(f"needs 20 GiB of GPU memory, {free / 2**30:.0f} GiB are free")
+    rows = 2**31 // cols + 5
+    x = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_()
+    y = layer_norm(x, normalized_shape=(cols,))
+    for part in (slice(0, 4), slice(rows // 2, rows // 2 + 4), slice(rows - 6, rows)):
+        expected = reference.layer_norm(x[part], 1).y
+        torch.testing.assert_close(y[part].double(), expected, rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.multi_gpu
+def test_second_device():
+    for cols in (64, 4096, 200_000):
+        x = torch.randn(33, cols, device="cuda:1")
+        assert torch.cuda.current_device() == 0
+        y = layer_norm(x, torch.ones(cols, device="cuda:1"))
+        assert y.device == x.device
+        assert torch.cuda.current_device() == 0
+        torch.testing.assert_close(y.double(), reference.layer_norm(x, 1).y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [64, 4096, 200_000])
+def test_current_stream(cols):
+    """The input is written late on a side stream: a kernel on another stream would not see it."""
+    stream = torch.cuda.Stream()
+    source = torch.randn(64, cols, device="cuda")
+    expected = reference.layer_norm(source, 1).y
+    x = torch.zeros_like(source)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        x.copy_(source)
+        y = layer_norm(x, normalized_shape=(cols,))
+    stream.synchronize()
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [64, 4096, 40000, 200_000, 4_194_304])
+def test_cuda_graph(cols):
+    x = torch.randn(max(2, 65536 // cols), cols, device="cuda")
+    weight = torch.randn(cols, device="cuda")
+    layer_norm(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer_norm(x, weight)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        expected = reference.layer_norm(x, 1, weight).y
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_no_synchronization():
+    x = torch.randn(64, 1024, device="cuda")
+    layer_norm(x, normalized_shape=(1024,))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for cols in (64, 1024, 40000, 300_000):
+            layer_norm(torch.randn(8, cols, device="cuda"), normalized_shape=(cols,))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_build_info():
+    info = torch.ops.fused_layernorm._build_info()
+    assert info == "cpu only" or info.startswith("cuda ")
+    assert fused_layernorm.__version__
