@@ -47,6 +47,15 @@ cudaError_t dispatch_vecs(int vecs, const Launch& launch) {
   }
 }
 
+// A run-time bool as a template parameter; where `kMay` is false, false.
+template <bool kMay, typename Launch>
+cudaError_t dispatch_bool(bool value, const Launch& launch) {
+  if constexpr (kMay) {
+    if (value) return launch(std::true_type{});
+  }
+  return launch(std::false_type{});
+}
+
 // Up to this much needs no permission.
 constexpr int kFreeSharedMemory = 48 * 1024;
 

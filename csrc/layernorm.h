@@ -24,8 +24,27 @@ struct RowMap {
     if (inner_rows == 0) {
       return row * inner_stride;
     }
-    const int64_t outer = row / inner_rows;
+    const uint32_t outer = static_cast<uint32_t>(row) / static_cast<uint32_t>(inner_rows);
     return outer * outer_stride + (row - outer * inner_rows) * inner_stride;
+  }
+#endif
+};
+
+// A number as float32 and float64 arithmetic take it: kernels convert nothing.
+struct Scalar {
+  double exact = 0;
+  float rounded = 0;
+
+  Scalar() = default;
+  explicit Scalar(double value) : exact(value), rounded(static_cast<float>(value)) {}
+#ifdef __CUDACC__
+  template <typename Acc>
+  __device__ __forceinline__ Acc as() const {
+    if constexpr (sizeof(Acc) == sizeof(float)) {
+      return rounded;
+    } else {
+      return exact;
+    }
   }
 #endif
 };
@@ -55,8 +74,10 @@ struct ForwardParams {
 
   int64_t rows = 0;
   int32_t cols = 0;
-  double eps = 0;
-  double scale = 1;
+  Scalar inverse_cols;  // 1 / cols
+  Scalar eps;
+  Scalar scale;
+  bool has_epilogue = false;  // an activation, or a scale that is not 1
   Activation activation = Activation::kNone;
 
   // Plan::workspace_bytes of scratch memory.
@@ -83,7 +104,9 @@ struct BackwardParams {
 
   int64_t rows = 0;
   int32_t cols = 0;
-  double scale = 1;
+  Scalar inverse_cols;
+  Scalar scale;
+  bool has_epilogue = false;
   Activation activation = Activation::kNone;
 
   void* workspace = nullptr;

@@ -21,16 +21,20 @@ __global__ void __launch_bounds__(kForwardThreads)
     layer_norm_forward_block_kernel(const ForwardParams p) {
   using Acc = typename T::Acc;
   __shared__ Acc scratch[2][kMaxWarps];
-  const Group group(blockDim.x);
+  const Group group;
   const int64_t row = blockIdx.x;
   const int vectors = p.cols / kWidth;
+  const Acc inverse_cols = p.inverse_cols.as<Acc>();
 
   RowShare<T, kWidth, kVecs> share;
   share.load(p, row, group.thread, group.threads, vectors);
-  const Acc mean = group_sum(share.sum(), group, scratch[0]) / Acc(p.cols);
+  const Acc pivot = first_element<T>(p, row);
+  const Acc sum =
+      group_sum(share.sum(pivot, group.thread, group.threads, vectors), group, scratch[0]);
+  const Acc mean = pivot + sum * inverse_cols;
   const Acc m2 = group_sum(share.squared_deviations(mean, group.thread, group.threads, vectors),
                            group, scratch[1]);
-  const Acc rstd = reciprocal_sqrt(m2 / Acc(p.cols) + static_cast<Acc>(p.eps));
+  const Acc rstd = reciprocal_sqrt(m2 * inverse_cols + p.eps.as<Acc>());
   if (group.thread == 0) store_statistics(p, row, mean, rstd);
   finish_row(p, row, share, 0, group.thread, group.threads, vectors, mean, rstd);
 }
@@ -78,7 +82,9 @@ struct BackwardRing {
   }
 };
 
-template <typename T, int kWidth, int kVecs, bool kBulk>
+// kKeep: xhat and g stay in registers between the row's sums and its dx; else both are computed
+// again from the row.
+template <typename T, int kWidth, int kVecs, bool kBulk, bool kKeep>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     layer_norm_backward_block_kernel(const BackwardParams p, const SliceLayout layout) {
   using Acc = typename T::Acc;
@@ -87,6 +93,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   using W = typename T::W;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Pair<Acc> scratch[2][kMaxGroups][kBackwardThreads / kWarpSize];
+  __shared__ Pair<Acc> collected[2];
   __shared__ __align__(8) uint64_t barriers[kMaxGroups * kMaxStages];
 
   const Group group(layout.threads);
@@ -100,7 +107,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const bool reads_x = needs_x(p);
   auto* slots = static_cast<uint64_t*>(p.workspace);
   // With several blocks a row, its two sums are collected one row after they were published.
-  const int lag = layout.blocks_per_row > 1 ? 1 : 0;
+  const int lag = !kKeep && layout.blocks_per_row > 1 ? 1 : 0;
+  // Iterations from a row's first read to the barrier behind its last.
+  const int held = kKeep ? 0 : 1 + lag;
+  const Acc inverse_cols = p.inverse_cols.as<Acc>();
 
   if constexpr (kBulk) {
     for (int col = threadIdx.x; col < work.cols; col += blockDim.x) {
@@ -144,10 +154,22 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       load_param(w, weight, work.first_col + col, Acc(1));
       load_param(b, bias, work.first_col + col, Acc(0));
     }
-    use(Gradients<T, kWidth>(p, x, dy, mean, rstd, w, b), w, work.first_col + col);
+    use(Gradients<T, kWidth>(p, x, dy, mean, rstd, w, b), work.first_col + col);
   };
   const auto x_start = [&](int64_t row) { return kBulk ? 0 : p.x_rows(row) + work.first_col; };
   const auto dy_start = [&](int64_t row) { return kBulk ? 0 : p.dy_rows(row) + work.first_col; };
+
+  // By the first warp of the block: the two sums of a row, from all its blocks.
+  const auto collect = [&](int64_t row, Pair<Acc>& result) {
+    if constexpr (std::is_same_v<Acc, float>) {
+      const CollectedSlots slot(slots + row * layout.blocks_per_row, layout.blocks_per_row);
+      Pair<float> sum = slot.values[0];
+#pragma unroll
+      for (int i = 1; i < kSlotsPerLane; ++i) sum += slot.values[i];
+      sum = warp_sum(sum);
+      if (group.lane() == 0) result = sum;
+    }
+  };
 
   Acc mean = 0, rstd = 0, last_mean = 0, last_rstd = 0;
   Acc next_mean = 0, next_rstd = 0;
@@ -155,12 +177,17 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     next_mean = static_cast<const Acc*>(p.mean)[work.row(0)];
     next_rstd = static_cast<const Acc*>(p.rstd)[work.row(0)];
   }
-  RingPosition first_read, second_read;
-  int freed_stage = 0;
+  RingPosition first_read, second_read, freed;
   for (int64_t i = 0; i < work.rows + lag; ++i) {
+    Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
     Pair<Acc> sums = {0, 0};
     last_mean = mean;
     last_rstd = rstd;
+    const auto collect_last = [&] {
+      if (lag == 1 && i > 0 && p.dx != nullptr && group.warp() == 0) {
+        collect(work.row(i - 1), collected[i & 1]);
+      }
+    };
     if (i < work.rows) {
       const int64_t row = work.row(i);
       mean = next_mean;
@@ -174,48 +201,55 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
         with_gradients(k, first_read.stage, x_row, dy_row, mean, rstd,
-                       [&](const Gradients<T, kWidth>& gradients, const Acc(&w)[kWidth], int) {
-                         gradients.add_sums(sums, w);
+                       [&](const Gradients<T, kWidth>& gradients, int) {
+                         gradients.add_sums(sums);
                          gradients.add_dparams(dweight[k], dbias[k]);
+                         if constexpr (kKeep) {
+#pragma unroll
+                           for (int j = 0; j < kWidth; ++j) {
+                             xhat[k][j] = gradients.xhat[j];
+                             g[k][j] = gradients.g[j];
+                           }
+                         }
                        });
       }
       first_read.advance(layout.stages);
-      sums = group_sum(sums, group, scratch[i & 1][group.index]);
-      // That barrier says that every thread is done with the row finished an iteration ago.
-      if (kBulk && group.thread == 0 && i - 1 - lag >= 0) {
-        const int64_t refill = i - 1 - lag + layout.stages;
-        if (refill < work.rows) ring.fill(p, work, freed_stage, work.row(refill), reads_x);
-        if (++freed_stage == layout.stages) freed_stage = 0;
+      sums = group_sum(sums, group, scratch[i & 1][group.index], collect_last);
+      // Behind that barrier nobody reads the row of `held` iterations ago any more.
+      if (kBulk && group.thread == 0 && i >= held) {
+        const int64_t refill = i - held + layout.stages;
+        if (refill < work.rows) ring.fill(p, work, freed.stage, work.row(refill), reads_x);
+        freed.advance(layout.stages);
       }
       if (lag == 1 && group.thread == 0) {
         if constexpr (std::is_same_v<Acc, float>) {
           publish(slots + row * layout.blocks_per_row + work.slice, sums);
         }
       }
+    } else {
+      collect_last();
+      group.sync();
     }
     if (i >= lag && p.dx != nullptr) {
       const int64_t row = work.row(i - lag);
       const Acc row_mean = lag ? last_mean : mean;
       const Acc row_rstd = lag ? last_rstd : rstd;
-      if (lag == 1) {
-        if constexpr (std::is_same_v<Acc, float>) {
-          sums = {0, 0};
-          for (int s = group.lane(); s < layout.blocks_per_row; s += kWarpSize) {
-            const Pair<float> other = collect(slots + row * layout.blocks_per_row + s);
-            sums.first += other.first;
-            sums.second += other.second;
-          }
-          sums = {warp_sum(sums.first), warp_sum(sums.second)};
-        }
-      }
-      const Pair<Acc> means = {sums.first / Acc(p.cols), sums.second / Acc(p.cols)};
+      if (lag == 1) sums = collected[i & 1];
+      const Pair<Acc> means = {sums.first * inverse_cols, sums.second * inverse_cols};
       const int64_t x_row = x_start(row), dy_row = dy_start(row);
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
-        with_gradients(k, second_read.stage, x_row, dy_row, row_mean, row_rstd,
-                       [&](const Gradients<T, kWidth>& gradients, const Acc(&w)[kWidth], int col) {
-                         gradients.store_dx(p, row, col, means, row_rstd, w);
-                       });
+        if constexpr (kKeep) {
+          const int v = group.thread + k * group.threads;
+          if (v < vectors) {
+            store_dx<T>(p, row, work.first_col + v * kWidth, xhat[k], g[k], means, row_rstd);
+          }
+        } else {
+          with_gradients(k, second_read.stage, x_row, dy_row, row_mean, row_rstd,
+                         [&](const Gradients<T, kWidth>& gradients, int col) {
+                           store_dx<T>(p, row, col, gradients.xhat, gradients.g, means, row_rstd);
+                         });
+        }
       }
     }
     if (i >= lag) second_read.advance(layout.stages);
@@ -262,6 +296,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 template <typename T, int kWidth, int kVecs>
 cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cudaStream_t stream) {
   constexpr bool kMayBulk = kWidth > 1 && !std::is_same_v<typename T::X, double>;
+  constexpr bool kMayKeep = kVecs * kWidth <= kKeptColsPerThread;
   const SliceLayout layout(plan);
   const int threads = plan.threads * plan.groups;
   if (plan.blocks_per_row > 1) {
@@ -269,15 +304,14 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
     const cudaError_t error = cudaMemsetAsync(params.workspace, 0xff, slots, stream);
     if (error != cudaSuccess) return error;
   }
-  const auto start = [&](auto kernel) {
-    return plan.blocks_per_row > 1
-               ? launch<true>(kernel, plan, threads, stream, params, layout)
-               : launch<false>(kernel, plan, threads, stream, params, layout);
-  };
-  if constexpr (kMayBulk) {
-    if (plan.bulk) return start(layer_norm_backward_block_kernel<T, kWidth, kVecs, true>);
-  }
-  return start(layer_norm_backward_block_kernel<T, kWidth, kVecs, false>);
+  return dispatch_bool<kMayBulk>(plan.bulk, [&](auto bulk) {
+    return dispatch_bool<kMayKeep>(plan.blocks_per_row == 1, [&](auto keep) {
+      const auto kernel =
+          layer_norm_backward_block_kernel<T, kWidth, kVecs, bulk(), keep()>;
+      return plan.blocks_per_row > 1 ? launch<true>(kernel, plan, threads, stream, params, layout)
+                                     : launch<false>(kernel, plan, threads, stream, params, layout);
+    });
+  });
 }
 
 }  // namespace

@@ -11,40 +11,6 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-// Mean and squared deviations of a row's slice from shared memory, in one read: the two-pass
-// formula within a vector, Chan's merge between vectors.
-template <int kWidth, typename X>
-__device__ __forceinline__ Moments<float> slice_moments(const X* x, int vectors,
-                                                        const Group& group) {
-  Moments<float> all;
-  float merged = 0;
-  for (int v = group.thread; v < vectors; v += group.threads) {
-    const auto vec = load_plain<X, kWidth>(x + v * kWidth);
-    float values[kWidth];
-    float mean = 0;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      values[j] = to_acc(vec.at[j]);
-      mean += values[j];
-    }
-    mean *= 1.0f / kWidth;
-    float m2 = 0;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const float d = values[j] - mean;
-      m2 += d * d;
-    }
-    // Chan's merge where this vector is the (merged + 1)-th of kWidth values.
-    const float share = __fdividef(1.0f, merged + 1.0f);
-    const float delta = mean - all.mean;
-    all.mean += delta * share;
-    all.m2 += m2 + delta * delta * (kWidth * merged * share);
-    merged += 1.0f;
-  }
-  all.count = kWidth * merged;
-  return all;
-}
-
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_norm_forward_split_kernel(const ForwardParams p, const SliceLayout layout) {
@@ -52,10 +18,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   using W = typename T::W;
   using Y = typename T::Y;
   extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ Moments<float> scratch[2][kMaxWarps];
+  __shared__ float scratch[2][2][kMaxWarps];
+  __shared__ Moments<float> combined[2];
   __shared__ __align__(8) uint64_t full[kMaxStages];
 
-  const Group group(blockDim.x);
+  const Group group;
   const SliceWork work(layout, 0, p.rows, p.cols);
   const int vectors = work.cols / kWidth;
   const bool has_weight = p.weight != nullptr, has_bias = p.bias != nullptr;
@@ -91,39 +58,68 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  RingPosition first_read, second_read;
-  int freed_stage = 0;
+  // By the first warp: the moments of a row, from all its blocks.
+  const auto collect = [&](int64_t row, Moments<float>& result) {
+    const CollectedSlots slot(slots + row * layout.blocks_per_row, layout.blocks_per_row);
+    const auto moments = combine_slots(slot, layout.blocks_per_row, layout.slice_cols, p.cols,
+                                       p.inverse_cols.rounded);
+    if (group.lane() == 0) result = moments;
+  };
+
+  const float inverse_slice_cols = 1.0f / work.cols;
+  RingPosition first_read, second_read, freed;
   for (int64_t i = 0; i < work.rows + lag; ++i) {
     Moments<float> moments;
+    const auto collect_last = [&] {
+      if (lag == 1 && i > 0 && group.warp() == 0) collect(work.row(i - 1), combined[i & 1]);
+    };
     if (i < work.rows) {
       barrier_wait(full + first_read.stage, first_read.parity);
-      moments = slice_moments<kWidth>(ring + first_read.stage * layout.slice_cols, vectors, group);
+      const X* x = ring + first_read.stage * layout.slice_cols;
       first_read.advance(layout.stages);
-      moments = group_merge(moments, group, scratch[i & 1]);
-      // That barrier says that every thread is done with the row finished an iteration ago.
-      if (group.thread == 0 && i - 1 - lag >= 0) {
-        const int64_t refill = i - 1 - lag + layout.stages;
-        if (refill < work.rows) fill(freed_stage, work.row(refill));
-        if (++freed_stage == layout.stages) freed_stage = 0;
+      const float pivot = to_acc(x[0]);
+      float total[kWidth] = {};
+#pragma unroll 2
+      for (int v = group.thread; v < vectors; v += group.threads) {
+        float values[kWidth];
+        unpack(values, load_plain<X, kWidth>(x + v * kWidth));
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) total[j] += values[j] - pivot;
       }
+      const float sum = group_sum(tree_sum(total), group, scratch[i & 1][0]);
+      moments.mean = pivot + sum * inverse_slice_cols;
+      // Behind that barrier nobody reads the row of 1 + lag iterations ago any more.
+      if (group.thread == 0 && i >= 1 + lag) {
+        const int64_t refill = i - 1 - lag + layout.stages;
+        if (refill < work.rows) fill(freed.stage, work.row(refill));
+        freed.advance(layout.stages);
+      }
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) total[j] = 0;
+#pragma unroll 2
+      for (int v = group.thread; v < vectors; v += group.threads) {
+        float values[kWidth];
+        unpack(values, load_plain<X, kWidth>(x + v * kWidth));
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          const float d = values[j] - moments.mean;
+          total[j] += d * d;
+        }
+      }
+      moments.m2 = group_sum(tree_sum(total), group, scratch[i & 1][1], collect_last);
       if (lag == 1 && group.thread == 0) {
         publish(slots + work.row(i) * layout.blocks_per_row + work.slice,
                 {moments.mean, moments.m2});
       }
+    } else {
+      collect_last();
+      group.sync();
     }
     if (i < lag) continue;
     const int64_t row = work.row(i - lag);
-    if (lag == 1) {
-      moments = {};
-      for (int s = group.lane(); s < layout.blocks_per_row; s += kWarpSize) {
-        const Pair<float> other = collect(slots + row * layout.blocks_per_row + s);
-        const int cols = min(layout.slice_cols, p.cols - s * layout.slice_cols);
-        moments.merge({other.first, other.second, static_cast<float>(cols)});
-      }
-      moments = warp_merge(moments);
-    }
+    if (lag == 1) moments = combined[i & 1];
     const float mean = moments.mean;
-    const float rstd = reciprocal_sqrt(moments.m2 / p.cols + static_cast<float>(p.eps));
+    const float rstd = reciprocal_sqrt(moments.m2 * p.inverse_cols.rounded + p.eps.rounded);
     if (group.thread == 0 && work.slice == 0) store_statistics(p, row, mean, rstd);
     const X* x = ring + second_read.stage * layout.slice_cols;
     Y* y = static_cast<Y*>(p.y) + row * p.cols + work.first_col;

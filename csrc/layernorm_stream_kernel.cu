@@ -29,18 +29,20 @@ __global__ void __launch_bounds__(kForwardThreads)
                                           const int chunk_cols) {
   using Acc = typename T::Acc;
   __shared__ Acc scratch[2][kMaxWarps];
-  const Group group(blockDim.x);
+  const Group group;
   const ChunkWork work(blockIdx.x, chunks, chunk_cols, p.cols);
   const int first = work.first_col / kWidth + group.thread;
   const int vectors = (work.first_col + work.cols) / kWidth;
 
   RowShare<T, kWidth, kVecs> share;
   share.load(p, work.row, first, group.threads, vectors);
-  const Acc mean = group_sum(share.sum(), group, scratch[0]) / Acc(work.cols);
+  const Acc pivot = first_element<T>(p, work.row);
+  const Acc sum = group_sum(share.sum(pivot, first, group.threads, vectors), group, scratch[0]);
+  const Acc mean = pivot + sum / Acc(work.cols);
   const Acc m2 = group_sum(share.squared_deviations(mean, first, group.threads, vectors), group,
                            scratch[1]);
   if (group.thread == 0) {
-    static_cast<Pair<Acc>*>(p.workspace)[work.row * chunks + work.chunk] = {mean, m2};
+    static_cast<Moments<Acc>*>(p.workspace)[work.row * chunks + work.chunk] = {mean, m2};
   }
 }
 
@@ -50,30 +52,29 @@ __global__ void __launch_bounds__(kForwardThreads)
                                      const int chunk_cols) {
   using Acc = typename T::Acc;
   using X = typename T::X;
-  __shared__ Moments<Acc> scratch[kMaxWarps];
-  const Group group(blockDim.x);
+  __shared__ Moments<Acc> combined;
+  const Group group;
   // Last blocks first: what the first kernel read last may still be in L2.
   const ChunkWork work(int64_t{gridDim.x} - 1 - blockIdx.x, chunks, chunk_cols, p.cols);
   const int first = work.first_col / kWidth + group.thread;
   const int vectors = (work.first_col + work.cols) / kWidth;
 
   RowShare<T, kWidth, kVecs> share;
-  ForwardParams stored = p;
-  if (p.residual != nullptr) {
-    stored.input = p.residual_out;
-    stored.input_rows = {0, p.cols, 0};
-    stored.residual = nullptr;
+  if (p.residual == nullptr) {
+    share.load(p, work.row, first, group.threads, vectors);
+  } else {
+    const X* x = static_cast<const X*>(p.residual_out) + work.row * p.cols;
+    share.load(x, first, group.threads, vectors);
   }
-  share.load(stored, work.row, first, group.threads, vectors);
-  Moments<Acc> moments;
-  const auto* sums = static_cast<const Pair<Acc>*>(p.workspace) + work.row * chunks;
-  for (int c = group.thread; c < chunks; c += group.threads) {
-    const int cols = min(chunk_cols, p.cols - c * chunk_cols);
-    moments.merge({sums[c].first, sums[c].second, Acc(cols)});
+  if (group.warp() == 0) {
+    const auto* sums = static_cast<const Moments<Acc>*>(p.workspace) + work.row * chunks;
+    const auto moments = warp_combine([&](int c) { return sums[c]; }, chunks, chunk_cols, p.cols,
+                                      p.inverse_cols.as<Acc>());
+    if (group.lane() == 0) combined = moments;
   }
-  moments = group_merge(moments, group, scratch);
-  const Acc mean = moments.mean;
-  const Acc rstd = reciprocal_sqrt(moments.m2 / Acc(p.cols) + static_cast<Acc>(p.eps));
+  group.sync();
+  const Acc mean = combined.mean;
+  const Acc rstd = reciprocal_sqrt(combined.m2 * p.inverse_cols.as<Acc>() + p.eps.as<Acc>());
   if (group.thread == 0 && work.chunk == 0) store_statistics(p, work.row, mean, rstd);
   finish_row(p, work.row, share, 0, first, group.threads, vectors, mean, rstd);
 }
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   using X = typename T::X;
   using Y = typename T::Y;
   __shared__ Pair<Acc> scratch[2][kMaxWarps];
-  const Group group(blockDim.x);
+  const Group group;
   const int chunk = blockIdx.x % chunks, set = blockIdx.x / chunks;
   const int first = chunk * (chunk_cols / kWidth) + group.thread;
   const int vectors = min((chunk + 1) * (chunk_cols / kWidth), p.cols / kWidth);
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
         load_param(w, weight, v * kWidth, Acc(1));
         load_param(b, bias, v * kWidth, Acc(0));
         const Gradients<T, kWidth> gradients(p, x[k], dy[k], mean, rstd, w, b);
-        gradients.add_sums(sums, w);
+        gradients.add_sums(sums);
         gradients.add_dparams(dweight[k], dbias[k]);
       }
     }
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
                                              const int64_t totals_offset) {
   using Acc = typename T::Acc;
   __shared__ Pair<Acc> scratch[kMaxWarps];
-  const Group group(blockDim.x);
+  const Group group;
   const int64_t row = blockIdx.x;
   const auto* chunk_sums = static_cast<const Pair<Acc>*>(p.workspace) + row * chunks;
   auto* totals = reinterpret_cast<Pair<Acc>*>(static_cast<char*>(p.workspace) + totals_offset);
@@ -160,7 +161,10 @@ __global__ void __launch_bounds__(kBackwardThreads)
     sums.second += chunk_sums[c].second;
   }
   sums = group_sum(sums, group, scratch);
-  if (group.thread == 0) totals[row] = {sums.first / Acc(p.cols), sums.second / Acc(p.cols)};
+  if (group.thread == 0) {
+    const Acc inverse_cols = p.inverse_cols.as<Acc>();
+    totals[row] = {sums.first * inverse_cols, sums.second * inverse_cols};
+  }
 }
 
 template <typename T, int kWidth, int kVecs>
@@ -201,7 +205,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
       load_param(w, weight, v * kWidth, Acc(1));
       load_param(b, bias, v * kWidth, Acc(0));
       const Gradients<T, kWidth> gradients(p, x[k], dy[k], mean, rstd, w, b);
-      gradients.store_dx(p, row, v * kWidth, means, rstd, w);
+      store_dx<T>(p, row, v * kWidth, gradients.xhat, gradients.g, means, rstd);
     }
   }
 }

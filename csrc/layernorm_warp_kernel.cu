@@ -38,9 +38,12 @@ __global__ void __launch_bounds__(kForwardThreads)
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int64_t row = first_row + r * groups;
-    const Acc mean = lanes_sum(share[r].sum(), lanes) / Acc(p.cols);
+    const Acc inverse_cols = p.inverse_cols.as<Acc>();
+    const Acc pivot = __shfl_sync(kFullWarp, to_acc(share[r].x[0].at[0]), 0, lanes);
+    const Acc sum = lanes_sum(share[r].sum(pivot, lane, lanes, vectors), lanes);
+    const Acc mean = pivot + sum * inverse_cols;
     const Acc m2 = lanes_sum(share[r].squared_deviations(mean, lane, lanes, vectors), lanes);
-    const Acc rstd = reciprocal_sqrt(m2 / Acc(p.cols) + static_cast<Acc>(p.eps));
+    const Acc rstd = reciprocal_sqrt(m2 * inverse_cols + p.eps.as<Acc>());
     if (row < p.rows) {
       if (lane == 0) store_statistics(p, row, mean, rstd);
       finish_row(p, row, share[r], 0, lane, lanes, vectors, mean, rstd);
@@ -105,15 +108,16 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           load_param(w, weight, v * kWidth, Acc(1));
           load_param(b, bias, v * kWidth, Acc(0));
           const Gradients<T, kWidth> gradients(p, x[r][k], dy[r][k], mean[r], rstd[r], w, b);
-          gradients.add_sums(sums, w);
+          gradients.add_sums(sums);
           gradients.add_dparams(dweight[k], dbias[k]);
         }
       }
       if (p.dx == nullptr) continue;
       recompute(weight);
       recompute(bias);
-      const Pair<Acc> means = {lanes_sum(sums.first, lanes) / Acc(p.cols),
-                               lanes_sum(sums.second, lanes) / Acc(p.cols)};
+      const Acc inverse_cols = p.inverse_cols.as<Acc>();
+      const Pair<Acc> means = {lanes_sum(sums.first, lanes) * inverse_cols,
+                               lanes_sum(sums.second, lanes) * inverse_cols};
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
         const int v = lane + k * lanes;
@@ -124,7 +128,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           load_param(w, weight, v * kWidth, Acc(1));
           load_param(b, bias, v * kWidth, Acc(0));
           const Gradients<T, kWidth> gradients(p, x[r][k], dy[r][k], mean[r], rstd[r], w, b);
-          gradients.store_dx(p, row, v * kWidth, means, rstd[r], w);
+          store_dx<T>(p, row, v * kWidth, gradients.xhat, gradients.g, means, rstd[r]);
         }
       }
     }

@@ -141,10 +141,6 @@ Tensor cast(const Tensor& tensor, ScalarType type) {
   return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
 }
 
-std::optional<Tensor> cast(const std::optional<Tensor>& tensor, ScalarType type) {
-  return tensor ? std::optional<Tensor>(cast(*tensor, type)) : std::nullopt;
-}
-
 uintptr_t address_of(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
 }
@@ -378,8 +374,10 @@ ForwardResult forward(const Tensor& input, const std::optional<Tensor>& residual
     }
     params.rows = shape.rows;
     params.cols = static_cast<int32_t>(shape.cols);
-    params.eps = eps;
-    params.scale = scale;
+    params.inverse_cols = Scalar(1.0 / static_cast<double>(shape.cols));
+    params.eps = Scalar(eps);
+    params.scale = Scalar(scale);
+    params.has_epilogue = act != Activation::kNone || scale != 1.0;
     params.activation = act;
     std::optional<Tensor> workspace;
     if (plan.workspace_bytes > 0) {
@@ -515,7 +513,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     params.dbias = needs_dbias ? dbias.mutable_data_ptr() : nullptr;
     params.rows = shape.rows;
     params.cols = static_cast<int32_t>(shape.cols);
-    params.scale = scale;
+    params.inverse_cols = Scalar(1.0 / static_cast<double>(shape.cols));
+    params.scale = Scalar(scale);
+    params.has_epilogue = act != Activation::kNone || scale != 1.0;
     params.activation = act;
     std::optional<Tensor> workspace;
     if (plan.workspace_bytes > 0) {

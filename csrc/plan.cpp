@@ -53,17 +53,18 @@ int power_of_two_from(int64_t n) {
 }
 
 // The vectors a thread owns are a power of two: that many kernels are compiled, not more.
-bool fits_warp(const Problem& problem, int width, int64_t vectors) {
-  const int cols_per_lane = problem.backward ? kWarpBackwardColsPerLane : 64;
-  const int vecs = std::min(8, cols_per_lane / width);
-  return vectors <= int64_t{kWarpSize} * vecs;
+int most_warp_vecs(const Problem& problem, int width) {
+  return std::min(8, (problem.backward ? kWarpBackwardColsPerLane : 64) / width);
 }
 
-Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t vectors) {
+Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t vectors,
+               const Forced& forced) {
   Plan plan;
   plan.strategy = Strategy::kWarp;
   plan.width = width;
-  plan.threads = std::min(kWarpSize, power_of_two_from(vectors));
+  // Few lanes with four vectors each: a shuffle then serves more columns.
+  const int vecs = std::min(forced.number("vecs", 4), most_warp_vecs(problem, width));
+  plan.threads = std::min(kWarpSize, power_of_two_from(ceil_div(vectors, vecs)));
   plan.vecs = power_of_two_from(ceil_div(vectors, plan.threads));
   plan.slice_cols = static_cast<int>(problem.cols);
   // Rows that one group of lanes loads before the first use: four 16-byte loads in flight.
@@ -110,7 +111,9 @@ int slice_of(int64_t cols, int blocks_per_row, const Problem& problem, int width
 }
 
 // Widening the slices' number to what the device's blocks allow keeps every multiprocessor busy.
-int widen(int blocks_per_row, int sms) { return sms / (sms / blocks_per_row); }
+int widen(int blocks_per_row, int sms) {
+  return std::min(kMaxBlocksPerRow, sms / (sms / blocks_per_row));
+}
 
 // Forward: slices of a row in shared memory, `stages` rows of them, beside the slices of the
 // parameters. At least three, so that a row's sums are published a row before they are needed and
@@ -124,7 +127,8 @@ std::optional<Plan> forward_split_plan(const Problem& problem, const Device& dev
   const int width = 16 / size_of(problem.x);
   const int available = device.shared_memory - kReservedSharedMemory;
   const int first = forced.number("blocks_per_row", 1);
-  for (int blocks_per_row = first; blocks_per_row <= device.sms; ++blocks_per_row) {
+  const int most = std::min(device.sms, kMaxBlocksPerRow);
+  for (int blocks_per_row = first; blocks_per_row <= most; ++blocks_per_row) {
     Plan plan;
     plan.strategy = Strategy::kSplit;
     plan.width = width;
@@ -177,7 +181,8 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
   int minimum = static_cast<int>(ceil_div(problem.cols, block_cols));
   if (forced.strategy == Strategy::kSplit) minimum = std::max(minimum, 2);
   minimum = forced.number("blocks_per_row", minimum);
-  for (int least = minimum; least <= device.sms; ++least) {
+  const int most = std::min(device.sms, kMaxBlocksPerRow);
+  for (int least = minimum; least <= most; ++least) {
     Plan plan;
     plan.width = width;
     plan.blocks_per_row = forced.numbers.count("blocks_per_row") || least == 1
@@ -189,7 +194,7 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     if (int64_t{plan.slice_cols} * (plan.blocks_per_row - 1) >= problem.cols) continue;
     const int64_t vectors = ceil_div(plan.slice_cols, width);
     // The fewest columns a thread with at most 512 threads on a row.
-    int vecs = width == 1 ? 8 : std::max(1, 8 / width);
+    int vecs = width == 1 || plan.blocks_per_row > 1 ? max_vecs / 2 : std::max(1, 8 / width);
     while (vecs < max_vecs && ceil_div(vectors, vecs) > kBackwardThreads) vecs *= 2;
     if (problem.x == DataType::kFloat64 && width > 1) vecs = max_vecs;
     plan.vecs = forced.number("vecs", vecs);
@@ -208,9 +213,10 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
           int64_t{plan.slice_cols} * (size_of(problem.x) + size_of(problem.y)) * plan.groups;
       int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / stage);
       stages = forced.number("stages", static_cast<int>(stages));
-      if (params + 2 * stage > available) {
-        if (least < device.sms) continue;
-        return std::nullopt;
+      // A row in work, one that waits for its sums (kSplit), one on its way.
+      const int least_stages = plan.blocks_per_row > 1 ? 3 : 2;
+      if (params + least_stages * stage > available) {
+        continue;
       }
       plan.bulk = true;
       plan.stages = static_cast<int>(stages);
@@ -281,8 +287,8 @@ Plan make_plan(const Problem& problem, const Device& device) {
   };
 
   std::optional<Plan> plan;
-  if (wanted(Strategy::kWarp) && fits_warp(problem, width, vectors)) {
-    plan = warp_plan(problem, device, width, vectors);
+  if (wanted(Strategy::kWarp) && vectors <= int64_t{kWarpSize} * most_warp_vecs(problem, width)) {
+    plan = warp_plan(problem, device, width, vectors, forced);
   }
   if (!problem.backward) {
     if (!plan && wanted(Strategy::kBlock) && fits_forward_block(width, vectors)) {

@@ -16,6 +16,9 @@ enum class DataType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
 // Registers: a thread of backward keeps the running dweight and dbias of its columns.
 constexpr int kWarpBackwardColsPerLane = 16;
 constexpr int kBackwardColsPerThread = 32;
+constexpr int kKeptColsPerThread = 16;  // where it keeps xhat and g of a row beside them
+// A device with more multiprocessors than this leaves some out of its longest rows.
+constexpr int kMaxBlocksPerRow = 160;
 
 constexpr int size_of(DataType type) {
   return type == DataType::kFloat64 ? 8 : type == DataType::kFloat32 ? 4 : 2;

@@ -35,10 +35,12 @@ struct Group {
   int threads;  // in the group
   int thread;   // of this thread in the group
 
+  // The whole block.
+  __device__ __forceinline__ Group() : index(0), threads(blockDim.x), thread(threadIdx.x) {}
   __device__ __forceinline__ Group(int group_threads)
       : index(threadIdx.x / group_threads),
         threads(group_threads),
-        thread(threadIdx.x % group_threads) {}
+        thread(threadIdx.x - index * group_threads) {}
   __device__ __forceinline__ int warps() const { return threads / kWarpSize; }
   __device__ __forceinline__ int warp() const { return thread / kWarpSize; }
   __device__ __forceinline__ int lane() const { return thread % kWarpSize; }
@@ -48,79 +50,66 @@ struct Group {
   }
 };
 
-// Sum over a group; every thread gets it. One barrier; `scratch` holds a value per warp of the
-// group and must not be written again before another barrier of the group.
-template <typename Acc>
-__device__ __forceinline__ Acc group_sum(Acc v, const Group& group, Acc* scratch) {
-  v = warp_sum(v);
-  if (group.lane() == 0) {
-    scratch[group.warp()] = v;
-  }
-  group.sync();
-  return warp_sum(group.lane() < group.warps() ? scratch[group.lane()] : Acc(0));
-}
-
 template <typename Acc>
 struct Pair {
   Acc first, second;
+
+  __device__ __forceinline__ Pair& operator+=(const Pair& other) {
+    first += other.first;
+    second += other.second;
+    return *this;
+  }
 };
 
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> group_sum(Pair<Acc> v, const Group& group,
-                                               Pair<Acc>* scratch) {
-  v = {warp_sum(v.first), warp_sum(v.second)};
-  if (group.lane() == 0) {
-    scratch[group.warp()] = v;
-  }
-  group.sync();
-  const bool mine = group.lane() < group.warps();
-  v = mine ? scratch[group.lane()] : Pair<Acc>{Acc(0), Acc(0)};
+__device__ __forceinline__ Pair<Acc> warp_sum(Pair<Acc> v) {
   return {warp_sum(v.first), warp_sum(v.second)};
 }
 
-// Mean and sum of squared deviations of `count` values; merging is Chan, Golub and LeVeque,
-// "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
-template <typename Acc>
-struct Moments {
-  Acc mean = 0, m2 = 0, count = 0;
-
-  __device__ __forceinline__ void merge(const Moments& other) {
-    const Acc total = count + other.count;
-    const Acc share = total > Acc(0) ? other.count / total : Acc(0);
-    const Acc delta = other.mean - mean;
-    mean += delta * share;
-    m2 += other.m2 + delta * delta * (count * share);
-    count = total;
-  }
-};
-
-template <typename Acc>
-__device__ __forceinline__ Moments<Acc> warp_merge(Moments<Acc> v) {
-#pragma unroll
-  for (int offset = 1; offset < kWarpSize; offset *= 2) {
-    const Moments<Acc> other = {__shfl_xor_sync(kFullWarp, v.mean, offset),
-                                __shfl_xor_sync(kFullWarp, v.m2, offset),
-                                __shfl_xor_sync(kFullWarp, v.count, offset)};
-    // Both lanes of a pair merge the same two in the same order, and so agree to the bit.
-    const bool upper = threadIdx.x & offset;
-    Moments<Acc> lower = {upper ? other.mean : v.mean, upper ? other.m2 : v.m2,
-                          upper ? other.count : v.count};
-    lower.merge({upper ? v.mean : other.mean, upper ? v.m2 : other.m2,
-                 upper ? v.count : other.count});
-    v = lower;
-  }
+// Sum over a group; every thread gets it. One barrier; `scratch` holds a value per warp of the
+// group and must not be written again before another barrier of the group. `before_barrier` is
+// called by every thread in front of the barrier.
+template <typename Value, typename BeforeBarrier>
+__device__ __forceinline__ Value group_sum(Value v, const Group& group, Value* scratch,
+                                           const BeforeBarrier& before_barrier) {
+  v = warp_sum(v);
+  if (group.lane() == 0) scratch[group.warp()] = v;
+  before_barrier();
+  group.sync();
+  v = scratch[0];
+  for (int w = 1; w < group.warps(); ++w) v += scratch[w];
   return v;
 }
 
+template <typename Value>
+__device__ __forceinline__ Value group_sum(Value v, const Group& group, Value* scratch) {
+  return group_sum(v, group, scratch, [] {});
+}
+
+// Mean and sum of squared deviations.
 template <typename Acc>
-__device__ __forceinline__ Moments<Acc> group_merge(Moments<Acc> v, const Group& group,
-                                                    Moments<Acc>* scratch) {
-  v = warp_merge(v);
-  if (group.lane() == 0) {
-    scratch[group.warp()] = v;
+struct Moments {
+  Acc mean, m2;
+};
+
+// A row's moments from those of its parts, `part(i)` for i < parts, each of `part_cols` columns but
+// the last: by one warp, and every lane gets them. Chan, Golub and LeVeque, "Updating formulae and
+// a pairwise algorithm for computing sample variances", 1979, for many parts at once.
+template <typename Acc, typename Part>
+__device__ __forceinline__ Moments<Acc> warp_combine(const Part& part, int parts, int part_cols,
+                                                     int cols, Acc inverse_cols) {
+  const int lane = threadIdx.x % kWarpSize;
+  const auto cols_of = [&](int i) { return Acc(min(part_cols, cols - i * part_cols)); };
+  const Acc pivot = part(0).mean;
+  Acc sum = 0;
+  for (int i = lane; i < parts; i += kWarpSize) sum += cols_of(i) * (part(i).mean - pivot);
+  const Acc mean = pivot + warp_sum(sum) * inverse_cols;
+  Acc m2 = 0;
+  for (int i = lane; i < parts; i += kWarpSize) {
+    const Moments<Acc> m = part(i);
+    m2 += m.m2 + cols_of(i) * (m.mean - mean) * (m.mean - mean);
   }
-  group.sync();
-  return warp_merge(group.lane() < group.warps() ? scratch[group.lane()] : Moments<Acc>{});
+  return {mean, warp_sum(m2)};
 }
 
 __device__ __forceinline__ float reciprocal_sqrt(float v) { return 1.0f / sqrtf(v); }

@@ -14,9 +14,7 @@ template <int kWidth, typename W, typename Acc>
 __device__ __forceinline__ void load_param(Acc (&values)[kWidth], const W* param, int col,
                                            Acc otherwise) {
   if (param != nullptr) {
-    const auto v = load_again<W, kWidth>(param + col);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = to_acc(v.at[j]);
+    unpack(values, load_again<W, kWidth>(param + col));
   } else {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] = otherwise;
@@ -28,13 +26,38 @@ template <int kWidth, typename W, typename Acc>
 __device__ __forceinline__ void load_shared_param(Acc (&values)[kWidth], const W* param, int col,
                                                   bool given, Acc otherwise) {
   if (given) {
-    const auto v = load_plain<W, kWidth>(param + col);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = to_acc(v.at[j]);
+    unpack(values, load_plain<W, kWidth>(param + col));
   } else {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] = otherwise;
   }
+}
+
+// Sum of a vector's values in a tree: short chains, and exact where all are equal.
+template <typename Acc, int kWidth>
+__device__ __forceinline__ Acc tree_sum(const Acc (&values)[kWidth]) {
+  Acc sums[kWidth];
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) sums[j] = values[j];
+#pragma unroll
+  for (int half = kWidth / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
+  }
+  return sums[0];
+}
+
+// The first element of a row, as RowShare::load gives it.
+template <typename T>
+__device__ __forceinline__ typename T::Acc first_element(const ForwardParams& p, int64_t row) {
+  using X = typename T::X;
+  using In = typename T::In;
+  if (p.residual == nullptr) {
+    return to_acc(static_cast<const X*>(p.input)[p.input_rows(row)]);
+  }
+  const auto sum = to_acc(static_cast<const In*>(p.input)[p.input_rows(row)]) +
+                   to_acc(static_cast<const X*>(p.residual)[p.residual_rows(row)]);
+  return to_acc(from_acc<X>(sum));
 }
 
 // The vectors `first`, `first + step`, ... (kVecs of them, those below `vectors`) of a row, kept in
@@ -51,21 +74,26 @@ struct RowShare {
     }
   }
 
+  __device__ __forceinline__ void load(const typename T::X* row, int first, int step,
+                                       int vectors) {
+    clear();
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      const int v = first + k * step;
+      if (v < vectors) x[k] = load_once<typename T::X, kWidth>(row + v * kWidth);
+    }
+  }
+
   // x = input, or input + residual rounded to residual's type, which is then stored as well.
   __device__ __forceinline__ void load(const ForwardParams& p, int64_t row, int first, int step,
                                        int vectors) {
     using X = typename T::X;
     using In = typename T::In;
-    clear();
     if (p.residual == nullptr) {
-      const X* input = static_cast<const X*>(p.input) + p.input_rows(row);
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        const int v = first + k * step;
-        if (v < vectors) x[k] = load_once<X, kWidth>(input + v * kWidth);
-      }
+      load(static_cast<const X*>(p.input) + p.input_rows(row), first, step, vectors);
       return;
     }
+    clear();
     const In* input = static_cast<const In*>(p.input) + p.input_rows(row);
     const X* residual = static_cast<const X*>(p.residual) + p.residual_rows(row);
     X* residual_out = static_cast<X*>(p.residual_out) + row * p.cols;
@@ -82,39 +110,50 @@ struct RowShare {
     for (int k = 0; k < kVecs; ++k) {
       const int v = first + k * step;
       if (v < vectors) {
+        typename T::Acc a[kWidth], r[kWidth];
+        unpack(a, added[k]);
+        unpack(r, x[k]);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          x[k].at[j] = from_acc<X>(to_acc(added[k].at[j]) + to_acc(x[k].at[j]));
-        }
+        for (int j = 0; j < kWidth; ++j) r[j] += a[j];
+        x[k] = round_to<X>(r);
         store_once<X, kWidth>(residual_out + v * kWidth, x[k]);
       }
     }
   }
 
-  __device__ __forceinline__ typename T::Acc sum() const {
-    typename T::Acc total = 0;
+  // Sum of x - pivot. Any element of the row is a good pivot: the sum stays of the order of the
+  // deviations, however large the mean, and that of a constant row is exactly zero.
+  __device__ __forceinline__ typename T::Acc sum(typename T::Acc pivot, int first, int step,
+                                                 int vectors) const {
+    typename T::Acc total[kWidth] = {};
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
+      if (first + k * step < vectors) {
+        typename T::Acc values[kWidth];
+        unpack(values, x[k]);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) total += to_acc(x[k].at[j]);
+        for (int j = 0; j < kWidth; ++j) total[j] += values[j] - pivot;
+      }
     }
-    return total;
+    return tree_sum(total);
   }
 
   __device__ __forceinline__ typename T::Acc squared_deviations(typename T::Acc mean, int first,
                                                                 int step, int vectors) const {
-    typename T::Acc total = 0;
+    typename T::Acc total[kWidth] = {};
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       if (first + k * step < vectors) {
+        typename T::Acc values[kWidth];
+        unpack(values, x[k]);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-          const auto d = to_acc(x[k].at[j]) - mean;
-          total += d * d;
+          const auto d = values[j] - mean;
+          total[j] += d * d;
         }
       }
     }
-    return total;
+    return tree_sum(total);
   }
 };
 
@@ -124,12 +163,11 @@ __device__ __forceinline__ void finish(const ForwardParams& p, typename T::Y* y,
                                        const Vec<typename T::X, kWidth>& x, Acc mean, Acc rstd,
                                        const Acc (&weight)[kWidth], const Acc (&bias)[kWidth]) {
   Acc z[kWidth];
+  unpack(z, x);
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    z[j] = (to_acc(x.at[j]) - mean) * rstd * weight[j] + bias[j];
-  }
-  if (p.activation != Activation::kNone || p.scale != 1.0) {
-    activate<typename T::Y>(z, p.activation, static_cast<Acc>(p.scale));
+  for (int j = 0; j < kWidth; ++j) z[j] = (z[j] - mean) * rstd * weight[j] + bias[j];
+  if (p.has_epilogue) {
+    activate<typename T::Y>(z, p.activation, p.scale.as<Acc>());
   }
   store_once<typename T::Y, kWidth>(y + col, round_to<typename T::Y>(z));
 }
@@ -162,38 +200,37 @@ __device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t
   }
 }
 
-// The gradients at `kWidth` columns of one row: xhat, and dz, the gradient at the affine output
-// z = xhat * weight + bias (dy itself without activation and scale).
+// The gradients at `kWidth` columns of one row: xhat; dz, the gradient at the affine output
+// z = xhat * weight + bias (dy itself without activation and scale); and g = dz * weight.
 template <typename T, int kWidth>
 struct Gradients {
   using Acc = typename T::Acc;
-  Acc xhat[kWidth], dz[kWidth];
+  Acc xhat[kWidth], dz[kWidth], g[kWidth];
 
   __device__ __forceinline__ Gradients(const BackwardParams& p,
                                        const Vec<typename T::X, kWidth>& x,
                                        const Vec<typename T::Y, kWidth>& dy, Acc mean, Acc rstd,
                                        const Acc (&weight)[kWidth], const Acc (&bias)[kWidth]) {
+    unpack(xhat, x);
+    unpack(dz, dy);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      xhat[j] = (to_acc(x.at[j]) - mean) * rstd;
-      dz[j] = to_acc(dy.at[j]);
-    }
-    if (p.activation != Activation::kNone || p.scale != 1.0) {
+    for (int j = 0; j < kWidth; ++j) xhat[j] = (xhat[j] - mean) * rstd;
+    if (p.has_epilogue) {
       Acc z[kWidth];
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) z[j] = xhat[j] * weight[j] + bias[j];
-      activate_backward<typename T::Y>(dz, z, p.activation, static_cast<Acc>(p.scale));
+      activate_backward<typename T::Y>(dz, z, p.activation, p.scale.as<Acc>());
     }
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) g[j] = dz[j] * weight[j];
   }
 
-  // Adds this row's share of the two sums of dx: of dz * weight, and of dz * weight * xhat.
-  __device__ __forceinline__ void add_sums(Pair<Acc>& sums, const Acc (&weight)[kWidth]) const {
+  // Adds this row's share of the two sums of dx: of g, and of g * xhat.
+  __device__ __forceinline__ void add_sums(Pair<Acc>& sums) const {
+    Acc second[kWidth];
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      const Acc g = dz[j] * weight[j];
-      sums.first += g;
-      sums.second += g * xhat[j];
-    }
+    for (int j = 0; j < kWidth; ++j) second[j] = g[j] * xhat[j];
+    sums += {tree_sum(g), tree_sum(second)};
   }
 
   __device__ __forceinline__ void add_dparams(Acc (&dweight)[kWidth], Acc (&dbias)[kWidth]) const {
@@ -203,26 +240,28 @@ struct Gradients {
       dbias[j] += dz[j];
     }
   }
-
-  // dx = rstd * (dz * weight - mean(dz * weight) - xhat * mean(dz * weight * xhat)) + dresidual.
-  __device__ __forceinline__ void store_dx(const BackwardParams& p, int64_t row, int col,
-                                           Pair<Acc> means, Acc rstd,
-                                           const Acc (&weight)[kWidth]) const {
-    using X = typename T::X;
-    Acc dx[kWidth];
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      dx[j] = (dz[j] * weight[j] - means.first - xhat[j] * means.second) * rstd;
-    }
-    if (p.dresidual != nullptr) {
-      const X* dresidual = static_cast<const X*>(p.dresidual) + p.dresidual_rows(row);
-      const auto added = load_once<X, kWidth>(dresidual + col);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) dx[j] += to_acc(added.at[j]);
-    }
-    store_once<X, kWidth>(static_cast<X*>(p.dx) + row * p.cols + col, round_to<X>(dx));
-  }
 };
+
+// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dresidual.
+template <typename T, int kWidth, typename Acc>
+__device__ __forceinline__ void store_dx(const BackwardParams& p, int64_t row, int col,
+                                         const Acc (&xhat)[kWidth], const Acc (&g)[kWidth],
+                                         Pair<Acc> means, Acc rstd) {
+  using X = typename T::X;
+  Acc dx[kWidth];
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    dx[j] = (g[j] - means.first - xhat[j] * means.second) * rstd;
+  }
+  if (p.dresidual != nullptr) {
+    const X* dresidual = static_cast<const X*>(p.dresidual) + p.dresidual_rows(row);
+    Acc added[kWidth];
+    unpack(added, load_once<X, kWidth>(dresidual + col));
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) dx[j] += added[j];
+  }
+  store_once<X, kWidth>(static_cast<X*>(p.dx) + row * p.cols + col, round_to<X>(dx));
+}
 
 // Whether backward reads x at all: dbias alone, without activation, is a sum of dy.
 __device__ __forceinline__ bool needs_x(const BackwardParams& p) {

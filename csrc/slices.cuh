@@ -13,6 +13,9 @@ namespace fused_layernorm {
 
 constexpr int kMaxGroups = 8;
 constexpr int kMaxStages = 8;
+// Of a row: what the lanes of one warp collect. plan.cpp plans no more.
+constexpr int kSlotsPerLane = 5;
+static_assert(kMaxBlocksPerRow <= kSlotsPerLane * kWarpSize);
 
 // What a plan says of slices.
 struct SliceLayout {
@@ -78,13 +81,59 @@ __device__ __forceinline__ void publish(uint64_t* slot, Pair<float> value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(slot), "l"(bits) : "memory");
 }
 
-__device__ __forceinline__ Pair<float> collect(const uint64_t* slot) {
-  uint64_t bits;
-  do {
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(bits) : "l"(slot) : "memory");
-  } while (bits == kEmptySlot);
-  return {__uint_as_float(static_cast<uint32_t>(bits)),
-          __uint_as_float(static_cast<uint32_t>(bits >> 32))};
+// The slots of a row, by one warp: others must not poll, they would hold up what is polled for.
+struct CollectedSlots {
+  Pair<float> values[kSlotsPerLane];
+
+  __device__ __forceinline__ CollectedSlots(const uint64_t* slots, int count) {
+    const int lane = threadIdx.x % kWarpSize;
+    uint64_t bits[kSlotsPerLane];
+    bool missing;
+    do {
+      missing = false;
+#pragma unroll
+      for (int i = 0; i < kSlotsPerLane; ++i) {
+        bits[i] = 0;
+        if (lane + i * kWarpSize < count) {
+          asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+                       : "=l"(bits[i])
+                       : "l"(slots + lane + i * kWarpSize)
+                       : "memory");
+        }
+        missing |= bits[i] == kEmptySlot;
+      }
+    } while (__any_sync(kFullWarp, missing));
+#pragma unroll
+    for (int i = 0; i < kSlotsPerLane; ++i) {
+      values[i] = {__uint_as_float(static_cast<uint32_t>(bits[i])),
+                   __uint_as_float(static_cast<uint32_t>(bits[i] >> 32))};
+    }
+  }
+};
+
+// A row's moments from those of its slices, as warp_combine, for slots at hand.
+__device__ __forceinline__ Moments<float> combine_slots(const CollectedSlots& slot, int slices,
+                                                        int slice_cols, int cols,
+                                                        float inverse_cols) {
+  // Each lane's own slots, in an order that warp_combine's loops follow.
+  const float pivot = __shfl_sync(kFullWarp, slot.values[0].first, 0);
+  const int lane = threadIdx.x % kWarpSize;
+  float count[kSlotsPerLane];
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kSlotsPerLane; ++i) {
+    const int slice = lane + i * kWarpSize;
+    count[i] = slice < slices ? float(min(slice_cols, cols - slice * slice_cols)) : 0.0f;
+    sum += slice < slices ? count[i] * (slot.values[i].first - pivot) : 0.0f;
+  }
+  const float mean = pivot + warp_sum(sum) * inverse_cols;
+  float m2 = 0;
+#pragma unroll
+  for (int i = 0; i < kSlotsPerLane; ++i) {
+    const float delta = slot.values[i].first - mean;
+    m2 += count[i] > 0.0f ? slot.values[i].second + count[i] * delta * delta : 0.0f;
+  }
+  return {mean, warp_sum(m2)};
 }
 
 }  // namespace fused_layernorm

@@ -142,6 +142,23 @@ __device__ __forceinline__ void recompute(T*& pointer) {
   asm volatile("" : "+l"(pointer));
 }
 
+// The elements in the type that the arithmetic is done in.
+template <typename T, int kWidth>
+__device__ __forceinline__ void unpack(acc_t<T> (&values)[kWidth], const Vec<T, kWidth>& v) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && kWidth % 2 == 0) {
+    // A bfloat16 is the upper half of a float32: one instruction each.
+    const auto* words = reinterpret_cast<const uint32_t*>(v.at);
+#pragma unroll
+    for (int i = 0; i < kWidth / 2; ++i) {
+      values[2 * i] = __uint_as_float(words[i] << 16);
+      values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] = to_acc(v.at[j]);
+  }
+}
+
 template <typename T, int kWidth, typename Acc>
 __device__ __forceinline__ Vec<T, kWidth> round_to(const Acc (&values)[kWidth]) {
   Vec<T, kWidth> v;
