@@ -16,6 +16,7 @@ if _torch_release < (2, 10):
     raise ImportError(f"fused_layernorm needs torch >= 2.10; this is {_torch.__version__}")
 
 from . import _ops, distributed  # noqa: E402, F401  (register the operators, DTensor's rules)
+from .decompositions import decompositions  # noqa: E402
 from .functional import add_layer_norm, layer_norm  # noqa: E402
 from .modules import FusedAddLayerNorm, FusedLayerNorm  # noqa: E402
 from .override import override_aten  # noqa: E402
@@ -31,6 +32,7 @@ __all__ = [
     "FusedLayerNorm",
     "__version__",
     "add_layer_norm",
+    "decompositions",
     "layer_norm",
     "override_aten",
     "swap_layer_norm",
