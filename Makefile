@@ -54,7 +54,7 @@ ifdef NO_VENV
 	$(PY) setup.py -q egg_info build_ext --inplace
 else
 	$(PY) -m pip install --progress-bar off --no-build-isolation -e '.$(EXTRAS)' \
-		| grep -v '^Requirement already satisfied'
+		| grep -vE '^(Requirement already|Looking in|Collecting|Processing|  Downloading|  Using cached)'
 endif
 	$(PY) -m fused_layernorm
 

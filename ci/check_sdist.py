@@ -20,11 +20,23 @@ EXPECTED = ["setup.py", "csrc/ops.cpp", "csrc/ops_cuda.cpp", "csrc/layernorm_ker
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fused_layernorm-") as folder:
 
-        def run(*arguments: str, cwd: str | Path = folder, **variables: str) -> None:
+        def run(*arguments: str, cwd: str | Path = folder, quiet=False, **variables: str) -> None:
             command = [sys.executable, *arguments]
-            subprocess.run(command, cwd=cwd, check=True, env={**os.environ, **variables})
+            result = subprocess.run(
+                command,
+                cwd=cwd,
+                env={**os.environ, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            if result.returncode or not quiet:
+                print(result.stdout, end="", flush=True)
+            if result.returncode:
+                sys.exit(f"failed: {' '.join(command)}")
 
-        run("-m", "build", "--sdist", "--no-isolation", "-o", folder, cwd=REPOSITORY)
+        run("-m", "build", "--sdist", "--no-isolation", "-o", folder, cwd=REPOSITORY, quiet=True)
         (archive,) = Path(folder).glob("*.tar.gz")
         with tarfile.open(archive) as tar:
             names = {name.partition("/")[2] for name in tar.getnames()}
@@ -35,10 +47,15 @@ def main() -> None:
         print(f"{archive.name}: {len(names)} files, {archive.stat().st_size / 1024:.0f} KiB")
 
         install = ["-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
-        run(*install, "--target", "installed", str(archive), FUSED_LAYERNORM_CPU_ONLY="1")
+        run(
+            *install,
+            "--target",
+            "installed",
+            str(archive),
+            FUSED_LAYERNORM_CPU_ONLY="1",
+            quiet=True,
+        )
         run("-m", "fused_layernorm", cwd=Path(folder) / "installed")
-        where = "import fused_layernorm; print(fused_layernorm.__file__)"
-        run("-c", where, cwd=Path(folder) / "installed")
 
 
 if __name__ == "__main__":
