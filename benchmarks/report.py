@@ -1,0 +1,160 @@
+"""The results file as text: the whole table, or the README's block of numbers.
+
+python -m benchmarks.report             prints the table
+python -m benchmarks.report --readme    rewrites the block in README.md between its markers
+python -m benchmarks.report --check     fails if that block is not what the results file gives
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.plot import newest
+from benchmarks.run import summary
+
+BEGIN = "<!-- benchmarks: made by python -m benchmarks.report --readme -->"
+END = "<!-- benchmarks: end -->"
+NO_RESULTS = (
+    "No results yet: the numbers come from a run of `make bench` on a CUDA machine, which writes "
+    "`benchmarks/results/`."
+)
+
+# The README's rows: (op, rows, cols, what it is).
+ROWS = (
+    ("forward", 4_194_304, 64, "KernelBench, transposed convolution chain"),
+    ("forward", 200_704, 96, "ConvNeXt"),
+    ("forward", 32_768, 768, "BERT-base, ViT-B"),
+    ("forward", 32_768, 1024, "ViT-L"),
+    ("forward", 32_768, 4096, ""),
+    ("forward", 16_384, 8192, ""),
+    ("forward", 8192, 32_768, ""),
+    ("forward", 2048, 262_144, ""),
+    ("forward", 16, 4_194_304, "KernelBench, LayerNorm problem"),
+    ("backward", 4_194_304, 64, ""),
+    ("backward", 32_768, 768, ""),
+    ("backward", 32_768, 4096, ""),
+    ("backward", 8192, 32_768, ""),
+    ("backward", 16, 4_194_304, ""),
+    ("gelu_scale_forward", 4_194_304, 64, "LayerNorm + GELU + scale"),
+    ("gelu_scale_backward", 4_194_304, 64, ""),
+    ("add_forward", 32_768, 1024, "residual + LayerNorm"),
+    ("add_backward", 32_768, 1024, ""),
+)
+
+
+def readme_block(report: dict[str, Any]) -> str:
+    """The table in Markdown, with the machine and the code it speaks of."""
+    if not report.get("rows"):
+        return NO_RESULTS
+    known = {(row["op"], row["rows"], row["cols"]): row for row in report["rows"]}
+    lines = [
+        "| operator | rows x columns | time | of copy speed | faster than eager | than "
+        "torch.compile |",
+        "|-|-|-:|-:|-:|-:|",
+    ]
+    for op, rows, cols, note in ROWS:
+        row = known.get((op, rows, cols))
+        if row is None or "ours_us" not in row:
+            continue
+        case, ours = results.case_of(row), row["ours_us"]
+        name = op.replace("_", " ") + (f" ({note})" if note else "")
+        size = f"{rows:,} x {cols:,} {case.dtype}"
+        ratio = f"{100 * case.ratio(ours, row['copy_us']):.0f}%"
+        lines.append(
+            f"| {name} | {size} | {ours:.0f} us | {ratio} | "
+            f"{_times(row.get('eager_us'), ours)} | {_times(row.get('compile_us'), ours)} |"
+        )
+    lines += [
+        "",
+        "Time on the device; of copy speed: the least bytes the operator must move, over its time, "
+        "as a share of what an elementwise copy of the same tensor reaches in the same run.",
+    ]
+    steps = report.get("training_step", [])
+    if steps:
+        lines += ["", "| forward + backward of the module, wall time | ours | nn.LayerNorm | |",
+                  "|-|-:|-:|-:|"]  # fmt: skip
+        lines += [
+            f"| {entry['name']} | {entry['ours_us']:.0f} us | {entry['eager_us']:.0f} us | "
+            f"{_times(entry['eager_us'], entry['ours_us'])} |"
+            for entry in steps
+        ]
+    calls = report.get("call_overhead", {})
+    if {"no_grad", "grad"} <= calls.keys():
+        first, second = (
+            f"{calls[key]['ours_us']:.1f} us ({calls[key]['eager_us']:.1f} us)"
+            for key in ("no_grad", "grad")
+        )
+        lines += [
+            "",
+            f"One call on a tiny tensor costs the host {first} without gradients and {second} with "
+            "them; in brackets `F.layer_norm`.",
+        ]
+    lines += [
+        "",
+        f"{report['device']}, driver {report['driver']}, torch {report['torch']}, "
+        f"{report['date'][:10]}.",
+    ]
+    return "\n".join(lines)
+
+
+def _times(other: float | None, ours: float) -> str:
+    return "-" if other is None else f"{other / ours:.1f}x"
+
+
+def replace_block(text: str, block: str) -> str:
+    """A README with the text between the markers replaced."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"expected one {BEGIN} and one {END}")
+    head, rest = text.split(BEGIN)
+    _, tail = rest.split(END)
+    return f"{head}{BEGIN}\n{block}\n{END}{tail}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("results", nargs="?", type=Path)
+    parser.add_argument("--readme", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args(argv)
+    readme = results.ROOT / "README.md"
+    if not (arguments.readme or arguments.check):
+        print(text_of(results.read(arguments.results or newest())))
+        return
+    report = {}
+    if arguments.results or any(results.RESULTS.glob("*.json")):
+        report = results.read(arguments.results or newest())
+    old = readme.read_text()
+    new = replace_block(old, readme_block(report))
+    if arguments.check:
+        if new != old:
+            raise SystemExit("README.md is not up to date: python -m benchmarks.report --readme")
+    else:
+        readme.write_text(new)
+
+
+def text_of(report: dict[str, Any]) -> str:
+    """The whole file as text, and whether it speaks of the code that is here."""
+    same = report["csrc_sha256"] == results.csrc_sha256()
+    code = "this code" if same else "OTHER code: csrc has changed since"
+    head = (
+        f"{report['device']}, driver {report['driver']}, torch {report['torch']}, "
+        f"{report['date']}; made from {code}"
+    )
+    blocks = [head, summary(report)]
+    if "sweep" in report:
+        from benchmarks.sweep import text
+
+        blocks.append("sweep:\n" + text(report["sweep"]))
+    if "models" in report:
+        from benchmarks.models import text as models_text
+
+        blocks.append("models:\n" + models_text(report["models"]))
+    return "\n\n".join(blocks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Never slower than eager: a coarse sweep over rows and columns, forward and backward.
+
+    python -m benchmarks.sweep
+
+Columns from 1 to 4200 in odd steps (and the usual sizes with their neighbours), rows from 1 to
+100,000, in bfloat16 and float32. The candidates for the worst ratios ours / eager are timed again,
+longer; the worst ten are printed and kept in the results file under "sweep".
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import providers, results, timing
+from benchmarks.cases import Case
+from benchmarks.ours import Inputs
+
+ROWS = (1, 8, 64, 512, 4096, 32_768, 100_000)
+COLS = sorted(
+    {*range(1, 4201, 71)}
+    | {2, 3, 4, 8, 16, 31, 32, 33, 64, 65, 96, 127, 128, 192, 256, 320, 384, 512, 640, 768, 1023}
+    | {1024, 1025, 1152, 1280, 1536, 2047, 2048, 2560, 3072, 4095, 4096, 4097}
+)
+WORST = 10
+INPUTS = 32  # at most so many distinct inputs: a graph of a small case stays short
+
+
+def points(rows: tuple[int, ...] = ROWS, cols: list[int] = COLS) -> list[Case]:
+    """All points in a fixed random order, so that a sweep cut short is still spread out."""
+    cases = [
+        Case(op, m, n, dtype)
+        for op in ("forward", "backward")
+        for dtype in ("bfloat16", "float32")
+        for m in rows
+        for n in cols
+    ]
+    random.Random(0).shuffle(cases)
+    return cases
+
+
+class Buffers:
+    """Random data that the inputs of all points are views of: filling them anew costs the most."""
+
+    def __init__(self, elements: int) -> None:
+        self.data = {
+            dtype: [torch.randn(elements, device=timing.DEVICE, dtype=dtype) for _ in range(2)]
+            for dtype in (torch.bfloat16, torch.float32)
+        }
+
+    def inputs(self, case: Case) -> list[Inputs]:
+        """Distinct inputs, together larger than L2 where `INPUTS` of them can be.
+
+        mean and rstd are any numbers: the time does not depend on them.
+        """
+        dtype, size = case.torch_dtype, case.rows * case.cols
+        x, dy = self.data[dtype]
+        stride = -(-size // 64) * 64  # every input starts aligned
+        count = timing.input_count(case.bytes, timing.l2_bytes(), INPUTS)
+        count = max(1, min(count, x.numel() // stride))
+        weight, bias = x[: case.cols], dy[: case.cols]
+        mean = torch.randn(case.rows, 1, device=timing.DEVICE)
+        rstd = torch.rand(case.rows, 1, device=timing.DEVICE) + 0.5
+        made = []
+        for start in range(0, count * stride, stride):
+            one = Inputs(x[start : start + size].view(case.rows, case.cols), weight, bias)
+            if case.backward:
+                one.dy = dy[start : start + size].view(case.rows, case.cols)
+                one.mean, one.rstd = mean, rstd
+            made.append(one)
+        return made
+
+
+@torch.no_grad()
+def measure(case: Case, buffers: Buffers, *, long: bool) -> dict[str, Any]:
+    """ours_us, eager_us and their ratio at one point."""
+    inputs = buffers.inputs(case)
+    count = timing.call_count(len(inputs), case.bytes, 2e-4)
+    count = min(count, max(len(inputs), INPUTS))
+    options: dict[str, Any] = {"seconds": 0.003, "min_replays": 5, "max_replays": 12}
+    if long:
+        options = {"seconds": 0.02, "min_replays": 15, "max_replays": 60}
+    row: dict[str, Any] = results.row_of(case)
+    del row["bytes"]
+    for name in ("ours", "eager"):
+        calls = providers.PROVIDERS[name](case, inputs)
+        assert calls is not None
+        row[f"{name}_us"] = round(timing.graph_time(calls, count=count, **options), 3)
+    row["ratio"] = round(row["ours_us"] / row["eager_us"], 3)
+    return row
+
+
+def sweep(cases: list[Case], seconds: float) -> dict[str, Any]:
+    """The part of the results file: how many points were timed, were slower, and the worst."""
+    start = time.monotonic()
+    buffers = Buffers(max(case.rows * case.cols for case in cases) + (1 << 25))
+    rows = []
+    for number, case in enumerate(cases):
+        spent = time.monotonic() - start
+        if spent > 0.9 * seconds:
+            break
+        if number % 400 == 0:
+            print(f"{number} of {len(cases)} points, {spent:.0f} s", flush=True)
+        rows.append((measure(case, buffers, long=False), case))
+    candidates = sorted(rows, key=lambda pair: -pair[0]["ratio"])[: 3 * WORST]
+    again = [measure(case, buffers, long=True) for _, case in candidates]
+    again.sort(key=lambda row: -row["ratio"])
+    return {
+        **results.stamp(),
+        "points": len(rows),
+        "left_out": len(cases) - len(rows),
+        "slower": sum(row["ratio"] > 1 for row in again),
+        "worst": again[:WORST],
+    }
+
+
+def text(part: dict[str, Any]) -> str:
+    """The worst points as a table."""
+    lines = [
+        f"{part['points']} points timed, {part['left_out']} left out for time; slower than eager, "
+        f"of the {3 * WORST} worst timed again: {part['slower']}",
+        f"{'op':<10}{'rows x cols':>18} {'dtype':<10}{'ours':>9}{'eager':>9}{'ratio':>7}",
+    ]
+    for row in part["worst"]:
+        size = f"{row['rows']} x {row['cols']}"
+        lines.append(
+            f"{row['op']:<10}{size:>18} {row['dtype']:<10}{row['ours_us']:>9.2f}"
+            f"{row['eager_us']:>9.2f}{row['ratio']:>7.2f}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--budget-seconds", type=float, default=170)
+    parser.add_argument("--output", type=Path, help="the results file")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise SystemExit("the sweep needs a CUDA device: torch.cuda.is_available() is False")
+
+    part = sweep(points(), arguments.budget_seconds)
+    print(text(part))
+    path = arguments.output or results.default_path(torch.cuda.get_device_name())
+    results.update(path, "sweep", part)
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
