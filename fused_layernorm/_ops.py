@@ -191,27 +191,28 @@ def _layer_norm_backward_composite(
     dx = torch.empty(0, dtype=x.dtype, device=x.device)
     dweight = torch.empty(0, dtype=parameter_dtype, device=x.device)
     dbias = torch.empty(0, dtype=parameter_dtype, device=x.device)
-    if needs_dx or needs_dweight:
+    if needs_dx or needs_dweight or needs_dbias:
         # A parameter that is not there has no gradient in PyTorch's operator: ones stand for it.
         if needs_dweight and wide_weight is None:
             wide_weight = torch.ones(shape, dtype=acc, device=x.device)
-        wide_dx, wide_dweight, _ = _aten.native_layer_norm_backward(
+        if needs_dbias and wide_bias is None:
+            wide_bias = torch.ones(shape, dtype=acc, device=x.device)
+        wide_dx, wide_dweight, wide_dbias = _aten.native_layer_norm_backward(
             g.contiguous(),
             centered.contiguous(),
             shape,
             torch.zeros_like(mean),
             rstd,
             wide_weight,
-            None,
-            [needs_dx, needs_dweight, False],
+            wide_bias,
+            [needs_dx, needs_dweight, needs_dbias],
         )
     if needs_dx:
         dx = (wide_dx if dresidual is None else wide_dx + dresidual.to(acc)).to(x.dtype)
     if needs_dweight:
         dweight = wide_dweight.to(parameter_dtype)
     if needs_dbias:
-        leading = tuple(range(x.dim() - normalized_ndim))
-        dbias = (g.sum(leading) if leading else g).to(parameter_dtype, copy=True)
+        dbias = wide_dbias.to(parameter_dtype)
     return dx, dweight, dbias
 
 

@@ -31,7 +31,7 @@ SHAPES = [
 
 
 def rows_for(cols):
-    return max(3, min(1024, 16384 // cols))
+    return max(3, min(512, 16384 // cols))
 
 
 def ids(value):

@@ -1,0 +1,516 @@
+"""Backward: the three gradients, what is asked for of them, and their bits."""
+
+import itertools
+
+import numerics
+import pytest
+import torch
+from numerics import Problem
+
+from fused_layernorm import add_layer_norm, layer_norm, reference
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+
+SHORT = [1, 2, 3, 31, 33, 64, 257, 768, 1023, 1024, 1025]
+MIDDLE = [2047, 4095, 5120, 8192, 20001, 32768]
+LONG = [(3, 65537), (64, 150528), (6, 262144), (3, 1_000_003), (4, 1_048_576), (2, 4_194_304)]
+DTYPES = [(F32, None), (F16, None), (BF16, None), (F16, F32), (BF16, F32), (F64, None)]
+MASKS = [mask for mask in itertools.product((True, False), repeat=3) if any(mask)]
+
+
+def ids(value):
+    return str(value).removeprefix("torch.")
+
+
+def dtype_ids(dtypes):
+    return "-".join(map(ids, dtypes))
+
+
+def rows_for(cols):
+    return max(3, min(512, 16384 // cols))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=dtype_ids)
+@pytest.mark.parametrize("cols", SHORT)
+def test_accuracy_of_short_rows(device, cols, dtypes):
+    problem = Problem((rows_for(cols), cols), dtype=dtypes[0], weight_dtype=dtypes[1])
+    numerics.check(problem, device)
+
+
+@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32)], ids=dtype_ids)
+@pytest.mark.parametrize("cols", MIDDLE)
+def test_accuracy_of_middle_rows(device, cols, dtypes):
+    numerics.check(Problem((5, cols), dtype=dtypes[0], weight_dtype=dtypes[1]), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", DTYPES, ids=dtype_ids)
+@pytest.mark.parametrize("shape", LONG, ids=str)
+def test_accuracy_of_long_rows(shape, dtypes):
+    numerics.check(Problem(shape, dtype=dtypes[0], weight_dtype=dtypes[1]), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem((16, 64, 256, 256), 3),
+        Problem((300_000, 64)),
+        Problem((70_001, 3)),
+        Problem((1_000_000, 1)),
+        Problem((20_000, 1024), dtype=BF16, weight_dtype=F32),
+        Problem((70_000, 2, 33), 2),
+    ],
+    ids=str,
+)
+def test_accuracy_of_large_tensors(problem):
+    numerics.check(problem, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
+@pytest.mark.parametrize("row_bytes", [2**n for n in range(6, 18)])
+def test_accuracy_about_the_boundaries(row_bytes, dtype):
+    for cols in (n + row_bytes // dtype.itemsize for n in (-1, 0, 1)):
+        numerics.check(Problem((max(3, 4096 // cols), cols), dtype=dtype), "cuda")
+
+
+@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
+@pytest.mark.parametrize("cols", [3, 64, 1000, 5000])
+@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32)], ids=dtype_ids)
+def test_missing_parameters(device, cols, affine, dtypes):
+    problem = Problem((37, cols), dtype=dtypes[0], weight_dtype=dtypes[1], affine=affine)
+    numerics.check(problem, device)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem((4, 3, 5, 7), 3),
+        Problem((40, 5, 6), 2),
+        Problem((300,), 1),
+        Problem((9, 1, 4, 1), 2),
+        Problem((2, 3, 1, 64), 1),
+    ],
+    ids=str,
+)
+def test_any_normalized_shape(device, problem):
+    numerics.check(problem, device)
+
+
+@pytest.mark.parametrize("cols", [64, 1024, 4096])
+def test_large_mean_keeps_its_accuracy(device, cols):
+    numerics.check(Problem((32, cols), mean=1e4), device)
+
+
+def _saved(problem, device):
+    """The operator's arguments in backward, but for the masks."""
+    t = numerics.make(problem, device)
+    x = t.x if t.residual is None else reference.add(t.x, t.residual)
+    _, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(
+        x, problem.normalized_ndim, t.weight, t.bias, problem.eps
+    )
+    return (
+        t.dy,
+        x,
+        problem.normalized_ndim,
+        mean,
+        rstd,
+        t.weight,
+        t.bias,
+        t.dresidual,
+        problem.activation,
+        problem.scale,
+    )
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32)], ids=dtype_ids)
+@pytest.mark.parametrize("cols", [5, 64, 1024, 9000])
+def test_masks_give_the_same_gradients(device, cols, dtypes, activation):
+    problem = Problem((50, cols), dtype=dtypes[0], weight_dtype=dtypes[1], activation=activation)
+    args = _saved(problem, device)
+    everything = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
+    for mask in MASKS:
+        grads = torch.ops.fused_layernorm.layer_norm_backward(*args, *mask)
+        for grad, whole, needed in zip(grads, everything, mask, strict=True):
+            assert grad.dtype == whole.dtype
+            if needed:
+                assert grad.shape == whole.shape
+                # Each gradient has an order of summation of its own, whatever else is asked for,
+                # but for a plan that changes with the work: then they agree to the rounding.
+                tolerance = {F32: 1e-5, BF16: 2**-7}[grad.dtype]
+                torch.testing.assert_close(grad, whole, rtol=tolerance, atol=tolerance)
+            else:
+                assert grad.shape == (0,)
+
+
+@pytest.mark.parametrize("frozen", MASKS, ids=lambda m: "".join("xwb"[i] for i in range(3) if m[i]))
+def test_only_what_requires_grad_gets_it(device, frozen):
+    t = numerics.make(Problem((20, 48)), device)
+    tensors = [t.x, t.weight, t.bias]
+    for tensor, needed in zip(tensors, frozen, strict=True):
+        tensor.requires_grad_(needed)
+    layer_norm(*tensors).backward(t.dy)
+    expected = numerics.exact(t)
+    for tensor, needed, name in zip(tensors, frozen, ("dx", "dweight", "dbias"), strict=True):
+        assert (tensor.grad is not None) == needed
+        if needed:
+            torch.testing.assert_close(tensor.grad.double(), expected[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cols", [3, 64, 1000, 4096, 8191, 40000])
+@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32)], ids=dtype_ids)
+def test_every_call_gives_the_same_bits(device, cols, dtypes):
+    args = _saved(Problem((301, cols), dtype=dtypes[0], weight_dtype=dtypes[1]), device)
+    first = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
+    for _ in range(3):
+        again = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
+        for one, other in zip(first, again, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(100_000, 64), (16, 262144), (16, 1_000_003), (8, 4_194_304)], ids=str
+)
+def test_every_large_call_gives_the_same_bits(shape):
+    args = _saved(Problem(shape), "cuda")
+    first = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
+    for _ in range(3):
+        again = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
+        for one, other in zip(first, again, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("cols", [3, 64, 256, 1024, 4096, 8191, 40000])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
+def test_a_rows_dx_does_not_depend_on_its_batch(device, cols, dtype):
+    t = numerics.make(Problem((200, cols), dtype=dtype), device)
+
+    def dx(rows):
+        x = t.x[rows].clone().requires_grad_()
+        layer_norm(x, t.weight, t.bias).backward(t.dy[rows].clone())
+        return x.grad
+
+    whole = dx(slice(None))
+    for start, stop in ((0, 1), (7, 8), (199, 200), (3, 20), (50, 183)):
+        assert torch.equal(dx(slice(start, stop)), whole[start:stop])
+
+
+def test_one_column_has_no_gradient_but_bias(device):
+    for dtype in (F32, F16, BF16, F64):
+        x = torch.randn(300, 1, device=device, dtype=dtype, requires_grad=True)
+        weight, bias = (
+            torch.randn(1, device=device, dtype=dtype, requires_grad=True) for _ in "wb"
+        )
+        layer_norm(x, weight, bias).sum().backward()
+        assert not x.grad.any()
+        assert not weight.grad.any()
+        assert bias.grad == 300
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (0, 3, 4), (2, 0), (0, 0)], ids=str)
+def test_empty(device, shape):
+    x = torch.empty(shape, device=device, requires_grad=True)
+    weight, bias = (torch.ones(shape[-1], device=device, requires_grad=True) for _ in "wb")
+    layer_norm(x, weight, bias).sum().backward()
+    assert x.grad.shape == shape
+    for parameter in (weight, bias):
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_zero_weight_has_a_gradient(device, zero):
+    """dweight comes from x, not from y, which says nothing of x where weight is zero."""
+    t = numerics.make(Problem((50, 64)), device)
+    t.weight[::2] = zero
+    expected = numerics.exact(t)
+    dx, dweight, _ = _gradients(t)
+    torch.testing.assert_close(dx.double(), expected["dx"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dweight.double(), expected["dweight"], rtol=1e-5, atol=1e-4)
+
+
+def _gradients(t):
+    x, weight, bias = (u.detach().clone().requires_grad_() for u in (t.x, t.weight, t.bias))
+    layer_norm(x, weight, bias, **t.options).backward(t.dy)
+    return x.grad, weight.grad, bias.grad
+
+
+def _strides(kind, tensor):
+    match kind:
+        case "transposed":
+            return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+        case "columns apart":
+            return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+        case "wider rows":
+            return torch.nn.functional.pad(tensor, (1, 2))[..., 1:-2]
+        case "more rows":
+            return torch.nn.functional.pad(tensor, (0, 0, 2, 1))[:, 2:-1]
+    raise ValueError(kind)
+
+
+@pytest.mark.parametrize("of", ["x", "dy"])
+@pytest.mark.parametrize("cols", [7, 64, 1000, 4096])
+@pytest.mark.parametrize("kind", ["transposed", "columns apart", "wider rows", "more rows"])
+def test_strided(device, kind, cols, of):
+    t = numerics.make(Problem((6, 9, cols)), device)
+    expected = numerics.exact(t)
+    strided = _strides(kind, getattr(t, of))
+    assert not strided.is_contiguous()
+    setattr(t, of, strided)
+    x = t.x.detach().requires_grad_()  # a detached alias keeps the strides
+    weight, bias = t.weight.requires_grad_(), t.bias.requires_grad_()
+    layer_norm(x, weight, bias).backward(t.dy)
+    for grad, name in ((x.grad, "dx"), (weight.grad, "dweight"), (bias.grad, "dbias")):
+        torch.testing.assert_close(grad.double(), expected[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cols", [7, 64, 1000, 70000])
+def test_expanded_dy(device, cols):
+    """What sum().backward() and mean().backward() give: one number in memory."""
+    t = numerics.make(Problem((6, 9, cols)), device)
+    x = t.x.clone().requires_grad_()
+    (layer_norm(x, t.weight, t.bias).sum() * 0.5).backward()
+    t.dy = torch.full_like(t.x, 0.5)
+    torch.testing.assert_close(x.grad.double(), numerics.exact(t)["dx"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=ids)
+@pytest.mark.parametrize("cols", [8, 64, 1000, 4096])
+def test_misaligned_pointers(device, cols, dtype):
+    t = numerics.make(Problem((5, cols), dtype=dtype), device)
+    expected = numerics.exact(t)
+
+    def shifted(tensor):
+        flat = torch.cat([tensor.new_zeros(1), tensor.flatten()])
+        return flat[1:].view(tensor.shape)
+
+    for name in ("x", "dy", "weight", "bias"):
+        setattr(t, name, shifted(getattr(t, name)))
+        assert getattr(t, name).data_ptr() % 16 != 0
+    x = t.x.requires_grad_()
+    layer_norm(x, t.weight.requires_grad_(), t.bias.requires_grad_()).backward(t.dy)
+    tolerance = {F32: 1e-4, F16: 2**-8}[dtype]
+    for grad, name in ((x.grad, "dx"), (t.weight.grad, "dweight"), (t.bias.grad, "dbias")):
+        torch.testing.assert_close(grad.double(), expected[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
+def test_nan_and_inf_propagate_as_in_pytorch(device, dtype):
+    for cols in (5, 64, 3000):
+        x = torch.randn(6, cols, device=device).to(dtype)
+        x[0, cols // 2] = float("nan")
+        x[1, cols - 1] = float("inf")
+        dy = torch.randn(6, cols, device=device).to(dtype)
+        dy[2, 0] = float("nan")
+        dy[3, 1] = -float("inf")
+        weight, bias = (torch.randn(cols, device=device).to(dtype) for _ in "wb")
+        results = []
+        for function in (
+            layer_norm,
+            lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b),
+        ):
+            leaves = [u.clone().requires_grad_() for u in (x, weight, bias)]
+            function(*leaves).backward(dy)
+            results.append([leaf.grad for leaf in leaves])
+        for ours, stock in zip(*results, strict=True):
+            assert torch.equal(ours.isfinite(), stock.isfinite())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [1, 31, 64, 1000, 4096, 5001, 40000, 300_000])
+def test_every_element_is_written(poison, cols):
+    """The gradients' and the workspace's memory held NaN before the call."""
+    problem = Problem((67, cols))
+    args = _saved(problem, "cuda")
+    expected = numerics.exact(numerics.make(problem, "cuda"))
+    partials = torch.empty(2 * 132 * cols, device="cuda")
+    for _ in range(2):
+        poison(args[1], args[5], args[6], partials, partials[: partials.numel() // 2])
+        dx, dweight, dbias = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
+        for grad, name in ((dx, "dx"), (dweight, "dweight"), (dbias, "dbias")):
+            torch.testing.assert_close(grad.double(), expected[name], rtol=1e-4, atol=1e-4)
+
+
+FORCED_COLS = [1, 3, 8, 64, 256, 257, 1024, 1027, 2048, 4096, 8192, 8195, 16384, 65536, 262144]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32), (F64, None)], ids=dtype_ids)
+@pytest.mark.parametrize("strategy", ["warp", "block", "split", "stream"])
+def test_every_strategy(plans, strategy, dtypes, activation):
+    ran = []
+    for cols in FORCED_COLS:
+        problem = Problem(
+            (rows_for(cols), cols),
+            dtype=dtypes[0],
+            weight_dtype=dtypes[1],
+            activation=activation,
+            scale=0.5,
+        )
+        plans.force(f"strategy={strategy}")
+        plan = plans.of(problem.rows, cols, dtypes[0], backward=True)
+        plans.force(None)
+        if plan is None:
+            continue
+        assert plan["strategy"] == strategy
+
+        def run(t, *, backward):
+            """Forward by any strategy, backward by this one."""
+            args = _args(t)
+            plans.force(f"strategy={strategy}")
+            try:
+                grads = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
+            finally:
+                plans.force(None)
+            return dict(zip(("dx", "dweight", "dbias"), grads, strict=True))
+
+        numerics.check(problem, "cuda", run=run)
+        ran.append(cols)
+    if not ran:
+        pytest.skip(f"{strategy} takes no {ids(dtypes[0])} rows backward on this device")
+
+
+def _args(t):
+    p = t.problem
+    _, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(
+        t.x, p.normalized_ndim, t.weight, t.bias, p.eps
+    )
+    return (
+        t.dy,
+        t.x,
+        p.normalized_ndim,
+        mean,
+        rstd,
+        t.weight,
+        t.bias,
+        t.dresidual,
+        p.activation,
+        p.scale,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS, ids=lambda m: "".join("xwb"[i] for i in range(3) if m[i]))
+@pytest.mark.parametrize("strategy", ["warp", "block", "split", "stream"])
+def test_every_strategy_with_every_mask(plans, strategy, mask):
+    for cols in (64, 1000, 8192, 65536):
+        t = numerics.make(Problem((40, cols), residual_dtype=F32, activation="silu"), "cuda")
+        t.x, t.residual = reference.add(t.x, t.residual), None
+        expected = numerics.exact(t)
+        args = _args(t)
+        plans.force(f"strategy={strategy}")
+        if plans.of(40, cols, F32, backward=True) is None:
+            continue
+        grads = torch.ops.fused_layernorm.layer_norm_backward(*args, *mask)
+        for grad, name, needed in zip(grads, ("dx", "dweight", "dbias"), mask, strict=True):
+            if needed:
+                torch.testing.assert_close(grad.double(), expected[name], rtol=1e-4, atol=1e-4)
+        plans.force(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("cols", [64, 4096])
+def test_more_than_2_to_the_31_elements(cols):
+    free, _ = torch.cuda.mem_get_info()
+    if free < 40 * 2**30:
+        pytest.skip(f"needs 40 GiB of GPU memory, {free / 2**30:.0f} GiB are free")
+    rows = 2**31 // cols + 5
+    x = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_().requires_grad_()
+    dy = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_()
+    weight, bias = (torch.ones(cols, device="cuda", requires_grad=True) for _ in "wb")
+    layer_norm(x, weight, bias).backward(dy)
+    for part in (slice(0, 4), slice(rows // 2, rows // 2 + 4), slice(rows - 6, rows)):
+        expected = reference.layer_norm_backward(dy[part], x.detach()[part], 1, weight.detach()).dx
+        torch.testing.assert_close(x.grad[part].double(), expected, rtol=2**-7, atol=2**-7)
+    dbias = torch.zeros(cols, device="cuda", dtype=F64)
+    dweight = torch.zeros(cols, device="cuda", dtype=F64)
+    for start in range(0, rows, rows // 64):
+        part = slice(start, start + rows // 64)
+        found = reference.layer_norm_backward(dy[part], x.detach()[part], 1)
+        dweight += found.dweight
+        dbias += found.dbias
+    # A float32 sum of n numbers of deviation 1, in blocks: far below one part in 1e4 of root(n).
+    tolerance = 1e-4 * rows**0.5
+    torch.testing.assert_close(bias.grad.double(), dbias, rtol=0, atol=tolerance)
+    torch.testing.assert_close(weight.grad.double(), dweight, rtol=0, atol=tolerance)
+
+
+@pytest.mark.multi_gpu
+def test_second_device():
+    for cols in (64, 4096, 200_000):
+        t = numerics.make(Problem((33, cols)), "cuda:1")
+        for grad, name in zip(_gradients(t), ("dx", "dweight", "dbias"), strict=True):
+            assert grad.device == t.x.device
+            torch.testing.assert_close(grad.double(), numerics.exact(t)[name], rtol=1e-4, atol=1e-4)
+        assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [64, 4096, 40000, 200_000])
+def test_cuda_graph(cols):
+    t = numerics.make(Problem((128, cols)), "cuda")
+    x, weight, bias = (u.clone().requires_grad_() for u in (t.x, t.weight, t.bias))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.autograd.grad(layer_norm(x, weight, bias), (x, weight, bias), t.dy)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = torch.autograd.grad(layer_norm(x, weight, bias), (x, weight, bias), t.dy)
+    for _ in range(3):
+        with torch.no_grad():
+            t.x.normal_()
+            x.copy_(t.x)
+            t.dy.normal_()
+        graph.replay()
+        expected = numerics.exact(t)
+        for grad, name in zip(grads, ("dx", "dweight", "dbias"), strict=True):
+            torch.testing.assert_close(grad.double(), expected[name], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_current_stream():
+    """Backward runs on forward's stream, on which its inputs are written late."""
+    t = numerics.make(Problem((64, 4096)), "cuda")
+    expected = numerics.exact(t)
+    x = torch.zeros_like(t.x).requires_grad_()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        with torch.no_grad():
+            x.copy_(t.x)
+        layer_norm(x, t.weight, t.bias).backward(t.dy)
+    stream.synchronize()
+    torch.testing.assert_close(x.grad.double(), expected["dx"], rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_accumulate(device):
+    t = numerics.make(Problem((20, 48)), device)
+    x = t.x.requires_grad_()
+    weight, bias = t.weight.requires_grad_(), t.bias.requires_grad_()
+    for _ in range(3):
+        layer_norm(x, weight, bias).backward(t.dy)
+    torch.testing.assert_close(x.grad.double(), 3 * numerics.exact(t)["dx"], rtol=1e-4, atol=1e-4)
+
+
+def test_an_input_changed_after_forward_is_noticed(device):
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    y = x * 1
+    out = layer_norm(y, normalized_shape=(8,))
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_residual_out_changed_after_forward_is_noticed(device):
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    out, residual_out = add_layer_norm(x, x, normalized_shape=(8,))
+    residual_out.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
