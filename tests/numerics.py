@@ -4,10 +4,8 @@ The contract: the error against float64 is at most 1.25 times PyTorch's own erro
 plus one rounding of the result's dtype. PyTorch's error is that of float32 arithmetic, as eager
 PyTorch does it: with half-precision tensors, of the same call on the tensors converted to float32.
 
-The error of a result is its root mean square over the elements. The greatest error is bound by the
-same factor where there are elements enough that it is no luck (y and dx), and by a wider one for
-the parameters' gradients: the greatest among a thousand sums of a few numbers, taken in another
-order, easily differs by a third.
+The error of a result is its root mean square over the elements. The greatest error among them is
+held too, to a wider factor: the same sums taken in another order easily move it by a half.
 """
 
 import math
@@ -20,7 +18,7 @@ import fused_layernorm
 from fused_layernorm import reference
 
 FACTOR = 1.25  # of PyTorch's error
-GREATEST_FACTOR = {"dweight": 2.0, "dbias": 2.0}  # else FACTOR
+GREATEST_FACTOR = 2.0  # of PyTorch's greatest error
 # In float64 the reference rounds as much as what it judges: both stay within some roundings, of
 # which a row's or a column's sum does as many as the root of its length.
 FLOAT64_ROUNDINGS = 16
@@ -277,7 +275,8 @@ class Errors:
 
 def check(problem, device, *, backward=True, run=ours):
     """Asserts the contract for every result of a problem, over as many draws as make a sample."""
-    draws = min(32, max(1, 512 // max(1, problem.cols)))
+    draws = max(512 // problem.cols, 8192 // (problem.rows * problem.cols))
+    draws = min(32, max(1, draws))
     found, yardsticks, magnitude = {}, {}, {}
     for seed in range(draws):
         t = make(problem, device, seed)
@@ -303,7 +302,7 @@ def check(problem, device, *, backward=True, run=ours):
             terms = math.sqrt(max(problem.cols, problem.rows))
             slack = FLOAT64_ROUNDINGS * terms * 2**-53 * magnitude[name]
         rms = FACTOR * yardsticks[name].rms + slack
-        greatest = GREATEST_FACTOR.get(name, FACTOR) * yardsticks[name].greatest + slack
+        greatest = GREATEST_FACTOR * yardsticks[name].greatest + slack
         if errors.nan or not errors.rms <= rms or not errors.greatest <= greatest:
             broken.append(
                 f"{name}: rms error beyond rounding {errors.rms:.3g} (allowed {rms:.3g}), "
