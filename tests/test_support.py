@@ -1,0 +1,42 @@
+"""docs/support.md: every call that it says raises, raises what it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm
+
+PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+ROW = re.compile(r"\| `(?P<call>.+?)` \| `(?P<exception>\w+)` \| (?P<sentence>.+) \|")
+ROWS = [match.groupdict() for match in map(ROW.fullmatch, PAGE.read_text().splitlines()) if match]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["call"])
+def test_raises_what_the_page_says(row, device):
+    if device == "cuda" and ("numpy" in row["call"] or "FusedLayerNorm" in row["call"]):
+        pytest.skip("not a question of the device")
+    if "onnx" in row["call"]:
+        pytest.importorskip("onnxscript")
+    names = {
+        "torch": torch,
+        "FusedLayerNorm": FusedLayerNorm,
+        "add_layer_norm": add_layer_norm,
+        "layer_norm": layer_norm,
+        "x": torch.randn(2, 3, 8, device=device),
+        "weight": torch.ones(8, device=device),
+        "bias": torch.zeros(8, device=device),
+    }
+    sentence = row["sentence"].replace("\\|", "|").replace("cpu", str(names["x"].device))
+    whole = not sentence.endswith(" ...")
+    pattern = "^" + re.escape(sentence.removesuffix(" ...")) + ("$" if whole else "")
+    with pytest.raises(Exception, match=pattern) as raised:
+        eval(row["call"], names)
+    assert type(raised.value).__name__ == row["exception"]
+
+
+def test_the_page_has_rows():
+    assert len(ROWS) > 20
