@@ -87,7 +87,9 @@ def plot(report: dict[str, Any], output: Path) -> None:
 
 def newest() -> Path:
     """The results file, where there is one; the latest of several."""
-    paths = sorted(results.RESULTS.glob("*.json"), key=lambda path: results.read(path).get("date", ""))
+    paths = sorted(
+        results.RESULTS.glob("*.json"), key=lambda path: results.read(path).get("date", "")
+    )
     if not paths:
         raise SystemExit(f"no results in {results.RESULTS}: run python -m benchmarks.run first")
     return paths[-1]

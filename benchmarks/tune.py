@@ -29,6 +29,7 @@ def parse_line(line: str, forces: list[str]) -> tuple[Case, list[str | None]]:
     return parse_case(case), [None, *forces, *own]
 
 
+@torch.enable_grad()
 def reference(case: Case, t: Inputs) -> list[torch.Tensor]:
     """What PyTorch gives for a case, in float32."""
     x, weight, bias = t.x.float(), t.weight.float(), t.bias.float()
