@@ -52,9 +52,13 @@ def _check_beside_input(name: str, tensor: Tensor, input: Tensor) -> None:
         )
 
 
-def _check_number(name: str, value: Any) -> None:
-    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
+def check_numbers(**values: Any) -> None:
+    """Raises if one of these is no number (a tensor of one element counts as one)."""
+    for name, value in values.items():
+        if isinstance(value, (int, float)):
+            continue
+        if not hasattr(value, "__float__"):
+            raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
 
 
 def normalized_ndim(
@@ -108,7 +112,7 @@ def check_options(activation: Any, scale: Any, out_dtype: Any) -> None:
     if activation is not None and activation not in ACTIVATIONS:
         known = _either([repr(known) for known in ACTIVATIONS])
         raise ValueError(f"expected activation None, {known}, got {activation!r}")
-    _check_number("scale", scale)
+    check_numbers(scale=scale)
     if isinstance(scale, (int, float)) and not math.isfinite(scale):
         raise ValueError(f"expected scale to be a finite number, got {scale}")
     if out_dtype is not None and out_dtype not in DTYPES:
@@ -178,7 +182,7 @@ def check_layer_norm(
             f"{name_of(weight.dtype)} and {name_of(bias.dtype)}"
         )
 
-    _check_number("eps", eps)
+    check_numbers(eps=eps)
     if isinstance(eps, float) and math.isnan(eps):
         raise ValueError("expected eps to be a number, got nan")
     check_options(activation, scale, out_dtype)

@@ -244,6 +244,7 @@ def _general(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     ndim = _checks.normalized_ndim(input, weight, bias, normalized_shape)
+    _checks.check_numbers(eps=eps, scale=scale)  # the operators' schemas would say it worse
     weight, bias, out_dtype = _under_autocast(input, weight, bias, out_dtype)
     args = (input, ndim, weight, bias, eps, activation, scale, out_dtype)
     if forward_ad._current_level >= 0:
@@ -270,6 +271,7 @@ def _add_general(
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     ndim = _checks.normalized_ndim(input, weight, bias, normalized_shape)
+    _checks.check_numbers(eps=eps, scale=scale)  # the operators' schemas would say it worse
     weight, bias, out_dtype = _under_autocast(input, weight, bias, out_dtype)
     args = (input, residual, ndim, weight, bias, eps, activation, scale, out_dtype)
     if forward_ad._current_level >= 0:
