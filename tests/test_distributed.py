@@ -177,6 +177,29 @@ def sequence_parallel(rank, world, device):
 
 
 @case
+def compiled(rank, world, device):
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    mesh = mesh_of(device, world)
+    torch.manual_seed(0)
+    plain = [torch.randn(2 * world, 3, 8, device=device), *torch.randn(2, 8, device=device)]
+    plain = [t.requires_grad_() for t in plain]
+    leaves = [
+        distribute_tensor(t.detach(), mesh, [placement]).requires_grad_()
+        for t, placement in zip(plain, (Shard(0), Replicate(), Replicate()), strict=True)
+    ]
+    f = torch.compile(layer_norm, fullgraph=True, backend="aot_eager")
+    y, expected = f(*leaves), layer_norm(*plain)
+    assert y.placements == (Shard(0),)
+    torch.testing.assert_close(y.full_tensor(), expected)
+    found = torch.autograd.grad(y.to_local().sin().sum(), leaves)
+    expected = torch.autograd.grad(expected.sin().sum(), plain)
+    assert [f.placements for f in found] == [(Shard(0),), (Partial(),), (Partial(),)]
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
+
+
+@case
 def rows_stay_sharded(rank, world, device):
     """No collective in either direction; the parameters' gradients are partial sums."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor

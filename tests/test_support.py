@@ -38,5 +38,13 @@ def test_raises_what_the_page_says(row, device):
     assert type(raised.value).__name__ == row["exception"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_traces_under_no_grad():
+    module, x = FusedLayerNorm(8), torch.randn(2, 3, 8)
+    with torch.no_grad():
+        traced = torch.jit.trace(module, (x,))
+    torch.testing.assert_close(traced(x), module(x))
+
+
 def test_the_page_has_rows():
     assert len(ROWS) > 20
