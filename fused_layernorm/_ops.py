@@ -15,6 +15,7 @@ beside them. Here stand
 from __future__ import annotations
 
 import importlib
+import math
 import platform
 import warnings
 from typing import Any
@@ -65,6 +66,19 @@ def _activate(z: Tensor, activation: str | None) -> Tensor:
         case "relu":
             return _aten.relu(z)
     return z
+
+
+def _epilogue(
+    xhat: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str | None,
+    scale: float,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    z = xhat if weight is None else xhat * weight
+    z = z if bias is None else z + bias
+    return (_activate(z, activation) * scale).to(out_dtype)
 
 
 def _activate_backward(da: Tensor, z: Tensor, activation: str | None) -> Tensor:
@@ -201,8 +215,8 @@ def _layer_norm_backward_composite(
             g.contiguous(),
             centered.contiguous(),
             shape,
-            torch.zeros_like(mean),
-            rstd,
+            torch.zeros_like(mean, memory_format=torch.contiguous_format),
+            rstd.contiguous(),
             wide_weight,
             wide_bias,
             [needs_dx, needs_dweight, needs_dbias],
@@ -313,8 +327,35 @@ def _(
 # --- differentiable expressions -------------------------------------------------------------------
 
 
+# Derivatives of every order: PyTorch's layer_norm, whose double backward takes mean and rstd for
+# constants, has a wrong third one, and silu_backward has none.
+
+
 def _mean(x: Tensor, normalized_ndim: int) -> Tensor:
     return x.mean(dim=tuple(range(-normalized_ndim, 0)), keepdim=True)
+
+
+def _statistics_expression(x: Tensor, normalized_ndim: int, eps: float) -> tuple[Tensor, Tensor]:
+    mean = _mean(x, normalized_ndim)
+    return mean, (_mean((x - mean).square(), normalized_ndim) + eps).rsqrt()
+
+
+def _slope(z: Tensor, activation: str | None) -> Tensor:
+    """d activation(z) / dz."""
+    match activation:
+        case "gelu":
+            density = torch.exp(-0.5 * z * z) * (2 * math.pi) ** -0.5
+            return 0.5 * torch.erfc(z * -(2**-0.5)) + z * density
+        case "gelu_tanh":
+            root = (2 / math.pi) ** 0.5
+            t = torch.tanh(root * (z + 0.044715 * z * z * z))
+            return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * root * (1 + 3 * 0.044715 * z * z)
+        case "silu":
+            sigmoid = torch.sigmoid(z)
+            return sigmoid * (1 + z * (1 - sigmoid))
+        case "relu":
+            return (z > 0).to(z.dtype)
+    return torch.ones_like(z)
 
 
 def expression(
@@ -328,8 +369,17 @@ def expression(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """layer_norm in PyTorch's differentiable operators."""
-    dtype = out_dtype or input.dtype
-    return _norm(input, normalized_ndim, weight, bias, eps, activation, scale, dtype)[0]
+    acc = _acc_dtype(input)
+    x = input.to(acc)
+    mean, rstd = _statistics_expression(x, normalized_ndim, eps)
+    return _epilogue(
+        (x - mean) * rstd,
+        _to(weight, acc),
+        _to(bias, acc),
+        activation,
+        scale,
+        out_dtype or input.dtype,
+    )
 
 
 def add_expression(
@@ -344,9 +394,9 @@ def add_expression(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """add_layer_norm in PyTorch's differentiable operators."""
-    dtype = out_dtype or input.dtype
     x = _add(input, residual)
-    return _norm(x, normalized_ndim, weight, bias, eps, activation, scale, dtype)[0], x
+    dtype = out_dtype or input.dtype
+    return expression(x, normalized_ndim, weight, bias, eps, activation, scale, dtype), x
 
 
 def _backward_formula(
@@ -371,7 +421,7 @@ def _backward_formula(
     if activation is not None:
         z = xhat if w is None else xhat * w
         z = z if b is None else z + b
-        g = _activate_backward(g, z, activation)
+        g = g * _slope(z, activation)
 
     dweight, dbias = g * xhat, g
     leading = tuple(range(sum_from, x.dim() - normalized_ndim))
@@ -399,9 +449,7 @@ def backward_expression(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias) as differentiable functions of the tensors, with mean and rstd of x."""
-    wide = x.to(_acc_dtype(x))
-    mean = _mean(wide, normalized_ndim)
-    rstd = (_mean((wide - mean).square(), normalized_ndim) + eps).rsqrt()
+    mean, rstd = _statistics_expression(x.to(_acc_dtype(x)), normalized_ndim, eps)
     return _backward_formula(
         dy, x, mean, rstd, weight, bias, dresidual, normalized_ndim, activation, scale
     )
@@ -432,20 +480,6 @@ def _parameter_to_front(
     return parameter.reshape(batch_size, *ones, *parameter.shape[1:])
 
 
-def _epilogue(
-    xhat: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    activation: str | None,
-    scale: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    z = xhat if weight is None else xhat * weight
-    z = z if bias is None else z + bias
-    return (_activate(z, activation) * scale).to(out_dtype)
-
-
-@torch.library.register_vmap("fused_layernorm::layer_norm_forward")
 def _layer_norm_forward_vmap(
     info, in_dims, input, ndim, weight, bias, eps, activation=None, scale=1.0, out_dtype=None
 ):
@@ -471,7 +505,6 @@ def _(info, in_dims, input, ndim, weight, bias, *args):
     return out[0], 0
 
 
-@torch.library.register_vmap("fused_layernorm::add_layer_norm_forward")
 def _add_layer_norm_forward_vmap(
     info,
     in_dims,
@@ -513,6 +546,10 @@ def _(info, in_dims, input, residual, ndim, weight, bias, *args):
     return out[:2], (0, 0)
 
 
+torch.library.register_vmap("fused_layernorm::layer_norm_forward", _layer_norm_forward_vmap)
+torch.library.register_vmap("fused_layernorm::add_layer_norm_forward", _add_layer_norm_forward_vmap)
+
+
 @torch.library.register_vmap("fused_layernorm::layer_norm_backward")
 def _(
     info,
@@ -534,8 +571,8 @@ def _(
     size = info.batch_size
     dy = _to_front(dy, in_dims[0], size)
     x = _to_front(x, in_dims[1], size)
-    mean = _to_front(mean, in_dims[3], size)
-    rstd = _to_front(rstd, in_dims[4], size)
+    mean = _to_front(mean, in_dims[3], size).contiguous()
+    rstd = _to_front(rstd, in_dims[4], size).contiguous()
     dresidual = _to_front(dresidual, in_dims[7], size)
     by_kernel = needs_dx and in_dims[5] is None and in_dims[6] is None
     empty = x.new_empty((size, 0), dtype=_parameter_dtype(x, weight, bias))
