@@ -19,6 +19,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -93,12 +94,21 @@ bool equal(const Shape& shape, const Tensor& t, int64_t from_dim) {
   return true;
 }
 
+// Rows, and columns, are counted in 32 bits.
+bool takes_extent(const Tensor& x, int64_t begin, int64_t end) {
+  int64_t extent = 1;
+  for (int64_t i = begin; i < end; ++i) extent *= x.size(i);
+  return extent <= std::numeric_limits<int32_t>::max();
+}
+
 bool takes_input(const Tensor& x, const Shape& shape, DeviceType device) {
   const int32_t dtype = dtype_of(x);
   const int64_t leading = x.dim() - static_cast<int64_t>(shape.size());
   return (dtype == aoti_torch_dtype_bfloat16() || dtype == aoti_torch_dtype_float32() ||
           dtype == aoti_torch_dtype_float16() || dtype == aoti_torch_dtype_float64()) &&
-         x.device().type() == device && !shape.empty() && leading >= 0 && equal(shape, x, leading);
+         x.device().type() == device && !shape.empty() && leading >= 0 &&
+         equal(shape, x, leading) && takes_extent(x, 0, leading) &&
+         takes_extent(x, leading, x.dim());
 }
 
 bool like(const Tensor& t, const Tensor& x) {
@@ -156,6 +166,12 @@ Three call_replaced(const char* op, std::array<StableIValue, size>& stack) {
   return result;
 }
 
+// A failed allocation, of which the C interface tells no more than where it was. Then PyTorch's
+// kernel is tried: it may get by with less, and else says what programs look for in an error.
+bool is_out_of_memory(const std::exception& error) {
+  return std::string(error.what()).find("aoti_torch_empty") != std::string::npos;
+}
+
 // ---- The kernels.
 
 // The general ones run the composite operators.
@@ -211,7 +227,11 @@ Three native_layer_norm(const Tensor& x, const Shape& shape, const std::optional
   const CountedCall counted(entry);
   if (!inside && takes_input(x, shape, device) && takes_parameter(weight, x, shape) &&
       takes_parameter(bias, x, shape)) {
-    return our_forward<device>(x, static_cast<int64_t>(shape.size()), weight, bias, eps);
+    try {
+      return our_forward<device>(x, static_cast<int64_t>(shape.size()), weight, bias, eps);
+    } catch (const std::exception& error) {
+      if (!is_out_of_memory(error)) throw;
+    }
   }
   std::array<StableIValue, 5> stack{from(x), from(shape), from(weight), from(bias), from(eps)};
   return call_replaced("fused_layernorm::_aten_native_layer_norm", stack);
@@ -232,12 +252,16 @@ Three native_layer_norm_backward(const Tensor& dy, const Tensor& x, const Shape&
       takes_statistic(mean, x, shape) && takes_statistic(rstd, x, shape) &&
       takes_parameter(weight, x, shape) && takes_parameter(bias, x, shape) &&
       (weight || !needs_dweight) && (bias || !needs_dbias)) {
-    auto [dx, dweight, dbias] =
-        our_backward<device>(dy, x, static_cast<int64_t>(shape.size()), mean, rstd, weight, bias,
-                             needs_dx, needs_dweight, needs_dbias);
-    // Autograd expects no tensor at all where it asked for none.
-    return {needs_dx ? dx : Tensor(), needs_dweight ? dweight : Tensor(),
-            needs_dbias ? dbias : Tensor()};
+    try {
+      auto [dx, dweight, dbias] =
+          our_backward<device>(dy, x, static_cast<int64_t>(shape.size()), mean, rstd, weight, bias,
+                               needs_dx, needs_dweight, needs_dbias);
+      // Autograd expects no tensor at all where it asked for none.
+      return {needs_dx ? dx : Tensor(), needs_dweight ? dweight : Tensor(),
+              needs_dbias ? dbias : Tensor()};
+    } catch (const std::exception& error) {
+      if (!is_out_of_memory(error)) throw;
+    }
   }
   std::array<StableIValue, 10> stack{
       from(dy),     from(x),    from(shape),    from(mean),          from(rstd),

@@ -403,6 +403,23 @@ def test_call_overhead_is_at_most_1_4_times_pytorchs():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not (torch.cuda.is_available() and HAS_KERNELS), reason="needs CUDA kernels")
+def test_out_of_memory_says_so():
+    x = torch.empty(1 << 26, 8, device="cuda")  # 2 GiB
+    torch.cuda.empty_cache()
+    in_use, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((in_use + (1 << 30)) / total)
+    try:
+        with (
+            fused_layernorm.override_aten(),
+            pytest.raises(RuntimeError, match="CUDA out of memory"),
+        ):
+            F.layer_norm(x, (8,))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (torch.cuda.is_available() and HAS_KERNELS), reason="needs CUDA kernels")
 def test_cuda_runs_these_kernels_and_no_others():
     x, weight, bias = inputs("cuda", shape=(64, 768), dtype=torch.bfloat16)
     with (
