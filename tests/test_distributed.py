@@ -76,7 +76,7 @@ def loss_curve(model, data):
     return losses.cpu()
 
 
-def same_curves(fused, stock, rtol=1e-4):
+def same_curves(fused, stock, rtol=1e-5):
     torch.testing.assert_close(fused, stock, rtol=rtol, atol=0)
 
 
@@ -126,7 +126,7 @@ def fsdp2_mixed_precision(rank, world, device):
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     stock, fused = fsdp_curves(rank, world, device, policy)
-    same_curves(fused, stock, rtol=2e-2)
+    same_curves(fused, stock, rtol=1e-2)  # about one rounding to bfloat16
 
 
 @case
