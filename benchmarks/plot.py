@@ -18,6 +18,7 @@ LINES = (
     ("compile", "torch.compile", {"color": "#e08e0b", "marker": "s", "linewidth": 1.4}),
     ("eager", "PyTorch eager", {"color": "#b3392f", "marker": "^", "linewidth": 1.4}),
 )
+PICTURE = results.ROOT / "docs" / "bandwidth.svg"
 SMALLEST = 16 << 20  # smaller tensors are bound by the launch, not by memory
 
 
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("results", nargs="?", type=Path)
-    parser.add_argument("--output", type=Path, default=results.ROOT / "docs" / "bandwidth.svg")
+    parser.add_argument("--output", type=Path, default=PICTURE)
     arguments = parser.parse_args(argv)
     plot(results.read(arguments.results or newest()), arguments.output)
     print(f"written: {arguments.output}")

@@ -51,6 +51,8 @@ def readme_block(report: dict[str, Any]) -> str:
         return NO_RESULTS
     known = {(row["op"], row["rows"], row["cols"]): row for row in report["rows"]}
     lines = [
+        "![Achieved bandwidth against columns, forward and backward](docs/bandwidth.svg)",
+        "",
         "| operator | rows x columns | time | of copy speed | faster than eager | than "
         "torch.compile |",
         "|-|-|-:|-:|-:|-:|",

@@ -5,14 +5,16 @@
     python -m benchmarks.run --ops backward --rows 32768x --providers ours,eager
 
 A full run times every case with every provider, the call overhead and a training step of the
-module, prints the table and writes benchmarks/results/<device>.json. A run of a part writes a file
-only where --output names one: numbers of two runs never stand in one table.
+module, prints the table, writes benchmarks/results/<device>.json and draws the README's picture. A
+run of a part writes a file only where --output names one: numbers of two runs never stand in one
+table.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import os
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import overhead, providers, results, timing
+from benchmarks import overhead, plot, providers, results, timing
 from benchmarks.cases import CASES, OPS, Case
 from benchmarks.ours import make_inputs, time_calls
 
@@ -243,6 +245,9 @@ def main(argv: list[str] | None = None) -> None:
                 if key in ("sweep", "models")}  # fmt: skip
         results.write(path, {**report, **kept})
         say(f"written: {path}")
+    if full and importlib.util.find_spec("matplotlib") is not None:
+        plot.plot(report, plot.PICTURE)
+        say(f"drawn: {plot.PICTURE}")
 
 
 def summary(report: dict[str, Any]) -> str:

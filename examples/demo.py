@@ -1,19 +1,33 @@
-"""All examples, one after the other: what `make demo` runs."""
+"""All examples, one after the other: what `make demo` runs.
+
+python examples/demo.py [NAME ...]        those named only
+"""
 
 from __future__ import annotations
+
+import sys
 
 import kernelbench
 import sentence_encoder
 import transformer_block
 from _common import say
 
+EXAMPLES = {
+    "sentence_encoder": sentence_encoder.main,
+    "kernelbench": kernelbench.main,
+    "transformer_block": transformer_block.main,
+}
 
-def main() -> None:
-    for example in (sentence_encoder, kernelbench, transformer_block):
-        example.main()
+
+def main(names: list[str]) -> None:
+    for name in names:
+        if name not in EXAMPLES:
+            raise SystemExit(f"no example {name!r}: there are {', '.join(EXAMPLES)}")
+    for name in names or EXAMPLES:
+        EXAMPLES[name]()
         say()
-    say("all examples passed")
+    say("all examples passed" if len(names) != 1 else "the example passed")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
