@@ -57,6 +57,18 @@ def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mean.to(wide), rstd.to(wide)
 
 
+def require_kernels() -> str:
+    """Ends the program where there is nothing to measure; what the binary was built for."""
+    import fused_layernorm  # noqa: F401  (registers the operators)
+
+    if not torch.cuda.is_available():
+        raise SystemExit("the benchmarks need a CUDA device: torch.cuda.is_available() is False")
+    built = str(torch.ops.fused_layernorm._build_info())
+    if built == "cpu only":
+        raise SystemExit("the benchmarks need the kernels: this build of fused_layernorm has none")
+    return built
+
+
 def ours(case: Case, t: Inputs) -> Call:
     """This package's operator on one input."""
     import fused_layernorm  # noqa: F401  (registers the operators)

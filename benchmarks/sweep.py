@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import providers, results, timing
 from benchmarks.cases import Case
-from benchmarks.ours import Inputs
+from benchmarks.ours import Inputs, require_kernels
 
 ROWS = (1, 8, 64, 512, 4096, 32_768, 100_000)
 COLS = sorted(
@@ -144,8 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--budget-seconds", type=float, default=170)
     parser.add_argument("--output", type=Path, help="the results file")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        raise SystemExit("the sweep needs a CUDA device: torch.cuda.is_available() is False")
+    require_kernels()
 
     part = sweep(points(), arguments.budget_seconds)
     print(text(part))

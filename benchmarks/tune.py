@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import timing
 from benchmarks.cases import EPS, Case, parse_case
-from benchmarks.ours import Inputs, make_inputs, ours, time_calls
+from benchmarks.ours import Inputs, make_inputs, ours, require_kernels, time_calls
 
 
 def parse_line(line: str, forces: list[str]) -> tuple[Case, list[str | None]]:
@@ -32,7 +32,8 @@ def parse_line(line: str, forces: list[str]) -> tuple[Case, list[str | None]]:
 @torch.enable_grad()
 def reference(case: Case, t: Inputs) -> list[torch.Tensor]:
     """What PyTorch gives for a case, in float32."""
-    x, weight, bias = t.x.float(), t.weight.float(), t.bias.float()
+    # Detached: in float32 these are the inputs themselves, which must not ask for gradients.
+    x, weight, bias = (tensor.detach().float() for tensor in (t.x, t.weight, t.bias))
     activation, scale = case.activation
     functions: dict[str, Callable[[torch.Tensor], torch.Tensor]]
     functions = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
@@ -72,7 +73,9 @@ def error(result: object, expected: list[torch.Tensor]) -> float:
     return worst
 
 
-def tune(case: Case, forces: list[str | None], *, check: bool, seconds: float) -> None:
+def tune(case: Case, forces: list[str | None], arguments: argparse.Namespace) -> None:
+    """Times one case under each of the options and prints a line for it."""
+    check, seconds = not arguments.no_check, arguments.seconds
     force = torch.ops.fused_layernorm._force
     copy_us = timing.copy_time(case.rows, case.cols, case.torch_dtype, seconds=seconds)
     target = "" if case.target is None else f", target {case.target:.2f}"
@@ -87,6 +90,7 @@ def tune(case: Case, forces: list[str | None], *, check: bool, seconds: float) -
             wrong = error(calls[0](), expected) if check else 0.0
             torch.cuda.synchronize()
             us = time_calls(case, calls, seconds=seconds)
+            plan = f"\n    {plan_text(case)}" if arguments.plan else ""
         except RuntimeError as problem:
             sentence = str(problem).strip().splitlines()[0]
             print(f"  {label:<48} failed: {sentence}", flush=True)
@@ -96,14 +100,18 @@ def tune(case: Case, forces: list[str | None], *, check: bool, seconds: float) -
         finally:
             force(None)
         note = f"  error {wrong:.1e}" if check else ""
-        print(f"  {label:<48} {us:9.2f} us  ratio {case.ratio(us, copy_us):.3f}{note}", flush=True)
+        print(
+            f"  {label:<48} {us:9.2f} us  ratio {case.ratio(us, copy_us):.3f}{note}{plan}",
+            flush=True,
+        )
 
 
 def plan_text(case: Case) -> str:
     """The plan of a case on the current device, as the operator describes it."""
     device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    aligned = case.cols * case.torch_dtype.itemsize % 16 == 0
     text = torch.ops.fused_layernorm._plan(
-        case.rows, case.cols, case.torch_dtype, case.backward, True,
+        case.rows, case.cols, case.torch_dtype, case.backward, aligned,
         10 * device.major + device.minor, device.multi_processor_count,
         device.shared_memory_per_block_optin,
     )  # fmt: skip
@@ -120,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--file", help="read further lines from this file")
     parser.add_argument("--force", action="append", default=[], help="options tried on every case")
     parser.add_argument("--no-check", action="store_true", help="do not compare with PyTorch")
-    parser.add_argument("--plan", action="store_true", help="print each case's plan")
+    parser.add_argument("--plan", action="store_true", help="print the plan of each line")
     parser.add_argument("--seconds", type=float, default=0.03, help="device time per measurement")
     arguments = parser.parse_args(argv)
     lines = list(arguments.lines)
@@ -129,12 +137,9 @@ def main(argv: list[str] | None = None) -> None:
             lines += [line.split("#")[0] for line in file]
     work = [parse_line(line, arguments.force) for line in lines if line.strip()]
 
-    import fused_layernorm  # noqa: F401  (registers the operators)
-
+    require_kernels()
     for case, forces in work:
-        if arguments.plan:
-            print(plan_text(case))
-        tune(case, forces, check=not arguments.no_check, seconds=arguments.seconds)
+        tune(case, forces, arguments)
         torch.cuda.empty_cache()
 
 
