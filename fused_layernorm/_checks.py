@@ -88,7 +88,7 @@ def normalized_ndim(
     if not shape:
         raise RuntimeError("expected normalized_shape to have at least one dimension, got ()")
     for size in shape:
-        if not hasattr(size, "__index__") or isinstance(size, bool):
+        if not isinstance(size, int) and not hasattr(size, "__index__"):
             raise TypeError(
                 f"expected normalized_shape to hold ints, got an element of {type(size).__name__}"
             )

@@ -203,7 +203,9 @@ def _under_autocast(
     alone. The kernels compute in float32 anyway, so the input need not be converted.
     """
     device_type = input.device.type
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(
+        device_type
+    ):
         return weight, bias, out_dtype
     if out_dtype is None and device_type != "cpu" and input.dtype in _checks.HALF:
         out_dtype = torch.float32
@@ -247,7 +249,7 @@ def _general(
     _checks.check_numbers(eps=eps, scale=scale)  # the operators' schemas would say it worse
     weight, bias, out_dtype = _under_autocast(input, weight, bias, out_dtype)
     args = (input, ndim, weight, bias, eps, activation, scale, out_dtype)
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 or (_is_compiling() and _in_transform()):
         _checks.check_layer_norm(*args)
         return _ops.expression(*args)
     if not _needs_grad(input, weight, bias):
@@ -274,7 +276,7 @@ def _add_general(
     _checks.check_numbers(eps=eps, scale=scale)  # the operators' schemas would say it worse
     weight, bias, out_dtype = _under_autocast(input, weight, bias, out_dtype)
     args = (input, residual, ndim, weight, bias, eps, activation, scale, out_dtype)
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 or (_is_compiling() and _in_transform()):
         _checks.check_add_layer_norm(*args)
         return _ops.add_expression(*args)
     if not _needs_grad(input, residual, weight, bias):
