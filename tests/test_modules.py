@@ -1,0 +1,198 @@
+"""FusedLayerNorm and FusedAddLayerNorm as modules."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, add_layer_norm, layer_norm
+
+ARGUMENTS = [
+    ((8,), {}),
+    (((4, 8),), {"eps": 1e-3}),
+    ((8,), {"elementwise_affine": False}),
+    ((8,), {"bias": False}),
+    (([4, 8],), {"dtype": torch.float64}),
+    ((torch.Size([8]), 1e-6, True, False), {}),
+    ((8, 1e-5, True, True, "cpu", torch.float64), {}),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs"), ARGUMENTS, ids=str)
+def test_is_an_nn_layer_norm(args, kwargs):
+    ours, stock = FusedLayerNorm(*args, **kwargs), nn.LayerNorm(*args, **kwargs)
+    assert isinstance(ours, nn.LayerNorm)
+    assert repr(ours) == "Fused" + repr(stock)
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    assert ours.normalized_shape == stock.normalized_shape
+    assert ours.eps == stock.eps
+    assert ours.elementwise_affine == stock.elementwise_affine
+    for (name, one), (other_name, other) in zip(
+        ours.named_parameters(), stock.named_parameters(), strict=True
+    ):
+        assert name == other_name
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+    x = torch.randn(3, 4, 8, dtype=ours.weight.dtype if ours.weight is not None else None)
+    torch.testing.assert_close(ours(x), stock(x))
+    ours.load_state_dict(stock.state_dict())
+    stock.load_state_dict(ours.state_dict())
+
+
+def test_defaults_are_those_of_nn_layer_norm():
+    ours, stock = FusedLayerNorm(8), nn.LayerNorm(8)
+    assert torch.equal(ours.weight, torch.ones(8))
+    assert torch.equal(ours.bias, torch.zeros(8))
+    assert ours.eps == stock.eps
+    ours.weight.data.normal_()
+    ours.reset_parameters()
+    assert torch.equal(ours.weight, torch.ones(8))
+
+
+def test_meta_device():
+    norm = FusedLayerNorm(8, device="meta")
+    assert norm(torch.empty(3, 8, device="meta")).shape == (3, 8)
+    norm = norm.to_empty(device="cpu")
+    norm.reset_parameters()
+    assert norm(torch.randn(3, 8)).isfinite().all()
+
+
+def test_options_are_shown_where_they_are_set():
+    assert repr(FusedLayerNorm(8)) == (
+        "FusedLayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True)"
+    )
+    norm = FusedAddLayerNorm(8, activation="gelu", scale=2.0, out_dtype=torch.float16)
+    assert repr(norm) == (
+        "FusedAddLayerNorm((8,), eps=1e-05, elementwise_affine=True, bias=True, "
+        "activation='gelu', scale=2.0, out_dtype=float16)"
+    )
+
+
+def test_options(device):
+    norm = FusedLayerNorm(8, activation="silu", scale=0.5, out_dtype=torch.bfloat16).to(device)
+    x = torch.randn(3, 8, device=device)
+    expected = layer_norm(
+        x, norm.weight, norm.bias, activation="silu", scale=0.5, out_dtype=torch.bfloat16
+    )
+    assert torch.equal(norm(x), expected)
+    add_norm = FusedAddLayerNorm(8, eps=0.1, activation="relu", scale=2.0).to(device)
+    residual = torch.randn(3, 8, device=device)
+    for one, other in zip(
+        add_norm(x, residual),
+        add_layer_norm(
+            x, residual, add_norm.weight, add_norm.bias, 0.1, activation="relu", scale=2.0
+        ),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
+def test_options_are_keywords_only():
+    with pytest.raises(TypeError):
+        FusedLayerNorm(8, 1e-5, True, True, None, None, "gelu")
+
+
+def test_float32_weights_under_half_precision(device):
+    norm = FusedLayerNorm(8).to(device)
+    x = torch.randn(3, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
+    y = norm(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad.dtype == torch.bfloat16
+    assert norm.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies(device, how):
+    norm = FusedLayerNorm(8, activation="gelu", scale=0.5, out_dtype=torch.float64).to(device)
+    with torch.no_grad():
+        norm.weight.normal_()
+    norm.eval()
+    match how:
+        case "deepcopy":
+            other = copy.deepcopy(norm)
+        case "pickle":
+            other = pickle.loads(pickle.dumps(norm))
+        case "torch.save":
+            buffer = io.BytesIO()
+            torch.save(norm, buffer)
+            buffer.seek(0)
+            other = torch.load(buffer, weights_only=False)
+    assert type(other) is FusedLayerNorm
+    assert repr(other) == repr(norm)
+    assert not other.training
+    assert other.weight is not norm.weight
+    x = torch.randn(3, 8, device=device)
+    assert torch.equal(other(x), norm(x))
+
+
+@pytest.mark.parametrize("move", [nn.Module.half, nn.Module.bfloat16, nn.Module.double])
+def test_dtype_moves(device, move):
+    norm = move(FusedLayerNorm(8).to(device))
+    x = torch.randn(3, 8, device=device, dtype=norm.weight.dtype)
+    assert norm(x).dtype == norm.weight.dtype
+
+
+def test_normalized_shape_rules_over_a_replaced_weight(device):
+    """As in nn.LayerNorm: a weight that no longer fits is refused, not followed."""
+    norm = FusedLayerNorm(8).to(device)
+    norm.weight = nn.Parameter(torch.ones(4, device=device))
+    norm.bias = nn.Parameter(torch.zeros(4, device=device))
+    with pytest.raises(RuntimeError, match="expected input whose last dimensions"):
+        norm(torch.randn(3, 4, device=device))
+    with pytest.raises(RuntimeError, match=r"expected weight of shape .* \[8\].*, got shape \[4\]"):
+        norm(torch.randn(3, 8, device=device))
+
+
+def test_without_parameters_the_shape_is_checked(device):
+    norm = FusedLayerNorm((4, 8), elementwise_affine=False).to(device)
+    assert norm(torch.randn(3, 4, 8, device=device)).shape == (3, 4, 8)
+    with pytest.raises(RuntimeError, match="expected input whose last dimensions"):
+        norm(torch.randn(3, 8, 4, device=device))
+
+
+def test_weight_decay_groups_and_initializers_see_it():
+    model = nn.Sequential(nn.Linear(4, 8), FusedLayerNorm(8))
+    no_decay = [
+        name
+        for module_name, module in model.named_modules()
+        if isinstance(module, nn.LayerNorm)
+        for name, _ in module.named_parameters(prefix=module_name)
+    ]
+    assert no_decay == ["1.weight", "1.bias"]
+    model.apply(lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.LayerNorm) else None)
+    assert not model[1].weight.any()
+
+
+def test_pre_norm_block_with_a_residual_stream(device):
+    """The stock block, and the same one with each addition fused into the norm after it."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 16).to(device) for _ in range(3)]
+    norms = [FusedAddLayerNorm(16).to(device) for _ in range(3)]
+
+    def stock(x):
+        for layer, norm in zip(layers, norms, strict=True):
+            h = nn.functional.layer_norm(x, (16,), norm.weight, norm.bias)
+            x = x + layer(h)
+        return x
+
+    def fused(x):
+        h, x = norms[0](torch.zeros_like(x), x)
+        for layer, norm in zip(layers[:-1], norms[1:], strict=True):
+            h, x = norm(layer(h), x)
+        return x + layers[-1](h)
+
+    x = torch.randn(5, 16, device=device)
+    results = []
+    for block in (stock, fused):
+        leaf = x.clone().requires_grad_()
+        for module in (*layers, *norms):
+            module.zero_grad()
+        y = block(leaf)
+        y.pow(2).sum().backward()
+        results.append([y, leaf.grad, *(p.grad for m in (*layers, *norms) for p in m.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
