@@ -103,7 +103,7 @@ def layer_norm(
                 input, weight, bias, eps, normalized_shape, activation, scale, out_dtype
             )
         return _layer_norm(input, ndim, weight, bias, eps, activation, scale, out_dtype)
-    except (AttributeError, RuntimeError, TypeError) as error:
+    except Exception as error:
         raise _checks.explain(
             error, input, weight, bias, eps, normalized_shape, activation, scale, out_dtype
         ) from None
@@ -175,7 +175,7 @@ def add_layer_norm(
         return _add_layer_norm(
             input, residual, ndim, weight, bias, eps, activation, scale, out_dtype
         )
-    except (AttributeError, RuntimeError, TypeError) as error:
+    except Exception as error:
         raise _checks.explain(
             error,
             input,

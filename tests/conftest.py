@@ -64,7 +64,7 @@ class Plans:
                 properties.multi_processor_count,
                 properties.shared_memory_per_block_optin,
             )
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if "cannot run" not in str(error):
                 raise
             return None

@@ -303,7 +303,7 @@ def test_every_strategy_with_residual(plans, strategy, dtypes):
         plans.force(f"strategy={strategy}")
         try:
             out = numerics.forward(t)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if "cannot run" not in str(error):
                 raise
             continue

@@ -1,0 +1,134 @@
+"""Autocast: the results of torch.nn.functional.layer_norm, without its casts."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm, swap_layer_norm
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+HALF = [F16, BF16]
+
+
+@pytest.mark.parametrize("x_dtype", [F32, F16, BF16, F64])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_dtype_is_what_pytorch_gives(device, dtype, x_dtype, requires_grad):
+    x = torch.randn(6, 32, device=device).to(x_dtype).requires_grad_(requires_grad)
+    weight = torch.randn(32, device=device).to(F64 if x_dtype == F64 else F32)
+    with torch.autocast(device, dtype):
+        ours, stock = layer_norm(x, weight), F.layer_norm(x, (32,), weight)
+    assert ours.dtype == stock.dtype
+    tolerance = 2e-2 if stock.dtype in HALF else 1e-5
+    torch.testing.assert_close(ours, stock, rtol=tolerance, atol=tolerance)
+    if requires_grad:
+        (one,) = torch.autograd.grad(ours.float().pow(3).sum(), x)
+        (other,) = torch.autograd.grad(stock.float().pow(3).sum(), x)
+        assert one.dtype == other.dtype
+        tolerance = 5e-2 if x_dtype in HALF else 1e-4
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_out_dtype_opts_out(device, dtype):
+    x = torch.randn(6, 32, device=device).to(dtype)
+    with torch.autocast(device, dtype):
+        assert layer_norm(x, normalized_shape=32, out_dtype=dtype).dtype == dtype
+        assert FusedLayerNorm(32, out_dtype=dtype, device=device)(x).dtype == dtype
+
+
+@pytest.mark.parametrize("weight_dtype", HALF)
+@pytest.mark.parametrize("x_dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_half_weights_are_cast(device, x_dtype, weight_dtype, requires_grad):
+    """A model in half precision, under autocast, that is given float32: nn.LayerNorm takes it."""
+    x = torch.randn(6, 32, device=device).to(x_dtype)
+    weight, bias = (
+        torch.randn(32, device=device).to(weight_dtype).requires_grad_(requires_grad) for _ in "wb"
+    )
+    with torch.autocast(device, BF16):
+        y = layer_norm(x, weight, bias)
+    expected = F.layer_norm(x.float(), (32,), weight.float(), bias.float())
+    torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
+    if requires_grad:
+        y.sum().backward()
+        assert weight.grad.dtype == weight_dtype
+        assert bias.grad.dtype == weight_dtype
+        assert bias.grad.eq(6).all()
+
+
+def test_weights_of_two_dtypes_are_cast(device):
+    x = torch.randn(6, 32, device=device, dtype=BF16)
+    weight = torch.randn(32, device=device, dtype=BF16)
+    bias = torch.randn(32, device=device)
+    with torch.autocast(device, BF16):
+        y = layer_norm(x, weight, bias)
+    torch.testing.assert_close(
+        y.float(), F.layer_norm(x.float(), (32,), weight.float(), bias), rtol=2e-2, atol=2e-2
+    )
+
+
+def test_residual(device):
+    x = torch.randn(6, 32, device=device, dtype=BF16, requires_grad=True)
+    residual = torch.randn(6, 32, device=device, requires_grad=True)
+    weight = torch.randn(32, device=device, requires_grad=True)
+    with torch.autocast(device, BF16):
+        y, residual_out = add_layer_norm(x, residual, weight)
+        stock = F.layer_norm(x, (32,), weight) if device == "cuda" else x
+    assert y.dtype == stock.dtype
+    assert residual_out.dtype == F32
+    (y.float() + residual_out).sum().backward()
+    assert x.grad.dtype == BF16
+    assert residual.grad.dtype == F32
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_training_step(device, dtype):
+    """Gradients of a swapped model under autocast are those of the stock one."""
+    torch.manual_seed(0)
+    stock = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).to(
+        device
+    )
+    x = torch.randn(64, 16, device=device)
+
+    def gradients(model):
+        model.zero_grad()
+        with torch.autocast(device, dtype):
+            model(x).float().pow(2).mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients(stock)
+    for one, other in zip(gradients(swap_layer_norm(stock)), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_one_kernel_forward_and_no_cast(dtype, requires_grad):
+    x = torch.randn(512, 1024, device="cuda").to(dtype).requires_grad_(requires_grad)
+    norm = FusedLayerNorm(1024).cuda()
+    with torch.autocast("cuda", dtype):
+        norm(x)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+            y = norm(x)
+            torch.cuda.synchronize()
+    assert y.dtype == F32
+    kernels = [
+        event.name
+        for event in trace.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and "emcpy" not in event.name
+    ]
+    assert len(kernels) == 1, kernels
+    assert "layer_norm" in kernels[0]
+
+
+def test_outside_autocast_nothing_changes(device):
+    x = torch.randn(6, 32, device=device, dtype=BF16)
+    with torch.autocast(device, BF16), torch.autocast(device, enabled=False):
+        assert layer_norm(x, normalized_shape=32).dtype == BF16
+    with pytest.raises(RuntimeError, match="expected weight of dtype float32"):
+        layer_norm(x.float(), torch.ones(32, device=device, dtype=BF16))

@@ -1,0 +1,139 @@
+"""What a call allocates on the device: its outputs, the statistics, and bounded workspace."""
+
+import pytest
+import torch
+
+from fused_layernorm import add_layer_norm, layer_norm
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(32768, 64), (32768, 1024), (4096, 4096), (1024, 32768), (64, 1_048_576), (16, 4_194_304)]
+
+
+def peak(function):
+    """The most bytes asked for at one time while function ran, beyond those before it."""
+    function()  # whatever is made once
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    out = function()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    kept = after["requested_bytes.all.current"] - before
+    del out
+    return after["requested_bytes.all.peak"] - before, kept
+
+
+def tensors(shape, dtype, requires_grad=False):
+    x = torch.randn(shape, device="cuda").to(dtype).requires_grad_(requires_grad)
+    weight, bias = (
+        torch.randn(shape[-1], device="cuda", requires_grad=requires_grad) for _ in "wb"
+    )
+    return x, weight, bias
+
+
+def workspace(plans, rows, cols, dtype, *, backward):
+    return plans.of(rows, cols, dtype, backward=backward)["workspace_bytes"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_without_gradients(plans, shape, dtype):
+    x, weight, bias = tensors(shape, dtype)
+    most, kept = peak(lambda: layer_norm(x, weight, bias))
+    assert kept == x.nbytes
+    extra = workspace(plans, *shape, dtype, backward=False)
+    assert most <= x.nbytes + extra
+    # Short and middle rows need none at all; long ones a few numbers for each part of a row.
+    assert extra == 0 if shape[1] <= 4096 else extra <= x.nbytes / 256
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_with_gradients(shape, dtype):
+    """y, and 8 bytes a row for mean and rstd."""
+    x, weight, bias = tensors(shape, dtype, requires_grad=True)
+    _, kept = peak(lambda: layer_norm(x, weight, bias))
+    assert kept == x.nbytes + 8 * shape[0]
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_backward(shape, dtype, activation):
+    """dx, dweight, dbias, and partials of at most 2 x SMs x N x 4 bytes, freed at the end."""
+    cols = shape[1]
+    x, weight, bias = tensors(shape, dtype)
+    _, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(x, 1, weight, bias, 1e-5)
+    dy = torch.randn_like(x)
+
+    def run():
+        return torch.ops.fused_layernorm.layer_norm_backward(
+            dy, x, 1, mean, rstd, weight, bias, None, activation, 1.0, True, True, True
+        )
+
+    most, kept = peak(run)
+    outputs = x.nbytes + 2 * cols * weight.element_size()
+    assert kept == outputs
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    assert most - outputs <= 2 * sms * cols * 4
+
+
+def test_masks_save_memory():
+    rows, cols = 8192, 4096
+    x, weight, bias = tensors((rows, cols), torch.float32)
+    _, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(x, 1, weight, bias, 1e-5)
+    dy = torch.randn_like(x)
+
+    def run(*mask):
+        return peak(
+            lambda: torch.ops.fused_layernorm.layer_norm_backward(
+                dy, x, 1, mean, rstd, weight, bias, None, None, 1.0, *mask
+            )
+        )
+
+    most, kept = run(True, False, False)
+    assert kept == x.nbytes
+    assert most <= x.nbytes + rows * 16  # no partials where no parameter asks
+    most, kept = run(False, True, True)
+    assert kept == 2 * cols * 4
+    assert most < x.nbytes
+
+
+def test_add_layer_norm():
+    x, weight, bias = tensors((8192, 1024), torch.bfloat16, requires_grad=True)
+    residual = torch.randn(8192, 1024, device="cuda", requires_grad=True)
+    _, kept = peak(lambda: add_layer_norm(x, residual, weight, bias))
+    assert kept == x.nbytes + residual.nbytes + 8 * 8192
+    with torch.no_grad():
+        most, kept = peak(lambda: add_layer_norm(x, residual, weight, bias))
+    assert most == kept == x.nbytes + residual.nbytes
+
+
+def test_activation_saves_nothing_extra():
+    x, weight, bias = tensors((8192, 1024), torch.bfloat16, requires_grad=True)
+    _, plain = peak(lambda: layer_norm(x, weight, bias))
+    _, fused = peak(lambda: layer_norm(x, weight, bias, activation="gelu", scale=2.0))
+    assert fused == plain
+
+
+def test_strided_rows_are_not_copied():
+    x = torch.randn(64, 129, 1024, device="cuda")[:, 1:]
+    assert not x.is_contiguous()
+    most, _ = peak(lambda: layer_norm(x, normalized_shape=1024))
+    assert most == x.numel() * 4
+
+
+def test_nothing_is_kept_by_many_calls():
+    x, weight, bias = tensors((64, 70_000), torch.float32, requires_grad=True)
+
+    def step():
+        layer_norm(x, weight, bias).sum().backward()
+
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        step()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
