@@ -644,38 +644,62 @@ class LayerNormBackward(torch.autograd.Function):
         return tuple(result)
 
 
-def _backward(ctx, dy, dresidual, needs):
+def _backward(ctx, dy, dresidual, needs_dx, needs_dweight, needs_dbias):
     """(dx, dweight, dbias) from what a forward saved, None where not asked for."""
     x, mean, rstd, weight, bias = ctx.saved_tensors
     ndim, eps, activation, scale = ctx.args
     if torch.is_grad_enabled():
-        grads = LayerNormBackward.apply(
+        needs = (needs_dx, needs_dweight, needs_dbias)
+        dx, dweight, dbias = LayerNormBackward.apply(
             dy, x, weight, bias, dresidual, mean, rstd, ndim, eps, activation, scale, needs
         )
     else:
-        grads = layer_norm_backward(
-            dy, x, ndim, mean, rstd, weight, bias, dresidual, activation, scale, *needs
+        dx, dweight, dbias = layer_norm_backward(
+            dy,
+            x,
+            ndim,
+            mean,
+            rstd,
+            weight,
+            bias,
+            dresidual,
+            activation,
+            scale,
+            needs_dx,
+            needs_dweight,
+            needs_dbias,
         )
-    return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
+    return (
+        dx if needs_dx else None,
+        dweight if needs_dweight else None,
+        dbias if needs_dbias else None,
+    )
+
+
+def _add_backward(ctx, dy, dresidual, needs_dinput, needs_dresidual, needs_dweight, needs_dbias):
+    """(dinput, dresidual, dweight, dbias), None where not asked for."""
+    if dy is None:  # only residual_out was used, if anything
+        dx, dweight, dbias = dresidual, None, None
+    else:
+        needs_dx = needs_dinput or needs_dresidual
+        dx, dweight, dbias = _backward(ctx, dy, dresidual, needs_dx, needs_dweight, needs_dbias)
+    dinput = dx.to(ctx.input_dtype) if needs_dinput and dx is not None else None
+    return dinput, dx if needs_dresidual else None, dweight, dbias
 
 
 def _layer_norm_grads(ctx, dy):
     """The gradients of layer_norm_forward's arguments."""
     needs = ctx.needs_input_grad
-    dx, dweight, dbias = _backward(ctx, dy, None, (needs[0], needs[2], needs[3]))
+    dx, dweight, dbias = _backward(ctx, dy, None, needs[0], needs[2], needs[3])
     return dx, None, dweight, dbias, None, None, None, None
 
 
 def _add_layer_norm_grads(ctx, dy, dresidual):
     """The gradients of add_layer_norm_forward's arguments."""
     needs = ctx.needs_input_grad
-    needs_dx = needs[0] or needs[1]
-    if dy is None:  # only residual_out was used
-        dx, dweight, dbias = dresidual if needs_dx else None, None, None
-    else:
-        dx, dweight, dbias = _backward(ctx, dy, dresidual, (needs_dx, needs[3], needs[4]))
-    dinput = dx.to(ctx.input_dtype) if needs[0] and dx is not None else None
-    dresidual = dx if needs[1] else None
+    dinput, dresidual, dweight, dbias = _add_backward(
+        ctx, dy, dresidual, needs[0], needs[1], needs[3], needs[4]
+    )
     return dinput, dresidual, None, dweight, dbias, None, None, None, None
 
 
@@ -740,7 +764,7 @@ class AddLayerNorm(torch.autograd.Function):
 
 
 # The eager functions step over the operators' own autograd kernel, which is Python called from C++:
-# the half of a small call's time.
+# the half of a small call's time. What is no tensor comes as one tuple: each argument costs.
 _redispatch_layer_norm_forward = layer_norm_forward._handle.redispatch_boxed
 _redispatch_add_layer_norm_forward = add_layer_norm_forward._handle.redispatch_boxed
 _CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -751,7 +775,8 @@ class EagerLayerNorm(torch.autograd.Function):
     """layer_norm for plain CUDA and CPU tensors, under no mode or transform; gives y alone."""
 
     @staticmethod
-    def forward(ctx, input, ndim, weight, bias, eps, activation, scale, out_dtype):
+    def forward(ctx, input, weight, bias, args):
+        ndim, eps, activation, scale, out_dtype = args
         y, mean, rstd = _redispatch_layer_norm_forward(
             _CUDA if input.is_cuda else _CPU,
             input,
@@ -764,17 +789,21 @@ class EagerLayerNorm(torch.autograd.Function):
             out_dtype,
         )
         ctx.save_for_backward(input, mean, rstd, weight, bias)
-        ctx.args = (ndim, eps, activation, scale)
+        ctx.args = args[:4]
         return y
 
-    backward = staticmethod(_layer_norm_grads)
+    @staticmethod
+    def backward(ctx, dy):
+        needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
+        return *_backward(ctx, dy, None, needs_dx, needs_dweight, needs_dbias), None
 
 
 class EagerAddLayerNorm(torch.autograd.Function):
     """add_layer_norm for plain CUDA and CPU tensors, under no mode or transform."""
 
     @staticmethod
-    def forward(ctx, input, residual, ndim, weight, bias, eps, activation, scale, out_dtype):
+    def forward(ctx, input, residual, weight, bias, args):
+        ndim, eps, activation, scale, out_dtype = args
         y, residual_out, mean, rstd = _redispatch_add_layer_norm_forward(
             _CUDA if input.is_cuda else _CPU,
             input,
@@ -789,11 +818,13 @@ class EagerAddLayerNorm(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(residual_out, mean, rstd, weight, bias)
-        ctx.args = (ndim, eps, activation, scale)
+        ctx.args = args[:4]
         ctx.input_dtype = input.dtype
         return y, residual_out
 
-    backward = staticmethod(_add_layer_norm_grads)
+    @staticmethod
+    def backward(ctx, dy, dresidual):
+        return *_add_backward(ctx, dy, dresidual, *ctx.needs_input_grad[:4]), None
 
 
 # Function.apply without its tests for torch.func, which functional.py has made before.

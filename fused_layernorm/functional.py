@@ -97,7 +97,7 @@ def layer_norm(
                 and not _in_transform()
             ):
                 return _eager_layer_norm(
-                    input, ndim, weight, bias, eps, activation, scale, out_dtype
+                    input, weight, bias, (ndim, eps, activation, scale, out_dtype)
                 )
             return _general(
                 input, weight, bias, eps, normalized_shape, activation, scale, out_dtype
@@ -167,7 +167,7 @@ def add_layer_norm(
                 and not _in_transform()
             ):
                 return _eager_add_layer_norm(
-                    input, residual, ndim, weight, bias, eps, activation, scale, out_dtype
+                    input, residual, weight, bias, (ndim, eps, activation, scale, out_dtype)
                 )
             return _add_general(
                 input, residual, weight, bias, eps, normalized_shape, activation, scale, out_dtype
@@ -257,7 +257,7 @@ def _general(
     if _in_transform():
         return _ops.LayerNorm.apply(*args)[0]
     if not _is_compiling() and _is_plain(input, weight, bias):
-        return _eager_layer_norm(*args)
+        return _eager_layer_norm(input, weight, bias, (ndim, *args[4:]))
     return _ops.layer_norm_forward(*args)[0]
 
 
@@ -284,5 +284,5 @@ def _add_general(
     if _in_transform():
         return _ops.AddLayerNorm.apply(*args)[:2]
     if not _is_compiling() and _is_plain(input, residual, weight, bias):
-        return _eager_add_layer_norm(*args)
+        return _eager_add_layer_norm(input, residual, weight, bias, (ndim, *args[5:]))
     return _ops.add_layer_norm_forward(*args)[:2]

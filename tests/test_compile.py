@@ -261,6 +261,22 @@ def test_checkpointing_under_compile(device):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_compiled_autograd(device):
+    """The backward graph as a whole, traced by the compiler: of eager and of compiled forwards."""
+    torch.manual_seed(0)
+    block = Block().to(device)
+    x = torch.randn(3, 7, 16, device=device)
+    eager = losses_and_gradients(block, block, x)
+    for forward in (block, torch.compile(block, backend="aot_eager")):
+        with (
+            torch._dynamo.config.patch(compiled_autograd=True),
+            torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")),
+        ):
+            ours = losses_and_gradients(forward, block, x)
+        for one, other in zip(ours, eager, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.gpu
 def test_reduce_overhead():
     torch.manual_seed(0)
