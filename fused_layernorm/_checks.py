@@ -77,14 +77,13 @@ def normalized_ndim(
         return parameter.dim()
     if isinstance(normalized_shape, (int, torch.SymInt)):
         shape: tuple = (normalized_shape,)
+    elif hasattr(normalized_shape, "__iter__"):
+        shape = tuple(normalized_shape)
     else:
-        try:
-            shape = tuple(normalized_shape)
-        except TypeError:
-            raise TypeError(
-                "expected normalized_shape to be a sequence of ints, got "
-                f"{type(normalized_shape).__name__}"
-            ) from None
+        raise TypeError(
+            "expected normalized_shape to be a sequence of ints, got "
+            f"{type(normalized_shape).__name__}"
+        )
     if not shape:
         raise RuntimeError("expected normalized_shape to have at least one dimension, got ()")
     for size in shape:
