@@ -1,6 +1,8 @@
 """Forward: the numerics contract over shapes, dtypes, strides and devices."""
 
 import itertools
+import warnings
+from types import SimpleNamespace
 
 import numerics
 import pytest
@@ -474,6 +476,24 @@ def test_no_synchronization():
             layer_norm(torch.randn(8, cols, device="cuda"), normalized_shape=(cols,))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_cuda_tensor_without_kernels_warns_once(monkeypatch):
+    """In a build without nvcc the composite serves CUDA too; a stand-in has the one attribute."""
+    monkeypatch.setattr(fused_layernorm._ops, "_warned_of_composite", False)
+    with pytest.warns(UserWarning, match="this build of fused_layernorm has no CUDA kernels"):
+        fused_layernorm._ops._warn_of_composite(SimpleNamespace(is_cuda=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fused_layernorm._ops._warn_of_composite(SimpleNamespace(is_cuda=True))
+
+
+def test_no_warning_where_the_kernels_are(device):
+    if device == "cuda" and torch.ops.fused_layernorm._build_info() == "cpu only":
+        pytest.skip("a build without CUDA kernels")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer_norm(torch.randn(3, 8, device=device), normalized_shape=8)
 
 
 def test_build_info():
