@@ -56,9 +56,15 @@ cudaError_t dispatch_bool(bool value, const Launch& launch) {
   return launch(std::false_type{});
 }
 
+// Whether forward does more than normalize, weight and bias.
+inline bool is_fused(const ForwardParams& params) {
+  return params.residual != nullptr || params.has_epilogue;
+}
+
 // Up to this much needs no permission.
 constexpr int kFreeSharedMemory = 48 * 1024;
 
+// kCooperative: all blocks are resident at once.
 template <bool kCooperative = false, typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const Plan& plan, int block_threads,
                    cudaStream_t stream, const Args&... args) {

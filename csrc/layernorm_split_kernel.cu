@@ -9,9 +9,10 @@
 namespace fused_layernorm {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = 1024;  // the collecting warp among them
+static_assert(kThreads == kSplitForwardThreads + kWarpSize);
 
-template <typename T, int kWidth>
+template <typename T, int kWidth, int kVecs, bool kFused>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_norm_forward_split_kernel(const ForwardParams p, const SliceLayout layout) {
   using X = typename T::X;
@@ -19,18 +20,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   using Y = typename T::Y;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ float scratch[2][2][kMaxWarps];
-  __shared__ Moments<float> combined[2];
+  __shared__ Moments<float> combined[kCollected];
   __shared__ __align__(8) uint64_t full[kMaxStages];
 
-  const Group group;
+  const Group group(layout.threads);
   const SliceWork work(layout, 0, p.rows, p.cols);
   const int vectors = work.cols / kWidth;
+  const Share share = {group.thread, group.threads, vectors};
   const bool has_weight = p.weight != nullptr, has_bias = p.bias != nullptr;
   W* weight = reinterpret_cast<W*>(shared);
   W* bias = weight + layout.slice_cols;
   X* ring = reinterpret_cast<X*>(bias + layout.slice_cols);
   auto* slots = static_cast<uint64_t*>(p.workspace);
-  const int lag = layout.blocks_per_row > 1 ? 1 : 0;
+  const int lag = layout.lag;
 
   const auto fill = [&](int stage, int64_t row) {
     const uint32_t bytes = work.cols * sizeof(X);
@@ -58,35 +60,31 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
 
-  // By the first warp: the moments of a row, from all its blocks.
-  const auto collect = [&](int64_t row, Moments<float>& result) {
-    const CollectedSlots slot(slots + row * layout.blocks_per_row, layout.blocks_per_row);
-    const auto moments = combine_slots(slot, layout.blocks_per_row, layout.slice_cols, p.cols,
-                                       p.inverse_cols.rounded);
-    if (group.lane() == 0) result = moments;
-  };
+  if (group.index == 1) {
+    // The collecting warp; there is none where a block has whole rows.
+    for (int64_t i = 0; i < work.rows; ++i) {
+      const CollectedSlots slot(slots + work.row(i) * layout.blocks_per_row,
+                                layout.blocks_per_row);
+      const auto moments = combine_slots(slot, layout.blocks_per_row, layout.slice_cols, p.cols,
+                                         p.inverse_cols.rounded);
+      if (group.lane() == 0) combined[i % kCollected] = moments;
+      meet_collector(layout.threads);
+    }
+    return;
+  }
 
   const float inverse_slice_cols = 1.0f / work.cols;
   RingPosition first_read, second_read, freed;
   for (int64_t i = 0; i < work.rows + lag; ++i) {
     Moments<float> moments;
-    const auto collect_last = [&] {
-      if (lag == 1 && i > 0 && group.warp() == 0) collect(work.row(i - 1), combined[i & 1]);
-    };
     if (i < work.rows) {
       barrier_wait(full + first_read.stage, first_read.parity);
       const X* x = ring + first_read.stage * layout.slice_cols;
       first_read.advance(layout.stages);
       const float pivot = to_acc(x[0]);
-      float total[kWidth] = {};
-#pragma unroll 2
-      for (int v = group.thread; v < vectors; v += group.threads) {
-        float values[kWidth];
-        unpack(values, load_plain<X, kWidth>(x + v * kWidth));
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) total[j] += values[j] - pivot;
-      }
-      const float sum = group_sum(tree_sum(total), group, scratch[i & 1][0]);
+      RowValues<T, kWidth, kVecs> values;
+      values.unpack_shared(x, share);
+      const float sum = group_sum(values.sum(pivot, share), group, scratch[i & 1][0]);
       moments.mean = pivot + sum * inverse_slice_cols;
       // Behind that barrier nobody reads the row of 1 + lag iterations ago any more.
       if (group.thread == 0 && i >= 1 + lag) {
@@ -94,42 +92,33 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (refill < work.rows) fill(freed.stage, work.row(refill));
         freed.advance(layout.stages);
       }
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) total[j] = 0;
-#pragma unroll 2
-      for (int v = group.thread; v < vectors; v += group.threads) {
-        float values[kWidth];
-        unpack(values, load_plain<X, kWidth>(x + v * kWidth));
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          const float d = values[j] - moments.mean;
-          total[j] += d * d;
-        }
-      }
-      moments.m2 = group_sum(tree_sum(total), group, scratch[i & 1][1], collect_last);
-      if (lag == 1 && group.thread == 0) {
+      moments.m2 = group_sum(values.squared_deviations(moments.mean, share), group, scratch[i & 1][1]);
+      if (lag > 0 && group.thread == 0) {
         publish(slots + work.row(i) * layout.blocks_per_row + work.slice,
                 {moments.mean, moments.m2});
       }
-    } else {
-      collect_last();
-      group.sync();
     }
     if (i < lag) continue;
     const int64_t row = work.row(i - lag);
-    if (lag == 1) moments = combined[i & 1];
+    if (lag > 0) {
+      meet_collector(layout.threads);
+      moments = combined[(i - lag) % kCollected];
+    }
     const float mean = moments.mean;
     const float rstd = reciprocal_sqrt(moments.m2 * p.inverse_cols.rounded + p.eps.rounded);
     if (group.thread == 0 && work.slice == 0) store_statistics(p, row, mean, rstd);
     const X* x = ring + second_read.stage * layout.slice_cols;
     Y* y = static_cast<Y*>(p.y) + row * p.cols + work.first_col;
-#pragma unroll 2
-    for (int v = group.thread; v < vectors; v += group.threads) {
-      const int col = v * kWidth;
-      float w[kWidth], b[kWidth];
-      load_shared_param(w, weight, col, has_weight, 1.0f);
-      load_shared_param(b, bias, col, has_bias, 0.0f);
-      finish<T, kWidth>(p, y, col, load_plain<X, kWidth>(x + col), mean, rstd, w, b);
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      if (share.has(k)) {
+        const int col = share.vector(k) * kWidth;
+        float values[kWidth], w[kWidth], b[kWidth];
+        unpack(values, load_plain<X, kWidth>(x + col));
+        load_param<true>(w, weight, has_weight, col, 1.0f);
+        load_param<true>(b, bias, has_bias, col, 0.0f);
+        finish<T, kFused>(p, y, col, values, mean, rstd, w, b);
+      }
     }
     second_read.advance(layout.stages);
   }
@@ -149,8 +138,15 @@ cudaError_t launch_layer_norm_forward_split(const ForwardParams& params, const D
     if constexpr (std::is_same_v<typename T::X, double>) {
       return cudaErrorInvalidValue;
     } else {
-      const auto kernel = layer_norm_forward_split_kernel<T, 16 / sizeof(typename T::X)>;
-      return launch<true>(kernel, plan, plan.threads, stream, params, SliceLayout(plan));
+      return dispatch_bool<true>(params.has_epilogue, [&](auto fused) {
+        return dispatch_vecs<4, 8>(plan.vecs, [&](auto vecs) {
+          const auto kernel = layer_norm_forward_split_kernel<T, 16 / sizeof(typename T::X), vecs(),
+                                                              fused()>;
+          const int collector = plan.blocks_per_row > 1 ? kWarpSize : 0;
+          return launch<true>(kernel, plan, plan.threads + collector, stream, params,
+                              SliceLayout(plan));
+        });
+      });
     }
   });
 }

@@ -9,6 +9,9 @@ namespace {
 
 constexpr int kForwardThreads = 512;
 constexpr int kBackwardThreads = 256;
+constexpr int kFinishThreads = 256;
+constexpr int kFinishVecs = 4;
+constexpr int kRowsPerBlock = 8;
 
 // Chunk `blockIdx.x % chunks` of row `blockIdx.x / chunks`.
 struct ChunkWork {
@@ -31,57 +34,106 @@ __global__ void __launch_bounds__(kForwardThreads)
   __shared__ Acc scratch[2][kMaxWarps];
   const Group group;
   const ChunkWork work(blockIdx.x, chunks, chunk_cols, p.cols);
-  const int first = work.first_col / kWidth + group.thread;
-  const int vectors = (work.first_col + work.cols) / kWidth;
+  const Share share = {group.thread, group.threads, work.cols / kWidth};
 
-  RowShare<T, kWidth, kVecs> share;
-  share.load(p, work.row, first, group.threads, vectors);
-  const Acc pivot = first_element<T>(p, work.row);
-  const Acc sum = group_sum(share.sum(pivot, first, group.threads, vectors), group, scratch[0]);
-  const Acc mean = pivot + sum / Acc(work.cols);
-  const Acc m2 = group_sum(share.squared_deviations(mean, first, group.threads, vectors), group,
-                           scratch[1]);
+  const ForwardRow<T> place(p, work.row, work.first_col);
+  LoadedRow<T, kWidth, kVecs, true> loaded;
+  loaded.load(place, share);
+  RowValues<T, kWidth, kVecs> values;
+  values.unpack_row(loaded, place, share);
+  const Acc pivot = place.first_element();
+  const Acc mean =
+      pivot + group_sum(values.sum(pivot, share), group, scratch[0]) / Acc(work.cols);
+  const Acc m2 = group_sum(values.squared_deviations(mean, share), group, scratch[1]);
   if (group.thread == 0) {
     static_cast<Moments<Acc>*>(p.workspace)[work.row * chunks + work.chunk] = {mean, m2};
   }
 }
 
-template <typename T, int kWidth, int kVecs>
-__global__ void __launch_bounds__(kForwardThreads)
-    layer_norm_forward_stream_kernel(const ForwardParams p, const int chunks,
-                                     const int chunk_cols) {
+// One warp a row: mean and rstd from the moments of its chunks, to the workspace for the last kernel
+// and to the outputs.
+template <typename T>
+__global__ void __launch_bounds__(kWarpSize)
+    layer_norm_forward_stream_totals_kernel(const ForwardParams p, const int chunks,
+                                            const int chunk_cols, const int64_t totals_offset) {
   using Acc = typename T::Acc;
-  using X = typename T::X;
-  __shared__ Moments<Acc> combined;
-  const Group group;
-  // Last blocks first: what the first kernel read last may still be in L2.
-  const ChunkWork work(int64_t{gridDim.x} - 1 - blockIdx.x, chunks, chunk_cols, p.cols);
-  const int first = work.first_col / kWidth + group.thread;
-  const int vectors = (work.first_col + work.cols) / kWidth;
+  const int64_t row = blockIdx.x;
+  const auto* sums = static_cast<const Moments<Acc>*>(p.workspace) + row * chunks;
+  auto* totals = reinterpret_cast<Pair<Acc>*>(static_cast<char*>(p.workspace) + totals_offset);
+  const Acc inverse_cols = p.inverse_cols.as<Acc>();
+  const auto moments =
+      warp_combine([&](int c) { return sums[c]; }, chunks, chunk_cols, p.cols, inverse_cols);
+  if (threadIdx.x == 0) {
+    const Acc rstd = reciprocal_sqrt(moments.m2 * inverse_cols + p.eps.as<Acc>());
+    totals[row].first = moments.mean;
+    totals[row].second = rstd;
+    store_statistics(p, row, moments.mean, rstd);
+  }
+}
 
-  RowShare<T, kWidth, kVecs> share;
-  if (p.residual == nullptr) {
-    share.load(p, work.row, first, group.threads, vectors);
-  } else {
-    const X* x = static_cast<const X*>(p.residual_out) + work.row * p.cols;
-    share.load(x, first, group.threads, vectors);
+// Each block keeps the weight and bias of its columns in registers for kRowsPerBlock rows: reading
+// them anew for every row costs as much of L2's throughput as x and y.
+template <typename T, int kWidth, bool kFused>
+__global__ void __launch_bounds__(kFinishThreads)
+    layer_norm_forward_stream_kernel(const ForwardParams p, const int chunks,
+                                     const int64_t totals_offset) {
+  using Acc = typename T::Acc;
+  using W = typename T::W;
+  constexpr int kChunkCols = kFinishThreads * kFinishVecs * kWidth;
+  const int first_col = static_cast<int>(blockIdx.x % chunks) * kChunkCols;
+  const Share share = {static_cast<int>(threadIdx.x), kFinishThreads,
+                       min(kChunkCols, p.cols - first_col) / kWidth};
+  // Last rows first: what the first kernel read last may still be in L2.
+  const int64_t set = gridDim.x / chunks - 1 - blockIdx.x / chunks;
+  const int64_t first_row = set * kRowsPerBlock;
+  const int rows = static_cast<int>(min(int64_t{kRowsPerBlock}, p.rows - first_row));
+  const auto* totals =
+      reinterpret_cast<const Pair<Acc>*>(static_cast<const char*>(p.workspace) + totals_offset);
+
+  const auto place_of = [&](int r) {
+    ForwardRow<T> place(p, first_row + r, first_col);
+    if (place.residual != nullptr) {
+      place.input = place.residual_out;
+      place.residual = nullptr;
+    }
+    return place;
+  };
+  ForwardRow<T> place = place_of(rows - 1);
+  LoadedRow<T, kWidth, kFinishVecs, false> next;
+  next.load(place, share);
+  Vec<W, kWidth> weight[kFinishVecs], bias[kFinishVecs];
+#pragma unroll
+  for (int k = 0; k < kFinishVecs; ++k) {
+    weight[k] = load_param_vec<false, W, kWidth>(
+        place.weight, place.weight != nullptr && share.has(k), share.vector(k) * kWidth, 1.0f);
+    bias[k] = load_param_vec<false, W, kWidth>(
+        place.bias, place.bias != nullptr && share.has(k), share.vector(k) * kWidth, 0.0f);
   }
-  if (group.warp() == 0) {
-    const auto* sums = static_cast<const Moments<Acc>*>(p.workspace) + work.row * chunks;
-    const auto moments = warp_combine([&](int c) { return sums[c]; }, chunks, chunk_cols, p.cols,
-                                      p.inverse_cols.as<Acc>());
-    if (group.lane() == 0) combined = moments;
+  for (int r = rows - 1; r >= 0; --r) {
+    RowValues<T, kWidth, kFinishVecs> values;
+    values.unpack_row(next, place, share);
+    typename T::Y* y = place.y;
+    if (r > 0) {
+      place = place_of(r - 1);
+      next.load(place, share);
+    }
+    const Pair<Acc> total = totals[first_row + r];
+#pragma unroll
+    for (int k = 0; k < kFinishVecs; ++k) {
+      if (share.has(k)) {
+        Acc w[kWidth], b[kWidth];
+        unpack(w, weight[k]);
+        unpack(b, bias[k]);
+        finish<T, kFused>(p, y, share.vector(k) * kWidth, values.x[k], total.first, total.second,
+                          w, b);
+      }
+    }
   }
-  group.sync();
-  const Acc mean = combined.mean;
-  const Acc rstd = reciprocal_sqrt(combined.m2 * p.inverse_cols.as<Acc>() + p.eps.as<Acc>());
-  if (group.thread == 0 && work.chunk == 0) store_statistics(p, work.row, mean, rstd);
-  finish_row(p, work.row, share, 0, first, group.threads, vectors, mean, rstd);
 }
 
 // Each block owns the columns of one chunk for the rows set, set + sets, ...: their dweight and
 // dbias, and the chunk's share of the two sums of each of those rows.
-template <typename T, int kWidth, int kVecs>
+template <typename T, int kWidth, int kVecs, bool kEpilogue>
 __global__ void __launch_bounds__(kBackwardThreads)
     layer_norm_backward_stream_sums_kernel(const BackwardParams p, const int chunks,
                                            const int chunk_cols, const int partials,
@@ -124,9 +176,9 @@ __global__ void __launch_bounds__(kBackwardThreads)
       const int v = first + k * group.threads;
       if (v < vectors) {
         Acc w[kWidth], b[kWidth];
-        load_param(w, weight, v * kWidth, Acc(1));
-        load_param(b, bias, v * kWidth, Acc(0));
-        const Gradients<T, kWidth> gradients(p, x[k], dy[k], mean, rstd, w, b);
+        load_param(w, weight, v * kWidth, 1.0f);
+        load_param(b, bias, v * kWidth, 0.0f);
+        const Gradients<T, kWidth, kEpilogue> gradients(p, x[k], dy[k], mean, rstd, w, b);
         gradients.add_sums(sums);
         gradients.add_dparams(dweight[k], dbias[k]);
       }
@@ -167,7 +219,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   }
 }
 
-template <typename T, int kWidth, int kVecs>
+template <typename T, int kWidth, int kVecs, bool kEpilogue>
 __global__ void __launch_bounds__(kBackwardThreads)
     layer_norm_backward_stream_kernel(const BackwardParams p, const int chunks,
                                       const int chunk_cols, const int64_t totals_offset) {
@@ -197,15 +249,16 @@ __global__ void __launch_bounds__(kBackwardThreads)
   const Acc mean = static_cast<const Acc*>(p.mean)[row];
   const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
   const Pair<Acc> means = totals[row];
+  const DxRow<X> dx_row(p, row, 0);
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     const int v = first + k * kBackwardThreads;
     if (v < vectors) {
       Acc w[kWidth], b[kWidth];
-      load_param(w, weight, v * kWidth, Acc(1));
-      load_param(b, bias, v * kWidth, Acc(0));
-      const Gradients<T, kWidth> gradients(p, x[k], dy[k], mean, rstd, w, b);
-      store_dx<T>(p, row, v * kWidth, gradients.xhat, gradients.g, means, rstd);
+      load_param(w, weight, v * kWidth, 1.0f);
+      load_param(b, bias, v * kWidth, 0.0f);
+      const Gradients<T, kWidth, kEpilogue> gradients(p, x[k], dy[k], mean, rstd, w, b);
+      dx_row.store(v * kWidth, gradients.xhat, gradients.g, means, rstd);
     }
   }
 }
@@ -223,13 +276,22 @@ cudaError_t launch_layer_norm_forward_stream(const ForwardParams& params, const 
     using T = decltype(t);
     return dispatch_width<T>(plan.width, [&](auto width) {
       constexpr int kVecs = width() == 1 ? 16 : 8;
-      const auto start = [&](auto kernel) {
-        return launch(kernel, plan, kForwardThreads, stream, params, plan.blocks_per_row,
-                      plan.slice_cols);
-      };
-      const cudaError_t error = start(layer_norm_forward_stream_sums_kernel<T, width(), kVecs>);
+      cudaError_t error =
+          launch(layer_norm_forward_stream_sums_kernel<T, width(), kVecs>, plan, kForwardThreads,
+                 stream, params, plan.blocks_per_row, plan.slice_cols);
       if (error != cudaSuccess) return error;
-      return start(layer_norm_forward_stream_kernel<T, width(), kVecs>);
+      error = launch(layer_norm_forward_stream_totals_kernel<T>, with_blocks(plan, params.rows),
+                     kWarpSize, stream, params, plan.blocks_per_row, plan.slice_cols,
+                     plan.totals_offset);
+      if (error != cudaSuccess) return error;
+      constexpr int kChunkCols = kFinishThreads * kFinishVecs * width();
+      const int chunks = (params.cols - 1) / kChunkCols + 1;
+      const int64_t sets = (params.rows - 1) / kRowsPerBlock + 1;
+      return dispatch_bool<true>(params.has_epilogue, [&](auto fused) {
+        return launch(layer_norm_forward_stream_kernel<T, width(), fused()>,
+                      with_blocks(plan, sets * chunks), kFinishThreads, stream, params, chunks,
+                      plan.totals_offset);
+      });
     });
   });
 }
@@ -239,18 +301,21 @@ cudaError_t launch_layer_norm_backward_stream(const BackwardParams& params, cons
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<T>(plan.width, [&](auto width) {
-      constexpr int kVecs = 16 / width();
-      const int chunks = plan.blocks_per_row;
-      cudaError_t error = launch(layer_norm_backward_stream_sums_kernel<T, width(), kVecs>, plan,
-                                 kBackwardThreads, stream, params, chunks, plan.slice_cols,
-                                 plan.partials, plan.dparams_offset);
-      if (error != cudaSuccess || params.dx == nullptr) return error;
-      error = launch(layer_norm_backward_stream_totals_kernel<T>, with_blocks(plan, params.rows),
-                     kBackwardThreads, stream, params, chunks, plan.totals_offset);
-      if (error != cudaSuccess) return error;
-      return launch(layer_norm_backward_stream_kernel<T, width(), kVecs>,
-                    with_blocks(plan, params.rows * chunks), kBackwardThreads, stream, params,
-                    chunks, plan.slice_cols, plan.totals_offset);
+      return dispatch_bool<true>(params.has_epilogue, [&](auto epilogue) {
+        constexpr int kVecs = 16 / width();
+        const int chunks = plan.blocks_per_row;
+        cudaError_t error = launch(
+            layer_norm_backward_stream_sums_kernel<T, width(), kVecs, epilogue()>, plan,
+            kBackwardThreads, stream, params, chunks, plan.slice_cols, plan.partials,
+            plan.dparams_offset);
+        if (error != cudaSuccess || params.dx == nullptr) return error;
+        error = launch(layer_norm_backward_stream_totals_kernel<T>, with_blocks(plan, params.rows),
+                       kBackwardThreads, stream, params, chunks, plan.totals_offset);
+        if (error != cudaSuccess) return error;
+        return launch(layer_norm_backward_stream_kernel<T, width(), kVecs, epilogue()>,
+                      with_blocks(plan, params.rows * chunks), kBackwardThreads, stream, params,
+                      chunks, plan.slice_cols, plan.totals_offset);
+      });
     });
   });
 }

@@ -352,6 +352,7 @@ ForwardResult forward(const Tensor& input, const std::optional<Tensor>& residual
     problem.weight = data_types.weight;
     problem.y = data_types.y;
     problem.residual = residual.has_value();
+    problem.has_epilogue = act != Activation::kNone || scale != 1.0;
     const int64_t least = std::min(size_of(problem.x), size_of(problem.y));
     problem.aligned = rows.aligned() && (!residual_rows || residual_rows->aligned()) &&
                       shape.cols * least % int64_t{kAlignment} == 0;
@@ -377,7 +378,7 @@ ForwardResult forward(const Tensor& input, const std::optional<Tensor>& residual
     params.inverse_cols = Scalar(1.0 / static_cast<double>(shape.cols));
     params.eps = Scalar(eps);
     params.scale = Scalar(scale);
-    params.has_epilogue = act != Activation::kNone || scale != 1.0;
+    params.has_epilogue = problem.has_epilogue;
     params.activation = act;
     std::optional<Tensor> workspace;
     if (plan.workspace_bytes > 0) {
@@ -489,6 +490,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     problem.y = data_types.y;
     problem.backward = true;
     problem.needs_dparams = needs_dweight || needs_dbias;
+    problem.has_epilogue = act != Activation::kNone || scale != 1.0;
     const int64_t least = std::min(size_of(problem.x), size_of(problem.y));
     problem.aligned = x_rows.aligned() && dy_rows.aligned() &&
                       (!dresidual_rows || dresidual_rows->aligned()) &&
@@ -515,7 +517,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     params.cols = static_cast<int32_t>(shape.cols);
     params.inverse_cols = Scalar(1.0 / static_cast<double>(shape.cols));
     params.scale = Scalar(scale);
-    params.has_epilogue = act != Activation::kNone || scale != 1.0;
+    params.has_epilogue = problem.has_epilogue;
     params.activation = act;
     std::optional<Tensor> workspace;
     if (plan.workspace_bytes > 0) {

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kWarpSize* kMaxRowsOfThreads)
       reinterpret_cast<const Acc*>(static_cast<const char*>(p.workspace) + dparams_offset);
   const auto* dbias_partial = dweight_partial + int64_t{partials} * p.cols;
 
-  Pair<Acc> sum = {0, 0};
+  Pair<Acc> sum;
   if (col < p.cols) {
 #pragma unroll 4
     for (int i = y; i < partials; i += threads_y) {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
+#include <vector>
 
 namespace fused_layernorm {
 namespace {
@@ -13,8 +14,12 @@ namespace {
 constexpr int kWarpSize = 32;
 // 512 threads leave each 128 registers for the running dweight and dbias of its columns.
 constexpr int kBackwardThreads = 512;
+// One warp of a block of a split row collects the row's sums.
+constexpr int kSplitBackwardThreads = kBackwardThreads - kWarpSize;
+constexpr int kWarpForwardThreads = 256;
 constexpr int kMaxGroups = 8;
 constexpr int kMaxStages = 8;
+constexpr int kRowsPerSet = 8;
 // Static shared memory, barriers included, and what the driver reserves in a block.
 constexpr int kReservedSharedMemory = 2048;
 
@@ -54,7 +59,15 @@ int power_of_two_from(int64_t n) {
 
 // The vectors a thread owns are a power of two: that many kernels are compiled, not more.
 int most_warp_vecs(const Problem& problem, int width) {
-  return std::min(8, (problem.backward ? kWarpBackwardColsPerLane : 64) / width);
+  if (problem.backward) return most_warp_backward_vecs(width);
+  return width == 1 ? 8 : 4;
+}
+
+// Few lanes with several vectors each make a shuffle serve more columns: what half precision needs,
+// where arithmetic is the bound. In float32 it is loads of whole 128-byte lines.
+int wanted_warp_vecs(const Problem& problem, int width) {
+  if (width == 1) return 4;
+  return !problem.backward && size_of(problem.x) == 4 ? 1 : 4;
 }
 
 Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t vectors,
@@ -62,45 +75,54 @@ Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t 
   Plan plan;
   plan.strategy = Strategy::kWarp;
   plan.width = width;
-  // Few lanes with four vectors each: a shuffle then serves more columns.
-  const int vecs = std::min(forced.number("vecs", 4), most_warp_vecs(problem, width));
+  const int vecs = std::min(forced.number("vecs", wanted_warp_vecs(problem, width)),
+                            most_warp_vecs(problem, width));
   plan.threads = std::min(kWarpSize, power_of_two_from(ceil_div(vectors, vecs)));
-  plan.vecs = power_of_two_from(ceil_div(vectors, plan.threads));
+  plan.vecs = static_cast<int>(ceil_div(vectors, plan.threads));
+  if (problem.backward || width == 1) plan.vecs = power_of_two_from(plan.vecs);
   plan.slice_cols = static_cast<int>(problem.cols);
-  // Rows that one group of lanes loads before the first use: four 16-byte loads in flight.
-  const int rows_at_once = plan.vecs == 1 ? 4 : plan.vecs == 2 ? 2 : 1;
-  const int block_threads = problem.backward ? kBackwardThreads : 256;
+  const int block_threads = problem.backward ? kBackwardThreads : kWarpForwardThreads;
   plan.groups = block_threads / plan.threads;
-  plan.blocks = ceil_div(problem.rows, int64_t{plan.groups} * rows_at_once);
+  plan.blocks = ceil_div(problem.rows, plan.groups);
   if (problem.backward) {
     plan.blocks = std::min<int64_t>(plan.blocks, device.sms);
-    plan.shared_bytes = static_cast<int>(2 * problem.cols * std::max(4, size_of(problem.x)));
+    constexpr int kWarps = kBackwardThreads / kWarpSize;
+    plan.shared_bytes =
+        static_cast<int>(2 * kWarps * problem.cols * std::max(4, size_of(problem.x)));
   }
   return plan;
 }
 
-// Forward: the row stays in the registers of one block.
-bool fits_forward_block(int width, int64_t vectors) {
-  return vectors <= int64_t{1024} * (width == 1 ? 16 : 4);
-}
-
-Plan forward_block_plan(const Problem& problem, int width, int64_t vectors, const Forced& forced) {
-  Plan plan;
-  plan.strategy = Strategy::kBlock;
-  plan.width = width;
-  int vecs = width == 1 ? (vectors <= 8 * 512 ? 8 : 16) : 4;
-  vecs = forced.number("vecs", vecs);
-  plan.vecs = vecs;
-  plan.threads = static_cast<int>(round_up(ceil_div(vectors, vecs), kWarpSize));
-  plan.blocks = problem.rows;
-  plan.slice_cols = static_cast<int>(problem.cols);
-  return plan;
+// Forward: a row stays in the registers of one block. The number of vectors a thread that leaves
+// the fewest places empty; four if there is a choice.
+std::optional<Plan> forward_block_plan(const Problem& problem, int width, int64_t vectors,
+                                       const Forced& forced) {
+  std::optional<Plan> best;
+  int64_t best_places = 0;
+  for (int vecs : width == 1 ? std::vector<int>{8, 16} : std::vector<int>{4, 5, 3, 8}) {
+    Plan plan;
+    plan.strategy = Strategy::kBlock;
+    plan.width = width;
+    plan.vecs = forced.number("vecs", vecs);
+    plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
+    const int64_t places = int64_t{plan.threads} * plan.vecs;
+    const bool last_resort = vecs == 8 || vecs == 16;
+    if (plan.threads > most_forward_threads(plan.vecs) || (best && last_resort)) continue;
+    if (best && places >= best_places) continue;
+    plan.blocks = problem.rows;
+    plan.slice_cols = static_cast<int>(problem.cols);
+    best = plan;
+    best_places = places;
+  }
+  return best;
 }
 
 // Persistent blocks: `sms` of them in sets of `blocks_per_row`, as many sets as there is work for.
 void lay_out_slices(Plan& plan, const Problem& problem, const Device& device) {
   const int64_t sets = device.sms / plan.blocks_per_row;
-  const int64_t needed = ceil_div(problem.rows, plan.groups);
+  // Few rows: the sums of each set's dweight and dbias cost as much as some rows.
+  const int rows_per_set = problem.backward ? std::max(plan.groups, kRowsPerSet) : plan.groups;
+  const int64_t needed = ceil_div(problem.rows, rows_per_set);
   plan.blocks = std::max<int64_t>(1, std::min(sets, needed)) * plan.blocks_per_row;
 }
 
@@ -113,6 +135,13 @@ int slice_of(int64_t cols, int blocks_per_row, const Problem& problem, int width
 // Widening the slices' number to what the device's blocks allow keeps every multiprocessor busy.
 int widen(int blocks_per_row, int sms) {
   return std::min(kMaxBlocksPerRow, sms / (sms / blocks_per_row));
+}
+
+// The meeting takes about 2 us: where slices are so short that a ring holds five, a row's sums are
+// given two rows' time. A ring holds the rows that wait, the one in work and one on its way.
+int lag_of(const Plan& plan, const Forced& forced) {
+  if (plan.blocks_per_row == 1) return 0;
+  return forced.number("lag", plan.stages >= 5 || !plan.bulk ? 2 : 1);
 }
 
 // Forward: slices of a row in shared memory, `stages` rows of them, beside the slices of the
@@ -140,13 +169,17 @@ std::optional<Plan> forward_split_plan(const Problem& problem, const Device& dev
     const int64_t params = int64_t{2} * slice * size_of(problem.weight);
     const int64_t row = int64_t{slice} * size_of(problem.x);
     const int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / row);
-    if (params + row > available || stages < 3) continue;
+    // Three, where arithmetic is the bound; float32 rows gain from a longer lag.
+    const int least_stages = size_of(problem.x) == 4 ? 5 : 3;
+    if (params + row > available || stages < least_stages) continue;
     plan.stages = forced.number("stages", static_cast<int>(stages));
     plan.slice_cols = slice;
     plan.bulk = true;
-    plan.threads = static_cast<int>(
-        std::min<int64_t>(1024, round_up(ceil_div(slice, width), kWarpSize)));
-    plan.threads = forced.number("threads", plan.threads);
+    plan.lag = lag_of(plan, forced);
+    const int64_t vectors = ceil_div(slice, width);
+    plan.vecs = forced.number("vecs", vectors <= 4 * kSplitForwardThreads ? 4 : 8);
+    plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
+    if (plan.threads > kSplitForwardThreads) continue;
     plan.shared_bytes = static_cast<int>(plan.stages * row + params);
     lay_out_slices(plan, problem, device);
     plan.workspace_bytes = plan.blocks_per_row > 1 ? problem.rows * plan.blocks_per_row * 8 : 0;
@@ -164,7 +197,9 @@ Plan forward_stream_plan(const Problem& problem, int width) {
   plan.slice_cols = plan.threads * plan.vecs * width;
   plan.blocks_per_row = static_cast<int>(ceil_div(problem.cols, plan.slice_cols));
   plan.blocks = problem.rows * plan.blocks_per_row;
-  plan.workspace_bytes = plan.blocks * 2 * std::max(4, size_of(problem.x));
+  const int64_t pair = 2 * std::max(4, size_of(problem.x));
+  plan.totals_offset = round_up(plan.blocks * pair, 256);
+  plan.workspace_bytes = plan.totals_offset + problem.rows * pair;
   return plan;
 }
 
@@ -175,6 +210,9 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
   // Single elements take more registers each.
   const int max_vecs = width == 1 ? 16 : kBackwardColsPerThread / width;
   const int64_t block_cols = int64_t{kBackwardThreads} * max_vecs * width;
+  const auto most_threads = [](int blocks_per_row) {
+    return blocks_per_row > 1 ? kSplitBackwardThreads : kBackwardThreads;
+  };
   const bool may_bulk = device.capability >= 90 && width > 1 && problem.x != DataType::kFloat64 &&
                         forced.number("bulk", 1) != 0;
   const int available = device.shared_memory - kReservedSharedMemory;
@@ -193,22 +231,37 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     plan.slice_cols = slice_of(problem.cols, plan.blocks_per_row, problem, width);
     if (int64_t{plan.slice_cols} * (plan.blocks_per_row - 1) >= problem.cols) continue;
     const int64_t vectors = ceil_div(plan.slice_cols, width);
-    // The fewest columns a thread with at most 512 threads on a row.
-    int vecs = width == 1 || plan.blocks_per_row > 1 ? max_vecs / 2 : std::max(1, 8 / width);
-    while (vecs < max_vecs && ceil_div(vectors, vecs) > kBackwardThreads) vecs *= 2;
+    // Sixteen columns a thread where one block has a row: more and shorter threads pay more for
+    // the reductions (32768 x 4096 bfloat16: 229 us against 276 with eight), and beyond xhat and g
+    // have no registers.
+    int vecs = std::max(1, max_vecs / 2);
+    const auto places = [&](int each) { return round_up(ceil_div(vectors, each), kWarpSize) * each; };
+    // Fewer where that leaves many fewer places empty (32768 x 768 bfloat16: 62 us against 66).
+    if (vecs > 1 && plan.blocks_per_row == 1 && 6 * places(vecs / 2) < 5 * places(vecs) &&
+        ceil_div(vectors, vecs / 2) <= kBackwardThreads && width > 1) {
+      vecs /= 2;
+    }
+    while (vecs < max_vecs && ceil_div(vectors, vecs) > most_threads(plan.blocks_per_row)) vecs *= 2;
     if (problem.x == DataType::kFloat64 && width > 1) vecs = max_vecs;
     plan.vecs = forced.number("vecs", vecs);
     plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
-    if (plan.threads > kBackwardThreads) continue;
+    if (plan.threads > most_threads(plan.blocks_per_row)) continue;
     plan.groups = plan.blocks_per_row > 1
                       ? 1
                       : std::min(kMaxGroups, std::max(1, kBackwardThreads / plan.threads));
+    plan.groups = static_cast<int>(std::min<int64_t>(plan.groups, std::max<int64_t>(1, problem.rows)));
     plan.groups = forced.number("groups", plan.groups);
     const int acc = std::max(4, size_of(problem.x));
-    const int64_t sums = plan.groups > 1 ? int64_t{2} * plan.slice_cols * acc : 0;
+    const int64_t sums = plan.groups > 1 ? int64_t{2} * plan.groups * plan.vecs * width *
+                                               group_sums_pitch(plan.threads) * acc
+                                         : 0;
     plan.shared_bytes = static_cast<int>(sums);
-    if (may_bulk) {
-      const int64_t params = round_up(int64_t{2} * plan.slice_cols * size_of(problem.weight), 16);
+    // A ring pays from the second row on.
+    const bool bulk =
+        may_bulk && (plan.blocks_per_row > 1 || problem.rows > int64_t{2} * plan.groups);
+    if (bulk) {
+      const int64_t params = round_up(
+          int64_t{problem.has_epilogue ? 2 : 1} * plan.slice_cols * size_of(problem.weight), 16);
       const int64_t stage =
           int64_t{plan.slice_cols} * (size_of(problem.x) + size_of(problem.y)) * plan.groups;
       int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / stage);
@@ -221,9 +274,9 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
       plan.bulk = true;
       plan.stages = static_cast<int>(stages);
       plan.shared_bytes = static_cast<int>(std::max(sums, params + plan.stages * stage));
-    } else if (sums > available) {
-      continue;
     }
+    if (sums > available) continue;
+    plan.lag = lag_of(plan, forced);
     lay_out_slices(plan, problem, device);
     return plan;
   }
@@ -291,7 +344,7 @@ Plan make_plan(const Problem& problem, const Device& device) {
     plan = warp_plan(problem, device, width, vectors, forced);
   }
   if (!problem.backward) {
-    if (!plan && wanted(Strategy::kBlock) && fits_forward_block(width, vectors)) {
+    if (!plan && wanted(Strategy::kBlock)) {
       plan = forward_block_plan(problem, width, vectors, forced);
     }
     if (!plan && wanted(Strategy::kSplit)) {
@@ -343,6 +396,7 @@ std::string describe(const Plan& plan) {
        << ", \"groups\": " << plan.groups << ", \"blocks_per_row\": " << plan.blocks_per_row
        << ", \"slice_cols\": " << plan.slice_cols << ", \"blocks\": " << plan.blocks
        << ", \"bulk\": " << (plan.bulk ? "true" : "false") << ", \"stages\": " << plan.stages
+       << ", \"lag\": " << plan.lag
        << ", \"shared_bytes\": " << plan.shared_bytes << ", \"partials\": " << plan.partials
        << ", \"workspace_bytes\": " << plan.workspace_bytes << "}";
   return json.str();

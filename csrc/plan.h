@@ -13,10 +13,16 @@ namespace fused_layernorm {
 
 enum class DataType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
 
-// Registers: a thread of backward keeps the running dweight and dbias of its columns.
-constexpr int kWarpBackwardColsPerLane = 16;
+// Registers: a thread of backward keeps the running dweight and dbias of its columns; in the warp
+// kernel, which also has the next row in registers, of so many vectors.
+constexpr int most_warp_backward_vecs(int width) { return width == 1 ? 8 : 2; }
 constexpr int kBackwardColsPerThread = 32;
+// Elements between the places of a thread when groups of threads add up their dweight and dbias.
+constexpr int group_sums_pitch(int group_threads) { return group_threads + 4; }
 constexpr int kKeptColsPerThread = 16;  // where it keeps xhat and g of a row beside them
+// Forward keeps a row in registers: up to five vectors a thread take 64, eight 128.
+constexpr int most_forward_threads(int vecs) { return vecs <= 5 ? 1024 : 512; }
+constexpr int kSplitForwardThreads = 992;
 // A device with more multiprocessors than this leaves some out of its longest rows.
 constexpr int kMaxBlocksPerRow = 160;
 
@@ -47,6 +53,7 @@ struct Problem {
   bool backward = false;
   bool residual = false;       // forward: a second input
   bool needs_dparams = true;   // backward: dweight or dbias is asked for
+  bool has_epilogue = false;   // an activation, or a scale that is not 1
 };
 
 struct Plan {
@@ -60,13 +67,14 @@ struct Plan {
   int64_t blocks = 1;      // of the main kernel; persistent in backward and kSplit
   bool bulk = false;       // rows come to shared memory by Hopper's bulk copies
   int stages = 0;          // bulk: rows (row slices) that a group keeps in flight
+  int lag = 0;             // kSplit: rows between publishing a row's sums and collecting them
   int shared_bytes = 0;    // dynamic shared memory of a block
   int partials = 1;        // backward: float sums of dweight and dbias to be added up
   int64_t workspace_bytes = 0;
 
   // Offsets into the workspace.
   int64_t dparams_offset = 0;  // backward: [dweight, dbias][partials][cols]
-  int64_t totals_offset = 0;   // backward kStream: the two sums of every row
+  int64_t totals_offset = 0;   // kStream: the two sums of every row
 };
 
 // Throws std::invalid_argument, in one sentence, if a forced strategy cannot run the problem.

@@ -14,8 +14,10 @@ constexpr int kMaxWarps = 32;
 // Sum over `lanes` neighbouring lanes (a power of two up to 32); every lane gets it.
 template <typename Acc>
 __device__ __forceinline__ Acc lanes_sum(Acc v, int lanes) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2) {
-    v += __shfl_xor_sync(kFullWarp, v, offset);
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+    const Acc other = __shfl_xor_sync(kFullWarp, v, offset);
+    if (offset < lanes) v += other;
   }
   return v;
 }
@@ -52,7 +54,7 @@ struct Group {
 
 template <typename Acc>
 struct Pair {
-  Acc first, second;
+  Acc first = 0, second = 0;
 
   __device__ __forceinline__ Pair& operator+=(const Pair& other) {
     first += other.first;
@@ -66,24 +68,34 @@ __device__ __forceinline__ Pair<Acc> warp_sum(Pair<Acc> v) {
   return {warp_sum(v.first), warp_sum(v.second)};
 }
 
-// Sum over a group; every thread gets it. One barrier; `scratch` holds a value per warp of the
-// group and must not be written again before another barrier of the group. `before_barrier` is
-// called by every thread in front of the barrier.
-template <typename Value, typename BeforeBarrier>
-__device__ __forceinline__ Value group_sum(Value v, const Group& group, Value* scratch,
-                                           const BeforeBarrier& before_barrier) {
-  v = warp_sum(v);
-  if (group.lane() == 0) scratch[group.warp()] = v;
-  before_barrier();
-  group.sync();
-  v = scratch[0];
-  for (int w = 1; w < group.warps(); ++w) v += scratch[w];
-  return v;
+__device__ __forceinline__ float shuffle_xor(float v, int offset) {
+  return __shfl_xor_sync(kFullWarp, v, offset);
+}
+__device__ __forceinline__ double shuffle_xor(double v, int offset) {
+  return __shfl_xor_sync(kFullWarp, v, offset);
+}
+template <typename Acc>
+__device__ __forceinline__ Pair<Acc> shuffle_xor(Pair<Acc> v, int offset) {
+  return {shuffle_xor(v.first, offset), shuffle_xor(v.second, offset)};
 }
 
+// Sum over a group; every thread gets it. One barrier; `scratch` holds a value per warp of the
+// group and must not be written again before another barrier of the group.
 template <typename Value>
 __device__ __forceinline__ Value group_sum(Value v, const Group& group, Value* scratch) {
-  return group_sum(v, group, scratch, [] {});
+  v = warp_sum(v);
+  if (group.lane() == 0) scratch[group.warp()] = v;
+  group.sync();
+  // Every lane takes part in the second sum and gets it: lanes from `span` on repeat the first.
+  const int warps = group.warps();
+  const int span = warps > 8 ? (warps > 16 ? 32 : 16) : (warps > 4 ? 8 : 4);
+  const int from = group.lane() & (span - 1);
+  v = from < warps ? scratch[from] : Value{};
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+    if (offset < span) v += shuffle_xor(v, offset);
+  }
+  return v;
 }
 
 // Mean and sum of squared deviations.
@@ -112,7 +124,7 @@ __device__ __forceinline__ Moments<Acc> warp_combine(const Part& part, int parts
   return {mean, warp_sum(m2)};
 }
 
-__device__ __forceinline__ float reciprocal_sqrt(float v) { return 1.0f / sqrtf(v); }
-__device__ __forceinline__ double reciprocal_sqrt(double v) { return 1.0 / sqrt(v); }
+__device__ __forceinline__ float reciprocal_sqrt(float v) { return rsqrtf(v); }
+__device__ __forceinline__ double reciprocal_sqrt(double v) { return rsqrt(v); }
 
 }  // namespace fused_layernorm

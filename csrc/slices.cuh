@@ -13,6 +13,8 @@ namespace fused_layernorm {
 
 constexpr int kMaxGroups = 8;
 constexpr int kMaxStages = 8;
+// Collected sums that may wait to be used: more than a plan's lag.
+constexpr int kCollected = 4;
 // Of a row: what the lanes of one warp collect. plan.cpp plans no more.
 constexpr int kSlotsPerLane = 5;
 static_assert(kMaxBlocksPerRow <= kSlotsPerLane * kWarpSize);
@@ -24,6 +26,7 @@ struct SliceLayout {
   int blocks_per_row = 1;
   int slice_cols = 0;
   int stages = 0;
+  int lag = 0;
   int partials = 1;
   int64_t dparams_offset = 0;
 
@@ -33,6 +36,7 @@ struct SliceLayout {
         blocks_per_row(plan.blocks_per_row),
         slice_cols(plan.slice_cols),
         stages(plan.stages),
+        lag(plan.lag),
         partials(plan.partials),
         dparams_offset(plan.dparams_offset) {}
 };
@@ -81,6 +85,12 @@ __device__ __forceinline__ void publish(uint64_t* slot, Pair<float> value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(slot), "l"(bits) : "memory");
 }
 
+// Beside the threads that work on rows, a block of a split row has one warp that collects. They meet
+// at a barrier of their own when a row's sums are needed.
+__device__ __forceinline__ void meet_collector(int working_threads) {
+  asm volatile("bar.sync 15, %0;" ::"r"(working_threads + kWarpSize) : "memory");
+}
+
 // The slots of a row, by one warp: others must not poll, they would hold up what is polled for.
 struct CollectedSlots {
   Pair<float> values[kSlotsPerLane];
@@ -88,8 +98,10 @@ struct CollectedSlots {
   __device__ __forceinline__ CollectedSlots(const uint64_t* slots, int count) {
     const int lane = threadIdx.x % kWarpSize;
     uint64_t bits[kSlotsPerLane];
-    bool missing;
+    bool missing = false;
     do {
+      // Polling must not crowd out what is polled for.
+      if (missing) __nanosleep(100);
       missing = false;
 #pragma unroll
       for (int i = 0; i < kSlotsPerLane; ++i) {
@@ -102,7 +114,8 @@ struct CollectedSlots {
         }
         missing |= bits[i] == kEmptySlot;
       }
-    } while (__any_sync(kFullWarp, missing));
+      missing = __any_sync(kFullWarp, missing);
+    } while (missing);
 #pragma unroll
     for (int i = 0; i < kSlotsPerLane; ++i) {
       values[i] = {__uint_as_float(static_cast<uint32_t>(bits[i])),
