@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   // [dweight, dbias][group][place in a thread][thread]. The pitch spreads neighbouring columns, which
   // are neighbouring places of one thread, over the banks.
   constexpr int kPlaces = kVecs * kWidth;
-  const int pitch = group_sums_pitch(group.threads);
+  const int pitch = group.threads + kGroupSumsPadding;
   Acc* dweight_sums = reinterpret_cast<Acc*>(shared);
   Acc* dbias_sums = dweight_sums + layout.groups * kPlaces * pitch;
   __syncthreads();

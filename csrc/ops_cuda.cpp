@@ -9,7 +9,9 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <mutex>
 #include <vector>
@@ -251,11 +253,9 @@ struct KernelTypes {
   KernelTypes(ScalarType x_type, std::optional<ScalarType> weight_type, ScalarType y_type)
       : x(x_type), weight(weight_type.value_or(x_type)), y(y_type) {
     if (x == ScalarType::Double) {
-      CHECK_ARGUMENT(weight == x, "float64 input takes a float64 weight and bias");
-      y = x;
+      weight = y = x;
       return;
     }
-    CHECK_ARGUMENT(weight != ScalarType::Double, "a float64 weight and bias take float64 input");
     if (y == ScalarType::Double || (is_half(x) && y != x)) y = ScalarType::Float;
     if (!is_half(x) || y != x) weight = ScalarType::Float;
     if (weight != x) weight = ScalarType::Float;
@@ -272,6 +272,15 @@ std::optional<ScalarType> type_of_params(const std::optional<Tensor>& weight,
   if (weight) return weight->scalar_type();
   if (bias) return bias->scalar_type();
   return std::nullopt;
+}
+
+// Parameters are of x's type, or float32 beside half precision; with a residual they may also be
+// of the input's type.
+void check_params_type(std::optional<ScalarType> params, ScalarType x, ScalarType input) {
+  const bool fits = !params || *params == x || *params == input ||
+                    (*params == ScalarType::Float && (is_half(x) || is_half(input)));
+  CHECK_ARGUMENT(fits, "weight and bias must be of the input's dtype, or float32 beside half "
+                       "precision input");
 }
 
 Tensor allocate_workspace(const Tensor& like, int64_t bytes) {
@@ -295,7 +304,11 @@ ForwardResult forward(const Tensor& input, const std::optional<Tensor>& residual
   data_type(input.scalar_type());
   data_type(y_type);
   const ScalarType x_type = residual ? residual->scalar_type() : input.scalar_type();
-  KernelTypes types(x_type, type_of_params(weight, bias), y_type);
+  const auto params_type = type_of_params(weight, bias);
+  check_params_type(params_type, x_type, input.scalar_type());
+  KernelTypes types(x_type, params_type, y_type);
+  CHECK_ARGUMENT(std::isfinite(scale), "scale must be a finite number");
+  CHECK_ARGUMENT(!std::isnan(eps), "eps must be a number");
   const Activation act = activation_of(activation);
   const CurrentDevice guard(input.get_device_index());
 

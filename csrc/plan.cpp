@@ -246,36 +246,36 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     plan.vecs = forced.number("vecs", vecs);
     plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
     if (plan.threads > most_threads(plan.blocks_per_row)) continue;
-    plan.groups = plan.blocks_per_row > 1
-                      ? 1
-                      : std::min(kMaxGroups, std::max(1, kBackwardThreads / plan.threads));
-    plan.groups = static_cast<int>(std::min<int64_t>(plan.groups, std::max<int64_t>(1, problem.rows)));
-    plan.groups = forced.number("groups", plan.groups);
-    const int acc = std::max(4, size_of(problem.x));
-    const int64_t sums = plan.groups > 1 ? int64_t{2} * plan.groups * plan.vecs * width *
-                                               group_sums_pitch(plan.threads) * acc
-                                         : 0;
-    plan.shared_bytes = static_cast<int>(sums);
-    // A ring pays from the second row on.
-    const bool bulk =
-        may_bulk && (plan.blocks_per_row > 1 || problem.rows > int64_t{2} * plan.groups);
-    if (bulk) {
-      const int64_t params = round_up(
-          int64_t{problem.has_epilogue ? 2 : 1} * plan.slice_cols * size_of(problem.weight), 16);
-      const int64_t stage =
-          int64_t{plan.slice_cols} * (size_of(problem.x) + size_of(problem.y)) * plan.groups;
-      int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / stage);
-      stages = forced.number("stages", static_cast<int>(stages));
-      // A row in work, one that waits for its sums (kSplit), one on its way.
-      const int least_stages = plan.blocks_per_row > 1 ? 3 : 2;
-      if (params + least_stages * stage > available) {
-        continue;
-      }
-      plan.bulk = true;
-      plan.stages = static_cast<int>(stages);
-      plan.shared_bytes = static_cast<int>(std::max(sums, params + plan.stages * stage));
+    const int64_t acc = std::max(4, size_of(problem.x));
+    const int64_t group_sums =
+        int64_t{2} * plan.vecs * width * (plan.threads + kGroupSumsPadding) * acc;
+    const int64_t params = round_up(
+        int64_t{problem.has_epilogue ? 2 : 1} * plan.slice_cols * size_of(problem.weight), 16);
+    const int64_t stage = int64_t{plan.slice_cols} * (size_of(problem.x) + size_of(problem.y));
+    // A row in work, one that waits for its sums (kSplit), one on its way.
+    const int least_stages = plan.blocks_per_row > 1 ? 3 : 2;
+    const auto fits = [&](int groups) {
+      return (groups == 1 || groups * group_sums <= available) &&
+             (!may_bulk || params + least_stages * stage * groups <= available);
+    };
+    int groups = plan.blocks_per_row > 1
+                     ? 1
+                     : std::min(kMaxGroups, std::max(1, kBackwardThreads / plan.threads));
+    while (groups > 1 && !fits(groups)) --groups;
+    if (!fits(groups)) continue;
+    // Up to here nothing depends on the number of rows, and nothing after it changes a row's sums.
+    groups = static_cast<int>(std::min<int64_t>(groups, std::max<int64_t>(1, problem.rows)));
+    plan.groups = forced.number("groups", groups);
+    plan.shared_bytes = static_cast<int>(plan.groups > 1 ? plan.groups * group_sums : 0);
+    // A ring pays from the third row on.
+    plan.bulk = may_bulk && (plan.blocks_per_row > 1 || problem.rows > int64_t{2} * plan.groups);
+    if (plan.bulk) {
+      const int64_t ring_stage = stage * plan.groups;
+      const int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / ring_stage);
+      plan.stages = forced.number("stages", static_cast<int>(stages));
+      plan.shared_bytes = static_cast<int>(
+          std::max<int64_t>(plan.shared_bytes, params + plan.stages * ring_stage));
     }
-    if (sums > available) continue;
     plan.lag = lag_of(plan, forced);
     lay_out_slices(plan, problem, device);
     return plan;

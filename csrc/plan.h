@@ -17,8 +17,8 @@ enum class DataType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
 // kernel, which also has the next row in registers, of so many vectors.
 constexpr int most_warp_backward_vecs(int width) { return width == 1 ? 8 : 2; }
 constexpr int kBackwardColsPerThread = 32;
-// Elements between the places of a thread when groups of threads add up their dweight and dbias.
-constexpr int group_sums_pitch(int group_threads) { return group_threads + 4; }
+// Spreads over the banks what groups of threads add up of dweight and dbias.
+constexpr int kGroupSumsPadding = 4;
 constexpr int kKeptColsPerThread = 16;  // where it keeps xhat and g of a row beside them
 // Forward keeps a row in registers: up to five vectors a thread take 64, eight 128.
 constexpr int most_forward_threads(int vecs) { return vecs <= 5 ? 1024 : 512; }
