@@ -19,7 +19,6 @@ constexpr int kSplitBackwardThreads = kBackwardThreads - kWarpSize;
 constexpr int kWarpForwardThreads = 256;
 constexpr int kMaxGroups = 8;
 constexpr int kMaxStages = 8;
-constexpr int kRowsPerSet = 8;
 // Static shared memory, barriers included, and what the driver reserves in a block.
 constexpr int kReservedSharedMemory = 2048;
 
@@ -120,9 +119,7 @@ std::optional<Plan> forward_block_plan(const Problem& problem, int width, int64_
 // Persistent blocks: `sms` of them in sets of `blocks_per_row`, as many sets as there is work for.
 void lay_out_slices(Plan& plan, const Problem& problem, const Device& device) {
   const int64_t sets = device.sms / plan.blocks_per_row;
-  // Few rows: the sums of each set's dweight and dbias cost as much as some rows.
-  const int rows_per_set = problem.backward ? std::max(plan.groups, kRowsPerSet) : plan.groups;
-  const int64_t needed = ceil_div(problem.rows, rows_per_set);
+  const int64_t needed = ceil_div(problem.rows, plan.groups);
   plan.blocks = std::max<int64_t>(1, std::min(sets, needed)) * plan.blocks_per_row;
 }
 
@@ -264,7 +261,9 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     while (groups > 1 && !fits(groups)) --groups;
     if (!fits(groups)) continue;
     // Up to here nothing depends on the number of rows, and nothing after it changes a row's sums.
-    groups = static_cast<int>(std::min<int64_t>(groups, std::max<int64_t>(1, problem.rows)));
+    // Few rows go to as many multiprocessors as there are.
+    groups = static_cast<int>(
+        std::min<int64_t>(groups, std::max<int64_t>(1, ceil_div(problem.rows, device.sms))));
     plan.groups = forced.number("groups", groups);
     plan.shared_bytes = static_cast<int>(plan.groups > 1 ? plan.groups * group_sums : 0);
     // A ring pays from the third row on.
