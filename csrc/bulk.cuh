@@ -32,10 +32,10 @@ __device__ __forceinline__ void barrier_init_fence() {
 // Arrives, and expects `bytes` from bulk copies before the phase ends.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
 #ifndef FUSED_LAYERNORM_NO_BULK
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 #endif
 }
 

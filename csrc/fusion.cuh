@@ -52,6 +52,25 @@ __device__ __forceinline__ Acc sigmoid(Acc z) {
   }
 }
 
+// sigmoid(z) and its derivative, neither by a difference of nearly equal numbers.
+template <typename Acc>
+struct Sigmoid {
+  Acc value, slope;
+};
+
+template <bool kCoarse, typename Acc>
+__device__ __forceinline__ Sigmoid<Acc> sigmoid_with_slope(Acc z) {
+  Acc e, r;
+  if constexpr (kCoarse) {
+    e = __expf(-fabsf(z));
+    r = __fdividef(1.0f, 1.0f + e);
+  } else {
+    e = exp(z < Acc(0) ? z : -z);
+    r = Acc(1) / (Acc(1) + e);
+  }
+  return {z < Acc(0) ? e * r : r, e * r * r};
+}
+
 // gelu_tanh(z) = z * (1 + tanh(t)) / 2 = z * sigmoid(2t), t = sqrt(2/pi) (z + 0.044715 z^3).
 constexpr double kTwoRootTwoOverPi = 1.59576912160573071176;
 constexpr double kGeluTanhCubic = 0.044715;
@@ -120,15 +139,15 @@ __device__ __forceinline__ void activate_backward(Acc (&dy)[kWidth], const Acc (
         const Acc z2 = z[j] * z[j];
         const Acc t = Acc(kTwoRootTwoOverPi) * (z[j] + Acc(kGeluTanhCubic) * z2 * z[j]);
         const Acc slope = Acc(kTwoRootTwoOverPi) * (Acc(1) + Acc(3 * kGeluTanhCubic) * z2);
-        const Acc s = sigmoid<kCoarseFor<Y, Acc>>(t);
-        dy[j] *= s + z[j] * s * (Acc(1) - s) * slope;
+        const Sigmoid<Acc> s = sigmoid_with_slope<kCoarseFor<Y, Acc>>(t);
+        dy[j] *= s.value + z[j] * s.slope * slope;
       }
       break;
     case Activation::kSilu:
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        const Acc s = sigmoid<kCoarseFor<Y, Acc>>(z[j]);
-        dy[j] *= s * (Acc(1) + z[j] * (Acc(1) - s));
+        const Sigmoid<Acc> s = sigmoid_with_slope<kCoarseFor<Y, Acc>>(z[j]);
+        dy[j] *= s.value + z[j] * s.slope;
       }
       break;
     case Activation::kRelu:

@@ -75,8 +75,8 @@ struct BackwardRing {
     const uint32_t dy_bytes = work.cols * sizeof(Y);
     barrier_expect(full + stage, x_bytes + dy_bytes);
     if (reads_x) {
-      bulk_load(x + stage * slice_cols,
-                static_cast<const X*>(p.x) + p.x_rows(row) + work.first_col, x_bytes, full + stage);
+      bulk_load(x + stage * slice_cols, static_cast<const X*>(p.x) + p.x_rows(row) + work.first_col,
+                x_bytes, full + stage);
     }
     bulk_load(dy + stage * slice_cols,
               static_cast<const Y*>(p.dy) + p.dy_rows(row) + work.first_col, dy_bytes,
@@ -107,7 +107,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
   const Group group(layout.threads);
   const SliceWork work(layout, min(group.index, layout.groups - 1), p.rows, p.cols);
-  const BackwardRing<T, kEpilogue> ring(shared, barriers, layout, min(group.index, layout.groups - 1));
+  const BackwardRing<T, kEpilogue> ring(shared, barriers, layout,
+                                        min(group.index, layout.groups - 1));
   const int vectors = work.cols / kWidth;
   const bool has_weight = p.weight != nullptr, has_bias = kEpilogue && p.bias != nullptr;
   const W* weight = static_cast<const W*>(p.weight) + work.first_col;
@@ -282,8 +283,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     return;
   }
   // The sums over the groups, in order, in the memory of the ring that nobody needs any more:
-  // [dweight, dbias][group][place in a thread][thread]. The pitch spreads neighbouring columns, which
-  // are neighbouring places of one thread, over the banks.
+  // [dweight, dbias][group][place in a thread][thread]. The pitch spreads neighbouring columns,
+  // which are neighbouring places of one thread, over the banks.
   constexpr int kPlaces = kVecs * kWidth;
   const int pitch = group.threads + kGroupSumsPadding;
   Acc* dweight_sums = reinterpret_cast<Acc*>(shared);
@@ -329,9 +330,8 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
       return dispatch_bool<true>(params.has_epilogue, [&](auto epilogue) {
         const auto kernel =
             layer_norm_backward_block_kernel<T, kWidth, kVecs, bulk(), keep(), epilogue()>;
-        return plan.blocks_per_row > 1
-                   ? launch<true>(kernel, plan, threads, stream, params, layout)
-                   : launch(kernel, plan, threads, stream, params, layout);
+        return plan.blocks_per_row > 1 ? launch<true>(kernel, plan, threads, stream, params, layout)
+                                       : launch(kernel, plan, threads, stream, params, layout);
       });
     });
   });

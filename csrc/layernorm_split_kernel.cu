@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     using P = Vec<W, kWidth>;
     const int col = v * kWidth;
     if (has_weight) {
-      *reinterpret_cast<P*>(weight + col) = load_again<W, kWidth>(
-          static_cast<const W*>(p.weight) + work.first_col + col);
+      *reinterpret_cast<P*>(weight + col) =
+          load_again<W, kWidth>(static_cast<const W*>(p.weight) + work.first_col + col);
     }
     if (has_bias) {
       *reinterpret_cast<P*>(bias + col) =
@@ -63,8 +63,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group.index == 1) {
     // The collecting warp; there is none where a block has whole rows.
     for (int64_t i = 0; i < work.rows; ++i) {
-      const CollectedSlots slot(slots + work.row(i) * layout.blocks_per_row,
-                                layout.blocks_per_row);
+      const CollectedSlots slot(slots + work.row(i) * layout.blocks_per_row, layout.blocks_per_row);
       const auto moments = combine_slots(slot, layout.blocks_per_row, layout.slice_cols, p.cols,
                                          p.inverse_cols.rounded);
       if (group.lane() == 0) combined[i % kCollected] = moments;
@@ -92,7 +91,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (refill < work.rows) fill(freed.stage, work.row(refill));
         freed.advance(layout.stages);
       }
-      moments.m2 = group_sum(values.squared_deviations(moments.mean, share), group, scratch[i & 1][1]);
+      moments.m2 =
+          group_sum(values.squared_deviations(moments.mean, share), group, scratch[i & 1][1]);
       if (lag > 0 && group.thread == 0) {
         publish(slots + work.row(i) * layout.blocks_per_row + work.slice,
                 {moments.mean, moments.m2});
@@ -140,8 +140,8 @@ cudaError_t launch_layer_norm_forward_split(const ForwardParams& params, const D
     } else {
       return dispatch_bool<true>(params.has_epilogue, [&](auto fused) {
         return dispatch_vecs<4, 8>(plan.vecs, [&](auto vecs) {
-          const auto kernel = layer_norm_forward_split_kernel<T, 16 / sizeof(typename T::X), vecs(),
-                                                              fused()>;
+          const auto kernel =
+              layer_norm_forward_split_kernel<T, 16 / sizeof(typename T::X), vecs(), fused()>;
           const int collector = plan.blocks_per_row > 1 ? kWarpSize : 0;
           return launch<true>(kernel, plan, plan.threads + collector, stream, params,
                               SliceLayout(plan));

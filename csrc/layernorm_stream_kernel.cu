@@ -42,16 +42,15 @@ __global__ void __launch_bounds__(kForwardThreads)
   RowValues<T, kWidth, kVecs> values;
   values.unpack_row(loaded, place, share);
   const Acc pivot = place.first_element();
-  const Acc mean =
-      pivot + group_sum(values.sum(pivot, share), group, scratch[0]) / Acc(work.cols);
+  const Acc mean = pivot + group_sum(values.sum(pivot, share), group, scratch[0]) / Acc(work.cols);
   const Acc m2 = group_sum(values.squared_deviations(mean, share), group, scratch[1]);
   if (group.thread == 0) {
     static_cast<Moments<Acc>*>(p.workspace)[work.row * chunks + work.chunk] = {mean, m2};
   }
 }
 
-// One warp a row: mean and rstd from the moments of its chunks, to the workspace for the last kernel
-// and to the outputs.
+// One warp a row: mean and rstd from the moments of its chunks, to the workspace for the last
+// kernel and to the outputs.
 template <typename T>
 __global__ void __launch_bounds__(kWarpSize)
     layer_norm_forward_stream_totals_kernel(const ForwardParams p, const int chunks,
@@ -106,8 +105,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   for (int k = 0; k < kFinishVecs; ++k) {
     weight[k] = load_param_vec<false, W, kWidth>(
         place.weight, place.weight != nullptr && share.has(k), share.vector(k) * kWidth, 1.0f);
-    bias[k] = load_param_vec<false, W, kWidth>(
-        place.bias, place.bias != nullptr && share.has(k), share.vector(k) * kWidth, 0.0f);
+    bias[k] = load_param_vec<false, W, kWidth>(place.bias, place.bias != nullptr && share.has(k),
+                                               share.vector(k) * kWidth, 0.0f);
   }
   for (int r = rows - 1; r >= 0; --r) {
     RowValues<T, kWidth, kFinishVecs> values;
@@ -124,8 +123,8 @@ __global__ void __launch_bounds__(kFinishThreads)
         Acc w[kWidth], b[kWidth];
         unpack(w, weight[k]);
         unpack(b, bias[k]);
-        finish<T, kFused>(p, y, share.vector(k) * kWidth, values.x[k], total.first, total.second,
-                          w, b);
+        finish<T, kFused>(p, y, share.vector(k) * kWidth, values.x[k], total.first, total.second, w,
+                          b);
       }
     }
   }
@@ -304,10 +303,10 @@ cudaError_t launch_layer_norm_backward_stream(const BackwardParams& params, cons
       return dispatch_bool<true>(params.has_epilogue, [&](auto epilogue) {
         constexpr int kVecs = 16 / width();
         const int chunks = plan.blocks_per_row;
-        cudaError_t error = launch(
-            layer_norm_backward_stream_sums_kernel<T, width(), kVecs, epilogue()>, plan,
-            kBackwardThreads, stream, params, chunks, plan.slice_cols, plan.partials,
-            plan.dparams_offset);
+        cudaError_t error =
+            launch(layer_norm_backward_stream_sums_kernel<T, width(), kVecs, epilogue()>, plan,
+                   kBackwardThreads, stream, params, chunks, plan.slice_cols, plan.partials,
+                   plan.dparams_offset);
         if (error != cudaSuccess || params.dx == nullptr) return error;
         error = launch(layer_norm_backward_stream_totals_kernel<T>, with_blocks(plan, params.rows),
                        kBackwardThreads, stream, params, chunks, plan.totals_offset);

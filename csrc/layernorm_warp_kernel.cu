@@ -33,8 +33,7 @@ __global__ void __launch_bounds__(kForwardThreads)
   const int lanes = 1 << log2_lanes;
   const LanesTeam team = {lanes, static_cast<int>(threadIdx.x) & (lanes - 1)};
   const int64_t groups = kForwardThreads >> log2_lanes;
-  forward_row<T, kWidth, kVecs, kFused>(p, team,
-                                        blockIdx.x * groups + (threadIdx.x >> log2_lanes));
+  forward_row<T, kWidth, kVecs, kFused>(p, team, blockIdx.x * groups + (threadIdx.x >> log2_lanes));
 }
 
 // One row's x and dy as they are loaded: the next row is on its way while one is worked on.
@@ -47,8 +46,8 @@ struct LoadedGradientRow {
   Vec<Y, kWidth> dy[kVecs];
   Acc mean, rstd;
 
-  __device__ __forceinline__ LoadedGradientRow(const BackwardParams& p, int64_t row, int lane, int lanes,
-                                       int vectors, bool reads_x)
+  __device__ __forceinline__ LoadedGradientRow(const BackwardParams& p, int64_t row, int lane,
+                                               int lanes, int vectors, bool reads_x)
       : x{}, dy{}, mean(0), rstd(0) {
     if (row >= p.rows) return;
     mean = static_cast<const Acc*>(p.mean)[row];

@@ -31,8 +31,7 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
 constexpr uintptr_t kAlignment = 16;
 
-#define CHECK_ARGUMENT(condition, ...) \
-  STD_TORCH_CHECK(condition, "fused_layernorm: ", __VA_ARGS__)
+#define CHECK_ARGUMENT(condition, ...) STD_TORCH_CHECK(condition, "fused_layernorm: ", __VA_ARGS__)
 
 void check_cuda(cudaError_t error) {
   CHECK_ARGUMENT(error == cudaSuccess, "CUDA error: ", cudaGetErrorString(error));
@@ -129,8 +128,7 @@ Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, ScalarType 
   }
   AtenTensorHandle handle = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      dims, sizes, strides,
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+      dims, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
       aoti_torch_device_type_cuda(), like.get_device_index(), &handle));
   return Tensor(handle);
 }
@@ -279,8 +277,9 @@ std::optional<ScalarType> type_of_params(const std::optional<Tensor>& weight,
 void check_params_type(std::optional<ScalarType> params, ScalarType x, ScalarType input) {
   const bool fits = !params || *params == x || *params == input ||
                     (*params == ScalarType::Float && (is_half(x) || is_half(input)));
-  CHECK_ARGUMENT(fits, "weight and bias must be of the input's dtype, or float32 beside half "
-                       "precision input");
+  CHECK_ARGUMENT(fits,
+                 "weight and bias must be of the input's dtype, or float32 beside half "
+                 "precision input");
 }
 
 Tensor allocate_workspace(const Tensor& like, int64_t bytes) {
@@ -324,10 +323,12 @@ ForwardResult forward(const Tensor& input, const std::optional<Tensor>& residual
         types.y = ScalarType::Float;
       } else {
         // Two types that no kernel adds: the sum first, rounded to the residual's.
-        const bool wide = types.x == ScalarType::Double || input.scalar_type() == ScalarType::Double;
+        const bool wide =
+            types.x == ScalarType::Double || input.scalar_type() == ScalarType::Double;
         const ScalarType sum_type = wide ? ScalarType::Double : ScalarType::Float;
-        const Tensor sum = cast(
-            torch::stable::subtract(cast(input, sum_type), cast(*residual, sum_type), -1.0), x_type);
+        const Tensor sum =
+            cast(torch::stable::subtract(cast(input, sum_type), cast(*residual, sum_type), -1.0),
+                 x_type);
         ForwardResult result = forward(sum, std::nullopt, normalized_ndim, weight, bias, eps,
                                        activation, scale, y_type, needs_statistics);
         result.residual_out = torch::stable::contiguous(sum);
@@ -416,10 +417,12 @@ Tensor layer_norm(const Tensor& input, int64_t normalized_ndim, const std::optio
       .y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(
-    const Tensor& input, int64_t normalized_ndim, const std::optional<Tensor>& weight,
-    const std::optional<Tensor>& bias, double eps, const std::optional<std::string>& activation,
-    double scale, std::optional<ScalarType> out_dtype) {
+std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& input, int64_t normalized_ndim,
+                                                      const std::optional<Tensor>& weight,
+                                                      const std::optional<Tensor>& bias, double eps,
+                                                      const std::optional<std::string>& activation,
+                                                      double scale,
+                                                      std::optional<ScalarType> out_dtype) {
   const auto result = forward(input, std::nullopt, normalized_ndim, weight, bias, eps, activation,
                               scale, out_dtype, true);
   return {result.y, result.mean, result.rstd};
@@ -537,8 +540,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
       workspace = allocate_workspace(x, plan.workspace_bytes);
       params.workspace = workspace->mutable_data_ptr();
     }
-    check_cuda(launch_layer_norm_backward(params, data_types, plan,
-                                          current_stream(x.get_device_index())));
+    check_cuda(
+        launch_layer_norm_backward(params, data_types, plan, current_stream(x.get_device_index())));
   }
   return {dx, needs_dweight ? cast(dweight, param_out) : dweight,
           needs_dbias ? cast(dbias, param_out) : dbias};

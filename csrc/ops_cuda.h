@@ -18,10 +18,12 @@ Tensor layer_norm(const Tensor& input, int64_t normalized_ndim, const std::optio
                   std::optional<ScalarType> out_dtype);
 
 // (y, mean, rstd)
-std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(
-    const Tensor& input, int64_t normalized_ndim, const std::optional<Tensor>& weight,
-    const std::optional<Tensor>& bias, double eps, const std::optional<std::string>& activation,
-    double scale, std::optional<ScalarType> out_dtype);
+std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& input, int64_t normalized_ndim,
+                                                      const std::optional<Tensor>& weight,
+                                                      const std::optional<Tensor>& bias, double eps,
+                                                      const std::optional<std::string>& activation,
+                                                      double scale,
+                                                      std::optional<ScalarType> out_dtype);
 
 // (y, residual_out)
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& residual,

@@ -158,8 +158,8 @@ std::optional<Plan> forward_split_plan(const Problem& problem, const Device& dev
     Plan plan;
     plan.strategy = Strategy::kSplit;
     plan.width = width;
-    plan.blocks_per_row = forced.numbers.count("blocks_per_row") ? blocks_per_row
-                                                                 : widen(blocks_per_row, device.sms);
+    plan.blocks_per_row =
+        forced.numbers.count("blocks_per_row") ? blocks_per_row : widen(blocks_per_row, device.sms);
     const int slice = slice_of(problem.cols, plan.blocks_per_row, problem, width);
     // The last slice must not be empty.
     if (int64_t{slice} * (plan.blocks_per_row - 1) >= problem.cols) continue;
@@ -220,9 +220,8 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
   for (int least = minimum; least <= most; ++least) {
     Plan plan;
     plan.width = width;
-    plan.blocks_per_row = forced.numbers.count("blocks_per_row") || least == 1
-                              ? least
-                              : widen(least, device.sms);
+    plan.blocks_per_row =
+        forced.numbers.count("blocks_per_row") || least == 1 ? least : widen(least, device.sms);
     plan.strategy = plan.blocks_per_row > 1 ? Strategy::kSplit : Strategy::kBlock;
     if (plan.strategy == Strategy::kSplit && problem.x == DataType::kFloat64) return std::nullopt;
     plan.slice_cols = slice_of(problem.cols, plan.blocks_per_row, problem, width);
@@ -232,13 +231,16 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     // the reductions (32768 x 4096 bfloat16: 229 us against 276 with eight), and beyond xhat and g
     // have no registers.
     int vecs = std::max(1, max_vecs / 2);
-    const auto places = [&](int each) { return round_up(ceil_div(vectors, each), kWarpSize) * each; };
+    const auto places = [&](int each) {
+      return round_up(ceil_div(vectors, each), kWarpSize) * each;
+    };
     // Fewer where that leaves many fewer places empty (32768 x 768 bfloat16: 62 us against 66).
     if (vecs > 1 && plan.blocks_per_row == 1 && 6 * places(vecs / 2) < 5 * places(vecs) &&
         ceil_div(vectors, vecs / 2) <= kBackwardThreads && width > 1) {
       vecs /= 2;
     }
-    while (vecs < max_vecs && ceil_div(vectors, vecs) > most_threads(plan.blocks_per_row)) vecs *= 2;
+    while (vecs < max_vecs && ceil_div(vectors, vecs) > most_threads(plan.blocks_per_row))
+      vecs *= 2;
     if (problem.x == DataType::kFloat64 && width > 1) vecs = max_vecs;
     plan.vecs = forced.number("vecs", vecs);
     plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
@@ -272,8 +274,8 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
       const int64_t ring_stage = stage * plan.groups;
       const int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / ring_stage);
       plan.stages = forced.number("stages", static_cast<int>(stages));
-      plan.shared_bytes = static_cast<int>(
-          std::max<int64_t>(plan.shared_bytes, params + plan.stages * ring_stage));
+      plan.shared_bytes =
+          static_cast<int>(std::max<int64_t>(plan.shared_bytes, params + plan.stages * ring_stage));
     }
     plan.lag = lag_of(plan, forced);
     lay_out_slices(plan, problem, device);
@@ -395,9 +397,9 @@ std::string describe(const Plan& plan) {
        << ", \"groups\": " << plan.groups << ", \"blocks_per_row\": " << plan.blocks_per_row
        << ", \"slice_cols\": " << plan.slice_cols << ", \"blocks\": " << plan.blocks
        << ", \"bulk\": " << (plan.bulk ? "true" : "false") << ", \"stages\": " << plan.stages
-       << ", \"lag\": " << plan.lag
-       << ", \"shared_bytes\": " << plan.shared_bytes << ", \"partials\": " << plan.partials
-       << ", \"workspace_bytes\": " << plan.workspace_bytes << "}";
+       << ", \"lag\": " << plan.lag << ", \"shared_bytes\": " << plan.shared_bytes
+       << ", \"partials\": " << plan.partials << ", \"workspace_bytes\": " << plan.workspace_bytes
+       << "}";
   return json.str();
 }
 

@@ -38,9 +38,9 @@ enum class Strategy : int32_t {
 };
 
 struct Device {
-  int capability = 90;          // 10 * major + minor
-  int sms = 132;                // streaming multiprocessors
-  int shared_memory = 232448;   // bytes that one block may have
+  int capability = 90;         // 10 * major + minor
+  int sms = 132;               // streaming multiprocessors
+  int shared_memory = 232448;  // bytes that one block may have
 };
 
 struct Problem {
@@ -51,9 +51,9 @@ struct Problem {
   DataType y = DataType::kFloat32;
   bool aligned = true;  // every row of every tensor begins at a multiple of 16 bytes (of x)
   bool backward = false;
-  bool residual = false;       // forward: a second input
-  bool needs_dparams = true;   // backward: dweight or dbias is asked for
-  bool has_epilogue = false;   // an activation, or a scale that is not 1
+  bool residual = false;      // forward: a second input
+  bool needs_dparams = true;  // backward: dweight or dbias is asked for
+  bool has_epilogue = false;  // an activation, or a scale that is not 1
 };
 
 struct Plan {

@@ -257,8 +257,7 @@ __device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t
 // Forward of one row by a team: the lanes of a warp, or a block. A team without a row of its own
 // (`row` is past the last) goes along for the sake of the others in its warp, and stores nothing.
 template <typename T, int kWidth, int kVecs, bool kFused, typename Team>
-__device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& team,
-                                            int64_t row) {
+__device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& team, int64_t row) {
   using Acc = typename T::Acc;
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
   const bool valid_row = row < p.rows;
@@ -290,8 +289,7 @@ struct Gradients {
   using Acc = typename T::Acc;
   Acc xhat[kWidth], dz[kWidth], g[kWidth];
 
-  __device__ __forceinline__ Gradients(const BackwardParams& p,
-                                       const Vec<typename T::X, kWidth>& x,
+  __device__ __forceinline__ Gradients(const BackwardParams& p, const Vec<typename T::X, kWidth>& x,
                                        const Vec<typename T::Y, kWidth>& dy, Acc mean, Acc rstd,
                                        const Acc (&weight)[kWidth], const Acc (&bias)[kWidth]) {
     unpack(xhat, x);
@@ -364,8 +362,8 @@ struct DxRow {
   }
 
   template <int kWidth, typename Acc>
-  __device__ __forceinline__ void store(int col, const Acc (&xhat)[kWidth],
-                                        const Acc (&g)[kWidth], Pair<Acc> means, Acc rstd) const {
+  __device__ __forceinline__ void store(int col, const Acc (&xhat)[kWidth], const Acc (&g)[kWidth],
+                                        Pair<Acc> means, Acc rstd) const {
     store_dx(element(dx, col), dresidual != nullptr ? element(dresidual, col) : nullptr, xhat, g,
              means, rstd);
   }

@@ -79,14 +79,14 @@ struct RingPosition {
 constexpr uint64_t kEmptySlot = ~uint64_t{0};
 
 __device__ __forceinline__ void publish(uint64_t* slot, Pair<float> value) {
-  uint64_t bits = uint64_t{__float_as_uint(value.first)} |
-                  uint64_t{__float_as_uint(value.second)} << 32;
+  uint64_t bits = uint64_t{__float_as_uint(value.first)} | uint64_t{__float_as_uint(value.second)}
+                                                               << 32;
   if (bits == kEmptySlot) bits = 0x7fffffff7fffffffu;  // NaN still, and not empty
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(slot), "l"(bits) : "memory");
 }
 
-// Beside the threads that work on rows, a block of a split row has one warp that collects. They meet
-// at a barrier of their own when a row's sums are needed.
+// Beside the threads that work on rows, a block of a split row has one warp that collects. They
+// meet at a barrier of their own when a row's sums are needed.
 __device__ __forceinline__ void meet_collector(int working_threads) {
   asm volatile("bar.sync 15, %0;" ::"r"(working_threads + kWarpSize) : "memory");
 }
