@@ -24,6 +24,8 @@ _add_layer_norm = _ops.add_layer_norm._op
 _eager_layer_norm: Callable[..., Tensor] = _ops.eager_layer_norm
 _eager_add_layer_norm: Callable[..., tuple[Tensor, Tensor]] = _ops.eager_add_layer_norm
 
+_INTS = {int}
+
 # A subclass of Tensor may mean more than its data: it goes through the operators' dispatch.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)})
 
@@ -79,6 +81,7 @@ def layer_norm(
             ndim = (bias if weight is None else weight).dim()  # type: ignore[union-attr]
         elif (
             type(normalized_shape) is tuple
+            and {*map(type, normalized_shape)} == _INTS
             and input.shape[-len(normalized_shape) :] == normalized_shape
         ):
             ndim = len(normalized_shape)
@@ -147,6 +150,7 @@ def add_layer_norm(
             ndim = (bias if weight is None else weight).dim()  # type: ignore[union-attr]
         elif (
             type(normalized_shape) is tuple
+            and {*map(type, normalized_shape)} == _INTS
             and input.shape[-len(normalized_shape) :] == normalized_shape
         ):
             ndim = len(normalized_shape)

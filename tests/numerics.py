@@ -301,6 +301,9 @@ def check(problem, device, *, backward=True, run=ours):
         if dtype_of(problem, name) == torch.float64 and problem.dtype == torch.float64:
             terms = math.sqrt(max(problem.cols, problem.rows))
             slack = FLOAT64_ROUNDINGS * terms * 2**-53 * magnitude[name]
+        elif name in ("dweight", "dbias"):
+            # PyTorch's own sum over a few rows may be exact by the luck of its order.
+            slack = 2**-24 * magnitude[name]
         rms = FACTOR * yardsticks[name].rms + slack
         greatest = GREATEST_FACTOR * yardsticks[name].greatest + slack
         if errors.nan or not errors.rms <= rms or not errors.greatest <= greatest:
