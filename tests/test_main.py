@@ -10,7 +10,7 @@ import torch
 import fused_layernorm
 from fused_layernorm.__main__ import compiled_archs, coverage, in_words
 
-FULL = ["75", "80", "86", "89", "90", "100", "120+PTX"]
+FULL = ["75", "80", "90", "100", "120+PTX"]
 
 
 def test_prints_what_is_installed():
@@ -37,8 +37,11 @@ def test_build_info_is_read():
     [
         (FULL, (7, 0), None),
         (FULL, (7, 5), "runs the kernels for 7.5"),
-        (FULL, (8, 6), "runs the kernels for 8.6"),
-        (FULL, (8, 7), "runs the kernels for 8.6"),  # a later minor version of the same major
+        (FULL, (8, 0), "runs the kernels for 8.0"),
+        (FULL, (8, 6), "runs the kernels for 8.0"),  # a later minor version of the same major
+        (FULL, (8, 9), "runs the kernels for 8.0"),
+        (["80", "86", "90"], (8, 7), "runs the kernels for 8.6"),  # the latest that is not later
+        (["86", "90"], (8, 0), None),
         (FULL, (10, 3), "runs the kernels for 10.0"),
         (FULL, (11, 0), None),  # between 10.0's machine code and 12.0's PTX
         (FULL, (13, 0), "runs the PTX of 12.0, compiled at first use"),
