@@ -234,7 +234,8 @@ def explain(
     residual: Any = None,
     has_residual: bool = False,
 ) -> Exception:
-    """The exception that says what is wrong with these arguments; if nothing is, `error`."""
+    """The exception that says what is wrong with these arguments, or with the allocation that
+    failed; if neither, `error`."""
     try:
         _check_tensor("input", input)
         if has_residual:
@@ -254,4 +255,18 @@ def explain(
         )
     except Exception as clear:
         return clear
+    if input.is_cuda and _ALLOCATION in str(error):
+        return _out_of_memory(input, "add_layer_norm" if has_residual else "layer_norm")
     return error
+
+
+# The stable ABI tells no more of a failed allocation than the name of the function that failed.
+_ALLOCATION = "aoti_torch_empty_strided"
+
+
+def _out_of_memory(input: Tensor, function: str) -> torch.OutOfMemoryError:
+    size = f"{input.numel() * input.element_size() / 2**20:.1f} MiB"
+    return torch.OutOfMemoryError(
+        f"CUDA out of memory: the results of {function} could not be allocated on {input.device} "
+        f"(input of shape {list(input.shape)}, {name_of(input.dtype)}, is {size})"
+    )

@@ -207,7 +207,10 @@ def _under_autocast(
     alone. The kernels compute in float32 anyway, so the input need not be converted.
     """
     device_type = input.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # meta knows none
+    # Some devices, meta among them, have no autocast: to ask whether it is enabled raises.
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(
+        device_type
+    ):
         return weight, bias, out_dtype
     if out_dtype is None and device_type != "cpu" and input.dtype in _checks.HALF:
         out_dtype = torch.float32

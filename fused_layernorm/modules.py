@@ -10,6 +10,11 @@ from torch import Tensor, nn
 from ._checks import check_options, name_of
 from .functional import add_layer_norm, layer_norm
 
+# One call in the graph of torch.fx.symbolic_trace, which cannot follow a function that looks at its
+# arguments.
+torch.fx.wrap("layer_norm")
+torch.fx.wrap("add_layer_norm")
+
 
 class FusedLayerNorm(nn.LayerNorm):
     r"""A drop-in :class:`torch.nn.LayerNorm`: the same parameters, state_dict and results, faster.

@@ -445,6 +445,17 @@ def test_meta_tensors():
     assert residual_out.dtype == F32
 
 
+@pytest.mark.parametrize("device_type", ["meta", "lazy"])
+def test_devices_without_autocast(device_type):
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(3, 8, device=device_type, dtype=BF16)
+        y, residual_out = add_layer_norm(
+            layer_norm(x, normalized_shape=8), x.float(), normalized_shape=8
+        )
+    assert y.device.type == residual_out.device.type == device_type
+    assert y.dtype == BF16
+
+
 def test_fake_tensors_of_a_device_that_need_not_be_here():
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(3, 8, device="cuda", dtype=BF16)

@@ -542,6 +542,42 @@ def test_an_error_that_is_not_the_arguments_stays(device, monkeypatch):
     assert caught.value is failure
 
 
+@pytest.mark.parametrize("add", [False, True])
+def test_a_failed_allocation_is_out_of_memory(monkeypatch, add):
+    def fail(*args):
+        raise RuntimeError("aoti_torch_empty_strided( dims, ...) API call failed at ops.cpp, 1")
+
+    names = ("_layer_norm", "_add_layer_norm", "_eager_layer_norm", "_eager_add_layer_norm")
+    for name in names:
+        monkeypatch.setattr(fused_layernorm.functional, name, fail)
+    expected = (
+        f"CUDA out of memory: the results of {'add_' * add}layer_norm could not be allocated on "
+        "cuda:0 (input of shape [1024, 512], bfloat16, is 1.0 MiB)"
+    )
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(1024, 512, device="cuda:0", dtype=BF16)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            if add:
+                add_layer_norm(x, x, normalized_shape=(512,))
+            else:
+                layer_norm(x, normalized_shape=(512,))
+    assert str(caught.value) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grad", [False, True])
+def test_out_of_memory_on_cuda(grad):
+    x = torch.empty(1 << 26, 8, device="cuda", requires_grad=grad)  # 2 GiB
+    torch.cuda.empty_cache()
+    in_use, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((in_use + (1 << 30)) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="results of layer_norm"):
+            layer_norm(x, normalized_shape=(8,))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def run_python(source):
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, check=False

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, add_layer_norm, layer_norm
+from fused_layernorm import (
+    FusedAddLayerNorm,
+    FusedLayerNorm,
+    add_layer_norm,
+    layer_norm,
+    swap_layer_norm,
+)
 
 ARGUMENTS = [
     ((8,), {}),
@@ -58,6 +64,27 @@ def test_meta_device():
     norm = norm.to_empty(device="cpu")
     norm.reset_parameters()
     assert norm(torch.randn(3, 8)).isfinite().all()
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_symbolic_trace(activation):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+            self.add_norm = FusedAddLayerNorm(8, activation=activation)
+
+        def forward(self, x):
+            return self.add_norm(self.norm(x), x)
+
+    model = swap_layer_norm(Model())
+    assert type(model.norm) is FusedLayerNorm
+    traced = torch.fx.symbolic_trace(model)
+    calls = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert [f for f in calls if f in (layer_norm, add_layer_norm)] == [layer_norm, add_layer_norm]
+    x = torch.randn(3, 4, 8)
+    for found, expected in zip(traced(x), model(x), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_options_are_shown_where_they_are_set():
