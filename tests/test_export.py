@@ -79,7 +79,8 @@ def test_export_keeps_the_operators_and_decomposes_to_aten(device, options, grad
     x = torch.randn(5, 4, 16, device=device)  # another batch size
     expected = model(x)
     for found in (program.module()(x), plain.module()(x)):
-        torch.testing.assert_close(found, expected)
+        # The arithmetic is in float32, also where the output is float64: float32's tolerance.
+        torch.testing.assert_close(found, expected, rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -95,9 +96,9 @@ def test_decomposed_dtypes_round_once(dtype):
     plain = program.run_decompositions(fused_layernorm.decompositions()).module()
     wide = F.gelu(F.layer_norm(x.double(), (32,), weight.double(), bias.double()))
     assert plain(x).dtype == dtype
-    torch.testing.assert_close(
-        plain(x), wide.to(dtype), rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps / 8
-    )
+    # To half precision one rounding of a wider result; in float64 there is none that is wider.
+    eps = torch.finfo(dtype).eps * (1 if dtype != torch.float64 else 64)
+    torch.testing.assert_close(plain(x), wide.to(dtype), rtol=eps, atol=eps / 8)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -150,6 +151,7 @@ def test_aotinductor_package_runs_in_a_fresh_process(tmp_path, device, decompose
     package = "torch" if decomposed else "fused_layernorm"
     in_a_fresh_process(
         f"import sys, torch, {package}\n"
+        "import torch._inductor.codecache\n"  # torch 2.10 forgets to
         f"x, expected = torch.load({str(tmp_path / 'data.pt')!r})\n"
         f"model = torch._inductor.aoti_load_package({str(tmp_path / 'model.pt2')!r})\n"
         "torch.testing.assert_close(tuple(model(x)), tuple(expected))\n"
