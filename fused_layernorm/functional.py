@@ -195,6 +195,13 @@ def add_layer_norm(
         ) from None
 
 
+def _has_autocast(device_type: str) -> bool:
+    """Of a device without it, is_autocast_enabled raises."""
+    if _is_compiling():  # which cannot ask under torch 2.10, and compiles for none but meta
+        return device_type != "meta"
+    return torch.amp.is_autocast_available(device_type)
+
+
 def _under_autocast(
     input: Tensor,
     weight: Tensor | None,
@@ -207,10 +214,7 @@ def _under_autocast(
     alone. The kernels compute in float32 anyway, so the input need not be converted.
     """
     device_type = input.device.type
-    # Some devices, meta among them, have no autocast: to ask whether it is enabled raises.
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(
-        device_type
-    ):
+    if not _has_autocast(device_type) or not torch.is_autocast_enabled(device_type):
         return weight, bias, out_dtype
     if out_dtype is None and device_type != "cpu" and input.dtype in _checks.HALF:
         out_dtype = torch.float32
