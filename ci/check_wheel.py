@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 MAX_MIB = 20
-DEFAULT_CODES = 8  # machine code for seven architectures, and PTX
+DEFAULT_CODES = 6  # machine code for five architectures, and PTX
 # All that a binary may ask of the machine: torch's two, and what every Linux with torch has.
 LIBRARIES = r"libtorch(_cpu)?\.so|(libstdc\+\+|libgcc_s|libc|libm|ld-linux-[\w-]+)\.so\.\d+"
 # Symbols of torch's C++ API are bound to one release of torch; the stable ABI is plain C.
