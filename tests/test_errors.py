@@ -556,11 +556,9 @@ def test_a_failed_allocation_is_out_of_memory(monkeypatch, add):
     )
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(1024, 512, device="cuda:0", dtype=BF16)
+        function, rows = (add_layer_norm, (x, x)) if add else (layer_norm, (x,))
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            if add:
-                add_layer_norm(x, x, normalized_shape=(512,))
-            else:
-                layer_norm(x, normalized_shape=(512,))
+            function(*rows, normalized_shape=(512,))
     assert str(caught.value) == expected
 
 
