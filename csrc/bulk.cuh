@@ -8,6 +8,9 @@ namespace fused_layernorm {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define FUSED_LAYERNORM_NO_BULK 1
+constexpr bool kHasBulk = false;
+#else
+constexpr bool kHasBulk = true;
 #endif
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {

@@ -35,19 +35,15 @@ cudaError_t dispatch_types(const DataTypes& types, const Launch& launch) {
   constexpr DataType f = DataType::kFloat32, h = DataType::kFloat16, b = DataType::kBFloat16,
                      d = DataType::kFloat64;
   if (is(f, f, f)) return launch(Types<F, F, F>{});
-#ifndef DEV_TYPES
   if (is(f, f, h)) return launch(Types<F, F, H>{});
   if (is(f, f, b)) return launch(Types<F, F, B>{});
   if (is(h, h, h)) return launch(Types<H, H, H>{});
   if (is(h, f, h)) return launch(Types<H, F, H>{});
   if (is(h, f, f)) return launch(Types<H, F, F>{});
-#endif
   if (is(b, b, b)) return launch(Types<B, B, B>{});
-#ifndef DEV_TYPES
   if (is(b, f, b)) return launch(Types<B, F, B>{});
   if (is(b, f, f)) return launch(Types<B, F, F>{});
   if (is(d, d, d)) return launch(Types<double, double, double>{});
-#endif
   return cudaErrorInvalidValue;
 }
 

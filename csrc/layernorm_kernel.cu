@@ -13,8 +13,6 @@
 namespace fused_layernorm {
 namespace {
 
-constexpr int kBackwardThreads = 512;
-
 struct BlockTeam {
   Group group;
 
@@ -87,8 +85,7 @@ struct BackwardRing {
 // What the collecting warp hands on of a row.
 template <typename Acc>
 struct CollectedRow {
-  Pair<Acc> sums;
-  Acc mean, rstd;
+  Acc first_sum, second_sum, mean, rstd;
 };
 
 // kKeep: xhat and g stay in registers between the row's sums and its dx; else both are computed
@@ -100,6 +97,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   using X = typename T::X;
   using Y = typename T::Y;
   using W = typename T::W;
+  if constexpr (kBulk && !kHasBulk) return;  // never launched there
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ Pair<Acc> scratch[2][kMaxGroups][kBackwardThreads / kWarpSize];
   __shared__ CollectedRow<Acc> collected[kCollected];
@@ -143,8 +141,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
   // The gradients at all of this thread's vectors of a row.
   const auto with_gradients = [&](int stage, int64_t row, Acc mean, Acc rstd, const auto& use) {
-    Vec<X, kWidth> loaded_x[kBulk ? 1 : kVecs];
-    Vec<Y, kWidth> loaded_dy[kBulk ? 1 : kVecs];
+    [[maybe_unused]] Vec<X, kWidth> loaded_x[kBulk ? 1 : kVecs];
+    [[maybe_unused]] Vec<Y, kWidth> loaded_dy[kBulk ? 1 : kVecs];
     if constexpr (!kBulk) {
       // All loads before the first use.
       const X* x_row = static_cast<const X*>(p.x) + p.x_rows(row) + work.first_col;
@@ -193,7 +191,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         sum = warp_sum(sum);
         const float mean = static_cast<const float*>(p.mean)[work.row(i)];
         const float rstd = static_cast<const float*>(p.rstd)[work.row(i)];
-        if (group.lane() == 0) collected[i % kCollected] = {sum, mean, rstd};
+        if (group.lane() == 0) {
+          collected[i % kCollected] = {sum.first, sum.second, mean, rstd};
+        }
         meet_collector(layout.threads);
       }
     }
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       if (lag > 0) {
         meet_collector(layout.threads);
         const CollectedRow<Acc>& all = collected[(i - lag) % kCollected];
-        sums = all.sums;
+        sums = {all.first_sum, all.second_sum};
         row_mean = all.mean;
         row_rstd = all.rstd;
       }

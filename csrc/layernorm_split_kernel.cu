@@ -1,6 +1,6 @@
 // Several blocks per row: forward of rows too long for one block. Each block keeps its slices of
 // weight and bias in shared memory for the whole launch, beside a ring of slices of x; the row's
-// blocks meet in global memory, a row after they published their sums, so that no block waits.
+// blocks meet in global memory, a row or two after they published their sums, so that none waits.
 #include "dispatch.h"
 #include "launch.cuh"
 #include "rows.cuh"
@@ -9,8 +9,7 @@
 namespace fused_layernorm {
 namespace {
 
-constexpr int kThreads = 1024;  // the collecting warp among them
-static_assert(kThreads == kSplitForwardThreads + kWarpSize);
+constexpr int kThreads = kSplitForwardThreads + kWarpSize;
 
 template <typename T, int kWidth, int kVecs, bool kFused>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -18,6 +17,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using X = typename T::X;
   using W = typename T::W;
   using Y = typename T::Y;
+  if constexpr (!kHasBulk) return;  // never launched there
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ float scratch[2][2][kMaxWarps];
   __shared__ Moments<float> combined[kCollected];

@@ -7,8 +7,8 @@
 namespace fused_layernorm {
 namespace {
 
-constexpr int kForwardThreads = 512;
-constexpr int kBackwardThreads = 256;
+constexpr int kChunkThreads = 512;
+constexpr int kSumsThreads = 256;
 constexpr int kFinishThreads = 256;
 constexpr int kFinishVecs = 4;
 constexpr int kRowsPerBlock = 8;
@@ -27,7 +27,7 @@ struct ChunkWork {
 
 // With a residual, x = input + residual is stored here and read back by the second kernel.
 template <typename T, int kWidth, int kVecs>
-__global__ void __launch_bounds__(kForwardThreads)
+__global__ void __launch_bounds__(kChunkThreads)
     layer_norm_forward_stream_sums_kernel(const ForwardParams p, const int chunks,
                                           const int chunk_cols) {
   using Acc = typename T::Acc;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kFinishThreads)
 // Each block owns the columns of one chunk for the rows set, set + sets, ...: their dweight and
 // dbias, and the chunk's share of the two sums of each of those rows.
 template <typename T, int kWidth, int kVecs, bool kEpilogue>
-__global__ void __launch_bounds__(kBackwardThreads)
+__global__ void __launch_bounds__(kSumsThreads)
     layer_norm_backward_stream_sums_kernel(const BackwardParams p, const int chunks,
                                            const int chunk_cols, const int partials,
                                            const int64_t dparams_offset) {
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
 
 // One block a row: the means over the row, from the sums of its chunks.
 template <typename T>
-__global__ void __launch_bounds__(kBackwardThreads)
+__global__ void __launch_bounds__(kSumsThreads)
     layer_norm_backward_stream_totals_kernel(const BackwardParams p, const int chunks,
                                              const int64_t totals_offset) {
   using Acc = typename T::Acc;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
 }
 
 template <typename T, int kWidth, int kVecs, bool kEpilogue>
-__global__ void __launch_bounds__(kBackwardThreads)
+__global__ void __launch_bounds__(kSumsThreads)
     layer_norm_backward_stream_kernel(const BackwardParams p, const int chunks,
                                       const int chunk_cols, const int64_t totals_offset) {
   using Acc = typename T::Acc;
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   Vec<Y, kWidth> dy[kVecs];
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
-    const int v = first + k * kBackwardThreads;
+    const int v = first + k * kSumsThreads;
     if (v < vectors) {
       x[k] = load_once<X, kWidth>(static_cast<const X*>(p.x) + p.x_rows(row) + v * kWidth);
       dy[k] = load_once<Y, kWidth>(static_cast<const Y*>(p.dy) + p.dy_rows(row) + v * kWidth);
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   const DxRow<X> dx_row(p, row, 0);
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
-    const int v = first + k * kBackwardThreads;
+    const int v = first + k * kSumsThreads;
     if (v < vectors) {
       Acc w[kWidth], b[kWidth];
       load_param(w, weight, v * kWidth, 1.0f);
@@ -276,7 +276,7 @@ cudaError_t launch_layer_norm_forward_stream(const ForwardParams& params, const 
     return dispatch_width<T>(plan.width, [&](auto width) {
       constexpr int kVecs = width() == 1 ? 16 : 8;
       cudaError_t error =
-          launch(layer_norm_forward_stream_sums_kernel<T, width(), kVecs>, plan, kForwardThreads,
+          launch(layer_norm_forward_stream_sums_kernel<T, width(), kVecs>, plan, kChunkThreads,
                  stream, params, plan.blocks_per_row, plan.slice_cols);
       if (error != cudaSuccess) return error;
       error = launch(layer_norm_forward_stream_totals_kernel<T>, with_blocks(plan, params.rows),
@@ -305,15 +305,15 @@ cudaError_t launch_layer_norm_backward_stream(const BackwardParams& params, cons
         const int chunks = plan.blocks_per_row;
         cudaError_t error =
             launch(layer_norm_backward_stream_sums_kernel<T, width(), kVecs, epilogue()>, plan,
-                   kBackwardThreads, stream, params, chunks, plan.slice_cols, plan.partials,
+                   kSumsThreads, stream, params, chunks, plan.slice_cols, plan.partials,
                    plan.dparams_offset);
         if (error != cudaSuccess || params.dx == nullptr) return error;
         error = launch(layer_norm_backward_stream_totals_kernel<T>, with_blocks(plan, params.rows),
-                       kBackwardThreads, stream, params, chunks, plan.totals_offset);
+                       kSumsThreads, stream, params, chunks, plan.totals_offset);
         if (error != cudaSuccess) return error;
         return launch(layer_norm_backward_stream_kernel<T, width(), kVecs, epilogue()>,
-                      with_blocks(plan, params.rows * chunks), kBackwardThreads, stream, params,
-                      chunks, plan.slice_cols, plan.totals_offset);
+                      with_blocks(plan, params.rows * chunks), kSumsThreads, stream, params, chunks,
+                      plan.slice_cols, plan.totals_offset);
       });
     });
   });

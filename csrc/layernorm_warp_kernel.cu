@@ -7,9 +7,6 @@
 namespace fused_layernorm {
 namespace {
 
-constexpr int kForwardThreads = 256;
-constexpr int kBackwardThreads = 512;
-
 // A power-of-two part of a warp.
 struct LanesTeam {
   int lanes, lane;
@@ -28,11 +25,11 @@ struct LanesTeam {
 };
 
 template <typename T, int kWidth, int kVecs, bool kFused>
-__global__ void __launch_bounds__(kForwardThreads)
+__global__ void __launch_bounds__(kWarpForwardThreads)
     layer_norm_forward_warp_kernel(const ForwardParams p, const int log2_lanes) {
   const int lanes = 1 << log2_lanes;
   const LanesTeam team = {lanes, static_cast<int>(threadIdx.x) & (lanes - 1)};
-  const int64_t groups = kForwardThreads >> log2_lanes;
+  const int64_t groups = kWarpForwardThreads >> log2_lanes;
   forward_row<T, kWidth, kVecs, kFused>(p, team, blockIdx.x * groups + (threadIdx.x >> log2_lanes));
 }
 
@@ -182,7 +179,7 @@ cudaError_t launch_layer_norm_forward_warp(const ForwardParams& params, const Da
       return dispatch_vecs<1, 2, 3, 4, 5, 8>(plan.vecs, [&](auto vecs) {
         return dispatch_bool<true>(is_fused(params), [&](auto fused) {
           const auto kernel = layer_norm_forward_warp_kernel<T, width(), vecs(), fused()>;
-          return launch(kernel, plan, kForwardThreads, stream, params, log2_of(plan.threads));
+          return launch(kernel, plan, kWarpForwardThreads, stream, params, log2_of(plan.threads));
         });
       });
     });

@@ -141,6 +141,10 @@ Tensor cast(const Tensor& tensor, ScalarType type) {
   return tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
 }
 
+std::optional<Tensor> cast_param(const std::optional<Tensor>& param, ScalarType type) {
+  return param ? std::optional<Tensor>(cast(*param, type)) : std::nullopt;
+}
+
 uintptr_t address_of(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
 }
@@ -322,16 +326,23 @@ ForwardResult forward(const Tensor& input, const std::optional<Tensor>& residual
       if (types.x == ScalarType::Float && input.scalar_type() == ScalarType::Float) {
         types.y = ScalarType::Float;
       } else {
-        // Two types that no kernel adds: the sum first, rounded to the residual's.
+        // Two types that no kernel adds: the sum first, rounded to the residual's; then, with
+        // float64 on either side, everything in float64.
         const bool wide =
             types.x == ScalarType::Double || input.scalar_type() == ScalarType::Double;
         const ScalarType sum_type = wide ? ScalarType::Double : ScalarType::Float;
         const Tensor sum =
             cast(torch::stable::subtract(cast(input, sum_type), cast(*residual, sum_type), -1.0),
                  x_type);
-        ForwardResult result = forward(sum, std::nullopt, normalized_ndim, weight, bias, eps,
-                                       activation, scale, y_type, needs_statistics);
+        ForwardResult result =
+            forward(wide ? cast(sum, sum_type) : sum, std::nullopt, normalized_ndim,
+                    cast_param(weight, sum_type), cast_param(bias, sum_type), eps, activation,
+                    scale, y_type, needs_statistics);
         result.residual_out = torch::stable::contiguous(sum);
+        if (needs_statistics && types.x != ScalarType::Double) {
+          result.mean = cast(result.mean, ScalarType::Float);
+          result.rstd = cast(result.rstd, ScalarType::Float);
+        }
         return result;
       }
     }

@@ -12,13 +12,6 @@ namespace fused_layernorm {
 namespace {
 
 constexpr int kWarpSize = 32;
-// 512 threads leave each 128 registers for the running dweight and dbias of its columns.
-constexpr int kBackwardThreads = 512;
-// One warp of a block of a split row collects the row's sums.
-constexpr int kSplitBackwardThreads = kBackwardThreads - kWarpSize;
-constexpr int kWarpForwardThreads = 256;
-constexpr int kMaxGroups = 8;
-constexpr int kMaxStages = 8;
 // Static shared memory, barriers included, and what the driver reserves in a block.
 constexpr int kReservedSharedMemory = 2048;
 

@@ -13,6 +13,13 @@ namespace fused_layernorm {
 
 enum class DataType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
 
+// Threads of a block of the warp kernels, and of backward's persistent blocks, which leave each 128
+// registers.
+constexpr int kWarpForwardThreads = 256;
+constexpr int kBackwardThreads = 512;
+// Rows that a block of backward works on at once, and rows (slices) that a ring holds.
+constexpr int kMaxGroups = 8;
+constexpr int kMaxStages = 8;
 // Registers: a thread of backward keeps the running dweight and dbias of its columns; in the warp
 // kernel, which also has the next row in registers, of so many vectors.
 constexpr int most_warp_backward_vecs(int width) { return width == 1 ? 8 : 2; }
@@ -22,7 +29,9 @@ constexpr int kGroupSumsPadding = 4;
 constexpr int kKeptColsPerThread = 16;  // where it keeps xhat and g of a row beside them
 // Forward keeps a row in registers: up to five vectors a thread take 64, eight 128.
 constexpr int most_forward_threads(int vecs) { return vecs <= 5 ? 1024 : 512; }
-constexpr int kSplitForwardThreads = 992;
+// One warp of a block of a split row collects the row's sums.
+constexpr int kSplitForwardThreads = 1024 - 32;
+constexpr int kSplitBackwardThreads = kBackwardThreads - 32;
 // A device with more multiprocessors than this leaves some out of its longest rows.
 constexpr int kMaxBlocksPerRow = 160;
 

@@ -11,8 +11,6 @@
 
 namespace fused_layernorm {
 
-constexpr int kMaxGroups = 8;
-constexpr int kMaxStages = 8;
 // Collected sums that may wait to be used: more than a plan's lag.
 constexpr int kCollected = 4;
 // Of a row: what the lanes of one warp collect. plan.cpp plans no more.

@@ -126,22 +126,6 @@ __device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v) {
   }
 }
 
-// Tells the compiler that what it derived from `value` before must be derived anew: values that
-// are cheap to recompute from packed registers would otherwise be kept, and spill.
-template <typename T, int kWidth>
-__device__ __forceinline__ void recompute(Vec<T, kWidth>& value) {
-  using V = Vec<T, kWidth>;
-  if constexpr (V::kBytes % 4 == 0) {
-    auto* words = reinterpret_cast<uint32_t*>(value.at);
-#pragma unroll
-    for (int i = 0; i < V::kBytes / 4; ++i) asm volatile("" : "+r"(words[i]));
-  }
-}
-template <typename T>
-__device__ __forceinline__ void recompute(T*& pointer) {
-  asm volatile("" : "+l"(pointer));
-}
-
 // The elements in the type that the arithmetic is done in.
 template <typename T, int kWidth>
 __device__ __forceinline__ void unpack(acc_t<T> (&values)[kWidth], const Vec<T, kWidth>& v) {

@@ -96,11 +96,14 @@ def test_result_is_rounded_once(device):
     x = torch.randn(64, 512, device=device).to(BF16)
     weight, bias = (torch.randn(512, device=device).to(BF16) for _ in "wb")
     for activation in ACTIVATIONS:
-        wide = layer_norm(x, weight, bias, activation=activation, scale=1.5, out_dtype=F32)
         narrow = layer_norm(x, weight, bias, activation=activation, scale=1.5)
-        # The same arithmetic but for coarser functions, which may tip a rounding: next to none.
-        changed = (narrow != wide.to(BF16)).float().mean()
-        assert changed < (0.002 if activation else 1e-9), activation
+        doubles = (t.double() for t in (x, weight, bias))
+        exact = layer_norm(*doubles, activation=activation, scale=1.5)
+        # Errors of a float32's last bits tip few roundings to bfloat16 (PyTorch's erf, on the CPU,
+        # more: it has no digits left in the tail); a second rounding on the way would tip one in
+        # four.
+        changed = (narrow != exact.to(BF16)).double().mean()
+        assert changed < (0.002 if device == "cuda" else 0.02), (activation, changed)
 
 
 RESIDUALS = [
