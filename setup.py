@@ -27,8 +27,9 @@ from setuptools import Extension, setup
 from torch.utils import cpp_extension
 
 # Machine code for x.0 runs on every device of major version x: that for 8.0 serves 8.6, 8.7 and 8.9
-# too, and one copy of the kernels in place of three keeps the wheel small.
-DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0", "12.0"]
+# too. 11.0 and 12.0 run the PTX of 10.0, compiled by the driver at first use: with their machine
+# code as well (some 4 MB each) the wheel would exceed 20 MB.
+DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0"]
 NAMED_ARCHS = {
     "Turing": "7.5",
     "Ampere": "8.0 8.6",

@@ -35,7 +35,7 @@ ALLOWED = [
     Allowed(
         r"backward_block_kernel<Types<[^>]*>, \d, \d, false, ",
         256,
-        "the path without bulk copies, for chips and alignments that have none",
+        "rows without bulk copies: few rows, or a chip or an alignment that has none",
     ),
     Allowed(
         r"forward_split_kernel<Types<[^>]*>, 8, (8, |4, false)|"

@@ -10,7 +10,7 @@ import torch
 import fused_layernorm
 from fused_layernorm.__main__ import compiled_archs, coverage, in_words
 
-FULL = ["75", "80", "90", "100", "120+PTX"]
+FULL = ["75", "80", "90", "100+PTX"]
 
 
 def test_prints_what_is_installed():
@@ -43,8 +43,8 @@ def test_build_info_is_read():
         (["80", "86", "90"], (8, 7), "runs the kernels for 8.6"),  # the latest that is not later
         (["86", "90"], (8, 0), None),
         (FULL, (10, 3), "runs the kernels for 10.0"),
-        (FULL, (11, 0), None),  # between 10.0's machine code and 12.0's PTX
-        (FULL, (13, 0), "runs the PTX of 12.0, compiled at first use"),
+        (FULL, (12, 0), "runs the PTX of 10.0, compiled at first use"),
+        (["100", "120+PTX"], (11, 0), None),  # between 10.0's machine code and 12.0's PTX
         (["90"], (8, 0), None),
         (["90a"], (9, 0), "runs the kernels for 9.0a"),
         (["90a+PTX"], (10, 0), None),  # "a": that version and no other
