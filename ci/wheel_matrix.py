@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MATRIX = [("3.10", "2.10.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
 # What the tests need. Tests of integrations whose package is missing here are skipped by name.
 PACKAGES = ["numpy", "pytest"]
-COPIED = ["tests", "examples", "pyproject.toml"]
+COPIED = ["tests", "examples", "docs", "pyproject.toml"]
 
 WHERE = """
 import sys, torch, fused_layernorm
