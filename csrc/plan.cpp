@@ -58,7 +58,8 @@ int most_warp_vecs(const Problem& problem, int width) {
 // Few lanes with several vectors each make a shuffle serve more columns: what half precision needs,
 // where arithmetic is the bound. In float32 it is loads of whole 128-byte lines.
 int wanted_warp_vecs(const Problem& problem, int width) {
-  if (width == 1) return 4;
+  // An epilogue is arithmetic again (4194304 x 64 float32 with GELU: 656 us against 821).
+  if (width == 1 || problem.has_epilogue) return 4;
   return !problem.backward && size_of(problem.x) == 4 ? 1 : 4;
 }
 
@@ -91,7 +92,12 @@ std::optional<Plan> forward_block_plan(const Problem& problem, int width, int64_
                                        const Forced& forced) {
   std::optional<Plan> best;
   int64_t best_places = 0;
-  for (int vecs : width == 1 ? std::vector<int>{8, 16} : std::vector<int>{4, 5, 3, 8}) {
+  // Blocks of 512 threads and more are better a little smaller (8192 x 16384 bfloat16: 141 us with
+  // five vectors a thread, 150 with four).
+  const std::vector<int> ladder = width == 1                 ? std::vector<int>{8, 16}
+                                  : vectors >= int64_t{2048} ? std::vector<int>{5, 8}
+                                                             : std::vector<int>{4, 5, 3, 8};
+  for (int vecs : ladder) {
     Plan plan;
     plan.strategy = Strategy::kBlock;
     plan.width = width;
@@ -196,7 +202,7 @@ Plan forward_stream_plan(const Problem& problem, int width) {
 // Backward, one block or several a row: a thread owns the same columns of every row its block
 // works on and keeps their dweight and dbias in registers.
 std::optional<Plan> backward_block_plan(const Problem& problem, const Device& device, int width,
-                                        const Forced& forced) {
+                                        const Forced& forced, bool generous) {
   // Single elements take more registers each.
   const int max_vecs = width == 1 ? 16 : kBackwardColsPerThread / width;
   const int64_t block_cols = int64_t{kBackwardThreads} * max_vecs * width;
@@ -244,8 +250,11 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     const int64_t params = round_up(
         int64_t{problem.has_epilogue ? 2 : 1} * plan.slice_cols * size_of(problem.weight), 16);
     const int64_t stage = int64_t{plan.slice_cols} * (size_of(problem.x) + size_of(problem.y));
-    // A row in work, one that waits for its sums (kSplit), one on its way.
-    const int least_stages = plan.blocks_per_row > 1 ? 3 : 2;
+    // A row in work, one that waits for its sums (kSplit), one on its way; more of them if the row
+    // can have more blocks (2048 x 262144 bfloat16: 1110 us with four, 1144 with three; 64 x 150528
+    // float32: 47 us with five, 53 with three).
+    const int wanted_stages = size_of(problem.x) == 4 ? 5 : 4;
+    const int least_stages = plan.blocks_per_row == 1 ? 2 : generous ? wanted_stages : 3;
     const auto fits = [&](int groups) {
       return (groups == 1 || groups * group_sums <= available) &&
              (!may_bulk || params + least_stages * stage * groups <= available);
@@ -338,6 +347,11 @@ Plan make_plan(const Problem& problem, const Device& device) {
     plan = warp_plan(problem, device, width, vectors, forced);
   }
   if (!problem.backward) {
+    // A block of more than 640 threads is alone on its multiprocessor, which then waits with it
+    // (8192 x 32768 bfloat16: 373 us, split 341).
+    if (!plan && wanted(Strategy::kSplit) && vectors > int64_t{5} * 640) {
+      plan = forward_split_plan(problem, device, forced);
+    }
     if (!plan && wanted(Strategy::kBlock)) {
       plan = forward_block_plan(problem, width, vectors, forced);
     }
@@ -349,7 +363,8 @@ Plan make_plan(const Problem& problem, const Device& device) {
     }
   } else {
     if (!plan && (wanted(Strategy::kBlock) || wanted(Strategy::kSplit))) {
-      plan = backward_block_plan(problem, device, width, forced);
+      plan = backward_block_plan(problem, device, width, forced, true);
+      if (!plan) plan = backward_block_plan(problem, device, width, forced, false);
       if (plan && !wanted(plan->strategy)) plan.reset();
     }
     if (!plan && wanted(Strategy::kStream)) {
