@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kWarpSize = 32;
 // Static shared memory, barriers included, and what the driver reserves in a block.
-constexpr int kReservedSharedMemory = 2048;
+constexpr int kReservedSharedMemory = 3072;
 
 struct Forced {
   std::optional<Strategy> strategy;

@@ -565,7 +565,7 @@ def test_a_failed_allocation_is_out_of_memory(monkeypatch, add):
 @pytest.mark.gpu
 @pytest.mark.parametrize("grad", [False, True])
 def test_out_of_memory_on_cuda(grad):
-    x = torch.empty(1 << 26, 8, device="cuda", requires_grad=grad)  # 2 GiB
+    x = torch.empty(1 << 28, 8, device="cuda", requires_grad=grad)  # 8 GiB
     torch.cuda.empty_cache()
     in_use, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((in_use + (1 << 30)) / total)
