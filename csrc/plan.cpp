@@ -49,7 +49,7 @@ int power_of_two_from(int64_t n) {
   return p;
 }
 
-// The vectors a thread owns are a power of two: that many kernels are compiled, not more.
+// Vectors a lane can own: more have no registers, or are better shared by a block.
 int most_warp_vecs(const Problem& problem, int width) {
   if (problem.backward) return most_warp_backward_vecs(width);
   return width == 1 ? 8 : 4;
