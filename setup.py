@@ -107,7 +107,7 @@ def nvcc_flags(version: tuple[int, int], archs: list[str], files: int) -> list[s
     threads = max(1, min(jobs // files, len(archs)))
     flags = ["-O3", f"--threads={threads}", *gencode_flags(archs)]
     if version >= COMPRESS_MODE_SINCE:
-        flags.append("--compress-mode=size")
+        flags += ["--compress-mode=size", f"--split-compile={jobs}"]
     if os.environ.get("FUSED_LAYERNORM_PTXAS_VERBOSE") == "1":
         flags.append("-Xptxas=-v")
     return flags

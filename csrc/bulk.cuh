@@ -59,6 +59,21 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 #endif
 }
 
+// Copies one float; the barrier gets one arrival when all those of this thread have landed.
+__device__ __forceinline__ void float_load(float* to, const float* from) {
+#ifndef FUSED_LAYERNORM_NO_BULK
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+#endif
+}
+
+__device__ __forceinline__ void barrier_arrive_with_float_loads(uint64_t* barrier) {
+#ifndef FUSED_LAYERNORM_NO_BULK
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+
 // Addresses and bytes are multiples of 16. The data is read once: first to leave L2.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes,
                                           uint64_t* barrier) {

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "layernorm.h"
+#include "rows.cuh"
 
 namespace fused_layernorm {
 
@@ -56,9 +57,25 @@ cudaError_t dispatch_bool(bool value, const Launch& launch) {
   return launch(std::false_type{});
 }
 
-// Whether forward does more than normalize, weight and bias.
-inline bool is_fused(const ForwardParams& params) {
-  return params.residual != nullptr || params.has_epilogue;
+// What of the Fusion of rows.cuh a launch needs.
+inline bool has_residual(const ForwardParams& params) { return params.residual != nullptr; }
+inline bool has_residual(const BackwardParams& params) { return params.dresidual != nullptr; }
+
+template <typename Params, typename Launch>
+cudaError_t dispatch_fusion(const Params& params, const Launch& launch) {
+  if (has_residual(params)) return launch(std::integral_constant<Fusion, Fusion::kResidual>{});
+  if (params.has_epilogue) return launch(std::integral_constant<Fusion, Fusion::kEpilogue>{});
+  return launch(std::integral_constant<Fusion, Fusion::kNone>{});
+}
+
+// The same for backward kernels that are not worth one for an epilogue alone: the one for a
+// residual, which may be missing, does for both.
+template <typename Launch>
+cudaError_t dispatch_any_fusion(const BackwardParams& params, const Launch& launch) {
+  if (has_residual(params) || params.has_epilogue) {
+    return launch(std::integral_constant<Fusion, Fusion::kResidual>{});
+  }
+  return launch(std::integral_constant<Fusion, Fusion::kNone>{});
 }
 
 // A block has 48 KB without asking, its static shared memory included.
@@ -74,7 +91,7 @@ cudaError_t launch(void (*kernel)(Params...), const Plan& plan, int block_thread
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
+  config.gridDim = dim3(static_cast<unsigned>(plan.blocks + plan.column_blocks));
   config.blockDim = dim3(static_cast<unsigned>(block_threads));
   config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
   config.stream = stream;

@@ -21,25 +21,25 @@ struct BlockTeam {
   // Each of a row's two sums has scratch memory of its own.
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int which) const {
-    __shared__ Acc scratch[2][kMaxWarps];
+    __shared__ alignas(16) Acc scratch[2][kMaxWarps];
     return group_sum(v, group, scratch[which]);
   }
-  template <typename T, typename Acc>
-  __device__ __forceinline__ Acc pivot(const ForwardRow<T>& row, Acc) const {
-    return row.first_element();
+  template <bool kResidual, typename T>
+  __device__ __forceinline__ auto pivot(const ForwardRow<T>& row, typename T::X) const {
+    return row.template first_element<kResidual>();
   }
 };
 
-template <typename T, int kWidth, int kVecs, bool kFused>
-__global__ void __launch_bounds__(most_forward_threads(kVecs))
+template <typename T, int kWidth, int kVecs, Fusion kFusion>
+__global__ void __launch_bounds__(most_forward_threads(kVecs), least_forward_blocks(kVecs))
     layer_norm_forward_block_kernel(const ForwardParams p) {
   const BlockTeam team;
-  forward_row<T, kWidth, kVecs, kFused>(p, team, blockIdx.x);
+  forward_row<T, kWidth, kVecs, kFusion>(p, team, blockIdx.x);
 }
 
 // Slices of weight (and bias, which only an activation reads), and then, group by group and stage
-// by stage, of x and dy.
-template <typename T, bool kEpilogue>
+// by stage, of x and dy, each with room for `stage_cols` columns.
+template <typename T, int kWidth>
 struct BackwardRing {
   using X = typename T::X;
   using Y = typename T::Y;
@@ -47,70 +47,111 @@ struct BackwardRing {
 
   W* weight;
   W* bias;
-  X* x;   // this group's
-  Y* dy;  // this group's
+  X* x;                     // this group's
+  Y* dy;                    // this group's
+  Pair<float>* statistics;  // mean and rstd of this group's stages
   uint64_t* full;
-  int slice_cols, stages;
+  int stage_cols, stages;
 
-  __device__ __forceinline__ BackwardRing(unsigned char* shared, uint64_t* barriers,
-                                          const SliceLayout& layout, int group)
-      : slice_cols(layout.slice_cols), stages(layout.stages) {
+  // Each barrier waits for the bulk copies and for the statistics.
+  static constexpr int kArrivals = 2;
+
+  __device__ __forceinline__ BackwardRing(unsigned char* shared, Pair<float>* all_statistics,
+                                          uint64_t* barriers, const SliceLayout& layout, int group,
+                                          bool has_bias)
+      : statistics(all_statistics + group * kMaxStages),
+        full(barriers + group * kMaxStages),
+        stage_cols(layout.stage_cols),
+        stages(layout.stages) {
     weight = reinterpret_cast<W*>(shared);
-    bias = weight + slice_cols;
-    constexpr int kParamBytes = (kEpilogue ? 2 : 1) * static_cast<int>(sizeof(W));
-    const int params = (kParamBytes * slice_cols + 15) / 16 * 16;
-    const int ring = slice_cols * stages;
+    bias = weight + stage_cols;
+    const int param_bytes = (has_bias ? 2 : 1) * static_cast<int>(sizeof(W));
+    const int params = (param_bytes * stage_cols + 15) / 16 * 16;
+    const int ring = stage_cols * stages;
     auto* rows = shared + params + size_t(group) * ring * (sizeof(X) + sizeof(Y));
     x = reinterpret_cast<X*>(rows);
     dy = reinterpret_cast<Y*>(rows + size_t(ring) * sizeof(X));
-    full = barriers + group * kMaxStages;
+  }
+
+  static __device__ __forceinline__ const X* x_of(const BackwardParams& p, const SliceWork& work,
+                                                  int64_t row) {
+    return static_cast<const X*>(p.x) + p.x_rows(row) + work.first_col;
+  }
+  static __device__ __forceinline__ const Y* dy_of(const BackwardParams& p, const SliceWork& work,
+                                                   int64_t row) {
+    return static_cast<const Y*>(p.dy) + p.dy_rows(row) + work.first_col;
+  }
+
+  // Bytes between the multiple of 16 before `row` and `row`. Bulk copies begin and end at such
+  // multiples: a row that does not is copied with what is around it, up to 15 bytes on either side,
+  // which are never beyond an allocation, as all begin and end at larger powers of two.
+  template <typename V>
+  static __device__ __forceinline__ uint32_t skipped(const V* row) {
+    return kWidth > 1 ? 0 : static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row)) % 16;
+  }
+  template <typename V>
+  static __device__ __forceinline__ uint32_t copied(const V* row, int cols) {
+    const uint32_t bytes = skipped(row) + cols * static_cast<uint32_t>(sizeof(V));
+    return kWidth > 1 ? bytes : (bytes + 15) / 16 * 16;
+  }
+  template <typename V>
+  static __device__ __forceinline__ const V* before(const V* row, uint32_t bytes) {
+    return reinterpret_cast<const V*>(reinterpret_cast<const char*>(row) - bytes);
   }
 
   // By one thread of the group, once all have left the stage.
   __device__ __forceinline__ void fill(const BackwardParams& p, const SliceWork& work, int stage,
                                        int64_t row, bool reads_x) const {
-    const uint32_t x_bytes = reads_x ? work.cols * sizeof(X) : 0;
-    const uint32_t dy_bytes = work.cols * sizeof(Y);
+    const X* x_row = x_of(p, work, row);
+    const Y* dy_row = dy_of(p, work, row);
+    const uint32_t x_bytes = reads_x ? copied(x_row, work.cols) : 0;
+    const uint32_t dy_bytes = copied(dy_row, work.cols);
     barrier_expect(full + stage, x_bytes + dy_bytes);
+    float_load(&statistics[stage].first, static_cast<const float*>(p.mean) + row);
+    float_load(&statistics[stage].second, static_cast<const float*>(p.rstd) + row);
+    barrier_arrive_with_float_loads(full + stage);
     if (reads_x) {
-      bulk_load(x + stage * slice_cols, static_cast<const X*>(p.x) + p.x_rows(row) + work.first_col,
-                x_bytes, full + stage);
+      bulk_load(x + stage * stage_cols, before(x_row, skipped(x_row)), x_bytes, full + stage);
     }
-    bulk_load(dy + stage * slice_cols,
-              static_cast<const Y*>(p.dy) + p.dy_rows(row) + work.first_col, dy_bytes,
-              full + stage);
+    bulk_load(dy + stage * stage_cols, before(dy_row, skipped(dy_row)), dy_bytes, full + stage);
   }
-};
-
-// What the collecting warp hands on of a row.
-template <typename Acc>
-struct CollectedRow {
-  Acc first_sum, second_sum, mean, rstd;
 };
 
 // kKeep: xhat and g stay in registers between the row's sums and its dx; else both are computed
 // again from the row.
-template <typename T, int kWidth, int kVecs, bool kBulk, bool kKeep, bool kEpilogue>
+template <typename T, int kWidth, int kVecs, bool kBulk, bool kKeep, Fusion kFusion>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     layer_norm_backward_block_kernel(const BackwardParams p, const SliceLayout layout) {
   using Acc = typename T::Acc;
   using X = typename T::X;
   using Y = typename T::Y;
   using W = typename T::W;
+  constexpr bool kMayActivate = kFusion != Fusion::kNone;
   if constexpr (kBulk && !kHasBulk) return;  // never launched there
   extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ Pair<Acc> scratch[2][kMaxGroups][kBackwardThreads / kWarpSize];
-  __shared__ CollectedRow<Acc> collected[kCollected];
+  // A value a warp, each group's number of warps rounded up to four.
+  constexpr int kScratch = (kBackwardThreads / kWarpSize + 3 * kMaxGroups + 3) / 4 * 4;
+  __shared__ alignas(16) Pair<Acc> scratch[2][kScratch];
+  __shared__ Pair<Acc> collected[kCollected];
+  __shared__ Pair<float> stage_statistics[kMaxGroups * kMaxStages];
   __shared__ __align__(8) uint64_t barriers[kMaxGroups * kMaxStages];
 
+  if (!kBulk && blockIdx.x >= layout.row_blocks) {
+    ColumnGradients<T, kWidth>::template run<kMayActivate>(p, blockIdx.x - layout.row_blocks,
+                                                           shared);
+    return;
+  }
   const Group group(layout.threads);
-  const SliceWork work(layout, min(group.index, layout.groups - 1), p.rows, p.cols);
-  const BackwardRing<T, kEpilogue> ring(shared, barriers, layout,
-                                        min(group.index, layout.groups - 1));
+  // The warp that collects (kSplit) is beside the last group, and belongs to none.
+  const int group_index = kKeep ? group.index : min(group.index, layout.groups - 1);
+  const SliceWork work(layout, group_index, p.rows, p.cols, std::bool_constant<kKeep>{});
+  const bool activates = kMayActivate && p.has_epilogue;
+  using Ring = BackwardRing<T, kWidth>;
+  const Ring ring(shared, stage_statistics, barriers, layout, group_index, activates);
   const int vectors = work.cols / kWidth;
-  const bool has_weight = p.weight != nullptr, has_bias = kEpilogue && p.bias != nullptr;
-  const W* weight = static_cast<const W*>(p.weight) + work.first_col;
-  const W* bias = static_cast<const W*>(p.bias) + work.first_col;
+  const Share<kVecs, false> share = {group.thread, group.threads, vectors};
+  const Parameter<W> weight(p.weight, work.first_col, Otherwise::kOnes);
+  const Parameter<W> bias(activates ? p.bias : nullptr, work.first_col, Otherwise::kZeros);
   const bool reads_x = needs_x(p);
   auto* slots = static_cast<uint64_t*>(p.workspace);
   // With several blocks a row, its two sums are collected `lag` rows after they were published.
@@ -120,16 +161,31 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
 
   if constexpr (kBulk) {
-    for (int col = threadIdx.x; col < work.cols; col += blockDim.x) {
-      if (has_weight) ring.weight[col] = weight[col];
-      if (has_bias) ring.bias[col] = bias[col];
+    for (int col = threadIdx.x; col < ring.stage_cols; col += blockDim.x) {
+      const int from = min(col, work.cols - 1);
+      ring.weight[col] = weight.template load<1>(from).at[0];
+      if (activates) ring.bias[col] = bias.template load<1>(from).at[0];
     }
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < kMaxGroups * kMaxStages; ++i) barrier_init(barriers + i, 1);
+    // What no copy writes is zero, and so are the sums of columns that a thread does not have.
+    if (kWidth > 1 && group.index < layout.groups) {
+      for (int stage = 0; stage < ring.stages; ++stage) {
+        X* x = ring.x + stage * ring.stage_cols;
+        Y* dy = ring.dy + stage * ring.stage_cols;
+        for (int col = work.cols + group.thread; col < ring.stage_cols; col += group.threads) {
+          x[col] = from_acc<X>(0.0f);
+          dy[col] = from_acc<Y>(0.0f);
+        }
+      }
+    }
+    const bool fills = group.thread == 0 && group.index < layout.groups;
+    if (fills) {
+#pragma unroll 1
+      for (int i = 0; i < layout.stages; ++i) barrier_init(ring.full + i, Ring::kArrivals);
       barrier_init_fence();
     }
     __syncthreads();
-    if (group.thread == 0 && group.index < layout.groups) {
+    if (fills) {
+#pragma unroll 1
       for (int i = 0; i < layout.stages && i < work.rows; ++i) {
         ring.fill(p, work, i, work.row(i), reads_x);
       }
@@ -139,42 +195,54 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   Acc dweight[kVecs][kWidth] = {};
   Acc dbias[kVecs][kWidth] = {};
 
-  // The gradients at all of this thread's vectors of a row.
-  const auto with_gradients = [&](int stage, int64_t row, Acc mean, Acc rstd, const auto& use) {
-    [[maybe_unused]] Vec<X, kWidth> loaded_x[kBulk ? 1 : kVecs];
-    [[maybe_unused]] Vec<Y, kWidth> loaded_dy[kBulk ? 1 : kVecs];
-    if constexpr (!kBulk) {
-      // All loads before the first use.
-      const X* x_row = static_cast<const X*>(p.x) + p.x_rows(row) + work.first_col;
-      const Y* dy_row = static_cast<const Y*>(p.dy) + p.dy_rows(row) + work.first_col;
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        const int v = group.thread + k * group.threads;
-        loaded_x[k] = {};
-        if (v < vectors) {
-          if (reads_x) loaded_x[k] = load_again<X, kWidth>(element(x_row, v * kWidth));
-          loaded_dy[k] = load_again<Y, kWidth>(element(dy_row, v * kWidth));
-        }
-      }
+  const auto statistics_of = [&](int stage, int64_t row) -> Pair<Acc> {
+    if constexpr (kBulk) {
+      return {ring.statistics[stage].first, ring.statistics[stage].second};
+    } else {
+      return {static_cast<const Acc*>(p.mean)[row], static_cast<const Acc*>(p.rstd)[row]};
     }
+  };
+  // The gradients at all of this thread's vectors of a row; at those it does not have, zero.
+  const auto with_gradients = [&](int stage, int64_t row, Pair<Acc> statistics, const auto& use) {
+    const X* x_row = Ring::x_of(p, work, row);
+    const Y* dy_row = Ring::dy_of(p, work, row);
+    if constexpr (kBulk) {
+      x_row = ring.x + stage * ring.stage_cols + Ring::skipped(x_row) / sizeof(X);
+      dy_row = ring.dy + stage * ring.stage_cols + Ring::skipped(dy_row) / sizeof(Y);
+    }
+    // From memory, all loads before the first use. A missing vector reads the last one, with a dy
+    // of zero; a ring has room for it.
+    constexpr int kAtOnce = kBulk ? 1 : kVecs;
+    constexpr bool kHasRoom = kBulk && kWidth > 1;
+    const int last_col = (vectors - 1) * kWidth;
 #pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      const int v = group.thread + k * group.threads;
-      if (v < vectors) {
-        const int col = v * kWidth;
-        Vec<X, kWidth> x = {};
-        Vec<Y, kWidth> dy;
+    for (int from = 0; from < kVecs; from += kAtOnce) {
+      Vec<X, kWidth> x[kAtOnce] = {};
+      Vec<Y, kWidth> dy[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        int col = share.vector(from + i) * kWidth;
+        if (!kHasRoom) col = min(col, last_col);
+        constexpr Use kUse = kBulk ? Use::kPlain : Use::kAgain;
+        if (reads_x) x[i] = load<kUse, kWidth>(element(x_row, col));
+        dy[i] = load<kUse, kWidth>(element(dy_row, col));
+        if (!kHasRoom && !share.has(from + i)) dy[i] = {};
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int k = from + i;
+        int col = share.vector(k) * kWidth;
+        if (!kHasRoom) col = min(col, last_col);
+        Vec<W, kWidth> w, b = {};
         if constexpr (kBulk) {
-          if (reads_x) x = load_plain<X, kWidth>(ring.x + stage * ring.slice_cols + col);
-          dy = load_plain<Y, kWidth>(ring.dy + stage * ring.slice_cols + col);
+          w = load<Use::kPlain, kWidth>(ring.weight + col);
+          if (activates) b = load<Use::kPlain, kWidth>(ring.bias + col);
         } else {
-          x = loaded_x[k];
-          dy = loaded_dy[k];
+          w = weight.template load<kWidth>(col);
+          if (activates) b = bias.template load<kWidth>(col);
         }
-        Acc w[kWidth], b[kWidth];
-        load_param<kBulk>(w, kBulk ? ring.weight : weight, has_weight, col, 1.0f);
-        load_param<kBulk>(b, kBulk ? ring.bias : bias, has_bias, col, 0.0f);
-        use(k, col, Gradients<T, kWidth, kEpilogue>(p, x, dy, mean, rstd, w, b));
+        use(k, Gradients<T, kWidth, kMayActivate>(p, x[i], dy[i], statistics.first,
+                                                  statistics.second, w, b));
       }
     }
   };
@@ -182,44 +250,42 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   if (!kKeep && group.index >= layout.groups) {
     // The collecting warp; there is none where a block has whole rows.
     if constexpr (std::is_same_v<Acc, float>) {
-      for (int64_t i = 0; p.dx != nullptr && i < work.rows; ++i) {
+      for (int i = 0; p.dx != nullptr && i < work.rows; ++i) {
         const CollectedSlots slot(slots + work.row(i) * layout.blocks_per_row,
                                   layout.blocks_per_row);
         Pair<float> sum = slot.values[0];
 #pragma unroll
         for (int s = 1; s < kSlotsPerLane; ++s) sum += slot.values[s];
         sum = warp_sum(sum);
-        const float mean = static_cast<const float*>(p.mean)[work.row(i)];
-        const float rstd = static_cast<const float*>(p.rstd)[work.row(i)];
-        if (group.lane() == 0) {
-          collected[i % kCollected] = {sum.first, sum.second, mean, rstd};
-        }
+        if (group.lane() == 0) collected[i % kCollected] = sum;
         meet_collector(layout.threads);
       }
     }
     return;
   }
 
-  Acc mean = 0, rstd = 0;
-  Acc next_mean = 0, next_rstd = 0;
-  if (work.rows > 0) {
-    next_mean = static_cast<const Acc*>(p.mean)[work.row(0)];
-    next_rstd = static_cast<const Acc*>(p.rstd)[work.row(0)];
-  }
+  const int first_scratch = group.index * ((group.warps() + 3) / 4 * 4);
   RingPosition first_read, second_read, freed;
-  for (int64_t i = 0; i < work.rows + lag; ++i) {
+  for (int i = 0; i < work.rows + lag; ++i) {
     Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
-    Pair<Acc> sums;
+    Vec<X, kWidth> added[kVecs] = {};
+    Pair<Acc> statistics, sums;
     if (i < work.rows) {
       const int64_t row = work.row(i);
-      mean = next_mean;
-      rstd = next_rstd;
-      if (i + 1 < work.rows) {
-        next_mean = static_cast<const Acc*>(p.mean)[work.row(i + 1)];
-        next_rstd = static_cast<const Acc*>(p.rstd)[work.row(i + 1)];
+      if constexpr (kKeep && kFusion == Fusion::kResidual) {
+        if (p.dx != nullptr) {
+          const DxRow<X, true> dx_row(p, row, work.first_col);
+#pragma unroll
+          for (int k = 0; k < kVecs; ++k) {
+            if (share.has(k)) {
+              added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
+            }
+          }
+        }
       }
       if constexpr (kBulk) barrier_wait(ring.full + first_read.stage, first_read.parity);
-      with_gradients(first_read.stage, row, mean, rstd, [&](int k, int, const auto& gradients) {
+      statistics = statistics_of(first_read.stage, row);
+      with_gradients(first_read.stage, row, statistics, [&](int k, const auto& gradients) {
         gradients.add_sums(sums);
         gradients.add_dparams(dweight[k], dbias[k]);
         if constexpr (kKeep) {
@@ -231,11 +297,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         }
       });
       first_read.advance(layout.stages);
-      sums = group_sum(sums, group, scratch[i & 1][group.index]);
+      sums = group_sum(sums, group, scratch[i & 1] + first_scratch);
       // Behind that barrier nobody reads the row of `held` iterations ago any more.
       if (kBulk && group.thread == 0 && i >= held) {
-        const int64_t refill = i - held + layout.stages;
-        if (refill < work.rows) ring.fill(p, work, freed.stage, work.row(refill), reads_x);
+        const int next = i - held + layout.stages;
+        if (next < work.rows) ring.fill(p, work, freed.stage, work.row(next), reads_x);
         freed.advance(layout.stages);
       }
       if (lag > 0 && group.thread == 0) {
@@ -246,39 +312,41 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
     if (i >= lag && p.dx != nullptr) {
       const int64_t row = work.row(i - lag);
-      Acc row_mean = mean, row_rstd = rstd;
       if (lag > 0) {
         meet_collector(layout.threads);
-        const CollectedRow<Acc>& all = collected[(i - lag) % kCollected];
-        sums = {all.first_sum, all.second_sum};
-        row_mean = all.mean;
-        row_rstd = all.rstd;
+        sums = collected[(i - lag) % kCollected];
+        statistics = statistics_of(second_read.stage, row);
       }
       const Pair<Acc> means = {sums.first * inverse_cols, sums.second * inverse_cols};
-      const DxRow<X> dx_row(p, row, work.first_col);
+      const DxRow<X, kFusion == Fusion::kResidual> dx_row(p, row, work.first_col);
       if constexpr (kKeep) {
 #pragma unroll
         for (int k = 0; k < kVecs; ++k) {
-          const int v = group.thread + k * group.threads;
-          if (v < vectors) dx_row.store(v * kWidth, xhat[k], g[k], means, row_rstd);
+          if (share.has(k)) {
+            dx_row.store(share.vector(k) * kWidth, xhat[k], g[k], means, statistics.second,
+                         added[k]);
+          }
         }
       } else {
-        with_gradients(second_read.stage, row, row_mean, row_rstd,
-                       [&](int, int col, const auto& gradients) {
-                         dx_row.store(col, gradients.xhat, gradients.g, means, row_rstd);
-                       });
+        with_gradients(second_read.stage, row, statistics, [&](int k, const auto& gradients) {
+          if (!share.has(k)) return;
+          const int col = share.vector(k) * kWidth;
+          dx_row.store(col, gradients.xhat, gradients.g, means, statistics.second,
+                       dx_row.template added<kWidth>(col));
+        });
       }
     }
     if (i >= lag) second_read.advance(layout.stages);
   }
 
   const ParamGradSink<T> sink(p, layout.dparams_offset, layout.partials, work.set);
-  if (!sink.wanted()) return;
+  if (!sink.wanted() || gridDim.x > layout.row_blocks) return;
   if (layout.groups == 1) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int v = group.thread + k * group.threads;
-      if (v < vectors) sink.store(work.first_col + v * kWidth, dweight[k], dbias[k]);
+      if (share.has(k)) {
+        sink.store(work.first_col + share.vector(k) * kWidth, dweight[k], dbias[k]);
+      }
     }
     return;
   }
@@ -316,7 +384,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
 template <typename T, int kWidth, int kVecs>
 cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cudaStream_t stream) {
-  constexpr bool kMayBulk = kWidth > 1 && !std::is_same_v<typename T::X, double>;
+  constexpr bool kMayBulk = !std::is_same_v<typename T::X, double>;
   constexpr bool kMayKeep = kVecs * kWidth <= kKeptColsPerThread;
   const SliceLayout layout(plan);
   const int threads = plan.threads * plan.groups + (plan.blocks_per_row > 1 ? kWarpSize : 0);
@@ -327,12 +395,17 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
   }
   return dispatch_bool<kMayBulk>(plan.bulk, [&](auto bulk) {
     return dispatch_bool<kMayKeep>(plan.blocks_per_row == 1, [&](auto keep) {
-      return dispatch_bool<true>(params.has_epilogue, [&](auto epilogue) {
+      const auto start = [&](auto fusion) {
         const auto kernel =
-            layer_norm_backward_block_kernel<T, kWidth, kVecs, bulk(), keep(), epilogue()>;
+            layer_norm_backward_block_kernel<T, kWidth, kVecs, bulk(), keep(), fusion()>;
         return plan.blocks_per_row > 1 ? launch<true>(kernel, plan, threads, stream, params, layout)
                                        : launch(kernel, plan, threads, stream, params, layout);
-      });
+      };
+      if constexpr (bulk() && keep() && kWidth > 1) {
+        return dispatch_fusion(params, start);
+      } else {
+        return dispatch_any_fusion(params, start);
+      }
     });
   });
 }
@@ -345,8 +418,8 @@ cudaError_t launch_layer_norm_forward_block(const ForwardParams& params, const D
     using T = decltype(t);
     return dispatch_width<T>(plan.width, [&](auto width) {
       const auto start = [&](auto vecs) {
-        return dispatch_bool<true>(is_fused(params), [&](auto fused) {
-          const auto kernel = layer_norm_forward_block_kernel<T, width(), vecs(), fused()>;
+        return dispatch_fusion(params, [&](auto fusion) {
+          const auto kernel = layer_norm_forward_block_kernel<T, width(), vecs(), fusion()>;
           return launch(kernel, plan, plan.threads, stream, params);
         });
       };
@@ -369,7 +442,7 @@ cudaError_t launch_layer_norm_backward_block(const BackwardParams& params, const
       };
       constexpr int kMost = kBackwardColsPerThread / width();
       if constexpr (width() == 1) {
-        return dispatch_vecs<8, 16>(plan.vecs, start);
+        return dispatch_vecs<16>(plan.vecs, start);
       } else if constexpr (std::is_same_v<typename T::X, double>) {
         return dispatch_vecs<kMost>(plan.vecs, start);
       } else {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = kSplitForwardThreads + kWarpSize;
 
-template <typename T, int kWidth, int kVecs, bool kFused>
+template <typename T, int kWidth, int kVecs, bool kEpilogue>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_norm_forward_split_kernel(const ForwardParams p, const SliceLayout layout) {
   using X = typename T::X;
@@ -19,15 +19,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   using Y = typename T::Y;
   if constexpr (!kHasBulk) return;  // never launched there
   extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ float scratch[2][2][kMaxWarps];
+  __shared__ alignas(16) float scratch[2][2][kMaxWarps];
   __shared__ Moments<float> combined[kCollected];
   __shared__ __align__(8) uint64_t full[kMaxStages];
 
   const Group group(layout.threads);
-  const SliceWork work(layout, 0, p.rows, p.cols);
+  const SliceWork work(layout, 0, p.rows, p.cols, std::false_type{});
   const int vectors = work.cols / kWidth;
-  const Share share = {group.thread, group.threads, vectors};
-  const bool has_weight = p.weight != nullptr, has_bias = p.bias != nullptr;
+  const Share<kVecs, false> share = {group.thread, group.threads, vectors};
   W* weight = reinterpret_cast<W*>(shared);
   W* bias = weight + layout.slice_cols;
   X* ring = reinterpret_cast<X*>(bias + layout.slice_cols);
@@ -44,25 +43,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kMaxStages; ++i) barrier_init(full + i, 1);
     barrier_init_fence();
+#pragma unroll 1
     for (int i = 0; i < layout.stages && i < work.rows; ++i) fill(i, work.row(i));
   }
+  const Parameter<W> all_weight(p.weight, work.first_col, Otherwise::kOnes);
+  const Parameter<W> all_bias(p.bias, work.first_col, Otherwise::kZeros);
   for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
     using P = Vec<W, kWidth>;
     const int col = v * kWidth;
-    if (has_weight) {
-      *reinterpret_cast<P*>(weight + col) =
-          load_again<W, kWidth>(static_cast<const W*>(p.weight) + work.first_col + col);
-    }
-    if (has_bias) {
-      *reinterpret_cast<P*>(bias + col) =
-          load_again<W, kWidth>(static_cast<const W*>(p.bias) + work.first_col + col);
-    }
+    *reinterpret_cast<P*>(weight + col) = all_weight.template load<kWidth>(col);
+    *reinterpret_cast<P*>(bias + col) = all_bias.template load<kWidth>(col);
   }
   __syncthreads();
 
   if (group.index == 1) {
     // The collecting warp; there is none where a block has whole rows.
-    for (int64_t i = 0; i < work.rows; ++i) {
+    for (int i = 0; i < work.rows; ++i) {
       const CollectedSlots slot(slots + work.row(i) * layout.blocks_per_row, layout.blocks_per_row);
       const auto moments = combine_slots(slot, layout.blocks_per_row, layout.slice_cols, p.cols,
                                          p.inverse_cols.rounded);
@@ -74,20 +70,20 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const float inverse_slice_cols = 1.0f / work.cols;
   RingPosition first_read, second_read, freed;
-  for (int64_t i = 0; i < work.rows + lag; ++i) {
+  for (int i = 0; i < work.rows + lag; ++i) {
     Moments<float> moments;
     if (i < work.rows) {
       barrier_wait(full + first_read.stage, first_read.parity);
       const X* x = ring + first_read.stage * layout.slice_cols;
       first_read.advance(layout.stages);
       const float pivot = to_acc(x[0]);
-      RowValues<T, kWidth, kVecs> values;
-      values.unpack_shared(x, share);
+      RowVectors<T, kWidth, kVecs> values;
+      values.load_shared(x, share);
       const float sum = group_sum(values.sum(pivot, share), group, scratch[i & 1][0]);
       moments.mean = pivot + sum * inverse_slice_cols;
       // Behind that barrier nobody reads the row of 1 + lag iterations ago any more.
       if (group.thread == 0 && i >= 1 + lag) {
-        const int64_t refill = i - 1 - lag + layout.stages;
+        const int refill = i - 1 - lag + layout.stages;
         if (refill < work.rows) fill(freed.stage, work.row(refill));
         freed.advance(layout.stages);
       }
@@ -111,14 +107,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     Y* y = static_cast<Y*>(p.y) + row * p.cols + work.first_col;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      if (share.has(k)) {
-        const int col = share.vector(k) * kWidth;
-        float values[kWidth], w[kWidth], b[kWidth];
-        unpack(values, load_plain<X, kWidth>(x + col));
-        load_param<true>(w, weight, has_weight, col, 1.0f);
-        load_param<true>(b, bias, has_bias, col, 0.0f);
-        finish<T, kFused>(p, y, col, values, mean, rstd, w, b);
-      }
+      const int col = share.has(k) ? share.vector(k) * kWidth : 0;
+      const auto result = finish<kEpilogue, Y>(p, load<Use::kPlain, kWidth>(x + col), mean, rstd,
+                                               load<Use::kPlain, kWidth>(weight + col),
+                                               load<Use::kPlain, kWidth>(bias + col));
+      if (share.has(k)) store_once<Y, kWidth>(element(y, col), result);
     }
     second_read.advance(layout.stages);
   }
@@ -138,14 +131,12 @@ cudaError_t launch_layer_norm_forward_split(const ForwardParams& params, const D
     if constexpr (std::is_same_v<typename T::X, double>) {
       return cudaErrorInvalidValue;
     } else {
-      return dispatch_bool<true>(params.has_epilogue, [&](auto fused) {
-        return dispatch_vecs<4, 8>(plan.vecs, [&](auto vecs) {
-          const auto kernel =
-              layer_norm_forward_split_kernel<T, 16 / sizeof(typename T::X), vecs(), fused()>;
-          const int collector = plan.blocks_per_row > 1 ? kWarpSize : 0;
-          return launch<true>(kernel, plan, plan.threads + collector, stream, params,
-                              SliceLayout(plan));
-        });
+      return dispatch_bool<true>(params.has_epilogue, [&](auto epilogue) {
+        const auto kernel = layer_norm_forward_split_kernel<T, 16 / sizeof(typename T::X),
+                                                            kSplitForwardVecs, epilogue()>;
+        const int collector = plan.blocks_per_row > 1 ? kWarpSize : 0;
+        return launch<true>(kernel, plan, plan.threads + collector, stream, params,
+                            SliceLayout(plan));
       });
     }
   });

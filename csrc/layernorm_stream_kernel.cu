@@ -26,22 +26,20 @@ struct ChunkWork {
 };
 
 // With a residual, x = input + residual is stored here and read back by the second kernel.
-template <typename T, int kWidth, int kVecs>
+template <typename T, int kWidth, int kVecs, bool kResidual>
 __global__ void __launch_bounds__(kChunkThreads)
     layer_norm_forward_stream_sums_kernel(const ForwardParams p, const int chunks,
                                           const int chunk_cols) {
   using Acc = typename T::Acc;
-  __shared__ Acc scratch[2][kMaxWarps];
+  __shared__ alignas(16) Acc scratch[2][kMaxWarps];
   const Group group;
   const ChunkWork work(blockIdx.x, chunks, chunk_cols, p.cols);
-  const Share share = {group.thread, group.threads, work.cols / kWidth};
+  const Share<kVecs, false> share = {group.thread, group.threads, work.cols / kWidth};
 
-  const ForwardRow<T> place(p, work.row, work.first_col);
-  LoadedRow<T, kWidth, kVecs, true> loaded;
-  loaded.load(place, share);
-  RowValues<T, kWidth, kVecs> values;
-  values.unpack_row(loaded, place, share);
-  const Acc pivot = place.first_element();
+  const ForwardRow<T> place(p, work.row, work.first_col, std::bool_constant<kResidual>{});
+  RowVectors<T, kWidth, kVecs> values;
+  values.template load<kResidual>(place, share);
+  const Acc pivot = place.template first_element<kResidual>();
   const Acc mean = pivot + group_sum(values.sum(pivot, share), group, scratch[0]) / Acc(work.cols);
   const Acc m2 = group_sum(values.squared_deviations(mean, share), group, scratch[1]);
   if (group.thread == 0) {
@@ -72,16 +70,18 @@ __global__ void __launch_bounds__(kWarpSize)
 
 // Each block keeps the weight and bias of its columns in registers for kRowsPerBlock rows: reading
 // them anew for every row costs as much of L2's throughput as x and y.
-template <typename T, int kWidth, bool kFused>
+template <typename T, int kWidth, Fusion kFusion>
 __global__ void __launch_bounds__(kFinishThreads)
     layer_norm_forward_stream_kernel(const ForwardParams p, const int chunks,
                                      const int64_t totals_offset) {
   using Acc = typename T::Acc;
   using W = typename T::W;
+  using X = typename T::X;
+  using Y = typename T::Y;
   constexpr int kChunkCols = kFinishThreads * kFinishVecs * kWidth;
   const int first_col = static_cast<int>(blockIdx.x % chunks) * kChunkCols;
-  const Share share = {static_cast<int>(threadIdx.x), kFinishThreads,
-                       min(kChunkCols, p.cols - first_col) / kWidth};
+  const Share<kFinishVecs, false> share = {static_cast<int>(threadIdx.x), kFinishThreads,
+                                           min(kChunkCols, p.cols - first_col) / kWidth};
   // Last rows first: what the first kernel read last may still be in L2.
   const int64_t set = gridDim.x / chunks - 1 - blockIdx.x / chunks;
   const int64_t first_row = set * kRowsPerBlock;
@@ -90,49 +90,42 @@ __global__ void __launch_bounds__(kFinishThreads)
       reinterpret_cast<const Pair<Acc>*>(static_cast<const char*>(p.workspace) + totals_offset);
 
   const auto place_of = [&](int r) {
-    ForwardRow<T> place(p, first_row + r, first_col);
-    if (place.residual != nullptr) {
-      place.input = place.residual_out;
-      place.residual = nullptr;
+    ForwardRow<T> place(p, first_row + r, first_col, std::false_type{});
+    if constexpr (kFusion == Fusion::kResidual) {
+      place.input = static_cast<const X*>(p.residual_out) + (first_row + r) * p.cols + first_col;
     }
     return place;
   };
   ForwardRow<T> place = place_of(rows - 1);
-  LoadedRow<T, kWidth, kFinishVecs, false> next;
-  next.load(place, share);
+  RowVectors<T, kWidth, kFinishVecs> next;
+  next.template load<false>(place, share);
   Vec<W, kWidth> weight[kFinishVecs], bias[kFinishVecs];
 #pragma unroll
   for (int k = 0; k < kFinishVecs; ++k) {
-    weight[k] = load_param_vec<false, W, kWidth>(
-        place.weight, place.weight != nullptr && share.has(k), share.vector(k) * kWidth, 1.0f);
-    bias[k] = load_param_vec<false, W, kWidth>(place.bias, place.bias != nullptr && share.has(k),
-                                               share.vector(k) * kWidth, 0.0f);
+    const int col = share.has(k) ? share.vector(k) * kWidth : 0;
+    weight[k] = place.weight.template load<kWidth>(col);
+    bias[k] = place.bias.template load<kWidth>(col);
   }
   for (int r = rows - 1; r >= 0; --r) {
-    RowValues<T, kWidth, kFinishVecs> values;
-    values.unpack_row(next, place, share);
-    typename T::Y* y = place.y;
+    const RowVectors<T, kWidth, kFinishVecs> values = next;
+    Y* y = place.y;
     if (r > 0) {
       place = place_of(r - 1);
-      next.load(place, share);
+      next.template load<false>(place, share);
     }
     const Pair<Acc> total = totals[first_row + r];
 #pragma unroll
     for (int k = 0; k < kFinishVecs; ++k) {
-      if (share.has(k)) {
-        Acc w[kWidth], b[kWidth];
-        unpack(w, weight[k]);
-        unpack(b, bias[k]);
-        finish<T, kFused>(p, y, share.vector(k) * kWidth, values.x[k], total.first, total.second, w,
-                          b);
-      }
+      const auto result = finish<kFusion != Fusion::kNone, Y>(p, values.x[k], total.first,
+                                                              total.second, weight[k], bias[k]);
+      if (share.has(k)) store_once<Y, kWidth>(element(y, share.vector(k) * kWidth), result);
     }
   }
 }
 
 // Each block owns the columns of one chunk for the rows set, set + sets, ...: their dweight and
 // dbias, and the chunk's share of the two sums of each of those rows.
-template <typename T, int kWidth, int kVecs, bool kEpilogue>
+template <typename T, int kWidth, int kVecs, bool kMayActivate>
 __global__ void __launch_bounds__(kSumsThreads)
     layer_norm_backward_stream_sums_kernel(const BackwardParams p, const int chunks,
                                            const int chunk_cols, const int partials,
@@ -140,14 +133,13 @@ __global__ void __launch_bounds__(kSumsThreads)
   using Acc = typename T::Acc;
   using X = typename T::X;
   using Y = typename T::Y;
-  __shared__ Pair<Acc> scratch[2][kMaxWarps];
+  __shared__ alignas(16) Pair<Acc> scratch[2][kMaxWarps];
   const Group group;
   const int chunk = blockIdx.x % chunks, set = blockIdx.x / chunks;
   const int first = chunk * (chunk_cols / kWidth) + group.thread;
   const int vectors = min((chunk + 1) * (chunk_cols / kWidth), p.cols / kWidth);
-  const auto* weight = static_cast<const typename T::W*>(p.weight);
-  const auto* bias =
-      static_cast<const typename T::W*>(p.activation == Activation::kNone ? nullptr : p.bias);
+  const Parameter<typename T::W> weight(p.weight, 0, Otherwise::kOnes);
+  const Parameter<typename T::W> bias(kMayActivate ? p.bias : nullptr, 0, Otherwise::kZeros);
   const bool reads_x = needs_x(p);
   auto* chunk_sums = static_cast<Pair<Acc>*>(p.workspace);
 
@@ -157,30 +149,28 @@ __global__ void __launch_bounds__(kSumsThreads)
   for (int64_t row = set; row < p.rows; row += gridDim.x / chunks, parity ^= 1) {
     const Acc mean = static_cast<const Acc*>(p.mean)[row];
     const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
-    Vec<X, kWidth> x[kVecs];
-    Vec<Y, kWidth> dy[kVecs];
+    Vec<X, kWidth> x[kVecs] = {};
+    Vec<Y, kWidth> dy[kVecs] = {};
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int v = first + k * group.threads;
       if (v < vectors) {
         if (reads_x) {
-          x[k] = load_once<X, kWidth>(static_cast<const X*>(p.x) + p.x_rows(row) + v * kWidth);
+          x[k] = load<Use::kOnce, kWidth>(static_cast<const X*>(p.x) + p.x_rows(row) + v * kWidth);
         }
-        dy[k] = load_once<Y, kWidth>(static_cast<const Y*>(p.dy) + p.dy_rows(row) + v * kWidth);
+        dy[k] = load<Use::kOnce, kWidth>(static_cast<const Y*>(p.dy) + p.dy_rows(row) + v * kWidth);
       }
     }
     Pair<Acc> sums = {0, 0};
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int v = first + k * group.threads;
-      if (v < vectors) {
-        Acc w[kWidth], b[kWidth];
-        load_param(w, weight, v * kWidth, 1.0f);
-        load_param(b, bias, v * kWidth, 0.0f);
-        const Gradients<T, kWidth, kEpilogue> gradients(p, x[k], dy[k], mean, rstd, w, b);
-        gradients.add_sums(sums);
-        gradients.add_dparams(dweight[k], dbias[k]);
-      }
+      const int col = v < vectors ? v * kWidth : 0;
+      const Gradients<T, kWidth, kMayActivate> gradients(p, x[k], dy[k], mean, rstd,
+                                                         weight.template load<kWidth>(col),
+                                                         bias.template load<kWidth>(col));
+      gradients.add_sums(sums);
+      gradients.add_dparams(dweight[k], dbias[k]);
     }
     if (p.dx == nullptr) continue;
     sums = group_sum(sums, group, scratch[parity]);
@@ -201,7 +191,7 @@ __global__ void __launch_bounds__(kSumsThreads)
     layer_norm_backward_stream_totals_kernel(const BackwardParams p, const int chunks,
                                              const int64_t totals_offset) {
   using Acc = typename T::Acc;
-  __shared__ Pair<Acc> scratch[kMaxWarps];
+  __shared__ alignas(16) Pair<Acc> scratch[kMaxWarps];
   const Group group;
   const int64_t row = blockIdx.x;
   const auto* chunk_sums = static_cast<const Pair<Acc>*>(p.workspace) + row * chunks;
@@ -218,7 +208,7 @@ __global__ void __launch_bounds__(kSumsThreads)
   }
 }
 
-template <typename T, int kWidth, int kVecs, bool kEpilogue>
+template <typename T, int kWidth, int kVecs, Fusion kFusion>
 __global__ void __launch_bounds__(kSumsThreads)
     layer_norm_backward_stream_kernel(const BackwardParams p, const int chunks,
                                       const int chunk_cols, const int64_t totals_offset) {
@@ -228,37 +218,36 @@ __global__ void __launch_bounds__(kSumsThreads)
   const ChunkWork work(int64_t{gridDim.x} - 1 - blockIdx.x, chunks, chunk_cols, p.cols);
   const int first = work.first_col / kWidth + threadIdx.x;
   const int vectors = (work.first_col + work.cols) / kWidth;
-  const auto* weight = static_cast<const typename T::W*>(p.weight);
-  const auto* bias =
-      static_cast<const typename T::W*>(p.activation == Activation::kNone ? nullptr : p.bias);
+  constexpr bool kMayActivate = kFusion != Fusion::kNone;
+  const Parameter<typename T::W> weight(p.weight, 0, Otherwise::kOnes);
+  const Parameter<typename T::W> bias(kMayActivate ? p.bias : nullptr, 0, Otherwise::kZeros);
   const auto* totals =
       reinterpret_cast<const Pair<Acc>*>(static_cast<const char*>(p.workspace) + totals_offset);
 
   const int64_t row = work.row;
-  Vec<X, kWidth> x[kVecs];
-  Vec<Y, kWidth> dy[kVecs];
+  const DxRow<X, kFusion == Fusion::kResidual> dx_row(p, row, 0);
+  Vec<X, kWidth> x[kVecs] = {}, added[kVecs] = {};
+  Vec<Y, kWidth> dy[kVecs] = {};
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     const int v = first + k * kSumsThreads;
     if (v < vectors) {
-      x[k] = load_once<X, kWidth>(static_cast<const X*>(p.x) + p.x_rows(row) + v * kWidth);
-      dy[k] = load_once<Y, kWidth>(static_cast<const Y*>(p.dy) + p.dy_rows(row) + v * kWidth);
+      added[k] = dx_row.template added<kWidth>(v * kWidth);
+      x[k] = load<Use::kOnce, kWidth>(static_cast<const X*>(p.x) + p.x_rows(row) + v * kWidth);
+      dy[k] = load<Use::kOnce, kWidth>(static_cast<const Y*>(p.dy) + p.dy_rows(row) + v * kWidth);
     }
   }
   const Acc mean = static_cast<const Acc*>(p.mean)[row];
   const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
   const Pair<Acc> means = totals[row];
-  const DxRow<X> dx_row(p, row, 0);
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     const int v = first + k * kSumsThreads;
-    if (v < vectors) {
-      Acc w[kWidth], b[kWidth];
-      load_param(w, weight, v * kWidth, 1.0f);
-      load_param(b, bias, v * kWidth, 0.0f);
-      const Gradients<T, kWidth, kEpilogue> gradients(p, x[k], dy[k], mean, rstd, w, b);
-      dx_row.store(v * kWidth, gradients.xhat, gradients.g, means, rstd);
-    }
+    const int col = v < vectors ? v * kWidth : 0;
+    const Gradients<T, kWidth, kMayActivate> gradients(p, x[k], dy[k], mean, rstd,
+                                                       weight.template load<kWidth>(col),
+                                                       bias.template load<kWidth>(col));
+    if (v < vectors) dx_row.store(col, gradients.xhat, gradients.g, means, rstd, added[k]);
   }
 }
 
@@ -275,9 +264,10 @@ cudaError_t launch_layer_norm_forward_stream(const ForwardParams& params, const 
     using T = decltype(t);
     return dispatch_width<T>(plan.width, [&](auto width) {
       constexpr int kVecs = width() == 1 ? 16 : 8;
-      cudaError_t error =
-          launch(layer_norm_forward_stream_sums_kernel<T, width(), kVecs>, plan, kChunkThreads,
-                 stream, params, plan.blocks_per_row, plan.slice_cols);
+      cudaError_t error = dispatch_bool<true>(params.residual != nullptr, [&](auto residual) {
+        return launch(layer_norm_forward_stream_sums_kernel<T, width(), kVecs, residual()>, plan,
+                      kChunkThreads, stream, params, plan.blocks_per_row, plan.slice_cols);
+      });
       if (error != cudaSuccess) return error;
       error = launch(layer_norm_forward_stream_totals_kernel<T>, with_blocks(plan, params.rows),
                      kWarpSize, stream, params, plan.blocks_per_row, plan.slice_cols,
@@ -286,8 +276,8 @@ cudaError_t launch_layer_norm_forward_stream(const ForwardParams& params, const 
       constexpr int kChunkCols = kFinishThreads * kFinishVecs * width();
       const int chunks = (params.cols - 1) / kChunkCols + 1;
       const int64_t sets = (params.rows - 1) / kRowsPerBlock + 1;
-      return dispatch_bool<true>(params.has_epilogue, [&](auto fused) {
-        return launch(layer_norm_forward_stream_kernel<T, width(), fused()>,
+      return dispatch_fusion(params, [&](auto fusion) {
+        return launch(layer_norm_forward_stream_kernel<T, width(), fusion()>,
                       with_blocks(plan, sets * chunks), kFinishThreads, stream, params, chunks,
                       plan.totals_offset);
       });
@@ -300,18 +290,19 @@ cudaError_t launch_layer_norm_backward_stream(const BackwardParams& params, cons
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<T>(plan.width, [&](auto width) {
-      return dispatch_bool<true>(params.has_epilogue, [&](auto epilogue) {
+      return dispatch_any_fusion(params, [&](auto fusion) {
         constexpr int kVecs = 16 / width();
+        constexpr bool kMayActivate = fusion() != Fusion::kNone;
         const int chunks = plan.blocks_per_row;
         cudaError_t error =
-            launch(layer_norm_backward_stream_sums_kernel<T, width(), kVecs, epilogue()>, plan,
+            launch(layer_norm_backward_stream_sums_kernel<T, width(), kVecs, kMayActivate>, plan,
                    kSumsThreads, stream, params, chunks, plan.slice_cols, plan.partials,
                    plan.dparams_offset);
         if (error != cudaSuccess || params.dx == nullptr) return error;
         error = launch(layer_norm_backward_stream_totals_kernel<T>, with_blocks(plan, params.rows),
                        kSumsThreads, stream, params, chunks, plan.totals_offset);
         if (error != cudaSuccess) return error;
-        return launch(layer_norm_backward_stream_kernel<T, width(), kVecs, epilogue()>,
+        return launch(layer_norm_backward_stream_kernel<T, width(), kVecs, fusion()>,
                       with_blocks(plan, params.rows * chunks), kSumsThreads, stream, params, chunks,
                       plan.slice_cols, plan.totals_offset);
       });

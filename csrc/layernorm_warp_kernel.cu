@@ -18,19 +18,20 @@ struct LanesTeam {
     return lanes_sum(v, lanes);
   }
   // The first lane has the row's first element.
-  template <typename T, typename Acc>
-  __device__ __forceinline__ Acc pivot(const ForwardRow<T>&, Acc first) const {
-    return __shfl_sync(kFullWarp, first, 0, lanes);
+  template <bool, typename T>
+  __device__ __forceinline__ auto pivot(const ForwardRow<T>&, typename T::X first) const {
+    return __shfl_sync(kFullWarp, to_acc(first), 0, lanes);
   }
 };
 
-template <typename T, int kWidth, int kVecs, bool kFused>
+template <typename T, int kWidth, int kVecs, Fusion kFusion>
 __global__ void __launch_bounds__(kWarpForwardThreads)
     layer_norm_forward_warp_kernel(const ForwardParams p, const int log2_lanes) {
   const int lanes = 1 << log2_lanes;
   const LanesTeam team = {lanes, static_cast<int>(threadIdx.x) & (lanes - 1)};
-  const int64_t groups = kWarpForwardThreads >> log2_lanes;
-  forward_row<T, kWidth, kVecs, kFused>(p, team, blockIdx.x * groups + (threadIdx.x >> log2_lanes));
+  const uint32_t groups = kWarpForwardThreads >> log2_lanes;
+  forward_row<T, kWidth, kVecs, kFusion>(p, team,
+                                         blockIdx.x * groups + (threadIdx.x >> log2_lanes));
 }
 
 // One row's x and dy as they are loaded: the next row is on its way while one is worked on.
@@ -43,8 +44,8 @@ struct LoadedGradientRow {
   Vec<Y, kWidth> dy[kVecs];
   Acc mean, rstd;
 
-  __device__ __forceinline__ LoadedGradientRow(const BackwardParams& p, int64_t row, int lane,
-                                               int lanes, int vectors, bool reads_x)
+  __device__ __forceinline__ LoadedGradientRow(const BackwardParams& p, int64_t row,
+                                               const Share<kVecs, false>& share, bool reads_x)
       : x{}, dy{}, mean(0), rstd(0) {
     if (row >= p.rows) return;
     mean = static_cast<const Acc*>(p.mean)[row];
@@ -53,75 +54,90 @@ struct LoadedGradientRow {
     const Y* dy_row = static_cast<const Y*>(p.dy) + p.dy_rows(row);
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int v = lane + k * lanes;
-      if (v < vectors) {
-        if (reads_x) x[k] = load_once<X, kWidth>(x_row + v * kWidth);
-        dy[k] = load_once<Y, kWidth>(dy_row + v * kWidth);
+      const int col = share.vector(k) * kWidth;
+      if (share.has(k)) {
+        if (reads_x) x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
+        dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
       }
     }
   }
 };
 
-template <typename T, int kWidth, int kVecs, bool kEpilogue>
+template <typename T, int kWidth, int kVecs, Fusion kFusion>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     layer_norm_backward_warp_kernel(const BackwardParams p, const int log2_lanes,
-                                    const int partials, const int64_t dparams_offset) {
+                                    const int row_blocks, const int partials,
+                                    const int64_t dparams_offset) {
   using Acc = typename T::Acc;
+  using W = typename T::W;
+  using X = typename T::X;
+  constexpr bool kMayActivate = kFusion != Fusion::kNone;
+  constexpr bool kResidual = kFusion == Fusion::kResidual;
+  extern __shared__ __align__(16) unsigned char shared[];
+  if (blockIdx.x >= row_blocks) {
+    ColumnGradients<T, kWidth>::template run<kMayActivate>(p, blockIdx.x - row_blocks, shared);
+    return;
+  }
   const int lanes = 1 << log2_lanes;
   const int groups = kBackwardThreads >> log2_lanes;
   const int lane = threadIdx.x & (lanes - 1);
-  const int vectors = p.cols / kWidth;
+  const Share<kVecs, false> share = {lane, lanes, p.cols / kWidth};
   const int64_t group = int64_t{blockIdx.x} * groups + (threadIdx.x >> log2_lanes);
-  const int64_t all_groups = int64_t{gridDim.x} * groups;
-  const auto* weight = static_cast<const typename T::W*>(p.weight);
-  const auto* bias = static_cast<const typename T::W*>(kEpilogue ? p.bias : nullptr);
+  const int64_t all_groups = int64_t{row_blocks} * groups;
+  const Parameter<W> weight(p.weight, 0, Otherwise::kOnes);
+  const Parameter<W> bias(kMayActivate ? p.bias : nullptr, 0, Otherwise::kZeros);
   const bool reads_x = needs_x(p);
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
 
   Acc dweight[kVecs][kWidth] = {};
   Acc dbias[kVecs][kWidth] = {};
 
-  LoadedGradientRow<T, kWidth, kVecs> next(p, group, lane, lanes, vectors, reads_x);
+  LoadedGradientRow<T, kWidth, kVecs> next(p, group, share, reads_x);
   // The bound is the same for all lanes of a warp: each takes part in the shuffles.
   for (int64_t base = 0; base < p.rows; base += all_groups) {
     const int64_t row = base + group;
     const bool valid_row = row < p.rows;
     const LoadedGradientRow<T, kWidth, kVecs> now = next;
-    next = LoadedGradientRow<T, kWidth, kVecs>(p, row + all_groups, lane, lanes, vectors, reads_x);
+    next = LoadedGradientRow<T, kWidth, kVecs>(p, row + all_groups, share, reads_x);
+    const DxRow<X, kResidual> dx_row(p, valid_row ? row : 0, 0);
+    Vec<X, kWidth> added[kVecs] = {};
+    if constexpr (kResidual) {
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
+      }
+    }
+    // At vectors, and in rows, that are not there x and dy are zero, and so is what they add.
     Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
     Pair<Acc> sums;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int v = lane + k * lanes;
-      if (valid_row && v < vectors) {
-        Acc w[kWidth], b[kWidth];
-        load_param(w, weight, v * kWidth, 1.0f);
-        load_param(b, bias, v * kWidth, 0.0f);
-        const Gradients<T, kWidth, kEpilogue> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd,
-                                                        w, b);
-        gradients.add_sums(sums);
-        gradients.add_dparams(dweight[k], dbias[k]);
+      const int col = share.has(k) ? share.vector(k) * kWidth : 0;
+      const Gradients<T, kWidth, kMayActivate> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd,
+                                                         weight.template load<kWidth>(col),
+                                                         bias.template load<kWidth>(col));
+      gradients.add_sums(sums);
+      gradients.add_dparams(dweight[k], dbias[k]);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          xhat[k][j] = gradients.xhat[j];
-          g[k][j] = gradients.g[j];
-        }
+      for (int j = 0; j < kWidth; ++j) {
+        xhat[k][j] = gradients.xhat[j];
+        g[k][j] = gradients.g[j];
       }
     }
     if (p.dx == nullptr) continue;
     const Pair<Acc> means = {lanes_sum(sums.first, lanes) * inverse_cols,
                              lanes_sum(sums.second, lanes) * inverse_cols};
     if (!valid_row) continue;
-    const DxRow<typename T::X> dx_row(p, row, 0);
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int v = lane + k * lanes;
-      if (v < vectors) dx_row.store(v * kWidth, xhat[k], g[k], means, now.rstd);
+      if (share.has(k)) {
+        dx_row.store(share.vector(k) * kWidth, xhat[k], g[k], means, now.rstd, added[k]);
+      }
     }
   }
 
   const ParamGradSink<T> sink(p, dparams_offset, partials, blockIdx.x);
-  if (!sink.wanted()) return;
+  if (!sink.wanted() || gridDim.x > row_blocks) return;
   // First the groups of a warp, then the warps of the block, in order.
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
@@ -134,18 +150,17 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
   }
   constexpr int kWarps = kBackwardThreads / kWarpSize;
-  extern __shared__ __align__(16) unsigned char shared[];
   Acc* sums = reinterpret_cast<Acc*>(shared);  // [dweight, dbias][warp][cols]
   const int warp = threadIdx.x / kWarpSize;
   if (threadIdx.x % kWarpSize < lanes) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int v = lane + k * lanes;
-      if (v < vectors) {
+      const int col = share.vector(k) * kWidth;
+      if (share.has(k)) {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-          sums[warp * p.cols + v * kWidth + j] = dweight[k][j];
-          sums[(kWarps + warp) * p.cols + v * kWidth + j] = dbias[k][j];
+          sums[warp * p.cols + col + j] = dweight[k][j];
+          sums[(kWarps + warp) * p.cols + col + j] = dbias[k][j];
         }
       }
     }
@@ -176,12 +191,17 @@ cudaError_t launch_layer_norm_forward_warp(const ForwardParams& params, const Da
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<T>(plan.width, [&](auto width) {
-      return dispatch_vecs<1, 2, 3, 4, 5, 8>(plan.vecs, [&](auto vecs) {
-        return dispatch_bool<true>(is_fused(params), [&](auto fused) {
-          const auto kernel = layer_norm_forward_warp_kernel<T, width(), vecs(), fused()>;
+      const auto start = [&](auto vecs) {
+        return dispatch_fusion(params, [&](auto fusion) {
+          const auto kernel = layer_norm_forward_warp_kernel<T, width(), vecs(), fusion()>;
           return launch(kernel, plan, kWarpForwardThreads, stream, params, log2_of(plan.threads));
         });
-      });
+      };
+      if constexpr (width() == 1) {
+        return dispatch_vecs<1, 2, 4, 8>(plan.vecs, start);
+      } else {
+        return dispatch_vecs<1, 2, 3, 4>(plan.vecs, start);
+      }
     });
   });
 }
@@ -193,11 +213,16 @@ cudaError_t launch_layer_norm_backward_warp(const BackwardParams& params, const 
     return dispatch_width<T>(plan.width, [&](auto width) {
       return dispatch_vecs<1, 2, 4, 8>(plan.vecs, [&](auto vecs) -> cudaError_t {
         if constexpr (vecs() <= most_warp_backward_vecs(width())) {
-          return dispatch_bool<true>(params.has_epilogue, [&](auto epilogue) {
-            const auto kernel = layer_norm_backward_warp_kernel<T, width(), vecs(), epilogue()>;
+          const auto start = [&](auto fusion) {
+            const auto kernel = layer_norm_backward_warp_kernel<T, width(), vecs(), fusion()>;
             return launch(kernel, plan, kBackwardThreads, stream, params, log2_of(plan.threads),
-                          plan.partials, plan.dparams_offset);
-          });
+                          plan.blocks, plan.partials, plan.dparams_offset);
+          };
+          if constexpr (width() > 1) {
+            return dispatch_fusion(params, start);
+          } else {
+            return dispatch_any_fusion(params, start);
+          }
         } else {
           return cudaErrorInvalidValue;
         }

@@ -516,6 +516,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     problem.weight = data_types.weight;
     problem.y = data_types.y;
     problem.backward = true;
+    problem.residual = dresidual.has_value();
     problem.needs_dparams = needs_dweight || needs_dbias;
     problem.has_epilogue = act != Activation::kNone || scale != 1.0;
     const int64_t least = std::min(size_of(problem.x), size_of(problem.y));

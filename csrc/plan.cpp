@@ -12,6 +12,8 @@ namespace fused_layernorm {
 namespace {
 
 constexpr int kWarpSize = 32;
+// What backward's blocks keep on its way, where one of them has whole rows.
+constexpr int kWantedRingBytes = 64 * 1024;
 // Static shared memory, barriers included, and what the driver reserves in a block.
 constexpr int kReservedSharedMemory = 3072;
 
@@ -63,6 +65,26 @@ int wanted_warp_vecs(const Problem& problem, int width) {
   return !problem.backward && size_of(problem.x) == 4 ? 1 : 4;
 }
 
+// Backward of few rows: one block computes the dx of one row or, of short rows, of a few, and
+// blocks beside them dweight and dbias, all in one launch.
+void lay_out_few_rows(Plan& plan, const Problem& problem) {
+  const int threads = plan.threads * plan.groups;
+  const int cols = column_lanes(plan.width) * plan.width;
+  plan.blocks = ceil_div(problem.rows, plan.groups);
+  plan.column_blocks = problem.needs_dparams ? ceil_div(problem.cols, cols) : 0;
+  const int sums = threads / kWarpSize * cols * 2 * std::max(4, size_of(problem.x));
+  plan.shared_bytes = problem.needs_dparams ? sums : 0;
+}
+
+// x and dy are then read twice, the second time from L2, but no second launch adds up partial sums
+// (bfloat16, in us with and without: 128 x 1024 2.9 and 9.3, 512 x 4096 9.8 and 13.9, 1024 x 4096
+// 16.5 and 17.2, 2048 x 768 12.9 and 10.8).
+bool has_few_rows(const Problem& problem, const Forced& forced) {
+  const int64_t bytes = problem.rows * problem.cols * (size_of(problem.x) + size_of(problem.y));
+  const bool few = problem.rows <= 1024 && bytes <= int64_t{16} << 20;
+  return forced.number("few", few) != 0;
+}
+
 Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t vectors,
                const Forced& forced) {
   Plan plan;
@@ -77,7 +99,9 @@ Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t 
   const int block_threads = problem.backward ? kBackwardThreads : kWarpForwardThreads;
   plan.groups = block_threads / plan.threads;
   plan.blocks = ceil_div(problem.rows, plan.groups);
-  if (problem.backward) {
+  if (problem.backward && has_few_rows(problem, forced)) {
+    lay_out_few_rows(plan, problem);
+  } else if (problem.backward) {
     plan.blocks = std::min<int64_t>(plan.blocks, device.sms);
     constexpr int kWarps = kBackwardThreads / kWarpSize;
     plan.shared_bytes =
@@ -87,26 +111,28 @@ Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t 
 }
 
 // Forward: a row stays in the registers of one block. The number of vectors a thread that leaves
-// the fewest places empty; four if there is a choice.
+// the fewest places empty; of long rows, the first that fits.
 std::optional<Plan> forward_block_plan(const Problem& problem, int width, int64_t vectors,
                                        const Forced& forced) {
   std::optional<Plan> best;
   int64_t best_places = 0;
-  // Blocks of 512 threads and more are better a little smaller (8192 x 16384 bfloat16: 141 us with
-  // five vectors a thread, 150 with four).
-  const std::vector<int> ladder = width == 1                 ? std::vector<int>{8, 16}
-                                  : vectors >= int64_t{2048} ? std::vector<int>{5, 8}
-                                                             : std::vector<int>{4, 5, 3, 8};
+  // Long rows are better in somewhat smaller blocks (8192 x 16384 bfloat16: 137.6 us with five
+  // vectors a thread, 138.1 with four).
+  const bool long_row = width > 1 && vectors >= 2048;
+  const std::vector<int> ladder = width == 1 ? std::vector<int>{16, 8}
+                                  : long_row ? std::vector<int>{5, 4, 8}
+                                             : std::vector<int>{4, 5, 3};
   for (int vecs : ladder) {
     Plan plan;
     plan.strategy = Strategy::kBlock;
     plan.width = width;
     plan.vecs = forced.number("vecs", vecs);
     plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
+    if (plan.threads > most_forward_threads(plan.vecs)) continue;
+    // Only a thread's last vector may be missing.
+    if (width > 1 && int64_t{plan.vecs - 1} * plan.threads >= vectors) continue;
     const int64_t places = int64_t{plan.threads} * plan.vecs;
-    const bool last_resort = vecs == 8 || vecs == 16;
-    if (plan.threads > most_forward_threads(plan.vecs) || (best && last_resort)) continue;
-    if (best && places >= best_places) continue;
+    if (best && (long_row || places >= best_places)) continue;
     plan.blocks = problem.rows;
     plan.slice_cols = static_cast<int>(problem.cols);
     best = plan;
@@ -173,7 +199,7 @@ std::optional<Plan> forward_split_plan(const Problem& problem, const Device& dev
     plan.bulk = true;
     plan.lag = lag_of(plan, forced);
     const int64_t vectors = ceil_div(slice, width);
-    plan.vecs = forced.number("vecs", vectors <= 4 * kSplitForwardThreads ? 4 : 8);
+    plan.vecs = kSplitForwardVecs;
     plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
     if (plan.threads > kSplitForwardThreads) continue;
     plan.shared_bytes = static_cast<int>(plan.stages * row + params);
@@ -206,11 +232,12 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
   // Single elements take more registers each.
   const int max_vecs = width == 1 ? 16 : kBackwardColsPerThread / width;
   const int64_t block_cols = int64_t{kBackwardThreads} * max_vecs * width;
+  // Beside the threads that work on rows, a block of a split row has a warp that collects.
   const auto most_threads = [](int blocks_per_row) {
-    return blocks_per_row > 1 ? kSplitBackwardThreads : kBackwardThreads;
+    return kBackwardThreads - (blocks_per_row > 1 ? kWarpSize : 0);
   };
-  const bool may_bulk = device.capability >= 90 && width > 1 && problem.x != DataType::kFloat64 &&
-                        forced.number("bulk", 1) != 0;
+  const bool may_bulk =
+      device.capability >= 90 && problem.x != DataType::kFloat64 && forced.number("bulk", 1) != 0;
   const int available = device.shared_memory - kReservedSharedMemory;
   int minimum = static_cast<int>(ceil_div(problem.cols, block_cols));
   if (forced.strategy == Strategy::kSplit) minimum = std::max(minimum, 2);
@@ -229,27 +256,26 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     // Sixteen columns a thread where one block has a row: more and shorter threads pay more for
     // the reductions (32768 x 4096 bfloat16: 229 us against 276 with eight), and beyond xhat and g
     // have no registers.
-    int vecs = std::max(1, max_vecs / 2);
-    const auto places = [&](int each) {
-      return round_up(ceil_div(vectors, each), kWarpSize) * each;
-    };
-    // Fewer where that leaves many fewer places empty (32768 x 768 bfloat16: 62 us against 66).
-    if (vecs > 1 && plan.blocks_per_row == 1 && 6 * places(vecs / 2) < 5 * places(vecs) &&
-        ceil_div(vectors, vecs / 2) <= kBackwardThreads && width > 1) {
-      vecs /= 2;
-    }
-    while (vecs < max_vecs && ceil_div(vectors, vecs) > most_threads(plan.blocks_per_row))
+    int vecs = width == 1 ? max_vecs : std::max(1, max_vecs / 2);
+    while (vecs < max_vecs && ceil_div(vectors, vecs) > most_threads(plan.blocks_per_row)) {
       vecs *= 2;
+    }
     if (problem.x == DataType::kFloat64 && width > 1) vecs = max_vecs;
     plan.vecs = forced.number("vecs", vecs);
     plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
-    if (plan.threads > most_threads(plan.blocks_per_row)) continue;
+    const int block_threads = most_threads(plan.blocks_per_row);
+    if (plan.threads > block_threads) continue;
+    // Room for what threads without columns read, or for what lies around a row that does not
+    // begin at a multiple of 16 bytes.
+    const int64_t unit = 16 / std::min(size_of(problem.x), size_of(problem.y));
+    plan.stage_cols = static_cast<int>(width > 1 ? int64_t{plan.threads} * plan.vecs * width
+                                                 : round_up(plan.slice_cols + unit - 1, unit));
     const int64_t acc = std::max(4, size_of(problem.x));
     const int64_t group_sums =
         int64_t{2} * plan.vecs * width * (plan.threads + kGroupSumsPadding) * acc;
     const int64_t params = round_up(
-        int64_t{problem.has_epilogue ? 2 : 1} * plan.slice_cols * size_of(problem.weight), 16);
-    const int64_t stage = int64_t{plan.slice_cols} * (size_of(problem.x) + size_of(problem.y));
+        int64_t{problem.has_epilogue ? 2 : 1} * plan.stage_cols * size_of(problem.weight), 16);
+    const int64_t stage = int64_t{plan.stage_cols} * (size_of(problem.x) + size_of(problem.y));
     // A row in work, one that waits for its sums (kSplit), one on its way; more of them if the row
     // can have more blocks (2048 x 262144 bfloat16: 1110 us with four, 1144 with three; 64 x 150528
     // float32: 47 us with five, 53 with three).
@@ -261,7 +287,7 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     };
     int groups = plan.blocks_per_row > 1
                      ? 1
-                     : std::min(kMaxGroups, std::max(1, kBackwardThreads / plan.threads));
+                     : std::min(kMaxGroups, std::max(1, block_threads / plan.threads));
     while (groups > 1 && !fits(groups)) --groups;
     if (!fits(groups)) continue;
     // Up to here nothing depends on the number of rows, and nothing after it changes a row's sums.
@@ -269,12 +295,25 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     groups = static_cast<int>(
         std::min<int64_t>(groups, std::max<int64_t>(1, ceil_div(problem.rows, device.sms))));
     plan.groups = forced.number("groups", groups);
+    if (plan.strategy == Strategy::kBlock && has_few_rows(problem, forced)) {
+      // Blocks on columns need threads (128 x 1024 bfloat16: 2.9 us with 256 of them, 4.6 with 64).
+      plan.groups = forced.number("groups", std::max(groups, 256 / plan.threads));
+      lay_out_few_rows(plan, problem);
+      return plan;
+    }
     plan.shared_bytes = static_cast<int>(plan.groups > 1 ? plan.groups * group_sums : 0);
     // A ring pays from the third row on.
     plan.bulk = may_bulk && (plan.blocks_per_row > 1 || problem.rows > int64_t{2} * plan.groups);
     if (plan.bulk) {
       const int64_t ring_stage = stage * plan.groups;
-      const int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / ring_stage);
+      int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / ring_stage);
+      if (plan.blocks_per_row == 1) {
+        // Rows further ahead do harm (bfloat16: 32768 x 1024 58 us with 64 KB of them, 63 with 224;
+        // 32768 x 2048 108 and 116); but a row that is read twice is held for longer.
+        const bool keeps = plan.vecs * width <= kKeptColsPerThread;
+        const int64_t wanted = (kWantedRingBytes + ring_stage / 2) / ring_stage;
+        stages = std::min(stages, std::max<int64_t>(wanted, keeps ? 2 : 3));
+      }
       plan.stages = forced.number("stages", static_cast<int>(stages));
       plan.shared_bytes =
           static_cast<int>(std::max<int64_t>(plan.shared_bytes, params + plan.stages * ring_stage));
@@ -303,6 +342,7 @@ Plan backward_stream_plan(const Problem& problem, const Device& device, int widt
 
 void lay_out_backward_workspace(Plan& plan, const Problem& problem) {
   const int64_t acc = std::max(4, size_of(problem.x));
+  if (plan.column_blocks > 0) return;
   const int64_t sets = plan.blocks / std::max(1, plan.blocks_per_row);
   plan.partials = static_cast<int>(sets);
   int64_t offset = 0;
@@ -404,6 +444,7 @@ std::string describe(const Plan& plan) {
        << ", \"vecs\": " << plan.vecs << ", \"threads\": " << plan.threads
        << ", \"groups\": " << plan.groups << ", \"blocks_per_row\": " << plan.blocks_per_row
        << ", \"slice_cols\": " << plan.slice_cols << ", \"blocks\": " << plan.blocks
+       << ", \"column_blocks\": " << plan.column_blocks
        << ", \"bulk\": " << (plan.bulk ? "true" : "false") << ", \"stages\": " << plan.stages
        << ", \"lag\": " << plan.lag << ", \"shared_bytes\": " << plan.shared_bytes
        << ", \"partials\": " << plan.partials << ", \"workspace_bytes\": " << plan.workspace_bytes

@@ -14,24 +14,29 @@ namespace fused_layernorm {
 enum class DataType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
 
 // Threads of a block of the warp kernels, and of backward's persistent blocks, which leave each 128
-// registers.
+// registers (96, with 640 threads, were slower even where rows of 5120 columns leave 192 of 512
+// threads idle: 152 us against 147).
 constexpr int kWarpForwardThreads = 256;
 constexpr int kBackwardThreads = 512;
 // Rows that a block of backward works on at once, and rows (slices) that a ring holds.
-constexpr int kMaxGroups = 8;
+constexpr int kMaxGroups = 15;
 constexpr int kMaxStages = 8;
 // Registers: a thread of backward keeps the running dweight and dbias of its columns; in the warp
 // kernel, which also has the next row in registers, of so many vectors.
 constexpr int most_warp_backward_vecs(int width) { return width == 1 ? 8 : 2; }
 constexpr int kBackwardColsPerThread = 32;
+constexpr int kKeptColsPerThread = 16;  // where it keeps xhat and g of a row beside them
 // Spreads over the banks what groups of threads add up of dweight and dbias.
 constexpr int kGroupSumsPadding = 4;
-constexpr int kKeptColsPerThread = 16;  // where it keeps xhat and g of a row beside them
-// Forward keeps a row in registers: up to five vectors a thread take 64, eight 128.
-constexpr int most_forward_threads(int vecs) { return vecs <= 5 ? 1024 : 512; }
+// Blocks that compute dweight and dbias alone read lines of 64 bytes.
+constexpr int column_lanes(int width) { return width == 1 ? 32 : 4; }
+// Forward keeps a row in registers: up to four vectors a thread take 64, five 72 (so that a
+// multiprocessor has room for two blocks), more 96.
+constexpr int most_forward_threads(int vecs) { return vecs <= 4 ? 1024 : vecs == 5 ? 448 : 640; }
+constexpr int least_forward_blocks(int vecs) { return vecs == 5 ? 2 : 1; }
 // One warp of a block of a split row collects the row's sums.
 constexpr int kSplitForwardThreads = 1024 - 32;
-constexpr int kSplitBackwardThreads = kBackwardThreads - 32;
+constexpr int kSplitForwardVecs = 4;
 // A device with more multiprocessors than this leaves some out of its longest rows.
 constexpr int kMaxBlocksPerRow = 160;
 
@@ -60,25 +65,27 @@ struct Problem {
   DataType y = DataType::kFloat32;
   bool aligned = true;  // every row of every tensor begins at a multiple of 16 bytes (of x)
   bool backward = false;
-  bool residual = false;      // forward: a second input
+  bool residual = false;      // forward: a second input; backward: a gradient beside dx
   bool needs_dparams = true;  // backward: dweight or dbias is asked for
   bool has_epilogue = false;  // an activation, or a scale that is not 1
 };
 
 struct Plan {
   Strategy strategy = Strategy::kStream;
-  int width = 1;           // elements a thread moves at once
-  int vecs = 1;            // such vectors a thread owns of a row
-  int threads = 32;        // that work on one row in a block; kWarp: lanes on one row
-  int groups = 1;          // rows that a block works on at once
-  int blocks_per_row = 1;  // kSplit: slices of a row; kStream: chunks of a row
-  int slice_cols = 0;      // columns of one slice or chunk
-  int64_t blocks = 1;      // of the main kernel; persistent in backward and kSplit
-  bool bulk = false;       // rows come to shared memory by Hopper's bulk copies
-  int stages = 0;          // bulk: rows (row slices) that a group keeps in flight
-  int lag = 0;             // kSplit: rows between publishing a row's sums and collecting them
-  int shared_bytes = 0;    // dynamic shared memory of a block
-  int partials = 1;        // backward: float sums of dweight and dbias to be added up
+  int width = 1;              // elements a thread moves at once
+  int vecs = 1;               // such vectors a thread owns of a row
+  int threads = 32;           // that work on one row in a block; kWarp: lanes on one row
+  int groups = 1;             // rows that a block works on at once
+  int blocks_per_row = 1;     // kSplit: slices of a row; kStream: chunks of a row
+  int slice_cols = 0;         // columns of one slice or chunk
+  int stage_cols = 0;         // bulk: columns that a slice has room for in shared memory
+  int64_t blocks = 1;         // on rows; persistent in backward and kSplit
+  int64_t column_blocks = 0;  // backward of few rows: blocks on dweight and dbias beside them
+  bool bulk = false;          // rows come to shared memory by Hopper's bulk copies
+  int stages = 0;             // bulk: rows (row slices) that a group keeps in flight
+  int lag = 0;                // kSplit: rows between publishing a row's sums and collecting them
+  int shared_bytes = 0;       // dynamic shared memory of a block
+  int partials = 1;           // backward: float sums of dweight and dbias to be added up
   int64_t workspace_bytes = 0;
 
   // Offsets into the workspace.

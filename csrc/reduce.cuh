@@ -11,22 +11,44 @@ constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int kWarpSize = 32;
 constexpr int kMaxWarps = 32;
 
-// Sum over `lanes` neighbouring lanes (a power of two up to 32); every lane gets it.
-template <typename Acc>
-__device__ __forceinline__ Acc lanes_sum(Acc v, int lanes) {
-#pragma unroll
-  for (int offset = 1; offset < kWarpSize; offset *= 2) {
-    const Acc other = __shfl_xor_sync(kFullWarp, v, offset);
-    if (offset < lanes) v += other;
-  }
-  return v;
+__device__ __forceinline__ float shuffle_xor(float v, int offset) {
+  return __shfl_xor_sync(kFullWarp, v, offset);
+}
+__device__ __forceinline__ double shuffle_xor(double v, int offset) {
+  return __shfl_xor_sync(kFullWarp, v, offset);
 }
 
 template <typename Acc>
-__device__ __forceinline__ Acc warp_sum(Acc v) {
+struct Pair {
+  Acc first = 0, second = 0;
+
+  __device__ __forceinline__ Pair& operator+=(const Pair& other) {
+    first += other.first;
+    second += other.second;
+    return *this;
+  }
+};
+
+template <typename Acc>
+__device__ __forceinline__ Pair<Acc> shuffle_xor(Pair<Acc> v, int offset) {
+  return {shuffle_xor(v.first, offset), shuffle_xor(v.second, offset)};
+}
+
+template <typename Value>
+__device__ __forceinline__ Value warp_sum(Value v) {
 #pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-    v += __shfl_xor_sync(kFullWarp, v, offset);
+  for (int offset = 1; offset < kWarpSize; offset *= 2) v += shuffle_xor(v, offset);
+  return v;
+}
+
+// Sum over `lanes` neighbouring lanes (a power of two up to 32); every lane gets it.
+template <typename Value>
+__device__ __forceinline__ Value lanes_sum(Value v, int lanes) {
+  if (lanes == kWarpSize) return warp_sum(v);
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize / 2; offset *= 2) {
+    const Value other = shuffle_xor(v, offset);
+    if (offset < lanes) v += other;
   }
   return v;
 }
@@ -43,59 +65,70 @@ struct Group {
       : index(threadIdx.x / group_threads),
         threads(group_threads),
         thread(threadIdx.x - index * group_threads) {}
-  __device__ __forceinline__ int warps() const { return threads / kWarpSize; }
-  __device__ __forceinline__ int warp() const { return thread / kWarpSize; }
-  __device__ __forceinline__ int lane() const { return thread % kWarpSize; }
+  __device__ __forceinline__ int warps() const {
+    return static_cast<unsigned>(threads) / kWarpSize;
+  }
+  __device__ __forceinline__ int warp() const { return static_cast<unsigned>(thread) / kWarpSize; }
+  __device__ __forceinline__ int lane() const { return threadIdx.x % kWarpSize; }
   // Hardware barrier 0 is __syncthreads; groups take 1 to 15.
   __device__ __forceinline__ void sync() const {
     asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "r"(threads) : "memory");
   }
 };
 
-template <typename Acc>
-struct Pair {
-  Acc first = 0, second = 0;
-
-  __device__ __forceinline__ Pair& operator+=(const Pair& other) {
-    first += other.first;
-    second += other.second;
-    return *this;
-  }
+// Values of a group's warps that one thread reads at once.
+template <typename Value>
+struct alignas(16) Four {
+  Value at[4];
 };
 
-template <typename Acc>
-__device__ __forceinline__ Pair<Acc> warp_sum(Pair<Acc> v) {
-  return {warp_sum(v.first), warp_sum(v.second)};
-}
-
-__device__ __forceinline__ float shuffle_xor(float v, int offset) {
-  return __shfl_xor_sync(kFullWarp, v, offset);
-}
-__device__ __forceinline__ double shuffle_xor(double v, int offset) {
-  return __shfl_xor_sync(kFullWarp, v, offset);
-}
-template <typename Acc>
-__device__ __forceinline__ Pair<Acc> shuffle_xor(Pair<Acc> v, int offset) {
-  return {shuffle_xor(v.first, offset), shuffle_xor(v.second, offset)};
+// The sum of the values of a group's warps, `scratch[warp]`, by every thread.
+template <typename Value>
+__device__ __forceinline__ Value sum_of_warps(const Value* scratch, int warps) {
+  const auto* fours = reinterpret_cast<const Four<Value>*>(scratch);
+  Value sum{};
+#pragma unroll 1
+  for (int i = 0; i < warps; i += 4) {
+    const Four<Value> four = *fours++;
+    Value low = four.at[0], high = four.at[2];
+    low += four.at[1];
+    high += four.at[3];
+    low += high;
+    sum += low;
+  }
+  return sum;
 }
 
 // Sum over a group; every thread gets it. One barrier; `scratch` holds a value per warp of the
-// group and must not be written again before another barrier of the group.
-template <typename Value>
-__device__ __forceinline__ Value group_sum(Value v, const Group& group, Value* scratch) {
+// group, rounded up to four, and must not be written again before another barrier of the group.
+template <typename Acc>
+__device__ __forceinline__ Acc group_sum(Acc v, const Group& group, Acc* scratch) {
   v = warp_sum(v);
-  if (group.lane() == 0) scratch[group.warp()] = v;
-  group.sync();
-  // Every lane takes part in the second sum and gets it: lanes from `span` on repeat the first.
+  // The lanes after the first write the zeros that fill up the four.
   const int warps = group.warps();
-  const int span = warps > 8 ? (warps > 16 ? 32 : 16) : (warps > 4 ? 8 : 4);
-  const int from = group.lane() & (span - 1);
-  v = from < warps ? scratch[from] : Value{};
+  const int slot = group.warp() + group.lane() * warps;
+  if (slot < (warps + 3) / 4 * 4) scratch[slot] = group.lane() == 0 ? v : Acc(0);
+  group.sync();
+  return sum_of_warps(scratch, warps);
+}
+
+// Two sums for the price of one and a half: half a warp adds up the first, half the second.
+template <typename Acc>
+__device__ __forceinline__ Pair<Acc> group_sum(Pair<Acc> v, const Group& group,
+                                               Pair<Acc>* scratch) {
+  constexpr int kHalf = kWarpSize / 2;
+  const bool upper = group.lane() >= kHalf;
+  Acc sum = upper ? v.second : v.first;
+  sum += shuffle_xor(upper ? v.first : v.second, kHalf);
 #pragma unroll
-  for (int offset = 1; offset < kWarpSize; offset *= 2) {
-    if (offset < span) v += shuffle_xor(v, offset);
+  for (int offset = 1; offset < kHalf; offset *= 2) sum += shuffle_xor(sum, offset);
+  const int warps = group.warps(), lane = group.lane() % kHalf;
+  const int slot = group.warp() + lane * warps;
+  if (slot < (warps + 3) / 4 * 4) {
+    reinterpret_cast<Acc*>(scratch + slot)[upper] = lane == 0 ? sum : Acc(0);
   }
-  return v;
+  group.sync();
+  return sum_of_warps(scratch, warps);
 }
 
 // Mean and sum of squared deviations.

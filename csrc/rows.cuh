@@ -17,34 +17,41 @@ __device__ __forceinline__ T* element(T* base, int index) {
                               static_cast<uint32_t>(index) * static_cast<uint32_t>(sizeof(T)));
 }
 
-// weight or bias of `kWidth` columns; `otherwise` where there is none. kShared: in shared memory.
-template <bool kShared, typename W, int kWidth>
-__device__ __forceinline__ Vec<W, kWidth> load_param_vec(const W* param, bool given, int col,
-                                                         float otherwise) {
-  Vec<W, kWidth> v;
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) v.at[j] = from_acc<W>(otherwise);
-  if (given) {
-    if constexpr (kShared) {
-      v = load_plain<W, kWidth>(param + col);
-    } else {
-      v = load_again<W, kWidth>(element(param, col));
-    }
+// What stands for a weight or bias that is not there: read like one, so that nothing asks.
+alignas(16) static __device__ const float kFloatOnes[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+alignas(16) static __device__ const double kDoubleOnes[2] = {1, 1};
+alignas(16) static __device__ const uint32_t kHalfOnes[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00,
+                                                             0x3c003c00};
+alignas(16) static __device__ const uint32_t kBFloat16Ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80,
+                                                                 0x3f803f80};
+alignas(16) static __device__ const uint32_t kZeros[8] = {};
+
+enum class Otherwise { kOnes, kZeros };
+
+template <typename W>
+__device__ __forceinline__ const W* vector_of(Otherwise otherwise) {
+  const void* ones = kFloatOnes;
+  if constexpr (std::is_same_v<W, double>) ones = kDoubleOnes;
+  if constexpr (std::is_same_v<W, __half>) ones = kHalfOnes;
+  if constexpr (std::is_same_v<W, __nv_bfloat16>) ones = kBFloat16Ones;
+  return static_cast<const W*>(otherwise == Otherwise::kOnes ? ones : kZeros);
+}
+
+// weight or bias from `first_col` on.
+template <typename W>
+struct Parameter {
+  const W* at;
+  int mask;  // of a column: without a parameter, all columns read one vector
+
+  __device__ __forceinline__ Parameter(const void* given, int first_col, Otherwise otherwise)
+      : at(given != nullptr ? static_cast<const W*>(given) + first_col : vector_of<W>(otherwise)),
+        mask(given != nullptr ? -1 : 0) {}
+
+  template <int kWidth>
+  __device__ __forceinline__ Vec<W, kWidth> load(int col) const {
+    return fused_layernorm::load<Use::kAgain, kWidth>(element(at, col & mask));
   }
-  return v;
-}
-
-template <bool kShared, int kWidth, typename W, typename Acc>
-__device__ __forceinline__ void load_param(Acc (&values)[kWidth], const W* param, bool given,
-                                           int col, float otherwise) {
-  unpack(values, load_param_vec<kShared, W, kWidth>(param, given, col, otherwise));
-}
-
-template <int kWidth, typename W, typename Acc>
-__device__ __forceinline__ void load_param(Acc (&values)[kWidth], const W* param, int col,
-                                           float otherwise) {
-  load_param<false>(values, param, param != nullptr, col, otherwise);
-}
+};
 
 // Sum of a vector's values in a tree: short chains, and exact where all are equal.
 template <typename Acc, int kWidth>
@@ -60,188 +67,198 @@ __device__ __forceinline__ Acc tree_sum(const Acc (&values)[kWidth]) {
   return sums[0];
 }
 
+// What a forward kernel is compiled for. The code of the activations slows kernels down that do not
+// use it, and so does a residual's.
+enum class Fusion {
+  kNone,
+  kEpilogue,  // there may be an activation or a scale
+  kResidual,  // there is a residual (in backward: may be), and there may be an epilogue
+};
+
 // Where one row, or a part of it from `first_col` on, is read and written by forward.
 template <typename T>
 struct ForwardRow {
   using X = typename T::X;
   using In = typename T::In;
+  using W = typename T::W;
 
   const void* input;  // of In with a residual, else of X
   const X* residual;
   X* residual_out;
   typename T::Y* y;
-  const typename T::W* weight;
-  const typename T::W* bias;
+  Parameter<W> weight, bias;
 
-  __device__ __forceinline__ ForwardRow(const ForwardParams& p, int64_t row, int first_col)
-      : residual(nullptr), residual_out(nullptr) {
+  template <bool kResidual>
+  __device__ __forceinline__ ForwardRow(const ForwardParams& p, int64_t row, int first_col,
+                                        std::bool_constant<kResidual>)
+      : residual(nullptr),
+        residual_out(nullptr),
+        weight(p.weight, first_col, Otherwise::kOnes),
+        bias(p.bias, first_col, Otherwise::kZeros) {
     const int64_t input_start = p.input_rows(row) + first_col;
     const int64_t start = row * p.cols + first_col;
-    if (p.residual == nullptr) {
-      input = static_cast<const X*>(p.input) + input_start;
-    } else {
+    if constexpr (kResidual) {
       input = static_cast<const In*>(p.input) + input_start;
       residual = static_cast<const X*>(p.residual) + p.residual_rows(row) + first_col;
       residual_out = static_cast<X*>(p.residual_out) + start;
+    } else {
+      input = static_cast<const X*>(p.input) + input_start;
     }
     y = static_cast<typename T::Y*>(p.y) + start;
-    weight = p.weight ? static_cast<const typename T::W*>(p.weight) + first_col : nullptr;
-    bias = p.bias ? static_cast<const typename T::W*>(p.bias) + first_col : nullptr;
   }
 
+  template <bool kResidual>
   __device__ __forceinline__ typename T::Acc first_element() const {
-    if (residual == nullptr) return to_acc(*static_cast<const X*>(input));
-    const auto sum = to_acc(*static_cast<const In*>(input)) + to_acc(*residual);
-    return to_acc(from_acc<X>(sum));
+    if constexpr (kResidual) {
+      const auto sum = to_acc(*static_cast<const In*>(input)) + to_acc(*residual);
+      return to_acc(from_acc<X>(sum));
+    } else {
+      return to_acc(*static_cast<const X*>(input));
+    }
   }
 };
 
-// Which vectors of a row a thread has: `first`, `first + step`, ..., those below `vectors`.
+// Which of a row's vectors a thread has: `first`, `first + step`, ..., those below `vectors`.
+// kDense: of kVecs vectors at most the last can be missing.
+template <int kVecs, bool kDense>
 struct Share {
   int first, step, vectors;
 
   __device__ __forceinline__ int vector(int k) const { return first + k * step; }
-  __device__ __forceinline__ bool has(int k) const { return vector(k) < vectors; }
+  __device__ __forceinline__ bool has(int k) const {
+    return (kDense && k + 1 < kVecs) || vector(k) < vectors;
+  }
 };
 
-// A thread's kVecs vectors of a row as they are loaded. Those past the row's end read as zero.
-// kFused: a residual may come to the input.
-template <typename T, int kWidth, int kVecs, bool kFused>
-struct LoadedRow {
-  Vec<typename T::X, kWidth> x[kVecs];
-  Vec<typename T::In, kWidth> added[kFused ? kVecs : 1];
+// A thread's vectors of a row, as they are in memory: unpacked for every use, a row takes half the
+// registers, and twice the warps are worth more than the instructions. Missing vectors are zero.
+template <typename T, int kWidth, int kVecs>
+struct RowVectors {
+  using Acc = typename T::Acc;
+  using X = typename T::X;
+  Vec<X, kWidth> x[kVecs];
 
+  // x = input, or input + residual rounded to residual's type, which is then stored as well.
+  template <bool kResidual, typename Share>
   __device__ __forceinline__ void load(const ForwardRow<T>& row, const Share& share) {
-    using X = typename T::X;
     using In = typename T::In;
-    const X* x_row = static_cast<const X*>(row.input);
-    const In* added_row = nullptr;
-    if (kFused && row.residual != nullptr) {
-      x_row = row.residual;
-      added_row = static_cast<const In*>(row.input);
-    }
+    const X* x_row = kResidual ? row.residual : static_cast<const X*>(row.input);
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       x[k] = {};
-      if (share.has(k)) x[k] = load_once<X, kWidth>(element(x_row, share.vector(k) * kWidth));
+      if (share.has(k)) {
+        x[k] = fused_layernorm::load<Use::kOnce, kWidth>(element(x_row, share.vector(k) * kWidth));
+      }
     }
-    if (kFused && added_row != nullptr) {
+    if constexpr (kResidual) {
+      const In* added_row = static_cast<const In*>(row.input);
+      Vec<In, kWidth> added[kVecs];
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
         added[k] = {};
         if (share.has(k)) {
-          added[k] = load_once<In, kWidth>(element(added_row, share.vector(k) * kWidth));
+          added[k] = fused_layernorm::load<Use::kOnce, kWidth>(
+              element(added_row, share.vector(k) * kWidth));
         }
       }
-    }
-  }
-};
-
-// The same in the arithmetic's type.
-template <typename T, int kWidth, int kVecs>
-struct RowValues {
-  using Acc = typename T::Acc;
-  using X = typename T::X;
-  Acc x[kVecs][kWidth];
-
-  // x = input, or input + residual rounded to residual's type, which is then stored as well.
-  template <bool kFused>
-  __device__ __forceinline__ void unpack_row(const LoadedRow<T, kWidth, kVecs, kFused>& loaded,
-                                             const ForwardRow<T>& row, const Share& share) {
 #pragma unroll
-    for (int k = 0; k < kVecs; ++k) unpack(x[k], loaded.x[k]);
-    if constexpr (kFused) {
-      if (row.residual != nullptr) {
+      for (int k = 0; k < kVecs; ++k) {
+        Acc sum[kWidth], summand[kWidth];
+        unpack(sum, x[k]);
+        unpack(summand, added[k]);
 #pragma unroll
-        for (int k = 0; k < kVecs; ++k) {
-          Acc sum[kWidth];
-          unpack(sum, loaded.added[k]);
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) sum[j] += x[k][j];
-          const auto rounded = round_to<X>(sum);
-          if (share.has(k)) {
-            store_once<X, kWidth>(element(row.residual_out, share.vector(k) * kWidth), rounded);
-          }
-          unpack(x[k], rounded);
+        for (int j = 0; j < kWidth; ++j) sum[j] += summand[j];
+        x[k] = round_to<X>(sum);
+        if (share.has(k)) {
+          store_once<X, kWidth>(element(row.residual_out, share.vector(k) * kWidth), x[k]);
         }
       }
     }
   }
 
-  __device__ __forceinline__ void unpack_shared(const X* row, const Share& share) {
+  template <typename Share>
+  __device__ __forceinline__ void load_shared(const X* row, const Share& share) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      Vec<X, kWidth> loaded = {};
-      if (share.has(k)) loaded = load_plain<X, kWidth>(row + share.vector(k) * kWidth);
-      unpack(x[k], loaded);
+      x[k] = {};
+      if (share.has(k)) {
+        x[k] = fused_layernorm::load<Use::kPlain, kWidth>(row + share.vector(k) * kWidth);
+      }
     }
   }
 
   // Sum of x - pivot. Any element of the row is a good pivot: the sum stays of the order of the
   // deviations, however large the mean, and that of a constant row is exactly zero.
+  template <typename Share>
   __device__ __forceinline__ Acc sum(Acc pivot, const Share& share) const {
     // A thread's own sum of half-precision values is exact in float32: one subtraction will do.
     constexpr bool kExact = sizeof(X) == 2;
-    Acc total[kWidth] = {};
+    Acc total[kWidth];
     Acc count = 0;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      if (share.has(k)) {
-        count += kWidth;
+      Acc values[kWidth];
+      unpack(values, x[k]);
+      const Acc from = share.has(k) ? pivot : Acc(0);
+      count += share.has(k) ? Acc(kWidth) : Acc(0);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) total[j] += kExact ? x[k][j] : x[k][j] - pivot;
+      for (int j = 0; j < kWidth; ++j) {
+        const Acc v = kExact ? values[j] : values[j] - from;
+        total[j] = k == 0 ? v : total[j] + v;
       }
     }
     const Acc all = tree_sum(total);
     return kExact ? all - count * pivot : all;
   }
 
-  // x - mean is not kept for the last step: packed, a row takes half the registers, and twice the
-  // warps are worth more than the subtractions (32768 x 2048 bfloat16: 67.7 us against 70.0).
+  template <typename Share>
   __device__ __forceinline__ Acc squared_deviations(Acc mean, const Share& share) const {
-    Acc total[kWidth] = {};
+    Acc total[kWidth];
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      if (share.has(k)) {
+      Acc values[kWidth];
+      unpack(values, x[k]);
+      const Acc from = share.has(k) ? mean : Acc(0);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          const Acc d = x[k][j] - mean;
-          total[j] += d * d;
-        }
+      for (int j = 0; j < kWidth; ++j) {
+        const Acc d = values[j] - from;
+        total[j] = k == 0 ? d * d : total[j] + d * d;
       }
     }
     return tree_sum(total);
   }
 };
 
-// y of `kWidth` columns from x, the last step of every forward kernel. kFused: there may be
-// an activation or a scale; without, the code of the activations must not stand in the way.
-template <typename T, bool kFused, int kWidth, typename Acc>
-__device__ __forceinline__ void finish(const ForwardParams& p, typename T::Y* y, int col,
-                                       const Acc (&x)[kWidth], Acc mean, Acc rstd,
-                                       const Acc (&weight)[kWidth], const Acc (&bias)[kWidth]) {
-  Acc z[kWidth];
+// y of `kWidth` columns from x, the last step of every forward kernel.
+template <bool kEpilogue, typename Y, typename X, typename W, int kWidth, typename Acc>
+__device__ __forceinline__ Vec<Y, kWidth> finish(const ForwardParams& p, const Vec<X, kWidth>& x,
+                                                 Acc mean, Acc rstd, const Vec<W, kWidth>& weight,
+                                                 const Vec<W, kWidth>& bias) {
+  Acc values[kWidth], w[kWidth], b[kWidth];
+  unpack(values, x);
+  unpack(w, weight);
+  unpack(b, bias);
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j) z[j] = (x[j] - mean) * rstd * weight[j] + bias[j];
-  if constexpr (kFused) {
-    if (p.has_epilogue) activate<typename T::Y>(z, p.activation, p.scale.as<Acc>());
+  for (int j = 0; j < kWidth; ++j) values[j] = (values[j] - mean) * rstd * w[j] + b[j];
+  if constexpr (kEpilogue) {
+    if (p.has_epilogue) activate<Y>(values, p.activation, p.scale.as<Acc>());
   }
-  store_once<typename T::Y, kWidth>(element(y, col), round_to<typename T::Y>(z));
+  return round_to<Y>(values);
 }
 
-template <bool kFused, typename T, int kWidth, int kVecs, typename Acc>
+template <bool kEpilogue, typename T, int kWidth, int kVecs, typename Share, typename Acc>
 __device__ __forceinline__ void finish_row(const ForwardParams& p, const ForwardRow<T>& row,
-                                           const RowValues<T, kWidth, kVecs>& values,
+                                           const RowVectors<T, kWidth, kVecs>& values,
                                            const Share& share, Acc mean, Acc rstd) {
+  using Y = typename T::Y;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
-    if (share.has(k)) {
-      const int col = share.vector(k) * kWidth;
-      Acc w[kWidth], b[kWidth];
-      load_param(w, row.weight, col, 1.0f);
-      load_param(b, row.bias, col, 0.0f);
-      finish<T, kFused>(p, row.y, col, values.x[k], mean, rstd, w, b);
-    }
+    // A missing vector reads the first one's columns.
+    const int col = share.has(k) ? share.vector(k) * kWidth : 0;
+    const auto y =
+        finish<kEpilogue, Y>(p, values.x[k], mean, rstd, row.weight.template load<kWidth>(col),
+                             row.bias.template load<kWidth>(col));
+    if (share.has(k)) store_once<Y, kWidth>(element(row.y, col), y);
   }
 }
 
@@ -255,28 +272,28 @@ __device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t
 }
 
 // Forward of one row by a team: the lanes of a warp, or a block. A team without a row of its own
-// (`row` is past the last) goes along for the sake of the others in its warp, and stores nothing.
-template <typename T, int kWidth, int kVecs, bool kFused, typename Team>
-__device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& team, int64_t row) {
+// (`row` is past the last) goes along with the last row for the sake of the others in its warp.
+template <typename T, int kWidth, int kVecs, Fusion kFusion, typename Team>
+__device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& team,
+                                            uint32_t row) {
   using Acc = typename T::Acc;
+  constexpr bool kResidual = kFusion == Fusion::kResidual;
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
-  const bool valid_row = row < p.rows;
-  const ForwardRow<T> place(p, valid_row ? row : p.rows - 1, 0);
-  const Share share = {team.thread(), team.threads(), valid_row ? p.cols / kWidth : 0};
+  const uint32_t rows = static_cast<uint32_t>(p.rows);
+  const bool valid_row = row < rows;
+  const ForwardRow<T> place(p, valid_row ? row : rows - 1, 0, std::bool_constant<kResidual>{});
+  // Rows of whole vectors: plan.cpp sees to it that at most the last is missing.
+  const Share<kVecs, (kWidth > 1)> share = {team.thread(), team.threads(), p.cols / kWidth};
 
-  RowValues<T, kWidth, kVecs> values;
-  {
-    LoadedRow<T, kWidth, kVecs, kFused> loaded;
-    loaded.load(place, share);
-    values.unpack_row(loaded, place, share);
-  }
-  const Acc pivot = team.pivot(place, values.x[0][0]);
+  RowVectors<T, kWidth, kVecs> values;
+  values.template load<kResidual>(place, share);
+  const Acc pivot = team.template pivot<kResidual>(place, values.x[0].at[0]);
   const Acc mean = pivot + team.sum(values.sum(pivot, share), 0) * inverse_cols;
   const Acc m2 = team.sum(values.squared_deviations(mean, share), 1);
   const Acc rstd = reciprocal_sqrt(m2 * inverse_cols + p.eps.as<Acc>());
   if (!valid_row) return;
   if (team.thread() == 0) store_statistics(p, row, mean, rstd);
-  finish_row<kFused>(p, place, values, share, mean, rstd);
+  finish_row<kFusion != Fusion::kNone>(p, place, values, share, mean, rstd);
 }
 
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
@@ -284,27 +301,33 @@ __device__ __forceinline__ double rounded_product(double a, double b) { return _
 
 // The gradients at `kWidth` columns of one row: xhat; dz, the gradient at the affine output
 // z = xhat * weight + bias (dy itself without activation and scale); and g = dz * weight.
-template <typename T, int kWidth, bool kEpilogue>
+template <typename T, int kWidth, bool kMayActivate>
 struct Gradients {
   using Acc = typename T::Acc;
   Acc xhat[kWidth], dz[kWidth], g[kWidth];
 
   __device__ __forceinline__ Gradients(const BackwardParams& p, const Vec<typename T::X, kWidth>& x,
                                        const Vec<typename T::Y, kWidth>& dy, Acc mean, Acc rstd,
-                                       const Acc (&weight)[kWidth], const Acc (&bias)[kWidth]) {
+                                       const Vec<typename T::W, kWidth>& weight,
+                                       const Vec<typename T::W, kWidth>& bias) {
+    Acc w[kWidth];
+    unpack(w, weight);
     unpack(xhat, x);
     unpack(dz, dy);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) xhat[j] = (xhat[j] - mean) * rstd;
-    if constexpr (kEpilogue) {
-      Acc z[kWidth];
+    if constexpr (kMayActivate) {
+      if (p.has_epilogue) {
+        Acc z[kWidth], b[kWidth];
+        unpack(b, bias);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) z[j] = xhat[j] * weight[j] + bias[j];
-      activate_backward<typename T::Y>(dz, z, p.activation, p.scale.as<Acc>());
+        for (int j = 0; j < kWidth; ++j) z[j] = xhat[j] * w[j] + b[j];
+        activate_backward<typename T::Y>(dz, z, p.activation, p.scale.as<Acc>());
+      }
     }
     // Rounded, so that the g of dx is the g of its mean: a row of one column has no gradient.
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) g[j] = rounded_product(dz[j], weight[j]);
+    for (int j = 0; j < kWidth; ++j) g[j] = rounded_product(dz[j], w[j]);
   }
 
   // Adds this row's share of the two sums of dx: of g, and of g * xhat.
@@ -329,43 +352,43 @@ struct Gradients {
   }
 };
 
-// dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dresidual, where dx and dresidual begin with
-// the columns of xhat and g.
-template <typename X, int kWidth, typename Acc>
-__device__ __forceinline__ void store_dx(X* dx, const X* dresidual, const Acc (&xhat)[kWidth],
-                                         const Acc (&g)[kWidth], Pair<Acc> means, Acc rstd) {
-  Acc values[kWidth];
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) {
-    values[j] = (g[j] - means.first - xhat[j] * means.second) * rstd;
-  }
-  if (dresidual != nullptr) {
-    Acc added[kWidth];
-    unpack(added, load_once<X, kWidth>(dresidual));
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] += added[j];
-  }
-  store_once<X, kWidth>(dx, round_to<X>(values));
-}
-
-// Where the dx of one row, or of a part of it from `first_col` on, goes.
-template <typename X>
+// Where the dx of one row, or of a part of it from `first_col` on, goes, and the gradient that may
+// come in beside it through a residual.
+template <typename X, bool kResidual>
 struct DxRow {
   X* dx;
   const X* dresidual;
 
   __device__ __forceinline__ DxRow(const BackwardParams& p, int64_t row, int first_col)
       : dx(static_cast<X*>(p.dx) + row * p.cols + first_col), dresidual(nullptr) {
-    if (p.dresidual != nullptr) {
+    if (kResidual && p.dresidual != nullptr) {
       dresidual = static_cast<const X*>(p.dresidual) + p.dresidual_rows(row) + first_col;
     }
   }
 
+  template <int kWidth>
+  __device__ __forceinline__ Vec<X, kWidth> added(int col) const {
+    if (kResidual && dresidual != nullptr) return load<Use::kOnce, kWidth>(element(dresidual, col));
+    return {};
+  }
+
+  // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dresidual.
   template <int kWidth, typename Acc>
   __device__ __forceinline__ void store(int col, const Acc (&xhat)[kWidth], const Acc (&g)[kWidth],
-                                        Pair<Acc> means, Acc rstd) const {
-    store_dx(element(dx, col), dresidual != nullptr ? element(dresidual, col) : nullptr, xhat, g,
-             means, rstd);
+                                        Pair<Acc> means, Acc rstd,
+                                        const Vec<X, kWidth>& added) const {
+    Acc values[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      values[j] = (g[j] - means.first - xhat[j] * means.second) * rstd;
+    }
+    if constexpr (kResidual) {
+      Acc more[kWidth];
+      unpack(more, added);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] += more[j];
+    }
+    store_once<X, kWidth>(element(dx, col), round_to<X>(values));
   }
 };
 
@@ -410,6 +433,70 @@ struct ParamGradSink {
     }
     if (dweight != nullptr) store_once<W, kWidth>(dweight + col, round_to<W>(dw));
     if (dbias != nullptr) store_once<W, kWidth>(dbias + col, round_to<W>(db));
+  }
+};
+
+// dweight and dbias of few rows, by blocks of their own beside those that compute dx:
+// `kColumnLanes` lanes side by side on the vectors of a line, the rest of the block on different
+// rows. The order of the sums is fixed. `shared` holds column_sums_bytes.
+template <typename T, int kWidth>
+struct ColumnGradients {
+  using Acc = typename T::Acc;
+  using W = typename T::W;
+  static constexpr int kLanes = column_lanes(kWidth);
+  static constexpr int kCols = kLanes * kWidth;
+
+  template <bool kMayActivate>
+  static __device__ __forceinline__ void run(const BackwardParams& p, int block, void* shared) {
+    const int lane = threadIdx.x % kLanes;
+    const int first_row = threadIdx.x / kLanes, row_step = blockDim.x / kLanes;
+    const int first_col = block * kCols;
+    const int vectors = p.cols / kWidth - block * kLanes;
+    const int col = lane < vectors ? lane * kWidth : 0;
+    const bool reads_x = needs_x(p);
+    const auto weight =
+        Parameter<W>(p.weight, first_col, Otherwise::kOnes).template load<kWidth>(col);
+    const auto bias = Parameter<W>(kMayActivate ? p.bias : nullptr, first_col, Otherwise::kZeros)
+                          .template load<kWidth>(col);
+    Acc dweight[kWidth] = {}, dbias[kWidth] = {};
+#pragma unroll 4
+    for (int64_t row = first_row; row < p.rows; row += row_step) {
+      Vec<typename T::X, kWidth> x = {};
+      if (reads_x) {
+        x = load<Use::kAgain, kWidth>(static_cast<const typename T::X*>(p.x) + p.x_rows(row) +
+                                      first_col + col);
+      }
+      const auto dy = load<Use::kAgain, kWidth>(static_cast<const typename T::Y*>(p.dy) +
+                                                p.dy_rows(row) + first_col + col);
+      const Acc mean = static_cast<const Acc*>(p.mean)[row];
+      const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
+      Gradients<T, kWidth, kMayActivate>(p, x, dy, mean, rstd, weight, bias)
+          .add_dparams(dweight, dbias);
+    }
+    // First the rows of a warp, then the warps.
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+#pragma unroll
+      for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
+        dweight[j] += shuffle_xor(dweight[j], offset);
+        dbias[j] += shuffle_xor(dbias[j], offset);
+      }
+    }
+    const int warps = blockDim.x / kWarpSize, warp = threadIdx.x / kWarpSize;
+    Pair<Acc>* sums = static_cast<Pair<Acc>*>(shared);  // [warp][column]
+    if (threadIdx.x % kWarpSize < kLanes) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        sums[warp * kCols + lane * kWidth + j] = {dweight[j], dbias[j]};
+      }
+    }
+    __syncthreads();
+    for (int c = threadIdx.x; c < min(kCols, p.cols - first_col); c += blockDim.x) {
+      Pair<Acc> sum = sums[c];
+      for (int w = 1; w < warps; ++w) sum += sums[w * kCols + c];
+      if (p.dweight != nullptr) static_cast<W*>(p.dweight)[first_col + c] = from_acc<W>(sum.first);
+      if (p.dbias != nullptr) static_cast<W*>(p.dbias)[first_col + c] = from_acc<W>(sum.second);
+    }
   }
 };
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "bulk.cuh"
 #include "layernorm.h"
@@ -23,9 +24,11 @@ struct SliceLayout {
   int groups = 0;   // of a block, each on a row of its own
   int blocks_per_row = 1;
   int slice_cols = 0;
+  int stage_cols = 0;  // of a slice in shared memory
   int stages = 0;
   int lag = 0;
   int partials = 1;
+  int row_blocks = 1;  // the others compute dweight and dbias
   int64_t dparams_offset = 0;
 
   explicit SliceLayout(const Plan& plan)
@@ -33,9 +36,11 @@ struct SliceLayout {
         groups(plan.groups),
         blocks_per_row(plan.blocks_per_row),
         slice_cols(plan.slice_cols),
+        stage_cols(plan.stage_cols),
         stages(plan.stages),
         lag(plan.lag),
         partials(plan.partials),
+        row_blocks(static_cast<int>(plan.blocks)),
         dparams_offset(plan.dparams_offset) {}
 };
 
@@ -43,20 +48,24 @@ struct SliceLayout {
 struct SliceWork {
   int slice, set;
   int first_col, cols;
-  int64_t first_row, row_step;
-  int64_t rows;
+  uint32_t first_row, row_step;
+  int rows;
 
+  // kWholeRows: one block a row.
+  template <bool kWholeRows>
   __device__ __forceinline__ SliceWork(const SliceLayout& layout, int group, int64_t all_rows,
-                                       int all_cols)
-      : slice(blockIdx.x % layout.blocks_per_row), set(blockIdx.x / layout.blocks_per_row) {
-    const int64_t sets = gridDim.x / layout.blocks_per_row;
+                                       int all_cols, std::bool_constant<kWholeRows>)
+      : slice(kWholeRows ? 0 : blockIdx.x % layout.blocks_per_row),
+        set(kWholeRows ? blockIdx.x : blockIdx.x / layout.blocks_per_row) {
+    const int blocks_per_row = kWholeRows ? 1 : layout.blocks_per_row;
     first_col = slice * layout.slice_cols;
     cols = min(layout.slice_cols, all_cols - first_col);
-    first_row = int64_t{set} * layout.groups + group;
-    row_step = sets * layout.groups;
-    rows = first_row < all_rows ? (all_rows - first_row + row_step - 1) / row_step : 0;
+    first_row = set * layout.groups + group;
+    row_step = layout.row_blocks / blocks_per_row * layout.groups;
+    const uint32_t end = static_cast<uint32_t>(all_rows);
+    rows = first_row < end ? static_cast<int>((end - first_row - 1) / row_step + 1) : 0;
   }
-  __device__ __forceinline__ int64_t row(int64_t i) const { return first_row + i * row_step; }
+  __device__ __forceinline__ int64_t row(int i) const { return first_row + i * row_step; }
 };
 
 // Counts through the stages of a ring: index 0, 1, ..., stages - 1, 0, ..., and its phase's parity.

@@ -66,16 +66,22 @@ struct Piece<2> {
 template <typename V>
 using piece_t = typename detail::Piece<V::kPieceBytes>::type;
 
-// Read once: leave L1 to the data that is read again.
-template <typename T, int kWidth>
-__device__ __forceinline__ Vec<T, kWidth> load_once(const T* p) {
+// How what is loaded is used: read once (L1 is left to what is read again), read again by this or
+// another block (parameters, and rows that are read twice), or plainly: from shared memory, or from
+// memory that this kernel writes.
+enum class Use { kOnce, kAgain, kPlain };
+
+template <Use kUse, int kWidth, typename T>
+__device__ __forceinline__ Vec<T, kWidth> load(const T* p) {
   using V = Vec<T, kWidth>;
   V v;
   const auto* from = reinterpret_cast<const piece_t<V>*>(p);
   auto* to = reinterpret_cast<piece_t<V>*>(v.at);
 #pragma unroll
   for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
-    if constexpr (V::kPieceBytes == 16) {
+    if constexpr (kUse == Use::kPlain) {
+      to[i] = from[i];
+    } else if constexpr (kUse == Use::kOnce && V::kPieceBytes == 16) {
       asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
           : "=r"(to[i].x), "=r"(to[i].y), "=r"(to[i].z), "=r"(to[i].w)
           : "l"(from + i));
@@ -86,35 +92,7 @@ __device__ __forceinline__ Vec<T, kWidth> load_once(const T* p) {
   return v;
 }
 
-// Read again by this or another block: parameters, and rows that are read twice.
-template <typename T, int kWidth>
-__device__ __forceinline__ Vec<T, kWidth> load_again(const T* p) {
-  using V = Vec<T, kWidth>;
-  V v;
-  const auto* from = reinterpret_cast<const piece_t<V>*>(p);
-  auto* to = reinterpret_cast<piece_t<V>*>(v.at);
-#pragma unroll
-  for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
-    to[i] = __ldg(from + i);
-  }
-  return v;
-}
-
-// From shared memory, or from memory that this kernel writes.
-template <typename T, int kWidth>
-__device__ __forceinline__ Vec<T, kWidth> load_plain(const T* p) {
-  using V = Vec<T, kWidth>;
-  V v;
-  const auto* from = reinterpret_cast<const piece_t<V>*>(p);
-  auto* to = reinterpret_cast<piece_t<V>*>(v.at);
-#pragma unroll
-  for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
-    to[i] = from[i];
-  }
-  return v;
-}
-
-// Written once and not read by this kernel.
+// Written once and not read by this kernel. Parts of a sector stay in L2 until the rest has come.
 template <typename T, int kWidth>
 __device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v) {
   using V = Vec<T, kWidth>;
@@ -122,7 +100,11 @@ __device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v) {
   const auto* from = reinterpret_cast<const piece_t<V>*>(v.at);
 #pragma unroll
   for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
-    __stcs(to + i, from[i]);
+    if constexpr (V::kPieceBytes == 16) {
+      __stcs(to + i, from[i]);
+    } else {
+      to[i] = from[i];
+    }
   }
 }
 

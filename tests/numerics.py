@@ -190,7 +190,11 @@ def stock(t, *, backward=True):
             *(None if u is None else u.detach().clone() for u in (t.weight, t.bias)),
         )
     )
-    y = _activate(F.layer_norm(x, p.normalized_shape, weight, bias, p.eps), p.activation) * p.scale
+    # In one normalized dimension: with more and many rows, PyTorch's own backward fails on CUDA.
+    flat_x = x.flatten(x.dim() - p.normalized_ndim)
+    flat_weight, flat_bias = (None if u is None else u.flatten() for u in (weight, bias))
+    y = F.layer_norm(flat_x, flat_x.shape[-1:], flat_weight, flat_bias, p.eps).reshape(x.shape)
+    y = _activate(y, p.activation) * p.scale
     if not backward:
         return {"y": y.detach()}
     y.backward(t.dy.to(acc))
