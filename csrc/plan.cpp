@@ -191,8 +191,9 @@ std::optional<Plan> forward_split_plan(const Problem& problem, const Device& dev
     const int64_t params = int64_t{2} * slice * size_of(problem.weight);
     const int64_t row = int64_t{slice} * size_of(problem.x);
     const int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / row);
-    // Three, where arithmetic is the bound; float32 rows gain from a longer lag.
-    const int least_stages = size_of(problem.x) == 4 ? 5 : 3;
+    // Five: a row's sums then have two rows' time to meet. In half precision that means slices of
+    // 16,384 columns (bfloat16: 4096 x 65536 304 us, with longer ones 334; 2048 x 262144 608, 664).
+    const int least_stages = 5;
     if (params + row > available || stages < least_stages) continue;
     plan.stages = forced.number("stages", static_cast<int>(stages));
     plan.slice_cols = slice;
@@ -387,9 +388,9 @@ Plan make_plan(const Problem& problem, const Device& device) {
     plan = warp_plan(problem, device, width, vectors, forced);
   }
   if (!problem.backward) {
-    // A block of more than 640 threads is alone on its multiprocessor, which then waits with it
-    // (8192 x 32768 bfloat16: 373 us, split 341).
-    if (!plan && wanted(Strategy::kSplit) && vectors > int64_t{5} * 640) {
+    // A block of more than 512 threads is alone on its multiprocessor, which then waits with it
+    // (bfloat16: 16384 x 20000 493 us, split 477; 16384 x 24000 551 and 451).
+    if (!plan && wanted(Strategy::kSplit) && vectors > 2048) {
       plan = forward_split_plan(problem, device, forced);
     }
     if (!plan && wanted(Strategy::kBlock)) {

@@ -255,16 +255,18 @@ def explain(
         )
     except Exception as clear:
         return clear
-    if input.is_cuda and _ALLOCATION in str(error):
-        return _out_of_memory(input, "add_layer_norm" if has_residual else "layer_norm")
-    return error
+    return explain_allocation(error, input, "add_layer_norm" if has_residual else "layer_norm")
 
 
 # The stable ABI tells no more of a failed allocation than the name of the function that failed.
 _ALLOCATION = "aoti_torch_empty_strided"
 
 
-def _out_of_memory(input: Tensor, function: str) -> torch.OutOfMemoryError:
+def explain_allocation(error: Exception, input: Tensor, function: str) -> Exception:
+    """The exception that says that the results of `function` could not be allocated on input's
+    device; if `error` says something else, `error`."""
+    if not input.is_cuda or _ALLOCATION not in str(error):
+        return error
     size = f"{input.numel() * input.element_size() / 2**20:.1f} MiB"
     return torch.OutOfMemoryError(
         f"CUDA out of memory: the results of {function} could not be allocated on {input.device} "

@@ -647,28 +647,31 @@ class LayerNormBackward(torch.autograd.Function):
 def _backward(ctx, dy, dresidual, needs_dx, needs_dweight, needs_dbias):
     """(dx, dweight, dbias) from what a forward saved, None where not asked for."""
     x, mean, rstd, weight, bias = ctx.saved_tensors
-    ndim, eps, activation, scale = ctx.args
-    if torch.is_grad_enabled():
-        needs = (needs_dx, needs_dweight, needs_dbias)
-        dx, dweight, dbias = LayerNormBackward.apply(
-            dy, x, weight, bias, dresidual, mean, rstd, ndim, eps, activation, scale, needs
-        )
-    else:
-        dx, dweight, dbias = layer_norm_backward(
-            dy,
-            x,
-            ndim,
-            mean,
-            rstd,
-            weight,
-            bias,
-            dresidual,
-            activation,
-            scale,
-            needs_dx,
-            needs_dweight,
-            needs_dbias,
-        )
+    ndim, eps, activation, scale, _ = ctx.args
+    try:
+        if torch.is_grad_enabled():
+            needs = (needs_dx, needs_dweight, needs_dbias)
+            dx, dweight, dbias = LayerNormBackward.apply(
+                dy, x, weight, bias, dresidual, mean, rstd, ndim, eps, activation, scale, needs
+            )
+        else:
+            dx, dweight, dbias = layer_norm_backward(
+                dy,
+                x,
+                ndim,
+                mean,
+                rstd,
+                weight,
+                bias,
+                dresidual,
+                activation,
+                scale,
+                needs_dx,
+                needs_dweight,
+                needs_dbias,
+            )
+    except RuntimeError as error:
+        raise _checks.explain_allocation(error, x, "layer_norm_backward") from None
     return (
         dx if needs_dx else None,
         dweight if needs_dweight else None,
@@ -683,7 +686,9 @@ def _add_backward(ctx, dy, dresidual, needs_dinput, needs_dresidual, needs_dweig
     else:
         needs_dx = needs_dinput or needs_dresidual
         dx, dweight, dbias = _backward(ctx, dy, dresidual, needs_dx, needs_dweight, needs_dbias)
-    dinput = dx.to(ctx.input_dtype) if needs_dinput and dx is not None else None
+    dinput = dx if needs_dinput else None
+    if dinput is not None and dinput.dtype != ctx.input_dtype:
+        dinput = dinput.to(ctx.input_dtype)
     return dinput, dx if needs_dresidual else None, dweight, dbias
 
 
@@ -704,20 +709,20 @@ def _add_layer_norm_grads(ctx, dy, dresidual):
 
 
 def _save_layer_norm(ctx, inputs, output):
-    input, ndim, weight, bias, eps, activation, scale, _ = inputs
+    input, ndim, weight, bias, *options = inputs
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(input, mean, rstd, weight, bias)
-    ctx.args = (ndim, eps, activation, scale)
+    ctx.args = (ndim, *options)
 
 
 def _save_add_layer_norm(ctx, inputs, output):
-    input, _, ndim, weight, bias, eps, activation, scale, _ = inputs
+    input, _, ndim, weight, bias, *options = inputs
     _, residual_out, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(residual_out, mean, rstd, weight, bias)
-    ctx.args = (ndim, eps, activation, scale)
+    ctx.args = (ndim, *options)
     ctx.input_dtype = input.dtype
 
 
@@ -789,13 +794,14 @@ class EagerLayerNorm(torch.autograd.Function):
             out_dtype,
         )
         ctx.save_for_backward(input, mean, rstd, weight, bias)
-        ctx.args = args[:4]
+        ctx.args = args
         return y
 
     @staticmethod
     def backward(ctx, dy):
         needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
-        return *_backward(ctx, dy, None, needs_dx, needs_dweight, needs_dbias), None
+        dx, dweight, dbias = _backward(ctx, dy, None, needs_dx, needs_dweight, needs_dbias)
+        return dx, dweight, dbias, None
 
 
 class EagerAddLayerNorm(torch.autograd.Function):
@@ -818,7 +824,7 @@ class EagerAddLayerNorm(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(residual_out, mean, rstd, weight, bias)
-        ctx.args = args[:4]
+        ctx.args = args
         ctx.input_dtype = input.dtype
         return y, residual_out
 

@@ -26,7 +26,8 @@ _eager_add_layer_norm: Callable[..., tuple[Tensor, Tensor]] = _ops.eager_add_lay
 
 _INTS = {int}
 
-# A subclass of Tensor may mean more than its data: it goes through the operators' dispatch.
+# A subclass of Tensor may mean more than its data, and so does one that is negated lazily (is_neg,
+# as the imaginary part of a conjugate): these go through the operators' dispatch.
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer, type(None)})
 
 
@@ -96,6 +97,9 @@ def layer_norm(
                 type(input) in _PLAIN
                 and type(weight) in _PLAIN
                 and type(bias) in _PLAIN
+                and not input.is_neg()
+                and (weight is None or not weight.is_neg())
+                and (bias is None or not bias.is_neg())
                 and not _dispatch_modes()
                 and not _in_transform()
             ):
@@ -167,6 +171,10 @@ def add_layer_norm(
                 and type(residual) in _PLAIN
                 and type(weight) in _PLAIN
                 and type(bias) in _PLAIN
+                and not input.is_neg()
+                and not residual.is_neg()
+                and (weight is None or not weight.is_neg())
+                and (bias is None or not bias.is_neg())
                 and not _dispatch_modes()
                 and not _in_transform()
             ):
@@ -240,7 +248,8 @@ def _is_plain(input: Tensor, *others: Tensor | None) -> bool:
         (input.is_cpu or input.is_cuda)
         and not _dispatch_modes()
         and type(input) in _PLAIN
-        and all(type(tensor) in _PLAIN for tensor in others)
+        and not input.is_neg()
+        and all(type(t) in _PLAIN and (t is None or not t.is_neg()) for t in others)
     )
 
 

@@ -279,7 +279,8 @@ class Errors:
 
 def check(problem, device, *, backward=True, run=ours):
     """Asserts the contract for every result of a problem, over as many draws as make a sample."""
-    draws = max(512 // problem.cols, 8192 // (problem.rows * problem.cols))
+    # The greatest error is one element's: PyTorch's, too, takes many to show.
+    draws = max(512 // problem.cols, 65536 // (problem.rows * problem.cols))
     draws = min(32, max(1, draws))
     found, yardsticks, magnitude = {}, {}, {}
     for seed in range(draws):

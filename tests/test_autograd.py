@@ -435,6 +435,27 @@ def test_tensor_subclass_stays(device, requires_grad):
         assert x.grad is not None
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("negated", ["x", "residual", "weight", "bias", "dy"])
+def test_lazily_negated_tensors(device, negated, autocast):
+    """The imaginary part of a conjugate has the opposite values of its memory's."""
+    plain = dict(zip(("x", "residual", "weight", "bias"), inputs(device, dtype=F32), strict=True))
+    plain["dy"] = torch.randn_like(plain["x"])
+
+    def gradients(x, residual, weight, bias, dy):
+        tensors = [t.detach().requires_grad_() for t in (x, residual, weight, bias)]
+        with torch.autocast(x.device.type, BF16, enabled=autocast):
+            y = layer_norm(tensors[0], *tensors[2:])
+            z, total = add_layer_norm(*tensors)
+        outputs = (y, z, total)
+        return (*outputs, *torch.autograd.grad(outputs, tensors, [dy] * 3))
+
+    values = torch.complex(torch.zeros_like(plain[negated]), -plain[negated])
+    lazy = {**plain, negated: values.conj().imag}
+    assert lazy[negated].is_neg()
+    torch.testing.assert_close(gradients(**lazy), gradients(**plain), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(device, use_reentrant):
     torch.manual_seed(0)

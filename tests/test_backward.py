@@ -183,10 +183,12 @@ def test_every_large_call_gives_the_same_bits(shape):
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("cols", [3, 64, 256, 1024, 4096, 8191, 40000])
+@pytest.mark.parametrize("cols", [3, 64, 256, 1023, 1024, 4096, 8191, 40000])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
 def test_a_rows_dx_does_not_depend_on_its_batch(device, cols, dtype):
-    t = numerics.make(Problem((200, cols), dtype=dtype), device)
+    """On CUDA the whole batch goes through persistent blocks, its few rows do not."""
+    rows = 200 if device == "cpu" else 1300
+    t = numerics.make(Problem((rows, cols), dtype=dtype), device)
 
     def dx(rows):
         x = t.x[rows].clone().requires_grad_()
@@ -337,10 +339,19 @@ FORCED_COLS = [1, 3, 8, 64, 256, 257, 1024, 1027, 2048, 4096, 8192, 8195, 16384,
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, None), (BF16, F32)], ids=dtype_ids)
+@pytest.mark.parametrize("cols", [33, 96, 250, 257, 768, 1000, 2047, 2060, 4097, 5120, 9000, 16384])
+def test_accuracy_of_many_rows(cols, dtypes):
+    """More than are few: every group of threads works on several rows, one after the other."""
+    numerics.check(Problem((3000, cols), dtype=dtypes[0], weight_dtype=dtypes[1]), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("few", [0, 1])
 @pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32), (F64, None)], ids=dtype_ids)
 @pytest.mark.parametrize("strategy", ["warp", "block", "split", "stream"])
-def test_every_strategy(plans, strategy, dtypes, activation):
+def test_every_strategy(plans, strategy, dtypes, activation, few):
     ran = []
     for cols in FORCED_COLS:
         problem = Problem(
@@ -350,7 +361,7 @@ def test_every_strategy(plans, strategy, dtypes, activation):
             activation=activation,
             scale=0.5,
         )
-        plans.force(f"strategy={strategy}")
+        plans.force(f"strategy={strategy} few={few}")
         plan = plans.of(problem.rows, cols, dtypes[0], backward=True)
         plans.force(None)
         if plan is None:
@@ -360,14 +371,19 @@ def test_every_strategy(plans, strategy, dtypes, activation):
         def run(t, *, backward):
             """Forward by any strategy, backward by this one."""
             args = _args(t)
-            plans.force(f"strategy={strategy}")
+            plans.force(f"strategy={strategy} few={few}")
             try:
                 grads = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
             finally:
                 plans.force(None)
             return dict(zip(("dx", "dweight", "dbias"), grads, strict=True))
 
-        numerics.check(problem, "cuda", run=run)
+        try:
+            numerics.check(problem, "cuda", run=run)
+        except ValueError as error:  # float32 parameters or the epilogue leave it no room
+            if "cannot run" not in str(error):
+                raise
+            continue
         ran.append(cols)
     if not ran:
         pytest.skip(f"{strategy} takes no {ids(dtypes[0])} rows backward on this device")

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import warnings
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -562,18 +563,81 @@ def test_a_failed_allocation_is_out_of_memory(monkeypatch, add):
     assert str(caught.value) == expected
 
 
+@pytest.mark.parametrize(
+    ("function", "needs", "gradients"),
+    [("EagerLayerNorm", 4, 1), ("EagerAddLayerNorm", 5, 2)],
+    ids=["layer_norm", "add_layer_norm"],
+)
+def test_a_failed_allocation_in_backward_is_out_of_memory(monkeypatch, function, needs, gradients):
+    def fail(*args):
+        raise RuntimeError("aoti_torch_empty_strided( dims, ...) API call failed at ops.cpp, 1")
+
+    monkeypatch.setattr(fused_layernorm._ops, "layer_norm_backward", fail)
+    with torch._subclasses.FakeTensorMode(), torch.no_grad():
+        x = torch.empty(1024, 512, device="cuda:0", dtype=BF16)
+        ctx = SimpleNamespace(
+            saved_tensors=(x, None, None, None, None),
+            args=(1, 1e-5, None, 1.0, None),
+            needs_input_grad=(True,) * needs,
+        )
+        # Not through the autograd engine, which needs a device for a CUDA tensor.
+        backward = getattr(fused_layernorm._ops, function).backward
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            backward(ctx, *[x] * gradients)
+    assert str(caught.value) == (
+        "CUDA out of memory: the results of layer_norm_backward could not be allocated on cuda:0 "
+        "(input of shape [1024, 512], bfloat16, is 1.0 MiB)"
+    )
+
+
+def test_an_error_in_backward_that_is_no_allocation_stays(device, monkeypatch):
+    failure = RuntimeError("another failure")
+
+    def fail(*args):
+        raise failure
+
+    monkeypatch.setattr(fused_layernorm._ops, "layer_norm_backward", fail)
+    x = torch.ones(4, 8, device=device, requires_grad=True)
+    y = layer_norm(x, normalized_shape=8).sum()
+    with pytest.raises(RuntimeError) as caught:
+        y.backward()
+    assert caught.value is failure
+
+
+@pytest.fixture
+def one_gibibyte_left():
+    """To be called once a test has its tensors: from then on 1 GiB more can be allocated."""
+
+    def limit():
+        torch.cuda.empty_cache()
+        in_use, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction((in_use + (1 << 30)) / total)
+
+    torch.cuda.empty_cache()  # a large free block would be split, and its rest stay free
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("grad", [False, True])
-def test_out_of_memory_on_cuda(grad):
+def test_out_of_memory_on_cuda(one_gibibyte_left, grad):
     x = torch.empty(1 << 28, 8, device="cuda", requires_grad=grad)  # 8 GiB
-    torch.cuda.empty_cache()
-    in_use, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction((in_use + (1 << 30)) / total)
-    try:
-        with pytest.raises(torch.OutOfMemoryError, match="results of layer_norm"):
-            layer_norm(x, normalized_shape=(8,))
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    one_gibibyte_left()
+    with pytest.raises(torch.OutOfMemoryError, match="results of layer_norm"):
+        layer_norm(x, normalized_shape=(8,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("function", [layer_norm, add_layer_norm])
+def test_out_of_memory_in_backward_on_cuda(one_gibibyte_left, function, create_graph):
+    x = torch.empty(1 << 26, 8, device="cuda", requires_grad=True)  # 2 GiB
+    rows = (x,) if function is layer_norm else (x, x.detach())
+    y = function(*rows, normalized_shape=(8,))
+    y = y if function is layer_norm else y[0]
+    one_gibibyte_left()
+    with pytest.raises(torch.OutOfMemoryError, match="results of layer_norm_backward"):
+        torch.autograd.grad(y, x, y.detach(), create_graph=create_graph)
 
 
 def run_python(source):

@@ -1,6 +1,8 @@
 """Programs that leave: torch.export, AOTInductor, ONNX, with and without the package at the end."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,15 +54,36 @@ def exported(model, x, grad=False):
         return torch.export.export(model, (x,), dynamic_shapes={"x": {0: Dim("batch")}})
 
 
-def in_a_fresh_process(code):
+def in_a_fresh_process(code, **env):
     result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
     )
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, (result.returncode, result.stderr)
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    """The C++ compiler for AOTInductor: that of $CXX, if its packages can be loaded, else another.
+
+    A package with a copy of the C++ library inside (libstdc++.a) crashes when it is loaded, in
+    PyTorch's own code, whatever the model: std::regex takes its locale from the process's library.
+    """
+    library = tmp_path_factory.mktemp("compiler") / "probe.so"
+    for candidate in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
+        if shutil.which(candidate) is None:
+            continue
+        subprocess.run(
+            [candidate, "-shared", "-fPIC", "-x", "c++", "-", "-o", library],
+            input=b"#include <locale>\nstd::locale probe() { return std::locale(); }\n",
+            check=True,
+        )
+        if re.search(rb"lib(std)?c\+\+\.so", library.read_bytes()):
+            return candidate
+    return pytest.skip("no C++ compiler here shares its library with the process")
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -139,13 +162,14 @@ def test_saved_program_runs_in_a_fresh_process(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decomposed", [False, True])
-def test_aotinductor_package_runs_in_a_fresh_process(tmp_path, device, decomposed):
+def test_aotinductor_package_runs_in_a_fresh_process(tmp_path, device, compiler, decomposed):
     model = Model(activation="gelu", scale=0.5).to(device)
     x = torch.randn(3, 4, 16, device=device)
     program = exported(model, x)
     if decomposed:
         program = program.run_decompositions(fused_layernorm.decompositions())
-    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    with torch._inductor.config.patch({"cpp.cxx": (compiler,)}):
+        torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     x = torch.randn(5, 4, 16, device=device)
     torch.save((x, model(x)), tmp_path / "data.pt")
     package = "torch" if decomposed else "fused_layernorm"
@@ -155,7 +179,8 @@ def test_aotinductor_package_runs_in_a_fresh_process(tmp_path, device, decompose
         f"x, expected = torch.load({str(tmp_path / 'data.pt')!r})\n"
         f"model = torch._inductor.aoti_load_package({str(tmp_path / 'model.pt2')!r})\n"
         "torch.testing.assert_close(tuple(model(x)), tuple(expected))\n"
-        f"assert ('fused_layernorm' in sys.modules) == {not decomposed}\n"
+        f"assert ('fused_layernorm' in sys.modules) == {not decomposed}\n",
+        CXX=compiler,
     )
 
 

@@ -84,6 +84,18 @@ def test_order_of_summation_does_not_depend_on_the_number_of_rows(device):
             assert [p[key] for key in fixed] == [plans[0][key] for key in fixed], (cols, dtype)
 
 
+@pytest.mark.parametrize("cols", [96, 768, 1023, 4096])
+def test_few_rows_go_in_one_launch(cols):
+    """Blocks on columns beside those on rows, and so no partial sums to add up."""
+    few = plan(128, cols, BF16, backward=True)
+    assert few["column_blocks"] > 0
+    assert few["blocks"] * few["groups"] >= 128
+    assert few["workspace_bytes"] == 0
+    many = plan(100_000, cols, BF16, backward=True)
+    assert many["column_blocks"] == 0
+    assert many["partials"] > 1
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_workspace_is_bounded(device):
     _, sms, _ = DEVICES[device]
