@@ -25,8 +25,8 @@ class Allowed(NamedTuple):
 
 
 # The first that matches counts. In a kernel's template arguments the types come first (of x, the
-# parameters, y), then the elements of a vector and the vectors of a thread; of backward's blocks,
-# then whether rows come by bulk copies and whether a row is kept; last, what is fused.
+# parameters, y). In backward there follow the elements of a vector, the vectors of a thread and, of
+# blocks, whether rows come by bulk copies and whether a row is kept.
 ALLOWED = [
     Allowed(r"<Types<double,", 1280, "float64 is there for its digits, not for its speed"),
     Allowed(
@@ -43,13 +43,13 @@ ALLOWED = [
         "rows of 32 columns a thread: a few bytes a row",
     ),
     Allowed(
-        r"backward_warp_kernel<Types<(__half|__nv_bfloat16), float, float>, 8, 2, ",
+        r"backward_warp_kernel<Types<(__half|__nv_bfloat16), [^>]*>, 8, 2, ",
         64,
-        "float32 dy and weight beside half-precision x: twice the registers",
+        "x and dy of the next row in registers, and a residual's gradient or float32 parameters",
     ),
     Allowed(
-        r"forward_block_kernel<Types<(__half|__nv_bfloat16), float, [^>]*>, 8, ",
-        8,
+        r"forward_\w+_kernel<Types<(__half|__nv_bfloat16), float, ",
+        16,
         "float32 parameters beside half-precision x: a number or two",
     ),
 ]

@@ -52,12 +52,12 @@ __device__ __forceinline__ float polynomial(float x, const float (&coefficients)
 
 // 2 gelu(z): the factor comes off with scale. Instructions: 11 for float16, 12 for bfloat16; 26.
 //
-// Coarse, 2 z Phi(z) = z + |z| - |z| 2^P(|z|) with 2^P(u) = 2 Phi(-u): one EX2, and no difference of
-// nearly equal numbers on either side. P is fitted to the least greatest error of gelu(-u): for
+// Coarse, 2 z Phi(z) = z + |z| - |z| 2^P(|z|) with 2^P(u) = 2 Phi(-u): one EX2, and no difference
+// of nearly equal numbers on either side. P is fitted to the least greatest error of gelu(-u): for
 // float16, to 0.02 of a rounding; for bfloat16, to 3e-6 of the result or 4e-9, whichever is more,
-// but 2e-4 of it at most down to z = -8. Below, P only falls, and the result goes to 0. Fine, a P of
-// ten coefficients is as exact as erff and takes 15 instructions, but one after the other: slower
-// (4194304 x 64: 559 us against 533).
+// but 2e-4 of it at most down to z = -8. Below, P only falls, and the result goes to 0. Fine, a P
+// of ten coefficients is as exact as erff and takes 15 instructions, but one after the other:
+// slower (4194304 x 64: 559 us against 533).
 //
 // |z| is bounded for z = Inf, which times 0 would be NaN. z + |z| carries NaN, and makes NaN of
 // -Inf, as PyTorch does.

@@ -28,13 +28,47 @@ struct BlockTeam {
   __device__ __forceinline__ auto pivot(const ForwardRow<T>& row, typename T::X) const {
     return row.template first_element<kResidual>();
   }
+
+  // Between a row's vectors, lane to lane; from warp to warp there are seams, closed at the end.
+  template <int kVecs, typename Words>
+  struct Seams {
+    static constexpr int kMost = 1 + kVecs * (most_forward_threads(kVecs) / kWarpSize);
+    const Group& group;
+    Words* lows;  // of each seam the words before it, and those behind it
+    Words* highs;
+    Words* own;  // of a warp's first and last lane, the place of its words at k = 0
+
+    // Its scratch memory must not be taken again before another barrier of the block.
+    __device__ __forceinline__ explicit Seams(const BlockTeam& team) : group(team.group) {
+      __shared__ Words scratch[2][kMost];
+      lows = scratch[0];
+      highs = scratch[1];
+      own = group.lane() == 0 ? highs + group.warp() : lows + group.warp() + 1;
+    }
+    // The last words of the vector before this thread's k-th, which has the words `first` to
+    // `last`; of a warp's first lane, any.
+    __device__ __forceinline__ Words before(int k, const Words& first, const Words& last) const {
+      if (group.lane() == 0 || group.lane() == kWarpSize - 1) {
+        own[k * group.warps()] = group.lane() == 0 ? first : last;
+      }
+      return shuffle(last, group.lane() - 1, kWarpSize);
+    }
+    __device__ __forceinline__ bool is_at(int) const { return group.lane() == 0; }
+    // `store(v, low, high)` for each seam: what is before vector v, and its own beginning.
+    template <typename Store>
+    __device__ __forceinline__ void close(const Store& store) const {
+      __syncthreads();
+      const int seam = group.thread;
+      if (seam <= kVecs * group.warps()) store(seam * kWarpSize, lows[seam], highs[seam]);
+    }
+  };
 };
 
-template <typename T, int kWidth, int kVecs, Fusion kFusion>
+template <typename T, int kVecs, Fusion kFusion, bool kShifted>
 __global__ void __launch_bounds__(most_forward_threads(kVecs), least_forward_blocks(kVecs))
     layer_norm_forward_block_kernel(const ForwardParams p) {
   const BlockTeam team;
-  forward_row<T, kWidth, kVecs, kFusion>(p, team, blockIdx.x);
+  forward_row<T, kVecs, kFusion, kShifted>(p, team, blockIdx.x);
 }
 
 // Slices of weight (and bias, which only an activation reads), and then, group by group and stage
@@ -416,18 +450,14 @@ cudaError_t launch_layer_norm_forward_block(const ForwardParams& params, const D
                                             const Plan& plan, cudaStream_t stream) {
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
-    return dispatch_width<T>(plan.width, [&](auto width) {
-      const auto start = [&](auto vecs) {
-        return dispatch_fusion(params, [&](auto fusion) {
-          const auto kernel = layer_norm_forward_block_kernel<T, width(), vecs(), fusion()>;
+    if (plan.width != kVectorWidth<T>) return cudaErrorInvalidValue;
+    return dispatch_vecs<3, 4, 5, 8>(plan.vecs, [&](auto vecs) {
+      return dispatch_fusion(params, [&](auto fusion) {
+        return dispatch_bool<true>(plan.shifted, [&](auto shifted) {
+          const auto kernel = layer_norm_forward_block_kernel<T, vecs(), fusion(), shifted()>;
           return launch(kernel, plan, plan.threads, stream, params);
         });
-      };
-      if constexpr (width() == 1) {
-        return dispatch_vecs<8, 16>(plan.vecs, start);
-      } else {
-        return dispatch_vecs<3, 4, 5, 8>(plan.vecs, start);
-      }
+      });
     });
   });
 }

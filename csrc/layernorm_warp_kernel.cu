@@ -22,16 +22,42 @@ struct LanesTeam {
   __device__ __forceinline__ auto pivot(const ForwardRow<T>&, typename T::X first) const {
     return __shfl_sync(kFullWarp, to_acc(first), 0, lanes);
   }
+
+  // Between a row's vectors, lane to lane, and from the last lane on to the first: only the row's
+  // two ends are seams.
+  template <int kVecs, typename Words>
+  struct Seams {
+    const LanesTeam& team;
+    Words begin, of_neighbour;  // of the first lane: of the last lane
+
+    __device__ __forceinline__ explicit Seams(const LanesTeam& lanes_team) : team(lanes_team) {}
+    // The last words of the vector before this lane's k-th, which has the words `first` to `last`.
+    __device__ __forceinline__ Words before(int k, const Words& first, const Words& last) {
+      Words words = of_neighbour;
+      if (k == 0) begin = first;
+      of_neighbour = shuffle(last, team.lane - 1, team.lanes);
+      if (team.lane > 0) words = of_neighbour;
+      return words;
+    }
+    __device__ __forceinline__ bool is_at(int k) const { return k == 0 && team.lane == 0; }
+    // `store(v, low, high)` for each seam: what is before vector v, and its own beginning.
+    template <typename Store>
+    __device__ __forceinline__ void close(const Store& store) const {
+      if (team.lane > 0) return;
+      store(0, of_neighbour, begin);
+      store(kVecs * team.lanes, of_neighbour, begin);
+    }
+  };
 };
 
-template <typename T, int kWidth, int kVecs, Fusion kFusion>
+template <typename T, int kVecs, Fusion kFusion, bool kShifted>
 __global__ void __launch_bounds__(kWarpForwardThreads)
     layer_norm_forward_warp_kernel(const ForwardParams p, const int log2_lanes) {
   const int lanes = 1 << log2_lanes;
   const LanesTeam team = {lanes, static_cast<int>(threadIdx.x) & (lanes - 1)};
   const uint32_t groups = kWarpForwardThreads >> log2_lanes;
-  forward_row<T, kWidth, kVecs, kFusion>(p, team,
-                                         blockIdx.x * groups + (threadIdx.x >> log2_lanes));
+  forward_row<T, kVecs, kFusion, kShifted>(p, team,
+                                           blockIdx.x * groups + (threadIdx.x >> log2_lanes));
 }
 
 // One row's x and dy as they are loaded: the next row is on its way while one is worked on.
@@ -190,18 +216,14 @@ cudaError_t launch_layer_norm_forward_warp(const ForwardParams& params, const Da
                                            const Plan& plan, cudaStream_t stream) {
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
-    return dispatch_width<T>(plan.width, [&](auto width) {
-      const auto start = [&](auto vecs) {
-        return dispatch_fusion(params, [&](auto fusion) {
-          const auto kernel = layer_norm_forward_warp_kernel<T, width(), vecs(), fusion()>;
+    if (plan.width != kVectorWidth<T>) return cudaErrorInvalidValue;
+    return dispatch_vecs<1, 2, 3, 4>(plan.vecs, [&](auto vecs) {
+      return dispatch_fusion(params, [&](auto fusion) {
+        return dispatch_bool<true>(plan.shifted, [&](auto shifted) {
+          const auto kernel = layer_norm_forward_warp_kernel<T, vecs(), fusion(), shifted()>;
           return launch(kernel, plan, kWarpForwardThreads, stream, params, log2_of(plan.threads));
         });
-      };
-      if constexpr (width() == 1) {
-        return dispatch_vecs<1, 2, 4, 8>(plan.vecs, start);
-      } else {
-        return dispatch_vecs<1, 2, 3, 4>(plan.vecs, start);
-      }
+      });
     });
   });
 }

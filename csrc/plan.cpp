@@ -53,8 +53,7 @@ int power_of_two_from(int64_t n) {
 
 // Vectors a lane can own: more have no registers, or are better shared by a block.
 int most_warp_vecs(const Problem& problem, int width) {
-  if (problem.backward) return most_warp_backward_vecs(width);
-  return width == 1 ? 8 : 4;
+  return problem.backward ? most_warp_backward_vecs(width) : 4;
 }
 
 // Few lanes with several vectors each make a shuffle serve more columns: what half precision needs,
@@ -94,7 +93,7 @@ Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t 
                             most_warp_vecs(problem, width));
   plan.threads = std::min(kWarpSize, power_of_two_from(ceil_div(vectors, vecs)));
   plan.vecs = static_cast<int>(ceil_div(vectors, plan.threads));
-  if (problem.backward || width == 1) plan.vecs = power_of_two_from(plan.vecs);
+  if (problem.backward) plan.vecs = power_of_two_from(plan.vecs);
   plan.slice_cols = static_cast<int>(problem.cols);
   const int block_threads = problem.backward ? kBackwardThreads : kWarpForwardThreads;
   plan.groups = block_threads / plan.threads;
@@ -118,10 +117,8 @@ std::optional<Plan> forward_block_plan(const Problem& problem, int width, int64_
   int64_t best_places = 0;
   // Long rows are better in somewhat smaller blocks (8192 x 16384 bfloat16: 137.6 us with five
   // vectors a thread, 138.1 with four).
-  const bool long_row = width > 1 && vectors >= 2048;
-  const std::vector<int> ladder = width == 1 ? std::vector<int>{16, 8}
-                                  : long_row ? std::vector<int>{5, 4, 8}
-                                             : std::vector<int>{4, 5, 3};
+  const bool long_row = vectors >= 2048;
+  const std::vector<int> ladder = long_row ? std::vector<int>{5, 4, 8} : std::vector<int>{4, 5, 3};
   for (int vecs : ladder) {
     Plan plan;
     plan.strategy = Strategy::kBlock;
@@ -130,7 +127,7 @@ std::optional<Plan> forward_block_plan(const Problem& problem, int width, int64_
     plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
     if (plan.threads > most_forward_threads(plan.vecs)) continue;
     // Only a thread's last vector may be missing.
-    if (width > 1 && int64_t{plan.vecs - 1} * plan.threads >= vectors) continue;
+    if (int64_t{plan.vecs - 1} * plan.threads >= vectors) continue;
     const int64_t places = int64_t{plan.threads} * plan.vecs;
     if (best && (long_row || places >= best_places)) continue;
     plan.blocks = problem.rows;
@@ -377,7 +374,9 @@ Plan make_plan(const Problem& problem, const Device& device) {
     const std::lock_guard<std::mutex> lock(forced_mutex);
     forced = forced_plan;
   }
-  const int width = problem.aligned ? 16 / size_of(problem.x) : 1;
+  // Forward moves rows that begin anywhere by vectors, unless they are too long for a block.
+  const bool shifted = !problem.backward && !problem.aligned;
+  const int width = problem.aligned || shifted ? 16 / size_of(problem.x) : 1;
   const int64_t vectors = ceil_div(problem.cols, width);
   const auto wanted = [&](Strategy strategy) {
     return !forced.strategy || *forced.strategy == strategy;
@@ -400,7 +399,9 @@ Plan make_plan(const Problem& problem, const Device& device) {
       plan = forward_split_plan(problem, device, forced);
     }
     if (!plan && wanted(Strategy::kStream)) {
-      plan = forward_stream_plan(problem, width);
+      plan = forward_stream_plan(problem, shifted ? 1 : width);
+    } else if (plan) {
+      plan->shifted = shifted;
     }
   } else {
     if (!plan && (wanted(Strategy::kBlock) || wanted(Strategy::kSplit))) {
@@ -446,6 +447,7 @@ std::string describe(const Plan& plan) {
        << ", \"groups\": " << plan.groups << ", \"blocks_per_row\": " << plan.blocks_per_row
        << ", \"slice_cols\": " << plan.slice_cols << ", \"blocks\": " << plan.blocks
        << ", \"column_blocks\": " << plan.column_blocks
+       << ", \"shifted\": " << (plan.shifted ? "true" : "false")
        << ", \"bulk\": " << (plan.bulk ? "true" : "false") << ", \"stages\": " << plan.stages
        << ", \"lag\": " << plan.lag << ", \"shared_bytes\": " << plan.shared_bytes
        << ", \"partials\": " << plan.partials << ", \"workspace_bytes\": " << plan.workspace_bytes

@@ -72,7 +72,7 @@ struct Problem {
 
 struct Plan {
   Strategy strategy = Strategy::kStream;
-  int width = 1;              // elements a thread moves at once
+  int width = 1;              // elements a thread moves at once (shifted: owns side by side)
   int vecs = 1;               // such vectors a thread owns of a row
   int threads = 32;           // that work on one row in a block; kWarp: lanes on one row
   int groups = 1;             // rows that a block works on at once
@@ -81,6 +81,7 @@ struct Plan {
   int stage_cols = 0;         // bulk: columns that a slice has room for in shared memory
   int64_t blocks = 1;         // on rows; persistent in backward and kSplit
   int64_t column_blocks = 0;  // backward of few rows: blocks on dweight and dbias beside them
+  bool shifted = false;       // forward: rows begin anywhere, and are moved by vectors all the same
   bool bulk = false;          // rows come to shared memory by Hopper's bulk copies
   int stages = 0;             // bulk: rows (row slices) that a group keeps in flight
   int lag = 0;                // kSplit: rows between publishing a row's sums and collecting them

@@ -5,6 +5,7 @@
 #include "fusion.cuh"
 #include "layernorm.h"
 #include "reduce.cuh"
+#include "shifted.cuh"
 #include "vec.cuh"
 
 namespace fused_layernorm {
@@ -50,6 +51,22 @@ struct Parameter {
   template <int kWidth>
   __device__ __forceinline__ Vec<W, kWidth> load(int col) const {
     return fused_layernorm::load<Use::kAgain, kWidth>(element(at, col & mask));
+  }
+
+  // The same for a vector that may reach past the parameter's end, of which no piece is read that
+  // is wholly behind it: those columns are anything.
+  template <int kWidth>
+  __device__ __forceinline__ Vec<W, kWidth> load_until(int col, int cols) const {
+    using V = Vec<W, kWidth>;
+    constexpr int kPieceCols = kWidth * V::kPieceBytes / V::kBytes;
+    V v;
+#pragma unroll
+    for (int j = 0; j < kWidth; j += kPieceCols) {
+      const auto piece = load<kPieceCols>(col + j < cols ? col + j : col);
+#pragma unroll
+      for (int i = 0; i < kPieceCols; ++i) v.at[j + i] = piece.at[i];
+    }
+    return v;
   }
 };
 
@@ -128,6 +145,31 @@ struct Share {
   __device__ __forceinline__ bool has(int k) const {
     return (kDense && k + 1 < kVecs) || vector(k) < vectors;
   }
+  // Of vector k, column j, and the number of them.
+  __device__ __forceinline__ bool has_column(int k, int) const { return has(k); }
+  template <typename Acc, int kWidth>
+  __device__ __forceinline__ Acc count(int k) const {
+    return has(k) ? Acc(kWidth) : Acc(0);
+  }
+};
+
+// Of a row with any number of columns, whose last vector may not be whole.
+template <int kVecs, int kVecWidth>
+struct RaggedShare : Share<kVecs, true> {
+  int cols;
+  int last_cols;  // of the last of kVecs vectors: not positive if it is missing
+
+  __device__ __forceinline__ RaggedShare(int thread, int threads, int row_cols)
+      : Share<kVecs, true>{thread, threads, (row_cols + kVecWidth - 1) / kVecWidth},
+        cols(row_cols),
+        last_cols(row_cols - this->vector(kVecs - 1) * kVecWidth) {}
+  __device__ __forceinline__ bool has_column(int k, int j) const {
+    return k + 1 < kVecs || j < last_cols;
+  }
+  template <typename Acc, int kWidth>
+  __device__ __forceinline__ Acc count(int k) const {
+    return k + 1 < kVecs ? Acc(kWidth) : Acc(min(max(last_cols, 0), kWidth));
+  }
 };
 
 // A thread's vectors of a row, as they are in memory: unpacked for every use, a row takes half the
@@ -176,6 +218,44 @@ struct RowVectors {
     }
   }
 
+  // The same for a row that begins anywhere: what is behind its last column is zero. Nothing is
+  // stored for a team without a row of its own.
+  template <bool kResidual, typename Team>
+  __device__ __forceinline__ void load_shifted(const ForwardRow<T>& row, const Team& team,
+                                               const RaggedShare<kVecs, kWidth>& share,
+                                               bool valid_row) {
+    using In = typename T::In;
+    const X* x_row = kResidual ? row.residual : static_cast<const X*>(row.input);
+    fused_layernorm::load_shifted<0, kVecs>(x, ShiftedRow<const X, kWidth>(x_row), share);
+    if constexpr (kResidual) {
+      const ShiftedRow<const In, kWidth> added_row(static_cast<const In*>(row.input));
+      const auto add = [&](auto first, auto count) {
+        Vec<In, kWidth> added[count()];
+        fused_layernorm::load_shifted<first(), kVecs>(added, added_row, share);
+#pragma unroll
+        for (int n = 0; n < count(); ++n) {
+          Acc sum[kWidth], summand[kWidth];
+          unpack(sum, x[first() + n]);
+          unpack(summand, added[n]);
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) sum[j] += summand[j];
+          x[first() + n] = round_to<X>(sum);
+        }
+      };
+      // As many as there are registers for.
+      constexpr int kCount = kVecs < 4 ? kVecs : 4;
+      add(std::integral_constant<int, 0>{}, std::integral_constant<int, kCount>{});
+      if constexpr (kVecs > 4) {
+        add(std::integral_constant<int, 4>{}, std::integral_constant<int, kVecs - 4>{});
+      }
+    }
+    keep_first(x[kVecs - 1], share.last_cols);
+    if constexpr (kResidual) {
+      store_shifted<X, kWidth, kVecs>(row.residual_out, team, share, valid_row ? share.cols : 0,
+                                      [&](int k) { return x[k]; });
+    }
+  }
+
   template <typename Share>
   __device__ __forceinline__ void load_shared(const X* row, const Share& share) {
 #pragma unroll
@@ -199,10 +279,10 @@ struct RowVectors {
     for (int k = 0; k < kVecs; ++k) {
       Acc values[kWidth];
       unpack(values, x[k]);
-      const Acc from = share.has(k) ? pivot : Acc(0);
-      count += share.has(k) ? Acc(kWidth) : Acc(0);
+      count += share.template count<Acc, kWidth>(k);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
+        const Acc from = share.has_column(k, j) ? pivot : Acc(0);
         const Acc v = kExact ? values[j] : values[j] - from;
         total[j] = k == 0 ? v : total[j] + v;
       }
@@ -218,9 +298,9 @@ struct RowVectors {
     for (int k = 0; k < kVecs; ++k) {
       Acc values[kWidth];
       unpack(values, x[k]);
-      const Acc from = share.has(k) ? mean : Acc(0);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
+        const Acc from = share.has_column(k, j) ? mean : Acc(0);
         const Acc d = values[j] - from;
         total[j] = k == 0 ? d * d : total[j] + d * d;
       }
@@ -262,6 +342,26 @@ __device__ __forceinline__ void finish_row(const ForwardParams& p, const Forward
   }
 }
 
+// The same for a row that begins anywhere.
+template <bool kEpilogue, typename T, int kWidth, int kVecs, typename Team, typename Acc>
+__device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const ForwardRow<T>& row,
+                                                   const RowVectors<T, kWidth, kVecs>& values,
+                                                   const Team& team,
+                                                   const RaggedShare<kVecs, kWidth>& share,
+                                                   bool valid_row, Acc mean, Acc rstd) {
+  using Y = typename T::Y;
+  using W = typename T::W;
+  const auto y_of = [&](int k) {
+    const int col = share.has(k) ? share.vector(k) * kWidth : 0;
+    const auto load = [&](const Parameter<W>& from) {
+      return k + 1 < kVecs ? from.template load<kWidth>(col)
+                           : from.template load_until<kWidth>(col, share.cols);
+    };
+    return finish<kEpilogue, Y>(p, values.x[k], mean, rstd, load(row.weight), load(row.bias));
+  };
+  store_shifted<Y, kWidth, kVecs>(row.y, team, share, valid_row ? share.cols : 0, y_of);
+}
+
 template <typename Acc>
 __device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t row, Acc mean,
                                                  Acc rstd) {
@@ -271,29 +371,53 @@ __device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t
   }
 }
 
+// Elements of x in 16 bytes.
+template <typename T>
+constexpr int kVectorWidth = 16 / static_cast<int>(sizeof(typename T::X));
+
 // Forward of one row by a team: the lanes of a warp, or a block. A team without a row of its own
 // (`row` is past the last) goes along with the last row for the sake of the others in its warp.
-template <typename T, int kWidth, int kVecs, Fusion kFusion, typename Team>
+template <typename T, int kVecs, Fusion kFusion, bool kShifted, typename Team>
 __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& team,
                                             uint32_t row) {
   using Acc = typename T::Acc;
   constexpr bool kResidual = kFusion == Fusion::kResidual;
+  constexpr int kWidth = kVectorWidth<T>;
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
   const uint32_t rows = static_cast<uint32_t>(p.rows);
   const bool valid_row = row < rows;
   const ForwardRow<T> place(p, valid_row ? row : rows - 1, 0, std::bool_constant<kResidual>{});
-  // Rows of whole vectors: plan.cpp sees to it that at most the last is missing.
-  const Share<kVecs, (kWidth > 1)> share = {team.thread(), team.threads(), p.cols / kWidth};
+  // plan.cpp sees to it that of a thread's vectors at most the last is missing.
+  const auto share = [&] {
+    if constexpr (kShifted) {
+      return RaggedShare<kVecs, kWidth>(team.thread(), team.threads(), p.cols);
+    } else {
+      return Share<kVecs, true>{team.thread(), team.threads(), p.cols / kWidth};
+    }
+  }();
 
   RowVectors<T, kWidth, kVecs> values;
-  values.template load<kResidual>(place, share);
-  const Acc pivot = team.template pivot<kResidual>(place, values.x[0].at[0]);
+  Acc pivot;
+  if constexpr (kShifted) {
+    // Read before the row: what comes after its branches waits for the row.
+    pivot = place.template first_element<kResidual>();
+    values.template load_shifted<kResidual>(place, team, share, valid_row);
+  } else {
+    values.template load<kResidual>(place, share);
+    pivot = team.template pivot<kResidual>(place, values.x[0].at[0]);
+  }
   const Acc mean = pivot + team.sum(values.sum(pivot, share), 0) * inverse_cols;
   const Acc m2 = team.sum(values.squared_deviations(mean, share), 1);
   const Acc rstd = reciprocal_sqrt(m2 * inverse_cols + p.eps.as<Acc>());
-  if (!valid_row) return;
-  if (team.thread() == 0) store_statistics(p, row, mean, rstd);
-  finish_row<kFusion != Fusion::kNone>(p, place, values, share, mean, rstd);
+  // Rows that begin anywhere are stored by all lanes together.
+  if (!kShifted && !valid_row) return;
+  if (valid_row && team.thread() == 0) store_statistics(p, row, mean, rstd);
+  if constexpr (kShifted) {
+    finish_shifted_row<kFusion != Fusion::kNone>(p, place, values, team, share, valid_row, mean,
+                                                 rstd);
+  } else {
+    finish_row<kFusion != Fusion::kNone>(p, place, values, share, mean, rstd);
+  }
 }
 
 __device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }

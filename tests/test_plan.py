@@ -64,7 +64,14 @@ def test_every_problem_has_a_plan_that_covers_its_rows(device):
         assert 1 <= p["blocks"] < 2**31, problem  # a grid's limit
         assert p["threads"] * p["groups"] <= 1024, problem
         assert p["shared_bytes"] <= shared_memory, problem
-        assert p["width"] == (16 // dtype.itemsize if options["aligned"] else 1), problem
+        # Forward moves rows that begin anywhere by vectors, if it can hold them in registers.
+        shifts = not options["backward"] and not options["aligned"] and p["strategy"] != "stream"
+        assert p["shifted"] == shifts, problem
+        wide = options["aligned"] or shifts
+        assert p["width"] == (16 // dtype.itemsize if wide else 1), problem
+        if not options["backward"] and p["strategy"] in ("warp", "block"):
+            # Of a thread's vectors only the last may be missing.
+            assert p["threads"] * (p["vecs"] - 1) * p["width"] < cols, problem
         if p["strategy"] == "warp":
             assert p["threads"] <= 32, problem
         if p["strategy"] == "split":
@@ -109,6 +116,17 @@ def test_workspace_is_bounded(device):
             assert p["workspace_bytes"] <= 2 * sms * cols * acc + parts, problem
         elif p["strategy"] in ("warp", "block"):
             assert p["workspace_bytes"] == 0, problem
+
+
+def test_a_row_is_summed_alike_wherever_it_begins():
+    """Forward that has a row in registers: the same thread owns the same columns."""
+    fixed = ("strategy", "width", "vecs", "threads")
+    for cols, dtype in itertools.product(COLS, DTYPES):
+        if cols * dtype.itemsize % 16 != 0:
+            continue
+        there, anywhere = (plan(4096, cols, dtype, aligned=aligned) for aligned in (True, False))
+        if there["strategy"] in ("warp", "block"):
+            assert [anywhere[key] for key in fixed] == [there[key] for key in fixed], (cols, dtype)
 
 
 @pytest.mark.parametrize("backward", [False, True])

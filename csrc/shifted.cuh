@@ -1,0 +1,232 @@
+// Rows that begin anywhere, moved by vectors all the same. A thread owns the columns that it would
+// own of a row that begins at a multiple of 16 bytes, so that a row's sums do not depend on where
+// it stands; memory is read and written in the aligned pieces (16 bytes, or a vector's, if those
+// are fewer) that its vectors straddle.
+#pragma once
+
+#include <cstdint>
+
+#include "vec.cuh"
+
+namespace fused_layernorm {
+
+template <int kWords>
+struct alignas(4 * kWords) Words {
+  uint32_t at[kWords];
+};
+
+template <int kWords>
+__device__ __forceinline__ Words<kWords> shuffle(const Words<kWords>& words, int lane, int lanes) {
+  Words<kWords> out;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    out.at[i] = __shfl_sync(0xffffffffu, words.at[i], lane, lanes);
+  }
+  return out;
+}
+
+enum class Shift { kDown, kUp };
+
+// Of each of `kCount` pairs of pieces, as many bytes as a piece has: kDown, from byte `bytes` (less
+// than that) of the two on; kUp, to `bytes` before their end. One branch for all of them names the
+// words, where selecting them would cost more than all the rest of moving a row; the assembly keeps
+// the compiler from making selections of it.
+template <Shift kShift, int kElementBytes, int kCount, int kWords>
+__device__ __forceinline__ void shift_pieces(Words<kWords> (&out)[kCount],
+                                             const Words<kWords> (&low)[kCount],
+                                             const Words<kWords> (&high)[kCount], int bytes) {
+  constexpr int kStep = kElementBytes > 4 ? kElementBytes / 4 : 1;
+  const uint32_t bits = (bytes & 2) * 8;
+  const auto shift_words = [&](auto words) {
+    constexpr int kFirst = kShift == Shift::kDown ? words() : kWords - words();
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const auto word = [&](int i) { return i < kWords ? low[n].at[i] : high[n].at[i - kWords]; };
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        uint32_t& to = out[n].at[i];
+        const int from = kFirst + i;
+        if constexpr (kElementBytes > 2) {
+          asm volatile("mov.b32 %0, %1;" : "=r"(to) : "r"(word(from)));
+        } else if constexpr (kShift == Shift::kDown) {
+          asm volatile("shf.r.wrap.b32 %0, %1, %2, %3;"
+                       : "=r"(to)
+                       : "r"(word(from)), "r"(word(from + 1)), "r"(bits));
+        } else {
+          asm volatile("shf.l.wrap.b32 %0, %1, %2, %3;"
+                       : "=r"(to)
+                       : "r"(word(from - 1)), "r"(word(from)), "r"(bits));
+        }
+      }
+    }
+  };
+  const int words = bytes / 4;
+  if (words < kStep) {
+    shift_words(std::integral_constant<int, 0>{});
+  } else if (kStep >= kWords / 2 || words < 2) {
+    shift_words(std::integral_constant < int, kStep<kWords ? kStep : 0>{});
+  } else if (words < 3) {
+    shift_words(std::integral_constant<int, kWords / 2>{});
+  } else {
+    shift_words(std::integral_constant<int, kWords - 1>{});
+  }
+}
+
+// The first `cols` elements of a vector (none, if less than zero), and zeros.
+template <typename T, int kWidth>
+__device__ __forceinline__ void keep_first(Vec<T, kWidth>& v, int cols) {
+  constexpr int kSize = static_cast<int>(sizeof(T));
+  auto* words = reinterpret_cast<uint32_t*>(v.at);
+#pragma unroll
+  for (int i = 0; i < kWidth * kSize / 4; ++i) {
+    const uint32_t first_half = kSize == 2 && cols == 2 * i + 1 ? words[i] & 0xffffu : 0;
+    words[i] = cols * kSize >= 4 * i + 4 ? words[i] : first_half;
+  }
+}
+
+template <typename T, int kWidth>
+struct ShiftedRow {
+  using V = Vec<std::remove_const_t<T>, kWidth>;
+  static constexpr int kSize = static_cast<int>(sizeof(T));
+  static constexpr int kPieceBytes = V::kPieceBytes;
+  static constexpr int kPieces = V::kBytes / kPieceBytes;  // of a vector
+  static constexpr int kWords = kPieceBytes / 4;           // of a piece
+  static constexpr int kPieceCols = kPieceBytes / kSize;
+  using Piece = Vec<std::remove_const_t<T>, kPieceCols>;
+
+  T* start;   // of the piece in which the row begins
+  int shift;  // bytes from there to the row
+
+  __device__ __forceinline__ explicit ShiftedRow(T* row)
+      : shift(static_cast<int>(reinterpret_cast<uintptr_t>(row) % kPieceBytes)) {
+    start = row - shift / kSize;
+  }
+
+  __device__ __forceinline__ T* piece(int index) const {
+    using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+    return reinterpret_cast<T*>(reinterpret_cast<Byte*>(start) +
+                                static_cast<uint32_t>(index) * kPieceBytes);
+  }
+
+  __device__ __forceinline__ Words<kWords> load(int index) const {
+    // Neighbours read a piece twice, the second time from L1.
+    const Piece words = fused_layernorm::load<Use::kAgain, kPieceCols>(piece(index));
+    return *reinterpret_cast<const Words<kWords>*>(words.at);
+  }
+
+  // Stores what of piece `index` belongs to a row that ends `end` bytes behind `start`.
+  __device__ __forceinline__ void store_part(int index, const Words<kWords>& words, int end) const {
+    const Piece values = *reinterpret_cast<const Piece*>(words.at);
+    T* const to = piece(index);
+    const int first = index == 0 ? shift : 0;
+    const int last = end - index * kPieceBytes;
+#pragma unroll
+    for (int j = 0; j < kPieceCols; ++j) {
+      if (first <= j * kSize && j * kSize < last) to[j] = values.at[j];
+    }
+  }
+};
+
+// A thread's vectors `kFirst, kFirst + 1, ...` of a row; what is behind the row's last column is
+// anything, and so are missing vectors. What is behind the row is read only up to the end of its
+// last piece (up to 15 bytes, as before its first: never outside an allocation, since those begin
+// and end at larger powers of two).
+template <int kFirst, int kVecs, typename T, int kWidth, int kCount, typename Share>
+__device__ __forceinline__ void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
+                                             const ShiftedRow<const T, kWidth>& from,
+                                             const Share& share) {
+  using Row = ShiftedRow<const T, kWidth>;
+  static_assert(Row::kPieces == 1);
+  using RowWords = Words<Row::kWords>;
+  RowWords low[kCount], high[kCount], words[kCount];
+  const int end = from.shift + share.cols * Row::kSize;
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    const int k = kFirst + n;
+    const int piece = share.vector(k);
+    low[n] = high[n] = {};
+    if (share.has(k)) low[n] = from.load(piece);
+    if (k + 1 < kVecs || (piece + 1) * Row::kPieceBytes < end) high[n] = from.load(piece + 1);
+  }
+  shift_pieces<Shift::kDown, Row::kSize>(words, low, high, from.shift);
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    vectors[n] = *reinterpret_cast<const Vec<T, kWidth>*>(words[n].at);
+  }
+}
+
+// Stores a row of `cols` columns (0: nothing), of which `vector(k)` gives a thread's vectors. All
+// threads of the team take part, and with them the others of their warps.
+template <typename T, int kWidth, int kVecs, typename Team, typename Share, typename Vector>
+__device__ __forceinline__ void store_shifted(T* row, const Team& team, const Share& share,
+                                              int cols, const Vector& vector) {
+  using Row = ShiftedRow<T, kWidth>;
+  using RowWords = Words<Row::kWords>;
+  constexpr int kPieces = Row::kPieces;
+  const Row to(row);
+  const int end = cols > 0 ? to.shift + cols * Row::kSize : 0;
+  // A piece has the end of one vector and the beginning of the next, whose thread stores it. Where
+  // it does not know the one before, there is a seam.
+  typename Team::template Seams<kVecs, RowWords> seams(team);
+  RowWords last_words = {};
+  int last_piece = 0;
+  const auto store = [&](auto first, auto count) {
+    RowWords before[count() * kPieces], own[count() * kPieces], words[count() * kPieces];
+#pragma unroll
+    for (int n = 0; n < count(); ++n) {
+      const auto values = vector(first() + n);
+      RowWords* const pieces = own + n * kPieces;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        pieces[i] = *reinterpret_cast<const RowWords*>(values.at + i * Row::kPieceCols);
+        if (i > 0) before[n * kPieces + i] = pieces[i - 1];
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < count(); ++n) {
+      RowWords* const pieces = own + n * kPieces;
+      before[n * kPieces] = seams.before(first() + n, pieces[0], pieces[kPieces - 1]);
+    }
+    shift_pieces<Shift::kUp, Row::kSize>(words, before, own, to.shift);
+#pragma unroll
+    for (int n = 0; n < count() * kPieces; ++n) {
+      const int k = first() + n / kPieces;
+      const int piece = share.vector(k) * kPieces + n % kPieces;
+      if (n % kPieces == 0 && seams.is_at(k)) continue;
+      if (k + 1 < kVecs ? end > 0 : (piece + 1) * Row::kPieceBytes <= end) {
+        store_once<T, Row::kPieceCols>(to.piece(piece),
+                                       *reinterpret_cast<const typename Row::Piece*>(words[n].at));
+      } else if (k + 1 == kVecs && piece * Row::kPieceBytes < end) {
+        last_words = words[n];
+        last_piece = piece;
+      }
+    }
+  };
+  // As many as there are registers for.
+  constexpr int kMost = 4 / kPieces;
+  constexpr int kCount = kVecs < kMost ? kVecs : kMost;
+  store(std::integral_constant<int, 0>{}, std::integral_constant<int, kCount>{});
+  if constexpr (kVecs > kMost) {
+    constexpr int kSecond = kVecs - kMost < kMost ? kVecs - kMost : kMost;
+    store(std::integral_constant<int, kMost>{}, std::integral_constant<int, kSecond>{});
+  }
+  if constexpr (kVecs > 2 * kMost) {
+    constexpr int kThird = kVecs - 2 * kMost < kMost ? kVecs - 2 * kMost : kMost;
+    store(std::integral_constant<int, 2 * kMost>{}, std::integral_constant<int, kThird>{});
+  }
+  if constexpr (kVecs > 3 * kMost) {
+    store(std::integral_constant<int, 3 * kMost>{},
+          std::integral_constant<int, kVecs - 3 * kMost>{});
+  }
+  if (last_piece > 0) to.store_part(last_piece, last_words, end);
+  seams.close([&](int v, const RowWords& low, const RowWords& high) {
+    const int piece = v * kPieces;
+    if (piece * Row::kPieceBytes >= end) return;
+    const RowWords lows[1] = {low}, highs[1] = {high};
+    RowWords words[1];
+    shift_pieces<Shift::kUp, Row::kSize>(words, lows, highs, to.shift);
+    to.store_part(piece, words[0], end);
+  });
+}
+
+}  // namespace fused_layernorm
