@@ -1,0 +1,51 @@
+"""Every kernel family once, in small, for compute-sanitizer; ci/on_gpu runs it.
+
+The results are not looked at: that is what the tests are for.
+"""
+
+import torch
+
+import fused_layernorm
+
+BF16, F32 = torch.bfloat16, torch.float32
+_ops = torch.ops.fused_layernorm
+
+
+def run(rows, cols, dtype, force=None, *, weight_dtype=None, activation=None, residual=False):
+    """Forward as planned, backward with the plan options of `force`."""
+    x = torch.randn(rows, cols, device="cuda").to(dtype)
+    dy = torch.randn_like(x)
+    weight = torch.randn(cols, device="cuda").to(weight_dtype or dtype)
+    bias = torch.randn_like(weight)
+    _, mean, rstd = _ops.layer_norm_forward(x, 1, weight, bias, 1e-5, activation)
+    if residual:
+        fused_layernorm.add_layer_norm(x, dy, weight, bias, activation=activation)
+    _ops._force(force)
+    _ops.layer_norm_backward(
+        dy, x, 1, mean, rstd, weight, bias, dy if residual else None, activation, 1.0,
+        True, True, True,
+    )  # fmt: skip
+    _ops._force(None)
+
+
+def main():
+    torch.manual_seed(0)
+    for dtype in (BF16, F32):
+        for cols in (7, 64, 96, 768, 1023, 2047, 4096, 5003, 16384):
+            run(37, cols, dtype, "few=1")
+            run(300, cols, dtype, "few=0")
+        for cols in (1000, 1027):
+            options = {"residual": True, "weight_dtype": F32}
+            run(37, cols, dtype, "few=1", activation="silu", **options)
+            run(300, cols, dtype, "few=0", activation="gelu", **options)
+    # Several blocks a row, and rows longer than the chip holds.
+    run(8, 65536, BF16)
+    run(4, 65537, BF16)
+    run(6, 40000, BF16, residual=True)
+    run(10, 300_000, F32)
+    run(2, 4_194_304, F32)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
