@@ -379,7 +379,8 @@ def test_every_strategy(plans, strategy, dtypes, activation, few):
             return dict(zip(("dx", "dweight", "dbias"), grads, strict=True))
 
         try:
-            numerics.check(problem, "cuda", run=run)
+            # The greatest error is one element's: PyTorch's, too, takes many to show.
+            numerics.check(problem, "cuda", run=run, sample=1 << 17)
         except ValueError as error:  # float32 parameters or the epilogue leave it no room
             if "cannot run" not in str(error):
                 raise
