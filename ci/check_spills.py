@@ -30,7 +30,9 @@ class Allowed(NamedTuple):
 ALLOWED = [
     Allowed(r"<Types<double,", 1280, "float64 is there for its digits, not for its speed"),
     Allowed(
-        r"_kernel<Types<[^>]*>, 1, ", 384, "rows that are not aligned are bound by scalar accesses"
+        r"(backward|stream)\w*_kernel<Types<[^>]*>, 1, ",
+        384,
+        "rows that are not aligned are bound by scalar accesses",
     ),
     Allowed(
         r"backward_block_kernel<Types<[^>]*>, \d, \d, false, ",
