@@ -170,10 +170,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   __shared__ Pair<float> stage_statistics[kMaxGroups * kMaxStages];
   __shared__ __align__(8) uint64_t barriers[kMaxGroups * kMaxStages];
 
-  if (!kBulk && blockIdx.x >= layout.row_blocks) {
-    ColumnGradients<T, kWidth>::template run<kMayActivate>(p, blockIdx.x - layout.row_blocks,
-                                                           shared);
-    return;
+  if constexpr (!kBulk && kKeep) {
+    if (blockIdx.x >= layout.row_blocks) {
+      ColumnGradients<T, kWidth>::template run<kMayActivate>(p, blockIdx.x - layout.row_blocks,
+                                                             shared);
+      return;
+    }
   }
   const Group group(layout.threads);
   // The warp that collects (kSplit) is beside the last group, and belongs to none.
@@ -476,7 +478,7 @@ cudaError_t launch_layer_norm_backward_block(const BackwardParams& params, const
       } else if constexpr (std::is_same_v<typename T::X, double>) {
         return dispatch_vecs<kMost>(plan.vecs, start);
       } else {
-        return dispatch_vecs<kMost / 4, kMost / 2, kMost>(plan.vecs, start);
+        return dispatch_vecs<kMost / 2, kMost>(plan.vecs, start);
       }
     });
   });

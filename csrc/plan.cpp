@@ -293,7 +293,8 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     groups = static_cast<int>(
         std::min<int64_t>(groups, std::max<int64_t>(1, ceil_div(problem.rows, device.sms))));
     plan.groups = forced.number("groups", groups);
-    if (plan.strategy == Strategy::kBlock && has_few_rows(problem, forced)) {
+    const bool keeps = plan.vecs * width <= kKeptColsPerThread;
+    if (plan.strategy == Strategy::kBlock && keeps && has_few_rows(problem, forced)) {
       // Blocks on columns need threads (128 x 1024 bfloat16: 2.9 us with 256 of them, 4.6 with 64).
       plan.groups = forced.number("groups", std::max(groups, 256 / plan.threads));
       lay_out_few_rows(plan, problem);
@@ -308,7 +309,6 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
       if (plan.blocks_per_row == 1) {
         // Rows further ahead do harm (bfloat16: 32768 x 1024 58 us with 64 KB of them, 63 with 224;
         // 32768 x 2048 108 and 116); but a row that is read twice is held for longer.
-        const bool keeps = plan.vecs * width <= kKeptColsPerThread;
         const int64_t wanted = (kWantedRingBytes + ring_stage / 2) / ring_stage;
         stages = std::min(stages, std::max<int64_t>(wanted, keeps ? 2 : 3));
       }
