@@ -8,6 +8,8 @@
 // multiplication by scale. One of them is EX2, and but for gelu another RCP: these take 16 lanes a
 // clock. The errors stated are those of the approximation; EX2 (2 ulp), RCP (1 ulp) and the
 // roundings of float32 add theirs.
+//
+// float64 is called, not copied into every kernel: it is there for its digits, and code is large.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -81,7 +83,7 @@ __device__ __forceinline__ float twice_gelu(float z) {
 }
 
 template <typename Y>
-__device__ __forceinline__ double twice_gelu(double z) {
+__device__ __noinline__ double twice_gelu(double z) {
   return z * erfc(-z * kRootHalf);
 }
 
@@ -104,7 +106,7 @@ __device__ __forceinline__ float gelu_gradient(float dy, float z) {
 }
 
 template <typename Y>
-__device__ __forceinline__ double gelu_gradient(double dy, double z) {
+__device__ __noinline__ double gelu_gradient(double dy, double z) {
   return dy * (0.5 * erfc(-z * kRootHalf) + z * (kInverseRootTwoPi * exp(-0.5 * z * z)));
 }
 
@@ -143,7 +145,7 @@ __device__ __forceinline__ Logistic<float> logistic(float x) {
 }
 
 template <typename Y>
-__device__ __forceinline__ Logistic<double> logistic(double x) {
+__device__ __noinline__ Logistic<double> logistic(double x) {
   const double e = exp(-fabs(x));
   const double r = 1.0 / (1.0 + e);
   return x < 0.0 ? Logistic<double>{e * r, r} : Logistic<double>{r, e * r};
@@ -190,7 +192,7 @@ __device__ __forceinline__ float gelu_tanh(float z) {
 }
 
 template <typename Y>
-__device__ __forceinline__ double gelu_tanh(double z) {
+__device__ __noinline__ double gelu_tanh(double z) {
   return z * logistic<Y>(z * (kGeluTanhA + kGeluTanhB * z * z)).value;
 }
 
@@ -212,7 +214,7 @@ __device__ __forceinline__ float gelu_tanh_gradient(float dy, float z) {
 }
 
 template <typename Y>
-__device__ __forceinline__ double gelu_tanh_gradient(double dy, double z) {
+__device__ __noinline__ double gelu_tanh_gradient(double dy, double z) {
   const double z2 = z * z;
   const Logistic<double> s = logistic<Y>(z * (kGeluTanhA + kGeluTanhB * z2));
   return dy * s.value * (1.0 + s.complement * z * (kGeluTanhA + 3 * kGeluTanhB * z2));

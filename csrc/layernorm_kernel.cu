@@ -439,6 +439,8 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
       };
       if constexpr (bulk() && keep() && kWidth > 1) {
         return dispatch_fusion(params, start);
+      } else if constexpr (kWidth == 1 && !bulk() && !keep()) {
+        return cudaErrorInvalidValue;
       } else {
         return dispatch_any_fusion(params, start);
       }

@@ -233,22 +233,23 @@ cudaError_t launch_layer_norm_backward_warp(const BackwardParams& params, const 
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<T>(plan.width, [&](auto width) {
-      return dispatch_vecs<1, 2, 4, 8>(plan.vecs, [&](auto vecs) -> cudaError_t {
-        if constexpr (vecs() <= most_warp_backward_vecs(width())) {
-          const auto start = [&](auto fusion) {
-            const auto kernel = layer_norm_backward_warp_kernel<T, width(), vecs(), fusion()>;
-            return launch(kernel, plan, kBackwardThreads, stream, params, log2_of(plan.threads),
-                          plan.blocks, plan.partials, plan.dparams_offset);
-          };
-          if constexpr (width() > 1) {
-            return dispatch_fusion(params, start);
-          } else {
-            return dispatch_any_fusion(params, start);
-          }
+      const auto start = [&](auto vecs) {
+        const auto start_fused = [&](auto fusion) {
+          const auto kernel = layer_norm_backward_warp_kernel<T, width(), vecs(), fusion()>;
+          return launch(kernel, plan, kBackwardThreads, stream, params, log2_of(plan.threads),
+                        plan.blocks, plan.partials, plan.dparams_offset);
+        };
+        if constexpr (width() == 1) {
+          return dispatch_any_fusion(params, start_fused);
         } else {
-          return cudaErrorInvalidValue;
+          return dispatch_fusion(params, start_fused);
         }
-      });
+      };
+      if constexpr (width() == 1) {
+        return dispatch_vecs<4, 8>(plan.vecs, start);
+      } else {
+        return dispatch_vecs<1, 2>(plan.vecs, start);
+      }
     });
   });
 }

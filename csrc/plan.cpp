@@ -93,7 +93,9 @@ Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t 
                             most_warp_vecs(problem, width));
   plan.threads = std::min(kWarpSize, power_of_two_from(ceil_div(vectors, vecs)));
   plan.vecs = static_cast<int>(ceil_div(vectors, plan.threads));
-  if (problem.backward) plan.vecs = power_of_two_from(plan.vecs);
+  if (problem.backward) {
+    plan.vecs = width == 1 ? (plan.vecs <= 4 ? 4 : 8) : power_of_two_from(plan.vecs);
+  }
   plan.slice_cols = static_cast<int>(problem.cols);
   const int block_threads = problem.backward ? kBackwardThreads : kWarpForwardThreads;
   plan.groups = block_threads / plan.threads;
@@ -247,7 +249,11 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     plan.blocks_per_row =
         forced.numbers.count("blocks_per_row") || least == 1 ? least : widen(least, device.sms);
     plan.strategy = plan.blocks_per_row > 1 ? Strategy::kSplit : Strategy::kBlock;
-    if (plan.strategy == Strategy::kSplit && problem.x == DataType::kFloat64) return std::nullopt;
+    // There are no kernels for float64, nor for single elements without bulk copies.
+    if (plan.strategy == Strategy::kSplit &&
+        (problem.x == DataType::kFloat64 || (width == 1 && !may_bulk))) {
+      return std::nullopt;
+    }
     plan.slice_cols = slice_of(problem.cols, plan.blocks_per_row, problem, width);
     if (int64_t{plan.slice_cols} * (plan.blocks_per_row - 1) >= problem.cols) continue;
     const int64_t vectors = ceil_div(plan.slice_cols, width);

@@ -583,7 +583,8 @@ struct ColumnGradients {
     const auto bias = Parameter<W>(kMayActivate ? p.bias : nullptr, first_col, Otherwise::kZeros)
                           .template load<kWidth>(col);
     Acc dweight[kWidth] = {}, dbias[kWidth] = {};
-#pragma unroll 4
+    constexpr int kAtOnce = kMayActivate ? 1 : 4;  // the code of the activations is large
+#pragma unroll kAtOnce
     for (int64_t row = first_row; row < p.rows; row += row_step) {
       Vec<typename T::X, kWidth> x = {};
       if (reads_x) {
