@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kWarpSize)
 
 // Each block keeps the weight and bias of its columns in registers for kRowsPerBlock rows: reading
 // them anew for every row costs as much of L2's throughput as x and y.
-template <typename T, int kWidth, Fusion kFusion>
+// kFused: there may be a residual, an epilogue, or both.
+template <typename T, int kWidth, bool kFused>
 __global__ void __launch_bounds__(kFinishThreads)
     layer_norm_forward_stream_kernel(const ForwardParams p, const int chunks,
                                      const int64_t totals_offset) {
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kFinishThreads)
 
   const auto place_of = [&](int r) {
     ForwardRow<T> place(p, first_row + r, first_col, std::false_type{});
-    if constexpr (kFusion == Fusion::kResidual) {
+    if (kFused && p.residual_out != nullptr) {
       place.input = static_cast<const X*>(p.residual_out) + (first_row + r) * p.cols + first_col;
     }
     return place;
@@ -116,8 +117,8 @@ __global__ void __launch_bounds__(kFinishThreads)
     const Pair<Acc> total = totals[first_row + r];
 #pragma unroll
     for (int k = 0; k < kFinishVecs; ++k) {
-      const auto result = finish<kFusion != Fusion::kNone, Y>(p, values.x[k], total.first,
-                                                              total.second, weight[k], bias[k]);
+      const auto result =
+          finish<kFused, Y>(p, values.x[k], total.first, total.second, weight[k], bias[k]);
       if (share.has(k)) store_once<Y, kWidth>(element(y, share.vector(k) * kWidth), result);
     }
   }
@@ -276,8 +277,8 @@ cudaError_t launch_layer_norm_forward_stream(const ForwardParams& params, const 
       constexpr int kChunkCols = kFinishThreads * kFinishVecs * width();
       const int chunks = (params.cols - 1) / kChunkCols + 1;
       const int64_t sets = (params.rows - 1) / kRowsPerBlock + 1;
-      return dispatch_fusion(params, [&](auto fusion) {
-        return launch(layer_norm_forward_stream_kernel<T, width(), fusion()>,
+      return dispatch_bool<true>(has_residual(params) || params.has_epilogue, [&](auto fused) {
+        return launch(layer_norm_forward_stream_kernel<T, width(), fused()>,
                       with_blocks(plan, sets * chunks), kFinishThreads, stream, params, chunks,
                       plan.totals_offset);
       });
