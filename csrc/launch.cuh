@@ -33,7 +33,7 @@ cudaError_t launch_param_grad(const BackwardParams&, const DataTypes&, const Pla
 // A thread moves 16 bytes of x at once, or single elements where rows are not so aligned.
 template <typename T, typename Launch>
 cudaError_t dispatch_width(int width, const Launch& launch) {
-  constexpr int kAligned = 16 / static_cast<int>(sizeof(typename T::X));
+  constexpr int kAligned = kVectorWidth<T>;
   if (width == kAligned) return launch(std::integral_constant<int, kAligned>{});
   if (width == 1) return launch(std::integral_constant<int, 1>{});
   return cudaErrorInvalidValue;
@@ -83,7 +83,7 @@ cudaError_t dispatch_any_fusion(const BackwardParams& params, const Launch& laun
 // A block has 48 KB without asking, its static shared memory included.
 constexpr int kFreeSharedMemory = 40 * 1024;
 
-// Asks for more, once a kernel, device and thread of the host: a call costs half a microsecond.
+// Asks for more, once a kernel, device and thread of the host rather than at every launch.
 inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   thread_local std::map<std::pair<int, const void*>, int> allowed;
   int device = 0;

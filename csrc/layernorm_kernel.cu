@@ -163,8 +163,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   constexpr bool kMayActivate = kFusion != Fusion::kNone;
   if constexpr (kBulk && !kHasBulk) return;  // never launched there
   extern __shared__ __align__(16) unsigned char shared[];
-  // A value a warp, each group's number of warps rounded up to four.
-  constexpr int kScratch = (kBackwardThreads / kWarpSize + 3 * kMaxGroups + 3) / 4 * 4;
+  // For all groups, each of which has up to three values more than warps.
+  constexpr int kScratch = scratch_values(kBackwardThreads / kWarpSize + 3 * kMaxGroups);
   __shared__ alignas(16) Pair<Acc> scratch[2][kScratch];
   __shared__ Pair<Acc> collected[kCollected];
   __shared__ Pair<float> stage_statistics[kMaxGroups * kMaxStages];
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     return;
   }
 
-  const int first_scratch = group.index * ((group.warps() + 3) / 4 * 4);
+  const int first_scratch = group.index * scratch_values(group.warps());
   RingPosition first_read, second_read, freed;
   for (int i = 0; i < work.rows + lag; ++i) {
     Acc xhat[kVecs][kWidth], g[kVecs][kWidth];

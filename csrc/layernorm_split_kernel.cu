@@ -132,8 +132,8 @@ cudaError_t launch_layer_norm_forward_split(const ForwardParams& params, const D
       return cudaErrorInvalidValue;
     } else {
       return dispatch_bool<true>(params.has_epilogue, [&](auto epilogue) {
-        const auto kernel = layer_norm_forward_split_kernel<T, 16 / sizeof(typename T::X),
-                                                            kSplitForwardVecs, epilogue()>;
+        const auto kernel =
+            layer_norm_forward_split_kernel<T, kVectorWidth<T>, kSplitForwardVecs, epilogue()>;
         const int collector = plan.blocks_per_row > 1 ? kWarpSize : 0;
         return launch<true>(kernel, plan, plan.threads + collector, stream, params,
                             SliceLayout(plan));

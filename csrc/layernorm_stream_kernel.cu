@@ -265,7 +265,7 @@ cudaError_t launch_layer_norm_forward_stream(const ForwardParams& params, const 
     using T = decltype(t);
     return dispatch_width<T>(plan.width, [&](auto width) {
       constexpr int kVecs = width() == 1 ? 16 : 8;
-      cudaError_t error = dispatch_bool<true>(params.residual != nullptr, [&](auto residual) {
+      cudaError_t error = dispatch_bool<true>(has_residual(params), [&](auto residual) {
         return launch(layer_norm_forward_stream_sums_kernel<T, width(), kVecs, residual()>, plan,
                       kChunkThreads, stream, params, plan.blocks_per_row, plan.slice_cols);
       });

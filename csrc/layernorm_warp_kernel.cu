@@ -170,8 +170,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       for (int offset = lanes; offset < kWarpSize; offset *= 2) {
-        dweight[k][j] += __shfl_xor_sync(kFullWarp, dweight[k][j], offset);
-        dbias[k][j] += __shfl_xor_sync(kFullWarp, dbias[k][j], offset);
+        dweight[k][j] += shuffle_xor(dweight[k][j], offset);
+        dbias[k][j] += shuffle_xor(dbias[k][j], offset);
       }
     }
   }

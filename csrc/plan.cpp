@@ -166,8 +166,7 @@ int lag_of(const Plan& plan, const Forced& forced) {
 }
 
 // Forward: slices of a row in shared memory, `stages` rows of them, beside the slices of the
-// parameters. At least three, so that a row's sums are published a row before they are needed and
-// the next row is on its way.
+// parameters.
 std::optional<Plan> forward_split_plan(const Problem& problem, const Device& device,
                                        const Forced& forced) {
   if (device.capability < 90 || !problem.aligned || problem.x == DataType::kFloat64 ||
@@ -192,8 +191,7 @@ std::optional<Plan> forward_split_plan(const Problem& problem, const Device& dev
     const int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / row);
     // Five: a row's sums then have two rows' time to meet. In half precision that means slices of
     // 16,384 columns (bfloat16: 4096 x 65536 304 us, with longer ones 334; 2048 x 262144 608, 664).
-    const int least_stages = 5;
-    if (params + row > available || stages < least_stages) continue;
+    if (stages < 5) continue;
     plan.stages = forced.number("stages", static_cast<int>(stages));
     plan.slice_cols = slice;
     plan.bulk = true;
@@ -345,8 +343,8 @@ Plan backward_stream_plan(const Problem& problem, const Device& device, int widt
 }
 
 void lay_out_backward_workspace(Plan& plan, const Problem& problem) {
+  if (plan.column_blocks > 0) return;  // no partial sums
   const int64_t acc = std::max(4, size_of(problem.x));
-  if (plan.column_blocks > 0) return;
   const int64_t sets = plan.blocks / std::max(1, plan.blocks_per_row);
   plan.partials = static_cast<int>(sets);
   int64_t offset = 0;

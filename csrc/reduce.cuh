@@ -76,6 +76,9 @@ struct Group {
   }
 };
 
+// Values of scratch memory for so many warps: a thread reads four at once.
+constexpr __host__ __device__ int scratch_values(int warps) { return (warps + 3) / 4 * 4; }
+
 // Values of a group's warps that one thread reads at once.
 template <typename Value>
 struct alignas(16) Four {
@@ -99,15 +102,15 @@ __device__ __forceinline__ Value sum_of_warps(const Value* scratch, int warps) {
   return sum;
 }
 
-// Sum over a group; every thread gets it. One barrier; `scratch` holds a value per warp of the
-// group, rounded up to four, and must not be written again before another barrier of the group.
+// Sum over a group; every thread gets it. One barrier; `scratch` holds
+// scratch_values and must not be written again before another barrier of the group.
 template <typename Acc>
 __device__ __forceinline__ Acc group_sum(Acc v, const Group& group, Acc* scratch) {
   v = warp_sum(v);
   // The lanes after the first write the zeros that fill up the four.
   const int warps = group.warps();
   const int slot = group.warp() + group.lane() * warps;
-  if (slot < (warps + 3) / 4 * 4) scratch[slot] = group.lane() == 0 ? v : Acc(0);
+  if (slot < scratch_values(warps)) scratch[slot] = group.lane() == 0 ? v : Acc(0);
   group.sync();
   return sum_of_warps(scratch, warps);
 }
@@ -124,7 +127,7 @@ __device__ __forceinline__ Pair<Acc> group_sum(Pair<Acc> v, const Group& group,
   for (int offset = 1; offset < kHalf; offset *= 2) sum += shuffle_xor(sum, offset);
   const int warps = group.warps(), lane = group.lane() % kHalf;
   const int slot = group.warp() + lane * warps;
-  if (slot < (warps + 3) / 4 * 4) {
+  if (slot < scratch_values(warps)) {
     reinterpret_cast<Acc*>(scratch + slot)[upper] = lane == 0 ? sum : Acc(0);
   }
   group.sync();

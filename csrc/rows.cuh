@@ -84,8 +84,12 @@ __device__ __forceinline__ Acc tree_sum(const Acc (&values)[kWidth]) {
   return sums[0];
 }
 
-// What a forward kernel is compiled for. The code of the activations slows kernels down that do not
-// use it, and so does a residual's.
+// Elements of x in 16 bytes.
+template <typename T>
+constexpr int kVectorWidth = 16 / static_cast<int>(sizeof(typename T::X));
+
+// What a kernel is compiled for. The code of the activations slows kernels down that do not use it,
+// and so does a residual's.
 enum class Fusion {
   kNone,
   kEpilogue,  // there may be an activation or a scale
@@ -172,6 +176,18 @@ struct RaggedShare : Share<kVecs, true> {
   }
 };
 
+// x + added, rounded to x's type.
+template <typename X, typename In, int kWidth>
+__device__ __forceinline__ Vec<X, kWidth> rounded_sum(const Vec<X, kWidth>& x,
+                                                      const Vec<In, kWidth>& added) {
+  acc_t<X> sum[kWidth], summand[kWidth];
+  unpack(sum, x);
+  unpack(summand, added);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) sum[j] += summand[j];
+  return round_to<X>(sum);
+}
+
 // A thread's vectors of a row, as they are in memory: unpacked for every use, a row takes half the
 // registers, and twice the warps are worth more than the instructions. Missing vectors are zero.
 template <typename T, int kWidth, int kVecs>
@@ -205,12 +221,7 @@ struct RowVectors {
       }
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
-        Acc sum[kWidth], summand[kWidth];
-        unpack(sum, x[k]);
-        unpack(summand, added[k]);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) sum[j] += summand[j];
-        x[k] = round_to<X>(sum);
+        x[k] = rounded_sum(x[k], added[k]);
         if (share.has(k)) {
           store_once<X, kWidth>(element(row.residual_out, share.vector(k) * kWidth), x[k]);
         }
@@ -234,12 +245,7 @@ struct RowVectors {
         fused_layernorm::load_shifted<first(), kVecs>(added, added_row, share);
 #pragma unroll
         for (int n = 0; n < count(); ++n) {
-          Acc sum[kWidth], summand[kWidth];
-          unpack(sum, x[first() + n]);
-          unpack(summand, added[n]);
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) sum[j] += summand[j];
-          x[first() + n] = round_to<X>(sum);
+          x[first() + n] = rounded_sum(x[first() + n], added[n]);
         }
       };
       // As many as there are registers for.
@@ -370,10 +376,6 @@ __device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t
     static_cast<Acc*>(p.rstd)[row] = rstd;
   }
 }
-
-// Elements of x in 16 bytes.
-template <typename T>
-constexpr int kVectorWidth = 16 / static_cast<int>(sizeof(typename T::X));
 
 // Forward of one row by a team: the lanes of a warp, or a block. A team without a row of its own
 // (`row` is past the last) goes along with the last row for the sake of the others in its warp.
@@ -560,9 +562,9 @@ struct ParamGradSink {
   }
 };
 
-// dweight and dbias of few rows, by blocks of their own beside those that compute dx:
-// `kColumnLanes` lanes side by side on the vectors of a line, the rest of the block on different
-// rows. The order of the sums is fixed. `shared` holds column_sums_bytes.
+// dweight and dbias of few rows, by blocks of their own beside those that compute dx: `kLanes`
+// lanes side by side on the vectors of a line, the rest of the block on different rows. The order
+// of the sums is fixed. `shared` holds a pair for each column of each warp.
 template <typename T, int kWidth>
 struct ColumnGradients {
   using Acc = typename T::Acc;
@@ -616,11 +618,12 @@ struct ColumnGradients {
       }
     }
     __syncthreads();
+    const ParamGradSink<T> outputs(p, 0, 1, 0);
     for (int c = threadIdx.x; c < min(kCols, p.cols - first_col); c += blockDim.x) {
       Pair<Acc> sum = sums[c];
       for (int w = 1; w < warps; ++w) sum += sums[w * kCols + c];
-      if (p.dweight != nullptr) static_cast<W*>(p.dweight)[first_col + c] = from_acc<W>(sum.first);
-      if (p.dbias != nullptr) static_cast<W*>(p.dbias)[first_col + c] = from_acc<W>(sum.second);
+      const Acc dw[1] = {sum.first}, db[1] = {sum.second};
+      outputs.store(first_col + c, dw, db);
     }
   }
 };

@@ -64,7 +64,7 @@ __device__ __forceinline__ void shift_pieces(Words<kWords> (&out)[kCount],
   if (words < kStep) {
     shift_words(std::integral_constant<int, 0>{});
   } else if (kStep >= kWords / 2 || words < 2) {
-    shift_words(std::integral_constant < int, kStep<kWords ? kStep : 0>{});
+    shift_words(std::integral_constant<int, kStep>{});
   } else if (words < 3) {
     shift_words(std::integral_constant<int, kWords / 2>{});
   } else {

@@ -648,27 +648,15 @@ def _backward(ctx, dy, dresidual, needs_dx, needs_dweight, needs_dbias):
     """(dx, dweight, dbias) from what a forward saved, None where not asked for."""
     x, mean, rstd, weight, bias = ctx.saved_tensors
     ndim, eps, activation, scale, _ = ctx.args
+    needs = (needs_dx, needs_dweight, needs_dbias)
     try:
         if torch.is_grad_enabled():
-            needs = (needs_dx, needs_dweight, needs_dbias)
             dx, dweight, dbias = LayerNormBackward.apply(
                 dy, x, weight, bias, dresidual, mean, rstd, ndim, eps, activation, scale, needs
             )
         else:
             dx, dweight, dbias = layer_norm_backward(
-                dy,
-                x,
-                ndim,
-                mean,
-                rstd,
-                weight,
-                bias,
-                dresidual,
-                activation,
-                scale,
-                needs_dx,
-                needs_dweight,
-                needs_dbias,
+                dy, x, ndim, mean, rstd, weight, bias, dresidual, activation, scale, *needs
             )
     except RuntimeError as error:
         raise _checks.explain_allocation(error, x, "layer_norm_backward") from None
