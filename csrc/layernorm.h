@@ -34,9 +34,13 @@ struct RowMap {
 struct Scalar {
   double exact = 0;
   float rounded = 0;
+  float rest = 0;  // exact = rounded + rest
 
   Scalar() = default;
-  explicit Scalar(double value) : exact(value), rounded(static_cast<float>(value)) {}
+  explicit Scalar(double value)
+      : exact(value),
+        rounded(static_cast<float>(value)),
+        rest(static_cast<float>(value - static_cast<double>(rounded))) {}
 #ifdef __CUDACC__
   template <typename Acc>
   __device__ __forceinline__ Acc as() const {

@@ -171,9 +171,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   __shared__ __align__(8) uint64_t barriers[kMaxGroups * kMaxStages];
 
   if constexpr (!kBulk && kKeep) {
-    if (blockIdx.x >= layout.row_blocks) {
-      ColumnGradients<T, kWidth>::template run<kMayActivate>(p, blockIdx.x - layout.row_blocks,
-                                                             shared);
+    // First, because they take longest.
+    if (blockIdx.x < gridDim.x - layout.row_blocks) {
+      ColumnGradients<T, kWidth>::template run<kMayActivate>(p, blockIdx.x, shared);
       return;
     }
   }
@@ -197,6 +197,16 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
 
   if constexpr (kBulk) {
+    // The first rows come while weight and bias do.
+    if (group.thread == 0 && group.index < layout.groups) {
+#pragma unroll 1
+      for (int i = 0; i < layout.stages; ++i) barrier_init(ring.full + i, Ring::kArrivals);
+      barrier_init_fence();
+#pragma unroll 1
+      for (int i = 0; i < layout.stages && i < work.rows; ++i) {
+        ring.fill(p, work, i, work.row(i), reads_x);
+      }
+    }
     for (int col = threadIdx.x; col < ring.stage_cols; col += blockDim.x) {
       const int from = min(col, work.cols - 1);
       ring.weight[col] = weight.template load<1>(from).at[0];
@@ -213,19 +223,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         }
       }
     }
-    const bool fills = group.thread == 0 && group.index < layout.groups;
-    if (fills) {
-#pragma unroll 1
-      for (int i = 0; i < layout.stages; ++i) barrier_init(ring.full + i, Ring::kArrivals);
-      barrier_init_fence();
-    }
     __syncthreads();
-    if (fills) {
-#pragma unroll 1
-      for (int i = 0; i < layout.stages && i < work.rows; ++i) {
-        ring.fill(p, work, i, work.row(i), reads_x);
-      }
-    }
   }
 
   Acc dweight[kVecs][kWidth] = {};

@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kChunkThreads)
   RowVectors<T, kWidth, kVecs> values;
   values.template load<kResidual>(place, share);
   const Acc pivot = place.template first_element<kResidual>();
-  const Acc mean = pivot + group_sum(values.sum(pivot, share), group, scratch[0]) / Acc(work.cols);
+  const Acc mean = Reciprocal<Acc>(work.cols).mean(
+      pivot, group_sum(values.sum(pivot, share), group, scratch[0]));
   const Acc m2 = group_sum(values.squared_deviations(mean, share), group, scratch[1]);
   if (group.thread == 0) {
     static_cast<Moments<Acc>*>(p.workspace)[work.row * chunks + work.chunk] = {mean, m2};

@@ -100,15 +100,18 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   constexpr bool kMayActivate = kFusion != Fusion::kNone;
   constexpr bool kResidual = kFusion == Fusion::kResidual;
   extern __shared__ __align__(16) unsigned char shared[];
-  if (blockIdx.x >= row_blocks) {
-    ColumnGradients<T, kWidth>::template run<kMayActivate>(p, blockIdx.x - row_blocks, shared);
+  const int column_blocks = gridDim.x - row_blocks;
+  // First, because they take longest.
+  if (blockIdx.x < column_blocks) {
+    ColumnGradients<T, kWidth>::template run<kMayActivate>(p, blockIdx.x, shared);
     return;
   }
+  const int block = blockIdx.x - column_blocks;
   const int lanes = 1 << log2_lanes;
   const int groups = kBackwardThreads >> log2_lanes;
   const int lane = threadIdx.x & (lanes - 1);
   const Share<kVecs, false> share = {lane, lanes, p.cols / kWidth};
-  const int64_t group = int64_t{blockIdx.x} * groups + (threadIdx.x >> log2_lanes);
+  const int64_t group = int64_t{block} * groups + (threadIdx.x >> log2_lanes);
   const int64_t all_groups = int64_t{row_blocks} * groups;
   const Parameter<W> weight(p.weight, 0, Otherwise::kOnes);
   const Parameter<W> bias(kMayActivate ? p.bias : nullptr, 0, Otherwise::kZeros);
@@ -162,8 +165,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
   }
 
-  const ParamGradSink<T> sink(p, dparams_offset, partials, blockIdx.x);
-  if (!sink.wanted() || gridDim.x > row_blocks) return;
+  const ParamGradSink<T> sink(p, dparams_offset, partials, block);
+  if (!sink.wanted() || column_blocks > 0) return;
   // First the groups of a warp, then the warps of the block, in order.
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {

@@ -58,17 +58,20 @@ int most_warp_vecs(const Problem& problem, int width) {
 
 // Few lanes with several vectors each make a shuffle serve more columns: what half precision needs,
 // where arithmetic is the bound. In float32 it is loads of whole 128-byte lines.
-int wanted_warp_vecs(const Problem& problem, int width) {
+int wanted_warp_vecs(const Problem& problem, int width, int64_t vectors) {
   // An epilogue is arithmetic again (4194304 x 64 float32 with GELU: 656 us against 821).
-  if (width == 1 || problem.has_epilogue) return 4;
-  return !problem.backward && size_of(problem.x) == 4 ? 1 : 4;
+  if (width == 1 || problem.has_epilogue || problem.backward) return 4;
+  if (size_of(problem.x) == 4) return 1;
+  // Two are better if they leave no place empty (bfloat16: 65536 x 128 10.8 us, with four 11.4;
+  // 32768 x 256 10.7, 11.1; 32768 x 512 18.9, 19.2; but 32768 x 320 15.5, 13.3).
+  return vectors == 16 || vectors == 32 || vectors == 64 ? 2 : 4;
 }
 
 // Backward of few rows: one block computes the dx of one row or, of short rows, of a few, and
 // blocks beside them dweight and dbias, all in one launch.
 void lay_out_few_rows(Plan& plan, const Problem& problem) {
   const int threads = plan.threads * plan.groups;
-  const int cols = column_lanes(plan.width) * plan.width;
+  const int cols = column_lanes(plan.width, size_of(problem.x)) * plan.width;
   plan.blocks = ceil_div(problem.rows, plan.groups);
   plan.column_blocks = problem.needs_dparams ? ceil_div(problem.cols, cols) : 0;
   const int sums = threads / kWarpSize * cols * 2 * std::max(4, size_of(problem.x));
@@ -77,10 +80,12 @@ void lay_out_few_rows(Plan& plan, const Problem& problem) {
 
 // x and dy are then read twice, the second time from L2, but no second launch adds up partial sums
 // (bfloat16, in us with and without: 128 x 1024 2.9 and 9.3, 512 x 4096 9.8 and 13.9, 1024 x 4096
-// 16.5 and 17.2, 2048 x 768 12.9 and 10.8).
+// 16.5 and 17.2, 2048 x 768 12.9 and 10.8; single elements: 512 x 1350 9.4 and 9.5, 512 x 2060 13.5
+// and 12.5, 128 x 4119 9.0 and 11.4, 256 x 4119 14.4 and 13.2).
 bool has_few_rows(const Problem& problem, const Forced& forced) {
   const int64_t bytes = problem.rows * problem.cols * (size_of(problem.x) + size_of(problem.y));
-  const bool few = problem.rows <= 1024 && bytes <= int64_t{16} << 20;
+  const bool few = problem.rows <= 1024 && bytes <= int64_t{16} << 20 &&
+                   (problem.aligned || problem.rows * problem.cols <= 640 * 1024);
   return forced.number("few", few) != 0;
 }
 
@@ -89,7 +94,7 @@ Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t 
   Plan plan;
   plan.strategy = Strategy::kWarp;
   plan.width = width;
-  const int vecs = std::min(forced.number("vecs", wanted_warp_vecs(problem, width)),
+  const int vecs = std::min(forced.number("vecs", wanted_warp_vecs(problem, width, vectors)),
                             most_warp_vecs(problem, width));
   plan.threads = std::min(kWarpSize, power_of_two_from(ceil_div(vectors, vecs)));
   plan.vecs = static_cast<int>(ceil_div(vectors, plan.threads));
@@ -165,47 +170,76 @@ int lag_of(const Plan& plan, const Forced& forced) {
   return forced.number("lag", plan.stages >= 5 || !plan.bulk ? 2 : 1);
 }
 
-// Forward: slices of a row in shared memory, `stages` rows of them, beside the slices of the
-// parameters.
-std::optional<Plan> forward_split_plan(const Problem& problem, const Device& device,
-                                       const Forced& forced) {
+// So many blocks a row that a slice of it meets what `fits` asks for, which lays out the rest.
+template <typename Fits>
+std::optional<Plan> forward_split_plan(const Problem& problem, const Device& device, int vecs,
+                                       const Forced& forced, const Fits& fits) {
   if (device.capability < 90 || !problem.aligned || problem.x == DataType::kFloat64 ||
       problem.residual) {
     return std::nullopt;
   }
-  const int width = 16 / size_of(problem.x);
-  const int available = device.shared_memory - kReservedSharedMemory;
-  const int first = forced.number("blocks_per_row", 1);
   const int most = std::min(device.sms, kMaxBlocksPerRow);
-  for (int blocks_per_row = first; blocks_per_row <= most; ++blocks_per_row) {
+  for (int least = forced.number("blocks_per_row", 1); least <= most; ++least) {
     Plan plan;
     plan.strategy = Strategy::kSplit;
-    plan.width = width;
-    plan.blocks_per_row =
-        forced.numbers.count("blocks_per_row") ? blocks_per_row : widen(blocks_per_row, device.sms);
-    const int slice = slice_of(problem.cols, plan.blocks_per_row, problem, width);
+    plan.width = 16 / size_of(problem.x);
+    plan.vecs = vecs;
+    plan.blocks_per_row = forced.numbers.count("blocks_per_row") ? least : widen(least, device.sms);
+    plan.slice_cols = slice_of(problem.cols, plan.blocks_per_row, problem, plan.width);
     // The last slice must not be empty.
-    if (int64_t{slice} * (plan.blocks_per_row - 1) >= problem.cols) continue;
-    const int64_t params = int64_t{2} * slice * size_of(problem.weight);
-    const int64_t row = int64_t{slice} * size_of(problem.x);
-    const int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / row);
-    // Five: a row's sums then have two rows' time to meet. In half precision that means slices of
-    // 16,384 columns (bfloat16: 4096 x 65536 304 us, with longer ones 334; 2048 x 262144 608, 664).
-    if (stages < 5) continue;
-    plan.stages = forced.number("stages", static_cast<int>(stages));
-    plan.slice_cols = slice;
-    plan.bulk = true;
-    plan.lag = lag_of(plan, forced);
-    const int64_t vectors = ceil_div(slice, width);
-    plan.vecs = kSplitForwardVecs;
-    plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
-    if (plan.threads > kSplitForwardThreads) continue;
-    plan.shared_bytes = static_cast<int>(plan.stages * row + params);
+    if (int64_t{plan.slice_cols} * (plan.blocks_per_row - 1) >= problem.cols) continue;
+    const int64_t vectors = ceil_div(plan.slice_cols, plan.width);
+    plan.threads = static_cast<int>(round_up(ceil_div(vectors, vecs), kWarpSize));
+    if (!fits(plan, device.shared_memory - kReservedSharedMemory)) continue;
     lay_out_slices(plan, problem, device);
     plan.workspace_bytes = plan.blocks_per_row > 1 ? problem.rows * plan.blocks_per_row * 8 : 0;
     return plan;
   }
   return std::nullopt;
+}
+
+// A ring of slices of x, and the slices of the parameters, in shared memory.
+std::optional<Plan> forward_ring_plan(const Problem& problem, const Device& device,
+                                      const Forced& forced) {
+  const auto fits = [&](Plan& plan, int available) {
+    const int64_t params = int64_t{2} * plan.slice_cols * size_of(problem.weight);
+    const int64_t row = int64_t{plan.slice_cols} * size_of(problem.x);
+    const int64_t stages = std::min<int64_t>(kMaxStages, (available - params) / row);
+    plan.stages = forced.number("stages", static_cast<int>(stages));
+    plan.bulk = true;
+    plan.lag = lag_of(plan, forced);
+    plan.shared_bytes = static_cast<int>(plan.stages * row + params);
+    // Five: a row's sums then have two rows' time to meet. In half precision that means slices of
+    // 16,384 columns (bfloat16: 4096 x 65536 304 us, with longer ones 334; 2048 x 262144 608, 664).
+    return stages >= 5 && plan.threads <= kSplitForwardThreads;
+  };
+  return forward_split_plan(problem, device, kSplitForwardVecs, forced, fits);
+}
+
+// A slice of x in registers, that of weight and as much as there is room for of bias in shared
+// memory. There are kernels for what is common in such rows: no epilogue, y of x's type.
+std::optional<Plan> forward_resident_plan(const Problem& problem, const Device& device,
+                                          const Forced& forced) {
+  if (problem.has_epilogue || problem.y != problem.x) return std::nullopt;
+  const auto fits = [&](Plan& plan, int available) {
+    const int64_t size = size_of(problem.weight);
+    const int64_t left = available - plan.slice_cols * size;
+    const int64_t cols_of_threads = int64_t{plan.threads} * plan.width;  // a vector of each
+    const int64_t bias_cols = left / (cols_of_threads * size) * cols_of_threads;
+    plan.stage_cols = static_cast<int>(std::min<int64_t>(plan.slice_cols, bias_cols));
+    plan.shared_bytes = static_cast<int>((int64_t{plan.slice_cols} + plan.stage_cols) * size);
+    return left >= 0 && plan.threads <= kResidentThreads;
+  };
+  return forward_split_plan(problem, device, kResidentVecs, forced, fits);
+}
+
+// Rows that a persistent block better keeps in registers than one that comes and goes, or several
+// in their rings (us with and without; bfloat16: 16384 x 20000 456 and 484, 8192 x 40000 356 and
+// 425, 4096 x 57344 269 and 292, 4096 x 65536 330 and 304; float32: 16384 x 10000 389 and 382,
+// 16384 x 12000 418 and 440, 8192 x 20000 343 and 378, 4096 x 25000 266 and 240).
+bool better_resident(const Problem& problem, int64_t vectors) {
+  return size_of(problem.x) == 4 ? vectors >= 2750 && vectors <= 5120
+                                 : vectors >= 2500 && vectors <= 7168;
 }
 
 Plan forward_stream_plan(const Problem& problem, int width) {
@@ -299,8 +333,11 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     plan.groups = forced.number("groups", groups);
     const bool keeps = plan.vecs * width <= kKeptColsPerThread;
     if (plan.strategy == Strategy::kBlock && keeps && has_few_rows(problem, forced)) {
-      // Blocks on columns need threads (128 x 1024 bfloat16: 2.9 us with 256 of them, 4.6 with 64).
-      plan.groups = forced.number("groups", std::max(groups, 256 / plan.threads));
+      // Blocks on columns need threads (bfloat16: 128 x 1024 2.9 us with 256 of them, 4.6 with 64;
+      // 512 x 1024 4.2 with 512, 4.6 with 256).
+      const int wanted_threads = problem.rows < 256 ? 256 : 512;
+      groups = std::min(kMaxGroups, std::max(groups, wanted_threads / plan.threads));
+      plan.groups = forced.number("groups", groups);
       lay_out_few_rows(plan, problem);
       return plan;
     }
@@ -393,15 +430,20 @@ Plan make_plan(const Problem& problem, const Device& device) {
   if (!problem.backward) {
     // A block of more than 512 threads is alone on its multiprocessor, which then waits with it
     // (bfloat16: 16384 x 20000 493 us, split 477; 16384 x 24000 551 and 451).
-    if (!plan && wanted(Strategy::kSplit) && vectors > 2048) {
-      plan = forward_split_plan(problem, device, forced);
+    const bool may_split = !plan && wanted(Strategy::kSplit);
+    if (may_split && forced.number("resident", better_resident(problem, vectors)) != 0) {
+      plan = forward_resident_plan(problem, device, forced);
+      const bool keeps_bias = plan && plan->stage_cols == plan->slice_cols;
+      if (!forced.numbers.count("resident") && (!keeps_bias || plan->blocks_per_row > 1)) {
+        plan.reset();
+      }
     }
+    if (!plan && may_split && vectors > 2048) plan = forward_ring_plan(problem, device, forced);
     if (!plan && wanted(Strategy::kBlock)) {
       plan = forward_block_plan(problem, width, vectors, forced);
     }
-    if (!plan && wanted(Strategy::kSplit)) {
-      plan = forward_split_plan(problem, device, forced);
-    }
+    if (!plan && may_split) plan = forward_ring_plan(problem, device, forced);
+    if (!plan && may_split) plan = forward_resident_plan(problem, device, forced);
     if (!plan && wanted(Strategy::kStream)) {
       plan = forward_stream_plan(problem, shifted ? 1 : width);
     } else if (plan) {

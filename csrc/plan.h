@@ -13,10 +13,11 @@ namespace fused_layernorm {
 
 enum class DataType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
 
-// Threads of a block of the warp kernels, and of backward's persistent blocks, which leave each 128
-// registers (96, with 640 threads, were slower even where rows of 5120 columns leave 192 of 512
-// threads idle: 152 us against 147).
-constexpr int kWarpForwardThreads = 256;
+// Threads of a block of the forward warp kernel (4194304 x 64 float32: 522 us, with 256 533; 128 x
+// 1024 bfloat16: 2.6 and 2.8).
+constexpr int kWarpForwardThreads = 128;
+// Threads of backward's persistent blocks, which leave each 128 registers (96, with 640 threads,
+// were slower even where rows of 5120 columns leave 192 of 512 threads idle: 152 us against 147).
 constexpr int kBackwardThreads = 512;
 // Rows that a block of backward works on at once, and rows (slices) that a ring holds.
 constexpr int kMaxGroups = 15;
@@ -28,8 +29,9 @@ constexpr int kBackwardColsPerThread = 32;
 constexpr int kKeptColsPerThread = 16;  // where it keeps xhat and g of a row beside them
 // Spreads over the banks what groups of threads add up of dweight and dbias.
 constexpr int kGroupSumsPadding = 4;
-// Blocks that compute dweight and dbias alone read lines of 64 bytes.
-constexpr int column_lanes(int width) { return width == 1 ? 32 : 4; }
+// Blocks that compute dweight and dbias alone have lines of 64 bytes, single elements sectors
+// of 32.
+constexpr int column_lanes(int width, int size) { return width == 1 ? 32 / size : 4; }
 // Forward keeps a row in registers: up to four vectors a thread take 64, five 72 (so that a
 // multiprocessor has room for two blocks), more 96.
 constexpr int most_forward_threads(int vecs) { return vecs <= 4 ? 1024 : vecs == 5 ? 448 : 640; }
@@ -37,6 +39,9 @@ constexpr int least_forward_blocks(int vecs) { return vecs == 5 ? 2 : 1; }
 // One warp of a block of a split row collects the row's sums.
 constexpr int kSplitForwardThreads = 1024 - 32;
 constexpr int kSplitForwardVecs = 4;
+// Forward's kSplit without bulk copies keeps a slice in registers, 32 of a thread's 64.
+constexpr int kResidentThreads = 1024;
+constexpr int kResidentVecs = 8;
 // A device with more multiprocessors than this leaves some out of its longest rows.
 constexpr int kMaxBlocksPerRow = 160;
 
@@ -47,7 +52,7 @@ constexpr int size_of(DataType type) {
 enum class Strategy : int32_t {
   kWarp,    // a warp, or a part of one, holds a row in registers
   kBlock,   // a block, or a part of one, works on a row
-  kSplit,   // several resident blocks hold a row and meet in global memory
+  kSplit,   // one persistent block or several hold a row, several meet in global memory
   kStream,  // rows of any length: sums, combined, then a second read
 };
 
@@ -78,7 +83,8 @@ struct Plan {
   int groups = 1;             // rows that a block works on at once
   int blocks_per_row = 1;     // kSplit: slices of a row; kStream: chunks of a row
   int slice_cols = 0;         // columns of one slice or chunk
-  int stage_cols = 0;         // bulk: columns that a slice has room for in shared memory
+  int stage_cols = 0;         // bulk: columns that a slice has room for in shared memory; forward's
+                              // kSplit without bulk copies: those that a slice of bias has room for
   int64_t blocks = 1;         // on rows; persistent in backward and kSplit
   int64_t column_blocks = 0;  // backward of few rows: blocks on dweight and dbias beside them
   bool shifted = false;       // forward: rows begin anywhere, and are moved by vectors all the same

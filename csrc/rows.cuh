@@ -84,6 +84,22 @@ __device__ __forceinline__ Acc tree_sum(const Acc (&values)[kWidth]) {
   return sums[0];
 }
 
+// 1 / n, to twice the digits of float32: a mean is a pivot and a sum over n, and where the two
+// nearly cancel the rounding of 1 / n would be magnified.
+template <typename Acc>
+struct Reciprocal {
+  Acc rounded, rest;
+
+  __device__ __forceinline__ explicit Reciprocal(int n)
+      : rounded(Acc(1) / Acc(n)), rest(fma(-rounded, Acc(n), Acc(1)) * rounded) {}
+  __device__ __forceinline__ explicit Reciprocal(const Scalar& inverse)
+      : rounded(inverse.as<Acc>()), rest(sizeof(Acc) == sizeof(float) ? inverse.rest : 0) {}
+
+  __device__ __forceinline__ Acc mean(Acc pivot, Acc sum) const {
+    return fma(sum, rest, fma(sum, rounded, pivot));
+  }
+};
+
 // Elements of x in 16 bytes.
 template <typename T>
 constexpr int kVectorWidth = 16 / static_cast<int>(sizeof(typename T::X));
@@ -385,7 +401,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   using Acc = typename T::Acc;
   constexpr bool kResidual = kFusion == Fusion::kResidual;
   constexpr int kWidth = kVectorWidth<T>;
-  const Acc inverse_cols = p.inverse_cols.as<Acc>();
+  const Reciprocal<Acc> inverse_cols(p.inverse_cols);
   const uint32_t rows = static_cast<uint32_t>(p.rows);
   const bool valid_row = row < rows;
   const ForwardRow<T> place(p, valid_row ? row : rows - 1, 0, std::bool_constant<kResidual>{});
@@ -408,9 +424,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
     values.template load<kResidual>(place, share);
     pivot = team.template pivot<kResidual>(place, values.x[0].at[0]);
   }
-  const Acc mean = pivot + team.sum(values.sum(pivot, share), 0) * inverse_cols;
+  const Acc mean = inverse_cols.mean(pivot, team.sum(values.sum(pivot, share), 0));
   const Acc m2 = team.sum(values.squared_deviations(mean, share), 1);
-  const Acc rstd = reciprocal_sqrt(m2 * inverse_cols + p.eps.as<Acc>());
+  const Acc rstd = reciprocal_sqrt(m2 * inverse_cols.rounded + p.eps.as<Acc>());
   // Rows that begin anywhere are stored by all lanes together.
   if (!kShifted && !valid_row) return;
   if (valid_row && team.thread() == 0) store_statistics(p, row, mean, rstd);
@@ -569,7 +585,7 @@ template <typename T, int kWidth>
 struct ColumnGradients {
   using Acc = typename T::Acc;
   using W = typename T::W;
-  static constexpr int kLanes = column_lanes(kWidth);
+  static constexpr int kLanes = column_lanes(kWidth, sizeof(typename T::X));
   static constexpr int kCols = kLanes * kWidth;
 
   template <bool kMayActivate>
@@ -585,20 +601,30 @@ struct ColumnGradients {
     const auto bias = Parameter<W>(kMayActivate ? p.bias : nullptr, first_col, Otherwise::kZeros)
                           .template load<kWidth>(col);
     Acc dweight[kWidth] = {}, dbias[kWidth] = {};
-    constexpr int kAtOnce = kMayActivate ? 1 : 4;  // the code of the activations is large
-#pragma unroll kAtOnce
-    for (int64_t row = first_row; row < p.rows; row += row_step) {
-      Vec<typename T::X, kWidth> x = {};
-      if (reads_x) {
-        x = load<Use::kAgain, kWidth>(static_cast<const typename T::X*>(p.x) + p.x_rows(row) +
-                                      first_col + col);
+    // Several rows on their way at once; but the code of the activations is large.
+    constexpr int kAtOnce = kMayActivate ? 1 : 4;
+    for (int64_t row = first_row; row < p.rows; row += kAtOnce * row_step) {
+      Vec<typename T::X, kWidth> x[kAtOnce] = {};
+      Vec<typename T::Y, kWidth> dy[kAtOnce] = {};
+      Acc mean[kAtOnce] = {}, rstd[kAtOnce] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t r = row + i * row_step;
+        if (r >= p.rows) continue;  // adds zero
+        if (reads_x) {
+          x[i] = load<Use::kAgain, kWidth>(static_cast<const typename T::X*>(p.x) + p.x_rows(r) +
+                                           first_col + col);
+        }
+        dy[i] = load<Use::kAgain, kWidth>(static_cast<const typename T::Y*>(p.dy) + p.dy_rows(r) +
+                                          first_col + col);
+        mean[i] = static_cast<const Acc*>(p.mean)[r];
+        rstd[i] = static_cast<const Acc*>(p.rstd)[r];
       }
-      const auto dy = load<Use::kAgain, kWidth>(static_cast<const typename T::Y*>(p.dy) +
-                                                p.dy_rows(row) + first_col + col);
-      const Acc mean = static_cast<const Acc*>(p.mean)[row];
-      const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
-      Gradients<T, kWidth, kMayActivate>(p, x, dy, mean, rstd, weight, bias)
-          .add_dparams(dweight, dbias);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        Gradients<T, kWidth, kMayActivate>(p, x[i], dy[i], mean[i], rstd[i], weight, bias)
+            .add_dparams(dweight, dbias);
+      }
     }
     // First the rows of a warp, then the warps.
 #pragma unroll

@@ -28,7 +28,7 @@ struct SliceLayout {
   int stages = 0;
   int lag = 0;
   int partials = 1;
-  int row_blocks = 1;  // the others compute dweight and dbias
+  int row_blocks = 1;  // those before them compute dweight and dbias
   int64_t dparams_offset = 0;
 
   explicit SliceLayout(const Plan& plan)
@@ -56,7 +56,8 @@ struct SliceWork {
   __device__ __forceinline__ SliceWork(const SliceLayout& layout, int group, int64_t all_rows,
                                        int all_cols, std::bool_constant<kWholeRows>)
       : slice(kWholeRows ? 0 : blockIdx.x % layout.blocks_per_row),
-        set(kWholeRows ? blockIdx.x : blockIdx.x / layout.blocks_per_row) {
+        set(kWholeRows ? blockIdx.x - (gridDim.x - layout.row_blocks)
+                       : blockIdx.x / layout.blocks_per_row) {
     const int blocks_per_row = kWholeRows ? 1 : layout.blocks_per_row;
     first_col = slice * layout.slice_cols;
     cols = min(layout.slice_cols, all_cols - first_col);
