@@ -51,7 +51,7 @@ ALLOWED = [
     ),
     Allowed(
         r"forward_\w+_kernel<Types<(__half|__nv_bfloat16), float, ",
-        16,
+        24,
         "float32 parameters beside half-precision x: a number or two",
     ),
 ]

@@ -43,6 +43,10 @@ def main():
     run(4, 65537, BF16)
     run(6, 40000, BF16, residual=True)
     run(10, 300_000, F32)
+    # A row in the registers of one block, for several rows each.
+    for dtype in (BF16, F32):
+        run(300, 20_480, dtype)
+        run(300, 20_480, dtype, activation="silu")
     run(2, 4_194_304, F32)
     torch.cuda.synchronize()
 

@@ -1,5 +1,6 @@
 """Bad input: one clear sentence each, the same on every device, for fakes and under a compiler."""
 
+import gc
 import math
 import subprocess
 import sys
@@ -609,6 +610,7 @@ def one_gibibyte_left():
     """To be called once a test has its tensors: from then on 1 GiB more can be allocated."""
 
     def limit():
+        gc.collect()  # what earlier tests left must not become free after this
         torch.cuda.empty_cache()
         in_use, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction((in_use + (1 << 30)) / total)

@@ -63,6 +63,15 @@ def test_accuracy_of_long_rows(shape, dtypes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(ids, d)))
+@pytest.mark.parametrize("shape", [(400, 20_480), (300, 40_000), (70, 65_536)], ids=str)
+def test_accuracy_of_many_long_rows(shape, dtypes):
+    """Every persistent block works on several rows, one after the other."""
+    problem = Problem(shape, dtype=dtypes[0], weight_dtype=dtypes[1])
+    numerics.check(problem, "cuda", backward=False)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "problem",
     [Problem((16, 64, 256, 256), 3), Problem((2, 64, 32, 64, 64), 1), Problem((300_000, 64), 1)],
@@ -144,7 +153,7 @@ def test_statistics_are_float64_for_float64(device):
 
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5, 1.0, 100.0, -1.0, 1])
 def test_eps(device, eps):
-    x = torch.randn(16, 48, device=device)
+    x = 4 * torch.randn(16, 48, device=device)  # a variance that eps = -1 does not cancel
     torch.testing.assert_close(
         layer_norm(x, normalized_shape=(48,), eps=eps),
         F.layer_norm(x, (48,), eps=eps),
@@ -336,14 +345,15 @@ def test_every_element_is_written(poison, cols):
 
 
 # The kernels' own boundaries: rows of these many bytes, and one element to either side.
-BOUNDARY_BYTES = [2**n for n in range(6, 18)]
+BOUNDARY_BYTES = [*(2**n for n in range(6, 18)), 40_000, 44_000, 81_920, 114_688]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
 @pytest.mark.parametrize("row_bytes", BOUNDARY_BYTES)
 def test_accuracy_about_the_boundaries(row_bytes, dtype):
-    for cols in (n + row_bytes // dtype.itemsize for n in (-1, 0, 1)):
+    vector = 16 // dtype.itemsize
+    for cols in (n + row_bytes // dtype.itemsize for n in (-vector, -1, 0, 1, vector)):
         problem = Problem((max(3, 4096 // cols), cols), dtype=dtype)
         numerics.check(problem, "cuda", backward=False)
 
@@ -368,14 +378,26 @@ FORCED_COLS = [
 ]
 
 
+# Resident: slices in registers.
+LAYOUTS = [
+    "warp",
+    "block",
+    "split",
+    "split resident=1",
+    "split resident=1 blocks_per_row=3",
+    "stream",
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize(
     "dtypes", [(F32, None), (BF16, F32), (F64, None)], ids=lambda d: "-".join(map(ids, d))
 )
-@pytest.mark.parametrize("strategy", ["warp", "block", "split", "stream"])
-def test_every_strategy(plans, strategy, dtypes, activation):
-    plans.force(f"strategy={strategy}")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_strategy(plans, layout, dtypes, activation):
+    plans.force(f"strategy={layout}")
+    strategy = layout.split()[0]
     ran = []
     for cols in FORCED_COLS:
         rows = rows_for(cols)
@@ -393,7 +415,7 @@ def test_every_strategy(plans, strategy, dtypes, activation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("strategy", ["warp", "block", "split", "stream"])
+@pytest.mark.parametrize("strategy", LAYOUTS)
 def test_every_strategy_with_odd_rows_of_memory(plans, strategy):
     plans.force(f"strategy={strategy}")
     for cols, kind in itertools.product(

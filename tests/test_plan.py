@@ -141,13 +141,33 @@ def test_strategies_follow_the_length_of_the_row(dtype, backward):
     assert order == sorted(order)
 
 
+def test_long_rows_go_to_registers_or_to_a_ring():
+    """By measurement (plan.cpp). A ring has stages; rows longer than rings hold need registers."""
+    for dtype, first, last in ((F32, 11_000, 20_480), (BF16, 20_000, 57_344)):
+        step = 16 // dtype.itemsize
+        for cols, blocks_per_row, ring in (
+            (first - step, 1, True),
+            (first, 1, False),
+            (last, 1, False),
+            (last + step, 2, True),
+            (1_048_576, 8, True),
+            (4_194_304, 60, False),
+        ):
+            p = plan(4096, cols, dtype)
+            assert p["strategy"] == "split", (cols, dtype)
+            assert (p["stages"] > 0) == ring, (cols, dtype)
+            assert p["blocks_per_row"] >= blocks_per_row, (cols, dtype)
+    # The parameters of such a row must fit beside it.
+    assert plan(4096, 8_388_608)["strategy"] == "stream"
+
+
 def test_kernelbench_problems():
     """The two ends of the range: both with vectors of 16 bytes."""
     short = plan(4_194_304, 64)
     assert short["strategy"] == "warp"
     assert short["width"] == 4
     long = plan(16, 4_194_304)
-    assert long["strategy"] in ("split", "stream")
+    assert long["strategy"] == "split"
     assert long["width"] == 4
     assert long["blocks"] >= 120  # the whole chip on 16 rows
 
