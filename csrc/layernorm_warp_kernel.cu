@@ -251,7 +251,7 @@ cudaError_t launch_layer_norm_backward_warp(const BackwardParams& params, const 
       if constexpr (width() == 1) {
         return dispatch_vecs<4, 8>(plan.vecs, start);
       } else {
-        return dispatch_vecs<1, 2>(plan.vecs, start);
+        return dispatch_vecs<2>(plan.vecs, start);
       }
     });
   });

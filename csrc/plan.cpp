@@ -98,9 +98,8 @@ Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t 
                             most_warp_vecs(problem, width));
   plan.threads = std::min(kWarpSize, power_of_two_from(ceil_div(vectors, vecs)));
   plan.vecs = static_cast<int>(ceil_div(vectors, plan.threads));
-  if (problem.backward) {
-    plan.vecs = width == 1 ? (plan.vecs <= 4 ? 4 : 8) : power_of_two_from(plan.vecs);
-  }
+  // Backward has few kernels: of the vectors they provide for, some may be missing.
+  if (problem.backward) plan.vecs = width > 1 ? 2 : plan.vecs <= 4 ? 4 : 8;
   plan.slice_cols = static_cast<int>(problem.cols);
   const int block_threads = problem.backward ? kBackwardThreads : kWarpForwardThreads;
   plan.groups = block_threads / plan.threads;
