@@ -28,7 +28,7 @@ class Allowed(NamedTuple):
 # parameters, y). In backward there follow the elements of a vector, the vectors of a thread and, of
 # blocks, whether rows come by bulk copies and whether a row is kept.
 ALLOWED = [
-    Allowed(r"<Types<double,", 1184, "float64 is there for its digits, not for its speed"),
+    Allowed(r"<Types<double,", 1192, "float64 is there for its digits, not for its speed"),
     Allowed(
         r"(backward|stream)\w*_kernel<Types<[^>]*>, 1, ",
         376,
@@ -46,8 +46,13 @@ ALLOWED = [
     ),
     Allowed(
         r"backward_warp_kernel<Types<(__half|__nv_bfloat16), [^>]*>, 8, 2, ",
-        32,
+        40,
         "x and dy of the next row in registers, and a residual's gradient or float32 parameters",
+    ),
+    Allowed(
+        r"forward_resident_kernel<Types<float, ",
+        8,
+        "half of a thread's registers hold the row: a number a row",
     ),
     Allowed(
         r"forward_\w+_kernel<Types<(__half|__nv_bfloat16), float, ",

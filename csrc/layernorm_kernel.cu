@@ -197,16 +197,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
 
   if constexpr (kBulk) {
-    // The first rows come while weight and bias do.
-    if (group.thread == 0 && group.index < layout.groups) {
-#pragma unroll 1
-      for (int i = 0; i < layout.stages; ++i) barrier_init(ring.full + i, Ring::kArrivals);
-      barrier_init_fence();
-#pragma unroll 1
-      for (int i = 0; i < layout.stages && i < work.rows; ++i) {
-        ring.fill(p, work, i, work.row(i), reads_x);
-      }
-    }
     for (int col = threadIdx.x; col < ring.stage_cols; col += blockDim.x) {
       const int from = min(col, work.cols - 1);
       ring.weight[col] = weight.template load<1>(from).at[0];
@@ -223,7 +213,19 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         }
       }
     }
+    const bool fills = group.thread == 0 && group.index < layout.groups;
+    if (fills) {
+#pragma unroll 1
+      for (int i = 0; i < layout.stages; ++i) barrier_init(ring.full + i, Ring::kArrivals);
+      barrier_init_fence();
+    }
     __syncthreads();
+    if (fills) {
+#pragma unroll 1
+      for (int i = 0; i < layout.stages && i < work.rows; ++i) {
+        ring.fill(p, work, i, work.row(i), reads_x);
+      }
+    }
   }
 
   Acc dweight[kVecs][kWidth] = {};

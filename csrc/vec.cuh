@@ -30,16 +30,6 @@ __device__ __forceinline__ T from_acc(Acc v) {
   }
 }
 
-// `kWidth` neighbouring elements, moved in pieces of at most 16 bytes.
-template <typename T, int kWidth>
-struct Vec {
-  static constexpr int kBytes = kWidth * static_cast<int>(sizeof(T));
-  static constexpr int kPieceBytes = kBytes < 16 ? kBytes : 16;
-  static_assert(kBytes % kPieceBytes == 0 && (kPieceBytes & (kPieceBytes - 1)) == 0);
-
-  alignas(kPieceBytes) T at[kWidth];
-};
-
 namespace detail {
 
 template <int kBytes>
@@ -63,8 +53,31 @@ struct Piece<2> {
 
 }  // namespace detail
 
+// `kWidth` neighbouring elements, moved in pieces of at most 16 bytes.
+template <typename T, int kWidth>
+struct Vec {
+  static constexpr int kBytes = kWidth * static_cast<int>(sizeof(T));
+  static constexpr int kPieceBytes = kBytes < 16 ? kBytes : 16;
+  static_assert(kBytes % kPieceBytes == 0 && (kPieceBytes & (kPieceBytes - 1)) == 0);
+  using Piece = typename detail::Piece<kPieceBytes>::type;
+
+  alignas(kPieceBytes) T at[kWidth];
+
+  // In pieces too: copied by elements, as the compiler would, half-precision ones are taken apart
+  // and put together again right behind a load, which then waits for memory.
+  Vec() = default;
+  __device__ __forceinline__ Vec(const Vec& other) { *this = other; }
+  __device__ __forceinline__ Vec& operator=(const Vec& other) {
+    const auto* from = reinterpret_cast<const Piece*>(other.at);
+    auto* to = reinterpret_cast<Piece*>(at);
+#pragma unroll
+    for (int i = 0; i < kBytes / kPieceBytes; ++i) to[i] = from[i];
+    return *this;
+  }
+};
+
 template <typename V>
-using piece_t = typename detail::Piece<V::kPieceBytes>::type;
+using piece_t = typename V::Piece;
 
 // How what is loaded is used: read once (L1 is left to what is read again), read again by this or
 // another block (parameters, and rows that are read twice), or plainly: from shared memory, or from
