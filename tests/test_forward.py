@@ -344,7 +344,7 @@ def test_every_element_is_written(poison, cols):
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-# The kernels' own boundaries: rows of these many bytes, and one element to either side.
+# The kernels' own boundaries: rows of these many bytes, and one element or vector to either side.
 BOUNDARY_BYTES = [*(2**n for n in range(6, 18)), 40_000, 44_000, 81_920, 114_688]
 
 
