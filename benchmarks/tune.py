@@ -91,7 +91,7 @@ def tune(case: Case, forces: list[str | None], arguments: argparse.Namespace) ->
             torch.cuda.synchronize()
             us = time_calls(case, calls, seconds=seconds)
             plan = f"\n    {plan_text(case)}" if arguments.plan else ""
-        except RuntimeError as problem:
+        except (RuntimeError, ValueError) as problem:
             sentence = str(problem).strip().splitlines()[0]
             print(f"  {label:<48} failed: {sentence}", flush=True)
             if "CUDA error" in str(problem):  # the context is lost: nothing later would be true

@@ -27,6 +27,9 @@ cudaError_t launch_layer_norm_forward_stream(const ForwardParams&, const DataTyp
                                              cudaStream_t);
 cudaError_t launch_layer_norm_backward_stream(const BackwardParams&, const DataTypes&, const Plan&,
                                               cudaStream_t);
+// In place of backward's kWarp and kBlock where there are few rows (Plan::few_rows).
+cudaError_t launch_layer_norm_backward_few_rows(const BackwardParams&, const DataTypes&,
+                                                const Plan&, cudaStream_t);
 // Adds up the partial dweight and dbias in the workspace, where there is more than one.
 cudaError_t launch_param_grad(const BackwardParams&, const DataTypes&, const Plan&, cudaStream_t);
 

@@ -132,6 +132,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ alignas(16) float scratch[2][kMaxWarps];
   __shared__ Moments<float> combined;
+  __shared__ float2 inverse;
 
   const Group group;
   const SliceWork work(layout, 0, p.rows, p.cols, std::false_type{});
@@ -163,13 +164,17 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       *reinterpret_cast<P*>(bias + col) = all_bias.template load<kWidth>(col);
     }
   }
+  if (threadIdx.x == 0) {
+    const Reciprocal<float> of_slice(work.cols);
+    inverse = {of_slice.rounded, of_slice.rest};
+  }
   __syncthreads();
 
-  // All of the next row, but half of one that takes the whole chip (16 x 4194304 float32: 203 us
-  // with a half, 207 with all, 227 with nothing; 8192 x 20000: 367, 343, 375).
+  // All of the next row, but less of one that takes the whole chip (16 x 4194304 float32: 202.6 us
+  // with three quarters, 204.3 with a half, 207 with all, 227 with nothing; 8192 x 20000: 343 with
+  // all, 367 with a half, 375 with nothing).
   const uint32_t prefetched_bytes =
-      (layout.blocks_per_row > 1 ? (vectors + 1) / 2 : vectors) * kWidth * int{sizeof(X)};
-  const Reciprocal<float> inverse_slice_cols(work.cols);
+      (layout.blocks_per_row > 1 ? (vectors + 1) / 4 * 3 : vectors) * kWidth * int{sizeof(X)};
 #pragma unroll 1
   for (int i = 0; i < work.rows; ++i) {
     const float sum = group_sum(values.sum(pivot, share), group, scratch[0]);
@@ -180,7 +185,8 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       if (group.thread == 0) bulk_prefetch(next, prefetched_bytes);
     }
     Moments<float> moments;
-    moments.mean = inverse_slice_cols.mean(pivot, sum);
+    // From shared memory: it has no registers.
+    moments.mean = Reciprocal<float>{inverse.x, inverse.y}.mean(pivot, sum);
     moments.m2 = group_sum(values.squared_deviations(moments.mean, share), group, scratch[1]);
     const int64_t row = work.row(i);
     if (layout.blocks_per_row > 1) {

@@ -8,7 +8,8 @@ namespace fused_layernorm {
 namespace {
 
 constexpr int kChunkThreads = 512;
-constexpr int kSumsThreads = 256;
+constexpr int kSumsThreads = kStreamSumsThreads;
+constexpr int kSumsWarps = kSumsThreads / kWarpSize;
 constexpr int kFinishThreads = 256;
 constexpr int kFinishVecs = 4;
 constexpr int kRowsPerBlock = 8;
@@ -126,7 +127,8 @@ __global__ void __launch_bounds__(kFinishThreads)
 }
 
 // Each block owns the columns of one chunk for the rows set, set + sets, ...: their dweight and
-// dbias, and the chunk's share of the two sums of each of those rows.
+// dbias, and its warps' shares of the two sums of each of those rows. Warps do not wait for each
+// other, so that some load while others compute.
 template <typename T, int kWidth, int kVecs, bool kMayActivate>
 __global__ void __launch_bounds__(kSumsThreads)
     layer_norm_backward_stream_sums_kernel(const BackwardParams p, const int chunks,
@@ -135,7 +137,6 @@ __global__ void __launch_bounds__(kSumsThreads)
   using Acc = typename T::Acc;
   using X = typename T::X;
   using Y = typename T::Y;
-  __shared__ alignas(16) Pair<Acc> scratch[2][kMaxWarps];
   const Group group;
   const int chunk = blockIdx.x % chunks, set = blockIdx.x / chunks;
   const int first = chunk * (chunk_cols / kWidth) + group.thread;
@@ -143,12 +144,11 @@ __global__ void __launch_bounds__(kSumsThreads)
   const Parameter<typename T::W> weight(p.weight, 0, Otherwise::kOnes);
   const Parameter<typename T::W> bias(kMayActivate ? p.bias : nullptr, 0, Otherwise::kZeros);
   const bool reads_x = needs_x(p);
-  auto* chunk_sums = static_cast<Pair<Acc>*>(p.workspace);
+  auto* warp_sums = static_cast<Pair<Acc>*>(p.workspace);  // [row][chunk][warp]
 
   Acc dweight[kVecs][kWidth] = {};
   Acc dbias[kVecs][kWidth] = {};
-  int parity = 0;
-  for (int64_t row = set; row < p.rows; row += gridDim.x / chunks, parity ^= 1) {
+  for (int64_t row = set; row < p.rows; row += gridDim.x / chunks) {
     const Acc mean = static_cast<const Acc*>(p.mean)[row];
     const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
     Vec<X, kWidth> x[kVecs] = {};
@@ -175,8 +175,10 @@ __global__ void __launch_bounds__(kSumsThreads)
       gradients.add_dparams(dweight[k], dbias[k]);
     }
     if (p.dx == nullptr) continue;
-    sums = group_sum(sums, group, scratch[parity]);
-    if (group.thread == 0) chunk_sums[row * chunks + chunk] = sums;
+    sums = warp_sum(sums);
+    if (group.lane() == 0) {
+      warp_sums[(row * chunks + chunk) * kSumsWarps + group.warp()] = sums;
+    }
   }
   const ParamGradSink<T> sink(p, dparams_offset, partials, set);
   if (!sink.wanted()) return;
@@ -187,7 +189,7 @@ __global__ void __launch_bounds__(kSumsThreads)
   }
 }
 
-// One block a row: the means over the row, from the sums of its chunks.
+// One block a row: the means over the row, from the sums of the warps that read it.
 template <typename T>
 __global__ void __launch_bounds__(kSumsThreads)
     layer_norm_backward_stream_totals_kernel(const BackwardParams p, const int chunks,
@@ -196,13 +198,11 @@ __global__ void __launch_bounds__(kSumsThreads)
   __shared__ alignas(16) Pair<Acc> scratch[kMaxWarps];
   const Group group;
   const int64_t row = blockIdx.x;
-  const auto* chunk_sums = static_cast<const Pair<Acc>*>(p.workspace) + row * chunks;
+  const int parts = chunks * kSumsWarps;
+  const auto* warp_sums = static_cast<const Pair<Acc>*>(p.workspace) + row * parts;
   auto* totals = reinterpret_cast<Pair<Acc>*>(static_cast<char*>(p.workspace) + totals_offset);
   Pair<Acc> sums = {0, 0};
-  for (int c = group.thread; c < chunks; c += group.threads) {
-    sums.first += chunk_sums[c].first;
-    sums.second += chunk_sums[c].second;
-  }
+  for (int i = group.thread; i < parts; i += group.threads) sums += warp_sums[i];
   sums = group_sum(sums, group, scratch);
   if (group.thread == 0) {
     const Acc inverse_cols = p.inverse_cols.as<Acc>();
@@ -217,16 +217,18 @@ __global__ void __launch_bounds__(kSumsThreads)
   using Acc = typename T::Acc;
   using X = typename T::X;
   using Y = typename T::Y;
-  const ChunkWork work(int64_t{gridDim.x} - 1 - blockIdx.x, chunks, chunk_cols, p.cols);
-  const int first = work.first_col / kWidth + threadIdx.x;
-  const int vectors = (work.first_col + work.cols) / kWidth;
+  // All rows of the last chunk first: what the first kernel read last may still be in L2.
+  const uint32_t rows = static_cast<uint32_t>(p.rows);
+  const int64_t row = blockIdx.x % rows;
+  const int chunk = chunks - 1 - static_cast<int>(blockIdx.x / rows);
+  const int first = chunk * (chunk_cols / kWidth) + threadIdx.x;
+  const int vectors = min((chunk + 1) * (chunk_cols / kWidth), p.cols / kWidth);
   constexpr bool kMayActivate = kFusion != Fusion::kNone;
   const Parameter<typename T::W> weight(p.weight, 0, Otherwise::kOnes);
   const Parameter<typename T::W> bias(kMayActivate ? p.bias : nullptr, 0, Otherwise::kZeros);
   const auto* totals =
       reinterpret_cast<const Pair<Acc>*>(static_cast<const char*>(p.workspace) + totals_offset);
 
-  const int64_t row = work.row;
   const DxRow<X, kFusion == Fusion::kResidual> dx_row(p, row, 0);
   Vec<X, kWidth> x[kVecs] = {}, added[kVecs] = {};
   Vec<Y, kWidth> dy[kVecs] = {};

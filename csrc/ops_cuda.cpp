@@ -145,6 +145,11 @@ std::optional<Tensor> cast_param(const std::optional<Tensor>& param, ScalarType 
   return param ? std::optional<Tensor>(cast(*param, type)) : std::nullopt;
 }
 
+// Asks first: PyTorch's operator is called by name, which takes as long as an allocation.
+Tensor contiguous_of(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
 uintptr_t address_of(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
 }
@@ -209,7 +214,7 @@ struct RowsOf {
   RowsOf(const Tensor& original, int64_t leading) : tensor(original) {
     auto found = row_map(tensor, leading);
     if (!found) {
-      tensor = torch::stable::contiguous(tensor);
+      tensor = contiguous_of(tensor);
       found = row_map(tensor, leading);
     }
     map = *found;
@@ -237,7 +242,7 @@ void check_param(const std::optional<Tensor>& param, const char* name, const Ten
 // A parameter as kernels read it: contiguous and aligned.
 std::optional<Tensor> prepare_param(const std::optional<Tensor>& param, ScalarType type) {
   if (!param) return std::nullopt;
-  Tensor ready = torch::stable::contiguous(cast(*param, type));
+  Tensor ready = contiguous_of(cast(*param, type));
   if (address_of(ready) % kAlignment != 0) ready = torch::stable::clone(ready);
   return ready;
 }
@@ -338,7 +343,7 @@ ForwardResult forward(const Tensor& input, const std::optional<Tensor>& residual
             forward(wide ? cast(sum, sum_type) : sum, std::nullopt, normalized_ndim,
                     cast_param(weight, sum_type), cast_param(bias, sum_type), eps, activation,
                     scale, y_type, needs_statistics);
-        result.residual_out = torch::stable::contiguous(sum);
+        result.residual_out = contiguous_of(sum);
         if (needs_statistics && types.x != ScalarType::Double) {
           result.mean = cast(result.mean, ScalarType::Float);
           result.rstd = cast(result.rstd, ScalarType::Float);
@@ -505,8 +510,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     if (dresidual) dresidual_rows.emplace(*dresidual, shape.leading);
     const auto ready_weight = prepare_param(weight, types.weight);
     const auto ready_bias = prepare_param(bias, types.weight);
-    const Tensor ready_mean = torch::stable::contiguous(mean);
-    const Tensor ready_rstd = torch::stable::contiguous(rstd);
+    const Tensor ready_mean = contiguous_of(mean);
+    const Tensor ready_rstd = contiguous_of(rstd);
 
     Problem problem;
     problem.rows = shape.rows;

@@ -74,6 +74,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const Plan& plan, cudaStream_t stream) {
+  if (plan.few_rows) return launch_layer_norm_backward_few_rows(params, types, plan, stream);
   const auto rows = [&] {
     switch (plan.strategy) {
       case Strategy::kWarp:

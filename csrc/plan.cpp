@@ -22,6 +22,7 @@ struct Forced {
   std::map<std::string, int> numbers;
 
   int number(const char* key, int otherwise) const {
+    if (numbers.empty()) return otherwise;
     const auto found = numbers.find(key);
     return found == numbers.end() ? otherwise : found->second;
   }
@@ -59,33 +60,63 @@ int most_warp_vecs(const Problem& problem, int width) {
 // Few lanes with several vectors each make a shuffle serve more columns: what half precision needs,
 // where arithmetic is the bound. In float32 it is loads of whole 128-byte lines.
 int wanted_warp_vecs(const Problem& problem, int width, int64_t vectors) {
-  // An epilogue is arithmetic again (4194304 x 64 float32 with GELU: 656 us against 821).
-  if (width == 1 || problem.has_epilogue || problem.backward) return 4;
-  if (size_of(problem.x) == 4) return 1;
+  if (width == 1 || problem.backward) return 4;
+  // us with one, two and four; with GELU: 4194304 x 64 580, 528, 610; 131072 x
+  // 256 67.7, 67.6, 69.9.
+  if (size_of(problem.x) == 4) return problem.has_epilogue ? 2 : 1;
+  // 524288 x 64 bfloat16: 35.7, 37.4, 37.3; with SiLU 43.9, 37.0, 43.2.
+  if (vectors == 8) return problem.has_epilogue ? 2 : 1;
   // Two are better if they leave no place empty (bfloat16: 65536 x 128 10.8 us, with four 11.4;
-  // 32768 x 256 10.7, 11.1; 32768 x 512 18.9, 19.2; but 32768 x 320 15.5, 13.3).
-  return vectors == 16 || vectors == 32 || vectors == 64 ? 2 : 4;
+  // 32768 x 256 10.7, 11.1; 32768 x 512 18.9, 19.2; but 32768 x 320 15.5, 13.3), four with an
+  // activation (32768 x 512 with GELU 22.8, 21.2).
+  const bool fills = vectors == 16 || vectors == 32 || vectors == 64;
+  return fills && !problem.has_epilogue ? 2 : 4;
 }
 
-// Backward of few rows: one block computes the dx of one row or, of short rows, of a few, and
-// blocks beside them dweight and dbias, all in one launch.
+// Backward of few rows: blocks on rows compute dx, blocks on columns dweight and dbias beside them.
 void lay_out_few_rows(Plan& plan, const Problem& problem) {
   const int threads = plan.threads * plan.groups;
   const int cols = column_lanes(plan.width, size_of(problem.x)) * plan.width;
+  plan.few_rows = true;
   plan.blocks = ceil_div(problem.rows, plan.groups);
   plan.column_blocks = problem.needs_dparams ? ceil_div(problem.cols, cols) : 0;
   const int sums = threads / kWarpSize * cols * 2 * std::max(4, size_of(problem.x));
   plan.shared_bytes = problem.needs_dparams ? sums : 0;
 }
 
+// The same where a group of warps has a row: as many groups as make a block whose threads suffice
+// for the columns, but so few that all blocks run at once, where that can be (us with as many, and
+// so few; 512 x 2060 bfloat16 9.9 and 9.0, 512 x 2047 float32 10.6 and 8.0).
+void lay_out_few_long_rows(Plan& plan, const Problem& problem, const Device& device,
+                           const Forced& forced) {
+  const int sm_threads =
+      few_rows_blocks(problem.residual || problem.has_epilogue) * kBackwardThreads;
+  const auto groups_of = [&](int threads) {
+    return std::clamp(threads / plan.threads, 1, kMaxGroups);
+  };
+  const auto all_at_once = [&] {
+    return plan.blocks + plan.column_blocks <=
+           int64_t{device.sms} * (sm_threads / (plan.threads * plan.groups));
+  };
+  // Blocks on columns need threads (bfloat16: 128 x 1024 2.9 us with 256 of them, 4.6 with 64; 512
+  // x 1024 4.2 with 512, 4.6 with 256); more rows' blocks are better small (1024 x
+  // 4096 12.0, 12.8).
+  const int most = groups_of(problem.rows < 256 ? 256 : 512);
+  for (plan.groups = most; plan.groups >= 1; --plan.groups) {
+    lay_out_few_rows(plan, problem);
+    if (all_at_once()) break;
+  }
+  if (plan.groups < 1) plan.groups = plan.width == 1 ? most : std::min(most, groups_of(256));
+  plan.groups = forced.number("groups", plan.groups);
+  lay_out_few_rows(plan, problem);
+}
+
 // x and dy are then read twice, the second time from L2, but no second launch adds up partial sums
-// (bfloat16, in us with and without: 128 x 1024 2.9 and 9.3, 512 x 4096 9.8 and 13.9, 1024 x 4096
-// 16.5 and 17.2, 2048 x 768 12.9 and 10.8; single elements: 512 x 1350 9.4 and 9.5, 512 x 2060 13.5
-// and 12.5, 128 x 4119 9.0 and 11.4, 256 x 4119 14.4 and 13.2).
+// (us with and without; bfloat16: 128 x 1024 2.8 and 9.3, 512 x 1023 5.4 and 9.0, 512 x 4096 7.3
+// and 13.4, 2048 x 768 10.1 and 10.4, 2048 x 4096 21.4 and 23.1, 1024 x 8192 24.4 and 26.9).
 bool has_few_rows(const Problem& problem, const Forced& forced) {
   const int64_t bytes = problem.rows * problem.cols * (size_of(problem.x) + size_of(problem.y));
-  const bool few = problem.rows <= 1024 && bytes <= int64_t{16} << 20 &&
-                   (problem.aligned || problem.rows * problem.cols <= 640 * 1024);
+  const bool few = problem.rows <= (problem.aligned ? 2048 : 1024) && bytes <= int64_t{32} << 20;
   return forced.number("few", few) != 0;
 }
 
@@ -101,41 +132,68 @@ Plan warp_plan(const Problem& problem, const Device& device, int width, int64_t 
   // Backward has few kernels: of the vectors they provide for, some may be missing.
   if (problem.backward) plan.vecs = width > 1 ? 2 : plan.vecs <= 4 ? 4 : 8;
   plan.slice_cols = static_cast<int>(problem.cols);
-  const int block_threads = problem.backward ? kBackwardThreads : kWarpForwardThreads;
-  plan.groups = block_threads / plan.threads;
-  plan.blocks = ceil_div(problem.rows, plan.groups);
-  if (problem.backward && has_few_rows(problem, forced)) {
+  if (!problem.backward) {
+    plan.groups = kWarpForwardThreads / plan.threads;
+    plan.blocks = ceil_div(problem.rows, plan.groups);
+  } else if (has_few_rows(problem, forced)) {
+    plan.groups = kBackwardThreads / plan.threads;
     lay_out_few_rows(plan, problem);
-  } else if (problem.backward) {
-    plan.blocks = std::min<int64_t>(plan.blocks, device.sms);
-    constexpr int kWarps = kBackwardThreads / kWarpSize;
-    plan.shared_bytes =
-        static_cast<int>(2 * kWarps * problem.cols * std::max(4, size_of(problem.x)));
+  } else {
+    const bool activates = width > 1 && problem.has_epilogue && !problem.residual;
+    const int threads = warp_backward_threads(size_of(problem.x), activates);
+    plan.groups = threads / plan.threads;
+    plan.blocks = std::min<int64_t>(ceil_div(problem.rows, plan.groups), device.sms);
+    plan.shared_bytes = static_cast<int>(2 * (threads / kWarpSize) * problem.cols *
+                                         std::max(4, size_of(problem.x)));
   }
   return plan;
 }
 
-// Forward: a row stays in the registers of one block. The number of vectors a thread that leaves
-// the fewest places empty; of long rows, the first that fits.
+// Forward of rows that nothing is fused with and nothing shifts: their kernels take fewer
+// registers.
+bool is_plain(const Problem& problem) {
+  return problem.aligned && !problem.residual && !problem.has_epilogue &&
+         problem.x != DataType::kFloat64;
+}
+
+// Vectors a thread owns of a row that a block keeps in registers, best first. us with four, five
+// and eight; bfloat16: 16384 x 8192 133.1, 130.0, 137.2; 11264 x 11264 148.6, 124.1, 126.0; 10240 x
+// 12288 141.1, 137.1, 126.5; 8192 x 16384 137.2, 135.6, 135.8; float32: 16384 x 4096 130.8, 129.5,
+// 132.2; 10240 x 6144 132.7, 132.6, 123.2. With a residual: 16384 x 8192 273.7, 270.6, 273.5. With
+// an activation: 16384 x 8192 144.6, 154.3, 144.5; 8192 x 12288 134.4, 114.6, 124.0; 8192 x 16384
+// 161.5, 172.5, 178.3. Ragged: 8192 x 8191 80.0, 85.8, 81.4; 8192 x 12287 137.8, 146.2, 123.1.
+std::vector<int> forward_block_vecs(const Problem& problem, int64_t vectors) {
+  const bool long_row = vectors > 1472;
+  if (problem.residual) return {5, 4, 8};
+  // Rows that never begin at multiples of 16 bytes; others are summed alike wherever they begin.
+  const bool ragged = problem.cols * std::min(size_of(problem.x), size_of(problem.y)) % 16 != 0;
+  if (ragged) return long_row ? std::vector<int>{8, 5, 4} : std::vector<int>{4, 5, 8};
+  if (problem.has_epilogue) {
+    return long_row && vectors <= 1792 ? std::vector<int>{5, 4, 8} : std::vector<int>{4, 5, 8};
+  }
+  const bool better_five = !long_row || (vectors > 1792 && vectors <= 2048);
+  return better_five ? std::vector<int>{5, 4, 8} : std::vector<int>{8, 5, 4};
+}
+
+// Forward: a row stays in the registers of one block. Short rows leave as few places empty as can
+// be.
 std::optional<Plan> forward_block_plan(const Problem& problem, int width, int64_t vectors,
                                        const Forced& forced) {
   std::optional<Plan> best;
   int64_t best_places = 0;
-  // Long rows are better in somewhat smaller blocks (8192 x 16384 bfloat16: 137.6 us with five
-  // vectors a thread, 138.1 with four).
-  const bool long_row = vectors >= 2048;
-  const std::vector<int> ladder = long_row ? std::vector<int>{5, 4, 8} : std::vector<int>{4, 5, 3};
+  const bool short_row = vectors < 640;
+  const auto ladder = short_row ? std::vector<int>{4, 5, 3} : forward_block_vecs(problem, vectors);
   for (int vecs : ladder) {
     Plan plan;
     plan.strategy = Strategy::kBlock;
     plan.width = width;
     plan.vecs = forced.number("vecs", vecs);
     plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
-    if (plan.threads > most_forward_threads(plan.vecs)) continue;
+    if (plan.threads > most_forward_threads(plan.vecs, is_plain(problem))) continue;
     // Only a thread's last vector may be missing.
     if (int64_t{plan.vecs - 1} * plan.threads >= vectors) continue;
     const int64_t places = int64_t{plan.threads} * plan.vecs;
-    if (best && (long_row || places >= best_places)) continue;
+    if (best && (!short_row || places >= best_places)) continue;
     plan.blocks = problem.rows;
     plan.slice_cols = static_cast<int>(problem.cols);
     best = plan;
@@ -171,8 +229,8 @@ int lag_of(const Plan& plan, const Forced& forced) {
 
 // So many blocks a row that a slice of it meets what `fits` asks for, which lays out the rest.
 template <typename Fits>
-std::optional<Plan> forward_split_plan(const Problem& problem, const Device& device, int vecs,
-                                       const Forced& forced, const Fits& fits) {
+std::optional<Plan> forward_sliced_plan(const Problem& problem, const Device& device, int vecs,
+                                        const Forced& forced, const Fits& fits) {
   if (device.capability < 90 || !problem.aligned || problem.x == DataType::kFloat64 ||
       problem.residual) {
     return std::nullopt;
@@ -212,7 +270,7 @@ std::optional<Plan> forward_ring_plan(const Problem& problem, const Device& devi
     // 16,384 columns (bfloat16: 4096 x 65536 304 us, with longer ones 334; 2048 x 262144 608, 664).
     return stages >= 5 && plan.threads <= kSplitForwardThreads;
   };
-  return forward_split_plan(problem, device, kSplitForwardVecs, forced, fits);
+  return forward_sliced_plan(problem, device, kSplitForwardVecs, forced, fits);
 }
 
 // A slice of x in registers, that of weight and as much as there is room for of bias in shared
@@ -229,16 +287,24 @@ std::optional<Plan> forward_resident_plan(const Problem& problem, const Device& 
     plan.shared_bytes = static_cast<int>((int64_t{plan.slice_cols} + plan.stage_cols) * size);
     return left >= 0 && plan.threads <= kResidentThreads;
   };
-  return forward_split_plan(problem, device, kResidentVecs, forced, fits);
+  return forward_sliced_plan(problem, device, kResidentVecs, forced, fits);
 }
 
-// Rows that a persistent block better keeps in registers than one that comes and goes, or several
-// in their rings (us with and without; bfloat16: 16384 x 20000 456 and 484, 8192 x 40000 356 and
-// 425, 4096 x 57344 269 and 292, 4096 x 65536 330 and 304; float32: 16384 x 10000 389 and 382,
-// 16384 x 12000 418 and 440, 8192 x 20000 343 and 378, 4096 x 25000 266 and 240).
-bool better_resident(const Problem& problem, int64_t vectors) {
-  return size_of(problem.x) == 4 ? vectors >= 2750 && vectors <= 5120
-                                 : vectors >= 2500 && vectors <= 7168;
+// A row that one block can keep, with all of its parameters, is better not split over several rings
+// (us kept and split; bfloat16: 8192 x 40000 356 and 425, 4096 x 57344 269 and 292, but 4096 x
+// 65536 330 and 304; float32: 8192 x 20000 343 and 378, but 4096 x 25000 266 and 240).
+bool better_resident(const Problem& problem, const Plan& resident) {
+  const int64_t most_cols = size_of(problem.x) == 4 ? 20480 : 57344;
+  return resident.blocks_per_row == 1 && resident.stage_cols == resident.slice_cols &&
+         problem.cols <= most_cols;
+}
+
+std::optional<Plan> forward_split_plan(const Problem& problem, const Device& device,
+                                       const Forced& forced) {
+  const auto resident = forward_resident_plan(problem, device, forced);
+  const auto ring = forward_ring_plan(problem, device, forced);
+  const bool wanted = resident && (!ring || better_resident(problem, *resident));
+  return resident && forced.number("resident", wanted) != 0 ? resident : ring;
 }
 
 Plan forward_stream_plan(const Problem& problem, int width) {
@@ -332,12 +398,7 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     plan.groups = forced.number("groups", groups);
     const bool keeps = plan.vecs * width <= kKeptColsPerThread;
     if (plan.strategy == Strategy::kBlock && keeps && has_few_rows(problem, forced)) {
-      // Blocks on columns need threads (bfloat16: 128 x 1024 2.9 us with 256 of them, 4.6 with 64;
-      // 512 x 1024 4.2 with 512, 4.6 with 256).
-      const int wanted_threads = problem.rows < 256 ? 256 : 512;
-      groups = std::min(kMaxGroups, std::max(groups, wanted_threads / plan.threads));
-      plan.groups = forced.number("groups", groups);
-      lay_out_few_rows(plan, problem);
+      lay_out_few_long_rows(plan, problem, device, forced);
       return plan;
     }
     plan.shared_bytes = static_cast<int>(plan.groups > 1 ? plan.groups * group_sums : 0);
@@ -368,7 +429,7 @@ Plan backward_stream_plan(const Problem& problem, const Device& device, int widt
   plan.strategy = Strategy::kStream;
   plan.width = width;
   plan.vecs = 16 / width;
-  plan.threads = 256;
+  plan.threads = kStreamSumsThreads;
   plan.slice_cols = plan.threads * plan.vecs * width;
   plan.blocks_per_row = static_cast<int>(ceil_div(problem.cols, plan.slice_cols));
   // Blocks over rows as well, where the columns alone leave multiprocessors idle.
@@ -379,12 +440,14 @@ Plan backward_stream_plan(const Problem& problem, const Device& device, int widt
 }
 
 void lay_out_backward_workspace(Plan& plan, const Problem& problem) {
-  if (plan.column_blocks > 0) return;  // no partial sums
+  if (plan.few_rows) return;  // no partial sums
   const int64_t acc = std::max(4, size_of(problem.x));
   const int64_t sets = plan.blocks / std::max(1, plan.blocks_per_row);
   plan.partials = static_cast<int>(sets);
   int64_t offset = 0;
-  if (plan.blocks_per_row > 1 || plan.strategy == Strategy::kStream) {
+  if (plan.strategy == Strategy::kStream) {
+    offset += problem.rows * plan.blocks_per_row * (plan.threads / kWarpSize) * 2 * acc;
+  } else if (plan.blocks_per_row > 1) {
     offset += problem.rows * plan.blocks_per_row * 2 * acc;
   }
   plan.totals_offset = offset = round_up(offset, 256);
@@ -427,22 +490,10 @@ Plan make_plan(const Problem& problem, const Device& device) {
     plan = warp_plan(problem, device, width, vectors, forced);
   }
   if (!problem.backward) {
-    // A block of more than 512 threads is alone on its multiprocessor, which then waits with it
-    // (bfloat16: 16384 x 20000 493 us, split 477; 16384 x 24000 551 and 451).
-    const bool may_split = !plan && wanted(Strategy::kSplit);
-    if (may_split && forced.number("resident", better_resident(problem, vectors)) != 0) {
-      plan = forward_resident_plan(problem, device, forced);
-      const bool keeps_bias = plan && plan->stage_cols == plan->slice_cols;
-      if (!forced.numbers.count("resident") && (!keeps_bias || plan->blocks_per_row > 1)) {
-        plan.reset();
-      }
-    }
-    if (!plan && may_split && vectors > 2048) plan = forward_ring_plan(problem, device, forced);
     if (!plan && wanted(Strategy::kBlock)) {
       plan = forward_block_plan(problem, width, vectors, forced);
     }
-    if (!plan && may_split) plan = forward_ring_plan(problem, device, forced);
-    if (!plan && may_split) plan = forward_resident_plan(problem, device, forced);
+    if (!plan && wanted(Strategy::kSplit)) plan = forward_split_plan(problem, device, forced);
     if (!plan && wanted(Strategy::kStream)) {
       plan = forward_stream_plan(problem, shifted ? 1 : width);
     } else if (plan) {
@@ -491,6 +542,7 @@ std::string describe(const Plan& plan) {
        << ", \"vecs\": " << plan.vecs << ", \"threads\": " << plan.threads
        << ", \"groups\": " << plan.groups << ", \"blocks_per_row\": " << plan.blocks_per_row
        << ", \"slice_cols\": " << plan.slice_cols << ", \"blocks\": " << plan.blocks
+       << ", \"few_rows\": " << (plan.few_rows ? "true" : "false")
        << ", \"column_blocks\": " << plan.column_blocks
        << ", \"shifted\": " << (plan.shifted ? "true" : "false")
        << ", \"bulk\": " << (plan.bulk ? "true" : "false") << ", \"stages\": " << plan.stages

@@ -19,6 +19,14 @@ constexpr int kWarpForwardThreads = 128;
 // Threads of backward's persistent blocks, which leave each 128 registers (96, with 640 threads,
 // were slower even where rows of 5120 columns leave 192 of 512 threads idle: 152 us against 147).
 constexpr int kBackwardThreads = 512;
+// The warp kernel of float32 with an activation has more, of 80 registers (4194304 x 64 with GELU:
+// 833 us, with 512 threads 959; without, 640 threads and 512 are alike).
+constexpr int warp_backward_threads(int size, bool activates) {
+  return size == 4 && activates ? 768 : kBackwardThreads;
+}
+// Blocks of few rows on a multiprocessor: they have no running sums, but activations take
+// registers.
+constexpr int few_rows_blocks(bool fused) { return fused ? 1 : 2; }
 // Rows that a block of backward works on at once, and rows (slices) that a ring holds.
 constexpr int kMaxGroups = 15;
 constexpr int kMaxStages = 8;
@@ -32,16 +40,22 @@ constexpr int kGroupSumsPadding = 4;
 // Blocks that compute dweight and dbias alone have lines of 64 bytes, single elements sectors
 // of 32.
 constexpr int column_lanes(int width, int size) { return width == 1 ? 32 / size : 4; }
-// Forward keeps a row in registers: up to four vectors a thread take 64, five 72 (so that a
-// multiprocessor has room for two blocks), more 96.
-constexpr int most_forward_threads(int vecs) { return vecs <= 4 ? 1024 : vecs == 5 ? 448 : 640; }
-constexpr int least_forward_blocks(int vecs) { return vecs == 5 ? 2 : 1; }
+// Forward keeps a row in registers. Up to four vectors a thread take 64 of them, five 72, eight 96;
+// but of plain rows (nothing fused, nothing shifted, parameters of x's type, no float64) eight take
+// 80 in narrow blocks, of which a multiprocessor has three, and 64 in wide ones, of which it has
+// two.
+constexpr int kNarrowForwardThreads = 256;
+constexpr int most_forward_threads(int vecs, bool plain) {
+  return vecs <= 4 ? 1024 : vecs == 5 ? 448 : plain ? 512 : 640;
+}
 // One warp of a block of a split row collects the row's sums.
 constexpr int kSplitForwardThreads = 1024 - 32;
 constexpr int kSplitForwardVecs = 4;
 // Forward's kSplit without bulk copies keeps a slice in registers, 32 of a thread's 64.
 constexpr int kResidentThreads = 1024;
 constexpr int kResidentVecs = 8;
+// Threads of backward's kStream blocks; each of their warps leaves its share of a row's sums.
+constexpr int kStreamSumsThreads = 256;
 // A device with more multiprocessors than this leaves some out of its longest rows.
 constexpr int kMaxBlocksPerRow = 160;
 
@@ -86,7 +100,8 @@ struct Plan {
   int stage_cols = 0;         // bulk: columns that a slice has room for in shared memory; forward's
                               // kSplit without bulk copies: those that a slice of bias has room for
   int64_t blocks = 1;         // on rows; persistent in backward and kSplit
-  int64_t column_blocks = 0;  // backward of few rows: blocks on dweight and dbias beside them
+  bool few_rows = false;      // backward: all in one launch, without partial sums
+  int64_t column_blocks = 0;  // few rows: blocks on dweight and dbias beside those on rows
   bool shifted = false;       // forward: rows begin anywhere, and are moved by vectors all the same
   bool bulk = false;          // rows come to shared memory by Hopper's bulk copies
   int stages = 0;             // bulk: rows (row slices) that a group keeps in flight

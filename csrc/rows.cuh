@@ -90,6 +90,7 @@ template <typename Acc>
 struct Reciprocal {
   Acc rounded, rest;
 
+  __device__ __forceinline__ Reciprocal(Acc r, Acc its_rest) : rounded(r), rest(its_rest) {}
   __device__ __forceinline__ explicit Reciprocal(int n)
       : rounded(Acc(1) / Acc(n)), rest(fma(-rounded, Acc(n), Acc(1)) * rounded) {}
   __device__ __forceinline__ explicit Reciprocal(const Scalar& inverse)
@@ -211,6 +212,12 @@ struct RowVectors {
   using Acc = typename T::Acc;
   using X = typename T::X;
   Vec<X, kWidth> x[kVecs];
+
+  // What was computed of the elements before is not kept for after: it has no registers.
+  __device__ __forceinline__ void forget_unpacked() {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) hold(x[k]);
+  }
 
   // x = input, or input + residual rounded to residual's type, which is then stored as well.
   template <bool kResidual, typename Share>
@@ -348,19 +355,60 @@ __device__ __forceinline__ Vec<Y, kWidth> finish(const ForwardParams& p, const V
   return round_to<Y>(values);
 }
 
-template <bool kEpilogue, typename T, int kWidth, int kVecs, typename Share, typename Acc>
+// weight and bias of a thread's vectors, read where they are used. A missing vector reads the first
+// one's columns.
+template <typename T, int kWidth, typename Share>
+struct LateParameters {
+  const ForwardRow<T>& row;
+  const Share& share;
+
+  __device__ __forceinline__ int col(int k) const {
+    return share.has(k) ? share.vector(k) * kWidth : 0;
+  }
+  __device__ __forceinline__ auto weight(int k) const {
+    return row.weight.template load<kWidth>(col(k));
+  }
+  __device__ __forceinline__ auto bias(int k) const {
+    return row.bias.template load<kWidth>(col(k));
+  }
+};
+
+// The same, on their way while the row is and while its sums are taken.
+template <typename T, int kWidth, int kVecs>
+struct EarlyParameters {
+  using W = typename T::W;
+  Vec<W, kWidth> weights[kVecs], biases[kVecs];
+
+  template <typename Share>
+  __device__ __forceinline__ explicit EarlyParameters(
+      const LateParameters<T, kWidth, Share>& parameters) {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      weights[k] = parameters.weight(k);
+      biases[k] = parameters.bias(k);
+    }
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      hold(weights[k]);
+      hold(biases[k]);
+    }
+  }
+  __device__ __forceinline__ const Vec<W, kWidth>& weight(int k) const { return weights[k]; }
+  __device__ __forceinline__ const Vec<W, kWidth>& bias(int k) const { return biases[k]; }
+};
+
+template <bool kEpilogue, typename T, int kWidth, int kVecs, typename Parameters, typename Share,
+          typename Acc>
 __device__ __forceinline__ void finish_row(const ForwardParams& p, const ForwardRow<T>& row,
                                            const RowVectors<T, kWidth, kVecs>& values,
-                                           const Share& share, Acc mean, Acc rstd) {
+                                           const Parameters& parameters, const Share& share,
+                                           Acc mean, Acc rstd) {
   using Y = typename T::Y;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
-    // A missing vector reads the first one's columns.
-    const int col = share.has(k) ? share.vector(k) * kWidth : 0;
     const auto y =
-        finish<kEpilogue, Y>(p, values.x[k], mean, rstd, row.weight.template load<kWidth>(col),
-                             row.bias.template load<kWidth>(col));
-    if (share.has(k)) store_once<Y, kWidth>(element(row.y, col), y);
+        finish<kEpilogue, Y>(p, values.x[k], mean, rstd, parameters.weight(k), parameters.bias(k));
+    if (share.has(k)) store_once<Y, kWidth>(element(row.y, share.vector(k) * kWidth), y);
   }
 }
 
@@ -395,7 +443,8 @@ __device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t
 
 // Forward of one row by a team: the lanes of a warp, or a block. A team without a row of its own
 // (`row` is past the last) goes along with the last row for the sake of the others in its warp.
-template <typename T, int kVecs, Fusion kFusion, bool kShifted, typename Team>
+// kForget: of the row nothing but its packed elements stays in registers between sums and result.
+template <typename T, int kVecs, Fusion kFusion, bool kShifted, bool kForget = false, typename Team>
 __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& team,
                                             uint32_t row) {
   using Acc = typename T::Acc;
@@ -422,19 +471,36 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
     values.template load_shifted<kResidual>(place, team, share, valid_row);
   } else {
     values.template load<kResidual>(place, share);
-    pivot = team.template pivot<kResidual>(place, values.x[0].at[0]);
   }
+  const auto parameters = [&] {
+    using Late = LateParameters<T, kWidth, decltype(share)>;
+    constexpr int kWords = 2 * kVecs * kWidth * sizeof(typename T::W) / 4;
+    if constexpr (kShifted || kFusion != Fusion::kNone || kWords > Team::kMostEarlyWords) {
+      return Late{place, share};
+    } else {
+      return EarlyParameters<T, kWidth, kVecs>(Late{place, share});
+    }
+  }();
+  if constexpr (!kShifted) pivot = team.template pivot<kResidual>(place, values.x[0].at[0]);
   const Acc mean = inverse_cols.mean(pivot, team.sum(values.sum(pivot, share), 0));
   const Acc m2 = team.sum(values.squared_deviations(mean, share), 1);
+  if constexpr (kForget) {
+    if constexpr (sizeof(typename T::X) < sizeof(Acc)) values.forget_unpacked();
+    asm("" : "+r"(row));
+  }
   const Acc rstd = reciprocal_sqrt(m2 * inverse_cols.rounded + p.eps.as<Acc>());
   // Rows that begin anywhere are stored by all lanes together.
   if (!kShifted && !valid_row) return;
   if (valid_row && team.thread() == 0) store_statistics(p, row, mean, rstd);
+  constexpr bool kFused = kFusion != Fusion::kNone;
   if constexpr (kShifted) {
-    finish_shifted_row<kFusion != Fusion::kNone>(p, place, values, team, share, valid_row, mean,
-                                                 rstd);
+    finish_shifted_row<kFused>(p, place, values, team, share, valid_row, mean, rstd);
+  } else if constexpr (kForget) {
+    const ForwardRow<T> again(p, row, 0, std::bool_constant<kResidual>{});
+    const LateParameters<T, kWidth, decltype(share)> read_again = {again, share};
+    finish_row<kFused>(p, again, values, read_again, share, mean, rstd);
   } else {
-    finish_row<kFusion != Fusion::kNone>(p, place, values, share, mean, rstd);
+    finish_row<kFused>(p, place, values, parameters, share, mean, rstd);
   }
 }
 
@@ -516,9 +582,9 @@ struct DxRow {
 
   // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dresidual.
   template <int kWidth, typename Acc>
-  __device__ __forceinline__ void store(int col, const Acc (&xhat)[kWidth], const Acc (&g)[kWidth],
-                                        Pair<Acc> means, Acc rstd,
-                                        const Vec<X, kWidth>& added) const {
+  __device__ __forceinline__ Vec<X, kWidth> vector(const Acc (&xhat)[kWidth],
+                                                   const Acc (&g)[kWidth], Pair<Acc> means,
+                                                   Acc rstd, const Vec<X, kWidth>& added) const {
     Acc values[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
@@ -530,7 +596,14 @@ struct DxRow {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) values[j] += more[j];
     }
-    store_once<X, kWidth>(element(dx, col), round_to<X>(values));
+    return round_to<X>(values);
+  }
+
+  template <int kWidth, typename Acc>
+  __device__ __forceinline__ void store(int col, const Acc (&xhat)[kWidth], const Acc (&g)[kWidth],
+                                        Pair<Acc> means, Acc rstd,
+                                        const Vec<X, kWidth>& added) const {
+    store_once<X, kWidth>(element(dx, col), vector(xhat, g, means, rstd, added));
   }
 };
 
@@ -575,82 +648,6 @@ struct ParamGradSink {
     }
     if (dweight != nullptr) store_once<W, kWidth>(dweight + col, round_to<W>(dw));
     if (dbias != nullptr) store_once<W, kWidth>(dbias + col, round_to<W>(db));
-  }
-};
-
-// dweight and dbias of few rows, by blocks of their own beside those that compute dx: `kLanes`
-// lanes side by side on the vectors of a line, the rest of the block on different rows. The order
-// of the sums is fixed. `shared` holds a pair for each column of each warp.
-template <typename T, int kWidth>
-struct ColumnGradients {
-  using Acc = typename T::Acc;
-  using W = typename T::W;
-  static constexpr int kLanes = column_lanes(kWidth, sizeof(typename T::X));
-  static constexpr int kCols = kLanes * kWidth;
-
-  template <bool kMayActivate>
-  static __device__ __forceinline__ void run(const BackwardParams& p, int block, void* shared) {
-    const int lane = threadIdx.x % kLanes;
-    const int first_row = threadIdx.x / kLanes, row_step = blockDim.x / kLanes;
-    const int first_col = block * kCols;
-    const int vectors = p.cols / kWidth - block * kLanes;
-    const int col = lane < vectors ? lane * kWidth : 0;
-    const bool reads_x = needs_x(p);
-    const auto weight =
-        Parameter<W>(p.weight, first_col, Otherwise::kOnes).template load<kWidth>(col);
-    const auto bias = Parameter<W>(kMayActivate ? p.bias : nullptr, first_col, Otherwise::kZeros)
-                          .template load<kWidth>(col);
-    Acc dweight[kWidth] = {}, dbias[kWidth] = {};
-    // Several rows on their way at once; but the code of the activations is large.
-    constexpr int kAtOnce = kMayActivate ? 1 : 4;
-    for (int64_t row = first_row; row < p.rows; row += kAtOnce * row_step) {
-      Vec<typename T::X, kWidth> x[kAtOnce] = {};
-      Vec<typename T::Y, kWidth> dy[kAtOnce] = {};
-      Acc mean[kAtOnce] = {}, rstd[kAtOnce] = {};
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int64_t r = row + i * row_step;
-        if (r >= p.rows) continue;  // adds zero
-        if (reads_x) {
-          x[i] = load<Use::kAgain, kWidth>(static_cast<const typename T::X*>(p.x) + p.x_rows(r) +
-                                           first_col + col);
-        }
-        dy[i] = load<Use::kAgain, kWidth>(static_cast<const typename T::Y*>(p.dy) + p.dy_rows(r) +
-                                          first_col + col);
-        mean[i] = static_cast<const Acc*>(p.mean)[r];
-        rstd[i] = static_cast<const Acc*>(p.rstd)[r];
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        Gradients<T, kWidth, kMayActivate>(p, x[i], dy[i], mean[i], rstd[i], weight, bias)
-            .add_dparams(dweight, dbias);
-      }
-    }
-    // First the rows of a warp, then the warps.
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-#pragma unroll
-      for (int offset = kLanes; offset < kWarpSize; offset *= 2) {
-        dweight[j] += shuffle_xor(dweight[j], offset);
-        dbias[j] += shuffle_xor(dbias[j], offset);
-      }
-    }
-    const int warps = blockDim.x / kWarpSize, warp = threadIdx.x / kWarpSize;
-    Pair<Acc>* sums = static_cast<Pair<Acc>*>(shared);  // [warp][column]
-    if (threadIdx.x % kWarpSize < kLanes) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        sums[warp * kCols + lane * kWidth + j] = {dweight[j], dbias[j]};
-      }
-    }
-    __syncthreads();
-    const ParamGradSink<T> outputs(p, 0, 1, 0);
-    for (int c = threadIdx.x; c < min(kCols, p.cols - first_col); c += blockDim.x) {
-      Pair<Acc> sum = sums[c];
-      for (int w = 1; w < warps; ++w) sum += sums[w * kCols + c];
-      const Acc dw[1] = {sum.first}, db[1] = {sum.second};
-      outputs.store(first_col + c, dw, db);
-    }
   }
 };
 

@@ -28,7 +28,6 @@ struct SliceLayout {
   int stages = 0;
   int lag = 0;
   int partials = 1;
-  int row_blocks = 1;  // those before them compute dweight and dbias
   int64_t dparams_offset = 0;
 
   explicit SliceLayout(const Plan& plan)
@@ -40,7 +39,6 @@ struct SliceLayout {
         stages(plan.stages),
         lag(plan.lag),
         partials(plan.partials),
-        row_blocks(static_cast<int>(plan.blocks)),
         dparams_offset(plan.dparams_offset) {}
 };
 
@@ -56,13 +54,12 @@ struct SliceWork {
   __device__ __forceinline__ SliceWork(const SliceLayout& layout, int group, int64_t all_rows,
                                        int all_cols, std::bool_constant<kWholeRows>)
       : slice(kWholeRows ? 0 : blockIdx.x % layout.blocks_per_row),
-        set(kWholeRows ? blockIdx.x - (gridDim.x - layout.row_blocks)
-                       : blockIdx.x / layout.blocks_per_row) {
+        set(kWholeRows ? blockIdx.x : blockIdx.x / layout.blocks_per_row) {
     const int blocks_per_row = kWholeRows ? 1 : layout.blocks_per_row;
     first_col = slice * layout.slice_cols;
     cols = min(layout.slice_cols, all_cols - first_col);
     first_row = set * layout.groups + group;
-    row_step = layout.row_blocks / blocks_per_row * layout.groups;
+    row_step = gridDim.x / blocks_per_row * layout.groups;
     const uint32_t end = static_cast<uint32_t>(all_rows);
     rows = first_row < end ? static_cast<int>((end - first_row - 1) / row_step + 1) : 0;
   }

@@ -79,6 +79,18 @@ struct Vec {
 template <typename V>
 using piece_t = typename V::Piece;
 
+// Makes the compiler hold the vector as it is, here: what was computed of it before is not kept for
+// later, and its load is not put off.
+template <typename T, int kWidth>
+__device__ __forceinline__ void hold(Vec<T, kWidth>& v) {
+  static_assert(sizeof(v) % sizeof(uint32_t) == 0);
+  auto* words = reinterpret_cast<uint32_t*>(v.at);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(v) / sizeof(uint32_t)); ++i) {
+    asm volatile("" : "+r"(words[i]));
+  }
+}
+
 // How what is loaded is used: read once (L1 is left to what is read again), read again by this or
 // another block (parameters, and rows that are read twice), or plainly: from shared memory, or from
 // memory that this kernel writes.
@@ -118,6 +130,29 @@ __device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v) {
     } else {
       to[i] = from[i];
     }
+  }
+}
+
+// The same where `wanted`. Whole pieces by a predicate: behind a branch, with all that leads to the
+// value, each vector's arithmetic would wait for the one before.
+template <typename T, int kWidth>
+__device__ __forceinline__ void store_once_if(bool wanted, T* p, const Vec<T, kWidth>& v) {
+  using V = Vec<T, kWidth>;
+  if constexpr (V::kPieceBytes == 16) {
+    auto* to = reinterpret_cast<uint4*>(p);
+    const auto* from = reinterpret_cast<const uint4*>(v.at);
+#pragma unroll
+    for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
+      asm volatile(
+          "{\n"
+          ".reg .pred p;\n"
+          "setp.ne.s32 p, %0, 0;\n"
+          "@p st.global.cs.v4.u32 [%1], {%2, %3, %4, %5};\n"
+          "}\n" ::"r"(static_cast<int>(wanted)),
+          "l"(to + i), "r"(from[i].x), "r"(from[i].y), "r"(from[i].z), "r"(from[i].w));
+    }
+  } else if (wanted) {
+    store_once(p, v);
   }
 }
 
