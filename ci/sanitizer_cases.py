@@ -43,10 +43,10 @@ def main():
     run(4, 65537, BF16)
     run(6, 40000, BF16, residual=True)
     run(10, 300_000, F32)
-    # A row in the registers of one block, for several rows each.
-    for dtype in (BF16, F32):
-        run(300, 20_480, dtype)
-        run(300, 20_480, dtype, activation="silu")
+    # A row in the registers of one block: one that comes and goes, and one that stays for more.
+    for cols, dtype in ((32_768, BF16), (16_384, F32), (40_960, BF16), (20_480, F32)):
+        run(300, cols, dtype)
+        run(300, cols, dtype, activation="silu")
     run(2, 4_194_304, F32)
     torch.cuda.synchronize()
 

@@ -345,7 +345,7 @@ def test_every_element_is_written(poison, cols):
 
 
 # The kernels' own boundaries: rows of these many bytes, and one element or vector to either side.
-BOUNDARY_BYTES = [*(2**n for n in range(6, 18)), 40_000, 44_000, 81_920, 114_688]
+BOUNDARY_BYTES = [*(2**n for n in range(6, 18)), 10_240, 23_552, 28_672, 81_920, 114_688]
 
 
 @pytest.mark.gpu
