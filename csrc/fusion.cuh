@@ -52,27 +52,24 @@ __device__ __forceinline__ float polynomial(float x, const float (&coefficients)
   return p;
 }
 
-// 2 gelu(z): the factor comes off with scale. Instructions: 11 for float16, 10 for bfloat16; 13.
+// 2 gelu(z): the factor comes off with scale. Instructions: 11, 13.
 //
 // 2 z Phi(z) = z + |z| - |z| 2^P(|z|) with 2^P(u) = 2 Phi(-u): one EX2, and no difference of nearly
-// equal numbers on either side. P is fitted to the least greatest error of gelu(-u): for float16,
-// to 0.02 of a rounding; for bfloat16, to 0.007 of one or 5e-8, whichever is more; for float32, to
-// 1e-7 of the result or 6e-9 (with float32's roundings the error of normally distributed z is half
-// of PyTorch's). Beyond the fit P only falls, and the result goes to 0.
+// equal numbers on either side. P is fitted to the least greatest error of gelu(-u): coarse, 1.8e-6
+// of it or 5e-9, whichever is more; fine, 1e-7 or 6e-9 (with float32's roundings, the error of
+// normally distributed z is half of PyTorch's). Beyond the fit P falls on, and the result goes to
+// 0.
 //
 // |z| is bounded for z = Inf, which times 0 would be NaN. z + |z| carries NaN, and makes NaN of
 // -Inf, as PyTorch does.
 template <typename Y>
 __device__ __forceinline__ float twice_gelu(float z) {
-  // For float16 where P is lowest, -104.
-  const float u = fminf(fabsf(z), std::is_same_v<Y, __half> ? 13.5f : 20.0f);
+  // Coarse, where P is lowest: -100.
+  const float u = fminf(fabsf(z), kCoarseFor<Y, float> ? 13.3f : 20.0f);
   float p;
-  if constexpr (std::is_same_v<Y, __half>) {
-    p = polynomial(u, {3.32268683e-05f, -7.58248614e-04f, 7.98836071e-03f, -5.31510562e-02f,
-                       -4.5907408e-01f, -1.15107083f, -5.74110936e-06f});
-  } else if constexpr (std::is_same_v<Y, __nv_bfloat16>) {
-    p = polynomial(u, {-3.91751673e-04f, 6.47498341e-03f, -5.02642505e-02f, -4.61590379e-01f,
-                       -1.15023792f, -6.16388133e-05f});
+  if constexpr (kCoarseFor<Y, float>) {
+    p = polynomial(u, {3.49846741e-05f, -7.79888593e-04f, 8.0879759e-03f, -5.33625595e-02f,
+                       -4.58869427e-01f, -1.1511451f, -1.06364462e-06f});
   } else {
     p = polynomial(
         u, {-1.20412217e-06f, 1.87583118e-05f, -8.15228705e-05f, -4.11487068e-04f, 7.46265100e-03f,

@@ -12,6 +12,28 @@ namespace {
 
 constexpr int kThreads = kSplitForwardThreads + kWarpSize;
 
+// A block's slices of weight and bias to shared memory, of bias the first `bias_cols` columns. By
+// all threads of the block; a barrier must follow.
+template <int kWidth, typename W>
+__device__ __forceinline__ void copy_parameters(W* weight, W* bias, const Parameter<W>& all_weight,
+                                                const Parameter<W>& all_bias, int vectors,
+                                                int bias_cols) {
+  using P = Vec<W, kWidth>;
+  for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
+    const int col = v * kWidth;
+    *reinterpret_cast<P*>(weight + col) = all_weight.template load<kWidth>(col);
+    if (col < bias_cols) *reinterpret_cast<P*>(bias + col) = all_bias.template load<kWidth>(col);
+  }
+}
+
+// rstd of a row; one of its threads stores it, and the mean.
+__device__ __forceinline__ float finish_moments(const ForwardParams& p, int64_t row,
+                                                const Moments<float>& moments, bool stores) {
+  const float rstd = reciprocal_sqrt(moments.m2 * p.inverse_cols.rounded + p.eps.rounded);
+  if (stores) store_statistics(p, row, moments.mean, rstd);
+  return rstd;
+}
+
 template <typename T, int kWidth, int kVecs, bool kEpilogue>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_norm_forward_split_kernel(const ForwardParams p, const SliceLayout layout) {
@@ -49,12 +71,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   const Parameter<W> all_weight(p.weight, work.first_col, Otherwise::kOnes);
   const Parameter<W> all_bias(p.bias, work.first_col, Otherwise::kZeros);
-  for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
-    using P = Vec<W, kWidth>;
-    const int col = v * kWidth;
-    *reinterpret_cast<P*>(weight + col) = all_weight.template load<kWidth>(col);
-    *reinterpret_cast<P*>(bias + col) = all_bias.template load<kWidth>(col);
-  }
+  copy_parameters<kWidth>(weight, bias, all_weight, all_bias, vectors, layout.slice_cols);
   __syncthreads();
 
   if (group.index == 1) {
@@ -102,8 +119,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       moments = combined[(i - lag) % kCollected];
     }
     const float mean = moments.mean;
-    const float rstd = reciprocal_sqrt(moments.m2 * p.inverse_cols.rounded + p.eps.rounded);
-    if (group.thread == 0 && work.slice == 0) store_statistics(p, row, mean, rstd);
+    const float rstd = finish_moments(p, row, moments, group.thread == 0 && work.slice == 0);
     const X* x = ring + second_read.stage * layout.slice_cols;
     Y* y = static_cast<Y*>(p.y) + row * p.cols + work.first_col;
 #pragma unroll
@@ -156,14 +172,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) load_vector(k, next);
   float pivot = to_acc(*next);
-  for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
-    using P = Vec<W, kWidth>;
-    const int col = v * kWidth;
-    *reinterpret_cast<P*>(weight + col) = all_weight.template load<kWidth>(col);
-    if (col < layout.stage_cols) {
-      *reinterpret_cast<P*>(bias + col) = all_bias.template load<kWidth>(col);
-    }
-  }
+  copy_parameters<kWidth>(weight, bias, all_weight, all_bias, vectors, layout.stage_cols);
   if (threadIdx.x == 0) {
     const Reciprocal<float> of_slice(work.cols);
     inverse = {of_slice.rounded, of_slice.rest};
@@ -202,8 +211,7 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
       moments = combined;
     }
     const float mean = moments.mean;
-    const float rstd = reciprocal_sqrt(moments.m2 * p.inverse_cols.rounded + p.eps.rounded);
-    if (group.thread == 0 && work.slice == 0) store_statistics(p, row, mean, rstd);
+    const float rstd = finish_moments(p, row, moments, group.thread == 0 && work.slice == 0);
     if (more) pivot = to_acc(*next);
     Y* y = static_cast<Y*>(p.y) + row * p.cols + work.first_col;
 #pragma unroll

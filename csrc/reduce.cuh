@@ -102,8 +102,8 @@ __device__ __forceinline__ Value sum_of_warps(const Value* scratch, int warps) {
   return sum;
 }
 
-// Sum over a group; every thread gets it. One barrier; `scratch` holds
-// scratch_values and must not be written again before another barrier of the group.
+// Sum over a group; every thread gets it. One barrier; `scratch` holds scratch_values of the
+// group's warps, and must not be written again before another barrier of the group.
 template <typename Acc>
 __device__ __forceinline__ Acc group_sum(Acc v, const Group& group, Acc* scratch) {
   v = warp_sum(v);
