@@ -85,8 +85,9 @@ void lay_out_few_rows(Plan& plan, const Problem& problem) {
 }
 
 // The same where a group of warps has a row: as many groups as make a block whose threads suffice
-// for the columns, but so few that all blocks run at once, where that can be (us with as many, and
-// so few; 512 x 2060 bfloat16 9.9 and 9.0, 512 x 2047 float32 10.6 and 8.0).
+// for the columns, or fewer, so that almost all blocks run at once (us with the most groups, two
+// and one; bfloat16: 512 x 2060 9.9, 9.0, 11.6; 512 x 2415 9.8, 9.2, 12.0; 512 x 2047
+// float32 10.6, 8.0, 9.1).
 void lay_out_few_long_rows(Plan& plan, const Problem& problem, const Device& device,
                            const Forced& forced) {
   const int sm_threads =
@@ -94,19 +95,21 @@ void lay_out_few_long_rows(Plan& plan, const Problem& problem, const Device& dev
   const auto groups_of = [&](int threads) {
     return std::clamp(threads / plan.threads, 1, kMaxGroups);
   };
-  const auto all_at_once = [&] {
-    return plan.blocks + plan.column_blocks <=
-           int64_t{device.sms} * (sm_threads / (plan.threads * plan.groups));
-  };
   // Blocks on columns need threads (bfloat16: 128 x 1024 2.9 us with 256 of them, 4.6 with 64; 512
-  // x 1024 4.2 with 512, 4.6 with 256); more rows' blocks are better small (1024 x
-  // 4096 12.0, 12.8).
-  const int most = groups_of(problem.rows < 256 ? 256 : 512);
-  for (plan.groups = most; plan.groups >= 1; --plan.groups) {
+  // x 1024 4.2 with 512, 4.6 with 256); vectors that do not fit at once are better in small blocks
+  // (1024 x 4096 12.0, 12.8).
+  constexpr int kLeastThreads = 256;
+  const int most = groups_of(problem.rows < 256 ? kLeastThreads : 512);
+  const int fallback = plan.width == 1 ? most : std::min(most, groups_of(kLeastThreads));
+  const auto all_at_once = [&] {
+    const int64_t places = int64_t{device.sms} * (sm_threads / (plan.threads * plan.groups));
+    return 8 * (plan.blocks + plan.column_blocks) <= 9 * places;
+  };
+  for (plan.groups = most; plan.groups * plan.threads >= kLeastThreads; --plan.groups) {
     lay_out_few_rows(plan, problem);
     if (all_at_once()) break;
   }
-  if (plan.groups < 1) plan.groups = plan.width == 1 ? most : std::min(most, groups_of(256));
+  if (plan.groups * plan.threads < kLeastThreads) plan.groups = fallback;
   plan.groups = forced.number("groups", plan.groups);
   lay_out_few_rows(plan, problem);
 }
@@ -176,13 +179,17 @@ std::vector<int> forward_block_vecs(const Problem& problem, int64_t vectors) {
 }
 
 // Forward: a row stays in the registers of one block. Short rows leave as few places empty as can
-// be.
+// be; with a residual three vectors of either are best (us with three and four, bfloat16: 32768 x
+// 4096 270.4, 274.8; 65536 x 2048 262.7, 264.9; 32768 x 3072 201.8, 199.8).
 std::optional<Plan> forward_block_plan(const Problem& problem, int width, int64_t vectors,
                                        const Forced& forced) {
   std::optional<Plan> best;
   int64_t best_places = 0;
   const bool short_row = vectors < 640;
-  const auto ladder = short_row ? std::vector<int>{4, 5, 3} : forward_block_vecs(problem, vectors);
+  const bool fewest_places = short_row && !problem.residual;
+  const auto ladder = fewest_places ? std::vector<int>{4, 5, 3}
+                      : short_row   ? std::vector<int>{3, 4, 5}
+                                    : forward_block_vecs(problem, vectors);
   for (int vecs : ladder) {
     Plan plan;
     plan.strategy = Strategy::kBlock;
@@ -193,7 +200,7 @@ std::optional<Plan> forward_block_plan(const Problem& problem, int width, int64_
     // Only a thread's last vector may be missing.
     if (int64_t{plan.vecs - 1} * plan.threads >= vectors) continue;
     const int64_t places = int64_t{plan.threads} * plan.vecs;
-    if (best && (!short_row || places >= best_places)) continue;
+    if (best && (!fewest_places || places >= best_places)) continue;
     plan.blocks = problem.rows;
     plan.slice_cols = static_cast<int>(problem.cols);
     best = plan;
