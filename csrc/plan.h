@@ -42,8 +42,7 @@ constexpr int kGroupSumsPadding = 4;
 constexpr int column_lanes(int width, int size) { return width == 1 ? 32 / size : 4; }
 // Forward keeps a row in registers. Up to four vectors a thread take 64 of them, five 72, eight 96;
 // but of plain rows (nothing fused, nothing shifted, parameters of x's type, no float64) eight take
-// 80 in narrow blocks, of which a multiprocessor has three, and 64 in wide ones, of which it has
-// two.
+// 80 in narrow blocks, three a multiprocessor, and 64 in wide ones, two a multiprocessor.
 constexpr int kNarrowForwardThreads = 256;
 constexpr int most_forward_threads(int vecs, bool plain) {
   return vecs <= 4 ? 1024 : vecs == 5 ? 448 : plain ? 512 : 640;
