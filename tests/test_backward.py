@@ -187,7 +187,7 @@ def test_every_large_call_gives_the_same_bits(shape):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
 def test_a_rows_dx_does_not_depend_on_its_batch(device, cols, dtype):
     """On CUDA the whole batch goes through persistent blocks, its few rows do not."""
-    rows = 200 if device == "cpu" else 1300
+    rows = 200 if device == "cpu" else 3000
     t = numerics.make(Problem((rows, cols), dtype=dtype), device)
 
     def dx(rows):
@@ -198,6 +198,20 @@ def test_a_rows_dx_does_not_depend_on_its_batch(device, cols, dtype):
     whole = dx(slice(None))
     for start, stop in ((0, 1), (7, 8), (199, 200), (3, 20), (50, 183)):
         assert torch.equal(dx(slice(start, stop)), whole[start:stop])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [64, 96, 257, 768, 1027, 4096])
+@pytest.mark.parametrize(
+    "options", [{"activation": "silu"}, {"residual_dtype": BF16}, {"weight_dtype": F32}]
+)
+def test_few_rows_have_the_dx_of_many(plans, cols, options):
+    args = _saved(Problem((100, cols), dtype=BF16, **options), "cuda")
+    dx = {}
+    for few in (0, 1):
+        plans.force(f"few={few}")
+        dx[few], _, _ = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
+    assert torch.equal(dx[0], dx[1])
 
 
 def test_one_column_has_no_gradient_but_bias(device):
