@@ -210,6 +210,7 @@ def test_few_rows_have_the_dx_of_many(plans, cols, options):
     dx = {}
     for few in (0, 1):
         plans.force(f"few={few}")
+        assert plans.of(100, cols, BF16, backward=True)["few_rows"] == bool(few)
         dx[few], _, _ = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
     assert torch.equal(dx[0], dx[1])
 
