@@ -20,12 +20,15 @@ struct RowMap {
   int64_t outer_stride = 0;
 
 #ifdef __CUDACC__
-  __device__ __forceinline__ int64_t operator()(int64_t row) const {
-    if (inner_rows == 0) {
-      return row * inner_stride;
-    }
+  // `use(start)`, on each of the two ways to it.
+  template <typename Use>
+  __device__ __forceinline__ auto visit(int64_t row, const Use& use) const {
+    if (inner_rows == 0) return use(row * inner_stride);
     const uint32_t outer = static_cast<uint32_t>(row) / static_cast<uint32_t>(inner_rows);
-    return outer * outer_stride + (row - outer * inner_rows) * inner_stride;
+    return use(outer * outer_stride + (row - outer * inner_rows) * inner_stride);
+  }
+  __device__ __forceinline__ int64_t operator()(int64_t row) const {
+    return visit(row, [](int64_t start) { return start; });
   }
 #endif
 };

@@ -125,23 +125,23 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, int team_th
   const DxRow<X, kFusion == Fusion::kResidual> dx_row(p, row, 0);
   const Parameter<W> weight(p.weight, 0, Otherwise::kOnes);
   const Parameter<W> bias(kMayActivate ? p.bias : nullptr, 0, Otherwise::kZeros);
-  const auto col_of = [&](int k) { return share.has(k) ? share.vector(k) * kWidth : 0; };
 
   Vec<X, kWidth> x[kVecs];
   Vec<Y, kWidth> dy[kVecs];
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
-    x[k] = load<Use::kAgain, kWidth>(element(x_row, col_of(k)));
-    dy[k] = load<Use::kAgain, kWidth>(element(dy_row, col_of(k)));
+    x[k] = load<Use::kAgain, kWidth>(element(x_row, share.template col<kWidth>(k)));
+    dy[k] = load<Use::kAgain, kWidth>(element(dy_row, share.template col<kWidth>(k)));
     // With a dy of zero, a missing vector adds zero.
     if (!share.has(k)) dy[k] = {};
   }
   const Acc mean = static_cast<const Acc*>(p.mean)[row];
   const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
   const auto gradients_of = [&](int k) {
+    const int col = share.template col<kWidth>(k);
     return Gradients<T, kWidth, kMayActivate>(p, x[k], dy[k], mean, rstd,
-                                              weight.template load<kWidth>(col_of(k)),
-                                              bias.template load<kWidth>(col_of(k)));
+                                              weight.template load<kWidth>(col),
+                                              bias.template load<kWidth>(col));
   };
   Pair<Acc> sums;
 #pragma unroll

@@ -15,6 +15,8 @@ namespace {
 
 struct BlockTeam {
   static constexpr int kMostEarlyWords = 0;  // they are for the row
+  // In bfloat16 with GELU: 32768 x 4096 142.0 us, walked 141.1; 16384 x 8192 144.7, 142.7.
+  static constexpr bool kWalks = true;
   Group group;
 
   __device__ __forceinline__ int thread() const { return group.thread; }
@@ -26,6 +28,12 @@ struct BlockTeam {
     return group_sum(v, group, scratch[which]);
   }
 
+  // Read behind the row, the first element is behind the stores of residual_out, too (bfloat16 with
+  // a residual: 32768 x 4096 271 us, before the row 260). Eight vectors beside a residual leave no
+  // register for it.
+  template <int kVecs, Fusion kFusion>
+  static constexpr bool kPivotFirst = kVecs < 8 || kFusion != Fusion::kResidual;
+
   template <bool kResidual, typename T>
   __device__ __forceinline__ auto pivot(const ForwardRow<T>& row, typename T::X) const {
     return row.template first_element<kResidual>();
@@ -34,7 +42,8 @@ struct BlockTeam {
   // Between a row's vectors, lane to lane; from warp to warp there are seams, closed at the end.
   template <int kVecs, typename Words>
   struct Seams {
-    static constexpr int kMost = 1 + kVecs * (most_forward_threads(kVecs, false) / kWarpSize);
+    static constexpr int kMost =
+        1 + kVecs * (most_forward_threads(kVecs, false, false) / kWarpSize);
     const Group& group;
     Words* lows;  // of each seam the words before it, and those behind it
     Words* highs;
@@ -73,9 +82,13 @@ struct ForwardBlock {
   static constexpr bool kPlain = kFusion == Fusion::kNone && !kShifted &&
                                  std::is_same_v<X, typename T::W> && !std::is_same_v<X, double>;
   static constexpr bool kEight = kPlain && kVecs == 8;
+  static constexpr bool kActivates =
+      kFusion == Fusion::kEpilogue && sizeof(typename T::W) <= sizeof(X);
   static constexpr int kThreads =
-      kEight && kNarrow ? kNarrowForwardThreads : most_forward_threads(kVecs, kPlain);
-  static constexpr int kBlocks = kEight ? (kNarrow ? 3 : 2) : kVecs == 5 ? 2 : 1;
+      kEight && kNarrow ? kNarrowForwardThreads : most_forward_threads(kVecs, kPlain, kActivates);
+  static constexpr int kBlocks = kEight && kNarrow                                    ? 3
+                                 : kEight || kVecs == 5 || (kVecs == 4 && kActivates) ? 2
+                                                                                      : 1;
 };
 
 template <typename T, int kVecs, Fusion kFusion, bool kShifted, bool kNarrow>
@@ -166,9 +179,14 @@ struct BackwardRing {
   }
 };
 
-// kKeep: xhat and g stay in registers between the row's sums and its dx; else both are computed
-// again from the row.
-template <typename T, int kWidth, int kVecs, bool kBulk, bool kKeep, Fusion kFusion>
+// What blocks of backward work on, and what becomes of xhat and g between a row's sums and its dx.
+enum class Rows {
+  kKept,   // whole rows: they stay in registers
+  kTwice,  // whole rows: they are computed again from the row
+  kAny,    // slices of rows or whole rows: likewise
+};
+
+template <typename T, int kWidth, int kVecs, bool kBulk, Rows kRows, Fusion kFusion>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     layer_norm_backward_block_kernel(const BackwardParams p, const SliceLayout layout) {
   using Acc = typename T::Acc;
@@ -176,6 +194,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   using Y = typename T::Y;
   using W = typename T::W;
   constexpr bool kMayActivate = kFusion != Fusion::kNone;
+  constexpr bool kKeep = kRows == Rows::kKept, kMaySplit = kRows == Rows::kAny;
   if constexpr (kBulk && !kHasBulk) return;  // never launched there
   extern __shared__ __align__(16) unsigned char shared[];
   // For all groups, each of which has up to three values more than warps.
@@ -187,8 +206,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
   const Group group(layout.threads);
   // The warp that collects (kSplit) is beside the last group, and belongs to none.
-  const int group_index = kKeep ? group.index : min(group.index, layout.groups - 1);
-  const SliceWork work(layout, group_index, p.rows, p.cols, std::bool_constant<kKeep>{});
+  const int group_index = kMaySplit ? min(group.index, layout.groups - 1) : group.index;
+  const SliceWork work(layout, group_index, p.rows, p.cols, std::bool_constant<!kMaySplit>{});
   const bool activates = kMayActivate && p.has_epilogue;
   using Ring = BackwardRing<T, kWidth>;
   const Ring ring(shared, stage_statistics, barriers, layout, group_index, activates);
@@ -199,7 +218,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const bool reads_x = needs_x(p);
   auto* slots = static_cast<uint64_t*>(p.workspace);
   // With several blocks a row, its two sums are collected `lag` rows after they were published.
-  const int lag = kKeep ? 0 : layout.lag;
+  const int lag = kMaySplit ? layout.lag : 0;
   // Iterations from a row's first read to the barrier behind its last.
   const int held = kKeep ? 0 : 1 + lag;
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
@@ -291,8 +310,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
   };
 
-  if (!kKeep && group.index >= layout.groups) {
-    // The collecting warp; there is none where a block has whole rows.
+  if (kMaySplit && group.index >= layout.groups) {
+    // The collecting warp.
     if constexpr (std::is_same_v<Acc, float>) {
       for (int i = 0; p.dx != nullptr && i < work.rows; ++i) {
         const CollectedSlots slot(slots + work.row(i) * layout.blocks_per_row,
@@ -340,6 +359,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           }
         }
       });
+      if constexpr (!kMaySplit) second_read = first_read;
       first_read.advance(layout.stages);
       sums = group_sum(sums, group, scratch[i & 1] + first_scratch);
       // Behind that barrier nobody reads the row of `held` iterations ago any more.
@@ -377,14 +397,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           // with branches, 487; but 128 x 1048576 float32: 533, 553).
           constexpr bool kBranch = sizeof(X) > 2 || kWidth == 1;
           if (kBranch && !share.has(k)) return;
-          const int col = share.has(k) ? share.vector(k) * kWidth : 0;
+          const int col = share.template col<kWidth>(k);
           const auto dx = dx_row.vector(gradients.xhat, gradients.g, means, statistics.second,
                                         dx_row.template added<kWidth>(col));
           store_once_if(share.has(k), element(dx_row.dx, col), dx);
         });
       }
     }
-    if (i >= lag) second_read.advance(layout.stages);
+    if (kMaySplit && i >= lag) second_read.advance(layout.stages);
   }
 
   const ParamGradSink<T> sink(p, layout.dparams_offset, layout.partials, work.set);
@@ -442,16 +462,20 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
     if (error != cudaSuccess) return error;
   }
   return dispatch_bool<kMayBulk>(plan.bulk, [&](auto bulk) {
-    return dispatch_bool<kMayKeep>(plan.blocks_per_row == 1, [&](auto keep) {
+    return dispatch_bool<true>(plan.blocks_per_row > 1, [&](auto split) {
       const auto start = [&](auto fusion) {
+        // Without what slices need the compiler does better (8192 x 16384 bfloat16: 247 us, 241),
+        // but the binary is large: only for the commonest case a kernel of its own.
+        constexpr bool kOwn = bulk() && fusion() == Fusion::kNone;
+        constexpr Rows kWhole = kMayKeep ? Rows::kKept : kOwn ? Rows::kTwice : Rows::kAny;
+        constexpr Rows kRows = split() ? Rows::kAny : kWhole;
         const auto kernel =
-            layer_norm_backward_block_kernel<T, kWidth, kVecs, bulk(), keep(), fusion()>;
-        return plan.blocks_per_row > 1 ? launch<true>(kernel, plan, threads, stream, params, layout)
-                                       : launch(kernel, plan, threads, stream, params, layout);
+            layer_norm_backward_block_kernel<T, kWidth, kVecs, bulk(), kRows, fusion()>;
+        return launch<split()>(kernel, plan, threads, stream, params, layout);
       };
-      if constexpr (bulk() && keep() && kWidth > 1) {
+      if constexpr (bulk() && kMayKeep && !split() && kWidth > 1) {
         return dispatch_fusion(params, start);
-      } else if constexpr (kWidth == 1 && !bulk() && !keep()) {
+      } else if constexpr (kWidth == 1 && !bulk() && split()) {
         return cudaErrorInvalidValue;
       } else {
         return dispatch_any_fusion(params, start);

@@ -34,7 +34,7 @@ __device__ __forceinline__ float finish_moments(const ForwardParams& p, int64_t 
   return rstd;
 }
 
-template <typename T, int kWidth, int kVecs, bool kEpilogue>
+template <typename T, int kWidth, int kVecs, Fusion kFusion>
 __global__ void __launch_bounds__(kThreads, 1)
     layer_norm_forward_split_kernel(const ForwardParams p, const SliceLayout layout) {
   using X = typename T::X;
@@ -124,18 +124,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     Y* y = static_cast<Y*>(p.y) + row * p.cols + work.first_col;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int col = share.has(k) ? share.vector(k) * kWidth : 0;
-      const auto result = finish<kEpilogue, Y>(p, load<Use::kPlain, kWidth>(x + col), mean, rstd,
-                                               load<Use::kPlain, kWidth>(weight + col),
-                                               load<Use::kPlain, kWidth>(bias + col));
+      const int col = share.template col<kWidth>(k);
+      const auto result = finish<kFusion, Y>(p, load<Use::kPlain, kWidth>(x + col), mean, rstd,
+                                             load<Use::kPlain, kWidth>(weight + col),
+                                             load<Use::kPlain, kWidth>(bias + col));
       if (share.has(k)) store_once<Y, kWidth>(element(y, col), result);
     }
     second_read.advance(layout.stages);
   }
 }
 
-// A block's slice of a row is in its registers, and a place there goes to the next row as soon as
-// its y is stored. By then the next row is on its way to L2, so that memory does not wait while
+// A block's slice of a row is in its registers, and its place there goes to the next row once y is
+// stored. By then the next row is on its way to L2, so that memory does not wait while
 // sums are taken and blocks meet.
 template <typename T>
 __global__ void __launch_bounds__(kResidentThreads, 1)
@@ -216,11 +216,11 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
     Y* y = static_cast<Y*>(p.y) + row * p.cols + work.first_col;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int col = share.has(k) ? share.vector(k) * kWidth : 0;
+      const int col = share.template col<kWidth>(k);
       const auto b = col < layout.stage_cols ? load<Use::kPlain, kWidth>(bias + col)
                                              : all_bias.template load<kWidth>(col);
-      const auto result =
-          finish<false, Y>(p, values.x[k], mean, rstd, load<Use::kPlain, kWidth>(weight + col), b);
+      const auto result = finish<Fusion::kNone, Y>(p, values.x[k], mean, rstd,
+                                                   load<Use::kPlain, kWidth>(weight + col), b);
       if (share.has(k)) store_once<Y, kWidth>(element(y, col), result);
       if (more) load_vector(k, next);
     }
@@ -250,8 +250,9 @@ cudaError_t launch_layer_norm_forward_split(const ForwardParams& params, const D
         }
       }
       return dispatch_bool<true>(params.has_epilogue, [&](auto epilogue) {
+        constexpr Fusion kFusion = epilogue() ? Fusion::kEpilogue : Fusion::kNone;
         const auto kernel =
-            layer_norm_forward_split_kernel<T, kVectorWidth<T>, kSplitForwardVecs, epilogue()>;
+            layer_norm_forward_split_kernel<T, kVectorWidth<T>, kSplitForwardVecs, kFusion>;
         const int collector = plan.blocks_per_row > 1 ? kWarpSize : 0;
         return launch<true>(kernel, plan, plan.threads + collector, stream, params,
                             SliceLayout(plan));

@@ -10,20 +10,20 @@ namespace {
 constexpr int kChunkThreads = 512;
 constexpr int kSumsThreads = kStreamSumsThreads;
 constexpr int kSumsWarps = kSumsThreads / kWarpSize;
+constexpr int kTotalsThreads = 1024;
+// Chunks whose rows the second kernel of backward takes together: as many as the first works on at
+// once, so that it begins with what the first read last and L2 may still have.
+constexpr int kChunksTogether = 256;
 constexpr int kFinishThreads = 256;
 constexpr int kFinishVecs = 4;
 constexpr int kRowsPerBlock = 8;
 
-// Chunk `blockIdx.x % chunks` of row `blockIdx.x / chunks`.
-struct ChunkWork {
-  int chunk, first_col, cols;
-  int64_t row;
+// The columns of a chunk.
+struct Chunk {
+  int first_col, cols;
 
-  __device__ __forceinline__ ChunkWork(int64_t block, int chunks, int chunk_cols, int all_cols)
-      : chunk(static_cast<int>(block % chunks)),
-        first_col(chunk * chunk_cols),
-        cols(min(chunk_cols, all_cols - first_col)),
-        row(block / chunks) {}
+  __device__ __forceinline__ Chunk(int index, int chunk_cols, int all_cols)
+      : first_col(index * chunk_cols), cols(min(chunk_cols, all_cols - first_col)) {}
 };
 
 // With a residual, x = input + residual is stored here and read back by the second kernel.
@@ -34,18 +34,20 @@ __global__ void __launch_bounds__(kChunkThreads)
   using Acc = typename T::Acc;
   __shared__ alignas(16) Acc scratch[2][kMaxWarps];
   const Group group;
-  const ChunkWork work(blockIdx.x, chunks, chunk_cols, p.cols);
-  const Share<kVecs, false> share = {group.thread, group.threads, work.cols / kWidth};
+  const int64_t row = blockIdx.x / chunks;
+  const int index = blockIdx.x % chunks;
+  const Chunk chunk(index, chunk_cols, p.cols);
+  const Share<kVecs, false> share = {group.thread, group.threads, chunk.cols / kWidth};
 
-  const ForwardRow<T> place(p, work.row, work.first_col, std::bool_constant<kResidual>{});
+  const ForwardRow<T> place(p, row, chunk.first_col, std::bool_constant<kResidual>{});
   RowVectors<T, kWidth, kVecs> values;
   values.template load<kResidual>(place, share);
   const Acc pivot = place.template first_element<kResidual>();
-  const Acc mean = Reciprocal<Acc>(work.cols).mean(
-      pivot, group_sum(values.sum(pivot, share), group, scratch[0]));
+  const Acc mean = Reciprocal<Acc>(chunk.cols)
+                       .mean(pivot, group_sum(values.sum(pivot, share), group, scratch[0]));
   const Acc m2 = group_sum(values.squared_deviations(mean, share), group, scratch[1]);
   if (group.thread == 0) {
-    static_cast<Moments<Acc>*>(p.workspace)[work.row * chunks + work.chunk] = {mean, m2};
+    static_cast<Moments<Acc>*>(p.workspace)[row * chunks + index] = {mean, m2};
   }
 }
 
@@ -72,8 +74,8 @@ __global__ void __launch_bounds__(kWarpSize)
 
 // Each block keeps the weight and bias of its columns in registers for kRowsPerBlock rows: reading
 // them anew for every row costs as much of L2's throughput as x and y.
-// kFused: there may be a residual, an epilogue, or both.
-template <typename T, int kWidth, bool kFused>
+// kResidual, as in backward's kernels, also stands for an epilogue alone.
+template <typename T, int kWidth, Fusion kFusion>
 __global__ void __launch_bounds__(kFinishThreads)
     layer_norm_forward_stream_kernel(const ForwardParams p, const int chunks,
                                      const int64_t totals_offset) {
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(kFinishThreads)
 
   const auto place_of = [&](int r) {
     ForwardRow<T> place(p, first_row + r, first_col, std::false_type{});
-    if (kFused && p.residual_out != nullptr) {
+    if (kFusion == Fusion::kResidual && p.residual_out != nullptr) {
       place.input = static_cast<const X*>(p.residual_out) + (first_row + r) * p.cols + first_col;
     }
     return place;
@@ -105,7 +107,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   Vec<W, kWidth> weight[kFinishVecs], bias[kFinishVecs];
 #pragma unroll
   for (int k = 0; k < kFinishVecs; ++k) {
-    const int col = share.has(k) ? share.vector(k) * kWidth : 0;
+    const int col = share.template col<kWidth>(k);
     weight[k] = place.weight.template load<kWidth>(col);
     bias[k] = place.bias.template load<kWidth>(col);
   }
@@ -120,7 +122,7 @@ __global__ void __launch_bounds__(kFinishThreads)
 #pragma unroll
     for (int k = 0; k < kFinishVecs; ++k) {
       const auto result =
-          finish<kFused, Y>(p, values.x[k], total.first, total.second, weight[k], bias[k]);
+          finish<kFusion, Y>(p, values.x[k], total.first, total.second, weight[k], bias[k]);
       if (share.has(k)) store_once<Y, kWidth>(element(y, share.vector(k) * kWidth), result);
     }
   }
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(kFinishThreads)
 // dbias, and its warps' shares of the two sums of each of those rows. Warps do not wait for each
 // other, so that some load while others compute.
 template <typename T, int kWidth, int kVecs, bool kMayActivate>
-__global__ void __launch_bounds__(kSumsThreads)
+__global__ void __launch_bounds__(kSumsThreads, 2)
     layer_norm_backward_stream_sums_kernel(const BackwardParams p, const int chunks,
                                            const int chunk_cols, const int partials,
                                            const int64_t dparams_offset) {
@@ -138,11 +140,12 @@ __global__ void __launch_bounds__(kSumsThreads)
   using X = typename T::X;
   using Y = typename T::Y;
   const Group group;
-  const int chunk = blockIdx.x % chunks, set = blockIdx.x / chunks;
-  const int first = chunk * (chunk_cols / kWidth) + group.thread;
-  const int vectors = min((chunk + 1) * (chunk_cols / kWidth), p.cols / kWidth);
-  const Parameter<typename T::W> weight(p.weight, 0, Otherwise::kOnes);
-  const Parameter<typename T::W> bias(kMayActivate ? p.bias : nullptr, 0, Otherwise::kZeros);
+  const int index = blockIdx.x % chunks, set = blockIdx.x / chunks;
+  const Chunk chunk(index, chunk_cols, p.cols);
+  const Share<kVecs, false> share = {group.thread, group.threads, chunk.cols / kWidth};
+  const Parameter<typename T::W> weight(p.weight, chunk.first_col, Otherwise::kOnes);
+  const Parameter<typename T::W> bias(kMayActivate ? p.bias : nullptr, chunk.first_col,
+                                      Otherwise::kZeros);
   const bool reads_x = needs_x(p);
   auto* warp_sums = static_cast<Pair<Acc>*>(p.workspace);  // [row][chunk][warp]
 
@@ -151,23 +154,21 @@ __global__ void __launch_bounds__(kSumsThreads)
   for (int64_t row = set; row < p.rows; row += gridDim.x / chunks) {
     const Acc mean = static_cast<const Acc*>(p.mean)[row];
     const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
+    const X* x_row = static_cast<const X*>(p.x) + p.x_rows(row) + chunk.first_col;
+    const Y* dy_row = static_cast<const Y*>(p.dy) + p.dy_rows(row) + chunk.first_col;
+    // With a dy of zero, a missing vector adds zero.
     Vec<X, kWidth> x[kVecs] = {};
     Vec<Y, kWidth> dy[kVecs] = {};
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int v = first + k * group.threads;
-      if (v < vectors) {
-        if (reads_x) {
-          x[k] = load<Use::kOnce, kWidth>(static_cast<const X*>(p.x) + p.x_rows(row) + v * kWidth);
-        }
-        dy[k] = load<Use::kOnce, kWidth>(static_cast<const Y*>(p.dy) + p.dy_rows(row) + v * kWidth);
-      }
+      const int col = share.template col<kWidth>(k);
+      if (reads_x) x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
+      if (share.has(k)) dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
     }
     Pair<Acc> sums = {0, 0};
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int v = first + k * group.threads;
-      const int col = v < vectors ? v * kWidth : 0;
+      const int col = share.template col<kWidth>(k);
       const Gradients<T, kWidth, kMayActivate> gradients(p, x[k], dy[k], mean, rstd,
                                                          weight.template load<kWidth>(col),
                                                          bias.template load<kWidth>(col));
@@ -177,21 +178,22 @@ __global__ void __launch_bounds__(kSumsThreads)
     if (p.dx == nullptr) continue;
     sums = warp_sum(sums);
     if (group.lane() == 0) {
-      warp_sums[(row * chunks + chunk) * kSumsWarps + group.warp()] = sums;
+      warp_sums[(row * chunks + index) * kSumsWarps + group.warp()] = sums;
     }
   }
   const ParamGradSink<T> sink(p, dparams_offset, partials, set);
   if (!sink.wanted()) return;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
-    const int v = first + k * group.threads;
-    if (v < vectors) sink.store(v * kWidth, dweight[k], dbias[k]);
+    if (share.has(k)) {
+      sink.store(chunk.first_col + share.vector(k) * kWidth, dweight[k], dbias[k]);
+    }
   }
 }
 
 // One block a row: the means over the row, from the sums of the warps that read it.
 template <typename T>
-__global__ void __launch_bounds__(kSumsThreads)
+__global__ void __launch_bounds__(kTotalsThreads)
     layer_norm_backward_stream_totals_kernel(const BackwardParams p, const int chunks,
                                              const int64_t totals_offset) {
   using Acc = typename T::Acc;
@@ -202,6 +204,7 @@ __global__ void __launch_bounds__(kSumsThreads)
   const auto* warp_sums = static_cast<const Pair<Acc>*>(p.workspace) + row * parts;
   auto* totals = reinterpret_cast<Pair<Acc>*>(static_cast<char*>(p.workspace) + totals_offset);
   Pair<Acc> sums = {0, 0};
+#pragma unroll 8
   for (int i = group.thread; i < parts; i += group.threads) sums += warp_sums[i];
   sums = group_sum(sums, group, scratch);
   if (group.thread == 0) {
@@ -217,28 +220,41 @@ __global__ void __launch_bounds__(kSumsThreads)
   using Acc = typename T::Acc;
   using X = typename T::X;
   using Y = typename T::Y;
-  // All rows of the last chunk first: what the first kernel read last may still be in L2.
+  // The last chunks first, of these the last row first.
   const uint32_t rows = static_cast<uint32_t>(p.rows);
-  const int64_t row = blockIdx.x % rows;
-  const int chunk = chunks - 1 - static_cast<int>(blockIdx.x / rows);
-  const int first = chunk * (chunk_cols / kWidth) + threadIdx.x;
-  const int vectors = min((chunk + 1) * (chunk_cols / kWidth), p.cols / kWidth);
+  const uint32_t most = min(kChunksTogether, chunks);
+  const uint32_t later = blockIdx.x / (most * rows) * most;  // chunks
+  const uint32_t together = min(most, chunks - later);
+  const uint32_t place = blockIdx.x - later * rows;
+  const int64_t row = rows - 1 - place / together;
+  const Chunk chunk(static_cast<int>(chunks - 1 - later - place % together), chunk_cols, p.cols);
+  const Share<kVecs, false> share = {static_cast<int>(threadIdx.x), kSumsThreads,
+                                     chunk.cols / kWidth};
   constexpr bool kMayActivate = kFusion != Fusion::kNone;
-  const Parameter<typename T::W> weight(p.weight, 0, Otherwise::kOnes);
-  const Parameter<typename T::W> bias(kMayActivate ? p.bias : nullptr, 0, Otherwise::kZeros);
+  const Parameter<typename T::W> weight(p.weight, chunk.first_col, Otherwise::kOnes);
+  const Parameter<typename T::W> bias(kMayActivate ? p.bias : nullptr, chunk.first_col,
+                                      Otherwise::kZeros);
   const auto* totals =
       reinterpret_cast<const Pair<Acc>*>(static_cast<const char*>(p.workspace) + totals_offset);
 
-  const DxRow<X, kFusion == Fusion::kResidual> dx_row(p, row, 0);
-  Vec<X, kWidth> x[kVecs] = {}, added[kVecs] = {};
-  Vec<Y, kWidth> dy[kVecs] = {};
+  const DxRow<X, kFusion == Fusion::kResidual> dx_row(p, row, chunk.first_col);
+  const X* x_row = static_cast<const X*>(p.x) + p.x_rows(row) + chunk.first_col;
+  const Y* dy_row = static_cast<const Y*>(p.dy) + p.dy_rows(row) + chunk.first_col;
+  Vec<X, kWidth> x[kVecs], added[kVecs];
+  Vec<Y, kWidth> dy[kVecs];
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
-    const int v = first + k * kSumsThreads;
-    if (v < vectors) {
-      added[k] = dx_row.template added<kWidth>(v * kWidth);
-      x[k] = load<Use::kOnce, kWidth>(static_cast<const X*>(p.x) + p.x_rows(row) + v * kWidth);
-      dy[k] = load<Use::kOnce, kWidth>(static_cast<const Y*>(p.dy) + p.dy_rows(row) + v * kWidth);
+    const int col = share.template col<kWidth>(k);
+    added[k] = dx_row.template added<kWidth>(col);
+    x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
+    dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
+  }
+  // All loads before the first use.
+  if constexpr (kWidth > 1) {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      hold(x[k]);
+      hold(dy[k]);
     }
   }
   const Acc mean = static_cast<const Acc*>(p.mean)[row];
@@ -246,12 +262,11 @@ __global__ void __launch_bounds__(kSumsThreads)
   const Pair<Acc> means = totals[row];
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
-    const int v = first + k * kSumsThreads;
-    const int col = v < vectors ? v * kWidth : 0;
+    const int col = share.template col<kWidth>(k);
     const Gradients<T, kWidth, kMayActivate> gradients(p, x[k], dy[k], mean, rstd,
                                                        weight.template load<kWidth>(col),
                                                        bias.template load<kWidth>(col));
-    if (v < vectors) dx_row.store(col, gradients.xhat, gradients.g, means, rstd, added[k]);
+    if (share.has(k)) dx_row.store(col, gradients.xhat, gradients.g, means, rstd, added[k]);
   }
 }
 
@@ -281,7 +296,8 @@ cudaError_t launch_layer_norm_forward_stream(const ForwardParams& params, const 
       const int chunks = (params.cols - 1) / kChunkCols + 1;
       const int64_t sets = (params.rows - 1) / kRowsPerBlock + 1;
       return dispatch_bool<true>(has_residual(params) || params.has_epilogue, [&](auto fused) {
-        return launch(layer_norm_forward_stream_kernel<T, width(), fused()>,
+        constexpr Fusion kFusion = fused() ? Fusion::kResidual : Fusion::kNone;
+        return launch(layer_norm_forward_stream_kernel<T, width(), kFusion>,
                       with_blocks(plan, sets * chunks), kFinishThreads, stream, params, chunks,
                       plan.totals_offset);
       });
@@ -304,7 +320,7 @@ cudaError_t launch_layer_norm_backward_stream(const BackwardParams& params, cons
                    plan.dparams_offset);
         if (error != cudaSuccess || params.dx == nullptr) return error;
         error = launch(layer_norm_backward_stream_totals_kernel<T>, with_blocks(plan, params.rows),
-                       kSumsThreads, stream, params, chunks, plan.totals_offset);
+                       kTotalsThreads, stream, params, chunks, plan.totals_offset);
         if (error != cudaSuccess) return error;
         return launch(layer_norm_backward_stream_kernel<T, width(), kVecs, fusion()>,
                       with_blocks(plan, params.rows * chunks), kSumsThreads, stream, params, chunks,

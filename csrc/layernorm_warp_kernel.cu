@@ -12,6 +12,7 @@ struct LanesTeam {
   // Registers that a thread may have for weight and bias while sums are taken (bfloat16: 12608 x
   // 768 11.5 us, read later 12.2; 1 x 768 1.5, 1.9; 32768 x 768 26.3, 26.9; 128 x 1024 2.2, 2.6).
   static constexpr int kMostEarlyWords = 32;
+  static constexpr bool kWalks = false;  // 32768 x 1024 with GELU: 36.4 us, walked 37.3
   int lanes, lane;
 
   __device__ __forceinline__ int thread() const { return lane; }
@@ -23,7 +24,9 @@ struct LanesTeam {
 
   // The first lane has the row's first element, but a shuffle waits for the row, and with it the
   // loads of what comes behind (bfloat16: 32768 x 512 18.9 us, 18.3 with a load of its own; but
-  // 4194304 x 64 float32 516 and 521).
+  // 4194304 x 64 float32 516 and 521, and 32768 x 1024 with a residual 67.4 and 69.2).
+  template <int kVecs, Fusion kFusion>
+  static constexpr bool kPivotFirst = false;
   template <bool kResidual, typename T>
   __device__ __forceinline__ auto pivot(const ForwardRow<T>& row, typename T::X first) const {
     if constexpr (sizeof(typename T::X) == 2 && !kResidual) {
@@ -90,11 +93,9 @@ struct LoadedGradientRow {
     const Y* dy_row = static_cast<const Y*>(p.dy) + p.dy_rows(row);
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int col = share.vector(k) * kWidth;
-      if (share.has(k)) {
-        if (reads_x) x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
-        dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
-      }
+      const int col = share.template col<kWidth>(k);
+      if (reads_x) x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
+      if (share.has(k)) dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
     }
   }
 };
@@ -145,12 +146,12 @@ __global__ void __launch_bounds__(kWarpBackwardThreads<T, kFusion>, 1)
         if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
       }
     }
-    // At vectors, and in rows, that are not there x and dy are zero, and so is what they add.
+    // At vectors, and in rows, that are not there dy is zero, and so is what they add.
     Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
     Pair<Acc> sums;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const int col = share.has(k) ? share.vector(k) * kWidth : 0;
+      const int col = share.template col<kWidth>(k);
       const Gradients<T, kWidth, kMayActivate> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd,
                                                          weight.template load<kWidth>(col),
                                                          bias.template load<kWidth>(col));
@@ -231,9 +232,14 @@ cudaError_t launch_layer_norm_forward_warp(const ForwardParams& params, const Da
     if (plan.width != kVectorWidth<T>) return cudaErrorInvalidValue;
     return dispatch_vecs<1, 2, 3, 4>(plan.vecs, [&](auto vecs) {
       return dispatch_fusion(params, [&](auto fusion) {
-        return dispatch_bool<true>(plan.shifted, [&](auto shifted) {
-          const auto kernel = layer_norm_forward_warp_kernel<T, vecs(), fusion(), shifted()>;
-          return launch(kernel, plan, kWarpForwardThreads, stream, params, log2_of(plan.threads));
+        return dispatch_bool<true>(plan.shifted, [&](auto shifted) -> cudaError_t {
+          constexpr bool kResidual = fusion() == Fusion::kResidual;
+          if constexpr (vecs() > most_warp_forward_vecs(sizeof(typename T::X), kResidual)) {
+            return cudaErrorInvalidValue;
+          } else {
+            const auto kernel = layer_norm_forward_warp_kernel<T, vecs(), fusion(), shifted()>;
+            return launch(kernel, plan, kWarpForwardThreads, stream, params, log2_of(plan.threads));
+          }
         });
       });
     });

@@ -54,7 +54,8 @@ int power_of_two_from(int64_t n) {
 
 // Vectors a lane can own: more have no registers, or are better shared by a block.
 int most_warp_vecs(const Problem& problem, int width) {
-  return problem.backward ? most_warp_backward_vecs(width) : 4;
+  if (problem.backward) return most_warp_backward_vecs(width);
+  return most_warp_forward_vecs(size_of(problem.x), problem.residual);
 }
 
 // Few lanes with several vectors each make a shuffle serve more columns: what half precision needs,
@@ -159,22 +160,26 @@ bool is_plain(const Problem& problem) {
 }
 
 // Vectors a thread owns of a row that a block keeps in registers, best first. us with four, five
-// and eight; bfloat16: 16384 x 8192 133.1, 130.0, 137.2; 11264 x 11264 148.6, 124.1, 126.0; 10240 x
-// 12288 141.1, 137.1, 126.5; 8192 x 16384 137.2, 135.6, 135.8; float32: 16384 x 4096 130.8, 129.5,
-// 132.2; 10240 x 6144 132.7, 132.6, 123.2. With a residual: 16384 x 8192 273.7, 270.6, 273.5. With
-// an activation: 16384 x 8192 144.6, 154.3, 144.5; 8192 x 12288 134.4, 114.6, 124.0; 8192 x 16384
-// 161.5, 172.5, 178.3. Ragged: 8192 x 8191 80.0, 85.8, 81.4; 8192 x 12287 137.8, 146.2, 123.1.
+// and eight; bfloat16: 16384 x 8192 130.3, 130.1, 132.8; 11264 x 11264 148.6, 124.1, 126.0; 8192 x
+// 12288 112.7, 114.0, 100.0; 8192 x 16384 136.8, 135.1, 133.4; float32: 16384 x 4096 130.8, 129.5,
+// 132.2; 10240 x 6144 132.7, 132.6, 123.2. With a residual: 16384 x 8192 265.0, 261.6, 274.9. With
+// GELU: 32768 x 5120 175.4, 170.4, -; 16384 x 6144 107.8, 113.3, 109.0; 16384 x 8192 145.3, 153.8,
+// 137.7; 8192 x 10240 100.3, 96.0, 93.0; 8192 x 12288 112.3, 132.8, 112.5 (SiLU 106.7, 137.2,
+// 115.9); 8192 x 14336 150.8, 140.2, 147.0; 8192 x 16384 159.9, 169.8, 157.2 (SiLU 155.3, 162.6,
+// 165.6). Ragged: 8192 x 8191 80.0, 85.8, 81.4; 8192 x 12287 137.8, 146.2, 123.1.
 std::vector<int> forward_block_vecs(const Problem& problem, int64_t vectors) {
   const bool long_row = vectors > 1472;
   if (problem.residual) return {5, 4, 8};
-  // Rows that never begin at multiples of 16 bytes; others are summed alike wherever they begin.
+  // Rows that never begin at multiples of 16 bytes; others are summed alike wherever they begin, up
+  // to 4,096 vectors.
   const bool ragged = problem.cols * std::min(size_of(problem.x), size_of(problem.y)) % 16 != 0;
   if (ragged) return long_row ? std::vector<int>{8, 5, 4} : std::vector<int>{4, 5, 8};
   if (problem.has_epilogue) {
-    return long_row && vectors <= 1792 ? std::vector<int>{5, 4, 8} : std::vector<int>{4, 5, 8};
+    if (vectors > 960 && vectors <= 1408) return {8, 4, 5};
+    const bool better_five = vectors <= 704 || (vectors > 1664 && vectors <= 1792);
+    return better_five ? std::vector<int>{5, 4, 8} : std::vector<int>{4, 5, 8};
   }
-  const bool better_five = !long_row || (vectors > 1792 && vectors <= 2048);
-  return better_five ? std::vector<int>{5, 4, 8} : std::vector<int>{8, 5, 4};
+  return long_row ? std::vector<int>{8, 5, 4} : std::vector<int>{5, 4, 8};
 }
 
 // Forward: a row stays in the registers of one block. Short rows leave as few places empty as can
@@ -195,7 +200,9 @@ std::optional<Plan> forward_block_plan(const Problem& problem, int width, int64_
     plan.width = width;
     plan.vecs = forced.number("vecs", vecs);
     plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
-    if (plan.threads > most_forward_threads(plan.vecs, is_plain(problem))) continue;
+    const bool activates =
+        problem.has_epilogue && !problem.residual && size_of(problem.weight) <= size_of(problem.x);
+    if (plan.threads > most_forward_threads(plan.vecs, is_plain(problem), activates)) continue;
     // Only a thread's last vector may be missing.
     if (int64_t{plan.vecs - 1} * plan.threads >= vectors) continue;
     const int64_t places = int64_t{plan.threads} * plan.vecs;
@@ -308,9 +315,10 @@ bool better_resident(const Problem& problem, const Plan& resident) {
 std::optional<Plan> forward_split_plan(const Problem& problem, const Device& device,
                                        const Forced& forced) {
   const auto resident = forward_resident_plan(problem, device, forced);
-  const auto ring = forward_ring_plan(problem, device, forced);
-  const bool wanted = resident && (!ring || better_resident(problem, *resident));
-  return resident && forced.number("resident", wanted) != 0 ? resident : ring;
+  const auto ring = [&] { return forward_ring_plan(problem, device, forced); };
+  if (!resident) return ring();
+  const bool wanted = better_resident(problem, *resident) || !ring();
+  return forced.number("resident", wanted) != 0 ? resident : ring();
 }
 
 Plan forward_stream_plan(const Problem& problem, int width) {

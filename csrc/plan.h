@@ -16,6 +16,11 @@ enum class DataType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
 // Threads of a block of the forward warp kernel (4194304 x 64 float32: 522 us, with 256 533; 128 x
 // 1024 bfloat16: 2.6 and 2.8).
 constexpr int kWarpForwardThreads = 128;
+// Vectors that a lane may own in forward; beside a residual four of half precision are better in a
+// block, be it of one warp (bfloat16: 32768 x 1024 67.4 us, 66.4; 4096 x 1024 9.8, 10.0).
+constexpr int most_warp_forward_vecs(int size, bool residual) {
+  return residual && size == 2 ? 3 : 4;
+}
 // Threads of backward's persistent blocks, which leave each 128 registers (96, with 640 threads,
 // were slower even where rows of 5120 columns leave 192 of 512 threads idle: 152 us against 147).
 constexpr int kBackwardThreads = 512;
@@ -42,9 +47,12 @@ constexpr int kGroupSumsPadding = 4;
 constexpr int column_lanes(int width, int size) { return width == 1 ? 32 / size : 4; }
 // Forward keeps a row in registers. Up to four vectors a thread take 64 of them, five 72, eight 96;
 // but of plain rows (nothing fused, nothing shifted, parameters of x's type, no float64) eight take
-// 80 in narrow blocks, three a multiprocessor, and 64 in wide ones, two a multiprocessor.
+// 80 in narrow blocks, three a multiprocessor, and 64 in wide ones, two a multiprocessor; and under
+// an activation (without a residual, parameters no wider than x) four take 56 (with GELU: 8192 x
+// 12288 112.5 us, with 64 123.7).
 constexpr int kNarrowForwardThreads = 256;
-constexpr int most_forward_threads(int vecs, bool plain) {
+constexpr int most_forward_threads(int vecs, bool plain, bool activates) {
+  if (vecs == 4 && activates) return 576;
   return vecs <= 4 ? 1024 : vecs == 5 ? 448 : plain ? 512 : 640;
 }
 // One warp of a block of a split row collects the row's sums.

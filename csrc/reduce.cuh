@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace fused_layernorm {
 
@@ -89,17 +90,26 @@ struct alignas(16) Four {
 template <typename Value>
 __device__ __forceinline__ Value sum_of_warps(const Value* scratch, int warps) {
   const auto* fours = reinterpret_cast<const Four<Value>*>(scratch);
-  Value sum{};
-#pragma unroll 1
-  for (int i = 0; i < warps; i += 4) {
+  const auto sum_of_four = [&] {
     const Four<Value> four = *fours++;
     Value low = four.at[0], high = four.at[2];
     low += four.at[1];
     high += four.at[3];
     low += high;
-    sum += low;
+    return low;
+  };
+  if constexpr (std::is_floating_point_v<Value>) {
+    // The first four outside the loop: 16 x 4194304 float32 forward 203.0 us, 200.3.
+    Value sum = sum_of_four();
+#pragma unroll 1
+    for (int i = 4; i < warps; i += 4) sum += sum_of_four();
+    return sum;
+  } else {
+    Value sum{};
+#pragma unroll 1
+    for (int i = 0; i < warps; i += 4) sum += sum_of_four();
+    return sum;
   }
-  return sum;
 }
 
 // Sum over a group; every thread gets it. One barrier; `scratch` holds scratch_values of the

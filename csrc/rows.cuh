@@ -18,6 +18,13 @@ __device__ __forceinline__ T* element(T* base, int index) {
                               static_cast<uint32_t>(index) * static_cast<uint32_t>(sizeof(T)));
 }
 
+// An address that the compiler knows nothing about, and so keeps instead of computing it again.
+template <typename T>
+__device__ __forceinline__ T* hidden(T* address) {
+  asm volatile("" : "+l"(address));
+  return address;
+}
+
 // What stands for a weight or bias that is not there: read like one, so that nothing asks.
 alignas(16) static __device__ const float kFloatOnes[8] = {1, 1, 1, 1, 1, 1, 1, 1};
 alignas(16) static __device__ const double kDoubleOnes[2] = {1, 1};
@@ -156,6 +163,21 @@ struct ForwardRow {
   }
 };
 
+// The first element of a row in half precision, loaded on each of the two ways to the row's
+// address: where these meet, the compiler puts it behind the loads of the row, for it is used last.
+template <typename X>
+__device__ __forceinline__ float early_first_element(const ForwardParams& p, int64_t row) {
+  static_assert(sizeof(X) == sizeof(uint16_t));
+  const uint16_t bits = p.input_rows.visit(row, [&](int64_t start) {
+    uint16_t loaded;
+    asm volatile("ld.global.u16 %0, [%1];"
+                 : "=h"(loaded)
+                 : "l"(static_cast<const X*>(p.input) + start));
+    return loaded;
+  });
+  return to_acc(*reinterpret_cast<const X*>(&bits));
+}
+
 // Which of a row's vectors a thread has: `first`, `first + step`, ..., those below `vectors`.
 // kDense: of kVecs vectors at most the last can be missing.
 template <int kVecs, bool kDense>
@@ -163,6 +185,11 @@ struct Share {
   int first, step, vectors;
 
   __device__ __forceinline__ int vector(int k) const { return first + k * step; }
+  // The first column of vector k; of one that is missing the row's, to be read in its place.
+  template <int kWidth>
+  __device__ __forceinline__ int col(int k) const {
+    return has(k) ? vector(k) * kWidth : 0;
+  }
   __device__ __forceinline__ bool has(int k) const {
     return (kDense && k + 1 < kVecs) || vector(k) < vectors;
   }
@@ -296,8 +323,9 @@ struct RowVectors {
     }
   }
 
-  // Sum of x - pivot. Any element of the row is a good pivot: the sum stays of the order of the
-  // deviations, however large the mean, and that of a constant row is exactly zero.
+  // Sum of x - pivot, which is used first, as it is loaded first. Any element of the row is a good
+  // pivot: the sum stays of the order of the deviations, however large the mean, and that of a
+  // constant row is exactly zero.
   template <typename Share>
   __device__ __forceinline__ Acc sum(Acc pivot, const Share& share) const {
     // A thread's own sum of half-precision values is exact in float32: one subtraction will do.
@@ -305,10 +333,12 @@ struct RowVectors {
     Acc total[kWidth];
     Acc count = 0;
 #pragma unroll
+    for (int k = 0; k < kVecs; ++k) count += share.template count<Acc, kWidth>(k);
+#pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       Acc values[kWidth];
       unpack(values, x[k]);
-      count += share.template count<Acc, kWidth>(k);
+      if (kExact && k == 0) values[0] -= count * pivot;
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         const Acc from = share.has_column(k, j) ? pivot : Acc(0);
@@ -317,7 +347,7 @@ struct RowVectors {
       }
     }
     const Acc all = tree_sum(total);
-    return kExact ? all - count * pivot : all;
+    return all;
   }
 
   template <typename Share>
@@ -339,7 +369,7 @@ struct RowVectors {
 };
 
 // y of `kWidth` columns from x, the last step of every forward kernel.
-template <bool kEpilogue, typename Y, typename X, typename W, int kWidth, typename Acc>
+template <Fusion kFusion, typename Y, typename X, typename W, int kWidth, typename Acc>
 __device__ __forceinline__ Vec<Y, kWidth> finish(const ForwardParams& p, const Vec<X, kWidth>& x,
                                                  Acc mean, Acc rstd, const Vec<W, kWidth>& weight,
                                                  const Vec<W, kWidth>& bias) {
@@ -349,7 +379,9 @@ __device__ __forceinline__ Vec<Y, kWidth> finish(const ForwardParams& p, const V
   unpack(b, bias);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) values[j] = (values[j] - mean) * rstd * w[j] + b[j];
-  if constexpr (kEpilogue) {
+  if constexpr (kFusion == Fusion::kEpilogue) {
+    activate<Y>(values, p.activation, p.scale.as<Acc>());
+  } else if constexpr (kFusion == Fusion::kResidual) {
     if (p.has_epilogue) activate<Y>(values, p.activation, p.scale.as<Acc>());
   }
   return round_to<Y>(values);
@@ -362,14 +394,11 @@ struct LateParameters {
   const ForwardRow<T>& row;
   const Share& share;
 
-  __device__ __forceinline__ int col(int k) const {
-    return share.has(k) ? share.vector(k) * kWidth : 0;
-  }
   __device__ __forceinline__ auto weight(int k) const {
-    return row.weight.template load<kWidth>(col(k));
+    return row.weight.template load<kWidth>(share.template col<kWidth>(k));
   }
   __device__ __forceinline__ auto bias(int k) const {
-    return row.bias.template load<kWidth>(col(k));
+    return row.bias.template load<kWidth>(share.template col<kWidth>(k));
   }
 };
 
@@ -397,23 +426,81 @@ struct EarlyParameters {
   __device__ __forceinline__ const Vec<W, kWidth>& bias(int k) const { return biases[k]; }
 };
 
-template <bool kEpilogue, typename T, int kWidth, int kVecs, typename Parameters, typename Share,
+// The same for vectors taken one after the other, by addresses that walk along the row: fewer
+// instructions, but each address waits for the one before. In place of a missing vector that before
+// it is read again.
+template <typename T, int kWidth, typename Share>
+struct WalkedParameters {
+  using W = typename T::W;
+  const Share& share;
+  const W* weights;
+  const W* biases;
+  int weight_step, bias_step;
+
+  __device__ __forceinline__ explicit WalkedParameters(
+      const LateParameters<T, kWidth, Share>& parameters)
+      : share(parameters.share),
+        weights(start(parameters.row.weight)),
+        biases(start(parameters.row.bias)),
+        weight_step(share.step * kWidth & parameters.row.weight.mask),
+        bias_step(share.step * kWidth & parameters.row.bias.mask) {}
+  __device__ __forceinline__ const W* start(const Parameter<W>& parameter) const {
+    return hidden(element(parameter.at, share.first * kWidth & parameter.mask));
+  }
+  __device__ __forceinline__ auto weight(int k) {
+    if (k > 0) weights = element(weights, share.has(k) ? weight_step : 0);
+    return load<Use::kAgain, kWidth>(weights);
+  }
+  __device__ __forceinline__ auto bias(int k) {
+    if (k > 0) biases = element(biases, share.has(k) ? bias_step : 0);
+    return load<Use::kAgain, kWidth>(biases);
+  }
+};
+
+template <Fusion kFusion, typename T, int kWidth, int kVecs, typename Parameters, typename Share,
           typename Acc>
 __device__ __forceinline__ void finish_row(const ForwardParams& p, const ForwardRow<T>& row,
                                            const RowVectors<T, kWidth, kVecs>& values,
-                                           const Parameters& parameters, const Share& share,
-                                           Acc mean, Acc rstd) {
+                                           Parameters parameters, const Share& share, Acc mean,
+                                           Acc rstd) {
   using Y = typename T::Y;
+  if constexpr (kFusion != Fusion::kEpilogue) {
+    if (kFusion == Fusion::kResidual && !p.has_epilogue) {
+      return finish_row<Fusion::kNone>(p, row, values, parameters, share, mean, rstd);
+    }
 #pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
-    const auto y =
-        finish<kEpilogue, Y>(p, values.x[k], mean, rstd, parameters.weight(k), parameters.bias(k));
-    if (share.has(k)) store_once<Y, kWidth>(element(row.y, share.vector(k) * kWidth), y);
+    for (int k = 0; k < kVecs; ++k) {
+      const auto y =
+          finish<kFusion, Y>(p, values.x[k], mean, rstd, parameters.weight(k), parameters.bias(k));
+      if (share.has(k)) store_once<Y, kWidth>(element(row.y, share.vector(k) * kWidth), y);
+    }
+  } else {
+    // Nothing moves over the branches of an activation by itself: the next vector's parameters are
+    // on their way before them if there are registers, and y's address is not computed anew behind.
+    constexpr bool kAhead = kVecs < 8;
+    Y* y_row = hidden(element(row.y, share.first * kWidth));
+    auto weight = parameters.weight(0), bias = parameters.bias(0);
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      if (!kAhead && k > 0) {
+        weight = parameters.weight(k);
+        bias = parameters.bias(k);
+      }
+      const auto w = weight, b = bias;
+      if (kAhead && k + 1 < kVecs) {
+        weight = parameters.weight(k + 1);
+        bias = parameters.bias(k + 1);
+        hold(weight);
+        hold(bias);
+      }
+      const auto y = finish<kFusion, Y>(p, values.x[k], mean, rstd, w, b);
+      if (share.has(k)) store_once<Y, kWidth>(element(y_row, k * share.step * kWidth), y);
+    }
   }
 }
 
 // The same for a row that begins anywhere.
-template <bool kEpilogue, typename T, int kWidth, int kVecs, typename Team, typename Acc>
+template <Fusion kFusion, typename T, int kWidth, int kVecs, typename Team, typename Acc>
 __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const ForwardRow<T>& row,
                                                    const RowVectors<T, kWidth, kVecs>& values,
                                                    const Team& team,
@@ -422,12 +509,12 @@ __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const
   using Y = typename T::Y;
   using W = typename T::W;
   const auto y_of = [&](int k) {
-    const int col = share.has(k) ? share.vector(k) * kWidth : 0;
+    const int col = share.template col<kWidth>(k);
     const auto load = [&](const Parameter<W>& from) {
       return k + 1 < kVecs ? from.template load<kWidth>(col)
                            : from.template load_until<kWidth>(col, share.cols);
     };
-    return finish<kEpilogue, Y>(p, values.x[k], mean, rstd, load(row.weight), load(row.bias));
+    return finish<kFusion, Y>(p, values.x[k], mean, rstd, load(row.weight), load(row.bias));
   };
   store_shifted<Y, kWidth, kVecs>(row.y, team, share, valid_row ? share.cols : 0, y_of);
 }
@@ -470,18 +557,31 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
     pivot = place.template first_element<kResidual>();
     values.template load_shifted<kResidual>(place, team, share, valid_row);
   } else {
+    if constexpr (Team::template kPivotFirst<kVecs, kFusion>) {
+      // Before all else where it pays (bfloat16: 32768 x 4096 137.7 us, 132.0; 65536 x 2048 131.7,
+      // 128.8; but with five vectors 130.1, 130.8, eight 264, 283, an activation 136.6, 143.4).
+      if constexpr (sizeof(typename T::X) == 2 && kVecs == 4 && kFusion == Fusion::kNone) {
+        pivot = early_first_element<typename T::X>(p, row);
+      } else {
+        pivot = place.template first_element<kResidual>();
+      }
+    }
     values.template load<kResidual>(place, share);
   }
   const auto parameters = [&] {
     using Late = LateParameters<T, kWidth, decltype(share)>;
     constexpr int kWords = 2 * kVecs * kWidth * sizeof(typename T::W) / 4;
-    if constexpr (kShifted || kFusion != Fusion::kNone || kWords > Team::kMostEarlyWords) {
+    if constexpr (!kShifted && kFusion == Fusion::kEpilogue && Team::kWalks) {
+      return WalkedParameters<T, kWidth, decltype(share)>(Late{place, share});
+    } else if constexpr (kShifted || kFusion != Fusion::kNone || kWords > Team::kMostEarlyWords) {
       return Late{place, share};
     } else {
       return EarlyParameters<T, kWidth, kVecs>(Late{place, share});
     }
   }();
-  if constexpr (!kShifted) pivot = team.template pivot<kResidual>(place, values.x[0].at[0]);
+  if constexpr (!kShifted && !Team::template kPivotFirst<kVecs, kFusion>) {
+    pivot = team.template pivot<kResidual>(place, values.x[0].at[0]);
+  }
   const Acc mean = inverse_cols.mean(pivot, team.sum(values.sum(pivot, share), 0));
   const Acc m2 = team.sum(values.squared_deviations(mean, share), 1);
   if constexpr (kForget) {
@@ -492,15 +592,14 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   // Rows that begin anywhere are stored by all lanes together.
   if (!kShifted && !valid_row) return;
   if (valid_row && team.thread() == 0) store_statistics(p, row, mean, rstd);
-  constexpr bool kFused = kFusion != Fusion::kNone;
   if constexpr (kShifted) {
-    finish_shifted_row<kFused>(p, place, values, team, share, valid_row, mean, rstd);
+    finish_shifted_row<kFusion>(p, place, values, team, share, valid_row, mean, rstd);
   } else if constexpr (kForget) {
     const ForwardRow<T> again(p, row, 0, std::bool_constant<kResidual>{});
     const LateParameters<T, kWidth, decltype(share)> read_again = {again, share};
-    finish_row<kFused>(p, again, values, read_again, share, mean, rstd);
+    finish_row<kFusion>(p, again, values, read_again, share, mean, rstd);
   } else {
-    finish_row<kFused>(p, place, values, parameters, share, mean, rstd);
+    finish_row<kFusion>(p, place, values, parameters, share, mean, rstd);
   }
 }
 
@@ -577,7 +676,7 @@ struct DxRow {
   template <int kWidth>
   __device__ __forceinline__ Vec<X, kWidth> added(int col) const {
     if (kResidual && dresidual != nullptr) return load<Use::kOnce, kWidth>(element(dresidual, col));
-    return {};
+    return negative_zeros<X, kWidth>();
   }
 
   // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dresidual.

@@ -91,6 +91,15 @@ __device__ __forceinline__ void hold(Vec<T, kWidth>& v) {
   }
 }
 
+// What can be added to anything, a zero of either sign too, without changing it.
+template <typename T, int kWidth>
+__device__ __forceinline__ Vec<T, kWidth> negative_zeros() {
+  Vec<T, kWidth> v;
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) v.at[j] = from_acc<T>(acc_t<T>(-0.0));
+  return v;
+}
+
 // How what is loaded is used: read once (L1 is left to what is read again), read again by this or
 // another block (parameters, and rows that are read twice), or plainly: from shared memory, or from
 // memory that this kernel writes.

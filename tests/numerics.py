@@ -39,6 +39,7 @@ class Problem:
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype | None = None  # by default dtype
     affine: str = "both"  # or "weight", "bias", "none"
+    affine_scale: float = 1.0  # weight and bias are of this order
     activation: str | None = None
     scale: float = 1.0
     out_dtype: torch.dtype | None = None
@@ -67,6 +68,7 @@ class Problem:
                 parts.append(f"{name}={getattr(self, name)}".replace("torch.", ""))
         for name, default in (
             ("affine", "both"),
+            ("affine_scale", 1.0),
             ("activation", None),
             ("scale", 1.0),
             ("mean", 0),
@@ -107,10 +109,12 @@ def make(problem, device, seed=0):
     tensors = Tensors(
         problem=p,
         x=x,
-        weight=1 + 0.5 * randn(p.normalized_shape, weight_dtype)
+        weight=p.affine_scale * (1 + 0.5 * randn(p.normalized_shape, weight_dtype))
         if p.affine in ("both", "weight")
         else None,
-        bias=randn(p.normalized_shape, weight_dtype) if p.affine in ("both", "bias") else None,
+        bias=p.affine_scale * randn(p.normalized_shape, weight_dtype)
+        if p.affine in ("both", "bias")
+        else None,
         dy=randn(p.shape, y_dtype),
     )
     if p.residual_dtype is not None:

@@ -41,6 +41,15 @@ def test_activation_with_missing_parameters(device, activation, affine):
     numerics.check(Problem((40, 96), activation=activation, affine=affine, scale=0.5), device)
 
 
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=ids)
+@pytest.mark.parametrize("affine_scale", [0.3, 0.1, 0.02])
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_activation_of_small_numbers(device, activation, affine_scale, dtype):
+    """Small weights make small pre-activations, whose errors are judged by their own size."""
+    problem = Problem((40, 512), dtype=dtype, activation=activation, affine_scale=affine_scale)
+    numerics.check(problem, device)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(6, 65536), (3, 1_000_003), (2, 4_194_304)], ids=str)
