@@ -228,7 +228,8 @@ def test_a_large_constant_row(plans, force, cols):
     x = torch.full((300, cols), 1e37, device="cuda", requires_grad=True)
     dy = torch.randn(300, cols, device="cuda")
     layer_norm(x, normalized_shape=(cols,)).backward(dy)
-    expected = reference.layer_norm_backward(dy, x.detach(), 1).dx
+    # xhat is 0, and rstd that of eps.
+    expected = (dy - dy.double().mean(1, keepdim=True)) * numerics.EPS**-0.5
     torch.testing.assert_close(x.grad.double(), expected, rtol=1e-4, atol=1e-2)
 
 
