@@ -26,7 +26,7 @@ class Allowed(NamedTuple):
 
 # The first that matches counts. In a kernel's template arguments the types come first (of x, the
 # parameters, y). In backward there follow the elements of a vector, the vectors of a thread and, of
-# blocks, whether rows come by bulk copies and what becomes of them (Rows: 0 is kKept).
+# blocks, whether rows come by bulk copies and what becomes of them (RowUse: 0 is kKept).
 ALLOWED = [
     Allowed(r"<Types<double,", 1192, "float64 is there for its digits, not for its speed"),
     Allowed(
@@ -40,7 +40,7 @@ ALLOWED = [
         "rows without bulk copies: one or two for each block, or a chip that has none",
     ),
     Allowed(
-        r"backward_block_kernel<Types<[^>]*>, \d, \d, true, \(Rows\)[12], ",
+        r"backward_block_kernel<Types<[^>]*>, \d, \d, true, \(RowUse\)[12], ",
         24,
         "rows of 32 columns a thread: a few bytes a row",
     ),

@@ -244,7 +244,7 @@ __device__ __forceinline__ void activate(Acc (&values)[kWidth], Activation activ
     return each(Acc(0.5) * scale, [](Acc z) { return twice_gelu<Y>(z); });
   }
   switch (activation) {
-    case Activation::kGelu:  // above
+    case Activation::kGelu:  // never: above
     case Activation::kNone:
       return each(scale, [](Acc z) { return z; });
     case Activation::kGeluTanh:

@@ -82,13 +82,13 @@ struct ForwardBlock {
   static constexpr bool kPlain = kFusion == Fusion::kNone && !kShifted &&
                                  std::is_same_v<X, typename T::W> && !std::is_same_v<X, double>;
   static constexpr bool kEight = kPlain && kVecs == 8;
-  static constexpr bool kActivates =
-      kFusion == Fusion::kEpilogue && sizeof(typename T::W) <= sizeof(X);
+  static constexpr bool kLean = is_lean(kFusion != Fusion::kNone, kFusion == Fusion::kResidual,
+                                        sizeof(X), sizeof(typename T::W));
   static constexpr int kThreads =
-      kEight && kNarrow ? kNarrowForwardThreads : most_forward_threads(kVecs, kPlain, kActivates);
-  static constexpr int kBlocks = kEight && kNarrow                                    ? 3
-                                 : kEight || kVecs == 5 || (kVecs == 4 && kActivates) ? 2
-                                                                                      : 1;
+      kEight && kNarrow ? kNarrowForwardThreads : most_forward_threads(kVecs, kPlain, kLean);
+  static constexpr int kBlocks = kEight && kNarrow                               ? 3
+                                 : kEight || kVecs == 5 || (kVecs == 4 && kLean) ? 2
+                                                                                 : 1;
 };
 
 template <typename T, int kVecs, Fusion kFusion, bool kShifted, bool kNarrow>
@@ -180,13 +180,13 @@ struct BackwardRing {
 };
 
 // What blocks of backward work on, and what becomes of xhat and g between a row's sums and its dx.
-enum class Rows {
-  kKept,   // whole rows: they stay in registers
-  kTwice,  // whole rows: they are computed again from the row
-  kAny,    // slices of rows or whole rows: likewise
+enum class RowUse {
+  kKept,    // whole rows: xhat and g stay in registers
+  kTwice,   // whole rows: xhat and g are computed again from the row
+  kSliced,  // slices of rows, or whole rows: xhat and g are computed again
 };
 
-template <typename T, int kWidth, int kVecs, bool kBulk, Rows kRows, Fusion kFusion>
+template <typename T, int kWidth, int kVecs, bool kBulk, RowUse kRowUse, Fusion kFusion>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     layer_norm_backward_block_kernel(const BackwardParams p, const SliceLayout layout) {
   using Acc = typename T::Acc;
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   using Y = typename T::Y;
   using W = typename T::W;
   constexpr bool kMayActivate = kFusion != Fusion::kNone;
-  constexpr bool kKeep = kRows == Rows::kKept, kMaySplit = kRows == Rows::kAny;
+  constexpr bool kKeep = kRowUse == RowUse::kKept, kMaySplit = kRowUse == RowUse::kSliced;
   if constexpr (kBulk && !kHasBulk) return;  // never launched there
   extern __shared__ __align__(16) unsigned char shared[];
   // For all groups, each of which has up to three values more than warps.
@@ -467,10 +467,12 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
         // Without what slices need the compiler does better (8192 x 16384 bfloat16: 247 us, 241),
         // but the binary is large: only for the commonest case a kernel of its own.
         constexpr bool kOwn = bulk() && fusion() == Fusion::kNone;
-        constexpr Rows kWhole = kMayKeep ? Rows::kKept : kOwn ? Rows::kTwice : Rows::kAny;
-        constexpr Rows kRows = split() ? Rows::kAny : kWhole;
+        constexpr RowUse kWhole = kMayKeep ? RowUse::kKept
+                                  : kOwn   ? RowUse::kTwice
+                                           : RowUse::kSliced;
+        constexpr RowUse kRowUse = split() ? RowUse::kSliced : kWhole;
         const auto kernel =
-            layer_norm_backward_block_kernel<T, kWidth, kVecs, bulk(), kRows, fusion()>;
+            layer_norm_backward_block_kernel<T, kWidth, kVecs, bulk(), kRowUse, fusion()>;
         return launch<split()>(kernel, plan, threads, stream, params, layout);
       };
       if constexpr (bulk() && kMayKeep && !split() && kWidth > 1) {

@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// A block's slice of a row is in its registers, and its place there goes to the next row once y is
-// stored. By then the next row is on its way to L2, so that memory does not wait while
+// A block's slice of a row is in its registers, and the places there go to the next row once their
+// y is stored. By then the next row is on its way to L2, so that memory does not wait while
 // sums are taken and blocks meet.
 template <typename T>
 __global__ void __launch_bounds__(kResidentThreads, 1)

@@ -12,7 +12,7 @@ constexpr int kSumsThreads = kStreamSumsThreads;
 constexpr int kSumsWarps = kSumsThreads / kWarpSize;
 constexpr int kTotalsThreads = 1024;
 // Chunks whose rows the second kernel of backward takes together: as many as the first works on at
-// once, so that it begins with what the first read last and L2 may still have.
+// once (on an H200), so that it begins with what the first read last and L2 may still have.
 constexpr int kChunksTogether = 256;
 constexpr int kFinishThreads = 256;
 constexpr int kFinishVecs = 4;

@@ -200,9 +200,9 @@ std::optional<Plan> forward_block_plan(const Problem& problem, int width, int64_
     plan.width = width;
     plan.vecs = forced.number("vecs", vecs);
     plan.threads = static_cast<int>(round_up(ceil_div(vectors, plan.vecs), kWarpSize));
-    const bool activates =
-        problem.has_epilogue && !problem.residual && size_of(problem.weight) <= size_of(problem.x);
-    if (plan.threads > most_forward_threads(plan.vecs, is_plain(problem), activates)) continue;
+    const bool lean = is_lean(problem.has_epilogue, problem.residual, size_of(problem.x),
+                              size_of(problem.weight));
+    if (plan.threads > most_forward_threads(plan.vecs, is_plain(problem), lean)) continue;
     // Only a thread's last vector may be missing.
     if (int64_t{plan.vecs - 1} * plan.threads >= vectors) continue;
     const int64_t places = int64_t{plan.threads} * plan.vecs;

@@ -48,11 +48,14 @@ constexpr int column_lanes(int width, int size) { return width == 1 ? 32 / size 
 // Forward keeps a row in registers. Up to four vectors a thread take 64 of them, five 72, eight 96;
 // but of plain rows (nothing fused, nothing shifted, parameters of x's type, no float64) eight take
 // 80 in narrow blocks, three a multiprocessor, and 64 in wide ones, two a multiprocessor; and under
-// an activation (without a residual, parameters no wider than x) four take 56 (with GELU: 8192 x
-// 12288 112.5 us, with 64 123.7).
+// an epilogue alone, with parameters no wider than x, four take 56 (with GELU: 8192 x 12288 112.5
+// us, with 64 123.7).
 constexpr int kNarrowForwardThreads = 256;
-constexpr int most_forward_threads(int vecs, bool plain, bool activates) {
-  if (vecs == 4 && activates) return 576;
+constexpr bool is_lean(bool epilogue, bool residual, int size, int weight_size) {
+  return epilogue && !residual && weight_size <= size;
+}
+constexpr int most_forward_threads(int vecs, bool plain, bool lean) {
+  if (vecs == 4 && lean) return 576;
   return vecs <= 4 ? 1024 : vecs == 5 ? 448 : plain ? 512 : 640;
 }
 // One warp of a block of a split row collects the row's sums.

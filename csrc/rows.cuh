@@ -116,8 +116,9 @@ constexpr int kVectorWidth = 16 / static_cast<int>(sizeof(typename T::X));
 // and so does a residual's.
 enum class Fusion {
   kNone,
-  kEpilogue,  // there may be an activation or a scale
-  kResidual,  // there is a residual (in backward: may be), and there may be an epilogue
+  kEpilogue,  // there is an activation or a scale
+  kResidual,  // there is a residual (in backward, and forward's kStream: may be), and there may be
+              // an epilogue
 };
 
 // Where one row, or a part of it from `first_col` on, is read and written by forward.
@@ -164,7 +165,7 @@ struct ForwardRow {
 };
 
 // The first element of a row in half precision, loaded on each of the two ways to the row's
-// address: where these meet, the compiler puts it behind the loads of the row, for it is used last.
+// address: where these meet, the compiler may put it behind loads of the row.
 template <typename X>
 __device__ __forceinline__ float early_first_element(const ForwardParams& p, int64_t row) {
   static_assert(sizeof(X) == sizeof(uint16_t));
@@ -185,7 +186,8 @@ struct Share {
   int first, step, vectors;
 
   __device__ __forceinline__ int vector(int k) const { return first + k * step; }
-  // The first column of vector k; of one that is missing the row's, to be read in its place.
+  // The first column of vector k; of a missing one, the row's first column, to be read in its
+  // place.
   template <int kWidth>
   __device__ __forceinline__ int col(int k) const {
     return has(k) ? vector(k) * kWidth : 0;
@@ -323,9 +325,9 @@ struct RowVectors {
     }
   }
 
-  // Sum of x - pivot, which is used first, as it is loaded first. Any element of the row is a good
-  // pivot: the sum stays of the order of the deviations, however large the mean, and that of a
-  // constant row is exactly zero.
+  // Sum of x - pivot, which is used first, for where it is loaded first. Any element of the row is
+  // a good pivot: the sum stays of the order of the deviations, however large the mean, and that of
+  // a constant row is exactly zero.
   template <typename Share>
   __device__ __forceinline__ Acc sum(Acc pivot, const Share& share) const {
     // A thread's own sum of half-precision values is exact in float32: one subtraction will do.
@@ -346,8 +348,7 @@ struct RowVectors {
         total[j] = k == 0 ? v : total[j] + v;
       }
     }
-    const Acc all = tree_sum(total);
-    return all;
+    return tree_sum(total);
   }
 
   template <typename Share>
@@ -426,9 +427,9 @@ struct EarlyParameters {
   __device__ __forceinline__ const Vec<W, kWidth>& bias(int k) const { return biases[k]; }
 };
 
-// The same for vectors taken one after the other, by addresses that walk along the row: fewer
-// instructions, but each address waits for the one before. In place of a missing vector that before
-// it is read again.
+// The same by addresses that walk along the row, for which weight and bias are asked once for each
+// vector, in order: fewer instructions, but each address waits for the one before. In place of a
+// missing vector that before it is read again.
 template <typename T, int kWidth, typename Share>
 struct WalkedParameters {
   using W = typename T::W;
@@ -468,10 +469,11 @@ __device__ __forceinline__ void finish_row(const ForwardParams& p, const Forward
     if (kFusion == Fusion::kResidual && !p.has_epilogue) {
       return finish_row<Fusion::kNone>(p, row, values, parameters, share, mean, rstd);
     }
+    constexpr Fusion kLast = kFusion == Fusion::kNone ? Fusion::kNone : Fusion::kEpilogue;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const auto y =
-          finish<kFusion, Y>(p, values.x[k], mean, rstd, parameters.weight(k), parameters.bias(k));
+          finish<kLast, Y>(p, values.x[k], mean, rstd, parameters.weight(k), parameters.bias(k));
       if (share.has(k)) store_once<Y, kWidth>(element(row.y, share.vector(k) * kWidth), y);
     }
   } else {
@@ -540,7 +542,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
   const uint32_t rows = static_cast<uint32_t>(p.rows);
   const bool valid_row = row < rows;
-  const ForwardRow<T> place(p, valid_row ? row : rows - 1, 0, std::bool_constant<kResidual>{});
+  const uint32_t read_row = valid_row ? row : rows - 1;
+  const ForwardRow<T> place(p, read_row, 0, std::bool_constant<kResidual>{});
   // plan.cpp sees to it that of a thread's vectors at most the last is missing.
   const auto share = [&] {
     if constexpr (kShifted) {
@@ -561,7 +564,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
       // Before all else where it pays (bfloat16: 32768 x 4096 137.7 us, 132.0; 65536 x 2048 131.7,
       // 128.8; but with five vectors 130.1, 130.8, eight 264, 283, an activation 136.6, 143.4).
       if constexpr (sizeof(typename T::X) == 2 && kVecs == 4 && kFusion == Fusion::kNone) {
-        pivot = early_first_element<typename T::X>(p, row);
+        pivot = early_first_element<typename T::X>(p, read_row);
       } else {
         pivot = place.template first_element<kResidual>();
       }
