@@ -491,6 +491,7 @@ def test_more_than_2_to_the_31_elements(cols):
     torch.testing.assert_close(weight.grad.double(), dweight, rtol=0, atol=tolerance)
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "cols"), [(F32, 2**30 + 4104), (BF16, 2**31 - 5)], ids=str)
 def test_columns_beyond_what_32_bits_count(dtype, cols):
