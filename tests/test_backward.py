@@ -220,11 +220,13 @@ def test_few_rows_have_the_dx_of_many(plans, cols, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("force", ["few=0", "few=1", "strategy=stream"])
 @pytest.mark.parametrize("cols", [24, 96, 250, 300, 768, 1027])
-def test_a_large_constant_row(plans, force, cols):
+def test_a_large_constant_row(request, plans, force, cols):
     """What threads without columns make of the row's mean must not show."""
-    if force == "few=0" and plans.of(3000, cols, F32, backward=True)["strategy"] == "block":
-        pytest.skip("beyond 1e36 known to fail (docs/tuning-log.md)")
     plans.force(force)
+    p = plans.of(300, cols, F32, backward=True)
+    if p["bulk"] and p["width"] > 1 and p["threads"] * p["vecs"] * p["width"] > cols:
+        reason = "a ring has zeros where a row has no columns (docs/tuning-log.md, Accuracy)"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     x = torch.full((300, cols), 1e37, device="cuda", requires_grad=True)
     dy = torch.randn(300, cols, device="cuda")
     layer_norm(x, normalized_shape=(cols,)).backward(dy)
