@@ -12,23 +12,30 @@ namespace fused_layernorm {
 
 enum class Activation : int32_t { kNone, kGelu, kGeluTanh, kSilu, kRelu };
 
-// Where a row begins. Rows that are contiguous inside may stand at two strides:
-// row = outer * inner_rows + inner; inner_rows = 0 means one stride for all.
+// Where a row begins. Rows that are contiguous inside may stand at two strides: row = outer *
+// inner_rows + inner. Kernels ask nothing and divide nothing: behind a branch the loads of a row
+// would wait. (Granlund and Montgomery, "Division by invariant integers using multiplication",
+// 1994, for rows below 2^31.)
 struct RowMap {
-  int64_t inner_rows = 0;
-  int64_t inner_stride = 0;
-  int64_t outer_stride = 0;
+  int64_t stride = 0;       // from one row to the next
+  int64_t jump = 0;         // what an outer_stride is more than inner_rows strides
+  uint32_t multiplier = 0;  // outer = row * multiplier / 2^(32 + shift)
+  uint32_t shift = 0;
 
-#ifdef __CUDACC__
-  // `use(start)`, on each of the two ways to it.
-  template <typename Use>
-  __device__ __forceinline__ auto visit(int64_t row, const Use& use) const {
-    if (inner_rows == 0) return use(row * inner_stride);
-    const uint32_t outer = static_cast<uint32_t>(row) / static_cast<uint32_t>(inner_rows);
-    return use(outer * outer_stride + (row - outer * inner_rows) * inner_stride);
+  RowMap() = default;
+  explicit RowMap(int64_t row_stride) : stride(row_stride) {}
+  // 2 <= inner_rows < 2^31.
+  RowMap(int64_t inner_rows, int64_t inner_stride, int64_t outer_stride)
+      : stride(inner_stride), jump(outer_stride - inner_rows * inner_stride) {
+    while (int64_t{2} << shift < inner_rows) ++shift;
+    multiplier =
+        static_cast<uint32_t>(((int64_t{1} << (32 + shift)) + inner_rows - 1) / inner_rows);
   }
+#ifdef __CUDACC__
   __device__ __forceinline__ int64_t operator()(int64_t row) const {
-    return visit(row, [](int64_t start) { return start; });
+    const uint32_t low = static_cast<uint32_t>(row);
+    const uint32_t outer = __umulhi(low, multiplier) >> shift;
+    return low * stride + outer * jump;
   }
 #endif
 };

@@ -205,8 +205,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   __shared__ __align__(8) uint64_t barriers[kMaxGroups * kMaxStages];
 
   const Group group(layout.threads);
+  // Slices have no groups. (Nor have rows that are read twice; but told so, the compiler spills:
+  // 8192 x 12288 bfloat16 174 us, 181.)
+  constexpr bool kMayGroup = kRowUse != RowUse::kSliced || std::is_same_v<X, double>;
+  const int groups = kMayGroup ? layout.groups : 1;
   // The warp that collects (kSplit) is beside the last group, and belongs to none.
-  const int group_index = kMaySplit ? min(group.index, layout.groups - 1) : group.index;
+  const int group_index = kMayGroup ? min(group.index, groups - 1) : 0;
   const SliceWork work(layout, group_index, p.rows, p.cols, std::bool_constant<!kMaySplit>{});
   const bool activates = kMayActivate && p.has_epilogue;
   using Ring = BackwardRing<T, kWidth>;
@@ -224,13 +228,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
 
   if constexpr (kBulk) {
-    for (int col = threadIdx.x; col < ring.stage_cols; col += blockDim.x) {
-      const int from = min(col, work.cols - 1);
-      ring.weight[col] = weight.template load<1>(from).at[0];
-      if (activates) ring.bias[col] = bias.template load<1>(from).at[0];
-    }
+    const int room = ring.stage_cols / kWidth;
+    copy_parameter<kWidth>(ring.weight, weight, vectors, room);
+    if (activates) copy_parameter<kWidth>(ring.bias, bias, vectors, room);
     // What no copy writes is zero, and so are the sums of columns that a thread does not have.
-    if (kWidth > 1 && group.index < layout.groups) {
+    if (kWidth > 1 && group.index < groups) {
       for (int stage = 0; stage < ring.stages; ++stage) {
         X* x = ring.x + stage * ring.stage_cols;
         Y* dy = ring.dy + stage * ring.stage_cols;
@@ -240,7 +242,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         }
       }
     }
-    const bool fills = group.thread == 0 && group.index < layout.groups;
+    const bool fills = group.thread == 0 && group.index < groups;
     if (fills) {
 #pragma unroll 1
       for (int i = 0; i < layout.stages; ++i) barrier_init(ring.full + i, Ring::kArrivals);
@@ -287,7 +289,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         int col = share.vector(from + i) * kWidth;
         if (!kHasRoom) col = min(col, last_col);
         constexpr Use kUse = kBulk ? Use::kPlain : Use::kAgain;
-        if (reads_x) x[i] = load<kUse, kWidth>(element(x_row, col));
+        if (kBulk || reads_x) x[i] = load<kUse, kWidth>(element(x_row, col));
         dy[i] = load<kUse, kWidth>(element(dy_row, col));
         if (!kHasRoom && !share.has(from + i)) dy[i] = {};
       }
@@ -310,7 +312,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
   };
 
-  if (kMaySplit && group.index >= layout.groups) {
+  if (kMaySplit && group.index >= groups) {
     // The collecting warp.
     if constexpr (std::is_same_v<Acc, float>) {
       for (int i = 0; p.dx != nullptr && i < work.rows; ++i) {
@@ -327,8 +329,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     return;
   }
 
-  const int first_scratch = group.index * scratch_values(group.warps());
-  RingPosition first_read, second_read, freed;
+  const int first_scratch = group_index * scratch_values(group.warps());
+  RingPosition read;
   for (int i = 0; i < work.rows + lag; ++i) {
     Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
     Vec<X, kWidth> added[kVecs] = {};
@@ -346,9 +348,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           }
         }
       }
-      if constexpr (kBulk) barrier_wait(ring.full + first_read.stage, first_read.parity);
-      statistics = statistics_of(first_read.stage, row);
-      with_gradients(first_read.stage, row, statistics, [&](int k, const auto& gradients) {
+      if constexpr (kBulk) barrier_wait(ring.full + read.stage, read.parity);
+      statistics = statistics_of(read.stage, row);
+      with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
         gradients.add_sums(sums);
         gradients.add_dparams(dweight[k], dbias[k]);
         if constexpr (kKeep) {
@@ -359,14 +361,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           }
         }
       });
-      if constexpr (!kMaySplit) second_read = first_read;
-      first_read.advance(layout.stages);
       sums = group_sum(sums, group, scratch[i & 1] + first_scratch);
       // Behind that barrier nobody reads the row of `held` iterations ago any more.
       if (kBulk && group.thread == 0 && i >= held) {
         const int next = i - held + layout.stages;
-        if (next < work.rows) ring.fill(p, work, freed.stage, work.row(next), reads_x);
-        freed.advance(layout.stages);
+        if (next < work.rows) {
+          ring.fill(p, work, read.stage_of(held, layout.stages), work.row(next), reads_x);
+        }
       }
       if (lag > 0 && group.thread == 0) {
         if constexpr (std::is_same_v<Acc, float>) {
@@ -376,10 +377,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
     if (i >= lag && p.dx != nullptr) {
       const int64_t row = work.row(i - lag);
+      const int stage = read.stage_of(lag, layout.stages);
       if (lag > 0) {
         meet_collector(layout.threads);
         sums = collected[(i - lag) % kCollected];
-        statistics = statistics_of(second_read.stage, row);
+        statistics = statistics_of(stage, row);
       }
       const Pair<Acc> means = {sums.first * inverse_cols, sums.second * inverse_cols};
       const DxRow<X, kFusion == Fusion::kResidual> dx_row(p, row, work.first_col);
@@ -392,10 +394,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           }
         }
       } else {
-        with_gradients(second_read.stage, row, statistics, [&](int k, const auto& gradients) {
+        with_gradients(stage, row, statistics, [&](int k, const auto& gradients) {
           // In half precision no branch holds up the vectors behind (8192 x 32768 bfloat16: 504 us
-          // with branches, 487; but 128 x 1048576 float32: 533, 553).
-          constexpr bool kBranch = sizeof(X) > 2 || kWidth == 1;
+          // with branches, 487; but 128 x 1048576 float32: 533, 553). Beside float32 x with them
+          // the compiler spills.
+          constexpr bool kBranch = (sizeof(X) > 2 && sizeof(Y) > 2) || kWidth == 1;
           if (kBranch && !share.has(k)) return;
           const int col = share.template col<kWidth>(k);
           const auto dx = dx_row.vector(gradients.xhat, gradients.g, means, statistics.second,
@@ -404,12 +407,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         });
       }
     }
-    if (kMaySplit && i >= lag) second_read.advance(layout.stages);
+    read.advance(layout.stages);
   }
 
   const ParamGradSink<T> sink(p, layout.dparams_offset, layout.partials, work.set);
   if (!sink.wanted()) return;
-  if (layout.groups == 1) {
+  if (groups == 1) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       if (share.has(k)) {
@@ -418,35 +421,42 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
     return;
   }
-  // The sums over the groups, in order, in the memory of the ring that nobody needs any more:
-  // [dweight, dbias][group][place in a thread][thread]. The pitch spreads neighbouring columns,
-  // which are neighbouring places of one thread, over the banks.
-  constexpr int kPlaces = kVecs * kWidth;
-  const int pitch = group.threads + kGroupSumsPadding;
-  Acc* dweight_sums = reinterpret_cast<Acc*>(shared);
-  Acc* dbias_sums = dweight_sums + layout.groups * kPlaces * pitch;
+  // The sums over the groups, in order, in the memory of the ring that nobody needs any more, piece
+  // by piece of a thread's columns: [dweight, dbias][group][piece][thread].
+  constexpr int kFourCols = 16 / static_cast<int>(sizeof(Acc));
+  constexpr int kPieceCols = kWidth < kFourCols ? kWidth : kFourCols;
+  constexpr int kPiecesOfVec = kWidth / kPieceCols, kPieces = kVecs * kPiecesOfVec;
+  using Piece = Vec<Acc, kPieceCols>;
+  const int group_pieces = kPieces * group.threads, all_pieces = groups * group_pieces;
+  Piece* const dweight_sums = reinterpret_cast<Piece*>(shared) + group.thread;
+  Piece* const dbias_sums = dweight_sums + all_pieces;
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const int at = (group.index * kPlaces + k * kWidth + j) * pitch + group.thread;
-      dweight_sums[at] = dweight[k][j];
-      dbias_sums[at] = dbias[k][j];
+      const int piece = k * kPiecesOfVec + j / kPieceCols;
+      const int at = group.index * group_pieces + piece * group.threads;
+      dweight_sums[at].at[j % kPieceCols] = dweight[k][j];
+      dbias_sums[at].at[j % kPieceCols] = dbias[k][j];
     }
   }
   __syncthreads();
-  for (int col = threadIdx.x; col < work.cols; col += blockDim.x) {
-    const int v = col / kWidth;
-    const int k = v / group.threads;
-    const int at = (k * kWidth + col % kWidth) * pitch + v - k * group.threads;
-    Acc dw[1] = {dweight_sums[at]};
-    Acc db[1] = {dbias_sums[at]};
-    for (int g = 1; g < layout.groups; ++g) {
-      dw[0] += dweight_sums[g * kPlaces * pitch + at];
-      db[0] += dbias_sums[g * kPlaces * pitch + at];
+  // Each group takes its share of the pieces.
+  for (int piece = group.index; piece < kPieces; piece += groups) {
+    const int vector = share.vector(piece / kPiecesOfVec);
+    if (vector >= vectors) continue;
+    Acc dw[kPieceCols] = {}, db[kPieceCols] = {};
+#pragma unroll 2
+    for (int at = piece * group.threads; at < all_pieces; at += group_pieces) {
+      const Piece w = dweight_sums[at], b = dbias_sums[at];
+#pragma unroll
+      for (int j = 0; j < kPieceCols; ++j) {
+        dw[j] += w.at[j];
+        db[j] += b.at[j];
+      }
     }
-    sink.store(work.first_col + col, dw, db);
+    sink.store(work.first_col + vector * kWidth + piece % kPiecesOfVec * kPieceCols, dw, db);
   }
 }
 
@@ -465,7 +475,7 @@ cudaError_t launch_backward(const BackwardParams& params, const Plan& plan, cuda
     return dispatch_bool<true>(plan.blocks_per_row > 1, [&](auto split) {
       const auto start = [&](auto fusion) {
         // Without what slices need the compiler does better (8192 x 16384 bfloat16: 247 us, 241),
-        // but the binary is large: only for the commonest case a kernel of its own.
+        // but not beside a residual (369.0, 368.9).
         constexpr bool kOwn = bulk() && fusion() == Fusion::kNone;
         constexpr RowUse kWhole = kMayKeep ? RowUse::kKept
                                   : kOwn   ? RowUse::kTwice

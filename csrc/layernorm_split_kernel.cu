@@ -12,20 +12,6 @@ namespace {
 
 constexpr int kThreads = kSplitForwardThreads + kWarpSize;
 
-// A block's slices of weight and bias to shared memory, of bias the first `bias_cols` columns. By
-// all threads of the block; a barrier must follow.
-template <int kWidth, typename W>
-__device__ __forceinline__ void copy_parameters(W* weight, W* bias, const Parameter<W>& all_weight,
-                                                const Parameter<W>& all_bias, int vectors,
-                                                int bias_cols) {
-  using P = Vec<W, kWidth>;
-  for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
-    const int col = v * kWidth;
-    *reinterpret_cast<P*>(weight + col) = all_weight.template load<kWidth>(col);
-    if (col < bias_cols) *reinterpret_cast<P*>(bias + col) = all_bias.template load<kWidth>(col);
-  }
-}
-
 // rstd of a row; one of its threads stores it, and the mean.
 __device__ __forceinline__ float finish_moments(const ForwardParams& p, int64_t row,
                                                 const Moments<float>& moments, bool stores) {
@@ -71,7 +57,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   const Parameter<W> all_weight(p.weight, work.first_col, Otherwise::kOnes);
   const Parameter<W> all_bias(p.bias, work.first_col, Otherwise::kZeros);
-  copy_parameters<kWidth>(weight, bias, all_weight, all_bias, vectors, layout.slice_cols);
+  copy_parameter<kWidth>(weight, all_weight, vectors, vectors);
+  copy_parameter<kWidth>(bias, all_bias, vectors, vectors);
   __syncthreads();
 
   if (group.index == 1) {
@@ -172,7 +159,9 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) load_vector(k, next);
   float pivot = to_acc(*next);
-  copy_parameters<kWidth>(weight, bias, all_weight, all_bias, vectors, layout.stage_cols);
+  const int bias_vectors = min(vectors, layout.stage_cols / kWidth);
+  copy_parameter<kWidth>(weight, all_weight, vectors, vectors);
+  copy_parameter<kWidth>(bias, all_bias, bias_vectors, bias_vectors);
   if (threadIdx.x == 0) {
     const Reciprocal<float> of_slice(work.cols);
     inverse = {of_slice.rounded, of_slice.rest};

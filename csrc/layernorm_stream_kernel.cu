@@ -249,14 +249,6 @@ __global__ void __launch_bounds__(kSumsThreads)
     x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
     dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
   }
-  // All loads before the first use.
-  if constexpr (kWidth > 1) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      hold(x[k]);
-      hold(dy[k]);
-    }
-  }
   const Acc mean = static_cast<const Acc*>(p.mean)[row];
   const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
   const Pair<Acc> means = totals[row];

@@ -180,30 +180,28 @@ std::optional<RowMap> row_map(const Tensor& tensor, int64_t leading) {
     if (sizes[d] != 1 && strides[d] != expected) return std::nullopt;
     expected *= sizes[d];
   }
-  RowMap map;
-  map.inner_stride = expected;
   int levels = 0;
+  int64_t inner_stride = expected, outer_stride = 0;
   int64_t inner_rows = 1, outer_rows = 1;
   for (int64_t d = leading - 1; d >= 0; --d) {
     if (sizes[d] == 1) continue;
     if (levels == 0) {
-      map.inner_stride = strides[d];
+      inner_stride = strides[d];
       inner_rows = sizes[d];
       levels = 1;
-    } else if (levels == 1 && strides[d] == map.inner_stride * inner_rows) {
+    } else if (levels == 1 && strides[d] == inner_stride * inner_rows) {
       inner_rows *= sizes[d];
     } else if (levels == 1) {
-      map.outer_stride = strides[d];
+      outer_stride = strides[d];
       outer_rows = sizes[d];
       levels = 2;
-    } else if (strides[d] == map.outer_stride * outer_rows) {
+    } else if (strides[d] == outer_stride * outer_rows) {
       outer_rows *= sizes[d];
     } else {
       return std::nullopt;
     }
   }
-  if (levels == 2) map.inner_rows = inner_rows;
-  return map;
+  return levels == 2 ? RowMap(inner_rows, inner_stride, outer_stride) : RowMap(inner_stride);
 }
 
 // Reads the tensor where it lies, or a contiguous copy of it where that cannot be.
@@ -221,8 +219,8 @@ struct RowsOf {
   }
   bool aligned() const {
     const auto bytes = static_cast<int64_t>(tensor.element_size());
-    return address_of(tensor) % kAlignment == 0 && map.inner_stride * bytes % kAlignment == 0 &&
-           map.outer_stride * bytes % kAlignment == 0;
+    return address_of(tensor) % kAlignment == 0 && map.stride * bytes % kAlignment == 0 &&
+           map.jump * bytes % kAlignment == 0;
   }
 };
 

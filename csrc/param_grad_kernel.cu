@@ -7,39 +7,61 @@
 namespace fused_layernorm {
 namespace {
 
-constexpr int kMaxRowsOfThreads = 32;
+// Lanes side by side on columns, kWidth each; the others of a warp, and the other warps, are on
+// other partial sums.
+constexpr int kColumnLanes = 8;
+constexpr int kLanesOfColumn = kWarpSize / kColumnLanes;
+constexpr int kMostWarps = 8;
 
-// A block sums kWarpSize columns; thread (x, y) adds the partials y, y + blockDim.y, ...
-template <typename T>
-__global__ void __launch_bounds__(kWarpSize* kMaxRowsOfThreads)
+template <typename Acc, typename W, int kWidth>
+__global__ void __launch_bounds__(kMostWarps* kWarpSize)
     param_grad_kernel(const BackwardParams p, const int partials, const int64_t dparams_offset) {
-  using Acc = typename T::Acc;
-  using W = typename T::W;
-  __shared__ Pair<Acc> sums[kMaxRowsOfThreads][kWarpSize];
-  const int threads_y = blockDim.x / kWarpSize;
-  const int x = threadIdx.x % kWarpSize, y = threadIdx.x / kWarpSize;
-  const int col = blockIdx.x * kWarpSize + x;
-  const auto* dweight_partial =
-      reinterpret_cast<const Acc*>(static_cast<const char*>(p.workspace) + dparams_offset);
-  const auto* dbias_partial = dweight_partial + int64_t{partials} * p.cols;
+  using Sum = Vec<Acc, kWidth>;
+  __shared__ Sum sums[2][kMostWarps][kColumnLanes];
+  const int lane = threadIdx.x % kColumnLanes, warp = threadIdx.x / kWarpSize;
+  const int warps = blockDim.x / kWarpSize;
+  const int col = (blockIdx.x * kColumnLanes + lane) * kWidth;
+  const auto* partial =
+      reinterpret_cast<const Acc*>(static_cast<const char*>(p.workspace) + dparams_offset) + col;
+  const int64_t all = int64_t{partials} * p.cols;
 
-  Pair<Acc> sum;
+  Acc dweight[kWidth] = {}, dbias[kWidth] = {};
   if (col < p.cols) {
 #pragma unroll 4
-    for (int i = y; i < partials; i += threads_y) {
-      sum.first += dweight_partial[int64_t{i} * p.cols + col];
-      sum.second += dbias_partial[int64_t{i} * p.cols + col];
+    for (int i = threadIdx.x / kColumnLanes; i < partials; i += warps * kLanesOfColumn) {
+      const Sum dw = load<Use::kOnce, kWidth>(partial + int64_t{i} * p.cols);
+      const Sum db = load<Use::kOnce, kWidth>(partial + all + int64_t{i} * p.cols);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        dweight[j] += dw.at[j];
+        dbias[j] += db.at[j];
+      }
     }
   }
-  sums[y][x] = sum;
-  __syncthreads();
-  if (y != 0 || col >= p.cols) return;
-  for (int i = 1; i < threads_y; ++i) {
-    sum.first += sums[i][x].first;
-    sum.second += sums[i][x].second;
+#pragma unroll
+  for (int offset = kColumnLanes; offset < kWarpSize; offset *= 2) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      dweight[j] += shuffle_xor(dweight[j], offset);
+      dbias[j] += shuffle_xor(dbias[j], offset);
+    }
   }
-  if (p.dweight != nullptr) static_cast<W*>(p.dweight)[col] = from_acc<W>(sum.first);
-  if (p.dbias != nullptr) static_cast<W*>(p.dbias)[col] = from_acc<W>(sum.second);
+  if (threadIdx.x % kWarpSize < kColumnLanes) {
+    sums[0][warp][lane] = round_to<Acc>(dweight);
+    sums[1][warp][lane] = round_to<Acc>(dbias);
+  }
+  __syncthreads();
+  if (threadIdx.x >= 2 * kColumnLanes || col >= p.cols) return;
+  // The first lanes add up dweight, the next dbias.
+  const bool of_bias = threadIdx.x >= kColumnLanes;
+  Acc sum[kWidth] = {};
+#pragma unroll 4
+  for (int w = 0; w < warps; ++w) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) sum[j] += sums[of_bias][w][lane].at[j];
+  }
+  auto* const gradient = static_cast<W*>(of_bias ? p.dbias : p.dweight);
+  if (gradient != nullptr) store_once<W, kWidth>(gradient + col, round_to<W>(sum));
 }
 
 }  // namespace
@@ -47,13 +69,18 @@ __global__ void __launch_bounds__(kWarpSize* kMaxRowsOfThreads)
 cudaError_t launch_param_grad(const BackwardParams& params, const DataTypes& types,
                               const Plan& plan, cudaStream_t stream) {
   return dispatch_types(types, [&](auto t) {
-    using T = decltype(t);
-    int threads_y = 1;
-    while (threads_y < kMaxRowsOfThreads && threads_y * 4 < plan.partials) threads_y *= 2;
-    Plan own;
-    own.blocks = (params.cols + kWarpSize - 1) / kWarpSize;
-    return launch(param_grad_kernel<T>, own, kWarpSize * threads_y, stream, params, plan.partials,
-                  plan.dparams_offset);
+    using Acc = typename decltype(t)::Acc;
+    using W = typename decltype(t)::W;
+    constexpr int kMostWidth = 16 / static_cast<int>(sizeof(Acc));
+    return dispatch_bool<true>(params.cols % kMostWidth == 0, [&](auto aligned) {
+      constexpr int kWidth = aligned() ? kMostWidth : 1;
+      int warps = 1;
+      while (warps < kMostWarps && warps * kLanesOfColumn * 4 < plan.partials) warps *= 2;
+      Plan own;
+      own.blocks = (params.cols - 1) / (kColumnLanes * kWidth) + 1;
+      return launch(param_grad_kernel<Acc, W, kWidth>, own, kWarpSize * warps, stream, params,
+                    plan.partials, plan.dparams_offset);
+    });
   });
 }
 

@@ -315,10 +315,11 @@ bool better_resident(const Problem& problem, const Plan& resident) {
 std::optional<Plan> forward_split_plan(const Problem& problem, const Device& device,
                                        const Forced& forced) {
   const auto resident = forward_resident_plan(problem, device, forced);
-  const auto ring = [&] { return forward_ring_plan(problem, device, forced); };
-  if (!resident) return ring();
-  const bool wanted = better_resident(problem, *resident) || !ring();
-  return forced.number("resident", wanted) != 0 ? resident : ring();
+  if (resident && forced.number("resident", better_resident(problem, *resident)) != 0) {
+    return resident;
+  }
+  const auto ring = forward_ring_plan(problem, device, forced);
+  return ring || forced.numbers.count("resident") ? ring : resident;
 }
 
 Plan forward_stream_plan(const Problem& problem, int width) {
@@ -386,8 +387,7 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
     plan.stage_cols = static_cast<int>(width > 1 ? int64_t{plan.threads} * plan.vecs * width
                                                  : round_up(plan.slice_cols + unit - 1, unit));
     const int64_t acc = std::max(4, size_of(problem.x));
-    const int64_t group_sums =
-        int64_t{2} * plan.vecs * width * (plan.threads + kGroupSumsPadding) * acc;
+    const int64_t group_sums = int64_t{2} * plan.vecs * width * plan.threads * acc;
     const int64_t params = round_up(
         int64_t{problem.has_epilogue ? 2 : 1} * plan.stage_cols * size_of(problem.weight), 16);
     const int64_t stage = int64_t{plan.stage_cols} * (size_of(problem.x) + size_of(problem.y));
@@ -400,20 +400,27 @@ std::optional<Plan> backward_block_plan(const Problem& problem, const Device& de
       return (groups == 1 || groups * group_sums <= available) &&
              (!may_bulk || params + least_stages * stage * groups <= available);
     };
-    int groups = plan.blocks_per_row > 1
-                     ? 1
-                     : std::min(kMaxGroups, std::max(1, block_threads / plan.threads));
+    const bool keeps = plan.vecs * width <= kKeptColsPerThread;
+    const bool may_group = plan.blocks_per_row == 1 && (keeps || problem.x == DataType::kFloat64);
+    int groups = may_group ? std::min(kMaxGroups, std::max(1, block_threads / plan.threads)) : 1;
     while (groups > 1 && !fits(groups)) --groups;
     if (!fits(groups)) continue;
     // Up to here nothing depends on the number of rows, and nothing after it changes a row's sums.
     // Few rows go to as many multiprocessors as there are.
     groups = static_cast<int>(
         std::min<int64_t>(groups, std::max<int64_t>(1, ceil_div(problem.rows, device.sms))));
-    plan.groups = forced.number("groups", groups);
-    const bool keeps = plan.vecs * width <= kKeptColsPerThread;
+    plan.groups = may_group ? forced.number("groups", groups) : 1;
     if (plan.strategy == Strategy::kBlock && keeps && has_few_rows(problem, forced)) {
       lay_out_few_long_rows(plan, problem, device, forced);
       return plan;
+    }
+    // Two groups whose threads are nearly full slow each other's memory down (us with one and two;
+    // bfloat16: 32768 x 4096 211 and 222, x 4032 207 and 213, x 3840 206 and 200; float32: 8192 x
+    // 4096 111.8 and 113.6), but a residual or an activation hides behind the other group
+    // (bfloat16: 302 and 279, 317 and 247).
+    const bool plain = !problem.residual && !problem.has_epilogue && problem.y == problem.x;
+    if (may_bulk && plain && plan.groups == 2 && problem.cols >= 3968) {
+      plan.groups = forced.number("groups", 1);
     }
     plan.shared_bytes = static_cast<int>(plan.groups > 1 ? plan.groups * group_sums : 0);
     // A ring pays from the third row on.

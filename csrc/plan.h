@@ -40,8 +40,6 @@ constexpr int kMaxStages = 8;
 constexpr int most_warp_backward_vecs(int width) { return width == 1 ? 8 : 2; }
 constexpr int kBackwardColsPerThread = 32;
 constexpr int kKeptColsPerThread = 16;  // where it keeps xhat and g of a row beside them
-// Spreads over the banks what groups of threads add up of dweight and dbias.
-constexpr int kGroupSumsPadding = 4;
 // Blocks that compute dweight and dbias alone have lines of 64 bytes, single elements sectors
 // of 32.
 constexpr int column_lanes(int width, int size) { return width == 1 ? 32 / size : 4; }

@@ -77,6 +77,17 @@ struct Parameter {
   }
 };
 
+// The first `vectors` vectors of a parameter to shared memory with room for `room`, which the last
+// one fills up. By all threads of the block; a barrier must follow.
+template <int kWidth, typename W>
+__device__ __forceinline__ void copy_parameter(W* shared, const Parameter<W>& from, int vectors,
+                                               int room) {
+#pragma unroll 4
+  for (int v = threadIdx.x; v < room; v += blockDim.x) {
+    store(shared + v * kWidth, from.template load<kWidth>(min(v, vectors - 1) * kWidth));
+  }
+}
+
 // Sum of a vector's values in a tree: short chains, and exact where all are equal.
 template <typename Acc, int kWidth>
 __device__ __forceinline__ Acc tree_sum(const Acc (&values)[kWidth]) {
@@ -164,21 +175,6 @@ struct ForwardRow {
   }
 };
 
-// The first element of a row in half precision, loaded on each of the two ways to the row's
-// address: where these meet, the compiler may put it behind loads of the row.
-template <typename X>
-__device__ __forceinline__ float early_first_element(const ForwardParams& p, int64_t row) {
-  static_assert(sizeof(X) == sizeof(uint16_t));
-  const uint16_t bits = p.input_rows.visit(row, [&](int64_t start) {
-    uint16_t loaded;
-    asm volatile("ld.global.u16 %0, [%1];"
-                 : "=h"(loaded)
-                 : "l"(static_cast<const X*>(p.input) + start));
-    return loaded;
-  });
-  return to_acc(*reinterpret_cast<const X*>(&bits));
-}
-
 // Which of a row's vectors a thread has: `first`, `first + step`, ..., those below `vectors`.
 // kDense: of kVecs vectors at most the last can be missing.
 template <int kVecs, bool kDense>
@@ -249,7 +245,7 @@ struct RowVectors {
   }
 
   // x = input, or input + residual rounded to residual's type, which is then stored as well.
-  template <bool kResidual, typename Share>
+  template <bool kResidual, Use kUse = Use::kOnce, typename Share>
   __device__ __forceinline__ void load(const ForwardRow<T>& row, const Share& share) {
     using In = typename T::In;
     const X* x_row = kResidual ? row.residual : static_cast<const X*>(row.input);
@@ -257,7 +253,7 @@ struct RowVectors {
     for (int k = 0; k < kVecs; ++k) {
       x[k] = {};
       if (share.has(k)) {
-        x[k] = fused_layernorm::load<Use::kOnce, kWidth>(element(x_row, share.vector(k) * kWidth));
+        x[k] = fused_layernorm::load<kUse, kWidth>(element(x_row, share.vector(k) * kWidth));
       }
     }
     if constexpr (kResidual) {
@@ -560,16 +556,18 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
     pivot = place.template first_element<kResidual>();
     values.template load_shifted<kResidual>(place, team, share, valid_row);
   } else {
+    // Before all else where it pays (bfloat16: 32768 x 4096 137.9 us, 131.2, with a residual 268.0,
+    // 259.4; 65536 x 2048 131.7, 128.7; but with five vectors 130.1, 130.8, eight 264, 283, an
+    // activation 136.6, 143.4).
+    constexpr bool kInOrder =
+        sizeof(typename T::X) == 2 && (kResidual || (kVecs == 4 && kFusion == Fusion::kNone));
     if constexpr (Team::template kPivotFirst<kVecs, kFusion>) {
-      // Before all else where it pays (bfloat16: 32768 x 4096 137.7 us, 132.0; 65536 x 2048 131.7,
-      // 128.8; but with five vectors 130.1, 130.8, eight 264, 283, an activation 136.6, 143.4).
-      if constexpr (sizeof(typename T::X) == 2 && kVecs == 4 && kFusion == Fusion::kNone) {
-        pivot = early_first_element<typename T::X>(p, read_row);
-      } else {
-        pivot = place.template first_element<kResidual>();
-      }
+      pivot = place.template first_element<kResidual>();
+      if (kInOrder) __syncwarp();
+      values.template load<kResidual, kInOrder ? Use::kInOrder : Use::kOnce>(place, share);
+    } else {
+      values.template load<kResidual>(place, share);
     }
-    values.template load<kResidual>(place, share);
   }
   const auto parameters = [&] {
     using Late = LateParameters<T, kWidth, decltype(share)>;
@@ -744,8 +742,8 @@ struct ParamGradSink {
   __device__ __forceinline__ void store(int col, const Acc (&dw)[kWidth],
                                         const Acc (&db)[kWidth]) const {
     if (dweight_partial != nullptr) {
-      store_once<Acc, kWidth>(dweight_partial + col, round_to<Acc>(dw));
-      store_once<Acc, kWidth>(dbias_partial + col, round_to<Acc>(db));
+      fused_layernorm::store<Acc, kWidth>(dweight_partial + col, round_to<Acc>(dw));
+      fused_layernorm::store<Acc, kWidth>(dbias_partial + col, round_to<Acc>(db));
       return;
     }
     if (dweight != nullptr) store_once<W, kWidth>(dweight + col, round_to<W>(dw));

@@ -77,6 +77,10 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+  // Of `ago` positions ago, which is less than `stages`.
+  __device__ __forceinline__ int stage_of(int ago, int stages) const {
+    return stage < ago ? stage - ago + stages : stage - ago;
+  }
 };
 
 // The meeting: each block of a row leaves eight bytes in a slot of its own, preset to all ones by

@@ -100,10 +100,11 @@ __device__ __forceinline__ Vec<T, kWidth> negative_zeros() {
   return v;
 }
 
-// How what is loaded is used: read once (L1 is left to what is read again), read again by this or
-// another block (parameters, and rows that are read twice), or plainly: from shared memory, or from
-// memory that this kernel writes.
-enum class Use { kOnce, kAgain, kPlain };
+// How what is loaded is used: read once (L1 is left to what is read again); the same, and not
+// before what a __syncwarp() before it is behind (the compiler moves loads of the first kind over
+// one); read again by this or another block (parameters, and rows that are read twice); or plainly:
+// from shared memory, or from memory that this kernel writes.
+enum class Use { kOnce, kInOrder, kAgain, kPlain };
 
 template <Use kUse, int kWidth, typename T>
 __device__ __forceinline__ Vec<T, kWidth> load(const T* p) {
@@ -115,6 +116,10 @@ __device__ __forceinline__ Vec<T, kWidth> load(const T* p) {
   for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
     if constexpr (kUse == Use::kPlain) {
       to[i] = from[i];
+    } else if constexpr (kUse == Use::kInOrder && V::kPieceBytes == 16) {
+      asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(to[i].x), "=r"(to[i].y), "=r"(to[i].z), "=r"(to[i].w)
+                   : "l"(from + i));
     } else if constexpr (kUse == Use::kOnce && V::kPieceBytes == 16) {
       asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
           : "=r"(to[i].x), "=r"(to[i].y), "=r"(to[i].z), "=r"(to[i].w)
@@ -124,6 +129,11 @@ __device__ __forceinline__ Vec<T, kWidth> load(const T* p) {
     }
   }
   return v;
+}
+
+template <typename T, int kWidth>
+__device__ __forceinline__ void store(T* p, const Vec<T, kWidth>& v) {
+  *reinterpret_cast<Vec<T, kWidth>*>(p) = v;
 }
 
 // Written once and not read by this kernel. Parts of a sector stay in L2 until the rest has come.

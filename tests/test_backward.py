@@ -303,6 +303,19 @@ def test_strided(device, kind, cols, of):
         torch.testing.assert_close(grad.double(), expected[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("cols", [64, 1000])
+@pytest.mark.parametrize(("outer", "inner"), [(2, 1500), (1500, 2), (41, 97), (1031, 3), (60, 64)])
+def test_rows_at_two_strides(device, outer, inner, cols):
+    """As in forward, in kernels of many rows; x and dy each have strides of their own."""
+    t = numerics.make(Problem((outer, inner, cols)), device)
+    dense = _gradients(t)
+    weight, bias = (u.detach().clone().requires_grad_() for u in (t.weight, t.bias))
+    x = _strides("transposed", t.x).detach().requires_grad_()
+    layer_norm(x, weight, bias, **t.options).backward(_strides("more rows", t.dy))
+    for grad, expected in zip((x.grad, weight.grad, bias.grad), dense, strict=True):
+        assert torch.equal(grad, expected)
+
+
 @pytest.mark.parametrize("cols", [7, 64, 1000, 70000])
 def test_expanded_dy(device, cols):
     """What sum().backward() and mean().backward() give: one number in memory."""

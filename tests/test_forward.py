@@ -250,6 +250,18 @@ def test_strided_input(device, kind, cols, dtype):
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [(2, 2), (41, 3), (3, 7), (5, 31), (2, 64), (9, 1000), (3, 50_001), (50_001, 3)],
+)
+def test_rows_at_two_strides(device, outer, inner):
+    """Which row stands where is worked out without a division: to the bit as if they were dense."""
+    x = torch.randn(inner, outer, 8, device=device).transpose(0, 1)
+    assert not x.is_contiguous()
+    dense = layer_norm(x.contiguous(), normalized_shape=(8,))
+    assert torch.equal(layer_norm(x, normalized_shape=(8,)), dense)
+
+
 @pytest.mark.gpu
 def test_strided_long_rows():
     x = torch.randn(4, 3, 200_000, device="cuda").transpose(0, 1)[:, 1:]
