@@ -209,3 +209,21 @@ def test_an_unknown_strategy_is_refused():
         (RuntimeError, ValueError), match="no strategy is called 'fast': expected warp, block"
     ):
         torch.ops.fused_layernorm._force("strategy=fast")
+
+
+@pytest.mark.parametrize(
+    ("cols", "dtype", "groups"),
+    [
+        (1024, BF16, 8),
+        (2048, F32, 4),
+        (3960, BF16, 2),
+        (3968, BF16, 1),
+        (4096, F32, 1),
+        (8192, BF16, 1),
+    ],
+)
+def test_backward_groups_fill_a_block_but_not_with_full_ones(cols, dtype, groups):
+    """As many rows at once as a block has threads for; two that are nearly full would hinder each
+    other (plan.cpp has the times)."""
+    assert plan(32768, cols, dtype, backward=True)["groups"] == groups
+    assert plan(2049, cols, dtype, backward=True)["groups"] == groups
