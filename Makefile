@@ -73,7 +73,7 @@ ifndef NO_VENV
 		$(PY) -m pip install --progress-bar off -q --group lint
 endif
 
-CSRC := $(wildcard csrc/*.cpp csrc/*.cu csrc/*.h csrc/*.cuh)
+CSRC := $(shell find csrc -name "*.cpp" -o -name "*.cu" -o -name "*.h" -o -name "*.cuh")
 
 lint: tools
 	$(PY) -m ruff check .

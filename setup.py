@@ -39,6 +39,7 @@ NAMED_ARCHS = {
 }
 TORCH_TARGET_VERSION = "0x020a000000000000"  # torch 2.10: the oldest that the binary loads under
 COMPRESS_MODE_SINCE = (12, 8)
+CUDA_BINDINGS = "csrc/bindings/ops_cuda.cpp"  # left out of a build without CUDA kernels
 
 
 def run(*command: str) -> str:
@@ -125,8 +126,8 @@ def make_extension() -> tuple[Extension, str]:
         # libtorch_cuda.so is loaded with local scope: its symbols are found through libtorch.so
         # alone, which therefore stays a needed library although no symbol of it is used directly.
         link_args += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
-        link_args += ["-Wl,--version-script=csrc/exports.map", "-s"]
-    sources = sorted(set(glob("csrc/*.cpp")) - {"csrc/ops_cuda.cpp"})
+        link_args += ["-Wl,--version-script=csrc/bindings/exports.map", "-s"]
+    sources = sorted(set(glob("csrc/bindings/*.cpp") + glob("csrc/plan/*.cpp")) - {CUDA_BINDINGS})
 
     cpu_only = os.environ.get("FUSED_LAYERNORM_CPU_ONLY") == "1"
     cuda_home = None if cpu_only else find_cuda_home()
@@ -145,8 +146,8 @@ def make_extension() -> tuple[Extension, str]:
         cpp_extension.CUDA_HOME = str(cuda_home)
         torch.version.cuda = version_string
         make = cpp_extension.CUDAExtension
-        cuda_sources = sorted(glob("csrc/*.cu"))
-        sources += ["csrc/ops_cuda.cpp", *cuda_sources]
+        cuda_sources = sorted(glob("csrc/**/*.cu", recursive=True))
+        sources += [CUDA_BINDINGS, *cuda_sources]
         define_macros.append(("FUSED_LAYERNORM_CUDA", "1"))
         cxx_flags += [
             f'-DFUSED_LAYERNORM_CUDA_VERSION="{version_string}"',
@@ -159,7 +160,8 @@ def make_extension() -> tuple[Extension, str]:
     module = make(
         name="fused_layernorm._C",
         sources=sources,
-        depends=sorted(glob("csrc/*")),
+        depends=sorted(glob("csrc/**/*.*", recursive=True)),
+        include_dirs=[str(Path(__file__).resolve().parent / "csrc")],
         define_macros=define_macros,
         extra_compile_args={"cxx": cxx_flags, "nvcc": cuda_flags},
         extra_link_args=link_args,

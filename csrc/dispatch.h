@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "layernorm.h"
-#include "vec.cuh"
+#include "device/vec.cuh"
 
 namespace fused_layernorm {
 

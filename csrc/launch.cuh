@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "layernorm.h"
-#include "rows.cuh"
+#include "norm/rows.cuh"
 
 namespace fused_layernorm {
 

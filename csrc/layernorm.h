@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "plan.h"
+#include "plan/plan.h"
 
 namespace fused_layernorm {
 

@@ -7,8 +7,8 @@
 // chips and for alignments that have none, straight from global memory.
 #include "dispatch.h"
 #include "launch.cuh"
-#include "rows.cuh"
-#include "slices.cuh"
+#include "norm/rows.cuh"
+#include "device/slices.cuh"
 
 namespace fused_layernorm {
 namespace {

@@ -1,6 +1,6 @@
 """The operators' Python half: loading them, the composite implementations, fakes and autograd.
 
-csrc/ops.cpp holds the schemas and says what each operator gives; the CUDA kernels are registered
+csrc/bindings/schemas.cpp holds the schemas and says what each operator gives; the CUDA kernels are registered
 beside them. Here stand
   - the composite: the same results through PyTorch's operators, for every other device;
   - the fake implementations: shapes and dtypes without data, for torch.compile and meta tensors;

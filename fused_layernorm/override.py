@@ -1,6 +1,6 @@
 """override_aten(): PyTorch's own layer_norm, wherever it is called from, on this package's kernels.
 
-csrc/override.cpp has the kernels and the way they are switched; here are the handle, the count of
+csrc/bindings/override.cpp has the kernels and the way they are switched; here are the handle, the count of
 overrides in force, and the way back to the kernels that were replaced.
 """
 
@@ -124,7 +124,7 @@ def _end(key: str) -> None:
 
 
 def _register_replaced(key: str) -> Library:
-    """The operators `_aten_*`, by which csrc/override.cpp calls the kernels it has replaced."""
+    """The operators `_aten_*`, by which csrc/bindings/override.cpp calls the kernels it has replaced."""
     keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def call(kernel: Any, *args: Any) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 //
 // The checks guard memory: nothing launches on arguments that do not fit together. The sentences
 // that users read are those of fused_layernorm/_checks.py.
-#include "ops_cuda.h"
+#include "bindings/ops_cuda.h"
 
 #include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

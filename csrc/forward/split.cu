@@ -4,8 +4,8 @@
 // sums, so that none waits. Else the slice of one row is in registers.
 #include "dispatch.h"
 #include "launch.cuh"
-#include "rows.cuh"
-#include "slices.cuh"
+#include "norm/rows.cuh"
+#include "device/slices.cuh"
 
 namespace fused_layernorm {
 namespace {

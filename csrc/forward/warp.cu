@@ -2,7 +2,7 @@
 // shuffles between the lanes.
 #include "dispatch.h"
 #include "launch.cuh"
-#include "rows.cuh"
+#include "norm/rows.cuh"
 
 namespace fused_layernorm {
 namespace {

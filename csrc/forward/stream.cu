@@ -2,7 +2,7 @@
 // each row, their combination, then the result with a second read of the row.
 #include "dispatch.h"
 #include "launch.cuh"
-#include "rows.cuh"
+#include "norm/rows.cuh"
 
 namespace fused_layernorm {
 namespace {

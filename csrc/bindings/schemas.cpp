@@ -11,7 +11,7 @@
 #include <optional>
 #include <string>
 
-#include "plan.h"
+#include "plan/plan.h"
 
 namespace fused_layernorm {
 namespace {

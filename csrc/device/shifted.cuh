@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "vec.cuh"
+#include "device/vec.cuh"
 
 namespace fused_layernorm {
 

@@ -2,11 +2,11 @@
 // statistics -> normalize -> epilogue -> store, and the same for the gradients.
 #pragma once
 
-#include "fusion.cuh"
+#include "norm/activation.cuh"
 #include "layernorm.h"
-#include "reduce.cuh"
-#include "shifted.cuh"
-#include "vec.cuh"
+#include "device/reduce.cuh"
+#include "device/shifted.cuh"
+#include "device/vec.cuh"
 
 namespace fused_layernorm {
 

@@ -2,7 +2,7 @@
 // fixed order; and the choice of a strategy's launch function.
 #include "dispatch.h"
 #include "launch.cuh"
-#include "rows.cuh"
+#include "norm/rows.cuh"
 
 namespace fused_layernorm {
 namespace {

@@ -29,7 +29,7 @@
 #include <vector>
 
 #ifdef FUSED_LAYERNORM_CUDA
-#include "ops_cuda.h"
+#include "bindings/ops_cuda.h"
 #endif
 
 namespace fused_layernorm {

@@ -1,5 +1,5 @@
 // The ladder from problem to plan. Each threshold carries the measurement that set it.
-#include "plan.h"
+#include "plan/plan.h"
 
 #include <algorithm>
 #include <map>

@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "bulk.cuh"
+#include "device/bulk.cuh"
 #include "layernorm.h"
-#include "reduce.cuh"
+#include "device/reduce.cuh"
 
 namespace fused_layernorm {
 

@@ -3,7 +3,7 @@
 // second launch.
 #include "dispatch.h"
 #include "launch.cuh"
-#include "rows.cuh"
+#include "norm/rows.cuh"
 
 namespace fused_layernorm {
 namespace {
