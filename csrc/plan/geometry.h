@@ -1,0 +1,360 @@
+// The limits that the plan and the kernels share: how many threads, vectors and columns a kernel is
+// compiled for. The plan stays within them, the kernels are compiled from them, and each stands
+// here once, with the measurement that set it or the proof that it holds. What the plan prefers
+// within these limits stands in ladders.h.
+//
+// All times are microseconds of device time on an H200; docs/tuning-log.md has the whole story.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+#include <utility>
+
+namespace fused_layernorm {
+
+// ---- Data types.
+
+enum class DataType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
+
+constexpr int size_of(DataType type) {
+  return type == DataType::kFloat64 ? 8 : type == DataType::kFloat32 ? 4 : 2;
+}
+
+// The types of x, of weight and bias, and of y (dy in backward) for which there are kernels.
+constexpr DataType kTypesWithKernels[][3] = {
+    {DataType::kFloat32, DataType::kFloat32, DataType::kFloat32},
+    {DataType::kFloat32, DataType::kFloat32, DataType::kFloat16},
+    {DataType::kFloat32, DataType::kFloat32, DataType::kBFloat16},
+    {DataType::kFloat16, DataType::kFloat16, DataType::kFloat16},
+    {DataType::kFloat16, DataType::kFloat32, DataType::kFloat16},
+    {DataType::kFloat16, DataType::kFloat32, DataType::kFloat32},
+    {DataType::kBFloat16, DataType::kBFloat16, DataType::kBFloat16},
+    {DataType::kBFloat16, DataType::kFloat32, DataType::kBFloat16},
+    {DataType::kBFloat16, DataType::kFloat32, DataType::kFloat32},
+    {DataType::kFloat64, DataType::kFloat64, DataType::kFloat64},
+};
+
+constexpr bool has_kernels(DataType x, DataType weight, DataType y) {
+  for (const auto& types : kTypesWithKernels) {
+    if (types[0] == x && types[1] == weight && types[2] == y) return true;
+  }
+  return false;
+}
+
+// The size of the type that sums are taken in: float32, or float64 for float64.
+constexpr int acc_size_of(int x_size) { return x_size == 8 ? 8 : 4; }
+
+// ---- The chip.
+
+constexpr int kWarpThreads = 32;
+constexpr int kMostBlockThreads = 1024;
+// Rows and columns are 32-bit numbers in kernels, and so are the blocks of a launch.
+constexpr int64_t kMostExtent = (int64_t{1} << 31) - 1;
+constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
+static_assert(kMostExtent <= kMostBlocks, "a launch may have a block for each row");
+
+// The compiler hands out the registers of a multiprocessor, which are also the most that a block
+// can have, by eight to each thread.
+constexpr int kRegisters = 65536;
+constexpr int registers_of(int block_threads, int blocks) {
+  return kRegisters / (block_threads * blocks) / 8 * 8;
+}
+
+// Dynamic shared memory that a block has on every chip that is compiled for (capability 7.5 has the
+// least).
+constexpr int kLeastSharedMemory = 64 * 1024;
+// The plan leaves this much of a block's shared memory to what kernels declare (rings, slots and
+// scratch memory of sums); the proofs stand below, beside what they are of.
+constexpr int kReservedSharedMemory = 3072;
+
+// ---- Vectors.
+
+// A vector is what a thread moves with one instruction.
+constexpr int kVectorBytes = 16;
+constexpr int vector_width(int element_size) { return kVectorBytes / element_size; }
+
+// The columns whose bytes are a multiple of a vector's in x, y and the parameters alike. Slices of
+// rows begin at such columns and rings have room for a multiple of them, because bulk copies begin
+// and end at multiples of 16 bytes.
+constexpr int aligned_cols(int x_size, int y_size) {
+  return vector_width(x_size < y_size ? x_size : y_size);
+}
+constexpr bool slices_are_aligned() {
+  for (const auto& types : kTypesWithKernels) {
+    const int cols = aligned_cols(size_of(types[0]), size_of(types[2]));
+    for (const DataType type : types) {
+      if (cols * size_of(type) % kVectorBytes != 0) return false;
+    }
+  }
+  return true;
+}
+static_assert(slices_are_aligned(),
+              "a slice of weight and bias begins at a multiple of 16 bytes wherever one of x does");
+
+// The numbers of vectors that kernels are compiled for. A kernel's launch function turns a plan's
+// number into a template parameter by this list, and the plan takes no other.
+template <int... kVecs>
+using VecsList = std::integer_sequence<int, kVecs...>;
+
+template <int... kVecs>
+constexpr bool contains(VecsList<kVecs...>, int vecs) {
+  return ((kVecs == vecs) || ...);
+}
+// The first number of an ascending list that is not smaller than `least`, or 0 if there is none.
+template <int... kVecs>
+constexpr int first_from(VecsList<kVecs...>, int64_t least) {
+  int found = 0;
+  ((found = found == 0 && kVecs >= least ? kVecs : found), ...);
+  return found;
+}
+
+// ---- Forward, a logical warp per row.
+
+// Threads of a block (4194304 x 64 float32: 522 us, with 256 threads 533; 128 x 1024 bfloat16: 2.6
+// and 2.8).
+constexpr int kForwardWarpThreads = 128;
+using ForwardWarpVecs = VecsList<1, 2, 3, 4>;
+// Beside a residual, rows of four half-precision vectors a lane are faster in a block, even in a
+// block of one warp (bfloat16: 32768 x 1024 67.4 us, 66.4; 4096 x 1024 9.8, 10.0).
+constexpr int most_forward_warp_vecs(int x_size, bool residual) {
+  return residual && x_size == 2 ? 3 : 4;
+}
+static_assert(contains(ForwardWarpVecs{}, most_forward_warp_vecs(2, true)) &&
+                  contains(ForwardWarpVecs{}, most_forward_warp_vecs(4, false)),
+              "a lane owns no more vectors than there are kernels for");
+static_assert(kForwardWarpThreads % kWarpThreads == 0,
+              "every lane of a logical warp takes part in its shuffles");
+
+// ---- Forward, a block per row, which keeps the row in registers.
+
+using ForwardBlockVecs = VecsList<3, 4, 5, 8>;
+
+// What a kernel computes, as far as it decides how many registers a thread needs.
+enum class ForwardLoad {
+  kBare,   // statistics and affine alone, parameters of x's type, rows of whole vectors
+  kLean,   // an epilogue and no residual, with parameters no wider than x
+  kHeavy,  // anything else
+};
+
+// Parameters are of x's type or of float32, so those of x's size are of its type. `shifted` are
+// rows that begin anywhere.
+constexpr ForwardLoad forward_load(int x_size, int weight_size, bool residual, bool epilogue,
+                                   bool shifted) {
+  if (residual) return ForwardLoad::kHeavy;
+  if (epilogue) return weight_size <= x_size ? ForwardLoad::kLean : ForwardLoad::kHeavy;
+  const bool bare = !shifted && weight_size == x_size && x_size != size_of(DataType::kFloat64);
+  return bare ? ForwardLoad::kBare : ForwardLoad::kHeavy;
+}
+
+// Threads of a block at most, and blocks that a multiprocessor has registers for at least.
+struct BlockBounds {
+  int threads;
+  int blocks;
+};
+
+// Up to four vectors a thread take 64 registers, five 72, eight 96. Eight of a bare row take 80
+// registers in narrow blocks, three a multiprocessor, and 64 in wide ones, two a multiprocessor.
+// Four lean ones take 56 (with GELU: 8192 x 12288 112.5 us, with 64 registers 123.7).
+constexpr int kNarrowForwardThreads = 256;
+constexpr BlockBounds forward_block_bounds(int vecs, ForwardLoad load, bool narrow) {
+  if (vecs == 8 && load == ForwardLoad::kBare) {
+    return narrow ? BlockBounds{kNarrowForwardThreads, 3} : BlockBounds{512, 2};
+  }
+  if (vecs == 8) return {640, 1};
+  if (vecs == 5) return {448, 2};
+  if (vecs == 4 && load == ForwardLoad::kLean) return {576, 2};
+  return {1024, 1};
+}
+constexpr int registers_of(BlockBounds bounds) {
+  return registers_of(bounds.threads, bounds.blocks);
+}
+static_assert(registers_of(forward_block_bounds(4, ForwardLoad::kHeavy, false)) == 64 &&
+                  registers_of(forward_block_bounds(5, ForwardLoad::kHeavy, false)) == 72 &&
+                  registers_of(forward_block_bounds(8, ForwardLoad::kHeavy, false)) == 96 &&
+                  registers_of(forward_block_bounds(8, ForwardLoad::kBare, true)) == 80 &&
+                  registers_of(forward_block_bounds(8, ForwardLoad::kBare, false)) == 64 &&
+                  registers_of(forward_block_bounds(4, ForwardLoad::kLean, false)) == 56,
+              "a thread has the registers that its vectors take");
+// A row that begins anywhere leaves a seam before each warp's vectors, and one behind the last;
+// each seam is closed by a thread of its own.
+static_assert(8 + 1 <= kWarpThreads && !contains(ForwardBlockVecs{}, 9),
+              "a block has more threads than seams: eight at most for each of its warps, and one");
+
+// ---- Forward, persistent blocks on slices of rows.
+
+// Of a block of a split row one warp collects the row's sums; the others work on the row.
+constexpr int kForwardSplitThreads = kMostBlockThreads - kWarpThreads;
+constexpr int kForwardSplitVecs = 4;
+// A resident slice lies in registers, 32 of a thread's 64.
+constexpr int kForwardResidentThreads = kMostBlockThreads;
+constexpr int kForwardResidentVecs = 8;
+static_assert(registers_of(kForwardResidentThreads, 1) == 64 &&
+                  kForwardResidentVecs * kVectorBytes / 4 == 32,
+              "a slice takes half of the registers");
+
+// ---- Forward, rows of any length, read twice in chunks.
+
+constexpr int kForwardStreamThreads = 512;
+constexpr int forward_stream_vecs(int width) { return width == 1 ? 16 : 8; }
+constexpr int forward_stream_cols(int width) {
+  return kForwardStreamThreads * forward_stream_vecs(width) * width;
+}
+
+// ---- Backward.
+
+// Threads of backward's persistent blocks, which leave each 128 registers (640 threads of 96
+// registers were slower even where rows of 5,120 columns leave 192 of 512 threads idle: 152 us
+// against 147).
+constexpr int kBackwardThreads = 512;
+static_assert(registers_of(kBackwardThreads, 1) == 128 && registers_of(640, 1) == 96,
+              "what was measured");
+// The warp kernel of float32 with an activation has more threads, of 80 registers (4194304 x 64
+// with GELU: 833 us, with 512 threads 959; without an activation 640 threads and 512 are alike).
+constexpr int backward_warp_threads(int x_size, bool activates) {
+  return x_size == 4 && activates ? 768 : kBackwardThreads;
+}
+static_assert(registers_of(backward_warp_threads(4, true), 1) == 80, "what was measured");
+// Only the kernel for an epilogue without a residual activates for sure; there is none for single
+// elements (a width of one).
+constexpr bool backward_warp_activates(int width, bool residual, bool epilogue) {
+  return width > 1 && epilogue && !residual;
+}
+// A thread keeps the running dweight and dbias of its columns in registers; a lane also has the
+// next row there. Of the vectors that a kernel is compiled for, some of a lane's may be missing.
+constexpr int most_backward_warp_vecs(int width) { return width == 1 ? 8 : 2; }
+template <int kWidth>
+using BackwardWarpVecs = std::conditional_t<kWidth == 1, VecsList<4, 8>, VecsList<2>>;
+constexpr int backward_warp_vecs_from(int width, int64_t least) {
+  return width == 1 ? first_from(BackwardWarpVecs<1>{}, least)
+                    : first_from(BackwardWarpVecs<2>{}, least);
+}
+static_assert(backward_warp_vecs_from(1, most_backward_warp_vecs(1)) ==
+                      most_backward_warp_vecs(1) &&
+                  backward_warp_vecs_from(8, most_backward_warp_vecs(8)) ==
+                      most_backward_warp_vecs(8),
+              "there are kernels for the longest rows that a logical warp takes");
+// The warp kernel adds up dweight and dbias of its warps in shared memory.
+constexpr int64_t backward_warp_shared_bytes(int block_threads, int64_t cols, int x_size) {
+  return int64_t{2} * (block_threads / kWarpThreads) * cols * acc_size_of(x_size);
+}
+constexpr bool backward_warp_fits(int x_size) {
+  for (const int width : {1, vector_width(x_size)}) {
+    const int64_t cols = int64_t{kWarpThreads} * most_backward_warp_vecs(width) * width;
+    for (const bool epilogue : {false, true}) {
+      const bool activates = backward_warp_activates(width, false, epilogue);
+      const int threads = backward_warp_threads(x_size, activates);
+      if (backward_warp_shared_bytes(threads, cols, x_size) > kLeastSharedMemory) return false;
+    }
+  }
+  return true;
+}
+static_assert(backward_warp_fits(2) && backward_warp_fits(4) && backward_warp_fits(8),
+              "the longest rows of the warp kernel fit the smallest shared memory; the kernel has "
+              "no other");
+
+constexpr int kBackwardColsPerThread = 32;
+constexpr int kKeptColsPerThread = 16;  // where a thread keeps xhat and g of a row beside them
+// A lane's single elements take more registers each than a vector's.
+constexpr int most_backward_block_vecs(int width) {
+  return width == 1 ? 16 : kBackwardColsPerThread / width;
+}
+// float64 has one kernel, of the most columns a thread; it keeps no row.
+template <int kWidth, int kXSize>
+using BackwardBlockVecs = std::conditional_t<
+    kWidth == 1 || kXSize == 8, VecsList<most_backward_block_vecs(kWidth)>,
+    VecsList<most_backward_block_vecs(kWidth) / 2, most_backward_block_vecs(kWidth)>>;
+constexpr int backward_block_vecs_from(int width, int x_size, int64_t least) {
+  if (width == 1) return first_from(BackwardBlockVecs<1, 4>{}, least);
+  if (x_size == 8) return first_from(BackwardBlockVecs<vector_width(8), 8>{}, least);
+  if (x_size == 4) return first_from(BackwardBlockVecs<vector_width(4), 4>{}, least);
+  return first_from(BackwardBlockVecs<vector_width(2), 2>{}, least);
+}
+
+// Blocks of few rows on a multiprocessor: they have no running sums, but activations take
+// registers.
+constexpr int few_rows_blocks(bool fused) { return fused ? 1 : 2; }
+static_assert(registers_of(kBackwardThreads, few_rows_blocks(false)) == 64 &&
+                  registers_of(kBackwardThreads, few_rows_blocks(true)) == 128,
+              "half the registers of the persistent blocks do without running sums");
+// A team of few rows owns a row as it does in the kernels for many: as a logical warp, or as whole
+// warps that keep the row.
+template <int kWidth, int kXSize>
+using FewRowsVecs = std::conditional_t<
+    kWidth == 1, VecsList<4, 8, kKeptColsPerThread>,
+    std::conditional_t<kXSize == 4, VecsList<2, kKeptColsPerThread / kWidth>, VecsList<2>>>;
+static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
+                  contains(FewRowsVecs<4, 4>{}, backward_block_vecs_from(4, 4, 1)) &&
+                  contains(FewRowsVecs<8, 2>{}, backward_block_vecs_from(8, 2, 1)) &&
+                  backward_block_vecs_from(2, 8, 1) * 2 > kKeptColsPerThread,
+              "few rows have a kernel wherever a team of whole warps keeps the row");
+// Blocks that compute dweight and dbias alone move lines of 64 bytes by vectors, sectors of 32 by
+// single elements.
+constexpr int column_lanes(int width, int x_size) { return width == 1 ? 32 / x_size : 4; }
+// They add up the sums of their warps in shared memory.
+constexpr int few_rows_shared_bytes(int block_threads, int width, int x_size) {
+  return block_threads / kWarpThreads * column_lanes(width, x_size) * width * 2 *
+         acc_size_of(x_size);
+}
+static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 4096 &&
+                  few_rows_shared_bytes(kBackwardThreads, vector_width(4), 4) <= 4096 &&
+                  few_rows_shared_bytes(kBackwardThreads, vector_width(8), 8) <= 4096,
+              "shared memory never decides how many blocks of few rows run at once");
+
+// Rows that a block works on at once (its teams), and rows or slices that a team keeps in flight.
+// A team takes a hardware barrier of its own, of which there are 16; barrier 0 is __syncthreads().
+constexpr int kMostTeams = 15;
+constexpr int kMostStages = 8;
+static_assert(kMostTeams < 16, "a block has 16 hardware barriers, and the first is the block's");
+static_assert(kMostTeams * kWarpThreads <= kBackwardThreads,
+              "a team has a warp at least, so a block has room for all of its teams");
+// Threads of the stream kernels' blocks; each of their warps leaves its share of a row's sums.
+constexpr int kBackwardStreamThreads = 256;
+constexpr int backward_stream_vecs(int width) { return 16 / width; }
+constexpr int backward_stream_cols(int width) {
+  return kBackwardStreamThreads * backward_stream_vecs(width) * width;
+}
+// A stream kernel has a block for each chunk of each row. Chunks have 4,096 columns and more, so a
+// launch would have too many blocks only from 2^43 elements on, more than any device holds.
+static_assert(backward_stream_cols(1) >= 4096 && backward_stream_cols(8) >= 4096 &&
+                  forward_stream_cols(1) >= 4096 && forward_stream_cols(2) >= 4096,
+              "a launch has enough blocks for all chunks of all rows that a device holds");
+
+// ---- The meeting of the blocks of one row.
+
+// What the lanes of one collecting warp can hold of a row's sums.
+constexpr int kSlotsPerLane = 5;
+// A device with more multiprocessors than this leaves some out of its longest rows.
+constexpr int kMaxBlocksPerRow = kSlotsPerLane * kWarpThreads;
+// Rows whose collected sums may wait to be used; a plan's lag is smaller.
+constexpr int kMostCollected = 4;
+
+// A ring is refilled once a row has left it. A row that is kept in registers leaves at once, so one
+// stage will do. Any other row is read again, `lag` rows later: the ring then holds the rows that
+// wait, the one in work and one on its way.
+constexpr int least_stages(bool keeps, int lag) { return keeps ? 1 : lag + 2; }
+static_assert(least_stages(false, kMostCollected - 1) <= kMostStages,
+              "a ring can be made for every lag");
+
+// ---- What kernels declare of shared memory.
+
+// The scratch memory of a team's sum has up to three values more than the team has warps, because a
+// thread reads four values at once.
+constexpr int kBackwardScratch = (kBackwardThreads / kWarpThreads + 3 * kMostTeams + 3) / 4 * 4;
+// Two scratch memories and the collected sums, in pairs of the arithmetic's type, and for each
+// stage of each team the row's mean and rstd in float32 and a barrier. float64 has no ring.
+constexpr int backward_declared_bytes(int acc_size) {
+  const int pair = 2 * acc_size;
+  const int stages = acc_size == 4 ? kMostTeams * kMostStages : 0;
+  return 2 * kBackwardScratch * pair + kMostCollected * pair + stages * (8 + 8);
+}
+static_assert(backward_declared_bytes(4) <= kReservedSharedMemory &&
+                  backward_declared_bytes(8) <= kReservedSharedMemory,
+              "backward's blocks declare no more than the plan leaves them");
+// Two scratch memories for each of two sums, the collected moments and a barrier for each stage.
+static_assert(2 * 2 * (kMostBlockThreads / kWarpThreads) * 4 + kMostCollected * 8 +
+                      kMostStages * 8 <=
+                  kReservedSharedMemory,
+              "forward's blocks declare no more than the plan leaves them");
+
+}  // namespace fused_layernorm
