@@ -177,7 +177,9 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
   }
   teams = forced.value_or(Field::kTeams, teams);
   lay_out_few_rows(plan, problem, teams);
-  if (plan.threads > kBackwardThreads || plan.threads % kWarpThreads != 0) return std::nullopt;
+  const bool launches = plan.threads <= kBackwardThreads && plan.threads % kWarpThreads == 0 &&
+                        plan.blocks <= kMostBlocks;
+  if (!launches) return std::nullopt;
   return plan;
 }
 
