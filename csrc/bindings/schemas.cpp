@@ -8,10 +8,7 @@
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 
-#include <optional>
 #include <string>
-
-#include "plan/plan.h"
 
 namespace fused_layernorm {
 namespace {
@@ -22,34 +19,6 @@ std::string build_info() {
 #else
   return "cpu only";
 #endif
-}
-
-DataType data_type(torch::headeronly::ScalarType type) {
-  using torch::headeronly::ScalarType;
-  switch (type) {
-    case ScalarType::Half:
-      return DataType::kFloat16;
-    case ScalarType::BFloat16:
-      return DataType::kBFloat16;
-    case ScalarType::Double:
-      return DataType::kFloat64;
-    default:
-      return DataType::kFloat32;
-  }
-}
-
-std::string describe_plan(int64_t rows, int64_t cols, torch::headeronly::ScalarType dtype,
-                          bool backward, bool aligned, int64_t capability, int64_t sms,
-                          int64_t shared_memory) {
-  Problem problem;
-  problem.rows = rows;
-  problem.cols = cols;
-  problem.x = problem.weight = problem.y = data_type(dtype);
-  problem.backward = backward;
-  problem.aligned = aligned;
-  const Device device = {static_cast<int>(capability), static_cast<int>(sms),
-                         static_cast<int>(shared_memory)};
-  return describe(make_plan(problem, device));
 }
 
 }  // namespace
@@ -84,16 +53,10 @@ STABLE_TORCH_LIBRARY(fused_layernorm, m) {
 
   // For tests, benchmarks and `python -m fused_layernorm`, not for users.
   m.def("_build_info() -> str");
-  m.def(
-      "_plan(int rows, int cols, ScalarType dtype, bool backward, bool aligned, int capability, "
-      "int sms, int shared_memory) -> str");
-  m.def("_force(str? options) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fused_layernorm, CompositeExplicitAutograd, m) {
   m.impl("_build_info", TORCH_BOX(&fused_layernorm::build_info));
-  m.impl("_plan", TORCH_BOX(&fused_layernorm::describe_plan));
-  m.impl("_force", TORCH_BOX(&fused_layernorm::force_plan));
 }
 
 // The module holds nothing: importing it loads the library and registers the operators.

@@ -149,7 +149,9 @@ using Plan = std::variant<Warp, FewRows, Block, Split, Stream>;
 
 }  // namespace backward
 
-// Throw std::invalid_argument, in one sentence, if what is forced cannot run the problem.
+// The plan of a problem of at least one row and one column, of types that have kernels
+// (has_kernels), with `aligned` only where the columns allow it. Throw std::invalid_argument, in
+// one sentence, if what is forced cannot run the problem.
 forward::Plan make_forward_plan(const Problem& problem, const Device& device);
 backward::Plan make_backward_plan(const Problem& problem, const Device& device);
 
@@ -158,9 +160,19 @@ const Launch& launch_of(const Plan& plan) {
   return std::visit([](const auto& strategy) -> const Launch& { return strategy; }, plan);
 }
 
-// Forces parts of every later plan, for tests and tuning; process-wide, until the next call. The
-// options are words such as "strategy=split stages=3"; plan.cpp lists them. Throws
-// std::invalid_argument for a word that it does not know.
+// Forces parts of every later plan, for tests and tuning; process-wide, until the next call.
+// `options` are words such as "strategy=split stages=3", each at most once:
+//   strategy        warp, block, split, resident (forward), stream or few_rows (backward)
+//   vecs            vectors of a row that a thread owns
+//   teams           backward: rows that a block works on at once
+//   bulk            backward: 1 or 0, whether rows come to shared memory by bulk copies
+//   stages          rows or slices that a team keeps in flight in shared memory
+//   lag             rows between publishing a row's sums and collecting them
+//   blocks_per_row  of split and resident rows
+// What is not forced is planned as always. A strategy that is not forced is the first of the ladder
+// that can have all that is forced; backward takes few_rows for no more rows than it is made for,
+// and so warp and block force the persistent kernels. Throws std::invalid_argument, in one
+// sentence, for a word that it does not know. Nothing is forced by an empty text or none.
 void force_plan(std::optional<std::string> options);
 
 // The plan as a JSON object, for tests and `python -m fused_layernorm`.

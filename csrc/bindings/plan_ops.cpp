@@ -1,0 +1,96 @@
+// The operators `_plan` and `_force`: the plan of any problem on any device, as JSON, and parts of
+// every plan forced. They are for tests, benchmarks and tuning, not for users, and need no GPU.
+
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "plan/plan.h"
+
+namespace fused_layernorm {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::headeronly::toString;
+
+template <typename... Parts>
+void check(bool condition, const Parts&... parts) {
+  if (condition) return;
+  std::ostringstream message;
+  message << "fused_layernorm: ";
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+DataType data_type(ScalarType type) {
+  switch (type) {
+    case ScalarType::Half:
+      return DataType::kFloat16;
+    case ScalarType::BFloat16:
+      return DataType::kBFloat16;
+    case ScalarType::Double:
+      return DataType::kFloat64;
+    default:
+      check(type == ScalarType::Float, "expected float32, float16, bfloat16 or float64, got ",
+            toString(type));
+      return DataType::kFloat32;
+  }
+}
+
+// weight and y are of x's type unless said otherwise. `aligned` says whether all rows begin at
+// multiples of 16 bytes; unless it is given, they do where their length is such a multiple.
+std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool backward,
+                          std::optional<ScalarType> weight_dtype, std::optional<ScalarType> y_dtype,
+                          std::optional<bool> aligned, bool residual, bool has_epilogue,
+                          bool needs_dparams, int64_t capability, int64_t sms,
+                          int64_t shared_memory) {
+  const ScalarType weight = weight_dtype.value_or(dtype), y = y_dtype.value_or(dtype);
+  Problem problem;
+  problem.x = data_type(dtype);
+  problem.weight = data_type(weight);
+  problem.y = data_type(y);
+  check(has_kernels(problem.x, problem.weight, problem.y), "no kernel takes x of ", toString(dtype),
+        ", weight of ", toString(weight), " and y of ", toString(y));
+  check(rows >= 1 && cols >= 1 && rows <= kMostExtent && cols <= kMostExtent, "expected 1 to ",
+        kMostExtent, " rows and columns, got ", rows, " rows of ", cols);
+  const bool whole = cols % aligned_cols(size_of(problem.x), size_of(problem.y)) == 0;
+  check(whole || !aligned.value_or(false), "rows of ", cols,
+        " columns cannot all begin at multiples of 16 bytes");
+  check(sms >= 1 && sms < 1 << 16 && shared_memory >= kLeastSharedMemory && shared_memory < 1 << 30,
+        "expected a device of 1 to 65535 multiprocessors with ", kLeastSharedMemory,
+        " bytes of shared memory a block or more, got ", sms, " with ", shared_memory);
+  problem.rows = rows;
+  problem.cols = cols;
+  problem.aligned = aligned.value_or(whole);
+  problem.residual = residual;
+  problem.has_epilogue = has_epilogue;
+  problem.needs_dparams = needs_dparams;
+  const Device device = {static_cast<int>(capability), static_cast<int>(sms),
+                         static_cast<int>(shared_memory)};
+  return backward ? describe(make_backward_plan(problem, device))
+                  : describe(make_forward_plan(problem, device));
+}
+
+}  // namespace
+}  // namespace fused_layernorm
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fused_layernorm, m) {
+  // `has_epilogue` is whether there is an activation or a scale that is not 1, `residual` in
+  // backward a gradient beside dx, `needs_dparams` whether dweight or dbias is asked for. The
+  // device is an H100 unless said otherwise; its capability is 10 * major + minor.
+  m.def(
+      "_plan(int rows, int cols, ScalarType dtype, *, bool backward=False, ScalarType? "
+      "weight_dtype=None, ScalarType? y_dtype=None, bool? aligned=None, bool residual=False, bool "
+      "has_epilogue=False, bool needs_dparams=True, int capability=90, int sms=132, int "
+      "shared_memory=232448) -> str");
+  // None forces nothing any more; plan.h says what else can be asked for.
+  m.def("_force(str? options) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fused_layernorm, CompositeExplicitAutograd, m) {
+  m.impl("_plan", TORCH_BOX(&fused_layernorm::describe_plan));
+  m.impl("_force", TORCH_BOX(&fused_layernorm::force_plan));
+}

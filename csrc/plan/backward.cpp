@@ -1,0 +1,374 @@
+// The ladder of backward, from problem to plan: short rows by logical warps, longer ones by teams
+// of a block or by whole blocks, the longest by several blocks a row or by two reads; few rows by
+// one launch. geometry.h has what each can take, ladders.h what is best where there is a choice.
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "plan/geometry.h"
+#include "plan/ladders.h"
+#include "plan/layout.h"
+#include "plan/plan.h"
+
+namespace fused_layernorm {
+namespace {
+
+// Single elements where rows do not begin at multiples of 16 bytes.
+int width_of(const Problem& problem) {
+  return problem.aligned ? vector_width(size_of(problem.x)) : 1;
+}
+
+bool is_fused(const Problem& problem) { return problem.residual || problem.has_epilogue; }
+
+// ---- Logical warps.
+
+// How a logical warp owns a row.
+struct Lanes {
+  int vecs;
+  int lanes;
+};
+
+std::optional<Lanes> lanes_of(const Problem& problem, const Forced& forced) {
+  const int width = width_of(problem);
+  const int64_t vectors = ceil_div(problem.cols, width);
+  // The fewest vectors a lane for which there is a kernel, unless there are too few lanes for them.
+  const int64_t fewest =
+      std::max<int64_t>(forced.value_or(Field::kVecs, 1), ceil_div(vectors, kWarpThreads));
+  const int vecs = backward_warp_vecs_from(width, fewest);
+  if (vecs == 0 || !forced.allows(Field::kVecs, vecs)) return std::nullopt;
+  return Lanes{vecs, power_of_two_from(ceil_div(vectors, vecs))};
+}
+
+// ---- Teams of whole warps.
+
+// How a team owns a row or a slice of one, and the bytes of shared memory that this takes.
+struct Team {
+  int vecs;
+  int threads;
+  bool keeps;           // xhat and g stay in registers
+  int stage_cols;       // that a row or slice has room for in shared memory
+  int64_t sums_bytes;   // the running dweight and dbias of all threads
+  int64_t param_bytes;  // weight, and bias where an epilogue reads it
+  int64_t stage_bytes;  // of x and dy
+};
+
+std::optional<Team> team_of(const Problem& problem, int cols, int most_threads,
+                            const Forced& forced) {
+  const int width = width_of(problem), x_size = size_of(problem.x), y_size = size_of(problem.y);
+  const int64_t vectors = ceil_div(cols, width);
+  // The fewest columns a thread for which there are a kernel and threads.
+  const int64_t fewest =
+      std::max<int64_t>(forced.value_or(Field::kVecs, 1), ceil_div(vectors, most_threads));
+  const int vecs = backward_block_vecs_from(width, x_size, fewest);
+  if (vecs == 0 || !forced.allows(Field::kVecs, vecs)) return std::nullopt;
+  Team team;
+  team.vecs = vecs;
+  team.threads = static_cast<int>(round_up(ceil_div(vectors, vecs), kWarpThreads));
+  team.keeps = vecs * width <= kKeptColsPerThread;
+  // Room for what threads without columns read, or for what lies around a row that does not begin
+  // at a multiple of 16 bytes.
+  const int64_t unit = aligned_cols(x_size, y_size);
+  team.stage_cols = static_cast<int>(width > 1 ? int64_t{team.threads} * vecs * width
+                                               : round_up(cols + unit - 1, unit));
+  team.sums_bytes = int64_t{2} * vecs * width * team.threads * acc_size_of(problem.x);
+  const int64_t params = int64_t{problem.has_epilogue ? 2 : 1} * team.stage_cols;
+  team.param_bytes = round_up(params * size_of(problem.weight), kVectorBytes);
+  team.stage_bytes = int64_t{team.stage_cols} * (x_size + y_size);
+  return team;
+}
+
+// Whether rows can come through a ring at all. There is none for float64.
+bool may_have_ring(const Problem& problem, const Device& device, const Forced& forced) {
+  return device.capability >= 90 && problem.x != DataType::kFloat64 &&
+         forced.value_or(Field::kBulk, 1) != 0;
+}
+
+// What is left in a block for teams' sums and rings.
+int64_t room_of(const Device& device) { return device.shared_memory - kReservedSharedMemory; }
+
+// The stages of `bytes` each that there is room for.
+int most_stages(const Team& team, int64_t bytes, const Device& device) {
+  const int64_t room = room_of(device) - team.param_bytes;
+  return room < bytes ? 0 : static_cast<int>(std::min<int64_t>(kMostStages, room / bytes));
+}
+
+// A team for whole rows, and how many of it a block has room for. This, like all that a row's sums
+// follow from, does not depend on the number of rows.
+struct RowTeams {
+  Team team;
+  int most;
+};
+
+std::optional<RowTeams> row_teams(const Problem& problem, const Device& device,
+                                  const Forced& forced) {
+  if (problem.cols > int64_t{kBackwardThreads} * kBackwardColsPerThread) return std::nullopt;
+  const auto team = team_of(problem, static_cast<int>(problem.cols), kBackwardThreads, forced);
+  if (!team) return std::nullopt;
+  const bool ring = may_have_ring(problem, device, forced);
+  const auto fits = [&](int teams) {
+    const int stages = ring ? most_stages(*team, team->stage_bytes * teams, device) : kMostStages;
+    return stages >= ladders::kKeptRowStages &&
+           (teams == 1 || teams * team->sums_bytes <= room_of(device));
+  };
+  // A team that reads its row twice has a block of its own, but float64 has no other teams.
+  const bool several = team->keeps || problem.x == DataType::kFloat64;
+  int most = several ? std::clamp(kBackwardThreads / team->threads, 1, kMostTeams) : 1;
+  while (most > 1 && !fits(most)) --most;
+  if (!fits(most)) return std::nullopt;
+  return RowTeams{*team, most};
+}
+
+// ---- Few rows.
+
+bool has_few_rows(const Problem& problem) {
+  const int64_t most = problem.aligned ? ladders::kFewAlignedRows : ladders::kFewOtherRows;
+  return problem.rows <= most &&
+         problem.rows * problem.cols * (size_of(problem.x) + size_of(problem.y)) <=
+             ladders::kFewRowsBytes;
+}
+
+// So many teams a block: blocks on rows compute dx, blocks on columns dweight and dbias beside
+// them.
+void lay_out_few_rows(backward::FewRows& plan, const Problem& problem, int teams) {
+  const int x_size = size_of(problem.x);
+  plan.threads = plan.team_threads * teams;
+  plan.column_blocks = problem.needs_dparams
+                           ? ceil_div(problem.cols, column_lanes(plan.width, x_size) * plan.width)
+                           : 0;
+  plan.shared_bytes =
+      problem.needs_dparams ? few_rows_shared_bytes(plan.threads, plan.width, x_size) : 0;
+  plan.blocks = ceil_div(problem.rows, teams) + plan.column_blocks;
+}
+
+// The teams of whole warps that a block of few rows should have.
+int few_rows_teams(backward::FewRows plan, const Problem& problem, const Device& device) {
+  const auto teams_of = [&](int threads) {
+    return std::clamp(threads / plan.team_threads, 1, kMostTeams);
+  };
+  const int most = teams_of(ladders::rung_of(ladders::kFewRowsThreads, problem.rows).block_threads);
+  const int sm_threads = few_rows_blocks(is_fused(problem)) * kBackwardThreads;
+  for (int teams = most; teams * plan.team_threads >= ladders::kFewRowsLeastThreads; --teams) {
+    lay_out_few_rows(plan, problem, teams);
+    const int64_t places = int64_t{device.sms} * (sm_threads / plan.threads);
+    if (ladders::kFewRowsPlaces * plan.blocks <= ladders::kFewRowsBlocks * places) return teams;
+  }
+  return plan.width == 1 ? most : std::min(most, teams_of(ladders::kFewRowsLeastThreads));
+}
+
+std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Device& device,
+                                               const Forced& forced) {
+  const bool allowed = forced.allows(Strategy::kFewRows, {Field::kVecs, Field::kTeams});
+  if (!allowed || !(has_few_rows(problem) || forced.strategy)) return std::nullopt;
+  backward::FewRows plan;
+  plan.width = width_of(problem);
+  int teams;
+  // A row's dx is the same in any batch, so a team owns it as where there are many rows.
+  if (const auto lanes = lanes_of(problem, forced)) {
+    plan.vecs = lanes->vecs;
+    plan.team_threads = lanes->lanes;
+    plan.by_lanes = true;
+    teams = kBackwardThreads / plan.team_threads;
+  } else if (const auto rows = row_teams(problem, device, forced); rows && rows->team.keeps) {
+    plan.vecs = rows->team.vecs;
+    plan.team_threads = rows->team.threads;
+    teams = few_rows_teams(plan, problem, device);
+  } else {
+    return std::nullopt;
+  }
+  teams = forced.value_or(Field::kTeams, teams);
+  lay_out_few_rows(plan, problem, teams);
+  const bool launches = plan.threads <= kBackwardThreads && plan.threads % kWarpThreads == 0 &&
+                        plan.blocks <= kMostBlocks;
+  if (!launches) return std::nullopt;
+  return plan;
+}
+
+// ---- Many rows, each in one block.
+
+// The partial sums of so many sets of blocks, behind what else is in the workspace.
+template <typename Plan>
+void lay_out_partials(Plan& plan, int64_t sets, const Problem& problem) {
+  plan.partials.count = static_cast<int>(sets);
+  plan.partials.offset = plan.workspace_bytes;
+  if (problem.needs_dparams && sets > 1) {
+    plan.workspace_bytes += int64_t{2} * sets * problem.cols * acc_size_of(problem.x);
+  }
+}
+
+std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& device,
+                                        const Forced& forced) {
+  if (!forced.allows(Strategy::kWarp, {Field::kVecs})) return std::nullopt;
+  const auto lanes = lanes_of(problem, forced);
+  if (!lanes) return std::nullopt;
+  backward::Warp plan;
+  plan.width = width_of(problem);
+  plan.vecs = lanes->vecs;
+  plan.lanes = lanes->lanes;
+  const int x_size = size_of(problem.x);
+  plan.threads = backward_warp_threads(
+      x_size, backward_warp_activates(plan.width, problem.residual, problem.has_epilogue));
+  plan.blocks = persistent_sets(problem, device, 1, plan.threads / plan.lanes);
+  plan.shared_bytes =
+      static_cast<int>(backward_warp_shared_bytes(plan.threads, problem.cols, x_size));
+  lay_out_partials(plan, plan.blocks, problem);
+  return plan;
+}
+
+// What blocks of whole rows and of slices have in common.
+void set_team(backward::Persistent& plan, const Problem& problem, const Team& team) {
+  plan.width = width_of(problem);
+  plan.vecs = team.vecs;
+  plan.team_threads = team.threads;
+  plan.stage_cols = team.stage_cols;
+}
+
+std::optional<int> teams_of_rows(const Problem& problem, const Device& device, const RowTeams& rows,
+                                 bool ring, const Forced& forced) {
+  if (const auto teams = forced.of(Field::kTeams)) {
+    return *teams <= rows.most ? teams : std::nullopt;
+  }
+  // Few rows go to as many multiprocessors as there are.
+  const int64_t needed = std::max<int64_t>(1, ceil_div(problem.rows, device.sms));
+  const int teams = static_cast<int>(std::min<int64_t>(rows.most, needed));
+  const bool alone = ring && !is_fused(problem) && problem.y == problem.x && teams == 2 &&
+                     problem.cols >= ladders::kOneTeamCols;
+  return alone ? 1 : teams;
+}
+
+// The stages of the ring of each of so many teams, none where rows come without one.
+std::optional<int> row_stages(const Problem& problem, const Device& device, const Team& team,
+                              int teams, const Forced& forced) {
+  const int64_t bytes = team.stage_bytes * teams;
+  const int most = most_stages(team, bytes, device);
+  if (const auto stages = forced.of(Field::kStages)) {
+    return *stages <= most && *stages >= least_stages(team.keeps, 0) ? stages : std::nullopt;
+  }
+  const bool pays = problem.rows >= int64_t{ladders::kLeastRingRows - 1} * teams + 1;
+  if (!pays && !forced.has(Field::kBulk)) return std::nullopt;
+  const int64_t wanted = (ladders::kWantedRingBytes + bytes / 2) / bytes;
+  const int least = team.keeps ? ladders::kKeptRowStages : ladders::kTwiceReadRowStages;
+  return static_cast<int>(std::min<int64_t>(most, std::max<int64_t>(wanted, least)));
+}
+
+std::optional<backward::Block> block_plan(const Problem& problem, const Device& device,
+                                          const Forced& forced) {
+  const bool allowed =
+      forced.allows(Strategy::kBlock, {Field::kVecs, Field::kTeams, Field::kBulk, Field::kStages});
+  if (!allowed) return std::nullopt;
+  const auto rows = row_teams(problem, device, forced);
+  if (!rows) return std::nullopt;
+  const bool ring = may_have_ring(problem, device, forced);
+  const auto teams = teams_of_rows(problem, device, *rows, ring, forced);
+  if (!teams) return std::nullopt;
+
+  backward::Block plan;
+  set_team(plan, problem, rows->team);
+  plan.teams = *teams;
+  plan.threads = plan.team_threads * plan.teams;
+  const int64_t sums = plan.teams > 1 ? plan.teams * rows->team.sums_bytes : 0;
+  plan.shared_bytes = static_cast<int>(sums);
+  const auto stages =
+      ring ? row_stages(problem, device, rows->team, plan.teams, forced) : std::optional<int>();
+  plan.bulk = stages.has_value();
+  if (plan.bulk) {
+    plan.stages = *stages;
+    const int64_t bytes =
+        rows->team.param_bytes + plan.stages * plan.teams * rows->team.stage_bytes;
+    plan.shared_bytes = static_cast<int>(std::max(sums, bytes));
+  }
+  if (!forced.allows(Field::kBulk, plan.bulk) || !forced.allows(Field::kStages, plan.stages)) {
+    return std::nullopt;
+  }
+  plan.blocks = persistent_sets(problem, device, 1, plan.teams);
+  lay_out_partials(plan, plan.blocks, problem);
+  return plan;
+}
+
+// ---- Several blocks a row.
+
+std::optional<backward::Split> split_plan(const Problem& problem, const Device& device,
+                                          int wanted_stages, const Forced& forced) {
+  const bool ring = may_have_ring(problem, device, forced);
+  const int width = width_of(problem);
+  const auto plan_of = [&](const Slices& slices) -> std::optional<backward::Split> {
+    // Beside the threads that work on a slice a block has a warp that collects.
+    const auto team = team_of(problem, slices.slice_cols, kBackwardThreads - kWarpThreads, forced);
+    if (!team) return std::nullopt;
+    backward::Split plan;
+    set_team(plan, problem, *team);
+    plan.slices = slices;
+    plan.threads = plan.team_threads + kWarpThreads;
+    plan.bulk = ring;
+    if (ring) {
+      const int most = most_stages(*team, team->stage_bytes, device);
+      if (most < wanted_stages) return std::nullopt;
+      plan.stages = forced.value_or(Field::kStages, most);
+      plan.lag = lag_of(plan.stages, forced);
+      if (plan.stages > most || !is_valid_ring(plan.stages, plan.lag)) return std::nullopt;
+      plan.shared_bytes = static_cast<int>(team->param_bytes + plan.stages * team->stage_bytes);
+    } else {
+      plan.lag = lag_of(std::nullopt, forced);
+    }
+    if (!forced.allows(Field::kBulk, plan.bulk) || !forced.allows(Field::kStages, plan.stages)) {
+      return std::nullopt;
+    }
+    const int64_t sets = persistent_sets(problem, device, slices.blocks_per_row, 1);
+    plan.blocks = sets * slices.blocks_per_row;
+    plan.workspace_bytes = round_up(problem.rows * slices.blocks_per_row * 8, 256);
+    lay_out_partials(plan, sets, problem);
+    return plan;
+  };
+  return first_sliced(problem, device, width, 2, forced, plan_of);
+}
+
+std::optional<backward::Split> split_plan(const Problem& problem, const Device& device,
+                                          const Forced& forced) {
+  const bool allowed = forced.allows(Strategy::kSplit, {Field::kVecs, Field::kBulk, Field::kStages,
+                                                        Field::kLag, Field::kBlocksPerRow});
+  // There are no kernels for float64, nor for single elements without a ring.
+  const bool has_kernels = problem.x != DataType::kFloat64 &&
+                           (problem.aligned || may_have_ring(problem, device, forced));
+  if (!allowed || !has_kernels) return std::nullopt;
+  for (const auto& row : ladders::kSliceStages) {
+    if (row.x_size != size_of(problem.x)) continue;
+    if (const auto plan = split_plan(problem, device, row.stages, forced)) return plan;
+  }
+  return split_plan(problem, device, ladders::kLeastSliceStages, forced);
+}
+
+// ---- Rows of any length.
+
+std::optional<backward::Stream> stream_plan(const Problem& problem, const Device& device,
+                                            const Forced& forced) {
+  if (!forced.allows(Strategy::kStream, {})) return std::nullopt;
+  backward::Stream plan;
+  plan.width = width_of(problem);
+  plan.threads = kBackwardStreamThreads;
+  const int cols = backward_stream_cols(plan.width);
+  const int64_t chunks = ceil_div(problem.cols, cols);
+  plan.chunks = {static_cast<int>(chunks), cols};
+  // Blocks over rows as well, where the columns alone leave multiprocessors idle.
+  const int64_t wanted = ceil_div(int64_t{ladders::kStreamBlocks} * device.sms, chunks);
+  const int64_t sets = std::min<int64_t>({wanted, problem.rows, device.sms});
+  plan.blocks = sets * chunks;
+  const int64_t sums = int64_t{2} * acc_size_of(problem.x);
+  const int64_t parts = problem.rows * chunks * (kBackwardStreamThreads / kWarpThreads);
+  plan.totals_offset = round_up(parts * sums, 256);
+  plan.workspace_bytes = round_up(plan.totals_offset + problem.rows * sums, 256);
+  lay_out_partials(plan, sets, problem);
+  return plan;
+}
+
+}  // namespace
+
+backward::Plan make_backward_plan(const Problem& problem, const Device& device) {
+  const Forced forced = forced_now();
+  if (const auto plan = few_rows_plan(problem, device, forced)) return *plan;
+  if (const auto plan = warp_plan(problem, device, forced)) return *plan;
+  if (const auto plan = block_plan(problem, device, forced)) return *plan;
+  if (const auto plan = split_plan(problem, device, forced)) return *plan;
+  if (const auto plan = stream_plan(problem, device, forced)) return *plan;
+  refuse(forced, problem, true);
+}
+
+}  // namespace fused_layernorm

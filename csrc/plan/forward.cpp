@@ -1,0 +1,206 @@
+// The ladder of forward, from problem to plan: short rows by logical warps, longer ones by blocks,
+// the longest by several blocks a row or by two reads. geometry.h has what each can take, ladders.h
+// what is best where there is a choice.
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "plan/geometry.h"
+#include "plan/ladders.h"
+#include "plan/layout.h"
+#include "plan/plan.h"
+
+namespace fused_layernorm {
+namespace {
+
+// Forward moves rows that begin anywhere by vectors all the same.
+int width_of(const Problem& problem) { return vector_width(size_of(problem.x)); }
+int64_t vectors_of(const Problem& problem) { return ceil_div(problem.cols, width_of(problem)); }
+
+std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& forced) {
+  if (!forced.allows(Strategy::kWarp, {Field::kVecs})) return std::nullopt;
+  const int64_t vectors = vectors_of(problem);
+  const int most = most_forward_warp_vecs(size_of(problem.x), problem.residual);
+  if (vectors > int64_t{kWarpThreads} * most) return std::nullopt;
+  const auto& rung = size_of(problem.x) == 4 ? ladders::rung_of(ladders::kFloat32Lanes, vectors)
+                                             : ladders::rung_of(ladders::kHalfLanes, vectors);
+  const int wanted = std::min(most, problem.has_epilogue ? rung.with_epilogue : rung.bare);
+
+  forward::Warp plan;
+  plan.lanes = std::min(
+      kWarpThreads, power_of_two_from(ceil_div(vectors, forced.value_or(Field::kVecs, wanted))));
+  plan.vecs = static_cast<int>(ceil_div(vectors, plan.lanes));
+  if (plan.vecs > most || !forced.allows(Field::kVecs, plan.vecs)) return std::nullopt;
+  plan.shifted = !problem.aligned;
+  plan.threads = kForwardWarpThreads;
+  plan.blocks = ceil_div(problem.rows, kForwardWarpThreads / plan.lanes);
+  return plan;
+}
+
+const ladders::BlockRung& block_rung(const Problem& problem, int64_t vectors) {
+  const bool ragged = problem.cols % aligned_cols(size_of(problem.x), size_of(problem.y)) != 0;
+  if (problem.residual) return ladders::rung_of(ladders::kResidualBlocks, vectors);
+  if (ragged) return ladders::rung_of(ladders::kRaggedBlocks, vectors);
+  if (problem.has_epilogue) return ladders::rung_of(ladders::kEpilogueBlocks, vectors);
+  return ladders::rung_of(ladders::kBareBlocks, vectors);
+}
+
+// Threads of a block whose threads own so many vectors of a row, if there is a kernel for them.
+std::optional<int> block_threads(const Problem& problem, int64_t vectors, int vecs) {
+  if (!contains(ForwardBlockVecs{}, vecs)) return std::nullopt;
+  const ForwardLoad load = forward_load(size_of(problem.x), size_of(problem.weight),
+                                        problem.residual, problem.has_epilogue, !problem.aligned);
+  const int64_t threads = round_up(ceil_div(vectors, vecs), kWarpThreads);
+  if (threads > forward_block_bounds(vecs, load, false).threads) return std::nullopt;
+  // Of a thread's vectors only the last may be missing.
+  if ((vecs - 1) * threads >= vectors) return std::nullopt;
+  return static_cast<int>(threads);
+}
+
+std::optional<forward::Block> block_plan(const Problem& problem, const Forced& forced) {
+  if (!forced.allows(Strategy::kBlock, {Field::kVecs})) return std::nullopt;
+  const int64_t vectors = vectors_of(problem);
+  const auto& rung = block_rung(problem, vectors);
+  std::optional<forward::Block> best;
+  for (const int preferred : rung.vecs) {
+    const int vecs = forced.value_or(Field::kVecs, preferred);
+    const auto threads = block_threads(problem, vectors, vecs);
+    if (!threads) continue;
+    const bool fewer_places = rung.choice == ladders::Choice::kFewestPlaces && best &&
+                              *threads * vecs < best->threads * best->vecs;
+    if (best && !fewer_places) continue;
+    forward::Block plan;
+    plan.vecs = vecs;
+    plan.shifted = !problem.aligned;
+    plan.threads = *threads;
+    plan.blocks = problem.rows;
+    best = plan;
+  }
+  return best;
+}
+
+// Slices of rows move by vectors and by Hopper's bulk copies. There are no kernels with a residual.
+bool may_slice(const Problem& problem, const Device& device) {
+  return device.capability >= 90 && problem.aligned && problem.x != DataType::kFloat64 &&
+         !problem.residual;
+}
+
+// What is left in a block for slices.
+int64_t room_of(const Device& device) { return device.shared_memory - kReservedSharedMemory; }
+
+// Whole warps whose threads own `vecs` vectors of a slice.
+int64_t slice_threads(const Slices& slices, int width, int vecs) {
+  return round_up(ceil_div(ceil_div(slices.slice_cols, width), vecs), kWarpThreads);
+}
+
+// The launch of persistent blocks, which meet in slots of eight bytes where they share a row.
+void lay_out_slices(Launch& launch, const Slices& slices, const Problem& problem,
+                    const Device& device) {
+  const int blocks_per_row = slices.blocks_per_row;
+  launch.blocks = persistent_sets(problem, device, blocks_per_row, 1) * blocks_per_row;
+  launch.workspace_bytes = blocks_per_row > 1 ? problem.rows * blocks_per_row * 8 : 0;
+}
+
+// A ring of slices of x, and the slices of the parameters, in shared memory.
+std::optional<forward::Split> split_plan(const Problem& problem, const Device& device,
+                                         const Forced& forced) {
+  const bool allowed =
+      forced.allows(Strategy::kSplit, {Field::kStages, Field::kLag, Field::kBlocksPerRow});
+  if (!allowed || !may_slice(problem, device)) return std::nullopt;
+  const int width = width_of(problem);
+  const auto plan_of = [&](const Slices& slices) -> std::optional<forward::Split> {
+    const int64_t threads = slice_threads(slices, width, kForwardSplitVecs);
+    if (threads > kForwardSplitThreads) return std::nullopt;
+    const int64_t params = int64_t{2} * slices.slice_cols * size_of(problem.weight);
+    const int64_t row = int64_t{slices.slice_cols} * size_of(problem.x);
+    const int64_t room = room_of(device) - params;
+    const int stages =
+        room < row ? 0 : static_cast<int>(std::min<int64_t>(kMostStages, room / row));
+    // How many stages are best decides how many blocks share a row, unless that is forced.
+    if (!forced.has(Field::kBlocksPerRow) && stages < ladders::kForwardRingStages) {
+      return std::nullopt;
+    }
+    forward::Split plan;
+    plan.slices = slices;
+    plan.team_threads = static_cast<int>(threads);
+    plan.stages = forced.value_or(Field::kStages, stages);
+    const bool shared = slices.blocks_per_row > 1;
+    plan.lag = shared ? lag_of(plan.stages, forced) : 0;
+    if (plan.stages > stages || !is_valid_ring(plan.stages, plan.lag) ||
+        !forced.allows(Field::kLag, plan.lag)) {
+      return std::nullopt;
+    }
+    plan.threads = plan.team_threads + (shared ? kWarpThreads : 0);
+    plan.shared_bytes = static_cast<int>(plan.stages * row + params);
+    lay_out_slices(plan, slices, problem, device);
+    return plan;
+  };
+  return first_sliced(problem, device, width, 1, forced, plan_of);
+}
+
+// A slice of x in registers, that of weight and as much as there is room for of bias in shared
+// memory. There are kernels for what is common in such rows: no epilogue, y of x's type.
+std::optional<forward::Resident> resident_plan(const Problem& problem, const Device& device,
+                                               const Forced& forced) {
+  const bool allowed = forced.allows(Strategy::kResident, {Field::kBlocksPerRow});
+  if (!allowed || !may_slice(problem, device) || problem.has_epilogue || problem.y != problem.x) {
+    return std::nullopt;
+  }
+  const int width = width_of(problem);
+  const auto plan_of = [&](const Slices& slices) -> std::optional<forward::Resident> {
+    const int64_t threads = slice_threads(slices, width, kForwardResidentVecs);
+    const int64_t size = size_of(problem.weight);
+    const int64_t room = room_of(device) - slices.slice_cols * size;
+    if (threads > kForwardResidentThreads || room < 0) return std::nullopt;
+    // A whole number of vectors of each thread.
+    const int64_t cols_of_threads = threads * width;
+    const int64_t bias_cols = room / (cols_of_threads * size) * cols_of_threads;
+    forward::Resident plan;
+    plan.slices = slices;
+    plan.bias_cols = static_cast<int>(std::min<int64_t>(slices.slice_cols, bias_cols));
+    plan.threads = static_cast<int>(threads);
+    plan.shared_bytes = static_cast<int>((slices.slice_cols + plan.bias_cols) * size);
+    lay_out_slices(plan, slices, problem, device);
+    return plan;
+  };
+  return first_sliced(problem, device, width, 1, forced, plan_of);
+}
+
+// Whether a row that can be kept in registers is better kept than split over several rings.
+bool better_resident(const forward::Resident& plan, const Problem& problem) {
+  if (plan.slices.blocks_per_row > 1 || plan.bias_cols < plan.slices.slice_cols) return false;
+  for (const auto& row : ladders::kResidentCols) {
+    if (row.x_size == size_of(problem.x)) return problem.cols <= row.most_cols;
+  }
+  return false;
+}
+
+std::optional<forward::Stream> stream_plan(const Problem& problem, const Forced& forced) {
+  if (!forced.allows(Strategy::kStream, {})) return std::nullopt;
+  forward::Stream plan;
+  plan.width = problem.aligned ? width_of(problem) : 1;
+  const int cols = forward_stream_cols(plan.width);
+  plan.chunks = {static_cast<int>(ceil_div(problem.cols, cols)), cols};
+  plan.threads = kForwardStreamThreads;
+  plan.blocks = problem.rows * plan.chunks.blocks_per_row;
+  const int64_t moments = int64_t{2} * acc_size_of(problem.x);
+  plan.totals_offset = round_up(plan.blocks * moments, 256);
+  plan.workspace_bytes = plan.totals_offset + problem.rows * moments;
+  return plan;
+}
+
+}  // namespace
+
+forward::Plan make_forward_plan(const Problem& problem, const Device& device) {
+  const Forced forced = forced_now();
+  if (const auto plan = warp_plan(problem, forced)) return *plan;
+  if (const auto plan = block_plan(problem, forced)) return *plan;
+  const auto resident = resident_plan(problem, device, forced);
+  if (resident && better_resident(*resident, problem)) return *resident;
+  if (const auto plan = split_plan(problem, device, forced)) return *plan;
+  if (resident) return *resident;
+  if (const auto plan = stream_plan(problem, forced)) return *plan;
+  refuse(forced, problem, false);
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,273 @@
+// What the plan prefers where the limits of geometry.h leave it a choice: tables, a row per range,
+// and beside each row the measurement that set it. The functions of forward.cpp and backward.cpp
+// read these tables and have no numbers of their own.
+//
+// All times are microseconds of device time on an H200, "8192 x 4096" is rows x columns, and
+// alternatives are given in the order that the line above them names. docs/tuning-log.md tells what
+// else was tried and why the winners win. To tune, force plans with `python -m benchmarks.tune`,
+// change a row, and put the new numbers in place of the old.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "plan/geometry.h"
+
+namespace fused_layernorm {
+namespace ladders {
+
+constexpr int64_t kNoEnd = std::numeric_limits<int64_t>::max();
+
+// A ladder is an array of rungs, each of which says in `last` to what length of a row it applies.
+// The first that reaches far enough counts.
+template <typename Rung, size_t kRungs>
+constexpr const Rung& rung_of(const Rung (&ladder)[kRungs], int64_t length) {
+  size_t i = 0;
+  while (ladder[i].last < length) ++i;
+  return ladder[i];
+}
+// Whether the rungs ascend and the last has no end, as rung_of asks for.
+template <typename Rung, size_t kRungs>
+constexpr bool is_ladder(const Rung (&ladder)[kRungs]) {
+  for (size_t i = 1; i < kRungs; ++i) {
+    if (ladder[i].last <= ladder[i - 1].last) return false;
+  }
+  return ladder[kRungs - 1].last == kNoEnd;
+}
+
+// ---- Forward, a logical warp per row: the vectors that a lane should own.
+
+// Few lanes with several vectors each make a shuffle serve more columns. Half precision needs that,
+// because arithmetic bounds it. float32 needs loads of whole lines of 128 bytes.
+struct LaneRung {
+  int64_t last;  // vectors of the row
+  int bare;      // vectors a lane
+  int with_epilogue;
+};
+
+constexpr LaneRung kFloat32Lanes[] = {
+    // One, two and four vectors a lane, with GELU: 4194304 x 64 580, 528, 610; 131072 x 256 68, 68,
+    // 70.
+    {kNoEnd, 1, 2},
+};
+
+// Of half precision. float64, for which nothing was measured, goes by it too.
+constexpr LaneRung kHalfLanes[] = {
+    {7, 4, 4},
+    // One, two and four: 524288 x 64 bfloat16 35.7, 37.4, 37.3; with SiLU 43.9, 37.0, 43.2.
+    {8, 1, 2},
+    // Two are better than four only where they leave no lane without its last vector (two and four,
+    // 32768 x 320 bfloat16: 15.5, 13.3).
+    {15, 4, 4},
+    // Two and four: 65536 x 128 bfloat16 10.8, 11.4.
+    {16, 2, 4},
+    {31, 4, 4},
+    // Two and four: 32768 x 256 bfloat16 10.7, 11.1.
+    {32, 2, 4},
+    {63, 4, 4},
+    // Two and four: 32768 x 512 bfloat16 18.9, 19.2; with GELU 22.8, 21.2.
+    {64, 2, 4},
+    {kNoEnd, 4, 4},
+};
+static_assert(is_ladder(kFloat32Lanes) && is_ladder(kHalfLanes), "the rungs ascend");
+
+// ---- Forward, a block per row: the vectors that a thread should own.
+
+enum class Choice {
+  kFirst,         // the first that the row and the kernels allow
+  kFewestPlaces,  // the one that leaves the fewest places of the block's threads empty, and of
+                  // equals the first
+};
+
+struct BlockRung {
+  int64_t last;  // vectors of the row
+  Choice choice;
+  int vecs[3];
+};
+
+// Without anything fused. Four, five and eight vectors a thread:
+constexpr BlockRung kBareBlocks[] = {
+    {639, Choice::kFewestPlaces, {4, 5, 3}},
+    // bfloat16: 16384 x 8192 130.3, 130.1, 132.8; 11264 x 11264 148.6, 124.1, 126.0;
+    // float32: 16384 x 4096 130.8, 129.5, 132.2.
+    {1472, Choice::kFirst, {5, 4, 8}},
+    // bfloat16: 8192 x 12288 112.7, 114.0, 100.0; 8192 x 16384 136.8, 135.1, 133.4;
+    // float32: 10240 x 6144 132.7, 132.6, 123.2.
+    {kNoEnd, Choice::kFirst, {8, 5, 4}},
+};
+
+// Rows that never begin at multiples of 16 bytes, by the number of their columns. (Other rows are
+// summed alike wherever they begin, up to 4,096 vectors, and so go by the other ladders even where
+// they are not aligned.) Four, five and eight vectors a thread, bfloat16:
+constexpr BlockRung kRaggedBlocks[] = {
+    {639, Choice::kFewestPlaces, {4, 5, 3}},
+    // 8192 x 8191 80.0, 85.8, 81.4.
+    {1472, Choice::kFirst, {4, 5, 8}},
+    // 8192 x 12287 137.8, 146.2, 123.1.
+    {kNoEnd, Choice::kFirst, {8, 5, 4}},
+};
+
+// With an epilogue and no residual. Four, five and eight vectors a thread, bfloat16 with GELU:
+constexpr BlockRung kEpilogueBlocks[] = {
+    {639, Choice::kFewestPlaces, {4, 5, 3}},
+    // 32768 x 5120 175.4, 170.4, and no kernel of eight.
+    {704, Choice::kFirst, {5, 4, 8}},
+    // 16384 x 6144 107.8, 113.3, 109.0.
+    {960, Choice::kFirst, {4, 5, 8}},
+    // 16384 x 8192 145.3, 153.8, 137.7; 8192 x 10240 100.3, 96.0, 93.0.
+    {1408, Choice::kFirst, {8, 4, 5}},
+    // 8192 x 12288 112.3, 132.8, 112.5; with SiLU 106.7, 137.2, 115.9.
+    {1664, Choice::kFirst, {4, 5, 8}},
+    // 8192 x 14336 150.8, 140.2, 147.0.
+    {1792, Choice::kFirst, {5, 4, 8}},
+    // 8192 x 16384 159.9, 169.8, 157.2; with SiLU 155.3, 162.6, 165.6.
+    {kNoEnd, Choice::kFirst, {4, 5, 8}},
+};
+
+// With a residual, whatever else there is. bfloat16:
+constexpr BlockRung kResidualBlocks[] = {
+    // Three and four vectors a thread: 32768 x 4096 270.4, 274.8; 65536 x 2048 262.7, 264.9; 32768
+    // x
+    // 3072 201.8, 199.8.
+    {639, Choice::kFirst, {3, 4, 5}},
+    // Four, five and eight: 16384 x 8192 265.0, 261.6, 274.9.
+    {kNoEnd, Choice::kFirst, {5, 4, 8}},
+};
+
+template <size_t kRungs>
+constexpr bool has_block_kernels(const BlockRung (&ladder)[kRungs]) {
+  for (const auto& rung : ladder) {
+    for (const int vecs : rung.vecs) {
+      if (!contains(ForwardBlockVecs{}, vecs)) return false;
+    }
+  }
+  return is_ladder(ladder);
+}
+static_assert(has_block_kernels(kBareBlocks) && has_block_kernels(kRaggedBlocks) &&
+                  has_block_kernels(kEpilogueBlocks) && has_block_kernels(kResidualBlocks),
+              "the rungs ascend, and there is a kernel for each number of vectors");
+
+// ---- Forward, slices of rows.
+
+// Slices are so short that a ring holds five of them: a row's sums then have two rows' time to meet
+// (kLags). In half precision that means slices of 16,384 columns (bfloat16: 4096 x 65536 304, with
+// longer ones 334; 2048 x 262144 608, 664).
+constexpr int kForwardRingStages = 5;
+
+// A row that one block can keep in registers, with all of its parameters in shared memory, is
+// better not split over several rings, up to so many columns.
+struct ResidentCols {
+  int x_size;
+  int64_t most_cols;
+};
+constexpr ResidentCols kResidentCols[] = {
+    // Kept and split, bfloat16: 8192 x 40000 356, 425; 4096 x 57344 269, 292; but 4096 x 65536 330,
+    // 304.
+    {2, 57344},
+    // float32: 8192 x 20000 343, 378; but 4096 x 25000 266, 240.
+    {4, 20480},
+};
+
+// ---- The meeting of a row's blocks, forward and backward.
+
+// Rows between publishing a row's sums and collecting them. A meeting takes about 2 us. A ring that
+// holds five rows or more has room for two rows that wait, and so has a kernel without a ring.
+struct LagRung {
+  int64_t last;  // stages of the ring
+  int lag;
+};
+constexpr LagRung kLags[] = {
+    {4, 1},
+    {kNoEnd, 2},
+};
+constexpr int kLagWithoutRing = 2;
+static_assert(is_ladder(kLags) && kLagWithoutRing < kMostCollected &&
+                  rung_of(kLags, kMostStages).lag < kMostCollected,
+              "collected sums wait no longer than they are kept");
+
+// ---- Backward, few rows in one launch.
+
+// Blocks on rows compute dx, blocks on columns dweight and dbias beside them. x and dy are then
+// read twice, the second time from L2, but no second launch adds up partial sums. In one launch and
+// in two, bfloat16: 128 x 1024 2.8, 9.3; 512 x 1023 5.4, 9.0; 512 x 4096 7.3, 13.4; 2048 x 768
+// 10.1, 10.4; 2048 x 4096 21.4, 23.1; 1024 x 8192 24.4, 26.9.
+constexpr int kFewAlignedRows = 2048;
+constexpr int kFewOtherRows = 1024;
+constexpr int64_t kFewRowsBytes = int64_t{32} << 20;  // of x and dy
+
+// Where whole warps have a row, a block has as many teams as make up these threads, because blocks
+// on columns need threads.
+struct FewRowsRung {
+  int64_t last;  // rows
+  int block_threads;
+};
+constexpr FewRowsRung kFewRowsThreads[] = {
+    // With 64 threads a block and with 256, bfloat16: 128 x 1024 4.6, 2.9.
+    {255, 256},
+    // With 256 and with 512: 512 x 1024 4.6, 4.2.
+    {kNoEnd, 512},
+};
+static_assert(is_ladder(kFewRowsThreads) &&
+                  rung_of(kFewRowsThreads, kNoEnd).block_threads <= kBackwardThreads,
+              "blocks of few rows have kernels");
+// A block has fewer teams, but no fewer threads than these, if almost all blocks then run at once.
+// With the most teams, two and one, bfloat16: 512 x 2060 9.9, 9.0, 11.6; 512 x 2415 9.8, 9.2, 12.0;
+// float32: 512 x 2047 10.6, 8.0, 9.1. Where no number of teams lets them, aligned rows have blocks
+// of no more than these threads (1024 x 4096 bfloat16: 12.0 with small blocks, 12.8 with large
+// ones).
+constexpr int kFewRowsLeastThreads = 256;
+// Almost all run at once if there are at least eight places for nine blocks.
+constexpr int64_t kFewRowsBlocks = 9, kFewRowsPlaces = 8;
+
+// ---- Backward, persistent blocks.
+
+// The vectors of a thread have no ladder: the fewest columns for which there are a kernel and
+// threads are best, because more columns a thread have no registers for xhat and g. (That there is
+// no kernel of fewer than sixteen columns is for the reductions, for which more and shorter threads
+// pay more: 32768 x 4096 bfloat16 229, with eight columns a thread 276.)
+
+// Two teams whose threads are nearly full slow each other's memory down, where rows come through a
+// ring and nothing is fused, so that from so many columns on one team is better. One and two teams,
+// bfloat16: 32768 x 4096 211, 222; x 4032 207, 213; x 3840 206, 200; float32: 8192 x 4096 111.8,
+// 113.6. A residual or an activation hides behind the other team (bfloat16: with a residual 302,
+// 279; with an activation 317, 247).
+constexpr int kOneTeamCols = 3968;
+
+// A ring pays from so many rows a team on.
+constexpr int kLeastRingRows = 3;
+// What the rings of a block with whole rows should have on their way: rows further ahead do harm
+// (bfloat16: 32768 x 1024 58 with 64 KB of them, 63 with 224; 32768 x 2048 108, 116). But a row
+// that is read twice is held for longer, and so has a stage more at least.
+constexpr int64_t kWantedRingBytes = 64 * 1024;
+constexpr int kKeptRowStages = 2;
+constexpr int kTwiceReadRowStages = 3;
+
+// A slice's ring holds a row in work, one that waits for its sums and one on its way, and more of
+// them if the row can have more blocks.
+struct SliceStages {
+  int x_size;
+  int stages;
+};
+constexpr SliceStages kSliceStages[] = {
+    // 2048 x 262144 bfloat16: 1110 with four stages, 1144 with three.
+    {2, 4},
+    // 64 x 150528 float32: 47 with five, 53 with three.
+    {4, 5},
+};
+constexpr int kLeastSliceStages = 3;
+static_assert(kLeastSliceStages >= least_stages(false, rung_of(kLags, kLeastSliceStages).lag) &&
+                  kForwardRingStages >= least_stages(false, rung_of(kLags, kForwardRingStages).lag),
+              "every ring holds the rows of its lag");
+static_assert(kKeptRowStages >= least_stages(true, 0) &&
+                  kTwiceReadRowStages >= least_stages(false, 0),
+              "every ring of whole rows holds the rows that it must");
+
+// ---- Backward, rows of any length.
+
+// Blocks over rows as well, where the columns alone leave multiprocessors idle: so many a
+// multiprocessor.
+constexpr int kStreamBlocks = 4;
+
+}  // namespace ladders
+}  // namespace fused_layernorm

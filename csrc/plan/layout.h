@@ -1,0 +1,113 @@
+// What the plans of both directions are made with: what is forced, and how rows are cut into slices
+// that persistent blocks share.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+
+#include "plan/geometry.h"
+#include "plan/plan.h"
+
+namespace fused_layernorm {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+constexpr int power_of_two_from(int64_t n) {
+  int power = 1;
+  while (power < n) power *= 2;
+  return power;
+}
+
+// ---- What is forced.
+
+enum class Strategy { kWarp, kBlock, kSplit, kResident, kStream, kFewRows };
+
+// The fields of plans that can be forced.
+enum class Field { kVecs, kTeams, kBulk, kStages, kLag, kBlocksPerRow };
+constexpr int kFields = 6;
+
+// A ladder takes the first strategy that can have all that is forced, and none in place of what
+// cannot be had.
+struct Forced {
+  std::optional<Strategy> strategy;
+  std::array<std::optional<int>, kFields> values;
+
+  std::optional<int> of(Field field) const { return values[static_cast<int>(field)]; }
+  bool has(Field field) const { return of(field).has_value(); }
+  int value_or(Field field, int otherwise) const { return of(field).value_or(otherwise); }
+  // Whether nothing else than `value` is forced.
+  bool allows(Field field, int value) const { return value_or(field, value) == value; }
+  // Whether no other strategy is forced, and of the fields none but `fields`, which it has.
+  bool allows(Strategy wanted, std::initializer_list<Field> fields) const {
+    if (strategy.value_or(wanted) != wanted) return false;
+    int own = 0;
+    for (const Field field : fields) own += has(field);
+    return own == std::count_if(values.begin(), values.end(),
+                                [](const auto& value) { return value.has_value(); });
+  }
+};
+
+// What force_plan has set.
+Forced forced_now();
+
+// Throws std::invalid_argument: no strategy can have all that is forced.
+[[noreturn]] void refuse(const Forced& forced, const Problem& problem, bool backward);
+
+// ---- How rows are cut.
+
+constexpr int acc_size_of(DataType x) { return acc_size_of(size_of(x)); }
+
+// Columns that slices begin at multiples of. Single elements are moved from anywhere.
+inline int64_t slice_unit(const Problem& problem, int width) {
+  return width == 1 ? 1 : aligned_cols(size_of(problem.x), size_of(problem.y));
+}
+
+// The slices of rows for so many blocks, none if the last would be empty.
+inline std::optional<Slices> slices_of(const Problem& problem, int width, int blocks_per_row) {
+  const int64_t cols = round_up(ceil_div(problem.cols, blocks_per_row), slice_unit(problem, width));
+  if (cols * (blocks_per_row - 1) >= problem.cols) return std::nullopt;
+  return Slices{blocks_per_row, static_cast<int>(cols)};
+}
+
+// As many blocks a row as keep every multiprocessor busy, with `least` or more.
+inline int widen(int least, const Device& device) {
+  return std::min(kMaxBlocksPerRow, device.sms / (device.sms / least));
+}
+
+// The plan with the least number of blocks a row, from `least` on, for which `plan_of(slices)` has
+// one; of the number that is forced, if one is.
+template <typename PlanOf>
+auto first_sliced(const Problem& problem, const Device& device, int width, int least,
+                  const Forced& forced, const PlanOf& plan_of) -> decltype(plan_of(Slices())) {
+  const int most = std::min(device.sms, kMaxBlocksPerRow);
+  const auto number = forced.of(Field::kBlocksPerRow);
+  if (number && (*number < least || *number > most)) return std::nullopt;
+  for (int n = number.value_or(least); n <= number.value_or(most); ++n) {
+    const auto slices = slices_of(problem, width, number ? n : widen(n, device));
+    if (!slices) continue;
+    if (auto plan = plan_of(*slices)) return plan;
+  }
+  return std::nullopt;
+}
+
+// Sets of blocks, each with a row for each of its teams at a time: as many as the device has room
+// for and the rows need.
+inline int64_t persistent_sets(const Problem& problem, const Device& device, int blocks_per_row,
+                               int teams) {
+  const int64_t room = device.sms / blocks_per_row;
+  return std::max<int64_t>(1, std::min(room, ceil_div(problem.rows, teams)));
+}
+
+// Rows between publishing a row's sums and collecting them, of several blocks a row. A kernel
+// without a ring has no stages.
+int lag_of(std::optional<int> stages, const Forced& forced);
+
+// Whether the ring's rows suffice for its lag, and collected sums for what waits.
+constexpr bool is_valid_ring(int stages, int lag) {
+  return stages >= least_stages(false, lag) && stages <= kMostStages && lag < kMostCollected;
+}
+
+}  // namespace fused_layernorm
