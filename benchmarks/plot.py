@@ -23,11 +23,14 @@ SMALLEST = 16 << 20  # smaller tensors are bound by the launch, not by memory
 
 
 def points(report: dict[str, Any], op: str) -> dict[str, tuple[list[int], list[float]]]:
-    """Per line the columns and TB/s; of several sizes with the same columns the largest tensor."""
+    """Per line the columns and TB/s; of several sizes with the same columns the largest tensor.
+
+    Only cases that have a target: those that guard other dtypes are no part of the picture.
+    """
     largest: dict[int, dict[str, Any]] = {}
     for row in report["rows"]:
         case = results.case_of(row)
-        if case.op != op or case.tensor_bytes < SMALLEST:
+        if case.op != op or case.tensor_bytes < SMALLEST or case.target is None:
             continue
         known = largest.get(case.cols)
         if known is None or results.case_of(known).tensor_bytes < case.tensor_bytes:

@@ -49,7 +49,11 @@ def readme_block(report: dict[str, Any]) -> str:
     """The table in Markdown, with the machine and the code it speaks of."""
     if not report.get("rows"):
         return NO_RESULTS
-    known = {(row["op"], row["rows"], row["cols"]): row for row in report["rows"]}
+    known = {
+        (row["op"], row["rows"], row["cols"]): row
+        for row in report["rows"]
+        if results.case_of(row).target is not None
+    }
     lines = [
         "![Achieved bandwidth against columns, forward and backward](docs/bandwidth.svg)",
         "",

@@ -253,7 +253,7 @@ def summary(report: dict[str, Any]) -> str:
         verdicts = [results.verdict(results.case_of(row), row) for row in rows]
         missed = sum(verdict.startswith("MISS") for verdict in verdicts)
         judged = sum(bool(verdict) for verdict in verdicts)
-        blocks.append(results.table(rows) + f"\n{judged - missed} of {judged} targets reached")
+        blocks.append(results.table(rows) + f"\n{judged - missed} of {judged} rows pass")
         low = [
             row
             for row in rows

@@ -48,46 +48,53 @@ def l2_bytes() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
 
 
-def graph_time(
-    calls: Sequence[Call],
-    *,
-    count: int | None = None,
-    seconds: float = 0.03,
-    min_replays: int = 10,
-    max_replays: int = 60,
-) -> float:
-    """Median device microseconds of one call; `calls` are one callable per distinct input.
+class Graph:
+    """`count` calls captured in one CUDA graph, cycling over `calls`, one per distinct input."""
 
-    `count` calls go into the graph, cycling over `calls`. As many replays as fit in `seconds`,
-    within the two bounds.
-    """
-    count = max(count or 0, len(calls))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # lazy initialisation and compilation stay out of the capture
-            calls[0]()
-    torch.cuda.synchronize()
+    def __init__(self, calls: Sequence[Call], count: int | None = None) -> None:
+        self.count = max(count or 0, len(calls))
+        self.calls = calls  # their inputs live as long as the graph that reads them
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # lazy initialisation and compilation stay out of the capture
+                calls[0]()
+        torch.cuda.synchronize()
 
-    # Not `with torch.cuda.graph(...)`: that empties the allocator's cache at every capture.
-    graph = torch.cuda.CUDAGraph()
-    alive: deque[Any] = deque(maxlen=len(calls))
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
-        try:
-            for call in itertools.islice(itertools.cycle(calls), count):
-                alive.append(call())
-        finally:
-            graph.capture_end()
-    torch.cuda.synchronize()
-    first = _replay_times(graph, 3)[-1]
-    replays = int(max(min_replays, min(max_replays, seconds * 1e6 / max(first, 1e-3))))
-    times = _replay_times(graph, replays)
-    alive.clear()
-    graph.reset()
-    if torch.cuda.memory_reserved() > MAX_RESERVED:
-        torch.cuda.empty_cache()
-    return statistics.median(times) / count
+        # Not `with torch.cuda.graph(...)`: that empties the allocator's cache at every capture.
+        self.graph = torch.cuda.CUDAGraph()
+        self.outputs: deque[Any] = deque(maxlen=len(calls))
+        with torch.cuda.stream(stream):
+            self.graph.capture_begin()
+            try:
+                for call in itertools.islice(itertools.cycle(calls), self.count):
+                    self.outputs.append(call())
+            finally:
+                self.graph.capture_end()
+        torch.cuda.synchronize()
+        self.first = _replay_times(self.graph, 3)[-1]  # microseconds of one replay, warm
+
+    def time(self, seconds: float = 0.03, min_replays: int = 10, max_replays: int = 60) -> float:
+        """Median device microseconds of one call; as many replays as fit in `seconds`."""
+        replays = int(max(min_replays, min(max_replays, seconds * 1e6 / max(self.first, 1e-3))))
+        return statistics.median(_replay_times(self.graph, replays)) / self.count
+
+    def free(self) -> None:
+        """Gives the graph's memory back to the allocator, and from there if it holds much."""
+        self.outputs.clear()
+        self.calls = ()
+        self.graph.reset()
+        if torch.cuda.memory_reserved() > MAX_RESERVED:
+            torch.cuda.empty_cache()
+
+
+def graph_time(calls: Sequence[Call], *, count: int | None = None, **options: Any) -> float:
+    """Median device microseconds of one call: see `Graph` and its `time`."""
+    graph = Graph(calls, count)
+    try:
+        return graph.time(**options)
+    finally:
+        graph.free()
 
 
 def _replay_times(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:

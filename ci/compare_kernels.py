@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -185,6 +186,12 @@ def take(old: list[Kernel], new: list[Kernel], key: str) -> int:
     return taken
 
 
+def words_of(name: str) -> Counter[str]:
+    """A name's words, and each with the one behind it, for their order counts too."""
+    words = re.findall(r"\w+", name)
+    return Counter([*words, *map(" ".join, itertools.pairwise(words))])
+
+
 def pairs_of(old: list[Kernel], new: list[Kernel]) -> list[tuple[Kernel, Kernel | None]]:
     """Each of OLD's kernels with its counterpart: the same name, else the nearest one."""
     by_name = {(kernel.arch, kernel.name): kernel for kernel in new}
@@ -196,13 +203,13 @@ def pairs_of(old: list[Kernel], new: list[Kernel]) -> list[tuple[Kernel, Kernel 
     free = [kernel for kernel in new if id(kernel) not in taken]
     operations = sorted({op for kernel in (*old, *free) for op in kernel.mix})
     mixes = np.array([[kernel.mix[op] for op in operations] for kernel in free], float)
-    words = [Counter(re.findall(r"\w+", kernel.name)) for kernel in free]
+    words = [words_of(kernel.name) for kernel in free]
     for kernel in old:
         if id(kernel) in paired or not free:
             continue
         mix = np.array([kernel.mix[op] for op in operations], float)
         far = np.abs(mixes - mix).sum(1) / (mixes.sum(1) + mix.sum())
-        mine = Counter(re.findall(r"\w+", kernel.name))
+        mine = words_of(kernel.name)
         for number in np.argsort(far)[:CANDIDATES]:
             other, theirs = free[number], words[number]
             if other.arch == kernel.arch:
@@ -275,8 +282,8 @@ def main() -> int:
     added = [kernel for kernel in new_left if id(kernel) not in used]
     print(
         f"\nof {len(old)} kernels: {identical} identical, {moved} identical but for parameters, "
-        f"{len(both)} changed, {len(alone)} without a counterpart; "
-        f"{len(added)} of the {len(new)} new ones are new"
+        f"{len(both)} changed, {len(alone)} gone; of {len(new)} kernels "
+        f"now, {len(added)} are new"
     )
 
     # The worst first: more local memory, then more registers, then larger.
