@@ -90,13 +90,12 @@ def plot(report: dict[str, Any], output: Path) -> None:
 
 
 def newest() -> Path:
-    """The results file, where there is one; the latest of several."""
-    paths = sorted(
-        results.RESULTS.glob("*.json"), key=lambda path: results.read(path).get("date", "")
-    )
+    """The results file of a GPU, where there is one; the latest of several."""
+    found = {path: results.read(path) for path in results.RESULTS.glob("*.json")}
+    paths = [path for path, report in found.items() if "rows" in report]
     if not paths:
         raise SystemExit(f"no results in {results.RESULTS}: run python -m benchmarks.run first")
-    return paths[-1]
+    return max(paths, key=lambda path: str(found[path].get("date", "")))
 
 
 def main(argv: list[str] | None = None) -> None:

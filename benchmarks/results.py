@@ -60,6 +60,15 @@ def machine() -> dict[str, Any]:
     }
 
 
+def cpu() -> dict[str, Any]:
+    """The processor and the versions that numbers of a CPU were taken with."""
+    try:
+        name = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[0]
+    except (OSError, IndexError):
+        name = platform.processor() or platform.machine()
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+
+
 def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:

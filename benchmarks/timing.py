@@ -1,9 +1,11 @@
-"""How device time and call overhead are measured, in one place.
+"""How device time, host time and wall time are measured, in one place.
 
 Device time: several distinct inputs, together larger than the L2 cache, are worked through by
 calls captured in one CUDA graph; the time is the median over replays divided by the calls. The
 outputs of as many calls as there are inputs stay alive, so that writes do not land in one cached
 buffer either. Data is random, never zeros.
+
+Host and wall time: a shared host's speed changes by the minute, so what is compared takes turns.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -125,31 +127,69 @@ def copy_time(rows: int, cols: int, dtype: torch.dtype, **options: Any) -> float
     return graph_time(calls, count=call_count(inputs, 2 * size), **options)
 
 
-def overhead(call: Call, *, calls: int = 100, repeats: int = 40) -> float:
-    """Host microseconds of one call: what the caller waits for while the device works behind.
-
-    Calls go in batches that the launch queue holds, so the device never pushes back.
-    """
-    times = []
-    for _ in range(repeats + 5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
+def wall_time(calls: Sequence[Call], rounds: int = 5) -> float:
+    """Wall microseconds of one call in a loop that is waited for at its end, after a warm-up."""
+    for call in calls:
+        call()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(rounds):
+        for call in calls:
             call()
-        times.append((time.perf_counter() - start) / calls * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(times[5:])
+    synchronize()
+    return (time.perf_counter() - start) / (rounds * len(calls)) * 1e6
 
 
-def wall_time(calls: Sequence[Call], *, rounds: int = 20, repeats: int = 9) -> float:
-    """Wall microseconds of one call in a loop that is waited for at its end."""
-    times = []
-    for _ in range(repeats + 2):
+def synchronize() -> None:
+    """Waits for the device; a CPU has nothing to wait for."""
+    if DEVICE == "cuda":
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(rounds):
-            for call in calls:
-                call()
+
+
+def warm_up_device(seconds: float = 0.5) -> None:
+    """Brings the clocks up before the first measurement."""
+    x = torch.randn(1 << 26, device=DEVICE)
+    y = torch.empty_like(x)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(20):
+            torch.mul(x, 2, out=y)
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / (rounds * len(calls)) * 1e6)
-    return statistics.median(times[2:])
+
+
+def turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Every name once a round; the rounds begin with another one each, so that none is favoured."""
+    for number in range(rounds):
+        for place in range(len(names)):
+            yield names[(number + place) % len(names)]
+
+
+def summary(name: str, times: Sequence[float], unit: str = "us") -> dict[str, float]:
+    """The median and the best of several measurements, as a results file names them."""
+    return {
+        f"{name}_{unit}": round(statistics.median(times), 3),
+        f"{name}_best_{unit}": round(min(times), 3),
+    }
+
+
+class Kernel(NamedTuple):
+    """What the device did under one name: microseconds, and how often."""
+
+    name: str
+    us: float
+    count: int
+
+
+def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
+    """The kernels, copies and fills that the device runs for a call, by the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        call()
+        torch.cuda.synchronize()
+    return [
+        Kernel(event.key, event.self_device_time_total, event.count)
+        for event in run.key_averages()
+        # Not the host's calls, nor the spans that PyTorch draws over several kernels.
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]

@@ -17,7 +17,9 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 
 from benchmarks import (  # noqa: E402
     compare,
+    models,
     ours,
+    overhead,
     plot,
     providers,
     report,
@@ -285,12 +287,22 @@ def test_verdict():
     assert results.verdict(guarded, slow) == "MISS eager"
 
 
+OVERHEAD = {
+    way: {
+        "eager_us": 10.0, "eager_best_us": 9.0, "eager_device_us": 3.0,
+        "ours_us": 11.0, "ours_best_us": 10.0, "ours_device_us": 2.0,
+        "override_us": 12.0, "override_best_us": 11.0, "override_device_us": 2.0,
+    }
+    for way in ("no_grad", "grad", "backward", "step", "autocast", "autocast_backward")
+}  # fmt: skip
+
+
 def test_summary_shows_every_row_and_what_was_skipped():
     made = made_up()
     del made["rows"][0]["ours_us"]
     made["rows"][1]["quack_us"] = 12.5
     made["skipped"] = ["eager: no time"]
-    made["call_overhead"] = {"no_grad": {"ours_us": 2.2, "eager_us": 2.0}}
+    made["call_overhead"] = OVERHEAD
     made["training_step"] = [{"name": "BERT", "ours_us": 50.0, "eager_us": 125.0}]
     text = run.summary(made)
     lines = text.splitlines()
@@ -299,7 +311,7 @@ def test_summary_shows_every_row_and_what_was_skipped():
     assert "quack 12.5" in lines[2]
     assert f"of {len(CASES) - 1} rows pass" in text
     assert "eager: no time" in text
-    assert "x1.10" in text
+    assert "11.00 (10.00) x1.10, device 2.00" in text
     assert "2.50 times faster" in text
 
 
@@ -514,3 +526,132 @@ def test_compare_finds_the_library(tmp_path):
     assert found.read_bytes() == b"other"
     with pytest.raises(SystemExit, match="no file"):
         compare.find_library(tmp_path / "y.so", tmp_path)
+
+
+def test_turns_visit_all_and_favour_none():
+    order = list(timing.turns("abc", 6))
+    assert "".join(order) == "abcbcacab" * 2
+    assert timing.summary("ours", [3.0, 1.0, 2.0]) == {"ours_us": 2.0, "ours_best_us": 1.0}
+
+
+def test_call_overhead_measures_every_way_and_variant(on_cpu, monkeypatch):
+    monkeypatch.setattr(overhead, "LAYERS", 3)
+    calls = overhead.call_overhead(rounds=2)
+    assert set(calls) == set(OVERHEAD)
+    for entry in calls.values():
+        assert set(entry) == {"ours_us", "ours_best_us", "eager_us", "eager_best_us"}
+        assert all(us > 0 for us in entry.values())
+    assert "FusedLayerNorm" in overhead.overhead_text(calls)
+
+
+def test_a_chain_ends_where_it_began(on_cpu, monkeypatch):
+    """A visit leaves no gradients behind, and each way computes what it should."""
+    monkeypatch.setattr(overhead, "LAYERS", 3)
+    seen = []
+
+    def measure(call):
+        result = call()
+        seen.append(result)
+        return 3.0, result
+
+    with overhead.variant_of("ours") as module:
+        chain = overhead.Chain(module)
+    assert chain.visit(measure)["step"] == 2.0
+    no_grad, grad, _, autocast, _ = seen
+    assert not no_grad.requires_grad
+    assert grad.requires_grad
+    assert torch.equal(no_grad, grad)
+    assert len(autocast) == 3
+    assert all(norm.weight.grad is None for norm in chain.norms)
+    assert all(x.grad is None and x.dtype == torch.bfloat16 for x in chain.halves)
+
+
+def test_overhead_on_the_cpu_writes_its_own_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "DEVICE", "cpu")
+    monkeypatch.setattr(overhead, "LAYERS", 2)
+    monkeypatch.setattr(overhead, "CPU_SHAPE", (4, 8))
+    path = tmp_path / "cpu.json"
+    overhead.main(["--device", "cpu", "--rounds", "1", "--output", str(path)])
+    made = results.read(path)
+    assert made["device"]
+    tensors = made["cpu"]["tensors"]
+    assert {(entry["dtype"], entry["way"]) for entry in tensors} == {
+        (dtype, way) for dtype in ("float32", "bfloat16") for way in ("forward", "backward")
+    }
+    assert all(entry["ours_us"] > 0 and entry["eager_us"] > 0 for entry in tensors)
+    assert "backward 4x8 bfloat16" in overhead.cpu_text(made["cpu"])
+
+
+def test_the_newest_results_are_a_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    results.write(tmp_path / "cpu.json", {"device": "A CPU", "cpu": {"date": "2999-01-01"}})
+    with pytest.raises(SystemExit, match="no results"):
+        plot.newest()
+    for name, date in (("old", "2026-01-01"), ("new", "2026-02-01")):
+        results.write(tmp_path / f"{name}.json", {**made_up(), "date": date})
+    assert plot.newest().stem == "new"
+
+
+def tiny_model():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x):
+            return self.layers(x)
+
+    return Model(), {"x": torch.randn(4, 8)}, lambda output: output.float().square().mean()
+
+
+def test_models_measure_one_row_a_variant(on_cpu, monkeypatch):
+    def kernels_of(call):
+        call()
+        return [timing.Kernel("vectorized_layer_norm_kernel", 30.0, 2),
+                timing.Kernel("gemm", 70.0, 3)]  # fmt: skip
+
+    monkeypatch.setattr(timing, "kernels_of", kernels_of)
+    rows = models.measure(tiny_model, ("eager", "swap"), 0.0)
+    assert [(row["mode"], row["variant"]) for row in rows] == [
+        (mode, variant) for mode in ("training", "inference") for variant in ("eager", "swap")
+    ]
+    for row in rows:
+        assert set(row) == {"mode", "variant", "wall_ms", "wall_best_ms", "device_ms",
+                            "layer_norm_ms", "kernels", "loss"}  # fmt: skip
+        assert (row["device_ms"], row["layer_norm_ms"], row["kernels"]) == (0.1, 0.03, 5)
+        assert 0 < row["wall_best_ms"] <= row["wall_ms"]
+    assert abs(rows[0]["loss"] - rows[1]["loss"]) < 1e-2 * rows[0]["loss"]
+    part = {"rows": [{"model": "tiny", **row} for row in rows], "skipped": ["other: no time"]}
+    text = models.text(part)
+    assert "0.10 (x1.000)" in text
+    assert "skipped other: no time" in text
+
+
+def test_models_variants_are_what_they_say(monkeypatch):
+    from fused_layernorm import FusedLayerNorm
+
+    model, _, _ = tiny_model()
+    swapped = models.prepared(model, "swap")
+    assert isinstance(swapped.layers[1], FusedLayerNorm)
+    for other in (model, models.prepared(model, "eager"), models.prepared(model, "override")):
+        assert type(other.layers[1]) is torch.nn.LayerNorm
+    entered = []
+    monkeypatch.setattr("fused_layernorm.override_aten", lambda: entered.append(1))
+    for variant in models.VARIANTS:
+        models.around(variant)
+    assert len(entered) == 1
+
+
+def test_report_block_shows_models_and_host_time():
+    made = made_up()
+    assert "swapped" not in report.readme_block(made)
+    row = {"model": "BERT", "mode": "training", "wall_ms": 30.0, "device_ms": 20.0}
+    swapped = {**row, "variant": "swap", "wall_ms": 25.0, "device_ms": 16.0}
+    made["models"] = {"rows": [{**row, "variant": "eager"}, swapped]}
+    made["call_overhead"] = OVERHEAD
+    block = report.readme_block(made)
+    assert "| BERT, training | 30.0 ms | 25.0 ms (1.20x) | 20.0 ms | 16.0 ms (1.25x) |" in block
+    assert "| backward | 10.0 us | 11.0 us (1.10) | 12.0 us (1.20) |" in block
