@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           }
         }
       } else {
-        rows.store_dx(read.stage, row, statistics, means);
+        rows.store_dx(read.stage, row, means);
       }
     }
     read.advance(plan.stages);

@@ -228,9 +228,10 @@ struct PersistentRows {
     }
   }
 
-  // Stores the dx of a row whose gradients are computed again.
-  __device__ __forceinline__ void store_dx(int stage, int64_t row, Pair<Acc> statistics,
-                                           Pair<Acc> means) const {
+  // Stores the dx of a row whose gradients are computed again. Its statistics are read again, too:
+  // kept meanwhile, they would take registers that the compiler does not have.
+  __device__ __forceinline__ void store_dx(int stage, int64_t row, Pair<Acc> means) const {
+    const Pair<Acc> statistics = statistics_of(stage, row);
     const DxRow<N> dx_row(p, row, work.first_col);
     with_gradients(stage, row, statistics, [&](int k, const auto& gradients) {
       // In half precision a predicated store keeps a branch out of the way of the vectors behind

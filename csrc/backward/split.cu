@@ -56,11 +56,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const int held = 1 + lag;
   RingPosition read;
   for (int i = 0; i < work.rows + lag; ++i) {
-    Pair<float> statistics, sums;
+    Pair<float> sums;
     if (i < work.rows) {
       const int64_t row = work.row(i);
       rows.wait(read);
-      statistics = rows.statistics_of(read.stage, row);
+      const Pair<float> statistics = rows.statistics_of(read.stage, row);
       rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
         gradients.add_sums(sums);
         gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
@@ -78,9 +78,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       if (lag > 0) {
         meet_collector(plan.team_threads);
         sums = collected[(i - lag) % kMostCollected];
-        statistics = rows.statistics_of(stage, row);
       }
-      rows.store_dx(stage, row, statistics, means_of(sums, p.inverse_cols.rounded));
+      rows.store_dx(stage, row, means_of(sums, p.inverse_cols.rounded));
     }
     read.advance(plan.stages);
   }

@@ -17,7 +17,7 @@ __device__ __forceinline__ Moments<float> combine_slots(const CollectedSlots& sl
   float count[kSlotsPerLane];
 #pragma unroll
   for (int i = 0; i < kSlotsPerLane; ++i) {
-    // A slice that does not exist has no columns, and its moments are zero.
+    // A slice that does not exist has no columns and zeros for moments, so it adds nothing.
     const int first_col = (lane + i * kWarpSize) * slices.slice_cols;
     count[i] = lane + i * kWarpSize < slices.blocks_per_row
                    ? float(min(slices.slice_cols, cols - first_col))
@@ -25,9 +25,7 @@ __device__ __forceinline__ Moments<float> combine_slots(const CollectedSlots& sl
   }
   const auto each = [&](const auto& use) {
 #pragma unroll
-    for (int i = 0; i < kSlotsPerLane; ++i) {
-      if (count[i] > 0.0f) use(count[i], slots.values[i]);
-    }
+    for (int i = 0; i < kSlotsPerLane; ++i) use(count[i], slots.values[i]);
   };
   const float pivot = __shfl_sync(kFullWarp, slots.values[0].first, 0);
   return N::Statistic::combine(each, pivot, inverse_cols);
