@@ -2,228 +2,1057 @@
 
 import itertools
 import json
+import random
+import re
 
 import pytest
 import torch
 
+import fused_layernorm  # noqa: F401  (registers the operators)
+
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-STRATEGIES = ("warp", "block", "split", "stream")
-# capability, multiprocessors, bytes of shared memory that one block may have
+FORWARD = ("warp", "block", "split", "resident", "stream")
+BACKWARD = ("warp", "few_rows", "block", "split", "stream")
 DEVICES = {
-    "T4": (75, 40, 65536),
-    "A100": (80, 108, 166912),
-    "RTX 4090": (89, 128, 101376),
-    "H100": (90, 132, 232448),
-    "H100 slice": (90, 16, 232448),
-    "B200": (100, 148, 232448),
+    "T4": {"capability": 75, "sms": 40, "shared_memory": 65536},
+    "A100": {"capability": 80, "sms": 108, "shared_memory": 166912},
+    "RTX 4090": {"capability": 89, "sms": 128, "shared_memory": 101376},
+    "H100": {"capability": 90, "sms": 132, "shared_memory": 232448},
+    "H100 slice": {"capability": 90, "sms": 16, "shared_memory": 232448},
+    "B200": {"capability": 100, "sms": 148, "shared_memory": 232448},
 }
-ROWS = [1, 2, 3, 16, 100, 4096, 32768, 4_194_304, 2**31 - 1]
+# The types of x, weight and y that have kernels (dy is of y's type).
+TYPES = [
+    *((dtype, dtype, dtype) for dtype in (F32, F16, BF16, F64)),
+    *((F32, F32, y) for y in (F16, BF16)),
+    *((x, F32, y) for x in (F16, BF16) for y in (x, F32)),
+]
+ROWS = [1, 2, 3, 16, 100, 1025, 4096, 32768, 4_194_304, 2**31 - 1]
 COLS = sorted(
     {1, 2, 3, 31, 33, 64, 96, 100, 768, 1152, 2047, 5120, 20001, 150528, 1_000_003, 4_194_304}
     | {n + d for n in (2**k for k in range(5, 23)) for d in (-1, 0, 1)}
     | {2**31 - 1}
 )
-DTYPES = [F32, BF16, F64]
 MAX_NUMEL = 2**38  # more than any device holds
+MANY = 100_000  # rows
 
 
-def plan(rows, cols, dtype=F32, *, backward=False, aligned=None, device="H100"):
-    if aligned is None:
-        aligned = cols * dtype.itemsize % 16 == 0
-    return json.loads(
-        torch.ops.fused_layernorm._plan(rows, cols, dtype, backward, aligned, *DEVICES[device])
-    )
+def plan(rows, cols, dtype=F32, *, device="H100", **problem):
+    text = torch.ops.fused_layernorm._plan(rows, cols, dtype, **DEVICES[device], **problem)
+    return json.loads(text)
 
 
-def every_problem(rows=ROWS):
-    for cols, dtype, backward in itertools.product(COLS, DTYPES, (False, True)):
-        for aligned in {False, cols * dtype.itemsize % 16 == 0}:
-            for n in rows:
-                if n * cols <= MAX_NUMEL:
-                    yield n, cols, dtype, {"backward": backward, "aligned": aligned}
+def force(options):
+    torch.ops.fused_layernorm._force(options)
+
+
+def refused(match):
+    """The bindings' error: of the type that torch's own binding of this version makes of it."""
+    return pytest.raises((RuntimeError, ValueError), match=match)
+
+
+def unit(problem):
+    """The columns of 16 bytes in the narrowest of x and y."""
+    x, y = problem["dtype"], problem.get("y_dtype") or problem["dtype"]
+    return 16 // min(x.itemsize, y.itemsize)
+
+
+def every_problem(rows=ROWS, seed=0):
+    """All lengths, types and alignments, each with one choice of what else there may be."""
+    choose = random.Random(seed)
+    for cols, types, backward in itertools.product(COLS, TYPES, (False, True)):
+        problem = {
+            "dtype": types[0],
+            "weight_dtype": types[1],
+            "y_dtype": types[2],
+            "backward": backward,
+        }
+        for aligned in {False, cols % unit(problem) == 0}:
+            fused = {
+                "residual": choose.random() < 0.4,
+                "has_epilogue": choose.random() < 0.4,
+                "needs_dparams": choose.random() < 0.7,
+            }
+            yield (
+                [n for n in rows if n * cols <= MAX_NUMEL],
+                cols,
+                {**problem, **fused, "aligned": aligned},
+            )
 
 
 @pytest.fixture(autouse=True)
 def _nothing_forced():
     yield
-    torch.ops.fused_layernorm._force(None)
+    force(None)
+
+
+# ---- Every plan is one that its kernels can run.
+
+
+def parts_of_row(p):
+    """Slices or chunks of a row, and the columns of each but the last."""
+    return p.get("blocks_per_row", 1), p.get("slice_cols")
+
+
+def check_forward(p, rows, cols, problem):
+    width = 16 // problem["dtype"].itemsize
+    vectors = -(-cols // width)
+    strategy = p["strategy"]
+    if strategy == "warp":
+        assert p["lanes"] in (1, 2, 4, 8, 16, 32)
+        assert p["blocks"] * (p["threads"] // p["lanes"]) >= rows
+        held = p["lanes"]
+    if strategy == "block":
+        assert p["blocks"] == rows
+        held = p["threads"]
+    if strategy in ("warp", "block"):
+        assert p["shifted"] == (not problem["aligned"])
+        assert p["shared_bytes"] == p["workspace_bytes"] == 0
+        # The row fits, and of a thread's vectors only the last may be missing.
+        assert held * (p["vecs"] - 1) < vectors <= held * p["vecs"]
+    if strategy in ("split", "resident"):
+        assert problem["aligned"]
+        assert not problem["residual"]
+        slice_vectors = -(-p["slice_cols"] // width)
+        threads = p["team_threads"] if strategy == "split" else p["threads"]
+        assert slice_vectors <= threads * (4 if strategy == "split" else 8)
+        assert p["slice_cols"] % unit(problem) == 0
+    if strategy == "split":
+        assert p["threads"] == p["team_threads"] + 32 * (p["blocks_per_row"] > 1)
+        assert p["lag"] + 2 <= p["stages"] <= 8
+        assert (p["lag"] > 0) == (p["blocks_per_row"] > 1)
+    if strategy == "resident":
+        assert not problem["has_epilogue"]
+        assert problem["y_dtype"] == problem["dtype"]
+        assert 0 <= p["bias_cols"] <= p["slice_cols"]
+    if strategy == "stream":
+        assert p["width"] == (width if problem["aligned"] else 1)
+        assert p["slice_cols"] == p["threads"] * p["width"] * (16 if p["width"] == 1 else 8)
+        assert p["blocks"] == rows * p["blocks_per_row"]
+
+
+def check_backward(p, rows, cols, problem):
+    x_size, y_size = problem["dtype"].itemsize, problem["y_dtype"].itemsize
+    width = 16 // x_size if problem["aligned"] else 1
+    vectors = -(-cols // width)
+    strategy = p["strategy"]
+    assert p["width"] == width
+    if strategy == "warp":
+        assert p["lanes"] in (1, 2, 4, 8, 16, 32)
+        assert vectors <= p["lanes"] * p["vecs"]
+        assert p["shared_bytes"] >= 2 * cols * max(4, x_size)
+    if strategy == "few_rows":
+        assert vectors <= p["team_threads"] * p["vecs"]
+        assert p["teams"] * p["team_threads"] == p["threads"] <= 512
+        assert (p["blocks"] - p["column_blocks"]) * p["teams"] >= rows
+        assert (p["column_blocks"] > 0) == problem["needs_dparams"]
+        assert p["workspace_bytes"] == 0
+        assert p["by_lanes"] == (p["team_threads"] < 32 or p["vecs"] * width < 16 or vectors <= 64)
+    if strategy in ("block", "split"):
+        slice_cols = p.get("slice_cols", cols)
+        slice_vectors = -(-slice_cols // width)
+        assert slice_vectors <= p["team_threads"] * p["vecs"]
+        assert p["vecs"] * width in ((16, 32) if width > 1 else (16,))
+        assert p["stage_cols"] >= slice_cols
+        assert p["threads"] == p["teams"] * p["team_threads"] + 32 * (strategy == "split")
+        if p["bulk"]:
+            assert 1 <= p["stages"] <= 8
+            ring = p["stages"] * p["teams"] * p["stage_cols"] * (x_size + y_size)
+            params = p["stage_cols"] * problem["weight_dtype"].itemsize
+            assert ring + params <= p["shared_bytes"]
+        else:
+            assert p["stages"] == 0
+    if strategy == "split":
+        assert problem["dtype"] != F64
+        assert 1 <= p["lag"] < 4
+        assert not p["bulk"] or p["lag"] + 2 <= p["stages"]
+        assert p["slice_cols"] % (unit(problem) if width > 1 else 1) == 0
+    if strategy == "stream":
+        assert p["slice_cols"] == p["threads"] * 16
+    if strategy != "few_rows":
+        sets = p["blocks"] // p.get("blocks_per_row", 1)
+        assert p["partials"] == sets <= rows
+        sums = 2 * p["partials"] * cols * max(4, x_size)
+        left = problem["needs_dparams"] and p["partials"] > 1
+        assert p["workspace_bytes"] == p["partials_offset"] + (sums if left else 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_problem_has_a_plan_that_covers_its_rows(device):
-    capability, sms, shared_memory = DEVICES[device]
-    for rows, cols, dtype, options in every_problem():
-        p = plan(rows, cols, dtype, device=device, **options)
-        problem = (rows, cols, dtype, options, p)
-        assert p["strategy"] in STRATEGIES, problem
-        # Every column belongs to one slice, and no slice is empty.
-        assert p["slice_cols"] * p["blocks_per_row"] >= cols, problem
-        assert p["slice_cols"] * (p["blocks_per_row"] - 1) < cols, problem
-        # A slice fits what its threads hold.
-        assert p["threads"] * p["vecs"] * p["width"] >= min(p["slice_cols"], cols), problem
-        assert 1 <= p["blocks"] < 2**31, problem  # a grid's limit
-        assert p["threads"] * p["groups"] <= 1024, problem
-        assert p["shared_bytes"] <= shared_memory, problem
-        # Forward moves rows that begin anywhere by vectors, if it can hold them in registers.
-        shifts = not options["backward"] and not options["aligned"] and p["strategy"] != "stream"
-        assert p["shifted"] == shifts, problem
-        wide = options["aligned"] or shifts
-        assert p["width"] == (16 // dtype.itemsize if wide else 1), problem
-        if not options["backward"] and p["strategy"] in ("warp", "block"):
-            # Of a thread's vectors only the last may be missing.
-            assert p["threads"] * (p["vecs"] - 1) * p["width"] < cols, problem
-        if p["strategy"] == "warp":
-            assert p["threads"] <= 32, problem
-        if p["strategy"] == "split":
-            # Blocks that wait for each other are all resident at once.
-            assert p["blocks"] <= sms, problem
-            assert p["blocks"] % p["blocks_per_row"] == 0, problem
-        if p["bulk"]:
-            assert capability >= 90, problem
+    chip = DEVICES[device]
+    for all_rows, cols, problem in every_problem():
+        for rows in all_rows:
+            p = plan(rows, cols, device=device, **problem)
+            strategies = BACKWARD if problem["backward"] else FORWARD
+            try:
+                assert p["strategy"] in strategies
+                # Every column belongs to one part of the row, and no part is empty.
+                parts, part_cols = parts_of_row(p)
+                if part_cols is not None:
+                    assert part_cols * (parts - 1) < cols <= part_cols * parts
+                assert 1 <= p["blocks"] < 2**31  # a grid's limit
+                assert p["threads"] <= 1024
+                # Kernels without large rings declare what they need beside it.
+                assert p["shared_bytes"] + 3072 <= chip["shared_memory"] or (
+                    p["strategy"] == "warp" and p["shared_bytes"] <= chip["shared_memory"]
+                )
+                if p["strategy"] in ("split", "resident"):
+                    # Blocks that wait for each other are all resident at once.
+                    assert p["blocks"] <= chip["sms"]
+                    assert p["blocks"] % p["blocks_per_row"] == 0
+                if p.get("bulk") or (
+                    not problem["backward"] and p["strategy"] in ("split", "resident")
+                ):
+                    assert chip["capability"] >= 90
+                check = check_backward if problem["backward"] else check_forward
+                check(p, rows, cols, problem)
+            except AssertionError as error:
+                raise AssertionError(f"{rows} x {cols} {problem}: {p}") from error
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_order_of_summation_does_not_depend_on_the_number_of_rows(device):
-    fixed = ("strategy", "width", "vecs", "threads", "blocks_per_row", "slice_cols")
-    for _, cols, dtype, options in every_problem(rows=[0]):
-        plans = [plan(rows, cols, dtype, device=device, **options) for rows in ROWS]
-        for p in plans[1:]:
-            assert [p[key] for key in fixed] == [plans[0][key] for key in fixed], (cols, dtype)
-
-
-@pytest.mark.parametrize("cols", [96, 768, 1023, 4096])
-def test_few_rows_go_in_one_launch(cols):
-    """Blocks on columns beside those on rows, and so no partial sums to add up."""
-    few = plan(128, cols, BF16, backward=True)
-    assert few["few_rows"]
-    assert few["column_blocks"] > 0
-    assert few["blocks"] * few["groups"] >= 128
-    assert few["workspace_bytes"] == 0
-    many = plan(100_000, cols, BF16, backward=True)
-    assert not many["few_rows"]
-    assert many["column_blocks"] == 0
-    assert many["partials"] > 1
+    """Few rows go by other blocks, but a team owns a row as it does where there are many."""
+    fixed = ("strategy", "width", "vecs", "lanes", "team_threads", "blocks_per_row", "slice_cols")
+    for _, cols, problem in every_problem(rows=[]):
+        plans = [plan(rows, cols, device=device, **problem) for rows in ROWS]
+        many = plans[-1]
+        for p in plans:
+            if p["strategy"] == "few_rows":
+                assert many["strategy"] == ("warp" if p["by_lanes"] else "block")
+                team = "lanes" if p["by_lanes"] else "team_threads"
+                assert (p["width"], p["vecs"]) == (many["width"], many["vecs"])
+                assert p["team_threads"] == many[team], (cols, problem)
+            else:
+                same = [p.get(key) for key in fixed]
+                assert same == [many.get(key) for key in fixed], (cols, problem)
+                if not problem["backward"] and p["strategy"] in ("block", "resident"):
+                    assert p["threads"] == many["threads"], (cols, problem)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_workspace_is_bounded(device):
-    _, sms, _ = DEVICES[device]
-    for rows, cols, dtype, options in every_problem(rows=[1, 16, 4096, 100_000]):
-        p = plan(rows, cols, dtype, device=device, **options)
-        problem = (rows, cols, dtype, options, p)
-        acc = max(4, dtype.itemsize)
-        if options["backward"]:
-            # Partials of dweight and dbias, and two sums of every part of a row: what a block reads
-            # of it, or a warp.
-            parts_of_row = p["blocks_per_row"] * (
-                p["threads"] // 32 if p["strategy"] == "stream" else 1
-            )
-            parts = 2 * acc * rows * (parts_of_row + 1) + 1024
-            assert p["workspace_bytes"] <= 2 * sms * cols * acc + parts, problem
-        elif p["strategy"] in ("warp", "block"):
-            assert p["workspace_bytes"] == 0, problem
+    sms = DEVICES[device]["sms"]
+    for all_rows, cols, problem in every_problem(rows=[1, 16, 4096, MANY]):
+        for rows in all_rows:
+            p = plan(rows, cols, device=device, **problem)
+            acc = max(4, problem["dtype"].itemsize)
+            # Two numbers of every part of a row (what a block reads of it, or in backward's stream
+            # a warp), and two of every row.
+            parts = p.get("blocks_per_row", 0)
+            if problem["backward"] and p["strategy"] == "stream":
+                parts *= 8
+            most = 2 * acc * rows * (parts + 1) + 1024 if parts else 0
+            if problem["backward"] and problem["needs_dparams"]:
+                most += 2 * sms * cols * acc
+            assert p["workspace_bytes"] <= most, (rows, cols, problem, p)
 
 
 def test_a_row_is_summed_alike_wherever_it_begins():
     """Forward that has a row in registers: the same thread owns the same columns."""
-    fixed = ("strategy", "width", "vecs", "threads")
-    for cols, dtype in itertools.product(COLS, DTYPES):
-        if cols * dtype.itemsize % 16 != 0:
+    for cols, types in itertools.product(COLS, TYPES):
+        problem = dict(zip(("dtype", "weight_dtype", "y_dtype"), types, strict=True))
+        if cols % unit(problem) != 0:
             continue
-        there, anywhere = (plan(4096, cols, dtype, aligned=aligned) for aligned in (True, False))
+        there, anywhere = (
+            plan(4096, cols, aligned=aligned, **problem) for aligned in (True, False)
+        )
         if there["strategy"] in ("warp", "block"):
-            assert [anywhere[key] for key in fixed] == [there[key] for key in fixed], (cols, dtype)
+            there["shifted"] = True
+            assert anywhere == there, (cols, types)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_strategies_follow_the_length_of_the_row(dtype, backward):
-    """Each strategy has one range of lengths, and longer rows never go back to a shorter's."""
-    order = [
-        STRATEGIES.index(plan(4096, cols, dtype, backward=backward)["strategy"])
-        for cols in range(16, 2**22, 4096 + 16)
-        if cols * dtype.itemsize % 16 == 0
-    ]
-    assert order == sorted(order)
+# ---- The ladder, from strategy to strategy: each range of columns is given by its last. Nothing else
+# is planned on either side of these, nor between them.
+
+HALF = {"dtype": BF16}
+WIDE_PARAMS = {"dtype": BF16, "weight_dtype": F32}  # what autocast makes
+WIDE_Y = {**WIDE_PARAMS, "y_dtype": F32}
+NARROW_Y = {"dtype": F32, "y_dtype": BF16}
+RESIDUAL, EPILOGUE, ANYWHERE = {"residual": True}, {"has_epilogue": True}, {"aligned": False}
+FORWARD_LADDERS = {
+    "float32": ({}, 512, 16_384, {"resident": 20_480}, {"split": 1_081_344}, 4_325_376),
+    "bfloat16": (HALF, 1024, 32_768, {"resident": 57_344}, {"split": 2_162_688}, 8_650_752),
+    "float64": ({"dtype": F64}, 256, 10_240),
+    # Parameters that do not fit beside a row in registers, or types without a resident kernel.
+    "float32 parameters": (WIDE_PARAMS, 1024, 40_960, {"split": 1_681_152}, 7_569_408),
+    "float32 y": (WIDE_Y, 1024, 40_960, {"split": 1_681_152}),
+    "bfloat16 y": (NARROW_Y, 512, 16_384, {"split": 1_081_344}),
+    "epilogue": (EPILOGUE, 512, 20_480, {"split": 1_081_344}),
+    "bfloat16 epilogue": ({**HALF, **EPILOGUE}, 1024, 40_960, {"split": 2_162_688}),
+    "autocast epilogue": ({**WIDE_PARAMS, **EPILOGUE}, 1024, 40_960, {"split": 1_681_152}),
+    "residual": (RESIDUAL, 512, 20_480),
+    "bfloat16 residual": ({**HALF, **RESIDUAL}, 768, 40_960),
+    "residual stream": ({**NARROW_Y, **RESIDUAL, **EPILOGUE}, 512, 20_480),
+    "anywhere": (ANYWHERE, 512, 20_480),
+    "bfloat16 anywhere": ({**HALF, **ANYWHERE}, 1024, 40_960),
+    "bfloat16 anywhere epilogue": ({**HALF, **ANYWHERE, **EPILOGUE}, 1024, 40_960),
+    "bfloat16 anywhere residual": ({**HALF, **ANYWHERE, **RESIDUAL}, 768, 40_960),
+    "float64 anywhere": ({"dtype": F64, **ANYWHERE}, 256, 10_240),
+    "A100": ({"device": "A100"}, 512, 16_384),
+    "A100 bfloat16": ({"device": "A100", **HALF}, 1024, 32_768),
+}
+BACKWARD_LADDERS = {
+    "float32": ({}, 256, 11_264, {"split": 1_081_344}),
+    "bfloat16": (HALF, 512, 16_384, {"split": 2_027_520}),
+    "float64": ({"dtype": F64}, 128, 16_384),
+    "float32 parameters": (WIDE_PARAMS, 512, 16_384, {"split": 1_892_352}),
+    "float32 dy": (WIDE_Y, 512, 14_336, {"split": 1_351_680}),
+    "bfloat16 dy": (NARROW_Y, 256, 14_336, {"split": 1_351_680}),
+    "epilogue": (EPILOGUE, 256, 9216, {"split": 946_176}),
+    "bfloat16 epilogue": ({**HALF, **EPILOGUE}, 512, 16_384, {"split": 1_892_352}),
+    "autocast epilogue": ({**WIDE_PARAMS, **EPILOGUE}, 512, 14_336, {"split": 1_486_848}),
+    "residual": (RESIDUAL, 256, 11_264, {"split": 1_081_344}),
+    "bfloat16 residual": ({**HALF, **RESIDUAL}, 512, 16_384, {"split": 2_027_520}),
+    "no parameters": ({"needs_dparams": False}, 256, 11_264, {"split": 1_081_344}),
+    "anywhere": (ANYWHERE, 256, 8192, {"split": 1_013_760}),
+    "bfloat16 anywhere": ({**HALF, **ANYWHERE}, 256, 8192, {"split": 1_013_760}),
+    "bfloat16 anywhere epilogue": ({**HALF, **ANYWHERE, **EPILOGUE}, 256, 8192,
+                                   {"split": 1_013_760}),
+    "float64 anywhere": ({"dtype": F64, **ANYWHERE}, 256, 8192),
+    "A100": ({"device": "A100"}, 256, 16_384, {"split": 1_658_880}),
+    "A100 bfloat16": ({"device": "A100", **HALF}, 512, 16_384, {"split": 1_658_880}),
+    "A100 anywhere": ({"device": "A100", **ANYWHERE}, 256, 8192),
+}  # fmt: skip
 
 
-def test_long_rows_go_to_registers_or_to_a_ring():
-    """By measurement (plan.cpp). A ring has stages; rows longer than rings hold need registers."""
-    for dtype, block, kept in ((F32, 16_384, 20_480), (BF16, 32_768, 57_344)):
-        step = 16 // dtype.itemsize
-        for cols, strategy, blocks_per_row, ring in (
-            (block, "block", 1, False),
-            (block + step, "split", 1, False),
-            (kept, "split", 1, False),
-            (kept + step, "split", 2, True),
-            (1_048_576, "split", 8, True),
-            (4_194_304, "split", 60, False),
-        ):
-            p = plan(4096, cols, dtype)
-            assert p["strategy"] == strategy, (cols, dtype)
-            assert (p["stages"] > 0) == ring, (cols, dtype)
-            assert p["blocks_per_row"] >= blocks_per_row, (cols, dtype)
-    # The parameters of such a row must fit beside it.
-    assert plan(4096, 8_388_608)["strategy"] == "stream"
+def ranges(ladder):
+    """(strategy, last columns) of a ladder: of warps, blocks, those named, resident, stream."""
+    _, warp, block, *longer = ladder
+    yield "warp", warp
+    yield "block", block
+    for last in longer:
+        yield next(iter(last.items())) if isinstance(last, dict) else ("resident", last)
+    yield "stream", 2**24
+
+
+def check_ladder(rows, ladder, strategies, **options):
+    """`strategies` renames those that few rows have in place of others."""
+    problem = {"dtype": F32, **ladder[0], **options}
+    step = 1 if problem.get("aligned") is False else unit(problem)
+    choose = random.Random(0)
+    first = step
+    for strategy, last in ranges(ladder):
+        expected = strategies.get(strategy, strategy)
+        between = [choose.randrange(first, last + 1, step) for _ in range(20)]
+        for cols in (first, *between, last):
+            p = plan(rows, cols, **problem)
+            assert p["strategy"] == expected, (cols, p)
+        first = last + step
+
+
+@pytest.mark.parametrize("ladder", FORWARD_LADDERS)
+def test_forward_goes_from_strategy_to_strategy(ladder):
+    for rows in (1, MANY):
+        check_ladder(rows, FORWARD_LADDERS[ladder], {})
+
+
+@pytest.mark.parametrize("ladder", BACKWARD_LADDERS)
+def test_backward_goes_from_strategy_to_strategy(ladder):
+    check_ladder(MANY, BACKWARD_LADDERS[ladder], {}, backward=True)
+
+
+@pytest.mark.parametrize("ladder", BACKWARD_LADDERS)
+def test_backward_of_few_rows_goes_from_strategy_to_strategy(ladder):
+    """As far as a thread keeps the row: 16 columns of each of 512 threads."""
+    options, warp, block, *longer = BACKWARD_LADDERS[ladder]
+    if options.get("dtype") == F64 and options.get("aligned", True):
+        # float64 keeps no vectors in whole warps.
+        check_ladder(100, BACKWARD_LADDERS[ladder], {"warp": "few_rows"}, backward=True)
+    else:
+        kept = (options, warp, 8192)
+        if block > 8192:
+            kept += ({"block": block},)
+        few = {"warp": "few_rows"}
+        problem = {"dtype": F32, **options, "backward": True}
+        for strategy, last in ranges((*kept, *longer)):
+            step = 1 if problem.get("aligned") is False else unit(problem)
+            name = "few_rows" if last <= 8192 else few.get(strategy, strategy)
+            assert plan(100, last, **problem)["strategy"] == name, last
+            if last < 2**24:
+                after = plan(100, last + step, **problem)["strategy"]
+                assert (after == "few_rows") == (last + step <= 8192), last
+
+
+# ---- The rungs within a strategy: both sides of each boundary.
+
+
+@pytest.mark.parametrize(
+    ("vectors", "bare", "with_epilogue"),
+    [
+        # (vectors a lane, lanes)
+        (1, (1, 1), (1, 1)),
+        (7, (4, 2), (4, 2)),
+        (8, (1, 8), (2, 4)),
+        (9, (3, 4), (3, 4)),
+        (15, (4, 4), (4, 4)),
+        (16, (2, 8), (4, 4)),
+        (17, (3, 8), (3, 8)),
+        (31, (4, 8), (4, 8)),
+        (32, (2, 16), (4, 8)),
+        (33, (3, 16), (3, 16)),
+        (63, (4, 16), (4, 16)),
+        (64, (2, 32), (4, 16)),
+        (65, (3, 32), (3, 32)),
+        (128, (4, 32), (4, 32)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [BF16, F16, F64])
+def test_lanes_of_half_precision(dtype, vectors, bare, with_epilogue):
+    cols = vectors * 16 // dtype.itemsize
+    for epilogue, expected in ((False, bare), (True, with_epilogue)):
+        p = plan(4096, cols, dtype, has_epilogue=epilogue)
+        assert (p["vecs"], p["lanes"]) == expected
+        # Rows that begin anywhere, and that are no whole vectors, go by the same lanes.
+        p = plan(4096, cols - (vectors > 1), dtype, has_epilogue=epilogue, aligned=False)
+        assert (p["vecs"], p["lanes"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("vectors", "bare", "with_epilogue"),
+    [
+        (1, (1, 1), (1, 1)),
+        (2, (1, 2), (2, 1)),
+        (16, (1, 16), (2, 8)),
+        (32, (1, 32), (2, 16)),
+        (33, (2, 32), (2, 32)),
+        (64, (2, 32), (2, 32)),
+        (65, (3, 32), (3, 32)),
+        (96, (3, 32), (3, 32)),
+        (97, (4, 32), (4, 32)),
+        (128, (4, 32), (4, 32)),
+    ],
+)
+@pytest.mark.parametrize("y_dtype", [F32, BF16])
+def test_lanes_of_float32(y_dtype, vectors, bare, with_epilogue):
+    for epilogue, expected in ((False, bare), (True, with_epilogue)):
+        aligned = vectors * 4 % (16 // y_dtype.itemsize) == 0
+        p = plan(9, vectors * 4, F32, y_dtype=y_dtype, has_epilogue=epilogue, aligned=aligned)
+        assert (p["vecs"], p["lanes"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("problem", "vectors", "vecs", "threads"),
+    [
+        # The fewest places, of equals four vectors before five before three.
+        ({}, 129, 5, 32),
+        ({}, 160, 5, 32),
+        ({}, 161, 3, 64),
+        ({}, 256, 4, 64),
+        ({}, 257, 3, 96),
+        ({}, 639, 4, 160),
+        # Five, then eight; at the last the threads that there are registers for.
+        ({}, 640, 5, 128),
+        ({}, 1472, 5, 320),
+        ({}, 1473, 8, 192),
+        ({}, 4096, 8, 512),
+        (WIDE_PARAMS, 1472, 5, 320),
+        (WIDE_PARAMS, 1473, 8, 192),
+        (WIDE_PARAMS, 5120, 8, 640),
+        (EPILOGUE, 639, 4, 160),
+        (EPILOGUE, 640, 5, 128),
+        (EPILOGUE, 704, 5, 160),
+        (EPILOGUE, 705, 4, 192),
+        (EPILOGUE, 960, 4, 256),
+        (EPILOGUE, 961, 8, 128),
+        (EPILOGUE, 1408, 8, 192),
+        (EPILOGUE, 1409, 4, 384),
+        (EPILOGUE, 1664, 4, 416),
+        (EPILOGUE, 1665, 5, 352),
+        (EPILOGUE, 1792, 5, 384),
+        (EPILOGUE, 1793, 4, 480),
+        # Four vectors have 576 threads with parameters of x's size, 1,024 with larger ones.
+        (EPILOGUE, 2304, 4, 576),
+        (EPILOGUE, 2305, 8, 320),
+        ({**WIDE_PARAMS, **EPILOGUE}, 2304, 4, 576),
+        ({**WIDE_PARAMS, **EPILOGUE}, 2305, 4, 608),
+        ({**WIDE_PARAMS, **EPILOGUE}, 4096, 4, 1024),
+        ({**WIDE_PARAMS, **EPILOGUE}, 4097, 8, 544),
+        (RESIDUAL, 129, 3, 64),
+        (RESIDUAL, 384, 3, 128),
+        (RESIDUAL, 512, 3, 192),
+        (RESIDUAL, 639, 3, 224),
+        (RESIDUAL, 640, 5, 128),
+        # Five vectors have 448 threads.
+        (RESIDUAL, 2240, 5, 448),
+        (RESIDUAL, 2241, 4, 576),
+        (RESIDUAL, 4096, 4, 1024),
+        (RESIDUAL, 4097, 8, 544),
+        ({**RESIDUAL, **EPILOGUE}, 704, 5, 160),
+        ({**RESIDUAL, **EPILOGUE}, 961, 5, 224),
+    ],
+)
+@pytest.mark.parametrize("anywhere", [False, True])
+def test_threads_of_a_block(problem, vectors, vecs, threads, anywhere):
+    if anywhere:
+        problem = {**problem, **ANYWHERE}
+    p = plan(4096, vectors * 8, **{"dtype": BF16, **problem})
+    assert (p["strategy"], p["vecs"], p["threads"]) == ("block", vecs, threads)
+
+
+@pytest.mark.parametrize(
+    ("vectors", "vecs"), [(639, 4), (640, 4), (1472, 4), (1473, 8), (4096, 8), (5120, 8)]
+)
+@pytest.mark.parametrize("problem", [{}, WIDE_PARAMS, EPILOGUE, {**WIDE_Y, **EPILOGUE}])
+def test_threads_of_a_block_of_ragged_rows(problem, vectors, vecs):
+    """Rows of no whole number of vectors, with or without an epilogue."""
+    for missing in (1, 7):
+        p = plan(4096, vectors * 8 - missing, **{"dtype": BF16, **problem})
+        assert (p["strategy"], p["vecs"]) == ("block", vecs)
+        assert p["shifted"]
+
+
+def test_the_fewest_rings_of_five():
+    """So many blocks a row that slices leave room for five stages, and lags of two rows."""
+    for options, last, blocks_per_row in (
+        ({}, 8192 * 132, 132),
+        ({}, 8192 * 3, 3),
+        (HALF, 16_384 * 4, 4),
+        ({**HALF, **EPILOGUE}, 16_384 * 4, 4),
+        (WIDE_PARAMS, 12_736 * 4, 4),
+    ):
+        p = plan(4096, last, **options)
+        assert (p["strategy"], p["blocks_per_row"]) == ("split", blocks_per_row)
+        assert (p["stages"], p["lag"]) == (5, 2)
+        longer = plan(4096, last + unit({"dtype": F32, **options}), **options)
+        if blocks_per_row < 132:
+            assert longer["blocks_per_row"] == 132 // (132 // (blocks_per_row + 1))
+        else:
+            assert longer["strategy"] == "resident"
 
 
 def test_kernelbench_problems():
     """The two ends of the range: both with vectors of 16 bytes."""
     short = plan(4_194_304, 64)
-    assert short["strategy"] == "warp"
-    assert short["width"] == 4
+    assert (short["strategy"], short["vecs"], short["lanes"]) == ("warp", 1, 16)
     long = plan(16, 4_194_304)
-    assert long["strategy"] == "split"
-    assert long["width"] == 4
-    assert long["blocks"] >= 120  # the whole chip on 16 rows
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_forced_strategy_is_used_or_refused(strategy, backward):
-    torch.ops.fused_layernorm._force(f"strategy={strategy}")
-    used = 0
-    for cols in COLS[:-1]:
-        try:
-            assert plan(4096, cols, backward=backward)["strategy"] == strategy
-            used += 1
-        except (RuntimeError, ValueError) as error:
-            refusal = str(error)
-            direction = "backward" if backward else "forward"
-            expected = f"the strategy {strategy} cannot run {direction} rows of {cols} columns"
-            if expected not in refusal:
-                raise
-    assert used
-
-
-def test_force_is_undone():
-    before = plan(4096, 1024)
-    torch.ops.fused_layernorm._force("strategy=stream")
-    assert plan(4096, 1024) != before
-    torch.ops.fused_layernorm._force(None)
-    assert plan(4096, 1024) == before
-
-
-def test_an_unknown_strategy_is_refused():
-    with pytest.raises(
-        (RuntimeError, ValueError), match="no strategy is called 'fast': expected warp, block"
-    ):
-        torch.ops.fused_layernorm._force("strategy=fast")
+    assert long["strategy"] == "resident"
+    assert long["blocks"] == 132  # the whole chip on each of 16 rows
 
 
 @pytest.mark.parametrize(
-    ("cols", "dtype", "groups"),
+    ("problem", "cols", "most_rows"),
     [
-        (1024, BF16, 8),
-        (2048, F32, 4),
-        (3960, BF16, 2),
-        (3968, BF16, 1),
-        (4096, F32, 1),
-        (8192, BF16, 1),
+        # By their number.
+        (HALF, 1024, 2048),
+        ({}, 64, 2048),
+        ({**HALF, **ANYWHERE}, 1024, 1024),
+        ({"dtype": F64, **ANYWHERE}, 64, 1024),
+        ({**HALF, **EPILOGUE}, 1024, 2048),
+        # By the bytes of x and dy.
+        (HALF, 4096, 2048),
+        (HALF, 4104, 2**25 // (4 * 4104)),
+        (WIDE_Y, 4096, 2**25 // (6 * 4096)),
+        (NARROW_Y, 4096, 2**25 // (6 * 4096)),
+        (RESIDUAL, 8192, 2**25 // (8 * 8192)),
+        ({**HALF, **ANYWHERE}, 8192, 1024),
     ],
 )
-def test_backward_groups_fill_a_block_but_not_with_full_ones(cols, dtype, groups):
+@pytest.mark.parametrize("needs_dparams", [True, False])
+def test_few_rows_are_so_many(problem, cols, most_rows, needs_dparams):
+    options = {**problem, "backward": True, "needs_dparams": needs_dparams}
+    few = plan(most_rows, cols, **options)
+    assert few["strategy"] == "few_rows"
+    assert (few["column_blocks"] > 0) == (few["shared_bytes"] > 0) == needs_dparams
+    many = plan(most_rows + 1, cols, **options)
+    assert many["strategy"] in ("warp", "block")
+    assert many["partials"] > 1
+    assert (many["workspace_bytes"] > 0) == needs_dparams
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "problem", "team_threads", "teams"),
+    [
+        # Blocks of 256 threads, from 256 rows on of 512.
+        (255, 1024, HALF, 64, 4),
+        (256, 1024, HALF, 64, 8),
+        # Fewer teams where almost all blocks then run at once, those on columns included.
+        (512, 2060, {**HALF, **ANYWHERE}, 160, 2),
+        (512, 2060, {**HALF, **ANYWHERE, **EPILOGUE}, 160, 3),
+        (512, 2060, {**HALF, **ANYWHERE, "needs_dparams": False}, 160, 3),
+        # Where that cannot be, aligned rows have blocks of 256 threads, others of 512.
+        (2048, 4096, HALF, 256, 1),
+        (1024, 2048, {**HALF, **ANYWHERE}, 128, 4),
+        # Logical warps have the whole block.
+        (100, 512, HALF, 32, 16),
+        (100, 24, HALF, 2, 256),
+    ],
+)
+def test_teams_of_few_rows(rows, cols, problem, team_threads, teams):
+    p = plan(rows, cols, backward=True, **problem)
+    assert (p["strategy"], p["team_threads"], p["teams"]) == ("few_rows", team_threads, teams)
+
+
+@pytest.mark.parametrize(
+    ("problem", "cols", "vecs", "lanes"),
+    [
+        ({}, 4, 2, 1),
+        ({}, 12, 2, 2),
+        ({}, 256, 2, 32),
+        (HALF, 512, 2, 32),
+        (ANYWHERE, 4, 4, 1),
+        (ANYWHERE, 5, 4, 2),
+        (ANYWHERE, 128, 4, 32),
+        (ANYWHERE, 129, 8, 32),
+        (ANYWHERE, 256, 8, 32),
+    ],
+)
+def test_lanes_of_backward(problem, cols, vecs, lanes):
+    p = plan(MANY, cols, backward=True, **problem)
+    assert (p["strategy"], p["vecs"], p["lanes"]) == ("warp", vecs, lanes)
+
+
+@pytest.mark.parametrize(
+    ("problem", "threads"),
+    [
+        ({}, 512),
+        (EPILOGUE, 768),
+        # A kernel for a residual may activate, but is compiled for 512 threads; so are single
+        # elements, and half precision.
+        ({**EPILOGUE, **RESIDUAL}, 512),
+        ({**EPILOGUE, **ANYWHERE}, 512),
+        ({**EPILOGUE, **HALF}, 512),
+        ({**EPILOGUE, **NARROW_Y}, 768),
+        ({**EPILOGUE, "needs_dparams": False}, 768),
+    ],
+)
+def test_threads_of_backwards_warps(problem, threads):
+    p = plan(4_194_304, 64, backward=True, **problem)
+    assert (p["strategy"], p["threads"]) == ("warp", threads)
+    assert p["shared_bytes"] == 2 * threads // 32 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("problem", "cols", "vecs", "team_threads"),
+    [
+        # Sixteen columns a thread while there are threads for them, then 32.
+        (HALF, 520, 2, 64),
+        (HALF, 8192, 2, 512),
+        (HALF, 8200, 4, 288),
+        (HALF, 16_384, 4, 512),
+        ({}, 260, 4, 32),
+        ({}, 8192, 4, 512),
+        ({}, 8196, 8, 288),
+        (EPILOGUE, 8192, 4, 512),
+        (ANYWHERE, 8192, 16, 512),
+        # float64 has kernels for 32.
+        ({"dtype": F64}, 130, 16, 32),
+        ({"dtype": F64, **ANYWHERE}, 257, 16, 32),
+    ],
+)
+def test_threads_of_backwards_teams(problem, cols, vecs, team_threads):
+    p = plan(MANY, cols, backward=True, **problem)
+    assert (p["strategy"], p["vecs"], p["team_threads"]) == ("block", vecs, team_threads)
+
+
+@pytest.mark.parametrize(
+    ("cols", "problem", "teams"),
+    [
+        (1024, HALF, 8),
+        (2048, {}, 4),
+        (3960, HALF, 2),
+        (3968, HALF, 1),
+        (3964, {}, 2),
+        (3968, {}, 1),
+        (4096, HALF, 1),
+        (4096, {}, 1),
+        (8192, HALF, 1),
+        # A residual, an activation or another type of dy hides behind the other team; chips without
+        # bulk copies have no ring that two teams would share.
+        (4096, {**HALF, **RESIDUAL}, 2),
+        (4096, {**HALF, **EPILOGUE}, 2),
+        (4096, WIDE_Y, 2),
+        (4096, NARROW_Y, 2),
+        (4096, {**HALF, "device": "A100"}, 2),
+        (4096, {**HALF, "needs_dparams": False}, 1),
+        (4096, WIDE_PARAMS, 1),
+    ],
+)
+def test_backward_teams_fill_a_block_but_not_with_full_ones(cols, problem, teams):
     """As many rows at once as a block has threads for; two that are nearly full would hinder each
-    other (plan.cpp has the times)."""
-    assert plan(32768, cols, dtype, backward=True)["groups"] == groups
-    assert plan(2049, cols, dtype, backward=True)["groups"] == groups
+    other (ladders.h has the times)."""
+    for rows in (2049, 32768):
+        p = plan(rows, cols, backward=True, **problem)
+        assert (p["strategy"], p["teams"]) == ("block", teams)
+
+
+def test_backward_rows_go_to_as_many_multiprocessors_as_there_are():
+    """float64 rows are never few."""
+    for rows, teams in ((1, 1), (132, 1), (133, 2), (264, 2), (265, 3), (100_000, 7)):
+        p = plan(rows, 2048, F64, backward=True)
+        assert (p["strategy"], p["team_threads"], p["teams"]) == ("block", 64, teams)
+    # There are threads for eight, but shared memory for the sums of seven.
+    assert plan(100_000, 2048, F64, backward=True)["shared_bytes"] == 7 * 2 * 2048 * 8
+
+
+@pytest.mark.parametrize("problem", [HALF, {**HALF, **EPILOGUE}, {**HALF, **RESIDUAL}])
+def test_a_ring_pays_from_the_third_row_on(problem):
+    for rows, bulk in ((2, False), (3, True)):
+        p = plan(rows, 16_384, backward=True, **problem)
+        assert (p["strategy"], p["teams"], p["bulk"]) == ("block", 1, bulk)
+        assert (p["stages"] > 0) == bulk
+    # Of several teams, each has three.
+    teams = plan(4096, 1024, F32, backward=True)["teams"]
+    assert teams == 4096 // 1024 * 2
+    p = plan(4096, 1024, F32, backward=True)
+    assert p["bulk"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "cols", "stages"),
+    [
+        # About 64 KiB of rows, but two of those that are kept and three of those read twice.
+        (HALF, 1024, 2),
+        (HALF, 2048, 2),
+        (HALF, 3968, 4),
+        (HALF, 8192, 2),
+        (HALF, 12_288, 3),
+        (HALF, 16_384, 3),
+        # As many as there is room for.
+        ({**HALF, **EPILOGUE}, 16_384, 2),
+        ({}, 8192, 2),
+        ({}, 11_264, 2),
+    ],
+)
+def test_stages_of_backwards_rows(problem, cols, stages):
+    p = plan(MANY, cols, backward=True, **problem)
+    assert (p["strategy"], p["stages"]) == ("block", stages)
+
+
+@pytest.mark.parametrize(
+    ("problem", "cols", "stages", "lag", "blocks_per_row"),
+    [
+        # Four stages of half precision, five of float32, while the row can have more blocks; each
+        # with its lag.
+        (HALF, 12_288 * 132, 4, 1, 132),
+        (HALF, 12_288 * 132 + 8, 3, 1, 132),
+        ({}, 5120 * 132, 5, 2, 132),
+        ({}, 5120 * 132 + 4, 4, 1, 132),
+        (NARROW_Y, 6656 * 132, 5, 2, 132),
+        ({}, 12_000, 6, 2, 3),
+        (HALF, 16_392, 5, 2, 2),
+        # Without bulk copies.
+        ({**HALF, "device": "A100"}, 65_536, 0, 2, 5),
+    ],
+)
+def test_stages_of_backwards_slices(problem, cols, stages, lag, blocks_per_row):
+    p = plan(MANY, cols, backward=True, **problem)
+    assert (p["strategy"], p["stages"], p["lag"]) == ("split", stages, lag)
+    assert p["blocks_per_row"] == blocks_per_row
+
+
+# ---- The problem.
+
+
+def test_the_whole_problem_has_defaults():
+    """Of x's type, aligned where the columns allow it, nothing fused, on an H100."""
+    assert plan(64, 768) == json.loads(torch.ops.fused_layernorm._plan(64, 768, F32))
+    whole = {"weight_dtype": F32, "y_dtype": F32, "aligned": True, "residual": False}
+    assert plan(64, 768, has_epilogue=False, needs_dparams=True, **whole) == plan(64, 768)
+    assert plan(64, 767)["shifted"]
+    assert not plan(64, 764, y_dtype=F32)["shifted"]
+    assert plan(64, 764, y_dtype=BF16)["shifted"]
+
+
+@pytest.mark.parametrize("name", ["dtype", "weight_dtype", "y_dtype"])
+@pytest.mark.parametrize(
+    ("dtype", "called"),
+    [(torch.int8, "Char"), (torch.complex64, "ComplexFloat"), (torch.bool, "Bool")],
+)
+def test_other_types_are_refused(name, dtype, called):
+    match = f"expected float32, float16, bfloat16 or float64, got {called}$"
+    with refused(match):
+        plan(4, 64, **{name: dtype})
+
+
+def test_types_without_kernels_are_refused():
+    with_kernels = set(TYPES)
+    for types in itertools.product((F32, F16, BF16, F64), repeat=3):
+        problem = dict(zip(("dtype", "weight_dtype", "y_dtype"), types, strict=True))
+        if types in with_kernels:
+            assert plan(4, 64, **problem)
+        else:
+            with refused("no kernel takes x of"):
+                plan(4, 64, **problem)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "options", "match"),
+    [
+        (0, 4, {}, "expected 1 to 2147483647 rows and columns, got 0 rows of 4"),
+        (4, 0, {}, "got 4 rows of 0"),
+        (2**31, 4, {}, "got 2147483648 rows"),
+        (4, 3, {"aligned": True}, "rows of 3 columns cannot all begin at multiples of 16 bytes"),
+        (4, 4, {"aligned": True, "y_dtype": BF16}, "rows of 4 columns cannot"),
+    ],
+)
+def test_problems_that_cannot_be_are_refused(rows, cols, options, match):
+    with refused(match):
+        plan(rows, cols, **options)
+    with refused("expected a device of"):
+        torch.ops.fused_layernorm._plan(4, 4, F32, sms=0)
+
+
+def test_a_plan_has_the_fields_of_its_strategy_alone():
+    launch = {"strategy", "blocks", "threads", "shared_bytes", "workspace_bytes"}
+    partials = {"partials", "partials_offset"}
+    slices = {"blocks_per_row", "slice_cols"}
+    persistent = {"width", "vecs", "team_threads", "teams", "stage_cols", "bulk", "stages"}
+    assert set(plan(9, 64)) == launch | {"vecs", "lanes", "shifted"}
+    assert set(plan(9, 4096)) == launch | {"vecs", "shifted"}
+    assert set(plan(9, 65536)) == launch | slices | {"team_threads", "stages", "lag"}
+    assert set(plan(9, 20_000)) == launch | slices | {"bias_cols"}
+    assert set(plan(9, 2**24)) == launch | slices | {"width", "totals_offset"}
+    teams = {"width", "vecs", "team_threads", "teams", "by_lanes", "column_blocks"}
+    assert set(plan(9, 64, backward=True)) == launch | teams
+    lanes = {"width", "vecs", "lanes"}
+    assert set(plan(MANY, 64, backward=True)) == launch | partials | lanes
+    assert set(plan(MANY, 4096, backward=True)) == launch | partials | persistent
+    split = launch | partials | persistent | slices | {"lag"}
+    assert set(plan(MANY, 65536, backward=True)) == split
+    stream = launch | partials | slices | {"width", "totals_offset"}
+    assert set(plan(9, 2**24, backward=True)) == stream
+
+
+# ---- What is forced runs or is refused.
+
+CANNOT = "the forced plan '{}' cannot run"
+
+
+def forced_plan(options, rows, cols, dtype=F32, **problem):
+    """The plan, or None if what is forced is refused, in a sentence that names the problem."""
+    force(options)
+    try:
+        return plan(rows, cols, dtype, **problem)
+    except (RuntimeError, ValueError) as error:
+        direction = "backward" if problem.get("backward") else "forward"
+        expected = f"{CANNOT.format(options)} {direction} of {rows} rows of {cols} columns (x of "
+        assert expected in str(error), error  # noqa: PT017
+        return None
+    finally:
+        force(None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("strategy", sorted({*FORWARD, *BACKWARD}))
+def test_a_forced_strategy_is_used_or_refused(strategy, device):
+    used = set()
+    for _, cols, problem in every_problem(rows=[], seed=1):
+        p = forced_plan(f"strategy={strategy}", 3000, cols, device=device, **problem)
+        if p is None:
+            continue
+        assert p["strategy"] == strategy
+        used.add(problem["backward"])
+        check = check_backward if problem["backward"] else check_forward
+        if strategy != "few_rows" and cols > 1:
+            check(p, 3000, cols, problem)
+    directions = {d for d, names in ((False, FORWARD), (True, BACKWARD)) if strategy in names}
+    if DEVICES[device]["capability"] < 90 and strategy in ("split", "resident"):
+        directions.discard(False)  # they need bulk copies
+    assert used == directions
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_the_ladder_plans_can_be_forced(backward):
+    """Every plan comes out again where all of its parts are forced."""
+    keys = ("vecs", "teams", "stages", "lag", "blocks_per_row")
+    for _, cols, problem in every_problem(rows=[], seed=2):
+        if problem["backward"] != backward:
+            continue
+        for rows in (7, 5000):
+            p = plan(rows, cols, **problem)
+            parts = {"strategy": p["strategy"], **{key: p[key] for key in keys if p.get(key)}}
+            if p["strategy"] == "stream":
+                del parts["blocks_per_row"]  # chunks, which nothing can change
+            if p["strategy"] == "split" and not backward and p["blocks_per_row"] == 1:
+                assert "lag" not in parts
+            if "bulk" in p:
+                parts["bulk"] = int(p["bulk"])
+            options = " ".join(f"{key}={value}" for key, value in parts.items())
+            assert forced_plan(options, rows, cols, **problem) == p
+
+
+@pytest.mark.parametrize(
+    ("options", "problem", "expected"),
+    [
+        # (rows, columns, problem), and what the plan then has.
+        ("vecs=2", (9, 32, {}), {"strategy": "warp", "vecs": 2, "lanes": 4}),
+        ("vecs=4", (9, 512, {}), {"strategy": "warp", "lanes": 32}),
+        # No logical warp owns three vectors of this row, but a block does.
+        ("vecs=3", (9, 2048, HALF), {"strategy": "block", "threads": 96}),
+        ("strategy=block vecs=8", (9, 8192, {}), {"vecs": 8, "threads": 256}),
+        ("strategy=block", (9, 512, {}), {"strategy": "block", "vecs": 4, "threads": 32}),
+        ("strategy=split", (9, 4096, {}), {"blocks_per_row": 1, "stages": 8, "lag": 0}),
+        ("strategy=split stages=3", (9, 4096, {}), {"stages": 3}),
+        ("blocks_per_row=2", (9, 4096, HALF), {"strategy": "split", "lag": 2}),
+        ("blocks_per_row=3", (9, 65_536, HALF), {"strategy": "split", "stages": 3, "lag": 1}),
+        ("strategy=split stages=4", (9, 65_536, HALF), {"stages": 4, "lag": 1}),
+        # Slices grow shorter until so many stages fit.
+        ("strategy=split stages=8", (9, 65_536, HALF), {"stages": 8, "blocks_per_row": 6}),
+        ("strategy=split lag=1", (9, 65_536, HALF), {"lag": 1, "stages": 5}),
+        ("strategy=resident", (9, 65_536, HALF), {"blocks_per_row": 1}),
+        ("strategy=resident blocks_per_row=3", (9, 65_536, HALF), {"slice_cols": 21_848}),
+        ("strategy=stream", (9, 64, HALF), {"strategy": "stream", "blocks_per_row": 1}),
+        ("vecs=8", (MANY, 64, {**ANYWHERE, "backward": True}), {"strategy": "warp", "lanes": 8}),
+        ("vecs=8", (MANY, 4096, {"backward": True}), {"vecs": 8, "team_threads": 128}),
+        ("teams=3", (MANY, 1024, {"backward": True}), {"teams": 3, "threads": 192}),
+        ("teams=2", (MANY, 4096, {"backward": True, **HALF}), {"teams": 2}),
+        ("teams=2", (100, 1024, {"backward": True, **HALF}), {"strategy": "few_rows", "teams": 2}),
+        ("bulk=0", (MANY, 1024, {"backward": True}), {"strategy": "block", "stages": 0}),
+        ("bulk=0", (100, 1024, {"backward": True}), {"strategy": "block", "bulk": False}),
+        ("bulk=1", (2, 1024, {"backward": True}), {"strategy": "block", "bulk": True}),
+        ("stages=1", (MANY, 1024, {"backward": True}), {"stages": 1, "bulk": True}),
+        ("stages=3", (2, 1024, {"backward": True}), {"stages": 3, "bulk": True}),
+        ("strategy=split", (MANY, 1024, {"backward": True}), {"blocks_per_row": 2, "lag": 2}),
+        # No block of whole rows has room for eight stages of this row.
+        ("stages=8", (MANY, 8192, {"backward": True}), {"strategy": "split", "blocks_per_row": 3}),
+        ("lag=3", (MANY, 65_536, {"backward": True, **HALF}), {"lag": 3, "stages": 5}),
+        ("blocks_per_row=10", (MANY, 65_536, {"backward": True}), {"stages": 3, "lag": 1}),
+        ("strategy=few_rows", (MANY, 1024, {"backward": True}), {"strategy": "few_rows"}),
+        ("strategy=few_rows teams=1", (MANY, 1024, {"backward": True}), {"threads": 64}),
+        ("strategy=warp", (100, 64, {"backward": True}), {"strategy": "warp"}),
+        ("strategy=block", (100, 64, {"backward": True}), {"strategy": "block"}),
+    ],
+)  # fmt: skip
+def test_what_is_forced_is_planned(options, problem, expected):
+    rows, cols, rest = problem
+    p = forced_plan(options, rows, cols, **{"dtype": F32, **rest})
+    assert p is not None
+    assert {key: p[key] for key in expected} == expected
+    for word in options.split():
+        key, value = word.split("=")
+        assert p[key] == (value if key == "strategy" else int(value))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        # There is no such kernel.
+        ("vecs=6", (9, 4096, {})),
+        ("vecs=7", (9, 64, HALF)),
+        ("vecs=1", (9, 4096, {})),
+        ("vecs=3", (MANY, 4096, {"backward": True})),
+        ("vecs=8", (MANY, 4096, {"backward": True, **HALF})),
+        ("strategy=warp vecs=4", (9, 1024, {**HALF, **RESIDUAL})),
+        ("strategy=few_rows", (9, 64, {})),
+        ("strategy=resident", (9, 65_536, {"backward": True})),
+        ("strategy=resident", (9, 65_536, {**HALF, **EPILOGUE})),
+        ("strategy=resident", (9, 65_536, NARROW_Y)),
+        ("strategy=resident", (9, 65_536, RESIDUAL)),
+        ("strategy=resident", (9, 65_536, {"device": "A100"})),
+        ("strategy=split", (9, 65_536, {"dtype": F64})),
+        ("strategy=split", (9, 65_536, ANYWHERE)),
+        ("strategy=split", (9, 65_536, RESIDUAL)),
+        ("strategy=split", (9, 65_536, {"device": "A100"})),
+        ("strategy=split", (9, 65_536, {"dtype": F64, "backward": True})),
+        ("strategy=split bulk=0", (9, 65_536, {**ANYWHERE, "backward": True})),
+        # The row does not fit.
+        ("strategy=warp", (9, 1028, {})),
+        ("strategy=block", (9, 40_968, HALF)),
+        ("strategy=block vecs=5", (9, 512, {})),
+        ("strategy=split", (9, 2**24, {})),
+        ("strategy=resident", (9, 2**24, {})),
+        ("strategy=few_rows", (9, 8200, {**HALF, "backward": True})),
+        ("strategy=few_rows", (9, 256, {"dtype": F64, "backward": True})),
+        # Shared memory or threads do not suffice.
+        ("strategy=split stages=8 blocks_per_row=4", (9, 65_536, HALF)),
+        ("strategy=block stages=8", (MANY, 8192, {"backward": True})),
+        ("blocks_per_row=7", (MANY, 65_536, {"backward": True})),
+        ("teams=9", (MANY, 1024, {"backward": True})),
+        ("teams=3", (MANY, 4096, {"backward": True})),
+        ("strategy=few_rows teams=15", (9, 4096, {"backward": True})),
+        ("strategy=few_rows teams=1", (9, 64, {"backward": True})),
+        ("teams=2", (MANY, 16_384, {**HALF, "backward": True})),
+        ("blocks_per_row=140", (9, 65_536, {})),
+        ("blocks_per_row=1", (9, 2**20, {})),
+        ("blocks_per_row=1", (MANY, 65_536, {"backward": True})),
+        # The last slice would be empty.
+        ("blocks_per_row=3", (9, 8, {})),
+        # A ring has no room for the rows that wait, or there is none.
+        ("strategy=split stages=4 lag=3", (9, 65_536, HALF)),
+        ("strategy=split stages=1", (9, 4096, {})),
+        ("strategy=split lag=1 blocks_per_row=1", (9, 4096, {})),
+        ("stages=2", (MANY, 65_536, {"backward": True})),
+        ("stages=1", (MANY, 16_384, {**HALF, "backward": True})),
+        ("stages=3 bulk=0", (MANY, 1024, {"backward": True})),
+        ("bulk=1", (MANY, 1024, {"device": "A100", "backward": True})),
+        ("bulk=1", (MANY, 1024, {"dtype": F64, "backward": True})),
+        # The strategy has no such part.
+        ("strategy=warp stages=3", (9, 64, {})),
+        ("strategy=block blocks_per_row=1", (9, 4096, {})),
+        ("strategy=stream vecs=8", (9, 4096, {})),
+        ("strategy=resident stages=3", (9, 65_536, HALF)),
+        ("strategy=split vecs=4", (9, 65_536, HALF)),
+        ("strategy=few_rows bulk=0", (9, 4096, {"backward": True})),
+        ("bulk=1", (9, 65_536, HALF)),
+        ("teams=2", (9, 4096, {})),
+        ("vecs=4 stages=2", (9, 4096, {})),
+    ],
+)
+def test_what_cannot_be_had_is_refused(options, problem):
+    rows, cols, rest = problem
+    assert forced_plan(options, rows, cols, **{"dtype": F32, **rest}) is None
+
+
+def test_a_refusal_names_what_was_forced_and_the_problem():
+    force("strategy=resident")
+    with refused(
+        "fused_layernorm: the forced plan 'strategy=resident' cannot run forward of 9 rows of 64 "
+        r"columns \(x of bfloat16, weight of float32, y of bfloat16, aligned, a residual, an "
+        r"epilogue\) on this device$"
+    ):
+        plan(9, 64, **WIDE_PARAMS, **RESIDUAL, **EPILOGUE)
+    force("stages=2 strategy=few_rows")
+    with refused(
+        "the forced plan 'stages=2 strategy=few_rows' cannot run backward of 9 rows of 63 columns "
+        r"\(x of float32, weight of float32, dy of float32, not aligned, no dweight and no dbias\)"
+    ):
+        plan(9, 63, backward=True, needs_dparams=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            "strategy=fast",
+            "no strategy is called 'fast': expected warp, block, split, resident, stream or "
+            "few_rows",
+        ),
+        (
+            "threads=128",
+            "no part of a plan is called 'threads': expected strategy, vecs, teams, bulk, stages, "
+            "lag or blocks_per_row",
+        ),
+        ("few=1", "no part of a plan is called 'few': expected strategy, vecs"),
+        ("split", "no part of a plan is called 'split': expected strategy, vecs"),
+        ("=3", "no part of a plan is called '': expected strategy, vecs"),
+        ("vecs=0", "expected vecs to be a whole number from 1 to 16, got '0'"),
+        ("vecs=17", "expected vecs to be a whole number from 1 to 16, got '17'"),
+        ("vecs=four", "expected vecs to be a whole number from 1 to 16, got 'four'"),
+        ("vecs=4x", "expected vecs to be a whole number from 1 to 16, got '4x'"),
+        ("vecs", "expected vecs to be a whole number from 1 to 16, got ''"),
+        ("teams=513", "expected teams to be a whole number from 1 to 512, got '513'"),
+        ("bulk=2", "expected bulk to be a whole number from 0 to 1, got '2'"),
+        ("stages=9", "expected stages to be a whole number from 1 to 8, got '9'"),
+        ("lag=0", "expected lag to be a whole number from 1 to 3, got '0'"),
+        ("blocks_per_row=161", "expected blocks_per_row to be a whole number from 1 to 160"),
+        ("stages=99999999999999999999", "expected stages to be a whole number from 1 to 8"),
+        ("stages=3 stages=4", "expected stages once, got 'stages=3 stages=4'"),
+        ("strategy=warp strategy=warp", "expected strategy once"),
+    ],
+)
+def test_unknown_words_are_refused(options, sentence):
+    force("strategy=stream")
+    before = plan(4096, 1024)
+    with refused(f"fused_layernorm: {re.escape(sentence)}"):
+        force(options)
+    assert plan(4096, 1024) == before, "what was forced before still is"
+
+
+@pytest.mark.parametrize("nothing", [None, "", "  "])
+def test_force_is_undone(nothing):
+    before = plan(4096, 1024)
+    force("strategy=stream")
+    assert plan(4096, 1024) != before
+    force(nothing)
+    assert plan(4096, 1024) == before

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <string>
 
 #include "plan/geometry.h"
 #include "plan/plan.h"
@@ -32,6 +33,7 @@ constexpr int kFields = 6;
 // A ladder takes the first strategy that can have all that is forced, and none in place of what
 // cannot be had.
 struct Forced {
+  std::string words;  // as they were given to force_plan
   std::optional<Strategy> strategy;
   std::array<std::optional<int>, kFields> values;
 

@@ -25,7 +25,8 @@ struct FieldRange {
 };
 constexpr FieldRange kFieldRanges[kFields] = {
     {"vecs", 1, most_backward_block_vecs(1)},
-    {"teams", 1, kMostTeams},
+    {"teams", 1, kBackwardThreads},  // of few rows a lane each
+
     {"bulk", 0, 1},
     {"stages", 1, kMostStages},
     {"lag", 1, kMostCollected - 1},
@@ -84,6 +85,7 @@ int parse_value(const FieldRange& range, std::string_view text) {
 // "strategy=split stages=3"
 Forced parse(const std::string& options) {
   Forced forced;
+  forced.words = options;
   std::istringstream words(options);
   for (std::string word; words >> word;) {
     const size_t equals = word.find('=');
@@ -107,17 +109,6 @@ Forced parse(const std::string& options) {
     if (again) fail("expected ", key, " once, got '", options, "'");
   }
   return forced;
-}
-
-std::string words_of(const Forced& forced) {
-  std::ostringstream words;
-  if (forced.strategy) words << "strategy=" << name_of(*forced.strategy);
-  for (int field = 0; field < kFields; ++field) {
-    if (!forced.values[field]) continue;
-    if (words.tellp() > 0) words << ' ';
-    words << kFieldRanges[field].name << '=' << *forced.values[field];
-  }
-  return words.str();
 }
 
 std::mutex forced_mutex;
@@ -256,7 +247,7 @@ void refuse(const Forced& forced, const Problem& problem, bool backward) {
   if (problem.residual) with << ", a residual";
   if (problem.has_epilogue) with << ", an epilogue";
   if (backward && !problem.needs_dparams) with << ", no dweight and no dbias";
-  fail("the forced plan '", words_of(forced), "' cannot run ", backward ? "backward" : "forward",
+  fail("the forced plan '", forced.words, "' cannot run ", backward ? "backward" : "forward",
        " of ", problem.rows, " rows of ", problem.cols, " columns (x of ", name_of(problem.x),
        ", weight of ", name_of(problem.weight), backward ? ", dy of " : ", y of ",
        name_of(problem.y), problem.aligned ? ", aligned" : ", not aligned", with.str(),
