@@ -23,7 +23,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 def csrc_sha256(root: Path = ROOT) -> str:
     """One SHA-256 over the kernels' sources: each file's path, a zero byte and its content.
 
-    The files are those of `git ls-files csrc`, sorted; outside a git checkout, all files there.
+    The files are those that git tracks or would track, sorted, as `git ls-files csrc` names them
+    once they are committed; outside a git checkout, all files there.
     """
     digest = hashlib.sha256()
     for path in csrc_files(root):
@@ -34,14 +35,19 @@ def csrc_sha256(root: Path = ROOT) -> str:
 def csrc_files(root: Path) -> list[str]:
     try:
         listed = subprocess.run(
-            ["git", "ls-files", "csrc"], cwd=root, check=True, capture_output=True, text=True
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard", "csrc"],
+            cwd=root,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         listed = []
     if not listed:
         found = (path for path in (root / "csrc").rglob("*") if path.is_file())
         listed = [path.relative_to(root).as_posix() for path in found]
-    return sorted(listed)
+    # A copy of the tree may come with an index that is older than its files.
+    return sorted({path for path in listed if (root / path).is_file()})
 
 
 def stamp() -> dict[str, Any]:

@@ -237,7 +237,8 @@ def test_csrc_sha256_with_and_without_git(tmp_path):
 
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     subprocess.run(["git", "-C", str(tmp_path), "add", "csrc"], check=True)
-    (tmp_path / "csrc" / "untracked.o").write_text("not part of the sources")
+    (tmp_path / ".gitignore").write_text("*.o")
+    (tmp_path / "csrc" / "ignored.o").write_text("not part of the sources")
     assert results.csrc_sha256(tmp_path) == expected
     (tmp_path / "csrc" / "a.h").write_text("changed")
     assert results.csrc_sha256(tmp_path) != expected
