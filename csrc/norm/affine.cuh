@@ -161,15 +161,9 @@ struct ColumnAffine {
                                                             int first_col) {
     return {p.weight, p.bias, first_col};
   }
-  // values = z, from xhat.
-  template <typename W, int kWidth, typename Acc>
-  static __device__ __forceinline__ void apply(Acc (&values)[kWidth], const Vec<W, kWidth>& weight,
-                                               const Vec<W, kWidth>& bias) {
-    Acc w[kWidth], b[kWidth];
-    unpack(w, weight);
-    unpack(b, bias);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = values[j] * w[j] + b[j];
+  template <typename Acc>
+  static __device__ __forceinline__ Acc apply(Acc xhat, Acc weight, Acc bias) {
+    return xhat * weight + bias;
   }
 };
 

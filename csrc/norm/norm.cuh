@@ -32,10 +32,14 @@ struct Norm {
                                                           const Vec<X, kWidth>& x, Acc mean,
                                                           Acc rstd, const Vec<W, kWidth>& weight,
                                                           const Vec<W, kWidth>& bias) {
-    Acc values[kWidth];
+    Acc values[kWidth], w[kWidth], b[kWidth];
     unpack(values, x);
-    Statistic::normalize(values, mean, rstd);
-    Affine::apply(values, weight, bias);
+    unpack(w, weight);
+    unpack(b, bias);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      values[j] = Affine::apply(Statistic::normalize(values[j], mean, rstd), w[j], b[j]);
+    }
     EpilogueOfRow::template apply<Y>(p, values);
     return round_to<Y>(values);
   }

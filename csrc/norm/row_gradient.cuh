@@ -23,13 +23,14 @@ struct Gradients {
     unpack(w, weight);
     unpack(xhat, x);
     unpack(dz, dy);
-    N::Statistic::normalize(xhat, mean, rstd);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) xhat[j] = N::Statistic::normalize(xhat[j], mean, rstd);
     if constexpr (N::Epilogue::kMayActivate) {
       if (p.has_epilogue) {
-        Acc z[kWidth];
+        Acc z[kWidth], b[kWidth];
+        unpack(b, bias);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) z[j] = xhat[j];
-        N::Affine::apply(z, weight, bias);
+        for (int j = 0; j < kWidth; ++j) z[j] = N::Affine::apply(xhat[j], w[j], b[j]);
         activate_backward<typename N::Y>(dz, z, p.activation, p.scale.as<Acc>());
       }
     }

@@ -95,11 +95,10 @@ struct LayerNorm {
     return reciprocal_sqrt(m2 * inverse_cols + eps);
   }
 
-  // values = xhat, from x.
-  template <typename Acc, int kWidth>
-  static __device__ __forceinline__ void normalize(Acc (&values)[kWidth], Acc mean, Acc rstd) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = (values[j] - mean) * rstd;
+  // xhat, from x.
+  template <typename Acc>
+  static __device__ __forceinline__ Acc normalize(Acc x, Acc mean, Acc rstd) {
+    return (x - mean) * rstd;
   }
 
   // Adds to the two sums over a row that dx needs: of g, and of g * xhat. Each sum is two chains.
