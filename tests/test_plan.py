@@ -262,8 +262,8 @@ def test_a_row_is_summed_alike_wherever_it_begins():
             assert anywhere == there, (cols, types)
 
 
-# ---- The ladder, from strategy to strategy: each range of columns is given by its last. Nothing else
-# is planned on either side of these, nor between them.
+# ---- The ladder, from strategy to strategy: each range of columns is given by its last. No other
+# strategy is planned between the ends of a range.
 
 HALF = {"dtype": BF16}
 WIDE_PARAMS = {"dtype": BF16, "weight_dtype": F32}  # what autocast makes

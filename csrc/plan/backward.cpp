@@ -323,8 +323,10 @@ std::optional<backward::Split> split_plan(const Problem& problem, const Device& 
 
 std::optional<backward::Split> split_plan(const Problem& problem, const Device& device,
                                           const Forced& forced) {
-  const bool allowed = forced.allows(Strategy::kSplit, {Field::kVecs, Field::kBulk, Field::kStages,
-                                                        Field::kLag, Field::kBlocksPerRow});
+  const bool allowed =
+      forced.allows(Strategy::kSplit, {Field::kVecs, Field::kTeams, Field::kBulk, Field::kStages,
+                                       Field::kLag, Field::kBlocksPerRow}) &&
+      forced.allows(Field::kTeams, 1);
   // There are no kernels for float64, nor for single elements without a ring.
   const bool has_kernels = problem.x != DataType::kFloat64 &&
                            (problem.aligned || may_have_ring(problem, device, forced));
