@@ -32,7 +32,7 @@ struct RowBlock {
   // (bfloat16 with a residual: 32768 x 4096 271 us, before the row 260). Eight vectors beside a
   // residual leave no register for it.
   template <typename N, int kVecs>
-  static constexpr bool kPivotFirst = kVecs < 8 || !N::Prologue::kStores;
+  static constexpr bool kPivotFirst = kVecs < 8 || !N::Prologue::kMayStore;
   template <typename N, typename Row>
   __device__ __forceinline__ auto pivot(const Row& row, typename N::X) const {
     return row.first_element();
@@ -81,7 +81,7 @@ struct ForwardBlockGeometry {
   static constexpr int kVecs = kVecs_;
   static constexpr bool kShifted = kShifted_;
   static constexpr ForwardLoad kLoad =
-      forward_load(sizeof(typename N::X), sizeof(typename N::W), N::Prologue::kStores,
+      forward_load(sizeof(typename N::X), sizeof(typename N::W), N::Prologue::kMayStore,
                    N::Epilogue::kMayActivate, kShifted);
   static constexpr BlockBounds kBounds = forward_block_bounds(kVecs, kLoad, kNarrow);
   // Only eight vectors of a bare row have a kernel for narrow blocks beside that for wide ones.
@@ -225,7 +225,7 @@ cudaError_t launch_backward(const BackwardParams& params, const DataTypes& types
     // not beside a residual (369.0, 368.9).
     const bool bare = params.dresidual == nullptr && !params.has_epilogue;
     if (!bare || !plan.bulk) return launch_as_slices(params, types, plan, stream);
-    return start(LayerNormOf<T, NoGradientBeside, Identity>{}, std::true_type{});
+    return start(BareBackward<T>{}, std::true_type{});
   }
 }
 
@@ -236,9 +236,9 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_vecs(ForwardBlockVecs{}, plan.vecs, [&](auto vecs) {
-      return dispatch_forward<T>(params, [&](auto norm) {
-        using N = decltype(norm);
-        return dispatch_bool(plan.shifted, [&](auto shifted) {
+      return dispatch_bool(plan.shifted, [&](auto shifted) {
+        return dispatch_forward<T, shifted()>(params, [&](auto norm) {
+          using N = decltype(norm);
           using Narrow = ForwardBlockGeometry<N, vecs(), shifted(), true>;
           const bool narrow = plan.threads <= Narrow::kBounds.threads;
           return dispatch_bool<Narrow::kMayBeNarrow>(narrow, [&](auto is_narrow) {

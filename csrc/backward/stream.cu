@@ -140,10 +140,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The norm with nothing fused, for the kernel between, which sees no element of x.
-template <typename T>
-using BareNorm = LayerNormOf<T, NoGradientBeside, Identity>;
-
 }  // namespace
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
@@ -151,9 +147,11 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
-      // The sums know nothing of a gradient beside dx.
-      cudaError_t error = dispatch_bool(params.has_epilogue, [&](auto epilogue) {
-        using Epilogue = std::conditional_t<epilogue(), MayActivate, Identity>;
+      // The sums know nothing of a gradient beside dx. Single elements have one kernel, with an
+      // epilogue or without.
+      constexpr bool kShares = width() == 1;
+      cudaError_t error = dispatch_bool(kShares || params.has_epilogue, [&](auto epilogue) {
+        using Epilogue = std::conditional_t<kShares || epilogue(), MayActivate, Identity>;
         using N = LayerNormOf<T, NoGradientBeside, Epilogue>;
         return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, params,
                       plan.chunks, plan.partials);
@@ -161,15 +159,19 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
       if (error != cudaSuccess || params.dx == nullptr) return error;
       const int chunks = plan.chunks.blocks_per_row;
       const Launch per_row = {params.rows, kTotalsThreads};
-      error = launch(layer_norm_backward_stream_totals_kernel<BareNorm<T>>, per_row, stream, params,
-                     chunks, plan.totals_offset);
+      error = launch(layer_norm_backward_stream_totals_kernel<BareBackward<T>>, per_row, stream,
+                     params, chunks, plan.totals_offset);
       if (error != cudaSuccess) return error;
       const Launch per_chunk = {params.rows * chunks, kThreads};
-      return dispatch_backward_shared<T>(params, [&](auto norm) {
-        using N = decltype(norm);
-        return launch(layer_norm_backward_stream_kernel<N, width()>, per_chunk, stream, params,
-                      plan.chunks, plan.totals_offset);
-      });
+      const auto start = [&](auto norm) {
+        return launch(layer_norm_backward_stream_kernel<decltype(norm), width()>, per_chunk, stream,
+                      params, plan.chunks, plan.totals_offset);
+      };
+      if constexpr (kShares) {
+        return start(SharedBackward<T>{});
+      } else {
+        return dispatch_backward_shared<T>(params, start);
+      }
     });
   });
 }

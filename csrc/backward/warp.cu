@@ -38,10 +38,12 @@ template <typename N>
 constexpr int kBlockThreads = backward_warp_threads(
     sizeof(typename N::X), N::Epilogue::kMayActivate && !N::Prologue::kMayAdd);
 
+// The partial sums come as two numbers: as a struct they take three registers more (100000 x 143
+// float32: 70.4 us, 68.9).
 template <typename N, int kWidth, int kVecs>
 __global__ void __launch_bounds__(kBlockThreads<N>, 1)
     layer_norm_backward_warp_kernel(const BackwardParams p, const int log2_lanes,
-                                    const backward::PartialSums partials) {
+                                    const int partials, const int64_t partials_offset) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
     }
   }
 
-  const ParamGradSink<N> sink(p, partials, blockIdx.x);
+  const ParamGradSink<N> sink(p, {partials, partials_offset}, blockIdx.x);
   if (!sink.wanted()) return;
   grads.template store_sum_of_logical_warps<kThreads / kWarpSize>(sink, share, lanes, p.cols,
                                                                   shared);
@@ -120,7 +122,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
           using N = decltype(norm);
           if (plan.threads != kBlockThreads<N>) return cudaErrorInvalidValue;
           return launch(layer_norm_backward_warp_kernel<N, width(), vecs()>, plan, stream, params,
-                        log2_of(plan.lanes), plan.partials);
+                        log2_of(plan.lanes), plan.partials.count, plan.partials.offset);
         };
         if constexpr (width() == 1) {
           return dispatch_backward_shared<T>(params, start);

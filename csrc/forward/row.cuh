@@ -121,7 +121,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
     // 131.2, with a residual 268.0, 259.4; 65536 x 2048 131.7, 128.7) and others lose (five vectors
     // 130.1, 130.8, eight 264, 283, an activation 136.6, 143.4).
     constexpr bool kInOrder =
-        sizeof(X) == 2 && (N::Prologue::kStores || (kVecs == 4 && !N::Epilogue::kBranches));
+        sizeof(X) == 2 && (N::Prologue::kMayStore || (kVecs == 4 && !N::Epilogue::kBranches));
     pivot = place.x.first_element();
     if (kInOrder) __syncwarp();
     place.x.template load<kInOrder ? Use::kInOrder : Use::kOnce>(x, share);
@@ -131,7 +131,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   const auto parameters = [&] {
     using Late = LateParameters<W, kWidth, decltype(share)>;
     constexpr int kWords = 2 * kVecs * kWidth * sizeof(W) / 4;
-    constexpr bool kBare = !N::Prologue::kStores && !N::Epilogue::kMayActivate;
+    constexpr bool kBare = !N::Prologue::kMayStore && !N::Epilogue::kMayActivate;
     if constexpr (!kShifted && N::Epilogue::kBranches && Team::kWalks) {
       return WalkedParameters<W, kWidth, decltype(share)>(Late{place.parameters, share});
     } else if constexpr (kShifted || !kBare || kWords > Team::kMostEarlyWords) {

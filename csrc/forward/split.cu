@@ -126,13 +126,9 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     if constexpr (kIsFloat64<T>) {
       return cudaErrorInvalidValue;
     } else {
-      return dispatch_forward<T>(params, [&](auto norm) -> cudaError_t {
+      return dispatch_forward_plain<T>(params, [&](auto norm) {
         using N = decltype(norm);
-        if constexpr (N::Prologue::kStores) {
-          return cudaErrorInvalidValue;
-        } else {
-          return launch<true>(layer_norm_forward_split_kernel<N>, plan, stream, params, plan);
-        }
+        return launch<true>(layer_norm_forward_split_kernel<N>, plan, stream, params, plan);
       });
     }
   });

@@ -113,10 +113,6 @@ __global__ void __launch_bounds__(kFinishThreads)
   }
 }
 
-// The norm with nothing fused, for the kernel between, which sees no element of x.
-template <typename T>
-using BareNorm = LayerNormOf<T, Plain, Identity>;
-
 }  // namespace
 
 cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
@@ -124,17 +120,19 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
-      // The sums know nothing of an epilogue.
-      cudaError_t error = dispatch_bool(params.residual != nullptr, [&](auto residual) {
-        using Prologue = std::conditional_t<residual(), Add, Plain>;
-        using N = LayerNormOf<T, Prologue, Identity>;
+      // The sums know nothing of an epilogue. Single elements, which only the longest ragged rows
+      // are read by, have one kernel, with a residual or without.
+      constexpr bool kShares = width() == 1;
+      cudaError_t error = dispatch_bool<!kShares>(params.residual != nullptr, [&](auto residual) {
+        using Own = std::conditional_t<residual(), Add, Plain>;
+        using N = LayerNormOf<T, std::conditional_t<kShares, MayAdd, Own>, Identity>;
         return launch(layer_norm_forward_stream_sums_kernel<N, width()>, plan, stream, params,
                       plan.chunks);
       });
       if (error != cudaSuccess) return error;
       const Launch per_row = {params.rows, kWarpSize};
-      error = launch(layer_norm_forward_stream_totals_kernel<BareNorm<T>>, per_row, stream, params,
-                     plan.chunks, plan.totals_offset);
+      error = launch(layer_norm_forward_stream_totals_kernel<BareForward<T>>, per_row, stream,
+                     params, plan.chunks, plan.totals_offset);
       if (error != cudaSuccess) return error;
       // The sum of input and residual, which the first kernel has stored, is now the input.
       ForwardParams stored = params;
@@ -147,14 +145,11 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
       const int chunks = (params.cols - 1) / kChunkCols + 1;
       const int64_t sets = (params.rows - 1) / kRowsPerBlock + 1;
       const Launch finish = {sets * chunks, kFinishThreads};
-      return dispatch_forward<T>(stored, [&](auto norm) -> cudaError_t {
-        using N = decltype(norm);
-        if constexpr (N::Prologue::kStores) {
-          return cudaErrorInvalidValue;
-        } else {
-          return launch(layer_norm_forward_stream_kernel<N, width()>, finish, stream, stored,
-                        chunks, plan.totals_offset);
-        }
+      return dispatch_bool<!kShares>(params.has_epilogue, [&](auto epilogue) {
+        using Own = std::conditional_t<epilogue(), Activate, Identity>;
+        using N = LayerNormOf<T, Plain, std::conditional_t<kShares, MayActivate, Own>>;
+        return launch(layer_norm_forward_stream_kernel<N, width()>, finish, stream, stored, chunks,
+                      plan.totals_offset);
       });
     });
   });

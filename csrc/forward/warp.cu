@@ -28,7 +28,7 @@ struct LogicalWarp {
   static constexpr bool kPivotFirst = false;
   template <typename N, typename Row>
   __device__ __forceinline__ auto pivot(const Row& row, typename N::X first) const {
-    if constexpr (sizeof(typename N::X) == 2 && !N::Prologue::kStores) {
+    if constexpr (sizeof(typename N::X) == 2 && !N::Prologue::kMayStore) {
       return row.first_element();
     } else {
       return __shfl_sync(kFullWarp, to_acc(first), 0, lanes);
@@ -79,10 +79,11 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_vecs(ForwardWarpVecs{}, plan.vecs, [&](auto vecs) {
-      return dispatch_forward<T>(params, [&](auto norm) {
-        using N = decltype(norm);
-        return dispatch_bool(plan.shifted, [&](auto shifted) -> cudaError_t {
-          constexpr int kMost = most_forward_warp_vecs(sizeof(typename T::X), N::Prologue::kStores);
+      return dispatch_bool(plan.shifted, [&](auto shifted) {
+        return dispatch_forward<T, shifted()>(params, [&](auto norm) -> cudaError_t {
+          using N = decltype(norm);
+          constexpr int kMost =
+              most_forward_warp_vecs(sizeof(typename T::X), !N::Prologue::kMayBePlain);
           if constexpr (vecs() > kMost) {
             return cudaErrorInvalidValue;
           } else {

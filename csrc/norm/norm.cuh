@@ -61,30 +61,62 @@ struct ForwardRow {
 template <typename T, typename Prologue, typename Epilogue>
 using LayerNormOf = Norm<T, LayerNorm, Prologue, ColumnAffine, Epilogue>;
 
-// Forward has kernels of their own for the bare norm, for one with an epilogue, and for one with a
-// residual, which may have an epilogue as well.
-template <typename T, typename Launch>
+// The norms that there are kernels for.
+//
+// What is fused costs registers, and so a kernel that computes less is faster: for common types
+// there is a kernel for the bare norm, one for an epilogue, and one for a residual, which may have
+// an epilogue as well. But each is some 20 KB in the binary. So types that few models have, and
+// rows that begin anywhere, share one kernel for all that is fused, and where both meet, that is
+// the only one.
+template <typename T>
+using BareForward = LayerNormOf<T, Plain, Identity>;
+template <typename T>
+using SharedForward = LayerNormOf<T, MayAdd, MayActivate>;
+
+template <typename T, bool kShifted, typename Launch>
 cudaError_t dispatch_forward(const ForwardParams& p, const Launch& launch) {
-  if (p.residual != nullptr) return launch(LayerNormOf<T, Add, MayActivate>{});
-  if (p.has_epilogue) return launch(LayerNormOf<T, Plain, Activate>{});
-  return launch(LayerNormOf<T, Plain, Identity>{});
+  if constexpr (kShifted && !kIsCommon<T>) {
+    return launch(SharedForward<T>{});
+  } else if constexpr (kShifted || !kIsCommon<T>) {
+    const bool bare = p.residual == nullptr && !p.has_epilogue;
+    return bare ? launch(BareForward<T>{}) : launch(SharedForward<T>{});
+  } else {
+    if (p.residual != nullptr) return launch(LayerNormOf<T, Add, MayActivate>{});
+    if (p.has_epilogue) return launch(LayerNormOf<T, Plain, Activate>{});
+    return launch(BareForward<T>{});
+  }
 }
 
-// Backward likewise, and there all that is fused is only possible: dresidual, too, may be absent.
+// Forward of strategies that take no residual.
 template <typename T, typename Launch>
-cudaError_t dispatch_backward(const BackwardParams& p, const Launch& launch) {
-  if (p.dresidual != nullptr) return launch(LayerNormOf<T, MayAddGradient, MayActivate>{});
-  if (p.has_epilogue) return launch(LayerNormOf<T, NoGradientBeside, MayActivate>{});
-  return launch(LayerNormOf<T, NoGradientBeside, Identity>{});
+cudaError_t dispatch_forward_plain(const ForwardParams& p, const Launch& launch) {
+  if (p.residual != nullptr) return cudaErrorInvalidValue;
+  if (p.has_epilogue) return launch(LayerNormOf<T, Plain, Activate>{});
+  return launch(BareForward<T>{});
 }
 
-// The same for backward kernels of which an epilogue alone is not worth one of its own.
+// In backward all that is fused is only possible: dresidual, too, may be absent.
+template <typename T>
+using BareBackward = LayerNormOf<T, NoGradientBeside, Identity>;
+template <typename T>
+using SharedBackward = LayerNormOf<T, MayAddGradient, MayActivate>;
+
+// Backward of strategies that share one kernel for all that is fused.
 template <typename T, typename Launch>
 cudaError_t dispatch_backward_shared(const BackwardParams& p, const Launch& launch) {
-  if (p.dresidual != nullptr || p.has_epilogue) {
-    return launch(LayerNormOf<T, MayAddGradient, MayActivate>{});
+  const bool bare = p.dresidual == nullptr && !p.has_epilogue;
+  return bare ? launch(BareBackward<T>{}) : launch(SharedBackward<T>{});
+}
+
+// Backward of strategies that have a kernel of its own for an epilogue, where types are common.
+template <typename T, typename Launch>
+cudaError_t dispatch_backward(const BackwardParams& p, const Launch& launch) {
+  if constexpr (kIsCommon<T>) {
+    if (p.dresidual == nullptr && p.has_epilogue) {
+      return launch(LayerNormOf<T, NoGradientBeside, MayActivate>{});
+    }
   }
-  return launch(LayerNormOf<T, NoGradientBeside, Identity>{});
+  return dispatch_backward_shared<T>(p, launch);
 }
 
 }  // namespace fused_layernorm

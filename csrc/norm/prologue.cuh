@@ -1,8 +1,8 @@
 // The prologue: what x, the row to be normalized, is made of, and in backward what is added to dx.
 //
 // A prologue has
-//   kStores       whether it stores x as well (residual_out)
-//   kTensors      tensors that it reads
+//   kMayStore     whether there are rows of which it stores x as well (residual_out)
+//   kMayBePlain   whether there are rows of which it does not
 //   Row<T>        one row of its inputs, of data types T
 // and a Row has first_element(), the row's x at its first column; load(), a thread's share of x;
 // and load_shifted(), the same for a row that begins anywhere in memory.
@@ -17,7 +17,8 @@ namespace fused_layernorm {
 
 // x = input.
 struct Plain {
-  static constexpr bool kStores = false;
+  static constexpr bool kMayStore = false;
+  static constexpr bool kMayBePlain = true;
 
   template <typename T>
   struct Row {
@@ -64,7 +65,8 @@ __device__ __forceinline__ Vec<X, kWidth> rounded_sum(const Vec<X, kWidth>& x,
 
 // x = input + residual, rounded to residual's type and stored as residual_out.
 struct Add {
-  static constexpr bool kStores = true;
+  static constexpr bool kMayStore = true;
+  static constexpr bool kMayBePlain = false;
 
   template <typename T>
   struct Row {
@@ -134,6 +136,44 @@ struct Add {
       keep_first(out[kVecs - 1], share.last_cols);
       store_shifted<X, kWidth, kVecs>(residual_out, team, share, valid_row ? share.cols : 0,
                                       [&](int k) { return out[k]; });
+    }
+  };
+};
+
+// Either of the two: params.residual says which, one question a row.
+struct MayAdd {
+  static constexpr bool kMayStore = true;
+  static constexpr bool kMayBePlain = true;
+
+  template <typename T>
+  struct Row {
+    using X = typename T::X;
+    const ForwardParams& p;
+    const int64_t row;
+    const int first_col;
+
+    __device__ __forceinline__ Row(const ForwardParams& params, int64_t its_row, int its_first_col)
+        : p(params), row(its_row), first_col(its_first_col) {}
+
+    // The row that this one is.
+    template <typename Body>
+    __device__ __forceinline__ auto as_it_is(const Body& body) const {
+      if (p.residual != nullptr) return body(Add::Row<T>(p, row, first_col));
+      return body(Plain::Row<T>(p, row, first_col));
+    }
+
+    __device__ __forceinline__ auto first_element() const {
+      return as_it_is([](const auto& as) { return as.first_element(); });
+    }
+    template <Use kUse, int kWidth, int kVecs, typename Share>
+    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share) const {
+      as_it_is([&](const auto& as) { as.template load<kUse>(out, share); });
+    }
+    template <int kWidth, int kVecs, typename Team>
+    __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team& team,
+                                                 const RaggedShare<kVecs, kWidth>& share,
+                                                 bool valid_row) const {
+      as_it_is([&](const auto& as) { as.load_shifted(out, team, share, valid_row); });
     }
   };
 };

@@ -30,6 +30,12 @@ constexpr int kVectorWidth = vector_width(static_cast<int>(sizeof(typename T::X)
 template <typename T>
 constexpr bool kIsFloat64 = std::is_same_v<typename T::X, double>;
 
+// Whether y is of x's type. The types that are the same are what nearly all models have, and
+// kernels that fuse something have more variants for them (norm.cuh). float64 does not count:
+// nobody trains in it.
+template <typename T>
+constexpr bool kIsCommon = std::is_same_v<typename T::X, typename T::Y> && !kIsFloat64<T>;
+
 // The combinations that have kernels. The caller converts the others to one of them (a weight to
 // float32, an output from float32), which gives the same result to the bit.
 template <typename Launch>
