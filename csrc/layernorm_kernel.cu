@@ -208,11 +208,9 @@ cudaError_t launch_backward(const BackwardParams& params, const DataTypes& types
     using G = BackwardBlockGeometry<N, kWidth, kVecs, bulk(), kKeep>;
     return launch(layer_norm_backward_block_kernel<N, G>, plan, stream, params, plan);
   };
-  if constexpr (kIsFloat64<T>) {
-    return dispatch_backward_shared<T>(params,
-                                       [&](auto norm) { return start(norm, std::false_type{}); });
-  } else if constexpr (kKeep) {
-    return dispatch_bool(plan.bulk, [&](auto bulk) {
+  if constexpr (kKeep) {
+    // float64 has no ring.
+    return dispatch_bool<!kIsFloat64<T>>(plan.bulk, [&](auto bulk) {
       const auto start_norm = [&](auto norm) { return start(norm, bulk); };
       if constexpr (bulk() && kWidth > 1) {
         return dispatch_backward<T>(params, start_norm);
