@@ -1,12 +1,14 @@
 """Times this package alone under forced plans, for tuning.
 
-    python -m benchmarks.tune "32768x1024 bf16 forward | threads=128 | threads=256" \\
-                              "16x4194304 fp32 backward"
+    python -m benchmarks.tune "8192x12288 bf16 gelu_forward | vecs=5 | vecs=8" \\
+                              "32768x4096 bf16 backward | teams=2 | bulk=0 | stages=2" \\
+                              "16x4194304 fp32 forward | strategy=stream"
 
-Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the plan options to force one after
-the other (the strings `torch.ops.fused_layernorm._force` takes); the plan's own choice is always
-timed first. --file reads such lines from a file (# starts a comment). Each result is compared with
-PyTorch's own, so that a fast wrong plan does not go unnoticed.
+Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the parts of the plan to force one
+after the other (the words of `force_plan` in csrc/plan/plan.h); the plan's own choice is always
+timed first. What cannot be had, and what is the plan's own choice, is said and not timed. --file
+reads such lines from a file (# starts a comment). Each result is compared with PyTorch's own, so
+that a fast wrong plan does not go unnoticed.
 """
 
 from __future__ import annotations
@@ -77,6 +79,8 @@ def tune(case: Case, forces: list[str | None], arguments: argparse.Namespace) ->
     """Times one case under each of the options and prints a line for it."""
     check, seconds = not arguments.no_check, arguments.seconds
     force = torch.ops.fused_layernorm._force
+    device = current_device()
+    planned: dict[str, Any] = {}
     copy_us = timing.copy_time(case.rows, case.cols, case.torch_dtype, seconds=seconds)
     target = "" if case.target is None else f", target {case.target:.2f}"
     print(f"\n{case.name}: copy {copy_us:.1f} us{target}", flush=True)
@@ -87,10 +91,15 @@ def tune(case: Case, forces: list[str | None], arguments: argparse.Namespace) ->
         label = options or "(plan)"
         try:
             force(options)
+            plan = plan_of(case, device)
+            if options is None:
+                planned = plan
+            elif plan == planned:
+                print(f"  {label:<48} is the plan", flush=True)
+                continue
             wrong = error(calls[0](), expected) if check else 0.0
             torch.cuda.synchronize()
             us = time_calls(case, calls, seconds=seconds)
-            plan = f"\n    {plan_text(case)}" if arguments.plan else ""
         except (RuntimeError, ValueError) as problem:
             sentence = str(problem).strip().splitlines()[0]
             print(f"  {label:<48} failed: {sentence}", flush=True)
@@ -100,22 +109,29 @@ def tune(case: Case, forces: list[str | None], arguments: argparse.Namespace) ->
         finally:
             force(None)
         note = f"  error {wrong:.1e}" if check else ""
-        print(
-            f"  {label:<48} {us:9.2f} us  ratio {case.ratio(us, copy_us):.3f}{note}{plan}",
-            flush=True,
-        )
+        if arguments.plan:
+            note += f"\n    {json.dumps(plan)}"
+        print(f"  {label:<48} {us:9.2f} us  ratio {case.ratio(us, copy_us):.3f}{note}", flush=True)
 
 
-def plan_text(case: Case) -> str:
-    """The plan of a case on the current device, as the operator describes it."""
+def current_device() -> dict[str, int]:
+    """What a plan depends on of the current device."""
     device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    aligned = case.cols * case.torch_dtype.itemsize % 16 == 0
+    return {
+        "capability": 10 * device.major + device.minor,
+        "sms": device.multi_processor_count,
+        "shared_memory": device.shared_memory_per_block_optin,
+    }
+
+
+def plan_of(case: Case, device: dict[str, int]) -> dict[str, Any]:
+    """The plan of a case on a device, under what is forced."""
     text = torch.ops.fused_layernorm._plan(
-        case.rows, case.cols, case.torch_dtype, case.backward, aligned,
-        10 * device.major + device.minor, device.multi_processor_count,
-        device.shared_memory_per_block_optin,
+        case.rows, case.cols, case.torch_dtype, backward=case.backward, residual=case.residual,
+        has_epilogue=case.activation != (None, 1.0), **device,
     )  # fmt: skip
-    return json.dumps(json.loads(text))
+    plan: dict[str, Any] = json.loads(text)
+    return plan
 
 
 def main(argv: list[str] | None = None) -> None:

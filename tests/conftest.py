@@ -48,21 +48,22 @@ class Plans:
     def force(self, options):
         torch.ops.fused_layernorm._force(options)
 
-    def of(self, rows, cols, dtype, *, backward, aligned=None, device="cuda"):
-        """The plan of a problem on the CUDA device, or None if the forced strategy refuses it."""
+    def of(self, rows, cols, dtype, *, device="cuda", **problem):
+        """The plan of a problem on the CUDA device, or None if what is forced cannot run it.
+
+        `problem` has the other arguments of the operator `_plan`: what is not given of them is of
+        dtype, not fused, and asked for.
+        """
         properties = torch.cuda.get_device_properties(device)
-        if aligned is None:
-            aligned = cols * dtype.itemsize % 16 == 0
         try:
             plan = torch.ops.fused_layernorm._plan(
                 rows,
                 cols,
                 dtype,
-                backward,
-                aligned,
-                10 * properties.major + properties.minor,
-                properties.multi_processor_count,
-                properties.shared_memory_per_block_optin,
+                **problem,
+                capability=10 * properties.major + properties.minor,
+                sms=properties.multi_processor_count,
+                shared_memory=properties.shared_memory_per_block_optin,
             )
         except (RuntimeError, ValueError) as error:
             if "cannot run" not in str(error):

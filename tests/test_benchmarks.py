@@ -1,7 +1,9 @@
 """The benchmarks' arithmetic, tables and files, and that what they time computes the same thing."""
 
 import hashlib
+import itertools
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -141,9 +143,50 @@ def test_parse_case_names_what_is_wrong(text):
 
 
 def test_tune_line():
-    case, forces = tune.parse_line("5x7 bf16 forward | vec=4 | strategy=block vec=8", ["all=1"])
+    line = "5x7 bf16 forward | vecs=4 | strategy=block vecs=8"
+    case, forces = tune.parse_line(line, ["lag=1"])
     assert case.name == "forward 5x7 bfloat16"
-    assert forces == [None, "all=1", "vec=4", "strategy=block vec=8"]
+    assert forces == [None, "lag=1", "vecs=4", "strategy=block vecs=8"]
+
+
+def forced_plan(case, options, device):
+    force = torch.ops.fused_layernorm._force
+    force(options)
+    try:
+        return tune.plan_of(case, device)
+    finally:
+        force(None)
+
+
+@pytest.mark.parametrize("document", ["benchmarks/tune.py", "README.md"])
+def test_documented_tuning_times_a_plan_for_each_option(document):
+    h200 = {"capability": 90, "sms": 132, "shared_memory": 232448}
+    text = (ROOT / document).read_text()
+    lines = re.findall(r'"(\d+x\d+ [^"]+\|[^"]+)"', text)
+    assert lines
+    for line in lines:
+        case, forces = tune.parse_line(line, [])
+        plans = [forced_plan(case, options, h200) for options in forces]
+        assert len(plans) > 1
+        assert all(one != other for one, other in itertools.combinations(plans, 2)), line
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tune_plans_the_whole_problem(op):
+    """What a case fuses, so that the printed plan is the one that was timed."""
+    device = {"capability": 90, "sms": 132, "shared_memory": 232448}
+    plans = {
+        tune.plan_of(Case(op, 32768, cols, "bfloat16"), device)["strategy"]
+        for cols in (1024, 36_864)
+    }
+    planned = {
+        "forward": {"warp", "resident"},
+        "add_forward": {"block"},
+        "backward": {"block", "split"},
+        "add_backward": {"block", "split"},
+    }
+    fused = {"block", "split"} if op.endswith("backward") else {"warp", "block"}
+    assert plans == planned.get(op, fused)
 
 
 def test_tune_error_keeps_nan():

@@ -390,40 +390,47 @@ FORCED_COLS = [
 ]
 
 
-# Resident: slices in registers.
-LAYOUTS = [
-    "warp",
-    "block",
-    "split",
-    "split resident=1",
-    "split resident=1 blocks_per_row=3",
-    "stream",
-]
+# "resident blocks_per_row=3": slices of few columns, and rows whose blocks meet.
+LAYOUTS = ["warp", "block", "split", "resident", "resident blocks_per_row=3", "stream"]
+EPILOGUES = [(None, 1.0), (None, 0.5), ("gelu", 0.5)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("activation", "scale"), [(None, 1.0), (None, 0.5), ("gelu", 0.5)])
 @pytest.mark.parametrize(
     "dtypes", [(F32, None), (BF16, F32), (F64, None)], ids=lambda d: "-".join(map(ids, d))
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "activation", "scale"),
+    [
+        (layout, *epilogue)
+        for layout, epilogue in itertools.product(LAYOUTS, EPILOGUES)
+        # Rows that stay in registers have no epilogue.
+        if "resident" not in layout or epilogue == (None, 1.0)
+    ],
+)
 def test_every_strategy(plans, layout, dtypes, activation, scale):
     plans.force(f"strategy={layout}")
     strategy = layout.split()[0]
     ran = []
     for cols in FORCED_COLS:
         rows = rows_for(cols)
-        plan = plans.of(rows, cols, dtypes[0], backward=False)
-        if plan is None:
-            continue
-        assert plan["strategy"] == strategy
         problem = Problem(
             (rows, cols),
             dtype=dtypes[0],
             weight_dtype=dtypes[1],
             activation=activation,
-            scale=scale,  # with one, resident layouts fall to a ring
+            scale=scale,
         )
+        plan = plans.of(
+            rows,
+            cols,
+            dtypes[0],
+            weight_dtype=dtypes[1],
+            has_epilogue=activation is not None or scale != 1.0,
+        )
+        if plan is None:
+            continue
+        assert plan["strategy"] == strategy
         numerics.check(problem, "cuda", backward=False)
         ran.append(cols)
     if not ran:
@@ -439,7 +446,7 @@ def test_every_strategy_with_odd_rows_of_memory(plans, strategy):
     ):
         x = _strided(kind, 5, cols, "cuda", F32)
         rows = x.numel() // cols
-        if plans.of(rows, cols, F32, backward=False, aligned=kind != "odd column slice") is None:
+        if plans.of(rows, cols, F32, aligned=kind != "odd column slice") is None:
             continue
         y = layer_norm(x, normalized_shape=(cols,))
         torch.testing.assert_close(y.double(), reference.layer_norm(x, 1).y, rtol=1e-5, atol=1e-5)
