@@ -107,10 +107,10 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
         return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
           return dispatch_bool(plan.bulk, [&](auto bulk) -> cudaError_t {
-            // Without bulk copies slices are as long as a block can have them, and of whole
-            // vectors.
-            constexpr bool kLongest = vecs() == most_backward_block_vecs(width()) && width() > 1;
-            if constexpr (!bulk() && !kLongest) {
+            // Single elements come by bulk copies only.
+            constexpr bool kMissing =
+                !bulk() && (width() == 1 || vecs() < split_least_vecs(width(), false));
+            if constexpr (kMissing) {
               return cudaErrorInvalidValue;
             } else {
               return dispatch_backward_shared<T>(params, [&](auto norm) {

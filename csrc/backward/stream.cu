@@ -147,12 +147,10 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
-      // The sums know nothing of a gradient beside dx. Single elements have one kernel, with an
-      // epilogue or without.
-      constexpr bool kShares = width() == 1;
-      cudaError_t error = dispatch_bool(kShares || params.has_epilogue, [&](auto epilogue) {
-        using Epilogue = std::conditional_t<kShares || epilogue(), MayActivate, Identity>;
-        using N = LayerNormOf<T, NoGradientBeside, Epilogue>;
+      // The sums know nothing of a gradient beside dx.
+      cudaError_t error = dispatch_bool(params.has_epilogue, [&](auto epilogue) {
+        using N =
+            LayerNormOf<T, NoGradientBeside, std::conditional_t<epilogue(), MayActivate, Identity>>;
         return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, params,
                       plan.chunks, plan.partials);
       });
@@ -163,15 +161,10 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
                      params, chunks, plan.totals_offset);
       if (error != cudaSuccess) return error;
       const Launch per_chunk = {params.rows * chunks, kThreads};
-      const auto start = [&](auto norm) {
+      return dispatch_backward_shared<T>(params, [&](auto norm) {
         return launch(layer_norm_backward_stream_kernel<decltype(norm), width()>, per_chunk, stream,
                       params, plan.chunks, plan.totals_offset);
-      };
-      if constexpr (kShares) {
-        return start(SharedBackward<T>{});
-      } else {
-        return dispatch_backward_shared<T>(params, start);
-      }
+      });
     });
   });
 }

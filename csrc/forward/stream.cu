@@ -120,12 +120,9 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
-      // The sums know nothing of an epilogue. Single elements, which only the longest ragged rows
-      // are read by, have one kernel, with a residual or without.
-      constexpr bool kShares = width() == 1;
-      cudaError_t error = dispatch_bool<!kShares>(params.residual != nullptr, [&](auto residual) {
-        using Own = std::conditional_t<residual(), Add, Plain>;
-        using N = LayerNormOf<T, std::conditional_t<kShares, MayAdd, Own>, Identity>;
+      // The sums know nothing of an epilogue.
+      cudaError_t error = dispatch_bool(params.residual != nullptr, [&](auto residual) {
+        using N = LayerNormOf<T, std::conditional_t<residual(), Add, Plain>, Identity>;
         return launch(layer_norm_forward_stream_sums_kernel<N, width()>, plan, stream, params,
                       plan.chunks);
       });
@@ -145,11 +142,9 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
       const int chunks = (params.cols - 1) / kChunkCols + 1;
       const int64_t sets = (params.rows - 1) / kRowsPerBlock + 1;
       const Launch finish = {sets * chunks, kFinishThreads};
-      return dispatch_bool<!kShares>(params.has_epilogue, [&](auto epilogue) {
-        using Own = std::conditional_t<epilogue(), Activate, Identity>;
-        using N = LayerNormOf<T, Plain, std::conditional_t<kShares, MayActivate, Own>>;
-        return launch(layer_norm_forward_stream_kernel<N, width()>, finish, stream, stored, chunks,
-                      plan.totals_offset);
+      return dispatch_forward_plain<T>(stored, [&](auto norm) {
+        return launch(layer_norm_forward_stream_kernel<decltype(norm), width()>, finish, stream,
+                      stored, chunks, plan.totals_offset);
       });
     });
   });

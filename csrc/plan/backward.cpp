@@ -52,13 +52,14 @@ struct Team {
   int64_t stage_bytes;  // of x and dy
 };
 
-std::optional<Team> team_of(const Problem& problem, int cols, int most_threads,
+// `least_vecs` is the least number of vectors a thread for which the strategy has a kernel.
+std::optional<Team> team_of(const Problem& problem, int cols, int most_threads, int least_vecs,
                             const Forced& forced) {
   const int width = width_of(problem), x_size = size_of(problem.x), y_size = size_of(problem.y);
   const int64_t vectors = ceil_div(cols, width);
   // The fewest columns a thread for which there are a kernel and threads.
   const int64_t fewest =
-      std::max<int64_t>(forced.value_or(Field::kVecs, 1), ceil_div(vectors, most_threads));
+      std::max<int64_t>(forced.value_or(Field::kVecs, least_vecs), ceil_div(vectors, most_threads));
   const int vecs = backward_block_vecs_from(width, x_size, fewest);
   if (vecs == 0 || !forced.allows(Field::kVecs, vecs)) return std::nullopt;
   Team team;
@@ -102,7 +103,7 @@ struct RowTeams {
 std::optional<RowTeams> row_teams(const Problem& problem, const Device& device,
                                   const Forced& forced) {
   if (problem.cols > int64_t{kBackwardThreads} * kBackwardColsPerThread) return std::nullopt;
-  const auto team = team_of(problem, static_cast<int>(problem.cols), kBackwardThreads, forced);
+  const auto team = team_of(problem, static_cast<int>(problem.cols), kBackwardThreads, 1, forced);
   if (!team) return std::nullopt;
   const bool ring = may_have_ring(problem, device, forced);
   const auto fits = [&](int teams) {
@@ -292,7 +293,8 @@ std::optional<backward::Split> split_plan(const Problem& problem, const Device& 
   const int width = width_of(problem);
   const auto plan_of = [&](const Slices& slices) -> std::optional<backward::Split> {
     // Beside the threads that work on a slice a block has a warp that collects.
-    const auto team = team_of(problem, slices.slice_cols, kBackwardThreads - kWarpThreads, forced);
+    const auto team = team_of(problem, slices.slice_cols, kBackwardThreads - kWarpThreads,
+                              split_least_vecs(width, ring), forced);
     if (!team) return std::nullopt;
     backward::Split plan;
     set_team(plan, problem, *team);

@@ -277,6 +277,12 @@ constexpr int backward_block_vecs_from(int width, int x_size, int64_t least) {
   return first_from(BackwardBlockVecs<vector_width(2), 2>{}, least);
 }
 
+// Slices that come through a ring may be short, because several must fit. Others are as long as a
+// block can have them, and their only kernel is that for the most columns a thread.
+constexpr int split_least_vecs(int width, bool ring) {
+  return ring ? 1 : most_backward_block_vecs(width);
+}
+
 // Blocks of few rows on a multiprocessor: they have no running sums, but activations take
 // registers.
 constexpr int few_rows_blocks(bool fused) { return fused ? 1 : 2; }
