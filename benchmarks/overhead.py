@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -189,7 +190,7 @@ def training_steps(rounds: int = ROUNDS) -> list[dict[str, Any]]:
                     walls[key].append(timing.wall_time(calls[key]))
             for key, one in calls.items():
                 times |= timing.summary(key, walls[key])
-                us = sum(kernel.us for kernel in timing.kernels_of(lambda one=one: _all(one)))
+                us = sum(kernel.us for kernel in timing.kernels_of(functools.partial(_all, one)))
                 times[f"{key}_device_us"] = round(us / len(one), 3)
             size = "x".join(str(length) for length in shape)
             kinds = f"{_short(dtype)}, weights {_short(weight_dtype)}"

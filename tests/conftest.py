@@ -4,6 +4,7 @@ import gc
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ class Plans:
 
     def of(self, rows, cols, dtype, *, backward, aligned=None, device="cuda"):
         """The plan of a problem on the CUDA device, or None if the forced strategy refuses it."""
-        properties = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties(device)
         if aligned is None:
             aligned = cols * dtype.itemsize % 16 == 0
         try:

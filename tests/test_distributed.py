@@ -10,6 +10,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, add_layer_norm, l
 
 STEPS = 50
 BATCH, SEQUENCE, DIM = 4, 8, 32
-CASES = {}
+CASES: dict[str, Any] = {}
 
 
 def case(f):
