@@ -210,6 +210,18 @@ def test_compiled_backward_recomputes_what_eager_saves(on_cpu):
             assert tune.error(result, tune.reference(case, inputs[0])) < 1e-5
 
 
+@pytest.mark.parametrize("op", ["forward", "backward", "add_forward", "add_backward"])
+@pytest.mark.parametrize("types", ["float32", "bf16+fp32", "bf16+fp32>fp32"])
+def test_compile_takes_the_functions_whole(op, types, on_cpu, monkeypatch):
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compile(f, backend="aot_eager", **how))
+    case = parse_case(f"6x20 {types} {op}")
+    inputs = ours.make_inputs(case)
+    calls = providers.compile_calls(case, inputs)
+    with torch.no_grad():
+        assert tune.error(calls[0](), tune.reference(case, inputs[0])) < 1.2e-2
+
+
 def test_sweep_points_and_inputs(on_cpu):
     cases = sweep.points()
     assert {1, 2, 71 + 1, 4096} <= {case.cols for case in cases}
@@ -547,12 +559,35 @@ def test_turns_visit_all_and_favour_none():
 
 def test_call_overhead_measures_every_way_and_variant(on_cpu, monkeypatch):
     monkeypatch.setattr(overhead, "LAYERS", 3)
-    calls = overhead.call_overhead(rounds=2)
+    calls = overhead.call_overhead(overhead.make_chains(), rounds=2)
     assert set(calls) == set(OVERHEAD)
     for entry in calls.values():
         assert set(entry) == {"ours_us", "ours_best_us", "eager_us", "eager_best_us"}
         assert all(us > 0 for us in entry.values())
     assert "FusedLayerNorm" in overhead.overhead_text(calls)
+
+
+def test_overhead_measures_steps_and_device_times(on_cpu, monkeypatch):
+    monkeypatch.setattr(overhead, "LAYERS", 2)
+    monkeypatch.setattr(overhead, "STEPS", (("tiny", (2, 3, 8)),))
+
+    def kernels_of(call):
+        call()
+        return [timing.Kernel("a", 6.0, 1)]
+
+    monkeypatch.setattr(timing, "kernels_of", kernels_of)
+    parts = overhead.measure(rounds=2)
+    assert {entry["ours_device_us"] for entry in parts["call_overhead"].values()} == {3.0, 6.0}
+    steps = parts["training_step"]
+    assert [(step["dtype"], step["weight_dtype"], step["autocast"]) for step in steps] == [
+        ("bfloat16", "float32", True),
+        ("bfloat16", "bfloat16", False),
+        ("float32", "float32", False),
+    ]
+    for step in steps:
+        assert 0 < step["ours_best_us"] <= step["ours_us"]
+        assert step["eager_device_us"] == 3.0  # two inputs
+    assert "tiny 2x3x8" in overhead.steps_text(steps)
 
 
 def test_a_chain_ends_where_it_began(on_cpu, monkeypatch):
@@ -625,17 +660,20 @@ def test_models_measure_one_row_a_variant(on_cpu, monkeypatch):
                 timing.Kernel("gemm", 70.0, 3)]  # fmt: skip
 
     monkeypatch.setattr(timing, "kernels_of", kernels_of)
-    rows = models.measure(tiny_model, ("eager", "swap"), 0.0)
+    groups = models.measure("tiny", tiny_model, ("eager", "swap"), 0.0)
+    for group in groups:
+        models.profile(group)
+    rows = [one.row() for group in groups for one in group]
     assert [(row["mode"], row["variant"]) for row in rows] == [
         (mode, variant) for mode in ("training", "inference") for variant in ("eager", "swap")
     ]
     for row in rows:
-        assert set(row) == {"mode", "variant", "wall_ms", "wall_best_ms", "device_ms",
+        assert set(row) == {"model", "mode", "variant", "wall_ms", "wall_best_ms", "device_ms",
                             "layer_norm_ms", "kernels", "loss"}  # fmt: skip
         assert (row["device_ms"], row["layer_norm_ms"], row["kernels"]) == (0.1, 0.03, 5)
         assert 0 < row["wall_best_ms"] <= row["wall_ms"]
     assert abs(rows[0]["loss"] - rows[1]["loss"]) < 1e-2 * rows[0]["loss"]
-    part = {"rows": [{"model": "tiny", **row} for row in rows], "skipped": ["other: no time"]}
+    part = {"rows": rows, "skipped": ["other: no time"]}
     text = models.text(part)
     assert "0.10 (x1.000)" in text
     assert "skipped other: no time" in text
