@@ -534,6 +534,18 @@ def test_fingerprint_sees_one_bit_and_an_exchange():
     assert compare.fingerprint((x, x)) == prints[0] * 2
 
 
+def test_compare_samples_sizes_operators_and_dtypes():
+    jobs = compare.sample(300, seed=0)
+    assert jobs == compare.sample(300, seed=0) != compare.sample(300, seed=1)
+    assert len(jobs) == 300
+    assert {job.case.types for job in jobs} == set(compare.TYPES)
+    assert {job.case.op for job in jobs} == {
+        f"{kind}{way}" for kind in ("", "add_", "gelu_scale_") for way in ("forward", "backward")
+    }
+    assert not any(job.statistics and job.case.backward for job in jobs)
+    assert any(job.statistics for job in jobs)
+
+
 def test_compare_finds_the_library(tmp_path):
     package = tmp_path / "fused_layernorm"
     package.mkdir()
