@@ -9,10 +9,10 @@ whatever changes about the machine changes both. The ratio of a case is the medi
 A case that looks slower is prepared and timed once more, for longer, and that result counts.
 
 Every case of benchmarks/cases.py is compared, forward also with the statistics that training
-needs, and --sweep adds so many of the sweep's sizes, chosen at random, and with random operators
-and dtypes. "bits" says whether both gave the same result to the bit. The exit status is 1 if a case is slower by more than 1% and 0.1 us, if
-it fails in the new build alone, or if one was left out for time. $OUT/compare.json holds it all.
-Comparing a build with itself shows the noise.
+needs, and --sweep adds so many of the sweep's sizes, chosen at random, with random operators and
+dtypes. "bits" says whether both gave the same result to the bit. The exit status is 1 if a case is
+slower by more than 1% and 0.1 us, if it fails in the new build alone, or if one was left out for
+time. $OUT/compare.json holds it all. Comparing a build with itself shows the noise.
 """
 
 from __future__ import annotations
