@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import importlib.util
 import statistics
 import time
@@ -206,6 +207,7 @@ def measure(
                 rounds, at = divmod(number, len(variants))
                 if at == 0 and rounds >= MIN_ROUNDS and time.perf_counter() - start > seconds:
                     break
+                gc.collect()  # a cycle may hold a step's activations
                 with around(variant):
                     us = timing.wall_time([found[variant].step], STEPS)
                 found[variant].walls.append(us / 1e3)
