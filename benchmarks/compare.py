@@ -9,10 +9,10 @@ whatever changes about the machine changes both. The ratio of a case is the medi
 A case that looks slower is prepared and timed once more, for longer, and that result counts.
 
 Every case of benchmarks/cases.py is compared, forward also with the statistics that training
-needs, and --sweep adds so many points of the sweep, chosen at random. "bits" says whether both gave
-the same result to the bit. The exit status is 1 if a case is slower by more than 1% and 0.1 us, if
-it fails in the new build alone, or if one was left out for time. $OUT/compare.json holds it all.
-Comparing a build with itself shows the noise.
+needs, and --sweep adds so many of the sweep's sizes, chosen at random, with random operators and
+dtypes. "bits" says whether both gave the same result to the bit. The exit status is 1 if a case is
+slower by more than 1% and 0.1 us, if it fails in the new build alone, or if one was left out for
+time. $OUT/compare.json holds it all. Comparing a build with itself shows the noise.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ from typing import Any
 import torch
 
 from benchmarks import results, sweep, timing
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import CASES, Case, parse_case
 from benchmarks.ours import make_inputs, ours
 
 SLOWER = 1.01  # a case is slower from this ratio on,
 SLOWER_US = 0.1  # if it is so many microseconds too
 ROUNDS, AGAIN = 8, 20  # rounds of a case, and of one that looked slower
 SECONDS = 0.015  # device time of one measurement
+# Dtypes of what --sweep adds.
+TYPES = ("bfloat16", "float32", "float16", "float64", "bf16+fp32", "bf16+fp32>fp32",
+         "fp16+fp32>fp32")  # fmt: skip
 ANSWER = 90.0  # seconds after which a process that says nothing is given up
 
 
@@ -66,6 +69,19 @@ def jobs_of(cases: Iterable[Case]) -> list[Job]:
         jobs.append(Job(case))
         if not case.backward:
             jobs.append(Job(case, statistics=True))
+    return jobs
+
+
+def sample(count: int, seed: int) -> list[Job]:
+    """Sizes of the sweep, each with an operator and dtypes, all chosen at random."""
+    choose = random.Random(seed)
+    points = sweep.points()
+    jobs = []
+    for point in choose.sample(points, min(count, len(points))):
+        kind = choose.choice(("", "", "add_", "gelu_scale_"))
+        types = choose.choice(TYPES)
+        case = parse_case(f"{point.rows}x{point.cols} {types} {kind}{point.op}")
+        jobs.append(Job(case, statistics=not case.backward and choose.random() < 0.5))
     return jobs
 
 
@@ -362,8 +378,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--old", type=Path)
     parser.add_argument("--new", type=Path)
     parser.add_argument("--cases", help='part of the names to compare, e.g. "backward 32768x"')
-    parser.add_argument("--sweep", type=int, default=0, help="so many points of the sweep too")
-    parser.add_argument("--seed", type=int, default=0, help="chooses these points")
+    parser.add_argument("--sweep", type=int, default=0, help="so many sizes of the sweep too")
+    parser.add_argument("--seed", type=int, default=0, help="chooses these")
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--lines", type=int, default=80, help="rows shown; the file holds all")
     parser.add_argument("--work", metavar="LIBRARY", help=argparse.SUPPRESS)
@@ -377,10 +393,7 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     cases = [case for case in CASES if not arguments.cases or arguments.cases in case.name]
     jobs = jobs_of(cases)
-    if arguments.sweep:
-        points = sweep.points()
-        chosen = random.Random(arguments.seed).sample(points, min(arguments.sweep, len(points)))
-        jobs += [Job(case) for case in chosen]
+    jobs += sample(arguments.sweep, arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
         old, new = (
             side_of(label, find_library(path, Path(folder) / label))

@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gc
 import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -158,56 +160,71 @@ def inference(
     return step
 
 
-def wall_ms(step: Callable[[], Any]) -> float:
-    """Wall milliseconds of a step, behind one that is not timed."""
-    return timing.wall_time([step], STEPS) / 1e3
+@dataclass
+class Measured:
+    """One variant of a model in one mode: its step, and what was measured of it."""
+
+    model: str
+    mode: str
+    variant: str
+    step: Callable[[], Any]
+    loss: float
+    walls: list[float] = field(default_factory=list)  # milliseconds
+    profiles: list[list[timing.Kernel]] = field(default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "mode": self.mode,
+            "variant": self.variant,
+            **timing.summary("wall", self.walls, "ms"),
+            "device_ms": _median_ms(self.profiles),
+            "layer_norm_ms": _median_ms(self.profiles, KERNELS),
+            "kernels": sum(kernel.count for kernel in self.profiles[0]),
+            "loss": self.loss,
+        }
 
 
-def measure(build: Build, variants: Sequence[str], seconds: float) -> list[dict[str, Any]]:
-    """The rows of one model: both modes, each in all variants. `seconds` are those of a mode."""
+def measure(
+    name: str, build: Build, variants: Sequence[str], seconds: float
+) -> list[list[Measured]]:
+    """The wall times of one model: for both modes all variants. `seconds` are those of a mode."""
     torch.manual_seed(0)
     model, inputs, loss = build()
     model = model.to(timing.DEVICE)
-    inputs = {name: value.to(timing.DEVICE) for name, value in inputs.items()}
-    rows = []
+    inputs = {key: value.to(timing.DEVICE) for key, value in inputs.items()}
+    modes = []
     for mode, make in (("training", training), ("inference", inference)):
-        steps: dict[str, Callable[[], Any]] = {}
-        losses: dict[str, float] = {}
-        torch._dynamo.reset()
+        found = {}
         for variant in variants:
             step = make(prepared(model, variant), inputs, loss, variant.endswith("compiled"))
-            steps[variant] = step
             with around(variant):
-                losses[variant] = round(float(step()), 5)
-        walls: dict[str, list[float]] = {variant: [] for variant in variants}
+                first = round(float(step()), 5)
+            found[variant] = Measured(name, mode, variant, step, first)
         with quiet():
             start = time.perf_counter()
             for number, variant in enumerate(timing.turns(variants, MAX_ROUNDS)):
                 rounds, at = divmod(number, len(variants))
                 if at == 0 and rounds >= MIN_ROUNDS and time.perf_counter() - start > seconds:
                     break
+                gc.collect()  # a cycle may hold a step's activations
                 with around(variant):
-                    walls[variant].append(wall_ms(steps[variant]))
-        profiles: dict[str, list[list[timing.Kernel]]] = {variant: [] for variant in variants}
-        for variant in timing.turns(variants, PROFILES):
-            with around(variant):
-                steps[variant]()
-                profiles[variant].append(timing.kernels_of(steps[variant]))
-        for variant in variants:
-            rows.append(
-                {
-                    "mode": mode,
-                    "variant": variant,
-                    **timing.summary("wall", walls[variant], "ms"),
-                    "device_ms": _median_ms(profiles[variant]),
-                    "layer_norm_ms": _median_ms(profiles[variant], KERNELS),
-                    "kernels": sum(kernel.count for kernel in profiles[variant][0]),
-                    "loss": losses[variant],
-                }
-            )
-        del steps, step
+                    us = timing.wall_time([found[variant].step], STEPS)
+                found[variant].walls.append(us / 1e3)
         torch.cuda.empty_cache()
-    return rows
+        modes.append(list(found.values()))
+    return modes
+
+
+def profile(group: list[Measured]) -> None:
+    """The kernels of a model's variants in one mode."""
+    by_variant = {one.variant: one for one in group}
+    for variant in timing.turns(tuple(by_variant), PROFILES):
+        one = by_variant[variant]
+        with around(variant):
+            one.step()
+            one.profiles.append(timing.kernels_of(one.step))
+    torch.cuda.empty_cache()
 
 
 def _median_ms(profiles: list[list[timing.Kernel]], names: Sequence[str] = ("",)) -> float:
@@ -259,22 +276,25 @@ def main(argv: list[str] | None = None) -> None:
 
     start = time.monotonic()
     part: dict[str, Any] = {**results.stamp(), "rows": [], "skipped": []}
+    groups: list[list[Measured]] = []
     for name, (package, build) in MODELS.items():
         if arguments.models and arguments.models not in name:
             continue
         if importlib.util.find_spec(package) is None:
             part["skipped"].append(f"{name}: {package} is not installed")
             continue
-        if time.monotonic() - start > arguments.budget_seconds:
+        if time.monotonic() - start > 0.8 * arguments.budget_seconds:
             part["skipped"].append(f"{name}: no time")
             continue
         print(f"{name}, {time.monotonic() - start:.0f} s", flush=True)
         try:
-            rows = measure(build, variants, arguments.mode_seconds)
-            part["rows"] += [{"model": name, **row} for row in rows]
+            groups += measure(name, build, variants, arguments.mode_seconds)
         except Exception as problem:
             part["skipped"].append(f"{name}: {sentence(problem)}")
-        torch.cuda.empty_cache()
+    # The profiler may leave the host slower than it was: it comes last.
+    for group in groups:
+        profile(group)
+        part["rows"] += [one.row() for one in group]
     print(text(part))
     # Numbers of two runs never stand in one table: a run of a part writes only where it is told to.
     full = not arguments.models and tuple(variants) == DEFAULT

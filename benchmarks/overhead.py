@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,6 @@ from benchmarks import results, timing
 LAYERS = 100
 SHAPE = (4, 256)
 ROUNDS = 31
-CPU_ROUNDS = 25
 # Activations of a BERT-base and a ViT-L training step: (name, shape).
 STEPS = (("BERT-base", (8, 512, 768)), ("ViT-L", (32, 577, 1024)))
 CPU_SHAPE = (4096, 768)
@@ -122,54 +123,64 @@ class Chain:
             norm.zero_grad()
 
 
-def call_overhead(rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
-    """Microseconds a layer: for each way of calling, each variant's median, best and device time.
-
-    The keys of an entry are "ours_us", "ours_best_us", "ours_device_us" and so on; there is no
-    device time on a CPU.
-    """
-    host: dict[str, list[dict[str, float]]] = {name: [] for name in variants()}
-    device: dict[str, dict[str, float]] = {}
+def make_chains() -> dict[str, Chain]:
     chains = {}
     for name in variants():
         with variant_of(name) as module:
             chains[name] = Chain(module)
             chains[name].visit(host_us)
-            if timing.DEVICE != "cpu":
-                device[name] = chains[name].visit(device_us)
+    return chains
+
+
+def call_overhead(chains: dict[str, Chain], rounds: int) -> dict[str, dict[str, float]]:
+    """Host microseconds a layer: for each way of calling each variant's median and best.
+
+    The keys of an entry are "ours_us", "ours_best_us" and so on.
+    """
+    host: dict[str, list[dict[str, float]]] = {name: [] for name in chains}
     with quiet():
-        for name in timing.turns(variants(), rounds):
+        for name in timing.turns(tuple(chains), rounds):
             with variant_of(name):
                 chains[name].visit(host_us)  # what entering the variant left to be done
                 host[name].append(chains[name].visit(host_us))
     entries: dict[str, dict[str, float]] = {}
     for way in host["eager"][0]:
-        entry = entries[way] = {}
-        for name in variants():
-            entry |= timing.summary(name, [visit[way] for visit in host[name]])
-        for name in device:
-            entry[f"{name}_device_us"] = round(device[name][way], 3)
+        entries[way] = {}
+        for name, visits in host.items():
+            entries[way] |= timing.summary(name, [visit[way] for visit in visits])
     return entries
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the garbage collector, which comes when it likes."""
+    """Without the garbage collector, which comes when it likes.
+
+    What there is already is put aside, so that calling it in between takes no time.
+    """
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+        gc.unfreeze()
 
 
-def training_steps(rounds: int = ROUNDS) -> list[dict[str, Any]]:
-    """Wall microseconds of forward and backward of the module, ours against nn.LayerNorm, eager.
+@dataclass
+class Step:
+    """A training step of the module alone: its entry of the results file, and calls to time."""
+
+    entry: dict[str, Any]
+    calls: dict[str, list[timing.Call]]  # by variant
+
+
+def make_steps() -> Iterator[Step]:
+    """Forward and backward of the module, ours and nn.LayerNorm, one size after the other.
 
     bfloat16 activations with float32 weights go through autocast, as in training: nn.LayerNorm
     takes that mixture no other way on CUDA.
     """
-    entries = []
     for name, shape in STEPS:
         for dtype, weight_dtype in (
             (torch.bfloat16, torch.float32),
@@ -177,33 +188,50 @@ def training_steps(rounds: int = ROUNDS) -> list[dict[str, Any]]:
             (torch.float32, torch.float32),
         ):
             autocast = dtype != weight_dtype
-            times: dict[str, float] = {}
             calls = {}
             for key in ("ours", "eager"):
                 with variant_of(key) as module:
                     norm = module(shape[-1], device=timing.DEVICE, dtype=weight_dtype)
                 calls[key] = _step_calls(norm, shape, dtype, autocast)
-            walls: dict[str, list[float]] = {key: [] for key in calls}
-            with quiet():
-                for key in timing.turns(tuple(calls), rounds):
-                    walls[key].append(timing.wall_time(calls[key]))
-            for key, one in calls.items():
-                times |= timing.summary(key, walls[key])
-                us = sum(kernel.us for kernel in timing.kernels_of(lambda one=one: _all(one)))
-                times[f"{key}_device_us"] = round(us / len(one), 3)
             size = "x".join(str(length) for length in shape)
             kinds = f"{_short(dtype)}, weights {_short(weight_dtype)}"
-            entries.append(
-                {
-                    "name": f"{name} {size} {kinds}" + (", autocast" if autocast else ""),
-                    "shape": list(shape),
-                    "dtype": _short(dtype),
-                    "weight_dtype": _short(weight_dtype),
-                    "autocast": autocast,
-                    **times,
-                }
-            )
-    return entries
+            entry = {
+                "name": f"{name} {size} {kinds}" + (", autocast" if autocast else ""),
+                "shape": list(shape),
+                "dtype": _short(dtype),
+                "weight_dtype": _short(weight_dtype),
+                "autocast": autocast,
+            }
+            yield Step(entry, calls)
+
+
+def measure(rounds: int = ROUNDS) -> dict[str, Any]:
+    """Two parts of the results file: "call_overhead" and "training_step", with device times.
+
+    Wall times of a step are microseconds of forward and backward, waited for at the end of many.
+    """
+    chains = make_chains()
+    overhead = call_overhead(chains, rounds)
+    entries = []
+    for step in make_steps():
+        walls: dict[str, list[float]] = {key: [] for key in step.calls}
+        with quiet():
+            for key in timing.turns(tuple(step.calls), rounds):
+                walls[key].append(timing.wall_time(step.calls[key]))
+        entries.append(step.entry)
+        for key, times in walls.items():
+            step.entry.update(timing.summary(key, times))
+
+    # The profiler may leave the host slower than it was: it comes last.
+    for name, chain in chains.items():
+        with variant_of(name):
+            for way, us in chain.visit(device_us).items():
+                overhead[way][f"{name}_device_us"] = round(us, 3)
+    for entry, step in zip(entries, make_steps(), strict=True):
+        for key, calls in step.calls.items():
+            us = sum(kernel.us for kernel in timing.kernels_of(functools.partial(_all, calls)))
+            entry[f"{key}_device_us"] = round(us / len(calls), 3)
+    return {"call_overhead": overhead, "training_step": entries}
 
 
 def _all(calls: Sequence[timing.Call]) -> None:
@@ -238,7 +266,7 @@ def _step_calls(
     return calls
 
 
-def cpu_tensors(rounds: int = CPU_ROUNDS) -> list[dict[str, Any]]:
+def cpu_tensors(rounds: int) -> list[dict[str, Any]]:
     """Wall microseconds of one large norm on the CPU, forward and backward, the variants in turns.
 
     "forward" is without gradients, "backward" what autograd does after a forward with them.
@@ -283,19 +311,19 @@ def overhead_text(entries: dict[str, dict[str, float]]) -> str:
     names = [name for name in ("eager", "ours", "override")
              if any(f"{name}_us" in entry for entry in entries.values())]  # fmt: skip
     labels = {"eager": "nn.LayerNorm", "ours": "FusedLayerNorm", "override": "override_aten"}
-    lines = [f"{'host us a layer':<20}" + "".join(f"{labels[name]:>34}" for name in names)]
+    lines = [f"{'host us a layer':<20}" + "".join(f"{labels[name]:>40}" for name in names)]
     for way, entry in entries.items():
         line = f"  {way:<18}"
         for name in names:
             us, best = entry.get(f"{name}_us"), entry.get(f"{name}_best_us")
             if us is None:
-                line += f"{'-':>34}"
+                line += f"{'-':>40}"
                 continue
             said = f"{us:.2f}" + ("" if best is None else f" ({best:.2f})")
             said += "" if name == "eager" else f" x{us / entry['eager_us']:.2f}"
             device = entry.get(f"{name}_device_us")
             said += "" if device is None else f", device {device:.2f}"
-            line += f"{said:>34}"
+            line += f"{said:>40}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -337,17 +365,17 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rounds", type=int, help="of every measurement")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of every measurement")
     parser.add_argument("--output", type=Path, help="the results file")
     arguments = parser.parse_args(argv)
-    options = {} if arguments.rounds is None else {"rounds": arguments.rounds}
+    rounds = arguments.rounds
     if arguments.device == "cpu":
         timing.DEVICE = "cpu"
         part = {
             **results.stamp(),
             "threads": torch.get_num_threads(),
-            "call_overhead": call_overhead(**options),
-            "tensors": cpu_tensors(**options),
+            "call_overhead": call_overhead(make_chains(), rounds),
+            "tensors": cpu_tensors(rounds),
         }
         print(cpu_text(part))
         path = arguments.output or results.RESULTS / "cpu.json"
@@ -357,13 +385,11 @@ def main(argv: list[str] | None = None) -> None:
 
         require_kernels()
         timing.warm_up_device()
-        calls = call_overhead(**options)
-        print(overhead_text(calls), flush=True)
-        steps = training_steps(**options)
-        print("\n" + steps_text(steps))
+        parts = measure(rounds)
+        print(overhead_text(parts["call_overhead"]) + "\n\n" + steps_text(parts["training_step"]))
         path = arguments.output or results.default_path(torch.cuda.get_device_name())
-        results.update(path, "call_overhead", calls)
-        results.update(path, "training_step", steps)
+        for name, value in parts.items():
+            results.update(path, name, value)
     print(f"written: {path}")
 
 

@@ -33,11 +33,11 @@ def _forward(case: Case) -> Callable[..., Any]:
     """
     shape = (case.cols,)
     name, scale = case.activation
+    mixed, out_dtype = case.mixed, case.torch_out_dtype
 
     def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        if case.mixed:
-            y = F.layer_norm(x.to(case.torch_weight_dtype), shape, weight, bias, EPS)
-            return y.to(case.torch_out_dtype)
+        if mixed:
+            return F.layer_norm(x.to(weight.dtype), shape, weight, bias, EPS).to(out_dtype)
         return F.layer_norm(x, shape, weight, bias, EPS)
 
     if case.residual:
@@ -67,14 +67,15 @@ def _backward(case: Case, saved: bool) -> Callable[..., Any]:
     name, scale = case.activation
     layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
     mask = [True, True, True]
+    mixed, residual = case.mixed, case.residual
 
     if name is not None and (name != "gelu" or case.mixed or case.residual):
         raise ValueError(f"no backward for {case.name}")
 
     def plain_backward(dy: Any, x: Any, mean: Any, rstd: Any, w: Any, b: Any, *more: Any) -> Any:
-        dresidual = more[0] if case.residual else None
+        dresidual = more[0] if residual else None
         dtype = x.dtype
-        if case.mixed:
+        if mixed:
             x = more[-1] if saved else x.to(w.dtype)
             dy = dy.to(w.dtype)
         dx, dweight, dbias = layer_norm_backward(dy, x, shape, mean, rstd, w, b, mask)

@@ -28,7 +28,7 @@ from benchmarks import overhead, plot, providers, results, timing
 from benchmarks.cases import CASES, OPS, Case
 from benchmarks.ours import make_inputs, require_kernels, time_calls
 
-PARTS = ("cases", "overhead", "step")
+PARTS = ("cases", "overhead")
 
 
 class Clock:
@@ -206,20 +206,15 @@ def main(argv: list[str] | None = None) -> None:
         timing.warm_up_device()
         report["rows"], report["skipped"] = run_cases(cases, names, clock, seconds)
     report.setdefault("skipped", [])
-    for part, key, measure in (
-        ("overhead", "call_overhead", overhead.call_overhead),
-        ("step", "training_step", overhead.training_steps),
-    ):
-        if part not in parts:
-            continue
+    if "overhead" in parts:
         if clock.left < 0:
-            report["skipped"].append(f"{part}: no time")
-            continue
-        say(f"timing {part}, {clock.left:.0f} s left")
-        try:
-            report[key] = measure()
-        except Exception as problem:
-            report["skipped"].append(f"{part}: {sentence(problem)}")
+            report["skipped"].append("overhead: no time")
+        else:
+            say(f"timing overhead, {clock.left:.0f} s left")
+            try:
+                report |= overhead.measure()
+            except Exception as problem:
+                report["skipped"].append(f"overhead: {sentence(problem)}")
 
     say("\n" + summary(report))
     say(f"\n{clock.spent:.0f} s")

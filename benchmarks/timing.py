@@ -16,7 +16,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -172,7 +173,8 @@ def summary(name: str, times: Sequence[float], unit: str = "us") -> dict[str, fl
     }
 
 
-class Kernel(NamedTuple):
+@dataclass(frozen=True)
+class Kernel:
     """What the device did under one name: microseconds, and how often."""
 
     name: str
@@ -191,5 +193,5 @@ def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
         Kernel(event.key, event.self_device_time_total, event.count)
         for event in run.key_averages()
         # Not the host's calls, nor the spans that PyTorch draws over several kernels.
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]

@@ -42,7 +42,7 @@ NEAR = 1.2
 CANDIDATES = 100  # kernels of the nearest mix of instructions whose names are looked at
 
 
-@dataclass
+@dataclass(eq=False)
 class Kernel:
     """One kernel of one architecture."""
 
@@ -167,23 +167,25 @@ def without_parameters(name: str) -> str:
 
 
 def take(old: list[Kernel], new: list[Kernel], key: str) -> int:
-    """Removes from both lists the kernels that are alike by `key`, each one once; how many."""
-    there: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
-    for kernel in new:
-        there[kernel.arch, getattr(kernel, key)].append(kernel)
-    left = []
-    for kernel in old:
-        alike = there[kernel.arch, getattr(kernel, key)]
-        if alike:
-            # Of several with the same code, the one of the same name.
-            same = next((other for other in alike if other.name == kernel.name), alike[0])
-            alike.remove(same)
-            new.remove(same)
-        else:
-            left.append(kernel)
-    taken = len(old) - len(left)
-    old[:] = left
-    return taken
+    """Removes from both lists the kernels that are alike by `key`, each one once; how many.
+
+    Of several with the same code those of the same name go together.
+    """
+    before = len(old)
+    for keys in (("arch", "name", key), ("arch", key)):
+        there: dict[tuple[str, ...], list[Kernel]] = defaultdict(list)
+        for kernel in new:
+            there[tuple(getattr(kernel, one) for one in keys)].append(kernel)
+        left = []
+        for kernel in old:
+            alike = there[tuple(getattr(kernel, one) for one in keys)]
+            if alike:
+                alike.pop()
+            else:
+                left.append(kernel)
+        old[:] = left
+        new[:] = [kernel for kernels in there.values() for kernel in kernels]
+    return before - len(old)
 
 
 def words_of(name: str) -> Counter[str]:

@@ -4,6 +4,7 @@ import gc
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ class Plans:
         `problem` has the other arguments of the operator `_plan`: what is not given of them is of
         dtype, not fused, and asked for.
         """
-        properties = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties(device)
         try:
             plan = torch.ops.fused_layernorm._plan(
                 rows,

@@ -10,6 +10,7 @@ held too, to a wider factor: the same sums taken in another order easily move it
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -187,13 +188,14 @@ def stock(t, *, backward=True):
     p = t.problem
     x = t.x if t.residual is None else reference.add(t.x, t.residual)
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
-    x, weight, bias = (
+    leaves: list[Any] = [
         None if tensor is None else tensor.to(acc).requires_grad_()
         for tensor in (
             x.detach().clone(),
             *(None if u is None else u.detach().clone() for u in (t.weight, t.bias)),
         )
-    )
+    ]
+    x, weight, bias = leaves
     # In one normalized dimension: with more and many rows, PyTorch's own backward fails on CUDA.
     flat_x = x.flatten(x.dim() - p.normalized_ndim)
     flat_weight, flat_bias = (None if u is None else u.flatten() for u in (weight, bias))
@@ -289,7 +291,9 @@ def check(problem, device, *, backward=True, run=ours, sample=8192):
         # A row's mean and rstd err alike for all its elements: a few rows would show luck.
         draws = max(draws, 32 // problem.rows)
     draws = min(32, max(1, draws))
-    found, yardsticks, magnitude = {}, {}, {}
+    found: dict[str, Errors] = {}
+    yardsticks: dict[str, Errors] = {}
+    magnitude: dict[str, float] = {}
     for seed in range(draws):
         t = make(problem, device, seed)
         actual, expected, yardstick = (f(t, backward=backward) for f in (run, exact, stock))

@@ -1,6 +1,7 @@
 """Backward: the three gradients, what is asked for of them, and their bits."""
 
 import itertools
+from typing import Any
 
 import numerics
 import pytest
@@ -243,6 +244,7 @@ def test_a_large_constant_row(request, plans, strategy, cols):
     y.backward(dy)
     # xhat is 0, and rstd that of eps.
     expected = (dy - dy.double().mean(1, keepdim=True)) * numerics.EPS**-0.5
+    assert x.grad is not None
     torch.testing.assert_close(x.grad.double(), expected, rtol=1e-4, atol=1e-2)
 
 
@@ -253,6 +255,8 @@ def test_one_column_has_no_gradient_but_bias(device):
             torch.randn(1, device=device, dtype=dtype, requires_grad=True) for _ in "wb"
         )
         layer_norm(x, weight, bias).sum().backward()
+        assert x.grad is not None
+        assert weight.grad is not None
         assert not x.grad.any()
         assert not weight.grad.any()
         assert bias.grad == 300
@@ -263,8 +267,10 @@ def test_empty(device, shape):
     x = torch.empty(shape, device=device, requires_grad=True)
     weight, bias = (torch.ones(shape[-1], device=device, requires_grad=True) for _ in "wb")
     layer_norm(x, weight, bias).sum().backward()
+    assert x.grad is not None
     assert x.grad.shape == shape
     for parameter in (weight, bias):
+        assert parameter.grad is not None
         assert torch.equal(parameter.grad, torch.zeros_like(parameter))
 
 
@@ -370,7 +376,7 @@ def test_nan_and_inf_propagate_as_in_pytorch(device, dtype):
             layer_norm,
             lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b),
         ):
-            leaves = [u.clone().requires_grad_() for u in (x, weight, bias)]
+            leaves: list[Any] = [u.clone().requires_grad_() for u in (x, weight, bias)]
             function(*leaves).backward(dy)
             results.append([leaf.grad for leaf in leaves])
         for ours, stock in zip(*results, strict=True):
@@ -501,6 +507,9 @@ def test_more_than_2_to_the_31_elements(cols):
     dy = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_()
     weight, bias = (torch.ones(cols, device="cuda", requires_grad=True) for _ in "wb")
     layer_norm(x, weight, bias).backward(dy)
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert bias.grad is not None
     for part in (slice(0, 4), slice(rows // 2, rows // 2 + 4), slice(rows - 6, rows)):
         expected = reference.layer_norm_backward(dy[part], x.detach()[part], 1, weight.detach()).dx
         torch.testing.assert_close(x.grad[part].double(), expected, rtol=2**-7, atol=2**-7)
@@ -542,7 +551,8 @@ def test_columns_beyond_what_32_bits_count(dtype, cols):
     for part in parts:
         xhat, g = of(part)
         c1, c2 = c1 + g.sum() / cols, c2 + (g * xhat).sum() / cols
-    tolerance = {"rtol": 2**-7, "atol": 2**-7} if dtype == BF16 else {"rtol": 1e-5, "atol": 1e-5}
+    allowed = 2**-7 if dtype == BF16 else 1e-5
+    tolerance: dict[str, Any] = {"rtol": allowed, "atol": allowed}
     for part in parts:
         xhat, g = of(part)
         torch.testing.assert_close(dx[:, part].double(), rstd * (g - c1 - xhat * c2), **tolerance)
@@ -598,6 +608,7 @@ def test_current_stream():
             x.copy_(t.x)
         layer_norm(x, t.weight, t.bias).backward(t.dy)
     stream.synchronize()
+    assert x.grad is not None
     torch.testing.assert_close(x.grad.double(), expected["dx"], rtol=1e-4, atol=1e-4)
 
 

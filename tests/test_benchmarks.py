@@ -1,5 +1,6 @@
 """The benchmarks' arithmetic, tables and files, and that what they time computes the same thing."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -94,7 +95,7 @@ def test_ratio_is_one_at_copy_speed():
 def test_every_operator_has_a_case_with_a_target():
     with_target = [case for case in CASES if case.target is not None]
     assert {case.op for case in with_target} == set(OPS)
-    assert all(0.3 < case.target < 1.4 and not case.mixed for case in with_target)
+    assert all(0.3 < (case.target or 0) < 1.4 and not case.mixed for case in with_target)
     assert len({case.name for case in CASES}) == len(CASES)
 
 
@@ -227,6 +228,7 @@ def test_all_providers_compute_the_same(op, types, on_cpu):
         assert not inputs[0].x.requires_grad
         for name in ("ours", "eager"):
             calls = providers.PROVIDERS[name](case, inputs)
+            assert calls is not None
             assert len(calls) == 2
             result = calls[0]()
             assert tune.error(result, expected) < tolerance, name
@@ -251,6 +253,18 @@ def test_compiled_backward_recomputes_what_eager_saves(on_cpu):
             assert tune.error(result, tune.reference(case, inputs[0])) < 1e-5
 
 
+@pytest.mark.parametrize("op", ["forward", "backward", "add_forward", "add_backward"])
+@pytest.mark.parametrize("types", ["float32", "bf16+fp32", "bf16+fp32>fp32"])
+def test_compile_takes_the_functions_whole(op, types, on_cpu, monkeypatch):
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compile(f, backend="aot_eager", **how))
+    case = parse_case(f"6x20 {types} {op}")
+    inputs = ours.make_inputs(case)
+    calls = providers.compile_calls(case, inputs)
+    with torch.no_grad():
+        assert tune.error(calls[0](), tune.reference(case, inputs[0])) < 1.2e-2
+
+
 def test_sweep_points_and_inputs(on_cpu):
     cases = sweep.points()
     assert {1, 2, 71 + 1, 4096} <= {case.cols for case in cases}
@@ -259,6 +273,7 @@ def test_sweep_points_and_inputs(on_cpu):
     assert cases == sweep.points()
     buffers = sweep.Buffers(1 << 12)
     one, two = buffers.inputs(Case("backward", 8, 33, "float32"))
+    assert one.dy is not None
     assert one.x.shape == one.dy.shape == (8, 33)
     assert not torch.equal(one.x, two.x)
     assert two.x.data_ptr() % 16 == 0
@@ -458,9 +473,16 @@ def test_compare_forgets_what_a_longer_measurement_does_not_show():
 
 
 def test_compare_takes_turns():
-    order = []
-    sides = [FakeSide(name, lambda job, name=name: order.append(name) or 1.0) for name in "ab"]
-    compare.measure(JOBS[0], *sides, rounds=4)
+    order: list[str] = []
+
+    def side(name):
+        def us(job):
+            order.append(name)
+            return 1.0
+
+        return FakeSide(name, us)
+
+    compare.measure(JOBS[0], side("a"), side("b"), rounds=4)
     assert "".join(order) == "abbaabba"
 
 
@@ -526,16 +548,17 @@ def test_compare_process_prepares_times_and_frees(op, types, on_cpu, monkeypatch
     import fused_layernorm  # noqa: F401  (the composite stands for the kernels)
 
     monkeypatch.setattr(timing, "Graph", FakeGraph)
-    answers = []
+    answers: list[dict] = []
 
     def ask(**message):
         compare.serve(bench, [json.dumps(message)], answers.append)
         return answers[-1]
 
     bench = compare.Bench()
-    case = compare.dataclasses.asdict(parse_case(f"6x20 {types} {op}"))
+    case = dataclasses.asdict(parse_case(f"6x20 {types} {op}"))
     with_stats = op != "backward"
     first = ask(do="prepare", case=case, statistics=with_stats, seed=1)
+    assert bench.graph is not None
     assert len(bench.graph.outputs[0]) == {"forward": 3, "add_forward": 4, "backward": 3}[op]
     assert ask(do="time", seconds=0.1) == {"us": 1.0}
     assert ask(do="free") == {}
@@ -553,6 +576,18 @@ def test_fingerprint_sees_one_bit_and_an_exchange():
     prints = [compare.fingerprint(t) for t in (x, other, x.flip(0), x.flip(1))]
     assert len({tuple(one) for one in prints}) == 4
     assert compare.fingerprint((x, x)) == prints[0] * 2
+
+
+def test_compare_samples_sizes_operators_and_dtypes():
+    jobs = compare.sample(300, seed=0)
+    assert jobs == compare.sample(300, seed=0) != compare.sample(300, seed=1)
+    assert len(jobs) == 300
+    assert {job.case.types for job in jobs} == set(compare.TYPES)
+    assert {job.case.op for job in jobs} == {
+        f"{kind}{way}" for kind in ("", "add_", "gelu_scale_") for way in ("forward", "backward")
+    }
+    assert not any(job.statistics and job.case.backward for job in jobs)
+    assert any(job.statistics for job in jobs)
 
 
 def test_compare_finds_the_library(tmp_path):
@@ -580,12 +615,35 @@ def test_turns_visit_all_and_favour_none():
 
 def test_call_overhead_measures_every_way_and_variant(on_cpu, monkeypatch):
     monkeypatch.setattr(overhead, "LAYERS", 3)
-    calls = overhead.call_overhead(rounds=2)
+    calls = overhead.call_overhead(overhead.make_chains(), rounds=2)
     assert set(calls) == set(OVERHEAD)
     for entry in calls.values():
         assert set(entry) == {"ours_us", "ours_best_us", "eager_us", "eager_best_us"}
         assert all(us > 0 for us in entry.values())
     assert "FusedLayerNorm" in overhead.overhead_text(calls)
+
+
+def test_overhead_measures_steps_and_device_times(on_cpu, monkeypatch):
+    monkeypatch.setattr(overhead, "LAYERS", 2)
+    monkeypatch.setattr(overhead, "STEPS", (("tiny", (2, 3, 8)),))
+
+    def kernels_of(call):
+        call()
+        return [timing.Kernel("a", 6.0, 1)]
+
+    monkeypatch.setattr(timing, "kernels_of", kernels_of)
+    parts = overhead.measure(rounds=2)
+    assert {entry["ours_device_us"] for entry in parts["call_overhead"].values()} == {3.0, 6.0}
+    steps = parts["training_step"]
+    assert [(step["dtype"], step["weight_dtype"], step["autocast"]) for step in steps] == [
+        ("bfloat16", "float32", True),
+        ("bfloat16", "bfloat16", False),
+        ("float32", "float32", False),
+    ]
+    for step in steps:
+        assert 0 < step["ours_best_us"] <= step["ours_us"]
+        assert step["eager_device_us"] == 3.0  # two inputs
+    assert "tiny 2x3x8" in overhead.steps_text(steps)
 
 
 def test_a_chain_ends_where_it_began(on_cpu, monkeypatch):
@@ -658,17 +716,20 @@ def test_models_measure_one_row_a_variant(on_cpu, monkeypatch):
                 timing.Kernel("gemm", 70.0, 3)]  # fmt: skip
 
     monkeypatch.setattr(timing, "kernels_of", kernels_of)
-    rows = models.measure(tiny_model, ("eager", "swap"), 0.0)
+    groups = models.measure("tiny", tiny_model, ("eager", "swap"), 0.0)
+    for group in groups:
+        models.profile(group)
+    rows = [one.row() for group in groups for one in group]
     assert [(row["mode"], row["variant"]) for row in rows] == [
         (mode, variant) for mode in ("training", "inference") for variant in ("eager", "swap")
     ]
     for row in rows:
-        assert set(row) == {"mode", "variant", "wall_ms", "wall_best_ms", "device_ms",
+        assert set(row) == {"model", "mode", "variant", "wall_ms", "wall_best_ms", "device_ms",
                             "layer_norm_ms", "kernels", "loss"}  # fmt: skip
         assert (row["device_ms"], row["layer_norm_ms"], row["kernels"]) == (0.1, 0.03, 5)
         assert 0 < row["wall_best_ms"] <= row["wall_ms"]
     assert abs(rows[0]["loss"] - rows[1]["loss"]) < 1e-2 * rows[0]["loss"]
-    part = {"rows": [{"model": "tiny", **row} for row in rows], "skipped": ["other: no time"]}
+    part = {"rows": rows, "skipped": ["other: no time"]}
     text = models.text(part)
     assert "0.10 (x1.000)" in text
     assert "skipped other: no time" in text
@@ -679,9 +740,9 @@ def test_models_variants_are_what_they_say(monkeypatch):
 
     model, _, _ = tiny_model()
     swapped = models.prepared(model, "swap")
-    assert isinstance(swapped.layers[1], FusedLayerNorm)
+    assert isinstance(swapped.get_submodule("layers.1"), FusedLayerNorm)
     for other in (model, models.prepared(model, "eager"), models.prepared(model, "override")):
-        assert type(other.layers[1]) is torch.nn.LayerNorm
+        assert type(other.get_submodule("layers.1")) is torch.nn.LayerNorm
     entered = []
     monkeypatch.setattr("fused_layernorm.override_aten", lambda: entered.append(1))
     for variant in models.VARIANTS:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -381,12 +382,12 @@ def test_types_are_those_of_pytorch(bad):
 @pytest.mark.parametrize("what", ["input", "weight", "bias", "residual"])
 @pytest.mark.parametrize("value", [[1.0, 2.0], 3.0, "x"], ids=repr)
 def test_what_is_no_tensor(device, what, value):
-    args = {
+    args: dict[str, Any] = {
         "input": torch.ones(4, 2, device=device),
         "weight": torch.ones(2, device=device),
         "bias": torch.ones(2, device=device),
     }
-    function = layer_norm
+    function: Callable[..., Any] = layer_norm
     if what == "residual":
         function = add_layer_norm
     args[what] = value
@@ -397,8 +398,11 @@ def test_what_is_no_tensor(device, what, value):
 
 @pytest.mark.parametrize("name", ["weight", "bias", "residual"])
 def test_another_device(device, name):
-    args = {"input": torch.ones(4, 8, device=device), name: torch.ones(8, device="meta")}
-    function = layer_norm
+    args: dict[str, Any] = {
+        "input": torch.ones(4, 8, device=device),
+        name: torch.ones(8, device="meta"),
+    }
+    function: Callable[..., Any] = layer_norm
     if name == "residual":
         args["residual"] = torch.ones(4, 8, device="meta")
         args["weight"] = torch.ones(8, device=device)

@@ -43,8 +43,9 @@ def test_transformer_block(capsys):
 )
 def test_sentence_encoder():
     import sentence_encoder
+    from _common import device
 
-    shown = sentence_encoder.run(sentence_encoder.device())
+    shown = sentence_encoder.run(device())
     assert shown["swapped"] == shown["stock"] == 13
     assert shown["difference"] < 1e-5
     assert shown["before"] == shown["after"]

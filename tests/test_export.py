@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import fused_layernorm
 from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, add_layer_norm, layer_norm
 
 ROOT = Path(fused_layernorm.__file__).parents[1]
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "gelu": {"activation": "gelu", "scale": 0.5},
     "gelu_tanh": {"activation": "gelu_tanh"},
@@ -192,7 +193,9 @@ def test_onnx(tmp_path, options):
     program = exported(model, torch.randn(3, 4, 16))
     program = program.run_decompositions(fused_layernorm.decompositions())
     path = tmp_path / "model.onnx"
-    torch.onnx.export(program, dynamo=True, verbose=False).save(str(path))
+    exported_onnx = torch.onnx.export(program, dynamo=True, verbose=False)
+    assert exported_onnx is not None
+    exported_onnx.save(str(path))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     x = torch.randn(5, 4, 16)
     expected = model(x)

@@ -76,6 +76,7 @@ def test_activations_match_pytorch_for_every_size_of_argument(device):
         expected = reference.activation_value(z.double(), activation)
         slope = reference.activation_derivative(z.double(), activation)
         torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=2e-6)
+        assert bias.grad is not None
         torch.testing.assert_close(bias.grad.double(), slope, rtol=1e-5, atol=2e-6)
 
 
@@ -106,8 +107,9 @@ def test_result_is_rounded_once(device):
     weight, bias = (torch.randn(512, device=device).to(BF16) for _ in "wb")
     for activation in ACTIVATIONS:
         narrow = layer_norm(x, weight, bias, activation=activation, scale=1.5)
-        doubles = (t.double() for t in (x, weight, bias))
-        exact = layer_norm(*doubles, activation=activation, scale=1.5)
+        exact = layer_norm(
+            x.double(), weight.double(), bias.double(), activation=activation, scale=1.5
+        )
         # Errors of a float32's last bits tip few roundings to bfloat16 (PyTorch's erf, on the CPU,
         # more: it has no digits left in the tail); a second rounding on the way would tip one in
         # four.
@@ -262,6 +264,7 @@ def test_empty(device, shape):
     y, residual_out = add_layer_norm(x, x, normalized_shape=shape[-1:], activation="gelu")
     assert y.shape == residual_out.shape == shape
     (y + residual_out).sum().backward()
+    assert x.grad is not None
     assert x.grad.shape == shape
 
 
@@ -354,6 +357,7 @@ def test_scale_zero(device):
     x = torch.randn(4, 8, device=device, requires_grad=True)
     y = layer_norm(x, normalized_shape=(8,), activation="gelu", scale=0)
     y.sum().backward()
+    assert x.grad is not None
     assert not y.any()
     assert not x.grad.any()
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def test_raises_what_the_page_says(row, device):
         pytest.skip("not a question of the device")
     if "onnx" in row["call"]:
         pytest.importorskip("onnxscript")
-    names = {
+    names: dict[str, Any] = {
         "torch": torch,
         "FusedLayerNorm": FusedLayerNorm,
         "add_layer_norm": add_layer_norm,

@@ -1,0 +1,116 @@
+"""ci/compare_kernels.py: what it reads from machine code, and what it takes for the same."""
+
+import shutil
+import struct
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import fused_layernorm
+
+pytest.importorskip("numpy")
+CI = Path(__file__).resolve().parent.parent / "ci"
+if not CI.is_dir():
+    pytest.skip("no ci beside these tests", allow_module_level=True)
+sys.path.insert(0, str(CI))
+
+import compare_kernels  # noqa: E402
+from compare_kernels import Kernel  # noqa: E402
+
+NAME = "layer_norm_forward_warp_kernel<Types<{}, float, float>, {}, (Fusion)0>"
+LOAD_ARGUMENT = 0xB82  # LDC, which reads constant memory
+ADD = 0x221
+
+
+def instruction(operation, offset=0, bank=0):
+    return struct.pack("<QQ", operation | offset << 38 | bank << 54, 7)
+
+
+def kernel(name, code, **how):
+    made = Kernel("sm_90", name, name, **how)
+    compare_kernels.read_code(made, code, b"")
+    return made
+
+
+def test_reads_spills_and_size():
+    made = kernel("k", instruction(ADD) + instruction(0x387) + instruction(0x983) * 2)
+    assert (made.size, made.spills) == (64, 3)
+    assert made.mix == Counter({ADD: 1, 0x387: 1, 0x983: 2})
+
+
+@pytest.mark.parametrize(
+    ("operation", "offset", "bank", "loose"),
+    [
+        (LOAD_ARGUMENT, 0x210, 0, True),
+        (LOAD_ARGUMENT, 0x210, 3, False),
+        (LOAD_ARGUMENT, 0x20, 0, False),
+        (0x810, 0x210, 0, False),
+    ],
+    ids=["an argument", "a constant", "what the driver keeps", "an immediate number"],
+)
+def test_an_argument_may_lie_elsewhere(operation, offset, bank, loose):
+    one, other = (kernel("k", instruction(operation, o, bank)) for o in (offset, offset + 8))
+    assert one.exact != other.exact
+    assert (one.loose == other.loose) == loose
+
+
+def test_renamed_kernels_are_found_by_their_code():
+    old = [kernel(NAME.format("half", n), instruction(ADD) * n) for n in (1, 2, 3)]
+    new = [kernel(f"rows_kernel<{n}>", instruction(ADD) * n) for n in (3, 1, 4)]
+    assert compare_kernels.take(old, new, "exact") == 2
+    assert [k.name for k in old] == [NAME.format("half", 2)]
+    assert [k.name for k in new] == ["rows_kernel<4>"]
+
+
+def test_of_several_alike_each_counts_once():
+    old = [kernel(f"k<{n}>", instruction(ADD)) for n in (1, 2, 3)]
+    new = [kernel(f"k<{n}>", instruction(ADD)) for n in (3, 1)]
+    assert compare_kernels.take(old, new, "exact") == 2
+    assert [k.name for k in old] == ["k<2>"]
+    assert new == []
+
+
+def test_changed_kernels_are_paired_by_name_then_by_likeness():
+    code = instruction(ADD) * 20
+    old = [kernel(NAME.format(dtype, 1), code, registers=40) for dtype in ("half", "float")]
+    new = [
+        kernel(NAME.replace("Types", "Norm<Types").format("float", 1), code + instruction(0x387)),
+        kernel(NAME.replace("Types", "Norm<Types").format("half", 1), code + instruction(0x322)),
+        kernel("param_grad_kernel<float>", instruction(0x981) * 20),
+    ]
+    pairs = compare_kernels.pairs_of(old, new)
+    assert pairs == [(old[0], new[1]), (old[1], new[0])]
+    assert "spills 0 -> 1" in compare_kernels.changed(old[1], new[0])
+    same = kernel(old[0].name, instruction(0x981) * 20)
+    assert compare_kernels.pairs_of(old[:1], [*new, same]) == [(old[0], same)]
+    assert compare_kernels.pairs_of(old[:1], new[2:]) == [(old[0], None)]
+    assert compare_kernels.pairs_of(old[:1], []) == [(old[0], None)]
+
+
+def test_names_lose_their_parameters():
+    name = "void k<Types<float, (RowUse)0>, false>(ForwardParams, int (*)(long))"
+    assert compare_kernels.without_parameters(name) == "void k<Types<float, (RowUse)0>, false>"
+    assert compare_kernels.without_parameters("k") == "k"
+
+
+def library():
+    return next(Path(fused_layernorm.__file__).parent.glob("_C*.so"))
+
+
+def test_sections_of_an_elf_file():
+    found = compare_kernels.sections(library().read_bytes())
+    assert b"layer_norm" in found[".rodata"] + found[".data"] + found[".dynstr"]
+    assert all(name.encode() + b"\0" in found[".shstrtab"] for name in found)
+
+
+@pytest.mark.skipif(shutil.which("cuobjdump") is None, reason="cuobjdump is not on PATH")
+def test_a_build_is_identical_to_itself():
+    command = [sys.executable, str(CI / "compare_kernels.py"), str(library()), str(library())]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if "has no kernels" in result.stderr:
+        pytest.skip("this build has no CUDA kernels")
+    assert result.returncode == 0, result.stderr
+    assert " 0 identical but for parameters, 0 changed, 0 gone" in result.stdout
