@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 
+#include "bindings/namespace.h"
 #include "plan/plan.h"
 
 namespace fused_layernorm {
@@ -55,7 +56,7 @@ std::string describe_plan(int64_t rows, int64_t cols, torch::headeronly::ScalarT
 }  // namespace
 }  // namespace fused_layernorm
 
-STABLE_TORCH_LIBRARY(fused_layernorm, m) {
+STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
   // y = activation(norm(input) * weight + bias) * scale; nothing but y is written.
   m.def(
       "layer_norm(Tensor input, int normalized_ndim, Tensor? weight, Tensor? bias, float eps, "
@@ -90,7 +91,7 @@ STABLE_TORCH_LIBRARY(fused_layernorm, m) {
   m.def("_force(str? options) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fused_layernorm, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_build_info", TORCH_BOX(&fused_layernorm::build_info));
   m.impl("_plan", TORCH_BOX(&fused_layernorm::describe_plan));
   m.impl("_force", TORCH_BOX(&fused_layernorm::force_plan));
