@@ -74,7 +74,7 @@ ifndef NO_VENV
 	@$(PY) -m pip install --progress-bar off -q 'pip>=25.1' && \
 		$(PY) -m pip install --progress-bar off -q --group docs
 endif
-	$(PY) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
+	$(PY) -m sphinx -E -W --keep-going -q -b html -d build/doctrees docs build/docs
 	@echo "written: build/docs/index.html"
 
 tools: env

@@ -213,11 +213,10 @@ def cases(report: dict[str, Any]) -> list[str]:
     lines = ["## Every case", ""]
     for op in dict.fromkeys(row["op"] for row in report["rows"]):
         rows = [row for row in report["rows"] if row["op"] == op and "ours_us" in row]
-        peers = dict.fromkeys(
-            key for row in rows for key in row if key.endswith("_us") and key not in OWN_KEYS
-        )
-        header = ["rows x columns", "dtype", "copy", "ours", "of copy speed", "x eager"]
-        header += ["x compile", *(f"x {peer.removesuffix('_us')}" for peer in peers)]
+        peers = {key for row in rows for key in row if key.endswith("_us")} - set(OWN_KEYS)
+        others = ["eager_us", "compile_us", *sorted(peers)]
+        header = ["rows x columns", "dtype", "copy", "ours", "of copy speed"]
+        header += [f"x {key.removesuffix('_us')}" for key in others]
         body = [
             [
                 size(row),
@@ -225,8 +224,7 @@ def cases(report: dict[str, Any]) -> list[str]:
                 us(row.get("copy_us")),
                 us(row["ours_us"]),
                 percent(share(row)),
-                *(times(row.get(key), row["ours_us"]) for key in ("eager_us", "compile_us")),
-                *(times(row.get(key), row["ours_us"]) for key in peers),
+                *(times(row.get(key), row["ours_us"]) for key in others),
             ]
             for row in rows
         ]

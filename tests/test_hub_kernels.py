@@ -128,12 +128,13 @@ def test_needs_nothing_but_itself_torch_and_python(variant):
     assert len(paths) > 10
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
-            names = []
+            names: list[str | None] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 names = [node.module]
             for name in names:
+                assert name is not None
                 top = name.split(".")[0]
                 assert top == "torch" or top in sys.stdlib_module_names, f"{path}: {name}"
 
@@ -160,6 +161,8 @@ def test_folder_of_the_name_is_the_same_kernel(kernel, variant):
     spec = importlib.util.spec_from_file_location(
         "fused_layernorm_by_folder", variant / "fused_layernorm" / "__init__.py"
     )
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.layer_norm is kernel.layer_norm
@@ -218,7 +221,7 @@ def check_model(make, mapped, path, device):
     fused = mapped(copy.deepcopy(stock), path, device)
     norms = [module for module in fused.modules() if type(module) is nn.LayerNorm]
     assert len(norms) >= 5
-    namespaces = {norm.forward.__func__.__module__ for norm in norms}
+    namespaces = {vars(norm)["forward"].__func__.__module__ for norm in norms}
     (namespace,) = namespaces
     assert namespace.endswith(".layers")
     assert not namespace.startswith("fused_layernorm.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.testing import assert_close
 
 import fused_layernorm
@@ -200,8 +200,8 @@ def megatron():
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
 
     def make(norm, **options):
@@ -227,7 +227,7 @@ def megatron():
 
     yield make
     parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore")  # Megatron's own, of packages that are not installed

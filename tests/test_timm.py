@@ -13,7 +13,7 @@ import fused_layernorm
 timm = pytest.importorskip("timm", reason="timm is not installed")
 
 # Small models of timm's own classes: (model, arguments).
-MODELS = {
+MODELS: dict[str, tuple[str, dict]] = {
     "vit": (
         "vit_tiny_patch16_224",
         {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3},
