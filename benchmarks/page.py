@@ -156,6 +156,10 @@ def table(header: list[str], rows: Iterable[list[str]], left: int) -> list[str]:
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
+def title(op: str) -> str:
+    return TITLES.get(op, op)
+
+
 def us(value: float | None) -> str:
     if value is None:
         return "-"
@@ -228,7 +232,7 @@ def cases(report: dict[str, Any]) -> list[str]:
             ]
             for row in rows
         ]
-        lines += [f"### {TITLES.get(op, op)}", "", *table(header, body, left=2), ""]
+        lines += [f"### {title(op)}", "", *table(header, body, left=2), ""]
     return lines
 
 
@@ -236,7 +240,7 @@ def falls_short(report: dict[str, Any]) -> list[str]:
     """The cases below a share of copy speed, and those that something else beats."""
 
     def name(row: Row) -> list[str]:
-        return [TITLES.get(row["op"], row["op"]), size(row), types_of(row)]
+        return [title(row["op"]), size(row), types_of(row)]
 
     large = [row for row in report["rows"] if results.case_of(row).tensor_bytes >= SMALLEST]
     slow = [

@@ -14,7 +14,7 @@ import fused_layernorm  # noqa: E402
 
 project = "fused_layernorm"
 author = "the fused_layernorm authors"
-copyright = "the fused_layernorm authors, Apache-2.0"  # noqa: A001
+copyright = "the fused_layernorm authors, Apache-2.0"
 release = fused_layernorm.__version__
 
 extensions = [

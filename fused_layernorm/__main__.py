@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fused_layernorm import __version__, override
+from . import __version__, override
+from .ops import load
 
 
 def compiled_archs(build_info: str) -> list[str]:
@@ -44,7 +45,7 @@ def coverage(archs: list[str], capability: tuple[int, int]) -> str | None:
 
 def facts() -> dict[str, Any]:
     """What `--json` prints; scripts and bug reports read it, so keys stay what they are."""
-    build_info = torch.ops.fused_layernorm._build_info()
+    build_info = load.operators._build_info()
     archs = compiled_archs(build_info)
     compiler = re.match(r"cuda (\S+);", build_info)
     devices = []

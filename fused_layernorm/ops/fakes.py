@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import arguments
+from . import arguments, load
 from .formulas import acc_dtype
 from .operators import FORWARD, Arguments, BackwardArguments, Gradients, Results, select
 
@@ -38,4 +38,4 @@ def _backward(*args: Any) -> Gradients:
 
 for _operator in FORWARD:
     torch.library.register_fake(_operator.overload, _operator.implemented_by(_forward))
-torch.library.register_fake("fused_layernorm::layer_norm_backward", _backward)
+torch.library.register_fake(f"{load.NAMESPACE}::layer_norm_backward", _backward)

@@ -11,8 +11,12 @@ import platform
 
 import torch
 
+# The operators are torch.ops.<namespace>. csrc/bindings/namespace.h has the same name; a build by
+# ci/hf_kernels.py has another in both places.
+NAMESPACE = "fused_layernorm"
+
 try:
-    importlib.import_module("fused_layernorm._C")
+    importlib.import_module(".._C", __package__)
 except ImportError as error:
     raise ImportError(
         f"fused_layernorm's binary does not load under Python {platform.python_version()} and "
@@ -20,13 +24,13 @@ except ImportError as error:
         "or build it in place (make build)."
     ) from error
 
-_operators = torch.ops.fused_layernorm
+operators = getattr(torch.ops, NAMESPACE)
 
-layer_norm = _operators.layer_norm.default
-layer_norm_forward = _operators.layer_norm_forward.default
-add_layer_norm = _operators.add_layer_norm.default
-add_layer_norm_forward = _operators.add_layer_norm_forward.default
-layer_norm_backward = _operators.layer_norm_backward.default
+layer_norm = operators.layer_norm.default
+layer_norm_forward = operators.layer_norm_forward.default
+add_layer_norm = operators.add_layer_norm.default
+add_layer_norm_forward = operators.add_layer_norm_forward.default
+layer_norm_backward = operators.layer_norm_backward.default
 
 # What the other files register lives as long as this object. A fragment can define no operator.
-library = torch.library.Library("fused_layernorm", "IMPL")
+library = torch.library.Library(NAMESPACE, "IMPL")

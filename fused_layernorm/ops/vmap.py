@@ -108,4 +108,4 @@ def _backward_rule(info: Any, in_dims: Any, *args: Any) -> tuple[Gradients, tupl
 
 for _operator in FORWARD:
     torch.library.register_vmap(_operator.overload, _forward_rule(_operator))
-torch.library.register_vmap("fused_layernorm::layer_norm_backward", _backward_rule)
+torch.library.register_vmap(f"{load.NAMESPACE}::layer_norm_backward", _backward_rule)
