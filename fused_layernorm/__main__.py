@@ -47,7 +47,7 @@ def facts() -> dict[str, Any]:
     """What `--json` prints; scripts and bug reports read it, so keys stay what they are."""
     build_info = load.operators._build_info()
     archs = compiled_archs(build_info)
-    compiler = re.match(r"cuda (\S+);", build_info)
+    cuda = re.match(r"cuda (\d+\.\d+)", build_info)
     devices = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         capability = torch.cuda.get_device_capability(index)
@@ -64,7 +64,8 @@ def facts() -> dict[str, Any]:
         "torch_cuda": torch.version.cuda,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "compiled_with_cuda": compiler[1] if compiler else None,
+        "compiled_with": build_info.split(";")[0] if archs else "no CUDA",
+        "compiled_with_cuda": cuda[1] if cuda else None,
         "compiled_for": archs,
         "devices": devices,
         "kernels_used": any(device["runs"] for device in devices),
@@ -75,12 +76,12 @@ def facts() -> dict[str, Any]:
 def report(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """The facts as lines to print, (label, text)."""
     archs = facts["compiled_for"]
-    compiler, cuda = facts["compiled_with_cuda"], facts["torch_cuda"]
+    cuda = facts["torch_cuda"]
     lines = [
         ("fused_layernorm", facts["fused_layernorm"]),
         ("torch", f"{facts['torch']}, {f'CUDA {cuda}' if cuda else 'CPU only'}"),
         ("Python", facts["python"]),
-        ("compiled with", f"cuda {compiler}" if compiler else "no CUDA"),
+        ("compiled with", facts["compiled_with"]),
         ("compiled for", in_words(archs) if archs else "CPU only"),
     ]
     for index, device in enumerate(facts["devices"]):

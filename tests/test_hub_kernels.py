@@ -9,6 +9,8 @@ import copy
 import importlib.util
 import json
 import os
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +90,56 @@ def test_variant_is_one_that_the_loader_takes(variant):
     assert isinstance(trace[0], VariantAccepted)
 
 
+@pytest.fixture(scope="module")
+def hf_kernels():
+    spec = importlib.util.spec_from_file_location("hf_kernels", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("compiled_with", "torch_cuda", "taken"),
+    [
+        ("12.9", "12.6", "cu126"),
+        ("12.9", "12.8", "cu126"),
+        ("12.9", "13.0", "cu130"),
+        ("13.0", "13.0", "cu130"),
+        ("13.2", "13.0", "cu130"),
+        ("13.0", "12.8", None),  # whose driver may be too old for the binary's runtime
+    ],
+)
+def test_variants_serve_torch_builds(hf_kernels, compiled_with, torch_cuda, taken):
+    from kernels.backends import CUDA
+    from kernels.variants import _resolve_variant_for_system, parse_variant
+    from packaging.version import Version
+
+    accepted, _ = _resolve_variant_for_system(
+        variants=[parse_variant(name) for name in hf_kernels.variants_of(compiled_with)],
+        selected_backend=CUDA(version=Version(torch_cuda)),
+        cpu=platform.machine(),
+        os=platform.system().lower(),
+        torch_version=Version("2.13"),
+        torch_cxx11_abi=True,
+        tvm_ffi_version=None,
+    )
+    names = [variant.variant_str for variant in accepted]
+    assert [name.split("-")[3] for name in names] == ([taken] if taken else [])
+
+
+def test_metadata_with_kernels(hf_kernels, tmp_path):
+    from kernels._rust import Metadata
+
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    hf_kernels.lay_out(tmp_path / "package", tmp_path / "variant", "_x", ["75", "90", "120+PTX"])
+    backend = Metadata.read_from_file(tmp_path / "variant" / "metadata.json").backend
+    assert "cuda" in repr(backend).lower()
+    assert backend.archs == ["7.5", "9.0", "12.0+PTX"]
+
+
 def test_metadata(variant):
     from kernels._rust import Digest, DigestAlgorithm, Metadata
 
@@ -137,6 +189,22 @@ def test_needs_nothing_but_itself_torch_and_python(variant):
                 assert name is not None
                 top = name.split(".")[0]
                 assert top == "torch" or top in sys.stdlib_module_names, f"{path}: {name}"
+
+
+def test_sources_name_the_namespace_once():
+    """Whatever names it again is in the way of a second build in one process."""
+    again = re.compile(
+        r'LIBRARY\w*\(fused_layernorm|IMPL, "fused_layernorm"|Library\("fused_layernorm"|'
+        r'"fused_layernorm::|ops\.fused_layernorm|NAMESPACE = "fused_layernorm"'
+    )
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for folder, pattern in (("csrc", "*.[ch]*"), ("fused_layernorm", "*.py"))
+        for path in (ROOT / folder).rglob(pattern)
+        for line in path.read_text().splitlines()
+        if again.search(line) and not line.strip().startswith(("//", "#"))
+    ]
+    assert found == ['fused_layernorm/ops/load.py: NAMESPACE = "fused_layernorm"']
 
 
 def test_works_without_the_package(layout, tmp_path):

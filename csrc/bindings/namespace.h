@@ -11,4 +11,5 @@
 #define FUSED_LAYERNORM_AS_STRING(text) FUSED_LAYERNORM_AS_STRING_(text)
 
 // The whole name of an operator, given its own as a string literal.
-#define FUSED_LAYERNORM_OPERATOR(name) FUSED_LAYERNORM_AS_STRING(FUSED_LAYERNORM_NAMESPACE) "::" name
+#define FUSED_LAYERNORM_OPERATOR(name) \
+  FUSED_LAYERNORM_AS_STRING(FUSED_LAYERNORM_NAMESPACE) "::" name
