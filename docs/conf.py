@@ -30,7 +30,8 @@ exclude_patterns = ["readme-draft.md"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["dollarmath"]
 
-autodoc_member_order = "bysource"
+autodoc_member_order = "groupwise"
+autodoc_inherit_docstrings = False  # nn.Module's say nothing of these modules
 autodoc_typehints_format = "short"
 add_module_names = False
 napoleon_use_rtype = False
