@@ -302,72 +302,92 @@ def falls_short(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-HOST = {
-    "no_grad": "one call, no gradients",
-    "grad": "one call with gradients, forward",
-    "step": "forward and backward of a tiny tensor",
-    "override_no_grad": "`override_aten()`: one call, no gradients",
-    "override_grad": "`override_aten()`: one call with gradients, forward",
-    "override_step": "`override_aten()`: forward and backward of a tiny tensor",
+WAYS = {
+    "no_grad": "forward without gradients",
+    "grad": "forward with gradients",
+    "autocast": "forward with gradients under autocast",
 }
+
+
+def compared(entry: dict[str, Any], name: str, base: str) -> str:
+    """A value of an entry, and in brackets its ratio to another one's."""
+    if entry.get(name) is None:
+        return "-"
+    said = us(entry[name])
+    other = entry.get(base)
+    return f"{said} ({entry[name] / other:.2f})" if other and name != base else said
 
 
 def host(report: dict[str, Any]) -> list[str]:
     """What a call costs the host, and the wall time of a module's training step."""
-    entries = [
-        (HOST.get(key, key), entry) for key, entry in report.get("call_overhead", {}).items()
-    ]
-    entries += [(f"step of {entry['name']}", entry) for entry in report.get("training_step", [])]
-    entries = [(name, entry) for name, entry in entries if {"ours_us", "eager_us"} <= set(entry)]
-    if not entries:
-        return []
-    body = [
-        [
-            name,
-            us(entry["ours_us"]),
-            us(entry["eager_us"]),
-            times(entry["eager_us"], entry["ours_us"]),
+    lines = []
+    names = ("eager_us", "ours_us", "override_us")
+    header = ["nn.LayerNorm", "FusedLayerNorm", "override_aten()"]
+    if calls := report.get("call_overhead"):
+        body = [
+            [
+                WAYS.get(way, way.replace("_", " ")),
+                *(compared(entry, name, "eager_us") for name in names),
+            ]
+            for way, entry in calls.items()
         ]
-        for name, entry in entries
-    ]
-    return [
-        "## Wall time",
-        "",
-        "Where the host, not the device, is the bound: microseconds of wall time, and how many "
-        "times that of ours PyTorch's `nn.LayerNorm` takes.",
-        "",
-        *table(["what", "ours", "PyTorch", "x PyTorch"], body, left=1),
-        "",
-    ]
+        lines += [
+            "## Host time",
+            "",
+            "What a call on a tiny tensor costs the host: microseconds a layer, in brackets as a "
+            "ratio to nn.LayerNorm.",
+            "",
+            *table(["a layer", *header], body, left=1),
+            "",
+        ]
+    if steps := report.get("training_step"):
+        body = [
+            [entry["name"], *(compared(entry, name, "eager_us") for name in names[:2])]
+            for entry in steps
+        ]
+        lines += [
+            "## Forward and backward of the module",
+            "",
+            "Wall time in microseconds, in brackets as a ratio to nn.LayerNorm.",
+            "",
+            *table(["a step", *header[:2]], body, left=1),
+            "",
+        ]
+    return lines
+
+
+VARIANTS = {
+    "eager": "stock",
+    "swap": "swapped",
+    "override": "override_aten()",
+    "compiled": "compiled",
+    "swap_compiled": "swapped and compiled",
+}
 
 
 def models(report: dict[str, Any]) -> list[str]:
-    if "models" not in report:
+    """One line for each variant of a model."""
+    rows = [row for row in report.get("models", {}).get("rows", []) if "variant" in row]
+    if not rows:
         return []
-    body = [
-        [
-            row["model"],
-            row["mode"],
-            *(
-                f"{row[f'{way}_ms']:.1f}" if f"{way}_ms" in row else "-"
-                for way in ("stock", "swap", "override")
-            ),
-            *(
-                f"{row[f'{way}_layer_norm_ms']:.2f}" if f"{way}_layer_norm_ms" in row else "-"
-                for way in ("stock", "swap", "override")
-            ),
+    stock = {(row["model"], row["mode"]): row for row in rows if row["variant"] == "eager"}
+    body = []
+    for row in rows:
+        base = stock.get((row["model"], row["mode"]), {}) if row["variant"] != "eager" else {}
+        cells = [
+            compared({"this": row.get(key), "stock": base.get(key)}, "this", "stock")
+            for key in ("wall_ms", "device_ms", "layer_norm_ms")
         ]
-        for row in report["models"]["rows"]
-    ]
-    header = ["model", "mode", "stock", "swapped", "overridden"]
-    header += [f"LayerNorm kernels, {way}" for way in ("stock", "swapped", "overridden")]
+        variant = VARIANTS.get(row["variant"], row["variant"])
+        body.append([row["model"], row["mode"], variant, *cells])
+    header = ["model", "mode", "variant", "wall", "device", "of it LayerNorm"]
     return [
         "## Whole models",
         "",
-        "Milliseconds: the wall time of a step, which on a shared host says little, and the time "
-        "on the device of the LayerNorm kernels in it.",
+        "Milliseconds a step, in brackets as a ratio to the stock model in eager mode: the wall "
+        "time, which on a shared host says little, and the time of all kernels on the device.",
         "",
-        *table(header, body, left=2),
+        *table(header, body, left=3),
         "",
     ]
 

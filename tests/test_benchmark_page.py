@@ -98,6 +98,32 @@ def test_every_case_and_peer_is_in_the_tables(report):
         assert f"| {r['rows']:,} x {r['cols']:,} | {r['dtype']} |" in text
 
 
+def test_host_times_and_models(report):
+    report["call_overhead"] = {
+        "no_grad": {"eager_us": 10.0, "ours_us": 9.0, "override_us": 11.0},
+        "grad": {"eager_us": 20.0, "ours_us": 25.0},
+    }
+    report["training_step"] = [{"name": "BERT", "ours_us": 100.0, "eager_us": 200.0}]
+    report["models"] = {
+        "rows": [
+            {"model": "BERT", "mode": "training", "variant": "eager", "wall_ms": 20.0},
+            {
+                "model": "BERT",
+                "mode": "training",
+                "variant": "swap",
+                "wall_ms": 18.0,
+                "layer_norm_ms": 1.5,
+            },
+        ]
+    }
+    text = page.page(report)
+    assert "| forward without gradients | 10.0 | 9.00 (0.90) | 11.0 (1.10) |" in text
+    assert "| forward with gradients | 20.0 | 25.0 (1.25) | - |" in text
+    assert "| BERT | 200 | 100 (0.50) |" in text
+    assert "| BERT | training | stock | 20.0 | - | - |" in text
+    assert "| BERT | training | swapped | 18.0 (0.90) | - | 1.50 |" in text
+
+
 def test_an_old_page_or_plot_is_found(report, monkeypatch, tmp_path):
     monkeypatch.setattr(page, "PAGE", tmp_path / "benchmarks.md")
     monkeypatch.setattr(page, "PLOTS", tmp_path / "plots")
