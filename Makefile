@@ -26,10 +26,10 @@ PY := $(VENV)/bin/python
 CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
 
-.PHONY: help env build test bench demo tools lint format wheel clean
+.PHONY: help env build test bench demo docs tools lint format wheel clean
 
 help:
-	@echo "make build | test | bench | demo | lint | format | wheel | clean   (see the Makefile's top)"
+	@echo "make build | test | bench | demo | docs | lint | format | wheel | clean   (see the Makefile's top)"
 
 # An environment with torch and what the build needs.
 env:
@@ -43,7 +43,7 @@ endif
 
 # The kernels are compiled for the GPU at hand (without one: for Hopper), to be quick. Only
 # `make wheel` compiles for all. The package is installed editable; EXTRAS says with what.
-build test bench demo: export TORCH_CUDA_ARCH_LIST ?= $(or $(LOCAL_ARCHS),9.0)
+build test bench demo docs: export TORCH_CUDA_ARCH_LIST ?= $(or $(LOCAL_ARCHS),9.0)
 test: EXTRAS := [test]
 bench: EXTRAS := [test]
 demo: EXTRAS := [demo]
@@ -58,14 +58,24 @@ else
 endif
 	$(PY) -m fused_layernorm
 
+# With the coverage of the Python package, where pytest-cov is installed.
 test: build
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $$($(PY) -c 'import pytest_cov' 2>/dev/null && echo --cov=fused_layernorm) $(PYTEST_ARGS)
 
 bench: build
 	$(PY) -m benchmarks $(BENCH_ARGS)
 
 demo: build
 	$(PY) examples/demo.py $(DEMO_ARGS)
+
+# The documentation site, in build/docs.
+docs: build
+ifndef NO_VENV
+	@$(PY) -m pip install --progress-bar off -q 'pip>=25.1' && \
+		$(PY) -m pip install --progress-bar off -q --group docs
+endif
+	$(PY) -m sphinx -E -W --keep-going -q -b html -d build/doctrees docs build/docs
+	@echo "written: build/docs/index.html"
 
 tools: env
 ifndef NO_VENV
@@ -95,4 +105,4 @@ wheel: env
 # Everything but the environment.
 clean:
 	rm -rf build dist wheelhouse *.egg-info fused_layernorm/_C*.so
-	rm -rf .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .coverage

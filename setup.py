@@ -10,6 +10,8 @@ Environment variables:
                                     that nvcc knows, and PTX of the newest)
     MAX_JOBS                        files compiled at once (else: one a core)
     FUSED_LAYERNORM_CPU_ONLY=1      leave the CUDA kernels out even where there is an nvcc
+    FUSED_LAYERNORM_NAMESPACE       the operators' namespace (else: fused_layernorm), see
+                                    ci/hf_kernels.py
     FUSED_LAYERNORM_PTXAS_VERBOSE=1 let ptxas print registers, stack and spills of every kernel
 """
 
@@ -118,6 +120,9 @@ def make_extension() -> tuple[Extension, str]:
     """The extension module, and what it is built for, in words."""
     define_macros = [("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)]
     cxx_flags = ["-O3", "-g0"]
+    if namespace := os.environ.get("FUSED_LAYERNORM_NAMESPACE"):
+        # For the bindings alone: the kernels need not be compiled again for another name.
+        cxx_flags.append(f"-DFUSED_LAYERNORM_NAMESPACE={namespace}")
     cuda_flags: list[str] = []
     link_args: list[str] = []
     libraries = ["torch_cpu"]

@@ -15,7 +15,7 @@ _torch_release = tuple(int(n) for n in _re.findall(r"\d+", _torch.__version__)[:
 if _torch_release < (2, 10):
     raise ImportError(f"fused_layernorm needs torch >= 2.10; this is {_torch.__version__}")
 
-from . import _ops, distributed  # noqa: E402, F401  (register the operators, DTensor's rules)
+from . import distributed, layers, ops  # noqa: E402, F401  (rules, hub layers, operators)
 from .decompositions import decompositions  # noqa: E402
 from .functional import add_layer_norm, layer_norm  # noqa: E402
 from .modules import FusedAddLayerNorm, FusedLayerNorm  # noqa: E402
@@ -23,7 +23,7 @@ from .override import override_aten  # noqa: E402
 from .swap import swap_layer_norm  # noqa: E402
 
 try:
-    __version__ = _version("fused_layernorm")
+    __version__ = _version(__name__)
 except _PackageNotFoundError:  # imported from a folder that was built but not installed
     __version__ = "0+unknown"
 

@@ -1,11 +1,15 @@
-"""`python -m fused_layernorm`: what is installed, what it was compiled for, what will be used."""
+"""`python -m fused_layernorm [--json]`: what is installed, compiled for which devices, and used."""
 
+import argparse
+import json
 import platform
 import re
+from typing import Any
 
 import torch
 
-from fused_layernorm import __version__, override
+from . import __version__, override
+from .ops import load
 
 
 def compiled_archs(build_info: str) -> list[str]:
@@ -39,43 +43,76 @@ def coverage(archs: list[str], capability: tuple[int, int]) -> str | None:
     return None
 
 
-def report() -> list[tuple[str, str]]:
-    """The lines to print, as (label, text)."""
-    build_info = torch.ops.fused_layernorm._build_info()
+def facts() -> dict[str, Any]:
+    """What `--json` prints; scripts and bug reports read it, so keys stay what they are."""
+    build_info = load.operators._build_info()
     archs = compiled_archs(build_info)
-    cuda = torch.version.cuda
+    cuda = re.match(r"cuda (\d+\.\d+)", build_info)
+    devices = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        capability = torch.cuda.get_device_capability(index)
+        devices.append(
+            {
+                "name": torch.cuda.get_device_name(index),
+                "capability": ".".join(map(str, capability)),
+                "runs": coverage(archs, capability),
+            }
+        )
+    return {
+        "fused_layernorm": __version__,
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "compiled_with": build_info.split(";")[0] if archs else "no CUDA",
+        "compiled_with_cuda": cuda[1] if cuda else None,
+        "compiled_for": archs,
+        "devices": devices,
+        "kernels_used": any(device["runs"] for device in devices),
+        "override_aten": any(override._in_force.values()),
+    }
+
+
+def report(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The facts as lines to print, (label, text)."""
+    archs = facts["compiled_for"]
+    cuda = facts["torch_cuda"]
     lines = [
-        ("fused_layernorm", __version__),
-        ("torch", f"{torch.__version__}, {f'CUDA {cuda}' if cuda else 'CPU only'}"),
-        ("Python", platform.python_version()),
-        ("compiled with", build_info.split(";")[0] if archs else "no CUDA"),
+        ("fused_layernorm", facts["fused_layernorm"]),
+        ("torch", f"{facts['torch']}, {f'CUDA {cuda}' if cuda else 'CPU only'}"),
+        ("Python", facts["python"]),
+        ("compiled with", facts["compiled_with"]),
         ("compiled for", in_words(archs) if archs else "CPU only"),
     ]
-    covered = False
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(count):
-        capability = torch.cuda.get_device_capability(index)
-        runs = coverage(archs, capability)
-        covered |= runs is not None
-        name = f"{torch.cuda.get_device_name(index)}, capability {capability[0]}.{capability[1]}"
-        lines.append((f"device {index}", f"{name}: {runs or 'no kernels for it'}"))
-    if not count:
+    for index, device in enumerate(facts["devices"]):
+        name = f"{device['name']}, capability {device['capability']}"
+        lines.append((f"device {index}", f"{name}: {device['runs'] or 'no kernels for it'}"))
+    if not facts["devices"]:
         lines.append(("devices", "torch sees no CUDA device"))
 
     if not archs:
         kernels = "not in this build; CUDA tensors take PyTorch's own operators, slower"
-    elif covered:
+    elif facts["kernels_used"]:
         kernels = "in, and used for CUDA tensors"
     else:
         kernels = "in, but no device here runs them"
     lines.append(("CUDA kernels", kernels))
     lines.append(("CPU tensors", "take PyTorch's own operators"))
-    lines.append(("override_aten", "active" if any(override._in_force.values()) else "not active"))
+    lines.append(("override_aten", "active" if facts["override_aten"] else "not active"))
     return lines
 
 
-def main() -> None:
-    lines = report()
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m fused_layernorm", description="What is installed and what will be used."
+    )
+    parser.add_argument("--json", action="store_true", help="as a JSON object, for scripts")
+    arguments = parser.parse_args(argv)
+    found = facts()
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return
+    lines = report(found)
     width = max(len(label) for label, _ in lines)
     for label, text in lines:
         print(f"{label:<{width}}  {text}")

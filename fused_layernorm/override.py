@@ -1,7 +1,7 @@
 """override_aten(): PyTorch's own layer_norm, wherever it is called from, on this package's kernels.
 
-csrc/bindings/override.cpp has the kernels and the way they are switched; here are the handle, the count of
-overrides in force, and the way back to the kernels that were replaced.
+csrc/bindings/override.cpp has the kernels and the way they are switched; here are the handle, the
+count of overrides in force, and the way back to the kernels that were replaced.
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.library import Library, get_kernel
 
-from . import _ops  # noqa: F401  (registers the operators)
+from .ops import load
 
 __all__ = ["AtenOverride", "override_aten"]
 
@@ -91,7 +91,7 @@ def override_aten() -> AtenOverride:
 
 def _lacking_cuda() -> str | None:
     """The package that was built without CUDA kernels, if one was."""
-    if torch.ops.fused_layernorm._build_info() == "cpu only":
+    if load.operators._build_info() == "cpu only":
         return "fused_layernorm"
     return None if torch.backends.cuda.is_built() else "PyTorch"
 
@@ -112,7 +112,7 @@ def _begin(key: str) -> None:
         _replaced[key] = [get_kernel(f"aten::{name}", key) for name in _OPERATORS]
         if key not in _libraries:
             _libraries[key] = _register_replaced(key)
-        torch.ops.fused_layernorm._begin_override(key, _pause_us())
+        load.operators._begin_override(key, _pause_us())
     _in_force[key] = _in_force.get(key, 0) + 1
 
 
@@ -120,11 +120,11 @@ def _end(key: str) -> None:
     _in_force[key] -= 1
     if not _in_force[key]:
         _retired.extend(get_kernel(f"aten::{name}", key) for name in _OPERATORS)
-        torch.ops.fused_layernorm._end_override(key, _pause_us())
+        load.operators._end_override(key, _pause_us())
 
 
 def _register_replaced(key: str) -> Library:
-    """The operators `_aten_*`, by which csrc/bindings/override.cpp calls the kernels it has replaced."""
+    """The operators `_aten_*`, by which override.cpp calls the kernels it has replaced."""
     keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def call(kernel: Any, *args: Any) -> tuple[Any, ...]:
@@ -142,7 +142,7 @@ def _register_replaced(key: str) -> Library:
         *tensors, needs_dx, needs_dweight, needs_dbias = args
         return call(_replaced[key][1], *tensors, [needs_dx, needs_dweight, needs_dbias])
 
-    library = Library("fused_layernorm", "FRAGMENT")
+    library = Library(load.NAMESPACE, "FRAGMENT")
     with warnings.catch_warnings():
         # PyTorch warns of the first kernel in a process that takes the place of another. Taking the
         # place of aten's is what the user asked for, so let that first one be these, unseen.

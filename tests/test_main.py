@@ -1,5 +1,6 @@
 """`python -m fused_layernorm`: what it says, and which devices it finds the binary good for."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 import fused_layernorm
-from fused_layernorm.__main__ import compiled_archs, coverage, in_words
+from fused_layernorm import override
+from fused_layernorm.__main__ import compiled_archs, coverage, facts, in_words, main, report
 
 FULL = ["75", "80", "90", "100+PTX"]
 
@@ -24,6 +26,49 @@ def test_prints_what_is_installed():
     assert lines["compiled with"] == (
         "no CUDA" if build_info == "cpu only" else build_info.split(";")[0]
     )
+
+
+def test_json_says_the_same():
+    command = [sys.executable, "-m", "fused_layernorm", "--json"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found == facts()
+    assert found["torch"] == torch.__version__
+    assert found["override_aten"] is False
+    assert len(found["devices"]) == torch.cuda.device_count()
+    build_info = torch.ops.fused_layernorm._build_info()
+    if build_info == "cpu only":
+        assert found["compiled_with_cuda"] is None
+        assert found["compiled_for"] == []
+    else:
+        assert build_info.startswith(f"cuda {found['compiled_with_cuda']}")
+        assert build_info.endswith(f"; archs {' '.join(found['compiled_for'])}")
+
+
+def test_json_sees_the_override(monkeypatch, capsys):
+    monkeypatch.setitem(override._in_force, "CUDA", 1)
+    main(["--json"])
+    assert json.loads(capsys.readouterr().out)["override_aten"] is True
+
+
+@pytest.mark.parametrize(
+    ("archs", "runs", "expected"),
+    [
+        (["90"], ["runs the kernels for 9.0"], "in, and used for CUDA tensors"),
+        (["90"], ["runs the kernels for 9.0", None], "in, and used for CUDA tensors"),
+        (["90"], [None], "in, but no device here runs them"),
+        (["90"], [], "in, but no device here runs them"),
+        ([], [None], "not in this build; CUDA tensors take PyTorch's own operators, slower"),
+    ],
+)
+def test_report_says_whether_kernels_are_used(archs, runs, expected):
+    devices = [{"name": "GPU", "capability": "9.0", "runs": what} for what in runs]
+    used = any(runs)
+    lines = dict(
+        report(facts() | {"compiled_for": archs, "devices": devices, "kernels_used": used})
+    )
+    assert lines["CUDA kernels"] == expected
+    for index, what in enumerate(runs):
+        assert lines[f"device {index}"] == (f"GPU, capability 9.0: {what or 'no kernels for it'}")
 
 
 def test_build_info_is_read():

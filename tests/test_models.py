@@ -5,9 +5,8 @@ The models are not changed for it: `swap_layer_norm` changes the class of their 
 """
 
 import copy
-import re
-import sys
 
+import mended_torchvision  # noqa: F401  (before transformers and timm import it)
 import pytest
 import torch
 from torch import nn
@@ -20,34 +19,6 @@ HAS_KERNELS = (
     torch.ops.fused_layernorm._build_info() != "cpu only" and torch.backends.cuda.is_built()
 )
 STEPS = 3
-
-
-def mend_torchvision():
-    """Let a torchvision be imported whose binary was built for another PyTorch than this one.
-
-    transformers and timm import it, and fail where it fails: for lack of its own operators, of
-    which these models use none. Each that it misses is declared, until it imports.
-    """
-    library = None
-    while True:
-        try:
-            import torchvision  # noqa: F401
-
-            return library
-        except ImportError:
-            return None
-        except RuntimeError as error:
-            missing = re.search(r"operator torchvision::(\w+) does not exist", str(error))
-            if missing is None:
-                raise
-            library = library or torch.library.Library("torchvision", "FRAGMENT")
-            library.define(f"{missing[1]}(Tensor x) -> Tensor")
-            for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
-                del sys.modules[name]
-
-
-MENDED = mend_torchvision()  # kept, for its declarations last as long
-
 
 # ---- The models: each gives (model, loss of the model).
 

@@ -16,6 +16,7 @@
 #include <mutex>
 #include <vector>
 
+#include "bindings/namespace.h"
 #include "layernorm.h"
 
 // Weak: a torch without CUDA has no such function, and the library must load there too.
@@ -565,7 +566,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
 
 }  // namespace fused_layernorm
 
-STABLE_TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CUDA, m) {
   m.impl("layer_norm", TORCH_BOX(&fused_layernorm::layer_norm));
   m.impl("layer_norm_forward", TORCH_BOX(&fused_layernorm::layer_norm_forward));
   m.impl("add_layer_norm", TORCH_BOX(&fused_layernorm::add_layer_norm));

@@ -28,6 +28,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/namespace.h"
 #ifdef FUSED_LAYERNORM_CUDA
 #include "bindings/ops_cuda.h"
 #endif
@@ -182,7 +183,7 @@ Three our_forward(const Tensor& x, int64_t ndim, const std::optional<Tensor>& we
   std::array<StableIValue, 8> stack{from(x),    from(ndim),        from(weight),
                                     from(bias), from(eps),         from(std::nullopt),
                                     from(1.0),  from(std::nullopt)};
-  call("fused_layernorm::layer_norm_forward", stack);
+  call(FUSED_LAYERNORM_OPERATOR("layer_norm_forward"), stack);
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
 }
 
@@ -197,7 +198,7 @@ Three our_backward(const Tensor& dy, const Tensor& x, int64_t ndim, const Tensor
       from(rstd),         from(weight), from(bias),     from(std::nullopt),
       from(std::nullopt), from(1.0),    from(needs_dx), from(needs_dweight),
       from(needs_dbias)};
-  call("fused_layernorm::layer_norm_backward", stack);
+  call(FUSED_LAYERNORM_OPERATOR("layer_norm_backward"), stack);
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
 }
 
@@ -234,7 +235,7 @@ Three native_layer_norm(const Tensor& x, const Shape& shape, const std::optional
     }
   }
   std::array<StableIValue, 5> stack{from(x), from(shape), from(weight), from(bias), from(eps)};
-  return call_replaced("fused_layernorm::_aten_native_layer_norm", stack);
+  return call_replaced(FUSED_LAYERNORM_OPERATOR("_aten_native_layer_norm"), stack);
 }
 
 template <DeviceType device>
@@ -266,7 +267,7 @@ Three native_layer_norm_backward(const Tensor& dy, const Tensor& x, const Shape&
   std::array<StableIValue, 10> stack{
       from(dy),     from(x),    from(shape),    from(mean),          from(rstd),
       from(weight), from(bias), from(needs_dx), from(needs_dweight), from(needs_dbias)};
-  return call_replaced("fused_layernorm::_aten_native_layer_norm_backward", stack);
+  return call_replaced(FUSED_LAYERNORM_OPERATOR("_aten_native_layer_norm_backward"), stack);
 }
 
 template <DeviceType device>
@@ -335,7 +336,7 @@ int64_t override_calls(std::string key) { return find_override(key).left; }
 }  // namespace
 }  // namespace fused_layernorm
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fused_layernorm, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
   m.def("_begin_override(str key, int pause_us) -> ()");
   m.def("_end_override(str key, int pause_us) -> ()");
   m.def("_override_calls(str key) -> int");
@@ -349,7 +350,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_layernorm, m) {
       "bool needs_dbias) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fused_layernorm, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_begin_override", TORCH_BOX(&fused_layernorm::begin_override));
   m.impl("_end_override", TORCH_BOX(&fused_layernorm::end_override));
   m.impl("_override_calls", TORCH_BOX(&fused_layernorm::override_calls));

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings/namespace.h"
 #include "plan/plan.h"
 
 namespace fused_layernorm {
@@ -77,7 +78,7 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
 }  // namespace
 }  // namespace fused_layernorm
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fused_layernorm, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
   // `has_epilogue` is whether there is an activation or a scale that is not 1, `residual` in
   // backward a gradient beside dx, `needs_dparams` whether dweight or dbias is asked for. The
   // device is an H100 unless said otherwise; its capability is 10 * major + minor.
@@ -90,7 +91,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_layernorm, m) {
   m.def("_force(str? options) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fused_layernorm, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_plan", TORCH_BOX(&fused_layernorm::describe_plan));
   m.impl("_force", TORCH_BOX(&fused_layernorm::force_plan));
 }

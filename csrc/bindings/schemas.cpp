@@ -2,13 +2,15 @@
 //
 // The operators take a normalized shape as the number of trailing dimensions (`normalized_ndim`):
 // the sizes themselves are the input's, so a symbolic shape stays symbolic. Their implementations
-// stand in ops_cuda.cpp (CUDA) and in fused_layernorm/_ops.py (the composite for every other
+// stand in ops_cuda.cpp (CUDA) and in fused_layernorm/ops (the composite for every other
 // device, the fake implementations and the autograd formulas).
 
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 
 #include <string>
+
+#include "bindings/namespace.h"
 
 namespace fused_layernorm {
 namespace {
@@ -24,7 +26,7 @@ std::string build_info() {
 }  // namespace
 }  // namespace fused_layernorm
 
-STABLE_TORCH_LIBRARY(fused_layernorm, m) {
+STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
   // y = activation(norm(input) * weight + bias) * scale; nothing but y is written.
   m.def(
       "layer_norm(Tensor input, int normalized_ndim, Tensor? weight, Tensor? bias, float eps, "
@@ -55,7 +57,7 @@ STABLE_TORCH_LIBRARY(fused_layernorm, m) {
   m.def("_build_info() -> str");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fused_layernorm, CompositeExplicitAutograd, m) {
+STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_build_info", TORCH_BOX(&fused_layernorm::build_info));
 }
 

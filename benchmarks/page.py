@@ -1,0 +1,436 @@
+"""The documentation's benchmark page and its plots, from a results file.
+
+python -m benchmarks.page [RESULTS.json]    writes docs/benchmarks.md and docs/plots/
+python -m benchmarks.page --check           fails if they are not of the results file
+
+The README's picture and block are those of benchmarks.plot and benchmarks.report.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.plot import newest
+
+PAGE = results.ROOT / "docs" / "benchmarks.md"
+PLOTS = results.ROOT / "docs" / "plots"
+SMALLEST = 16 << 20  # smaller tensors are bound by the launch, not by memory
+SHORT_OF_COPY = 0.9  # below this share of copy speed a case is listed as falling short
+FEWEST_POINTS = 3  # that make a curve
+
+TITLES = {
+    "forward": "Forward",
+    "backward": "Backward",
+    "add_forward": "Residual addition and LayerNorm, forward",
+    "add_backward": "Residual addition and LayerNorm, backward",
+    "gelu_forward": "LayerNorm and GELU, forward",
+    "silu_forward": "LayerNorm and SiLU, forward",
+    "gelu_scale_forward": "LayerNorm, GELU and a scale, forward",
+    "gelu_scale_backward": "LayerNorm, GELU and a scale, backward",
+}
+OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; others are peers
+
+# A curve of a plot: (key of a row, label, style).
+LINES = (
+    ("copy_us", "copy speed", {"color": "0.6", "linestyle": "--", "linewidth": 1.5}),
+    ("ours_us", "fused_layernorm", {"color": "#0b6e4f", "marker": "o", "linewidth": 2.2}),
+    ("compile_us", "torch.compile", {"color": "#e08e0b", "marker": "s", "linewidth": 1.4}),
+    ("eager_us", "PyTorch eager", {"color": "#b3392f", "marker": "^", "linewidth": 1.4}),
+)
+
+Row = dict[str, Any]
+
+
+def types_of(row: Row) -> str:
+    """The dtypes of a row in words: "bfloat16", "bfloat16, weights float32, y float32"."""
+    words = [row["dtype"]]
+    if row.get("weight_dtype"):
+        words.append(f"weights {row['weight_dtype']}")
+    if row.get("out_dtype"):
+        words.append(f"y {row['out_dtype']}")
+    return ", ".join(words)
+
+
+def share(row: Row) -> float | None:
+    """Achieved bandwidth over copy speed."""
+    if "ours_us" not in row or "copy_us" not in row:
+        return None
+    return results.case_of(row).ratio(row["ours_us"], row["copy_us"])
+
+
+# --- plots ----------------------------------------------------------------------------------------
+
+
+def largest_by_cols(rows: Iterable[Row], op: str, types: str) -> list[Row]:
+    """The rows of one operator and of one combination of dtypes, by columns.
+
+    Of several with the same columns it is the one of the largest tensor.
+    """
+    largest: dict[int, Row] = {}
+    for row in sorted(rows, key=lambda row: results.case_of(row).tensor_bytes):
+        enough = results.case_of(row).tensor_bytes >= SMALLEST
+        if row["op"] == op and types_of(row) == types and enough:
+            largest[row["cols"]] = row
+    return [row for _, row in sorted(largest.items())]
+
+
+def curve(rows: Iterable[Row], key: str) -> tuple[list[int], list[float]]:
+    """Columns and TB/s of one line of a plot."""
+    cols, speeds = [], []
+    for row in rows:
+        if row.get(key) is None:
+            continue
+        moved = 2 * results.case_of(row).tensor_bytes if key == "copy_us" else row["bytes"]
+        cols.append(row["cols"])
+        speeds.append(moved / row[key] / 1e6)
+    return cols, speeds
+
+
+def plotted_types(rows: Iterable[Row]) -> list[str]:
+    """The combinations of dtypes that have enough rows for a curve, in the file's order."""
+    rows = list(rows)
+    return [
+        types
+        for types in dict.fromkeys(map(types_of, rows))
+        if len(largest_by_cols(rows, "forward", types)) >= FEWEST_POINTS
+    ]
+
+
+def plot_path(types: str) -> Path:
+    return PLOTS / f"bandwidth-{types.replace(', ', '-').replace(' ', '-')}.svg"
+
+
+def stamp(report: dict[str, Any]) -> str:
+    """What a plot carries inside, to be known as that of a results file."""
+    return f"{report['device']} {report['date']} {report['csrc_sha256']}"
+
+
+def plot(report: dict[str, Any], types: str) -> None:
+    """Achieved bandwidth against columns, of one combination of dtypes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    # No date and no random names in the file: drawing again changes nothing.
+    matplotlib.rcParams["svg.hashsalt"] = "fused_layernorm"
+    matplotlib.rcParams["svg.fonttype"] = "none"  # letters stay letters
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    for axis, op in zip(axes, ("forward", "backward"), strict=True):
+        rows = largest_by_cols(report["rows"], op, types)
+        for key, label, style in LINES:
+            cols, speeds = curve(rows, key)
+            if cols:
+                axis.plot(cols, speeds, label=label, markersize=4.5, **style)
+        axis.set_xscale("log", base=2)
+        ticks = [64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304]
+        axis.set_xticks(ticks, ["64", "256", "1K", "4K", "16K", "64K", "256K", "1M", "4M"])
+        axis.minorticks_off()
+        axis.set_title(op)
+        axis.set_xlabel("columns (elements of a row)")
+        axis.grid(True, color="0.92")
+        axis.set_axisbelow(True)
+    axes[0].set_ylabel("achieved bandwidth, TB/s")
+    axes[0].set_ylim(bottom=0)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
+    figure.suptitle(f"LayerNorm on one {report['device']}, {types}", fontsize=11)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    path = plot_path(types)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None, "Description": stamp(report)})
+    plt.close(figure)
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def table(header: list[str], rows: Iterable[list[str]], left: int) -> list[str]:
+    """A Markdown table whose first `left` columns are text and the others numbers."""
+    rule = "|".join("-" if i < left else "-:" for i in range(len(header)))
+    lines = [f"| {' | '.join(header)} |", f"|{rule}|"]
+    return [*lines, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def title(op: str) -> str:
+    return TITLES.get(op, op)
+
+
+def us(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def times(other: float | None, ours: float | None) -> str:
+    return "-" if other is None or ours is None else f"{other / ours:.2f}x"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f}%"
+
+
+def size(row: Row) -> str:
+    return f"{row['rows']:,} x {row['cols']:,}"
+
+
+def measured(report: dict[str, Any]) -> list[str]:
+    return [
+        "# Benchmarks",
+        "",
+        f"One {report['device']}, driver {report['driver']}, torch {report['torch']}, Python "
+        f"{report['python']}, {report['date'][:10]}. The sources measured have the "
+        f"`csrc_sha256` {report['csrc_sha256'][:16]}...; `python -m benchmarks.report` says "
+        "whether they are those you have. This page is made from the results file by "
+        "`python -m benchmarks.page`.",
+        "",
+        "Times are times on the device, in microseconds: the median over replays of a CUDA graph "
+        "that works through distinct random inputs which together are larger than the L2 cache. "
+        "*Of copy speed* is the least number of bytes that the operator must move, over its time, "
+        "as a share of what an elementwise copy of the same tensor reaches in the same run: at "
+        "100% nothing can be faster, except for a tensor so small that the launch is most of its "
+        "time. *x eager* and *x compile* say how many times the time of "
+        "PyTorch's own operators, and of `torch.compile`, ours is.",
+        "",
+    ]
+
+
+def plots(report: dict[str, Any]) -> list[str]:
+    lines = [
+        "## Bandwidth",
+        "",
+        f"Tensors of {SMALLEST >> 20} MB and more; of several with the same columns the largest. "
+        "A curve is of one dtype.",
+        "",
+    ]
+    for types in plotted_types(report["rows"]):
+        path = plot_path(types).relative_to(PAGE.parent).as_posix()
+        lines += [f"![Bandwidth against columns, {types}]({path})", ""]
+    return lines
+
+
+def cases(report: dict[str, Any]) -> list[str]:
+    lines = ["## Every case", ""]
+    for op in dict.fromkeys(row["op"] for row in report["rows"]):
+        rows = [row for row in report["rows"] if row["op"] == op and "ours_us" in row]
+        peers = {key for row in rows for key in row if key.endswith("_us")} - set(OWN_KEYS)
+        others = ["eager_us", "compile_us", *sorted(peers)]
+        header = ["rows x columns", "dtype", "copy", "ours", "of copy speed"]
+        header += [f"x {key.removesuffix('_us')}" for key in others]
+        body = [
+            [
+                size(row),
+                types_of(row),
+                us(row.get("copy_us")),
+                us(row["ours_us"]),
+                percent(share(row)),
+                *(times(row.get(key), row["ours_us"]) for key in others),
+            ]
+            for row in rows
+        ]
+        lines += [f"### {title(op)}", "", *table(header, body, left=2), ""]
+    return lines
+
+
+def falls_short(report: dict[str, Any]) -> list[str]:
+    """The cases below a share of copy speed, and those that something else beats."""
+
+    def name(row: Row) -> list[str]:
+        return [title(row["op"]), size(row), types_of(row)]
+
+    large = [row for row in report["rows"] if results.case_of(row).tensor_bytes >= SMALLEST]
+    slow = [
+        (part, row)
+        for row in large
+        if (part := share(row)) is not None and round(part, 2) < SHORT_OF_COPY
+    ]
+    body = [[*name(row), percent(part)] for part, row in sorted(slow, key=lambda pair: pair[0])]
+    header = ["operator", "rows x columns", "dtype"]
+    lines = [
+        "## What falls short",
+        "",
+        f"Tensors of {SMALLEST >> 20} MB and more below {SHORT_OF_COPY:.0%} of copy speed, the "
+        "furthest first. The [tuning log](tuning-log.md) says what bounds each.",
+        "",
+        *(table([*header, "of copy speed"], body, left=3) if body else ["None."]),
+        "",
+    ]
+    beaten = [
+        (row[key] / row["ours_us"], key, row)
+        for row in report["rows"]
+        for key in row
+        if key.endswith("_us") and key not in ("copy_us", "ours_us") and "ours_us" in row
+        if row[key] is not None and row[key] < row["ours_us"]
+    ]
+    body = [
+        [*name(row), key.removesuffix("_us"), us(row["ours_us"]), us(row[key]), f"{ratio:.2f}x"]
+        for ratio, key, row in sorted(beaten, key=lambda entry: entry[0])
+    ]
+    lines += [
+        "Cases in which something else is faster:",
+        "",
+        *(
+            table([*header, "what", "ours", "its time", "its part of ours"], body, left=4)
+            if body
+            else ["None."]
+        ),
+        "",
+    ]
+    sweep = report.get("sweep")
+    if sweep:
+        body = [
+            [
+                *name(row),
+                us(row["ours_us"]),
+                us(row["eager_us"]),
+                times(row["eager_us"], row["ours_us"]),
+            ]
+            for row in sweep["worst"]
+        ]
+        lines += [
+            f"Of {sweep['points']:,} shapes timed against eager PyTorch, forward and backward, "
+            f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower. The "
+            "least gain:",
+            "",
+            *table([*header, "ours", "eager", "x eager"], body, left=3),
+            "",
+        ]
+    return lines
+
+
+WAYS = {
+    "no_grad": "forward without gradients",
+    "grad": "forward with gradients",
+    "autocast": "forward with gradients under autocast",
+}
+
+
+def compared(entry: dict[str, Any], name: str, base: str) -> str:
+    """A value of an entry, and in brackets its ratio to another one's."""
+    if entry.get(name) is None:
+        return "-"
+    said = us(entry[name])
+    other = entry.get(base)
+    return f"{said} ({entry[name] / other:.2f})" if other and name != base else said
+
+
+def host(report: dict[str, Any]) -> list[str]:
+    """What a call costs the host, and the wall time of a module's training step."""
+    lines = []
+    names = ("eager_us", "ours_us", "override_us")
+    header = ["nn.LayerNorm", "FusedLayerNorm", "override_aten()"]
+    if calls := report.get("call_overhead"):
+        body = [
+            [
+                WAYS.get(way, way.replace("_", " ")),
+                *(compared(entry, name, "eager_us") for name in names),
+            ]
+            for way, entry in calls.items()
+        ]
+        lines += [
+            "## Host time",
+            "",
+            "What a call on a tiny tensor costs the host: microseconds a layer, in brackets as a "
+            "ratio to nn.LayerNorm.",
+            "",
+            *table(["a layer", *header], body, left=1),
+            "",
+        ]
+    if steps := report.get("training_step"):
+        body = [
+            [entry["name"], *(compared(entry, name, "eager_us") for name in names[:2])]
+            for entry in steps
+        ]
+        lines += [
+            "## Forward and backward of the module",
+            "",
+            "Wall time in microseconds, in brackets as a ratio to nn.LayerNorm.",
+            "",
+            *table(["a step", *header[:2]], body, left=1),
+            "",
+        ]
+    return lines
+
+
+VARIANTS = {
+    "eager": "stock",
+    "swap": "swapped",
+    "override": "override_aten()",
+    "compiled": "compiled",
+    "swap_compiled": "swapped and compiled",
+}
+
+
+def models(report: dict[str, Any]) -> list[str]:
+    """One line for each variant of a model."""
+    rows = [row for row in report.get("models", {}).get("rows", []) if "variant" in row]
+    if not rows:
+        return []
+    stock = {(row["model"], row["mode"]): row for row in rows if row["variant"] == "eager"}
+    body = []
+    for row in rows:
+        base = stock.get((row["model"], row["mode"]), {}) if row["variant"] != "eager" else {}
+        cells = [
+            compared({"this": row.get(key), "stock": base.get(key)}, "this", "stock")
+            for key in ("wall_ms", "device_ms", "layer_norm_ms")
+        ]
+        variant = VARIANTS.get(row["variant"], row["variant"])
+        body.append([row["model"], row["mode"], variant, *cells])
+    header = ["model", "mode", "variant", "wall", "device", "of it LayerNorm"]
+    return [
+        "## Whole models",
+        "",
+        "Milliseconds a step, in brackets as a ratio to the stock model in eager mode: the wall "
+        "time, which on a shared host says little, and the time of all kernels on the device.",
+        "",
+        *table(header, body, left=3),
+        "",
+    ]
+
+
+def page(report: dict[str, Any]) -> str:
+    parts: tuple[Callable[[dict[str, Any]], list[str]], ...]
+    parts = (measured, plots, falls_short, cases, host, models)
+    lines = [line for part in parts for line in part(report)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def outdated(report: dict[str, Any]) -> list[str]:
+    """What of the page and its plots is not that of the report, one line for each."""
+    found = []
+    if not PAGE.exists() or PAGE.read_text() != page(report):
+        found.append(f"{PAGE.name} is not what the results file gives")
+    wanted = {plot_path(types) for types in plotted_types(report["rows"])}
+    for path in sorted(wanted | set(PLOTS.glob("*.svg"))):
+        if path not in wanted:
+            found.append(f"{path.name} is no plot of the results file")
+        elif not path.exists() or stamp(report) not in path.read_text():
+            found.append(f"{path.name} is not of the results file")
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("results", nargs="?", type=Path)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args(argv)
+    report = results.read(arguments.results or newest())
+    if arguments.check:
+        if found := outdated(report):
+            raise SystemExit("\n".join([*found, "run python -m benchmarks.page"]))
+        return
+    for path in PLOTS.glob("*.svg"):
+        path.unlink()
+    for types in plotted_types(report["rows"]):
+        plot(report, types)
+    PAGE.write_text(page(report))
+    print(f"written: {PAGE} and {PLOTS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""The layout of ci/hf_kernels.py: what Hugging Face's `kernels` demands, and models through it.
+
+It is built here without CUDA kernels, whatever this machine has: the loader is the same. The test
+with the marker `gpu` builds it with them.
+"""
+
+import ast
+import copy
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mended_torchvision  # noqa: F401  (transformers imports it)
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import fused_layernorm
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "ci" / "hf_kernels.py"
+if not SCRIPT.exists():
+    pytest.skip("no sources beside these tests", allow_module_level=True)
+kernels = pytest.importorskip("kernels", reason="Hugging Face's kernels is not installed")
+
+
+def build(out, **environment):
+    subprocess.run(
+        [sys.executable, str(SCRIPT), str(out)],
+        check=True,
+        env=os.environ | environment,
+        stdout=subprocess.DEVNULL,
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("hub"), FUSED_LAYERNORM_CPU_ONLY="1")
+
+
+@pytest.fixture(scope="module")
+def variant(layout):
+    (variant,) = (layout / "build").iterdir()
+    return variant
+
+
+@pytest.fixture(scope="module")
+def kernel(layout):
+    return kernels.get_local_kernel(layout, backend="cpu")
+
+
+@pytest.fixture
+def mapped(monkeypatch):
+    """nn.LayerNorm is mapped to a layer of a layout while the test runs."""
+
+    def is_stock(module):
+        return type(module) is nn.LayerNorm
+
+    for name in ("kernel_layer_name", "kernel_condition"):
+        monkeypatch.setattr(nn.LayerNorm, name, None, raising=False)
+    kernels.replace_kernel_forward_from_hub(nn.LayerNorm, "LayerNorm", condition=is_stock)
+
+    def kernelize(model, path, device):
+        repository = kernels.LocalLayerRepository(path, layer_name="LayerNorm")
+        with kernels.use_kernel_mapping({"LayerNorm": {device: repository}}, inherit_mapping=False):
+            mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
+            # Without a fallback, whatever is amiss with the layer raises.
+            return kernels.kernelize(model, mode=mode, device=device, use_fallback=False)
+
+    return kernelize
+
+
+# --- what the loader demands ----------------------------------------------------------------------
+
+
+def test_variant_is_one_that_the_loader_takes(variant):
+    from kernels.variants import VariantAccepted, parse_variant, resolve_variant
+
+    assert variant.name.startswith("torch-stable-abi210-cpu-")
+    parsed = parse_variant(variant.name)
+    chosen, trace = resolve_variant([parsed], "cpu")
+    assert chosen == parsed
+    assert isinstance(trace[0], VariantAccepted)
+
+
+@pytest.fixture(scope="module")
+def hf_kernels():
+    spec = importlib.util.spec_from_file_location("hf_kernels", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("compiled_with", "torch_cuda", "taken"),
+    [
+        ("12.9", "12.6", "cu126"),
+        ("12.9", "12.8", "cu126"),
+        ("12.9", "13.0", "cu130"),
+        ("13.0", "13.0", "cu130"),
+        ("13.2", "13.0", "cu130"),
+        ("13.0", "12.8", None),  # whose driver may be too old for the binary's runtime
+    ],
+)
+def test_variants_serve_torch_builds(hf_kernels, compiled_with, torch_cuda, taken):
+    from kernels.backends import CUDA
+    from kernels.variants import _resolve_variant_for_system, parse_variant
+    from packaging.version import Version
+
+    accepted, _ = _resolve_variant_for_system(
+        variants=[parse_variant(name) for name in hf_kernels.variants_of(compiled_with)],
+        selected_backend=CUDA(version=Version(torch_cuda)),
+        cpu=platform.machine(),
+        os=platform.system().lower(),
+        torch_version=Version("2.13"),
+        torch_cxx11_abi=True,
+        tvm_ffi_version=None,
+    )
+    names = [variant.variant_str for variant in accepted]
+    assert [name.split("-")[3] for name in names] == ([taken] if taken else [])
+
+
+def test_metadata_with_kernels(hf_kernels, tmp_path):
+    from kernels._rust import Metadata
+
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    hf_kernels.lay_out(tmp_path / "package", tmp_path / "variant", "_x", ["75", "90", "120+PTX"])
+    backend = Metadata.read_from_file(tmp_path / "variant" / "metadata.json").backend
+    assert "cuda" in repr(backend).lower()
+    assert backend.archs == ["7.5", "9.0", "12.0+PTX"]
+
+
+def test_metadata(variant):
+    from kernels._rust import Digest, DigestAlgorithm, Metadata
+
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    assert metadata.name.python_name == "fused_layernorm"
+    assert metadata.id.isidentifier()
+    assert metadata.version == 0
+    assert metadata.license == "Apache-2.0"
+    assert metadata.python_depends == []
+    # The files that the digest names are those that are there, and no other.
+    metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+
+
+def test_operators_are_in_a_namespace_of_their_own(kernel, variant):
+    identifier = json.loads((variant / "metadata.json").read_text())["id"]
+    assert kernel.__name__ == identifier
+    ours = getattr(torch.ops, identifier)
+    assert ours.layer_norm.default is not torch.ops.fused_layernorm.layer_norm.default
+    assert ours._build_info() == "cpu only"
+    # Both builds are loaded, and each calls its own operators.
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    expected = torch.nn.functional.layer_norm(x, (8,), weight)
+    with torch.profiler.profile() as profile:
+        assert_close(kernel.layer_norm(x, weight), expected)
+    called = {event.name for event in profile.events()}
+    assert f"{identifier}::layer_norm" in called
+    assert not any(name.startswith("fused_layernorm::") for name in called)
+    with torch.profiler.profile() as profile:
+        assert_close(fused_layernorm.layer_norm(x, weight), expected)
+    called = {event.name for event in profile.events()}
+    assert "fused_layernorm::layer_norm" in called
+    assert not any(name.startswith(identifier) for name in called)
+
+
+def test_needs_nothing_but_itself_torch_and_python(variant):
+    """The loader gives the package a name of its own: what it imports of itself is relative."""
+    paths = list(variant.rglob("*.py"))
+    assert len(paths) > 10
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str | None] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            for name in names:
+                assert name is not None
+                top = name.split(".")[0]
+                assert top == "torch" or top in sys.stdlib_module_names, f"{path}: {name}"
+
+
+def test_sources_name_the_namespace_once():
+    """Whatever names it again is in the way of a second build in one process."""
+    again = re.compile(
+        r'LIBRARY\w*\(fused_layernorm|IMPL, "fused_layernorm"|Library\("fused_layernorm"|'
+        r'"fused_layernorm::|ops\.fused_layernorm|NAMESPACE = "fused_layernorm"'
+    )
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for folder, pattern in (("csrc", "*.[ch]*"), ("fused_layernorm", "*.py"))
+        for path in (ROOT / folder).rglob(pattern)
+        for line in path.read_text().splitlines()
+        if again.search(line) and not line.strip().startswith(("//", "#"))
+    ]
+    assert found == ['fused_layernorm/ops/load.py: NAMESPACE = "fused_layernorm"']
+
+
+def test_works_without_the_package(layout, tmp_path):
+    """In a process that cannot import fused_layernorm, from a folder that is not the sources."""
+    program = f"""
+import sys
+from pathlib import Path
+import kernels
+import torch
+kernel = kernels.get_local_kernel(Path({str(layout)!r}), backend="cpu")
+x = torch.randn(3, 8, requires_grad=True)
+y = kernel.layer_norm(x, normalized_shape=8)
+assert torch.allclose(y, torch.nn.functional.layer_norm(x, (8,)), atol=1e-6)
+y.sum().backward()
+assert "fused_layernorm" not in sys.modules
+"""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=env)
+
+
+def test_folder_of_the_name_is_the_same_kernel(kernel, variant):
+    spec = importlib.util.spec_from_file_location(
+        "fused_layernorm_by_folder", variant / "fused_layernorm" / "__init__.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.layer_norm is kernel.layer_norm
+    assert module.layers is kernel.layers
+
+
+def test_layer_is_pure(kernel):
+    layer = kernel.layers.LayerNorm
+    assert issubclass(layer, nn.Module)
+    assert layer.__init__ is nn.Module.__init__
+    own = {name for name in vars(layer) if not name.startswith("__")}
+    assert own == {"forward", "has_backward", "can_torch_compile"}
+    assert layer.has_backward is True
+    assert layer.can_torch_compile is True
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def bert():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    ids = torch.randint(50, (2, 11))
+    return transformers.BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
+
+
+def vit():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        image_size=16,
+        patch_size=4,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=5,
+    )
+    inputs = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 3])}
+    return transformers.ViTForImageClassification(config), inputs
+
+
+def check_model(make, mapped, path, device):
+    stock, inputs = make()
+    stock.to(device)
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    fused = mapped(copy.deepcopy(stock), path, device)
+    norms = [module for module in fused.modules() if type(module) is nn.LayerNorm]
+    assert len(norms) >= 5
+    namespaces = {vars(norm)["forward"].__func__.__module__ for norm in norms}
+    (namespace,) = namespaces
+    assert namespace.endswith(".layers")
+    assert not namespace.startswith("fused_layernorm.")
+
+    with torch.profiler.profile() as profile:
+        loss = fused(**inputs).loss
+        loss.backward()
+    called = [event.name for event in profile.events()]
+    operators = namespace.removesuffix(".layers")
+    assert called.count(f"{operators}::layer_norm") == len(norms)
+    assert called.count(f"{operators}::layer_norm_backward") == len(norms)
+
+    stock_loss = stock(**inputs).loss
+    stock_loss.backward()
+    assert_close(loss, stock_loss, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(fused.parameters(), stock.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [bert, vit])
+def test_models(make, mapped, variant):
+    # The variant itself, so that a torch with CUDA takes it too.
+    check_model(make, mapped, variant, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [bert, vit])
+def test_models_on_the_gpu(make, mapped, tmp_path):
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST", capability)
+    check_model(make, mapped, build(tmp_path, TORCH_CUDA_ARCH_LIST=archs), "cuda")
+
+
+def test_compiles_without_graph_breaks(mapped, variant):
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())
+    x = torch.randn(3, 8)
+    expected = model(x)
+    compiled = torch.compile(mapped(model, variant, "cpu"), fullgraph=True, backend="aot_eager")
+    assert_close(compiled(x), expected)
+    compiled(x).sum().backward()
+    assert model[1].weight.grad is not None
+
+
+def test_subclasses_keep_their_forward(mapped, variant):
+    """A subclass may compute something else, and the condition leaves it alone."""
+
+    class Doubled(nn.LayerNorm):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = mapped(nn.Sequential(Doubled(8), nn.LayerNorm(8)), variant, "cpu")
+    assert "forward" not in model[0].__dict__
+    assert "forward" in model[1].__dict__

@@ -1,0 +1,265 @@
+"""fused_layernorm.megatron: the interface of Megatron-LM's norm slots, and Megatron-LM itself.
+
+The slots' interface is stated here by a stand-in, so that it is tested without Megatron: what
+builds a norm, what reads its parameters' marks, what frees its result. Where megatron-core is
+installed, one of its transformer layers is built and run with our norms in its slots.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.testing import assert_close
+
+import fused_layernorm
+from fused_layernorm import reference
+from fused_layernorm.megatron import FusedLayerNorm
+
+HIDDEN = 48
+
+
+@dataclass
+class Config:
+    """The fields of Megatron's TransformerConfig that a norm may read."""
+
+    hidden_size: int = HIDDEN
+    layernorm_epsilon: float = 1e-5
+    normalization: str = "LayerNorm"
+    layernorm_zero_centered_gamma: bool = False
+    sequence_parallel: bool = False
+    persist_layer_norm: bool = True
+    memory_efficient_layer_norm: bool = False
+
+
+def build(config, norm=FusedLayerNorm):
+    """A slot builds its norm by these three keywords."""
+    return norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+
+def randomize(norm):
+    with torch.no_grad():
+        norm.weight.normal_(0 if norm.zero_centered_gamma else 1, 0.3)
+        norm.bias.normal_(0, 0.3)
+    return norm
+
+
+def test_is_a_layer_norm_of_the_package():
+    norm = build(Config())
+    assert isinstance(norm, fused_layernorm.FusedLayerNorm)
+    assert isinstance(norm, nn.LayerNorm)
+    assert set(norm.state_dict()) == {"weight", "bias"}
+    assert fused_layernorm.swap_layer_norm(nn.Sequential(norm))[0] is norm
+    assert type(norm) is FusedLayerNorm
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_begins_as_a_norm_that_changes_nothing(device, zero_centered):
+    norm = build(Config(layernorm_zero_centered_gamma=zero_centered)).to(device)
+    x = torch.randn(7, 2, HIDDEN, device=device)
+    assert_close(norm(x), nn.functional.layer_norm(x, (HIDDEN,)))
+    assert norm.weight.eq(0 if zero_centered else 1).all()
+    assert ("zero_centered_gamma" in repr(norm)) == zero_centered
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_result_and_gradients(device, dtype, zero_centered):
+    norm = randomize(build(Config(layernorm_zero_centered_gamma=zero_centered)))
+    norm.to(device, dtype)
+    x = torch.randn(7, 2, HIDDEN, device=device, dtype=dtype, requires_grad=True)
+    dy = torch.randn_like(x)
+    y = norm(x)
+    y.backward(dy)
+
+    wide_x, wide_dy = x.detach().double(), dy.double()
+    weight = norm.weight.detach().double() + zero_centered
+    bias = norm.bias.detach().double()
+    expected = reference.layer_norm(wide_x, 1, weight, bias, norm.eps).y
+    dx, dweight, dbias = reference.layer_norm_backward(wide_dy, wide_x, 1, weight, bias, norm.eps)
+    assert_close(y, expected.to(dtype))
+    assert_close(x.grad, dx.to(dtype))
+    assert_close(norm.weight.grad, dweight.to(dtype))
+    assert_close(norm.bias.grad, dbias.to(dtype))
+
+
+def test_zero_centered_weight_of_half_precision_keeps_its_digits(device):
+    """1 + 2**-12 is 1 in bfloat16, so the sum must not be taken there."""
+    norm = build(Config(layernorm_zero_centered_gamma=True)).to(device, torch.bfloat16)
+    with torch.no_grad():
+        norm.weight.fill_(2.0**-12)
+    x = torch.randn(64, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    y = norm(x)
+    wide = nn.functional.layer_norm(x.double(), (HIDDEN,)) * (1 + 2.0**-12)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, wide.bfloat16())
+    y.sum().backward()
+    assert norm.weight.grad.dtype == torch.bfloat16
+
+
+def test_hidden_size_of_several_dimensions(device):
+    norm = FusedLayerNorm(Config(), (4, 6)).to(device)
+    x = torch.randn(3, 4, 6, device=device)
+    assert_close(norm(x), nn.functional.layer_norm(x, (4, 6)))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_parameters_are_marked(sequence_parallel):
+    norm = build(Config(sequence_parallel=sequence_parallel))
+    for parameter in norm.bfloat16().parameters():  # as Megatron converts a model
+        assert parameter.sequence_parallel is sequence_parallel
+
+
+def test_sequence_parallel_gradients_add_up(device):
+    """Ranks hold parts of the sequence; Megatron sums the gradients of what is marked."""
+    config = Config(sequence_parallel=True)
+    whole = randomize(build(config)).to(device)
+    ranks = [build(config).to(device) for _ in range(2)]
+    x, dy = torch.randn(8, 2, HIDDEN, device=device), torch.randn(8, 2, HIDDEN, device=device)
+    whole(x).backward(dy)
+    for rank, part, dpart in zip(ranks, x.chunk(2), dy.chunk(2), strict=True):
+        rank.load_state_dict(whole.state_dict())
+        rank(part).backward(dpart)
+    for parameters in zip(*(rank.parameters() for rank in ranks), strict=True):
+        marked = [p.grad for p in parameters if getattr(p, "sequence_parallel", False)]
+        total = torch.stack(marked).sum(0)
+        for p in parameters:
+            p.grad = total
+    for rank in ranks:
+        assert_close(rank.weight.grad, whole.weight.grad)
+        assert_close(rank.bias.grad, whole.bias.grad)
+
+
+def test_result_may_be_freed_before_backward(device):
+    """Pipeline stages free their output's memory once it is sent; a view would not let them."""
+    norm = randomize(build(Config())).to(device)
+    x = torch.randn(8, HIDDEN, device=device, requires_grad=True)
+    dy = torch.randn(8, HIDDEN, device=device)
+    (expected,) = torch.autograd.grad(norm(x), x, dy)
+    y = norm(x)
+    assert y._base is None
+    y.data = torch.empty(1, device=device)
+    # torch.autograd.backward compares shapes first, so Megatron calls the engine itself.
+    torch.autograd.Variable._execution_engine.run_backward(
+        (y,), (dy,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+    assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "sentence"),
+    [
+        (
+            {"normalization": "RMSNorm"},
+            {},
+            r"expected config\.normalization 'LayerNorm', got 'RMSNorm'",
+        ),
+        ({}, {"normalization": "RMSNorm"}, "expected normalization 'LayerNorm', got 'RMSNorm'"),
+        (
+            {"memory_efficient_layer_norm": True},
+            {},
+            r"expected config\.memory_efficient_layer_norm False, got True",
+        ),
+        (
+            {},
+            {"zero_centered_gamma": True},
+            r"expected zero_centered_gamma to be config\.layernorm_zero_centered_gamma, False, "
+            "got True",
+        ),
+    ],
+)
+def test_refuses_what_it_cannot_do(changes, arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        FusedLayerNorm(Config(**changes), HIDDEN, **arguments)
+
+
+def test_takes_the_arguments_of_megatrons_own_class():
+    norm = FusedLayerNorm(Config(), HIDDEN, 1e-6, True, False, "LayerNorm")
+    assert norm.eps == 1e-6
+
+
+# --- Megatron-LM itself ---------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """In the place of Megatron's core attention, which runs on CUDA only: something that mixes."""
+
+    def __init__(self, config, layer_number, **kwargs):
+        super().__init__()
+
+    def forward(self, query, key, value, *args, **kwargs):
+        return (query + key.flip(0) * value).flatten(2)
+
+
+@pytest.fixture
+def megatron():
+    """Megatron of one process; gives a function that makes a transformer layer with a norm."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    store = distributed.HashStore()  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+
+    def make(norm, **options):
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=HIDDEN,
+            num_attention_heads=4,
+            use_cpu_initialization=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            bias_dropout_fusion=False,
+            gradient_accumulation_fusion=False,
+            persist_layer_norm=False,
+            **options,
+        )
+        spec = get_gpt_layer_local_spec(normalization="LayerNorm", qk_layernorm=True)
+        slots = spec.submodules
+        slots.input_layernorm = slots.pre_mlp_layernorm = norm
+        attention = slots.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = norm
+        attention.core_attention = Attention
+        return build_module(spec, config=config, layer_number=1)
+
+    yield make
+    parallel_state.destroy_model_parallel()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # Megatron's own, of packages that are not installed
+def test_in_a_transformer_layer_of_megatron(megatron):
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    stock, fused = megatron(WrappedTorchNorm), megatron(FusedLayerNorm)
+    norms = [module for module in fused.modules() if isinstance(module, FusedLayerNorm)]
+    assert [norm.normalized_shape for norm in norms] == [(HIDDEN,), (12,), (12,), (HIDDEN,)]
+    fused.load_state_dict(stock.state_dict())
+
+    x = torch.randn(6, 2, HIDDEN)
+    dy = torch.randn(6, 2, HIDDEN)
+    grads = []
+    for layer in (stock, fused):
+        own_x = x.clone().requires_grad_()
+        y, _ = layer(own_x, attention_mask=None)
+        y.backward(dy)
+        grads.append([y.detach(), own_x.grad, *(p.grad for p in layer.parameters())])
+    for expected, actual in zip(*grads, strict=True):
+        assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_zero_centered_in_a_transformer_layer_of_megatron(megatron):
+    plain = megatron(FusedLayerNorm)
+    zero_centered = megatron(FusedLayerNorm, layernorm_zero_centered_gamma=True)
+    state = plain.state_dict()
+    for name in state:
+        if "layernorm.weight" in name:
+            state[name] = torch.zeros_like(state[name])
+    zero_centered.load_state_dict(state)
+    x = torch.randn(6, 2, HIDDEN)
+    expected, _ = plain(x, attention_mask=None)
+    assert_close(zero_centered(x, attention_mask=None)[0], expected)
