@@ -7,6 +7,7 @@ that run's copy time, so a target is a ratio too and holds on another day or ano
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+_SHORT = {name: short for short, name in SHORT_NAMES.items()}
 
 EPS = 1e-5
 SCALE = 2.0  # what the fused chains multiply by
@@ -36,17 +38,48 @@ OPS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One operator at one size. `target` is the ratio to copy speed it should reach, if any."""
+    """One operator at one size. `target` is the ratio to copy speed it should reach, if any.
+
+    `dtype` is that of x; `weight_dtype`, of weight and bias, and `out_dtype`, of y and its gradient
+    dy, are None where they are the same.
+    """
 
     op: str
     rows: int
     cols: int
     dtype: str
     target: float | None = None
+    weight_dtype: str | None = None
+    out_dtype: str | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def torch_weight_dtype(self) -> torch.dtype:
+        return DTYPES[self.weight_dtype or self.dtype]
+
+    @property
+    def torch_out_dtype(self) -> torch.dtype:
+        return DTYPES[self.out_dtype or self.dtype]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether PyTorch's own LayerNorm takes such tensors only under autocast."""
+        return self.weight_dtype is not None or self.out_dtype is not None
+
+    @property
+    def types(self) -> str:
+        """The dtypes in one word: x's, and where they differ "+" weights' and ">" y's."""
+        if not self.mixed:
+            return self.dtype
+        word = _SHORT[self.dtype]
+        if self.weight_dtype is not None:
+            word += f"+{_SHORT[self.weight_dtype]}"
+        if self.out_dtype is not None:
+            word += f">{_SHORT[self.out_dtype]}"
+        return word
 
     @property
     def backward(self) -> bool:
@@ -73,14 +106,13 @@ class Case:
         Backward reads x, dy, weight and writes dx, dweight, dbias; an activation reads bias too;
         a residual adds the read of its gradient (input and residual share the one dx).
         """
-        column = self.cols * self.torch_dtype.itemsize
+        size = self.rows * self.cols
+        x, y = size * self.torch_dtype.itemsize, size * self.torch_out_dtype.itemsize
+        column = self.cols * self.torch_weight_dtype.itemsize
         if self.backward:
-            tensors = 3 + self.residual
             columns = 3 + (self.activation[0] is not None)
-        else:
-            tensors = 2 + 2 * self.residual
-            columns = 2
-        return tensors * self.tensor_bytes + columns * column
+            return (2 + self.residual) * x + y + columns * column
+        return (1 + 2 * self.residual) * x + y + 2 * column
 
     def ratio(self, us: float, copy_us: float) -> float:
         """Achieved bandwidth over copy speed."""
@@ -90,10 +122,13 @@ class Case:
     def floor(self) -> float | None:
         """What any such shape should reach, whatever the table says of it; None where unsaid.
 
-        Tensors above 64 MiB: forward while one cluster of blocks holds a row; backward by whether a
-        row and its gradient fit on one multiprocessor, on a cluster, or need a second read.
+        Tensors above 64 MiB, all of one dtype and not float64: forward while one cluster of blocks
+        holds a row; backward by whether a row and its gradient fit on one multiprocessor, on a
+        cluster, or need a second read.
         """
         if self.op not in ("forward", "backward") or self.tensor_bytes <= 64 << 20:
+            return None
+        if self.mixed or self.dtype == "float64":
             return None
         if not self.backward:
             return 0.93 if self.cols <= 262_144 else None
@@ -103,25 +138,38 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.op} {self.rows}x{self.cols} {self.dtype}"
+        return f"{self.op} {self.rows}x{self.cols} {self.types}"
 
 
 def parse_case(text: str) -> Case:
-    """A case from "ROWSxCOLS DTYPE OP", e.g. "32768x1024 bf16 backward"."""
+    """A case from "ROWSxCOLS DTYPE OP", e.g. "32768x1024 bf16 backward".
+
+    DTYPE may name those of the weights and of y too, as `Case.types` does: "bf16+fp32>fp32".
+    """
     words = text.split()
     try:
-        shape, dtype, op = words
+        shape, types, op = words
         rows, cols = (int(size) for size in shape.split("x"))
     except ValueError:
         raise ValueError(f'expected "ROWSxCOLS DTYPE OP", got {text!r}') from None
-    dtype = SHORT_NAMES.get(dtype, dtype)
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: known are {', '.join(DTYPES)}")
+    match = re.fullmatch(r"(\w+)(?:\+(\w+))?(?:>(\w+))?", types)
+    if match is None:
+        raise ValueError(f'expected a dtype, or "X+WEIGHTS>Y", got {types!r}')
+    dtype, weight_dtype, out_dtype = (
+        None if name is None else SHORT_NAMES.get(name, name) for name in match.groups()
+    )
+    for name in (dtype, weight_dtype, out_dtype):
+        if name is not None and name not in DTYPES:
+            raise ValueError(f"unknown dtype {name!r}: known are {', '.join(DTYPES)}")
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS)}")
-    known = (case for case in CASES if (case.op, case.rows, case.cols, case.dtype)
-             == (op, rows, cols, dtype))  # fmt: skip
-    return next(known, Case(op, rows, cols, dtype))
+    assert dtype is not None
+    case = Case(
+        op, rows, cols, dtype,
+        weight_dtype=None if weight_dtype == dtype else weight_dtype,
+        out_dtype=None if out_dtype == dtype else out_dtype,
+    )  # fmt: skip
+    return next((known for known in CASES if known.name == case.name), case)
 
 
 # (rows, cols, dtype, copy, forward target, backward target), microseconds on an H200.
@@ -163,6 +211,28 @@ _FUSED = (
 )  # fmt: skip
 
 
+# Rows without a target: what one dtype alone does not show. They may not fall below eager, and
+# benchmarks.compare holds them beside the build before.
+_GUARDED = (
+    # bfloat16 x beside float32 parameters; y in bfloat16, and in float32, as autocast makes it.
+    *(Case(op, rows, cols, "bfloat16", weight_dtype="float32", out_dtype=out_dtype)
+      for op in ("forward", "backward")
+      for rows, cols in ((32_768, 768), (32_768, 1024), (32_768, 4096), (16_384, 8192),
+                         (12_608, 768))
+      for out_dtype in (None, "float32")),
+    *(Case(op, 32_768, 1024, "bfloat16", weight_dtype="float32")
+      for op in ("add_forward", "add_backward")),
+    *(Case(op, 32_768, 1024, "float16", weight_dtype="float32", out_dtype="float32")
+      for op in ("forward", "backward")),
+    *(Case(op, 32_768, cols, "float16")
+      for op in ("forward", "backward") for cols in (1024, 4096)),
+    *(Case(op, rows, cols, "float64")
+      for op in ("forward", "backward") for rows, cols in ((4096, 1024), (1_048_576, 64))),
+    # Rows that start at any address.
+    *(Case(op, 32_768, 1021, "bfloat16") for op in ("forward", "backward")),
+)  # fmt: skip
+
+
 def _table_case(op: str, row: tuple[int, int, str, float, float, float]) -> Case:
     rows, cols, dtype, copy, forward, backward = row
     case = Case(op, rows, cols, dtype)
@@ -173,4 +243,5 @@ def _table_case(op: str, row: tuple[int, int, str, float, float, float]) -> Case
 CASES: tuple[Case, ...] = (
     *(_table_case(op, row) for op in ("forward", "backward") for row in _TABLE),
     *_FUSED,
+    *_GUARDED,
 )

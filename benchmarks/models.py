@@ -1,11 +1,14 @@
-"""Real models end to end: stock, with swap_layer_norm, and under override_aten.
+"""Real models end to end: stock, swapped, under override_aten, and compiled if asked.
 
     python -m benchmarks.models
+    python -m benchmarks.models --models BERT --variants eager,compiled,swap_compiled
 
-transformers' BERT, GPT-2 and ViT and timm's ViT and ConvNeXt at their real sizes with random
+transformers' BERT, GPT-2 and ViT and timm's ViT, ConvNeXt and Swin at their real sizes with random
 weights, in bfloat16: a training step (float32 weights under autocast; forward, backward, SGD) and
-inference (bfloat16 weights). Wall time of a step, the device time of its LayerNorm kernels, and
-the loss, which must not change. Kept in the results file under "models".
+inference (bfloat16 weights). The variants of a model stand in memory side by side and take turns,
+round after round. For each: the median and the best wall time of a step, the time of all its
+kernels and their number, by the profiler, and the loss of the first step, which must not change.
+Kept in the results file under "models", one row a variant.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ import argparse
 import contextlib
 import copy
 import importlib.util
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +29,14 @@ from torch import nn
 
 from benchmarks import results, timing
 from benchmarks.ours import require_kernels
+from benchmarks.overhead import quiet
 from benchmarks.run import sentence
 
-VARIANTS = ("stock", "swap", "override")
+VARIANTS = ("eager", "swap", "override", "compiled", "swap_compiled")
+DEFAULT = ("eager", "swap", "override")
+STEPS = 2  # of each turn, behind one that is not timed
+MIN_ROUNDS, MAX_ROUNDS = 7, 31
+PROFILES = 3  # of each variant, in turns too
 # Names of LayerNorm kernels, PyTorch's and ours, in lower case.
 KERNELS = ("layer_norm", "layernorm", "gammabeta", "param_grad", "rowwisemoments")
 
@@ -67,7 +76,8 @@ def timm_model(name: str, batch: int = 64) -> Any:
     import timm
 
     images = {"x": torch.randn(batch, 3, 224, 224)}
-    return timm.create_model(name), images, _class_loss(batch, lambda output: output)
+    model = timm.create_model(name, drop_path_rate=0.0)  # nothing random, for the losses' sake
+    return model, images, _class_loss(batch, lambda output: output)
 
 
 def _token_loss(tokens: torch.Tensor) -> Callable[[Any], torch.Tensor]:
@@ -92,29 +102,37 @@ MODELS: dict[str, tuple[str, Build]] = {
     "transformers ViT-B/16 64x224": ("transformers", vit),
     "timm ViT-B/16 64x224": ("timm", lambda: timm_model("vit_base_patch16_224")),
     "timm ConvNeXt-T 64x224": ("timm", lambda: timm_model("convnext_tiny")),
+    "timm Swin-T 64x224": ("timm", lambda: timm_model("swin_tiny_patch4_window7_224")),
 }
 
 
-@contextlib.contextmanager
-def variant_of(model: nn.Module, variant: str) -> Iterator[nn.Module]:
-    """A copy of the model in one of the three variants."""
+def prepared(model: nn.Module, variant: str) -> nn.Module:
+    """A copy of the model as the variant has it; the override is entered around its steps."""
     import fused_layernorm
 
     model = copy.deepcopy(model)
-    if variant == "override":
-        with fused_layernorm.override_aten():
-            yield model
-        return
-    yield fused_layernorm.swap_layer_norm(model) if variant == "swap" else model
+    if variant.startswith("swap"):
+        model = fused_layernorm.swap_layer_norm(model)
+    return model
 
 
-def training(model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any) -> Callable[[], Any]:
+def around(variant: str) -> contextlib.AbstractContextManager[Any]:
+    """What a variant's steps run in."""
+    import fused_layernorm
+
+    return fused_layernorm.override_aten() if variant == "override" else contextlib.nullcontext()
+
+
+def training(
+    model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any, compiled: bool
+) -> Callable[[], Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
     model.train()
+    call = torch.compile(model) if compiled else model
 
     def step() -> torch.Tensor:
         with torch.autocast(timing.DEVICE, torch.bfloat16):
-            value = loss(model(**inputs))
+            value = loss(call(**inputs))
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -123,8 +141,11 @@ def training(model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any) -> Ca
     return step
 
 
-def inference(model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any) -> Callable[[], Any]:
+def inference(
+    model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any, compiled: bool
+) -> Callable[[], Any]:
     model.eval().bfloat16()
+    call = torch.compile(model) if compiled else model
     halved = {
         name: value.bfloat16() if value.is_floating_point() else value
         for name, value in inputs.items()
@@ -132,67 +153,88 @@ def inference(model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any) -> C
 
     @torch.no_grad()
     def step() -> torch.Tensor:
-        return loss(model(**halved))
+        return loss(call(**halved))
 
     return step
 
 
-def kernel_ms(step: Callable[[], Any]) -> float:
-    """Device milliseconds of the LayerNorm kernels of one step."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as run:
-        step()
-        torch.cuda.synchronize()
-    total = sum(
-        event.self_device_time_total
-        for event in run.key_averages()
-        if any(name in event.key.lower() for name in KERNELS)
-    )
-    return total / 1e3
+def wall_ms(step: Callable[[], Any]) -> float:
+    """Wall milliseconds of a step, behind one that is not timed."""
+    return timing.wall_time([step], STEPS) / 1e3
 
 
-def measure(build: Build, seconds: float) -> list[dict[str, Any]]:
-    """Both modes of one model, in all variants."""
+def measure(build: Build, variants: Sequence[str], seconds: float) -> list[dict[str, Any]]:
+    """The rows of one model: both modes, each in all variants. `seconds` are those of a mode."""
     torch.manual_seed(0)
     model, inputs, loss = build()
     model = model.to(timing.DEVICE)
     inputs = {name: value.to(timing.DEVICE) for name, value in inputs.items()}
     rows = []
     for mode, make in (("training", training), ("inference", inference)):
-        row: dict[str, Any] = {"mode": mode}
-        for variant in VARIANTS:
-            with variant_of(model, variant) as one:
-                step = make(one, inputs, loss)
-                row[f"{variant}_loss"] = round(float(step()), 5)
-                start = time.perf_counter()
-                step()
-                torch.cuda.synchronize()
-                once = time.perf_counter() - start
-                rounds = max(2, min(20, int(seconds / 7 / once)))
-                row[f"{variant}_ms"] = round(
-                    timing.wall_time([step], rounds=rounds, repeats=5) / 1e3, 3
-                )
-                row[f"{variant}_layer_norm_ms"] = round(kernel_ms(step), 4)
-            torch.cuda.empty_cache()
-        rows.append(row)
+        steps: dict[str, Callable[[], Any]] = {}
+        losses: dict[str, float] = {}
+        torch._dynamo.reset()
+        for variant in variants:
+            step = make(prepared(model, variant), inputs, loss, variant.endswith("compiled"))
+            steps[variant] = step
+            with around(variant):
+                losses[variant] = round(float(step()), 5)
+        walls: dict[str, list[float]] = {variant: [] for variant in variants}
+        with quiet():
+            start = time.perf_counter()
+            for number, variant in enumerate(timing.turns(variants, MAX_ROUNDS)):
+                rounds, at = divmod(number, len(variants))
+                if at == 0 and rounds >= MIN_ROUNDS and time.perf_counter() - start > seconds:
+                    break
+                with around(variant):
+                    walls[variant].append(wall_ms(steps[variant]))
+        profiles: dict[str, list[list[timing.Kernel]]] = {variant: [] for variant in variants}
+        for variant in timing.turns(variants, PROFILES):
+            with around(variant):
+                steps[variant]()
+                profiles[variant].append(timing.kernels_of(steps[variant]))
+        for variant in variants:
+            rows.append(
+                {
+                    "mode": mode,
+                    "variant": variant,
+                    **timing.summary("wall", walls[variant], "ms"),
+                    "device_ms": _median_ms(profiles[variant]),
+                    "layer_norm_ms": _median_ms(profiles[variant], KERNELS),
+                    "kernels": sum(kernel.count for kernel in profiles[variant][0]),
+                    "loss": losses[variant],
+                }
+            )
+        del steps, step
+        torch.cuda.empty_cache()
     return rows
 
 
-def text(part: dict[str, Any]) -> str:
-    """The table."""
-    lines = [
-        f"{'model':<32}{'mode':<11}"
-        + "".join(f"{variant + ' ms':>12}{'(norm)':>9}" for variant in VARIANTS)
-        + "   loss"
+def _median_ms(profiles: list[list[timing.Kernel]], names: Sequence[str] = ("",)) -> float:
+    """The device time of the kernels with one of these in their names, over several profiles."""
+    totals = [
+        sum(k.us for k in kernels if any(name in k.name.lower() for name in names))
+        for kernels in profiles
     ]
+    return round(statistics.median(totals) / 1e3, 4)
+
+
+def text(part: dict[str, Any]) -> str:
+    """The table; in brackets the ratio to the stock model in eager mode."""
+    lines = [
+        f"{'model':<32}{'mode':<11}{'variant':<15}{'wall ms':>18}{'best':>18}{'device':>18}"
+        f"{'(norm)':>8}{'kernels':>9}  loss"
+    ]
+    stock = {(row["model"], row["mode"]): row for row in part["rows"]
+             if row["variant"] == "eager"}  # fmt: skip
     for row in part["rows"]:
-        times = "".join(
-            f"{row[f'{variant}_ms']:>12.2f}{row[f'{variant}_layer_norm_ms']:>9.3f}"
-            for variant in VARIANTS
-        )
-        losses = " ".join(f"{row[f'{variant}_loss']:.4f}" for variant in VARIANTS)
-        lines.append(f"{row['model']:<32}{row['mode']:<11}{times}   {losses}")
+        line = f"{row['model']:<32}{row['mode']:<11}{row['variant']:<15}"
+        for key in ("wall_ms", "wall_best_ms", "device_ms"):
+            other = stock.get((row["model"], row["mode"]), {}).get(key)
+            said = f"{row[key]:.2f}" if key in row else "-"
+            line += f"{said + (f' (x{row[key] / other:.3f})' if other and key in row else ''):>18}"
+        line += f"{row['layer_norm_ms']:>8.2f}{row.get('kernels', '-'):>9}  {row['loss']:.4f}"
+        lines.append(line)
     return "\n".join([*lines, *(f"skipped {line}" for line in part["skipped"])])
 
 
@@ -203,9 +245,16 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--models", help="part of a model's name")
-    parser.add_argument("--budget-seconds", type=float, default=110)
+    parser.add_argument("--variants", default=",".join(DEFAULT),
+                        help=f"comma-separated: {', '.join(VARIANTS)}")  # fmt: skip
+    parser.add_argument("--budget-seconds", type=float, default=240)
+    parser.add_argument("--mode-seconds", type=float, default=6, help="of one model in one mode")
     parser.add_argument("--output", type=Path, help="the results file")
     arguments = parser.parse_args(argv)
+    variants = arguments.variants.split(",")
+    for variant in variants:
+        if variant not in VARIANTS:
+            parser.error(f"unknown variant {variant!r}: known are {', '.join(VARIANTS)}")
     require_kernels()
 
     start = time.monotonic()
@@ -221,14 +270,20 @@ def main(argv: list[str] | None = None) -> None:
             continue
         print(f"{name}, {time.monotonic() - start:.0f} s", flush=True)
         try:
-            part["rows"] += [{"model": name, **row} for row in measure(build, 1.2)]
+            rows = measure(build, variants, arguments.mode_seconds)
+            part["rows"] += [{"model": name, **row} for row in rows]
         except Exception as problem:
             part["skipped"].append(f"{name}: {sentence(problem)}")
         torch.cuda.empty_cache()
     print(text(part))
-    path = arguments.output or results.default_path(torch.cuda.get_device_name())
-    results.update(path, "models", part)
-    print(f"written: {path}")
+    # Numbers of two runs never stand in one table: a run of a part writes only where it is told to.
+    full = not arguments.models and tuple(variants) == DEFAULT
+    path = arguments.output
+    if path is None and full:
+        path = results.default_path(torch.cuda.get_device_name())
+    if path is not None:
+        results.update(path, "models", part)
+        print(f"written: {path}")
 
 
 if __name__ == "__main__":

@@ -33,14 +33,15 @@ def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
     """
     count = limit or timing.input_count(case.bytes, timing.l2_bytes())
     options: dict[str, Any] = {"device": timing.DEVICE, "dtype": case.torch_dtype}
+    columns: dict[str, Any] = {**options, "dtype": case.torch_weight_dtype}
     shape = (case.rows, case.cols)
-    weight = torch.rand(case.cols, **options) + 0.5
-    bias = torch.randn(case.cols, **options)
+    weight = torch.rand(case.cols, **columns) + 0.5
+    bias = torch.randn(case.cols, **columns)
     inputs = []
     for _ in range(count):
         one = Inputs(torch.randn(shape, **options), weight, bias)
         if case.backward:
-            one.dy = torch.randn(shape, **options)
+            one.dy = torch.randn(shape, device=timing.DEVICE, dtype=case.torch_out_dtype)
             one.mean, one.rstd = _statistics(one.x)
             if case.residual:
                 one.dresidual = torch.randn(shape, **options)
@@ -69,20 +70,31 @@ def require_kernels() -> str:
     return built
 
 
-def ours(case: Case, t: Inputs) -> Call:
-    """This package's operator on one input."""
-    import fused_layernorm  # noqa: F401  (registers the operators)
+def ours(case: Case, t: Inputs, *, statistics: bool = False) -> Call:
+    """This package's operator on one input; forward, if asked, with mean and rstd for backward.
 
+    The operators must be registered: `import fused_layernorm`, or the library alone. Arguments go
+    by name, so that libraries of several versions understand them.
+    """
     ops = torch.ops.fused_layernorm
     activation, scale = case.activation
+    arguments: dict[str, Any] = {"normalized_ndim": 1, "weight": t.weight, "bias": t.bias}
     if case.backward:
-        return lambda: ops.layer_norm_backward.default(
-            t.dy, t.x, 1, t.mean, t.rstd, t.weight, t.bias, t.dresidual, activation, scale,
-            True, True, True,
-        )  # fmt: skip
+        arguments |= {
+            "dy": t.dy, "x": t.x, "mean": t.mean, "rstd": t.rstd, "dresidual": t.dresidual,
+            "activation": activation, "scale": scale,
+            "needs_dx": True, "needs_dweight": True, "needs_dbias": True,
+        }  # fmt: skip
+        return lambda: ops.layer_norm_backward.default(**arguments)
+    arguments |= {"input": t.x, "eps": EPS, "activation": activation, "scale": scale}
+    if case.out_dtype is not None:
+        arguments["out_dtype"] = case.torch_out_dtype
+    name = "layer_norm"
     if case.residual:
-        return lambda: ops.add_layer_norm.default(t.x, t.residual, 1, t.weight, t.bias, EPS)
-    return lambda: ops.layer_norm.default(t.x, 1, t.weight, t.bias, EPS, activation, scale)
+        name = "add_layer_norm"
+        arguments["residual"] = t.residual
+    operator = getattr(ops, f"{name}_forward" if statistics else name).default
+    return lambda: operator(**arguments)
 
 
 def time_calls(case: Case, calls: list[Call], **options: Any) -> float:

@@ -1,83 +1,174 @@
-"""What a call costs beyond the device's work: call overhead, and a training step in wall time."""
+"""What a LayerNorm costs its caller: host time a layer, a training step, and all of it on a CPU.
+
+    python -m benchmarks.overhead                 on the GPU, into its results file
+    python -m benchmarks.overhead --device cpu    on the CPU, into benchmarks/results/cpu.json
+
+Host time is taken on a chain of 100 norms over a tiny tensor, so that the device never holds the
+host up. The variants (nn.LayerNorm, FusedLayerNorm, nn.LayerNorm under override_aten) take turns,
+round after round, and the median and the best of the rounds are kept; the device time beside them
+is the sum of all kernels, by the profiler.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
-from benchmarks import timing
+from benchmarks import results, timing
 
+LAYERS = 100
+SHAPE = (4, 256)
+ROUNDS = 31
+CPU_ROUNDS = 25
 # Activations of a BERT-base and a ViT-L training step: (name, shape).
 STEPS = (("BERT-base", (8, 512, 768)), ("ViT-L", (32, 577, 1024)))
+CPU_SHAPE = (4096, 768)
+
+# Runs a call: what it cost in microseconds, and what it returned.
+Measure = Callable[[Callable[[], Any]], "tuple[float, Any]"]
 
 
-def call_overhead() -> dict[str, dict[str, float]]:
-    """Host microseconds per call on a tiny tensor, ours against F.layer_norm, measured in turns.
+def host_us(call: Callable[[], Any]) -> tuple[float, Any]:
+    """What the caller waits for, while the device works behind."""
+    timing.synchronize()
+    start = time.perf_counter()
+    result = call()
+    end = time.perf_counter()
+    timing.synchronize()
+    return (end - start) * 1e6, result
 
-    "no_grad" and "grad" are forward alone; "step" is forward and backward; "override_*" is
-    F.layer_norm itself under override_aten() against stock.
-    """
+
+def device_us(call: Callable[[], Any]) -> tuple[float, Any]:
+    """What the device works: the sum of the call's kernels."""
+    kept: list[Any] = []
+    kernels = timing.kernels_of(lambda: kept.append(call()))
+    return sum(kernel.us for kernel in kernels), kept[0]
+
+
+@contextlib.contextmanager
+def variant_of(name: str) -> Iterator[type[nn.LayerNorm]]:
+    """The module class of a variant, with PyTorch as that variant has it."""
     import fused_layernorm
 
-    x = torch.randn(8, 64, device=timing.DEVICE)
-    weight = torch.rand(64, device=timing.DEVICE) + 0.5
-    bias = torch.randn(64, device=timing.DEVICE)
-    dy = torch.randn_like(x)
+    if name == "override":
+        with fused_layernorm.override_aten():
+            yield nn.LayerNorm
+    else:
+        yield fused_layernorm.FusedLayerNorm if name == "ours" else nn.LayerNorm
 
-    def ours() -> torch.Tensor:
-        return fused_layernorm.layer_norm(x, weight, bias, 1e-5)
 
-    def eager() -> torch.Tensor:
-        return F.layer_norm(x, (64,), weight, bias, 1e-5)
+def variants() -> tuple[str, ...]:
+    """override_aten() is for CUDA."""
+    return ("eager", "ours") if timing.DEVICE == "cpu" else ("eager", "ours", "override")
 
-    def ours_step() -> Any:
-        return torch.autograd.grad(ours(), (x, weight, bias), dy)
 
-    def eager_step() -> Any:
-        return torch.autograd.grad(eager(), (x, weight, bias), dy)
+class Chain:
+    """LAYERS norms of one class, and every way they are called."""
 
-    measured: dict[str, dict[str, float]] = {}
-    with torch.no_grad():
-        measured["no_grad"] = _pair(ours, eager)
-    for tensor in (x, weight, bias):
-        tensor.requires_grad_()
-    measured["grad"] = _pair(ours, eager)
-    measured["step"] = _pair(ours_step, eager_step)
+    def __init__(self, module: type[nn.LayerNorm]) -> None:
+        self.norms = [module(SHAPE[-1], device=timing.DEVICE) for _ in range(LAYERS)]
+        self.x = torch.randn(SHAPE, device=timing.DEVICE)
+        self.dy = torch.randn(SHAPE, device=timing.DEVICE)
+        self.halves = [self.x.bfloat16().requires_grad_() for _ in self.norms]
 
-    stock = dict(measured)
-    with fused_layernorm.override_aten():
+    def run(self) -> torch.Tensor:
+        y = self.x
+        for norm in self.norms:
+            y = norm(y)
+        return y
+
+    def run_half(self) -> list[torch.Tensor]:
+        """Each norm by itself: under autocast only the first of a chain has half-precision x."""
+        with torch.autocast(timing.DEVICE, torch.bfloat16):
+            return [norm(x) for norm, x in zip(self.norms, self.halves, strict=True)]
+
+    def visit(self, measure: Measure) -> dict[str, float]:
+        """Microseconds a layer of each way, each measured once.
+
+        "grad" is forward alone with gradients asked for, "backward" the rest of it, "step" both;
+        "autocast" and "autocast_backward" are the same with half-precision x under autocast.
+        """
+        found: dict[str, float] = {}
+
+        def note(name: str, call: Callable[[], Any]) -> Any:
+            us, result = measure(call)
+            found[name] = us / LAYERS
+            return result
+
         with torch.no_grad():
-            ours_us = {"no_grad": timing.overhead(eager)}
-        ours_us["grad"] = timing.overhead(eager)
-        ours_us["step"] = timing.overhead(eager_step)
-    for name, entry in stock.items():
-        measured[f"override_{name}"] = {
-            "ours_us": round(ours_us[name], 3),
-            "eager_us": entry["eager_us"],
-        }
-    return measured
+            note("no_grad", self.run)
+        y = note("grad", self.run)
+        note("backward", lambda: y.backward(self.dy))
+        found["step"] = found["grad"] + found["backward"]
+        self.forget()
+        ys = note("autocast", self.run_half)
+        dys = [torch.ones_like(y) for y in ys]
+        note("autocast_backward", lambda: torch.autograd.backward(ys, dys))
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        for x in self.halves:
+            x.grad = None
+        for norm in self.norms:
+            norm.zero_grad()
 
 
-def _pair(ours: timing.Call, eager: timing.Call) -> dict[str, float]:
-    """Two runs each, in turns; the lower, as what disturbs a host only adds."""
-    first = (timing.overhead(ours), timing.overhead(eager))
-    second = (timing.overhead(ours), timing.overhead(eager))
-    return {
-        "ours_us": round(min(first[0], second[0]), 3),
-        "eager_us": round(min(first[1], second[1]), 3),
-    }
+def call_overhead(rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
+    """Microseconds a layer: for each way of calling, each variant's median, best and device time.
+
+    The keys of an entry are "ours_us", "ours_best_us", "ours_device_us" and so on; there is no
+    device time on a CPU.
+    """
+    host: dict[str, list[dict[str, float]]] = {name: [] for name in variants()}
+    device: dict[str, dict[str, float]] = {}
+    chains = {}
+    for name in variants():
+        with variant_of(name) as module:
+            chains[name] = Chain(module)
+            chains[name].visit(host_us)
+            if timing.DEVICE != "cpu":
+                device[name] = chains[name].visit(device_us)
+    with quiet():
+        for name in timing.turns(variants(), rounds):
+            with variant_of(name):
+                chains[name].visit(host_us)  # what entering the variant left to be done
+                host[name].append(chains[name].visit(host_us))
+    entries: dict[str, dict[str, float]] = {}
+    for way in host["eager"][0]:
+        entry = entries[way] = {}
+        for name in variants():
+            entry |= timing.summary(name, [visit[way] for visit in host[name]])
+        for name in device:
+            entry[f"{name}_device_us"] = round(device[name][way], 3)
+    return entries
 
 
-def training_steps(repeats: int = 9) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the garbage collector, which comes when it likes."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def training_steps(rounds: int = ROUNDS) -> list[dict[str, Any]]:
     """Wall microseconds of forward and backward of the module, ours against nn.LayerNorm, eager.
 
     bfloat16 activations with float32 weights go through autocast, as in training: nn.LayerNorm
     takes that mixture no other way on CUDA.
     """
-    import fused_layernorm
-
     entries = []
     for name, shape in STEPS:
         for dtype, weight_dtype in (
@@ -86,14 +177,20 @@ def training_steps(repeats: int = 9) -> list[dict[str, Any]]:
             (torch.float32, torch.float32),
         ):
             autocast = dtype != weight_dtype
-            options: dict[str, Any] = {"device": timing.DEVICE, "dtype": weight_dtype}
-            times = {}
-            for key, module in (
-                ("ours_us", fused_layernorm.FusedLayerNorm(shape[-1], **options)),
-                ("eager_us", torch.nn.LayerNorm(shape[-1], **options)),
-            ):
-                calls = _step_calls(module, shape, dtype, autocast)
-                times[key] = round(timing.wall_time(calls, repeats=repeats), 3)
+            times: dict[str, float] = {}
+            calls = {}
+            for key in ("ours", "eager"):
+                with variant_of(key) as module:
+                    norm = module(shape[-1], device=timing.DEVICE, dtype=weight_dtype)
+                calls[key] = _step_calls(norm, shape, dtype, autocast)
+            walls: dict[str, list[float]] = {key: [] for key in calls}
+            with quiet():
+                for key in timing.turns(tuple(calls), rounds):
+                    walls[key].append(timing.wall_time(calls[key]))
+            for key, one in calls.items():
+                times |= timing.summary(key, walls[key])
+                us = sum(kernel.us for kernel in timing.kernels_of(lambda one=one: _all(one)))
+                times[f"{key}_device_us"] = round(us / len(one), 3)
             size = "x".join(str(length) for length in shape)
             kinds = f"{_short(dtype)}, weights {_short(weight_dtype)}"
             entries.append(
@@ -109,8 +206,13 @@ def training_steps(repeats: int = 9) -> list[dict[str, Any]]:
     return entries
 
 
+def _all(calls: Sequence[timing.Call]) -> None:
+    for call in calls:
+        call()
+
+
 def _step_calls(
-    module: torch.nn.Module, shape: tuple[int, ...], dtype: torch.dtype, autocast: bool
+    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, autocast: bool
 ) -> list[timing.Call]:
     """Steps over distinct inputs, together larger than L2."""
     size = dtype.itemsize
@@ -136,5 +238,134 @@ def _step_calls(
     return calls
 
 
+def cpu_tensors(rounds: int = CPU_ROUNDS) -> list[dict[str, Any]]:
+    """Wall microseconds of one large norm on the CPU, forward and backward, the variants in turns.
+
+    "forward" is without gradients, "backward" what autograd does after a forward with them.
+    """
+    entries = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(CPU_SHAPE, dtype=dtype, requires_grad=True)
+        dy = torch.randn(CPU_SHAPE, dtype=dtype)
+        norms = {}
+        for name in variants():
+            with variant_of(name) as module:
+                norms[name] = module(CPU_SHAPE[-1], dtype=dtype)
+
+        def visit(norm: nn.Module, x: torch.Tensor = x, dy: torch.Tensor = dy) -> dict[str, float]:
+            with torch.no_grad():
+                forward, _ = host_us(lambda: norm(x))
+            y = norm(x)
+            backward, _ = host_us(lambda: y.backward(dy))
+            x.grad = None
+            norm.zero_grad()
+            return {"forward": forward, "backward": backward}
+
+        times: dict[str, list[dict[str, float]]] = {name: [] for name in norms}
+        with quiet():
+            for name in timing.turns(tuple(norms), rounds):
+                visit(norms[name])
+                times[name].append(visit(norms[name]))
+        for way in ("forward", "backward"):
+            entry: dict[str, Any] = {"shape": list(CPU_SHAPE), "dtype": _short(dtype), "way": way}
+            for name, visits in times.items():
+                entry |= timing.summary(name, [found[way] for found in visits])
+            entries.append(entry)
+    return entries
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def overhead_text(entries: dict[str, dict[str, float]]) -> str:
+    """The table of call_overhead: median (best) host microseconds, ratio, device microseconds."""
+    names = [name for name in ("eager", "ours", "override")
+             if any(f"{name}_us" in entry for entry in entries.values())]  # fmt: skip
+    labels = {"eager": "nn.LayerNorm", "ours": "FusedLayerNorm", "override": "override_aten"}
+    lines = [f"{'host us a layer':<20}" + "".join(f"{labels[name]:>34}" for name in names)]
+    for way, entry in entries.items():
+        line = f"  {way:<18}"
+        for name in names:
+            us, best = entry.get(f"{name}_us"), entry.get(f"{name}_best_us")
+            if us is None:
+                line += f"{'-':>34}"
+                continue
+            said = f"{us:.2f}" + ("" if best is None else f" ({best:.2f})")
+            said += "" if name == "eager" else f" x{us / entry['eager_us']:.2f}"
+            device = entry.get(f"{name}_device_us")
+            said += "" if device is None else f", device {device:.2f}"
+            line += f"{said:>34}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def entries_text(head: str, entries: list[tuple[str, dict[str, Any]]]) -> str:
+    """Lines of wall times, ours and nn.LayerNorm's, of entries with their names."""
+    lines = [f"{head}{'FusedLayerNorm':>20}{'nn.LayerNorm':>22}"]
+    for name, entry in entries:
+        line = f"  {name:<58}"
+        for key in ("ours", "eager"):
+            best = entry.get(f"{key}_best_us")
+            said = f"{entry[f'{key}_us']:.1f}" + ("" if best is None else f" ({best:.1f})")
+            line += f"{said:>20}"
+        line += f"   {entry['eager_us'] / entry['ours_us']:.2f} times faster"
+        if "ours_device_us" in entry:
+            line += f", device {entry['eager_device_us'] / entry['ours_device_us']:.2f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def steps_text(entries: list[dict[str, Any]]) -> str:
+    head = "forward + backward of the module, wall us: median (best)"
+    return entries_text(f"{head:<60}", [(entry["name"], entry) for entry in entries])
+
+
+def cpu_text(part: dict[str, Any]) -> str:
+    named = [
+        (f"{entry['way']} {'x'.join(map(str, entry['shape']))} {entry['dtype']}", entry)
+        for entry in part["tensors"]
+    ]
+    head = f"on the CPU, {part['threads']} threads, us: median (best)"
+    return overhead_text(part["call_overhead"]) + "\n\n" + entries_text(f"{head:<60}", named)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rounds", type=int, help="of every measurement")
+    parser.add_argument("--output", type=Path, help="the results file")
+    arguments = parser.parse_args(argv)
+    options = {} if arguments.rounds is None else {"rounds": arguments.rounds}
+    if arguments.device == "cpu":
+        timing.DEVICE = "cpu"
+        part = {
+            **results.stamp(),
+            "threads": torch.get_num_threads(),
+            "call_overhead": call_overhead(**options),
+            "tensors": cpu_tensors(**options),
+        }
+        print(cpu_text(part))
+        path = arguments.output or results.RESULTS / "cpu.json"
+        results.write(path, {**results.cpu(), "cpu": part})
+    else:
+        from benchmarks.ours import require_kernels
+
+        require_kernels()
+        timing.warm_up_device()
+        calls = call_overhead(**options)
+        print(overhead_text(calls), flush=True)
+        steps = training_steps(**options)
+        print("\n" + steps_text(steps))
+        path = arguments.output or results.default_path(torch.cuda.get_device_name())
+        results.update(path, "call_overhead", calls)
+        results.update(path, "training_step", steps)
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,11 +23,14 @@ SMALLEST = 16 << 20  # smaller tensors are bound by the launch, not by memory
 
 
 def points(report: dict[str, Any], op: str) -> dict[str, tuple[list[int], list[float]]]:
-    """Per line the columns and TB/s; of several sizes with the same columns the largest tensor."""
+    """Per line the columns and TB/s; of several sizes with the same columns the largest tensor.
+
+    Only cases that have a target: those that guard other dtypes are no part of the picture.
+    """
     largest: dict[int, dict[str, Any]] = {}
     for row in report["rows"]:
         case = results.case_of(row)
-        if case.op != op or case.tensor_bytes < SMALLEST:
+        if case.op != op or case.tensor_bytes < SMALLEST or case.target is None:
             continue
         known = largest.get(case.cols)
         if known is None or results.case_of(known).tensor_bytes < case.tensor_bytes:
@@ -87,13 +90,12 @@ def plot(report: dict[str, Any], output: Path) -> None:
 
 
 def newest() -> Path:
-    """The results file, where there is one; the latest of several."""
-    paths = sorted(
-        results.RESULTS.glob("*.json"), key=lambda path: results.read(path).get("date", "")
-    )
+    """The results file of a GPU, where there is one; the latest of several."""
+    found = {path: results.read(path) for path in results.RESULTS.glob("*.json")}
+    paths = [path for path, report in found.items() if "rows" in report]
     if not paths:
         raise SystemExit(f"no results in {results.RESULTS}: run python -m benchmarks.run first")
-    return paths[-1]
+    return max(paths, key=lambda path: str(found[path].get("date", "")))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -26,58 +26,67 @@ _ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _forward(case: Case) -> Callable[..., Any]:
-    """The case's forward as anyone would write it in PyTorch; weight and bias are its last two."""
+    """The case's forward as anyone would write it in PyTorch; weight and bias are its last two.
+
+    PyTorch takes no half-precision x beside float32 parameters: x is cast, as autocast does it, and
+    y too where it is to be half-precision.
+    """
     shape = (case.cols,)
     name, scale = case.activation
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if case.mixed:
+            y = F.layer_norm(x.to(case.torch_weight_dtype), shape, weight, bias, EPS)
+            return y.to(case.torch_out_dtype)
+        return F.layer_norm(x, shape, weight, bias, EPS)
+
     if case.residual:
 
         def add_layer_norm(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
             total = x + residual
-            return F.layer_norm(total, shape, weight, bias, EPS), total
+            return norm(total, weight, bias), total
 
         return add_layer_norm
 
     if name is None:
-        return lambda x, weight, bias: F.layer_norm(x, shape, weight, bias, EPS)
+        return norm
     activation = _ACTIVATIONS[name]
     if scale == 1.0:
-        return lambda x, weight, bias: activation(F.layer_norm(x, shape, weight, bias, EPS))
-    return lambda x, weight, bias: activation(F.layer_norm(x, shape, weight, bias, EPS)) * scale
+        return lambda x, weight, bias: activation(norm(x, weight, bias))
+    return lambda x, weight, bias: activation(norm(x, weight, bias)) * scale
 
 
-def _backward(case: Case, pre: bool) -> Callable[..., Any]:
+def _backward(case: Case, saved: bool) -> Callable[..., Any]:
     """The case's backward in ATen's operators, one after the other as autograd would run them.
 
-    With an activation it needs the pre-activation: `pre` says whether it comes as the last argument
-    (eager autograd has saved it) or is computed again (what a compiler does to save the memory).
+    What eager autograd has saved beside the arguments comes as the last one if `saved`: the
+    pre-activation, or x cast to the parameters' dtype. Else it is computed again (what a compiler
+    does to save the memory).
     """
     shape = [case.cols]
     name, scale = case.activation
     layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
     mask = [True, True, True]
 
-    if case.residual:
+    if name is not None and (name != "gelu" or case.mixed or case.residual):
+        raise ValueError(f"no backward for {case.name}")
 
-        def add_backward(dy: Any, x: Any, mean: Any, rstd: Any, w: Any, b: Any, extra: Any) -> Any:
-            dx, dweight, dbias = layer_norm_backward(dy, x, shape, mean, rstd, w, b, mask)
-            return dx + extra, dweight, dbias
+    def plain_backward(dy: Any, x: Any, mean: Any, rstd: Any, w: Any, b: Any, *more: Any) -> Any:
+        dresidual = more[0] if case.residual else None
+        dtype = x.dtype
+        if case.mixed:
+            x = more[-1] if saved else x.to(w.dtype)
+            dy = dy.to(w.dtype)
+        dx, dweight, dbias = layer_norm_backward(dy, x, shape, mean, rstd, w, b, mask)
+        dx = dx.to(dtype)
+        return dx if dresidual is None else dx + dresidual, dweight, dbias
 
-        return add_backward
-
-    if name is None:
-        return lambda dy, x, mean, rstd, w, b: layer_norm_backward(
-            dy, x, shape, mean, rstd, w, b, mask
-        )
-
-    if name != "gelu":
-        raise ValueError(f"no backward for {case.op}")
-
-    def gelu_backward(dy: Any, x: Any, mean: Any, rstd: Any, w: Any, b: Any, *saved: Any) -> Any:
-        inner = saved[0] if pre else ((x - mean) * rstd * w + b).to(x.dtype)
+    def gelu_backward(dy: Any, x: Any, mean: Any, rstd: Any, w: Any, b: Any, *more: Any) -> Any:
+        inner = more[0] if saved else ((x - mean) * rstd * w + b).to(x.dtype)
         dpre = torch.ops.aten.gelu_backward.default(dy * scale, inner)
         return layer_norm_backward(dpre, x, shape, mean, rstd, w, b, mask)
 
-    return gelu_backward
+    return plain_backward if name is None else gelu_backward
 
 
 def _arguments(case: Case, t: Inputs) -> tuple[Any, ...]:
@@ -92,25 +101,29 @@ def _bind(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
 
 
 def ours_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
+    import fused_layernorm  # noqa: F401  (registers the operators)
+
     return [ours(case, one) for one in inputs]
 
 
 def eager_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
     if not case.backward:
         return [_bind(_forward(case), _arguments(case, one)) for one in inputs]
-    function = _backward(case, pre=True)
+    function = _backward(case, saved=True)
     calls = []
     for one in inputs:
         saved: tuple[torch.Tensor, ...] = ()
         if case.activation[0] is not None:
             saved = (F.layer_norm(one.x, (case.cols,), one.weight, one.bias, EPS),)
+        elif case.mixed:
+            saved = (one.x.to(case.torch_weight_dtype),)
         calls.append(_bind(function, _arguments(case, one) + saved))
     return calls
 
 
 def compile_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
     torch._dynamo.reset()
-    function = _backward(case, pre=False) if case.backward else _forward(case)
+    function = _backward(case, saved=False) if case.backward else _forward(case)
     compiled = torch.compile(function, fullgraph=True, dynamic=False)
     return [_bind(compiled, _arguments(case, one)) for one in inputs]
 
@@ -118,6 +131,8 @@ def compile_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
 def liger_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
     from liger_kernel.ops.layer_norm import layer_norm_backward, layer_norm_forward
 
+    if case.mixed:
+        return None
     if case.op == "forward":
         return [_bind(layer_norm_forward, (t.x, t.weight, t.bias, EPS)) for t in inputs]
     if case.op == "backward":
@@ -133,6 +148,8 @@ def liger_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
 def apex_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
     import fused_layer_norm_cuda as apex
 
+    if case.mixed:
+        return None
     shape = (case.cols,)
     if case.op == "forward":
         return [_bind(apex.forward_affine, (t.x, shape, t.weight, t.bias, EPS)) for t in inputs]
@@ -149,7 +166,7 @@ def apex_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
 def quack_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
     from quack.rmsnorm import layernorm_fwd
 
-    if case.op != "forward":
+    if case.op != "forward" or case.out_dtype is not None:
         return None
     weight, bias = inputs[0].weight.float(), inputs[0].bias.float()  # it takes no others
     return [_bind(layernorm_fwd, (t.x, weight, bias, EPS)) for t in inputs]

@@ -23,7 +23,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 def csrc_sha256(root: Path = ROOT) -> str:
     """One SHA-256 over the kernels' sources: each file's path, a zero byte and its content.
 
-    The files are those of `git ls-files csrc`, sorted; outside a git checkout, all files there.
+    The files are those that git tracks or would track, sorted, as `git ls-files csrc` names them
+    once they are committed; outside a git checkout, all files there.
     """
     digest = hashlib.sha256()
     for path in csrc_files(root):
@@ -34,14 +35,19 @@ def csrc_sha256(root: Path = ROOT) -> str:
 def csrc_files(root: Path) -> list[str]:
     try:
         listed = subprocess.run(
-            ["git", "ls-files", "csrc"], cwd=root, check=True, capture_output=True, text=True
+            ["git", "ls-files", "--cached", "--others", "--exclude-standard", "csrc"],
+            cwd=root,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         listed = []
     if not listed:
         found = (path for path in (root / "csrc").rglob("*") if path.is_file())
         listed = [path.relative_to(root).as_posix() for path in found]
-    return sorted(listed)
+    # A copy of the tree may come with an index that is older than its files.
+    return sorted({path for path in listed if (root / path).is_file()})
 
 
 def stamp() -> dict[str, Any]:
@@ -58,6 +64,15 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def cpu() -> dict[str, Any]:
+    """The processor and the versions that numbers of a CPU were taken with."""
+    try:
+        name = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())[0]
+    except (OSError, IndexError):
+        name = platform.processor() or platform.machine()
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _driver() -> str:
@@ -100,19 +115,28 @@ def update(path: Path, part: str, value: Any) -> None:
 
 
 def row_of(case: Case) -> dict[str, Any]:
-    """A case as a row of the results file, without its times."""
-    return {
+    """A case as a row of the results file, without its times.
+
+    "weight_dtype" and "out_dtype" stand there only where they are not x's dtype.
+    """
+    row = {
         "op": case.op,
         "rows": case.rows,
         "cols": case.cols,
         "dtype": case.dtype,
+        "weight_dtype": case.weight_dtype,
+        "out_dtype": case.out_dtype,
         "bytes": case.bytes,
     }
+    return {key: value for key, value in row.items() if value is not None}
 
 
 def case_of(row: dict[str, Any]) -> Case:
     """The case of a row, with the target it has today."""
-    plain = Case(row["op"], row["rows"], row["cols"], row["dtype"])
+    plain = Case(
+        row["op"], row["rows"], row["cols"], row["dtype"],
+        weight_dtype=row.get("weight_dtype"), out_dtype=row.get("out_dtype"),
+    )  # fmt: skip
     return next((case for case in CASES if case.name == plain.name), plain)
 
 
@@ -122,11 +146,13 @@ def verdict(case: Case, row: dict[str, Any]) -> str:
     Empty where there is nothing to judge by.
     """
     ours = row.get("ours_us")
-    if ours is None or "copy_us" not in row or case.target is None:
+    if ours is None or "copy_us" not in row or (case.target is None and "eager_us" not in row):
         return ""
     misses = []
     # The target has three digits: what rounds to it has reached it.
-    if round(case.ratio(ours, row["copy_us"]), 3) < round(case.target, 3):
+    if case.target is not None and (
+        round(case.ratio(ours, row["copy_us"]), 3) < round(case.target, 3)
+    ):
         misses.append("target")
     if ours > row.get("eager_us", ours):
         misses.append("eager")
@@ -136,7 +162,7 @@ def verdict(case: Case, row: dict[str, Any]) -> str:
 
 
 HEADER = (
-    f"{'op':<20}{'rows x cols':>19} {'dtype':<9}{'copy':>8}{'ours':>9}{'eager':>9}{'compile':>9}"
+    f"{'op':<20}{'rows x cols':>19} {'dtype':<15}{'copy':>8}{'ours':>9}{'eager':>9}{'compile':>9}"
     f"{'ratio':>7}{'target':>8}{'floor':>7}{'x eager':>9}{'x comp':>8}  verdict"
 )
 
@@ -164,7 +190,7 @@ def table_line(row: dict[str, Any]) -> str:
         if key.endswith("_us") and key not in ("copy_us", "ours_us", "eager_us", "compile_us")
     )
     return (
-        f"{case.op:<20}{size:>19} {case.dtype:<9}{us('copy_us'):>8}{us('ours_us'):>9}"
+        f"{case.op:<20}{size:>19} {case.types:<15}{us('copy_us'):>8}{us('ours_us'):>9}"
         f"{us('eager_us'):>9}{us('compile_us'):>9}{ratio:>7}{target:>8}{floor:>7}"
         f"{faster('eager_us'):>9}{faster('compile_us'):>8}  {verdict(case, row)}{others}"
     )

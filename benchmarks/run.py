@@ -108,17 +108,6 @@ def precompile_cases(indices: list[int]) -> None:
         torch.cuda.empty_cache()
 
 
-def warm_up_device(seconds: float = 0.5) -> None:
-    """Brings the clocks up before the first measurement."""
-    x = torch.randn(1 << 26, device=timing.DEVICE)
-    y = torch.empty_like(x)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        for _ in range(20):
-            torch.mul(x, 2, out=y)
-        torch.cuda.synchronize()
-
-
 def sentence(problem: BaseException) -> str:
     """The first line of what went wrong; a lost CUDA context ends the run instead."""
     text = str(problem).strip() or type(problem).__name__
@@ -182,7 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--parts", help=f"comma-separated: {', '.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="ours only, shorter measurements")
     parser.add_argument("--budget-seconds", type=float, default=440, help="skip what is left then")
-    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1),
+    parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1),
                         help="processes that compile ahead; 0 for none")  # fmt: skip
     parser.add_argument("--output", type=Path, help="the results file")
     parser.add_argument("--precompile", help=argparse.SUPPRESS)
@@ -214,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
             configure_compile()
             if arguments.jobs > 1:
                 precompile(cases, arguments.jobs, clock.seconds / 3)
-        warm_up_device()
+        timing.warm_up_device()
         report["rows"], report["skipped"] = run_cases(cases, names, clock, seconds)
     report.setdefault("skipped", [])
     for part, key, measure in (
@@ -253,7 +242,7 @@ def summary(report: dict[str, Any]) -> str:
         verdicts = [results.verdict(results.case_of(row), row) for row in rows]
         missed = sum(verdict.startswith("MISS") for verdict in verdicts)
         judged = sum(bool(verdict) for verdict in verdicts)
-        blocks.append(results.table(rows) + f"\n{judged - missed} of {judged} targets reached")
+        blocks.append(results.table(rows) + f"\n{judged - missed} of {judged} rows pass")
         low = [
             row
             for row in rows
@@ -267,22 +256,9 @@ def summary(report: dict[str, Any]) -> str:
     if report.get("skipped"):
         blocks.append("skipped:\n" + "\n".join(f"  {line}" for line in report["skipped"]))
     if "call_overhead" in report:
-        lines = [
-            f"  {name:<24}{entry['ours_us']:7.2f}{entry['eager_us']:7.2f}"
-            f"   x{entry['ours_us'] / entry['eager_us']:.2f}"
-            for name, entry in report["call_overhead"].items()
-        ]
-        blocks.append("call overhead, host us (ours, F.layer_norm):\n" + "\n".join(lines))
+        blocks.append(overhead.overhead_text(report["call_overhead"]))
     if "training_step" in report:
-        lines = [
-            f"  {entry['name']:<44}{entry['ours_us']:9.1f}{entry['eager_us']:9.1f}"
-            f"   {entry['eager_us'] / entry['ours_us']:.2f} times faster"
-            for entry in report["training_step"]
-        ]
-        blocks.append(
-            "forward + backward of the module, wall us (FusedLayerNorm, nn.LayerNorm):\n"
-            + "\n".join(lines)
-        )
+        blocks.append(overhead.steps_text(report["training_step"]))
     return "\n\n".join(blocks)
 
 

@@ -1,9 +1,11 @@
-"""How device time and call overhead are measured, in one place.
+"""How device time, host time and wall time are measured, in one place.
 
 Device time: several distinct inputs, together larger than the L2 cache, are worked through by
 calls captured in one CUDA graph; the time is the median over replays divided by the calls. The
 outputs of as many calls as there are inputs stay alive, so that writes do not land in one cached
 buffer either. Data is random, never zeros.
+
+Host and wall time: a shared host's speed changes by the minute, so what is compared takes turns.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,46 +50,53 @@ def l2_bytes() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
 
 
-def graph_time(
-    calls: Sequence[Call],
-    *,
-    count: int | None = None,
-    seconds: float = 0.03,
-    min_replays: int = 10,
-    max_replays: int = 60,
-) -> float:
-    """Median device microseconds of one call; `calls` are one callable per distinct input.
+class Graph:
+    """`count` calls captured in one CUDA graph, cycling over `calls`, one per distinct input."""
 
-    `count` calls go into the graph, cycling over `calls`. As many replays as fit in `seconds`,
-    within the two bounds.
-    """
-    count = max(count or 0, len(calls))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):  # lazy initialisation and compilation stay out of the capture
-            calls[0]()
-    torch.cuda.synchronize()
+    def __init__(self, calls: Sequence[Call], count: int | None = None) -> None:
+        self.count = max(count or 0, len(calls))
+        self.calls = calls  # their inputs live as long as the graph that reads them
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # lazy initialisation and compilation stay out of the capture
+                calls[0]()
+        torch.cuda.synchronize()
 
-    # Not `with torch.cuda.graph(...)`: that empties the allocator's cache at every capture.
-    graph = torch.cuda.CUDAGraph()
-    alive: deque[Any] = deque(maxlen=len(calls))
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
-        try:
-            for call in itertools.islice(itertools.cycle(calls), count):
-                alive.append(call())
-        finally:
-            graph.capture_end()
-    torch.cuda.synchronize()
-    first = _replay_times(graph, 3)[-1]
-    replays = int(max(min_replays, min(max_replays, seconds * 1e6 / max(first, 1e-3))))
-    times = _replay_times(graph, replays)
-    alive.clear()
-    graph.reset()
-    if torch.cuda.memory_reserved() > MAX_RESERVED:
-        torch.cuda.empty_cache()
-    return statistics.median(times) / count
+        # Not `with torch.cuda.graph(...)`: that empties the allocator's cache at every capture.
+        self.graph = torch.cuda.CUDAGraph()
+        self.outputs: deque[Any] = deque(maxlen=len(calls))
+        with torch.cuda.stream(stream):
+            self.graph.capture_begin()
+            try:
+                for call in itertools.islice(itertools.cycle(calls), self.count):
+                    self.outputs.append(call())
+            finally:
+                self.graph.capture_end()
+        torch.cuda.synchronize()
+        self.first = _replay_times(self.graph, 3)[-1]  # microseconds of one replay, warm
+
+    def time(self, seconds: float = 0.03, min_replays: int = 10, max_replays: int = 60) -> float:
+        """Median device microseconds of one call; as many replays as fit in `seconds`."""
+        replays = int(max(min_replays, min(max_replays, seconds * 1e6 / max(self.first, 1e-3))))
+        return statistics.median(_replay_times(self.graph, replays)) / self.count
+
+    def free(self) -> None:
+        """Gives the graph's memory back to the allocator, and from there if it holds much."""
+        self.outputs.clear()
+        self.calls = ()
+        self.graph.reset()
+        if torch.cuda.memory_reserved() > MAX_RESERVED:
+            torch.cuda.empty_cache()
+
+
+def graph_time(calls: Sequence[Call], *, count: int | None = None, **options: Any) -> float:
+    """Median device microseconds of one call: see `Graph` and its `time`."""
+    graph = Graph(calls, count)
+    try:
+        return graph.time(**options)
+    finally:
+        graph.free()
 
 
 def _replay_times(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
@@ -118,31 +127,69 @@ def copy_time(rows: int, cols: int, dtype: torch.dtype, **options: Any) -> float
     return graph_time(calls, count=call_count(inputs, 2 * size), **options)
 
 
-def overhead(call: Call, *, calls: int = 100, repeats: int = 40) -> float:
-    """Host microseconds of one call: what the caller waits for while the device works behind.
-
-    Calls go in batches that the launch queue holds, so the device never pushes back.
-    """
-    times = []
-    for _ in range(repeats + 5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
+def wall_time(calls: Sequence[Call], rounds: int = 5) -> float:
+    """Wall microseconds of one call in a loop that is waited for at its end, after a warm-up."""
+    for call in calls:
+        call()
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(rounds):
+        for call in calls:
             call()
-        times.append((time.perf_counter() - start) / calls * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(times[5:])
+    synchronize()
+    return (time.perf_counter() - start) / (rounds * len(calls)) * 1e6
 
 
-def wall_time(calls: Sequence[Call], *, rounds: int = 20, repeats: int = 9) -> float:
-    """Wall microseconds of one call in a loop that is waited for at its end."""
-    times = []
-    for _ in range(repeats + 2):
+def synchronize() -> None:
+    """Waits for the device; a CPU has nothing to wait for."""
+    if DEVICE == "cuda":
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(rounds):
-            for call in calls:
-                call()
+
+
+def warm_up_device(seconds: float = 0.5) -> None:
+    """Brings the clocks up before the first measurement."""
+    x = torch.randn(1 << 26, device=DEVICE)
+    y = torch.empty_like(x)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(20):
+            torch.mul(x, 2, out=y)
         torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / (rounds * len(calls)) * 1e6)
-    return statistics.median(times[2:])
+
+
+def turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Every name once a round; the rounds begin with another one each, so that none is favoured."""
+    for number in range(rounds):
+        for place in range(len(names)):
+            yield names[(number + place) % len(names)]
+
+
+def summary(name: str, times: Sequence[float], unit: str = "us") -> dict[str, float]:
+    """The median and the best of several measurements, as a results file names them."""
+    return {
+        f"{name}_{unit}": round(statistics.median(times), 3),
+        f"{name}_best_{unit}": round(min(times), 3),
+    }
+
+
+class Kernel(NamedTuple):
+    """What the device did under one name: microseconds, and how often."""
+
+    name: str
+    us: float
+    count: int
+
+
+def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
+    """The kernels, copies and fills that the device runs for a call, by the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        call()
+        torch.cuda.synchronize()
+    return [
+        Kernel(event.key, event.self_device_time_total, event.count)
+        for event in run.key_averages()
+        # Not the host's calls, nor the spans that PyTorch draws over several kernels.
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]

@@ -1,4 +1,5 @@
-// How kernels are launched: template parameters from a plan, dynamic shared memory, errors.
+// How kernels are launched: from the numbers of a plan to template parameters, dynamic shared
+// memory and errors. And one launch function for each strategy, in the file of its kernels.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,85 +9,70 @@
 #include <utility>
 
 #include "layernorm.h"
-#include "norm/rows.cuh"
 
 namespace fused_layernorm {
 
-// One function a strategy, each in the file of its kernels.
-cudaError_t launch_layer_norm_forward_warp(const ForwardParams&, const DataTypes&, const Plan&,
-                                           cudaStream_t);
-cudaError_t launch_layer_norm_backward_warp(const BackwardParams&, const DataTypes&, const Plan&,
-                                            cudaStream_t);
-cudaError_t launch_layer_norm_forward_block(const ForwardParams&, const DataTypes&, const Plan&,
-                                            cudaStream_t);
-cudaError_t launch_layer_norm_backward_block(const BackwardParams&, const DataTypes&, const Plan&,
-                                             cudaStream_t);
-cudaError_t launch_layer_norm_forward_split(const ForwardParams&, const DataTypes&, const Plan&,
-                                            cudaStream_t);
-cudaError_t launch_layer_norm_forward_stream(const ForwardParams&, const DataTypes&, const Plan&,
-                                             cudaStream_t);
-cudaError_t launch_layer_norm_backward_stream(const BackwardParams&, const DataTypes&, const Plan&,
-                                              cudaStream_t);
-// In place of backward's kWarp and kBlock where there are few rows (Plan::few_rows).
-cudaError_t launch_layer_norm_backward_few_rows(const BackwardParams&, const DataTypes&,
-                                                const Plan&, cudaStream_t);
-// Adds up the partial dweight and dbias in the workspace, where there is more than one.
-cudaError_t launch_param_grad(const BackwardParams&, const DataTypes&, const Plan&, cudaStream_t);
+cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Warp&,
+                                      cudaStream_t);
+cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Block&,
+                                      cudaStream_t);
+cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Split&,
+                                      cudaStream_t);
+cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
+                                      const forward::Resident&, cudaStream_t);
+cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
+                                      const forward::Stream&, cudaStream_t);
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::Warp&, cudaStream_t);
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::FewRows&, cudaStream_t);
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::Block&, cudaStream_t);
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::Split&, cudaStream_t);
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::Stream&, cudaStream_t);
+// Adds up the partial dweight and dbias in the workspace, if there are any.
+cudaError_t launch_param_grad(const BackwardParams&, const DataTypes&, const backward::PartialSums&,
+                              cudaStream_t);
 
-// A thread moves 16 bytes of x at once, or single elements where rows are not so aligned.
-template <typename T, typename Launch>
-cudaError_t dispatch_width(int width, const Launch& launch) {
-  constexpr int kAligned = kVectorWidth<T>;
-  if (width == kAligned) return launch(std::integral_constant<int, kAligned>{});
-  if (width == 1) return launch(std::integral_constant<int, 1>{});
-  return cudaErrorInvalidValue;
-}
-
-// A value of `kFirst, kRest...`, as a template parameter.
-template <int kFirst, int... kRest, typename Launch>
-cudaError_t dispatch_vecs(int vecs, const Launch& launch) {
-  if (vecs == kFirst) return launch(std::integral_constant<int, kFirst>{});
+// A number of vectors in a list, as a template parameter.
+template <int kFirst, int... kRest, typename Then>
+cudaError_t dispatch_vecs(VecsList<kFirst, kRest...>, int vecs, const Then& then) {
+  if (vecs == kFirst) return then(std::integral_constant<int, kFirst>{});
   if constexpr (sizeof...(kRest) > 0) {
-    return dispatch_vecs<kRest...>(vecs, launch);
+    return dispatch_vecs(VecsList<kRest...>{}, vecs, then);
   } else {
     return cudaErrorInvalidValue;
   }
 }
 
-// A run-time bool as a template parameter; where `kMay` is false, false.
-template <bool kMay, typename Launch>
-cudaError_t dispatch_bool(bool value, const Launch& launch) {
+// A run-time bool as a template parameter. Where `kMay` is false, so is the parameter.
+template <bool kMay = true, typename Then>
+cudaError_t dispatch_bool(bool value, const Then& then) {
   if constexpr (kMay) {
-    if (value) return launch(std::true_type{});
+    if (value) return then(std::true_type{});
   }
-  return launch(std::false_type{});
+  return then(std::false_type{});
 }
 
-// What of the Fusion of rows.cuh a launch needs.
-inline bool has_residual(const ForwardParams& params) { return params.residual != nullptr; }
-inline bool has_residual(const BackwardParams& params) { return params.dresidual != nullptr; }
-
-template <typename Params, typename Launch>
-cudaError_t dispatch_fusion(const Params& params, const Launch& launch) {
-  if (has_residual(params)) return launch(std::integral_constant<Fusion, Fusion::kResidual>{});
-  if (params.has_epilogue) return launch(std::integral_constant<Fusion, Fusion::kEpilogue>{});
-  return launch(std::integral_constant<Fusion, Fusion::kNone>{});
+// A thread moves a vector of x at once, or single elements where rows are not aligned.
+template <int kVectorWidth, typename Then>
+cudaError_t dispatch_width(int width, const Then& then) {
+  return dispatch_vecs(VecsList<kVectorWidth, 1>{}, width, then);
 }
 
-// The same for backward kernels that are not worth one for an epilogue alone: the one for a
-// residual, which may be missing, does for both.
-template <typename Launch>
-cudaError_t dispatch_any_fusion(const BackwardParams& params, const Launch& launch) {
-  if (has_residual(params) || params.has_epilogue) {
-    return launch(std::integral_constant<Fusion, Fusion::kResidual>{});
-  }
-  return launch(std::integral_constant<Fusion, Fusion::kNone>{});
+inline int log2_of(int power_of_two) {
+  int log = 0;
+  while (1 << log < power_of_two) ++log;
+  return log;
 }
 
 // A block has 48 KB without asking, its static shared memory included.
 constexpr int kFreeSharedMemory = 40 * 1024;
 
-// Asks for more, once a kernel, device and thread of the host rather than at every launch.
+// Allows a kernel more shared memory. The driver is asked once for each kernel, device and thread
+// of the host, not at every launch.
 inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   thread_local std::map<std::pair<int, const void*>, int> allowed;
   int device = 0;
@@ -101,16 +87,16 @@ inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
 
 // kCooperative: all blocks are resident at once.
 template <bool kCooperative = false, typename... Params, typename... Args>
-cudaError_t launch(void (*kernel)(Params...), const Plan& plan, int block_threads,
-                   cudaStream_t stream, const Args&... args) {
+cudaError_t launch(void (*kernel)(Params...), const Launch& plan, cudaStream_t stream,
+                   const Args&... args) {
   if (plan.shared_bytes > kFreeSharedMemory) {
     const cudaError_t error =
         allow_shared_memory(reinterpret_cast<const void*>(kernel), plan.shared_bytes);
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(plan.blocks + plan.column_blocks));
-  config.blockDim = dim3(static_cast<unsigned>(block_threads));
+  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(plan.threads));
   config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
   config.stream = stream;
   cudaLaunchAttribute cooperative;
@@ -121,6 +107,11 @@ cudaError_t launch(void (*kernel)(Params...), const Plan& plan, int block_thread
     config.numAttrs = 1;
   }
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+}
+
+// Presets the slots in which the blocks of each row meet: `bytes` of all ones.
+inline cudaError_t clear_slots(void* slots, int64_t bytes, cudaStream_t stream) {
+  return bytes > 0 ? cudaMemsetAsync(slots, 0xff, static_cast<size_t>(bytes), stream) : cudaSuccess;
 }
 
 }  // namespace fused_layernorm

@@ -1,5 +1,6 @@
-// The contract between host code and kernels: what a launch is given, and who launches.
-// Kernels know rows and columns, not tensors; tensors stop in ops_cuda.cpp.
+// The contract between host code and kernels: what a launch is given, and who launches. Kernels
+// know rows and columns, not tensors; tensors stop in bindings/. docs/architecture.md has a picture
+// of the whole, and docs/tuning-log.md tells what was tried.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,12 +14,12 @@ namespace fused_layernorm {
 enum class Activation : int32_t { kNone, kGelu, kGeluTanh, kSilu, kRelu };
 
 // Where a row begins. Rows that are contiguous inside may stand at two strides: row = outer *
-// inner_rows + inner. Kernels ask nothing and divide nothing: behind a branch the loads of a row
-// would wait. (Granlund and Montgomery, "Division by invariant integers using multiplication",
-// 1994, for rows below 2^31.)
+// inner_rows + inner. A kernel neither branches nor divides for that, because the loads of a row
+// would wait behind a branch. (Granlund and Montgomery, "Division by invariant integers using
+// multiplication", 1994, for rows below 2^31.)
 struct RowMap {
   int64_t stride = 0;       // from one row to the next
-  int64_t jump = 0;         // what an outer_stride is more than inner_rows strides
+  int64_t jump = 0;         // by how much an outer_stride exceeds inner_rows strides
   uint32_t multiplier = 0;  // outer = row * multiplier / 2^(32 + shift)
   uint32_t shift = 0;
 
@@ -40,7 +41,8 @@ struct RowMap {
 #endif
 };
 
-// A number as float32 and float64 arithmetic take it: kernels convert nothing.
+// A number in the form that float32 and that float64 arithmetic take, so that kernels convert
+// nothing.
 struct Scalar {
   double exact = 0;
   float rounded = 0;
@@ -72,7 +74,7 @@ struct DataTypes {
 
 struct ForwardParams {
   // Inputs. With a residual, x = input + residual, rounded to residual's type (DataTypes::x), and
-  // input has the type that dispatch.h derives; without, x = input.
+  // input is of the type Types::In (norm/types.cuh); without one, x = input.
   const void* input = nullptr;
   const void* residual = nullptr;  // optional
   const void* weight = nullptr;    // optional
@@ -94,7 +96,7 @@ struct ForwardParams {
   bool has_epilogue = false;  // an activation, or a scale that is not 1
   Activation activation = Activation::kNone;
 
-  // Plan::workspace_bytes of scratch memory.
+  // As much scratch memory as the plan asks for (Launch::workspace_bytes).
   void* workspace = nullptr;
 };
 
@@ -128,8 +130,8 @@ struct BackwardParams {
 
 // Each enqueues its kernels on `stream` of the current device and returns the first error.
 cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
-                                      const Plan& plan, cudaStream_t stream);
+                                      const forward::Plan& plan, cudaStream_t stream);
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
-                                       const Plan& plan, cudaStream_t stream);
+                                       const backward::Plan& plan, cudaStream_t stream);
 
 }  // namespace fused_layernorm

@@ -1,24 +1,21 @@
 // Backward of few rows, in one launch: blocks on columns compute dweight and dbias, and beside them
 // blocks on rows dx. Both read x and dy, the second time from L2, but no partial sums are left to a
 // second launch.
-#include "dispatch.h"
 #include "launch.cuh"
-#include "norm/rows.cuh"
+#include "norm/param_grad.cuh"
 
 namespace fused_layernorm {
 namespace {
 
-// dweight and dbias: `kLanes` lanes side by side on the vectors of a line, the rest of the block on
-// different rows. The order of the sums is fixed. `shared` holds a pair for each column of each
-// warp.
-template <typename T, int kWidth>
+// dweight and dbias of some columns, by a block: `kLanes` lanes side by side have the vectors of a
+// line, and the rest of the block is on different rows. The order of the sums is fixed.
+template <typename N, int kWidth>
 struct ColumnGradients {
-  using Acc = typename T::Acc;
-  using W = typename T::W;
-  static constexpr int kLanes = column_lanes(kWidth, sizeof(typename T::X));
+  using Acc = typename N::Acc;
+  static constexpr int kLanes = column_lanes(kWidth, sizeof(typename N::X));
   static constexpr int kCols = kLanes * kWidth;
 
-  template <bool kMayActivate>
+  // `shared` holds a pair for each column of each warp.
   static __device__ __forceinline__ void run(const BackwardParams& p, int block, void* shared) {
     const int lane = threadIdx.x % kLanes;
     const int first_row = threadIdx.x / kLanes, row_step = blockDim.x / kLanes;
@@ -26,38 +23,33 @@ struct ColumnGradients {
     const int vectors = p.cols / kWidth - block * kLanes;
     const int col = lane < vectors ? lane * kWidth : 0;
     const bool reads_x = needs_x(p);
-    const auto weight =
-        Parameter<W>(p.weight, first_col, Otherwise::kOnes).template load<kWidth>(col);
-    const auto bias = Parameter<W>(kMayActivate ? p.bias : nullptr, first_col, Otherwise::kZeros)
-                          .template load<kWidth>(col);
+    const auto parameters = parameters_of<N>(p, first_col);
+    const auto weight = parameters.weight.template load<kWidth>(col);
+    const auto bias = parameters.bias.template load<kWidth>(col);
     Acc dweight[kWidth] = {}, dbias[kWidth] = {};
-    // Several rows on their way at once, as many as have registers; but the code of the activations
-    // is large.
-    constexpr int kAtOnce = kMayActivate ? 1 : kWidth == 1 ? 8 : 2;
+    // Several rows are on their way at once, as many as have registers. But the code of the
+    // activations is large, and so there one row must do.
+    constexpr int kAtOnce = N::Epilogue::kMayActivate ? 1 : kWidth == 1 ? 8 : 2;
     for (int64_t row = first_row; row < p.rows; row += kAtOnce * row_step) {
-      Vec<typename T::X, kWidth> x[kAtOnce] = {};
-      Vec<typename T::Y, kWidth> dy[kAtOnce] = {};
+      Vec<typename N::X, kWidth> x[kAtOnce] = {};
+      Vec<typename N::Y, kWidth> dy[kAtOnce] = {};
       Acc mean[kAtOnce] = {}, rstd[kAtOnce] = {};
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int64_t r = row + i * row_step;
-        if (r >= p.rows) continue;  // adds zero
-        if (reads_x) {
-          x[i] = load<Use::kAgain, kWidth>(static_cast<const typename T::X*>(p.x) + p.x_rows(r) +
-                                           first_col + col);
-        }
-        dy[i] = load<Use::kAgain, kWidth>(static_cast<const typename T::Y*>(p.dy) + p.dy_rows(r) +
-                                          first_col + col);
+        if (r >= p.rows) continue;  // A row that does not exist adds zero.
+        if (reads_x) x[i] = load<Use::kAgain, kWidth>(x_row_of<N>(p, r, first_col) + col);
+        dy[i] = load<Use::kAgain, kWidth>(dy_row_of<N>(p, r, first_col) + col);
         mean[i] = static_cast<const Acc*>(p.mean)[r];
         rstd[i] = static_cast<const Acc*>(p.rstd)[r];
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        Gradients<T, kWidth, kMayActivate>(p, x[i], dy[i], mean[i], rstd[i], weight, bias)
+        Gradients<N, kWidth>(p, x[i], dy[i], mean[i], rstd[i], weight, bias)
             .add_dparams(dweight, dbias);
       }
     }
-    // First the rows of a warp, then the warps.
+    // First the rows of a warp are added up, then the warps.
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
 #pragma unroll
@@ -75,7 +67,7 @@ struct ColumnGradients {
       }
     }
     __syncthreads();
-    const ParamGradSink<T> outputs(p, 0, 1, 0);
+    const ParamGradSink<N> outputs(p, backward::PartialSums{}, 0);
     for (int c = threadIdx.x; c < min(kCols, p.cols - first_col); c += blockDim.x) {
       Pair<Acc> sum = sums[c];
       for (int w = 1; w < warps; ++w) sum += sums[w * kCols + c];
@@ -85,46 +77,46 @@ struct ColumnGradients {
   }
 };
 
-// The lanes of a warp or a part of it, or a group of warps, each as in the kernels for many rows: a
-// row's dx is the same in any batch.
+// The threads on one row: the lanes of a logical warp, or whole warps. They are those that would
+// work on the row if there were many rows, so a row's dx is the same in any batch.
 template <typename Acc>
-struct Team {
+struct RowTeam {
   int threads, thread, index;  // index: of the team in its block
   bool by_lanes;
 
-  __device__ __forceinline__ Team(int team_threads, bool lanes)
+  __device__ __forceinline__ RowTeam(int team_threads, bool lanes)
       : threads(team_threads),
         thread(threadIdx.x % team_threads),
         index(threadIdx.x / team_threads),
         by_lanes(lanes) {}
   __device__ __forceinline__ Pair<Acc> sum(Pair<Acc> sums, Pair<Acc>* scratch) const {
-    if (by_lanes) return {lanes_sum(sums.first, threads), lanes_sum(sums.second, threads)};
-    const Group group(threads);
-    return group_sum(sums, group, scratch + index * scratch_values(group.warps()));
+    if (by_lanes) {
+      return {logical_warp_sum(sums.first, threads), logical_warp_sum(sums.second, threads)};
+    }
+    const BlockTeam team(threads);
+    return team_sum(sums, team, scratch + index * scratch_values(team.warps()));
   }
 };
 
-// dx of one row by a team; a team without a row goes along with the last one for the sake of the
+// dx of one row by a team. A team without a row goes along with the last one for the sake of the
 // others in its warp.
-template <typename T, int kWidth, int kVecs, Fusion kFusion>
+template <typename N, int kWidth, int kVecs>
 __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, int team_threads,
                                             bool by_lanes, int block) {
-  using Acc = typename T::Acc;
-  using X = typename T::X;
-  using Y = typename T::Y;
-  using W = typename T::W;
-  constexpr bool kMayActivate = kFusion != Fusion::kNone;
-  // For all teams of a block, each of which has up to three values more than warps.
+  using Acc = typename N::Acc;
+  using X = typename N::X;
+  using Y = typename N::Y;
+  // The scratch memory of all teams of a block, each of which has up to three values more than
+  // warps.
   __shared__ alignas(16) Pair<Acc> scratch[scratch_values(kBackwardThreads / kWarpSize * 4)];
-  const Team<Acc> team(team_threads, by_lanes);
+  const RowTeam<Acc> team(team_threads, by_lanes);
   const int64_t own_row = int64_t{block} * (blockDim.x / team_threads) + team.index;
   const int64_t row = min(own_row, p.rows - 1);
   const Share<kVecs, false> share = {team.thread, team.threads, p.cols / kWidth};
-  const X* x_row = static_cast<const X*>(p.x) + p.x_rows(row);
-  const Y* dy_row = static_cast<const Y*>(p.dy) + p.dy_rows(row);
-  const DxRow<X, kFusion == Fusion::kResidual> dx_row(p, row, 0);
-  const Parameter<W> weight(p.weight, 0, Otherwise::kOnes);
-  const Parameter<W> bias(kMayActivate ? p.bias : nullptr, 0, Otherwise::kZeros);
+  const X* x_row = x_row_of<N>(p, row, 0);
+  const Y* dy_row = dy_row_of<N>(p, row, 0);
+  const DxRow<N> dx_row(p, row, 0);
+  const auto parameters = parameters_of<N>(p, 0);
 
   Vec<X, kWidth> x[kVecs];
   Vec<Y, kWidth> dy[kVecs];
@@ -139,17 +131,16 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, int team_th
   const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
   const auto gradients_of = [&](int k) {
     const int col = share.template col<kWidth>(k);
-    return Gradients<T, kWidth, kMayActivate>(p, x[k], dy[k], mean, rstd,
-                                              weight.template load<kWidth>(col),
-                                              bias.template load<kWidth>(col));
+    return Gradients<N, kWidth>(p, x[k], dy[k], mean, rstd,
+                                parameters.weight.template load<kWidth>(col),
+                                parameters.bias.template load<kWidth>(col));
   };
   Pair<Acc> sums;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) gradients_of(k).add_sums(sums);
   sums = team.sum(sums, scratch);
   if (own_row >= p.rows) return;
-  const Acc inverse_cols = p.inverse_cols.as<Acc>();
-  const Pair<Acc> means = {sums.first * inverse_cols, sums.second * inverse_cols};
+  const Pair<Acc> means = means_of(sums, p.inverse_cols.as<Acc>());
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     if (!share.has(k)) continue;
@@ -160,43 +151,35 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, int team_th
 }
 
 // The blocks on columns come first, because they take longest.
-template <typename T, int kWidth, int kVecs, Fusion kFusion>
-__global__ void __launch_bounds__(kBackwardThreads, few_rows_blocks(kFusion != Fusion::kNone))
+template <typename N, int kWidth, int kVecs>
+__global__ void __launch_bounds__(kBackwardThreads, few_rows_blocks(N::Epilogue::kMayActivate))
     layer_norm_backward_few_rows_kernel(const BackwardParams p, const int column_blocks,
                                         const int team_threads, const bool by_lanes) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int block = static_cast<int>(blockIdx.x) - column_blocks;
   if (block < 0) {
-    ColumnGradients<T, kWidth>::template run<kFusion != Fusion::kNone>(p, blockIdx.x, shared);
+    ColumnGradients<N, kWidth>::run(p, blockIdx.x, shared);
   } else if (p.dx != nullptr) {
-    few_rows_dx<T, kWidth, kVecs, kFusion>(p, team_threads, by_lanes, block);
+    few_rows_dx<N, kWidth, kVecs>(p, team_threads, by_lanes, block);
   }
 }
 
 }  // namespace
 
-cudaError_t launch_layer_norm_backward_few_rows(const BackwardParams& params,
-                                                const DataTypes& types, const Plan& plan,
-                                                cudaStream_t stream) {
+cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
+                                       const backward::FewRows& plan, cudaStream_t stream) {
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
-    return dispatch_width<T>(plan.width, [&](auto width) {
-      const auto start = [&](auto vecs) {
-        return dispatch_any_fusion(params, [&](auto fusion) {
-          const bool by_lanes = plan.strategy == Strategy::kWarp;
-          return launch(layer_norm_backward_few_rows_kernel<T, width(), vecs(), fusion()>, plan,
-                        plan.threads * plan.groups, stream, params,
-                        static_cast<int>(plan.column_blocks), plan.threads, by_lanes);
+    return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
+      using Vecs = FewRowsVecs<width(), sizeof(typename T::X)>;
+      return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
+        return dispatch_backward_shared<T>(params, [&](auto norm) {
+          using N = decltype(norm);
+          return launch(layer_norm_backward_few_rows_kernel<N, width(), vecs()>, plan, stream,
+                        params, static_cast<int>(plan.column_blocks), plan.team_threads,
+                        plan.by_lanes);
         });
-      };
-      constexpr int kBlockVecs = kKeptColsPerThread / width();
-      if constexpr (width() == 1) {
-        return dispatch_vecs<4, 8, kBlockVecs>(plan.vecs, start);
-      } else if constexpr (kBlockVecs == 2 || std::is_same_v<typename T::X, double>) {
-        return dispatch_vecs<2>(plan.vecs, start);
-      } else {
-        return dispatch_vecs<2, kBlockVecs>(plan.vecs, start);
-      }
+      });
     });
   });
 }

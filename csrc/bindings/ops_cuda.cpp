@@ -297,7 +297,7 @@ struct ForwardResult {
   Tensor y, residual_out, mean, rstd;
 };
 
-ForwardResult forward(const Tensor& input, const std::optional<Tensor>& residual,
+ForwardResult run_forward(const Tensor& input, const std::optional<Tensor>& residual,
                       int64_t normalized_ndim, const std::optional<Tensor>& weight,
                       const std::optional<Tensor>& bias, double eps,
                       const std::optional<std::string>& activation, double scale,
@@ -322,7 +322,7 @@ ForwardResult forward(const Tensor& input, const std::optional<Tensor>& residual
     const ScalarType in = types.x == ScalarType::Float ? types.y : types.x;
     if (in == ScalarType::Float && input.scalar_type() != in && is_half(input.scalar_type())) {
       // The sum of a half and a float32 is that of two float32.
-      return forward(cast(input, in), residual, normalized_ndim, weight, bias, eps, activation,
+      return run_forward(cast(input, in), residual, normalized_ndim, weight, bias, eps, activation,
                      scale, y_type, needs_statistics);
     }
     if (in != input.scalar_type()) {
@@ -338,7 +338,7 @@ ForwardResult forward(const Tensor& input, const std::optional<Tensor>& residual
             cast(torch::stable::subtract(cast(input, sum_type), cast(*residual, sum_type), -1.0),
                  x_type);
         ForwardResult result =
-            forward(wide ? cast(sum, sum_type) : sum, std::nullopt, normalized_ndim,
+            run_forward(wide ? cast(sum, sum_type) : sum, std::nullopt, normalized_ndim,
                     cast_param(weight, sum_type), cast_param(bias, sum_type), eps, activation,
                     scale, y_type, needs_statistics);
         result.residual_out = contiguous_of(sum);
@@ -384,7 +384,8 @@ ForwardResult forward(const Tensor& input, const std::optional<Tensor>& residual
     const int64_t least = std::min(size_of(problem.x), size_of(problem.y));
     problem.aligned = rows.aligned() && (!residual_rows || residual_rows->aligned()) &&
                       shape.cols * least % int64_t{kAlignment} == 0;
-    const Plan plan = make_plan(problem, device_properties(input.get_device_index()));
+    const forward::Plan plan =
+        make_forward_plan(problem, device_properties(input.get_device_index()));
 
     ForwardParams params;
     params.input = rows.tensor.const_data_ptr();
@@ -409,8 +410,8 @@ ForwardResult forward(const Tensor& input, const std::optional<Tensor>& residual
     params.has_epilogue = problem.has_epilogue;
     params.activation = act;
     std::optional<Tensor> workspace;
-    if (plan.workspace_bytes > 0) {
-      workspace = allocate_workspace(input, plan.workspace_bytes);
+    if (launch_of(plan).workspace_bytes > 0) {
+      workspace = allocate_workspace(input, launch_of(plan).workspace_bytes);
       params.workspace = workspace->mutable_data_ptr();
     }
     check_cuda(launch_layer_norm_forward(params, data_types, plan,
@@ -426,7 +427,7 @@ Tensor layer_norm(const Tensor& input, int64_t normalized_ndim, const std::optio
                   const std::optional<Tensor>& bias, double eps,
                   const std::optional<std::string>& activation, double scale,
                   std::optional<ScalarType> out_dtype) {
-  return forward(input, std::nullopt, normalized_ndim, weight, bias, eps, activation, scale,
+  return run_forward(input, std::nullopt, normalized_ndim, weight, bias, eps, activation, scale,
                  out_dtype, false)
       .y;
 }
@@ -437,7 +438,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& input, int64
                                                       const std::optional<std::string>& activation,
                                                       double scale,
                                                       std::optional<ScalarType> out_dtype) {
-  const auto result = forward(input, std::nullopt, normalized_ndim, weight, bias, eps, activation,
+  const auto result = run_forward(input, std::nullopt, normalized_ndim, weight, bias, eps, activation,
                               scale, out_dtype, true);
   return {result.y, result.mean, result.rstd};
 }
@@ -448,7 +449,7 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& res
                                           const std::optional<Tensor>& bias, double eps,
                                           const std::optional<std::string>& activation,
                                           double scale, std::optional<ScalarType> out_dtype) {
-  const auto result = forward(input, residual, normalized_ndim, weight, bias, eps, activation,
+  const auto result = run_forward(input, residual, normalized_ndim, weight, bias, eps, activation,
                               scale, out_dtype, false);
   return {result.y, result.residual_out};
 }
@@ -458,7 +459,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_forward(
     const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps,
     const std::optional<std::string>& activation, double scale,
     std::optional<ScalarType> out_dtype) {
-  const auto result = forward(input, residual, normalized_ndim, weight, bias, eps, activation,
+  const auto result = run_forward(input, residual, normalized_ndim, weight, bias, eps, activation,
                               scale, out_dtype, true);
   return {result.y, result.residual_out, result.mean, result.rstd};
 }
@@ -518,7 +519,6 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     problem.x = data_types.x;
     problem.weight = data_types.weight;
     problem.y = data_types.y;
-    problem.backward = true;
     problem.residual = dresidual.has_value();
     problem.needs_dparams = needs_dweight || needs_dbias;
     problem.has_epilogue = act != Activation::kNone || scale != 1.0;
@@ -526,7 +526,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     problem.aligned = x_rows.aligned() && dy_rows.aligned() &&
                       (!dresidual_rows || dresidual_rows->aligned()) &&
                       shape.cols * least % int64_t{kAlignment} == 0;
-    const Plan plan = make_plan(problem, device_properties(x.get_device_index()));
+    const backward::Plan plan =
+        make_backward_plan(problem, device_properties(x.get_device_index()));
 
     BackwardParams params;
     params.dy = dy_rows.tensor.const_data_ptr();
@@ -551,8 +552,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     params.has_epilogue = problem.has_epilogue;
     params.activation = act;
     std::optional<Tensor> workspace;
-    if (plan.workspace_bytes > 0) {
-      workspace = allocate_workspace(x, plan.workspace_bytes);
+    if (launch_of(plan).workspace_bytes > 0) {
+      workspace = allocate_workspace(x, launch_of(plan).workspace_bytes);
       params.workspace = workspace->mutable_data_ptr();
     }
     check_cuda(

@@ -1,16 +1,17 @@
-// Small reductions that compose into larger ones: lanes -> warps of a group -> slices of a row.
-// The order of every sum follows from the group's size alone, so a row's result does not depend
-// on where the row stands.
+// Sums that compose into larger ones: lane -> logical warp -> team. The order of every sum follows
+// from the team's size alone, so a row's result does not depend on where the row stands.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
+#include "plan/geometry.h"
+
 namespace fused_layernorm {
 
 constexpr unsigned kFullWarp = 0xffffffffu;
-constexpr int kWarpSize = 32;
-constexpr int kMaxWarps = 32;
+constexpr int kWarpSize = kWarpThreads;
+constexpr int kMaxWarps = 1024 / kWarpSize;
 
 __device__ __forceinline__ float shuffle_xor(float v, int offset) {
   return __shfl_xor_sync(kFullWarp, v, offset);
@@ -42,9 +43,10 @@ __device__ __forceinline__ Value warp_sum(Value v) {
   return v;
 }
 
-// Sum over `lanes` neighbouring lanes (a power of two up to 32); every lane gets it.
+// The sum over a logical warp of `lanes` neighbouring lanes (a power of two up to 32). Every lane
+// gets it, and all lanes of the warp must call.
 template <typename Value>
-__device__ __forceinline__ Value lanes_sum(Value v, int lanes) {
+__device__ __forceinline__ Value logical_warp_sum(Value v, int lanes) {
   if (lanes == kWarpSize) return warp_sum(v);
 #pragma unroll
   for (int offset = 1; offset < kWarpSize / 2; offset *= 2) {
@@ -54,39 +56,40 @@ __device__ __forceinline__ Value lanes_sum(Value v, int lanes) {
   return v;
 }
 
-// Threads that work on one row: a whole number of warps, the whole block or a part of it.
-struct Group {
-  int index;    // of the group in its block
-  int threads;  // in the group
-  int thread;   // of this thread in the group
+// A team of whole warps that works on one row: a block, or one of several teams of a block.
+struct BlockTeam {
+  int index;    // of the team in its block
+  int threads;  // of the team
+  int thread;   // of this thread in the team
 
   // The whole block.
-  __device__ __forceinline__ Group() : index(0), threads(blockDim.x), thread(threadIdx.x) {}
-  __device__ __forceinline__ Group(int group_threads)
-      : index(threadIdx.x / group_threads),
-        threads(group_threads),
-        thread(threadIdx.x - index * group_threads) {}
+  __device__ __forceinline__ BlockTeam() : index(0), threads(blockDim.x), thread(threadIdx.x) {}
+  __device__ __forceinline__ explicit BlockTeam(int team_threads)
+      : index(threadIdx.x / team_threads),
+        threads(team_threads),
+        thread(threadIdx.x - index * team_threads) {}
   __device__ __forceinline__ int warps() const {
     return static_cast<unsigned>(threads) / kWarpSize;
   }
   __device__ __forceinline__ int warp() const { return static_cast<unsigned>(thread) / kWarpSize; }
   __device__ __forceinline__ int lane() const { return threadIdx.x % kWarpSize; }
-  // Hardware barrier 0 is __syncthreads; groups take 1 to 15.
+  // Hardware barrier 0 is __syncthreads(); teams take the barriers from 1 on.
   __device__ __forceinline__ void sync() const {
     asm volatile("bar.sync %0, %1;" ::"r"(index + 1), "r"(threads) : "memory");
   }
 };
 
-// Values of scratch memory for so many warps: a thread reads four at once.
+// The scratch memory of a team with so many warps holds this many values, because a thread reads
+// four at once.
 constexpr __host__ __device__ int scratch_values(int warps) { return (warps + 3) / 4 * 4; }
 
-// Values of a group's warps that one thread reads at once.
+// Values of a team's warps that one thread reads at once.
 template <typename Value>
 struct alignas(16) Four {
   Value at[4];
 };
 
-// The sum of the values of a group's warps, `scratch[warp]`, by every thread.
+// The sum of the values of a team's warps, `scratch[warp]`. Every thread gets it.
 template <typename Value>
 __device__ __forceinline__ Value sum_of_warps(const Value* scratch, int warps) {
   const auto* fours = reinterpret_cast<const Four<Value>*>(scratch);
@@ -98,8 +101,8 @@ __device__ __forceinline__ Value sum_of_warps(const Value* scratch, int warps) {
     low += high;
     return low;
   };
-  // The first four outside the loop: 16 x 4194304 float32 forward 203.0 us, 200.3; but backward,
-  // which adds up pairs, has no register for it.
+  // The first four values are added outside the loop (16 x 4194304 float32 forward 203.0 us,
+  // 200.3). Backward, which adds up pairs, has no register for that.
   constexpr int kOutside = std::is_floating_point_v<Value> ? 4 : 0;
   Value sum{};
   if constexpr (kOutside > 0) sum = sum_of_four();
@@ -108,65 +111,36 @@ __device__ __forceinline__ Value sum_of_warps(const Value* scratch, int warps) {
   return sum;
 }
 
-// Sum over a group; every thread gets it. One barrier; `scratch` holds scratch_values of the
-// group's warps, and must not be written again before another barrier of the group.
+// The sum over a team. Every thread gets it, behind one barrier. `scratch` holds scratch_values of
+// the team's warps, and must not be written again before another barrier of the team.
 template <typename Acc>
-__device__ __forceinline__ Acc group_sum(Acc v, const Group& group, Acc* scratch) {
+__device__ __forceinline__ Acc team_sum(Acc v, const BlockTeam& team, Acc* scratch) {
   v = warp_sum(v);
-  // The lanes after the first write the zeros that fill up the four.
-  const int warps = group.warps();
-  const int slot = group.warp() + group.lane() * warps;
-  if (slot < scratch_values(warps)) scratch[slot] = group.lane() == 0 ? v : Acc(0);
-  group.sync();
+  // The lanes after the first write the zeros that fill up the last four values.
+  const int warps = team.warps();
+  const int slot = team.warp() + team.lane() * warps;
+  if (slot < scratch_values(warps)) scratch[slot] = team.lane() == 0 ? v : Acc(0);
+  team.sync();
   return sum_of_warps(scratch, warps);
 }
 
 // Two sums for the price of one and a half: half a warp adds up the first, half the second.
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> group_sum(Pair<Acc> v, const Group& group,
-                                               Pair<Acc>* scratch) {
+__device__ __forceinline__ Pair<Acc> team_sum(Pair<Acc> v, const BlockTeam& team,
+                                              Pair<Acc>* scratch) {
   constexpr int kHalf = kWarpSize / 2;
-  const bool upper = group.lane() >= kHalf;
+  const bool upper = team.lane() >= kHalf;
   Acc sum = upper ? v.second : v.first;
   sum += shuffle_xor(upper ? v.first : v.second, kHalf);
 #pragma unroll
   for (int offset = 1; offset < kHalf; offset *= 2) sum += shuffle_xor(sum, offset);
-  const int warps = group.warps(), lane = group.lane() % kHalf;
-  const int slot = group.warp() + lane * warps;
+  const int warps = team.warps(), lane = team.lane() % kHalf;
+  const int slot = team.warp() + lane * warps;
   if (slot < scratch_values(warps)) {
     reinterpret_cast<Acc*>(scratch + slot)[upper] = lane == 0 ? sum : Acc(0);
   }
-  group.sync();
+  team.sync();
   return sum_of_warps(scratch, warps);
 }
-
-// Mean and sum of squared deviations.
-template <typename Acc>
-struct Moments {
-  Acc mean, m2;
-};
-
-// A row's moments from those of its parts, `part(i)` for i < parts, each of `part_cols` columns but
-// the last: by one warp, and every lane gets them. Chan, Golub and LeVeque, "Updating formulae and
-// a pairwise algorithm for computing sample variances", 1979, for many parts at once.
-template <typename Acc, typename Part>
-__device__ __forceinline__ Moments<Acc> warp_combine(const Part& part, int parts, int part_cols,
-                                                     int cols, Acc inverse_cols) {
-  const int lane = threadIdx.x % kWarpSize;
-  const auto cols_of = [&](int i) { return Acc(min(part_cols, cols - i * part_cols)); };
-  const Acc pivot = part(0).mean;
-  Acc sum = 0;
-  for (int i = lane; i < parts; i += kWarpSize) sum += cols_of(i) * (part(i).mean - pivot);
-  const Acc mean = pivot + warp_sum(sum) * inverse_cols;
-  Acc m2 = 0;
-  for (int i = lane; i < parts; i += kWarpSize) {
-    const Moments<Acc> m = part(i);
-    m2 += m.m2 + cols_of(i) * (m.mean - mean) * (m.mean - mean);
-  }
-  return {mean, warp_sum(m2)};
-}
-
-__device__ __forceinline__ float reciprocal_sqrt(float v) { return rsqrtf(v); }
-__device__ __forceinline__ double reciprocal_sqrt(double v) { return rsqrt(v); }
 
 }  // namespace fused_layernorm

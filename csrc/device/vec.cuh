@@ -63,8 +63,9 @@ struct Vec {
 
   alignas(kPieceBytes) T at[kWidth];
 
-  // In pieces too: copied by elements, as the compiler would, half-precision ones are taken apart
-  // and put together again right behind a load, which then waits for memory.
+  // A vector is copied in pieces, too. The compiler would copy elements, and for half precision
+  // take them apart and put them together again right behind a load, which would then wait for
+  // memory.
   Vec() = default;
   __device__ __forceinline__ Vec(const Vec& other) { *this = other; }
   __device__ __forceinline__ Vec& operator=(const Vec& other) {
@@ -79,8 +80,8 @@ struct Vec {
 template <typename V>
 using piece_t = typename V::Piece;
 
-// Makes the compiler hold the vector as it is, here: what was computed of it before is not kept for
-// later, and its load is not put off.
+// Makes the compiler have the vector in registers here, in the form it was loaded in. It then keeps
+// nothing for later of what it has computed of the vector before, and does not put off the load.
 template <typename T, int kWidth>
 __device__ __forceinline__ void hold(Vec<T, kWidth>& v) {
   static_assert(sizeof(v) % sizeof(uint32_t) == 0);
@@ -91,7 +92,7 @@ __device__ __forceinline__ void hold(Vec<T, kWidth>& v) {
   }
 }
 
-// What can be added to anything, a zero of either sign too, without changing it.
+// The zeros that change nothing they are added to, not even a zero of either sign.
 template <typename T, int kWidth>
 __device__ __forceinline__ Vec<T, kWidth> negative_zeros() {
   Vec<T, kWidth> v;
@@ -100,11 +101,14 @@ __device__ __forceinline__ Vec<T, kWidth> negative_zeros() {
   return v;
 }
 
-// How what is loaded is used: read once (L1 is left to what is read again); the same, and not
-// before what a __syncwarp() before it is behind (the compiler moves loads of the first kind over
-// one); read again by this or another block (parameters, and rows that are read twice); or plainly:
-// from shared memory, or from memory that this kernel writes.
-enum class Use { kOnce, kInOrder, kAgain, kPlain };
+// How what is loaded is used.
+enum class Use {
+  kOnce,     // It is read once, and L1 is left to what is read again.
+  kInOrder,  // The same, but the load stays behind a __syncwarp() that stands before it. The
+             // compiler moves loads of the first kind over one.
+  kAgain,    // It is read again by this or another block: parameters, and rows that are read twice.
+  kPlain,    // It lies in shared memory, or in memory that this kernel writes.
+};
 
 template <Use kUse, int kWidth, typename T>
 __device__ __forceinline__ Vec<T, kWidth> load(const T* p) {
@@ -152,8 +156,8 @@ __device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v) {
   }
 }
 
-// The same where `wanted`. Whole pieces by a predicate: behind a branch, with all that leads to the
-// value, each vector's arithmetic would wait for the one before.
+// The same where `wanted`. Whole pieces are stored by a predicate: with a branch, the arithmetic of
+// each vector would wait for that of the vector before.
 template <typename T, int kWidth>
 __device__ __forceinline__ void store_once_if(bool wanted, T* p, const Vec<T, kWidth>& v) {
   using V = Vec<T, kWidth>;

@@ -106,9 +106,8 @@ std::optional<RowTeams> row_teams(const Problem& problem, const Device& device,
     return stages >= ladders::kKeptRowStages &&
            (teams == 1 || teams * team->sums_bytes <= room_of(device));
   };
-  // A team that reads its row twice has a block of its own, but float64 has no other teams.
-  const bool several = team->keeps || problem.x == DataType::kFloat64;
-  int most = several ? std::clamp(kBackwardThreads / team->threads, 1, kMostTeams) : 1;
+  // A team that reads its row twice has a block of its own.
+  int most = team->keeps ? std::clamp(kBackwardThreads / team->threads, 1, kMostTeams) : 1;
   while (most > 1 && !fits(most)) --most;
   if (!fits(most)) return std::nullopt;
   return RowTeams{*team, most};
@@ -202,7 +201,8 @@ std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& de
   plan.lanes = lanes->lanes;
   const int x_size = size_of(problem.x);
   plan.threads = backward_warp_threads(
-      x_size, backward_warp_activates(plan.width, problem.residual, problem.has_epilogue));
+      x_size, backward_warp_activates(plan.width, problem.residual, problem.has_epilogue,
+                                      problem.x == problem.y));
   plan.blocks = persistent_sets(problem, device, 1, plan.threads / plan.lanes);
   plan.shared_bytes =
       static_cast<int>(backward_warp_shared_bytes(plan.threads, problem.cols, x_size));

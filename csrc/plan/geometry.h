@@ -215,10 +215,10 @@ constexpr int backward_warp_threads(int x_size, bool activates) {
   return x_size == 4 && activates ? 768 : kBackwardThreads;
 }
 static_assert(registers_of(backward_warp_threads(4, true), 1) == 80, "what was measured");
-// Only the kernel for an epilogue without a residual activates for sure; there is none for single
-// elements (a width of one).
-constexpr bool backward_warp_activates(int width, bool residual, bool epilogue) {
-  return width > 1 && epilogue && !residual;
+// Only the kernel for an epilogue without a residual activates for sure. There is none for single
+// elements (a width of one), and none where y is not of x's type.
+constexpr bool backward_warp_activates(int width, bool residual, bool epilogue, bool same_type) {
+  return width > 1 && epilogue && !residual && same_type;
 }
 // A thread keeps the running dweight and dbias of its columns in registers; a lane also has the
 // next row there. Of the vectors that a kernel is compiled for, some of a lane's may be missing.
@@ -242,7 +242,7 @@ constexpr bool backward_warp_fits(int x_size) {
   for (const int width : {1, vector_width(x_size)}) {
     const int64_t cols = int64_t{kWarpThreads} * most_backward_warp_vecs(width) * width;
     for (const bool epilogue : {false, true}) {
-      const bool activates = backward_warp_activates(width, false, epilogue);
+      const bool activates = backward_warp_activates(width, false, epilogue, true);
       const int threads = backward_warp_threads(x_size, activates);
       if (backward_warp_shared_bytes(threads, cols, x_size) > kLeastSharedMemory) return false;
     }
@@ -259,13 +259,19 @@ constexpr int kKeptColsPerThread = 16;  // where a thread keeps xhat and g of a 
 constexpr int most_backward_block_vecs(int width) {
   return width == 1 ? 16 : kBackwardColsPerThread / width;
 }
-// float64 has one kernel, of the most columns a thread; it keeps no row.
+// float64 has one kernel, of as many columns a thread as there are registers for without spills
+// (4096 x 1024: 122 us with the 32 columns of other types). Longer rows are read twice.
 template <int kWidth, int kXSize>
-using BackwardBlockVecs = std::conditional_t<
-    kWidth == 1 || kXSize == 8, VecsList<most_backward_block_vecs(kWidth)>,
-    VecsList<most_backward_block_vecs(kWidth) / 2, most_backward_block_vecs(kWidth)>>;
+using BackwardBlockVecs =
+    std::conditional_t<kXSize == 8, VecsList<8 / kWidth>,
+                       std::conditional_t<kWidth == 1, VecsList<most_backward_block_vecs(1)>,
+                                          VecsList<most_backward_block_vecs(kWidth) / 2,
+                                                   most_backward_block_vecs(kWidth)>>>;
 constexpr int backward_block_vecs_from(int width, int x_size, int64_t least) {
-  if (width == 1) return first_from(BackwardBlockVecs<1, 4>{}, least);
+  if (width == 1) {
+    return x_size == 8 ? first_from(BackwardBlockVecs<1, 8>{}, least)
+                       : first_from(BackwardBlockVecs<1, 4>{}, least);
+  }
   if (x_size == 8) return first_from(BackwardBlockVecs<vector_width(8), 8>{}, least);
   if (x_size == 4) return first_from(BackwardBlockVecs<vector_width(4), 4>{}, least);
   return first_from(BackwardBlockVecs<vector_width(2), 2>{}, least);
@@ -280,13 +286,14 @@ static_assert(registers_of(kBackwardThreads, few_rows_blocks(false)) == 64 &&
 // A team of few rows owns a row as it does in the kernels for many: as a logical warp, or as whole
 // warps that keep the row.
 template <int kWidth, int kXSize>
-using FewRowsVecs = std::conditional_t<
-    kWidth == 1, VecsList<4, 8, kKeptColsPerThread>,
-    std::conditional_t<kXSize == 4, VecsList<2, kKeptColsPerThread / kWidth>, VecsList<2>>>;
+using FewRowsVecs =
+    std::conditional_t<kWidth == 1, VecsList<4, 8, kKeptColsPerThread>,
+                       std::conditional_t<kXSize == 2, VecsList<2>, VecsList<2, 4>>>;
 static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<4, 4>{}, backward_block_vecs_from(4, 4, 1)) &&
                   contains(FewRowsVecs<8, 2>{}, backward_block_vecs_from(8, 2, 1)) &&
-                  backward_block_vecs_from(2, 8, 1) * 2 > kKeptColsPerThread,
+                  contains(FewRowsVecs<1, 8>{}, backward_block_vecs_from(1, 8, 1)) &&
+                  contains(FewRowsVecs<2, 8>{}, backward_block_vecs_from(2, 8, 1)),
               "few rows have a kernel wherever a team of whole warps keeps the row");
 // Blocks that compute dweight and dbias alone move lines of 64 bytes by vectors, sectors of 32 by
 // single elements.

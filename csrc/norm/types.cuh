@@ -1,4 +1,5 @@
-// From run-time data types to the types a kernel is compiled for.
+// The data types of a norm, and the step from run-time data types to the types that a kernel is
+// compiled for.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -6,8 +7,8 @@
 
 #include <type_traits>
 
-#include "layernorm.h"
 #include "device/vec.cuh"
+#include "layernorm.h"
 
 namespace fused_layernorm {
 
@@ -22,8 +23,21 @@ struct Types {
   using Acc = acc_t<X>;
 };
 
-// The combinations that have kernels. Whoever launches converts the rest to one of them
-// (ops_cuda.cpp: a weight to float32, an output from float32): the result is the same to the bit.
+// Elements of x in a vector.
+template <typename T>
+constexpr int kVectorWidth = vector_width(static_cast<int>(sizeof(typename T::X)));
+
+template <typename T>
+constexpr bool kIsFloat64 = std::is_same_v<typename T::X, double>;
+
+// Whether y is of x's type. The types that are the same are what nearly all models have, and
+// kernels that fuse something have more variants for them (norm.cuh). float64 does not count:
+// nobody trains in it.
+template <typename T>
+constexpr bool kIsCommon = std::is_same_v<typename T::X, typename T::Y> && !kIsFloat64<T>;
+
+// The combinations that have kernels. The caller converts the others to one of them (a weight to
+// float32, an output from float32), which gives the same result to the bit.
 template <typename Launch>
 cudaError_t dispatch_types(const DataTypes& types, const Launch& launch) {
   using F = float;

@@ -1,0 +1,409 @@
+"""Two builds of the kernels side by side: is any case slower than it was?
+
+    python -m benchmarks.compare --old OLD --new NEW [--sweep 200] [--seconds 480]
+
+OLD and NEW are each a library (_C.abi3.so), a folder that has one, or a wheel. One process for each
+loads the library alone, without the Python package, and calls the raw operators. Both prepare the
+same case from the same random numbers, and are then timed in turns, old new, new old, ..., so that
+whatever changes about the machine changes both. The ratio of a case is the median over the rounds.
+A case that looks slower is prepared and timed once more, for longer, and that result counts.
+
+Every case of benchmarks/cases.py is compared, forward also with the statistics that training
+needs, and --sweep adds so many points of the sweep, chosen at random. "bits" says whether both gave
+the same result to the bit. The exit status is 1 if a case is slower by more than 1% and 0.1 us, if
+it fails in the new build alone, or if one was left out for time. $OUT/compare.json holds it all.
+Comparing a build with itself shows the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import queue
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import results, sweep, timing
+from benchmarks.cases import CASES, Case
+from benchmarks.ours import make_inputs, ours
+
+SLOWER = 1.01  # a case is slower from this ratio on,
+SLOWER_US = 0.1  # if it is so many microseconds too
+ROUNDS, AGAIN = 8, 20  # rounds of a case, and of one that looked slower
+SECONDS = 0.015  # device time of one measurement
+ANSWER = 90.0  # seconds after which a process that says nothing is given up
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is compared: a case, and whether forward gives mean and rstd too."""
+
+    case: Case
+    statistics: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.case.name.replace("forward", "forward+stats" if self.statistics else "forward")
+
+
+def jobs_of(cases: Iterable[Case]) -> list[Job]:
+    jobs = []
+    for case in cases:
+        jobs.append(Job(case))
+        if not case.backward:
+            jobs.append(Job(case, statistics=True))
+    return jobs
+
+
+def find_library(path: Path, folder: Path) -> Path:
+    """The library that `path` names or contains; one that lies in a wheel is unpacked to folder."""
+    if path.is_dir():
+        for pattern in ("_C*.so", "fused_layernorm/_C*.so"):
+            if found := sorted(path.glob(pattern)):
+                return found[0].resolve()
+        raise SystemExit(f"no _C*.so in {path} or {path}/fused_layernorm")
+    if not path.is_file():
+        raise SystemExit(f"no file {path}")
+    if path.suffix != ".whl":
+        return path.resolve()
+    with zipfile.ZipFile(path) as wheel:
+        for name in wheel.namelist():
+            if name.startswith("fused_layernorm/_C"):
+                return Path(wheel.extract(name, folder)).resolve()
+    raise SystemExit(f"no fused_layernorm/_C*.so in {path}")
+
+
+# --- in the process of one build ----------------------------------------------------------------
+
+
+def fingerprint(outputs: Any) -> list[int]:
+    """Sums of the outputs' bits: over all, and weighted by row and by column."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = []
+    for output in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+        bits = output.contiguous().view(integers[output.element_size()])
+        bits = bits.reshape(-1, bits.shape[-1] if bits.dim() else 1)
+        for axis in (0, 1):
+            along = bits.sum(axis, dtype=torch.int64)
+            places = torch.arange(1, along.numel() + 1, device=along.device)
+            sums += [int(along.sum()), int((along * places).sum())]
+    return sums
+
+
+class Bench:
+    """One build's side: prepares a case, times it as often as asked, and frees it."""
+
+    def __init__(self) -> None:
+        self.graph: timing.Graph | None = None
+
+    @torch.no_grad()
+    def prepare(self, job: Job, seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        inputs = make_inputs(job.case)
+        calls = [ours(job.case, one, statistics=job.statistics) for one in inputs]
+        bits = fingerprint(calls[0]())
+        self.graph = timing.Graph(calls, timing.call_count(len(calls), job.case.bytes))
+        return bits
+
+    def time(self, seconds: float) -> float:
+        assert self.graph is not None
+        self.graph.time(0.0, 2, 2)  # what the other process left in the caches
+        return self.graph.time(seconds, 5, 60)
+
+    def free(self) -> None:
+        if self.graph is not None:
+            self.graph.free()
+        self.graph = None
+        torch.cuda.empty_cache()
+
+
+def serve(bench: Bench, lines: Iterable[str], answer: Callable[[dict[str, Any]], None]) -> None:
+    """Does what each line asks, and answers each."""
+    for line in lines:
+        asked = json.loads(line)
+        try:
+            if asked["do"] == "prepare":
+                case = Case(**asked["case"])
+                answer({"bits": bench.prepare(Job(case, asked["statistics"]), asked["seed"])})
+            elif asked["do"] == "time":
+                answer({"us": bench.time(asked["seconds"])})
+            else:
+                bench.free()
+                answer({})
+        except Exception as problem:
+            text = str(problem).strip() or type(problem).__name__
+            answer({"error": text.splitlines()[0]})
+            if "CUDA error" in text:  # the context is lost: a new process must come
+                return
+            del problem
+            bench.free()
+
+
+def work(library: str) -> None:
+    """What the process of one build runs."""
+    # Answers go where stdout went; whatever else prints goes to stderr.
+    stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    torch.ops.load_library(library)
+    torch.randn(8, device=timing.DEVICE).sum().item()
+
+    def answer(message: dict[str, Any]) -> None:
+        stdout.write(json.dumps(message) + "\n")
+
+    answer({"info": str(torch.ops.fused_layernorm._build_info())})
+    serve(Bench(), sys.stdin, answer)
+
+
+# --- in the process that compares ----------------------------------------------------------------
+
+
+class Failed(Exception):
+    """A build could not do what it was asked."""
+
+
+class Side:
+    """One build's process, started anew where it ended."""
+
+    def __init__(self, label: str, command: list[str]) -> None:
+        self.label = label
+        self.command = command
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> str:
+        """Starts the process; what its library was built for."""
+        self.process = subprocess.Popen(
+            self.command, cwd=results.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        # A thread reads, so that waiting for an answer can end.
+        self.answers: queue.Queue[str] = queue.Queue()
+        threading.Thread(
+            target=_read, args=(self.process.stdout, self.answers), daemon=True
+        ).start()
+        return str(self._answer()["info"])
+
+    def ask(self, **message: Any) -> dict[str, Any]:
+        if self.process is None:
+            self.start()
+        assert self.process is not None
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            self.stop()
+            raise Failed("the process ended") from None
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            line = self.answers.get(timeout=ANSWER)
+        except queue.Empty:
+            self.stop()
+            raise Failed(f"no answer within {ANSWER:.0f} s") from None
+        if not line:
+            self.stop()
+            raise Failed("the process ended")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            if "CUDA error" in answer["error"]:
+                self.stop()
+            raise Failed(answer["error"])
+        return answer
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
+
+
+def side_of(label: str, library: Path) -> Side:
+    return Side(label, [sys.executable, "-m", "benchmarks.compare", "--work", str(library)])
+
+
+def _read(lines: Any, answers: queue.Queue[str]) -> None:
+    for line in lines:
+        answers.put(line)
+    answers.put("")  # the end
+
+
+def measure(job: Job, old: Side, new: Side, rounds: int) -> dict[str, Any]:
+    """A case's row: microseconds of both, their ratio, its range over the rounds, the bits."""
+    row: dict[str, Any] = {**results.row_of(job.case), "statistics": job.statistics}
+    asked = {
+        "case": dataclasses.asdict(job.case),
+        "statistics": job.statistics,
+        "seed": hash((job.case.rows, job.case.cols)) % (1 << 31),
+    }
+    bits, problems = [], {}
+    for side in (old, new):
+        try:
+            bits.append(side.ask(do="prepare", **asked)["bits"])
+        except Failed as problem:
+            problems[side.label] = str(problem)
+    times: dict[str, list[float]] = {old.label: [], new.label: []}
+    try:
+        for number in range(0 if problems else rounds):
+            for side in (old, new) if number % 2 == 0 else (new, old):
+                times[side.label].append(side.ask(do="time", seconds=SECONDS)["us"])
+    except Failed as problem:
+        problems[side.label] = str(problem)
+    for side in (old, new):
+        try:
+            side.ask(do="free")
+        except Failed as problem:
+            problems.setdefault(side.label, str(problem))
+    if problems:
+        return {**row, "problems": problems}
+    ratios = [b / a for a, b in zip(times[old.label], times[new.label], strict=True)]
+    return {
+        **row,
+        "old_us": round(statistics.median(times[old.label]), 3),
+        "new_us": round(statistics.median(times[new.label]), 3),
+        "ratio": round(statistics.median(ratios), 4),
+        "least": round(min(ratios), 4),
+        "most": round(max(ratios), 4),
+        "same_bits": bits[0] == bits[1],
+    }
+
+
+def slower(row: dict[str, Any]) -> bool:
+    """Whether the new build loses what it may not: more than 1% and more than 0.1 us, or fails."""
+    if "problems" in row:
+        return "new" in row["problems"] and "old" not in row["problems"]
+    ratio, old_us = row["ratio"], row["old_us"]
+    return bool(ratio > SLOWER and (ratio - 1) * old_us > SLOWER_US)
+
+
+def compare(jobs: list[Job], old: Side, new: Side, seconds: float) -> dict[str, Any]:
+    """Measures the jobs in order, then those that looked slower again, within `seconds`."""
+    start = time.monotonic()
+    measured: list[tuple[Job, dict[str, Any]]] = []
+    left: list[str] = []
+    for number, job in enumerate(jobs):
+        if time.monotonic() - start > 0.8 * seconds:
+            left = [job.name for job in jobs[number:]]
+            break
+        if number % 25 == 0:
+            print(f"{number} of {len(jobs)}, {time.monotonic() - start:.0f} s", flush=True)
+        measured.append((job, measure(job, old, new, ROUNDS)))
+    rows = []
+    for job, row in measured:
+        if slower(row) and "problems" not in row and time.monotonic() - start < seconds:
+            row = {**measure(job, old, new, AGAIN), "first_ratio": row["ratio"]}
+        rows.append({**row, "slower": slower(row)})
+    return {"rows": rows, "left_out": left}
+
+
+def line(row: dict[str, Any]) -> str:
+    name = Job(results.case_of(row), row["statistics"]).name
+    if "problems" in row:
+        said = "; ".join(f"{side}: {text}" for side, text in row["problems"].items())
+        return f"{name:<52} {'FAILED' if row['slower'] else 'skipped'} {said}"
+    first = f", at first {row['first_ratio']:.3f}" if "first_ratio" in row else ""
+    return (
+        f"{name:<52}{row['old_us']:>10.2f}{row['new_us']:>10.2f}{row['ratio']:>8.3f}"
+        f"  {row['least']:.3f}-{row['most']:.3f}  {'same' if row['same_bits'] else 'differ':<7}"
+        f"{'SLOWER' if row['slower'] else ''}{first}"
+    )
+
+
+def text(report: dict[str, Any], most: int) -> str:
+    """The table, and what it comes to; of a long one the cases that differ most."""
+    rows = report["rows"]
+    timed = [row for row in rows if "ratio" in row]
+    shown = rows
+    if len(rows) > most:
+        far = sorted(timed, key=lambda row: -abs(math.log(row["ratio"])))[:most]
+        shown = [row for row in rows if row in far or "problems" in row or row["slower"]]
+    head = f"{'case':<52}{'old us':>10}{'new us':>10}{'ratio':>8}  {'range':<11}  {'bits':<7}"
+    lines = [head, *(line(row) for row in shown)]
+    if len(shown) < len(rows):
+        lines.append(f"... and {len(rows) - len(shown)} that differ less")
+    groups: dict[str, list[float]] = {}
+    for row in timed:
+        kind = "mixed " if results.case_of(row).mixed else ""
+        groups.setdefault(f"{kind}{row['op']}", []).append(row["ratio"])
+    lines.append("")
+    for group, ratios in groups.items():
+        mean = math.exp(statistics.fmean(map(math.log, ratios)))
+        lines.append(
+            f"{group:<28}{len(ratios):>4} cases: mean ratio {mean:.4f}, "
+            f"{min(ratios):.3f} to {max(ratios):.3f}"
+        )
+    differ = sum(not row["same_bits"] for row in timed)
+    lines.append(
+        f"{len(timed)} compared, {len(rows) - len(timed)} not, {len(report['left_out'])} left out "
+        f"for time; {differ} differ in some bit; {sum(row['slower'] for row in rows)} SLOWER"
+    )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--old", type=Path)
+    parser.add_argument("--new", type=Path)
+    parser.add_argument("--cases", help='part of the names to compare, e.g. "backward 32768x"')
+    parser.add_argument("--sweep", type=int, default=0, help="so many points of the sweep too")
+    parser.add_argument("--seed", type=int, default=0, help="chooses these points")
+    parser.add_argument("--seconds", type=float, default=480)
+    parser.add_argument("--lines", type=int, default=80, help="rows shown; the file holds all")
+    parser.add_argument("--work", metavar="LIBRARY", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.work:
+        work(arguments.work)
+        return 0
+    if arguments.old is None or arguments.new is None:
+        parser.error("--old and --new are needed")
+
+    start = time.monotonic()
+    cases = [case for case in CASES if not arguments.cases or arguments.cases in case.name]
+    jobs = jobs_of(cases)
+    if arguments.sweep:
+        points = sweep.points()
+        chosen = random.Random(arguments.seed).sample(points, min(arguments.sweep, len(points)))
+        jobs += [Job(case) for case in chosen]
+    with tempfile.TemporaryDirectory() as folder:
+        old, new = (
+            side_of(label, find_library(path, Path(folder) / label))
+            for label, path in (("old", arguments.old), ("new", arguments.new))
+        )
+        try:
+            for side in (old, new):
+                try:
+                    print(f"{side.label}: {side.start()}", flush=True)
+                except Failed as problem:
+                    raise SystemExit(f"{side.label}: {problem}") from None
+            spent = time.monotonic() - start
+            report = compare(jobs, old, new, arguments.seconds - spent)
+        finally:
+            for side in (old, new):
+                side.stop()
+    out = Path(os.environ.get("OUT", results.ROOT / "build"))
+    out.mkdir(parents=True, exist_ok=True)
+    results.write(out / "compare.json", {**results.stamp(), **report})
+    print(text(report, arguments.lines))
+    print(f"{time.monotonic() - start:.0f} s; written: {out / 'compare.json'}")
+    return 1 if report["left_out"] or any(row["slower"] for row in report["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

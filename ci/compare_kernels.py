@@ -1,0 +1,315 @@
+"""What a change did to the machine code: two builds' kernels, one by one.
+
+    python ci/compare_kernels.py OLD.so NEW.so
+
+Each kernel of OLD is looked for in NEW by its machine code, so a kernel that was only renamed or
+moved is found: "identical" is the same instructions to the bit; "but for parameters" is the same
+but for where in constant memory the kernel's arguments lie, as after a change of a Params struct.
+What is left is paired by name and template arguments, and then with what is nearest by name and by
+the mix of instructions; for these pairs the report shows registers, stack, instructions that touch
+local memory (spills), shared memory and code size. Nothing runs, and no GPU is needed.
+
+The exit status is 1 if a changed kernel keeps more in local memory than the one it is compared
+with. It needs cuobjdump: from CUDA, or from the registry's package nvidia-cuda-cuobjdump.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from check_spills import demangle
+
+INSTRUCTION = 16  # bytes, on every architecture from sm_70 on
+# The low 12 bits of an instruction name its operation. Those that reach local memory:
+STORE_LOCAL, LOAD_LOCAL = 0x387, 0x983
+# Arguments lie in constant bank 0, behind what the driver keeps there.
+FIRST_ARGUMENT = 0x160
+# A pair of different names is shown if it is this near: 0 is alike, 2 has nothing in common.
+NEAR = 1.2
+CANDIDATES = 100  # kernels of the nearest mix of instructions whose names are looked at
+
+
+@dataclass
+class Kernel:
+    """One kernel of one architecture."""
+
+    arch: str
+    mangled: str
+    name: str = ""  # demangled, with template arguments and without the function's parameters
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    size: int = 0  # bytes of machine code
+    spills: int = 0  # instructions that load or store local memory
+    exact: str = ""  # a hash of the instructions and of the constants made for them
+    loose: str = ""  # the same, wherever the kernel's arguments lie
+    mix: Counter[int] = field(default_factory=Counter)  # operations and how often they stand there
+
+    @property
+    def family(self) -> str:
+        return self.name.split("<")[0]
+
+
+def cuobjdump(*arguments: str, folder: Path | None = None) -> str:
+    places = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    path = shutil.which("cuobjdump") or next(
+        (found for place in places if place and (found := shutil.which(f"{place}/bin/cuobjdump"))),
+        None,
+    )
+    if path is None:
+        raise SystemExit(
+            "cuobjdump is neither on PATH nor in $CUDA_HOME/bin: it comes with CUDA, or with "
+            "`pip install nvidia-cuda-cuobjdump`"
+        )
+    result = subprocess.run([path, *arguments], cwd=folder, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"cuobjdump {' '.join(arguments)}: {result.stderr.strip()}")
+    return result.stdout
+
+
+def sections(elf: bytes) -> dict[str, bytes]:
+    """A 64-bit ELF file's sections by name."""
+    table, entry, count, names = (
+        *struct.unpack_from("<Q", elf, 0x28),
+        *struct.unpack_from("<HHH", elf, 0x3A),
+    )
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * entry) for i in range(count)]
+    start = headers[names][4]
+    found = {}
+    for name, kind, _, _, offset, size in headers:
+        text = elf[start + name : elf.index(b"\0", start + name)].decode()
+        found[text] = b"" if kind == 8 else elf[offset : offset + size]  # 8: takes no room
+    return found
+
+
+def read_code(kernel: Kernel, code: bytes, constants: bytes) -> None:
+    """Fills in what the machine code says of a kernel."""
+    words = np.frombuffer(code[: len(code) // INSTRUCTION * INSTRUCTION], "<u8").reshape(-1, 2)
+    low = words[:, 0]
+    operations = low & 0xFFF
+    kernel.size = len(code)
+    kernel.mix = Counter(operations.tolist())
+    kernel.spills = kernel.mix[STORE_LOCAL] + kernel.mix[LOAD_LOCAL]
+    kernel.exact = hashlib.sha256(code + constants).hexdigest()
+    # An operand from constant memory: the form in bits 9 to 11, the offset in 38 to 53, the bank
+    # in 54 to 58.
+    form, offset, bank = low & 0xE00, low >> 38 & 0xFFFF, low >> 54 & 0x1F
+    argument = ((form == 0x600) | (form == 0xA00)) & (bank == 0) & (offset >= FIRST_ARGUMENT)
+    masked = words.copy()
+    masked[argument, 0] &= np.uint64(~(0xFFFF << 38) & (1 << 64) - 1)
+    kernel.loose = hashlib.sha256(masked.tobytes() + constants).hexdigest()
+
+
+def read_binary(path: Path) -> list[Kernel]:
+    """Every kernel of a binary, whatever the architectures it was compiled for."""
+    if not path.is_file():
+        raise SystemExit(f"no file {path}")
+    kernels: dict[tuple[str, str], Kernel] = {}
+    arch = ""
+    usage = cuobjdump("-res-usage", str(path))
+    pattern = re.compile(
+        r"^arch = (?P<arch>\w+)|^ Function (?P<name>\w+):\s+REG:(?P<registers>\d+) "
+        r"STACK:(?P<stack>\d+) SHARED:(?P<shared>\d+)",
+        re.MULTILINE,
+    )
+    for match in pattern.finditer(usage):
+        if match["arch"]:
+            arch = match["arch"]
+            continue
+        kernels[arch, match["name"]] = Kernel(
+            arch, match["name"], registers=int(match["registers"]), stack=int(match["stack"]),
+            shared=int(match["shared"]),
+        )  # fmt: skip
+    if not kernels:
+        raise SystemExit(f"{path} has no kernels")
+
+    with tempfile.TemporaryDirectory() as folder:
+        cuobjdump("-xelf", "all", str(path.resolve()), folder=Path(folder))
+        for cubin in Path(folder).iterdir():
+            arch = cubin.suffixes[-2].removeprefix(".")
+            parts = sections(cubin.read_bytes())
+            for name, code in parts.items():
+                kernel = kernels.get((arch, name.removeprefix(".text.")))
+                if name.startswith(".text.") and kernel is not None:
+                    read_code(kernel, code, parts.get(f".nv.constant2.{kernel.mangled}", b""))
+    unread = [kernel.mangled for kernel in kernels.values() if not kernel.size]
+    if unread:
+        raise SystemExit(
+            f"{path}: no machine code was found for {len(unread)} kernels: {unread[0]}"
+        )
+    found = list(kernels.values())
+    for kernel, name in zip(found, demangle([kernel.mangled for kernel in found]), strict=True):
+        kernel.name = without_parameters(name).removeprefix("void ")
+    return found
+
+
+def without_parameters(name: str) -> str:
+    """A demangled function's name and template arguments: up to the bracket at its end."""
+    depth = 0
+    for place in range(len(name) - 1, 0, -1):
+        depth += (name[place] == ")") - (name[place] == "(")
+        if name[place] == "(" and depth == 0:
+            return name[:place]
+    return name
+
+
+def take(old: list[Kernel], new: list[Kernel], key: str) -> int:
+    """Removes from both lists the kernels that are alike by `key`, each one once; how many."""
+    there: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
+    for kernel in new:
+        there[kernel.arch, getattr(kernel, key)].append(kernel)
+    left = []
+    for kernel in old:
+        alike = there[kernel.arch, getattr(kernel, key)]
+        if alike:
+            # Of several with the same code, the one of the same name.
+            same = next((other for other in alike if other.name == kernel.name), alike[0])
+            alike.remove(same)
+            new.remove(same)
+        else:
+            left.append(kernel)
+    taken = len(old) - len(left)
+    old[:] = left
+    return taken
+
+
+def words_of(name: str) -> Counter[str]:
+    """A name's words, and each with the one behind it, for their order counts too."""
+    words = re.findall(r"\w+", name)
+    return Counter([*words, *map(" ".join, itertools.pairwise(words))])
+
+
+def pairs_of(old: list[Kernel], new: list[Kernel]) -> list[tuple[Kernel, Kernel | None]]:
+    """Each of OLD's kernels with its counterpart: the same name, else the nearest one."""
+    by_name = {(kernel.arch, kernel.name): kernel for kernel in new}
+    named = [(kernel, by_name.get((kernel.arch, kernel.name))) for kernel in old]
+    paired = {id(kernel): other for kernel, other in named if other is not None}
+    taken = {id(other) for other in paired.values()}
+
+    scored = []
+    free = [kernel for kernel in new if id(kernel) not in taken]
+    operations = sorted({op for kernel in (*old, *free) for op in kernel.mix})
+    mixes = np.array([[kernel.mix[op] for op in operations] for kernel in free], float)
+    words = [words_of(kernel.name) for kernel in free]
+    for kernel in old:
+        if id(kernel) in paired or not free:
+            continue
+        mix = np.array([kernel.mix[op] for op in operations], float)
+        far = np.abs(mixes - mix).sum(1) / (mixes.sum(1) + mix.sum())
+        mine = words_of(kernel.name)
+        for number in np.argsort(far)[:CANDIDATES]:
+            other, theirs = free[number], words[number]
+            if other.arch == kernel.arch:
+                shared = (mine & theirs).total()
+                apart = 1 - 2 * shared / (mine.total() + theirs.total())
+                scored.append((far[number] + apart, kernel, other))
+    scored = [entry for entry in scored if entry[0] < NEAR]
+    for _, kernel, other in sorted(scored, key=lambda item: item[0]):
+        if id(kernel) not in paired and id(other) not in taken:
+            paired[id(kernel)] = other
+            taken.add(id(other))
+    return [(kernel, paired.get(id(kernel))) for kernel in old]
+
+
+def changed(old: Kernel, new: Kernel) -> str:
+    """What is different between two kernels, in words."""
+    parts = []
+    for label, key in (("registers", "registers"), ("stack", "stack"), ("spills", "spills"),
+                       ("shared", "shared"), ("code", "size")):  # fmt: skip
+        before, after = getattr(old, key), getattr(new, key)
+        if before != after:
+            percent = f" ({100 * (after / before - 1):+.1f}%)" if key == "size" else ""
+            parts.append(f"{label} {before} -> {after}{percent}")
+    if old.mix != new.mix:
+        apart = (old.mix - new.mix).total() + (new.mix - old.mix).total()
+        parts.append(f"{apart} of {old.mix.total()} instructions are of another kind")
+    return ", ".join(parts) or "the same operations in another order or with other operands"
+
+
+def families(old: list[Kernel], new: list[Kernel]) -> str:
+    """Kernels and machine code by family, and in all."""
+    lines = [f"{'family':<46}{'kernels':>16}{'code, KB':>18}{'stack > 0':>14}{'spills':>16}"]
+
+    def line(label: str, before: list[Kernel], after: list[Kernel]) -> str:
+        def both(count: list[int]) -> str:
+            return f"{count[0]} -> {count[1]}"
+
+        sides = (before, after)
+        return (
+            f"{label:<46}{both([len(side) for side in sides]):>16}"
+            f"{both([sum(k.size for k in side) // 1024 for side in sides]):>18}"
+            f"{both([sum(k.stack > 0 for k in side) for side in sides]):>14}"
+            f"{both([sum(k.spills for k in side) for side in sides]):>16}"
+        )
+
+    for family in sorted({kernel.family for kernel in (*old, *new)}):
+        sides = [[k for k in side if k.family == family] for side in (old, new)]
+        lines.append(line(family, *sides))
+    return "\n".join([*lines, line("all", old, new)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--lines", type=int, default=40, help="changed kernels shown; 0 for all")
+    arguments = parser.parse_args()
+    old, new = read_binary(arguments.old), read_binary(arguments.new)
+    print(families(old, new))
+
+    old_left, new_left = list(old), list(new)
+    identical = take(old_left, new_left, "exact")
+    moved = take(old_left, new_left, "loose")
+    pairs = pairs_of(old_left, new_left)
+    alone = [kernel for kernel, other in pairs if other is None]
+    both = [(kernel, other) for kernel, other in pairs if other is not None]
+    used = {id(other) for _, other in both}
+    added = [kernel for kernel in new_left if id(kernel) not in used]
+    print(
+        f"\nof {len(old)} kernels: {identical} identical, {moved} identical but for parameters, "
+        f"{len(both)} changed, {len(alone)} gone; of {len(new)} kernels "
+        f"now, {len(added)} are new"
+    )
+
+    # The worst first: more local memory, then more registers, then larger.
+    both.sort(key=lambda pair: (
+        pair[0].stack - pair[1].stack, pair[0].spills - pair[1].spills,
+        pair[0].registers - pair[1].registers, -pair[1].size / pair[0].size,
+    ))  # fmt: skip
+    shown = len(both) if arguments.lines == 0 else arguments.lines
+    for kernel, other in both[:shown]:
+        name = "" if other.name == kernel.name else f"\n      now {other.name}"
+        print(f"  {kernel.arch} {kernel.name}{name}\n      {changed(kernel, other)}")
+    for label, kernels in (("gone", alone), ("new", added)):
+        for kernel in kernels[:shown]:
+            print(
+                f"  {label}: {kernel.arch} {kernel.name}: {kernel.registers} registers, "
+                f"stack {kernel.stack}, code {kernel.size}"
+            )
+    for label, count in (("changed", len(both)), ("gone", len(alone)), ("new", len(added))):
+        if count > shown:
+            print(f"  and {count - shown} more {label}: --lines 0 shows all")
+
+    worse = [k for k, other in both if other.stack > k.stack or other.spills > k.spills]
+    if worse:
+        print(f"{len(worse)} changed kernels keep more in local memory than before")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

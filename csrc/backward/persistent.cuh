@@ -1,0 +1,250 @@
+// What backward's persistent blocks have in common, whether they work on whole rows
+// (layernorm_kernel.cu) or on slices of rows (backward/split.cu): where x and dy of their rows come
+// from, and the gradients of a thread's share of a row.
+#pragma once
+
+#include "device/bulk.cuh"
+#include "device/slices.cuh"
+#include "norm/param_grad.cuh"
+#include "norm/row_gradient.cuh"
+
+namespace fused_layernorm {
+
+// The shared memory of a block whose rows come by bulk copies: weight, and bias where an activation
+// reads it, and then, team by team and stage by stage, x and dy, each with room for `stage_cols`
+// columns.
+template <typename N, int kWidth>
+struct BackwardRing {
+  using X = typename N::X;
+  using Y = typename N::Y;
+  using W = typename N::W;
+
+  W* weight;
+  W* bias;
+  X* x;                     // this team's
+  Y* dy;                    // this team's
+  Pair<float>* statistics;  // mean and rstd of the rows in this team's stages
+  uint64_t* full;           // this team's barriers, one a stage
+  int stage_cols, stages;
+
+  // A stage's barrier waits for the bulk copies and for the statistics.
+  static constexpr int kArrivals = 2;
+
+  __device__ __forceinline__ BackwardRing(unsigned char* shared, Pair<float>* all_statistics,
+                                          uint64_t* barriers, const backward::Persistent& plan,
+                                          int team, bool has_bias)
+      : statistics(all_statistics + team * kMostStages),
+        full(barriers + team * kMostStages),
+        stage_cols(plan.stage_cols),
+        stages(plan.stages) {
+    weight = reinterpret_cast<W*>(shared);
+    bias = weight + stage_cols;
+    const int param_bytes = (has_bias ? 2 : 1) * static_cast<int>(sizeof(W));
+    const int params = (param_bytes * stage_cols + 15) / 16 * 16;
+    const int ring = stage_cols * stages;
+    auto* rows = shared + params + size_t(team) * ring * (sizeof(X) + sizeof(Y));
+    x = reinterpret_cast<X*>(rows);
+    dy = reinterpret_cast<Y*>(rows + size_t(ring) * sizeof(X));
+  }
+
+  // Bytes between the multiple of 16 before `row` and `row`. Bulk copies begin and end at such
+  // multiples. A row that does not is copied with what is around it, up to 15 bytes on either side;
+  // these are never beyond an allocation, as allocations begin and end at larger powers of two.
+  template <typename V>
+  static __device__ __forceinline__ uint32_t skipped(const V* row) {
+    return kWidth > 1 ? 0 : static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row)) % 16;
+  }
+  template <typename V>
+  static __device__ __forceinline__ uint32_t copied(const V* row, int cols) {
+    const uint32_t bytes = skipped(row) + cols * static_cast<uint32_t>(sizeof(V));
+    return kWidth > 1 ? bytes : (bytes + 15) / 16 * 16;
+  }
+  template <typename V>
+  static __device__ __forceinline__ const V* before(const V* row, uint32_t bytes) {
+    return reinterpret_cast<const V*>(reinterpret_cast<const char*>(row) - bytes);
+  }
+
+  // Starts the copies of a row to a stage that nobody reads any more. One thread of the team calls.
+  __device__ __forceinline__ void fill(const BackwardParams& p, const SliceWork& work, int stage,
+                                       int64_t row, bool reads_x) const {
+    const X* x_row = x_row_of<N>(p, row, work.first_col);
+    const Y* dy_row = dy_row_of<N>(p, row, work.first_col);
+    const uint32_t x_bytes = reads_x ? copied(x_row, work.cols) : 0;
+    const uint32_t dy_bytes = copied(dy_row, work.cols);
+    barrier_expect(full + stage, x_bytes + dy_bytes);
+    float_load(&statistics[stage].first, static_cast<const float*>(p.mean) + row);
+    float_load(&statistics[stage].second, static_cast<const float*>(p.rstd) + row);
+    barrier_arrive_with_float_loads(full + stage);
+    if (reads_x) {
+      bulk_load(x + stage * stage_cols, before(x_row, skipped(x_row)), x_bytes, full + stage);
+    }
+    bulk_load(dy + stage * stage_cols, before(dy_row, skipped(dy_row)), dy_bytes, full + stage);
+  }
+};
+
+// The values of scratch memory of all teams of a block, each of which has up to three more than
+// warps.
+constexpr int kPersistentScratch = scratch_values(kBackwardThreads / kWarpSize + 3 * kMostTeams);
+// Stages of all teams of a block.
+constexpr int kAllStages = kMostTeams * kMostStages;
+
+// The rows of a team, or a slice of them, and the gradients at a thread's share.
+// kBulk: they come through a ring in shared memory; otherwise straight from global memory.
+template <typename N, int kWidth, int kVecs, bool kBulk>
+struct PersistentRows {
+  using Acc = typename N::Acc;
+  using X = typename N::X;
+  using Y = typename N::Y;
+  using W = typename N::W;
+  using Ring = BackwardRing<N, kWidth>;
+
+  const BackwardParams& p;
+  const SliceWork& work;
+  const bool activates;
+  const Ring ring;
+  const int vectors;
+  const Share<kVecs, false> share;
+  const ColumnParameters<W> parameters;
+  const bool reads_x;
+
+  __device__ __forceinline__ PersistentRows(const BackwardParams& params,
+                                            const backward::Persistent& plan,
+                                            const SliceWork& its_work, const BlockTeam& team,
+                                            int team_index, unsigned char* shared,
+                                            Pair<float>* stage_statistics, uint64_t* barriers)
+      : p(params),
+        work(its_work),
+        activates(N::Epilogue::kMayActivate && p.has_epilogue),
+        ring(shared, stage_statistics, barriers, plan, team_index, activates),
+        vectors(work.cols / kWidth),
+        share{team.thread, team.threads, vectors},
+        parameters(parameters_of<N>(p, work.first_col)),
+        reads_x(needs_x(p)) {}
+
+  // Copies the parameters to shared memory and starts the first rows' way there. All threads of the
+  // block call; those of a warp that belongs to no team have `in_team` = false.
+  __device__ __forceinline__ void start(const BlockTeam& team, bool in_team) const {
+    if constexpr (kBulk) {
+      const int room = ring.stage_cols / kWidth;
+      copy_parameter<kWidth>(ring.weight, parameters.weight, vectors, room);
+      if (activates) copy_parameter<kWidth>(ring.bias, parameters.bias, vectors, room);
+      // What no copy writes is set to zero, so the columns that a thread does not have add nothing
+      // to its sums.
+      if (kWidth > 1 && in_team) {
+        for (int stage = 0; stage < ring.stages; ++stage) {
+          X* x = ring.x + stage * ring.stage_cols;
+          Y* dy = ring.dy + stage * ring.stage_cols;
+          for (int col = work.cols + team.thread; col < ring.stage_cols; col += team.threads) {
+            x[col] = from_acc<X>(0.0f);
+            dy[col] = from_acc<Y>(0.0f);
+          }
+        }
+      }
+      const bool fills = team.thread == 0 && in_team;
+      if (fills) {
+#pragma unroll 1
+        for (int i = 0; i < ring.stages; ++i) barrier_init(ring.full + i, Ring::kArrivals);
+        barrier_init_fence();
+      }
+      __syncthreads();
+      if (fills) {
+#pragma unroll 1
+        for (int i = 0; i < ring.stages && i < work.rows; ++i) {
+          ring.fill(p, work, i, work.row(i), reads_x);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void wait(const RingPosition& at) const {
+    if constexpr (kBulk) barrier_wait(ring.full + at.stage, at.parity);
+  }
+
+  // Refills the stage of the row that the team held `held` iterations ago, in iteration i, once all
+  // threads of the team have left that row.
+  __device__ __forceinline__ void refill(const BlockTeam& team, const RingPosition& at, int i,
+                                         int held) const {
+    if (kBulk && team.thread == 0 && i >= held) {
+      const int next = i - held + ring.stages;
+      if (next < work.rows) {
+        ring.fill(p, work, at.stage_of(held, ring.stages), work.row(next), reads_x);
+      }
+    }
+  }
+
+  // mean and rstd of a row.
+  __device__ __forceinline__ Pair<Acc> statistics_of(int stage, int64_t row) const {
+    if constexpr (kBulk) {
+      return {ring.statistics[stage].first, ring.statistics[stage].second};
+    } else {
+      return {static_cast<const Acc*>(p.mean)[row], static_cast<const Acc*>(p.rstd)[row]};
+    }
+  }
+
+  // Calls use(k, gradients) for all of this thread's vectors of a row. At a vector that the thread
+  // does not have, all gradients are zero.
+  template <typename Use_>
+  __device__ __forceinline__ void with_gradients(int stage, int64_t row, Pair<Acc> statistics,
+                                                 const Use_& use) const {
+    const X* x_row = x_row_of<N>(p, row, work.first_col);
+    const Y* dy_row = dy_row_of<N>(p, row, work.first_col);
+    if constexpr (kBulk) {
+      x_row = ring.x + stage * ring.stage_cols + Ring::skipped(x_row) / sizeof(X);
+      dy_row = ring.dy + stage * ring.stage_cols + Ring::skipped(dy_row) / sizeof(Y);
+    }
+    // From global memory, all loads come before the first use. In the place of a missing vector the
+    // last one is read, with a dy of zero; a ring has room for missing vectors.
+    constexpr int kAtOnce = kBulk ? 1 : kVecs;
+    constexpr bool kHasRoom = kBulk && kWidth > 1;
+    const int last_col = (vectors - 1) * kWidth;
+#pragma unroll
+    for (int from = 0; from < kVecs; from += kAtOnce) {
+      Vec<X, kWidth> x[kAtOnce] = {};
+      Vec<Y, kWidth> dy[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        int col = share.vector(from + i) * kWidth;
+        if (!kHasRoom) col = min(col, last_col);
+        constexpr Use kUse = kBulk ? Use::kPlain : Use::kAgain;
+        if (kBulk || reads_x) x[i] = load<kUse, kWidth>(element(x_row, col));
+        dy[i] = load<kUse, kWidth>(element(dy_row, col));
+        if (!kHasRoom && !share.has(from + i)) dy[i] = {};
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int k = from + i;
+        int col = share.vector(k) * kWidth;
+        if (!kHasRoom) col = min(col, last_col);
+        Vec<W, kWidth> w, b = {};
+        if constexpr (kBulk) {
+          w = load<Use::kPlain, kWidth>(ring.weight + col);
+          if (activates) b = load<Use::kPlain, kWidth>(ring.bias + col);
+        } else {
+          w = parameters.weight.template load<kWidth>(col);
+          if (activates) b = parameters.bias.template load<kWidth>(col);
+        }
+        use(k, Gradients<N, kWidth>(p, x[i], dy[i], statistics.first, statistics.second, w, b));
+      }
+    }
+  }
+
+  // Stores the dx of a row whose gradients are computed again. Its statistics are read again, too:
+  // kept meanwhile, they would take registers that the compiler does not have.
+  __device__ __forceinline__ void store_dx(int stage, int64_t row, Pair<Acc> means) const {
+    const Pair<Acc> statistics = statistics_of(stage, row);
+    const DxRow<N> dx_row(p, row, work.first_col);
+    with_gradients(stage, row, statistics, [&](int k, const auto& gradients) {
+      // In half precision a predicated store keeps a branch out of the way of the vectors behind
+      // (8192 x 32768 bfloat16: 504 us with branches, 487; but 128 x 1048576 float32: 533, 553).
+      // Beside float32 x the compiler would spill with it.
+      constexpr bool kBranch = (sizeof(X) > 2 && sizeof(Y) > 2) || kWidth == 1;
+      if (kBranch && !share.has(k)) return;
+      const int col = share.template col<kWidth>(k);
+      const auto dx = dx_row.vector(gradients.xhat, gradients.g, means, statistics.second,
+                                    dx_row.template added<kWidth>(col));
+      store_once_if(share.has(k), element(dx_row.dx, col), dx);
+    });
+  }
+};
+
+}  // namespace fused_layernorm

@@ -1,0 +1,131 @@
+// Backward of rows that several blocks share: persistent blocks, each with the same slice of every
+// row it works on, whose dweight and dbias it keeps in registers. The blocks of a row meet in
+// global memory a row or two after they have published their sums, so that none waits for the
+// others.
+#include "backward/persistent.cuh"
+#include "device/meeting.cuh"
+#include "launch.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+template <typename N, int kWidth_, int kVecs_, bool kBulk_>
+struct BackwardSplitGeometry {
+  static constexpr int kWidth = kWidth_, kVecs = kVecs_;
+  static constexpr bool kBulk = kBulk_;
+  static_assert(kVecs * kWidth <= kBackwardColsPerThread,
+                "a thread has registers for so many columns");
+  static_assert(!kIsFloat64<typename N::Types>, "a slot holds two float32");
+};
+
+template <typename N, typename G>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    layer_norm_backward_split_kernel(const BackwardParams p, const backward::Split plan) {
+  constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
+  if constexpr (G::kBulk && !kHasBulk) return;  // It is never launched there.
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ alignas(16) Pair<float> scratch[2][kPersistentScratch];
+  __shared__ Pair<float> stage_statistics[kAllStages];
+  __shared__ __align__(8) uint64_t barriers[kAllStages];
+  __shared__ Pair<float> collected[kMostCollected];
+
+  const BlockTeam team(plan.team_threads);
+  const Slices& slices = plan.slices;
+  const SliceWork work(slices, p.rows, p.cols);
+  const PersistentRows<N, kWidth, kVecs, G::kBulk> rows(p, plan, work, team, 0, shared,
+                                                        stage_statistics, barriers);
+  const bool collects = team.index > 0;
+  auto* slots = static_cast<uint64_t*>(p.workspace);
+  rows.start(team, !collects);
+
+  if (collects) {
+    for (int i = 0; p.dx != nullptr && i < work.rows; ++i) {
+      const CollectedSlots slot(slots + work.row(i) * slices.blocks_per_row, slices.blocks_per_row);
+      const Pair<float> sums = slot.sum();
+      if (team.lane() == 0) collected[i % kMostCollected] = sums;
+      meet_collector(plan.team_threads);
+    }
+    return;
+  }
+
+  RunningParamGrads<float, kWidth, kVecs> grads;
+  // A row's two sums are collected `lag` iterations after they were published. With one block a row
+  // there is nobody to meet, and no lag.
+  const int lag = plan.lag;
+  // Iterations from a row's first read to the barrier behind its last.
+  const int held = 1 + lag;
+  RingPosition read;
+  for (int i = 0; i < work.rows + lag; ++i) {
+    Pair<float> sums;
+    if (i < work.rows) {
+      const int64_t row = work.row(i);
+      rows.wait(read);
+      const Pair<float> statistics = rows.statistics_of(read.stage, row);
+      rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
+        gradients.add_sums(sums);
+        gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
+      });
+      sums = team_sum(sums, team, scratch[i & 1]);
+      // Behind that barrier nobody reads the row of `held` iterations ago any more.
+      rows.refill(team, read, i, held);
+      if (lag > 0 && team.thread == 0) {
+        publish(slots + row * slices.blocks_per_row + work.slice, sums);
+      }
+    }
+    if (i >= lag && p.dx != nullptr) {
+      const int64_t row = work.row(i - lag);
+      const int stage = read.stage_of(lag, plan.stages);
+      if (lag > 0) {
+        meet_collector(plan.team_threads);
+        sums = collected[(i - lag) % kMostCollected];
+      }
+      rows.store_dx(stage, row, means_of(sums, p.inverse_cols.rounded));
+    }
+    read.advance(plan.stages);
+  }
+
+  const ParamGradSink<N> sink(p, plan.partials, work.set);
+  if (sink.wanted()) grads.store(sink, rows.share, work.first_col);
+}
+
+}  // namespace
+
+cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
+                                       const backward::Split& plan, cudaStream_t stream) {
+  const auto& slices = plan.slices;
+  if (slices.blocks_per_row > 1) {
+    const int64_t slots = params.rows * slices.blocks_per_row * int64_t{sizeof(uint64_t)};
+    const cudaError_t error = clear_slots(params.workspace, slots, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return dispatch_types(types, [&](auto t) -> cudaError_t {
+    using T = decltype(t);
+    if constexpr (kIsFloat64<T>) {
+      return cudaErrorInvalidValue;
+    } else {
+      return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
+        using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
+        return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
+          return dispatch_bool(plan.bulk, [&](auto bulk) -> cudaError_t {
+            // Without bulk copies slices are as long as a block can have them, and of whole
+            // vectors.
+            constexpr bool kLongest = vecs() == most_backward_block_vecs(width()) && width() > 1;
+            if constexpr (!bulk() && !kLongest) {
+              return cudaErrorInvalidValue;
+            } else {
+              return dispatch_backward_shared<T>(params, [&](auto norm) {
+                using N = decltype(norm);
+                using G = BackwardSplitGeometry<N, width(), vecs(), bulk()>;
+                const auto kernel = layer_norm_backward_split_kernel<N, G>;
+                return slices.blocks_per_row > 1 ? launch<true>(kernel, plan, stream, params, plan)
+                                                 : launch(kernel, plan, stream, params, plan);
+              });
+            }
+          });
+        });
+      });
+    }
+  });
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,179 @@
+// Backward of rows of any length, on any chip: the sums of fixed chunks of each row together with
+// dweight and dbias, the rows' totals, then dx with a second read of x and dy.
+#include "launch.cuh"
+#include "norm/param_grad.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+constexpr int kThreads = kBackwardStreamThreads;
+constexpr int kWarps = kThreads / kWarpSize;
+constexpr int kTotalsThreads = 1024;
+// Chunks whose rows the last kernel takes together: as many as the first works on at once (on an
+// H200), so that it begins with what the first read last and L2 may still have.
+constexpr int kChunksTogether = 256;
+
+// The columns of a chunk.
+struct Chunk {
+  int first_col, cols;
+
+  __device__ __forceinline__ Chunk(int index, const Slices& chunks, int all_cols)
+      : first_col(index * chunks.slice_cols), cols(min(chunks.slice_cols, all_cols - first_col)) {}
+};
+
+// The first kernel. Each block owns the columns of one chunk for the rows set, set + sets, ...:
+// their dweight and dbias, and its warps' shares of the two sums of each of those rows. Warps do
+// not wait for each other, so that some load while others compute.
+template <typename N, int kWidth>
+__global__ void __launch_bounds__(kThreads, 2)
+    layer_norm_backward_stream_sums_kernel(const BackwardParams p, const Slices chunks,
+                                           const backward::PartialSums partials) {
+  using Acc = typename N::Acc;
+  constexpr int kVecs = backward_stream_vecs(kWidth);
+  const BlockTeam team;
+  const int all_chunks = chunks.blocks_per_row;
+  const int index = blockIdx.x % all_chunks, set = blockIdx.x / all_chunks;
+  const Chunk chunk(index, chunks, p.cols);
+  const Share<kVecs, false> share = {team.thread, team.threads, chunk.cols / kWidth};
+  const auto parameters = parameters_of<N>(p, chunk.first_col);
+  const bool reads_x = needs_x(p);
+  auto* warp_sums = static_cast<Pair<Acc>*>(p.workspace);  // [row][chunk][warp]
+
+  RunningParamGrads<Acc, kWidth, kVecs> grads;
+  for (int64_t row = set; row < p.rows; row += gridDim.x / all_chunks) {
+    const Acc mean = static_cast<const Acc*>(p.mean)[row];
+    const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
+    const auto* x_row = x_row_of<N>(p, row, chunk.first_col);
+    const auto* dy_row = dy_row_of<N>(p, row, chunk.first_col);
+    // With a dy of zero, a missing vector adds zero.
+    Vec<typename N::X, kWidth> x[kVecs] = {};
+    Vec<typename N::Y, kWidth> dy[kVecs] = {};
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      const int col = share.template col<kWidth>(k);
+      if (reads_x) x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
+      if (share.has(k)) dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
+    }
+    Pair<Acc> sums = {0, 0};
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      const int col = share.template col<kWidth>(k);
+      const Gradients<N, kWidth> gradients(p, x[k], dy[k], mean, rstd,
+                                           parameters.weight.template load<kWidth>(col),
+                                           parameters.bias.template load<kWidth>(col));
+      gradients.add_sums(sums);
+      gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
+    }
+    if (p.dx == nullptr) continue;
+    sums = warp_sum(sums);
+    if (team.lane() == 0) warp_sums[(row * all_chunks + index) * kWarps + team.warp()] = sums;
+  }
+  const ParamGradSink<N> sink(p, partials, set);
+  if (sink.wanted()) grads.store(sink, share, chunk.first_col);
+}
+
+// The second kernel, one block a row: the two means over the row, from the sums of the warps that
+// read it.
+template <typename N>
+__global__ void __launch_bounds__(kTotalsThreads)
+    layer_norm_backward_stream_totals_kernel(const BackwardParams p, const int chunks,
+                                             const int64_t totals_offset) {
+  using Acc = typename N::Acc;
+  __shared__ alignas(16) Pair<Acc> scratch[kMaxWarps];
+  const BlockTeam team;
+  const int64_t row = blockIdx.x;
+  const int parts = chunks * kWarps;
+  const auto* warp_sums = static_cast<const Pair<Acc>*>(p.workspace) + row * parts;
+  auto* totals = reinterpret_cast<Pair<Acc>*>(static_cast<char*>(p.workspace) + totals_offset);
+  Pair<Acc> sums = {0, 0};
+#pragma unroll 8
+  for (int i = team.thread; i < parts; i += team.threads) sums += warp_sums[i];
+  sums = team_sum(sums, team, scratch);
+  if (team.thread == 0) totals[row] = means_of(sums, p.inverse_cols.as<Acc>());
+}
+
+// The last kernel: dx.
+template <typename N, int kWidth>
+__global__ void __launch_bounds__(kThreads)
+    layer_norm_backward_stream_kernel(const BackwardParams p, const Slices chunks,
+                                      const int64_t totals_offset) {
+  using Acc = typename N::Acc;
+  using X = typename N::X;
+  using Y = typename N::Y;
+  constexpr int kVecs = backward_stream_vecs(kWidth);
+  // The last chunks come first, and of these the last row.
+  const uint32_t rows = static_cast<uint32_t>(p.rows);
+  const uint32_t all_chunks = chunks.blocks_per_row;
+  const uint32_t most = min(uint32_t{kChunksTogether}, all_chunks);
+  const uint32_t later = blockIdx.x / (most * rows) * most;  // chunks that have come before
+  const uint32_t together = min(most, all_chunks - later);
+  const uint32_t place = blockIdx.x - later * rows;
+  const int64_t row = rows - 1 - place / together;
+  const Chunk chunk(static_cast<int>(all_chunks - 1 - later - place % together), chunks, p.cols);
+  const Share<kVecs, false> share = {static_cast<int>(threadIdx.x), kThreads, chunk.cols / kWidth};
+  const auto parameters = parameters_of<N>(p, chunk.first_col);
+  const auto* totals =
+      reinterpret_cast<const Pair<Acc>*>(static_cast<const char*>(p.workspace) + totals_offset);
+
+  const DxRow<N> dx_row(p, row, chunk.first_col);
+  const X* x_row = x_row_of<N>(p, row, chunk.first_col);
+  const Y* dy_row = dy_row_of<N>(p, row, chunk.first_col);
+  Vec<X, kWidth> x[kVecs], added[kVecs];
+  Vec<Y, kWidth> dy[kVecs];
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    const int col = share.template col<kWidth>(k);
+    added[k] = dx_row.template added<kWidth>(col);
+    x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
+    dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
+  }
+  const Acc mean = static_cast<const Acc*>(p.mean)[row];
+  const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
+  const Pair<Acc> means = totals[row];
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    const int col = share.template col<kWidth>(k);
+    const Gradients<N, kWidth> gradients(p, x[k], dy[k], mean, rstd,
+                                         parameters.weight.template load<kWidth>(col),
+                                         parameters.bias.template load<kWidth>(col));
+    if (share.has(k)) dx_row.store(col, gradients.xhat, gradients.g, means, rstd, added[k]);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
+                                       const backward::Stream& plan, cudaStream_t stream) {
+  return dispatch_types(types, [&](auto t) {
+    using T = decltype(t);
+    return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
+      // The sums know nothing of a gradient beside dx. Single elements have one kernel, with an
+      // epilogue or without.
+      constexpr bool kShares = width() == 1;
+      cudaError_t error = dispatch_bool(kShares || params.has_epilogue, [&](auto epilogue) {
+        using Epilogue = std::conditional_t<kShares || epilogue(), MayActivate, Identity>;
+        using N = LayerNormOf<T, NoGradientBeside, Epilogue>;
+        return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, params,
+                      plan.chunks, plan.partials);
+      });
+      if (error != cudaSuccess || params.dx == nullptr) return error;
+      const int chunks = plan.chunks.blocks_per_row;
+      const Launch per_row = {params.rows, kTotalsThreads};
+      error = launch(layer_norm_backward_stream_totals_kernel<BareBackward<T>>, per_row, stream,
+                     params, chunks, plan.totals_offset);
+      if (error != cudaSuccess) return error;
+      const Launch per_chunk = {params.rows * chunks, kThreads};
+      const auto start = [&](auto norm) {
+        return launch(layer_norm_backward_stream_kernel<decltype(norm), width()>, per_chunk, stream,
+                      params, plan.chunks, plan.totals_offset);
+      };
+      if constexpr (kShares) {
+        return start(SharedBackward<T>{});
+      } else {
+        return dispatch_backward_shared<T>(params, start);
+      }
+    });
+  });
+}
+
+}  // namespace fused_layernorm

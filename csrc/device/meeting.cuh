@@ -1,0 +1,75 @@
+// The meeting of the blocks that share a row, in global memory: each block leaves eight bytes in a
+// slot of its own, which the host has preset to all ones, and reads the slots of the others. A slot
+// is written in one piece, so it needs no flag, no atomic and no counter. The blocks of a launch
+// must all be resident at once.
+#pragma once
+
+#include <cstdint>
+
+#include "device/reduce.cuh"
+#include "plan/geometry.h"
+
+namespace fused_layernorm {
+
+static_assert(kMaxBlocksPerRow <= kSlotsPerLane * kWarpSize,
+              "the lanes of one warp collect the slots of a row");
+
+constexpr uint64_t kEmptySlot = ~uint64_t{0};
+
+__device__ __forceinline__ void publish(uint64_t* slot, Pair<float> value) {
+  uint64_t bits = uint64_t{__float_as_uint(value.first)} | uint64_t{__float_as_uint(value.second)}
+                                                               << 32;
+  // Two NaNs of all ones would look like an empty slot. These are NaNs as well.
+  if (bits == kEmptySlot) bits = 0x7fffffff7fffffffu;
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(slot), "l"(bits) : "memory");
+}
+
+// Beside the threads that work on rows, a block of a split row has one warp that collects the sums
+// of the row. Both meet at a barrier of their own when the sums are needed.
+__device__ __forceinline__ void meet_collector(int working_threads) {
+  asm volatile("bar.sync 15, %0;" ::"r"(working_threads + kWarpSize) : "memory");
+}
+
+// The `count` slots of a row, read by one warp, which waits until all of them are written. A lane
+// has the slots lane, lane + 32, ...; the pairs of slots that do not exist are zero.
+struct CollectedSlots {
+  Pair<float> values[kSlotsPerLane];
+
+  __device__ __forceinline__ CollectedSlots(const uint64_t* slots, int count) {
+    const int lane = threadIdx.x % kWarpSize;
+    uint64_t bits[kSlotsPerLane];
+    bool missing = false;
+    do {
+      // Polls that come too fast would hold up the stores that they wait for.
+      if (missing) __nanosleep(100);
+      missing = false;
+#pragma unroll
+      for (int i = 0; i < kSlotsPerLane; ++i) {
+        bits[i] = 0;
+        if (lane + i * kWarpSize < count) {
+          asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+                       : "=l"(bits[i])
+                       : "l"(slots + lane + i * kWarpSize)
+                       : "memory");
+        }
+        missing |= bits[i] == kEmptySlot;
+      }
+      missing = __any_sync(kFullWarp, missing);
+    } while (missing);
+#pragma unroll
+    for (int i = 0; i < kSlotsPerLane; ++i) {
+      values[i] = {__uint_as_float(static_cast<uint32_t>(bits[i])),
+                   __uint_as_float(static_cast<uint32_t>(bits[i] >> 32))};
+    }
+  }
+
+  // The sum of all slots. Every lane gets it.
+  __device__ __forceinline__ Pair<float> sum() const {
+    Pair<float> sum = values[0];
+#pragma unroll
+    for (int i = 1; i < kSlotsPerLane; ++i) sum += values[i];
+    return warp_sum(sum);
+  }
+};
+
+}  // namespace fused_layernorm

@@ -1,0 +1,171 @@
+// Forward of one row that a team holds in registers, whatever the team: load (prologue) ->
+// statistics -> normalize -> epilogue -> store. The strategies with a logical warp or a block per
+// row are this and a few choices of theirs, which a team states as constants:
+//
+//   thread(), threads()   the thread's place in the team
+//   sum(v, n)             the sum over the team; n = 0 and 1 must not share scratch memory
+//   kMostEarlyWords       registers that a thread has for parameters while sums are taken
+//   kWalks                whether parameters beside an epilogue are loaded by walking addresses
+//   kPivotFirst<N, kVecs> whether the row's first element is loaded before the row
+//   pivot<N>(row, first)  the first element, where it is not; `first` is the thread's first element
+//   Seams                 what store_shifted() asks of a team (device/shifted.cuh)
+#pragma once
+
+#include "norm/norm.cuh"
+
+namespace fused_layernorm {
+
+// Stores y of a thread's share of a row.
+template <typename N, typename Epilogue, int kWidth, int kVecs, typename Parameters, typename Share>
+__device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename N::Y* y_row,
+                                               const Vec<typename N::X, kWidth> (&x)[kVecs],
+                                               Parameters& parameters, const Share& share,
+                                               typename N::Acc mean, typename N::Acc rstd) {
+  using Y = typename N::Y;
+  if constexpr (!N::Epilogue::kBranches) {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      const auto y = N::template finish<Epilogue>(p, x[k], mean, rstd, parameters.weight(k),
+                                                  parameters.bias(k));
+      if (share.has(k)) store_once<Y, kWidth>(element(y_row, share.vector(k) * kWidth), y);
+    }
+  } else {
+    // The compiler moves nothing over the branches of an activation. So the next vector's
+    // parameters are loaded before them, if there are registers, and y's address is kept.
+    constexpr bool kAhead = kVecs < 8;
+    Y* y_start = hidden(element(y_row, share.first * kWidth));
+    auto weight = parameters.weight(0), bias = parameters.bias(0);
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      if (!kAhead && k > 0) {
+        weight = parameters.weight(k);
+        bias = parameters.bias(k);
+      }
+      const auto w = weight, b = bias;
+      if (kAhead && k + 1 < kVecs) {
+        weight = parameters.weight(k + 1);
+        bias = parameters.bias(k + 1);
+        hold(weight);
+        hold(bias);
+      }
+      const auto y = N::template finish<Epilogue>(p, x[k], mean, rstd, w, b);
+      if (share.has(k)) store_once<Y, kWidth>(element(y_start, k * share.step * kWidth), y);
+    }
+  }
+}
+
+template <typename N, int kWidth, int kVecs, typename Parameters, typename Share>
+__device__ __forceinline__ void finish_row(const ForwardParams& p, const ForwardRow<N>& row,
+                                           const Vec<typename N::X, kWidth> (&x)[kVecs],
+                                           Parameters parameters, const Share& share,
+                                           typename N::Acc mean, typename N::Acc rstd) {
+  N::Epilogue::for_row(p, [&](auto epilogue) {
+    finish_vectors<N, decltype(epilogue)>(p, row.y, x, parameters, share, mean, rstd);
+  });
+}
+
+// The same for a row that begins anywhere in memory.
+template <typename N, int kWidth, int kVecs, typename Team>
+__device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const ForwardRow<N>& row,
+                                                   const Vec<typename N::X, kWidth> (&x)[kVecs],
+                                                   const Team& team,
+                                                   const RaggedShare<kVecs, kWidth>& share,
+                                                   bool valid_row, typename N::Acc mean,
+                                                   typename N::Acc rstd) {
+  const auto y_of = [&](int k) {
+    const int col = share.template col<kWidth>(k);
+    const auto load = [&](const Parameter<typename N::W>& from) {
+      return k + 1 < kVecs ? from.template load<kWidth>(col)
+                           : from.template load_until<kWidth>(col, share.cols);
+    };
+    return N::template finish<typename N::Epilogue>(
+        p, x[k], mean, rstd, load(row.parameters.weight), load(row.parameters.bias));
+  };
+  store_shifted<typename N::Y, kWidth, kVecs>(row.y, team, share, valid_row ? share.cols : 0, y_of);
+}
+
+// One row by a team. A team without a row of its own (`row` is past the last) goes along with the
+// last row for the sake of the others in its warp.
+// kForget: between sums and result only the packed elements of the row stay in registers.
+template <typename N, int kVecs, bool kShifted, bool kForget = false, typename Team>
+__device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& team,
+                                            uint32_t row) {
+  using Acc = typename N::Acc;
+  using X = typename N::X;
+  using W = typename N::W;
+  constexpr int kWidth = kVectorWidth<typename N::Types>;
+  const Reciprocal<Acc> inverse_cols(p.inverse_cols);
+  const uint32_t rows = static_cast<uint32_t>(p.rows);
+  const bool valid_row = row < rows;
+  const uint32_t read_row = valid_row ? row : rows - 1;
+  const ForwardRow<N> place(p, read_row, 0);
+  // The plan sees to it that of a thread's vectors at most the last is missing.
+  const auto share = [&] {
+    if constexpr (kShifted) {
+      return RaggedShare<kVecs, kWidth>(team.thread(), team.threads(), p.cols);
+    } else {
+      return Share<kVecs, true>{team.thread(), team.threads(), p.cols / kWidth};
+    }
+  }();
+
+  Vec<X, kWidth> x[kVecs];
+  Acc pivot;
+  constexpr bool kPivotFirst = Team::template kPivotFirst<N, kVecs>;
+  if constexpr (kShifted) {
+    // The pivot is loaded before the row, because behind the branches of a shifted load it would
+    // wait for the row.
+    pivot = place.x.first_element();
+    place.x.load_shifted(x, team, share, valid_row);
+  } else if constexpr (kPivotFirst) {
+    // Some kernels gain by a pivot that is loaded before all else (bfloat16: 32768 x 4096 137.9 us,
+    // 131.2, with a residual 268.0, 259.4; 65536 x 2048 131.7, 128.7) and others lose (five vectors
+    // 130.1, 130.8, eight 264, 283, an activation 136.6, 143.4).
+    constexpr bool kInOrder =
+        sizeof(X) == 2 && (N::Prologue::kMayStore || (kVecs == 4 && !N::Epilogue::kBranches));
+    pivot = place.x.first_element();
+    if (kInOrder) __syncwarp();
+    place.x.template load<kInOrder ? Use::kInOrder : Use::kOnce>(x, share);
+  } else {
+    place.x.template load<Use::kOnce>(x, share);
+  }
+  const auto parameters = [&] {
+    using Late = LateParameters<W, kWidth, decltype(share)>;
+    constexpr int kWords = 2 * kVecs * kWidth * sizeof(W) / 4;
+    constexpr bool kBare = !N::Prologue::kMayStore && !N::Epilogue::kMayActivate;
+    if constexpr (!kShifted && N::Epilogue::kBranches && Team::kWalks) {
+      return WalkedParameters<W, kWidth, decltype(share)>(Late{place.parameters, share});
+    } else if constexpr (kShifted || !kBare || kWords > Team::kMostEarlyWords) {
+      return Late{place.parameters, share};
+    } else {
+      return EarlyParameters<W, kWidth, kVecs>(Late{place.parameters, share});
+    }
+  }();
+  if constexpr (!kShifted && !kPivotFirst) {
+    pivot = team.template pivot<N>(place.x, x[0].at[0]);
+  }
+  const auto [mean, m2] = N::Statistic::measure(
+      x, share, pivot, [&] { return inverse_cols; }, [&](Acc v, int n) { return team.sum(v, n); },
+      [] {});
+  if constexpr (kForget) {
+    if constexpr (sizeof(X) < sizeof(Acc)) {
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) hold(x[k]);
+    }
+    asm("" : "+r"(row));
+  }
+  const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
+  // The lanes of a warp store shifted rows together, so none may leave before.
+  if (!kShifted && !valid_row) return;
+  if (valid_row && team.thread() == 0) store_statistics(p, row, mean, rstd);
+  if constexpr (kShifted) {
+    finish_shifted_row(p, place, x, team, share, valid_row, mean, rstd);
+  } else if constexpr (kForget) {
+    const ForwardRow<N> again(p, row, 0);
+    const LateParameters<W, kWidth, decltype(share)> read_again = {again.parameters, share};
+    finish_row(p, again, x, read_again, share, mean, rstd);
+  } else {
+    finish_row(p, place, x, parameters, share, mean, rstd);
+  }
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,32 @@
+// From a plan to its strategy: the launch functions that the bindings call.
+#include <type_traits>
+
+#include "launch.cuh"
+
+namespace fused_layernorm {
+
+cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
+                                      const forward::Plan& plan, cudaStream_t stream) {
+  return std::visit(
+      [&](const auto& strategy) {
+        return launch_layer_norm_forward(params, types, strategy, stream);
+      },
+      plan);
+}
+
+cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
+                                       const backward::Plan& plan, cudaStream_t stream) {
+  return std::visit(
+      [&](const auto& strategy) {
+        const cudaError_t error = launch_layer_norm_backward(params, types, strategy, stream);
+        if constexpr (std::is_same_v<std::decay_t<decltype(strategy)>, backward::FewRows>) {
+          return error;
+        } else {
+          return error != cudaSuccess ? error
+                                      : launch_param_grad(params, types, strategy.partials, stream);
+        }
+      },
+      plan);
+}
+
+}  // namespace fused_layernorm

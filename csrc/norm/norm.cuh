@@ -1,0 +1,122 @@
+// A norm: the policies that together say what a kernel computes of a row. How rows are laid over
+// the chip is the matter of the strategies in forward/ and backward/, which are written once over
+// any norm. This file also chooses the norm that a launch needs, among those that there are kernels
+// for.
+#pragma once
+
+#include "norm/affine.cuh"
+#include "norm/epilogue.cuh"
+#include "norm/prologue.cuh"
+#include "norm/statistic.cuh"
+#include "norm/types.cuh"
+
+namespace fused_layernorm {
+
+template <typename Types_, typename Statistic_, typename Prologue_, typename Affine_,
+          typename Epilogue_>
+struct Norm {
+  using Types = Types_;
+  using Statistic = Statistic_;
+  using Prologue = Prologue_;
+  using Affine = Affine_;
+  using Epilogue = Epilogue_;
+  using X = typename Types::X;
+  using W = typename Types::W;
+  using Y = typename Types::Y;
+  using Acc = typename Types::Acc;
+
+  // y of `kWidth` columns from x, the last step of every forward kernel. `EpilogueOfRow` is the
+  // epilogue, or what Epilogue::for_row() made of it.
+  template <typename EpilogueOfRow, int kWidth>
+  static __device__ __forceinline__ Vec<Y, kWidth> finish(const ForwardParams& p,
+                                                          const Vec<X, kWidth>& x, Acc mean,
+                                                          Acc rstd, const Vec<W, kWidth>& weight,
+                                                          const Vec<W, kWidth>& bias) {
+    Acc values[kWidth], w[kWidth], b[kWidth];
+    unpack(values, x);
+    unpack(w, weight);
+    unpack(b, bias);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      values[j] = Affine::apply(Statistic::normalize(values[j], mean, rstd), w[j], b[j]);
+    }
+    EpilogueOfRow::template apply<Y>(p, values);
+    return round_to<Y>(values);
+  }
+};
+
+// One row of forward, or a part of it from `first_col` on.
+template <typename N>
+struct ForwardRow {
+  typename N::Prologue::template Row<typename N::Types> x;
+  ColumnParameters<typename N::W> parameters;
+  typename N::Y* y;
+
+  __device__ __forceinline__ ForwardRow(const ForwardParams& p, int64_t row, int first_col)
+      : x(p, row, first_col),
+        parameters(N::Affine::template row<typename N::W>(p, row, first_col)),
+        y(static_cast<typename N::Y*>(p.y) + (row * p.cols + first_col)) {}
+};
+
+template <typename T, typename Prologue, typename Epilogue>
+using LayerNormOf = Norm<T, LayerNorm, Prologue, ColumnAffine, Epilogue>;
+
+// The norms that there are kernels for.
+//
+// What is fused costs registers, and so a kernel that computes less is faster: for common types
+// there is a kernel for the bare norm, one for an epilogue, and one for a residual, which may have
+// an epilogue as well. But each is some 20 KB in the binary. So types that few models have, and
+// rows that begin anywhere, share one kernel for all that is fused, and where both meet, that is
+// the only one.
+template <typename T>
+using BareForward = LayerNormOf<T, Plain, Identity>;
+template <typename T>
+using SharedForward = LayerNormOf<T, MayAdd, MayActivate>;
+
+template <typename T, bool kShifted, typename Launch>
+cudaError_t dispatch_forward(const ForwardParams& p, const Launch& launch) {
+  if constexpr (kShifted && !kIsCommon<T>) {
+    return launch(SharedForward<T>{});
+  } else if constexpr (kShifted || !kIsCommon<T>) {
+    const bool bare = p.residual == nullptr && !p.has_epilogue;
+    return bare ? launch(BareForward<T>{}) : launch(SharedForward<T>{});
+  } else {
+    if (p.residual != nullptr) return launch(LayerNormOf<T, Add, MayActivate>{});
+    if (p.has_epilogue) return launch(LayerNormOf<T, Plain, Activate>{});
+    return launch(BareForward<T>{});
+  }
+}
+
+// Forward of strategies that take no residual.
+template <typename T, typename Launch>
+cudaError_t dispatch_forward_plain(const ForwardParams& p, const Launch& launch) {
+  if (p.residual != nullptr) return cudaErrorInvalidValue;
+  if (p.has_epilogue) return launch(LayerNormOf<T, Plain, Activate>{});
+  return launch(BareForward<T>{});
+}
+
+// In backward all that is fused is only possible: dresidual, too, may be absent.
+template <typename T>
+using BareBackward = LayerNormOf<T, NoGradientBeside, Identity>;
+template <typename T>
+using SharedBackward = LayerNormOf<T, MayAddGradient, MayActivate>;
+
+// Backward of strategies that share one kernel for all that is fused.
+template <typename T, typename Launch>
+cudaError_t dispatch_backward_shared(const BackwardParams& p, const Launch& launch) {
+  const bool bare = p.dresidual == nullptr && !p.has_epilogue;
+  return bare ? launch(BareBackward<T>{}) : launch(SharedBackward<T>{});
+}
+
+// Backward of strategies that have a kernel of its own for an epilogue, where types are common.
+template <typename T, typename Launch>
+cudaError_t dispatch_backward(const BackwardParams& p, const Launch& launch) {
+  if constexpr (kIsCommon<T>) {
+    if (p.dresidual == nullptr && p.has_epilogue) {
+      return launch(LayerNormOf<T, NoGradientBeside, MayActivate>{});
+    }
+  }
+  return dispatch_backward_shared<T>(p, launch);
+}
+
+}  // namespace fused_layernorm

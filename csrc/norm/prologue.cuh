@@ -1,0 +1,191 @@
+// The prologue: what x, the row to be normalized, is made of, and in backward what is added to dx.
+//
+// A prologue has
+//   kMayStore     whether there are rows of which it stores x as well (residual_out)
+//   kMayBePlain   whether there are rows of which it does not
+//   Row<T>        one row of its inputs, of data types T
+// and a Row has first_element(), the row's x at its first column; load(), a thread's share of x;
+// and load_shifted(), the same for a row that begins anywhere in memory.
+#pragma once
+
+#include "device/share.cuh"
+#include "device/shifted.cuh"
+#include "device/vec.cuh"
+#include "layernorm.h"
+
+namespace fused_layernorm {
+
+// x = input.
+struct Plain {
+  static constexpr bool kMayStore = false;
+  static constexpr bool kMayBePlain = true;
+
+  template <typename T>
+  struct Row {
+    using X = typename T::X;
+    const X* x;
+
+    __device__ __forceinline__ Row(const ForwardParams& p, int64_t row, int first_col)
+        : x(static_cast<const X*>(p.input) + (p.input_rows(row) + first_col)) {}
+
+    __device__ __forceinline__ auto first_element() const { return to_acc(*x); }
+
+    template <Use kUse, int kWidth, int kVecs, typename Share>
+    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share) const {
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        out[k] = {};
+        if (share.has(k)) {
+          out[k] = fused_layernorm::load<kUse, kWidth>(element(x, share.vector(k) * kWidth));
+        }
+      }
+    }
+
+    template <int kWidth, int kVecs, typename Team>
+    __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team&,
+                                                 const RaggedShare<kVecs, kWidth>& share,
+                                                 bool) const {
+      fused_layernorm::load_shifted<0, kVecs>(out, ShiftedRow<const X, kWidth>(x), share);
+      keep_first(out[kVecs - 1], share.last_cols);
+    }
+  };
+};
+
+// x + added, rounded to x's type.
+template <typename X, typename In, int kWidth>
+__device__ __forceinline__ Vec<X, kWidth> rounded_sum(const Vec<X, kWidth>& x,
+                                                      const Vec<In, kWidth>& added) {
+  acc_t<X> sum[kWidth], summand[kWidth];
+  unpack(sum, x);
+  unpack(summand, added);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) sum[j] += summand[j];
+  return round_to<X>(sum);
+}
+
+// x = input + residual, rounded to residual's type and stored as residual_out.
+struct Add {
+  static constexpr bool kMayStore = true;
+  static constexpr bool kMayBePlain = false;
+
+  template <typename T>
+  struct Row {
+    using X = typename T::X;
+    using In = typename T::In;
+    const In* input;
+    const X* residual;
+    X* residual_out;
+
+    __device__ __forceinline__ Row(const ForwardParams& p, int64_t row, int first_col)
+        : input(static_cast<const In*>(p.input) + (p.input_rows(row) + first_col)),
+          residual(static_cast<const X*>(p.residual) + p.residual_rows(row) + first_col),
+          residual_out(static_cast<X*>(p.residual_out) + (row * p.cols + first_col)) {}
+
+    __device__ __forceinline__ auto first_element() const {
+      return to_acc(from_acc<X>(to_acc(*input) + to_acc(*residual)));
+    }
+
+    template <Use kUse, int kWidth, int kVecs, typename Share>
+    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share) const {
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        out[k] = {};
+        if (share.has(k)) {
+          out[k] = fused_layernorm::load<kUse, kWidth>(element(residual, share.vector(k) * kWidth));
+        }
+      }
+      Vec<In, kWidth> added[kVecs];
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        added[k] = {};
+        if (share.has(k)) {
+          added[k] =
+              fused_layernorm::load<Use::kOnce, kWidth>(element(input, share.vector(k) * kWidth));
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        out[k] = rounded_sum(out[k], added[k]);
+        if (share.has(k)) {
+          store_once<X, kWidth>(element(residual_out, share.vector(k) * kWidth), out[k]);
+        }
+      }
+    }
+
+    // Nothing is stored for a team without a row of its own (`valid_row` is false).
+    template <int kWidth, int kVecs, typename Team>
+    __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team& team,
+                                                 const RaggedShare<kVecs, kWidth>& share,
+                                                 bool valid_row) const {
+      fused_layernorm::load_shifted<0, kVecs>(out, ShiftedRow<const X, kWidth>(residual), share);
+      const ShiftedRow<const In, kWidth> added_row(input);
+      const auto add = [&](auto first, auto count) {
+        Vec<In, kWidth> added[count()];
+        fused_layernorm::load_shifted<first(), kVecs>(added, added_row, share);
+#pragma unroll
+        for (int n = 0; n < count(); ++n) {
+          out[first() + n] = rounded_sum(out[first() + n], added[n]);
+        }
+      };
+      // As many at once as there are registers for.
+      constexpr int kCount = kVecs < 4 ? kVecs : 4;
+      add(std::integral_constant<int, 0>{}, std::integral_constant<int, kCount>{});
+      if constexpr (kVecs > 4) {
+        add(std::integral_constant<int, 4>{}, std::integral_constant<int, kVecs - 4>{});
+      }
+      keep_first(out[kVecs - 1], share.last_cols);
+      store_shifted<X, kWidth, kVecs>(residual_out, team, share, valid_row ? share.cols : 0,
+                                      [&](int k) { return out[k]; });
+    }
+  };
+};
+
+// Either of the two: params.residual says which, one question a row.
+struct MayAdd {
+  static constexpr bool kMayStore = true;
+  static constexpr bool kMayBePlain = true;
+
+  template <typename T>
+  struct Row {
+    using X = typename T::X;
+    const ForwardParams& p;
+    const int64_t row;
+    const int first_col;
+
+    __device__ __forceinline__ Row(const ForwardParams& params, int64_t its_row, int its_first_col)
+        : p(params), row(its_row), first_col(its_first_col) {}
+
+    // The row that this one is.
+    template <typename Body>
+    __device__ __forceinline__ auto as_it_is(const Body& body) const {
+      if (p.residual != nullptr) return body(Add::Row<T>(p, row, first_col));
+      return body(Plain::Row<T>(p, row, first_col));
+    }
+
+    __device__ __forceinline__ auto first_element() const {
+      return as_it_is([](const auto& as) { return as.first_element(); });
+    }
+    template <Use kUse, int kWidth, int kVecs, typename Share>
+    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share) const {
+      as_it_is([&](const auto& as) { as.template load<kUse>(out, share); });
+    }
+    template <int kWidth, int kVecs, typename Team>
+    __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team& team,
+                                                 const RaggedShare<kVecs, kWidth>& share,
+                                                 bool valid_row) const {
+      as_it_is([&](const auto& as) { as.load_shifted(out, team, share, valid_row); });
+    }
+  };
+};
+
+// Backward: dx is stored as it is.
+struct NoGradientBeside {
+  static constexpr bool kMayAdd = false;
+};
+
+// Backward: a gradient that reaches x past the norm, dresidual, may be added to dx.
+struct MayAddGradient {
+  static constexpr bool kMayAdd = true;
+};
+
+}  // namespace fused_layernorm

@@ -1,0 +1,135 @@
+// Backward of one row: the gradients at a vector of its columns, and dx.
+#pragma once
+
+#include "norm/norm.cuh"
+
+namespace fused_layernorm {
+
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
+// The gradients at `kWidth` columns of one row: xhat; dz, the gradient at the output of the affine
+// map z = xhat * weight + bias; and g = dz * weight, the gradient at xhat.
+template <typename N, int kWidth>
+struct Gradients {
+  using Acc = typename N::Acc;
+  Acc xhat[kWidth], dz[kWidth], g[kWidth];
+
+  __device__ __forceinline__ Gradients(const BackwardParams& p, const Vec<typename N::X, kWidth>& x,
+                                       const Vec<typename N::Y, kWidth>& dy, Acc mean, Acc rstd,
+                                       const Vec<typename N::W, kWidth>& weight,
+                                       const Vec<typename N::W, kWidth>& bias) {
+    Acc w[kWidth];
+    unpack(w, weight);
+    unpack(xhat, x);
+    unpack(dz, dy);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) xhat[j] = N::Statistic::normalize(xhat[j], mean, rstd);
+    if constexpr (N::Epilogue::kMayActivate) {
+      if (p.has_epilogue) {
+        Acc z[kWidth], b[kWidth];
+        unpack(b, bias);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) z[j] = N::Affine::apply(xhat[j], w[j], b[j]);
+        activate_backward<typename N::Y>(dz, z, p.activation, p.scale.as<Acc>());
+      }
+    }
+    // The product is rounded, so that the g of dx is the g of its mean: a row of one column has no
+    // gradient.
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) g[j] = rounded_product(dz[j], w[j]);
+  }
+
+  // Adds these columns' part of the two sums over the row that dx needs.
+  __device__ __forceinline__ void add_sums(Pair<Acc>& sums) const {
+    N::Statistic::add_sums(sums, xhat, g);
+  }
+
+  __device__ __forceinline__ void add_dparams(Acc (&dweight)[kWidth], Acc (&dbias)[kWidth]) const {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      dweight[j] += dz[j] * xhat[j];
+      dbias[j] += dz[j];
+    }
+  }
+};
+
+// Where the dx of one row, or of a part of it from `first_col` on, goes, and the gradient that may
+// be added to it.
+template <typename N>
+struct DxRow {
+  using X = typename N::X;
+  using Acc = typename N::Acc;
+  static constexpr bool kMayAdd = N::Prologue::kMayAdd;
+  X* dx;
+  const X* dresidual;
+
+  __device__ __forceinline__ DxRow(const BackwardParams& p, int64_t row, int first_col)
+      : dx(static_cast<X*>(p.dx) + row * p.cols + first_col), dresidual(nullptr) {
+    if (kMayAdd && p.dresidual != nullptr) {
+      dresidual = static_cast<const X*>(p.dresidual) + p.dresidual_rows(row) + first_col;
+    }
+  }
+
+  // What is added to dx at `kWidth` columns. A negative zero changes nothing it is added to.
+  template <int kWidth>
+  __device__ __forceinline__ Vec<X, kWidth> added(int col) const {
+    if (kMayAdd && dresidual != nullptr) return load<Use::kOnce, kWidth>(element(dresidual, col));
+    return negative_zeros<X, kWidth>();
+  }
+
+  // The dx of `kWidth` columns. `means` are the two sums over the row, divided by its columns.
+  template <int kWidth>
+  __device__ __forceinline__ Vec<X, kWidth> vector(const Acc (&xhat)[kWidth],
+                                                   const Acc (&g)[kWidth], Pair<Acc> means,
+                                                   Acc rstd, const Vec<X, kWidth>& added) const {
+    Acc values[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] = N::Statistic::dx(xhat[j], g[j], means, rstd);
+    if constexpr (kMayAdd) {
+      Acc more[kWidth];
+      unpack(more, added);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] += more[j];
+    }
+    return round_to<X>(values);
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void store(int col, const Acc (&xhat)[kWidth], const Acc (&g)[kWidth],
+                                        Pair<Acc> means, Acc rstd,
+                                        const Vec<X, kWidth>& added) const {
+    store_once<X, kWidth>(element(dx, col), vector(xhat, g, means, rstd, added));
+  }
+};
+
+template <typename Acc>
+__device__ __forceinline__ Pair<Acc> means_of(Pair<Acc> sums, Acc inverse_cols) {
+  return {sums.first * inverse_cols, sums.second * inverse_cols};
+}
+
+// Whether backward reads x at all: dbias alone, without an activation, is a sum of dy.
+__device__ __forceinline__ bool needs_x(const BackwardParams& p) {
+  return p.dx != nullptr || p.dweight != nullptr || p.activation != Activation::kNone;
+}
+
+// The rows of x and dy, from column `first_col` on.
+template <typename N>
+__device__ __forceinline__ const typename N::X* x_row_of(const BackwardParams& p, int64_t row,
+                                                         int first_col) {
+  return static_cast<const typename N::X*>(p.x) + p.x_rows(row) + first_col;
+}
+template <typename N>
+__device__ __forceinline__ const typename N::Y* dy_row_of(const BackwardParams& p, int64_t row,
+                                                          int first_col) {
+  return static_cast<const typename N::Y*>(p.dy) + p.dy_rows(row) + first_col;
+}
+
+// weight and bias from `first_col` on. Only an activation reads bias.
+template <typename N>
+__device__ __forceinline__ ColumnParameters<typename N::W> parameters_of(const BackwardParams& p,
+                                                                         int first_col) {
+  return {p.weight, N::Epilogue::kMayActivate && p.has_epilogue ? p.bias : nullptr, first_col};
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,178 @@
+// The statistic of a row: what is measured of x, how the measures of a row's parts combine, the
+// normalized xhat, and the gradient that goes back through it.
+//
+// A statistic is a struct of static functions. It knows vectors of elements and a function that
+// sums over whoever works on the row; it does not know who that is.
+#pragma once
+
+#include "device/reduce.cuh"
+#include "device/vec.cuh"
+#include "layernorm.h"
+
+namespace fused_layernorm {
+
+__device__ __forceinline__ float reciprocal_sqrt(float v) { return rsqrtf(v); }
+__device__ __forceinline__ double reciprocal_sqrt(double v) { return rsqrt(v); }
+
+// The sum of a vector's values in a tree: its chains are short, and it is exact where all values
+// are equal.
+template <typename Acc, int kWidth>
+__device__ __forceinline__ Acc tree_sum(const Acc (&values)[kWidth]) {
+  Acc sums[kWidth];
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) sums[j] = values[j];
+#pragma unroll
+  for (int half = kWidth / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int j = 0; j < half; ++j) sums[j] += sums[j + half];
+  }
+  return sums[0];
+}
+
+// 1 / n to twice the digits of float32. A mean is a pivot and a sum over n; where the two nearly
+// cancel, the rounding of 1 / n would be magnified.
+template <typename Acc>
+struct Reciprocal {
+  Acc rounded, rest;
+
+  __device__ __forceinline__ Reciprocal(Acc r, Acc its_rest) : rounded(r), rest(its_rest) {}
+  __device__ __forceinline__ explicit Reciprocal(int n)
+      : rounded(Acc(1) / Acc(n)), rest(fma(-rounded, Acc(n), Acc(1)) * rounded) {}
+  __device__ __forceinline__ explicit Reciprocal(const Scalar& inverse)
+      : rounded(inverse.as<Acc>()), rest(sizeof(Acc) == sizeof(float) ? inverse.rest : 0) {}
+
+  __device__ __forceinline__ Acc mean(Acc pivot, Acc sum) const {
+    return fma(sum, rest, fma(sum, rounded, pivot));
+  }
+};
+
+// The mean of some columns, and the sum of their squared deviations from it.
+template <typename Acc>
+struct Moments {
+  Acc mean, m2;
+};
+
+// Mean and variance, by two passes over the elements: the mean first, then the deviations from it.
+struct LayerNorm {
+  // The moments of the columns in `x`, as a thread's vectors of them are in its registers.
+  //   pivot   any element of these columns. The sum of x - pivot stays of the order of the
+  //           deviations, however large the mean is, and that of a constant row is exactly zero.
+  //   inverse gives the Reciprocal of the number of columns.
+  //   sum     sum(value, n): the sum over all threads that work on these columns, for n = 0 and 1.
+  //   then    is called when all threads have their vectors, behind the first sum.
+  template <typename X, int kWidth, int kVecs, typename Share, typename Acc, typename Inverse,
+            typename Sum, typename Then>
+  static __device__ __forceinline__ Moments<Acc> measure(const Vec<X, kWidth> (&x)[kVecs],
+                                                         const Share& share, Acc pivot,
+                                                         const Inverse& inverse, const Sum& sum,
+                                                         const Then& then) {
+    const Acc total = sum(sum_from(x, share, pivot), 0);
+    then();
+    const Acc mean = inverse().mean(pivot, total);
+    return {mean, sum(squared_deviations(x, share, mean), 1)};
+  }
+
+  // The moments of a row from those of its parts, by one warp; every lane gets them. `each(f)`
+  // calls f(columns, moments) for each of a lane's parts, and `pivot` is the mean of one part.
+  // Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+  // variances", 1979, for many parts at once.
+  template <typename Acc, typename Each>
+  static __device__ __forceinline__ Moments<Acc> combine(const Each& each, Acc pivot,
+                                                         Acc inverse_cols) {
+    Acc sum = 0;
+    each([&](Acc cols, const auto& part) { sum += cols * (part.first - pivot); });
+    const Acc mean = pivot + warp_sum(sum) * inverse_cols;
+    Acc m2 = 0;
+    each([&](Acc cols, const auto& part) {
+      const Acc delta = part.first - mean;
+      m2 += part.second + cols * delta * delta;
+    });
+    return {mean, warp_sum(m2)};
+  }
+
+  template <typename Acc>
+  static __device__ __forceinline__ Acc rstd(Acc m2, Acc inverse_cols, Acc eps) {
+    return reciprocal_sqrt(m2 * inverse_cols + eps);
+  }
+
+  // xhat, from x.
+  template <typename Acc>
+  static __device__ __forceinline__ Acc normalize(Acc x, Acc mean, Acc rstd) {
+    return (x - mean) * rstd;
+  }
+
+  // Adds to the two sums over a row that dx needs: of g, and of g * xhat. Each sum is two chains.
+  template <typename Acc, int kWidth>
+  static __device__ __forceinline__ void add_sums(Pair<Acc>& sums, const Acc (&xhat)[kWidth],
+                                                  const Acc (&g)[kWidth]) {
+    Pair<Acc> part;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      Pair<Acc>& chain = j % 2 == 0 ? sums : part;
+      chain.first += g[j];
+      chain.second += g[j] * xhat[j];
+    }
+    sums += part;
+  }
+
+  // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); docs/backward.md derives it.
+  template <typename Acc>
+  static __device__ __forceinline__ Acc dx(Acc xhat, Acc g, Pair<Acc> means, Acc rstd) {
+    return (g - means.first - xhat * means.second) * rstd;
+  }
+
+ private:
+  template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
+  static __device__ __forceinline__ Acc sum_from(const Vec<X, kWidth> (&x)[kVecs],
+                                                 const Share& share, Acc pivot) {
+    // A thread's own sum of half-precision values is exact in float32, so one subtraction of all
+    // pivots together will do. It comes first, because the pivot is loaded first.
+    constexpr bool kExact = sizeof(X) == 2;
+    Acc total[kWidth];
+    Acc count = 0;
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) count += share.template count<Acc, kWidth>(k);
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      Acc values[kWidth];
+      unpack(values, x[k]);
+      if (kExact && k == 0) values[0] -= count * pivot;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const Acc from = share.has_column(k, j) ? pivot : Acc(0);
+        const Acc v = kExact ? values[j] : values[j] - from;
+        total[j] = k == 0 ? v : total[j] + v;
+      }
+    }
+    return tree_sum(total);
+  }
+
+  template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
+  static __device__ __forceinline__ Acc squared_deviations(const Vec<X, kWidth> (&x)[kVecs],
+                                                           const Share& share, Acc mean) {
+    Acc total[kWidth];
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      Acc values[kWidth];
+      unpack(values, x[k]);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const Acc from = share.has_column(k, j) ? mean : Acc(0);
+        const Acc d = values[j] - from;
+        total[j] = k == 0 ? d * d : total[j] + d * d;
+      }
+    }
+    return tree_sum(total);
+  }
+};
+
+template <typename Acc>
+__device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t row, Acc mean,
+                                                 Acc rstd) {
+  if (p.mean != nullptr) {
+    static_cast<Acc*>(p.mean)[row] = mean;
+    static_cast<Acc*>(p.rstd)[row] = rstd;
+  }
+}
+
+}  // namespace fused_layernorm
