@@ -147,12 +147,15 @@ def check_backward(p, rows, cols, problem):
         assert (p["blocks"] - p["column_blocks"]) * p["teams"] >= rows
         assert (p["column_blocks"] > 0) == problem["needs_dparams"]
         assert p["workspace_bytes"] == 0
-        assert p["by_lanes"] == (p["team_threads"] < 32 or p["vecs"] * width < 16 or vectors <= 64)
+        assert p["by_lanes"] == (vectors <= 32 * (2 if width > 1 else 8))
     if strategy in ("block", "split"):
         slice_cols = p.get("slice_cols", cols)
         slice_vectors = -(-slice_cols // width)
         assert slice_vectors <= p["team_threads"] * p["vecs"]
-        assert p["vecs"] * width in ((16, 32) if width > 1 else (16,))
+        if problem["dtype"] == F64:
+            assert p["vecs"] * width == 8
+        else:
+            assert p["vecs"] * width in ((16, 32) if width > 1 else (16,))
         assert p["stage_cols"] >= slice_cols
         assert p["threads"] == p["teams"] * p["team_threads"] + 32 * (strategy == "split")
         if p["bulk"]:
@@ -295,7 +298,7 @@ FORWARD_LADDERS = {
 BACKWARD_LADDERS = {
     "float32": ({}, 256, 11_264, {"split": 1_081_344}),
     "bfloat16": (HALF, 512, 16_384, {"split": 2_027_520}),
-    "float64": ({"dtype": F64}, 128, 16_384),
+    "float64": ({"dtype": F64}, 128, 4096),
     "float32 parameters": (WIDE_PARAMS, 512, 16_384, {"split": 1_892_352}),
     "float32 dy": (WIDE_Y, 512, 14_336, {"split": 1_351_680}),
     "bfloat16 dy": (NARROW_Y, 256, 14_336, {"split": 1_351_680}),
@@ -309,7 +312,7 @@ BACKWARD_LADDERS = {
     "bfloat16 anywhere": ({**HALF, **ANYWHERE}, 256, 8192, {"split": 1_013_760}),
     "bfloat16 anywhere epilogue": ({**HALF, **ANYWHERE, **EPILOGUE}, 256, 8192,
                                    {"split": 1_013_760}),
-    "float64 anywhere": ({"dtype": F64, **ANYWHERE}, 256, 8192),
+    "float64 anywhere": ({"dtype": F64, **ANYWHERE}, 256, 4096),
     "A100": ({"device": "A100"}, 256, 16_384, {"split": 1_658_880}),
     "A100 bfloat16": ({"device": "A100", **HALF}, 512, 16_384, {"split": 1_658_880}),
     "A100 anywhere": ({"device": "A100", **ANYWHERE}, 256, 8192),
@@ -354,24 +357,18 @@ def test_backward_goes_from_strategy_to_strategy(ladder):
 
 @pytest.mark.parametrize("ladder", BACKWARD_LADDERS)
 def test_backward_of_few_rows_goes_from_strategy_to_strategy(ladder):
-    """As far as a thread keeps the row: 16 columns of each of 512 threads."""
+    """Few as far as a thread keeps the row: 16 columns of each of 512 threads, of float64 eight."""
     options, warp, block, *longer = BACKWARD_LADDERS[ladder]
-    if options.get("dtype") == F64 and options.get("aligned", True):
-        # float64 keeps no vectors in whole warps.
-        check_ladder(100, BACKWARD_LADDERS[ladder], {"warp": "few_rows"}, backward=True)
-    else:
-        kept = (options, warp, 8192)
-        if block > 8192:
-            kept += ({"block": block},)
-        few = {"warp": "few_rows"}
-        problem = {"dtype": F32, **options, "backward": True}
-        for strategy, last in ranges((*kept, *longer)):
-            step = 1 if problem.get("aligned") is False else unit(problem)
-            name = "few_rows" if last <= 8192 else few.get(strategy, strategy)
-            assert plan(100, last, **problem)["strategy"] == name, last
-            if last < 2**24:
-                after = plan(100, last + step, **problem)["strategy"]
-                assert (after == "few_rows") == (last + step <= 8192), last
+    kept = 4096 if options.get("dtype") == F64 else 8192
+    problem = {"dtype": F32, **options, "backward": True}
+    step = 1 if problem.get("aligned") is False else unit(problem)
+    for strategy, last in ranges((options, warp, block, *longer)):
+        first_not_few = max(last, kept) if strategy in ("warp", "block") else last
+        for cols in {min(last, kept), last, first_not_few + step}:
+            p = plan(100, cols, **problem)
+            many = plan(MANY, cols, **problem)
+            expected = "few_rows" if cols <= kept else many["strategy"]
+            assert p["strategy"] == expected, (cols, strategy)
 
 
 # ---- The rungs within a strategy: both sides of each boundary.
@@ -537,6 +534,7 @@ def test_kernelbench_problems():
         (HALF, 1024, 2048),
         ({}, 64, 2048),
         ({**HALF, **ANYWHERE}, 1024, 1024),
+        ({"dtype": F64}, 64, 2048),
         ({"dtype": F64, **ANYWHERE}, 64, 1024),
         ({**HALF, **EPILOGUE}, 1024, 2048),
         # By the bytes of x and dy.
@@ -607,12 +605,12 @@ def test_lanes_of_backward(problem, cols, vecs, lanes):
     [
         ({}, 512),
         (EPILOGUE, 768),
-        # A kernel for a residual may activate, but is compiled for 512 threads; so are single
-        # elements, and half precision.
+        # A kernel for a residual may activate, but is compiled for 512 threads; so are those for
+        # single elements, for half precision and for a dy of another type.
         ({**EPILOGUE, **RESIDUAL}, 512),
         ({**EPILOGUE, **ANYWHERE}, 512),
         ({**EPILOGUE, **HALF}, 512),
-        ({**EPILOGUE, **NARROW_Y}, 768),
+        ({**EPILOGUE, **NARROW_Y}, 512),
         ({**EPILOGUE, "needs_dparams": False}, 768),
     ],
 )
@@ -635,9 +633,10 @@ def test_threads_of_backwards_warps(problem, threads):
         ({}, 8196, 8, 288),
         (EPILOGUE, 8192, 4, 512),
         (ANYWHERE, 8192, 16, 512),
-        # float64 has kernels for 32.
-        ({"dtype": F64}, 130, 16, 32),
-        ({"dtype": F64, **ANYWHERE}, 257, 16, 32),
+        # float64 has kernels for eight.
+        ({"dtype": F64}, 130, 4, 32),
+        ({"dtype": F64}, 4096, 4, 512),
+        ({"dtype": F64, **ANYWHERE}, 257, 8, 64),
     ],
 )
 def test_threads_of_backwards_teams(problem, cols, vecs, team_threads):
@@ -677,12 +676,11 @@ def test_backward_teams_fill_a_block_but_not_with_full_ones(cols, problem, teams
 
 
 def test_backward_rows_go_to_as_many_multiprocessors_as_there_are():
-    """float64 rows are never few."""
-    for rows, teams in ((1, 1), (132, 1), (133, 2), (264, 2), (265, 3), (100_000, 7)):
-        p = plan(rows, 2048, F64, backward=True)
-        assert (p["strategy"], p["team_threads"], p["teams"]) == ("block", 64, teams)
-    # There are threads for eight, but shared memory for the sums of seven.
-    assert plan(100_000, 2048, F64, backward=True)["shared_bytes"] == 7 * 2 * 2048 * 8
+    """As few teams a block as that takes."""
+    for rows, teams in ((1025, 8), (1056, 8), (1057, 9), (1848, 14), (1849, 15), (100_000, 15)):
+        p = plan(rows, 257, backward=True)
+        assert (p["strategy"], p["team_threads"], p["teams"]) == ("block", 32, teams)
+        assert p["blocks"] == min(132, -(-rows // teams))
 
 
 @pytest.mark.parametrize("problem", [HALF, {**HALF, **EPILOGUE}, {**HALF, **RESIDUAL}])
@@ -691,11 +689,10 @@ def test_a_ring_pays_from_the_third_row_on(problem):
         p = plan(rows, 16_384, backward=True, **problem)
         assert (p["strategy"], p["teams"], p["bulk"]) == ("block", 1, bulk)
         assert (p["stages"] > 0) == bulk
-    # Of several teams, each has three.
-    teams = plan(4096, 1024, F32, backward=True)["teams"]
-    assert teams == 4096 // 1024 * 2
-    p = plan(4096, 1024, F32, backward=True)
-    assert p["bulk"]
+    # Of several teams, one has a third.
+    for rows, bulk in ((16, False), (17, True)):
+        p = forced_plan("strategy=block teams=8", rows, 1024, backward=True, **problem)
+        assert (p["teams"], p["bulk"]) == (8, bulk)
 
 
 @pytest.mark.parametrize(
@@ -953,7 +950,7 @@ def test_what_is_forced_is_planned(options, problem, expected):
         ("strategy=split", (9, 2**24, {})),
         ("strategy=resident", (9, 2**24, {})),
         ("strategy=few_rows", (9, 8200, {**HALF, "backward": True})),
-        ("strategy=few_rows", (9, 256, {"dtype": F64, "backward": True})),
+        ("strategy=few_rows", (9, 4098, {"dtype": F64, "backward": True})),
         # Shared memory or threads do not suffice.
         ("strategy=split stages=8 blocks_per_row=4", (9, 65_536, HALF)),
         ("strategy=block stages=8", (MANY, 8192, {"backward": True})),

@@ -84,13 +84,9 @@ bool may_have_ring(const Problem& problem, const Device& device, const Forced& f
          forced.value_or(Field::kBulk, 1) != 0;
 }
 
-// What is left in a block for teams' sums and rings.
-int64_t room_of(const Device& device) { return device.shared_memory - kReservedSharedMemory; }
-
-// The stages of `bytes` each that there is room for.
-int most_stages(const Team& team, int64_t bytes, const Device& device) {
-  const int64_t room = room_of(device) - team.param_bytes;
-  return room < bytes ? 0 : static_cast<int>(std::min<int64_t>(kMostStages, room / bytes));
+// The stages that there is room for in the rings of so many teams.
+int most_stages(const Team& team, int teams, const Device& device) {
+  return stages_in(room_of(device) - team.param_bytes, team.stage_bytes * teams);
 }
 
 // A team for whole rows, and how many of it a block has room for. This, like all that a row's sums
@@ -107,7 +103,7 @@ std::optional<RowTeams> row_teams(const Problem& problem, const Device& device,
   if (!team) return std::nullopt;
   const bool ring = may_have_ring(problem, device, forced);
   const auto fits = [&](int teams) {
-    const int stages = ring ? most_stages(*team, team->stage_bytes * teams, device) : kMostStages;
+    const int stages = ring ? most_stages(*team, teams, device) : kMostStages;
     return stages >= ladders::kKeptRowStages &&
            (teams == 1 || teams * team->sums_bytes <= room_of(device));
   };
@@ -240,11 +236,12 @@ std::optional<int> teams_of_rows(const Problem& problem, const Device& device, c
 std::optional<int> row_stages(const Problem& problem, const Device& device, const Team& team,
                               int teams, const Forced& forced) {
   const int64_t bytes = team.stage_bytes * teams;
-  const int most = most_stages(team, bytes, device);
+  const int most = most_stages(team, teams, device);
   if (const auto stages = forced.of(Field::kStages)) {
     return *stages <= most && *stages >= least_stages(team.keeps, 0) ? stages : std::nullopt;
   }
-  const bool pays = problem.rows >= int64_t{ladders::kLeastRingRows - 1} * teams + 1;
+  // A team has its third row where each of them has two and there is one more.
+  const bool pays = problem.rows > int64_t{ladders::kLeastRingRows - 1} * teams;
   if (!pays && !forced.has(Field::kBulk)) return std::nullopt;
   const int64_t wanted = (ladders::kWantedRingBytes + bytes / 2) / bytes;
   const int least = team.keeps ? ladders::kKeptRowStages : ladders::kTwiceReadRowStages;
@@ -302,7 +299,7 @@ std::optional<backward::Split> split_plan(const Problem& problem, const Device& 
     plan.threads = plan.team_threads + kWarpThreads;
     plan.bulk = ring;
     if (ring) {
-      const int most = most_stages(*team, team->stage_bytes, device);
+      const int most = most_stages(*team, 1, device);
       if (most < wanted_stages) return std::nullopt;
       plan.stages = forced.value_or(Field::kStages, most);
       plan.lag = lag_of(plan.stages, forced);

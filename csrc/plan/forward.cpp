@@ -85,9 +85,6 @@ bool may_slice(const Problem& problem, const Device& device) {
          !problem.residual;
 }
 
-// What is left in a block for slices.
-int64_t room_of(const Device& device) { return device.shared_memory - kReservedSharedMemory; }
-
 // Whole warps whose threads own `vecs` vectors of a slice.
 int64_t slice_threads(const Slices& slices, int width, int vecs) {
   return round_up(ceil_div(ceil_div(slices.slice_cols, width), vecs), kWarpThreads);
@@ -113,20 +110,18 @@ std::optional<forward::Split> split_plan(const Problem& problem, const Device& d
     if (threads > kForwardSplitThreads) return std::nullopt;
     const int64_t params = int64_t{2} * slices.slice_cols * size_of(problem.weight);
     const int64_t row = int64_t{slices.slice_cols} * size_of(problem.x);
-    const int64_t room = room_of(device) - params;
-    const int stages =
-        room < row ? 0 : static_cast<int>(std::min<int64_t>(kMostStages, room / row));
+    const int most = stages_in(room_of(device) - params, row);
     // How many stages are best decides how many blocks share a row, unless that is forced.
-    if (!forced.has(Field::kBlocksPerRow) && stages < ladders::kForwardRingStages) {
+    if (!forced.has(Field::kBlocksPerRow) && most < ladders::kForwardRingStages) {
       return std::nullopt;
     }
     forward::Split plan;
     plan.slices = slices;
     plan.team_threads = static_cast<int>(threads);
-    plan.stages = forced.value_or(Field::kStages, stages);
+    plan.stages = forced.value_or(Field::kStages, most);
     const bool shared = slices.blocks_per_row > 1;
     plan.lag = shared ? lag_of(plan.stages, forced) : 0;
-    if (plan.stages > stages || !is_valid_ring(plan.stages, plan.lag) ||
+    if (plan.stages > most || !is_valid_ring(plan.stages, plan.lag) ||
         !forced.allows(Field::kLag, plan.lag)) {
       return std::nullopt;
     }

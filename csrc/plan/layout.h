@@ -62,6 +62,15 @@ Forced forced_now();
 
 constexpr int acc_size_of(DataType x) { return acc_size_of(size_of(x)); }
 
+// What is left of a block's shared memory beside what its kernel declares.
+constexpr int64_t room_of(const Device& device) {
+  return device.shared_memory - kReservedSharedMemory;
+}
+// The stages of so many bytes that there is room for.
+constexpr int stages_in(int64_t room, int64_t bytes) {
+  return room < bytes ? 0 : static_cast<int>(std::min<int64_t>(kMostStages, room / bytes));
+}
+
 // Columns that slices begin at multiples of. Single elements are moved from anywhere.
 inline int64_t slice_unit(const Problem& problem, int width) {
   return width == 1 ? 1 : aligned_cols(size_of(problem.x), size_of(problem.y));
