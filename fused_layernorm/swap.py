@@ -157,7 +157,7 @@ def _swap(
     else:
         accepted = False
     if "forward" in module.__dict__:
-        return "it has a forward of its own"
+        return "the module has a forward of its own"
     if parametrize.is_parametrized(module) and not accepted:
         return "it is parametrized, and no predicate accepted it"
     cls = _plain_class(module)

@@ -188,7 +188,10 @@ def test_same_results(case, dtype, device):
     done = [compare(norm.to(dtype), x) for x in inputs(shape, dtype, device)]
     assert all(done) or dtype != torch.float32
     for y, expected in filter(None, done):
-        assert y.is_contiguous() == expected.is_contiguous()
+        # The memory format stays, for what follows; over the last dimensions it may be contiguous.
+        assert y.is_contiguous() == expected.is_contiguous() or (
+            shape != CHANNELS_FIRST and y.is_contiguous()
+        )
 
 
 @pytest.mark.parametrize("dtype", HALF)
