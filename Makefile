@@ -59,6 +59,9 @@ endif
 	$(PY) -m fused_layernorm
 
 test: build
+ifndef NO_VENV
+	$(PY) tests/libraries.py
+endif
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 bench: build

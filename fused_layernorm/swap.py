@@ -197,18 +197,17 @@ def _check_forward(cls: type[nn.Module], forward: object) -> None:
             f"got {type(forward).__name__}"
         )
     required = [
-        parameter
-        for parameter in inspect.signature(cls.forward).parameters.values()
+        name
+        for name, parameter in inspect.signature(cls.forward).parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
-    signature = inspect.signature(forward)
     try:
-        signature.bind(*required)
+        inspect.signature(forward).bind(*required)
     except TypeError:
         raise TypeError(
             f"expected the make registered for {cls.__name__} to return a forward that takes "
-            f"({', '.join(parameter.name for parameter in required)}), got one of {signature}"
+            f"({', '.join(required)}), self first, got one that takes {inspect.signature(forward)}"
         ) from None
 
 

@@ -43,8 +43,7 @@ def _in_input_dtype(x, weight, bias, eps, normalized_shape):
         found, weight, bias = _matched(x, weight, bias)
     else:
         found, weight, bias = (None if t is None else t.float() for t in (x, weight, bias))
-    # Half-precision input beside parameters of another half precision is widened: hence `to`.
-    out_dtype = x.dtype if x.dtype in _HALF else torch.float32
+    out_dtype = x.dtype if x.dtype in _HALF else torch.float32  # under autocast too
     y = layer_norm(found, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=out_dtype)
     return y.to(x.dtype)
 
@@ -130,7 +129,14 @@ def transformers_float32(self, hidden_states: Tensor) -> Tensor:
 
 
 def input_dtype(self, hidden_states: Tensor) -> Tensor:
-    return last_dims(self, hidden_states).to(hidden_states.dtype)
+    return layer_norm(
+        hidden_states,
+        self.weight,
+        self.bias,
+        self.eps,
+        normalized_shape=self.normalized_shape,
+        out_dtype=hidden_states.dtype,
+    )
 
 
 def without_parameters(self, hidden_states: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 timm and torchvision are not among the packages of the environment. torchvision's binary is built
 for CUDA builds of PyTorch, and beside a CPU build it fails to import, and with it every other
 library that imports it when it is there, transformers for one. And pip would replace PyTorch to
-suit it. So `make test` installs the two, without what they depend on, into a folder of their own
-under build/, by running this file; only the tests look there.
+suit it. So `make test`, by running this file, installs the two into a folder of their own under
+build/, without PyTorch; only the tests look there.
 """
 
 import importlib.util
@@ -22,8 +22,8 @@ FOLDER = (
     / "test_packages"
     / f"{sys.implementation.cache_tag}-torch{_MINOR[0]}.{_MINOR[1]}"
 )
-# torchvision 0.25 is PyTorch 2.10's, and so on.
-PACKAGES = ("timm", f"torchvision<0.{_MINOR[1] + 16}")
+# torchvision 0.25 is PyTorch 2.10's, and so on; pillow is what it needs beside numpy.
+PACKAGES = ("timm", f"torchvision<0.{_MINOR[1] + 16}", "pillow")
 
 
 def install():
