@@ -60,6 +60,9 @@ endif
 
 # With the coverage of the Python package, where pytest-cov is installed.
 test: build
+ifndef NO_VENV
+	$(PY) tests/libraries.py
+endif
 	$(PY) -m pytest $$($(PY) -c 'import pytest_cov' 2>/dev/null && echo --cov=fused_layernorm) $(PYTEST_ARGS)
 
 bench: build

@@ -20,7 +20,7 @@ from .decompositions import decompositions  # noqa: E402
 from .functional import add_layer_norm, layer_norm  # noqa: E402
 from .modules import FusedAddLayerNorm, FusedLayerNorm  # noqa: E402
 from .override import override_aten  # noqa: E402
-from .swap import swap_layer_norm  # noqa: E402
+from .swap import register_swap, swap_layer_norm, unswap_layer_norm  # noqa: E402
 
 try:
     __version__ = _version(__name__)
@@ -35,5 +35,7 @@ __all__ = [
     "decompositions",
     "layer_norm",
     "override_aten",
+    "register_swap",
     "swap_layer_norm",
+    "unswap_layer_norm",
 ]

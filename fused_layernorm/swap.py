@@ -1,55 +1,282 @@
-"""swap_layer_norm: FusedLayerNorm in the place of nn.LayerNorm, in a model that exists."""
+"""swap_layer_norm: the fused kernels in the place of a model's own LayerNorm modules.
+
+A module is swapped by giving it another class, made from its own, whose forward is the fused one.
+What is known about the classes of other libraries is data, in swap_table.
+"""
 
 from __future__ import annotations
 
+import inspect
+import logging
+import types
+import warnings
+import weakref
+from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.utils import parametrize
 
+from . import swap_source, swap_table
 from .modules import FusedLayerNorm
 
 Model = TypeVar("Model", bound=nn.Module)
+Forward = Callable[..., Any]
+
+_log = logging.getLogger(__name__)
+_registered: dict[type[nn.Module], Callable[[Any], Forward | None]] = {}
 
 
 def swap_layer_norm(
     model: Model, *, predicate: Callable[[str, nn.LayerNorm], bool] | None = None
 ) -> Model:
-    """Makes every ``nn.LayerNorm`` of a model a :class:`FusedLayerNorm`, in place.
+    """Makes the LayerNorm modules of a model run on the fused kernels, in place.
+
+    Swapped are: nn.LayerNorm, which becomes :class:`FusedLayerNorm`; the classes of timm,
+    torchvision, transformers and diffusers that ``fused_layernorm/swap_table.py`` lists, as long as
+    the installed library's source of their forward is one that the table knows; and the classes
+    that :func:`register_swap` was told about. Of each, that class exactly: a subclass may compute
+    something else.
 
     The module objects stay, and with them their parameters, names, hooks, training flags and every
     reference that something else holds to them: optimizers, shared modules and checkpoints do not
-    notice. Swapping again changes nothing.
+    notice. Each stays an instance of its class. Swapping again changes nothing, and
+    :func:`unswap_layer_norm` undoes it.
+
+    The logger ``fused_layernorm.swap`` says in one line, at INFO, which LayerNorm-like modules
+    were left, and why. If nothing in the model is fused afterwards, that is a warning.
 
     Args:
-        model: any module; it may itself be an nn.LayerNorm.
-        predicate: ``predicate(name, module)``, asked of every nn.LayerNorm and subclass of it that
-            is not yet fused, says whether to swap it. By default those of exactly that class, and
-            with no forward of their own, are swapped; a subclass may compute something else.
+        model: any module; it may itself be a LayerNorm.
+        predicate: ``predicate(name, module)`` is asked of every nn.LayerNorm, and every instance
+            of a subclass of it, that is not yet fused, and says whether to swap it. A subclass
+            that is in no table and that it accepts is taken for one that computes what
+            nn.LayerNorm computes. Of modules that are no nn.LayerNorm it is not asked: those that
+            the table or register_swap know are swapped.
 
     Returns:
         The model.
     """
-    wanted = _is_stock if predicate is None else predicate
+    left: Counter[str] = Counter()
     for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.LayerNorm)
-            and not isinstance(module, FusedLayerNorm)
-            and wanted(name, module)
-        ):
-            module.__class__ = _fused_class(module)
+        if _resembles_layer_norm(module) and not is_fused(module):
+            reason = _swap(name, module, predicate)
+            if reason:
+                left[f"{_name(_plain_class(module))} ({reason})"] += 1
+    what = ", ".join(f"{count} {text}" for text, count in left.items())
+    if left:
+        _log.info(
+            "%s: %d LayerNorm-like modules were left: %s", _name(type(model)), left.total(), what
+        )
+    if not any(is_fused(module) for module in model.modules()):
+        warnings.warn(
+            f"swap_layer_norm: nothing in {_name(type(model))} is fused: "
+            + (f"left were {what}" if left else "it has no LayerNorm"),
+            stacklevel=2,
+        )
     return model
 
 
-def _is_stock(name: str, module: nn.LayerNorm) -> bool:
-    return type(module) is nn.LayerNorm and "forward" not in module.__dict__
+def unswap_layer_norm(model: Model) -> Model:
+    """Gives every module that :func:`swap_layer_norm` swapped its class back, in place.
+
+    A FusedLayerNorm that was made as one stays.
+
+    Returns:
+        The model.
+    """
+    for module in model.modules():
+        swapped_from = _swapped_from(module)
+        if swapped_from is not None:
+            module.__dict__.pop("_was_layer_norm", None)
+            _set_class(module, swapped_from)
+    return model
 
 
-def _fused_class(module: nn.LayerNorm) -> type[FusedLayerNorm]:
-    if not parametrize.is_parametrized(module):
-        return FusedLayerNorm
-    # parametrize gives each module a class of its own, whose properties compute the parameters.
-    own = {key: value for key, value in vars(type(module)).items() if key != "__dict__"}
-    own.pop("__weakref__", None)
-    return type(f"Parametrized{FusedLayerNorm.__name__}", (FusedLayerNorm,), own)
+def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -> None:
+    """Tells :func:`swap_layer_norm` how to swap a class of your own.
+
+    Args:
+        cls: the class whose instances (not those of its subclasses) are swapped. It need not be a
+            subclass of nn.LayerNorm. Registered again, or listed in the table, the class goes by
+            what was registered last.
+        make: ``make(module)`` is called for each of them, and returns the forward that replaces
+            the class's: a function that takes ``self`` first, as it would be written in the class.
+            It finds the module's parameters on ``self``, and serves copies of the module too.
+            To leave this module as it is, ``make`` returns None. For a swapped module to be
+            pickled, the function must be one that pickle finds by name.
+
+    Example::
+
+        def forward(self, x):
+            return fused_layernorm.layer_norm(x, self.gamma, self.beta, self.variance_epsilon)
+
+        fused_layernorm.register_swap(MyLayerNorm, lambda module: forward)
+
+    Raises:
+        TypeError: cls is no subclass of nn.Module, or make cannot be called.
+        ValueError: cls is fused already.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise TypeError(f"expected cls to be a subclass of torch.nn.Module, got {cls!r}")
+    if not callable(make):
+        raise TypeError(f"expected make to be callable, got {type(make).__name__}")
+    if issubclass(cls, FusedLayerNorm) or "_swapped_from" in vars(cls):
+        raise ValueError(f"expected a class that is not fused, got {cls.__name__}")
+    _registered[cls] = make
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module's forward is the fused one: made as such, or swapped."""
+    return isinstance(module, FusedLayerNorm) or hasattr(type(module), "_swapped_from")
+
+
+# ---- Which modules, and why not.
+
+
+def _resembles_layer_norm(module: nn.Module) -> bool:
+    """By what it is, or, for the log to name it, by the name that a module without parts has."""
+    cls = _plain_class(module)
+    return (
+        isinstance(module, nn.LayerNorm)
+        or cls in _registered
+        or _sources(cls) is not None
+        or ("LayerNorm" in cls.__name__ and next(module.children(), None) is None)
+    )
+
+
+def _swap(
+    name: str, module: nn.Module, predicate: Callable[[str, nn.LayerNorm], bool] | None
+) -> str | None:
+    """Swaps a module, or says why not."""
+    if isinstance(module, nn.LayerNorm) and predicate is not None:
+        if not predicate(name, module):
+            return "the predicate refused"
+        accepted = True
+    else:
+        accepted = False
+    if "forward" in module.__dict__:
+        return "the module has a forward of its own"
+    if parametrize.is_parametrized(module) and not accepted:
+        return "it is parametrized, and no predicate accepted it"
+    cls = _plain_class(module)
+    sources = _sources(cls)
+    forward: Forward | None
+    if cls in _registered:
+        forward = _registered[cls](module)
+        if forward is None:
+            return "the function registered for its class left it"
+        _check_forward(cls, forward)
+    elif cls is nn.LayerNorm:
+        module.__dict__["_was_layer_norm"] = True
+        _set_class(module, FusedLayerNorm)
+        return None
+    elif sources is not None:
+        forward = sources.get(swap_source.digest(cls) or "")
+        if forward is None:
+            return "the source of its forward is not one that fused_layernorm knows"
+    elif accepted:
+        forward = FusedLayerNorm.forward
+    elif swap_source.digest(cls) in swap_table.RMS_NORMS:
+        return "it computes RMSNorm"
+    else:
+        return "its class is not known"
+    _set_class(module, _swapped_class(cls, forward))
+    return None
+
+
+def _sources(cls: type) -> swap_table.Sources | None:
+    return swap_table.CLASSES.get((cls.__module__, cls.__qualname__))
+
+
+def _check_forward(cls: type[nn.Module], forward: object) -> None:
+    if not isinstance(forward, types.FunctionType):
+        raise TypeError(
+            f"expected the make registered for {cls.__name__} to return a function or None, "
+            f"got {type(forward).__name__}"
+        )
+    required = [
+        name
+        for name, parameter in inspect.signature(cls.forward).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    try:
+        inspect.signature(forward).bind(*required)
+    except TypeError:
+        raise TypeError(
+            f"expected the make registered for {cls.__name__} to return a forward that takes "
+            f"({', '.join(required)}), self first, got one that takes {inspect.signature(forward)}"
+        ) from None
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# ---- The classes of swapped modules.
+
+_classes: weakref.WeakValueDictionary[tuple[type, Forward], type[nn.Module]] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def _swapped_class(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
+    """A subclass of cls with this forward: one for all modules that share both."""
+    made = _classes.get((cls, forward))
+    if made is None:
+        bases: tuple[type, ...] = (cls,)
+        if forward is FusedLayerNorm.forward:  # as nn.LayerNorm itself becomes
+            bases = (cls, FusedLayerNorm)
+        members = {
+            "__module__": cls.__module__,
+            "__doc__": f"{_name(cls)}, swapped by fused_layernorm.swap_layer_norm.",
+            "__reduce_ex__": _reduce_ex,
+            "_get_name": _get_name,
+            "_swapped_from": cls,
+            "forward": forward,
+        }
+        made = type(f"Fused{cls.__name__}", bases, members)
+        _classes[cls, forward] = made
+    return made
+
+
+def _get_name(self: Any) -> str:
+    return f"FusedLayerNorm[{self._swapped_from.__name__}]"
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    """As object's, but the class is made again: pickle would not find it by name."""
+    state: Any = object.__reduce_ex__(self, max(2, protocol))[2:]
+    return _unpickled, (self._swapped_from, type(self).forward), *state
+
+
+def _unpickled(cls: type[nn.Module], forward: Forward) -> nn.Module:
+    swapped = _swapped_class(cls, forward)
+    return swapped.__new__(swapped)
+
+
+def _swapped_from(module: nn.Module) -> type[nn.Module] | None:
+    cls = _plain_class(module)
+    if cls is FusedLayerNorm and "_was_layer_norm" in module.__dict__:
+        return nn.LayerNorm
+    return vars(cls).get("_swapped_from")
+
+
+def _plain_class(module: nn.Module) -> type[nn.Module]:
+    cls = type(module)
+    return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Makes module one of this class.
+
+    parametrize gives each module a class of its own, whose properties compute the parameters: it
+    stays around the new one.
+    """
+    if parametrize.is_parametrized(module):
+        own = {key: value for key, value in vars(type(module)).items() if key != "__dict__"}
+        own.pop("__weakref__", None)
+        cls = type(f"Parametrized{cls.__name__}", (cls,), own)
+    module.__class__ = cls

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mended_torchvision  # noqa: F401  (transformers imports it)
+import libraries
 import pytest
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "ci" / "hf_kernels.py"
 if not SCRIPT.exists():
     pytest.skip("no sources beside these tests", allow_module_level=True)
-kernels = pytest.importorskip("kernels", reason="Hugging Face's kernels is not installed")
+kernels = libraries.get("kernels")  # and a torchvision that transformers can import
 
 
 def build(out, **environment):

@@ -1,30 +1,32 @@
-"""Models of transformers and timm, tiny and with random weights, swapped and overridden.
+"""Models of transformers, timm, torchvision and diffusers, tiny and with random weights.
 
-The models are not changed for it: `swap_layer_norm` changes the class of their norms, and
-`override_aten` nothing at all in them. Without a GPU the override is tried on the CPU's key.
+They are swapped and overridden, and are not changed for it: `swap_layer_norm` changes the class of
+their norms, and `override_aten` nothing at all in them. Without a GPU the override is tried on the
+CPU's key.
 """
 
 import copy
 
-import mended_torchvision  # noqa: F401  (before transformers and timm import it)
+import libraries
 import pytest
 import torch
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm import FusedLayerNorm
 from fused_layernorm.override import _override
+from fused_layernorm.swap import is_fused
 
 HAS_KERNELS = (
     torch.ops.fused_layernorm._build_info() != "cpu only" and torch.backends.cuda.is_built()
 )
 STEPS = 3
 
+
 # ---- The models: each gives (model, loss of the model).
 
 
 def bert():
-    transformers = pytest.importorskip("transformers")
+    transformers = libraries.get("transformers")
     config = transformers.BertConfig(
         vocab_size=50,
         hidden_size=32,
@@ -39,7 +41,7 @@ def bert():
 
 
 def gpt2():
-    transformers = pytest.importorskip("transformers")
+    transformers = libraries.get("transformers")
     config = transformers.GPT2Config(
         vocab_size=50,
         n_embd=32,
@@ -55,7 +57,7 @@ def gpt2():
 
 
 def vit():
-    transformers = pytest.importorskip("transformers")
+    transformers = libraries.get("transformers")
     config = transformers.ViTConfig(
         hidden_size=32,
         num_hidden_layers=2,
@@ -70,36 +72,107 @@ def vit():
     return model, {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
 
 
-class Classifier(nn.Module):
-    """An image model with transformers' way of returning a loss."""
+def convnext():
+    transformers = libraries.get("transformers")
+    config = transformers.ConvNextConfig(
+        hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=32, drop_path_rate=0.0
+    )
+    model = transformers.ConvNextForImageClassification(config)
+    return model, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
 
-    def __init__(self, model):
+
+class Loss(nn.Module):
+    """Any model with transformers' way of returning a loss."""
+
+    def __init__(self, model, loss):
         super().__init__()
         self.model = model
+        self.loss = loss
 
-    def forward(self, images, labels):
-        loss = nn.functional.cross_entropy(self.model(images), labels)
-        return type("Output", (), {"loss": loss})
+    def forward(self, **inputs):
+        return type("Output", (), {"loss": self.loss(self.model(**inputs))})
+
+
+def sam():
+    transformers = libraries.get("transformers")
+    vision = {
+        "hidden_size": 32,
+        "output_channels": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+        "mlp_dim": 64,
+        "num_pos_feats": 8,
+        "window_size": 2,
+        "global_attn_indexes": [1],
+    }
+    prompts = {
+        "hidden_size": 16,
+        "image_size": 32,
+        "patch_size": 8,
+        "image_embedding_size": 4,
+        "mask_input_channels": 8,
+    }
+    decoder = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "mlp_dim": 32,
+        "iou_head_hidden_dim": 16,
+    }
+    config = transformers.SamConfig(
+        vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=decoder
+    )
+    inputs = {
+        "pixel_values": torch.randn(2, 3, 32, 32),
+        "input_points": torch.rand(2, 1, 2, 2) * 32,
+        "input_masks": torch.randn(2, 1, 16, 16),
+    }
+
+    def loss(output):
+        return output.pred_masks.square().mean() + output.iou_scores.square().mean()
+
+    return Loss(transformers.SamModel(config), loss), inputs
+
+
+def classifier(model, size):
+    labels = torch.tensor([0, 3])
+
+    def loss(scores):
+        return nn.functional.cross_entropy(scores, labels.to(scores.device))
+
+    return Loss(model, loss), {"x": torch.randn(2, 3, size, size)}
 
 
 def timm_model(name, size, **options):
-    model = pytest.importorskip("timm").create_model(
-        name, num_classes=5, drop_path_rate=0.0, **options
-    )
-    inputs = {"images": torch.randn(2, 3, size, size), "labels": torch.tensor([0, 3])}
-    return Classifier(model), inputs
+    timm = libraries.get("timm")
+    model = timm.create_model(name, num_classes=5, drop_path_rate=0.0, **options)
+    return classifier(model, size)
+
+
+SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
 
 def timm_vit():
-    return timm_model(
-        "vit_tiny_patch16_224", 16, img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2
-    )
+    return timm_model("vit_tiny_patch16_224", 16, **SMALL)
+
+
+def timm_deit3():
+    return timm_model("deit3_small_patch16_224", 16, **SMALL)
+
+
+def timm_eva():
+    return timm_model("eva02_tiny_patch14_224", 16, **SMALL)
 
 
 def timm_convnext():
-    return timm_model(
-        "convnext_atto", 32, depths=(1, 1, 1, 1), dims=(8, 16, 24, 32), conv_mlp=False
-    )
+    return timm_model("convnext_atto", 32, depths=(1, 1, 1, 1), dims=(8, 16, 24, 32))
+
+
+def timm_convnext_tiny():
+    """Its blocks norm over the last dimension, atto's over the channels."""
+    return timm_model("convnext_tiny", 32, depths=(1, 1, 1, 1), dims=(8, 16, 24, 32))
 
 
 def timm_swin():
@@ -113,39 +186,100 @@ def timm_swin():
     )
 
 
-class TorchvisionStyle(nn.Module):
-    """As torchvision writes them: norms made by a partial, one over channels by permutation."""
-
-    class LayerNorm2d(nn.LayerNorm):
-        def forward(self, x):
-            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-    def __init__(self):
-        super().__init__()
-        self.patches = nn.Conv2d(3, 16, 4, 4)
-        self.norm = self.LayerNorm2d(16, eps=1e-6)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16, eps=1e-6))
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, images):
-        return self.head(self.encoder(self.norm(self.patches(images)).flatten(2).mT).mean(1))
+def torchvision_convnext():
+    convnext = libraries.get("torchvision").models.convnext
+    blocks = [convnext.CNBlockConfig(8, 16, 1), convnext.CNBlockConfig(16, None, 1)]
+    return classifier(convnext.ConvNeXt(blocks, num_classes=5), 32)
 
 
-def torchvision_style():
-    inputs = {"images": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 3])}
-    return Classifier(TorchvisionStyle()), inputs
+def torchvision_vit():
+    models = libraries.get("torchvision").models
+    model = models.VisionTransformer(
+        image_size=16,
+        patch_size=4,
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=32,
+        mlp_dim=64,
+        num_classes=5,
+    )
+    nn.init.normal_(model.heads.head.weight)  # it starts at zero, and all gradients with it
+    return classifier(model, 16)
+
+
+def diffusers_dit():
+    """AdaLayerNormZero in every block, whose inner norm has no parameters."""
+    diffusers = libraries.get("diffusers")
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 8, 8),
+        "timestep": torch.tensor([1, 7]),
+        "class_labels": torch.tensor([2, 3]),
+    }
+    # Training drops some of the labels, at random.
+    return Loss(model, lambda output: output.sample.square().mean()).eval(), inputs
+
+
+def diffusers_wan():
+    """FP32LayerNorm, with and without parameters."""
+    diffusers = libraries.get("diffusers")
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        rope_max_seq_len=16,
+    )
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 2, 8, 8),
+        "timestep": torch.tensor([1, 7]),
+        "encoder_hidden_states": torch.randn(2, 6, 16),
+    }
+    return Loss(model, lambda output: output.sample.square().mean()), inputs
 
 
 MODELS = {
-    f.__name__: f for f in (bert, gpt2, vit, timm_vit, timm_convnext, timm_swin, torchvision_style)
+    f.__name__: f
+    for f in (
+        bert,
+        gpt2,
+        vit,
+        convnext,
+        sam,
+        timm_vit,
+        timm_deit3,
+        timm_eva,
+        timm_convnext,
+        timm_convnext_tiny,
+        timm_swin,
+        torchvision_convnext,
+        torchvision_vit,
+        diffusers_dit,
+        diffusers_wan,
+    )
 }
 
 
-# timm has a LayerNorm of its own, which differs from nn.LayerNorm in nothing but the way it calls
-# F.layer_norm. LayerNorm2d norms another dimension, and stays.
-def by_name(name, module):
-    return type(module).__name__ == "LayerNorm"
+CONVOLUTIONAL = ("convnext", "timm_convnext", "timm_convnext_tiny", "torchvision_convnext")
+
+
+def norms_of(model):
+    return [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
 
 
 @pytest.fixture(params=MODELS)
@@ -153,11 +287,10 @@ def model_and_inputs(request, device):
     torch.manual_seed(0)
     model, inputs = MODELS[request.param]()
     # Random weights, so that a weight or bias that is not used shows.
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            nn.init.normal_(module.weight, 1.0, 0.2)
-            nn.init.normal_(module.bias, 0.0, 0.2)
-    model = model.to(device).train()
+    for module in norms_of(model):
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, 1.0, 0.2)
+    model = model.to(device)
     return model, {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
@@ -192,23 +325,48 @@ def same(found, expected):
         )
 
 
-def test_swapped(model_and_inputs):
+def test_swapped(model_and_inputs, caplog):
+    """Every LayerNorm, and nothing is left to be named."""
     stock, inputs = model_and_inputs
-    swapped = fused_layernorm.swap_layer_norm(copy.deepcopy(stock), predicate=by_name)
-    norms = sum(isinstance(m, FusedLayerNorm) for m in swapped.modules())
-    assert norms == sum(by_name("", m) for m in stock.modules())
-    assert norms > 0
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        swapped = fused_layernorm.swap_layer_norm(copy.deepcopy(stock))
+    assert not caplog.records
+    assert len(norms_of(swapped)) == len(norms_of(stock)) > 0
+    assert all(map(is_fused, norms_of(swapped)))
+    for norm, old in zip(norms_of(swapped), norms_of(stock), strict=True):
+        assert isinstance(norm, type(old))
     assert swapped.state_dict().keys() == stock.state_dict().keys()
     same(gradients(swapped, inputs), gradients(stock, inputs))
     torch.testing.assert_close(losses(swapped, inputs), losses(stock, inputs), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("model_and_inputs", CONVOLUTIONAL, indirect=True)
+def test_swapped_channels_last(model_and_inputs):
+    stock, inputs = model_and_inputs
+    stock = stock.to(memory_format=torch.channels_last)
+    inputs = {
+        name: x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
+        for name, x in inputs.items()
+    }
+    swapped = fused_layernorm.swap_layer_norm(copy.deepcopy(stock))
+    same(gradients(swapped, inputs), gradients(stock, inputs))
+
+
 def test_swapped_inference(model_and_inputs):
     stock, inputs = model_and_inputs
-    swapped = fused_layernorm.swap_layer_norm(copy.deepcopy(stock), predicate=by_name)
+    swapped = fused_layernorm.swap_layer_norm(copy.deepcopy(stock))
     with torch.inference_mode():
         found, expected = (m.eval()(**inputs).loss for m in (swapped, stock))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_unswapped(model_and_inputs):
+    stock, inputs = model_and_inputs
+    model = fused_layernorm.swap_layer_norm(copy.deepcopy(stock))
+    fused_layernorm.unswap_layer_norm(model)
+    assert repr(model) == repr(stock)
+    with torch.inference_mode():
+        assert torch.equal(model.eval()(**inputs).loss, stock.eval()(**inputs).loss)
 
 
 def test_overridden(model_and_inputs, device):
@@ -216,7 +374,7 @@ def test_overridden(model_and_inputs, device):
     if device == "cuda" and not HAS_KERNELS:
         pytest.skip("this build has no CUDA kernels")
     key = device.upper()
-    norms = sum(isinstance(m, nn.LayerNorm) for m in model.modules())
+    norms = len(norms_of(model))
     expected = gradients(model, inputs)
     expected_losses = losses(copy.deepcopy(model), inputs)
     before = torch.ops.fused_layernorm._override_calls(key)

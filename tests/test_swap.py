@@ -1,12 +1,24 @@
 """swap_layer_norm: which modules it takes, and that nothing else about a model changes."""
 
 import copy
+import io
+import pickle
+import warnings
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fused_layernorm import FusedLayerNorm, swap_layer_norm
+from fused_layernorm import (
+    FusedLayerNorm,
+    layer_norm,
+    register_swap,
+    swap,
+    swap_layer_norm,
+    unswap_layer_norm,
+)
+from fused_layernorm.swap import is_fused
 
 
 class OwnForward(nn.LayerNorm):
@@ -124,7 +136,8 @@ def test_a_model_that_is_a_layer_norm(device):
 def test_a_model_without_layer_norm():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     text = repr(model)
-    assert repr(swap_layer_norm(model)) == text
+    with pytest.warns(UserWarning, match="nothing in .*Sequential is fused: it has no LayerNorm"):
+        assert repr(swap_layer_norm(model)) == text
 
 
 def test_shared_module_stays_one():
@@ -236,7 +249,9 @@ def test_subclasses_are_left_alone_unless_the_predicate_takes_them():
     swap_layer_norm(model)
     assert [type(m) for m in model] == [OwnName, OwnForward, FusedLayerNorm]
     swap_layer_norm(model, predicate=lambda name, module: isinstance(module, OwnName))
-    assert [type(m) for m in model] == [FusedLayerNorm, OwnForward, FusedLayerNorm]
+    assert [isinstance(m, FusedLayerNorm) for m in model] == [True, False, True]
+    assert isinstance(model[0], OwnName)
+    assert repr(model[0]).startswith("FusedLayerNorm[OwnName](")
     x = torch.randn(3, 8)
     torch.testing.assert_close(model[0](x), nn.functional.layer_norm(x, (8,)))
 
@@ -246,7 +261,12 @@ def test_a_forward_of_the_instances_own_is_left_alone():
     norm = nn.LayerNorm(8)
     stock_forward = norm.forward
     norm.forward = lambda x: stock_forward(x) + 1
-    model = swap_layer_norm(nn.Sequential(norm))
+    model = nn.Sequential(norm)
+    for predicate in (None, lambda name, module: True):
+        with pytest.warns(
+            UserWarning, match="normalization.LayerNorm .the module has a forward of its own"
+        ):
+            swap_layer_norm(model, predicate=predicate)
     assert type(model[0]) is nn.LayerNorm
     x = torch.randn(3, 8)
     torch.testing.assert_close(model(x), nn.functional.layer_norm(x, (8,)) + 1)
@@ -262,8 +282,9 @@ def test_parametrized_modules(device):
     parametrize.register_parametrization(model[0], "weight", Positive())
     x = torch.randn(3, 8, device=device)
     before, names = model(x), [name for name, _ in model.named_parameters()]
-    swap_layer_norm(model)
-    assert not isinstance(model[0], FusedLayerNorm)  # its class is not nn.LayerNorm
+    with pytest.warns(UserWarning, match="parametrized"):
+        swap_layer_norm(model)
+    assert not isinstance(model[0], FusedLayerNorm)
     swap_layer_norm(model, predicate=lambda name, module: True)
     assert isinstance(model[0], FusedLayerNorm)
     assert parametrize.is_parametrized(model[0], "weight")
@@ -314,3 +335,255 @@ def test_transformer_encoder(device):
             before = layer(x)
             after = swap_layer_norm(copy.deepcopy(layer))(x)
         torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+
+
+# ---- unswap_layer_norm.
+
+
+def test_unswap_restores_what_was_swapped_and_only_that(device):
+    model = Model().to(device)
+    model.made = FusedLayerNorm(8, activation="gelu")
+    model.plain_made = FusedLayerNorm(8)
+    x = torch.randn(3, 4, 8, device=device)
+    before, text, attributes = model(x), repr(model), {*vars(model.norm)}
+    swap_layer_norm(model, predicate=lambda name, module: True)
+    assert repr(model) != text
+    assert unswap_layer_norm(model) is model
+    assert repr(model) == text
+    assert [type(m) for m in (model.norm, model.own, model.made, model.plain_made)] == [
+        nn.LayerNorm,
+        OwnForward,
+        FusedLayerNorm,
+        FusedLayerNorm,
+    ]
+    assert {*vars(model.norm)} == attributes
+    assert torch.equal(model(x), before)
+    assert repr(unswap_layer_norm(model)) == text
+
+
+def test_a_deepcopy_can_be_unswapped():
+    model = copy.deepcopy(swap_layer_norm(Model()))
+    assert type(unswap_layer_norm(model).norm) is nn.LayerNorm
+
+
+@pytest.mark.parametrize("first", ["swap", "parametrize"])
+def test_unswap_of_parametrized_modules(first):
+    model = nn.Sequential(nn.LayerNorm(8), OwnName(8))
+    x = torch.randn(3, 8)
+
+    def parametrize_both():
+        for module in model:
+            parametrize.register_parametrization(module, "weight", Positive())
+
+    if first == "swap":
+        swap_layer_norm(model, predicate=lambda name, module: True)
+        parametrize_both()
+    else:
+        parametrize_both()
+        swap_layer_norm(model, predicate=lambda name, module: True)
+    expected = model(x)
+    assert all(map(is_fused, model))
+    unswap_layer_norm(model)
+    assert not any(map(is_fused, model))
+    assert all(map(parametrize.is_parametrized, model))
+    torch.testing.assert_close(model(x), expected)
+    for module in model:
+        parametrize.remove_parametrizations(module, "weight")
+    assert [type(module) for module in model] == [nn.LayerNorm, OwnName]
+    torch.testing.assert_close(model(x), expected)
+
+
+# ---- register_swap.
+
+
+class ByHand(nn.Module):
+    """A LayerNorm of somebody's own; its name does not tell."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.rand(size))
+        self.scale = nn.Parameter(torch.rand(size))
+
+    def forward(self, x, shift=0):
+        x = x - x.mean(-1, keepdim=True)
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * self.gamma * self.scale
+
+
+def by_hand(self, x, shift=0):
+    return layer_norm(x, self.gamma * self.scale)
+
+
+class Derived(ByHand):
+    pass
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    monkeypatch.setattr(swap, "_registered", {})
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_class(device):
+    asked = []
+
+    def make(module):
+        asked.append(module)
+        return by_hand
+
+    register_swap(ByHand, make)
+    model = nn.Sequential(ByHand(8), Derived(8), ByHand(8)).to(device)
+    model.add_module("again", model[0])
+    x = torch.randn(3, 8, device=device)
+    before, grads = model(x), gradients(model, x)
+    swap_layer_norm(model)
+    assert asked == [model[0], model[2]]
+    assert [is_fused(module) for module in model] == [True, False, True, True]
+    assert isinstance(model[0], ByHand)
+    assert repr(model[0]) == "FusedLayerNorm[ByHand]()"
+    torch.testing.assert_close(model(x), before)
+    for one, other in zip(gradients(model, x), grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    unswap_layer_norm(model)
+    assert type(model[0]) is ByHand
+
+
+@pytest.mark.usefixtures("registry")
+def test_copies_of_swapped_modules_compute_with_their_own_parameters(device):
+    register_swap(ByHand, lambda module: by_hand)
+    model = nn.Sequential(ByHand(8), OwnName(8), nn.LayerNorm(8)).to(device)
+    swap_layer_norm(model, predicate=lambda name, module: True)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(stream, weights_only=False),
+    ]
+    x = torch.randn(3, 8, device=device)
+    expected = model(x)
+    for other in copies:
+        assert [type(module) for module in other] == [type(module) for module in model]
+        assert torch.equal(other(x), expected)
+        for parameter in other.parameters():
+            parameter.data = parameter.data.clone().zero_()
+        assert not other(x).any()
+        assert torch.equal(model(x), expected)
+        unswap_layer_norm(other)
+        assert [type(module) for module in other] == [ByHand, OwnName, nn.LayerNorm]
+
+
+@pytest.mark.usefixtures("registry")
+def test_make_may_leave_a_module(caplog):
+    register_swap(ByHand, lambda module: by_hand if module.gamma.numel() == 8 else None)
+    model = nn.Sequential(ByHand(8), ByHand(4))
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        swap_layer_norm(model)
+    assert [is_fused(module) for module in model] == [True, False]
+    assert "1 test_swap.ByHand (the function registered" in caplog.text.replace("tests.", "")
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_last_that_was_registered_holds():
+    register_swap(nn.LayerNorm, lambda module: lambda self, input: input)
+    register_swap(ByHand, lambda module: None)
+    register_swap(ByHand, lambda module: by_hand)
+    model = swap_layer_norm(nn.Sequential(nn.LayerNorm(8), ByHand(8)))
+    x = torch.randn(3, 8)
+    assert model[0](x) is x
+    assert is_fused(model[1])
+    assert type(unswap_layer_norm(model)[0]) is nn.LayerNorm
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_predicate_narrows_what_is_registered():
+    """It is asked of what is an nn.LayerNorm, and of nothing else."""
+    register_swap(OwnForward, lambda module: OwnForward.forward)
+    register_swap(ByHand, lambda module: by_hand)
+    model = nn.Sequential(OwnForward(8), OwnForward(8), ByHand(8), nn.LayerNorm(8), nn.Linear(8, 8))
+    asked = []
+
+    def predicate(name, module):
+        asked.append(name)
+        return module.normalized_shape == (8,) and name == "1"
+
+    swap_layer_norm(model, predicate=predicate)
+    assert asked == ["0", "1", "3"]
+    assert [is_fused(module) for module in model] == [False, True, True, False, False]
+
+
+@pytest.mark.usefixtures("registry")
+def test_what_cannot_be_registered():
+    with pytest.raises(TypeError, match=r"expected cls to be a subclass of torch.nn.Module, got 3"):
+        register_swap(3, lambda module: by_hand)
+    with pytest.raises(TypeError, match=r"got <function by_hand"):
+        register_swap(by_hand, lambda module: by_hand)
+    with pytest.raises(TypeError, match=r"expected make to be callable, got int"):
+        register_swap(ByHand, 3)
+    for fused in (FusedLayerNorm(8), *swap_layer_norm(nn.Sequential(nn.LayerNorm(8)))):
+        with pytest.raises(ValueError, match=r"expected a class that is not fused, got Fused"):
+            register_swap(type(fused), lambda module: by_hand)
+    register_swap(ByHand, lambda module: "forward")
+    with pytest.raises(TypeError, match=r"make registered for ByHand to return a function or None"):
+        swap_layer_norm(ByHand(8))
+    # As one might write it, closing over the module: copies of that would share its parameters.
+    register_swap(ByHand, lambda module: lambda x: layer_norm(x, module.gamma))
+    with pytest.raises(
+        TypeError, match=r"takes \(self, x\), self first, got one that takes \(x\)$"
+    ):
+        swap_layer_norm(ByHand(8))
+
+
+# ---- What it says.
+
+
+class SomeLayerNorm(nn.Module):
+    """Called one, but known to nobody."""
+
+
+class T5LayerNorm(nn.Module):
+    """As transformers', which has no mean."""
+
+    def forward(self, hidden_states):
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+
+        # convert into half-precision if necessary
+        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+            hidden_states = hidden_states.to(self.weight.dtype)
+
+        return self.weight * hidden_states
+
+
+def test_one_line_names_what_was_left_and_why(caplog):
+    model = nn.Sequential(
+        nn.LayerNorm(8), OwnForward(8), OwnName(8), OwnName(8), SomeLayerNorm(), T5LayerNorm()
+    )
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swap_layer_norm(model)
+        assert len(caplog.records) == 1
+        text = caplog.records[0].getMessage().replace("tests.", "")
+        assert "Sequential: 5 LayerNorm-like modules were left: " in text
+        assert "1 test_swap.OwnForward (its class is not known), " in text
+        assert "2 test_swap.OwnName (its class is not known), " in text
+        assert "1 test_swap.SomeLayerNorm (its class is not known), " in text
+        assert "1 test_swap.T5LayerNorm (it computes RMSNorm)" in text
+        caplog.clear()
+        swap_layer_norm(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
+        assert not caplog.records
+
+
+def test_a_model_of_which_nothing_is_fused_is_a_warning():
+    model = nn.Sequential(OwnForward(8))
+    with pytest.warns(UserWarning, match=r"1 .*OwnForward \(its class is not known\)") as found:
+        swap_layer_norm(model)
+    assert len(found) == 1
+    assert found[0].filename == __file__
+    with pytest.warns(UserWarning, match="the predicate refused"):
+        swap_layer_norm(nn.LayerNorm(8), predicate=lambda name, module: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.append(FusedLayerNorm(8))
+        swap_layer_norm(model)
+        swap_layer_norm(swap_layer_norm(nn.LayerNorm(8)))

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-import mended_torchvision  # noqa: F401  (timm imports it)
+import libraries
 import pytest
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import fused_layernorm
 
-timm = pytest.importorskip("timm", reason="timm is not installed")
+timm = libraries.get("timm")
 
 # Small models of timm's own classes: (model, arguments).
 MODELS: dict[str, tuple[str, dict]] = {

@@ -1,0 +1,255 @@
+"""What the classes of swap_table compute, by the fused kernels: the forwards that replace theirs.
+
+Each is written as a method of the swapped class, with the parameter names of the forward that it
+replaces. `self._swapped_from` is the class that was swapped: where the kernels cannot serve a call,
+or a switch of the library asks for something else, its own forward runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .functional import layer_norm
+
+_HALF = (torch.float16, torch.bfloat16)
+
+# torch.fx.symbolic_trace sees each of these as one call: it cannot follow what looks at a dtype or
+# at strides.
+torch.fx.wrap("layer_norm")
+torch.fx.wrap("_in_input_dtype")
+torch.fx.wrap("_float32_without_bias")
+torch.fx.wrap("_in_promoted_dtype")
+torch.fx.wrap("_channels_first_by_hand")
+
+
+def _matched(x, weight, bias):
+    """The three in dtypes that layer_norm takes together, none of them narrowed."""
+    given = [p.dtype for p in (weight, bias) if p is not None]
+    if not given:
+        return x, weight, bias
+    dtype = torch.promote_types(given[0], given[-1])
+    if dtype != x.dtype and not (dtype == torch.float32 and x.dtype in _HALF):
+        dtype = torch.promote_types(x.dtype, dtype)
+        if not (dtype == torch.float32 and x.dtype in _HALF):
+            x = x.to(dtype)
+    weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
+    return x, weight, bias
+
+
+def _in_input_dtype(x, weight, bias, eps, normalized_shape):
+    """F.layer_norm in float32, its result in x's dtype."""
+    if x.dtype in _HALF:
+        found, weight, bias = _matched(x, weight, bias)
+    else:
+        found, weight, bias = (None if t is None else t.float() for t in (x, weight, bias))
+    out_dtype = x.dtype if x.dtype in _HALF else torch.float32  # under autocast too
+    y = layer_norm(found, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=out_dtype)
+    return y.to(x.dtype)
+
+
+def _float32_without_bias(x, weight, eps):
+    """Over the last dimension, where weight may have one more: a weight for each head."""
+    if weight.dim() == 1:
+        return _in_input_dtype(x, weight, None, eps, weight.shape)
+    found = x if x.dtype in _HALF else x.float()
+    y = layer_norm(found, eps=eps, normalized_shape=weight.shape[-1:], out_dtype=torch.float32)
+    return (weight.float() * y).to(x.dtype)
+
+
+def _in_promoted_dtype(x, weight, bias, eps, normalized_shape, statistics_in_float32):
+    """A layer norm of elementwise operators: the result in the dtype of x * weight + bias.
+
+    Where the library converts x to float32 first, statistics_in_float32, it does so with float64
+    too. Where it does not, autocast makes rsqrt and pow, and with them the result, float32 on
+    every device but the CPU.
+    """
+    dtype = x.dtype
+    for parameter in (weight, bias):
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    if statistics_in_float32:
+        if x.dtype == torch.float64:
+            x = x.float()
+    elif x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.promote_types(dtype, torch.float32)
+    x, weight, bias = _matched(x, weight, bias)
+    return layer_norm(x, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=dtype)
+
+
+def _channels_first_by_hand(x, weight, bias, eps, normalized_shape, statistics_in_float32):
+    """_in_promoted_dtype over the channels of N, C, H, W; its result has the memory format of x.
+
+    Elementwise operators keep the memory format, and what follows in a model may count on it.
+    """
+    y = _in_promoted_dtype(
+        x.permute(0, 2, 3, 1), weight, bias, eps, normalized_shape, statistics_in_float32
+    ).permute(0, 3, 1, 2)
+    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+        return y
+    return y.contiguous()
+
+
+# ---- Over the last dimensions.
+
+
+def last_dims(self, input: Tensor) -> Tensor:
+    return layer_norm(
+        input, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape
+    )
+
+
+def timm_last_dims(self, x: Tensor) -> Tensor:
+    if self._fast_norm:
+        return self._swapped_from.forward(self, x)
+    return layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
+
+
+def timm_last_dims_act(self, x: Tensor) -> Tensor:
+    if self._fast_norm:
+        return self._swapped_from.forward(self, x)
+    x = layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
+    return self.act(self.drop(x))
+
+
+def timm_float32(self, x: Tensor) -> Tensor:
+    return _in_input_dtype(x, self.weight, self.bias, self.eps, self.normalized_shape)
+
+
+def timm_float32_act(self, x: Tensor) -> Tensor:
+    x = _in_input_dtype(x, self.weight, self.bias, self.eps, self.normalized_shape)
+    return self.act(self.drop(x))
+
+
+def diffusers_float32(self, inputs: Tensor) -> Tensor:
+    return _in_input_dtype(inputs, self.weight, self.bias, self.eps, self.normalized_shape)
+
+
+def transformers_float32(self, hidden_states: Tensor) -> Tensor:
+    return _in_input_dtype(hidden_states, self.weight, self.bias, self.eps, self.normalized_shape)
+
+
+def input_dtype(self, hidden_states: Tensor) -> Tensor:
+    return layer_norm(
+        hidden_states,
+        self.weight,
+        self.bias,
+        self.eps,
+        normalized_shape=self.normalized_shape,
+        out_dtype=hidden_states.dtype,
+    )
+
+
+def without_parameters(self, hidden_states: Tensor) -> Tensor:
+    return _in_input_dtype(hidden_states, None, None, 1e-5, self.normalized_shape)
+
+
+def shape_of_weight(self, input: Tensor) -> Tensor:
+    return layer_norm(input, self.weight, self.bias, 1e-5)
+
+
+def weight_plus_one(self, hidden_states: Tensor) -> Tensor:
+    return layer_norm(
+        hidden_states,
+        self.weight + 1.0,
+        self.bias,
+        self.eps,
+        normalized_shape=self.normalized_shape,
+    )
+
+
+def weight_plus_one_outside_autocast(self, input: Tensor) -> Tensor:
+    if torch.is_autocast_enabled() or torch.is_autocast_enabled(input.device.type):
+        return self._swapped_from.forward(self, input)
+    return layer_norm(
+        input, self.weight + 1.0, self.bias, self.eps, normalized_shape=self.normalized_shape
+    )
+
+
+def parameters_of_heads(self, hidden_states: Tensor) -> Tensor:
+    """Weight and bias have more dimensions than are normalized over."""
+    y = layer_norm(hidden_states, None, None, 1e-5, normalized_shape=self.normalized_shape)
+    return y * self.weight + self.bias
+
+
+def float32_without_bias(self, hidden_states: Tensor) -> Tensor:
+    return _float32_without_bias(hidden_states, self.weight, self.variance_epsilon)
+
+
+def by_hand(self, hidden_states: Tensor) -> Tensor:
+    weight = self.weight
+    return _in_promoted_dtype(
+        hidden_states, weight, self.bias, self.variance_epsilon, weight.shape, True
+    )
+
+
+def esmfold(self, x: Tensor) -> Tensor:
+    if x.dtype is torch.bfloat16:
+        return self._swapped_from.forward(self, x)
+    return layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.c_in)
+
+
+# ---- Over the channels: permuted in and permuted out, as the classes themselves do. What comes in
+# channels_last is not copied, and what goes out is channels_last, as theirs is.
+
+
+def channels_first(self, x: Tensor) -> Tensor:
+    x = x.permute(0, 2, 3, 1)
+    x = layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
+    return x.permute(0, 3, 1, 2)
+
+
+def transformers_channels_first(self, hidden_state: Tensor) -> Tensor:
+    return channels_first(self, hidden_state)
+
+
+def channels_first_1d(self, x: Tensor) -> Tensor:
+    x = x.permute(0, 2, 1)
+    x = layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
+    return x.permute(0, 2, 1)
+
+
+def timm_channels_first(self, x: Tensor) -> Tensor:
+    if self._fast_norm:
+        return self._swapped_from.forward(self, x)
+    return channels_first(self, x)
+
+
+def timm_channels_first_act(self, x: Tensor) -> Tensor:
+    if self._fast_norm:
+        return self._swapped_from.forward(self, x)
+    return self.act(self.drop(channels_first(self, x)))
+
+
+def timm_float32_channels_first(self, x: Tensor) -> Tensor:
+    return timm_float32(self, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def timm_float32_channels_first_act(self, x: Tensor) -> Tensor:
+    return self.act(self.drop(timm_float32_channels_first(self, x)))
+
+
+def timm_exp2d(self, x: Tensor) -> Tensor:
+    if x.is_contiguous():
+        return channels_first(self, x)
+    return channels_first_by_hand(self, x)
+
+
+def channels_first_by_hand(self, x: Tensor) -> Tensor:
+    return _channels_first_by_hand(
+        x, self.weight, self.bias, self.eps, self.normalized_shape, False
+    )
+
+
+def data_format(self, features: Tensor) -> Tensor:
+    if self.data_format == "channels_first":
+        return channels_first(self, features)
+    return last_dims(self, features)
+
+
+def data_format_by_hand(self, x: Tensor) -> Tensor:
+    """transformers before 5.0."""
+    if self.data_format == "channels_first":
+        return _channels_first_by_hand(
+            x, self.weight, self.bias, self.eps, self.normalized_shape, True
+        )
+    return last_dims(self, x)

@@ -1,0 +1,457 @@
+"""The classes of other libraries that swap_layer_norm knows: the same results, and no others.
+
+Every computation of the table is tried against the class's own forward: dtypes, autocast, memory
+formats, gradients. Where a library is not installed its tests are skipped by name, but the sources
+of versions that cannot be installed beside today's stand at the end of this file.
+"""
+
+import ast
+import copy
+import functools
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+import libraries
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fused_layernorm import swap_layer_norm, swap_source, swap_table, unswap_layer_norm
+from fused_layernorm.swap import is_fused
+
+HALF = (torch.float16, torch.bfloat16)
+SEQUENCE, HEADS, CHANNELS_FIRST, SEQUENCE_LAST = (3, 5, 8), (3, 5, 2, 8), (2, 8, 3, 5), (2, 8, 5)
+T = "transformers.models."
+
+# id: (module, class, arguments, shape of x). One line a computation at least.
+CLASSES = {
+    "timm": ("timm.layers.norm", "LayerNorm", {}, SEQUENCE),
+    "timm_plain": ("timm.layers.norm", "LayerNorm", {"affine": False}, SEQUENCE),
+    "timm_eps": ("timm.layers.norm", "LayerNorm", {"eps": 0.1, "bias": False}, SEQUENCE),
+    "timm_fp32": ("timm.layers.norm", "LayerNormFp32", {}, SEQUENCE),
+    "timm_fp32_plain": ("timm.layers.norm", "LayerNormFp32", {"affine": False}, SEQUENCE),
+    "timm_2d": ("timm.layers.norm", "LayerNorm2d", {}, CHANNELS_FIRST),
+    "timm_2d_plain": ("timm.layers.norm", "LayerNorm2d", {"affine": False}, CHANNELS_FIRST),
+    "timm_2d_fp32": ("timm.layers.norm", "LayerNorm2dFp32", {"eps": 0.1}, CHANNELS_FIRST),
+    "timm_exp_2d": ("timm.layers.norm", "LayerNormExp2d", {"eps": 0.1}, CHANNELS_FIRST),
+    "timm_act": ("timm.layers.norm_act", "LayerNormAct", {}, SEQUENCE),
+    "timm_act_fp32": ("timm.layers.norm_act", "LayerNormActFp32", {}, SEQUENCE),
+    "timm_act_2d": (
+        "timm.layers.norm_act",
+        "LayerNormAct2d",
+        {"act_layer": nn.GELU},
+        CHANNELS_FIRST,
+    ),
+    "timm_act_2d_fp32": ("timm.layers.norm_act", "LayerNormAct2dFp32", {}, CHANNELS_FIRST),
+    "timm_no_bias": ("timm.models.metaformer", "LayerNormNoBias", {}, SEQUENCE),
+    "timm_2d_no_bias": ("timm.models.metaformer", "LayerNorm2dNoBias", {}, CHANNELS_FIRST),
+    "torchvision_2d": ("torchvision.models.convnext", "LayerNorm2d", {"eps": 1e-6}, CHANNELS_FIRST),
+    "diffusers_fp32": ("diffusers.models.normalization", "FP32LayerNorm", {}, SEQUENCE),
+    "diffusers_fp32_plain": (
+        "diffusers.models.normalization",
+        "FP32LayerNorm",
+        {"elementwise_affine": False},
+        SEQUENCE,
+    ),
+    "diffusers_2d": (
+        "diffusers.models.unets.unet_stable_cascade",
+        "SDCascadeLayerNorm",
+        {"elementwise_affine": False},
+        CHANNELS_FIRST,
+    ),
+    "convnext": (T + "convnext.modeling_convnext", "ConvNextLayerNorm", {}, SEQUENCE),
+    "convnext_2d": (
+        T + "convnext.modeling_convnext",
+        "ConvNextLayerNorm",
+        {"data_format": "channels_first"},
+        CHANNELS_FIRST,
+    ),
+    "sam_2d": (
+        T + "sam.modeling_sam",
+        "SamLayerNorm",
+        {"data_format": "channels_first", "eps": 0.1},
+        CHANNELS_FIRST,
+    ),
+    "eomt": (T + "eomt.modeling_eomt", "EomtLayerNorm2d", {}, CHANNELS_FIRST),
+    "chameleon": (T + "chameleon.modeling_chameleon", "ChameleonLayerNorm", (2, 8), HEADS),
+    "cohere": (T + "cohere.modeling_cohere", "CohereLayerNorm", {"eps": 0.1}, SEQUENCE),
+    "cohere_heads": (T + "cohere.modeling_cohere", "CohereLayerNorm", (2, 8), HEADS),
+    "deberta": (T + "deberta.modeling_deberta", "DebertaLayerNorm", {"eps": 0.1}, SEQUENCE),
+    "esmc": (T + "esmc.modeling_esmc", "EsmcLayerNorm", {}, SEQUENCE),
+    "esmfold": (T + "esm.modeling_esmfold", "EsmFoldLayerNorm", {}, SEQUENCE),
+    "esmfold2": (T + "esmfold2.modeling_esmfold2", "EsmFold2LayerNorm", {}, SEQUENCE),
+    "nemotron": (T + "nemotron.modeling_nemotron", "NemotronLayerNorm1P", {}, SEQUENCE),
+    "olmo": (T + "olmo.modeling_olmo", "OlmoLayerNorm", {}, SEQUENCE),
+    "squeezebert": (
+        T + "squeezebert.modeling_squeezebert",
+        "SqueezeBertLayerNorm",
+        {"eps": 0.1},
+        SEQUENCE_LAST,
+    ),
+    "videoprism": (T + "videoprism.modeling_videoprism", "VideoPrismLayerNorm", {}, SEQUENCE),
+    "vitdet": (T + "vitdet.modeling_vitdet", "VitDetLayerNorm", {"eps": 0.1}, CHANNELS_FIRST),
+    # Of older versions, below.
+    "bark": ("older", "BarkLayerNorm", {}, SEQUENCE),
+    "convnext_by_hand": ("older", "ConvNextLayerNorm", {}, SEQUENCE),
+    "convnext_by_hand_2d": (
+        "older",
+        "ConvNextLayerNorm",
+        {"data_format": "channels_first"},
+        CHANNELS_FIRST,
+    ),
+}
+
+
+def class_of(module, name):
+    """The installed library's class, or an older version's from below."""
+    if module == "older":
+        return {cls.__name__: cls for cls in OLDER}[name]
+    libraries.get(module.split(".")[0])
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        pytest.skip(f"the installed version has no {module}.{name}")
+
+
+@pytest.fixture(params=CLASSES)
+def case(request, device):
+    """(the module, the shape of its input), with parameters that show whether they are used."""
+    module, name, arguments, shape = CLASSES[request.param]
+    cls = class_of(module, name)
+    size, options = (8, arguments) if isinstance(arguments, dict) else (arguments, {})
+    norm = cls(size, **options).to(device)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, 1.0, 0.3)
+    return norm, shape
+
+
+def swapped(norm):
+    """A swapped copy: in a container, to be sure that nothing is looked at but the module."""
+    model = nn.Sequential(copy.deepcopy(norm))
+    swap_layer_norm(model)
+    assert is_fused(model[0])
+    return model[0]
+
+
+def inputs(shape, dtype, device):
+    """Of each memory format that the shape has."""
+    x = (torch.randn(shape, device=device) * 2 + 1).to(dtype)
+    yield x
+    if len(shape) == 4:
+        yield x.to(memory_format=torch.channels_last)
+        yield torch.cat([x, x], 3)[..., 1 : 1 + shape[3]]  # neither
+    if len(shape) == 3:
+        yield x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def results(norm, x):
+    """Output and gradients, the latter for the same random dy."""
+    x = x.detach().requires_grad_()
+    y = norm(x)
+    generator = torch.Generator().manual_seed(1)
+    dy = torch.randn(y.shape, generator=generator).to(y)
+    wanted = [x, *norm.parameters()]
+    return y, torch.autograd.grad(y, wanted, dy)
+
+
+def tolerance(dtype):
+    # Where the class rounds between its steps, the fused result, rounded once, is the better one.
+    if dtype in HALF:
+        unit = torch.finfo(dtype).eps
+        return {"rtol": 4 * unit, "atol": 8 * unit}
+    return {"rtol": 1e-4, "atol": 1e-5}
+
+
+def compare(norm, x):
+    try:
+        expected, expected_grads = results(norm, x)
+    except RuntimeError:  # what the class cannot do, dtypes that differ, need not be the same
+        return None
+    y, grads = results(swapped(norm), x)
+    assert y.dtype == expected.dtype
+    assert y.shape == expected.shape
+    torch.testing.assert_close(y, expected, **tolerance(x.dtype))
+    for found, grad in zip(grads, expected_grads, strict=True):
+        assert found.dtype == grad.dtype
+        coarser = min((x.dtype, found.dtype), key=lambda dtype: -torch.finfo(dtype).eps)
+        scale = float(grad.abs().max()) + 1
+        torch.testing.assert_close(found / scale, grad / scale, **tolerance(coarser))
+    return y, expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF])
+def test_same_results(case, dtype, device):
+    norm, shape = case
+    done = [compare(norm.to(dtype), x) for x in inputs(shape, dtype, device)]
+    assert all(done) or dtype != torch.float32
+    for y, expected in filter(None, done):
+        # The memory format stays, for what follows; over the last dimensions it may be contiguous.
+        assert y.is_contiguous() == expected.is_contiguous() or (
+            shape != CHANNELS_FIRST and y.is_contiguous()
+        )
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_beside_float32_parameters(case, dtype, device):
+    norm, shape = case
+    for x in inputs(shape, dtype, device):
+        compare(norm, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_autocast(case, dtype, weights, device):
+    norm, shape = case
+    for x in inputs(shape, dtype, device):
+        with torch.autocast(device, torch.bfloat16):
+            expected_dtype = None
+            try:
+                expected_dtype = norm.to(weights)(x).dtype
+            except RuntimeError:
+                continue
+            y = swapped(norm.to(weights))(x)
+            assert y.dtype == expected_dtype
+            torch.testing.assert_close(y, norm(x), **tolerance(torch.bfloat16))
+
+
+def test_swap_and_unswap(case):
+    norm, _ = case
+    cls = type(norm)
+    new = swapped(norm)
+    assert isinstance(new, cls)
+    assert f"FusedLayerNorm[{cls.__name__}](" in repr(new)
+    assert list(new.state_dict()) == list(norm.state_dict())
+    parameters = [[*inspect.signature(m.forward).parameters] for m in (new, norm)]
+    assert parameters[0] == parameters[1]
+    assert type(unswap_layer_norm(new)) is cls
+    assert repr(new) == repr(norm)
+
+
+# What looks at dtypes, strides or a switch, each once: a compilation takes a second.
+@pytest.mark.parametrize("case", ["timm_2d", "timm_exp_2d", "deberta", "cohere"], indirect=True)
+def test_compiled(case, device):
+    norm, shape = case
+    x = torch.randn(shape, device=device)
+    torch._dynamo.reset()
+    compiled = torch.compile(swapped(norm), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), norm(x), rtol=1e-4, atol=1e-5)
+
+
+def test_symbolic_trace(case, device):
+    """Libraries take models apart by torch.fx, which must not meet a branch on a tensor."""
+    norm, shape = case
+    if CLASSES_THAT_BRANCH & {cls.__name__ for cls in type(norm).__mro__}:
+        return
+    x = torch.randn(shape, device=device)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.fx.symbolic_trace(swapped(norm))(x), norm(x), rtol=1e-4, atol=1e-5
+        )
+
+
+# Their own forwards branch on the input too, so torch.fx does not get through them either.
+CLASSES_THAT_BRANCH = {"LayerNormExp2d", "EsmFoldLayerNorm", "NemotronLayerNorm1P"}
+
+
+@pytest.mark.parametrize("package", ["timm", "torchvision", "diffusers", "transformers"])
+def test_the_installed_version_is_known(package):
+    """Of every class that the table names, by the source alone: nothing is imported for it."""
+    folder = Path(libraries.get(package).__file__).parent.parent
+    checked = 0
+    for (module, name), sources in swap_table.CLASSES.items():
+        path = folder / (module.replace(".", "/") + ".py")
+        if not module.startswith(package + ".") or not path.exists():
+            continue
+        body = ast.parse(path.read_text()).body
+        functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+        classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+        if name not in classes:
+            continue
+        forwards = [n for n in classes[name].body if getattr(n, "name", None) == "forward"]
+        for forward in forwards:
+            called = [functions[n] for n in swap_source.called_names(forward) if n in functions]
+            digest = swap_source.digest_of_trees(forward, called)
+            assert digest in sources, (
+                f"{module}.{name}.forward has a source that the table does not know: see what it "
+                f"computes and enter {digest} into swap_table.py"
+            )
+            checked += 1
+    assert checked > 0
+
+
+def test_nothing_is_imported():
+    cls = class_of("timm.layers.norm", "LayerNorm2d")
+    before = set(sys.modules)
+    swap_layer_norm(nn.Sequential(nn.LayerNorm(8), cls(8)))
+    assert set(sys.modules) == before
+
+
+# ---- timm's switch.
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "LayerNorm2d"])
+def test_fast_norm_is_timms_own(name, device):
+    cls = class_of("timm.layers.norm", name)
+    x = torch.randn(2, 8, 8, 8, device=device)
+    try:
+        importlib.import_module("timm.layers.fast_norm").set_fast_norm(True)
+        norm = cls(8).to(device)
+    finally:
+        importlib.import_module("timm.layers.fast_norm").set_fast_norm(False)
+    fast = swapped(norm)
+    with torch.autocast(device, torch.bfloat16):
+        assert fast(x).dtype == norm(x).dtype == torch.bfloat16
+        assert torch.equal(fast(x), norm(x))
+        # The switch is each module's: it may be turned back.
+        norm._fast_norm = fast._fast_norm = False
+        assert fast(x).dtype == norm(x).dtype
+        torch.testing.assert_close(fast(x), norm(x))
+
+
+# ---- Sources.
+
+
+def other_version(cls, forward):
+    """The class as another version of its library would have it."""
+    members = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), members)
+
+
+class TheSame:
+    def forward(self, x) -> "torch.Tensor":
+        """With a docstring."""
+        # And a comment.
+        x = x.permute(
+            0,
+            2, 3, 1,
+        )  # fmt: skip
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+        x = x.permute(0, 3, 1, 2)
+        return x
+
+
+class Another:
+    def forward(self, x):
+        x = x.permute(0, 2, 3, 1)
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 2 * self.eps)
+        x = x.permute(0, 3, 1, 2)
+        return x
+
+
+def test_another_source_is_left_alone_and_named(caplog):
+    cls = class_of("torchvision.models.convnext", "LayerNorm2d")
+    x = torch.randn(2, 8, 3, 5)
+    known = nn.Sequential(other_version(cls, TheSame.forward)(8))
+    unknown = nn.Sequential(other_version(cls, Another.forward)(8), nn.LayerNorm(5))
+    expected = unknown(x)
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        assert is_fused(swap_layer_norm(known)[0])
+        assert not caplog.records
+        swap_layer_norm(unknown)
+        swap_layer_norm(unknown, predicate=lambda name, module: True)
+    assert not is_fused(unknown[0])
+    torch.testing.assert_close(unknown(x), expected)
+    assert len(caplog.records) == 2
+    for record in caplog.records:
+        assert "1 torchvision.models.convnext.LayerNorm2d" in record.getMessage()
+        assert "source of its forward" in record.getMessage()
+
+
+def test_a_forward_without_source_is_left_alone():
+    cls = class_of("torchvision.models.convnext", "LayerNorm2d")
+    names = {"F": F}
+    exec("def forward(self, x):\n    return x", names)
+    model = nn.Sequential(other_version(cls, names["forward"])(8), nn.LayerNorm(8))
+    swap_layer_norm(model)
+    assert [is_fused(module) for module in model] == [False, True]
+
+
+def test_a_wrapped_forward_is_not_what_it_wraps():
+    """Libraries that patch a class leave functools.wraps' trace, by which inspect finds sources."""
+    cls = class_of("torchvision.models.convnext", "LayerNorm2d")
+
+    @functools.wraps(cls.forward)
+    def patched(self, x):
+        return 2 * cls.forward(self, x)
+
+    model = nn.Sequential(other_version(cls, patched)(8), nn.LayerNorm(8))
+    swap_layer_norm(model)
+    assert [is_fused(module) for module in model] == [False, True]
+
+
+def test_a_function_that_is_called_counts(monkeypatch):
+    cls = class_of("timm.layers.norm", "LayerNormExp2d")
+    module = sys.modules[cls.__module__]
+
+    def _layer_norm_cf(x, weight, bias, eps):
+        return x
+
+    _layer_norm_cf.__module__ = module.__name__
+    before = swap_source.digest(cls)
+    swap_source._digest_of_function.cache_clear()
+    monkeypatch.setattr(module, "_layer_norm_cf", _layer_norm_cf)
+    assert swap_source.digest(cls) != before
+    swap_source._digest_of_function.cache_clear()
+
+
+class Scaled(nn.LayerNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_super_is_nn_layer_norm():
+    """A forward that calls super's computes what the table says only over nn.LayerNorm."""
+    cls = class_of("diffusers.models.unets.unet_stable_cascade", "SDCascadeLayerNorm")
+    assert swap_source.digest(cls) in swap_table.CLASSES[cls.__module__, cls.__name__]
+    over_another = type(cls.__name__, (cls, Scaled), {"__module__": cls.__module__})
+    assert swap_source.digest(over_another) is None
+
+
+# ---- Classes of versions that are not installed, as they stand there.
+
+
+class BarkLayerNorm(nn.Module):
+    __module__ = T + "bark.modeling_bark"
+
+    def __init__(self, hidden_size, bias=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
+
+    def forward(self, input):
+        return F.layer_norm(input, self.weight.shape, self.weight, self.bias, eps=1e-5)
+
+
+class ConvNextLayerNorm(nn.Module):
+    __module__ = T + "convnext.modeling_convnext"
+
+    def __init__(self, normalized_shape, eps=1e-6, data_format="channels_last"):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(normalized_shape))
+        self.bias = nn.Parameter(torch.zeros(normalized_shape))
+        self.eps = eps
+        self.data_format = data_format
+        self.normalized_shape = (normalized_shape,)
+
+    def forward(self, x):
+        if self.data_format == "channels_last":
+            x = torch.nn.functional.layer_norm(
+                x, self.normalized_shape, self.weight, self.bias, self.eps
+            )
+        elif self.data_format == "channels_first":
+            input_dtype = x.dtype
+            x = x.float()
+            u = x.mean(1, keepdim=True)
+            s = (x - u).pow(2).mean(1, keepdim=True)
+            x = (x - u) / torch.sqrt(s + self.eps)
+            x = x.to(dtype=input_dtype)
+            x = self.weight[:, None, None] * x + self.bias[:, None, None]
+        return x
+
+
+OLDER = (BarkLayerNorm, ConvNextLayerNorm)
