@@ -10,7 +10,7 @@ Environment variables:
                                     "cuda-toolkit[nvcc,cccl]>=13"`, which an isolated build has)
     FUSED_LAYERNORM_CUDA=packages   take the nvcc of Python packages even where there is a toolkit
     TORCH_CUDA_ARCH_LIST            e.g. "9.0", "8.0;9.0+PTX" (else: every one in DEFAULT_ARCHS
-                                    that nvcc knows, and PTX of the newest)
+                                    that nvcc knows, with PTX of one)
     MAX_JOBS                        files compiled at once (else: one a core)
     FUSED_LAYERNORM_CPU_ONLY=1      leave the CUDA kernels out even where there is an nvcc
     FUSED_LAYERNORM_COMPRESS=speed  compress the kernels less (nvcc's --compress-mode; else: size).
@@ -36,8 +36,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from torch.utils import cpp_extension
 
 # Machine code for x.0 runs on every device of major version x: that for 8.0 serves 8.6, 8.7 and 8.9
-# too. 11.0 runs the PTX, compiled by the driver at first use.
-DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0", "12.0"]
+# too. PTX of 10.0 serves 11.0 and whatever comes later, compiled by the driver at first use.
+DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0+PTX", "12.0"]
 NAMED_ARCHS = {
     "Turing": "7.5",
     "Ampere": "8.0 8.6",
@@ -161,8 +161,9 @@ def arch_list(nvcc: str) -> list[str]:
         wanted = wanted.replace(name, meant)
     archs = wanted.replace(";", " ").replace(",", " ").split()
     if not archs:
-        archs = [arch for arch in DEFAULT_ARCHS if arch.replace(".", "") in known]
-        archs[-1] += "+PTX"
+        archs = [a for a in DEFAULT_ARCHS if a.removesuffix("+PTX").replace(".", "") in known]
+        if not any(arch.endswith("+PTX") for arch in archs):
+            archs[-1] += "+PTX"
     for arch in archs:
         match = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", arch)
         if match is None or match[1] + match[2] not in known:

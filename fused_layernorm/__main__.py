@@ -62,7 +62,9 @@ def report() -> list[tuple[str, str]]:
     if not count:
         lines.append(("devices", "torch sees no CUDA device"))
 
-    if not archs:
+    if problem := torch.ops.fused_layernorm._driver_problem():
+        kernels = f"in, but not used: {problem}"
+    elif not archs:
         kernels = "not in this build; CUDA tensors take PyTorch's own operators, slower"
     elif covered:
         kernels = "in, and used for CUDA tensors"

@@ -138,7 +138,7 @@ def test_least_driver(functions, monkeypatch, version, compress, mode, least):
 @pytest.mark.parametrize(
     ("known", "asked", "expected"),
     [
-        ([75, 80, 86, 90, 100, 120], "", ["75", "80", "90", "100", "120+PTX"]),
+        ([75, 80, 86, 90, 100, 120], "", ["75", "80", "90", "100+PTX", "120"]),
         ([60, 75, 80, 90], "", ["75", "80", "90+PTX"]),
         ([80, 90], "9.0", ["90"]),
         ([80, 90], "8.0;9.0+PTX 9.0", ["80", "90+PTX"]),

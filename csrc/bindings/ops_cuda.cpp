@@ -16,6 +16,7 @@
 #include <mutex>
 #include <vector>
 
+#include "bindings/driver.h"
 #include "layernorm.h"
 
 // Weak: a torch without CUDA has no such function, and the library must load there too.
@@ -562,12 +563,12 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
           needs_dbias ? cast(dbias, param_out) : dbias};
 }
 
-}  // namespace fused_layernorm
-
-STABLE_TORCH_LIBRARY_IMPL(fused_layernorm, CUDA, m) {
-  m.impl("layer_norm", TORCH_BOX(&fused_layernorm::layer_norm));
-  m.impl("layer_norm_forward", TORCH_BOX(&fused_layernorm::layer_norm_forward));
-  m.impl("add_layer_norm", TORCH_BOX(&fused_layernorm::add_layer_norm));
-  m.impl("add_layer_norm_forward", TORCH_BOX(&fused_layernorm::add_layer_norm_forward));
-  m.impl("layer_norm_backward", TORCH_BOX(&fused_layernorm::layer_norm_backward));
+void register_cuda_kernels(torch::stable::detail::StableLibrary& library) {
+  library.impl("layer_norm", TORCH_BOX(&layer_norm));
+  library.impl("layer_norm_forward", TORCH_BOX(&layer_norm_forward));
+  library.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
+  library.impl("add_layer_norm_forward", TORCH_BOX(&add_layer_norm_forward));
+  library.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
 }
+
+}  // namespace fused_layernorm
