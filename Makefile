@@ -107,5 +107,5 @@ wheel: env
 
 # Everything but the environment.
 clean:
-	rm -rf build dist wheelhouse *.egg-info fused_layernorm/_C*.so
+	rm -rf build dist wheelhouse *.egg-info fused_layernorm/*.so
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .coverage

@@ -1,21 +1,28 @@
-"""Build of the one binary, fused_layernorm._C: with CUDA kernels where there is an nvcc.
+"""Build of the one binary, libfused_layernorm.so: with CUDA kernels where there is an nvcc.
 
-The binary uses LibTorch's stable ABI and CPython's limited API and carries its own CUDA runtime,
-so one file serves every Python >= 3.10 and every torch >= 2.10, whatever they were built with.
+The binary uses LibTorch's stable ABI, knows nothing of Python and carries its own CUDA runtime, so
+one file serves every Python >= 3.10 and every torch >= 2.10, whatever they were built with.
 Everything else about the package stands in pyproject.toml.
 
 Environment variables:
-    CUDA_HOME                       the CUDA toolkit (else: the nvcc on PATH, then usual places)
+    CUDA_HOME                       the CUDA toolkit (else: the nvcc on PATH, then usual places,
+                                    then the nvcc of Python packages, `pip install
+                                    "cuda-toolkit[nvcc,cccl]>=13"`, which an isolated build has)
+    FUSED_LAYERNORM_CUDA=packages   take the nvcc of Python packages even where there is a toolkit
     TORCH_CUDA_ARCH_LIST            e.g. "9.0", "8.0;9.0+PTX" (else: every one in DEFAULT_ARCHS
-                                    that nvcc knows, and PTX of the newest)
+                                    that nvcc knows, with PTX of one)
     MAX_JOBS                        files compiled at once (else: one a core)
     FUSED_LAYERNORM_CPU_ONLY=1      leave the CUDA kernels out even where there is an nvcc
+    FUSED_LAYERNORM_COMPRESS=speed  compress the kernels less (nvcc's --compress-mode; else: size).
+                                    An nvcc of CUDA 12 then makes a binary of twice the size that
+                                    drivers before R550 read too
     FUSED_LAYERNORM_NAMESPACE       the operators' namespace (else: fused_layernorm), see
                                     ci/hf_kernels.py
     FUSED_LAYERNORM_PTXAS_VERBOSE=1 let ptxas print registers, stack and spills of every kernel
 """
 
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -23,15 +30,16 @@ import subprocess
 import sys
 from glob import glob
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from torch.utils import cpp_extension
 
 # Machine code for x.0 runs on every device of major version x: that for 8.0 serves 8.6, 8.7 and 8.9
-# too. 11.0 and 12.0 run the PTX of 10.0, compiled by the driver at first use: with their machine
-# code as well (some 4 MB each) the wheel would exceed 20 MB.
-DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0"]
+# too. PTX of 10.0 serves 11.0 and whatever comes later, compiled by the driver at first use.
+DEFAULT_ARCHS = ["7.5", "8.0", "9.0", "10.0+PTX", "12.0"]
 NAMED_ARCHS = {
     "Turing": "7.5",
     "Ampere": "8.0 8.6",
@@ -41,7 +49,10 @@ NAMED_ARCHS = {
 }
 TORCH_TARGET_VERSION = "0x020a000000000000"  # torch 2.10: the oldest that the binary loads under
 COMPRESS_MODE_SINCE = (12, 8)
-CUDA_BINDINGS = "csrc/bindings/ops_cuda.cpp"  # left out of a build without CUDA kernels
+COMPRESS_MODES = ("size", "balance", "speed", "none")
+# Left out of a build without CUDA kernels.
+CUDA_BINDINGS = ["csrc/bindings/ops_cuda.cpp"]
+NO_NVCC = 'set CUDA_HOME or PATH, or pip install "cuda-toolkit[nvcc,cccl]>=13"'
 
 
 def run(*command: str) -> str:
@@ -49,7 +60,31 @@ def run(*command: str) -> str:
     return result.stdout + result.stderr
 
 
-def find_cuda_home() -> Path | None:
+class Nvcc(NamedTuple):
+    """A CUDA compiler, and where it comes from."""
+
+    home: Path
+    version: tuple[int, int]
+    in_packages: bool  # of Python packages, not of a toolkit
+
+    @property
+    def path(self) -> str:
+        return str(self.home / "bin" / "nvcc")
+
+    @property
+    def version_string(self) -> str:
+        return ".".join(map(str, self.version))
+
+    @property
+    def origin(self) -> str:
+        return "Python packages" if self.in_packages else "a toolkit"
+
+
+def has_nvcc(home: str | Path) -> bool:
+    return (Path(home) / "bin" / "nvcc").is_file()
+
+
+def toolkit_home() -> Path | None:
     """The root of the first CUDA toolkit that has an nvcc, or None."""
     candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     if nvcc := shutil.which("nvcc"):
@@ -58,10 +93,38 @@ def find_cuda_home() -> Path | None:
         candidates.append(top[1].strip() if top else str(Path(nvcc).resolve().parents[1]))
     candidates += ["/usr/local/cuda", *sorted(glob("/usr/local/cuda-*"), reverse=True)]
     candidates += ["/opt/cuda", "/usr/lib/cuda"]
-    for candidate in filter(None, candidates):
-        if (Path(candidate) / "bin" / "nvcc").is_file():
-            return Path(candidate).resolve()
+    found = next((home for home in candidates if home and has_nvcc(home)), None)
+    return Path(found).resolve() if found else None
+
+
+def packages_home() -> Path | None:
+    """The folder nvidia/cu13, or that of a newer CUDA, to which NVIDIA's packages install an nvcc.
+
+    A package for nvcc, one for its headers, one for the runtime: with one of them missing the
+    folder is not used.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    homes = [home for folder in folders for home in Path(folder).glob("cu[0-9]*")]
+    for home in sorted(homes, key=lambda home: int(home.name[2:]), reverse=True):
+        parts = ["nvvm/bin/cicc", "include/cuda_runtime.h", "include/crt", "lib/libcudart_static.a"]
+        if has_nvcc(home) and all((home / part).exists() for part in parts):
+            return home
     return None
+
+
+def find_nvcc() -> Nvcc | None:
+    """A toolkit's nvcc, else that of Python packages, else None."""
+    wanted = os.environ.get("FUSED_LAYERNORM_CUDA", "")
+    if wanted not in ("", "packages"):
+        sys.exit(f"fused_layernorm: FUSED_LAYERNORM_CUDA is {wanted!r}; expected 'packages'")
+    toolkit = None if wanted else toolkit_home()
+    home = toolkit or packages_home()
+    if home is None:
+        if wanted:
+            sys.exit(f"fused_layernorm: no nvcc among the packages of {sys.executable}")
+        return None
+    return Nvcc(home, cuda_version(str(home / "bin" / "nvcc")), toolkit is None)
 
 
 def cuda_version(nvcc: str) -> tuple[int, int]:
@@ -69,6 +132,27 @@ def cuda_version(nvcc: str) -> tuple[int, int]:
     if release is None:
         sys.exit(f"fused_layernorm: {nvcc} --version names no release")
     return int(release[1]), int(release[2])
+
+
+def compress_mode(version: tuple[int, int]) -> str | None:
+    """nvcc's --compress-mode, or None for an nvcc without."""
+    wanted = os.environ.get("FUSED_LAYERNORM_COMPRESS", "")
+    if wanted not in ("", *COMPRESS_MODES):
+        offered = ", ".join(COMPRESS_MODES)
+        sys.exit(f"fused_layernorm: FUSED_LAYERNORM_COMPRESS is {wanted!r}; expected {offered}")
+    return (wanted or "size") if version >= COMPRESS_MODE_SINCE else None
+
+
+def least_driver(version: tuple[int, int]) -> int:
+    """The oldest driver that runs the binary, as cudaDriverGetVersion numbers them.
+
+    A CUDA runtime runs on every driver of its major version. But what nvcc compresses in the modes
+    size and balance, no driver before CUDA 12.4 reads.
+    """
+    major, minor = version[0], 0
+    if major == 12 and compress_mode(version) in ("size", "balance"):
+        minor = 4
+    return 1000 * major + 10 * minor
 
 
 def arch_list(nvcc: str) -> list[str]:
@@ -79,8 +163,9 @@ def arch_list(nvcc: str) -> list[str]:
         wanted = wanted.replace(name, meant)
     archs = wanted.replace(";", " ").replace(",", " ").split()
     if not archs:
-        archs = [arch for arch in DEFAULT_ARCHS if arch.replace(".", "") in known]
-        archs[-1] += "+PTX"
+        archs = [a for a in DEFAULT_ARCHS if a.removesuffix("+PTX").replace(".", "") in known]
+        if not any(arch.endswith("+PTX") for arch in archs):
+            archs[-1] += "+PTX"
     for arch in archs:
         match = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", arch)
         if match is None or match[1] + match[2] not in known:
@@ -109,15 +194,15 @@ def nvcc_flags(version: tuple[int, int], archs: list[str], files: int) -> list[s
     # Files are compiled side by side; cores beyond their number take architectures of one file.
     threads = max(1, min(jobs // files, len(archs)))
     flags = ["-O3", f"--threads={threads}", *gencode_flags(archs)]
-    if version >= COMPRESS_MODE_SINCE:
-        flags += ["--compress-mode=size", f"--split-compile={jobs}"]
+    if mode := compress_mode(version):
+        flags += [f"--compress-mode={mode}", f"--split-compile={jobs}"]
     if os.environ.get("FUSED_LAYERNORM_PTXAS_VERBOSE") == "1":
         flags.append("-Xptxas=-v")
     return flags
 
 
 def make_extension() -> tuple[Extension, str]:
-    """The extension module, and what it is built for, in words."""
+    """The library, and what it is built for, in words."""
     define_macros = [("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)]
     cxx_flags = ["-O3", "-g0"]
     if namespace := os.environ.get("FUSED_LAYERNORM_NAMESPACE"):
@@ -132,38 +217,37 @@ def make_extension() -> tuple[Extension, str]:
         # alone, which therefore stays a needed library although no symbol of it is used directly.
         link_args += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
         link_args += ["-Wl,--version-script=csrc/bindings/exports.map", "-s"]
-    sources = sorted(set(glob("csrc/bindings/*.cpp") + glob("csrc/plan/*.cpp")) - {CUDA_BINDINGS})
+    sources = sorted(set(glob("csrc/bindings/*.cpp") + glob("csrc/plan/*.cpp")) - {*CUDA_BINDINGS})
 
     cpu_only = os.environ.get("FUSED_LAYERNORM_CPU_ONLY") == "1"
-    cuda_home = None if cpu_only else find_cuda_home()
-    if cuda_home is None:
-        reason = "FUSED_LAYERNORM_CPU_ONLY=1" if cpu_only else "no nvcc: set CUDA_HOME or PATH"
+    nvcc = None if cpu_only else find_nvcc()
+    if nvcc is None:
+        reason = "FUSED_LAYERNORM_CPU_ONLY=1" if cpu_only else f"no nvcc: {NO_NVCC}"
         kind = f"without CUDA kernels ({reason})"
         make = cpp_extension.CppExtension
     else:
-        nvcc = str(cuda_home / "bin" / "nvcc")
-        version = cuda_version(nvcc)
-        version_string = ".".join(map(str, version))
-        archs = arch_list(nvcc)
-        kind = f"with CUDA {version_string} of {cuda_home} for {' '.join(archs)}"
+        archs = arch_list(nvcc.path)
+        print(f"fused_layernorm: nvcc of {nvcc.origin}, {nvcc.path}", flush=True)
+        kind = f"with CUDA {nvcc.version_string} of {nvcc.origin} for {' '.join(archs)}"
         # A CPU-only torch reports no CUDA, and a CUDA torch asks for an nvcc of its own version.
         # The binary, with a CUDA runtime inside, needs neither to agree.
-        cpp_extension.CUDA_HOME = str(cuda_home)
-        torch.version.cuda = version_string
+        cpp_extension.CUDA_HOME = str(nvcc.home)
+        torch.version.cuda = nvcc.version_string
         make = cpp_extension.CUDAExtension
         cuda_sources = sorted(glob("csrc/**/*.cu", recursive=True))
-        sources += [CUDA_BINDINGS, *cuda_sources]
+        sources += [*CUDA_BINDINGS, *cuda_sources]
         define_macros.append(("FUSED_LAYERNORM_CUDA", "1"))
         cxx_flags += [
-            f'-DFUSED_LAYERNORM_CUDA_VERSION="{version_string}"',
+            f'-DFUSED_LAYERNORM_CUDA_VERSION="{nvcc.version_string} of {nvcc.origin}"',
             f'-DFUSED_LAYERNORM_ARCHS="{" ".join(archs)}"',
+            f"-DFUSED_LAYERNORM_LEAST_DRIVER={least_driver(nvcc.version)}",
         ]
-        cuda_flags = nvcc_flags(version, archs, len(cuda_sources))
+        cuda_flags = nvcc_flags(nvcc.version, archs, len(cuda_sources))
         libraries += ["cudart_static", "rt", "dl", "pthread"]
-        library_dirs += [str(cuda_home / "lib64"), str(cuda_home / "lib")]
+        library_dirs += [str(nvcc.home / "lib64"), str(nvcc.home / "lib")]
 
     module = make(
-        name="fused_layernorm._C",
+        name="fused_layernorm.libfused_layernorm",
         sources=sources,
         depends=sorted(glob("csrc/**/*.*", recursive=True)),
         include_dirs=[str(Path(__file__).resolve().parent / "csrc")],
@@ -171,7 +255,6 @@ def make_extension() -> tuple[Extension, str]:
         extra_compile_args={"cxx": cxx_flags, "nvcc": cuda_flags},
         extra_link_args=link_args,
         library_dirs=library_dirs,
-        py_limited_api=True,
     )
     # Only what the stable ABI offers, and no CUDA library that a machine may lack.
     module.libraries = libraries
@@ -179,6 +262,11 @@ def make_extension() -> tuple[Extension, str]:
 
 
 class BuildExtension(cpp_extension.BuildExtension):
+    """Compiles a library that torch.ops.load_library loads, not a Python module."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
     def finalize_options(self) -> None:
         super().finalize_options()
         # One folder of objects for each kind of binary, whether for a wheel, an editable install
@@ -192,9 +280,15 @@ class BuildExtension(cpp_extension.BuildExtension):
         super().build_extensions()
 
 
+class BdistWheel(bdist_wheel):
+    """A wheel of one platform for every Python 3: nothing in it was built for one."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 extension, kind = make_extension()
 setup(
     ext_modules=[extension],
-    cmdclass={"build_ext": BuildExtension},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    cmdclass={"build_ext": BuildExtension, "bdist_wheel": BdistWheel},
 )

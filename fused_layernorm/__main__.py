@@ -90,7 +90,9 @@ def report(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if not facts["devices"]:
         lines.append(("devices", "torch sees no CUDA device"))
 
-    if not archs:
+    if problem := torch.ops.fused_layernorm._driver_problem():
+        kernels = f"in, but not used: {problem}"
+    elif not archs:
         kernels = "not in this build; CUDA tensors take PyTorch's own operators, slower"
     elif facts["kernels_used"]:
         kernels = "in, and used for CUDA tensors"

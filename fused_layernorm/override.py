@@ -77,14 +77,16 @@ def override_aten() -> AtenOverride:
         handle.undo()
 
     Overrides nest, in any order and from any thread; the last to end gives PyTorch its kernels
-    back. In a build without CUDA kernels, of this package or of PyTorch, it warns and changes
+    back. In free-threaded Python no other thread may run PyTorch's operators while the first begins
+    or the last ends: there is no lock that would keep it out. In a build without CUDA kernels, of
+    this package or of PyTorch, and under a driver too old for the kernels, it warns and changes
     nothing.
     """
-    if lacking := _lacking_cuda():
-        warnings.warn(
-            f"override_aten() changes nothing: this build of {lacking} has no CUDA kernels",
-            stacklevel=2,
-        )
+    reason = torch.ops.fused_layernorm._driver_problem()
+    if not reason and (lacking := _lacking_cuda()):
+        reason = f"this build of {lacking} has no CUDA kernels"
+    if reason:
+        warnings.warn(f"override_aten() changes nothing: {reason}", stacklevel=2)
         return AtenOverride("CUDA", in_force=False)
     return _override("CUDA")
 

@@ -2,12 +2,14 @@
 
 import gc
 import math
+import shutil
 import subprocess
 import sys
 import textwrap
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -667,12 +669,14 @@ def test_old_python_is_named():
     assert "ImportError: fused_layernorm needs Python >= 3.10; this is 3.9.1" in result.stderr
 
 
-def test_missing_binary_is_named():
+def test_missing_binary_is_named(tmp_path):
+    package = Path(fused_layernorm.__file__).parent
+    without = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(package, tmp_path / package.name, ignore=without)
     result = run_python(
         f"""
         import sys
-        sys.path[:0] = {sys.path!r}
-        sys.modules["fused_layernorm._C"] = None
+        sys.path[:0] = {[str(tmp_path), *sys.path]!r}
         import fused_layernorm
         """
     )

@@ -16,6 +16,7 @@
 #include <mutex>
 #include <vector>
 
+#include "bindings/driver.h"
 #include "bindings/namespace.h"
 #include "layernorm.h"
 
@@ -299,10 +300,10 @@ struct ForwardResult {
 };
 
 ForwardResult run_forward(const Tensor& input, const std::optional<Tensor>& residual,
-                      int64_t normalized_ndim, const std::optional<Tensor>& weight,
-                      const std::optional<Tensor>& bias, double eps,
-                      const std::optional<std::string>& activation, double scale,
-                      std::optional<ScalarType> out_dtype, bool needs_statistics) {
+                          int64_t normalized_ndim, const std::optional<Tensor>& weight,
+                          const std::optional<Tensor>& bias, double eps,
+                          const std::optional<std::string>& activation, double scale,
+                          std::optional<ScalarType> out_dtype, bool needs_statistics) {
   const Shape shape(input, normalized_ndim);
   check_param(weight, "weight", input, shape.leading);
   check_param(bias, "bias", input, shape.leading);
@@ -324,7 +325,7 @@ ForwardResult run_forward(const Tensor& input, const std::optional<Tensor>& resi
     if (in == ScalarType::Float && input.scalar_type() != in && is_half(input.scalar_type())) {
       // The sum of a half and a float32 is that of two float32.
       return run_forward(cast(input, in), residual, normalized_ndim, weight, bias, eps, activation,
-                     scale, y_type, needs_statistics);
+                         scale, y_type, needs_statistics);
     }
     if (in != input.scalar_type()) {
       if (types.x == ScalarType::Float && input.scalar_type() == ScalarType::Float) {
@@ -340,8 +341,8 @@ ForwardResult run_forward(const Tensor& input, const std::optional<Tensor>& resi
                  x_type);
         ForwardResult result =
             run_forward(wide ? cast(sum, sum_type) : sum, std::nullopt, normalized_ndim,
-                    cast_param(weight, sum_type), cast_param(bias, sum_type), eps, activation,
-                    scale, y_type, needs_statistics);
+                        cast_param(weight, sum_type), cast_param(bias, sum_type), eps, activation,
+                        scale, y_type, needs_statistics);
         result.residual_out = contiguous_of(sum);
         if (needs_statistics && types.x != ScalarType::Double) {
           result.mean = cast(result.mean, ScalarType::Float);
@@ -429,7 +430,7 @@ Tensor layer_norm(const Tensor& input, int64_t normalized_ndim, const std::optio
                   const std::optional<std::string>& activation, double scale,
                   std::optional<ScalarType> out_dtype) {
   return run_forward(input, std::nullopt, normalized_ndim, weight, bias, eps, activation, scale,
-                 out_dtype, false)
+                     out_dtype, false)
       .y;
 }
 
@@ -439,8 +440,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& input, int64
                                                       const std::optional<std::string>& activation,
                                                       double scale,
                                                       std::optional<ScalarType> out_dtype) {
-  const auto result = run_forward(input, std::nullopt, normalized_ndim, weight, bias, eps, activation,
-                              scale, out_dtype, true);
+  const auto result = run_forward(input, std::nullopt, normalized_ndim, weight, bias, eps,
+                                  activation, scale, out_dtype, true);
   return {result.y, result.mean, result.rstd};
 }
 
@@ -451,7 +452,7 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& res
                                           const std::optional<std::string>& activation,
                                           double scale, std::optional<ScalarType> out_dtype) {
   const auto result = run_forward(input, residual, normalized_ndim, weight, bias, eps, activation,
-                              scale, out_dtype, false);
+                                  scale, out_dtype, false);
   return {result.y, result.residual_out};
 }
 
@@ -461,7 +462,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_forward(
     const std::optional<std::string>& activation, double scale,
     std::optional<ScalarType> out_dtype) {
   const auto result = run_forward(input, residual, normalized_ndim, weight, bias, eps, activation,
-                              scale, out_dtype, true);
+                                  scale, out_dtype, true);
   return {result.y, result.residual_out, result.mean, result.rstd};
 }
 
@@ -564,12 +565,12 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
           needs_dbias ? cast(dbias, param_out) : dbias};
 }
 
-}  // namespace fused_layernorm
-
-STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CUDA, m) {
-  m.impl("layer_norm", TORCH_BOX(&fused_layernorm::layer_norm));
-  m.impl("layer_norm_forward", TORCH_BOX(&fused_layernorm::layer_norm_forward));
-  m.impl("add_layer_norm", TORCH_BOX(&fused_layernorm::add_layer_norm));
-  m.impl("add_layer_norm_forward", TORCH_BOX(&fused_layernorm::add_layer_norm_forward));
-  m.impl("layer_norm_backward", TORCH_BOX(&fused_layernorm::layer_norm_backward));
+void register_cuda_kernels(torch::stable::detail::StableLibrary& library) {
+  library.impl("layer_norm", TORCH_BOX(&layer_norm));
+  library.impl("layer_norm_forward", TORCH_BOX(&layer_norm_forward));
+  library.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
+  library.impl("add_layer_norm_forward", TORCH_BOX(&add_layer_norm_forward));
+  library.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
 }
+
+}  // namespace fused_layernorm

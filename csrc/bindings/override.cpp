@@ -11,7 +11,7 @@
 // after a call by one of them the table is written at once, long before its next. And override.py
 // keeps kernels that were taken out alive, for calls still inside them.
 
-#include <Python.h>
+#include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -278,13 +278,26 @@ void register_kernels(StableLibrary& library) {
 
 // ---- On and off.
 
+// Python's lock. Its functions are found in the running process: so the library needs no Python to
+// load, and runs under every version of it.
 class Gil {
  public:
-  Gil() : state_(PyGILState_Ensure()) {}
-  ~Gil() { PyGILState_Release(state_); }
+  Gil() : state_(find<int (*)()>("PyGILState_Ensure")()) {}
+  ~Gil() { find<void (*)(int)>("PyGILState_Release")(state_); }
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
 
  private:
-  PyGILState_STATE state_;
+  template <class Function>
+  static Function find(const char* name) {
+    void* const found = dlsym(RTLD_DEFAULT, name);
+    if (found == nullptr) {
+      throw std::runtime_error(std::string("override_aten: no ") + name + " in this process");
+    }
+    return reinterpret_cast<Function>(found);
+  }
+
+  const int state_;  // a PyGILState_STATE
 };
 
 Override& find_override(const std::string& key) {

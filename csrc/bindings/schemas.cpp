@@ -1,11 +1,10 @@
-// Every operator schema, once, and the empty Python module that loads them.
+// Every operator schema, once. Loading the library registers the operators.
 //
 // The operators take a normalized shape as the number of trailing dimensions (`normalized_ndim`):
 // the sizes themselves are the input's, so a symbolic shape stays symbolic. Their implementations
 // stand in ops_cuda.cpp (CUDA) and in fused_layernorm/ops (the composite for every other
 // device, the fake implementations and the autograd formulas).
 
-#include <Python.h>
 #include <torch/csrc/stable/library.h>
 
 #include <string>
@@ -59,10 +58,4 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_build_info", TORCH_BOX(&fused_layernorm::build_info));
-}
-
-// The module holds nothing: importing it loads the library and registers the operators.
-extern "C" PyObject* PyInit__C() {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
-  return PyModule_Create(&definition);
 }

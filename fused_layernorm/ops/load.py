@@ -6,8 +6,8 @@ registered beside them; the other files of this folder register the rest.
 
 from __future__ import annotations
 
-import importlib
 import platform
+from pathlib import Path
 
 import torch
 
@@ -16,11 +16,12 @@ import torch
 NAMESPACE = "fused_layernorm"
 
 try:
-    importlib.import_module(".._C", __package__)
-except ImportError as error:
+    torch.ops.load_library(Path(__file__).parents[1] / "libfused_layernorm.so")
+except OSError as error:
+    reason = error.__cause__ or error  # PyTorch wraps what the dynamic linker says
     raise ImportError(
         f"fused_layernorm's binary does not load under Python {platform.python_version()} and "
-        f"torch {torch.__version__}: {error}. Install the package (pip install fused_layernorm) "
+        f"torch {torch.__version__}: {reason}. Install the package (pip install fused_layernorm) "
         "or build it in place (make build)."
     ) from error
 

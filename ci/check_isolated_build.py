@@ -1,0 +1,70 @@
+"""Build with nothing but a C++ compiler: `pip install .` brings nvcc, headers and torch itself.
+
+The build is an ordinary isolated one of the sdist, kept from the CUDA toolkits of this machine. Its
+kernels are compiled for one architecture and without optimization: here it matters that they
+compile, not how they run. What it gives is installed and must say where its nvcc came from.
+
+python ci/check_isolated_build.py
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+QUICKLY = {
+    "TORCH_CUDA_ARCH_LIST": "9.0",
+    "FUSED_LAYERNORM_COMPRESS": "speed",
+    "NVCC_APPEND_FLAGS": "-Xcicc -O0 -Xptxas -O0",  # which nvcc reads
+}
+TOOLKIT_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
+
+
+def without_toolkit() -> dict[str, str]:
+    """This environment, as it would be on a machine without a CUDA toolkit."""
+    folders = os.environ["PATH"].split(os.pathsep)
+    path = [folder for folder in folders if not (Path(folder) / "nvcc").exists()]
+    kept = {name: text for name, text in os.environ.items() if name not in TOOLKIT_VARIABLES}
+    return {**kept, "PATH": os.pathsep.join(path), "FUSED_LAYERNORM_CUDA": "packages"}
+
+
+def run(*arguments: str, cwd: str | Path, env: dict[str, str]) -> str:
+    """What `python arguments` prints."""
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        sys.exit(f"{result.stdout[-6000:]}\nfailed: {' '.join(arguments)}")
+    return result.stdout
+
+
+def main() -> None:
+    env = without_toolkit()
+    with tempfile.TemporaryDirectory(prefix="fused_layernorm-") as folder:
+        sdist = ["-m", "build", "--sdist", "--no-isolation", "-o", folder]
+        run(*sdist, cwd=REPOSITORY, env={**env, "FUSED_LAYERNORM_CPU_ONLY": "1"})
+        (archive,) = Path(folder).glob("*.tar.gz")
+        start = time.monotonic()
+        target = str(Path(folder) / "installed")
+        install = ["-m", "pip", "install", "-v", "--no-deps", "--target", target, str(archive)]
+        log = run(*install, cwd=folder, env={**env, **QUICKLY})
+        built = [line.strip() for line in log.splitlines() if "fused_layernorm: " in line]
+        print("\n".join(dict.fromkeys(built)))
+        print(f"built and installed in {time.monotonic() - start:.0f} s")
+        said = run("-m", "fused_layernorm", cwd=target, env=env)
+        print(said, end="")
+        if "of Python packages" not in said:
+            sys.exit("the kernels were not built with the nvcc of Python packages")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+// Whether the machine's NVIDIA driver runs the CUDA runtime that is compiled into the library.
+//
+// The CUDA kernels are registered with the operators only where it does. Where it does not, CUDA
+// tensors take the composite, as in a build without CUDA kernels.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+namespace fused_layernorm {
+
+// Why the CUDA kernels are not used, and the way out, in one sentence; empty if the driver runs
+// them, if there is no driver, and in a build without CUDA kernels.
+std::string driver_problem();
+
+#ifdef FUSED_LAYERNORM_CUDA
+// Registers the operators' CUDA kernels (ops_cuda.cpp).
+void register_cuda_kernels(torch::stable::detail::StableLibrary& library);
+#endif
+
+}  // namespace fused_layernorm

@@ -1,0 +1,1 @@
+"""The name that extension packages give their binary; importing the package has loaded it."""

@@ -1,0 +1,258 @@
+"""A driver too old for the CUDA runtime in the binary: the package works, and says so once."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm, override_aten
+from fused_layernorm.__main__ import report
+from fused_layernorm.ops import composite
+
+ops = torch.ops.fused_layernorm
+BUILD_INFO = ops._build_info()
+needs_kernels = pytest.mark.skipif(BUILD_INFO == "cpu only", reason="a build without CUDA kernels")
+OPERATORS = [
+    f"fused_layernorm::{name}"
+    for name in (
+        "layer_norm",
+        "layer_norm_forward",
+        "add_layer_norm",
+        "add_layer_norm_forward",
+        "layer_norm_backward",
+    )
+]
+RELEASE = tuple(map(int, BUILD_INFO.split()[1].split("."))) if BUILD_INFO != "cpu only" else (0, 0)
+OLD = 1000 * RELEASE[0] - 980  # CUDA n-1.2: of the major version before, whatever the compression
+
+
+def kernels_are_in_use():
+    used = {torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA") for name in OPERATORS}
+    assert len(used) == 1
+    return used.pop()
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """Sets the driver's answer, for one test."""
+    monkeypatch.setattr(composite, "_warned", False)
+    yield ops._force_driver_version
+    ops._force_driver_version(None)
+
+
+def check_problem(problem, version):
+    """Both versions, and the way out."""
+    assert (
+        f"built with CUDA {RELEASE[0]}.{RELEASE[1]}, need a driver for CUDA {RELEASE[0]}."
+        in problem
+    )
+    assert f"this machine's is for CUDA {version // 1000}.{version % 1000 // 10}" in problem
+    assert "Way out: update the driver" in problem
+
+
+@needs_kernels
+def test_kernels_are_used_under_a_driver_that_runs_them(driver):
+    for version in (None, 0, 1000 * RELEASE[0] + 10 * RELEASE[1], 1000 * RELEASE[0] + 1000):
+        driver(version)
+        assert ops._driver_problem() == ""
+        assert kernels_are_in_use()
+
+
+@needs_kernels
+def test_an_old_driver_leaves_the_kernels_out(driver):
+    for version in (OLD, 10020, OLD):
+        driver(version)
+        assert not kernels_are_in_use()
+        check_problem(ops._driver_problem(), version)
+    driver(0)
+    assert kernels_are_in_use()
+
+
+@needs_kernels
+@pytest.mark.skipif(RELEASE[0] < 13, reason="built with a CUDA that runs under these drivers")
+def test_the_way_out_is_one_that_helps(driver):
+    driver(12060)
+    assert "install the released wheel, or build the package" in ops._driver_problem()
+    driver(12020)
+    assert "FUSED_LAYERNORM_COMPRESS=speed" in ops._driver_problem()
+    assert "released wheel" not in ops._driver_problem()
+    driver(11080)
+    assert ops._driver_problem().endswith("update the driver")
+
+
+@needs_kernels
+def test_an_old_driver_is_warned_of_once(driver):
+    driver(OLD)
+    with pytest.warns(UserWarning, match="Way out") as caught:
+        composite._warn_of_cuda(SimpleNamespace(is_cuda=True))
+    assert len(caught) == 1
+    check_problem(str(caught[0].message), OLD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        composite._warn_of_cuda(SimpleNamespace(is_cuda=True))
+
+
+@needs_kernels
+def test_an_old_driver_is_reported(driver):
+    assert "not used" not in dict(report())["CUDA kernels"]
+    driver(OLD)
+    check_problem(dict(report())["CUDA kernels"], OLD)
+
+
+@needs_kernels
+def test_override_aten_refuses_an_old_driver(driver):
+    driver(OLD)
+    with pytest.warns(UserWarning, match=r"override_aten\(\) changes nothing: ") as caught:
+        handle = override_aten()
+    check_problem(str(caught[0].message), OLD)
+    assert repr(handle) == "<AtenOverride of CUDA: not in force>"
+    handle.undo()
+
+
+def test_a_build_without_kernels_has_no_driver_to_ask():
+    if BUILD_INFO != "cpu only":
+        pytest.skip("this build has CUDA kernels")
+    assert ops._driver_problem() == ""
+    with pytest.raises(RuntimeError, match="this build has no CUDA kernels"):
+        ops._force_driver_version(12020)
+
+
+# A driver that says its version and, if it is initialised, says that too.
+STUB = """
+#include <stdio.h>
+int cuDriverGetVersion(int* version) { *version = VERSION; return RESULT; }
+int cuInit(unsigned flags) { fputs("cuInit was called", stderr); return 100; }
+"""
+
+
+def problem_under(tmp_path, version, result=0):
+    """What the package finds wrong on a machine with that driver, and what the driver said."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if sys.platform != "linux" or compiler is None:
+        pytest.skip("no C compiler to make a driver with")
+    source = tmp_path / "cuda.c"
+    source.write_text(STUB)
+    library = tmp_path / "libcuda.so.1"
+    defines = [f"-DVERSION={version}", f"-DRESULT={result}"]
+    subprocess.run([compiler, "-shared", "-fPIC", *defines, source, "-o", library], check=True)
+    program = f"""
+        import sys
+        sys.path[:0] = {sys.path!r}
+        import torch, fused_layernorm
+        print("problem:", torch.ops.fused_layernorm._driver_problem())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("problem:")[2].strip(), done.stderr
+
+
+@needs_kernels
+def test_the_driver_is_asked_at_import_and_not_initialised(tmp_path):
+    problem, said = problem_under(tmp_path, OLD)
+    check_problem(problem, OLD)
+    assert "cuInit" not in said
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("version", "result"), [(1000 * RELEASE[0] + 10 * RELEASE[1], 0), (OLD, 999)]
+)
+def test_a_driver_that_is_new_enough_or_does_not_answer(tmp_path, version, result):
+    assert problem_under(tmp_path, version, result)[0] == ""
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_cuda_tensors_under_an_old_driver(driver, dtype):
+    """Results and gradients are those of the kernels, within the rounding of the dtype."""
+    atol = {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, 6e-2)
+    weight, bias = (torch.rand(515, device="cuda", dtype=dtype) for _ in range(2))
+    x, residual, dy = (torch.randn(33, 515, device="cuda", dtype=dtype) for _ in range(3))
+    leaves = [x, residual, weight, bias]
+
+    def run():
+        for leaf in leaves:
+            leaf.grad = None
+            leaf.requires_grad_()
+        y = layer_norm(x, weight, bias, activation="gelu", scale=0.5)
+        added, residual_out = add_layer_norm(x, residual, weight, bias)
+        ((y + added + residual_out) * dy).sum().backward()
+        return [y.detach(), added.detach(), residual_out.detach(), *(leaf.grad for leaf in leaves)]
+
+    expected = run()
+    driver(OLD)
+    assert not kernels_are_in_use()
+    with pytest.warns(UserWarning, match="Way out") as caught:
+        got = run()
+    of_driver = [str(warning.message) for warning in caught if "Way out" in str(warning.message)]
+    assert len(of_driver) == 1
+    check_problem(of_driver[0], OLD)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=atol)
+
+
+@pytest.mark.gpu
+@needs_kernels
+def test_the_kernels_come_back(driver):
+    x = torch.randn(4, 64, device="cuda")
+    before = layer_norm(x, normalized_shape=64)
+    driver(OLD)
+    with pytest.warns(UserWarning, match="Way out"):
+        layer_norm(x, normalized_shape=64)
+    driver(None)
+    assert kernels_are_in_use()
+    assert torch.equal(layer_norm(x, normalized_shape=64), before)
+
+
+@pytest.mark.gpu
+@needs_kernels
+@pytest.mark.filterwarnings("ignore:fused_layernorm's kernels")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_module_under_an_old_driver(driver, compiled):
+    driver(OLD)
+    module = FusedLayerNorm(320).cuda()
+    x = torch.randn(7, 320, device="cuda", requires_grad=True)
+    y = (torch.compile(module) if compiled else module)(x)
+    y.square().sum().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(y, F.layer_norm(x, (320,), module.weight, module.bias))
+    assert torch.isfinite(x.grad).all()
+
+
+@pytest.mark.gpu
+@needs_kernels
+def test_a_process_forks_after_the_import():
+    """The import leaves the driver uninitialised: a child process may use CUDA."""
+    program = """
+        import os, sys
+        import torch, fused_layernorm
+        assert not torch.cuda.is_initialized()
+        child = os.fork()
+        if child == 0:
+            x = torch.randn(4, 64, device="cuda")
+            y = fused_layernorm.layer_norm(x, normalized_shape=64)
+            os._exit(0 if torch.isfinite(y).all().item() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    program = f"import sys; sys.path[:0] = {sys.path!r}\n" + textwrap.dedent(program)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
