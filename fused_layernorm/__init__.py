@@ -15,7 +15,7 @@ _torch_release = tuple(int(n) for n in _re.findall(r"\d+", _torch.__version__)[:
 if _torch_release < (2, 10):
     raise ImportError(f"fused_layernorm needs torch >= 2.10; this is {_torch.__version__}")
 
-from . import _ops, distributed  # noqa: E402, F401  (register the operators, DTensor's rules)
+from . import distributed, ops  # noqa: E402, F401  (register DTensor's rules, the operators)
 from .decompositions import decompositions  # noqa: E402
 from .functional import add_layer_norm, layer_norm  # noqa: E402
 from .modules import FusedAddLayerNorm, FusedLayerNorm  # noqa: E402

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch._ops import OpOverload
 
-from . import _ops
+from .ops import composite, formulas, load
+from .ops.operators import FORWARD, BackwardArguments, Gradients
 
 __all__ = ["decompositions"]
 
@@ -25,41 +25,13 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     Operators of other origin are left as they are; to go on to core ATen, add the table to
     ``torch.export.default_decompositions()``, which takes ``update``.
     """
-    return {
-        _ops.layer_norm: _ops.expression,
-        _ops.layer_norm_forward: _layer_norm_forward,
-        _ops.add_layer_norm: _ops.add_expression,
-        _ops.add_layer_norm_forward: _add_layer_norm_forward,
-        _ops.layer_norm_backward: _ops._layer_norm_backward_composite,
-    }
+    table: dict[OpOverload, Callable[..., Any]] = {load.layer_norm_backward: _backward}
+    for operator in FORWARD:
+        # PyTorch's layer_norm gives statistics; without them the formula has fewer operators.
+        forward = composite.forward if operator.gives_statistics else formulas.forward
+        table[operator.overload] = operator.implemented_by(forward)
+    return table
 
 
-def _layer_norm_forward(
-    input: Tensor,
-    normalized_ndim: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str | None = None,
-    scale: float = 1.0,
-    out_dtype: Any = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = out_dtype or input.dtype
-    return _ops._norm(input, normalized_ndim, weight, bias, eps, activation, scale, dtype)
-
-
-def _add_layer_norm_forward(
-    input: Tensor,
-    residual: Tensor,
-    normalized_ndim: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str | None = None,
-    scale: float = 1.0,
-    out_dtype: Any = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype = out_dtype or input.dtype
-    x = _ops._add(input, residual)
-    y, mean, rstd = _ops._norm(x, normalized_ndim, weight, bias, eps, activation, scale, dtype)
-    return y, x, mean, rstd
+def _backward(*args: Any) -> Gradients:
+    return composite.backward(BackwardArguments(*args))

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from . import _ops
+from .ops import load
+from .ops.operators import FORWARD, BackwardArguments, Operator
 
 _DTENSOR = "torch.distributed.tensor"
 
@@ -37,46 +38,36 @@ def register_sharding_rules() -> None:
     def every(placement: Any, tensors: Sequence[Any]) -> list[Any]:
         return [None if tensor is None else placement for tensor in tensors]
 
-    def forward_rules(
-        rows: Sequence[Any], normalized_ndim: int, parameters: Sequence[Any], outputs: int
-    ) -> list[Any]:
-        return [
-            ([placement] * outputs, every(placement, rows) + every(Replicate(), parameters))
-            for placement in (Replicate(), *map(Shard, row_dims(rows[0], normalized_ndim)))
-        ]
+    def forward_rules(operator: Operator) -> Callable[..., list[Any]]:
+        def rules(*args: Any, **kwargs: Any) -> list[Any]:
+            a = operator.arguments(*args)
+            rows = [a.input, a.residual] if operator.takes_residual else [a.input]
+            outputs = len(operator.overload._schema.returns)
+            return [
+                (
+                    [placement] * outputs,
+                    every(placement, rows) + every(Replicate(), [a.weight, a.bias]),
+                )
+                for placement in (Replicate(), *map(Shard, row_dims(a.input, a.options[0])))
+            ]
 
-    @register_sharding([_ops.layer_norm])
-    def _(input, normalized_ndim, weight, bias, *args, **kwargs):
-        return forward_rules([input], normalized_ndim, [weight, bias], outputs=1)
+        return rules
 
-    @register_sharding([_ops.layer_norm_forward])
-    def _(input, normalized_ndim, weight, bias, *args, **kwargs):
-        return forward_rules([input], normalized_ndim, [weight, bias], outputs=3)
+    for operator in FORWARD:
+        register_sharding([operator.overload])(forward_rules(operator))
 
-    @register_sharding([_ops.add_layer_norm])
-    def _(input, residual, normalized_ndim, weight, bias, *args, **kwargs):
-        return forward_rules([input, residual], normalized_ndim, [weight, bias], outputs=2)
-
-    @register_sharding([_ops.add_layer_norm_forward])
-    def _(input, residual, normalized_ndim, weight, bias, *args, **kwargs):
-        return forward_rules([input, residual], normalized_ndim, [weight, bias], outputs=4)
-
-    @register_sharding([_ops.layer_norm_backward])
-    def _(dy, x, normalized_ndim, mean, rstd, weight, bias, dresidual, *args, **kwargs):
-        *_, needs_dx, needs_dweight, needs_dbias = args
+    @register_sharding([load.layer_norm_backward])
+    def _(*args: Any, **kwargs: Any) -> list[Any]:
+        b = BackwardArguments(*args)
         rules = []
-        for dx in (Replicate(), *map(Shard, row_dims(x, normalized_ndim))):
+        for dx in (Replicate(), *map(Shard, row_dims(b.x, b.normalized_ndim))):
             dparameter = Partial() if isinstance(dx, Shard) else Replicate()
             outputs = [
                 placement if needed else Replicate()
-                for placement, needed in (
-                    (dx, needs_dx),
-                    (dparameter, needs_dweight),
-                    (dparameter, needs_dbias),
-                )
+                for placement, needed in zip((dx, dparameter, dparameter), b.needs, strict=True)
             ]
-            inputs = every(dx, [dy, x, mean, rstd]) + every(Replicate(), [weight, bias])
-            rules.append((outputs, inputs + every(dx, [dresidual])))
+            inputs = every(dx, [b.dy, b.x, b.mean, b.rstd]) + every(Replicate(), [b.weight, b.bias])
+            rules.append((outputs, inputs + every(dx, [b.dresidual])))
         return rules
 
 

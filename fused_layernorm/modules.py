@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._checks import check_options, name_of
 from .functional import add_layer_norm, layer_norm
+from .ops.arguments import check_options, name_of
 
 # One call in the graph of torch.fx.symbolic_trace, which cannot follow a function that looks at its
 # arguments.

@@ -1,7 +1,7 @@
 """override_aten(): PyTorch's own layer_norm, wherever it is called from, on this package's kernels.
 
-csrc/bindings/override.cpp has the kernels and the way they are switched; here are the handle, the count of
-overrides in force, and the way back to the kernels that were replaced.
+csrc/bindings/override.cpp has the kernels and the way they are switched; here are the handle, the
+count of overrides in force, and the way back to the kernels that were replaced.
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.library import Library, get_kernel
 
-from . import _ops  # noqa: F401  (registers the operators)
+from .ops import load  # noqa: F401  (registers the operators)
 
 __all__ = ["AtenOverride", "override_aten"]
 
@@ -124,7 +124,7 @@ def _end(key: str) -> None:
 
 
 def _register_replaced(key: str) -> Library:
-    """The operators `_aten_*`, by which csrc/bindings/override.cpp calls the kernels it has replaced."""
+    """The operators `_aten_*`, by which override.cpp calls the kernels it has replaced."""
     keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def call(kernel: Any, *args: Any) -> tuple[Any, ...]:

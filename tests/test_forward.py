@@ -12,6 +12,7 @@ from numerics import Problem
 
 import fused_layernorm
 from fused_layernorm import layer_norm, reference
+from fused_layernorm.ops import composite
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
@@ -518,12 +519,12 @@ def test_no_synchronization():
 
 def test_a_cuda_tensor_without_kernels_warns_once(monkeypatch):
     """In a build without nvcc the composite serves CUDA too; a stand-in has the one attribute."""
-    monkeypatch.setattr(fused_layernorm._ops, "_warned_of_composite", False)
+    monkeypatch.setattr(composite, "_warned", False)
     with pytest.warns(UserWarning, match="this build of fused_layernorm has no CUDA kernels"):
-        fused_layernorm._ops._warn_of_composite(SimpleNamespace(is_cuda=True))
+        composite._warn_of_cuda(SimpleNamespace(is_cuda=True))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fused_layernorm._ops._warn_of_composite(SimpleNamespace(is_cuda=True))
+        composite._warn_of_cuda(SimpleNamespace(is_cuda=True))
 
 
 def test_no_warning_where_the_kernels_are(device):

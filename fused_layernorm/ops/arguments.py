@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .operators import Arguments, Options
+
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 HALF = (torch.float16, torch.bfloat16)
@@ -29,7 +31,8 @@ def _either(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
 
 
-def _check_tensor(name: str, tensor: Any) -> None:
+def check_tensor(name: str, tensor: Any) -> None:
+    """Raises if this is no dense tensor of a dtype that the operators take."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"expected {name} to be a tensor, got {type(tensor).__name__}")
     if tensor.is_nested:
@@ -52,13 +55,10 @@ def _check_beside_input(name: str, tensor: Tensor, input: Tensor) -> None:
         )
 
 
-def check_numbers(**values: Any) -> None:
-    """Raises if one of these is no number (a tensor of one element counts as one)."""
-    for name, value in values.items():
-        if isinstance(value, (int, float)):
-            continue
-        if not hasattr(value, "__float__"):
-            raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
+def _check_number(name: str, value: Any) -> None:
+    """A tensor of one element counts as a number."""
+    if not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
+        raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
 
 
 def normalized_ndim(
@@ -70,7 +70,7 @@ def normalized_ndim(
         if parameter is None:
             raise ValueError("expected normalized_shape, weight or bias, got none of them")
         if not isinstance(parameter, Tensor):
-            _check_tensor("bias" if weight is None else "weight", parameter)
+            check_tensor("bias" if weight is None else "weight", parameter)
         if parameter.dim() == 0:
             name = "bias" if weight is None else "weight"
             raise RuntimeError(f"expected {name} to have at least one dimension, got a scalar")
@@ -111,7 +111,7 @@ def check_options(activation: Any, scale: Any, out_dtype: Any) -> None:
     if activation is not None and activation not in ACTIVATIONS:
         known = _either([repr(known) for known in ACTIVATIONS])
         raise ValueError(f"expected activation None, {known}, got {activation!r}")
-    check_numbers(scale=scale)
+    _check_number("scale", scale)
     if isinstance(scale, (int, float)) and not math.isfinite(scale):
         raise ValueError(f"expected scale to be a finite number, got {scale}")
     if out_dtype is not None and out_dtype not in DTYPES:
@@ -119,50 +119,60 @@ def check_options(activation: Any, scale: Any, out_dtype: Any) -> None:
         raise ValueError(f"expected out_dtype {_DTYPE_NAMES}, got {name}")
 
 
-def check_layer_norm(
+def settle(
     input: Any,
-    normalized_ndim: Any,
     weight: Any,
     bias: Any,
     eps: Any,
-    activation: Any = None,
-    scale: Any = 1.0,
-    out_dtype: Any = None,
-    *,
-    residual: Any = None,
-    has_residual: bool = False,
-) -> None:
+    normalized_shape: Any,
+    activation: Any,
+    scale: Any,
+    out_dtype: Any,
+) -> Options:
+    """What a user gave, as the operators take it; raises where their schemas would say it worse."""
+    check_tensor("input", input)
+    ndim = normalized_ndim(input, weight, bias, normalized_shape)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and not isinstance(parameter, Tensor):
+            check_tensor(name, parameter)
+    _check_number("eps", eps)
+    _check_number("scale", scale)
+    return Options(ndim, eps, activation, scale, out_dtype)
+
+
+def check(a: Arguments) -> None:
     """Raises if an operator cannot take these arguments; otherwise returns nothing."""
-    _check_tensor("input", input)
-    if has_residual:
-        _check_tensor("residual", residual)
+    input, residual, weight, bias, options = a
+    ndim = options.normalized_ndim
+    check_tensor("input", input)
+    x_dtypes = [input.dtype]
+    if residual is not None:
+        check_tensor("residual", residual)
         _check_beside_input("residual", residual, input)
         if residual.shape != input.shape:
             raise RuntimeError(
                 f"expected residual of the shape of input, {list(input.shape)}, "
                 f"got shape {list(residual.shape)}"
             )
-    if normalized_ndim < 1:
-        raise RuntimeError(
-            f"expected at least one dimension to normalize over, got {normalized_ndim}"
-        )
-    if normalized_ndim > input.dim():
+        x_dtypes.append(residual.dtype)
+    if ndim < 1:
+        raise RuntimeError(f"expected at least one dimension to normalize over, got {ndim}")
+    if ndim > input.dim():
         parameter = bias if weight is None else weight
-        shape = "" if parameter is None else f", {list(parameter.shape)}"
+        shown = "" if parameter is None else f", {list(parameter.shape)}"
         raise RuntimeError(
-            f"expected input of at least the {normalized_ndim} dimensions of normalized_shape"
-            f"{shape}, got input of shape {list(input.shape)}"
+            f"expected input of at least the {ndim} dimensions of normalized_shape"
+            f"{shown}, got input of shape {list(input.shape)}"
         )
 
-    shape = input.shape[input.dim() - normalized_ndim :]
-    x_dtypes = (input.dtype, residual.dtype) if has_residual else (input.dtype,)
+    shape = a.normalized_shape
     allowed = list(dict.fromkeys(x_dtypes))
     if torch.float32 not in allowed and any(dtype in HALF for dtype in allowed):
         allowed.append(torch.float32)
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
-        _check_tensor(name, parameter)
+        check_tensor(name, parameter)
         _check_beside_input(name, parameter, input)
         if parameter.shape != shape:
             raise RuntimeError(
@@ -170,7 +180,7 @@ def check_layer_norm(
                 f"got shape {list(parameter.shape)}"
             )
         if parameter.dtype not in allowed:
-            beside = "input" if not has_residual else "input and residual"
+            beside = "input" if residual is None else "input and residual"
             raise RuntimeError(
                 f"expected {name} of dtype {_either([name_of(d) for d in allowed])} beside {beside}"
                 f" of {' and '.join(name_of(d) for d in x_dtypes)}, got {name_of(parameter.dtype)}"
@@ -181,48 +191,24 @@ def check_layer_norm(
             f"{name_of(weight.dtype)} and {name_of(bias.dtype)}"
         )
 
-    check_numbers(eps=eps)
-    if isinstance(eps, float) and math.isnan(eps):
+    _check_number("eps", options.eps)
+    if isinstance(options.eps, float) and math.isnan(options.eps):
         raise ValueError("expected eps to be a number, got nan")
-    check_options(activation, scale, out_dtype)
+    check_options(options.activation, options.scale, options.out_dtype)
 
     if input.device.type == "cuda":
         cols = math.prod(shape)
-        rows = math.prod(input.shape[: input.dim() - normalized_ndim])
+        rows = math.prod(input.shape[: input.dim() - ndim])
         for count, what in ((rows, "rows"), (cols, "columns")):
             # A symbolic size is left to the operator, which sees it as a number.
             if isinstance(count, int) and count > MAX_INDEX:
                 raise RuntimeError(f"expected at most {MAX_INDEX} {what}, got {count}")
 
 
-def check_add_layer_norm(
-    input: Any,
-    residual: Any,
-    normalized_ndim: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    activation: Any = None,
-    scale: Any = 1.0,
-    out_dtype: Any = None,
-) -> None:
-    check_layer_norm(
-        input,
-        normalized_ndim,
-        weight,
-        bias,
-        eps,
-        activation,
-        scale,
-        out_dtype,
-        residual=residual,
-        has_residual=True,
-    )
-
-
 def explain(
     error: Exception,
     input: Any,
+    residual: Any,
     weight: Any,
     bias: Any,
     eps: Any,
@@ -230,45 +216,26 @@ def explain(
     activation: Any,
     scale: Any,
     out_dtype: Any,
-    *,
-    residual: Any = None,
-    has_residual: bool = False,
 ) -> Exception:
-    """The exception that says what is wrong with these arguments, or with the allocation that
-    failed; if neither, `error`."""
+    """The exception that says what is wrong with these arguments; if nothing is, `error`."""
     try:
-        _check_tensor("input", input)
-        if has_residual:
-            _check_tensor("residual", residual)
-        ndim = normalized_ndim(input, weight, bias, normalized_shape)
-        check_layer_norm(
-            input,
-            ndim,
-            weight,
-            bias,
-            eps,
-            activation,
-            scale,
-            out_dtype,
-            residual=residual,
-            has_residual=has_residual,
-        )
+        if residual is not None:
+            check_tensor("input", input)
+            check_tensor("residual", residual)
+        options = settle(input, weight, bias, eps, normalized_shape, activation, scale, out_dtype)
+        check(Arguments(input, residual, weight, bias, options))
     except Exception as clear:
         return clear
-    return explain_allocation(error, input, "add_layer_norm" if has_residual else "layer_norm")
+    return out_of_memory(error)
 
 
-# The stable ABI tells no more of a failed allocation than the name of the function that failed.
-_ALLOCATION = "aoti_torch_empty_strided"
+# How csrc/bindings/tensors.cpp begins the sentence of a failed allocation, as PyTorch does.
+_OUT_OF_MEMORY = "CUDA out of memory: fused_layernorm"
 
 
-def explain_allocation(error: Exception, input: Tensor, function: str) -> Exception:
-    """The exception that says that the results of `function` could not be allocated on input's
-    device; if `error` says something else, `error`."""
-    if not input.is_cuda or _ALLOCATION not in str(error):
-        return error
-    size = f"{input.numel() * input.element_size() / 2**20:.1f} MiB"
-    return torch.OutOfMemoryError(
-        f"CUDA out of memory: the results of {function} could not be allocated on {input.device} "
-        f"(input of shape {list(input.shape)}, {name_of(input.dtype)}, is {size})"
-    )
+def out_of_memory(error: Exception) -> Exception:
+    """torch.OutOfMemoryError, which C++ under the stable ABI cannot raise, if `error` speaks of a
+    failed allocation; else `error`."""
+    if str(error).startswith(_OUT_OF_MEMORY):
+        return torch.OutOfMemoryError(str(error))
+    return error

@@ -1,0 +1,54 @@
+"""Autocast, in Python: the operators' implementations for the Autocast dispatch keys.
+
+PyTorch's autocast runs layer_norm in float32 on every device but the CPU, where it leaves it alone.
+The kernels compute in float32 anyway, so the input is not converted: the output is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import load
+from .arguments import HALF
+from .operators import FORWARD, Arguments, Operator
+
+_KEYS = [name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")]
+_KEYSET = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEYS[0]))
+for _name in _KEYS[1:]:
+    _KEYSET = _KEYSET | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
+
+
+def _float(parameter: Tensor | None) -> Tensor | None:
+    return parameter if parameter is None or parameter.dtype not in HALF else parameter.float()
+
+
+def under_autocast(a: Arguments) -> Arguments:
+    """The arguments as autocast makes them."""
+    options = a.options
+    if options.out_dtype is None and not a.input.is_cpu and a.input.dtype in HALF:
+        options = options._replace(out_dtype=torch.float32)
+    dtypes = [parameter.dtype for parameter in (a.weight, a.bias) if parameter is not None]
+    weight, bias = a.weight, a.bias
+    if any(dtype in HALF and dtype != a.input.dtype for dtype in dtypes) or len(set(dtypes)) == 2:
+        weight, bias = _float(weight), _float(bias)
+    return a._replace(weight=weight, bias=bias, options=options)
+
+
+def _implementation(operator: Operator) -> Callable[..., Any]:
+    def implementation(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
+            a = under_autocast(operator.arguments(*args))
+            return operator.overload(*operator.lay_out(a))
+
+    return implementation
+
+
+def register() -> None:
+    """Makes these the operators' autocast. A process has this one or that of csrc/autograd."""
+    for operator in FORWARD:
+        for key in _KEYS:
+            load.library.impl(operator.name, _implementation(operator), key)
