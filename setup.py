@@ -1,8 +1,8 @@
-"""Build of the binary, fused_layernorm._C, with CUDA kernels where there is an nvcc, and of autograd.
+"""Build of fused_layernorm._C, with CUDA kernels where there is an nvcc, and of C++ autograd.
 
 The binary uses LibTorch's stable ABI and CPython's limited API and carries its own CUDA runtime,
 so one file serves every Python >= 3.10 and every torch >= 2.10, whatever they were built with.
-Autograd in C++, csrc/autograd, is bound to one version of torch: csrc/autograd/build.py compiles it.
+Autograd in C++ is bound to one minor version of torch: csrc/autograd/build.py compiles it.
 Everything else about the package stands in pyproject.toml.
 
 Environment variables:

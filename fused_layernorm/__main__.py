@@ -6,6 +6,7 @@ import re
 import torch
 
 from fused_layernorm import __version__, override
+from fused_layernorm.ops import autograd_library
 
 
 def compiled_archs(build_info: str) -> list[str]:
@@ -70,6 +71,8 @@ def report() -> list[tuple[str, str]]:
         kernels = "in, but no device here runs them"
     lines.append(("CUDA kernels", kernels))
     lines.append(("CPU tensors", "take PyTorch's own operators"))
+    language = "C++" if autograd_library.active else "Python"
+    lines.append(("autograd", f"in {language}: {autograd_library.reason}"))
     lines.append(("override_aten", "active" if any(override._in_force.values()) else "not active"))
     return lines
 

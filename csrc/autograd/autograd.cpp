@@ -2,8 +2,8 @@
 //
 // The operators' own binary keeps to LibTorch's stable ABI, which has no autograd. This file is
 // bound to one minor version of torch by its C++ headers, and needs neither CUDA nor Python:
-// fused_layernorm/_autograd.py loads the library that fits the running torch, or leaves autograd
-// to Python.
+// fused_layernorm/ops/autograd_library.py loads the library that fits the running torch, or leaves
+// autograd to Python.
 //
 // The nodes are made as PyTorch makes those of its own operators (not by
 // torch::autograd::Function, which torch.func's transforms refuse): a forward that needs gradients
@@ -209,17 +209,14 @@ variable_list call_layer_norm_backward(const Tensor& dy, const Tensor& x, int64_
           needs_dbias ? std::move(stack[2]).toTensor() : Tensor()};
 }
 
-// An allocation that failed inside the kernels' binary arrives as an error that names no more than
-// the function of the stable ABI: it is raised again as what it is. In Python: _checks.py.
-[[noreturn]] void rethrow_explained(const std::exception& error, const Tensor& x) {
-  const bool is_allocation =
-      x.is_cuda() &&
-      std::string(error.what()).find("aoti_torch_empty_strided") != std::string::npos;
-  TORCH_CHECK_WITH(
-      OutOfMemoryError, !is_allocation,
-      "CUDA out of memory: the results of layer_norm_backward could not be allocated on ",
-      x.device(), " (input of shape ", x.sizes(), ", ", x.dtype().name(), ", is ",
-      static_cast<double>(x.nbytes()) / (1 << 20), " MiB)");
+// The kernels' binary, under the stable ABI, raises no more than std::runtime_error. One that
+// speaks of a failed allocation is raised again as what it is, as ops/arguments.py does for
+// forward. What else the text holds (where it was raised) is left out.
+[[noreturn]] void rethrow(const std::exception& error) {
+  const std::string what = error.what();
+  const size_t begin = what.find("CUDA out of memory: fused_layernorm");
+  TORCH_CHECK_WITH(OutOfMemoryError, begin == std::string::npos,
+                   what.substr(begin, what.find('\n', begin) - begin));
   throw;
 }
 
@@ -260,7 +257,7 @@ struct LayerNormNode : public Node {
             needs_input || needs_residual, task_should_compute_output(kFirstParameter),
             task_should_compute_output(kFirstParameter + 1));
       } catch (const std::exception& error) {
-        rethrow_explained(error, saved_x);
+        rethrow(error);
       }
     } else {
       found[0] = dresidual;  // residual_out alone was used, if anything

@@ -1,9 +1,9 @@
 """Build of csrc/autograd, once for each minor version of torch, as fused_layernorm/autograd/*.so.
 
-Each library needs the C++ headers of its own torch, and no more: neither CUDA nor Python, nor torch's
-libraries, whose names alone it is linked with. setup.py compiles the one for the torch at hand, and
-those whose headers lie in the folder that FUSED_LAYERNORM_TORCH_HEADERS names. That folder is filled
-by
+Each library needs the C++ headers of its own torch, and no more: neither CUDA nor Python, nor
+torch's libraries, whose names alone it is linked with. setup.py compiles the one for the torch at
+hand, and those whose headers lie in the folder that FUSED_LAYERNORM_TORCH_HEADERS names. That
+folder is filled by
 
     python csrc/autograd/build.py build/torch-headers
 
@@ -52,11 +52,13 @@ def version_of(include: Path) -> str | None:
         text = (include / "torch" / "headeronly" / "version.h").read_text()
     except OSError:
         return None
-    numbers = [re.search(rf"#define TORCH_VERSION_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    numbers = [
+        re.search(rf"#define TORCH_VERSION_{part} (\d+)", text) for part in ("MAJOR", "MINOR")
+    ]
     return ".".join(number[1] for number in numbers if number)
 
 
-# ---- The headers -----------------------------------------------------------------------------------
+# --- The headers ----------------------------------------------------------------------------------
 
 
 def download_headers(release: str, folder: Path) -> None:
@@ -68,9 +70,7 @@ def download_headers(release: str, folder: Path) -> None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--progress-bar", "off"]
         command += ["--no-deps", "--only-binary=:all:", "--python-version", "3.11"]
         command += ["--platform", f"manylinux_2_28_{platform.machine()}", "--dest", work]
-        subprocess.run(
-            [*command, f"torch=={release}"], check=True, capture_output=True, text=True
-        )
+        subprocess.run([*command, f"torch=={release}"], check=True, capture_output=True, text=True)
         (wheel,) = Path(work).glob("torch-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
@@ -120,7 +120,7 @@ def wanted(torch_version: str, torch_include: Path) -> tuple[dict[str, Path], li
     return found, notes
 
 
-# ---- The libraries ---------------------------------------------------------------------------------
+# --- The libraries --------------------------------------------------------------------------------
 
 
 def run(command: list[str]) -> None:
@@ -130,7 +130,7 @@ def run(command: list[str]) -> None:
 
 
 def link_stubs(folder: Path, compiler: str) -> None:
-    """Empty libraries with the names of torch's: what a library needs is found when it is loaded."""
+    """Empty libraries with the names of torch's: symbols are found when a library is loaded."""
     folder.mkdir(parents=True, exist_ok=True)
     empty = folder / "empty.cpp"
     empty.write_text("")
@@ -168,7 +168,9 @@ def build(package: Path, headers: dict[str, Path], jobs: int) -> None:
         return
     link_stubs(cache, compiler)
     with ThreadPoolExecutor(jobs) as pool:
-        made = pool.map(lambda minor: compile_library(minor, headers[minor], cache, compiler), headers)
+        made = pool.map(
+            lambda minor: compile_library(minor, headers[minor], cache, compiler), headers
+        )
         paths = dict(zip(headers, made, strict=True))
     target.mkdir(parents=True)
     for minor, path in paths.items():

@@ -25,7 +25,7 @@ reason = ""
 
 
 def released_minor(version: str) -> str | None:
-    """"2.11" of the version of a released torch; None of a development or vendor build.
+    """ "2.11" of the version of a released torch; None of a development or vendor build.
 
     Those change the C++ interface between two releases under a version of their own making.
     """
@@ -65,7 +65,9 @@ def load() -> bool:
         return False
     try:
         torch.ops.load_library(path)
-    except OSError as error:  # the loader found a symbol missing, before any code of the library ran
+    except (
+        OSError
+    ) as error:  # the loader found a symbol missing, before any code of the library ran
         reason = f"{path.name} does not load: {error}"
         warnings.warn(f"fused_layernorm takes Python's autograd: {reason}", stacklevel=2)
         return False
