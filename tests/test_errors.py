@@ -532,6 +532,7 @@ def test_operators_refuse_with_the_same_sentences():
         op(x, 3, None, None, 1e-5)
 
 
+@pytest.mark.cpu_operators
 def test_an_error_that_is_not_the_arguments_stays(device, monkeypatch):
     """An operator's own failure (no memory, say) comes through as it is."""
     failure = torch.OutOfMemoryError("no memory")
@@ -551,6 +552,7 @@ NO_MEMORY = (
 )
 
 
+@pytest.mark.cpu_operators
 @pytest.mark.parametrize("add", [False, True])
 def test_a_failed_allocation_is_out_of_memory(device, monkeypatch, add):
     """C++ under the stable ABI raises no more than a RuntimeError."""
@@ -582,6 +584,7 @@ def failing_backward():
     library._destroy()
 
 
+@pytest.mark.cpu_operators
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_failed_allocation_in_backward_is_out_of_memory(
@@ -595,6 +598,7 @@ def test_a_failed_allocation_in_backward_is_out_of_memory(
     assert str(caught.value) == NO_MEMORY
 
 
+@pytest.mark.cpu_operators
 def test_an_error_in_backward_that_is_no_allocation_stays(device, failing_backward):
     failure = RuntimeError("another failure")
     failing_backward(failure, device)
