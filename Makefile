@@ -99,13 +99,16 @@ format: tools
 	$(PY) -m ruff format .
 	$(CLANG_FORMAT) -i $(CSRC)
 
-# One wheel for every Python >= 3.10 and every torch >= 2.10, in dist/.
+# One wheel for every Python >= 3.10 and every torch >= 2.10, in dist/. Autograd is compiled for every
+# minor version of torch whose headers the registry gives.
+wheel: export FUSED_LAYERNORM_TORCH_HEADERS ?= $(CURDIR)/build/torch-headers
 wheel: env
 	rm -rf build/lib* dist/*.whl
+	$(PY) csrc/autograd/build.py "$$FUSED_LAYERNORM_TORCH_HEADERS"
 	$(PY) -m pip wheel --progress-bar off --no-build-isolation --no-deps -w dist .
 	@ls -l dist/*.whl
 
 # Everything but the environment.
 clean:
-	rm -rf build dist wheelhouse *.egg-info fused_layernorm/*.so
+	rm -rf build dist wheelhouse *.egg-info fused_layernorm/*.so fused_layernorm/autograd
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .coverage

@@ -2,6 +2,7 @@
 
 The binary uses LibTorch's stable ABI, knows nothing of Python and carries its own CUDA runtime, so
 one file serves every Python >= 3.10 and every torch >= 2.10, whatever they were built with.
+Autograd in C++ is bound to one minor version of torch: csrc/autograd/build.py compiles it.
 Everything else about the package stands in pyproject.toml.
 
 Environment variables:
@@ -12,6 +13,8 @@ Environment variables:
     TORCH_CUDA_ARCH_LIST            e.g. "9.0", "8.0;9.0+PTX" (else: every one in DEFAULT_ARCHS
                                     that nvcc knows, with PTX of one)
     MAX_JOBS                        files compiled at once (else: one a core)
+    FUSED_LAYERNORM_TORCH_HEADERS   a folder of C++ headers of other versions of torch, for which
+                                    csrc/autograd is compiled too (see csrc/autograd/build.py)
     FUSED_LAYERNORM_CPU_ONLY=1      leave the CUDA kernels out even where there is an nvcc
     FUSED_LAYERNORM_COMPRESS=speed  compress the kernels less (nvcc's --compress-mode; else: size).
                                     An nvcc of CUDA 12 then makes a binary of twice the size that
@@ -36,6 +39,12 @@ import torch
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from torch.utils import cpp_extension
+
+_spec = importlib.util.spec_from_file_location("autograd_build", "csrc/autograd/build.py")
+assert _spec is not None
+assert _spec.loader is not None
+autograd_build = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(autograd_build)
 
 # Machine code for x.0 runs on every device of major version x: that for 8.0 serves 8.6, 8.7 and 8.9
 # too. PTX of 10.0 serves 11.0 and whatever comes later, compiled by the driver at first use.
@@ -278,6 +287,16 @@ class BuildExtension(cpp_extension.BuildExtension):
     def build_extensions(self) -> None:
         print(f"fused_layernorm: building {kind}", flush=True)
         super().build_extensions()
+
+    def run(self) -> None:
+        headers, notes = autograd_build.wanted(
+            torch.__version__, Path(cpp_extension.include_paths()[0])
+        )
+        print("fused_layernorm: autograd in C++ for torch", *(headers or ["of no version"]))
+        print("".join(f"fused_layernorm: {note}\n" for note in notes), end="", flush=True)
+        package = Path(self.get_ext_fullpath(extension.name)).parent
+        autograd_build.build(package, headers, int(os.environ["MAX_JOBS"]))
+        super().run()
 
 
 class BdistWheel(bdist_wheel):

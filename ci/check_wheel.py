@@ -4,6 +4,7 @@ python ci/check_wheel.py dist/fused_layernorm-*.whl
 """
 
 import argparse
+import importlib.util
 import re
 import subprocess
 import sys
@@ -23,10 +24,43 @@ UNSTABLE = r"_Z(TV|TI|TS)?NK?(2at|3c10|5torch|6caffe2)"
 # Symbols of Python, by which a binary is bound to a version or to a build of it.
 PYTHON = r"_?Py"
 FORBIDDEN_FILES = r"\.(cu|cuh|cpp|h|o|pyc)$"
+# The autograd libraries, each bound to one minor version of torch, know neither CUDA nor Python.
+AUTOGRAD_LIBRARIES = LIBRARIES + r"|libc10\.so"
+
+_path = Path(__file__).resolve().parents[1] / "csrc" / "autograd" / "build.py"
+_spec = importlib.util.spec_from_file_location("autograd_build", _path)
+assert _spec is not None
+assert _spec.loader is not None
+autograd_build = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(autograd_build)
 
 
 def read(*command: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def needed_by(library: str) -> list[str]:
+    return re.findall(r"\(NEEDED\).*\[(.*)\]", "\n".join(read("readelf", "-dW", library)))
+
+
+def autograd_complaints(archive: zipfile.ZipFile, folder: str) -> list[str]:
+    """One library for each minor version of torch, that needs no more than torch's CPU half."""
+    found = []
+    path_of = autograd_build.autograd_library.path_of
+    expected = {
+        str(path_of(autograd_build.minor_of(release), Path("fused_layernorm/autograd")))
+        for release in autograd_build.RELEASES
+    }
+    names = {name for name in archive.namelist() if name.startswith("fused_layernorm/autograd/")}
+    found += [f"{name} is missing" for name in sorted(expected - names)]
+    found += [f"{name} does not belong" for name in sorted(names - expected)]
+    for name in sorted(expected & names):
+        needed = needed_by(archive.extract(name, folder))
+        wrong = [library for library in needed if not re.fullmatch(AUTOGRAD_LIBRARIES, library)]
+        found += [f"{name} needs {library}" for library in wrong]
+        if not {"libtorch_cpu.so", "libc10.so"} <= {*needed}:
+            found.append(f"{name} does not name libtorch_cpu.so and libc10.so, and finds no symbol")
+    return found
 
 
 def complaints(wheel: Path, hopper_only: bool) -> list[str]:
@@ -39,7 +73,8 @@ def complaints(wheel: Path, hopper_only: bool) -> list[str]:
         if "fused_layernorm/py.typed" not in names:
             found.append("fused_layernorm/py.typed is missing")
         binary = archive.extract("fused_layernorm/libfused_layernorm.so", folder)
-        needed = re.findall(r"\(NEEDED\).*\[(.*)\]", "\n".join(read("readelf", "-dW", binary)))
+        needed = needed_by(binary)
+        found += autograd_complaints(archive, folder)
         sections = "\n".join(read("readelf", "-SW", binary))
         undefined = [line.split()[-1] for line in read("nm", "-D", "--undefined-only", binary)]
         exported = [line.split()[-1] for line in read("nm", "-D", "--defined-only", binary)]

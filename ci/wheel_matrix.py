@@ -4,6 +4,8 @@ For each line of MATRIX: a fresh environment of that Python, with that torch and
 user would install it, in which the tests run against the installed package, from a folder that
 holds the tests and no sources. A Python that this machine lacks is reported as skipped.
 
+Under every other minor version of torch the wheel's autograd library is loaded and trains a step.
+
     python ci/wheel_matrix.py dist/fused_layernorm-*.whl
 """
 
@@ -20,6 +22,8 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[1]
 # (Python, torch). The oldest of each, the development pair, the newest of each.
 MATRIX = [("3.10", "2.10.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
+# The minor versions of torch between them, each with an autograd library of its own in the wheel.
+TRAINED = [("3.11", "2.11.0"), ("3.11", "2.12.0"), ("3.11", "2.14.0")]
 # What the tests need. Tests of integrations whose package is missing here are skipped by name.
 PACKAGES = ["numpy", "pytest"]
 COPIED = ["tests", "examples", "docs", "pyproject.toml"]
@@ -29,6 +33,51 @@ import sys, torch, fused_layernorm
 from pathlib import Path
 assert Path(fused_layernorm.__file__).is_relative_to(sys.prefix), fused_layernorm.__file__
 assert torch.__version__.split("+")[0] == sys.argv[1], torch.__version__
+"""
+
+STEP = """
+import sys, torch
+from torch import nn
+from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm
+from fused_layernorm.ops import autograd_library
+
+minor = ".".join(sys.argv[1].split(".")[:2])
+assert autograd_library.active, autograd_library.reason
+assert autograd_library.reason == f"compiled for torch {minor}", autograd_library.reason
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = FusedLayerNorm(16, activation="gelu")
+        self.linear = nn.Linear(16, 16)
+        self.second = FusedAddLayerNorm(16)
+
+    def forward(self, x):
+        y, total = self.second(self.linear(self.first(x)), x)
+        return y + total
+
+class Stock(Fused):
+    def forward(self, x):
+        norm = nn.functional.layer_norm
+        first, second = self.first, self.second
+        total = self.linear(nn.functional.gelu(norm(x, (16,), first.weight, first.bias))) + x
+        return norm(total, (16,), second.weight, second.bias) + total
+
+def trained(kind):
+    torch.manual_seed(0)
+    model = kind().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(8, 16, dtype=torch.float64, requires_grad=True)
+    for _ in range(3):
+        (dx,) = torch.autograd.grad(model(x).pow(2).mean(), x, create_graph=True)
+        optimizer.zero_grad()
+        (model(x).pow(2).mean() + dx.pow(2).sum()).backward()
+        optimizer.step()
+    return [x.grad, *model.parameters()]
+
+y, total = Fused().second(*torch.randn(2, 4, 16))
+assert y.grad_fn.name() == "FusedAddLayerNormBackward", y.grad_fn
+torch.testing.assert_close(trained(Fused), trained(Stock))
 """
 
 
@@ -57,7 +106,8 @@ def find_python(version: str) -> str | None:
     return None
 
 
-def run_pair(version: str, torch: str, wheel: Path, arguments: list[str]) -> Result:
+def run_pair(version: str, torch: str, wheel: Path, arguments: list[str] | None) -> Result:
+    """The tests with these arguments of pytest; where they are None, the training step alone."""
     interpreter = find_python(version)
     if interpreter is None:
         return Result(version, torch, f"skipped: no Python {version} here", True)
@@ -96,6 +146,10 @@ def run_pair(version: str, torch: str, wheel: Path, arguments: list[str]) -> Res
             step = "import"
             run(python, "-c", WHERE, torch)
             run(python, "-m", "fused_layernorm")
+            step = "train"
+            run(python, "-c", STEP, torch)
+            if arguments is None:
+                return Result(version, torch, "trained", True)
             step = "tests"
             run(python, "-m", "pytest", "-p", "no:cacheprovider", *arguments)
         except subprocess.CalledProcessError as error:
@@ -110,11 +164,12 @@ def main() -> int:
     parser.add_argument("pytest_arguments", nargs="*", help="after --: passed on to pytest")
     arguments = parser.parse_args()
     results = []
-    for version, torch in MATRIX:
+    for version, torch in MATRIX + TRAINED:
+        tests = arguments.pytest_arguments if (version, torch) in MATRIX else None
         if arguments.only in (None, version):
             print(f"-- Python {version}, torch {torch}", flush=True)
             start = time.monotonic()
-            result = run_pair(version, torch, arguments.wheel.resolve(), arguments.pytest_arguments)
+            result = run_pair(version, torch, arguments.wheel.resolve(), tests)
             seconds = time.monotonic() - start
             results.append(result._replace(outcome=f"{result.outcome} ({seconds:.0f} s)"))
     print(f"{arguments.wheel.name}:")

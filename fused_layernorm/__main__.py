@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import __version__, override
-from .ops import load
+from .ops import autograd_library, load
 
 
 def compiled_archs(build_info: str) -> list[str]:
@@ -69,6 +69,11 @@ def facts() -> dict[str, Any]:
         "compiled_for": archs,
         "devices": devices,
         "kernels_used": any(device["runs"] for device in devices),
+        "driver_problem": load.operators._driver_problem() or None,
+        "autograd": {
+            "language": "C++" if autograd_library.active else "Python",
+            "reason": autograd_library.reason,
+        },
         "override_aten": any(override._in_force.values()),
     }
 
@@ -100,6 +105,7 @@ def report(facts: dict[str, Any]) -> list[tuple[str, str]]:
         kernels = "in, but no device here runs them"
     lines.append(("CUDA kernels", kernels))
     lines.append(("CPU tensors", "take PyTorch's own operators"))
+    lines.append(("autograd", f"in {facts['autograd']['language']}: {facts['autograd']['reason']}"))
     lines.append(("override_aten", "active" if facts["override_aten"] else "not active"))
     return lines
 

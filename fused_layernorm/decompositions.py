@@ -27,9 +27,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """
     table: dict[OpOverload, Callable[..., Any]] = {load.layer_norm_backward: _backward}
     for operator in FORWARD:
-        # PyTorch's layer_norm gives statistics; without them the formula has fewer operators.
-        forward = composite.forward if operator.gives_statistics else formulas.forward
-        table[operator.overload] = operator.implemented_by(forward)
+        table[operator.overload] = operator.implemented_by(formulas.forward)
     return table
 
 

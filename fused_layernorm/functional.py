@@ -1,17 +1,23 @@
-"""layer_norm and add_layer_norm: from a call to the operator that serves it."""
+"""layer_norm and add_layer_norm: from a call to the operator that serves it.
+
+A plain call on the CPU, with nothing fused to the normalization, is PyTorch's own operator.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .ops import arguments
-from .ops.operators import ADD_LAYER_NORM, LAYER_NORM
+from .ops import arguments, formulas
+from .ops.operators import ADD_LAYER_NORM, LAYER_NORM, Arguments, Options
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_in_transform = torch._C._are_functorch_transforms_active
 
 # Without OpOverload.__call__, which costs half a microsecond.
 _layer_norm = LAYER_NORM.overload._op
@@ -93,6 +99,10 @@ def add_layer_norm(
     )
 
 
+# Plain calls on the CPU go to the operators all the same, for tests of the operators without a GPU.
+_cpu_operators = os.environ.get("FUSED_LAYERNORM_CPU_OPERATORS") == "1"
+
+
 def _serve(
     input: Tensor,
     residual: Tensor | None,
@@ -104,7 +114,7 @@ def _serve(
     scale: float,
     out_dtype: torch.dtype | None,
 ) -> Any:
-    if _is_compiling():
+    if _is_compiling():  # which does not follow the handling of exceptions
         if residual is not None:
             arguments.check_tensor("input", input)
             arguments.check_tensor("residual", residual)
@@ -115,7 +125,26 @@ def _serve(
             return LAYER_NORM.overload(input, ndim, weight, bias, *options)
         return ADD_LAYER_NORM.overload(input, residual, ndim, weight, bias, *options)
     try:
+        if (
+            residual is None
+            and activation is None
+            and out_dtype is None
+            and scale == 1.0
+            and _is_pytorchs(input, weight, bias, eps)
+        ):
+            shape: Any = normalized_shape
+            if shape is None:
+                shape = (bias if weight is None else weight).shape  # type: ignore[union-attr]
+            elif type(shape) is int:
+                shape = (shape,)
+            return torch.layer_norm(input, shape, weight, bias, eps)
         ndim = _trailing_dimensions(input, weight, bias, normalized_shape)
+        if _dispatch_modes() and torch.onnx.is_in_onnx_export():
+            return _in_onnx(
+                Arguments(
+                    input, residual, weight, bias, Options(ndim, eps, activation, scale, out_dtype)
+                )
+            )
         if residual is None:
             return _layer_norm(input, ndim, weight, bias, eps, activation, scale, out_dtype)
         return _add_layer_norm(
@@ -134,6 +163,39 @@ def _serve(
             scale,
             out_dtype,
         ) from None
+
+
+def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
+    """Whether PyTorch's layer_norm serves this call, if it takes it at all.
+
+    It would take some that are refused here (nested tensors, an eps of NaN), and the operators do
+    more: parameters of another dtype, derivatives of every order under torch.func, one name for
+    compilers to know.
+    """
+    if _dispatch_modes():
+        return False
+    dtype = input.dtype
+    return (
+        input.is_cpu
+        and not _cpu_operators
+        and type(input) is Tensor
+        and (weight is None or weight.dtype is dtype)
+        and (bias is None or bias.dtype is dtype)
+        and eps == eps
+        and not input.is_nested
+        and not _in_transform()
+    )
+
+
+def _in_onnx(a: Arguments) -> Any:
+    """What torch.onnx.export(..., dynamo=True) sees of a call: PyTorch's operators."""
+    arguments.check(a)
+    _, eps, *fused = a.options
+    dtypes = {t.dtype for t in (a.input, a.weight, a.bias) if t is not None}
+    if a.residual is None and fused == [None, 1.0, None] and len(dtypes) == 1:
+        return torch.layer_norm(a.input, a.normalized_shape, a.weight, a.bias, eps)
+    operator = LAYER_NORM if a.residual is None else ADD_LAYER_NORM
+    return operator.outputs(formulas.forward(a))
 
 
 _INTS = {int}

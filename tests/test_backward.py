@@ -12,6 +12,8 @@ from fused_layernorm import add_layer_norm, layer_norm, reference
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
+pytestmark = pytest.mark.cpu_operators  # whose accuracy this is
+
 SHORT = [1, 2, 3, 31, 33, 64, 257, 768, 1023, 1024, 1025]
 MIDDLE = [2047, 4095, 5120, 8192, 20001, 32768]
 LONG = [(3, 65537), (64, 150528), (6, 262144), (3, 1_000_003), (4, 1_048_576), (2, 4_194_304)]

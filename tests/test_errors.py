@@ -538,6 +538,7 @@ def test_operators_refuse_with_the_same_sentences():
         op(x, 3, None, None, 1e-5)
 
 
+@pytest.mark.cpu_operators
 def test_an_error_that_is_not_the_arguments_stays(device, monkeypatch):
     """An operator's own failure (no memory, say) comes through as it is."""
     failure = torch.OutOfMemoryError("no memory")
@@ -557,6 +558,7 @@ NO_MEMORY = (
 )
 
 
+@pytest.mark.cpu_operators
 @pytest.mark.parametrize("add", [False, True])
 def test_a_failed_allocation_is_out_of_memory(device, monkeypatch, add):
     """C++ under the stable ABI raises no more than a RuntimeError."""
@@ -573,13 +575,28 @@ def test_a_failed_allocation_is_out_of_memory(device, monkeypatch, add):
     assert str(caught.value) == NO_MEMORY
 
 
+@pytest.fixture
+def failing_backward():
+    """To be called with an exception and a device: layer_norm_backward's kernel then raises it."""
+    library = torch.library.Library("fused_layernorm", "IMPL")
+
+    def install(failure, device):
+        def fail(*args):
+            raise failure
+
+        library.impl("layer_norm_backward", fail, device.upper())
+
+    yield install
+    library._destroy()
+
+
+@pytest.mark.cpu_operators
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_a_failed_allocation_in_backward_is_out_of_memory(device, monkeypatch, add, create_graph):
-    def fail(*args):
-        raise RuntimeError(NO_MEMORY)
-
-    monkeypatch.setattr(fused_layernorm.ops.autograd.load, "layer_norm_backward", fail)
+def test_a_failed_allocation_in_backward_is_out_of_memory(
+    device, failing_backward, add, create_graph
+):
+    failing_backward(RuntimeError(NO_MEMORY), device)
     x = torch.ones(4, 8, device=device, requires_grad=True)
     out = add_layer_norm(x, x, normalized_shape=8)[0] if add else layer_norm(x, normalized_shape=8)
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -587,13 +604,10 @@ def test_a_failed_allocation_in_backward_is_out_of_memory(device, monkeypatch, a
     assert str(caught.value) == NO_MEMORY
 
 
-def test_an_error_in_backward_that_is_no_allocation_stays(device, monkeypatch):
+@pytest.mark.cpu_operators
+def test_an_error_in_backward_that_is_no_allocation_stays(device, failing_backward):
     failure = RuntimeError("another failure")
-
-    def fail(*args):
-        raise failure
-
-    monkeypatch.setattr(fused_layernorm.ops.autograd.load, "layer_norm_backward", fail)
+    failing_backward(failure, device)
     x = torch.ones(4, 8, device=device, requires_grad=True)
     y = layer_norm(x, normalized_shape=8).sum()
     with pytest.raises(RuntimeError) as caught:

@@ -9,9 +9,11 @@ vmap        one more leading dimension
 formulas    the same functions as differentiable expressions
 autograd    derivatives, of which the first order runs on the operators
 autocast    the dtypes that autocast gives
+autograd_library  both of these in C++, which take their place where the running torch has a library
 """
 
-from . import autocast, autograd, composite, fakes, vmap  # noqa: F401  (register)
+from . import autocast, autograd, autograd_library, composite, fakes, vmap  # noqa: F401  (register)
 
-autograd.register()
-autocast.register()
+if not autograd_library.load():
+    autograd.register()
+    autocast.register()

@@ -24,6 +24,7 @@ from .operators import (
     Gradients,
     Operator,
     Results,
+    select,
     with_statistics,
 )
 
@@ -174,7 +175,7 @@ def _forward_implementation(operator: Operator) -> Callable[..., Any]:
 def _backward_implementation(keyset: Any, *args: Any) -> Gradients:
     b = BackwardArguments(*args)
     if _in_forward_mode():
-        return formulas.backward(b)
+        return select(b, formulas.backward(b))
     if _needs_grad(b.dy, b.x, b.weight, b.bias, b.dresidual):
         return _apply(_Backward, keyset, *args)
     with _below_autograd():

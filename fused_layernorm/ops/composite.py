@@ -1,11 +1,11 @@
 """The operators through PyTorch's own, for every device without kernels: the same results.
 
-As few of PyTorch's operators as will do, in input's dtype where its kernel rounds once: no float32
-copies of half-precision tensors without an activation or a scale.
+As few of PyTorch's operators as will do, in x's dtype where its kernel rounds no more than once.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -36,17 +36,31 @@ def _warn_of_cuda(x: Tensor) -> None:
 
 def forward(a: Arguments) -> Results:
     """What the forward operators give; the arguments are not checked."""
-    acc = acc_dtype(a.x_dtype)
     _, eps, activation, scale, _ = a.options
     residual_out = None if a.residual is None else formulas.add(a.input, a.residual)
-    rows = a.input if residual_out is None else residual_out
-    z, mean, rstd = _aten.native_layer_norm(
-        rows.to(acc).contiguous(), a.normalized_shape, to(a.weight, acc), to(a.bias, acc), eps
-    )
-    y = activate(z, activation)
+    x = a.input if residual_out is None else residual_out
+    acc = acc_dtype(x.dtype)
+    weight, bias = to(a.weight, acc), to(a.bias, acc)
+    rounds_once = activation is None and scale == 1.0 and a.y_dtype == x.dtype
+    if rounds_once and _takes_half(x, a.normalized_shape):
+        # Beside float32 parameters, PyTorch's statistics are float32 too.
+        weight = x.new_ones(a.normalized_shape, dtype=acc) if weight is None else weight
+    else:
+        x = x.to(acc)
+    y, mean, rstd = _aten.native_layer_norm(x.contiguous(), a.normalized_shape, weight, bias, eps)
+    y = activate(y, activation)
     if scale != 1.0:
         y = y * scale
     return Results(y.to(a.y_dtype), residual_out, mean, rstd)
+
+
+def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:
+    """Whether PyTorch's kernel takes x of half precision beside float32 parameters.
+
+    It computes in float32, but x * rstd - mean * rstd for the normalized x, which loses digits in
+    rows of one or two columns, where x is the mean or one deviation from it.
+    """
+    return x.is_cpu and x.dtype in arguments.HALF and math.prod(normalized_shape) > 2
 
 
 def _activate_backward(da: Tensor, z: Tensor, activation: str) -> Tensor:
@@ -66,9 +80,10 @@ def backward(b: BackwardArguments) -> Gradients:
         return select(b, (None, None, None))
     acc = acc_dtype(b.x.dtype)
     weight, bias = to(b.weight, acc), to(b.bias, acc)
-    # PyTorch's backward takes x * rstd - mean * rstd for the normalised x, which cancels where the
-    # mean is large. It is given x - mean, and a mean of zero.
-    centered = b.x.to(acc) - b.mean
+    # PyTorch's backward takes x * rstd - mean * rstd for the normalized x, which cancels where the
+    # mean is large. It is given x - mean, of the wider dtype of the two, and a mean of zero. And it
+    # rounds on its way in half precision: dy goes in wide.
+    centered = b.x - b.mean
     dz = b.dy.to(acc)
     if b.scale != 1.0:
         dz = dz * b.scale
@@ -77,9 +92,9 @@ def backward(b: BackwardArguments) -> Gradients:
 
     # A parameter that is not there has no gradient in PyTorch's operator: ones stand for it.
     if b.needs_dweight and weight is None:
-        weight = b.x.new_ones(b.normalized_shape, dtype=acc)
+        weight = centered.new_ones(b.normalized_shape)
     if b.needs_dbias and bias is None:
-        bias = b.x.new_ones(b.normalized_shape, dtype=acc)
+        bias = centered.new_ones(b.normalized_shape)
     dx, dweight, dbias = _aten.native_layer_norm_backward(
         dz.contiguous(),
         centered.contiguous(),
@@ -91,7 +106,7 @@ def backward(b: BackwardArguments) -> Gradients:
         b.needs,
     )
     if dx is not None:
-        dx = (dx if b.dresidual is None else dx + b.dresidual.to(acc)).to(b.x.dtype)
+        dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
     return select(b, (dx, to(dweight, b.parameter_dtype), to(dbias, b.parameter_dtype)))
 
 

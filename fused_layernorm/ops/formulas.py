@@ -65,9 +65,11 @@ def affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def add(input: Tensor, residual: Tensor) -> Tensor:
-    """residual_out: the sum in the arithmetic's dtype, rounded to residual's."""
-    acc = acc_dtype(input.dtype, residual.dtype)
-    return (input.to(acc) + residual.to(acc)).to(residual.dtype).contiguous()
+    """residual_out: the sum in the arithmetic's dtype, rounded to residual's.
+
+    PyTorch adds half-precision tensors in float32, and rounds to the wider dtype of the two.
+    """
+    return (input + residual).to(residual.dtype).contiguous()
 
 
 def _mean(x: Tensor, normalized_ndim: int) -> Tensor:

@@ -1,0 +1,183 @@
+"""Build of csrc/autograd, once for each minor version of torch, as fused_layernorm/autograd/*.so.
+
+Each library needs the C++ headers of its own torch, and no more: neither CUDA nor Python, nor
+torch's libraries, whose names alone it is linked with. setup.py compiles the one for the torch at
+hand, and those whose headers lie in the folder that FUSED_LAYERNORM_TORCH_HEADERS names. That
+folder is filled by
+
+    python csrc/autograd/build.py build/torch-headers
+
+which downloads torch's wheel of every minor version, one at a time, and keeps its headers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = Path(__file__).resolve().parent
+# The first release of each minor version: its C++ interface is that of the others.
+RELEASES = ("2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
+CXX20_SINCE = (2, 13)
+LIBRARIES = ("torch_cpu", "c10")
+
+_spec = importlib.util.spec_from_file_location(
+    "autograd_library", ROOT / "fused_layernorm" / "ops" / "autograd_library.py"
+)
+assert _spec is not None
+assert _spec.loader is not None
+autograd_library = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(autograd_library)
+
+
+def minor_of(release: str) -> str:
+    return release.rsplit(".", 1)[0]
+
+
+def version_of(include: Path) -> str | None:
+    """The minor version that headers are of, by what they say themselves."""
+    try:
+        text = (include / "torch" / "headeronly" / "version.h").read_text()
+    except OSError:
+        return None
+    numbers = [
+        re.search(rf"#define TORCH_VERSION_{part} (\d+)", text) for part in ("MAJOR", "MINOR")
+    ]
+    return ".".join(number[1] for number in numbers if number)
+
+
+# --- The headers ----------------------------------------------------------------------------------
+
+
+def download_headers(release: str, folder: Path) -> None:
+    """The headers of a release of torch, as folder/<minor>/include, from the registry's wheel."""
+    target = folder / minor_of(release)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        # Of whatever Python: the headers are the same.
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--progress-bar", "off"]
+        command += ["--no-deps", "--only-binary=:all:", "--python-version", "3.11"]
+        command += ["--platform", f"manylinux_2_28_{platform.machine()}", "--dest", work]
+        subprocess.run([*command, f"torch=={release}"], check=True, capture_output=True, text=True)
+        (wheel,) = Path(work).glob("torch-*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                if name.startswith("torch/include/"):
+                    archive.extract(name, work)
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        (Path(work) / "torch" / "include").rename(target / "include")
+
+
+def collect_headers(folder: Path) -> None:
+    """The headers of every release; a line for each that could not be had."""
+    for release in RELEASES:
+        minor = minor_of(release)
+        if version_of(folder / minor / "include") == minor:
+            continue
+        try:
+            download_headers(release, folder)
+        except subprocess.CalledProcessError as error:
+            said = (error.stderr or "").strip().splitlines()
+            print(f"torch {release}: no headers: {said[-1] if said else error}", flush=True)
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            print(f"torch {release}: no headers: {error}", flush=True)
+        else:
+            print(f"torch {release}: headers in {folder / minor}", flush=True)
+
+
+def wanted(torch_version: str, torch_include: Path) -> tuple[dict[str, Path], list[str]]:
+    """The headers to compile with, by minor version; and in words why some are left out."""
+    found: dict[str, Path] = {}
+    notes = []
+    if sys.platform != "linux":
+        return found, [f"no autograd library: none is built on {sys.platform}"]
+    if minor := autograd_library.released_minor(torch_version):
+        found[minor] = torch_include
+    else:
+        notes.append(f"no autograd library for torch {torch_version}, which is no release")
+    if folder := os.environ.get("FUSED_LAYERNORM_TORCH_HEADERS"):
+        for minor in map(minor_of, RELEASES):
+            include = Path(folder).resolve() / minor / "include"
+            if minor in found:
+                continue
+            if version_of(include) == minor:
+                found[minor] = include
+            else:
+                notes.append(f"no autograd library for torch {minor}: no headers in {folder}")
+    return found, notes
+
+
+# --- The libraries --------------------------------------------------------------------------------
+
+
+def run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        sys.exit(f"fused_layernorm: {' '.join(command)} failed:\n{result.stdout}{result.stderr}")
+
+
+def link_stubs(folder: Path, compiler: str) -> None:
+    """Empty libraries with the names of torch's: symbols are found when a library is loaded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    empty = folder / "empty.cpp"
+    empty.write_text("")
+    for name in LIBRARIES:
+        soname = f"-Wl,-soname,lib{name}.so"
+        run([compiler, "-shared", str(empty), soname, "-o", str(folder / f"lib{name}.so")])
+
+
+def compile_library(minor: str, include: Path, cache: Path, compiler: str) -> Path:
+    """The library for a minor version, compiled unless the cache has it."""
+    standard = "c++20" if tuple(map(int, minor.split("."))) >= CXX20_SINCE else "c++17"
+    command = [compiler, f"-std={standard}", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-s"]
+    command += ["-DAT_PER_OPERATOR_HEADERS", "-D_GLIBCXX_USE_CXX11_ABI=1", "-isystem", str(include)]
+    command += ["-isystem", str(include / "torch" / "csrc" / "api" / "include")]
+    command += [str(SOURCES / "autograd.cpp"), f"-L{cache}", "-Wl,--no-as-needed"]
+    command += [f"-l{name}" for name in LIBRARIES]
+    key = hashlib.sha256("\0".join([minor, *command]).encode())
+    for source in sorted(SOURCES.glob("*.[ch]*")):
+        key.update(source.read_bytes())
+    path = cache / f"{minor}-{key.hexdigest()[:16]}.so"
+    if not path.is_file():
+        partial = path.with_suffix(".partial")
+        run([*command, "-o", str(partial)])
+        partial.rename(path)
+    return path
+
+
+def build(package: Path, headers: dict[str, Path], jobs: int) -> None:
+    """Makes package/autograd hold the libraries of these minor versions, and no others."""
+    cache = ROOT / "build" / "autograd"
+    compiler = os.environ.get("CXX") or "g++"
+    target = package / "autograd"
+    shutil.rmtree(target, ignore_errors=True)
+    if not headers:
+        return
+    link_stubs(cache, compiler)
+    with ThreadPoolExecutor(jobs) as pool:
+        made = pool.map(
+            lambda minor: compile_library(minor, headers[minor], cache, compiler), headers
+        )
+        paths = dict(zip(headers, made, strict=True))
+    target.mkdir(parents=True)
+    for minor, path in paths.items():
+        shutil.copy2(path, autograd_library.path_of(minor, target))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Collects the headers of every torch.")
+    parser.add_argument("folder", type=Path)
+    collect_headers(parser.parse_args().folder)

@@ -1,0 +1,534 @@
+"""Autograd in C++ or in Python: which of them is active, and what the operators give by name.
+
+Every other test runs on whichever is active. CI runs them all twice, with
+FUSED_LAYERNORM_PYTHON_AUTOGRAD=1 the second time.
+"""
+
+import gc
+import os
+import re
+import shutil
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import ACTIVATIONS
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import fused_layernorm
+from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm
+from fused_layernorm.ops import autograd_library
+from fused_layernorm.ops.autograd_library import choose, path_of, released_minor
+
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+PACKAGE = Path(fused_layernorm.__file__).parent
+ops = torch.ops.fused_layernorm
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "minor"),
+    [
+        ("2.11.0", "2.11"),
+        ("2.11.0+cu130", "2.11"),
+        ("2.13.1+cpu", "2.13"),
+        ("2.10", "2.10"),
+        ("2.10.0.post1", "2.10"),
+        ("2.11.0a0+git1234567", None),
+        ("2.11.0a0+5228986c39.nv25.09", None),
+        ("2.11.0rc1", None),
+        ("2.14.0.dev20261101+cu130", None),
+        ("unknown", None),
+    ],
+)
+def test_only_releases_have_a_minor_version(version, minor):
+    assert released_minor(version) == minor
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Libraries for torch 2.9, 2.10 and 2.11, of no content."""
+    for minor in ("2.9", "2.10", "2.11"):
+        path_of(minor, tmp_path).touch()
+    return tmp_path
+
+
+def test_the_library_of_the_running_torch_is_chosen(folder):
+    path, reason = choose("2.11.3+cu130", folder, {})
+    assert path == path_of("2.11", folder)
+    assert reason == "compiled for torch 2.11"
+
+
+@pytest.mark.parametrize(
+    ("version", "environment", "reason"),
+    [
+        ("2.12.0", {}, "this build has no library for torch 2.12 (2.9 2.10 2.11)"),
+        ("3.10.0", {}, "this build has no library for torch 3.10 (2.9 2.10 2.11)"),
+        (
+            "2.11.0a0+git1",
+            {},
+            "torch 2.11.0a0+git1 is no release, so its C++ interface is not known",
+        ),
+        ("2.11.0", {"FUSED_LAYERNORM_PYTHON_AUTOGRAD": "1"}, "FUSED_LAYERNORM_PYTHON_AUTOGRAD=1"),
+    ],
+)
+def test_no_library_is_chosen(folder, version, environment, reason):
+    assert choose(version, folder, environment) == (None, reason)
+
+
+def test_a_build_without_libraries(tmp_path):
+    assert choose("2.11.0", tmp_path, {}) == (
+        None,
+        "this build has no library for torch 2.11 (nor any)",
+    )
+
+
+def test_a_library_is_active_unless_disabled():
+    """An installation that lost its libraries would pass every other test, more slowly."""
+    expected, _ = choose(torch.__version__)
+    assert autograd_library.active == (expected is not None)
+    if os.environ.get(autograd_library.DISABLE) != "1" and sys.platform == "linux":
+        assert autograd_library.active == (released_minor(torch.__version__) is not None)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm_forward", "layer_norm_backward"])
+@pytest.mark.parametrize("key", ["AutogradCPU", "AutogradCUDA"])
+def test_one_of_the_two_is_registered(name, key):
+    dump = torch._C._dispatch_dump_table(f"fused_layernorm::{name}")
+    (line,) = [line for line in dump.splitlines() if line.startswith(f"{key}:")]
+    assert ("autograd.cpp" in line) == autograd_library.active, line
+    assert "not implemented" not in line
+    # A second registration of a key stays in the list, inactive.
+    registered = torch._C._dispatch_dump(f"fused_layernorm::{name}")
+    assert len(re.findall(r"^Autograd\[alias\]", registered, re.MULTILINE)) == 1
+    assert "(inactive)" not in registered
+
+
+TRAIN = """
+import sys, warnings
+warnings.simplefilter("error")
+import torch
+torch.__version__ = sys.argv[1] or torch.__version__
+import fused_layernorm
+from fused_layernorm.ops import autograd_library
+x = torch.randn(3, 5, requires_grad=True)
+y, total = fused_layernorm.add_layer_norm(x, x, torch.ones(5, requires_grad=True))
+(y * total).sum().backward()
+assert x.grad.abs().sum() > 0
+print(y.grad_fn.name(), autograd_library.active, autograd_library.reason, sep="|")
+"""
+
+
+def in_a_copy(tmp_path, version="", **environment):
+    """What TRAIN prints, with the package's copy in tmp_path, under a torch of that version."""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), **environment}
+    result = subprocess.run(
+        [sys.executable, "-c", TRAIN, version],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.stdout.strip() or result.stderr
+
+
+@pytest.fixture
+def copy(tmp_path):
+    shutil.copytree(
+        PACKAGE, tmp_path / "fused_layernorm", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    return tmp_path
+
+
+needs_library = pytest.mark.skipif(
+    choose(torch.__version__, environment={})[0] is None,
+    reason="this installation has no library for the running torch",
+)
+ENABLED = {autograd_library.DISABLE: ""}
+
+
+@needs_library
+def test_the_two_in_a_fresh_process(copy):
+    node, active, reason = in_a_copy(copy, **ENABLED).split("|")
+    assert (node, active) == ("FusedAddLayerNormBackward", "True")
+    assert reason.startswith("compiled for torch")
+    printed = in_a_copy(copy, **{autograd_library.DISABLE: "1"})
+    node, active, reason = printed.split("|")
+    assert "FusedAddLayerNormBackward" not in node
+    assert (active, reason) == ("False", f"{autograd_library.DISABLE}=1")
+
+
+@needs_library
+@pytest.mark.parametrize("version", ["2.99.0", "2.13.0a0+git1", "2.10.0.dev20250101"])
+def test_a_library_of_another_version_is_not_loaded(copy, version):
+    """Loading this one would end the process."""
+    poisoned = copy / "fused_layernorm" / "autograd"
+    for library in poisoned.glob("*.so"):
+        library.write_bytes(b"not to be read")
+    node, active, reason = in_a_copy(copy, version, **ENABLED).split("|")
+    assert "FusedAddLayerNormBackward" not in node
+    assert active == "False"
+    assert version.rsplit(".", 1)[0] in reason or version in reason
+
+
+@needs_library
+def test_a_library_that_does_not_load_is_told(copy):
+    path_of(released_minor(torch.__version__), copy / "fused_layernorm" / "autograd").write_bytes(
+        b"\x7fELF and nothing more"
+    )
+    assert "UserWarning: fused_layernorm takes Python's autograd: libfused" in in_a_copy(
+        copy, **ENABLED
+    )
+
+
+def test_the_report_says_which():
+    command = [sys.executable, "-m", "fused_layernorm"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (line,) = [line for line in printed.splitlines() if line.startswith("autograd ")]
+    language = "C++" if autograd_library.active else "Python"
+    assert line.split(maxsplit=1)[1] == f"in {language}: {autograd_library.reason}"
+
+
+# --- the operators, called by name ----------------------------------------------------------------
+
+
+def inputs(device, shape=(2, 3, 4), dtype=F64):
+    x, residual = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    weight, bias = (torch.randn(shape[-1:], device=device, dtype=dtype) for _ in range(2))
+    return x, residual, weight, bias
+
+
+def reference(x, weight=None, bias=None, eps=1e-5, *, activation=None, scale=1.0):
+    centered = x - x.mean(-1, keepdim=True)
+    z = centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt()
+    z = z if weight is None else z * weight
+    z = z if bias is None else z + bias
+    z = {
+        None: lambda z: z,
+        "gelu": lambda z: z * 0.5 * torch.erfc(-z / 2**0.5),
+        "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+        "silu": lambda z: z * torch.sigmoid(z),
+        "relu": F.relu,
+    }[activation](z)
+    return z * scale
+
+
+def operator(name, activation=None, scale=1.0):
+    """An operator as a function of (x, weight, bias) or (x, residual, weight, bias); y alone."""
+    overload = getattr(ops, name).default
+    rows = 2 if name.startswith("add") else 1
+
+    def call(*tensors):
+        out = overload(*tensors[:rows], 1, *tensors[rows:], 1e-5, activation, scale)
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+    return call
+
+
+NAMES = ["layer_norm", "layer_norm_forward", "add_layer_norm", "add_layer_norm_forward"]
+TRANSFORMS = {
+    "grad": lambda f: grad(lambda *t: f(*t).pow(3).sum(), argnums=(0, 1)),
+    "vjp": lambda f: lambda *t: vjp(f, *t)[1](torch.ones_like(t[0])),
+    "jvp": lambda f: lambda *t: jvp(f, t, tuple(x.cos() for x in t)),
+    "jacrev": lambda f: jacrev(f, argnums=(0, 1)),
+    "jacfwd": lambda f: jacfwd(f, argnums=(0, 1)),
+    "hessian": lambda f: hessian(lambda *t: f(*t).pow(3).sum(), argnums=(0, 1)),
+    "jacrev of jacrev": lambda f: jacrev(jacrev(lambda *t: f(*t).pow(3).sum(), argnums=1)),
+    "jacrev of jacfwd": lambda f: jacrev(jacfwd(lambda *t: f(*t).pow(3).sum())),
+    "grad of grad of grad": lambda f: grad(
+        lambda *t: (
+            grad(lambda *t: grad(lambda *t: f(*t).pow(3).sum())(*t).pow(2).sum())(*t).pow(2).sum()
+            * 1e-3
+        )
+    ),
+    "vmap of grad": lambda f: vmap(grad(lambda *t: f(*t).pow(3).sum(), argnums=(0, 1))),
+    "grad of vmap": lambda f: grad(lambda *t: vmap(f)(*t).pow(3).sum(), argnums=(0, 1)),
+    "vmap of hessian": lambda f: vmap(hessian(lambda *t: f(*t).pow(3).sum())),
+}
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_under_transforms(device, name, transform, activation):
+    x, residual, weight, bias = inputs(device)
+    tensors = (x, residual, weight, bias) if name.startswith("add") else (x, weight, bias)
+    if "vmap" in transform:
+        tensors = tuple(t if t.dim() == 3 else torch.stack([t, -t]) for t in tensors)
+
+    def composite(*t):
+        return reference(t[0] + t[1] if len(t) == 4 else t[0], *t[-2:], activation=activation)
+
+    function = TRANSFORMS[transform]
+    torch.testing.assert_close(
+        function(operator(name, activation))(*tensors), function(composite)(*tensors)
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("absent", ["", "weight", "bias", "weight and bias"])
+def test_gradients_of_the_backward_operator(device, absent, activation):
+    """layer_norm_backward has derivatives of its own, forward mode among them."""
+    x, dresidual, weight, bias = inputs(device, shape=(2, 2, 4))
+    weight = None if "weight" in absent else weight
+    bias = None if "bias" in absent else bias
+    tensors = [torch.randn_like(x), x, dresidual, weight, bias]
+    present = [i for i, t in enumerate(tensors) if t is not None]
+
+    def backward(*leaves):
+        full = [None] * 5
+        for i, leaf in zip(present, leaves, strict=True):
+            full[i] = leaf
+        dy, x, dresidual, weight, bias = full
+        # The statistics are functions of x: those given are only its values.
+        centered = (x - x.mean(-1, keepdim=True)).detach()
+        found = (centered.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return ops.layer_norm_backward(
+            dy, x, 1, x.detach().mean(-1, keepdim=True), found, weight, bias, dresidual,
+            activation, 0.5, True, weight is not None, bias is not None,
+        )  # fmt: skip
+
+    leaves = [tensors[i].requires_grad_() for i in present]
+    assert torch.autograd.gradcheck(
+        lambda *t: [out for out in backward(*t) if out.numel()], leaves, check_forward_ad=True
+    )
+    assert torch.autograd.gradgradcheck(
+        lambda *t: [out for out in backward(*t) if out.numel()], leaves, fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("only", range(3))
+def test_one_gradient_of_the_backward_operator(device, only):
+    needs = [i == only for i in range(3)]
+    x, dy, weight, _ = (t.requires_grad_() for t in inputs(device))
+    _, mean, rstd = ops.layer_norm_forward(x.detach(), 1, weight.detach(), None, 1e-5)
+    found = ops.layer_norm_backward(dy, x, 1, mean, rstd, weight, None, None, "silu", 1.0, *needs)
+    assert [out.requires_grad for out in found] == needs
+    assert [out.numel() > 0 for out in found] == needs
+    (out,) = [out for out, needed in zip(found, needs, strict=True) if needed]
+    gradients = torch.autograd.grad(out.pow(2).sum(), (dy, x, weight), allow_unused=True)
+    assert gradients[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dual_numbers_outside_transforms(device, name):
+    x, residual, weight, bias = inputs(device)
+    tensors = (x, residual, weight, bias) if name.startswith("add") else (x, weight, bias)
+    for i, tangent in enumerate(torch.randn_like(t) for t in tensors):
+        with forward_ad.dual_level():
+            duals = [*tensors]
+            duals[i] = forward_ad.make_dual(tensors[i], tangent)
+            ours = forward_ad.unpack_dual(operator(name, "silu", 2.0)(*duals)).tangent
+            total = duals[0] + duals[1] if len(duals) == 4 else duals[0]
+            stock = reference(total, *duals[-2:], activation="silu", scale=2.0)
+            torch.testing.assert_close(ours, forward_ad.unpack_dual(stock).tangent)
+
+
+def test_forward_mode_over_a_graph_made_before(device):
+    """The forward pass knows no tangents, its backward pass does."""
+    x, _, weight, bias = (t.requires_grad_() for t in inputs(device))
+    dy, tangent = torch.randn_like(x), torch.randn_like(x)
+    results = []
+    for function in (operator("layer_norm", "gelu"), lambda *t: reference(*t, activation="gelu")):
+        y = function(x, weight, bias)
+        with forward_ad.dual_level():
+            found = torch.autograd.grad(
+                y, (x, weight, bias), forward_ad.make_dual(dy, tangent), create_graph=True
+            )
+            results.append([forward_ad.unpack_dual(g).tangent for g in found])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("half_parameters", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_dtypes(device, name, half_parameters):
+    x, residual, weight, bias = inputs(device, dtype=F32)
+    x = x.to(BF16).requires_grad_()
+    residual.requires_grad_()
+    weight, bias = (t.to(BF16 if half_parameters else F32).requires_grad_() for t in (weight, bias))
+    leaves = (x, residual, weight, bias) if name.startswith("add") else (x, weight, bias)
+    y = operator(name, "relu")(*leaves)
+    assert y.dtype == BF16
+    for gradient, leaf in zip(torch.autograd.grad(y.sum(), leaves), leaves, strict=True):
+        assert gradient.dtype == leaf.dtype
+
+
+def test_only_what_is_needed_is_computed(device):
+    """Of frozen parameters, and of those that torch.autograd.grad is not asked for."""
+    x, _, weight, bias = (t.requires_grad_() for t in inputs(device, dtype=F32))
+    seen = []
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is ops.layer_norm_backward.default:
+                seen.append(args[-3:])
+            return func(*args, **(kwargs or {}))
+
+    y = operator("layer_norm")(x, weight, bias)
+    with Record():
+        torch.autograd.grad(y.sum(), weight, retain_graph=True)
+        torch.autograd.grad(y.sum(), (x, bias))
+        operator("layer_norm")(x, weight.detach(), bias.detach()).sum().backward()
+    if not autograd_library.active:  # Python is not told what torch.autograd.grad was asked for
+        assert seen == [(True, True, True), (True, True, True), (True, False, False)]
+        return
+    assert seen == [(False, True, False), (True, False, True), (True, False, False)]
+
+
+def test_in_place_changes_are_noticed(device):
+    x, residual, weight, _ = (t.requires_grad_() for t in inputs(device))
+    y = operator("layer_norm")(x * 1, weight, None)
+    changed = x * 1
+    z = operator("layer_norm")(changed, weight, None)
+    changed.add_(1)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+    y, total = ops.add_layer_norm(x, residual, 1, weight, None, 1e-5)
+    total.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_no_cycle_keeps_the_node_alive(device):
+    """residual_out is an output of the node that saves it."""
+    x, residual, weight, bias = (t.requires_grad_() for t in inputs(device))
+
+    class Hook:
+        def __call__(self, *args):
+            pass
+
+    y, total = ops.add_layer_norm(x, residual, 1, weight, bias, 1e-5)
+    hook = Hook()
+    y.grad_fn.register_hook(hook)
+    alive = weakref.ref(hook)
+    del hook
+    assert alive() is not None
+    gc.disable()
+    try:
+        del y, total
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_a_long_chain_is_destroyed(device):
+    """Node by node: a recursion of this depth would overflow the stack."""
+    y = torch.ones(1, 2, device=device, requires_grad=True)
+    for _ in range(100_000 if autograd_library.active else 1000):
+        y = ops.layer_norm(y, 1, None, None, 1e-5)
+    del y
+
+
+def modules(device):
+    torch.manual_seed(0)
+    norm, add = FusedLayerNorm(8, activation="gelu"), FusedAddLayerNorm(8)
+    linear = torch.nn.Linear(8, 8)
+    return torch.nn.ModuleDict({"norm": norm, "add": add, "linear": linear}).to(device)
+
+
+def loss_of(model, x):
+    y, total = model["add"](model["linear"](model["norm"](x)), x)
+    return (y * total).pow(2).mean()
+
+
+@pytest.mark.parametrize("compiled_forward", [False, True])
+def test_compiled_autograd(device, compiled_forward):
+    """Twice, so that the second backward comes from the cache, and with another batch."""
+    model, stock = modules(device), modules(device)
+    forward = torch.compile(loss_of, backend="aot_eager") if compiled_forward else loss_of
+
+    for batch in (4, 4, 6):
+        x = torch.randn(batch, 8, device=device)
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        model.zero_grad()
+        stock.zero_grad()
+        loss = forward(model, ours)
+        with torch._dynamo.compiled_autograd._enable(
+            torch.compile(backend="aot_eager", dynamic=batch == 6)
+        ):
+            loss.backward()
+        loss_of(stock, theirs).backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        for one, other in zip(model.parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_compiled_autograd_with_hooks_on_saved_tensors(device):
+    model = modules(device)
+    x = torch.randn(4, 8, device=device, requires_grad=True)
+    loss_of(model, x).backward()
+    expected = x.grad.clone()
+    x.grad = None
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
+        loss = loss_of(model, x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss.backward()
+    torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize("name", [*NAMES, "layer_norm_backward"])
+def test_opcheck(device, name, activation):
+    x, residual, weight, bias = (t.requires_grad_() for t in inputs(device, dtype=F32))
+    rows = (x, residual) if name.startswith("add") else (x,)
+    args = (*rows, 1, weight, bias, 1e-5, activation, 2.0)
+    if name == "layer_norm_backward":
+        _, mean, rstd = ops.layer_norm_forward(*args[:5])
+        args = (residual, x, 1, mean.detach(), rstd.detach(), weight, bias, None, activation, 2.0)
+        args = (*args, True, True, True)
+    torch.library.opcheck(getattr(ops, name).default, args)
+
+
+def test_per_sample_gradients_through_modules(device):
+    model = modules(device).double()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    class Loss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return loss_of(self.model, x)
+
+    def loss(parameters, x):
+        named = {f"model.{name}": p for name, p in parameters.items()}
+        return functional_call(Loss(), named, (x[None],))
+
+    x = torch.randn(5, 8, device=device, dtype=F64)
+    found = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    for i in range(5):
+        model.zero_grad()
+        loss_of(model, x[i : i + 1]).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name][i], p.grad)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_of_operators(device, name):
+    """Called by name, as an exported program calls them."""
+    x, residual, weight, bias = inputs(device, dtype=F32)
+    rows = (x.to(BF16), residual) if name.startswith("add") else (x.to(BF16),)
+    overload = getattr(ops, name).default
+
+    def y_of(*args):
+        out = overload(*args)
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+    with torch.autocast(device, BF16):
+        y = y_of(*rows, 1, weight.half(), bias, 1e-5)
+        assert y_of(*rows, 1, weight.half(), bias, 1e-5, None, 1.0, BF16).dtype == BF16
+    expected = y_of(*rows, 1, weight.half().float(), bias, 1e-5, None, 1.0, y.dtype)
+    assert y.dtype == (BF16 if device == "cpu" else F32)
+    assert torch.equal(y, expected)
+    with torch.autocast(device, enabled=False), pytest.raises(RuntimeError, match="weight"):
+        y_of(*rows, 1, weight.half(), bias, 1e-5)
