@@ -95,7 +95,7 @@ def report(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if not facts["devices"]:
         lines.append(("devices", "torch sees no CUDA device"))
 
-    if problem := torch.ops.fused_layernorm._driver_problem():
+    if problem := facts["driver_problem"]:
         kernels = f"in, but not used: {problem}"
     elif not archs:
         kernels = "not in this build; CUDA tensors take PyTorch's own operators, slower"
