@@ -57,32 +57,28 @@ def _float32_without_bias(x, weight, eps):
     return (weight.float() * y).to(x.dtype)
 
 
-def _in_promoted_dtype(x, weight, bias, eps, normalized_shape, statistics_in_float32):
+def _in_promoted_dtype(x, weight, bias, eps, normalized_shape, autocast_widens):
     """A layer norm of elementwise operators: the result in the dtype of x * weight + bias.
 
-    Where the library converts x to float32 first, statistics_in_float32, it does so with float64
-    too. Where it does not, autocast makes rsqrt and pow, and with them the result, float32 on
-    every device but the CPU.
+    Autocast makes rsqrt and pow float32 on every device but the CPU. That widens the result too,
+    unless the library rounds to x's dtype before it multiplies by weight.
     """
     dtype = x.dtype
     for parameter in (weight, bias):
         dtype = torch.promote_types(dtype, parameter.dtype)
-    if statistics_in_float32:
-        if x.dtype == torch.float64:
-            x = x.float()
-    elif x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
+    if autocast_widens and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.promote_types(dtype, torch.float32)
     x, weight, bias = _matched(x, weight, bias)
     return layer_norm(x, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=dtype)
 
 
-def _channels_first_by_hand(x, weight, bias, eps, normalized_shape, statistics_in_float32):
+def _channels_first_by_hand(x, weight, bias, eps, normalized_shape, autocast_widens):
     """_in_promoted_dtype over the channels of N, C, H, W; its result has the memory format of x.
 
     Elementwise operators keep the memory format, and what follows in a model may count on it.
     """
     y = _in_promoted_dtype(
-        x.permute(0, 2, 3, 1), weight, bias, eps, normalized_shape, statistics_in_float32
+        x.permute(0, 2, 3, 1), weight, bias, eps, normalized_shape, autocast_widens
     ).permute(0, 3, 1, 2)
     if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
         return y
@@ -178,7 +174,7 @@ def float32_without_bias(self, hidden_states: Tensor) -> Tensor:
 def by_hand(self, hidden_states: Tensor) -> Tensor:
     weight = self.weight
     return _in_promoted_dtype(
-        hidden_states, weight, self.bias, self.variance_epsilon, weight.shape, True
+        hidden_states, weight, self.bias, self.variance_epsilon, weight.shape, False
     )
 
 
@@ -235,9 +231,7 @@ def timm_exp2d(self, x: Tensor) -> Tensor:
 
 
 def channels_first_by_hand(self, x: Tensor) -> Tensor:
-    return _channels_first_by_hand(
-        x, self.weight, self.bias, self.eps, self.normalized_shape, False
-    )
+    return _channels_first_by_hand(x, self.weight, self.bias, self.eps, self.normalized_shape, True)
 
 
 def data_format(self, features: Tensor) -> Tensor:
@@ -250,6 +244,6 @@ def data_format_by_hand(self, x: Tensor) -> Tensor:
     """transformers before 5.0."""
     if self.data_format == "channels_first":
         return _channels_first_by_hand(
-            x, self.weight, self.bias, self.eps, self.normalized_shape, True
+            x, self.weight, self.bias, self.eps, self.normalized_shape, False
         )
     return last_dims(self, x)

@@ -162,7 +162,8 @@ def tolerance(dtype):
     if dtype in HALF:
         unit = torch.finfo(dtype).eps
         return {"rtol": 4 * unit, "atol": 8 * unit}
-    return {"rtol": 1e-4, "atol": 1e-5}
+    # Some classes take float64 through float32; the fused results may be the better ones there too.
+    return {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-5, "atol": 2e-6}
 
 
 def compare(norm, x):
