@@ -240,9 +240,9 @@ def test_out_of_memory_of_a_replaced_kernel_keeps_its_type(monkeypatch):
     with _override("CPU"):
         kernels = [OutOfMemoryKernel(), OutOfMemoryKernel()]
         monkeypatch.setitem(fused_layernorm.override._replaced, "CPU", kernels)
-        with pytest.raises(torch.OutOfMemoryError, match="^no memory$"):
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
             F.layer_norm(x, (8,), weight)
-        with pytest.raises(torch.OutOfMemoryError, match="^no memory$"):
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
             y.sum().backward()
 
 

@@ -98,6 +98,7 @@ STABLE_TORCH_LIBRARY_IMPL(fused_layernorm, CompositeExplicitAutograd, m) {
 
 // The module holds nothing: importing it loads the library and registers the operators.
 extern "C" PyObject* PyInit__C() {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
+  static PyModuleDef definition = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&definition);
 }
