@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 EXPECTED = [
     "setup.py",
     "csrc/bindings/schemas.cpp",
-    "csrc/bindings/ops_cuda.cpp",
+    "csrc/bindings/cuda/forward.cpp",
     "csrc/bindings/exports.map",
     "csrc/layernorm_kernel.cu",
     "fused_layernorm/py.typed",

@@ -29,6 +29,9 @@ class FusedLayerNorm(nn.LayerNorm):
         out_dtype: the result's dtype; by default what nn.LayerNorm gives.
     """
 
+    # What torch.jit.script takes as it stands.
+    __constants__ = [*nn.LayerNorm.__constants__, "activation", "scale", "out_dtype"]  # noqa: RUF012
+
     # Defaults for an nn.LayerNorm that swap_layer_norm has made a FusedLayerNorm.
     activation: str | None = None
     scale: float = 1.0
@@ -54,6 +57,17 @@ class FusedLayerNorm(nn.LayerNorm):
         self.out_dtype = out_dtype
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]  # no keyword-only defaults there
+            return torch.ops.fused_layernorm.layer_norm(
+                input,
+                len(self.normalized_shape),
+                self.weight,
+                self.bias,
+                self.eps,
+                self.activation,
+                self.scale,
+                self.out_dtype,
+            )
         return layer_norm(
             input,
             self.weight,
@@ -84,6 +98,18 @@ class FusedAddLayerNorm(FusedLayerNorm):
     """
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return torch.ops.fused_layernorm.add_layer_norm(
+                input,
+                residual,
+                len(self.normalized_shape),
+                self.weight,
+                self.bias,
+                self.eps,
+                self.activation,
+                self.scale,
+                self.out_dtype,
+            )
         return add_layer_norm(
             input,
             residual,

@@ -16,6 +16,8 @@ from fused_layernorm import (
     swap_layer_norm,
 )
 
+F64 = torch.float64
+
 ARGUMENTS = [
     ((8,), {}),
     (((4, 8),), {"eps": 1e-3}),
@@ -85,6 +87,44 @@ def test_symbolic_trace(activation):
     x = torch.randn(3, 4, 8)
     for found, expected in zip(traced(x), model(x), strict=True):
         assert torch.equal(found, expected)
+
+
+SCRIPTED = {
+    "plain": lambda: FusedLayerNorm(8),
+    "no parameters": lambda: FusedLayerNorm((4, 8), elementwise_affine=False),
+    "everything": lambda: FusedLayerNorm(8, 1e-3, activation="gelu", scale=0.5, out_dtype=F64),
+    "residual": lambda: FusedAddLayerNorm((4, 8), bias=False, activation="silu"),
+    "swapped": lambda: swap_layer_norm(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", SCRIPTED)
+@pytest.mark.parametrize("how", [torch.jit.script, "trace"], ids=["script", "trace"])
+def test_torch_script(device, name, how):
+    """Both ways, with gradients, saved and loaded."""
+    model = SCRIPTED[name]().to(device)
+    count = 2 if name == "residual" else 1
+
+    def inputs(rows):
+        return tuple(
+            torch.randn(rows, 4, 8, device=device, requires_grad=True) for _ in range(count)
+        )
+
+    script = torch.jit.trace(model, inputs(3)) if how == "trace" else how(model)
+    buffer = io.BytesIO()
+    torch.jit.save(script, buffer)
+    buffer.seek(0)
+    x = inputs(5)
+    expected = model(*x)
+    for scripted in (script, torch.jit.load(buffer)):
+        found = scripted(*x)
+        torch.testing.assert_close(found, expected)
+        y, z = (out if count == 1 else out[0] for out in (found, expected))
+        one, other = (
+            torch.autograd.grad(out.square().sum(), x, retain_graph=True) for out in (y, z)
+        )
+        torch.testing.assert_close(one, other)
 
 
 def test_options_are_shown_where_they_are_set():

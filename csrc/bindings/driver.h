@@ -15,7 +15,7 @@ namespace fused_layernorm {
 std::string driver_problem();
 
 #ifdef FUSED_LAYERNORM_CUDA
-// Registers the operators' CUDA kernels (ops_cuda.cpp).
+// Registers the operators' CUDA kernels (bindings/cuda/registration.cpp).
 void register_cuda_kernels(torch::stable::detail::StableLibrary& library);
 #endif
 

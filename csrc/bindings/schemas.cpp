@@ -2,7 +2,7 @@
 //
 // The operators take a normalized shape as the number of trailing dimensions (`normalized_ndim`):
 // the sizes themselves are the input's, so a symbolic shape stays symbolic. Their implementations
-// stand in ops_cuda.cpp (CUDA) and in fused_layernorm/ops (the composite for every other
+// stand in bindings/cuda (CUDA) and in fused_layernorm/ops (the composite for every other
 // device, the fake implementations and the autograd formulas).
 
 #include <torch/csrc/stable/library.h>

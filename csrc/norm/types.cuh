@@ -36,8 +36,8 @@ constexpr bool kIsFloat64 = std::is_same_v<typename T::X, double>;
 template <typename T>
 constexpr bool kIsCommon = std::is_same_v<typename T::X, typename T::Y> && !kIsFloat64<T>;
 
-// The combinations that have kernels. The caller converts the others to one of them (a weight to
-// float32, an output from float32), which gives the same result to the bit.
+// The combinations that have kernels. bindings/cuda converts the others to one of them (a weight
+// to float32, an output from float32), which gives the same result to the bit.
 template <typename Launch>
 cudaError_t dispatch_types(const DataTypes& types, const Launch& launch) {
   using F = float;
