@@ -9,6 +9,10 @@ from torch import Tensor, nn
 
 from .functional import add_layer_norm, layer_norm
 from .ops.arguments import check_options, name_of
+from .ops.load import operators
+
+# TorchScript compiles no function with keyword-only defaults: there the modules name the operators.
+_is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 # One call in the graph of torch.fx.symbolic_trace, which cannot follow a function that looks at its
 # arguments.
@@ -57,8 +61,8 @@ class FusedLayerNorm(nn.LayerNorm):
         self.out_dtype = out_dtype
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]  # no keyword-only defaults there
-            return torch.ops.fused_layernorm.layer_norm(
+        if _is_scripting():
+            return operators.layer_norm(
                 input,
                 len(self.normalized_shape),
                 self.weight,
@@ -98,8 +102,8 @@ class FusedAddLayerNorm(FusedLayerNorm):
     """
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]
-            return torch.ops.fused_layernorm.add_layer_norm(
+        if _is_scripting():
+            return operators.add_layer_norm(
                 input,
                 residual,
                 len(self.normalized_shape),

@@ -87,7 +87,7 @@ def override_aten() -> AtenOverride:
     this package or of PyTorch, and under a driver too old for the kernels, it warns and changes
     nothing.
     """
-    reason = torch.ops.fused_layernorm._driver_problem()
+    reason = load.operators._driver_problem()
     if not reason and (lacking := _lacking_cuda()):
         reason = f"this build of {lacking} has no CUDA kernels"
     if reason:

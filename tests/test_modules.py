@@ -12,6 +12,7 @@ from fused_layernorm import (
     FusedAddLayerNorm,
     FusedLayerNorm,
     add_layer_norm,
+    functional,
     layer_norm,
     swap_layer_norm,
 )
@@ -190,6 +191,60 @@ def test_copies(device, how):
     assert other.weight is not norm.weight
     x = torch.randn(3, 8, device=device)
     assert torch.equal(other(x), norm(x))
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """The names of this package's operators that run."""
+    names = []
+    for name in ("_layer_norm", "_add_layer_norm"):
+        operator = getattr(functional, name)
+
+        def record(*args, name=name, operator=operator):
+            names.append(name.removeprefix("_"))
+            return operator(*args)
+
+        monkeypatch.setattr(functional, name, record)
+    return names
+
+
+PLAIN = {
+    "module": lambda x, w, b: FusedLayerNorm(8)(x),
+    "weight's shape": layer_norm,
+    "no bias": lambda x, w, b: layer_norm(x, w),
+    "bias alone": lambda x, w, b: layer_norm(x, None, b),
+    "int": lambda x, w, b: layer_norm(x, normalized_shape=8),
+    "list": lambda x, w, b: layer_norm(x, normalized_shape=[8]),
+    "scale": lambda x, w, b: layer_norm(x, w, scale=1),
+}
+FUSED = {
+    "activation": lambda x, w, b: layer_norm(x, w, b, activation="relu"),
+    "scale": lambda x, w, b: layer_norm(x, w, b, scale=2),
+    "out_dtype": lambda x, w, b: layer_norm(x, w, b, out_dtype=F64),
+    "residual": lambda x, w, b: add_layer_norm(x, x, w, b),
+    "mixed dtypes": lambda x, w, b: layer_norm(x.bfloat16(), w, b),
+    "subclass": lambda x, w, b: layer_norm(nn.Parameter(x), w, b),
+    "transform": lambda x, w, b: torch.func.grad(lambda x: layer_norm(x, w).sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_calls_on_the_cpu_are_pytorchs(operators, monkeypatch, name):
+    monkeypatch.setattr(functional, "_cpu_operators", False)
+    x, w, b = torch.randn(3, 8, requires_grad=True), torch.randn(8), torch.randn(8)
+    y = PLAIN[name](x, w, b)
+    assert operators == []
+    assert type(y.grad_fn).__name__ == "NativeLayerNormBackward0"
+    monkeypatch.setattr(functional, "_cpu_operators", True)
+    torch.testing.assert_close(PLAIN[name](x, w, b), y)
+    assert operators == ["layer_norm"]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_other_calls_on_the_cpu_are_the_operators(operators, monkeypatch, name):
+    monkeypatch.setattr(functional, "_cpu_operators", False)
+    FUSED[name](torch.randn(3, 8), torch.randn(8), torch.randn(8))
+    assert operators == ["add_layer_norm" if name == "residual" else "layer_norm"]
 
 
 @pytest.mark.parametrize("move", [nn.Module.half, nn.Module.bfloat16, nn.Module.double])

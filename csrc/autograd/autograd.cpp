@@ -34,6 +34,8 @@
 #include "formulas.h"
 #include "node.h"
 
+#include "../bindings/namespace.h"
+
 namespace fused_layernorm {
 namespace {
 
@@ -198,7 +200,7 @@ variable_list call_layer_norm_backward(const Tensor& dy, const Tensor& x, int64_
                                        const Tensor& bias, const Tensor& dresidual,
                                        const IValue& activation, double scale, bool needs_dx,
                                        bool needs_dweight, bool needs_dbias) {
-  static const OperatorHandle op = find_operator("fused_layernorm::layer_norm_backward");
+  static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("layer_norm_backward"));
   Stack stack;
   stack.reserve(kBackwardArguments);
   torch::jit::push(stack, dy, x, normalized_ndim, mean, rstd, value_of(weight), value_of(bias),
@@ -320,8 +322,8 @@ void layer_norm(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   }
 
   static const OperatorHandle with_statistics =
-      find_operator(kHasResidual ? "fused_layernorm::add_layer_norm_forward"
-                                 : "fused_layernorm::layer_norm_forward");
+      find_operator(kHasResidual ? FUSED_LAYERNORM_OPERATOR("add_layer_norm_forward")
+                                 : FUSED_LAYERNORM_OPERATOR("layer_norm_forward"));
   const Tensor input = first->toTensor();
   const Tensor residual = kHasResidual ? arguments[kInput].toTensor() : Tensor();
   const Tensor weight = tensor_of(arguments[kForwardWeight]);
@@ -413,7 +415,7 @@ torch::CppFunction boxed() {
   return torch::CppFunction::makeFromBoxedFunction<kernel>();
 }
 
-TORCH_LIBRARY_IMPL(fused_layernorm, Autograd, m) {
+TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Autograd, m) {
   m.impl("layer_norm", boxed<&layer_norm<false, false>>());
   m.impl("layer_norm_forward", boxed<&layer_norm<false, true>>());
   m.impl("add_layer_norm", boxed<&layer_norm<true, false>>());
@@ -425,8 +427,9 @@ TORCH_LIBRARY_IMPL(fused_layernorm, Autograd, m) {
 std::vector<torch::Library> register_autocast() {
   std::vector<torch::Library> libraries;
   for (const DispatchKey key : c10::autocast_dispatch_keyset) {
-    auto& m =
-        libraries.emplace_back(torch::Library::IMPL, "fused_layernorm", key, __FILE__, __LINE__);
+    auto& m = libraries.emplace_back(torch::Library::IMPL,
+                                     FUSED_LAYERNORM_AS_STRING(FUSED_LAYERNORM_NAMESPACE), key,
+                                     __FILE__, __LINE__);
     m.impl("layer_norm", boxed<&autocast<false>>());
     m.impl("layer_norm_forward", boxed<&autocast<false>>());
     m.impl("add_layer_norm", boxed<&autocast<true>>());

@@ -145,10 +145,12 @@ def compile_library(minor: str, include: Path, cache: Path, compiler: str) -> Pa
     command = [compiler, f"-std={standard}", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-s"]
     command += ["-DAT_PER_OPERATOR_HEADERS", "-D_GLIBCXX_USE_CXX11_ABI=1", "-isystem", str(include)]
     command += ["-isystem", str(include / "torch" / "csrc" / "api" / "include")]
+    if namespace := os.environ.get("FUSED_LAYERNORM_NAMESPACE"):
+        command.append(f"-DFUSED_LAYERNORM_NAMESPACE={namespace}")
     command += [str(SOURCES / "autograd.cpp"), f"-L{cache}", "-Wl,--no-as-needed"]
     command += [f"-l{name}" for name in LIBRARIES]
     key = hashlib.sha256("\0".join([minor, *command]).encode())
-    for source in sorted(SOURCES.glob("*.[ch]*")):
+    for source in [*sorted(SOURCES.glob("*.[ch]*")), ROOT / "csrc" / "bindings" / "namespace.h"]:
         key.update(source.read_bytes())
     path = cache / f"{minor}-{key.hexdigest()[:16]}.so"
     if not path.is_file():

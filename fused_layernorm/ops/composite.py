@@ -25,13 +25,11 @@ def _warn_of_cuda(x: Tensor) -> None:
     global _warned
     if x.is_cuda and not _warned:
         _warned = True
-        reason = torch.ops.fused_layernorm._driver_problem() or (
+        reason = load.operators._driver_problem() or (
             "this build of fused_layernorm has no CUDA kernels: CUDA tensors take PyTorch's own "
             "operators, which are slower"
         )
-        warnings.warn(
-            f"{reason} (python -m fused_layernorm says what is installed)", stacklevel=2
-        )
+        warnings.warn(f"{reason} (python -m fused_layernorm says what is installed)", stacklevel=2)
 
 
 def forward(a: Arguments) -> Results:
