@@ -49,7 +49,7 @@ NAMED_ARCHS = {
 }
 TORCH_TARGET_VERSION = "0x020a000000000000"  # torch 2.10: the oldest that the binary loads under
 COMPRESS_MODE_SINCE = (12, 8)
-CUDA_BINDINGS = "csrc/bindings/ops_cuda.cpp"  # left out of a build without CUDA kernels
+CUDA_BINDINGS = "csrc/bindings/cuda/*.cpp"  # left out of a build without CUDA kernels
 
 
 def run(*command: str) -> str:
@@ -137,7 +137,7 @@ def make_extension() -> tuple[Extension, str]:
         # alone, which therefore stays a needed library although no symbol of it is used directly.
         link_args += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
         link_args += ["-Wl,--version-script=csrc/bindings/exports.map", "-s"]
-    sources = sorted(set(glob("csrc/bindings/*.cpp") + glob("csrc/plan/*.cpp")) - {CUDA_BINDINGS})
+    sources = sorted(glob("csrc/bindings/*.cpp") + glob("csrc/plan/*.cpp"))
 
     cpu_only = os.environ.get("FUSED_LAYERNORM_CPU_ONLY") == "1"
     cuda_home = None if cpu_only else find_cuda_home()
@@ -157,7 +157,7 @@ def make_extension() -> tuple[Extension, str]:
         torch.version.cuda = version_string
         make = cpp_extension.CUDAExtension
         cuda_sources = sorted(glob("csrc/**/*.cu", recursive=True))
-        sources += [CUDA_BINDINGS, *cuda_sources]
+        sources += sorted(glob(CUDA_BINDINGS)) + cuda_sources
         define_macros.append(("FUSED_LAYERNORM_CUDA", "1"))
         cxx_flags += [
             f'-DFUSED_LAYERNORM_CUDA_VERSION="{version_string}"',

@@ -12,9 +12,10 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # One file of each kind that the sdist is made for: to build, to test, to read.
-EXPECTED = ["setup.py", "csrc/bindings/schemas.cpp", "csrc/bindings/ops_cuda.cpp", "csrc/layernorm_kernel.cu", "LICENSE",
-            "csrc/bindings/exports.map", "fused_layernorm/py.typed", "README.md", "CHANGELOG.md", "Makefile",
-            "tests/conftest.py"]  # fmt: skip
+EXPECTED = ["setup.py", "csrc/bindings/schemas.cpp", "csrc/bindings/cuda/forward.cpp",
+            "csrc/layernorm_kernel.cu", "LICENSE", "csrc/bindings/exports.map",
+            "fused_layernorm/py.typed", "fused_layernorm/ops/load.py", "README.md", "CHANGELOG.md",
+            "Makefile", "tests/conftest.py"]  # fmt: skip
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ struct Types {
 };
 
 // The combinations that have kernels. Whoever launches converts the rest to one of them
-// (ops_cuda.cpp: a weight to float32, an output from float32): the result is the same to the bit.
+// (bindings/cuda: a weight to float32, an output from float32): the result is the same to the bit.
 template <typename Launch>
 cudaError_t dispatch_types(const DataTypes& types, const Launch& launch) {
   using F = float;

@@ -1,5 +1,5 @@
 // The contract between host code and kernels: what a launch is given, and who launches.
-// Kernels know rows and columns, not tensors; tensors stop in ops_cuda.cpp.
+// Kernels know rows and columns, not tensors; tensors stop in bindings/cuda.
 #pragma once
 
 #include <cuda_runtime_api.h>

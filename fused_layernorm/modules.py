@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from .functional import add_layer_norm, layer_norm
 from .ops.arguments import check_options, name_of
 
+# TorchScript compiles no function with keyword-only defaults: there the modules name the operators.
+_is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
+
 # One call in the graph of torch.fx.symbolic_trace, which cannot follow a function that looks at its
 # arguments.
 torch.fx.wrap("layer_norm")
@@ -28,6 +31,9 @@ class FusedLayerNorm(nn.LayerNorm):
         scale: a finite number that multiplies the result.
         out_dtype: the result's dtype; by default what nn.LayerNorm gives.
     """
+
+    # What torch.jit.script takes as it stands.
+    __constants__ = [*nn.LayerNorm.__constants__, "activation", "scale", "out_dtype"]  # noqa: RUF012
 
     # Defaults for an nn.LayerNorm that swap_layer_norm has made a FusedLayerNorm.
     activation: str | None = None
@@ -54,6 +60,17 @@ class FusedLayerNorm(nn.LayerNorm):
         self.out_dtype = out_dtype
 
     def forward(self, input: Tensor) -> Tensor:
+        if _is_scripting():
+            return torch.ops.fused_layernorm.layer_norm(
+                input,
+                len(self.normalized_shape),
+                self.weight,
+                self.bias,
+                self.eps,
+                self.activation,
+                self.scale,
+                self.out_dtype,
+            )
         return layer_norm(
             input,
             self.weight,
@@ -84,6 +101,18 @@ class FusedAddLayerNorm(FusedLayerNorm):
     """
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        if _is_scripting():
+            return torch.ops.fused_layernorm.add_layer_norm(
+                input,
+                residual,
+                len(self.normalized_shape),
+                self.weight,
+                self.bias,
+                self.eps,
+                self.activation,
+                self.scale,
+                self.out_dtype,
+            )
         return add_layer_norm(
             input,
             residual,

@@ -4,6 +4,7 @@ csrc/bindings/override.cpp has the kernels and the way they are switched; here a
 count of overrides in force, and the way back to the kernels that were replaced.
 """
 
+import re
 import sys
 import threading
 import warnings
@@ -21,10 +22,14 @@ __all__ = ["AtenOverride", "override_aten"]
 _OPERATORS = ("native_layer_norm", "native_layer_norm_backward")
 _PAUSE_US = 200  # twice: what other threads get to come out of PyTorch before its table is written
 
+# Under a later torch, whose C++ exceptions may look otherwise, every error is a RuntimeError.
+_TYPES_ARE_KEPT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) <= (2, 15)
+
 _lock = threading.RLock()
 _in_force: dict[str, int] = {}  # overrides in force, by dispatch key
 _replaced: dict[str, list[Any]] = {}  # the kernels replaced
 _libraries: dict[str, Library] = {}  # the operators that call them
+_raised: set[type[Exception]] = set()  # by those: C++ holds no reference
 _retired: deque[Any] = deque(maxlen=256)  # kernels taken out, in case calls are still inside them
 
 
@@ -130,10 +135,12 @@ def _register_replaced(key: str) -> Library:
     def call(kernel: Any, *args: Any) -> tuple[Any, ...]:
         none = torch.empty(0, dtype=torch.uint8)
         try:
-            return (*kernel.call_boxed(keyset, *args), none)
+            return (*kernel.call_boxed(keyset, *args), none, none.clone())
         except Exception as error:
             text = bytearray(str(error) or type(error).__name__, "utf-8")
-            return none, none, none, torch.frombuffer(text, dtype=torch.uint8)
+            _raised.add(type(error))
+            address = torch.tensor([id(type(error))] if _TYPES_ARE_KEPT else [], dtype=torch.int64)
+            return none, none, none, torch.frombuffer(text, dtype=torch.uint8), address
 
     def forward(*args: Any) -> tuple[Any, ...]:
         return call(_replaced[key][0], *args)

@@ -134,6 +134,33 @@ def test_third_order(device):
         torch.testing.assert_close(ours, stock)
 
 
+def third_order(function, x, weight):
+    y = function(x, weight).pow(3).sum()
+    for _ in range(2):
+        gx, gw = torch.autograd.grad(y, (x, weight), create_graph=True)
+        y = (gx.pow(2).sum() + gw.pow(3).sum()) * 0.1
+    return torch.autograd.grad(y, (x, weight))
+
+
+@pytest.mark.cpu_operators
+def test_third_order_of_a_plain_call(device):
+    x = torch.randn(2, 4, device=device, dtype=F64, requires_grad=True)
+    weight = torch.randn(4, device=device, dtype=F64, requires_grad=True)
+    for ours, stock in zip(
+        third_order(layer_norm, x, weight), third_order(composite, x, weight), strict=True
+    ):
+        torch.testing.assert_close(ours, stock)
+
+
+def test_third_order_of_a_plain_call_on_the_cpu_is_pytorchs(monkeypatch):
+    """docs/support.md says so; under torch.func (test_transforms) it is right."""
+    monkeypatch.setattr("fused_layernorm.functional._cpu_operators", False)
+    x = torch.randn(2, 4, dtype=F64, requires_grad=True)
+    weight = torch.randn(4, dtype=F64, requires_grad=True)
+    stock = third_order(lambda x, w: F.layer_norm(x, (4,), w), x, weight)
+    torch.testing.assert_close(third_order(layer_norm, x, weight), stock)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_gradient_penalty(device, dtype):
     """The loss of WGAN-GP: the gradient's norm, differentiated for the parameters."""

@@ -200,6 +200,25 @@ def test_onnx(tmp_path, options):
         torch.testing.assert_close(torch.from_numpy(f), e, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "out_dtype"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_onnx_of_a_module_needs_no_table(tmp_path, options, grad):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = Model(**OPTIONS[options])
+    path = tmp_path / "model.onnx"
+    with torch.set_grad_enabled(grad):
+        program = torch.onnx.export(model, (torch.randn(3, 4, 16),), dynamo=True, verbose=False)
+    program.save(str(path))
+    kinds = [node.op_type for node in program.model.graph]
+    assert ("LayerNormalization" in kinds) == (options == "plain")
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    x = torch.randn(3, 4, 16)
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    for f, e in zip(found, model(x), strict=True):
+        torch.testing.assert_close(torch.from_numpy(f), e, rtol=1e-4, atol=1e-4)
+
+
 def test_onnx_without_the_table_names_the_operator():
     pytest.importorskip("onnxscript")
     program = exported(Model(), torch.randn(3, 4, 16))

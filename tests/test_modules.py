@@ -12,9 +12,12 @@ from fused_layernorm import (
     FusedAddLayerNorm,
     FusedLayerNorm,
     add_layer_norm,
+    functional,
     layer_norm,
     swap_layer_norm,
 )
+
+F64 = torch.float64
 
 ARGUMENTS = [
     ((8,), {}),
@@ -87,6 +90,44 @@ def test_symbolic_trace(activation):
         assert torch.equal(found, expected)
 
 
+SCRIPTED = {
+    "plain": lambda: FusedLayerNorm(8),
+    "no parameters": lambda: FusedLayerNorm((4, 8), elementwise_affine=False),
+    "everything": lambda: FusedLayerNorm(8, 1e-3, activation="gelu", scale=0.5, out_dtype=F64),
+    "residual": lambda: FusedAddLayerNorm((4, 8), bias=False, activation="silu"),
+    "swapped": lambda: swap_layer_norm(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", SCRIPTED)
+@pytest.mark.parametrize("how", [torch.jit.script, "trace"], ids=["script", "trace"])
+def test_torch_script(device, name, how):
+    """Both ways, with gradients, saved and loaded."""
+    model = SCRIPTED[name]().to(device)
+    count = 2 if name == "residual" else 1
+
+    def inputs(rows):
+        return tuple(
+            torch.randn(rows, 4, 8, device=device, requires_grad=True) for _ in range(count)
+        )
+
+    script = torch.jit.trace(model, inputs(3)) if how == "trace" else how(model)
+    buffer = io.BytesIO()
+    torch.jit.save(script, buffer)
+    buffer.seek(0)
+    x = inputs(5)
+    expected = model(*x)
+    for scripted in (script, torch.jit.load(buffer)):
+        found = scripted(*x)
+        torch.testing.assert_close(found, expected)
+        y, z = (out if count == 1 else out[0] for out in (found, expected))
+        one, other = (
+            torch.autograd.grad(out.square().sum(), x, retain_graph=True) for out in (y, z)
+        )
+        torch.testing.assert_close(one, other)
+
+
 def test_options_are_shown_where_they_are_set():
     stock = repr(nn.LayerNorm(8)).removesuffix(")")
     assert repr(FusedLayerNorm(8)) == f"Fused{stock})"
@@ -150,6 +191,60 @@ def test_copies(device, how):
     assert other.weight is not norm.weight
     x = torch.randn(3, 8, device=device)
     assert torch.equal(other(x), norm(x))
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """The names of this package's operators that run."""
+    names = []
+    for name in ("_layer_norm", "_add_layer_norm"):
+        operator = getattr(functional, name)
+
+        def record(*args, name=name, operator=operator):
+            names.append(name.removeprefix("_"))
+            return operator(*args)
+
+        monkeypatch.setattr(functional, name, record)
+    return names
+
+
+PLAIN = {
+    "module": lambda x, w, b: FusedLayerNorm(8)(x),
+    "weight's shape": layer_norm,
+    "no bias": lambda x, w, b: layer_norm(x, w),
+    "bias alone": lambda x, w, b: layer_norm(x, None, b),
+    "int": lambda x, w, b: layer_norm(x, normalized_shape=8),
+    "list": lambda x, w, b: layer_norm(x, normalized_shape=[8]),
+    "scale": lambda x, w, b: layer_norm(x, w, scale=1),
+}
+FUSED = {
+    "activation": lambda x, w, b: layer_norm(x, w, b, activation="relu"),
+    "scale": lambda x, w, b: layer_norm(x, w, b, scale=2),
+    "out_dtype": lambda x, w, b: layer_norm(x, w, b, out_dtype=F64),
+    "residual": lambda x, w, b: add_layer_norm(x, x, w, b),
+    "mixed dtypes": lambda x, w, b: layer_norm(x.bfloat16(), w, b),
+    "subclass": lambda x, w, b: layer_norm(nn.Parameter(x), w, b),
+    "transform": lambda x, w, b: torch.func.grad(lambda x: layer_norm(x, w).sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_calls_on_the_cpu_are_pytorchs(operators, monkeypatch, name):
+    monkeypatch.setattr(functional, "_cpu_operators", False)
+    x, w, b = torch.randn(3, 8, requires_grad=True), torch.randn(8), torch.randn(8)
+    y = PLAIN[name](x, w, b)
+    assert operators == []
+    assert type(y.grad_fn).__name__ == "NativeLayerNormBackward0"
+    monkeypatch.setattr(functional, "_cpu_operators", True)
+    torch.testing.assert_close(PLAIN[name](x, w, b), y)
+    assert operators == ["layer_norm"]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_other_calls_on_the_cpu_are_the_operators(operators, monkeypatch, name):
+    monkeypatch.setattr(functional, "_cpu_operators", False)
+    FUSED[name](torch.randn(3, 8), torch.randn(8), torch.randn(8))
+    assert operators == ["add_layer_norm" if name == "residual" else "layer_norm"]
 
 
 @pytest.mark.parametrize("move", [nn.Module.half, nn.Module.bfloat16, nn.Module.double])

@@ -155,6 +155,15 @@ def test_forward_and_backward_may_stand_on_different_sides(device, override):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
 
 
+def test_rows_of_no_columns_have_pytorchs_statistics(device, override, calls):
+    x = torch.empty(3, 0, device=device)
+    expected = torch.native_layer_norm(x, (0,), None, None, 1e-5)
+    with override():
+        actual = torch.native_layer_norm(x, (0,), None, None, 1e-5)
+    assert calls() > 0
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
 def test_empty_batch(device, override):
     x = torch.empty(0, 8, device=device, requires_grad=True)
     weight = torch.ones(8, device=device, requires_grad=True)
@@ -200,6 +209,8 @@ BAD = {
     "weight's dtype": lambda x, w: F.layer_norm(x, (32,), w.double()),
     "complex": lambda x, w: F.layer_norm(x.to(torch.complex64), (32,)),
     "integers": lambda x, w: F.layer_norm(x.long(), (32,)),
+    "bools": lambda x, w: F.layer_norm(x.bool(), (32,)),
+    "float8": lambda x, w: F.layer_norm(x.to(torch.float8_e4m3fn), (32,)),
     "too few dimensions": lambda x, w: F.layer_norm(x[0, 0], (6, 32)),
 }
 
@@ -211,7 +222,35 @@ def test_errors_are_pytorchs(device, override, bad):
         BAD[bad](x, weight)
     with override(), pytest.raises(RuntimeError) as actual:
         BAD[bad](x, weight)
+    assert type(actual.value) is type(expected.value)
     assert str(actual.value) == str(expected.value)
+
+
+class OutOfMemoryKernel:
+    """A replaced kernel that has no memory."""
+
+    def call_boxed(self, *args):
+        raise torch.OutOfMemoryError("no memory")
+
+
+def test_out_of_memory_of_a_replaced_kernel_keeps_its_type(monkeypatch):
+    x = torch.ones(2, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(8)  # of another dtype: the kernels leave it to PyTorch's
+    y = F.layer_norm(x, (8,), weight)
+    with _override("CPU"):
+        kernels = [OutOfMemoryKernel(), OutOfMemoryKernel()]
+        monkeypatch.setitem(fused_layernorm.override._replaced, "CPU", kernels)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            F.layer_norm(x, (8,), weight)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            y.sum().backward()
+
+
+def test_a_later_torch_gets_a_runtime_error(monkeypatch):
+    monkeypatch.setattr("fused_layernorm.override._TYPES_ARE_KEPT", False)
+    with _override("CPU"), pytest.raises(RuntimeError, match="not implemented") as caught:
+        F.layer_norm(torch.ones(2, 8).long(), (8,))
+    assert type(caught.value) is RuntimeError
 
 
 def test_what_the_kernels_do_not_take_runs_on_the_replaced_kernel(override):
@@ -412,7 +451,7 @@ def test_out_of_memory_says_so():
     try:
         with (
             fused_layernorm.override_aten(),
-            pytest.raises(RuntimeError, match="CUDA out of memory"),
+            pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"),
         ):
             F.layer_norm(x, (8,))
     finally:

@@ -17,7 +17,7 @@ ROWS = [match.groupdict() for match in map(ROW.fullmatch, PAGE.read_text().split
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["call"])
 def test_raises_what_the_page_says(row, device):
-    if device == "cuda" and ("numpy" in row["call"] or "FusedLayerNorm" in row["call"]):
+    if device == "cuda" and "numpy" in row["call"]:
         pytest.skip("not a question of the device")
     if "onnx" in row["call"]:
         pytest.importorskip("onnxscript")
@@ -36,14 +36,6 @@ def test_raises_what_the_page_says(row, device):
     with pytest.raises(Exception, match=pattern) as raised:
         eval(row["call"], names)
     assert type(raised.value).__name__ == row["exception"]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_traces_under_no_grad():
-    module, x = FusedLayerNorm(8), torch.randn(2, 3, 8)
-    with torch.no_grad():
-        traced = torch.jit.trace(module, (x,))
-    torch.testing.assert_close(traced(x), module(x))
 
 
 def test_the_page_has_rows():

@@ -19,6 +19,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -26,11 +27,24 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "bindings/out_of_memory.h"
 #ifdef FUSED_LAYERNORM_CUDA
-#include "bindings/ops_cuda.h"
+#include "bindings/cuda/ops.h"
 #endif
+
+// PyTorch's exception for a Python type, as torch/csrc/Exceptions.h of torch 2.10 to 2.15 has it:
+// its bindings catch it by this name and raise python_type(). No stable header declares it.
+namespace torch {
+struct PyTorchError : std::exception {
+  explicit PyTorchError(std::string message) : msg(std::move(message)) {}
+  virtual PyObject* python_type() = 0;
+  const char* what() const noexcept override { return msg.c_str(); }
+  std::string msg;
+};
+}  // namespace torch
 
 namespace fused_layernorm {
 namespace {
@@ -152,24 +166,33 @@ void call(const char* op, std::array<StableIValue, size>& stack) {
 
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-// The replaced kernel's result: three tensors, and its error, whose text the C interface would
-// lose, as the bytes of a fourth.
+// What the replaced kernel has raised: override.py keeps the type alive.
+class ReplacedKernelError : public torch::PyTorchError {
+ public:
+  ReplacedKernelError(const std::string& message, PyObject* type)
+      : PyTorchError(message), type_(type) {}
+  PyObject* python_type() override { return type_; }
+
+ private:
+  PyObject* type_;
+};
+
+// The replaced kernel's result: three tensors, and its error, which the C interface would lose: its
+// text as the bytes of a tensor, and its type as an address in another, which is empty where only
+// the text is to be raised.
 template <size_t size>
 Three call_replaced(const char* op, std::array<StableIValue, size>& stack) {
   call(op, stack);
   Three result{to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
   const auto error = to<Tensor>(stack[3]);
   if (error.numel() > 0) {
-    throw std::runtime_error(std::string(static_cast<const char*>(error.const_data_ptr()),
-                                         static_cast<size_t>(error.numel())));
+    const std::string text(static_cast<const char*>(error.const_data_ptr()),
+                           static_cast<size_t>(error.numel()));
+    const auto type = to<Tensor>(stack[4]);
+    if (type.numel() == 0) throw std::runtime_error(text);
+    throw ReplacedKernelError(text, *static_cast<PyObject* const*>(type.const_data_ptr()));
   }
   return result;
-}
-
-// A failed allocation, of which the C interface tells no more than where it was. Then PyTorch's
-// kernel is tried: it may get by with less, and else says what programs look for in an error.
-bool is_out_of_memory(const std::exception& error) {
-  return std::string(error.what()).find("aoti_torch_empty") != std::string::npos;
 }
 
 // ---- The kernels.
@@ -206,7 +229,8 @@ template <>
 Three our_forward<DeviceType::CUDA>(const Tensor& x, int64_t ndim,
                                     const std::optional<Tensor>& weight,
                                     const std::optional<Tensor>& bias, double eps) {
-  return layer_norm_forward(x, ndim, weight, bias, eps, std::nullopt, 1.0, std::nullopt);
+  const ForwardResult result = run_forward({x, std::nullopt, ndim, weight, bias, eps});
+  return {result.y, *result.mean, *result.rstd};
 }
 
 template <>
@@ -215,8 +239,8 @@ Three our_backward<DeviceType::CUDA>(const Tensor& dy, const Tensor& x, int64_t 
                                      const std::optional<Tensor>& weight,
                                      const std::optional<Tensor>& bias, bool needs_dx,
                                      bool needs_dweight, bool needs_dbias) {
-  return layer_norm_backward(dy, x, ndim, mean, rstd, weight, bias, std::nullopt, std::nullopt, 1.0,
-                             needs_dx, needs_dweight, needs_dbias);
+  return run_backward({dy, x, ndim, mean, rstd, weight, bias, std::nullopt, std::nullopt, 1.0,
+                       needs_dx, needs_dweight, needs_dbias});
 }
 #endif
 
@@ -229,8 +253,8 @@ Three native_layer_norm(const Tensor& x, const Shape& shape, const std::optional
       takes_parameter(bias, x, shape)) {
     try {
       return our_forward<device>(x, static_cast<int64_t>(shape.size()), weight, bias, eps);
-    } catch (const std::exception& error) {
-      if (!is_out_of_memory(error)) throw;
+    } catch (const OutOfMemory&) {
+      // PyTorch's kernel may get by with less, and else says what programs look for in an error.
     }
   }
   std::array<StableIValue, 5> stack{from(x), from(shape), from(weight), from(bias), from(eps)};
@@ -259,8 +283,8 @@ Three native_layer_norm_backward(const Tensor& dy, const Tensor& x, const Shape&
       // Autograd expects no tensor at all where it asked for none.
       return {needs_dx ? dx : Tensor(), needs_dweight ? dweight : Tensor(),
               needs_dbias ? dbias : Tensor()};
-    } catch (const std::exception& error) {
-      if (!is_out_of_memory(error)) throw;
+    } catch (const OutOfMemory&) {
+      // PyTorch's kernel may get by with less, and else says what programs look for in an error.
     }
   }
   std::array<StableIValue, 10> stack{
@@ -339,14 +363,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fused_layernorm, m) {
   m.def("_begin_override(str key, int pause_us) -> ()");
   m.def("_end_override(str key, int pause_us) -> ()");
   m.def("_override_calls(str key) -> int");
-  // The kernels that were replaced, and the text of their error in UTF-8, empty if there was none.
+  // The kernels that were replaced, the text of their error in UTF-8, empty if there was none, and
+  // the address of its type.
   m.def(
       "_aten_native_layer_norm(Tensor input, int[] normalized_shape, Tensor? weight, Tensor? bias, "
-      "float eps) -> (Tensor, Tensor, Tensor, Tensor)");
+      "float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "_aten_native_layer_norm_backward(Tensor grad_out, Tensor input, int[] normalized_shape, "
       "Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool needs_dx, bool needs_dweight, "
-      "bool needs_dbias) -> (Tensor, Tensor, Tensor, Tensor)");
+      "bool needs_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fused_layernorm, CompositeExplicitAutograd, m) {

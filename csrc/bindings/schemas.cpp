@@ -2,7 +2,7 @@
 //
 // The operators take a normalized shape as the number of trailing dimensions (`normalized_ndim`):
 // the sizes themselves are the input's, so a symbolic shape stays symbolic. Their implementations
-// stand in ops_cuda.cpp (CUDA) and in fused_layernorm/ops (the composite for every other
+// stand in bindings/cuda (CUDA) and in fused_layernorm/ops (the composite for every other
 // device, the fake implementations and the autograd formulas).
 
 #include <Python.h>
@@ -98,6 +98,7 @@ STABLE_TORCH_LIBRARY_IMPL(fused_layernorm, CompositeExplicitAutograd, m) {
 
 // The module holds nothing: importing it loads the library and registers the operators.
 extern "C" PyObject* PyInit__C() {
-  static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr};
+  static PyModuleDef definition = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&definition);
 }

@@ -54,9 +54,9 @@ def _apply(function: type[Function], *args: Any) -> Any:
     apply = super(Function, function).apply  # type: ignore[misc]
     if not torch._C._are_functorch_transforms_active():
         return apply(*args)
-    from torch._functorch.autograd_function import enable_single_level_autograd_function
+    from torch._functorch import autograd_function
 
-    with enable_single_level_autograd_function():
+    with autograd_function.enable_single_level_autograd_function():  # type: ignore[attr-defined]
         return apply(*args)
 
 
@@ -142,7 +142,7 @@ class _Backward(Function):
                 for tensor, arg in zip(ctx.is_tensor, ctx.args, strict=True)
             )
         )
-        # mean and rstd are x's.
+        # mean and rstd are functions of x.
         names = [
             name
             for name in ("dy", "x", "weight", "bias", "dresidual")
@@ -150,10 +150,11 @@ class _Backward(Function):
         ]
 
         def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            found = formulas.backward(b._replace(**dict(zip(names, tensors, strict=True))))
+            fields: dict[str, Any] = dict(zip(names, tensors, strict=True))
+            found = formulas.backward(b._replace(**fields))
             return tuple(found[i] for i in used)
 
-        _, vjp = torch.func.vjp(gradients, *(getattr(b, name) for name in names))
+        vjp = torch.func.vjp(gradients, *(getattr(b, name) for name in names))[1]
         found = dict(zip(names, vjp(tuple(grads[i] for i in used)), strict=True))
         return None, *(found.get(name) for name in BackwardArguments._fields)
 

@@ -92,7 +92,7 @@ class Operator(NamedTuple):
     def results(self, outputs: Sequence[Any]) -> Results:
         """The reverse of `outputs`, for an operator that gives statistics."""
         y, *residual_out, mean, rstd = outputs
-        return Results(y, *(residual_out or [None]), mean, rstd)
+        return Results(y, residual_out[0] if residual_out else None, mean, rstd)
 
     def implemented_by(self, implementation: Callable[[Arguments], Results]) -> Callable[..., Any]:
         """The implementation as a function of the operator's arguments."""

@@ -49,7 +49,8 @@ def _parameter_to_front(
 
 def _forward_rule(operator: Operator) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
-        a, dims, size = operator.arguments(*args), operator.arguments(*in_dims), info.batch_size
+        a, size = operator.arguments(*args), info.batch_size
+        dims: Any = operator.arguments(*in_dims)
         input = _to_front(a.input, dims.input, size)
         residual = _optional_to_front(a.residual, dims.residual, size)
         rows = a._replace(input=input, residual=residual)
@@ -78,7 +79,8 @@ def _with_parameters_of_samples(
 
 
 def _backward_rule(info: Any, in_dims: Any, *args: Any) -> tuple[Gradients, tuple[int, int, int]]:
-    dims, size = BackwardArguments(*in_dims), info.batch_size
+    dims: Any = BackwardArguments(*in_dims)
+    size = info.batch_size
     b = BackwardArguments(*args)
     b = b._replace(
         dy=_to_front(b.dy, dims.dy, size),

@@ -1,0 +1,74 @@
+// What the operators on CUDA refuse; the contract stands in checks.h.
+#include "bindings/cuda/checks.h"
+
+#include <limits>
+
+namespace fused_layernorm {
+
+Shape::Shape(const Tensor& x, int64_t normalized_ndim) : leading(x.dim() - normalized_ndim) {
+  constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
+  CHECK_ARGUMENT(normalized_ndim >= 1 && leading >= 0, "cannot normalize the last ",
+                 normalized_ndim, " of ", x.dim(), " dimensions");
+  const auto sizes = x.sizes();
+  for (int64_t d = 0; d < x.dim(); ++d) (d < leading ? rows : cols) *= sizes[d];
+  CHECK_ARGUMENT(rows <= kMaxExtent && cols <= kMaxExtent, "expected at most ", kMaxExtent,
+                 " rows and columns, got ", rows, " rows of ", cols);
+}
+
+Activation activation_of(const std::optional<std::string>& name) {
+  if (!name) return Activation::kNone;
+  if (*name == "gelu") return Activation::kGelu;
+  if (*name == "gelu_tanh") return Activation::kGeluTanh;
+  if (*name == "silu") return Activation::kSilu;
+  if (*name == "relu") return Activation::kRelu;
+  CHECK_ARGUMENT(false, "activation must be None, 'gelu', 'gelu_tanh', 'silu' or 'relu', got '",
+                 *name, "'");
+  return Activation::kNone;
+}
+
+void check_shape(const Tensor& tensor, const char* name, const Tensor& x, int64_t first_dim) {
+  const auto sizes = x.sizes();
+  bool fits = tensor.dim() == x.dim() - first_dim;
+  for (int64_t d = 0; fits && d < tensor.dim(); ++d) {
+    fits = tensor.sizes()[d] == sizes[first_dim + d];
+  }
+  CHECK_ARGUMENT(fits, name,
+                 first_dim == 0 ? " must have the shape of the input"
+                                : " must have the shape of the normalized dimensions");
+  CHECK_ARGUMENT(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), name,
+                 " must be on the input's device");
+}
+
+void check_shape(const std::optional<Tensor>& tensor, const char* name, const Tensor& x,
+                 int64_t first_dim) {
+  if (tensor) check_shape(*tensor, name, x, first_dim);
+}
+
+std::optional<ScalarType> type_of_parameters(const std::optional<Tensor>& weight,
+                                             const std::optional<Tensor>& bias) {
+  if (weight && bias) {
+    CHECK_ARGUMENT(weight->scalar_type() == bias->scalar_type(),
+                   "weight and bias must be of one dtype");
+  }
+  if (weight) return weight->scalar_type();
+  if (bias) return bias->scalar_type();
+  return std::nullopt;
+}
+
+KernelTypes::KernelTypes(ScalarType x_type, std::optional<ScalarType> weight_type,
+                         ScalarType y_type)
+    : x(x_type), weight(weight_type.value_or(x_type)), y(y_type) {
+  if (x == ScalarType::Double) {
+    weight = y = x;
+    return;
+  }
+  if (y == ScalarType::Double || (is_half(x) && y != x)) y = ScalarType::Float;
+  if (!is_half(x) || y != x) weight = ScalarType::Float;
+  if (weight != x) weight = ScalarType::Float;
+}
+
+bool KernelTypes::aligned(int64_t cols) const {
+  return cols * std::min(size_of(data_type(x)), size_of(data_type(y))) % kVectorBytes == 0;
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,48 @@
+// What the operators on CUDA refuse. The checks guard memory: nothing launches on arguments that do
+// not fit together. The sentences that users read are those of fused_layernorm/ops/arguments.py.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "bindings/cuda/tensors.h"
+
+namespace fused_layernorm __attribute__((visibility("hidden"))) {
+
+  // Leading dimensions and normalized dimensions as rows and columns.
+  struct Shape {
+    int64_t rows = 1, cols = 1;
+    int64_t leading;  // dimensions
+
+    // Throws if x has no such dimensions, or more rows or columns than kernels can count.
+    Shape(const Tensor& x, int64_t normalized_ndim);
+    bool empty() const { return rows == 0 || cols == 0; }
+  };
+
+  Activation activation_of(const std::optional<std::string>& name);
+
+  // Throws unless `tensor` is on x's device and of the shape of x's dimensions from `first_dim` on.
+  void check_shape(const Tensor& tensor, const char* name, const Tensor& x, int64_t first_dim);
+  void check_shape(const std::optional<Tensor>& tensor, const char* name, const Tensor& x,
+                   int64_t first_dim);
+
+  // The one type of weight and bias, if either is there.
+  std::optional<ScalarType> type_of_parameters(const std::optional<Tensor>& weight,
+                                               const std::optional<Tensor>& bias);
+
+  // The types that a kernel is launched with, for x and the types asked of weight and y. Kernels
+  // exist for the combinations in dispatch.h. To reach one, the weight may be taken in float32 and
+  // the output computed in the arithmetic's type; neither changes the result.
+  struct KernelTypes {
+    ScalarType x, weight, y;
+
+    KernelTypes(ScalarType x_type, std::optional<ScalarType> weight_type, ScalarType y_type);
+    ScalarType statistics() const { return x == ScalarType::Double ? x : ScalarType::Float; }
+    DataTypes data_types() const { return {data_type(x), data_type(weight), data_type(y)}; }
+    // Rows of so many columns of x and y follow each other at multiples of 16 bytes.
+    bool aligned(int64_t cols) const;
+  };
+
+}  // namespace fused_layernorm

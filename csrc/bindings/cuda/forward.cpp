@@ -1,0 +1,179 @@
+// Forward on CUDA: settle the types, check, allocate, plan, launch. Tensors stop here.
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "bindings/cuda/checks.h"
+#include "bindings/cuda/ops.h"
+
+namespace fused_layernorm {
+namespace {
+
+// The types of a forward pass, from those of its tensors to those of a kernel and back.
+struct ForwardTypes {
+  KernelTypes kernel;
+  ScalarType y;           // of the result
+  ScalarType statistics;  // of the result
+  // With a residual: the type to which input is cast for the kernel that adds, or, where there is
+  // no such kernel (adds_first), that in which the sum is taken before it.
+  ScalarType summand;
+  bool adds_first = false;
+};
+
+ForwardTypes settle_types(ScalarType input, std::optional<ScalarType> residual,
+                          std::optional<ScalarType> parameters, ScalarType y) {
+  const ScalarType x = residual.value_or(input);
+  ForwardTypes types{KernelTypes(x, parameters, y), y, ScalarType::Float, input};
+  types.statistics = types.kernel.statistics();
+  if (!residual) return types;
+
+  // What the kernel adds to the residual, by dispatch.h.
+  const ScalarType in = x == ScalarType::Float ? types.kernel.y : x;
+  if (in == input) return types;
+  if (in == ScalarType::Float && is_half(input)) {
+    types.summand = in;  // the sum of a half and a float32 is that of two float32
+  } else if (x == ScalarType::Float && input == ScalarType::Float) {
+    types.kernel.y = ScalarType::Float;
+  } else {
+    // The sum first, rounded to the residual's type; then, with float64 on either side, everything
+    // in float64.
+    const bool wide = x == ScalarType::Double || input == ScalarType::Double;
+    types.summand = wide ? ScalarType::Double : ScalarType::Float;
+    if (parameters) parameters = types.summand;
+    types.kernel = KernelTypes(wide ? types.summand : x, parameters, y);
+    types.adds_first = true;
+  }
+  return types;
+}
+
+// Parameters are of x's type, or float32 beside half precision; with a residual they may also be
+// of the input's type.
+void check_parameters_type(std::optional<ScalarType> parameters, ScalarType x, ScalarType input) {
+  const bool fits = !parameters || *parameters == x || *parameters == input ||
+                    (*parameters == ScalarType::Float && (is_half(x) || is_half(input)));
+  CHECK_ARGUMENT(fits,
+                 "weight and bias must be of the input's dtype, or float32 beside half "
+                 "precision input");
+}
+
+ForwardTypes check(const ForwardArguments& a, const Shape& shape) {
+  check_shape(a.weight, "weight", a.input, shape.leading);
+  check_shape(a.bias, "bias", a.input, shape.leading);
+  check_shape(a.residual, "residual", a.input, 0);
+  CHECK_ARGUMENT(std::isfinite(a.scale), "scale must be a finite number");
+  CHECK_ARGUMENT(!std::isnan(a.eps), "eps must be a number");
+  const ScalarType input = a.input.scalar_type();
+  const auto residual =
+      a.residual ? std::optional<ScalarType>(a.residual->scalar_type()) : std::nullopt;
+  const ScalarType y = a.out_dtype.value_or(input);
+  for (const ScalarType each : {input, residual.value_or(input), y}) data_type(each);
+  const auto parameters = type_of_parameters(a.weight, a.bias);
+  check_parameters_type(parameters, residual.value_or(input), input);
+  return settle_types(input, residual, parameters, y);
+}
+
+Tensor new_statistic(const Tensor& x, const Shape& shape, ScalarType type) {
+  std::vector<int64_t> sizes(x.sizes().data(), x.sizes().data() + x.dim());
+  std::fill(sizes.begin() + shape.leading, sizes.end(), 1);
+  Tensor statistic = empty(x, sizes.data(), x.dim(), type);
+  // As PyTorch has it: the mean of nothing.
+  if (shape.cols == 0) {
+    torch::stable::fill_(statistic, std::numeric_limits<double>::quiet_NaN());
+  }
+  return statistic;
+}
+
+Tensor add(const Tensor& input, const Tensor& residual, ScalarType type) {
+  const Tensor sum = torch::stable::subtract(cast(input, type), cast(residual, type), -1.0);
+  return contiguous_of(cast(sum, residual.scalar_type()));
+}
+
+// Launches on rows of `input`, to which the kernel adds those of `residual`, if given.
+void launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
+            const Shape& shape, const KernelTypes& types, Activation activation,
+            ForwardResult& result) {
+  const Rows rows(input, shape.leading);
+  std::optional<Rows> residual_rows;
+  if (residual) residual_rows.emplace(*residual, shape.leading);
+  const auto weight = prepare_parameter(a.weight, types.weight);
+  const auto bias = prepare_parameter(a.bias, types.weight);
+
+  const DataTypes data_types = types.data_types();
+  Problem problem;
+  problem.rows = shape.rows;
+  problem.cols = shape.cols;
+  problem.x = data_types.x;
+  problem.weight = data_types.weight;
+  problem.y = data_types.y;
+  problem.residual = residual.has_value();
+  problem.has_epilogue = activation != Activation::kNone || a.scale != 1.0;
+  problem.aligned =
+      rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
+  const forward::Plan plan = make_forward_plan(problem, device_of(input));
+  const Workspace workspace(input, launch_of(plan).workspace_bytes);
+
+  ForwardParams params;
+  params.input = rows.data();
+  params.input_rows = rows.map;
+  if (residual) {
+    params.residual = residual_rows->data();
+    params.residual_rows = residual_rows->map;
+    params.residual_out = result.residual_out->mutable_data_ptr();
+  }
+  params.weight = data_of(weight);
+  params.bias = data_of(bias);
+  params.y = result.y.mutable_data_ptr();
+  if (a.needs_statistics) {
+    params.mean = result.mean->mutable_data_ptr();
+    params.rstd = result.rstd->mutable_data_ptr();
+  }
+  params.rows = shape.rows;
+  params.cols = static_cast<int32_t>(shape.cols);
+  params.inverse_cols = Scalar(1.0 / static_cast<double>(shape.cols));
+  params.eps = Scalar(a.eps);
+  params.scale = Scalar(a.scale);
+  params.has_epilogue = problem.has_epilogue;
+  params.activation = activation;
+  params.workspace = workspace.data();
+  check_cuda(launch_layer_norm_forward(params, data_types, plan, current_stream(input)));
+}
+
+}  // namespace
+
+ForwardResult run_forward(const ForwardArguments& a) {
+  const Shape shape(a.input, a.normalized_ndim);
+  const ForwardTypes types = check(a, shape);
+  const Activation activation = activation_of(a.activation);
+  const CurrentDevice guard(a.input);
+
+  ForwardResult result{empty_like(a.input, types.kernel.y), std::nullopt, std::nullopt,
+                       std::nullopt};
+  if (a.needs_statistics) {
+    result.mean = new_statistic(a.input, shape, types.kernel.statistics());
+    result.rstd = new_statistic(a.input, shape, types.kernel.statistics());
+  }
+  if (types.adds_first) {
+    result.residual_out = add(a.input, *a.residual, types.summand);
+  } else if (a.residual) {
+    result.residual_out = empty_like(a.input, types.kernel.x);
+  }
+  if (!shape.empty()) {
+    if (types.adds_first) {
+      launch(cast(*result.residual_out, types.kernel.x), std::nullopt, a, shape, types.kernel,
+             activation, result);
+    } else {
+      launch(cast(a.input, types.summand), a.residual, a, shape, types.kernel, activation, result);
+    }
+  }
+  result.y = cast(result.y, types.y);
+  if (a.needs_statistics) {
+    result.mean = cast(*result.mean, types.statistics);
+    result.rstd = cast(*result.rstd, types.statistics);
+  }
+  return result;
+}
+
+}  // namespace fused_layernorm

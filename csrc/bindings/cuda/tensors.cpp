@@ -1,0 +1,212 @@
+// Tensors and the device as kernels want them; the contract stands in tensors.h.
+#include "bindings/cuda/tensors.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+#include <mutex>
+#include <sstream>
+#include <vector>
+
+#include "bindings/out_of_memory.h"
+
+// Weak: a torch without CUDA has no such function, and the library must load there too.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                             void** ret_stream)
+    __attribute__((weak));
+
+namespace fused_layernorm {
+namespace {
+
+uintptr_t address_of(const Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+}
+
+Tensor copy(const Tensor& tensor, ScalarType type) {
+  Tensor result = empty_like(tensor, type);
+  torch::stable::copy_(result, tensor);
+  return result;
+}
+
+[[noreturn]] void throw_out_of_memory(int device_index, int64_t bytes) {
+  constexpr double kMiB = 1 << 20;
+  size_t free = 0, total = 0;
+  check_cuda(cudaMemGetInfo(&free, &total));  // an earlier error of the device comes out here
+  std::ostringstream text;
+  text.precision(1);
+  text << std::fixed << "CUDA out of memory: fused_layernorm could not allocate "
+       << static_cast<double>(bytes) / kMiB << " MiB on cuda:" << device_index << ", where "
+       << static_cast<double>(free) / kMiB << " MiB are free";
+  throw OutOfMemory(text.str());
+}
+
+// Where the rows begin, if each of them is contiguous inside and they stand at no more than two
+// strides.
+std::optional<RowMap> row_map(const Tensor& tensor, int64_t leading) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  int64_t expected = 1;
+  for (int64_t d = tensor.dim() - 1; d >= leading; --d) {
+    if (sizes[d] != 1 && strides[d] != expected) return std::nullopt;
+    expected *= sizes[d];
+  }
+  int levels = 0;
+  int64_t inner_stride = expected, outer_stride = 0;
+  int64_t inner_rows = 1, outer_rows = 1;
+  for (int64_t d = leading - 1; d >= 0; --d) {
+    if (sizes[d] == 1) continue;
+    if (levels == 0) {
+      inner_stride = strides[d];
+      inner_rows = sizes[d];
+      levels = 1;
+    } else if (levels == 1 && strides[d] == inner_stride * inner_rows) {
+      inner_rows *= sizes[d];
+    } else if (levels == 1) {
+      outer_stride = strides[d];
+      outer_rows = sizes[d];
+      levels = 2;
+    } else if (strides[d] == outer_stride * outer_rows) {
+      outer_rows *= sizes[d];
+    } else {
+      return std::nullopt;
+    }
+  }
+  return levels == 2 ? RowMap(inner_rows, inner_stride, outer_stride) : RowMap(inner_stride);
+}
+
+}  // namespace
+
+bool is_half(ScalarType type) { return type == ScalarType::Half || type == ScalarType::BFloat16; }
+
+DataType data_type(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return DataType::kFloat32;
+    case ScalarType::Half:
+      return DataType::kFloat16;
+    case ScalarType::BFloat16:
+      return DataType::kBFloat16;
+    case ScalarType::Double:
+      return DataType::kFloat64;
+    default:
+      CHECK_ARGUMENT(false, "expected float32, float16, bfloat16 or float64, got ",
+                     torch::headeronly::toString(type));
+      return DataType::kFloat32;
+  }
+}
+
+void check_cuda(cudaError_t error) {
+  CHECK_ARGUMENT(error == cudaSuccess, "CUDA error: ", cudaGetErrorString(error));
+}
+
+CurrentDevice::CurrentDevice(const Tensor& tensor) {
+  const int index = tensor.get_device_index();
+  int current = -1;
+  check_cuda(cudaGetDevice(&current));
+  if (current != index) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(index, &guard_));
+  }
+}
+
+CurrentDevice::~CurrentDevice() {
+  if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
+}
+
+const Device& device_of(const Tensor& tensor) {
+  constexpr int kMaxDevices = 64;
+  static std::array<Device, kMaxDevices> devices;
+  static std::array<std::once_flag, kMaxDevices> read;
+  const int index = tensor.get_device_index();
+  CHECK_ARGUMENT(index >= 0 && index < kMaxDevices, "no device has the index ", index);
+  std::call_once(read[index], [index] {
+    const auto attribute = [index](cudaDeviceAttr which) {
+      int value = 0;
+      check_cuda(cudaDeviceGetAttribute(&value, which, index));
+      return value;
+    };
+    devices[index].capability = 10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+                                attribute(cudaDevAttrComputeCapabilityMinor);
+    devices[index].sms = attribute(cudaDevAttrMultiProcessorCount);
+    devices[index].shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  });
+  return devices[index];
+}
+
+cudaStream_t current_stream(const Tensor& tensor) {
+  CHECK_ARGUMENT(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA");
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, ScalarType type) {
+  std::array<int64_t, 16> small;
+  std::vector<int64_t> large;
+  int64_t* strides = small.data();
+  if (dims > static_cast<int64_t>(small.size())) {
+    large.resize(dims);
+    strides = large.data();
+  }
+  int64_t stride = 1, numel = 1;
+  for (int64_t d = dims - 1; d >= 0; --d) {
+    strides[d] = stride;
+    stride *= sizes[d] > 1 ? sizes[d] : 1;
+    numel *= sizes[d];
+  }
+  const int device_index = like.get_device_index();
+  AtenTensorHandle handle = nullptr;
+  const AOTITorchError error = aoti_torch_empty_strided(
+      dims, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+      aoti_torch_device_type_cuda(), device_index, &handle);
+  if (error != AOTI_TORCH_SUCCESS) {
+    throw_out_of_memory(device_index,
+                        numel * (type == ScalarType::Byte ? 1 : size_of(data_type(type))));
+  }
+  return Tensor(handle);
+}
+
+Tensor empty_like(const Tensor& like, ScalarType type) {
+  return empty(like, like.sizes().data(), like.dim(), type);
+}
+
+Tensor cast(const Tensor& tensor, ScalarType type) {
+  return tensor.scalar_type() == type ? tensor : copy(tensor, type);
+}
+
+Tensor contiguous_of(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : copy(tensor, tensor.scalar_type());
+}
+
+std::optional<Tensor> prepare_parameter(const std::optional<Tensor>& parameter, ScalarType type) {
+  if (!parameter) return std::nullopt;
+  const bool ready = parameter->scalar_type() == type && parameter->is_contiguous() &&
+                     address_of(*parameter) % kVectorBytes == 0;
+  return ready ? *parameter : copy(*parameter, type);
+}
+
+const void* data_of(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+Workspace::Workspace(const Tensor& like, int64_t bytes) {
+  if (bytes > 0) tensor_ = empty(like, &bytes, 1, ScalarType::Byte);
+}
+
+Rows::Rows(const Tensor& original, int64_t leading) : tensor(original) {
+  auto found = row_map(tensor, leading);
+  if (!found) {
+    tensor = contiguous_of(tensor);
+    found = row_map(tensor, leading);
+  }
+  map = *found;
+}
+
+bool Rows::aligned() const {
+  const auto bytes = static_cast<int64_t>(tensor.element_size());
+  return address_of(tensor) % kVectorBytes == 0 && map.stride * bytes % kVectorBytes == 0 &&
+         map.jump * bytes % kVectorBytes == 0;
+}
+
+}  // namespace fused_layernorm

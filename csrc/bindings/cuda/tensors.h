@@ -1,0 +1,85 @@
+// Tensors and the device as kernels want them: current device and stream, new tensors, copies,
+// rows.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "layernorm.h"
+
+// Hidden, as torch::stable is: no other library meets these types.
+namespace fused_layernorm __attribute__((visibility("hidden"))) {
+
+  using torch::headeronly::ScalarType;
+  using torch::stable::Tensor;
+
+// Throws std::runtime_error with the sentence, which is made of all but the first argument.
+#define CHECK_ARGUMENT(condition, ...) STD_TORCH_CHECK(condition, "fused_layernorm: ", __VA_ARGS__)
+
+  void check_cuda(cudaError_t error);
+
+  bool is_half(ScalarType type);
+
+  // Throws for a type that kernels do not know.
+  DataType data_type(ScalarType type);
+
+  // Makes a tensor's device the current one while it lives.
+  class CurrentDevice {
+   public:
+    explicit CurrentDevice(const Tensor& tensor);
+    ~CurrentDevice();
+    CurrentDevice(const CurrentDevice&) = delete;
+    CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+   private:
+    DeviceGuardHandle guard_ = nullptr;
+  };
+
+  // What a plan needs to know of the tensor's device. It is asked for once.
+  const Device& device_of(const Tensor& tensor);
+
+  // PyTorch's current stream of the tensor's device.
+  cudaStream_t current_stream(const Tensor& tensor);
+
+  // New contiguous tensors on the device of `like`. Both throw OutOfMemory.
+  Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, ScalarType type);
+  Tensor empty_like(const Tensor& like, ScalarType type);
+
+  // The tensor itself where it is of this type, else a contiguous copy.
+  Tensor cast(const Tensor& tensor, ScalarType type);
+
+  // The tensor itself where it is contiguous, else a copy.
+  Tensor contiguous_of(const Tensor& tensor);
+
+  // A parameter as kernels read it: of this type, contiguous and aligned.
+  std::optional<Tensor> prepare_parameter(const std::optional<Tensor>& parameter, ScalarType type);
+
+  // The address of the data, or null.
+  const void* data_of(const std::optional<Tensor>& tensor);
+
+  // Scratch memory for a launch, which may need none.
+  class Workspace {
+   public:
+    Workspace(const Tensor& like, int64_t bytes);
+    void* data() const { return tensor_ ? tensor_->mutable_data_ptr() : nullptr; }
+
+   private:
+    std::optional<Tensor> tensor_;
+  };
+
+  // A tensor of which kernels read rows: where it lies, or a contiguous copy where they cannot.
+  struct Rows {
+    Tensor tensor;
+    RowMap map;
+
+    // The first `leading` dimensions count rows, the others columns.
+    Rows(const Tensor& original, int64_t leading);
+    const void* data() const { return tensor.const_data_ptr(); }
+    // Every row begins at a multiple of 16 bytes.
+    bool aligned() const;
+  };
+
+}  // namespace fused_layernorm
