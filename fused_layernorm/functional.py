@@ -125,13 +125,8 @@ def _serve(
             return LAYER_NORM.overload(input, ndim, weight, bias, *options)
         return ADD_LAYER_NORM.overload(input, residual, ndim, weight, bias, *options)
     try:
-        if (
-            residual is None
-            and activation is None
-            and out_dtype is None
-            and scale == 1.0
-            and _is_pytorchs(input, weight, bias, eps)
-        ):
+        is_plain = residual is None and activation is None and out_dtype is None and scale == 1.0
+        if is_plain and _is_pytorchs(input, weight, bias, eps):
             shape: Any = normalized_shape
             if shape is None:
                 shape = (bias if weight is None else weight).shape  # type: ignore[union-attr]
@@ -145,6 +140,8 @@ def _serve(
                     input, residual, weight, bias, Options(ndim, eps, activation, scale, out_dtype)
                 )
             )
+        if is_plain:  # three defaults cost a microsecond where they are given
+            return _layer_norm(input, ndim, weight, bias, eps)
         if residual is None:
             return _layer_norm(input, ndim, weight, bias, eps, activation, scale, out_dtype)
         return _add_layer_norm(
