@@ -29,9 +29,7 @@ def _warn_of_cuda(x: Tensor) -> None:
             "this build of fused_layernorm has no CUDA kernels: CUDA tensors take PyTorch's own "
             "operators, which are slower"
         )
-        warnings.warn(
-            f"{reason} (python -m fused_layernorm says what is installed)", stacklevel=2
-        )
+        warnings.warn(f"{reason} (python -m fused_layernorm says what is installed)", stacklevel=2)
 
 
 def forward(a: Arguments) -> Results:
