@@ -148,9 +148,10 @@ def problem_under(tmp_path, version, result=0):
         import torch, fused_layernorm
         print("problem:", torch.ops.fused_layernorm._driver_problem())
     """
+    libraries = [str(tmp_path), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
-        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        env={**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(libraries)},
         capture_output=True,
         text=True,
         check=False,
