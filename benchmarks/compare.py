@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare --old OLD --new NEW [--sweep 200] [--seconds 480]
 
-OLD and NEW are each a library (_C.abi3.so), a folder that has one, or a wheel. One process for each
+OLD and NEW are each a library (libfused_layernorm.so), a folder that has one, or a wheel. One process for each
 loads the library alone, without the Python package, and calls the raw operators. Both prepare the
 same case from the same random numbers, and are then timed in turns, old new, new old, ..., so that
 whatever changes about the machine changes both. The ratio of a case is the median over the rounds.
@@ -88,10 +88,10 @@ def sample(count: int, seed: int) -> list[Job]:
 def find_library(path: Path, folder: Path) -> Path:
     """The library that `path` names or contains; one that lies in a wheel is unpacked to folder."""
     if path.is_dir():
-        for pattern in ("_C*.so", "fused_layernorm/_C*.so"):
+        for pattern in ("libfused_layernorm.so", "fused_layernorm/libfused_layernorm.so"):
             if found := sorted(path.glob(pattern)):
                 return found[0].resolve()
-        raise SystemExit(f"no _C*.so in {path} or {path}/fused_layernorm")
+        raise SystemExit(f"no libfused_layernorm.so in {path} or {path}/fused_layernorm")
     if not path.is_file():
         raise SystemExit(f"no file {path}")
     if path.suffix != ".whl":
@@ -100,7 +100,7 @@ def find_library(path: Path, folder: Path) -> Path:
         for name in wheel.namelist():
             if name.startswith("fused_layernorm/_C"):
                 return Path(wheel.extract(name, folder)).resolve()
-    raise SystemExit(f"no fused_layernorm/_C*.so in {path}")
+    raise SystemExit(f"no fused_layernorm/libfused_layernorm.so in {path}")
 
 
 # --- in the process of one build ----------------------------------------------------------------

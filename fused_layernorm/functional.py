@@ -126,6 +126,16 @@ def _serve(
         return ADD_LAYER_NORM.overload(input, residual, ndim, weight, bias, *options)
     try:
         is_plain = residual is None and activation is None and out_dtype is None and scale == 1.0
+        # What nearly every call is, first: the host's time is that of the questions asked here. The
+        # operator compares input's shape with weight's.
+        if (
+            is_plain
+            and weight is not None
+            and input.is_cuda
+            and (normalized_shape is None or weight.shape == normalized_shape)
+            and not _dispatch_modes()
+        ):
+            return _layer_norm(input, weight.dim(), weight, bias, eps)
         if is_plain and _is_pytorchs(input, weight, bias, eps):
             shape: Any = normalized_shape
             if shape is None:

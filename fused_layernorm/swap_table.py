@@ -43,6 +43,7 @@ _EOMT_2D: Sources = {"26e1adbf9895dc43": forwards.transformers_channels_first}
 _COHERE: Sources = {"0cdd061c391274fc": forwards.float32_without_bias}
 _NEMOTRON: Sources = dict.fromkeys(
     (
+        "0abf9e58ecda9739",
         "cfaa4376d3cc18ef",
         "6574c9893600178c",
         "69391390c4a7994a",

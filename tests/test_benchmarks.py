@@ -595,12 +595,12 @@ def test_compare_finds_the_library(tmp_path):
     package.mkdir()
     with pytest.raises(SystemExit, match="no _C"):
         compare.find_library(tmp_path, tmp_path)
-    library = package / "_C.abi3.so"
+    library = package / "libfused_layernorm.so"
     library.write_bytes(b"elf")
     for path in (tmp_path, package, library):
         assert compare.find_library(path, tmp_path) == library
     with zipfile.ZipFile(tmp_path / "x.whl", "w") as wheel:
-        wheel.writestr("fused_layernorm/_C.abi3.so", b"other")
+        wheel.writestr("fused_layernorm/libfused_layernorm.so", b"other")
     found = compare.find_library(tmp_path / "x.whl", tmp_path / "unpacked")
     assert found.read_bytes() == b"other"
     with pytest.raises(SystemExit, match="no file"):

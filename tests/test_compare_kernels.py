@@ -97,7 +97,7 @@ def test_names_lose_their_parameters():
 
 
 def library():
-    return next(Path(fused_layernorm.__file__).parent.glob("_C*.so"))
+    return next(Path(fused_layernorm.__file__).parent.glob("libfused_layernorm.so"))
 
 
 def test_sections_of_an_elf_file():

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm, override_aten
-from fused_layernorm.__main__ import report
+from fused_layernorm.__main__ import facts, report
 from fused_layernorm.ops import composite
 
 ops = torch.ops.fused_layernorm
@@ -101,9 +101,9 @@ def test_an_old_driver_is_warned_of_once(driver):
 
 @needs_kernels
 def test_an_old_driver_is_reported(driver):
-    assert "not used" not in dict(report())["CUDA kernels"]
+    assert "not used" not in dict(report(facts()))["CUDA kernels"]
     driver(OLD)
-    check_problem(dict(report())["CUDA kernels"], OLD)
+    check_problem(dict(report(facts()))["CUDA kernels"], OLD)
 
 
 @needs_kernels

@@ -75,14 +75,12 @@ ForwardTypes check(const ForwardArguments& a, const Shape& shape) {
   return settle_types(input, residual, parameters, y);
 }
 
-Tensor new_statistic(const Tensor& x, const Shape& shape, ScalarType type) {
+// Rows of no columns have `of_no_columns`, which no kernel writes.
+Tensor new_statistic(const Tensor& x, const Shape& shape, ScalarType type, double of_no_columns) {
   std::vector<int64_t> sizes(x.sizes().data(), x.sizes().data() + x.dim());
   std::fill(sizes.begin() + shape.leading, sizes.end(), 1);
   Tensor statistic = empty(x, sizes.data(), x.dim(), type);
-  // As PyTorch has it: the mean of nothing.
-  if (shape.cols == 0) {
-    torch::stable::fill_(statistic, std::numeric_limits<double>::quiet_NaN());
-  }
+  if (shape.cols == 0) torch::stable::fill_(statistic, of_no_columns);
   return statistic;
 }
 
@@ -152,8 +150,10 @@ ForwardResult run_forward(const ForwardArguments& a) {
   ForwardResult result{empty_like(a.input, types.kernel.y), std::nullopt, std::nullopt,
                        std::nullopt};
   if (a.needs_statistics) {
-    result.mean = new_statistic(a.input, shape, types.kernel.statistics());
-    result.rstd = new_statistic(a.input, shape, types.kernel.statistics());
+    // What PyTorch's kernels give for rows of no columns.
+    constexpr double kNoMean = 0.0, kNoRstd = std::numeric_limits<double>::quiet_NaN();
+    result.mean = new_statistic(a.input, shape, types.kernel.statistics(), kNoMean);
+    result.rstd = new_statistic(a.input, shape, types.kernel.statistics(), kNoRstd);
   }
   if (types.adds_first) {
     result.residual_out = add(a.input, *a.residual, types.summand);
