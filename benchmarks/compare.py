@@ -2,11 +2,12 @@
 
     python -m benchmarks.compare --old OLD --new NEW [--sweep 200] [--seconds 480]
 
-OLD and NEW are each a library (libfused_layernorm.so), a folder that has one, or a wheel. One process for each
-loads the library alone, without the Python package, and calls the raw operators. Both prepare the
-same case from the same random numbers, and are then timed in turns, old new, new old, ..., so that
-whatever changes about the machine changes both. The ratio of a case is the median over the rounds.
-A case that looks slower is prepared and timed once more, for longer, and that result counts.
+OLD and NEW are each a library (libfused_layernorm.so), a folder that has one, or a wheel. One
+process for each loads the library alone, without the Python package, and calls the raw operators.
+Both prepare the same case from the same random numbers, and are then timed in turns, old new, new
+old, ..., so that whatever changes about the machine changes both. The ratio of a case is the median
+over the rounds. A case that looks slower is prepared and timed once more, for longer, and that
+result counts.
 
 Every case of benchmarks/cases.py is compared, forward also with the statistics that training
 needs, and --sweep adds so many of the sweep's sizes, chosen at random, with random operators and

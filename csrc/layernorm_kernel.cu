@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
   if constexpr (G::kBulk && !kHasBulk) return;  // It is never launched there.
   extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ alignas(16) Pair<Acc> scratch[2][kPersistentScratch];
+  __shared__ alignas(16) Pair<Acc> scratch[2][kBackwardScratch];
   __shared__ Pair<float> stage_statistics[kAllStages];
   __shared__ __align__(8) uint64_t barriers[kAllStages];
 

@@ -24,7 +24,6 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["readme-draft.md"]
 
 # Headings get the anchors that links on GitHub use; `$x$` is math.
 myst_heading_anchors = 3

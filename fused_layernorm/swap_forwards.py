@@ -7,6 +7,9 @@ or a switch of the library asks for something else, its own forward runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,7 +26,9 @@ torch.fx.wrap("_in_promoted_dtype")
 torch.fx.wrap("_channels_first_by_hand")
 
 
-def _matched(x, weight, bias):
+def _matched(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The three in dtypes that layer_norm takes together, none of them narrowed."""
     given = [p.dtype for p in (weight, bias) if p is not None]
     if not given:
@@ -37,18 +42,25 @@ def _matched(x, weight, bias):
     return x, weight, bias
 
 
-def _in_input_dtype(x, weight, bias, eps, normalized_shape):
+def _in_input_dtype(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    normalized_shape: int | Sequence[int],
+) -> Tensor:
     """F.layer_norm in float32, its result in x's dtype."""
     if x.dtype in _HALF:
         found, weight, bias = _matched(x, weight, bias)
     else:
-        found, weight, bias = (None if t is None else t.float() for t in (x, weight, bias))
+        found = x.float()
+        weight, bias = (None if p is None else p.float() for p in (weight, bias))
     out_dtype = x.dtype if x.dtype in _HALF else torch.float32  # under autocast too
     y = layer_norm(found, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=out_dtype)
     return y.to(x.dtype)
 
 
-def _float32_without_bias(x, weight, eps):
+def _float32_without_bias(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Over the last dimension, where weight may have one more: a weight for each head."""
     if weight.dim() == 1:
         return _in_input_dtype(x, weight, None, eps, weight.shape)
@@ -57,7 +69,14 @@ def _float32_without_bias(x, weight, eps):
     return (weight.float() * y).to(x.dtype)
 
 
-def _in_promoted_dtype(x, weight, bias, eps, normalized_shape, autocast_widens):
+def _in_promoted_dtype(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    normalized_shape: int | Sequence[int],
+    autocast_widens: bool,
+) -> Tensor:
     """A layer norm of elementwise operators: the result in the dtype of x * weight + bias.
 
     Autocast makes rsqrt and pow float32 on every device but the CPU. That widens the result too,
@@ -68,11 +87,18 @@ def _in_promoted_dtype(x, weight, bias, eps, normalized_shape, autocast_widens):
         dtype = torch.promote_types(dtype, parameter.dtype)
     if autocast_widens and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.promote_types(dtype, torch.float32)
-    x, weight, bias = _matched(x, weight, bias)
-    return layer_norm(x, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=dtype)
+    matched = _matched(x, weight, bias)
+    return layer_norm(*matched, eps, normalized_shape=normalized_shape, out_dtype=dtype)
 
 
-def _channels_first_by_hand(x, weight, bias, eps, normalized_shape, autocast_widens):
+def _channels_first_by_hand(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    normalized_shape: int | Sequence[int],
+    autocast_widens: bool,
+) -> Tensor:
     """_in_promoted_dtype over the channels of N, C, H, W; its result has the memory format of x.
 
     Elementwise operators keep the memory format, and what follows in a model may count on it.
@@ -88,43 +114,43 @@ def _channels_first_by_hand(x, weight, bias, eps, normalized_shape, autocast_wid
 # ---- Over the last dimensions.
 
 
-def last_dims(self, input: Tensor) -> Tensor:
+def last_dims(self: Any, input: Tensor) -> Tensor:
     return layer_norm(
         input, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape
     )
 
 
-def timm_last_dims(self, x: Tensor) -> Tensor:
+def timm_last_dims(self: Any, x: Tensor) -> Tensor:
     if self._fast_norm:
         return self._swapped_from.forward(self, x)
     return layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
 
 
-def timm_last_dims_act(self, x: Tensor) -> Tensor:
+def timm_last_dims_act(self: Any, x: Tensor) -> Tensor:
     if self._fast_norm:
         return self._swapped_from.forward(self, x)
     x = layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
     return self.act(self.drop(x))
 
 
-def timm_float32(self, x: Tensor) -> Tensor:
+def timm_float32(self: Any, x: Tensor) -> Tensor:
     return _in_input_dtype(x, self.weight, self.bias, self.eps, self.normalized_shape)
 
 
-def timm_float32_act(self, x: Tensor) -> Tensor:
+def timm_float32_act(self: Any, x: Tensor) -> Tensor:
     x = _in_input_dtype(x, self.weight, self.bias, self.eps, self.normalized_shape)
     return self.act(self.drop(x))
 
 
-def diffusers_float32(self, inputs: Tensor) -> Tensor:
+def diffusers_float32(self: Any, inputs: Tensor) -> Tensor:
     return _in_input_dtype(inputs, self.weight, self.bias, self.eps, self.normalized_shape)
 
 
-def transformers_float32(self, hidden_states: Tensor) -> Tensor:
+def transformers_float32(self: Any, hidden_states: Tensor) -> Tensor:
     return _in_input_dtype(hidden_states, self.weight, self.bias, self.eps, self.normalized_shape)
 
 
-def input_dtype(self, hidden_states: Tensor) -> Tensor:
+def input_dtype(self: Any, hidden_states: Tensor) -> Tensor:
     return layer_norm(
         hidden_states,
         self.weight,
@@ -135,15 +161,15 @@ def input_dtype(self, hidden_states: Tensor) -> Tensor:
     )
 
 
-def without_parameters(self, hidden_states: Tensor) -> Tensor:
+def without_parameters(self: Any, hidden_states: Tensor) -> Tensor:
     return _in_input_dtype(hidden_states, None, None, 1e-5, self.normalized_shape)
 
 
-def shape_of_weight(self, input: Tensor) -> Tensor:
+def shape_of_weight(self: Any, input: Tensor) -> Tensor:
     return layer_norm(input, self.weight, self.bias, 1e-5)
 
 
-def weight_plus_one(self, hidden_states: Tensor) -> Tensor:
+def weight_plus_one(self: Any, hidden_states: Tensor) -> Tensor:
     return layer_norm(
         hidden_states,
         self.weight + 1.0,
@@ -153,7 +179,7 @@ def weight_plus_one(self, hidden_states: Tensor) -> Tensor:
     )
 
 
-def weight_plus_one_outside_autocast(self, input: Tensor) -> Tensor:
+def weight_plus_one_outside_autocast(self: Any, input: Tensor) -> Tensor:
     if torch.is_autocast_enabled() or torch.is_autocast_enabled(input.device.type):
         return self._swapped_from.forward(self, input)
     return layer_norm(
@@ -161,24 +187,24 @@ def weight_plus_one_outside_autocast(self, input: Tensor) -> Tensor:
     )
 
 
-def parameters_of_heads(self, hidden_states: Tensor) -> Tensor:
+def parameters_of_heads(self: Any, hidden_states: Tensor) -> Tensor:
     """Weight and bias have more dimensions than are normalized over."""
     y = layer_norm(hidden_states, None, None, 1e-5, normalized_shape=self.normalized_shape)
     return y * self.weight + self.bias
 
 
-def float32_without_bias(self, hidden_states: Tensor) -> Tensor:
+def float32_without_bias(self: Any, hidden_states: Tensor) -> Tensor:
     return _float32_without_bias(hidden_states, self.weight, self.variance_epsilon)
 
 
-def by_hand(self, hidden_states: Tensor) -> Tensor:
+def by_hand(self: Any, hidden_states: Tensor) -> Tensor:
     weight = self.weight
     return _in_promoted_dtype(
         hidden_states, weight, self.bias, self.variance_epsilon, weight.shape, False
     )
 
 
-def esmfold(self, x: Tensor) -> Tensor:
+def esmfold(self: Any, x: Tensor) -> Tensor:
     if x.dtype is torch.bfloat16:
         return self._swapped_from.forward(self, x)
     return layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.c_in)
@@ -188,59 +214,59 @@ def esmfold(self, x: Tensor) -> Tensor:
 # channels_last is not copied, and what goes out is channels_last, as theirs is.
 
 
-def channels_first(self, x: Tensor) -> Tensor:
+def channels_first(self: Any, x: Tensor) -> Tensor:
     x = x.permute(0, 2, 3, 1)
     x = layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
     return x.permute(0, 3, 1, 2)
 
 
-def transformers_channels_first(self, hidden_state: Tensor) -> Tensor:
+def transformers_channels_first(self: Any, hidden_state: Tensor) -> Tensor:
     return channels_first(self, hidden_state)
 
 
-def channels_first_1d(self, x: Tensor) -> Tensor:
+def channels_first_1d(self: Any, x: Tensor) -> Tensor:
     x = x.permute(0, 2, 1)
     x = layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
     return x.permute(0, 2, 1)
 
 
-def timm_channels_first(self, x: Tensor) -> Tensor:
+def timm_channels_first(self: Any, x: Tensor) -> Tensor:
     if self._fast_norm:
         return self._swapped_from.forward(self, x)
     return channels_first(self, x)
 
 
-def timm_channels_first_act(self, x: Tensor) -> Tensor:
+def timm_channels_first_act(self: Any, x: Tensor) -> Tensor:
     if self._fast_norm:
         return self._swapped_from.forward(self, x)
     return self.act(self.drop(channels_first(self, x)))
 
 
-def timm_float32_channels_first(self, x: Tensor) -> Tensor:
+def timm_float32_channels_first(self: Any, x: Tensor) -> Tensor:
     return timm_float32(self, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-def timm_float32_channels_first_act(self, x: Tensor) -> Tensor:
+def timm_float32_channels_first_act(self: Any, x: Tensor) -> Tensor:
     return self.act(self.drop(timm_float32_channels_first(self, x)))
 
 
-def timm_exp2d(self, x: Tensor) -> Tensor:
+def timm_exp2d(self: Any, x: Tensor) -> Tensor:
     if x.is_contiguous():
         return channels_first(self, x)
     return channels_first_by_hand(self, x)
 
 
-def channels_first_by_hand(self, x: Tensor) -> Tensor:
+def channels_first_by_hand(self: Any, x: Tensor) -> Tensor:
     return _channels_first_by_hand(x, self.weight, self.bias, self.eps, self.normalized_shape, True)
 
 
-def data_format(self, features: Tensor) -> Tensor:
+def data_format(self: Any, features: Tensor) -> Tensor:
     if self.data_format == "channels_first":
         return channels_first(self, features)
     return last_dims(self, features)
 
 
-def data_format_by_hand(self, x: Tensor) -> Tensor:
+def data_format_by_hand(self: Any, x: Tensor) -> Tensor:
     """transformers before 5.0."""
     if self.data_format == "channels_first":
         return _channels_first_by_hand(

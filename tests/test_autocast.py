@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm, swap_layer_norm
@@ -54,6 +55,8 @@ def test_half_weights_are_cast(device, x_dtype, weight_dtype, requires_grad):
     torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
     if requires_grad:
         y.sum().backward()
+        assert weight.grad is not None
+        assert bias.grad is not None
         assert weight.grad.dtype == weight_dtype
         assert bias.grad.dtype == weight_dtype
         assert bias.grad.eq(6).all()
@@ -80,6 +83,8 @@ def test_residual(device):
     assert y.dtype == stock.dtype
     assert residual_out.dtype == F32
     (y.float() + residual_out).sum().backward()
+    assert x.grad is not None
+    assert residual.grad is not None
     assert x.grad.dtype == BF16
     assert residual.grad.dtype == F32
 
@@ -120,7 +125,7 @@ def test_one_kernel_forward_and_no_cast(dtype, requires_grad):
     kernels = [
         event.name
         for event in trace.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and "emcpy" not in event.name
+        if event.device_type == DeviceType.CUDA and "emcpy" not in event.name
     ]
     assert len(kernels) == 1, kernels
     assert "layer_norm" in kernels[0]

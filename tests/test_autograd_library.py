@@ -12,6 +12,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -181,9 +182,9 @@ def test_a_library_of_another_version_is_not_loaded(copy, version):
 
 @needs_library
 def test_a_library_that_does_not_load_is_told(copy):
-    path_of(released_minor(torch.__version__), copy / "fused_layernorm" / "autograd").write_bytes(
-        b"\x7fELF and nothing more"
-    )
+    minor = released_minor(torch.__version__)
+    assert minor is not None
+    path_of(minor, copy / "fused_layernorm" / "autograd").write_bytes(b"\x7fELF and nothing more")
     assert "UserWarning: fused_layernorm takes Python's autograd: libfused" in in_a_copy(
         copy, **ENABLED
     )
@@ -260,7 +261,9 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", NAMES)
 def test_operators_under_transforms(device, name, transform, activation):
     x, residual, weight, bias = inputs(device)
-    tensors = (x, residual, weight, bias) if name.startswith("add") else (x, weight, bias)
+    tensors: tuple[torch.Tensor, ...] = (x, weight, bias)
+    if name.startswith("add"):
+        tensors = (x, residual, weight, bias)
     if "vmap" in transform:
         tensors = tuple(t if t.dim() == 3 else torch.stack([t, -t]) for t in tensors)
 
@@ -284,7 +287,7 @@ def test_gradients_of_the_backward_operator(device, absent, activation):
     present = [i for i, t in enumerate(tensors) if t is not None]
 
     def backward(*leaves):
-        full = [None] * 5
+        full: list[Any] = [None] * 5
         for i, leaf in zip(present, leaves, strict=True):
             full[i] = leaf
         dy, x, dresidual, weight, bias = full
@@ -466,6 +469,7 @@ def test_compiled_autograd_with_hooks_on_saved_tensors(device):
     model = modules(device)
     x = torch.randn(4, 8, device=device, requires_grad=True)
     loss_of(model, x).backward()
+    assert x.grad is not None
     expected = x.grad.clone()
     x.grad = None
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):

@@ -1,6 +1,7 @@
 """torch.compile, torch.export and the operators' registration (opcheck)."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -357,7 +358,7 @@ def sample(device, *, shape=(3, 4, 8), ndim=1, dtype=F32, weight=F32, bias=F32, 
     return (tensors[0], ndim, tensors[1], tensors[2], 1e-5), options
 
 
-SAMPLES = {
+SAMPLES: dict[str, dict[str, Any]] = {
     "plain": {},
     "no weight": {"weight": None},
     "no bias": {"bias": None},
@@ -438,6 +439,8 @@ def test_meta_tensors():
     assert y.shape == x.shape
     assert y.dtype == F32
     y.sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
     assert x.grad.shape == x.shape
     assert weight.grad.shape == weight.shape
     out, residual_out = add_layer_norm(x, torch.empty(3, 4, 8, device="meta"), weight)

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import warnings
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -91,12 +92,12 @@ def test_the_way_out_is_one_that_helps(driver):
 def test_an_old_driver_is_warned_of_once(driver):
     driver(OLD)
     with pytest.warns(UserWarning, match="Way out") as caught:
-        composite._warn_of_cuda(SimpleNamespace(is_cuda=True))
+        composite._warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
     assert len(caught) == 1
     check_problem(str(caught[0].message), OLD)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        composite._warn_of_cuda(SimpleNamespace(is_cuda=True))
+        composite._warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
 
 
 @needs_kernels
@@ -234,6 +235,7 @@ def test_a_module_under_an_old_driver(driver, compiled):
     y.square().sum().backward()
     with torch.no_grad():
         torch.testing.assert_close(y, F.layer_norm(x, (320,), module.weight, module.bias))
+    assert x.grad is not None
     assert torch.isfinite(x.grad).all()
 
 

@@ -212,6 +212,7 @@ def test_onnx_of_a_module_needs_no_table(tmp_path, options, grad):
     path = tmp_path / "model.onnx"
     with torch.set_grad_enabled(grad):
         program = torch.onnx.export(model, (torch.randn(3, 4, 16),), dynamo=True, verbose=False)
+    assert program is not None
     program.save(str(path))
     kinds = [node.op_type for node in program.model.graph]
     assert ("LayerNormalization" in kinds) == (options == "plain")

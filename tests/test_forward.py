@@ -3,6 +3,7 @@
 import itertools
 import warnings
 from types import SimpleNamespace
+from typing import cast
 
 import numerics
 import pytest
@@ -530,10 +531,10 @@ def test_a_cuda_tensor_without_kernels_warns_once(monkeypatch):
     """In a build without nvcc the composite serves CUDA too; a stand-in has the one attribute."""
     monkeypatch.setattr(composite, "_warned", False)
     with pytest.warns(UserWarning, match="this build of fused_layernorm has no CUDA kernels"):
-        composite._warn_of_cuda(SimpleNamespace(is_cuda=True))
+        composite._warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        composite._warn_of_cuda(SimpleNamespace(is_cuda=True))
+        composite._warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))
 
 
 def test_no_warning_where_the_kernels_are(device):

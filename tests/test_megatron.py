@@ -92,8 +92,8 @@ def test_zero_centered_weight_of_half_precision_keeps_its_digits(device):
     y = norm(x)
     wide = nn.functional.layer_norm(x.double(), (HIDDEN,)) * (1 + 2.0**-12)
     assert y.dtype == torch.bfloat16
-    # A few results lie so near the middle of two bfloat16 that float32 rounds them to the other; with
-    # a weight of 1, six in a hundred would differ.
+    # A few results lie so near the middle of two bfloat16 that float32 rounds them to the other;
+    # with a weight of 1, six in a hundred would differ.
     assert (y == wide.bfloat16()).double().mean() > 0.99
     y.sum().backward()
     assert norm.weight.grad.dtype == torch.bfloat16

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from typing import Any, cast
 
 import pytest
 import torch
@@ -156,7 +157,7 @@ def test_options(device):
 
 def test_options_are_keywords_only():
     with pytest.raises(TypeError):
-        FusedLayerNorm(8, 1e-5, True, True, None, None, "gelu")
+        cast(Any, FusedLayerNorm)(8, 1e-5, True, True, None, None, "gelu")
 
 
 def test_float32_weights_under_half_precision(device):
@@ -165,6 +166,8 @@ def test_float32_weights_under_half_precision(device):
     y = norm(x)
     assert y.dtype == torch.bfloat16
     y.sum().backward()
+    assert x.grad is not None
+    assert norm.weight.grad is not None
     assert x.grad.dtype == torch.bfloat16
     assert norm.weight.grad.dtype == torch.float32
 
@@ -281,8 +284,15 @@ def test_weight_decay_groups_and_initializers_see_it():
         for name, _ in module.named_parameters(prefix=module_name)
     ]
     assert no_decay == ["1.weight", "1.bias"]
-    model.apply(lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.LayerNorm) else None)
-    assert not model[1].weight.any()
+
+    def zero_weight(module):
+        if isinstance(module, nn.LayerNorm):
+            nn.init.zeros_(module.weight)
+
+    model.apply(zero_weight)
+    norm = model[1]
+    assert isinstance(norm, FusedLayerNorm)
+    assert not norm.weight.any()
 
 
 def test_pre_norm_block_with_a_residual_stream(device):

@@ -171,6 +171,8 @@ def test_empty_batch(device, override):
         y = F.layer_norm(x, (8,), weight)
         y.sum().backward()
     assert y.shape == (0, 8)
+    assert x.grad is not None
+    assert weight.grad is not None
     assert x.grad.shape == (0, 8)
     assert weight.grad.tolist() == [0.0] * 8
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -273,7 +274,7 @@ WIDE_PARAMS = {"dtype": BF16, "weight_dtype": F32}  # what autocast makes
 WIDE_Y = {**WIDE_PARAMS, "y_dtype": F32}
 NARROW_Y = {"dtype": F32, "y_dtype": BF16}
 RESIDUAL, EPILOGUE, ANYWHERE = {"residual": True}, {"has_epilogue": True}, {"aligned": False}
-FORWARD_LADDERS = {
+FORWARD_LADDERS: dict[str, tuple[Any, ...]] = {
     "float32": ({}, 512, 16_384, {"resident": 20_480}, {"split": 1_081_344}, 4_325_376),
     "bfloat16": (HALF, 1024, 32_768, {"resident": 57_344}, {"split": 2_162_688}, 8_650_752),
     "float64": ({"dtype": F64}, 256, 10_240),
@@ -295,7 +296,7 @@ FORWARD_LADDERS = {
     "A100": ({"device": "A100"}, 512, 16_384),
     "A100 bfloat16": ({"device": "A100", **HALF}, 1024, 32_768),
 }
-BACKWARD_LADDERS = {
+BACKWARD_LADDERS: dict[str, tuple[Any, ...]] = {
     "float32": ({}, 256, 11_264, {"split": 1_081_344}),
     "bfloat16": (HALF, 512, 16_384, {"split": 2_027_520}),
     "float64": ({"dtype": F64}, 128, 4096),

@@ -272,7 +272,9 @@ def test_the_installed_version_is_known(package):
         classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
         if name not in classes:
             continue
-        forwards = [n for n in classes[name].body if getattr(n, "name", None) == "forward"]
+        forwards = [
+            n for n in classes[name].body if isinstance(n, ast.FunctionDef) and n.name == "forward"
+        ]
         for forward in forwards:
             called = [functions[n] for n in swap_source.called_names(forward) if n in functions]
             digest = swap_source.digest_of_trees(forward, called)
@@ -322,7 +324,16 @@ def other_version(cls, forward):
     return type(cls.__name__, (cls,), members)
 
 
-class TheSame:
+class Attributes:
+    """Those of LayerNorm2d that the forwards below read."""
+
+    normalized_shape: tuple[int, ...]
+    weight: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+
+
+class TheSame(Attributes):
     def forward(self, x) -> "torch.Tensor":
         """With a docstring."""
         # And a comment.
@@ -336,7 +347,7 @@ class TheSame:
         return x
 
 
-class Another:
+class Another(Attributes):
     def forward(self, x):
         x = x.permute(0, 2, 3, 1)
         x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 2 * self.eps)

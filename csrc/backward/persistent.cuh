@@ -82,9 +82,6 @@ struct BackwardRing {
   }
 };
 
-// The values of scratch memory of all teams of a block, each of which has up to three more than
-// warps.
-constexpr int kPersistentScratch = scratch_values(kBackwardThreads / kWarpSize + 3 * kMostTeams);
 // Stages of all teams of a block.
 constexpr int kAllStages = kMostTeams * kMostStages;
 

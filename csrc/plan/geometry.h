@@ -260,7 +260,7 @@ constexpr int most_backward_block_vecs(int width) {
   return width == 1 ? 16 : kBackwardColsPerThread / width;
 }
 // float64 has one kernel, of as many columns a thread as there are registers for without spills
-// (4096 x 1024: 122 us with the 32 columns of other types). Longer rows are read twice.
+// (4096 x 1024: 122 us with the 32 columns of other types). Longer rows are the stream strategy's.
 template <int kWidth, int kXSize>
 using BackwardBlockVecs =
     std::conditional_t<kXSize == 8, VecsList<8 / kWidth>,
@@ -351,8 +351,8 @@ static_assert(least_stages(false, kMostCollected - 1) <= kMostStages,
 
 // ---- What kernels declare of shared memory.
 
-// The scratch memory of a team's sum has up to three values more than the team has warps, because a
-// thread reads four values at once.
+// The scratch memory of all teams of a block. That of one team's sum has up to three values more
+// than the team has warps, because a thread reads four values at once.
 constexpr int kBackwardScratch = (kBackwardThreads / kWarpThreads + 3 * kMostTeams + 3) / 4 * 4;
 // Two scratch memories and the collected sums, in pairs of the arithmetic's type, and for each
 // stage of each team the row's mean and rstd in float32 and a barrier. float64 has no ring.
