@@ -99,7 +99,7 @@ def find_library(path: Path, folder: Path) -> Path:
         return path.resolve()
     with zipfile.ZipFile(path) as wheel:
         for name in wheel.namelist():
-            if name.startswith("fused_layernorm/_C"):
+            if name == "fused_layernorm/libfused_layernorm.so":
                 return Path(wheel.extract(name, folder)).resolve()
     raise SystemExit(f"no fused_layernorm/libfused_layernorm.so in {path}")
 

@@ -176,7 +176,7 @@ def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
     """Whether PyTorch's layer_norm serves this call, if it takes it at all.
 
     It would take some that are refused here (nested tensors, an eps of NaN), and the operators do
-    more: parameters of another dtype, derivatives of every order under torch.func, one name for
+    more: parameters of other dtypes, derivatives of every order under torch.func, one name for
     compilers to know.
     """
     if _dispatch_modes():
@@ -186,12 +186,21 @@ def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
         input.is_cpu
         and not _cpu_operators
         and type(input) is Tensor
-        and (weight is None or weight.dtype is dtype)
-        and (bias is None or bias.dtype is dtype)
+        and _takes_parameters(dtype, weight, bias)
         and eps == eps
         and not input.is_nested
         and not _in_transform()
     )
+
+
+def _takes_parameters(dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether PyTorch's layer_norm on the CPU takes them beside an input of this dtype."""
+    if weight is not None and bias is not None and weight.dtype is torch.float32 is bias.dtype:
+        return dtype in _BESIDE_FLOAT32
+    return (weight is None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype)
+
+
+_BESIDE_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def _in_onnx(a: Arguments) -> Any:

@@ -593,7 +593,7 @@ def test_compare_samples_sizes_operators_and_dtypes():
 def test_compare_finds_the_library(tmp_path):
     package = tmp_path / "fused_layernorm"
     package.mkdir()
-    with pytest.raises(SystemExit, match="no _C"):
+    with pytest.raises(SystemExit, match="no libfused_layernorm"):
         compare.find_library(tmp_path, tmp_path)
     library = package / "libfused_layernorm.so"
     library.write_bytes(b"elf")

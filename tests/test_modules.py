@@ -219,13 +219,14 @@ PLAIN = {
     "int": lambda x, w, b: layer_norm(x, normalized_shape=8),
     "list": lambda x, w, b: layer_norm(x, normalized_shape=[8]),
     "scale": lambda x, w, b: layer_norm(x, w, scale=1),
+    "float32 parameters": lambda x, w, b: layer_norm(x.bfloat16(), w, b),
 }
 FUSED = {
     "activation": lambda x, w, b: layer_norm(x, w, b, activation="relu"),
     "scale": lambda x, w, b: layer_norm(x, w, b, scale=2),
     "out_dtype": lambda x, w, b: layer_norm(x, w, b, out_dtype=F64),
     "residual": lambda x, w, b: add_layer_norm(x, x, w, b),
-    "mixed dtypes": lambda x, w, b: layer_norm(x.bfloat16(), w, b),
+    "a float32 weight alone": lambda x, w, b: layer_norm(x.bfloat16(), w),
     "subclass": lambda x, w, b: layer_norm(nn.Parameter(x), w, b),
     "transform": lambda x, w, b: torch.func.grad(lambda x: layer_norm(x, w).sum())(x),
 }
