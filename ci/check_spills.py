@@ -24,35 +24,41 @@ class Allowed(NamedTuple):
     reason: str
 
 
-# The first that matches counts. In a kernel's template arguments the types come first (of x, the
-# parameters, y). In backward there follow the elements of a vector, the vectors of a thread and, of
-# blocks, whether rows come by bulk copies and what becomes of them (RowUse: 0 is kKept).
+# The first that matches counts. A kernel's template arguments are its norm, which begins with the
+# types (of x, the parameters, y), and then the elements of a vector, the vectors of a thread and, of
+# backward's blocks, whether rows come by bulk copies and (whole rows) whether they are kept; those of
+# blocks stand at the end, in the geometry.
 ALLOWED = [
-    Allowed(r"<Types<double,", 1256, "float64 is there for its digits, not for its speed"),
+    Allowed(r"<Norm<Types<double,", 1256, "float64 is there for its digits, not for its speed"),
     Allowed(
-        r"(backward|stream)\w*_kernel<Types<[^>]*>, 1, ",
+        r"(backward|stream)\w*_kernel<.*(Identity|Activate)>, 1[,>]",
         368,
         "rows that are not aligned are bound by scalar accesses",
     ),
     Allowed(
-        r"backward_block_kernel<Types<[^>]*>, \d, \d, false, ",
-        272,
+        r"backward_(block|split)_kernel<.*>, \d, \d, false[,>]",
+        304,
         "rows without bulk copies: one or two for each block, or a chip that has none",
     ),
     Allowed(
-        r"backward_block_kernel<Types<[^>]*>, \d, \d, true, \(RowUse\)[12], ",
+        r"backward_(block_kernel<.*>, \d, \d, true, false>|split_kernel<.*>, \d, \d, true>)",
         24,
         "rows of 32 columns a thread: a few bytes a row",
     ),
     Allowed(
-        r"backward_warp_kernel<Types<(__half|__nv_bfloat16), [^>]*>, 8, 2, ",
+        r"backward_warp_kernel<Norm<Types<(__half|__nv_bfloat16), .*>, 8, 2>",
         40,
         "x and dy of the next row in registers, and a residual's gradient or float32 parameters",
     ),
     Allowed(
-        r"forward_\w+_kernel<Types<(__half|__nv_bfloat16), float, ",
+        r"forward_\w+_kernel<Norm<Types<(__half|__nv_bfloat16), float, ",
         16,
         "float32 parameters beside half-precision x: a number or two",
+    ),
+    Allowed(
+        r"forward_\w+_kernel<.* MayAdd, ",
+        16,
+        "one kernel for all that is fused, of rare types and of rows that begin anywhere",
     ),
 ]
 
