@@ -138,6 +138,7 @@ def problem_under(tmp_path, version, result=0):
     compiler = shutil.which("cc") or shutil.which("gcc")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("no C compiler to make a driver with")
+    assert compiler is not None  # as not every mypy sees that skip() does not return
     source = tmp_path / "cuda.c"
     source.write_text(STUB)
     library = tmp_path / "libcuda.so.1"

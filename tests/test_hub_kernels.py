@@ -40,6 +40,18 @@ def build(out, **environment):
     return out
 
 
+# On the CPU the operators are what is looked at: of the package, and of the layouts that these tests
+# load.
+pytestmark = pytest.mark.cpu_operators
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cpu_operators_of_layouts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSED_LAYERNORM_CPU_OPERATORS", "1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory):
     return build(tmp_path_factory.mktemp("hub"), FUSED_LAYERNORM_CPU_ONLY="1")
