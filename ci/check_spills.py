@@ -25,9 +25,9 @@ class Allowed(NamedTuple):
 
 
 # The first that matches counts. A kernel's template arguments are its norm, which begins with the
-# types (of x, the parameters, y), and then the elements of a vector, the vectors of a thread and, of
-# backward's blocks, whether rows come by bulk copies and (whole rows) whether they are kept; those of
-# blocks stand at the end, in the geometry.
+# types (of x, the parameters, y), and then the elements of a vector, the vectors of a thread and,
+# of backward's blocks, whether rows come by bulk copies and (whole rows) whether they are kept.
+# Those of blocks stand at the end, in the geometry.
 ALLOWED = [
     Allowed(r"<Norm<Types<double,", 1256, "float64 is there for its digits, not for its speed"),
     Allowed(

@@ -1,6 +1,6 @@
 // The contract between host code and kernels: what a launch is given, and who launches. Kernels
-// know rows and columns, not tensors; tensors stop in bindings/cuda. docs/architecture.md has a picture
-// of the whole, and docs/tuning-log.md tells what was tried.
+// know rows and columns, not tensors; tensors stop in bindings/cuda. docs/architecture.md has a
+// picture of the whole, and docs/tuning-log.md tells what was tried.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -40,8 +40,7 @@ def build(out, **environment):
     return out
 
 
-# On the CPU the operators are what is looked at: of the package, and of the layouts that these tests
-# load.
+# On the CPU these tests look at the operators, those of the package and of the layouts they load.
 pytestmark = pytest.mark.cpu_operators
 
 

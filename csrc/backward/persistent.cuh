@@ -3,9 +3,9 @@
 // from, and the gradients of a thread's share of a row.
 #pragma once
 
+#include "backward/running_param_grads.cuh"
 #include "device/bulk.cuh"
 #include "device/slices.cuh"
-#include "norm/param_grad.cuh"
 #include "norm/row_gradient.cuh"
 
 namespace fused_layernorm {

@@ -1,7 +1,7 @@
 // Backward of rows of any length, on any chip: the sums of fixed chunks of each row together with
 // dweight and dbias, the rows' totals, then dx with a second read of x and dy.
+#include "backward/running_param_grads.cuh"
 #include "launch.cuh"
-#include "norm/param_grad.cuh"
 
 namespace fused_layernorm {
 namespace {

@@ -1,8 +1,8 @@
 // Backward of short rows: a logical warp (a power-of-two part of a warp) holds a row in registers,
 // while the next row is on its way. Blocks are persistent, and each lane keeps the running dweight
 // and dbias of its columns in registers.
+#include "backward/running_param_grads.cuh"
 #include "launch.cuh"
-#include "norm/param_grad.cuh"
 
 namespace fused_layernorm {
 namespace {

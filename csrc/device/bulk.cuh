@@ -25,14 +25,14 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
 #endif
 }
 
-// Makes initialized barriers visible to the copy engine.
+// Makes barriers that were just initialized visible to the copy engine.
 __device__ __forceinline__ void barrier_init_fence() {
 #ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
-// Arrives, and expects `bytes` from bulk copies before the phase ends.
+// Arrives at the barrier. Its phase does not end before `bytes` have come by bulk copies.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
 #ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile(
@@ -59,7 +59,8 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 #endif
 }
 
-// Copies one float; the barrier gets one arrival when all those of this thread have landed.
+// Copies one float, asynchronously. barrier_arrive_with_float_loads() makes the barrier count one
+// arrival once all such copies of this thread have landed.
 __device__ __forceinline__ void float_load(float* to, const float* from) {
 #ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
@@ -74,7 +75,8 @@ __device__ __forceinline__ void barrier_arrive_with_float_loads(uint64_t* barrie
 #endif
 }
 
-// Addresses and bytes are multiples of 16. The data is read once: first to leave L2.
+// Copies `bytes` to shared memory, asynchronously; the barrier counts them. Addresses and bytes are
+// multiples of 16. The data is read only once, so it is the first to leave L2.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes,
                                           uint64_t* barrier) {
 #ifndef FUSED_LAYERNORM_NO_BULK
@@ -88,7 +90,7 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
 #endif
 }
 
-// Brings to L2 what will be read soon. Address and bytes are multiples of 16.
+// Brings data to L2 that will be read soon. Address and bytes are multiples of 16.
 __device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
 #ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

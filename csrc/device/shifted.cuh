@@ -1,7 +1,7 @@
-// Rows that begin anywhere, moved by vectors all the same. A thread owns the columns that it would
-// own of a row that begins at a multiple of 16 bytes, so that a row's sums do not depend on where
-// it stands; memory is read and written in the aligned pieces (16 bytes, or a vector's, if those
-// are fewer) that its vectors straddle.
+// Shifted rows: rows that begin anywhere in memory, moved by vectors all the same. A thread owns
+// the columns that it would own of a row that begins at a multiple of 16 bytes, so a row's sums do
+// not depend on where the row stands. Memory is read and written in aligned pieces (of 16 bytes, or
+// of a vector's bytes, if those are fewer); a thread's vector lies across two of them.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +27,11 @@ __device__ __forceinline__ Words<kWords> shuffle(const Words<kWords>& words, int
 
 enum class Shift { kDown, kUp };
 
-// Of each of `kCount` pairs of pieces, as many bytes as a piece has: kDown, from byte `bytes` (less
-// than that) of the two on; kUp, to `bytes` before their end. One branch for all of them names the
-// words, where selecting them would cost more than all the rest of moving a row; the assembly keeps
-// the compiler from making selections of it.
+// Cuts one piece out of each of `kCount` pairs of neighbouring pieces: with kDown the piece begins
+// `bytes` behind the beginning of the pair, with kUp it ends `bytes` before the end of the pair;
+// `bytes` is less than a piece has. One branch for all pairs names the words to take, because to
+// select them one by one would cost more than all the rest of moving a row. The assembly keeps the
+// compiler from making selections out of the branch.
 template <Shift kShift, int kElementBytes, int kCount, int kWords>
 __device__ __forceinline__ void shift_pieces(Words<kWords> (&out)[kCount],
                                              const Words<kWords> (&low)[kCount],
@@ -72,7 +73,8 @@ __device__ __forceinline__ void shift_pieces(Words<kWords> (&out)[kCount],
   }
 }
 
-// The first `cols` elements of a vector (none, if less than zero), and zeros.
+// Keeps the first `cols` elements of a vector (none, if `cols` is negative) and makes the others
+// zero.
 template <typename T, int kWidth>
 __device__ __forceinline__ void keep_first(Vec<T, kWidth>& v, int cols) {
   constexpr int kSize = static_cast<int>(sizeof(T));
@@ -109,12 +111,13 @@ struct ShiftedRow {
   }
 
   __device__ __forceinline__ Words<kWords> load(int index) const {
-    // Neighbours read a piece twice, the second time from L1.
+    // Two neighbouring threads read this piece, and the second of them finds it in L1.
     const Piece words = fused_layernorm::load<Use::kAgain, kPieceCols>(piece(index));
     return *reinterpret_cast<const Words<kWords>*>(words.at);
   }
 
-  // Stores what of piece `index` belongs to a row that ends `end` bytes behind `start`.
+  // Stores the part of piece `index` that belongs to the row, which ends `end` bytes behind
+  // `start`.
   __device__ __forceinline__ void store_part(int index, const Words<kWords>& words, int end) const {
     const Piece values = *reinterpret_cast<const Piece*>(words.at);
     T* const to = piece(index);
@@ -127,10 +130,10 @@ struct ShiftedRow {
   }
 };
 
-// A thread's vectors `kFirst, kFirst + 1, ...` of a row; what is behind the row's last column is
-// anything, and so are missing vectors. What is behind the row is read only up to the end of its
-// last piece (up to 15 bytes, as before its first: never outside an allocation, since those begin
-// and end at larger powers of two).
+// Loads a thread's vectors `kFirst, kFirst + 1, ...` of a row. Elements behind the row's last
+// column, and missing vectors, get any values. The load reads up to 15 bytes before the row and
+// behind it, to the ends of its first and last piece; these are never outside an allocation,
+// because allocations begin and end at larger powers of two.
 template <int kFirst, int kVecs, typename T, int kWidth, int kCount, typename Share>
 __device__ __forceinline__ void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
                                              const ShiftedRow<const T, kWidth>& from,
@@ -155,8 +158,8 @@ __device__ __forceinline__ void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
   }
 }
 
-// Stores a row of `cols` columns (0: nothing), of which `vector(k)` gives a thread's vectors. All
-// threads of the team take part, and with them the others of their warps.
+// Stores a row of `cols` columns (nothing, if there are none); `vector(k)` gives a thread's k-th
+// vector. All threads of the team must call, and so must the other threads of their warps.
 template <typename T, int kWidth, int kVecs, typename Team, typename Share, typename Vector>
 __device__ __forceinline__ void store_shifted(T* row, const Team& team, const Share& share,
                                               int cols, const Vector& vector) {
@@ -165,8 +168,8 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team, const Sh
   constexpr int kPieces = Row::kPieces;
   const Row to(row);
   const int end = cols > 0 ? to.shift + cols * Row::kSize : 0;
-  // A piece has the end of one vector and the beginning of the next, whose thread stores it. Where
-  // it does not know the one before, there is a seam.
+  // A piece holds the end of one vector and the beginning of the next. The thread of the next
+  // vector stores it. Where that thread cannot learn the end of the vector before, there is a seam.
   typename Team::template Seams<kVecs, RowWords> seams(team);
   RowWords last_words = {};
   int last_piece = 0;
@@ -202,7 +205,7 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team, const Sh
       }
     }
   };
-  // As many as there are registers for.
+  // So many pieces at once as there are registers for.
   constexpr int kMost = 4 / kPieces;
   constexpr int kCount = kVecs < kMost ? kVecs : kMost;
   store(std::integral_constant<int, 0>{}, std::integral_constant<int, kCount>{});

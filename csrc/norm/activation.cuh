@@ -1,15 +1,17 @@
 // What is fused behind the normalization: activation(z) * scale, and its derivative.
 //
-// float32 arithmetic comes in two grades. Coarse, where y is rounded to half precision: the fewest
-// instructions, for rows of bfloat16 leave about 28 an element in all. Fine, where y is float32:
-// errors like those of PyTorch's own float32.
+// float32 arithmetic comes in two grades. The coarse grade serves where y is rounded to half
+// precision. It takes the fewest instructions, because rows of bfloat16 leave about 28 an element
+// in all. The fine grade serves where y is float32, and its errors are like those of PyTorch's own
+// float32.
 //
-// "Instructions: n, m" counts those of an element on sm_90, coarse and fine, with the
-// multiplication by scale. One of them is EX2, and but for gelu another RCP: these take 16 lanes a
-// clock. The errors stated are those of the approximation; EX2 (2 ulp), RCP (1 ulp) and the
-// roundings of float32 add theirs.
+// "Instructions: n, m" counts the instructions of an element on sm_90, coarse and fine, with the
+// multiplication by scale. One of them is EX2, and except in gelu another is RCP; these two run on
+// 16 lanes a clock. The errors stated are those of the approximation; EX2 (2 ulp), RCP (1 ulp) and
+// the roundings of float32 add theirs.
 //
-// float64 is called, not copied into every kernel: it is there for its digits, and code is large.
+// The float64 functions are called, not copied into every kernel: float64 is there for its digits,
+// and its code is large.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -29,8 +31,9 @@ constexpr double kInverseRootTwoPi = 0.39894228040143267794;
 constexpr double kLog2E = 1.44269504088896340736;
 constexpr double kLn2 = 0.69314718055994530942;
 
-// One instruction each, without the care for the ends of the range that exp2f() and a division
-// take: subnormal arguments and results count as 0, and what is too great is Inf.
+// These take one instruction each. They do without the care that exp2f() and a division take of the
+// ends of the range: subnormal arguments and results count as 0, and results that are too great are
+// Inf.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -111,13 +114,14 @@ struct Logistic {
   Acc value, complement;
 };
 
-// Both from e = exp(-x). Inf * 0 is NaN, and saturated 0: as good as 1 beside a value of 0.
+// Both are computed from e = exp(-x). For e = Inf the product is NaN, which saturates to 0; beside
+// a value of 0 that is as good as the right complement, 1.
 __device__ __forceinline__ Logistic<float> coarse_logistic(float e) {
   const float s = reciprocal_approx(1.0f + e);
   return {s, __saturatef(e * s)};
 }
 
-// A step of Newton's takes RCP's error off. e must be finite; the value is 0 from e = 2^126 on.
+// One step of Newton's method removes RCP's error. e must be finite; the value is 0 from 2^126 on.
 __device__ __forceinline__ Logistic<float> fine_logistic(float e) {
   const float d = 1.0f + e;
   const float r = reciprocal_approx(d);
@@ -215,7 +219,7 @@ __device__ __noinline__ double gelu_tanh_gradient(double dy, double z) {
   return dy * s.value * (1.0 + s.complement * z * (kGeluTanhA + 3 * kGeluTanhB * z2));
 }
 
-// NaN stays NaN. Instructions: 2.
+// A NaN stays NaN. Instructions: 2.
 __device__ __forceinline__ float relu(float z) {
 #if __CUDA_ARCH__ >= 800
   float y;

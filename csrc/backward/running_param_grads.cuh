@@ -1,0 +1,114 @@
+// The dweight and dbias that backward's persistent blocks keep in registers, and how the teams or
+// logical warps of a block add up theirs at the end.
+#pragma once
+
+#include "norm/param_grad.cuh"
+
+namespace fused_layernorm {
+
+// The running dweight and dbias of a thread's share of the columns.
+template <typename Acc, int kWidth, int kVecs>
+struct RunningParamGrads {
+  Acc dweight[kVecs][kWidth] = {};
+  Acc dbias[kVecs][kWidth] = {};
+
+  // Stores them, from column `first_col` of the row on. No other thread has these columns.
+  template <typename Sink, typename Share>
+  __device__ __forceinline__ void store(const Sink& sink, const Share& share, int first_col) const {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      if (share.has(k)) {
+        sink.store(first_col + share.vector(k) * kWidth, dweight[k], dbias[k]);
+      }
+    }
+  }
+
+  // Adds up those of the teams of a block, in order, and stores the sums. `shared` is memory that
+  // nobody needs any more, with room for [dweight, dbias][team][piece][thread], where a piece is a
+  // part of a thread's columns.
+  template <typename Sink, typename Share>
+  __device__ __forceinline__ void store_sum_of_teams(const Sink& sink, const Share& share,
+                                                     int first_col, const BlockTeam& team,
+                                                     int teams, void* shared) const {
+    constexpr int kVectorCols = vector_width(sizeof(Acc));
+    constexpr int kPieceCols = kWidth < kVectorCols ? kWidth : kVectorCols;
+    constexpr int kPiecesOfVec = kWidth / kPieceCols, kPieces = kVecs * kPiecesOfVec;
+    using Piece = Vec<Acc, kPieceCols>;
+    const int team_pieces = kPieces * team.threads, all_pieces = teams * team_pieces;
+    Piece* const dweight_sums = static_cast<Piece*>(shared) + team.thread;
+    Piece* const dbias_sums = dweight_sums + all_pieces;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const int piece = k * kPiecesOfVec + j / kPieceCols;
+        const int at = team.index * team_pieces + piece * team.threads;
+        dweight_sums[at].at[j % kPieceCols] = dweight[k][j];
+        dbias_sums[at].at[j % kPieceCols] = dbias[k][j];
+      }
+    }
+    __syncthreads();
+    // Each team takes its share of the pieces.
+    for (int piece = team.index; piece < kPieces; piece += teams) {
+      const int vector = share.vector(piece / kPiecesOfVec);
+      if (vector >= share.vectors) continue;
+      Acc dw[kPieceCols] = {}, db[kPieceCols] = {};
+#pragma unroll 2
+      for (int at = piece * team.threads; at < all_pieces; at += team_pieces) {
+        const Piece w = dweight_sums[at], b = dbias_sums[at];
+#pragma unroll
+        for (int j = 0; j < kPieceCols; ++j) {
+          dw[j] += w.at[j];
+          db[j] += b.at[j];
+        }
+      }
+      sink.store(first_col + vector * kWidth + piece % kPiecesOfVec * kPieceCols, dw, db);
+    }
+  }
+
+  // Adds up those of the logical warps of a block, first within each warp, then warp by warp, and
+  // stores the sums. `shared` has room for [dweight, dbias][warp][cols].
+  template <int kWarps, typename Sink, typename Share>
+  __device__ __forceinline__ void store_sum_of_logical_warps(const Sink& sink, const Share& share,
+                                                             int lanes, int cols, void* shared) {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        for (int offset = lanes; offset < kWarpSize; offset *= 2) {
+          dweight[k][j] += shuffle_xor(dweight[k][j], offset);
+          dbias[k][j] += shuffle_xor(dbias[k][j], offset);
+        }
+      }
+    }
+    Acc* sums = static_cast<Acc*>(shared);
+    const int warp = threadIdx.x / kWarpSize;
+    if (threadIdx.x % kWarpSize < lanes) {
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        const int col = share.vector(k) * kWidth;
+        if (share.has(k)) {
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            sums[warp * cols + col + j] = dweight[k][j];
+            sums[(kWarps + warp) * cols + col + j] = dbias[k][j];
+          }
+        }
+      }
+    }
+    __syncthreads();
+    for (int col = threadIdx.x; col < cols; col += kWarps * kWarpSize) {
+      Acc dw[1] = {sums[col]};
+      Acc db[1] = {sums[kWarps * cols + col]};
+#pragma unroll
+      for (int w = 1; w < kWarps; ++w) {
+        dw[0] += sums[w * cols + col];
+        db[0] += sums[(kWarps + w) * cols + col];
+      }
+      sink.store(col, dw, db);
+    }
+  }
+};
+
+}  // namespace fused_layernorm
