@@ -105,7 +105,7 @@ CurrentDevice::CurrentDevice(const Tensor& tensor) {
   int current = -1;
   check_cuda(cudaGetDevice(&current));
   if (current != index) {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(index, &guard_));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_create_device_guard(index, &guard_));
   }
 }
 
@@ -136,8 +136,7 @@ const Device& device_of(const Tensor& tensor) {
 cudaStream_t current_stream(const Tensor& tensor) {
   CHECK_ARGUMENT(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
