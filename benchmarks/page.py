@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.plot import newest
+from benchmarks.plot import SMALLEST, Row, draw, largest_by_cols, newest
 
 PAGE = results.ROOT / "docs" / "benchmarks.md"
 PLOTS = results.ROOT / "docs" / "plots"
-SMALLEST = 16 << 20  # smaller tensors are bound by the launch, not by memory
 SHORT_OF_COPY = 0.9  # below this share of copy speed a case is listed as falling short
 FEWEST_POINTS = 3  # that make a curve
 
@@ -33,16 +32,6 @@ TITLES = {
     "gelu_scale_backward": "LayerNorm, GELU and a scale, backward",
 }
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; others are peers
-
-# A curve of a plot: (key of a row, label, style).
-LINES = (
-    ("copy_us", "copy speed", {"color": "0.6", "linestyle": "--", "linewidth": 1.5}),
-    ("ours_us", "fused_layernorm", {"color": "#0b6e4f", "marker": "o", "linewidth": 2.2}),
-    ("compile_us", "torch.compile", {"color": "#e08e0b", "marker": "s", "linewidth": 1.4}),
-    ("eager_us", "PyTorch eager", {"color": "#b3392f", "marker": "^", "linewidth": 1.4}),
-)
-
-Row = dict[str, Any]
 
 
 def types_of(row: Row) -> str:
@@ -65,29 +54,9 @@ def share(row: Row) -> float | None:
 # --- plots ----------------------------------------------------------------------------------------
 
 
-def largest_by_cols(rows: Iterable[Row], op: str, types: str) -> list[Row]:
-    """The rows of one operator and of one combination of dtypes, by columns.
-
-    Of several with the same columns it is the one of the largest tensor.
-    """
-    largest: dict[int, Row] = {}
-    for row in sorted(rows, key=lambda row: results.case_of(row).tensor_bytes):
-        enough = results.case_of(row).tensor_bytes >= SMALLEST
-        if row["op"] == op and types_of(row) == types and enough:
-            largest[row["cols"]] = row
-    return [row for _, row in sorted(largest.items())]
-
-
-def curve(rows: Iterable[Row], key: str) -> tuple[list[int], list[float]]:
-    """Columns and TB/s of one line of a plot."""
-    cols, speeds = [], []
-    for row in rows:
-        if row.get(key) is None:
-            continue
-        moved = 2 * results.case_of(row).tensor_bytes if key == "copy_us" else row["bytes"]
-        cols.append(row["cols"])
-        speeds.append(moved / row[key] / 1e6)
-    return cols, speeds
+def points(rows: Iterable[Row], op: str, types: str) -> list[Row]:
+    """The rows of one operator and of one combination of dtypes, as they are plotted."""
+    return largest_by_cols(rows, lambda row: row["op"] == op and types_of(row) == types)
 
 
 def plotted_types(rows: Iterable[Row]) -> list[str]:
@@ -96,7 +65,7 @@ def plotted_types(rows: Iterable[Row]) -> list[str]:
     return [
         types
         for types in dict.fromkeys(map(types_of, rows))
-        if len(largest_by_cols(rows, "forward", types)) >= FEWEST_POINTS
+        if len(points(rows, "forward", types)) >= FEWEST_POINTS
     ]
 
 
@@ -111,39 +80,13 @@ def stamp(report: dict[str, Any]) -> str:
 
 def plot(report: dict[str, Any], types: str) -> None:
     """Achieved bandwidth against columns, of one combination of dtypes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    # No date and no random names in the file: drawing again changes nothing.
-    matplotlib.rcParams["svg.hashsalt"] = "fused_layernorm"
-    matplotlib.rcParams["svg.fonttype"] = "none"  # letters stay letters
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    for axis, op in zip(axes, ("forward", "backward"), strict=True):
-        rows = largest_by_cols(report["rows"], op, types)
-        for key, label, style in LINES:
-            cols, speeds = curve(rows, key)
-            if cols:
-                axis.plot(cols, speeds, label=label, markersize=4.5, **style)
-        axis.set_xscale("log", base=2)
-        ticks = [64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304]
-        axis.set_xticks(ticks, ["64", "256", "1K", "4K", "16K", "64K", "256K", "1M", "4M"])
-        axis.minorticks_off()
-        axis.set_title(op)
-        axis.set_xlabel("columns (elements of a row)")
-        axis.grid(True, color="0.92")
-        axis.set_axisbelow(True)
-    axes[0].set_ylabel("achieved bandwidth, TB/s")
-    axes[0].set_ylim(bottom=0)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
-    figure.suptitle(f"LayerNorm on one {report['device']}, {types}", fontsize=11)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    path = plot_path(types)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Description": stamp(report)})
-    plt.close(figure)
+    draw(
+        f"LayerNorm on one {report['device']}, {types}",
+        lambda op: points(report["rows"], op, types),
+        plot_path(types),
+        {"Date": None, "Description": stamp(report)},
+        **{"svg.fonttype": "none"},  # letters stay letters
+    )
 
 
 # --- the page -------------------------------------------------------------------------------------

@@ -6,87 +6,111 @@ python -m benchmarks.plot [RESULTS.json] [--output docs/bandwidth.svg]
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import results
 
-# What a line shows: (key, label, style).
+# A curve: (key of a row, label, style).
 LINES = (
-    ("copy", "copy speed", {"color": "0.6", "linestyle": "--", "linewidth": 1.5}),
-    ("ours", "fused_layernorm", {"color": "#0b6e4f", "marker": "o", "linewidth": 2.2}),
-    ("compile", "torch.compile", {"color": "#e08e0b", "marker": "s", "linewidth": 1.4}),
-    ("eager", "PyTorch eager", {"color": "#b3392f", "marker": "^", "linewidth": 1.4}),
+    ("copy_us", "copy speed", {"color": "0.6", "linestyle": "--", "linewidth": 1.5}),
+    ("ours_us", "fused_layernorm", {"color": "#0b6e4f", "marker": "o", "linewidth": 2.2}),
+    ("compile_us", "torch.compile", {"color": "#e08e0b", "marker": "s", "linewidth": 1.4}),
+    ("eager_us", "PyTorch eager", {"color": "#b3392f", "marker": "^", "linewidth": 1.4}),
 )
 PICTURE = results.ROOT / "docs" / "bandwidth.svg"
 SMALLEST = 16 << 20  # smaller tensors are bound by the launch, not by memory
 
 
-def points(report: dict[str, Any], op: str) -> dict[str, tuple[list[int], list[float]]]:
-    """Per line the columns and TB/s; of several sizes with the same columns the largest tensor.
+Row = dict[str, Any]
 
-    Only cases that have a target: those that guard other dtypes are no part of the picture.
-    """
-    largest: dict[int, dict[str, Any]] = {}
-    for row in report["rows"]:
-        case = results.case_of(row)
-        if case.op != op or case.tensor_bytes < SMALLEST or case.target is None:
+
+def largest_by_cols(rows: Iterable[Row], wanted: Callable[[Row], bool]) -> list[Row]:
+    """The wanted rows of large tensors by columns; of several sizes the largest tensor."""
+    largest: dict[int, Row] = {}
+    for row in rows:
+        size = results.case_of(row).tensor_bytes
+        if size < SMALLEST or not wanted(row):
             continue
-        known = largest.get(case.cols)
-        if known is None or results.case_of(known).tensor_bytes < case.tensor_bytes:
-            largest[case.cols] = row
-    lines: dict[str, tuple[list[int], list[float]]] = {}
-    for key, _, _ in LINES:
-        cols, speeds = [], []
-        for col, row in sorted(largest.items()):
-            us = row.get(f"{key}_us")
-            if us is None:
-                continue
-            moved = 2 * results.case_of(row).tensor_bytes if key == "copy" else row["bytes"]
-            cols.append(col)
-            speeds.append(moved / us / 1e6)
-        lines[key] = (cols, speeds)
-    return lines
+        known = largest.get(row["cols"])
+        if known is None or results.case_of(known).tensor_bytes < size:
+            largest[row["cols"]] = row
+    return [row for _, row in sorted(largest.items())]
 
 
-def plot(report: dict[str, Any], output: Path) -> None:
+def curve(rows: Iterable[Row], key: str) -> tuple[list[int], list[float]]:
+    """Columns and TB/s of the rows that have a time under `key`."""
+    cols, speeds = [], []
+    for row in rows:
+        if row.get(key) is None:
+            continue
+        moved = 2 * results.case_of(row).tensor_bytes if key == "copy_us" else row["bytes"]
+        cols.append(row["cols"])
+        speeds.append(moved / row[key] / 1e6)
+    return cols, speeds
+
+
+def draw(
+    title: str,
+    rows_of: Callable[[str], list[Row]],
+    output: Path,
+    metadata: dict[str, str | None] | None,
+    **style: Any,
+) -> None:
+    """Achieved bandwidth against columns, forward beside backward; rows_of(op) are the points.
+
+    `style` has matplotlib's rcParams beside its own.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     # No date and no random names in the file: drawing again changes nothing.
-    matplotlib.rcParams["svg.hashsalt"] = "fused_layernorm"
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-    for axis, op in zip(axes, ("forward", "backward"), strict=True):
-        lines = points(report, op)
-        for key, label, style in LINES:
-            cols, speeds = lines[key]
-            if cols:
-                axis.plot(cols, speeds, label=label, markersize=4.5, **style)
-        axis.set_xscale("log", base=2)
-        ticks = [64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304]
-        axis.set_xticks(ticks, ["64", "256", "1K", "4K", "16K", "64K", "256K", "1M", "4M"])
-        axis.minorticks_off()
-        axis.set_title(op)
-        axis.set_xlabel("columns (elements of a row)")
-        axis.grid(True, color="0.92")
-        axis.set_axisbelow(True)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-    axes[0].set_ylabel("achieved bandwidth, TB/s")
-    axes[0].set_ylim(bottom=0)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
-    figure.suptitle(
-        f"LayerNorm on one {report['device']}: bfloat16 and float32 tensors of 16 MB to 1 GB",
-        fontsize=11,
+    style["svg.hashsalt"] = "fused_layernorm"
+    with matplotlib.rc_context(style):  # type: ignore[arg-type,unused-ignore]
+        figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+        for axis, op in zip(axes, ("forward", "backward"), strict=True):
+            rows = rows_of(op)
+            for key, label, line in LINES:
+                cols, speeds = curve(rows, key)
+                if cols:
+                    axis.plot(cols, speeds, label=label, markersize=4.5, **line)
+            axis.set_xscale("log", base=2)
+            ticks = [64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304]
+            axis.set_xticks(ticks, ["64", "256", "1K", "4K", "16K", "64K", "256K", "1M", "4M"])
+            axis.minorticks_off()
+            axis.set_title(op)
+            axis.set_xlabel("columns (elements of a row)")
+            axis.grid(True, color="0.92")
+            axis.set_axisbelow(True)
+        axes[0].set_ylabel("achieved bandwidth, TB/s")
+        axes[0].set_ylim(bottom=0)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
+        figure.suptitle(title, fontsize=11)
+        figure.tight_layout(rect=(0, 0.07, 1, 1))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=130, metadata=metadata)
+        plt.close(figure)
+
+
+def points(report: dict[str, Any], op: str) -> list[Row]:
+    """The rows of the picture: cases with a target; those that guard other dtypes have none."""
+    return largest_by_cols(
+        report["rows"], lambda row: row["op"] == op and results.case_of(row).target is not None
     )
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Date": None} if output.suffix == ".svg" else None
-    figure.savefig(output, dpi=130, metadata=metadata)
-    plt.close(figure)
+
+
+def plot(report: dict[str, Any], output: Path) -> None:
+    draw(
+        f"LayerNorm on one {report['device']}: bfloat16 and float32 tensors of 16 MB to 1 GB",
+        lambda op: points(report, op),
+        output,
+        {"Date": None} if output.suffix == ".svg" else None,
+        **{"axes.spines.top": False, "axes.spines.right": False},
+    )
 
 
 def newest() -> Path:

@@ -10,7 +10,7 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import page, results  # noqa: E402
+from benchmarks import page, plot, results  # noqa: E402
 from benchmarks.plot import newest  # noqa: E402
 
 
@@ -52,19 +52,19 @@ def test_page_and_plots_are_of_the_results_file():
 def test_one_curve_for_each_dtype(report):
     assert page.plotted_types(report["rows"]) == ["bfloat16", "float32"]
     for types, cols in (("bfloat16", [1024, 2048, 4096]), ("float32", [1024, 2047, 4096])):
-        rows = page.largest_by_cols(report["rows"], "forward", types)
+        rows = page.points(report["rows"], "forward", types)
         assert [row["cols"] for row in rows] == cols
         assert {row["dtype"] for row in rows} == {types}
-        assert page.curve(rows, "ours_us")[0] == cols
+        assert plot.curve(rows, "ours_us")[0] == cols
     # Of 4,096 columns there are two: the larger tensor's is taken.
-    assert page.largest_by_cols(report["rows"], "forward", "float32")[-1]["rows"] == 16_384
+    assert page.points(report["rows"], "forward", "float32")[-1]["rows"] == 16_384
 
 
 def test_curves_are_bandwidth(report):
     (bfloat16,) = [r for r in report["rows"] if r["op"] == "backward"]
-    assert page.curve([bfloat16], "copy_us")[1] == pytest.approx([4.0])  # two tensors
-    assert page.curve([bfloat16], "ours_us")[1] == pytest.approx([6.0], rel=1e-3)  # and a third
-    assert page.curve([bfloat16], "compile_us") == ([], [])
+    assert plot.curve([bfloat16], "copy_us")[1] == pytest.approx([4.0])  # two tensors
+    assert plot.curve([bfloat16], "ours_us")[1] == pytest.approx([6.0], rel=1e-3)  # and a third
+    assert plot.curve([bfloat16], "compile_us") == ([], [])
 
 
 def test_types_are_a_curve_of_their_own():

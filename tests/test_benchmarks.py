@@ -375,14 +375,14 @@ def test_summary_shows_every_row_and_what_was_skipped():
 
 
 def test_plot_takes_the_largest_tensor_of_each_width():
-    lines = plot.points(made_up(), "forward")
-    cols, speeds = lines["ours"]
+    rows = plot.points(made_up(), "forward")
+    cols, speeds = plot.curve(rows, "ours_us")
     assert cols == sorted(set(cols))
     assert 4_194_304 in cols
     wide = next(case for case in CASES if case.op == "forward" and case.cols == 768)
     assert wide.rows == 32768
     assert speeds[cols.index(768)] == pytest.approx(wide.bytes / 10.0 / 1e6)
-    copied = lines["copy"][1][cols.index(768)]
+    copied = plot.curve(rows, "copy_us")[1][cols.index(768)]
     assert copied == pytest.approx(2 * wide.tensor_bytes / 8.0 / 1e6)
 
 
