@@ -52,6 +52,39 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "Tensor? weight, Tensor? bias, Tensor? dresidual, str? activation, float scale, bool "
       "needs_dx, bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, Tensor)");
 
+  // Modulation: y = (norm(input) * weight + bias) * (1 + scale) + shift. shift, scale and gate
+  // broadcast against input by PyTorch's rules.
+  m.def(
+      "ada_layer_norm(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, Tensor? "
+      "weight, Tensor? bias, float eps, ScalarType? out_dtype=None) -> Tensor");
+  // The same, with statistics: (y, mean, rstd).
+  m.def(
+      "ada_layer_norm_forward(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, "
+      "Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype=None) -> (Tensor, Tensor, "
+      "Tensor)");
+  // residual_out = residual + gate * input; y = ada_layer_norm(residual_out): (y, residual_out).
+  m.def(
+      "add_ada_layer_norm(Tensor input, Tensor residual, Tensor? gate, int normalized_ndim, "
+      "Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, float eps, ScalarType? "
+      "out_dtype=None) -> (Tensor, Tensor)");
+  // The same, with statistics: (y, residual_out, mean, rstd).
+  m.def(
+      "add_ada_layer_norm_forward(Tensor input, Tensor residual, Tensor? gate, int "
+      "normalized_ndim, Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, float eps, "
+      "ScalarType? out_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)");
+  // (dx, dshift, dscale, dweight, dbias), each of the shape and dtype of what it is the gradient
+  // of; dx includes dresidual, if given. One that is not asked for is an empty tensor of shape
+  // (0,).
+  m.def(
+      "ada_layer_norm_backward(Tensor dy, Tensor x, int normalized_ndim, Tensor mean, Tensor rstd, "
+      "Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, Tensor? dresidual, bool "
+      "needs_dx, bool needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // Of residual_out = residual + gate * input: (dinput, dgate) from the gradient of residual_out.
+  m.def(
+      "gate_backward(Tensor dresidual_out, Tensor input, Tensor gate, bool needs_dinput, bool "
+      "needs_dgate) -> (Tensor, Tensor)");
+
   // For tests, benchmarks and `python -m fused_layernorm`, not for users.
   m.def("_build_info() -> str");
 }
