@@ -148,6 +148,8 @@ def run_cases(
                 us = time_case(case, name, seconds)
             except Exception as problem:
                 skipped.append(f"{name}: {case.name}: {sentence(problem)}")
+                if name != "ours":
+                    row[f"{name}_us"] = None  # it was tried, and failed
             else:
                 if us is not None:
                     row[f"{name}_us"] = round(us, 3)
@@ -168,6 +170,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--providers", help="comma-separated; all that are installed if not given")
     parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS)}")
     parser.add_argument("--rows", help='part of a case\'s name, e.g. "32768x1024" or "float32"')
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave out torch.compile, whose rows take longest"
+    )
     parser.add_argument("--parts", help=f"comma-separated: {', '.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="ours only, shorter measurements")
     parser.add_argument("--budget-seconds", type=float, default=440, help="skip what is left then")
@@ -189,10 +194,12 @@ def main(argv: list[str] | None = None) -> None:
         for name in names:
             if name not in providers.available():
                 raise SystemExit(f"provider {name!r} is not installed or not known")
+    if arguments.no_compile:
+        names = [name for name in names if name != "compile"]
     parts = arguments.parts.split(",") if arguments.parts else list(PARTS)
     cases = select(arguments.ops, arguments.rows)
-    full = not (arguments.providers or arguments.quick or arguments.ops or arguments.rows
-                or arguments.parts)  # fmt: skip
+    full = not (arguments.providers or arguments.no_compile or arguments.quick or arguments.ops
+                or arguments.rows or arguments.parts)  # fmt: skip
     clock = Clock(arguments.budget_seconds)
     seconds = 0.01 if arguments.quick else 0.03
 

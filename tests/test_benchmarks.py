@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,52 @@ def test_bytes_of_float32_parameters_alone():
     assert case.bytes == 4 * 100 * 30 * 2 + 2 * 30 * 4
 
 
+@pytest.mark.parametrize(
+    ("op", "tensors", "modulations", "per_token"),
+    [
+        ("ada_forward", 2, 2, 4),
+        ("add_ada_forward", 4, 3, 7),
+        ("ada_backward", 3, 3, 6),
+        ("add_ada_backward", 6, 5, 11),
+    ],
+)
+def test_bytes_of_modulated_norms(op, tensors, modulations, per_token):
+    case = parse_case(f"4x25x30 bf16 {op}")
+    assert case.bytes == tensors * 100 * 30 * 2 + modulations * 4 * 30 * 2
+    assert parse_case(f"4x25x30 bf16*fp32 {op}").bytes == case.bytes + modulations * 4 * 30 * 2
+    assert parse_case(f"4x25x30 bf16 {op} per-token").bytes == per_token * 100 * 30 * 2
+
+
+def test_a_case_has_samples_if_it_is_modulated():
+    wrong: dict[str, Any]
+    for wrong in (
+        {"op": "ada_forward"},
+        {"op": "ada_forward", "samples": 3},
+        {"op": "ada_forward", "samples": 5, "modulation": "sample"},
+        {"op": "ada_forward", "samples": 3, "modulation": "frame"},
+        {"op": "forward", "samples": 3},
+        {"op": "forward", "samples": 3, "modulation": "sample"},
+    ):
+        with pytest.raises(ValueError, match=r"samples|modulation"):
+            Case(**{"rows": 6, "cols": 8, "dtype": "float32", **wrong})
+
+
+def test_modulations_are_views_of_one_tensor(on_cpu):
+    for text, shape in (("3x2x8 fp32 add_ada_forward", (3, 1, 8)),
+                        ("3x2x8 fp32 add_ada_forward per-token", (3, 2, 8))):  # fmt: skip
+        for one in ours.make_inputs(parse_case(text)):
+            assert one.x.shape == (3, 2, 8)
+            shift, scale, gate = one.shift, one.scale, one.gate
+            assert shift is not None
+            assert scale is not None
+            assert gate is not None
+            for tensor in (shift, scale, gate):
+                assert tensor.shape == shape
+                assert tensor.stride(-2) == 48
+            assert scale.data_ptr() - shift.data_ptr() == 8 * 4
+            assert one.weight is None
+
+
 def test_ratio_is_one_at_copy_speed():
     case = Case("forward", 1 << 20, 64, "float32")
     assert case.ratio(100.0, 100.0) == pytest.approx(1.0, rel=1e-5)
@@ -122,8 +169,16 @@ def test_parse_case():
     mixed = Case("backward", 5, 7, "bfloat16", weight_dtype="float32", out_dtype="float32")
     assert parse_case("5x7 bf16+fp32>fp32 backward") == mixed
     assert parse_case("5x7 bfloat16>float32 forward").out_dtype == "float32"
+    per_sample = parse_case("2x5x7 bf16*fp32 add_ada_backward")
+    assert per_sample == Case(
+        "add_ada_backward", 10, 7, "bfloat16", samples=2, modulation="sample",
+        modulation_dtype="float32",
+    )  # fmt: skip
+    per_token = parse_case("2x5x7 bf16 ada_forward per-token")
+    assert (per_token.samples, per_token.modulation) == (2, "token")
+    assert per_token.name == "ada_forward 2x5x7 bfloat16 per-token"
     for case in CASES:
-        assert parse_case(f"{case.rows}x{case.cols} {case.types} {case.op}") == case
+        assert parse_case(case.text) == case
 
 
 @pytest.mark.parametrize(
@@ -136,6 +191,11 @@ def test_parse_case():
         "5x7 bf16 f",
         "5x7 bf16+int8 forward",
         "5x7 bf16>fp32+fp32 forward",
+        "5x7 bf16 ada_forward",
+        "2x5x7 bf16 forward",
+        "5x7 bf16 forward per-token",
+        "2x5x7 bf16*int8 ada_forward",
+        "2x5x7 bf16 ada_forward per-frame",
     ],
 )
 def test_parse_case_names_what_is_wrong(text):
@@ -172,7 +232,7 @@ def test_documented_tuning_times_a_plan_for_each_option(document):
         assert all(one != other for one, other in itertools.combinations(plans, 2)), line
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if "ada" not in op])
 def test_tune_plans_the_whole_problem(op):
     """What a case fuses, so that the printed plan is the one that was timed."""
     device = {"capability": 90, "sms": 132, "shared_memory": 232448}
@@ -210,7 +270,7 @@ def test_counts_cover_the_cache_and_fill_a_replay():
 
 @pytest.mark.parametrize(
     ("op", "types"),
-    [(op, "float32") for op in OPS]
+    [(op, "float32") for op in OPS if "ada" not in op]
     # Not backward in float16: on a CPU, ATen's wants mean and rstd in float16 then.
     + [("forward", "float64"), ("backward", "float64"), ("forward", "float16")]
     + [
@@ -239,6 +299,49 @@ def test_all_providers_compute_the_same(op, types, on_cpu):
                 dtypes = [case.torch_out_dtype, case.torch_dtype][: 1 + case.residual]
             assert [output.dtype for output in outputs] == dtypes, name
             assert tune.error(calls[1](), expected) > 1e-2, "the inputs are not distinct"
+
+
+MODULATED = ("ada_forward", "add_ada_forward", "ada_backward", "add_ada_backward")
+
+
+def same_as_reference(case, result, expected):
+    """Whether a modulated norm's result is that of the reference, in the inputs' dtypes."""
+    outputs = [result] if isinstance(result, torch.Tensor) else list(result)
+    tolerance = 1e-5 if case.dtype == "float32" else 2e-2
+    modulations = [case.torch_modulation_dtype] * (2 + case.residual)
+    dtypes = [case.torch_dtype] * (1 + case.residual) + (modulations if case.backward else [])
+    return (
+        tune.error(outputs, expected) < tolerance
+        and [output.dtype for output in outputs] == dtypes
+        and [output.shape for output in outputs] == [want.shape for want in expected]
+    )
+
+
+@pytest.mark.parametrize("per", ["", " per-token"])
+@pytest.mark.parametrize("types", ["float32", "bf16*fp32"])
+@pytest.mark.parametrize("op", MODULATED)
+def test_all_providers_modulate_the_same(op, types, per, on_cpu):
+    case = parse_case(f"3x4x20 {types} {op}{per}")
+    inputs = ours.make_inputs(case)
+    with torch.no_grad():
+        expected = tune.reference(case, inputs[0])
+        for name in ("ours", "eager"):
+            calls = providers.PROVIDERS[name](case, inputs)
+            assert calls is not None
+            assert same_as_reference(case, calls[0](), expected), name
+            assert not same_as_reference(case, calls[1](), expected), "the inputs are not distinct"
+
+
+@pytest.mark.parametrize("types", ["float32", "bf16*fp32"])
+@pytest.mark.parametrize("op", MODULATED)
+def test_compile_takes_modulated_norms_whole(op, types, on_cpu, monkeypatch):
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compile(f, backend="aot_eager", **how))
+    case = parse_case(f"3x4x20 {types} {op}")
+    inputs = ours.make_inputs(case)
+    calls = providers.compile_calls(case, inputs)
+    with torch.no_grad():
+        assert same_as_reference(case, calls[0](), tune.reference(case, inputs[0]))
 
 
 def test_compiled_backward_recomputes_what_eager_saves(on_cpu):
@@ -317,6 +420,8 @@ def test_row_names_dtypes_that_differ():
     assert set(plain) == {"op", "rows", "cols", "dtype", "bytes"}
     for case in CASES:
         assert results.case_of(results.row_of(case)) == case
+    token = next(case for case in CASES if case.modulation == "token")
+    assert {"samples": 1, "modulation": "token"}.items() <= results.row_of(token).items()
     mixed = next(case for case in CASES if case.types == "bf16+fp32>fp32")
     assert results.row_of(mixed)["weight_dtype"] == results.row_of(mixed)["out_dtype"] == "float32"
 
@@ -339,6 +444,9 @@ def test_verdict():
     slow = row(fused, copy_us=9.0, ours_us=11.0, eager_us=10.0, compile_us=9.9)
     assert results.verdict(fused, slow) == "MISS target, eager, compile"
     assert results.verdict(case, row(case, copy_us=9.0)) == ""
+    failed = row(fused, copy_us=9.0, ours_us=10.0, eager_us=20.0, compile_us=None)
+    assert results.verdict(fused, failed) == "PASS"
+    assert "-" in results.table_line(failed)
     guarded = Case("forward", 32768, 768, "bfloat16", weight_dtype="float32")
     assert results.verdict(guarded, row(guarded, copy_us=9.0, ours_us=99.0)) == ""
     assert results.verdict(guarded, row(guarded, copy_us=9.0, ours_us=9.0, eager_us=10.0)) == "PASS"
@@ -486,6 +594,40 @@ def test_compare_takes_turns():
     assert "".join(order) == "abbaabba"
 
 
+def test_compare_skips_what_the_old_build_lacks(on_cpu):
+    """In one line for each reason; what the new build lacks fails."""
+
+    def lack(job):
+        raise compare.Failed("this build has no ada_layer_norm")
+
+    jobs = compare.jobs_of([parse_case(f"2x3x{cols} fp32 ada_forward") for cols in (4, 5, 6)])
+    fine = FakeSide("new", lambda job: 1.0)
+    made = compare.compare(jobs, FakeSide("old", lack), fine, 60)
+    text = compare.text(made, 100)
+    first = "ada_forward 2x3x4 float32"
+    assert f"skipped 6, the first {first}: old: this build has no ada_layer_norm" in text
+    assert text.count(first) == 1
+    assert "0 SLOWER" in text
+    made = compare.compare(jobs, FakeSide("old", lambda job: 1.0), FakeSide("new", lack), 60)
+    assert compare.text(made, 100).count("FAILED new: this build has no ada_layer_norm") == 6
+
+
+def test_compare_knows_what_a_build_lacks(on_cpu, monkeypatch):
+    import fused_layernorm  # noqa: F401
+
+    for op in OPS:
+        case = parse_case(f"{'2x' if 'ada' in op else ''}3x4 float32 {op}")
+        assert ours.missing_operator(case) is None
+    monkeypatch.setattr(ours, "operators", lambda case, statistics=False: ("no_such_norm",))
+    assert ours.missing_operator(JOBS[0].case) == "no_such_norm"
+    answers: list[dict] = []
+    prepare = {"do": "prepare", "case": dataclasses.asdict(JOBS[0].case), "statistics": False,
+               "seed": 1}  # fmt: skip
+    monkeypatch.setattr(compare, "missing_operator", ours.missing_operator)
+    compare.serve(compare.Bench(), [json.dumps(prepare)], answers.append)
+    assert answers == [{"error": "this build has no no_such_norm"}]
+
+
 def test_compare_says_what_failed_and_what_was_left_out():
     def fail(job):
         raise compare.Failed("no such kernel")
@@ -542,8 +684,15 @@ class FakeGraph:
         self.outputs = []
 
 
-@pytest.mark.parametrize("op", ["forward", "add_forward", "backward"])
-@pytest.mark.parametrize("types", ["float32", "bf16+fp32>fp32"])
+OUTPUTS = {"forward": 3, "add_forward": 4, "backward": 3, "ada_forward": 3, "add_ada_forward": 4,
+           "ada_backward": 3, "add_ada_backward": 5}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "types"),
+    [(op, types) for op in OUTPUTS for types in
+     ("float32", "bf16*fp32" if "ada" in op else "bf16+fp32>fp32")],
+)  # fmt: skip
 def test_compare_process_prepares_times_and_frees(op, types, on_cpu, monkeypatch):
     import fused_layernorm  # noqa: F401  (the composite stands for the kernels)
 
@@ -555,11 +704,12 @@ def test_compare_process_prepares_times_and_frees(op, types, on_cpu, monkeypatch
         return answers[-1]
 
     bench = compare.Bench()
-    case = dataclasses.asdict(parse_case(f"6x20 {types} {op}"))
-    with_stats = op != "backward"
+    samples = "2x" if "ada" in op else ""
+    case = dataclasses.asdict(parse_case(f"{samples}6x20 {types} {op}"))
+    with_stats = not op.endswith("backward")
     first = ask(do="prepare", case=case, statistics=with_stats, seed=1)
     assert bench.graph is not None
-    assert len(bench.graph.outputs[0]) == {"forward": 3, "add_forward": 4, "backward": 3}[op]
+    assert len(bench.graph.outputs[0]) == OUTPUTS[op]
     assert ask(do="time", seconds=0.1) == {"us": 1.0}
     assert ask(do="free") == {}
     assert bench.graph is None
@@ -582,9 +732,13 @@ def test_compare_samples_sizes_operators_and_dtypes():
     jobs = compare.sample(300, seed=0)
     assert jobs == compare.sample(300, seed=0) != compare.sample(300, seed=1)
     assert len(jobs) == 300
-    assert {job.case.types for job in jobs} == set(compare.TYPES)
+    assert {job.case.types for job in jobs} == set(compare.TYPES) | set(compare.MODULATED_TYPES)
+    assert {job.case.modulation for job in jobs} == {None, "sample", "token"}
+    assert {job.case.samples for job in jobs} == {None, 1, 2, 4, 32}
     assert {job.case.op for job in jobs} == {
-        f"{kind}{way}" for kind in ("", "add_", "gelu_scale_") for way in ("forward", "backward")
+        f"{kind}{way}"
+        for kind in ("", "add_", "gelu_scale_", "ada_", "add_ada_")
+        for way in ("forward", "backward")
     }
     assert not any(job.statistics and job.case.backward for job in jobs)
     assert any(job.statistics for job in jobs)
