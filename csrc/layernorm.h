@@ -78,7 +78,7 @@ struct DataTypes {
 struct Modulation {
   const void* shift = nullptr;  // each optional, of weight's type
   const void* scale = nullptr;
-  const void* gate = nullptr;  // forward alone
+  const void* gate = nullptr;
   RowMap shift_rows;
   RowMap scale_rows;
   RowMap gate_rows;
@@ -152,6 +152,14 @@ struct BackwardParams {
   void* dscale = nullptr;
   bool dshift_is_wide = false;
   bool dscale_is_wide = false;
+
+  // With a gate, x = residual + gate * input, and dx is the gradient of residual. Both input and
+  // dinput are of x's type.
+  const void* input = nullptr;
+  RowMap input_rows;
+  void* dinput = nullptr;  // optional
+  void* dgate = nullptr;   // optional, [groups][cols], as dshift
+  bool dgate_is_wide = false;
 };
 
 // Backward of the gated sum residual + gate * input, from the gradient of its result.

@@ -1,7 +1,7 @@
 // Backward of rows whose shift and scale belong to groups of rows: persistent blocks, each with a
 // range of rows that follow each other. A block works through the groups in its range one after the
-// other, and keeps a group's running dscale and dshift in registers. Where a group is one row, they
-// are no sums, and are stored with the row's dx.
+// other, and keeps a group's running dscale and dshift in registers, and dgate where x was a gated
+// sum. Where a group is one row, they are no sums, and are stored with the row's dx.
 #include "backward/persistent.cuh"
 #include "launch.cuh"
 
@@ -45,7 +45,7 @@ struct BackwardGroupGeometry {
   static constexpr bool kBulk = kBulk_;
   // xhat and g of a row stay in registers between its sums and its dx. Otherwise they are computed
   // again from the ring.
-  static constexpr bool kKeep = kVecs * kWidth <= kKeptColsPerThread;
+  static constexpr bool kKeep = kVecs * kWidth <= kKeptColsPerThread && !N::Prologue::kGated;
   static_assert(kVecs * kWidth <= kBackwardColsPerThread, "a thread has registers for so many");
   static_assert(kBulk || kKeep, "only a ring holds a row for a second read");
 };
@@ -144,6 +144,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   };
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
+  RunningParamGrads<Acc, kWidth, kVecs> dgate;  // Only one of its sums is used.
+  constexpr bool kGated = N::Prologue::kGated;
   // Iterations from a row's first read to the barrier behind its last.
   constexpr int kHeld = G::kKeep ? 0 : 1;
   RingPosition read;
@@ -152,10 +154,20 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     const DxRow<N> dx_row(p, row, 0);
     Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
     Vec<X, kWidth> added[kVecs] = {};
-    if (G::kKeep && p.dx != nullptr) {
+    Vec<X, kWidth> input[kVecs] = {};
+    if ((G::kKeep && p.dx != nullptr) || kGated) {
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
         if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
+      }
+    }
+    if constexpr (kGated) {
+      const auto* input_row = static_cast<const X*>(p.input) + p.input_rows(row);
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        if (share.has(k)) {
+          input[k] = load<Use::kOnce, kWidth>(element(input_row, share.vector(k) * kWidth));
+        }
       }
     }
     if constexpr (kBulk) barrier_wait(ring.full + read.stage, read.parity);
@@ -182,9 +194,25 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       ring.fill(p, 0, p.cols, read.stage_of(kHeld, ring.stages), next.row, true);
       next.advance();
     }
-    if (p.dx != nullptr) {
+    if (kGated || p.dx != nullptr) {
       const Pair<Acc> means = means_of(sums, inverse_cols);
-      if constexpr (G::kKeep) {
+      if constexpr (kGated) {
+        X* const dinput = static_cast<X*>(p.dinput) + row * p.cols;
+        with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
+          const int col = share.vector(k) * kWidth;
+          Acc dx[kWidth], inputs[kWidth], gate[kWidth];
+          dx_row.compute(dx, gradients.xhat, gradients.g, means, statistics.second, added[k]);
+          store_once_if(share.has(k) && p.dx != nullptr, element(dx_row.dx, col), round_to<X>(dx));
+          unpack(inputs, input[k]);
+          unpack(gate, load<Use::kPlain, kWidth>(ring.gate + col));
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            dgate.dweight[k][j] += dx[j] * inputs[j];
+            dx[j] *= gate[j];
+          }
+          store_once_if(share.has(k) && p.dinput != nullptr, element(dinput, col), round_to<X>(dx));
+        });
+      } else if constexpr (G::kKeep) {
 #pragma unroll
         for (int k = 0; k < kVecs; ++k) {
           if (share.has(k)) {
@@ -208,7 +236,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   if constexpr (kOfRows) {
     for (uint32_t row = range.begin + team.index; row < range.end; row += plan.teams) work_on(row);
   } else {
-    const bool wanted = p.dscale || p.dshift || p.dweight || p.dbias;
+    const bool wanted = p.dscale || p.dshift || p.dweight || p.dbias || p.dgate;
     uint32_t part = blockIdx.x + range.group_of(range.begin);
     for (uint32_t from = range.begin; from < range.end; ++part) {
       const uint32_t to = range.end_of_group(from);
@@ -220,18 +248,33 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           const int col = min(v, vectors - 1) * kWidth;
           store(ring.weight + v * kWidth,
                 combined_weight<N, kWidth>(p, col, scale.template load<kWidth>(col)));
+          if constexpr (kGated) {
+            const auto gate =
+                row_parameter<W>(p.modulation.gate, p.modulation.gate_rows, from, 0, Absent::kOnes);
+            Acc values[kWidth];
+            unpack(values, gate.template load<kWidth>(col));
+            store(ring.gate + v * kWidth, round_to<Acc>(values));
+          }
         }
         __syncthreads();
       }
       for (uint32_t row = from + team.index; row < to; row += plan.teams) work_on(row);
       if (wanted) {
         const PartSink<N> sink(p, plan.parts.partials, part);
-        if (plan.teams == 1) {
-          grads.store(sink, share, 0);
-        } else {
-          grads.store_sum_of_teams(sink, share, 0, team, plan.teams, shared + plan.sums_offset);
-        }
+        const auto leave = [&](const auto& sums, const auto& its_sink) {
+          if (plan.teams == 1) {
+            sums.store(its_sink, share, 0);
+          } else {
+            sums.store_sum_of_teams(its_sink, share, 0, team, plan.teams,
+                                    shared + plan.sums_offset);
+          }
+        };
+        leave(grads, sink);
         grads = {};
+        if constexpr (kGated) {
+          leave(dgate, GatePartSink<N>(p, plan.parts.partials, part));
+          dgate = {};
+        }
       }
       from = to;
     }
@@ -242,7 +285,11 @@ template <typename N, int kWidth, int kVecs, bool kBulk>
 cudaError_t launch_group(const BackwardParams& params, const backward::Group& plan,
                          cudaStream_t stream) {
   constexpr bool kKeep = kVecs * kWidth <= kKeptColsPerThread;
-  if constexpr (has_group_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep, N::Affine::kOfRows)) {
+  constexpr bool kHasKernel =
+      N::Prologue::kGated
+          ? has_gated_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep)
+          : has_group_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep, N::Affine::kOfRows);
+  if constexpr (kHasKernel && !(N::Prologue::kGated && !kSummandIsX<typename N::Types>)) {
     using G = BackwardGroupGeometry<N, kWidth, kVecs, kBulk>;
     return launch(layer_norm_backward_group_kernel<N, G>, plan, stream, params, plan);
   } else {

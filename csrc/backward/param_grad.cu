@@ -145,8 +145,8 @@ struct GradColumns {
 
 // dscale = weight * a + bias * c and dshift = c of every group, from the sums over its parts
 // a = sum of dy * xhat and c = sum of dy, which are kept for dweight and dbias where these are
-// asked for. A block has some columns of one group.
-template <typename Acc, typename W, int kWidth>
+// asked for; and dgate, the third sum, of gated rows. A block has some columns of one group.
+template <typename Acc, typename W, int kWidth, int kSums>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize)
     modulation_grad_kernel(const BackwardParams p, const backward::GroupParts parts,
                            const int chunks) {
@@ -156,15 +156,19 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   const auto* partial = reinterpret_cast<const Acc*>(workspace + parts.partials.offset);
   const bool has_cols = at.col < p.cols;
   Acc sum[kWidth];
-  sum_parts<2>(sum, partial + own.first * p.cols + at.col, own.count, p.cols,
-               int64_t{parts.partials.count} * p.cols, has_cols, no_factor<Acc, kWidth>);
+  sum_parts<kSums>(sum, partial + own.first * p.cols + at.col, own.count, p.cols,
+                   int64_t{parts.partials.count} * p.cols, has_cols, no_factor<Acc, kWidth>);
   if (threadIdx.x >= kWarpSize) return;
   Acc of_shift[kWidth];
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) of_shift[j] = shuffle_xor(sum[j], kColumnLanes);
-  if (threadIdx.x >= 2 * kColumnLanes || !has_cols) return;
+  if (threadIdx.x >= kSums * kColumnLanes || !has_cols) return;
   const bool is_shift = threadIdx.x >= kColumnLanes;
   const int64_t place = at.group * p.cols + at.col;
+  if (kSums > 2 && threadIdx.x >= 2 * kColumnLanes) {
+    if (p.dgate != nullptr) store_gradient<W>(p.dgate, p.dgate_is_wide, place, sum);
+    return;
+  }
   if (p.dweight != nullptr || p.dbias != nullptr) {
     auto* kept = reinterpret_cast<Acc*>(workspace + parts.sums_offset);
     store<Acc, kWidth>(kept + (is_shift ? p.rows / p.group_rows * p.cols : 0) + place,
@@ -265,7 +269,8 @@ cudaError_t launch_param_grad(const BackwardParams& params, const DataTypes& typ
 cudaError_t launch_modulation_grad(const BackwardParams& params, const DataTypes& types,
                                    const backward::GroupParts& parts, cudaStream_t stream) {
   const bool needs_columns = params.dweight != nullptr || params.dbias != nullptr;
-  const bool wanted = params.dshift != nullptr || params.dscale != nullptr || needs_columns;
+  const bool wanted = params.dshift != nullptr || params.dscale != nullptr ||
+                      params.dgate != nullptr || needs_columns;
   if (params.group_rows == 1 || !wanted) return cudaSuccess;
   return dispatch_types(types, [&](auto t) {
     using Acc = typename decltype(t)::Acc;
@@ -273,8 +278,10 @@ cudaError_t launch_modulation_grad(const BackwardParams& params, const DataTypes
     return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
       const int64_t groups = params.rows / params.group_rows;
       const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
-      const cudaError_t error =
-          launch(modulation_grad_kernel<Acc, W, width()>, per_group, stream, params, parts, chunks);
+      const cudaError_t error = dispatch_bool(params.modulation.gate != nullptr, [&](auto gated) {
+        return launch(modulation_grad_kernel < Acc, W, width(), gated() ? 3 : 2 >, per_group,
+                      stream, params, parts, chunks);
+      });
       if (error != cudaSuccess || !needs_columns) return error;
       const Launch of_all = grad_launch(chunks, 1, groups);
       return launch(modulated_param_grad_kernel<Acc, W, width()>, of_all, stream, params,

@@ -12,8 +12,9 @@ namespace fused_layernorm {
 
 // The shared memory of a block whose rows come by bulk copies: weight, and bias where an activation
 // reads it, and then, team by team and stage by stage, x and dy, each with room for `stage_cols`
-// columns. With a modulation, weight is that of combined_weight(); where rows have a scale of their
-// own, it comes with x and dy, and there is no weight.
+// columns. With a modulation, weight is that of combined_weight() and the gate, if there is one,
+// stands behind it; where rows have a scale of their own, it comes with x and dy, and there is no
+// weight.
 template <typename N, int kWidth>
 struct BackwardRing {
   using X = typename N::X;
@@ -25,6 +26,7 @@ struct BackwardRing {
       static_cast<int>(sizeof(X) + sizeof(Y) + (kRowScale ? sizeof(W) : 0));  // a column
 
   Weight* weight;
+  Weight* gate;
   W* bias;
   X* x;                     // this team's
   Y* dy;                    // this team's
@@ -44,9 +46,12 @@ struct BackwardRing {
         stage_cols(plan.stage_cols),
         stages(plan.stages) {
     weight = reinterpret_cast<Weight*>(shared);
+    gate = weight + stage_cols;
     bias = reinterpret_cast<W*>(weight + stage_cols);
-    const int param_bytes =
-        kRowScale ? 0 : static_cast<int>(sizeof(Weight) + (has_bias ? sizeof(W) : 0));
+    const int param_bytes = kRowScale
+                                ? 0
+                                : static_cast<int>((N::Prologue::kGated ? 2 : 1) * sizeof(Weight) +
+                                                   (has_bias ? sizeof(W) : 0));
     const int params = (param_bytes * stage_cols + 15) / 16 * 16;
     const int ring = stage_cols * stages;
     auto* rows = shared + params + size_t(team) * ring * kStageBytes;

@@ -137,6 +137,9 @@ cudaError_t dispatch_backward_modulated(const BackwardParams& p, const Launch& l
   const auto start = [&](auto affine) {
     return launch(LayerNormOf<T, MayAddGradient, Identity, decltype(affine)>{});
   };
+  if (p.modulation.gate != nullptr) {
+    return launch(LayerNormOf<T, GatedGradient, Identity, MayBeAffineAndModulate>{});
+  }
   return p.group_rows == 1 ? start(MayBeAffineAndModulateRow{}) : start(MayBeAffineAndModulate{});
 }
 

@@ -98,6 +98,25 @@ struct PartSink {
   }
 };
 
+// Where the dgate of one part goes, behind dscale and dshift. It is summed up as dscale is, and
+// there is no second sum.
+template <typename N>
+struct GatePartSink {
+  using Acc = typename N::Acc;
+  Acc* dgate;
+
+  __device__ __forceinline__ GatePartSink(const BackwardParams& p,
+                                          const backward::PartialSums& partials, int64_t part) {
+    auto* sums = reinterpret_cast<Acc*>(static_cast<char*>(p.workspace) + partials.offset);
+    dgate = sums + (int64_t{2} * partials.count + part) * p.cols;
+  }
+  template <int kWidth>
+  __device__ __forceinline__ void store(int col, const Acc (&sum)[kWidth],
+                                        const Acc (&)[kWidth]) const {
+    fused_layernorm::store<Acc, kWidth>(dgate + col, round_to<Acc>(sum));
+  }
+};
+
 // Stores dscale and dshift of a row that is a group of its own, at a vector of its columns: they
 // are dz * z, with z = xhat * weight + bias, and dz.
 template <typename N, int kWidth>

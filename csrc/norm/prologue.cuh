@@ -228,11 +228,19 @@ using MayAddGated = OrPlain<AddGated>;
 // Backward: dx is stored as it is.
 struct NoGradientBeside {
   static constexpr bool kMayAdd = false;
+  static constexpr bool kGated = false;
 };
 
 // Backward: a gradient that reaches x past the norm, dresidual, may be added to dx.
 struct MayAddGradient {
   static constexpr bool kMayAdd = true;
+  static constexpr bool kGated = false;
+};
+
+// Backward: the same, and x was residual + gate * input: dx goes on to input and gate.
+struct GatedGradient {
+  static constexpr bool kMayAdd = true;
+  static constexpr bool kGated = true;
 };
 
 }  // namespace fused_layernorm

@@ -80,12 +80,12 @@ struct DxRow {
     return negative_zeros<X, kWidth>();
   }
 
-  // The dx of `kWidth` columns. `means` are the two sums over the row, divided by its columns.
+  // The dx of `kWidth` columns, before it is rounded. `means` are the two sums over the row,
+  // divided by its columns.
   template <int kWidth>
-  __device__ __forceinline__ Vec<X, kWidth> vector(const Acc (&xhat)[kWidth],
-                                                   const Acc (&g)[kWidth], Pair<Acc> means,
-                                                   Acc rstd, const Vec<X, kWidth>& added) const {
-    Acc values[kWidth];
+  __device__ __forceinline__ void compute(Acc (&values)[kWidth], const Acc (&xhat)[kWidth],
+                                          const Acc (&g)[kWidth], Pair<Acc> means, Acc rstd,
+                                          const Vec<X, kWidth>& added) const {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] = N::Statistic::dx(xhat[j], g[j], means, rstd);
     if constexpr (kMayAdd) {
@@ -94,6 +94,14 @@ struct DxRow {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) values[j] += more[j];
     }
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ Vec<X, kWidth> vector(const Acc (&xhat)[kWidth],
+                                                   const Acc (&g)[kWidth], Pair<Acc> means,
+                                                   Acc rstd, const Vec<X, kWidth>& added) const {
+    Acc values[kWidth];
+    compute(values, xhat, g, means, rstd, added);
     return round_to<X>(values);
   }
 

@@ -83,8 +83,8 @@ std::optional<Team> team_of(const Problem& problem, int cols, int most_threads, 
     team.sums_bytes = team.param_bytes = 0;
     team.stage_bytes += int64_t{team.stage_cols} * size_of(problem.weight);
   } else if (problem.modulated) {
-    // The product of weight and 1 + scale.
-    team.param_bytes = int64_t{team.stage_cols} * acc_size_of(problem.x);
+    // The product of weight and 1 + scale, and the gate.
+    team.param_bytes = int64_t{problem.gated ? 2 : 1} * team.stage_cols * acc_size_of(problem.x);
   }
   return team;
 }
@@ -310,6 +310,7 @@ void lay_out_parts(backward::GroupParts& parts, Launch& launch, int64_t sets, in
 
 std::optional<backward::Group> group_plan(const Problem& problem, const Device& device,
                                           const Forced& forced) {
+  const int x_size = size_of(problem.x);
   const bool allowed =
       forced.allows(Strategy::kGroup, {Field::kVecs, Field::kTeams, Field::kBulk, Field::kStages});
   if (!allowed || !problem.modulated ||
@@ -339,13 +340,14 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
   plan.threads = plan.team_threads * plan.teams;
   const bool pays = rows_of_block >= int64_t{ladders::kLeastRingRows} * teams || !team->keeps;
   const bool ring = may_have_ring(problem, device, forced) && (pays || forced.has(Field::kBulk));
-  const int least = ring ? least_stages(team->keeps, 0) : 0;
+  const bool holds = team->keeps && !problem.gated;  // a row in registers
+  const int least = ring ? least_stages(holds, 0) : 0;
   if (ring) {
     const int most = stages_of(teams);
     const int64_t bytes = team->stage_bytes * teams;
     const int64_t wanted =
         std::max<int64_t>((ladders::kWantedRingBytes + bytes / 2) / bytes,
-                          team->keeps ? ladders::kKeptRowStages : ladders::kTwiceReadRowStages);
+                          holds ? ladders::kKeptRowStages : ladders::kTwiceReadRowStages);
     plan.stages =
         forced.value_or(Field::kStages, static_cast<int>(std::min<int64_t>(most, wanted)));
     if (plan.stages > most || plan.stages < least) return std::nullopt;
@@ -354,13 +356,15 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
   plan.bulk = ring;
   plan.shared_bytes = static_cast<int>(plan.sums_offset + sums_of(teams));
   const bool has_kernel =
-      has_group_kernel(plan.width, size_of(problem.x), plan.bulk, team->keeps, is_of_rows(problem));
+      problem.gated
+          ? has_gated_kernel(plan.width, x_size, plan.bulk, team->keeps) && problem.group_rows > 1
+          : has_group_kernel(plan.width, x_size, plan.bulk, team->keeps, is_of_rows(problem));
   if (!has_kernel || !forced.allows(Field::kBulk, plan.bulk) ||
       !forced.allows(Field::kStages, plan.stages)) {
     return std::nullopt;
   }
   plan.blocks = persistent_sets(problem, device, 1, plan.teams);
-  lay_out_parts(plan.parts, plan, plan.blocks, 2, problem);
+  lay_out_parts(plan.parts, plan, plan.blocks, problem.gated ? 3 : 2, problem);
   return plan;
 }
 
@@ -460,6 +464,10 @@ backward::Plan make_backward_plan(const Problem& problem, const Device& device) 
   }
   if (const auto plan = stream_plan(problem, device, forced)) return *plan;
   refuse(forced, problem, true);
+}
+
+std::optional<backward::Group> make_gated_plan(const Problem& problem, const Device& device) {
+  return group_plan(problem, device, forced_now());
 }
 
 backward::Gate make_gate_plan(const Problem& problem, const Device& device) {

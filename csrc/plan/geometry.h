@@ -296,6 +296,12 @@ constexpr bool has_group_kernel(int width, int x_size, bool bulk, bool keeps, bo
   return x_size != 8 && (bulk || keeps) && (width > 1 || !of_rows);
 }
 
+// With a gate they have a third running sum, and read the row again from the ring instead of
+// keeping it. Longer rows, and rows that begin anywhere, leave the gate to a kernel of its own.
+constexpr bool has_gated_kernel(int width, int x_size, bool bulk, bool keeps) {
+  return x_size != 8 && bulk && keeps && width > 1;
+}
+
 // Blocks of few rows on a multiprocessor: they have no running sums, but activations take
 // registers.
 constexpr int few_rows_blocks(bool fused) { return fused ? 1 : 2; }

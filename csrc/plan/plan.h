@@ -37,6 +37,7 @@ struct Problem {
   // Backward of a modulated norm.
   int64_t group_rows = 0;           // rows of a group; 1 where each row has its own shift and scale
   bool needs_column_grads = false;  // dweight or dbias beside dshift and dscale is asked for
+  bool gated = false;               // x was a gated sum, whose gradients are asked for too
 };
 
 // What every launch needs.
@@ -140,7 +141,8 @@ struct Block : Persistent {};
 // as the next one's. What it sums up of one group is a part, and part number block + group is its
 // place among the partial sums: a group's parts follow each other.
 struct GroupParts {
-  PartialSums partials{0, 0};  // [dscale, dshift][parts][cols], of the arithmetic's type
+  PartialSums partials{0, 0};  // [dscale, dshift, dgate][parts][cols], of the arithmetic's type;
+                               // without a gate the first two, of a gate alone dgate
   int64_t sums_offset = 0;     // of [dscale, dshift][groups][cols], for dweight and dbias
   int sets = 1;  // blocks, or sets of blocks that share rows, over which rows are spread
 };
@@ -183,8 +185,12 @@ struct Gate : Launch {
 forward::Plan make_forward_plan(const Problem& problem, const Device& device);
 backward::Plan make_backward_plan(const Problem& problem, const Device& device);
 
-// The plan of a gate's gradient: of the problem it reads rows, cols, x, aligned, needs_dparams and
-// group_rows. Nothing of it can be forced.
+// The plan of a problem with `gated`, if one launch can do it: otherwise the norm and its gate take
+// one each.
+std::optional<backward::Group> make_gated_plan(const Problem& problem, const Device& device);
+
+// The plan of a gate's gradient alone: of the problem it reads rows, cols, x, aligned,
+// needs_dparams and group_rows. Nothing of it can be forced.
 backward::Gate make_gate_plan(const Problem& problem, const Device& device);
 
 template <typename Plan>

@@ -47,7 +47,7 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     bool needs_dx = true;
     bool needs_dweight = true;
     bool needs_dbias = true;
-    Modulations modulation = {};  // without a gate
+    Modulations modulation = {};  // a gate only for run_gated_backward
     bool needs_dshift = false;
     bool needs_dscale = false;
   };
@@ -58,6 +58,15 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   };
 
   BackwardResult run_backward(const BackwardArguments& a);
+
+  // The same for x = residual + modulation.gate * input.
+  struct GatedBackwardResult {
+    BackwardResult of_norm;
+    Tensor dinput, dgate;
+  };
+
+  GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor& input,
+                                         bool needs_dinput, bool needs_dgate);
 
   // (dinput, dgate) from the gradient of residual + gate * input.
   std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& input,

@@ -133,6 +133,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ada_layer_norm_backward(
   return {result.dx, result.dshift, result.dscale, result.dweight, result.dbias};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> add_ada_layer_norm_backward(
+    const Tensor& dy, const Tensor& x, const Tensor& input, const Tensor& gate,
+    int64_t normalized_ndim, const Tensor& mean, const Tensor& rstd, const Optional& shift,
+    const Optional& scale, const Optional& weight, const Optional& bias, const Optional& dresidual,
+    bool needs_dx, bool needs_dinput, bool needs_dgate, bool needs_dshift, bool needs_dscale,
+    bool needs_dweight, bool needs_dbias) {
+  const GatedBackwardResult result = run_gated_backward({dy,
+                                                         x,
+                                                         normalized_ndim,
+                                                         mean,
+                                                         rstd,
+                                                         weight,
+                                                         bias,
+                                                         dresidual,
+                                                         std::nullopt,
+                                                         1.0,
+                                                         needs_dx,
+                                                         needs_dweight,
+                                                         needs_dbias,
+                                                         {shift, scale, gate},
+                                                         needs_dshift,
+                                                         needs_dscale},
+                                                        input, needs_dinput, needs_dgate);
+  const BackwardResult& of_norm = result.of_norm;
+  return {of_norm.dx,     result.dinput,   result.dgate, of_norm.dshift,
+          of_norm.dscale, of_norm.dweight, of_norm.dbias};
+}
+
 }  // namespace
 
 void register_cuda_kernels(torch::stable::detail::StableLibrary& library) {
@@ -146,6 +174,7 @@ void register_cuda_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("add_ada_layer_norm", TORCH_BOX(&add_ada_layer_norm));
   library.impl("add_ada_layer_norm_forward", TORCH_BOX(&add_ada_layer_norm_forward));
   library.impl("ada_layer_norm_backward", TORCH_BOX(&ada_layer_norm_backward));
+  library.impl("add_ada_layer_norm_backward", TORCH_BOX(&add_ada_layer_norm_backward));
   library.impl("gate_backward", TORCH_BOX(&run_gate_backward));
 }
 
