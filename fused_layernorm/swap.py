@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.utils import parametrize
 
-from . import swap_source, swap_table
+from . import swap_modulated, swap_source, swap_table
 from .modules import FusedLayerNorm
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -59,7 +59,9 @@ def swap_layer_norm(
         The model.
     """
     left: Counter[str] = Counter()
-    for name, module in model.named_modules():
+    # First the norms, then what holds norms and goes by what became of them.
+    modules = sorted(model.named_modules(), key=lambda found: not isinstance(found[1], nn.LayerNorm))
+    for name, module in modules:
         if _resembles_layer_norm(module) and not is_fused(module):
             reason = _swap(name, module, predicate)
             if reason:
@@ -176,6 +178,9 @@ def _swap(
         forward = sources.get(swap_source.digest(cls) or "")
         if forward is None:
             return "the source of its forward is not one that fused_layernorm knows"
+        norms = swap_modulated.NORMS.get(forward, ())
+        if not all(is_fused(module.get_submodule(norm)) for norm in norms):
+            return "it has a norm that is not fused"
     elif accepted:
         forward = FusedLayerNorm.forward
     elif swap_source.digest(cls) in swap_table.RMS_NORMS:
