@@ -6,8 +6,8 @@ it did. Then tiny transformers with random weights.
 
 import copy
 import importlib
-import io
 import pickle
+import statistics
 
 import libraries
 import pytest
@@ -199,6 +199,7 @@ TWICE = ("zero_x", "cogview3", "cogvideox", "cogview4", "easyanimate", "glm")
 HALF = (torch.float16, torch.bfloat16)
 # Of errors of roundings: where both round alike, either may have the smaller one.
 LUCK = 1.02
+DRAWS = 4
 
 
 def make(name, device="cpu", dtype=torch.float32):
@@ -257,24 +258,32 @@ def is_floating(value):
 
 
 def same(found, expected, tolerance):
-    """In dtype, shape and value: each error, in the 2-norm, within tolerance of the tensor's."""
+    """In dtype, shape and value: each error, in the 2-norm, within tolerance of the tensor's.
+
+    Or of 0.1, for gradients that are zero but for roundings.
+    """
     assert found.keys() == expected.keys()
     for name, want in expected.items():
         assert found[name].dtype == want.dtype, name
         assert found[name].shape == want.shape, name
-        error = (found[name] - want).double().norm() / want.double().norm().clamp(min=1e-30)
+        error = (found[name] - want).double().norm() / want.double().norm().clamp(min=0.1)
         assert error <= tolerance, f"{name}: relative error {error:.1e}"
 
 
 def error_of(found, exact):
-    """The root mean square over all tensors of their relative errors, each in the 2-norm."""
+    """The geometric mean over all tensors of their relative errors, each in the 2-norm.
+
+    Gradients that are zero but for float64's roundings have no relative error: the bias of an
+    attention's keys is without effect.
+    """
     assert found.keys() == exact.keys()
     errors = [
-        ((found[name].double() - want).norm() / want.norm()) ** 2
+        (found[name].double() - want).norm() / want.norm()
         for name, want in exact.items()
-        if want.norm() > 0
+        if want.norm() > 1e-9
     ]
-    return float(torch.stack(errors).mean().sqrt())
+    assert errors
+    return float(torch.stack(errors).clamp(min=1e-9).log().mean().exp())
 
 
 def in_float64(inputs):
@@ -303,20 +312,20 @@ def test_same_results(name, dtype, device):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", MODULES)
 def test_half_precision_is_no_worse(name, dtype, device):
-    found = stock = 0.0
-    for _ in range(4):
+    ratios = []
+    for _ in range(DRAWS):
         module, inputs = make(name, device, dtype)
         exact = results(copy.deepcopy(module).double(), in_float64(inputs))
-        found += error_of(results(swapped(module), inputs), exact) ** 2
-        stock += error_of(results(module, inputs), exact) ** 2
-    assert found <= LUCK**2 * stock
+        found = error_of(results(swapped(module), inputs), exact)
+        ratios.append(found / error_of(results(module, inputs), exact))
+    assert statistics.geometric_mean(ratios) <= LUCK
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.float64, *HALF])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF])
 @pytest.mark.parametrize("name", ["zero", "zero_fp32", "cogview4", "hunyuan_shift"])
 def test_dtypes_that_differ(name, dtype, x_dtype, device):
-    """The modulations' and the parameters' dtype beside another of x: the dtypes stay diffusers'."""
+    """Modulations and parameters of one dtype beside an x of another: results as diffusers'."""
     module, inputs = make(name, device, dtype)
     x = "hidden_states" if name == "cogview4" else "x"
     inputs[x] = inputs[x].to(x_dtype)
@@ -389,7 +398,6 @@ def test_swap_and_unswap(name):
 def test_compiled(name, device):
     module, inputs = make(name, device)
     torch._dynamo.reset()
-
 
     def compiled(model, inputs):
         return flat(torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs))
@@ -658,47 +666,64 @@ def cogvideox():
 
 
 # By model: how many modulations of a norm one pass computes in the kernel. What a block writes out
-# in its own forward, PixArt's and Wan's for example, is not a module's: there the norms alone are.
-TRANSFORMERS = {dit: 2, flux: 2 * 2 + 2 + 1, sd3: 6, sd35: 8, wan: 0, pixart: 0, cogvideox: 0}
+# in its own forward is not a module's: of those of PixArt and Wan the norms alone are fused.
+TRANSFORMERS = {dit: 2, flux: 2 * 2 + 2 + 1, sd3: 7, sd35: 9, wan: 0, pixart: 0, cogvideox: 9}
+names = pytest.mark.parametrize("build", TRANSFORMERS, ids=lambda build: build.__name__)
 
 
-@pytest.fixture(params=TRANSFORMERS, ids=lambda make: make.__name__)
-def transformer(request, device):
-    torch.manual_seed(0)
-    model, inputs = request.param()
+def transformer(build, device, dtype=torch.float32):
+    model, inputs = build()
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             for parameter in module.parameters():
                 nn.init.normal_(parameter, 1.0, 0.2)
-    inputs = {k: x.to(device) if isinstance(x, torch.Tensor) else x for k, x in inputs.items()}
+    for key, x in inputs.items():
+        if isinstance(x, torch.Tensor):
+            inputs[key] = x.to(device, dtype if is_floating(x) else x.dtype)
     # Training drops labels and activations, at random.
-    return model.to(device).eval(), inputs, TRANSFORMERS[request.param]
+    return model.to(device, dtype).eval(), inputs
 
 
 def sample(model, inputs):
     return model(**inputs, return_dict=False)
 
 
-def test_transformer(transformer, calls):
+@names
+def test_transformer(build, device, calls):
     """The same outputs and gradients in float32, and every norm is fused."""
-    stock, inputs, modulations = transformer
+    stock, inputs = transformer(build, device)
     model = swap_layer_norm(copy.deepcopy(stock))
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
     assert norms
     assert all(map(is_fused, norms))
-    found = results(model, inputs, sample)
-    print(len(calls))
-    same(found, results(stock, inputs, sample), 1e-5)
     assert model.state_dict().keys() == stock.state_dict().keys()
+    found = results(model, inputs, sample)
+    assert len(calls) == TRANSFORMERS[build]
+    expected = results(stock, inputs, sample)
+    same(found, expected, 1e-5)
+    same(results(unswap_layer_norm(model), inputs, sample), expected, 0)
 
 
-def test_transformer_in_bfloat16(transformer):
+@names
+def test_transformer_in_bfloat16(build, device):
     """Against float64, no worse than the stock model."""
-    stock, inputs, _ = transformer
-    stock.bfloat16()
-    inputs = {k: x.bfloat16() if is_floating(x) else x for k, x in inputs.items()}
+    ratios = []
+    for _ in range(DRAWS):
+        stock, inputs = transformer(build, device, torch.bfloat16)
+        exact = results(copy.deepcopy(stock).double(), in_float64(inputs), sample)
+        model = swap_layer_norm(copy.deepcopy(stock))
+        found = error_of(results(model, inputs, sample), exact)
+        ratios.append(found / error_of(results(stock, inputs, sample), exact))
+    assert statistics.geometric_mean(ratios) <= LUCK
+
+
+@names
+def test_transformer_under_autocast(build, device):
+    """The same dtype, and results that differ by bfloat16's roundings."""
+    stock, inputs = transformer(build, device)
     model = swap_layer_norm(copy.deepcopy(stock))
-    exact = results(copy.deepcopy(stock).double(), in_float64(inputs), sample)
-    a= error_of(results(model, inputs, sample), exact)
-    b= error_of(results(stock, inputs, sample), exact)
-    print(a/b)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        (found,), (expected,) = (sample(m, inputs) for m in (model, stock))
+    assert found.dtype == expected.dtype
+    error = (found - expected).double().norm() / expected.double().norm()
+    assert error < 4 * torch.finfo(torch.bfloat16).eps
