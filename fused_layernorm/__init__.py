@@ -17,8 +17,18 @@ if _torch_release < (2, 10):
 
 from . import distributed, layers, ops  # noqa: E402, F401  (rules, hub layers, operators)
 from .decompositions import decompositions  # noqa: E402
-from .functional import add_layer_norm, layer_norm  # noqa: E402
-from .modules import FusedAddLayerNorm, FusedLayerNorm  # noqa: E402
+from .functional import (  # noqa: E402
+    ada_layer_norm,
+    add_ada_layer_norm,
+    add_layer_norm,
+    layer_norm,
+)
+from .modules import (  # noqa: E402
+    FusedAdaLayerNorm,
+    FusedAddAdaLayerNorm,
+    FusedAddLayerNorm,
+    FusedLayerNorm,
+)
 from .override import override_aten  # noqa: E402
 from .swap import register_swap, swap_layer_norm, unswap_layer_norm  # noqa: E402
 
@@ -28,9 +38,13 @@ except _PackageNotFoundError:  # imported from a folder that was built but not i
     __version__ = "0+unknown"
 
 __all__ = [
+    "FusedAdaLayerNorm",
+    "FusedAddAdaLayerNorm",
     "FusedAddLayerNorm",
     "FusedLayerNorm",
     "__version__",
+    "ada_layer_norm",
+    "add_ada_layer_norm",
     "add_layer_norm",
     "decompositions",
     "layer_norm",

@@ -8,7 +8,7 @@ from typing import Any
 from torch._ops import OpOverload
 
 from .ops import composite, formulas, load
-from .ops.operators import FORWARD, BackwardArguments, Gradients
+from .ops.operators import BACKWARD, FORWARD
 
 __all__ = ["decompositions"]
 
@@ -25,11 +25,9 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     Operators of other origin are left as they are; to go on to core ATen, add the table to
     ``torch.export.default_decompositions()``, which takes ``update``.
     """
-    table: dict[OpOverload, Callable[..., Any]] = {load.layer_norm_backward: _backward}
+    table: dict[OpOverload, Callable[..., Any]] = {load.gate_backward: formulas.gate_backward}
     for operator in FORWARD:
         table[operator.overload] = operator.implemented_by(formulas.forward)
+    for backward in BACKWARD:
+        table[backward.overload] = backward.implemented_by(composite.backward)
     return table
-
-
-def _backward(*args: Any) -> Gradients:
-    return composite.backward(BackwardArguments(*args))

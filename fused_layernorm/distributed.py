@@ -2,7 +2,9 @@
 
 Rows are independent. An input sharded over any dimension that is not normalized over stays so, with
 weight and bias replicated, and nothing is sent; the gradients of weight and bias come out as
-partial sums. An input sharded over a normalized dimension is redistributed first.
+partial sums. A shift, scale or gate that has the sharded dimension is sharded with it, and so is
+its gradient; one that is broadcast along it is as weight and bias are. An input sharded over a
+normalized dimension is redistributed first.
 
 torch.distributed.tensor takes the better part of a second to import and may be missing from a build
 of PyTorch, so the rules are registered when somebody else has imported it.
@@ -22,53 +24,106 @@ from typing import Any
 import torch
 
 from .ops import load
-from .ops.operators import FORWARD, BackwardArguments, Operator
+from .ops.operators import BACKWARD, FORWARD, BackwardOperator, Operator
 
 _DTENSOR = "torch.distributed.tensor"
 
 
+_ROWS = ("input", "residual", "dy", "x", "mean", "rstd", "dresidual")
+_MODULATIONS = ("gate", "shift", "scale")
+_PARAMETERS = ("weight", "bias")
+
+
 def register_sharding_rules() -> None:
     """Tell DTensor the rules of every operator."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor import Partial, Placement, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
-    def row_dims(x: Any, normalized_ndim: int) -> range:
-        return range(x.ndim - normalized_ndim)
+    def acceptable(dims: int) -> list[Placement]:
+        return [Replicate(), *map(Shard, range(dims))]
 
-    def every(placement: Any, tensors: Sequence[Any]) -> list[Any]:
-        return [None if tensor is None else placement for tensor in tensors]
+    def beside(placement: Placement, modulation: Any, x: Any) -> Placement:
+        """The placement of a modulation where x has this one."""
+        if not isinstance(placement, Shard):
+            return placement
+        dim = placement.dim - (x.ndim - modulation.ndim)
+        has_it = dim >= 0 and modulation.shape[dim] == x.shape[placement.dim]
+        return Shard(dim) if has_it else Replicate()
+
+    def placed(call: Any, x: Any, placement: Placement) -> Any:
+        """A call with the placements of its tensors, where x has this one."""
+        placements: dict[str, Placement] = {}
+        for name in call._fields:
+            tensor = getattr(call, name)
+            if tensor is None:
+                continue
+            if name in _ROWS:
+                placements[name] = placement
+            elif name in _MODULATIONS:
+                placements[name] = beside(placement, tensor, x)
+            elif name in _PARAMETERS:
+                placements[name] = Replicate()
+        return call._replace(**placements)
+
+    def of_sum(placement: Placement, argument: Placement | None) -> Placement:
+        """The placement of an argument's gradient, where x has the first."""
+        is_whole = isinstance(argument, Shard) or not isinstance(placement, Shard)
+        return (argument or Replicate()) if is_whole else Partial()
+
+    def only_placements(values: Sequence[Any]) -> list[Any]:
+        return [value if isinstance(value, Placement) else None for value in values]
 
     def forward_rules(operator: Operator) -> Callable[..., list[Any]]:
         def rules(*args: Any, **kwargs: Any) -> list[Any]:
             a = operator.arguments(*args)
-            rows = [a.input, a.residual] if operator.takes_residual else [a.input]
             outputs = len(operator.overload._schema.returns)
             return [
                 (
                     [placement] * outputs,
-                    every(placement, rows) + every(Replicate(), [a.weight, a.bias]),
+                    only_placements(operator.lay_out(placed(a, a.input, placement))),
                 )
-                for placement in (Replicate(), *map(Shard, row_dims(a.input, a.options[0])))
+                for placement in acceptable(a.input.ndim - a.options.normalized_ndim)
             ]
+
+        return rules
+
+    def backward_rules(operator: BackwardOperator) -> Callable[..., list[Any]]:
+        def rules(*args: Any, **kwargs: Any) -> list[Any]:
+            b: Any = operator.arguments(*args)
+            found = []
+            for placement in acceptable(b.x.ndim - b.normalized_ndim):
+                inputs = placed(b, b.x, placement)
+                outputs: list[Placement] = []
+                for name in operator.gradients:
+                    if not getattr(b.needs, name):
+                        outputs.append(Replicate())
+                    elif name == "dx":
+                        outputs.append(placement)
+                    else:
+                        outputs.append(of_sum(placement, getattr(inputs, name[1:])))
+                found.append((outputs, only_placements(operator.lay_out(inputs))))
+            return found
 
         return rules
 
     for operator in FORWARD:
         register_sharding([operator.overload])(forward_rules(operator))
+    for backward in BACKWARD:
+        register_sharding([backward.overload])(backward_rules(backward))
 
-    @register_sharding([load.layer_norm_backward])
-    def _(*args: Any, **kwargs: Any) -> list[Any]:
-        b = BackwardArguments(*args)
-        rules = []
-        for dx in (Replicate(), *map(Shard, row_dims(b.x, b.normalized_ndim))):
-            dparameter = Partial() if isinstance(dx, Shard) else Replicate()
+    @register_sharding([load.gate_backward])
+    def _(
+        dresidual_out: Any, input: Any, gate: Any, needs_dinput: bool, needs_dgate: bool
+    ) -> list[Any]:
+        found = []
+        for placement in acceptable(input.ndim):
+            of_gate = beside(placement, gate, input)
             outputs = [
-                placement if needed else Replicate()
-                for placement, needed in zip((dx, dparameter, dparameter), b.needs, strict=True)
+                placement if needs_dinput else Replicate(),
+                of_sum(placement, of_gate) if needs_dgate else Replicate(),
             ]
-            inputs = every(dx, [b.dy, b.x, b.mean, b.rstd]) + every(Replicate(), [b.weight, b.bias])
-            rules.append((outputs, inputs + every(dx, [b.dresidual])))
-        return rules
+            found.append((outputs, [placement, placement, of_gate, None, None]))
+        return found
 
 
 def _register() -> None:

@@ -1,4 +1,4 @@
-"""layer_norm and add_layer_norm: from a call to the operator that serves it.
+"""The public functions: from a call to the operator that serves it.
 
 A plain call on the CPU, with nothing fused to the normalization, is PyTorch's own operator.
 """
@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from .ops import arguments, formulas
-from .ops.operators import ADD_LAYER_NORM, LAYER_NORM, Arguments, Options
+from .ops.autocast import under_autocast
+from .ops.operators import (
+    ADA_LAYER_NORM,
+    ADD_ADA_LAYER_NORM,
+    ADD_LAYER_NORM,
+    LAYER_NORM,
+    Arguments,
+    Operator,
+    Options,
+)
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -22,6 +31,8 @@ _in_transform = torch._C._are_functorch_transforms_active
 # Without OpOverload.__call__, which costs half a microsecond.
 _layer_norm = LAYER_NORM.overload._op
 _add_layer_norm = ADD_LAYER_NORM.overload._op
+_ada_layer_norm = ADA_LAYER_NORM.overload._op
+_add_ada_layer_norm = ADD_ADA_LAYER_NORM.overload._op
 
 
 def layer_norm(
@@ -74,6 +85,7 @@ def add_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    gate: Tensor | None = None,
     normalized_shape: int | Sequence[int] | None = None,
     activation: str | None = None,
     scale: float = 1.0,
@@ -81,21 +93,126 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Residual addition and layer normalization in one kernel: ``(output, residual_out)``.
 
-    ``residual_out = input + residual``, added in float32 (float64 if either is float64) and
-    rounded to residual's dtype; ``output = layer_norm(residual_out, ...)`` in input's dtype
-    (unless ``out_dtype`` says otherwise). A float32 residual stream under half-precision
-    activations stays float32.
+    ``residual_out = residual + input``, or ``residual + gate * input``, computed in float32
+    (float64 if any is float64) and rounded to residual's dtype;
+    ``output = layer_norm(residual_out, ...)`` in input's dtype (unless ``out_dtype`` says
+    otherwise). A float32 residual stream under half-precision activations stays float32.
 
     Args:
         input, residual: of one shape and device; their dtypes may differ.
         weight, bias: of input's or residual's dtype, or float32 where either is of half precision.
+        gate: what multiplies input before it is added, as in :func:`add_ada_layer_norm`. Beside an
+            activation or a scale the gated sum is PyTorch's and not fused.
 
     The other arguments and the errors are those of :func:`layer_norm`.
     """
+    if gate is not None:
+        if normalized_shape is None:
+            arguments.normalized_ndim(input, weight, bias, None)  # one of them is to say the shape
+        if activation is None and isinstance(scale, (int, float)) and scale == 1.0:
+            return _serve_ada(
+                input, residual, gate, None, None, weight, bias, eps, normalized_shape, out_dtype
+            )
+        a = arguments.settle(
+            input,
+            weight,
+            bias,
+            eps,
+            normalized_shape,
+            activation,
+            scale,
+            out_dtype,
+            residual=residual,
+            gate=gate,
+        )
+        return _serve_gated(a)
     if residual is None:
         arguments.check_tensor("residual", residual)
     return _serve(
         input, residual, weight, bias, eps, normalized_shape, activation, scale, out_dtype
+    )
+
+
+def ada_layer_norm(
+    input: Tensor,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    normalized_shape: int | Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    r"""Layer normalization with a modulation (AdaLN, as in diffusion transformers), in one kernel.
+
+    .. math::
+        y = \mathrm{layer\_norm}(x, \mathrm{weight}, \mathrm{bias}, \epsilon)
+            \cdot (1 + \mathrm{scale}) + \mathrm{shift}
+
+    The arithmetic is in float32 (float64 for a float64 input), whatever the dtypes, and the result
+    is rounded once. Every tensor gets its gradient, summed over exactly the dimensions in which it
+    is broadcast, in its own shape and dtype.
+
+    Args:
+        input: shape ``(*, *normalized_shape)``, float32, float16, bfloat16 or float64, of any
+            strides.
+        shift, scale: each optional, of a shape that broadcasts to input's, such as ``(D,)``,
+            ``(B, 1, D)`` for a modulation of each sample or ``(B, S, D)`` for one of each token,
+            and of any strides: a chunk of a larger tensor is read where it lies. Of input's dtype,
+            or float32 beside a half-precision input.
+        weight, bias: shape ``normalized_shape``, each optional, of the dtypes that shift and scale
+            may have; if both are given, of one dtype.
+        eps: added to the variance.
+        normalized_shape: the sizes of the dimensions to normalize over. By default weight's shape,
+            else bias's, else the last dimension.
+        out_dtype: the result's dtype. By default input's, also beside a float32 modulation; under
+            autocast float32, as of :func:`layer_norm`.
+
+    Returns:
+        A contiguous tensor of input's shape.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: in one sentence that names what was expected and what
+            came. NotImplementedError, a RuntimeError, for a dtype or layout that is not supported.
+    """
+    return _serve_ada(
+        input, None, None, shift, scale, weight, bias, eps, normalized_shape, out_dtype
+    )
+
+
+def add_ada_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None = None,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    normalized_shape: int | Sequence[int] | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gated residual addition and modulated layer normalization: ``(output, residual_out)``.
+
+    ``residual_out = residual + gate * input``, computed in float32 (float64 if any is float64) and
+    rounded to residual's dtype; ``output = ada_layer_norm(residual_out, shift, scale, ...)`` in
+    input's dtype (unless ``out_dtype`` says otherwise), in the same kernel.
+
+    Args:
+        input, residual: of one shape and device; their dtypes may differ.
+        gate: optional, of a shape that broadcasts to input's, as shift and scale; without it
+            ``residual_out = residual + input``.
+        gate, shift, scale, weight, bias: of input's or residual's dtype, or float32 where either is
+            of half precision.
+
+    The other arguments and the errors are those of :func:`ada_layer_norm`.
+    """
+    if residual is None:
+        arguments.check_tensor("residual", residual)
+    return _serve_ada(
+        input, residual, gate, shift, scale, weight, bias, eps, normalized_shape, out_dtype
     )
 
 
@@ -115,15 +232,18 @@ def _serve(
     out_dtype: torch.dtype | None,
 ) -> Any:
     if _is_compiling():  # which does not follow the handling of exceptions
-        if residual is not None:
-            arguments.check_tensor("input", input)
-            arguments.check_tensor("residual", residual)
-        ndim, *options = arguments.settle(
-            input, weight, bias, eps, normalized_shape, activation, scale, out_dtype
+        a = arguments.settle(
+            input,
+            weight,
+            bias,
+            eps,
+            normalized_shape,
+            activation,
+            scale,
+            out_dtype,
+            **_residual(residual),
         )
-        if residual is None:
-            return LAYER_NORM.overload(input, ndim, weight, bias, *options)
-        return ADD_LAYER_NORM.overload(input, residual, ndim, weight, bias, *options)
+        return _call(LAYER_NORM if residual is None else ADD_LAYER_NORM, a)
     try:
         is_plain = residual is None and activation is None and out_dtype is None and scale == 1.0
         # What nearly every call is, first: the host's time is that of the questions asked here. The
@@ -161,7 +281,6 @@ def _serve(
         raise arguments.explain(
             error,
             input,
-            residual,
             weight,
             bias,
             eps,
@@ -169,7 +288,102 @@ def _serve(
             activation,
             scale,
             out_dtype,
+            **_residual(residual),
         ) from None
+
+
+def _residual(residual: Tensor | None) -> dict[str, Any]:
+    """What arguments.settle is to know by name: that there is a residual, or none."""
+    return {} if residual is None else {"residual": residual}
+
+
+def _call(operator: Operator, a: Arguments) -> Any:
+    return operator.overload(*operator.lay_out(a))
+
+
+def _serve_ada(
+    input: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    normalized_shape: int | Sequence[int] | None,
+    out_dtype: torch.dtype | None,
+) -> Any:
+    """ada_layer_norm where residual and gate are None, else add_ada_layer_norm."""
+    takes_residual = residual is not None or gate is not None
+    if _is_compiling():
+        a = arguments.settle(
+            input,
+            weight,
+            bias,
+            eps,
+            normalized_shape,
+            out_dtype=out_dtype,
+            is_ada=True,
+            **_ada_tensors(residual, gate, shift, scale),
+        )
+        return _call(ADD_ADA_LAYER_NORM if takes_residual else ADA_LAYER_NORM, a)
+    try:
+        if normalized_shape is not None:
+            ndim = _trailing_dimensions(input, weight, bias, normalized_shape)
+        else:
+            parameter = bias if weight is None else weight
+            ndim = 1 if parameter is None else parameter.dim()
+        if _dispatch_modes() and torch.onnx.is_in_onnx_export():
+            options = Options(ndim, eps, out_dtype=out_dtype)
+            return _in_onnx(Arguments(input, residual, weight, bias, options, gate, shift, scale))
+        if takes_residual:
+            return _add_ada_layer_norm(
+                input, residual, gate, ndim, shift, scale, weight, bias, eps, out_dtype
+            )
+        return _ada_layer_norm(input, ndim, shift, scale, weight, bias, eps, out_dtype)
+    except Exception as error:
+        raise arguments.explain(
+            error,
+            input,
+            weight,
+            bias,
+            eps,
+            normalized_shape,
+            out_dtype=out_dtype,
+            is_ada=True,
+            **_ada_tensors(residual, gate, shift, scale),
+        ) from None
+
+
+def _ada_tensors(residual: Any, gate: Any, shift: Any, scale: Any) -> dict[str, Any]:
+    """What arguments.settle is to know by name; without a gate there may be no residual."""
+    tensors = {"gate": gate, "shift": shift, "scale": scale}
+    return tensors if residual is None and gate is None else {"residual": residual, **tensors}
+
+
+def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
+    """add_layer_norm with a gate beside an activation or a scale, which no kernel computes."""
+    if torch.is_autocast_enabled(a.input.device.type):
+        a = under_autocast(a)
+    arguments.check(a)
+    residual: Any = a.residual
+    residual_out = formulas.add(a.input, residual, a.gate)
+    acc = formulas.acc_dtype(residual.dtype)
+    weight, bias = (
+        parameter if parameter is None or parameter.dtype == residual.dtype else parameter.to(acc)
+        for parameter in (a.weight, a.bias)
+    )
+    y = layer_norm(
+        residual_out,
+        weight,
+        bias,
+        a.options.eps,
+        normalized_shape=tuple(a.normalized_shape),
+        activation=a.options.activation,
+        scale=a.options.output_scale,
+        out_dtype=a.y_dtype,
+    )
+    return y, residual_out
 
 
 def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
@@ -208,7 +422,8 @@ def _in_onnx(a: Arguments) -> Any:
     arguments.check(a)
     _, eps, *fused = a.options
     dtypes = {t.dtype for t in (a.input, a.weight, a.bias) if t is not None}
-    if a.residual is None and fused == [None, 1.0, None] and len(dtypes) == 1:
+    is_plain = fused == [None, 1.0, None] and not a.is_modulated and len(dtypes) == 1
+    if a.residual is None and is_plain:
         return torch.layer_norm(a.input, a.normalized_shape, a.weight, a.bias, eps)
     operator = LAYER_NORM if a.residual is None else ADD_LAYER_NORM
     return operator.outputs(formulas.forward(a))

@@ -1,4 +1,4 @@
-"""FusedLayerNorm and FusedAddLayerNorm: torch.nn.LayerNorm over the fused kernels."""
+"""The modules: torch.nn.LayerNorm over the fused kernels, with what stands beside the norm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .functional import add_layer_norm, layer_norm
+from .functional import ada_layer_norm, add_ada_layer_norm, add_layer_norm, layer_norm
 from .ops.arguments import check_options, name_of
 from .ops.load import operators
 
@@ -18,6 +18,8 @@ _is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 # arguments.
 torch.fx.wrap("layer_norm")
 torch.fx.wrap("add_layer_norm")
+torch.fx.wrap("ada_layer_norm")
+torch.fx.wrap("add_ada_layer_norm")
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -123,5 +125,109 @@ class FusedAddLayerNorm(FusedLayerNorm):
             normalized_shape=self.normalized_shape,
             activation=self.activation,
             scale=self.scale,
+            out_dtype=self.out_dtype,
+        )
+
+
+class FusedAdaLayerNorm(nn.LayerNorm):
+    """``forward(input, shift, scale)``: :func:`fused_layernorm.ada_layer_norm` as a module.
+
+    ``y = layer_norm(input) * (1 + scale) + shift``, in one kernel each way. shift and scale
+    broadcast against input, and either may be None. The defaults are those of diffusion
+    transformers: no parameters, and an eps of 1e-6.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: as nn.LayerNorm's.
+        out_dtype: the result's dtype; by default input's, under autocast float32.
+    """
+
+    # What torch.jit.script takes as it stands.
+    __constants__ = [*nn.LayerNorm.__constants__, "out_dtype"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-6,
+        elementwise_affine: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        check_options(None, 1.0, out_dtype)
+        self.out_dtype = out_dtype
+
+    def forward(
+        self, input: Tensor, shift: Tensor | None = None, scale: Tensor | None = None
+    ) -> Tensor:
+        if _is_scripting():
+            return operators.ada_layer_norm(
+                input,
+                len(self.normalized_shape),
+                shift,
+                scale,
+                self.weight,
+                self.bias,
+                self.eps,
+                self.out_dtype,
+            )
+        return ada_layer_norm(
+            input,
+            shift,
+            scale,
+            self.weight,
+            self.bias,
+            self.eps,
+            normalized_shape=self.normalized_shape,
+            out_dtype=self.out_dtype,
+        )
+
+    def extra_repr(self) -> str:
+        shown = "" if self.out_dtype is None else f", out_dtype={name_of(self.out_dtype)}"
+        return super().extra_repr() + shown
+
+
+class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
+    """``forward(input, residual, gate, shift, scale) -> (output, residual_out)``.
+
+    ``residual_out = residual + gate * input`` and
+    ``output = layer_norm(residual_out) * (1 + scale) + shift``, in one kernel each way:
+    :func:`fused_layernorm.add_ada_layer_norm` as a module. gate, shift and scale broadcast against
+    input, and any of them may be None. The arguments are those of :class:`FusedAdaLayerNorm`.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor,
+        residual: Tensor,
+        gate: Tensor | None = None,
+        shift: Tensor | None = None,
+        scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if _is_scripting():
+            return operators.add_ada_layer_norm(
+                input,
+                residual,
+                gate,
+                len(self.normalized_shape),
+                shift,
+                scale,
+                self.weight,
+                self.bias,
+                self.eps,
+                self.out_dtype,
+            )
+        return add_ada_layer_norm(
+            input,
+            residual,
+            gate,
+            shift,
+            scale,
+            self.weight,
+            self.bias,
+            self.eps,
+            normalized_shape=self.normalized_shape,
             out_dtype=self.out_dtype,
         )

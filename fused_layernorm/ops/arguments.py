@@ -61,6 +61,15 @@ def _check_number(name: str, value: Any) -> None:
         raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
 
 
+def _broadcasts(tensor: Tensor, input: Tensor) -> bool:
+    """Whether the tensor broadcasts against input without enlarging it."""
+    leading = input.dim() - tensor.dim()
+    if leading < 0:
+        return False
+    sizes = zip(tensor.shape, input.shape[leading:], strict=True)
+    return all(size == whole or size == 1 for size, whole in sizes)
+
+
 def normalized_ndim(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, normalized_shape: Any
 ) -> int:
@@ -125,24 +134,47 @@ def settle(
     bias: Any,
     eps: Any,
     normalized_shape: Any,
-    activation: Any,
-    scale: Any,
-    out_dtype: Any,
-) -> Options:
-    """What a user gave, as the operators take it; raises where their schemas would say it worse."""
+    activation: Any = None,
+    output_scale: Any = 1.0,
+    out_dtype: Any = None,
+    *,
+    is_ada: bool = False,
+    **tensors: Any,
+) -> Arguments:
+    """What a user gave, as the operators take it; raises where their schemas would say it worse.
+
+    `tensors` are residual, gate, shift and scale, of which a residual that is given as None is an
+    error. `is_ada` says that the last dimension is normalized where nothing names a shape.
+    """
     check_tensor("input", input)
-    ndim = normalized_ndim(input, weight, bias, normalized_shape)
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and not isinstance(parameter, Tensor):
-            check_tensor(name, parameter)
+    if "residual" in tensors:
+        check_tensor("residual", tensors["residual"])
+    if is_ada and weight is None and bias is None and normalized_shape is None:
+        ndim = 1
+    else:
+        ndim = normalized_ndim(input, weight, bias, normalized_shape)
+    optional = {**tensors, "weight": weight, "bias": bias}
+    for name, tensor in optional.items():
+        if tensor is not None and not isinstance(tensor, Tensor):
+            check_tensor(name, tensor)
     _check_number("eps", eps)
-    _check_number("scale", scale)
-    return Options(ndim, eps, activation, scale, out_dtype)
+    _check_number("scale", output_scale)
+    options = Options(ndim, eps, activation, output_scale, out_dtype)
+    return Arguments(
+        input,
+        tensors.get("residual"),
+        weight,
+        bias,
+        options,
+        tensors.get("gate"),
+        tensors.get("shift"),
+        tensors.get("scale"),
+    )
 
 
 def check(a: Arguments) -> None:
     """Raises if an operator cannot take these arguments; otherwise returns nothing."""
-    input, residual, weight, bias, options = a
+    input, residual, weight, bias, options, *_ = a
     ndim = options.normalized_ndim
     check_tensor("input", input)
     x_dtypes = [input.dtype]
@@ -169,14 +201,21 @@ def check(a: Arguments) -> None:
     allowed = list(dict.fromkeys(x_dtypes))
     if torch.float32 not in allowed and any(dtype in HALF for dtype in allowed):
         allowed.append(torch.float32)
-    for name, parameter in (("weight", weight), ("bias", bias)):
+    for name in ("gate", "shift", "scale", "weight", "bias"):
+        parameter = getattr(a, name)
         if parameter is None:
             continue
         check_tensor(name, parameter)
         _check_beside_input(name, parameter, input)
-        if parameter.shape != shape:
+        if name in ("weight", "bias"):
+            if parameter.shape != shape:
+                raise RuntimeError(
+                    f"expected {name} of shape {list(shape)}, the last dimensions of input, "
+                    f"got shape {list(parameter.shape)}"
+                )
+        elif not _broadcasts(parameter, input):
             raise RuntimeError(
-                f"expected {name} of shape {list(shape)}, the last dimensions of input, "
+                f"expected {name} that broadcasts to the shape of input, {list(input.shape)}, "
                 f"got shape {list(parameter.shape)}"
             )
         if parameter.dtype not in allowed:
@@ -194,7 +233,7 @@ def check(a: Arguments) -> None:
     _check_number("eps", options.eps)
     if isinstance(options.eps, float) and math.isnan(options.eps):
         raise ValueError("expected eps to be a number, got nan")
-    check_options(options.activation, options.scale, options.out_dtype)
+    check_options(options.activation, options.output_scale, options.out_dtype)
 
     if input.device.type == "cuda":
         cols = math.prod(shape)
@@ -205,25 +244,10 @@ def check(a: Arguments) -> None:
                 raise RuntimeError(f"expected at most {MAX_INDEX} {what}, got {count}")
 
 
-def explain(
-    error: Exception,
-    input: Any,
-    residual: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    normalized_shape: Any,
-    activation: Any,
-    scale: Any,
-    out_dtype: Any,
-) -> Exception:
-    """The exception that says what is wrong with these arguments; if nothing is, `error`."""
+def explain(error: Exception, *args: Any, **kwargs: Any) -> Exception:
+    """The exception that says what is wrong with `settle`'s arguments; if nothing is, `error`."""
     try:
-        if residual is not None:
-            check_tensor("input", input)
-            check_tensor("residual", residual)
-        options = settle(input, weight, bias, eps, normalized_shape, activation, scale, out_dtype)
-        check(Arguments(input, residual, weight, bias, options))
+        check(settle(*args, **kwargs))
     except Exception as clear:
         return clear
     return out_of_memory(error)

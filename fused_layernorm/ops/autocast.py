@@ -35,7 +35,11 @@ def under_autocast(a: Arguments) -> Arguments:
     weight, bias = a.weight, a.bias
     if any(dtype in HALF and dtype != a.input.dtype for dtype in dtypes) or len(set(dtypes)) == 2:
         weight, bias = _float(weight), _float(bias)
-    return a._replace(weight=weight, bias=bias, options=options)
+    gate, shift, scale = (
+        tensor if tensor is None or tensor.dtype == a.input.dtype else _float(tensor)
+        for tensor in (a.gate, a.shift, a.scale)
+    )
+    return Arguments(a.input, a.residual, weight, bias, options, gate, shift, scale)
 
 
 def _implementation(operator: Operator) -> Callable[..., Any]:

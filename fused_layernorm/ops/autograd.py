@@ -1,9 +1,9 @@
 """Derivatives, in Python: the operators' implementations for the Autograd dispatch keys.
 
 The first order runs on the operators: a forward that needs gradients on the operator that gives
-statistics, its backward on layer_norm_backward. Beyond that, and in forward mode, PyTorch
-differentiates formulas.py. It is written for correctness; the C++ library of csrc/autograd takes
-its place where there is one for the running torch.
+statistics, its backward on the backward operator and, past a gate, on gate_backward. Beyond that,
+and in forward mode, PyTorch differentiates formulas.py. It is written for correctness; the C++
+library of csrc/autograd takes its place where there is one for the running torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from torch.autograd import Function, forward_ad
 
 from . import arguments, formulas, load
 from .operators import (
+    BACKWARD,
     FORWARD,
     Arguments,
     BackwardArguments,
-    Gradients,
+    BackwardOperator,
+    Needs,
     Operator,
     Results,
-    select,
+    backward_of,
     with_statistics,
 )
 
@@ -84,59 +86,96 @@ class _Forward(Function):
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
         x = a.input if residual_out is None else residual_out
-        ctx.save_for_backward(x, mean, rstd, a.weight, a.bias)
+        # Past a gate backward needs what the gate multiplied.
+        gated = None if a.gate is None else a.input
+        ctx.save_for_backward(x, mean, rstd, a.weight, a.bias, a.shift, a.scale, gated, a.gate)
         ctx.options = a.options
         ctx.input_dtype = a.input.dtype
         return y, residual_out, mean, rstd
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dresidual: Tensor | None, *_: None) -> Any:
-        needs_dinput, needs_dresidual, needs_dweight, needs_dbias = ctx.needs_input_grad[1:5]
-        x, mean, rstd, weight, bias = ctx.saved_tensors
-        dx, dweight, dbias = dresidual, None, None  # where only residual_out was used
-        if dy is not None:
-            needs = (needs_dinput or needs_dresidual, needs_dweight, needs_dbias)
-            ndim, _, activation, scale, _ = ctx.options
+        needs: Any = Arguments(*ctx.needs_input_grad[1:])
+        x, mean, rstd, weight, bias, shift, scale, input, gate = ctx.saved_tensors
+        dx, dshift, dscale, dweight, dbias = dresidual, None, None, None, None
+        if dy is not None:  # otherwise only residual_out was used
+            ndim, _, activation, output_scale, _ = ctx.options
+            needs_dx = needs.input or needs.residual or needs.gate
+            b = BackwardArguments(
+                dy,
+                x,
+                ndim,
+                mean,
+                rstd,
+                weight,
+                bias,
+                dresidual,
+                Needs(needs_dx, needs.shift, needs.scale, needs.weight, needs.bias),
+                activation,
+                output_scale,
+                shift,
+                scale,
+            )
+            operator = backward_of(shift, scale)
             try:
-                found = load.layer_norm_backward(
-                    dy, x, ndim, mean, rstd, weight, bias, dresidual, activation, scale, *needs
-                )
+                found = operator.overload(*operator.lay_out(b))
             except RuntimeError as error:
                 raise arguments.out_of_memory(error) from None
-            dx, dweight, dbias = (
-                gradient if needed else None for gradient, needed in zip(found, needs, strict=True)
+            dx, dshift, dscale, dweight, dbias = operator.results(b, found)
+        dinput, dgate = dx if needs.input else None, None
+        if dx is not None and gate is not None and (needs.input or needs.gate):
+            found = load.gate_backward(dx, input, gate, needs.input, needs.gate)
+            dinput, dgate = (
+                gradient if needed else None
+                for gradient, needed in zip(found, (needs.input, needs.gate), strict=True)
             )
-        dinput = dx if needs_dinput else None
         if dinput is not None:
             dinput = dinput.to(ctx.input_dtype)
-        return None, dinput, dx if needs_dresidual else None, dweight, dbias, None
+        gradients: Any = Arguments(
+            dinput,  # type: ignore[arg-type]
+            dx if needs.residual else None,
+            dweight,
+            dbias,
+            None,  # type: ignore[arg-type]
+            dgate,
+            dshift,
+            dscale,
+        )
+        return None, *gradients
 
 
 class _Backward(Function):
-    """layer_norm_backward, whose own derivatives are those of formulas.py."""
+    """A backward operator, whose own derivatives are those of formulas.py."""
 
     @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+    def forward(ctx: Any, keyset: Any, operator: BackwardOperator, *args: Any) -> Any:
         with _lower_levels():
-            found = load.layer_norm_backward.redispatch(keyset & _after_autograd, *args)
-        b = BackwardArguments(*args)
+            found = operator.overload.redispatch(keyset & _after_autograd, *args)
+        b = operator.arguments(*args)
         ctx.mark_non_differentiable(
-            *(gradient for gradient, needed in zip(found, b.needs, strict=True) if not needed)
+            *(
+                gradient
+                for gradient, name in zip(found, operator.gradients, strict=True)
+                if not getattr(b.needs, name)
+            )
         )
         ctx.set_materialize_grads(False)
         is_tensor = [isinstance(arg, Tensor) for arg in args]
         ctx.save_for_backward(*(arg for arg in args if isinstance(arg, Tensor)))
         ctx.args = [None if tensor else arg for tensor, arg in zip(is_tensor, args, strict=True)]
         ctx.is_tensor = is_tensor
+        ctx.operator = operator
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        used = [i for i, grad in enumerate(grads) if grad is not None]
+        operator: BackwardOperator = ctx.operator
+        named = dict(zip(operator.gradients, grads, strict=True))
+        used = {name: grad for name, grad in named.items() if grad is not None}
         if not used:
-            return (None,) * (1 + len(BackwardArguments._fields))
+            return (None,) * (2 + len(ctx.args))
         saved = iter(ctx.saved_tensors)
-        b = BackwardArguments(
+        b = operator.arguments(
             *(
                 next(saved) if tensor else arg
                 for tensor, arg in zip(ctx.is_tensor, ctx.args, strict=True)
@@ -145,18 +184,20 @@ class _Backward(Function):
         # mean and rstd are functions of x.
         names = [
             name
-            for name in ("dy", "x", "weight", "bias", "dresidual")
+            for name in ("dy", "x", "shift", "scale", "weight", "bias", "dresidual")
             if getattr(b, name) is not None
         ]
 
         def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
             fields: dict[str, Any] = dict(zip(names, tensors, strict=True))
             found = formulas.backward(b._replace(**fields))
-            return tuple(found[i] for i in used)
+            return tuple(getattr(found, name) for name in used)
 
         vjp = torch.func.vjp(gradients, *(getattr(b, name) for name in names))[1]
-        found = dict(zip(names, vjp(tuple(grads[i] for i in used)), strict=True))
-        return None, *(found.get(name) for name in BackwardArguments._fields)
+        found: dict[str, Any] = dict(zip(names, vjp(tuple(used.values())), strict=True))
+        # Laid out as the arguments are, with None for what has no gradient.
+        nothing = operator.arguments(*(None for _ in ctx.args))
+        return None, None, *operator.lay_out(nothing._replace(**found))
 
 
 def _forward_implementation(operator: Operator) -> Callable[..., Any]:
@@ -165,7 +206,7 @@ def _forward_implementation(operator: Operator) -> Callable[..., Any]:
         if _in_forward_mode():
             arguments.check(a)
             return operator.outputs(formulas.forward(a))
-        if _needs_grad(a.input, a.residual, a.weight, a.bias):
+        if _needs_grad(a.input, a.residual, a.weight, a.bias, a.gate, a.shift, a.scale):
             return operator.outputs(Results(*_apply(_Forward, keyset, *a)))
         with _below_autograd():
             return operator.overload.redispatch(keyset & _after_autograd, *args)
@@ -173,20 +214,32 @@ def _forward_implementation(operator: Operator) -> Callable[..., Any]:
     return implementation
 
 
-def _backward_implementation(keyset: Any, *args: Any) -> Gradients:
-    b = BackwardArguments(*args)
-    if _in_forward_mode():
-        return select(b, formulas.backward(b))
-    if _needs_grad(b.dy, b.x, b.weight, b.bias, b.dresidual):
-        return _apply(_Backward, keyset, *args)
+def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
+    def implementation(keyset: Any, *args: Any) -> Any:
+        b = operator.arguments(*args)
+        if _in_forward_mode():
+            return operator.outputs(b, formulas.backward(b))
+        if _needs_grad(b.dy, b.x, b.weight, b.bias, b.dresidual, b.shift, b.scale):
+            return _apply(_Backward, keyset, operator, *args)
+        with _below_autograd():
+            return operator.overload.redispatch(keyset & _after_autograd, *args)
+
+    return implementation
+
+
+def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    if _in_forward_mode() or _needs_grad(*args[:3]):
+        return formulas.gate_backward(*args)
     with _below_autograd():
-        return load.layer_norm_backward.redispatch(keyset & _after_autograd, *args)
+        return load.gate_backward.redispatch(keyset & _after_autograd, *args)
 
 
 def register() -> None:
     """Makes these the operators' autograd. A process has this one or that of csrc/autograd."""
-    for operator in FORWARD:
-        load.library.impl(
-            operator.name, _forward_implementation(operator), "Autograd", with_keyset=True
-        )
-    load.library.impl("layer_norm_backward", _backward_implementation, "Autograd", with_keyset=True)
+    implementations: dict[str, Callable[..., Any]] = {
+        **{operator.name: _forward_implementation(operator) for operator in FORWARD},
+        **{operator.name: _backward_implementation(operator) for operator in BACKWARD},
+        "gate_backward": _gate_backward,
+    }
+    for name, implementation in implementations.items():
+        load.library.impl(name, implementation, "Autograd", with_keyset=True)

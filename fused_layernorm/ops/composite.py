@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import arguments, formulas, load
-from .formulas import acc_dtype, activate, affine, to
-from .operators import FORWARD, Arguments, BackwardArguments, Gradients, Results, select
+from .formulas import acc_dtype, activate, affine, modulate, to
+from .operators import BACKWARD, FORWARD, Arguments, BackwardArguments, Gradients, Results
 
 _aten = torch.ops.aten
 
@@ -34,22 +33,23 @@ def _warn_of_cuda(x: Tensor) -> None:
 
 def forward(a: Arguments) -> Results:
     """What the forward operators give; the arguments are not checked."""
-    _, eps, activation, scale, _ = a.options
-    residual_out = None if a.residual is None else formulas.add(a.input, a.residual)
+    _, eps, activation, output_scale, _ = a.options
+    residual_out = None if a.residual is None else formulas.add(a.input, a.residual, a.gate)
     x = a.input if residual_out is None else residual_out
     acc = acc_dtype(x.dtype)
     weight, bias = to(a.weight, acc), to(a.bias, acc)
-    rounds_once = activation is None and scale == 1.0 and a.y_dtype == x.dtype
-    if rounds_once and _takes_half(x, a.normalized_shape):
+    is_modulated = a.shift is not None or a.scale is not None
+    is_plain = activation is None and output_scale == 1.0 and not is_modulated
+    if is_plain and a.y_dtype == x.dtype and _takes_half(x, a.normalized_shape):
         # Beside float32 parameters, PyTorch's statistics are float32 too.
         weight = x.new_ones(a.normalized_shape, dtype=acc) if weight is None else weight
     else:
         x = x.to(acc)
     y, mean, rstd = _aten.native_layer_norm(x.contiguous(), a.normalized_shape, weight, bias, eps)
-    y = activate(y, activation)
-    if scale != 1.0:
-        y = y * scale
-    return Results(y.to(a.y_dtype), residual_out, mean, rstd)
+    y = activate(modulate(y, to(a.shift, acc), to(a.scale, acc)), activation)
+    if output_scale != 1.0:
+        y = y * output_scale
+    return Results(y.to(a.y_dtype).contiguous(), residual_out, mean, rstd)
 
 
 def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:
@@ -73,9 +73,9 @@ def _activate_backward(da: Tensor, z: Tensor, activation: str) -> Tensor:
 
 
 def backward(b: BackwardArguments) -> Gradients:
-    """What layer_norm_backward gives."""
+    """What the backward operators give."""
     if not any(b.needs):
-        return select(b, (None, None, None))
+        return Gradients()
     acc = acc_dtype(b.x.dtype)
     weight, bias = to(b.weight, acc), to(b.bias, acc)
     # PyTorch's backward takes x * rstd - mean * rstd for the normalized x, which cancels where the
@@ -83,15 +83,23 @@ def backward(b: BackwardArguments) -> Gradients:
     # rounds on its way in half precision: dy goes in wide.
     centered = b.x - b.mean
     dz = b.dy.to(acc)
-    if b.scale != 1.0:
-        dz = dz * b.scale
+    if b.output_scale != 1.0:
+        dz = dz * b.output_scale
     if b.activation is not None:
         dz = _activate_backward(dz, affine(centered * b.rstd, weight, bias), b.activation)
+    dshift, dscale = formulas.modulation_gradients(
+        b, dz, lambda: affine(centered * b.rstd, weight, bias)
+    )
+    if b.scale is not None:
+        dz = dz * (1 + b.scale.to(acc))
 
     # A parameter that is not there has no gradient in PyTorch's operator: ones stand for it.
-    if b.needs_dweight and weight is None:
+    needs = (b.needs.dx, b.needs.dweight, b.needs.dbias)
+    if not any(needs):
+        return Gradients(dshift=dshift, dscale=dscale)
+    if b.needs.dweight and weight is None:
         weight = centered.new_ones(b.normalized_shape)
-    if b.needs_dbias and bias is None:
+    if b.needs.dbias and bias is None:
         bias = centered.new_ones(b.normalized_shape)
     dx, dweight, dbias = _aten.native_layer_norm_backward(
         dz.contiguous(),
@@ -101,11 +109,12 @@ def backward(b: BackwardArguments) -> Gradients:
         b.rstd.contiguous(),
         weight,
         bias,
-        b.needs,
+        needs,
     )
     if dx is not None:
         dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
-    return select(b, (dx, to(dweight, b.parameter_dtype), to(dbias, b.parameter_dtype)))
+    dtype = b.parameter_dtype
+    return Gradients(dx, dshift, dscale, to(dweight, dtype), to(dbias, dtype))
 
 
 def _checked_forward(a: Arguments) -> Results:
@@ -114,12 +123,14 @@ def _checked_forward(a: Arguments) -> Results:
     return forward(a)
 
 
-def _backward(*args: Any) -> Gradients:
-    return backward(BackwardArguments(*args))
-
-
 for _operator in FORWARD:
     load.library.impl(
         _operator.name, _operator.implemented_by(_checked_forward), "CompositeExplicitAutograd"
     )
-load.library.impl("layer_norm_backward", _backward, "CompositeExplicitAutograd")
+for _backward_operator in BACKWARD:
+    load.library.impl(
+        _backward_operator.name,
+        _backward_operator.implemented_by(backward),
+        "CompositeExplicitAutograd",
+    )
+load.library.impl("gate_backward", formulas.gate_backward, "CompositeExplicitAutograd")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import Tensor
 
 from . import arguments, load
 from .formulas import acc_dtype
-from .operators import FORWARD, Arguments, BackwardArguments, Gradients, Results, select
+from .operators import BACKWARD, FORWARD, Arguments, BackwardArguments, Gradients, Results
 
 
 def _forward(a: Arguments) -> Results:
@@ -25,17 +24,35 @@ def _forward(a: Arguments) -> Results:
     )
 
 
-def _backward(*args: Any) -> Gradients:
-    b = BackwardArguments(*args)
-    return select(
-        b,
-        [
-            b.x.new_empty(b.x.shape),
-            *(b.x.new_empty(b.normalized_shape, dtype=b.parameter_dtype) for _ in range(2)),
-        ],
+def _backward(b: BackwardArguments) -> Gradients:
+    def like(tensor: Tensor | None, needed: bool) -> Tensor | None:
+        return tensor.new_empty(tensor.shape) if needed and tensor is not None else None
+
+    def parameter(needed: bool) -> Tensor | None:
+        return b.x.new_empty(b.normalized_shape, dtype=b.parameter_dtype) if needed else None
+
+    return Gradients(
+        like(b.x, b.needs.dx),
+        like(b.shift, b.needs.dshift),
+        like(b.scale, b.needs.dscale),
+        parameter(b.needs.dweight),
+        parameter(b.needs.dbias),
+    )
+
+
+def _gate_backward(
+    dresidual_out: Tensor, input: Tensor, gate: Tensor, needs_dinput: bool, needs_dgate: bool
+) -> tuple[Tensor, Tensor]:
+    return (
+        input.new_empty(input.shape if needs_dinput else (0,)),
+        gate.new_empty(gate.shape if needs_dgate else (0,)),
     )
 
 
 for _operator in FORWARD:
     torch.library.register_fake(_operator.overload, _operator.implemented_by(_forward))
-torch.library.register_fake(f"{load.NAMESPACE}::layer_norm_backward", _backward)
+for _backward_operator in BACKWARD:
+    torch.library.register_fake(
+        _backward_operator.overload, _backward_operator.implemented_by(_backward)
+    )
+torch.library.register_fake(load.gate_backward, _gate_backward)

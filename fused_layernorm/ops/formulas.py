@@ -8,6 +8,7 @@ silu_backward has no derivative.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -64,12 +65,30 @@ def affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return z if bias is None else z + bias
 
 
-def add(input: Tensor, residual: Tensor) -> Tensor:
-    """residual_out: the sum in the arithmetic's dtype, rounded to residual's.
+def modulate(z: Tensor, shift: Tensor | None, scale: Tensor | None) -> Tensor:
+    """z * (1 + scale) + shift."""
+    z = z if scale is None else z * (1 + scale)
+    return z if shift is None else z + shift
 
-    PyTorch adds half-precision tensors in float32, and rounds to the wider dtype of the two.
+
+def sum_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The sum over the dimensions in which a tensor of this shape is broadcast; never an alias."""
+    leading = tensor.dim() - len(shape)
+    dims = [d for d in range(tensor.dim()) if d < leading or tensor.shape[d] != shape[d - leading]]
+    return tensor.sum(dims, keepdim=True).reshape(shape) if dims else tensor.clone()
+
+
+def add(input: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
+    """residual_out: residual + gate * input in the arithmetic's dtype, rounded to residual's.
+
+    PyTorch adds half-precision tensors in float32, and rounds to the wider dtype of the two. A
+    product of two would be rounded before it is added.
     """
-    return (input + residual).to(residual.dtype).contiguous()
+    if gate is None:
+        return (input + residual).to(residual.dtype).contiguous()
+    acc = acc_dtype(input.dtype, residual.dtype, gate.dtype)
+    total = torch.addcmul(residual.to(acc), gate.to(acc), input.to(acc))
+    return total.to(residual.dtype).contiguous()
 
 
 def _mean(x: Tensor, normalized_ndim: int) -> Tensor:
@@ -78,8 +97,8 @@ def _mean(x: Tensor, normalized_ndim: int) -> Tensor:
 
 def forward(a: Arguments) -> Results:
     """What the forward operators give."""
-    _, eps, activation, scale, _ = a.options
-    residual_out = None if a.residual is None else add(a.input, a.residual)
+    _, eps, activation, output_scale, _ = a.options
+    residual_out = None if a.residual is None else add(a.input, a.residual, a.gate)
     rows = a.input if residual_out is None else residual_out
     acc = acc_dtype(rows.dtype)
     x = rows.to(acc)
@@ -87,37 +106,71 @@ def forward(a: Arguments) -> Results:
     centered = x - mean
     rstd = (_mean(centered.square(), a.options.normalized_ndim) + eps).rsqrt()
     z = affine(centered * rstd, to(a.weight, acc), to(a.bias, acc))
-    return Results((activate(z, activation) * scale).to(a.y_dtype), residual_out, mean, rstd)
+    y = activate(modulate(z, to(a.shift, acc), to(a.scale, acc)), activation) * output_scale
+    return Results(y.to(a.y_dtype), residual_out, mean, rstd)
 
 
 def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
-    """(dx, dweight, dbias), all three, as functions of the tensors with mean and rstd those of x.
+    """The gradients that are needed, as functions of the tensors with mean and rstd those of x.
 
     The parameters' gradients are summed over the leading dimensions from sum_from on. The operator
     is not told eps: it is what the forward pass's rstd = 1 / sqrt(var + eps) has beyond x's
     variance.
     """
+    needs = b.needs
     acc = acc_dtype(b.x.dtype)
     centered = b.x.to(acc)
     centered = centered - _mean(centered, b.normalized_ndim)
     variance = _mean(centered.square(), b.normalized_ndim)
     rstd = (variance + (b.rstd.pow(-2) - variance).detach()).rsqrt()
 
-    weight = to(b.weight, acc)
+    weight, bias = to(b.weight, acc), to(b.bias, acc)
     xhat = centered * rstd
-    dz = b.dy.to(acc) * b.scale
+    dz = b.dy.to(acc) * b.output_scale
     if b.activation is not None:
-        dz = dz * slope(affine(xhat, weight, to(b.bias, acc)), b.activation)
+        dz = dz * slope(affine(xhat, weight, bias), b.activation)
+    dshift, dscale = modulation_gradients(b, dz, lambda: affine(xhat, weight, bias))
+    if b.scale is not None:
+        dz = dz * (1 + b.scale.to(acc))
 
-    dweight, dbias = dz * xhat, dz
+    dx = dweight = dbias = None
     leading = tuple(range(sum_from, b.x.dim() - b.normalized_ndim))
-    if leading:
-        dweight, dbias = dweight.sum(leading), dbias.sum(leading)
-    dxhat = dz if weight is None else dz * weight
-    dx = rstd * (
-        dxhat - _mean(dxhat, b.normalized_ndim) - xhat * _mean(dxhat * xhat, b.normalized_ndim)
-    )
-    if b.dresidual is not None:
-        dx = dx + b.dresidual.to(acc)
-    dtype = b.parameter_dtype
-    return dx.to(b.x.dtype), dweight.to(dtype), dbias.to(dtype)
+    if needs.dweight:
+        dweight = dz * xhat
+        dweight = (dweight.sum(leading) if leading else dweight).to(b.parameter_dtype)
+    if needs.dbias:
+        dbias = (dz.sum(leading) if leading else dz).to(b.parameter_dtype)
+    if needs.dx:
+        dxhat = dz if weight is None else dz * weight
+        along = _mean(dxhat * xhat, b.normalized_ndim)
+        dx = rstd * (dxhat - _mean(dxhat, b.normalized_ndim) - xhat * along)
+        if b.dresidual is not None:
+            dx = dx + b.dresidual.to(acc)
+        dx = dx.to(b.x.dtype)
+    return Gradients(dx, dshift, dscale, dweight, dbias)
+
+
+def modulation_gradients(
+    b: BackwardArguments, dy: Tensor, z: Callable[[], Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """dshift = sum dy and dscale = sum dy * z, if needed, from dy in the arithmetic's dtype."""
+    dshift = dscale = None
+    if b.needs.dshift and b.shift is not None:
+        dshift = sum_to(dy, b.shift.shape).to(b.shift.dtype)
+    if b.needs.dscale and b.scale is not None:
+        dscale = sum_to(dy * z(), b.scale.shape).to(b.scale.dtype)
+    return dshift, dscale
+
+
+def gate_backward(
+    dresidual_out: Tensor, input: Tensor, gate: Tensor, needs_dinput: bool, needs_dgate: bool
+) -> tuple[Tensor, Tensor]:
+    """What gate_backward gives."""
+    acc = acc_dtype(dresidual_out.dtype, input.dtype, gate.dtype)
+    d = dresidual_out.to(acc)
+    dinput, dgate = input.new_empty((0,)), gate.new_empty((0,))
+    if needs_dinput:
+        dinput = (d * gate.to(acc)).to(input.dtype)
+    if needs_dgate:
+        dgate = sum_to(d * input.to(acc), gate.shape).to(gate.dtype)
+    return dinput, dgate

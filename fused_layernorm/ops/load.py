@@ -32,6 +32,12 @@ layer_norm_forward = operators.layer_norm_forward.default
 add_layer_norm = operators.add_layer_norm.default
 add_layer_norm_forward = operators.add_layer_norm_forward.default
 layer_norm_backward = operators.layer_norm_backward.default
+ada_layer_norm = operators.ada_layer_norm.default
+ada_layer_norm_forward = operators.ada_layer_norm_forward.default
+add_ada_layer_norm = operators.add_ada_layer_norm.default
+add_ada_layer_norm_forward = operators.add_ada_layer_norm_forward.default
+ada_layer_norm_backward = operators.ada_layer_norm_backward.default
+gate_backward = operators.gate_backward.default
 
 # What the other files register lives as long as this object. A fragment can define no operator.
 library = torch.library.Library(NAMESPACE, "IMPL")

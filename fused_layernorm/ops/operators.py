@@ -1,8 +1,10 @@
-"""The four forward operators as one, and the backward operator's arguments by name.
+"""The forward operators as one, and the backward operators as one: arguments and results by name.
 
-layer_norm and add_layer_norm differ by a residual, each of them and its `_forward` twin by the
-statistics that backward needs. An implementation (composite, fake, vmap rule, autograd) is written
-once, from `Arguments` to `Results`; `Operator` knows how the operators lay these out.
+layer_norm and ada_layer_norm differ by a modulation, each of them and its `add_` twin by a residual
+(beside a modulation also a gate), and each of the four and its `_forward` twin by the statistics
+that backward needs. An implementation (composite, fake, vmap rule, autograd) is written once, from
+`Arguments` to `Results`; `Operator` knows how the operators lay these out. In the same way
+`BackwardOperator` goes with `BackwardArguments` and `Gradients`.
 """
 
 from __future__ import annotations
@@ -18,27 +20,34 @@ from . import load
 
 
 class Options(NamedTuple):
-    """What is no tensor."""
+    """What is no tensor; output_scale is layer_norm's `scale`."""
 
     normalized_ndim: int
     eps: float
     activation: str | None = None
-    scale: float = 1.0
+    output_scale: float = 1.0
     out_dtype: torch.dtype | None = None
 
 
 class Arguments(NamedTuple):
-    """One call of a forward operator; residual is None where the operator takes none."""
+    """One call of a forward operator; what the operator does not take is None."""
 
     input: Tensor
     residual: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
     options: Options
+    gate: Tensor | None = None
+    shift: Tensor | None = None
+    scale: Tensor | None = None
 
     @property
     def normalized_shape(self) -> torch.Size:
         return self.input.shape[self.input.dim() - self.options.normalized_ndim :]
+
+    @property
+    def is_modulated(self) -> bool:
+        return self.gate is not None or self.shift is not None or self.scale is not None
 
     @property
     def x_dtype(self) -> torch.dtype:
@@ -65,6 +74,7 @@ class Operator(NamedTuple):
     overload: OpOverload
     takes_residual: bool
     gives_statistics: bool
+    takes_modulation: bool = False
 
     @property
     def name(self) -> str:
@@ -75,13 +85,22 @@ class Operator(NamedTuple):
         """The operator's arguments by name; trailing defaults may be absent."""
         input, *rest = args
         residual = rest.pop(0) if self.takes_residual else None
-        normalized_ndim, weight, bias, *options = rest
-        return Arguments(input, residual, weight, bias, Options(normalized_ndim, *options))
+        if not self.takes_modulation:
+            normalized_ndim, weight, bias, *others = rest
+            return Arguments(input, residual, weight, bias, Options(normalized_ndim, *others))
+        gate = rest.pop(0) if self.takes_residual else None
+        normalized_ndim, shift, scale, weight, bias, eps, *out_dtype = rest
+        options = Options(normalized_ndim, eps, None, 1.0, *out_dtype)
+        return Arguments(input, residual, weight, bias, options, gate, shift, scale)
 
     def lay_out(self, a: Arguments) -> tuple[Any, ...]:
         """The reverse of `arguments`."""
         rows = (a.input, a.residual) if self.takes_residual else (a.input,)
-        return (*rows, a.options.normalized_ndim, a.weight, a.bias, *a.options[1:])
+        ndim, eps, *others = a.options
+        if not self.takes_modulation:
+            return (*rows, ndim, a.weight, a.bias, eps, *others)
+        gate = (a.gate,) if self.takes_residual else ()
+        return (*rows, *gate, ndim, a.shift, a.scale, a.weight, a.bias, eps, a.options.out_dtype)
 
     def outputs(self, r: Results) -> Any:
         """What the operator gives of these: a tensor or a tuple of them."""
@@ -110,16 +129,53 @@ ADD_LAYER_NORM = Operator(load.add_layer_norm, takes_residual=True, gives_statis
 ADD_LAYER_NORM_FORWARD = Operator(
     load.add_layer_norm_forward, takes_residual=True, gives_statistics=True
 )
-FORWARD = (LAYER_NORM, LAYER_NORM_FORWARD, ADD_LAYER_NORM, ADD_LAYER_NORM_FORWARD)
+ADA_LAYER_NORM = Operator(load.ada_layer_norm, False, False, takes_modulation=True)
+ADA_LAYER_NORM_FORWARD = Operator(load.ada_layer_norm_forward, False, True, takes_modulation=True)
+ADD_ADA_LAYER_NORM = Operator(load.add_ada_layer_norm, True, False, takes_modulation=True)
+ADD_ADA_LAYER_NORM_FORWARD = Operator(
+    load.add_ada_layer_norm_forward, True, True, takes_modulation=True
+)
+FORWARD = (
+    LAYER_NORM,
+    LAYER_NORM_FORWARD,
+    ADD_LAYER_NORM,
+    ADD_LAYER_NORM_FORWARD,
+    ADA_LAYER_NORM,
+    ADA_LAYER_NORM_FORWARD,
+    ADD_ADA_LAYER_NORM,
+    ADD_ADA_LAYER_NORM_FORWARD,
+)
 
 
 def with_statistics(a: Arguments) -> Operator:
     """The operator for a forward pass that a backward pass follows."""
+    if a.is_modulated:
+        return ADA_LAYER_NORM_FORWARD if a.residual is None else ADD_ADA_LAYER_NORM_FORWARD
     return LAYER_NORM_FORWARD if a.residual is None else ADD_LAYER_NORM_FORWARD
 
 
+class Needs(NamedTuple):
+    """Which gradients a backward operator is asked for."""
+
+    dx: bool
+    dshift: bool
+    dscale: bool
+    dweight: bool
+    dbias: bool
+
+
+class Gradients(NamedTuple):
+    """What the backward operators give; None stands for a gradient that is not needed."""
+
+    dx: Tensor | None = None
+    dshift: Tensor | None = None
+    dscale: Tensor | None = None
+    dweight: Tensor | None = None
+    dbias: Tensor | None = None
+
+
 class BackwardArguments(NamedTuple):
-    """layer_norm_backward's arguments, in the order of its schema."""
+    """One call of a backward operator; what the operator does not take is None."""
 
     dy: Tensor
     x: Tensor
@@ -129,36 +185,98 @@ class BackwardArguments(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     dresidual: Tensor | None
-    activation: str | None
-    scale: float
-    needs_dx: bool
-    needs_dweight: bool
-    needs_dbias: bool
+    needs: Needs
+    activation: str | None = None
+    output_scale: float = 1.0
+    shift: Tensor | None = None
+    scale: Tensor | None = None
 
     @property
     def normalized_shape(self) -> torch.Size:
         return self.x.shape[self.x.dim() - self.normalized_ndim :]
 
     @property
-    def needs(self) -> tuple[bool, bool, bool]:
-        return self.needs_dx, self.needs_dweight, self.needs_dbias
-
-    @property
     def parameter_dtype(self) -> torch.dtype:
-        """That of dweight and dbias."""
+        """That of dweight and dbias where only the other of the two parameters is there."""
         if self.weight is not None:
             return self.weight.dtype
         return self.x.dtype if self.bias is None else self.bias.dtype
 
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Those of the gradients, in the order of `Gradients`."""
+        dshift, dscale = (
+            self.x.dtype if tensor is None else tensor.dtype for tensor in (self.shift, self.scale)
+        )
+        return self.x.dtype, dshift, dscale, self.parameter_dtype, self.parameter_dtype
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+
+class BackwardOperator(NamedTuple):
+    """A backward operator: from and to the layout of its schema."""
+
+    overload: OpOverload
+    takes_modulation: bool
+
+    @property
+    def name(self) -> str:
+        """As torch.library wants it, without the namespace."""
+        return self.overload._opname
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The names of what the operator gives."""
+        return Gradients._fields if self.takes_modulation else ("dx", "dweight", "dbias")
+
+    def arguments(self, *args: Any) -> BackwardArguments:
+        """The operator's arguments by name."""
+        if self.takes_modulation:
+            rows, (shift, scale), others, needs = args[:5], args[5:7], args[7:10], Needs(*args[10:])
+            return BackwardArguments._make((*rows, *others, needs, None, 1.0, shift, scale))
+        tensors, (activation, output_scale), (dx, dweight, dbias) = args[:8], args[8:10], args[10:]
+        needs = Needs(dx, False, False, dweight, dbias)
+        others = (needs, activation, output_scale, None, None)
+        return BackwardArguments._make((*tensors, *others))
+
+    def lay_out(self, b: BackwardArguments) -> tuple[Any, ...]:
+        """The reverse of `arguments`."""
+        rows = (b.dy, b.x, b.normalized_ndim, b.mean, b.rstd)
+        if self.takes_modulation:
+            return (*rows, b.shift, b.scale, b.weight, b.bias, b.dresidual, *b.needs)
+        needs = (b.needs.dx, b.needs.dweight, b.needs.dbias)
+        return (*rows, b.weight, b.bias, b.dresidual, b.activation, b.output_scale, *needs)
+
+    def outputs(self, b: BackwardArguments, found: Gradients) -> tuple[Tensor, ...]:
+        """What the operator gives of these, with an empty tensor for each that is not there."""
+        dtypes = dict(zip(Gradients._fields, b.dtypes, strict=True))
+        return tuple(
+            b.x.new_empty((0,), dtype=dtypes[name]) if gradient is None else gradient
+            for name in self.gradients
+            for gradient in (getattr(found, name),)
+        )
+
+    def results(self, b: BackwardArguments, outputs: Sequence[Tensor]) -> Gradients:
+        """The reverse of `outputs`."""
+        named = dict(zip(self.gradients, outputs, strict=True))
+        return Gradients(**{name: named[name] for name in named if getattr(b.needs, name)})
+
+    def implemented_by(
+        self, implementation: Callable[[BackwardArguments], Gradients]
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """The implementation as a function of the operator's arguments."""
+
+        def implemented(*args: Any) -> tuple[Tensor, ...]:
+            b = self.arguments(*args)
+            return self.outputs(b, implementation(b))
+
+        implemented.__name__ = self.name
+        return implemented
 
 
-def select(b: BackwardArguments, found: Sequence[Tensor | None]) -> Gradients:
-    """(dx, dweight, dbias) of these, with an empty tensor for each that is not needed."""
-    dtypes = (b.x.dtype, b.parameter_dtype, b.parameter_dtype)
-    dx, dweight, dbias = (
-        gradient if needed and gradient is not None else b.x.new_empty((0,), dtype=dtype)
-        for gradient, needed, dtype in zip(found, b.needs, dtypes, strict=True)
-    )
-    return dx, dweight, dbias
+LAYER_NORM_BACKWARD = BackwardOperator(load.layer_norm_backward, takes_modulation=False)
+ADA_LAYER_NORM_BACKWARD = BackwardOperator(load.ada_layer_norm_backward, takes_modulation=True)
+BACKWARD = (LAYER_NORM_BACKWARD, ADA_LAYER_NORM_BACKWARD)
+
+
+def backward_of(shift: Tensor | None, scale: Tensor | None) -> BackwardOperator:
+    """The backward operator of a norm with this modulation."""
+    return LAYER_NORM_BACKWARD if shift is None and scale is None else ADA_LAYER_NORM_BACKWARD

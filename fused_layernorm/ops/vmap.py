@@ -1,7 +1,8 @@
 """vmap: a batch dimension is one more leading dimension.
 
-Parameters that are batched themselves, and the gradients of shared ones, of which every sample has
-its own, are beyond the kernels: PyTorch's operators do what follows the normalization.
+A modulation that is batched broadcasts along it. Parameters that are batched themselves, and the
+gradients of shared ones, of which every sample has its own, are beyond the kernels: PyTorch's
+operators do what follows the normalization.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import torch
 from torch import Tensor
 
 from . import formulas, load
-from .formulas import acc_dtype, activate, affine
+from .formulas import acc_dtype, activate, affine, modulate, to
 from .operators import (
+    BACKWARD,
     FORWARD,
     Arguments,
-    BackwardArguments,
+    BackwardOperator,
     Gradients,
     Operator,
     Options,
     Results,
-    select,
     with_statistics,
 )
 
@@ -36,15 +37,22 @@ def _optional_to_front(tensor: Tensor | None, dim: int | None, size: int) -> Ten
     return None if tensor is None else _to_front(tensor, dim, size)
 
 
-def _parameter_to_front(
-    parameter: Tensor | None, dim: int | None, size: int, ndim: int
+def _broadcast_to_front(
+    tensor: Tensor | None, dim: int | None, size: int, ndim: int
 ) -> Tensor | None:
-    """A parameter of shape (batch, 1, ..., 1, *normalized_shape), of ndim dimensions."""
-    if parameter is None:
+    """A parameter or a modulation of shape (batch, 1, ..., 1, *its shape), of ndim dimensions."""
+    if tensor is None:
         return None
-    parameter = _to_front(parameter, dim, size)
-    ones = [1] * (ndim - parameter.dim())
-    return parameter.reshape(size, *ones, *parameter.shape[1:])
+    tensor = _to_front(tensor, dim, size)
+    ones = [1] * (ndim - tensor.dim())
+    return tensor.reshape(size, *ones, *tensor.shape[1:])
+
+
+def _batched_to_front(
+    tensor: Tensor | None, dim: int | None, size: int, ndim: int
+) -> Tensor | None:
+    """The same, but for a modulation that all of the batch share, which broadcasts as it is."""
+    return tensor if dim is None else _broadcast_to_front(tensor, dim, size, ndim)
 
 
 def _forward_rule(operator: Operator) -> Callable[..., Any]:
@@ -53,12 +61,17 @@ def _forward_rule(operator: Operator) -> Callable[..., Any]:
         dims: Any = operator.arguments(*in_dims)
         input = _to_front(a.input, dims.input, size)
         residual = _optional_to_front(a.residual, dims.residual, size)
-        rows = a._replace(input=input, residual=residual)
+        ndim = input.dim()
+        gate, shift, scale = (
+            _batched_to_front(tensor, dim, size, ndim)
+            for tensor, dim in zip(a[5:], dims[5:], strict=True)
+        )
+        rows = a._replace(input=input, residual=residual, gate=gate, shift=shift, scale=scale)
         if dims.weight is None and dims.bias is None:
             outputs = operator.overload(*operator.lay_out(rows))
         else:
-            weight = _parameter_to_front(a.weight, dims.weight, size, input.dim())
-            bias = _parameter_to_front(a.bias, dims.bias, size, input.dim())
+            weight = _broadcast_to_front(a.weight, dims.weight, size, ndim)
+            bias = _broadcast_to_front(a.bias, dims.bias, size, ndim)
             outputs = operator.outputs(_with_parameters_of_samples(rows, weight, bias))
         return outputs, (0,) * len(outputs) if isinstance(outputs, tuple) else 0
 
@@ -68,46 +81,95 @@ def _forward_rule(operator: Operator) -> Callable[..., Any]:
 def _with_parameters_of_samples(
     a: Arguments, weight: Tensor | None, bias: Tensor | None
 ) -> Results:
-    ndim, eps, activation, scale, _ = a.options
-    plain = a._replace(
-        weight=None, bias=None, options=Options(ndim, eps, out_dtype=acc_dtype(a.x_dtype))
+    ndim, eps, activation, output_scale, _ = a.options
+    acc = acc_dtype(a.x_dtype)
+    plain = Arguments(
+        a.input, a.residual, None, None, Options(ndim, eps, out_dtype=acc), gate=a.gate
     )
-    operator = with_statistics(a)
+    operator = with_statistics(plain)
     normalized = operator.results(operator.overload(*operator.lay_out(plain)))
-    z = affine(normalized.y, weight, bias)
-    return normalized._replace(y=(activate(z, activation) * scale).to(a.y_dtype))
+    z = modulate(affine(normalized.y, weight, bias), to(a.shift, acc), to(a.scale, acc))
+    return normalized._replace(y=(activate(z, activation) * output_scale).to(a.y_dtype))
 
 
-def _backward_rule(info: Any, in_dims: Any, *args: Any) -> tuple[Gradients, tuple[int, int, int]]:
-    dims: Any = BackwardArguments(*in_dims)
-    size = info.batch_size
-    b = BackwardArguments(*args)
-    b = b._replace(
-        dy=_to_front(b.dy, dims.dy, size),
-        x=_to_front(b.x, dims.x, size),
-        mean=_to_front(b.mean, dims.mean, size).contiguous(),
-        rstd=_to_front(b.rstd, dims.rstd, size).contiguous(),
-        dresidual=_optional_to_front(b.dresidual, dims.dresidual, size),
-    )
-    by_kernel = b.needs_dx and dims.weight is None and dims.bias is None
-    found: list[Tensor | None] = [None, None, None]
-    if by_kernel:
-        only_dx = b._replace(needs_dweight=False, needs_dbias=False)
-        found[0] = load.layer_norm_backward(*only_dx)[0]
-    if b.needs_dweight or b.needs_dbias or (b.needs_dx and not by_kernel):
-        of_samples = b._replace(
-            weight=_parameter_to_front(b.weight, dims.weight, size, b.x.dim()),
-            bias=_parameter_to_front(b.bias, dims.bias, size, b.x.dim()),
+def _backward_rule(operator: BackwardOperator) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        b, size = operator.arguments(*args), info.batch_size
+        dims: Any = operator.arguments(*in_dims)
+        x = _to_front(b.x, dims.x, size)
+        # Every sample has its own gradient of a modulation that all of them share.
+        shift = _broadcast_to_front(b.shift, dims.shift, size, x.dim())
+        scale = _broadcast_to_front(b.scale, dims.scale, size, x.dim())
+        rows = b._replace(
+            dy=_to_front(b.dy, dims.dy, size),
+            x=x,
+            mean=_to_front(b.mean, dims.mean, size).contiguous(),
+            rstd=_to_front(b.rstd, dims.rstd, size).contiguous(),
+            dresidual=_optional_to_front(b.dresidual, dims.dresidual, size),
+            shift=shift,
+            scale=scale,
         )
-        dx, *dparameters = formulas.backward(of_samples, sum_from=1)
-        found = [found[0] if by_kernel else dx, *dparameters]
-    dx, dweight, dbias = (
-        gradient if gradient.dim() > 1 else gradient.expand(size, 0)
-        for gradient in select(b, found)
+        found = Gradients()
+        by_formulas = b.needs
+        if dims.weight is None and dims.bias is None:
+            by_kernel = b.needs._replace(dweight=False, dbias=False)
+            by_formulas = by_formulas._replace(dx=False, dshift=False, dscale=False)
+            if any(by_kernel):
+                of_rows = rows._replace(needs=by_kernel)
+                found = operator.results(of_rows, operator.overload(*operator.lay_out(of_rows)))
+        if any(by_formulas):
+            of_samples = rows._replace(
+                needs=by_formulas,
+                weight=_broadcast_to_front(b.weight, dims.weight, size, x.dim()),
+                bias=_broadcast_to_front(b.bias, dims.bias, size, x.dim()),
+            )
+            others = formulas.backward(of_samples, sum_from=1)
+            found = Gradients(
+                *(
+                    other if gradient is None else gradient
+                    for gradient, other in zip(found, others, strict=True)
+                )
+            )
+        for name, tensor, dim in (("shift", b.shift, dims.shift), ("scale", b.scale, dims.scale)):
+            gradient = getattr(found, f"d{name}")
+            if gradient is not None and tensor is not None:
+                shape = _to_front(tensor, dim, size).shape
+                found = found._replace(**{f"d{name}": gradient.reshape(shape)})
+        outputs = tuple(
+            gradient if gradient.dim() > 1 else gradient.expand(size, 0)
+            for gradient in operator.outputs(rows, found)
+        )
+        return outputs, (0,) * len(outputs)
+
+    return rule
+
+
+def _gate_backward_rule(
+    info: Any,
+    in_dims: Any,
+    dresidual_out: Tensor,
+    input: Tensor,
+    gate: Tensor,
+    needs_dinput: bool,
+    needs_dgate: bool,
+) -> Any:
+    size = info.batch_size
+    of_rows, of_input, of_gate, *_ = in_dims
+    dresidual_out, input = (
+        _to_front(dresidual_out, of_rows, size),
+        _to_front(input, of_input, size),
     )
-    return (dx, dweight, dbias), (0, 0, 0)
+    shape = _to_front(gate, of_gate, size).shape
+    gates: Any = _broadcast_to_front(gate, of_gate, size, input.dim())
+    dinput, dgate = load.gate_backward(dresidual_out, input, gates, needs_dinput, needs_dgate)
+    return (
+        dinput if needs_dinput else dinput.expand(size, 0),
+        dgate.reshape(shape) if needs_dgate else dgate.expand(size, 0),
+    ), (0, 0)
 
 
 for _operator in FORWARD:
     torch.library.register_vmap(_operator.overload, _forward_rule(_operator))
-torch.library.register_vmap(f"{load.NAMESPACE}::layer_norm_backward", _backward_rule)
+for _backward_operator in BACKWARD:
+    torch.library.register_vmap(_backward_operator.overload, _backward_rule(_backward_operator))
+torch.library.register_vmap(load.gate_backward, _gate_backward_rule)
