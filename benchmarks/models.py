@@ -51,7 +51,6 @@ BACKEND = "fused_layernorm"  # of torch.compile, for the variants fused_...
 STEPS = 2  # of each turn, behind one that is not timed
 MIN_ROUNDS, MAX_ROUNDS = 3, 31
 PROFILES = 3  # of each variant, in turns too
-BLOCKS = "DiT-XL/2 blocks, 4 layers"
 # Names of LayerNorm kernels, PyTorch's and ours, in lower case.
 KERNELS = ("layer_norm", "layernorm", "gammabeta", "param_grad", "rowwisemoments")
 # Names of matrix products and attention: those of cuBLAS, cuDNN and PyTorch.
@@ -130,7 +129,7 @@ MODELS: dict[str, Model] = {
     "timm ViT-B/16 64x224": Model("timm", lambda: timm_model("vit_base_patch16_224")),
     "timm ConvNeXt-T 64x224": Model("timm", lambda: timm_model("convnext_tiny")),
     "timm Swin-T 64x224": Model("timm", lambda: timm_model("swin_tiny_patch4_window7_224")),
-    BLOCKS: Model("torch", diffusion.blocks, half=True),
+    diffusion.BLOCKS: Model("torch", diffusion.blocks, half=True),
     "diffusers DiT-XL/2, 8 layers": Model("diffusers", diffusion.dit, half=True, large=True),
     "diffusers Flux, 2+4 layers": Model("diffusers", diffusion.flux, half=True, large=True),
     "diffusers SD3.5-large, 6 layers": Model("diffusers", diffusion.sd3, half=True, large=True),

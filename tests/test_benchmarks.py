@@ -982,7 +982,7 @@ def test_models_are_chosen_by_parts_of_their_names():
 
 
 DIFFUSION = {
-    "blocks": lambda: diffusion.blocks(layers=2, dim=16, heads=2, batch=2, tokens=4),
+    "blocks": lambda: diffusion.blocks(layers=2, size=(2, 4, 16), heads=2),
     "dit": lambda: diffusion.dit(layers=2, heads=2, batch=2, side=4),
     "sd3": lambda: diffusion.sd3(layers=2, heads=2, batch=2, side=4, words=3, text=8),
     "flux": lambda: diffusion.flux(layers=1, single_layers=1, heads=1, side=2, words=3, text=8),
@@ -1030,6 +1030,83 @@ def test_half_models_keep_what_must_stay_in_float32():
         "layers.0.steps": torch.int64,
         "layers.1.weight": torch.float32, "layers.1.bias": torch.float32,
     }  # fmt: skip
+
+
+def with_blocks(made, variants=("eager", "compiled", "operators")):
+    """A results file with rows of DiT's blocks: half of each step is matrix products."""
+    rows = [
+        {"model": diffusion.BLOCKS, "mode": mode, "variant": variant, "device_ms": ms,
+         "products_ms": 2.0, "wall_ms": ms}
+        for mode in models.MODES for variant, ms in zip(variants, (4.0, 3.0, 2.4), strict=False)
+    ]  # fmt: skip
+    return {**made, "models": {"date": "2026-01-02", "csrc_sha256": "1" * 64, "rows": rows}}
+
+
+def test_block_bars_are_those_of_one_block():
+    made = with_blocks(made_up())
+    layers = diffusion.BLOCK_LAYERS
+    assert [(label, products, pytest.approx(rest)) for label, _, products, rest in
+            plot.block_bars(made, "training")] == [
+        ("PyTorch eager", 2000 / layers, 2000 / layers),
+        ("torch.compile", 2000 / layers, 1000 / layers),
+        ("fused_layernorm", 2000 / layers, 400 / layers),
+    ]  # fmt: skip
+    assert plot.has_block(made)
+    assert not plot.has_block(with_blocks(made_up(), ("eager", "compiled")))
+    assert not plot.has_block(made_up())
+
+
+def test_block_picture_is_drawn_and_known(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    made = with_blocks(made_up())
+    monkeypatch.setattr(plot, "BLOCK_PICTURE", tmp_path / "docs" / "block.svg")
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    assert not report.picture_is_of(made)
+    plot.plot_block(made, plot.BLOCK_PICTURE)
+    first = plot.BLOCK_PICTURE.read_text()
+    assert "<svg" in first
+    assert report.picture_is_of(made)
+    assert "](docs/block.svg)" in report.readme_block(made)
+    plot.plot_block(made, plot.BLOCK_PICTURE)
+    assert plot.BLOCK_PICTURE.read_text() == first
+    made["models"]["date"] = "2026-01-03"
+    assert not report.picture_is_of(made)
+    assert not report.picture_is_of(made_up()), "a picture without rows is an old one"
+
+
+def test_report_block_has_modulated_norms():
+    block = report.readme_block(made_up())
+    case = parse_case("64x256x1152 bf16 ada_forward")
+    cell = f"10 us, {100 * case.ratio(10.0, 8.0):.0f}%, 2.0x, 1.5x"
+    assert f"| DiT-XL/2, 64 x 256 x 1,152 | {cell} |" in block
+    for size, per, note in report.MODULATED_ROWS:
+        assert f"| {note}, " in block
+        for op in report.MODULATED_OPS:
+            assert parse_case(f"{size} {op}{per}") in CASES
+    made = made_up()
+    for line in made["rows"]:
+        if results.case_of(line).samples == 1:
+            line["compile_us"] = None
+    wan = parse_case("1x32760x5120 bf16*fp32 add_ada_backward")
+
+    def last_cell():
+        lines = report.readme_block(made).splitlines()
+        return next(line for line in lines if line.startswith("| Wan 14B")).split(" | ")[-1]
+
+    assert last_cell() == f"10 us, {100 * wan.ratio(10.0, 8.0):.0f}%, 2.0x, - |"
+    names = [results.case_of(line).name for line in made["rows"]]
+    del made["rows"][names.index(wan.name)]
+    assert last_cell() == "- |"
+
+
+def test_report_block_has_compiled_models():
+    made = made_up()
+    row = {"model": "DiT", "mode": "training", "device_ms": 18.3}
+    rows = [{**row, "variant": "eager"}, {**row, "variant": "compiled", "device_ms": 14.5}]
+    made["models"] = {"rows": rows}
+    assert "then Inductor" not in report.readme_block(made)
+    rows.append({**row, "variant": "fused_compiled", "device_ms": 13.0})
+    assert "| DiT, training | 18.30 ms | 14.50 ms | - | 13.00 ms |" in report.readme_block(made)
 
 
 def test_report_block_shows_models_and_host_time():
