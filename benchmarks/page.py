@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plot as picture
 from benchmarks import results
+from benchmarks.cases import PER_TOKEN
 from benchmarks.plot import SMALLEST, Row, draw, largest_by_cols, newest
 
 PAGE = results.ROOT / "docs" / "benchmarks.md"
@@ -30,6 +32,10 @@ TITLES = {
     "silu_forward": "LayerNorm and SiLU, forward",
     "gelu_scale_forward": "LayerNorm, GELU and a scale, forward",
     "gelu_scale_backward": "LayerNorm, GELU and a scale, backward",
+    "ada_forward": "Modulated LayerNorm, forward",
+    "ada_backward": "Modulated LayerNorm, backward",
+    "add_ada_forward": "Gated sum and modulated LayerNorm, forward",
+    "add_ada_backward": "Gated sum and modulated LayerNorm, backward",
 }
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; others are peers
 
@@ -41,6 +47,10 @@ def types_of(row: Row) -> str:
         words.append(f"weights {row['weight_dtype']}")
     if row.get("out_dtype"):
         words.append(f"y {row['out_dtype']}")
+    if row.get("modulation_dtype"):
+        words.append(f"modulation {row['modulation_dtype']}")
+    if row.get("modulation") == PER_TOKEN:
+        words.append("per token")
     return ", ".join(words)
 
 
@@ -118,7 +128,8 @@ def percent(value: float | None) -> str:
 
 
 def size(row: Row) -> str:
-    return f"{row['rows']:,} x {row['cols']:,}"
+    """(Samples x) rows x columns."""
+    return " x ".join(f"{extent:,}" for extent in results.case_of(row).shape)
 
 
 def measured(report: dict[str, Any]) -> list[str]:
@@ -162,7 +173,9 @@ def cases(report: dict[str, Any]) -> list[str]:
         rows = [row for row in report["rows"] if row["op"] == op and "ours_us" in row]
         peers = {key for row in rows for key in row if key.endswith("_us")} - set(OWN_KEYS)
         others = ["eager_us", "compile_us", *sorted(peers)]
-        header = ["rows x columns", "dtype", "copy", "ours", "of copy speed"]
+        modulated = results.case_of(rows[0]).modulated if rows else False
+        sizes = "samples x tokens x columns" if modulated else "rows x columns"
+        header = [sizes, "dtype", "copy", "ours", "of copy speed"]
         header += [f"x {key.removesuffix('_us')}" for key in others]
         body = [
             [
@@ -305,6 +318,10 @@ VARIANTS = {
     "override": "override_aten()",
     "compiled": "compiled",
     "swap_compiled": "swapped and compiled",
+    "fused_eager": 'backend="fused_layernorm", then eager',
+    "fused_compiled": 'backend="fused_layernorm", then Inductor',
+    "operators": "written with this package's operators",
+    "operators_compiled": "the same, compiled",
 }
 
 
@@ -322,14 +339,20 @@ def models(report: dict[str, Any]) -> list[str]:
             for key in ("wall_ms", "device_ms", "layer_norm_ms")
         ]
         variant = VARIANTS.get(row["variant"], row["variant"])
-        body.append([row["model"], row["mode"], variant, *cells])
-    header = ["model", "mode", "variant", "wall", "device", "of it LayerNorm"]
+        kernels = str(row.get("kernels", "-"))
+        body.append([row["model"], row["mode"], variant, *cells, kernels])
+    header = ["model", "mode", "variant", "wall", "device", "of it LayerNorm", "kernels"]
+    drawn = []
+    if picture.has_block(report):
+        path = picture.BLOCK_PICTURE.relative_to(PAGE.parent).as_posix()
+        drawn = [f"![Device time of a block of DiT]({path})", ""]
     return [
         "## Whole models",
         "",
         "Milliseconds a step, in brackets as a ratio to the stock model in eager mode: the wall "
         "time, which on a shared host says little, and the time of all kernels on the device.",
         "",
+        *drawn,
         *table(header, body, left=3),
         "",
     ]

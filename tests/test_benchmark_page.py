@@ -10,12 +10,12 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import page, plot, results  # noqa: E402
+from benchmarks import diffusion, page, plot, results  # noqa: E402
 from benchmarks.plot import newest  # noqa: E402
 
 
 def row(op, rows, cols, dtype, **more):
-    case = results.case_of({"op": op, "rows": rows, "cols": cols, "dtype": dtype})
+    case = results.case_of({"op": op, "rows": rows, "cols": cols, "dtype": dtype, **more})
     copy_us = case.tensor_bytes / 2e6
     base = {**results.row_of(case), "copy_us": copy_us, "ours_us": copy_us, "eager_us": 3 * copy_us}
     return base | more
@@ -98,6 +98,33 @@ def test_every_case_and_peer_is_in_the_tables(report):
         assert f"| {r['rows']:,} x {r['cols']:,} | {r['dtype']} |" in text
 
 
+def test_modulated_norms_say_their_samples(report):
+    sizes = {"samples": 4, "modulation": "sample"}
+    report["rows"] += [
+        row("ada_forward", 16_384, 1152, "bfloat16", **sizes, compile_us=None),
+        row("ada_forward", 16_384, 1152, "bfloat16", **sizes, modulation_dtype="float32"),
+        row("ada_forward", 16_384, 1152, "bfloat16", samples=4, modulation="token"),
+    ]
+    text = page.page(report)
+    part = text[text.index("### Modulated LayerNorm, forward") :]
+    assert "| samples x tokens x columns |" in part
+    assert "| 4 x 4,096 x 1,152 | bfloat16 |" in part
+    assert "| 4 x 4,096 x 1,152 | bfloat16, modulation float32 |" in part
+    assert "| 4 x 4,096 x 1,152 | bfloat16, per token |" in part
+    assert page.plotted_types(report["rows"]) == ["bfloat16", "float32"]
+
+
+def test_the_picture_of_a_block_stands_with_the_models(report):
+    report["models"] = {"rows": [
+        {"model": diffusion.BLOCKS, "mode": mode, "variant": variant, "device_ms": 3.0,
+         "products_ms": 2.0, "kernels": 17}
+        for mode in ("inference", "training") for variant in ("eager", "operators")
+    ]}  # fmt: skip
+    text = page.page(report)
+    assert "](dit-block.svg)" in text
+    assert "| 3.00 (1.00) | - | 17 |" in text
+
+
 def test_host_times_and_models(report):
     report["call_overhead"] = {
         "no_grad": {"eager_us": 10.0, "ours_us": 9.0, "override_us": 11.0},
@@ -120,8 +147,8 @@ def test_host_times_and_models(report):
     assert "| forward without gradients | 10.0 | 9.00 (0.90) | 11.0 (1.10) |" in text
     assert "| forward with gradients | 20.0 | 25.0 (1.25) | - |" in text
     assert "| BERT | 200 | 100 (0.50) |" in text
-    assert "| BERT | training | stock | 20.0 | - | - |" in text
-    assert "| BERT | training | swapped | 18.0 (0.90) | - | 1.50 |" in text
+    assert "| BERT | training | stock | 20.0 | - | - | - |" in text
+    assert "| BERT | training | swapped | 18.0 (0.90) | - | 1.50 | - |" in text
 
 
 def test_an_old_page_or_plot_is_found(report, monkeypatch, tmp_path):

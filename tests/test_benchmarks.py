@@ -19,8 +19,11 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
+import libraries  # noqa: E402
+
 from benchmarks import (  # noqa: E402
     compare,
+    diffusion,
     models,
     ours,
     overhead,
@@ -114,7 +117,7 @@ def test_a_case_has_samples_if_it_is_modulated():
         {"op": "forward", "samples": 3, "modulation": "sample"},
     ):
         with pytest.raises(ValueError, match=r"samples|modulation"):
-            Case(**{"rows": 6, "cols": 8, "dtype": "float32", **wrong})
+            Case(rows=6, cols=8, dtype="float32", **wrong)
 
 
 def test_modulations_are_views_of_one_tensor(on_cpu):
@@ -870,17 +873,17 @@ def test_models_measure_one_row_a_variant(on_cpu, monkeypatch):
                 timing.Kernel("gemm", 70.0, 3)]  # fmt: skip
 
     monkeypatch.setattr(timing, "kernels_of", kernels_of)
-    groups = models.measure("tiny", tiny_model, ("eager", "swap"), 0.0)
-    for group in groups:
-        models.profile(group)
-    rows = [one.row() for group in groups for one in group]
+    chosen = {"tiny": models.Model("torch", tiny_model)}
+    part = models.run(chosen, ("eager", "swap"), models.MODES, 0.0, 60.0)
+    rows = part["rows"]
     assert [(row["mode"], row["variant"]) for row in rows] == [
         (mode, variant) for mode in ("training", "inference") for variant in ("eager", "swap")
     ]
     for row in rows:
         assert set(row) == {"model", "mode", "variant", "wall_ms", "wall_best_ms", "device_ms",
-                            "layer_norm_ms", "kernels", "loss"}  # fmt: skip
+                            "layer_norm_ms", "products_ms", "kernels", "loss"}  # fmt: skip
         assert (row["device_ms"], row["layer_norm_ms"], row["kernels"]) == (0.1, 0.03, 5)
+        assert row["products_ms"] == 0.07
         assert 0 < row["wall_best_ms"] <= row["wall_ms"]
     assert abs(rows[0]["loss"] - rows[1]["loss"]) < 1e-2 * rows[0]["loss"]
     part = {"rows": rows, "skipped": ["other: no time"]}
@@ -902,6 +905,208 @@ def test_models_variants_are_what_they_say(monkeypatch):
     for variant in models.VARIANTS:
         models.around(variant)
     assert len(entered) == 1
+    asked = {}
+    monkeypatch.setattr(torch, "compile", lambda model, **how: how)
+    for variant in models.VARIANTS:
+        how = models.compiled(model, variant)
+        if how is not model:
+            asked[variant] = how
+    then = {"fused_layernorm.then": "eager"}
+    assert asked == {
+        "compiled": {},
+        "swap_compiled": {},
+        "operators_compiled": {},
+        "fused_eager": {"backend": "fused_layernorm", "options": then},
+        "fused_compiled": {"backend": "fused_layernorm"},
+    }
+
+
+def test_models_leave_out_what_cannot_run(on_cpu, monkeypatch):
+    """With a line; a variant that fails does not take the others with it."""
+    monkeypatch.setattr(timing, "kernels_of", lambda call: [timing.Kernel("gemm", 1.0, 1)])
+    monkeypatch.setattr(models, "registered", lambda: False)
+
+    def refuse(model, **how):
+        raise RuntimeError("no such reduction\nand more")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+
+    def broken():
+        raise ValueError("no such size")
+
+    chosen = {
+        "tiny": models.Model("torch", tiny_model, half=True, large=True),
+        "foreign": models.Model("no_such_package", tiny_model),
+        "broken": models.Model("torch", broken),
+    }
+    variants = ("compiled", "eager", "fused_eager", "operators")
+    part = models.run(chosen, variants, ("training",), 0.0, 60.0)
+    assert [row["variant"] for row in part["rows"]] == ["eager"]
+    assert part["skipped"] == [
+        "tiny, training, compiled: no such reduction",
+        "tiny, training, fused_eager: no backend 'fused_layernorm' is registered",
+        "foreign: no_such_package is not installed",
+        "broken: no such size",
+    ]
+    assert models.run(chosen, variants, ("training",), 0.0, -1.0)["skipped"][0] == "tiny: no time"
+
+
+def test_models_of_another_run_are_kept_if_of_the_same_code():
+    names = list(models.MODELS)[:3]
+
+    def part(sha, **losses):
+        rows = [{"model": names[int(key[1])], "mode": "training", "loss": value}
+                for key, value in losses.items()]  # fmt: skip
+        return {"csrc_sha256": sha, "date": sha, "rows": rows, "skipped": []}
+
+    def losses(part):
+        return [(names.index(row["model"]), row["loss"]) for row in part["rows"]]
+
+    old, new = part("a", m0=1.0, m2=2.0), part("a", m1=3.0, m2=4.0)
+    assert losses(models.merged(old, new)) == [(0, 1.0), (1, 3.0), (2, 4.0)]
+    assert models.merged(part("b", m0=1.0), new) == new
+    assert models.merged({}, new) == new
+
+
+def test_models_are_chosen_by_parts_of_their_names():
+    assert list(models.select("DIT,flux")) == [
+        "DiT-XL/2 blocks, 4 layers", "diffusers DiT-XL/2, 8 layers", "diffusers Flux, 2+4 layers",
+    ]  # fmt: skip
+    assert models.select(None) == models.MODELS
+    with pytest.raises(SystemExit, match="no model has 'llama'"):
+        models.select("dit,llama")
+    with pytest.raises(SystemExit):
+        models.main(["--variants", "faster"])
+    with pytest.raises(SystemExit):
+        models.main(["--modes", "dreaming"])
+
+
+DIFFUSION = {
+    "blocks": lambda: diffusion.blocks(layers=2, size=(2, 4, 16), heads=2),
+    "dit": lambda: diffusion.dit(layers=2, heads=2, batch=2, side=4),
+    "sd3": lambda: diffusion.sd3(layers=2, heads=2, batch=2, side=4, words=3, text=8),
+    "flux": lambda: diffusion.flux(layers=1, single_layers=1, heads=1, side=2, words=3, text=8),
+    "wan": lambda: diffusion.wan(layers=2, heads=1, hidden=16, frames=2, height=4, width=4,
+                                 words=3, text=8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFUSION)
+def test_diffusion_transformers_train_and_infer(name, on_cpu, monkeypatch):
+    """Twice built from one seed they give one loss; fused, the same but for rounding."""
+    if name != "blocks":
+        libraries.get("diffusers")
+    monkeypatch.setattr(timing, "kernels_of", lambda call: [timing.Kernel("gemm", 1.0, 1)])
+    chosen = {"tiny": models.Model("torch", DIFFUSION[name], half=True)}
+    variants = ("eager", "swap", "operators")
+    part = models.run(chosen, variants, models.MODES, 0.0, 60.0)
+    assert part["skipped"] == []
+    measured = ["eager", "operators" if name == "blocks" else "swap"]
+    assert [row["variant"] for row in part["rows"]] == 2 * measured
+    losses = [row["loss"] for row in part["rows"]]
+    assert max(losses) - min(losses) < 1e-2 * losses[0]
+    again = models.run(chosen, variants, ("training",), 0.0, 60.0)
+    assert [row["loss"] for row in again["rows"]] == losses[:2]
+
+
+def test_blocks_are_the_same_in_both_forms(on_cpu):
+    torch.manual_seed(0)
+    model, inputs, loss = DIFFUSION["blocks"]()
+    found = []
+    for operators in (False, True):
+        model = models.prepared(model, "operators" if operators else "eager")
+        found.append(torch.autograd.grad(loss(model(**inputs)), list(model.parameters())))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_half_models_keep_what_must_stay_in_float32():
+    model, _, _ = tiny_model()
+    model._keep_in_fp32_modules = ["1"]
+    model.layers[0].register_buffer("steps", torch.arange(3))
+    dtypes = {name: tensor.dtype for name, tensor in models.halved(model).state_dict().items()}
+    assert dtypes == {
+        "layers.0.weight": torch.bfloat16, "layers.0.bias": torch.bfloat16,
+        "layers.0.steps": torch.int64,
+        "layers.1.weight": torch.float32, "layers.1.bias": torch.float32,
+    }  # fmt: skip
+
+
+def with_blocks(made, variants=("eager", "compiled", "operators")):
+    """A results file with rows of DiT's blocks: half of each step is matrix products."""
+    rows = [
+        {"model": diffusion.BLOCKS, "mode": mode, "variant": variant, "device_ms": ms,
+         "products_ms": 2.0, "wall_ms": ms}
+        for mode in models.MODES for variant, ms in zip(variants, (4.0, 3.0, 2.4), strict=False)
+    ]  # fmt: skip
+    return {**made, "models": {"date": "2026-01-02", "csrc_sha256": "1" * 64, "rows": rows}}
+
+
+def test_block_bars_are_those_of_one_block():
+    made = with_blocks(made_up())
+    layers = diffusion.BLOCK_LAYERS
+    assert [(label, products, pytest.approx(rest)) for label, _, products, rest in
+            plot.block_bars(made, "training")] == [
+        ("PyTorch eager", 2000 / layers, 2000 / layers),
+        ("torch.compile", 2000 / layers, 1000 / layers),
+        ("fused_layernorm", 2000 / layers, 400 / layers),
+    ]  # fmt: skip
+    assert plot.has_block(made)
+    assert not plot.has_block(with_blocks(made_up(), ("eager", "compiled")))
+    assert not plot.has_block(made_up())
+
+
+def test_block_picture_is_drawn_and_known(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    made = with_blocks(made_up())
+    monkeypatch.setattr(plot, "BLOCK_PICTURE", tmp_path / "docs" / "block.svg")
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    assert not report.picture_is_of(made)
+    plot.plot_block(made, plot.BLOCK_PICTURE)
+    first = plot.BLOCK_PICTURE.read_text()
+    assert "<svg" in first
+    assert report.picture_is_of(made)
+    assert "](docs/block.svg)" in report.readme_block(made)
+    plot.plot_block(made, plot.BLOCK_PICTURE)
+    assert plot.BLOCK_PICTURE.read_text() == first
+    made["models"]["date"] = "2026-01-03"
+    assert not report.picture_is_of(made)
+    assert not report.picture_is_of(made_up()), "a picture without rows is an old one"
+
+
+def test_report_block_has_modulated_norms():
+    block = report.readme_block(made_up())
+    case = parse_case("64x256x1152 bf16 ada_forward")
+    cell = f"10 us, {100 * case.ratio(10.0, 8.0):.0f}%, 2.0x, 1.5x"
+    assert f"| DiT-XL/2, 64 x 256 x 1,152 | {cell} |" in block
+    for size, per, note in report.MODULATED_ROWS:
+        assert f"| {note}, " in block
+        for op in report.MODULATED_OPS:
+            assert parse_case(f"{size} {op}{per}") in CASES
+    made = made_up()
+    for line in made["rows"]:
+        if results.case_of(line).samples == 1:
+            line["compile_us"] = None
+    wan = parse_case("1x32760x5120 bf16*fp32 add_ada_backward")
+
+    def last_cell():
+        lines = report.readme_block(made).splitlines()
+        return next(line for line in lines if line.startswith("| Wan 14B")).split(" | ")[-1]
+
+    assert last_cell() == f"10 us, {100 * wan.ratio(10.0, 8.0):.0f}%, 2.0x, - |"
+    names = [results.case_of(line).name for line in made["rows"]]
+    del made["rows"][names.index(wan.name)]
+    assert last_cell() == "- |"
+
+
+def test_report_block_has_compiled_models():
+    made = made_up()
+    row = {"model": "DiT", "mode": "training", "device_ms": 18.3}
+    rows = [{**row, "variant": "eager"}, {**row, "variant": "compiled", "device_ms": 14.5}]
+    made["models"] = {"rows": rows}
+    assert "then Inductor" not in report.readme_block(made)
+    rows.append({**row, "variant": "fused_compiled", "device_ms": 13.0})
+    assert "| DiT, training | 18.30 ms | 14.50 ms | - | 13.00 ms |" in report.readme_block(made)
 
 
 def test_report_block_shows_models_and_host_time():
