@@ -207,8 +207,8 @@ def ours(t, *, backward=True):
             out = forward(t)
         names = ("y",) if t.residual is None else ("y", "residual_out")
         return dict(zip(names, (out,) if t.residual is None else out, strict=True))
-    names = ("x", "weight", "bias", "residual", "shift", "scale", "gate")
-    leaves = replace(t, **{name: _leaf(getattr(t, name)) for name in names})
+    inputs = ("x", "weight", "bias", "residual", "shift", "scale", "gate")
+    leaves = replace(t, **{name: _leaf(getattr(t, name)) for name in inputs})
     out = forward(leaves)
     results = {}
     if t.residual is None:
@@ -282,8 +282,7 @@ def stock(t, found, *, backward=True):
     if t.gate is not None:
         d = found["dresidual"].to(gate_acc)
         results["dx"], results["dgate"] = d * gate, (d * input).sum_to_size(gate.shape)
-    names = ("weight", "bias", "shift", "scale")
-    for name, leaf in zip(names, leaves[1:], strict=True):
+    for name, leaf in zip(("weight", "bias", "shift", "scale"), leaves[1:], strict=True):
         if leaf is not None:
             results[f"d{name}"] = leaf.grad
     return results
@@ -304,8 +303,8 @@ def exact(t, found=None, *, backward=True):
         results["y"] = reference.layer_norm(x, *args).y
     if not backward:
         return results
-    run = reference.ada_layer_norm_backward if p.is_ada else reference.layer_norm_backward
-    gradients: Any = run(t.dy, x, *args, dresidual=t.dresidual)
+    run: Any = reference.ada_layer_norm_backward if p.is_ada else reference.layer_norm_backward
+    gradients = run(t.dy, x, *args, t.dresidual)
     results |= gradients._asdict()
     if t.residual is not None:
         results["dresidual"] = gradients.dx
