@@ -730,3 +730,17 @@ def test_transformer_under_autocast(build, device):
     assert found.dtype == expected.dtype
     error = (found - expected).double().norm() / expected.double().norm()
     assert error < 4 * torch.finfo(torch.bfloat16).eps
+
+
+def test_transformer_exported(device):
+    """Every modulated norm is one operator of the graph."""
+    stock, inputs = transformer(flux, device)
+    model = swap_layer_norm(copy.deepcopy(stock))
+    inputs["return_dict"] = False
+    with torch.no_grad():
+        program = torch.export.export(model, (), inputs)
+        (found,), (expected,) = (m(**inputs) for m in (program.module(), stock))
+    operator = torch.ops.fused_layernorm.ada_layer_norm.default
+    targets = [node.target for node in program.graph.nodes]
+    assert targets.count(operator) == TRANSFORMERS[flux]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
