@@ -186,14 +186,15 @@ def main(argv: list[str] | None = None) -> None:
         precompile_cases([int(index) for index in arguments.precompile.split(",")])
         return
     built = require_kernels()
-    names = providers.available()
+    known, problems = providers.available()
+    names = known
     if arguments.quick:
         names = ["ours"]
     if arguments.providers:
         names = arguments.providers.split(",")
         for name in names:
-            if name not in providers.available():
-                raise SystemExit(f"provider {name!r} is not installed or not known")
+            if name not in known:
+                raise SystemExit(f"provider {name!r} is not known, not installed or broken")
     if arguments.no_compile:
         names = [name for name in names if name != "compile"]
     parts = arguments.parts.split(",") if arguments.parts else list(PARTS)
@@ -212,7 +213,7 @@ def main(argv: list[str] | None = None) -> None:
                 precompile(cases, arguments.jobs, clock.seconds / 3)
         timing.warm_up_device()
         report["rows"], report["skipped"] = run_cases(cases, names, clock, seconds)
-    report.setdefault("skipped", [])
+    report["skipped"] = [*problems, *report.get("skipped", [])]
     if "overhead" in parts:
         if clock.left < 0:
             report["skipped"].append("overhead: no time")

@@ -60,6 +60,16 @@ def test_one_curve_for_each_dtype(report):
     assert page.points(report["rows"], "forward", "float32")[-1]["rows"] == 16_384
 
 
+def test_the_roofline_has_a_curve_for_each_dtype_under_copy_speed(report):
+    made = page.roofline_curves(report["rows"], "forward")
+    assert [(label, cols) for label, _, cols, _ in made] == [
+        ("copy speed", [1024, 2047, 2048, 4096]),
+        ("bfloat16", [1024, 2048, 4096]),
+        ("float32", [1024, 2047, 4096]),
+    ]
+    assert made[0][3] == pytest.approx([4.0] * 4)
+
+
 def test_curves_are_bandwidth(report):
     (bfloat16,) = [r for r in report["rows"] if r["op"] == "backward"]
     assert plot.curve([bfloat16], "copy_us")[1] == pytest.approx([4.0])  # two tensors
@@ -155,16 +165,17 @@ def test_an_old_page_or_plot_is_found(report, monkeypatch, tmp_path):
     monkeypatch.setattr(page, "PAGE", tmp_path / "benchmarks.md")
     monkeypatch.setattr(page, "PLOTS", tmp_path / "plots")
     page.PLOTS.mkdir()
-    assert len(page.outdated(report)) == 3  # the page, two plots
+    assert len(page.outdated(report)) == 4  # the page, two dtypes' plots and that of all
     page.PAGE.write_text(page.page(report))
     for types in page.plotted_types(report["rows"]):
         page.plot_path(types).write_text(f"<svg>{page.stamp(report)}</svg>")
+    page.roofline_path().write_text(f"<svg>{page.stamp(report)}</svg>")
     assert page.outdated(report) == []
     (page.PLOTS / "bandwidth-int8.svg").write_text("")
     assert page.outdated(report) == ["bandwidth-int8.svg is no plot of the results file"]
     (page.PLOTS / "bandwidth-int8.svg").unlink()
     report["date"] = "2026-02-02T03:04:05+00:00"
-    assert len(page.outdated(report)) == 3
+    assert len(page.outdated(report)) == 4
 
 
 def test_plots_are_drawn(report, monkeypatch, tmp_path):
@@ -176,3 +187,5 @@ def test_plots_are_drawn(report, monkeypatch, tmp_path):
     assert "LayerNorm on one GPU, float32" in drawn
     page.plot(report, "float32")
     assert page.plot_path("float32").read_text() == drawn
+    page.plot_roofline(report)
+    assert page.stamp(report) in page.roofline_path().read_text()
