@@ -29,12 +29,19 @@ cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::Block&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::Group&, cudaStream_t);
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::Split&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::Stream&, cudaStream_t);
 // Adds up the partial dweight and dbias in the workspace, if there are any.
 cudaError_t launch_param_grad(const BackwardParams&, const DataTypes&, const backward::PartialSums&,
                               cudaStream_t);
+// Add up the parts of groups of rows, if there are any.
+cudaError_t launch_modulation_grad(const BackwardParams&, const DataTypes&,
+                                   const backward::GroupParts&, cudaStream_t);
+cudaError_t launch_gate_grad(const GateParams&, const DataTypes&, const backward::GroupParts&,
+                             cudaStream_t);
 
 // A number of vectors in a list, as a template parameter.
 template <int kFirst, int... kRest, typename Then>

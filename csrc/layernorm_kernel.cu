@@ -82,7 +82,7 @@ struct ForwardBlockGeometry {
   static constexpr bool kShifted = kShifted_;
   static constexpr ForwardLoad kLoad =
       forward_load(sizeof(typename N::X), sizeof(typename N::W), N::Prologue::kMayStore,
-                   N::Epilogue::kMayActivate, kShifted);
+                   N::Epilogue::kMayActivate, kShifted, N::Affine::kModulates);
   static constexpr BlockBounds kBounds = forward_block_bounds(kVecs, kLoad, kNarrow);
   // Only eight vectors of a bare row have a kernel for narrow blocks beside that for wide ones.
   static constexpr bool kMayBeNarrow = kLoad == ForwardLoad::kBare && kVecs == 8;

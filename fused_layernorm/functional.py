@@ -363,7 +363,8 @@ def _ada_tensors(residual: Any, gate: Any, shift: Any, scale: Any) -> dict[str, 
 
 def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
     """add_layer_norm with a gate beside an activation or a scale, which no kernel computes."""
-    if torch.is_autocast_enabled(a.input.device.type):
+    kind = a.input.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         a = under_autocast(a)
     arguments.check(a)
     residual: Any = a.residual

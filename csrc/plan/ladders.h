@@ -263,6 +263,11 @@ static_assert(kKeptRowStages >= least_stages(true, 0) &&
                   kTwiceReadRowStages >= least_stages(false, 0),
               "every ring of whole rows holds the rows that it must");
 
+// ---- Backward, gates.
+
+// Blocks a multiprocessor, all of which run at once.
+constexpr int kGateBlocks = 6;
+
 // ---- Backward, rows of any length.
 
 // Blocks over rows as well, where the columns alone leave multiprocessors idle: so many a

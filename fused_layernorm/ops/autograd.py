@@ -82,7 +82,12 @@ class _Forward(Function):
         operator = with_statistics(a)
         with _lower_levels():
             found = operator.overload.redispatch(keyset & _after_autograd, *operator.lay_out(a))
-        y, residual_out, mean, rstd = operator.results(found)
+        return _Forward.save(ctx, a, operator.results(found))
+
+    @staticmethod
+    def save(ctx: Any, a: Arguments, results: Results) -> Results:
+        """Keeps what backward needs of a call and its results, which it returns."""
+        y, residual_out, mean, rstd = results
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
         x = a.input if residual_out is None else residual_out
@@ -91,7 +96,7 @@ class _Forward(Function):
         ctx.save_for_backward(x, mean, rstd, a.weight, a.bias, a.shift, a.scale, gated, a.gate)
         ctx.options = a.options
         ctx.input_dtype = a.input.dtype
-        return y, residual_out, mean, rstd
+        return results
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dresidual: Tensor | None, *_: None) -> Any:
