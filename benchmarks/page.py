@@ -280,26 +280,37 @@ def falls_short(report: dict[str, Any]) -> list[str]:
         ),
         "",
     ]
-    sweep = report.get("sweep")
-    if sweep:
-        body = [
-            [
-                *name(row),
-                us(row["ours_us"]),
-                us(row["eager_us"]),
-                times(row["eager_us"], row["ours_us"]),
-            ]
-            for row in sweep["worst"]
-        ]
-        lines += [
-            f"Of {sweep['points']:,} shapes timed against eager PyTorch, forward and backward, "
-            f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower. The "
-            "least gain:",
-            "",
-            *table([*header, "ours", "eager", "x eager"], body, left=3),
-            "",
-        ]
+    for found, other, what in (
+        ("sweep", "eager", "eager PyTorch"),
+        ("sweep_compile", "compile", "torch.compile"),
+    ):
+        if sweep := report.get(found):
+            lines += swept(sweep, other, what)
     return lines
+
+
+def swept(sweep: dict[str, Any], other: str, what: str) -> list[str]:
+    """How many points of a sweep are slower than something else, and the least gain."""
+    body = [
+        [
+            title(row["op"]),
+            size(row),
+            types_of(row),
+            us(row["ours_us"]),
+            us(row[f"{other}_us"]),
+            times(row[f"{other}_us"], row["ours_us"]),
+        ]
+        for row in sweep["worst"]
+    ]
+    header = ["operator", "rows x columns", "dtype", "ours", other, f"x {other}"]
+    return [
+        f"Of {sweep['points']:,} shapes timed against {what}, forward and backward, "
+        f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower. The "
+        "least gain:",
+        "",
+        *table(header, body, left=3),
+        "",
+    ]
 
 
 WAYS = {

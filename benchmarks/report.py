@@ -292,6 +292,10 @@ def text_of(report: dict[str, Any]) -> str:
         from benchmarks.sweep import text
 
         blocks.append("sweep:\n" + text(report["sweep"]))
+    if "sweep_compile" in report:
+        from benchmarks.sweep import text
+
+        blocks.append("sweep against torch.compile:\n" + text(report["sweep_compile"]))
     if "models" in report:
         from benchmarks.models import text as models_text
 

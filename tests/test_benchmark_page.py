@@ -99,6 +99,18 @@ def test_what_falls_short_is_listed(report):
     assert "0.50x" in section()
 
 
+def test_sweeps_are_told_apart(report):
+    worst = row("forward", 8, 71, "bfloat16", compile_us=0.0)
+    worst |= {"ours_us": 3.0, "eager_us": 3.3, "compile_us": 2.7}
+    report["sweep"] = {"points": 2000, "slower": 0, "worst": [worst]}
+    report["sweep_compile"] = {"points": 250, "slower": 1, "worst": [worst]}
+    text = page.page(report)
+    assert "Of 2,000 shapes timed against eager PyTorch, forward and backward, none is" in text
+    assert "Of 250 shapes timed against torch.compile, forward and backward, 1 is slower" in text
+    assert "| Forward | 8 x 71 | bfloat16 | 3.00 | 3.30 | 1.10x |" in text
+    assert "| Forward | 8 x 71 | bfloat16 | 3.00 | 2.70 | 0.90x |" in text
+
+
 def test_every_case_and_peer_is_in_the_tables(report):
     report["rows"][0]["apex_us"] = 2.5 * report["rows"][0]["ours_us"]
     text = page.page(report)

@@ -480,6 +480,36 @@ def test_sweep_points_and_inputs(on_cpu):
     assert two.x.data_ptr() % 16 == 0
 
 
+def test_sweep_against_another(on_cpu, monkeypatch):
+    seen = []
+
+    def calls_of(name):
+        def calls(case, inputs):
+            return [lambda: (name, case)]
+
+        return calls
+
+    def graph_time(calls, **how):
+        name, case = calls[0]()
+        seen.append(case)
+        return {"ours": 3.0, "eager": 1.0, "compile": 2.0 if case.cols == 1 else 6.0}[name]
+
+    monkeypatch.setattr(timing, "graph_time", graph_time)
+    names = {name: calls_of(name) for name in ("ours", "eager", "compile")}
+    monkeypatch.setattr(providers, "PROVIDERS", names)
+    cases = sweep.points((1, 8), [1, 64])
+    part = sweep.sweep(cases, 60.0, "compile")
+    assert (part["against"], part["points"], part["left_out"]) == ("compile", 16, 0)
+    assert part["slower"] == 8
+    assert {row["ratio"] for row in part["worst"]} == {0.5, 1.5}
+    assert all("eager_us" not in row for row in part["worst"])
+    assert "of which slower than compile: 8" in sweep.text(part)
+    assert sweep.sweep(cases, 60.0)["slower"] == 16
+    assert set(seen) == set(cases)
+    # A helper that compiles ahead gets them as text.
+    assert [parse_case(case.text) for case in sweep.points()[:50]] == sweep.points()[:50]
+
+
 def sha_by_hand(root, names):
     digest = hashlib.sha256()
     for name in names:
