@@ -87,7 +87,7 @@ class _Forward(Function):
     @staticmethod
     def save(ctx: Any, a: Arguments, results: Results) -> Results:
         """Keeps what backward needs of a call and its results, which it returns."""
-        y, residual_out, mean, rstd = results
+        _, residual_out, mean, rstd = results
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
         x = a.input if residual_out is None else residual_out
