@@ -412,8 +412,8 @@ def test_gradients_of_the_modulated_backward_operator(device, absent):
     named = {name: t for name, t in named.items() if name not in absent.split()}
     dy, dresidual = torch.randn_like(x), torch.randn_like(x)
 
-    def backward(dy, x, dresidual, *parameters):
-        given = dict(zip(named, parameters, strict=True))
+    def backward(dy, x, dresidual, *present):
+        given = dict(zip(named, present, strict=True))
         parameters = [given.get(name) for name in ("shift", "scale", "weight", "bias")]
         needs = [True, *(p is not None for p in parameters)]
         found = ops.ada_layer_norm_backward(
@@ -524,28 +524,6 @@ def test_gradient_dtypes(device, name, half_parameters):
         assert (gradient.dtype, gradient.shape) == (leaf.dtype, leaf.shape)
 
 
-def test_only_what_is_needed_is_computed(device):
-    """Of frozen parameters, and of those that torch.autograd.grad is not asked for."""
-    x, _, weight, bias = (t.requires_grad_() for t in inputs(device, dtype=F32))
-    seen = []
-
-    class Record(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is ops.layer_norm_backward.default:
-                seen.append(args[-3:])
-            return func(*args, **(kwargs or {}))
-
-    y = operator("layer_norm")(x, weight, bias)
-    with Record():
-        torch.autograd.grad(y.sum(), weight, retain_graph=True)
-        torch.autograd.grad(y.sum(), (x, bias))
-        operator("layer_norm")(x, weight.detach(), bias.detach()).sum().backward()
-    if not autograd_library.active:  # Python is not told what torch.autograd.grad was asked for
-        assert seen == [(True, True, True), (True, True, True), (True, False, False)]
-        return
-    assert seen == [(False, True, False), (True, False, True), (True, False, False)]
-
-
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
     """The package's operators that are called below autograd: their names and arguments."""
 
@@ -557,6 +535,22 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         if func.namespace == "fused_layernorm":
             self.seen.append((func._opname, args))
         return func(*args, **(kwargs or {}))
+
+
+def test_only_what_is_needed_is_computed(device):
+    """Of frozen parameters, and of those that torch.autograd.grad is not asked for."""
+    x, _, weight, bias = (t.requires_grad_() for t in inputs(device, dtype=F32))
+    y = operator("layer_norm")(x, weight, bias)
+    z = operator("layer_norm")(x, weight.detach(), bias.detach())
+    with Calls() as calls:
+        torch.autograd.grad(y.sum(), weight, retain_graph=True)
+        torch.autograd.grad(y.sum(), (x, bias))
+        z.sum().backward()
+    seen = [args[-3:] for _, args in calls.seen]
+    if not autograd_library.active:  # Python is not told what torch.autograd.grad was asked for
+        assert seen == [(True, True, True), (True, True, True), (True, False, False)]
+        return
+    assert seen == [(False, True, False), (True, False, True), (True, False, False)]
 
 
 def test_only_what_is_needed_of_a_modulated_norm_is_computed(device):
@@ -630,6 +624,23 @@ def test_what_a_frozen_modulation_does_not_need_is_not_saved(device):
         function, x, residual, gate.requires_grad_(), shift.requires_grad_(), scale, weight, bias
     )
     assert sorted(trained) == sorted([*frozen, row, (2, 1, 5)])
+
+
+def test_derivatives_beside_a_frozen_gate(device, monkeypatch):
+    """The branch is not saved then. What stands for it in backward is never read: it holds NaN."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    x, residual, gate, shift, scale, weight, bias = tensors_of("add_ada_layer_norm", device)
+    leaves = [t.requires_grad_() for t in (x, residual, shift)]
+
+    def call(x, residual, shift):
+        return ops.add_ada_layer_norm(x, residual, gate, 1, shift, scale, weight, bias, 1e-5)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.autograd.gradcheck(call, leaves)
+        assert torch.autograd.gradgradcheck(call, leaves, check_fwd_over_rev=True, fast_mode=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", ["ada_layer_norm", "add_ada_layer_norm"])

@@ -30,7 +30,7 @@ void autocast(const OperatorHandle& op, DispatchKeySet /*keys*/, Stack* stack) {
       arguments[i] = arguments[i].toTensor().to(at::kFloat);
     }
   };
-  if constexpr (Op::kModulated) {
+  if constexpr (Op::kHasModulation) {
     for (const size_t i : {Op::kGate, Op::kShift, Op::kScale}) {
       if (unlike(i)) widen(i);
     }

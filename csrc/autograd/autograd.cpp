@@ -29,7 +29,7 @@ torch::CppFunction boxed() {
   return torch::CppFunction::makeFromBoxedFunction<kernel>();
 }
 
-using LayerNorm = NormForward</*kIsModulated=*/false, /*kHasResidual=*/false>;
+using LayerNorm = NormForward</*kWithModulation=*/false, /*kWithResidual=*/false>;
 using AddLayerNorm = NormForward<false, true>;
 using AdaLayerNorm = NormForward<true, false>;
 using AddAdaLayerNorm = NormForward<true, true>;

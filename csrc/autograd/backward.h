@@ -12,15 +12,15 @@ namespace fused_layernorm {
 
 // The node of (ada_)layer_norm_backward. The gradient of x that it gives is the whole derivative:
 // mean and rstd are functions of x, and have no gradients.
-template <bool kModulated>
+template <bool kHasModulation>
 struct NormBackwardNode : public SavingNode<6, /*kFirstIsOutput=*/false> {
-  using Op = NormBackward<kModulated>;
+  using Op = NormBackward<kHasModulation>;
   enum Saved : size_t { kDy, kX, kRstd, kScale, kWeight, kBias };
 
   Options options;
 
   std::string name() const override {
-    return kModulated ? "FusedAdaLayerNormBackwardBackward" : "FusedLayerNormBackwardBackward";
+    return kHasModulation ? "FusedAdaLayerNormBackwardBackward" : "FusedLayerNormBackwardBackward";
   }
 
   void collect_options(CompiledNodeArgs& args) const override { collect(args, options); }
@@ -33,7 +33,7 @@ struct NormBackwardNode : public SavingNode<6, /*kFirstIsOutput=*/false> {
 
   static variable_list formula(const BackwardArguments& a) {
     const BackwardResults found = backward_formula(a);
-    if constexpr (kModulated) {
+    if constexpr (kHasModulation) {
       return {found.dx, found.parameters.shift, found.parameters.scale, found.parameters.weight,
               found.parameters.bias};
     } else {
@@ -59,12 +59,12 @@ struct NormBackwardNode : public SavingNode<6, /*kFirstIsOutput=*/false> {
     const Parameters parameters = {Tensor(), saved(kScale), saved(kWeight), saved(kBias)};
     const BackwardGradients found = double_backward_formula(
         {saved(kDy), saved(kX), saved(kRstd), Tensor(), parameters, options},
-        {ddx, kModulated ? Parameters{gradients[1], gradients[2], ddweight, ddbias}
-                         : Parameters{Tensor(), Tensor(), ddweight, ddbias}});
+        {ddx, kHasModulation ? Parameters{gradients[1], gradients[2], ddweight, ddbias}
+                             : Parameters{Tensor(), Tensor(), ddweight, ddbias}});
     variable_list results(Op::kArguments);
     results[Op::kDy] = found.dy;
     results[Op::kX] = found.x;
-    if constexpr (kModulated) results[Op::kScale] = found.parameters.scale;
+    if constexpr (kHasModulation) results[Op::kScale] = found.parameters.scale;
     results[Op::kWeight] = found.parameters.weight;
     results[Op::kBias] = found.parameters.bias;
     results[Op::kDresidual] = ddx;

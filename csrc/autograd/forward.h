@@ -25,23 +25,23 @@ struct SavedByNorm {
     kGate,
     kEnd
   };
-  static constexpr size_t kCount = Op::kGated ? kEnd : kInput;
+  static constexpr size_t kCount = Op::kHasGate ? kEnd : kInput;
 };
 
 // From the gradients of y and residual_out to those of the operator's arguments. Of the
 // statistics, outputs of some of the operators, there are none.
 template <class Op>
-struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kResidualStream> {
+struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   using Saved = SavedByNorm<Op>;
 
   Options options;
   at::ScalarType input_dtype = at::kFloat;
 
   std::string name() const override {
-    if (Op::kModulated) {
-      return Op::kResidualStream ? "FusedAddAdaLayerNormBackward" : "FusedAdaLayerNormBackward";
+    if (Op::kHasModulation) {
+      return Op::kHasResidual ? "FusedAddAdaLayerNormBackward" : "FusedAdaLayerNormBackward";
     }
-    return Op::kResidualStream ? "FusedAddLayerNormBackward" : "FusedLayerNormBackward";
+    return Op::kHasResidual ? "FusedAddLayerNormBackward" : "FusedLayerNormBackward";
   }
 
   void collect_options(CompiledNodeArgs& args) const override {
@@ -50,18 +50,17 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kResidualStream
   }
 
   void save_arguments(const IValue* arguments) {
-    if constexpr (!Op::kResidualStream) this->save(Saved::kX, arguments[Op::kInput].toTensor());
+    if constexpr (!Op::kHasResidual) this->save(Saved::kX, arguments[Op::kInput].toTensor());
     for (size_t i = 0; i < Op::kParameters; ++i) {
-      const Tensor parameter = tensor_of(arguments[Op::kFirstParameter + i]);
+      const IValue& parameter = arguments[Op::kFirstParameter + i];
       // Backward uses shift for the shape of its gradient alone.
-      const bool is_shift = Op::kModulated && Op::kFirstParameter + i == Op::kShift;
-      if (is_shift && parameter.defined() && !parameter.requires_grad()) continue;
-      this->save(Saved::kFirstParameter + i, parameter);
+      const bool is_shift = Op::kHasModulation && Op::kFirstParameter + i == Op::kShift;
+      if (is_shift && !requires_grad(parameter)) continue;
+      this->save(Saved::kFirstParameter + i, tensor_of(parameter));
     }
-    if constexpr (Op::kGated) {
-      const Tensor gate = tensor_of(arguments[Op::kGate]);
-      this->save(Saved::kGate, gate);
-      if (gate.defined() && gate.requires_grad()) {
+    if constexpr (Op::kHasGate) {
+      this->save(Saved::kGate, tensor_of(arguments[Op::kGate]));
+      if (requires_grad(arguments[Op::kGate])) {
         this->save(Saved::kInput, arguments[Op::kInput].toTensor());
       }
     }
@@ -71,7 +70,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kResidualStream
 
   // Of the operator with statistics.
   void save_outputs(const IValue* outputs) {
-    if constexpr (Op::kResidualStream) this->save(Saved::kX, outputs[1].toTensor());
+    if constexpr (Op::kHasResidual) this->save(Saved::kX, outputs[1].toTensor());
     this->save(Saved::kMean, outputs[Op::kOutputs].toTensor());
     this->save(Saved::kRstd, outputs[Op::kOutputs + 1].toTensor());
   }
@@ -81,13 +80,13 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kResidualStream
     variable_list results(Op::kArguments);
     const Tensor& dy = gradients[0];
     // Where residual_out alone was used its gradient goes past the norm.
-    Tensor dx = Op::kResidualStream ? gradients[1] : Tensor();
+    Tensor dx = Op::kHasResidual ? gradients[1] : Tensor();
     if (dy.defined()) dx = backward_of_norm(dy, dx, results);
     if (!dx.defined()) return results;
-    if constexpr (Op::kResidualStream) {
+    if constexpr (Op::kHasResidual) {
       if (needs(Op::kResidual)) results[Op::kResidual] = dx;
     }
-    if constexpr (Op::kGated) {
+    if constexpr (Op::kHasGate) {
       const Tensor gate = this->saved(Saved::kGate);
       if (gate.defined()) {
         backward_of_gate(dx, gate, results);
@@ -103,10 +102,10 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kResidualStream
 
   // dx, undefined where nothing needs it; the parameters' gradients go into the results.
   Tensor backward_of_norm(const Tensor& dy, const Tensor& dresidual, variable_list& results) {
-    using Backward = NormBackward<Op::kModulated>;
+    using Backward = NormBackward<Op::kHasModulation>;
     static const OperatorHandle op =
-        find_operator(Op::kModulated ? FUSED_LAYERNORM_OPERATOR("ada_layer_norm_backward")
-                                     : FUSED_LAYERNORM_OPERATOR("layer_norm_backward"));
+        find_operator(Op::kHasModulation ? FUSED_LAYERNORM_OPERATOR("ada_layer_norm_backward")
+                                         : FUSED_LAYERNORM_OPERATOR("layer_norm_backward"));
     // Without a residual or a gate, their positions are input's.
     const bool needs_dx = needs(Op::kInput) || needs(Op::kResidual) || needs(Op::kGate);
     Stack stack;
@@ -117,7 +116,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kResidualStream
       stack.push_back(value_of(this->saved(Saved::kFirstParameter + i)));
     }
     stack.push_back(value_of(dresidual));
-    if constexpr (!Op::kModulated) {
+    if constexpr (!Op::kHasModulation) {
       torch::jit::push(stack, options.activation ? IValue(*options.activation) : IValue(),
                        options.output_scale);
     }
@@ -152,13 +151,12 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kResidualStream
 
 template <class Op>
 OperatorHandle find_operator_with_statistics() {
-  if (Op::kModulated) {
-    return find_operator(Op::kResidualStream
-                             ? FUSED_LAYERNORM_OPERATOR("add_ada_layer_norm_forward")
-                             : FUSED_LAYERNORM_OPERATOR("ada_layer_norm_forward"));
+  if (Op::kHasModulation) {
+    return find_operator(Op::kHasResidual ? FUSED_LAYERNORM_OPERATOR("add_ada_layer_norm_forward")
+                                          : FUSED_LAYERNORM_OPERATOR("ada_layer_norm_forward"));
   }
-  return find_operator(Op::kResidualStream ? FUSED_LAYERNORM_OPERATOR("add_layer_norm_forward")
-                                           : FUSED_LAYERNORM_OPERATOR("layer_norm_forward"));
+  return find_operator(Op::kHasResidual ? FUSED_LAYERNORM_OPERATOR("add_layer_norm_forward")
+                                        : FUSED_LAYERNORM_OPERATOR("layer_norm_forward"));
 }
 
 // The Autograd kernel of a forward operator, which may or may not give the statistics itself.
@@ -173,8 +171,8 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
   if (differentiation == Differentiation::kForwardMode) {
     const ForwardArguments named = {
         arguments[Op::kInput].toTensor(),
-        Op::kResidualStream ? arguments[Op::kResidual].toTensor() : Tensor(),
-        Op::kGated ? tensor_of(arguments[Op::kGate]) : Tensor(),
+        Op::kHasResidual ? arguments[Op::kResidual].toTensor() : Tensor(),
+        Op::kHasGate ? tensor_of(arguments[Op::kGate]) : Tensor(),
         parameters_of<Op>(arguments),
         options_of<Op>(arguments),
         arguments[Op::kEps].toDouble(),
@@ -184,7 +182,7 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
     const ForwardResults found = forward_formula(named);
     IValue* outputs = stack->data() + stack->size() - kAllOutputs;
     outputs[0] = found.y;
-    if constexpr (Op::kResidualStream) outputs[1] = found.residual_out;
+    if constexpr (Op::kHasResidual) outputs[1] = found.residual_out;
   } else {
     const auto node = make_node<NormNode<Op>>();
     node->set_next_edges(edges_of<Op>(arguments));

@@ -52,6 +52,10 @@ inline bool is_defined(const IValue& value) {
   return value.isTensor() && value.toTensor().defined();
 }
 
+inline bool requires_grad(const IValue& value) {
+  return is_defined(value) && value.toTensor().requires_grad();
+}
+
 inline IValue value_of(const Tensor& tensor) {
   return tensor.defined() ? IValue(tensor) : IValue();
 }
@@ -60,24 +64,24 @@ inline IValue value_of(const Tensor& tensor) {
 // ------------------------------------------------------------------------------------
 
 // (add_)(ada_)layer_norm, and the same with _forward, which also gives mean and rstd.
-template <bool kIsModulated, bool kHasResidual>
+template <bool kWithModulation, bool kWithResidual>
 struct NormForward {
-  static constexpr bool kModulated = kIsModulated;
-  static constexpr bool kResidualStream = kHasResidual;
-  static constexpr bool kGated = kHasResidual && kModulated;
+  static constexpr bool kHasModulation = kWithModulation;
+  static constexpr bool kHasResidual = kWithResidual;
+  static constexpr bool kHasGate = kHasResidual && kHasModulation;
   enum : size_t {
     kInput,
     kResidual = kInput + kHasResidual,
-    kGate = kResidual + kGated,
+    kGate = kResidual + kHasGate,
     kNormalizedNdim,
     kShift,
     kScale,
-    kWeight = kModulated ? kScale + 1 : kShift,
+    kWeight = kHasModulation ? kScale + 1 : kShift,
     kBias,
     kEps,
     kActivation,  // where there is no modulation
     kOutputScale,
-    kOutDtype = kModulated ? kEps + 1 : kOutputScale + 1,
+    kOutDtype = kHasModulation ? kEps + 1 : kOutputScale + 1,
     kArguments
   };
   static constexpr size_t kDifferentiable[] = {kInput, kResidual, kGate, kShift,
@@ -91,9 +95,9 @@ struct NormForward {
 };
 
 // (ada_)layer_norm_backward.
-template <bool kIsModulated>
+template <bool kWithModulation>
 struct NormBackward {
-  static constexpr bool kModulated = kIsModulated;
+  static constexpr bool kHasModulation = kWithModulation;
   enum : size_t {
     kDy,
     kX,
@@ -102,12 +106,12 @@ struct NormBackward {
     kRstd,
     kShift,
     kScale,
-    kWeight = kModulated ? kScale + 1 : kShift,
+    kWeight = kHasModulation ? kScale + 1 : kShift,
     kBias,
     kDresidual,
     kActivation,  // where there is no modulation
     kOutputScale,
-    kNeeds = kModulated ? kDresidual + 1 : kOutputScale + 1,  // one for each output
+    kNeeds = kHasModulation ? kDresidual + 1 : kOutputScale + 1,  // one for each output
   };
   static constexpr size_t kOutputs = 1 + kDresidual - kShift;  // dx, and those of the parameters
   static constexpr size_t kArguments = kNeeds + kOutputs;
@@ -125,7 +129,7 @@ struct GateBackward {
 template <class Op>
 Parameters parameters_of(const IValue* arguments) {
   Parameters parameters;
-  if constexpr (Op::kModulated) {
+  if constexpr (Op::kHasModulation) {
     parameters.shift = tensor_of(arguments[Op::kShift]);
     parameters.scale = tensor_of(arguments[Op::kScale]);
   }
@@ -138,7 +142,7 @@ template <class Op>
 Options options_of(const IValue* arguments) {
   Options options;
   options.normalized_ndim = arguments[Op::kNormalizedNdim].toInt();
-  if constexpr (!Op::kModulated) {
+  if constexpr (!Op::kHasModulation) {
     const IValue& activation = arguments[Op::kActivation];
     if (!activation.isNone()) options.activation = activation.toStringRef();
     options.output_scale = arguments[Op::kOutputScale].toDouble();
