@@ -81,8 +81,8 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "needs_dx, bool needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   // The same for a gated sum x = residual + gate * input, in one launch where there is a kernel for
-  // it: (dx, dinput, dgate, dshift, dscale, dweight, dbias). It is not differentiable itself: who
-  // differentiates twice takes ada_layer_norm_backward and then gate_backward of its dx.
+  // it: (dx, dinput, dgate, dshift, dscale, dweight, dbias). Where it is differentiated itself it
+  // is ada_layer_norm_backward and then gate_backward of its dx.
   m.def(
       "add_ada_layer_norm_backward(Tensor dy, Tensor x, Tensor input, Tensor gate, int "
       "normalized_ndim, Tensor mean, Tensor rstd, Tensor? shift, Tensor? scale, Tensor? weight, "
