@@ -26,7 +26,8 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         } else if constexpr (std::is_same_v<Strategy, backward::Group>) {
           return launch_modulation_grad(params, types, strategy.parts, stream);
         } else {
-          if constexpr (std::is_same_v<Strategy, backward::Stream>) {
+          if constexpr (std::is_same_v<Strategy, backward::Stream> ||
+                        std::is_same_v<Strategy, backward::Warp>) {
             if (params.is_modulated) {
               return launch_modulation_grad(params, types, strategy.parts, stream);
             }

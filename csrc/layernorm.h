@@ -113,6 +113,11 @@ struct ForwardParams {
 
   bool is_modulated = false;
   Modulation modulation;
+
+  // A second modulation of the same norm, without a gate, and its output, as y. Only kernels for
+  // rows that begin at multiples of 16 bytes and stay on the chip write it.
+  Modulation second;
+  void* second_y = nullptr;  // optional
 };
 
 struct BackwardParams {

@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     read.advance(plan.stages);
   }
 
-  let_next_kernel_start();
+  if constexpr (G::kKeep) let_next_kernel_start();
   const ParamGradSink<N> sink(p, plan.partials, work.set);
   if (!sink.wanted()) return;
   if (plan.teams == 1) {

@@ -1,15 +1,12 @@
 // Backward of the gated sum residual + gate * input, from dsum, the gradient of its result:
-// dinput = gate * dsum, and dgate, the sum of dsum * input over the rows of a group. A warp has a
-// line of vectors in some columns of one row after the other; where a group ends, the warps of a
-// block add up what they have.
+// dinput = gate * dsum, and dgate, the sum of dsum * input over the rows of a group. A warp has some
+// columns of one row after the other; where a group ends, the warps of a block add up what they
+// have.
 #include "launch.cuh"
 #include "norm/param_grad.cuh"
 
 namespace fused_layernorm {
 namespace {
-
-// Rows that a warp has on their way at once.
-constexpr int kAtOnce = 4;
 
 template <typename T, int kWidth, bool kOfRows>
 __global__ void __launch_bounds__(kGateThreads)
@@ -18,65 +15,85 @@ __global__ void __launch_bounds__(kGateThreads)
   using In = typename T::In;
   using W = typename T::W;
   using X = typename T::X;
-  __shared__ Vec<Acc, kWidth> scratch[kGateWarps][kWarpSize];
+  constexpr int kVecs = gate_vecs(kWidth);
+  constexpr int kAtOnce = 4 / (kVecs > 1 ? 4 : 1);  // rows that a warp has on their way at once
+  __shared__ Vec<Acc, kWidth> scratch[kGateWarps][kVecs][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int col = (static_cast<int>(blockIdx.x % chunks) * kWarpSize + lane) * kWidth;
-  const bool has_cols = col < p.cols;
+  const int first_col = static_cast<int>(blockIdx.x % chunks) * gate_cols(kWidth);
+  const Share<kVecs, false> share = {lane, kWarpSize, (p.cols - first_col) / kWidth};
   const int set = blockIdx.x / chunks;
   const GroupRange range(p.rows, p.group_rows, set, sets);
-  const auto* dsum = static_cast<const X*>(p.dsum) + col;
-  const auto* input = static_cast<const In*>(p.input) + col;
-  auto* dinput = static_cast<In*>(p.dinput) + col;
+  const auto* dsum = static_cast<const X*>(p.dsum) + first_col;
+  const auto* input = static_cast<const In*>(p.input) + first_col;
+  auto* dinput = static_cast<In*>(p.dinput) + first_col;
 
   int64_t part = set + range.group_of(range.begin);
   for (uint32_t from = range.begin; from < range.end; ++part) {
     const uint32_t to = kOfRows ? range.end : range.end_of_group(from);
-    Acc running[kWidth] = {};
-    for (uint32_t first = from + warp; has_cols && first < to; first += kAtOnce * kGateWarps) {
-      Vec<X, kWidth> gradient[kAtOnce] = {};
-      Vec<In, kWidth> summand[kAtOnce] = {};
+    Acc running[kVecs][kWidth] = {};
+    for (uint32_t first = from + warp; first < to; first += kAtOnce * kGateWarps) {
+      Vec<X, kWidth> gradient[kAtOnce][kVecs] = {};
+      Vec<In, kWidth> summand[kAtOnce][kVecs] = {};
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int64_t row = first + i * kGateWarps;
         if (row >= to) continue;  // A row that does not exist adds zero.
-        gradient[i] = load<Use::kOnce, kWidth>(dsum + p.dsum_rows(row));
-        if (p.dgate) summand[i] = load<Use::kOnce, kWidth>(input + p.input_rows(row));
+#pragma unroll
+        for (int k = 0; k < kVecs; ++k) {
+          if (!share.has(k)) continue;
+          const int col = share.vector(k) * kWidth;
+          gradient[i][k] = load<Use::kOnce, kWidth>(dsum + p.dsum_rows(row) + col);
+          if (p.dgate) summand[i][k] = load<Use::kOnce, kWidth>(input + p.input_rows(row) + col);
+        }
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int64_t row = first + i * kGateWarps;
         if (row >= to) continue;
-        Acc values[kWidth], summands[kWidth], gate[kWidth];
-        unpack(values, gradient[i]);
-        unpack(summands, summand[i]);
+        const auto gate_row =
+            row_parameter<W>(p.gate, p.gate_rows, row, first_col, Absent::kOnes);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) summands[j] *= values[j];
-        if constexpr (kOfRows) {
-          if (p.dgate) store_gradient<W>(p.dgate, p.dgate_is_wide, row * p.cols + col, summands);
-        } else {
+        for (int k = 0; k < kVecs; ++k) {
+          if (!share.has(k)) continue;
+          const int col = share.vector(k) * kWidth;
+          Acc values[kWidth], products[kWidth];
+          unpack(values, gradient[i][k]);
+          unpack(products, summand[i][k]);
 #pragma unroll
-          for (int j = 0; j < kWidth; ++j) running[j] += summands[j];
-        }
-        if (p.dinput) {
-          const auto of_row = row_parameter<W>(p.gate, p.gate_rows, row, 0, Absent::kOnes);
-          unpack(gate, of_row.template load<kWidth>(col));
+          for (int j = 0; j < kWidth; ++j) products[j] *= values[j];
+          if constexpr (kOfRows) {
+            if (p.dgate) {
+              store_gradient<W>(p.dgate, p.dgate_is_wide, row * p.cols + first_col + col, products);
+            }
+          } else {
 #pragma unroll
-          for (int j = 0; j < kWidth; ++j) values[j] *= gate[j];
-          store_once<In, kWidth>(dinput + row * p.cols, round_to<In>(values));
+            for (int j = 0; j < kWidth; ++j) running[k][j] += products[j];
+          }
+          if (p.dinput) {
+            Acc gate[kWidth];
+            unpack(gate, gate_row.template load<kWidth>(col));
+#pragma unroll
+            for (int j = 0; j < kWidth; ++j) values[j] *= gate[j];
+            store_once<In, kWidth>(dinput + row * p.cols + col, round_to<In>(values));
+          }
         }
       }
     }
     if (!kOfRows && p.dgate) {
-      scratch[warp][lane] = round_to<Acc>(running);
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) scratch[warp][k][lane] = round_to<Acc>(running[k]);
       __syncthreads();
-      if (warp == 0 && has_cols) {
+      // Warp k adds up the k-th vectors.
+      if (warp < kVecs && share.has(warp)) {
+        Acc sum[kWidth] = {};
 #pragma unroll
-        for (int w = 1; w < kGateWarps; ++w) {
+        for (int w = 0; w < kGateWarps; ++w) {
 #pragma unroll
-          for (int j = 0; j < kWidth; ++j) running[j] += scratch[w][lane].at[j];
+          for (int j = 0; j < kWidth; ++j) sum[j] += scratch[w][warp][lane].at[j];
         }
-        store<Acc, kWidth>(static_cast<Acc*>(p.workspace) + part * p.cols + col,
-                           round_to<Acc>(running));
+        store<Acc, kWidth>(static_cast<Acc*>(p.workspace) + part * p.cols + first_col +
+                               share.vector(warp) * kWidth,
+                           round_to<Acc>(sum));
       }
       __syncthreads();
     }

@@ -194,8 +194,7 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
 
 // The partial sums of so many sets of blocks, behind what else is in the workspace.
 template <typename Plan>
-void lay_out_partials(Plan& plan, int64_t sets, const Problem& problem, const Device& device) {
-  plan.partials.starts_early = device.starts_early;
+void lay_out_partials(Plan& plan, int64_t sets, const Problem& problem) {
   plan.partials.count = static_cast<int>(sets);
   plan.partials.offset = plan.workspace_bytes;
   if (problem.needs_dparams && sets > 1) {
@@ -203,9 +202,33 @@ void lay_out_partials(Plan& plan, int64_t sets, const Problem& problem, const De
   }
 }
 
+void lay_out_parts(backward::GroupParts& parts, Launch& launch, int64_t sets, int sums,
+                   const Problem& problem, const Device& device) {
+  const int64_t groups = problem.rows / problem.group_rows;
+  const int64_t sum_bytes = sums * problem.cols * acc_size_of(problem.x);
+  parts.sets = static_cast<int>(sets);
+  parts.partials.starts_early = device.starts_early;
+  if (problem.group_rows == 1) return;
+  parts.partials.count = static_cast<int>(sets + groups - 1);
+  parts.partials.offset = launch.workspace_bytes;
+  if (problem.needs_dparams) launch.workspace_bytes += parts.partials.count * sum_bytes;
+  parts.sums_offset = launch.workspace_bytes;
+  if (problem.needs_column_grads) launch.workspace_bytes += groups * sum_bytes;
+}
+
+// Whether logical warps take rows with a modulation: where a whole warp for each of them would have
+// idle lanes.
+bool has_warp_kernel_for_groups(const Problem& problem, const Forced& forced) {
+  const bool is_short =
+      problem.cols <= ladders::kGroupWarpVectors * vector_width(size_of(problem.x));
+  return problem.aligned && problem.x != DataType::kFloat64 && !problem.gated &&
+         (is_short || forced.strategy == Strategy::kWarp);
+}
+
 std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& device,
                                         const Forced& forced) {
   if (!forced.allows(Strategy::kWarp, {Field::kVecs})) return std::nullopt;
+  if (problem.modulated && !has_warp_kernel_for_groups(problem, forced)) return std::nullopt;
   const auto lanes = lanes_of(problem, forced);
   if (!lanes) return std::nullopt;
   backward::Warp plan;
@@ -219,7 +242,11 @@ std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& de
   plan.blocks = persistent_sets(problem, device, 1, plan.threads / plan.lanes);
   plan.shared_bytes =
       static_cast<int>(backward_warp_shared_bytes(plan.threads, problem.cols, x_size));
-  lay_out_partials(plan, plan.blocks, problem, device);
+  if (problem.modulated) {
+    lay_out_parts(plan.parts, plan, plan.blocks, 2, problem, device);
+  } else {
+    lay_out_partials(plan, plan.blocks, problem);
+  }
   return plan;
 }
 
@@ -290,25 +317,12 @@ std::optional<backward::Block> block_plan(const Problem& problem, const Device& 
     return std::nullopt;
   }
   plan.blocks = persistent_sets(problem, device, 1, plan.teams);
-  lay_out_partials(plan, plan.blocks, problem, device);
+  lay_out_partials(plan, plan.blocks, problem);
+  plan.partials.starts_early = device.starts_early && rows->team.keeps;
   return plan;
 }
 
 // ---- Rows with a modulation, group by group.
-
-void lay_out_parts(backward::GroupParts& parts, Launch& launch, int64_t sets, int sums,
-                   const Problem& problem, const Device& device) {
-  const int64_t groups = problem.rows / problem.group_rows;
-  const int64_t sum_bytes = sums * problem.cols * acc_size_of(problem.x);
-  parts.sets = static_cast<int>(sets);
-  parts.partials.starts_early = device.starts_early;
-  if (problem.group_rows == 1) return;
-  parts.partials.count = static_cast<int>(sets + groups - 1);
-  parts.partials.offset = launch.workspace_bytes;
-  if (problem.needs_dparams) launch.workspace_bytes += parts.partials.count * sum_bytes;
-  parts.sums_offset = launch.workspace_bytes;
-  if (problem.needs_column_grads) launch.workspace_bytes += groups * sum_bytes;
-}
 
 std::optional<backward::Group> group_plan(const Problem& problem, const Device& device,
                                           const Forced& forced) {
@@ -408,7 +422,8 @@ std::optional<backward::Split> split_plan(const Problem& problem, const Device& 
     const int64_t sets = persistent_sets(problem, device, slices.blocks_per_row, 1);
     plan.blocks = sets * slices.blocks_per_row;
     plan.workspace_bytes = round_up(problem.rows * slices.blocks_per_row * 8, 256);
-    lay_out_partials(plan, sets, problem, device);
+    lay_out_partials(plan, sets, problem);
+    plan.partials.starts_early = device.starts_early;
     return plan;
   };
   return first_sliced(problem, device, width, 2, forced, plan_of);
@@ -453,7 +468,7 @@ std::optional<backward::Stream> stream_plan(const Problem& problem, const Device
   if (problem.modulated) {
     lay_out_parts(plan.parts, plan, sets, 2, problem, device);
   } else {
-    lay_out_partials(plan, sets, problem, device);
+    lay_out_partials(plan, sets, problem);
   }
   return plan;
 }
@@ -463,6 +478,7 @@ std::optional<backward::Stream> stream_plan(const Problem& problem, const Device
 backward::Plan make_backward_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
   if (problem.modulated) {
+    if (const auto plan = warp_plan(problem, device, forced)) return *plan;
     if (const auto plan = group_plan(problem, device, forced)) return *plan;
   } else {
     if (const auto plan = few_rows_plan(problem, device, forced)) return *plan;
@@ -475,14 +491,18 @@ backward::Plan make_backward_plan(const Problem& problem, const Device& device) 
 }
 
 std::optional<backward::Group> make_gated_plan(const Problem& problem, const Device& device) {
-  return group_plan(problem, device, forced_now());
+  const Forced forced = forced_now();
+  Problem without_gate = problem;
+  without_gate.gated = false;
+  if (has_warp_kernel_for_groups(without_gate, forced)) return std::nullopt;
+  return group_plan(problem, device, forced);
 }
 
 backward::Gate make_gate_plan(const Problem& problem, const Device& device) {
   backward::Gate plan;
   plan.width = width_of(problem);
   plan.threads = kGateThreads;
-  plan.chunks = static_cast<int>(ceil_div(problem.cols, int64_t{kWarpThreads} * plan.width));
+  plan.chunks = static_cast<int>(ceil_div(problem.cols, gate_cols(plan.width)));
   // All blocks run at once, and no warp of theirs is without a row.
   const int64_t room = int64_t{ladders::kGateBlocks} * device.sms;
   const int64_t sets =

@@ -198,13 +198,16 @@ std::string to_json(const forward::Stream& plan) {
       .with(plan);
 }
 
+// The partial sums of a plan that may be of a modulated norm.
+template <typename Plan>
+Json& add_sums(Json& json, const Plan& plan) {
+  return plan.parts.sets > 0 ? json.add(plan.parts) : json.add(plan.partials);
+}
+
 std::string to_json(const backward::Warp& plan) {
-  return Json(Strategy::kWarp)
-      .add("width", plan.width)
-      .add("vecs", plan.vecs)
-      .add("lanes", plan.lanes)
-      .add(plan.partials)
-      .with(plan);
+  Json json(Strategy::kWarp);
+  json.add("width", plan.width).add("vecs", plan.vecs).add("lanes", plan.lanes);
+  return add_sums(json, plan).with(plan);
 }
 
 std::string to_json(const backward::FewRows& plan) {
@@ -238,8 +241,7 @@ std::string to_json(const backward::Split& plan) {
 std::string to_json(const backward::Stream& plan) {
   Json json(Strategy::kStream);
   json.add("width", plan.width).add(plan.chunks).add("totals_offset", plan.totals_offset);
-  return (plan.parts.partials.count > 0 ? json.add(plan.parts) : json.add(plan.partials))
-      .with(plan);
+  return add_sums(json, plan).with(plan);
 }
 
 }  // namespace

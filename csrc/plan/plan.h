@@ -106,12 +106,23 @@ struct PartialSums {
   bool starts_early = false;  // the second kernel, before the first has ended
 };
 
+// The parts of groups of rows. Block b of `blocks` has the rows from b * rows / blocks on, as far
+// as the next one's. What it sums up of one group is a part, and part number block + group is its
+// place among the partial sums: a group's parts follow each other.
+struct GroupParts {
+  PartialSums partials{0, 0, false};  // [dscale, dshift, dgate][parts][cols], of the arithmetic's
+                                      // type; without a gate the first two, of a gate alone dgate
+  int64_t sums_offset = 0;            // of [dscale, dshift][groups][cols], for dweight and dbias
+  int sets = 0;  // blocks, or sets of blocks that share rows, over which rows are spread
+};
+
 // A logical warp holds a row in registers.
 struct Warp : Launch {
   int width = 1;
   int vecs = 2;
   int lanes = 1;
   PartialSums partials;
+  GroupParts parts;  // of a modulated norm, in place of partials
 };
 
 // Few rows: blocks on rows compute dx, and blocks on columns beside them dweight and dbias, in one
@@ -138,16 +149,6 @@ struct Persistent : Launch {
 
 // Each block has whole rows.
 struct Block : Persistent {};
-
-// The parts of groups of rows. Block b of `blocks` has the rows from b * rows / blocks on, as far
-// as the next one's. What it sums up of one group is a part, and part number block + group is its
-// place among the partial sums: a group's parts follow each other.
-struct GroupParts {
-  PartialSums partials{0, 0, false};  // [dscale, dshift, dgate][parts][cols], of the arithmetic's
-                                      // type; without a gate the first two, of a gate alone dgate
-  int64_t sums_offset = 0;            // of [dscale, dshift][groups][cols], for dweight and dbias
-  int sets = 1;  // blocks, or sets of blocks that share rows, over which rows are spread
-};
 
 // Each block has whole rows, of one group after the other.
 struct Group : Persistent {

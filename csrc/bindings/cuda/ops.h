@@ -22,12 +22,14 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     double scale = 1.0;
     std::optional<ScalarType> out_dtype = std::nullopt;  // input's, if absent
     bool needs_statistics = true;
-    Modulations modulation = {};  // a gate only beside a residual
+    Modulations modulation = {};                       // a gate only beside a residual
+    std::optional<Modulations> second = std::nullopt;  // without a residual
   };
 
   struct ForwardResult {
     Tensor y;
     std::optional<Tensor> residual_out;  // with a residual
+    std::optional<Tensor> second_y;      // with a second modulation
     std::optional<Tensor> mean, rstd;    // where asked for
   };
 
