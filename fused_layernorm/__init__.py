@@ -16,6 +16,7 @@ if _torch_release < (2, 10):
     raise ImportError(f"fused_layernorm needs torch >= 2.10; this is {_torch.__version__}")
 
 from . import distributed, layers, ops  # noqa: E402, F401  (rules, hub layers, operators)
+from .compile import explain, fuse  # noqa: E402
 from .decompositions import decompositions  # noqa: E402
 from .functional import (  # noqa: E402
     ada_layer_norm,
@@ -47,6 +48,8 @@ __all__ = [
     "add_ada_layer_norm",
     "add_layer_norm",
     "decompositions",
+    "explain",
+    "fuse",
     "layer_norm",
     "override_aten",
     "register_swap",

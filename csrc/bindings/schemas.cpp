@@ -80,6 +80,15 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, Tensor? dresidual, bool "
       "needs_dx, bool needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // The same for a gated sum x = residual + gate * input, in one launch where there is a kernel for
+  // it: (dx, dinput, dgate, dshift, dscale, dweight, dbias). Where it is differentiated itself it
+  // is ada_layer_norm_backward and then gate_backward of its dx.
+  m.def(
+      "add_ada_layer_norm_backward(Tensor dy, Tensor x, Tensor input, Tensor gate, int "
+      "normalized_ndim, Tensor mean, Tensor rstd, Tensor? shift, Tensor? scale, Tensor? weight, "
+      "Tensor? bias, Tensor? dresidual, bool needs_dx, bool needs_dinput, bool needs_dgate, bool "
+      "needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, "
+      "Tensor, Tensor, Tensor, Tensor, Tensor)");
   // Of residual_out = residual + gate * input: (dinput, dgate) from the gradient of residual_out.
   m.def(
       "gate_backward(Tensor dresidual_out, Tensor input, Tensor gate, bool needs_dinput, bool "

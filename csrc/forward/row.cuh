@@ -16,17 +16,24 @@
 namespace fused_layernorm {
 
 // Stores y of a thread's share of a row.
-template <typename N, typename Epilogue, int kWidth, int kVecs, typename Parameters, typename Share>
+template <typename N, typename Epilogue, typename Affine, int kWidth, int kVecs,
+          typename Parameters, typename Share>
 __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename N::Y* y_row,
                                                const Vec<typename N::X, kWidth> (&x)[kVecs],
                                                Parameters& parameters, const Share& share,
                                                typename N::Acc mean, typename N::Acc rstd) {
   using Y = typename N::Y;
+  const auto finish = [&](int k, const auto& weight, const auto& bias) {
+    return N::template finish<Epilogue, Affine>(
+        p, x[k], mean, rstd, weight, bias, [&](const void* given, Absent absent) {
+          return Parameter<typename N::W>(given, 0, absent)
+              .template load<kWidth>(share.template col<kWidth>(k));
+        });
+  };
   if constexpr (!N::Epilogue::kBranches) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const auto y = N::template finish<Epilogue>(p, x[k], mean, rstd, parameters.weight(k),
-                                                  parameters.bias(k));
+      const auto y = finish(k, parameters.weight(k), parameters.bias(k));
       if (share.has(k)) store_once<Y, kWidth>(element(y_row, share.vector(k) * kWidth), y);
     }
   } else {
@@ -48,7 +55,7 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
         hold(weight);
         hold(bias);
       }
-      const auto y = N::template finish<Epilogue>(p, x[k], mean, rstd, w, b);
+      const auto y = finish(k, w, b);
       if (share.has(k)) store_once<Y, kWidth>(element(y_start, k * share.step * kWidth), y);
     }
   }
@@ -60,7 +67,10 @@ __device__ __forceinline__ void finish_row(const ForwardParams& p, const Forward
                                            Parameters parameters, const Share& share,
                                            typename N::Acc mean, typename N::Acc rstd) {
   N::Epilogue::for_row(p, [&](auto epilogue) {
-    finish_vectors<N, decltype(epilogue)>(p, row.y, x, parameters, share, mean, rstd);
+    N::Affine::for_row(p, [&](auto affine) {
+      finish_vectors<N, decltype(epilogue), decltype(affine)>(p, row.y, x, parameters, share, mean,
+                                                              rstd);
+    });
   });
 }
 
@@ -72,16 +82,22 @@ __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const
                                                    const RaggedShare<kVecs, kWidth>& share,
                                                    bool valid_row, typename N::Acc mean,
                                                    typename N::Acc rstd) {
-  const auto y_of = [&](int k) {
-    const int col = share.template col<kWidth>(k);
-    const auto load = [&](const Parameter<typename N::W>& from) {
-      return k + 1 < kVecs ? from.template load<kWidth>(col)
-                           : from.template load_until<kWidth>(col, share.cols);
+  N::Affine::for_row(p, [&](auto affine) {
+    const auto y_of = [&](int k) {
+      const int col = share.template col<kWidth>(k);
+      const auto load = [&](const Parameter<typename N::W>& from) {
+        return k + 1 < kVecs ? from.template load<kWidth>(col)
+                             : from.template load_until<kWidth>(col, share.cols);
+      };
+      return N::template finish<typename N::Epilogue, decltype(affine)>(
+          p, x[k], mean, rstd, load(row.parameters.weight), load(row.parameters.bias),
+          [&](const void* given, Absent absent) {
+            return load(Parameter<typename N::W>(given, 0, absent));
+          });
     };
-    return N::template finish<typename N::Epilogue>(
-        p, x[k], mean, rstd, load(row.parameters.weight), load(row.parameters.bias));
-  };
-  store_shifted<typename N::Y, kWidth, kVecs>(row.y, team, share, valid_row ? share.cols : 0, y_of);
+    store_shifted<typename N::Y, kWidth, kVecs>(row.y, team, share, valid_row ? share.cols : 0,
+                                                y_of);
+  });
 }
 
 // One row by a team. A team without a row of its own (`row` is past the last) goes along with the

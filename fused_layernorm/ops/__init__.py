@@ -9,10 +9,19 @@ vmap        one more leading dimension
 formulas    the same functions as differentiable expressions
 autograd    derivatives, of which the first order runs on the operators
 autocast    the dtypes that autocast gives
+aten_forward  twins of the operators whose forward pass compilers fuse with its neighbours
 autograd_library  both of these in C++, which take their place where the running torch has a library
 """
 
-from . import autocast, autograd, autograd_library, composite, fakes, vmap  # noqa: F401  (register)
+from . import (  # noqa: F401  (they register)
+    aten_forward,
+    autocast,
+    autograd,
+    autograd_library,
+    composite,
+    fakes,
+    vmap,
+)
 
 if not autograd_library.load():
     autograd.register()

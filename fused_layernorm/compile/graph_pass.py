@@ -1,0 +1,181 @@
+"""The graph pass: finds the layer norms of a graph and its sub-graphs and replaces them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule, Node
+
+from ..ops import aten_forward
+from . import replace, rules, sites
+from .effects import Effects
+from .reading import origin, read, value_of
+from .replace import Left
+from .rules import Choice, Kind, Problem
+from .sites import Site
+
+
+class Settings(NamedTuple):
+    """What the caller decides."""
+
+    with_inductor: bool = True  # whether Inductor compiles the graph, or nothing does
+    deterministic: bool = False  # whether every forward pass is to be this package's
+
+
+@dataclass
+class Row:
+    """What became of one layer norm."""
+
+    name: str  # of its node
+    where: str  # in the model
+    shape: tuple
+    dtype: torch.dtype | None
+    form: str  # how it was written
+    fused: list[str]
+    operator: str | None  # None where it was left
+    reason: str
+    notes: list[str]
+    error: Exception | None = None
+
+
+_ELEMENTWISE = re.compile(
+    r"^(_?(add|sub|mul|div|pow|sqrt|rsqrt|square|neg|abs|exp|tanh|sigmoid|erf|dropout|gelu|silu|relu"
+    r"|leaky_relu|hardswish|hardtanh|mish|elu|softplus|where|clamp|masked_fill|addcmul|lerp"
+    r"|iadd|isub|imul|itruediv|truediv|maximum|minimum)_?)$"
+)
+
+
+def run(graph_module: GraphModule, settings: Settings) -> list[Row]:
+    """Replaces what the rules give to this package, in place; returns a row a layer norm."""
+    rows: list[Row] = []
+    for module in graph_module.modules():
+        if isinstance(module, GraphModule):
+            found = _run_graph(module.graph, settings)
+            if found:
+                module.recompile()
+            rows += found
+    errors = [row for row in rows if row.error is not None]
+    if errors:
+        names = ", ".join(f"{row.name} ({row.where})" if row.where else row.name for row in errors)
+        error = errors[0].error
+        warnings.warn(
+            f"fused_layernorm leaves {names} to PyTorch: its graph pass failed with "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+    return rows
+
+
+def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
+    rows: list[Row] = []
+    effects = Effects(graph)
+    _join(graph, effects)
+    for node in list(graph.nodes):
+        if node._erased:
+            continue
+        try:
+            site = sites.find(node)
+            if site is not None and value_of(node).device.type in rules.DEVICES:
+                rows.append(_replace(site, graph, effects, settings))
+        except Exception as error:  # the user's model runs all the same
+            row = Row(
+                node.name, _where(node), (), None, "", [], None, "", ["the pass failed"], error
+            )
+            rows.append(row)
+    return rows
+
+
+def _join(graph: Graph, effects: Effects) -> None:
+    """Takes away the joining of a tensor's two parts, where nothing tells it from the tensor."""
+    outputs = graph.find_nodes(op="output")
+    for node in graph.nodes:
+        call = read(node) if node.op == "call_function" and node.target in _CATS else None
+        if call is None or effects.is_written(node) or effects.is_written(call.operands[0]):
+            continue
+        (whole,) = call.operands
+        device = value_of(node).device.type
+        if device in rules.DEVICES and not any(user in outputs for user in node.users):
+            node.replace_all_uses_with(whole)
+            replace.erase(node, graph)
+
+
+_CATS = (torch.cat, torch.ops.aten.cat.default)
+
+
+def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> Row:
+    notes = site.notes
+    if notes:  # it is none that the operators compute
+        return _row(site, None, "", notes)
+    # The most that may be one piece, then less: without the sum, then without what follows.
+    grown = sites.grow(site)
+    starts = [site] if grown.y is site.y else [grown, site]
+    for candidate in itertools.chain.from_iterable(map(sites.with_sum, starts)):
+        try:
+            checked = replace.check(candidate, effects)
+            rule = rules.choose(_problem(candidate, settings))
+            fused = checked.operator
+            if rule.choice is Choice.INDUCTOR:
+                fused = aten_forward.twin(fused)
+            row = _row(candidate, fused.overload, rule.reason, notes)
+            replace.apply(checked, fused, graph, effects)
+            return row
+        except Left as left:
+            if str(left) not in notes:
+                notes.append(str(left))
+    return _row(site, None, "", notes)
+
+
+def _problem(site: Site, settings: Settings) -> Problem:
+    cols = math.prod(site.normalized_shape)
+    if site.is_modulated or site.gate is not None:
+        kind = Kind.MODULATED
+    elif site.activation is not None:
+        kind = Kind.ACTIVATED
+    else:
+        kind = Kind.PLAIN if site.residual is None else Kind.RESIDUAL
+    neighbours = [origin(site.input), *site.y.users]
+    return Problem(
+        kind,
+        cols if isinstance(cols, int) else None,
+        any(map(_is_elementwise, neighbours)),
+        settings.with_inductor,
+        settings.deterministic,
+    )
+
+
+def _is_elementwise(node: Any) -> bool:
+    if not isinstance(node, Node):
+        return False
+    call = read(node)
+    if call is not None and call.name == "view":
+        return _is_elementwise(call.operands[0])
+    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+    return _ELEMENTWISE.match(name) is not None or (call is not None and call.name == "cast")
+
+
+def _row(site: Site, overload: OpOverload | None, reason: str, notes: list[str]) -> Row:
+    value = value_of(site.norm)
+    fused = [] if overload is None else site.fused
+    name = None if overload is None else overload._opname
+    where = _where(site.norm)
+    shape = tuple(value.shape)
+    return Row(site.norm.name, where, shape, value.dtype, site.form, fused, name, reason, notes)
+
+
+def _where(node: Node) -> str:
+    """The module that made the node, by its path in the model; else the line of its source."""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    words = re.findall(r"\w+", modules[-1][0]) if modules else []
+    if words[:1] == ["L"]:  # Dynamo's L['self'].__dict__['_modules']['norm']
+        words = [word for word in words[2:] if word not in ("__dict__", "_modules")]
+    path = ".".join(words)
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return path or (f"{Path(lines[-1][0]).name}:{lines[-1][1]}" if lines else "")

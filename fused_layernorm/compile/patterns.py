@@ -1,0 +1,164 @@
+"""The patterns, as expressions, and how they are matched.
+
+In an expression a name stands for any tensor, twice for the same one; `eps` and `factor` stand for
+numbers. The operands of + and * may stand in either order. A cast between two steps changes
+rounding only, so it may stand anywhere.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch.fx import Node
+
+from .reading import Call, before_casts, is_number, is_tensor, origin, read
+
+# x normalized, written out, for each way to write its variance.
+_VARIANCES = (
+    "var(x)",
+    "mean((x - mean(x)) ** 2)",
+    "mean((x - mean(x)) * (x - mean(x)))",
+    "(mean(x ** 2) - mean(x) ** 2)",
+)
+NORMALIZED = tuple(
+    expression.format(variance=variance)
+    for variance in _VARIANCES
+    for expression in (
+        "(x - mean(x)) * rsqrt({variance} + eps)",
+        "(x - mean(x)) / sqrt({variance} + eps)",
+    )
+)
+
+# What may stand before a norm, of which it is the input.
+SUMS = ("residual + gate * input", "residual + input")
+
+# What may follow it, in this order. weight and bias have the normalized shape.
+AFFINES = ("norm * weight + bias", "norm * weight", "norm + bias")
+MODULATIONS = (
+    "norm * (1 + scale) + shift",
+    "norm + norm * scale + shift",
+    "norm + (norm * scale + shift)",
+    "norm * (1 + scale)",
+    "norm + norm * scale",
+)
+ACTIVATIONS = {
+    "gelu(norm)": "gelu",
+    "gelu_tanh(norm)": "gelu_tanh",
+    "silu(norm)": "silu",
+    "norm * sigmoid(norm)": "silu",
+    "relu(norm)": "relu",
+}
+FACTORS = ("norm * factor",)
+
+_NUMBERS = ("eps", "factor")
+_COMMUTATIVE = ("add", "mul")
+_OPERATIONS = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "div",
+    ast.Pow: "pow",
+}
+
+
+class Viewed(NamedTuple):
+    """A tensor seen through the same views as another: of 1 + scale, for one, scale's."""
+
+    base: Node
+    views: tuple[Node, ...]  # in the order in which they are made
+
+
+class Match(NamedTuple):
+    """What the names of a pattern stand for, and the nodes from there to the pattern's result."""
+
+    values: dict[str, Any]
+    nodes: frozenset[Node] = frozenset()
+    over: Any = None  # the dimensions of the pattern's reductions
+
+    def passing(self, *nodes: Any) -> Match:
+        return self._replace(nodes=self.nodes | {n for n in nodes if isinstance(n, Node)})
+
+
+def parse(expression: str) -> Any:
+    """A pattern: a name, a number, or a Call of patterns."""
+    return _pattern(ast.parse(expression, mode="eval").body)
+
+
+def _pattern(tree: Any) -> Any:
+    match tree:
+        case ast.Name():
+            return tree.id
+        case ast.Constant():
+            return tree.value
+        case ast.BinOp():
+            return Call(_OPERATIONS[type(tree.op)], (_pattern(tree.left), _pattern(tree.right)))
+        case ast.Call(func=ast.Name(id=name)):
+            return Call(name, tuple(map(_pattern, tree.args)))
+    raise ValueError(f"no pattern: {ast.unparse(tree)}")
+
+
+def matches(pattern: Any, value: Any, match: Match) -> Iterator[Match]:
+    """The ways in which a value, a node as a rule, is what a pattern says."""
+    if isinstance(pattern, str):
+        yield from _name(pattern, value, match)
+    elif not isinstance(pattern, Call):
+        if isinstance(value, (int, float)) and value == pattern:
+            yield match
+    else:
+        yield from _call(pattern, value, match)
+
+
+def _name(name: str, value: Any, match: Match) -> Iterator[Match]:
+    if name in match.values:
+        path = before_casts(value, only_widening=name != "norm")
+        known = match.values[name] if name == "norm" else origin(match.values[name])
+        if known in path:
+            yield match.passing(*path[: path.index(known)]) if name == "norm" else match
+    elif is_number(value) if name in _NUMBERS else is_tensor(value):
+        yield match._replace(values={**match.values, name: value})
+
+
+def _call(pattern: Call, value: Any, match: Match) -> Iterator[Match]:
+    call = read(value)
+    while call is not None and call.name in ("cast", "same") and is_tensor(value):
+        match = match.passing(value)
+        (value,) = call.operands
+        call = read(value)
+    if call is None:
+        return
+    if call.name == "view" and pattern == _ONE_PLUS_SCALE:
+        for found in _call(pattern, call.operands[0], match.passing(value)):
+            base = found.values["scale"]
+            views = (value,) if isinstance(base, Node) else (*base.views, value)
+            base = base if isinstance(base, Node) else base.base
+            yield found._replace(values={**found.values, "scale": Viewed(base, views)})
+        return
+    if call.name != pattern.name or len(call.operands) != len(pattern.operands):
+        return
+    if call.over is not None:
+        if match.over not in (None, call.over):
+            return
+        match = match._replace(over=call.over)
+    match = match.passing(value)
+    orders = [call.operands]
+    if call.name in _COMMUTATIVE:
+        orders.append(call.operands[::-1])
+    for operands in orders:
+        yield from _operands(pattern.operands, operands, match)
+
+
+def _operands(patterns: tuple, values: tuple, match: Match) -> Iterator[Match]:
+    if not patterns:
+        yield match
+        return
+    for found in matches(patterns[0], values[0], match):
+        yield from _operands(patterns[1:], values[1:], found)
+
+
+_ONE_PLUS_SCALE = parse("1 + scale")
+PARSED = {
+    expression: parse(expression)
+    for expression in (*NORMALIZED, *SUMS, *AFFINES, *MODULATIONS, *ACTIVATIONS, *FACTORS)
+}

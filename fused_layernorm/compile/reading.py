@@ -1,0 +1,375 @@
+"""What a node of an FX graph computes, in the words that the patterns are written in.
+
+Dynamo's graphs, exported ATen graphs and hand-written modules spell one operation in many ways: a
+function, a method, an operator. `read` gives one `Call` for all of them, or None for a node that no
+pattern speaks of. A Call has no side effects.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from ..ops import aten_forward, load
+from ..ops.arguments import DTYPES, HALF
+from ..ops.operators import LAYER_NORM
+
+aten = torch.ops.aten
+
+
+class Call(NamedTuple):
+    """An operation on nodes, numbers and other Calls.
+
+    `over` has the dimensions of a reduction, or how many dimensions a layer_norm normalizes over.
+    """
+
+    name: str
+    operands: tuple[Any, ...]
+    over: Any = None
+
+
+def value_of(node: Any) -> Any:
+    """The example of what a node gives (fake tensors in graphs of Dynamo and of torch.export)."""
+    if not isinstance(node, Node):
+        return node
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(value_of(node), Tensor)
+
+
+def dtype_of(node: Any) -> torch.dtype:
+    return value_of(node).dtype
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is a number, or a node that gives one."""
+    found = value_of(value)
+    return isinstance(found, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(
+        found, bool
+    )
+
+
+# ---- One reader an operation: its signature has the arguments that are understood ----------------
+
+_Reader = Callable[..., Call | None]
+_readers: dict[Any, _Reader] = {}
+_readers_of_nodes: dict[Any, _Reader] = {}  # that look at what the node gives
+
+
+def _reads(*targets: Any, node: bool = False) -> Callable[[_Reader], _Reader]:
+    """The reader of these (functions, operators, or methods by name) or of nodes with them."""
+
+    def register(reader: _Reader) -> _Reader:
+        for target in targets:
+            (_readers_of_nodes if node else _readers)[target] = reader
+        return reader
+
+    return register
+
+
+def read(value: Any) -> Call | None:
+    """What a node computes; a Call is its own reading."""
+    if isinstance(value, Call):
+        return value
+    if not isinstance(value, Node) or value.op not in ("call_function", "call_method"):
+        return None
+    if value.target in _readers_of_nodes:
+        return _readers_of_nodes[value.target](value)
+    reader = _readers.get(value.target)
+    if reader is None:
+        return None
+    try:
+        bound = inspect.signature(reader).bind(*value.args, **value.kwargs)
+    except TypeError:
+        return None
+    return reader(*bound.args, **bound.kwargs)
+
+
+@_reads(operator.add, torch.add, "add", "__add__", "__radd__", aten.add.Tensor, aten.add.Scalar)
+def _add(input: Any, other: Any, *, alpha: Any = 1) -> Call | None:
+    return Call("add", (input, other)) if alpha == 1 else None
+
+
+@_reads(operator.sub, torch.sub, "sub", "__sub__", aten.sub.Tensor, aten.sub.Scalar)
+def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Call | None:
+    return Call("sub", (input, other)) if alpha == 1 else None
+
+
+@_reads(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__")
+@_reads(aten.mul.Tensor, aten.mul.Scalar)
+def _mul(input: Any, other: Any) -> Call:
+    for one, another in ((input, other), (other, input)):
+        if isinstance(another, (int, float)) and another == 1:
+            return Call("same", (one,))
+    return Call("mul", (input, other))
+
+
+@_reads(operator.truediv, torch.div, torch.true_divide, "div", "true_divide", "__truediv__")
+@_reads(aten.div.Tensor, aten.div.Scalar)
+def _div(input: Any, other: Any) -> Call:
+    if isinstance(other, (int, float)) and other == 1 and is_tensor(input):
+        return Call("same", (input,))
+    return Call("div", (input, other))
+
+
+@_reads(torch.addcmul, "addcmul", aten.addcmul.default)
+def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Call | None:
+    return Call("add", (input, Call("mul", (tensor1, tensor2)))) if value == 1 else None
+
+
+@_reads(operator.pow, torch.pow, "pow", "__pow__", aten.pow.Tensor_Scalar)
+def _pow(input: Any, exponent: Any) -> Call:
+    roots = {0.5: "sqrt", -0.5: "rsqrt"}
+    if isinstance(exponent, float) and exponent in roots:
+        return Call(roots[exponent], (input,))
+    return Call("pow", (input, exponent))
+
+
+@_reads(torch.square, "square", aten.square.default)
+def _square(input: Any) -> Call:
+    return Call("pow", (input, 2))
+
+
+@_reads(torch.sqrt, "sqrt", aten.sqrt.default)
+def _sqrt(input: Any) -> Call:
+    return Call("sqrt", (input,))
+
+
+@_reads(torch.rsqrt, "rsqrt", aten.rsqrt.default)
+def _rsqrt(input: Any) -> Call:
+    return Call("rsqrt", (input,))
+
+
+@_reads(torch.sigmoid, F.sigmoid, "sigmoid", aten.sigmoid.default)
+def _sigmoid(input: Any) -> Call:
+    return Call("sigmoid", (input,))
+
+
+def _reduction(name: str, input: Any, dim: Any) -> Call | None:
+    """A reduction that keeps the dimensions that it runs over, which are counted from the front."""
+    if not is_tensor(input) or dim is None:
+        return None
+    ndim = value_of(input).dim()
+    dims = (dim,) if isinstance(dim, int) else dim
+    if not isinstance(dims, (tuple, list)) or not all(isinstance(d, int) for d in dims):
+        return None
+    return Call(name, (input,), tuple(sorted(d % ndim for d in dims)))
+
+
+@_reads(torch.mean, "mean", aten.mean.dim)
+def _mean(
+    input: Any, dim: Any = None, keepdim: Any = False, *, axis: Any = None, dtype: Any = None
+) -> Call | None:
+    if not keepdim or dtype is not None:
+        return None
+    return _reduction("mean", input, axis if dim is None else dim)
+
+
+@_reads(torch.var, "var", aten.var.correction, aten.var.dim)
+def _var(
+    input: Any,
+    dim: Any = None,
+    unbiased: Any = True,
+    keepdim: Any = False,
+    *,
+    correction: Any = None,
+) -> Call | None:
+    is_biased = correction == 0 if correction is not None else unbiased in (False, 0)
+    return _reduction("var", input, dim) if keepdim and is_biased else None
+
+
+@_reads(torch.var_mean, aten.var_mean.correction, aten.var_mean.dim)
+def _var_mean(*args: Any, **kwargs: Any) -> Call | None:
+    bound = inspect.signature(_var).bind(*args, **kwargs)
+    found = _var(*bound.args, **bound.kwargs)
+    return found and found._replace(name="var_mean")
+
+
+# ---- What follows a normalization ----------------------------------------------------------------
+
+
+@_reads(F.gelu, torch._C._nn.gelu, aten.gelu.default)
+def _gelu(input: Any, approximate: str = "none") -> Call | None:
+    names = {"none": "gelu", "tanh": "gelu_tanh"}
+    return Call(names[approximate], (input,)) if approximate in names else None
+
+
+@_reads(F.silu, torch._C._nn.silu, aten.silu.default)
+def _silu(input: Any, inplace: Any = False) -> Call | None:
+    return None if inplace else Call("silu", (input,))
+
+
+@_reads(F.relu, torch.relu, "relu", aten.relu.default)
+def _relu(input: Any, inplace: Any = False) -> Call | None:
+    return None if inplace else Call("relu", (input,))
+
+
+@_reads(F.dropout, torch.dropout, aten.dropout.default)
+def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Call | None:
+    """Dropout that drops nothing."""
+    return None if inplace or (training and p != 0) else Call("same", (input,))
+
+
+# ---- Layer norms -------------------------------------------------------------------------------
+
+
+@_reads(F.layer_norm, torch.layer_norm, aten.layer_norm.default)
+def _layer_norm(
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: Any = 1e-5,
+    cudnn_enable: Any = True,
+) -> Call:
+    return Call("layer_norm", (input, weight, bias, eps), len(normalized_shape))
+
+
+@_reads(torch.native_layer_norm, aten.native_layer_norm.default)
+def _native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any) -> Call:
+    return Call("native_layer_norm", (input, weight, bias, eps), len(normalized_shape))
+
+
+@_reads(load.layer_norm, aten_forward.twin(LAYER_NORM).overload)
+def _fused_layer_norm(
+    input: Any,
+    normalized_ndim: int,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    activation: Any = None,
+    scale: Any = 1.0,
+    out_dtype: Any = None,
+) -> Call | None:
+    """This package's operator, of a module that was swapped."""
+    if activation is not None or scale != 1.0:
+        return None
+    return Call("layer_norm", (input, weight, bias, eps), normalized_ndim)
+
+
+# ---- Readers that look at what the node gives ----------------------------------------------------
+
+
+@_reads("to", "float", "half", "bfloat16", "double", "type", "type_as", node=True)
+@_reads(aten.to.dtype, aten.to.device, aten._to_copy.default, aten.type_as.default, node=True)
+@_reads(torch.ops.prims.convert_element_type.default, node=True)
+def _cast(node: Node) -> Call | None:
+    """A change of the floating dtype, or none; not of the device, the shape or the strides."""
+    input = node.args[0] if node.args else None
+    if not is_tensor(input) or not is_tensor(node) or "memory_format" in node.kwargs:
+        return None
+    before, after = value_of(input), value_of(node)
+    if {before.dtype, after.dtype} <= set(DTYPES) and before.device == after.device:
+        return Call("cast", (input,))
+    return None
+
+
+@_reads(operator.getitem, node=True)
+def _getitem(node: Node) -> Call | None:
+    """An index that makes a view, or one of several results."""
+    input, index = node.args
+    indices = index if isinstance(index, tuple) else (index,)
+    if is_tensor(input):
+        is_view = all(i is None or i is Ellipsis or isinstance(i, slice) for i in indices)
+        return Call("view", (input,)) if is_view else None
+    found = read(input)
+    if found is None or index not in (0, 1):
+        return None
+    if found.name == "native_layer_norm" and index == 0:
+        return found._replace(name="layer_norm")
+    if found.name == "var_mean":
+        return found._replace(name="mean" if index else "var")
+    return None
+
+
+@_reads("unsqueeze", "squeeze", "view", "reshape", "expand", "transpose", "permute", node=True)
+@_reads(torch.unsqueeze, torch.squeeze, torch.reshape, torch.transpose, torch.permute, node=True)
+@_reads(aten.unsqueeze.default, aten.slice.Tensor, aten.view.default, node=True)
+@_reads(aten.reshape.default, aten.expand.default, node=True)
+def _view(node: Node) -> Call | None:
+    input = node.args[0] if node.args else None
+    if not is_tensor(input) or not is_tensor(node) or dtype_of(input) != dtype_of(node):
+        return None
+    return Call("view", (input,))
+
+
+@_reads(torch.cat, aten.cat.default, node=True)
+def _cat(node: Node) -> Call | None:
+    """Both parts of a tensor that was cut in two along a dimension, joined again: the tensor."""
+    tensors = node.args[0] if node.args else node.kwargs.get("tensors")
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if not isinstance(tensors, (tuple, list)) or len(tensors) != 2 or not isinstance(dim, int):
+        return None
+    cuts = [_cut(part, dim) for part in tensors]
+    if None in cuts:
+        return None
+    (base, start, end), (other, start_2, end_2) = cuts  # type: ignore[misc]
+    if base is other and start in (None, 0) and end == start_2 and end is not None:
+        return Call("same", (base,)) if end_2 is None else None
+    return None
+
+
+def _slice(start: Any = None, end: Any = None, step: Any = 1) -> slice:
+    return slice(start, end, step)
+
+
+def _cut(part: Any, dim: int) -> tuple[Node, Any, Any] | None:
+    """(tensor, start, end) of a slice along this dimension; without an end it goes to the last."""
+    if not is_tensor(part) or not part.args or not is_tensor(part.args[0]):
+        return None
+    base = part.args[0]
+    ndim = value_of(base).dim()
+    if part.target is operator.getitem:
+        index = part.args[1] if isinstance(part.args[1], tuple) else (part.args[1],)
+        cuts = [(i, s) for i, s in enumerate(index) if s != slice(None)]
+        if len(cuts) != 1 or not isinstance(cuts[0][1], slice) or Ellipsis in index:
+            return None
+        ((cut_dim, cut),) = cuts
+    elif part.target is aten.slice.Tensor and len(part.args) > 2:
+        cut_dim, cut = part.args[1], _slice(*part.args[2:])
+    else:
+        return None
+    if cut_dim % ndim != dim % ndim or cut.step not in (None, 1):
+        return None
+    end = None if cut.stop == 2**63 - 1 else cut.stop
+    return base, cut.start, end
+
+
+# ---- Casts ---------------------------------------------------------------------------------------
+
+
+def before_casts(node: Any, *, only_widening: bool) -> list[Any]:
+    """The node, what it is a cast of, what that is a cast of, and so on.
+
+    A cast from half precision to float32 loses nothing: `only_widening` stops at any other one.
+    """
+    found = [node]
+    while (call := read(node)) is not None and call.name in ("cast", "same"):
+        (source,) = call.operands
+        if not is_tensor(source):
+            break
+        before, after = dtype_of(source), dtype_of(node)
+        if only_widening and before != after and not (before in HALF and after is torch.float32):
+            break
+        node = source
+        found.append(node)
+    return found
+
+
+def origin(node: Any) -> Any:
+    """The tensor that holds the node's numbers before they were widened."""
+    return before_casts(node, only_widening=True)[-1]
+
+
+def is_finite_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,279 @@
+"""Whether a site may become one operator, and the replacement.
+
+`check` raises Left, with the reason, where the operator would not take the operands, would give
+another dtype, shape or strides, or where the graph writes into a tensor or changes a mode between
+the nodes. No check adds a guard to a symbolic shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import maybe_get_fake_mode
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from ..ops import operators
+from ..ops.arguments import DTYPES, HALF, name_of
+from ..ops.operators import Arguments, Operator, Options
+from .effects import Effects
+from .patterns import Viewed
+from .reading import before_casts, dtype_of, is_number, is_tensor, read, value_of
+from .sites import Site, are_equal, shape_of
+
+_KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "seq_nr")
+
+
+class Left(Exception):
+    """Why a site stays as it is."""
+
+
+class Replacement(NamedTuple):
+    """A checked site: what to call, with what, and where."""
+
+    site: Site
+    operator: Operator
+    arguments: Arguments  # nodes where the operator takes tensors; scale may be Viewed
+    after: Node | None  # the last operand, or None: before the site's last node
+
+
+def check(site: Site, effects: Effects) -> Replacement:
+    _check_values(site)
+    arguments = _arguments(site)
+    operands = _nodes([*arguments, site.eps])
+    start = min(_read_nodes(site, arguments))
+    after = max([site.residual_out, *operands]) if site.residual_out is not None else None
+    _check_order(site, after)
+    _check_effects(site, arguments, start, effects)
+    return Replacement(site, _operator_of(arguments), arguments, after)
+
+
+def _check_values(site: Site) -> None:
+    for name in ("input", "residual", "gate", "weight", "bias", "shift", "scale"):
+        node = getattr(site, name)
+        if node is None:
+            continue
+        if not isinstance(node, Viewed) and not is_tensor(node):
+            raise Left(f"{name} is no tensor with an example of its shape")
+        value = value_of(node.base if isinstance(node, Viewed) else node)
+        if value.device != value_of(site.norm).device:
+            raise Left(f"{name} is on {value.device}, the norm on {value_of(site.norm).device}")
+    if not is_number(site.eps):
+        raise Left("eps is no number")
+    for node in site.nodes:
+        value = value_of(node)
+        if isinstance(value, Tensor) and value.dtype not in DTYPES:
+            raise Left(f"{node.name} is of {name_of(value.dtype)}")
+    if not are_equal(shape_of(site.y), shape_of(site.norm)):
+        raise Left("the result's shape is not known to be the norm's")
+    for name in ("weight", "bias"):
+        parameter = getattr(site, name)
+        if parameter is not None and not are_equal(shape_of(parameter), site.normalized_shape):
+            raise Left(f"{name} is not known to have the normalized shape")
+
+
+def _arguments(site: Site) -> Arguments:
+    """The operator's arguments, read before the casts that it does not need."""
+    residual = site.residual
+    input = _narrowest(site.input, None)
+    dtypes = {dtype_of(input)} | ({dtype_of(residual)} if residual is not None else set())
+    if dtypes & set(HALF):
+        dtypes.add(torch.float32)
+    weight, bias = _of_one_dtype(site.weight, site.bias, dtypes)
+    gate, shift, scale = (
+        None if value is None else _narrowest(value, dtypes, name)
+        for name, value in (("gate", site.gate), ("shift", site.shift), ("scale", site.scale))
+    )
+    options = Options(
+        site.normalized_ndim, site.eps, site.activation, site.factor, dtype_of(site.y)
+    )
+    return Arguments(input, residual, weight, bias, options, gate, shift, scale)  # type: ignore[arg-type]
+
+
+def _chain(value: Node | Viewed) -> list[Any]:
+    """The value, and what it is a widened form of."""
+    if isinstance(value, Viewed):
+        return [value._replace(base=base) for base in _chain(value.base)]
+    return before_casts(value, only_widening=True)
+
+
+def _dtype(value: Node | Viewed) -> torch.dtype:
+    return dtype_of(value.base if isinstance(value, Viewed) else value)
+
+
+def _narrowest(value: Any, dtypes: set[torch.dtype] | None, name: str = "input") -> Any:
+    found = [v for v in _chain(value) if dtypes is None or _dtype(v) in dtypes]
+    if not found:
+        beside = " and ".join(sorted(name_of(dtype) for dtype in dtypes or ()))
+        raise Left(f"{name} is of {name_of(_dtype(value))}, beside {beside}")
+    return found[-1]
+
+
+def _of_one_dtype(weight: Any, bias: Any, dtypes: set[torch.dtype]) -> tuple[Any, Any]:
+    weights: list[Any] = [None] if weight is None else _chain(weight)[::-1]
+    biases: list[Any] = [None] if bias is None else _chain(bias)[::-1]
+    for w in weights:
+        for b in biases:
+            found = {_dtype(p) for p in (w, b) if p is not None}
+            if len(found) <= 1 and found <= dtypes:
+                return w, b
+    raise Left("weight and bias are not of one dtype that the kernels take beside input's")
+
+
+def _nodes(values: Iterable[Any]) -> list[Node]:
+    """The nodes among these, and those under the views."""
+    bases = (value.base if isinstance(value, Viewed) else value for value in values)
+    return [base for base in bases if isinstance(base, Node)]
+
+
+def _read_nodes(site: Site, arguments: Arguments) -> set[Node]:
+    """All nodes that read an operand, and that the operator stands for."""
+    found = set(site.nodes)
+    for name in ("input", "residual", "gate", "weight", "bias", "shift", "scale"):
+        value = getattr(site, name)
+        if value is None:
+            continue
+        used = getattr(arguments, name)
+        for step in _chain(value):
+            if step == used:
+                break
+            found.add(step.base if isinstance(step, Viewed) else step)
+    return found
+
+
+def _check_order(site: Site, after: Node | None) -> None:
+    if after is None or site.residual_out is None:
+        return
+    if site.y < after:
+        raise Left(f"{after.name} comes after the norm")
+    for user in site.residual_out.users:
+        if user not in site.nodes and user <= after:
+            raise Left(f"{user.name} uses the sum before {after.name} is there")
+
+
+def _check_effects(site: Site, arguments: Arguments, start: Node, effects: Effects) -> None:
+    if not effects.in_one_region(site.nodes):
+        raise Left("autocast or the gradient mode changes in between")
+    if effects.in_transform(site.norm):
+        raise Left("it is inside a torch.func transform")
+    if (node := effects.write_between(_nodes(arguments), start, site.y)) is not None:
+        raise Left(f"{node.name} writes into an operand in between")
+    # Backward reads these, where before it read what was computed of them.
+    modulation = [arguments.gate, arguments.shift, arguments.scale]
+    if (node := effects.write_between(_nodes(modulation), start)) is not None:
+        raise Left(f"{node.name} writes into a modulation later")
+    if site.residual_out is not None:
+        node = effects.write_between([site.residual_out], site.residual_out, site.y)
+        if node is not None:
+            raise Left(f"{node.name} writes into the sum before it is normalized")
+    inner = site.nodes - {site.y, site.residual_out}
+    if (node := effects.write_between(inner, start)) is not None:
+        raise Left(f"{node.name} writes into what is computed in between")
+
+
+def _operator_of(a: Arguments) -> Operator:
+    if a.is_modulated:
+        return operators.ADA_LAYER_NORM if a.residual is None else operators.ADD_ADA_LAYER_NORM
+    return operators.LAYER_NORM if a.residual is None else operators.ADD_LAYER_NORM
+
+
+# ---- The replacement -----------------------------------------------------------------------------
+
+
+class _Maker:
+    """Makes nodes where the graph inserts them, and takes them back."""
+
+    def __init__(self, graph: Graph, beside: Node, effects: Effects) -> None:
+        self._graph, self._beside, self._effects = graph, beside, effects
+        self._key = "example_value" if "example_value" in beside.meta else "val"
+        self._made: list[Node] = []
+
+    def make(self, target: Any, args: Any, kwargs: Any = None, kind: str = "call_function") -> Node:
+        node = self._graph.create_node(kind, target, args, kwargs or {})
+        self._made.append(node)
+        for name in _KEPT_META:
+            if name in self._beside.meta:
+                node.meta[name] = self._beside.meta[name]
+        node.meta[self._key] = example_of(node)
+        self._effects.place(node, self._beside)
+        return node
+
+    def undo(self) -> None:
+        while self._made:
+            self._graph.erase_node(self._made.pop())
+
+
+def example_of(node: Node) -> Any:
+    """What the node gives of the examples of its arguments; no guard comes of it."""
+    args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    fake_modes = (maybe_get_fake_mode(tensor) for tensor in tensors)
+    shape_envs = {mode.shape_env for mode in fake_modes if mode is not None}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for shape_env in filter(None, shape_envs):
+            stack.enter_context(shape_env.suppress_guards())
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effects) -> Node:
+    """Puts an operator where the site was, and returns its node.
+
+    Raises Left, with the graph as it was, where the operator gives another kind of tensor.
+    """
+    site, arguments = replacement.site, replacement.arguments
+    following = site.y if replacement.after is None else replacement.after.next
+    olds = [site.y] if site.residual_out is None else [site.y, site.residual_out]
+    maker = _Maker(graph, site.norm, effects)
+    try:
+        with graph.inserting_before(following):
+            if isinstance(arguments.scale, Viewed):
+                scale = arguments.scale.base
+                for view in arguments.scale.views:
+                    scale = maker.make(view.target, (scale, *view.args[1:]), view.kwargs, view.op)
+                arguments = arguments._replace(scale=scale)
+            node = maker.make(fused.overload, fused.lay_out(arguments))
+            outputs = [node]
+            if site.residual_out is not None:
+                outputs = [maker.make(operator.getitem, (node, i)) for i in range(2)]
+        for old, output in zip(olds, outputs, strict=True):
+            _check_alike(old, output)
+    except BaseException:
+        maker.undo()
+        raise
+    for old, output in zip(olds, outputs, strict=True):
+        old.replace_all_uses_with(output)
+    for old in olds:
+        erase(old, graph)
+    return node
+
+
+def _check_alike(old: Node, new: Node) -> None:
+    one, other = value_of(old), value_of(new)
+    for name in ("dtype", "device"):
+        if getattr(one, name) != getattr(other, name):
+            raise Left(f"{old.name} is of {name} {getattr(one, name)}, not {getattr(other, name)}")
+    if not are_equal(one.shape, other.shape):
+        raise Left(f"the shape is not known to be that of {old.name}")
+    # The stride of a dimension of one element says nothing.
+    counted = [i for i, size in enumerate(one.shape) if not are_equal([size], [1])]
+    if not are_equal(*([tensor.stride(i) for i in counted] for tensor in (one, other))):
+        raise Left(f"{old.name} is not contiguous")
+
+
+def erase(node: Node, graph: Graph) -> None:
+    """Erases a node that nothing uses, and what nothing uses then, as far as it is understood."""
+    if node._erased or node.users or read(node) is None:
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for input in inputs:
+        erase(input, graph)

@@ -1,0 +1,237 @@
+"""The layer norms of a graph, each with what surrounds it: a Site, found by the patterns.
+
+What is found here is not yet known to be safe or allowed: replace.py checks that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from . import patterns
+from .patterns import PARSED, Match, Viewed, matches
+from .reading import before_casts, dtype_of, is_finite_number, is_tensor, origin, read, value_of
+
+
+@dataclass
+class Site:
+    """One layer norm: the names of the patterns, each a node of the graph or None."""
+
+    norm: Node  # whose result is normalized
+    form: str  # how it is written
+    input: Node
+    normalized_ndim: int
+    weight: Node | None
+    bias: Node | None
+    eps: Any
+    y: Node  # the last node of what is computed in one piece
+    nodes: frozenset[Node] = frozenset()  # those that are replaced
+    residual_out: Node | None = None
+    residual: Node | None = None
+    gate: Node | None = None
+    shift: Node | None = None
+    scale: Node | Viewed | None = None
+    activation: str | None = None
+    factor: float = 1.0
+    notes: list[str] = field(default_factory=list)  # what was left, and why
+
+    @property
+    def x(self) -> Node:
+        """What is normalized."""
+        return self.input if self.residual_out is None else self.residual_out
+
+    @property
+    def normalized_shape(self) -> torch.Size:
+        shape = value_of(self.norm).shape
+        return shape[len(shape) - self.normalized_ndim :]
+
+    @property
+    def is_modulated(self) -> bool:
+        return self.shift is not None or self.scale is not None
+
+    @property
+    def fused(self) -> list[str]:
+        """What is computed together with the normalization, by name."""
+        names = ("residual", "gate", "scale", "shift", "activation")
+        found = [name for name in names if getattr(self, name) is not None]
+        return found + ["factor"] * (self.factor != 1.0)
+
+
+def are_equal(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Whether two shapes are known to be equal, without a guard."""
+    one, other = tuple(one), tuple(other)
+    return len(one) == len(other) and all(
+        statically_known_true(a == b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def broadcasts(one: Iterable[Any], to: Iterable[Any]) -> bool:
+    """Whether a shape is known to broadcast to another without enlarging it."""
+    one, to = tuple(one), tuple(to)
+    return len(one) <= len(to) and all(
+        statically_known_true(a == b) or statically_known_true(a == 1)
+        for a, b in zip(reversed(one), reversed(to), strict=False)
+    )
+
+
+def shape_of(value: Node | Viewed) -> torch.Size:
+    node = value.views[-1] if isinstance(value, Viewed) else value
+    return value_of(node).shape
+
+
+def find(node: Node) -> Site | None:
+    """The layer norm whose result this node gives, alone."""
+    call = read(node)
+    if call is None or not is_tensor(node):
+        return None
+    if call.name == "layer_norm":
+        input, weight, bias, eps = call.operands
+        if not is_tensor(input):
+            return None
+        form = getattr(node.target, "__name__", str(node.target))
+        nodes = frozenset({node})
+        site = Site(node, form, input, call.over, weight, bias, eps, y=node, nodes=nodes)
+        if form == "getitem":  # of several results
+            site.form = "native_layer_norm"
+            if len(node.args[0].users) > 1:  # type: ignore[union-attr]
+                site.notes.append("its statistics are used")
+        return site
+    for expression in patterns.NORMALIZED:
+        pattern = PARSED[expression]
+        if pattern.name == call.name:
+            for match in matches(pattern, node, Match({})):
+                return _written_out(node, match)
+    return None
+
+
+def _written_out(node: Node, match: Match) -> Site | None:
+    input, eps = match.values["x"], match.values["eps"]
+    ndim, dims = value_of(input).dim(), match.over
+    site = Site(node, "written out", input, len(dims), None, None, eps, y=node, nodes=match.nodes)
+    if dims != tuple(range(ndim - len(dims), ndim)):
+        site.notes.append(f"it normalizes over dimensions {list(dims)}, which are not the last")
+    return site
+
+
+def grow(site: Site) -> Site:
+    """The site with all that follows it and belongs to it."""
+    site = _modulated(site)
+    if not site.is_modulated and site.weight is None and site.bias is None:
+        site = _modulated(_affine(site))
+    if not site.is_modulated:
+        site = _activated(site)
+    for cast in _casts_behind(site.y):
+        site = replace(site, y=cast, nodes=site.nodes | {cast})
+    return site
+
+
+def _casts_behind(node: Node) -> Iterator[Node]:
+    while len(node.users) == 1:
+        (node,) = node.users
+        call = read(node)
+        if call is None or call.name not in ("cast", "same"):
+            return
+        yield node
+
+
+def _behind(site: Site, expressions: Iterable[str]) -> Iterator[tuple[str, Node, Match]]:
+    """The ways in which what follows the site is one of these expressions, the longest first."""
+    roots, frontier = [], [site.y]
+    for _ in range(6):  # more than any pattern is deep, with casts between its steps
+        frontier = [user for node in frontier for user in node.users if read(user) is not None]
+        roots += frontier
+    found = [
+        (expression, root, match)
+        for expression in expressions
+        for root in dict.fromkeys(roots)
+        if is_tensor(root)
+        for match in matches(PARSED[expression], root, Match({"norm": site.y}))
+        if are_equal(value_of(root).shape, value_of(site.norm).shape)
+    ]
+    found.sort(key=lambda way: len(way[2].nodes), reverse=True)
+    for expression, root, match in found:
+        if _is_closed(site.y, root, match.nodes):
+            yield expression, root, match
+        else:
+            note = f"{site.y.name} is used beside {expression!r}, too"
+            if note not in site.notes:
+                site.notes.append(note)
+
+
+def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
+    """Whether nothing between start and root is used elsewhere."""
+    pending = [start]
+    while pending:
+        users = pending.pop().users
+        if not all(user in nodes for user in users):
+            return False
+        pending += [user for user in users if user is not root]
+    return True
+
+
+def _modulated(site: Site) -> Site:
+    shape = value_of(site.norm).shape
+    for _, root, match in _behind(site, patterns.MODULATIONS):
+        scale, shift = match.values.get("scale"), match.values.get("shift")
+        if all(v is None or broadcasts(shape_of(v), shape) for v in (scale, shift)):
+            return replace(site, y=root, nodes=site.nodes | match.nodes, scale=scale, shift=shift)
+    return site
+
+
+def _affine(site: Site) -> Site:
+    shape = site.normalized_shape
+    for _, root, match in _behind(site, patterns.AFFINES):
+        weight, bias = match.values.get("weight"), match.values.get("bias")
+        if all(p is None or are_equal(shape_of(p), shape) for p in (weight, bias)):
+            return replace(site, y=root, nodes=site.nodes | match.nodes, weight=weight, bias=bias)
+    return site
+
+
+def _activated(site: Site) -> Site:
+    for expression, root, match in _behind(site, patterns.ACTIVATIONS):
+        activation = patterns.ACTIVATIONS[expression]
+        site = replace(site, y=root, nodes=site.nodes | match.nodes, activation=activation)
+        break
+    for _, root, match in _behind(site, patterns.FACTORS):
+        if is_finite_number(match.values["factor"]):
+            factor = float(match.values["factor"])
+            return replace(site, y=root, nodes=site.nodes | match.nodes, factor=factor)
+    return site
+
+
+def with_sum(site: Site) -> Iterator[Site]:
+    """The site with the addition that gives its input, gated or not; at last the site alone."""
+    x = origin(site.input)
+    casts = frozenset(before_casts(site.input, only_widening=True)) - {x}
+    for expression in patterns.SUMS:
+        for match in matches(PARSED[expression], x, Match({})):
+            input, residual = match.values["input"], match.values["residual"]
+            gate = match.values.get("gate")
+            residual = _of_dtype(residual, dtype_of(x))
+            if (
+                residual is not None
+                and are_equal(shape_of(residual), shape_of(x))
+                and are_equal(shape_of(input), shape_of(x))
+                and (gate is None or broadcasts(shape_of(gate), shape_of(x)))
+            ):
+                yield replace(
+                    site,
+                    nodes=site.nodes | match.nodes | casts,
+                    input=input,
+                    residual=residual,
+                    gate=gate,
+                    residual_out=x,
+                    notes=list(site.notes),
+                )
+    yield site
+
+
+def _of_dtype(node: Node, dtype: torch.dtype) -> Node | None:
+    """The node, or what it was widened from, whichever has this dtype."""
+    found = [n for n in before_casts(node, only_widening=True) if dtype_of(n) == dtype]
+    return found[-1] if found else None

@@ -1,0 +1,80 @@
+"""aten_layer_norm and its like: the forward pass in PyTorch's operators, the backward pass in ours.
+
+Under torch.compile an opaque forward operator keeps Inductor from fusing the elementwise operations
+around it, and at many widths Inductor's forward kernel is as fast. The backward kernels here are
+the faster ones at every width. Each operator that users call has a twin of the same schema for
+this: to a tracer its forward pass is PyTorch's operators, its backward pass layer_norm_backward and
+the other backward operators.
+
+They are operators, not a torch.autograd.Function, so that a graph with them can be kept in
+AOTAutograd's cache, under a name that no other variant has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import arguments, autocast, autograd, composite, formulas, load
+from .operators import (
+    ADA_LAYER_NORM,
+    ADD_ADA_LAYER_NORM,
+    ADD_LAYER_NORM,
+    LAYER_NORM,
+    Arguments,
+    Operator,
+    Results,
+)
+
+
+class _Forward(autograd._Forward):
+    """As the operators' own, but for the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+        a = Arguments(*args)
+        with autograd._lower_levels():
+            found = composite.forward(a)
+        return autograd._Forward.save(ctx, a, found)
+
+
+def _implementation(operator: Operator) -> Callable[..., Any]:
+    def implementation(*args: Any) -> Any:
+        a = operator.arguments(*args)
+        arguments.check(a)
+        tensors = (a.input, a.residual, a.weight, a.bias, a.gate, a.shift, a.scale)
+        if autograd._in_forward_mode():
+            return operator.outputs(formulas.forward(a))
+        if autograd._needs_grad(*tensors):
+            return operator.outputs(Results(*autograd._apply(_Forward, None, *a)))
+        return operator.outputs(composite.forward(a))
+
+    return implementation
+
+
+# What is defined here lives as long as this object.
+_library = torch.library.Library(load.NAMESPACE, "FRAGMENT")
+_twins: dict[Operator, Operator] = {}
+
+
+def _define(operator: Operator) -> Operator:
+    schema = str(operator.overload._schema).removeprefix(f"{load.NAMESPACE}::")
+    _library.define(f"aten_{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    name = f"aten_{operator.name}"
+    overload = getattr(load.operators, name).default
+    defined = operator._replace(overload=overload)
+    _library.impl(name, _implementation(defined), "CompositeImplicitAutograd")
+    for key in autocast._KEYS:
+        _library.impl(name, autocast._implementation(defined), key)
+    return defined
+
+
+for _operator in (LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM):
+    _twins[_operator] = _define(_operator)
+
+
+def twin(operator: Operator) -> Operator:
+    """The operator of the same schema and results whose forward pass is in PyTorch's operators."""
+    return _twins[operator]
