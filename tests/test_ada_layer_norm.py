@@ -250,6 +250,24 @@ def test_many_rows(shape, gated):
         numerics.check(modulated(shape, kind, gated=gated, dtypes=DTYPES[3]), "cuda")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_what_autograd_gives(kind):
+    """The formulas of reference.py, which everything here is judged by, in float64."""
+    x, residual, dy, dresidual = torch.randn(4, 3, 5, 16, dtype=F64)
+    gate, shift, scale = torch.randn(3, *KINDS[kind](3, 5, 16), dtype=F64)
+    weight, bias = torch.randn(2, 16, dtype=F64)
+    leaves = [t.requires_grad_() for t in (x, residual, gate, shift, scale, weight, bias)]
+    total = residual + gate * x
+    y = F.layer_norm(total, (16,), weight, bias) * (1 + scale) + shift
+    expected = torch.autograd.grad((y, total), leaves, (dy, dresidual))
+    modulation = (shift, scale, weight, bias)
+    torch.testing.assert_close(reference.gated_add(x, residual, gate), total)
+    torch.testing.assert_close(reference.ada_layer_norm(total, 1, *modulation).y, y)
+    dx, *others = reference.ada_layer_norm_backward(dy, total, 1, *modulation, dresidual=dresidual)
+    dinput, dgate = reference.gate_backward(dx, x, gate)
+    torch.testing.assert_close([dinput, dx, dgate, *others], list(expected))
+
+
 # ---- Rounding, and what a result depends on.
 
 
