@@ -22,7 +22,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, add_layer_norm, layer_norm
+from fused_layernorm import (
+    FusedAddLayerNorm,
+    FusedLayerNorm,
+    add_ada_layer_norm,
+    add_layer_norm,
+    layer_norm,
+)
 
 STEPS = 50
 BATCH, SEQUENCE, DIM = 4, 8, 32
@@ -255,6 +261,54 @@ def run(x, residual, weight, bias, add, options):
     rows = [output.to_local() if hasattr(output, "to_local") else output for output in outputs]
     loss = sum(x.float().sin().sum() for x in rows)
     return (*outputs, *torch.autograd.grad(loss, leaves))
+
+
+@case
+def modulated_rows_stay_sharded(rank, world, device):
+    """A modulation is sharded with the rows that it is of; its gradient is, or is a partial sum."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = mesh_of(device, world)
+    torch.manual_seed(0)
+    batch, tokens, cols = 2 * world, 3 * world, 6
+    sizes = [(batch, tokens, cols)] * 2  # input and residual
+    sizes += [(batch, 1, cols), (tokens, cols), (1, 1, cols), (cols,), (cols,)]
+    plain = [torch.randn(size, device=device).requires_grad_() for size in sizes]
+    copy, partial = Replicate(), Partial()
+    # Of gate, shift, scale, weight and bias, where the rows are sharded over a dimension.
+    placements = {0: [Shard(0), *[copy] * 4], 1: [copy, Shard(0), *[copy] * 3]}
+
+    def run(leaves):
+        outputs = add_ada_layer_norm(*leaves)
+        # The loss of a process is that of its own rows: nothing but the norm may communicate.
+        rows = [out.to_local() if hasattr(out, "to_local") else out for out in outputs]
+        loss = rows[0].sin().sum() + rows[1].cos().sum()
+        return [*outputs, *torch.autograd.grad(loss, leaves)]
+
+    expected = run(plain)
+    for dim, others in placements.items():
+        leaves = [
+            distribute_tensor(t.detach(), mesh, [placement]).requires_grad_()
+            for t, placement in zip(plain, [Shard(dim), Shard(dim), *others], strict=True)
+        ]
+        with CommDebugMode() as communication:
+            found = run(leaves)
+        assert communication.get_total_counts() == 0, communication.get_comm_counts()
+        gradients = [partial if placement == copy else placement for placement in others]
+        of = [*[Shard(dim)] * 4, *gradients]
+        for f, e, placement in zip(found, expected, of, strict=True):
+            assert f.placements == (placement,), (f, placement)
+            torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
+        # The gradient of a frozen argument is not computed.
+        for i in range(len(leaves)):
+            frozen = [leaf.detach().requires_grad_(i == j) for j, leaf in enumerate(leaves)]
+            y, _ = add_ada_layer_norm(*frozen)
+            stock, _ = add_ada_layer_norm(*plain)
+            (f,) = torch.autograd.grad(y.to_local().sin().sum(), frozen[i])
+            (e,) = torch.autograd.grad(stock.sin().sum(), plain[i])
+            assert f.placements == (of[2 + i],)
+            torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
 
 
 @case
