@@ -241,7 +241,7 @@ def _serve(
             activation,
             scale,
             out_dtype,
-            **_residual(residual),
+            **_tensors(residual),
         )
         return _call(LAYER_NORM if residual is None else ADD_LAYER_NORM, a)
     try:
@@ -288,13 +288,16 @@ def _serve(
             activation,
             scale,
             out_dtype,
-            **_residual(residual),
+            **_tensors(residual),
         ) from None
 
 
-def _residual(residual: Tensor | None) -> dict[str, Any]:
-    """What arguments.settle is to know by name: that there is a residual, or none."""
-    return {} if residual is None else {"residual": residual}
+def _tensors(
+    residual: Any, gate: Any = None, shift: Any = None, scale: Any = None
+) -> dict[str, Any]:
+    """What arguments.settle is to know by name. There may be no residual, but not beside a gate."""
+    tensors = {"gate": gate, "shift": shift, "scale": scale}
+    return tensors if residual is None and gate is None else {"residual": residual, **tensors}
 
 
 def _call(operator: Operator, a: Arguments) -> Any:
@@ -324,7 +327,7 @@ def _serve_ada(
             normalized_shape,
             out_dtype=out_dtype,
             is_ada=True,
-            **_ada_tensors(residual, gate, shift, scale),
+            **_tensors(residual, gate, shift, scale),
         )
         return _call(ADD_ADA_LAYER_NORM if takes_residual else ADA_LAYER_NORM, a)
     try:
@@ -336,11 +339,12 @@ def _serve_ada(
         if _dispatch_modes() and torch.onnx.is_in_onnx_export():
             options = Options(ndim, eps, out_dtype=out_dtype)
             return _in_onnx(Arguments(input, residual, weight, bias, options, gate, shift, scale))
+        last = () if out_dtype is None else (out_dtype,)  # a default costs time where it is given
         if takes_residual:
             return _add_ada_layer_norm(
-                input, residual, gate, ndim, shift, scale, weight, bias, eps, out_dtype
+                input, residual, gate, ndim, shift, scale, weight, bias, eps, *last
             )
-        return _ada_layer_norm(input, ndim, shift, scale, weight, bias, eps, out_dtype)
+        return _ada_layer_norm(input, ndim, shift, scale, weight, bias, eps, *last)
     except Exception as error:
         raise arguments.explain(
             error,
@@ -351,14 +355,8 @@ def _serve_ada(
             normalized_shape,
             out_dtype=out_dtype,
             is_ada=True,
-            **_ada_tensors(residual, gate, shift, scale),
+            **_tensors(residual, gate, shift, scale),
         ) from None
-
-
-def _ada_tensors(residual: Any, gate: Any, shift: Any, scale: Any) -> dict[str, Any]:
-    """What arguments.settle is to know by name; without a gate there may be no residual."""
-    tensors = {"gate": gate, "shift": shift, "scale": scale}
-    return tensors if residual is None and gate is None else {"residual": residual, **tensors}
 
 
 def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:

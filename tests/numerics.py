@@ -207,8 +207,8 @@ def ours(t, *, backward=True):
             out = forward(t)
         names = ("y",) if t.residual is None else ("y", "residual_out")
         return dict(zip(names, (out,) if t.residual is None else out, strict=True))
-    names = ("x", "weight", "bias", "residual", "shift", "scale", "gate")
-    leaves = replace(t, **{name: _leaf(getattr(t, name)) for name in names})
+    inputs = ("x", "weight", "bias", "residual", "shift", "scale", "gate")
+    leaves = replace(t, **{name: _leaf(getattr(t, name)) for name in inputs})
     out = forward(leaves)
     results = {}
     if t.residual is None:
@@ -297,8 +297,7 @@ def stock(t, found, *, backward=True):
 
         past = _past_the_gate(gate_backward, found, found["dresidual"], dx)
         results["dx"], results["dgate"] = past
-    names = ("weight", "bias", "shift", "scale")
-    for name, leaf in zip(names, leaves[1:], strict=True):
+    for name, leaf in zip(("weight", "bias", "shift", "scale"), leaves[1:], strict=True):
         if leaf is not None:
             results[f"d{name}"] = leaf.grad
     return results
@@ -319,8 +318,8 @@ def exact(t, found=None, *, backward=True):
         results["y"] = reference.layer_norm(x, *args).y
     if not backward:
         return results
-    run = reference.ada_layer_norm_backward if p.is_ada else reference.layer_norm_backward
-    gradients: Any = run(t.dy, x, *args, dresidual=t.dresidual)
+    run: Any = reference.ada_layer_norm_backward if p.is_ada else reference.layer_norm_backward
+    gradients = run(t.dy, x, *args, t.dresidual)
     results |= gradients._asdict()
     if t.residual is not None:
         results["dresidual"] = gradients.dx

@@ -1,9 +1,10 @@
 """ada_layer_norm and add_ada_layer_norm: results and gradients of every kind of modulation.
 
-What surrounds them (derivatives of every order, compilers, autocast) is in test_ada_citizens.py.
+Derivatives of every order, compilers and autocast are in test_ada_integrations.py.
 """
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numerics
@@ -12,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from numerics import Problem
 
-from fused_layernorm import ada_layer_norm, add_ada_layer_norm, add_layer_norm, layer_norm
+from fused_layernorm import (
+    ada_layer_norm,
+    add_ada_layer_norm,
+    add_layer_norm,
+    layer_norm,
+    reference,
+)
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 ops = torch.ops.fused_layernorm
@@ -57,21 +64,21 @@ def ids(value):
     return str(value).removeprefix("torch.")
 
 
-def modulated(b, s, d, kind="sample", *, gated=False, dtypes=DTYPES[0], **others):
+def modulated(shape, kind="sample", *, gated=False, dtypes=DTYPES[0], **others):
     """A problem whose modulations are all of one kind, unless `others` has their shapes."""
     input_dtype, residual_dtype, modulation_dtype, weight_dtype = dtypes
-    shape = KINDS[kind](b, s, d)
+    modulation = KINDS[kind](*shape)
     problem: dict[str, Any] = {
         "dtype": input_dtype,
         "modulation_dtype": modulation_dtype,
         "weight_dtype": weight_dtype,
         "affine": "none" if weight_dtype is None else "both",
-        "shift": shape,
-        "scale_by": shape,
+        "shift": modulation,
+        "scale_by": modulation,
     }
     if gated:
-        problem |= {"residual_dtype": residual_dtype, "gate": shape}
-    return Problem((b, s, d), **{**problem, **others})
+        problem |= {"residual_dtype": residual_dtype, "gate": modulation}
+    return Problem(shape, **{**problem, **others})
 
 
 # ---- Accuracy.
@@ -82,7 +89,7 @@ def modulated(b, s, d, kind="sample", *, gated=False, dtypes=DTYPES[0], **others
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cols", [48, 100])
 def test_every_kind(device, cols, kind, gated, dtypes):
-    numerics.check(modulated(4, 6, cols, kind, gated=gated, dtypes=dtypes), device)
+    numerics.check(modulated((4, 6, cols), kind, gated=gated, dtypes=dtypes), device)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +97,7 @@ def test_every_kind(device, cols, kind, gated, dtypes):
 )
 def test_different_groups(device, kinds):
     shift, scale, gate = (KINDS[kind](4, 6, 64) for kind in kinds)
-    problem = modulated(4, 6, 64, gated=True, shift=shift, scale_by=scale, gate=gate)
+    problem = modulated((4, 6, 64), gated=True, shift=shift, scale_by=scale, gate=gate)
     numerics.check(problem, device)
 
 
@@ -119,14 +126,14 @@ def test_several_normalized_dimensions(device, shape, gated):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
 def test_dtypes(device, dtypes, gated):
     for cols in (33, 256):
-        numerics.check(modulated(3, 20, cols, gated=gated, dtypes=dtypes), device)
+        numerics.check(modulated((3, 20, cols), gated=gated, dtypes=dtypes), device)
 
 
 @pytest.mark.parametrize("out_dtype", [F32, BF16, F64], ids=ids)
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_out_dtype(device, gated, out_dtype):
     for dtypes in (DTYPES[0], DTYPES[3]):
-        problem = modulated(3, 20, 64, gated=gated, dtypes=dtypes, out_dtype=out_dtype)
+        problem = modulated((3, 20, 64), gated=gated, dtypes=dtypes, out_dtype=out_dtype)
         numerics.check(problem, device)
 
 
@@ -135,7 +142,7 @@ def test_out_dtype(device, gated, out_dtype):
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3]], ids=ids)
 def test_layouts_of_modulations(device, layout, kind, dtypes):
     for cols in (64, 75):
-        problem = modulated(3, 7, cols, kind, gated=True, dtypes=dtypes, modulation_layout=layout)
+        problem = modulated((3, 7, cols), kind, gated=True, dtypes=dtypes, modulation_layout=layout)
         numerics.check(problem, device)
 
 
@@ -145,8 +152,8 @@ def test_expanded_modulations(device):
     leaf = torch.randn(3, 1, 32, device=device)
     expanded = [leaf.expand(3, 5, 32).detach().requires_grad_() for _ in "st"]
     whole = [leaf.expand(3, 5, 32).contiguous().requires_grad_() for _ in "st"]
-    for modulation in (expanded, whole):
-        ada_layer_norm(x, *modulation).backward(dy)
+    for shift, scale in (expanded, whole):
+        ada_layer_norm(x, shift, scale).backward(dy)
     for one, other in zip(expanded, whole, strict=True):
         assert one.grad is not None
         assert other.grad is not None
@@ -169,13 +176,13 @@ def test_absent_arguments(device, present):
     )
     numerics.check(problem, device)
     if not gate and (shift or scale):
-        numerics.check(numerics.replace(problem, residual_dtype=None), device)
+        numerics.check(replace(problem, residual_dtype=None), device)
 
 
 @pytest.mark.parametrize("affine", ["weight", "bias"])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_one_parameter(device, gated, affine):
-    numerics.check(modulated(3, 7, 40, gated=gated, affine=affine), device)
+    numerics.check(modulated((3, 7, 40), gated=gated, affine=affine), device)
 
 
 def test_without_any_modulation_it_is_layer_norm(device):
@@ -194,7 +201,7 @@ def test_without_any_modulation_it_is_layer_norm(device):
 
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_large_mean_keeps_its_accuracy(device, gated):
-    numerics.check(modulated(3, 9, 256, gated=gated, mean=1e4), device)
+    numerics.check(modulated((3, 9, 256), gated=gated, mean=1e4), device)
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
@@ -202,7 +209,7 @@ def test_large_mean_keeps_its_accuracy(device, gated):
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
 def test_groups(device, groups, cols, gated):
     for kind in ("sample", "all"):
-        numerics.check(modulated(*groups, cols, kind, gated=gated), device)
+        numerics.check(modulated((*groups, cols), kind, gated=gated), device)
 
 
 @pytest.mark.gpu
@@ -214,7 +221,8 @@ def test_every_width(cols, dtypes, gated):
     for d in (cols - 1, cols, cols + 1):
         if d > 0:
             for kind in ("sample", "token"):
-                problem = modulated(3, 1 + 4096 // (3 * d), d, kind, gated=gated, dtypes=dtypes)
+                shape = (3, 1 + 4096 // (3 * d), d)
+                problem = modulated(shape, kind, gated=gated, dtypes=dtypes)
                 numerics.check(problem, "cuda")
 
 
@@ -224,14 +232,14 @@ def test_every_width(cols, dtypes, gated):
 @pytest.mark.parametrize("cols", [1, 64, 1024, 1152, 3072, 8193])
 @pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
 def test_groups_at_every_strategy(kind, cols, groups, gated):
-    numerics.check(modulated(*groups, cols, kind, gated=gated, dtypes=DTYPES[3]), "cuda")
+    numerics.check(modulated((*groups, cols), kind, gated=gated, dtypes=DTYPES[3]), "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize("shape", [(1, 3, 262_144), (2, 2, 1_000_003), (1, 1, 4_194_304)], ids=str)
 def test_long_rows(shape, gated):
-    numerics.check(modulated(*shape, gated=gated), "cuda")
+    numerics.check(modulated(shape, gated=gated), "cuda")
 
 
 @pytest.mark.gpu
@@ -239,7 +247,25 @@ def test_long_rows(shape, gated):
 @pytest.mark.parametrize("shape", [(2, 100_000, 64), (1, 16_384, 1152), (300, 257, 256)], ids=str)
 def test_many_rows(shape, gated):
     for kind in ("all", "sample", "position"):
-        numerics.check(modulated(*shape, kind, gated=gated, dtypes=DTYPES[3]), "cuda")
+        numerics.check(modulated(shape, kind, gated=gated, dtypes=DTYPES[3]), "cuda")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_what_autograd_gives(kind):
+    """The formulas of reference.py, which everything here is judged by, in float64."""
+    x, residual, dy, dresidual = torch.randn(4, 3, 5, 16, dtype=F64)
+    gate, shift, scale = torch.randn(3, *KINDS[kind](3, 5, 16), dtype=F64)
+    weight, bias = torch.randn(2, 16, dtype=F64)
+    leaves = [t.requires_grad_() for t in (x, residual, gate, shift, scale, weight, bias)]
+    total = residual + gate * x
+    y = F.layer_norm(total, (16,), weight, bias) * (1 + scale) + shift
+    expected = torch.autograd.grad((y, total), leaves, (dy, dresidual))
+    modulation = (shift, scale, weight, bias)
+    torch.testing.assert_close(reference.gated_add(x, residual, gate), total)
+    torch.testing.assert_close(reference.ada_layer_norm(total, 1, *modulation).y, y)
+    dx, *others = reference.ada_layer_norm_backward(dy, total, 1, *modulation, dresidual=dresidual)
+    dinput, dgate = reference.gate_backward(dx, x, gate)
+    torch.testing.assert_close([dinput, dx, dgate, *others], list(expected))
 
 
 # ---- Rounding, and what a result depends on.
@@ -276,8 +302,8 @@ def test_results_are_contiguous(device):
     assert y.is_contiguous()
     assert residual_out.is_contiguous()
     assert ada_layer_norm(x, scale, scale).is_contiguous()
-    plain = [t.contiguous() for t in (x, x, scale, scale, scale)]
-    torch.testing.assert_close((y, residual_out), add_ada_layer_norm(*plain))
+    x, scale = x.contiguous(), scale.contiguous()
+    torch.testing.assert_close((y, residual_out), add_ada_layer_norm(x, x, scale, scale, scale))
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
@@ -286,7 +312,7 @@ def test_results_are_contiguous(device):
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3]], ids=ids)
 def test_every_call_gives_the_same_bits(device, cols, kind, gated, dtypes):
     b, s = (3, 40) if device == "cpu" else (5, 301)
-    t = numerics.make(modulated(b, s, cols, kind, gated=gated, dtypes=dtypes), device)
+    t = numerics.make(modulated((b, s, cols), kind, gated=gated, dtypes=dtypes), device)
     first = numerics.ours(t)
     for _ in range(3):
         for name, again in numerics.ours(t).items():
@@ -298,7 +324,7 @@ def test_every_call_gives_the_same_bits(device, cols, kind, gated, dtypes):
 @pytest.mark.parametrize("shape", [(2, 50_000, 64), (150, 40, 1152), (2, 9, 262_144)], ids=str)
 def test_every_large_call_gives_the_same_bits(shape, gated):
     for kind in ("all", "sample", "position"):
-        t = numerics.make(modulated(*shape, kind, gated=gated), "cuda")
+        t = numerics.make(modulated(shape, kind, gated=gated), "cuda")
         first = numerics.ours(t)
         for name, again in numerics.ours(t).items():
             assert torch.equal(again, first[name]), name
@@ -314,10 +340,10 @@ def test_a_sample_does_not_depend_on_its_batch(device, cols, kind, gated):
     places on another number of samples: they agree to the rounding.
     """
     b, s = (5, 4) if device == "cpu" else (301, 9)
-    t = numerics.make(modulated(b, s, cols, kind, gated=gated), device)
+    t = numerics.make(modulated((b, s, cols), kind, gated=gated), device)
     whole = numerics.ours(t)
     for sample in (0, b // 2, b - 1):
-        one = numerics.replace(
+        one = replace(
             t,
             **{
                 name: getattr(t, name)[sample : sample + 1].clone()
@@ -359,7 +385,7 @@ def test_a_row_does_not_depend_on_its_place(device, gated):
 @pytest.mark.parametrize("cols", [1, 31, 64, 1000, 1152, 4096, 5001, 40000, 300_000])
 def test_every_element_is_written(poison, cols, kind):
     """The memory of the results, the gradients and the workspace held NaN before the call."""
-    problem = modulated(7, 11, cols, kind, gated=True)
+    problem = modulated((7, 11, cols), kind, gated=True)
     t = numerics.make(problem, "cuda")
     found = numerics.ours(t)
     expected = numerics.exact(t, found)
@@ -386,7 +412,7 @@ def masks(names):
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_only_what_requires_grad_gets_it(device, gated, kind):
     """Of every combination of arguments."""
-    t = numerics.make(modulated(2, 3, 24, kind, gated=gated), device)
+    t = numerics.make(modulated((2, 3, 24), kind, gated=gated), device)
     names = ADD_ADA if gated else ADA
     everything = numerics.ours(t)
     for mask in masks(names):
@@ -394,7 +420,7 @@ def test_only_what_requires_grad_gets_it(device, gated, kind):
             name: getattr(t, name).detach().requires_grad_(needed)
             for name, needed in zip(names, mask, strict=True)
         }
-        outputs = numerics.forward(numerics.replace(t, **leaves))
+        outputs = numerics.forward(replace(t, **leaves))
         torch.autograd.backward(outputs, (t.dy, t.dresidual) if gated else (t.dy,))
         for (name, leaf), needed in zip(leaves.items(), mask, strict=True):
             assert (leaf.grad is not None) == needed
@@ -405,7 +431,7 @@ def test_only_what_requires_grad_gets_it(device, gated, kind):
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_output_used(device, used):
     """A gradient that reaches only y, or only residual_out."""
-    t = numerics.make(modulated(2, 3, 24, gated=True), device)
+    t = numerics.make(modulated((2, 3, 24), gated=True), device)
     leaves = [getattr(t, name).detach().double().requires_grad_() for name in ADD_ADA]
     found = torch.autograd.grad(
         add_ada_layer_norm(*leaves)[used].sin().sum(), leaves, allow_unused=True
@@ -433,7 +459,9 @@ def saved(t):
 @pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3]], ids=ids)
 def test_masks_of_the_operator(device, dtypes, kind, gated):
-    t = numerics.make(modulated(5, 9, 200, kind, gated=gated, dtypes=dtypes, affine="both"), device)
+    t = numerics.make(
+        modulated((5, 9, 200), kind, gated=gated, dtypes=dtypes, affine="both"), device
+    )
     args = saved(t)
     everything = ops.ada_layer_norm_backward(*args, *[True] * 5)
     of = (t.x, t.shift, t.scale, t.weight, t.bias)
@@ -459,7 +487,7 @@ def test_gate_backward(device, kind, mask):
     dinput, dgate = ops.gate_backward(d, input, gate, *mask)
     assert dinput.dtype == BF16
     assert dgate.dtype == F32
-    expected = numerics.reference.gate_backward(d, input, gate)
+    expected = reference.gate_backward(d, input, gate)
     if mask[0]:
         torch.testing.assert_close(dinput.double(), expected.dinput, rtol=2**-8, atol=2**-8)
     if mask[1]:
@@ -586,11 +614,11 @@ def test_rows_of_one_column_and_constant_rows(device):
 def test_empty(device, kind, shape):
     of = KINDS[kind](*shape)
     x, residual = (torch.randn(shape, device=device, requires_grad=True) for _ in "xr")
-    modulations = [torch.randn(of, device=device, requires_grad=True) for _ in "gst"]
+    gate, shift, scale = (torch.randn(of, device=device, requires_grad=True) for _ in "gst")
     weight, bias = (torch.randn(shape[-1:], device=device, requires_grad=True) for _ in "wb")
-    y, residual_out = add_ada_layer_norm(x, residual, *modulations, weight, bias)
+    y, residual_out = add_ada_layer_norm(x, residual, gate, shift, scale, weight, bias)
     assert y.shape == residual_out.shape == shape
-    leaves = (x, residual, *modulations, weight, bias)
+    leaves = (x, residual, gate, shift, scale, weight, bias)
     for leaf, gradient in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
         assert gradient.shape == leaf.shape
         assert gradient.eq(0).all()
@@ -609,10 +637,10 @@ def test_strided_input(device, gated):
         lambda t: t.mT.contiguous().mT,
         lambda t: torch.cat([t, t], -1)[..., :64],
     ):
-        t = numerics.make(modulated(3, 5, 64, gated=gated), device)
+        t = numerics.make(modulated((3, 5, 64), gated=gated), device)
         expected = numerics.ours(t)
         names = [name for name in ("x", "residual", "dy") if getattr(t, name) is not None]
-        strided = numerics.replace(t, **{name: view(getattr(t, name)) for name in names})
+        strided = replace(t, **{name: view(getattr(t, name)) for name in names})
         assert torch.equal(strided.x, t.x)
         assert not strided.x.is_contiguous()
         for name, result in numerics.ours(strided).items():
@@ -625,7 +653,7 @@ def test_strided_input(device, gated):
 @pytest.mark.parametrize("kind", ["all", "sample", "token"])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
 def test_gate_of_add_layer_norm(device, dtypes, kind):
-    t = numerics.make(modulated(3, 5, 64, kind, gated=True, dtypes=dtypes), device)
+    t = numerics.make(modulated((3, 5, 64), kind, gated=True, dtypes=dtypes), device)
     args = (t.weight, t.bias)
     found = add_layer_norm(t.x, t.residual, *args, gate=t.gate, normalized_shape=(64,))
     expected = add_ada_layer_norm(t.x, t.residual, t.gate, None, None, *args)
@@ -638,7 +666,7 @@ def test_gate_of_add_layer_norm(device, dtypes, kind):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
 def test_gate_beside_an_activation(device, dtypes, options):
     """Of any dtypes that are taken without one, and with every gradient."""
-    t = numerics.make(modulated(3, 5, 64, gated=True, dtypes=dtypes), device)
+    t = numerics.make(modulated((3, 5, 64), gated=True, dtypes=dtypes), device)
     names = [
         name for name in ("x", "residual", "weight", "bias", "gate") if getattr(t, name) is not None
     ]
