@@ -450,7 +450,10 @@ def main(argv: list[str] | None = None) -> None:
         path = results.default_path(torch.cuda.get_device_name())
     if path is not None:
         if arguments.add:
-            part = merged(results.read(path).get("models", {}), part)
+            old = results.read(path).get("models", {})
+            part = merged(old, part)
+            if old and old["csrc_sha256"] != part["csrc_sha256"]:
+                print(f"left out: {len(old['rows'])} rows of other code than this")
         results.update(path, "models", part)
         print(f"written: {path}")
 

@@ -90,7 +90,7 @@ def operators(case: Case, *, statistics: bool = False) -> tuple[str, ...]:
     if case.backward:
         if not case.modulated:
             return ("layer_norm_backward",)
-        return ("ada_layer_norm_backward", *(("gate_backward",) if case.residual else ()))
+        return ("add_ada_layer_norm_backward" if case.residual else "ada_layer_norm_backward",)
     name = ("add_" if case.residual else "") + ("ada_" if case.modulated else "") + "layer_norm"
     return (f"{name}_forward" if statistics else name,)
 
@@ -156,14 +156,13 @@ def _modulated(case: Case, t: Inputs, statistics: bool) -> Call:
         "needs_dx": True, "needs_dshift": True, "needs_dscale": True,
         "needs_dweight": False, "needs_dbias": False,
     }  # fmt: skip
-    norm_backward = ops.ada_layer_norm_backward.default
+    operator = getattr(ops, operators(case)[0]).default
     if not case.residual:
-        return lambda: norm_backward(**arguments)[:3]
-    gate_backward = ops.gate_backward.default
+        return lambda: operator(**arguments)[:3]
+    arguments |= {"input": t.input, "gate": t.gate, "needs_dinput": True, "needs_dgate": True}
 
     def call() -> tuple[torch.Tensor, ...]:
-        dresidual, dshift, dscale = norm_backward(**arguments)[:3]
-        dinput, dgate = gate_backward(dresidual, t.input, t.gate, True, True)
+        dresidual, dinput, dgate, dshift, dscale = operator(**arguments)[:5]
         return dinput, dresidual, dgate, dshift, dscale
 
     return call

@@ -16,7 +16,17 @@ from typing import Any
 from benchmarks import plot as picture
 from benchmarks import results
 from benchmarks.cases import PER_TOKEN
-from benchmarks.plot import SMALLEST, Row, draw, largest_by_cols, newest
+from benchmarks.plot import (
+    LINES,
+    SMALLEST,
+    Curve,
+    Row,
+    curve,
+    curves,
+    draw,
+    largest_by_cols,
+    newest,
+)
 
 PAGE = results.ROOT / "docs" / "benchmarks.md"
 PLOTS = results.ROOT / "docs" / "plots"
@@ -83,6 +93,15 @@ def plot_path(types: str) -> Path:
     return PLOTS / f"bandwidth-{types.replace(', ', '-').replace(' ', '-')}.svg"
 
 
+def roofline_path() -> Path:
+    return PLOTS / "roofline.svg"
+
+
+def relative(path: Path) -> str:
+    """A picture as the page names it."""
+    return path.relative_to(PAGE.parent).as_posix()
+
+
 def stamp(report: dict[str, Any]) -> str:
     """What a plot carries inside, to be known as that of a results file."""
     return f"{report['device']} {report['date']} {report['csrc_sha256']}"
@@ -92,10 +111,33 @@ def plot(report: dict[str, Any], types: str) -> None:
     """Achieved bandwidth against columns, of one combination of dtypes."""
     draw(
         f"LayerNorm on one {report['device']}, {types}",
-        lambda op: points(report["rows"], op, types),
+        lambda op: curves(points(report["rows"], op, types)),
         plot_path(types),
         {"Date": None, "Description": stamp(report)},
         **{"svg.fonttype": "none"},  # letters stay letters
+    )
+
+
+def roofline_curves(rows: list[Row], op: str) -> list[Curve]:
+    """Ours, a curve for each combination of dtypes, under copy speed as the roof."""
+    key, label, style = LINES[0]
+    drawn = [points(rows, op, types) for types in plotted_types(rows)]
+    roof = largest_by_cols([row for part in drawn for row in part], lambda row: True)
+    made: list[Curve] = [(label, style, *curve(roof, key))]
+    for types, part in zip(plotted_types(rows), drawn, strict=True):
+        cols, speeds = curve(part, "ours_us")
+        if cols:
+            made.append((types, {"marker": "o", "linewidth": 1.8}, cols, speeds))
+    return made
+
+
+def plot_roofline(report: dict[str, Any]) -> None:
+    draw(
+        f"fused_layernorm on one {report['device']}, by dtype",
+        lambda op: roofline_curves(report["rows"], op),
+        roofline_path(),
+        {"Date": None, "Description": stamp(report)},
+        **{"svg.fonttype": "none"},
     )
 
 
@@ -160,9 +202,11 @@ def plots(report: dict[str, Any]) -> list[str]:
         f"Tensors of {SMALLEST >> 20} MB and more; of several with the same columns the largest. "
         "A curve is of one dtype.",
         "",
+        f"![Bandwidth of each dtype under copy speed]({relative(roofline_path())})",
+        "",
     ]
     for types in plotted_types(report["rows"]):
-        path = plot_path(types).relative_to(PAGE.parent).as_posix()
+        path = relative(plot_path(types))
         lines += [f"![Bandwidth against columns, {types}]({path})", ""]
     return lines
 
@@ -236,26 +280,37 @@ def falls_short(report: dict[str, Any]) -> list[str]:
         ),
         "",
     ]
-    sweep = report.get("sweep")
-    if sweep:
-        body = [
-            [
-                *name(row),
-                us(row["ours_us"]),
-                us(row["eager_us"]),
-                times(row["eager_us"], row["ours_us"]),
-            ]
-            for row in sweep["worst"]
-        ]
-        lines += [
-            f"Of {sweep['points']:,} shapes timed against eager PyTorch, forward and backward, "
-            f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower. The "
-            "least gain:",
-            "",
-            *table([*header, "ours", "eager", "x eager"], body, left=3),
-            "",
-        ]
+    for found, other, what in (
+        ("sweep", "eager", "eager PyTorch"),
+        ("sweep_compile", "compile", "torch.compile"),
+    ):
+        if sweep := report.get(found):
+            lines += swept(sweep, other, what)
     return lines
+
+
+def swept(sweep: dict[str, Any], other: str, what: str) -> list[str]:
+    """How many points of a sweep are slower than something else, and the least gain."""
+    body = [
+        [
+            title(row["op"]),
+            size(row),
+            types_of(row),
+            us(row["ours_us"]),
+            us(row[f"{other}_us"]),
+            times(row[f"{other}_us"], row["ours_us"]),
+        ]
+        for row in sweep["worst"]
+    ]
+    header = ["operator", "rows x columns", "dtype", "ours", other, f"x {other}"]
+    return [
+        f"Of {sweep['points']:,} shapes timed against {what}, forward and backward, "
+        f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower. The "
+        "least gain:",
+        "",
+        *table(header, body, left=3),
+        "",
+    ]
 
 
 WAYS = {
@@ -344,8 +399,7 @@ def models(report: dict[str, Any]) -> list[str]:
     header = ["model", "mode", "variant", "wall", "device", "of it LayerNorm", "kernels"]
     drawn = []
     if picture.has_block(report):
-        path = picture.BLOCK_PICTURE.relative_to(PAGE.parent).as_posix()
-        drawn = [f"![Device time of a block of DiT]({path})", ""]
+        drawn = [f"![Device time of a block of DiT]({relative(picture.BLOCK_PICTURE)})", ""]
     return [
         "## Whole models",
         "",
@@ -370,7 +424,7 @@ def outdated(report: dict[str, Any]) -> list[str]:
     found = []
     if not PAGE.exists() or PAGE.read_text() != page(report):
         found.append(f"{PAGE.name} is not what the results file gives")
-    wanted = {plot_path(types) for types in plotted_types(report["rows"])}
+    wanted = {plot_path(types) for types in plotted_types(report["rows"])} | {roofline_path()}
     for path in sorted(wanted | set(PLOTS.glob("*.svg"))):
         if path not in wanted:
             found.append(f"{path.name} is no plot of the results file")
@@ -394,6 +448,7 @@ def main(argv: list[str] | None = None) -> None:
         path.unlink()
     for types in plotted_types(report["rows"]):
         plot(report, types)
+    plot_roofline(report)
     PAGE.write_text(page(report))
     print(f"written: {PAGE} and {PLOTS}")
 

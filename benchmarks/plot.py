@@ -62,14 +62,23 @@ def curve(rows: Iterable[Row], key: str) -> tuple[list[int], list[float]]:
     return cols, speeds
 
 
+Curve = tuple[str, dict[str, Any], list[int], list[float]]  # label, style, columns, TB/s
+
+
+def curves(rows: list[Row]) -> list[Curve]:
+    """Copy speed, ours, torch.compile and eager of the rows, those that they have."""
+    made = [(label, style, *curve(rows, key)) for key, label, style in LINES]
+    return [one for one in made if one[2]]
+
+
 def draw(
     title: str,
-    rows_of: Callable[[str], list[Row]],
+    curves_of: Callable[[str], list[Curve]],
     output: Path,
     metadata: dict[str, str | None] | None,
     **style: Any,
 ) -> None:
-    """Achieved bandwidth against columns, forward beside backward; rows_of(op) are the points.
+    """Achieved bandwidth against columns, forward beside backward; curves_of(op) are drawn.
 
     `style` has matplotlib's rcParams beside its own.
     """
@@ -83,11 +92,8 @@ def draw(
     with matplotlib.rc_context(style):  # type: ignore[arg-type,unused-ignore]
         figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
         for axis, op in zip(axes, ("forward", "backward"), strict=True):
-            rows = rows_of(op)
-            for key, label, line in LINES:
-                cols, speeds = curve(rows, key)
-                if cols:
-                    axis.plot(cols, speeds, label=label, markersize=4.5, **line)
+            for label, line, cols, speeds in curves_of(op):
+                axis.plot(cols, speeds, label=label, markersize=4.5, **line)
             axis.set_xscale("log", base=2)
             ticks = [64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304]
             axis.set_xticks(ticks, ["64", "256", "1K", "4K", "16K", "64K", "256K", "1M", "4M"])
@@ -108,16 +114,19 @@ def draw(
 
 
 def points(report: dict[str, Any], op: str) -> list[Row]:
-    """The rows of the picture: cases with a target; those that guard other dtypes have none."""
-    return largest_by_cols(
-        report["rows"], lambda row: row["op"] == op and results.case_of(row).target is not None
-    )
+    """The rows of the picture: cases of one dtype with a target."""
+
+    def wanted(row: Row) -> bool:
+        case = results.case_of(row)
+        return case.op == op and case.target is not None and not case.mixed
+
+    return largest_by_cols(report["rows"], wanted)
 
 
 def plot(report: dict[str, Any], output: Path) -> None:
     draw(
         f"LayerNorm on one {report['device']}: bfloat16 and float32 tensors of 16 MB to 1 GB",
-        lambda op: points(report, op),
+        lambda op: curves(points(report, op)),
         output,
         {"Date": None} if output.suffix == ".svg" else None,
         **{"axes.spines.top": False, "axes.spines.right": False},

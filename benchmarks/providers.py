@@ -6,6 +6,7 @@ such operator. All of them run without autograd on the same inputs, mean and rst
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -228,15 +229,52 @@ def apex_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
 
 
 def quack_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
-    from quack.rmsnorm import layernorm_fwd
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
-    if case.op != "forward" or case.out_dtype is not None:
+    if case.op not in ("forward", "backward") or case.out_dtype is not None:
         return None
+    weight, bias = _float32_parameters(inputs)
+    if not case.backward:
+        return [_bind(layernorm_fwd, (t.x, weight, bias, EPS)) for t in inputs]
+    calls = []
+    for t in inputs:
+        assert t.mean is not None
+        assert t.rstd is not None
+        arguments = (t.x, weight, t.dy, t.rstd.flatten(), t.mean.flatten())
+        calls.append(_bind(layernorm_bwd, arguments))
+    return calls
+
+
+def cudnn_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
+    import cudnn.ops.norm.layernorm  # noqa: F401  (registers the operators)
+
+    ops = torch.ops.cudnn
+    if case.op not in ("forward", "backward") or case.out_dtype is not None:
+        return None
+    if case.dtype == "float64":
+        return None
+
+    def flat(tensor: torch.Tensor | None) -> torch.Tensor:
+        assert tensor is not None
+        return tensor[..., None, None]
+
+    weight, bias = (parameter[None, :, None, None] for parameter in _float32_parameters(inputs))
+    if not case.backward:
+        return [_bind(ops.layernorm.default, (flat(t.x), weight, bias, EPS)) for t in inputs]
+    return [
+        _bind(
+            ops.layernorm_bwd.default, (flat(t.dy), flat(t.x), weight, flat(t.mean), flat(t.rstd))
+        )
+        for t in inputs
+    ]
+
+
+def _float32_parameters(inputs: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight and bias for those that take no others, whatever the case has."""
     weight, bias = inputs[0].weight, inputs[0].bias
     assert weight is not None
     assert bias is not None
-    weight, bias = weight.float(), bias.float()  # it takes no others
-    return [_bind(layernorm_fwd, (t.x, weight, bias, EPS)) for t in inputs]
+    return weight.float(), bias.float()
 
 
 PROVIDERS: dict[str, Provider] = {
@@ -246,15 +284,34 @@ PROVIDERS: dict[str, Provider] = {
     "liger": liger_calls,
     "apex": apex_calls,
     "quack": quack_calls,
+    "cudnn": cudnn_calls,
 }
 
-_MODULES = {"liger": "liger_kernel", "apex": "fused_layer_norm_cuda", "quack": "quack"}
+# What each peer's function imports; the packages are liger-kernel, apex, quack-kernels (with
+# nvidia-cutlass-dsl) and nvidia-cudnn-frontend.
+_MODULES = {
+    "liger": "liger_kernel.ops.layer_norm",
+    "apex": "fused_layer_norm_cuda",
+    "quack": "quack.rmsnorm",
+    "cudnn": "cudnn.ops.norm.layernorm",
+}
 
 
-def available() -> list[str]:
-    """Providers whose packages are installed, in the order of the table."""
-    return [
-        name
-        for name in PROVIDERS
-        if name not in _MODULES or importlib.util.find_spec(_MODULES[name]) is not None
-    ]
+def available() -> tuple[list[str], list[str]]:
+    """Providers whose packages import, in the order of the table, and a line for each that is
+    installed and does not.
+    """
+    names, problems = [], []
+    for name in PROVIDERS:
+        module = _MODULES.get(name)
+        if module is not None:
+            if importlib.util.find_spec(module.split(".")[0]) is None:
+                continue
+            try:
+                importlib.import_module(module)
+            except Exception as problem:  # a peer's import may raise anything
+                said = str(problem).strip() or type(problem).__name__
+                problems.append(f"{name}: does not import: {said.splitlines()[0]}")
+                continue
+        names.append(name)
+    return names, problems

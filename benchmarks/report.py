@@ -46,6 +46,8 @@ ROWS = (
     ("add_backward", 32_768, 1024, ""),
 )
 
+PEERS = {"cudnn_us": "cuDNN", "quack_us": "QuACK", "liger_us": "Liger", "apex_us": "apex"}
+
 # The README's modulated norms: the size, as of benchmarks.cases, and what it is.
 MODULATED_ROWS = (
     ("64x256x1152 bf16", "", "DiT-XL/2"),
@@ -66,14 +68,15 @@ def readme_block(report: dict[str, Any]) -> str:
     known = {
         (row["op"], row["rows"], row["cols"]): row
         for row in report["rows"]
-        if results.case_of(row).target is not None and not results.case_of(row).modulated
+        if (case := results.case_of(row)).target is not None and not (case.modulated or case.mixed)
     }
+    peers = [key for key in PEERS if any(row.get(key) for row in known.values())]
     lines = [
         "![Achieved bandwidth against columns, forward and backward](docs/bandwidth.svg)",
         "",
         "| operator | rows x columns | time | of copy speed | faster than eager | than "
-        "torch.compile |",
-        "|-|-|-:|-:|-:|-:|",
+        f"torch.compile |{''.join(f' than {PEERS[key]} |' for key in peers)}",
+        f"|-|-|-:|-:|-:|-:|{'-:|' * len(peers)}",
     ]
     for op, rows, cols, note in ROWS:
         row = known.get((op, rows, cols))
@@ -86,6 +89,7 @@ def readme_block(report: dict[str, Any]) -> str:
         lines.append(
             f"| {name} | {size} | {ours:.0f} us | {ratio} | "
             f"{_times(row.get('eager_us'), ours)} | {_times(row.get('compile_us'), ours)} |"
+            + "".join(f" {_times(row.get(key), ours)} |" for key in peers)
         )
     lines += [
         "",
@@ -288,6 +292,10 @@ def text_of(report: dict[str, Any]) -> str:
         from benchmarks.sweep import text
 
         blocks.append("sweep:\n" + text(report["sweep"]))
+    if "sweep_compile" in report:
+        from benchmarks.sweep import text
+
+        blocks.append("sweep against torch.compile:\n" + text(report["sweep_compile"]))
     if "models" in report:
         from benchmarks.models import text as models_text
 

@@ -92,8 +92,13 @@ inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   return error;
 }
 
-// kCooperative: all blocks are resident at once.
-template <bool kCooperative = false, typename... Params, typename... Args>
+enum class Start {
+  kPlain,
+  kCooperative,  // all blocks are resident at once
+  kEarly,        // before the kernel in front has ended; the kernel waits (device/dependency.cuh)
+};
+
+template <Start kStart = Start::kPlain, typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const Launch& plan, cudaStream_t stream,
                    const Args&... args) {
   if (plan.shared_bytes > kFreeSharedMemory) {
@@ -106,14 +111,28 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& plan, cudaStream_t s
   config.blockDim = dim3(static_cast<unsigned>(plan.threads));
   config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
   config.stream = stream;
-  cudaLaunchAttribute cooperative;
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  if (kCooperative) {
-    config.attrs = &cooperative;
+  cudaLaunchAttribute attribute;
+  if constexpr (kStart == Start::kCooperative) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else if constexpr (kStart == Start::kEarly) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (kStart != Start::kPlain) {
+    config.attrs = &attribute;
     config.numAttrs = 1;
   }
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+}
+
+// Launches a kernel that waits for the one in front by itself: early, where `may` says that the
+// device can.
+template <typename... Params, typename... Args>
+cudaError_t launch_early(bool may, void (*kernel)(Params...), const Launch& plan,
+                         cudaStream_t stream, const Args&... args) {
+  return may ? launch<Start::kEarly>(kernel, plan, stream, args...)
+             : launch(kernel, plan, stream, args...);
 }
 
 // Presets the slots in which the blocks of each row meet: `bytes` of all ones.

@@ -6,6 +6,7 @@
 // through a ring in shared memory by bulk copies, or, on chips and for alignments that have none,
 // straight from global memory.
 #include "backward/persistent.cuh"
+#include "device/dependency.cuh"
 #include "forward/row.cuh"
 #include "launch.cuh"
 
@@ -183,6 +184,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     read.advance(plan.stages);
   }
 
+  let_next_kernel_start();
   const ParamGradSink<N> sink(p, plan.partials, work.set);
   if (!sink.wanted()) return;
   if (plan.teams == 1) {

@@ -60,6 +60,16 @@ def test_one_curve_for_each_dtype(report):
     assert page.points(report["rows"], "forward", "float32")[-1]["rows"] == 16_384
 
 
+def test_the_roofline_has_a_curve_for_each_dtype_under_copy_speed(report):
+    made = page.roofline_curves(report["rows"], "forward")
+    assert [(label, cols) for label, _, cols, _ in made] == [
+        ("copy speed", [1024, 2047, 2048, 4096]),
+        ("bfloat16", [1024, 2048, 4096]),
+        ("float32", [1024, 2047, 4096]),
+    ]
+    assert made[0][3] == pytest.approx([4.0] * 4)
+
+
 def test_curves_are_bandwidth(report):
     (bfloat16,) = [r for r in report["rows"] if r["op"] == "backward"]
     assert plot.curve([bfloat16], "copy_us")[1] == pytest.approx([4.0])  # two tensors
@@ -87,6 +97,18 @@ def test_what_falls_short_is_listed(report):
     assert "| Forward | 32,768 x 1,024 | bfloat16 | 60% |" in section()
     assert "| Forward | 65,536 x 2,048 | bfloat16 | compile |" in section()
     assert "0.50x" in section()
+
+
+def test_sweeps_are_told_apart(report):
+    worst = row("forward", 8, 71, "bfloat16", compile_us=0.0)
+    worst |= {"ours_us": 3.0, "eager_us": 3.3, "compile_us": 2.7}
+    report["sweep"] = {"points": 2000, "slower": 0, "worst": [worst]}
+    report["sweep_compile"] = {"points": 250, "slower": 1, "worst": [worst]}
+    text = page.page(report)
+    assert "Of 2,000 shapes timed against eager PyTorch, forward and backward, none is" in text
+    assert "Of 250 shapes timed against torch.compile, forward and backward, 1 is slower" in text
+    assert "| Forward | 8 x 71 | bfloat16 | 3.00 | 3.30 | 1.10x |" in text
+    assert "| Forward | 8 x 71 | bfloat16 | 3.00 | 2.70 | 0.90x |" in text
 
 
 def test_every_case_and_peer_is_in_the_tables(report):
@@ -155,16 +177,17 @@ def test_an_old_page_or_plot_is_found(report, monkeypatch, tmp_path):
     monkeypatch.setattr(page, "PAGE", tmp_path / "benchmarks.md")
     monkeypatch.setattr(page, "PLOTS", tmp_path / "plots")
     page.PLOTS.mkdir()
-    assert len(page.outdated(report)) == 3  # the page, two plots
+    assert len(page.outdated(report)) == 4  # the page, two dtypes' plots and that of all
     page.PAGE.write_text(page.page(report))
     for types in page.plotted_types(report["rows"]):
         page.plot_path(types).write_text(f"<svg>{page.stamp(report)}</svg>")
+    page.roofline_path().write_text(f"<svg>{page.stamp(report)}</svg>")
     assert page.outdated(report) == []
     (page.PLOTS / "bandwidth-int8.svg").write_text("")
     assert page.outdated(report) == ["bandwidth-int8.svg is no plot of the results file"]
     (page.PLOTS / "bandwidth-int8.svg").unlink()
     report["date"] = "2026-02-02T03:04:05+00:00"
-    assert len(page.outdated(report)) == 3
+    assert len(page.outdated(report)) == 4
 
 
 def test_plots_are_drawn(report, monkeypatch, tmp_path):
@@ -176,3 +199,5 @@ def test_plots_are_drawn(report, monkeypatch, tmp_path):
     assert "LayerNorm on one GPU, float32" in drawn
     page.plot(report, "float32")
     assert page.plot_path("float32").read_text() == drawn
+    page.plot_roofline(report)
+    assert page.stamp(report) in page.roofline_path().read_text()

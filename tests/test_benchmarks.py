@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.machinery
 import itertools
 import json
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 import libraries  # noqa: E402
 
 from benchmarks import (  # noqa: E402
+    cases,
     compare,
     diffusion,
     models,
@@ -145,8 +148,14 @@ def test_ratio_is_one_at_copy_speed():
 def test_every_operator_has_a_case_with_a_target():
     with_target = [case for case in CASES if case.target is not None]
     assert {case.op for case in with_target} == set(OPS)
-    assert all(0.3 < (case.target or 0) < 1.4 and not case.mixed for case in with_target)
+    assert all(0.3 < (case.target or 0) < 1.4 for case in with_target)
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_every_ratio_is_that_of_a_case():
+    sizes = {(f"{case.size} {case.types}", case.op): case.target for case in CASES}
+    for key, ratio in cases._RATIOS.items():
+        assert sizes[key] == ratio
 
 
 def test_what_the_kernels_are_compiled_for_has_a_case():
@@ -371,6 +380,92 @@ def test_compile_takes_the_functions_whole(op, types, on_cpu, monkeypatch):
         assert tune.error(calls[0](), tune.reference(case, inputs[0])) < 1.2e-2
 
 
+def stub(monkeypatch, name, **contents):
+    """A module of somebody else's package, and the packages it lies in."""
+    for end in [at for at, letter in enumerate(name) if letter == "."] + [len(name)]:
+        module = ModuleType(name[:end])
+        module.__spec__ = importlib.machinery.ModuleSpec(name[:end], None)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name[:end], module)
+    vars(module).update(contents)
+
+
+def layer_norm_as_peers_have_it(x, weight, bias, eps):
+    assert weight.dtype == bias.dtype == torch.float32
+    return torch.nn.functional.layer_norm(x.float(), x.shape[1:], weight, bias, eps).to(x.dtype)
+
+
+def layer_norm_backward_as_peers_have_it(dy, x, weight, mean, rstd):
+    shape, bias = x.shape[1:], torch.zeros_like(weight)
+    arguments = (dy.float(), x.float(), shape, mean[:, None], rstd[:, None], weight, bias)
+    return torch.ops.aten.native_layer_norm_backward(*arguments, [True, True, True])
+
+
+@pytest.mark.parametrize("dtypes", ["float32", "bf16+fp32", "bfloat16"])
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["quack", "cudnn"])
+def test_peers_compute_the_same(name, op, dtypes, on_cpu, monkeypatch):
+    """Called as their packages' sources say, on stand-ins for their functions."""
+    if name == "quack":
+        stub(
+            monkeypatch, "quack.rmsnorm",
+            layernorm_fwd=layer_norm_as_peers_have_it,
+            layernorm_bwd=lambda x, weight, dy, rstd, mean: layer_norm_backward_as_peers_have_it(
+                dy, x, weight, mean, rstd
+            ),
+        )  # fmt: skip
+    else:
+        stub(monkeypatch, "cudnn.ops.norm.layernorm")
+
+        def flat(*tensors):
+            assert all(tensor.dim() == 4 and tensor.is_contiguous() for tensor in tensors)
+            assert all(tensor.shape[2:] == (1, 1) for tensor in tensors)
+            return [tensor.flatten(1) for tensor in tensors]
+
+        def forward(x, weight, bias, eps):
+            x, weight, bias = flat(x, weight, bias)
+            return layer_norm_as_peers_have_it(x, weight[0], bias[0], eps)
+
+        def backward(dy, x, weight, mean, rstd):
+            dy, x, weight, mean, rstd = flat(dy, x, weight, mean, rstd)
+            assert mean.shape == rstd.shape == (len(x), 1)
+            return layer_norm_backward_as_peers_have_it(
+                dy, x, weight[0], mean.flatten(), rstd.flatten()
+            )
+
+        operators = SimpleNamespace(
+            layernorm=SimpleNamespace(default=forward),
+            layernorm_bwd=SimpleNamespace(default=backward),
+        )
+        monkeypatch.setattr(torch.ops, "cudnn", operators, raising=False)
+    case = parse_case(f"6x20 {dtypes} {op}")
+    inputs = ours.make_inputs(case)
+    calls = providers.PROVIDERS[name](case, inputs)
+    assert calls is not None
+    tolerance = 1e-5 if dtypes == "float32" else 1.2e-2
+    with torch.no_grad():
+        assert tune.error(calls[0](), tune.reference(case, inputs[0])) < tolerance
+    for other in (
+        "6x20 bf16+fp32>fp32 forward",
+        "6x20 fp32 add_forward",
+        "2x3x20 fp32 ada_forward",
+    ):
+        assert providers.PROVIDERS[name](parse_case(other), inputs) is None
+
+
+def test_providers_are_there_if_they_import(monkeypatch):
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("quack", "cudnn", "liger_kernel", "fused_layer_norm_cuda"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(providers, "_MODULES", {"quack": "quack.rmsnorm", "cudnn": "no_such.thing"})
+    stub(monkeypatch, "quack")
+    names, problems = providers.available()
+    assert names == ["ours", "eager", "compile", "liger", "apex"]
+    assert problems == ["quack: does not import: No module named 'quack.rmsnorm'"]
+    stub(monkeypatch, "quack.rmsnorm")
+    assert providers.available() == (["ours", "eager", "compile", "liger", "apex", "quack"], [])
+
+
 def test_sweep_points_and_inputs(on_cpu):
     cases = sweep.points()
     assert {1, 2, 71 + 1, 4096} <= {case.cols for case in cases}
@@ -383,6 +478,36 @@ def test_sweep_points_and_inputs(on_cpu):
     assert one.x.shape == one.dy.shape == (8, 33)
     assert not torch.equal(one.x, two.x)
     assert two.x.data_ptr() % 16 == 0
+
+
+def test_sweep_against_another(on_cpu, monkeypatch):
+    seen = []
+
+    def calls_of(name):
+        def calls(case, inputs):
+            return [lambda: (name, case)]
+
+        return calls
+
+    def graph_time(calls, **how):
+        name, case = calls[0]()
+        seen.append(case)
+        return {"ours": 3.0, "eager": 1.0, "compile": 2.0 if case.cols == 1 else 6.0}[name]
+
+    monkeypatch.setattr(timing, "graph_time", graph_time)
+    names = {name: calls_of(name) for name in ("ours", "eager", "compile")}
+    monkeypatch.setattr(providers, "PROVIDERS", names)
+    cases = sweep.points((1, 8), [1, 64])
+    part = sweep.sweep(cases, 60.0, "compile")
+    assert (part["against"], part["points"], part["left_out"]) == ("compile", 16, 0)
+    assert part["slower"] == 8
+    assert {row["ratio"] for row in part["worst"]} == {0.5, 1.5}
+    assert all("eager_us" not in row for row in part["worst"])
+    assert "of which slower than compile: 8" in sweep.text(part)
+    assert sweep.sweep(cases, 60.0)["slower"] == 16
+    assert set(seen) == set(cases)
+    # A helper that compiles ahead gets them as text.
+    assert [parse_case(case.text) for case in sweep.points()[:50]] == sweep.points()[:50]
 
 
 def sha_by_hand(root, names):
@@ -497,6 +622,11 @@ def test_plot_takes_the_largest_tensor_of_each_width():
     assert copied == pytest.approx(2 * wide.tensor_bytes / 8.0 / 1e6)
 
 
+def test_plot_leaves_mixed_dtypes_out():
+    rows = [row for op in ("forward", "backward") for row in plot.points(made_up(), op)]
+    assert {"float32", "bfloat16"} == {results.case_of(row).types for row in rows}
+
+
 def test_plot_draws(tmp_path):
     pytest.importorskip("matplotlib")
     plot.plot(made_up(), tmp_path / "picture.svg")
@@ -513,6 +643,13 @@ def test_report_block():
     assert "Made-up GPU" in block
     assert report.readme_block({}) == report.NO_RESULTS
     text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    assert "cuDNN" not in block
+    made = made_up()
+    made["rows"][1]["cudnn_us"] = 40.0  # the first of the README's
+    lines = report.readme_block(made).splitlines()
+    assert any(line.endswith("than torch.compile | than cuDNN |") for line in lines)
+    assert sum(line.endswith("| 2.0x | 1.5x | 4.0x |") for line in lines) == 1
+    assert sum(line.endswith("| 2.0x | 1.5x | - |") for line in lines) > 5
     new = report.replace_block(text, "new")
     assert new == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
     with pytest.raises(ValueError, match="expected one"):

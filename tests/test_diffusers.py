@@ -443,7 +443,7 @@ def test_hooks_of_the_norm_run(device, calls):
     same(results(new, inputs), results(module, inputs), 1e-6)
     assert calls
     for register in ("register_forward_pre_hook", "register_full_backward_hook"):
-        seen = []
+        seen: list[tuple] = []
         handle = getattr(new.norm, register)(lambda *args, seen=seen: seen.append(args))
         results(new, inputs)
         handle.remove()
@@ -499,8 +499,11 @@ def test_the_predicate_is_asked_of_the_norm(caplog):
     with caplog.at_level("INFO", logger="fused_layernorm.swap"):
         swap_layer_norm(model, predicate=predicate)
     assert asked == ["left.norm", "taken.norm"]
-    assert [is_fused(m) for m in (model["left"], model["left"].norm)] == [False, False]
-    assert [is_fused(m) for m in (model["taken"], model["taken"].norm)] == [True, True]
+    fused = {name: is_fused(part) for name, part in model.named_modules()}
+    assert not fused["left"]
+    assert not fused["left.norm"]
+    assert fused["taken"]
+    assert fused["taken.norm"]
     (record,) = caplog.records
     assert "1 torch.nn.modules.normalization.LayerNorm (the predicate refused)" in record.message
     assert "AdaLayerNormZero (it has a norm that is not fused)" in record.message
@@ -727,3 +730,17 @@ def test_transformer_under_autocast(build, device):
     assert found.dtype == expected.dtype
     error = (found - expected).double().norm() / expected.double().norm()
     assert error < 4 * torch.finfo(torch.bfloat16).eps
+
+
+def test_transformer_exported(device):
+    """Every modulated norm is one operator of the graph."""
+    stock, inputs = transformer(flux, device)
+    model = swap_layer_norm(copy.deepcopy(stock))
+    inputs["return_dict"] = False
+    with torch.no_grad():
+        program = torch.export.export(model, (), inputs)
+        (found,), (expected,) = (m(**inputs) for m in (program.module(), stock))
+    operator = torch.ops.fused_layernorm.ada_layer_norm.default
+    targets = [node.target for node in program.graph.nodes]
+    assert targets.count(operator) == TRANSFORMERS[flux]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -3,6 +3,7 @@
 // other, and keeps a group's running dscale and dshift in registers, and dgate where x was a gated
 // sum. Where a group is one row, they are no sums, and are stored with the row's dx.
 #include "backward/persistent.cuh"
+#include "device/dependency.cuh"
 #include "launch.cuh"
 
 namespace fused_layernorm {
@@ -45,7 +46,8 @@ struct BackwardGroupGeometry {
   static constexpr bool kBulk = kBulk_;
   // xhat and g of a row stay in registers between its sums and its dx. Otherwise they are computed
   // again from the ring.
-  static constexpr bool kKeep = kVecs * kWidth <= kKeptColsPerThread && !N::Prologue::kGated;
+  static constexpr bool kKeep =
+      group_holds_row(kWidth, kBulk, kVecs* kWidth <= kKeptColsPerThread, N::Prologue::kGated);
   static_assert(kVecs * kWidth <= kBackwardColsPerThread, "a thread has registers for so many");
   static_assert(kBulk || kKeep, "only a ring holds a row for a second read");
 };
@@ -259,6 +261,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         __syncthreads();
       }
       for (uint32_t row = from + team.index; row < to; row += plan.teams) work_on(row);
+      if (to == range.end) let_next_kernel_start();
       if (wanted) {
         const PartSink<N> sink(p, plan.parts.partials, part);
         const auto leave = [&](const auto& sums, const auto& its_sink) {
@@ -279,6 +282,24 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       from = to;
     }
   }
+}
+
+// The norm of a launch. A gradient beside dx costs registers, and so groups of common types have a
+// kernel without one, for rows that a ring brings and that fit a thread's registers.
+template <typename T, bool kMayBeBare, typename Launch>
+cudaError_t dispatch_group(const BackwardParams& p, const Launch& launch) {
+  if (p.modulation.gate != nullptr) {
+    return launch(LayerNormOf<T, GatedGradient, Identity, MayBeAffineAndModulate>{});
+  }
+  if (p.group_rows == 1) {
+    return launch(LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulateRow>{});
+  }
+  if constexpr (kMayBeBare && kIsCommon<T>) {
+    if (p.dresidual == nullptr) {
+      return launch(LayerNormOf<T, NoGradientBeside, Identity, MayBeAffineAndModulate>{});
+    }
+  }
+  return launch(LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>{});
 }
 
 template <typename N, int kWidth, int kVecs, bool kBulk>
@@ -310,7 +331,9 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
         return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
           return dispatch_bool(plan.bulk, [&](auto bulk) {
-            return dispatch_backward_modulated<T>(params, [&](auto norm) {
+            constexpr bool kMayBeBare =
+                width() > 1 && bulk() && vecs() * width() <= kKeptColsPerThread;
+            return dispatch_group<T, kMayBeBare>(params, [&](auto norm) {
               return launch_group<decltype(norm), width(), vecs(), bulk()>(params, plan, stream);
             });
           });

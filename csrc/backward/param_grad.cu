@@ -1,5 +1,6 @@
 // The gradients of parameters from the partial sums that blocks have left, added up in a fixed
 // order: dweight and dbias of all rows; dscale, dshift and dgate of groups of rows.
+#include "device/dependency.cuh"
 #include "device/reduce.cuh"
 #include "launch.cuh"
 #include "norm/param_grad.cuh"
@@ -26,6 +27,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   const int64_t all = int64_t{partials.count} * p.cols;
 
   Acc dweight[kWidth] = {}, dbias[kWidth] = {};
+  wait_for_previous_kernel();
   if (col < p.cols) {
 #pragma unroll 4
     for (int i = threadIdx.x / kColumnLanes; i < partials.count; i += warps * kLanesOfColumn) {
@@ -76,6 +78,7 @@ __device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* part
   const int lane = threadIdx.x % kColumnLanes, warp = threadIdx.x / kWarpSize;
   const int warps = blockDim.x / kWarpSize;
   Acc running[kSums][kWidth] = {};
+  wait_for_previous_kernel();
   if (has_cols) {
 #pragma unroll 4
     for (int64_t i = threadIdx.x / kColumnLanes; i < count; i += warps * kLanesOfColumn) {
@@ -261,7 +264,8 @@ cudaError_t launch_param_grad(const BackwardParams& params, const DataTypes& typ
       int warps = 1;
       while (warps < kMostWarps && warps * kLanesOfColumn * 4 < partials.count) warps *= 2;
       const Launch own = {(params.cols - 1) / (kColumnLanes * kWidth) + 1, kWarpSize * warps};
-      return launch(param_grad_kernel<Acc, W, kWidth>, own, stream, params, partials);
+      return launch_early(partials.starts_early, param_grad_kernel<Acc, W, kWidth>, own, stream,
+                          params, partials);
     });
   });
 }
@@ -278,14 +282,16 @@ cudaError_t launch_modulation_grad(const BackwardParams& params, const DataTypes
     return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
       const int64_t groups = params.rows / params.group_rows;
       const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
+      const bool early = parts.partials.starts_early;
       const cudaError_t error = dispatch_bool(params.modulation.gate != nullptr, [&](auto gated) {
-        return launch(modulation_grad_kernel < Acc, W, width(), gated() ? 3 : 2 >, per_group,
-                      stream, params, parts, chunks);
+        constexpr int kSums = gated() ? 3 : 2;
+        return launch_early(early, modulation_grad_kernel<Acc, W, width(), kSums>, per_group,
+                            stream, params, parts, chunks);
       });
       if (error != cudaSuccess || !needs_columns) return error;
       const Launch of_all = grad_launch(chunks, 1, groups);
-      return launch(modulated_param_grad_kernel<Acc, W, width()>, of_all, stream, params,
-                    parts.sums_offset);
+      return launch_early(early, modulated_param_grad_kernel<Acc, W, width()>, of_all, stream,
+                          params, parts.sums_offset);
     });
   });
 }
@@ -299,7 +305,8 @@ cudaError_t launch_gate_grad(const GateParams& params, const DataTypes& types,
     return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
       const int64_t groups = params.rows / params.group_rows;
       const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
-      return launch(gate_grad_kernel<Acc, W, width()>, per_group, stream, params, parts, chunks);
+      return launch_early(parts.partials.starts_early, gate_grad_kernel<Acc, W, width()>, per_group,
+                          stream, params, parts, chunks);
     });
   });
 }

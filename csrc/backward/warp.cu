@@ -2,6 +2,7 @@
 // while the next row is on its way. Blocks are persistent, and each lane keeps the running dweight
 // and dbias of its columns in registers.
 #include "backward/running_param_grads.cuh"
+#include "device/dependency.cuh"
 #include "launch.cuh"
 
 namespace fused_layernorm {
@@ -104,6 +105,7 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
     }
   }
 
+  let_next_kernel_start();
   const ParamGradSink<N> sink(p, {partials, partials_offset}, blockIdx.x);
   if (!sink.wanted()) return;
   grads.template store_sum_of_logical_warps<kThreads / kWarpSize>(sink, share, lanes, p.cols,

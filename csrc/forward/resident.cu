@@ -116,7 +116,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     if constexpr (kIsFloat64<T> || !std::is_same_v<typename T::X, typename T::Y>) {
       return cudaErrorInvalidValue;
     } else {
-      return launch<true>(layer_norm_forward_resident_kernel<BareForward<T>>, plan, stream, params,
+      return launch<Start::kCooperative>(layer_norm_forward_resident_kernel<BareForward<T>>, plan, stream, params,
                           plan);
     }
   });

@@ -82,19 +82,22 @@ __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const
                                                    const RaggedShare<kVecs, kWidth>& share,
                                                    bool valid_row, typename N::Acc mean,
                                                    typename N::Acc rstd) {
-  const auto y_of = [&](int k) {
-    const int col = share.template col<kWidth>(k);
-    const auto load = [&](const Parameter<typename N::W>& from) {
-      return k + 1 < kVecs ? from.template load<kWidth>(col)
-                           : from.template load_until<kWidth>(col, share.cols);
+  N::Affine::for_row(p, [&](auto affine) {
+    const auto y_of = [&](int k) {
+      const int col = share.template col<kWidth>(k);
+      const auto load = [&](const Parameter<typename N::W>& from) {
+        return k + 1 < kVecs ? from.template load<kWidth>(col)
+                             : from.template load_until<kWidth>(col, share.cols);
+      };
+      return N::template finish<typename N::Epilogue, decltype(affine)>(
+          p, x[k], mean, rstd, load(row.parameters.weight), load(row.parameters.bias),
+          [&](const void* given, Absent absent) {
+            return load(Parameter<typename N::W>(given, 0, absent));
+          });
     };
-    return N::template finish<typename N::Epilogue, typename N::Affine>(
-        p, x[k], mean, rstd, load(row.parameters.weight), load(row.parameters.bias),
-        [&](const void* given, Absent absent) {
-          return load(Parameter<typename N::W>(given, 0, absent));
-        });
-  };
-  store_shifted<typename N::Y, kWidth, kVecs>(row.y, team, share, valid_row ? share.cols : 0, y_of);
+    store_shifted<typename N::Y, kWidth, kVecs>(row.y, team, share, valid_row ? share.cols : 0,
+                                                y_of);
+  });
 }
 
 // One row by a team. A team without a row of its own (`row` is past the last) goes along with the

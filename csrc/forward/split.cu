@@ -128,7 +128,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     } else {
       return dispatch_forward_plain<T>(params, [&](auto norm) {
         using N = decltype(norm);
-        return launch<true>(layer_norm_forward_split_kernel<N>, plan, stream, params, plan);
+        return launch<Start::kCooperative>(layer_norm_forward_split_kernel<N>, plan, stream, params, plan);
       });
     }
   });

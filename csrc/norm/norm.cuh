@@ -131,18 +131,6 @@ cudaError_t dispatch_backward_shared(const BackwardParams& p, const Launch& laun
   return bare ? launch(BareBackward<T>{}) : launch(SharedBackward<T>{});
 }
 
-// Backward of the strategies that know groups of rows.
-template <typename T, typename Launch>
-cudaError_t dispatch_backward_modulated(const BackwardParams& p, const Launch& launch) {
-  const auto start = [&](auto affine) {
-    return launch(LayerNormOf<T, MayAddGradient, Identity, decltype(affine)>{});
-  };
-  if (p.modulation.gate != nullptr) {
-    return launch(LayerNormOf<T, GatedGradient, Identity, MayBeAffineAndModulate>{});
-  }
-  return p.group_rows == 1 ? start(MayBeAffineAndModulateRow{}) : start(MayBeAffineAndModulate{});
-}
-
 // Backward of strategies that have a kernel of its own for an epilogue, where types are common.
 template <typename T, typename Launch>
 cudaError_t dispatch_backward(const BackwardParams& p, const Launch& launch) {

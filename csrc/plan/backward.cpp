@@ -194,7 +194,8 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
 
 // The partial sums of so many sets of blocks, behind what else is in the workspace.
 template <typename Plan>
-void lay_out_partials(Plan& plan, int64_t sets, const Problem& problem) {
+void lay_out_partials(Plan& plan, int64_t sets, const Problem& problem, const Device& device) {
+  plan.partials.starts_early = device.starts_early;
   plan.partials.count = static_cast<int>(sets);
   plan.partials.offset = plan.workspace_bytes;
   if (problem.needs_dparams && sets > 1) {
@@ -218,7 +219,7 @@ std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& de
   plan.blocks = persistent_sets(problem, device, 1, plan.threads / plan.lanes);
   plan.shared_bytes =
       static_cast<int>(backward_warp_shared_bytes(plan.threads, problem.cols, x_size));
-  lay_out_partials(plan, plan.blocks, problem);
+  lay_out_partials(plan, plan.blocks, problem, device);
   return plan;
 }
 
@@ -289,17 +290,18 @@ std::optional<backward::Block> block_plan(const Problem& problem, const Device& 
     return std::nullopt;
   }
   plan.blocks = persistent_sets(problem, device, 1, plan.teams);
-  lay_out_partials(plan, plan.blocks, problem);
+  lay_out_partials(plan, plan.blocks, problem, device);
   return plan;
 }
 
 // ---- Rows with a modulation, group by group.
 
 void lay_out_parts(backward::GroupParts& parts, Launch& launch, int64_t sets, int sums,
-                   const Problem& problem) {
+                   const Problem& problem, const Device& device) {
   const int64_t groups = problem.rows / problem.group_rows;
   const int64_t sum_bytes = sums * problem.cols * acc_size_of(problem.x);
   parts.sets = static_cast<int>(sets);
+  parts.partials.starts_early = device.starts_early;
   if (problem.group_rows == 1) return;
   parts.partials.count = static_cast<int>(sets + groups - 1);
   parts.partials.offset = launch.workspace_bytes;
@@ -340,7 +342,7 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
   plan.threads = plan.team_threads * plan.teams;
   const bool pays = rows_of_block >= int64_t{ladders::kLeastRingRows} * teams || !team->keeps;
   const bool ring = may_have_ring(problem, device, forced) && (pays || forced.has(Field::kBulk));
-  const bool holds = team->keeps && !problem.gated;  // a row in registers
+  const bool holds = group_holds_row(plan.width, ring, team->keeps, problem.gated);
   const int least = ring ? least_stages(holds, 0) : 0;
   if (ring) {
     const int most = stages_of(teams);
@@ -364,7 +366,13 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
     return std::nullopt;
   }
   plan.blocks = persistent_sets(problem, device, 1, plan.teams);
-  lay_out_parts(plan.parts, plan, plan.blocks, problem.gated ? 3 : 2, problem);
+  // Where few blocks are lost by it, each works on one group alone.
+  const int64_t whole_groups =
+      plan.blocks / (problem.rows / problem.group_rows) * (problem.rows / problem.group_rows);
+  if (whole_groups * ladders::kGroupedBlocksOf >= plan.blocks * ladders::kGroupedBlocks) {
+    plan.blocks = whole_groups;
+  }
+  lay_out_parts(plan.parts, plan, plan.blocks, problem.gated ? 3 : 2, problem, device);
   return plan;
 }
 
@@ -400,7 +408,7 @@ std::optional<backward::Split> split_plan(const Problem& problem, const Device& 
     const int64_t sets = persistent_sets(problem, device, slices.blocks_per_row, 1);
     plan.blocks = sets * slices.blocks_per_row;
     plan.workspace_bytes = round_up(problem.rows * slices.blocks_per_row * 8, 256);
-    lay_out_partials(plan, sets, problem);
+    lay_out_partials(plan, sets, problem, device);
     return plan;
   };
   return first_sliced(problem, device, width, 2, forced, plan_of);
@@ -443,9 +451,9 @@ std::optional<backward::Stream> stream_plan(const Problem& problem, const Device
   plan.totals_offset = round_up(parts * sums, 256);
   plan.workspace_bytes = round_up(plan.totals_offset + problem.rows * sums, 256);
   if (problem.modulated) {
-    lay_out_parts(plan.parts, plan, sets, 2, problem);
+    lay_out_parts(plan.parts, plan, sets, 2, problem, device);
   } else {
-    lay_out_partials(plan, sets, problem);
+    lay_out_partials(plan, sets, problem, device);
   }
   return plan;
 }
@@ -480,7 +488,7 @@ backward::Gate make_gate_plan(const Problem& problem, const Device& device) {
   const int64_t sets =
       std::clamp<int64_t>(room / plan.chunks, 1, ceil_div(problem.rows, kGateWarps));
   plan.blocks = sets * plan.chunks;
-  lay_out_parts(plan.parts, plan, sets, 1, problem);
+  lay_out_parts(plan.parts, plan, sets, 1, problem, device);
   return plan;
 }
 

@@ -296,8 +296,14 @@ constexpr bool has_group_kernel(int width, int x_size, bool bulk, bool keeps, bo
   return x_size != 8 && (bulk || keeps) && (width > 1 || !of_rows);
 }
 
-// With a gate they have a third running sum, and read the row again from the ring instead of
-// keeping it. Longer rows, and rows that begin anywhere, leave the gate to a kernel of its own.
+// Whether a thread keeps xhat and g of a row in registers. Otherwise they are computed again from
+// the ring: of rows with a gate, which have a third running sum, and of single elements, each of
+// which takes a register.
+constexpr bool group_holds_row(int width, bool bulk, bool keeps, bool gated) {
+  return keeps && !gated && (width > 1 || !bulk);
+}
+
+// Longer rows with a gate, and rows with one that begin anywhere, leave it to a kernel of its own.
 constexpr bool has_gated_kernel(int width, int x_size, bool bulk, bool keeps) {
   return x_size != 8 && bulk && keeps && width > 1;
 }

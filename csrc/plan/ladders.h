@@ -263,6 +263,13 @@ static_assert(kKeptRowStages >= least_stages(true, 0) &&
                   kTwiceReadRowStages >= least_stages(false, 0),
               "every ring of whole rows holds the rows that it must");
 
+// ---- Backward, groups of rows.
+
+// A block that begins with a new group in the midst of its rows waits for the last of the group
+// before, for its sums and for new parameters. So each has rows of one group alone, where 19 of 20
+// blocks are left.
+constexpr int64_t kGroupedBlocks = 19, kGroupedBlocksOf = 20;
+
 // ---- Backward, gates.
 
 // Blocks a multiprocessor, all of which run at once.

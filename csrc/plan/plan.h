@@ -19,6 +19,7 @@ struct Device {
   int capability = 90;         // 10 * major + minor
   int sms = 132;               // streaming multiprocessors
   int shared_memory = 232448;  // bytes that one block may have
+  bool starts_early = true;    // a kernel may start before the one in front of it has ended
 };
 
 // What is to be computed, as far as it decides how.
@@ -102,6 +103,7 @@ namespace backward {
 struct PartialSums {
   int count = 1;
   int64_t offset = 0;
+  bool starts_early = false;  // the second kernel, before the first has ended
 };
 
 // A logical warp holds a row in registers.
@@ -141,9 +143,9 @@ struct Block : Persistent {};
 // as the next one's. What it sums up of one group is a part, and part number block + group is its
 // place among the partial sums: a group's parts follow each other.
 struct GroupParts {
-  PartialSums partials{0, 0};  // [dscale, dshift, dgate][parts][cols], of the arithmetic's type;
-                               // without a gate the first two, of a gate alone dgate
-  int64_t sums_offset = 0;     // of [dscale, dshift][groups][cols], for dweight and dbias
+  PartialSums partials{0, 0, false};  // [dscale, dshift, dgate][parts][cols], of the arithmetic's
+                                      // type; without a gate the first two, of a gate alone dgate
+  int64_t sums_offset = 0;            // of [dscale, dshift][groups][cols], for dweight and dbias
   int sets = 1;  // blocks, or sets of blocks that share rows, over which rows are spread
 };
 

@@ -1,4 +1,4 @@
-"""torch.compile(model, backend="fused_layernorm"): layer norms are fused without a change of a model.
+"""torch.compile(model, backend="fused_layernorm"): fused layer norms in a model as it is.
 
 reading     what a node of a graph computes
 patterns    the patterns, as expressions

@@ -76,7 +76,7 @@ def _cache_key() -> Any:
         release = version("fused_layernorm")
     except PackageNotFoundError:
         release = "unknown"
-    config: Any = torch.compiler.config  # type: ignore[attr-defined]
+    config: Any = torch.compiler.config
     tag = f"{config.cache_key_tag} fused_layernorm {release} {rules.digest()}"
     return config.patch(cache_key_tag=tag.strip())
 

@@ -35,7 +35,7 @@ class Row:
     """What became of one layer norm."""
 
     name: str  # of its node
-    where: str  # in the model's source
+    where: str  # in the model
     shape: tuple
     dtype: torch.dtype | None
     form: str  # how it was written
@@ -171,6 +171,11 @@ def _row(site: Site, overload: OpOverload | None, reason: str, notes: list[str])
 
 
 def _where(node: Node) -> str:
-    """The line of the model that made the node: the last of its stack."""
+    """The module that made the node, by its path in the model; else the line of its source."""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    words = re.findall(r"\w+", modules[-1][0]) if modules else []
+    if words[:1] == ["L"]:  # Dynamo's L['self'].__dict__['_modules']['norm']
+        words = [word for word in words[2:] if word not in ("__dict__", "_modules")]
+    path = ".".join(words)
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return f"{Path(lines[-1][0]).name}:{lines[-1][1]}" if lines else ""
+    return path or (f"{Path(lines[-1][0]).name}:{lines[-1][1]}" if lines else "")

@@ -71,7 +71,7 @@ class Viewed(NamedTuple):
 
 
 class Match(NamedTuple):
-    """What the names of a pattern stand for, and the nodes between them and the pattern's result."""
+    """What the names of a pattern stand for, and the nodes from there to the pattern's result."""
 
     values: dict[str, Any]
     nodes: frozenset[Node] = frozenset()
@@ -94,8 +94,8 @@ def _pattern(tree: Any) -> Any:
             return tree.value
         case ast.BinOp():
             return Call(_OPERATIONS[type(tree.op)], (_pattern(tree.left), _pattern(tree.right)))
-        case ast.Call(func=ast.Name()):
-            return Call(tree.func.id, tuple(map(_pattern, tree.args)))
+        case ast.Call(func=ast.Name(id=name)):
+            return Call(name, tuple(map(_pattern, tree.args)))
     raise ValueError(f"no pattern: {ast.unparse(tree)}")
 
 

@@ -47,7 +47,7 @@ def is_tensor(node: Any) -> bool:
     return isinstance(node, Node) and isinstance(value_of(node), Tensor)
 
 
-def dtype_of(node: Node) -> torch.dtype:
+def dtype_of(node: Any) -> torch.dtype:
     return value_of(node).dtype
 
 
@@ -61,15 +61,17 @@ def is_number(value: Any) -> bool:
 
 # ---- One reader an operation: its signature has the arguments that are understood ----------------
 
-_readers: dict[Any, Callable[..., Call | None]] = {}
+_Reader = Callable[..., Call | None]
+_readers: dict[Any, _Reader] = {}
+_readers_of_nodes: dict[Any, _Reader] = {}  # that look at what the node gives
 
 
-def _reads(*targets: Any) -> Callable[[Callable[..., Call | None]], Callable[..., Call | None]]:
-    """The reader of these: functions, operators, or methods by name."""
+def _reads(*targets: Any, node: bool = False) -> Callable[[_Reader], _Reader]:
+    """The reader of these (functions, operators, or methods by name) or of nodes with them."""
 
-    def register(reader: Callable[..., Call | None]) -> Callable[..., Call | None]:
+    def register(reader: _Reader) -> _Reader:
         for target in targets:
-            _readers[target] = reader
+            (_readers_of_nodes if node else _readers)[target] = reader
         return reader
 
     return register
@@ -81,11 +83,11 @@ def read(value: Any) -> Call | None:
         return value
     if not isinstance(value, Node) or value.op not in ("call_function", "call_method"):
         return None
+    if value.target in _readers_of_nodes:
+        return _readers_of_nodes[value.target](value)
     reader = _readers.get(value.target)
     if reader is None:
         return None
-    if reader in _of_nodes:
-        return reader(value)
     try:
         bound = inspect.signature(reader).bind(*value.args, **value.kwargs)
     except TypeError:
@@ -238,6 +240,7 @@ def _native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any
     return Call("native_layer_norm", (input, weight, bias, eps), len(normalized_shape))
 
 
+@_reads(load.layer_norm, aten_forward.twin(LAYER_NORM).overload)
 def _fused_layer_norm(
     input: Any,
     normalized_ndim: int,
@@ -254,13 +257,12 @@ def _fused_layer_norm(
     return Call("layer_norm", (input, weight, bias, eps), normalized_ndim)
 
 
-_readers[load.layer_norm] = _fused_layer_norm
-_readers[aten_forward.twin(LAYER_NORM).overload] = _fused_layer_norm
-
-
 # ---- Readers that look at what the node gives ----------------------------------------------------
 
 
+@_reads("to", "float", "half", "bfloat16", "double", "type", "type_as", node=True)
+@_reads(aten.to.dtype, aten.to.device, aten._to_copy.default, aten.type_as.default, node=True)
+@_reads(torch.ops.prims.convert_element_type.default, node=True)
 def _cast(node: Node) -> Call | None:
     """A change of the floating dtype, or none; not of the device, the shape or the strides."""
     input = node.args[0] if node.args else None
@@ -272,6 +274,7 @@ def _cast(node: Node) -> Call | None:
     return None
 
 
+@_reads(operator.getitem, node=True)
 def _getitem(node: Node) -> Call | None:
     """An index that makes a view, or one of several results."""
     input, index = node.args
@@ -285,15 +288,22 @@ def _getitem(node: Node) -> Call | None:
     if found.name == "native_layer_norm" and index == 0:
         return found._replace(name="layer_norm")
     if found.name == "var_mean":
-        return found._replace(name=("var", "mean")[index])
+        return found._replace(name="mean" if index else "var")
     return None
 
 
+@_reads("unsqueeze", "squeeze", "view", "reshape", "expand", "transpose", "permute", node=True)
+@_reads(torch.unsqueeze, torch.squeeze, torch.reshape, torch.transpose, torch.permute, node=True)
+@_reads(aten.unsqueeze.default, aten.slice.Tensor, aten.view.default, node=True)
+@_reads(aten.reshape.default, aten.expand.default, node=True)
 def _view(node: Node) -> Call | None:
     input = node.args[0] if node.args else None
-    return Call("view", (input,)) if is_tensor(input) and is_tensor(node) else None
+    if not is_tensor(input) or not is_tensor(node) or dtype_of(input) != dtype_of(node):
+        return None
+    return Call("view", (input,))
 
 
+@_reads(torch.cat, aten.cat.default, node=True)
 def _cat(node: Node) -> Call | None:
     """Both parts of a tensor that was cut in two along a dimension, joined again: the tensor."""
     tensors = node.args[0] if node.args else node.kwargs.get("tensors")
@@ -309,59 +319,30 @@ def _cat(node: Node) -> Call | None:
     return None
 
 
+def _slice(start: Any = None, end: Any = None, step: Any = 1) -> slice:
+    return slice(start, end, step)
+
+
 def _cut(part: Any, dim: int) -> tuple[Node, Any, Any] | None:
-    """(tensor, start, end) of a slice along a dimension."""
-    if not is_tensor(part) or part.op != "call_function":
+    """(tensor, start, end) of a slice along this dimension; without an end it goes to the last."""
+    if not is_tensor(part) or not part.args or not is_tensor(part.args[0]):
         return None
-    if part.target is operator.getitem:
-        base, index = part.args
-        indices = index if isinstance(index, tuple) else (index,)
-        if not is_tensor(base) or not all(isinstance(i, slice) for i in indices):
-            return None
-        cuts = {i: s for i, s in enumerate(indices) if s != slice(None)}
-        step = (
-            cuts[dim % value_of(base).dim()]
-            if len(cuts) == 1 and dim in _dims(cuts, base)
-            else None
-        )
-        if step is None or step.step not in (None, 1):
-            return None
-        return base, step.start, step.stop
-    if part.target is aten.slice.Tensor and not part.kwargs and len(part.args) in (3, 4):
-        base, cut_dim, start, *end = part.args
-        if cut_dim % value_of(base).dim() != dim % value_of(base).dim():
-            return None
-        stop = end[0] if end else None
-        return base, start, None if stop is None or stop >= 2**62 else stop
-    return None
-
-
-def _dims(cuts: dict[int, Any], base: Node) -> set[int]:
+    base = part.args[0]
     ndim = value_of(base).dim()
-    return {d for i in cuts for d in (i, i - ndim)}
-
-
-for _target in ("to", "float", "half", "bfloat16", "double", "type", "type_as"):
-    _readers[_target] = _cast
-for _target in (aten.to.dtype, aten.to.device, aten._to_copy.default, aten.type_as.default):
-    _readers[_target] = _cast
-_readers[torch.ops.prims.convert_element_type.default] = _cast
-_readers[operator.getitem] = _getitem
-for _target in ("unsqueeze", "squeeze", "view", "reshape", "expand", "transpose", "permute"):
-    _readers[_target] = _view
-for _target in (torch.unsqueeze, torch.squeeze, torch.reshape, torch.transpose, torch.permute):
-    _readers[_target] = _view
-for _target in (
-    aten.unsqueeze.default,
-    aten.slice.Tensor,
-    aten.view.default,
-    aten.reshape.default,
-    aten.expand.default,
-):
-    _readers[_target] = _view
-for _target in (torch.cat, aten.cat.default):
-    _readers[_target] = _cat
-_of_nodes = {_cast, _getitem, _view, _cat}
+    if part.target is operator.getitem:
+        index = part.args[1] if isinstance(part.args[1], tuple) else (part.args[1],)
+        cuts = [(i, s) for i, s in enumerate(index) if s != slice(None)]
+        if len(cuts) != 1 or not isinstance(cuts[0][1], slice) or Ellipsis in index:
+            return None
+        ((cut_dim, cut),) = cuts
+    elif part.target is aten.slice.Tensor and len(part.args) > 2:
+        cut_dim, cut = part.args[1], _slice(*part.args[2:])
+    else:
+        return None
+    if cut_dim % ndim != dim % ndim or cut.step not in (None, 1):
+        return None
+    end = None if cut.stop == 2**63 - 1 else cut.stop
+    return base, cut.start, end
 
 
 # ---- Casts ---------------------------------------------------------------------------------------

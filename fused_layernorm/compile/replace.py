@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -45,11 +46,11 @@ class Replacement(NamedTuple):
 def check(site: Site, effects: Effects) -> Replacement:
     _check_values(site)
     arguments = _arguments(site)
-    operands = _operands(arguments)
+    operands = _nodes([*arguments, site.eps])
     start = min(_read_nodes(site, arguments))
     after = max([site.residual_out, *operands]) if site.residual_out is not None else None
     _check_order(site, after)
-    _check_effects(site, operands, start, effects)
+    _check_effects(site, arguments, start, effects)
     return Replacement(site, _operator_of(arguments), arguments, after)
 
 
@@ -125,14 +126,10 @@ def _of_one_dtype(weight: Any, bias: Any, dtypes: set[torch.dtype]) -> tuple[Any
     raise Left("weight and bias are not of one dtype that the kernels take beside input's")
 
 
-def _operands(arguments: Arguments) -> list[Node]:
-    found = []
-    for value in (*arguments, arguments.options.eps):
-        if isinstance(value, Viewed):
-            found.append(value.base)
-        elif isinstance(value, Node):
-            found.append(value)
-    return found
+def _nodes(values: Iterable[Any]) -> list[Node]:
+    """The nodes among these, and those under the views."""
+    bases = (value.base if isinstance(value, Viewed) else value for value in values)
+    return [base for base in bases if isinstance(base, Node)]
 
 
 def _read_nodes(site: Site, arguments: Arguments) -> set[Node]:
@@ -156,28 +153,24 @@ def _check_order(site: Site, after: Node | None) -> None:
     if site.y < after:
         raise Left(f"{after.name} comes after the norm")
     for user in site.residual_out.users:
-        if user not in site.nodes and user < after:
+        if user not in site.nodes and user <= after:
             raise Left(f"{user.name} uses the sum before {after.name} is there")
 
 
-def _check_effects(site: Site, operands: list[Node], start: Node, effects: Effects) -> None:
+def _check_effects(site: Site, arguments: Arguments, start: Node, effects: Effects) -> None:
     if not effects.in_one_region(site.nodes):
         raise Left("autocast or the gradient mode changes in between")
     if effects.in_transform(site.norm):
         raise Left("it is inside a torch.func transform")
-    if (node := effects.write_between(operands, start, site.y)) is not None:
+    if (node := effects.write_between(_nodes(arguments), start, site.y)) is not None:
         raise Left(f"{node.name} writes into an operand in between")
     # Backward reads these, where before it read what was computed of them.
-    modulation = [
-        v.base if isinstance(v, Viewed) else v for v in (site.gate, site.shift, site.scale)
-    ]
-    modulation = [v for v in modulation if v is not None]
-    if (node := effects.write_between(modulation, start)) is not None:
+    modulation = [arguments.gate, arguments.shift, arguments.scale]
+    if (node := effects.write_between(_nodes(modulation), start)) is not None:
         raise Left(f"{node.name} writes into a modulation later")
     if site.residual_out is not None:
-        if (
-            node := effects.write_between([site.residual_out], site.residual_out, site.y)
-        ) is not None:
+        node = effects.write_between([site.residual_out], site.residual_out, site.y)
+        if node is not None:
             raise Left(f"{node.name} writes into the sum before it is normalized")
     inner = site.nodes - {site.y, site.residual_out}
     if (node := effects.write_between(inner, start)) is not None:
@@ -221,13 +214,13 @@ def example_of(node: Node) -> Any:
     args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     fake_modes = (maybe_get_fake_mode(tensor) for tensor in tensors)
-    shape_envs = {mode.shape_env for mode in fake_modes if mode is not None} - {None}
+    shape_envs = {mode.shape_env for mode in fake_modes if mode is not None}
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        for shape_env in shape_envs:
+        for shape_env in filter(None, shape_envs):
             stack.enter_context(shape_env.suppress_guards())
         if node.op == "call_method":
-            return getattr(args[0], node.target)(*args[1:], **kwargs)
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

@@ -94,10 +94,13 @@ def find(node: Node) -> Site | None:
         if not is_tensor(input):
             return None
         form = getattr(node.target, "__name__", str(node.target))
-        if form == "getitem":
-            form = "native_layer_norm"
         nodes = frozenset({node})
-        return Site(node, form, input, call.over, weight, bias, eps, y=node, nodes=nodes)
+        site = Site(node, form, input, call.over, weight, bias, eps, y=node, nodes=nodes)
+        if form == "getitem":  # of several results
+            site.form = "native_layer_norm"
+            if len(node.args[0].users) > 1:  # type: ignore[union-attr]
+                site.notes.append("its statistics are used")
+        return site
     for expression in patterns.NORMALIZED:
         pattern = PARSED[expression]
         if pattern.name == call.name:

@@ -95,6 +95,11 @@ const Device& device_of(const Tensor& tensor) {
                                 attribute(cudaDevAttrComputeCapabilityMinor);
     devices[index].sms = attribute(cudaDevAttrMultiProcessorCount);
     devices[index].shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    // Drivers from CUDA 12.4 on know such launches in graphs as well.
+    constexpr int kLeastDriver = 12040;
+    int driver = 0;
+    check_cuda(cudaDriverGetVersion(&driver));
+    devices[index].starts_early = devices[index].capability >= 90 && driver >= kLeastDriver;
   });
   return devices[index];
 }

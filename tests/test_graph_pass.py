@@ -1,0 +1,942 @@
+"""The graph pass: which layer norms it finds, with what, which it leaves, and that results hold.
+
+On the CPU the operators are PyTorch's own; the pass is made to run there.
+"""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fused_layernorm
+from fused_layernorm.compile import graph_pass, rules
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+B, S, D = 2, 5, 24
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch):
+    monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def run(function, *args, then="eager", dynamic=None):
+    """(what the function gives through the pass, its rows, the graphs that were captured)."""
+    rows, graphs = [], []
+
+    def backend(graph_module, example_inputs):
+        rows.extend(graph_pass.run(graph_module, graph_pass.Settings(then == "inductor")))
+        graph_module.graph.lint()
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    return compiled(*args), rows, graphs
+
+
+def operators_of(graph_module):
+    return [
+        node.target._opname
+        for module in graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "fused_layernorm"
+    ]
+
+
+def tensors(dtype=F32, modulation_dtype=None, device="cpu"):
+    """The operands of every function below, by name."""
+
+    def make(*shape, dtype=dtype):
+        return torch.randn(*shape, device=device).to(dtype).requires_grad_()
+
+    modulation_dtype = modulation_dtype or dtype
+    return {
+        "x": make(B, S, D),
+        "residual": make(B, S, D),
+        "weight": make(D),
+        "bias": make(D),
+        "mod": make(B, 6 * D, dtype=modulation_dtype),
+    }
+
+
+def outputs_and_gradients(function, t, call=None):
+    for tensor in t.values():
+        tensor.grad = None
+    outputs = (call or function)(t)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator(outputs[0].device).manual_seed(1)
+    loss = sum(
+        (out * torch.randn(out.shape, generator=generator, device=out.device)).sum()
+        for out in outputs
+    )
+    loss.backward()
+    gradients = {name: tensor.grad for name, tensor in t.items()}
+    return [out.detach() for out in outputs], gradients
+
+
+def assert_same(function, t):
+    """That a function through the pass gives what it gives eagerly; returns the rows."""
+    seen = []
+
+    def through_the_pass(t):
+        result, rows, graphs = run(function, t)
+        seen.append((rows, graphs))
+        return result
+
+    expected = outputs_and_gradients(function, t)
+    found = outputs_and_gradients(function, t, through_the_pass)
+    rounding = max(torch.finfo(tensor.dtype).eps for tensor in t.values())
+    rtol, atol = 8 * rounding, 16 * rounding
+    for one, other in zip(found[0], expected[0], strict=True):
+        assert one.dtype == other.dtype
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+    for name, expected_gradient in expected[1].items():
+        if expected_gradient is None:
+            assert found[1][name] is None
+        else:
+            assert found[1][name].dtype == expected_gradient.dtype
+            scale = max(1.0, expected_gradient.abs().max().item())
+            torch.testing.assert_close(
+                found[1][name] / scale, expected_gradient / scale, rtol=rtol, atol=atol
+            )
+    return seen[0]
+
+
+def norm(x, weight=None, bias=None, eps=1e-6):
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+# ---- Ways to write a layer norm ----------------------------------------------------------------
+
+
+def _functional(t):
+    return F.layer_norm(t["x"], (D,), t["weight"], t["bias"], 1e-6)
+
+
+def _keywords(t):
+    return F.layer_norm(
+        input=t["x"], normalized_shape=[D], weight=t["weight"], bias=t["bias"], eps=1e-6
+    )
+
+
+def _of_torch(t):
+    return torch.layer_norm(t["x"], (D,), t["weight"], t["bias"])
+
+
+def _native(t):
+    return torch.native_layer_norm(t["x"], (D,), t["weight"], t["bias"], 1e-5)[0]
+
+
+def _two_dimensions(t):
+    return F.layer_norm(t["x"], (S, D))
+
+
+def _float32_detour(t):
+    x = t["x"]
+    y = F.layer_norm(x.float(), (D,), t["weight"].float(), t["bias"].float(), 1e-6)
+    return y.to(x.dtype)
+
+
+def _swapped(t):
+    return fused_layernorm.layer_norm(t["x"], t["weight"], t["bias"])
+
+
+def _var_rsqrt(t):
+    x = t["x"]
+    mean = x.mean(-1, keepdim=True)
+    var = x.var(-1, unbiased=False, keepdim=True)
+    return t["weight"] * ((x - mean) * torch.rsqrt(var + 1e-6)) + t["bias"]
+
+
+def _var_sqrt(t):
+    x = t["x"]
+    mean = torch.mean(x, dim=-1, keepdim=True)
+    var = torch.var(x, dim=-1, correction=0, keepdim=True)
+    return (x - mean) / torch.sqrt(var + 1e-6) * t["weight"] + t["bias"]
+
+
+def _var_mean(t):
+    x = t["x"]
+    var, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
+    return t["weight"] * (x - mean) * torch.rsqrt(1e-6 + var) + t["bias"]
+
+
+def _mean_of_squares(t):
+    x = t["x"]
+    u = x.mean(-1, keepdim=True)
+    s = (x - u).pow(2).mean(-1, keepdim=True)
+    return t["weight"] * ((x - u) / torch.sqrt(s + 1e-6)) + t["bias"]
+
+
+def _mean_of_squares_in_float32(t):
+    x = t["x"].float()
+    u = x.mean((-1,), True)
+    s = torch.square(x - u).mean((-1,), True)
+    return t["weight"] * ((x - u) * (s + 1e-6) ** -0.5).to(t["x"].dtype) + t["bias"]
+
+
+def _centered_product(t):
+    centered = t["x"] - t["x"].mean(-1, keepdim=True)
+    var = (centered * centered).mean(-1, keepdim=True)
+    return centered * torch.rsqrt(var + 1e-6)
+
+
+def _square_of_mean(t):
+    x = t["x"]
+    mean, mean_of_squares = x.mean(-1, keepdim=True), (x**2).mean(-1, keepdim=True)
+    return (x - mean) * torch.rsqrt(mean_of_squares - mean**2 + 1e-5)
+
+
+WAYS = (
+    _functional,
+    _keywords,
+    _of_torch,
+    _native,
+    _two_dimensions,
+    _float32_detour,
+    _swapped,
+    _var_rsqrt,
+    _var_sqrt,
+    _mean_of_squares,
+    _mean_of_squares_in_float32,
+    _centered_product,
+    _square_of_mean,
+)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("function", WAYS)
+def test_ways_to_write_it(device, function, dtype):
+    rows, graphs = assert_same(function, tensors(dtype, device=device))
+    assert [row.operator for row in rows] == ["layer_norm"]
+    assert operators_of(graphs[0]) == ["layer_norm"]
+    # Nothing of what it was remains: no cast, no affine step.
+    calls = [n for n in graphs[0].graph.nodes if n.op in ("call_function", "call_method")]
+    assert len(calls) == 1
+
+
+def test_var_mean_in_another_order(device):
+    """weight * (x - mean) * rstd is no norm until it is regrouped: the pass leaves it."""
+    _, graphs = assert_same(_var_mean, tensors(device=device))
+    assert operators_of(graphs[0]) == []
+
+
+def test_module():
+    module = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Sequential(torch.nn.LayerNorm(D)))
+    _, rows, graphs = run(module, torch.randn(B, D))
+    assert operators_of(graphs[0]) == ["layer_norm"]
+    assert rows[0].where == "1.0"
+
+
+def test_where_it_stands():
+    _, rows, _ = run(_functional, tensors())
+    assert rows[0].where == f"test_graph_pass.py:{_functional.__code__.co_firstlineno + 1}"
+
+
+# ---- What surrounds it -------------------------------------------------------------------------
+
+
+def _chunks(t):
+    return t["mod"].unsqueeze(1).chunk(6, dim=-1)
+
+
+def _residual(t):
+    h = t["residual"] + t["x"]
+    return norm(h, t["weight"], t["bias"]), h
+
+
+def _residual_unused(t):
+    return norm(t["x"] + t["residual"], t["weight"], t["bias"])
+
+
+def _residual_used_between(t):
+    h = t["x"] + t["residual"]
+    doubled = h * 2
+    return norm(h), doubled
+
+
+def _gated(t):
+    gate = _chunks(t)[2]
+    h = t["residual"] + gate * t["x"]
+    return norm(h), h
+
+
+def _layer_scale(t):
+    h = t["residual"] + t["weight"] * t["x"]
+    return norm(h), h
+
+
+def _gated_addcmul(t):
+    h = torch.addcmul(t["residual"], t["x"], _chunks(t)[2])
+    return norm(h), h
+
+
+def _modulated(t):
+    shift, scale = _chunks(t)[:2]
+    return norm(t["x"]) * (1 + scale) + shift
+
+
+def _modulated_other_order(t):
+    shift, scale = _chunks(t)[:2]
+    return shift + (scale + 1.0) * norm(t["x"])
+
+
+def _modulated_rows(t):
+    shift, scale, *_ = t["mod"].chunk(6, dim=1)
+    return norm(t["x"]) * (1 + scale[:, None]) + shift[:, None]
+
+
+def _modulated_views_of_sum(t):
+    shift, scale, *_ = t["mod"].chunk(6, dim=1)
+    return norm(t["x"]) * (1 + scale)[:, None, :] + shift.unsqueeze(1)
+
+
+def _modulated_viewed_twice(t):
+    shift, scale, *_ = t["mod"].chunk(6, dim=1)
+    y = norm(t["x"]) * (1 + scale).unsqueeze(1).expand(B, S, D)
+    return y + shift.unsqueeze(1)
+
+
+def _modulated_addcmul(t):
+    shift, scale = _chunks(t)[:2]
+    return torch.addcmul(shift, norm(t["x"]), 1 + scale)
+
+
+def _modulated_distributed(t):
+    shift, scale = _chunks(t)[:2]
+    y = norm(t["x"])
+    return y + y * scale + shift
+
+
+def _scaled(t):
+    return norm(t["x"], t["weight"], t["bias"]) * (1 + _chunks(t)[1])
+
+
+def _modulated_in_float32(t):
+    shift, scale = _chunks(t)[:2]
+    y = norm(t["x"].float()) * (1 + scale.float()) + shift.float()
+    return y.type_as(t["x"])
+
+
+def _gated_and_modulated(t):
+    shift, scale, gate = _chunks(t)[:3]
+    h = gate * t["x"] + t["residual"]
+    return norm(h) * (1 + scale) + shift, h
+
+
+def _gated_in_float32(t):
+    shift, scale, gate = _chunks(t)[:3]
+    h = (t["residual"].float() + t["x"] * gate.float()).type_as(t["residual"])
+    return (norm(h.float()) * (1 + scale.float()) + shift.float()).type_as(h), h
+
+
+def _one_plus_weight(t):
+    return norm(t["x"]) * (1 + t["weight"]) + t["bias"]
+
+
+def _written_out_and_modulated(t):
+    shift, scale = _chunks(t)[:2]
+    return _mean_of_squares(t) * (1 + scale) + shift
+
+
+def _gelu(t):
+    return F.gelu(norm(t["x"], t["weight"], t["bias"]))
+
+
+def _gelu_tanh_scaled(t):
+    return F.gelu(norm(t["x"], t["weight"], t["bias"]), approximate="tanh") * 0.5
+
+
+def _silu(t):
+    return F.silu(norm(t["x"]))
+
+
+def _silu_written_out(t):
+    y = norm(t["x"])
+    return y * torch.sigmoid(y)
+
+
+def _relu(t):
+    return norm(t["x"]).relu()
+
+
+def _residual_and_activation(t):
+    h = t["x"] + t["residual"]
+    return torch.relu(norm(h, t["weight"], t["bias"])), h
+
+
+def _dropout_of_nothing(t):
+    h = F.dropout(t["x"] / 1.0, 0.0) + t["residual"]
+    return norm(h), h
+
+
+RESIDUAL, GATED = ["residual"], ["residual", "gate"]
+MODULATED = ["scale", "shift"]
+SURROUNDINGS = {
+    _residual: ("add_layer_norm", RESIDUAL),
+    _residual_unused: ("add_layer_norm", RESIDUAL),
+    _residual_used_between: ("add_layer_norm", RESIDUAL),
+    _gated: ("add_ada_layer_norm", GATED),
+    _layer_scale: ("add_ada_layer_norm", GATED),
+    _gated_addcmul: ("add_ada_layer_norm", GATED),
+    _modulated: ("ada_layer_norm", MODULATED),
+    _modulated_other_order: ("ada_layer_norm", MODULATED),
+    _modulated_rows: ("ada_layer_norm", MODULATED),
+    _modulated_views_of_sum: ("ada_layer_norm", MODULATED),
+    _modulated_viewed_twice: ("ada_layer_norm", MODULATED),
+    _modulated_addcmul: ("ada_layer_norm", MODULATED),
+    _modulated_distributed: ("ada_layer_norm", MODULATED),
+    _scaled: ("ada_layer_norm", ["scale"]),
+    _modulated_in_float32: ("ada_layer_norm", MODULATED),
+    _gated_and_modulated: ("add_ada_layer_norm", GATED + MODULATED),
+    _gated_in_float32: ("add_ada_layer_norm", GATED + MODULATED),
+    _one_plus_weight: ("ada_layer_norm", MODULATED),
+    _written_out_and_modulated: ("ada_layer_norm", MODULATED),
+    _gelu: ("layer_norm", ["activation"]),
+    _gelu_tanh_scaled: ("layer_norm", ["activation", "factor"]),
+    _silu: ("layer_norm", ["activation"]),
+    _silu_written_out: ("layer_norm", ["activation"]),
+    _relu: ("layer_norm", ["activation"]),
+    _residual_and_activation: ("add_layer_norm", ["residual", "activation"]),
+    _dropout_of_nothing: ("add_layer_norm", RESIDUAL),
+}
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32)])
+@pytest.mark.parametrize("function", SURROUNDINGS)
+def test_surroundings(device, function, dtypes):
+    t = tensors(dtypes[0], dtypes[1], device)
+    rows, graphs = assert_same(function, t)
+    operator, fused = SURROUNDINGS[function]
+    if dtypes == (BF16, F32) and function in (_gated, _gated_addcmul, _gated_and_modulated):
+        # The sum is of float32 there, as gate * x is; residual is not. So gate * x is the residual.
+        operator, fused = {
+            _gated: ("add_layer_norm", RESIDUAL),
+            _gated_addcmul: ("layer_norm", []),
+            _gated_and_modulated: ("add_ada_layer_norm", RESIDUAL + MODULATED),
+        }[function]
+    assert [row.operator for row in rows] == [operator]
+    assert rows[0].fused == fused
+    assert operators_of(graphs[0]) == [operator]
+
+
+def test_two_norms_of_one_sum(device):
+    def function(t):
+        h = t["residual"] + t["x"]
+        return norm(h, t["weight"]), norm(h, t["bias"]), h
+
+    rows, _ = assert_same(function, tensors(device=device))
+    assert [row.operator for row in rows] == ["add_layer_norm", "layer_norm"]
+
+
+def test_sum_that_the_modulation_depends_on(device):
+    def function(t):
+        h = t["residual"] + t["x"]
+        scale = h.mean(1, keepdim=True)
+        return norm(h) * (1 + scale) + t["bias"], h
+
+    rows, _ = assert_same(function, tensors(device=device))
+    assert [row.operator for row in rows] == ["ada_layer_norm"]
+    assert "uses the sum before" in rows[0].notes[0]
+
+
+def test_parts_joined_again(device):
+    """Flux cuts the stream in two and joins it after every block."""
+
+    def function(t):
+        h = t["residual"] + _chunks(t)[2] * t["x"]
+        joined = torch.cat([h[:, :2], h[:, 2:]], dim=1)
+        return norm(joined), joined * 2
+
+    rows, graphs = assert_same(function, tensors(device=device))
+    assert rows[0].fused == GATED
+    assert not graphs[0].graph.find_nodes(op="call_function", target=torch.cat)
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda h: torch.cat([h[:, 2:], h[:, :2]], dim=1),
+        lambda h: torch.cat([h[:, :2], h[:, 3:]], dim=1),
+        lambda h: torch.cat([h[:, :2], h[:, 2:-1]], dim=1),
+        lambda h: torch.cat([h[:, :2], h[:, 2:]], dim=1).mul_(2),
+    ],
+)
+def test_other_parts_joined(device, join):
+    def function(t):
+        return norm(join(t["residual"] + t["x"]))
+
+    _, graphs = assert_same(function, tensors(device=device))
+    assert graphs[0].graph.find_nodes(op="call_function", target=torch.cat)
+
+
+# ---- Near misses -------------------------------------------------------------------------------
+
+
+def _rms_norm(t):
+    x = t["x"]
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def _unbiased(t):
+    x = t["x"]
+    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6)
+
+
+def _eps_outside(t):
+    x = t["x"]
+    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)
+
+
+def _another_mean(t):
+    x = t["x"]
+    var = x.var(-1, correction=0, keepdim=True)
+    return (x - t["residual"].mean(-1, keepdim=True)) * torch.rsqrt(var + 1e-6)
+
+
+def _another_x(t):
+    x = t["x"]
+    mean, var = x.mean(-1, keepdim=True), x.var(-1, correction=0, keepdim=True)
+    return (t["residual"] - mean) * torch.rsqrt(var + 1e-6)
+
+
+def _another_dimension(t):
+    x = t["x"]
+    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(1, False, keepdim=True) + 1e-6)
+
+
+def _two_eps(t):
+    x = t["x"]
+    var = x.var(-1, correction=0, keepdim=True)
+    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(var + t["weight"].square().sum())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_rms_norm, _unbiased, _eps_outside, _another_mean, _another_x, _another_dimension, _two_eps],
+)
+def test_what_is_no_layer_norm(function):
+    rows, graphs = assert_same(function, tensors())
+    assert rows == []
+    assert operators_of(graphs[0]) == []
+
+
+def test_over_channels():
+    def function(t):
+        x = t["x"]
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        return (x - u) / torch.sqrt(s + 1e-6)
+
+    rows, graphs = assert_same(function, tensors())
+    assert operators_of(graphs[0]) == []
+    assert rows[0].notes == ["it normalizes over dimensions [1], which are not the last"]
+
+
+def _scale_without_one(t):
+    shift, scale = _chunks(t)[:2]
+    return norm(t["x"]) * scale + shift
+
+
+def _two_plus_scale(t):
+    shift, scale = _chunks(t)[:2]
+    return norm(t["x"]) * (2 + scale) + shift
+
+
+def _used_unmodulated(t):
+    y = norm(t["x"])
+    return y * (1 + _chunks(t)[1]), y
+
+
+def _enlarging(t):
+    return norm(t["x"][:, :1]) * (1 + t["residual"])
+
+
+def _residual_enlarging(t):
+    h = t["x"][:, :1] + t["residual"]
+    return norm(h), h
+
+
+def _subtracted(t):
+    h = t["residual"] - t["x"]
+    return norm(h), h
+
+
+def _sum_scaled(t):
+    h = torch.add(t["residual"], t["x"], alpha=2)
+    return norm(h), h
+
+
+def _gelu_beside(t):
+    y = norm(t["x"])
+    return F.gelu(y) + y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _scale_without_one,
+        _two_plus_scale,
+        _used_unmodulated,
+        _enlarging,
+        _residual_enlarging,
+        _subtracted,
+        _sum_scaled,
+        _gelu_beside,
+    ],
+)
+def test_surroundings_that_are_others(function):
+    rows, graphs = assert_same(function, tensors())
+    assert operators_of(graphs[0]) == ["layer_norm"]
+    assert rows[0].fused == []
+
+
+def test_sum_of_another_dtype():
+    """x + residual is float32 and residual is not: no residual_out of residual's dtype."""
+
+    def function(t):
+        h = t["x"].bfloat16() + t["mod"][:, None, :D]
+        return norm(h), h
+
+    t = tensors(F32)
+    t["mod"] = torch.randn(B, 6 * D).requires_grad_()
+    rows, _ = assert_same(function, t)
+    assert rows[0].fused == []
+
+
+def test_float64_between():
+    """Statistics in float64 of a float32 x are more than rounding away from float32's."""
+
+    def function(t):
+        return norm(t["x"].double()).float()
+
+    _, graphs = assert_same(function, tensors())
+    (node,) = graphs[0].graph.find_nodes(
+        op="call_function", target=torch.ops.fused_layernorm.layer_norm.default
+    )
+    assert node.args[0].meta["example_value"].dtype == F64
+
+
+def test_statistics_that_are_used():
+    def function(t):
+        y, mean, rstd = torch.native_layer_norm(t["x"], (D,), None, None, 1e-5)
+        return y, mean, rstd
+
+    t = tensors()
+    result, rows, graphs = run(function, t)
+    for one, other in zip(result, function(t), strict=True):
+        torch.testing.assert_close(one, other)
+    assert operators_of(graphs[0]) == []
+    assert "statistics" in rows[0].notes[0]
+
+
+# ---- Writes and modes --------------------------------------------------------------------------
+
+
+def _writes_into_branch(t):
+    x = t["x"] * 1.5
+    h = t["residual"] + x
+    x.mul_(2)
+    return norm(h), x
+
+
+def _writes_into_alias(t):
+    x = t["x"] * 1.5
+    h = t["residual"] + x
+    x.view(-1)[0] = 7.0
+    return norm(h), x
+
+
+def _writes_into_sum(t):
+    h = t["residual"] + t["x"]
+    h += 1
+    return norm(h), h
+
+
+def _writes_into_sum_beside(t):
+    h = t["residual"] + t["x"]
+    h.view(-1).add_(1)
+    return norm(h), h
+
+
+def _in_place_sum(t):
+    h = t["residual"] * 1.5
+    h += t["x"]
+    return norm(h), h
+
+
+def _writes_into_scale(t):
+    scale = _chunks(t)[1] * 1.5
+    y = norm(t["x"]) * (1 + scale)
+    scale.mul_(0)
+    return y, scale
+
+
+def _writes_into_norm(t):
+    y = norm(t["x"])
+    y.mul_(2)
+    return y * (1 + _chunks(t)[1])
+
+
+def _writes_through_function(t):
+    x = t["x"] * 1.5
+    h = t["residual"] + x
+    F.relu(x, inplace=True)
+    return norm(h), x
+
+
+def _writes_by_out(t):
+    x = t["x"].detach() * 1.5
+    h = t["residual"] + x
+    torch.mul(x, 2.0, out=x)
+    return norm(h), x.clone()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _writes_into_branch,
+        _writes_into_alias,
+        _writes_into_sum,
+        _writes_into_sum_beside,
+        _in_place_sum,
+        _writes_into_scale,
+        _writes_into_norm,
+        _writes_through_function,
+        _writes_by_out,
+    ],
+)
+def test_writes_prevent_a_match(device, function):
+    rows, graphs = assert_same(function, tensors(device=device))
+    assert operators_of(graphs[0]) == ["layer_norm"]
+    assert rows[0].fused == []
+
+
+def test_writes_elsewhere_do_not(device):
+    def function(t):
+        h = t["residual"] + t["x"]
+        other = t["mod"] * 2
+        other.mul_(2)
+        y = norm(h)
+        y.mul_(2)
+        return y, h, other
+
+    rows, _ = assert_same(function, tensors(device=device))
+    assert rows[0].fused == ["residual"]
+
+
+def test_gradient_mode_in_between():
+    def function(t):
+        with torch.no_grad():
+            h = t["residual"] + t["x"]
+        return norm(h, t["weight"])
+
+    rows, _ = assert_same(function, tensors())
+    assert rows[0].fused == []
+    assert "gradient mode" in rows[0].notes[0]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast(device, inside):
+    def function(t):
+        with torch.autocast(device, BF16):
+            branch = F.linear(t["x"], t["weight"].expand(D, D))
+            h = t["residual"] + branch
+            if inside:
+                return norm(h, t["weight"], t["bias"]), h
+        return norm(h, t["weight"], t["bias"]), h
+
+    t = tensors(device=device)
+    result, rows, _ = run(function, t)
+    for one, other in zip(result, function(t), strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert rows[0].fused == (["residual"] if inside else [])
+
+
+def test_autocast_with_half_weight(device):
+    """Under autocast a bfloat16 sum gives a float32 norm on CUDA, a bfloat16 one on the CPU."""
+
+    def function(t):
+        with torch.autocast(device, BF16):
+            h = F.linear(t["x"], t["weight"].expand(D, D)) + F.linear(
+                t["residual"], t["x"][0, 0].expand(D, D)
+            )
+            return norm(h) * (1 + _chunks(t)[1]), h
+
+    t = tensors(device=device)
+    result, rows, _ = run(function, t)
+    for one, other in zip(result, function(t), strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-2)
+    assert rows[0].fused == ["residual", "scale"]
+
+
+# ---- Sub-graphs, dynamic shapes, strides --------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [False])
+def test_checkpoint_bodies(device, use_reentrant):
+    def body(x, residual, mod):
+        shift, scale, gate, *_ = mod.unsqueeze(1).chunk(6, dim=-1)
+        h = residual + gate * x
+        return norm(h) * (1 + scale) + shift, h
+
+    def function(t):
+        return checkpoint(body, t["x"], t["residual"], t["mod"], use_reentrant=use_reentrant)
+
+    rows, graphs = assert_same(function, tensors(device=device))
+    assert [row.operator for row in rows] == ["add_ada_layer_norm"]
+    assert operators_of(graphs[0]) == ["add_ada_layer_norm"]
+
+
+def test_inside_a_transform():
+    """vmap's operands have other shapes than their examples say."""
+
+    def function(t):
+        return torch.func.vmap(lambda x: norm(x))(t["x"])
+
+    t = tensors()
+    result, rows, _ = run(function, t)
+    torch.testing.assert_close(result, function(t))
+    assert all(row.operator is None for row in rows)
+
+
+@pytest.mark.parametrize("function", [_gated_and_modulated, _mean_of_squares, _gelu_tanh_scaled])
+def test_dynamic_shapes(function):
+    guards: list[Any] = []
+
+    def counting(graph_module, example_inputs):
+        shape_env: Any
+        (shape_env,) = {
+            value.fake_mode.shape_env
+            for node in graph_module.graph.nodes
+            if isinstance(value := node.meta.get("example_value"), torch._subclasses.FakeTensor)
+        }
+        before = len(shape_env.guards)
+        rows = graph_pass.run(graph_module, graph_pass.Settings(False))
+        guards.append((before, len(shape_env.guards), [row.operator for row in rows]))
+        return graph_module.forward
+
+    compiled = torch.compile(function, backend=counting, fullgraph=True, dynamic=True)
+    for batch, length in ((2, 5), (3, 7), (6, 11)):
+        t = tensors()
+        for name in ("x", "residual"):
+            t[name] = torch.randn(batch, length, D).requires_grad_()
+        t["mod"] = torch.randn(batch, 6 * D).requires_grad_()
+        for one, other in zip(compiled(t), function(t), strict=True):
+            torch.testing.assert_close(one, other)
+    assert len(guards) == 1  # one compilation
+    before, after, operators = guards[0]
+    assert before == after
+    assert None not in operators
+    assert len(operators) == 1
+
+
+def test_shapes_that_are_not_known_to_be_equal():
+    """With other sizes for each tensor the sum may broadcast: the sum is left, the norm is not."""
+
+    def function(x, residual):
+        h = x + residual
+        return norm(h)
+
+    x, residual = torch.randn(4, 3, D), torch.randn(4, 3, D)
+    for tensor in (x, residual):
+        torch._dynamo.decorators.mark_unbacked(tensor, 0)
+    result, rows, _ = run(function, x, residual, dynamic=True)
+    torch.testing.assert_close(result, function(x, residual))
+    assert rows[0].fused in ([], ["residual"])
+
+
+def test_eps_as_a_node():
+    def function(x, eps):
+        return F.layer_norm(x, (D,), None, None, eps * 2)
+
+    x = torch.randn(3, D)
+    with torch._dynamo.config.patch(specialize_float=False):
+        result, rows, _ = run(function, x, 0.25, dynamic=True)
+    torch.testing.assert_close(result, function(x, 0.25))
+    assert len(rows) == 1
+
+
+def test_strides_are_kept():
+    """A sum that is not contiguous is left: the operator's would be contiguous."""
+
+    def function(t):
+        h = t["x"].transpose(1, 2).contiguous().transpose(1, 2) + t["residual"].transpose(
+            1, 2
+        ).contiguous().transpose(1, 2)
+        return norm(h), h
+
+    rows, _ = assert_same(function, tensors())
+    assert rows[0].operator == "layer_norm"
+    assert rows[0].fused == []
+    assert "not contiguous" in rows[0].notes[0]
+
+
+def test_nothing_on_the_cpu(monkeypatch):
+    monkeypatch.undo()
+    _, rows, graphs = run(lambda x: norm(x), torch.randn(3, D))
+    assert rows == []
+    assert operators_of(graphs[0]) == []
+
+
+def test_an_error_of_the_pass(monkeypatch):
+    """It names the node, warns once, and the model runs."""
+
+    def fail(*args):
+        raise ZeroDivisionError("by design")
+
+    monkeypatch.setattr("fused_layernorm.compile.replace.apply", fail)
+    t = tensors()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result, rows, _ = run(_gated_and_modulated, t)
+    torch.testing.assert_close(result, _gated_and_modulated(t))
+    texts = [str(w.message) for w in caught if "fused_layernorm" in str(w.message)]
+    assert len(texts) == 1
+    assert rows[0].name in texts[0]
+    assert "ZeroDivisionError: by design" in texts[0]
+
+
+# ---- Graphs of torch.export ---------------------------------------------------------------------
+
+
+class Exported(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(D, elementwise_affine=False, eps=1e-6)
+
+    def forward(self, x, residual, mod):
+        shift, scale, gate, *_ = mod.chunk(6, dim=1)
+        h = residual + gate.unsqueeze(1) * x
+        return self.norm(h) * (1 + scale[:, None]) + shift[:, None], h
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_exported_graphs(decomposed):
+    args = (torch.randn(B, S, D), torch.randn(B, S, D), torch.randn(B, 6 * D))
+    program = torch.export.export(Exported(), args)
+    if decomposed:
+        program = program.run_decompositions({})
+    module = program.module()
+    assert fused_layernorm.fuse(module, then="eager") is module
+    assert operators_of(module) == ["add_ada_layer_norm"]
+    for one, other in zip(module(*args), Exported()(*args), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_fuse_of_another_word():
+    module = torch.fx.symbolic_trace(torch.nn.LayerNorm(D))
+    with pytest.raises(ValueError, match=r"expected then to be one of .*inductor.*got 'tensorrt'"):
+        fused_layernorm.fuse(module, then="tensorrt")
+    assert fused_layernorm.fuse(module) is module  # no examples: nothing to do
