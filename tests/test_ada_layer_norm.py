@@ -522,7 +522,9 @@ GATED = ("dresidual", "dx", "dgate", "dshift", "dscale", "dweight", "dbias")  # 
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3], DTYPES[8]], ids=ids)
 def test_masks_of_the_gated_operator(device, dtypes, kind):
     """Each gradient that is asked for: its value, the same in every call; and no other."""
-    t = numerics.make(modulated(5, 9, 200, kind, gated=True, dtypes=dtypes, affine="both"), device)
+    t = numerics.make(
+        modulated((5, 9, 200), kind, gated=True, dtypes=dtypes, affine="both"), device
+    )
     args = gated_saved(t)
     everything = ops.add_ada_layer_norm_backward(*args, *[True] * 7)
     found = {"residual_out": args[1], **dict(zip(GATED, everything, strict=True))}
@@ -551,7 +553,7 @@ def test_masks_of_the_gated_operator(device, dtypes, kind):
 @pytest.mark.parametrize("present", list(itertools.product((True, False), repeat=4)), ids=str)
 def test_absent_arguments_of_the_gated_operator(device, present):
     """Of shift, scale and dresidual; and weight and bias, none or both."""
-    t = numerics.make(modulated(3, 7, 40, gated=True, affine="both"), device)
+    t = numerics.make(modulated((3, 7, 40), gated=True, affine="both"), device)
     shift, scale, dresidual, affine = present
     dy, x, input, gate, *statistics = gated_saved(t)[:7]
     parameters = [
@@ -570,7 +572,7 @@ def test_absent_arguments_of_the_gated_operator(device, present):
 
 @pytest.mark.parametrize("shape", [(0, 4, 8), (3, 0, 8), (3, 4, 0)], ids=str)
 def test_the_gated_operator_of_nothing(device, shape):
-    t = numerics.make(modulated(*shape, gated=True, affine="both"), device)
+    t = numerics.make(modulated(shape, gated=True, affine="both"), device)
     for gradient in ops.add_ada_layer_norm_backward(*gated_saved(t), *[True] * 7):
         assert gradient.eq(0).all()
 
