@@ -75,6 +75,10 @@ for _operator in (LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM
     _twins[_operator] = _define(_operator)
 
 
+# The overload of each operator by that of its twin.
+KERNELS = {defined.overload: operator.overload for operator, defined in _twins.items()}
+
+
 def twin(operator: Operator) -> Operator:
     """The operator of the same schema and results whose forward pass is in PyTorch's operators."""
     return _twins[operator]
