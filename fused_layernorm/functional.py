@@ -342,11 +342,12 @@ def _serve_ada(
         if _dispatch_modes() and torch.onnx.is_in_onnx_export():
             options = Options(ndim, eps, out_dtype=out_dtype)
             return _in_onnx(Arguments(input, residual, weight, bias, options, gate, shift, scale))
+        last = () if out_dtype is None else (out_dtype,)  # a default costs time where it is given
         if takes_residual:
             return _add_ada_layer_norm(
-                input, residual, gate, ndim, shift, scale, weight, bias, eps, out_dtype
+                input, residual, gate, ndim, shift, scale, weight, bias, eps, *last
             )
-        return _ada_layer_norm(input, ndim, shift, scale, weight, bias, eps, out_dtype)
+        return _ada_layer_norm(input, ndim, shift, scale, weight, bias, eps, *last)
     except Exception as error:
         raise arguments.explain(
             error,
@@ -369,7 +370,8 @@ def _ada_tensors(residual: Any, gate: Any, shift: Any, scale: Any) -> dict[str, 
 
 def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
     """add_layer_norm with a gate beside an activation or a scale, which no kernel computes."""
-    if torch.is_autocast_enabled(a.input.device.type):
+    kind = a.input.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         a = under_autocast(a)
     arguments.check(a)
     residual: Any = a.residual

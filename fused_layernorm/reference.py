@@ -13,6 +13,16 @@ With cols the number of elements normalized over, and sums over them:
     dweight = sum over rows of dz * xhat      dbias = sum over rows of dz
     dxhat = dz * weight
     dx = rstd * (dxhat - sum(dxhat) / cols - xhat * sum(dxhat * xhat) / cols)
+
+With a modulation, which takes the place of activation and scale (a number there, a tensor here):
+
+    y = z * (1 + scale) + shift               residual_out = residual + gate * input
+
+    dshift = sum of dy                        dscale = sum of dy * z
+    dz = dy * (1 + scale)
+    dinput = gate * dresidual_out             dgate = sum of dresidual_out * input
+
+where these three sums run over the dimensions in which shift, scale or gate is broadcast.
 """
 
 from __future__ import annotations
@@ -38,6 +48,23 @@ class Backward(NamedTuple):
     dx: Tensor
     dweight: Tensor
     dbias: Tensor
+
+
+class AdaBackward(NamedTuple):
+    """The five gradients of a modulated norm; None for a modulation that is not there."""
+
+    dx: Tensor
+    dshift: Tensor | None
+    dscale: Tensor | None
+    dweight: Tensor
+    dbias: Tensor
+
+
+class GateBackward(NamedTuple):
+    """The gradients of what a gate multiplies, and of the gate."""
+
+    dinput: Tensor
+    dgate: Tensor
 
 
 def activation_value(z: Tensor, activation: str | None) -> Tensor:
@@ -106,7 +133,10 @@ def layer_norm(
 
 
 def add(input: Tensor, residual: Tensor) -> Tensor:
-    """residual_out: the sum in float32 (float64 if either is), rounded to residual's dtype."""
+    """residual_out: the sum in float32 (float64 if either is), rounded to residual's dtype.
+
+    A sum of two is exact up to its rounding, so there is but one right result.
+    """
     wide = torch.float64 in (input.dtype, residual.dtype)
     acc = torch.float64 if wide else torch.float32
     return (input.to(acc) + residual.to(acc)).to(residual.dtype)
@@ -138,3 +168,53 @@ def layer_norm_backward(
     if dresidual is not None:
         dx = dx + dresidual.double()
     return Backward(dx, (dz * xhat).reshape(rows_shape).sum(0), dz.reshape(rows_shape).sum(0))
+
+
+def gated_add(input: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
+    """residual + gate * input in float64; residual_out is this, rounded to residual's dtype."""
+    return residual.double() + gate.double() * input.double()
+
+
+def ada_layer_norm(
+    x: Tensor,
+    normalized_ndim: int,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Forward:
+    """y, mean and rstd in float64."""
+    z, mean, rstd = layer_norm(x, normalized_ndim, weight, bias, eps)
+    y = z if scale is None else z * (1 + scale.double())
+    return Forward(y if shift is None else y + shift.double(), mean, rstd)
+
+
+def ada_layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    normalized_ndim: int,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    dresidual: Tensor | None = None,
+) -> AdaBackward:
+    """The five gradients in float64; dx with dresidual, if given."""
+    dy = dy.double()
+    z = layer_norm(x, normalized_ndim, weight, bias, eps).y
+    dz = dy if scale is None else dy * (1 + scale.double())
+    dx, dweight, dbias = layer_norm_backward(
+        dz, x, normalized_ndim, weight, bias, eps, dresidual=dresidual
+    )
+    dshift = None if shift is None else dy.sum_to_size(shift.shape)
+    dscale = None if scale is None else (dy * z).sum_to_size(scale.shape)
+    return AdaBackward(dx, dshift, dscale, dweight, dbias)
+
+
+def gate_backward(dresidual_out: Tensor, input: Tensor, gate: Tensor) -> GateBackward:
+    """dinput and dgate in float64."""
+    dresidual_out = dresidual_out.double()
+    dgate = (dresidual_out * input.double()).sum_to_size(gate.shape)
+    return GateBackward(dresidual_out * gate.double(), dgate)

@@ -45,12 +45,21 @@ class Problem:
     scale: float = 1.0
     out_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None  # None: no residual
+    shift: tuple[int, ...] | None = None  # the modulations' shapes; None: not there
+    scale_by: tuple[int, ...] | None = None
+    gate: tuple[int, ...] | None = None
+    modulation_dtype: torch.dtype | None = None  # by default dtype
+    modulation_layout: str = "contiguous"  # or any other of LAYOUTS
     mean: float = 0.0
     eps: float = EPS
 
     @property
     def normalized_shape(self):
         return self.shape[len(self.shape) - self.normalized_ndim :]
+
+    @property
+    def is_ada(self):
+        return not (self.shift is None and self.scale_by is None and self.gate is None)
 
     @property
     def cols(self):
@@ -64,7 +73,15 @@ class Problem:
         parts = ["x".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")]
         if self.normalized_ndim != 1:
             parts.append(f"last{self.normalized_ndim}")
-        for name in ("weight_dtype", "out_dtype", "residual_dtype"):
+        for name in (
+            "weight_dtype",
+            "out_dtype",
+            "residual_dtype",
+            "shift",
+            "scale_by",
+            "gate",
+            "modulation_dtype",
+        ):
             if getattr(self, name) is not None:
                 parts.append(f"{name}={getattr(self, name)}".replace("torch.", ""))
         for name, default in (
@@ -73,6 +90,7 @@ class Problem:
             ("activation", None),
             ("scale", 1.0),
             ("mean", 0),
+            ("modulation_layout", "contiguous"),
         ):
             if getattr(self, name) != default:
                 parts.append(f"{name}={getattr(self, name)}")
@@ -90,7 +108,38 @@ class Tensors:
     dy: torch.Tensor
     residual: torch.Tensor | None = None
     dresidual: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
     options: dict = field(default_factory=dict)
+
+
+def _chunk(tensor):
+    """One of six chunks of a larger tensor, as diffusion transformers cut their modulations."""
+    return torch.cat([tensor] * 6, -1).chunk(6, -1)[2]
+
+
+def _every_second(tensor):
+    return tensor.repeat_interleave(2, -1)[..., ::2]
+
+
+def _transposed(tensor):
+    return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+
+
+def _misaligned(tensor):
+    """Contiguous, from the second element of an allocation on."""
+    flat = torch.cat([tensor.new_zeros(1), tensor.flatten()])
+    return flat[1:].view(tensor.shape)
+
+
+LAYOUTS = {
+    "contiguous": lambda tensor: tensor,
+    "chunk": _chunk,
+    "every second": _every_second,
+    "transposed": _transposed,
+    "misaligned": _misaligned,
+}
 
 
 def make(problem, device, seed=0):
@@ -121,17 +170,25 @@ def make(problem, device, seed=0):
     if p.residual_dtype is not None:
         tensors.residual = randn(p.shape, p.residual_dtype)
         tensors.dresidual = randn(p.shape, p.residual_dtype)
-    tensors.options = {
-        "normalized_shape": p.normalized_shape,
-        "activation": p.activation,
-        "scale": p.scale,
-        "out_dtype": p.out_dtype,
-    }
+    layout = LAYOUTS[p.modulation_layout]
+    for name, shape in (("shift", p.shift), ("scale", p.scale_by), ("gate", p.gate)):
+        if shape is not None:
+            setattr(tensors, name, layout(randn(shape, p.modulation_dtype or p.dtype)))
+    tensors.options = {"normalized_shape": p.normalized_shape, "out_dtype": p.out_dtype}
+    if not p.is_ada:
+        tensors.options |= {"activation": p.activation, "scale": p.scale}
     return tensors
 
 
 def forward(t):
     """Our result: y, or (y, residual_out)."""
+    if t.problem.is_ada:
+        affine = (t.weight, t.bias, t.problem.eps)
+        if t.residual is None:
+            return fused_layernorm.ada_layer_norm(t.x, t.shift, t.scale, *affine, **t.options)
+        return fused_layernorm.add_ada_layer_norm(
+            t.x, t.residual, t.gate, t.shift, t.scale, *affine, **t.options
+        )
     if t.residual is None:
         return fused_layernorm.layer_norm(t.x, t.weight, t.bias, t.problem.eps, **t.options)
     return fused_layernorm.add_layer_norm(
@@ -140,7 +197,7 @@ def forward(t):
 
 
 def _leaf(tensor):
-    return None if tensor is None else tensor.detach().clone().requires_grad_()
+    return None if tensor is None else tensor.detach().requires_grad_()
 
 
 def ours(t, *, backward=True):
@@ -150,9 +207,8 @@ def ours(t, *, backward=True):
             out = forward(t)
         names = ("y",) if t.residual is None else ("y", "residual_out")
         return dict(zip(names, (out,) if t.residual is None else out, strict=True))
-    leaves = replace(
-        t, x=_leaf(t.x), weight=_leaf(t.weight), bias=_leaf(t.bias), residual=_leaf(t.residual)
-    )
+    inputs = ("x", "weight", "bias", "residual", "shift", "scale", "gate")
+    leaves = replace(t, **{name: _leaf(getattr(t, name)) for name in inputs})
     out = forward(leaves)
     results = {}
     if t.residual is None:
@@ -163,10 +219,9 @@ def ours(t, *, backward=True):
         results["y"], results["residual_out"] = (o.detach() for o in out)
         results["dresidual"] = leaves.residual.grad
     results["dx"] = leaves.x.grad
-    if t.weight is not None:
-        results["dweight"] = leaves.weight.grad
-    if t.bias is not None:
-        results["dbias"] = leaves.bias.grad
+    for name in ("weight", "bias", "shift", "scale", "gate"):
+        if getattr(t, name) is not None:
+            results[f"d{name}"] = getattr(leaves, name).grad
     return results
 
 
@@ -183,50 +238,78 @@ def _activate(z, activation):
     return z
 
 
-def stock(t, *, backward=True):
+def _normalized(t, found):
+    """What a norm normalizes: x, or the sum with the residual.
+
+    A gated sum is a result with an error of its own. Whatever comes after it is judged by what it
+    was given: the sum as it was rounded to residual's dtype.
+    """
+    if t.residual is None:
+        return t.x
+    return reference.add(t.x, t.residual) if t.gate is None else found["residual_out"]
+
+
+def stock(t, found, *, backward=True):
     """PyTorch's y and gradients in float32 (float64 for a float64 x), by name."""
     p = t.problem
-    x = t.x if t.residual is None else reference.add(t.x, t.residual)
+    x = _normalized(t, found)
     acc = torch.float64 if x.dtype == torch.float64 else torch.float32
     leaves: list[Any] = [
-        None if tensor is None else tensor.to(acc).requires_grad_()
-        for tensor in (
-            x.detach().clone(),
-            *(None if u is None else u.detach().clone() for u in (t.weight, t.bias)),
-        )
+        None if tensor is None else tensor.detach().to(acc, copy=True).requires_grad_()
+        for tensor in (x, t.weight, t.bias, t.shift, t.scale)
     ]
-    x, weight, bias = leaves
+    x, weight, bias, shift, scale = leaves
     # In one normalized dimension: with more and many rows, PyTorch's own backward fails on CUDA.
     flat_x = x.flatten(x.dim() - p.normalized_ndim)
     flat_weight, flat_bias = (None if u is None else u.flatten() for u in (weight, bias))
     y = F.layer_norm(flat_x, flat_x.shape[-1:], flat_weight, flat_bias, p.eps).reshape(x.shape)
     y = _activate(y, p.activation) * p.scale
+    y = y if scale is None else y * (1 + scale)
+    y = y if shift is None else y + shift
+    results = {"y": y.detach()}
+    if t.gate is not None:
+        wide = torch.float64 in (t.x.dtype, t.residual.dtype, t.gate.dtype)
+        gate_acc = torch.float64 if wide else torch.float32
+        input, residual, gate = (u.to(gate_acc) for u in (t.x, t.residual, t.gate))
+        results["residual_out"] = residual + gate * input
     if not backward:
-        return {"y": y.detach()}
+        return results
     y.backward(t.dy.to(acc))
     dx = x.grad if t.dresidual is None else x.grad + t.dresidual.to(acc)
-    results = {"y": y.detach(), "dx": dx}
+    results["dx"] = dx
     if t.residual is not None:
         results["dresidual"] = dx
-    if weight is not None:
-        results["dweight"] = weight.grad
-    if bias is not None:
-        results["dbias"] = bias.grad
+    if t.gate is not None:
+        d = found["dresidual"].to(gate_acc)
+        results["dx"], results["dgate"] = d * gate, (d * input).sum_to_size(gate.shape)
+    for name, leaf in zip(("weight", "bias", "shift", "scale"), leaves[1:], strict=True):
+        if leaf is not None:
+            results[f"d{name}"] = leaf.grad
     return results
 
 
-def exact(t, *, backward=True):
-    """The results in float64, by name."""
+def exact(t, found=None, *, backward=True):
+    """The results in float64, by name; those past a gate, of what was found before it."""
     p = t.problem
-    x = t.x if t.residual is None else reference.add(t.x, t.residual)
-    args = (p.normalized_ndim, t.weight, t.bias, p.eps, p.activation, p.scale)
-    y = reference.layer_norm(x, *args).y
+    x = _normalized(t, found)
+    results = {}
+    if t.gate is not None:
+        results["residual_out"] = reference.gated_add(t.x, t.residual, t.gate)
+    if p.is_ada:
+        args: tuple = (p.normalized_ndim, t.shift, t.scale, t.weight, t.bias, p.eps)
+        results["y"] = reference.ada_layer_norm(x, *args).y
+    else:
+        args = (p.normalized_ndim, t.weight, t.bias, p.eps, p.activation, p.scale)
+        results["y"] = reference.layer_norm(x, *args).y
     if not backward:
-        return {"y": y}
-    dx, dweight, dbias = reference.layer_norm_backward(t.dy, x, *args, t.dresidual)
-    results = {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
+        return results
+    run: Any = reference.ada_layer_norm_backward if p.is_ada else reference.layer_norm_backward
+    gradients = run(t.dy, x, *args, t.dresidual)
+    results |= gradients._asdict()
     if t.residual is not None:
-        results["dresidual"] = dx
+        results["dresidual"] = gradients.dx
+    if t.gate is not None:
+        results["dx"], results["dgate"] = reference.gate_backward(found["dresidual"], t.x, t.gate)
     return results
 
 
@@ -238,6 +321,8 @@ def dtype_of(problem, name):
         return problem.residual_dtype
     if name in ("dweight", "dbias"):
         return problem.weight_dtype or problem.dtype
+    if name in ("dshift", "dscale", "dgate"):
+        return problem.modulation_dtype or problem.dtype
     return problem.dtype
 
 
@@ -248,8 +333,12 @@ def rounding(value, dtype):
 
 
 def double_rounding(problem, name):
-    """Whether a result is rounded twice: to the residual's dtype, then to the input's."""
-    return name == "dx" and problem.residual_dtype not in (None, problem.dtype)
+    """Whether a result is rounded twice: to the residual's dtype, then to the input's.
+
+    Past a gate it is judged by what it was given, which has been rounded once already.
+    """
+    is_cast = name == "dx" and problem.residual_dtype not in (None, problem.dtype)
+    return is_cast and problem.gate is None
 
 
 def beyond_rounding(actual, expected, problem, name):
@@ -296,8 +385,9 @@ def check(problem, device, *, backward=True, run=ours, sample=8192):
     magnitude: dict[str, float] = {}
     for seed in range(draws):
         t = make(problem, device, seed)
-        actual, expected, yardstick = (f(t, backward=backward) for f in (run, exact, stock))
-        if "residual_out" in actual:
+        actual = run(t, backward=backward)
+        expected, yardstick = (f(t, actual, backward=backward) for f in (exact, stock))
+        if "residual_out" in actual and t.gate is None:
             residual_out = actual.pop("residual_out")
             assert residual_out.dtype == problem.residual_dtype
             assert torch.equal(residual_out, reference.add(t.x, t.residual))
@@ -317,7 +407,7 @@ def check(problem, device, *, backward=True, run=ours, sample=8192):
         if dtype_of(problem, name) == torch.float64 and problem.dtype == torch.float64:
             terms = math.sqrt(max(problem.cols, problem.rows))
             slack = FLOAT64_ROUNDINGS * terms * 2**-53 * magnitude[name]
-        elif name in ("dweight", "dbias"):
+        elif name in ("dweight", "dbias", "dshift", "dscale", "dgate"):
             # PyTorch's own sum over a few rows may be exact by the luck of its order.
             slack = 2**-24 * magnitude[name]
         rms = FACTOR * yardsticks[name].rms + slack

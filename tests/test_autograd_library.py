@@ -99,7 +99,18 @@ def test_a_library_is_active_unless_disabled():
         assert autograd_library.active == (released_minor(torch.__version__) is not None)
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm_forward", "layer_norm_backward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layer_norm",
+        "add_layer_norm_forward",
+        "layer_norm_backward",
+        "ada_layer_norm",
+        "add_ada_layer_norm_forward",
+        "ada_layer_norm_backward",
+        "gate_backward",
+    ],
+)
 @pytest.mark.parametrize("key", ["AutogradCPU", "AutogradCUDA"])
 def test_one_of_the_two_is_registered(name, key):
     dump = torch._C._dispatch_dump_table(f"fused_layernorm::{name}")
@@ -222,19 +233,76 @@ def reference(x, weight=None, bias=None, eps=1e-5, *, activation=None, scale=1.0
     return z * scale
 
 
+NAMES = ["layer_norm", "layer_norm_forward", "add_layer_norm", "add_layer_norm_forward"]
+ADA_NAMES = [
+    "ada_layer_norm",
+    "ada_layer_norm_forward",
+    "add_ada_layer_norm",
+    "add_ada_layer_norm_forward",
+]
+# Each with the activations it is tested with: the modulated ones take none.
+ACTIVATED = [(name, activation) for name in NAMES for activation in (None, "gelu")]
+ACTIVATED += [(name, None) for name in ADA_NAMES]
+
+
+def tensors_of(name, device, shape=(2, 3, 4), dtype=F64):
+    """An operator's tensors, as its schema orders them; each modulation is broadcast otherwise."""
+    x, residual, weight, bias = inputs(device, shape, dtype)
+    batch, rows, cols = shape
+    gate, shift, scale = (
+        torch.randn(size, device=device, dtype=dtype)
+        for size in [(cols,), (batch, 1, cols), (rows, 1)]
+    )
+    return {
+        "layer_norm": (x, weight, bias),
+        "add_layer_norm": (x, residual, weight, bias),
+        "ada_layer_norm": (x, shift, scale, weight, bias),
+        "add_ada_layer_norm": (x, residual, gate, shift, scale, weight, bias),
+    }[name.removesuffix("_forward")]
+
+
+def rows_of(name):
+    """How many of an operator's tensors come before normalized_ndim."""
+    if name.startswith("add_ada"):
+        return 3
+    return 2 if name.startswith("add") else 1
+
+
 def operator(name, activation=None, scale=1.0):
-    """An operator as a function of (x, weight, bias) or (x, residual, weight, bias); y alone."""
+    """An operator as a function of its tensors; y alone."""
     overload = getattr(ops, name).default
-    rows = 2 if name.startswith("add") else 1
+    rows = rows_of(name)
+    options = () if "ada" in name else (activation, scale)
 
     def call(*tensors):
-        out = overload(*tensors[:rows], 1, *tensors[rows:], 1e-5, activation, scale)
+        out = overload(*tensors[:rows], 1, *tensors[rows:], 1e-5, *options)
         return out if isinstance(out, torch.Tensor) else out[0]
 
     return call
 
 
-NAMES = ["layer_norm", "layer_norm_forward", "add_layer_norm", "add_layer_norm_forward"]
+def expression(name, activation=None, scale=1.0):
+    """The same in PyTorch's operators."""
+
+    def add(x, residual, gate=None):
+        return residual + (x if gate is None else gate * x)
+
+    def modulate(x, shift, scale, weight, bias):
+        y = reference(x, weight, bias)
+        y = y if scale is None else y * (1 + scale)
+        return y if shift is None else y + shift
+
+    def call(*tensors):
+        x, rest = tensors[0], tensors[rows_of(name) :]
+        if name.startswith("add"):
+            x = add(*tensors[: rows_of(name)])
+        if "ada" in name:
+            return modulate(x, *rest)
+        return reference(x, *rest, activation=activation, scale=scale)
+
+    return call
+
+
 TRANSFORMS = {
     "grad": lambda f: grad(lambda *t: f(*t).pow(3).sum(), argnums=(0, 1)),
     "vjp": lambda f: lambda *t: vjp(f, *t)[1](torch.ones_like(t[0])),
@@ -256,24 +324,46 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize(("name", "activation"), ACTIVATED)
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("name", NAMES)
 def test_operators_under_transforms(device, name, transform, activation):
-    x, residual, weight, bias = inputs(device)
-    tensors: tuple[torch.Tensor, ...] = (x, weight, bias)
-    if name.startswith("add"):
-        tensors = (x, residual, weight, bias)
+    tensors = tensors_of(name, device)
     if "vmap" in transform:
         tensors = tuple(t if t.dim() == 3 else torch.stack([t, -t]) for t in tensors)
-
-    def composite(*t):
-        return reference(t[0] + t[1] if len(t) == 4 else t[0], *t[-2:], activation=activation)
-
     function = TRANSFORMS[transform]
     torch.testing.assert_close(
-        function(operator(name, activation))(*tensors), function(composite)(*tensors)
+        function(operator(name, activation))(*tensors),
+        function(expression(name, activation))(*tensors),
     )
+
+
+ABSENT = ["", "shift", "scale", "shift scale", "weight", "weight bias", "scale bias"]
+
+
+@pytest.mark.parametrize(
+    ("name", "absent"),
+    [
+        *(("ada_layer_norm", absent) for absent in ABSENT),
+        *(("add_ada_layer_norm", absent) for absent in [*ABSENT, "gate", "gate shift weight"]),
+    ],
+)
+def test_gradients_of_modulated_norms(device, name, absent):
+    """First and second order, and forward mode, of y and residual_out, with arguments absent."""
+    rows = ["x"] if name == "ada_layer_norm" else ["x", "residual", "gate"]
+    names = [*rows, "shift", "scale", "weight", "bias"]
+    tensors = tensors_of(name, device, shape=(2, 2, 3))
+    present = [i for i, argument in enumerate(names) if argument not in absent.split()]
+    overload = getattr(ops, name).default
+
+    def call(*leaves):
+        full: list[Any] = [None] * len(tensors)
+        for i, leaf in zip(present, leaves, strict=True):
+            full[i] = leaf
+        return overload(*full[: len(rows)], 1, *full[len(rows) :], 1e-5)
+
+    leaves = [tensors[i].requires_grad_() for i in present]
+    assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -308,6 +398,52 @@ def test_gradients_of_the_backward_operator(device, absent, activation):
     )
 
 
+def statistics(x):
+    """(mean, rstd); they are functions of x, and these are only their values."""
+    x = x.detach()
+    mean = x.mean(-1, keepdim=True)
+    return mean, ((x - mean).square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+
+@pytest.mark.parametrize("absent", ["", "shift", "scale", "weight", "bias", "shift scale weight"])
+def test_gradients_of_the_modulated_backward_operator(device, absent):
+    x, shift, scale, weight, bias = tensors_of("ada_layer_norm", device, shape=(2, 2, 3))
+    named = {"shift": shift, "scale": scale, "weight": weight, "bias": bias}
+    named = {name: t for name, t in named.items() if name not in absent.split()}
+    dy, dresidual = torch.randn_like(x), torch.randn_like(x)
+
+    def backward(dy, x, dresidual, *present):
+        given = dict(zip(named, present, strict=True))
+        parameters = [given.get(name) for name in ("shift", "scale", "weight", "bias")]
+        needs = [True, *(p is not None for p in parameters)]
+        found = ops.ada_layer_norm_backward(
+            dy, x, 1, *statistics(x), *parameters, dresidual, *needs
+        )
+        return [gradient for gradient, needed in zip(found, needs, strict=True) if needed]
+
+    leaves = [t.requires_grad_() for t in (dy, x, dresidual, *named.values())]
+    assert torch.autograd.gradcheck(backward, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(backward, leaves)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1, 3), (2, 1), (2, 2, 3)])
+def test_gradients_of_the_gate(device, shape):
+    dresidual_out, input, gate = (
+        torch.randn(size, device=device, dtype=F64, requires_grad=True)
+        for size in [(2, 2, 3), (2, 2, 3), shape]
+    )
+
+    def backward(*tensors):
+        return ops.gate_backward(*tensors, True, True)
+
+    leaves = (dresidual_out, input, gate)
+    assert torch.autograd.gradcheck(backward, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(backward, leaves)
+    dinput, dgate = backward(*leaves)
+    torch.testing.assert_close(dinput, gate * dresidual_out)
+    torch.testing.assert_close(dgate, (input * dresidual_out).sum_to_size(shape))
+
+
 @pytest.mark.parametrize("only", range(3))
 def test_one_gradient_of_the_backward_operator(device, only):
     needs = [i == only for i in range(3)]
@@ -321,18 +457,42 @@ def test_one_gradient_of_the_backward_operator(device, only):
     assert gradients[0].abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("only", range(5))
+def test_one_gradient_of_the_modulated_backward_operator(device, only):
+    needs = [i == only for i in range(5)]
+    x, *parameters = (t.requires_grad_() for t in tensors_of("ada_layer_norm", device))
+    dy = torch.randn_like(x, requires_grad=True)
+    found = ops.ada_layer_norm_backward(dy, x, 1, *statistics(x), *parameters, None, *needs)
+    assert [out.requires_grad for out in found] == needs
+    assert [out.numel() > 0 for out in found] == needs
+    assert found[only].shape == (x, *parameters)[only].shape
+    (gradient,) = torch.autograd.grad(found[only].pow(2).sum(), dy)
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("only", range(2))
+def test_one_gradient_of_the_gate(device, only):
+    needs = [i == only for i in range(2)]
+    dresidual_out, input, _ = (t.requires_grad_() for t in tensors_of("add_layer_norm", device)[:3])
+    gate = torch.randn(4, device=device, dtype=F64, requires_grad=True)
+    found = ops.gate_backward(dresidual_out, input, gate, *needs)
+    assert [out.requires_grad for out in found] == needs
+    assert [out.numel() > 0 for out in found] == needs
+    inputs_found = torch.autograd.grad(found[only].sum(), (input, gate), allow_unused=True)
+    assert [gradient is not None for gradient in inputs_found] == [only == 1, only == 0]
+
+
+@pytest.mark.parametrize("name", NAMES + ADA_NAMES)
 def test_dual_numbers_outside_transforms(device, name):
-    x, residual, weight, bias = inputs(device)
-    tensors = (x, residual, weight, bias) if name.startswith("add") else (x, weight, bias)
+    tensors = tensors_of(name, device)
+    options = () if "ada" in name else ("silu", 2.0)
     for i, tangent in enumerate(torch.randn_like(t) for t in tensors):
         with forward_ad.dual_level():
             duals = [*tensors]
             duals[i] = forward_ad.make_dual(tensors[i], tangent)
-            ours = forward_ad.unpack_dual(operator(name, "silu", 2.0)(*duals)).tangent
-            total = duals[0] + duals[1] if len(duals) == 4 else duals[0]
-            stock = reference(total, *duals[-2:], activation="silu", scale=2.0)
-            torch.testing.assert_close(ours, forward_ad.unpack_dual(stock).tangent)
+            ours = forward_ad.unpack_dual(operator(name, *options)(*duals)).tangent
+            stock = forward_ad.unpack_dual(expression(name, *options)(*duals)).tangent
+            torch.testing.assert_close(ours, stock)
 
 
 def test_forward_mode_over_a_graph_made_before(device):
@@ -351,39 +511,196 @@ def test_forward_mode_over_a_graph_made_before(device):
 
 
 @pytest.mark.parametrize("half_parameters", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + ADA_NAMES)
 def test_gradient_dtypes(device, name, half_parameters):
-    x, residual, weight, bias = inputs(device, dtype=F32)
-    x = x.to(BF16).requires_grad_()
-    residual.requires_grad_()
-    weight, bias = (t.to(BF16 if half_parameters else F32).requires_grad_() for t in (weight, bias))
-    leaves = (x, residual, weight, bias) if name.startswith("add") else (x, weight, bias)
+    """And shapes, as those of the arguments."""
+    x, *rest = tensors_of(name, device, dtype=F32)
+    residual = [rest.pop(0)] if name.startswith("add") else []
+    parameters = [t.to(BF16 if half_parameters else F32) for t in rest]
+    leaves = [t.requires_grad_() for t in (x.to(BF16), *residual, *parameters)]
     y = operator(name, "relu")(*leaves)
     assert y.dtype == BF16
     for gradient, leaf in zip(torch.autograd.grad(y.sum(), leaves), leaves, strict=True):
-        assert gradient.dtype == leaf.dtype
+        assert (gradient.dtype, gradient.shape) == (leaf.dtype, leaf.shape)
+
+
+class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+    """The package's operators that are called below autograd: their names and arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fused_layernorm":
+            self.seen.append((func._opname, args))
+        return func(*args, **(kwargs or {}))
 
 
 def test_only_what_is_needed_is_computed(device):
     """Of frozen parameters, and of those that torch.autograd.grad is not asked for."""
     x, _, weight, bias = (t.requires_grad_() for t in inputs(device, dtype=F32))
-    seen = []
-
-    class Record(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is ops.layer_norm_backward.default:
-                seen.append(args[-3:])
-            return func(*args, **(kwargs or {}))
-
     y = operator("layer_norm")(x, weight, bias)
-    with Record():
+    z = operator("layer_norm")(x, weight.detach(), bias.detach())
+    with Calls() as calls:
         torch.autograd.grad(y.sum(), weight, retain_graph=True)
         torch.autograd.grad(y.sum(), (x, bias))
-        operator("layer_norm")(x, weight.detach(), bias.detach()).sum().backward()
+        z.sum().backward()
+    seen = [args[-3:] for _, args in calls.seen]
     if not autograd_library.active:  # Python is not told what torch.autograd.grad was asked for
         assert seen == [(True, True, True), (True, True, True), (True, False, False)]
         return
     assert seen == [(False, True, False), (True, False, True), (True, False, False)]
+
+
+def test_only_what_is_needed_of_a_modulated_norm_is_computed(device):
+    leaves = [t.requires_grad_() for t in tensors_of("add_ada_layer_norm", device)]
+    y = operator("add_ada_layer_norm")(*leaves)
+
+    def asked_for(leaf):
+        with Calls() as calls:
+            torch.autograd.grad(y.sum(), leaf, retain_graph=True)
+        flags = {"ada_layer_norm_backward": 5, "gate_backward": 2}
+        return [(name, args[-flags[name] :]) for name, args in calls.seen]
+
+    def only(i, count):
+        return tuple(i == j for j in range(count))
+
+    dx = ("ada_layer_norm_backward", only(0, 5))
+    expected = [[dx, ("gate_backward", only(0, 2))], [dx], [dx, ("gate_backward", only(1, 2))]]
+    expected += [[("ada_layer_norm_backward", only(i, 5))] for i in range(1, 5)]
+    if not autograd_library.active:  # Python is not told what torch.autograd.grad was asked for
+        everything = [("ada_layer_norm_backward", (True,) * 5), ("gate_backward", (True,) * 2)]
+        expected = [everything] * len(leaves)
+    assert [asked_for(leaf) for leaf in leaves] == expected
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_gradient_of_residual_out_alone_goes_past_the_norm(device, gated):
+    x, residual, gate, shift, *_ = tensors_of("add_ada_layer_norm", device)
+    leaves = [t.requires_grad_() for t in (x, residual, gate, shift)]
+    total = ops.add_ada_layer_norm(
+        x, residual, gate if gated else None, 1, shift, None, None, None, 1e-5
+    )[1]
+    d = torch.randn_like(total)
+    with Calls() as calls:
+        dx, dresidual, dgate, dshift = torch.autograd.grad(total, leaves, d, allow_unused=True)
+    assert [name for name, _ in calls.seen] == ["gate_backward"] * gated
+    torch.testing.assert_close(dresidual, d)
+    torch.testing.assert_close(dx, d * gate if gated else d)
+    assert dshift is None
+    if gated:
+        torch.testing.assert_close(dgate, (d * x).sum((0, 1)))
+    else:
+        assert dgate is None
+
+
+def saved_tensors(function, *tensors):
+    """The shapes of what one call saves."""
+    shapes = []
+
+    def pack(t):
+        shapes.append(tuple(t.shape))
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        function(*tensors)
+    return shapes
+
+
+@pytest.mark.skipif(not autograd_library.active, reason="Python's autograd saves all arguments")
+def test_what_a_frozen_modulation_does_not_need_is_not_saved(device):
+    """The branch is saved for the gate's gradient alone, shift for its own."""
+    x, residual, gate, shift, scale, weight, bias = (
+        t.detach() for t in tensors_of("add_ada_layer_norm", device, shape=(2, 3, 5))
+    )
+    x.requires_grad_()
+    function = operator("add_ada_layer_norm")
+    row, statistic = (2, 3, 5), (2, 3, 1)
+    parameters = [(5,), (5,), (5,), (3, 1)]  # gate, weight, bias and scale
+    frozen = saved_tensors(function, x, residual, gate, shift, scale, weight, bias)
+    assert sorted(frozen) == sorted([row, statistic, statistic, *parameters])
+    trained = saved_tensors(
+        function, x, residual, gate.requires_grad_(), shift.requires_grad_(), scale, weight, bias
+    )
+    assert sorted(trained) == sorted([*frozen, row, (2, 1, 5)])
+
+
+def test_derivatives_beside_a_frozen_gate(device, monkeypatch):
+    """The branch is not saved then. What stands for it in backward is never read: it holds NaN."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    x, residual, gate, shift, scale, weight, bias = tensors_of("add_ada_layer_norm", device)
+    leaves = [t.requires_grad_() for t in (x, residual, shift)]
+
+    def call(x, residual, shift):
+        return ops.add_ada_layer_norm(x, residual, gate, 1, shift, scale, weight, bias, 1e-5)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.autograd.gradcheck(call, leaves)
+        assert torch.autograd.gradgradcheck(call, leaves, check_fwd_over_rev=True, fast_mode=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", ["ada_layer_norm", "add_ada_layer_norm"])
+def test_gradients_of_some_arguments_alone(device, name):
+    """Of each argument that asks for one, with all the others frozen, in mixed precision."""
+    x, *rest = tensors_of(name, device, dtype=F32)
+    tensors = [x.to(BF16), *rest]
+    y, expected = operator(name), expression(name)
+    for i in range(len(tensors)):
+        leaves = [t.detach().requires_grad_(i == j) for j, t in enumerate(tensors)]
+        wide = [t.detach().double().requires_grad_(i == j) for j, t in enumerate(tensors)]
+        dy = torch.randn(2, 3, 4, device=device).to(BF16)
+        y(*leaves).backward(dy)
+        expected(*wide).backward(dy.double())
+        assert [t.grad is not None for t in leaves] == [i == j for j in range(len(leaves))]
+        assert leaves[i].grad.dtype == leaves[i].dtype
+        torch.testing.assert_close(
+            leaves[i].grad.double(), wide[i].grad,
+            rtol=1e-2 if leaves[i].dtype == BF16 else 1e-5, atol=1e-5,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ada_layer_norm", "add_ada_layer_norm"])
+def test_no_graph_where_none_is_wanted(device, name):
+    tensors = [t.requires_grad_() for t in tensors_of(name, device)]
+    expected = operator(name)(*tensors)
+    assert expected.grad_fn is not None
+    with torch.no_grad():
+        y = operator(name)(*tensors)
+    assert not y.requires_grad
+    with torch.inference_mode():
+        z = operator(name)(*tensors)
+    assert z.is_inference()
+    assert torch.equal(y, expected)
+    assert torch.equal(z, expected)
+
+
+@pytest.mark.parametrize("name", ["ada_layer_norm", "add_ada_layer_norm"])
+def test_a_graph_is_kept_only_on_demand(device, name):
+    tensors = [t.requires_grad_() for t in tensors_of(name, device)]
+    loss = operator(name)(*tensors).pow(2).sum()
+    first = torch.autograd.grad(loss, tensors, retain_graph=True)
+    second = torch.autograd.grad(loss, tensors)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, tensors)
+
+
+@pytest.mark.parametrize("i", range(7))
+def test_in_place_changes_of_a_modulated_norms_arguments_are_noticed(device, i):
+    leaves = [t.requires_grad_() for t in tensors_of("add_ada_layer_norm", device)]
+    tensors = [t * 1 for t in leaves]
+    y = operator("add_ada_layer_norm")(*tensors)
+    tensors[i].add_(1)
+    if i == 1:  # residual is not saved, residual_out is
+        torch.autograd.grad(y.sum(), leaves)
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_in_place_changes_are_noticed(device):
@@ -434,12 +751,17 @@ def test_a_long_chain_is_destroyed(device):
 def modules(device):
     torch.manual_seed(0)
     norm, add = FusedLayerNorm(8, activation="gelu"), FusedAddLayerNorm(8)
-    linear = torch.nn.Linear(8, 8)
-    return torch.nn.ModuleDict({"norm": norm, "add": add, "linear": linear}).to(device)
+    linear, modulation = torch.nn.Linear(8, 8), torch.nn.Linear(8, 32)
+    return torch.nn.ModuleDict(
+        {"norm": norm, "add": add, "linear": linear, "modulation": modulation}
+    ).to(device)
 
 
 def loss_of(model, x):
     y, total = model["add"](model["linear"](model["norm"](x)), x)
+    gate, shift, scale, final_scale = model["modulation"](x[:1]).chunk(4, dim=-1)
+    y, total = ops.add_ada_layer_norm(y, total, gate, 1, shift, scale, None, None, 1e-6)
+    y = ops.ada_layer_norm(y * total, 1, None, final_scale, None, None, 1e-6)
     return (y * total).pow(2).mean()
 
 
@@ -492,6 +814,23 @@ def test_opcheck(device, name, activation):
     torch.library.opcheck(getattr(ops, name).default, args)
 
 
+@pytest.mark.parametrize("name", ADA_NAMES)
+def test_opcheck_of_modulated_norms(device, name):
+    tensors = [t.requires_grad_() for t in tensors_of(name, device, dtype=F32)]
+    rows = rows_of(name)
+    args = (*tensors[:rows], 1, *tensors[rows:], 1e-5)
+    torch.library.opcheck(getattr(ops, name).default, args)
+
+
+def test_opcheck_of_the_modulated_backward_operators(device):
+    x, *parameters = (t.requires_grad_() for t in tensors_of("ada_layer_norm", device, dtype=F32))
+    dy = torch.randn_like(x, requires_grad=True)
+    args = (dy, x, 1, *statistics(x), *parameters, dy, *[True] * 5)
+    torch.library.opcheck(ops.ada_layer_norm_backward.default, args)
+    gate = torch.randn(2, 1, 4, device=device, requires_grad=True)
+    torch.library.opcheck(ops.gate_backward.default, (dy, x, gate, True, True))
+
+
 def test_per_sample_gradients_through_modules(device):
     model = modules(device).double()
     parameters = {name: p.detach() for name, p in model.named_parameters()}
@@ -536,3 +875,75 @@ def test_autocast_of_operators(device, name):
     assert torch.equal(y, expected)
     with torch.autocast(device, enabled=False), pytest.raises(RuntimeError, match="weight"):
         y_of(*rows, 1, weight.half(), bias, 1e-5)
+
+
+@pytest.mark.parametrize("name", ADA_NAMES)
+def test_autocast_of_modulated_norms(device, name):
+    """Modulations of autocast's dtype, as linear layers make them, beside an input of any."""
+    overload, rows = getattr(ops, name).default, rows_of(name)
+
+    def y_of(tensors, *options):
+        out = overload(*tensors[:rows], 1, *tensors[rows:], 1e-5, *options)
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+    wide = tensors_of(name, device, dtype=F32)
+    count = 2 if name.startswith("add") else 1  # input and residual
+    for dtype in (BF16, F32):
+        *modulations, weight, bias = (t.half() for t in wide[count:])
+        given = [wide[0].to(dtype), *wide[1:count], *modulations, weight, bias.float()]
+        with torch.autocast(device, BF16):
+            y = y_of(given)
+            assert y_of(given, BF16).dtype == BF16
+        assert y.dtype == (BF16 if device == "cpu" and dtype == BF16 else F32)
+        widened = [*given[:count], *(t.float() for t in given[count:])]
+        assert torch.equal(y, y_of(widened, y.dtype))
+
+
+SAMPLES = """
+import sys
+import torch
+import fused_layernorm
+from torch.func import jvp
+
+torch.manual_seed(0)
+ops = torch.ops.fused_layernorm
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+found = []
+for stream, branch, modulation in [(F64, F64, F64), (F32, BF16, F32), (F32, BF16, BF16)]:
+    x = torch.randn(2, 3, 8).to(branch)
+    residual = torch.randn(2, 3, 8).to(stream)
+    sizes = [(2, 1, 8), (8,), (3, 1), (8,), (8,)]  # gate, shift, scale, weight, bias
+    parameters = [torch.randn(size).to(modulation) for size in sizes]
+    leaves = [t.requires_grad_() for t in (x, residual, *parameters)]
+
+    def function(x, residual, gate, *parameters):
+        y, total = ops.add_ada_layer_norm(x, residual, gate, 1, *parameters, 1e-5)
+        return y, total, ops.ada_layer_norm(x * 2, 1, *parameters, 1e-5)
+
+    outputs = function(*leaves)
+    loss = sum(out.float().pow(3).sum() for out in outputs)
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    second = torch.autograd.grad(sum(g.float().pow(2).sum() for g in first), leaves)
+    tangents = jvp(function, tuple(leaves), tuple(torch.ones_like(t) for t in leaves))[1]
+    found.append([t.detach() for t in (*outputs, *first, *second, *tangents)])
+torch.save(found, sys.argv[1])
+"""
+
+
+@needs_library
+def test_the_two_give_the_same(tmp_path):
+    """Outputs, first and second derivatives and forward mode of the modulated norms."""
+    results = []
+    for disabled in ("", "1"):
+        path = tmp_path / f"results{disabled}.pt"
+        environment = {**os.environ, autograd_library.DISABLE: disabled}
+        command = [sys.executable, "-c", SAMPLES, str(path)]
+        subprocess.run(command, env=environment, check=True)
+        results.append(torch.load(path))
+    for ours, theirs in zip(*results, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            # Second derivatives of bfloat16 pass through gradients rounded to it.
+            tolerance = {F64: 1e-9, F32: 2e-2, BF16: 5e-2}[one.dtype]
+            distance = (one - other).double().norm() / other.double().norm()
+            assert distance < tolerance

@@ -22,7 +22,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, add_layer_norm, layer_norm
+from fused_layernorm import (
+    FusedAddLayerNorm,
+    FusedLayerNorm,
+    ada_layer_norm,
+    add_ada_layer_norm,
+    add_layer_norm,
+    layer_norm,
+)
 
 STEPS = 50
 BATCH, SEQUENCE, DIM = 4, 8, 32
@@ -350,6 +357,94 @@ def two_dimensional_mesh(rank, world, device):
     for f, e in zip(found, expected, strict=True):
         assert f.placements == (Shard(0), Shard(1))
         torch.testing.assert_close(f.full_tensor(), e)
+
+
+def modulated(x, residual, gate, shift, scale, weight, bias):
+    """Outputs of both functions, then the gradients of all arguments."""
+    leaves = [x, residual, gate, shift, scale, weight, bias]
+    outputs = (
+        ada_layer_norm(x, shift, scale, weight, bias),
+        *add_ada_layer_norm(x, residual, gate, shift, scale, weight, bias),
+    )
+    rows = [output.to_local() if hasattr(output, "to_local") else output for output in outputs]
+    return (*outputs, *torch.autograd.grad(sum(r.sin().sum() for r in rows), leaves))
+
+
+@case
+def modulated_rows_stay_sharded(rank, world, device):
+    """Sharded over samples or over the sequence, modulations with them, without a collective."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = mesh_of(device, world)
+    torch.manual_seed(0)
+    samples, tokens, cols = 2 * world, world, 6
+    x, residual = torch.randn(2, samples, tokens, cols, device=device)
+    weight, bias = torch.randn(2, cols, device=device)
+    for dim, of_gate, of_shift, of_scale in (
+        (0, (cols,), (samples, 1, cols), (samples, tokens, cols)),
+        (0, (samples, 1, cols), (samples, 1, 1), (1, tokens, cols)),
+        (0, (samples, tokens, cols), (), (tokens, cols)),
+        (1, (samples, 1, cols), (1, tokens, cols), (samples, tokens, cols)),
+        (1, (tokens, cols), (cols,), (tokens, 1)),
+    ):
+        modulations = [torch.randn(shape, device=device) for shape in (of_gate, of_shift, of_scale)]
+        plain = [t.clone().requires_grad_() for t in (x, residual, *modulations, weight, bias)]
+
+        def placement(t, dim=dim):
+            own = dim - (3 - t.dim())
+            whole = own >= 0 and t.shape[own] == x.shape[dim]
+            return Shard(own) if whole else Replicate()
+
+        placements = [placement(t) for t in plain]
+        leaves = [
+            distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
+            for t, p in zip(plain, placements, strict=True)
+        ]
+        with CommDebugMode() as communication:
+            found = modulated(*leaves)
+        assert communication.get_total_counts() == 0, communication.get_comm_counts()
+        expected = modulated(*plain)
+        gradients = [p if isinstance(p, Shard) else Partial() for p in placements]
+        for i, (f, e, p) in enumerate(
+            zip(found, expected, [Shard(dim)] * 3 + gradients, strict=True)
+        ):
+            assert f.placements == (p,), (i, f.placements, p)
+            torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
+
+
+@case
+def modulations_are_redistributed(rank, world, device):
+    """Where they lie otherwise than the rows, or the rows are sharded over the normalized one."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = mesh_of(device, world)
+    torch.manual_seed(0)
+    samples, cols = 2 * world, 2 * world
+    x, residual = torch.randn(2, samples, 3, cols, device=device)
+    gate, shift, scale = torch.randn(3, samples, 1, cols, device=device)
+    weight, bias = torch.randn(2, cols, device=device)
+    plain = [t.clone().requires_grad_() for t in (x, residual, gate, shift, scale, weight, bias)]
+
+    def losses(tensors):
+        y, total = add_ada_layer_norm(*tensors)
+        return y, torch.autograd.grad(y.sin().sum() + total.sin().sum(), tensors)
+
+    expected_y, expected = losses(plain)
+    for placements in (
+        [Shard(0), Shard(0), *[Replicate()] * 5],
+        [Shard(0), Shard(0), *[Shard(2)] * 3, Shard(0), Shard(0)],
+        [Shard(2), Shard(2), Shard(2), Shard(0), Replicate(), Replicate(), Shard(0)],
+        [Replicate(), Shard(0), Shard(0), *[Replicate()] * 4],
+    ):
+        leaves = [
+            distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
+            for t, p in zip(plain, placements, strict=True)
+        ]
+        y, found = losses(leaves)
+        torch.testing.assert_close(y.full_tensor(), expected_y, rtol=1e-4, atol=1e-4)
+        for f, e in zip(found, expected, strict=True):
+            torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
 
 
 # ---- The processes, and the tests that read their reports.

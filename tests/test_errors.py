@@ -17,7 +17,13 @@ import torch
 import torch.nn.functional as F
 
 import fused_layernorm
-from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm
+from fused_layernorm import (
+    FusedLayerNorm,
+    ada_layer_norm,
+    add_ada_layer_norm,
+    add_layer_norm,
+    layer_norm,
+)
 from fused_layernorm.ops import arguments
 from fused_layernorm.ops.operators import Arguments, Options
 
@@ -35,6 +41,9 @@ class Bad:
     weight: Any = ((8,), F32)
     bias: Any = None
     residual: Any = None
+    gate: Any = None
+    shift: Any = None
+    modulation_scale: Any = None
     options: dict = field(default_factory=dict)
 
     def __str__(self):
@@ -304,7 +313,142 @@ ADD = [
     ),
 ]
 
-CASES = LAYER_NORM + ADD
+ADA = [
+    Bad(
+        "shift that does not broadcast",
+        RuntimeError,
+        "expected shift that broadcasts to the shape of input, [4, 8], got shape [3, 8]",
+        shift=((3, 8), F32),
+    ),
+    Bad(
+        "scale that would enlarge a size of one",
+        RuntimeError,
+        "expected scale that broadcasts to the shape of input, [1, 8], got shape [4, 8]",
+        input=((1, 8), F32),
+        modulation_scale=((4, 8), F32),
+    ),
+    Bad(
+        "scale of more dimensions than input",
+        RuntimeError,
+        "expected scale that broadcasts to the shape of input, [4, 8], got shape [1, 4, 8]",
+        modulation_scale=((1, 4, 8), F32),
+    ),
+    Bad(
+        "shift with an empty dimension",
+        RuntimeError,
+        "expected shift that broadcasts to the shape of input, [4, 8], got shape [4, 0]",
+        shift=((4, 0), F32),
+    ),
+    Bad(
+        "integer scale",
+        NotImplementedError,
+        "expected scale of dtype float32, float16, bfloat16 or float64, got int64",
+        modulation_scale=((8,), torch.int64),
+    ),
+    Bad(
+        "half shift beside a float32 input",
+        RuntimeError,
+        "expected shift of dtype float32 beside input of float32, got bfloat16",
+        shift=((8,), BF16),
+    ),
+    Bad(
+        "scale of the other half dtype",
+        RuntimeError,
+        "expected scale of dtype float16 or float32 beside input of float16, got bfloat16",
+        input=((4, 8), F16),
+        modulation_scale=((8,), BF16),
+    ),
+    Bad(
+        "float64 shift beside a half input",
+        RuntimeError,
+        "expected shift of dtype bfloat16 or float32 beside input of bfloat16, got float64",
+        input=((4, 8), BF16),
+        shift=((8,), F64),
+    ),
+    Bad(
+        "weight of another shape beside a modulation",
+        RuntimeError,
+        "expected weight of shape [8], the last dimensions of input, got shape [3]",
+        weight=((3,), F32),
+        shift=((8,), F32),
+    ),
+    Bad(
+        "weight and bias of two dtypes beside a modulation",
+        RuntimeError,
+        "expected weight and bias of one dtype, got float32 and float16",
+        input=((4, 8), F16),
+        bias=((8,), F16),
+        shift=((8,), F16),
+    ),
+    Bad(
+        "scalar input beside a modulation",
+        RuntimeError,
+        "expected input of at least the 1 dimensions of normalized_shape, got input of shape []",
+        input=((), F32),
+        weight=None,
+        shift=((), F32),
+    ),
+    Bad(
+        "normalized_shape that is not input's beside a modulation",
+        RuntimeError,
+        "expected input whose last dimensions are normalized_shape [4], got input of shape [4, 8]",
+        weight=None,
+        shift=((8,), F32),
+        options={"normalized_shape": (4,)},
+    ),
+    Bad(
+        "eps that is NaN beside a modulation",
+        ValueError,
+        "expected eps to be a number, got nan",
+        shift=((8,), F32),
+        options={"eps": math.nan},
+    ),
+    Bad(
+        "eps that is a string beside a modulation",
+        TypeError,
+        "expected eps to be a number, got str",
+        shift=((8,), F32),
+        options={"eps": "1e-5"},
+    ),
+    Bad(
+        "integer out_dtype beside a modulation",
+        ValueError,
+        "expected out_dtype float32, float16, bfloat16 or float64, got int32",
+        shift=((8,), F32),
+        options={"out_dtype": torch.int32},
+    ),
+    Bad(
+        "gate that does not broadcast",
+        RuntimeError,
+        "expected gate that broadcasts to the shape of input, [4, 8], got shape [2, 8]",
+        residual=((4, 8), F32),
+        gate=((2, 8), F32),
+    ),
+    Bad(
+        "gate of another dtype",
+        RuntimeError,
+        "expected gate of dtype bfloat16 or float32 beside input and residual of bfloat16 and "
+        "float32, got float16",
+        input=((4, 8), BF16),
+        residual=((4, 8), F32),
+        gate=((8,), F16),
+    ),
+    Bad(
+        "residual of another shape beside a gate",
+        RuntimeError,
+        "expected residual of the shape of input, [4, 8], got shape [1, 8]",
+        residual=((1, 8), F32),
+        gate=((8,), F32),
+    ),
+    Bad(
+        "gate without a residual",
+        TypeError,
+        "expected residual to be a tensor, got NoneType",
+        gate=((8,), F32),
+    ),
+]
+
+CASES = LAYER_NORM + ADD + ADA
 
 
 def make(spec, device, requires_grad=False):
@@ -315,8 +459,12 @@ def make(spec, device, requires_grad=False):
     return tensor.requires_grad_(requires_grad and dtype.is_floating_point)
 
 
-def call(bad, input, weight, bias, residual):
+def call(bad, input, weight, bias, residual, gate, shift, scale):
     options = dict(bad.options)
+    if gate is not None:
+        return add_ada_layer_norm(input, residual, gate, shift, scale, weight, bias, **options)
+    if shift is not None or scale is not None:
+        return ada_layer_norm(input, shift, scale, weight, bias, **options)
     if residual is None:
         return layer_norm(input, weight, bias, **options)
     return add_layer_norm(input, residual, weight, bias, **options)
@@ -325,7 +473,15 @@ def call(bad, input, weight, bias, residual):
 def tensors(bad, device, requires_grad=False):
     return [
         make(spec, device, requires_grad)
-        for spec in (bad.input, bad.weight, bad.bias, bad.residual)
+        for spec in (
+            bad.input,
+            bad.weight,
+            bad.bias,
+            bad.residual,
+            bad.gate,
+            bad.shift,
+            bad.modulation_scale,
+        )
     ]
 
 
@@ -352,8 +508,8 @@ def test_sentence_under_compile(bad):
     args = tensors(bad, "cpu")
 
     @torch.compile(backend="eager", fullgraph=True)
-    def compiled(input, weight, bias, residual):
-        return call(bad, input, weight, bias, residual)
+    def compiled(*args):
+        return call(bad, *args)
 
     with pytest.raises((bad.error, RuntimeError)) as caught:
         compiled(*args)
@@ -365,7 +521,7 @@ def test_sentence_under_compile(bad):
 @pytest.mark.parametrize("bad", LAYER_NORM, ids=str)
 def test_types_are_those_of_pytorch(bad):
     """Where F.layer_norm refuses too, one except clause catches both."""
-    input, weight, bias, _ = tensors(bad, "cpu")
+    input, weight, bias, *_ = tensors(bad, "cpu")
     shape = bad.options.get("normalized_shape")
     if shape is None:
         parameter = bias if weight is None else weight
@@ -397,6 +553,79 @@ def test_what_is_no_tensor(device, what, value):
     with pytest.raises(TypeError) as caught:
         function(**args)
     assert str(caught.value) == f"expected {what} to be a tensor, got {type(value).__name__}"
+
+
+@pytest.mark.parametrize("what", ["input", "residual", "gate", "shift", "scale", "weight", "bias"])
+@pytest.mark.parametrize("value", [[1.0, 2.0], 3.0, "x"], ids=repr)
+def test_what_is_no_tensor_beside_a_modulation(device, what, value):
+    args: dict[str, Any] = {
+        **{name: torch.ones(4, 2, device=device) for name in ("input", "residual")},
+        **{name: torch.ones(2, device=device) for name in ("gate", "shift", "scale", "weight")},
+        "bias": torch.ones(2, device=device),
+    }
+    args[what] = value
+    with pytest.raises(TypeError) as caught:
+        add_ada_layer_norm(**args)
+    assert str(caught.value) == f"expected {what} to be a tensor, got {type(value).__name__}"
+
+
+@pytest.mark.parametrize("name", ["residual", "gate", "shift", "scale", "weight", "bias"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_another_device_beside_a_modulation(device, name, requires_grad):
+    args: dict[str, Any] = {
+        other: torch.ones(4, 8, device=device, requires_grad=requires_grad)
+        for other in ("input", "residual", "gate", "shift")
+    }
+    args[name] = torch.ones((4, 8) if name == "residual" else (8,), device="meta")
+    with pytest.raises(RuntimeError) as caught:
+        add_ada_layer_norm(**args)
+    assert str(caught.value) == (
+        f"expected {name} on the device of input, {args['input'].device}, got meta"
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "gelu"}], ids=str)
+@pytest.mark.parametrize(
+    ("wrong", "error", "sentence"),
+    [
+        ({"residual": None}, TypeError, "expected residual to be a tensor, got NoneType"),
+        ({"gate": 1.0}, TypeError, "expected gate to be a tensor, got float"),
+        (
+            {"gate": torch.ones(3, 8)},
+            RuntimeError,
+            "expected gate that broadcasts to the shape of input, [4, 8], got shape [3, 8]",
+        ),
+        (
+            {"gate": torch.ones(8).half()},
+            RuntimeError,
+            "expected gate of dtype float32 beside input and residual of float32 and float32, "
+            "got float16",
+        ),
+        (
+            {"weight": None},
+            ValueError,
+            "expected normalized_shape, weight or bias, got none of them",
+        ),
+        (
+            {"weight": torch.ones(3)},
+            RuntimeError,
+            "expected weight of shape [8], the last dimensions of input, got shape [3]",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_gate_of_add_layer_norm(device, wrong, error, sentence, options):
+    args: dict[str, Any] = {
+        "input": torch.ones(4, 8),
+        "residual": torch.ones(4, 8),
+        "weight": torch.ones(8),
+        "gate": torch.ones(8),
+        **wrong,
+    }
+    args = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    with pytest.raises(error) as caught:
+        add_layer_norm(**args, **options)
+    assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("name", ["weight", "bias", "residual"])
@@ -480,6 +709,17 @@ def test_sparse_weight(device):
     with pytest.raises(NotImplementedError) as caught:
         layer_norm(x, torch.ones(8, device=device).to_sparse())
     assert str(caught.value) == "expected weight to be a dense tensor, got layout sparse_coo"
+
+
+@pytest.mark.parametrize("name", ["gate", "shift", "scale"])
+@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda f: f.__name__[1:])
+def test_layouts_of_modulations(device, kind, name):
+    modulation, got = kind(device)
+    x = torch.ones(8, 8, device=device)
+    modulations = {name: modulation}
+    with pytest.raises(NotImplementedError) as caught:
+        add_ada_layer_norm(x, x, **modulations)
+    assert str(caught.value) == f"expected {name} to be a dense tensor, got {got}"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 // The operators in PyTorch's differentiable operators, for the derivatives that no kernel gives:
 // forward mode, and backward of backward, each of which can be differentiated again.
 //
-// Names are those of fused_layernorm/reference.py: z = xhat * weight + bias,
-// y = activation(z) * scale. An undefined tensor stands for a parameter that is not there, and for
-// a gradient of zeros. Arithmetic is in float32, in float64 where x is.
+// One formula serves the operators with a modulation and those without:
+//     residual_out = residual + gate * input,    x = residual_out, or input,
+//     z = xhat * weight + bias,                  xhat = (x - mean) * rstd,
+//     y = activation(z) * output_scale * (1 + scale) + shift.
+// An undefined tensor stands for an argument that is not there, and for a gradient of zeros.
+// Arithmetic is in float32, in float64 where x is.
 #pragma once
 
+#include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -32,6 +36,11 @@ inline Tensor plus(const Tensor& a, const Tensor& b) {
 
 // a * b, where an undefined b stands for ones.
 inline Tensor times(const Tensor& a, const Tensor& b) { return b.defined() ? a * b : a; }
+
+// t summed over the dimensions along which `like` was broadcast, in like's shape and dtype.
+inline Tensor reduce_to(const Tensor& t, const Tensor& like) {
+  return at::sum_to(t, like.sym_sizes()).to(like.scalar_type());
+}
 
 // ---- Activations
 // ----------------------------------------------------------------------------------
@@ -133,101 +142,158 @@ inline at::ScalarType arithmetic_type(at::ScalarType x, at::ScalarType other = a
   return x == at::kDouble || other == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+// ---- Arguments
+// ------------------------------------------------------------------------------------
+
+struct Parameters {
+  Tensor shift, scale, weight, bias;
+};
+
+// What is no tensor. The operators with a modulation have neither activation nor output scale.
+struct Options {
+  int64_t normalized_ndim = 0;
+  Activation activation;
+  double output_scale = 1;
+};
+
+inline Tensor affine(const Tensor& xhat, const Parameters& p, at::ScalarType acc) {
+  return plus(times(xhat, as(p.weight, acc)), as(p.bias, acc));
+}
+
+// t * output_scale * (1 + scale).
+inline Tensor scaled(const Tensor& t, const Parameters& p, const Options& options) {
+  const Tensor by_output = t * options.output_scale;
+  return p.scale.defined() ? by_output * (1 + p.scale.to(t.scalar_type())) : by_output;
+}
+
 // ---- Forward
 // --------------------------------------------------------------------------------------
 
 struct ForwardArguments {
-  Tensor input, residual, weight, bias;
-  int64_t normalized_ndim;
+  Tensor input, residual, gate;
+  Parameters parameters;
+  Options options;
   double eps;
-  Activation activation;
-  double scale;
   std::optional<at::ScalarType> out_dtype;
 };
 
 struct ForwardResults {
-  Tensor y, residual_out, mean, rstd;  // residual_out is undefined without a residual
+  Tensor y, residual_out;  // residual_out is undefined without a residual
 };
 
-inline ForwardResults layer_norm_formula(const ForwardArguments& a) {
-  ForwardResults results;
-  Tensor x = a.input;
+inline ForwardResults forward_formula(const ForwardArguments& a) {
+  Tensor x = a.input, residual_out;
   if (a.residual.defined()) {
     const auto acc = arithmetic_type(a.input.scalar_type(), a.residual.scalar_type());
-    x = (a.input.to(acc) + a.residual.to(acc)).to(a.residual.scalar_type());
-    results.residual_out = x;
+    const Tensor branch = times(a.input.to(acc), as(a.gate, acc));
+    x = residual_out = (branch + a.residual.to(acc)).to(a.residual.scalar_type());
   }
   const auto acc = arithmetic_type(x.scalar_type());
-  const Normalized normalized = normalize(x.to(acc), {a.normalized_ndim}, a.eps);
-  const Tensor z = plus(times(normalized.xhat, as(a.weight, acc)), as(a.bias, acc));
-  results.y = (activate(a.activation, z) * a.scale).to(a.out_dtype.value_or(a.input.scalar_type()));
-  results.mean = normalized.mean;
-  results.rstd = normalized.rstd;
-  return results;
+  const Normalized normalized = normalize(x.to(acc), {a.options.normalized_ndim}, a.eps);
+  const Tensor z = affine(normalized.xhat, a.parameters, acc);
+  const Tensor y = scaled(activate(a.options.activation, z), a.parameters, a.options);
+  return {plus(y, as(a.parameters.shift, acc)).to(a.out_dtype.value_or(a.input.scalar_type())),
+          residual_out};
 }
 
 // ---- Backward
 // -------------------------------------------------------------------------------------
 
-// layer_norm_backward's; its mean is that of x.
+// Those of (ada_)layer_norm_backward; its mean is that of x.
 struct BackwardArguments {
-  Tensor dy, x, rstd, weight, bias, dresidual;
-  int64_t normalized_ndim;
-  Activation activation;
-  double scale;
+  Tensor dy, x, rstd, dresidual;
+  Parameters parameters;
+  Options options;
 };
 
 struct BackwardResults {
-  Tensor dx, dweight, dbias;
+  Tensor dx;
+  Parameters parameters;
 };
 
-inline BackwardResults layer_norm_backward_formula(const BackwardArguments& a) {
+inline BackwardResults backward_formula(const BackwardArguments& a) {
   const auto acc = arithmetic_type(a.x.scalar_type());
-  const auto parameter_type = a.weight.defined() ? a.weight.scalar_type()
-                              : a.bias.defined() ? a.bias.scalar_type()
-                                                 : a.x.scalar_type();
-  const Tensor weight = as(a.weight, acc);
-  const Rows rows = {a.normalized_ndim};
+  const auto& [shift, scale, weight, bias] = a.parameters;
+  const Rows rows = {a.options.normalized_ndim};
   const Normalized normalized = normalize_as(a.x.to(acc), rows, a.rstd);
-  const Tensor z = plus(times(normalized.xhat, weight), as(a.bias, acc));
-  const Tensor dz = times(a.dy.to(acc) * a.scale, slopes_of(a.activation, z).first);
-  const Tensor dx = plus(normalized.project(times(dz, weight)), as(a.dresidual, acc));
-  return {dx.to(a.x.scalar_type()), rows.sum(dz * normalized.xhat).to(parameter_type),
-          rows.sum(dz).to(parameter_type)};
+  const Tensor& xhat = normalized.xhat;
+  const Tensor dy = a.dy.to(acc), z = affine(xhat, a.parameters, acc);
+  const Tensor dz =
+      times(scaled(dy, a.parameters, a.options), slopes_of(a.options.activation, z).first);
+
+  BackwardResults results;
+  const Tensor dx = plus(normalized.project(times(dz, as(weight, acc))), as(a.dresidual, acc));
+  results.dx = dx.to(a.x.scalar_type());
+  if (shift.defined()) results.parameters.shift = reduce_to(dy, shift);
+  if (scale.defined()) {
+    const Tensor activated = activate(a.options.activation, z) * a.options.output_scale;
+    results.parameters.scale = reduce_to(dy * activated, scale);
+  }
+  // Of weight and bias the operator gives gradients where it has neither of them, too.
+  const auto parameter_type = weight.defined() ? weight.scalar_type()
+                              : bias.defined() ? bias.scalar_type()
+                                               : a.x.scalar_type();
+  results.parameters.weight = rows.sum(dz * xhat).to(parameter_type);
+  results.parameters.bias = rows.sum(dz).to(parameter_type);
+  return results;
 }
 
 // ---- Backward of backward
 // -------------------------------------------------------------------------
 
-struct ArgumentGradients {
-  Tensor dy, x, weight, bias;  // that of dresidual is that of dx
+// The gradient of dresidual is that of dx; shift has none.
+struct BackwardGradients {
+  Tensor dy, x;
+  Parameters parameters;
 };
 
-// From the gradients ddx, ddweight and ddbias of layer_norm_backward's results to those of its
-// arguments. With d = dz * weight, dz = dy * scale * activation'(z), the results are
-//     dx = P d,   dweight = sum over rows of dz * xhat,   dbias = sum over rows of dz,
-// so the sum of ddx * dx + ddweight * dweight + ddbias * dbias over all elements is that of q * dz,
+// From the gradients ddx, ddshift, ddscale, ddweight and ddbias of the backward operator's results
+// to those of its arguments. With
+//     g = dy * output_scale * (1 + scale),    dz = g * activation'(z),    d = dz * weight
+// the results are
+//     dx = P d,    dweight = sum of dz * xhat,    dbias = sum of dz,
+//     dshift = sum of dy,    dscale = sum of dy * output_scale * activation(z),
+// so the sum of each result times its gradient is that of q * dz + r * dy over all elements, with
 //     q = weight * P ddx + ddweight * xhat + ddbias,
-// which depends on dy, on z by dz, on weight and xhat by q, and on xhat and rstd by P.
-inline ArgumentGradients layer_norm_double_backward_formula(const BackwardArguments& a,
-                                                            const BackwardResults& gradients) {
+//     r = ddshift + ddscale * output_scale * activation(z).
+// It depends on dy, on scale by dz, on z by dz and r, on weight and xhat by q, and on xhat and rstd
+// by P.
+inline BackwardGradients double_backward_formula(const BackwardArguments& a,
+                                                 const BackwardResults& gradients) {
   const auto acc = arithmetic_type(a.x.scalar_type());
-  const Tensor dy = a.dy.to(acc), weight = as(a.weight, acc), bias = as(a.bias, acc);
-  const Tensor ddx = as(gradients.dx, acc), ddweight = as(gradients.dweight, acc);
-  const Tensor ddbias = as(gradients.dbias, acc);
-  const Rows rows = {a.normalized_ndim};
+  const auto& [ddshift_given, ddscale_given, ddweight_given, ddbias_given] = gradients.parameters;
+  const Tensor ddx = as(gradients.dx, acc);
+  const Tensor ddshift = as(ddshift_given, acc), ddscale = as(ddscale_given, acc);
+  const Tensor ddweight = as(ddweight_given, acc), ddbias = as(ddbias_given, acc);
+  const Tensor dy = a.dy.to(acc), weight = as(a.parameters.weight, acc);
+  const Rows rows = {a.options.normalized_ndim};
   const Normalized normalized = normalize_as(a.x.to(acc), rows, a.rstd);
   const Tensor &xhat = normalized.xhat, &rstd = normalized.rstd;
-  const Slopes slopes = slopes_of(a.activation, plus(times(xhat, weight), bias));
-  const Tensor dz = times(dy * a.scale, slopes.first);
+  const Tensor z = affine(xhat, a.parameters, acc);
+  const Slopes slopes = slopes_of(a.options.activation, z);
+  const Tensor g = scaled(dy, a.parameters, a.options), dz = times(g, slopes.first);
 
   const Tensor projected = ddx.defined() ? normalized.project(ddx) : Tensor();
   Tensor q = projected.defined() ? times(projected, weight) : Tensor();
   if (ddweight.defined()) q = plus(q, ddweight * xhat);
   q = plus(q, ddbias);
-  if (!q.defined()) return {};
+  Tensor r = ddshift;
+  if (ddscale.defined()) {
+    r = plus(r, ddscale * a.options.output_scale * activate(a.options.activation, z));
+  }
 
-  Tensor by_weight, by_bias, by_x;
+  Tensor by_dy = r, by_scale, by_z;
+  if (q.defined()) {
+    const Tensor by_g = times(q, slopes.first);
+    by_dy = plus(by_dy, scaled(by_g, a.parameters, a.options));
+    if (a.parameters.scale.defined()) by_scale = by_g * dy * a.options.output_scale;
+    if (slopes.second.defined()) by_z = q * g * slopes.second;
+  }
+  if (ddscale.defined()) {
+    by_z = plus(by_z, times(ddscale * dy * a.options.output_scale, slopes.first));
+  }
+
+  Tensor by_weight, by_x;
   Tensor by_xhat = ddweight.defined() ? ddweight * dz : Tensor();
   if (projected.defined()) {
     const Tensor d = times(dz, weight);
@@ -237,22 +303,63 @@ inline ArgumentGradients layer_norm_double_backward_formula(const BackwardArgume
     by_x = -rstd * rstd * by_rstd * xhat;
     if (weight.defined()) by_weight = projected * dz;
   }
-  if (slopes.second.defined()) {
-    const Tensor by_z = q * dy * a.scale * slopes.second;
+  if (by_z.defined()) {
     by_xhat = plus(by_xhat, times(by_z, weight));
     if (weight.defined()) by_weight = plus(by_weight, by_z * xhat);
-    if (bias.defined()) by_bias = by_z;
   }
   if (by_xhat.defined()) by_x = plus(by_x, normalized.project(by_xhat));
 
-  ArgumentGradients result;
-  // Of ddbias alone, q has the shape of one row.
-  const Tensor by_dy = times(q * a.scale, slopes.first);
-  result.dy = by_dy.expand_as(dy).to(a.dy.scalar_type());
-  if (by_x.defined()) result.x = by_x.to(a.x.scalar_type());
-  if (by_weight.defined()) result.weight = rows.sum(by_weight).to(a.weight.scalar_type());
-  if (by_bias.defined()) result.bias = rows.sum(by_bias).to(a.bias.scalar_type());
-  return result;
+  BackwardGradients results;
+  // Of the parameters' gradients alone, by_dy has the shape of theirs.
+  if (by_dy.defined()) results.dy = by_dy.expand_as(dy).to(a.dy.scalar_type());
+  if (by_x.defined()) results.x = by_x.to(a.x.scalar_type());
+  const auto reduce = [](const Tensor& t, const Tensor& like) {
+    return t.defined() && like.defined() ? reduce_to(t, like) : Tensor();
+  };
+  results.parameters.scale = reduce(by_scale, a.parameters.scale);
+  results.parameters.weight = reduce(by_weight, a.parameters.weight);
+  results.parameters.bias = reduce(by_z, a.parameters.bias);
+  return results;
+}
+
+// ---- The gate
+// -------------------------------------------------------------------------------------
+
+// Arguments of gate_backward, and the gradients of them.
+struct GateArguments {
+  Tensor dresidual_out, input, gate;
+};
+
+struct GateResults {
+  Tensor dinput, dgate;
+};
+
+inline GateResults gate_backward_formula(const GateArguments& a) {
+  const auto acc = arithmetic_type(a.input.scalar_type(), a.dresidual_out.scalar_type());
+  const Tensor dresidual_out = a.dresidual_out.to(acc);
+  return {(dresidual_out * a.gate.to(acc)).to(a.input.scalar_type()),
+          reduce_to(dresidual_out * a.input.to(acc), a.gate)};
+}
+
+// The sum of each result of gate_backward times its gradient is that of dresidual_out * q,
+//     q = ddinput * gate + ddgate * input.
+inline GateArguments gate_double_backward_formula(const GateArguments& a,
+                                                  const GateResults& gradients) {
+  const auto acc = arithmetic_type(a.input.scalar_type(), a.dresidual_out.scalar_type());
+  const Tensor dresidual_out = a.dresidual_out.to(acc);
+  const Tensor ddinput = as(gradients.dinput, acc), ddgate = as(gradients.dgate, acc);
+  GateArguments results;
+  Tensor q;
+  if (ddinput.defined()) {
+    q = ddinput * a.gate.to(acc);
+    results.gate = reduce_to(ddinput * dresidual_out, a.gate);
+  }
+  if (ddgate.defined()) {
+    q = plus(q, ddgate * a.input.to(acc));
+    results.input = (ddgate * dresidual_out).to(a.input.scalar_type());
+  }
+  if (q.defined()) results.dresidual_out = q.to(a.dresidual_out.scalar_type());
+  return results;
 }
 
 }  // namespace fused_layernorm

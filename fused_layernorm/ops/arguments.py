@@ -178,6 +178,8 @@ def check(a: Arguments) -> None:
     ndim = options.normalized_ndim
     check_tensor("input", input)
     x_dtypes = [input.dtype]
+    if residual is None and a.gate is not None:
+        check_tensor("residual", residual)
     if residual is not None:
         check_tensor("residual", residual)
         _check_beside_input("residual", residual, input)

@@ -51,8 +51,14 @@ def _broadcast_to_front(
 def _batched_to_front(
     tensor: Tensor | None, dim: int | None, size: int, ndim: int
 ) -> Tensor | None:
-    """The same, but for a modulation that all of the batch share, which broadcasts as it is."""
-    return tensor if dim is None else _broadcast_to_front(tensor, dim, size, ndim)
+    """The same, but for a modulation that all of the batch share, which broadcasts as it is.
+
+    One of more dimensions than a sample would meet the batch's: with its own in front it has too
+    many, and the operator refuses it.
+    """
+    if dim is None and tensor is not None and tensor.dim() < ndim:
+        return tensor
+    return _broadcast_to_front(tensor, dim, size, ndim)
 
 
 def _forward_rule(operator: Operator) -> Callable[..., Any]:

@@ -1,0 +1,48 @@
+// Autocast of the forward operators: the results of PyTorch's autocast, which runs layer_norm in
+// float32 on every device but the CPU, where it leaves it alone. The kernels compute in float32
+// anyway, so the input is not converted: the output is float32.
+#pragma once
+
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "operators.h"
+
+namespace fused_layernorm {
+
+inline bool is_half(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
+template <class Op>
+void autocast(const OperatorHandle& op, DispatchKeySet /*keys*/, Stack* stack) {
+  IValue* arguments = stack->data() + stack->size() - Op::kArguments;
+  const Tensor& input = arguments[Op::kInput].toTensor();
+  const at::ScalarType dtype = input.scalar_type();
+  if (arguments[Op::kOutDtype].isNone() && !input.is_cpu() && is_half(dtype)) {
+    arguments[Op::kOutDtype] = at::kFloat;
+  }
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
+  const auto type_of = [&](size_t i) {
+    return is_defined(arguments[i]) ? arguments[i].toTensor().scalar_type() : dtype;
+  };
+  const auto unlike = [&](size_t i) { return is_half(type_of(i)) && type_of(i) != dtype; };
+  const auto widen = [&](size_t i) {
+    if (is_defined(arguments[i]) && is_half(type_of(i))) {
+      arguments[i] = arguments[i].toTensor().to(at::kFloat);
+    }
+  };
+  if constexpr (Op::kHasModulation) {
+    for (const size_t i : {Op::kGate, Op::kShift, Op::kScale}) {
+      if (unlike(i)) widen(i);
+    }
+  }
+  // weight and bias are of one dtype.
+  const bool differ = is_defined(arguments[Op::kWeight]) && is_defined(arguments[Op::kBias]) &&
+                      type_of(Op::kWeight) != type_of(Op::kBias);
+  if (differ || unlike(Op::kWeight) || unlike(Op::kBias)) {
+    widen(Op::kWeight);
+    widen(Op::kBias);
+  }
+  op.callBoxed(stack);
+}
+
+}  // namespace fused_layernorm

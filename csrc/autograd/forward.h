@@ -1,0 +1,200 @@
+// Autograd of the forward operators, (add_)(ada_)layer_norm and their twins that give statistics.
+//
+// A call that needs gradients runs the operator with statistics below autograd and saves what
+// backward needs; backward calls (ada_)layer_norm_backward and gate_backward through the
+// dispatcher, which are differentiable themselves (backward.h).
+#pragma once
+
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include "node.h"
+#include "operators.h"
+
+namespace fused_layernorm {
+
+// What a NormNode saves. x is what was normalized: input, or residual_out, an output of the node.
+template <class Op>
+struct SavedByNorm {
+  enum : size_t {
+    kX,
+    kMean,
+    kRstd,
+    kFirstParameter,
+    kInput = kFirstParameter + Op::kParameters,
+    kGate,
+    kEnd
+  };
+  static constexpr size_t kCount = Op::kHasGate ? kEnd : kInput;
+};
+
+// From the gradients of y and residual_out to those of the operator's arguments. Of the
+// statistics, outputs of some of the operators, there are none.
+template <class Op>
+struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
+  using Saved = SavedByNorm<Op>;
+
+  Options options;
+  at::ScalarType input_dtype = at::kFloat;
+
+  std::string name() const override {
+    if (Op::kHasModulation) {
+      return Op::kHasResidual ? "FusedAddAdaLayerNormBackward" : "FusedAdaLayerNormBackward";
+    }
+    return Op::kHasResidual ? "FusedAddLayerNormBackward" : "FusedLayerNormBackward";
+  }
+
+  void collect_options(CompiledNodeArgs& args) const override {
+    collect(args, options);
+    args.collect(input_dtype);
+  }
+
+  void save_arguments(const IValue* arguments) {
+    if constexpr (!Op::kHasResidual) this->save(Saved::kX, arguments[Op::kInput].toTensor());
+    for (size_t i = 0; i < Op::kParameters; ++i) {
+      const IValue& parameter = arguments[Op::kFirstParameter + i];
+      // Backward uses shift for the shape of its gradient alone.
+      const bool is_shift = Op::kHasModulation && Op::kFirstParameter + i == Op::kShift;
+      if (is_shift && !requires_grad(parameter)) continue;
+      this->save(Saved::kFirstParameter + i, tensor_of(parameter));
+    }
+    if constexpr (Op::kHasGate) {
+      this->save(Saved::kGate, tensor_of(arguments[Op::kGate]));
+      if (requires_grad(arguments[Op::kGate])) {
+        this->save(Saved::kInput, arguments[Op::kInput].toTensor());
+      }
+    }
+    options = options_of<Op>(arguments);
+    input_dtype = arguments[Op::kInput].toTensor().scalar_type();
+  }
+
+  // Of the operator with statistics.
+  void save_outputs(const IValue* outputs) {
+    if constexpr (Op::kHasResidual) this->save(Saved::kX, outputs[1].toTensor());
+    this->save(Saved::kMean, outputs[Op::kOutputs].toTensor());
+    this->save(Saved::kRstd, outputs[Op::kOutputs + 1].toTensor());
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    const std::lock_guard<std::mutex> lock(this->mutex_);
+    variable_list results(Op::kArguments);
+    const Tensor& dy = gradients[0];
+    // Where residual_out alone was used its gradient goes past the norm.
+    Tensor dx = Op::kHasResidual ? gradients[1] : Tensor();
+    if (dy.defined()) dx = backward_of_norm(dy, dx, results);
+    if (!dx.defined()) return results;
+    if constexpr (Op::kHasResidual) {
+      if (needs(Op::kResidual)) results[Op::kResidual] = dx;
+    }
+    if constexpr (Op::kHasGate) {
+      const Tensor gate = this->saved(Saved::kGate);
+      if (gate.defined()) {
+        backward_of_gate(dx, gate, results);
+        return results;
+      }
+    }
+    if (needs(Op::kInput)) results[Op::kInput] = dx.to(input_dtype);
+    return results;
+  }
+
+ private:
+  bool needs(size_t argument) const { return this->task_should_compute_output(argument); }
+
+  // dx, undefined where nothing needs it; the parameters' gradients go into the results.
+  Tensor backward_of_norm(const Tensor& dy, const Tensor& dresidual, variable_list& results) {
+    using Backward = NormBackward<Op::kHasModulation>;
+    static const OperatorHandle op =
+        find_operator(Op::kHasModulation ? FUSED_LAYERNORM_OPERATOR("ada_layer_norm_backward")
+                                         : FUSED_LAYERNORM_OPERATOR("layer_norm_backward"));
+    // Without a residual or a gate, their positions are input's.
+    const bool needs_dx = needs(Op::kInput) || needs(Op::kResidual) || needs(Op::kGate);
+    Stack stack;
+    stack.reserve(Backward::kArguments);
+    torch::jit::push(stack, dy, this->saved(Saved::kX), options.normalized_ndim,
+                     this->saved(Saved::kMean), this->saved(Saved::kRstd));
+    for (size_t i = 0; i < Op::kParameters; ++i) {
+      stack.push_back(value_of(this->saved(Saved::kFirstParameter + i)));
+    }
+    stack.push_back(value_of(dresidual));
+    if constexpr (!Op::kHasModulation) {
+      torch::jit::push(stack, options.activation ? IValue(*options.activation) : IValue(),
+                       options.output_scale);
+    }
+    stack.emplace_back(needs_dx);
+    for (size_t i = 0; i < Op::kParameters; ++i) {
+      stack.emplace_back(needs(Op::kFirstParameter + i));
+    }
+    call(op, &stack);
+    for (size_t i = 0; i < Op::kParameters; ++i) {
+      if (needs(Op::kFirstParameter + i)) {
+        results[Op::kFirstParameter + i] = std::move(stack[1 + i]).toTensor();
+      }
+    }
+    return needs_dx ? std::move(stack[0]).toTensor() : Tensor();
+  }
+
+  void backward_of_gate(const Tensor& dx, const Tensor& gate, variable_list& results) {
+    static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("gate_backward"));
+    const bool needs_dinput = needs(Op::kInput), needs_dgate = needs(Op::kGate);
+    if (!needs_dinput && !needs_dgate) return;
+    Tensor input = this->saved(Saved::kInput);
+    // It was not saved where the gate has no gradient: all that is used then is its dtype.
+    if (!input.defined()) input = at::empty_like(dx, dx.options().dtype(input_dtype));
+    Stack stack;
+    stack.reserve(GateBackward::kArguments);
+    torch::jit::push(stack, dx, input, gate, needs_dinput, needs_dgate);
+    call(op, &stack);
+    if (needs_dinput) results[Op::kInput] = std::move(stack[0]).toTensor();
+    if (needs_dgate) results[Op::kGate] = std::move(stack[1]).toTensor();
+  }
+};
+
+template <class Op>
+OperatorHandle find_operator_with_statistics() {
+  if (Op::kHasModulation) {
+    return find_operator(Op::kHasResidual ? FUSED_LAYERNORM_OPERATOR("add_ada_layer_norm_forward")
+                                          : FUSED_LAYERNORM_OPERATOR("ada_layer_norm_forward"));
+  }
+  return find_operator(Op::kHasResidual ? FUSED_LAYERNORM_OPERATOR("add_layer_norm_forward")
+                                        : FUSED_LAYERNORM_OPERATOR("layer_norm_forward"));
+}
+
+// The Autograd kernel of a forward operator, which may or may not give the statistics itself.
+template <class Op, bool kGivesStatistics>
+void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const IValue* arguments = stack->data() + stack->size() - Op::kArguments;
+  const Differentiation differentiation = differentiation_of<Op>(arguments);
+  if (differentiation == Differentiation::kNone) return run_below_autograd(op, keys, stack);
+
+  static const OperatorHandle with_statistics = find_operator_with_statistics<Op>();
+  constexpr size_t kAllOutputs = Op::kOutputs + Op::kStatistics;
+  if (differentiation == Differentiation::kForwardMode) {
+    const ForwardArguments named = {
+        arguments[Op::kInput].toTensor(),
+        Op::kHasResidual ? arguments[Op::kResidual].toTensor() : Tensor(),
+        Op::kHasGate ? tensor_of(arguments[Op::kGate]) : Tensor(),
+        parameters_of<Op>(arguments),
+        options_of<Op>(arguments),
+        arguments[Op::kEps].toDouble(),
+        dtype_of(arguments[Op::kOutDtype])};
+    // The kernel is run for its checks and its statistics, which have no derivatives.
+    run_below_autograd(with_statistics, keys, stack);
+    const ForwardResults found = forward_formula(named);
+    IValue* outputs = stack->data() + stack->size() - kAllOutputs;
+    outputs[0] = found.y;
+    if constexpr (Op::kHasResidual) outputs[1] = found.residual_out;
+  } else {
+    const auto node = make_node<NormNode<Op>>();
+    node->set_next_edges(edges_of<Op>(arguments));
+    node->save_arguments(arguments);
+    run_below_autograd(with_statistics, keys, stack);
+    const IValue* outputs = stack->data() + stack->size() - kAllOutputs;
+    for (size_t i = 0; i < Op::kOutputs; ++i) {
+      torch::autograd::set_history(outputs[i].toTensor(), node);
+    }
+    node->save_outputs(outputs);
+  }
+  if constexpr (!kGivesStatistics) torch::jit::drop(*stack, Op::kStatistics);
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,216 @@
+// The operators as the dispatcher calls them: where each argument lies on the stack
+// (bindings/schemas.cpp has the schemas), and what a kernel of an Autograd key does with it first.
+//
+// Four forward operators are one template: those with a modulation (ada_layer_norm) and without,
+// those with a residual (add_...) and without. A position that an operator does not have is that of
+// another of its arguments, so that a list of positions needs no cases: where there is no residual
+// and no gate, theirs is input's; where there is no modulation, shift's and scale's are those of
+// weight and bias.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstddef>
+#include <exception>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "../bindings/namespace.h"
+#include "formulas.h"
+#include "node.h"
+
+namespace fused_layernorm {
+
+using c10::DispatchKeySet;
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+inline OperatorHandle find_operator(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+// Undefined for None.
+inline Tensor tensor_of(const IValue& value) {
+  return value.isNone() ? Tensor() : value.toTensor();
+}
+
+inline std::optional<at::ScalarType> dtype_of(const IValue& value) {
+  return value.toOptional<at::ScalarType>();
+}
+
+inline bool is_defined(const IValue& value) {
+  return value.isTensor() && value.toTensor().defined();
+}
+
+inline bool requires_grad(const IValue& value) {
+  return is_defined(value) && value.toTensor().requires_grad();
+}
+
+inline IValue value_of(const Tensor& tensor) {
+  return tensor.defined() ? IValue(tensor) : IValue();
+}
+
+// ---- Positions
+// ------------------------------------------------------------------------------------
+
+// (add_)(ada_)layer_norm, and the same with _forward, which also gives mean and rstd.
+template <bool kWithModulation, bool kWithResidual>
+struct NormForward {
+  static constexpr bool kHasModulation = kWithModulation;
+  static constexpr bool kHasResidual = kWithResidual;
+  static constexpr bool kHasGate = kHasResidual && kHasModulation;
+  enum : size_t {
+    kInput,
+    kResidual = kInput + kHasResidual,
+    kGate = kResidual + kHasGate,
+    kNormalizedNdim,
+    kShift,
+    kScale,
+    kWeight = kHasModulation ? kScale + 1 : kShift,
+    kBias,
+    kEps,
+    kActivation,  // where there is no modulation
+    kOutputScale,
+    kOutDtype = kHasModulation ? kEps + 1 : kOutputScale + 1,
+    kArguments
+  };
+  static constexpr size_t kDifferentiable[] = {kInput, kResidual, kGate, kShift,
+                                               kScale, kWeight,   kBias};
+  static constexpr size_t kFirstParameter = kShift;
+  static constexpr size_t kParameters = kEps - kShift;
+
+  // y and residual_out have gradients, the statistics that follow them have none.
+  static constexpr size_t kOutputs = 1 + kHasResidual;
+  static constexpr size_t kStatistics = 2;
+};
+
+// (ada_)layer_norm_backward.
+template <bool kWithModulation>
+struct NormBackward {
+  static constexpr bool kHasModulation = kWithModulation;
+  enum : size_t {
+    kDy,
+    kX,
+    kNormalizedNdim,
+    kMean,
+    kRstd,
+    kShift,
+    kScale,
+    kWeight = kHasModulation ? kScale + 1 : kShift,
+    kBias,
+    kDresidual,
+    kActivation,  // where there is no modulation
+    kOutputScale,
+    kNeeds = kHasModulation ? kDresidual + 1 : kOutputScale + 1,  // one for each output
+  };
+  static constexpr size_t kOutputs = 1 + kDresidual - kShift;  // dx, and those of the parameters
+  static constexpr size_t kArguments = kNeeds + kOutputs;
+  static constexpr size_t kDifferentiable[] = {kDy, kX, kShift, kScale, kWeight, kBias, kDresidual};
+};
+
+struct GateBackward {
+  enum : size_t { kDresidualOut, kInput, kGate, kNeeds };
+  static constexpr size_t kOutputs = 2;  // dinput and dgate
+  static constexpr size_t kArguments = kNeeds + kOutputs;
+  static constexpr size_t kDifferentiable[] = {kDresidualOut, kInput, kGate};
+};
+
+// The arguments by name that forward and backward have alike.
+template <class Op>
+Parameters parameters_of(const IValue* arguments) {
+  Parameters parameters;
+  if constexpr (Op::kHasModulation) {
+    parameters.shift = tensor_of(arguments[Op::kShift]);
+    parameters.scale = tensor_of(arguments[Op::kScale]);
+  }
+  parameters.weight = tensor_of(arguments[Op::kWeight]);
+  parameters.bias = tensor_of(arguments[Op::kBias]);
+  return parameters;
+}
+
+template <class Op>
+Options options_of(const IValue* arguments) {
+  Options options;
+  options.normalized_ndim = arguments[Op::kNormalizedNdim].toInt();
+  if constexpr (!Op::kHasModulation) {
+    const IValue& activation = arguments[Op::kActivation];
+    if (!activation.isNone()) options.activation = activation.toStringRef();
+    options.output_scale = arguments[Op::kOutputScale].toDouble();
+  }
+  return options;
+}
+
+inline void collect(CompiledNodeArgs& args, const Options& options) {
+  args.collect(options.normalized_ndim);
+  args.collect(options.activation);
+  args.collect(options.output_scale);
+}
+
+// ---- Calls
+// ----------------------------------------------------------------------------------------
+
+// Runs an operator's kernel below autograd, whose arguments the stack holds.
+inline void run_below_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+// Calls an operator as anybody calls it: all of the dispatcher lies before it.
+//
+// The kernels' binary, under the stable ABI, raises no more than std::runtime_error. One that
+// speaks of a failed allocation is raised again as what it is, as ops/arguments.py does for
+// forward. What else the text holds (where it was raised) is left out.
+inline void call(const OperatorHandle& op, Stack* stack) {
+  try {
+    op.callBoxed(stack);
+  } catch (const std::exception& error) {
+    const std::string what = error.what();
+    const size_t begin = what.find("CUDA out of memory: fused_layernorm");
+    TORCH_CHECK_WITH(OutOfMemoryError, begin == std::string::npos,
+                     what.substr(begin, what.find('\n', begin) - begin));
+    throw;
+  }
+}
+
+// ---- Differentiation
+// ------------------------------------------------------------------------------
+
+enum class Differentiation { kNone, kForwardMode, kGraph };
+
+// What is to be done beside running the operator.
+template <class Op>
+Differentiation differentiation_of(const IValue* arguments) {
+  bool requires_grad = false;
+  for (const size_t i : Op::kDifferentiable) {
+    if (!is_defined(arguments[i])) continue;
+    const Tensor& tensor = arguments[i].toTensor();
+    if (tensor._fw_grad(/*level=*/0).defined()) return Differentiation::kForwardMode;
+    requires_grad |= tensor.requires_grad();
+  }
+  return requires_grad && at::GradMode::is_enabled() ? Differentiation::kGraph
+                                                     : Differentiation::kNone;
+}
+
+// Where a node sends its gradients, by the argument's position; nowhere from most of them.
+template <class Op>
+torch::autograd::edge_list edges_of(const IValue* arguments) {
+  torch::autograd::edge_list edges(Op::kArguments);
+  for (const size_t i : Op::kDifferentiable) {
+    if (is_defined(arguments[i])) {
+      edges[i] = torch::autograd::impl::gradient_edge(arguments[i].toTensor());
+    }
+  }
+  return edges;
+}
+
+}  // namespace fused_layernorm

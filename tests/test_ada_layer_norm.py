@@ -1,0 +1,619 @@
+"""ada_layer_norm and add_ada_layer_norm: results and gradients of every kind of modulation.
+
+Derivatives of every order, compilers and autocast are in test_ada_integrations.py.
+"""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numerics
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import Problem
+
+from fused_layernorm import (
+    ada_layer_norm,
+    add_ada_layer_norm,
+    add_layer_norm,
+    layer_norm,
+    reference,
+)
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+ops = torch.ops.fused_layernorm
+
+# Of an input of shape (B, S, D).
+KINDS = {
+    "all": lambda b, s, d: (d,),
+    "sample": lambda b, s, d: (b, 1, d),
+    "token": lambda b, s, d: (b, s, d),
+    "position": lambda b, s, d: (1, s, d),
+    "position without a batch": lambda b, s, d: (s, d),
+    "number": lambda b, s, d: (),
+    "number of a sample": lambda b, s, d: (b, 1, 1),
+    "number of a token": lambda b, s, d: (b, s, 1),
+}
+# input, residual (None: none), modulations, weight (None: none)
+DTYPES = [
+    (F32, F32, F32, F32),
+    (BF16, BF16, BF16, BF16),
+    (F16, F16, F16, F16),
+    (BF16, BF16, F32, None),
+    (F16, F16, F32, F32),
+    (BF16, BF16, BF16, F32),
+    (BF16, BF16, F32, BF16),
+    (BF16, F32, BF16, None),
+    (BF16, F32, F32, F32),
+    (F16, F32, F16, F16),
+    (F32, BF16, F32, None),
+    (F64, F64, F64, F64),
+]
+# The boundaries of the kernels' strategies, and the models' widths.
+WIDTHS = [1, 7, 8, 63, 64, 65, 256, 257, 512, 1023, 1024, 1152, 2432, 3072, 4095, 4096, 5120]
+WIDE = [8192, 8193, 16384, 16385, 32768, 40960, 50001]
+# B samples of S rows: one group; groups of one row, of three, of many; more groups than an H200 has
+# multiprocessors.
+GROUPS = [(1, 1), (1, 40), (37, 1), (11, 3), (3, 257), (150, 2), (150, 5)]
+
+
+def ids(value):
+    if isinstance(value, tuple):
+        return "-".join(map(ids, value))
+    return str(value).removeprefix("torch.")
+
+
+def modulated(shape, kind="sample", *, gated=False, dtypes=DTYPES[0], **others):
+    """A problem whose modulations are all of one kind, unless `others` has their shapes."""
+    input_dtype, residual_dtype, modulation_dtype, weight_dtype = dtypes
+    modulation = KINDS[kind](*shape)
+    problem: dict[str, Any] = {
+        "dtype": input_dtype,
+        "modulation_dtype": modulation_dtype,
+        "weight_dtype": weight_dtype,
+        "affine": "none" if weight_dtype is None else "both",
+        "shift": modulation,
+        "scale_by": modulation,
+    }
+    if gated:
+        problem |= {"residual_dtype": residual_dtype, "gate": modulation}
+    return Problem(shape, **{**problem, **others})
+
+
+# ---- Accuracy.
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3]], ids=ids)
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cols", [48, 100])
+def test_every_kind(device, cols, kind, gated, dtypes):
+    numerics.check(modulated((4, 6, cols), kind, gated=gated, dtypes=dtypes), device)
+
+
+@pytest.mark.parametrize(
+    "kinds", list(itertools.permutations(["all", "sample", "token", "position"], 3))
+)
+def test_different_groups(device, kinds):
+    shift, scale, gate = (KINDS[kind](4, 6, 64) for kind in kinds)
+    problem = modulated((4, 6, 64), gated=True, shift=shift, scale_by=scale, gate=gate)
+    numerics.check(problem, device)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 1, 64), (2, 1, 5, 64), (1, 3, 1, 64), (3, 1, 64)], ids=str
+)
+def test_frames(device, shape, gated):
+    residual = {"residual_dtype": F32, "gate": shape} if gated else {}
+    numerics.check(Problem((2, 3, 5, 64), shift=shape, scale_by=shape, **residual), device)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 1, 3, 20), (2, 5, 3, 20), (3, 20), (20,), (2, 1, 1, 20), (2, 1, 3, 1), (3, 1)],
+    ids=str,
+)
+def test_several_normalized_dimensions(device, shape, gated):
+    residual = {"residual_dtype": F32, "gate": shape} if gated else {}
+    problem = Problem((2, 5, 3, 20), 2, shift=shape, scale_by=shape, **residual)
+    numerics.check(problem, device)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
+def test_dtypes(device, dtypes, gated):
+    for cols in (33, 256):
+        numerics.check(modulated((3, 20, cols), gated=gated, dtypes=dtypes), device)
+
+
+@pytest.mark.parametrize("out_dtype", [F32, BF16, F64], ids=ids)
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_out_dtype(device, gated, out_dtype):
+    for dtypes in (DTYPES[0], DTYPES[3]):
+        problem = modulated((3, 20, 64), gated=gated, dtypes=dtypes, out_dtype=out_dtype)
+        numerics.check(problem, device)
+
+
+@pytest.mark.parametrize("layout", sorted({*numerics.LAYOUTS} - {"contiguous"}))
+@pytest.mark.parametrize("kind", ["all", "sample", "token", "position", "number of a token"])
+@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3]], ids=ids)
+def test_layouts_of_modulations(device, layout, kind, dtypes):
+    for cols in (64, 75):
+        problem = modulated((3, 7, cols), kind, gated=True, dtypes=dtypes, modulation_layout=layout)
+        numerics.check(problem, device)
+
+
+def test_expanded_modulations(device):
+    """Of input's shape, but read with strides of zero: every element has its own gradient."""
+    x, dy = torch.randn(2, 3, 5, 32, device=device)[:2]
+    leaf = torch.randn(3, 1, 32, device=device)
+    expanded = [leaf.expand(3, 5, 32).detach().requires_grad_() for _ in "st"]
+    whole = [leaf.expand(3, 5, 32).contiguous().requires_grad_() for _ in "st"]
+    for shift, scale in (expanded, whole):
+        ada_layer_norm(x, shift, scale).backward(dy)
+    for one, other in zip(expanded, whole, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert one.grad.shape == (3, 5, 32)
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("present", list(itertools.product((True, False), repeat=4)), ids=str)
+def test_absent_arguments(device, present):
+    """Of gate, shift and scale; and weight and bias, none or both."""
+    gate, shift, scale, affine = present
+    kind = (3, 1, 40)
+    problem = Problem(
+        (3, 7, 40),
+        affine="both" if affine else "none",
+        residual_dtype=F32,
+        gate=kind if gate else None,
+        shift=kind if shift else None,
+        scale_by=kind if scale else None,
+    )
+    numerics.check(problem, device)
+    if not gate and (shift or scale):
+        numerics.check(replace(problem, residual_dtype=None), device)
+
+
+@pytest.mark.parametrize("affine", ["weight", "bias"])
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_one_parameter(device, gated, affine):
+    numerics.check(modulated((3, 7, 40), gated=gated, affine=affine), device)
+
+
+def test_without_any_modulation_it_is_layer_norm(device):
+    x, residual = torch.randn(2, 3, 5, 32, device=device)
+    weight, bias = torch.randn(2, 32, device=device)
+    torch.testing.assert_close(
+        ada_layer_norm(x, None, None, weight, bias), layer_norm(x, weight, bias), rtol=0, atol=0
+    )
+    torch.testing.assert_close(
+        add_ada_layer_norm(x, residual, None, None, None, weight, bias),
+        add_layer_norm(x, residual, weight, bias),
+        rtol=0,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_large_mean_keeps_its_accuracy(device, gated):
+    numerics.check(modulated((3, 9, 256), gated=gated, mean=1e4), device)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("cols", [8, 64, 257, 1152])
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_groups(device, groups, cols, gated):
+    for kind in ("sample", "all"):
+        numerics.check(modulated((*groups, cols), kind, gated=gated), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[1], DTYPES[3], DTYPES[8]], ids=ids)
+@pytest.mark.parametrize("cols", [*WIDTHS, *WIDE])
+def test_every_width(cols, dtypes, gated):
+    """And the widths beside it, where strategies and vectors change."""
+    for d in (cols - 1, cols, cols + 1):
+        if d > 0:
+            for kind in ("sample", "token"):
+                shape = (3, 1 + 4096 // (3 * d), d)
+                problem = modulated(shape, kind, gated=gated, dtypes=dtypes)
+                numerics.check(problem, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("groups", [*GROUPS, (1, 5000), (5000, 1), (700, 7)], ids=str)
+@pytest.mark.parametrize("cols", [1, 64, 1024, 1152, 3072, 8193])
+@pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
+def test_groups_at_every_strategy(kind, cols, groups, gated):
+    numerics.check(modulated((*groups, cols), kind, gated=gated, dtypes=DTYPES[3]), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("shape", [(1, 3, 262_144), (2, 2, 1_000_003), (1, 1, 4_194_304)], ids=str)
+def test_long_rows(shape, gated):
+    numerics.check(modulated(shape, gated=gated), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("shape", [(2, 100_000, 64), (1, 16_384, 1152), (300, 257, 256)], ids=str)
+def test_many_rows(shape, gated):
+    for kind in ("all", "sample", "position"):
+        numerics.check(modulated(shape, kind, gated=gated, dtypes=DTYPES[3]), "cuda")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_what_autograd_gives(kind):
+    """The formulas of reference.py, which everything here is judged by, in float64."""
+    x, residual, dy, dresidual = torch.randn(4, 3, 5, 16, dtype=F64)
+    gate, shift, scale = torch.randn(3, *KINDS[kind](3, 5, 16), dtype=F64)
+    weight, bias = torch.randn(2, 16, dtype=F64)
+    leaves = [t.requires_grad_() for t in (x, residual, gate, shift, scale, weight, bias)]
+    total = residual + gate * x
+    y = F.layer_norm(total, (16,), weight, bias) * (1 + scale) + shift
+    expected = torch.autograd.grad((y, total), leaves, (dy, dresidual))
+    modulation = (shift, scale, weight, bias)
+    torch.testing.assert_close(reference.gated_add(x, residual, gate), total)
+    torch.testing.assert_close(reference.ada_layer_norm(total, 1, *modulation).y, y)
+    dx, *others = reference.ada_layer_norm_backward(dy, total, 1, *modulation, dresidual=dresidual)
+    dinput, dgate = reference.gate_backward(dx, x, gate)
+    torch.testing.assert_close([dinput, dx, dgate, *others], list(expected))
+
+
+# ---- Rounding, and what a result depends on.
+
+
+def test_result_is_rounded_once(device):
+    """And not the normalized value, nor the product with 1 + scale, before."""
+    x, shift, scale = (torch.randn(64, 512, device=device).to(BF16) for _ in range(3))
+    narrow = ada_layer_norm(x, shift, scale)
+    exact = ada_layer_norm(x.double(), shift.double(), scale.double())
+    assert (narrow != exact.to(BF16)).double().mean() < 0.002
+
+
+def test_gated_sum_is_rounded_once(device):
+    x, residual, gate = (torch.randn(64, 512, device=device).to(BF16) for _ in range(3))
+    _, narrow = add_ada_layer_norm(x, residual, gate)
+    exact = residual.double() + gate.double() * x.double()
+    assert (narrow != exact.to(BF16)).double().mean() < 0.002
+
+
+def test_small_scales_are_not_lost(device):
+    """1 + scale is taken in float32, also where scale is too small beside 1 in half precision."""
+    x = torch.randn(8, 64, device=device).to(BF16)
+    scale = torch.full((64,), 2.0**-10, device=device).to(BF16)
+    y = ada_layer_norm(x, None, scale, out_dtype=F32)
+    expected = F.layer_norm(x.float(), (64,)) * (1 + 2.0**-10)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_results_are_contiguous(device):
+    x = torch.randn(4, 6, 3, device=device).transpose(0, 1)
+    scale = torch.randn(3, 4, 6, device=device).permute(2, 1, 0)
+    y, residual_out = add_ada_layer_norm(x, x, scale, scale, scale)
+    assert y.is_contiguous()
+    assert residual_out.is_contiguous()
+    assert ada_layer_norm(x, scale, scale).is_contiguous()
+    x, scale = x.contiguous(), scale.contiguous()
+    torch.testing.assert_close((y, residual_out), add_ada_layer_norm(x, x, scale, scale, scale))
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
+@pytest.mark.parametrize("cols", [3, 64, 1152, 8193])
+@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3]], ids=ids)
+def test_every_call_gives_the_same_bits(device, cols, kind, gated, dtypes):
+    b, s = (3, 40) if device == "cpu" else (5, 301)
+    t = numerics.make(modulated((b, s, cols), kind, gated=gated, dtypes=dtypes), device)
+    first = numerics.ours(t)
+    for _ in range(3):
+        for name, again in numerics.ours(t).items():
+            assert torch.equal(again, first[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("shape", [(2, 50_000, 64), (150, 40, 1152), (2, 9, 262_144)], ids=str)
+def test_every_large_call_gives_the_same_bits(shape, gated):
+    for kind in ("all", "sample", "position"):
+        t = numerics.make(modulated(shape, kind, gated=gated), "cuda")
+        first = numerics.ours(t)
+        for name, again in numerics.ours(t).items():
+            assert torch.equal(again, first[name]), name
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("kind", ["sample", "token", "number of a sample"])
+@pytest.mark.parametrize("cols", [3, 64, 257, 1152, 4096, 8193, 40000])
+def test_a_sample_does_not_depend_on_its_batch(device, cols, kind, gated):
+    """Its y, its dx and the gradients of its modulations, which no other sample shares.
+
+    The rows' results are the same to the bit. The sums over a sample's rows may be cut at other
+    places on another number of samples: they agree to the rounding.
+    """
+    b, s = (5, 4) if device == "cpu" else (301, 9)
+    t = numerics.make(modulated((b, s, cols), kind, gated=gated), device)
+    whole = numerics.ours(t)
+    for sample in (0, b // 2, b - 1):
+        one = replace(
+            t,
+            **{
+                name: getattr(t, name)[sample : sample + 1].clone()
+                for name in ("x", "dy", "residual", "dresidual", "shift", "scale", "gate")
+                if getattr(t, name) is not None
+            },
+        )
+        for name, alone in numerics.ours(one).items():
+            if name in ("dweight", "dbias"):
+                continue
+            within = whole[name][sample : sample + 1]
+            if name in ("y", "residual_out", "dx", "dresidual") or kind == "token":
+                assert torch.equal(alone, within), name
+            else:
+                torch.testing.assert_close(alone, within, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_a_row_does_not_depend_on_its_place(device, gated):
+    """Rows of one content under one modulation have one result, to the bit."""
+    rows = 50 if device == "cpu" else 2000
+    for cols in (8, 257, 1152):
+        x, dy, residual = (torch.randn(1, 1, cols, device=device) for _ in range(3))
+        x, dy, residual = (t.expand(2, rows, cols).contiguous() for t in (x, dy, residual))
+        gate, shift, scale = torch.randn(3, cols, device=device)
+        x.requires_grad_()
+        outputs = (
+            add_ada_layer_norm(x, residual, gate, shift, scale)
+            if gated
+            else (ada_layer_norm(x, shift, scale),)
+        )
+        (dx,) = torch.autograd.grad(outputs[0], x, dy)
+        for result in (*outputs, dx):
+            assert torch.equal(result, result[:1, :1].expand_as(result))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
+@pytest.mark.parametrize("cols", [1, 31, 64, 1000, 1152, 4096, 5001, 40000, 300_000])
+def test_every_element_is_written(poison, cols, kind):
+    """The memory of the results, the gradients and the workspace held NaN before the call."""
+    problem = modulated((7, 11, cols), kind, gated=True)
+    t = numerics.make(problem, "cuda")
+    found = numerics.ours(t)
+    expected = numerics.exact(t, found)
+    partials = torch.empty(6 * 132 * cols, device="cuda")
+    for _ in range(2):
+        poison(*found.values(), partials, partials[: partials.numel() // 2])
+        for name, result in numerics.ours(t).items():
+            torch.testing.assert_close(
+                result.double(), expected[name], rtol=1e-4, atol=1e-4, msg=name
+            )
+
+
+# ---- What is asked for of backward.
+
+ADA = ("x", "shift", "scale", "weight", "bias")
+ADD_ADA = ("x", "residual", "gate", *ADA[1:])
+
+
+def masks(names):
+    return [m for m in itertools.product((True, False), repeat=len(names)) if any(m)]
+
+
+@pytest.mark.parametrize("kind", ["all", "sample", "token"])
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_only_what_requires_grad_gets_it(device, gated, kind):
+    """Of every combination of arguments."""
+    t = numerics.make(modulated((2, 3, 24), kind, gated=gated), device)
+    names = ADD_ADA if gated else ADA
+    everything = numerics.ours(t)
+    for mask in masks(names):
+        leaves = {
+            name: getattr(t, name).detach().requires_grad_(needed)
+            for name, needed in zip(names, mask, strict=True)
+        }
+        outputs = numerics.forward(replace(t, **leaves))
+        torch.autograd.backward(outputs, (t.dy, t.dresidual) if gated else (t.dy,))
+        for (name, leaf), needed in zip(leaves.items(), mask, strict=True):
+            assert (leaf.grad is not None) == needed
+            if needed:
+                torch.testing.assert_close(leaf.grad, everything[f"d{name}"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_output_used(device, used):
+    """A gradient that reaches only y, or only residual_out."""
+    t = numerics.make(modulated((2, 3, 24), gated=True), device)
+    leaves = [getattr(t, name).detach().double().requires_grad_() for name in ADD_ADA]
+    found = torch.autograd.grad(
+        add_ada_layer_norm(*leaves)[used].sin().sum(), leaves, allow_unused=True
+    )
+    x, residual, gate, shift, scale, weight, bias = leaves
+    total = residual + gate * x
+    y = F.layer_norm(total, (24,), weight, bias) * (1 + scale) + shift
+    expected = torch.autograd.grad((y, total)[used].sin().sum(), leaves, allow_unused=True)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other)
+
+
+def saved(t):
+    """Arguments of ada_layer_norm_backward, but for what is asked for."""
+    p = t.problem
+    x = t.x if t.residual is None else numerics.ours(t, backward=False)["residual_out"]
+    affine = (t.shift, t.scale, t.weight, t.bias)
+    _, mean, rstd = ops.ada_layer_norm_forward(x, p.normalized_ndim, *affine, p.eps)
+    return (t.dy, x, p.normalized_ndim, mean, rstd, *affine, t.dresidual)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
+@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3]], ids=ids)
+def test_masks_of_the_operator(device, dtypes, kind, gated):
+    t = numerics.make(
+        modulated((5, 9, 200), kind, gated=gated, dtypes=dtypes, affine="both"), device
+    )
+    args = saved(t)
+    everything = ops.ada_layer_norm_backward(*args, *[True] * 5)
+    of = (t.x, t.shift, t.scale, t.weight, t.bias)
+    for mask in masks(ADA):
+        gradients = ops.ada_layer_norm_backward(*args, *mask)
+        for gradient, whole, needed, argument in zip(gradients, everything, mask, of, strict=True):
+            assert gradient.dtype == whole.dtype
+            if needed:
+                assert gradient.shape == argument.shape
+                assert gradient.is_contiguous()
+                tolerance = {F32: 1e-5, BF16: 2**-7}[gradient.dtype]
+                torch.testing.assert_close(gradient, whole, rtol=tolerance, atol=tolerance)
+            else:
+                assert gradient.shape == (0,)
+
+
+@pytest.mark.parametrize("mask", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gate_backward(device, kind, mask):
+    d = torch.randn(3, 5, 64, device=device)
+    input = torch.randn(3, 5, 64, device=device).to(BF16)
+    gate = torch.randn(KINDS[kind](3, 5, 64), device=device)
+    dinput, dgate = ops.gate_backward(d, input, gate, *mask)
+    assert dinput.dtype == BF16
+    assert dgate.dtype == F32
+    expected = reference.gate_backward(d, input, gate)
+    if mask[0]:
+        torch.testing.assert_close(dinput.double(), expected.dinput, rtol=2**-8, atol=2**-8)
+    if mask[1]:
+        torch.testing.assert_close(dgate.double(), expected.dgate, rtol=1e-5, atol=1e-5)
+    assert (dinput.shape == (0,)) != mask[0]
+    assert (dgate.shape == (0,)) != mask[1] or dgate.shape == gate.shape
+
+
+# ---- Values and sizes out of the ordinary.
+
+
+def test_nan_and_inf_stay_in_their_sample(device):
+    x = torch.randn(3, 4, 16, device=device)
+    for value in (float("nan"), float("inf")):
+        scale, shift = torch.randn(2, 3, 1, 16, device=device)
+        scale[1, 0, 3] = value
+        shift[2, 0, 5] = value
+        y = ada_layer_norm(x, shift, scale)
+        stock = F.layer_norm(x, (16,)) * (1 + scale) + shift
+        assert torch.equal(y.isnan(), stock.isnan())
+        assert torch.equal(y.isinf(), stock.isinf())
+
+
+def test_a_gate_of_zero(device):
+    """Keeps the residual to the bit, as blocks that are initialised with zeros do."""
+    x, residual = torch.randn(2, 3, 4, 16, device=device)
+    gate = torch.zeros(3, 1, 16, device=device, requires_grad=True)
+    y, residual_out = add_ada_layer_norm(x, residual, gate)
+    assert torch.equal(residual_out, residual)
+    (dgate,) = torch.autograd.grad(y.sin().sum() + residual_out.sum(), gate)
+    assert dgate.abs().sum() > 0
+
+
+def test_rows_of_one_column_and_constant_rows(device):
+    shift, scale = torch.randn(2, 3, 1, 1, device=device)
+    y = ada_layer_norm(torch.randn(3, 4, 1, device=device), shift, scale)
+    assert torch.equal(y, shift.expand(3, 4, 1))
+    shift, scale = torch.randn(2, 3, 1, 8, device=device)
+    y = ada_layer_norm(torch.ones(3, 4, 8, device=device), shift, scale)
+    assert torch.equal(y, shift.expand(3, 4, 8))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (3, 0, 8), (3, 4, 0)], ids=str)
+@pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
+def test_empty(device, kind, shape):
+    of = KINDS[kind](*shape)
+    x, residual = (torch.randn(shape, device=device, requires_grad=True) for _ in "xr")
+    gate, shift, scale = (torch.randn(of, device=device, requires_grad=True) for _ in "gst")
+    weight, bias = (torch.randn(shape[-1:], device=device, requires_grad=True) for _ in "wb")
+    y, residual_out = add_ada_layer_norm(x, residual, gate, shift, scale, weight, bias)
+    assert y.shape == residual_out.shape == shape
+    leaves = (x, residual, gate, shift, scale, weight, bias)
+    for leaf, gradient in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
+        assert gradient.shape == leaf.shape
+        assert gradient.eq(0).all()
+
+
+def test_one_row_without_leading_dimensions(device):
+    numerics.check(Problem((64,), shift=(64,), scale_by=(64,)), device)
+    numerics.check(Problem((64,), shift=(1,), scale_by=(), residual_dtype=F32, gate=(64,)), device)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_strided_input(device, gated):
+    """Rows that do not follow one another, and columns that do not."""
+    for view in (
+        lambda t: t.repeat_interleave(2, 1)[:, ::2],
+        lambda t: t.mT.contiguous().mT,
+        lambda t: torch.cat([t, t], -1)[..., :64],
+    ):
+        t = numerics.make(modulated((3, 5, 64), gated=gated), device)
+        expected = numerics.ours(t)
+        names = [name for name in ("x", "residual", "dy") if getattr(t, name) is not None]
+        strided = replace(t, **{name: view(getattr(t, name)) for name in names})
+        assert torch.equal(strided.x, t.x)
+        assert not strided.x.is_contiguous()
+        for name, result in numerics.ours(strided).items():
+            torch.testing.assert_close(result, expected[name], rtol=1e-5, atol=1e-5)
+
+
+# ---- add_layer_norm with a gate.
+
+
+@pytest.mark.parametrize("kind", ["all", "sample", "token"])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
+def test_gate_of_add_layer_norm(device, dtypes, kind):
+    t = numerics.make(modulated((3, 5, 64), kind, gated=True, dtypes=dtypes), device)
+    args = (t.weight, t.bias)
+    found = add_layer_norm(t.x, t.residual, *args, gate=t.gate, normalized_shape=(64,))
+    expected = add_ada_layer_norm(t.x, t.residual, t.gate, None, None, *args)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("options", [{"activation": "gelu"}, {"scale": 0.5}], ids=str)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
+def test_gate_beside_an_activation(device, dtypes, options):
+    """Of any dtypes that are taken without one, and with every gradient."""
+    t = numerics.make(modulated((3, 5, 64), gated=True, dtypes=dtypes), device)
+    names = [
+        name for name in ("x", "residual", "weight", "bias", "gate") if getattr(t, name) is not None
+    ]
+    leaves = {name: getattr(t, name).detach().requires_grad_() for name in names}
+    y, residual_out = add_layer_norm(
+        leaves["x"],
+        leaves["residual"],
+        leaves.get("weight"),
+        leaves.get("bias"),
+        gate=leaves["gate"],
+        normalized_shape=(64,),
+        **options,
+    )
+    assert y.dtype == t.x.dtype
+    assert residual_out.dtype == t.residual.dtype
+    wide = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+    total = wide["residual"] + wide["gate"] * wide["x"]
+    z = layer_norm(total, wide.get("weight"), wide.get("bias"), normalized_shape=(64,), **options)
+    tolerance = {F32: 1e-5, F64: 1e-10}.get(
+        min(dtypes[:2], key=lambda d: -torch.finfo(d).eps), 3e-2
+    )
+    torch.testing.assert_close(y.double(), z, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(residual_out.double(), total, rtol=tolerance, atol=tolerance)
+    found = torch.autograd.grad((y.double() * residual_out.double()).sum(), list(leaves.values()))
+    expected = torch.autograd.grad((z * total).sum(), list(wide.values()))
+    for name, one, other in zip(leaves, found, expected, strict=True):
+        assert one.dtype == leaves[name].dtype
+        scale = other.abs().max()
+        torch.testing.assert_close(one.double() / scale, other / scale, rtol=0, atol=3 * tolerance)
