@@ -5,6 +5,7 @@ A plain call on the CPU, with nothing fused to the normalization, is PyTorch's o
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compile import rules
 from .ops import arguments, formulas
+from .ops.aten_forward import twin
 from .ops.autocast import under_autocast
 from .ops.operators import (
     ADA_LAYER_NORM,
@@ -33,6 +36,9 @@ _layer_norm = LAYER_NORM.overload._op
 _add_layer_norm = ADD_LAYER_NORM.overload._op
 _ada_layer_norm = ADA_LAYER_NORM.overload._op
 _add_ada_layer_norm = ADD_ADA_LAYER_NORM.overload._op
+
+ATEN_LAYER_NORM = twin(LAYER_NORM)
+ATEN_ADD_LAYER_NORM = twin(ADD_LAYER_NORM)
 
 
 def layer_norm(
@@ -243,7 +249,7 @@ def _serve(
             out_dtype,
             **_tensors(residual),
         )
-        return _call(LAYER_NORM if residual is None else ADD_LAYER_NORM, a)
+        return _call(_compiled(LAYER_NORM if residual is None else ADD_LAYER_NORM, a), a)
     try:
         is_plain = residual is None and activation is None and out_dtype is None and scale == 1.0
         # What nearly every call is, first: the host's time is that of the questions asked here. The
@@ -383,6 +389,33 @@ def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
         out_dtype=a.y_dtype,
     )
     return y, residual_out
+
+
+def _compiled(operator: Operator, a: Arguments) -> Operator:
+    """The operator for a graph that a compiler gets: this one, or its twin, by the rules.
+
+    What surrounds the call is not known here: elementwise operations are assumed.
+    """
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    if torch.compiler.is_exporting() or a.input.device.type not in rules.DEVICES:
+        return operator
+    cols = math.prod(a.normalized_shape)
+    if not has_static_value(cols):
+        return operator
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if a.residual is not None:
+        left = _is_left_to_inductor("RESIDUAL", int(cols), deterministic)
+        return ATEN_ADD_LAYER_NORM if left else operator
+    kind = "PLAIN" if a.options.activation is None else "ACTIVATED"
+    left = _is_left_to_inductor(kind, int(cols), deterministic)
+    return ATEN_LAYER_NORM if left else operator
+
+
+@torch.compiler.assume_constant_result
+def _is_left_to_inductor(kind: str, cols: int, deterministic: bool) -> bool:
+    problem = rules.Problem(rules.Kind[kind], cols, True, deterministic=deterministic)
+    return rules.choose(problem).choice is rules.Choice.INDUCTOR
 
 
 def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:

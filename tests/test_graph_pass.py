@@ -438,6 +438,17 @@ def test_two_norms_of_one_sum(device):
     assert [row.operator for row in rows] == ["add_layer_norm", "layer_norm"]
 
 
+def test_mask(device):
+    """One number a row is no gate: what it multiplies is added as it is."""
+
+    def function(t):
+        h = t["residual"] + t["mod"][:, None, :1] * t["x"]
+        return norm(h), h
+
+    rows, _ = assert_same(function, tensors(device=device))
+    assert rows[0].fused == RESIDUAL
+
+
 def test_sum_that_the_modulation_depends_on(device):
     def function(t):
         h = t["residual"] + t["x"]
@@ -581,9 +592,14 @@ def _gelu_beside(t):
     return F.gelu(y) + y
 
 
+def _scaled_by_rows(t):
+    return norm(t["x"]) * (1 + t["mod"][:, None, :1])
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        _scaled_by_rows,
         _scale_without_one,
         _two_plus_scale,
         _used_unmodulated,
