@@ -342,6 +342,10 @@ def _serve_ada(
         else:
             parameter = bias if weight is None else weight
             ndim = 1 if parameter is None else parameter.dim()
+        if out_dtype is None and _is_pytorchs(input, weight, bias, eps):
+            found = _by_pytorch(input, residual, gate, shift, scale, weight, bias, eps, ndim)
+            if found is not None:
+                return found
         if _dispatch_modes() and torch.onnx.is_in_onnx_export():
             options = Options(ndim, eps, out_dtype=out_dtype)
             return _in_onnx(Arguments(input, residual, weight, bias, options, gate, shift, scale))
@@ -437,6 +441,42 @@ def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
         and not input.is_nested
         and not _in_transform()
     )
+
+
+def _by_pytorch(
+    input: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    ndim: int,
+) -> Any:
+    """A modulated norm on the CPU as a model would write it, or None where that is not the same.
+
+    The operators' composite computes in float32 throughout, and takes longer.
+    """
+    if weight is not None and weight.dtype is not input.dtype:
+        return None
+    for tensor in (residual, gate, shift, scale):
+        if tensor is not None and not (tensor.is_cpu and tensor.dtype is input.dtype):
+            return None
+    if gate is not None and residual is None:
+        return None
+    x = input
+    if residual is not None:
+        x = residual + input if gate is None else torch.addcmul(residual, gate, input)
+    y = torch.layer_norm(x, x.shape[x.dim() - ndim :], weight, bias, eps)
+    if scale is not None:
+        factor = 1 + scale
+        y = y * factor if shift is None else torch.addcmul(shift, y, factor)
+    elif shift is not None:
+        y = y + shift
+    if y.shape != input.shape:  # A modulation, or residual, would enlarge input.
+        return None
+    return y if residual is None else (y, x)
 
 
 def _takes_parameters(dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> bool:

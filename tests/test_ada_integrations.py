@@ -454,6 +454,40 @@ def test_opcheck_gate_backward(device, name, mask):
     )
 
 
+GATED_MASKS = [
+    (True,) * 7,
+    *(tuple(i == j for i in range(7)) for j in range(7)),
+    (False, True, True, False, False, False, False),
+    (True, False, False, True, True, True, True),
+    (False,) * 7,
+]
+
+
+@pytest.mark.parametrize("mask", GATED_MASKS, ids=lambda mask: "".join(str(int(m)) for m in mask))
+@pytest.mark.parametrize("name", ["sample", "all", "token", "half"])
+def test_opcheck_gated_backward(device, name, mask):
+    """And its results are those of the two operators that it is."""
+    n = sample(device, **OPCHECKS[name])
+    x, input, gate = n["residual"], n["input"], n["gate"]
+    affine = (n["shift"], n["scale"], n["weight"], n["bias"])
+    y, mean, rstd = ops.ada_layer_norm_forward(x, 1, *affine, 1e-5)
+    dy, dresidual = torch.randn_like(y), torch.randn_like(x)
+    args = (dy, x, input, gate, 1, mean, rstd, *affine, dresidual, *mask)
+    torch.library.opcheck(ops.add_ada_layer_norm_backward.default, args)
+    dx, *of_modulation = ops.ada_layer_norm_backward(
+        dy, x, 1, mean, rstd, *affine, dresidual, *[True] * 5
+    )
+    expected = (dx, *ops.gate_backward(dx, input, gate, True, True), *of_modulation)
+    found = ops.add_ada_layer_norm_backward(*args)
+    for one, other, needed in zip(found, expected, mask, strict=True):
+        assert one.dtype == other.dtype
+        if needed:
+            tolerance = {F32: 1e-5, BF16: 2**-7}[one.dtype]
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+        else:
+            assert one.shape == (0,)
+
+
 def test_meta_tensors():
     n = sample("meta", **OPCHECKS["half"], requires_grad=True)
     x, residual, gate, shift, scale, weight, bias = n.values()
@@ -573,20 +607,33 @@ def test_export_keeps_the_operators_and_decomposes_to_aten(device, affine):
         torch.testing.assert_close(found, model(x, condition))
 
 
-def test_backward_decomposes_to_aten(device):
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (
+            lambda x, _residual, _gate, *rest: (ada_layer_norm(x, *rest),),
+            {"ada_layer_norm_forward", "ada_layer_norm_backward"},
+        ),
+        (add_ada_layer_norm, {"add_ada_layer_norm_forward", "add_ada_layer_norm_backward"}),
+        (
+            lambda *args: add_ada_layer_norm(*args)[1:],
+            {"add_ada_layer_norm_forward", "gate_backward"},
+        ),
+    ],
+    ids=["ada_layer_norm", "add_ada_layer_norm", "only residual_out"],
+)
+def test_backward_decomposes_to_aten(device, function, expected):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     tensors = inputs(device)
 
     def gradients(*tensors):
         leaves = [t.detach().requires_grad_() for t in tensors]
-        return torch.autograd.grad(loss_of(add_ada_layer_norm)(*leaves), leaves)
+        found = torch.autograd.grad(loss_of(function)(*leaves), leaves, allow_unused=True)
+        return [g for g in found if g is not None]
 
     graph = make_fx(gradients)(*tensors)
-    assert set(operators(graph.graph)) == {
-        "add_ada_layer_norm_forward",
-        "add_ada_layer_norm_backward",
-    }
+    assert set(operators(graph.graph)) == expected
     plain = make_fx(gradients, decomposition_table=fused_layernorm.decompositions())(*tensors)
     assert operators(plain.graph) == []
     torch.testing.assert_close(plain(*tensors), gradients(*tensors))
