@@ -737,6 +737,32 @@ def test_writes_prevent_a_match(device, function):
     assert rows[0].fused == []
 
 
+def _written_out_and_written_into(t):
+    x = t["x"] * 1.5
+    u = x.mean(-1, keepdim=True)
+    y = (x - u) * torch.rsqrt((x - u).pow(2).mean(-1, keepdim=True) + 1e-6)
+    x.mul_(2)
+    return y, x
+
+
+def _cast_and_written_into(t):
+    x = (t["x"] * 1.5).bfloat16()
+    y = norm(x.float())
+    x.mul_(2)
+    return y, x
+
+
+@pytest.mark.parametrize("function", [_written_out_and_written_into, _cast_and_written_into])
+def test_writes_into_what_backward_reads(device, function):
+    """The norm as written reads its own copy in backward, the operator would read x."""
+    rows, graphs = assert_same(function, tensors(device=device))
+    assert operators_of(graphs[0]) == []
+    assert rows[0].notes == ["mul_ writes into what backward reads"]
+    with torch.no_grad():
+        _, rows, _ = run(function, tensors(device=device), then="inductor")
+    assert rows[0].operator is not None  # AOTAutograd takes the write out
+
+
 def test_writes_elsewhere_do_not(device):
     def function(t):
         h = t["residual"] + t["x"]

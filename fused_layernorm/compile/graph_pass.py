@@ -133,7 +133,7 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
     starts = [site] if grown.y is site.y else [grown, site]
     for candidate in itertools.chain.from_iterable(map(sites.with_sum, starts)):
         try:
-            checked = replace.check(candidate, effects)
+            checked = replace.check(candidate, effects, settings.with_inductor)
             rule = rules.choose(_problem(candidate, settings))
             fused = checked.operator
             if rule.choice is Choice.INDUCTOR:

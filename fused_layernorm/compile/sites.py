@@ -30,6 +30,7 @@ class Site:
     bias: Node | None
     eps: Any
     y: Node  # the last node of what is computed in one piece
+    saved: Node | None = None  # of which the norm's own backward reads the value
     nodes: frozenset[Node] = frozenset()  # those that are replaced
     residual_out: Node | None = None
     residual: Node | None = None
@@ -106,7 +107,9 @@ def find(node: Node) -> Site | None:
             return None
         form = getattr(node.target, "__name__", str(node.target))
         nodes = frozenset({node})
-        site = Site(node, form, input, call.over, weight, bias, eps, y=node, nodes=nodes)
+        site = Site(
+            node, form, input, call.over, weight, bias, eps, y=node, saved=input, nodes=nodes
+        )
         if form == "getitem":  # of several results
             site.form = "native_layer_norm"
             if len(node.args[0].users) > 1:  # type: ignore[union-attr]
