@@ -33,6 +33,7 @@ from fused_layernorm import (
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 HALF = [F16, BF16]
 ops = torch.ops.fused_layernorm
+pytestmark = pytest.mark.cpu_operators
 
 # Of an input of shape (2, 3, 4).
 SHAPES = [(4,), (2, 1, 4), (2, 3, 4), (1, 3, 4), (2, 1, 1), ()]

@@ -23,6 +23,7 @@ from fused_layernorm import (
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 ops = torch.ops.fused_layernorm
+pytestmark = pytest.mark.cpu_operators
 
 # Of an input of shape (B, S, D).
 KINDS = {
