@@ -202,7 +202,12 @@ def test_copies(device, how):
 def operators(monkeypatch):
     """The names of this package's operators that run."""
     names = []
-    for name in ("_layer_norm", "_add_layer_norm"):
+    for name in (
+        "_layer_norm",
+        "_add_layer_norm",
+        "_ada_layer_norm",
+        "_add_ada_layer_norm",
+    ):
         operator = getattr(functional, name)
 
         def record(*args, name=name, operator=operator):
