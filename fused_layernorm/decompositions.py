@@ -8,7 +8,7 @@ from typing import Any
 from torch._ops import OpOverload
 
 from .ops import composite, formulas, load
-from .ops.operators import BACKWARD, FORWARD
+from .ops.operators import ADA_LAYER_NORM, BACKWARD, FORWARD, pair
 
 __all__ = ["decompositions"]
 
@@ -26,6 +26,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     ``torch.export.default_decompositions()``, which takes ``update``.
     """
     table: dict[OpOverload, Callable[..., Any]] = {
+        load.ada_layer_norm_pair: pair(ADA_LAYER_NORM.implemented_by(formulas.forward)),
         load.add_ada_layer_norm_backward: composite.add_ada_layer_norm_backward,
         load.gate_backward: formulas.gate_backward,
     }

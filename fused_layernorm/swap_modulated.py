@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import ada_layer_norm, layer_norm
+from .functional import ada_layer_norm, ada_layer_norm_pair, layer_norm
 from .modules import FusedLayerNorm
 from .swap_forwards import HALF, diffusers_float32, matched
 
@@ -25,6 +25,7 @@ Forward = Callable[..., Any]
 NORMS: dict[Forward, tuple[str, ...]] = {}
 
 torch.fx.wrap("_modulated")
+torch.fx.wrap("_modulated_twice")
 
 
 def _computes(*names: str) -> Callable[[Forward], Forward]:
@@ -72,11 +73,28 @@ def _modulate(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) is of this dtype, by default of the norm's."""
+    return _modulated(x, shift, scale, *_options_of(norm, x, dtype))
+
+
+def _modulate_twice(
+    norm: Any,
+    x: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    second_shift: Tensor,
+    second_scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """_modulate for each of two modulations of one shape and dtype."""
+    options = _options_of(norm, x, None)
+    outputs = _modulated_twice(x, shift, scale, second_shift, second_scale, *options)
+    return outputs[0], outputs[1]  # torch.fx cannot count them
+
+
+def _options_of(norm: Any, x: Tensor, dtype: torch.dtype | None) -> tuple[Any, ...]:
+    """The last arguments of _modulated."""
     if dtype is None and type(norm).forward is diffusers_float32:
         dtype = x.dtype
-    return _modulated(
-        x, shift, scale, norm.weight, norm.bias, norm.eps, norm.normalized_shape, dtype
-    )
+    return norm.weight, norm.bias, norm.eps, norm.normalized_shape, dtype
 
 
 def _modulated(
@@ -90,10 +108,7 @@ def _modulated(
     norm_dtype: torch.dtype | None,
 ) -> Tensor:
     """The result has the dtype of PyTorch's own norm(x) * (1 + scale) + shift."""
-    out_dtype = norm_dtype or _dtype_of_layer_norm(x)
-    for modulation in (shift, scale):
-        if modulation is not None:
-            out_dtype = torch.promote_types(out_dtype, modulation.dtype)
+    out_dtype = _dtype_of_result(x, shift, scale, norm_dtype)
     x, weight, bias = matched(x, weight, bias)
     if not (_suits(x, shift) and _suits(x, scale)):
         y = layer_norm(
@@ -111,6 +126,52 @@ def _modulated(
         normalized_shape=normalized_shape,
         out_dtype=out_dtype,
     )
+
+
+def _modulated_twice(
+    x: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    second_shift: Tensor,
+    second_scale: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    normalized_shape: Sequence[int],
+    norm_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """_modulated for each of two modulations of one shape and dtype, in one call."""
+    out_dtype = _dtype_of_result(x, shift, scale, norm_dtype)
+    matched_x, matched_weight, matched_bias = matched(x, weight, bias)
+    if not (_suits(matched_x, shift) and _suits(matched_x, scale)):
+        options = (weight, bias, eps, normalized_shape, norm_dtype)
+        return (
+            _modulated(x, shift, scale, *options),
+            _modulated(x, second_shift, second_scale, *options),
+        )
+    return ada_layer_norm_pair(
+        matched_x,
+        _beside(matched_x, shift),
+        _beside(matched_x, scale),
+        _beside(matched_x, second_shift),
+        _beside(matched_x, second_scale),
+        matched_weight,
+        matched_bias,
+        eps,
+        normalized_shape,
+        out_dtype,
+    )
+
+
+def _dtype_of_result(
+    x: Tensor, shift: Tensor | None, scale: Tensor | None, norm_dtype: torch.dtype | None
+) -> torch.dtype:
+    """That of PyTorch's own norm(x) * (1 + scale) + shift."""
+    dtype = norm_dtype or _dtype_of_layer_norm(x)
+    for modulation in (shift, scale):
+        if modulation is not None:
+            dtype = torch.promote_types(dtype, modulation.dtype)
+    return dtype
 
 
 def _dtype_of_layer_norm(x: Tensor) -> torch.dtype:
@@ -181,12 +242,12 @@ def zero_single(self: Any, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor
 
 @_computes("norm")
 def zero_x(self: Any, hidden_states: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
-    """SD3.5's: two modulations of one norm, each in a call of its own."""
+    """SD3.5's: two modulations of one norm, in one call."""
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp, shift2, scale2, gate2 = self.linear(
         self.silu(emb)
     ).chunk(9, dim=1)
-    y = _modulate(self.norm, hidden_states, shift[:, None], scale[:, None])
-    y2 = _modulate(self.norm, hidden_states, shift2[:, None], scale2[:, None])
+    modulations = [chunk[:, None] for chunk in (shift, scale, shift2, scale2)]
+    y, y2 = _modulate_twice(self.norm, hidden_states, *modulations)
     return y, gate, shift_mlp, scale_mlp, gate_mlp, y2, gate2
 
 

@@ -31,7 +31,7 @@ void autocast(const OperatorHandle& op, DispatchKeySet /*keys*/, Stack* stack) {
     }
   };
   if constexpr (Op::kHasModulation) {
-    for (const size_t i : {Op::kGate, Op::kShift, Op::kScale}) {
+    for (const size_t i : Op::kModulations) {
       if (unlike(i)) widen(i);
     }
   }

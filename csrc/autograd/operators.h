@@ -86,12 +86,34 @@ struct NormForward {
   };
   static constexpr size_t kDifferentiable[] = {kInput, kResidual, kGate, kShift,
                                                kScale, kWeight,   kBias};
+  static constexpr size_t kModulations[] = {kGate, kShift, kScale};  // where there is a modulation
   static constexpr size_t kFirstParameter = kShift;
   static constexpr size_t kParameters = kEps - kShift;
 
   // y and residual_out have gradients, the statistics that follow them have none.
   static constexpr size_t kOutputs = 1 + kHasResidual;
   static constexpr size_t kStatistics = 2;
+};
+
+// ada_layer_norm_pair.
+struct NormPair {
+  static constexpr bool kHasModulation = true;
+  enum : size_t {
+    kInput,
+    kNormalizedNdim,
+    kShift,
+    kScale,
+    kSecondShift,
+    kSecondScale,
+    kWeight,
+    kBias,
+    kEps,
+    kOutDtype,
+    kArguments
+  };
+  static constexpr size_t kDifferentiable[] = {kInput,       kShift,  kScale, kSecondShift,
+                                               kSecondScale, kWeight, kBias};
+  static constexpr size_t kModulations[] = {kShift, kScale, kSecondShift, kSecondScale};
 };
 
 // (ada_)layer_norm_backward.

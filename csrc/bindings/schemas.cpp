@@ -62,8 +62,8 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "ada_layer_norm_forward(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, "
       "Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype=None) -> (Tensor, Tensor, "
       "Tensor)");
-  // One norm and two modulations of it, weight and bias shared: (y, second_y). It is not
-  // differentiable itself: who wants a graph takes ada_layer_norm twice.
+  // One norm and two modulations of it, weight and bias shared: (y, second_y). Where it is
+  // differentiated it is ada_layer_norm twice.
   m.def(
       "ada_layer_norm_pair(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, "
       "Tensor? second_shift, Tensor? second_scale, Tensor? weight, Tensor? bias, float eps, "

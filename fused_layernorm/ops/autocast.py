@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import load
 from .arguments import HALF
-from .operators import FORWARD, Arguments, Operator
+from .operators import ADA_LAYER_NORM, FORWARD, Arguments, Operator, PairArguments
 
 KEYS = [name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")]
 _KEYSET = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEYS[0]))
@@ -53,8 +53,24 @@ def implementation(operator: Operator) -> Callable[..., Any]:
     return implemented
 
 
+def _pair(*args: Any) -> tuple[Tensor, Tensor]:
+    with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
+        first, second = (
+            ADA_LAYER_NORM.lay_out(under_autocast(ADA_LAYER_NORM.arguments(*one)))
+            for one in PairArguments(*args).each
+        )
+        return load.ada_layer_norm_pair(*first[:4], *second[2:])
+
+
 def register() -> None:
     """Makes these the operators' autocast. A process has this one or that of csrc/autograd."""
     for operator in FORWARD:
+<<<<<<< HEAD
         for key in KEYS:
             load.library.impl(operator.name, implementation(operator), key)
+=======
+        for key in _KEYS:
+            load.library.impl(operator.name, _implementation(operator), key)
+    for key in _KEYS:
+        load.library.impl("ada_layer_norm_pair", _pair, key)
+>>>>>>> ada-pair

@@ -29,6 +29,7 @@ from .operators import (
     Results,
     backward_of,
     gated_backward,
+    pair,
     with_statistics,
 )
 
@@ -240,6 +241,14 @@ def _forward_implementation(operator: Operator) -> Callable[..., Any]:
     return implementation
 
 
+def _ada_layer_norm_pair(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
+    """Where a graph or a tangent is wanted, the operator of one modulation, twice."""
+    if _in_forward_mode() or _needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
+        return pair(load.ada_layer_norm)(*args)
+    with _below_autograd():
+        return load.ada_layer_norm_pair.redispatch(keyset & _after_autograd, *args)
+
+
 def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
     def implementation(keyset: Any, *args: Any) -> Any:
         b = operator.arguments(*args)
@@ -273,6 +282,7 @@ def register() -> None:
     implementations: dict[str, Callable[..., Any]] = {
         **{operator.name: _forward_implementation(operator) for operator in FORWARD},
         **{operator.name: _backward_implementation(operator) for operator in BACKWARD},
+        "ada_layer_norm_pair": _ada_layer_norm_pair,
         "add_ada_layer_norm_backward": _add_ada_layer_norm_backward,
         "gate_backward": _gate_backward,
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import arguments, formulas, load
 from .formulas import acc_dtype, activate, affine, modulate, to
 from .operators import (
+    ADA_LAYER_NORM,
     ADA_LAYER_NORM_BACKWARD,
     BACKWARD,
     FORWARD,
@@ -22,6 +23,7 @@ from .operators import (
     Gradients,
     Results,
     gated_backward,
+    pair,
 )
 
 _aten = torch.ops.aten
@@ -141,6 +143,11 @@ for _operator in FORWARD:
     load.library.impl(
         _operator.name, _operator.implemented_by(_checked_forward), "CompositeExplicitAutograd"
     )
+load.library.impl(
+    "ada_layer_norm_pair",
+    pair(ADA_LAYER_NORM.implemented_by(_checked_forward)),
+    "CompositeExplicitAutograd",
+)
 for _backward_operator in BACKWARD:
     load.library.impl(
         _backward_operator.name,

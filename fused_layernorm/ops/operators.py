@@ -4,8 +4,9 @@ layer_norm and ada_layer_norm differ by a modulation, each of them and its `add_
 (beside a modulation also a gate), and each of the four and its `_forward` twin by the statistics
 that backward needs. An implementation (composite, fake, vmap rule, autograd) is written once, from
 `Arguments` to `Results`; `Operator` knows how the operators lay these out. In the same way
-`BackwardOperator` goes with `BackwardArguments` and `Gradients`. add_ada_layer_norm_backward is two
-backward operators one after the other: `gated_backward` makes it of any implementations of theirs.
+`BackwardOperator` goes with `BackwardArguments` and `Gradients`. Two operators are two others one
+after the other, and made of any implementations of theirs: ada_layer_norm_pair by `pair`,
+add_ada_layer_norm_backward by `gated_backward`.
 """
 
 from __future__ import annotations
@@ -154,6 +155,36 @@ def with_statistics(a: Arguments) -> Operator:
     if a.is_modulated:
         return ADA_LAYER_NORM_FORWARD if a.residual is None else ADD_ADA_LAYER_NORM_FORWARD
     return LAYER_NORM_FORWARD if a.residual is None else ADD_LAYER_NORM_FORWARD
+
+
+class PairArguments(NamedTuple):
+    """One call of ada_layer_norm_pair, in the order of its schema."""
+
+    input: Tensor
+    normalized_ndim: int
+    shift: Tensor | None
+    scale: Tensor | None
+    second_shift: Tensor | None
+    second_scale: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def each(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The arguments of ada_layer_norm for y, and those for second_y."""
+        return (*self[:4], *self[6:]), (*self[:2], *self[4:])
+
+
+def pair(ada_layer_norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """ada_layer_norm_pair as this one, twice."""
+
+    def ada_layer_norm_pair(*args: Any) -> tuple[Tensor, Tensor]:
+        first, second = PairArguments(*args).each
+        return ada_layer_norm(*first), ada_layer_norm(*second)
+
+    return ada_layer_norm_pair
 
 
 class Needs(NamedTuple):

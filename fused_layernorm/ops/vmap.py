@@ -25,6 +25,7 @@ from .operators import (
     Options,
     Results,
     gated_backward,
+    pair,
     with_statistics,
 )
 
@@ -180,7 +181,8 @@ for _operator in FORWARD:
 for _backward_operator in BACKWARD:
     torch.library.register_vmap(_backward_operator.overload, _backward_rule(_backward_operator))
 torch.library.register_vmap(load.gate_backward, _gate_backward_rule)
-# Under vmap it is the two operators, which have rules.
+# Under vmap these are the two operators that each of them is, which have rules.
+load.library.impl("ada_layer_norm_pair", pair(load.ada_layer_norm), "FuncTorchBatched")
 load.library.impl(
     "add_ada_layer_norm_backward",
     gated_backward(load.ada_layer_norm_backward, load.gate_backward),
