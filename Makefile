@@ -7,8 +7,12 @@
 #   NO_VENV=1             no environment: PYTHON with the packages it has, nothing installed
 #   PYTEST_ARGS="-k add"  passed on by make test
 #   BENCH_ARGS, DEMO_ARGS passed on by make bench and make demo
+#   CARRY="diffusers ..." the packages that make carry downloads, for ci/on_gpu on a machine without
+#                         a registry, of CARRY_PYTHON
 
 PYTHON ?= python3
+CARRY ?= diffusers
+CARRY_PYTHON ?= 3.12
 TORCH ?= torch==2.13.0
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 LOCAL_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
@@ -26,10 +30,10 @@ PY := $(VENV)/bin/python
 CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
 
-.PHONY: help env build test bench demo docs tools lint format wheel clean
+.PHONY: help env build test bench demo docs tools lint format wheel carry clean
 
 help:
-	@echo "make build | test | bench | demo | docs | lint | format | wheel | clean   (see the Makefile's top)"
+	@echo "make build | test | bench | demo | docs | lint | format | wheel | carry | clean   (see the Makefile's top)"
 
 # An environment with torch and what the build needs.
 env:
@@ -108,7 +112,17 @@ wheel: env
 	$(PY) -m pip wheel --progress-bar off --no-build-isolation --no-deps -w dist .
 	@ls -l dist/*.whl
 
+# Wheels for a machine that reaches no registry, in .carry/: ci/on_gpu installs them there. Without
+# what they need; a package that is missing is named in CARRY too.
+carry: env
+	rm -rf .carry
+	$(PY) -m pip download --progress-bar off -q -d .carry --no-deps --only-binary=:all: \
+		--python-version $(CARRY_PYTHON) --implementation cp --abi cp$(subst .,,$(CARRY_PYTHON)) \
+		--abi abi3 --abi none $(foreach n,28 27 24 17,--platform manylinux_2_$(n)_x86_64) \
+		--platform manylinux2014_x86_64 $(CARRY)
+	@ls -l .carry
+
 # Everything but the environment.
 clean:
-	rm -rf build dist wheelhouse *.egg-info fused_layernorm/*.so fused_layernorm/autograd
+	rm -rf build dist wheelhouse .carry *.egg-info fused_layernorm/*.so fused_layernorm/autograd
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .coverage

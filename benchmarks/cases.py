@@ -7,8 +7,9 @@ that run's copy time, so a target is a ratio too and holds on another day or ano
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,7 +34,12 @@ OPS = (
     "add_backward",
     "silu_forward",
     "gelu_forward",
+    "ada_forward",
+    "ada_backward",
+    "add_ada_forward",
+    "add_ada_backward",
 )
+PER_SAMPLE, PER_TOKEN = "sample", "token"  # what a modulation belongs to
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,10 @@ class Case:
 
     `dtype` is that of x; `weight_dtype`, of weight and bias, and `out_dtype`, of y and its gradient
     dy, are None where they are the same.
+
+    A modulated norm has neither weight nor bias. Its rows are the tokens of `samples` samples, and
+    shift, scale and, beside a residual, gate are given per sample or per token (`modulation`), in
+    `modulation_dtype` where that is not x's.
     """
 
     op: str
@@ -51,6 +61,19 @@ class Case:
     target: float | None = None
     weight_dtype: str | None = None
     out_dtype: str | None = None
+    samples: int | None = None
+    modulation: str | None = None
+    modulation_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.modulated == (self.samples is not None) == (self.modulation is not None):
+            raise ValueError(f"samples and modulation belong to the ada operators, got {self.op}")
+        if self.modulation not in (None, PER_SAMPLE, PER_TOKEN):
+            raise ValueError(
+                f"modulation is {PER_SAMPLE!r} or {PER_TOKEN!r}, got {self.modulation!r}"
+            )
+        if self.samples is not None and (self.samples < 1 or self.rows % self.samples):
+            raise ValueError(f"{self.rows} rows are not those of {self.samples} equal samples")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -65,18 +88,41 @@ class Case:
         return DTYPES[self.out_dtype or self.dtype]
 
     @property
+    def torch_modulation_dtype(self) -> torch.dtype:
+        return DTYPES[self.modulation_dtype or self.dtype]
+
+    @property
+    def modulated(self) -> bool:
+        return self.op.removeprefix("add_").startswith("ada_")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of x: (samples, tokens, cols) where there are samples, else (rows, cols)."""
+        if self.samples is None:
+            return (self.rows, self.cols)
+        return (self.samples, self.rows // self.samples, self.cols)
+
+    @property
+    def modulation_shape(self) -> tuple[int, ...]:
+        """The shape of shift, scale and gate."""
+        samples, tokens, cols = self.shape
+        return (samples, tokens if self.modulation == PER_TOKEN else 1, cols)
+
+    @property
     def mixed(self) -> bool:
         """Whether PyTorch's own LayerNorm takes such tensors only under autocast."""
         return self.weight_dtype is not None or self.out_dtype is not None
 
     @property
     def types(self) -> str:
-        """The dtypes in one word: x's, and where they differ "+" weights' and ">" y's."""
-        if not self.mixed:
+        """The dtypes in one word: x's, and where they differ "+" weights', "*" shift's, ">" y's."""
+        if not self.mixed and self.modulation_dtype is None:
             return self.dtype
         word = _SHORT[self.dtype]
         if self.weight_dtype is not None:
             word += f"+{_SHORT[self.weight_dtype]}"
+        if self.modulation_dtype is not None:
+            word += f"*{_SHORT[self.modulation_dtype]}"
         if self.out_dtype is not None:
             word += f">{_SHORT[self.out_dtype]}"
         return word
@@ -105,9 +151,18 @@ class Case:
         Forward reads x, weight, bias and writes y; a residual adds one read and one write.
         Backward reads x, dy, weight and writes dx, dweight, dbias; an activation reads bias too;
         a residual adds the read of its gradient (input and residual share the one dx).
+        Modulated, forward reads x, shift, scale and writes y; backward reads x, dy, scale and
+        writes dx, dshift, dscale. With a gate, forward also reads residual and gate and writes the
+        sum; backward also reads the sum's gradient, input and gate and writes dinput and dgate.
         """
         size = self.rows * self.cols
         x, y = size * self.torch_dtype.itemsize, size * self.torch_out_dtype.itemsize
+        if self.modulated:
+            modulation = math.prod(self.modulation_shape) * self.torch_modulation_dtype.itemsize
+            gated = self.residual
+            if self.backward:
+                return (2 + 3 * gated) * x + y + (3 + 2 * gated) * modulation
+            return (1 + 2 * gated) * x + y + (2 + gated) * modulation
         column = self.cols * self.torch_weight_dtype.itemsize
         if self.backward:
             columns = 3 + (self.activation[0] is not None)
@@ -137,37 +192,59 @@ class Case:
         return 0.72 if self.cols <= 262_144 else 0.57
 
     @property
+    def size(self) -> str:
+        return "x".join(map(str, self.shape))
+
+    @property
+    def text(self) -> str:
+        """What `parse_case` makes this case of."""
+        per = " per-token" if self.modulation == PER_TOKEN else ""
+        return f"{self.size} {self.types} {self.op}{per}"
+
+    @property
     def name(self) -> str:
-        return f"{self.op} {self.rows}x{self.cols} {self.types}"
+        per = " per-token" if self.modulation == PER_TOKEN else ""
+        return f"{self.op} {self.size} {self.types}{per}"
 
 
 def parse_case(text: str) -> Case:
     """A case from "ROWSxCOLS DTYPE OP", e.g. "32768x1024 bf16 backward".
 
     DTYPE may name those of the weights and of y too, as `Case.types` does: "bf16+fp32>fp32".
+    A modulated norm is "SAMPLESxTOKENSxCOLS DTYPE OP", with "per-token" behind it where shift,
+    scale and gate are per token; DTYPE may name theirs: "1x4608x3072 bf16*fp32 ada_forward".
     """
     words = text.split()
+    per = [word for word in words[3:4] if word == "per-token"]
     try:
-        shape, types, op = words
-        rows, cols = (int(size) for size in shape.split("x"))
+        shape, types, op = words[:3] if per else words
+        sizes = [int(size) for size in shape.split("x")]
     except ValueError:
-        raise ValueError(f'expected "ROWSxCOLS DTYPE OP", got {text!r}') from None
-    match = re.fullmatch(r"(\w+)(?:\+(\w+))?(?:>(\w+))?", types)
+        raise ValueError(
+            f'expected "ROWSxCOLS DTYPE OP" or "SAMPLESxTOKENSxCOLS DTYPE OP", got {text!r}'
+        ) from None
+    match = re.fullmatch(r"(\w+)(?:\+(\w+))?(?:\*(\w+))?(?:>(\w+))?", types)
     if match is None:
-        raise ValueError(f'expected a dtype, or "X+WEIGHTS>Y", got {types!r}')
-    dtype, weight_dtype, out_dtype = (
-        None if name is None else SHORT_NAMES.get(name, name) for name in match.groups()
-    )
-    for name in (dtype, weight_dtype, out_dtype):
+        raise ValueError(f'expected a dtype, or "X+WEIGHTS*MODULATIONS>Y", got {types!r}')
+    names = [None if name is None else SHORT_NAMES.get(name, name) for name in match.groups()]
+    for name in names:
         if name is not None and name not in DTYPES:
             raise ValueError(f"unknown dtype {name!r}: known are {', '.join(DTYPES)}")
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS)}")
+    modulated = op.removeprefix("add_").startswith("ada_")
+    if len(sizes) != 2 + modulated or (per and not modulated):
+        raise ValueError(f"expected {2 + modulated} sizes for {op}, got {text!r}")
+    dtype = names[0]
     assert dtype is not None
+    weight_dtype, modulation_dtype, out_dtype = (
+        None if name == dtype else name for name in names[1:]
+    )
     case = Case(
-        op, rows, cols, dtype,
-        weight_dtype=None if weight_dtype == dtype else weight_dtype,
-        out_dtype=None if out_dtype == dtype else out_dtype,
+        op, math.prod(sizes[:-1]), sizes[-1], dtype,
+        weight_dtype=weight_dtype, out_dtype=out_dtype, modulation_dtype=modulation_dtype,
+        samples=sizes[0] if modulated else None,
+        modulation=(PER_TOKEN if per else PER_SAMPLE) if modulated else None,
     )  # fmt: skip
     return next((known for known in CASES if known.name == case.name), case)
 
@@ -211,8 +288,8 @@ _FUSED = (
 )  # fmt: skip
 
 
-# Rows without a target: what one dtype alone does not show. They may not fall below eager, and
-# benchmarks.compare holds them beside the build before.
+# Rows beside the table: what one dtype alone, whole vectors and large tensors do not show. Without
+# a target they may not fall below eager, and benchmarks.compare holds them beside the build before.
 _GUARDED = (
     # bfloat16 x beside float32 parameters; y in bfloat16, and in float32, as autocast makes it.
     *(Case(op, rows, cols, "bfloat16", weight_dtype="float32", out_dtype=out_dtype)
@@ -224,13 +301,89 @@ _GUARDED = (
       for op in ("add_forward", "add_backward")),
     *(Case(op, 32_768, 1024, "float16", weight_dtype="float32", out_dtype="float32")
       for op in ("forward", "backward")),
-    *(Case(op, 32_768, cols, "float16")
-      for op in ("forward", "backward") for cols in (1024, 4096)),
+    *(Case(op, rows, cols, "float16")
+      for op in ("forward", "backward")
+      for rows, cols in ((32_768, 768), (32_768, 1024), (32_768, 4096), (16_384, 8192))),
     *(Case(op, rows, cols, "float64")
       for op in ("forward", "backward") for rows, cols in ((4096, 1024), (1_048_576, 64))),
     # Rows that start at any address.
     *(Case(op, 32_768, 1021, "bfloat16") for op in ("forward", "backward")),
+    # Long rows, and a million short ones.
+    *(Case(op, rows, cols, dtype)
+      for op in ("forward", "backward")
+      for rows, cols, dtype in ((300, 99_991, "float32"), (48, 442_368, "float32"),
+                                (32, 2_097_152, "bfloat16"), (1_000_003, 37, "float32"))),
+    # Small tensors, and one of odd columns.
+    *(Case(op, rows, cols, "bfloat16")
+      for op in ("forward", "backward")
+      for rows, cols in ((8192, 768), (4096, 1024), (2048, 2048), (5000, 3073))),
 )  # fmt: skip
+
+# Targets as ratios, where they are not the table's.
+_RATIOS: dict[tuple[str, str], float] = {
+    **{(f"{size} bf16+fp32>fp32", op): ratio
+       for size in ("32768x768", "32768x1024", "32768x4096", "16384x8192")
+       for op, ratio in (("forward", 0.93), ("backward", 0.92))},
+    **{(f"{size} bf16+fp32", "forward"): 0.95
+       for size in ("32768x768", "32768x1024", "32768x4096", "16384x8192", "12608x768")},
+    ("4096x65536 bfloat16", "forward"): 0.93,
+    ("2048x262144 bfloat16", "forward"): 0.93,
+    ("128x1048576 float32", "forward"): 0.93,
+    ("64x150528 float32", "forward"): 0.85,
+    ("300x99991 float32", "forward"): 0.85,
+    ("48x442368 float32", "forward"): 0.85,
+    ("16x4194304 float32", "forward"): 0.80,
+    ("16x4194304 float32", "backward"): 0.66,
+    ("128x1048576 float32", "backward"): 0.80,
+    ("32x2097152 bfloat16", "backward"): 0.60,
+    ("8192x32768 bfloat16", "backward"): 0.87,
+    ("4096x65536 bfloat16", "backward"): 0.87,
+    ("2048x262144 bfloat16", "backward"): 0.87,
+    ("4096x2047 float32", "backward"): 0.82,
+    ("64x150528 float32", "backward"): 0.75,
+    ("5000x3073 bfloat16", "backward"): 0.88,
+    ("8192x768 bfloat16", "backward"): 0.80,
+    ("4096x1024 bfloat16", "backward"): 0.80,
+    ("2048x2048 bfloat16", "backward"): 0.80,
+    ("32768x1024 bfloat16", "gelu_forward"): 0.95,
+    ("32768x4096 bfloat16", "gelu_forward"): 0.95,
+}  # fmt: skip
+
+
+# Modulated norms: samples x tokens x cols of the diffusion transformers named beside them.
+_MODULATED = (
+    (1, 4608, 3072, "bfloat16", PER_SAMPLE, None),  # Flux
+    (1, 4608, 3072, "bfloat16", PER_TOKEN, None),
+    (64, 256, 1152, "bfloat16", PER_SAMPLE, None),  # DiT-XL/2
+    (4, 4250, 2432, "bfloat16", PER_SAMPLE, None),  # SD3.5-large
+    (8, 4096, 1152, "bfloat16", PER_SAMPLE, None),  # PixArt
+    (1, 32_760, 5120, "bfloat16", PER_SAMPLE, None),  # Wan 14B
+    (1, 32_760, 5120, "bfloat16", PER_SAMPLE, "float32"),  # as it modulates
+    (1, 75_600, 1536, "bfloat16", PER_SAMPLE, "float32"),  # Wan 1.3B
+    (2, 17_776, 3072, "bfloat16", PER_SAMPLE, None),  # CogVideoX
+    (32, 1024, 1024, "bfloat16", PER_SAMPLE, None),
+    (32, 1024, 1024, "float16", PER_SAMPLE, None),
+    (32, 1024, 1024, "float32", PER_SAMPLE, None),
+    # Rows that start at any address.
+    (64, 256, 1151, "bfloat16", PER_SAMPLE, None),
+    (8, 4096, 1021, "bfloat16", PER_SAMPLE, None),
+)
+
+# Ratios to copy speed: for tensors of 64 MB and more, and for smaller ones.
+_MODULATED_TARGETS = {
+    "ada_forward": (0.93, 0.88),
+    "add_ada_forward": (0.93, 0.90),
+    "ada_backward": (0.85, 0.72),
+    "add_ada_backward": (0.80, 0.72),
+}
+
+
+def _modulated_case(op: str, size: tuple[int, int, int, str, str, str | None]) -> Case:
+    samples, tokens, cols, dtype, modulation, modulation_dtype = size
+    case = Case(op, samples * tokens, cols, dtype, samples=samples, modulation=modulation,
+                modulation_dtype=modulation_dtype)  # fmt: skip
+    large, small = _MODULATED_TARGETS[op]
+    return replace(case, target=large if case.tensor_bytes >= 64e6 else small)
 
 
 def _table_case(op: str, row: tuple[int, int, str, float, float, float]) -> Case:
@@ -240,8 +393,15 @@ def _table_case(op: str, row: tuple[int, int, str, float, float, float]) -> Case
     return Case(op, rows, cols, dtype, round(ratio, 3))
 
 
+def _with_ratio(case: Case) -> Case:
+    return replace(case, target=_RATIOS.get((f"{case.size} {case.types}", case.op), case.target))
+
+
 CASES: tuple[Case, ...] = (
-    *(_table_case(op, row) for op in ("forward", "backward") for row in _TABLE),
-    *_FUSED,
-    *_GUARDED,
-)
+    *(_with_ratio(case) for case in (
+        *(_table_case(op, row) for op in ("forward", "backward") for row in _TABLE),
+        *_FUSED,
+        *_GUARDED,
+    )),
+    *(_modulated_case(op, size) for op in _MODULATED_TARGETS for size in _MODULATED),
+)  # fmt: skip

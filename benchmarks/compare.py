@@ -11,9 +11,10 @@ result counts.
 
 Every case of benchmarks/cases.py is compared, forward also with the statistics that training
 needs, and --sweep adds so many of the sweep's sizes, chosen at random, with random operators and
-dtypes. "bits" says whether both gave the same result to the bit. The exit status is 1 if a case is
-slower by more than 1% and 0.1 us, if it fails in the new build alone, or if one was left out for
-time. $OUT/compare.json holds it all. Comparing a build with itself shows the noise.
+dtypes. "bits" says whether both gave the same result to the bit. A case that the old build has no
+operator for is skipped. The exit status is 1 if a case is slower by more than 1% and 0.1 us, if it
+fails in the new build alone, or if one was left out for time. $OUT/compare.json holds it all.
+Comparing a build with itself shows the noise.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import torch
 
 from benchmarks import results, sweep, timing
 from benchmarks.cases import CASES, Case, parse_case
-from benchmarks.ours import make_inputs, ours
+from benchmarks.ours import make_inputs, missing_operator, ours
 
 SLOWER = 1.01  # a case is slower from this ratio on,
 SLOWER_US = 0.1  # if it is so many microseconds too
@@ -49,6 +50,7 @@ SECONDS = 0.015  # device time of one measurement
 # Dtypes of what --sweep adds.
 TYPES = ("bfloat16", "float32", "float16", "float64", "bf16+fp32", "bf16+fp32>fp32",
          "fp16+fp32>fp32")  # fmt: skip
+MODULATED_TYPES = ("bfloat16", "float32", "float16", "bf16*fp32")
 ANSWER = 90.0  # seconds after which a process that says nothing is given up
 
 
@@ -79,9 +81,15 @@ def sample(count: int, seed: int) -> list[Job]:
     points = sweep.points()
     jobs = []
     for point in choose.sample(points, min(count, len(points))):
-        kind = choose.choice(("", "", "add_", "gelu_scale_"))
-        types = choose.choice(TYPES)
-        case = parse_case(f"{point.rows}x{point.cols} {types} {kind}{point.op}")
+        kind = choose.choice(("", "", "add_", "gelu_scale_", "ada_", "add_ada_"))
+        types = choose.choice(MODULATED_TYPES if "ada" in kind else TYPES)
+        size = f"{point.rows}x{point.cols}"
+        per = ""
+        if "ada" in kind:
+            samples = choose.choice([n for n in (1, 2, 4, 32) if point.rows % n == 0])
+            size = f"{samples}x{point.rows // samples}x{point.cols}"
+            per = choose.choice(("", "", " per-token"))
+        case = parse_case(f"{size} {types} {kind}{point.op}{per}")
         jobs.append(Job(case, statistics=not case.backward and choose.random() < 0.5))
     return jobs
 
@@ -129,6 +137,8 @@ class Bench:
 
     @torch.no_grad()
     def prepare(self, job: Job, seed: int) -> list[int]:
+        if missing := missing_operator(job.case, statistics=job.statistics):
+            raise RuntimeError(f"this build has no {missing}")
         torch.manual_seed(seed)
         inputs = make_inputs(job.case)
         calls = [ours(job.case, one, statistics=job.statistics) for one in inputs]
@@ -326,11 +336,18 @@ def compare(jobs: list[Job], old: Side, new: Side, seconds: float) -> dict[str, 
     return {"rows": rows, "left_out": left}
 
 
+def job_of(row: dict[str, Any]) -> Job:
+    return Job(results.case_of(row), row["statistics"])
+
+
+def problems(row: dict[str, Any]) -> str:
+    return "; ".join(f"{side}: {text}" for side, text in row["problems"].items())
+
+
 def line(row: dict[str, Any]) -> str:
-    name = Job(results.case_of(row), row["statistics"]).name
+    name = job_of(row).name
     if "problems" in row:
-        said = "; ".join(f"{side}: {text}" for side, text in row["problems"].items())
-        return f"{name:<52} {'FAILED' if row['slower'] else 'skipped'} {said}"
+        return f"{name:<52} FAILED {problems(row)}"
     first = f", at first {row['first_ratio']:.3f}" if "first_ratio" in row else ""
     return (
         f"{name:<52}{row['old_us']:>10.2f}{row['new_us']:>10.2f}{row['ratio']:>8.3f}"
@@ -343,14 +360,21 @@ def text(report: dict[str, Any], most: int) -> str:
     """The table, and what it comes to; of a long one the cases that differ most."""
     rows = report["rows"]
     timed = [row for row in rows if "ratio" in row]
-    shown = rows
-    if len(rows) > most:
+    # What an older build does not have is no row but, for each reason, a line.
+    skipped: dict[str, list[str]] = {}
+    for row in rows:
+        if "problems" in row and not row["slower"]:
+            skipped.setdefault(problems(row), []).append(job_of(row).name)
+    shown = [row for row in rows if "ratio" in row or row["slower"]]
+    if len(shown) > most:
         far = sorted(timed, key=lambda row: -abs(math.log(row["ratio"])))[:most]
-        shown = [row for row in rows if row in far or "problems" in row or row["slower"]]
+        shown = [row for row in rows if row in far or row["slower"]]
     head = f"{'case':<52}{'old us':>10}{'new us':>10}{'ratio':>8}  {'range':<11}  {'bits':<7}"
     lines = [head, *(line(row) for row in shown)]
-    if len(shown) < len(rows):
-        lines.append(f"... and {len(rows) - len(shown)} that differ less")
+    if less := sum("ratio" in row for row in rows) - sum("ratio" in row for row in shown):
+        lines.append(f"... and {less} that differ less")
+    for said, names in skipped.items():
+        lines.append(f"skipped {len(names)}, the first {names[0]}: {said}")
     groups: dict[str, list[float]] = {}
     for row in timed:
         kind = "mixed " if results.case_of(row).mixed else ""

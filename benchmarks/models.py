@@ -1,14 +1,22 @@
-"""Real models end to end: stock, swapped, under override_aten, and compiled if asked.
+"""Real models end to end: stock, swapped, under override_aten, compiled, fused by the graph pass.
 
     python -m benchmarks.models
     python -m benchmarks.models --models BERT --variants eager,compiled,swap_compiled
+    python -m benchmarks.models --models dit,flux --variants all --modes training --seconds 3 --add
 
-transformers' BERT, GPT-2 and ViT and timm's ViT, ConvNeXt and Swin at their real sizes with random
-weights, in bfloat16: a training step (float32 weights under autocast; forward, backward, SGD) and
-inference (bfloat16 weights). The variants of a model stand in memory side by side and take turns,
-round after round. For each: the median and the best wall time of a step, the time of all its
-kernels and their number, by the profiler, and the loss of the first step, which must not change.
-Kept in the results file under "models", one row a variant.
+transformers' BERT, GPT-2 and ViT and timm's ViT, ConvNeXt and Swin at their real sizes, diffusers'
+DiT-XL/2, Flux, Stable Diffusion 3.5 and Wan with a few layers each, and blocks of DiT written with
+this package's operators (variant "operators"); all with random weights, in bfloat16: a training
+step (forward, backward, SGD; float32 weights under autocast, or for diffusion transformers bfloat16
+weights) and inference (bfloat16 weights). The variants of a model stand in memory side by side and
+take turns, round after round. For each: the median and the best wall time of a step, the time of
+all its kernels and their number, by the profiler, and the loss of the first step, which must not
+change. "layer_norm_ms" is the part of kernels named after LayerNorm (Inductor's have their
+neighbours in them), "products_ms" that of matrix products and attention.
+
+Kept in the results file under "models", one row a variant. What one run has measured of a model in
+a mode stands there together; --add keeps what other runs of the same code have measured of others.
+A variant that cannot run is left out, with a line that says why.
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ import contextlib
 import copy
 import gc
 import importlib.util
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,18 +38,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import results, timing
+from benchmarks import diffusion, results, timing
 from benchmarks.ours import require_kernels
 from benchmarks.overhead import quiet
 from benchmarks.run import sentence
 
-VARIANTS = ("eager", "swap", "override", "compiled", "swap_compiled")
+VARIANTS = ("eager", "compiled", "swap", "swap_compiled", "override", "fused_eager",
+            "fused_compiled", "operators", "operators_compiled")  # fmt: skip
 DEFAULT = ("eager", "swap", "override")
+MODES = ("training", "inference")
+BACKEND = "fused_layernorm"  # of torch.compile, for the variants fused_...
 STEPS = 2  # of each turn, behind one that is not timed
-MIN_ROUNDS, MAX_ROUNDS = 7, 31
+MIN_ROUNDS, MAX_ROUNDS = 3, 31
 PROFILES = 3  # of each variant, in turns too
 # Names of LayerNorm kernels, PyTorch's and ours, in lower case.
 KERNELS = ("layer_norm", "layernorm", "gammabeta", "param_grad", "rowwisemoments")
+# Names of matrix products and attention: those of cuBLAS, cuDNN and PyTorch.
+PRODUCTS = ("gemm", "nvjet", "cutlass", "xmma", "flash", "fmha", "sdpa")
 
 # A model, its inputs as keyword arguments, and the loss of its output.
 Build = Callable[[], tuple[nn.Module, dict[str, torch.Tensor], Callable[[Any], torch.Tensor]]]
@@ -98,24 +112,89 @@ def _class_loss(batch: int, logits: Callable[[Any], torch.Tensor]) -> Callable[[
     return loss
 
 
-MODELS: dict[str, tuple[str, Build]] = {
-    "transformers BERT-base 16x512": ("transformers", bert),
-    "transformers GPT-2 8x1024": ("transformers", gpt2),
-    "transformers ViT-B/16 64x224": ("transformers", vit),
-    "timm ViT-B/16 64x224": ("timm", lambda: timm_model("vit_base_patch16_224")),
-    "timm ConvNeXt-T 64x224": ("timm", lambda: timm_model("convnext_tiny")),
-    "timm Swin-T 64x224": ("timm", lambda: timm_model("swin_tiny_patch4_window7_224")),
+@dataclass(frozen=True)
+class Model:
+    """How a model is built and measured; `package` is what it needs."""
+
+    package: str
+    build: Build
+    half: bool = False  # trained with bfloat16 weights, not under autocast
+    large: bool = False  # leaves no room for others: its kernels are profiled before the next model
+
+
+MODELS: dict[str, Model] = {
+    "transformers BERT-base 16x512": Model("transformers", bert),
+    "transformers GPT-2 8x1024": Model("transformers", gpt2),
+    "transformers ViT-B/16 64x224": Model("transformers", vit),
+    "timm ViT-B/16 64x224": Model("timm", lambda: timm_model("vit_base_patch16_224")),
+    "timm ConvNeXt-T 64x224": Model("timm", lambda: timm_model("convnext_tiny")),
+    "timm Swin-T 64x224": Model("timm", lambda: timm_model("swin_tiny_patch4_window7_224")),
+    diffusion.BLOCKS: Model("torch", diffusion.blocks, half=True),
+    "diffusers DiT-XL/2, 8 layers": Model("diffusers", diffusion.dit, half=True, large=True),
+    "diffusers Flux, 2+4 layers": Model("diffusers", diffusion.flux, half=True, large=True),
+    "diffusers SD3.5-large, 6 layers": Model("diffusers", diffusion.sd3, half=True, large=True),
+    "diffusers Wan 1.3B, 4 layers": Model("diffusers", diffusion.wan, half=True, large=True),
 }
 
 
+def select(names: str | None) -> dict[str, Model]:
+    """The models whose name has one of these in it, in any case; all if none are given."""
+    parts = names.lower().split(",") if names else [""]
+    chosen = {
+        name: model for name, model in MODELS.items() if any(part in name.lower() for part in parts)
+    }
+    for part in parts:
+        if not any(part in name.lower() for name in chosen):
+            raise SystemExit(f"no model has {part!r} in its name: known are {', '.join(MODELS)}")
+    return chosen
+
+
+def registered() -> bool:
+    """Whether torch.compile knows this package's backend."""
+    import fused_layernorm  # noqa: F401
+
+    return BACKEND in torch._dynamo.list_backends(exclude_tags=())
+
+
+def halved(model: nn.Module) -> nn.Module:
+    """The model in bfloat16, but for what it says must stay in float32 (diffusers' Wan)."""
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point() and kept.isdisjoint(name.split(".")):
+            tensor.data = tensor.data.bfloat16()
+    return model
+
+
+def applies(variant: str, model: nn.Module) -> bool:
+    """Whether there is such a variant of the model.
+
+    What can be written with this package's operators has no modules to swap, and the other way.
+    """
+    written = hasattr(model, "operators")
+    return not (variant.startswith("swap") if written else variant.startswith("operators"))
+
+
 def prepared(model: nn.Module, variant: str) -> nn.Module:
-    """A copy of the model as the variant has it; the override is entered around its steps."""
+    """A copy of the model as the variant has it, not yet compiled; see `around` and `compiled`."""
     import fused_layernorm
 
     model = copy.deepcopy(model)
     if variant.startswith("swap"):
         model = fused_layernorm.swap_layer_norm(model)
+    elif variant.startswith("operators"):
+        model.operators = True  # type: ignore[assignment]
     return model
+
+
+def compiled(model: nn.Module, variant: str) -> Callable[..., Any]:
+    """The model as the variant calls it."""
+    if variant == "fused_eager":
+        options: dict[str, str | int | bool | Callable[..., Any]]
+        options = {f"{BACKEND}.then": "eager"}
+        return torch.compile(model, backend=BACKEND, options=options)
+    if variant == "fused_compiled":
+        return torch.compile(model, backend=BACKEND)
+    return torch.compile(model) if variant.endswith("compiled") else model
 
 
 def around(variant: str) -> contextlib.AbstractContextManager[Any]:
@@ -125,15 +204,25 @@ def around(variant: str) -> contextlib.AbstractContextManager[Any]:
     return fused_layernorm.override_aten() if variant == "override" else contextlib.nullcontext()
 
 
+def halved_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: value.bfloat16() if value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
 def training(
-    model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any, compiled: bool
+    model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any, variant: str, half: bool
 ) -> Callable[[], Any]:
+    """A step: forward, backward, SGD. `half`: of bfloat16 weights, else under autocast."""
+    if half:
+        model, inputs = halved(model), halved_inputs(inputs)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
     model.train()
-    call = torch.compile(model) if compiled else model
+    call = compiled(model, variant)
 
     def step() -> torch.Tensor:
-        with torch.autocast(timing.DEVICE, torch.bfloat16):
+        with torch.autocast(timing.DEVICE, torch.bfloat16, enabled=not half):
             value = loss(call(**inputs))
         value.backward()
         optimizer.step()
@@ -144,18 +233,14 @@ def training(
 
 
 def inference(
-    model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any, compiled: bool
+    model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any, variant: str
 ) -> Callable[[], Any]:
-    model.eval().bfloat16()
-    call = torch.compile(model) if compiled else model
-    halved = {
-        name: value.bfloat16() if value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
+    call = compiled(halved(model).eval(), variant)
+    halves = halved_inputs(inputs)
 
     @torch.no_grad()
     def step() -> torch.Tensor:
-        return loss(call(**halved))
+        return loss(call(**halves))
 
     return step
 
@@ -178,46 +263,59 @@ class Measured:
             "mode": self.mode,
             "variant": self.variant,
             **timing.summary("wall", self.walls, "ms"),
-            "device_ms": _median_ms(self.profiles),
-            "layer_norm_ms": _median_ms(self.profiles, KERNELS),
+            "device_ms": _median_ms(self.profiles, lambda name: True),
+            "layer_norm_ms": _median_ms(self.profiles, lambda name: _has(name, KERNELS)),
+            # Inductor names its kernels after all that is in them, or next to it.
+            "products_ms": _median_ms(
+                self.profiles,
+                lambda name: _has(name, PRODUCTS) and not name.startswith("triton_"),
+            ),
             "kernels": sum(kernel.count for kernel in self.profiles[0]),
             "loss": self.loss,
         }
 
 
 def measure(
-    name: str, build: Build, variants: Sequence[str], seconds: float
-) -> list[list[Measured]]:
-    """The wall times of one model: for both modes all variants. `seconds` are those of a mode."""
-    torch.manual_seed(0)
-    model, inputs, loss = build()
-    model = model.to(timing.DEVICE)
-    inputs = {key: value.to(timing.DEVICE) for key, value in inputs.items()}
-    modes = []
-    for mode, make in (("training", training), ("inference", inference)):
-        found = {}
-        for variant in variants:
-            step = make(prepared(model, variant), inputs, loss, variant.endswith("compiled"))
+    name: str, mode: str, model: Model, built: Any, variants: Sequence[str], seconds: float
+) -> tuple[list[Measured], list[str]]:
+    """The wall times of one model in one mode, and what was left out and why."""
+    module, inputs, loss = built
+    found: dict[str, Measured] = {}
+    skipped = []
+    for variant in variants:
+        if not applies(variant, module):
+            continue
+        if variant.startswith("fused") and not registered():
+            skipped.append(f"{name}, {mode}, {variant}: no backend {BACKEND!r} is registered")
+            continue
+        try:
+            own = prepared(module, variant)
+            if mode == "training":
+                step = training(own, inputs, loss, variant, model.half)
+            else:
+                step = inference(own, inputs, loss, variant)
             with around(variant):
                 first = round(float(step()), 5)
+        except Exception as problem:
+            skipped.append(f"{name}, {mode}, {variant}: {sentence(problem)}")
+        else:
             found[variant] = Measured(name, mode, variant, step, first)
-        with quiet():
-            start = time.perf_counter()
-            for number, variant in enumerate(timing.turns(variants, MAX_ROUNDS)):
-                rounds, at = divmod(number, len(variants))
-                if at == 0 and rounds >= MIN_ROUNDS and time.perf_counter() - start > seconds:
-                    break
-                gc.collect()  # a cycle may hold a step's activations
-                with around(variant):
-                    us = timing.wall_time([found[variant].step], STEPS)
-                found[variant].walls.append(us / 1e3)
-        torch.cuda.empty_cache()
-        modes.append(list(found.values()))
-    return modes
+    with quiet():
+        start = time.perf_counter()
+        for number, variant in enumerate(timing.turns(tuple(found), MAX_ROUNDS)):
+            rounds, at = divmod(number, len(found))
+            if at == 0 and rounds >= MIN_ROUNDS and time.perf_counter() - start > seconds:
+                break
+            gc.collect()  # a cycle may hold a step's activations
+            with around(variant):
+                us = timing.wall_time([found[variant].step], STEPS)
+            found[variant].walls.append(us / 1e3)
+    torch.cuda.empty_cache()
+    return list(found.values()), skipped
 
 
-def profile(group: list[Measured]) -> None:
-    """The kernels of a model's variants in one mode."""
+def profile(group: list[Measured]) -> list[dict[str, Any]]:
+    """The kernels of a model's variants in one mode; the rows."""
     by_variant = {one.variant: one for one in group}
     for variant in timing.turns(tuple(by_variant), PROFILES):
         one = by_variant[variant]
@@ -225,27 +323,86 @@ def profile(group: list[Measured]) -> None:
             one.step()
             one.profiles.append(timing.kernels_of(one.step))
     torch.cuda.empty_cache()
+    return [one.row() for one in group]
 
 
-def _median_ms(profiles: list[list[timing.Kernel]], names: Sequence[str] = ("",)) -> float:
-    """The device time of the kernels with one of these in their names, over several profiles."""
-    totals = [
-        sum(k.us for k in kernels if any(name in k.name.lower() for name in names))
-        for kernels in profiles
-    ]
+def _has(name: str, parts: Sequence[str]) -> bool:
+    return any(part in name.lower() for part in parts)
+
+
+def _median_ms(profiles: list[list[timing.Kernel]], counts: Callable[[str], bool]) -> float:
+    """The device time of the kernels whose name counts, over several profiles."""
+    totals = [sum(k.us for k in kernels if counts(k.name)) for kernels in profiles]
     return round(statistics.median(totals) / 1e3, 4)
+
+
+def run(
+    chosen: dict[str, Model], variants: Sequence[str], modes: Sequence[str], seconds: float,
+    budget: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Measures the models: the part of the results file."""
+    start = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    skipped: list[str] = []
+    later: list[list[Measured]] = []  # the profiler may leave the host slower than it was
+    for name, model in chosen.items():
+        if importlib.util.find_spec(model.package) is None:
+            skipped.append(f"{name}: {model.package} is not installed")
+            continue
+        if time.monotonic() - start > 0.8 * budget:
+            skipped.append(f"{name}: no time")
+            continue
+        print(f"{name}, {time.monotonic() - start:.0f} s", flush=True)
+        try:
+            torch.manual_seed(0)
+            module, inputs, loss = model.build()
+            module = module.to(timing.DEVICE)
+            inputs = {key: value.to(timing.DEVICE) for key, value in inputs.items()}
+        except Exception as problem:
+            skipped.append(f"{name}: {sentence(problem)}")
+            continue
+        for mode in modes:
+            group, problems = measure(name, mode, model, (module, inputs, loss), variants, seconds)
+            skipped += problems
+            if model.large:
+                rows += profile(group)
+            else:
+                later.append(group)
+            del group
+        del module, inputs, loss
+        gc.collect()
+        torch.cuda.empty_cache()
+    for group in later:
+        rows += profile(group)
+    names = list(chosen)
+    rows.sort(key=lambda row: names.index(row["model"]))
+    return {**results.stamp(), "rows": rows, "skipped": skipped}
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The new part, and what the old one has of other models or modes if it is of the same code."""
+    if old.get("csrc_sha256") != new["csrc_sha256"]:
+        return new
+    measured = {(row["model"], row["mode"]) for row in new["rows"]}
+    kept = [row for row in old["rows"] if (row["model"], row["mode"]) not in measured]
+    order = list(MODELS)
+    rows = sorted(
+        [*kept, *new["rows"]],
+        key=lambda row: order.index(row["model"]) if row["model"] in order else len(order),
+    )
+    return {**new, "rows": rows}
 
 
 def text(part: dict[str, Any]) -> str:
     """The table; in brackets the ratio to the stock model in eager mode."""
     lines = [
-        f"{'model':<32}{'mode':<11}{'variant':<15}{'wall ms':>18}{'best':>18}{'device':>18}"
+        f"{'model':<32}{'mode':<11}{'variant':<19}{'wall ms':>18}{'best':>18}{'device':>18}"
         f"{'(norm)':>8}{'kernels':>9}  loss"
     ]
     stock = {(row["model"], row["mode"]): row for row in part["rows"]
              if row["variant"] == "eager"}  # fmt: skip
     for row in part["rows"]:
-        line = f"{row['model']:<32}{row['mode']:<11}{row['variant']:<15}"
+        line = f"{row['model']:<32}{row['mode']:<11}{row['variant']:<19}"
         for key in ("wall_ms", "wall_best_ms", "device_ms"):
             other = stock.get((row["model"], row["mode"]), {}).get(key)
             said = f"{row[key]:.2f}" if key in row else "-"
@@ -261,47 +418,42 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--models", help="part of a model's name")
+    parser.add_argument("--models", help='comma-separated parts of names, in any case: "dit,flux"')
     parser.add_argument("--variants", default=",".join(DEFAULT),
-                        help=f"comma-separated: {', '.join(VARIANTS)}")  # fmt: skip
-    parser.add_argument("--budget-seconds", type=float, default=240)
-    parser.add_argument("--mode-seconds", type=float, default=6, help="of one model in one mode")
+                        help=f"comma-separated, or all: {', '.join(VARIANTS)}")  # fmt: skip
+    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated")
+    parser.add_argument("--seconds", type=float, default=6, help="of turns, a model and mode")
+    parser.add_argument("--budget-seconds", type=float, default=240,
+                        help="no model begins after 80%% of these")  # fmt: skip
     parser.add_argument("--output", type=Path, help="the results file")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the others of the results file, if of this code"
+    )
     arguments = parser.parse_args(argv)
-    variants = arguments.variants.split(",")
-    for variant in variants:
-        if variant not in VARIANTS:
-            parser.error(f"unknown variant {variant!r}: known are {', '.join(VARIANTS)}")
+    variants = VARIANTS if arguments.variants == "all" else tuple(arguments.variants.split(","))
+    modes = tuple(arguments.modes.split(","))
+    for kind, given, known in (("variant", variants, VARIANTS), ("mode", modes, MODES)):
+        for name in given:
+            if name not in known:
+                parser.error(f"unknown {kind} {name!r}: known are {', '.join(known)}")
+    chosen = select(arguments.models)
     require_kernels()
+    # Every variant of a model compiles the same functions anew.
+    torch._dynamo.config.recompile_limit = 64
 
-    start = time.monotonic()
-    part: dict[str, Any] = {**results.stamp(), "rows": [], "skipped": []}
-    groups: list[list[Measured]] = []
-    for name, (package, build) in MODELS.items():
-        if arguments.models and arguments.models not in name:
-            continue
-        if importlib.util.find_spec(package) is None:
-            part["skipped"].append(f"{name}: {package} is not installed")
-            continue
-        if time.monotonic() - start > 0.8 * arguments.budget_seconds:
-            part["skipped"].append(f"{name}: no time")
-            continue
-        print(f"{name}, {time.monotonic() - start:.0f} s", flush=True)
-        try:
-            groups += measure(name, build, variants, arguments.mode_seconds)
-        except Exception as problem:
-            part["skipped"].append(f"{name}: {sentence(problem)}")
-    # The profiler may leave the host slower than it was: it comes last.
-    for group in groups:
-        profile(group)
-        part["rows"] += [one.row() for one in group]
+    part = run(chosen, variants, modes, arguments.seconds, arguments.budget_seconds)
     print(text(part))
-    # Numbers of two runs never stand in one table: a run of a part writes only where it is told to.
-    full = not arguments.models and tuple(variants) == DEFAULT
+    # Else a run of a part writes only where it is told to.
+    full = not arguments.models and modes == MODES and set(DEFAULT) <= set(variants)
     path = arguments.output
-    if path is None and full:
+    if path is None and (full or arguments.add):
         path = results.default_path(torch.cuda.get_device_name())
     if path is not None:
+        if arguments.add:
+            old = results.read(path).get("models", {})
+            part = merged(old, part)
+            if old and old["csrc_sha256"] != part["csrc_sha256"]:
+                print(f"left out: {len(old['rows'])} rows of other code than this")
         results.update(path, "models", part)
         print(f"written: {path}")
 

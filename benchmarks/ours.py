@@ -17,29 +17,44 @@ class Inputs:
     """Tensors of one call. Those that the case's operator does not use are None."""
 
     x: torch.Tensor  # for a fused add in backward: the sum, residual_out
-    weight: torch.Tensor
-    bias: torch.Tensor
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
     dy: torch.Tensor | None = None
     dresidual: torch.Tensor | None = None
     mean: torch.Tensor | None = None
     rstd: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+    input: torch.Tensor | None = None  # in backward what the gate has multiplied
 
 
 def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
     """Distinct random inputs for a case, together larger than L2, or `limit` of them.
 
-    weight and bias are shared, as they are between the calls of a real model.
+    weight and bias are shared, as they are between the calls of a real model. shift, scale and gate
+    are views of one tensor of six, as diffusion transformers cut them out of one layer's output.
     """
     count = limit or timing.input_count(case.bytes, timing.l2_bytes())
     options: dict[str, Any] = {"device": timing.DEVICE, "dtype": case.torch_dtype}
     columns: dict[str, Any] = {**options, "dtype": case.torch_weight_dtype}
-    shape = (case.rows, case.cols)
-    weight = torch.rand(case.cols, **columns) + 0.5
-    bias = torch.randn(case.cols, **columns)
+    shape = case.shape
+    weight = bias = None
+    if not case.modulated:
+        weight = torch.rand(case.cols, **columns) + 0.5
+        bias = torch.randn(case.cols, **columns)
     inputs = []
     for _ in range(count):
         one = Inputs(torch.randn(shape, **options), weight, bias)
+        if case.modulated:
+            *groups, cols = case.modulation_shape
+            six = torch.randn(*groups, 6 * cols, device=timing.DEVICE,
+                              dtype=case.torch_modulation_dtype)  # fmt: skip
+            one.shift, one.scale, gate = six.chunk(6, dim=-1)[:3]
+            if case.residual:
+                one.gate = gate
+                one.input = torch.randn(shape, **options) if case.backward else None
         if case.backward:
             one.dy = torch.randn(shape, device=timing.DEVICE, dtype=case.torch_out_dtype)
             one.mean, one.rstd = _statistics(one.x)
@@ -52,8 +67,8 @@ def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
 
 
 def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """mean and rstd as forward saves them: shape (rows, 1), float32 for half precision."""
-    _, mean, rstd = torch.ops.aten.native_layer_norm(x, x.shape[1:], None, None, EPS)
+    """mean and rstd as forward saves them: one of each a row, float32 for half precision."""
+    _, mean, rstd = torch.ops.aten.native_layer_norm(x, x.shape[-1:], None, None, EPS)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return mean.to(wide), rstd.to(wide)
 
@@ -70,12 +85,36 @@ def require_kernels() -> str:
     return built
 
 
+def operators(case: Case, *, statistics: bool = False) -> tuple[str, ...]:
+    """The names of the operators that `ours` calls."""
+    if case.backward:
+        if not case.modulated:
+            return ("layer_norm_backward",)
+        return ("add_ada_layer_norm_backward" if case.residual else "ada_layer_norm_backward",)
+    name = ("add_" if case.residual else "") + ("ada_" if case.modulated else "") + "layer_norm"
+    return (f"{name}_forward" if statistics else name,)
+
+
+def missing_operator(case: Case, *, statistics: bool = False) -> str | None:
+    """One of these that the library that is loaded has no kernel of, for this device."""
+    for name in operators(case, statistics=statistics):
+        if not hasattr(torch.ops.fused_layernorm, name):
+            return name
+        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(
+            f"fused_layernorm::{name}", timing.DEVICE.upper()
+        ):
+            return name
+    return None
+
+
 def ours(case: Case, t: Inputs, *, statistics: bool = False) -> Call:
     """This package's operator on one input; forward, if asked, with mean and rstd for backward.
 
     The operators must be registered: `import fused_layernorm`, or the library alone. Arguments go
     by name, so that libraries of several versions understand them.
     """
+    if case.modulated:
+        return _modulated(case, t, statistics)
     ops = torch.ops.fused_layernorm
     activation, scale = case.activation
     arguments: dict[str, Any] = {"normalized_ndim": 1, "weight": t.weight, "bias": t.bias}
@@ -89,12 +128,44 @@ def ours(case: Case, t: Inputs, *, statistics: bool = False) -> Call:
     arguments |= {"input": t.x, "eps": EPS, "activation": activation, "scale": scale}
     if case.out_dtype is not None:
         arguments["out_dtype"] = case.torch_out_dtype
-    name = "layer_norm"
     if case.residual:
-        name = "add_layer_norm"
         arguments["residual"] = t.residual
-    operator = getattr(ops, f"{name}_forward" if statistics else name).default
+    operator = getattr(ops, operators(case, statistics=statistics)[0]).default
     return lambda: operator(**arguments)
+
+
+def _modulated(case: Case, t: Inputs, statistics: bool) -> Call:
+    """As `ours`. Backward gives (dx, dshift, dscale), or with a gate (dinput, dresidual, dgate,
+    dshift, dscale) of two operators.
+    """
+    ops = torch.ops.fused_layernorm
+    arguments: dict[str, Any] = {
+        "normalized_ndim": 1, "shift": t.shift, "scale": t.scale, "weight": None, "bias": None,
+    }  # fmt: skip
+    if not case.backward:
+        arguments |= {"input": t.x, "eps": EPS}
+        if case.out_dtype is not None:
+            arguments["out_dtype"] = case.torch_out_dtype
+        if case.residual:
+            arguments |= {"residual": t.residual, "gate": t.gate}
+        operator = getattr(ops, operators(case, statistics=statistics)[0]).default
+        return lambda: operator(**arguments)
+
+    arguments |= {
+        "dy": t.dy, "x": t.x, "mean": t.mean, "rstd": t.rstd, "dresidual": t.dresidual,
+        "needs_dx": True, "needs_dshift": True, "needs_dscale": True,
+        "needs_dweight": False, "needs_dbias": False,
+    }  # fmt: skip
+    operator = getattr(ops, operators(case)[0]).default
+    if not case.residual:
+        return lambda: operator(**arguments)[:3]
+    arguments |= {"input": t.input, "gate": t.gate, "needs_dinput": True, "needs_dgate": True}
+
+    def call() -> tuple[torch.Tensor, ...]:
+        dresidual, dinput, dgate, dshift, dscale = operator(**arguments)[:5]
+        return dinput, dresidual, dgate, dshift, dscale
+
+    return call
 
 
 def time_calls(case: Case, calls: list[Call], **options: Any) -> float:

@@ -13,8 +13,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plot as picture
 from benchmarks import results
-from benchmarks.plot import SMALLEST, Row, draw, largest_by_cols, newest
+from benchmarks.cases import PER_TOKEN
+from benchmarks.plot import (
+    LINES,
+    SMALLEST,
+    Curve,
+    Row,
+    curve,
+    curves,
+    draw,
+    largest_by_cols,
+    newest,
+)
 
 PAGE = results.ROOT / "docs" / "benchmarks.md"
 PLOTS = results.ROOT / "docs" / "plots"
@@ -30,6 +42,10 @@ TITLES = {
     "silu_forward": "LayerNorm and SiLU, forward",
     "gelu_scale_forward": "LayerNorm, GELU and a scale, forward",
     "gelu_scale_backward": "LayerNorm, GELU and a scale, backward",
+    "ada_forward": "Modulated LayerNorm, forward",
+    "ada_backward": "Modulated LayerNorm, backward",
+    "add_ada_forward": "Gated sum and modulated LayerNorm, forward",
+    "add_ada_backward": "Gated sum and modulated LayerNorm, backward",
 }
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; others are peers
 
@@ -41,6 +57,10 @@ def types_of(row: Row) -> str:
         words.append(f"weights {row['weight_dtype']}")
     if row.get("out_dtype"):
         words.append(f"y {row['out_dtype']}")
+    if row.get("modulation_dtype"):
+        words.append(f"modulation {row['modulation_dtype']}")
+    if row.get("modulation") == PER_TOKEN:
+        words.append("per token")
     return ", ".join(words)
 
 
@@ -73,6 +93,15 @@ def plot_path(types: str) -> Path:
     return PLOTS / f"bandwidth-{types.replace(', ', '-').replace(' ', '-')}.svg"
 
 
+def roofline_path() -> Path:
+    return PLOTS / "roofline.svg"
+
+
+def relative(path: Path) -> str:
+    """A picture as the page names it."""
+    return path.relative_to(PAGE.parent).as_posix()
+
+
 def stamp(report: dict[str, Any]) -> str:
     """What a plot carries inside, to be known as that of a results file."""
     return f"{report['device']} {report['date']} {report['csrc_sha256']}"
@@ -82,10 +111,33 @@ def plot(report: dict[str, Any], types: str) -> None:
     """Achieved bandwidth against columns, of one combination of dtypes."""
     draw(
         f"LayerNorm on one {report['device']}, {types}",
-        lambda op: points(report["rows"], op, types),
+        lambda op: curves(points(report["rows"], op, types)),
         plot_path(types),
         {"Date": None, "Description": stamp(report)},
         **{"svg.fonttype": "none"},  # letters stay letters
+    )
+
+
+def roofline_curves(rows: list[Row], op: str) -> list[Curve]:
+    """Ours, a curve for each combination of dtypes, under copy speed as the roof."""
+    key, label, style = LINES[0]
+    drawn = [points(rows, op, types) for types in plotted_types(rows)]
+    roof = largest_by_cols([row for part in drawn for row in part], lambda row: True)
+    made: list[Curve] = [(label, style, *curve(roof, key))]
+    for types, part in zip(plotted_types(rows), drawn, strict=True):
+        cols, speeds = curve(part, "ours_us")
+        if cols:
+            made.append((types, {"marker": "o", "linewidth": 1.8}, cols, speeds))
+    return made
+
+
+def plot_roofline(report: dict[str, Any]) -> None:
+    draw(
+        f"fused_layernorm on one {report['device']}, by dtype",
+        lambda op: roofline_curves(report["rows"], op),
+        roofline_path(),
+        {"Date": None, "Description": stamp(report)},
+        **{"svg.fonttype": "none"},
     )
 
 
@@ -118,7 +170,8 @@ def percent(value: float | None) -> str:
 
 
 def size(row: Row) -> str:
-    return f"{row['rows']:,} x {row['cols']:,}"
+    """(Samples x) rows x columns."""
+    return " x ".join(f"{extent:,}" for extent in results.case_of(row).shape)
 
 
 def measured(report: dict[str, Any]) -> list[str]:
@@ -149,9 +202,11 @@ def plots(report: dict[str, Any]) -> list[str]:
         f"Tensors of {SMALLEST >> 20} MB and more; of several with the same columns the largest. "
         "A curve is of one dtype.",
         "",
+        f"![Bandwidth of each dtype under copy speed]({relative(roofline_path())})",
+        "",
     ]
     for types in plotted_types(report["rows"]):
-        path = plot_path(types).relative_to(PAGE.parent).as_posix()
+        path = relative(plot_path(types))
         lines += [f"![Bandwidth against columns, {types}]({path})", ""]
     return lines
 
@@ -162,7 +217,9 @@ def cases(report: dict[str, Any]) -> list[str]:
         rows = [row for row in report["rows"] if row["op"] == op and "ours_us" in row]
         peers = {key for row in rows for key in row if key.endswith("_us")} - set(OWN_KEYS)
         others = ["eager_us", "compile_us", *sorted(peers)]
-        header = ["rows x columns", "dtype", "copy", "ours", "of copy speed"]
+        modulated = results.case_of(rows[0]).modulated if rows else False
+        sizes = "samples x tokens x columns" if modulated else "rows x columns"
+        header = [sizes, "dtype", "copy", "ours", "of copy speed"]
         header += [f"x {key.removesuffix('_us')}" for key in others]
         body = [
             [
@@ -223,26 +280,37 @@ def falls_short(report: dict[str, Any]) -> list[str]:
         ),
         "",
     ]
-    sweep = report.get("sweep")
-    if sweep:
-        body = [
-            [
-                *name(row),
-                us(row["ours_us"]),
-                us(row["eager_us"]),
-                times(row["eager_us"], row["ours_us"]),
-            ]
-            for row in sweep["worst"]
-        ]
-        lines += [
-            f"Of {sweep['points']:,} shapes timed against eager PyTorch, forward and backward, "
-            f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower. The "
-            "least gain:",
-            "",
-            *table([*header, "ours", "eager", "x eager"], body, left=3),
-            "",
-        ]
+    for found, other, what in (
+        ("sweep", "eager", "eager PyTorch"),
+        ("sweep_compile", "compile", "torch.compile"),
+    ):
+        if sweep := report.get(found):
+            lines += swept(sweep, other, what)
     return lines
+
+
+def swept(sweep: dict[str, Any], other: str, what: str) -> list[str]:
+    """How many points of a sweep are slower than something else, and the least gain."""
+    body = [
+        [
+            title(row["op"]),
+            size(row),
+            types_of(row),
+            us(row["ours_us"]),
+            us(row[f"{other}_us"]),
+            times(row[f"{other}_us"], row["ours_us"]),
+        ]
+        for row in sweep["worst"]
+    ]
+    header = ["operator", "rows x columns", "dtype", "ours", other, f"x {other}"]
+    return [
+        f"Of {sweep['points']:,} shapes timed against {what}, forward and backward, "
+        f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower. The "
+        "least gain:",
+        "",
+        *table(header, body, left=3),
+        "",
+    ]
 
 
 WAYS = {
@@ -305,6 +373,10 @@ VARIANTS = {
     "override": "override_aten()",
     "compiled": "compiled",
     "swap_compiled": "swapped and compiled",
+    "fused_eager": 'backend="fused_layernorm", then eager',
+    "fused_compiled": 'backend="fused_layernorm", then Inductor',
+    "operators": "written with this package's operators",
+    "operators_compiled": "the same, compiled",
 }
 
 
@@ -322,14 +394,19 @@ def models(report: dict[str, Any]) -> list[str]:
             for key in ("wall_ms", "device_ms", "layer_norm_ms")
         ]
         variant = VARIANTS.get(row["variant"], row["variant"])
-        body.append([row["model"], row["mode"], variant, *cells])
-    header = ["model", "mode", "variant", "wall", "device", "of it LayerNorm"]
+        kernels = str(row.get("kernels", "-"))
+        body.append([row["model"], row["mode"], variant, *cells, kernels])
+    header = ["model", "mode", "variant", "wall", "device", "of it LayerNorm", "kernels"]
+    drawn = []
+    if picture.has_block(report):
+        drawn = [f"![Device time of a block of DiT]({relative(picture.BLOCK_PICTURE)})", ""]
     return [
         "## Whole models",
         "",
         "Milliseconds a step, in brackets as a ratio to the stock model in eager mode: the wall "
         "time, which on a shared host says little, and the time of all kernels on the device.",
         "",
+        *drawn,
         *table(header, body, left=3),
         "",
     ]
@@ -347,7 +424,7 @@ def outdated(report: dict[str, Any]) -> list[str]:
     found = []
     if not PAGE.exists() or PAGE.read_text() != page(report):
         found.append(f"{PAGE.name} is not what the results file gives")
-    wanted = {plot_path(types) for types in plotted_types(report["rows"])}
+    wanted = {plot_path(types) for types in plotted_types(report["rows"])} | {roofline_path()}
     for path in sorted(wanted | set(PLOTS.glob("*.svg"))):
         if path not in wanted:
             found.append(f"{path.name} is no plot of the results file")
@@ -371,6 +448,7 @@ def main(argv: list[str] | None = None) -> None:
         path.unlink()
     for types in plotted_types(report["rows"]):
         plot(report, types)
+    plot_roofline(report)
     PAGE.write_text(page(report))
     print(f"written: {PAGE} and {PLOTS}")
 

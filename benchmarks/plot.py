@@ -1,6 +1,8 @@
-"""The README's picture, from the results file: achieved bandwidth against columns.
+"""The README's pictures, from the results file: bandwidth against columns, and a block of DiT.
 
-python -m benchmarks.plot [RESULTS.json] [--output docs/bandwidth.svg]
+python -m benchmarks.plot [RESULTS.json] [--output docs/bandwidth.svg] [--block docs/dit-block.svg]
+
+The block's picture is drawn where the results file has its rows, which benchmarks.models measures.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results
+from benchmarks import diffusion, results
 
 # A curve: (key of a row, label, style).
 LINES = (
@@ -20,6 +22,15 @@ LINES = (
     ("eager_us", "PyTorch eager", {"color": "#b3392f", "marker": "^", "linewidth": 1.4}),
 )
 PICTURE = results.ROOT / "docs" / "bandwidth.svg"
+BLOCK_PICTURE = results.ROOT / "docs" / "dit-block.svg"
+# The bars of the block's picture: (variant, label, colour of what is not a matrix product).
+BARS = (
+    ("eager", "PyTorch eager", "#b3392f"),
+    ("compiled", "torch.compile", "#e08e0b"),
+    ("operators", "fused_layernorm", "#0b6e4f"),
+    ("operators_compiled", "fused_layernorm\nand torch.compile", "#0b6e4f"),
+    ("fused_compiled", 'torch.compile(\nbackend="fused_layernorm")', "#0b6e4f"),
+)
 SMALLEST = 16 << 20  # smaller tensors are bound by the launch, not by memory
 
 
@@ -51,14 +62,23 @@ def curve(rows: Iterable[Row], key: str) -> tuple[list[int], list[float]]:
     return cols, speeds
 
 
+Curve = tuple[str, dict[str, Any], list[int], list[float]]  # label, style, columns, TB/s
+
+
+def curves(rows: list[Row]) -> list[Curve]:
+    """Copy speed, ours, torch.compile and eager of the rows, those that they have."""
+    made = [(label, style, *curve(rows, key)) for key, label, style in LINES]
+    return [one for one in made if one[2]]
+
+
 def draw(
     title: str,
-    rows_of: Callable[[str], list[Row]],
+    curves_of: Callable[[str], list[Curve]],
     output: Path,
     metadata: dict[str, str | None] | None,
     **style: Any,
 ) -> None:
-    """Achieved bandwidth against columns, forward beside backward; rows_of(op) are the points.
+    """Achieved bandwidth against columns, forward beside backward; curves_of(op) are drawn.
 
     `style` has matplotlib's rcParams beside its own.
     """
@@ -72,11 +92,8 @@ def draw(
     with matplotlib.rc_context(style):  # type: ignore[arg-type,unused-ignore]
         figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
         for axis, op in zip(axes, ("forward", "backward"), strict=True):
-            rows = rows_of(op)
-            for key, label, line in LINES:
-                cols, speeds = curve(rows, key)
-                if cols:
-                    axis.plot(cols, speeds, label=label, markersize=4.5, **line)
+            for label, line, cols, speeds in curves_of(op):
+                axis.plot(cols, speeds, label=label, markersize=4.5, **line)
             axis.set_xscale("log", base=2)
             ticks = [64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304]
             axis.set_xticks(ticks, ["64", "256", "1K", "4K", "16K", "64K", "256K", "1M", "4M"])
@@ -97,20 +114,91 @@ def draw(
 
 
 def points(report: dict[str, Any], op: str) -> list[Row]:
-    """The rows of the picture: cases with a target; those that guard other dtypes have none."""
-    return largest_by_cols(
-        report["rows"], lambda row: row["op"] == op and results.case_of(row).target is not None
-    )
+    """The rows of the picture: cases of one dtype with a target."""
+
+    def wanted(row: Row) -> bool:
+        case = results.case_of(row)
+        return case.op == op and case.target is not None and not case.mixed
+
+    return largest_by_cols(report["rows"], wanted)
 
 
 def plot(report: dict[str, Any], output: Path) -> None:
     draw(
         f"LayerNorm on one {report['device']}: bfloat16 and float32 tensors of 16 MB to 1 GB",
-        lambda op: points(report, op),
+        lambda op: curves(points(report, op)),
         output,
         {"Date": None} if output.suffix == ".svg" else None,
         **{"axes.spines.top": False, "axes.spines.right": False},
     )
+
+
+def block_bars(report: dict[str, Any], mode: str) -> list[tuple[str, str, float, float]]:
+    """Of one block, for each bar: label, colour, and microseconds of matrix products and of the
+    rest.
+    """
+    rows = {
+        row["variant"]: row
+        for row in report.get("models", {}).get("rows", [])
+        if row["model"] == diffusion.BLOCKS and row["mode"] == mode and "products_ms" in row
+    }
+    bars = []
+    for variant, label, color in BARS:
+        if variant in rows:
+            products = rows[variant]["products_ms"] * 1e3 / diffusion.BLOCK_LAYERS
+            all_of_it = rows[variant]["device_ms"] * 1e3 / diffusion.BLOCK_LAYERS
+            bars.append((label, color, products, all_of_it - products))
+    return bars
+
+
+def has_block(report: dict[str, Any]) -> bool:
+    """Whether the block's picture can be drawn: eager and ours, both ways."""
+    modes = ("inference", "training")
+    return all(
+        {"PyTorch eager", "fused_layernorm"} <= {bar[0] for bar in block_bars(report, mode)}
+        for mode in modes
+    )
+
+
+def block_stamp(report: dict[str, Any]) -> str:
+    """What the block's picture carries inside, to be known as that of a results file."""
+    part = report["models"]
+    return f"{report['device']} {part['date']} {part['csrc_sha256']}"
+
+
+def plot_block(report: dict[str, Any], output: Path) -> None:
+    """Device time of one block of DiT, inference beside training."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style = {"svg.hashsalt": "fused_layernorm", "axes.spines.top": False,
+             "axes.spines.right": False}  # fmt: skip
+    with matplotlib.rc_context(style):  # type: ignore[arg-type,unused-ignore]
+        figure, axes = plt.subplots(1, 2, figsize=(11, 3.4))
+        for axis, mode in zip(axes, ("inference", "training"), strict=True):
+            bars = block_bars(report, mode)
+            for place, (_, color, products, rest) in enumerate(bars):
+                axis.barh(place, products, color="0.8", height=0.62)
+                axis.barh(place, rest, left=products, color=color, height=0.62)
+                axis.text(products + rest, place, f" {products + rest:.0f} us", va="center")
+            axis.set_yticks(range(len(bars)), [label for label, *_ in bars])
+            axis.invert_yaxis()
+            axis.set_xlim(right=1.15 * max(products + rest for _, _, products, rest in bars))
+            axis.set_title(mode if mode == "inference" else "training step")
+            axis.set_xlabel("device time of a block, us")
+        batch, tokens, cols = diffusion.BLOCK_SIZE
+        figure.suptitle(
+            f"A block of DiT-XL/2, {batch} x {tokens} x {cols} bfloat16, on one "
+            f"{report['device']}: matrix products and attention grey, everything else coloured",
+            fontsize=11,
+        )
+        figure.tight_layout()
+        output.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"Date": None, "Description": block_stamp(report)}
+        figure.savefig(output, dpi=130, metadata=metadata if output.suffix == ".svg" else None)
+        plt.close(figure)
 
 
 def newest() -> Path:
@@ -127,9 +215,14 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("results", nargs="?", type=Path)
     parser.add_argument("--output", type=Path, default=PICTURE)
+    parser.add_argument("--block", type=Path, default=BLOCK_PICTURE)
     arguments = parser.parse_args(argv)
-    plot(results.read(arguments.results or newest()), arguments.output)
+    report = results.read(arguments.results or newest())
+    plot(report, arguments.output)
     print(f"written: {arguments.output}")
+    if has_block(report):
+        plot_block(report, arguments.block)
+        print(f"written: {arguments.block}")
 
 
 if __name__ == "__main__":

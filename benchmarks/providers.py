@@ -6,6 +6,7 @@ such operator. All of them run without autograd on the same inputs, mean and rst
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,12 +26,63 @@ _ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def _modulated_forward(case: Case) -> Callable[..., Any]:
+    """Modulation as diffusion transformers write it; x first, then shift and scale.
+
+    Beside float32 modulations x is cast, and y and the sum are cast back.
+    """
+    shape, dtype, wide = (case.cols,), case.torch_dtype, case.torch_modulation_dtype
+
+    def norm(x: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
+        y = F.layer_norm(x.to(wide), shape, None, None, EPS) * (1 + scale) + shift
+        return y.to(dtype)
+
+    if not case.residual:
+        return norm
+
+    def add_norm(x: Any, residual: Any, gate: Any, shift: Any, scale: Any) -> Any:
+        total = (residual.to(wide) + gate * x).to(dtype)
+        return norm(total, shift, scale), total
+
+    return add_norm
+
+
+def _modulated_backward(case: Case, saved: bool) -> Callable[..., Any]:
+    """As `_backward`: the last two arguments are the normalized x and 1 + scale if `saved`."""
+    shape, dtype, wide = [case.cols], case.torch_dtype, case.torch_modulation_dtype
+    layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+    groups = case.modulation_shape
+
+    def backward(dy: Any, x: Any, mean: Any, rstd: Any, scale: Any, *more: Any) -> Any:
+        dy, wide_x = dy.to(wide), x.to(wide)
+        if saved:
+            normalized, one_plus = more[-2:]
+        else:
+            normalized, one_plus = ((wide_x - mean) * rstd).to(wide), 1 + scale
+        dshift = dy.sum_to_size(groups)
+        dscale = (dy * normalized).sum_to_size(groups)
+        dx = layer_norm_backward(
+            dy * one_plus, wide_x, shape, mean, rstd, None, None, [True, False, False]
+        )[0].to(dtype)
+        if not case.residual:
+            return dx, dshift, dscale
+        dresidual, branch, gate = more[:3]
+        dx = dx + dresidual
+        wide_dx = dx.to(wide)
+        dgate = (wide_dx * branch).sum_to_size(groups)
+        return (wide_dx * gate).to(dtype), dx, dgate, dshift, dscale
+
+    return backward
+
+
 def _forward(case: Case) -> Callable[..., Any]:
     """The case's forward as anyone would write it in PyTorch; weight and bias are its last two.
 
     PyTorch takes no half-precision x beside float32 parameters: x is cast, as autocast does it, and
     y too where it is to be half-precision.
     """
+    if case.modulated:
+        return _modulated_forward(case)
     shape = (case.cols,)
     name, scale = case.activation
     mixed, out_dtype = case.mixed, case.torch_out_dtype
@@ -63,6 +115,8 @@ def _backward(case: Case, saved: bool) -> Callable[..., Any]:
     pre-activation, or x cast to the parameters' dtype. Else it is computed again (what a compiler
     does to save the memory).
     """
+    if case.modulated:
+        return _modulated_backward(case, saved)
     shape = [case.cols]
     name, scale = case.activation
     layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -91,6 +145,12 @@ def _backward(case: Case, saved: bool) -> Callable[..., Any]:
 
 
 def _arguments(case: Case, t: Inputs) -> tuple[Any, ...]:
+    if case.modulated and case.backward:
+        sums = (t.dresidual, t.input, t.gate) if case.residual else ()
+        return (t.dy, t.x, t.mean, t.rstd, t.scale, *sums)
+    if case.modulated:
+        summands = (t.residual, t.gate) if case.residual else ()
+        return (t.x, *summands, t.shift, t.scale)
     if not case.backward:
         return (t.x, t.residual, t.weight, t.bias) if case.residual else (t.x, t.weight, t.bias)
     arguments = (t.dy, t.x, t.mean, t.rstd, t.weight, t.bias)
@@ -114,7 +174,11 @@ def eager_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
     calls = []
     for one in inputs:
         saved: tuple[torch.Tensor, ...] = ()
-        if case.activation[0] is not None:
+        if case.modulated:
+            assert one.scale is not None
+            x = one.x.to(case.torch_modulation_dtype)
+            saved = (F.layer_norm(x, (case.cols,), None, None, EPS), 1 + one.scale)
+        elif case.activation[0] is not None:
             saved = (F.layer_norm(one.x, (case.cols,), one.weight, one.bias, EPS),)
         elif case.mixed:
             saved = (one.x.to(case.torch_weight_dtype),)
@@ -165,12 +229,52 @@ def apex_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
 
 
 def quack_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
-    from quack.rmsnorm import layernorm_fwd
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
-    if case.op != "forward" or case.out_dtype is not None:
+    if case.op not in ("forward", "backward") or case.out_dtype is not None:
         return None
-    weight, bias = inputs[0].weight.float(), inputs[0].bias.float()  # it takes no others
-    return [_bind(layernorm_fwd, (t.x, weight, bias, EPS)) for t in inputs]
+    weight, bias = _float32_parameters(inputs)
+    if not case.backward:
+        return [_bind(layernorm_fwd, (t.x, weight, bias, EPS)) for t in inputs]
+    calls = []
+    for t in inputs:
+        assert t.mean is not None
+        assert t.rstd is not None
+        arguments = (t.x, weight, t.dy, t.rstd.flatten(), t.mean.flatten())
+        calls.append(_bind(layernorm_bwd, arguments))
+    return calls
+
+
+def cudnn_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
+    import cudnn.ops.norm.layernorm  # noqa: F401  (registers the operators)
+
+    ops = torch.ops.cudnn
+    if case.op not in ("forward", "backward") or case.out_dtype is not None:
+        return None
+    if case.dtype == "float64":
+        return None
+
+    def flat(tensor: torch.Tensor | None) -> torch.Tensor:
+        assert tensor is not None
+        return tensor[..., None, None]
+
+    weight, bias = (parameter[None, :, None, None] for parameter in _float32_parameters(inputs))
+    if not case.backward:
+        return [_bind(ops.layernorm.default, (flat(t.x), weight, bias, EPS)) for t in inputs]
+    return [
+        _bind(
+            ops.layernorm_bwd.default, (flat(t.dy), flat(t.x), weight, flat(t.mean), flat(t.rstd))
+        )
+        for t in inputs
+    ]
+
+
+def _float32_parameters(inputs: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight and bias for those that take no others, whatever the case has."""
+    weight, bias = inputs[0].weight, inputs[0].bias
+    assert weight is not None
+    assert bias is not None
+    return weight.float(), bias.float()
 
 
 PROVIDERS: dict[str, Provider] = {
@@ -180,15 +284,34 @@ PROVIDERS: dict[str, Provider] = {
     "liger": liger_calls,
     "apex": apex_calls,
     "quack": quack_calls,
+    "cudnn": cudnn_calls,
 }
 
-_MODULES = {"liger": "liger_kernel", "apex": "fused_layer_norm_cuda", "quack": "quack"}
+# What each peer's function imports; the packages are liger-kernel, apex, quack-kernels (with
+# nvidia-cutlass-dsl) and nvidia-cudnn-frontend.
+_MODULES = {
+    "liger": "liger_kernel.ops.layer_norm",
+    "apex": "fused_layer_norm_cuda",
+    "quack": "quack.rmsnorm",
+    "cudnn": "cudnn.ops.norm.layernorm",
+}
 
 
-def available() -> list[str]:
-    """Providers whose packages are installed, in the order of the table."""
-    return [
-        name
-        for name in PROVIDERS
-        if name not in _MODULES or importlib.util.find_spec(_MODULES[name]) is not None
-    ]
+def available() -> tuple[list[str], list[str]]:
+    """Providers whose packages import, in the order of the table, and a line for each that is
+    installed and does not.
+    """
+    names, problems = [], []
+    for name in PROVIDERS:
+        module = _MODULES.get(name)
+        if module is not None:
+            if importlib.util.find_spec(module.split(".")[0]) is None:
+                continue
+            try:
+                importlib.import_module(module)
+            except Exception as problem:  # a peer's import may raise anything
+                said = str(problem).strip() or type(problem).__name__
+                problems.append(f"{name}: does not import: {said.splitlines()[0]}")
+                continue
+        names.append(name)
+    return names, problems

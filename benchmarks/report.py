@@ -1,8 +1,9 @@
 """The results file as text: the whole table, or the README's block of numbers.
 
 python -m benchmarks.report             prints the table
-python -m benchmarks.report --readme    rewrites the block in README.md between its markers
-python -m benchmarks.report --check     fails if that block is not what the results file gives
+python -m benchmarks.report --readme    rewrites the block in README.md between its markers, and
+                                        draws the picture of a block of DiT
+python -m benchmarks.report --check     fails if they are not what the results file gives
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results
+from benchmarks import plot, results
+from benchmarks.cases import parse_case
 from benchmarks.plot import newest
 from benchmarks.run import summary
 
@@ -44,6 +46,20 @@ ROWS = (
     ("add_backward", 32_768, 1024, ""),
 )
 
+PEERS = {"cudnn_us": "cuDNN", "quack_us": "QuACK", "liger_us": "Liger", "apex_us": "apex"}
+
+# The README's modulated norms: the size, as of benchmarks.cases, and what it is.
+MODULATED_ROWS = (
+    ("64x256x1152 bf16", "", "DiT-XL/2"),
+    ("1x4608x3072 bf16", "", "Flux"),
+    ("1x4608x3072 bf16", " per-token", "modulated per token"),
+    ("4x4250x2432 bf16", "", "SD3.5-large"),
+    ("8x4096x1152 bf16", "", "PixArt"),
+    ("2x17776x3072 bf16", "", "CogVideoX"),
+    ("1x32760x5120 bf16*fp32", "", "Wan 14B, modulated in float32"),
+)
+MODULATED_OPS = ("ada_forward", "ada_backward", "add_ada_forward", "add_ada_backward")
+
 
 def readme_block(report: dict[str, Any]) -> str:
     """The table in Markdown, with the machine and the code it speaks of."""
@@ -52,14 +68,15 @@ def readme_block(report: dict[str, Any]) -> str:
     known = {
         (row["op"], row["rows"], row["cols"]): row
         for row in report["rows"]
-        if results.case_of(row).target is not None
+        if (case := results.case_of(row)).target is not None and not (case.modulated or case.mixed)
     }
+    peers = [key for key in PEERS if any(row.get(key) for row in known.values())]
     lines = [
         "![Achieved bandwidth against columns, forward and backward](docs/bandwidth.svg)",
         "",
         "| operator | rows x columns | time | of copy speed | faster than eager | than "
-        "torch.compile |",
-        "|-|-|-:|-:|-:|-:|",
+        f"torch.compile |{''.join(f' than {PEERS[key]} |' for key in peers)}",
+        f"|-|-|-:|-:|-:|-:|{'-:|' * len(peers)}",
     ]
     for op, rows, cols, note in ROWS:
         row = known.get((op, rows, cols))
@@ -72,14 +89,23 @@ def readme_block(report: dict[str, Any]) -> str:
         lines.append(
             f"| {name} | {size} | {ours:.0f} us | {ratio} | "
             f"{_times(row.get('eager_us'), ours)} | {_times(row.get('compile_us'), ours)} |"
+            + "".join(f" {_times(row.get(key), ours)} |" for key in peers)
         )
     lines += [
         "",
         "Time on the device; of copy speed: the least bytes the operator must move, over its time, "
         "as a share of what an elementwise copy of the same tensor reaches in the same run.",
     ]
+    lines += _modulated_lines(report["rows"])
+    if plot.has_block(report):
+        lines += [
+            "",
+            "![Device time of a block of DiT: eager, torch.compile, ours]"
+            f"({plot.BLOCK_PICTURE.relative_to(results.ROOT).as_posix()})",
+        ]
     lines += _step_lines(report.get("training_step", []))
     lines += _model_lines(report.get("models", {}).get("rows", []))
+    lines += _compiled_lines(report.get("models", {}).get("rows", []))
     lines += _overhead_lines(report.get("call_overhead", {}))
     lines += [
         "",
@@ -87,6 +113,35 @@ def readme_block(report: dict[str, Any]) -> str:
         f"{report['date'][:10]}.",
     ]
     return "\n".join(lines)
+
+
+def _modulated_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Modulated norms: a line for each size, a cell for each operator."""
+    known = {results.case_of(row).name: row for row in rows}
+    lines = []
+    for size, per, note in MODULATED_ROWS:
+        cells = []
+        for op in MODULATED_OPS:
+            case = parse_case(f"{size} {op}{per}")
+            row = known.get(case.name, {})
+            if ours := row.get("ours_us"):
+                others = (_times(row.get(key), ours) for key in ("eager_us", "compile_us"))
+                share = f"{100 * case.ratio(ours, row['copy_us']):.0f}%"
+                cells.append(", ".join((f"{ours:.0f} us", share, *others)))
+            else:
+                cells.append("-")
+        if any(cell != "-" for cell in cells):
+            shape = " x ".join(f"{extent:,}" for extent in case.shape)
+            lines.append(f"| {note}, {shape} | {' | '.join(cells)} |")
+    if not lines:
+        return []
+    return [
+        "",
+        "| modulated norm: time, of copy speed, faster than eager, than torch.compile | forward | "
+        "backward | gated sum and norm, forward | backward |",
+        "|-|-:|-:|-:|-:|",
+        *lines,
+    ]
 
 
 def _step_lines(steps: list[dict[str, Any]]) -> list[str]:
@@ -102,6 +157,35 @@ def _step_lines(steps: list[dict[str, Any]]) -> list[str]:
             for entry in steps
         ),
     ]
+
+
+COMPILED = (
+    ("eager", "eager"),
+    ("compiled", "torch.compile"),
+    ("fused_eager", 'backend="fused_layernorm", then eager'),
+    ("fused_compiled", 'backend="fused_layernorm", then Inductor'),
+)
+
+
+def _compiled_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Whole models by torch.compile and by this package's backend: the device time of a step."""
+    steps: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        if "device_ms" in row:
+            steps.setdefault((row["model"], row["mode"]), {})[row["variant"]] = row["device_ms"]
+    lines = [
+        f"| {model}, {mode} | {' | '.join(_ms(found.get(variant)) for variant, _ in COMPILED)} |"
+        for (model, mode), found in steps.items()
+        if {"fused_eager", "fused_compiled"} & set(found)
+    ]
+    if not lines:
+        return []
+    head = " | ".join(label for _, label in COMPILED)
+    return ["", f"| a step in bfloat16, device time | {head} |", "|-|-:|-:|-:|-:|", *lines]
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} ms"
 
 
 def _model_lines(rows: list[dict[str, Any]]) -> list[str]:
@@ -179,10 +263,20 @@ def main(argv: list[str] | None = None) -> None:
     old = readme.read_text()
     new = replace_block(old, readme_block(report))
     if arguments.check:
-        if new != old:
+        if new != old or not picture_is_of(report):
             raise SystemExit("README.md is not up to date: python -m benchmarks.report --readme")
     else:
         readme.write_text(new)
+        if plot.has_block(report):
+            plot.plot_block(report, plot.BLOCK_PICTURE)
+
+
+def picture_is_of(report: dict[str, Any]) -> bool:
+    """Whether the picture of a block of DiT is there, and of these results, if they have it."""
+    if not plot.has_block(report):
+        return not plot.BLOCK_PICTURE.exists()
+    path = plot.BLOCK_PICTURE
+    return path.exists() and plot.block_stamp(report) in path.read_text()
 
 
 def text_of(report: dict[str, Any]) -> str:
@@ -198,6 +292,10 @@ def text_of(report: dict[str, Any]) -> str:
         from benchmarks.sweep import text
 
         blocks.append("sweep:\n" + text(report["sweep"]))
+    if "sweep_compile" in report:
+        from benchmarks.sweep import text
+
+        blocks.append("sweep against torch.compile:\n" + text(report["sweep_compile"]))
     if "models" in report:
         from benchmarks.models import text as models_text
 

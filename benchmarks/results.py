@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import CASES, PER_TOKEN, Case
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -117,7 +117,8 @@ def update(path: Path, part: str, value: Any) -> None:
 def row_of(case: Case) -> dict[str, Any]:
     """A case as a row of the results file, without its times.
 
-    "weight_dtype" and "out_dtype" stand there only where they are not x's dtype.
+    "weight_dtype", "out_dtype" and "modulation_dtype" stand there only where they are not x's
+    dtype, "samples" and "modulation" only for modulated norms.
     """
     row = {
         "op": case.op,
@@ -126,6 +127,9 @@ def row_of(case: Case) -> dict[str, Any]:
         "dtype": case.dtype,
         "weight_dtype": case.weight_dtype,
         "out_dtype": case.out_dtype,
+        "samples": case.samples,
+        "modulation": case.modulation,
+        "modulation_dtype": case.modulation_dtype,
         "bytes": case.bytes,
     }
     return {key: value for key, value in row.items() if value is not None}
@@ -136,6 +140,8 @@ def case_of(row: dict[str, Any]) -> Case:
     plain = Case(
         row["op"], row["rows"], row["cols"], row["dtype"],
         weight_dtype=row.get("weight_dtype"), out_dtype=row.get("out_dtype"),
+        samples=row.get("samples"), modulation=row.get("modulation"),
+        modulation_dtype=row.get("modulation_dtype"),
     )  # fmt: skip
     return next((case for case in CASES if case.name == plain.name), plain)
 
@@ -154,9 +160,9 @@ def verdict(case: Case, row: dict[str, Any]) -> str:
         round(case.ratio(ours, row["copy_us"]), 3) < round(case.target, 3)
     ):
         misses.append("target")
-    if ours > row.get("eager_us", ours):
+    if ours > (row.get("eager_us") or ours):
         misses.append("eager")
-    if case.op not in ("forward", "backward") and ours > row.get("compile_us", ours):
+    if case.op not in ("forward", "backward") and ours > (row.get("compile_us") or ours):
         misses.append("compile")
     return "MISS " + ", ".join(misses) if misses else "PASS"
 
@@ -183,14 +189,17 @@ def table_line(row: dict[str, Any]) -> str:
     ratio = f"{case.ratio(ours, copy):.3f}" if ours and copy else "-"
     target = "-" if case.target is None else f"{case.target:.3f}"
     floor = "-" if case.floor is None else f"{case.floor:.2f}"
-    size = f"{case.rows} x {case.cols}"
+    size = " x ".join(map(str, case.shape))
+    types = f"{case.types} token" if case.modulation == PER_TOKEN else case.types
     others = "".join(
         f"  {key.removesuffix('_us')} {value:.1f}"
         for key, value in row.items()
-        if key.endswith("_us") and key not in ("copy_us", "ours_us", "eager_us", "compile_us")
+        if key.endswith("_us")
+        and value is not None
+        and key not in ("copy_us", "ours_us", "eager_us", "compile_us")
     )
     return (
-        f"{case.op:<20}{size:>19} {case.types:<15}{us('copy_us'):>8}{us('ours_us'):>9}"
+        f"{case.op:<20}{size:>19} {types:<15}{us('copy_us'):>8}{us('ours_us'):>9}"
         f"{us('eager_us'):>9}{us('compile_us'):>9}{ratio:>7}{target:>8}{floor:>7}"
         f"{faster('eager_us'):>9}{faster('compile_us'):>8}  {verdict(case, row)}{others}"
     )

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import overhead, plot, providers, results, timing
-from benchmarks.cases import CASES, OPS, Case
+from benchmarks.cases import CASES, OPS, Case, parse_case
 from benchmarks.ours import make_inputs, require_kernels, time_calls
 
 PARTS = ("cases", "overhead")
@@ -78,7 +78,7 @@ def precompile(cases: list[Case], jobs: int, seconds: float) -> None:
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     helpers = [
         subprocess.Popen(
-            [*arguments, ",".join(str(CASES.index(case)) for case in cases[job::jobs])],
+            [*arguments, ",".join(case.text for case in cases[job::jobs])],
             cwd=results.ROOT,
             env=environment,
             stdout=subprocess.DEVNULL,
@@ -95,11 +95,10 @@ def precompile(cases: list[Case], jobs: int, seconds: float) -> None:
 
 
 @torch.no_grad()
-def precompile_cases(indices: list[int]) -> None:
+def precompile_cases(cases: list[Case]) -> None:
     """What one helper process does: compiles and calls each case once."""
     configure_compile()
-    for index in indices:
-        case = CASES[index]
+    for case in cases:
         try:
             for call in providers.compile_calls(case, make_inputs(case, limit=1)):
                 call()
@@ -148,6 +147,8 @@ def run_cases(
                 us = time_case(case, name, seconds)
             except Exception as problem:
                 skipped.append(f"{name}: {case.name}: {sentence(problem)}")
+                if name != "ours":
+                    row[f"{name}_us"] = None  # it was tried, and failed
             else:
                 if us is not None:
                     row[f"{name}_us"] = round(us, 3)
@@ -168,6 +169,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--providers", help="comma-separated; all that are installed if not given")
     parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS)}")
     parser.add_argument("--rows", help='part of a case\'s name, e.g. "32768x1024" or "float32"')
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave out torch.compile, whose rows take longest"
+    )
     parser.add_argument("--parts", help=f"comma-separated: {', '.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="ours only, shorter measurements")
     parser.add_argument("--budget-seconds", type=float, default=440, help="skip what is left then")
@@ -178,21 +182,24 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
 
     if arguments.precompile:
-        precompile_cases([int(index) for index in arguments.precompile.split(",")])
+        precompile_cases([parse_case(text) for text in arguments.precompile.split(",")])
         return
     built = require_kernels()
-    names = providers.available()
+    known, problems = providers.available()
+    names = known
     if arguments.quick:
         names = ["ours"]
     if arguments.providers:
         names = arguments.providers.split(",")
         for name in names:
-            if name not in providers.available():
-                raise SystemExit(f"provider {name!r} is not installed or not known")
+            if name not in known:
+                raise SystemExit(f"provider {name!r} is not known, not installed or broken")
+    if arguments.no_compile:
+        names = [name for name in names if name != "compile"]
     parts = arguments.parts.split(",") if arguments.parts else list(PARTS)
     cases = select(arguments.ops, arguments.rows)
-    full = not (arguments.providers or arguments.quick or arguments.ops or arguments.rows
-                or arguments.parts)  # fmt: skip
+    full = not (arguments.providers or arguments.no_compile or arguments.quick or arguments.ops
+                or arguments.rows or arguments.parts)  # fmt: skip
     clock = Clock(arguments.budget_seconds)
     seconds = 0.01 if arguments.quick else 0.03
 
@@ -205,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
                 precompile(cases, arguments.jobs, clock.seconds / 3)
         timing.warm_up_device()
         report["rows"], report["skipped"] = run_cases(cases, names, clock, seconds)
-    report.setdefault("skipped", [])
+    report["skipped"] = [*problems, *report.get("skipped", [])]
     if "overhead" in parts:
         if clock.left < 0:
             report["skipped"].append("overhead: no time")
@@ -221,7 +228,7 @@ def main(argv: list[str] | None = None) -> None:
     path = arguments.output or (results.default_path(report["device"]) if full else None)
     if path is not None:
         kept = {key: value for key, value in results.read(path).items()
-                if key in ("sweep", "models")}  # fmt: skip
+                if key in ("sweep", "sweep_compile", "models")}  # fmt: skip
         results.write(path, {**report, **kept})
         say(f"written: {path}")
     if full and importlib.util.find_spec("matplotlib") is not None:

@@ -1,16 +1,18 @@
 """Never slower than eager: a coarse sweep over rows and columns, forward and backward.
 
     python -m benchmarks.sweep
+    python -m benchmarks.sweep --compile 250    so many of its points against torch.compile
 
 Columns from 1 to 4200 in odd steps (and the usual sizes with their neighbours), rows from 1 to
 100,000, in bfloat16 and float32. The points with a ratio ours / eager near 1 or above are timed
 again, longer: how many of them are slower, and the worst ten, are printed and kept in the results
-file under "sweep".
+file under "sweep"; of those against torch.compile, under "sweep_compile".
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import time
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch
 from benchmarks import providers, results, timing
 from benchmarks.cases import Case
 from benchmarks.ours import Inputs, require_kernels
+from benchmarks.run import configure_compile, precompile
 
 ROWS = (1, 8, 64, 512, 4096, 32_768, 100_000)
 COLS = sorted(
@@ -79,8 +82,8 @@ class Buffers:
 
 
 @torch.no_grad()
-def measure(case: Case, buffers: Buffers, *, long: bool) -> dict[str, Any]:
-    """ours_us, eager_us and their ratio at one point."""
+def measure(case: Case, buffers: Buffers, *, other: str = "eager", long: bool) -> dict[str, Any]:
+    """ours_us, that of the other provider, and their ratio at one point."""
     inputs = buffers.inputs(case)
     count = timing.call_count(len(inputs), case.bytes, 2e-4)
     count = min(count, max(len(inputs), INPUTS))
@@ -89,15 +92,15 @@ def measure(case: Case, buffers: Buffers, *, long: bool) -> dict[str, Any]:
         options = {"seconds": 0.02, "min_replays": 15, "max_replays": 60}
     row: dict[str, Any] = results.row_of(case)
     del row["bytes"]
-    for name in ("ours", "eager"):
+    for name in ("ours", other):
         calls = providers.PROVIDERS[name](case, inputs)
         assert calls is not None
         row[f"{name}_us"] = round(timing.graph_time(calls, count=count, **options), 3)
-    row["ratio"] = round(row["ours_us"] / row["eager_us"], 3)
+    row["ratio"] = round(row["ours_us"] / row[f"{other}_us"], 3)
     return row
 
 
-def sweep(cases: list[Case], seconds: float) -> dict[str, Any]:
+def sweep(cases: list[Case], seconds: float, other: str = "eager") -> dict[str, Any]:
     """The part of the results file: how many points were timed, were slower, and the worst."""
     start = time.monotonic()
     buffers = Buffers(max(case.rows * case.cols for case in cases) + (1 << 25))
@@ -108,16 +111,17 @@ def sweep(cases: list[Case], seconds: float) -> dict[str, Any]:
             break
         if number % 400 == 0:
             print(f"{number} of {len(cases)} points, {spent:.0f} s", flush=True)
-        rows.append((measure(case, buffers, long=False), case))
+        rows.append((measure(case, buffers, other=other, long=False), case))
     rows.sort(key=lambda pair: -pair[0]["ratio"])
     again = [
-        measure(case, buffers, long=True)
+        measure(case, buffers, other=other, long=True)
         for number, (row, case) in enumerate(rows)
         if row["ratio"] > NEAR or number < 3 * WORST
     ]
     again.sort(key=lambda row: -row["ratio"])
     return {
         **results.stamp(),
+        "against": other,
         "points": len(rows),
         "left_out": len(cases) - len(rows),
         "timed_again": len(again),
@@ -128,16 +132,17 @@ def sweep(cases: list[Case], seconds: float) -> dict[str, Any]:
 
 def text(part: dict[str, Any]) -> str:
     """The worst points as a table."""
+    other = part.get("against", "eager")
     lines = [
         f"{part['points']} points timed, {part['left_out']} left out for time; "
-        f"{part['timed_again']} timed again, of which slower than eager: {part['slower']}",
-        f"{'op':<10}{'rows x cols':>18} {'dtype':<10}{'ours':>9}{'eager':>9}{'ratio':>7}",
+        f"{part['timed_again']} timed again, of which slower than {other}: {part['slower']}",
+        f"{'op':<10}{'rows x cols':>18} {'dtype':<10}{'ours':>9}{other:>9}{'ratio':>7}",
     ]
     for row in part["worst"]:
         size = f"{row['rows']} x {row['cols']}"
         lines.append(
             f"{row['op']:<10}{size:>18} {row['dtype']:<10}{row['ours_us']:>9.2f}"
-            f"{row['eager_us']:>9.2f}{row['ratio']:>7.2f}"
+            f"{row[f'{other}_us']:>9.2f}{row['ratio']:>7.2f}"
         )
     return "\n".join(lines)
 
@@ -149,14 +154,24 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--budget-seconds", type=float, default=170)
+    parser.add_argument("--compile", type=int, metavar="POINTS", help="against torch.compile")
+    parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1),
+                        help="processes that compile ahead")  # fmt: skip
     parser.add_argument("--output", type=Path, help="the results file")
     arguments = parser.parse_args(argv)
     require_kernels()
 
-    part = sweep(points(), arguments.budget_seconds)
+    start = time.monotonic()
+    cases, other = points(), "eager"
+    if arguments.compile:
+        cases, other = cases[: arguments.compile], "compile"
+        configure_compile()
+        precompile(cases, arguments.jobs, arguments.budget_seconds / 2)
+    left = arguments.budget_seconds - (time.monotonic() - start)
+    part = sweep(cases, left, other)
     print(text(part))
     path = arguments.output or results.default_path(torch.cuda.get_device_name())
-    results.update(path, "sweep", part)
+    results.update(path, "sweep_compile" if arguments.compile else "sweep", part)
     print(f"written: {path}")
 
 

@@ -46,6 +46,26 @@ ALLOWED = [
         "rows of 32 columns a thread: a few bytes a row",
     ),
     Allowed(
+        r"forward_\w+_kernel<.*, MayBeAffineAndModulateTwice, ",
+        104,
+        "a row kept for a second output",
+    ),
+    Allowed(
+        r"forward_\w+_kernel<.*, MayBeAffineAndModulate, ",
+        24,
+        "weight and bias beside a modulation, which few rows have",
+    ),
+    Allowed(
+        r"backward_group_kernel<.*, (4, 8|8, 4), true>",
+        64,
+        "rows of 32 columns a thread, longer than those of models",
+    ),
+    Allowed(
+        r"backward_group_kernel<",
+        8,
+        "two numbers, beside three running sums or single elements",
+    ),
+    Allowed(
         r"backward_warp_kernel<Norm<Types<(__half|__nv_bfloat16), .*>, 8, 2>",
         40,
         "x and dy of the next row in registers, and a residual's gradient or float32 parameters",

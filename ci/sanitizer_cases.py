@@ -30,6 +30,27 @@ def run(rows, cols, dtype, strategy=None, *, weight_dtype=None, activation=None,
     _ops._force(None)
 
 
+def run_modulated(samples, tokens, cols, dtype, *, per_token=False, weight=False, strategy=None):
+    """A modulated norm of a gated sum, forward and backward, and the gate's backward alone."""
+    x = torch.randn(samples, tokens, cols, device="cuda").to(dtype)
+    residual, dy = torch.randn_like(x), torch.randn_like(x)
+    groups = (samples, tokens if per_token else 1, 3 * cols)
+    shift, scale, gate = torch.randn(groups, device="cuda").to(dtype).chunk(3, dim=-1)
+    columns = torch.randn(cols, device="cuda").to(dtype) if weight else None
+    parameters = (shift, scale, columns, columns)
+    _ops.ada_layer_norm(x, 1, *parameters, 1e-6)
+    _, h, mean, rstd = _ops.add_ada_layer_norm_forward(x, residual, gate, 1, *parameters, 1e-6)
+    needs = (True, True, True, weight, weight)
+    _ops._force(strategy and f"strategy={strategy}")
+    _ops.ada_layer_norm_backward(dy, h, 1, mean, rstd, *parameters, dy, *needs)
+    _ops.ada_layer_norm_backward(dy, h, 1, mean, rstd, *parameters, None, *needs)
+    _ops._force(None)
+    _ops.add_ada_layer_norm_backward(
+        dy, h, x, gate, 1, mean, rstd, *parameters, dy, True, True, *needs
+    )
+    _ops.gate_backward(dy, x, gate, True, True)
+
+
 def strategy_of_many_rows(cols, dtype):
     """Which persistent blocks take these rows where they are many."""
     plan = json.loads(_ops._plan(1 << 20, cols, dtype, backward=True))
@@ -58,6 +79,15 @@ def main():
         run(300, cols, dtype)
         run(300, cols, dtype, activation="silu")
     run(2, 4_194_304, F32)
+    # Modulations of groups of rows and of rows, by rings and without, streamed, and odd columns.
+    for dtype in (BF16, F32):
+        for cols in (7, 64, 1023, 1152, 3072, 6000, 12_288):
+            run_modulated(3, 150, cols, dtype)
+            run_modulated(2, 20, cols, dtype, per_token=True, weight=True)
+        run_modulated(140, 3, 96, dtype, weight=True)
+        run_modulated(2, 9, 24_576, dtype)
+        run_modulated(2, 90, 1152, dtype, strategy="stream", weight=True)
+        run_modulated(2, 9, 1155, dtype, strategy="stream", per_token=True)
     torch.cuda.synchronize()
 
 

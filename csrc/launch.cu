@@ -19,11 +19,20 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
   return std::visit(
       [&](const auto& strategy) {
         const cudaError_t error = launch_layer_norm_backward(params, types, strategy, stream);
-        if constexpr (std::is_same_v<std::decay_t<decltype(strategy)>, backward::FewRows>) {
-          return error;
+        using Strategy = std::decay_t<decltype(strategy)>;
+        if (error != cudaSuccess) return error;
+        if constexpr (std::is_same_v<Strategy, backward::FewRows>) {
+          return cudaSuccess;
+        } else if constexpr (std::is_same_v<Strategy, backward::Group>) {
+          return launch_modulation_grad(params, types, strategy.parts, stream);
         } else {
-          return error != cudaSuccess ? error
-                                      : launch_param_grad(params, types, strategy.partials, stream);
+          if constexpr (std::is_same_v<Strategy, backward::Stream> ||
+                        std::is_same_v<Strategy, backward::Warp>) {
+            if (params.is_modulated) {
+              return launch_modulation_grad(params, types, strategy.parts, stream);
+            }
+          }
+          return launch_param_grad(params, types, strategy.partials, stream);
         }
       },
       plan);

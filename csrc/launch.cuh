@@ -29,12 +29,19 @@ cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::Block&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::Group&, cudaStream_t);
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::Split&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::Stream&, cudaStream_t);
 // Adds up the partial dweight and dbias in the workspace, if there are any.
 cudaError_t launch_param_grad(const BackwardParams&, const DataTypes&, const backward::PartialSums&,
                               cudaStream_t);
+// Add up the parts of groups of rows, if there are any.
+cudaError_t launch_modulation_grad(const BackwardParams&, const DataTypes&,
+                                   const backward::GroupParts&, cudaStream_t);
+cudaError_t launch_gate_grad(const GateParams&, const DataTypes&, const backward::GroupParts&,
+                             cudaStream_t);
 
 // A number of vectors in a list, as a template parameter.
 template <int kFirst, int... kRest, typename Then>
@@ -85,8 +92,13 @@ inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   return error;
 }
 
-// kCooperative: all blocks are resident at once.
-template <bool kCooperative = false, typename... Params, typename... Args>
+enum class Start {
+  kPlain,
+  kCooperative,  // all blocks are resident at once
+  kEarly,        // before the kernel in front has ended; the kernel waits (device/dependency.cuh)
+};
+
+template <Start kStart = Start::kPlain, typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const Launch& plan, cudaStream_t stream,
                    const Args&... args) {
   if (plan.shared_bytes > kFreeSharedMemory) {
@@ -99,14 +111,28 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& plan, cudaStream_t s
   config.blockDim = dim3(static_cast<unsigned>(plan.threads));
   config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
   config.stream = stream;
-  cudaLaunchAttribute cooperative;
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  if (kCooperative) {
-    config.attrs = &cooperative;
+  cudaLaunchAttribute attribute;
+  if constexpr (kStart == Start::kCooperative) {
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  } else if constexpr (kStart == Start::kEarly) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (kStart != Start::kPlain) {
+    config.attrs = &attribute;
     config.numAttrs = 1;
   }
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+}
+
+// Launches a kernel that waits for the one in front by itself: early, where `may` says that the
+// device can.
+template <typename... Params, typename... Args>
+cudaError_t launch_early(bool may, void (*kernel)(Params...), const Launch& plan,
+                         cudaStream_t stream, const Args&... args) {
+  return may ? launch<Start::kEarly>(kernel, plan, stream, args...)
+             : launch(kernel, plan, stream, args...);
 }
 
 // Presets the slots in which the blocks of each row meet: `bytes` of all ones.

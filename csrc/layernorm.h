@@ -72,6 +72,18 @@ struct DataTypes {
   DataType y = DataType::kFloat32;
 };
 
+// What a modulation adds to a norm: z * (1 + scale) + shift behind the affine map z, and
+// residual + gate * input before it. Each row finds its own columns in each of them, and rows that
+// share parameters find the same ones. All begin at multiples of 16 bytes.
+struct Modulation {
+  const void* shift = nullptr;  // each optional, of weight's type
+  const void* scale = nullptr;
+  const void* gate = nullptr;
+  RowMap shift_rows;
+  RowMap scale_rows;
+  RowMap gate_rows;
+};
+
 struct ForwardParams {
   // Inputs. With a residual, x = input + residual, rounded to residual's type (DataTypes::x), and
   // input is of the type Types::In (norm/types.cuh); without one, x = input.
@@ -98,6 +110,14 @@ struct ForwardParams {
 
   // As much scratch memory as the plan asks for (Launch::workspace_bytes).
   void* workspace = nullptr;
+
+  bool is_modulated = false;
+  Modulation modulation;
+
+  // A second modulation of the same norm, without a gate, and its output, as y: of rows without a
+  // residual that begin at multiples of 16 bytes and stay on the chip, with y of x's type.
+  Modulation second;
+  void* second_y = nullptr;  // optional
 };
 
 struct BackwardParams {
@@ -126,6 +146,45 @@ struct BackwardParams {
   Activation activation = Activation::kNone;
 
   void* workspace = nullptr;
+
+  // With a modulation, rows in order form groups of group_rows rows, and those of a group share
+  // shift and scale. Their gradients are [groups][cols], optional, of weight's type, or of the
+  // arithmetic's where further sums follow.
+  bool is_modulated = false;
+  Modulation modulation;
+  int64_t group_rows = 0;
+  void* dshift = nullptr;
+  void* dscale = nullptr;
+  bool dshift_is_wide = false;
+  bool dscale_is_wide = false;
+
+  // With a gate, x = residual + gate * input, and dx is the gradient of residual. Both input and
+  // dinput are of x's type.
+  const void* input = nullptr;
+  RowMap input_rows;
+  void* dinput = nullptr;  // optional
+  void* dgate = nullptr;   // optional, [groups][cols], as dshift
+  bool dgate_is_wide = false;
+};
+
+// Backward of the gated sum residual + gate * input, from the gradient of its result.
+struct GateParams {
+  const void* dsum = nullptr;  // of the residual's type
+  const void* input = nullptr;
+  const void* gate = nullptr;
+  RowMap dsum_rows;
+  RowMap input_rows;
+  RowMap gate_rows;
+
+  void* dinput = nullptr;  // optional
+  void* dgate = nullptr;   // optional, [groups][cols], as dshift
+  bool dgate_is_wide = false;
+
+  int64_t rows = 0;
+  int32_t cols = 0;
+  int64_t group_rows = 0;
+
+  void* workspace = nullptr;
 };
 
 // Each enqueues its kernels on `stream` of the current device and returns the first error.
@@ -133,5 +192,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
                                       const forward::Plan& plan, cudaStream_t stream);
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Plan& plan, cudaStream_t stream);
+cudaError_t launch_gate_backward(const GateParams& params, const DataTypes& types,
+                                 const backward::Gate& plan, cudaStream_t stream);
 
 }  // namespace fused_layernorm

@@ -6,6 +6,7 @@
 // through a ring in shared memory by bulk copies, or, on chips and for alignments that have none,
 // straight from global memory.
 #include "backward/persistent.cuh"
+#include "device/dependency.cuh"
 #include "forward/row.cuh"
 #include "launch.cuh"
 
@@ -82,7 +83,7 @@ struct ForwardBlockGeometry {
   static constexpr bool kShifted = kShifted_;
   static constexpr ForwardLoad kLoad =
       forward_load(sizeof(typename N::X), sizeof(typename N::W), N::Prologue::kMayStore,
-                   N::Epilogue::kMayActivate, kShifted);
+                   N::Epilogue::kMayActivate, kShifted, N::Affine::kModulates);
   static constexpr BlockBounds kBounds = forward_block_bounds(kVecs, kLoad, kNarrow);
   // Only eight vectors of a bare row have a kernel for narrow blocks beside that for wide ones.
   static constexpr bool kMayBeNarrow = kLoad == ForwardLoad::kBare && kVecs == 8;
@@ -183,6 +184,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     read.advance(plan.stages);
   }
 
+  if constexpr (G::kKeep) let_next_kernel_start();
   const ParamGradSink<N> sink(p, plan.partials, work.set);
   if (!sink.wanted()) return;
   if (plan.teams == 1) {

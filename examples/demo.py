@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+import diffusion_transformer
 import kernelbench
 import sentence_encoder
 import transformer_block
@@ -16,6 +17,7 @@ EXAMPLES = {
     "sentence_encoder": sentence_encoder.main,
     "kernelbench": kernelbench.main,
     "transformer_block": transformer_block.main,
+    "diffusion_transformer": diffusion_transformer.main,
 }
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from _common import device, device_name, milliseconds, say
+from _common import device, device_name, largest_error, milliseconds, say
 from torch import nn
 
 from fused_layernorm import FusedAddLayerNorm, layer_norm
@@ -121,11 +121,6 @@ def gradients(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, 
     names, parameters = zip(*model.named_parameters(), strict=True)
     found = torch.autograd.grad(y, (x, *parameters), dy)
     return {"output": y.detach(), **dict(zip(("input", *names), found, strict=True))}
-
-
-def largest_error(stock: dict[str, torch.Tensor], fused: dict[str, torch.Tensor]) -> float:
-    """The largest relative error, in the 2-norm, over the output and all gradients."""
-    return max(float((fused[name] - want).norm() / want.norm()) for name, want in stock.items())
 
 
 def main() -> None:

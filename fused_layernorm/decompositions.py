@@ -25,7 +25,10 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     Operators of other origin are left as they are; to go on to core ATen, add the table to
     ``torch.export.default_decompositions()``, which takes ``update``.
     """
-    table: dict[OpOverload, Callable[..., Any]] = {load.gate_backward: formulas.gate_backward}
+    table: dict[OpOverload, Callable[..., Any]] = {
+        load.add_ada_layer_norm_backward: composite.add_ada_layer_norm_backward,
+        load.gate_backward: formulas.gate_backward,
+    }
     for operator in FORWARD:
         table[operator.overload] = operator.implemented_by(formulas.forward)
     for backward in BACKWARD:

@@ -24,7 +24,14 @@ from typing import Any
 import torch
 
 from .ops import load
-from .ops.operators import BACKWARD, FORWARD, BackwardOperator, Operator
+from .ops.operators import (
+    ADA_LAYER_NORM_BACKWARD,
+    BACKWARD,
+    FORWARD,
+    BackwardOperator,
+    GatedBackwardArguments,
+    Operator,
+)
 
 _DTENSOR = "torch.distributed.tensor"
 
@@ -111,8 +118,7 @@ def register_sharding_rules() -> None:
     for backward in BACKWARD:
         register_sharding([backward.overload])(backward_rules(backward))
 
-    @register_sharding([load.gate_backward])
-    def _(
+    def gate_backward_rules(
         dresidual_out: Any, input: Any, gate: Any, needs_dinput: bool, needs_dgate: bool
     ) -> list[Any]:
         found = []
@@ -124,6 +130,22 @@ def register_sharding_rules() -> None:
             ]
             found.append((outputs, [placement, placement, of_gate, None, None]))
         return found
+
+    def gated_backward_rules(*args: Any) -> list[Any]:
+        """Those of the two operators that it is, as far as they are of the same placements."""
+        g = GatedBackwardArguments(*args)
+        of_norm = backward_rules(ADA_LAYER_NORM_BACKWARD)(*g.of_norm)
+        of_gate = gate_backward_rules(g.x, g.input, g.gate, g.needs_dinput, g.needs_dgate)
+        found = []
+        # gate_backward may also be sharded over the normalized dimensions, its last.
+        for (norm_outputs, norm), (gate_outputs, gate) in zip(of_norm, of_gate, strict=False):
+            dx = norm_outputs[0] if g.needs_dx else Replicate()
+            inputs = [*norm[:2], *gate[1:3], *norm[2:10], *[None] * 7]
+            found.append(([dx, *gate_outputs, *norm_outputs[1:]], inputs))
+        return found
+
+    register_sharding([load.gate_backward])(gate_backward_rules)
+    register_sharding([load.add_ada_layer_norm_backward])(gated_backward_rules)
 
 
 def _register() -> None:

@@ -247,7 +247,7 @@ def _serve(
             activation,
             scale,
             out_dtype,
-            **_residual(residual),
+            **_tensors(residual),
         )
         return _call(_compiled(LAYER_NORM if residual is None else ADD_LAYER_NORM, a), a)
     try:
@@ -294,13 +294,16 @@ def _serve(
             activation,
             scale,
             out_dtype,
-            **_residual(residual),
+            **_tensors(residual),
         ) from None
 
 
-def _residual(residual: Tensor | None) -> dict[str, Any]:
-    """What arguments.settle is to know by name: that there is a residual, or none."""
-    return {} if residual is None else {"residual": residual}
+def _tensors(
+    residual: Any, gate: Any = None, shift: Any = None, scale: Any = None
+) -> dict[str, Any]:
+    """What arguments.settle is to know by name. There may be no residual, but not beside a gate."""
+    tensors = {"gate": gate, "shift": shift, "scale": scale}
+    return tensors if residual is None and gate is None else {"residual": residual, **tensors}
 
 
 def _call(operator: Operator, a: Arguments) -> Any:
@@ -330,7 +333,7 @@ def _serve_ada(
             normalized_shape,
             out_dtype=out_dtype,
             is_ada=True,
-            **_ada_tensors(residual, gate, shift, scale),
+            **_tensors(residual, gate, shift, scale),
         )
         return _call(ADD_ADA_LAYER_NORM if takes_residual else ADA_LAYER_NORM, a)
     try:
@@ -339,6 +342,10 @@ def _serve_ada(
         else:
             parameter = bias if weight is None else weight
             ndim = 1 if parameter is None else parameter.dim()
+        if out_dtype is None and _is_pytorchs(input, weight, bias, eps):
+            found = _by_pytorch(input, residual, gate, shift, scale, weight, bias, eps, ndim)
+            if found is not None:
+                return found
         if _dispatch_modes() and torch.onnx.is_in_onnx_export():
             options = Options(ndim, eps, out_dtype=out_dtype)
             return _in_onnx(Arguments(input, residual, weight, bias, options, gate, shift, scale))
@@ -358,14 +365,8 @@ def _serve_ada(
             normalized_shape,
             out_dtype=out_dtype,
             is_ada=True,
-            **_ada_tensors(residual, gate, shift, scale),
+            **_tensors(residual, gate, shift, scale),
         ) from None
-
-
-def _ada_tensors(residual: Any, gate: Any, shift: Any, scale: Any) -> dict[str, Any]:
-    """What arguments.settle is to know by name; without a gate there may be no residual."""
-    tensors = {"gate": gate, "shift": shift, "scale": scale}
-    return tensors if residual is None and gate is None else {"residual": residual, **tensors}
 
 
 def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
@@ -440,6 +441,42 @@ def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
         and not input.is_nested
         and not _in_transform()
     )
+
+
+def _by_pytorch(
+    input: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    ndim: int,
+) -> Any:
+    """A modulated norm on the CPU as a model would write it, or None where that is not the same.
+
+    The operators' composite computes in float32 throughout, and takes longer.
+    """
+    if weight is not None and weight.dtype is not input.dtype:
+        return None
+    for tensor in (residual, gate, shift, scale):
+        if tensor is not None and not (tensor.is_cpu and tensor.dtype is input.dtype):
+            return None
+    if gate is not None and residual is None:
+        return None
+    x = input
+    if residual is not None:
+        x = residual + input if gate is None else torch.addcmul(residual, gate, input)
+    y = torch.layer_norm(x, x.shape[x.dim() - ndim :], weight, bias, eps)
+    if scale is not None:
+        factor = 1 + scale
+        y = y * factor if shift is None else torch.addcmul(shift, y, factor)
+    elif shift is not None:
+        y = y + shift
+    if y.shape != input.shape:  # A modulation, or residual, would enlarge input.
+        return None
+    return y if residual is None else (y, x)
 
 
 def _takes_parameters(dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> bool:

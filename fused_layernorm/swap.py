@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.utils import parametrize
 
-from . import swap_source, swap_table
+from . import swap_modulated, swap_source, swap_table
 from .modules import FusedLayerNorm
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -37,7 +37,8 @@ def swap_layer_norm(
     torchvision, transformers and diffusers that ``fused_layernorm/swap_table.py`` lists, as long as
     the installed library's source of their forward is one that the table knows; and the classes
     that :func:`register_swap` was told about. Of each, that class exactly: a subclass may compute
-    something else.
+    something else. diffusers' modules that modulate a norm's output are among them: norm and
+    modulation become one kernel, as long as the norm is fused and has no hooks.
 
     The module objects stay, and with them their parameters, names, hooks, training flags and every
     reference that something else holds to them: optimizers, shared modules and checkpoints do not
@@ -53,13 +54,16 @@ def swap_layer_norm(
             of a subclass of it, that is not yet fused, and says whether to swap it. A subclass
             that is in no table and that it accepts is taken for one that computes what
             nn.LayerNorm computes. Of modules that are no nn.LayerNorm it is not asked: those that
-            the table or register_swap know are swapped.
+            the table or register_swap know are swapped, a module that modulates a norm's output if
+            its norm is.
 
     Returns:
         The model.
     """
     left: Counter[str] = Counter()
-    for name, module in model.named_modules():
+    # The norms come first: what modulates a norm's output goes by what became of the norm.
+    modules = sorted(model.named_modules(), key=lambda item: not isinstance(item[1], nn.LayerNorm))
+    for name, module in modules:
         if _resembles_layer_norm(module) and not is_fused(module):
             reason = _swap(name, module, predicate)
             if reason:
@@ -176,6 +180,9 @@ def _swap(
         forward = sources.get(swap_source.digest(cls) or "")
         if forward is None:
             return "the source of its forward is not one that fused_layernorm knows"
+        norms = swap_modulated.NORMS.get(forward, ())
+        if not all(is_fused(module.get_submodule(norm)) for norm in norms):
+            return "it has a norm that is not fused"
     elif accepted:
         forward = FusedLayerNorm.forward
     elif swap_source.digest(cls) in swap_table.RMS_NORMS:

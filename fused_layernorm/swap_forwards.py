@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .functional import layer_norm
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 # torch.fx.symbolic_trace sees each of these as one call: it cannot follow what looks at a dtype or
 # at strides.
@@ -26,7 +26,7 @@ torch.fx.wrap("_in_promoted_dtype")
 torch.fx.wrap("_channels_first_by_hand")
 
 
-def _matched(
+def matched(
     x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The three in dtypes that layer_norm takes together, none of them narrowed."""
@@ -34,9 +34,9 @@ def _matched(
     if not given:
         return x, weight, bias
     dtype = torch.promote_types(given[0], given[-1])
-    if dtype != x.dtype and not (dtype == torch.float32 and x.dtype in _HALF):
+    if dtype != x.dtype and not (dtype == torch.float32 and x.dtype in HALF):
         dtype = torch.promote_types(x.dtype, dtype)
-        if not (dtype == torch.float32 and x.dtype in _HALF):
+        if not (dtype == torch.float32 and x.dtype in HALF):
             x = x.to(dtype)
     weight, bias = (None if p is None else p.to(dtype) for p in (weight, bias))
     return x, weight, bias
@@ -50,12 +50,12 @@ def _in_input_dtype(
     normalized_shape: int | Sequence[int],
 ) -> Tensor:
     """F.layer_norm in float32, its result in x's dtype."""
-    if x.dtype in _HALF:
-        found, weight, bias = _matched(x, weight, bias)
+    if x.dtype in HALF:
+        found, weight, bias = matched(x, weight, bias)
     else:
         found = x.float()
         weight, bias = (None if p is None else p.float() for p in (weight, bias))
-    out_dtype = x.dtype if x.dtype in _HALF else torch.float32  # under autocast too
+    out_dtype = x.dtype if x.dtype in HALF else torch.float32  # under autocast too
     y = layer_norm(found, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=out_dtype)
     return y.to(x.dtype)
 
@@ -64,7 +64,7 @@ def _float32_without_bias(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Over the last dimension, where weight may have one more: a weight for each head."""
     if weight.dim() == 1:
         return _in_input_dtype(x, weight, None, eps, weight.shape)
-    found = x if x.dtype in _HALF else x.float()
+    found = x if x.dtype in HALF else x.float()
     y = layer_norm(found, eps=eps, normalized_shape=weight.shape[-1:], out_dtype=torch.float32)
     return (weight.float() * y).to(x.dtype)
 
@@ -87,8 +87,8 @@ def _in_promoted_dtype(
         dtype = torch.promote_types(dtype, parameter.dtype)
     if autocast_widens and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.promote_types(dtype, torch.float32)
-    matched = _matched(x, weight, bias)
-    return layer_norm(*matched, eps, normalized_shape=normalized_shape, out_dtype=dtype)
+    found = matched(x, weight, bias)
+    return layer_norm(*found, eps, normalized_shape=normalized_shape, out_dtype=dtype)
 
 
 def _channels_first_by_hand(

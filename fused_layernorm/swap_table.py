@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import swap_forwards as forwards
+from . import swap_modulated as modulated
 from .swap_source import INHERITED
 
 # From the digest of a forward's source (swap_source.digest) to the forward that replaces it.
@@ -32,7 +33,13 @@ _TIMM_EXP_2D: Sources = {"e15c1807eff808ab": forwards.timm_exp2d}  # from 1.0
 # torchvision 0.25 to 0.29, diffusers 0.30 to 0.42
 _TORCHVISION_2D: Sources = {"e35a0c84f522d0d0": forwards.channels_first}
 _DIFFUSERS_2D: Sources = {"b8368036ad147b67": forwards.channels_first}
-_DIFFUSERS_FP32: Sources = {"af7a0dca50e92d88": forwards.diffusers_float32}
+
+# diffusers 0.30 to 0.42
+_COGVIEW4_ZERO: Sources = {
+    "1af89a8ef57df395": modulated.cogview4_zero,
+    "442855f4498819c9": modulated.cogview4_zero_033,
+}
+_COGVIEW4_CONTINUOUS: Sources = {"1a65221adbc46d72": modulated.cogview4_continuous}
 
 # transformers 4.49 to 5.23
 _DATA_FORMAT: Sources = {
@@ -63,6 +70,10 @@ def _transformers(name: str, classes: dict[str, Sources]) -> dict[tuple[str, str
     return {(module, cls): sources for cls, sources in classes.items()}
 
 
+def _diffusers(module: str, classes: dict[str, Sources]) -> dict[tuple[str, str], Sources]:
+    return {(f"diffusers.models.{module}", cls): sources for cls, sources in classes.items()}
+
+
 # By (module, class).
 CLASSES: dict[tuple[str, str], Sources] = {
     ("timm.layers.norm", "LayerNorm"): _TIMM,
@@ -77,8 +88,64 @@ CLASSES: dict[tuple[str, str], Sources] = {
     ("timm.models.metaformer", "LayerNormNoBias"): _LAST_DIMS,
     ("timm.models.metaformer", "LayerNorm2dNoBias"): _TIMM_2D,
     ("torchvision.models.convnext", "LayerNorm2d"): _TORCHVISION_2D,
-    ("diffusers.models.normalization", "FP32LayerNorm"): _DIFFUSERS_FP32,
-    ("diffusers.models.unets.unet_stable_cascade", "SDCascadeLayerNorm"): _DIFFUSERS_2D,
+    **_diffusers(
+        "normalization",
+        {
+            "AdaLayerNorm": {"fbcdc9f74fcac789": modulated.ada_layer_norm_by_timestep},
+            "AdaLayerNormContinuous": {"961af26f6e036213": modulated.continuous},
+            "AdaLayerNormZero": {"072840286b6a1e18": modulated.zero},
+            "AdaLayerNormZeroSingle": {"3b705ecdc0cc1898": modulated.zero_single},
+            "CogVideoXLayerNormZero": {"0dda031af00ff245": modulated.cogvideox_zero},
+            "CogView3PlusAdaLayerNormZeroTextImage": {"43432242074f5369": modulated.text_and_image},
+            "FP32LayerNorm": {"af7a0dca50e92d88": forwards.diffusers_float32},
+            "LuminaLayerNormContinuous": {"eaab430818850a35": modulated.lumina_continuous},
+            "SD35AdaLayerNormZeroX": {"4f33ed13df517b4f": modulated.zero_x},
+        },
+    ),
+    **_diffusers(
+        "transformers.hunyuan_transformer_2d",
+        {"AdaLayerNormShift": {"45eb5d767685e228": modulated.hunyuan_shift}},
+    ),
+    **_diffusers(
+        "transformers.transformer_chroma",
+        {
+            "ChromaAdaLayerNormContinuousPruned": {"5c6ed48ec8f98c0a": modulated.chroma_continuous},
+            "ChromaAdaLayerNormZeroPruned": {"5d2cdaaa3566c0b7": modulated.chroma_zero},
+            "ChromaAdaLayerNormZeroSinglePruned": {
+                "db969a5da8107b32": modulated.chroma_zero_single
+            },
+        },
+    ),
+    **_diffusers(
+        "transformers.transformer_cogview4",
+        {
+            "CogView4AdaLayerNormContinuous": _COGVIEW4_CONTINUOUS,
+            "CogView4AdaLayerNormZero": _COGVIEW4_ZERO,
+        },
+    ),
+    **_diffusers(
+        "transformers.transformer_cosmos",
+        {
+            "CosmosAdaLayerNorm": {"92e2a218ad8e9e08": modulated.cosmos},
+            "CosmosAdaLayerNormZero": {"43f91adf60c160e6": modulated.cosmos_zero},
+        },
+    ),
+    **_diffusers(
+        "transformers.transformer_easyanimate",
+        {"EasyAnimateLayerNormZero": {"b409380e7b4c6241": modulated.easyanimate_zero}},
+    ),
+    **_diffusers(
+        "transformers.transformer_flux3",
+        {"Flux3AdaLayerNorm": {"03a1efc6b28e1b2f": modulated.flux3}},
+    ),
+    **_diffusers(
+        "transformers.transformer_glm_image",
+        {
+            "GlmImageAdaLayerNormContinuous": _COGVIEW4_CONTINUOUS,
+            "GlmImageAdaLayerNormZero": _COGVIEW4_ZERO,
+        },
+    ),
+    **_diffusers("unets.unet_stable_cascade", {"SDCascadeLayerNorm": _DIFFUSERS_2D}),
     (
         "diffusers.pipelines.wuerstchen.modeling_wuerstchen_common",
         "WuerstchenLayerNorm",

@@ -10,12 +10,12 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import page, plot, results  # noqa: E402
+from benchmarks import diffusion, page, plot, results  # noqa: E402
 from benchmarks.plot import newest  # noqa: E402
 
 
 def row(op, rows, cols, dtype, **more):
-    case = results.case_of({"op": op, "rows": rows, "cols": cols, "dtype": dtype})
+    case = results.case_of({"op": op, "rows": rows, "cols": cols, "dtype": dtype, **more})
     copy_us = case.tensor_bytes / 2e6
     base = {**results.row_of(case), "copy_us": copy_us, "ours_us": copy_us, "eager_us": 3 * copy_us}
     return base | more
@@ -60,6 +60,16 @@ def test_one_curve_for_each_dtype(report):
     assert page.points(report["rows"], "forward", "float32")[-1]["rows"] == 16_384
 
 
+def test_the_roofline_has_a_curve_for_each_dtype_under_copy_speed(report):
+    made = page.roofline_curves(report["rows"], "forward")
+    assert [(label, cols) for label, _, cols, _ in made] == [
+        ("copy speed", [1024, 2047, 2048, 4096]),
+        ("bfloat16", [1024, 2048, 4096]),
+        ("float32", [1024, 2047, 4096]),
+    ]
+    assert made[0][3] == pytest.approx([4.0] * 4)
+
+
 def test_curves_are_bandwidth(report):
     (bfloat16,) = [r for r in report["rows"] if r["op"] == "backward"]
     assert plot.curve([bfloat16], "copy_us")[1] == pytest.approx([4.0])  # two tensors
@@ -89,6 +99,18 @@ def test_what_falls_short_is_listed(report):
     assert "0.50x" in section()
 
 
+def test_sweeps_are_told_apart(report):
+    worst = row("forward", 8, 71, "bfloat16", compile_us=0.0)
+    worst |= {"ours_us": 3.0, "eager_us": 3.3, "compile_us": 2.7}
+    report["sweep"] = {"points": 2000, "slower": 0, "worst": [worst]}
+    report["sweep_compile"] = {"points": 250, "slower": 1, "worst": [worst]}
+    text = page.page(report)
+    assert "Of 2,000 shapes timed against eager PyTorch, forward and backward, none is" in text
+    assert "Of 250 shapes timed against torch.compile, forward and backward, 1 is slower" in text
+    assert "| Forward | 8 x 71 | bfloat16 | 3.00 | 3.30 | 1.10x |" in text
+    assert "| Forward | 8 x 71 | bfloat16 | 3.00 | 2.70 | 0.90x |" in text
+
+
 def test_every_case_and_peer_is_in_the_tables(report):
     report["rows"][0]["apex_us"] = 2.5 * report["rows"][0]["ours_us"]
     text = page.page(report)
@@ -96,6 +118,33 @@ def test_every_case_and_peer_is_in_the_tables(report):
     assert "2.50x" in text
     for r in report["rows"]:
         assert f"| {r['rows']:,} x {r['cols']:,} | {r['dtype']} |" in text
+
+
+def test_modulated_norms_say_their_samples(report):
+    sizes = {"samples": 4, "modulation": "sample"}
+    report["rows"] += [
+        row("ada_forward", 16_384, 1152, "bfloat16", **sizes, compile_us=None),
+        row("ada_forward", 16_384, 1152, "bfloat16", **sizes, modulation_dtype="float32"),
+        row("ada_forward", 16_384, 1152, "bfloat16", samples=4, modulation="token"),
+    ]
+    text = page.page(report)
+    part = text[text.index("### Modulated LayerNorm, forward") :]
+    assert "| samples x tokens x columns |" in part
+    assert "| 4 x 4,096 x 1,152 | bfloat16 |" in part
+    assert "| 4 x 4,096 x 1,152 | bfloat16, modulation float32 |" in part
+    assert "| 4 x 4,096 x 1,152 | bfloat16, per token |" in part
+    assert page.plotted_types(report["rows"]) == ["bfloat16", "float32"]
+
+
+def test_the_picture_of_a_block_stands_with_the_models(report):
+    report["models"] = {"rows": [
+        {"model": diffusion.BLOCKS, "mode": mode, "variant": variant, "device_ms": 3.0,
+         "products_ms": 2.0, "kernels": 17}
+        for mode in ("inference", "training") for variant in ("eager", "operators")
+    ]}  # fmt: skip
+    text = page.page(report)
+    assert "](dit-block.svg)" in text
+    assert "| 3.00 (1.00) | - | 17 |" in text
 
 
 def test_host_times_and_models(report):
@@ -120,24 +169,25 @@ def test_host_times_and_models(report):
     assert "| forward without gradients | 10.0 | 9.00 (0.90) | 11.0 (1.10) |" in text
     assert "| forward with gradients | 20.0 | 25.0 (1.25) | - |" in text
     assert "| BERT | 200 | 100 (0.50) |" in text
-    assert "| BERT | training | stock | 20.0 | - | - |" in text
-    assert "| BERT | training | swapped | 18.0 (0.90) | - | 1.50 |" in text
+    assert "| BERT | training | stock | 20.0 | - | - | - |" in text
+    assert "| BERT | training | swapped | 18.0 (0.90) | - | 1.50 | - |" in text
 
 
 def test_an_old_page_or_plot_is_found(report, monkeypatch, tmp_path):
     monkeypatch.setattr(page, "PAGE", tmp_path / "benchmarks.md")
     monkeypatch.setattr(page, "PLOTS", tmp_path / "plots")
     page.PLOTS.mkdir()
-    assert len(page.outdated(report)) == 3  # the page, two plots
+    assert len(page.outdated(report)) == 4  # the page, two dtypes' plots and that of all
     page.PAGE.write_text(page.page(report))
     for types in page.plotted_types(report["rows"]):
         page.plot_path(types).write_text(f"<svg>{page.stamp(report)}</svg>")
+    page.roofline_path().write_text(f"<svg>{page.stamp(report)}</svg>")
     assert page.outdated(report) == []
     (page.PLOTS / "bandwidth-int8.svg").write_text("")
     assert page.outdated(report) == ["bandwidth-int8.svg is no plot of the results file"]
     (page.PLOTS / "bandwidth-int8.svg").unlink()
     report["date"] = "2026-02-02T03:04:05+00:00"
-    assert len(page.outdated(report)) == 3
+    assert len(page.outdated(report)) == 4
 
 
 def test_plots_are_drawn(report, monkeypatch, tmp_path):
@@ -149,3 +199,5 @@ def test_plots_are_drawn(report, monkeypatch, tmp_path):
     assert "LayerNorm on one GPU, float32" in drawn
     page.plot(report, "float32")
     assert page.plot_path("float32").read_text() == drawn
+    page.plot_roofline(report)
+    assert page.stamp(report) in page.roofline_path().read_text()

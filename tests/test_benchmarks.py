@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.machinery
 import itertools
 import json
 import re
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +21,12 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
+import libraries  # noqa: E402
+
 from benchmarks import (  # noqa: E402
+    cases,
     compare,
+    diffusion,
     models,
     ours,
     overhead,
@@ -86,6 +93,52 @@ def test_bytes_of_float32_parameters_alone():
     assert case.bytes == 4 * 100 * 30 * 2 + 2 * 30 * 4
 
 
+@pytest.mark.parametrize(
+    ("op", "tensors", "modulations", "per_token"),
+    [
+        ("ada_forward", 2, 2, 4),
+        ("add_ada_forward", 4, 3, 7),
+        ("ada_backward", 3, 3, 6),
+        ("add_ada_backward", 6, 5, 11),
+    ],
+)
+def test_bytes_of_modulated_norms(op, tensors, modulations, per_token):
+    case = parse_case(f"4x25x30 bf16 {op}")
+    assert case.bytes == tensors * 100 * 30 * 2 + modulations * 4 * 30 * 2
+    assert parse_case(f"4x25x30 bf16*fp32 {op}").bytes == case.bytes + modulations * 4 * 30 * 2
+    assert parse_case(f"4x25x30 bf16 {op} per-token").bytes == per_token * 100 * 30 * 2
+
+
+def test_a_case_has_samples_if_it_is_modulated():
+    wrong: dict[str, Any]
+    for wrong in (
+        {"op": "ada_forward"},
+        {"op": "ada_forward", "samples": 3},
+        {"op": "ada_forward", "samples": 5, "modulation": "sample"},
+        {"op": "ada_forward", "samples": 3, "modulation": "frame"},
+        {"op": "forward", "samples": 3},
+        {"op": "forward", "samples": 3, "modulation": "sample"},
+    ):
+        with pytest.raises(ValueError, match=r"samples|modulation"):
+            Case(rows=6, cols=8, dtype="float32", **wrong)
+
+
+def test_modulations_are_views_of_one_tensor(on_cpu):
+    for text, shape in (("3x2x8 fp32 add_ada_forward", (3, 1, 8)),
+                        ("3x2x8 fp32 add_ada_forward per-token", (3, 2, 8))):  # fmt: skip
+        for one in ours.make_inputs(parse_case(text)):
+            assert one.x.shape == (3, 2, 8)
+            shift, scale, gate = one.shift, one.scale, one.gate
+            assert shift is not None
+            assert scale is not None
+            assert gate is not None
+            for tensor in (shift, scale, gate):
+                assert tensor.shape == shape
+                assert tensor.stride(-2) == 48
+            assert scale.data_ptr() - shift.data_ptr() == 8 * 4
+            assert one.weight is None
+
+
 def test_ratio_is_one_at_copy_speed():
     case = Case("forward", 1 << 20, 64, "float32")
     assert case.ratio(100.0, 100.0) == pytest.approx(1.0, rel=1e-5)
@@ -95,8 +148,14 @@ def test_ratio_is_one_at_copy_speed():
 def test_every_operator_has_a_case_with_a_target():
     with_target = [case for case in CASES if case.target is not None]
     assert {case.op for case in with_target} == set(OPS)
-    assert all(0.3 < (case.target or 0) < 1.4 and not case.mixed for case in with_target)
+    assert all(0.3 < (case.target or 0) < 1.4 for case in with_target)
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_every_ratio_is_that_of_a_case():
+    sizes = {(f"{case.size} {case.types}", case.op): case.target for case in CASES}
+    for key, ratio in cases._RATIOS.items():
+        assert sizes[key] == ratio
 
 
 def test_what_the_kernels_are_compiled_for_has_a_case():
@@ -122,8 +181,16 @@ def test_parse_case():
     mixed = Case("backward", 5, 7, "bfloat16", weight_dtype="float32", out_dtype="float32")
     assert parse_case("5x7 bf16+fp32>fp32 backward") == mixed
     assert parse_case("5x7 bfloat16>float32 forward").out_dtype == "float32"
+    per_sample = parse_case("2x5x7 bf16*fp32 add_ada_backward")
+    assert per_sample == Case(
+        "add_ada_backward", 10, 7, "bfloat16", samples=2, modulation="sample",
+        modulation_dtype="float32",
+    )  # fmt: skip
+    per_token = parse_case("2x5x7 bf16 ada_forward per-token")
+    assert (per_token.samples, per_token.modulation) == (2, "token")
+    assert per_token.name == "ada_forward 2x5x7 bfloat16 per-token"
     for case in CASES:
-        assert parse_case(f"{case.rows}x{case.cols} {case.types} {case.op}") == case
+        assert parse_case(case.text) == case
 
 
 @pytest.mark.parametrize(
@@ -136,6 +203,11 @@ def test_parse_case():
         "5x7 bf16 f",
         "5x7 bf16+int8 forward",
         "5x7 bf16>fp32+fp32 forward",
+        "5x7 bf16 ada_forward",
+        "2x5x7 bf16 forward",
+        "5x7 bf16 forward per-token",
+        "2x5x7 bf16*int8 ada_forward",
+        "2x5x7 bf16 ada_forward per-frame",
     ],
 )
 def test_parse_case_names_what_is_wrong(text):
@@ -172,7 +244,7 @@ def test_documented_tuning_times_a_plan_for_each_option(document):
         assert all(one != other for one, other in itertools.combinations(plans, 2)), line
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [op for op in OPS if "ada" not in op])
 def test_tune_plans_the_whole_problem(op):
     """What a case fuses, so that the printed plan is the one that was timed."""
     device = {"capability": 90, "sms": 132, "shared_memory": 232448}
@@ -210,7 +282,7 @@ def test_counts_cover_the_cache_and_fill_a_replay():
 
 @pytest.mark.parametrize(
     ("op", "types"),
-    [(op, "float32") for op in OPS]
+    [(op, "float32") for op in OPS if "ada" not in op]
     # Not backward in float16: on a CPU, ATen's wants mean and rstd in float16 then.
     + [("forward", "float64"), ("backward", "float64"), ("forward", "float16")]
     + [
@@ -241,6 +313,49 @@ def test_all_providers_compute_the_same(op, types, on_cpu):
             assert tune.error(calls[1](), expected) > 1e-2, "the inputs are not distinct"
 
 
+MODULATED = ("ada_forward", "add_ada_forward", "ada_backward", "add_ada_backward")
+
+
+def same_as_reference(case, result, expected):
+    """Whether a modulated norm's result is that of the reference, in the inputs' dtypes."""
+    outputs = [result] if isinstance(result, torch.Tensor) else list(result)
+    tolerance = 1e-5 if case.dtype == "float32" else 2e-2
+    modulations = [case.torch_modulation_dtype] * (2 + case.residual)
+    dtypes = [case.torch_dtype] * (1 + case.residual) + (modulations if case.backward else [])
+    return (
+        tune.error(outputs, expected) < tolerance
+        and [output.dtype for output in outputs] == dtypes
+        and [output.shape for output in outputs] == [want.shape for want in expected]
+    )
+
+
+@pytest.mark.parametrize("per", ["", " per-token"])
+@pytest.mark.parametrize("types", ["float32", "bf16*fp32"])
+@pytest.mark.parametrize("op", MODULATED)
+def test_all_providers_modulate_the_same(op, types, per, on_cpu):
+    case = parse_case(f"3x4x20 {types} {op}{per}")
+    inputs = ours.make_inputs(case)
+    with torch.no_grad():
+        expected = tune.reference(case, inputs[0])
+        for name in ("ours", "eager"):
+            calls = providers.PROVIDERS[name](case, inputs)
+            assert calls is not None
+            assert same_as_reference(case, calls[0](), expected), name
+            assert not same_as_reference(case, calls[1](), expected), "the inputs are not distinct"
+
+
+@pytest.mark.parametrize("types", ["float32", "bf16*fp32"])
+@pytest.mark.parametrize("op", MODULATED)
+def test_compile_takes_modulated_norms_whole(op, types, on_cpu, monkeypatch):
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compile(f, backend="aot_eager", **how))
+    case = parse_case(f"3x4x20 {types} {op}")
+    inputs = ours.make_inputs(case)
+    calls = providers.compile_calls(case, inputs)
+    with torch.no_grad():
+        assert same_as_reference(case, calls[0](), tune.reference(case, inputs[0]))
+
+
 def test_compiled_backward_recomputes_what_eager_saves(on_cpu):
     for types, op in (("float32", "gelu_scale_backward"), ("bf16+fp32>fp32", "backward"),
                       ("bf16+fp32", "add_backward")):  # fmt: skip
@@ -265,6 +380,92 @@ def test_compile_takes_the_functions_whole(op, types, on_cpu, monkeypatch):
         assert tune.error(calls[0](), tune.reference(case, inputs[0])) < 1.2e-2
 
 
+def stub(monkeypatch, name, **contents):
+    """A module of somebody else's package, and the packages it lies in."""
+    for end in [at for at, letter in enumerate(name) if letter == "."] + [len(name)]:
+        module = ModuleType(name[:end])
+        module.__spec__ = importlib.machinery.ModuleSpec(name[:end], None)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name[:end], module)
+    vars(module).update(contents)
+
+
+def layer_norm_as_peers_have_it(x, weight, bias, eps):
+    assert weight.dtype == bias.dtype == torch.float32
+    return torch.nn.functional.layer_norm(x.float(), x.shape[1:], weight, bias, eps).to(x.dtype)
+
+
+def layer_norm_backward_as_peers_have_it(dy, x, weight, mean, rstd):
+    shape, bias = x.shape[1:], torch.zeros_like(weight)
+    arguments = (dy.float(), x.float(), shape, mean[:, None], rstd[:, None], weight, bias)
+    return torch.ops.aten.native_layer_norm_backward(*arguments, [True, True, True])
+
+
+@pytest.mark.parametrize("dtypes", ["float32", "bf16+fp32", "bfloat16"])
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["quack", "cudnn"])
+def test_peers_compute_the_same(name, op, dtypes, on_cpu, monkeypatch):
+    """Called as their packages' sources say, on stand-ins for their functions."""
+    if name == "quack":
+        stub(
+            monkeypatch, "quack.rmsnorm",
+            layernorm_fwd=layer_norm_as_peers_have_it,
+            layernorm_bwd=lambda x, weight, dy, rstd, mean: layer_norm_backward_as_peers_have_it(
+                dy, x, weight, mean, rstd
+            ),
+        )  # fmt: skip
+    else:
+        stub(monkeypatch, "cudnn.ops.norm.layernorm")
+
+        def flat(*tensors):
+            assert all(tensor.dim() == 4 and tensor.is_contiguous() for tensor in tensors)
+            assert all(tensor.shape[2:] == (1, 1) for tensor in tensors)
+            return [tensor.flatten(1) for tensor in tensors]
+
+        def forward(x, weight, bias, eps):
+            x, weight, bias = flat(x, weight, bias)
+            return layer_norm_as_peers_have_it(x, weight[0], bias[0], eps)
+
+        def backward(dy, x, weight, mean, rstd):
+            dy, x, weight, mean, rstd = flat(dy, x, weight, mean, rstd)
+            assert mean.shape == rstd.shape == (len(x), 1)
+            return layer_norm_backward_as_peers_have_it(
+                dy, x, weight[0], mean.flatten(), rstd.flatten()
+            )
+
+        operators = SimpleNamespace(
+            layernorm=SimpleNamespace(default=forward),
+            layernorm_bwd=SimpleNamespace(default=backward),
+        )
+        monkeypatch.setattr(torch.ops, "cudnn", operators, raising=False)
+    case = parse_case(f"6x20 {dtypes} {op}")
+    inputs = ours.make_inputs(case)
+    calls = providers.PROVIDERS[name](case, inputs)
+    assert calls is not None
+    tolerance = 1e-5 if dtypes == "float32" else 1.2e-2
+    with torch.no_grad():
+        assert tune.error(calls[0](), tune.reference(case, inputs[0])) < tolerance
+    for other in (
+        "6x20 bf16+fp32>fp32 forward",
+        "6x20 fp32 add_forward",
+        "2x3x20 fp32 ada_forward",
+    ):
+        assert providers.PROVIDERS[name](parse_case(other), inputs) is None
+
+
+def test_providers_are_there_if_they_import(monkeypatch):
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("quack", "cudnn", "liger_kernel", "fused_layer_norm_cuda"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(providers, "_MODULES", {"quack": "quack.rmsnorm", "cudnn": "no_such.thing"})
+    stub(monkeypatch, "quack")
+    names, problems = providers.available()
+    assert names == ["ours", "eager", "compile", "liger", "apex"]
+    assert problems == ["quack: does not import: No module named 'quack.rmsnorm'"]
+    stub(monkeypatch, "quack.rmsnorm")
+    assert providers.available() == (["ours", "eager", "compile", "liger", "apex", "quack"], [])
+
+
 def test_sweep_points_and_inputs(on_cpu):
     cases = sweep.points()
     assert {1, 2, 71 + 1, 4096} <= {case.cols for case in cases}
@@ -277,6 +478,36 @@ def test_sweep_points_and_inputs(on_cpu):
     assert one.x.shape == one.dy.shape == (8, 33)
     assert not torch.equal(one.x, two.x)
     assert two.x.data_ptr() % 16 == 0
+
+
+def test_sweep_against_another(on_cpu, monkeypatch):
+    seen = []
+
+    def calls_of(name):
+        def calls(case, inputs):
+            return [lambda: (name, case)]
+
+        return calls
+
+    def graph_time(calls, **how):
+        name, case = calls[0]()
+        seen.append(case)
+        return {"ours": 3.0, "eager": 1.0, "compile": 2.0 if case.cols == 1 else 6.0}[name]
+
+    monkeypatch.setattr(timing, "graph_time", graph_time)
+    names = {name: calls_of(name) for name in ("ours", "eager", "compile")}
+    monkeypatch.setattr(providers, "PROVIDERS", names)
+    cases = sweep.points((1, 8), [1, 64])
+    part = sweep.sweep(cases, 60.0, "compile")
+    assert (part["against"], part["points"], part["left_out"]) == ("compile", 16, 0)
+    assert part["slower"] == 8
+    assert {row["ratio"] for row in part["worst"]} == {0.5, 1.5}
+    assert all("eager_us" not in row for row in part["worst"])
+    assert "of which slower than compile: 8" in sweep.text(part)
+    assert sweep.sweep(cases, 60.0)["slower"] == 16
+    assert set(seen) == set(cases)
+    # A helper that compiles ahead gets them as text.
+    assert [parse_case(case.text) for case in sweep.points()[:50]] == sweep.points()[:50]
 
 
 def sha_by_hand(root, names):
@@ -317,6 +548,8 @@ def test_row_names_dtypes_that_differ():
     assert set(plain) == {"op", "rows", "cols", "dtype", "bytes"}
     for case in CASES:
         assert results.case_of(results.row_of(case)) == case
+    token = next(case for case in CASES if case.modulation == "token")
+    assert {"samples": 1, "modulation": "token"}.items() <= results.row_of(token).items()
     mixed = next(case for case in CASES if case.types == "bf16+fp32>fp32")
     assert results.row_of(mixed)["weight_dtype"] == results.row_of(mixed)["out_dtype"] == "float32"
 
@@ -339,6 +572,9 @@ def test_verdict():
     slow = row(fused, copy_us=9.0, ours_us=11.0, eager_us=10.0, compile_us=9.9)
     assert results.verdict(fused, slow) == "MISS target, eager, compile"
     assert results.verdict(case, row(case, copy_us=9.0)) == ""
+    failed = row(fused, copy_us=9.0, ours_us=10.0, eager_us=20.0, compile_us=None)
+    assert results.verdict(fused, failed) == "PASS"
+    assert "-" in results.table_line(failed)
     guarded = Case("forward", 32768, 768, "bfloat16", weight_dtype="float32")
     assert results.verdict(guarded, row(guarded, copy_us=9.0, ours_us=99.0)) == ""
     assert results.verdict(guarded, row(guarded, copy_us=9.0, ours_us=9.0, eager_us=10.0)) == "PASS"
@@ -386,6 +622,11 @@ def test_plot_takes_the_largest_tensor_of_each_width():
     assert copied == pytest.approx(2 * wide.tensor_bytes / 8.0 / 1e6)
 
 
+def test_plot_leaves_mixed_dtypes_out():
+    rows = [row for op in ("forward", "backward") for row in plot.points(made_up(), op)]
+    assert {"float32", "bfloat16"} == {results.case_of(row).types for row in rows}
+
+
 def test_plot_draws(tmp_path):
     pytest.importorskip("matplotlib")
     plot.plot(made_up(), tmp_path / "picture.svg")
@@ -402,6 +643,13 @@ def test_report_block():
     assert "Made-up GPU" in block
     assert report.readme_block({}) == report.NO_RESULTS
     text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    assert "cuDNN" not in block
+    made = made_up()
+    made["rows"][1]["cudnn_us"] = 40.0  # the first of the README's
+    lines = report.readme_block(made).splitlines()
+    assert any(line.endswith("than torch.compile | than cuDNN |") for line in lines)
+    assert sum(line.endswith("| 2.0x | 1.5x | 4.0x |") for line in lines) == 1
+    assert sum(line.endswith("| 2.0x | 1.5x | - |") for line in lines) > 5
     new = report.replace_block(text, "new")
     assert new == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
     with pytest.raises(ValueError, match="expected one"):
@@ -486,6 +734,40 @@ def test_compare_takes_turns():
     assert "".join(order) == "abbaabba"
 
 
+def test_compare_skips_what_the_old_build_lacks(on_cpu):
+    """In one line for each reason; what the new build lacks fails."""
+
+    def lack(job):
+        raise compare.Failed("this build has no ada_layer_norm")
+
+    jobs = compare.jobs_of([parse_case(f"2x3x{cols} fp32 ada_forward") for cols in (4, 5, 6)])
+    fine = FakeSide("new", lambda job: 1.0)
+    made = compare.compare(jobs, FakeSide("old", lack), fine, 60)
+    text = compare.text(made, 100)
+    first = "ada_forward 2x3x4 float32"
+    assert f"skipped 6, the first {first}: old: this build has no ada_layer_norm" in text
+    assert text.count(first) == 1
+    assert "0 SLOWER" in text
+    made = compare.compare(jobs, FakeSide("old", lambda job: 1.0), FakeSide("new", lack), 60)
+    assert compare.text(made, 100).count("FAILED new: this build has no ada_layer_norm") == 6
+
+
+def test_compare_knows_what_a_build_lacks(on_cpu, monkeypatch):
+    import fused_layernorm  # noqa: F401
+
+    for op in OPS:
+        case = parse_case(f"{'2x' if 'ada' in op else ''}3x4 float32 {op}")
+        assert ours.missing_operator(case) is None
+    monkeypatch.setattr(ours, "operators", lambda case, statistics=False: ("no_such_norm",))
+    assert ours.missing_operator(JOBS[0].case) == "no_such_norm"
+    answers: list[dict] = []
+    prepare = {"do": "prepare", "case": dataclasses.asdict(JOBS[0].case), "statistics": False,
+               "seed": 1}  # fmt: skip
+    monkeypatch.setattr(compare, "missing_operator", ours.missing_operator)
+    compare.serve(compare.Bench(), [json.dumps(prepare)], answers.append)
+    assert answers == [{"error": "this build has no no_such_norm"}]
+
+
 def test_compare_says_what_failed_and_what_was_left_out():
     def fail(job):
         raise compare.Failed("no such kernel")
@@ -542,8 +824,15 @@ class FakeGraph:
         self.outputs = []
 
 
-@pytest.mark.parametrize("op", ["forward", "add_forward", "backward"])
-@pytest.mark.parametrize("types", ["float32", "bf16+fp32>fp32"])
+OUTPUTS = {"forward": 3, "add_forward": 4, "backward": 3, "ada_forward": 3, "add_ada_forward": 4,
+           "ada_backward": 3, "add_ada_backward": 5}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "types"),
+    [(op, types) for op in OUTPUTS for types in
+     ("float32", "bf16*fp32" if "ada" in op else "bf16+fp32>fp32")],
+)  # fmt: skip
 def test_compare_process_prepares_times_and_frees(op, types, on_cpu, monkeypatch):
     import fused_layernorm  # noqa: F401  (the composite stands for the kernels)
 
@@ -555,11 +844,12 @@ def test_compare_process_prepares_times_and_frees(op, types, on_cpu, monkeypatch
         return answers[-1]
 
     bench = compare.Bench()
-    case = dataclasses.asdict(parse_case(f"6x20 {types} {op}"))
-    with_stats = op != "backward"
+    samples = "2x" if "ada" in op else ""
+    case = dataclasses.asdict(parse_case(f"{samples}6x20 {types} {op}"))
+    with_stats = not op.endswith("backward")
     first = ask(do="prepare", case=case, statistics=with_stats, seed=1)
     assert bench.graph is not None
-    assert len(bench.graph.outputs[0]) == {"forward": 3, "add_forward": 4, "backward": 3}[op]
+    assert len(bench.graph.outputs[0]) == OUTPUTS[op]
     assert ask(do="time", seconds=0.1) == {"us": 1.0}
     assert ask(do="free") == {}
     assert bench.graph is None
@@ -582,9 +872,13 @@ def test_compare_samples_sizes_operators_and_dtypes():
     jobs = compare.sample(300, seed=0)
     assert jobs == compare.sample(300, seed=0) != compare.sample(300, seed=1)
     assert len(jobs) == 300
-    assert {job.case.types for job in jobs} == set(compare.TYPES)
+    assert {job.case.types for job in jobs} == set(compare.TYPES) | set(compare.MODULATED_TYPES)
+    assert {job.case.modulation for job in jobs} == {None, "sample", "token"}
+    assert {job.case.samples for job in jobs} == {None, 1, 2, 4, 32}
     assert {job.case.op for job in jobs} == {
-        f"{kind}{way}" for kind in ("", "add_", "gelu_scale_") for way in ("forward", "backward")
+        f"{kind}{way}"
+        for kind in ("", "add_", "gelu_scale_", "ada_", "add_ada_")
+        for way in ("forward", "backward")
     }
     assert not any(job.statistics and job.case.backward for job in jobs)
     assert any(job.statistics for job in jobs)
@@ -716,17 +1010,17 @@ def test_models_measure_one_row_a_variant(on_cpu, monkeypatch):
                 timing.Kernel("gemm", 70.0, 3)]  # fmt: skip
 
     monkeypatch.setattr(timing, "kernels_of", kernels_of)
-    groups = models.measure("tiny", tiny_model, ("eager", "swap"), 0.0)
-    for group in groups:
-        models.profile(group)
-    rows = [one.row() for group in groups for one in group]
+    chosen = {"tiny": models.Model("torch", tiny_model)}
+    part = models.run(chosen, ("eager", "swap"), models.MODES, 0.0, 60.0)
+    rows = part["rows"]
     assert [(row["mode"], row["variant"]) for row in rows] == [
         (mode, variant) for mode in ("training", "inference") for variant in ("eager", "swap")
     ]
     for row in rows:
         assert set(row) == {"model", "mode", "variant", "wall_ms", "wall_best_ms", "device_ms",
-                            "layer_norm_ms", "kernels", "loss"}  # fmt: skip
+                            "layer_norm_ms", "products_ms", "kernels", "loss"}  # fmt: skip
         assert (row["device_ms"], row["layer_norm_ms"], row["kernels"]) == (0.1, 0.03, 5)
+        assert row["products_ms"] == 0.07
         assert 0 < row["wall_best_ms"] <= row["wall_ms"]
     assert abs(rows[0]["loss"] - rows[1]["loss"]) < 1e-2 * rows[0]["loss"]
     part = {"rows": rows, "skipped": ["other: no time"]}
@@ -748,6 +1042,208 @@ def test_models_variants_are_what_they_say(monkeypatch):
     for variant in models.VARIANTS:
         models.around(variant)
     assert len(entered) == 1
+    asked = {}
+    monkeypatch.setattr(torch, "compile", lambda model, **how: how)
+    for variant in models.VARIANTS:
+        how = models.compiled(model, variant)
+        if how is not model:
+            asked[variant] = how
+    then = {"fused_layernorm.then": "eager"}
+    assert asked == {
+        "compiled": {},
+        "swap_compiled": {},
+        "operators_compiled": {},
+        "fused_eager": {"backend": "fused_layernorm", "options": then},
+        "fused_compiled": {"backend": "fused_layernorm"},
+    }
+
+
+def test_models_leave_out_what_cannot_run(on_cpu, monkeypatch):
+    """With a line; a variant that fails does not take the others with it."""
+    monkeypatch.setattr(timing, "kernels_of", lambda call: [timing.Kernel("gemm", 1.0, 1)])
+    monkeypatch.setattr(models, "registered", lambda: False)
+
+    def refuse(model, **how):
+        raise RuntimeError("no such reduction\nand more")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+
+    def broken():
+        raise ValueError("no such size")
+
+    chosen = {
+        "tiny": models.Model("torch", tiny_model, half=True, large=True),
+        "foreign": models.Model("no_such_package", tiny_model),
+        "broken": models.Model("torch", broken),
+    }
+    variants = ("compiled", "eager", "fused_eager", "operators")
+    part = models.run(chosen, variants, ("training",), 0.0, 60.0)
+    assert [row["variant"] for row in part["rows"]] == ["eager"]
+    assert part["skipped"] == [
+        "tiny, training, compiled: no such reduction",
+        "tiny, training, fused_eager: no backend 'fused_layernorm' is registered",
+        "foreign: no_such_package is not installed",
+        "broken: no such size",
+    ]
+    assert models.run(chosen, variants, ("training",), 0.0, -1.0)["skipped"][0] == "tiny: no time"
+
+
+def test_models_of_another_run_are_kept_if_of_the_same_code():
+    names = list(models.MODELS)[:3]
+
+    def part(sha, **losses):
+        rows = [{"model": names[int(key[1])], "mode": "training", "loss": value}
+                for key, value in losses.items()]  # fmt: skip
+        return {"csrc_sha256": sha, "date": sha, "rows": rows, "skipped": []}
+
+    def losses(part):
+        return [(names.index(row["model"]), row["loss"]) for row in part["rows"]]
+
+    old, new = part("a", m0=1.0, m2=2.0), part("a", m1=3.0, m2=4.0)
+    assert losses(models.merged(old, new)) == [(0, 1.0), (1, 3.0), (2, 4.0)]
+    assert models.merged(part("b", m0=1.0), new) == new
+    assert models.merged({}, new) == new
+
+
+def test_models_are_chosen_by_parts_of_their_names():
+    assert list(models.select("DIT,flux")) == [
+        "DiT-XL/2 blocks, 4 layers", "diffusers DiT-XL/2, 8 layers", "diffusers Flux, 2+4 layers",
+    ]  # fmt: skip
+    assert models.select(None) == models.MODELS
+    with pytest.raises(SystemExit, match="no model has 'llama'"):
+        models.select("dit,llama")
+    with pytest.raises(SystemExit):
+        models.main(["--variants", "faster"])
+    with pytest.raises(SystemExit):
+        models.main(["--modes", "dreaming"])
+
+
+DIFFUSION = {
+    "blocks": lambda: diffusion.blocks(layers=2, size=(2, 4, 16), heads=2),
+    "dit": lambda: diffusion.dit(layers=2, heads=2, batch=2, side=4),
+    "sd3": lambda: diffusion.sd3(layers=2, heads=2, batch=2, side=4, words=3, text=8),
+    "flux": lambda: diffusion.flux(layers=1, single_layers=1, heads=1, side=2, words=3, text=8),
+    "wan": lambda: diffusion.wan(layers=2, heads=1, hidden=16, frames=2, height=4, width=4,
+                                 words=3, text=8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFUSION)
+def test_diffusion_transformers_train_and_infer(name, on_cpu, monkeypatch):
+    """Twice built from one seed they give one loss; fused, the same but for rounding."""
+    if name != "blocks":
+        libraries.get("diffusers")
+    monkeypatch.setattr(timing, "kernels_of", lambda call: [timing.Kernel("gemm", 1.0, 1)])
+    chosen = {"tiny": models.Model("torch", DIFFUSION[name], half=True)}
+    variants = ("eager", "swap", "operators")
+    part = models.run(chosen, variants, models.MODES, 0.0, 60.0)
+    assert part["skipped"] == []
+    measured = ["eager", "operators" if name == "blocks" else "swap"]
+    assert [row["variant"] for row in part["rows"]] == 2 * measured
+    losses = [row["loss"] for row in part["rows"]]
+    assert max(losses) - min(losses) < 1e-2 * losses[0]
+    again = models.run(chosen, variants, ("training",), 0.0, 60.0)
+    assert [row["loss"] for row in again["rows"]] == losses[:2]
+
+
+def test_blocks_are_the_same_in_both_forms(on_cpu):
+    torch.manual_seed(0)
+    model, inputs, loss = DIFFUSION["blocks"]()
+    found = []
+    for operators in (False, True):
+        model = models.prepared(model, "operators" if operators else "eager")
+        found.append(torch.autograd.grad(loss(model(**inputs)), list(model.parameters())))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_half_models_keep_what_must_stay_in_float32():
+    model, _, _ = tiny_model()
+    model._keep_in_fp32_modules = ["1"]
+    model.layers[0].register_buffer("steps", torch.arange(3))
+    dtypes = {name: tensor.dtype for name, tensor in models.halved(model).state_dict().items()}
+    assert dtypes == {
+        "layers.0.weight": torch.bfloat16, "layers.0.bias": torch.bfloat16,
+        "layers.0.steps": torch.int64,
+        "layers.1.weight": torch.float32, "layers.1.bias": torch.float32,
+    }  # fmt: skip
+
+
+def with_blocks(made, variants=("eager", "compiled", "operators")):
+    """A results file with rows of DiT's blocks: half of each step is matrix products."""
+    rows = [
+        {"model": diffusion.BLOCKS, "mode": mode, "variant": variant, "device_ms": ms,
+         "products_ms": 2.0, "wall_ms": ms}
+        for mode in models.MODES for variant, ms in zip(variants, (4.0, 3.0, 2.4), strict=False)
+    ]  # fmt: skip
+    return {**made, "models": {"date": "2026-01-02", "csrc_sha256": "1" * 64, "rows": rows}}
+
+
+def test_block_bars_are_those_of_one_block():
+    made = with_blocks(made_up())
+    layers = diffusion.BLOCK_LAYERS
+    assert [(label, products, pytest.approx(rest)) for label, _, products, rest in
+            plot.block_bars(made, "training")] == [
+        ("PyTorch eager", 2000 / layers, 2000 / layers),
+        ("torch.compile", 2000 / layers, 1000 / layers),
+        ("fused_layernorm", 2000 / layers, 400 / layers),
+    ]  # fmt: skip
+    assert plot.has_block(made)
+    assert not plot.has_block(with_blocks(made_up(), ("eager", "compiled")))
+    assert not plot.has_block(made_up())
+
+
+def test_block_picture_is_drawn_and_known(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    made = with_blocks(made_up())
+    monkeypatch.setattr(plot, "BLOCK_PICTURE", tmp_path / "docs" / "block.svg")
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    assert not report.picture_is_of(made)
+    plot.plot_block(made, plot.BLOCK_PICTURE)
+    first = plot.BLOCK_PICTURE.read_text()
+    assert "<svg" in first
+    assert report.picture_is_of(made)
+    assert "](docs/block.svg)" in report.readme_block(made)
+    plot.plot_block(made, plot.BLOCK_PICTURE)
+    assert plot.BLOCK_PICTURE.read_text() == first
+    made["models"]["date"] = "2026-01-03"
+    assert not report.picture_is_of(made)
+    assert not report.picture_is_of(made_up()), "a picture without rows is an old one"
+
+
+def test_report_block_has_modulated_norms():
+    block = report.readme_block(made_up())
+    case = parse_case("64x256x1152 bf16 ada_forward")
+    cell = f"10 us, {100 * case.ratio(10.0, 8.0):.0f}%, 2.0x, 1.5x"
+    assert f"| DiT-XL/2, 64 x 256 x 1,152 | {cell} |" in block
+    for size, per, note in report.MODULATED_ROWS:
+        assert f"| {note}, " in block
+        for op in report.MODULATED_OPS:
+            assert parse_case(f"{size} {op}{per}") in CASES
+    made = made_up()
+    for line in made["rows"]:
+        if results.case_of(line).samples == 1:
+            line["compile_us"] = None
+    wan = parse_case("1x32760x5120 bf16*fp32 add_ada_backward")
+
+    def last_cell():
+        lines = report.readme_block(made).splitlines()
+        return next(line for line in lines if line.startswith("| Wan 14B")).split(" | ")[-1]
+
+    assert last_cell() == f"10 us, {100 * wan.ratio(10.0, 8.0):.0f}%, 2.0x, - |"
+    names = [results.case_of(line).name for line in made["rows"]]
+    del made["rows"][names.index(wan.name)]
+    assert last_cell() == "- |"
+
+
+def test_report_block_has_compiled_models():
+    made = made_up()
+    row = {"model": "DiT", "mode": "training", "device_ms": 18.3}
+    rows = [{**row, "variant": "eager"}, {**row, "variant": "compiled", "device_ms": 14.5}]
+    made["models"] = {"rows": rows}
+    assert "then Inductor" not in report.readme_block(made)
+    rows.append({**row, "variant": "fused_compiled", "device_ms": 13.0})
+    assert "| DiT, training | 18.30 ms | 14.50 ms | - | 13.00 ms |" in report.readme_block(made)
 
 
 def test_report_block_shows_models_and_host_time():

@@ -3,8 +3,12 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import fused_layernorm
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 if not EXAMPLES.is_dir():
@@ -35,6 +39,30 @@ def test_transformer_block(capsys):
 
     transformer_block.main()
     assert "largest relative difference" in capsys.readouterr().out
+
+
+def test_diffusion_transformer(capsys):
+    import diffusion_transformer
+
+    diffusion_transformer.main()
+    shown = capsys.readouterr().out
+    assert "largest relative difference" in shown
+    assert shown.count("device time") == (2 if torch.cuda.is_available() else 0)
+
+
+@pytest.mark.parametrize("forgotten", range(2, 5))
+def test_diffusion_transformer_notices_what_is_forgotten(monkeypatch, forgotten):
+    import diffusion_transformer
+
+    right: Any = fused_layernorm.add_ada_layer_norm
+
+    def without(*args, **options):
+        """gate, shift or scale."""
+        return right(*args[:forgotten], None, *args[forgotten + 1 :], **options)
+
+    monkeypatch.setattr(diffusion_transformer, "add_ada_layer_norm", without)
+    with pytest.raises(SystemExit, match="differs"):
+        diffusion_transformer.main()
 
 
 @pytest.mark.skipif(

@@ -252,6 +252,104 @@ def test_workspace_is_bounded(device):
             assert p["workspace_bytes"] <= most, (rows, cols, problem, p)
 
 
+# Samples, and rows of each: one, as many as there are rows, and what lies between.
+GROUPS = [(1, 1), (1, 4096), (64, 256), (100, 7), (133, 2), (4096, 1), (2, 17_776), (1, 32_760)]
+
+
+def check_groups(p, groups, group_rows, cols, problem):
+    """A plan of backward with a modulation."""
+    rows, acc = groups * group_rows, max(4, problem["dtype"].itemsize)
+    x_size, y_size = problem["dtype"].itemsize, problem["y_dtype"].itemsize
+    width = 16 // x_size if problem["aligned"] else 1
+    assert p["width"] == width
+    sums = 2 + problem.get("gated", False)
+    if p["strategy"] == "group":
+        assert problem["dtype"] != F64
+        assert width > 1 or group_rows > 1
+        assert -(-cols // width) <= p["team_threads"] * p["vecs"]
+        assert p["threads"] == p["teams"] * p["team_threads"] <= 512
+        assert p["teams"] <= 15  # each has a hardware barrier
+        assert p["blocks"] == p["sets"] <= rows
+        columns = p["vecs"] * width
+        assert columns in ((16, 32) if width > 1 else (16,))
+        held = columns <= 16 and not problem.get("gated") and (width > 1 or not p["bulk"])
+        assert p["bulk"] or held
+        ring = 0
+        if p["bulk"]:
+            assert (1 if held else 2) <= p["stages"] <= 8
+            stage = x_size + y_size
+            params = 4 * (1 + problem.get("gated", False))
+            if group_rows == 1:
+                stage, params = stage + problem["weight_dtype"].itemsize, 0
+            ring = p["stage_cols"] * (p["stages"] * p["teams"] * stage + params)
+        adds_up = p["teams"] > 1 and group_rows > 1
+        of_teams = 2 * 4 * p["vecs"] * width * p["threads"] if adds_up else 0
+        assert p["shared_bytes"] >= ring + of_teams
+        if 20 * (p["blocks"] // groups * groups) >= 19 * p["blocks"]:
+            assert p["blocks"] % groups == 0
+    else:
+        assert p["strategy"] == "stream"
+        assert p["slice_cols"] == p["threads"] * 16
+        assert p["blocks"] == p["sets"] * p["blocks_per_row"]
+    if group_rows > 1:
+        assert p["parts"] == p["sets"] + groups - 1
+        left = sums * p["parts"] * cols * acc if problem["needs_dparams"] else 0
+        assert p["workspace_bytes"] == p["partials_offset"] + left
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_modulated_problem_has_a_plan(device, gated):
+    chip = DEVICES[device]
+    fixed = ("strategy", "width", "vecs", "team_threads", "slice_cols")
+    for _, cols, problem in every_problem(rows=[]):
+        if not problem["backward"]:
+            continue
+        problem = {**problem, "has_epilogue": False, "gated": gated}
+        teams: dict[bool, list[Any]] = {}
+        for groups, group_rows in GROUPS:
+            if groups * group_rows * cols > MAX_NUMEL:
+                continue
+            modulated = {**problem, "group_rows": group_rows}
+            p = plan(groups * group_rows, cols, device=device, **modulated)
+            if p is None:  # the gate has a kernel of its own
+                assert gated
+                continue
+            try:
+                assert p["shared_bytes"] + 3072 <= chip["shared_memory"]
+                assert not p.get("bulk") or chip["capability"] >= 90
+                check_groups(p, groups, group_rows, cols, modulated)
+                # A row's dx is summed up alike whatever rows stand beside it.
+                order = [p.get(key) for key in fixed]
+                assert teams.setdefault(group_rows > 1, order) == order
+            except AssertionError as error:
+                raise AssertionError(
+                    f"{groups} x {group_rows} x {cols} {modulated}: {p}"
+                ) from error
+
+
+def test_gates_of_model_widths_need_no_kernel_of_their_own():
+    for cols in (64, 384, 1024, 1152, 1536, 2432, 3072, 5120, 8192):
+        for groups, group_rows in ((1, 4608), (64, 256), (4, 4250)):
+            for types in ((BF16, BF16, BF16), (F16, F16, F16), (BF16, F32, BF16)):
+                names = dict(zip(("dtype", "weight_dtype", "y_dtype"), types, strict=True))
+                p = plan(groups * group_rows, cols, backward=True, residual=True, gated=True,
+                         group_rows=group_rows, **names)  # fmt: skip
+                assert p is not None, (cols, groups, types)
+
+
+def test_forward_of_modulated_rows():
+    """Rows that models have are kept on the chip, the others are streamed."""
+    for cols, strategy in ((64, "warp"), (1024, "warp"), (1152, "block"), (40_960, "block"),
+                           (41_000, "stream")):  # fmt: skip
+        assert plan(4096, cols, BF16, group_rows=256)["strategy"] == strategy
+    assert plan(4096, 1152, F64, group_rows=256)["strategy"] == "stream"
+    assert plan(4096, 1151, BF16, group_rows=256)["strategy"] == "block"
+    assert plan(4096, 1151, BF16, weight_dtype=F32, group_rows=256)["strategy"] == "stream"
+    with refused("whole groups"):
+        plan(4096, 64, group_rows=3)
+
+
 def test_a_row_is_summed_alike_wherever_it_begins():
     """Forward that has a row in registers: the same thread owns the same columns."""
     for cols, types in itertools.product(COLS, TYPES):

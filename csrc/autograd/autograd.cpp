@@ -45,6 +45,7 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Autograd, m) {
   m.impl("add_ada_layer_norm_forward", boxed<&differentiate_forward<AddAdaLayerNorm, true>>());
   m.impl("layer_norm_backward", boxed<&differentiate_backward<NormBackwardNode<false>>>());
   m.impl("ada_layer_norm_backward", boxed<&differentiate_backward<NormBackwardNode<true>>>());
+  m.impl("add_ada_layer_norm_backward", boxed<&differentiate_gated_backward>());
   m.impl("gate_backward", boxed<&differentiate_backward<GateBackwardNode>>());
 }
 

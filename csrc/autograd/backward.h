@@ -1,8 +1,10 @@
 // Autograd of the backward operators: layer_norm_backward, ada_layer_norm_backward and
 // gate_backward. Their derivatives, those of backward of backward among them, are formulas in
-// PyTorch's operators (formulas.h).
+// PyTorch's operators (formulas.h). add_ada_layer_norm_backward is two of them where derivatives
+// of it are wanted.
 #pragma once
 
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include "node.h"
@@ -137,6 +139,48 @@ void differentiate_backward(const OperatorHandle& op, DispatchKeySet keys, Stack
     // An undefined tensor keeps the place of an output that has no gradient.
     torch::autograd::set_history(needed[i] ? outputs[i].toTensor() : Tensor(), node);
   }
+}
+
+// The Autograd kernel of add_ada_layer_norm_backward. Where a graph or a tangent is wanted it is
+// ada_layer_norm_backward and then gate_backward of its dx, which are differentiable.
+inline void differentiate_gated_backward(const OperatorHandle& op, DispatchKeySet keys,
+                                         Stack* stack) {
+  using Op = GatedNormBackward;
+  const IValue* in_place = stack->data() + stack->size() - Op::kArguments;
+  if (differentiation_of<Op>(in_place) == Differentiation::kNone) {
+    return run_below_autograd(op, keys, stack);
+  }
+  static const OperatorHandle norm_backward =
+      find_operator(FUSED_LAYERNORM_OPERATOR("ada_layer_norm_backward"));
+  static const OperatorHandle gate_backward =
+      find_operator(FUSED_LAYERNORM_OPERATOR("gate_backward"));
+  const Stack arguments = torch::jit::pop(*stack, Op::kArguments);
+  const Tensor& x = arguments[Op::kX].toTensor();
+  const Tensor& input = arguments[Op::kInput].toTensor();
+  const Tensor& gate = arguments[Op::kGate].toTensor();
+  const bool needs_dx = arguments[Op::kNeeds].toBool();
+  const bool needs_dinput = arguments[Op::kNeedsDinput].toBool();
+  const bool needs_dgate = arguments[Op::kNeedsDgate].toBool();
+  const bool is_gate_needed = needs_dinput || needs_dgate;
+
+  Stack of_norm = {arguments[Op::kDy], arguments[Op::kX]};
+  of_norm.insert(of_norm.end(), arguments.begin() + Op::kNormalizedNdim,
+                 arguments.begin() + Op::kNeeds);
+  of_norm.emplace_back(needs_dx || is_gate_needed);
+  of_norm.insert(of_norm.end(), arguments.begin() + Op::kNeedsOfParameters, arguments.end());
+  call(norm_backward, &of_norm);
+
+  const auto nothing = [](const Tensor& of) { return IValue(at::empty({0}, of.options())); };
+  Stack of_gate;
+  if (is_gate_needed) {
+    of_gate = {of_norm[0], input, gate, needs_dinput, needs_dgate};
+    call(gate_backward, &of_gate);
+  } else {
+    of_gate = {nothing(input), nothing(gate)};
+  }
+  stack->push_back(needs_dx ? of_norm[0] : nothing(x));
+  stack->insert(stack->end(), of_gate.begin(), of_gate.end());
+  stack->insert(stack->end(), of_norm.begin() + 1, of_norm.end());
 }
 
 }  // namespace fused_layernorm

@@ -1,8 +1,9 @@
 // Autograd of the forward operators, (add_)(ada_)layer_norm and their twins that give statistics.
 //
 // A call that needs gradients runs the operator with statistics below autograd and saves what
-// backward needs; backward calls (ada_)layer_norm_backward and gate_backward through the
-// dispatcher, which are differentiable themselves (backward.h).
+// backward needs; backward calls (ada_)layer_norm_backward, or past a gate
+// add_ada_layer_norm_backward, through the dispatcher. They are differentiable themselves
+// (backward.h).
 #pragma once
 
 #include <ATen/ops/empty_like.h>
@@ -79,39 +80,47 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     const std::lock_guard<std::mutex> lock(this->mutex_);
     variable_list results(Op::kArguments);
     const Tensor& dy = gradients[0];
-    // Where residual_out alone was used its gradient goes past the norm.
-    Tensor dx = Op::kHasResidual ? gradients[1] : Tensor();
-    if (dy.defined()) dx = backward_of_norm(dy, dx, results);
+    Tensor gate, dx;
+    if constexpr (Op::kHasGate) gate = this->saved(Saved::kGate);
+    if constexpr (Op::kHasResidual) dx = gradients[1];
+    if (dy.defined()) {
+      dx = backward_of_norm(dy, dx, gate, results);
+    } else if constexpr (Op::kHasGate) {
+      // Where residual_out alone was used its gradient goes past the norm.
+      if (dx.defined() && gate.defined()) backward_of_gate(dx, gate, results);
+    }
     if (!dx.defined()) return results;
     if constexpr (Op::kHasResidual) {
       if (needs(Op::kResidual)) results[Op::kResidual] = dx;
     }
-    if constexpr (Op::kHasGate) {
-      const Tensor gate = this->saved(Saved::kGate);
-      if (gate.defined()) {
-        backward_of_gate(dx, gate, results);
-        return results;
-      }
-    }
-    if (needs(Op::kInput)) results[Op::kInput] = dx.to(input_dtype);
+    if (!gate.defined() && needs(Op::kInput)) results[Op::kInput] = dx.to(input_dtype);
     return results;
   }
 
  private:
   bool needs(size_t argument) const { return this->task_should_compute_output(argument); }
 
-  // dx, undefined where nothing needs it; the parameters' gradients go into the results.
-  Tensor backward_of_norm(const Tensor& dy, const Tensor& dresidual, variable_list& results) {
-    using Backward = NormBackward<Op::kHasModulation>;
-    static const OperatorHandle op =
+  // dx, undefined where nothing needs it; the gradients of gate and of what it multiplied, and
+  // those of the parameters, go into the results.
+  Tensor backward_of_norm(const Tensor& dy, const Tensor& dresidual, const Tensor& gate,
+                          variable_list& results) {
+    static const OperatorHandle of_norm =
         find_operator(Op::kHasModulation ? FUSED_LAYERNORM_OPERATOR("ada_layer_norm_backward")
                                          : FUSED_LAYERNORM_OPERATOR("layer_norm_backward"));
-    // Without a residual or a gate, their positions are input's.
-    const bool needs_dx = needs(Op::kInput) || needs(Op::kResidual) || needs(Op::kGate);
+    static const OperatorHandle of_gated_norm =
+        find_operator(FUSED_LAYERNORM_OPERATOR("add_ada_layer_norm_backward"));
+    const bool is_gated = gate.defined() && (needs(Op::kInput) || needs(Op::kGate));
+    // Without a residual its position is input's.
+    const bool needs_dx = needs(Op::kResidual) || (!is_gated && needs(Op::kInput));
+    const Tensor x = this->saved(Saved::kX);
     Stack stack;
-    stack.reserve(Backward::kArguments);
-    torch::jit::push(stack, dy, this->saved(Saved::kX), options.normalized_ndim,
-                     this->saved(Saved::kMean), this->saved(Saved::kRstd));
+    stack.reserve(GatedNormBackward::kArguments);
+    torch::jit::push(stack, dy, x);
+    if constexpr (Op::kHasGate) {
+      if (is_gated) torch::jit::push(stack, gated_input(x), gate);
+    }
+    torch::jit::push(stack, options.normalized_ndim, this->saved(Saved::kMean),
+                     this->saved(Saved::kRstd));
     for (size_t i = 0; i < Op::kParameters; ++i) {
       stack.push_back(value_of(this->saved(Saved::kFirstParameter + i)));
     }
@@ -121,14 +130,20 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
                        options.output_scale);
     }
     stack.emplace_back(needs_dx);
+    if (is_gated) torch::jit::push(stack, needs(Op::kInput), needs(Op::kGate));
     for (size_t i = 0; i < Op::kParameters; ++i) {
       stack.emplace_back(needs(Op::kFirstParameter + i));
     }
-    call(op, &stack);
+    call(is_gated ? of_gated_norm : of_norm, &stack);
+    const auto take = [&](size_t output, size_t argument) {
+      if (needs(argument)) results[argument] = std::move(stack[output]).toTensor();
+    };
+    if (is_gated) {
+      take(1, Op::kInput);
+      take(2, Op::kGate);
+    }
     for (size_t i = 0; i < Op::kParameters; ++i) {
-      if (needs(Op::kFirstParameter + i)) {
-        results[Op::kFirstParameter + i] = std::move(stack[1 + i]).toTensor();
-      }
+      take((is_gated ? 3 : 1) + i, Op::kFirstParameter + i);
     }
     return needs_dx ? std::move(stack[0]).toTensor() : Tensor();
   }
@@ -137,15 +152,21 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("gate_backward"));
     const bool needs_dinput = needs(Op::kInput), needs_dgate = needs(Op::kGate);
     if (!needs_dinput && !needs_dgate) return;
-    Tensor input = this->saved(Saved::kInput);
-    // It was not saved where the gate has no gradient: all that is used then is its dtype.
-    if (!input.defined()) input = at::empty_like(dx, dx.options().dtype(input_dtype));
     Stack stack;
     stack.reserve(GateBackward::kArguments);
-    torch::jit::push(stack, dx, input, gate, needs_dinput, needs_dgate);
+    torch::jit::push(stack, dx, gated_input(dx), gate, needs_dinput, needs_dgate);
     call(op, &stack);
     if (needs_dinput) results[Op::kInput] = std::move(stack[0]).toTensor();
     if (needs_dgate) results[Op::kGate] = std::move(stack[1]).toTensor();
+  }
+
+  // What the gate multiplied. It was not saved where the gate has no gradient: all that counts then
+  // are its shape, that of rows, and its dtype. Rows of that dtype stand for it.
+  Tensor gated_input(const Tensor& rows) {
+    const Tensor input = this->saved(Saved::kInput);
+    if (input.defined()) return input;
+    if (rows.scalar_type() == input_dtype) return rows;
+    return at::empty_like(rows, rows.options().dtype(input_dtype));
   }
 };
 

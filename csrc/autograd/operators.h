@@ -118,6 +118,33 @@ struct NormBackward {
   static constexpr size_t kDifferentiable[] = {kDy, kX, kShift, kScale, kWeight, kBias, kDresidual};
 };
 
+// add_ada_layer_norm_backward.
+struct GatedNormBackward {
+  enum : size_t {
+    kDy,
+    kX,
+    kInput,
+    kGate,
+    kNormalizedNdim,
+    kMean,
+    kRstd,
+    kShift,
+    kScale,
+    kWeight,
+    kBias,
+    kDresidual,
+    kNeeds,
+    kNeedsDinput,
+    kNeedsDgate,
+    kNeedsOfParameters,
+  };
+  static constexpr size_t kParameters = kDresidual - kShift;
+  static constexpr size_t kOutputs = 3 + kParameters;  // dx, dinput, dgate, and the parameters'
+  static constexpr size_t kArguments = kNeeds + kOutputs;
+  static constexpr size_t kDifferentiable[] = {kDy,    kX,      kInput, kGate,     kShift,
+                                               kScale, kWeight, kBias,  kDresidual};
+};
+
 struct GateBackward {
   enum : size_t { kDresidualOut, kInput, kGate, kNeeds };
   static constexpr size_t kOutputs = 2;  // dinput and dgate

@@ -1,8 +1,9 @@
-// dweight and dbias from the partial sums that the persistent blocks of backward have left, added
-// up in a fixed order.
+// The gradients of parameters from the partial sums that blocks have left, added up in a fixed
+// order: dweight and dbias of all rows; dscale, dshift and dgate of groups of rows.
+#include "device/dependency.cuh"
 #include "device/reduce.cuh"
 #include "launch.cuh"
-#include "norm/types.cuh"
+#include "norm/param_grad.cuh"
 
 namespace fused_layernorm {
 namespace {
@@ -26,6 +27,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   const int64_t all = int64_t{partials.count} * p.cols;
 
   Acc dweight[kWidth] = {}, dbias[kWidth] = {};
+  wait_for_previous_kernel();
   if (col < p.cols) {
 #pragma unroll 4
     for (int i = threadIdx.x / kColumnLanes; i < partials.count; i += warps * kLanesOfColumn) {
@@ -64,6 +66,188 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   if (gradient != nullptr) store_once<W, kWidth>(gradient + col, round_to<W>(sum));
 }
 
+// The sum over `count` of rows of partial sums, at `kWidth` columns of each lane, for kSums sums
+// that lie `all` apart. Thread n * kColumnLanes + lane gets sum n; other threads get anything. With
+// `factor`, a part is multiplied by factor(i) first.
+template <int kSums, typename Acc, int kWidth, typename Factor>
+__device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* partial, int64_t count,
+                                          int64_t cols, int64_t all, bool has_cols,
+                                          const Factor& factor) {
+  using Sum = Vec<Acc, kWidth>;
+  __shared__ Sum sums[kSums][kMostWarps][kColumnLanes];
+  const int lane = threadIdx.x % kColumnLanes, warp = threadIdx.x / kWarpSize;
+  const int warps = blockDim.x / kWarpSize;
+  Acc running[kSums][kWidth] = {};
+  wait_for_previous_kernel();
+  if (has_cols) {
+#pragma unroll 4
+    for (int64_t i = threadIdx.x / kColumnLanes; i < count; i += warps * kLanesOfColumn) {
+      Acc factors[kWidth];
+      factor(factors, i);
+#pragma unroll
+      for (int n = 0; n < kSums; ++n) {
+        const Sum part = load<Use::kOnce, kWidth>(partial + n * all + i * cols);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) running[n][j] += factors[j] * part.at[j];
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kSums; ++n) {
+#pragma unroll
+    for (int offset = kColumnLanes; offset < kWarpSize; offset *= 2) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) running[n][j] += shuffle_xor(running[n][j], offset);
+    }
+    if (threadIdx.x % kWarpSize < kColumnLanes) sums[n][warp][lane] = round_to<Acc>(running[n]);
+  }
+  __syncthreads();
+  const int n = min(static_cast<int>(threadIdx.x) / kColumnLanes, kSums - 1);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) result[j] = 0;
+#pragma unroll 4
+  for (int w = 0; w < warps; ++w) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) result[j] += sums[n][w][lane].at[j];
+  }
+}
+
+template <typename Acc, int kWidth>
+__device__ __forceinline__ void no_factor(Acc (&factors)[kWidth], int64_t) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) factors[j] = 1;
+}
+
+// The first part of the group that begins at row `first_row`, and its parts, by the ranges of rows
+// of plan.h (GroupParts).
+struct PartsOfGroup {
+  int64_t first, count;
+
+  __device__ __forceinline__ PartsOfGroup(int64_t group, int64_t group_rows, int64_t rows, int sets)
+      : first(set_of(group * group_rows, rows, sets) + group),
+        count(set_of((group + 1) * group_rows - 1, rows, sets) + group - first + 1) {}
+
+ private:
+  static __device__ __forceinline__ int64_t set_of(int64_t row, int64_t rows, int sets) {
+    return ((row + 1) * sets - 1) / rows;
+  }
+};
+
+// Columns of a block of the kernels below, and which of them a thread has.
+template <int kWidth>
+struct GradColumns {
+  int64_t group;
+  int col;
+
+  __device__ __forceinline__ explicit GradColumns(int chunks)
+      : group(blockIdx.x / chunks),
+        col((static_cast<int>(blockIdx.x % chunks) * kColumnLanes +
+             static_cast<int>(threadIdx.x) % kColumnLanes) *
+            kWidth) {}
+};
+
+// dscale = weight * a + bias * c and dshift = c of every group, from the sums over its parts
+// a = sum of dy * xhat and c = sum of dy, which are kept for dweight and dbias where these are
+// asked for; and dgate, the third sum, of gated rows. A block has some columns of one group.
+template <typename Acc, typename W, int kWidth, int kSums>
+__global__ void __launch_bounds__(kMostWarps* kWarpSize)
+    modulation_grad_kernel(const BackwardParams p, const backward::GroupParts parts,
+                           const int chunks) {
+  const GradColumns<kWidth> at(chunks);
+  const PartsOfGroup own(at.group, p.group_rows, p.rows, parts.sets);
+  char* const workspace = static_cast<char*>(p.workspace);
+  const auto* partial = reinterpret_cast<const Acc*>(workspace + parts.partials.offset);
+  const bool has_cols = at.col < p.cols;
+  Acc sum[kWidth];
+  sum_parts<kSums>(sum, partial + own.first * p.cols + at.col, own.count, p.cols,
+                   int64_t{parts.partials.count} * p.cols, has_cols, no_factor<Acc, kWidth>);
+  if (threadIdx.x >= kWarpSize) return;
+  Acc of_shift[kWidth];
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) of_shift[j] = shuffle_xor(sum[j], kColumnLanes);
+  if (threadIdx.x >= kSums * kColumnLanes || !has_cols) return;
+  const bool is_shift = threadIdx.x >= kColumnLanes;
+  const int64_t place = at.group * p.cols + at.col;
+  if (kSums > 2 && threadIdx.x >= 2 * kColumnLanes) {
+    if (p.dgate != nullptr) store_gradient<W>(p.dgate, p.dgate_is_wide, place, sum);
+    return;
+  }
+  if (p.dweight != nullptr || p.dbias != nullptr) {
+    auto* kept = reinterpret_cast<Acc*>(workspace + parts.sums_offset);
+    store<Acc, kWidth>(kept + (is_shift ? p.rows / p.group_rows * p.cols : 0) + place,
+                       round_to<Acc>(sum));
+  }
+  if (is_shift) {
+    if (p.dshift != nullptr) store_gradient<W>(p.dshift, p.dshift_is_wide, place, sum);
+  } else if (p.dscale != nullptr) {
+    if (p.weight != nullptr || p.bias != nullptr) {
+      Acc weight[kWidth], bias[kWidth];
+      unpack(weight, Parameter<W>(p.weight, 0, Absent::kOnes).template load<kWidth>(at.col));
+      unpack(bias, Parameter<W>(p.bias, 0, Absent::kZeros).template load<kWidth>(at.col));
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum[j] = weight[j] * sum[j] + bias[j] * of_shift[j];
+    }
+    store_gradient<W>(p.dscale, p.dscale_is_wide, place, sum);
+  }
+}
+
+// dweight and dbias under a modulation: the sums over all groups of (1 + scale) * a and
+// (1 + scale) * c.
+template <typename Acc, typename W, int kWidth>
+__global__ void __launch_bounds__(kMostWarps* kWarpSize)
+    modulated_param_grad_kernel(const BackwardParams p, const int64_t sums_offset) {
+  const GradColumns<kWidth> at(gridDim.x);
+  const int64_t groups = p.rows / p.group_rows;
+  const auto* kept =
+      reinterpret_cast<const Acc*>(static_cast<const char*>(p.workspace) + sums_offset);
+  const bool has_cols = at.col < p.cols;
+  Acc sum[kWidth];
+  sum_parts<2>(sum, kept + at.col, groups, p.cols, groups * p.cols, has_cols,
+               [&](Acc(&factors)[kWidth], int64_t group) {
+                 const auto scale = row_parameter<W>(p.modulation.scale, p.modulation.scale_rows,
+                                                     group * p.group_rows, 0, Absent::kZeros);
+                 unpack(factors, scale.template load<kWidth>(at.col));
+#pragma unroll
+                 for (int j = 0; j < kWidth; ++j) factors[j] += Acc(1);
+               });
+  if (threadIdx.x >= 2 * kColumnLanes || !has_cols) return;
+  auto* const gradient = static_cast<W*>(threadIdx.x >= kColumnLanes ? p.dbias : p.dweight);
+  if (gradient != nullptr) store_once<W, kWidth>(gradient + at.col, round_to<W>(sum));
+}
+
+// dgate of every group.
+template <typename Acc, typename W, int kWidth>
+__global__ void __launch_bounds__(kMostWarps* kWarpSize)
+    gate_grad_kernel(const GateParams p, const backward::GroupParts parts, const int chunks) {
+  const GradColumns<kWidth> at(chunks);
+  const PartsOfGroup own(at.group, p.group_rows, p.rows, parts.sets);
+  const auto* partial = static_cast<const Acc*>(p.workspace);
+  const bool has_cols = at.col < p.cols;
+  Acc sum[kWidth];
+  sum_parts<1>(sum, partial + own.first * p.cols + at.col, own.count, p.cols, 0, has_cols,
+               no_factor<Acc, kWidth>);
+  if (threadIdx.x >= kColumnLanes || !has_cols) return;
+  store_gradient<W>(p.dgate, p.dgate_is_wide, at.group * p.cols + at.col, sum);
+}
+
+// The launch of one of these kernels: blocks side by side on the columns of each of `groups`.
+Launch grad_launch(int chunks, int64_t groups, int64_t parts_of_group) {
+  int warps = 1;
+  while (warps < kMostWarps && warps * kLanesOfColumn * 4 < parts_of_group) warps *= 2;
+  return {groups * chunks, kWarpSize * warps};
+}
+
+// Calls then(width, chunks) with the columns that a thread has at once, and the blocks that a row
+// takes.
+template <typename Acc, typename Then>
+cudaError_t with_columns(int cols, const Then& then) {
+  constexpr int kMostWidth = vector_width(sizeof(Acc));
+  return dispatch_bool(cols % kMostWidth == 0, [&](auto aligned) {
+    constexpr int kWidth = aligned() ? kMostWidth : 1;
+    return then(std::integral_constant<int, kWidth>{}, (cols - 1) / (kColumnLanes * kWidth) + 1);
+  });
+}
+
 }  // namespace
 
 cudaError_t launch_param_grad(const BackwardParams& params, const DataTypes& types,
@@ -80,7 +264,49 @@ cudaError_t launch_param_grad(const BackwardParams& params, const DataTypes& typ
       int warps = 1;
       while (warps < kMostWarps && warps * kLanesOfColumn * 4 < partials.count) warps *= 2;
       const Launch own = {(params.cols - 1) / (kColumnLanes * kWidth) + 1, kWarpSize * warps};
-      return launch(param_grad_kernel<Acc, W, kWidth>, own, stream, params, partials);
+      return launch_early(partials.starts_early, param_grad_kernel<Acc, W, kWidth>, own, stream,
+                          params, partials);
+    });
+  });
+}
+
+cudaError_t launch_modulation_grad(const BackwardParams& params, const DataTypes& types,
+                                   const backward::GroupParts& parts, cudaStream_t stream) {
+  const bool needs_columns = params.dweight != nullptr || params.dbias != nullptr;
+  const bool wanted = params.dshift != nullptr || params.dscale != nullptr ||
+                      params.dgate != nullptr || needs_columns;
+  if (params.group_rows == 1 || !wanted) return cudaSuccess;
+  return dispatch_types(types, [&](auto t) {
+    using Acc = typename decltype(t)::Acc;
+    using W = typename decltype(t)::W;
+    return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
+      const int64_t groups = params.rows / params.group_rows;
+      const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
+      const bool early = parts.partials.starts_early;
+      const cudaError_t error = dispatch_bool(params.modulation.gate != nullptr, [&](auto gated) {
+        constexpr int kSums = gated() ? 3 : 2;
+        return launch_early(early, modulation_grad_kernel<Acc, W, width(), kSums>, per_group,
+                            stream, params, parts, chunks);
+      });
+      if (error != cudaSuccess || !needs_columns) return error;
+      const Launch of_all = grad_launch(chunks, 1, groups);
+      return launch_early(early, modulated_param_grad_kernel<Acc, W, width()>, of_all, stream,
+                          params, parts.sums_offset);
+    });
+  });
+}
+
+cudaError_t launch_gate_grad(const GateParams& params, const DataTypes& types,
+                             const backward::GroupParts& parts, cudaStream_t stream) {
+  if (params.group_rows == 1 || params.dgate == nullptr) return cudaSuccess;
+  return dispatch_types(types, [&](auto t) {
+    using Acc = typename decltype(t)::Acc;
+    using W = typename decltype(t)::W;
+    return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
+      const int64_t groups = params.rows / params.group_rows;
+      const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
+      return launch_early(parts.partials.starts_early, gate_grad_kernel<Acc, W, width()>, per_group,
+                          stream, params, parts, chunks);
     });
   });
 }

@@ -12,17 +12,25 @@ namespace fused_layernorm {
 
 // The shared memory of a block whose rows come by bulk copies: weight, and bias where an activation
 // reads it, and then, team by team and stage by stage, x and dy, each with room for `stage_cols`
-// columns.
+// columns. With a modulation, weight is that of combined_weight() and the gate, if there is one,
+// stands behind it; where rows have a scale of their own, it comes with x and dy, and there is no
+// weight.
 template <typename N, int kWidth>
 struct BackwardRing {
   using X = typename N::X;
   using Y = typename N::Y;
   using W = typename N::W;
+  using Weight = std::conditional_t<N::Affine::kModulates, typename N::Acc, W>;
+  static constexpr bool kRowScale = is_of_rows<typename N::Affine>();
+  static constexpr int kStageBytes =
+      static_cast<int>(sizeof(X) + sizeof(Y) + (kRowScale ? sizeof(W) : 0));  // a column
 
-  W* weight;
+  Weight* weight;
+  Weight* gate;
   W* bias;
   X* x;                     // this team's
   Y* dy;                    // this team's
+  W* scale;                 // this team's
   Pair<float>* statistics;  // mean and rstd of the rows in this team's stages
   uint64_t* full;           // this team's barriers, one a stage
   int stage_cols, stages;
@@ -37,14 +45,19 @@ struct BackwardRing {
         full(barriers + team * kMostStages),
         stage_cols(plan.stage_cols),
         stages(plan.stages) {
-    weight = reinterpret_cast<W*>(shared);
-    bias = weight + stage_cols;
-    const int param_bytes = (has_bias ? 2 : 1) * static_cast<int>(sizeof(W));
+    weight = reinterpret_cast<Weight*>(shared);
+    gate = weight + stage_cols;
+    bias = reinterpret_cast<W*>(weight + stage_cols);
+    const int param_bytes = kRowScale
+                                ? 0
+                                : static_cast<int>((N::Prologue::kGated ? 2 : 1) * sizeof(Weight) +
+                                                   (has_bias ? sizeof(W) : 0));
     const int params = (param_bytes * stage_cols + 15) / 16 * 16;
     const int ring = stage_cols * stages;
-    auto* rows = shared + params + size_t(team) * ring * (sizeof(X) + sizeof(Y));
+    auto* rows = shared + params + size_t(team) * ring * kStageBytes;
     x = reinterpret_cast<X*>(rows);
     dy = reinterpret_cast<Y*>(rows + size_t(ring) * sizeof(X));
+    scale = reinterpret_cast<W*>(rows + size_t(ring) * (sizeof(X) + sizeof(Y)));
   }
 
   // Bytes between the multiple of 16 before `row` and `row`. Bulk copies begin and end at such
@@ -65,13 +78,17 @@ struct BackwardRing {
   }
 
   // Starts the copies of a row to a stage that nobody reads any more. One thread of the team calls.
-  __device__ __forceinline__ void fill(const BackwardParams& p, const SliceWork& work, int stage,
+  __device__ __forceinline__ void fill(const BackwardParams& p, int first_col, int cols, int stage,
                                        int64_t row, bool reads_x) const {
-    const X* x_row = x_row_of<N>(p, row, work.first_col);
-    const Y* dy_row = dy_row_of<N>(p, row, work.first_col);
-    const uint32_t x_bytes = reads_x ? copied(x_row, work.cols) : 0;
-    const uint32_t dy_bytes = copied(dy_row, work.cols);
-    barrier_expect(full + stage, x_bytes + dy_bytes);
+    const X* x_row = x_row_of<N>(p, row, first_col);
+    const Y* dy_row = dy_row_of<N>(p, row, first_col);
+    const uint32_t x_bytes = reads_x ? copied(x_row, cols) : 0;
+    const uint32_t dy_bytes = copied(dy_row, cols);
+    uint32_t scale_bytes = 0;
+    if constexpr (kRowScale) {
+      if (p.modulation.scale != nullptr) scale_bytes = cols * static_cast<uint32_t>(sizeof(W));
+    }
+    barrier_expect(full + stage, x_bytes + dy_bytes + scale_bytes);
     float_load(&statistics[stage].first, static_cast<const float*>(p.mean) + row);
     float_load(&statistics[stage].second, static_cast<const float*>(p.rstd) + row);
     barrier_arrive_with_float_loads(full + stage);
@@ -79,6 +96,32 @@ struct BackwardRing {
       bulk_load(x + stage * stage_cols, before(x_row, skipped(x_row)), x_bytes, full + stage);
     }
     bulk_load(dy + stage * stage_cols, before(dy_row, skipped(dy_row)), dy_bytes, full + stage);
+    if constexpr (kRowScale) {
+      if (scale_bytes > 0) {
+        bulk_load(scale + stage * stage_cols, scale_of_row<N>(p, row).at, scale_bytes,
+                  full + stage);
+      }
+    }
+  }
+
+  // Sets to zero what no copy writes, so that the columns which a thread does not have add nothing
+  // to its sums. All threads of the team call, and a barrier must follow.
+  __device__ __forceinline__ void clear_behind(int cols, const BlockTeam& team) const {
+    for (int stage = 0; stage < stages; ++stage) {
+      const int first = stage * stage_cols;
+      for (int col = cols + team.thread; col < stage_cols; col += team.threads) {
+        x[first + col] = from_acc<X>(0.0f);
+        dy[first + col] = from_acc<Y>(0.0f);
+        if constexpr (kRowScale) scale[first + col] = from_acc<W>(0.0f);
+      }
+    }
+  }
+
+  // Makes the barriers ready. One thread of the team calls, and a barrier must follow.
+  __device__ __forceinline__ void init_barriers() const {
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) barrier_init(full + i, kArrivals);
+    barrier_init_fence();
   }
 };
 
@@ -125,29 +168,14 @@ struct PersistentRows {
       const int room = ring.stage_cols / kWidth;
       copy_parameter<kWidth>(ring.weight, parameters.weight, vectors, room);
       if (activates) copy_parameter<kWidth>(ring.bias, parameters.bias, vectors, room);
-      // What no copy writes is set to zero, so the columns that a thread does not have add nothing
-      // to its sums.
-      if (kWidth > 1 && in_team) {
-        for (int stage = 0; stage < ring.stages; ++stage) {
-          X* x = ring.x + stage * ring.stage_cols;
-          Y* dy = ring.dy + stage * ring.stage_cols;
-          for (int col = work.cols + team.thread; col < ring.stage_cols; col += team.threads) {
-            x[col] = from_acc<X>(0.0f);
-            dy[col] = from_acc<Y>(0.0f);
-          }
-        }
-      }
+      if (kWidth > 1 && in_team) ring.clear_behind(work.cols, team);
       const bool fills = team.thread == 0 && in_team;
-      if (fills) {
-#pragma unroll 1
-        for (int i = 0; i < ring.stages; ++i) barrier_init(ring.full + i, Ring::kArrivals);
-        barrier_init_fence();
-      }
+      if (fills) ring.init_barriers();
       __syncthreads();
       if (fills) {
 #pragma unroll 1
         for (int i = 0; i < ring.stages && i < work.rows; ++i) {
-          ring.fill(p, work, i, work.row(i), reads_x);
+          ring.fill(p, work.first_col, work.cols, i, work.row(i), reads_x);
         }
       }
     }
@@ -164,7 +192,8 @@ struct PersistentRows {
     if (kBulk && team.thread == 0 && i >= held) {
       const int next = i - held + ring.stages;
       if (next < work.rows) {
-        ring.fill(p, work, at.stage_of(held, ring.stages), work.row(next), reads_x);
+        ring.fill(p, work.first_col, work.cols, at.stage_of(held, ring.stages), work.row(next),
+                  reads_x);
       }
     }
   }

@@ -3,6 +3,7 @@
 // global memory a row or two after they have published their sums, so that none waits for the
 // others.
 #include "backward/persistent.cuh"
+#include "device/dependency.cuh"
 #include "device/meeting.cuh"
 #include "launch.cuh"
 
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     read.advance(plan.stages);
   }
 
+  let_next_kernel_start();
   const ParamGradSink<N> sink(p, plan.partials, work.set);
   if (sink.wanted()) grads.store(sink, rows.share, work.first_col);
 }
@@ -117,8 +119,9 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
                 using N = decltype(norm);
                 using G = BackwardSplitGeometry<N, width(), vecs(), bulk()>;
                 const auto kernel = layer_norm_backward_split_kernel<N, G>;
-                return slices.blocks_per_row > 1 ? launch<true>(kernel, plan, stream, params, plan)
-                                                 : launch(kernel, plan, stream, params, plan);
+                return slices.blocks_per_row > 1
+                           ? launch<Start::kCooperative>(kernel, plan, stream, params, plan)
+                           : launch(kernel, plan, stream, params, plan);
               });
             }
           });

@@ -1,5 +1,6 @@
 // Backward of rows of any length, on any chip: the sums of fixed chunks of each row together with
-// dweight and dbias, the rows' totals, then dx with a second read of x and dy.
+// dweight and dbias, or dscale and dshift of groups of rows, the rows' totals, then dx with a
+// second read of x and dy.
 #include "backward/running_param_grads.cuh"
 #include "launch.cuh"
 
@@ -21,13 +22,28 @@ struct Chunk {
       : first_col(index * chunks.slice_cols), cols(min(chunks.slice_cols, all_cols - first_col)) {}
 };
 
+// weight at a vector of a chunk's columns, combined with what modulates the row.
+template <typename N, int kWidth>
+__device__ __forceinline__ auto weight_of(const BackwardParams& p,
+                                          const ColumnParameters<typename N::W>& parameters,
+                                          int64_t row, int first_col, int col) {
+  if constexpr (N::Affine::kModulates) {
+    const auto scale = scale_of_row<N>(p, row).template load<kWidth>(first_col + col);
+    return combined_weight<N, kWidth>(p, first_col + col, scale);
+  } else {
+    return parameters.weight.template load<kWidth>(col);
+  }
+}
+
 // The first kernel. Each block owns the columns of one chunk for the rows set, set + sets, ...:
 // their dweight and dbias, and its warps' shares of the two sums of each of those rows. Warps do
-// not wait for each other, so that some load while others compute.
+// not wait for each other, so that some load while others compute. With a modulation the rows of a
+// block follow each other, and dscale and dshift are those of a group of them, or of each row.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kThreads, 2)
     layer_norm_backward_stream_sums_kernel(const BackwardParams p, const Slices chunks,
                                            const backward::PartialSums partials) {
+  constexpr bool kModulates = N::Affine::kModulates, kOfRows = is_of_rows<typename N::Affine>();
   using Acc = typename N::Acc;
   constexpr int kVecs = backward_stream_vecs(kWidth);
   const BlockTeam team;
@@ -39,8 +55,34 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool reads_x = needs_x(p);
   auto* warp_sums = static_cast<Pair<Acc>*>(p.workspace);  // [row][chunk][warp]
 
+  const int sets = gridDim.x / all_chunks;
+  int64_t first_row = set, end_row = p.rows, row_step = sets;
+  int64_t group_end = p.rows;
+  [[maybe_unused]] int64_t part = 0;
+  if constexpr (kModulates) {
+    const GroupRange range(p, set, sets);
+    first_row = range.begin;
+    end_row = range.end;
+    row_step = 1;
+    group_end = range.end_of_group(range.begin);
+    part = set + range.group_of(range.begin);
+  }
+
   RunningParamGrads<Acc, kWidth, kVecs> grads;
-  for (int64_t row = set; row < p.rows; row += gridDim.x / all_chunks) {
+  const auto leave_part = [&] {
+    if (p.dscale || p.dshift || p.dweight || p.dbias) {
+      grads.store(PartSink<N>(p, partials, part), share, chunk.first_col);
+    }
+  };
+  for (int64_t row = first_row; row < end_row; row += row_step) {
+    if constexpr (kModulates && !kOfRows) {
+      if (row == group_end) {
+        leave_part();
+        grads = {};
+        ++part;
+        group_end = min(group_end + p.group_rows, end_row);
+      }
+    }
     const Acc mean = static_cast<const Acc*>(p.mean)[row];
     const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
     const auto* x_row = x_row_of<N>(p, row, chunk.first_col);
@@ -58,18 +100,30 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int col = share.template col<kWidth>(k);
-      const Gradients<N, kWidth> gradients(p, x[k], dy[k], mean, rstd,
-                                           parameters.weight.template load<kWidth>(col),
-                                           parameters.bias.template load<kWidth>(col));
+      const Gradients<N, kWidth> gradients(
+          p, x[k], dy[k], mean, rstd,
+          weight_of<N, kWidth>(p, parameters, row, chunk.first_col, col),
+          parameters.bias.template load<kWidth>(col));
       gradients.add_sums(sums);
-      gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
+      if constexpr (kOfRows) {
+        const int own_col = chunk.first_col + share.vector(k) * kWidth;
+        if (share.has(k)) store_row_modulation(p, row, own_col, gradients);
+      } else {
+        gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
+      }
     }
     if (p.dx == nullptr) continue;
     sums = warp_sum(sums);
     if (team.lane() == 0) warp_sums[(row * all_chunks + index) * kWarps + team.warp()] = sums;
   }
-  const ParamGradSink<N> sink(p, partials, set);
-  if (sink.wanted()) grads.store(sink, share, chunk.first_col);
+  if constexpr (kOfRows) {
+    // Each row has stored its own.
+  } else if constexpr (kModulates) {
+    leave_part();
+  } else {
+    const ParamGradSink<N> sink(p, partials, set);
+    if (sink.wanted()) grads.store(sink, share, chunk.first_col);
+  }
 }
 
 // The second kernel, one block a row: the two means over the row, from the sums of the warps that
@@ -133,9 +187,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     const int col = share.template col<kWidth>(k);
-    const Gradients<N, kWidth> gradients(p, x[k], dy[k], mean, rstd,
-                                         parameters.weight.template load<kWidth>(col),
-                                         parameters.bias.template load<kWidth>(col));
+    const Gradients<N, kWidth> gradients(
+        p, x[k], dy[k], mean, rstd, weight_of<N, kWidth>(p, parameters, row, chunk.first_col, col),
+        parameters.bias.template load<kWidth>(col));
     if (share.has(k)) dx_row.store(col, gradients.xhat, gradients.g, means, rstd, added[k]);
   }
 }
@@ -148,12 +202,19 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       // The sums know nothing of a gradient beside dx.
-      cudaError_t error = dispatch_bool(params.has_epilogue, [&](auto epilogue) {
-        using N =
-            LayerNormOf<T, NoGradientBeside, std::conditional_t<epilogue(), MayActivate, Identity>>;
+      const auto start_sums = [&](auto epilogue, auto affine) {
+        using N = LayerNormOf<T, NoGradientBeside, decltype(epilogue), decltype(affine)>;
         return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, params,
-                      plan.chunks, plan.partials);
-      });
+                      plan.chunks, params.is_modulated ? plan.parts.partials : plan.partials);
+      };
+      cudaError_t error;
+      if (params.is_modulated) {
+        error = params.group_rows == 1 ? start_sums(Identity{}, MayBeAffineAndModulateRow{})
+                                       : start_sums(Identity{}, MayBeAffineAndModulate{});
+      } else {
+        error = params.has_epilogue ? start_sums(MayActivate{}, ColumnAffine{})
+                                    : start_sums(Identity{}, ColumnAffine{});
+      }
       if (error != cudaSuccess || params.dx == nullptr) return error;
       const int chunks = plan.chunks.blocks_per_row;
       const Launch per_row = {params.rows, kTotalsThreads};
@@ -161,10 +222,13 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
                      params, chunks, plan.totals_offset);
       if (error != cudaSuccess) return error;
       const Launch per_chunk = {params.rows * chunks, kThreads};
-      return dispatch_backward_shared<T>(params, [&](auto norm) {
+      const auto start = [&](auto norm) {
         return launch(layer_norm_backward_stream_kernel<decltype(norm), width()>, per_chunk, stream,
                       params, plan.chunks, plan.totals_offset);
-      });
+      };
+      return params.is_modulated
+                 ? start(LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>{})
+                 : dispatch_backward_shared<T>(params, start);
     });
   });
 }

@@ -1,6 +1,7 @@
 // Backward of short rows: a logical warp (a power-of-two part of a warp) holds a row in registers,
 // while the next row is on its way. Blocks are persistent, and each lane keeps the running dweight
-// and dbias of its columns in registers.
+// and dbias of its columns in registers, or dscale and dshift of a group of rows, one group after
+// the other.
 #include "backward/running_param_grads.cuh"
 #include "launch.cuh"
 
@@ -16,10 +17,10 @@ struct LoadedGradientRow {
   Acc mean, rstd;
 
   // At vectors, and in rows, that do not exist dy is zero, and so is all that they add to sums.
-  __device__ __forceinline__ LoadedGradientRow(const BackwardParams& p, uint32_t row,
+  __device__ __forceinline__ LoadedGradientRow(const BackwardParams& p, uint32_t row, uint32_t rows,
                                                const Share<kVecs, false>& share, bool reads_x)
       : x{}, dy{}, mean(0), rstd(0) {
-    if (row >= static_cast<uint32_t>(p.rows)) return;
+    if (row >= rows) return;
     mean = static_cast<const Acc*>(p.mean)[row];
     rstd = static_cast<const Acc*>(p.rstd)[row];
     const auto* x_row = x_row_of<N>(p, row, 0);
@@ -61,13 +62,13 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
-  LoadedGradientRow<N, kWidth, kVecs> next(p, team, share, reads_x);
+  LoadedGradientRow<N, kWidth, kVecs> next(p, team, rows, share, reads_x);
   // The bound is the same for all lanes of a warp, as each takes part in the shuffles.
   for (uint32_t base = 0; base < rows; base += all_teams) {
     const uint32_t row = base + team;
     const bool valid_row = row < rows;
     const LoadedGradientRow<N, kWidth, kVecs> now = next;
-    next = LoadedGradientRow<N, kWidth, kVecs>(p, row + all_teams, share, reads_x);
+    next = LoadedGradientRow<N, kWidth, kVecs>(p, row + all_teams, rows, share, reads_x);
     const DxRow<N> dx_row(p, valid_row ? row : 0, 0);
     Vec<X, kWidth> added[kVecs] = {};
     if constexpr (N::Prologue::kMayAdd) {
@@ -110,12 +111,119 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
                                                                   shared);
 }
 
+// The same for rows with a modulation. A block has rows that follow each other, and its logical
+// warps have the rows of one group at a time.
+template <typename N>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    layer_norm_backward_group_warp_kernel(const BackwardParams p, const int log2_lanes,
+                                          const int parts, const int64_t parts_offset) {
+  using Acc = typename N::Acc;
+  using X = typename N::X;
+  using W = typename N::W;
+  constexpr int kWidth = kVectorWidth<typename N::Types>;
+  constexpr int kVecs = most_backward_warp_vecs(kWidth);
+  constexpr bool kOfRows = N::Affine::kOfRows;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int lanes = 1 << log2_lanes;
+  const int teams = kBackwardThreads >> log2_lanes, team = threadIdx.x >> log2_lanes;
+  const Share<kVecs, false> share = {static_cast<int>(threadIdx.x) & (lanes - 1), lanes,
+                                     p.cols / kWidth};
+  const GroupRange range(p, blockIdx.x, gridDim.x);
+  const Acc inverse_cols = p.inverse_cols.as<Acc>();
+  const bool wanted = p.dscale || p.dshift || p.dweight || p.dbias;
+
+  RunningParamGrads<Acc, kWidth, kVecs> grads;
+  int64_t part = blockIdx.x + range.group_of(range.begin);
+  for (uint32_t from = range.begin; from < range.end; ++part) {
+    const uint32_t to = kOfRows ? range.end : range.end_of_group(from);
+    Vec<Acc, kWidth> weight[kVecs];
+    const auto load_weight = [&](uint32_t row) {
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        const int col = share.template col<kWidth>(k);
+        weight[k] =
+            combined_weight<N, kWidth>(p, col, scale_of_row<N>(p, row).template load<kWidth>(col));
+      }
+    };
+    if (!kOfRows) load_weight(from);
+    LoadedGradientRow<N, kWidth, kVecs> next(p, from + team, to, share, true);
+    // The bound is the same for all lanes of a warp, as each takes part in the shuffles.
+    for (uint32_t base = from; base < to; base += teams) {
+      const uint32_t row = base + team;
+      const bool valid_row = row < to;
+      const LoadedGradientRow<N, kWidth, kVecs> now = next;
+      next = LoadedGradientRow<N, kWidth, kVecs>(p, row + teams, to, share, true);
+      if (kOfRows) load_weight(valid_row ? row : from);
+      const DxRow<N> dx_row(p, valid_row ? row : from, 0);
+      Vec<X, kWidth> added[kVecs] = {};
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
+      }
+      Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
+      Pair<Acc> sums;
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        const Gradients<N, kWidth> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd, weight[k],
+                                             Vec<W, kWidth>{});
+        gradients.add_sums(sums);
+        if constexpr (kOfRows) {
+          if (valid_row && share.has(k)) {
+            store_row_modulation(p, row, share.vector(k) * kWidth, gradients);
+          }
+        } else {
+          gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
+        }
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          xhat[k][j] = gradients.xhat[j];
+          g[k][j] = gradients.g[j];
+        }
+      }
+      if (p.dx == nullptr) continue;
+      const Pair<Acc> means = {logical_warp_sum(sums.first, lanes) * inverse_cols,
+                               logical_warp_sum(sums.second, lanes) * inverse_cols};
+      if (!valid_row) continue;
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        if (share.has(k)) {
+          dx_row.store(share.vector(k) * kWidth, xhat[k], g[k], means, now.rstd, added[k]);
+        }
+      }
+    }
+    if (!kOfRows && wanted) {
+      __syncthreads();  // Nobody reads the sums of the group before any more.
+      grads.template store_sum_of_logical_warps<kBackwardThreads / kWarpSize>(
+          PartSink<N>(p, {parts, parts_offset, false}, part), share, lanes, p.cols, shared);
+      grads = {};
+    }
+    from = to;
+  }
+}
+
+template <typename T>
+cudaError_t launch_groups(const BackwardParams& params, const backward::Warp& plan,
+                          cudaStream_t stream) {
+  if constexpr (kIsFloat64<T>) {
+    return cudaErrorInvalidValue;
+  } else {
+    const auto start = [&](auto affine) {
+      using N = LayerNormOf<T, MayAddGradient, Identity, decltype(affine)>;
+      return launch(layer_norm_backward_group_warp_kernel<N>, plan, stream, params,
+                    log2_of(plan.lanes), plan.parts.partials.count, plan.parts.partials.offset);
+    };
+    return params.group_rows == 1 ? start(MayBeAffineAndModulateRow{})
+                                  : start(MayBeAffineAndModulate{});
+  }
+}
+
 }  // namespace
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Warp& plan, cudaStream_t stream) {
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
+    if (params.is_modulated) return launch_groups<T>(params, plan, stream);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       return dispatch_vecs(BackwardWarpVecs<width()>{}, plan.vecs, [&](auto vecs) {
         const auto start = [&](auto norm) -> cudaError_t {

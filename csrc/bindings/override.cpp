@@ -243,8 +243,10 @@ Three our_backward<DeviceType::CUDA>(const Tensor& dy, const Tensor& x, int64_t 
                                      const std::optional<Tensor>& weight,
                                      const std::optional<Tensor>& bias, bool needs_dx,
                                      bool needs_dweight, bool needs_dbias) {
-  return run_backward({dy, x, ndim, mean, rstd, weight, bias, std::nullopt, std::nullopt, 1.0,
-                       needs_dx, needs_dweight, needs_dbias});
+  const BackwardResult result =
+      run_backward({dy, x, ndim, mean, rstd, weight, bias, std::nullopt, std::nullopt, 1.0,
+                    needs_dx, needs_dweight, needs_dbias});
+  return {result.dx, result.dweight, result.dbias};
 }
 #endif
 

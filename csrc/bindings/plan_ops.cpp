@@ -46,8 +46,8 @@ DataType data_type(ScalarType type) {
 std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool backward,
                           std::optional<ScalarType> weight_dtype, std::optional<ScalarType> y_dtype,
                           std::optional<bool> aligned, bool residual, bool has_epilogue,
-                          bool needs_dparams, int64_t capability, int64_t sms,
-                          int64_t shared_memory) {
+                          bool needs_dparams, int64_t group_rows, bool gated, int64_t capability,
+                          int64_t sms, int64_t shared_memory) {
   const ScalarType weight = weight_dtype.value_or(dtype), y = y_dtype.value_or(dtype);
   Problem problem;
   problem.x = data_type(dtype);
@@ -69,10 +69,19 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
   problem.residual = residual;
   problem.has_epilogue = has_epilogue;
   problem.needs_dparams = needs_dparams;
+  check(group_rows >= 0 && (group_rows == 0 || rows % group_rows == 0),
+        "expected rows in whole groups, got ", rows, " rows in groups of ", group_rows);
+  problem.modulated = group_rows > 0;
+  problem.group_rows = group_rows;
   const Device device = {static_cast<int>(capability), static_cast<int>(sms),
                          static_cast<int>(shared_memory)};
-  return backward ? describe(make_backward_plan(problem, device))
-                  : describe(make_forward_plan(problem, device));
+  if (!backward) return describe(make_forward_plan(problem, device));
+  if (gated) {
+    problem.gated = true;
+    const auto plan = make_gated_plan(problem, device);
+    return plan ? describe(backward::Plan(*plan)) : "null";
+  }
+  return describe(make_backward_plan(problem, device));
 }
 
 }  // namespace
@@ -80,13 +89,15 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
 
 STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
   // `has_epilogue` is whether there is an activation or a scale that is not 1, `residual` in
-  // backward a gradient beside dx, `needs_dparams` whether dweight or dbias is asked for. The
-  // device is an H100 unless said otherwise; its capability is 10 * major + minor.
+  // backward a gradient beside dx, `needs_dparams` whether a gradient of a parameter is asked for.
+  // `group_rows` rows each share a modulation, 0 where there is none; `gated` asks for the backward
+  // of a gated sum in one launch, null where there is none. The device is an H100 unless said
+  // otherwise; its capability is 10 * major + minor.
   m.def(
       "_plan(int rows, int cols, ScalarType dtype, *, bool backward=False, ScalarType? "
       "weight_dtype=None, ScalarType? y_dtype=None, bool? aligned=None, bool residual=False, bool "
-      "has_epilogue=False, bool needs_dparams=True, int capability=90, int sms=132, int "
-      "shared_memory=232448) -> str");
+      "has_epilogue=False, bool needs_dparams=True, int group_rows=0, bool gated=False, int "
+      "capability=90, int sms=132, int shared_memory=232448) -> str");
   // None forces nothing any more; plan.h says what else can be asked for.
   m.def("_force(str? options) -> ()");
 }

@@ -62,6 +62,12 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "ada_layer_norm_forward(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, "
       "Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype=None) -> (Tensor, Tensor, "
       "Tensor)");
+  // One norm and two modulations of it, weight and bias shared: (y, second_y). It is not
+  // differentiable itself: who wants a graph takes ada_layer_norm twice.
+  m.def(
+      "ada_layer_norm_pair(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, "
+      "Tensor? second_shift, Tensor? second_scale, Tensor? weight, Tensor? bias, float eps, "
+      "ScalarType? out_dtype=None) -> (Tensor, Tensor)");
   // residual_out = residual + gate * input; y = ada_layer_norm(residual_out): (y, residual_out).
   m.def(
       "add_ada_layer_norm(Tensor input, Tensor residual, Tensor? gate, int normalized_ndim, "
@@ -80,6 +86,15 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, Tensor? dresidual, bool "
       "needs_dx, bool needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // The same for a gated sum x = residual + gate * input, in one launch where there is a kernel for
+  // it: (dx, dinput, dgate, dshift, dscale, dweight, dbias). Where it is differentiated itself it
+  // is ada_layer_norm_backward and then gate_backward of its dx.
+  m.def(
+      "add_ada_layer_norm_backward(Tensor dy, Tensor x, Tensor input, Tensor gate, int "
+      "normalized_ndim, Tensor mean, Tensor rstd, Tensor? shift, Tensor? scale, Tensor? weight, "
+      "Tensor? bias, Tensor? dresidual, bool needs_dx, bool needs_dinput, bool needs_dgate, bool "
+      "needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, "
+      "Tensor, Tensor, Tensor, Tensor, Tensor)");
   // Of residual_out = residual + gate * input: (dinput, dgate) from the gradient of residual_out.
   m.def(
       "gate_backward(Tensor dresidual_out, Tensor input, Tensor gate, bool needs_dinput, bool "

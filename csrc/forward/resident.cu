@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kForwardResidentThreads, 1)
       const int col = share.template col<kWidth>(k);
       const auto b = col < plan.bias_cols ? load<Use::kPlain, kWidth>(bias + col)
                                           : parameters.bias.template load<kWidth>(col);
-      const auto result = N::template finish<typename N::Epilogue>(
+      const auto result = N::template finish<typename N::Epilogue, typename N::Affine>(
           p, values[k], mean, rstd, load<Use::kPlain, kWidth>(weight + col), b);
       if (share.has(k)) store_once<Y, kWidth>(element(y, col), result);
       if (more) load_vector(k, next);
@@ -116,8 +116,8 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     if constexpr (kIsFloat64<T> || !std::is_same_v<typename T::X, typename T::Y>) {
       return cudaErrorInvalidValue;
     } else {
-      return launch<true>(layer_norm_forward_resident_kernel<BareForward<T>>, plan, stream, params,
-                          plan);
+      return launch<Start::kCooperative>(layer_norm_forward_resident_kernel<BareForward<T>>, plan,
+                                         stream, params, plan);
     }
   });
 }

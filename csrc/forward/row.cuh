@@ -16,17 +16,24 @@
 namespace fused_layernorm {
 
 // Stores y of a thread's share of a row.
-template <typename N, typename Epilogue, int kWidth, int kVecs, typename Parameters, typename Share>
+template <typename N, typename Epilogue, typename Affine, int kWidth, int kVecs,
+          typename Parameters, typename Share>
 __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename N::Y* y_row,
                                                const Vec<typename N::X, kWidth> (&x)[kVecs],
                                                Parameters& parameters, const Share& share,
                                                typename N::Acc mean, typename N::Acc rstd) {
   using Y = typename N::Y;
+  const auto finish = [&](int k, const auto& weight, const auto& bias) {
+    return N::template finish<Epilogue, Affine>(
+        p, x[k], mean, rstd, weight, bias, [&](const void* given, Absent absent) {
+          return Parameter<typename N::W>(given, 0, absent)
+              .template load<kWidth>(share.template col<kWidth>(k));
+        });
+  };
   if constexpr (!N::Epilogue::kBranches) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const auto y = N::template finish<Epilogue>(p, x[k], mean, rstd, parameters.weight(k),
-                                                  parameters.bias(k));
+      const auto y = finish(k, parameters.weight(k), parameters.bias(k));
       if (share.has(k)) store_once<Y, kWidth>(element(y_row, share.vector(k) * kWidth), y);
     }
   } else {
@@ -48,20 +55,42 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
         hold(weight);
         hold(bias);
       }
-      const auto y = N::template finish<Epilogue>(p, x[k], mean, rstd, w, b);
+      const auto y = finish(k, w, b);
       if (share.has(k)) store_once<Y, kWidth>(element(y_start, k * share.step * kWidth), y);
     }
   }
 }
 
+// `index` is the row's number.
 template <typename N, int kWidth, int kVecs, typename Parameters, typename Share>
 __device__ __forceinline__ void finish_row(const ForwardParams& p, const ForwardRow<N>& row,
                                            const Vec<typename N::X, kWidth> (&x)[kVecs],
                                            Parameters parameters, const Share& share,
-                                           typename N::Acc mean, typename N::Acc rstd) {
-  N::Epilogue::for_row(p, [&](auto epilogue) {
-    finish_vectors<N, decltype(epilogue)>(p, row.y, x, parameters, share, mean, rstd);
-  });
+                                           typename N::Acc mean, typename N::Acc rstd,
+                                           int64_t index) {
+  using W = typename N::W;
+  using Y = typename N::Y;
+  const auto finish = [&](Y* y, const auto& its_x, auto& its_parameters) {
+    N::Epilogue::for_row(p, [&](auto epilogue) {
+      N::Affine::for_row(p, [&](auto affine) {
+        finish_vectors<N, decltype(epilogue), decltype(affine)>(p, y, its_x, its_parameters, share,
+                                                                mean, rstd);
+      });
+    });
+  };
+  finish(row.y, x, parameters);
+  if constexpr (N::Affine::kTwice) {
+    const auto second = N::Affine::template of_row<W>(p.second, index, 0);
+    LateParameters<W, kWidth, Share> second_parameters = {second, share};
+    // Only the packed elements of the row stay in registers between the two.
+    Vec<typename N::X, kWidth> again[kVecs];
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      again[k] = x[k];
+      hold(again[k]);
+    }
+    finish(static_cast<Y*>(p.second_y) + index * p.cols, again, second_parameters);
+  }
 }
 
 // The same for a row that begins anywhere in memory.
@@ -72,16 +101,22 @@ __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const
                                                    const RaggedShare<kVecs, kWidth>& share,
                                                    bool valid_row, typename N::Acc mean,
                                                    typename N::Acc rstd) {
-  const auto y_of = [&](int k) {
-    const int col = share.template col<kWidth>(k);
-    const auto load = [&](const Parameter<typename N::W>& from) {
-      return k + 1 < kVecs ? from.template load<kWidth>(col)
-                           : from.template load_until<kWidth>(col, share.cols);
+  N::Affine::for_row(p, [&](auto affine) {
+    const auto y_of = [&](int k) {
+      const int col = share.template col<kWidth>(k);
+      const auto load = [&](const Parameter<typename N::W>& from) {
+        return k + 1 < kVecs ? from.template load<kWidth>(col)
+                             : from.template load_until<kWidth>(col, share.cols);
+      };
+      return N::template finish<typename N::Epilogue, decltype(affine)>(
+          p, x[k], mean, rstd, load(row.parameters.weight), load(row.parameters.bias),
+          [&](const void* given, Absent absent) {
+            return load(Parameter<typename N::W>(given, 0, absent));
+          });
     };
-    return N::template finish<typename N::Epilogue>(
-        p, x[k], mean, rstd, load(row.parameters.weight), load(row.parameters.bias));
-  };
-  store_shifted<typename N::Y, kWidth, kVecs>(row.y, team, share, valid_row ? share.cols : 0, y_of);
+    store_shifted<typename N::Y, kWidth, kVecs>(row.y, team, share, valid_row ? share.cols : 0,
+                                                y_of);
+  });
 }
 
 // One row by a team. A team without a row of its own (`row` is past the last) goes along with the
@@ -162,9 +197,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   } else if constexpr (kForget) {
     const ForwardRow<N> again(p, row, 0);
     const LateParameters<W, kWidth, decltype(share)> read_again = {again.parameters, share};
-    finish_row(p, again, x, read_again, share, mean, rstd);
+    finish_row(p, again, x, read_again, share, mean, rstd, row);
   } else {
-    finish_row(p, place, x, parameters, share, mean, rstd);
+    finish_row(p, place, x, parameters, share, mean, rstd, row);
   }
 }
 

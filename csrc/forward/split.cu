@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kForwardSplitThreads + kWarpSize, 1)
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int col = share.template col<kWidth>(k);
-      const auto result = N::template finish<typename N::Epilogue>(
+      const auto result = N::template finish<typename N::Epilogue, typename N::Affine>(
           p, load<Use::kPlain, kWidth>(x + col), mean, rstd,
           load<Use::kPlain, kWidth>(weight + col), load<Use::kPlain, kWidth>(bias + col));
       if (share.has(k)) store_once<Y, kWidth>(element(y, col), result);
@@ -128,7 +128,8 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     } else {
       return dispatch_forward_plain<T>(params, [&](auto norm) {
         using N = decltype(norm);
-        return launch<true>(layer_norm_forward_split_kernel<N>, plan, stream, params, plan);
+        return launch<Start::kCooperative>(layer_norm_forward_split_kernel<N>, plan, stream, params,
+                                           plan);
       });
     }
   });

@@ -64,7 +64,8 @@ __global__ void __launch_bounds__(kWarpSize)
 }
 
 // The last kernel. A block keeps the weight and bias of its columns in registers for several rows:
-// reading them anew for every row costs as much of L2's throughput as x and y.
+// reading them anew for every row costs as much of L2's throughput as x and y. A modulation is read
+// for every row, which may have its own.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kFinishThreads)
     layer_norm_forward_stream_kernel(const ForwardParams p, const int chunks,
@@ -88,13 +89,17 @@ __global__ void __launch_bounds__(kFinishThreads)
   Vec<X, kWidth> next[kFinishVecs];
   place.x.template load<Use::kOnce>(next, share);
   Vec<W, kWidth> weight[kFinishVecs], bias[kFinishVecs];
+  const auto load_parameters = [&] {
 #pragma unroll
-  for (int k = 0; k < kFinishVecs; ++k) {
-    const int col = share.template col<kWidth>(k);
-    weight[k] = place.parameters.weight.template load<kWidth>(col);
-    bias[k] = place.parameters.bias.template load<kWidth>(col);
-  }
+    for (int k = 0; k < kFinishVecs; ++k) {
+      const int col = share.template col<kWidth>(k);
+      weight[k] = place.parameters.weight.template load<kWidth>(col);
+      bias[k] = place.parameters.bias.template load<kWidth>(col);
+    }
+  };
+  if constexpr (!N::Affine::kModulates) load_parameters();
   for (int r = rows - 1; r >= 0; --r) {
+    if constexpr (N::Affine::kModulates) load_parameters();
     Vec<X, kWidth> x[kFinishVecs];
 #pragma unroll
     for (int k = 0; k < kFinishVecs; ++k) x[k] = next[k];
@@ -106,8 +111,12 @@ __global__ void __launch_bounds__(kFinishThreads)
     const Pair<Acc> total = totals[first_row + r];
 #pragma unroll
     for (int k = 0; k < kFinishVecs; ++k) {
-      const auto result = N::template finish<typename N::Epilogue>(
-          p, x[k], total.first, total.second, weight[k], bias[k]);
+      const auto result = N::template finish<typename N::Epilogue, typename N::Affine>(
+          p, x[k], total.first, total.second, weight[k], bias[k],
+          [&](const void* given, Absent absent) {
+            return Parameter<W>(given, first_col, absent)
+                .template load<kWidth>(share.template col<kWidth>(k));
+          });
       if (share.has(k)) store_once<Y, kWidth>(element(y, share.vector(k) * kWidth), result);
     }
   }
@@ -120,12 +129,15 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
-      // The sums know nothing of an epilogue.
-      cudaError_t error = dispatch_bool(params.residual != nullptr, [&](auto residual) {
-        using N = LayerNormOf<T, std::conditional_t<residual(), Add, Plain>, Identity>;
+      // The sums know nothing of an epilogue or a modulation.
+      const auto start_sums = [&](auto prologue) {
+        using N = LayerNormOf<T, decltype(prologue), Identity>;
         return launch(layer_norm_forward_stream_sums_kernel<N, width()>, plan, stream, params,
                       plan.chunks);
-      });
+      };
+      cudaError_t error = params.residual == nullptr          ? start_sums(Plain{})
+                          : params.modulation.gate == nullptr ? start_sums(Add{})
+                                                              : start_sums(AddGated{});
       if (error != cudaSuccess) return error;
       const Launch per_row = {params.rows, kWarpSize};
       error = launch(layer_norm_forward_stream_totals_kernel<BareForward<T>>, per_row, stream,
@@ -142,10 +154,12 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
       const int chunks = (params.cols - 1) / kChunkCols + 1;
       const int64_t sets = (params.rows - 1) / kRowsPerBlock + 1;
       const Launch finish = {sets * chunks, kFinishThreads};
-      return dispatch_forward_plain<T>(stored, [&](auto norm) {
+      const auto start = [&](auto norm) {
         return launch(layer_norm_forward_stream_kernel<decltype(norm), width()>, finish, stream,
                       stored, chunks, plan.totals_offset);
-      });
+      };
+      return params.is_modulated ? start(ModulatedForward<T, Plain>{})
+                                 : dispatch_forward_plain<T>(stored, start);
     });
   });
 }

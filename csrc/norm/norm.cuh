@@ -12,6 +12,9 @@
 
 namespace fused_layernorm {
 
+// Of kernels whose affine policy never asks for weight and bias beside a modulation.
+struct NoColumns {};
+
 template <typename Types_, typename Statistic_, typename Prologue_, typename Affine_,
           typename Epilogue_>
 struct Norm {
@@ -25,21 +28,21 @@ struct Norm {
   using Y = typename Types::Y;
   using Acc = typename Types::Acc;
 
-  // y of `kWidth` columns from x, the last step of every forward kernel. `EpilogueOfRow` is the
-  // epilogue, or what Epilogue::for_row() made of it.
-  template <typename EpilogueOfRow, int kWidth>
+  // y of `kWidth` columns from x, the last step of every forward kernel. `EpilogueOfRow` and
+  // `AffineOfRow` are the policies, or what their for_row() made of them.
+  template <typename EpilogueOfRow, typename AffineOfRow, int kWidth, typename Columns = NoColumns>
   static __device__ __forceinline__ Vec<Y, kWidth> finish(const ForwardParams& p,
                                                           const Vec<X, kWidth>& x, Acc mean,
                                                           Acc rstd, const Vec<W, kWidth>& weight,
-                                                          const Vec<W, kWidth>& bias) {
+                                                          const Vec<W, kWidth>& bias,
+                                                          const Columns& columns = {}) {
     Acc values[kWidth], w[kWidth], b[kWidth];
     unpack(values, x);
     unpack(w, weight);
     unpack(b, bias);
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      values[j] = Affine::apply(Statistic::normalize(values[j], mean, rstd), w[j], b[j]);
-    }
+    for (int j = 0; j < kWidth; ++j) values[j] = Statistic::normalize(values[j], mean, rstd);
+    AffineOfRow::apply(p, values, w, b, columns);
     EpilogueOfRow::template apply<Y>(p, values);
     return round_to<Y>(values);
   }
@@ -58,8 +61,8 @@ struct ForwardRow {
         y(static_cast<typename N::Y*>(p.y) + (row * p.cols + first_col)) {}
 };
 
-template <typename T, typename Prologue, typename Epilogue>
-using LayerNormOf = Norm<T, LayerNorm, Prologue, ColumnAffine, Epilogue>;
+template <typename T, typename Prologue, typename Epilogue, typename Affine = ColumnAffine>
+using LayerNormOf = Norm<T, LayerNorm, Prologue, Affine, Epilogue>;
 
 // The norms that there are kernels for.
 //
@@ -73,8 +76,31 @@ using BareForward = LayerNormOf<T, Plain, Identity>;
 template <typename T>
 using SharedForward = LayerNormOf<T, MayAdd, MayActivate>;
 
+// A modulated norm has no activation. float64 has no kernels for it but those of streams, and of
+// rows that begin anywhere only those whose types are all the same have others.
+template <typename T, typename Prologue, typename Affine = MayBeAffineAndModulate>
+using ModulatedForward = LayerNormOf<T, Prologue, Identity, Affine>;
+
+template <typename T, bool kShifted, typename Launch>
+cudaError_t dispatch_forward_modulated(const ForwardParams& p, const Launch& launch) {
+  if constexpr (!has_modulated_forward(kTypeOf<typename T::X>, kTypeOf<typename T::W>,
+                                       kTypeOf<typename T::Y>, kShifted)) {
+    return cudaErrorInvalidValue;
+  } else if constexpr (kShifted || !kIsCommon<T>) {
+    return p.second_y == nullptr ? launch(ModulatedForward<T, MayAddGated>{})
+                                 : cudaErrorInvalidValue;
+  } else {
+    if (p.second_y != nullptr) {
+      return launch(ModulatedForward<T, Plain, MayBeAffineAndModulateTwice>{});
+    }
+    return p.residual != nullptr ? launch(ModulatedForward<T, AddGated>{})
+                                 : launch(ModulatedForward<T, Plain>{});
+  }
+}
+
 template <typename T, bool kShifted, typename Launch>
 cudaError_t dispatch_forward(const ForwardParams& p, const Launch& launch) {
+  if (p.is_modulated) return dispatch_forward_modulated<T, kShifted>(p, launch);
   if constexpr (kShifted && !kIsCommon<T>) {
     return launch(SharedForward<T>{});
   } else if constexpr (kShifted || !kIsCommon<T>) {
@@ -90,7 +116,7 @@ cudaError_t dispatch_forward(const ForwardParams& p, const Launch& launch) {
 // Forward of strategies that take no residual.
 template <typename T, typename Launch>
 cudaError_t dispatch_forward_plain(const ForwardParams& p, const Launch& launch) {
-  if (p.residual != nullptr) return cudaErrorInvalidValue;
+  if (p.residual != nullptr || p.is_modulated) return cudaErrorInvalidValue;
   if (p.has_epilogue) return launch(LayerNormOf<T, Plain, Activate>{});
   return launch(BareForward<T>{});
 }
@@ -104,6 +130,7 @@ using SharedBackward = LayerNormOf<T, MayAddGradient, MayActivate>;
 // Backward of strategies that share one kernel for all that is fused.
 template <typename T, typename Launch>
 cudaError_t dispatch_backward_shared(const BackwardParams& p, const Launch& launch) {
+  if (p.is_modulated) return cudaErrorInvalidValue;
   const bool bare = p.dresidual == nullptr && !p.has_epilogue;
   return bare ? launch(BareBackward<T>{}) : launch(SharedBackward<T>{});
 }
@@ -111,6 +138,7 @@ cudaError_t dispatch_backward_shared(const BackwardParams& p, const Launch& laun
 // Backward of strategies that have a kernel of its own for an epilogue, where types are common.
 template <typename T, typename Launch>
 cudaError_t dispatch_backward(const BackwardParams& p, const Launch& launch) {
+  if (p.is_modulated) return cudaErrorInvalidValue;
   if constexpr (kIsCommon<T>) {
     if (p.dresidual == nullptr && p.has_epilogue) {
       return launch(LayerNormOf<T, NoGradientBeside, MayActivate>{});

@@ -1,4 +1,5 @@
-// The gradients of the parameters: where dweight and dbias of a set of rows go.
+// The gradients of the parameters: where dweight and dbias of a set of rows go, or dscale and
+// dshift of a group of rows.
 #pragma once
 
 #include "norm/row_gradient.cuh"
@@ -44,5 +45,103 @@ struct ParamGradSink {
     if (dbias != nullptr) store_once<W, kWidth>(dbias + col, round_to<W>(db));
   }
 };
+
+// Stores what a vector of `values` becomes: of type W, or of the arithmetic's type where further
+// sums follow.
+template <typename W, typename Acc, int kWidth>
+__device__ __forceinline__ void store_gradient(void* out, bool is_wide, int64_t at,
+                                               const Acc (&values)[kWidth]) {
+  if (is_wide) {
+    store_once<Acc, kWidth>(static_cast<Acc*>(out) + at, round_to<Acc>(values));
+  } else {
+    store_once<W, kWidth>(static_cast<W*>(out) + at, round_to<W>(values));
+  }
+}
+
+// The rows of one block or set of blocks: a range of rows that follow each other, cut where a group
+// ends. plan.h says what parts are (GroupParts).
+struct GroupRange {
+  uint32_t begin, end, group_rows;
+
+  __device__ __forceinline__ GroupRange(const BackwardParams& p, int set, int sets)
+      : GroupRange(p.rows, p.group_rows, set, sets) {}
+  __device__ __forceinline__ GroupRange(int64_t rows, int64_t rows_of_group, int set, int sets)
+      : begin(static_cast<uint32_t>(set * rows / sets)),
+        end(static_cast<uint32_t>((set + int64_t{1}) * rows / sets)),
+        group_rows(static_cast<uint32_t>(rows_of_group)) {}
+
+  __device__ __forceinline__ uint32_t group_of(uint32_t row) const { return row / group_rows; }
+  // Behind the last row of this range that belongs to the group of `row`.
+  __device__ __forceinline__ uint32_t end_of_group(uint32_t row) const {
+    return min((row / group_rows + 1) * group_rows, end);
+  }
+};
+
+// Where the sums of one part go.
+template <typename N>
+struct PartSink {
+  using Acc = typename N::Acc;
+  Acc* dscale;
+  Acc* dshift;
+
+  __device__ __forceinline__ PartSink(const BackwardParams& p,
+                                      const backward::PartialSums& partials, int64_t part) {
+    auto* sums = reinterpret_cast<Acc*>(static_cast<char*>(p.workspace) + partials.offset);
+    dscale = sums + part * p.cols;
+    dshift = sums + (partials.count + part) * p.cols;
+  }
+  template <int kWidth>
+  __device__ __forceinline__ void store(int col, const Acc (&by_xhat)[kWidth],
+                                        const Acc (&alone)[kWidth]) const {
+    fused_layernorm::store<Acc, kWidth>(dscale + col, round_to<Acc>(by_xhat));
+    fused_layernorm::store<Acc, kWidth>(dshift + col, round_to<Acc>(alone));
+  }
+};
+
+// Where the dgate of one part goes, behind dscale and dshift. It is summed up as dscale is, and
+// there is no second sum.
+template <typename N>
+struct GatePartSink {
+  using Acc = typename N::Acc;
+  Acc* dgate;
+
+  __device__ __forceinline__ GatePartSink(const BackwardParams& p,
+                                          const backward::PartialSums& partials, int64_t part) {
+    auto* sums = reinterpret_cast<Acc*>(static_cast<char*>(p.workspace) + partials.offset);
+    dgate = sums + (int64_t{2} * partials.count + part) * p.cols;
+  }
+  template <int kWidth>
+  __device__ __forceinline__ void store(int col, const Acc (&sum)[kWidth],
+                                        const Acc (&)[kWidth]) const {
+    fused_layernorm::store<Acc, kWidth>(dgate + col, round_to<Acc>(sum));
+  }
+};
+
+// Stores dscale and dshift of a row that is a group of its own, at a vector of its columns: they
+// are dz * z, with z = xhat * weight + bias, and dz.
+template <typename N, int kWidth>
+__device__ __forceinline__ void store_row_modulation(const BackwardParams& p, int64_t row, int col,
+                                                     const Gradients<N, kWidth>& gradients) {
+  using Acc = typename N::Acc;
+  using W = typename N::W;
+  const int64_t at = row * p.cols + col;
+  if (p.dscale != nullptr) {
+    Acc values[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] = gradients.xhat[j];
+    if (p.weight != nullptr || p.bias != nullptr) {
+      Acc weight[kWidth], bias[kWidth];
+      unpack(weight, Parameter<W>(p.weight, 0, Absent::kOnes).template load<kWidth>(col));
+      unpack(bias, Parameter<W>(p.bias, 0, Absent::kZeros).template load<kWidth>(col));
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j)
+        values[j] = ColumnAffine::apply(values[j], weight[j], bias[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] *= gradients.dz[j];
+    store_gradient<W>(p.dscale, p.dscale_is_wide, at, values);
+  }
+  if (p.dshift != nullptr) store_gradient<W>(p.dshift, p.dshift_is_wide, at, gradients.dz);
+}
 
 }  // namespace fused_layernorm

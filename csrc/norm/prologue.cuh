@@ -12,6 +12,7 @@
 #include "device/shifted.cuh"
 #include "device/vec.cuh"
 #include "layernorm.h"
+#include "norm/parameter.cuh"
 
 namespace fused_layernorm {
 
@@ -63,8 +64,24 @@ __device__ __forceinline__ Vec<X, kWidth> rounded_sum(const Vec<X, kWidth>& x,
   return round_to<X>(sum);
 }
 
-// x = input + residual, rounded to residual's type and stored as residual_out.
-struct Add {
+// x + gate * added, rounded once.
+template <typename X, typename In, typename W, int kWidth>
+__device__ __forceinline__ Vec<X, kWidth> rounded_sum(const Vec<X, kWidth>& x,
+                                                      const Vec<In, kWidth>& added,
+                                                      const Vec<W, kWidth>& gate) {
+  acc_t<X> sum[kWidth], summand[kWidth], factor[kWidth];
+  unpack(sum, x);
+  unpack(summand, added);
+  unpack(factor, gate);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) sum[j] = fma(factor[j], summand[j], sum[j]);
+  return round_to<X>(sum);
+}
+
+// x = residual + input, or with a gate residual + gate * input, rounded to residual's type and
+// stored as residual_out.
+template <bool kGated>
+struct Adding {
   static constexpr bool kMayStore = true;
   static constexpr bool kMayBePlain = false;
 
@@ -72,17 +89,35 @@ struct Add {
   struct Row {
     using X = typename T::X;
     using In = typename T::In;
+    using W = typename T::W;
     const In* input;
     const X* residual;
     X* residual_out;
+    Parameter<W> gate;
 
     __device__ __forceinline__ Row(const ForwardParams& p, int64_t row, int first_col)
         : input(static_cast<const In*>(p.input) + (p.input_rows(row) + first_col)),
           residual(static_cast<const X*>(p.residual) + p.residual_rows(row) + first_col),
-          residual_out(static_cast<X*>(p.residual_out) + (row * p.cols + first_col)) {}
+          residual_out(static_cast<X*>(p.residual_out) + (row * p.cols + first_col)),
+          gate(row_parameter<W>(kGated ? p.modulation.gate : nullptr, p.modulation.gate_rows, row,
+                                first_col, Absent::kOnes)) {}
 
     __device__ __forceinline__ auto first_element() const {
-      return to_acc(from_acc<X>(to_acc(*input) + to_acc(*residual)));
+      const auto sum = kGated ? fma(to_acc(*gate.at), to_acc(*input), to_acc(*residual))
+                              : to_acc(*input) + to_acc(*residual);
+      return to_acc(from_acc<X>(sum));
+    }
+
+    // The sum at a vector, for which `load_gate` loads the gate.
+    template <int kWidth, typename LoadGate>
+    __device__ __forceinline__ Vec<X, kWidth> sum_of(const Vec<X, kWidth>& x,
+                                                     const Vec<In, kWidth>& added,
+                                                     const LoadGate& load_gate) const {
+      if constexpr (kGated) {
+        return rounded_sum(x, added, load_gate());
+      } else {
+        return rounded_sum(x, added);
+      }
     }
 
     template <Use kUse, int kWidth, int kVecs, typename Share>
@@ -105,7 +140,8 @@ struct Add {
       }
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
-        out[k] = rounded_sum(out[k], added[k]);
+        out[k] = sum_of(out[k], added[k],
+                        [&] { return gate.template load<kWidth>(share.template col<kWidth>(k)); });
         if (share.has(k)) {
           store_once<X, kWidth>(element(residual_out, share.vector(k) * kWidth), out[k]);
         }
@@ -124,7 +160,11 @@ struct Add {
         fused_layernorm::load_shifted<first(), kVecs>(added, added_row, share);
 #pragma unroll
         for (int n = 0; n < count(); ++n) {
-          out[first() + n] = rounded_sum(out[first() + n], added[n]);
+          const int k = first() + n, col = share.template col<kWidth>(k);
+          out[k] = sum_of(out[k], added[n], [&] {
+            return k + 1 < kVecs ? gate.template load<kWidth>(col)
+                                 : gate.template load_until<kWidth>(col, share.cols);
+          });
         }
       };
       // As many at once as there are registers for.
@@ -140,8 +180,12 @@ struct Add {
   };
 };
 
-// Either of the two: params.residual says which, one question a row.
-struct MayAdd {
+using Add = Adding<false>;
+using AddGated = Adding<true>;
+
+// A sum or the input as it is: params.residual says which, one question a row.
+template <typename Sum>
+struct OrPlain {
   static constexpr bool kMayStore = true;
   static constexpr bool kMayBePlain = true;
 
@@ -158,7 +202,7 @@ struct MayAdd {
     // The row that this one is.
     template <typename Body>
     __device__ __forceinline__ auto as_it_is(const Body& body) const {
-      if (p.residual != nullptr) return body(Add::Row<T>(p, row, first_col));
+      if (p.residual != nullptr) return body(typename Sum::template Row<T>(p, row, first_col));
       return body(Plain::Row<T>(p, row, first_col));
     }
 
@@ -178,14 +222,25 @@ struct MayAdd {
   };
 };
 
+using MayAdd = OrPlain<Add>;
+using MayAddGated = OrPlain<AddGated>;
+
 // Backward: dx is stored as it is.
 struct NoGradientBeside {
   static constexpr bool kMayAdd = false;
+  static constexpr bool kGated = false;
 };
 
 // Backward: a gradient that reaches x past the norm, dresidual, may be added to dx.
 struct MayAddGradient {
   static constexpr bool kMayAdd = true;
+  static constexpr bool kGated = false;
+};
+
+// Backward: the same, and x was residual + gate * input: dx goes on to input and gate.
+struct GatedGradient {
+  static constexpr bool kMayAdd = true;
+  static constexpr bool kGated = true;
 };
 
 }  // namespace fused_layernorm

@@ -15,9 +15,11 @@ struct Gradients {
   using Acc = typename N::Acc;
   Acc xhat[kWidth], dz[kWidth], g[kWidth];
 
+  // `weight` is of type W, or what combined_weight() makes of it and a modulation.
+  template <typename Weight>
   __device__ __forceinline__ Gradients(const BackwardParams& p, const Vec<typename N::X, kWidth>& x,
                                        const Vec<typename N::Y, kWidth>& dy, Acc mean, Acc rstd,
-                                       const Vec<typename N::W, kWidth>& weight,
+                                       const Vec<Weight, kWidth>& weight,
                                        const Vec<typename N::W, kWidth>& bias) {
     Acc w[kWidth];
     unpack(w, weight);
@@ -78,12 +80,12 @@ struct DxRow {
     return negative_zeros<X, kWidth>();
   }
 
-  // The dx of `kWidth` columns. `means` are the two sums over the row, divided by its columns.
+  // The dx of `kWidth` columns, before it is rounded. `means` are the two sums over the row,
+  // divided by its columns.
   template <int kWidth>
-  __device__ __forceinline__ Vec<X, kWidth> vector(const Acc (&xhat)[kWidth],
-                                                   const Acc (&g)[kWidth], Pair<Acc> means,
-                                                   Acc rstd, const Vec<X, kWidth>& added) const {
-    Acc values[kWidth];
+  __device__ __forceinline__ void compute(Acc (&values)[kWidth], const Acc (&xhat)[kWidth],
+                                          const Acc (&g)[kWidth], Pair<Acc> means, Acc rstd,
+                                          const Vec<X, kWidth>& added) const {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] = N::Statistic::dx(xhat[j], g[j], means, rstd);
     if constexpr (kMayAdd) {
@@ -92,6 +94,14 @@ struct DxRow {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) values[j] += more[j];
     }
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ Vec<X, kWidth> vector(const Acc (&xhat)[kWidth],
+                                                   const Acc (&g)[kWidth], Pair<Acc> means,
+                                                   Acc rstd, const Vec<X, kWidth>& added) const {
+    Acc values[kWidth];
+    compute(values, xhat, g, means, rstd, added);
     return round_to<X>(values);
   }
 
@@ -111,6 +121,34 @@ __device__ __forceinline__ Pair<Acc> means_of(Pair<Acc> sums, Acc inverse_cols) 
 // Whether backward reads x at all: dbias alone, without an activation, is a sum of dy.
 __device__ __forceinline__ bool needs_x(const BackwardParams& p) {
   return p.dx != nullptr || p.dweight != nullptr || p.activation != Activation::kNone;
+}
+
+// weight * (1 + scale) at `kWidth` columns from `col` on, where `scale` is what the row's
+// modulation has there.
+template <typename N, int kWidth>
+__device__ __forceinline__ Vec<typename N::Acc, kWidth> combined_weight(
+    const BackwardParams& p, int col, const Vec<typename N::W, kWidth>& scale) {
+  using Acc = typename N::Acc;
+  using W = typename N::W;
+  Acc values[kWidth];
+  unpack(values, scale);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) values[j] += Acc(1);
+  if (p.weight != nullptr) {
+    Acc weight[kWidth];
+    unpack(weight, Parameter<W>(p.weight, 0, Absent::kOnes).template load<kWidth>(col));
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] *= weight[j];
+  }
+  return round_to<Acc>(values);
+}
+
+// What the modulation's scale has for a row.
+template <typename N>
+__device__ __forceinline__ Parameter<typename N::W> scale_of_row(const BackwardParams& p,
+                                                                 int64_t row) {
+  return row_parameter<typename N::W>(p.modulation.scale, p.modulation.scale_rows, row, 0,
+                                      Absent::kZeros);
 }
 
 // The rows of x and dy, from column `first_col` on.

@@ -27,6 +27,16 @@ struct Types {
 template <typename T>
 constexpr int kVectorWidth = vector_width(static_cast<int>(sizeof(typename T::X)));
 
+// Whether the input that is added to a residual is of x's type.
+template <typename T>
+constexpr bool kSummandIsX = std::is_same_v<typename T::In, typename T::X>;
+
+template <typename V>
+constexpr DataType kTypeOf = std::is_same_v<V, float>    ? DataType::kFloat32
+                             : std::is_same_v<V, __half> ? DataType::kFloat16
+                             : std::is_same_v<V, double> ? DataType::kFloat64
+                                                         : DataType::kBFloat16;
+
 template <typename T>
 constexpr bool kIsFloat64 = std::is_same_v<typename T::X, double>;
 

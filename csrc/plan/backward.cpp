@@ -1,6 +1,7 @@
 // The ladder of backward, from problem to plan: short rows by logical warps, longer ones by teams
 // of a block or by whole blocks, the longest by several blocks a row or by two reads; few rows by
-// one launch. geometry.h has what each can take, ladders.h what is best where there is a choice.
+// one launch; and rows with a modulation group by group, or by two reads. geometry.h has what each
+// can take, ladders.h what is best where there is a choice.
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -19,6 +20,9 @@ int width_of(const Problem& problem) {
 }
 
 bool is_fused(const Problem& problem) { return problem.residual || problem.has_epilogue; }
+
+// Whether each row has a shift and a scale of its own.
+bool is_of_rows(const Problem& problem) { return problem.modulated && problem.group_rows == 1; }
 
 // ---- Logical warps.
 
@@ -49,7 +53,7 @@ struct Team {
   int stage_cols;       // that a row or slice has room for in shared memory
   int64_t sums_bytes;   // the running dweight and dbias of all threads
   int64_t param_bytes;  // weight, and bias where an epilogue reads it
-  int64_t stage_bytes;  // of x and dy
+  int64_t stage_bytes;  // of x and dy, and of scale where each row has its own
 };
 
 // `least_vecs` is the least number of vectors a thread for which the strategy has a kernel.
@@ -75,6 +79,13 @@ std::optional<Team> team_of(const Problem& problem, int cols, int most_threads, 
   const int64_t params = int64_t{problem.has_epilogue ? 2 : 1} * team.stage_cols;
   team.param_bytes = round_up(params * size_of(problem.weight), kVectorBytes);
   team.stage_bytes = int64_t{team.stage_cols} * (x_size + y_size);
+  if (is_of_rows(problem)) {
+    team.sums_bytes = team.param_bytes = 0;
+    team.stage_bytes += int64_t{team.stage_cols} * size_of(problem.weight);
+  } else if (problem.modulated) {
+    // The product of weight and 1 + scale, and the gate.
+    team.param_bytes = int64_t{problem.gated ? 2 : 1} * team.stage_cols * acc_size_of(problem.x);
+  }
   return team;
 }
 
@@ -191,9 +202,33 @@ void lay_out_partials(Plan& plan, int64_t sets, const Problem& problem) {
   }
 }
 
+void lay_out_parts(backward::GroupParts& parts, Launch& launch, int64_t sets, int sums,
+                   const Problem& problem, const Device& device) {
+  const int64_t groups = problem.rows / problem.group_rows;
+  const int64_t sum_bytes = sums * problem.cols * acc_size_of(problem.x);
+  parts.sets = static_cast<int>(sets);
+  parts.partials.starts_early = device.starts_early;
+  if (problem.group_rows == 1) return;
+  parts.partials.count = static_cast<int>(sets + groups - 1);
+  parts.partials.offset = launch.workspace_bytes;
+  if (problem.needs_dparams) launch.workspace_bytes += parts.partials.count * sum_bytes;
+  parts.sums_offset = launch.workspace_bytes;
+  if (problem.needs_column_grads) launch.workspace_bytes += groups * sum_bytes;
+}
+
+// Whether logical warps take rows with a modulation: where a whole warp for each of them would have
+// idle lanes.
+bool has_warp_kernel_for_groups(const Problem& problem, const Forced& forced) {
+  const bool is_short =
+      problem.cols <= ladders::kGroupWarpVectors * vector_width(size_of(problem.x));
+  return problem.aligned && problem.x != DataType::kFloat64 && !problem.gated &&
+         (is_short || forced.strategy == Strategy::kWarp);
+}
+
 std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& device,
                                         const Forced& forced) {
   if (!forced.allows(Strategy::kWarp, {Field::kVecs})) return std::nullopt;
+  if (problem.modulated && !has_warp_kernel_for_groups(problem, forced)) return std::nullopt;
   const auto lanes = lanes_of(problem, forced);
   if (!lanes) return std::nullopt;
   backward::Warp plan;
@@ -207,7 +242,11 @@ std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& de
   plan.blocks = persistent_sets(problem, device, 1, plan.threads / plan.lanes);
   plan.shared_bytes =
       static_cast<int>(backward_warp_shared_bytes(plan.threads, problem.cols, x_size));
-  lay_out_partials(plan, plan.blocks, problem);
+  if (problem.modulated) {
+    lay_out_parts(plan.parts, plan, plan.blocks, 2, problem, device);
+  } else {
+    lay_out_partials(plan, plan.blocks, problem);
+  }
   return plan;
 }
 
@@ -279,6 +318,75 @@ std::optional<backward::Block> block_plan(const Problem& problem, const Device& 
   }
   plan.blocks = persistent_sets(problem, device, 1, plan.teams);
   lay_out_partials(plan, plan.blocks, problem);
+  plan.partials.starts_early = device.starts_early && rows->team.keeps;
+  return plan;
+}
+
+// ---- Rows with a modulation, group by group.
+
+std::optional<backward::Group> group_plan(const Problem& problem, const Device& device,
+                                          const Forced& forced) {
+  const int x_size = size_of(problem.x);
+  const bool allowed =
+      forced.allows(Strategy::kGroup, {Field::kVecs, Field::kTeams, Field::kBulk, Field::kStages});
+  if (!allowed || !problem.modulated ||
+      problem.cols > int64_t{kBackwardThreads} * kBackwardColsPerThread) {
+    return std::nullopt;
+  }
+  const auto team = team_of(problem, static_cast<int>(problem.cols), kBackwardThreads, 1, forced);
+  if (!team) return std::nullopt;
+  // A team that reads its row twice has a block of its own.
+  const int most_teams =
+      team->keeps ? std::clamp(kBackwardThreads / team->threads, 1, kMostTeams) : 1;
+  const auto sums_of = [&](int teams) { return teams > 1 ? teams * team->sums_bytes : 0; };
+  const auto stages_of = [&](int teams) {
+    return stages_in(room_of(device) - team->param_bytes - sums_of(teams),
+                     team->stage_bytes * teams);
+  };
+  const int64_t rows_of_block = ceil_div(problem.rows, device.sms);
+  int teams = static_cast<int>(std::min<int64_t>(most_teams, rows_of_block));
+  teams = forced.value_or(Field::kTeams, teams);
+  while (!forced.has(Field::kTeams) && teams > 1 && stages_of(teams) < ladders::kKeptRowStages)
+    --teams;
+  if (teams > most_teams || sums_of(teams) > room_of(device)) return std::nullopt;
+
+  backward::Group plan;
+  set_team(plan, problem, *team);
+  plan.teams = teams;
+  plan.threads = plan.team_threads * plan.teams;
+  const bool pays = rows_of_block >= int64_t{ladders::kLeastRingRows} * teams || !team->keeps;
+  const bool ring = may_have_ring(problem, device, forced) && (pays || forced.has(Field::kBulk));
+  const bool holds = group_holds_row(plan.width, ring, team->keeps, problem.gated);
+  const int least = ring ? least_stages(holds, 0) : 0;
+  if (ring) {
+    const int most = stages_of(teams);
+    const int64_t bytes = team->stage_bytes * teams;
+    const int64_t wanted =
+        std::max<int64_t>((ladders::kWantedRingBytes + bytes / 2) / bytes,
+                          holds ? ladders::kKeptRowStages : ladders::kTwiceReadRowStages);
+    plan.stages =
+        forced.value_or(Field::kStages, static_cast<int>(std::min<int64_t>(most, wanted)));
+    if (plan.stages > most || plan.stages < least) return std::nullopt;
+    plan.sums_offset = static_cast<int>(team->param_bytes + plan.stages * bytes);
+  }
+  plan.bulk = ring;
+  plan.shared_bytes = static_cast<int>(plan.sums_offset + sums_of(teams));
+  const bool has_kernel =
+      problem.gated
+          ? has_gated_kernel(plan.width, x_size, plan.bulk, team->keeps) && problem.group_rows > 1
+          : has_group_kernel(plan.width, x_size, plan.bulk, team->keeps, is_of_rows(problem));
+  if (!has_kernel || !forced.allows(Field::kBulk, plan.bulk) ||
+      !forced.allows(Field::kStages, plan.stages)) {
+    return std::nullopt;
+  }
+  plan.blocks = persistent_sets(problem, device, 1, plan.teams);
+  // Where few blocks are lost by it, each works on one group alone.
+  const int64_t whole_groups =
+      plan.blocks / (problem.rows / problem.group_rows) * (problem.rows / problem.group_rows);
+  if (whole_groups * ladders::kGroupedBlocksOf >= plan.blocks * ladders::kGroupedBlocks) {
+    plan.blocks = whole_groups;
+  }
+  lay_out_parts(plan.parts, plan, plan.blocks, problem.gated ? 3 : 2, problem, device);
   return plan;
 }
 
@@ -315,6 +423,7 @@ std::optional<backward::Split> split_plan(const Problem& problem, const Device& 
     plan.blocks = sets * slices.blocks_per_row;
     plan.workspace_bytes = round_up(problem.rows * slices.blocks_per_row * 8, 256);
     lay_out_partials(plan, sets, problem);
+    plan.partials.starts_early = device.starts_early;
     return plan;
   };
   return first_sliced(problem, device, width, 2, forced, plan_of);
@@ -356,7 +465,11 @@ std::optional<backward::Stream> stream_plan(const Problem& problem, const Device
   const int64_t parts = problem.rows * chunks * (kBackwardStreamThreads / kWarpThreads);
   plan.totals_offset = round_up(parts * sums, 256);
   plan.workspace_bytes = round_up(plan.totals_offset + problem.rows * sums, 256);
-  lay_out_partials(plan, sets, problem);
+  if (problem.modulated) {
+    lay_out_parts(plan.parts, plan, sets, 2, problem, device);
+  } else {
+    lay_out_partials(plan, sets, problem);
+  }
   return plan;
 }
 
@@ -364,12 +477,39 @@ std::optional<backward::Stream> stream_plan(const Problem& problem, const Device
 
 backward::Plan make_backward_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
-  if (const auto plan = few_rows_plan(problem, device, forced)) return *plan;
-  if (const auto plan = warp_plan(problem, device, forced)) return *plan;
-  if (const auto plan = block_plan(problem, device, forced)) return *plan;
-  if (const auto plan = split_plan(problem, device, forced)) return *plan;
+  if (problem.modulated) {
+    if (const auto plan = warp_plan(problem, device, forced)) return *plan;
+    if (const auto plan = group_plan(problem, device, forced)) return *plan;
+  } else {
+    if (const auto plan = few_rows_plan(problem, device, forced)) return *plan;
+    if (const auto plan = warp_plan(problem, device, forced)) return *plan;
+    if (const auto plan = block_plan(problem, device, forced)) return *plan;
+    if (const auto plan = split_plan(problem, device, forced)) return *plan;
+  }
   if (const auto plan = stream_plan(problem, device, forced)) return *plan;
   refuse(forced, problem, true);
+}
+
+std::optional<backward::Group> make_gated_plan(const Problem& problem, const Device& device) {
+  const Forced forced = forced_now();
+  Problem without_gate = problem;
+  without_gate.gated = false;
+  if (has_warp_kernel_for_groups(without_gate, forced)) return std::nullopt;
+  return group_plan(problem, device, forced);
+}
+
+backward::Gate make_gate_plan(const Problem& problem, const Device& device) {
+  backward::Gate plan;
+  plan.width = width_of(problem);
+  plan.threads = kGateThreads;
+  plan.chunks = static_cast<int>(ceil_div(problem.cols, gate_cols(plan.width)));
+  // All blocks run at once, and no warp of theirs is without a row.
+  const int64_t room = int64_t{ladders::kGateBlocks} * device.sms;
+  const int64_t sets =
+      std::clamp<int64_t>(room / plan.chunks, 1, ceil_div(problem.rows, kGateWarps));
+  plan.blocks = sets * plan.chunks;
+  lay_out_parts(plan.parts, plan, sets, 1, problem, device);
+  return plan;
 }
 
 }  // namespace fused_layernorm

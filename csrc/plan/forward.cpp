@@ -17,8 +17,16 @@ namespace {
 int width_of(const Problem& problem) { return vector_width(size_of(problem.x)); }
 int64_t vectors_of(const Problem& problem) { return ceil_div(problem.cols, width_of(problem)); }
 
+// Whether there are kernels that keep the problem's rows on the chip.
+bool has_kernels_on_chip(const Problem& problem) {
+  return !problem.modulated ||
+         has_modulated_forward(problem.x, problem.weight, problem.y, !problem.aligned);
+}
+
 std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& forced) {
-  if (!forced.allows(Strategy::kWarp, {Field::kVecs})) return std::nullopt;
+  if (!forced.allows(Strategy::kWarp, {Field::kVecs}) || !has_kernels_on_chip(problem)) {
+    return std::nullopt;
+  }
   const int64_t vectors = vectors_of(problem);
   const int most = most_forward_warp_vecs(size_of(problem.x), problem.residual);
   if (vectors > int64_t{kWarpThreads} * most) return std::nullopt;
@@ -48,8 +56,9 @@ const ladders::BlockRung& block_rung(const Problem& problem, int64_t vectors) {
 // Threads of a block whose threads own so many vectors of a row, if there is a kernel for them.
 std::optional<int> block_threads(const Problem& problem, int64_t vectors, int vecs) {
   if (!contains(ForwardBlockVecs{}, vecs)) return std::nullopt;
-  const ForwardLoad load = forward_load(size_of(problem.x), size_of(problem.weight),
-                                        problem.residual, problem.has_epilogue, !problem.aligned);
+  const ForwardLoad load =
+      forward_load(size_of(problem.x), size_of(problem.weight), problem.residual,
+                   problem.has_epilogue, !problem.aligned, problem.modulated);
   const int64_t threads = round_up(ceil_div(vectors, vecs), kWarpThreads);
   if (threads > forward_block_bounds(vecs, load, false).threads) return std::nullopt;
   // Of a thread's vectors only the last may be missing.
@@ -58,7 +67,9 @@ std::optional<int> block_threads(const Problem& problem, int64_t vectors, int ve
 }
 
 std::optional<forward::Block> block_plan(const Problem& problem, const Forced& forced) {
-  if (!forced.allows(Strategy::kBlock, {Field::kVecs})) return std::nullopt;
+  if (!forced.allows(Strategy::kBlock, {Field::kVecs}) || !has_kernels_on_chip(problem)) {
+    return std::nullopt;
+  }
   const int64_t vectors = vectors_of(problem);
   const auto& rung = block_rung(problem, vectors);
   std::optional<forward::Block> best;
@@ -79,10 +90,11 @@ std::optional<forward::Block> block_plan(const Problem& problem, const Forced& f
   return best;
 }
 
-// Slices of rows move by vectors and by Hopper's bulk copies. There are no kernels with a residual.
+// Slices of rows move by vectors and by Hopper's bulk copies. There are no kernels with a residual
+// or a modulation.
 bool may_slice(const Problem& problem, const Device& device) {
   return device.capability >= 90 && problem.aligned && problem.x != DataType::kFloat64 &&
-         !problem.residual;
+         !problem.residual && !problem.modulated;
 }
 
 // Whole warps whose threads own `vecs` vectors of a slice.

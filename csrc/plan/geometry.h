@@ -42,6 +42,13 @@ constexpr bool has_kernels(DataType x, DataType weight, DataType y) {
   return false;
 }
 
+// Of these, the types and rows for which modulated norms have kernels that keep a row on the chip
+// in forward: not float64, and of rows that begin anywhere (`shifted`) only where all types are the
+// same. All others are streamed, because each kernel is some 20 KB in the binary.
+constexpr bool has_modulated_forward(DataType x, DataType weight, DataType y, bool shifted) {
+  return x != DataType::kFloat64 && (!shifted || (x == weight && x == y));
+}
+
 // The size of the type that sums are taken in: float32, or float64 for float64.
 constexpr int acc_size_of(int x_size) { return x_size == 8 ? 8 : 4; }
 
@@ -123,6 +130,11 @@ constexpr int most_forward_warp_vecs(int x_size, bool residual) {
 static_assert(contains(ForwardWarpVecs{}, most_forward_warp_vecs(2, true)) &&
                   contains(ForwardWarpVecs{}, most_forward_warp_vecs(4, false)),
               "a lane owns no more vectors than there are kernels for");
+// Blocks on a multiprocessor at least. A modulation of x's size takes no more registers than other
+// parameters do (32768 x 1024 float16: 40.0 us with four blocks).
+constexpr int forward_warp_blocks(bool modulated, int x_size, int weight_size) {
+  return !modulated ? 1 : weight_size <= x_size ? 5 : 4;
+}
 static_assert(kForwardWarpThreads % kWarpThreads == 0,
               "every lane of a logical warp takes part in its shuffles");
 
@@ -140,8 +152,8 @@ enum class ForwardLoad {
 // Parameters are of x's type or of float32, so those of x's size are of its type. `shifted` are
 // rows that begin anywhere.
 constexpr ForwardLoad forward_load(int x_size, int weight_size, bool residual, bool epilogue,
-                                   bool shifted) {
-  if (residual) return ForwardLoad::kHeavy;
+                                   bool shifted, bool modulated) {
+  if (residual || modulated) return ForwardLoad::kHeavy;
   if (epilogue) return weight_size <= x_size ? ForwardLoad::kLean : ForwardLoad::kHeavy;
   const bool bare = !shifted && weight_size == x_size && x_size != size_of(DataType::kFloat64);
   return bare ? ForwardLoad::kBare : ForwardLoad::kHeavy;
@@ -283,6 +295,24 @@ constexpr int split_least_vecs(int width, bool ring) {
   return ring ? 1 : most_backward_block_vecs(width);
 }
 
+// Blocks with groups of rows keep rows as the blocks above do, and have no kernels for float64. A
+// group of one row has parameters of its own, which come by vectors.
+constexpr bool has_group_kernel(int width, int x_size, bool bulk, bool keeps, bool of_rows) {
+  return x_size != 8 && (bulk || keeps) && (width > 1 || !of_rows);
+}
+
+// Whether a thread keeps xhat and g of a row in registers. Otherwise they are computed again from
+// the ring: of rows with a gate, which have a third running sum, and of single elements, each of
+// which takes a register.
+constexpr bool group_holds_row(int width, bool bulk, bool keeps, bool gated) {
+  return keeps && !gated && (width > 1 || !bulk);
+}
+
+// Longer rows with a gate, and rows with one that begin anywhere, leave it to a kernel of its own.
+constexpr bool has_gated_kernel(int width, int x_size, bool bulk, bool keeps) {
+  return x_size != 8 && bulk && keeps && width > 1;
+}
+
 // Blocks of few rows on a multiprocessor: they have no running sums, but activations take
 // registers.
 constexpr int few_rows_blocks(bool fused) { return fused ? 1 : 2; }
@@ -332,6 +362,16 @@ constexpr int backward_stream_cols(int width) {
 static_assert(backward_stream_cols(1) >= 4096 && backward_stream_cols(8) >= 4096 &&
                   forward_stream_cols(1) >= 4096 && forward_stream_cols(2) >= 4096,
               "a launch has enough blocks for all chunks of all rows that a device holds");
+
+// ---- Backward of gates.
+
+// A warp has some columns of one row, and the warps of a block have rows that follow each other.
+constexpr int kGateThreads = 256;
+constexpr int kGateWarps = kGateThreads / kWarpThreads;
+// A lane has a vector of a row, or several single elements.
+constexpr int gate_vecs(int width) { return width == 1 ? 8 : 1; }
+static_assert(gate_vecs(1) <= kGateWarps, "a block has a warp for the sum of each vector");
+constexpr int gate_cols(int width) { return kWarpThreads * gate_vecs(width) * width; }
 
 // ---- The meeting of the blocks of one row.
 

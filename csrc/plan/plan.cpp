@@ -14,7 +14,8 @@
 namespace fused_layernorm {
 namespace {
 
-constexpr const char* kStrategies[] = {"warp", "block", "split", "resident", "stream", "few_rows"};
+constexpr const char* kStrategies[] = {"warp",   "block",    "split", "resident",
+                                       "stream", "few_rows", "group"};
 
 // What can be forced beside the strategy, in the order of Field, and the values that make sense of
 // any problem.
@@ -130,6 +131,12 @@ class Json {
   Json& add(const backward::PartialSums& partials) {
     return add("partials", partials.count).add("partials_offset", partials.offset);
   }
+  Json& add(const backward::GroupParts& parts) {
+    return add("parts", parts.partials.count)
+        .add("partials_offset", parts.partials.offset)
+        .add("sums_offset", parts.sums_offset)
+        .add("sets", parts.sets);
+  }
   Json& add(const backward::Persistent& plan) {
     return add("width", plan.width)
         .add("vecs", plan.vecs)
@@ -137,8 +144,7 @@ class Json {
         .add("teams", plan.teams)
         .add("stage_cols", plan.stage_cols)
         .add("bulk", plan.bulk)
-        .add("stages", plan.stages)
-        .add(plan.partials);
+        .add("stages", plan.stages);
   }
   std::string with(const Launch& launch) {
     add("blocks", launch.blocks)
@@ -192,13 +198,16 @@ std::string to_json(const forward::Stream& plan) {
       .with(plan);
 }
 
+// The partial sums of a plan that may be of a modulated norm.
+template <typename Plan>
+Json& add_sums(Json& json, const Plan& plan) {
+  return plan.parts.sets > 0 ? json.add(plan.parts) : json.add(plan.partials);
+}
+
 std::string to_json(const backward::Warp& plan) {
-  return Json(Strategy::kWarp)
-      .add("width", plan.width)
-      .add("vecs", plan.vecs)
-      .add("lanes", plan.lanes)
-      .add(plan.partials)
-      .with(plan);
+  Json json(Strategy::kWarp);
+  json.add("width", plan.width).add("vecs", plan.vecs).add("lanes", plan.lanes);
+  return add_sums(json, plan).with(plan);
 }
 
 std::string to_json(const backward::FewRows& plan) {
@@ -213,20 +222,26 @@ std::string to_json(const backward::FewRows& plan) {
 }
 
 std::string to_json(const backward::Block& plan) {
-  return Json(Strategy::kBlock).add(plan).with(plan);
+  return Json(Strategy::kBlock).add(plan).add(plan.partials).with(plan);
+}
+
+std::string to_json(const backward::Group& plan) {
+  return Json(Strategy::kGroup).add(plan).add(plan.parts).with(plan);
 }
 
 std::string to_json(const backward::Split& plan) {
-  return Json(Strategy::kSplit).add(plan).add(plan.slices).add("lag", plan.lag).with(plan);
+  return Json(Strategy::kSplit)
+      .add(plan)
+      .add(plan.partials)
+      .add(plan.slices)
+      .add("lag", plan.lag)
+      .with(plan);
 }
 
 std::string to_json(const backward::Stream& plan) {
-  return Json(Strategy::kStream)
-      .add("width", plan.width)
-      .add(plan.chunks)
-      .add("totals_offset", plan.totals_offset)
-      .add(plan.partials)
-      .with(plan);
+  Json json(Strategy::kStream);
+  json.add("width", plan.width).add(plan.chunks).add("totals_offset", plan.totals_offset);
+  return add_sums(json, plan).with(plan);
 }
 
 }  // namespace
@@ -246,6 +261,8 @@ void refuse(const Forced& forced, const Problem& problem, bool backward) {
   std::ostringstream with;
   if (problem.residual) with << ", a residual";
   if (problem.has_epilogue) with << ", an epilogue";
+  if (problem.modulated) with << ", a modulation";
+  if (backward && problem.modulated) with << " of groups of " << problem.group_rows << " rows";
   if (backward && !problem.needs_dparams) with << ", no dweight and no dbias";
   fail("the forced plan '", forced.words, "' cannot run ", backward ? "backward" : "forward",
        " of ", problem.rows, " rows of ", problem.cols, " columns (x of ", name_of(problem.x),

@@ -19,6 +19,7 @@ struct Device {
   int capability = 90;         // 10 * major + minor
   int sms = 132;               // streaming multiprocessors
   int shared_memory = 232448;  // bytes that one block may have
+  bool starts_early = true;    // a kernel may start before the one in front of it has ended
 };
 
 // What is to be computed, as far as it decides how.
@@ -31,7 +32,13 @@ struct Problem {
   bool aligned = true;        // every row of every tensor begins at a multiple of 16 bytes (of x)
   bool residual = false;      // forward: a second input; backward: a gradient beside dx
   bool has_epilogue = false;  // an activation, or a scale that is not 1
-  bool needs_dparams = true;  // backward: dweight or dbias is asked for
+  bool needs_dparams = true;  // backward: a gradient of a parameter is asked for
+  bool modulated = false;     // by shift and scale of groups of rows, or by a gate
+
+  // Backward of a modulated norm.
+  int64_t group_rows = 0;           // rows of a group; 1 where each row has its own shift and scale
+  bool needs_column_grads = false;  // dweight or dbias beside dshift and dscale is asked for
+  bool gated = false;               // x was a gated sum, whose gradients are asked for too
 };
 
 // What every launch needs.
@@ -96,6 +103,17 @@ namespace backward {
 struct PartialSums {
   int count = 1;
   int64_t offset = 0;
+  bool starts_early = false;  // the second kernel, before the first has ended
+};
+
+// The parts of groups of rows. Block b of `blocks` has the rows from b * rows / blocks on, as far
+// as the next one's. What it sums up of one group is a part, and part number block + group is its
+// place among the partial sums: a group's parts follow each other.
+struct GroupParts {
+  PartialSums partials{0, 0, false};  // [dscale, dshift, dgate][parts][cols], of the arithmetic's
+                                      // type; without a gate the first two, of a gate alone dgate
+  int64_t sums_offset = 0;            // of [dscale, dshift][groups][cols], for dweight and dbias
+  int sets = 0;  // blocks, or sets of blocks that share rows, over which rows are spread
 };
 
 // A logical warp holds a row in registers.
@@ -104,6 +122,7 @@ struct Warp : Launch {
   int vecs = 2;
   int lanes = 1;
   PartialSums partials;
+  GroupParts parts;  // of a modulated norm, in place of partials
 };
 
 // Few rows: blocks on rows compute dx, and blocks on columns beside them dweight and dbias, in one
@@ -131,6 +150,12 @@ struct Persistent : Launch {
 // Each block has whole rows.
 struct Block : Persistent {};
 
+// Each block has whole rows, of one group after the other.
+struct Group : Persistent {
+  GroupParts parts;
+  int sums_offset = 0;  // in shared memory: where the teams of a block add up what they have summed
+};
+
 // Several blocks share a row and meet in global memory.
 struct Split : Persistent {
   Slices slices;
@@ -143,9 +168,17 @@ struct Stream : Launch {
   Slices chunks;
   int64_t totals_offset = 0;  // in the workspace: the two means of every row
   PartialSums partials;
+  GroupParts parts;  // of a modulated norm, in place of partials
 };
 
-using Plan = std::variant<Warp, FewRows, Block, Split, Stream>;
+using Plan = std::variant<Warp, FewRows, Block, Group, Split, Stream>;
+
+// The gradient of a gate: blocks on some columns of a range of rows.
+struct Gate : Launch {
+  int width = 1;
+  int chunks = 1;  // blocks side by side on one row
+  GroupParts parts;
+};
 
 }  // namespace backward
 
@@ -155,6 +188,14 @@ using Plan = std::variant<Warp, FewRows, Block, Split, Stream>;
 forward::Plan make_forward_plan(const Problem& problem, const Device& device);
 backward::Plan make_backward_plan(const Problem& problem, const Device& device);
 
+// The plan of a problem with `gated`, if one launch can do it: otherwise the norm and its gate take
+// one each.
+std::optional<backward::Group> make_gated_plan(const Problem& problem, const Device& device);
+
+// The plan of a gate's gradient alone: of the problem it reads rows, cols, x, aligned,
+// needs_dparams and group_rows. Nothing of it can be forced.
+backward::Gate make_gate_plan(const Problem& problem, const Device& device);
+
 template <typename Plan>
 const Launch& launch_of(const Plan& plan) {
   return std::visit([](const auto& strategy) -> const Launch& { return strategy; }, plan);
@@ -162,7 +203,7 @@ const Launch& launch_of(const Plan& plan) {
 
 // Forces parts of every later plan, for tests and tuning; process-wide, until the next call.
 // `options` are words such as "strategy=split stages=3", each at most once:
-//   strategy        warp, block, split, resident (forward), stream or few_rows (backward)
+//   strategy        warp, block, split, resident (forward), stream, few_rows or group (backward)
 //   vecs            vectors of a row that a thread owns
 //   teams           backward: rows that a block works on at once
 //   bulk            backward: 1 or 0, whether rows come to shared memory by bulk copies

@@ -1,19 +1,20 @@
 """Derivatives, in Python: the operators' implementations for the Autograd dispatch keys.
 
 The first order runs on the operators: a forward that needs gradients on the operator that gives
-statistics, its backward on the backward operator and, past a gate, on gate_backward. Beyond that,
-and in forward mode, PyTorch differentiates formulas.py. It is written for correctness; the C++
-library of csrc/autograd takes its place where there is one for the running torch.
+statistics, its backward on a backward operator. Beyond that, and in forward mode, PyTorch
+differentiates formulas.py. It is written for correctness; the C++ library of csrc/autograd takes
+its place where there is one for the running torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd import Function, forward_ad
 
 from . import arguments, formulas, load
@@ -27,6 +28,7 @@ from .operators import (
     Operator,
     Results,
     backward_of,
+    gated_backward,
     with_statistics,
 )
 
@@ -73,6 +75,19 @@ def lower_levels() -> Iterator[None]:
         yield
 
 
+def _call(operator: OpOverload, *args: Any) -> tuple[Tensor, ...]:
+    """What a backward operator gives."""
+    try:
+        return operator(*args)
+    except RuntimeError as error:
+        raise arguments.out_of_memory(error) from None
+
+
+def _needed(gradients: Iterable[Tensor], flags: Iterable[bool]) -> list[Tensor | None]:
+    """None for each gradient that was not asked for."""
+    return [g if needed else None for g, needed in zip(gradients, flags, strict=True)]
+
+
 class Forward(Function):
     """(y, residual_out, mean, rstd) of any forward operator."""
 
@@ -102,10 +117,24 @@ class Forward(Function):
     def backward(ctx: Any, dy: Tensor | None, dresidual: Tensor | None, *_: None) -> Any:
         needs: Any = Arguments(*ctx.needs_input_grad[1:])
         x, mean, rstd, weight, bias, shift, scale, input, gate = ctx.saved_tensors
-        dx, dshift, dscale, dweight, dbias = dresidual, None, None, None, None
-        if dy is not None:  # otherwise only residual_out was used
-            ndim, _, activation, output_scale, _ = ctx.options
-            needs_dx = needs.input or needs.residual or needs.gate
+        dx, dinput, dgate, dshift, dscale, dweight, dbias = dresidual, *(None,) * 6
+        is_gated = gate is not None and (needs.input or needs.gate)
+        ndim, _, activation, output_scale, _ = ctx.options
+        of_parameters = (needs.shift, needs.scale, needs.weight, needs.bias)
+        if dy is None:  # only residual_out was used: its gradient goes past the norm
+            if is_gated and dresidual is not None:
+                of_gate = (needs.input, needs.gate)
+                found = load.gate_backward(dresidual, input, gate, *of_gate)
+                dinput, dgate = _needed(found, of_gate)
+        elif is_gated:
+            flags = (needs.residual, needs.input, needs.gate, *of_parameters)
+            parameters = (shift, scale, weight, bias)
+            found = _call(
+                load.add_ada_layer_norm_backward,
+                *(dy, x, input, gate, ndim, mean, rstd, *parameters, dresidual, *flags),
+            )
+            dx, dinput, dgate, dshift, dscale, dweight, dbias = _needed(found, flags)
+        else:
             b = BackwardArguments(
                 dy,
                 x,
@@ -115,25 +144,17 @@ class Forward(Function):
                 weight,
                 bias,
                 dresidual,
-                Needs(needs_dx, needs.shift, needs.scale, needs.weight, needs.bias),
+                Needs(needs.input or needs.residual, *of_parameters),
                 activation,
                 output_scale,
                 shift,
                 scale,
             )
             operator = backward_of(shift, scale)
-            try:
-                found = operator.overload(*operator.lay_out(b))
-            except RuntimeError as error:
-                raise arguments.out_of_memory(error) from None
+            found = _call(operator.overload, *operator.lay_out(b))
             dx, dshift, dscale, dweight, dbias = operator.results(b, found)
-        dinput, dgate = dx if needs.input else None, None
-        if dx is not None and gate is not None and (needs.input or needs.gate):
-            found = load.gate_backward(dx, input, gate, needs.input, needs.gate)
-            dinput, dgate = (
-                gradient if needed else None
-                for gradient, needed in zip(found, (needs.input, needs.gate), strict=True)
-            )
+        if gate is None:
+            dinput = dx if needs.input else None
         if dinput is not None:
             dinput = dinput.to(ctx.input_dtype)
         gradients: Any = Arguments(
@@ -232,6 +253,14 @@ def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
     return implementation
 
 
+def _add_ada_layer_norm_backward(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
+    """Where a graph or a tangent is wanted, the two operators, which are differentiable."""
+    if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
+        return gated_backward(load.ada_layer_norm_backward, load.gate_backward)(*args)
+    with _below_autograd():
+        return load.add_ada_layer_norm_backward.redispatch(keyset & _after_autograd, *args)
+
+
 def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     if in_forward_mode() or needs_grad(*args[:3]):
         return formulas.gate_backward(*args)
@@ -244,6 +273,7 @@ def register() -> None:
     implementations: dict[str, Callable[..., Any]] = {
         **{operator.name: _forward_implementation(operator) for operator in FORWARD},
         **{operator.name: _backward_implementation(operator) for operator in BACKWARD},
+        "add_ada_layer_norm_backward": _add_ada_layer_norm_backward,
         "gate_backward": _gate_backward,
     }
     for name, implementation in implementations.items():

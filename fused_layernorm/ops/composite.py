@@ -13,7 +13,16 @@ from torch import Tensor
 
 from . import arguments, formulas, load
 from .formulas import acc_dtype, activate, affine, modulate, to
-from .operators import BACKWARD, FORWARD, Arguments, BackwardArguments, Gradients, Results
+from .operators import (
+    ADA_LAYER_NORM_BACKWARD,
+    BACKWARD,
+    FORWARD,
+    Arguments,
+    BackwardArguments,
+    Gradients,
+    Results,
+    gated_backward,
+)
 
 _aten = torch.ops.aten
 
@@ -117,6 +126,11 @@ def backward(b: BackwardArguments) -> Gradients:
     return Gradients(dx, dshift, dscale, to(dweight, dtype), to(dbias, dtype))
 
 
+add_ada_layer_norm_backward = gated_backward(
+    ADA_LAYER_NORM_BACKWARD.implemented_by(backward), formulas.gate_backward
+)
+
+
 def _checked_forward(a: Arguments) -> Results:
     arguments.check(a)
     _warn_of_cuda(a.input)
@@ -133,4 +147,7 @@ for _backward_operator in BACKWARD:
         _backward_operator.implemented_by(backward),
         "CompositeExplicitAutograd",
     )
+load.library.impl(
+    "add_ada_layer_norm_backward", add_ada_layer_norm_backward, "CompositeExplicitAutograd"
+)
 load.library.impl("gate_backward", formulas.gate_backward, "CompositeExplicitAutograd")

@@ -7,7 +7,16 @@ from torch import Tensor
 
 from . import arguments, load
 from .formulas import acc_dtype
-from .operators import BACKWARD, FORWARD, Arguments, BackwardArguments, Gradients, Results
+from .operators import (
+    ADA_LAYER_NORM_BACKWARD,
+    BACKWARD,
+    FORWARD,
+    Arguments,
+    BackwardArguments,
+    Gradients,
+    Results,
+    gated_backward,
+)
 
 
 def _forward(a: Arguments) -> Results:
@@ -55,4 +64,8 @@ for _backward_operator in BACKWARD:
     torch.library.register_fake(
         _backward_operator.overload, _backward_operator.implemented_by(_backward)
     )
+torch.library.register_fake(
+    load.add_ada_layer_norm_backward,
+    gated_backward(ADA_LAYER_NORM_BACKWARD.implemented_by(_backward), _gate_backward),
+)
 torch.library.register_fake(load.gate_backward, _gate_backward)

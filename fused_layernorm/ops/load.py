@@ -37,6 +37,7 @@ ada_layer_norm_forward = operators.ada_layer_norm_forward.default
 add_ada_layer_norm = operators.add_ada_layer_norm.default
 add_ada_layer_norm_forward = operators.add_ada_layer_norm_forward.default
 ada_layer_norm_backward = operators.ada_layer_norm_backward.default
+add_ada_layer_norm_backward = operators.add_ada_layer_norm_backward.default
 gate_backward = operators.gate_backward.default
 
 # What the other files register lives as long as this object. A fragment can define no operator.

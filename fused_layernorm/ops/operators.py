@@ -4,7 +4,8 @@ layer_norm and ada_layer_norm differ by a modulation, each of them and its `add_
 (beside a modulation also a gate), and each of the four and its `_forward` twin by the statistics
 that backward needs. An implementation (composite, fake, vmap rule, autograd) is written once, from
 `Arguments` to `Results`; `Operator` knows how the operators lay these out. In the same way
-`BackwardOperator` goes with `BackwardArguments` and `Gradients`.
+`BackwardOperator` goes with `BackwardArguments` and `Gradients`. add_ada_layer_norm_backward is two
+backward operators one after the other: `gated_backward` makes it of any implementations of theirs.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Arguments(NamedTuple):
 
     @property
     def is_modulated(self) -> bool:
+        """Whether only the ada operators take it."""
         return self.gate is not None or self.shift is not None or self.scale is not None
 
     @property
@@ -280,3 +282,53 @@ BACKWARD = (LAYER_NORM_BACKWARD, ADA_LAYER_NORM_BACKWARD)
 def backward_of(shift: Tensor | None, scale: Tensor | None) -> BackwardOperator:
     """The backward operator of a norm with this modulation."""
     return LAYER_NORM_BACKWARD if shift is None and scale is None else ADA_LAYER_NORM_BACKWARD
+
+
+class GatedBackwardArguments(NamedTuple):
+    """One call of add_ada_layer_norm_backward, in the order of its schema."""
+
+    dy: Tensor
+    x: Tensor
+    input: Tensor
+    gate: Tensor
+    normalized_ndim: int
+    mean: Tensor
+    rstd: Tensor
+    shift: Tensor | None
+    scale: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    dresidual: Tensor | None
+    needs_dx: bool
+    needs_dinput: bool
+    needs_dgate: bool
+    needs_dshift: bool
+    needs_dscale: bool
+    needs_dweight: bool
+    needs_dbias: bool
+
+    @property
+    def needs_gate_backward(self) -> bool:
+        return self.needs_dinput or self.needs_dgate
+
+    @property
+    def of_norm(self) -> tuple[Any, ...]:
+        """The arguments of ada_layer_norm_backward, of whose dx gate_backward has its own."""
+        return (*self[:2], *self[4:12], self.needs_dx or self.needs_gate_backward, *self[15:])
+
+
+def gated_backward(
+    ada_layer_norm_backward: Callable[..., Any], gate_backward: Callable[..., Any]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """add_ada_layer_norm_backward as these two, one after the other."""
+
+    def add_ada_layer_norm_backward(*args: Any) -> tuple[Tensor, ...]:
+        g = GatedBackwardArguments(*args)
+        dx, *gradients = ada_layer_norm_backward(*g.of_norm)
+        if g.needs_gate_backward:
+            of_gate = gate_backward(dx, g.input, g.gate, g.needs_dinput, g.needs_dgate)
+        else:
+            of_gate = (g.input.new_empty((0,)), g.gate.new_empty((0,)))
+        return (dx if g.needs_dx else g.x.new_empty((0,)), *of_gate, *gradients)
+
+    return add_ada_layer_norm_backward

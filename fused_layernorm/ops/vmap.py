@@ -24,6 +24,7 @@ from .operators import (
     Operator,
     Options,
     Results,
+    gated_backward,
     with_statistics,
 )
 
@@ -179,3 +180,9 @@ for _operator in FORWARD:
 for _backward_operator in BACKWARD:
     torch.library.register_vmap(_backward_operator.overload, _backward_rule(_backward_operator))
 torch.library.register_vmap(load.gate_backward, _gate_backward_rule)
+# Under vmap it is the two operators, which have rules.
+load.library.impl(
+    "add_ada_layer_norm_backward",
+    gated_backward(load.ada_layer_norm_backward, load.gate_backward),
+    "FuncTorchBatched",
+)

@@ -12,6 +12,10 @@ void check(const BackwardArguments& a, const Shape& shape, const KernelTypes& ty
   check_shape(a.bias, "bias", a.x, shape.leading);
   check_shape(a.dy, "dy", a.x, 0);
   check_shape(a.dresidual, "dresidual", a.x, 0);
+  check_broadcast(a.modulation.shift, "shift", a.x);
+  check_broadcast(a.modulation.scale, "scale", a.x);
+  CHECK_ARGUMENT((a.modulation.shift || !a.needs_dshift) && (a.modulation.scale || !a.needs_dscale),
+                 "a gradient is asked for of a shift or scale that is not there");
   CHECK_ARGUMENT(!a.dresidual || a.dresidual->scalar_type() == a.x.scalar_type(),
                  "dresidual must be of x's dtype");
   for (const Tensor* each : {&a.mean, &a.rstd}) {
@@ -21,88 +25,276 @@ void check(const BackwardArguments& a, const Shape& shape, const KernelTypes& ty
   }
 }
 
-Tensor none(const Tensor& like, ScalarType type) {
-  const int64_t size = 0;
-  return empty(like, &size, 1, type);
-}
-
-void launch(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
-            Activation activation, Tensor& dx, Tensor& dweight, Tensor& dbias) {
-  const Rows x(a.x, shape.leading);
-  const Rows dy(cast(a.dy, types.y), shape.leading);
-  std::optional<Rows> dresidual;
-  if (a.dresidual) dresidual.emplace(*a.dresidual, shape.leading);
-  const auto weight = prepare_parameter(a.weight, types.weight);
-  const auto bias = prepare_parameter(a.bias, types.weight);
-  const Tensor mean = contiguous_of(a.mean);
-  const Tensor rstd = contiguous_of(a.rstd);
-
-  const DataTypes data_types = types.data_types();
+// The tensors of a launch as kernels read them, and the problem that they pose. `input` is that of
+// a gated sum, or null.
+struct Operands {
+  Rows x, dy;
+  std::optional<Rows> dresidual, input;
+  std::optional<Tensor> weight, bias;
+  ModulationRows shift, scale, gate;
+  Tensor mean, rstd;
   Problem problem;
-  problem.rows = shape.rows;
-  problem.cols = shape.cols;
-  problem.x = data_types.x;
-  problem.weight = data_types.weight;
-  problem.y = data_types.y;
-  problem.residual = a.dresidual.has_value();
-  problem.needs_dparams = a.needs_dweight || a.needs_dbias;
-  problem.has_epilogue = activation != Activation::kNone || a.scale != 1.0;
-  problem.aligned = x.aligned() && dy.aligned() && (!dresidual || dresidual->aligned()) &&
-                    types.aligned(shape.cols);
-  const backward::Plan plan = make_backward_plan(problem, device_of(a.x));
-  const Workspace workspace(a.x, launch_of(plan).workspace_bytes);
 
-  BackwardParams params;
-  params.dy = dy.data();
-  params.dy_rows = dy.map;
-  params.x = x.data();
-  params.x_rows = x.map;
-  params.mean = mean.const_data_ptr();
-  params.rstd = rstd.const_data_ptr();
-  params.weight = data_of(weight);
-  params.bias = data_of(bias);
-  if (dresidual) {
-    params.dresidual = dresidual->data();
-    params.dresidual_rows = dresidual->map;
+  Operands(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
+           Activation activation, const Groups& groups, const Tensor* gated_input)
+      : x(a.x, shape.leading),
+        dy(cast(a.dy, types.y), shape.leading),
+        weight(prepare_parameter(a.weight, types.weight)),
+        bias(prepare_parameter(a.bias, types.weight)),
+        shift(a.modulation.shift, types.weight, a.x, shape.leading),
+        scale(a.modulation.scale, types.weight, a.x, shape.leading),
+        gate(gated_input != nullptr ? a.modulation.gate : std::nullopt, types.weight, a.x,
+             shape.leading),
+        mean(contiguous_of(a.mean)),
+        rstd(contiguous_of(a.rstd)) {
+    if (a.dresidual) dresidual.emplace(*a.dresidual, shape.leading);
+    if (gated_input != nullptr) input.emplace(*gated_input, shape.leading);
+    const DataTypes data_types = types.data_types();
+    problem.rows = shape.rows;
+    problem.cols = shape.cols;
+    problem.x = data_types.x;
+    problem.weight = data_types.weight;
+    problem.y = data_types.y;
+    problem.residual = a.dresidual.has_value();
+    problem.gated = gated_input != nullptr;
+    problem.modulated = shift.tensor || scale.tensor || problem.gated;
+    problem.group_rows = groups.rows;
+    problem.needs_column_grads = a.needs_dweight || a.needs_dbias;
+    problem.needs_dparams =
+        problem.needs_column_grads || a.needs_dshift || a.needs_dscale || problem.gated;
+    problem.has_epilogue = activation != Activation::kNone || a.scale != 1.0;
+    problem.aligned = x.aligned() && dy.aligned() && (!dresidual || dresidual->aligned()) &&
+                      (!input || input->aligned()) && types.aligned(shape.cols);
   }
-  params.dx = a.needs_dx ? dx.mutable_data_ptr() : nullptr;
-  params.dweight = a.needs_dweight ? dweight.mutable_data_ptr() : nullptr;
-  params.dbias = a.needs_dbias ? dbias.mutable_data_ptr() : nullptr;
-  params.rows = shape.rows;
-  params.cols = static_cast<int32_t>(shape.cols);
-  params.inverse_cols = Scalar(1.0 / static_cast<double>(shape.cols));
+};
+
+// The outputs of a launch; those that are empty are not needed.
+struct Outputs {
+  Tensor dx, dweight, dbias;
+  GroupGradient dshift, dscale;
+
+  Outputs(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
+          const Groups& groups, ScalarType dparameter_type)
+      : dx(a.needs_dx ? empty_like(a.x, types.x) : none(a.x, types.x)),
+        dweight(dparameter(a.needs_dweight, a, shape, types, dparameter_type)),
+        dbias(dparameter(a.needs_dbias, a, shape, types, dparameter_type)),
+        dshift(a.needs_dshift, a.modulation.shift, groups, types.weight, types.statistics(), a.x),
+        dscale(a.needs_dscale, a.modulation.scale, groups, types.weight, types.statistics(), a.x) {}
+
+  BackwardResult result(const BackwardArguments& a, ScalarType dparameter_type) const {
+    return {dx, cast(dweight, dparameter_type), cast(dbias, dparameter_type),
+            dshift.result(a.modulation.shift, a.x), dscale.result(a.modulation.scale, a.x)};
+  }
+
+ private:
+  static Tensor dparameter(bool needed, const BackwardArguments& a, const Shape& shape,
+                           const KernelTypes& types, ScalarType dparameter_type) {
+    return needed ? empty(a.x, a.x.sizes().data() + shape.leading, a.normalized_ndim, types.weight)
+                  : none(a.x, dparameter_type);
+  }
+};
+
+BackwardParams params_of(const BackwardArguments& a, const Operands& operands,
+                         Activation activation, const Outputs& out, void* workspace) {
+  const Problem& problem = operands.problem;
+  BackwardParams params;
+  params.dy = operands.dy.data();
+  params.dy_rows = operands.dy.map;
+  params.x = operands.x.data();
+  params.x_rows = operands.x.map;
+  params.mean = operands.mean.const_data_ptr();
+  params.rstd = operands.rstd.const_data_ptr();
+  params.weight = data_of(operands.weight);
+  params.bias = data_of(operands.bias);
+  if (operands.dresidual) {
+    params.dresidual = operands.dresidual->data();
+    params.dresidual_rows = operands.dresidual->map;
+  }
+  params.dx = a.needs_dx ? out.dx.mutable_data_ptr() : nullptr;
+  params.dweight = a.needs_dweight ? out.dweight.mutable_data_ptr() : nullptr;
+  params.dbias = a.needs_dbias ? out.dbias.mutable_data_ptr() : nullptr;
+  params.rows = problem.rows;
+  params.cols = static_cast<int32_t>(problem.cols);
+  params.inverse_cols = Scalar(1.0 / static_cast<double>(problem.cols));
   params.scale = Scalar(a.scale);
   params.has_epilogue = problem.has_epilogue;
   params.activation = activation;
-  params.workspace = workspace.data();
-  check_cuda(launch_layer_norm_backward(params, data_types, plan, current_stream(a.x)));
+  params.workspace = workspace;
+  params.is_modulated = problem.modulated;
+  params.modulation = {operands.shift.data(), operands.scale.data(), operands.gate.data(),
+                       operands.shift.map,    operands.scale.map,    operands.gate.map};
+  params.group_rows = problem.group_rows;
+  params.dshift = out.dshift.data();
+  params.dscale = out.dscale.data();
+  params.dshift_is_wide = out.dshift.is_wide;
+  params.dscale_is_wide = out.dscale.is_wide;
+  return params;
+}
+
+void launch(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
+            Activation activation, const Groups& groups, const Outputs& out) {
+  const Operands operands(a, shape, types, activation, groups, nullptr);
+  const backward::Plan plan = make_backward_plan(operands.problem, device_of(a.x));
+  const Workspace workspace(a.x, launch_of(plan).workspace_bytes);
+  const BackwardParams params = params_of(a, operands, activation, out, workspace.data());
+  check_cuda(launch_layer_norm_backward(params, types.data_types(), plan, current_stream(a.x)));
+}
+
+// dy * (1 + scale).
+Tensor modulated(const Tensor& dy, const std::optional<Tensor>& scale, ScalarType type) {
+  if (!scale) return dy;
+  const Tensor wide = cast(dy, type);
+  return torch::stable::subtract(wide, product(wide, cast(*scale, type)), -1.0);
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor> run_backward(const BackwardArguments& a) {
+BackwardResult run_backward(const BackwardArguments& a) {
   const Shape shape(a.x, a.normalized_ndim);
   const auto parameters = type_of_parameters(a.weight, a.bias);
-  const KernelTypes types(a.x.scalar_type(), parameters, a.dy.scalar_type());
+  const ScalarType dparameter_type = parameters.value_or(a.x.scalar_type());
+  const CurrentDevice guard(a.x);
+  const Groups groups({&a.modulation.shift, &a.modulation.scale}, a.x, shape.leading);
+  if (a.modulation.any() && groups.rows == 1 && (a.needs_dweight || a.needs_dbias)) {
+    // Where each row has its own shift and scale, kernels sum nothing over rows. dweight and dbias
+    // are then those of a norm without a modulation.
+    BackwardArguments rest = a;
+    rest.needs_dweight = rest.needs_dbias = false;
+    BackwardResult result = run_backward(rest);
+    const ScalarType wide =
+        a.x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+    const std::optional<Tensor> no_residual;
+    const Tensor dy = modulated(a.dy, a.modulation.scale, wide);
+    const BackwardResult columns =
+        run_backward({dy, a.x, a.normalized_ndim, a.mean, a.rstd, a.weight, a.bias, no_residual,
+                      std::nullopt, 1.0, false, a.needs_dweight, a.needs_dbias});
+    result.dweight = columns.dweight;
+    result.dbias = columns.dbias;
+    return result;
+  }
+
+  const auto all_parameters =
+      common_type({parameters, type_of(a.modulation.shift), type_of(a.modulation.scale)});
+  const KernelTypes types(a.x.scalar_type(), all_parameters, a.dy.scalar_type());
   check(a, shape, types);
   const Activation activation = activation_of(a.activation);
+
+  Outputs out(a, shape, types, groups, dparameter_type);
+  const bool needs_parameters =
+      a.needs_dweight || a.needs_dbias || a.needs_dshift || a.needs_dscale;
+  if (shape.empty()) {
+    if (a.needs_dweight) torch::stable::zero_(out.dweight);
+    if (a.needs_dbias) torch::stable::zero_(out.dbias);
+    for (GroupGradient* gradient : {&out.dshift, &out.dscale}) {
+      if (gradient->of_groups) torch::stable::zero_(*gradient->of_groups);
+    }
+  } else if (a.needs_dx || needs_parameters) {
+    launch(a, shape, types, activation, groups, out);
+  }
+  return out.result(a, dparameter_type);
+}
+
+GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor& input,
+                                       bool needs_dinput, bool needs_dgate) {
+  const Shape shape(a.x, a.normalized_ndim);
+  const auto parameters = type_of_parameters(a.weight, a.bias);
+  const auto& m = a.modulation;
+  const KernelTypes types(
+      a.x.scalar_type(),
+      common_type({parameters, type_of(m.shift), type_of(m.scale), type_of(m.gate)}),
+      a.dy.scalar_type());
+  check(a, shape, types);
+  check_shape(input, "input", a.x, 0);
+  check_broadcast(m.gate, "gate", a.x);
   const CurrentDevice guard(a.x);
 
-  const ScalarType dparameter_type = parameters.value_or(a.x.scalar_type());
-  const auto new_dparameter = [&](bool needed) {
-    return needed ? empty(a.x, a.x.sizes().data() + shape.leading, a.normalized_ndim, types.weight)
-                  : none(a.x, dparameter_type);
-  };
-  Tensor dx = a.needs_dx ? empty_like(a.x, types.x) : none(a.x, types.x);
-  Tensor dweight = new_dparameter(a.needs_dweight);
-  Tensor dbias = new_dparameter(a.needs_dbias);
-  if (shape.empty()) {
-    if (a.needs_dweight) torch::stable::zero_(dweight);
-    if (a.needs_dbias) torch::stable::zero_(dbias);
-  } else if (a.needs_dx || a.needs_dweight || a.needs_dbias) {
-    launch(a, shape, types, activation, dx, dweight, dbias);
+  const Groups groups({&m.shift, &m.scale, &m.gate}, a.x, shape.leading);
+  if (!shape.empty() && input.scalar_type() == a.x.scalar_type() && groups.rows > 1) {
+    const Operands operands(a, shape, types, Activation::kNone, groups, &input);
+    if (const auto plan = make_gated_plan(operands.problem, device_of(a.x))) {
+      const ScalarType dparameter_type = parameters.value_or(a.x.scalar_type());
+      const Outputs out(a, shape, types, groups, dparameter_type);
+      const GroupGradient dgate(needs_dgate, m.gate, groups, types.weight, types.statistics(), a.x);
+      const Tensor dinput = needs_dinput ? empty_like(input, types.x) : none(input, types.x);
+      const Workspace workspace(a.x, plan->workspace_bytes);
+      BackwardParams params = params_of(a, operands, Activation::kNone, out, workspace.data());
+      params.input = operands.input->data();
+      params.input_rows = operands.input->map;
+      params.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
+      params.dgate = dgate.data();
+      params.dgate_is_wide = dgate.is_wide;
+      check_cuda(
+          launch_layer_norm_backward(params, types.data_types(), *plan, current_stream(a.x)));
+      return {out.result(a, dparameter_type), dinput, dgate.result(m.gate, input)};
+    }
   }
-  return {dx, cast(dweight, dparameter_type), cast(dbias, dparameter_type)};
+  BackwardArguments of_norm = a;
+  of_norm.modulation.gate = std::nullopt;
+  of_norm.needs_dx = true;
+  BackwardResult result = run_backward(of_norm);
+  const auto [dinput, dgate] =
+      run_gate_backward(result.dx, input, *m.gate, needs_dinput, needs_dgate);
+  if (!a.needs_dx) result.dx = none(a.x, a.x.scalar_type());
+  return {result, dinput, dgate};
+}
+
+std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& input,
+                                             const Tensor& gate, bool needs_dinput,
+                                             bool needs_dgate) {
+  const Shape shape(input, 1);
+  const std::optional<Tensor> given_gate(gate);
+  check_shape(dsum, "dresidual_out", input, 0);
+  check_broadcast(given_gate, "gate", input);
+  // Kernels take dsum of input's type, or float32 beside an input of any other type but float64.
+  const ScalarType in = input.scalar_type(), given = dsum.scalar_type();
+  const bool wide = in == ScalarType::Double || given == ScalarType::Double;
+  const ScalarType x = wide ? ScalarType::Double : given == in ? in : ScalarType::Float;
+  const ScalarType summand = wide ? ScalarType::Double : in;
+  const KernelTypes types(x, gate.scalar_type(), summand);
+  const CurrentDevice guard(input);
+
+  const Groups groups({&given_gate}, input, shape.leading);
+  const GroupGradient dgate(needs_dgate, given_gate, groups, types.weight, types.statistics(),
+                            input);
+  Tensor dinput = needs_dinput ? empty_like(input, summand) : none(input, in);
+  if (shape.empty()) {
+    if (dgate.of_groups) {
+      Tensor zeros = *dgate.of_groups;
+      torch::stable::zero_(zeros);
+    }
+  } else if (needs_dinput || needs_dgate) {
+    const Rows dsum_rows(cast(dsum, x), shape.leading);
+    const Rows input_rows(cast(input, summand), shape.leading);
+    const ModulationRows gate_rows(given_gate, types.weight, input, shape.leading);
+    const DataTypes data_types = types.data_types();
+    Problem problem;
+    problem.rows = shape.rows;
+    problem.cols = shape.cols;
+    problem.x = data_types.x;
+    problem.aligned = dsum_rows.aligned() && input_rows.aligned() && types.aligned(shape.cols);
+    problem.needs_dparams = needs_dgate;
+    problem.modulated = true;
+    problem.group_rows = groups.rows;
+    const backward::Gate plan = make_gate_plan(problem, device_of(input));
+    const Workspace workspace(input, plan.workspace_bytes);
+
+    GateParams params;
+    params.dsum = dsum_rows.data();
+    params.input = input_rows.data();
+    params.gate = gate_rows.data();
+    params.dsum_rows = dsum_rows.map;
+    params.input_rows = input_rows.map;
+    params.gate_rows = gate_rows.map;
+    params.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
+    params.dgate = dgate.data();
+    params.dgate_is_wide = dgate.is_wide;
+    params.rows = shape.rows;
+    params.cols = static_cast<int32_t>(shape.cols);
+    params.group_rows = groups.rows;
+    params.workspace = workspace.data();
+    check_cuda(launch_gate_backward(params, data_types, plan, current_stream(input)));
+  }
+  return {cast(dinput, in), dgate.result(given_gate, input)};
 }
 
 }  // namespace fused_layernorm

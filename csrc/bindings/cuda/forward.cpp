@@ -51,12 +51,12 @@ ForwardTypes settle_types(ScalarType input, std::optional<ScalarType> residual,
 
 // Parameters are of x's type, or float32 beside half precision; with a residual they may also be
 // of the input's type.
-void check_parameters_type(std::optional<ScalarType> parameters, ScalarType x, ScalarType input) {
+void check_parameters_type(std::optional<ScalarType> parameters, ScalarType x, ScalarType input,
+                           const char* name) {
   const bool fits = !parameters || *parameters == x || *parameters == input ||
                     (*parameters == ScalarType::Float && (is_half(x) || is_half(input)));
-  CHECK_ARGUMENT(fits,
-                 "weight and bias must be of the input's dtype, or float32 beside half "
-                 "precision input");
+  CHECK_ARGUMENT(fits, name,
+                 " must be of the input's dtype, or float32 beside half precision input");
 }
 
 ForwardTypes check(const ForwardArguments& a, const Shape& shape) {
@@ -70,8 +70,22 @@ ForwardTypes check(const ForwardArguments& a, const Shape& shape) {
       a.residual ? std::optional<ScalarType>(a.residual->scalar_type()) : std::nullopt;
   const ScalarType y = a.out_dtype.value_or(input);
   for (const ScalarType each : {input, residual.value_or(input), y}) data_type(each);
-  const auto parameters = type_of_parameters(a.weight, a.bias);
-  check_parameters_type(parameters, residual.value_or(input), input);
+  const auto affine = type_of_parameters(a.weight, a.bias);
+  const auto& m = a.modulation;
+  const Modulations second = a.second.value_or(Modulations{});
+  const std::pair<const std::optional<Tensor>&, const char*> modulations[] = {
+      {m.shift, "shift"},
+      {m.scale, "scale"},
+      {m.gate, "gate"},
+      {second.shift, "second_shift"},
+      {second.scale, "second_scale"}};
+  check_parameters_type(affine, residual.value_or(input), input, "weight and bias");
+  for (const auto& [modulation, name] : modulations) {
+    check_broadcast(modulation, name, a.input);
+    check_parameters_type(type_of(modulation), residual.value_or(input), input, name);
+  }
+  const auto parameters = common_type({affine, type_of(m.shift), type_of(m.scale), type_of(m.gate),
+                                       type_of(second.shift), type_of(second.scale)});
   return settle_types(input, residual, parameters, y);
 }
 
@@ -84,13 +98,24 @@ Tensor new_statistic(const Tensor& x, const Shape& shape, ScalarType type, doubl
   return statistic;
 }
 
-Tensor add(const Tensor& input, const Tensor& residual, ScalarType type) {
-  const Tensor sum = torch::stable::subtract(cast(input, type), cast(residual, type), -1.0);
+Tensor add(const Tensor& input, const std::optional<Tensor>& gate, const Tensor& residual,
+           ScalarType type) {
+  Tensor summand = cast(input, type);
+  if (gate) summand = product(summand, cast(*gate, type));
+  const Tensor sum = torch::stable::subtract(summand, cast(residual, type), -1.0);
   return contiguous_of(cast(sum, residual.scalar_type()));
 }
 
-// Launches on rows of `input`, to which the kernel adds those of `residual`, if given.
-void launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
+// Whether a kernel of this plan writes both outputs of two modulations.
+bool writes_second(const forward::Plan& plan, const Problem& problem) {
+  const bool on_chip =
+      std::holds_alternative<forward::Warp>(plan) || std::holds_alternative<forward::Block>(plan);
+  return on_chip && problem.aligned && problem.x == problem.y;
+}
+
+// Launches on rows of `input`, to which the kernel adds those of `residual`, if given. Returns
+// whether it also wrote the output of a second modulation.
+bool launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
             const Shape& shape, const KernelTypes& types, Activation activation,
             ForwardResult& result) {
   const Rows rows(input, shape.leading);
@@ -98,6 +123,14 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   if (residual) residual_rows.emplace(*residual, shape.leading);
   const auto weight = prepare_parameter(a.weight, types.weight);
   const auto bias = prepare_parameter(a.bias, types.weight);
+  const auto rows_of = [&](const std::optional<Tensor>& modulation) {
+    return ModulationRows(modulation, types.weight, input, shape.leading);
+  };
+  const ModulationRows shift = rows_of(a.modulation.shift), scale = rows_of(a.modulation.scale);
+  // A sum that was taken before has had its gate.
+  const ModulationRows gate = rows_of(residual ? a.modulation.gate : std::nullopt);
+  const Modulations second = a.second.value_or(Modulations{});
+  const ModulationRows second_shift = rows_of(second.shift), second_scale = rows_of(second.scale);
 
   const DataTypes data_types = types.data_types();
   Problem problem;
@@ -108,6 +141,7 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   problem.y = data_types.y;
   problem.residual = residual.has_value();
   problem.has_epilogue = activation != Activation::kNone || a.scale != 1.0;
+  problem.modulated = shift.tensor || scale.tensor || gate.tensor || a.second;
   problem.aligned =
       rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
   const forward::Plan plan = make_forward_plan(problem, device_of(input));
@@ -136,7 +170,16 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   params.has_epilogue = problem.has_epilogue;
   params.activation = activation;
   params.workspace = workspace.data();
+  params.is_modulated = problem.modulated;
+  params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
+  const bool with_second = a.second && writes_second(plan, problem);
+  if (with_second) {
+    params.second = {second_shift.data(), second_scale.data(), nullptr,
+                     second_shift.map,    second_scale.map,    RowMap()};
+    params.second_y = result.second_y->mutable_data_ptr();
+  }
   check_cuda(launch_layer_norm_forward(params, data_types, plan, current_stream(input)));
+  return with_second;
 }
 
 }  // namespace
@@ -148,7 +191,8 @@ ForwardResult run_forward(const ForwardArguments& a) {
   const CurrentDevice guard(a.input);
 
   ForwardResult result{empty_like(a.input, types.kernel.y), std::nullopt, std::nullopt,
-                       std::nullopt};
+                       std::nullopt, std::nullopt};
+  if (a.second) result.second_y = empty_like(a.input, types.kernel.y);
   if (a.needs_statistics) {
     // What PyTorch's kernels give for rows of no columns.
     constexpr double kNoMean = 0.0, kNoRstd = std::numeric_limits<double>::quiet_NaN();
@@ -156,7 +200,7 @@ ForwardResult run_forward(const ForwardArguments& a) {
     result.rstd = new_statistic(a.input, shape, types.kernel.statistics(), kNoRstd);
   }
   if (types.adds_first) {
-    result.residual_out = add(a.input, *a.residual, types.summand);
+    result.residual_out = add(a.input, a.modulation.gate, *a.residual, types.summand);
   } else if (a.residual) {
     result.residual_out = empty_like(a.input, types.kernel.x);
   }
@@ -165,10 +209,21 @@ ForwardResult run_forward(const ForwardArguments& a) {
       launch(cast(*result.residual_out, types.kernel.x), std::nullopt, a, shape, types.kernel,
              activation, result);
     } else {
-      launch(cast(a.input, types.summand), a.residual, a, shape, types.kernel, activation, result);
+      const bool wrote_second = launch(cast(a.input, types.summand), a.residual, a, shape,
+                                       types.kernel, activation, result);
+      if (a.second && !wrote_second) {
+        ForwardArguments rest = a;
+        rest.modulation = *a.second;
+        rest.second = std::nullopt;
+        rest.needs_statistics = false;
+        ForwardResult alone{*result.second_y, std::nullopt, std::nullopt, std::nullopt,
+                            std::nullopt};
+        launch(a.input, std::nullopt, rest, shape, types.kernel, activation, alone);
+      }
     }
   }
   result.y = cast(result.y, types.y);
+  if (result.second_y) result.second_y = cast(*result.second_y, types.y);
   if (a.needs_statistics) {
     result.mean = cast(*result.mean, types.statistics);
     result.rstd = cast(*result.rstd, types.statistics);

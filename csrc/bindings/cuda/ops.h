@@ -1,11 +1,12 @@
-// The operators on CUDA for callers in C++: what schemas.cpp declares, the four forward ones as
-// one.
+// The operators on CUDA for callers in C++: what schemas.cpp declares, all forward ones as one, and
+// the backward ones as one but for the gate's.
 #pragma once
 
 #include <optional>
 #include <string>
 #include <tuple>
 
+#include "bindings/cuda/modulation.h"
 #include "bindings/cuda/tensors.h"
 
 namespace fused_layernorm __attribute__((visibility("hidden"))) {
@@ -21,11 +22,14 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     double scale = 1.0;
     std::optional<ScalarType> out_dtype = std::nullopt;  // input's, if absent
     bool needs_statistics = true;
+    Modulations modulation = {};                       // a gate only beside a residual
+    std::optional<Modulations> second = std::nullopt;  // without a residual
   };
 
   struct ForwardResult {
     Tensor y;
     std::optional<Tensor> residual_out;  // with a residual
+    std::optional<Tensor> second_y;      // with a second modulation
     std::optional<Tensor> mean, rstd;    // where asked for
   };
 
@@ -45,9 +49,30 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     bool needs_dx = true;
     bool needs_dweight = true;
     bool needs_dbias = true;
+    Modulations modulation = {};  // a gate only for run_gated_backward
+    bool needs_dshift = false;
+    bool needs_dscale = false;
   };
 
-  // (dx, dweight, dbias); one that is not asked for is an empty tensor of shape (0,).
-  std::tuple<Tensor, Tensor, Tensor> run_backward(const BackwardArguments& a);
+  // One that is not asked for is an empty tensor of shape (0,).
+  struct BackwardResult {
+    Tensor dx, dweight, dbias, dshift, dscale;
+  };
+
+  BackwardResult run_backward(const BackwardArguments& a);
+
+  // The same for x = residual + modulation.gate * input.
+  struct GatedBackwardResult {
+    BackwardResult of_norm;
+    Tensor dinput, dgate;
+  };
+
+  GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor& input,
+                                         bool needs_dinput, bool needs_dgate);
+
+  // (dinput, dgate) from the gradient of residual + gate * input.
+  std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& input,
+                                               const Tensor& gate, bool needs_dinput,
+                                               bool needs_dgate);
 
 }  // namespace fused_layernorm

@@ -50,8 +50,136 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     const Tensor& dy, const Tensor& x, int64_t normalized_ndim, const Tensor& mean,
     const Tensor& rstd, const Optional& weight, const Optional& bias, const Optional& dresidual,
     const Name& activation, double scale, bool needs_dx, bool needs_dweight, bool needs_dbias) {
-  return run_backward({dy, x, normalized_ndim, mean, rstd, weight, bias, dresidual, activation,
-                       scale, needs_dx, needs_dweight, needs_dbias});
+  const BackwardResult result =
+      run_backward({dy, x, normalized_ndim, mean, rstd, weight, bias, dresidual, activation, scale,
+                    needs_dx, needs_dweight, needs_dbias});
+  return {result.dx, result.dweight, result.dbias};
+}
+
+// The forward operators with a modulation.
+ForwardResult run_modulated(const Tensor& input, const Optional& residual, const Optional& gate,
+                            int64_t normalized_ndim, const Optional& shift, const Optional& scale,
+                            const Optional& weight, const Optional& bias, double eps,
+                            std::optional<ScalarType> out_dtype, bool needs_statistics) {
+  return run_forward({input,
+                      residual,
+                      normalized_ndim,
+                      weight,
+                      bias,
+                      eps,
+                      std::nullopt,
+                      1.0,
+                      out_dtype,
+                      needs_statistics,
+                      {shift, scale, gate}});
+}
+
+Tensor ada_layer_norm(const Tensor& input, int64_t normalized_ndim, const Optional& shift,
+                      const Optional& scale, const Optional& weight, const Optional& bias,
+                      double eps, std::optional<ScalarType> out_dtype) {
+  return run_modulated(input, std::nullopt, std::nullopt, normalized_ndim, shift, scale, weight,
+                       bias, eps, out_dtype, false)
+      .y;
+}
+
+std::tuple<Tensor, Tensor> ada_layer_norm_pair(const Tensor& input, int64_t normalized_ndim,
+                                               const Optional& shift, const Optional& scale,
+                                               const Optional& second_shift,
+                                               const Optional& second_scale, const Optional& weight,
+                                               const Optional& bias, double eps,
+                                               std::optional<ScalarType> out_dtype) {
+  const ForwardResult result = run_forward({input,
+                                            std::nullopt,
+                                            normalized_ndim,
+                                            weight,
+                                            bias,
+                                            eps,
+                                            std::nullopt,
+                                            1.0,
+                                            out_dtype,
+                                            false,
+                                            {shift, scale, std::nullopt},
+                                            Modulations{second_shift, second_scale, std::nullopt}});
+  return {result.y, *result.second_y};
+}
+
+std::tuple<Tensor, Tensor, Tensor> ada_layer_norm_forward(
+    const Tensor& input, int64_t normalized_ndim, const Optional& shift, const Optional& scale,
+    const Optional& weight, const Optional& bias, double eps, std::optional<ScalarType> out_dtype) {
+  const ForwardResult result = run_modulated(input, std::nullopt, std::nullopt, normalized_ndim,
+                                             shift, scale, weight, bias, eps, out_dtype, true);
+  return {result.y, *result.mean, *result.rstd};
+}
+
+std::tuple<Tensor, Tensor> add_ada_layer_norm(const Tensor& input, const Tensor& residual,
+                                              const Optional& gate, int64_t normalized_ndim,
+                                              const Optional& shift, const Optional& scale,
+                                              const Optional& weight, const Optional& bias,
+                                              double eps, std::optional<ScalarType> out_dtype) {
+  const ForwardResult result = run_modulated(input, residual, gate, normalized_ndim, shift, scale,
+                                             weight, bias, eps, out_dtype, false);
+  return {result.y, *result.residual_out};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_ada_layer_norm_forward(
+    const Tensor& input, const Tensor& residual, const Optional& gate, int64_t normalized_ndim,
+    const Optional& shift, const Optional& scale, const Optional& weight, const Optional& bias,
+    double eps, std::optional<ScalarType> out_dtype) {
+  const ForwardResult result = run_modulated(input, residual, gate, normalized_ndim, shift, scale,
+                                             weight, bias, eps, out_dtype, true);
+  return {result.y, *result.residual_out, *result.mean, *result.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ada_layer_norm_backward(
+    const Tensor& dy, const Tensor& x, int64_t normalized_ndim, const Tensor& mean,
+    const Tensor& rstd, const Optional& shift, const Optional& scale, const Optional& weight,
+    const Optional& bias, const Optional& dresidual, bool needs_dx, bool needs_dshift,
+    bool needs_dscale, bool needs_dweight, bool needs_dbias) {
+  const BackwardResult result = run_backward({dy,
+                                              x,
+                                              normalized_ndim,
+                                              mean,
+                                              rstd,
+                                              weight,
+                                              bias,
+                                              dresidual,
+                                              std::nullopt,
+                                              1.0,
+                                              needs_dx,
+                                              needs_dweight,
+                                              needs_dbias,
+                                              {shift, scale, std::nullopt},
+                                              needs_dshift,
+                                              needs_dscale});
+  return {result.dx, result.dshift, result.dscale, result.dweight, result.dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> add_ada_layer_norm_backward(
+    const Tensor& dy, const Tensor& x, const Tensor& input, const Tensor& gate,
+    int64_t normalized_ndim, const Tensor& mean, const Tensor& rstd, const Optional& shift,
+    const Optional& scale, const Optional& weight, const Optional& bias, const Optional& dresidual,
+    bool needs_dx, bool needs_dinput, bool needs_dgate, bool needs_dshift, bool needs_dscale,
+    bool needs_dweight, bool needs_dbias) {
+  const GatedBackwardResult result = run_gated_backward({dy,
+                                                         x,
+                                                         normalized_ndim,
+                                                         mean,
+                                                         rstd,
+                                                         weight,
+                                                         bias,
+                                                         dresidual,
+                                                         std::nullopt,
+                                                         1.0,
+                                                         needs_dx,
+                                                         needs_dweight,
+                                                         needs_dbias,
+                                                         {shift, scale, gate},
+                                                         needs_dshift,
+                                                         needs_dscale},
+                                                        input, needs_dinput, needs_dgate);
+  const BackwardResult& of_norm = result.of_norm;
+  return {of_norm.dx,     result.dinput,   result.dgate, of_norm.dshift,
+          of_norm.dscale, of_norm.dweight, of_norm.dbias};
 }
 
 }  // namespace
@@ -62,6 +190,14 @@ void register_cuda_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("add_layer_norm", TORCH_BOX(&add_layer_norm));
   library.impl("add_layer_norm_forward", TORCH_BOX(&add_layer_norm_forward));
   library.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+  library.impl("ada_layer_norm", TORCH_BOX(&ada_layer_norm));
+  library.impl("ada_layer_norm_pair", TORCH_BOX(&ada_layer_norm_pair));
+  library.impl("ada_layer_norm_forward", TORCH_BOX(&ada_layer_norm_forward));
+  library.impl("add_ada_layer_norm", TORCH_BOX(&add_ada_layer_norm));
+  library.impl("add_ada_layer_norm_forward", TORCH_BOX(&add_ada_layer_norm_forward));
+  library.impl("ada_layer_norm_backward", TORCH_BOX(&ada_layer_norm_backward));
+  library.impl("add_ada_layer_norm_backward", TORCH_BOX(&add_ada_layer_norm_backward));
+  library.impl("gate_backward", TORCH_BOX(&run_gate_backward));
 }
 
 }  // namespace fused_layernorm

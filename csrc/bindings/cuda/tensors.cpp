@@ -41,40 +41,6 @@ Tensor copy(const Tensor& tensor, ScalarType type) {
   throw OutOfMemory(text.str());
 }
 
-// Where the rows begin, if each of them is contiguous inside and they stand at no more than two
-// strides.
-std::optional<RowMap> row_map(const Tensor& tensor, int64_t leading) {
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
-  int64_t expected = 1;
-  for (int64_t d = tensor.dim() - 1; d >= leading; --d) {
-    if (sizes[d] != 1 && strides[d] != expected) return std::nullopt;
-    expected *= sizes[d];
-  }
-  int levels = 0;
-  int64_t inner_stride = expected, outer_stride = 0;
-  int64_t inner_rows = 1, outer_rows = 1;
-  for (int64_t d = leading - 1; d >= 0; --d) {
-    if (sizes[d] == 1) continue;
-    if (levels == 0) {
-      inner_stride = strides[d];
-      inner_rows = sizes[d];
-      levels = 1;
-    } else if (levels == 1 && strides[d] == inner_stride * inner_rows) {
-      inner_rows *= sizes[d];
-    } else if (levels == 1) {
-      outer_stride = strides[d];
-      outer_rows = sizes[d];
-      levels = 2;
-    } else if (strides[d] == outer_stride * outer_rows) {
-      outer_rows *= sizes[d];
-    } else {
-      return std::nullopt;
-    }
-  }
-  return levels == 2 ? RowMap(inner_rows, inner_stride, outer_stride) : RowMap(inner_stride);
-}
-
 }  // namespace
 
 bool is_half(ScalarType type) { return type == ScalarType::Half || type == ScalarType::BFloat16; }
@@ -129,6 +95,11 @@ const Device& device_of(const Tensor& tensor) {
                                 attribute(cudaDevAttrComputeCapabilityMinor);
     devices[index].sms = attribute(cudaDevAttrMultiProcessorCount);
     devices[index].shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    // Drivers from CUDA 12.4 on know such launches in graphs as well.
+    constexpr int kLeastDriver = 12040;
+    int driver = 0;
+    check_cuda(cudaDriverGetVersion(&driver));
+    devices[index].starts_early = devices[index].capability >= 90 && driver >= kLeastDriver;
   });
   return devices[index];
 }
@@ -185,6 +156,52 @@ std::optional<Tensor> prepare_parameter(const std::optional<Tensor>& parameter, 
   return ready ? *parameter : copy(*parameter, type);
 }
 
+std::optional<RowMap> row_map(const int64_t* sizes, const int64_t* strides, int64_t dims,
+                              int64_t leading) {
+  int64_t expected = 1;
+  for (int64_t d = dims - 1; d >= leading; --d) {
+    if (sizes[d] != 1 && strides[d] != expected) return std::nullopt;
+    expected *= sizes[d];
+  }
+  int levels = 0;
+  int64_t inner_stride = expected, outer_stride = 0;
+  int64_t inner_rows = 1, outer_rows = 1;
+  for (int64_t d = leading - 1; d >= 0; --d) {
+    if (sizes[d] == 1) continue;
+    if (levels == 0) {
+      inner_stride = strides[d];
+      inner_rows = sizes[d];
+      levels = 1;
+    } else if (levels == 1 && strides[d] == inner_stride * inner_rows) {
+      inner_rows *= sizes[d];
+    } else if (levels == 1) {
+      outer_stride = strides[d];
+      outer_rows = sizes[d];
+      levels = 2;
+    } else if (strides[d] == outer_stride * outer_rows) {
+      outer_rows *= sizes[d];
+    } else {
+      return std::nullopt;
+    }
+  }
+  return levels == 2 ? RowMap(inner_rows, inner_stride, outer_stride) : RowMap(inner_stride);
+}
+
+bool is_aligned(const Tensor& tensor, const RowMap& map) {
+  const auto bytes = static_cast<int64_t>(tensor.element_size());
+  return address_of(tensor) % kVectorBytes == 0 && map.stride * bytes % kVectorBytes == 0 &&
+         map.jump * bytes % kVectorBytes == 0;
+}
+
+Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims) {
+  AtenTensorHandle handle = nullptr;
+  int64_t offset = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(tensor.get(), dims, sizes, strides, offset, &handle));
+  return Tensor(handle);
+}
+
 const void* data_of(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
@@ -194,18 +211,17 @@ Workspace::Workspace(const Tensor& like, int64_t bytes) {
 }
 
 Rows::Rows(const Tensor& original, int64_t leading) : tensor(original) {
-  auto found = row_map(tensor, leading);
+  const auto find = [&] {
+    return row_map(tensor.sizes().data(), tensor.strides().data(), tensor.dim(), leading);
+  };
+  auto found = find();
   if (!found) {
     tensor = contiguous_of(tensor);
-    found = row_map(tensor, leading);
+    found = find();
   }
   map = *found;
 }
 
-bool Rows::aligned() const {
-  const auto bytes = static_cast<int64_t>(tensor.element_size());
-  return address_of(tensor) % kVectorBytes == 0 && map.stride * bytes % kVectorBytes == 0 &&
-         map.jump * bytes % kVectorBytes == 0;
-}
+bool Rows::aligned() const { return is_aligned(tensor, map); }
 
 }  // namespace fused_layernorm

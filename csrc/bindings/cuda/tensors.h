@@ -57,6 +57,18 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   // A parameter as kernels read it: of this type, contiguous and aligned.
   std::optional<Tensor> prepare_parameter(const std::optional<Tensor>& parameter, ScalarType type);
 
+  // Where the rows of a tensor begin, of whose dimensions the first `leading` count rows, if each
+  // row is contiguous inside and they stand at no more than two strides.
+  std::optional<RowMap> row_map(const int64_t* sizes, const int64_t* strides, int64_t dims,
+                                int64_t leading);
+
+  // Whether data at this address with rows at these places begins every row at a multiple of 16
+  // bytes.
+  bool is_aligned(const Tensor& tensor, const RowMap& map);
+
+  // The elements from the first on with these sizes and strides.
+  Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims);
+
   // The address of the data, or null.
   const void* data_of(const std::optional<Tensor>& tensor);
 

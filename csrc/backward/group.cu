@@ -1,0 +1,349 @@
+// Backward of rows whose shift and scale belong to groups of rows: persistent blocks, each with a
+// range of rows that follow each other. A block works through the groups in its range one after the
+// other, and keeps a group's running dscale and dshift in registers, and dgate where x was a gated
+// sum. Where a group is one row, they are no sums, and are stored with the row's dx.
+#include "backward/persistent.cuh"
+#include "device/dependency.cuh"
+#include "launch.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// The rows of one team in its block's range: in each group every `teams`-th.
+struct TeamRows {
+  uint32_t row, group_end;
+  const GroupRange& range;
+  const int teams, team;
+
+  __device__ __forceinline__ TeamRows(const GroupRange& its_range, bool of_rows, int all_teams,
+                                      int team_index)
+      : row(its_range.begin + team_index),
+        group_end(of_rows ? its_range.end : its_range.end_of_group(its_range.begin)),
+        range(its_range),
+        teams(all_teams),
+        team(team_index) {
+    settle();
+  }
+  __device__ __forceinline__ bool is_valid() const { return row < group_end; }
+  __device__ __forceinline__ void advance() {
+    row += teams;
+    settle();
+  }
+
+ private:
+  // Goes on to the next group that has a row for this team.
+  __device__ __forceinline__ void settle() {
+    while (row >= group_end && group_end < range.end) {
+      row = group_end + team;
+      group_end = range.end_of_group(group_end);
+    }
+  }
+};
+
+template <typename N, int kWidth_, int kVecs_, bool kBulk_>
+struct BackwardGroupGeometry {
+  static constexpr int kWidth = kWidth_, kVecs = kVecs_;
+  static constexpr bool kBulk = kBulk_;
+  // xhat and g of a row stay in registers between its sums and its dx. Otherwise they are computed
+  // again from the ring.
+  static constexpr bool kKeep =
+      group_holds_row(kWidth, kBulk, kVecs* kWidth <= kKeptColsPerThread, N::Prologue::kGated);
+  static_assert(kVecs * kWidth <= kBackwardColsPerThread, "a thread has registers for so many");
+  static_assert(kBulk || kKeep, "only a ring holds a row for a second read");
+};
+
+template <typename N, typename G>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    layer_norm_backward_group_kernel(const BackwardParams p, const backward::Group plan) {
+  using Acc = typename N::Acc;
+  using X = typename N::X;
+  using Y = typename N::Y;
+  using W = typename N::W;
+  using Ring = BackwardRing<N, G::kWidth>;
+  constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
+  constexpr bool kOfRows = N::Affine::kOfRows, kBulk = G::kBulk;
+  if constexpr (kBulk && !kHasBulk) return;  // It is never launched there.
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ alignas(16) Pair<Acc> scratch[2][kBackwardScratch];
+  __shared__ Pair<float> stage_statistics[kAllStages];
+  __shared__ __align__(8) uint64_t barriers[kAllStages];
+
+  const BlockTeam team(plan.team_threads);
+  const GroupRange range(p, blockIdx.x, gridDim.x);
+  const Ring ring(shared, stage_statistics, barriers, plan, team.index, false);
+  const int vectors = p.cols / kWidth;
+  const Share<kVecs, false> share = {team.thread, team.threads, vectors};
+  const bool fills = kBulk && team.thread == 0;
+  const Acc inverse_cols = p.inverse_cols.as<Acc>();
+  const int first_scratch = team.index * scratch_values(team.warps());
+
+  TeamRows next(range, kOfRows, plan.teams, team.index);  // the row to be copied to the ring next
+  if constexpr (kBulk) {
+    if (kWidth > 1) ring.clear_behind(p.cols, team);
+    if (fills) ring.init_barriers();
+    __syncthreads();
+    if (fills) {
+#pragma unroll 1
+      for (int i = 0; i < ring.stages && next.is_valid(); ++i, next.advance()) {
+        ring.fill(p, 0, p.cols, i, next.row, true);
+      }
+    }
+  }
+
+  // The combined weight at vector k of a row.
+  const auto weight_at = [&](int col, int stage, int64_t row) {
+    if constexpr (!kBulk) {
+      return combined_weight<N, kWidth>(p, col, scale_of_row<N>(p, row).template load<kWidth>(col));
+    } else if constexpr (kOfRows) {
+      Vec<W, kWidth> scale = {};
+      if (p.modulation.scale != nullptr) {
+        scale = load<Use::kPlain, kWidth>(ring.scale + stage * ring.stage_cols + col);
+      }
+      return combined_weight<N, kWidth>(p, min(col, p.cols - kWidth), scale);
+    } else {
+      return load<Use::kPlain, kWidth>(ring.weight + col);
+    }
+  };
+  // Calls use(k, gradients) for all of this thread's vectors of a row. At a vector that the thread
+  // does not have, all gradients are zero.
+  const auto with_gradients = [&](int stage, int64_t row, Pair<Acc> statistics, const auto& use) {
+    const X* x_row = x_row_of<N>(p, row, 0);
+    const Y* dy_row = dy_row_of<N>(p, row, 0);
+    if constexpr (kBulk) {
+      x_row = ring.x + stage * ring.stage_cols + Ring::skipped(x_row) / sizeof(X);
+      dy_row = ring.dy + stage * ring.stage_cols + Ring::skipped(dy_row) / sizeof(Y);
+    }
+    constexpr bool kHasRoom = kBulk && kWidth > 1;
+    constexpr int kAtOnce = kBulk ? 1 : kVecs;
+    constexpr Use kUse = kBulk ? Use::kPlain : Use::kAgain;
+#pragma unroll
+    for (int from = 0; from < kVecs; from += kAtOnce) {
+      Vec<X, kWidth> x[kAtOnce];
+      Vec<Y, kWidth> dy[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int k = from + i;
+        const int col = kHasRoom ? share.vector(k) * kWidth : share.template col<kWidth>(k);
+        x[i] = load<kUse, kWidth>(element(x_row, col));
+        dy[i] = load<kUse, kWidth>(element(dy_row, col));
+        if (!kHasRoom && !share.has(k)) dy[i] = {};
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int k = from + i;
+        const int col = kHasRoom ? share.vector(k) * kWidth : share.template col<kWidth>(k);
+        use(k, Gradients<N, kWidth>(p, x[i], dy[i], statistics.first, statistics.second,
+                                    weight_at(col, stage, row), Vec<W, kWidth>{}));
+      }
+    }
+  };
+  const auto statistics_of = [&](int stage, int64_t row) -> Pair<Acc> {
+    if constexpr (kBulk) {
+      return {ring.statistics[stage].first, ring.statistics[stage].second};
+    } else {
+      return {static_cast<const Acc*>(p.mean)[row], static_cast<const Acc*>(p.rstd)[row]};
+    }
+  };
+
+  RunningParamGrads<Acc, kWidth, kVecs> grads;
+  RunningParamGrads<Acc, kWidth, kVecs> dgate;  // Only one of its sums is used.
+  constexpr bool kGated = N::Prologue::kGated;
+  // Iterations from a row's first read to the barrier behind its last.
+  constexpr int kHeld = G::kKeep ? 0 : 1;
+  RingPosition read;
+  int i = 0;
+  const auto work_on = [&](int64_t row) {
+    const DxRow<N> dx_row(p, row, 0);
+    Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
+    Vec<X, kWidth> added[kVecs] = {};
+    Vec<X, kWidth> input[kVecs] = {};
+    // Single elements would wait for it one by one.
+    constexpr bool kAddedEarly = G::kKeep || kGated || kWidth == 1;
+    if (kAddedEarly && (kGated || p.dx != nullptr)) {
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
+      }
+    }
+    if constexpr (kGated) {
+      const auto* input_row = static_cast<const X*>(p.input) + p.input_rows(row);
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        if (share.has(k)) {
+          input[k] = load<Use::kOnce, kWidth>(element(input_row, share.vector(k) * kWidth));
+        }
+      }
+    }
+    if constexpr (kBulk) barrier_wait(ring.full + read.stage, read.parity);
+    const Pair<Acc> statistics = statistics_of(read.stage, row);
+    Pair<Acc> sums;
+    with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
+      gradients.add_sums(sums);
+      if constexpr (kOfRows) {
+        if (share.has(k)) store_row_modulation(p, row, share.vector(k) * kWidth, gradients);
+      } else {
+        gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
+      }
+      if constexpr (G::kKeep) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          xhat[k][j] = gradients.xhat[j];
+          g[k][j] = gradients.g[j];
+        }
+      }
+    });
+    sums = team_sum(sums, team, scratch[i & 1] + first_scratch);
+    // Behind that barrier nobody reads the row of kHeld iterations ago any more.
+    if (fills && i >= kHeld && next.is_valid()) {
+      ring.fill(p, 0, p.cols, read.stage_of(kHeld, ring.stages), next.row, true);
+      next.advance();
+    }
+    if (kGated || p.dx != nullptr) {
+      const Pair<Acc> means = means_of(sums, inverse_cols);
+      if constexpr (kGated) {
+        X* const dinput = static_cast<X*>(p.dinput) + row * p.cols;
+        with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
+          const int col = share.vector(k) * kWidth;
+          Acc dx[kWidth], inputs[kWidth], gate[kWidth];
+          dx_row.compute(dx, gradients.xhat, gradients.g, means, statistics.second, added[k]);
+          store_once_if(share.has(k) && p.dx != nullptr, element(dx_row.dx, col), round_to<X>(dx));
+          unpack(inputs, input[k]);
+          unpack(gate, load<Use::kPlain, kWidth>(ring.gate + col));
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            dgate.dweight[k][j] += dx[j] * inputs[j];
+            dx[j] *= gate[j];
+          }
+          store_once_if(share.has(k) && p.dinput != nullptr, element(dinput, col), round_to<X>(dx));
+        });
+      } else if constexpr (G::kKeep) {
+#pragma unroll
+        for (int k = 0; k < kVecs; ++k) {
+          if (share.has(k)) {
+            dx_row.store(share.vector(k) * kWidth, xhat[k], g[k], means, statistics.second,
+                         added[k]);
+          }
+        }
+      } else {
+        with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
+          const int col = share.template col<kWidth>(k);
+          const auto beside = kAddedEarly ? added[k] : dx_row.template added<kWidth>(col);
+          const auto dx =
+              dx_row.vector(gradients.xhat, gradients.g, means, statistics.second, beside);
+          store_once_if(share.has(k), element(dx_row.dx, col), dx);
+        });
+      }
+    }
+    read.advance(plan.stages);
+    ++i;
+  };
+
+  if constexpr (kOfRows) {
+    for (uint32_t row = range.begin + team.index; row < range.end; row += plan.teams) work_on(row);
+  } else {
+    const bool wanted = p.dscale || p.dshift || p.dweight || p.dbias || p.dgate;
+    uint32_t part = blockIdx.x + range.group_of(range.begin);
+    for (uint32_t from = range.begin; from < range.end; ++part) {
+      const uint32_t to = range.end_of_group(from);
+      if constexpr (kBulk) {
+        __syncthreads();  // Nobody reads the weight of the group before any more.
+        const auto scale = scale_of_row<N>(p, from);
+        // The last vector fills up the room of those that do not exist.
+        for (int v = threadIdx.x; v < ring.stage_cols / kWidth; v += blockDim.x) {
+          const int col = min(v, vectors - 1) * kWidth;
+          store(ring.weight + v * kWidth,
+                combined_weight<N, kWidth>(p, col, scale.template load<kWidth>(col)));
+          if constexpr (kGated) {
+            const auto gate =
+                row_parameter<W>(p.modulation.gate, p.modulation.gate_rows, from, 0, Absent::kOnes);
+            Acc values[kWidth];
+            unpack(values, gate.template load<kWidth>(col));
+            store(ring.gate + v * kWidth, round_to<Acc>(values));
+          }
+        }
+        __syncthreads();
+      }
+      for (uint32_t row = from + team.index; row < to; row += plan.teams) work_on(row);
+      if (to == range.end) let_next_kernel_start();
+      if (wanted) {
+        const PartSink<N> sink(p, plan.parts.partials, part);
+        const auto leave = [&](const auto& sums, const auto& its_sink) {
+          if (plan.teams == 1) {
+            sums.store(its_sink, share, 0);
+          } else {
+            sums.store_sum_of_teams(its_sink, share, 0, team, plan.teams,
+                                    shared + plan.sums_offset);
+          }
+        };
+        leave(grads, sink);
+        grads = {};
+        if constexpr (kGated) {
+          leave(dgate, GatePartSink<N>(p, plan.parts.partials, part));
+          dgate = {};
+        }
+      }
+      from = to;
+    }
+  }
+}
+
+// The norm of a launch. A gradient beside dx costs registers, and so groups of common types have a
+// kernel without one, for rows that a ring brings and that fit a thread's registers.
+template <typename T, bool kMayBeBare, typename Launch>
+cudaError_t dispatch_group(const BackwardParams& p, const Launch& launch) {
+  if (p.modulation.gate != nullptr) {
+    return launch(LayerNormOf<T, GatedGradient, Identity, MayBeAffineAndModulate>{});
+  }
+  if (p.group_rows == 1) {
+    return launch(LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulateRow>{});
+  }
+  if constexpr (kMayBeBare && kIsCommon<T>) {
+    if (p.dresidual == nullptr) {
+      return launch(LayerNormOf<T, NoGradientBeside, Identity, MayBeAffineAndModulate>{});
+    }
+  }
+  return launch(LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>{});
+}
+
+template <typename N, int kWidth, int kVecs, bool kBulk>
+cudaError_t launch_group(const BackwardParams& params, const backward::Group& plan,
+                         cudaStream_t stream) {
+  constexpr bool kKeep = kVecs * kWidth <= kKeptColsPerThread;
+  constexpr bool kHasKernel =
+      N::Prologue::kGated
+          ? has_gated_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep)
+          : has_group_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep, N::Affine::kOfRows);
+  if constexpr (kHasKernel && !(N::Prologue::kGated && !kSummandIsX<typename N::Types>)) {
+    using G = BackwardGroupGeometry<N, kWidth, kVecs, kBulk>;
+    return launch(layer_norm_backward_group_kernel<N, G>, plan, stream, params, plan);
+  } else {
+    return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
+                                       const backward::Group& plan, cudaStream_t stream) {
+  return dispatch_types(types, [&](auto t) -> cudaError_t {
+    using T = decltype(t);
+    if constexpr (kIsFloat64<T>) {
+      return cudaErrorInvalidValue;
+    } else {
+      return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
+        using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
+        return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
+          return dispatch_bool(plan.bulk, [&](auto bulk) {
+            constexpr bool kMayBeBare =
+                width() > 1 && bulk() && vecs() * width() <= kKeptColsPerThread;
+            return dispatch_group<T, kMayBeBare>(params, [&](auto norm) {
+              return launch_group<decltype(norm), width(), vecs(), bulk()>(params, plan, stream);
+            });
+          });
+        });
+      });
+    }
+  });
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,96 @@
+// Parameters of columns: an array that is absent or that begins at a multiple of 16 bytes, read by
+// vectors.
+#pragma once
+
+#include "device/share.cuh"
+#include "device/vec.cuh"
+#include "layernorm.h"
+
+namespace fused_layernorm {
+
+// One vector of ones and one of zeros of each type. An absent weight or bias is read from here,
+// again and again, so the loops over columns need no branch for it.
+alignas(16) static __device__ const float kFloatOnes[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+alignas(16) static __device__ const double kDoubleOnes[2] = {1, 1};
+alignas(16) static __device__ const uint32_t kHalfOnes[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00,
+                                                             0x3c003c00};
+alignas(16) static __device__ const uint32_t kBFloat16Ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80,
+                                                                 0x3f803f80};
+alignas(16) static __device__ const uint32_t kZeros[8] = {};
+
+enum class Absent { kOnes, kZeros };
+
+template <typename W>
+__device__ __forceinline__ const W* vector_of(Absent absent) {
+  const void* ones = kFloatOnes;
+  if constexpr (std::is_same_v<W, double>) ones = kDoubleOnes;
+  if constexpr (std::is_same_v<W, __half>) ones = kHalfOnes;
+  if constexpr (std::is_same_v<W, __nv_bfloat16>) ones = kBFloat16Ones;
+  return static_cast<const W*>(absent == Absent::kOnes ? ones : kZeros);
+}
+
+// weight or bias from a row's column `first_col` on.
+template <typename W>
+struct Parameter {
+  const W* at;
+  int mask;  // of a column: all columns of an absent parameter are read from one vector
+
+  __device__ __forceinline__ Parameter(const void* given, int first_col, Absent absent)
+      : at(given != nullptr ? static_cast<const W*>(given) + first_col : vector_of<W>(absent)),
+        mask(given != nullptr ? -1 : 0) {}
+
+  template <int kWidth>
+  __device__ __forceinline__ Vec<W, kWidth> load(int col) const {
+    return fused_layernorm::load<Use::kAgain, kWidth>(element(at, col & mask));
+  }
+
+  // Loads a vector that may reach past the parameter's end. A piece that lies wholly behind the end
+  // is not read; the columns behind the end get any value.
+  template <int kWidth>
+  __device__ __forceinline__ Vec<W, kWidth> load_until(int col, int cols) const {
+    using V = Vec<W, kWidth>;
+    constexpr int kPieceCols = kWidth * V::kPieceBytes / V::kBytes;
+    V v;
+#pragma unroll
+    for (int j = 0; j < kWidth; j += kPieceCols) {
+      const auto piece = load<kPieceCols>(col + j < cols ? col + j : col);
+#pragma unroll
+      for (int i = 0; i < kPieceCols; ++i) v.at[j + i] = piece.at[i];
+    }
+    return v;
+  }
+};
+
+// The two parameters of a row's affine map from its column `first_col` on: weight and bias, or
+// scale and shift in their places.
+template <typename W>
+struct ColumnParameters {
+  Parameter<W> weight, bias;
+
+  __device__ __forceinline__ ColumnParameters(const void* given_weight, const void* given_bias,
+                                              int first_col)
+      : weight(given_weight, first_col, Absent::kOnes),
+        bias(given_bias, first_col, Absent::kZeros) {}
+  __device__ __forceinline__ ColumnParameters(const Parameter<W>& first, const Parameter<W>& second)
+      : weight(first), bias(second) {}
+};
+
+// What a row has of a parameter that belongs to groups of rows.
+template <typename W>
+__device__ __forceinline__ Parameter<W> row_parameter(const void* given, const RowMap& rows,
+                                                      int64_t row, int first_col, Absent absent) {
+  return {given != nullptr ? static_cast<const W*>(given) + rows(row) : nullptr, first_col, absent};
+}
+
+// Copies the first `vectors` vectors of a parameter to shared memory, which has room for `room`;
+// the last vector fills up the rest. All threads of the block call, and a barrier must follow.
+template <int kWidth, typename W>
+__device__ __forceinline__ void copy_parameter(W* shared, const Parameter<W>& from, int vectors,
+                                               int room) {
+#pragma unroll 4
+  for (int v = threadIdx.x; v < room; v += blockDim.x) {
+    store(shared + v * kWidth, from.template load<kWidth>(min(v, vectors - 1) * kWidth));
+  }
+}
+
+}  // namespace fused_layernorm

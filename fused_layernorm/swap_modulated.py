@@ -1,0 +1,343 @@
+"""What diffusers' modules that modulate a norm's output compute, in one kernel: the forwards that
+replace theirs.
+
+Each of these modules holds a LayerNorm, and multiplies its output by 1 + scale and adds shift,
+which a linear layer makes from the model's conditioning. As in swap_forwards, each forward is
+written as a method of the swapped class, with the parameter names of the forward that it replaces.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .functional import ada_layer_norm, layer_norm
+from .modules import FusedLayerNorm
+from .swap_forwards import HALF, diffusers_float32, matched
+
+Forward = Callable[..., Any]
+
+# By forward: the names of the norms that it computes without calling them.
+NORMS: dict[Forward, tuple[str, ...]] = {}
+
+torch.fx.wrap("_modulated")
+
+
+def _computes(*names: str) -> Callable[[Forward], Forward]:
+    """Of a forward: it computes these norms of the module itself, without calling them.
+
+    While one of them must be called, the class's own forward runs.
+    """
+
+    def decorate(fused: Forward) -> Forward:
+        @functools.wraps(fused)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for name in names:
+                if not _need_not_be_called(getattr(self, name)):
+                    return self._swapped_from.forward(self, *args, **kwargs)
+            return fused(self, *args, **kwargs)
+
+        NORMS[forward] = names
+        return forward
+
+    return decorate
+
+
+def _need_not_be_called(norm: Any) -> bool:
+    """Whether a call of the norm is a layer norm by its attributes, and nothing else: no hook."""
+    forward = type(norm).forward
+    if forward is FusedLayerNorm.forward:
+        if norm.activation is not None or norm.scale != 1.0 or norm.out_dtype is not None:
+            return False
+    elif forward is not diffusers_float32:
+        return False
+    return not (
+        norm._forward_hooks
+        or norm._forward_pre_hooks
+        or norm._backward_hooks
+        or norm._backward_pre_hooks
+        or "forward" in norm.__dict__
+    )
+
+
+def _modulate(
+    norm: Any,
+    x: Tensor,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """norm(x) * (1 + scale) + shift, where norm(x) is of this dtype, by default of the norm's."""
+    if dtype is None and type(norm).forward is diffusers_float32:
+        dtype = x.dtype
+    return _modulated(
+        x, shift, scale, norm.weight, norm.bias, norm.eps, norm.normalized_shape, dtype
+    )
+
+
+def _modulated(
+    x: Tensor,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    normalized_shape: Sequence[int],
+    norm_dtype: torch.dtype | None,
+) -> Tensor:
+    """The result has the dtype of PyTorch's own norm(x) * (1 + scale) + shift."""
+    out_dtype = norm_dtype or _dtype_of_layer_norm(x)
+    for modulation in (shift, scale):
+        if modulation is not None:
+            out_dtype = torch.promote_types(out_dtype, modulation.dtype)
+    x, weight, bias = matched(x, weight, bias)
+    if not (_suits(x, shift) and _suits(x, scale)):
+        y = layer_norm(
+            x, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=norm_dtype
+        )
+        y = y if scale is None else y * (1 + scale)
+        return y if shift is None else y + shift
+    return ada_layer_norm(
+        x,
+        _beside(x, shift),
+        _beside(x, scale),
+        weight,
+        bias,
+        eps,
+        normalized_shape=normalized_shape,
+        out_dtype=out_dtype,
+    )
+
+
+def _dtype_of_layer_norm(x: Tensor) -> torch.dtype:
+    """Autocast makes layer_norm float32 on every device but the CPU."""
+    device = x.device.type
+    if x.dtype in HALF and device != "cpu" and torch.is_autocast_enabled(device):
+        return torch.float32
+    return x.dtype
+
+
+def _suits(x: Tensor, modulation: Tensor | None) -> bool:
+    """Whether it broadcasts to x without enlarging it, and is not finer than x's arithmetic."""
+    if modulation is None:
+        return True
+    if modulation.dtype == torch.float64 != x.dtype or modulation.dim() > x.dim():
+        return False
+    sizes = zip(reversed(modulation.shape), reversed(x.shape), strict=False)
+    return all(size in (1, of_x) for size, of_x in sizes)
+
+
+def _beside(x: Tensor, modulation: Tensor | None) -> Tensor | None:
+    """In a dtype that ada_layer_norm takes beside x, never a narrower one."""
+    if modulation is None or modulation.dtype == x.dtype:
+        return modulation
+    return modulation.to(torch.float32 if x.dtype in HALF else x.dtype)
+
+
+# ---- diffusers.models.normalization.
+
+
+@_computes("norm")
+def ada_layer_norm_by_timestep(
+    self: Any, x: Tensor, timestep: Tensor | None = None, temb: Tensor | None = None
+) -> Tensor:
+    if self.emb is not None:
+        temb = self.emb(timestep)
+    temb = self.linear(self.silu(temb))
+    if self.chunk_dim == 1:
+        shift, scale = temb.chunk(2, dim=1)
+        shift, scale = shift[:, None, :], scale[:, None, :]
+    else:
+        scale, shift = temb.chunk(2, dim=0)
+    return _modulate(self.norm, x, shift, scale)
+
+
+@_computes("norm")
+def zero(
+    self: Any,
+    x: Tensor,
+    timestep: Tensor | None = None,
+    class_labels: Tensor | None = None,
+    hidden_dtype: torch.dtype | None = None,
+    emb: Any = None,
+) -> tuple[Tensor, ...]:
+    if self.emb is not None:
+        emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
+    emb = self.linear(self.silu(emb))
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = emb.chunk(6, dim=1)
+    y = _modulate(self.norm, x, shift[:, None], scale[:, None])
+    return y, gate, shift_mlp, scale_mlp, gate_mlp
+
+
+@_computes("norm")
+def zero_single(self: Any, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
+    shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
+    return _modulate(self.norm, x, shift[:, None], scale[:, None]), gate
+
+
+@_computes("norm")
+def zero_x(self: Any, hidden_states: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
+    """SD3.5's: two modulations of one norm, each in a call of its own."""
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp, shift2, scale2, gate2 = self.linear(
+        self.silu(emb)
+    ).chunk(9, dim=1)
+    y = _modulate(self.norm, hidden_states, shift[:, None], scale[:, None])
+    y2 = _modulate(self.norm, hidden_states, shift2[:, None], scale2[:, None])
+    return y, gate, shift_mlp, scale_mlp, gate_mlp, y2, gate2
+
+
+@_computes("norm")
+def continuous(self: Any, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
+    emb = self.linear(self.silu(conditioning_embedding).to(x.dtype))
+    scale, shift = emb.chunk(2, dim=1)
+    return _modulate(self.norm, x, shift[:, None], scale[:, None])
+
+
+@_computes("norm")
+def lumina_continuous(self: Any, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
+    scale = self.linear_1(self.silu(conditioning_embedding).to(x.dtype))
+    y = _modulate(self.norm, x, None, scale[:, None])
+    return y if self.linear_2 is None else self.linear_2(y)
+
+
+@_computes("norm_x", "norm_c")
+def text_and_image(
+    self: Any, x: Tensor, context: Tensor, emb: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    chunks = self.linear(self.silu(emb)).chunk(12, dim=1)
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = chunks[:6]
+    c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = chunks[6:]
+    y = _modulate(self.norm_x, x, shift[:, None], scale[:, None])
+    c_y = _modulate(self.norm_c, context, c_shift[:, None], c_scale[:, None])
+    c_rest = (c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp)
+    return y, gate, shift_mlp, scale_mlp, gate_mlp, c_y, *c_rest
+
+
+@_computes("norm")
+def cogvideox_zero(
+    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor
+) -> tuple[Tensor, ...]:
+    y, encoder_y, gate, encoder_gate = _of_two(self, hidden_states, encoder_hidden_states, temb)
+    return y, encoder_y, gate[:, None, :], encoder_gate[:, None, :]
+
+
+def _of_two(self: Any, x: Tensor, encoder_x: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
+    chunks = self.linear(self.silu(temb)).chunk(6, dim=1)
+    shift, scale, gate, encoder_shift, encoder_scale, encoder_gate = chunks
+    y = _modulate(self.norm, x, shift[:, None], scale[:, None])
+    encoder_y = _modulate(self.norm, encoder_x, encoder_shift[:, None], encoder_scale[:, None])
+    return y, encoder_y, gate, encoder_gate
+
+
+# ---- Of single models.
+
+
+@_computes("norm")
+def hunyuan_shift(self: Any, x: Tensor, emb: Tensor) -> Tensor:
+    shift = self.linear(self.silu(emb.to(torch.float32)).to(emb.dtype))
+    return _modulate(self.norm, x, shift.unsqueeze(1), None)
+
+
+@_computes("norm")
+def easyanimate_zero(
+    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor
+) -> tuple[Tensor, ...]:
+    return _of_two(self, hidden_states, encoder_hidden_states, temb)
+
+
+@_computes("norm")
+def chroma_zero(
+    self: Any,
+    x: Tensor,
+    timestep: Tensor | None = None,
+    class_labels: Tensor | None = None,
+    hidden_dtype: torch.dtype | None = None,
+    emb: Any = None,
+) -> tuple[Tensor, ...]:
+    if self.emb is not None:
+        emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = emb.flatten(1, 2).chunk(6, dim=1)
+    y = _modulate(self.norm, x, shift[:, None], scale[:, None])
+    return y, gate, shift_mlp, scale_mlp, gate_mlp
+
+
+@_computes("norm")
+def chroma_zero_single(self: Any, x: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
+    shift, scale, gate = emb.flatten(1, 2).chunk(3, dim=1)
+    return _modulate(self.norm, x, shift[:, None], scale[:, None]), gate
+
+
+@_computes("norm")
+def chroma_continuous(self: Any, x: Tensor, emb: Tensor) -> Tensor:
+    shift, scale = emb.flatten(1, 2).to(x.dtype).chunk(2, dim=1)
+    return _modulate(self.norm, x, shift[:, None], scale[:, None])
+
+
+@_computes("norm", "norm_context")
+def cogview4_zero(
+    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor
+) -> tuple[Tensor, ...]:
+    dtype = hidden_states.dtype
+    return _cogview4_zero(self, hidden_states, encoder_hidden_states, temb, dtype)
+
+
+@_computes("norm", "norm_context")
+def cogview4_zero_033(
+    self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor
+) -> tuple[Tensor, ...]:
+    """diffusers 0.33, where the norms' outputs are not cast."""
+    return _cogview4_zero(self, hidden_states, encoder_hidden_states, temb, None)
+
+
+def _cogview4_zero(
+    self: Any, x: Tensor, encoder_x: Tensor, temb: Tensor, dtype: torch.dtype | None
+) -> tuple[Tensor, ...]:
+    chunks = self.linear(temb).chunk(12, dim=1)  # the image's and the text's in turn
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = chunks[0::2]
+    c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = chunks[1::2]
+    y = _modulate(self.norm, x, shift[:, None], scale[:, None], dtype)
+    c_y = _modulate(self.norm_context, encoder_x, c_shift[:, None], c_scale[:, None], dtype)
+    c_rest = (c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp)
+    return y, gate, shift_mlp, scale_mlp, gate_mlp, c_y, *c_rest
+
+
+@_computes("norm")
+def cogview4_continuous(self: Any, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
+    scale, shift = self.linear(conditioning_embedding.to(x.dtype)).chunk(2, dim=1)
+    return _modulate(self.norm, x, shift[:, None], scale[:, None])
+
+
+@_computes("norm")
+def cosmos(
+    self: Any, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None
+) -> Tensor:
+    emb = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
+    if temb is not None:
+        emb = emb + temb[..., : 2 * self.embedding_dim]
+    if emb.ndim == 2:
+        emb = emb.unsqueeze(1)
+    shift, scale = emb.chunk(2, dim=-1)
+    return _modulate(self.norm, hidden_states, shift, scale)
+
+
+@_computes("norm")
+def cosmos_zero(
+    self: Any, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    emb = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
+    if temb is not None:
+        emb = emb + temb
+    if emb.ndim == 2:
+        emb = emb.unsqueeze(1)
+    shift, scale, gate = emb.chunk(3, dim=-1)
+    return _modulate(self.norm, hidden_states, shift, scale), gate
+
+
+@_computes("norm")
+def flux3(self: Any, hidden_states: Tensor, temb: Tensor) -> Tensor:
+    scale, shift = self.linear(self.act_fn(temb)).chunk(2, dim=-1)
+    return _modulate(self.norm, hidden_states, shift, scale)

@@ -1,0 +1,746 @@
+"""diffusers: its modules that modulate a norm's output, and whole transformers, before and after.
+
+The modules one by one first: results, gradients, dtypes, and what makes a module call its norm as
+it did. Then tiny transformers with random weights.
+"""
+
+import copy
+import importlib
+import pickle
+import statistics
+
+import libraries
+import pytest
+import torch
+from torch import nn
+
+import fused_layernorm
+from fused_layernorm import swap_layer_norm, swap_modulated, unswap_layer_norm
+from fused_layernorm.swap import is_fused
+
+diffusers = libraries.get("diffusers")
+
+BATCH, LENGTH, WIDTH = 2, 5, 16
+X, EMB = (BATCH, LENGTH, WIDTH), (BATCH, WIDTH)
+CONTEXT = (BATCH, 3, WIDTH)
+TWO = {"hidden_states": X, "encoder_hidden_states": CONTEXT, "temb": EMB}
+NORMALIZATION = "normalization"
+CHROMA, COGVIEW4, COSMOS, GLM = (
+    f"transformers.transformer_{name}" for name in ("chroma", "cogview4", "cosmos", "glm_image")
+)
+
+# id: (module, class, arguments, inputs: a shape of random numbers, or a tensor as it is).
+MODULES: dict[str, tuple[str, str, dict, dict]] = {
+    "ada_embedding": (
+        NORMALIZATION,
+        "AdaLayerNorm",
+        {"embedding_dim": WIDTH, "num_embeddings": 10},
+        {"x": X, "timestep": torch.tensor(3)},
+    ),
+    "ada_one_for_all": (
+        NORMALIZATION,
+        "AdaLayerNorm",
+        {"embedding_dim": 8, "output_dim": 2 * WIDTH, "norm_elementwise_affine": True},
+        {"x": X, "temb": (8,)},
+    ),
+    "ada_by_sample": (
+        NORMALIZATION,
+        "AdaLayerNorm",
+        {
+            "embedding_dim": 8,
+            "output_dim": 2 * WIDTH,
+            "norm_elementwise_affine": True,
+            "chunk_dim": 1,
+        },
+        {"x": X, "temb": (BATCH, 8)},
+    ),
+    "zero": (NORMALIZATION, "AdaLayerNormZero", {"embedding_dim": WIDTH}, {"x": X, "emb": EMB}),
+    "zero_labels": (
+        NORMALIZATION,
+        "AdaLayerNormZero",
+        {"embedding_dim": WIDTH, "num_embeddings": 10},
+        {"x": X, "timestep": torch.tensor([1, 7]), "class_labels": torch.tensor([2, 3])},
+    ),
+    "zero_fp32": (
+        NORMALIZATION,
+        "AdaLayerNormZero",
+        {"embedding_dim": WIDTH, "norm_type": "fp32_layer_norm"},
+        {"x": X, "emb": EMB},
+    ),
+    "zero_single": (
+        NORMALIZATION,
+        "AdaLayerNormZeroSingle",
+        {"embedding_dim": WIDTH},
+        {"x": X, "emb": EMB},
+    ),
+    "zero_x": (
+        NORMALIZATION,
+        "SD35AdaLayerNormZeroX",
+        {"embedding_dim": WIDTH},
+        {"hidden_states": X, "emb": EMB},
+    ),
+    "continuous": (
+        NORMALIZATION,
+        "AdaLayerNormContinuous",
+        {"embedding_dim": WIDTH, "conditioning_embedding_dim": 8, "eps": 0.1},
+        {"x": X, "conditioning_embedding": (BATCH, 8)},
+    ),
+    "continuous_plain": (
+        NORMALIZATION,
+        "AdaLayerNormContinuous",
+        {
+            "embedding_dim": WIDTH,
+            "conditioning_embedding_dim": 8,
+            "elementwise_affine": False,
+            "bias": False,
+        },
+        {"x": X, "conditioning_embedding": (BATCH, 8)},
+    ),
+    "lumina": (
+        NORMALIZATION,
+        "LuminaLayerNormContinuous",
+        {"embedding_dim": WIDTH, "conditioning_embedding_dim": 8, "elementwise_affine": False},
+        {"x": X, "conditioning_embedding": (BATCH, 8)},
+    ),
+    "lumina_out": (
+        NORMALIZATION,
+        "LuminaLayerNormContinuous",
+        {"embedding_dim": WIDTH, "conditioning_embedding_dim": 8, "out_dim": 4},
+        {"x": X, "conditioning_embedding": (BATCH, 8)},
+    ),
+    "cogview3": (
+        NORMALIZATION,
+        "CogView3PlusAdaLayerNormZeroTextImage",
+        {"embedding_dim": 8, "dim": WIDTH},
+        {"x": X, "context": CONTEXT, "emb": (BATCH, 8)},
+    ),
+    "cogvideox": (
+        NORMALIZATION,
+        "CogVideoXLayerNormZero",
+        {"conditioning_dim": WIDTH, "embedding_dim": WIDTH},
+        TWO,
+    ),
+    "hunyuan_shift": (
+        "transformers.hunyuan_transformer_2d",
+        "AdaLayerNormShift",
+        {"embedding_dim": WIDTH},
+        {"x": X, "emb": EMB},
+    ),
+    "chroma": (
+        CHROMA,
+        "ChromaAdaLayerNormZeroPruned",
+        {"embedding_dim": WIDTH},
+        {"x": X, "emb": (BATCH, 6, WIDTH)},
+    ),
+    "chroma_single": (
+        CHROMA,
+        "ChromaAdaLayerNormZeroSinglePruned",
+        {"embedding_dim": WIDTH},
+        {"x": X, "emb": (BATCH, 3, WIDTH)},
+    ),
+    "chroma_continuous": (
+        CHROMA,
+        "ChromaAdaLayerNormContinuousPruned",
+        {"embedding_dim": WIDTH, "conditioning_embedding_dim": WIDTH},
+        {"x": X, "emb": (BATCH, 2, WIDTH)},
+    ),
+    "cogview4": (
+        COGVIEW4,
+        "CogView4AdaLayerNormZero",
+        {"embedding_dim": WIDTH, "dim": WIDTH},
+        TWO,
+    ),
+    "cogview4_continuous": (
+        COGVIEW4,
+        "CogView4AdaLayerNormContinuous",
+        {"embedding_dim": WIDTH, "conditioning_embedding_dim": 8},
+        {"x": X, "conditioning_embedding": (BATCH, 8)},
+    ),
+    "cosmos": (
+        COSMOS,
+        "CosmosAdaLayerNorm",
+        {"in_features": WIDTH, "hidden_features": 8},
+        {"hidden_states": X, "embedded_timestep": EMB, "temb": (BATCH, 3 * WIDTH)},
+    ),
+    "cosmos_by_token": (
+        COSMOS,
+        "CosmosAdaLayerNorm",
+        {"in_features": WIDTH, "hidden_features": 8},
+        {"hidden_states": X, "embedded_timestep": X},
+    ),
+    "cosmos_zero": (
+        COSMOS,
+        "CosmosAdaLayerNormZero",
+        {"in_features": WIDTH, "hidden_features": 8},
+        {"hidden_states": X, "embedded_timestep": EMB, "temb": (BATCH, 3 * WIDTH)},
+    ),
+    "easyanimate": (
+        "transformers.transformer_easyanimate",
+        "EasyAnimateLayerNormZero",
+        {"conditioning_dim": WIDTH, "embedding_dim": WIDTH},
+        TWO,
+    ),
+    "flux3": (
+        "transformers.transformer_flux3",
+        "Flux3AdaLayerNorm",
+        {"dim": WIDTH},
+        {"hidden_states": X, "temb": X},
+    ),
+    "glm": (GLM, "GlmImageAdaLayerNormZero", {"embedding_dim": WIDTH, "dim": WIDTH}, TWO),
+    "glm_continuous": (
+        GLM,
+        "GlmImageAdaLayerNormContinuous",
+        {"embedding_dim": WIDTH, "conditioning_embedding_dim": 8},
+        {"x": X, "conditioning_embedding": (BATCH, 8)},
+    ),
+}
+# How often ada_layer_norm is called: once for each modulation of a norm.
+TWICE = ("zero_x", "cogview3", "cogvideox", "cogview4", "easyanimate", "glm")
+HALF = (torch.float16, torch.bfloat16)
+# Of errors of roundings: where both round alike, either may have the smaller one.
+LUCK = 1.02
+DRAWS = 4
+
+
+def make(name, device="cpu", dtype=torch.float32):
+    """(the module, its inputs), with parameters that show whether they are used."""
+    module, cls, arguments, shapes = MODULES[name]
+    try:
+        made = getattr(importlib.import_module(f"diffusers.models.{module}"), cls)(**arguments)
+    except (ImportError, AttributeError):
+        pytest.skip(f"the installed version has no {module}.{cls}")
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, 0.3, 0.3)
+    inputs = {
+        key: (shape if isinstance(shape, torch.Tensor) else torch.randn(shape).to(dtype)).to(device)
+        for key, shape in shapes.items()
+    }
+    if "class_labels" in inputs:
+        inputs["hidden_dtype"] = dtype
+    # Training drops some of the labels, at random.
+    return made.to(device, dtype).eval(), inputs
+
+
+def swapped(module):
+    """A swapped copy."""
+    model = swap_layer_norm(nn.Sequential(copy.deepcopy(module)))
+    assert is_fused(model[0])
+    return model[0]
+
+
+def flat(outputs):
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def results(model, inputs, run=lambda model, inputs: flat(model(**inputs))):
+    """Outputs, and the gradients of inputs and parameters for random dy: tensors by name."""
+    inputs = {
+        key: value.detach().requires_grad_() if is_floating(value) else value
+        for key, value in inputs.items()
+    }
+    outputs = run(model, inputs)
+    generator = torch.Generator().manual_seed(1)
+    dys = [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
+    wanted = {key: x for key, x in inputs.items() if is_floating(x)} | dict(
+        model.named_parameters()
+    )
+    grads = torch.autograd.grad(outputs, [*wanted.values()], dys, allow_unused=True)
+    found = {f"output {n}": y.detach() for n, y in enumerate(outputs)}
+    return found | {
+        f"gradient of {key}": grad
+        for key, grad in zip(wanted, grads, strict=True)
+        if grad is not None
+    }
+
+
+def is_floating(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def same(found, expected, tolerance):
+    """In dtype, shape and value: each error, in the 2-norm, within tolerance of the tensor's.
+
+    Or of 0.1, for gradients that are zero but for roundings.
+    """
+    assert found.keys() == expected.keys()
+    for name, want in expected.items():
+        assert found[name].dtype == want.dtype, name
+        assert found[name].shape == want.shape, name
+        error = (found[name] - want).double().norm() / want.double().norm().clamp(min=0.1)
+        assert error <= tolerance, f"{name}: relative error {error:.1e}"
+
+
+def error_of(found, exact):
+    """The geometric mean over all tensors of their relative errors, each in the 2-norm.
+
+    Gradients that are zero but for float64's roundings have no relative error: the bias of an
+    attention's keys is without effect.
+    """
+    assert found.keys() == exact.keys()
+    errors = [
+        (found[name].double() - want).norm() / want.norm()
+        for name, want in exact.items()
+        if want.norm() > 1e-9
+    ]
+    assert errors
+    return float(torch.stack(errors).clamp(min=1e-9).log().mean().exp())
+
+
+def in_float64(inputs):
+    return {
+        key: value.double()
+        if is_floating(value)
+        else torch.float64
+        if isinstance(value, torch.dtype)
+        else value
+        for key, value in inputs.items()
+    }
+
+
+# ---- Module by module.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", MODULES)
+def test_same_results(name, dtype, device):
+    module, inputs = make(name, device, dtype)
+    # FP32LayerNorm takes float64 through float32.
+    tolerance = 1e-6 if dtype == torch.float32 or "FP32" in repr(module) else 1e-14
+    same(results(swapped(module), inputs), results(module, inputs), tolerance)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", MODULES)
+def test_half_precision_is_no_worse(name, dtype, device):
+    ratios = []
+    for _ in range(DRAWS):
+        module, inputs = make(name, device, dtype)
+        exact = results(copy.deepcopy(module).double(), in_float64(inputs))
+        found = error_of(results(swapped(module), inputs), exact)
+        ratios.append(found / error_of(results(module, inputs), exact))
+    assert statistics.geometric_mean(ratios) <= LUCK
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.float64, *HALF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF])
+@pytest.mark.parametrize("name", ["zero", "zero_fp32", "cogview4", "hunyuan_shift"])
+def test_dtypes_that_differ(name, dtype, x_dtype, device):
+    """Modulations and parameters of one dtype beside an x of another: results as diffusers'."""
+    module, inputs = make(name, device, dtype)
+    x = "hidden_states" if name == "cogview4" else "x"
+    inputs[x] = inputs[x].to(x_dtype)
+    try:
+        expected = results(module, inputs)
+    except RuntimeError:  # what diffusers cannot do need not be the same
+        assert "FP32" not in repr(module)  # which takes any
+        return
+    coarsest = max(torch.finfo(d).eps for d in (dtype, x_dtype, torch.float32))
+    same(results(swapped(module), inputs), expected, 8 * coarsest)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODULES)
+def test_autocast(name, x_dtype, device):
+    module, inputs = make(name, device)
+    inputs = {key: x.to(x_dtype) if is_floating(x) else x for key, x in inputs.items()}
+    with torch.autocast(device, torch.bfloat16):
+        try:
+            expected = results(module, inputs)
+        except RuntimeError:
+            pytest.skip("diffusers itself fails")
+        same(results(swapped(module), inputs), expected, 8 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of ada_layer_norm by swapped modules, as lists of arguments."""
+    found = []
+
+    def counted(*args, **kwargs):
+        found.append(args)
+        return fused_layernorm.ada_layer_norm(*args, **kwargs)
+
+    monkeypatch.setattr(swap_modulated, "ada_layer_norm", counted)
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_one_call_for_a_norm_and_its_modulation(name, device, calls, monkeypatch):
+    module, inputs = make(name, device)
+    new = swapped(module)
+    called = [n for n in new.modules() if isinstance(n, nn.LayerNorm)]
+    for norm in called:
+        monkeypatch.setattr(type(norm), "__call__", None)
+    with torch.no_grad():
+        new(**inputs)
+    assert len(calls) == (2 if name in TWICE else 1)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_swap_and_unswap(name):
+    module, inputs = make(name)
+    new = swapped(module)
+    cls = type(module)
+    assert isinstance(new, cls)
+    assert f"FusedLayerNorm[{cls.__name__}](" in repr(new)
+    assert list(new.state_dict()) == list(module.state_dict())
+    assert swap_layer_norm(new) is new  # again: nothing changes
+    for copied in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
+        assert type(copied) is type(new)
+        same(results(copied, inputs), results(new, inputs), 0)
+    unswap_layer_norm(new)
+    assert type(new) is cls
+    assert repr(new) == repr(module)
+    same(results(new, inputs), results(module, inputs), 0)
+
+
+@pytest.mark.parametrize("name", ["zero", "zero_fp32", "ada_by_sample", "cogview4", "lumina_out"])
+def test_compiled(name, device):
+    module, inputs = make(name, device)
+    torch._dynamo.reset()
+
+    def compiled(model, inputs):
+        return flat(torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs))
+
+    same(results(swapped(module), inputs, compiled), results(module, inputs), 1e-6)
+
+
+# torch.fx gets through diffusers' own forwards of these, and through ours. Embeddings of labels and
+# the branches of Cosmos stop it.
+TRACEABLE = [name for name in MODULES if name != "zero_labels" and "cosmos" not in name]
+
+
+@pytest.mark.parametrize("name", TRACEABLE)
+def test_symbolic_trace(name, device):
+    module, inputs = make(name, device)
+    absent = dict.fromkeys({"timestep", "class_labels", "hidden_dtype", "temb", "emb"} - {*inputs})
+    traced = torch.fx.symbolic_trace(swapped(module), absent)
+    assert any(node.target is swap_modulated._modulated for node in traced.graph.nodes)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(**inputs), module(**inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_modulations_that_enlarge_the_input(device, calls):
+    """One image under two prompts, as diffusers' own arithmetic allows."""
+    module, inputs = make("zero", device)
+    inputs["x"] = inputs["x"][:1]
+    same(results(swapped(module), inputs), results(module, inputs), 1e-6)
+    assert not calls
+
+
+# ---- What makes a swapped module call its norm.
+
+
+def test_hooks_of_the_norm_run(device, calls):
+    module, inputs = make("zero", device)
+    new = swapped(module)
+    handle = new.norm.register_forward_hook(lambda norm, args, y: 2 * y)
+    reference = copy.deepcopy(module)
+    reference.norm.register_forward_hook(lambda norm, args, y: 2 * y)
+    same(results(new, inputs), results(reference, inputs), 1e-6)
+    assert not calls
+    handle.remove()
+    same(results(new, inputs), results(module, inputs), 1e-6)
+    assert calls
+    for register in ("register_forward_pre_hook", "register_full_backward_hook"):
+        seen: list[tuple] = []
+        handle = getattr(new.norm, register)(lambda *args, seen=seen: seen.append(args))
+        results(new, inputs)
+        handle.remove()
+        assert len(seen) == 1, register
+
+
+def test_a_forward_of_the_norms_own_runs(device, calls):
+    """As accelerate and diffusers' offloading leave it on a module."""
+    module, inputs = make("zero", device)
+    new = swapped(module)
+    new.norm.forward = lambda x: 2 * type(new.norm).forward(new.norm, x)
+    reference = copy.deepcopy(module)
+    reference.norm.forward = lambda x: 2 * nn.LayerNorm.forward(reference.norm, x)
+    same(results(new, inputs), results(reference, inputs), 1e-6)
+    assert not calls
+
+
+@pytest.mark.parametrize("option", [{"activation": "silu"}, {"scale": 2.0}])
+def test_a_fused_norm_with_options_is_called(option, device, calls):
+    module, inputs = make("zero", device)
+    new = swapped(module)
+    new.norm = fused_layernorm.FusedLayerNorm(
+        WIDTH, eps=1e-6, elementwise_affine=False, device=device, **option
+    )
+    reference = copy.deepcopy(module)
+    reference.norm = new.norm
+    same(results(new, inputs), results(reference, inputs), 0)
+    assert not calls
+
+
+def test_a_norm_that_is_unswapped_alone(device, calls):
+    module, inputs = make("zero", device)
+    new = swapped(module)
+    unswap_layer_norm(new.norm)
+    same(results(new, inputs), results(module, inputs), 0)
+    assert not calls
+
+
+# ---- What is not swapped.
+
+
+def test_the_predicate_is_asked_of_the_norm(caplog):
+    """And of the norm only, once; the module around it goes by the answer."""
+    module, _ = make("zero")
+    model = nn.ModuleDict({"left": module, "taken": copy.deepcopy(module)})
+    asked = []
+
+    def predicate(name, norm):
+        asked.append(name)
+        assert isinstance(norm, nn.LayerNorm)
+        return "taken" in name
+
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        swap_layer_norm(model, predicate=predicate)
+    assert asked == ["left.norm", "taken.norm"]
+    fused = {name: is_fused(part) for name, part in model.named_modules()}
+    assert not fused["left"]
+    assert not fused["left.norm"]
+    assert fused["taken"]
+    assert fused["taken.norm"]
+    (record,) = caplog.records
+    assert "1 torch.nn.modules.normalization.LayerNorm (the predicate refused)" in record.message
+    assert "AdaLayerNormZero (it has a norm that is not fused)" in record.message
+
+
+def test_an_rms_norm_is_left(caplog):
+    cls = diffusers.models.normalization.AdaLayerNormContinuous
+    model = nn.ModuleList([cls(WIDTH, 8, norm_type="rms_norm"), nn.LayerNorm(8)])
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        swap_layer_norm(model)
+    assert [is_fused(module) for module in model] == [False, True]
+    assert "AdaLayerNormContinuous (it has a norm that is not fused)" in caplog.text
+
+
+def test_another_source_is_left():
+    """The norm inside is fused all the same."""
+    cls = diffusers.models.normalization.AdaLayerNormZeroSingle
+
+    def forward(self, x, emb=None):
+        shift_msa, scale_msa, gate_msa = self.linear(emb).chunk(3, dim=1)
+        return self.norm(x) * (1 + scale_msa[:, None]) + shift_msa[:, None], gate_msa
+
+    members = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    model = swap_layer_norm(type(cls.__name__, (cls,), members)(WIDTH))
+    assert not is_fused(model)
+    assert is_fused(model.norm)
+
+
+# ---- Whole transformers: each gives (model, inputs).
+
+
+def dit():
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+    )
+    return model, {
+        "hidden_states": torch.randn(2, 4, 8, 8),
+        "timestep": torch.tensor([1, 7]),
+        "class_labels": torch.tensor([2, 3]),
+    }
+
+
+def flux():
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    return model, {
+        "hidden_states": torch.randn(2, 16, 4),
+        "encoder_hidden_states": torch.randn(2, 6, 32),
+        "pooled_projections": torch.randn(2, 32),
+        "timestep": torch.tensor([0.1, 0.7]),
+        "img_ids": torch.randint(4, (16, 3)),
+        "txt_ids": torch.zeros(6, 3, dtype=torch.int64),
+    }
+
+
+def sd3(**options):
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=3,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        caption_projection_dim=32,
+        joint_attention_dim=32,
+        pooled_projection_dim=16,
+        out_channels=4,
+        pos_embed_max_size=8,
+        **options,
+    )
+    return model, {
+        "hidden_states": torch.randn(2, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 6, 32),
+        "pooled_projections": torch.randn(2, 16),
+        "timestep": torch.tensor([1, 7]),
+    }
+
+
+def sd35():
+    """Its first blocks have two attentions, and two modulations of one norm."""
+    return sd3(dual_attention_layers=(0, 1), qk_norm="rms_norm")
+
+
+def wan():
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        rope_max_seq_len=16,
+    )
+    return model, {
+        "hidden_states": torch.randn(2, 4, 2, 8, 8),
+        "timestep": torch.tensor([1, 7]),
+        "encoder_hidden_states": torch.randn(2, 6, 16),
+    }
+
+
+def pixart():
+    model = diffusers.PixArtTransformer2DModel(
+        sample_size=8,
+        num_layers=2,
+        patch_size=2,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        in_channels=4,
+        out_channels=8,
+        cross_attention_dim=16,
+        caption_channels=12,
+        use_additional_conditions=False,
+    )
+    return model, {
+        "hidden_states": torch.randn(2, 4, 8, 8),
+        "timestep": torch.tensor([1, 7]),
+        "encoder_hidden_states": torch.randn(2, 6, 12),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }
+
+
+def cogvideox():
+    model = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=12,
+        num_layers=2,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=5,
+        patch_size=2,
+        temporal_compression_ratio=4,
+        max_text_seq_length=6,
+    )
+    return model, {
+        "hidden_states": torch.randn(2, 2, 4, 8, 8),
+        "timestep": torch.tensor([1, 7]),
+        "encoder_hidden_states": torch.randn(2, 6, 12),
+    }
+
+
+# By model: how many modulations of a norm one pass computes in the kernel. What a block writes out
+# in its own forward is not a module's: of those of PixArt and Wan the norms alone are fused.
+TRANSFORMERS = {dit: 2, flux: 2 * 2 + 2 + 1, sd3: 7, sd35: 9, wan: 0, pixart: 0, cogvideox: 9}
+names = pytest.mark.parametrize("build", TRANSFORMERS, ids=lambda build: build.__name__)
+
+
+def transformer(build, device, dtype=torch.float32):
+    model, inputs = build()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            for parameter in module.parameters():
+                nn.init.normal_(parameter, 1.0, 0.2)
+    for key, x in inputs.items():
+        if isinstance(x, torch.Tensor):
+            inputs[key] = x.to(device, dtype if is_floating(x) else x.dtype)
+    # Training drops labels and activations, at random.
+    return model.to(device, dtype).eval(), inputs
+
+
+def sample(model, inputs):
+    return model(**inputs, return_dict=False)
+
+
+@names
+def test_transformer(build, device, calls):
+    """The same outputs and gradients in float32, and every norm is fused."""
+    stock, inputs = transformer(build, device)
+    model = swap_layer_norm(copy.deepcopy(stock))
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    assert norms
+    assert all(map(is_fused, norms))
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    found = results(model, inputs, sample)
+    assert len(calls) == TRANSFORMERS[build]
+    expected = results(stock, inputs, sample)
+    same(found, expected, 1e-5)
+    same(results(unswap_layer_norm(model), inputs, sample), expected, 0)
+
+
+@names
+def test_transformer_in_bfloat16(build, device):
+    """Against float64, no worse than the stock model."""
+    ratios = []
+    for _ in range(DRAWS):
+        stock, inputs = transformer(build, device, torch.bfloat16)
+        exact = results(copy.deepcopy(stock).double(), in_float64(inputs), sample)
+        model = swap_layer_norm(copy.deepcopy(stock))
+        found = error_of(results(model, inputs, sample), exact)
+        ratios.append(found / error_of(results(stock, inputs, sample), exact))
+    assert statistics.geometric_mean(ratios) <= LUCK
+
+
+@names
+def test_transformer_under_autocast(build, device):
+    """The same dtype, and results that differ by bfloat16's roundings."""
+    stock, inputs = transformer(build, device)
+    model = swap_layer_norm(copy.deepcopy(stock))
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        (found,), (expected,) = (sample(m, inputs) for m in (model, stock))
+    assert found.dtype == expected.dtype
+    error = (found - expected).double().norm() / expected.double().norm()
+    assert error < 4 * torch.finfo(torch.bfloat16).eps
+
+
+def test_transformer_exported(device):
+    """Every modulated norm is one operator of the graph."""
+    stock, inputs = transformer(flux, device)
+    model = swap_layer_norm(copy.deepcopy(stock))
+    inputs["return_dict"] = False
+    with torch.no_grad():
+        program = torch.export.export(model, (), inputs)
+        (found,), (expected,) = (m(**inputs) for m in (program.module(), stock))
+    operator = torch.ops.fused_layernorm.ada_layer_norm.default
+    targets = [node.target for node in program.graph.nodes]
+    assert targets.count(operator) == TRANSFORMERS[flux]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
