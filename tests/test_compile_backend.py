@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -21,6 +22,7 @@ from fused_layernorm.compile.rules import Choice, Kind, Problem, choose
 from fused_layernorm.ops.aten_forward import twin
 from fused_layernorm.ops.operators import ADD_ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
+ROOT = Path(__file__).parents[1]
 OPERATORS = torch.ops.fused_layernorm
 
 
@@ -133,21 +135,39 @@ def test_inference(device):
             torch.testing.assert_close(compiled(x, c), block(x, c), rtol=1e-4, atol=1e-4)
 
 
-def test_by_name():
-    """In a process of its own: torch finds the backend by its entry point, where installed."""
-    if not entry_points(group="torch_dynamo_backends", name="fused_layernorm"):
-        pytest.skip("fused_layernorm is not installed, so it has no entry point")
-    code = "import torch; print('fused_layernorm' in torch._dynamo.list_backends())"
+def test_by_name(tmp_path):
+    """A process that imports torch alone finds the backend, by the entry point of the package."""
+    info = tmp_path / "fused_layernorm-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fused_layernorm\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        f"[torch_dynamo_backends]\nfused_layernorm = {declared_entry_point()}\n"
+    )
+    code = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\n"
+        "import torch\n"
+        "assert 'fused_layernorm' in torch._dynamo.list_backends()\n"
+        "options = {'fused_layernorm.then': 'eager'}\n"
+        "norm = torch.nn.LayerNorm(8)\n"
+        "compiled = torch.compile(norm, backend='fused_layernorm', options=options)\n"
+        "x = torch.randn(3, 8)\n"
+        "torch.testing.assert_close(compiled(x), norm(x))\n"
+        "assert 'fused_layernorm' in sys.modules\n"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout.strip() == "True", result.stderr
+    assert result.returncode == 0, result.stderr
 
 
-def test_entry_point_is_declared():
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    assert '[project.entry-points.torch_dynamo_backends]\nfused_layernorm = "' in text
-    target = text.split('torch_dynamo_backends]\nfused_layernorm = "')[1].split('"')[0]
-    module, _, name = target.partition(":")
-    assert getattr(__import__(module, fromlist=[name]), name) is ways.backend
+def declared_entry_point():
+    text = (ROOT / "pyproject.toml").read_text()
+    return text.split('[project.entry-points.torch_dynamo_backends]\nfused_layernorm = "')[1].split(
+        '"'
+    )[0]
+
+
+def test_entry_point():
+    module, _, name = declared_entry_point().partition(":")
+    assert getattr(importlib.import_module(module), name) is ways.backend
 
 
 def test_graph_breaks(device):
@@ -421,6 +441,62 @@ def test_export_has_our_operator():
         program = torch.export.export(module, (torch.randn(3, 256),), strict=strict)
         names = [str(node.target) for node in program.graph.nodes]
         assert "fused_layernorm.layer_norm.default" in names
+
+
+# ---- DTensor -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    """Of this process alone. A second process group in one process would confuse DTensor."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    store = torch._C._distributed_c10d.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_dtensor(mesh):
+    """Sharded rows stay sharded; AOTAutograd sees the operators on what each rank has."""
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def function(x, residual, weight, mod):
+        h = residual + x
+        y = F.layer_norm(h, (256,), weight)
+        return F.layer_norm(y + h, (256,)) * (1 + mod) + mod, h
+
+    shapes = ((2, 4, 256), (2, 4, 256), (256,), (1, 1, 256))
+    placements = (Shard(0), Shard(0), Replicate(), Replicate())
+    args = [
+        distribute_tensor(torch.randn(shape), mesh, [placement]).requires_grad_()
+        for shape, placement in zip(shapes, placements, strict=True)
+    ]
+
+    def step(run):
+        y, h = run(*args)
+        assert y.placements == h.placements == (Shard(0),)
+        gradients = torch.autograd.grad((y * y).sum() + (h * y).sum(), args)
+        return [t.full_tensor() for t in (y, h, *gradients)]
+
+    for with_inductor in (False, True):
+        settings = graph_pass.Settings(with_inductor)
+        rows: list[graph_pass.Row] = []
+
+        def backend(graph_module, example_inputs, settings=settings, rows=rows):
+            rows.extend(graph_pass.run(graph_module, settings))
+            if settings.with_inductor:
+                return aot_eager(graph_module, example_inputs)
+            return graph_module.forward
+
+        torch._dynamo.reset()
+        found = step(torch.compile(function, backend=backend, fullgraph=True))
+        for one, other in zip(found, step(function), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+        first = "aten_add_layer_norm" if with_inductor else "add_layer_norm"
+        assert [row.operator for row in rows] == [first, "add_ada_layer_norm"]
 
 
 # ---- Rules ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ On the CPU the operators are PyTorch's own; the pass is made to run there.
 """
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
-from fused_layernorm.compile import graph_pass, rules
+from fused_layernorm.compile import graph_pass, patterns, rules
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 B, S, D = 2, 5, 24
@@ -982,3 +983,10 @@ def test_fuse_of_another_word():
     with pytest.raises(ValueError, match=r"expected then to be one of .*inductor.*got 'tensorrt'"):
         fused_layernorm.fuse(module, then="tensorrt")
     assert fused_layernorm.fuse(module) is module  # no examples: nothing to do
+
+
+def test_docs_list_the_patterns():
+    page = (Path(__file__).parents[1] / "docs" / "compile.md").read_text()
+    behind = (*patterns.AFFINES, *patterns.MODULATIONS, *patterns.ACTIVATIONS, *patterns.FACTORS)
+    for expression in (*patterns._VARIANCES[1:], *patterns.SUMS, *behind):
+        assert f"`{expression}`" in page
