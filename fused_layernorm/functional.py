@@ -13,13 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
 from .compile import rules
-from .ops import arguments, formulas
-from .ops.aten_forward import twin
-=======
 from .ops import arguments, formulas, load
->>>>>>> ada-pair
+from .ops.aten_forward import twin
 from .ops.autocast import under_autocast
 from .ops.operators import (
     ADA_LAYER_NORM,

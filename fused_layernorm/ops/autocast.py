@@ -65,12 +65,7 @@ def _pair(*args: Any) -> tuple[Tensor, Tensor]:
 def register() -> None:
     """Makes these the operators' autocast. A process has this one or that of csrc/autograd."""
     for operator in FORWARD:
-<<<<<<< HEAD
         for key in KEYS:
             load.library.impl(operator.name, implementation(operator), key)
-=======
-        for key in _KEYS:
-            load.library.impl(operator.name, _implementation(operator), key)
-    for key in _KEYS:
+    for key in KEYS:
         load.library.impl("ada_layer_norm_pair", _pair, key)
->>>>>>> ada-pair
