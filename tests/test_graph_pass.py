@@ -375,6 +375,16 @@ def _residual_and_activation(t):
     return torch.relu(norm(h, t["weight"], t["bias"])), h
 
 
+def _gate_and_activation(t):
+    h = t["residual"] + _chunks(t)[2] * t["x"]
+    return F.gelu(norm(h)) * 0.5, h
+
+
+def _gate_by_addcmul_and_activation(t):
+    h = torch.addcmul(t["residual"], _chunks(t)[2], t["x"])
+    return F.silu(norm(h)), h
+
+
 def _dropout_of_nothing(t):
     h = F.dropout(t["x"] / 1.0, 0.0) + t["residual"]
     return norm(h), h
@@ -408,6 +418,9 @@ SURROUNDINGS = {
     _silu_written_out: ("layer_norm", ["activation"]),
     _relu: ("layer_norm", ["activation"]),
     _residual_and_activation: ("add_layer_norm", ["residual", "activation"]),
+    # No operator has both: the product is left, or the sum.
+    _gate_and_activation: ("add_layer_norm", ["residual", "activation", "factor"]),
+    _gate_by_addcmul_and_activation: ("layer_norm", ["activation"]),
     _dropout_of_nothing: ("add_layer_norm", RESIDUAL),
 }
 
@@ -762,6 +775,23 @@ def test_writes_into_what_backward_reads(device, function):
     with torch.no_grad():
         _, rows, _ = run(function, tensors(device=device), then="inductor")
     assert rows[0].operator is not None  # AOTAutograd takes the write out
+
+
+def test_write_into_a_view_of_a_norm_that_was_replaced(device):
+    """What shares memory with a norm's result shares it with the operator's."""
+
+    def function(t):
+        first = norm(t["x"])
+        second = norm(first)
+        first.view(-1)[:3] = 0.5
+        return F.silu(second), first
+
+    t = {name: tensor.detach() for name, tensor in tensors(device=device).items()}
+    result, rows, _ = run(function, t)
+    for one, other in zip(result, function(t), strict=True):
+        torch.testing.assert_close(one, other)
+    assert [row.fused for row in rows] == [[], []]
+    assert rows[1].notes == ["setitem writes into an operand in between"]
 
 
 def test_writes_elsewhere_do_not(device):
