@@ -656,6 +656,13 @@ def test_float64_between():
     assert node.args[0].meta["example_value"].dtype == F64
 
 
+def test_rounding_that_is_asked_for():
+    """A result that was rounded to bfloat16 and widened again has bfloat16's numbers."""
+    y, rows, _ = run(lambda x: norm(x).bfloat16().float(), torch.randn(B, D))
+    assert torch.equal(y, y.bfloat16().float())
+    assert rows[0].operator == "layer_norm"
+
+
 def test_statistics_that_are_used():
     def function(t):
         y, mean, rstd = torch.native_layer_norm(t["x"], (D,), None, None, 1e-5)
