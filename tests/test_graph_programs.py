@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from fused_layernorm.compile import graph_pass, rules
 
-PROGRAMS = 60
+PROGRAMS = 120
 D = 8
 
 # x and z are drawn from the tensors so far, m and n from the modulations.
@@ -36,6 +36,8 @@ VALUES = (
     "{x}[:]",
     "torch.cat([{x}[:, :1], {x}[:, 1:]], dim=1)",
 )
+# Of these most programs are made.
+USUAL = (VALUES[0], VALUES[4], VALUES[8], VALUES[11], VALUES[12])
 WRITES = (
     "{x}.mul_(1.5)",
     "{x}.view(-1)[:3] = 0.5",
@@ -59,9 +61,10 @@ def program(seed):
             lines.append(choose.choice(WRITES).format(**names))
         else:
             # Mostly of the latest, so that chains come about.
-            if choose.random() < 0.6:
+            if choose.random() < 0.7:
                 names["x"] = f"xs[{count - 1}]"
-            lines.append(f"xs.append({choose.choice(VALUES).format(**names)})")
+            values = VALUES if choose.random() < 0.6 else USUAL
+            lines.append(f"xs.append({choose.choice(values).format(**names)})")
             count += 1
     return "\n    ".join([*lines, f"return xs[-1], xs[-2], xs[{choose.randrange(count)}]"])
 
