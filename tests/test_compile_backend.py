@@ -236,6 +236,18 @@ def test_mode_and_options_are_inductors(monkeypatch):
     assert given == [(None, {"max_autotune": True}), ("reduce-overhead", {})]
 
 
+def test_reset(monkeypatch):
+    """torch._dynamo.reset() reaches the backend, which frees its CUDA graphs."""
+    resets: list[bool] = []
+    monkeypatch.setattr(ways.backend, "reset", lambda: resets.append(True))
+    options: Any = {"fused_layernorm.then": "eager"}
+    torch.compile(torch.nn.LayerNorm(8), backend="fused_layernorm", options=options)(
+        torch.randn(2, 8)
+    )
+    torch._dynamo.reset()
+    assert resets
+
+
 @pytest.mark.gpu
 def test_cuda_graphs():
     block = Block().cuda()

@@ -375,6 +375,16 @@ def _residual_and_activation(t):
     return torch.relu(norm(h, t["weight"], t["bias"])), h
 
 
+def _gate_and_activation(t):
+    h = t["residual"] + _chunks(t)[2] * t["x"]
+    return F.gelu(norm(h)) * 0.5, h
+
+
+def _gate_by_addcmul_and_activation(t):
+    h = torch.addcmul(t["residual"], _chunks(t)[2], t["x"])
+    return F.silu(norm(h)), h
+
+
 def _dropout_of_nothing(t):
     h = F.dropout(t["x"] / 1.0, 0.0) + t["residual"]
     return norm(h), h
@@ -408,6 +418,9 @@ SURROUNDINGS = {
     _silu_written_out: ("layer_norm", ["activation"]),
     _relu: ("layer_norm", ["activation"]),
     _residual_and_activation: ("add_layer_norm", ["residual", "activation"]),
+    # No operator has both: the product is left, or the sum.
+    _gate_and_activation: ("add_layer_norm", ["residual", "activation", "factor"]),
+    _gate_by_addcmul_and_activation: ("layer_norm", ["activation"]),
     _dropout_of_nothing: ("add_layer_norm", RESIDUAL),
 }
 
@@ -643,6 +656,13 @@ def test_float64_between():
     assert node.args[0].meta["example_value"].dtype == F64
 
 
+def test_rounding_that_is_asked_for():
+    """A result that was rounded to bfloat16 and widened again has bfloat16's numbers."""
+    y, rows, _ = run(lambda x: norm(x).bfloat16().float(), torch.randn(B, D))
+    assert torch.equal(y, y.bfloat16().float())
+    assert rows[0].operator == "layer_norm"
+
+
 def test_statistics_that_are_used():
     def function(t):
         y, mean, rstd = torch.native_layer_norm(t["x"], (D,), None, None, 1e-5)
@@ -762,6 +782,23 @@ def test_writes_into_what_backward_reads(device, function):
     with torch.no_grad():
         _, rows, _ = run(function, tensors(device=device), then="inductor")
     assert rows[0].operator is not None  # AOTAutograd takes the write out
+
+
+def test_write_into_a_view_of_a_norm_that_was_replaced(device):
+    """What shares memory with a norm's result shares it with the operator's."""
+
+    def function(t):
+        first = norm(t["x"])
+        second = norm(first)
+        first.view(-1)[:3] = 0.5
+        return F.silu(second), first
+
+    t = {name: tensor.detach() for name, tensor in tensors(device=device).items()}
+    result, rows, _ = run(function, t)
+    for one, other in zip(result, function(t), strict=True):
+        torch.testing.assert_close(one, other)
+    assert [row.fused for row in rows] == [[], []]
+    assert rows[1].notes == ["setitem writes into an operand in between"]
 
 
 def test_writes_elsewhere_do_not(device):

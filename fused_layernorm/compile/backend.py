@@ -52,6 +52,17 @@ def backend(
         return inductor(graph_module, example_inputs)
 
 
+def _reset() -> None:
+    """Frees the CUDA graphs of mode="reduce-overhead"; torch._dynamo.reset() calls it."""
+    if torch.cuda.is_available():
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
+
+
+backend.reset = _reset  # type: ignore[attr-defined]
+
+
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """This package's options, all of them, and Inductor's."""
     ours = {name: values[0] for name, values in OPTIONS.items()}

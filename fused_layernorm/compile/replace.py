@@ -54,6 +54,9 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     operands = _nodes([*arguments, site.eps])
     start = min(_read_nodes(site, arguments))
     after = max([site.residual_out, *operands]) if site.residual_out is not None else None
+    is_activated = site.activation is not None or site.factor != 1.0
+    if arguments.is_modulated and is_activated:
+        raise Left("no operator has both a gate and an activation")
     _check_order(site, after)
     _check_effects(site, arguments, start, effects)
     if not functional:
@@ -213,9 +216,12 @@ class _Maker:
         for name in _KEPT_META:
             if name in self._beside.meta:
                 node.meta[name] = self._beside.meta[name]
-        node.meta[self._key] = example_of(node)
+        self.set_example(node, example_of(node))
         self._effects.place(node, self._beside)
         return node
+
+    def set_example(self, node: Node, value: Any) -> None:
+        node.meta[self._key] = value
 
     def undo(self) -> None:
         while self._made:
@@ -262,7 +268,11 @@ def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effe
     except BaseException:
         maker.undo()
         raise
-    for old, output in zip(olds, outputs, strict=True):
+    # Views of the old nodes' results, which stay, share memory with the old examples.
+    values = tuple(value_of(old) for old in olds)
+    maker.set_example(node, values if site.residual_out is not None else values[0])
+    for old, output, value in zip(olds, outputs, values, strict=True):
+        maker.set_example(output, value)
         old.replace_all_uses_with(output)
     for old in olds:
         erase(old, graph)

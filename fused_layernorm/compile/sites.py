@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ..ops.arguments import HALF
 from . import patterns
 from .patterns import PARSED, Match, Viewed, matches
 from .reading import before_casts, dtype_of, is_finite_number, is_tensor, origin, read, value_of
@@ -145,11 +146,15 @@ def grow(site: Site) -> Site:
 
 
 def _casts_behind(node: Node) -> Iterator[Node]:
+    """The casts of the result. One that widens it stays: it is of numbers that were rounded."""
     while len(node.users) == 1:
-        (node,) = node.users
-        call = read(node)
+        (user,) = node.users
+        call = read(user)
         if call is None or call.name not in ("cast", "same"):
             return
+        if dtype_of(node) in HALF and dtype_of(user) not in HALF:
+            return
+        node = user
         yield node
 
 
