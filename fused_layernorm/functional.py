@@ -462,10 +462,13 @@ def _compiled(operator: Operator, a: Arguments) -> Operator:
     return ATEN_LAYER_NORM if left else operator
 
 
-@torch.compiler.assume_constant_result
 def _is_left_to_inductor(kind: str, cols: int, deterministic: bool) -> bool:
     problem = rules.Problem(rules.Kind[kind], cols, True, deterministic=deterministic)
     return rules.choose(problem).choice is rules.Choice.INDUCTOR
+
+
+# What torch.compiler.assume_constant_result does, which would import all of Dynamo.
+_is_left_to_inductor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:

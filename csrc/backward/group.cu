@@ -245,8 +245,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     uint32_t part = blockIdx.x + range.group_of(range.begin);
     for (uint32_t from = range.begin; from < range.end; ++part) {
       const uint32_t to = range.end_of_group(from);
+      __syncthreads();  // Nobody reads the weight or the sums of the group before any more.
       if constexpr (kBulk) {
-        __syncthreads();  // Nobody reads the weight of the group before any more.
         const auto scale = scale_of_row<N>(p, from);
         // The last vector fills up the room of those that do not exist.
         for (int v = threadIdx.x; v < ring.stage_cols / kWidth; v += blockDim.x) {

@@ -118,9 +118,10 @@ __device__ __forceinline__ Pair<Acc> means_of(Pair<Acc> sums, Acc inverse_cols) 
   return {sums.first * inverse_cols, sums.second * inverse_cols};
 }
 
-// Whether backward reads x at all: dbias alone, without an activation, is a sum of dy.
+// Whether backward reads x at all: dbias and dshift alone, without an activation, are sums of dy.
 __device__ __forceinline__ bool needs_x(const BackwardParams& p) {
-  return p.dx != nullptr || p.dweight != nullptr || p.activation != Activation::kNone;
+  return p.dx != nullptr || p.dweight != nullptr || p.dscale != nullptr ||
+         p.activation != Activation::kNone;
 }
 
 // weight * (1 + scale) at `kWidth` columns from `col` on, where `scale` is what the row's
