@@ -281,7 +281,7 @@ def test_plain_modulations_on_the_cpu_are_pytorchs(operators, monkeypatch, name,
     y, h = add_ada_layer_norm(x, residual, gate, **given)
     assert operators == []
     monkeypatch.setattr(functional, "_cpu_operators", True)
-    tolerance = {"rtol": 0.03, "atol": 0.03} if dtype != torch.float32 else {}
+    tolerance: dict[str, Any] = {"rtol": 0.03, "atol": 0.03} if dtype != torch.float32 else {}
     torch.testing.assert_close(z, ada_layer_norm(x, **given), **tolerance)
     torch.testing.assert_close((y, h), add_ada_layer_norm(x, residual, gate, **given), **tolerance)
     assert operators == ["ada_layer_norm", "add_ada_layer_norm"]

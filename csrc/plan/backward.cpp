@@ -354,7 +354,9 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
   set_team(plan, problem, *team);
   plan.teams = teams;
   plan.threads = plan.team_threads * plan.teams;
-  const bool pays = rows_of_block >= int64_t{ladders::kLeastRingRows} * teams || !team->keeps;
+  // Longer rows and gates have kernels with rings alone.
+  const bool pays =
+      rows_of_block >= int64_t{ladders::kLeastRingRows} * teams || !team->keeps || problem.gated;
   const bool ring = may_have_ring(problem, device, forced) && (pays || forced.has(Field::kBulk));
   const bool holds = group_holds_row(plan.width, ring, team->keeps, problem.gated);
   const int least = ring ? least_stages(holds, 0) : 0;
