@@ -755,7 +755,7 @@ def test_one_output_of_a_pair_used(device, used):
 
 
 # What is wrong, by argument. Each of the two modulations has the sentence of ada_layer_norm.
-BAD_MODULATIONS = {
+BAD_MODULATIONS: dict[str, Any] = {
     "shape": lambda device: torch.ones(5, 8, device=device),
     "enlarging": lambda device: torch.ones(2, 4, 8, device=device),
     "float64": lambda device: torch.ones(8, device=device, dtype=F64),

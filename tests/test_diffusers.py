@@ -676,9 +676,10 @@ def cogvideox():
     }
 
 
-# By model: how many modulations of a norm one pass computes in the kernel. What a block writes out
-# in its own forward is not a module's: of those of PixArt and Wan the norms alone are fused.
-TRANSFORMERS = {dit: 2, flux: 2 * 2 + 2 + 1, sd3: 7, sd35: 9, wan: 0, pixart: 0, cogvideox: 9}
+# By model: how many norms one pass computes with their modulations, be it one or two. What a block
+# writes out in its own forward is not a module's: of those of PixArt and Wan the norms alone are
+# fused.
+TRANSFORMERS = {dit: 2, flux: 2 * 2 + 2 + 1, sd3: 7, sd35: 7, wan: 0, pixart: 0, cogvideox: 9}
 names = pytest.mark.parametrize("build", TRANSFORMERS, ids=lambda build: build.__name__)
 
 
