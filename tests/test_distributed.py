@@ -432,7 +432,7 @@ def rows_of_a_pair_stay_sharded(rank, world, device):
         return torch.ops.fused_layernorm.ada_layer_norm_pair(x, 1, *rest, 1e-5)
 
     for dim in (0, 1):
-        sharded = [
+        sharded: list[Any] = [
             distribute_tensor(
                 t, mesh, [Shard(dim) if t.dim() == 3 and t.shape[dim] > 1 else Replicate()]
             )
