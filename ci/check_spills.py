@@ -31,6 +31,11 @@ class Allowed(NamedTuple):
 ALLOWED = [
     Allowed(r"<Norm<Types<double,", 1256, "float64 is there for its digits, not for its speed"),
     Allowed(
+        r"stream_sums_kernel<.*, MayBeAffineAndModulateRow, Identity>, 1>",
+        384,
+        "single elements of rows that each have a modulation of their own",
+    ),
+    Allowed(
         r"(backward|stream)\w*_kernel<.*(Identity|Activate)>, 1[,>]",
         368,
         "rows that are not aligned are bound by scalar accesses",
@@ -46,15 +51,26 @@ ALLOWED = [
         "rows of 32 columns a thread: a few bytes a row",
     ),
     Allowed(
+        r"forward_\w+_kernel<.*, MayBeAffineAndModulateTwice, ",
+        144,
+        "a row kept for a second output",
+    ),
+    Allowed(
+        r"forward_\w+_kernel<.*, MayBeAffineAndModulate, ",
+        32,
+        "weight and bias beside a modulation, which few rows have",
+    ),
+    Allowed(
         r"backward_group_kernel<.*, (4, 8|8, 4), true>",
         64,
         "rows of 32 columns a thread, longer than those of models",
     ),
     Allowed(
-        r"backward_group_kernel<",
+        r"(backward_group(_warp)?|modulated_param_grad|stream_sums)_kernel<",
         8,
-        "two numbers, beside three running sums or single elements",
+        "two numbers, beside running sums of groups",
     ),
+    Allowed(r"gate_backward_kernel<", 16, "four rows at once in two types"),
     Allowed(
         r"backward_warp_kernel<Norm<Types<(__half|__nv_bfloat16), .*>, 8, 2>",
         40,
@@ -62,7 +78,7 @@ ALLOWED = [
     ),
     Allowed(
         r"forward_\w+_kernel<Norm<Types<(__half|__nv_bfloat16), float, ",
-        16,
+        24,
         "float32 parameters beside half-precision x: a number or two",
     ),
     Allowed(

@@ -114,8 +114,8 @@ struct ForwardParams {
   bool is_modulated = false;
   Modulation modulation;
 
-  // A second modulation of the same norm, without a gate, and its output, as y. Only kernels for
-  // rows that begin at multiples of 16 bytes and stay on the chip write it.
+  // A second modulation of the same norm, without a gate, and its output, as y: of rows without a
+  // residual that begin at multiples of 16 bytes and stay on the chip, with y of x's type.
   Modulation second;
   void* second_y = nullptr;  // optional
 };

@@ -5,6 +5,7 @@ A plain call on the CPU, with nothing fused to the normalization, is PyTorch's o
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compile import rules
 from .ops import arguments, formulas, load
+from .ops.aten_forward import twin
 from .ops.autocast import under_autocast
 from .ops.operators import (
     ADA_LAYER_NORM,
@@ -34,6 +37,9 @@ _add_layer_norm = ADD_LAYER_NORM.overload._op
 _ada_layer_norm = ADA_LAYER_NORM.overload._op
 _add_ada_layer_norm = ADD_ADA_LAYER_NORM.overload._op
 _ada_layer_norm_pair = load.ada_layer_norm_pair._op
+
+ATEN_LAYER_NORM = twin(LAYER_NORM)
+ATEN_ADD_LAYER_NORM = twin(ADD_LAYER_NORM)
 
 
 def layer_norm(
@@ -287,9 +293,9 @@ def _serve(
             activation,
             scale,
             out_dtype,
-            **_residual(residual),
+            **_tensors(residual),
         )
-        return _call(LAYER_NORM if residual is None else ADD_LAYER_NORM, a)
+        return _call(_compiled(LAYER_NORM if residual is None else ADD_LAYER_NORM, a), a)
     try:
         is_plain = residual is None and activation is None and out_dtype is None and scale == 1.0
         # What nearly every call is, first: the host's time is that of the questions asked here. The
@@ -334,13 +340,16 @@ def _serve(
             activation,
             scale,
             out_dtype,
-            **_residual(residual),
+            **_tensors(residual),
         ) from None
 
 
-def _residual(residual: Tensor | None) -> dict[str, Any]:
-    """What arguments.settle is to know by name: that there is a residual, or none."""
-    return {} if residual is None else {"residual": residual}
+def _tensors(
+    residual: Any, gate: Any = None, shift: Any = None, scale: Any = None
+) -> dict[str, Any]:
+    """What arguments.settle is to know by name. There may be no residual, but not beside a gate."""
+    tensors = {"gate": gate, "shift": shift, "scale": scale}
+    return tensors if residual is None and gate is None else {"residual": residual, **tensors}
 
 
 def _call(operator: Operator, a: Arguments) -> Any:
@@ -370,7 +379,7 @@ def _serve_ada(
             normalized_shape,
             out_dtype=out_dtype,
             is_ada=True,
-            **_ada_tensors(residual, gate, shift, scale),
+            **_tensors(residual, gate, shift, scale),
         )
         return _call(ADD_ADA_LAYER_NORM if takes_residual else ADA_LAYER_NORM, a)
     try:
@@ -379,14 +388,19 @@ def _serve_ada(
         else:
             parameter = bias if weight is None else weight
             ndim = 1 if parameter is None else parameter.dim()
+        if out_dtype is None and _is_pytorchs(input, weight, bias, eps):
+            found = _by_pytorch(input, residual, gate, shift, scale, weight, bias, eps, ndim)
+            if found is not None:
+                return found
         if _dispatch_modes() and torch.onnx.is_in_onnx_export():
             options = Options(ndim, eps, out_dtype=out_dtype)
             return _in_onnx(Arguments(input, residual, weight, bias, options, gate, shift, scale))
+        last = () if out_dtype is None else (out_dtype,)  # a default costs time where it is given
         if takes_residual:
             return _add_ada_layer_norm(
-                input, residual, gate, ndim, shift, scale, weight, bias, eps, out_dtype
+                input, residual, gate, ndim, shift, scale, weight, bias, eps, *last
             )
-        return _ada_layer_norm(input, ndim, shift, scale, weight, bias, eps, out_dtype)
+        return _ada_layer_norm(input, ndim, shift, scale, weight, bias, eps, *last)
     except Exception as error:
         raise arguments.explain(
             error,
@@ -397,14 +411,8 @@ def _serve_ada(
             normalized_shape,
             out_dtype=out_dtype,
             is_ada=True,
-            **_ada_tensors(residual, gate, shift, scale),
+            **_tensors(residual, gate, shift, scale),
         ) from None
-
-
-def _ada_tensors(residual: Any, gate: Any, shift: Any, scale: Any) -> dict[str, Any]:
-    """What arguments.settle is to know by name; without a gate there may be no residual."""
-    tensors = {"gate": gate, "shift": shift, "scale": scale}
-    return tensors if residual is None and gate is None else {"residual": residual, **tensors}
 
 
 def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
@@ -433,6 +441,33 @@ def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
     return y, residual_out
 
 
+def _compiled(operator: Operator, a: Arguments) -> Operator:
+    """The operator for a graph that a compiler gets: this one, or its twin, by the rules.
+
+    What surrounds the call is not known here: elementwise operations are assumed.
+    """
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    if torch.compiler.is_exporting() or a.input.device.type not in rules.DEVICES:
+        return operator
+    cols = math.prod(a.normalized_shape)
+    if not has_static_value(cols):
+        return operator
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if a.residual is not None:
+        left = _is_left_to_inductor("RESIDUAL", int(cols), deterministic)
+        return ATEN_ADD_LAYER_NORM if left else operator
+    kind = "PLAIN" if a.options.activation is None else "ACTIVATED"
+    left = _is_left_to_inductor(kind, int(cols), deterministic)
+    return ATEN_LAYER_NORM if left else operator
+
+
+@torch.compiler.assume_constant_result
+def _is_left_to_inductor(kind: str, cols: int, deterministic: bool) -> bool:
+    problem = rules.Problem(rules.Kind[kind], cols, True, deterministic=deterministic)
+    return rules.choose(problem).choice is rules.Choice.INDUCTOR
+
+
 def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
     """Whether PyTorch's layer_norm serves this call, if it takes it at all.
 
@@ -452,6 +487,42 @@ def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
         and not input.is_nested
         and not _in_transform()
     )
+
+
+def _by_pytorch(
+    input: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    shift: Tensor | None,
+    scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    ndim: int,
+) -> Any:
+    """A modulated norm on the CPU as a model would write it, or None where that is not the same.
+
+    The operators' composite computes in float32 throughout, and takes longer.
+    """
+    if weight is not None and weight.dtype is not input.dtype:
+        return None
+    for tensor in (residual, gate, shift, scale):
+        if tensor is not None and not (tensor.is_cpu and tensor.dtype is input.dtype):
+            return None
+    if gate is not None and residual is None:
+        return None
+    x = input
+    if residual is not None:
+        x = residual + input if gate is None else torch.addcmul(residual, gate, input)
+    y = torch.layer_norm(x, x.shape[x.dim() - ndim :], weight, bias, eps)
+    if scale is not None:
+        factor = 1 + scale
+        y = y * factor if shift is None else torch.addcmul(shift, y, factor)
+    elif shift is not None:
+        y = y + shift
+    if y.shape != input.shape:  # A modulation, or residual, would enlarge input.
+        return None
+    return y if residual is None else (y, x)
 
 
 def _takes_parameters(dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> bool:

@@ -13,9 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._C._autograd import DeviceType
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import saved_tensors_hooks
 from torch.export import Dim
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
@@ -31,6 +34,7 @@ from fused_layernorm.functional import ada_layer_norm_pair
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 HALF = [F16, BF16]
 ops = torch.ops.fused_layernorm
+pytestmark = pytest.mark.cpu_operators
 
 # Of an input of shape (2, 3, 4).
 SHAPES = [(4,), (2, 1, 4), (2, 3, 4), (1, 3, 4), (2, 1, 1), ()]
@@ -347,6 +351,31 @@ def test_checkpoint(device):
         torch.testing.assert_close([leaf.grad for leaf in leaves], list(expected))
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_what_is_saved_for_backward(device, gated):
+    """Of input's size: what was normalized, and beside a gate what it multiplied; nothing else."""
+    x, residual = torch.randn(2, 3, 50, 64, device=device)
+    gate, shift, scale = torch.randn(3, 3, 1, 64, device=device)
+    for tensor in (x, residual, gate, shift, scale):
+        tensor.requires_grad_()
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        _, residual_out = add_ada_layer_norm(x, residual, gate if gated else None, shift, scale)
+    large = {tensor.data_ptr() for tensor in saved if tensor.numel() >= x.numel()}
+    assert large == {
+        tensor.data_ptr() for tensor in ((residual_out, x) if gated else [residual_out])
+    }
+    saved.clear()
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        ada_layer_norm(x, shift, scale)
+    assert {tensor.data_ptr() for tensor in saved if tensor.numel() >= x.numel()} == {x.data_ptr()}
+
+
 def test_changed_modulations_are_noticed(device):
     """Backward refuses a tensor that has been written to since, as PyTorch's operators do."""
     x, _, _, shift, scale, _, _ = (t.requires_grad_() for t in inputs(device))
@@ -475,6 +504,40 @@ def test_opcheck_gate_backward(device, name, mask):
     torch.library.opcheck(
         ops.gate_backward.default, (torch.randn_like(n["residual"]), n["input"], n["gate"], *mask)
     )
+
+
+GATED_MASKS = [
+    (True,) * 7,
+    *(tuple(i == j for i in range(7)) for j in range(7)),
+    (False, True, True, False, False, False, False),
+    (True, False, False, True, True, True, True),
+    (False,) * 7,
+]
+
+
+@pytest.mark.parametrize("mask", GATED_MASKS, ids=lambda mask: "".join(str(int(m)) for m in mask))
+@pytest.mark.parametrize("name", ["sample", "all", "token", "half"])
+def test_opcheck_gated_backward(device, name, mask):
+    """And its results are those of the two operators that it is."""
+    n = sample(device, **OPCHECKS[name])
+    x, input, gate = n["residual"], n["input"], n["gate"]
+    affine = (n["shift"], n["scale"], n["weight"], n["bias"])
+    y, mean, rstd = ops.ada_layer_norm_forward(x, 1, *affine, 1e-5)
+    dy, dresidual = torch.randn_like(y), torch.randn_like(x)
+    args = (dy, x, input, gate, 1, mean, rstd, *affine, dresidual, *mask)
+    torch.library.opcheck(ops.add_ada_layer_norm_backward.default, args)
+    dx, *of_modulation = ops.ada_layer_norm_backward(
+        dy, x, 1, mean, rstd, *affine, dresidual, *[True] * 5
+    )
+    expected = (dx, *ops.gate_backward(dx, input, gate, True, True), *of_modulation)
+    found = ops.add_ada_layer_norm_backward(*args)
+    for one, other, needed in zip(found, expected, mask, strict=True):
+        assert one.dtype == other.dtype
+        if needed:
+            tolerance = {F32: 1e-5, BF16: 2**-7}[one.dtype]
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+        else:
+            assert one.shape == (0,)
 
 
 def test_meta_tensors():
@@ -637,21 +700,33 @@ def test_export_keeps_the_operators_and_decomposes_to_aten(device, affine):
         torch.testing.assert_close(found, model(x, condition))
 
 
-def test_backward_decomposes_to_aten(device):
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (
+            lambda x, _residual, _gate, *rest: (ada_layer_norm(x, *rest),),
+            {"ada_layer_norm_forward", "ada_layer_norm_backward"},
+        ),
+        (add_ada_layer_norm, {"add_ada_layer_norm_forward", "add_ada_layer_norm_backward"}),
+        (
+            lambda *args: add_ada_layer_norm(*args)[1:],
+            {"add_ada_layer_norm_forward", "gate_backward"},
+        ),
+    ],
+    ids=["ada_layer_norm", "add_ada_layer_norm", "only residual_out"],
+)
+def test_backward_decomposes_to_aten(device, function, expected):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     tensors = inputs(device)
 
     def gradients(*tensors):
         leaves = [t.detach().requires_grad_() for t in tensors]
-        return torch.autograd.grad(loss_of(add_ada_layer_norm)(*leaves), leaves)
+        found = torch.autograd.grad(loss_of(function)(*leaves), leaves, allow_unused=True)
+        return [g for g in found if g is not None]
 
     graph = make_fx(gradients)(*tensors)
-    assert set(operators(graph.graph)) == {
-        "add_ada_layer_norm_forward",
-        "ada_layer_norm_backward",
-        "gate_backward",
-    }
+    assert set(operators(graph.graph)) == expected
     plain = make_fx(gradients, decomposition_table=fused_layernorm.decompositions())(*tensors)
     assert operators(plain.graph) == []
     torch.testing.assert_close(plain(*tensors), gradients(*tensors))
@@ -781,6 +856,15 @@ def test_modules_are_layer_norms():
     assert FusedAdaLayerNorm(8, elementwise_affine=True, bias=False).bias is None
 
 
+def test_swap_leaves_them_as_they_are():
+    model = nn.Sequential(FusedAdaLayerNorm(16), FusedAddAdaLayerNorm(16), nn.LayerNorm(16))
+    fused_layernorm.swap_layer_norm(model)
+    kinds = [FusedAdaLayerNorm, FusedAddAdaLayerNorm, fused_layernorm.FusedLayerNorm]
+    assert [type(module) for module in model] == kinds
+    fused_layernorm.unswap_layer_norm(model)
+    assert [type(module) for module in model] == [*kinds[:2], nn.LayerNorm]
+
+
 def test_modules_are_shown():
     stock = repr(nn.LayerNorm(8, 1e-6, False)).removesuffix(")")
     assert repr(FusedAdaLayerNorm(8)) == f"FusedAda{stock})"
@@ -877,3 +961,62 @@ def test_symbolic_trace():
     ours = (ada_layer_norm, add_ada_layer_norm)
     assert [f for f in calls if f in ours] == list(ours)
     assert torch.equal(traced(x, condition), model(x, condition))
+
+
+# ---- CUDA.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "grad"])
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("modulation_dtype", [BF16, F32])
+def test_one_kernel_forward(modulation_dtype, gated, requires_grad, autocast):
+    """Chunks are read where they lie: no copy and no cast."""
+    x, residual = torch.randn(2, 4, 256, 1152, device="cuda").to(BF16)
+    chunks = torch.randn(4, 1, 6 * 1152, device="cuda").to(modulation_dtype).chunk(6, -1)
+    for tensor in (x, residual, *chunks[:3]):
+        tensor.requires_grad_(requires_grad and tensor.is_leaf)
+
+    def forward():
+        with torch.autocast("cuda", BF16, enabled=autocast):
+            if gated:
+                return add_ada_layer_norm(x, residual, chunks[2], chunks[0], chunks[1])[0]
+            return ada_layer_norm(x, chunks[0], chunks[1])
+
+    forward()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        y = forward()
+        torch.cuda.synchronize()
+    assert y.dtype == (F32 if autocast else BF16)
+    kernels = [event.name for event in trace.events() if event.device_type == DeviceType.CUDA]
+    assert len(kernels) == 1, kernels
+    assert "layer_norm" in kernels[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4,), (3, 1, 4), (3, 5, 4), (1, 5, 4)], ids=str)
+def test_cuda_graph(shape):
+    """Forward and backward, captured once, of whatever the tensors hold at the replay."""
+    leaves: Any = [t.requires_grad_() for t in inputs("cuda", shape, rows=(3, 5), dtype=F32)]
+    gradients = tuple(torch.randn(2, 3, 5, 4, device="cuda"))
+
+    def run():
+        outputs = add_ada_layer_norm(*leaves)
+        return (*outputs, *torch.autograd.grad(outputs, leaves, gradients))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.normal_()
+    graph.replay()
+    for one, other in zip(captured, run(), strict=True):
+        assert torch.equal(one, other)

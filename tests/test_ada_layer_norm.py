@@ -25,6 +25,7 @@ from fused_layernorm.functional import ada_layer_norm_pair
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 ops = torch.ops.fused_layernorm
+pytestmark = pytest.mark.cpu_operators
 
 # Of an input of shape (B, S, D).
 KINDS = {
@@ -250,6 +251,24 @@ def test_long_rows(shape, gated):
 def test_many_rows(shape, gated):
     for kind in ("all", "sample", "position"):
         numerics.check(modulated(shape, kind, gated=gated, dtypes=DTYPES[3]), "cuda")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_what_autograd_gives(kind):
+    """The formulas of reference.py, which everything here is judged by, in float64."""
+    x, residual, dy, dresidual = torch.randn(4, 3, 5, 16, dtype=F64)
+    gate, shift, scale = torch.randn(3, *KINDS[kind](3, 5, 16), dtype=F64)
+    weight, bias = torch.randn(2, 16, dtype=F64)
+    leaves = [t.requires_grad_() for t in (x, residual, gate, shift, scale, weight, bias)]
+    total = residual + gate * x
+    y = F.layer_norm(total, (16,), weight, bias) * (1 + scale) + shift
+    expected = torch.autograd.grad((y, total), leaves, (dy, dresidual))
+    modulation = (shift, scale, weight, bias)
+    torch.testing.assert_close(reference.gated_add(x, residual, gate), total)
+    torch.testing.assert_close(reference.ada_layer_norm(total, 1, *modulation).y, y)
+    dx, *others = reference.ada_layer_norm_backward(dy, total, 1, *modulation, dresidual=dresidual)
+    dinput, dgate = reference.gate_backward(dx, x, gate)
+    torch.testing.assert_close([dinput, dx, dgate, *others], list(expected))
 
 
 # ---- Rounding, and what a result depends on.
@@ -478,6 +497,87 @@ def test_gate_backward(device, kind, mask):
         torch.testing.assert_close(dgate.double(), expected.dgate, rtol=1e-5, atol=1e-5)
     assert (dinput.shape == (0,)) != mask[0]
     assert (dgate.shape == (0,)) != mask[1] or dgate.shape == gate.shape
+
+
+def gated_saved(t):
+    """Arguments of add_ada_layer_norm_backward, but for what is asked for."""
+    dy, x, *others = saved(t)
+    return (dy, x, t.x, t.gate, *others)
+
+
+def in_two_steps(dy, x, input, gate, *others, needs):
+    """What add_ada_layer_norm_backward gives, of ada_layer_norm_backward and gate_backward."""
+    needs_dx, needs_dinput, needs_dgate, *of_parameters = needs
+    is_gate_needed = needs_dinput or needs_dgate
+    dx, *gradients = ops.ada_layer_norm_backward(
+        dy, x, *others, needs_dx or is_gate_needed, *of_parameters
+    )
+    past = input.new_empty(0), gate.new_empty(0)
+    if is_gate_needed:
+        past = ops.gate_backward(dx, input, gate, needs_dinput, needs_dgate)
+    return (dx if needs_dx else x.new_empty(0), *past, *gradients)
+
+
+GATED = ("dresidual", "dx", "dgate", "dshift", "dscale", "dweight", "dbias")  # as it orders them
+
+
+@pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
+@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3], DTYPES[8]], ids=ids)
+def test_masks_of_the_gated_operator(device, dtypes, kind):
+    """Each gradient that is asked for: its value, the same in every call; and no other."""
+    t = numerics.make(
+        modulated((5, 9, 200), kind, gated=True, dtypes=dtypes, affine="both"), device
+    )
+    args = gated_saved(t)
+    everything = ops.add_ada_layer_norm_backward(*args, *[True] * 7)
+    found = {"residual_out": args[1], **dict(zip(GATED, everything, strict=True))}
+    exact = numerics.exact(t, found)
+    of = (t.residual, t.x, t.gate, t.shift, t.scale, t.weight, t.bias)
+    for name, whole, argument in zip(GATED, everything, of, strict=True):
+        assert (whole.shape, whole.dtype) == (argument.shape, argument.dtype), name
+        tolerance = {F32: 1e-5, BF16: 2**-8}[whole.dtype] * (1 + exact[name].abs().max().item())
+        torch.testing.assert_close(whole.double(), exact[name], rtol=0, atol=tolerance, msg=name)
+    for mask in itertools.product((True, False), repeat=7):
+        gradients = ops.add_ada_layer_norm_backward(*args, *mask)
+        again = ops.add_ada_layer_norm_backward(*args, *mask)
+        two = in_two_steps(*args, needs=mask)
+        for i, (gradient, whole) in enumerate(zip(gradients, everything, strict=True)):
+            assert gradient.dtype == two[i].dtype == whole.dtype
+            assert gradient.shape == two[i].shape == (whole.shape if mask[i] else (0,))
+            assert torch.equal(gradient, again[i])
+            if device == "cpu":
+                assert torch.equal(gradient, two[i])
+            if mask[i]:
+                assert gradient.is_contiguous()
+                tolerance = {F32: 1e-5, BF16: 2**-7}[gradient.dtype]
+                torch.testing.assert_close(gradient, whole, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("present", list(itertools.product((True, False), repeat=4)), ids=str)
+def test_absent_arguments_of_the_gated_operator(device, present):
+    """Of shift, scale and dresidual; and weight and bias, none or both."""
+    t = numerics.make(modulated((3, 7, 40), gated=True, affine="both"), device)
+    shift, scale, dresidual, affine = present
+    dy, x, input, gate, *statistics = gated_saved(t)[:7]
+    parameters = [
+        t.shift if shift else None,
+        t.scale if scale else None,
+        t.weight if affine else None,
+        t.bias if affine else None,
+    ]
+    needs = [True] * 3 + [parameter is not None for parameter in parameters]
+    args = (dy, x, input, gate, *statistics, *parameters, t.dresidual if dresidual else None)
+    found = ops.add_ada_layer_norm_backward(*args, *needs)
+    expected = in_two_steps(*args, needs=needs)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 8), (3, 0, 8), (3, 4, 0)], ids=str)
+def test_the_gated_operator_of_nothing(device, shape):
+    t = numerics.make(modulated(shape, gated=True, affine="both"), device)
+    for gradient in ops.add_ada_layer_norm_backward(*gated_saved(t), *[True] * 7):
+        assert gradient.eq(0).all()
 
 
 # ---- Values and sizes out of the ordinary.

@@ -109,6 +109,7 @@ def test_a_library_is_active_unless_disabled():
         "ada_layer_norm_pair",
         "add_ada_layer_norm_forward",
         "ada_layer_norm_backward",
+        "add_ada_layer_norm_backward",
         "gate_backward",
     ],
 )
@@ -498,17 +499,18 @@ def test_dual_numbers_outside_transforms(device, name):
 
 def test_forward_mode_over_a_graph_made_before(device):
     """The forward pass knows no tangents, its backward pass does."""
-    x, _, weight, bias = (t.requires_grad_() for t in inputs(device))
-    dy, tangent = torch.randn_like(x), torch.randn_like(x)
-    results = []
-    for function in (operator("layer_norm", "gelu"), lambda *t: reference(*t, activation="gelu")):
-        y = function(x, weight, bias)
-        with forward_ad.dual_level():
-            found = torch.autograd.grad(
-                y, (x, weight, bias), forward_ad.make_dual(dy, tangent), create_graph=True
-            )
-            results.append([forward_ad.unpack_dual(g).tangent for g in found])
-    torch.testing.assert_close(*results)
+    for name, activation in (("layer_norm", "gelu"), ("add_ada_layer_norm", None)):
+        tensors = [t.requires_grad_() for t in tensors_of(name, device)]
+        dy, tangent = torch.randn_like(tensors[0]), torch.randn_like(tensors[0])
+        for create_graph in (False, True):
+            results = []
+            for function in (operator(name, activation), expression(name, activation)):
+                y = function(*tensors)
+                with forward_ad.dual_level():
+                    dual = forward_ad.make_dual(dy, tangent)
+                    found = torch.autograd.grad(y, tensors, dual, create_graph=create_graph)
+                    results.append([forward_ad.unpack_dual(g).tangent for g in found])
+            torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("half_parameters", [False, True])
@@ -538,6 +540,10 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+# gate_backward where a graph is wanted: Python's autograd takes PyTorch's operators for it.
+GATE_BACKWARD = ["gate_backward"] if autograd_library.active else []
+
+
 def test_only_what_is_needed_is_computed(device):
     """Of frozen parameters, and of those that torch.autograd.grad is not asked for."""
     x, _, weight, bias = (t.requires_grad_() for t in inputs(device, dtype=F32))
@@ -561,19 +567,135 @@ def test_only_what_is_needed_of_a_modulated_norm_is_computed(device):
     def asked_for(leaf):
         with Calls() as calls:
             torch.autograd.grad(y.sum(), leaf, retain_graph=True)
-        flags = {"ada_layer_norm_backward": 5, "gate_backward": 2}
+        flags = {"ada_layer_norm_backward": 5, "add_ada_layer_norm_backward": 7}
         return [(name, args[-flags[name] :]) for name, args in calls.seen]
 
     def only(i, count):
         return tuple(i == j for j in range(count))
 
-    dx = ("ada_layer_norm_backward", only(0, 5))
-    expected = [[dx, ("gate_backward", only(0, 2))], [dx], [dx, ("gate_backward", only(1, 2))]]
-    expected += [[("ada_layer_norm_backward", only(i, 5))] for i in range(1, 5)]
+    expected = [
+        [("add_ada_layer_norm_backward", only(1, 7))],
+        [("ada_layer_norm_backward", only(0, 5))],
+        [("add_ada_layer_norm_backward", only(2, 7))],
+        *([("ada_layer_norm_backward", only(i, 5))] for i in range(1, 5)),
+    ]
     if not autograd_library.active:  # Python is not told what torch.autograd.grad was asked for
-        everything = [("ada_layer_norm_backward", (True,) * 5), ("gate_backward", (True,) * 2)]
-        expected = [everything] * len(leaves)
+        expected = [[("add_ada_layer_norm_backward", (True,) * 7)]] * len(leaves)
     assert [asked_for(leaf) for leaf in leaves] == expected
+
+
+@pytest.mark.parametrize("absent", ["", "shift scale", "shift scale weight bias"])
+def test_one_operator_unless_a_graph_is_wanted(device, absent):
+    """Backward past a gate is one operator, or the two that it is, with their derivatives."""
+    names = ["x", "residual", "gate", "shift", "scale", "weight", "bias"]
+    tensors: list[Any] = [
+        None if name in absent.split() else t.requires_grad_()
+        for name, t in zip(names, tensors_of("add_ada_layer_norm", device), strict=True)
+    ]
+    leaves = [t for t in tensors if t is not None]
+    y = operator("add_ada_layer_norm")(*tensors)
+    dy = torch.randn_like(y, requires_grad=True)
+    with Calls() as one:
+        first = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    with Calls() as two:
+        again = torch.autograd.grad(y, leaves, dy, create_graph=True)
+    assert [name for name, _ in one.seen] == ["add_ada_layer_norm_backward"]
+    assert [name for name, _ in two.seen] == ["ada_layer_norm_backward", *GATE_BACKWARD]
+    for gradient, other in zip(first, again, strict=True):
+        assert not gradient.requires_grad
+        assert other.requires_grad
+        if device == "cpu":
+            assert torch.equal(gradient, other)
+        torch.testing.assert_close(gradient, other)
+    stock = torch.autograd.grad(
+        expression("add_ada_layer_norm")(*tensors), leaves, dy, create_graph=True
+    )
+    torch.testing.assert_close(again, stock)
+    found, expected = (
+        torch.autograd.grad(
+            torch.stack([g.square().sum() for g in gradients]).sum(),
+            [*leaves, dy],
+            materialize_grads=True,
+        )
+        for gradients in (again, stock)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def gated_backward_arguments(device, dtype=F64):
+    """(tensors that have derivatives, add_ada_layer_norm_backward as a function of them)."""
+    x, residual, gate, *parameters = tensors_of(
+        "add_ada_layer_norm", device, shape=(2, 2, 3), dtype=dtype
+    )
+    tensors = [torch.randn_like(x), residual + gate * x, x, gate, *parameters, torch.randn_like(x)]
+
+    def backward(dy, x, input, gate, *others, needs=(True,) * 7):
+        found = ops.add_ada_layer_norm_backward(
+            dy, x, input, gate, 1, *statistics(x), *others, *needs
+        )
+        return [gradient for gradient, needed in zip(found, needs, strict=True) if needed]
+
+    return tensors, backward
+
+
+def test_gradients_of_the_gated_backward_operator(device):
+    tensors, backward = gated_backward_arguments(device)
+    leaves = [t.requires_grad_() for t in tensors]
+    assert torch.autograd.gradcheck(backward, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(backward, leaves)
+    with torch.no_grad(), Calls() as calls:
+        backward(*leaves)
+    assert [name for name, _ in calls.seen] == ["add_ada_layer_norm_backward"]
+
+
+@pytest.mark.parametrize("only", range(7))
+def test_one_gradient_of_the_gated_backward_operator(device, only):
+    needs = [i == only for i in range(7)]
+    tensors, backward = gated_backward_arguments(device)
+    leaves = [t.requires_grad_() for t in tensors]
+    with Calls() as calls:
+        (found,) = backward(*leaves, needs=needs)
+    past = GATE_BACKWARD if only in (1, 2) else []
+    assert [name for name, _ in calls.seen] == ["ada_layer_norm_backward", *past]
+    _, args = calls.seen[0]
+    assert args[-5:] == (only < 3, *needs[3:])
+    with torch.no_grad():
+        torch.testing.assert_close(found, backward(*leaves)[only])
+    (gradient,) = torch.autograd.grad(found.pow(2).sum(), leaves[0])
+    assert gradient.abs().sum() > 0
+    whole = ops.add_ada_layer_norm_backward(
+        *leaves[:4], 1, *statistics(leaves[1]), *leaves[4:], *needs
+    )
+    assert [out.requires_grad for out in whole] == needs
+    assert [out.numel() > 0 for out in whole] == needs
+
+
+@pytest.mark.parametrize("batched", ["all", "dy", "gate", "input and scale", "weight"])
+def test_the_gated_backward_operator_of_batches(device, batched):
+    """vmap over some of the arguments, as one call for each sample."""
+    tensors, backward = gated_backward_arguments(device)
+    names = ["dy", "x", "input", "gate", "shift", "scale", "weight", "bias", "dresidual"]
+    dims = [0 if batched == "all" or name in batched.split() else None for name in names]
+    stacked = [
+        t if dim is None else torch.stack([t, t.sin(), -t])
+        for t, dim in zip(tensors, dims, strict=True)
+    ]
+    for needs in ((True,) * 7, (False, True, False) + (True,) * 4, (True,) + (False,) * 6):
+        found = vmap(lambda *t, needs=needs: backward(*t, needs=needs), tuple(dims))(*stacked)
+        for i in range(3):
+            one = [t if d is None else t[i] for t, d in zip(stacked, dims, strict=True)]
+            expected = backward(*one, needs=needs)
+            torch.testing.assert_close([gradient[i] for gradient in found], expected)
+
+
+def test_a_batch_of_gradients_past_a_gate(device):
+    leaves = [t.requires_grad_() for t in tensors_of("add_ada_layer_norm", device)]
+    y = operator("add_ada_layer_norm")(*leaves)
+    dys = torch.randn(3, *y.shape, device=device, dtype=y.dtype)
+    found = torch.autograd.grad(y, leaves, dys, retain_graph=True, is_grads_batched=True)
+    for i, dy in enumerate(dys):
+        expected = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+        torch.testing.assert_close(tuple(gradient[i] for gradient in found), expected)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -830,6 +952,11 @@ def test_opcheck_of_the_modulated_backward_operators(device):
     torch.library.opcheck(ops.ada_layer_norm_backward.default, args)
     gate = torch.randn(2, 1, 4, device=device, requires_grad=True)
     torch.library.opcheck(ops.gate_backward.default, (dy, x, gate, True, True))
+    gated = (dy, x, dy, gate, *args[2:10])
+    for needs in ((True,) * 7, (False, True, False) + (True,) * 4, (True,) + (False,) * 6):
+        for detach in (False, True):
+            of = [t.detach() if detach and isinstance(t, torch.Tensor) else t for t in gated]
+            torch.library.opcheck(ops.add_ada_layer_norm_backward.default, (*of, *needs))
 
 
 def test_per_sample_gradients_through_modules(device):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_layernorm import (
     FusedAddLayerNorm,
     FusedLayerNorm,
+    add_ada_layer_norm,
     add_layer_norm,
     layer_norm,
     swap_layer_norm,
@@ -174,6 +175,26 @@ def test_the_graph_holds_the_operators(device):
         ["fused_layernorm.layer_norm_forward.default"],
         ["fused_layernorm.layer_norm_backward.default"],
     ]
+
+
+def test_backward_past_a_gate_is_one_operator(device):
+    x, residual = (torch.randn(2, 3, 8, device=device, requires_grad=True) for _ in "xr")
+    gate, shift, scale = (torch.randn(2, 1, 8, device=device, requires_grad=True) for _ in "gst")
+
+    def function(*tensors):
+        y, residual_out = add_ada_layer_norm(*tensors)
+        return y * residual_out
+
+    tensors = (x, residual, gate, shift, scale)
+    assert graph_targets(function, *tensors, backward=True) == [
+        ["fused_layernorm.add_ada_layer_norm_forward.default"],
+        ["fused_layernorm.add_ada_layer_norm_backward.default"],
+    ]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    found, expected = (
+        torch.autograd.grad(f(*tensors).sin().sum(), tensors) for f in (compiled, function)
+    )
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -453,6 +453,31 @@ def rows_of_a_pair_stay_sharded(rank, world, device):
 
 
 @case
+def one_gradient_past_a_gate(rank, world, device):
+    """With all other arguments frozen: the placements of what is not computed do not matter."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    mesh = mesh_of(device, world)
+    torch.manual_seed(0)
+    batch, cols = 2 * world, 6
+    rows, sample = (batch, 3, cols), (batch, 1, cols)
+    sizes = [rows, rows, sample, sample, (3, cols), (cols,), (cols,)]
+    plain = [torch.randn(size, device=device).requires_grad_() for size in sizes]
+    stock, _ = add_ada_layer_norm(*plain)
+    expected = torch.autograd.grad(stock.sin().sum(), plain)
+    placements = [Shard(0) if len(size) == 3 else Replicate() for size in sizes]
+    for i, (e, placement) in enumerate(zip(expected, placements, strict=True)):
+        leaves = [
+            distribute_tensor(t.detach(), mesh, [p]).requires_grad_(i == j)
+            for j, (t, p) in enumerate(zip(plain, placements, strict=True))
+        ]
+        y, _ = add_ada_layer_norm(*leaves)
+        (found,) = torch.autograd.grad(y.to_local().sin().sum(), leaves[i])
+        assert found.placements == (placement if placement == Shard(0) else Partial(),)
+        torch.testing.assert_close(found.full_tensor(), e, rtol=1e-4, atol=1e-4)
+
+
+@case
 def modulations_are_redistributed(rank, world, device):
     """Where they lie otherwise than the rows, or the rows are sharded over the normalized one."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -4,6 +4,7 @@ On the CPU the operators are PyTorch's own; the pass is made to run there.
 """
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
-from fused_layernorm.compile import graph_pass, rules
+from fused_layernorm.compile import graph_pass, patterns, rules
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 B, S, D = 2, 5, 24
@@ -438,6 +439,17 @@ def test_two_norms_of_one_sum(device):
     assert [row.operator for row in rows] == ["add_layer_norm", "layer_norm"]
 
 
+def test_mask(device):
+    """One number a row is no gate: what it multiplies is added as it is."""
+
+    def function(t):
+        h = t["residual"] + t["mod"][:, None, :1] * t["x"]
+        return norm(h), h
+
+    rows, _ = assert_same(function, tensors(device=device))
+    assert rows[0].fused == RESIDUAL
+
+
 def test_sum_that_the_modulation_depends_on(device):
     def function(t):
         h = t["residual"] + t["x"]
@@ -581,9 +593,14 @@ def _gelu_beside(t):
     return F.gelu(y) + y
 
 
+def _scaled_by_rows(t):
+    return norm(t["x"]) * (1 + t["mod"][:, None, :1])
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        _scaled_by_rows,
         _scale_without_one,
         _two_plus_scale,
         _used_unmodulated,
@@ -719,6 +736,32 @@ def test_writes_prevent_a_match(device, function):
     rows, graphs = assert_same(function, tensors(device=device))
     assert operators_of(graphs[0]) == ["layer_norm"]
     assert rows[0].fused == []
+
+
+def _written_out_and_written_into(t):
+    x = t["x"] * 1.5
+    u = x.mean(-1, keepdim=True)
+    y = (x - u) * torch.rsqrt((x - u).pow(2).mean(-1, keepdim=True) + 1e-6)
+    x.mul_(2)
+    return y, x
+
+
+def _cast_and_written_into(t):
+    x = (t["x"] * 1.5).bfloat16()
+    y = norm(x.float())
+    x.mul_(2)
+    return y, x
+
+
+@pytest.mark.parametrize("function", [_written_out_and_written_into, _cast_and_written_into])
+def test_writes_into_what_backward_reads(device, function):
+    """The norm as written reads its own copy in backward, the operator would read x."""
+    rows, graphs = assert_same(function, tensors(device=device))
+    assert operators_of(graphs[0]) == []
+    assert rows[0].notes == ["mul_ writes into what backward reads"]
+    with torch.no_grad():
+        _, rows, _ = run(function, tensors(device=device), then="inductor")
+    assert rows[0].operator is not None  # AOTAutograd takes the write out
 
 
 def test_writes_elsewhere_do_not(device):
@@ -940,3 +983,10 @@ def test_fuse_of_another_word():
     with pytest.raises(ValueError, match=r"expected then to be one of .*inductor.*got 'tensorrt'"):
         fused_layernorm.fuse(module, then="tensorrt")
     assert fused_layernorm.fuse(module) is module  # no examples: nothing to do
+
+
+def test_docs_list_the_patterns():
+    page = (Path(__file__).parents[1] / "docs" / "compile.md").read_text()
+    behind = (*patterns.AFFINES, *patterns.MODULATIONS, *patterns.ACTIVATIONS, *patterns.FACTORS)
+    for expression in (*patterns._VARIANCES[1:], *patterns.SUMS, *behind):
+        assert f"`{expression}`" in page

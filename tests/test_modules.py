@@ -12,6 +12,8 @@ from torch import nn
 from fused_layernorm import (
     FusedAddLayerNorm,
     FusedLayerNorm,
+    ada_layer_norm,
+    add_ada_layer_norm,
     add_layer_norm,
     functional,
     layer_norm,
@@ -200,7 +202,12 @@ def test_copies(device, how):
 def operators(monkeypatch):
     """The names of this package's operators that run."""
     names = []
-    for name in ("_layer_norm", "_add_layer_norm"):
+    for name in (
+        "_layer_norm",
+        "_add_layer_norm",
+        "_ada_layer_norm",
+        "_add_ada_layer_norm",
+    ):
         operator = getattr(functional, name)
 
         def record(*args, name=name, operator=operator):
@@ -249,6 +256,37 @@ def test_other_calls_on_the_cpu_are_the_operators(operators, monkeypatch, name):
     monkeypatch.setattr(functional, "_cpu_operators", False)
     FUSED[name](torch.randn(3, 8), torch.randn(8), torch.randn(8))
     assert operators == ["add_layer_norm" if name == "residual" else "layer_norm"]
+
+
+MODULATIONS = {
+    "none": {},
+    "sample": {"shift": (2, 1, 8), "scale": (2, 1, 8), "gate": (2, 1, 8)},
+    "token": {"shift": (2, 3, 8), "scale": (2, 3, 8), "gate": (2, 3, 8)},
+    "shift": {"shift": (8,)},
+    "scale": {"scale": (2, 1, 1)},
+    "gate": {"gate": ()},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODULATIONS)
+def test_plain_modulations_on_the_cpu_are_pytorchs(operators, monkeypatch, name, dtype):
+    monkeypatch.setattr(functional, "_cpu_operators", False)
+    x, residual = torch.randn(2, 2, 3, 8, dtype=dtype).unbind()
+    given = {key: torch.randn(s, dtype=dtype) for key, s in MODULATIONS[name].items()}
+    gate = given.pop("gate", None)
+    z = ada_layer_norm(x, **given)
+    y, h = add_ada_layer_norm(x, residual, gate, **given)
+    assert operators == []
+    monkeypatch.setattr(functional, "_cpu_operators", True)
+    tolerance = {"rtol": 0.03, "atol": 0.03} if dtype != torch.float32 else {}
+    torch.testing.assert_close(z, ada_layer_norm(x, **given), **tolerance)
+    torch.testing.assert_close((y, h), add_ada_layer_norm(x, residual, gate, **given), **tolerance)
+    assert operators == ["ada_layer_norm", "add_ada_layer_norm"]
+    monkeypatch.setattr(functional, "_cpu_operators", False)
+    for wrong in ({"shift": torch.zeros(5, 2, 3, 8, dtype=dtype)}, {"scale": torch.zeros(4)}):
+        with pytest.raises(RuntimeError, match="broadcast"):
+            ada_layer_norm(x, **wrong)
 
 
 @pytest.mark.parametrize("move", [nn.Module.half, nn.Module.bfloat16, nn.Module.double])

@@ -306,7 +306,7 @@ def test_every_modulated_problem_has_a_plan(device, gated):
         if not problem["backward"]:
             continue
         problem = {**problem, "has_epilogue": False, "gated": gated}
-        teams: dict[bool, list] = {}
+        teams: dict[bool, list[Any]] = {}
         for groups, group_rows in GROUPS:
             if groups * group_rows * cols > MAX_NUMEL:
                 continue

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm
+from fused_layernorm import (
+    FusedLayerNorm,
+    ada_layer_norm,
+    add_ada_layer_norm,
+    add_layer_norm,
+    layer_norm,
+)
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 ROW = re.compile(r"\| `(?P<call>.+?)` \| `(?P<exception>\w+)` \| (?P<sentence>.+) \|")
@@ -25,6 +31,8 @@ def test_raises_what_the_page_says(row, device):
     names: dict[str, Any] = {
         "torch": torch,
         "FusedLayerNorm": FusedLayerNorm,
+        "ada_layer_norm": ada_layer_norm,
+        "add_ada_layer_norm": add_ada_layer_norm,
         "add_layer_norm": add_layer_norm,
         "layer_norm": layer_norm,
         "x": torch.randn(2, 3, 8, device=device),

@@ -1,7 +1,7 @@
 // Backward of the gated sum residual + gate * input, from dsum, the gradient of its result:
-// dinput = gate * dsum, and dgate, the sum of dsum * input over the rows of a group. A warp has some
-// columns of one row after the other; where a group ends, the warps of a block add up what they
-// have.
+// dinput = gate * dsum, and dgate, the sum of dsum * input over the rows of a group. A warp has
+// some columns of one row after the other; where a group ends, the warps of a block add up what
+// they have.
 #include "launch.cuh"
 #include "norm/param_grad.cuh"
 
@@ -50,8 +50,7 @@ __global__ void __launch_bounds__(kGateThreads)
       for (int i = 0; i < kAtOnce; ++i) {
         const int64_t row = first + i * kGateWarps;
         if (row >= to) continue;
-        const auto gate_row =
-            row_parameter<W>(p.gate, p.gate_rows, row, first_col, Absent::kOnes);
+        const auto gate_row = row_parameter<W>(p.gate, p.gate_rows, row, first_col, Absent::kOnes);
 #pragma unroll
         for (int k = 0; k < kVecs; ++k) {
           if (!share.has(k)) continue;

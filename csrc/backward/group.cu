@@ -157,7 +157,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
     Vec<X, kWidth> added[kVecs] = {};
     Vec<X, kWidth> input[kVecs] = {};
-    if ((G::kKeep && p.dx != nullptr) || kGated) {
+    // Single elements would wait for it one by one.
+    constexpr bool kAddedEarly = G::kKeep || kGated || kWidth == 1;
+    if (kAddedEarly && (kGated || p.dx != nullptr)) {
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
         if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
@@ -225,8 +227,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       } else {
         with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
           const int col = share.template col<kWidth>(k);
-          const auto dx = dx_row.vector(gradients.xhat, gradients.g, means, statistics.second,
-                                        dx_row.template added<kWidth>(col));
+          const auto beside = kAddedEarly ? added[k] : dx_row.template added<kWidth>(col);
+          const auto dx =
+              dx_row.vector(gradients.xhat, gradients.g, means, statistics.second, beside);
           store_once_if(share.has(k), element(dx_row.dx, col), dx);
         });
       }

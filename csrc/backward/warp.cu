@@ -1,7 +1,7 @@
 // Backward of short rows: a logical warp (a power-of-two part of a warp) holds a row in registers,
 // while the next row is on its way. Blocks are persistent, and each lane keeps the running dweight
-// and dbias of its columns in registers, or dscale and dshift of a group of rows, one group after the
-// other.
+// and dbias of its columns in registers, or dscale and dshift of a group of rows, one group after
+// the other.
 #include "backward/running_param_grads.cuh"
 #include "launch.cuh"
 
@@ -17,9 +17,8 @@ struct LoadedGradientRow {
   Acc mean, rstd;
 
   // At vectors, and in rows, that do not exist dy is zero, and so is all that they add to sums.
-  __device__ __forceinline__ LoadedGradientRow(const BackwardParams& p, uint32_t row,
-                                               uint32_t rows, const Share<kVecs, false>& share,
-                                               bool reads_x)
+  __device__ __forceinline__ LoadedGradientRow(const BackwardParams& p, uint32_t row, uint32_t rows,
+                                               const Share<kVecs, false>& share, bool reads_x)
       : x{}, dy{}, mean(0), rstd(0) {
     if (row >= rows) return;
     mean = static_cast<const Acc*>(p.mean)[row];
@@ -112,8 +111,8 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
                                                                   shared);
 }
 
-// The same for rows with a modulation. A block has rows that follow each other, and its logical warps
-// have the rows of one group at a time.
+// The same for rows with a modulation. A block has rows that follow each other, and its logical
+// warps have the rows of one group at a time.
 template <typename N>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     layer_norm_backward_group_warp_kernel(const BackwardParams p, const int log2_lanes,
@@ -142,8 +141,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
         const int col = share.template col<kWidth>(k);
-        weight[k] = combined_weight<N, kWidth>(
-            p, col, scale_of_row<N>(p, row).template load<kWidth>(col));
+        weight[k] =
+            combined_weight<N, kWidth>(p, col, scale_of_row<N>(p, row).template load<kWidth>(col));
       }
     };
     if (!kOfRows) load_weight(from);

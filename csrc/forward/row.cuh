@@ -79,19 +79,17 @@ __device__ __forceinline__ void finish_row(const ForwardParams& p, const Forward
     });
   };
   finish(row.y, x, parameters);
-  if constexpr (N::Affine::kModulates && !N::Prologue::kMayStore) {
-    if (p.second_y != nullptr) {
-      const auto second = N::Affine::template of_row<W>(p.second, index, 0);
-      LateParameters<W, kWidth, Share> second_parameters = {second, share};
-      // Only the packed elements of the row stay in registers between the two.
-      Vec<typename N::X, kWidth> again[kVecs];
+  if constexpr (N::Affine::kTwice) {
+    const auto second = N::Affine::template of_row<W>(p.second, index, 0);
+    LateParameters<W, kWidth, Share> second_parameters = {second, share};
+    // Only the packed elements of the row stay in registers between the two.
+    Vec<typename N::X, kWidth> again[kVecs];
 #pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        again[k] = x[k];
-        hold(again[k]);
-      }
-      finish(static_cast<Y*>(p.second_y) + index * p.cols, again, second_parameters);
+    for (int k = 0; k < kVecs; ++k) {
+      again[k] = x[k];
+      hold(again[k]);
     }
+    finish(static_cast<Y*>(p.second_y) + index * p.cols, again, second_parameters);
   }
 }
 

@@ -78,8 +78,8 @@ using SharedForward = LayerNormOf<T, MayAdd, MayActivate>;
 
 // A modulated norm has no activation. float64 has no kernels for it but those of streams, and of
 // rows that begin anywhere only those whose types are all the same have others.
-template <typename T, typename Prologue>
-using ModulatedForward = LayerNormOf<T, Prologue, Identity, MayBeAffineAndModulate>;
+template <typename T, typename Prologue, typename Affine = MayBeAffineAndModulate>
+using ModulatedForward = LayerNormOf<T, Prologue, Identity, Affine>;
 
 template <typename T, bool kShifted, typename Launch>
 cudaError_t dispatch_forward_modulated(const ForwardParams& p, const Launch& launch) {
@@ -87,8 +87,12 @@ cudaError_t dispatch_forward_modulated(const ForwardParams& p, const Launch& lau
                                        kTypeOf<typename T::Y>, kShifted)) {
     return cudaErrorInvalidValue;
   } else if constexpr (kShifted || !kIsCommon<T>) {
-    return launch(ModulatedForward<T, MayAddGated>{});
+    return p.second_y == nullptr ? launch(ModulatedForward<T, MayAddGated>{})
+                                 : cudaErrorInvalidValue;
   } else {
+    if (p.second_y != nullptr) {
+      return launch(ModulatedForward<T, Plain, MayBeAffineAndModulateTwice>{});
+    }
     return p.residual != nullptr ? launch(ModulatedForward<T, AddGated>{})
                                  : launch(ModulatedForward<T, Plain>{});
   }

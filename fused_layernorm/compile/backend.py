@@ -46,7 +46,7 @@ def backend(
     fuse(graph_module, then=then, deterministic=ours["fused_layernorm.deterministic"])
     if then == "eager":
         return graph_module.forward
-    # As torch.compile makes it of mode and options. It is imported late: most programs need none.
+    # As torch.compile makes it of mode and options.
     inductor = torch._TorchCompileInductorWrapper(mode, inductors, None)
     with _cache_key():
         return inductor(graph_module, example_inputs)
@@ -101,14 +101,14 @@ def fuse(
     Raises:
         ValueError: if ``then`` is neither.
     """
-    if then not in _THEN:
-        raise ValueError(f"expected then to be one of {_THEN}, got {then!r}")
     _run(graph_module, then, deterministic)
     return graph_module
 
 
 def _run(graph_module: GraphModule, then: str, deterministic: bool) -> list[Any]:
-    from . import graph_pass
+    if then not in _THEN:
+        raise ValueError(f"expected then to be one of {_THEN}, got {then!r}")
+    from . import graph_pass  # late, for it imports much that most programs do not need
 
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     settings = graph_pass.Settings(then == "inductor", deterministic)
@@ -176,6 +176,8 @@ def explain(
     The result prints as a table: where each layer norm stands, what is fused with it, which
     operator takes its place and by which rule, and what was left and why. An operator whose name
     begins with ``aten_`` leaves the forward pass to Inductor and has this package's backward pass.
+    What torch.compile has compiled in this process before is compiled again at its next call, as
+    after ``torch._dynamo.explain``.
 
     Args:
         model: a module or a function.
@@ -190,5 +192,9 @@ def explain(
         rows.extend(_run(graph_module, then, False))
         return graph_module.forward
 
-    torch.compile(model, backend=collect)(*args, **kwargs)
+    torch._dynamo.reset()
+    try:
+        torch.compile(model, backend=collect)(*args, **kwargs)
+    finally:
+        torch._dynamo.reset()
     return Explanation(rows, graphs)

@@ -76,8 +76,14 @@ def run(graph_module: GraphModule, settings: Settings) -> list[Row]:
 
 def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
     rows: list[Row] = []
-    effects = Effects(graph)
-    _join(graph, effects)
+    node = next(iter(graph.nodes))
+    try:
+        effects = Effects(graph)
+        _join(graph, effects)
+        if settings.deterministic or not settings.with_inductor:
+            _take_back(graph)
+    except Exception as error:
+        return [_failed(node, error)]
     for node in list(graph.nodes):
         if node._erased:
             continue
@@ -85,12 +91,20 @@ def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
             site = sites.find(node)
             if site is not None and value_of(node).device.type in rules.DEVICES:
                 rows.append(_replace(site, graph, effects, settings))
-        except Exception as error:  # the user's model runs all the same
-            row = Row(
-                node.name, _where(node), (), None, "", [], None, "", ["the pass failed"], error
-            )
-            rows.append(row)
+        except Exception as error:
+            rows.append(_failed(node, error))
     return rows
+
+
+def _failed(node: Node, error: Exception) -> Row:
+    """The row of an error, for which no user's model is to crash."""
+    return Row(node.name, _where(node), (), None, "", [], None, "", ["the pass failed"], error)
+
+
+def _take_back(graph: Graph) -> None:
+    """Makes kernels of what swapped modules have left to Inductor."""
+    for node in graph.nodes:
+        node.target = aten_forward.KERNELS.get(node.target, node.target)
 
 
 def _join(graph: Graph, effects: Effects) -> None:
@@ -119,7 +133,7 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
     starts = [site] if grown.y is site.y else [grown, site]
     for candidate in itertools.chain.from_iterable(map(sites.with_sum, starts)):
         try:
-            checked = replace.check(candidate, effects)
+            checked = replace.check(candidate, effects, settings.with_inductor)
             rule = rules.choose(_problem(candidate, settings))
             fused = checked.operator
             if rule.choice is Choice.INDUCTOR:

@@ -43,7 +43,12 @@ class Replacement(NamedTuple):
     after: Node | None  # the last operand, or None: before the site's last node
 
 
-def check(site: Site, effects: Effects) -> Replacement:
+def check(site: Site, effects: Effects, functional: bool) -> Replacement:
+    """The replacement of a site, or Left.
+
+    functional: whether the graph is made free of writes before it is differentiated, as AOTAutograd
+    does.
+    """
     _check_values(site)
     arguments = _arguments(site)
     operands = _nodes([*arguments, site.eps])
@@ -51,6 +56,8 @@ def check(site: Site, effects: Effects) -> Replacement:
     after = max([site.residual_out, *operands]) if site.residual_out is not None else None
     _check_order(site, after)
     _check_effects(site, arguments, start, effects)
+    if not functional:
+        _check_saved(site, arguments, start, effects)
     return Replacement(site, _operator_of(arguments), arguments, after)
 
 
@@ -164,10 +171,6 @@ def _check_effects(site: Site, arguments: Arguments, start: Node, effects: Effec
         raise Left("it is inside a torch.func transform")
     if (node := effects.write_between(_nodes(arguments), start, site.y)) is not None:
         raise Left(f"{node.name} writes into an operand in between")
-    # Backward reads these, where before it read what was computed of them.
-    modulation = [arguments.gate, arguments.shift, arguments.scale]
-    if (node := effects.write_between(_nodes(modulation), start)) is not None:
-        raise Left(f"{node.name} writes into a modulation later")
     if site.residual_out is not None:
         node = effects.write_between([site.residual_out], site.residual_out, site.y)
         if node is not None:
@@ -175,6 +178,16 @@ def _check_effects(site: Site, arguments: Arguments, start: Node, effects: Effec
     inner = site.nodes - {site.y, site.residual_out}
     if (node := effects.write_between(inner, start)) is not None:
         raise Left(f"{node.name} writes into what is computed in between")
+
+
+def _check_saved(site: Site, arguments: Arguments, start: Node, effects: Effects) -> None:
+    """What backward reads, and would not have read of these nodes, must stay as it is."""
+    x = arguments.input if site.residual_out is None else site.residual_out
+    saved = _nodes([arguments.gate, arguments.shift, arguments.scale])
+    if x is not site.saved:
+        saved += _nodes([x])
+    if (node := effects.write_between(saved, start)) is not None:
+        raise Left(f"{node.name} writes into what backward reads")
 
 
 def _operator_of(a: Arguments) -> Operator:

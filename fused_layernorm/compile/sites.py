@@ -30,6 +30,7 @@ class Site:
     bias: Node | None
     eps: Any
     y: Node  # the last node of what is computed in one piece
+    saved: Node | None = None  # of which the norm's own backward reads the value
     nodes: frozenset[Node] = frozenset()  # those that are replaced
     residual_out: Node | None = None
     residual: Node | None = None
@@ -79,6 +80,17 @@ def broadcasts(one: Iterable[Any], to: Iterable[Any]) -> bool:
     )
 
 
+def modulates(value: Node | Viewed | None, site: Site) -> bool:
+    """Whether it has a number for each column, as the kernels read a gate, shift or scale."""
+    if value is None:
+        return True
+    shape = shape_of(value)
+    columns = shape[max(0, len(shape) - site.normalized_ndim) :]
+    return broadcasts(shape, value_of(site.norm).shape) and are_equal(
+        columns, site.normalized_shape
+    )
+
+
 def shape_of(value: Node | Viewed) -> torch.Size:
     node = value.views[-1] if isinstance(value, Viewed) else value
     return value_of(node).shape
@@ -95,7 +107,9 @@ def find(node: Node) -> Site | None:
             return None
         form = getattr(node.target, "__name__", str(node.target))
         nodes = frozenset({node})
-        site = Site(node, form, input, call.over, weight, bias, eps, y=node, nodes=nodes)
+        site = Site(
+            node, form, input, call.over, weight, bias, eps, y=node, saved=input, nodes=nodes
+        )
         if form == "getitem":  # of several results
             site.form = "native_layer_norm"
             if len(node.args[0].users) > 1:  # type: ignore[union-attr]
@@ -175,10 +189,9 @@ def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
 
 
 def _modulated(site: Site) -> Site:
-    shape = value_of(site.norm).shape
     for _, root, match in _behind(site, patterns.MODULATIONS):
         scale, shift = match.values.get("scale"), match.values.get("shift")
-        if all(v is None or broadcasts(shape_of(v), shape) for v in (scale, shift)):
+        if modulates(scale, site) and modulates(shift, site):
             return replace(site, y=root, nodes=site.nodes | match.nodes, scale=scale, shift=shift)
     return site
 
@@ -217,7 +230,7 @@ def with_sum(site: Site) -> Iterator[Site]:
                 residual is not None
                 and are_equal(shape_of(residual), shape_of(x))
                 and are_equal(shape_of(input), shape_of(x))
-                and (gate is None or broadcasts(shape_of(gate), shape_of(x)))
+                and modulates(gate, site)
             ):
                 yield replace(
                     site,

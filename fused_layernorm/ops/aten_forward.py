@@ -29,15 +29,15 @@ from .operators import (
 )
 
 
-class _Forward(autograd._Forward):
+class _Forward(autograd.Forward):
     """As the operators' own, but for the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
         a = Arguments(*args)
-        with autograd._lower_levels():
+        with autograd.lower_levels():
             found = composite.forward(a)
-        return autograd._Forward.save(ctx, a, found)
+        return autograd.Forward.save(ctx, a, found)
 
 
 def _implementation(operator: Operator) -> Callable[..., Any]:
@@ -45,10 +45,10 @@ def _implementation(operator: Operator) -> Callable[..., Any]:
         a = operator.arguments(*args)
         arguments.check(a)
         tensors = (a.input, a.residual, a.weight, a.bias, a.gate, a.shift, a.scale)
-        if autograd._in_forward_mode():
+        if autograd.in_forward_mode():
             return operator.outputs(formulas.forward(a))
-        if autograd._needs_grad(*tensors):
-            return operator.outputs(Results(*autograd._apply(_Forward, None, *a)))
+        if autograd.needs_grad(*tensors):
+            return operator.outputs(Results(*autograd.apply(_Forward, None, *a)))
         return operator.outputs(composite.forward(a))
 
     return implementation
@@ -66,13 +66,17 @@ def _define(operator: Operator) -> Operator:
     overload = getattr(load.operators, name).default
     defined = operator._replace(overload=overload)
     _library.impl(name, _implementation(defined), "CompositeImplicitAutograd")
-    for key in autocast._KEYS:
-        _library.impl(name, autocast._implementation(defined), key)
+    for key in autocast.KEYS:
+        _library.impl(name, autocast.implementation(defined), key)
     return defined
 
 
 for _operator in (LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM):
     _twins[_operator] = _define(_operator)
+
+
+# The overload of each operator by that of its twin.
+KERNELS = {defined.overload: operator.overload for operator, defined in _twins.items()}
 
 
 def twin(operator: Operator) -> Operator:

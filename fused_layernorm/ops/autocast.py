@@ -16,9 +16,9 @@ from . import load
 from .arguments import HALF
 from .operators import ADA_LAYER_NORM, FORWARD, Arguments, Operator, PairArguments
 
-_KEYS = [name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")]
-_KEYSET = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEYS[0]))
-for _name in _KEYS[1:]:
+KEYS = [name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")]
+_KEYSET = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEYS[0]))
+for _name in KEYS[1:]:
     _KEYSET = _KEYSET | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
 
 
@@ -42,13 +42,15 @@ def under_autocast(a: Arguments) -> Arguments:
     return Arguments(a.input, a.residual, weight, bias, options, gate, shift, scale)
 
 
-def _implementation(operator: Operator) -> Callable[..., Any]:
-    def implementation(*args: Any) -> Any:
+def implementation(operator: Operator) -> Callable[..., Any]:
+    """An operator as its own implementation for the Autocast keys."""
+
+    def implemented(*args: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
             a = under_autocast(operator.arguments(*args))
             return operator.overload(*operator.lay_out(a))
 
-    return implementation
+    return implemented
 
 
 def _pair(*args: Any) -> tuple[Tensor, Tensor]:
@@ -63,7 +65,7 @@ def _pair(*args: Any) -> tuple[Tensor, Tensor]:
 def register() -> None:
     """Makes these the operators' autocast. A process has this one or that of csrc/autograd."""
     for operator in FORWARD:
-        for key in _KEYS:
-            load.library.impl(operator.name, _implementation(operator), key)
-    for key in _KEYS:
+        for key in KEYS:
+            load.library.impl(operator.name, implementation(operator), key)
+    for key in KEYS:
         load.library.impl("ada_layer_norm_pair", _pair, key)

@@ -37,11 +37,11 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 _after_autograd = torch._C._after_autograd_keyset
 
 
-def _needs_grad(*tensors: Tensor | None) -> bool:
+def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _in_forward_mode() -> bool:
+def in_forward_mode() -> bool:
     if forward_ad._current_level >= 0:
         return True
     if not torch._C._are_functorch_transforms_active():
@@ -50,7 +50,7 @@ def _in_forward_mode() -> bool:
     return interpreter.key() == torch._C._functorch.TransformType.Jvp
 
 
-def _apply(function: type[Function], *args: Any) -> Any:
+def apply(function: type[Function], *args: Any) -> Any:
     """function.apply, without its own way through torch.func's transforms.
 
     The dispatcher has taken the transforms apart before it comes here, as it does for PyTorch's own
@@ -66,7 +66,7 @@ def _apply(function: type[Function], *args: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _lower_levels() -> Iterator[None]:
+def lower_levels() -> Iterator[None]:
     """What an operator is called in from within an autograd function's forward.
 
     That has switched differentiation off for itself, and so for the levels of torch.func's
@@ -89,16 +89,16 @@ def _needed(gradients: Iterable[Tensor], flags: Iterable[bool]) -> list[Tensor |
     return [g if needed else None for g, needed in zip(gradients, flags, strict=True)]
 
 
-class _Forward(Function):
+class Forward(Function):
     """(y, residual_out, mean, rstd) of any forward operator."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
         a = Arguments(*args)
         operator = with_statistics(a)
-        with _lower_levels():
+        with lower_levels():
             found = operator.overload.redispatch(keyset & _after_autograd, *operator.lay_out(a))
-        return _Forward.save(ctx, a, operator.results(found))
+        return Forward.save(ctx, a, operator.results(found))
 
     @staticmethod
     def save(ctx: Any, a: Arguments, results: Results) -> Results:
@@ -176,7 +176,7 @@ class _Backward(Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, operator: BackwardOperator, *args: Any) -> Any:
-        with _lower_levels():
+        with lower_levels():
             found = operator.overload.redispatch(keyset & _after_autograd, *args)
         b = operator.arguments(*args)
         ctx.mark_non_differentiable(
@@ -230,11 +230,11 @@ class _Backward(Function):
 def _forward_implementation(operator: Operator) -> Callable[..., Any]:
     def implementation(keyset: Any, *args: Any) -> Any:
         a = operator.arguments(*args)
-        if _in_forward_mode():
+        if in_forward_mode():
             arguments.check(a)
             return operator.outputs(formulas.forward(a))
-        if _needs_grad(a.input, a.residual, a.weight, a.bias, a.gate, a.shift, a.scale):
-            return operator.outputs(Results(*_apply(_Forward, keyset, *a)))
+        if needs_grad(a.input, a.residual, a.weight, a.bias, a.gate, a.shift, a.scale):
+            return operator.outputs(Results(*apply(Forward, keyset, *a)))
         with _below_autograd():
             return operator.overload.redispatch(keyset & _after_autograd, *args)
 
@@ -252,10 +252,10 @@ def _ada_layer_norm_pair(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
 def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
     def implementation(keyset: Any, *args: Any) -> Any:
         b = operator.arguments(*args)
-        if _in_forward_mode():
+        if in_forward_mode():
             return operator.outputs(b, formulas.backward(b))
-        if _needs_grad(b.dy, b.x, b.weight, b.bias, b.dresidual, b.shift, b.scale):
-            return _apply(_Backward, keyset, operator, *args)
+        if needs_grad(b.dy, b.x, b.weight, b.bias, b.dresidual, b.shift, b.scale):
+            return apply(_Backward, keyset, operator, *args)
         with _below_autograd():
             return operator.overload.redispatch(keyset & _after_autograd, *args)
 
@@ -264,14 +264,14 @@ def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
 
 def _add_ada_layer_norm_backward(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     """Where a graph or a tangent is wanted, the two operators, which are differentiable."""
-    if _in_forward_mode() or _needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
+    if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
         return gated_backward(load.ada_layer_norm_backward, load.gate_backward)(*args)
     with _below_autograd():
         return load.add_ada_layer_norm_backward.redispatch(keyset & _after_autograd, *args)
 
 
 def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    if _in_forward_mode() or _needs_grad(*args[:3]):
+    if in_forward_mode() or needs_grad(*args[:3]):
         return formulas.gate_backward(*args)
     with _below_autograd():
         return load.gate_backward.redispatch(keyset & _after_autograd, *args)

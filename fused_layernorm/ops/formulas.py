@@ -67,8 +67,9 @@ def affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 def modulate(z: Tensor, shift: Tensor | None, scale: Tensor | None) -> Tensor:
     """z * (1 + scale) + shift."""
-    z = z if scale is None else z * (1 + scale)
-    return z if shift is None else z + shift
+    if scale is None:
+        return z if shift is None else z + shift
+    return z * (1 + scale) if shift is None else torch.addcmul(shift, z, 1 + scale)
 
 
 def sum_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -49,6 +49,7 @@ class Arguments(NamedTuple):
 
     @property
     def is_modulated(self) -> bool:
+        """Whether only the ada operators take it."""
         return self.gate is not None or self.shift is not None or self.scale is not None
 
     @property

@@ -1,0 +1,748 @@
+"""The ways in: backend="fused_layernorm", its options, swapped modules, caches, explain."""
+
+import contextlib
+import copy
+import importlib
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import fused_layernorm
+from fused_layernorm.compile import backend as ways
+from fused_layernorm.compile import graph_pass, rules
+from fused_layernorm.compile.rules import Choice, Kind, Problem, choose
+from fused_layernorm.ops.aten_forward import twin
+from fused_layernorm.ops.operators import ADD_ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
+
+ROOT = Path(__file__).parents[1]
+OPERATORS = torch.ops.fused_layernorm
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch):
+    """The pass on the CPU too; and the backend by its name, installed or not."""
+    monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
+    if not entry_points(group="torch_dynamo_backends", name="fused_layernorm"):
+        registry = torch._dynamo.backends.registry
+        monkeypatch.setitem(registry._BACKENDS, "fused_layernorm", None)
+        monkeypatch.setitem(registry._COMPILER_FNS, "fused_layernorm", ways.backend)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(torch.nn.Module):
+    """Half of a diffusion transformer's block, and a plain layer norm behind it."""
+
+    def __init__(self, width=32, norm=torch.nn.LayerNorm, checkpointed=False):
+        super().__init__()
+        self.norm1 = torch.nn.LayerNorm(width, elementwise_affine=False)
+        self.norm2 = torch.nn.LayerNorm(width, elementwise_affine=False)
+        self.norm_out = norm(width)
+        self.mod = torch.nn.Linear(width, 5 * width)
+        self.mix = torch.nn.Linear(width, width)
+        self.checkpointed = checkpointed
+
+    def forward(self, x, c):
+        if self.checkpointed:
+            return self.norm_out(checkpoint(self.body, x, c, use_reentrant=False))
+        return self.norm_out(self.body(x, c))
+
+    def body(self, x, c):
+        shift, scale, gate, shift2, scale2 = self.mod(c).unsqueeze(1).chunk(5, dim=-1)
+        h = self.mix(self.norm1(x) * (1 + scale) + shift)
+        x = x + gate * h
+        return x + torch.tanh(self.norm2(x) * (1 + scale2) + shift2)
+
+
+def losses_and_gradients(module, run, *inputs):
+    module.zero_grad()
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    out = run(*leaves)
+    out.float().pow(2).sum().backward()
+    gradients = [tensor.grad for tensor in leaves]
+    return [out.detach(), *gradients, *(p.grad.clone() for p in module.parameters())]
+
+
+def assert_same(module, compiled, *inputs, rtol=1e-4, atol=1e-4):
+    for one, other in zip(
+        losses_and_gradients(module, compiled, *inputs),
+        losses_and_gradients(module, module, *inputs),
+        strict=True,
+    ):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
+def inputs(width=32, device="cpu"):
+    return torch.randn(3, 7, width, device=device), torch.randn(3, width, device=device)
+
+
+@contextlib.contextmanager
+def graphs_for_compilers():
+    """The names of the operators that AOTAutograd gives to compilers, graph by graph."""
+    seen: list[list[str]] = []
+
+    def compiler(graph_module, example_inputs):
+        seen.append([str(n.target) for n in graph_module.graph.nodes if n.op == "call_function"])
+        return graph_module
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    yield aot_autograd(fw_compiler=compiler, bw_compiler=compiler), seen
+
+
+# ---- The backend ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("then", "checkpointed", "dynamic"),
+    [
+        ("eager", False, False),
+        ("eager", True, False),
+        ("eager", False, True),
+        ("inductor", True, False),
+        ("inductor", False, True),
+    ],
+)
+def test_training(device, then, checkpointed, dynamic):
+    block = Block(checkpointed=checkpointed).to(device)
+    compiled = torch.compile(
+        block,
+        backend="fused_layernorm",
+        options={"fused_layernorm.then": then},
+        fullgraph=True,
+        dynamic=dynamic,
+    )
+    assert_same(block, compiled, *inputs(device=device))
+
+
+def test_inference(device):
+    block = Block().to(device)
+    compiled = torch.compile(block, backend="fused_layernorm", fullgraph=True)
+    x, c = inputs(device=device)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            torch.testing.assert_close(compiled(x, c), block(x, c), rtol=1e-4, atol=1e-4)
+
+
+def test_by_name(tmp_path):
+    """A process that imports torch alone finds the backend, by the entry point of the package."""
+    info = tmp_path / "fused_layernorm-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fused_layernorm\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        f"[torch_dynamo_backends]\nfused_layernorm = {declared_entry_point()}\n"
+    )
+    code = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\n"
+        "import torch\n"
+        "assert 'fused_layernorm' in torch._dynamo.list_backends()\n"
+        "options = {'fused_layernorm.then': 'eager'}\n"
+        "norm = torch.nn.LayerNorm(8)\n"
+        "compiled = torch.compile(norm, backend='fused_layernorm', options=options)\n"
+        "x = torch.randn(3, 8)\n"
+        "torch.testing.assert_close(compiled(x), norm(x))\n"
+        "assert 'fused_layernorm' in sys.modules\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def declared_entry_point():
+    text = (ROOT / "pyproject.toml").read_text()
+    return text.split('[project.entry-points.torch_dynamo_backends]\nfused_layernorm = "')[1].split(
+        '"'
+    )[0]
+
+
+def test_entry_point():
+    module, _, name = declared_entry_point().partition(":")
+    assert getattr(importlib.import_module(module), name) is ways.backend
+
+
+def test_graph_breaks(device):
+    def function(x, weight):
+        y = F.layer_norm(x, (32,), weight)
+        torch._dynamo.graph_break()
+        return F.layer_norm(y.relu() + x, (32,))
+
+    x, weight = torch.randn(3, 32, device=device), torch.randn(32, device=device)
+    compiled = torch.compile(
+        function, backend="fused_layernorm", options={"fused_layernorm.then": "eager"}
+    )
+    torch.testing.assert_close(compiled(x, weight), function(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            {"options": {"fused_layernorm.than": "eager"}},
+            r"expected an option of \['fused_layernorm.then', 'fused_layernorm.deterministic'\] or "
+            r"of Inductor, got 'fused_layernorm.than'",
+        ),
+        (
+            {"options": {"fused_layernorm.then": "tensorrt"}},
+            r"expected 'fused_layernorm.then' to be one of \('inductor', 'eager'\), got 'tensorrt'",
+        ),
+        (
+            {"options": {"fused_layernorm.then": "eager", "max_autotune": True}},
+            r"expected no mode and no options of Inductor's beside \"fused_layernorm.then\": "
+            r"\"eager\", got 'max_autotune'",
+        ),
+        (
+            {"options": {"fused_layernorm.then": "eager"}, "mode": "reduce-overhead"},
+            r"\"eager\", got 'reduce-overhead'",
+        ),
+        ({"options": {"no_such_thing": 1}}, r"Unexpected optimization option no_such_thing"),
+    ],
+)
+def test_unknown_options(arguments, sentence):
+    mode = arguments.get("mode")
+    options = arguments["options"]
+    with pytest.raises((ValueError, RuntimeError), match=sentence):
+        ways.backend(torch.fx.symbolic_trace(torch.nn.ReLU()), [], mode=mode, options=options)
+    compiled = torch.compile(torch.nn.ReLU(), backend="fused_layernorm", options=options)
+    if mode is None:
+        with pytest.raises(Exception, match=sentence):
+            compiled(torch.randn(3))
+
+
+def test_mode_and_options_are_inductors(monkeypatch):
+    given = []
+
+    def inductor(mode, options, dynamic):
+        given.append((mode, options))
+        return lambda graph_module, example_inputs: graph_module.forward
+
+    monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", inductor)
+    options: Any = {"max_autotune": True, "fused_layernorm.deterministic": True}
+    compiled = torch.compile(torch.nn.LayerNorm(8), backend="fused_layernorm", options=options)
+    compiled(torch.randn(2, 8))
+    compiled = torch.compile(
+        torch.nn.LayerNorm(8), backend="fused_layernorm", mode="reduce-overhead"
+    )
+    compiled(torch.randn(2, 8))
+    assert given == [(None, {"max_autotune": True}), ("reduce-overhead", {})]
+
+
+@pytest.mark.gpu
+def test_cuda_graphs():
+    block = Block().cuda()
+    compiled = torch.compile(block, backend="fused_layernorm", mode="reduce-overhead")
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_same(block, compiled, *inputs(device="cuda"))
+
+
+@pytest.mark.gpu
+def test_autocast_on_cuda():
+    block = Block().cuda()
+    compiled = torch.compile(block, backend="fused_layernorm", fullgraph=True)
+    x, c = inputs(device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        one, other = compiled(x, c), block(x, c)
+    assert one.dtype == other.dtype
+    torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
+
+
+# ---- ATen's forward and our backward -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [256, 1152])
+def test_what_is_left_to_inductor(device, width):
+    """At 256 columns Inductor's forward is as fast; the backward is ours at every width."""
+    module = torch.nn.Sequential(torch.nn.GELU(), torch.nn.LayerNorm(width)).to(device)
+    with graphs_for_compilers() as (compiler, graphs):
+
+        def backend(graph_module, example_inputs):
+            return compiler(fused_layernorm.fuse(graph_module), example_inputs)
+
+        x = torch.randn(3, width, device=device)
+        assert_same(module, torch.compile(module, backend=backend, fullgraph=True), x)
+    forward, backward = graphs
+    assert ("aten.native_layer_norm.default" in forward) == (width == 256)
+    assert ("fused_layernorm.layer_norm_forward.default" in forward) == (width == 1152)
+    assert "fused_layernorm.layer_norm_backward.default" in backward
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_what_is_left_to_inductor_in_inference(context):
+    with graphs_for_compilers() as (compiler, graphs), context():
+        x = torch.randn(3, 256)
+        operator = OPERATORS.aten_layer_norm.default
+        torch.compile(lambda x: operator(x, 1, None, None, 1e-5), backend=compiler)(x)
+    assert graphs[0][0] == "aten.native_layer_norm.default"
+    assert not any("fused_layernorm" in name for name in graphs[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("operator", [LAYER_NORM, ADD_LAYER_NORM, ADD_ADA_LAYER_NORM])
+def test_twins_give_the_same(device, operator, dtype):
+    def make(*shape):
+        return torch.randn(*shape, device=device).to(dtype).requires_grad_()
+
+    x, residual, weight, bias = make(3, 4, 16), make(3, 4, 16), make(16), make(16)
+    gate, shift, scale = (make(3, 1, 16) for _ in range(3))
+    args: Any = {
+        LAYER_NORM: (x, 1, weight, bias, 1e-5, "gelu", 0.5),
+        ADD_LAYER_NORM: (x, residual, 1, weight, bias, 1e-5),
+        ADD_ADA_LAYER_NORM: (x, residual, gate, 1, shift, scale, weight, bias, 1e-5),
+    }[operator]
+    leaves = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    found = []
+    for overload in (operator.overload, twin(operator).overload):
+        outputs = overload(*args)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        loss = sum((out.double() * torch.arange(16, device=device)).sum() for out in outputs)
+        found.append([*outputs, *torch.autograd.grad(loss, leaves)])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(
+            one, other, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-3
+        )
+
+
+@pytest.mark.parametrize("operator", [LAYER_NORM, ADD_LAYER_NORM])
+def test_twins_differentiate_twice_and_forward(operator):
+    x, residual = (torch.randn(2, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    rows = (x, residual)[: 1 + operator.takes_residual]
+
+    def call(*rows):
+        return twin(operator).overload(*rows, 1, None, None, 1e-5)
+
+    torch.autograd.gradcheck(call, rows, check_forward_ad=True)
+    torch.autograd.gradgradcheck(call, rows)
+
+
+def test_twins_under_transforms():
+    x = torch.randn(3, 4, 8)
+    call = twin(LAYER_NORM).overload
+
+    def loss(x):
+        return call(x, 1, None, None, 1e-5).pow(3).sum()
+
+    def expected(x):
+        return F.layer_norm(x, (8,)).pow(3).sum()
+
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))):
+        torch.testing.assert_close(transform(loss)(x), transform(expected)(x))
+
+
+def test_twins_check_their_arguments():
+    with pytest.raises(RuntimeError, match="expected weight of shape"):
+        OPERATORS.aten_layer_norm.default(torch.randn(2, 8), 1, torch.randn(7), None, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_twins_under_autocast(device, dtype):
+    x = torch.randn(2, 8, device=device, dtype=dtype)
+    with torch.autocast(device, torch.bfloat16):
+        y = OPERATORS.aten_layer_norm.default(x, 1, None, None, 1e-5)
+        assert y.dtype == F.layer_norm(x, (8,)).dtype
+
+
+# ---- Swapped modules under plain torch.compile ---------------------------------------------------
+
+
+def targets_of(function, *args, **kwargs):
+    """The operators of this package in the graph that plain torch.compile captures."""
+    found = []
+
+    def backend(graph_module, example_inputs):
+        for node in graph_module.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload):
+                found.append(node.target._opname)
+        return graph_module.forward
+
+    torch.compile(function, backend=backend, fullgraph=True, **kwargs)(*args)
+    return found
+
+
+@pytest.mark.parametrize(("width", "name"), [(256, "aten_layer_norm"), (1152, "layer_norm")])
+def test_swapped_modules(device, width, name):
+    module = fused_layernorm.FusedLayerNorm(width).to(device)
+    assert targets_of(module, torch.randn(3, width, device=device)) == [name]
+    x = torch.randn(3, width, device=device)
+    assert_same(module, torch.compile(module, fullgraph=True, backend="aot_eager"), x)
+
+
+def test_swapped_modules_with_a_residual(device):
+    module = fused_layernorm.FusedAddLayerNorm(256).to(device)
+    x = torch.randn(3, 256, device=device)
+    assert targets_of(module, x, x) == ["aten_add_layer_norm"]
+
+
+def test_swapped_modules_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(rules, "DEVICES", {"cuda"})
+    module = fused_layernorm.FusedLayerNorm(256)
+    assert targets_of(module, torch.randn(3, 256)) == ["layer_norm"]
+
+
+def test_deterministic_algorithms():
+    module = fused_layernorm.FusedLayerNorm(256)
+    x = torch.randn(3, 256)
+    compiled = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        compiled = targets_of(module, x)
+        assert fused_layernorm.explain(torch.nn.LayerNorm(256), x).rows[0].operator == "layer_norm"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert compiled == ["layer_norm"]
+    assert targets_of(module, x) == ["aten_layer_norm"]
+
+
+def test_dynamic_widths():
+    """A width that is not known when the graph is compiled stays the kernels', without a guard."""
+    assert targets_of(
+        lambda x, w: fused_layernorm.layer_norm(x, w),
+        torch.randn(3, 256),
+        torch.randn(256),
+        dynamic=True,
+    ) == ["layer_norm"]
+
+
+def test_swapped_modules_and_the_backend(device):
+    """The pass decides again of what was captured: there may be no Inductor to leave it to."""
+    x = torch.randn(3, 256, device=device)
+    for module, args in (
+        (fused_layernorm.FusedLayerNorm(256), (x,)),
+        (fused_layernorm.FusedLayerNorm(256, activation="relu"), (x,)),
+        (fused_layernorm.FusedAddLayerNorm(256), (x, x)),
+    ):
+        names: list[str] = []
+
+        def backend(graph_module, example_inputs, names=names):
+            fused_layernorm.fuse(graph_module, then="eager")
+            names += [str(n.target) for n in graph_module.graph.nodes if n.op == "call_function"]
+            return graph_module.forward
+
+        torch.compile(module.to(device), backend=backend)(*args)
+        assert names[0] in (
+            "fused_layernorm.layer_norm.default",
+            "fused_layernorm.add_layer_norm.default",
+        )
+
+
+def test_export_has_our_operator():
+    module = fused_layernorm.FusedLayerNorm(256)
+    for strict in (False, True):
+        program = torch.export.export(module, (torch.randn(3, 256),), strict=strict)
+        names = [str(node.target) for node in program.graph.nodes]
+        assert "fused_layernorm.layer_norm.default" in names
+
+
+# ---- DTensor -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    """Of this process alone. A second process group in one process would confuse DTensor."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    store = torch._C._distributed_c10d.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_dtensor(mesh):
+    """Sharded rows stay sharded; AOTAutograd sees the operators on what each rank has."""
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def function(x, residual, weight, mod):
+        h = residual + x
+        y = F.layer_norm(h, (256,), weight)
+        return F.layer_norm(y + h, (256,)) * (1 + mod) + mod, h
+
+    shapes = ((2, 4, 256), (2, 4, 256), (256,), (1, 1, 256))
+    placements = (Shard(0), Shard(0), Replicate(), Replicate())
+    args = [
+        distribute_tensor(torch.randn(shape), mesh, [placement]).requires_grad_()
+        for shape, placement in zip(shapes, placements, strict=True)
+    ]
+
+    def step(run):
+        y, h = run(*args)
+        assert y.placements == h.placements == (Shard(0),)
+        gradients = torch.autograd.grad((y * y).sum() + (h * y).sum(), args)
+        return [t.full_tensor() for t in (y, h, *gradients)]
+
+    for with_inductor in (False, True):
+        settings = graph_pass.Settings(with_inductor)
+        rows: list[graph_pass.Row] = []
+
+        def backend(graph_module, example_inputs, settings=settings, rows=rows):
+            rows.extend(graph_pass.run(graph_module, settings))
+            if settings.with_inductor:
+                return aot_eager(graph_module, example_inputs)
+            return graph_module.forward
+
+        torch._dynamo.reset()
+        found = step(torch.compile(function, backend=backend, fullgraph=True))
+        for one, other in zip(found, step(function), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+        first = "aten_add_layer_norm" if with_inductor else "add_layer_norm"
+        assert [row.operator for row in rows] == [first, "add_ada_layer_norm"]
+
+
+# ---- Rules ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("problem", "choice"),
+    [
+        (Problem(Kind.PLAIN, 768, True), Choice.INDUCTOR),
+        (Problem(Kind.PLAIN, 1152, True), Choice.KERNEL),
+        (Problem(Kind.PLAIN, 4096, False), Choice.KERNEL),
+        (Problem(Kind.PLAIN, 4096, True), Choice.INDUCTOR),
+        (Problem(Kind.PLAIN, 32768, True), Choice.KERNEL),
+        (Problem(Kind.PLAIN, None, True), Choice.KERNEL),
+        (Problem(Kind.RESIDUAL, 768, False), Choice.INDUCTOR),
+        (Problem(Kind.MODULATED, 768, True), Choice.KERNEL),
+        (Problem(Kind.MODULATED, None, True), Choice.KERNEL),
+        (Problem(Kind.ACTIVATED, 1024, True), Choice.KERNEL),
+        (Problem(Kind.PLAIN, 768, True, with_inductor=False), Choice.KERNEL),
+        (Problem(Kind.PLAIN, 768, True, deterministic=True), Choice.KERNEL),
+    ],
+)
+def test_rules(problem, choice):
+    assert choose(problem).choice is choice
+
+
+def test_every_problem_has_a_rule():
+    last = rules.RULES[-1]
+    assert last == rules.Rule(last.choice, last.reason)
+
+
+# ---- Caches --------------------------------------------------------------------------------------
+
+
+def compile_afresh(module, *args):
+    """One training step of a fresh compilation; (hits, misses) of AOTAutograd's cache."""
+    torch._dynamo.reset()
+    counters.clear()
+    out = torch.compile(module, backend="fused_layernorm", fullgraph=True)(*args)
+    out.sum().backward()
+    found = counters["aot_autograd"]
+    assert found["autograd_cache_bypass"] == 0
+    return found["autograd_cache_hit"], found["autograd_cache_miss"]
+
+
+def test_caches(monkeypatch, tmp_path):
+    """The second compilation hits; one under other rules, or of another version, misses."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", True)
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", True)
+    module = torch.nn.Sequential(torch.nn.GELU(), torch.nn.LayerNorm(256))
+    x = torch.randn(3, 256, requires_grad=True)
+    assert compile_afresh(module, x) == (0, 1)
+    assert compile_afresh(module, x) == (1, 0)
+
+    other = (rules.Rule(Choice.INDUCTOR, "another reason"), *rules.RULES)
+    with monkeypatch.context() as patch:
+        patch.setattr(rules, "RULES", other)
+        assert compile_afresh(module, x) == (0, 1)  # the same graph, by other rules
+        assert compile_afresh(module, x) == (1, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(rules, "RULES", (rules.Rule(Choice.KERNEL, "ours"), *rules.RULES))
+        assert compile_afresh(module, x) == (0, 1)  # another graph
+    with monkeypatch.context() as patch:
+        patch.setattr(ways, "version", lambda name: "99.0")
+        assert compile_afresh(module, x) == (0, 1)
+    assert compile_afresh(module, x) == (1, 0)
+
+
+# ---- explain -------------------------------------------------------------------------------------
+
+
+def test_explain(device):
+    x, c = inputs(device=device)
+    found = fused_layernorm.explain(Block().to(device), x, c)
+    assert [row.operator for row in found.rows] == [
+        "ada_layer_norm",
+        "add_ada_layer_norm",
+        "add_layer_norm",
+    ]
+    text = str(found)
+    assert text.splitlines()[0].split("  ")[0] == "where"
+    assert "norm2" in text
+    assert "residual, gate, scale, shift" in text
+    assert "3 layer norms in 1 graph, 3 replaced" in text
+    assert "[1] " in text  # a rule's reason, once
+
+
+def test_explain_what_is_left(device):
+    def function(x, residual):
+        x = x * 2
+        h = x + residual
+        x.mul_(2)
+        return F.layer_norm(h, (32,)), x
+
+    found = fused_layernorm.explain(function, *(torch.randn(3, 32, device=device),) * 2)
+    assert found.rows[0].notes == ["mul_ writes into an operand in between"]
+    assert str(found).splitlines()[-1] == "[a] mul_ writes into an operand in between"
+
+
+def test_explain_again_and_again():
+    """However often: its compilations do not use up the limit of a function's."""
+    module = torch.nn.LayerNorm(32)
+    for _ in range(12):
+        assert len(fused_layernorm.explain(module, torch.randn(3, 32)).rows) == 1
+
+
+def test_explain_without_a_layer_norm():
+    assert str(fused_layernorm.explain(torch.nn.ReLU(), torch.randn(3))) == (
+        "no layer norm on CUDA in 1 graph"
+    )
+
+
+# ---- Diffusion transformers ----------------------------------------------------------------------
+
+
+def _dit():
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+    ).eval()  # in training it drops labels at random
+    return model, {
+        "hidden_states": torch.randn(2, 4, 8, 8),
+        "timestep": torch.tensor([1, 2]),
+        "class_labels": torch.tensor([1, 2]),
+    }
+
+
+def _flux():
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+    )
+    return model, {
+        "hidden_states": torch.randn(1, 16, 4),
+        "encoder_hidden_states": torch.randn(1, 8, 32),
+        "pooled_projections": torch.randn(1, 32),
+        "timestep": torch.tensor([1.0]),
+        "img_ids": torch.randn(16, 3),
+        "txt_ids": torch.randn(8, 3),
+    }
+
+
+def _sd3():
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        caption_projection_dim=32,
+        joint_attention_dim=32,
+        pooled_projection_dim=64,
+        out_channels=4,
+        qk_norm="rms_norm",
+    )
+    return model, {
+        "hidden_states": torch.randn(2, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 8, 32),
+        "pooled_projections": torch.randn(2, 64),
+        "timestep": torch.tensor([1, 2]),
+    }
+
+
+def _wan():
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    return model, {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "timestep": torch.tensor([1]),
+        "encoder_hidden_states": torch.randn(1, 8, 16),
+    }
+
+
+MOD, SUM, GATE = "scale, shift", "residual, ", "residual, gate, "
+# Of two layers each: what is fused with each norm, in the order of the graph.
+DIFFUSION = {
+    _dit: [MOD] + 4 * [GATE + MOD],
+    # Two streams, of image and text; then two blocks of one stream; then the image's part of it.
+    _flux: 2 * [MOD] + 6 * [GATE + MOD] + [MOD, GATE + MOD, MOD],
+    _sd3: 2 * [MOD] + 6 * [GATE + MOD],
+    # Attention, cross-attention, feed-forward; the next layer's attention has the gate of the last.
+    _wan: [MOD, "residual, gate", SUM + MOD, GATE + MOD, "residual, gate", SUM + MOD, GATE + MOD],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", DIFFUSION)
+def test_diffusion_transformers(device, make, dtype):
+    """Every layer norm of these is fused with all that surrounds it."""
+    torch.manual_seed(0)
+    model, kwargs = make()
+    model.to(device, dtype)
+    kwargs = {
+        name: t.to(device, dtype if t.is_floating_point() and name != "timestep" else None)
+        for name, t in kwargs.items()
+    }
+    rows: list[graph_pass.Row] = []
+
+    def backend(graph_module, example_inputs):
+        rows.extend(graph_pass.run(graph_module, graph_pass.Settings(False)))
+        return graph_module.forward
+
+    exact = copy.deepcopy(model).double()
+    exact_kwargs = {name: t.double() if t.is_floating_point() else t for name, t in kwargs.items()}
+    found = [step(run, model, kwargs) for run in (torch.compile(model, backend=backend), model)]
+    reference = step(exact, exact, exact_kwargs)
+    assert [", ".join(row.fused) for row in rows] == DIFFUSION[make]
+    for ours, stock, right in zip(*found, reference, strict=True):
+        error, stock_error = ((t - right).norm() / right.norm() for t in (ours, stock))
+        assert error <= 1.25 * stock_error + torch.finfo(dtype).eps
+
+
+def step(run, model, kwargs):
+    """The output, and all gradients as one vector, in float64."""
+    model.zero_grad()
+    (out,) = run(**kwargs, return_dict=False)
+    out.double().square().mean().backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return out.detach().double(), torch.cat(gradients).double()
