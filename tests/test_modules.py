@@ -258,7 +258,7 @@ def test_other_calls_on_the_cpu_are_the_operators(operators, monkeypatch, name):
     assert operators == ["add_layer_norm" if name == "residual" else "layer_norm"]
 
 
-MODULATIONS = {
+MODULATIONS: dict[str, dict[str, tuple]] = {
     "none": {},
     "sample": {"shift": (2, 1, 8), "scale": (2, 1, 8), "gate": (2, 1, 8)},
     "token": {"shift": (2, 3, 8), "scale": (2, 3, 8), "gate": (2, 3, 8)},
@@ -273,18 +273,24 @@ MODULATIONS = {
 def test_plain_modulations_on_the_cpu_are_pytorchs(operators, monkeypatch, name, dtype):
     monkeypatch.setattr(functional, "_cpu_operators", False)
     x, residual = torch.randn(2, 2, 3, 8, dtype=dtype).unbind()
-    given = {key: torch.randn(s, dtype=dtype) for key, s in MODULATIONS[name].items()}
+    given: dict[str, Any] = {
+        key: torch.randn(s, dtype=dtype) for key, s in MODULATIONS[name].items()
+    }
     gate = given.pop("gate", None)
     z = ada_layer_norm(x, **given)
     y, h = add_ada_layer_norm(x, residual, gate, **given)
     assert operators == []
     monkeypatch.setattr(functional, "_cpu_operators", True)
-    tolerance = {"rtol": 0.03, "atol": 0.03} if dtype != torch.float32 else {}
+    tolerance: dict[str, Any] = {"rtol": 0.03, "atol": 0.03} if dtype != torch.float32 else {}
     torch.testing.assert_close(z, ada_layer_norm(x, **given), **tolerance)
     torch.testing.assert_close((y, h), add_ada_layer_norm(x, residual, gate, **given), **tolerance)
     assert operators == ["ada_layer_norm", "add_ada_layer_norm"]
     monkeypatch.setattr(functional, "_cpu_operators", False)
-    for wrong in ({"shift": torch.zeros(5, 2, 3, 8, dtype=dtype)}, {"scale": torch.zeros(4)}):
+    wrongs: list[dict[str, Any]] = [
+        {"shift": torch.zeros(5, 2, 3, 8, dtype=dtype)},
+        {"scale": torch.zeros(4)},
+    ]
+    for wrong in wrongs:
         with pytest.raises(RuntimeError, match="broadcast"):
             ada_layer_norm(x, **wrong)
 

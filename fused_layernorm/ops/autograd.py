@@ -243,7 +243,7 @@ def _forward_implementation(operator: Operator) -> Callable[..., Any]:
 
 def _ada_layer_norm_pair(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """Where a graph or a tangent is wanted, the operator of one modulation, twice."""
-    if _in_forward_mode() or _needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
+    if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
         return pair(load.ada_layer_norm)(*args)
     with _below_autograd():
         return load.ada_layer_norm_pair.redispatch(keyset & _after_autograd, *args)
