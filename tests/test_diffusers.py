@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm import swap_layer_norm, swap_modulated, unswap_layer_norm
+from fused_layernorm import functional, swap_layer_norm, swap_modulated, unswap_layer_norm
 from fused_layernorm.swap import is_fused
 
 diffusers = libraries.get("diffusers")
@@ -194,8 +194,8 @@ MODULES: dict[str, tuple[str, str, dict, dict]] = {
         {"x": X, "conditioning_embedding": (BATCH, 8)},
     ),
 }
-# How often ada_layer_norm is called: once for each modulation of a norm.
-TWICE = ("zero_x", "cogview3", "cogvideox", "cogview4", "easyanimate", "glm")
+# Those of two norms.
+TWICE = ("cogview3", "cogvideox", "cogview4", "easyanimate", "glm")
 HALF = (torch.float16, torch.bfloat16)
 # Of errors of roundings: where both round alike, either may have the smaller one.
 LUCK = 1.02
@@ -323,11 +323,11 @@ def test_half_precision_is_no_worse(name, dtype, device):
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.float64, *HALF])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF])
-@pytest.mark.parametrize("name", ["zero", "zero_fp32", "cogview4", "hunyuan_shift"])
+@pytest.mark.parametrize("name", ["zero", "zero_fp32", "zero_x", "cogview4", "hunyuan_shift"])
 def test_dtypes_that_differ(name, dtype, x_dtype, device):
     """Modulations and parameters of one dtype beside an x of another: results as diffusers'."""
     module, inputs = make(name, device, dtype)
-    x = "hidden_states" if name == "cogview4" else "x"
+    x = "hidden_states" if name in ("cogview4", "zero_x") else "x"
     inputs[x] = inputs[x].to(x_dtype)
     try:
         expected = results(module, inputs)
@@ -353,14 +353,18 @@ def test_autocast(name, x_dtype, device):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of ada_layer_norm by swapped modules, as lists of arguments."""
+    """The calls of ada_layer_norm, and of two in one, by swapped modules: lists of arguments."""
     found = []
 
-    def counted(*args, **kwargs):
-        found.append(args)
-        return fused_layernorm.ada_layer_norm(*args, **kwargs)
+    def counted(function):
+        def call(*args, **kwargs):
+            found.append(args)
+            return function(*args, **kwargs)
 
-    monkeypatch.setattr(swap_modulated, "ada_layer_norm", counted)
+        return call
+
+    for name in ("ada_layer_norm", "ada_layer_norm_pair"):
+        monkeypatch.setattr(swap_modulated, name, counted(getattr(functional, name)))
     return found
 
 
@@ -394,7 +398,9 @@ def test_swap_and_unswap(name):
     same(results(new, inputs), results(module, inputs), 0)
 
 
-@pytest.mark.parametrize("name", ["zero", "zero_fp32", "ada_by_sample", "cogview4", "lumina_out"])
+@pytest.mark.parametrize(
+    "name", ["zero", "zero_fp32", "zero_x", "ada_by_sample", "cogview4", "lumina_out"]
+)
 def test_compiled(name, device):
     module, inputs = make(name, device)
     torch._dynamo.reset()
@@ -415,15 +421,17 @@ def test_symbolic_trace(name, device):
     module, inputs = make(name, device)
     absent = dict.fromkeys({"timestep", "class_labels", "hidden_dtype", "temb", "emb"} - {*inputs})
     traced = torch.fx.symbolic_trace(swapped(module), absent)
-    assert any(node.target is swap_modulated._modulated for node in traced.graph.nodes)
+    ours = (swap_modulated._modulated, swap_modulated._modulated_twice)
+    assert any(node.target in ours for node in traced.graph.nodes)
     with torch.no_grad():
         torch.testing.assert_close(traced(**inputs), module(**inputs), rtol=1e-5, atol=1e-6)
 
 
-def test_modulations_that_enlarge_the_input(device, calls):
+@pytest.mark.parametrize(("name", "x"), [("zero", "x"), ("zero_x", "hidden_states")])
+def test_modulations_that_enlarge_the_input(name, x, device, calls):
     """One image under two prompts, as diffusers' own arithmetic allows."""
-    module, inputs = make("zero", device)
-    inputs["x"] = inputs["x"][:1]
+    module, inputs = make(name, device)
+    inputs[x] = inputs[x][:1]
     same(results(swapped(module), inputs), results(module, inputs), 1e-6)
     assert not calls
 
@@ -668,9 +676,10 @@ def cogvideox():
     }
 
 
-# By model: how many modulations of a norm one pass computes in the kernel. What a block writes out
-# in its own forward is not a module's: of those of PixArt and Wan the norms alone are fused.
-TRANSFORMERS = {dit: 2, flux: 2 * 2 + 2 + 1, sd3: 7, sd35: 9, wan: 0, pixart: 0, cogvideox: 9}
+# By model: how many norms one pass computes with their modulations, be it one or two. What a block
+# writes out in its own forward is not a module's: of those of PixArt and Wan the norms alone are
+# fused.
+TRANSFORMERS = {dit: 2, flux: 2 * 2 + 2 + 1, sd3: 7, sd35: 7, wan: 0, pixart: 0, cogvideox: 9}
 names = pytest.mark.parametrize("build", TRANSFORMERS, ids=lambda build: build.__name__)
 
 
