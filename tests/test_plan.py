@@ -1121,8 +1121,8 @@ def test_a_refusal_names_what_was_forced_and_the_problem():
     [
         (
             "strategy=fast",
-            "no strategy is called 'fast': expected warp, block, split, resident, stream or "
-            "few_rows",
+            "no strategy is called 'fast': expected warp, block, split, resident, stream, "
+            "few_rows or group",
         ),
         (
             "threads=128",
