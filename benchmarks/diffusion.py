@@ -19,7 +19,7 @@ from benchmarks import timing
 BLOCK_LAYERS, BLOCK_SIZE = 4, (64, 256, 1152)
 BLOCKS = f"DiT-XL/2 blocks, {BLOCK_LAYERS} layers"
 
-Built = tuple[nn.Module, dict[str, torch.Tensor], Callable[[Any], torch.Tensor]]
+Built = tuple[Any, dict[str, torch.Tensor], Callable[[Any], torch.Tensor]]
 
 
 def _squared_error(*shape: int) -> Callable[[Any], torch.Tensor]:
@@ -38,7 +38,7 @@ def dit(layers: int = 8, heads: int = 16, batch: int = 32, side: int = 32) -> Bu
     from diffusers import DiTTransformer2DModel
 
     with torch.device(timing.DEVICE):
-        model = DiTTransformer2DModel(num_layers=layers, num_attention_heads=heads,
+        model: Any = DiTTransformer2DModel(num_layers=layers, num_attention_heads=heads,
                                       out_channels=8, sample_size=side)  # fmt: skip
         for module in model.modules():  # labels are dropped at random in training
             if hasattr(module, "dropout_prob"):

@@ -448,7 +448,7 @@ def _compiled(operator: Operator, a: Arguments) -> Operator:
     """
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    if torch.compiler.is_exporting() or a.input.device.type not in rules.DEVICES:
+    if a.input.device.type not in rules.DEVICES:
         return operator
     cols = math.prod(a.normalized_shape)
     if not has_static_value(cols):
@@ -463,6 +463,8 @@ def _compiled(operator: Operator, a: Arguments) -> Operator:
 
 
 def _is_left_to_inductor(kind: str, cols: int, deterministic: bool) -> bool:
+    if torch.compiler.is_exporting():  # Dynamo of torch 2.11 takes this for true in any graph.
+        return False
     problem = rules.Problem(rules.Kind[kind], cols, True, deterministic=deterministic)
     return rules.choose(problem).choice is rules.Choice.INDUCTOR
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
@@ -726,8 +727,13 @@ DIFFUSION = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", DIFFUSION)
-def test_diffusion_transformers(device, make, dtype):
-    """Every layer norm of these is fused with all that surrounds it."""
+def test_diffusion_transformers(device, make, dtype, monkeypatch):
+    """Every layer norm of these is fused with all that surrounds it.
+
+    Attention is PyTorch's own formula: on an H200 what PyTorch 2.11 chooses for heads of 8 bfloat16
+    gives a stock Flux gradients of any size.
+    """
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     model, kwargs = make()
     model.to(device, dtype)
@@ -743,8 +749,9 @@ def test_diffusion_transformers(device, make, dtype):
 
     exact = copy.deepcopy(model).double()
     exact_kwargs = {name: t.double() if t.is_floating_point() else t for name, t in kwargs.items()}
-    found = [step(run, model, kwargs) for run in (torch.compile(model, backend=backend), model)]
-    reference = step(exact, exact, exact_kwargs)
+    with sdpa_kernel(SDPBackend.MATH):
+        found = [step(run, model, kwargs) for run in (torch.compile(model, backend=backend), model)]
+        reference = step(exact, exact, exact_kwargs)
     assert [", ".join(row.fused) for row in rows] == DIFFUSION[make]
     for ours, stock, right in zip(*found, reference, strict=True):
         error, stock_error = ((t - right).norm() / right.norm() for t in (ours, stock))

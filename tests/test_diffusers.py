@@ -13,6 +13,7 @@ import libraries
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fused_layernorm
 from fused_layernorm import functional, swap_layer_norm, swap_modulated, unswap_layer_norm
@@ -700,8 +701,20 @@ def sample(model, inputs):
     return model(**inputs, return_dict=False)
 
 
+@pytest.fixture
+def exact(monkeypatch):
+    """Attention and convolutions as exact as the models' dtype allows.
+
+    Convolutions in TF32 differ by 2e-5 from call to call, and on an H200 the attention that PyTorch
+    2.11 chooses for heads of 8 bfloat16 gives a stock Flux gradients of any size.
+    """
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
 @names
-def test_transformer(build, device, calls):
+def test_transformer(build, device, calls, exact):
     """The same outputs and gradients in float32, and every norm is fused."""
     stock, inputs = transformer(build, device)
     model = swap_layer_norm(copy.deepcopy(stock))
@@ -717,7 +730,7 @@ def test_transformer(build, device, calls):
 
 
 @names
-def test_transformer_in_bfloat16(build, device):
+def test_transformer_in_bfloat16(build, device, exact):
     """Against float64, no worse than the stock model."""
     ratios = []
     for _ in range(DRAWS):
