@@ -512,9 +512,12 @@ def _by_pytorch(
     if weight is not None and weight.dtype is not input.dtype:
         return None
     for tensor in (residual, gate, shift, scale):
-        if tensor is not None and not (tensor.is_cpu and tensor.dtype is input.dtype):
+        if tensor is None:
+            continue
+        is_plain = tensor.is_cpu and tensor.dtype is input.dtype and not tensor.is_nested
+        if not is_plain or tensor.layout is not torch.strided:
             return None
-    if gate is not None and residual is None:
+    if (gate is not None if residual is None else residual.shape != input.shape):
         return None
     x = input
     if residual is not None:

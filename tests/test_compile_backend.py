@@ -555,11 +555,11 @@ def compile_afresh(module, *args):
     return found["autograd_cache_hit"], found["autograd_cache_miss"]
 
 
+@torch._functorch.config.patch(enable_autograd_cache=True)
+@torch._inductor.config.patch(fx_graph_cache=True)
 def test_caches(monkeypatch, tmp_path):
     """The second compilation hits; one under other rules, or of another version, misses."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", True)
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", True)
     module = torch.nn.Sequential(torch.nn.GELU(), torch.nn.LayerNorm(256))
     x = torch.randn(3, 256, requires_grad=True)
     assert compile_afresh(module, x) == (0, 1)

@@ -65,8 +65,8 @@ struct LogicalWarp {
 
 template <typename N, int kVecs, bool kShifted>
 __global__ void __launch_bounds__(kForwardWarpThreads,
-                                  forward_warp_blocks(N::Affine::kModulates, sizeof(typename N::X),
-                                                      sizeof(typename N::W)))
+                                  forward_warp_blocks(sizeof(typename N::X), sizeof(typename N::W),
+                                                      sizeof(typename N::Y), N::Affine::kModulates))
     layer_norm_forward_warp_kernel(const ForwardParams p, const int log2_lanes) {
   const int lanes = 1 << log2_lanes;
   const LogicalWarp team = {lanes, static_cast<int>(threadIdx.x) & (lanes - 1)};

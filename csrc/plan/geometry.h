@@ -130,10 +130,13 @@ constexpr int most_forward_warp_vecs(int x_size, bool residual) {
 static_assert(contains(ForwardWarpVecs{}, most_forward_warp_vecs(2, true)) &&
                   contains(ForwardWarpVecs{}, most_forward_warp_vecs(4, false)),
               "a lane owns no more vectors than there are kernels for");
-// Blocks on a multiprocessor at least. A modulation of x's size takes no more registers than other
-// parameters do (32768 x 1024 float16: 40.0 us with four blocks).
-constexpr int forward_warp_blocks(bool modulated, int x_size, int weight_size) {
-  return !modulated ? 1 : weight_size <= x_size ? 5 : 4;
+// Blocks on a multiprocessor at least, 0 for what the compiler makes of it. It chooses well (32768
+// x 1024 bfloat16 34.9 us, with 1 37.4) but for a y wider than x, of which it keeps too much in
+// registers (the same with float32 weights and y: 61.1, with 1 55.0) and for modulations: one of
+// x's size takes no more registers than other parameters do (float16: 40.0, with 5 36.4).
+constexpr int forward_warp_blocks(int x_size, int weight_size, int y_size, bool modulated) {
+  if (modulated) return weight_size <= x_size ? 5 : 4;
+  return y_size > x_size ? 1 : 0;
 }
 static_assert(kForwardWarpThreads % kWarpThreads == 0,
               "every lane of a logical warp takes part in its shuffles");
