@@ -82,7 +82,7 @@ ALLOWED = [
         "float32 parameters beside half-precision x: a number or two",
     ),
     Allowed(
-        r"forward_\w+_kernel<.* MayAdd, ",
+        r"forward_\w+_kernel<.* OrPlain<Adding<false> >, ",
         16,
         "one kernel for all that is fused, of rare types and of rows that begin anywhere",
     ),
