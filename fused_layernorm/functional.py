@@ -517,7 +517,10 @@ def _by_pytorch(
         is_plain = tensor.is_cpu and tensor.dtype is input.dtype and not tensor.is_nested
         if not is_plain or tensor.layout is not torch.strided:
             return None
-    if (gate is not None if residual is None else residual.shape != input.shape):
+    if residual is None:
+        if gate is not None:
+            return None
+    elif residual.shape != input.shape:
         return None
     x = input
     if residual is not None:
