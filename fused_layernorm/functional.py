@@ -418,7 +418,7 @@ def _serve_ada(
 def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
     """add_layer_norm with a gate beside an activation or a scale, which no kernel computes."""
     kind = a.input.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         a = under_autocast(a)
     arguments.check(a)
     residual: Any = a.residual
@@ -469,8 +469,13 @@ def _is_left_to_inductor(kind: str, cols: int, deterministic: bool) -> bool:
     return rules.choose(problem).choice is rules.Choice.INDUCTOR
 
 
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)  # Dynamo of torch 2.10 does not know it.
+
+
 # What torch.compiler.assume_constant_result does, which would import all of Dynamo.
-_is_left_to_inductor._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _function in (_is_left_to_inductor, _has_autocast):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
