@@ -475,7 +475,7 @@ def _has_autocast(device_type: str) -> bool:
 
 # What torch.compiler.assume_constant_result does, which would import all of Dynamo.
 for _function in (_is_left_to_inductor, _has_autocast):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _function._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 
 def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
