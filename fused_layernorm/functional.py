@@ -441,6 +441,10 @@ def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
     return y, residual_out
 
 
+# Dynamo of torch 2.10 cannot follow the choice below: there, every call keeps its kernel.
+CHOOSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+
+
 def _compiled(operator: Operator, a: Arguments) -> Operator:
     """The operator for a graph that a compiler gets: this one, or its twin, by the rules.
 
@@ -448,7 +452,7 @@ def _compiled(operator: Operator, a: Arguments) -> Operator:
     """
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    if a.input.device.type not in rules.DEVICES:
+    if not CHOOSES or a.input.device.type not in rules.DEVICES:
         return operator
     cols = math.prod(a.normalized_shape)
     if not has_static_value(cols):

@@ -605,6 +605,10 @@ def test_compile(device, backend, affine):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.10."),
+    reason="Dynamo of torch 2.10 cannot follow a gate beside an activation",
+)
 def test_compile_of_functions_and_of_a_gate_beside_an_activation(device):
     torch._dynamo.reset()
     x, residual, gate, shift, scale, weight, bias = (

@@ -102,6 +102,12 @@ def graphs_for_compilers():
     yield aot_autograd(fw_compiler=compiler, bw_compiler=compiler), seen
 
 
+# A test of what torch 2.10 does not do.
+chooses = pytest.mark.skipif(
+    not fused_layernorm.functional.CHOOSES, reason="Dynamo of torch 2.10 cannot follow the choice"
+)
+
+
 # ---- The backend ---------------------------------------------------------------------------------
 
 
@@ -382,6 +388,7 @@ def targets_of(function, *args, **kwargs):
     return found
 
 
+@chooses
 @pytest.mark.parametrize(("width", "name"), [(256, "aten_layer_norm"), (1152, "layer_norm")])
 def test_swapped_modules(device, width, name):
     module = fused_layernorm.FusedLayerNorm(width).to(device)
@@ -390,6 +397,7 @@ def test_swapped_modules(device, width, name):
     assert_same(module, torch.compile(module, fullgraph=True, backend="aot_eager"), x)
 
 
+@chooses
 def test_swapped_modules_with_a_residual(device):
     module = fused_layernorm.FusedAddLayerNorm(256).to(device)
     x = torch.randn(3, 256, device=device)
@@ -402,6 +410,7 @@ def test_swapped_modules_on_the_cpu(monkeypatch):
     assert targets_of(module, torch.randn(3, 256)) == ["layer_norm"]
 
 
+@chooses
 def test_deterministic_algorithms():
     module = fused_layernorm.FusedLayerNorm(256)
     x = torch.randn(3, 256)
