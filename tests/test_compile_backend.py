@@ -102,6 +102,10 @@ def graphs_for_compilers():
     yield aot_autograd(fw_compiler=compiler, bw_compiler=compiler), seen
 
 
+# Known to fail under torch 2.15: Dynamo raises within itself, and functorch refuses the twins.
+fails_in_2_15 = pytest.mark.xfail(
+    torch.__version__.startswith("2.15."), reason="torch 2.15 is not followed yet", strict=True
+)
 # A test of what torch 2.10 does not do.
 chooses = pytest.mark.skipif(
     not fused_layernorm.functional.CHOOSES, reason="Dynamo of torch 2.10 cannot follow the choice"
@@ -225,6 +229,7 @@ def test_unknown_options(arguments, sentence):
             compiled(torch.randn(3))
 
 
+@fails_in_2_15
 def test_mode_and_options_are_inductors(monkeypatch):
     given = []
 
@@ -344,6 +349,7 @@ def test_twins_differentiate_twice_and_forward(operator):
     torch.autograd.gradgradcheck(call, rows)
 
 
+@fails_in_2_15
 def test_twins_under_transforms():
     x = torch.randn(3, 4, 8)
     call = twin(LAYER_NORM).overload
