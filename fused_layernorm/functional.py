@@ -388,7 +388,7 @@ def _serve_ada(
         else:
             parameter = bias if weight is None else weight
             ndim = 1 if parameter is None else parameter.dim()
-        if out_dtype is None and _is_pytorchs(input, weight, bias, eps):
+        if input.is_cpu and out_dtype is None and _is_pytorchs(input, weight, bias, eps):
             found = _by_pytorch(input, residual, gate, shift, scale, weight, bias, eps, ndim)
             if found is not None:
                 return found

@@ -9,6 +9,7 @@ import copy
 
 import libraries
 import pytest
+import tiny_diffusers
 import torch
 from torch import nn
 
@@ -209,47 +210,14 @@ def torchvision_vit():
 
 def diffusers_dit():
     """AdaLayerNormZero in every block, whose inner norm has no parameters."""
-    diffusers = libraries.get("diffusers")
-    model = diffusers.DiTTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        sample_size=8,
-        patch_size=2,
-        num_embeds_ada_norm=10,
-    )
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 8, 8),
-        "timestep": torch.tensor([1, 7]),
-        "class_labels": torch.tensor([2, 3]),
-    }
+    model, inputs = tiny_diffusers.dit()
     # Training drops some of the labels, at random.
     return Loss(model, lambda output: output.sample.square().mean()).eval(), inputs
 
 
 def diffusers_wan():
     """FP32LayerNorm, with and without parameters."""
-    diffusers = libraries.get("diffusers")
-    model = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=16,
-        ffn_dim=32,
-        num_layers=2,
-        cross_attn_norm=True,
-        rope_max_seq_len=16,
-    )
-    inputs = {
-        "hidden_states": torch.randn(2, 4, 2, 8, 8),
-        "timestep": torch.tensor([1, 7]),
-        "encoder_hidden_states": torch.randn(2, 6, 16),
-    }
+    model, inputs = tiny_diffusers.wan()
     return Loss(model, lambda output: output.sample.square().mean()), inputs
 
 

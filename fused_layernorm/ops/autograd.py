@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.autograd import Function, forward_ad
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction as Function
 
 from . import arguments, formulas, load
 from .operators import (
@@ -50,19 +51,19 @@ def in_forward_mode() -> bool:
     return interpreter.key() == torch._C._functorch.TransformType.Jvp
 
 
-def apply(function: type[Function], *args: Any) -> Any:
-    """function.apply, without its own way through torch.func's transforms.
+def apply(function: Any, *args: Any) -> Any:
+    """function.apply of a Function, where torch.func's transforms are active too.
 
-    The dispatcher has taken the transforms apart before it comes here, as it does for PyTorch's own
+    torch.autograd.Function has a way of its own through them, which its base class has not. The
+    dispatcher has taken the transforms apart before it comes here, as it does for PyTorch's own
     operators: the function sees the tensors of one level.
     """
-    apply = super(Function, function).apply  # type: ignore[misc]
     if not torch._C._are_functorch_transforms_active():
-        return apply(*args)
+        return function.apply(*args)
     from torch._functorch import autograd_function
 
     with autograd_function.enable_single_level_autograd_function():  # type: ignore[attr-defined]
-        return apply(*args)
+        return function.apply(*args)
 
 
 @contextlib.contextmanager
@@ -241,14 +242,6 @@ def _forward_implementation(operator: Operator) -> Callable[..., Any]:
     return implementation
 
 
-def _ada_layer_norm_pair(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    """Where a graph or a tangent is wanted, the operator of one modulation, twice."""
-    if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
-        return pair(load.ada_layer_norm)(*args)
-    with _below_autograd():
-        return load.ada_layer_norm_pair.redispatch(keyset & _after_autograd, *args)
-
-
 def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
     def implementation(keyset: Any, *args: Any) -> Any:
         b = operator.arguments(*args)
@@ -262,12 +255,16 @@ def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
     return implementation
 
 
-def _add_ada_layer_norm_backward(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
-    """Where a graph or a tangent is wanted, the two operators, which are differentiable."""
-    if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
-        return gated_backward(load.ada_layer_norm_backward, load.gate_backward)(*args)
-    with _below_autograd():
-        return load.add_ada_layer_norm_backward.redispatch(keyset & _after_autograd, *args)
+def _of_two(operator: OpOverload, two: Callable[..., Any]) -> Callable[..., Any]:
+    """Of an operator that is two others: these, where a graph or a tangent is wanted."""
+
+    def implementation(keyset: Any, *args: Any) -> Any:
+        if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
+            return two(*args)
+        with _below_autograd():
+            return operator.redispatch(keyset & _after_autograd, *args)
+
+    return implementation
 
 
 def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -282,8 +279,11 @@ def register() -> None:
     implementations: dict[str, Callable[..., Any]] = {
         **{operator.name: _forward_implementation(operator) for operator in FORWARD},
         **{operator.name: _backward_implementation(operator) for operator in BACKWARD},
-        "ada_layer_norm_pair": _ada_layer_norm_pair,
-        "add_ada_layer_norm_backward": _add_ada_layer_norm_backward,
+        "ada_layer_norm_pair": _of_two(load.ada_layer_norm_pair, pair(load.ada_layer_norm)),
+        "add_ada_layer_norm_backward": _of_two(
+            load.add_ada_layer_norm_backward,
+            gated_backward(load.ada_layer_norm_backward, load.gate_backward),
+        ),
         "gate_backward": _gate_backward,
     }
     for name, implementation in implementations.items():
