@@ -861,6 +861,160 @@ def test_autocast_with_half_weight(device):
     assert rows[0].fused == ["residual", "scale"]
 
 
+# What autocast casts to bfloat16 wherever it is used, in any layout: w is a matrix.
+def _one_linear(y, w):
+    return F.linear(y, w)
+
+
+def _three_products(y, w):
+    return y @ w, torch.matmul(y, w), torch.bmm(y, w.expand(B, D, D))
+
+
+def _behind_views(y, w):
+    rolled = torch.roll(y.view(B, S, 2, D // 2), shifts=(-1,), dims=(1,)).flatten(2)
+    rows = y.permute(1, 0, 2).contiguous().view(-1, D)
+    return F.linear(rolled, w), torch.addmm(w[0], rows, w), F.linear(F.pad(y, (0, 0, 0, 2)), w)
+
+
+def _part_of_it(y, w):
+    return F.linear(y[:, 0], w)
+
+
+CAST = (_one_linear, _three_products, _behind_views, _part_of_it)
+
+
+# What something else reads in float32.
+def _read_as_residual(y, w):
+    return y + F.linear(y, w)
+
+
+def _given_back(y, w):
+    return F.linear(y, w), y
+
+
+def _view_given_back(y, w):
+    view = y.flatten(1)
+    return F.linear(view.view_as(y), w), view
+
+
+def _padded_with_a_third(y, w):
+    return F.linear(F.pad(y, (0, 0, 0, 2), value=1 / 3), w)
+
+
+def _written_into(y, w):
+    y.mul_(2)
+    return F.linear(y, w)
+
+
+def _nothing_cast(y, w):
+    return y.permute(1, 0, 2)
+
+
+READ_IN_FLOAT32 = (
+    _read_as_residual,
+    _given_back,
+    _view_given_back,
+    _padded_with_a_third,
+    _written_into,
+    _nothing_cast,
+)
+
+
+def _under_autocast(use, device, normalize):
+    def function(t):
+        with torch.autocast(device, BF16):
+            # A matrix like any other, which does not depend on what is normalized.
+            return use(normalize(t), t["weight"].expand(D, D) * t["bias"][:, None])
+
+    return function
+
+
+def _plain(t):
+    return norm(t["x"], t["weight"], t["bias"])
+
+
+def _ada(t):
+    shift, scale, *_ = _chunks(t)
+    return norm(t["residual"] + t["x"]) * (1 + scale) + shift
+
+
+@pytest.mark.parametrize("normalize", [_plain, _ada])
+@pytest.mark.parametrize("use", CAST)
+def test_results_that_autocast_casts(device, use, normalize):
+    """The kernel rounds them. What reads them sees the same numbers, if it reads no sum of them."""
+    function = _under_autocast(use, device, normalize)
+    t = tensors(device=device)
+    expected, expected_gradients = outputs_and_gradients(function, t)
+    _, rows, graphs = run(function, t)
+    assert "cast" in rows[0].fused
+    found, gradients = outputs_and_gradients(function, t, lambda t: run(function, t)[0])
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype == BF16
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    for name, gradient in expected_gradients.items():
+        if gradient is not None:
+            limit = 0.02 * gradient.abs().max().item()
+            assert gradients[name].dtype == gradient.dtype
+            torch.testing.assert_close(gradients[name], gradient, rtol=0.02, atol=limit)
+    for node in graphs[0].graph.nodes:
+        example = node.meta.get("example_value")
+        if isinstance(example, torch.Tensor) and node.target in ("view", "permute", "flatten"):
+            assert example.dtype in (BF16, F32)
+    (operator,) = (
+        node
+        for node in graphs[0].graph.nodes
+        if getattr(node.target, "namespace", "") == "fused_layernorm"
+    )
+    assert BF16 in operator.args
+
+
+@pytest.mark.parametrize("use", READ_IN_FLOAT32)
+def test_results_that_are_read_in_float32(device, use):
+    function = _under_autocast(use, device, _plain)
+    t = tensors(device=device)
+    expected = function(t)
+    result, rows, _ = run(function, t)
+    assert rows[0].operator == "layer_norm"
+    assert "cast" not in rows[0].fused
+    for one, other in zip(
+        *(found if isinstance(found, tuple) else (found,) for found in (result, expected)),
+        strict=True,
+    ):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_one_use_gives_the_same_to_the_bit():
+    """On the CPU both ways have one forward pass: what rounds is the norm or the product."""
+    function = _under_autocast(_one_linear, "cpu", _plain)
+    t = tensors()
+    expected, expected_gradients = outputs_and_gradients(function, t)
+    found, gradients = outputs_and_gradients(function, t, lambda t: run(function, t)[0])
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(gradients["x"], expected_gradients["x"], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_do_not_lie_side_by_side(device):
+    """The channels of images: their copy stands in the graph, once."""
+
+    def function(t):
+        images = t["x"].transpose(1, 2) * 2  # B x D x S
+        return norm(images.transpose(1, 2) + 0, t["weight"]), norm(images.transpose(1, 2))
+
+    t = tensors(device=device)
+    t["x"] = torch.randn(B, D, S, device=device).transpose(1, 2).requires_grad_()
+    rows, graphs = assert_same(function, t)
+    assert [row.operator for row in rows] == 2 * ["layer_norm"]
+    copies = graphs[0].graph.find_nodes(
+        op="call_function", target=torch.ops.aten.contiguous.default
+    )
+    assert copies
+    for node in graphs[0].graph.nodes:
+        if getattr(node.target, "namespace", "") == "fused_layernorm":
+            assert node.args[0].meta["example_value"].is_contiguous()
+
+
 # ---- Sub-graphs, dynamic shapes, strides --------------------------------------------------------
 
 

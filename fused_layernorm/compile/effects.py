@@ -40,20 +40,23 @@ _KNOWN_MODULES = ("torch", "_operator", "operator", "math", "builtins", "einops"
 _MODES = ("_set_grad_enabled", "_enter_", "_exit_", "crement_nesting", "_set_deterministic")
 
 
-def _name(target: Any) -> str:
+def name_of_target(target: Any) -> str:
+    """The name of a function or method, without its module."""
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 def changes_mode(node: Node) -> bool:
     """Whether PyTorch's modes are others after this node than before."""
-    return node.op == "call_function" and any(part in _name(node.target) for part in _MODES)
+    return node.op == "call_function" and any(
+        part in name_of_target(node.target) for part in _MODES
+    )
 
 
 def written(node: Node) -> Iterable[Any]:
     """The arguments that a node writes into, as far as is known; if nothing is known, all."""
     if node.op in ("placeholder", "get_attr", "output") or read(node) is not None:
         return ()
-    target, name = node.target, _name(node.target)
+    target, name = node.target, name_of_target(node.target)
     if isinstance(target, OpOverload):
         schema = target._schema
         if not schema.is_mutable:
@@ -117,7 +120,7 @@ class Effects:
         for node in graph.nodes:
             if changes_mode(node):
                 region += 1
-                name = _name(node.target)
+                name = name_of_target(node.target)
                 transforms += ("_increment_nesting" in name) - ("_decrement_nesting" in name)
                 if transforms:
                     self._in_transform.add(region)

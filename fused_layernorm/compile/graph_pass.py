@@ -139,6 +139,7 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
             if rule.choice is Choice.INDUCTOR:
                 fused = aten_forward.twin(fused)
             row = _row(candidate, fused.overload, rule.reason, notes)
+            row.fused += ["cast"] * (checked.narrowed is not None)
             replace.apply(checked, fused, graph, effects)
             return row
         except Left as left:

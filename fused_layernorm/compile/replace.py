@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ..ops import operators
 from ..ops.arguments import DTYPES, HALF, name_of
 from ..ops.operators import Arguments, Operator, Options
+from . import autocast
 from .effects import Effects
 from .patterns import Viewed
 from .reading import before_casts, dtype_of, is_number, is_tensor, read, value_of
@@ -41,6 +42,7 @@ class Replacement(NamedTuple):
     operator: Operator
     arguments: Arguments  # nodes where the operator takes tensors; scale may be Viewed
     after: Node | None  # the last operand, or None: before the site's last node
+    narrowed: autocast.Narrowed | None  # where autocast casts the result, the kernel rounds it
 
 
 def check(site: Site, effects: Effects, functional: bool) -> Replacement:
@@ -49,8 +51,11 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     functional: whether the graph is made free of writes before it is differentiated, as AOTAutograd
     does.
     """
+    if effects.in_transform(site.norm):
+        raise Left("it is inside a torch.func transform")
     _check_values(site)
-    arguments = _arguments(site)
+    narrowed = None if effects.is_written(site.y) else autocast.narrowed(site.y)
+    arguments = _arguments(site, dtype_of(site.y) if narrowed is None else narrowed.dtype)
     operands = _nodes([*arguments, site.eps])
     start = min(_read_nodes(site, arguments))
     after = max([site.residual_out, *operands]) if site.residual_out is not None else None
@@ -61,7 +66,7 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     _check_effects(site, arguments, start, effects)
     if not functional:
         _check_saved(site, arguments, start, effects)
-    return Replacement(site, _operator_of(arguments), arguments, after)
+    return Replacement(site, _operator_of(arguments), arguments, after, narrowed)
 
 
 def _check_values(site: Site) -> None:
@@ -88,7 +93,7 @@ def _check_values(site: Site) -> None:
             raise Left(f"{name} is not known to have the normalized shape")
 
 
-def _arguments(site: Site) -> Arguments:
+def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
     """The operator's arguments, read before the casts that it does not need."""
     residual = site.residual
     input = _narrowest(site.input, None)
@@ -100,9 +105,7 @@ def _arguments(site: Site) -> Arguments:
         None if value is None else _narrowest(value, dtypes, name)
         for name, value in (("gate", site.gate), ("shift", site.shift), ("scale", site.scale))
     )
-    options = Options(
-        site.normalized_ndim, site.eps, site.activation, site.factor, dtype_of(site.y)
-    )
+    options = Options(site.normalized_ndim, site.eps, site.activation, site.factor, out_dtype)
     return Arguments(input, residual, weight, bias, options, gate, shift, scale)  # type: ignore[arg-type]
 
 
@@ -170,8 +173,6 @@ def _check_order(site: Site, after: Node | None) -> None:
 def _check_effects(site: Site, arguments: Arguments, start: Node, effects: Effects) -> None:
     if not effects.in_one_region(site.nodes):
         raise Left("autocast or the gradient mode changes in between")
-    if effects.in_transform(site.norm):
-        raise Left("it is inside a torch.func transform")
     if (node := effects.write_between(_nodes(arguments), start, site.y)) is not None:
         raise Left(f"{node.name} writes into an operand in between")
     if site.residual_out is not None:
@@ -259,31 +260,58 @@ def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effe
                 for view in arguments.scale.views:
                     scale = maker.make(view.target, (scale, *view.args[1:]), view.kwargs, view.op)
                 arguments = arguments._replace(scale=scale)
+            rows = {name: getattr(arguments, name) for name in ("input", "residual")}
+            rows = {
+                name: maker.make(torch.ops.aten.contiguous.default, (operand,))
+                for name, operand in rows.items()
+                if operand is not None and not _has_rows(operand, site.normalized_ndim)
+            }
+            arguments = arguments._replace(**rows)
             node = maker.make(fused.overload, fused.lay_out(arguments))
             outputs = [node]
             if site.residual_out is not None:
                 outputs = [maker.make(operator.getitem, (node, i)) for i in range(2)]
-        for old, output in zip(olds, outputs, strict=True):
-            _check_alike(old, output)
+        dtypes = [arguments.options.out_dtype, *map(dtype_of, olds[1:])]
+        for old, output, dtype in zip(olds, outputs, dtypes, strict=True):
+            _check_alike(old, output, dtype)
     except BaseException:
         maker.undo()
         raise
     # Views of the old nodes' results, which stay, share memory with the old examples.
-    values = tuple(value_of(old) for old in olds)
-    maker.set_example(node, values if site.residual_out is not None else values[0])
+    values = [value_of(old) for old in olds]
+    if replacement.narrowed is not None:
+        values[0] = value_of(outputs[0])
+    maker.set_example(node, values[0] if site.residual_out is None else tuple(values))
     for old, output, value in zip(olds, outputs, values, strict=True):
         maker.set_example(output, value)
         old.replace_all_uses_with(output)
     for old in olds:
         erase(old, graph)
+    for moved in () if replacement.narrowed is None else replacement.narrowed.moved:
+        maker.set_example(moved, example_of(moved))
     return node
 
 
-def _check_alike(old: Node, new: Node) -> None:
+def _has_rows(operand: Any, normalized_ndim: int) -> bool:
+    """Whether the elements that are normalized together are known to lie side by side.
+
+    Else a copy that the graph shows may be one with what is computed before, and backward finds it
+    made. Kernels would make their own, each time.
+    """
+    value = value_of(operand)
+    expected = [1]
+    for size in value.shape[: value.dim() - normalized_ndim : -1]:
+        expected.insert(0, expected[0] * size)
+    return are_equal(value.stride()[value.dim() - normalized_ndim :], expected)
+
+
+def _check_alike(old: Node, new: Node, dtype: Any) -> None:
+    """That the new node gives the old one's tensor, in this dtype."""
     one, other = value_of(old), value_of(new)
-    for name in ("dtype", "device"):
-        if getattr(one, name) != getattr(other, name):
-            raise Left(f"{old.name} is of {name} {getattr(one, name)}, not {getattr(other, name)}")
+    if other.dtype != dtype:
+        raise Left(f"{old.name} is of dtype {dtype}, not {other.dtype}")
+    if one.device != other.device:
+        raise Left(f"{old.name} is of device {one.device}, not {other.device}")
     if not are_equal(one.shape, other.shape):
         raise Left(f"the shape is not known to be that of {old.name}")
     # The stride of a dimension of one element says nothing.
