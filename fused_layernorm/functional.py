@@ -295,7 +295,10 @@ def _serve(
             out_dtype,
             **_tensors(residual),
         )
-        return _call(_compiled(LAYER_NORM if residual is None else ADD_LAYER_NORM, a), a)
+        operator = _compiled(LAYER_NORM if residual is None else ADD_LAYER_NORM, a)
+        if operator is None:
+            return torch.layer_norm(input, a.normalized_shape, weight, bias, eps)
+        return _call(operator, a)
     try:
         is_plain = residual is None and activation is None and out_dtype is None and scale == 1.0
         # What nearly every call is, first: the host's time is that of the questions asked here. The
@@ -445,32 +448,47 @@ def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
 CHOOSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 
-def _compiled(operator: Operator, a: Arguments) -> Operator:
-    """The operator for a graph that a compiler gets: this one, or its twin, by the rules.
+def _compiled(operator: Operator, a: Arguments) -> Operator | None:
+    """The operator for a graph that a compiler gets: this one or its twin, or None for PyTorch's.
 
-    What surrounds the call is not known here: elementwise operations are assumed.
+    The rules decide. What surrounds the call is not known here: elementwise operations are assumed.
     """
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    if not CHOOSES or a.input.device.type not in rules.DEVICES:
+    kind, stride = a.input.device.type, a.input.stride(-1)
+    if not CHOOSES or kind not in rules.DEVICES:
         return operator
     cols = math.prod(a.normalized_shape)
     if not has_static_value(cols):
         return operator
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    if a.residual is not None:
-        left = _is_left_to_inductor("RESIDUAL", int(cols), deterministic)
-        return ATEN_ADD_LAYER_NORM if left else operator
-    kind = "PLAIN" if a.options.activation is None else "ACTIVATED"
-    left = _is_left_to_inductor(kind, int(cols), deterministic)
-    return ATEN_LAYER_NORM if left else operator
+    is_bare = a.residual is None and a.options == Options(a.options.normalized_ndim, a.options.eps)
+    choice = _choice(
+        "RESIDUAL" if a.residual is not None else "ACTIVATED" if a.options.activation else "PLAIN",
+        int(cols),
+        has_static_value(stride) and int(stride) == 1,
+        is_bare and _has_autocast(kind) and torch.is_autocast_enabled(kind),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    if choice == "PYTORCH":
+        return None
+    twin_of_it = ATEN_LAYER_NORM if a.residual is None else ATEN_ADD_LAYER_NORM
+    return twin_of_it if choice == "INDUCTOR" else operator
 
 
-def _is_left_to_inductor(kind: str, cols: int, deterministic: bool) -> bool:
+def _choice(
+    kind: str, cols: int, side_by_side: bool, under_autocast: bool, deterministic: bool
+) -> str:
     if torch.compiler.is_exporting():  # Dynamo of torch 2.11 takes this for true in any graph.
-        return False
-    problem = rules.Problem(rules.Kind[kind], cols, True, deterministic=deterministic)
-    return rules.choose(problem).choice is rules.Choice.INDUCTOR
+        return rules.Choice.KERNEL.name
+    problem = rules.Problem(
+        rules.Kind[kind],
+        cols,
+        has_neighbours=True,
+        side_by_side=side_by_side,
+        deterministic=deterministic,
+        with_hidden_casts=under_autocast,
+    )
+    return rules.choose(problem).choice.name
 
 
 def _has_autocast(device_type: str) -> bool:
@@ -478,7 +496,7 @@ def _has_autocast(device_type: str) -> bool:
 
 
 # What torch.compiler.assume_constant_result does, which would import all of Dynamo.
-for _function in (_is_left_to_inductor, _has_autocast):
+for _function in (_choice, _has_autocast):
     _function._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 

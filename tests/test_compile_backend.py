@@ -408,6 +408,31 @@ def test_swapped_modules_with_a_residual(device):
     assert targets_of(module, x, x) == ["aten_add_layer_norm"]
 
 
+@chooses
+@pytest.mark.parametrize("autocast", [False, True])
+def test_swapped_modules_in_autocast(device, autocast):
+    """PyTorch's own operator stands in the graph, for the casts that autocast puts around it."""
+    module = fused_layernorm.FusedLayerNorm(256).to(device)
+    x = torch.randn(3, 256, device=device)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        assert targets_of(module, x) == ([] if autocast else ["aten_layer_norm"])
+        wide = fused_layernorm.FusedLayerNorm(1152).to(device)
+        assert targets_of(wide, torch.randn(3, 1152, device=device)) == ["layer_norm"]
+        activated = fused_layernorm.FusedLayerNorm(256, activation="relu").to(device)
+        assert targets_of(activated, x) == ["layer_norm"]
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        assert_same(module, compiled, x)
+        assert compiled(x).dtype is module(x).dtype
+
+
+@chooses
+def test_swapped_modules_with_channels_apart(device):
+    module = fused_layernorm.FusedLayerNorm(96).to(device)
+    images = torch.randn(2, 96, 4, 5, device=device)
+    assert targets_of(module, images.permute(0, 2, 3, 1)) == ["aten_layer_norm"]
+    assert targets_of(module, images.permute(0, 2, 3, 1).contiguous()) == ["layer_norm"]
+
+
 def test_swapped_modules_on_the_cpu(monkeypatch):
     monkeypatch.setattr(rules, "DEVICES", {"cuda"})
     module = fused_layernorm.FusedLayerNorm(256)
@@ -543,6 +568,16 @@ def test_dtensor(mesh):
         (Problem(Kind.ACTIVATED, 1024, True), Choice.KERNEL),
         (Problem(Kind.PLAIN, 768, True, with_inductor=False), Choice.KERNEL),
         (Problem(Kind.PLAIN, 768, True, deterministic=True), Choice.KERNEL),
+        (Problem(Kind.PLAIN, 96, False), Choice.KERNEL),
+        (Problem(Kind.PLAIN, 96, False, side_by_side=False), Choice.INDUCTOR),
+        (Problem(Kind.PLAIN, None, False, side_by_side=False), Choice.INDUCTOR),
+        (Problem(Kind.MODULATED, 96, False, side_by_side=False), Choice.KERNEL),
+        (Problem(Kind.PLAIN, 96, True, with_hidden_casts=True), Choice.PYTORCH),
+        (Problem(Kind.PLAIN, 1152, True, with_hidden_casts=True), Choice.KERNEL),
+        (
+            Problem(Kind.PLAIN, 96, True, deterministic=True, with_hidden_casts=True),
+            Choice.KERNEL,
+        ),
     ],
 )
 def test_rules(problem, choice):

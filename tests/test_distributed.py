@@ -142,6 +142,43 @@ def fsdp2_mixed_precision(rank, world, device):
 
 
 @case
+def fsdp2_compiled(rank, world, device):
+    """The graph pass under FSDP2: a model as one graph, and one that breaks at parts of its own."""
+    from torch.distributed.fsdp import fully_shard
+
+    from fused_layernorm.compile import rules
+
+    curves, found = [], []
+
+    def backend(graph_module, example_inputs):
+        fused_layernorm.fuse(graph_module, then="eager")
+        found.extend(
+            node.target._opname
+            for node in graph_module.graph.nodes
+            if isinstance(node.target, torch._ops.OpOverload)
+        )
+        return graph_module.forward
+
+    rules.DEVICES.add("cpu")
+    try:
+        for parts, compiles in (((), False), ((), True), (("up", "down"), True)):
+            model = Model().to(device)
+            for part in (*map(model.get_submodule, parts), model):
+                fully_shard(part, mesh=mesh_of(device, world))
+            if compiles:
+                torch._dynamo.reset()
+                found.clear()
+                model.compile(backend=backend)
+            curves.append(loss_curve(model, batches(device, rank)))
+            assert found == ["layer_norm", "layer_norm"] * compiles
+    finally:
+        rules.DEVICES.discard("cpu")
+        torch._dynamo.reset()
+    for curve in curves[1:]:
+        same_curves(curve, curves[0])
+
+
+@case
 def dtensor(rank, world, device):
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 

@@ -161,6 +161,7 @@ def _problem(site: Site, settings: Settings) -> Problem:
         kind,
         cols if isinstance(cols, int) else None,
         any(map(_is_elementwise, neighbours)),
+        replace.has_rows(site.input, site.normalized_ndim),
         settings.with_inductor,
         settings.deterministic,
     )

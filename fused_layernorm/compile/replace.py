@@ -264,7 +264,7 @@ def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effe
             rows = {
                 name: maker.make(torch.ops.aten.contiguous.default, (operand,))
                 for name, operand in rows.items()
-                if operand is not None and not _has_rows(operand, site.normalized_ndim)
+                if operand is not None and not has_rows(operand, site.normalized_ndim)
             }
             arguments = arguments._replace(**rows)
             node = maker.make(fused.overload, fused.lay_out(arguments))
@@ -292,7 +292,7 @@ def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effe
     return node
 
 
-def _has_rows(operand: Any, normalized_ndim: int) -> bool:
+def has_rows(operand: Any, normalized_ndim: int) -> bool:
     """Whether the elements that are normalized together are known to lie side by side.
 
     Else a copy that the graph shows may be one with what is computed before, and backward finds it
