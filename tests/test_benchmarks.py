@@ -38,6 +38,7 @@ from benchmarks import (  # noqa: E402
     sweep,
     timing,
     tune,
+    turns,
 )
 from benchmarks.cases import CASES, OPS, Case, parse_case  # noqa: E402
 
@@ -1011,7 +1012,7 @@ def test_models_measure_one_row_a_variant(on_cpu, monkeypatch):
 
     monkeypatch.setattr(timing, "kernels_of", kernels_of)
     chosen = {"tiny": models.Model("torch", tiny_model)}
-    part = models.run(chosen, ("eager", "swap"), models.MODES, 0.0, 60.0)
+    part = models.run(chosen, ("eager", "swap"), models.MODES, 0.0)
     rows = part["rows"]
     assert [(row["mode"], row["variant"]) for row in rows] == [
         (mode, variant) for mode in ("training", "inference") for variant in ("eager", "swap")
@@ -1072,20 +1073,78 @@ def test_models_leave_out_what_cannot_run(on_cpu, monkeypatch):
         raise ValueError("no such size")
 
     chosen = {
-        "tiny": models.Model("torch", tiny_model, half=True, large=True),
+        "tiny": models.Model("torch", tiny_model, half=True),
         "foreign": models.Model("no_such_package", tiny_model),
         "broken": models.Model("torch", broken),
     }
     variants = ("compiled", "eager", "fused_eager", "operators")
-    part = models.run(chosen, variants, ("training",), 0.0, 60.0)
+    part = models.run(chosen, variants, ("training",), 0.0)
     assert [row["variant"] for row in part["rows"]] == ["eager"]
     assert part["skipped"] == [
         "tiny, training, compiled: no such reduction",
         "tiny, training, fused_eager: no backend 'fused_layernorm' is registered",
         "foreign: no_such_package is not installed",
-        "broken: no such size",
+        "broken, training: no such size",
     ]
-    assert models.run(chosen, variants, ("training",), 0.0, -1.0)["skipped"][0] == "tiny: no time"
+
+
+def test_models_have_a_process_each(monkeypatch, tmp_path):
+    """What the processes have written is put together; what one did not write is named."""
+    calls = []
+
+    def run(module, all_calls, jobs, seconds):
+        calls.extend(all_calls)
+        for number, arguments in enumerate(all_calls):
+            named = dict(zip(arguments[::2], arguments[1::2], strict=True))
+            part = {"rows": [{"loss": number}], "skipped": [named["--modes"]]}
+            Path(named["--output"]).write_text(json.dumps({"models": part}))
+        return [None, "ended with 1: out of memory", None]
+
+    monkeypatch.setattr(turns, "run", run)
+    chosen = models.select("BERT,Flux")
+    part = models.run_each_alone(chosen, ("eager", "swap"), models.MODES, 1.0, 2, 60.0)
+    assert [row["loss"] for row in part["rows"]] == [0, 2]
+    assert part["skipped"] == [
+        "training", "transformers BERT-base 16x512, inference: ended with 1: out of memory",
+        "inference",
+    ]  # fmt: skip
+    bert, flux = chosen
+    for arguments, name in zip(calls, (bert, bert, flux), strict=True):
+        assert list(models.select(arguments[1])) == [name]
+    for name in models.MODELS:
+        assert list(models.select(name.split(",")[0])) == [name]
+
+
+def test_turns(tmp_path, monkeypatch):
+    """Nobody measures while anyone prepares; what fails or comes too late is said."""
+    script = tmp_path / "a_turn.py"
+    script.write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from benchmarks import turns\n"
+        "name, log, lock = sys.argv[1], sys.argv[2], Path(sys.argv[4])\n"
+        "def note(what):\n"
+        "    with open(log, 'a') as file: file.write(f'{name} {what}\\n')\n"
+        "with turns.preparing(lock):\n"
+        "    note('prepares')\n"
+        "    while Path(log).read_text().count('prepares') < 3: time.sleep(0.01)\n"
+        "with turns.measuring(lock):\n"
+        "    note('begins')\n"
+        "    time.sleep(0.05)\n"
+        "    note('ends')\n"
+        "if name == '2': sys.exit('no such model')\n"
+    )
+    root = Path(turns.__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
+    log = tmp_path / "log"
+    calls = [[name, str(log)] for name in "123"]
+    assert turns.run("a_turn", calls, 3, 60.0) == [None, "ended with 1: no such model", None]
+    lines = log.read_text().split("\n")[:-1]
+    assert sorted(lines[:3]) == [f"{name} prepares" for name in "123"]
+    for begins, ends in zip(lines[3::2], lines[4::2], strict=True):
+        assert (begins.split()[1], ends.split()[1]) == ("begins", "ends")
+        assert begins.split()[0] == ends.split()[0]
+    assert turns.run("a_turn", calls, 1, -1.0) == 3 * ["no time"]
 
 
 def test_models_of_another_run_are_kept_if_of_the_same_code():
@@ -1136,13 +1195,13 @@ def test_diffusion_transformers_train_and_infer(name, on_cpu, monkeypatch):
     monkeypatch.setattr(timing, "kernels_of", lambda call: [timing.Kernel("gemm", 1.0, 1)])
     chosen = {"tiny": models.Model("torch", DIFFUSION[name], half=True)}
     variants = ("eager", "swap", "operators")
-    part = models.run(chosen, variants, models.MODES, 0.0, 60.0)
+    part = models.run(chosen, variants, models.MODES, 0.0)
     assert part["skipped"] == []
     measured = ["eager", "operators" if name == "blocks" else "swap"]
     assert [row["variant"] for row in part["rows"]] == 2 * measured
     losses = [row["loss"] for row in part["rows"]]
     assert max(losses) - min(losses) < 1e-2 * losses[0]
-    again = models.run(chosen, variants, ("training",), 0.0, 60.0)
+    again = models.run(chosen, variants, ("training",), 0.0)
     assert [row["loss"] for row in again["rows"]] == losses[:2]
 
 

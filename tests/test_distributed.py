@@ -148,7 +148,8 @@ def fsdp2_compiled(rank, world, device):
 
     from fused_layernorm.compile import rules
 
-    curves, found = [], []
+    curves: list[torch.Tensor] = []
+    found: list[str] = []
 
     def backend(graph_module, example_inputs):
         fused_layernorm.fuse(graph_module, then="eager")
