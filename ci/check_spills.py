@@ -82,6 +82,11 @@ ALLOWED = [
         "float32 parameters beside half-precision x: a number or two",
     ),
     Allowed(
+        r"forward_(resident_kernel<Norm<Types<float, |block_kernel<.*, Adding<false>, .* 8, false, )",
+        8,
+        "the pivot's second element, beside all that a thread keeps of its row",
+    ),
+    Allowed(
         r"forward_\w+_kernel<.* OrPlain<Adding<false> >, ",
         16,
         "one kernel for all that is fused, of rare types and of rows that begin anywhere",

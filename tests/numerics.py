@@ -392,8 +392,11 @@ class Errors:
         return math.sqrt(self.squares / self.count)
 
 
-def check(problem, device, *, backward=True, run=ours, sample=8192):
-    """Asserts the contract for every result of a problem, over as many draws as make a sample."""
+def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTOR):
+    """Asserts the contract for every result of a problem, over as many draws as make a sample.
+
+    factor: how many times PyTorch's error an error may be.
+    """
     numel = problem.rows * problem.cols
     draws = max(512 // problem.cols, sample // numel)
     if numel <= 1 << 18:
@@ -430,7 +433,7 @@ def check(problem, device, *, backward=True, run=ours, sample=8192):
         elif name in ("dweight", "dbias", "dshift", "dscale", "dgate"):
             # PyTorch's own sum over a few rows may be exact by the luck of its order.
             slack = 2**-24 * magnitude[name]
-        rms = FACTOR * yardsticks[name].rms + slack
+        rms = factor * yardsticks[name].rms + slack
         greatest = GREATEST_FACTOR * yardsticks[name].greatest + slack
         if errors.nan or not errors.rms <= rms or not errors.greatest <= greatest:
             broken.append(

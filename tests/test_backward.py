@@ -70,6 +70,21 @@ def test_accuracy_of_large_tensors(problem):
     numerics.check(problem, "cuda")
 
 
+# Sums over so many rows are sums of sums.
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1_000_003, 37), (4_194_304, 64), (200_704, 96)], ids=str)
+def test_sums_over_many_rows_are_as_accurate_as_pytorchs(shape):
+    numerics.check(Problem(shape), "cuda", factor=1.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [1, 3])
+def test_sums_over_many_rows_of_a_group_are_as_accurate_as_pytorchs(groups):
+    shape = (groups, 300_000, 64)
+    modulation = (groups, 1, 64)
+    numerics.check(Problem(shape, shift=modulation, scale_by=modulation), "cuda", factor=1.02)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
 @pytest.mark.parametrize("row_bytes", [2**n for n in range(6, 18)])

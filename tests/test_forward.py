@@ -99,6 +99,29 @@ def test_missing_parameters(device, cols, affine, dtype):
     )
 
 
+# The longest rows by every strategy; rows of odd length begin at odd addresses.
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [37, 64, 768, 1023, 1024, 4096, 16384, 65536, 150_528, 1_048_576])
+def test_float32_is_as_accurate_as_pytorchs(cols):
+    problem = Problem((max(2, 4_194_304 // cols), cols))
+    numerics.check(problem, "cuda", backward=False, factor=1.02)
+
+
+@pytest.mark.parametrize("mean", [0.0, 3.0, -20.0, 1e4])
+@pytest.mark.parametrize("cols", [1, 2, 5, 64, 1000, 40_000])
+def test_rows_of_any_mean_and_a_constant_row(device, cols, mean):
+    """What is subtracted before elements are summed up depends on the first two of a row."""
+    t = numerics.make(Problem((33, cols), mean=mean), device)
+    t.x[0] = t.x[0, 0].clone()  # a constant row
+    t.x[1, :2] = mean  # two equal elements, which say nothing of the others
+    actual = numerics.ours(t, backward=False)
+    expected = numerics.exact(t, actual, backward=False)
+    stock = numerics.stock(t, actual, backward=False)
+    torch.testing.assert_close(actual["y"][0], t.bias.expand_as(actual["y"][0]))
+    error, limit = ((one["y"].double() - expected["y"]).abs().max() for one in (actual, stock))
+    assert error <= 2 * limit + 1e-6
+
+
 @pytest.mark.parametrize("cols", [64, 1024, 4096, 65536])
 @pytest.mark.parametrize("dtype", [F32, F64], ids=ids)
 def test_large_mean_keeps_its_accuracy(device, cols, dtype):

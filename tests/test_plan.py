@@ -726,7 +726,7 @@ def test_lanes_of_backward(problem, cols, vecs, lanes):
 def test_threads_of_backwards_warps(problem, threads):
     p = plan(4_194_304, 64, backward=True, **problem)
     assert (p["strategy"], p["threads"]) == ("warp", threads)
-    assert p["shared_bytes"] == 2 * threads // 32 * 64 * 4
+    assert p["aside_offset"] == 2 * threads // 32 * 64 * 4
 
 
 @pytest.mark.parametrize(
@@ -782,6 +782,39 @@ def test_backward_teams_fill_a_block_but_not_with_full_ones(cols, problem, teams
     for rows in (2049, 32768):
         p = plan(rows, cols, backward=True, **problem)
         assert (p["strategy"], p["teams"]) == ("block", teams)
+
+
+@pytest.mark.parametrize(
+    ("problem", "cols", "teams", "width", "vecs"),
+    [
+        ({"dtype": F32}, 64, 64, 4, 2),
+        ({"dtype": F32}, 96, 32, 4, 2),
+        ({"dtype": F32, "aligned": False}, 37, 32, 1, 4),
+        ({"dtype": BF16}, 256, 32, 8, 2),
+    ],
+)
+def test_sums_of_long_chains_stand_aside(problem, cols, teams, width, vecs):
+    """From 33 rows a logical warp on: the second sum of each column has a place for each thread."""
+    rows = 132 * teams * 32
+    one = plan(rows, cols, backward=True, **problem)
+    assert one["strategy"] == "warp"
+    assert one["aside_offset"] == -1
+    more = plan(rows + 1, cols, backward=True, **problem)
+    assert more["aside_offset"] % 16 == 0
+    assert more["aside_offset"] >= one["shared_bytes"]
+    aside = 2 * width * vecs * more["threads"] * 4
+    assert more["shared_bytes"] == more["aside_offset"] + aside
+    assert plan(rows + 1, cols, backward=True, **problem, needs_dparams=False)["aside_offset"] == -1
+    group = {"group_rows": rows + 1} if problem.get("aligned", True) else {}
+    if group:
+        assert plan(rows + 1, cols, backward=True, **problem, **group)["aside_offset"] > 0
+        few = {"group_rows": 32}
+        assert plan(32 * (rows // 32), cols, backward=True, **problem, **few)["aside_offset"] == -1
+
+
+def test_chips_of_little_shared_memory_have_no_room_for_second_sums():
+    assert plan(MANY * 10, 256, BF16, backward=True)["aside_offset"] > 0
+    assert plan(MANY * 10, 256, BF16, backward=True, device="T4")["aside_offset"] == -1
 
 
 def test_backward_rows_go_to_as_many_multiprocessors_as_there_are():
@@ -911,7 +944,7 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     assert set(plan(9, 2**24)) == launch | slices | {"width", "totals_offset"}
     teams = {"width", "vecs", "team_threads", "teams", "by_lanes", "column_blocks"}
     assert set(plan(9, 64, backward=True)) == launch | teams
-    lanes = {"width", "vecs", "lanes"}
+    lanes = {"width", "vecs", "lanes", "aside_offset"}
     assert set(plan(MANY, 64, backward=True)) == launch | partials | lanes
     assert set(plan(MANY, 4096, backward=True)) == launch | partials | persistent
     split = launch | partials | persistent | slices | {"lag"}

@@ -12,6 +12,26 @@ struct RunningParamGrads {
   Acc dweight[kVecs][kWidth] = {};
   Acc dbias[kVecs][kWidth] = {};
 
+  // Adds them to sums of this thread's that stand aside, [column, dweight and dbias][thread of the
+  // block], and begins again from zero.
+  __device__ __forceinline__ void put_aside(Acc* aside) {
+    each_with(aside, [](Acc& sum, Acc& other) {
+      other += sum;
+      sum = 0;
+    });
+  }
+  // Adds those that stand aside to these, and leaves zeros there.
+  __device__ __forceinline__ void take_back(Acc* aside) {
+    each_with(aside, [](Acc& sum, Acc& other) {
+      sum += other;
+      other = 0;
+    });
+  }
+  static __device__ __forceinline__ void clear_aside(Acc* aside) {
+    RunningParamGrads none;
+    none.each_with(aside, [](Acc&, Acc& other) { other = 0; });
+  }
+
   // Stores them, from column `first_col` of the row on. No other thread has these columns.
   template <typename Sink, typename Share>
   __device__ __forceinline__ void store(const Sink& sink, const Share& share, int first_col) const {
@@ -107,6 +127,21 @@ struct RunningParamGrads {
         db[0] += sums[(kWarps + w) * cols + col];
       }
       sink.store(col, dw, db);
+    }
+  }
+
+ private:
+  // Calls use(sum, other) for each sum and the one that stands aside for it.
+  template <typename Use_>
+  __device__ __forceinline__ void each_with(Acc* aside, const Use_& use) {
+    Acc* at = aside + threadIdx.x;
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        use(dweight[k][j], at[(2 * (k * kWidth + j)) * blockDim.x]);
+        use(dbias[k][j], at[(2 * (k * kWidth + j) + 1) * blockDim.x]);
+      }
     }
   }
 };

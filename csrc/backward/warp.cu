@@ -44,7 +44,8 @@ constexpr int kBlockThreads = backward_warp_threads(
 template <typename N, int kWidth, int kVecs>
 __global__ void __launch_bounds__(kBlockThreads<N>, 1)
     layer_norm_backward_warp_kernel(const BackwardParams p, const int log2_lanes,
-                                    const int partials, const int64_t partials_offset) {
+                                    const int partials, const int64_t partials_offset,
+                                    const int aside_offset) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -62,118 +63,36 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
+  Acc* const aside = reinterpret_cast<Acc*>(shared + aside_offset);
+  if (aside_offset >= 0) grads.clear_aside(aside);
   LoadedGradientRow<N, kWidth, kVecs> next(p, team, rows, share, reads_x);
-  // The bound is the same for all lanes of a warp, as each takes part in the shuffles.
-  for (uint32_t base = 0; base < rows; base += all_teams) {
-    const uint32_t row = base + team;
-    const bool valid_row = row < rows;
-    const LoadedGradientRow<N, kWidth, kVecs> now = next;
-    next = LoadedGradientRow<N, kWidth, kVecs>(p, row + all_teams, rows, share, reads_x);
-    const DxRow<N> dx_row(p, valid_row ? row : 0, 0);
-    Vec<X, kWidth> added[kVecs] = {};
-    if constexpr (N::Prologue::kMayAdd) {
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
-      }
-    }
-    Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
-    Pair<Acc> sums;
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      const int col = share.template col<kWidth>(k);
-      const Gradients<N, kWidth> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd,
-                                           parameters.weight.template load<kWidth>(col),
-                                           parameters.bias.template load<kWidth>(col));
-      gradients.add_sums(sums);
-      gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        xhat[k][j] = gradients.xhat[j];
-        g[k][j] = gradients.g[j];
-      }
-    }
-    if (p.dx == nullptr) continue;
-    const Pair<Acc> means = {logical_warp_sum(sums.first, lanes) * inverse_cols,
-                             logical_warp_sum(sums.second, lanes) * inverse_cols};
-    if (!valid_row) continue;
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      if (share.has(k)) {
-        dx_row.store(share.vector(k) * kWidth, xhat[k], g[k], means, now.rstd, added[k]);
-      }
-    }
-  }
-
-  const ParamGradSink<N> sink(p, {partials, partials_offset}, blockIdx.x);
-  if (!sink.wanted()) return;
-  grads.template store_sum_of_logical_warps<kThreads / kWarpSize>(sink, share, lanes, p.cols,
-                                                                  shared);
-}
-
-// The same for rows with a modulation. A block has rows that follow each other, and its logical
-// warps have the rows of one group at a time.
-template <typename N>
-__global__ void __launch_bounds__(kBackwardThreads, 1)
-    layer_norm_backward_group_warp_kernel(const BackwardParams p, const int log2_lanes,
-                                          const int parts, const int64_t parts_offset) {
-  using Acc = typename N::Acc;
-  using X = typename N::X;
-  using W = typename N::W;
-  constexpr int kWidth = kVectorWidth<typename N::Types>;
-  constexpr int kVecs = most_backward_warp_vecs(kWidth);
-  constexpr bool kOfRows = N::Affine::kOfRows;
-  extern __shared__ __align__(16) unsigned char shared[];
-  const int lanes = 1 << log2_lanes;
-  const int teams = kBackwardThreads >> log2_lanes, team = threadIdx.x >> log2_lanes;
-  const Share<kVecs, false> share = {static_cast<int>(threadIdx.x) & (lanes - 1), lanes,
-                                     p.cols / kWidth};
-  const GroupRange range(p, blockIdx.x, gridDim.x);
-  const Acc inverse_cols = p.inverse_cols.as<Acc>();
-  const bool wanted = p.dscale || p.dshift || p.dweight || p.dbias;
-
-  RunningParamGrads<Acc, kWidth, kVecs> grads;
-  int64_t part = blockIdx.x + range.group_of(range.begin);
-  for (uint32_t from = range.begin; from < range.end; ++part) {
-    const uint32_t to = kOfRows ? range.end : range.end_of_group(from);
-    Vec<Acc, kWidth> weight[kVecs];
-    const auto load_weight = [&](uint32_t row) {
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        const int col = share.template col<kWidth>(k);
-        weight[k] =
-            combined_weight<N, kWidth>(p, col, scale_of_row<N>(p, row).template load<kWidth>(col));
-      }
-    };
-    if (!kOfRows) load_weight(from);
-    LoadedGradientRow<N, kWidth, kVecs> next(p, from + team, to, share, true);
-    // The bound is the same for all lanes of a warp, as each takes part in the shuffles.
-    for (uint32_t base = from; base < to; base += teams) {
+  // The bounds are the same for all lanes of a warp, as each takes part in the shuffles.
+  for (uint32_t base = 0; base < rows;) {
+    if (base > 0) grads.put_aside(aside);
+    const uint32_t chain_end = aside_offset < 0 ? rows : min(rows, base + kRowsOfChain * all_teams);
+    for (; base < chain_end; base += all_teams) {
       const uint32_t row = base + team;
-      const bool valid_row = row < to;
+      const bool valid_row = row < rows;
       const LoadedGradientRow<N, kWidth, kVecs> now = next;
-      next = LoadedGradientRow<N, kWidth, kVecs>(p, row + teams, to, share, true);
-      if (kOfRows) load_weight(valid_row ? row : from);
-      const DxRow<N> dx_row(p, valid_row ? row : from, 0);
+      next = LoadedGradientRow<N, kWidth, kVecs>(p, row + all_teams, rows, share, reads_x);
+      const DxRow<N> dx_row(p, valid_row ? row : 0, 0);
       Vec<X, kWidth> added[kVecs] = {};
+      if constexpr (N::Prologue::kMayAdd) {
 #pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
+        for (int k = 0; k < kVecs; ++k) {
+          if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
+        }
       }
       Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
       Pair<Acc> sums;
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
-        const Gradients<N, kWidth> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd, weight[k],
-                                             Vec<W, kWidth>{});
+        const int col = share.template col<kWidth>(k);
+        const Gradients<N, kWidth> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd,
+                                             parameters.weight.template load<kWidth>(col),
+                                             parameters.bias.template load<kWidth>(col));
         gradients.add_sums(sums);
-        if constexpr (kOfRows) {
-          if (valid_row && share.has(k)) {
-            store_row_modulation(p, row, share.vector(k) * kWidth, gradients);
-          }
-        } else {
-          gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
-        }
+        gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
           xhat[k][j] = gradients.xhat[j];
@@ -191,8 +110,106 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         }
       }
     }
+  }
+
+  const ParamGradSink<N> sink(p, {partials, partials_offset}, blockIdx.x);
+  if (!sink.wanted()) return;
+  if (aside_offset >= 0) grads.take_back(aside);
+  grads.template store_sum_of_logical_warps<kThreads / kWarpSize>(sink, share, lanes, p.cols,
+                                                                  shared);
+}
+
+// The same for rows with a modulation. A block has rows that follow each other, and its logical
+// warps have the rows of one group at a time.
+template <typename N>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    layer_norm_backward_group_warp_kernel(const BackwardParams p, const int log2_lanes,
+                                          const int parts, const int64_t parts_offset,
+                                          const int aside_offset) {
+  using Acc = typename N::Acc;
+  using X = typename N::X;
+  using W = typename N::W;
+  constexpr int kWidth = kVectorWidth<typename N::Types>;
+  constexpr int kVecs = most_backward_warp_vecs(kWidth);
+  constexpr bool kOfRows = N::Affine::kOfRows;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int lanes = 1 << log2_lanes;
+  const int teams = kBackwardThreads >> log2_lanes, team = threadIdx.x >> log2_lanes;
+  const Share<kVecs, false> share = {static_cast<int>(threadIdx.x) & (lanes - 1), lanes,
+                                     p.cols / kWidth};
+  const GroupRange range(p, blockIdx.x, gridDim.x);
+  const Acc inverse_cols = p.inverse_cols.as<Acc>();
+  const bool wanted = p.dscale || p.dshift || p.dweight || p.dbias;
+
+  RunningParamGrads<Acc, kWidth, kVecs> grads;
+  Acc* const aside = reinterpret_cast<Acc*>(shared + aside_offset);
+  if (!kOfRows && aside_offset >= 0) grads.clear_aside(aside);
+  int64_t part = blockIdx.x + range.group_of(range.begin);
+  for (uint32_t from = range.begin; from < range.end; ++part) {
+    const uint32_t to = kOfRows ? range.end : range.end_of_group(from);
+    Vec<Acc, kWidth> weight[kVecs];
+    const auto load_weight = [&](uint32_t row) {
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        const int col = share.template col<kWidth>(k);
+        weight[k] =
+            combined_weight<N, kWidth>(p, col, scale_of_row<N>(p, row).template load<kWidth>(col));
+      }
+    };
+    if (!kOfRows) load_weight(from);
+    LoadedGradientRow<N, kWidth, kVecs> next(p, from + team, to, share, true);
+    // The bounds are the same for all lanes of a warp, as each takes part in the shuffles.
+    for (uint32_t base = from; base < to;) {
+      if (!kOfRows && base > from) grads.put_aside(aside);
+      const uint32_t chain_end =
+          kOfRows || aside_offset < 0 ? to : min(to, base + kRowsOfChain * teams);
+      for (; base < chain_end; base += teams) {
+        const uint32_t row = base + team;
+        const bool valid_row = row < to;
+        const LoadedGradientRow<N, kWidth, kVecs> now = next;
+        next = LoadedGradientRow<N, kWidth, kVecs>(p, row + teams, to, share, true);
+        if (kOfRows) load_weight(valid_row ? row : from);
+        const DxRow<N> dx_row(p, valid_row ? row : from, 0);
+        Vec<X, kWidth> added[kVecs] = {};
+#pragma unroll
+        for (int k = 0; k < kVecs; ++k) {
+          if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
+        }
+        Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
+        Pair<Acc> sums;
+#pragma unroll
+        for (int k = 0; k < kVecs; ++k) {
+          const Gradients<N, kWidth> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd,
+                                               weight[k], Vec<W, kWidth>{});
+          gradients.add_sums(sums);
+          if constexpr (kOfRows) {
+            if (valid_row && share.has(k)) {
+              store_row_modulation(p, row, share.vector(k) * kWidth, gradients);
+            }
+          } else {
+            gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
+          }
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            xhat[k][j] = gradients.xhat[j];
+            g[k][j] = gradients.g[j];
+          }
+        }
+        if (p.dx == nullptr) continue;
+        const Pair<Acc> means = {logical_warp_sum(sums.first, lanes) * inverse_cols,
+                                 logical_warp_sum(sums.second, lanes) * inverse_cols};
+        if (!valid_row) continue;
+#pragma unroll
+        for (int k = 0; k < kVecs; ++k) {
+          if (share.has(k)) {
+            dx_row.store(share.vector(k) * kWidth, xhat[k], g[k], means, now.rstd, added[k]);
+          }
+        }
+      }
+    }
     if (!kOfRows && wanted) {
       __syncthreads();  // Nobody reads the sums of the group before any more.
+      if (aside_offset >= 0) grads.take_back(aside);
       grads.template store_sum_of_logical_warps<kBackwardThreads / kWarpSize>(
           PartSink<N>(p, {parts, parts_offset, false}, part), share, lanes, p.cols, shared);
       grads = {};
@@ -210,7 +227,8 @@ cudaError_t launch_groups(const BackwardParams& params, const backward::Warp& pl
     const auto start = [&](auto affine) {
       using N = LayerNormOf<T, MayAddGradient, Identity, decltype(affine)>;
       return launch(layer_norm_backward_group_warp_kernel<N>, plan, stream, params,
-                    log2_of(plan.lanes), plan.parts.partials.count, plan.parts.partials.offset);
+                    log2_of(plan.lanes), plan.parts.partials.count, plan.parts.partials.offset,
+                    plan.aside_offset);
     };
     return params.group_rows == 1 ? start(MayBeAffineAndModulateRow{})
                                   : start(MayBeAffineAndModulate{});
@@ -230,7 +248,8 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
           using N = decltype(norm);
           if (plan.threads != kBlockThreads<N>) return cudaErrorInvalidValue;
           return launch(layer_norm_backward_warp_kernel<N, width(), vecs()>, plan, stream, params,
-                        log2_of(plan.lanes), plan.partials.count, plan.partials.offset);
+                        log2_of(plan.lanes), plan.partials.count, plan.partials.offset,
+                        plan.aside_offset);
         };
         if constexpr (width() == 1) {
           return dispatch_backward_shared<T>(params, start);

@@ -6,8 +6,8 @@
 //   sum(v, n)             the sum over the team; n = 0 and 1 must not share scratch memory
 //   kMostEarlyWords       registers that a thread has for parameters while sums are taken
 //   kWalks                whether parameters beside an epilogue are loaded by walking addresses
-//   kPivotFirst<N, kVecs> whether the row's first element is loaded before the row
-//   pivot<N>(row, first)  the first element, where it is not; `first` is the thread's first element
+//   kPivotFirst<N, kVecs> whether the row's first elements are loaded before the row
+//   pivot<N>(row, first)  the pivot, where it is not; `first` is the thread's first vector
 //   Seams                 what store_shifted() asks of a team (device/shifted.cuh)
 #pragma once
 
@@ -149,7 +149,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   if constexpr (kShifted) {
     // The pivot is loaded before the row, because behind the branches of a shifted load it would
     // wait for the row.
-    pivot = place.x.first_element();
+    pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
     place.x.load_shifted(x, team, share, valid_row);
   } else if constexpr (kPivotFirst) {
     // Some kernels gain by a pivot that is loaded before all else (bfloat16: 32768 x 4096 137.9 us,
@@ -157,7 +157,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
     // 130.1, 130.8, eight 264, 283, an activation 136.6, 143.4).
     constexpr bool kInOrder =
         sizeof(X) == 2 && (N::Prologue::kMayStore || (kVecs == 4 && !N::Epilogue::kBranches));
-    pivot = place.x.first_element();
+    pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
     if (kInOrder) __syncwarp();
     place.x.template load<kInOrder ? Use::kInOrder : Use::kOnce>(x, share);
   } else {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
     }
   }();
   if constexpr (!kShifted && !kPivotFirst) {
-    pivot = team.template pivot<N>(place.x, x[0].at[0]);
+    pivot = team.template pivot<N>(place.x, x[0]);
   }
   const auto [mean, m2] = N::Statistic::measure(
       x, share, pivot, [&] { return inverse_cols; }, [&](Acc v, int n) { return team.sum(v, n); },

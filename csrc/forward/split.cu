@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kForwardSplitThreads + kWarpSize, 1)
       barrier_wait(full + first_read.stage, first_read.parity);
       const X* x = ring + first_read.stage * slices.slice_cols;
       first_read.advance(plan.stages);
-      const float pivot = to_acc(x[0]);
+      const float pivot = N::Statistic::template pivot<X>(
+          Pair<float>{to_acc(x[0]), to_acc(x[1])});  // a slice has whole vectors
       Vec<X, kWidth> values[kVecs];
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {

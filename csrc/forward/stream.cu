@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kForwardStreamThreads)
   const ForwardRow<N> place(p, row, first_col);
   Vec<typename N::X, kWidth> x[kVecs];
   place.x.template load<Use::kOnce>(x, share);
-  const Acc pivot = place.x.first_element();
+  const Acc pivot = N::Statistic::template pivot<typename N::X>(place.x.first_elements(cols));
   const auto moments = N::Statistic::measure(
       x, share, pivot, [&] { return Reciprocal<Acc>(cols); },
       [&](Acc v, int n) { return team_sum(v, team, scratch[n]); }, [] {});

@@ -20,18 +20,21 @@ struct LogicalWarp {
     return logical_warp_sum(v, lanes);
   }
 
-  // The first lane has the row's first element. But a shuffle of it waits for the row, and the
-  // loads of what comes behind wait for the shuffle (bfloat16: 32768 x 512 18.9 us, 18.3 with a
-  // load of its own; but 4194304 x 64 float32 516 and 521, and 32768 x 1024 with a residual 67.4
-  // and 69.2).
+  // The first lane has the row's first elements. But a shuffle waits for the row, and the loads of
+  // what comes behind wait for the shuffle (bfloat16: 32768 x 512 18.9 us, 18.3 with a load of its
+  // own; but 4194304 x 64 float32 516 and 521, and 32768 x 1024 with a residual 67.4 and 69.2).
   template <typename N, int kVecs>
   static constexpr bool kPivotFirst = false;
-  template <typename N, typename Row>
-  __device__ __forceinline__ auto pivot(const Row& row, typename N::X first) const {
-    if constexpr (sizeof(typename N::X) == 2 && !N::Prologue::kMayStore) {
-      return row.first_element();
+  template <typename N, typename Row, int kWidth>
+  __device__ __forceinline__ auto pivot(const Row& row,
+                                        const Vec<typename N::X, kWidth>& first) const {
+    using X = typename N::X;
+    using Acc = typename N::Acc;
+    if constexpr (sizeof(X) == 2 && !N::Prologue::kMayStore) {
+      return N::Statistic::template pivot<X>(row.first_elements(kWidth));
     } else {
-      return __shfl_sync(kFullWarp, to_acc(first), 0, lanes);
+      const Pair<Acc> elements = {to_acc(first.at[0]), to_acc(first.at[1])};
+      return __shfl_sync(kFullWarp, N::Statistic::template pivot<X>(elements), 0, lanes);
     }
   }
 

@@ -4,10 +4,12 @@
 //   kMayStore     whether there are rows of which it stores x as well (residual_out)
 //   kMayBePlain   whether there are rows of which it does not
 //   Row<T>        one row of its inputs, of data types T
-// and a Row has first_element(), the row's x at its first column; load(), a thread's share of x;
-// and load_shifted(), the same for a row that begins anywhere in memory.
+// and a Row has first_elements(), the row's x at its first two columns, or twice that of its only
+// one (in half precision, whose statistic asks for no second, zero in its place); load(), a
+// thread's share of x; and load_shifted(), the same for a row that begins anywhere in memory.
 #pragma once
 
+#include "device/reduce.cuh"
 #include "device/share.cuh"
 #include "device/shifted.cuh"
 #include "device/vec.cuh"
@@ -29,7 +31,9 @@ struct Plain {
     __device__ __forceinline__ Row(const ForwardParams& p, int64_t row, int first_col)
         : x(static_cast<const X*>(p.input) + (p.input_rows(row) + first_col)) {}
 
-    __device__ __forceinline__ auto first_element() const { return to_acc(*x); }
+    __device__ __forceinline__ Pair<typename T::Acc> first_elements(int cols) const {
+      return {to_acc(*x), sizeof(X) == 2 ? 0 : to_acc(x[cols > 1])};
+    }
 
     template <Use kUse, int kWidth, int kVecs, typename Share>
     __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share) const {
@@ -102,10 +106,14 @@ struct Adding {
           gate(row_parameter<W>(kGated ? p.modulation.gate : nullptr, p.modulation.gate_rows, row,
                                 first_col, Absent::kOnes)) {}
 
-    __device__ __forceinline__ auto first_element() const {
-      const auto sum = kGated ? fma(to_acc(*gate.at), to_acc(*input), to_acc(*residual))
-                              : to_acc(*input) + to_acc(*residual);
-      return to_acc(from_acc<X>(sum));
+    __device__ __forceinline__ Pair<typename T::Acc> first_elements(int cols) const {
+      const auto at = [&](int col) {
+        const auto sum = kGated ? fma(to_acc(gate.at[col & gate.mask]), to_acc(input[col]),
+                                      to_acc(residual[col]))
+                                : to_acc(input[col]) + to_acc(residual[col]);
+        return to_acc(from_acc<X>(sum));
+      };
+      return {at(0), sizeof(X) == 2 ? 0 : at(cols > 1)};
     }
 
     // The sum at a vector, for which `load_gate` loads the gate.
@@ -206,8 +214,8 @@ struct OrPlain {
       return body(Plain::Row<T>(p, row, first_col));
     }
 
-    __device__ __forceinline__ auto first_element() const {
-      return as_it_is([](const auto& as) { return as.first_element(); });
+    __device__ __forceinline__ Pair<typename T::Acc> first_elements(int cols) const {
+      return as_it_is([&](const auto& as) { return as.first_elements(cols); });
     }
     template <Use kUse, int kWidth, int kVecs, typename Share>
     __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share) const {

@@ -54,9 +54,23 @@ struct Moments {
 
 // Mean and variance, by two passes over the elements: the mean first, then the deviations from it.
 struct LayerNorm {
+  // What is subtracted from each of some columns before they are summed up, from their first two
+  // elements. It is the first one where that is large beside their difference: the sum then stays
+  // of the order of the deviations, however large the mean is, and that of a constant row is
+  // exactly zero. Otherwise it is zero, for a sum of elements less one of their own size would be
+  // as large as that times their number, and be rounded accordingly (float32, 1024 columns of mean
+  // 0 and deviation 1, rms errors: mean 4.0e-8 and y 6.9e-8 with the first element, 1.0e-8 and
+  // 5.7e-8 so). A thread's own sum of half-precision elements is exact with either, so the first
+  // one will do.
+  template <typename X, typename Acc>
+  static __device__ __forceinline__ Acc pivot(Pair<Acc> first) {
+    constexpr Acc kLarge = 4;
+    const bool is_large = fabs(first.first) > kLarge * fabs(first.first - first.second);
+    return sizeof(X) == 2 || is_large ? first.first : Acc(0);
+  }
+
   // The moments of the columns in `x`, as a thread's vectors of them are in its registers.
-  //   pivot   any element of these columns. The sum of x - pivot stays of the order of the
-  //           deviations, however large the mean is, and that of a constant row is exactly zero.
+  //   pivot   that of these columns.
   //   inverse gives the Reciprocal of the number of columns.
   //   sum     sum(value, n): the sum over all threads that work on these columns, for n = 0 and 1.
   //   then    is called when all threads have their vectors, behind the first sum.

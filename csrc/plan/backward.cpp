@@ -242,6 +242,17 @@ std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& de
   plan.blocks = persistent_sets(problem, device, 1, plan.threads / plan.lanes);
   plan.shared_bytes =
       static_cast<int>(backward_warp_shared_bytes(plan.threads, problem.cols, x_size));
+  const int64_t summed_rows = problem.modulated ? problem.group_rows : problem.rows;
+  const int64_t rows_of_team =
+      ceil_div(ceil_div(problem.rows, plan.blocks), plan.threads / plan.lanes);
+  const int64_t aside = round_up(plan.shared_bytes, kVectorBytes);
+  const int64_t with_aside =
+      aside + backward_warp_aside_bytes(plan.threads, plan.vecs, plan.width, x_size);
+  if (problem.needs_dparams && std::min(rows_of_team, summed_rows) > kRowsOfChain &&
+      with_aside <= room_of(device)) {
+    plan.aside_offset = static_cast<int>(aside);
+    plan.shared_bytes = static_cast<int>(with_aside);
+  }
   if (problem.modulated) {
     lay_out_parts(plan.parts, plan, plan.blocks, 2, problem, device);
   } else {

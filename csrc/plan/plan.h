@@ -121,6 +121,9 @@ struct Warp : Launch {
   int width = 1;
   int vecs = 2;
   int lanes = 1;
+  // Where in shared memory the sums of chains of rows stand (geometry.h), or -1: all rows of a
+  // logical warp are one chain.
+  int aside_offset = -1;
   PartialSums partials;
   GroupParts parts;  // of a modulated norm, in place of partials
 };
