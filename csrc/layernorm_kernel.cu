@@ -32,8 +32,8 @@ struct RowBlock {
   // Loaded behind the row, the first elements would also come behind the stores of residual_out
   // (bfloat16 with a residual: 32768 x 4096 271 us, before the row 260). Eight vectors beside a
   // residual leave no register for it.
-  template <typename N, int kVecs>
-  static constexpr bool kPivotFirst = kVecs < 8 || !N::Prologue::kMayStore;
+  template <typename N, int kVecs, bool kShifted>
+  static constexpr bool kPivotFirst = kShifted || kVecs < 8 || !N::Prologue::kMayStore;
   template <typename N, typename Row, int kWidth>
   __device__ __forceinline__ auto pivot(const Row& row, const Vec<typename N::X, kWidth>&) const {
     return N::Statistic::template pivot<typename N::X>(row.first_elements(kWidth));

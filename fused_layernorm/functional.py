@@ -455,18 +455,24 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
     """
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    kind, stride = a.input.device.type, a.input.stride(-1)
-    if not CHOOSES or kind not in rules.DEVICES:
+    kind = a.input.device.type
+    if not CHOOSES or kind not in rules.DEVICES or a.input.dim() == 0:
         return operator
-    cols = math.prod(a.normalized_shape)
+    cols, stride, options = math.prod(a.normalized_shape), a.input.stride(-1), a.options
     if not has_static_value(cols):
         return operator
-    is_bare = a.residual is None and a.options == Options(a.options.normalized_ndim, a.options.eps)
+    has_hidden_casts = (
+        _has_autocast(kind)
+        and torch.is_autocast_enabled(kind)
+        and (a.residual, options.activation, options.out_dtype) == (None, None, None)
+        and has_static_value(options.output_scale)
+        and options.output_scale == 1.0
+    )
     choice = _choice(
-        "RESIDUAL" if a.residual is not None else "ACTIVATED" if a.options.activation else "PLAIN",
+        "RESIDUAL" if a.residual is not None else "ACTIVATED" if options.activation else "PLAIN",
         int(cols),
-        has_static_value(stride) and int(stride) == 1,
-        is_bare and _has_autocast(kind) and torch.is_autocast_enabled(kind),
+        int(stride) if has_static_value(stride) else 0,
+        bool(has_hidden_casts),
         torch.are_deterministic_algorithms_enabled(),
     )
     if choice == "PYTORCH":
@@ -475,18 +481,16 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
     return twin_of_it if choice == "INDUCTOR" else operator
 
 
-def _choice(
-    kind: str, cols: int, side_by_side: bool, under_autocast: bool, deterministic: bool
-) -> str:
+def _choice(kind: str, cols: int, stride: int, hidden_casts: bool, deterministic: bool) -> str:
     if torch.compiler.is_exporting():  # Dynamo of torch 2.11 takes this for true in any graph.
         return rules.Choice.KERNEL.name
     problem = rules.Problem(
         rules.Kind[kind],
         cols,
         has_neighbours=True,
-        side_by_side=side_by_side,
+        side_by_side=stride == 1,
         deterministic=deterministic,
-        with_hidden_casts=under_autocast,
+        with_hidden_casts=hidden_casts,
     )
     return rules.choose(problem).choice.name
 

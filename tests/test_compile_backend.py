@@ -426,6 +426,34 @@ def test_swapped_modules_in_autocast(device, autocast):
 
 
 @chooses
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"eps": 1e-3}, {"scale": 2}, {"scale": 0.5, "activation": "relu"},
+     {"out_dtype": torch.bfloat16}],
+    ids=str,
+)  # fmt: skip
+def test_options_under_plain_compile(device, options, dynamic):
+    """Numbers that are symbols, and no numbers to choose by."""
+
+    def function(x, w, options):
+        return fused_layernorm.layer_norm(x, w, **options)
+
+    x, w = torch.randn(3, 256, device=device), torch.randn(256, device=device)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    torch.testing.assert_close(compiled(x, w, options), function(x, w, options))
+    with torch.autocast(device, torch.bfloat16):
+        torch.testing.assert_close(compiled(x, w, options), function(x, w, options))
+
+
+@chooses
+def test_a_scalar_input_under_plain_compile(device):
+    module = torch.compile(fused_layernorm.FusedLayerNorm(8).to(device), backend="aot_eager")
+    with pytest.raises(Exception, match="expected input"):
+        module(torch.tensor(1.0, device=device))
+
+
+@chooses
 def test_swapped_modules_with_channels_apart(device):
     module = fused_layernorm.FusedLayerNorm(96).to(device)
     images = torch.randn(2, 96, 4, 5, device=device)

@@ -726,7 +726,8 @@ def test_lanes_of_backward(problem, cols, vecs, lanes):
 def test_threads_of_backwards_warps(problem, threads):
     p = plan(4_194_304, 64, backward=True, **problem)
     assert (p["strategy"], p["threads"]) == ("warp", threads)
-    assert p["aside_offset"] == 2 * threads // 32 * 64 * 4
+    sums = p["second_sums_offset"] if p["chain_rows"] else p["shared_bytes"]
+    assert sums == 2 * threads // 32 * 64 * 4
 
 
 @pytest.mark.parametrize(
@@ -793,28 +794,35 @@ def test_backward_teams_fill_a_block_but_not_with_full_ones(cols, problem, teams
         ({"dtype": BF16}, 256, 32, 8, 2),
     ],
 )
-def test_sums_of_long_chains_stand_aside(problem, cols, teams, width, vecs):
+def test_sums_of_many_rows_are_sums_of_chains(problem, cols, teams, width, vecs):
     """From 33 rows a logical warp on: the second sum of each column has a place for each thread."""
-    rows = 132 * teams * 32
-    one = plan(rows, cols, backward=True, **problem)
+    all_teams = 132 * teams
+    problem = {**problem, "backward": True}
+    one = plan(all_teams * 32, cols, **problem)
     assert one["strategy"] == "warp"
-    assert one["aside_offset"] == -1
-    more = plan(rows + 1, cols, backward=True, **problem)
-    assert more["aside_offset"] % 16 == 0
-    assert more["aside_offset"] >= one["shared_bytes"]
-    aside = 2 * width * vecs * more["threads"] * 4
-    assert more["shared_bytes"] == more["aside_offset"] + aside
-    assert plan(rows + 1, cols, backward=True, **problem, needs_dparams=False)["aside_offset"] == -1
-    group = {"group_rows": rows + 1} if problem.get("aligned", True) else {}
-    if group:
-        assert plan(rows + 1, cols, backward=True, **problem, **group)["aside_offset"] > 0
-        few = {"group_rows": 32}
-        assert plan(32 * (rows // 32), cols, backward=True, **problem, **few)["aside_offset"] == -1
+    assert one["chain_rows"] == 0
+    more = plan(all_teams * 32 + 1, cols, **problem)
+    assert more["chain_rows"] == 32
+    assert more["second_sums_offset"] % 16 == 0
+    assert more["second_sums_offset"] >= one["shared_bytes"]
+    second_sums = 2 * width * vecs * more["threads"] * 4
+    assert more["shared_bytes"] == more["second_sums_offset"] + second_sums
+    assert plan(all_teams * 160, cols, **problem)["chain_rows"] == 40
+    assert plan(all_teams * 5000, cols, **problem)["chain_rows"] == 512
+    assert plan(all_teams * 160, cols, **problem, needs_dparams=False)["chain_rows"] == 0
+
+
+def test_sums_of_groups_are_sums_of_chains():
+    rows = 132 * 64 * 160
+    problem = {"dtype": F32, "backward": True}
+    assert plan(rows, 64, **problem, group_rows=rows)["chain_rows"] == 40
+    assert plan(rows, 64, **problem, group_rows=64 * 40)["chain_rows"] == 32
+    assert plan(rows, 64, **problem, group_rows=64 * 32)["chain_rows"] == 0
 
 
 def test_chips_of_little_shared_memory_have_no_room_for_second_sums():
-    assert plan(MANY * 10, 256, BF16, backward=True)["aside_offset"] > 0
-    assert plan(MANY * 10, 256, BF16, backward=True, device="T4")["aside_offset"] == -1
+    assert plan(MANY * 10, 256, BF16, backward=True)["chain_rows"] > 0
+    assert plan(MANY * 10, 256, BF16, backward=True, device="T4")["chain_rows"] == 0
 
 
 def test_backward_rows_go_to_as_many_multiprocessors_as_there_are():
@@ -944,7 +952,7 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     assert set(plan(9, 2**24)) == launch | slices | {"width", "totals_offset"}
     teams = {"width", "vecs", "team_threads", "teams", "by_lanes", "column_blocks"}
     assert set(plan(9, 64, backward=True)) == launch | teams
-    lanes = {"width", "vecs", "lanes", "aside_offset"}
+    lanes = {"width", "vecs", "lanes", "chain_rows", "second_sums_offset"}
     assert set(plan(MANY, 64, backward=True)) == launch | partials | lanes
     assert set(plan(MANY, 4096, backward=True)) == launch | partials | persistent
     split = launch | partials | persistent | slices | {"lag"}

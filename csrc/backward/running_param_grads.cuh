@@ -12,24 +12,24 @@ struct RunningParamGrads {
   Acc dweight[kVecs][kWidth] = {};
   Acc dbias[kVecs][kWidth] = {};
 
-  // Adds them to sums of this thread's that stand aside, [column, dweight and dbias][thread of the
-  // block], and begins again from zero.
-  __device__ __forceinline__ void put_aside(Acc* aside) {
-    each_with(aside, [](Acc& sum, Acc& other) {
-      other += sum;
+  // A thread may have a second sum for each of these in shared memory, [column, dweight and
+  // dbias][thread of the block]. add_to() adds these to them and begins again from zero; take()
+  // does the opposite.
+  __device__ __forceinline__ void add_to(Acc* second_sums) {
+    with_second(second_sums, [](Acc& sum, Acc& second) {
+      second += sum;
       sum = 0;
     });
   }
-  // Adds those that stand aside to these, and leaves zeros there.
-  __device__ __forceinline__ void take_back(Acc* aside) {
-    each_with(aside, [](Acc& sum, Acc& other) {
-      sum += other;
-      other = 0;
+  __device__ __forceinline__ void take(Acc* second_sums) {
+    with_second(second_sums, [](Acc& sum, Acc& second) {
+      sum += second;
+      second = 0;
     });
   }
-  static __device__ __forceinline__ void clear_aside(Acc* aside) {
-    RunningParamGrads none;
-    none.each_with(aside, [](Acc&, Acc& other) { other = 0; });
+  static __device__ __forceinline__ void clear(Acc* second_sums) {
+    RunningParamGrads any;
+    any.with_second(second_sums, [](Acc&, Acc& second) { second = 0; });
   }
 
   // Stores them, from column `first_col` of the row on. No other thread has these columns.
@@ -119,22 +119,23 @@ struct RunningParamGrads {
     }
     __syncthreads();
     for (int col = threadIdx.x; col < cols; col += kWarps * kWarpSize) {
-      Acc dw[1] = {sums[col]};
-      Acc db[1] = {sums[kWarps * cols + col]};
+      // Four chains, for the sake of the digits.
+      Acc of_weight[4] = {}, of_bias[4] = {};
 #pragma unroll
-      for (int w = 1; w < kWarps; ++w) {
-        dw[0] += sums[w * cols + col];
-        db[0] += sums[(kWarps + w) * cols + col];
+      for (int w = 0; w < kWarps; ++w) {
+        of_weight[w % 4] += sums[w * cols + col];
+        of_bias[w % 4] += sums[(kWarps + w) * cols + col];
       }
+      const Acc dw[1] = {tree_sum(of_weight)}, db[1] = {tree_sum(of_bias)};
       sink.store(col, dw, db);
     }
   }
 
  private:
-  // Calls use(sum, other) for each sum and the one that stands aside for it.
+  // Calls use(sum, second) for each sum and its second one.
   template <typename Use_>
-  __device__ __forceinline__ void each_with(Acc* aside, const Use_& use) {
-    Acc* at = aside + threadIdx.x;
+  __device__ __forceinline__ void with_second(Acc* second_sums, const Use_& use) {
+    Acc* at = second_sums + threadIdx.x;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
 #pragma unroll

@@ -45,7 +45,7 @@ template <typename N, int kWidth, int kVecs>
 __global__ void __launch_bounds__(kBlockThreads<N>, 1)
     layer_norm_backward_warp_kernel(const BackwardParams p, const int log2_lanes,
                                     const int partials, const int64_t partials_offset,
-                                    const int aside_offset) {
+                                    const int chain_rows, const int second_sums_offset) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -63,13 +63,13 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
-  Acc* const aside = reinterpret_cast<Acc*>(shared + aside_offset);
-  if (aside_offset >= 0) grads.clear_aside(aside);
+  Acc* const second_sums = reinterpret_cast<Acc*>(shared + second_sums_offset);
+  if (chain_rows > 0) grads.clear(second_sums);
   LoadedGradientRow<N, kWidth, kVecs> next(p, team, rows, share, reads_x);
   // The bounds are the same for all lanes of a warp, as each takes part in the shuffles.
   for (uint32_t base = 0; base < rows;) {
-    if (base > 0) grads.put_aside(aside);
-    const uint32_t chain_end = aside_offset < 0 ? rows : min(rows, base + kRowsOfChain * all_teams);
+    if (base > 0) grads.add_to(second_sums);
+    const uint32_t chain_end = chain_rows > 0 ? min(rows, base + chain_rows * all_teams) : rows;
     for (; base < chain_end; base += all_teams) {
       const uint32_t row = base + team;
       const bool valid_row = row < rows;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
 
   const ParamGradSink<N> sink(p, {partials, partials_offset}, blockIdx.x);
   if (!sink.wanted()) return;
-  if (aside_offset >= 0) grads.take_back(aside);
+  if (chain_rows > 0) grads.take(second_sums);
   grads.template store_sum_of_logical_warps<kThreads / kWarpSize>(sink, share, lanes, p.cols,
                                                                   shared);
 }
@@ -125,7 +125,7 @@ template <typename N>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     layer_norm_backward_group_warp_kernel(const BackwardParams p, const int log2_lanes,
                                           const int parts, const int64_t parts_offset,
-                                          const int aside_offset) {
+                                          const int chain_rows, const int second_sums_offset) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const bool wanted = p.dscale || p.dshift || p.dweight || p.dbias;
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
-  Acc* const aside = reinterpret_cast<Acc*>(shared + aside_offset);
-  if (!kOfRows && aside_offset >= 0) grads.clear_aside(aside);
+  Acc* const second_sums = reinterpret_cast<Acc*>(shared + second_sums_offset);
+  if (!kOfRows && chain_rows > 0) grads.clear(second_sums);
   int64_t part = blockIdx.x + range.group_of(range.begin);
   for (uint32_t from = range.begin; from < range.end; ++part) {
     const uint32_t to = kOfRows ? range.end : range.end_of_group(from);
@@ -160,9 +160,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     LoadedGradientRow<N, kWidth, kVecs> next(p, from + team, to, share, true);
     // The bounds are the same for all lanes of a warp, as each takes part in the shuffles.
     for (uint32_t base = from; base < to;) {
-      if (!kOfRows && base > from) grads.put_aside(aside);
+      if (!kOfRows && base > from) grads.add_to(second_sums);
       const uint32_t chain_end =
-          kOfRows || aside_offset < 0 ? to : min(to, base + kRowsOfChain * teams);
+          !kOfRows && chain_rows > 0 ? min(to, base + chain_rows * teams) : to;
       for (; base < chain_end; base += teams) {
         const uint32_t row = base + team;
         const bool valid_row = row < to;
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
     if (!kOfRows && wanted) {
       __syncthreads();  // Nobody reads the sums of the group before any more.
-      if (aside_offset >= 0) grads.take_back(aside);
+      if (chain_rows > 0) grads.take(second_sums);
       grads.template store_sum_of_logical_warps<kBackwardThreads / kWarpSize>(
           PartSink<N>(p, {parts, parts_offset, false}, part), share, lanes, p.cols, shared);
       grads = {};
@@ -228,7 +228,7 @@ cudaError_t launch_groups(const BackwardParams& params, const backward::Warp& pl
       using N = LayerNormOf<T, MayAddGradient, Identity, decltype(affine)>;
       return launch(layer_norm_backward_group_warp_kernel<N>, plan, stream, params,
                     log2_of(plan.lanes), plan.parts.partials.count, plan.parts.partials.offset,
-                    plan.aside_offset);
+                    plan.chain_rows, plan.second_sums_offset);
     };
     return params.group_rows == 1 ? start(MayBeAffineAndModulateRow{})
                                   : start(MayBeAffineAndModulate{});
@@ -249,7 +249,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
           if (plan.threads != kBlockThreads<N>) return cudaErrorInvalidValue;
           return launch(layer_norm_backward_warp_kernel<N, width(), vecs()>, plan, stream, params,
                         log2_of(plan.lanes), plan.partials.count, plan.partials.offset,
-                        plan.aside_offset);
+                        plan.chain_rows, plan.second_sums_offset);
         };
         if constexpr (width() == 1) {
           return dispatch_backward_shared<T>(params, start);

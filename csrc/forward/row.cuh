@@ -6,7 +6,7 @@
 //   sum(v, n)             the sum over the team; n = 0 and 1 must not share scratch memory
 //   kMostEarlyWords       registers that a thread has for parameters while sums are taken
 //   kWalks                whether parameters beside an epilogue are loaded by walking addresses
-//   kPivotFirst<N, kVecs> whether the row's first elements are loaded before the row
+//   kPivotFirst<N, kVecs, kShifted>  whether the row's first elements are loaded before the row
 //   pivot<N>(row, first)  the pivot, where it is not; `first` is the thread's first vector
 //   Seams                 what store_shifted() asks of a team (device/shifted.cuh)
 #pragma once
@@ -145,11 +145,10 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
 
   Vec<X, kWidth> x[kVecs];
   Acc pivot;
-  constexpr bool kPivotFirst = Team::template kPivotFirst<N, kVecs>;
+  constexpr bool kPivotFirst = Team::template kPivotFirst<N, kVecs, kShifted>;
   if constexpr (kShifted) {
-    // The pivot is loaded before the row, because behind the branches of a shifted load it would
-    // wait for the row.
-    pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
+    // Behind the branches of a shifted load a load of the first elements would wait for the row.
+    if (kPivotFirst) pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
     place.x.load_shifted(x, team, share, valid_row);
   } else if constexpr (kPivotFirst) {
     // Some kernels gain by a pivot that is loaded before all else (bfloat16: 32768 x 4096 137.9 us,
@@ -175,7 +174,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
       return EarlyParameters<W, kWidth, kVecs>(Late{place.parameters, share});
     }
   }();
-  if constexpr (!kShifted && !kPivotFirst) {
+  if constexpr (!kPivotFirst) {
     pivot = team.template pivot<N>(place.x, x[0]);
   }
   const auto [mean, m2] = N::Statistic::measure(

@@ -22,9 +22,11 @@ struct LogicalWarp {
 
   // The first lane has the row's first elements. But a shuffle waits for the row, and the loads of
   // what comes behind wait for the shuffle (bfloat16: 32768 x 512 18.9 us, 18.3 with a load of its
-  // own; but 4194304 x 64 float32 516 and 521, and 32768 x 1024 with a residual 67.4 and 69.2).
-  template <typename N, int kVecs>
-  static constexpr bool kPivotFirst = false;
+  // own; but 4194304 x 64 float32 516 and 521, and 32768 x 1024 with a residual 67.4 and 69.2; a
+  // load of a second element made 1000003 x 37 float32 of 169 us 176). What lies behind the only
+  // element of a row is zero there.
+  template <typename N, int kVecs, bool kShifted>
+  static constexpr bool kPivotFirst = kShifted && sizeof(typename N::X) == 2;
   template <typename N, typename Row, int kWidth>
   __device__ __forceinline__ auto pivot(const Row& row,
                                         const Vec<typename N::X, kWidth>& first) const {

@@ -225,6 +225,22 @@ bool has_warp_kernel_for_groups(const Problem& problem, const Forced& forced) {
          (is_short || forced.strategy == Strategy::kWarp);
 }
 
+// Second sums, where a logical warp has rows for more than one chain and memory has room.
+void lay_out_second_sums(backward::Warp& plan, const Problem& problem, const Device& device) {
+  int64_t rows = ceil_div(problem.rows, plan.blocks);
+  if (problem.modulated) rows = std::min(rows, problem.group_rows);
+  rows = ceil_div(rows, plan.threads / plan.lanes);
+  const int64_t chain_rows = std::clamp<int64_t>(
+      ceil_div(rows, ladders::kChains), ladders::kFewestRowsOfChain, ladders::kMostRowsOfChain);
+  const int64_t offset = round_up(plan.shared_bytes, kVectorBytes);
+  const int64_t bytes = offset + backward_warp_second_sums_bytes(plan.threads, plan.vecs,
+                                                                 plan.width, size_of(problem.x));
+  if (!problem.needs_dparams || rows <= chain_rows || bytes > room_of(device)) return;
+  plan.chain_rows = static_cast<int>(chain_rows);
+  plan.second_sums_offset = static_cast<int>(offset);
+  plan.shared_bytes = static_cast<int>(bytes);
+}
+
 std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& device,
                                         const Forced& forced) {
   if (!forced.allows(Strategy::kWarp, {Field::kVecs})) return std::nullopt;
@@ -242,17 +258,7 @@ std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& de
   plan.blocks = persistent_sets(problem, device, 1, plan.threads / plan.lanes);
   plan.shared_bytes =
       static_cast<int>(backward_warp_shared_bytes(plan.threads, problem.cols, x_size));
-  const int64_t summed_rows = problem.modulated ? problem.group_rows : problem.rows;
-  const int64_t rows_of_team =
-      ceil_div(ceil_div(problem.rows, plan.blocks), plan.threads / plan.lanes);
-  const int64_t aside = round_up(plan.shared_bytes, kVectorBytes);
-  const int64_t with_aside =
-      aside + backward_warp_aside_bytes(plan.threads, plan.vecs, plan.width, x_size);
-  if (problem.needs_dparams && std::min(rows_of_team, summed_rows) > kRowsOfChain &&
-      with_aside <= room_of(device)) {
-    plan.aside_offset = static_cast<int>(aside);
-    plan.shared_bytes = static_cast<int>(with_aside);
-  }
+  lay_out_second_sums(plan, problem, device);
   if (problem.modulated) {
     lay_out_parts(plan.parts, plan, plan.blocks, 2, problem, device);
   } else {

@@ -253,11 +253,9 @@ static_assert(backward_warp_vecs_from(1, most_backward_warp_vecs(1)) ==
 constexpr int64_t backward_warp_shared_bytes(int block_threads, int64_t cols, int x_size) {
   return int64_t{2} * (block_threads / kWarpThreads) * cols * acc_size_of(x_size);
 }
-// A logical warp adds up so many rows, and then adds the sum to one in shared memory. One chain over
-// all rows would be rounded as often as there are rows (float32 1000003 x 37 and 4194304 x 64, rms
-// errors of dbias: 1.8 and 1.6 times PyTorch's, tests/test_backward.py has what they are so).
-constexpr int kRowsOfChain = 32;
-constexpr int64_t backward_warp_aside_bytes(int block_threads, int vecs, int width, int x_size) {
+// Where it has many rows, each thread has a second sum there for each of its own.
+constexpr int64_t backward_warp_second_sums_bytes(int block_threads, int vecs, int width,
+                                                  int x_size) {
   return int64_t{2} * vecs * width * block_threads * acc_size_of(x_size);
 }
 constexpr bool backward_warp_fits(int x_size) {

@@ -207,7 +207,7 @@ Json& add_sums(Json& json, const Plan& plan) {
 std::string to_json(const backward::Warp& plan) {
   Json json(Strategy::kWarp);
   json.add("width", plan.width).add("vecs", plan.vecs).add("lanes", plan.lanes);
-  json.add("aside_offset", plan.aside_offset);
+  json.add("chain_rows", plan.chain_rows).add("second_sums_offset", plan.second_sums_offset);
   return add_sums(json, plan).with(plan);
 }
 

@@ -121,9 +121,10 @@ struct Warp : Launch {
   int width = 1;
   int vecs = 2;
   int lanes = 1;
-  // Where in shared memory the sums of chains of rows stand (geometry.h), or -1: all rows of a
-  // logical warp are one chain.
-  int aside_offset = -1;
+  // A logical warp's sums over so many rows are added to second ones in shared memory; 0: all of
+  // its rows are one chain.
+  int chain_rows = 0;
+  int second_sums_offset = 0;
   PartialSums partials;
   GroupParts parts;  // of a modulated norm, in place of partials
 };
