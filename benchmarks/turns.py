@@ -40,8 +40,9 @@ def measuring(lock: Path | None) -> contextlib.AbstractContextManager[None]:
 def run(module: str, calls: Sequence[Sequence[str]], jobs: int, seconds: float) -> list[str | None]:
     """Runs `python -m module` with each of these arguments, and with "--lock FILE".
 
-    At most `jobs` of them at a time, none of which begins when the seconds are over. For each:
-    None, or why it gave no result. What a process prints is shown when it has ended.
+    At most `jobs` of them at a time. Those that have not ended when the seconds are over are
+    killed. For each: None, or why it gave no result. What a process prints is shown when it has
+    ended.
     """
     start = time.monotonic()
     waiting = list(range(len(calls)))
@@ -59,6 +60,9 @@ def run(module: str, calls: Sequence[Sequence[str]], jobs: int, seconds: float) 
                 with (Path(folder) / str(number)).open("wb") as out:
                     running[number] = subprocess.Popen(command, stdout=out, stderr=out)
             for number, process in list(running.items()):
+                if time.monotonic() - start > seconds:
+                    process.kill()
+                    process.wait()
                 if process.poll() is None:
                     continue
                 del running[number]
