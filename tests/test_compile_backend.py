@@ -453,6 +453,24 @@ def test_a_scalar_input_under_plain_compile(device):
         module(torch.tensor(1.0, device=device))
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_channels_of_images_are_left_to_inductor(device, channels_last):
+    """However they lie: Inductor chooses the layouts of convolutions' results itself."""
+
+    def function(x, w):
+        y = F.conv2d(x, w).permute(0, 2, 3, 1)
+        return F.layer_norm(y, (96,)), F.layer_norm(y.flatten(1, 2), (96,)), F.layer_norm(x, (8,))
+
+    x, w = torch.randn(2, 3, 6, 8, device=device), torch.randn(96, 3, 1, 1, device=device)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    rows = fused_layernorm.explain(function, x, w).rows
+    last = "aten_layer_norm" if channels_last else "layer_norm"
+    assert [row.operator for row in rows] == ["aten_layer_norm", "aten_layer_norm", last]
+    rows = fused_layernorm.explain(function, x, w, then="eager").rows
+    assert [row.operator for row in rows] == 3 * ["layer_norm"]
+
+
 @chooses
 def test_swapped_modules_with_channels_apart(device):
     module = fused_layernorm.FusedLayerNorm(96).to(device)

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..ops import aten_forward
 from . import replace, rules, sites
-from .effects import Effects
+from .effects import Effects, name_of_target
 from .reading import origin, read, value_of
 from .replace import Left
 from .rules import Choice, Kind, Problem
@@ -161,10 +161,26 @@ def _problem(site: Site, settings: Settings) -> Problem:
         kind,
         cols if isinstance(cols, int) else None,
         any(map(_is_elementwise, neighbours)),
-        replace.has_rows(site.input, site.normalized_ndim),
+        replace.has_rows(site.input, site.normalized_ndim) and not _is_permuted(site.input),
         settings.with_inductor,
         settings.deterministic,
     )
+
+
+def _is_permuted(node: Any) -> bool:
+    """Whether it is a tensor seen with its dimensions in another order.
+
+    The strides of examples do not tell how such a tensor lies in memory, for Inductor chooses the
+    layouts of convolutions, and of what is computed elementwise from their results.
+    """
+    call = read(origin(node))
+    while call is not None and call.name == "view":
+        name = name_of_target(origin(node).target).split(".")[0]
+        if name in ("permute", "transpose", "movedim", "swapaxes"):
+            return True
+        (node,) = call.operands
+        call = read(origin(node))
+    return False
 
 
 def _is_elementwise(node: Any) -> bool:

@@ -293,6 +293,7 @@ def _getitem(node: Node) -> Call | None:
 
 
 @_reads("unsqueeze", "squeeze", "view", "reshape", "expand", "transpose", "permute", node=True)
+@_reads("flatten", "unflatten", torch.flatten, torch.unflatten, node=True)
 @_reads(torch.unsqueeze, torch.squeeze, torch.reshape, torch.transpose, torch.permute, node=True)
 @_reads(aten.unsqueeze.default, aten.slice.Tensor, aten.view.default, node=True)
 @_reads(aten.reshape.default, aten.expand.default, node=True)

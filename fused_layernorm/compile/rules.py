@@ -37,7 +37,7 @@ class Problem(NamedTuple):
     kind: Kind
     cols: int | None
     has_neighbours: bool  # elementwise operations beside it, with which Inductor would fuse it
-    side_by_side: bool = True  # whether the elements that are normalized together lie so in memory
+    side_by_side: bool = True  # whether what is normalized together is known to lie so in memory
     with_inductor: bool = True  # or the graph runs as it stands
     deterministic: bool = False
     # A module or a call, not a graph, so that the casts which autocast puts around it are not seen.
