@@ -105,7 +105,6 @@ def readme_block(report: dict[str, Any]) -> str:
         ]
     lines += _step_lines(report.get("training_step", []))
     lines += _model_lines(report.get("models", {}).get("rows", []))
-    lines += _compiled_lines(report.get("models", {}).get("rows", []))
     lines += _overhead_lines(report.get("call_overhead", {}))
     lines += [
         "",
@@ -159,52 +158,42 @@ def _step_lines(steps: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-COMPILED = (
+VARIANTS = (
     ("eager", "eager"),
+    ("swap", "swapped"),
     ("compiled", "torch.compile"),
     ("fused_eager", 'backend="fused_layernorm", then eager'),
     ("fused_compiled", 'backend="fused_layernorm", then Inductor'),
 )
 
 
-def _compiled_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Whole models by torch.compile and by this package's backend: the device time of a step."""
-    steps: dict[tuple[str, str], dict[str, float]] = {}
+def _model_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Whole models: the device time of a step, and in brackets what of it is no matrix product."""
+    steps: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        if "device_ms" in row:
-            steps.setdefault((row["model"], row["mode"]), {})[row["variant"]] = row["device_ms"]
+        if {"device_ms", "products_ms"} <= row.keys():
+            steps.setdefault((row["model"], row["mode"]), {})[row["variant"]] = row
     lines = [
-        f"| {model}, {mode} | {' | '.join(_ms(found.get(variant)) for variant, _ in COMPILED)} |"
+        f"| {model}, {mode} | {' | '.join(_step(found.get(name)) for name, _ in VARIANTS)} |"
         for (model, mode), found in steps.items()
-        if {"fused_eager", "fused_compiled"} & set(found)
     ]
     if not lines:
         return []
-    head = " | ".join(label for _, label in COMPILED)
-    return ["", f"| a step in bfloat16, device time | {head} |", "|-|-:|-:|-:|-:|", *lines]
+    return [
+        "",
+        f"| a step in bfloat16, device time in ms | {' | '.join(label for _, label in VARIANTS)} |",
+        f"|-|{'-:|' * len(VARIANTS)}",
+        *lines,
+        "",
+        "In brackets without matrix products and attention, whose time follows the clock of the "
+        "chip and, in transformers' models, the attention that Dynamo leads to.",
+    ]
 
 
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} ms"
-
-
-def _model_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Whole models, stock and swapped: the wall time and the device time of a step."""
-    known = {(row["model"], row["mode"], row["variant"]): row for row in rows}
-    lines = []
-    for (model, mode, variant), stock in known.items():
-        swapped = known.get((model, mode, "swap"))
-        if variant != "eager" or swapped is None or not {"wall_ms", "device_ms"} <= stock.keys():
-            continue
-        cells = [
-            f"{stock[key]:.1f} ms | {swapped[key]:.1f} ms ({_times(stock[key], swapped[key], 2)})"
-            for key in ("wall_ms", "device_ms")
-        ]
-        lines.append(f"| {model}, {mode} | {' | '.join(cells)} |")
-    if not lines:
-        return []
-    head = "| a step in bfloat16 | wall, stock | swapped | device, stock | swapped |"
-    return ["", head, "|-|-:|-:|-:|-:|", *lines]
+def _step(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    return f"{row['device_ms']:.2f} ({row['device_ms'] - row['products_ms']:.2f})"
 
 
 def _overhead_lines(calls: dict[str, dict[str, float]]) -> list[str]:

@@ -82,7 +82,7 @@ ALLOWED = [
         "float32 parameters beside half-precision x: a number or two",
     ),
     Allowed(
-        r"forward_(resident_kernel<Norm<Types<float, |block_kernel<.* Adding<false>, .* 8, false,)",
+        r"forward_block_kernel<.* Adding<false>, .* 8, false,",
         8,
         "the pivot's second element, beside all that a thread keeps of its row",
     ),
