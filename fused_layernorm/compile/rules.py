@@ -1,9 +1,9 @@
 """The rules: which layer norms this package's kernels compute, and which are left to Inductor.
 
 They are data, with the measurement beside each. The first rule that fits decides. All were measured
-on an H200 in bfloat16, unless they say otherwise; times are of the device, in microseconds. Training
-steps are compiled ones of whole models with two to four layers, from one run with the variants in
-turns.
+on an H200 in bfloat16, unless they say otherwise; times are of the device, in microseconds. The
+training steps are compiled ones of whole models with two to four layers, from one run, with the
+variants in turns.
 """
 
 from __future__ import annotations
