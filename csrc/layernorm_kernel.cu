@@ -31,7 +31,7 @@ struct RowBlock {
 
   // Loaded behind the row, the first elements would also come behind the stores of residual_out
   // (bfloat16 with a residual: 32768 x 4096 271 us, before the row 260). Eight vectors beside a
-  // residual leave no register for it.
+  // residual leave no register for a pivot that is loaded before the row.
   template <typename N, int kVecs, bool kShifted>
   static constexpr bool kPivotFirst = kShifted || kVecs < 8 || !N::Prologue::kMayStore;
   template <typename N, typename Row, int kWidth>

@@ -464,7 +464,9 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
     has_hidden_casts = (
         _has_autocast(kind)
         and torch.is_autocast_enabled(kind)
-        and (a.residual, options.activation, options.out_dtype) == (None, None, None)
+        and a.residual is None
+        and options.activation is None
+        and options.out_dtype is None
         and has_static_value(options.output_scale)
         and options.output_scale == 1.0
     )

@@ -1088,7 +1088,7 @@ def test_models_leave_out_what_cannot_run(on_cpu, monkeypatch):
     ]
 
 
-def test_models_have_a_process_each(monkeypatch, tmp_path):
+def test_models_have_a_process_each(monkeypatch):
     """What the processes have written is put together; what one did not write is named."""
     calls = []
 
@@ -1116,7 +1116,7 @@ def test_models_have_a_process_each(monkeypatch, tmp_path):
 
 
 def test_turns(tmp_path, monkeypatch):
-    """Nobody measures while anyone prepares; what fails or comes too late is said."""
+    """Nobody measures while anyone prepares; what fails or takes too long is said."""
     script = tmp_path / "a_turn.py"
     script.write_text(
         "import sys, time\n"
@@ -1128,6 +1128,8 @@ def test_turns(tmp_path, monkeypatch):
         "with turns.preparing(lock):\n"
         "    note('prepares')\n"
         "    while Path(log).read_text().count('prepares') < 3: time.sleep(0.01)\n"
+        "    time.sleep(0.2 * int(name))\n"
+        "    note('is prepared')\n"
         "with turns.measuring(lock):\n"
         "    note('begins')\n"
         "    time.sleep(0.05)\n"
@@ -1140,11 +1142,14 @@ def test_turns(tmp_path, monkeypatch):
     calls = [[name, str(log)] for name in "123"]
     assert turns.run("a_turn", calls, 3, 60.0) == [None, "ended with 1: no such model", None]
     lines = log.read_text().split("\n")[:-1]
-    assert sorted(lines[:3]) == [f"{name} prepares" for name in "123"]
-    for begins, ends in zip(lines[3::2], lines[4::2], strict=True):
+    assert [line[2:] for line in lines[3:6]] == 3 * ["is prepared"]
+    for begins, ends in zip(lines[6::2], lines[7::2], strict=True):
         assert (begins.split()[1], ends.split()[1]) == ("begins", "ends")
         assert begins.split()[0] == ends.split()[0]
     assert turns.run("a_turn", calls, 1, -1.0) == 3 * ["no time"]
+    log.unlink()
+    problems = turns.run("a_turn", [["1", str(log)]], 1, 0.5)  # it waits for two others
+    assert problems == ["ended with -9: "]
 
 
 def test_models_of_another_run_are_kept_if_of_the_same_code():

@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -402,10 +403,20 @@ def test_swapped_modules(device, width, name):
 
 
 @chooses
-def test_swapped_modules_with_a_residual(device):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_swapped_modules_with_a_residual(device, autocast):
     module = fused_layernorm.FusedAddLayerNorm(256).to(device)
     x = torch.randn(3, 256, device=device)
-    assert targets_of(module, x, x) == ["aten_add_layer_norm"]
+    graphs = []
+
+    def backend(graph_module, example_inputs):
+        graphs.append([n.target for n in graph_module.graph.nodes if n.op == "call_function"])
+        return graph_module.forward
+
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        torch.compile(module, backend=backend, fullgraph=True)(x, x)
+    operator = torch.ops.fused_layernorm.aten_add_layer_norm.default
+    assert graphs == [[operator, getitem, getitem]]
 
 
 @chooses
@@ -469,6 +480,22 @@ def test_channels_of_images_are_left_to_inductor(device, channels_last):
     assert [row.operator for row in rows] == ["aten_layer_norm", "aten_layer_norm", last]
     rows = fused_layernorm.explain(function, x, w, then="eager").rows
     assert [row.operator for row in rows] == 3 * ["layer_norm"]
+
+
+@pytest.mark.parametrize(
+    ("view", "left"),
+    [
+        (lambda x: x.transpose(0, 1), False),
+        (lambda x: x.permute(1, 0, 2), False),
+        (lambda x: x.transpose(1, 2), True),
+        (lambda x: x.permute((0, 2, 1)), True),
+        (lambda x: x.transpose(0, 1).flatten(0, 1), True),
+    ],
+)
+def test_permutations_of_what_is_normalized(view, left):
+    x = torch.randn(4, 96, 96)
+    (row,) = fused_layernorm.explain(lambda x: F.layer_norm(view(x), (96,)), x).rows
+    assert row.operator == ("aten_layer_norm" if left else "layer_norm")
 
 
 @chooses

@@ -784,6 +784,25 @@ def test_writes_into_what_backward_reads(device, function):
     assert rows[0].operator is not None  # AOTAutograd takes the write out
 
 
+@torch.library.custom_op("tests_graph_pass::fill", mutates_args=("a",))
+def _own_fill(a: torch.Tensor) -> None:
+    a.fill_(1.0)
+
+
+@pytest.mark.parametrize("call", [torch.ops.tests_graph_pass.fill, _own_fill], ids=["op", "own"])
+def test_writes_of_custom_operators(call):
+    def function(x, residual, scale):
+        h = residual + x
+        y = norm(h)
+        call(h)
+        return y * (1 + torch.tanh(scale)), h
+
+    args = torch.randn(B, S, D), torch.randn(B, S, D), torch.randn(D)
+    result, _, _ = run(function, *args)
+    for one, other in zip(result, function(*args), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_write_into_a_view_of_a_norm_that_was_replaced(device):
     """What shares memory with a norm's result shares it with the operator's."""
 
@@ -910,6 +929,26 @@ def _nothing_cast(y, w):
     return y.permute(1, 0, 2)
 
 
+def _shown_as_bytes(y, w):
+    return F.linear(y.view(torch.float32), w)
+
+
+@torch.library.custom_op("tests_graph_pass::mm", mutates_args=())
+def _own_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """It has the name of one that autocast knows, and casts nothing."""
+    assert a.dtype == F32
+    return (a.flatten(0, -2) @ b.to(a.dtype)).to(BF16)
+
+
+@_own_mm.register_fake
+def _(a, b):
+    return a.new_empty((a.numel() // a.shape[-1], b.shape[-1]), dtype=BF16)
+
+
+def _of_somebody_else(y, w):
+    return torch.ops.tests_graph_pass.mm(y, w)
+
+
 READ_IN_FLOAT32 = (
     _read_as_residual,
     _given_back,
@@ -917,6 +956,8 @@ READ_IN_FLOAT32 = (
     _padded_with_a_third,
     _written_into,
     _nothing_cast,
+    _shown_as_bytes,
+    _of_somebody_else,
 )
 
 
@@ -957,22 +998,25 @@ def test_results_that_autocast_casts(device, use, normalize):
             limit = 0.02 * gradient.abs().max().item()
             assert gradients[name].dtype == gradient.dtype
             torch.testing.assert_close(gradients[name], gradient, rtol=0.02, atol=limit)
-    for node in graphs[0].graph.nodes:
-        example = node.meta.get("example_value")
-        if isinstance(example, torch.Tensor) and node.target in ("view", "permute", "flatten"):
-            assert example.dtype in (BF16, F32)
-    (operator,) = (
+    (node,) = (
         node
         for node in graphs[0].graph.nodes
         if getattr(node.target, "namespace", "") == "fused_layernorm"
     )
-    assert BF16 in operator.args
+    assert BF16 in node.args
+    # Of an operator with a sum the first result.
+    behind = [user for user in node.users if user.args != (node, 1)]
+    assert behind
+    while behind:
+        user = behind.pop()
+        assert user.meta["example_value"].dtype == BF16
+        behind += [other for other in user.users if other.op != "output"]
 
 
 @pytest.mark.parametrize("use", READ_IN_FLOAT32)
 def test_results_that_are_read_in_float32(device, use):
     function = _under_autocast(use, device, _plain)
-    t = tensors(device=device)
+    t = {name: tensor.detach() for name, tensor in tensors(device=device).items()}
     expected = function(t)
     result, rows, _ = run(function, t)
     assert rows[0].operator == "layer_norm"
@@ -995,24 +1039,38 @@ def test_one_use_gives_the_same_to_the_bit():
     torch.testing.assert_close(gradients["x"], expected_gradients["x"], rtol=1e-5, atol=1e-5)
 
 
+def test_float16_has_no_range_for_sums_of_gradients():
+    """One product's gradient is float16 anyway; several products' are summed in float32."""
+
+    def function(use):
+        def under_autocast(x, w):
+            with torch.autocast("cpu", F16):
+                return use(norm(x), w)
+
+        return run(under_autocast, torch.randn(B, S, D), torch.randn(D, D))
+
+    _, rows, _ = function(_one_linear)
+    assert rows[0].fused == ["cast"]
+    _, rows, _ = function(_three_products)
+    assert rows[0].fused == []
+
+
 def test_rows_that_do_not_lie_side_by_side(device):
-    """The channels of images: their copy stands in the graph, once."""
+    """The channels of images: their copy stands in the graph."""
 
     def function(t):
-        images = t["x"].transpose(1, 2) * 2  # B x D x S
-        return norm(images.transpose(1, 2) + 0, t["weight"]), norm(images.transpose(1, 2))
+        return norm((t["x"].transpose(1, 2) * 2).transpose(1, 2), t["weight"])
 
     t = tensors(device=device)
     t["x"] = torch.randn(B, D, S, device=device).transpose(1, 2).requires_grad_()
     rows, graphs = assert_same(function, t)
-    assert [row.operator for row in rows] == 2 * ["layer_norm"]
-    copies = graphs[0].graph.find_nodes(
+    assert [row.operator for row in rows] == ["layer_norm"]
+    (copied,) = graphs[0].graph.find_nodes(
         op="call_function", target=torch.ops.aten.contiguous.default
     )
-    assert copies
-    for node in graphs[0].graph.nodes:
-        if getattr(node.target, "namespace", "") == "fused_layernorm":
-            assert node.args[0].meta["example_value"].is_contiguous()
+    (node,) = copied.users
+    assert node.target.namespace == "fused_layernorm"
+    assert copied.meta["example_value"].is_contiguous()
 
 
 # ---- Sub-graphs, dynamic shapes, strides --------------------------------------------------------

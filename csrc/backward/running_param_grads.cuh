@@ -119,7 +119,7 @@ struct RunningParamGrads {
     }
     __syncthreads();
     for (int col = threadIdx.x; col < cols; col += kWarps * kWarpSize) {
-      // Four chains, for the sake of the digits.
+      // Four short chains of additions are rounded less than a long one.
       Acc of_weight[4] = {}, of_bias[4] = {};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {

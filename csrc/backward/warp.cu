@@ -1,7 +1,7 @@
 // Backward of short rows: a logical warp (a power-of-two part of a warp) holds a row in registers,
 // while the next row is on its way. Blocks are persistent, and each lane keeps the running dweight
 // and dbias of its columns in registers, or dscale and dshift of a group of rows, one group after
-// the other.
+// the other. Where it has many rows, it adds them to second sums in shared memory, chain by chain.
 #include "backward/running_param_grads.cuh"
 #include "launch.cuh"
 

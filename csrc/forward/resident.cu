@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kForwardResidentThreads, 1)
   const X* next = x_of(0);
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) load_vector(k, next);
-  // The row's first element, whatever the mean: there is no register for the second one (16 x
-  // 4194304 float32: 199 us, 209 with it).
+  // The slice's first element, whatever the mean. For a second one, which would say whether the
+  // mean is large, a thread has no register (16 x 4194304 float32: 199 us, with a second one 209).
   float pivot = to_acc(*next);
   const int bias_vectors = min(vectors, plan.bias_cols / kWidth);
   copy_parameter<kWidth>(weight, parameters.weight, vectors, vectors);

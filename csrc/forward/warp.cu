@@ -22,9 +22,9 @@ struct LogicalWarp {
 
   // The first lane has the row's first elements. But a shuffle waits for the row, and the loads of
   // what comes behind wait for the shuffle (bfloat16: 32768 x 512 18.9 us, 18.3 with a load of its
-  // own; but 4194304 x 64 float32 516 and 521, and 32768 x 1024 with a residual 67.4 and 69.2; a
-  // load of a second element made 1000003 x 37 float32 of 169 us 176). What lies behind the only
-  // element of a row is zero there.
+  // own; but 4194304 x 64 float32 516 and 521, and 32768 x 1024 with a residual 67.4 and 69.2;
+  // 1000003 x 37 float32 170 us with a shuffle, 176 with loads of both elements). Where a row has
+  // one element, the registers behind it hold zeros.
   template <typename N, int kVecs, bool kShifted>
   static constexpr bool kPivotFirst = kShifted && sizeof(typename N::X) == 2;
   template <typename N, typename Row, int kWidth>

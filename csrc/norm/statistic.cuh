@@ -54,14 +54,14 @@ struct Moments {
 
 // Mean and variance, by two passes over the elements: the mean first, then the deviations from it.
 struct LayerNorm {
-  // What is subtracted from each of some columns before they are summed up, from their first two
-  // elements. It is the first one where that is large beside their difference: the sum then stays
-  // of the order of the deviations, however large the mean is, and that of a constant row is
-  // exactly zero. Otherwise it is zero, for a sum of elements less one of their own size would be
-  // as large as that times their number, and be rounded accordingly (float32, 1024 columns of mean
-  // 0 and deviation 1, rms errors: mean 4.0e-8 and y 6.9e-8 with the first element, 1.0e-8 and
-  // 5.7e-8 so). A thread's own sum of half-precision elements is exact with either, so the first
-  // one will do.
+  // What is subtracted from each of some elements before they are summed up, from the first two of
+  // them. Where the first one is large beside their difference, the mean is large, and the pivot is
+  // the first element: the sum then stays of the order of the deviations, and that of a constant
+  // row is exactly zero. Otherwise the pivot is zero. With the first element as the pivot the sum
+  // would be as large as the number of elements times that one, and be rounded accordingly
+  // (float32, 1024 columns of mean 0 and deviation 1, rms errors: mean 4.0e-8 and y 6.9e-8 with the
+  // first element, 1.0e-8 and 5.7e-8 by this rule). In half precision the pivot is always the first
+  // element, because a thread's own sum is exact with either.
   template <typename X, typename Acc>
   static __device__ __forceinline__ Acc pivot(Pair<Acc> first) {
     constexpr Acc kLarge = 4;

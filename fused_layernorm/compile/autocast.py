@@ -9,24 +9,31 @@ numbers are the same, and half as many bytes are written and read, backward too.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Node
 
 from ..ops.arguments import HALF
-from .effects import name_of_target
 from .reading import dtype_of, is_tensor
 
-# The functions that autocast runs in half precision, by the last part of their names.
-_CASTING = {
-    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm"),
-    *("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"),
+# What autocast runs in half precision: functions, and methods by name.
+_CASTING: set[Any] = {
+    *(F.linear, operator.matmul, torch.matmul, torch.mm, torch.bmm),
+    *(torch.addmm, torch.baddbmm, torch.addbmm, torch.conv1d, torch.conv2d, torch.conv3d),
+    F.scaled_dot_product_attention,
+    *("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm"),
 }
-# Those that give the elements of their first argument and nothing else but zeros.
-_MOVING = {
-    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "getitem"),
-    *("permute", "transpose", "movedim", "contiguous", "clone", "roll", "pad"),
+# What gives the elements of its first argument in another layout, and nothing else but zeros.
+_PADS: set[Any] = {F.pad, torch._C._nn.pad}
+_MOVING: set[Any] = {
+    *(operator.getitem, torch.reshape, torch.flatten, torch.unflatten, torch.squeeze),
+    *(torch.unsqueeze, torch.permute, torch.transpose, torch.movedim, torch.clone, torch.roll),
+    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "permute"),
+    *("transpose", "movedim", "contiguous", "clone", "roll"),
+    *_PADS,
 }
 
 
@@ -38,10 +45,13 @@ class Narrowed(NamedTuple):
 
 
 def narrowed(y: Node) -> Narrowed | None:
-    """How the result may be rounded already when it is written; None if something reads float32."""
-    if dtype_of(y) is not torch.float32 or not y.users:
+    """How the result may be rounded already when it is written; None if something reads float32.
+
+    Several readers' gradients are then summed in half precision, which float16 has no range for.
+    """
+    if dtype_of(y) is not torch.float32:
         return None
-    dtypes: set[torch.dtype] = set()
+    readers: list[Node] = []
     moved: list[Node] = []
     pending = [y]
     while pending:
@@ -49,23 +59,25 @@ def narrowed(y: Node) -> Narrowed | None:
         for user in node.users:
             if user.op not in ("call_function", "call_method") or not is_tensor(user):
                 return None
-            if name_of_target(user.target) in _CASTING and dtype_of(user) in HALF:
-                dtypes.add(dtype_of(user))
+            if user.target in _CASTING and dtype_of(user) in HALF:
+                readers.append(user)
             elif _is_moved(user, node):
                 if user not in moved:
                     moved.append(user)
                     pending.append(user)
             else:
                 return None
-    return Narrowed(dtypes.pop(), tuple(sorted(moved))) if len(dtypes) == 1 else None
+    dtypes = {dtype_of(reader) for reader in readers}
+    if len(dtypes) != 1 or (torch.float16 in dtypes and len(readers) > 1):
+        return None
+    return Narrowed(dtypes.pop(), tuple(sorted(moved)))
 
 
 def _is_moved(user: Node, node: Node) -> bool:
     """Whether this is the node's result in another layout."""
     if not user.args or user.args[0] is not node or user.all_input_nodes != [node]:
         return False
-    name = name_of_target(user.target)
-    if name == "pad":
-        given = [*user.args[2:], *user.kwargs.values()]
-        return all(value in ("constant", None, 0) for value in given)
-    return name in _MOVING and dtype_of(user) is dtype_of(node)
+    given = [*user.args[1:], *user.kwargs.values()]
+    if user.target not in _MOVING or any(isinstance(value, torch.dtype) for value in given):
+        return False  # a view in another dtype shows the bytes, not the numbers
+    return user.target not in _PADS or all(v in ("constant", None, 0) for v in given[1:])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx import Graph, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -68,6 +68,9 @@ def written(node: Node) -> Iterable[Any]:
             for a in schema.arguments
             if a.alias_info is not None and a.alias_info.is_write and a.name in named
         ]
+    if isinstance(target, OpOverloadPacket):
+        schemas = [getattr(target, overload)._schema for overload in target.overloads()]
+        return node.all_input_nodes if any(schema.is_mutable for schema in schemas) else ()
     if isinstance(target, HigherOrderOperator):
         # Dynamo makes functions of the bodies of checkpoints and the like, or breaks the graph.
         return node.all_input_nodes if "mutation" in name or "auto_functional" in name else ()

@@ -161,25 +161,35 @@ def _problem(site: Site, settings: Settings) -> Problem:
         kind,
         cols if isinstance(cols, int) else None,
         any(map(_is_elementwise, neighbours)),
-        replace.has_rows(site.input, site.normalized_ndim) and not _is_permuted(site.input),
+        replace.has_rows(site.input, site.normalized_ndim)
+        and not _is_permuted(site.input, site.normalized_ndim),
         settings.with_inductor,
         settings.deterministic,
     )
 
 
-def _is_permuted(node: Any) -> bool:
-    """Whether it is a tensor seen with its dimensions in another order.
+def _is_permuted(node: Any, normalized_ndim: int) -> bool:
+    """Whether it is a tensor seen with its dimensions in another order, the normalized ones too.
 
     The strides of examples do not tell how such a tensor lies in memory, for Inductor chooses the
     layouts of convolutions, and of what is computed elementwise from their results.
     """
-    call = read(origin(node))
-    while call is not None and call.name == "view":
-        name = name_of_target(origin(node).target).split(".")[0]
-        if name in ("permute", "transpose", "movedim", "swapaxes"):
-            return True
-        (node,) = call.operands
-        call = read(origin(node))
+    node = origin(node)
+    first = value_of(node).dim() - normalized_ndim
+    while (call := read(node)) is not None and call.name == "view":
+        name = name_of_target(node.target)
+        if name == "permute":
+            given = [*node.args[1:], *node.kwargs.values()]
+            dims = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+            moved = [d for i, d in enumerate(dims) if isinstance(d, int) and d % len(dims) != i]
+            return any(d % len(dims) >= first for d in moved)
+        if name == "transpose":
+            ndim = value_of(node).dim()
+            dims = [*node.args[1:], *node.kwargs.values()]
+            return any(isinstance(d, int) and d % ndim >= first for d in dims)
+        if name in ("view", "reshape", "flatten", "unflatten"):
+            first = 0  # which dimension is which is not followed
+        (node,) = map(origin, call.operands)
     return False
 
 

@@ -1,8 +1,9 @@
 """Whether a site may become one operator, and the replacement.
 
 `check` raises Left, with the reason, where the operator would not take the operands, would give
-another dtype, shape or strides, or where the graph writes into a tensor or changes a mode between
-the nodes. No check adds a guard to a symbolic shape.
+another dtype (but where autocast casts the result, see autocast.py), shape or strides, or where the
+graph writes into a tensor or changes a mode between the nodes. No check adds a guard to a symbolic
+shape.
 """
 
 from __future__ import annotations
