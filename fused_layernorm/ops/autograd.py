@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction as Function
+from torch.autograd.function import _SingleLevelFunction
 
 from . import arguments, formulas, load
 from .operators import (
@@ -36,6 +36,13 @@ from .operators import (
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _after_autograd = torch._C._after_autograd_keyset
+
+
+class Function(_SingleLevelFunction):
+    """A torch.autograd.Function without a way of its own through torch.func's transforms."""
+
+    # The key under which compiled autograd keeps what it makes of backward.
+    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
