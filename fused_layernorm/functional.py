@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -472,8 +473,8 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
     )
     choice = _choice(
         "RESIDUAL" if a.residual is not None else "ACTIVATED" if options.activation else "PLAIN",
-        int(cols),
-        int(stride) if has_static_value(stride) else 0,
+        index(cols),  # Dynamo of torch 2.11 makes no constant of an int().
+        index(stride) if has_static_value(stride) else 0,
         bool(has_hidden_casts),
         torch.are_deterministic_algorithms_enabled(),
     )

@@ -18,6 +18,7 @@ from fused_layernorm import (
     layer_norm,
     swap_layer_norm,
 )
+from fused_layernorm.compile import rules
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
@@ -28,6 +29,13 @@ def _reset():
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(params=["chosen", "as they are"])
+def rules_on_cpu(request, monkeypatch):
+    """With the choice between operators that compiled calls make on a GPU, and without."""
+    if request.param == "chosen":
+        monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
 
 
 class Block(torch.nn.Module):
@@ -53,6 +61,7 @@ def losses_and_gradients(run, module, x):
     return [out.detach(), x.grad, *(p.grad for p in module.parameters())]
 
 
+@pytest.mark.usefixtures("rules_on_cpu")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_training(device, backend, dynamic):
@@ -197,6 +206,7 @@ def test_backward_past_a_gate_is_one_operator(device):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.usefixtures("rules_on_cpu")
 @pytest.mark.parametrize(
     "options",
     [
