@@ -152,8 +152,9 @@ class Case:
         Backward reads x, dy, weight and writes dx, dweight, dbias; an activation reads bias too;
         a residual adds the read of its gradient (input and residual share the one dx).
         Modulated, forward reads x, shift, scale and writes y; backward reads x, dy, scale and
-        writes dx, dshift, dscale. With a gate, forward also reads residual and gate and writes the
-        sum; backward also reads the sum's gradient, input and gate and writes dinput and dgate.
+        writes dx, dshift, dscale, but where dshift is dy. With a gate, forward also reads residual
+        and gate and writes the sum; backward also reads the sum's gradient, input and gate and
+        writes dinput and dgate.
         """
         size = self.rows * self.cols
         x, y = size * self.torch_dtype.itemsize, size * self.torch_out_dtype.itemsize
@@ -161,13 +162,22 @@ class Case:
             modulation = math.prod(self.modulation_shape) * self.torch_modulation_dtype.itemsize
             gated = self.residual
             if self.backward:
-                return (2 + 3 * gated) * x + y + (3 + 2 * gated) * modulation
+                modulations = 3 + 2 * gated - self.is_dshift_dy
+                return (2 + 3 * gated) * x + y + modulations * modulation
             return (1 + 2 * gated) * x + y + (2 + gated) * modulation
         column = self.cols * self.torch_weight_dtype.itemsize
         if self.backward:
             columns = 3 + (self.activation[0] is not None)
             return (2 + self.residual) * x + y + columns * column
         return (1 + 2 * self.residual) * x + y + 2 * column
+
+    @property
+    def is_dshift_dy(self) -> bool:
+        """Whether each element of y has a shift of its own, of y's dtype.
+
+        The gradient of such a shift is dy itself, and autograd asks no operator for it.
+        """
+        return self.modulation == PER_TOKEN and self.torch_modulation_dtype == self.torch_out_dtype
 
     def ratio(self, us: float, copy_us: float) -> float:
         """Achieved bandwidth over copy speed."""

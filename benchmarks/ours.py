@@ -153,17 +153,20 @@ def _modulated(case: Case, t: Inputs, statistics: bool) -> Call:
 
     arguments |= {
         "dy": t.dy, "x": t.x, "mean": t.mean, "rstd": t.rstd, "dresidual": t.dresidual,
-        "needs_dx": True, "needs_dshift": True, "needs_dscale": True,
+        "needs_dx": True, "needs_dshift": not case.is_dshift_dy, "needs_dscale": True,
         "needs_dweight": False, "needs_dbias": False,
     }  # fmt: skip
     operator = getattr(ops, operators(case)[0]).default
-    if not case.residual:
-        return lambda: operator(**arguments)[:3]
-    arguments |= {"input": t.input, "gate": t.gate, "needs_dinput": True, "needs_dgate": True}
+    if case.residual:
+        arguments |= {"input": t.input, "gate": t.gate, "needs_dinput": True, "needs_dgate": True}
 
     def call() -> tuple[torch.Tensor, ...]:
-        dresidual, dinput, dgate, dshift, dscale = operator(**arguments)[:5]
-        return dinput, dresidual, dgate, dshift, dscale
+        gradients = list(operator(**arguments)[: 5 if case.residual else 3])
+        if case.residual:
+            gradients[:2] = reversed(gradients[:2])
+        if case.is_dshift_dy:
+            gradients[-2] = t.dy
+        return tuple(gradients)
 
     return call
 

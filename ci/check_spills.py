@@ -51,6 +51,11 @@ ALLOWED = [
         "rows of 32 columns a thread: a few bytes a row",
     ),
     Allowed(
+        r"backward_rows_kernel<",
+        48,
+        "rows of 32 columns a thread, or wide types beside narrow ones: a few numbers a row",
+    ),
+    Allowed(
         r"forward_\w+_kernel<.*, MayBeAffineAndModulateTwice, ",
         144,
         "a row kept for a second output",

@@ -1,9 +1,16 @@
 """Every kernel family once, in small, for compute-sanitizer; ci/on_gpu runs it.
 
-The results are not looked at: that is what the tests are for.
+    compute-sanitizer --tool memcheck python ci/sanitizer_cases.py
+    compute-sanitizer --tool racecheck python ci/sanitizer_cases.py --teams-alike
+
+The results are not looked at: that is what the tests are for. With --teams-alike the teams of a
+block have as many rows of a group as each other, which is what racecheck can follow
+(ci/racecheck_teams.cu).
 """
 
+import argparse
 import json
+import math
 
 import torch
 
@@ -58,7 +65,27 @@ def strategy_of_many_rows(cols, dtype):
     return plan["strategy"]
 
 
+def teams_of(cols, dtype, gated):
+    """The rows that a block with groups of rows works on at once, none if it has no teams."""
+    many = 1 << 14
+    plan = json.loads(
+        _ops._plan(many, cols, dtype, backward=True, group_rows=64, gated=gated) or "null"
+    )
+    return (plan or {}).get("teams", 1)
+
+
+def groups(cols, dtype, teams_alike):
+    """Samples and tokens: several groups a block, which all of its teams have rows of."""
+    if not teams_alike:
+        return 3, 150
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    return 2 * multiprocessors, math.lcm(*(teams_of(cols, dtype, gated) for gated in (0, 1)))
+
+
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--teams-alike", action="store_true")
+    teams_alike = parser.parse_args().teams_alike
     torch.manual_seed(0)
     for dtype in (BF16, F32):
         for cols in (7, 64, 96, 768, 1023, 2047, 4096, 5003, 16384):
@@ -83,10 +110,13 @@ def main():
     # Modulations of groups of rows and of rows, by rings and without, streamed, and odd columns.
     for dtype in (BF16, F32):
         for cols in (7, 64, 1023, 1152, 3072, 6000, 12_288):
-            run_modulated(3, 150, cols, dtype)
+            samples, tokens = groups(cols, dtype, teams_alike)
+            run_modulated(samples, tokens, cols, dtype)
             run_modulated(2, 20, cols, dtype, per_token=True, weight=True)
         run_modulated(140, 3, 96, dtype, weight=True)
         run_modulated(2, 9, 24_576, dtype)
+        for cols in (96, 9000, 16_384):
+            run_modulated(2, 20, cols, dtype, per_token=True)
         run_modulated(2, 90, 1152, dtype, strategy="stream", weight=True)
         run_modulated(2, 9, 1155, dtype, strategy="stream", per_token=True)
     torch.cuda.synchronize()

@@ -31,6 +31,8 @@ cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::Group&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::Rows&, cudaStream_t);
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::Split&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::Stream&, cudaStream_t);

@@ -54,7 +54,7 @@ DTYPES = [
     (F64, F64, F64, F64),
 ]
 # The boundaries of the kernels' strategies, and the models' widths.
-WIDTHS = [1, 7, 8, 63, 64, 65, 256, 257, 512, 1023, 1024, 1152, 2432, 3072, 4095, 4096, 5120]
+WIDTHS = [1, 7, 8, 63, 64, 65, 256, 257, 512, 1023, 1024, 1152, 2432, 3072, 4095, 4096, 5120, 6144]
 WIDE = [8192, 8193, 16384, 16385, 32768, 40960, 50001]
 # B samples of S rows: one group; groups of one row, of three, of many; more groups than an H200 has
 # multiprocessors.
@@ -970,3 +970,27 @@ def test_gate_beside_an_activation(device, dtypes, options):
         assert one.dtype == leaves[name].dtype
         scale = other.abs().max()
         torch.testing.assert_close(one.double() / scale, other / scale, rtol=0, atol=3 * tolerance)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("shift_dtype", [F32, BF16], ids=ids)
+def test_a_shift_of_every_element_has_the_gradient_of_y(device, shift_dtype, gated):
+    """It is dy itself where the dtypes are the same, and yet no tensor that others change."""
+    x, residual, gate, scale = torch.randn(4, 2, 3, 24, device=device).to(BF16).unbind()
+    shift = torch.randn(2, 3, 24, device=device).to(shift_dtype).requires_grad_()
+    x.requires_grad_()
+    if gated:
+        y, _ = add_ada_layer_norm(x, residual, gate, shift, scale)
+    else:
+        y = ada_layer_norm(x, shift, scale)
+    dy = torch.randn_like(y)
+    of_shift, of_x = torch.autograd.grad(y, (shift, x), dy, retain_graph=True)
+    assert of_shift.dtype == shift_dtype
+    assert torch.equal(of_shift, dy.to(shift_dtype))
+    assert of_x.isfinite().all()
+    kept = dy.clone()
+    for _ in range(2):
+        y.backward(dy, retain_graph=True)
+    assert shift.grad is not None
+    assert torch.equal(shift.grad, 2 * kept.to(shift_dtype))
+    assert torch.equal(dy, kept)

@@ -263,27 +263,36 @@ def check_groups(p, groups, group_rows, cols, problem):
     width = 16 // x_size if problem["aligned"] else 1
     assert p["width"] == width
     sums = 2 + problem.get("gated", False)
-    if p["strategy"] == "group":
+    if p["strategy"] == "rows":
+        assert group_rows == 1
         assert problem["dtype"] != F64
-        assert width > 1 or group_rows > 1
+        assert -(-cols // width) <= p["team_threads"] * p["vecs"]
+        assert p["threads"] == p["teams"] * p["team_threads"] <= 512
+        assert p["threads"] % 32 == 0
+        fewest = 8 // width
+        assert p["by_lanes"] == (-(-cols // width) <= 32 * fewest) == (p["vecs"] == fewest)
+        assert not problem.get("gated") or width > 1
+        assert p["vecs"] * width in ((8, 16, 32) if width > 1 else (8, 16))
+        assert p["blocks"] == -(-rows // p["teams"])
+        assert p["workspace_bytes"] == p["shared_bytes"] == 0
+    elif p["strategy"] == "group":
+        assert problem["dtype"] != F64
+        assert group_rows > 1
         assert -(-cols // width) <= p["team_threads"] * p["vecs"]
         assert p["threads"] == p["teams"] * p["team_threads"] <= 512
         assert p["teams"] <= 15  # each has a hardware barrier
         assert p["blocks"] == p["sets"] <= rows
         columns = p["vecs"] * width
         assert columns in ((16, 32) if width > 1 else (16,))
-        held = columns <= 16 and not problem.get("gated") and (width > 1 or not p["bulk"])
+        held = columns <= 16 and not problem.get("gated")
         assert p["bulk"] or held
         ring = 0
         if p["bulk"]:
             assert (1 if held else 2) <= p["stages"] <= 8
             stage = x_size + y_size
             params = 4 * (1 + problem.get("gated", False))
-            if group_rows == 1:
-                stage, params = stage + problem["weight_dtype"].itemsize, 0
             ring = p["stage_cols"] * (p["stages"] * p["teams"] * stage + params)
-        adds_up = p["teams"] > 1 and group_rows > 1
-        of_teams = 2 * 4 * p["vecs"] * width * p["threads"] if adds_up else 0
+        of_teams = 2 * 4 * p["vecs"] * width * p["threads"] if p["teams"] > 1 else 0
         assert p["shared_bytes"] >= ring + of_teams
         if 20 * (p["blocks"] // groups * groups) >= 19 * p["blocks"]:
             assert p["blocks"] % groups == 0
@@ -1163,7 +1172,7 @@ def test_a_refusal_names_what_was_forced_and_the_problem():
         (
             "strategy=fast",
             "no strategy is called 'fast': expected warp, block, split, resident, stream, "
-            "few_rows or group",
+            "few_rows, group or rows",
         ),
         (
             "threads=128",

@@ -121,8 +121,12 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     }
     torch::jit::push(stack, options.normalized_ndim, this->saved(Saved::kMean),
                      this->saved(Saved::kRstd));
+    // A saved tensor can be unpacked only once (torch.utils.checkpoint).
+    bool is_dshift_dy = false;
     for (size_t i = 0; i < Op::kParameters; ++i) {
-      stack.push_back(value_of(this->saved(Saved::kFirstParameter + i)));
+      const Tensor parameter = this->saved(Saved::kFirstParameter + i);
+      if (Op::kHasModulation && i == 0) is_dshift_dy = is_of_elements(parameter, dy);
+      stack.push_back(value_of(parameter));
     }
     stack.push_back(value_of(dresidual));
     if constexpr (!Op::kHasModulation) {
@@ -132,7 +136,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     stack.emplace_back(needs_dx);
     if (is_gated) torch::jit::push(stack, needs(Op::kInput), needs(Op::kGate));
     for (size_t i = 0; i < Op::kParameters; ++i) {
-      stack.emplace_back(needs(Op::kFirstParameter + i));
+      stack.emplace_back(needs(Op::kFirstParameter + i) && !(is_dshift_dy && i == 0));
     }
     call(is_gated ? of_gated_norm : of_norm, &stack);
     const auto take = [&](size_t output, size_t argument) {
@@ -145,7 +149,15 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     for (size_t i = 0; i < Op::kParameters; ++i) {
       take((is_gated ? 3 : 1) + i, Op::kFirstParameter + i);
     }
+    if (is_dshift_dy && needs(Op::kFirstParameter)) results[Op::kFirstParameter] = dy;
     return needs_dx ? std::move(stack[0]).toTensor() : Tensor();
+  }
+
+  // Whether each element of y has a shift of its own, of y's dtype: the gradient of such a shift is
+  // dy itself.
+  static bool is_of_elements(const Tensor& shift, const Tensor& dy) {
+    return shift.defined() && shift.scalar_type() == dy.scalar_type() &&
+           shift.sym_sizes() == dy.sym_sizes();
   }
 
   void backward_of_gate(const Tensor& dx, const Tensor& gate, variable_list& results) {

@@ -1,6 +1,7 @@
 // Backward of few rows, in one launch: blocks on columns compute dweight and dbias, and beside them
 // blocks on rows dx. Both read x and dy, the second time from L2, but no partial sums are left to a
 // second launch.
+#include "backward/row_team.cuh"
 #include "launch.cuh"
 #include "norm/param_grad.cuh"
 
@@ -77,38 +78,16 @@ struct ColumnGradients {
   }
 };
 
-// The threads on one row: the lanes of a logical warp, or whole warps. They are those that would
-// work on the row if there were many rows, so a row's dx is the same in any batch.
-template <typename Acc>
-struct RowTeam {
-  int threads, thread, index;  // index: of the team in its block
-  bool by_lanes;
-
-  __device__ __forceinline__ RowTeam(int team_threads, bool lanes)
-      : threads(team_threads),
-        thread(threadIdx.x % team_threads),
-        index(threadIdx.x / team_threads),
-        by_lanes(lanes) {}
-  __device__ __forceinline__ Pair<Acc> sum(Pair<Acc> sums, Pair<Acc>* scratch) const {
-    if (by_lanes) {
-      return {logical_warp_sum(sums.first, threads), logical_warp_sum(sums.second, threads)};
-    }
-    const BlockTeam team(threads);
-    return team_sum(sums, team, scratch + index * scratch_values(team.warps()));
-  }
-};
-
-// dx of one row by a team. A team without a row goes along with the last one for the sake of the
-// others in its warp.
+// dx of one row by a team. The team is the one that would work on the row if there were many rows,
+// so a row's dx is the same in any batch. A team without a row goes along with the last one for the
+// sake of the others in its warp.
 template <typename N, int kWidth, int kVecs>
 __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, int team_threads,
                                             bool by_lanes, int block) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using Y = typename N::Y;
-  // The scratch memory of all teams of a block, each of which has up to three values more than
-  // warps.
-  __shared__ alignas(16) Pair<Acc> scratch[scratch_values(kBackwardThreads / kWarpSize * 4)];
+  __shared__ alignas(16) Pair<Acc> scratch[kRowTeamScratch];
   const RowTeam<Acc> team(team_threads, by_lanes);
   const int64_t own_row = int64_t{block} * (blockDim.x / team_threads) + team.index;
   const int64_t row = min(own_row, p.rows - 1);

@@ -1,7 +1,7 @@
 // Backward of rows whose shift and scale belong to groups of rows: persistent blocks, each with a
 // range of rows that follow each other. A block works through the groups in its range one after the
 // other, and keeps a group's running dscale and dshift in registers, and dgate where x was a gated
-// sum. Where a group is one row, they are no sums, and are stored with the row's dx.
+// sum. (Groups of one row have no sums and are the matter of rows.cu.)
 #include "backward/persistent.cuh"
 #include "device/dependency.cuh"
 #include "launch.cuh"
@@ -15,10 +15,9 @@ struct TeamRows {
   const GroupRange& range;
   const int teams, team;
 
-  __device__ __forceinline__ TeamRows(const GroupRange& its_range, bool of_rows, int all_teams,
-                                      int team_index)
+  __device__ __forceinline__ TeamRows(const GroupRange& its_range, int all_teams, int team_index)
       : row(its_range.begin + team_index),
-        group_end(of_rows ? its_range.end : its_range.end_of_group(its_range.begin)),
+        group_end(its_range.end_of_group(its_range.begin)),
         range(its_range),
         teams(all_teams),
         team(team_index) {
@@ -47,7 +46,7 @@ struct BackwardGroupGeometry {
   // xhat and g of a row stay in registers between its sums and its dx. Otherwise they are computed
   // again from the ring.
   static constexpr bool kKeep =
-      group_holds_row(kWidth, kBulk, kVecs* kWidth <= kKeptColsPerThread, N::Prologue::kGated);
+      group_holds_row(kVecs * kWidth <= kKeptColsPerThread, N::Prologue::kGated);
   static_assert(kVecs * kWidth <= kBackwardColsPerThread, "a thread has registers for so many");
   static_assert(kBulk || kKeep, "only a ring holds a row for a second read");
 };
@@ -57,11 +56,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     layer_norm_backward_group_kernel(const BackwardParams p, const backward::Group plan) {
   using Acc = typename N::Acc;
   using X = typename N::X;
-  using Y = typename N::Y;
   using W = typename N::W;
   using Ring = BackwardRing<N, G::kWidth>;
   constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
-  constexpr bool kOfRows = N::Affine::kOfRows, kBulk = G::kBulk;
+  constexpr bool kBulk = G::kBulk;
   if constexpr (kBulk && !kHasBulk) return;  // It is never launched there.
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ alignas(16) Pair<Acc> scratch[2][kBackwardScratch];
@@ -77,7 +75,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
   const int first_scratch = team.index * scratch_values(team.warps());
 
-  TeamRows next(range, kOfRows, plan.teams, team.index);  // the row to be copied to the ring next
+  TeamRows next(range, plan.teams, team.index);  // the row to be copied to the ring next
   if constexpr (kBulk) {
     if (kWidth > 1) ring.clear_behind(p.cols, team);
     if (fills) ring.init_barriers();
@@ -90,52 +88,19 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     }
   }
 
-  // The combined weight at vector k of a row.
-  const auto weight_at = [&](int col, int stage, int64_t row) {
-    if constexpr (!kBulk) {
-      return combined_weight<N, kWidth>(p, col, scale_of_row<N>(p, row).template load<kWidth>(col));
-    } else if constexpr (kOfRows) {
-      Vec<W, kWidth> scale = {};
-      if (p.modulation.scale != nullptr) {
-        scale = load<Use::kPlain, kWidth>(ring.scale + stage * ring.stage_cols + col);
-      }
-      return combined_weight<N, kWidth>(p, min(col, p.cols - kWidth), scale);
-    } else {
+  // The combined weight at a vector of a row's columns.
+  const auto weight_at = [&](int col, int64_t row) {
+    if constexpr (kBulk) {
       return load<Use::kPlain, kWidth>(ring.weight + col);
+    } else {
+      return combined_weight<N, kWidth>(p, col, scale_of_row<N>(p, row).template load<kWidth>(col));
     }
   };
-  // Calls use(k, gradients) for all of this thread's vectors of a row. At a vector that the thread
-  // does not have, all gradients are zero.
+  // Calls use(k, gradients) for all of this thread's vectors of a row.
   const auto with_gradients = [&](int stage, int64_t row, Pair<Acc> statistics, const auto& use) {
-    const X* x_row = x_row_of<N>(p, row, 0);
-    const Y* dy_row = dy_row_of<N>(p, row, 0);
-    if constexpr (kBulk) {
-      x_row = ring.x + stage * ring.stage_cols + Ring::skipped(x_row) / sizeof(X);
-      dy_row = ring.dy + stage * ring.stage_cols + Ring::skipped(dy_row) / sizeof(Y);
-    }
-    constexpr bool kHasRoom = kBulk && kWidth > 1;
-    constexpr int kAtOnce = kBulk ? 1 : kVecs;
-    constexpr Use kUse = kBulk ? Use::kPlain : Use::kAgain;
-#pragma unroll
-    for (int from = 0; from < kVecs; from += kAtOnce) {
-      Vec<X, kWidth> x[kAtOnce];
-      Vec<Y, kWidth> dy[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int k = from + i;
-        const int col = kHasRoom ? share.vector(k) * kWidth : share.template col<kWidth>(k);
-        x[i] = load<kUse, kWidth>(element(x_row, col));
-        dy[i] = load<kUse, kWidth>(element(dy_row, col));
-        if (!kHasRoom && !share.has(k)) dy[i] = {};
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int k = from + i;
-        const int col = kHasRoom ? share.vector(k) * kWidth : share.template col<kWidth>(k);
-        use(k, Gradients<N, kWidth>(p, x[i], dy[i], statistics.first, statistics.second,
-                                    weight_at(col, stage, row), Vec<W, kWidth>{}));
-      }
-    }
+    with_gradients_of_row<N, kWidth, kVecs, kBulk>(
+        p, ring, share, 0, true, stage, row, statistics,
+        [&](int col) { return VectorParameters<Acc, W, kWidth>{weight_at(col, row), {}}; }, use);
   };
   const auto statistics_of = [&](int stage, int64_t row) -> Pair<Acc> {
     if constexpr (kBulk) {
@@ -157,8 +122,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
     Vec<X, kWidth> added[kVecs] = {};
     Vec<X, kWidth> input[kVecs] = {};
-    // Single elements would wait for it one by one.
-    constexpr bool kAddedEarly = G::kKeep || kGated || kWidth == 1;
+    constexpr bool kAddedEarly = G::kKeep || kGated;
     if (kAddedEarly && (kGated || p.dx != nullptr)) {
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
@@ -179,11 +143,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     Pair<Acc> sums;
     with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
       gradients.add_sums(sums);
-      if constexpr (kOfRows) {
-        if (share.has(k)) store_row_modulation(p, row, share.vector(k) * kWidth, gradients);
-      } else {
-        gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
-      }
+      gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
       if constexpr (G::kKeep) {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
@@ -238,52 +198,47 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     ++i;
   };
 
-  if constexpr (kOfRows) {
-    for (uint32_t row = range.begin + team.index; row < range.end; row += plan.teams) work_on(row);
-  } else {
-    const bool wanted = p.dscale || p.dshift || p.dweight || p.dbias || p.dgate;
-    uint32_t part = blockIdx.x + range.group_of(range.begin);
-    for (uint32_t from = range.begin; from < range.end; ++part) {
-      const uint32_t to = range.end_of_group(from);
-      __syncthreads();  // Nobody reads the weight or the sums of the group before any more.
-      if constexpr (kBulk) {
-        const auto scale = scale_of_row<N>(p, from);
-        // The last vector fills up the room of those that do not exist.
-        for (int v = threadIdx.x; v < ring.stage_cols / kWidth; v += blockDim.x) {
-          const int col = min(v, vectors - 1) * kWidth;
-          store(ring.weight + v * kWidth,
-                combined_weight<N, kWidth>(p, col, scale.template load<kWidth>(col)));
-          if constexpr (kGated) {
-            const auto gate =
-                row_parameter<W>(p.modulation.gate, p.modulation.gate_rows, from, 0, Absent::kOnes);
-            Acc values[kWidth];
-            unpack(values, gate.template load<kWidth>(col));
-            store(ring.gate + v * kWidth, round_to<Acc>(values));
-          }
-        }
-        __syncthreads();
-      }
-      for (uint32_t row = from + team.index; row < to; row += plan.teams) work_on(row);
-      if (to == range.end) let_next_kernel_start();
-      if (wanted) {
-        const PartSink<N> sink(p, plan.parts.partials, part);
-        const auto leave = [&](const auto& sums, const auto& its_sink) {
-          if (plan.teams == 1) {
-            sums.store(its_sink, share, 0);
-          } else {
-            sums.store_sum_of_teams(its_sink, share, 0, team, plan.teams,
-                                    shared + plan.sums_offset);
-          }
-        };
-        leave(grads, sink);
-        grads = {};
+  const bool wanted = p.dscale || p.dshift || p.dweight || p.dbias || p.dgate;
+  uint32_t part = blockIdx.x + range.group_of(range.begin);
+  for (uint32_t from = range.begin; from < range.end; ++part) {
+    const uint32_t to = range.end_of_group(from);
+    __syncthreads();  // Nobody reads the weight or the sums of the group before any more.
+    if constexpr (kBulk) {
+      const auto scale = scale_of_row<N>(p, from);
+      // The last vector fills up the room of those that do not exist.
+      for (int v = threadIdx.x; v < ring.stage_cols / kWidth; v += blockDim.x) {
+        const int col = min(v, vectors - 1) * kWidth;
+        store(ring.weight + v * kWidth,
+              combined_weight<N, kWidth>(p, col, scale.template load<kWidth>(col)));
         if constexpr (kGated) {
-          leave(dgate, GatePartSink<N>(p, plan.parts.partials, part));
-          dgate = {};
+          const auto gate =
+              row_parameter<W>(p.modulation.gate, p.modulation.gate_rows, from, 0, Absent::kOnes);
+          Acc values[kWidth];
+          unpack(values, gate.template load<kWidth>(col));
+          store(ring.gate + v * kWidth, round_to<Acc>(values));
         }
       }
-      from = to;
+      __syncthreads();
     }
+    for (uint32_t row = from + team.index; row < to; row += plan.teams) work_on(row);
+    if (to == range.end) let_next_kernel_start();
+    if (wanted) {
+      const PartSink<N> sink(p, plan.parts.partials, part);
+      const auto leave = [&](const auto& sums, const auto& its_sink) {
+        if (plan.teams == 1) {
+          sums.store(its_sink, share, 0);
+        } else {
+          sums.store_sum_of_teams(its_sink, share, 0, team, plan.teams, shared + plan.sums_offset);
+        }
+      };
+      leave(grads, sink);
+      grads = {};
+      if constexpr (kGated) {
+        leave(dgate, GatePartSink<N>(p, plan.parts.partials, part));
+        dgate = {};
+      }
+    }
+    from = to;
   }
 }
 
@@ -293,9 +248,6 @@ template <typename T, bool kMayBeBare, typename Launch>
 cudaError_t dispatch_group(const BackwardParams& p, const Launch& launch) {
   if (p.modulation.gate != nullptr) {
     return launch(LayerNormOf<T, GatedGradient, Identity, MayBeAffineAndModulate>{});
-  }
-  if (p.group_rows == 1) {
-    return launch(LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulateRow>{});
   }
   if constexpr (kMayBeBare && kIsCommon<T>) {
     if (p.dresidual == nullptr) {
@@ -309,10 +261,9 @@ template <typename N, int kWidth, int kVecs, bool kBulk>
 cudaError_t launch_group(const BackwardParams& params, const backward::Group& plan,
                          cudaStream_t stream) {
   constexpr bool kKeep = kVecs * kWidth <= kKeptColsPerThread;
-  constexpr bool kHasKernel =
-      N::Prologue::kGated
-          ? has_gated_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep)
-          : has_group_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep, N::Affine::kOfRows);
+  constexpr bool kHasKernel = N::Prologue::kGated
+                                  ? has_gated_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep)
+                                  : has_group_kernel(sizeof(typename N::X), kBulk, kKeep);
   if constexpr (kHasKernel && !(N::Prologue::kGated && !kSummandIsX<typename N::Types>)) {
     using G = BackwardGroupGeometry<N, kWidth, kVecs, kBulk>;
     return launch(layer_norm_backward_group_kernel<N, G>, plan, stream, params, plan);
@@ -334,8 +285,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
         return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
           return dispatch_bool(plan.bulk, [&](auto bulk) {
-            constexpr bool kMayBeBare =
-                width() > 1 && bulk() && vecs() * width() <= kKeptColsPerThread;
+            constexpr bool kMayBeBare = bulk() && vecs() * width() <= kKeptColsPerThread;
             return dispatch_group<T, kMayBeBare>(params, [&](auto norm) {
               return launch_group<decltype(norm), width(), vecs(), bulk()>(params, plan, stream);
             });

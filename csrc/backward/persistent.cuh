@@ -13,24 +13,20 @@ namespace fused_layernorm {
 // The shared memory of a block whose rows come by bulk copies: weight, and bias where an activation
 // reads it, and then, team by team and stage by stage, x and dy, each with room for `stage_cols`
 // columns. With a modulation, weight is that of combined_weight() and the gate, if there is one,
-// stands behind it; where rows have a scale of their own, it comes with x and dy, and there is no
-// weight.
+// stands behind it.
 template <typename N, int kWidth>
 struct BackwardRing {
   using X = typename N::X;
   using Y = typename N::Y;
   using W = typename N::W;
   using Weight = std::conditional_t<N::Affine::kModulates, typename N::Acc, W>;
-  static constexpr bool kRowScale = is_of_rows<typename N::Affine>();
-  static constexpr int kStageBytes =
-      static_cast<int>(sizeof(X) + sizeof(Y) + (kRowScale ? sizeof(W) : 0));  // a column
+  static constexpr int kStageBytes = static_cast<int>(sizeof(X) + sizeof(Y));  // a column
 
   Weight* weight;
   Weight* gate;
   W* bias;
   X* x;                     // this team's
   Y* dy;                    // this team's
-  W* scale;                 // this team's
   Pair<float>* statistics;  // mean and rstd of the rows in this team's stages
   uint64_t* full;           // this team's barriers, one a stage
   int stage_cols, stages;
@@ -48,16 +44,13 @@ struct BackwardRing {
     weight = reinterpret_cast<Weight*>(shared);
     gate = weight + stage_cols;
     bias = reinterpret_cast<W*>(weight + stage_cols);
-    const int param_bytes = kRowScale
-                                ? 0
-                                : static_cast<int>((N::Prologue::kGated ? 2 : 1) * sizeof(Weight) +
-                                                   (has_bias ? sizeof(W) : 0));
+    const int param_bytes = static_cast<int>((N::Prologue::kGated ? 2 : 1) * sizeof(Weight) +
+                                             (has_bias ? sizeof(W) : 0));
     const int params = (param_bytes * stage_cols + 15) / 16 * 16;
     const int ring = stage_cols * stages;
     auto* rows = shared + params + size_t(team) * ring * kStageBytes;
     x = reinterpret_cast<X*>(rows);
     dy = reinterpret_cast<Y*>(rows + size_t(ring) * sizeof(X));
-    scale = reinterpret_cast<W*>(rows + size_t(ring) * (sizeof(X) + sizeof(Y)));
   }
 
   // Bytes between the multiple of 16 before `row` and `row`. Bulk copies begin and end at such
@@ -84,11 +77,7 @@ struct BackwardRing {
     const Y* dy_row = dy_row_of<N>(p, row, first_col);
     const uint32_t x_bytes = reads_x ? copied(x_row, cols) : 0;
     const uint32_t dy_bytes = copied(dy_row, cols);
-    uint32_t scale_bytes = 0;
-    if constexpr (kRowScale) {
-      if (p.modulation.scale != nullptr) scale_bytes = cols * static_cast<uint32_t>(sizeof(W));
-    }
-    barrier_expect(full + stage, x_bytes + dy_bytes + scale_bytes);
+    barrier_expect(full + stage, x_bytes + dy_bytes);
     float_load(&statistics[stage].first, static_cast<const float*>(p.mean) + row);
     float_load(&statistics[stage].second, static_cast<const float*>(p.rstd) + row);
     barrier_arrive_with_float_loads(full + stage);
@@ -96,12 +85,6 @@ struct BackwardRing {
       bulk_load(x + stage * stage_cols, before(x_row, skipped(x_row)), x_bytes, full + stage);
     }
     bulk_load(dy + stage * stage_cols, before(dy_row, skipped(dy_row)), dy_bytes, full + stage);
-    if constexpr (kRowScale) {
-      if (scale_bytes > 0) {
-        bulk_load(scale + stage * stage_cols, scale_of_row<N>(p, row).at, scale_bytes,
-                  full + stage);
-      }
-    }
   }
 
   // Sets to zero what no copy writes, so that the columns which a thread does not have add nothing
@@ -112,7 +95,6 @@ struct BackwardRing {
       for (int col = cols + team.thread; col < stage_cols; col += team.threads) {
         x[first + col] = from_acc<X>(0.0f);
         dy[first + col] = from_acc<Y>(0.0f);
-        if constexpr (kRowScale) scale[first + col] = from_acc<W>(0.0f);
       }
     }
   }
@@ -127,6 +109,63 @@ struct BackwardRing {
 
 // Stages of all teams of a block.
 constexpr int kAllStages = kMostTeams * kMostStages;
+
+// What a vector of columns has of the weight, which may be a combined one, and of the bias.
+template <typename Weight, typename W, int kWidth>
+struct VectorParameters {
+  Vec<Weight, kWidth> weight;
+  Vec<W, kWidth> bias;
+};
+
+// Calls use(k, gradients) for all of a thread's vectors of one row, or of a slice of it from column
+// `first_col` on. At a vector that the thread does not have, all gradients are zero.
+// kBulk: the row stands in a stage of the ring; otherwise it comes straight from global memory.
+// `parameters_at(col)` gives the VectorParameters of a vector of the slice's columns.
+template <typename N, int kWidth, int kVecs, bool kBulk, typename Ring, typename Share,
+          typename ParametersAt, typename Use_>
+__device__ __forceinline__ void with_gradients_of_row(const BackwardParams& p, const Ring& ring,
+                                                      const Share& share, int first_col,
+                                                      bool reads_x, int stage, int64_t row,
+                                                      Pair<typename N::Acc> statistics,
+                                                      const ParametersAt& parameters_at,
+                                                      const Use_& use) {
+  using X = typename N::X;
+  using Y = typename N::Y;
+  const X* x_row = x_row_of<N>(p, row, first_col);
+  const Y* dy_row = dy_row_of<N>(p, row, first_col);
+  if constexpr (kBulk) {
+    x_row = ring.x + stage * ring.stage_cols + Ring::skipped(x_row) / sizeof(X);
+    dy_row = ring.dy + stage * ring.stage_cols + Ring::skipped(dy_row) / sizeof(Y);
+  }
+  // From global memory, all loads come before the first use. In the place of a missing vector the
+  // last one is read, with a dy of zero; a ring has room for missing vectors.
+  constexpr int kAtOnce = kBulk ? 1 : kVecs;
+  constexpr bool kHasRoom = kBulk && kWidth > 1;
+  constexpr Use kUse = kBulk ? Use::kPlain : Use::kAgain;
+  const int last_col = (share.vectors - 1) * kWidth;
+#pragma unroll
+  for (int from = 0; from < kVecs; from += kAtOnce) {
+    Vec<X, kWidth> x[kAtOnce] = {};
+    Vec<Y, kWidth> dy[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int col = share.vector(from + i) * kWidth;
+      if (!kHasRoom) col = min(col, last_col);
+      if (kBulk || reads_x) x[i] = load<kUse, kWidth>(element(x_row, col));
+      dy[i] = load<kUse, kWidth>(element(dy_row, col));
+      if (!kHasRoom && !share.has(from + i)) dy[i] = {};
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int k = from + i;
+      int col = share.vector(k) * kWidth;
+      if (!kHasRoom) col = min(col, last_col);
+      const auto at = parameters_at(col);
+      use(k, Gradients<N, kWidth>(p, x[i], dy[i], statistics.first, statistics.second, at.weight,
+                                  at.bias));
+    }
+  }
+}
 
 // The rows of a team, or a slice of them, and the gradients at a thread's share.
 // kBulk: they come through a ring in shared memory; otherwise straight from global memory.
@@ -207,51 +246,24 @@ struct PersistentRows {
     }
   }
 
-  // Calls use(k, gradients) for all of this thread's vectors of a row. At a vector that the thread
-  // does not have, all gradients are zero.
+  // Calls use(k, gradients) for all of this thread's vectors of a row.
   template <typename Use_>
   __device__ __forceinline__ void with_gradients(int stage, int64_t row, Pair<Acc> statistics,
                                                  const Use_& use) const {
-    const X* x_row = x_row_of<N>(p, row, work.first_col);
-    const Y* dy_row = dy_row_of<N>(p, row, work.first_col);
-    if constexpr (kBulk) {
-      x_row = ring.x + stage * ring.stage_cols + Ring::skipped(x_row) / sizeof(X);
-      dy_row = ring.dy + stage * ring.stage_cols + Ring::skipped(dy_row) / sizeof(Y);
-    }
-    // From global memory, all loads come before the first use. In the place of a missing vector the
-    // last one is read, with a dy of zero; a ring has room for missing vectors.
-    constexpr int kAtOnce = kBulk ? 1 : kVecs;
-    constexpr bool kHasRoom = kBulk && kWidth > 1;
-    const int last_col = (vectors - 1) * kWidth;
-#pragma unroll
-    for (int from = 0; from < kVecs; from += kAtOnce) {
-      Vec<X, kWidth> x[kAtOnce] = {};
-      Vec<Y, kWidth> dy[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        int col = share.vector(from + i) * kWidth;
-        if (!kHasRoom) col = min(col, last_col);
-        constexpr Use kUse = kBulk ? Use::kPlain : Use::kAgain;
-        if (kBulk || reads_x) x[i] = load<kUse, kWidth>(element(x_row, col));
-        dy[i] = load<kUse, kWidth>(element(dy_row, col));
-        if (!kHasRoom && !share.has(from + i)) dy[i] = {};
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int k = from + i;
-        int col = share.vector(k) * kWidth;
-        if (!kHasRoom) col = min(col, last_col);
-        Vec<W, kWidth> w, b = {};
-        if constexpr (kBulk) {
-          w = load<Use::kPlain, kWidth>(ring.weight + col);
-          if (activates) b = load<Use::kPlain, kWidth>(ring.bias + col);
-        } else {
-          w = parameters.weight.template load<kWidth>(col);
-          if (activates) b = parameters.bias.template load<kWidth>(col);
-        }
-        use(k, Gradients<N, kWidth>(p, x[i], dy[i], statistics.first, statistics.second, w, b));
-      }
-    }
+    with_gradients_of_row<N, kWidth, kVecs, kBulk>(
+        p, ring, share, work.first_col, reads_x, stage, row, statistics,
+        [&](int col) {
+          VectorParameters<W, W, kWidth> at = {};
+          if constexpr (kBulk) {
+            at.weight = load<Use::kPlain, kWidth>(ring.weight + col);
+            if (activates) at.bias = load<Use::kPlain, kWidth>(ring.bias + col);
+          } else {
+            at.weight = parameters.weight.template load<kWidth>(col);
+            if (activates) at.bias = parameters.bias.template load<kWidth>(col);
+          }
+          return at;
+        },
+        use);
   }
 
   // Stores the dx of a row whose gradients are computed again. Its statistics are read again, too:

@@ -131,7 +131,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   using W = typename N::W;
   constexpr int kWidth = kVectorWidth<typename N::Types>;
   constexpr int kVecs = most_backward_warp_vecs(kWidth);
-  constexpr bool kOfRows = N::Affine::kOfRows;
   extern __shared__ __align__(16) unsigned char shared[];
   const int lanes = 1 << log2_lanes;
   const int teams = kBackwardThreads >> log2_lanes, team = threadIdx.x >> log2_lanes;
@@ -143,32 +142,27 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
   Acc* const second_sums = reinterpret_cast<Acc*>(shared + second_sums_offset);
-  if (!kOfRows && chain_rows > 0) grads.clear(second_sums);
+  if (chain_rows > 0) grads.clear(second_sums);
   int64_t part = blockIdx.x + range.group_of(range.begin);
   for (uint32_t from = range.begin; from < range.end; ++part) {
-    const uint32_t to = kOfRows ? range.end : range.end_of_group(from);
+    const uint32_t to = range.end_of_group(from);
+    const auto scale = scale_of_row<N>(p, from);
     Vec<Acc, kWidth> weight[kVecs];
-    const auto load_weight = [&](uint32_t row) {
 #pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        const int col = share.template col<kWidth>(k);
-        weight[k] =
-            combined_weight<N, kWidth>(p, col, scale_of_row<N>(p, row).template load<kWidth>(col));
-      }
-    };
-    if (!kOfRows) load_weight(from);
+    for (int k = 0; k < kVecs; ++k) {
+      const int col = share.template col<kWidth>(k);
+      weight[k] = combined_weight<N, kWidth>(p, col, scale.template load<kWidth>(col));
+    }
     LoadedGradientRow<N, kWidth, kVecs> next(p, from + team, to, share, true);
     // The bounds are the same for all lanes of a warp, as each takes part in the shuffles.
     for (uint32_t base = from; base < to;) {
-      if (!kOfRows && base > from) grads.add_to(second_sums);
-      const uint32_t chain_end =
-          !kOfRows && chain_rows > 0 ? min(to, base + chain_rows * teams) : to;
+      if (base > from) grads.add_to(second_sums);
+      const uint32_t chain_end = chain_rows > 0 ? min(to, base + chain_rows * teams) : to;
       for (; base < chain_end; base += teams) {
         const uint32_t row = base + team;
         const bool valid_row = row < to;
         const LoadedGradientRow<N, kWidth, kVecs> now = next;
         next = LoadedGradientRow<N, kWidth, kVecs>(p, row + teams, to, share, true);
-        if (kOfRows) load_weight(valid_row ? row : from);
         const DxRow<N> dx_row(p, valid_row ? row : from, 0);
         Vec<X, kWidth> added[kVecs] = {};
 #pragma unroll
@@ -182,13 +176,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           const Gradients<N, kWidth> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd,
                                                weight[k], Vec<W, kWidth>{});
           gradients.add_sums(sums);
-          if constexpr (kOfRows) {
-            if (valid_row && share.has(k)) {
-              store_row_modulation(p, row, share.vector(k) * kWidth, gradients);
-            }
-          } else {
-            gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
-          }
+          gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
 #pragma unroll
           for (int j = 0; j < kWidth; ++j) {
             xhat[k][j] = gradients.xhat[j];
@@ -207,7 +195,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         }
       }
     }
-    if (!kOfRows && wanted) {
+    if (wanted) {
       __syncthreads();  // Nobody reads the sums of the group before any more.
       if (chain_rows > 0) grads.take(second_sums);
       grads.template store_sum_of_logical_warps<kBackwardThreads / kWarpSize>(
@@ -224,14 +212,10 @@ cudaError_t launch_groups(const BackwardParams& params, const backward::Warp& pl
   if constexpr (kIsFloat64<T>) {
     return cudaErrorInvalidValue;
   } else {
-    const auto start = [&](auto affine) {
-      using N = LayerNormOf<T, MayAddGradient, Identity, decltype(affine)>;
-      return launch(layer_norm_backward_group_warp_kernel<N>, plan, stream, params,
-                    log2_of(plan.lanes), plan.parts.partials.count, plan.parts.partials.offset,
-                    plan.chain_rows, plan.second_sums_offset);
-    };
-    return params.group_rows == 1 ? start(MayBeAffineAndModulateRow{})
-                                  : start(MayBeAffineAndModulate{});
+    using N = LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>;
+    return launch(layer_norm_backward_group_warp_kernel<N>, plan, stream, params,
+                  log2_of(plan.lanes), plan.parts.partials.count, plan.parts.partials.offset,
+                  plan.chain_rows, plan.second_sums_offset);
   }
 }
 

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings/data_types.h"
 #include "bindings/namespace.h"
 #include "plan/plan.h"
 
@@ -27,18 +28,9 @@ void check(bool condition, const Parts&... parts) {
 }
 
 DataType data_type(ScalarType type) {
-  switch (type) {
-    case ScalarType::Half:
-      return DataType::kFloat16;
-    case ScalarType::BFloat16:
-      return DataType::kBFloat16;
-    case ScalarType::Double:
-      return DataType::kFloat64;
-    default:
-      check(type == ScalarType::Float, "expected float32, float16, bfloat16 or float64, got ",
-            toString(type));
-      return DataType::kFloat32;
-  }
+  const auto known = known_data_type(type);
+  check(known.has_value(), "expected float32, float16, bfloat16 or float64, got ", toString(type));
+  return *known;
 }
 
 // weight and y are of x's type unless said otherwise. `aligned` says whether all rows begin at
@@ -79,7 +71,7 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
   if (gated) {
     problem.gated = true;
     const auto plan = make_gated_plan(problem, device);
-    return plan ? describe(backward::Plan(*plan)) : "null";
+    return plan ? describe(*plan) : "null";
   }
   return describe(make_backward_plan(problem, device));
 }

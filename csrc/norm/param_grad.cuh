@@ -144,4 +144,26 @@ __device__ __forceinline__ void store_row_modulation(const BackwardParams& p, in
   if (p.dshift != nullptr) store_gradient<W>(p.dshift, p.dshift_is_wide, at, gradients.dz);
 }
 
+// Stores dgate and dinput of such a row at a vector of its columns, from the dx of the gated sum:
+// dgate = dx * input and dinput = dx * gate.
+template <typename X, typename W, typename Acc, int kWidth>
+__device__ __forceinline__ void store_row_gate(const BackwardParams& p, int64_t row, int col,
+                                               const Acc (&dx)[kWidth], const Vec<X, kWidth>& input,
+                                               const Vec<W, kWidth>& gate) {
+  const int64_t at = row * p.cols + col;
+  Acc values[kWidth];
+  if (p.dgate != nullptr) {
+    unpack(values, input);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] *= dx[j];
+    store_gradient<W>(p.dgate, p.dgate_is_wide, at, values);
+  }
+  if (p.dinput != nullptr) {
+    unpack(values, gate);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] *= dx[j];
+    store_once<X, kWidth>(static_cast<X*>(p.dinput) + at, round_to<X>(values));
+  }
+}
+
 }  // namespace fused_layernorm

@@ -53,7 +53,7 @@ struct Team {
   int stage_cols;       // that a row or slice has room for in shared memory
   int64_t sums_bytes;   // the running dweight and dbias of all threads
   int64_t param_bytes;  // weight, and bias where an epilogue reads it
-  int64_t stage_bytes;  // of x and dy, and of scale where each row has its own
+  int64_t stage_bytes;  // of x and dy
 };
 
 // `least_vecs` is the least number of vectors a thread for which the strategy has a kernel.
@@ -79,10 +79,7 @@ std::optional<Team> team_of(const Problem& problem, int cols, int most_threads, 
   const int64_t params = int64_t{problem.has_epilogue ? 2 : 1} * team.stage_cols;
   team.param_bytes = round_up(params * size_of(problem.weight), kVectorBytes);
   team.stage_bytes = int64_t{team.stage_cols} * (x_size + y_size);
-  if (is_of_rows(problem)) {
-    team.sums_bytes = team.param_bytes = 0;
-    team.stage_bytes += int64_t{team.stage_cols} * size_of(problem.weight);
-  } else if (problem.modulated) {
+  if (problem.modulated) {
     // The product of weight and 1 + scale, and the gate.
     team.param_bytes = int64_t{problem.gated ? 2 : 1} * team.stage_cols * acc_size_of(problem.x);
   }
@@ -346,7 +343,7 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
   const int x_size = size_of(problem.x);
   const bool allowed =
       forced.allows(Strategy::kGroup, {Field::kVecs, Field::kTeams, Field::kBulk, Field::kStages});
-  if (!allowed || !problem.modulated ||
+  if (!allowed || is_of_rows(problem) ||
       problem.cols > int64_t{kBackwardThreads} * kBackwardColsPerThread) {
     return std::nullopt;
   }
@@ -375,7 +372,7 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
   const bool pays =
       rows_of_block >= int64_t{ladders::kLeastRingRows} * teams || !team->keeps || problem.gated;
   const bool ring = may_have_ring(problem, device, forced) && (pays || forced.has(Field::kBulk));
-  const bool holds = group_holds_row(plan.width, ring, team->keeps, problem.gated);
+  const bool holds = group_holds_row(team->keeps, problem.gated);
   const int least = ring ? least_stages(holds, 0) : 0;
   if (ring) {
     const int most = stages_of(teams);
@@ -390,10 +387,9 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
   }
   plan.bulk = ring;
   plan.shared_bytes = static_cast<int>(plan.sums_offset + sums_of(teams));
-  const bool has_kernel =
-      problem.gated
-          ? has_gated_kernel(plan.width, x_size, plan.bulk, team->keeps) && problem.group_rows > 1
-          : has_group_kernel(plan.width, x_size, plan.bulk, team->keeps, is_of_rows(problem));
+  const bool has_kernel = problem.gated
+                              ? has_gated_kernel(plan.width, x_size, plan.bulk, team->keeps)
+                              : has_group_kernel(x_size, plan.bulk, team->keeps);
   if (!has_kernel || !forced.allows(Field::kBulk, plan.bulk) ||
       !forced.allows(Field::kStages, plan.stages)) {
     return std::nullopt;
@@ -406,6 +402,39 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
     plan.blocks = whole_groups;
   }
   lay_out_parts(plan.parts, plan, plan.blocks, problem.gated ? 3 : 2, problem, device);
+  return plan;
+}
+
+// ---- Rows with a modulation of their own.
+
+std::optional<backward::Rows> rows_plan(const Problem& problem, const Forced& forced) {
+  const bool has_kernel = problem.x != DataType::kFloat64 && (problem.aligned || !problem.gated);
+  if (!has_kernel || !forced.allows(Strategy::kRows, {Field::kVecs})) return std::nullopt;
+  backward::Rows plan;
+  plan.width = width_of(problem);
+  const int64_t vectors = ceil_div(problem.cols, plan.width);
+  // A logical warp where the fewest columns a lane will do, else the fewest of the other numbers
+  // for which there are threads.
+  const auto vecs_from = [&](int64_t least) {
+    return backward_rows_vecs_from(plan.width, size_of(problem.x),
+                                   std::max<int64_t>(forced.value_or(Field::kVecs, 1), least));
+  };
+  const auto threads_of = [&](int vecs) { return round_up(ceil_div(vectors, vecs), kWarpThreads); };
+  plan.vecs = vecs_from(1);
+  plan.by_lanes = plan.vecs > 0 && vectors <= int64_t{kWarpThreads} * plan.vecs;
+  if (!plan.by_lanes) {
+    do {
+      plan.vecs = vecs_from(plan.vecs + 1);
+    } while (plan.vecs > 0 &&
+             threads_of(plan.vecs) >
+                 backward_rows_bounds(plan.vecs * plan.width, problem.gated).threads);
+  }
+  if (plan.vecs == 0 || !forced.allows(Field::kVecs, plan.vecs)) return std::nullopt;
+  plan.team_threads = static_cast<int>(
+      plan.by_lanes ? power_of_two_from(ceil_div(vectors, plan.vecs)) : threads_of(plan.vecs));
+  const int teams = std::max(1, kBackwardRowsThreads / plan.team_threads);
+  plan.threads = teams * plan.team_threads;
+  plan.blocks = ceil_div(problem.rows, teams);
   return plan;
 }
 
@@ -496,7 +525,9 @@ std::optional<backward::Stream> stream_plan(const Problem& problem, const Device
 
 backward::Plan make_backward_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
-  if (problem.modulated) {
+  if (is_of_rows(problem)) {
+    if (const auto plan = rows_plan(problem, forced)) return *plan;
+  } else if (problem.modulated) {
     if (const auto plan = warp_plan(problem, device, forced)) return *plan;
     if (const auto plan = group_plan(problem, device, forced)) return *plan;
   } else {
@@ -509,8 +540,9 @@ backward::Plan make_backward_plan(const Problem& problem, const Device& device) 
   refuse(forced, problem, true);
 }
 
-std::optional<backward::Group> make_gated_plan(const Problem& problem, const Device& device) {
+std::optional<backward::Plan> make_gated_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
+  if (is_of_rows(problem)) return rows_plan(problem, forced);
   Problem without_gate = problem;
   without_gate.gated = false;
   if (has_warp_kernel_for_groups(without_gate, forced)) return std::nullopt;

@@ -303,18 +303,14 @@ constexpr int split_least_vecs(int width, bool ring) {
   return ring ? 1 : most_backward_block_vecs(width);
 }
 
-// Blocks with groups of rows keep rows as the blocks above do, and have no kernels for float64. A
-// group of one row has parameters of its own, which come by vectors.
-constexpr bool has_group_kernel(int width, int x_size, bool bulk, bool keeps, bool of_rows) {
-  return x_size != 8 && (bulk || keeps) && (width > 1 || !of_rows);
+// Blocks with groups of rows keep rows as the blocks above do, and have no kernels for float64.
+constexpr bool has_group_kernel(int x_size, bool bulk, bool keeps) {
+  return x_size != 8 && (bulk || keeps);
 }
 
 // Whether a thread keeps xhat and g of a row in registers. Otherwise they are computed again from
-// the ring: of rows with a gate, which have a third running sum, and of single elements, each of
-// which takes a register.
-constexpr bool group_holds_row(int width, bool bulk, bool keeps, bool gated) {
-  return keeps && !gated && (width > 1 || !bulk);
-}
+// the ring: of rows with a gate, which have a third running sum.
+constexpr bool group_holds_row(bool keeps, bool gated) { return keeps && !gated; }
 
 // Longer rows with a gate, and rows with one that begin anywhere, leave it to a kernel of its own.
 constexpr bool has_gated_kernel(int width, int x_size, bool bulk, bool keeps) {
@@ -339,6 +335,33 @@ static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<1, 8>{}, backward_block_vecs_from(1, 8, 1)) &&
                   contains(FewRowsVecs<2, 8>{}, backward_block_vecs_from(2, 8, 1)),
               "few rows have a kernel wherever a team of whole warps keeps the row");
+// Rows with a modulation of their own: blocks of about so many threads, or of one team, and the
+// vectors that kernels are compiled for.
+constexpr int kBackwardRowsThreads = 256;
+template <int kWidth>
+using BackwardRowsVecs = std::conditional_t<kWidth == 1, VecsList<8, 16>,
+                                            VecsList<8 / kWidth, 16 / kWidth, 32 / kWidth>>;
+constexpr int backward_rows_vecs_from(int width, int x_size, int64_t least) {
+  if (width == 1) return first_from(BackwardRowsVecs<1>{}, least);
+  return x_size == 4 ? first_from(BackwardRowsVecs<4>{}, least)
+                     : first_from(BackwardRowsVecs<8>{}, least);
+}
+// The most threads of a team or block, and the blocks on a multiprocessor. 16 columns a thread take
+// 80 registers, but 128 beside a gate, which has more to load and to store. bfloat16, with 80 and
+// with 128: 1 x 4608 x 3072 38.8, 41.1; 1 x 32760 x 5120 with a gate 862, 846.
+constexpr BlockBounds backward_rows_bounds(int cols_per_thread, bool gated) {
+  if (cols_per_thread <= 8) return {kBackwardThreads, 2};
+  return cols_per_thread <= 16 && !gated ? BlockBounds{384, 2} : BlockBounds{kBackwardThreads, 1};
+}
+static_assert(registers_of(512, 2) == 64 && registers_of(384, 2) == 80, "what was measured");
+// Whether what stands beside x and dy is loaded with them. Otherwise there are no registers for it,
+// and it is loaded where it is used.
+constexpr bool backward_rows_load_early(int cols_per_thread, bool gated) {
+  return cols_per_thread <= (gated ? 16 : 8);
+}
+static_assert(vector_width(4) == 4 && vector_width(2) == 8,
+              "the vectors that kernels of float32 and of half precision are compiled for");
+
 // Blocks that compute dweight and dbias alone move lines of 64 bytes by vectors, sectors of 32 by
 // single elements.
 constexpr int column_lanes(int width, int x_size) { return width == 1 ? 32 / x_size : 4; }

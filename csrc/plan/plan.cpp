@@ -15,7 +15,7 @@ namespace fused_layernorm {
 namespace {
 
 constexpr const char* kStrategies[] = {"warp",   "block",    "split", "resident",
-                                       "stream", "few_rows", "group"};
+                                       "stream", "few_rows", "group", "rows"};
 
 // What can be forced beside the strategy, in the order of Field, and the values that make sense of
 // any problem.
@@ -219,6 +219,16 @@ std::string to_json(const backward::FewRows& plan) {
       .add("teams", plan.threads / plan.team_threads)
       .add("by_lanes", plan.by_lanes)
       .add("column_blocks", plan.column_blocks)
+      .with(plan);
+}
+
+std::string to_json(const backward::Rows& plan) {
+  return Json(Strategy::kRows)
+      .add("width", plan.width)
+      .add("vecs", plan.vecs)
+      .add("team_threads", plan.team_threads)
+      .add("teams", plan.threads / plan.team_threads)
+      .add("by_lanes", plan.by_lanes)
       .with(plan);
 }
 

@@ -154,6 +154,14 @@ struct Persistent : Launch {
 // Each block has whole rows.
 struct Block : Persistent {};
 
+// Rows that each have a modulation of their own: no sums over rows.
+struct Rows : Launch {
+  int width = 1;
+  int vecs = 2;
+  int team_threads = 1;   // on one row: a logical warp's lanes, or whole warps
+  bool by_lanes = false;  // the team is a logical warp
+};
+
 // Each block has whole rows, of one group after the other.
 struct Group : Persistent {
   GroupParts parts;
@@ -175,7 +183,7 @@ struct Stream : Launch {
   GroupParts parts;  // of a modulated norm, in place of partials
 };
 
-using Plan = std::variant<Warp, FewRows, Block, Group, Split, Stream>;
+using Plan = std::variant<Warp, FewRows, Block, Group, Rows, Split, Stream>;
 
 // The gradient of a gate: blocks on some columns of a range of rows.
 struct Gate : Launch {
@@ -194,7 +202,7 @@ backward::Plan make_backward_plan(const Problem& problem, const Device& device);
 
 // The plan of a problem with `gated`, if one launch can do it: otherwise the norm and its gate take
 // one each.
-std::optional<backward::Group> make_gated_plan(const Problem& problem, const Device& device);
+std::optional<backward::Plan> make_gated_plan(const Problem& problem, const Device& device);
 
 // The plan of a gate's gradient alone: of the problem it reads rows, cols, x, aligned,
 // needs_dparams and group_rows. Nothing of it can be forced.
@@ -207,7 +215,8 @@ const Launch& launch_of(const Plan& plan) {
 
 // Forces parts of every later plan, for tests and tuning; process-wide, until the next call.
 // `options` are words such as "strategy=split stages=3", each at most once:
-//   strategy        warp, block, split, resident (forward), stream, few_rows or group (backward)
+//   strategy        warp, block, split, resident (forward), stream, few_rows, group or rows (the
+//                   last three: backward)
 //   vecs            vectors of a row that a thread owns
 //   teams           backward: rows that a block works on at once
 //   bulk            backward: 1 or 0, whether rows come to shared memory by bulk copies

@@ -129,7 +129,12 @@ class Forward(Function):
         dx, dinput, dgate, dshift, dscale, dweight, dbias = dresidual, *(None,) * 6
         is_gated = gate is not None and (needs.input or needs.gate)
         ndim, _, activation, output_scale, _ = ctx.options
-        of_parameters = (needs.shift, needs.scale, needs.weight, needs.bias)
+        # Where each element of y has a shift of its own, the gradient of shift is dy itself.
+        is_dshift_dy = (
+            needs.shift and dy is not None and (shift.shape, shift.dtype) == (dy.shape, dy.dtype)
+        )
+        needs_dshift = needs.shift and not is_dshift_dy
+        of_parameters = (needs_dshift, needs.scale, needs.weight, needs.bias)
         if dy is None:  # only residual_out was used: its gradient goes past the norm
             if is_gated and dresidual is not None:
                 of_gate = (needs.input, needs.gate)
@@ -162,6 +167,8 @@ class Forward(Function):
             operator = backward_of(shift, scale)
             found = _call(operator.overload, *operator.lay_out(b))
             dx, dshift, dscale, dweight, dbias = operator.results(b, found)
+        if is_dshift_dy:
+            dshift = dy
         if gate is None:
             dinput = dx if needs.input else None
         if dinput is not None:

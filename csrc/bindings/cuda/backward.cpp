@@ -209,14 +209,14 @@ GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor&
   const CurrentDevice guard(a.x);
 
   const Groups groups({&m.shift, &m.scale, &m.gate}, a.x, shape.leading);
-  if (!shape.empty() && input.scalar_type() == a.x.scalar_type() && groups.rows > 1) {
+  if (!shape.empty() && input.scalar_type() == a.x.scalar_type()) {
     const Operands operands(a, shape, types, Activation::kNone, groups, &input);
     if (const auto plan = make_gated_plan(operands.problem, device_of(a.x))) {
       const ScalarType dparameter_type = parameters.value_or(a.x.scalar_type());
       const Outputs out(a, shape, types, groups, dparameter_type);
       const GroupGradient dgate(needs_dgate, m.gate, groups, types.weight, types.statistics(), a.x);
       const Tensor dinput = needs_dinput ? empty_like(input, types.x) : none(input, types.x);
-      const Workspace workspace(a.x, plan->workspace_bytes);
+      const Workspace workspace(a.x, launch_of(*plan).workspace_bytes);
       BackwardParams params = params_of(a, operands, Activation::kNone, out, workspace.data());
       params.input = operands.input->data();
       params.input_rows = operands.input->map;

@@ -9,6 +9,7 @@
 #include <sstream>
 #include <vector>
 
+#include "bindings/data_types.h"
 #include "bindings/out_of_memory.h"
 
 // Weak: a torch without CUDA has no such function, and the library must load there too.
@@ -46,20 +47,10 @@ Tensor copy(const Tensor& tensor, ScalarType type) {
 bool is_half(ScalarType type) { return type == ScalarType::Half || type == ScalarType::BFloat16; }
 
 DataType data_type(ScalarType type) {
-  switch (type) {
-    case ScalarType::Float:
-      return DataType::kFloat32;
-    case ScalarType::Half:
-      return DataType::kFloat16;
-    case ScalarType::BFloat16:
-      return DataType::kBFloat16;
-    case ScalarType::Double:
-      return DataType::kFloat64;
-    default:
-      CHECK_ARGUMENT(false, "expected float32, float16, bfloat16 or float64, got ",
-                     torch::headeronly::toString(type));
-      return DataType::kFloat32;
-  }
+  const auto known = known_data_type(type);
+  CHECK_ARGUMENT(known, "expected float32, float16, bfloat16 or float64, got ",
+                 torch::headeronly::toString(type));
+  return *known;
 }
 
 void check_cuda(cudaError_t error) {

@@ -1,0 +1,29 @@
+// PyTorch's data types as those of the kernels.
+#pragma once
+
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+
+#include "plan/geometry.h"
+
+namespace fused_layernorm {
+
+// None for a type that no kernel computes with.
+inline std::optional<DataType> known_data_type(torch::headeronly::ScalarType type) {
+  using torch::headeronly::ScalarType;
+  switch (type) {
+    case ScalarType::Float:
+      return DataType::kFloat32;
+    case ScalarType::Half:
+      return DataType::kFloat16;
+    case ScalarType::BFloat16:
+      return DataType::kBFloat16;
+    case ScalarType::Double:
+      return DataType::kFloat64;
+    default:
+      return std::nullopt;
+  }
+}
+
+}  // namespace fused_layernorm
