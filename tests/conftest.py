@@ -25,7 +25,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"two CUDA devices needed, {devices} found"))
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.on_cpu),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
 def device(request):
     return request.param
 

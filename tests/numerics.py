@@ -256,7 +256,14 @@ def _past_the_gate(gate_backward, found, *candidates):
     was rounded to residual's dtype, and is judged by that.
     """
     results = [gate_backward(dx) for dx in candidates]
-    return min(results, key=lambda r: (r[0].double() - found["dx"].double()).norm().item())
+
+    # Each element counts alike: by their sizes, one large element of two columns would decide.
+    def distance(result):
+        dinput = result[0].double()
+        smallest = torch.finfo(torch.float32).tiny
+        return ((dinput - found["dx"].double()).abs() / (dinput.abs() + smallest)).mean().item()
+
+    return min(results, key=distance)
 
 
 def stock(t, found, *, backward=True):

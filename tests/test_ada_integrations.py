@@ -976,7 +976,10 @@ def test_symbolic_trace():
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize("modulation_dtype", [BF16, F32])
 def test_one_kernel_forward(modulation_dtype, gated, requires_grad, autocast):
-    """Chunks are read where they lie: no copy and no cast."""
+    """Chunks are read where they lie: no copy, and no cast but of narrow modulations beside a wide y.
+
+    There is no kernel for these, and they are cast to float32, which changes no bit of the result.
+    """
     x, residual = torch.randn(2, 4, 256, 1152, device="cuda").to(BF16)
     chunks = torch.randn(4, 1, 6 * 1152, device="cuda").to(modulation_dtype).chunk(6, -1)
     for tensor in (x, residual, *chunks[:3]):
@@ -995,8 +998,9 @@ def test_one_kernel_forward(modulation_dtype, gated, requires_grad, autocast):
         torch.cuda.synchronize()
     assert y.dtype == (F32 if autocast else BF16)
     kernels = [event.name for event in trace.events() if event.device_type == DeviceType.CUDA]
-    assert len(kernels) == 1, kernels
-    assert "layer_norm" in kernels[0]
+    casts = 2 + gated if autocast and modulation_dtype == BF16 else 0
+    assert len(kernels) == 1 + casts, kernels
+    assert "layer_norm" in kernels[-1]
 
 
 @pytest.mark.gpu

@@ -147,6 +147,28 @@ Tensor modulated(const Tensor& dy, const std::optional<Tensor>& scale, ScalarTyp
   return torch::stable::subtract(wide, product(wide, cast(*scale, type)), -1.0);
 }
 
+// Where each row has its own modulation, kernels sum nothing over rows: dweight and dbias are then
+// those of a norm without a modulation.
+bool has_columns_apart(const BackwardArguments& a, const Groups& groups) {
+  return groups.rows == 1 && (a.needs_dweight || a.needs_dbias);
+}
+BackwardArguments without_columns(const BackwardArguments& a) {
+  BackwardArguments rest = a;
+  rest.needs_dweight = rest.needs_dbias = false;
+  return rest;
+}
+void add_columns(BackwardResult& result, const BackwardArguments& a) {
+  const ScalarType wide =
+      a.x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const std::optional<Tensor> no_residual;
+  const Tensor dy = modulated(a.dy, a.modulation.scale, wide);
+  const BackwardResult columns =
+      run_backward({dy, a.x, a.normalized_ndim, a.mean, a.rstd, a.weight, a.bias, no_residual,
+                    std::nullopt, 1.0, false, a.needs_dweight, a.needs_dbias});
+  result.dweight = columns.dweight;
+  result.dbias = columns.dbias;
+}
+
 }  // namespace
 
 BackwardResult run_backward(const BackwardArguments& a) {
@@ -155,21 +177,9 @@ BackwardResult run_backward(const BackwardArguments& a) {
   const ScalarType dparameter_type = parameters.value_or(a.x.scalar_type());
   const CurrentDevice guard(a.x);
   const Groups groups({&a.modulation.shift, &a.modulation.scale}, a.x, shape.leading);
-  if (a.modulation.any() && groups.rows == 1 && (a.needs_dweight || a.needs_dbias)) {
-    // Where each row has its own shift and scale, kernels sum nothing over rows. dweight and dbias
-    // are then those of a norm without a modulation.
-    BackwardArguments rest = a;
-    rest.needs_dweight = rest.needs_dbias = false;
-    BackwardResult result = run_backward(rest);
-    const ScalarType wide =
-        a.x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-    const std::optional<Tensor> no_residual;
-    const Tensor dy = modulated(a.dy, a.modulation.scale, wide);
-    const BackwardResult columns =
-        run_backward({dy, a.x, a.normalized_ndim, a.mean, a.rstd, a.weight, a.bias, no_residual,
-                      std::nullopt, 1.0, false, a.needs_dweight, a.needs_dbias});
-    result.dweight = columns.dweight;
-    result.dbias = columns.dbias;
+  if (a.modulation.any() && has_columns_apart(a, groups)) {
+    BackwardResult result = run_backward(without_columns(a));
+    add_columns(result, a);
     return result;
   }
 
@@ -209,6 +219,12 @@ GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor&
   const CurrentDevice guard(a.x);
 
   const Groups groups({&m.shift, &m.scale, &m.gate}, a.x, shape.leading);
+  if (has_columns_apart(a, groups)) {
+    GatedBackwardResult result =
+        run_gated_backward(without_columns(a), input, needs_dinput, needs_dgate);
+    add_columns(result.of_norm, a);
+    return result;
+  }
   if (!shape.empty() && input.scalar_type() == a.x.scalar_type()) {
     const Operands operands(a, shape, types, Activation::kNone, groups, &input);
     if (const auto plan = make_gated_plan(operands.problem, device_of(a.x))) {
