@@ -976,7 +976,7 @@ def test_symbolic_trace():
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize("modulation_dtype", [BF16, F32])
 def test_one_kernel_forward(modulation_dtype, gated, requires_grad, autocast):
-    """Chunks are read where they lie: no copy, and no cast but of narrow modulations beside a wide y.
+    """Chunks are read where they lie: no copy, and no cast but of narrow modulations beside wide y.
 
     There is no kernel for these, and they are cast to float32, which changes no bit of the result.
     """
