@@ -51,9 +51,12 @@ ALLOWED = [
         "rows of 32 columns a thread: a few bytes a row",
     ),
     Allowed(
-        r"backward_rows_kernel<",
-        48,
-        "rows of 32 columns a thread, or wide types beside narrow ones: a few numbers a row",
+        r"backward_rows_kernel<.*>, (8, 4|4, 8)>", 48, "32 columns a thread, more than models'"
+    ),
+    Allowed(
+        r"backward_rows_kernel<.*(Types<\w+, float, float>.*>, 8, 2|GatedGradient, .*>, 4, 2)>",
+        24,
+        "float32 beside half-precision x, and short rows of float32: a few numbers a row",
     ),
     Allowed(
         r"forward_\w+_kernel<.*, MayBeAffineAndModulateTwice, ",

@@ -259,9 +259,9 @@ def _past_the_gate(gate_backward, found, *candidates):
 
     # Each element counts alike: by their sizes, one large element of two columns would decide.
     def distance(result):
-        dinput = result[0].double()
-        smallest = torch.finfo(torch.float32).tiny
-        return ((dinput - found["dx"].double()).abs() / (dinput.abs() + smallest)).mean().item()
+        dinput, own = result[0].double(), found["dx"].double()
+        sizes = dinput.abs() + own.abs() + torch.finfo(torch.float32).tiny
+        return ((dinput - own).abs() / sizes).mean().item()
 
     return min(results, key=distance)
 

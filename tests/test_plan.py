@@ -269,10 +269,14 @@ def check_groups(p, groups, group_rows, cols, problem):
         assert -(-cols // width) <= p["team_threads"] * p["vecs"]
         assert p["threads"] == p["teams"] * p["team_threads"] <= 512
         assert p["threads"] % 32 == 0
-        fewest = 8 // width
-        assert p["by_lanes"] == (-(-cols // width) <= 32 * fewest) == (p["vecs"] == fewest)
+        assert p["by_lanes"] == (problem["aligned"] and cols <= 32 * width)
         assert not problem.get("gated") or width > 1
-        assert p["vecs"] * width in ((8, 16, 32) if width > 1 else (8, 16))
+        if p["by_lanes"]:
+            assert p["vecs"] == 2
+        else:
+            assert p["vecs"] * width in ((16, 32) if width > 1 else (16,))
+            most = 384 if p["vecs"] * width == 16 and not problem.get("gated") else 512
+            assert p["team_threads"] <= most
         assert p["blocks"] == -(-rows // p["teams"])
         assert p["workspace_bytes"] == p["shared_bytes"] == 0
     elif p["strategy"] == "group":
@@ -347,6 +351,31 @@ def test_every_modulated_problem_has_a_plan(device, gated):
                 ) from error
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_row_alone_is_summed_as_one_of_many(dtype, gated):
+    """A modulation of all rows is one of each row where there is but one."""
+    for cols in (*range(1, 300), 384, 1024, 1151, 1152, 3072, 4095, 6144):
+        many = plan(64, cols, dtype, backward=True, group_rows=64, gated=gated)
+        alone = plan(1, cols, dtype, backward=True, group_rows=1, gated=gated)
+        if many is None or alone is None:
+            assert gated
+            continue
+        assert alone["strategy"] == "rows"
+        assert (alone["width"], alone["vecs"]) == (many["width"], many["vecs"])
+        assert alone["team_threads"] == many.get("lanes", many.get("team_threads"))
+
+
+def test_a_gate_of_no_group_has_no_plan():
+    assert plan(64, 1152, BF16, backward=True, gated=True) is None
+
+
+@pytest.mark.parametrize("y_dtype", [BF16, F16])
+def test_a_gate_beside_a_narrow_y_has_a_kernel_of_its_own(y_dtype):
+    types = {"weight_dtype": F32, "y_dtype": y_dtype}
+    assert plan(64, 1152, F32, backward=True, group_rows=8, gated=True, **types) is None
+
+
 def test_gates_of_model_widths_need_no_kernel_of_their_own():
     for cols in (384, 1024, 1152, 1536, 2432, 3072, 5120, 8192):
         for groups, group_rows in ((1, 4608), (64, 256), (4, 4250)):
@@ -391,6 +420,7 @@ WIDE_PARAMS = {"dtype": BF16, "weight_dtype": F32}  # what autocast makes
 WIDE_Y = {**WIDE_PARAMS, "y_dtype": F32}
 NARROW_Y = {"dtype": F32, "y_dtype": BF16}
 RESIDUAL, EPILOGUE, ANYWHERE = {"residual": True}, {"has_epilogue": True}, {"aligned": False}
+OF_ROWS = {"dtype": BF16, "backward": True, "group_rows": 1}  # each with a modulation of its own
 FORWARD_LADDERS: dict[str, tuple[Any, ...]] = {
     "float32": ({}, 512, 16_384, {"resident": 20_480}, {"split": 1_081_344}, 4_325_376),
     "bfloat16": (HALF, 1024, 32_768, {"resident": 57_344}, {"split": 2_162_688}, 8_650_752),
@@ -1037,6 +1067,10 @@ def test_what_the_ladder_plans_can_be_forced(backward):
         # No logical warp owns three vectors of this row, but a block does.
         ("vecs=3", (9, 2048, HALF), {"strategy": "block", "threads": 96}),
         ("strategy=block vecs=8", (9, 8192, {}), {"vecs": 8, "threads": 256}),
+        ("strategy=rows", (9, 1152, OF_ROWS), {"strategy": "rows", "vecs": 2}),
+        ("strategy=rows vecs=2", (9, 1152, OF_ROWS), {"team_threads": 96}),
+        ("vecs=2", (9, 264, OF_ROWS), {"vecs": 2, "by_lanes": False}),
+        ("strategy=rows vecs=4", (9, 1152, OF_ROWS), {"vecs": 4, "team_threads": 64}),
         ("strategy=block", (9, 512, {}), {"strategy": "block", "vecs": 4, "threads": 32}),
         ("strategy=split", (9, 4096, {}), {"blocks_per_row": 1, "stages": 8, "lag": 0}),
         ("strategy=split stages=3", (9, 4096, {}), {"stages": 3}),

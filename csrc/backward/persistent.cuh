@@ -1,6 +1,7 @@
 // What backward's persistent blocks have in common, whether they work on whole rows
-// (layernorm_kernel.cu) or on slices of rows (backward/split.cu): where x and dy of their rows come
-// from, and the gradients of a thread's share of a row.
+// (layernorm_kernel.cu), on those of one group after the other (backward/group.cu) or on slices of
+// rows (backward/split.cu): where x and dy of their rows come from, and the gradients of a thread's
+// share of a row.
 #pragma once
 
 #include "backward/running_param_grads.cuh"

@@ -343,7 +343,7 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
   const int x_size = size_of(problem.x);
   const bool allowed =
       forced.allows(Strategy::kGroup, {Field::kVecs, Field::kTeams, Field::kBulk, Field::kStages});
-  if (!allowed || is_of_rows(problem) ||
+  if (!allowed || !problem.modulated || is_of_rows(problem) ||
       problem.cols > int64_t{kBackwardThreads} * kBackwardColsPerThread) {
     return std::nullopt;
   }
@@ -412,26 +412,26 @@ std::optional<backward::Rows> rows_plan(const Problem& problem, const Forced& fo
   if (!has_kernel || !forced.allows(Strategy::kRows, {Field::kVecs})) return std::nullopt;
   backward::Rows plan;
   plan.width = width_of(problem);
-  const int64_t vectors = ceil_div(problem.cols, plan.width);
-  // A logical warp where the fewest columns a lane will do, else the fewest of the other numbers
-  // for which there are threads.
-  const auto vecs_from = [&](int64_t least) {
-    return backward_rows_vecs_from(plan.width, size_of(problem.x),
-                                   std::max<int64_t>(forced.value_or(Field::kVecs, 1), least));
-  };
-  const auto threads_of = [&](int vecs) { return round_up(ceil_div(vectors, vecs), kWarpThreads); };
-  plan.vecs = vecs_from(1);
-  plan.by_lanes = plan.vecs > 0 && vectors <= int64_t{kWarpThreads} * plan.vecs;
-  if (!plan.by_lanes) {
+  // A row belongs to so many threads, each with so many of its vectors, as where groups have
+  // several rows, so that its sums are the same.
+  if (problem.aligned && problem.cols <= ladders::kGroupWarpVectors * plan.width) {
+    const auto lanes = lanes_of(problem, forced);
+    if (!lanes) return std::nullopt;
+    plan.by_lanes = true;
+    plan.vecs = lanes->vecs;
+    plan.team_threads = lanes->lanes;
+  } else {
+    int64_t least = std::max(forced.value_or(Field::kVecs, 1), kKeptColsPerThread / plan.width);
     do {
-      plan.vecs = vecs_from(plan.vecs + 1);
-    } while (plan.vecs > 0 &&
-             threads_of(plan.vecs) >
-                 backward_rows_bounds(plan.vecs * plan.width, problem.gated).threads);
+      plan.vecs = backward_rows_vecs_from(plan.width, size_of(problem.x), least);
+      if (plan.vecs == 0 || !forced.allows(Field::kVecs, plan.vecs)) return std::nullopt;
+      const int64_t vectors = ceil_div(problem.cols, int64_t{plan.vecs} * plan.width);
+      plan.team_threads =
+          static_cast<int>(std::min<int64_t>(round_up(vectors, kWarpThreads), kMostBlockThreads));
+      least = plan.vecs + 1;
+    } while (plan.team_threads >
+             backward_rows_bounds(plan.vecs * plan.width, problem.gated).threads);
   }
-  if (plan.vecs == 0 || !forced.allows(Field::kVecs, plan.vecs)) return std::nullopt;
-  plan.team_threads = static_cast<int>(
-      plan.by_lanes ? power_of_two_from(ceil_div(vectors, plan.vecs)) : threads_of(plan.vecs));
   const int teams = std::max(1, kBackwardRowsThreads / plan.team_threads);
   plan.threads = teams * plan.team_threads;
   plan.blocks = ceil_div(problem.rows, teams);
@@ -543,6 +543,9 @@ backward::Plan make_backward_plan(const Problem& problem, const Device& device) 
 std::optional<backward::Plan> make_gated_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
   if (is_of_rows(problem)) return rows_plan(problem, forced);
+  // The kernels of groups take an input of x's type, which by the types of a norm (norm/types.cuh)
+  // is that of y beside float32 x.
+  if (problem.x == DataType::kFloat32 && problem.y != problem.x) return std::nullopt;
   Problem without_gate = problem;
   without_gate.gated = false;
   if (has_warp_kernel_for_groups(without_gate, forced)) return std::nullopt;

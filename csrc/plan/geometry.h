@@ -339,8 +339,9 @@ static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
 // vectors that kernels are compiled for.
 constexpr int kBackwardRowsThreads = 256;
 template <int kWidth>
-using BackwardRowsVecs = std::conditional_t<kWidth == 1, VecsList<8, 16>,
-                                            VecsList<8 / kWidth, 16 / kWidth, 32 / kWidth>>;
+using BackwardRowsVecs =
+    std::conditional_t<kWidth == 1, VecsList<16>,
+                       std::conditional_t<kWidth == 4, VecsList<2, 4, 8>, VecsList<2, 4>>>;
 constexpr int backward_rows_vecs_from(int width, int x_size, int64_t least) {
   if (width == 1) return first_from(BackwardRowsVecs<1>{}, least);
   return x_size == 4 ? first_from(BackwardRowsVecs<4>{}, least)

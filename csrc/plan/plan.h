@@ -3,7 +3,8 @@
 // A plan is one of several alternatives, one for each strategy, each with its own fields. The
 // numbers that fix the order of a row's sums (strategy, width, vecs, threads of a team,
 // blocks_per_row) follow from the row's length, the types and the device, never from the number of
-// rows: a row's result is the same in any batch.
+// rows: a row's result is the same in any batch. (One exception: a modulated row of more than 6,144
+// columns that is alone in its batch is a group of one row, and summed as such.)
 #pragma once
 
 #include <cstdint>

@@ -219,15 +219,15 @@ GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor&
   const CurrentDevice guard(a.x);
 
   const Groups groups({&m.shift, &m.scale, &m.gate}, a.x, shape.leading);
-  if (has_columns_apart(a, groups)) {
-    GatedBackwardResult result =
-        run_gated_backward(without_columns(a), input, needs_dinput, needs_dgate);
-    add_columns(result.of_norm, a);
-    return result;
-  }
   if (!shape.empty() && input.scalar_type() == a.x.scalar_type()) {
     const Operands operands(a, shape, types, Activation::kNone, groups, &input);
     if (const auto plan = make_gated_plan(operands.problem, device_of(a.x))) {
+      if (has_columns_apart(a, groups)) {
+        GatedBackwardResult result =
+            run_gated_backward(without_columns(a), input, needs_dinput, needs_dgate);
+        add_columns(result.of_norm, a);
+        return result;
+      }
       const ScalarType dparameter_type = parameters.value_or(a.x.scalar_type());
       const Outputs out(a, shape, types, groups, dparameter_type);
       const GroupGradient dgate(needs_dgate, m.gate, groups, types.weight, types.statistics(), a.x);
