@@ -134,10 +134,14 @@ def test_dtypes(device, dtypes, gated):
 
 @pytest.mark.parametrize("out_dtype", [F32, BF16, F64], ids=ids)
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-def test_out_dtype(device, gated, out_dtype):
+@pytest.mark.parametrize("cols", [64, 1152])
+def test_out_dtype(device, cols, gated, out_dtype):
     for dtypes in (DTYPES[0], DTYPES[3]):
-        problem = modulated((3, 20, 64), gated=gated, dtypes=dtypes, out_dtype=out_dtype)
-        numerics.check(problem, device)
+        for kind in ("sample", "token"):
+            problem = modulated(
+                (3, 20, cols), kind, gated=gated, dtypes=dtypes, out_dtype=out_dtype
+            )
+            numerics.check(problem, device)
 
 
 @pytest.mark.parametrize("layout", sorted({*numerics.LAYOUTS} - {"contiguous"}))
