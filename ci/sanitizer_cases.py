@@ -66,7 +66,7 @@ def strategy_of_many_rows(cols, dtype):
 
 
 def teams_of(cols, dtype, gated):
-    """The rows that a block with groups of rows works on at once, none if it has no teams."""
+    """The rows that a block with groups of rows works on at once, one if it has no teams."""
     many = 1 << 14
     plan = json.loads(
         _ops._plan(many, cols, dtype, backward=True, group_rows=64, gated=gated) or "null"

@@ -276,23 +276,19 @@ cudaError_t launch_group(const BackwardParams& params, const backward::Group& pl
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Group& plan, cudaStream_t stream) {
-  return dispatch_types(types, [&](auto t) -> cudaError_t {
+  return dispatch_types_but_float64(types, [&](auto t) {
     using T = decltype(t);
-    if constexpr (kIsFloat64<T>) {
-      return cudaErrorInvalidValue;
-    } else {
-      return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
-        using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
-        return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
-          return dispatch_bool(plan.bulk, [&](auto bulk) {
-            constexpr bool kMayBeBare = bulk() && vecs() * width() <= kKeptColsPerThread;
-            return dispatch_group<T, kMayBeBare>(params, [&](auto norm) {
-              return launch_group<decltype(norm), width(), vecs(), bulk()>(params, plan, stream);
-            });
+    return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
+      using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
+      return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
+        return dispatch_bool(plan.bulk, [&](auto bulk) {
+          constexpr bool kMayBeBare = bulk() && vecs() * width() <= kKeptColsPerThread;
+          return dispatch_group<T, kMayBeBare>(params, [&](auto norm) {
+            return launch_group<decltype(norm), width(), vecs(), bulk()>(params, plan, stream);
           });
         });
       });
-    }
+    });
   });
 }
 

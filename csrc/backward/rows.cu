@@ -87,23 +87,19 @@ __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologu
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Rows& plan, cudaStream_t stream) {
-  return dispatch_types(types, [&](auto t) -> cudaError_t {
+  return dispatch_types_but_float64(types, [&](auto t) {
     using T = decltype(t);
-    if constexpr (kIsFloat64<T>) {
-      return cudaErrorInvalidValue;
-    } else {
-      return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
-        return dispatch_vecs(BackwardRowsVecs<width()>{}, plan.vecs, [&](auto vecs) {
-          // Gates of single elements have a kernel of their own.
-          return dispatch_bool<(width() > 1)>(params.modulation.gate != nullptr, [&](auto gated) {
-            using Prologue = std::conditional_t<gated(), GatedGradient, MayAddGradient>;
-            using N = LayerNormOf<T, Prologue, Identity, MayBeAffineAndModulate>;
-            return launch(layer_norm_backward_rows_kernel<N, width(), vecs()>, plan, stream, params,
-                          plan.team_threads, plan.by_lanes);
-          });
+    return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
+      return dispatch_vecs(BackwardRowsVecs<width()>{}, plan.vecs, [&](auto vecs) {
+        // Gates of single elements have a kernel of their own.
+        return dispatch_bool<(width() > 1)>(params.modulation.gate != nullptr, [&](auto gated) {
+          using Prologue = std::conditional_t<gated(), GatedGradient, MayAddGradient>;
+          using N = LayerNormOf<T, Prologue, Identity, MayBeAffineAndModulate>;
+          return launch(layer_norm_backward_rows_kernel<N, width(), vecs()>, plan, stream, params,
+                        plan.team_threads, plan.by_lanes);
         });
       });
-    }
+    });
   });
 }
 

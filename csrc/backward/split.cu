@@ -100,34 +100,30 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
     const cudaError_t error = clear_slots(params.workspace, slots, stream);
     if (error != cudaSuccess) return error;
   }
-  return dispatch_types(types, [&](auto t) -> cudaError_t {
+  return dispatch_types_but_float64(types, [&](auto t) {
     using T = decltype(t);
-    if constexpr (kIsFloat64<T>) {
-      return cudaErrorInvalidValue;
-    } else {
-      return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
-        using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
-        return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
-          return dispatch_bool(plan.bulk, [&](auto bulk) -> cudaError_t {
-            // Single elements come by bulk copies only.
-            constexpr bool kMissing =
-                !bulk() && (width() == 1 || vecs() < split_least_vecs(width(), false));
-            if constexpr (kMissing) {
-              return cudaErrorInvalidValue;
-            } else {
-              return dispatch_backward_shared<T>(params, [&](auto norm) {
-                using N = decltype(norm);
-                using G = BackwardSplitGeometry<N, width(), vecs(), bulk()>;
-                const auto kernel = layer_norm_backward_split_kernel<N, G>;
-                return slices.blocks_per_row > 1
-                           ? launch<Start::kCooperative>(kernel, plan, stream, params, plan)
-                           : launch(kernel, plan, stream, params, plan);
-              });
-            }
-          });
+    return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
+      using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
+      return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
+        return dispatch_bool(plan.bulk, [&](auto bulk) -> cudaError_t {
+          // Single elements come by bulk copies only.
+          constexpr bool kMissing =
+              !bulk() && (width() == 1 || vecs() < split_least_vecs(width(), false));
+          if constexpr (kMissing) {
+            return cudaErrorInvalidValue;
+          } else {
+            return dispatch_backward_shared<T>(params, [&](auto norm) {
+              using N = decltype(norm);
+              using G = BackwardSplitGeometry<N, width(), vecs(), bulk()>;
+              const auto kernel = layer_norm_backward_split_kernel<N, G>;
+              return slices.blocks_per_row > 1
+                         ? launch<Start::kCooperative>(kernel, plan, stream, params, plan)
+                         : launch(kernel, plan, stream, params, plan);
+            });
+          }
         });
       });
-    }
+    });
   });
 }
 

@@ -71,4 +71,16 @@ cudaError_t dispatch_types(const DataTypes& types, const Launch& launch) {
   return cudaErrorInvalidValue;
 }
 
+// The same for strategies that have no kernels of float64.
+template <typename Launch>
+cudaError_t dispatch_types_but_float64(const DataTypes& types, const Launch& launch) {
+  return dispatch_types(types, [&](auto t) -> cudaError_t {
+    if constexpr (kIsFloat64<decltype(t)>) {
+      return cudaErrorInvalidValue;
+    } else {
+      return launch(t);
+    }
+  });
+}
+
 }  // namespace fused_layernorm

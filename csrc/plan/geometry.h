@@ -335,6 +335,19 @@ static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<1, 8>{}, backward_block_vecs_from(1, 8, 1)) &&
                   contains(FewRowsVecs<2, 8>{}, backward_block_vecs_from(2, 8, 1)),
               "few rows have a kernel wherever a team of whole warps keeps the row");
+// Blocks that compute dweight and dbias alone move lines of 64 bytes by vectors, sectors of 32 by
+// single elements.
+constexpr int column_lanes(int width, int x_size) { return width == 1 ? 32 / x_size : 4; }
+// They add up the sums of their warps in shared memory.
+constexpr int few_rows_shared_bytes(int block_threads, int width, int x_size) {
+  return block_threads / kWarpThreads * column_lanes(width, x_size) * width * 2 *
+         acc_size_of(x_size);
+}
+static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 4096 &&
+                  few_rows_shared_bytes(kBackwardThreads, vector_width(4), 4) <= 4096 &&
+                  few_rows_shared_bytes(kBackwardThreads, vector_width(8), 8) <= 4096,
+              "shared memory never decides how many blocks of few rows run at once");
+
 // Rows with a modulation of their own: blocks of about so many threads, or of one team, and the
 // vectors that kernels are compiled for.
 constexpr int kBackwardRowsThreads = 256;
@@ -362,19 +375,6 @@ constexpr bool backward_rows_load_early(int cols_per_thread, bool gated) {
 }
 static_assert(vector_width(4) == 4 && vector_width(2) == 8,
               "the vectors that kernels of float32 and of half precision are compiled for");
-
-// Blocks that compute dweight and dbias alone move lines of 64 bytes by vectors, sectors of 32 by
-// single elements.
-constexpr int column_lanes(int width, int x_size) { return width == 1 ? 32 / x_size : 4; }
-// They add up the sums of their warps in shared memory.
-constexpr int few_rows_shared_bytes(int block_threads, int width, int x_size) {
-  return block_threads / kWarpThreads * column_lanes(width, x_size) * width * 2 *
-         acc_size_of(x_size);
-}
-static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 4096 &&
-                  few_rows_shared_bytes(kBackwardThreads, vector_width(4), 4) <= 4096 &&
-                  few_rows_shared_bytes(kBackwardThreads, vector_width(8), 8) <= 4096,
-              "shared memory never decides how many blocks of few rows run at once");
 
 // Rows that a block works on at once (its teams), and rows or slices that a team keeps in flight.
 // A team takes a hardware barrier of its own, of which there are 16; barrier 0 is __syncthreads().

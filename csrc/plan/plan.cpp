@@ -137,6 +137,13 @@ class Json {
         .add("sums_offset", parts.sums_offset)
         .add("sets", parts.sets);
   }
+  Json& add(const backward::OneRowATeam& plan) {
+    return add("width", plan.width)
+        .add("vecs", plan.vecs)
+        .add("team_threads", plan.team_threads)
+        .add("teams", plan.threads / plan.team_threads)
+        .add("by_lanes", plan.by_lanes);
+  }
   Json& add(const backward::Persistent& plan) {
     return add("width", plan.width)
         .add("vecs", plan.vecs)
@@ -212,24 +219,11 @@ std::string to_json(const backward::Warp& plan) {
 }
 
 std::string to_json(const backward::FewRows& plan) {
-  return Json(Strategy::kFewRows)
-      .add("width", plan.width)
-      .add("vecs", plan.vecs)
-      .add("team_threads", plan.team_threads)
-      .add("teams", plan.threads / plan.team_threads)
-      .add("by_lanes", plan.by_lanes)
-      .add("column_blocks", plan.column_blocks)
-      .with(plan);
+  return Json(Strategy::kFewRows).add(plan).add("column_blocks", plan.column_blocks).with(plan);
 }
 
 std::string to_json(const backward::Rows& plan) {
-  return Json(Strategy::kRows)
-      .add("width", plan.width)
-      .add("vecs", plan.vecs)
-      .add("team_threads", plan.team_threads)
-      .add("teams", plan.threads / plan.team_threads)
-      .add("by_lanes", plan.by_lanes)
-      .with(plan);
+  return Json(Strategy::kRows).add(plan).with(plan);
 }
 
 std::string to_json(const backward::Block& plan) {

@@ -130,15 +130,22 @@ struct Warp : Launch {
   GroupParts parts;  // of a modulated norm, in place of partials
 };
 
-// Few rows: blocks on rows compute dx, and blocks on columns beside them dweight and dbias, in one
-// launch and without partial sums.
-struct FewRows : Launch {
+// Blocks whose teams have one row each and keep nothing for a next one.
+struct OneRowATeam : Launch {
   int width = 1;
   int vecs = 2;
-  int team_threads = 1;       // on one row: a logical warp's lanes, or whole warps
-  bool by_lanes = false;      // the team is a logical warp
+  int team_threads = 1;   // on one row: a logical warp's lanes, or whole warps
+  bool by_lanes = false;  // the team is a logical warp
+};
+
+// Few rows: blocks on rows compute dx, and blocks on columns beside them dweight and dbias, in one
+// launch and without partial sums.
+struct FewRows : OneRowATeam {
   int64_t column_blocks = 0;  // of the launch's blocks, those on columns
 };
+
+// Rows that each have a modulation of their own: no sums over rows.
+struct Rows : OneRowATeam {};
 
 // Rows or slices of them in persistent blocks.
 struct Persistent : Launch {
@@ -154,14 +161,6 @@ struct Persistent : Launch {
 
 // Each block has whole rows.
 struct Block : Persistent {};
-
-// Rows that each have a modulation of their own: no sums over rows.
-struct Rows : Launch {
-  int width = 1;
-  int vecs = 2;
-  int team_threads = 1;   // on one row: a logical warp's lanes, or whole warps
-  bool by_lanes = false;  // the team is a logical warp
-};
 
 // Each block has whole rows, of one group after the other.
 struct Group : Persistent {
