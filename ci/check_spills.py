@@ -85,6 +85,11 @@ ALLOWED = [
         "x and dy of the next row in registers, and a residual's gradient or float32 parameters",
     ),
     Allowed(
+        r"forward_block_kernel<Norm<Types<\w+, float, float>.* OrPlain<Adding<true> >.* 8, false,",
+        56,
+        "eight vectors of a gated sum, in halves beside a y of float32",
+    ),
+    Allowed(
         r"forward_\w+_kernel<Norm<Types<(__half|__nv_bfloat16), float, ",
         24,
         "float32 parameters beside half-precision x: a number or two",

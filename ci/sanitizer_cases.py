@@ -20,13 +20,16 @@ BF16, F32 = torch.bfloat16, torch.float32
 _ops = torch.ops.fused_layernorm
 
 
-def run(rows, cols, dtype, strategy=None, *, weight_dtype=None, activation=None, residual=False):
-    """Forward as planned, backward by the strategy."""
+def run(rows, cols, dtype, strategy=None, *, forward=None, weight_dtype=None, activation=None,
+        residual=False):  # fmt: skip
+    """Forward by one strategy, backward by another; without one, as planned."""
     x = torch.randn(rows, cols, device="cuda").to(dtype)
     dy = torch.randn_like(x)
     weight = torch.randn(cols, device="cuda").to(weight_dtype or dtype)
     bias = torch.randn_like(weight)
+    _ops._force(forward and f"strategy={forward}")
     _, mean, rstd = _ops.layer_norm_forward(x, 1, weight, bias, 1e-5, activation)
+    _ops._force(None)
     if residual:
         fused_layernorm.add_layer_norm(x, dy, weight, bias, activation=activation)
     _ops._force(strategy and f"strategy={strategy}")
@@ -97,9 +100,14 @@ def main():
             run(37, cols, dtype, "few_rows", activation="silu", **options)
             many = strategy_of_many_rows(cols, dtype)
             run(300, cols, dtype, many, activation="gelu", **options)
+        # A thread per row, forward and backward.
+        for cols in (3, 13, 37, 47):
+            run(300, cols, dtype, "thread", forward="thread")
+            run(129, cols, dtype, "thread", forward="thread", weight_dtype=F32)
     # Several blocks a row, and rows longer than the chip holds.
     run(8, 65536, BF16)
     run(4, 65537, BF16)
+    run(30, 65537, F32)
     run(6, 40000, BF16, residual=True)
     run(10, 300_000, F32)
     # A row in the registers of one block: one that comes and goes, and one that stays for more.

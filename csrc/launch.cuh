@@ -12,6 +12,8 @@
 
 namespace fused_layernorm {
 
+cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
+                                      const forward::Thread&, cudaStream_t);
 cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Warp&,
                                       cudaStream_t);
 cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Block&,
@@ -24,6 +26,8 @@ cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
                                       const forward::Stream&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::Warp&, cudaStream_t);
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::Thread&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::FewRows&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,

@@ -40,12 +40,12 @@ struct RowBlock {
   }
 
   // A row's vectors follow each other from lane to lane. From warp to warp there are seams, which
-  // are closed at the end.
-  template <int kVecs, typename Words>
+  // are closed at the end. kPieces counts what a thread stores, kVecs what the plan does.
+  template <int kPieces, int kVecs, typename Words>
   struct Seams {
     static constexpr int kWarps =
         forward_block_bounds(kVecs, ForwardLoad::kHeavy, false).threads / kWarpSize;
-    static constexpr int kMost = 1 + kVecs * kWarps;
+    static constexpr int kMost = 1 + kPieces * kWarps;
     const BlockTeam& team;
     Words* lows;   // of each seam the words before it
     Words* highs;  // of each seam the words behind it
@@ -72,7 +72,7 @@ struct RowBlock {
     __device__ __forceinline__ void close(const Store& store) const {
       __syncthreads();
       const int seam = team.thread;
-      if (seam <= kVecs * team.warps()) store(seam * kWarpSize, lows[seam], highs[seam]);
+      if (seam <= kPieces * team.warps()) store(seam * kWarpSize, lows[seam], highs[seam]);
     }
   };
 };

@@ -238,8 +238,46 @@ def test_few_rows_have_the_dx_of_many(plans, cols, options):
 def _strategy_of_many_rows(plans, cols, dtype):
     """Which persistent blocks take these rows where they are many."""
     strategy = plans.of(1 << 20, cols, dtype, backward=True)["strategy"]
-    assert strategy in ("warp", "block")
+    assert strategy in ("warp", "thread", "block")
     return strategy
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("misaligned", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [(F32, F32), (BF16, BF16), (F16, F16), (BF16, F32)],
+    ids=ids,
+)
+def test_threads_give_the_dx_of_logical_warps(plans, dtype, weight_dtype, misaligned):
+    """Which of them has a short row depends on the number of rows, and nothing else may."""
+    ran = 0
+    for cols in range(1, 65):
+        problem = Problem((300, cols), dtype=dtype, weight_dtype=weight_dtype, mean=10.0)
+        plans.force(None)
+        args = list(_saved(problem, "cuda"))
+        args[0][::2] = 0
+        args[1][3::16, cols // 2] = float("nan")
+        if misaligned:
+            for i in (0, 1):
+                there = args[i].new_empty(args[i].numel() + 1)[1:].view_as(args[i])
+                args[i] = there.copy_(args[i])
+        options = {"weight_dtype": weight_dtype, "backward": True}
+        if misaligned:
+            options["aligned"] = False
+        dx = []
+        for strategy in ("few_rows", "warp", "thread"):
+            plans.force(f"strategy={strategy}")
+            if plans.of(300, cols, dtype, **options) is None:
+                continue
+            grads = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
+            dx.append(grads[0].view({2: torch.int16, 4: torch.int32}[dtype.itemsize]))
+        if len(dx) < 3:
+            continue
+        ran += 1
+        assert torch.equal(dx[0], dx[1]), cols
+        assert torch.equal(dx[0], dx[2]), cols
+    assert ran == 64 if misaligned else ran >= 48
 
 
 @pytest.mark.gpu
@@ -415,7 +453,25 @@ def test_every_element_is_written(poison, cols):
             torch.testing.assert_close(grad.double(), expected[name], rtol=1e-4, atol=1e-4)
 
 
-FORCED_COLS = [1, 3, 8, 64, 256, 257, 1024, 1027, 2048, 4096, 8192, 8195, 16384, 65536, 262144]
+FORCED_COLS = [
+    1,
+    3,
+    8,
+    37,
+    63,
+    64,
+    256,
+    257,
+    1024,
+    1027,
+    2048,
+    4096,
+    8192,
+    8195,
+    16384,
+    65536,
+    262144,
+]
 
 
 @pytest.mark.gpu
@@ -424,6 +480,19 @@ FORCED_COLS = [1, 3, 8, 64, 256, 257, 1024, 1027, 2048, 4096, 8192, 8195, 16384,
 def test_accuracy_of_many_rows(cols, dtypes):
     """More than are few: every group of threads works on several rows, one after the other."""
     numerics.check(Problem((3000, cols), dtype=dtypes[0], weight_dtype=dtypes[1]), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, None), (BF16, F32)], ids=dtype_ids)
+@pytest.mark.parametrize("cols", [1, 3, 8, 17, 37, 48, 49, 63, 64])
+def test_accuracy_of_many_short_rows(plans, cols, dtypes):
+    """Some of them are threads' that have a row each."""
+    rows = 400_001
+    problem = Problem((rows, cols), dtype=dtypes[0], weight_dtype=dtypes[1])
+    plan = plans.of(rows, cols, dtypes[0], weight_dtype=dtypes[1], backward=True)
+    of_threads = {17, 37, 49, 63} if dtypes[0] == BF16 else {17, 37, 49}
+    assert (plan["strategy"] == "thread") == (cols in of_threads)
+    numerics.check(problem, "cuda", sample=1 << 17)
 
 
 @pytest.mark.gpu

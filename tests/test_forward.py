@@ -401,6 +401,9 @@ FORCED_COLS = [
     1,
     3,
     8,
+    17,
+    37,
+    63,
     64,
     256,
     257,
@@ -418,7 +421,7 @@ FORCED_COLS = [
 
 
 # "resident blocks_per_row=3": slices of few columns, and rows whose blocks meet.
-LAYOUTS = ["warp", "block", "split", "resident", "resident blocks_per_row=3", "stream"]
+LAYOUTS = ["warp", "thread", "block", "split", "resident", "resident blocks_per_row=3", "stream"]
 EPILOGUES = [(None, 1.0), (None, 0.5), ("gelu", 0.5)]
 
 
@@ -462,6 +465,51 @@ def test_every_strategy(plans, layout, dtypes, activation, scale):
         ran.append(cols)
     if not ran:
         pytest.skip(f"{strategy} takes no {ids(dtypes[0])} rows forward on this device")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kind", ["contiguous", "misaligned", "every other row", "odd column slice"]
+)
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "out_dtype"),
+    [(F32, F32, F32), (BF16, BF16, BF16), (F16, F16, F16), (BF16, F32, BF16), (BF16, F32, F32),
+     (F32, F32, BF16)],
+    ids=ids,
+)  # fmt: skip
+def test_threads_give_the_bits_of_logical_warps(plans, dtype, weight_dtype, out_dtype, kind):
+    """Which of them has a short row depends on the number of rows, and nothing else may."""
+    ran = 0
+    for cols in range(1, 65):
+        rows = 300
+        if kind == "contiguous":
+            x = torch.randn(rows, cols, device="cuda").to(dtype)
+        elif kind == "misaligned":
+            x = torch.randn(rows * cols + 1, device="cuda").to(dtype)[1:].view(rows, cols)
+        else:
+            x = _strided(kind, rows, cols, "cuda", dtype)
+        # Rows of large mean, constant rows, and rows with a NaN.
+        x[1::4] += 1e3
+        x[2::8] = 0.1
+        x[3::16, cols // 2] = float("nan")
+        weight, bias = torch.randn(2, cols, device="cuda").to(weight_dtype)
+        outputs = []
+        for strategy in ("warp", "thread"):
+            plans.force(f"strategy={strategy}")
+            if plans.of(rows, cols, dtype, weight_dtype=weight_dtype, y_dtype=out_dtype) is None:
+                continue
+            outputs.append(
+                torch.ops.fused_layernorm.layer_norm_forward(
+                    x, 1, weight, bias, 1e-5, out_dtype=out_dtype
+                )
+            )
+        if len(outputs) < 2:
+            continue
+        ran += 1
+        for one, other in zip(*outputs, strict=True):
+            integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
+            assert torch.equal(one.view(integers), other.view(integers)), cols
+    assert ran >= 36
 
 
 @pytest.mark.gpu

@@ -12,8 +12,8 @@ import torch
 import fused_layernorm  # noqa: F401  (registers the operators)
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-FORWARD = ("warp", "block", "split", "resident", "stream")
-BACKWARD = ("warp", "few_rows", "block", "split", "stream")
+FORWARD = ("warp", "thread", "block", "split", "resident", "stream")
+BACKWARD = ("warp", "thread", "few_rows", "block", "split", "stream")
 DEVICES = {
     "T4": {"capability": 75, "sms": 40, "shared_memory": 65536},
     "A100": {"capability": 80, "sms": 108, "shared_memory": 166912},
@@ -99,6 +99,19 @@ def check_forward(p, rows, cols, problem):
     width = 16 // problem["dtype"].itemsize
     vectors = -(-cols // width)
     strategy = p["strategy"]
+    if strategy == "thread":
+        assert cols % unit(problem) != 0
+        assert not problem["residual"]
+        assert p["blocks"] * p["threads"] >= rows
+        assert p["lanes"] * (p["vecs"] - 1) < vectors <= p["lanes"] * p["vecs"]
+        x_bytes = p["threads"] * cols * problem["dtype"].itemsize
+        y_bytes = p["threads"] * cols * problem["y_dtype"].itemsize
+        if x_bytes == y_bytes:
+            assert p["y_offset"] == 0
+            assert p["shared_bytes"] >= x_bytes + 20
+        else:
+            assert p["y_offset"] >= x_bytes + 20
+            assert p["shared_bytes"] >= p["y_offset"] + y_bytes
     if strategy == "warp":
         assert p["lanes"] in (1, 2, 4, 8, 16, 32)
         assert p["blocks"] * (p["threads"] // p["lanes"]) >= rows
@@ -142,6 +155,12 @@ def check_backward(p, rows, cols, problem):
         assert p["lanes"] in (1, 2, 4, 8, 16, 32)
         assert vectors <= p["lanes"] * p["vecs"]
         assert p["shared_bytes"] >= 2 * cols * max(4, x_size)
+    if strategy == "thread":
+        assert cols <= 4 * p["lanes"] <= 64
+        assert not problem["residual"]
+        assert not problem["has_epilogue"]
+        assert p["dy_offset"] >= p["threads"] * cols * x_size + 20
+        assert p["shared_bytes"] >= p["dy_offset"] + p["threads"] * cols * y_size + 20
     if strategy == "few_rows":
         assert vectors <= p["team_threads"] * p["vecs"]
         assert p["teams"] * p["team_threads"] == p["threads"] <= 512
@@ -220,6 +239,9 @@ def test_order_of_summation_does_not_depend_on_the_number_of_rows(device):
     fixed = ("strategy", "width", "vecs", "lanes", "team_threads", "blocks_per_row", "slice_cols")
     for _, cols, problem in every_problem(rows=[]):
         plans = [plan(rows, cols, device=device, **problem) for rows in ROWS]
+        for p in plans:
+            if p["strategy"] == "thread":  # It plays the lanes of a logical warp.
+                p["strategy"] = "warp"
         many = plans[-1]
         for p in plans:
             if p["strategy"] == "few_rows":
@@ -467,6 +489,25 @@ BACKWARD_LADDERS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+def is_threads(rows, cols, problem):
+    """Whether these are rows of which a thread has one, in the place of a logical warp.
+
+    They are many and short and have nothing fused, and begin anywhere, in forward all of them.
+    """
+    half = problem["dtype"].itemsize == 2
+    fused = problem.get("residual", False) or problem.get("has_epilogue", False)
+    if fused or problem["dtype"] == F64:
+        return False
+    if problem.get("backward"):
+        short = 17 <= cols <= 64 if half else 17 <= cols <= 52
+        shorter = 9 <= cols <= 16
+        many = (short and rows >= 400_000) or (shorter and rows >= 1_000_000)
+        many |= not half and 5 <= cols <= 8 and rows >= 2_000_000
+        return many and not problem.get("aligned", True)
+    short = cols <= 64 if half else cols <= 48
+    return rows >= 30_000 and short and cols % unit(problem) != 0
+
+
 def ranges(ladder):
     """(strategy, last columns) of a ladder: of warps, blocks, those named, resident, stream."""
     _, warp, block, *longer = ladder
@@ -488,7 +529,8 @@ def check_ladder(rows, ladder, strategies, **options):
         between = [choose.randrange(first, last + 1, step) for _ in range(20)]
         for cols in (first, *between, last):
             p = plan(rows, cols, **problem)
-            assert p["strategy"] == expected, (cols, p)
+            threads = expected == "warp" and is_threads(rows, cols, problem)
+            assert p["strategy"] == ("thread" if threads else expected), (cols, p)
         first = last + step
 
 
@@ -716,8 +758,11 @@ def test_few_rows_are_so_many(problem, cols, most_rows, needs_dparams):
         (512, 2060, {**HALF, **ANYWHERE}, 160, 2),
         (512, 2060, {**HALF, **ANYWHERE, **EPILOGUE}, 160, 3),
         (512, 2060, {**HALF, **ANYWHERE, "needs_dparams": False}, 160, 3),
-        # Where that cannot be, aligned rows have blocks of 256 threads, others of 512.
+        # Where that cannot be, teams of 256 threads have a block each.
         (2048, 4096, HALF, 256, 1),
+        # Smaller ones, and those of rows that begin anywhere, fill up a block.
+        (2048, 2048, HALF, 128, 4),
+        (2048, 1024, {}, 64, 8),
         (1024, 2048, {**HALF, **ANYWHERE}, 128, 4),
         # Logical warps have the whole block.
         (100, 512, HALF, 32, 16),
@@ -738,6 +783,7 @@ def test_teams_of_few_rows(rows, cols, problem, team_threads, teams):
         (HALF, 512, 2, 32),
         (ANYWHERE, 4, 4, 1),
         (ANYWHERE, 5, 4, 2),
+        (ANYWHERE, 37, 4, 16),
         (ANYWHERE, 128, 4, 32),
         (ANYWHERE, 129, 8, 32),
         (ANYWHERE, 256, 8, 32),
@@ -829,7 +875,7 @@ def test_backward_teams_fill_a_block_but_not_with_full_ones(cols, problem, teams
     [
         ({"dtype": F32}, 64, 64, 4, 2),
         ({"dtype": F32}, 96, 32, 4, 2),
-        ({"dtype": F32, "aligned": False}, 37, 32, 1, 4),
+        ({"dtype": F32, "aligned": False, "residual": True}, 37, 32, 1, 4),
         ({"dtype": BF16}, 256, 32, 8, 2),
     ],
 )
@@ -987,6 +1033,9 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     assert set(plan(9, 64)) == launch | {"vecs", "lanes", "shifted"}
     assert set(plan(9, 4096)) == launch | {"vecs", "shifted"}
     assert set(plan(9, 65536)) == launch | slices | {"team_threads", "stages", "lag"}
+    assert set(plan(MANY, 37)) == launch | {"vecs", "lanes", "y_offset"}
+    threads = {"width", "vecs", "lanes", "dy_offset"}
+    assert set(plan(10 * MANY, 37, backward=True)) == launch | partials | threads
     assert set(plan(9, 20_000)) == launch | slices | {"bias_cols"}
     assert set(plan(9, 2**24)) == launch | slices | {"width", "totals_offset"}
     teams = {"width", "vecs", "team_threads", "teams", "by_lanes", "column_blocks"}
@@ -1084,6 +1133,9 @@ def test_what_the_ladder_plans_can_be_forced(backward):
         ("strategy=resident blocks_per_row=3", (9, 65_536, HALF), {"slice_cols": 21_848}),
         ("strategy=stream", (9, 64, HALF), {"strategy": "stream", "blocks_per_row": 1}),
         ("vecs=8", (MANY, 64, {**ANYWHERE, "backward": True}), {"strategy": "warp", "lanes": 8}),
+        ("strategy=thread", (9, 37, {}), {"strategy": "thread", "lanes": 16, "vecs": 1}),
+        ("strategy=thread", (9, 37, HALF), {"strategy": "thread", "lanes": 2, "vecs": 3}),
+        ("strategy=thread", (9, 37, {**ANYWHERE, "backward": True}), {"lanes": 16}),
         ("vecs=8", (MANY, 4096, {"backward": True}), {"vecs": 8, "team_threads": 128}),
         ("teams=3", (MANY, 1024, {"backward": True}), {"teams": 3, "threads": 192}),
         ("teams=2", (MANY, 4096, {"backward": True, **HALF}), {"teams": 2}),
@@ -1130,8 +1182,17 @@ def test_what_is_forced_is_planned(options, problem, expected):
         ("strategy=resident", (9, 65_536, NARROW_Y)),
         ("strategy=resident", (9, 65_536, RESIDUAL)),
         ("strategy=resident", (9, 65_536, {"device": "A100"})),
-        ("strategy=split", (9, 65_536, {"dtype": F64})),
+        ("strategy=resident", (9, 65_537, ANYWHERE)),
         ("strategy=split", (9, 65_536, ANYWHERE)),
+        ("strategy=thread", (9, 36, {})),
+        ("strategy=thread", (9, 37, RESIDUAL)),
+        ("strategy=thread", (9, 37, EPILOGUE)),
+        ("strategy=thread", (9, 37, {"dtype": F64})),
+        ("strategy=thread", (9, 49, {})),
+        ("strategy=thread", (9, 65, HALF)),
+        ("strategy=thread", (9, 65, {**ANYWHERE, "backward": True})),
+        ("strategy=thread", (9, 64, {"backward": True})),
+        ("strategy=split", (9, 65_536, {"dtype": F64})),
         ("strategy=split", (9, 65_536, RESIDUAL)),
         ("strategy=split", (9, 65_536, {"device": "A100"})),
         ("strategy=split", (9, 65_536, {"dtype": F64, "backward": True})),
@@ -1205,7 +1266,7 @@ def test_a_refusal_names_what_was_forced_and_the_problem():
     [
         (
             "strategy=fast",
-            "no strategy is called 'fast': expected warp, block, split, resident, stream, "
+            "no strategy is called 'fast': expected warp, thread, block, split, resident, stream, "
             "few_rows, group or rows",
         ),
         (

@@ -91,7 +91,7 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, int team_th
   const RowTeam<Acc> team(team_threads, by_lanes);
   const int64_t own_row = int64_t{block} * (blockDim.x / team_threads) + team.index;
   const int64_t row = min(own_row, p.rows - 1);
-  const Share<kVecs, false> share = {team.thread, team.threads, p.cols / kWidth};
+  const Share<kVecs> share = {team.thread, team.threads, p.cols / kWidth};
   const X* x_row = x_row_of<N>(p, row, 0);
   const Y* dy_row = dy_row_of<N>(p, row, 0);
   const DxRow<N> dx_row(p, row, 0);

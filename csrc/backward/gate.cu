@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kGateThreads)
   __shared__ Vec<Acc, kWidth> scratch[kGateWarps][kVecs][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int first_col = static_cast<int>(blockIdx.x % chunks) * gate_cols(kWidth);
-  const Share<kVecs, false> share = {lane, kWarpSize, (p.cols - first_col) / kWidth};
+  const Share<kVecs> share = {lane, kWarpSize, (p.cols - first_col) / kWidth};
   const int set = blockIdx.x / chunks;
   const GroupRange range(p.rows, p.group_rows, set, sets);
   const auto* dsum = static_cast<const X*>(p.dsum) + first_col;

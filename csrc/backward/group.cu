@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const GroupRange range(p, blockIdx.x, gridDim.x);
   const Ring ring(shared, stage_statistics, barriers, plan, team.index, false);
   const int vectors = p.cols / kWidth;
-  const Share<kVecs, false> share = {team.thread, team.threads, vectors};
+  const Share<kVecs> share = {team.thread, team.threads, vectors};
   const bool fills = kBulk && team.thread == 0;
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
   const int first_scratch = team.index * scratch_values(team.warps());

@@ -183,7 +183,7 @@ struct PersistentRows {
   const bool activates;
   const Ring ring;
   const int vectors;
-  const Share<kVecs, false> share;
+  const Share<kVecs> share;
   const ColumnParameters<W> parameters;
   const bool reads_x;
 

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int all_chunks = chunks.blocks_per_row;
   const int index = blockIdx.x % all_chunks, set = blockIdx.x / all_chunks;
   const Chunk chunk(index, chunks, p.cols);
-  const Share<kVecs, false> share = {team.thread, team.threads, chunk.cols / kWidth};
+  const Share<kVecs> share = {team.thread, team.threads, chunk.cols / kWidth};
   const auto parameters = parameters_of<N>(p, chunk.first_col);
   const bool reads_x = needs_x(p);
   auto* warp_sums = static_cast<Pair<Acc>*>(p.workspace);  // [row][chunk][warp]
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t place = blockIdx.x - later * rows;
   const int64_t row = rows - 1 - place / together;
   const Chunk chunk(static_cast<int>(all_chunks - 1 - later - place % together), chunks, p.cols);
-  const Share<kVecs, false> share = {static_cast<int>(threadIdx.x), kThreads, chunk.cols / kWidth};
+  const Share<kVecs> share = {static_cast<int>(threadIdx.x), kThreads, chunk.cols / kWidth};
   const auto parameters = parameters_of<N>(p, chunk.first_col);
   const auto* totals =
       reinterpret_cast<const Pair<Acc>*>(static_cast<const char*>(p.workspace) + totals_offset);

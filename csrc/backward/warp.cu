@@ -18,7 +18,7 @@ struct LoadedGradientRow {
 
   // At vectors, and in rows, that do not exist dy is zero, and so is all that they add to sums.
   __device__ __forceinline__ LoadedGradientRow(const BackwardParams& p, uint32_t row, uint32_t rows,
-                                               const Share<kVecs, false>& share, bool reads_x)
+                                               const Share<kVecs>& share, bool reads_x)
       : x{}, dy{}, mean(0), rstd(0) {
     if (row >= rows) return;
     mean = static_cast<const Acc*>(p.mean)[row];
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
   constexpr int kThreads = kBlockThreads<N>;
   const int teams = kThreads >> log2_lanes;
   const int lane = threadIdx.x & (lanes - 1);
-  const Share<kVecs, false> share = {lane, lanes, p.cols / kWidth};
+  const Share<kVecs> share = {lane, lanes, p.cols / kWidth};
   // A row number stays below 2^32: there are fewer than 2^31 rows, and far fewer teams.
   const uint32_t rows = static_cast<uint32_t>(p.rows);
   const uint32_t team = blockIdx.x * teams + (threadIdx.x >> log2_lanes);
@@ -100,8 +100,9 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
         }
       }
       if (p.dx == nullptr) continue;
-      const Pair<Acc> means = {logical_warp_sum(sums.first, lanes) * inverse_cols,
-                               logical_warp_sum(sums.second, lanes) * inverse_cols};
+      const Pair<Acc> means =
+          means_of({logical_warp_sum(sums.first, lanes), logical_warp_sum(sums.second, lanes)},
+                   inverse_cols);
       if (!valid_row) continue;
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
@@ -134,8 +135,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   extern __shared__ __align__(16) unsigned char shared[];
   const int lanes = 1 << log2_lanes;
   const int teams = kBackwardThreads >> log2_lanes, team = threadIdx.x >> log2_lanes;
-  const Share<kVecs, false> share = {static_cast<int>(threadIdx.x) & (lanes - 1), lanes,
-                                     p.cols / kWidth};
+  const Share<kVecs> share = {static_cast<int>(threadIdx.x) & (lanes - 1), lanes, p.cols / kWidth};
   const GroupRange range(p, blockIdx.x, gridDim.x);
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
   const bool wanted = p.dscale || p.dshift || p.dweight || p.dbias;
@@ -184,8 +184,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           }
         }
         if (p.dx == nullptr) continue;
-        const Pair<Acc> means = {logical_warp_sum(sums.first, lanes) * inverse_cols,
-                                 logical_warp_sum(sums.second, lanes) * inverse_cols};
+        const Pair<Acc> means =
+            means_of({logical_warp_sum(sums.first, lanes), logical_warp_sum(sums.second, lanes)},
+                     inverse_cols);
         if (!valid_row) continue;
 #pragma unroll
         for (int k = 0; k < kVecs; ++k) {

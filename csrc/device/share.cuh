@@ -23,8 +23,8 @@ __device__ __forceinline__ T* hidden(T* address) {
 }
 
 // The vectors `first`, `first + step`, ... of a row, as far as they are below `vectors`.
-// kDense: of a thread's kVecs vectors at most the last can be missing.
-template <int kVecs, bool kDense>
+// kMayMiss: so many of a thread's kVecs vectors can be missing, the last ones.
+template <int kVecs, int kMayMiss = kVecs>
 struct Share {
   int first, step, vectors;
 
@@ -35,7 +35,7 @@ struct Share {
     return has(k) ? vector(k) * kWidth : 0;
   }
   __device__ __forceinline__ bool has(int k) const {
-    return (kDense && k + 1 < kVecs) || vector(k) < vectors;
+    return k + kMayMiss < kVecs || vector(k) < vectors;
   }
   // Whether column j of vector k belongs to the row.
   __device__ __forceinline__ bool has_column(int k, int) const { return has(k); }
@@ -47,21 +47,25 @@ struct Share {
 };
 
 // The share of a ragged row: one with any number of columns, whose last vector may not be whole.
-template <int kVecs, int kVecWidth>
-struct RaggedShare : Share<kVecs, true> {
+template <int kVecs, int kVecWidth, int kMayMiss>
+struct RaggedShare : Share<kVecs, kMayMiss> {
   int cols;
-  int last_cols;  // columns of the last of kVecs vectors; not positive if that vector is missing
 
   __device__ __forceinline__ RaggedShare(int thread, int threads, int row_cols)
-      : Share<kVecs, true>{thread, threads, (row_cols + kVecWidth - 1) / kVecWidth},
-        cols(row_cols),
-        last_cols(row_cols - this->vector(kVecs - 1) * kVecWidth) {}
+      : Share<kVecs, kMayMiss>{thread, threads, (row_cols + kVecWidth - 1) / kVecWidth},
+        cols(row_cols) {}
+  // Whether vector k is there and whole for sure.
+  static constexpr bool is_whole(int k) { return k + kMayMiss < kVecs; }
+  // How many columns there are from vector k on; not positive if that vector is missing.
+  __device__ __forceinline__ int cols_from(int k) const {
+    return cols - this->vector(k) * kVecWidth;
+  }
   __device__ __forceinline__ bool has_column(int k, int j) const {
-    return k + 1 < kVecs || j < last_cols;
+    return is_whole(k) || j < cols_from(k);
   }
   template <typename Acc, int kWidth>
   __device__ __forceinline__ Acc count(int k) const {
-    return k + 1 < kVecs ? Acc(kWidth) : Acc(min(max(last_cols, 0), kWidth));
+    return is_whole(k) ? Acc(kWidth) : Acc(min(max(cols_from(k), 0), kWidth));
   }
 };
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "device/share.cuh"
 #include "device/vec.cuh"
 
 namespace fused_layernorm {
@@ -86,6 +87,15 @@ __device__ __forceinline__ void keep_first(Vec<T, kWidth>& v, int cols) {
   }
 }
 
+// The same for the vectors of a thread's share of a row, which keeps the row's columns.
+template <typename T, int kWidth, int kVecs, typename Share>
+__device__ __forceinline__ void keep_columns(Vec<T, kWidth> (&vectors)[kVecs], const Share& share) {
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    if (!share.is_whole(k)) keep_first(vectors[k], share.cols_from(k));
+  }
+}
+
 template <typename T, int kWidth>
 struct ShiftedRow {
   using V = Vec<std::remove_const_t<T>, kWidth>;
@@ -134,7 +144,7 @@ struct ShiftedRow {
 // column, and missing vectors, get any values. The load reads up to 15 bytes before the row and
 // behind it, to the ends of its first and last piece; these are never outside an allocation,
 // because allocations begin and end at larger powers of two.
-template <int kFirst, int kVecs, typename T, int kWidth, int kCount, typename Share>
+template <int kFirst, typename T, int kWidth, int kCount, typename Share>
 __device__ __forceinline__ void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
                                              const ShiftedRow<const T, kWidth>& from,
                                              const Share& share) {
@@ -149,7 +159,7 @@ __device__ __forceinline__ void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
     const int piece = share.vector(k);
     low[n] = high[n] = {};
     if (share.has(k)) low[n] = from.load(piece);
-    if (k + 1 < kVecs || (piece + 1) * Row::kPieceBytes < end) high[n] = from.load(piece + 1);
+    if (share.is_whole(k) || (piece + 1) * Row::kPieceBytes < end) high[n] = from.load(piece + 1);
   }
   shift_pieces<Shift::kDown, Row::kSize>(words, low, high, from.shift);
 #pragma unroll
@@ -160,8 +170,9 @@ __device__ __forceinline__ void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
 
 // Stores a row of `cols` columns (nothing, if there are none); `vector(k)` gives a thread's k-th
 // vector. All threads of the team must call, and so must the other threads of their warps.
-template <typename T, int kWidth, int kVecs, typename Team, typename Share, typename Vector>
-__device__ __forceinline__ void store_shifted(T* row, const Team& team, const Share& share,
+template <typename T, int kWidth, int kVecs, typename Team, int kMayMiss, typename Vector>
+__device__ __forceinline__ void store_shifted(T* row, const Team& team,
+                                              const RaggedShare<kVecs, kWidth, kMayMiss>& share,
                                               int cols, const Vector& vector) {
   using Row = ShiftedRow<T, kWidth>;
   using RowWords = Words<Row::kWords>;
@@ -170,7 +181,7 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team, const Sh
   const int end = cols > 0 ? to.shift + cols * Row::kSize : 0;
   // A piece holds the end of one vector and the beginning of the next. The thread of the next
   // vector stores it. Where that thread cannot learn the end of the vector before, there is a seam.
-  typename Team::template Seams<kVecs, RowWords> seams(team);
+  typename Team::template Seams<kVecs, kVecs / kMayMiss, RowWords> seams(team);
   RowWords last_words = {};
   int last_piece = 0;
   const auto store = [&](auto first, auto count) {
@@ -196,10 +207,10 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team, const Sh
       const int k = first() + n / kPieces;
       const int piece = share.vector(k) * kPieces + n % kPieces;
       if (n % kPieces == 0 && seams.is_at(k)) continue;
-      if (k + 1 < kVecs ? end > 0 : (piece + 1) * Row::kPieceBytes <= end) {
+      if (share.is_whole(k) ? end > 0 : (piece + 1) * Row::kPieceBytes <= end) {
         store_once<T, Row::kPieceCols>(to.piece(piece),
                                        *reinterpret_cast<const typename Row::Piece*>(words[n].at));
-      } else if (k + 1 == kVecs && piece * Row::kPieceBytes < end) {
+      } else if (!share.is_whole(k) && piece * Row::kPieceBytes < end) {
         last_words = words[n];
         last_piece = piece;
       }

@@ -124,9 +124,17 @@ __device__ __forceinline__ Vec<T, kWidth> load(const T* p) {
       asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(to[i].x), "=r"(to[i].y), "=r"(to[i].z), "=r"(to[i].w)
                    : "l"(from + i));
+    } else if constexpr (kUse == Use::kInOrder && V::kPieceBytes == 8) {
+      asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(to[i].x), "=r"(to[i].y)
+                   : "l"(from + i));
     } else if constexpr (kUse == Use::kOnce && V::kPieceBytes == 16) {
       asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
           : "=r"(to[i].x), "=r"(to[i].y), "=r"(to[i].z), "=r"(to[i].w)
+          : "l"(from + i));
+    } else if constexpr (kUse == Use::kOnce && V::kPieceBytes == 8) {
+      asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+          : "=r"(to[i].x), "=r"(to[i].y)
           : "l"(from + i));
     } else {
       to[i] = __ldg(from + i);
@@ -148,7 +156,7 @@ __device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v) {
   const auto* from = reinterpret_cast<const piece_t<V>*>(v.at);
 #pragma unroll
   for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
-    if constexpr (V::kPieceBytes == 16) {
+    if constexpr (V::kPieceBytes >= 8) {
       __stcs(to + i, from[i]);
     } else {
       to[i] = from[i];

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kForwardResidentThreads, 1)
   const Slices& slices = plan.slices;
   const SliceWork work(slices, p.rows, p.cols);
   const int vectors = work.cols / kWidth;
-  const Share<kVecs, false> share = {team.thread, team.threads, vectors};
+  const Share<kVecs> share = {team.thread, team.threads, vectors};
   const ColumnParameters<W> parameters(p.weight, p.bias, work.first_col);
   W* weight = reinterpret_cast<W*>(shared);
   W* bias = weight + slices.slice_cols;  // plan.bias_cols of it

@@ -39,7 +39,7 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
   } else {
     // The compiler moves nothing over the branches of an activation. So the next vector's
     // parameters are loaded before them, if there are registers, and y's address is kept.
-    constexpr bool kAhead = kVecs < 8;
+    constexpr bool kAhead = kVecs * kWidth < 8 * kVectorWidth<typename N::Types>;
     Y* y_start = hidden(element(y_row, share.first * kWidth));
     auto weight = parameters.weight(0), bias = parameters.bias(0);
 #pragma unroll
@@ -94,19 +94,18 @@ __device__ __forceinline__ void finish_row(const ForwardParams& p, const Forward
 }
 
 // The same for a row that begins anywhere in memory.
-template <typename N, int kWidth, int kVecs, typename Team>
+template <typename N, int kWidth, int kVecs, typename Team, typename Share>
 __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const ForwardRow<N>& row,
                                                    const Vec<typename N::X, kWidth> (&x)[kVecs],
-                                                   const Team& team,
-                                                   const RaggedShare<kVecs, kWidth>& share,
+                                                   const Team& team, const Share& share,
                                                    bool valid_row, typename N::Acc mean,
                                                    typename N::Acc rstd) {
   N::Affine::for_row(p, [&](auto affine) {
     const auto y_of = [&](int k) {
       const int col = share.template col<kWidth>(k);
       const auto load = [&](const Parameter<typename N::W>& from) {
-        return k + 1 < kVecs ? from.template load<kWidth>(col)
-                             : from.template load_until<kWidth>(col, share.cols);
+        return share.is_whole(k) ? from.template load<kWidth>(col)
+                                 : from.template load_until<kWidth>(col, share.cols);
       };
       return N::template finish<typename N::Epilogue, decltype(affine)>(
           p, x[k], mean, rstd, load(row.parameters.weight), load(row.parameters.bias),
@@ -119,31 +118,35 @@ __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const
   });
 }
 
-// One row by a team. A team without a row of its own (`row` is past the last) goes along with the
-// last row for the sake of the others in its warp.
-// kForget: between sums and result only the packed elements of the row stay in registers.
+// One row by a team; kVecs counts the vectors of a thread, whose pieces are loaded and stored one
+// by one. A team without a row of its own (`row` is past the last) goes along with the last row for
+// the sake of the others in its warp. kForget: between sums and result only the packed elements of
+// the row stay in registers.
 template <typename N, int kVecs, bool kShifted, bool kForget = false, typename Team>
 __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& team,
                                             uint32_t row) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
-  constexpr int kWidth = kVectorWidth<typename N::Types>;
+  constexpr int kWidth = kRowWidth<N, kVecs>;
+  constexpr int kMayMiss = kRowPieces<N, kVecs>;
+  constexpr int kPieces = kVecs * kMayMiss;
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
   const uint32_t rows = static_cast<uint32_t>(p.rows);
   const bool valid_row = row < rows;
   const uint32_t read_row = valid_row ? row : rows - 1;
   const ForwardRow<N> place(p, read_row, 0);
-  // The plan sees to it that of a thread's vectors at most the last is missing.
+  // The plan sees to it that of a thread's vectors at most the last is missing: of its pieces the
+  // last ones.
   const auto share = [&] {
     if constexpr (kShifted) {
-      return RaggedShare<kVecs, kWidth>(team.thread(), team.threads(), p.cols);
+      return RaggedShare<kPieces, kWidth, kMayMiss>(team.thread(), team.threads(), p.cols);
     } else {
-      return Share<kVecs, true>{team.thread(), team.threads(), p.cols / kWidth};
+      return Share<kPieces, kMayMiss>{team.thread(), team.threads(), p.cols / kWidth};
     }
   }();
 
-  Vec<X, kWidth> x[kVecs];
+  Vec<X, kWidth> x[kPieces];
   Acc pivot;
   constexpr bool kPivotFirst = Team::template kPivotFirst<N, kVecs, kShifted>;
   if constexpr (kShifted) {
@@ -164,14 +167,14 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   }
   const auto parameters = [&] {
     using Late = LateParameters<W, kWidth, decltype(share)>;
-    constexpr int kWords = 2 * kVecs * kWidth * sizeof(W) / 4;
-    constexpr bool kBare = !N::Prologue::kMayStore && !N::Epilogue::kMayActivate;
+    constexpr int kWords = 2 * kPieces * kWidth * sizeof(W) / 4;
     if constexpr (!kShifted && N::Epilogue::kBranches && Team::kWalks) {
       return WalkedParameters<W, kWidth, decltype(share)>(Late{place.parameters, share});
-    } else if constexpr (kShifted || !kBare || kWords > Team::kMostEarlyWords) {
+    } else if constexpr (kShifted || N::Prologue::kMayStore || N::Epilogue::kMayActivate ||
+                         kWords > Team::kMostEarlyWords) {
       return Late{place.parameters, share};
     } else {
-      return EarlyParameters<W, kWidth, kVecs>(Late{place.parameters, share});
+      return EarlyParameters<W, kWidth, kPieces>(Late{place.parameters, share});
     }
   }();
   if constexpr (!kPivotFirst) {
@@ -183,7 +186,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   if constexpr (kForget) {
     if constexpr (sizeof(X) < sizeof(Acc)) {
 #pragma unroll
-      for (int k = 0; k < kVecs; ++k) hold(x[k]);
+      for (int k = 0; k < kPieces; ++k) hold(x[k]);
     }
     asm("" : "+r"(row));
   }

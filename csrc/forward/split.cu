@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kForwardSplitThreads + kWarpSize, 1)
   const Slices& slices = plan.slices;
   const SliceWork work(slices, p.rows, p.cols);
   const int vectors = work.cols / kWidth;
-  const Share<kVecs, false> share = {team.thread, team.threads, vectors};
+  const Share<kVecs> share = {team.thread, team.threads, vectors};
   W* weight = reinterpret_cast<W*>(shared);
   W* bias = weight + slices.slice_cols;
   X* ring = reinterpret_cast<X*>(bias + slices.slice_cols);

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kForwardStreamThreads)
   const int chunk = blockIdx.x % chunks.blocks_per_row;
   const int first_col = chunk * chunks.slice_cols;
   const int cols = min(chunks.slice_cols, p.cols - first_col);
-  const Share<kVecs, false> share = {team.thread, team.threads, cols / kWidth};
+  const Share<kVecs> share = {team.thread, team.threads, cols / kWidth};
 
   const ForwardRow<N> place(p, row, first_col);
   Vec<typename N::X, kWidth> x[kVecs];
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   using Y = typename N::Y;
   constexpr int kChunkCols = kFinishThreads * kFinishVecs * kWidth;
   const int first_col = static_cast<int>(blockIdx.x % chunks) * kChunkCols;
-  const Share<kFinishVecs, false> share = {static_cast<int>(threadIdx.x), kFinishThreads,
-                                           min(kChunkCols, p.cols - first_col) / kWidth};
+  const Share<kFinishVecs> share = {static_cast<int>(threadIdx.x), kFinishThreads,
+                                    min(kChunkCols, p.cols - first_col) / kWidth};
   // The last rows come first, as L2 may still have what the first kernel read last.
   const int64_t set = gridDim.x / chunks - 1 - blockIdx.x / chunks;
   const int64_t first_row = set * kRowsPerBlock;

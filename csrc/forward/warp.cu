@@ -42,7 +42,7 @@ struct LogicalWarp {
 
   // A row's vectors follow each other from lane to lane, and from the last lane on to the first, so
   // only the row's two ends are seams.
-  template <int kVecs, typename Words>
+  template <int kPieces, int, typename Words>
   struct Seams {
     const LogicalWarp& team;
     Words begin;         // the first words of the row, in its first lane
@@ -63,7 +63,7 @@ struct LogicalWarp {
     __device__ __forceinline__ void close(const Store& store) const {
       if (team.lane > 0) return;
       store(0, of_neighbour, begin);
-      store(kVecs * team.lanes, of_neighbour, begin);
+      store(kPieces * team.lanes, of_neighbour, begin);
     }
   };
 };

@@ -46,12 +46,12 @@ struct Plain {
       }
     }
 
-    template <int kWidth, int kVecs, typename Team>
+    template <int kWidth, int kVecs, typename Team, int kMayMiss>
     __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team&,
-                                                 const RaggedShare<kVecs, kWidth>& share,
+                                                 const RaggedShare<kVecs, kWidth, kMayMiss>& share,
                                                  bool) const {
-      fused_layernorm::load_shifted<0, kVecs>(out, ShiftedRow<const X, kWidth>(x), share);
-      keep_first(out[kVecs - 1], share.last_cols);
+      fused_layernorm::load_shifted<0>(out, ShiftedRow<const X, kWidth>(x), share);
+      keep_columns(out, share);
     }
   };
 };
@@ -157,31 +157,32 @@ struct Adding {
     }
 
     // Nothing is stored for a team without a row of its own (`valid_row` is false).
-    template <int kWidth, int kVecs, typename Team>
+    template <int kWidth, int kVecs, typename Team, int kMayMiss>
     __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team& team,
-                                                 const RaggedShare<kVecs, kWidth>& share,
+                                                 const RaggedShare<kVecs, kWidth, kMayMiss>& share,
                                                  bool valid_row) const {
-      fused_layernorm::load_shifted<0, kVecs>(out, ShiftedRow<const X, kWidth>(residual), share);
+      fused_layernorm::load_shifted<0>(out, ShiftedRow<const X, kWidth>(residual), share);
       const ShiftedRow<const In, kWidth> added_row(input);
       const auto add = [&](auto first, auto count) {
         Vec<In, kWidth> added[count()];
-        fused_layernorm::load_shifted<first(), kVecs>(added, added_row, share);
+        fused_layernorm::load_shifted<first()>(added, added_row, share);
 #pragma unroll
         for (int n = 0; n < count(); ++n) {
           const int k = first() + n, col = share.template col<kWidth>(k);
           out[k] = sum_of(out[k], added[n], [&] {
-            return k + 1 < kVecs ? gate.template load<kWidth>(col)
-                                 : gate.template load_until<kWidth>(col, share.cols);
+            return share.is_whole(k) ? gate.template load<kWidth>(col)
+                                     : gate.template load_until<kWidth>(col, share.cols);
           });
         }
       };
       // As many at once as there are registers for.
-      constexpr int kCount = kVecs < 4 ? kVecs : 4;
+      constexpr int kMost = 4 * kMayMiss;
+      constexpr int kCount = kVecs < kMost ? kVecs : kMost;
       add(std::integral_constant<int, 0>{}, std::integral_constant<int, kCount>{});
-      if constexpr (kVecs > 4) {
-        add(std::integral_constant<int, 4>{}, std::integral_constant<int, kVecs - 4>{});
+      if constexpr (kVecs > kMost) {
+        add(std::integral_constant<int, kMost>{}, std::integral_constant<int, kVecs - kMost>{});
       }
-      keep_first(out[kVecs - 1], share.last_cols);
+      keep_columns(out, share);
       store_shifted<X, kWidth, kVecs>(residual_out, team, share, valid_row ? share.cols : 0,
                                       [&](int k) { return out[k]; });
     }
@@ -221,9 +222,9 @@ struct OrPlain {
     __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share) const {
       as_it_is([&](const auto& as) { as.template load<kUse>(out, share); });
     }
-    template <int kWidth, int kVecs, typename Team>
+    template <int kWidth, int kVecs, typename Team, int kMayMiss>
     __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team& team,
-                                                 const RaggedShare<kVecs, kWidth>& share,
+                                                 const RaggedShare<kVecs, kWidth, kMayMiss>& share,
                                                  bool valid_row) const {
       as_it_is([&](const auto& as) { as.load_shifted(out, team, share, valid_row); });
     }

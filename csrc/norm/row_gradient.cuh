@@ -113,9 +113,11 @@ struct DxRow {
   }
 };
 
+// The products are rounded, so that the dx of a row is the same in every kernel: the compiler would
+// take some of them together with the differences that they go into.
 template <typename Acc>
 __device__ __forceinline__ Pair<Acc> means_of(Pair<Acc> sums, Acc inverse_cols) {
-  return {sums.first * inverse_cols, sums.second * inverse_cols};
+  return {rounded_product(sums.first, inverse_cols), rounded_product(sums.second, inverse_cols)};
 }
 
 // Whether backward reads x at all: dbias and dshift alone, without an activation, are sums of dy.

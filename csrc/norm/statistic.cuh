@@ -69,6 +69,51 @@ struct LayerNorm {
     return sizeof(X) == 2 || is_large ? first.first : Acc(0);
   }
 
+  // A thread's part of the two sums of which moments are made: of x - pivot, and of squared
+  // deviations from the mean.
+  template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
+  static __device__ __forceinline__ Acc sum_from(const Vec<X, kWidth> (&x)[kVecs],
+                                                 const Share& share, Acc pivot) {
+    // A thread's own sum of half-precision values is exact in float32, so one subtraction of all
+    // pivots together will do. It comes first, because the pivot is loaded first.
+    constexpr bool kExact = sizeof(X) == 2;
+    Acc total[kWidth];
+    Acc count = 0;
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) count += share.template count<Acc, kWidth>(k);
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      Acc values[kWidth];
+      unpack(values, x[k]);
+      if (kExact && k == 0) values[0] -= count * pivot;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const Acc from = share.has_column(k, j) ? pivot : Acc(0);
+        const Acc v = kExact ? values[j] : values[j] - from;
+        total[j] = k == 0 ? v : total[j] + v;
+      }
+    }
+    return tree_sum(total);
+  }
+
+  template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
+  static __device__ __forceinline__ Acc squared_deviations(const Vec<X, kWidth> (&x)[kVecs],
+                                                           const Share& share, Acc mean) {
+    Acc total[kWidth];
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      Acc values[kWidth];
+      unpack(values, x[k]);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const Acc from = share.has_column(k, j) ? mean : Acc(0);
+        const Acc d = values[j] - from;
+        total[j] = k == 0 ? d * d : total[j] + d * d;
+      }
+    }
+    return tree_sum(total);
+  }
+
   // The moments of the columns in `x`, as a thread's vectors of them are in its registers.
   //   pivot   that of these columns.
   //   inverse gives the Reciprocal of the number of columns.
@@ -126,57 +171,13 @@ struct LayerNorm {
       chain.first += g[j];
       chain.second += g[j] * xhat[j];
     }
-    sums += part;
+    if constexpr (kWidth > 1) sums += part;
   }
 
   // dx = rstd * (g - mean(g) - xhat * mean(g * xhat)); docs/backward.md derives it.
   template <typename Acc>
   static __device__ __forceinline__ Acc dx(Acc xhat, Acc g, Pair<Acc> means, Acc rstd) {
     return (g - means.first - xhat * means.second) * rstd;
-  }
-
- private:
-  template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
-  static __device__ __forceinline__ Acc sum_from(const Vec<X, kWidth> (&x)[kVecs],
-                                                 const Share& share, Acc pivot) {
-    // A thread's own sum of half-precision values is exact in float32, so one subtraction of all
-    // pivots together will do. It comes first, because the pivot is loaded first.
-    constexpr bool kExact = sizeof(X) == 2;
-    Acc total[kWidth];
-    Acc count = 0;
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) count += share.template count<Acc, kWidth>(k);
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      Acc values[kWidth];
-      unpack(values, x[k]);
-      if (kExact && k == 0) values[0] -= count * pivot;
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const Acc from = share.has_column(k, j) ? pivot : Acc(0);
-        const Acc v = kExact ? values[j] : values[j] - from;
-        total[j] = k == 0 ? v : total[j] + v;
-      }
-    }
-    return tree_sum(total);
-  }
-
-  template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
-  static __device__ __forceinline__ Acc squared_deviations(const Vec<X, kWidth> (&x)[kVecs],
-                                                           const Share& share, Acc mean) {
-    Acc total[kWidth];
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      Acc values[kWidth];
-      unpack(values, x[k]);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const Acc from = share.has_column(k, j) ? mean : Acc(0);
-        const Acc d = values[j] - from;
-        total[j] = k == 0 ? d * d : total[j] + d * d;
-      }
-    }
-    return tree_sum(total);
   }
 };
 

@@ -26,12 +26,6 @@ bool is_of_rows(const Problem& problem) { return problem.modulated && problem.gr
 
 // ---- Logical warps.
 
-// How a logical warp owns a row.
-struct Lanes {
-  int vecs;
-  int lanes;
-};
-
 std::optional<Lanes> lanes_of(const Problem& problem, const Forced& forced) {
   const int width = width_of(problem);
   const int64_t vectors = ceil_div(problem.cols, width);
@@ -150,13 +144,14 @@ int few_rows_teams(backward::FewRows plan, const Problem& problem, const Device&
     return std::clamp(threads / plan.team_threads, 1, kMostTeams);
   };
   const int most = teams_of(ladders::rung_of(ladders::kFewRowsThreads, problem.rows).block_threads);
+  if (plan.width > 1 && plan.team_threads < ladders::kFewRowsLeastThreads) return most;
   const int sm_threads = few_rows_blocks(is_fused(problem)) * kBackwardThreads;
   for (int teams = most; teams * plan.team_threads >= ladders::kFewRowsLeastThreads; --teams) {
     lay_out_few_rows(plan, problem, teams);
     const int64_t places = int64_t{device.sms} * (sm_threads / plan.threads);
     if (ladders::kFewRowsPlaces * plan.blocks <= ladders::kFewRowsBlocks * places) return teams;
   }
-  return plan.width == 1 ? most : std::min(most, teams_of(ladders::kFewRowsLeastThreads));
+  return plan.width > 1 ? 1 : most;
 }
 
 std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Device& device,
@@ -261,6 +256,36 @@ std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& de
   } else {
     lay_out_partials(plan, plan.blocks, problem);
   }
+  return plan;
+}
+
+// Rows that begin anywhere, with nothing fused.
+std::optional<backward::Thread> thread_plan(const Problem& problem, const Device& device,
+                                            const Forced& forced) {
+  const bool allowed = forced.allows(Strategy::kThread, {}) && !problem.aligned &&
+                       !problem.modulated && !is_fused(problem) && problem.x != DataType::kFloat64;
+  const auto& rung = size_of(problem.x) == 4
+                         ? ladders::rung_of(ladders::kFloat32BackwardThreads, problem.cols)
+                         : ladders::rung_of(ladders::kHalfBackwardThreads, problem.cols);
+  if (!allowed || !(problem.rows >= rung.rows || forced.strategy)) return std::nullopt;
+  const auto lanes = lanes_of(problem, forced);
+  const bool is_played =
+      lanes && lanes->vecs == kBackwardThreadVecs && contains(BackwardThreadLanes{}, lanes->lanes);
+  if (!is_played) return std::nullopt;
+  backward::Thread plan;
+  plan.lanes = lanes->lanes;
+  plan.threads = kBackwardThreadThreads;
+  const int cols = static_cast<int>(problem.cols);
+  plan.dy_offset = thread_rows_bytes(plan.threads, cols, size_of(problem.x));
+  plan.shared_bytes =
+      std::max(plan.dy_offset + thread_rows_bytes(plan.threads, cols, size_of(problem.y)),
+               2 * plan.threads * acc_size_of(problem.x));
+  if (plan.shared_bytes > room_of(device)) return std::nullopt;
+  const int64_t blocks =
+      std::clamp<int64_t>(device.shared_memory / (plan.shared_bytes + kReservedSharedMemory), 1,
+                          ladders::kThreadBlocks);
+  plan.blocks = std::min(ceil_div(problem.rows, plan.threads), device.sms * blocks);
+  lay_out_partials(plan, plan.blocks, problem);
   return plan;
 }
 
@@ -532,6 +557,7 @@ backward::Plan make_backward_plan(const Problem& problem, const Device& device) 
     if (const auto plan = group_plan(problem, device, forced)) return *plan;
   } else {
     if (const auto plan = few_rows_plan(problem, device, forced)) return *plan;
+    if (const auto plan = thread_plan(problem, device, forced)) return *plan;
     if (const auto plan = warp_plan(problem, device, forced)) return *plan;
     if (const auto plan = block_plan(problem, device, forced)) return *plan;
     if (const auto plan = split_plan(problem, device, forced)) return *plan;

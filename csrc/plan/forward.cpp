@@ -1,6 +1,6 @@
-// The ladder of forward, from problem to plan: short rows by logical warps, longer ones by blocks,
-// the longest by several blocks a row or by two reads. geometry.h has what each can take, ladders.h
-// what is best where there is a choice.
+// The ladder of forward, from problem to plan: short rows by threads or logical warps, longer ones
+// by blocks, the longest by several blocks a row or by two reads. geometry.h has what each can
+// take, ladders.h what is best where there is a choice.
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -23,32 +23,83 @@ bool has_kernels_on_chip(const Problem& problem) {
          has_modulated_forward(problem.x, problem.weight, problem.y, !problem.aligned);
 }
 
-std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& forced) {
-  if (!forced.allows(Strategy::kWarp, {Field::kVecs}) || !has_kernels_on_chip(problem)) {
-    return std::nullopt;
-  }
+// Whether of two rows that follow each other no more than one begins at a multiple of 16 bytes. It
+// is asked in the place of `aligned` where that would make a row's result depend on where it
+// stands.
+bool is_ragged(const Problem& problem) {
+  return problem.cols % aligned_cols(size_of(problem.x), size_of(problem.y)) != 0;
+}
+
+std::optional<Lanes> lanes_of(const Problem& problem, const Forced& forced) {
+  if (!has_kernels_on_chip(problem)) return std::nullopt;
   const int64_t vectors = vectors_of(problem);
   const int most = most_forward_warp_vecs(size_of(problem.x), problem.residual);
   if (vectors > int64_t{kWarpThreads} * most) return std::nullopt;
   const auto& rung = size_of(problem.x) == 4 ? ladders::rung_of(ladders::kFloat32Lanes, vectors)
                                              : ladders::rung_of(ladders::kHalfLanes, vectors);
   const int wanted = std::min(most, problem.has_epilogue ? rung.with_epilogue : rung.bare);
-
-  forward::Warp plan;
-  plan.lanes = std::min(
+  const int lanes = std::min(
       kWarpThreads, power_of_two_from(ceil_div(vectors, forced.value_or(Field::kVecs, wanted))));
-  plan.vecs = static_cast<int>(ceil_div(vectors, plan.lanes));
-  if (plan.vecs > most || !forced.allows(Field::kVecs, plan.vecs)) return std::nullopt;
+  const int vecs = static_cast<int>(ceil_div(vectors, lanes));
+  if (vecs > most || !forced.allows(Field::kVecs, vecs)) return std::nullopt;
+  return Lanes{vecs, lanes};
+}
+
+std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& forced) {
+  if (!forced.allows(Strategy::kWarp, {Field::kVecs})) return std::nullopt;
+  const auto lanes = lanes_of(problem, forced);
+  if (!lanes) return std::nullopt;
+  forward::Warp plan;
+  plan.vecs = lanes->vecs;
+  plan.lanes = lanes->lanes;
   plan.shifted = !problem.aligned;
   plan.threads = kForwardWarpThreads;
   plan.blocks = ceil_div(problem.rows, kForwardWarpThreads / plan.lanes);
   return plan;
 }
 
+// Whether there is a kernel in which a thread plays these lanes.
+bool is_played(const Lanes& lanes, int x_size) {
+  for (int i = 0; i < played_count(x_size); ++i) {
+    const Lanes played = played_lanes(x_size, i);
+    if (played.vecs == lanes.vecs && played.lanes == lanes.lanes) return true;
+  }
+  return false;
+}
+
+// Rows that never begin at multiples of 16 bytes.
+std::optional<forward::Thread> thread_plan(const Problem& problem, const Forced& forced) {
+  const bool bare = !problem.residual && !problem.modulated && !problem.has_epilogue;
+  const bool allowed = forced.allows(Strategy::kThread, {Field::kVecs}) && bare &&
+                       is_ragged(problem) && problem.x != DataType::kFloat64 &&
+                       problem.cols <= most_thread_cols(size_of(problem.x));
+  const auto& rung = size_of(problem.x) == 4
+                         ? ladders::rung_of(ladders::kFloat32Threads, problem.cols)
+                         : ladders::rung_of(ladders::kHalfThreads, problem.cols);
+  if (!allowed || !(problem.rows >= rung.rows || forced.strategy)) return std::nullopt;
+  const auto lanes = lanes_of(problem, forced);
+  if (!lanes || !is_played(*lanes, size_of(problem.x))) return std::nullopt;
+  forward::Thread plan;
+  plan.vecs = lanes->vecs;
+  plan.lanes = lanes->lanes;
+  plan.threads = kForwardWarpThreads;
+  plan.blocks = ceil_div(problem.rows, plan.threads);
+  const int cols = static_cast<int>(problem.cols);
+  plan.shared_bytes = thread_rows_bytes(plan.threads, cols, size_of(problem.x));
+  if (size_of(problem.y) != size_of(problem.x)) {
+    plan.y_offset = plan.shared_bytes;
+    plan.shared_bytes += thread_rows_bytes(plan.threads, cols, size_of(problem.y));
+  }
+  return plan;
+}
+
 const ladders::BlockRung& block_rung(const Problem& problem, int64_t vectors) {
-  const bool ragged = problem.cols % aligned_cols(size_of(problem.x), size_of(problem.y)) != 0;
-  if (problem.residual) return ladders::rung_of(ladders::kResidualBlocks, vectors);
-  if (ragged) return ladders::rung_of(ladders::kRaggedBlocks, vectors);
+  if (problem.residual) {
+    return size_of(problem.weight) > size_of(problem.x)
+               ? ladders::rung_of(ladders::kResidualWideBlocks, vectors)
+               : ladders::rung_of(ladders::kResidualBlocks, vectors);
+  }
+  if (is_ragged(problem)) return ladders::rung_of(ladders::kRaggedBlocks, vectors);
   if (problem.has_epilogue) return ladders::rung_of(ladders::kEpilogueBlocks, vectors);
   return ladders::rung_of(ladders::kBareBlocks, vectors);
 }
@@ -200,6 +251,7 @@ std::optional<forward::Stream> stream_plan(const Problem& problem, const Forced&
 
 forward::Plan make_forward_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
+  if (const auto plan = thread_plan(problem, forced)) return *plan;
   if (const auto plan = warp_plan(problem, forced)) return *plan;
   if (const auto plan = block_plan(problem, forced)) return *plan;
   const auto resident = resident_plan(problem, device, forced);

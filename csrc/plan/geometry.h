@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <iterator>
 #include <type_traits>
 #include <utility>
 
@@ -116,6 +117,23 @@ constexpr int first_from(VecsList<kVecs...>, int64_t least) {
   return found;
 }
 
+// ---- Forward, rows in registers.
+
+// A thread has `vecs` vectors of a row, each as many columns as 16 bytes of x hold. It moves them
+// in pieces of so many columns that none takes more than 16 bytes of x, of a parameter or of y: a
+// warp then moves whole lines of all three. (bfloat16 beside float32 parameters, whole vectors and
+// halves of them: 16384 x 8192 143 us, 136; with a float32 y 254, 203; 32768 x 4096 with one 242,
+// 203.) But five and more vectors of a row with something fused have no registers for that,
+// unless y is wide (8192 x 16384 with a residual and a gate 281, 296; with a residual and a float32
+// y 394, 339).
+constexpr int row_width(int x_size, int weight_size, int y_size, int vecs, bool bare) {
+  const bool splits = y_size > x_size || (weight_size > x_size && (vecs < 5 || bare));
+  return splits ? vector_width(y_size > weight_size ? y_size : weight_size) : vector_width(x_size);
+}
+constexpr int row_pieces(int x_size, int weight_size, int y_size, int vecs, bool bare) {
+  return vector_width(x_size) / row_width(x_size, weight_size, y_size, vecs, bare);
+}
+
 // ---- Forward, a logical warp per row.
 
 // Threads of a block (4194304 x 64 float32: 522 us, with 256 threads 533; 128 x 1024 bfloat16: 2.6
@@ -140,6 +158,44 @@ constexpr int forward_warp_blocks(int x_size, int weight_size, int y_size, bool 
 }
 static_assert(kForwardWarpThreads % kWarpThreads == 0,
               "every lane of a logical warp takes part in its shuffles");
+
+// ---- Forward, a thread per row.
+
+// How a logical warp owns a row: vectors of a lane, and lanes.
+struct Lanes {
+  int vecs;
+  int lanes;
+};
+// A thread plays the lanes of a logical warp, in blocks of as many threads. There are kernels for
+// these, which are all that the ladders have for rows of so many columns with nothing fused.
+constexpr int most_thread_cols(int x_size) { return x_size == 4 ? 48 : 64; }
+constexpr Lanes kPlayedFloat32[] = {{1, 1}, {1, 2}, {1, 4}, {1, 8}, {1, 16}};
+constexpr Lanes kPlayedHalf[] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {3, 2}, {4, 2}, {1, 8}};
+constexpr int played_count(int x_size) {
+  return static_cast<int>(x_size == 4 ? std::size(kPlayedFloat32) : std::size(kPlayedHalf));
+}
+constexpr Lanes played_lanes(int x_size, int i) {
+  return x_size == 4 ? kPlayedFloat32[i] : kPlayedHalf[i];
+}
+// The lanes that have columns at all.
+constexpr int lanes_with_columns(int lanes, int x_size) {
+  const int most = most_thread_cols(x_size) / vector_width(x_size);
+  return lanes < most ? lanes : most;
+}
+// The vectors of a row that are there and whole for sure: of a lane's at most the last is missing,
+// and there would be half as many lanes if they could have the row.
+constexpr int whole_vectors(int lanes, int vecs) {
+  return lanes * (vecs - 1) < lanes / 2 ? lanes / 2 : lanes * (vecs - 1);
+}
+// Bytes of a block's rows in shared memory: up to a vector stands before the first, and whole words
+// are read to behind the last.
+constexpr int thread_rows_bytes(int threads, int cols, int size) {
+  return (threads * cols * size / kVectorBytes + 2) * kVectorBytes;
+}
+static_assert(thread_rows_bytes(kForwardWarpThreads, most_thread_cols(2), 2) +
+                      thread_rows_bytes(kForwardWarpThreads, most_thread_cols(2), 4) <=
+                  kLeastSharedMemory,
+              "every chip has room for a block's rows of x and, where it is not as wide, of y");
 
 // ---- Forward, a block per row, which keeps the row in registers.
 
@@ -193,8 +249,10 @@ static_assert(registers_of(forward_block_bounds(4, ForwardLoad::kHeavy, false)) 
               "a thread has the registers that its vectors take");
 // A row that begins anywhere leaves a seam before each warp's vectors, and one behind the last;
 // each seam is closed by a thread of its own.
-static_assert(8 + 1 <= kWarpThreads && !contains(ForwardBlockVecs{}, 9),
-              "a block has more threads than seams: eight at most for each of its warps, and one");
+static_assert(2 * 8 + 1 <= kWarpThreads && !contains(ForwardBlockVecs{}, 9) &&
+                  row_pieces(2, 4, 4, 8, true) == 2,
+              "a block has more threads than seams: two for each of at most eight vectors of each "
+              "of its warps, and one");
 
 // ---- Forward, persistent blocks on slices of rows.
 
@@ -272,6 +330,16 @@ constexpr bool backward_warp_fits(int x_size) {
 static_assert(backward_warp_fits(2) && backward_warp_fits(4) && backward_warp_fits(8),
               "the longest rows of the warp kernel fit the smallest shared memory; the kernel has "
               "no other");
+
+// A thread per row plays the lanes of a logical warp, each of which has up to so many single
+// elements.
+constexpr int kBackwardThreadThreads = 128;
+constexpr int kBackwardThreadVecs = 4;
+using BackwardThreadLanes = VecsList<1, 2, 4, 8, 16>;
+static_assert(backward_warp_vecs_from(1, 1) == kBackwardThreadVecs,
+              "the lanes are those that short rows have");
+static_assert(16 * kBackwardThreadVecs <= kBackwardThreadThreads,
+              "a block has a thread for each column");
 
 constexpr int kBackwardColsPerThread = 32;
 constexpr int kKeptColsPerThread = 16;  // where a thread keeps xhat and g of a row beside them

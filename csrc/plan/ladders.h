@@ -36,6 +36,21 @@ constexpr bool is_ladder(const Rung (&ladder)[kRungs]) {
   return ladder[kRungs - 1].last == kNoEnd;
 }
 
+// ---- Forward, a thread per row.
+
+// Where threads are faster than logical warps: from so many rows on, by the columns of a row.
+struct ThreadRung {
+  int64_t last;  // columns
+  int64_t rows;
+};
+// Threads and logical warps, bfloat16: 10000 x 5 2.2, 2.7; 10000 x 37 3.7, 4.8; 30000 x
+// 61 6.2, 6.2; 40000 x 61 7.1, 7.9; 4000000 x 3 43, 64; 3076923 x 13 58, 244; 1081081 x 37 51, 141.
+constexpr ThreadRung kHalfThreads[] = {{56, 10000}, {kNoEnd, 30000}};
+// float32: 20000 x 37 5.5, 5.6; 30000 x 37 6.1, 7.0; 30000 x 45 6.8, 7.1; 4000000 x 3 34, 48;
+// 1000003 x 37 76, 170.
+constexpr ThreadRung kFloat32Threads[] = {{kNoEnd, 30000}};
+static_assert(is_ladder(kHalfThreads) && is_ladder(kFloat32Threads), "the rungs ascend");
+
 // ---- Forward, a logical warp per row: the vectors that a lane should own.
 
 // Few lanes with several vectors each make a shuffle serve more columns. Half precision needs that,
@@ -135,6 +150,20 @@ constexpr BlockRung kResidualBlocks[] = {
     {kNoEnd, Choice::kFirst, {5, 4, 8}},
 };
 
+// The same beside parameters wider than x. bfloat16 with float32 ones:
+constexpr BlockRung kResidualWideBlocks[] = {
+    // Three, four and five: 16384 x 5120 169.4, 169.7, 172.8; 16384 x 6144 202.2, 202.5, 206.6;
+    // with a gate and a modulation 32760 x 5120 331.4, 332.8, 343.2.
+    {959, Choice::kFirst, {3, 4, 5}},
+    // 16384 x 8192 270.6, 271.6, 275.9; with a gate and a modulation 286.9, 273.5, 275.3.
+    {1088, Choice::kFirst, {4, 3, 5}},
+    // 8192 x 10240 172.0, 172.5, 178.5; with a gate and a modulation 8192 x 12288 206.2, 230.1,
+    // 219.8.
+    {1664, Choice::kFirst, {3, 4, 5}},
+    // 8192 x 16384 284.6, 274.3, 278.3.
+    {kNoEnd, Choice::kFirst, {4, 5, 8}},
+};
+
 template <size_t kRungs>
 constexpr bool has_block_kernels(const BlockRung (&ladder)[kRungs]) {
   for (const auto& rung : ladder) {
@@ -145,7 +174,8 @@ constexpr bool has_block_kernels(const BlockRung (&ladder)[kRungs]) {
   return is_ladder(ladder);
 }
 static_assert(has_block_kernels(kBareBlocks) && has_block_kernels(kRaggedBlocks) &&
-                  has_block_kernels(kEpilogueBlocks) && has_block_kernels(kResidualBlocks),
+                  has_block_kernels(kEpilogueBlocks) && has_block_kernels(kResidualBlocks) &&
+                  has_block_kernels(kResidualWideBlocks),
               "the rungs ascend, and there is a kernel for each number of vectors");
 
 // ---- Forward, slices of rows.
@@ -211,11 +241,13 @@ constexpr FewRowsRung kFewRowsThreads[] = {
 static_assert(is_ladder(kFewRowsThreads) &&
                   rung_of(kFewRowsThreads, kNoEnd).block_threads <= kBackwardThreads,
               "blocks of few rows have kernels");
-// A block has fewer teams, but no fewer threads than these, if almost all blocks then run at once.
-// With the most teams, two and one, bfloat16: 512 x 2060 9.9, 9.0, 11.6; 512 x 2415 9.8, 9.2, 12.0;
-// float32: 512 x 2047 10.6, 8.0, 9.1. Where no number of teams lets them, aligned rows have blocks
-// of no more than these threads (1024 x 4096 bfloat16: 12.0 with small blocks, 12.8 with large
-// ones).
+// Aligned rows have the most teams, if one has fewer threads than these (four and two, bfloat16:
+// 1024 x 2048 7.9, 9.1; 2048 x 1536 12.1, 17.4; 2048 x 2048 12.4, 15.3; eight and four, float32:
+// 2048 x 1024 12.0, 14.3). Else a block has fewer teams, but no fewer threads, if almost all blocks
+// then run at once. With the most teams, two and one, bfloat16: 512 x 2060 9.9, 9.0, 11.6; 512 x
+// 2415 9.8, 9.2, 12.0; float32: 512 x 2047 10.6, 8.0, 9.1. Where no number of teams lets them, rows
+// that begin anywhere have the most teams, aligned ones one (one and two, bfloat16: 1024 x
+// 4096 12.0, 12.8; 1100 x 4096 12.2, 13.6; 2048 x 4096 19.6, 21.4).
 constexpr int kFewRowsLeastThreads = 256;
 // Almost all run at once if there are at least eight places for nine blocks.
 constexpr int64_t kFewRowsBlocks = 9, kFewRowsPlaces = 8;
@@ -262,6 +294,23 @@ static_assert(kLeastSliceStages >= least_stages(false, rung_of(kLags, kLeastSlic
 static_assert(kKeptRowStages >= least_stages(true, 0) &&
                   kTwiceReadRowStages >= least_stages(false, 0),
               "every ring of whole rows holds the rows that it must");
+
+// ---- Backward, a thread per row.
+
+// Threads and logical warps. float32: 4000000 x 3 82.5, 60.4; 500000 x 5 23.4, 18.6; 4000000 x
+// 5 97.2, 104.7; 250000 x 9 20.8, 17.8; 2222222 x 9 80.1, 109.4; 120000 x 37 30.8, 28.9; 250000 x
+// 37 45.5, 52.8; 1000003 x 37 130.4, 189.9; 377358 x 53 86.6, 87.3; 350877 x 57 93.8, 84.3.
+constexpr ThreadRung kFloat32BackwardThreads[] = {
+    {4, kNoEnd}, {8, 2000000}, {16, 1000000}, {52, 400000}, {kNoEnd, kNoEnd}};
+// bfloat16: 4000000 x 3 75.4, 53.3; 5714285 x 7 145.1, 142.1; 500000 x 9 27.5, 28.8; 4444444 x 9
+// 145.2, 205.3; 250000 x 13 22.0, 17.8; 3076923 x 13 131.7, 148.6; 250000 x 37 43.7, 51.7; 1081081
+// x 37 118.0, 199.9; 250000 x 61 55.3, 53.9; 634920 x 63 112.4, 126.6.
+constexpr ThreadRung kHalfBackwardThreads[] = {
+    {8, kNoEnd}, {16, 1000000}, {64, 400000}, {kNoEnd, kNoEnd}};
+static_assert(is_ladder(kFloat32BackwardThreads) && is_ladder(kHalfBackwardThreads),
+              "the rungs ascend");
+// Blocks on a multiprocessor at most.
+constexpr int kThreadBlocks = 8;
 
 // ---- Backward, short rows.
 

@@ -14,7 +14,7 @@
 namespace fused_layernorm {
 namespace {
 
-constexpr const char* kStrategies[] = {"warp",   "block",    "split", "resident",
+constexpr const char* kStrategies[] = {"warp",   "thread",   "block", "split", "resident",
                                        "stream", "few_rows", "group", "rows"};
 
 // What can be forced beside the strategy, in the order of Field, and the values that make sense of
@@ -172,6 +172,14 @@ class Json {
   std::ostringstream text_;
 };
 
+std::string to_json(const forward::Thread& plan) {
+  return Json(Strategy::kThread)
+      .add("vecs", plan.vecs)
+      .add("lanes", plan.lanes)
+      .add("y_offset", plan.y_offset)
+      .with(plan);
+}
+
 std::string to_json(const forward::Warp& plan) {
   return Json(Strategy::kWarp)
       .add("vecs", plan.vecs)
@@ -216,6 +224,16 @@ std::string to_json(const backward::Warp& plan) {
   json.add("width", plan.width).add("vecs", plan.vecs).add("lanes", plan.lanes);
   json.add("chain_rows", plan.chain_rows).add("second_sums_offset", plan.second_sums_offset);
   return add_sums(json, plan).with(plan);
+}
+
+std::string to_json(const backward::Thread& plan) {
+  return Json(Strategy::kThread)
+      .add("width", 1)
+      .add("vecs", kBackwardThreadVecs)
+      .add("lanes", plan.lanes)
+      .add("dy_offset", plan.dy_offset)
+      .add(plan.partials)
+      .with(plan);
 }
 
 std::string to_json(const backward::FewRows& plan) {

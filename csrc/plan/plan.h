@@ -3,8 +3,9 @@
 // A plan is one of several alternatives, one for each strategy, each with its own fields. The
 // numbers that fix the order of a row's sums (strategy, width, vecs, threads of a team,
 // blocks_per_row) follow from the row's length, the types and the device, never from the number of
-// rows: a row's result is the same in any batch. (One exception: a modulated row of more than 6,144
-// columns that is alone in its batch is a group of one row, and summed as such.)
+// rows: a row's result is the same in any batch. (Rows decide between strategies only where both
+// take the same sums in the same order. One exception: a modulated row of more than 6,144 columns
+// that is alone in its batch is a group of one row, and summed as such.)
 #pragma once
 
 #include <cstdint>
@@ -65,6 +66,13 @@ struct Warp : Launch {
   bool shifted = false;  // rows begin anywhere, and are moved by vectors all the same
 };
 
+// A thread has a row, and plays the lanes of the logical warp that would have it.
+struct Thread : Launch {
+  int vecs = 1;
+  int lanes = 1;
+  int y_offset = 0;  // of the rows of y in shared memory; 0: they take the place of x
+};
+
 // A block holds a row in registers.
 struct Block : Launch {
   int vecs = 3;
@@ -92,7 +100,7 @@ struct Stream : Launch {
   int64_t totals_offset = 0;  // in the workspace: mean and rstd of every row
 };
 
-using Plan = std::variant<Warp, Block, Split, Resident, Stream>;
+using Plan = std::variant<Warp, Thread, Block, Split, Resident, Stream>;
 
 }  // namespace forward
 
@@ -128,6 +136,13 @@ struct Warp : Launch {
   int second_sums_offset = 0;
   PartialSums partials;
   GroupParts parts;  // of a modulated norm, in place of partials
+};
+
+// A thread has a row, and plays the lanes of the logical warp that would have it.
+struct Thread : Launch {
+  int lanes = 1;
+  int dy_offset = 0;  // in shared memory, of the rows of dy behind those of x
+  PartialSums partials;
 };
 
 // Blocks whose teams have one row each and keep nothing for a next one.
@@ -183,7 +198,7 @@ struct Stream : Launch {
   GroupParts parts;  // of a modulated norm, in place of partials
 };
 
-using Plan = std::variant<Warp, FewRows, Block, Group, Rows, Split, Stream>;
+using Plan = std::variant<Warp, Thread, FewRows, Block, Group, Rows, Split, Stream>;
 
 // The gradient of a gate: blocks on some columns of a range of rows.
 struct Gate : Launch {
@@ -215,8 +230,8 @@ const Launch& launch_of(const Plan& plan) {
 
 // Forces parts of every later plan, for tests and tuning; process-wide, until the next call.
 // `options` are words such as "strategy=split stages=3", each at most once:
-//   strategy        warp, block, split, resident (forward), stream, few_rows, group or rows (the
-//                   last three: backward)
+//   strategy        warp, thread, block, split, resident (forward), stream, few_rows, group or rows
+//                   (the last three: backward)
 //   vecs            vectors of a row that a thread owns
 //   teams           backward: rows that a block works on at once
 //   bulk            backward: 1 or 0, whether rows come to shared memory by bulk copies

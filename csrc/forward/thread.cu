@@ -1,0 +1,135 @@
+// Forward of short rows that begin anywhere, where there are many: a thread has a row. A block's
+// rows lie one behind the other in global memory, and come to shared memory and go from there by
+// whole vectors, wherever they begin; a thread reads and writes the elements of its row there.
+//
+// The thread plays the lanes of the logical warp that has such a row where rows are few
+// (forward/warp.cu): it takes the same sums in the same order. So y is the same in any batch.
+#include "device/rows_in_shared.cuh"
+#include "device/share.cuh"
+#include "launch.cuh"
+#include "norm/norm.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// The share of lane `lane` of those that would share a row, all of which a thread plays. The first
+// kWhole vectors of the row are there and whole for sure.
+template <int kLanes, int kPieces, int kWidth, int kWhole>
+struct PlayedShare {
+  int lane, cols;
+
+  __device__ __forceinline__ int vector(int k) const { return lane + k * kLanes; }
+  __device__ __forceinline__ bool is_whole(int k) const { return vector(k) < kWhole; }
+  __device__ __forceinline__ int cols_from(int k) const { return cols - vector(k) * kWidth; }
+  __device__ __forceinline__ bool has(int k) const { return is_whole(k) || cols_from(k) > 0; }
+  __device__ __forceinline__ bool has_column(int k, int j) const {
+    return is_whole(k) || j < cols_from(k);
+  }
+  template <typename Acc, int>
+  __device__ __forceinline__ Acc count(int k) const {
+    return is_whole(k) ? Acc(kWidth) : Acc(min(max(cols_from(k), 0), kWidth));
+  }
+};
+
+template <typename N, int kLanes, int kVecs>
+__global__ void __launch_bounds__(kForwardWarpThreads)
+    layer_norm_forward_thread_kernel(const ForwardParams p, const int y_offset) {
+  using Acc = typename N::Acc;
+  using W = typename N::W;
+  using X = typename N::X;
+  using Y = typename N::Y;
+  constexpr int kWidth = kRowWidth<N, kVecs>;
+  constexpr int kPieces = kVecs * kRowPieces<N, kVecs>;
+  constexpr int kWhole = whole_vectors(kLanes, kVecs) * kRowPieces<N, kVecs>;
+  using Share = PlayedShare<kLanes, kPieces, kWidth, kWhole>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int64_t first_row = int64_t{blockIdx.x} * blockDim.x;
+  const int rows = static_cast<int>(min(int64_t{blockDim.x}, p.rows - first_row));
+  const RowsInShared<X> block(shared, p.input, p.input_rows, p.cols, first_row, rows);
+  // y takes the place of x, if it is as wide.
+  Y* const y =
+      y_offset > 0 ? reinterpret_cast<Y*>(shared + y_offset) : reinterpret_cast<Y*>(block.rows);
+  wait_for_rows();
+  __syncthreads();
+
+  const int row = threadIdx.x;
+  if (row < rows) {
+    constexpr int kPlayed = lanes_with_columns(kLanes, sizeof(X));
+    Vec<X, kWidth> x[kPlayed][kPieces];
+#pragma unroll
+    for (int lane = 0; lane < kPlayed; ++lane) block.load(x[lane], row, Share{lane, p.cols});
+    const X* first = block.rows + row * p.cols;
+    const Acc pivot = N::Statistic::template pivot<X>(
+        Pair<Acc>{to_acc(first[0]), p.cols > 1 ? to_acc(first[1]) : Acc(0)});
+    const Acc sum = sum_over_lanes<kLanes, kPlayed, Acc>(
+        [&](int lane) { return N::Statistic::sum_from(x[lane], Share{lane, p.cols}, pivot); });
+    const Reciprocal<Acc> inverse_cols(p.inverse_cols);
+    const Acc mean = inverse_cols.mean(pivot, sum);
+    const Acc m2 = sum_over_lanes<kLanes, kPlayed, Acc>([&](int lane) {
+      return N::Statistic::squared_deviations(x[lane], Share{lane, p.cols}, mean);
+    });
+    const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
+    store_statistics(p, first_row + row, mean, rstd);
+
+    const auto parameters = N::Affine::template row<W>(p, 0, 0);
+#pragma unroll
+    for (int lane = 0; lane < kPlayed; ++lane) {
+      const Share share{lane, p.cols};
+#pragma unroll
+      for (int k = 0; k < kPieces; ++k) {
+        if (!share.has(k)) continue;
+        const int col = share.vector(k) * kWidth;
+        const auto load_columns = [&](const Parameter<W>& from) {
+          return share.is_whole(k) ? from.template load<kWidth>(col)
+                                   : from.template load_until<kWidth>(col, p.cols);
+        };
+        const auto result = N::template finish<typename N::Epilogue, typename N::Affine>(
+            p, x[lane][k], mean, rstd, load_columns(parameters.weight),
+            load_columns(parameters.bias));
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          if (share.has_column(k, j)) y[row * p.cols + col + j] = result.at[j];
+        }
+      }
+    }
+  }
+  __syncthreads();
+  store_elements(static_cast<Y*>(p.y) + first_row * p.cols, y, rows * p.cols);
+}
+
+// Calls launch() with the lanes and vectors of a plan as template parameters.
+template <int kXSize, int... kPlayed, typename Launch>
+cudaError_t dispatch_played(std::integer_sequence<int, kPlayed...>, const forward::Thread& plan,
+                            const Launch& launch) {
+  cudaError_t error = cudaErrorInvalidValue;
+  const auto may_launch = [&](auto played) {
+    constexpr Lanes kLanes = played_lanes(kXSize, played());
+    if (plan.lanes != kLanes.lanes || plan.vecs != kLanes.vecs) return false;
+    error = launch(std::integral_constant<int, kLanes.lanes>{},
+                   std::integral_constant<int, kLanes.vecs>{});
+    return true;
+  };
+  (may_launch(std::integral_constant<int, kPlayed>{}) || ...);
+  return error;
+}
+
+}  // namespace
+
+// There are kernels for what is common in such rows: nothing fused.
+cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
+                                      const forward::Thread& plan, cudaStream_t stream) {
+  if (params.residual != nullptr || params.is_modulated || params.has_epilogue) {
+    return cudaErrorInvalidValue;
+  }
+  return dispatch_types_but_float64(types, [&](auto t) {
+    using T = decltype(t);
+    constexpr int kXSize = sizeof(typename T::X);
+    return dispatch_played<kXSize>(
+        std::make_integer_sequence<int, played_count(kXSize)>{}, plan, [&](auto lanes, auto vecs) {
+          return launch(layer_norm_forward_thread_kernel<BareForward<T>, lanes(), vecs()>, plan,
+                        stream, params, plan.y_offset);
+        });
+  });
+}
+
+}  // namespace fused_layernorm
