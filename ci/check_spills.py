@@ -64,6 +64,11 @@ ALLOWED = [
         "a row kept for a second output",
     ),
     Allowed(
+        r"forward_block_kernel<Norm<Types<\w+, float, float>.* OrPlain<Adding<true> >.* 8, false,",
+        56,
+        "eight vectors of a gated sum, in halves beside a y of float32",
+    ),
+    Allowed(
         r"forward_\w+_kernel<.*, MayBeAffineAndModulate, ",
         32,
         "weight and bias beside a modulation, which few rows have",
@@ -83,11 +88,6 @@ ALLOWED = [
         r"backward_warp_kernel<Norm<Types<(__half|__nv_bfloat16), .*>, 8, 2>",
         40,
         "x and dy of the next row in registers, and a residual's gradient or float32 parameters",
-    ),
-    Allowed(
-        r"forward_block_kernel<Norm<Types<\w+, float, float>.* OrPlain<Adding<true> >.* 8, false,",
-        56,
-        "eight vectors of a gated sum, in halves beside a y of float32",
     ),
     Allowed(
         r"forward_\w+_kernel<Norm<Types<(__half|__nv_bfloat16), float, ",
