@@ -64,9 +64,14 @@ ALLOWED = [
         "a row kept for a second output",
     ),
     Allowed(
-        r"forward_block_kernel<Norm<Types<\w+, float, float>.* OrPlain<Adding<true> >.* 8, false,",
+        r"forward_block_kernel<.*<\w+, float, float>.* OrPlain<Adding<true> >.* 8, \(Moves\)0,",
         56,
         "eight vectors of a gated sum, in halves beside a y of float32",
+    ),
+    Allowed(
+        r"forward_block_kernel<.* OrPlain<Adding<.* 8, \(Moves\)2,",
+        88,
+        "sums of 32 single elements a thread",
     ),
     Allowed(
         r"forward_\w+_kernel<.*, MayBeAffineAndModulate, ",
@@ -95,7 +100,7 @@ ALLOWED = [
         "float32 parameters beside half-precision x: a number or two",
     ),
     Allowed(
-        r"forward_block_kernel<.* Adding<false>, .* 8, false,",
+        r"forward_block_kernel<.* Adding<false>, .* 8, \(Moves\)0,",
         8,
         "the pivot's second element, beside all that a thread keeps of its row",
     ),

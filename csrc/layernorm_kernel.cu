@@ -77,13 +77,13 @@ struct RowBlock {
   };
 };
 
-template <typename N, int kVecs_, bool kShifted_, bool kNarrow>
+template <typename N, int kVecs_, Moves kMoves_, bool kNarrow>
 struct ForwardBlockGeometry {
   static constexpr int kVecs = kVecs_;
-  static constexpr bool kShifted = kShifted_;
+  static constexpr Moves kMoves = kMoves_;
   static constexpr ForwardLoad kLoad =
       forward_load(sizeof(typename N::X), sizeof(typename N::W), N::Prologue::kMayStore,
-                   N::Epilogue::kMayActivate, kShifted, N::Affine::kModulates);
+                   N::Epilogue::kMayActivate, kMoves != Moves::kVectors, N::Affine::kModulates);
   static constexpr BlockBounds kBounds = forward_block_bounds(kVecs, kLoad, kNarrow);
   // Only eight vectors of a bare row have a kernel for narrow blocks beside that for wide ones.
   static constexpr bool kMayBeNarrow = kLoad == ForwardLoad::kBare && kVecs == 8;
@@ -92,7 +92,7 @@ struct ForwardBlockGeometry {
 template <typename N, typename G>
 __global__ void __launch_bounds__(G::kBounds.threads, G::kBounds.blocks)
     layer_norm_forward_block_kernel(const ForwardParams p) {
-  forward_row<N, G::kVecs, G::kShifted, G::kMayBeNarrow>(p, RowBlock(), blockIdx.x);
+  forward_row<N, G::kVecs, G::kMoves, false, G::kMayBeNarrow>(p, RowBlock(), blockIdx.x);
 }
 
 // ---- Backward
@@ -239,13 +239,13 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_vecs(ForwardBlockVecs{}, plan.vecs, [&](auto vecs) {
-      return dispatch_bool(plan.shifted, [&](auto shifted) {
-        return dispatch_forward<T, shifted()>(params, [&](auto norm) {
+      return dispatch_moves<T>(plan.moves, [&](auto moves) {
+        return dispatch_forward<T, moves() != Moves::kVectors>(params, [&](auto norm) {
           using N = decltype(norm);
-          using Narrow = ForwardBlockGeometry<N, vecs(), shifted(), true>;
+          using Narrow = ForwardBlockGeometry<N, vecs(), moves(), true>;
           const bool narrow = plan.threads <= Narrow::kBounds.threads;
           return dispatch_bool<Narrow::kMayBeNarrow>(narrow, [&](auto is_narrow) {
-            using G = ForwardBlockGeometry<N, vecs(), shifted(), is_narrow()>;
+            using G = ForwardBlockGeometry<N, vecs(), moves(), is_narrow()>;
             return launch(layer_norm_forward_block_kernel<N, G>, plan, stream, params);
           });
         });

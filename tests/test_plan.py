@@ -120,7 +120,15 @@ def check_forward(p, rows, cols, problem):
         assert p["blocks"] == rows
         held = p["threads"]
     if strategy in ("warp", "block"):
-        assert p["shifted"] == (not problem["aligned"])
+        floats = {problem["dtype"], problem["weight_dtype"], problem["y_dtype"]} == {F32}
+        ragged = cols % unit(problem) != 0
+        if floats and ragged and 48 < cols <= 12_288 and not problem["has_epilogue"]:
+            assert p["moves"] == "elements"
+        else:
+            assert p["moves"] == ("vectors" if problem["aligned"] else "shifted")
+        assert p.get("early", False) == (
+            strategy == "warp" and p["moves"] == "shifted" and rows <= 4096
+        )
         assert p["shared_bytes"] == p["workspace_bytes"] == 0
         # The row fits, and of a thread's vectors only the last may be missing.
         assert held * (p["vecs"] - 1) < vectors <= held * p["vecs"]
@@ -430,7 +438,10 @@ def test_a_row_is_summed_alike_wherever_it_begins():
             plan(4096, cols, aligned=aligned, **problem) for aligned in (True, False)
         )
         if there["strategy"] in ("warp", "block"):
-            there["shifted"] = True
+            assert there["moves"] == "vectors"
+            there["moves"] = "shifted"
+            there.pop("early", None)
+            anywhere.pop("early", None)
             assert anywhere == there, (cols, types)
 
 
@@ -686,7 +697,7 @@ def test_threads_of_a_block_of_ragged_rows(problem, vectors, vecs):
     for missing in (1, 7):
         p = plan(4096, vectors * 8 - missing, **{"dtype": BF16, **problem})
         assert (p["strategy"], p["vecs"]) == ("block", vecs)
-        assert p["shifted"]
+        assert p["moves"] == "shifted"
 
 
 def test_the_fewest_rings_of_five():
@@ -751,7 +762,10 @@ def test_few_rows_are_so_many(problem, cols, most_rows, needs_dparams):
 @pytest.mark.parametrize(
     ("rows", "cols", "problem", "team_threads", "teams"),
     [
-        # Blocks of 256 threads, from 256 rows on of 512.
+        # Blocks of 64 threads, from 17 rows on of 128, from 65 on of 256, from 256 on of 512.
+        (16, 1024, HALF, 64, 1),
+        (17, 1024, HALF, 64, 2),
+        (65, 1024, HALF, 64, 4),
         (255, 1024, HALF, 64, 4),
         (256, 1024, HALF, 64, 8),
         # Fewer teams where almost all blocks then run at once, those on columns included.
@@ -764,9 +778,11 @@ def test_few_rows_are_so_many(problem, cols, most_rows, needs_dparams):
         (2048, 2048, HALF, 128, 4),
         (2048, 1024, {}, 64, 8),
         (1024, 2048, {**HALF, **ANYWHERE}, 128, 4),
-        # Logical warps have the whole block.
-        (100, 512, HALF, 32, 16),
-        (100, 24, HALF, 2, 256),
+        # Logical warps likewise.
+        (1, 512, HALF, 32, 2),
+        (100, 512, HALF, 32, 8),
+        (300, 512, HALF, 32, 16),
+        (300, 24, HALF, 2, 256),
     ],
 )
 def test_teams_of_few_rows(rows, cols, problem, team_threads, teams):
@@ -981,9 +997,9 @@ def test_the_whole_problem_has_defaults():
     assert plan(64, 768) == json.loads(torch.ops.fused_layernorm._plan(64, 768, F32))
     whole = {"weight_dtype": F32, "y_dtype": F32, "aligned": True, "residual": False}
     assert plan(64, 768, has_epilogue=False, needs_dparams=True, **whole) == plan(64, 768)
-    assert plan(64, 767)["shifted"]
-    assert not plan(64, 764, y_dtype=F32)["shifted"]
-    assert plan(64, 764, y_dtype=BF16)["shifted"]
+    assert plan(64, 767)["moves"] == "elements"
+    assert plan(64, 764, y_dtype=F32)["moves"] == "vectors"
+    assert plan(64, 764, y_dtype=BF16)["moves"] == "shifted"
 
 
 @pytest.mark.parametrize("name", ["dtype", "weight_dtype", "y_dtype"])
@@ -1030,8 +1046,8 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     partials = {"partials", "partials_offset"}
     slices = {"blocks_per_row", "slice_cols"}
     persistent = {"width", "vecs", "team_threads", "teams", "stage_cols", "bulk", "stages"}
-    assert set(plan(9, 64)) == launch | {"vecs", "lanes", "shifted"}
-    assert set(plan(9, 4096)) == launch | {"vecs", "shifted"}
+    assert set(plan(9, 64)) == launch | {"vecs", "lanes", "moves", "early"}
+    assert set(plan(9, 4096)) == launch | {"vecs", "moves"}
     assert set(plan(9, 65536)) == launch | slices | {"team_threads", "stages", "lag"}
     assert set(plan(MANY, 37)) == launch | {"vecs", "lanes", "y_offset"}
     threads = {"width", "vecs", "lanes", "dy_offset"}

@@ -26,6 +26,7 @@ __device__ __forceinline__ T* hidden(T* address) {
 // kMayMiss: so many of a thread's kVecs vectors can be missing, the last ones.
 template <int kVecs, int kMayMiss = kVecs>
 struct Share {
+  static constexpr bool kRagged = false;
   int first, step, vectors;
 
   __device__ __forceinline__ int vector(int k) const { return first + k * step; }
@@ -49,6 +50,7 @@ struct Share {
 // The share of a ragged row: one with any number of columns, whose last vector may not be whole.
 template <int kVecs, int kVecWidth, int kMayMiss>
 struct RaggedShare : Share<kVecs, kMayMiss> {
+  static constexpr bool kRagged = true;
   int cols;
 
   __device__ __forceinline__ RaggedShare(int thread, int threads, int row_cols)

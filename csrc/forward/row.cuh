@@ -26,8 +26,7 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
   const auto finish = [&](int k, const auto& weight, const auto& bias) {
     return N::template finish<Epilogue, Affine>(
         p, x[k], mean, rstd, weight, bias, [&](const void* given, Absent absent) {
-          return Parameter<typename N::W>(given, 0, absent)
-              .template load<kWidth>(share.template col<kWidth>(k));
+          return load_share<kWidth>(Parameter<typename N::W>(given, 0, absent), share, k);
         });
   };
   if constexpr (!N::Epilogue::kBranches) {
@@ -94,23 +93,18 @@ __device__ __forceinline__ void finish_row(const ForwardParams& p, const Forward
 }
 
 // The same for a row that begins anywhere in memory.
-template <typename N, int kWidth, int kVecs, typename Team, typename Share>
+template <typename N, int kWidth, int kVecs, typename Parameters, typename Team, typename Share>
 __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const ForwardRow<N>& row,
                                                    const Vec<typename N::X, kWidth> (&x)[kVecs],
-                                                   const Team& team, const Share& share,
-                                                   bool valid_row, typename N::Acc mean,
-                                                   typename N::Acc rstd) {
+                                                   const Parameters& parameters, const Team& team,
+                                                   const Share& share, bool valid_row,
+                                                   typename N::Acc mean, typename N::Acc rstd) {
   N::Affine::for_row(p, [&](auto affine) {
     const auto y_of = [&](int k) {
-      const int col = share.template col<kWidth>(k);
-      const auto load = [&](const Parameter<typename N::W>& from) {
-        return share.is_whole(k) ? from.template load<kWidth>(col)
-                                 : from.template load_until<kWidth>(col, share.cols);
-      };
       return N::template finish<typename N::Epilogue, decltype(affine)>(
-          p, x[k], mean, rstd, load(row.parameters.weight), load(row.parameters.bias),
+          p, x[k], mean, rstd, parameters.weight(k), parameters.bias(k),
           [&](const void* given, Absent absent) {
-            return load(Parameter<typename N::W>(given, 0, absent));
+            return load_share<kWidth>(Parameter<typename N::W>(given, 0, absent), share, k);
           });
     };
     store_shifted<typename N::Y, kWidth, kVecs>(row.y, team, share, valid_row ? share.cols : 0,
@@ -118,18 +112,33 @@ __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const
   });
 }
 
+// The way that a row's elements are moved, as a template parameter. One by one they are moved where
+// all types are float32.
+template <typename T, typename Then>
+cudaError_t dispatch_moves(Moves moves, const Then& then) {
+  constexpr bool kFloats = std::is_same_v<T, Types<float, float, float>>;
+  if constexpr (kFloats) {
+    if (moves == Moves::kElements) return then(std::integral_constant<Moves, Moves::kElements>{});
+  }
+  if (moves == Moves::kShifted) return then(std::integral_constant<Moves, Moves::kShifted>{});
+  return moves == Moves::kVectors ? then(std::integral_constant<Moves, Moves::kVectors>{})
+                                  : cudaErrorInvalidValue;
+}
+
 // One row by a team; kVecs counts the vectors of a thread, whose pieces are loaded and stored one
 // by one. A team without a row of its own (`row` is past the last) goes along with the last row for
-// the sake of the others in its warp. kForget: between sums and result only the packed elements of
-// the row stay in registers.
-template <typename N, int kVecs, bool kShifted, bool kForget = false, typename Team>
+// the sake of the others in its warp.
+// kEarly: weight and bias are loaded with the row, if nothing is fused and registers allow it.
+// kForget: between sums and result only the packed elements of the row stay in registers.
+template <typename N, int kVecs, Moves kMoves, bool kEarly, bool kForget, typename Team>
 __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& team,
                                             uint32_t row) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
-  constexpr int kWidth = kRowWidth<N, kVecs>;
-  constexpr int kMayMiss = kRowPieces<N, kVecs>;
+  constexpr bool kShifted = kMoves == Moves::kShifted, kElements = kMoves == Moves::kElements;
+  constexpr int kWidth = kElements ? 1 : kRowWidth<N, kVecs>;
+  constexpr int kMayMiss = kVectorWidth<typename N::Types> / kWidth;
   constexpr int kPieces = kVecs * kMayMiss;
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
   const uint32_t rows = static_cast<uint32_t>(p.rows);
@@ -148,7 +157,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
 
   Vec<X, kWidth> x[kPieces];
   Acc pivot;
-  constexpr bool kPivotFirst = Team::template kPivotFirst<N, kVecs, kShifted>;
+  constexpr bool kPivotFirst = kElements || Team::template kPivotFirst<N, kVecs, kShifted>;
   if constexpr (kShifted) {
     // Behind the branches of a shifted load a load of the first elements would wait for the row.
     if (kPivotFirst) pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
@@ -170,7 +179,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
     constexpr int kWords = 2 * kPieces * kWidth * sizeof(W) / 4;
     if constexpr (!kShifted && N::Epilogue::kBranches && Team::kWalks) {
       return WalkedParameters<W, kWidth, decltype(share)>(Late{place.parameters, share});
-    } else if constexpr (kShifted || N::Prologue::kMayStore || N::Epilogue::kMayActivate ||
+    } else if constexpr (!kEarly || N::Prologue::kMayStore || N::Epilogue::kMayActivate ||
                          kWords > Team::kMostEarlyWords) {
       return Late{place.parameters, share};
     } else {
@@ -195,7 +204,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   if (!kShifted && !valid_row) return;
   if (valid_row && team.thread() == 0) store_statistics(p, row, mean, rstd);
   if constexpr (kShifted) {
-    finish_shifted_row(p, place, x, team, share, valid_row, mean, rstd);
+    finish_shifted_row(p, place, x, parameters, team, share, valid_row, mean, rstd);
   } else if constexpr (kForget) {
     const ForwardRow<N> again(p, row, 0);
     const LateParameters<W, kWidth, decltype(share)> read_again = {again.parameters, share};

@@ -16,11 +16,16 @@ namespace {
 // kWhole vectors of the row are there and whole for sure.
 template <int kLanes, int kPieces, int kWidth, int kWhole>
 struct PlayedShare {
+  static constexpr bool kRagged = true;
   int lane, cols;
 
   __device__ __forceinline__ int vector(int k) const { return lane + k * kLanes; }
   __device__ __forceinline__ bool is_whole(int k) const { return vector(k) < kWhole; }
-  __device__ __forceinline__ int cols_from(int k) const { return cols - vector(k) * kWidth; }
+  template <int>
+  __device__ __forceinline__ int col(int k) const {
+    return vector(k) * kWidth;
+  }
+  __device__ __forceinline__ int cols_from(int k) const { return cols - col<kWidth>(k); }
   __device__ __forceinline__ bool has(int k) const { return is_whole(k) || cols_from(k) > 0; }
   __device__ __forceinline__ bool has_column(int k, int j) const {
     return is_whole(k) || j < cols_from(k);
@@ -79,13 +84,9 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
       for (int k = 0; k < kPieces; ++k) {
         if (!share.has(k)) continue;
         const int col = share.vector(k) * kWidth;
-        const auto load_columns = [&](const Parameter<W>& from) {
-          return share.is_whole(k) ? from.template load<kWidth>(col)
-                                   : from.template load_until<kWidth>(col, p.cols);
-        };
         const auto result = N::template finish<typename N::Epilogue, typename N::Affine>(
-            p, x[lane][k], mean, rstd, load_columns(parameters.weight),
-            load_columns(parameters.bias));
+            p, x[lane][k], mean, rstd, load_share<kWidth>(parameters.weight, share, k),
+            load_share<kWidth>(parameters.bias, share, k));
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
           if (share.has_column(k, j)) y[row * p.cols + col + j] = result.at[j];

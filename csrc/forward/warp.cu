@@ -68,7 +68,7 @@ struct LogicalWarp {
   };
 };
 
-template <typename N, int kVecs, bool kShifted>
+template <typename N, int kVecs, Moves kMoves, bool kEarly>
 __global__ void __launch_bounds__(kForwardWarpThreads,
                                   forward_warp_blocks(sizeof(typename N::X), sizeof(typename N::W),
                                                       sizeof(typename N::Y), N::Affine::kModulates))
@@ -76,7 +76,28 @@ __global__ void __launch_bounds__(kForwardWarpThreads,
   const int lanes = 1 << log2_lanes;
   const LogicalWarp team = {lanes, static_cast<int>(threadIdx.x) & (lanes - 1)};
   const uint32_t teams = kForwardWarpThreads >> log2_lanes;
-  forward_row<N, kVecs, kShifted>(p, team, blockIdx.x * teams + (threadIdx.x >> log2_lanes));
+  const uint32_t row = blockIdx.x * teams + (threadIdx.x >> log2_lanes);
+  forward_row<N, kVecs, kMoves, kEarly, false>(p, team, row);
+}
+
+template <typename N, int kVecs, Moves kMoves>
+cudaError_t launch_warp(const ForwardParams& params, const forward::Warp& plan,
+                        cudaStream_t stream) {
+  using X = typename N::X;
+  constexpr bool kHasKernel =
+      kVecs <= most_forward_warp_vecs(sizeof(X), !N::Prologue::kMayBePlain) &&
+      !(kMoves == Moves::kElements && N::Affine::kModulates);
+  if constexpr (!kHasKernel) {
+    return cudaErrorInvalidValue;
+  } else {
+    // Of shifted rows with nothing fused there are both kernels, of all others the early one.
+    constexpr bool kBoth =
+        kMoves == Moves::kShifted && kIsBare<N> && !kIsFloat64<typename N::Types>;
+    return dispatch_bool<kBoth>(kBoth && !plan.early, [&](auto late) {
+      return launch(layer_norm_forward_warp_kernel<N, kVecs, kMoves, !late()>, plan, stream, params,
+                    log2_of(plan.lanes));
+    });
+  }
 }
 
 }  // namespace
@@ -86,17 +107,9 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_vecs(ForwardWarpVecs{}, plan.vecs, [&](auto vecs) {
-      return dispatch_bool(plan.shifted, [&](auto shifted) {
-        return dispatch_forward<T, shifted()>(params, [&](auto norm) -> cudaError_t {
-          using N = decltype(norm);
-          constexpr int kMost =
-              most_forward_warp_vecs(sizeof(typename T::X), !N::Prologue::kMayBePlain);
-          if constexpr (vecs() > kMost) {
-            return cudaErrorInvalidValue;
-          } else {
-            return launch(layer_norm_forward_warp_kernel<N, vecs(), shifted()>, plan, stream,
-                          params, log2_of(plan.lanes));
-          }
+      return dispatch_moves<T>(plan.moves, [&](auto moves) {
+        return dispatch_forward<T, moves() != Moves::kVectors>(params, [&](auto norm) {
+          return launch_warp<decltype(norm), vecs(), moves()>(params, plan, stream);
         });
       });
     });

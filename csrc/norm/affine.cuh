@@ -16,10 +16,10 @@ struct LateParameters {
   const Share& share;
 
   __device__ __forceinline__ auto weight(int k) const {
-    return columns.weight.template load<kWidth>(share.template col<kWidth>(k));
+    return load_share<kWidth>(columns.weight, share, k);
   }
   __device__ __forceinline__ auto bias(int k) const {
-    return columns.bias.template load<kWidth>(share.template col<kWidth>(k));
+    return load_share<kWidth>(columns.bias, share, k);
   }
 };
 

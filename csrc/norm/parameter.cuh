@@ -61,6 +61,19 @@ struct Parameter {
   }
 };
 
+// What a parameter has for vector k of a thread's share of a row; for a missing vector, any
+// columns.
+template <int kWidth, typename W, typename Share>
+__device__ __forceinline__ Vec<W, kWidth> load_share(const Parameter<W>& from, const Share& share,
+                                                     int k) {
+  const int col = share.template col<kWidth>(k);
+  // A vector of one piece that belongs to the row in part does not reach past the parameter's end.
+  if constexpr (Share::kRagged && kWidth * sizeof(W) > kVectorBytes) {
+    if (!share.is_whole(k)) return from.template load_until<kWidth>(col, share.cols);
+  }
+  return from.template load<kWidth>(col);
+}
+
 // The two parameters of a row's affine map from its column `first_col` on: weight and bias, or
 // scale and shift in their places.
 template <typename W>

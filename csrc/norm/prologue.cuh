@@ -148,8 +148,7 @@ struct Adding {
       }
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
-        out[k] = sum_of(out[k], added[k],
-                        [&] { return gate.template load<kWidth>(share.template col<kWidth>(k)); });
+        out[k] = sum_of(out[k], added[k], [&] { return load_share<kWidth>(gate, share, k); });
         if (share.has(k)) {
           store_once<X, kWidth>(element(residual_out, share.vector(k) * kWidth), out[k]);
         }
@@ -168,11 +167,8 @@ struct Adding {
         fused_layernorm::load_shifted<first()>(added, added_row, share);
 #pragma unroll
         for (int n = 0; n < count(); ++n) {
-          const int k = first() + n, col = share.template col<kWidth>(k);
-          out[k] = sum_of(out[k], added[n], [&] {
-            return share.is_whole(k) ? gate.template load<kWidth>(col)
-                                     : gate.template load_until<kWidth>(col, share.cols);
-          });
+          const int k = first() + n;
+          out[k] = sum_of(out[k], added[n], [&] { return load_share<kWidth>(gate, share, k); });
         }
       };
       // As many at once as there are registers for.

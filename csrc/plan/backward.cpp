@@ -166,7 +166,8 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
     plan.vecs = lanes->vecs;
     plan.team_threads = lanes->lanes;
     plan.by_lanes = true;
-    teams = kBackwardThreads / plan.team_threads;
+    teams =
+        ladders::rung_of(ladders::kFewRowsThreads, problem.rows).block_threads / plan.team_threads;
   } else if (const auto rows = row_teams(problem, device, forced); rows && rows->team.keeps) {
     plan.vecs = rows->team.vecs;
     plan.team_threads = rows->team.threads;

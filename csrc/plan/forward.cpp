@@ -30,6 +30,17 @@ bool is_ragged(const Problem& problem) {
   return problem.cols % aligned_cols(size_of(problem.x), size_of(problem.y)) != 0;
 }
 
+// Ragged rows of float32 by elements, where that is faster.
+Moves moves_of(const Problem& problem) {
+  const bool floats = problem.x == DataType::kFloat32 && problem.weight == DataType::kFloat32 &&
+                      problem.y == DataType::kFloat32;
+  const auto range = problem.modulated ? ladders::kModulatedElementCols : ladders::kElementCols;
+  const bool elements = floats && is_ragged(problem) && !problem.has_epilogue &&
+                        problem.cols >= range.first && problem.cols <= range.last;
+  if (elements) return Moves::kElements;
+  return problem.aligned ? Moves::kVectors : Moves::kShifted;
+}
+
 std::optional<Lanes> lanes_of(const Problem& problem, const Forced& forced) {
   if (!has_kernels_on_chip(problem)) return std::nullopt;
   const int64_t vectors = vectors_of(problem);
@@ -52,7 +63,8 @@ std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& for
   forward::Warp plan;
   plan.vecs = lanes->vecs;
   plan.lanes = lanes->lanes;
-  plan.shifted = !problem.aligned;
+  plan.moves = moves_of(problem);
+  plan.early = plan.moves == Moves::kShifted && problem.rows <= ladders::kEarlyRows;
   plan.threads = kForwardWarpThreads;
   plan.blocks = ceil_div(problem.rows, kForwardWarpThreads / plan.lanes);
   return plan;
@@ -133,7 +145,7 @@ std::optional<forward::Block> block_plan(const Problem& problem, const Forced& f
     if (best && !fewer_places) continue;
     forward::Block plan;
     plan.vecs = vecs;
-    plan.shifted = !problem.aligned;
+    plan.moves = moves_of(problem);
     plan.threads = *threads;
     plan.blocks = problem.rows;
     best = plan;

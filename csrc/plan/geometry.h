@@ -119,6 +119,13 @@ constexpr int first_from(VecsList<kVecs...>, int64_t least) {
 
 // ---- Forward, rows in registers.
 
+// How the elements of a row are moved.
+enum class Moves {
+  kVectors,  // by vectors: the row begins at a multiple of 16 bytes
+  kShifted,  // by vectors all the same: it begins anywhere
+  kElements  // one by one: of float32 alone a warp then still moves whole lines
+};
+
 // A thread has `vecs` vectors of a row, each as many columns as 16 bytes of x hold. It moves them
 // in pieces of so many columns that none takes more than 16 bytes of x, of a parameter or of y: a
 // warp then moves whole lines of all three. (bfloat16 beside float32 parameters, whole vectors and

@@ -87,6 +87,28 @@ constexpr LaneRung kHalfLanes[] = {
 };
 static_assert(is_ladder(kFloat32Lanes) && is_ladder(kHalfLanes), "the rungs ascend");
 
+// Up to so many shifted rows have weight and bias loaded with them: one wait for memory less. More
+// rows have no registers for that (with the row and behind its sums, bfloat16: 64 x 924 2.3, 2.6; 8
+// x 711 1.8, 2.2; 4096 x 65 2.9, 3.2; 32768 x 1021 41.3, 38.8; 100000 x 427 57.7, 53.7).
+constexpr int64_t kEarlyRows = 4096;
+
+// ---- Forward, rows in registers: the ragged rows of float32 that are moved by elements.
+
+// Shorter rows go to threads where there are many, which play lanes that own vectors. By elements
+// and shifted: 100000 x 51 15.7, 19.8; 100000 x 143 40.1, 44.6; 100000 x 498 101.8, 100.3; 100000 x
+// 782 160.5, 172.3; 32768 x 3977 261.6, 277.9; 8192 x 10001 176.9, 189.3; 4096 x 16383 192.8,
+// 185.8; 1 x 498 1.5, 1.9; with a residual 100000 x 782 319, 377; but with GELU 218, 207.
+struct ColsRange {
+  int64_t first;
+  int64_t last;
+};
+constexpr ColsRange kElementCols = {most_thread_cols(4) + 1, 12288};
+// With a modulation: 32768 x 143 30.8, 23.3; 32768 x 1021 78.7, 86.5.
+constexpr ColsRange kModulatedElementCols = {513, 12288};
+static_assert(kModulatedElementCols.first >
+                  kWarpThreads * most_forward_warp_vecs(4, false) * vector_width(4),
+              "logical warps have no kernel that moves modulated rows by elements");
+
 // ---- Forward, a block per row: the vectors that a thread should own.
 
 enum class Choice {
@@ -226,14 +248,20 @@ constexpr int kFewAlignedRows = 2048;
 constexpr int kFewOtherRows = 1024;
 constexpr int64_t kFewRowsBytes = int64_t{32} << 20;  // of x and dy
 
-// Where whole warps have a row, a block has as many teams as make up these threads, because blocks
-// on columns need threads.
+// A block has as many teams as make up these threads, because blocks on columns need threads where
+// rows are many.
 struct FewRowsRung {
   int64_t last;  // rows
   int block_threads;
 };
 constexpr FewRowsRung kFewRowsThreads[] = {
-    // With 64 threads a block and with 256, bfloat16: 128 x 1024 4.6, 2.9.
+    // With 64 threads a block, 128, 256 and 512, bfloat16: 1 x 320 1.8, 1.8, 1.9, 2.3; 8 x
+    // 320 1.8, 1.8,
+    // 2.0, 2.3; 8 x 768 1.8, 1.8, 2.0.
+    {16, 64},
+    // 64 x 320 2.4, 2.1, 2.2, 2.5; 64 x 768 3.0, 2.5, 2.7; 64 x 64 2.2, 1.9, 2.1, 2.4.
+    {64, 128},
+    // 128 x 1024 4.6, unknown, 2.9; 255 x 320 5.8, 4.0, 3.3, 3.3.
     {255, 256},
     // With 256 and with 512: 512 x 1024 4.6, 4.2.
     {kNoEnd, 512},

@@ -14,6 +14,9 @@
 namespace fused_layernorm {
 namespace {
 
+// As JSON strings.
+constexpr const char* kMoves[] = {"\"vectors\"", "\"shifted\"", "\"elements\""};
+
 constexpr const char* kStrategies[] = {"warp",   "thread",   "block", "split", "resident",
                                        "stream", "few_rows", "group", "rows"};
 
@@ -122,6 +125,7 @@ class Json {
  public:
   explicit Json(Strategy strategy) { text_ << "{\"strategy\": \"" << name_of(strategy) << '"'; }
 
+  Json& add(const char* name, Moves value) { return append(name, kMoves[static_cast<int>(value)]); }
   Json& add(const char* name, bool value) { return append(name, value ? "true" : "false"); }
   Json& add(const char* name, int value) { return append(name, value); }
   Json& add(const char* name, int64_t value) { return append(name, value); }
@@ -184,12 +188,13 @@ std::string to_json(const forward::Warp& plan) {
   return Json(Strategy::kWarp)
       .add("vecs", plan.vecs)
       .add("lanes", plan.lanes)
-      .add("shifted", plan.shifted)
+      .add("moves", plan.moves)
+      .add("early", plan.early)
       .with(plan);
 }
 
 std::string to_json(const forward::Block& plan) {
-  return Json(Strategy::kBlock).add("vecs", plan.vecs).add("shifted", plan.shifted).with(plan);
+  return Json(Strategy::kBlock).add("vecs", plan.vecs).add("moves", plan.moves).with(plan);
 }
 
 std::string to_json(const forward::Split& plan) {

@@ -61,9 +61,10 @@ namespace forward {
 
 // A logical warp (a power-of-two part of a warp) holds a row in registers.
 struct Warp : Launch {
-  int vecs = 1;          // vectors of a row that a lane owns
-  int lanes = 1;         // on one row
-  bool shifted = false;  // rows begin anywhere, and are moved by vectors all the same
+  int vecs = 1;   // vectors of a row that a lane owns
+  int lanes = 1;  // on one row
+  Moves moves = Moves::kVectors;
+  bool early = false;  // shifted rows: weight and bias are loaded with the row
 };
 
 // A thread has a row, and plays the lanes of the logical warp that would have it.
@@ -76,7 +77,7 @@ struct Thread : Launch {
 // A block holds a row in registers.
 struct Block : Launch {
   int vecs = 3;
-  bool shifted = false;
+  Moves moves = Moves::kVectors;
 };
 
 // Persistent blocks, one row or a slice of it at a time, with a ring of slices in shared memory.
