@@ -57,25 +57,29 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   wait_for_rows();
   __syncthreads();
 
-  const int row = threadIdx.x;
-  if (row < rows) {
-    constexpr int kPlayed = lanes_with_columns(kLanes, sizeof(X));
-    Vec<X, kWidth> x[kPlayed][kPieces];
+  // A thread without a row of its own goes along with the last row.
+  const bool has_row = static_cast<int>(threadIdx.x) < rows;
+  const int row = has_row ? threadIdx.x : rows - 1;
+  constexpr int kPlayed = lanes_with_columns(kLanes, sizeof(X));
+  Vec<X, kWidth> x[kPlayed][kPieces];
 #pragma unroll
-    for (int lane = 0; lane < kPlayed; ++lane) block.load(x[lane], row, Share{lane, p.cols});
-    const X* first = block.rows + row * p.cols;
-    const Acc pivot = N::Statistic::template pivot<X>(
-        Pair<Acc>{to_acc(first[0]), p.cols > 1 ? to_acc(first[1]) : Acc(0)});
-    const Acc sum = sum_over_lanes<kLanes, kPlayed, Acc>(
-        [&](int lane) { return N::Statistic::sum_from(x[lane], Share{lane, p.cols}, pivot); });
-    const Reciprocal<Acc> inverse_cols(p.inverse_cols);
-    const Acc mean = inverse_cols.mean(pivot, sum);
-    const Acc m2 = sum_over_lanes<kLanes, kPlayed, Acc>([&](int lane) {
-      return N::Statistic::squared_deviations(x[lane], Share{lane, p.cols}, mean);
-    });
-    const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
+  for (int lane = 0; lane < kPlayed; ++lane) block.load(x[lane], row, Share{lane, p.cols});
+  const X* first = block.rows + row * p.cols;
+  const Acc pivot = N::Statistic::template pivot<X>(
+      Pair<Acc>{to_acc(first[0]), p.cols > 1 ? to_acc(first[1]) : Acc(0)});
+  // The last vector of a row reaches into the next row, so y takes no row's place before all are in
+  // registers.
+  __syncthreads();
+  const Acc sum = sum_over_lanes<kLanes, kPlayed, Acc>(
+      [&](int lane) { return N::Statistic::sum_from(x[lane], Share{lane, p.cols}, pivot); });
+  const Reciprocal<Acc> inverse_cols(p.inverse_cols);
+  const Acc mean = inverse_cols.mean(pivot, sum);
+  const Acc m2 = sum_over_lanes<kLanes, kPlayed, Acc>([&](int lane) {
+    return N::Statistic::squared_deviations(x[lane], Share{lane, p.cols}, mean);
+  });
+  const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
+  if (has_row) {
     store_statistics(p, first_row + row, mean, rstd);
-
     const auto parameters = N::Affine::template row<W>(p, 0, 0);
 #pragma unroll
     for (int lane = 0; lane < kPlayed; ++lane) {
