@@ -255,13 +255,12 @@ struct FewRowsRung {
   int block_threads;
 };
 constexpr FewRowsRung kFewRowsThreads[] = {
-    // With 64 threads a block, 128, 256 and 512, bfloat16: 1 x 320 1.8, 1.8, 1.9, 2.3; 8 x
-    // 320 1.8, 1.8,
-    // 2.0, 2.3; 8 x 768 1.8, 1.8, 2.0.
+    // With 64 threads a block, 128, 256 and 512, bfloat16: 1 x 320 1.8, 1.8, 1.9, 2.3; 8 x 768 1.8,
+    // 1.8, 2.0.
     {16, 64},
     // 64 x 320 2.4, 2.1, 2.2, 2.5; 64 x 768 3.0, 2.5, 2.7; 64 x 64 2.2, 1.9, 2.1, 2.4.
     {64, 128},
-    // 128 x 1024 4.6, unknown, 2.9; 255 x 320 5.8, 4.0, 3.3, 3.3.
+    // 255 x 320 5.8, 4.0, 3.3, 3.3; with 64 and with 256: 128 x 1024 4.6, 2.9.
     {255, 256},
     // With 256 and with 512: 512 x 1024 4.6, 4.2.
     {kNoEnd, 512},
@@ -274,8 +273,8 @@ static_assert(is_ladder(kFewRowsThreads) &&
 // 2048 x 1024 12.0, 14.3). Else a block has fewer teams, but no fewer threads, if almost all blocks
 // then run at once. With the most teams, two and one, bfloat16: 512 x 2060 9.9, 9.0, 11.6; 512 x
 // 2415 9.8, 9.2, 12.0; float32: 512 x 2047 10.6, 8.0, 9.1. Where no number of teams lets them, rows
-// that begin anywhere have the most teams, aligned ones one (one and two, bfloat16: 1024 x
-// 4096 12.0, 12.8; 1100 x 4096 12.2, 13.6; 2048 x 4096 19.6, 21.4).
+// that begin anywhere have the most teams, and aligned ones one (one and two, bfloat16: 1024 x 4096
+// 12.0, 12.8; 1100 x 4096 12.2, 13.6; 2048 x 4096 19.6, 21.4).
 constexpr int kFewRowsLeastThreads = 256;
 // Almost all run at once if there are at least eight places for nine blocks.
 constexpr int64_t kFewRowsBlocks = 9, kFewRowsPlaces = 8;
@@ -325,9 +324,9 @@ static_assert(kKeptRowStages >= least_stages(true, 0) &&
 
 // ---- Backward, a thread per row.
 
-// Threads and logical warps. float32: 4000000 x 3 82.5, 60.4; 500000 x 5 23.4, 18.6; 4000000 x
-// 5 97.2, 104.7; 250000 x 9 20.8, 17.8; 2222222 x 9 80.1, 109.4; 120000 x 37 30.8, 28.9; 250000 x
-// 37 45.5, 52.8; 1000003 x 37 130.4, 189.9; 377358 x 53 86.6, 87.3; 350877 x 57 93.8, 84.3.
+// Threads and logical warps. float32: 4000000 x 3 82.5, 60.4; 500000 x 5 23.4, 18.6; 4000000 x 5
+// 97.2, 104.7; 250000 x 9 20.8, 17.8; 2222222 x 9 80.1, 109.4; 120000 x 37 30.8, 28.9; 250000 x 37
+// 45.5, 52.8; 1000003 x 37 130.4, 189.9; 377358 x 53 86.6, 87.3; 350877 x 57 93.8, 84.3.
 constexpr ThreadRung kFloat32BackwardThreads[] = {
     {4, kNoEnd}, {8, 2000000}, {16, 1000000}, {52, 400000}, {kNoEnd, kNoEnd}};
 // bfloat16: 4000000 x 3 75.4, 53.3; 5714285 x 7 145.1, 142.1; 500000 x 9 27.5, 28.8; 4444444 x 9
