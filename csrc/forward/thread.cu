@@ -1,6 +1,6 @@
 // Forward of short rows that begin anywhere, where there are many: a thread has a row. A block's
-// rows lie one behind the other in global memory, and come to shared memory and go from there by
-// whole vectors, wherever they begin; a thread reads and writes the elements of its row there.
+// rows come to shared memory and go from there by whole vectors, wherever they begin, or element by
+// element where x does not lie row behind row; a thread reads and writes its row's elements there.
 //
 // The thread plays the lanes of the logical warp that has such a row where rows are few
 // (forward/warp.cu): it takes the same sums in the same order. So y is the same in any batch.

@@ -90,7 +90,8 @@ cudaError_t launch_warp(const ForwardParams& params, const forward::Warp& plan,
   if constexpr (!kHasKernel) {
     return cudaErrorInvalidValue;
   } else {
-    // Of shifted rows with nothing fused there are both kernels, of all others the early one.
+    // Of shifted rows with nothing fused there are both kernels. Of all others there is one, which
+    // loads the parameters early if nothing is fused and registers allow it.
     constexpr bool kBoth =
         kMoves == Moves::kShifted && kIsBare<N> && !kIsFloat64<typename N::Types>;
     return dispatch_bool<kBoth>(kBoth && !plan.early, [&](auto late) {

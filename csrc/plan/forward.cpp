@@ -79,7 +79,7 @@ bool is_played(const Lanes& lanes, int x_size) {
   return false;
 }
 
-// Rows that never begin at multiples of 16 bytes.
+// Rows of which no two that follow each other begin at multiples of 16 bytes.
 std::optional<forward::Thread> thread_plan(const Problem& problem, const Forced& forced) {
   const bool bare = !problem.residual && !problem.modulated && !problem.has_epilogue;
   const bool allowed = forced.allows(Strategy::kThread, {Field::kVecs}) && bare &&

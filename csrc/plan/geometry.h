@@ -194,8 +194,9 @@ constexpr int lanes_with_columns(int lanes, int x_size) {
 constexpr int whole_vectors(int lanes, int vecs) {
   return lanes * (vecs - 1) < lanes / 2 ? lanes / 2 : lanes * (vecs - 1);
 }
-// Bytes of a block's rows in shared memory: up to a vector stands before the first, and whole words
-// are read to behind the last.
+// Bytes of a block's rows in shared memory. What stands before the first row in its first vector
+// takes less than one more vector; the last row's last vector is read whole, and of half precision
+// a word beyond it, which takes another.
 constexpr int thread_rows_bytes(int threads, int cols, int size) {
   return (threads * cols * size / kVectorBytes + 2) * kVectorBytes;
 }

@@ -64,7 +64,9 @@ struct Warp : Launch {
   int vecs = 1;   // vectors of a row that a lane owns
   int lanes = 1;  // on one row
   Moves moves = Moves::kVectors;
-  bool early = false;  // shifted rows: weight and bias are loaded with the row
+  // Shifted rows: weight and bias are loaded with the row, if nothing is fused and there are
+  // registers for them.
+  bool early = false;
 };
 
 // A thread has a row, and plays the lanes of the logical warp that would have it.
