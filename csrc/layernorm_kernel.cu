@@ -58,13 +58,11 @@ struct RowBlock {
       highs = scratch[1];
       own = team.lane() == 0 ? highs + team.warp() : lows + team.warp() + 1;
     }
-    // The last words of the vector before this thread's k-th, which has the words `first` to
-    // `last`. A warp's first lane gets any words.
-    __device__ __forceinline__ Words before(int k, const Words& first, const Words& last) const {
-      if (team.lane() == 0 || team.lane() == kWarpSize - 1) {
-        own[k * team.warps()] = team.lane() == 0 ? first : last;
-      }
-      return shuffle(last, team.lane() - 1, kWarpSize);
+    // The words of the vector before this thread's k-th, which has `words`. A warp's first lane
+    // gets any words.
+    __device__ __forceinline__ Words before(int k, const Words& words) const {
+      if (team.lane() == 0 || team.lane() == kWarpSize - 1) own[k * team.warps()] = words;
+      return shuffle(words, team.lane() - 1, kWarpSize);
     }
     __device__ __forceinline__ bool is_at(int) const { return team.lane() == 0; }
     // Calls store(v, low, high) for each seam, with the words before vector v and its first words.

@@ -31,6 +31,11 @@ ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu")
 EPS = 1e-5
 
 
+# Lengths of rows by which each strategy is forced, in both directions.
+FORCED_COLS = [1, 3, 8, 37, 63, 64, 256, 257, 1024, 1027, 2048, 4096, 8192, 8195, 16384,
+               65536, 262144]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Problem:
     """One call: shapes, dtypes and options."""

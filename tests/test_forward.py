@@ -397,27 +397,7 @@ def test_accuracy_about_the_boundaries(row_bytes, dtype):
         numerics.check(problem, "cuda", backward=False)
 
 
-FORCED_COLS = [
-    1,
-    3,
-    8,
-    17,
-    37,
-    63,
-    64,
-    256,
-    257,
-    1024,
-    1027,
-    2048,
-    4096,
-    8192,
-    8195,
-    16384,
-    32768,
-    65536,
-    262144,
-]
+FORCED_COLS = [*numerics.FORCED_COLS, 17, 32768]
 
 
 # "resident blocks_per_row=3": slices of few columns, and rows whose blocks meet.
@@ -509,7 +489,8 @@ def test_threads_give_the_bits_of_logical_warps(plans, dtype, weight_dtype, out_
         for one, other in zip(*outputs, strict=True):
             integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
             assert torch.equal(one.view(integers), other.view(integers)), cols
-    assert ran >= 36
+    longest, unit = (48 if dtype == F32 else 64), 16 // min(dtype.itemsize, out_dtype.itemsize)
+    assert ran == sum(cols % unit != 0 for cols in range(1, longest + 1))
 
 
 @pytest.mark.gpu

@@ -175,8 +175,8 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
                                               const RaggedShare<kVecs, kWidth, kMayMiss>& share,
                                               int cols, const Vector& vector) {
   using Row = ShiftedRow<T, kWidth>;
+  static_assert(Row::kPieces == 1);
   using RowWords = Words<Row::kWords>;
-  constexpr int kPieces = Row::kPieces;
   const Row to(row);
   const int end = cols > 0 ? to.shift + cols * Row::kSize : 0;
   // A piece holds the end of one vector and the beginning of the next. The thread of the next
@@ -185,28 +185,20 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
   RowWords last_words = {};
   int last_piece = 0;
   const auto store = [&](auto first, auto count) {
-    RowWords before[count() * kPieces], own[count() * kPieces], words[count() * kPieces];
+    RowWords before[count()], own[count()], words[count()];
 #pragma unroll
     for (int n = 0; n < count(); ++n) {
       const auto values = vector(first() + n);
-      RowWords* const pieces = own + n * kPieces;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        pieces[i] = *reinterpret_cast<const RowWords*>(values.at + i * Row::kPieceCols);
-        if (i > 0) before[n * kPieces + i] = pieces[i - 1];
-      }
+      own[n] = *reinterpret_cast<const RowWords*>(values.at);
     }
 #pragma unroll
-    for (int n = 0; n < count(); ++n) {
-      RowWords* const pieces = own + n * kPieces;
-      before[n * kPieces] = seams.before(first() + n, pieces[0], pieces[kPieces - 1]);
-    }
+    for (int n = 0; n < count(); ++n) before[n] = seams.before(first() + n, own[n]);
     shift_pieces<Shift::kUp, Row::kSize>(words, before, own, to.shift);
 #pragma unroll
-    for (int n = 0; n < count() * kPieces; ++n) {
-      const int k = first() + n / kPieces;
-      const int piece = share.vector(k) * kPieces + n % kPieces;
-      if (n % kPieces == 0 && seams.is_at(k)) continue;
+    for (int n = 0; n < count(); ++n) {
+      const int k = first() + n;
+      const int piece = share.vector(k);
+      if (seams.is_at(k)) continue;
       if (share.is_whole(k) ? end > 0 : (piece + 1) * Row::kPieceBytes <= end) {
         store_once<T, Row::kPieceCols>(to.piece(piece),
                                        *reinterpret_cast<const typename Row::Piece*>(words[n].at));
@@ -217,7 +209,7 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
     }
   };
   // So many pieces at once as there are registers for.
-  constexpr int kMost = 4 / kPieces;
+  constexpr int kMost = 4;
   constexpr int kCount = kVecs < kMost ? kVecs : kMost;
   store(std::integral_constant<int, 0>{}, std::integral_constant<int, kCount>{});
   if constexpr (kVecs > kMost) {
@@ -233,8 +225,7 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
           std::integral_constant<int, kVecs - 3 * kMost>{});
   }
   if (last_piece > 0) to.store_part(last_piece, last_words, end);
-  seams.close([&](int v, const RowWords& low, const RowWords& high) {
-    const int piece = v * kPieces;
+  seams.close([&](int piece, const RowWords& low, const RowWords& high) {
     if (piece * Row::kPieceBytes >= end) return;
     const RowWords lows[1] = {low}, highs[1] = {high};
     RowWords words[1];

@@ -112,6 +112,11 @@ __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const
   });
 }
 
+// The registers that weight and bias take at a thread's kVecs vectors of a row.
+template <typename N, int kVecs>
+constexpr int kParameterWords =
+    2 * kVecs * kVectorWidth<typename N::Types> * static_cast<int>(sizeof(typename N::W)) / 4;
+
 // The way that a row's elements are moved, as a template parameter. One by one they are moved where
 // all types are float32.
 template <typename T, typename Then>
@@ -176,11 +181,10 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   }
   const auto parameters = [&] {
     using Late = LateParameters<W, kWidth, decltype(share)>;
-    constexpr int kWords = 2 * kPieces * kWidth * sizeof(W) / 4;
     if constexpr (!kShifted && N::Epilogue::kBranches && Team::kWalks) {
       return WalkedParameters<W, kWidth, decltype(share)>(Late{place.parameters, share});
     } else if constexpr (!kEarly || N::Prologue::kMayStore || N::Epilogue::kMayActivate ||
-                         kWords > Team::kMostEarlyWords) {
+                         kParameterWords<N, kVecs> > Team::kMostEarlyWords) {
       return Late{place.parameters, share};
     } else {
       return EarlyParameters<W, kWidth, kPieces>(Late{place.parameters, share});

@@ -44,8 +44,9 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   using X = typename N::X;
   using Y = typename N::Y;
   constexpr int kWidth = kRowWidth<N, kVecs>;
-  constexpr int kPieces = kVecs * kRowPieces<N, kVecs>;
-  constexpr int kWhole = whole_vectors(kLanes, kVecs) * kRowPieces<N, kVecs>;
+  constexpr int kPiecesOfVec = kVectorWidth<typename N::Types> / kWidth;
+  constexpr int kPieces = kVecs * kPiecesOfVec;
+  constexpr int kWhole = whole_vectors(kLanes, kVecs) * kPiecesOfVec;
   using Share = PlayedShare<kLanes, kPieces, kWidth, kWhole>;
   extern __shared__ __align__(16) unsigned char shared[];
   const int64_t first_row = int64_t{blockIdx.x} * blockDim.x;

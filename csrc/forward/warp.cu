@@ -49,11 +49,11 @@ struct LogicalWarp {
     Words of_neighbour;  // the last words of the lane before; in the first lane, of the last lane
 
     __device__ __forceinline__ explicit Seams(const LogicalWarp& warp) : team(warp) {}
-    // The last words of the vector before this lane's k-th, which has the words `first` to `last`.
-    __device__ __forceinline__ Words before(int k, const Words& first, const Words& last) {
+    // The words of the vector before this lane's k-th, which has `own`.
+    __device__ __forceinline__ Words before(int k, const Words& own) {
       Words words = of_neighbour;
-      if (k == 0) begin = first;
-      of_neighbour = shuffle(last, team.lane - 1, team.lanes);
+      if (k == 0) begin = own;
+      of_neighbour = shuffle(own, team.lane - 1, team.lanes);
       if (team.lane > 0) words = of_neighbour;
       return words;
     }
@@ -90,10 +90,10 @@ cudaError_t launch_warp(const ForwardParams& params, const forward::Warp& plan,
   if constexpr (!kHasKernel) {
     return cudaErrorInvalidValue;
   } else {
-    // Of shifted rows with nothing fused there are both kernels. Of all others there is one, which
-    // loads the parameters early if nothing is fused and registers allow it.
-    constexpr bool kBoth =
-        kMoves == Moves::kShifted && kIsBare<N> && !kIsFloat64<typename N::Types>;
+    // Of shifted rows with nothing fused there are both kernels, if registers allow an early one.
+    // Of all others there is one, which loads the parameters early on the same conditions.
+    constexpr bool kBoth = kMoves == Moves::kShifted && kIsBare<N> &&
+                           kParameterWords<N, kVecs> <= LogicalWarp::kMostEarlyWords;
     return dispatch_bool<kBoth>(kBoth && !plan.early, [&](auto late) {
       return launch(layer_norm_forward_warp_kernel<N, kVecs, kMoves, !late()>, plan, stream, params,
                     log2_of(plan.lanes));

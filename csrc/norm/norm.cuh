@@ -54,12 +54,10 @@ constexpr bool kIsBare =
     !N::Prologue::kMayStore && !N::Epilogue::kMayActivate && !N::Affine::kModulates;
 
 // The columns of the pieces in which forward moves a row of which a thread has kVecs vectors in
-// registers, and the pieces of a vector.
+// registers.
 template <typename N, int kVecs>
 constexpr int kRowWidth = row_width(sizeof(typename N::X), sizeof(typename N::W),
                                     sizeof(typename N::Y), kVecs, kIsBare<N>);
-template <typename N, int kVecs>
-constexpr int kRowPieces = kVectorWidth<typename N::Types> / kRowWidth<N, kVecs>;
 
 // One row of forward, or a part of it from `first_col` on.
 template <typename N>

@@ -137,9 +137,6 @@ constexpr int row_width(int x_size, int weight_size, int y_size, int vecs, bool 
   const bool splits = y_size > x_size || (weight_size > x_size && (vecs < 5 || bare));
   return splits ? vector_width(y_size > weight_size ? y_size : weight_size) : vector_width(x_size);
 }
-constexpr int row_pieces(int x_size, int weight_size, int y_size, int vecs, bool bare) {
-  return vector_width(x_size) / row_width(x_size, weight_size, y_size, vecs, bare);
-}
 
 // ---- Forward, a logical warp per row.
 
@@ -258,7 +255,7 @@ static_assert(registers_of(forward_block_bounds(4, ForwardLoad::kHeavy, false)) 
 // A row that begins anywhere leaves a seam before each warp's vectors, and one behind the last;
 // each seam is closed by a thread of its own.
 static_assert(2 * 8 + 1 <= kWarpThreads && !contains(ForwardBlockVecs{}, 9) &&
-                  row_pieces(2, 4, 4, 8, true) == 2,
+                  vector_width(2) / row_width(2, 4, 4, 8, true) == 2,
               "a block has more threads than seams: two for each of at most eight vectors of each "
               "of its warps, and one");
 
