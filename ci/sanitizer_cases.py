@@ -109,6 +109,13 @@ def main():
     run(4, 65537, BF16)
     run(30, 65537, F32)
     run(6, 40000, BF16, residual=True)
+    # All threads of a block work on rows, and one of their warps collects the sums. All blocks
+    # share each row, so that seven rows are enough for every place of the ring to be used again.
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    if torch.cuda.get_device_capability() >= (9, 0) and multiprocessors > 16:
+        run(7, 15_936 * multiprocessors, BF16)
+        run(7, 15_936 * multiprocessors, BF16, residual=True)
+        run(7, 7968 * multiprocessors, F32)
     run(10, 300_000, F32)
     # A row in the registers of one block: one that comes and goes, and one that stays for more.
     for cols, dtype in ((32_768, BF16), (16_384, F32), (40_960, BF16), (20_480, F32)):

@@ -199,6 +199,7 @@ cudaError_t launch_as_slices(const BackwardParams& params, const DataTypes& type
   static_cast<backward::Persistent&>(whole) = plan;
   whole.slices = {1, params.cols};
   whole.lag = 0;
+  whole.has_collector = false;
   return launch_layer_norm_backward(params, types, whole, stream);
 }
 

@@ -507,21 +507,45 @@ def test_every_strategy(plans, layout, dtypes, activation):
             continue
         assert plan["strategy"] == strategy
 
-        def run(t, *, backward):
-            """Forward by any strategy, backward by this one."""
-            args = _args(t)
-            plans.force(f"strategy={layout}")
-            try:
-                grads = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
-            finally:
-                plans.force(None)
-            return dict(zip(("dx", "dweight", "dbias"), grads, strict=True))
-
         # The greatest error is one element's: PyTorch's, too, takes many to show.
-        numerics.check(problem, "cuda", run=run, sample=1 << 17)
+        numerics.check(problem, "cuda", run=_backward_by(plans, layout), sample=1 << 17)
         ran.append(cols)
     if not ran:
         pytest.skip(f"{layout} takes no {ids(dtypes[0])} rows backward on this device")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 65, 700])
+@pytest.mark.parametrize(
+    ("dtype", "cols"), [(BF16, 31_744), (F32, 15_872), (F32, 13_056), (BF16, 15_875)]
+)
+def test_slices_without_a_warp_that_collects(plans, dtype, cols, rows):
+    """Slices that take all threads of a block, or nearly: a working warp collects the sums."""
+    layout = "split blocks_per_row=2"
+    plans.force(f"strategy={layout}")
+    aligned = cols % 8 == 0
+    plan = plans.of(rows, cols, dtype, backward=True, aligned=aligned)
+    plans.force(None)
+    if plan is None or not plan["bulk"]:
+        pytest.skip("the device has no room for rings of these slices")
+    assert not plan["has_collector"]
+    problem = Problem((rows, cols), dtype=dtype)
+    numerics.check(problem, "cuda", run=_backward_by(plans, layout), sample=1 << 17)
+
+
+def _backward_by(plans, layout):
+    """Forward by any strategy, backward by this one."""
+
+    def run(t, *, backward):
+        args = _args(t)
+        plans.force(f"strategy={layout}")
+        try:
+            grads = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
+        finally:
+            plans.force(None)
+        return dict(zip(("dx", "dweight", "dbias"), grads, strict=True))
+
+    return run
 
 
 def _args(t):

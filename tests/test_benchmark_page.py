@@ -173,6 +173,13 @@ def test_host_times_and_models(report):
     assert "| BERT | training | swapped | 18.0 (0.90) | - | 1.50 | - |" in text
 
 
+def test_page_says_what_was_left_out(report):
+    assert "Not measured in this run" not in page.page(report)
+    report["skipped"] = ["cudnn: no time", "overhead: no time"]
+    text = page.page(report)
+    assert "Not measured in this run:\n\n- cudnn: no time\n- overhead: no time\n" in text
+
+
 def test_an_old_page_or_plot_is_found(report, monkeypatch, tmp_path):
     monkeypatch.setattr(page, "PAGE", tmp_path / "benchmarks.md")
     monkeypatch.setattr(page, "PLOTS", tmp_path / "plots")

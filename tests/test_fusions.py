@@ -170,6 +170,16 @@ def test_residual_on_long_rows(shape, dtypes):
     numerics.check(problem, "cuda")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
+def test_residual_on_the_longest_slices(plans, dtype):
+    """Without an activation the slices of backward may take all threads of a block."""
+    rows, cols = 210, 65_536
+    plan = plans.of(rows, cols, dtype, backward=True, residual=True)
+    assert plan["has_collector"] == (not plan["bulk"])
+    numerics.check(Problem((rows, cols), dtype=dtype, residual_dtype=dtype), "cuda")
+
+
 @pytest.mark.parametrize(
     "dtypes", [(F32, F32), (BF16, BF16), (BF16, F32), (F32, BF16)], ids=dtype_ids
 )

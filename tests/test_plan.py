@@ -185,7 +185,8 @@ def check_backward(p, rows, cols, problem):
         else:
             assert p["vecs"] * width in ((16, 32) if width > 1 else (16,))
         assert p["stage_cols"] >= slice_cols
-        assert p["threads"] == p["teams"] * p["team_threads"] + 32 * (strategy == "split")
+        collecting = 32 if strategy == "split" and p["has_collector"] else 0
+        assert p["threads"] == p["teams"] * p["team_threads"] + collecting <= 512
         if p["bulk"]:
             assert 1 <= p["stages"] <= 8
             ring = p["stages"] * p["teams"] * p["stage_cols"] * (x_size + y_size)
@@ -197,7 +198,13 @@ def check_backward(p, rows, cols, problem):
         assert problem["dtype"] != F64
         assert 1 <= p["lag"] < 4
         assert not p["bulk"] or p["lag"] + 2 <= p["stages"]
+        assert p["has_collector"] or p["bulk"]
         assert p["slice_cols"] % (unit(problem) if width > 1 else 1) == 0
+        # Aligned slices have whole cache lines, unless no slice would be left for the last block.
+        line_cols = 128 // min(x_size, y_size)
+        if width > 1 and p["slice_cols"] % line_cols != 0:
+            in_lines = -(-p["slice_cols"] // line_cols) * line_cols
+            assert in_lines * (p["blocks_per_row"] - 1) >= cols
     if strategy == "stream":
         assert p["slice_cols"] == p["threads"] * 16
     if strategy != "few_rows":
@@ -478,7 +485,7 @@ FORWARD_LADDERS: dict[str, tuple[Any, ...]] = {
 }
 BACKWARD_LADDERS: dict[str, tuple[Any, ...]] = {
     "float32": ({}, 256, 11_264, {"split": 1_081_344}),
-    "bfloat16": (HALF, 512, 16_384, {"split": 2_027_520}),
+    "bfloat16": (HALF, 512, 16_384, {"split": 2_162_688}),
     "float64": ({"dtype": F64}, 128, 4096),
     "float32 parameters": (WIDE_PARAMS, 512, 16_384, {"split": 1_892_352}),
     "float32 dy": (WIDE_Y, 512, 14_336, {"split": 1_351_680}),
@@ -487,12 +494,12 @@ BACKWARD_LADDERS: dict[str, tuple[Any, ...]] = {
     "bfloat16 epilogue": ({**HALF, **EPILOGUE}, 512, 16_384, {"split": 1_892_352}),
     "autocast epilogue": ({**WIDE_PARAMS, **EPILOGUE}, 512, 14_336, {"split": 1_486_848}),
     "residual": (RESIDUAL, 256, 11_264, {"split": 1_081_344}),
-    "bfloat16 residual": ({**HALF, **RESIDUAL}, 512, 16_384, {"split": 2_027_520}),
+    "bfloat16 residual": ({**HALF, **RESIDUAL}, 512, 16_384, {"split": 2_162_688}),
     "no parameters": ({"needs_dparams": False}, 256, 11_264, {"split": 1_081_344}),
-    "anywhere": (ANYWHERE, 256, 8192, {"split": 1_013_760}),
-    "bfloat16 anywhere": ({**HALF, **ANYWHERE}, 256, 8192, {"split": 1_013_760}),
+    "anywhere": (ANYWHERE, 256, 8192, {"split": 1_080_948}),
+    "bfloat16 anywhere": ({**HALF, **ANYWHERE}, 256, 8192, {"split": 1_081_344}),
     "bfloat16 anywhere epilogue": ({**HALF, **ANYWHERE, **EPILOGUE}, 256, 8192,
-                                   {"split": 1_013_760}),
+                                   {"split": 1_081_344}),
     "float64 anywhere": ({"dtype": F64, **ANYWHERE}, 256, 4096),
     "A100": ({"device": "A100"}, 256, 16_384, {"split": 1_658_880}),
     "A100 bfloat16": ({"device": "A100", **HALF}, 512, 16_384, {"split": 1_658_880}),
@@ -970,15 +977,26 @@ def test_stages_of_backwards_rows(problem, cols, stages):
 @pytest.mark.parametrize(
     ("problem", "cols", "stages", "lag", "blocks_per_row"),
     [
-        # Four stages of half precision, five of float32, while the row can have more blocks; each
-        # with its lag.
-        (HALF, 12_288 * 132, 4, 1, 132),
-        (HALF, 12_288 * 132 + 8, 3, 1, 132),
+        # While the row can have more blocks, five stages; each number of stages with its lag.
         ({}, 5120 * 132, 5, 2, 132),
         ({}, 5120 * 132 + 4, 4, 1, 132),
         (NARROW_Y, 6656 * 132, 5, 2, 132),
         ({}, 12_000, 6, 2, 3),
+        (WIDE_Y, 65_536, 5, 2, 10),
+        ({**WIDE_Y, **RESIDUAL}, 65_536, 5, 2, 10),
+        # Half precision has six, of slices that are long enough, or four and more.
         (HALF, 16_392, 5, 2, 2),
+        (HALF, 65_536, 6, 2, 8),
+        (HALF, 7936 * 33, 6, 2, 33),
+        (HALF, 7936 * 33 - 64 * 33, 4, 1, 22),
+        (HALF, 12_288 * 132, 4, 1, 132),
+        (HALF, 12_288 * 132 + 8, 3, 1, 132),
+        # Activations have four, residuals three.
+        (EPILOGUE, 65_536, 4, 1, 12),
+        ({**HALF, **EPILOGUE}, 65_536, 4, 1, 6),
+        ({**EPILOGUE, **RESIDUAL}, 65_536, 4, 1, 12),
+        (RESIDUAL, 65_536, 3, 1, 8),
+        ({**HALF, **RESIDUAL}, 65_536, 3, 1, 4),
         # Without bulk copies.
         ({**HALF, "device": "A100"}, 65_536, 0, 2, 5),
     ],
@@ -987,6 +1005,54 @@ def test_stages_of_backwards_slices(problem, cols, stages, lag, blocks_per_row):
     p = plan(MANY, cols, backward=True, **problem)
     assert (p["strategy"], p["stages"], p["lag"]) == ("split", stages, lag)
     assert p["blocks_per_row"] == blocks_per_row
+
+
+@pytest.mark.parametrize(
+    ("problem", "cols", "has_collector", "vecs"),
+    [
+        # Beside 480 threads a warp collects.
+        (HALF, 65_536, True, 4),
+        ({**HALF, **RESIDUAL}, 15_360 * 4, True, 4),
+        ({**HALF, **RESIDUAL}, 15_424 * 4, False, 4),
+        # A thread has 16 columns, with that warp or without.
+        (RESIDUAL, 7680 * 132, True, 4),
+        (RESIDUAL, 7712 * 132, False, 4),
+        ({**WIDE_PARAMS, **RESIDUAL}, 8000 * 132, False, 2),
+        # A ring of three, or in float32 of four, where nothing is added.
+        ({}, 5120 * 132 + 4, False, 4),
+        ({}, 6400 * 132, False, 4),
+        (HALF, 12_352 * 132, False, 4),
+        (HALF, 16_384 * 132, False, 4),
+        # Single elements, of which a thread has 16.
+        ({**HALF, **ANYWHERE}, 7937 * 132, False, 16),
+        # Without bulk copies.
+        ({**HALF, "device": "A100"}, 15_360 * 108, True, 4),
+    ],
+)
+def test_who_collects_the_sums_of_backwards_slices(problem, cols, has_collector, vecs):
+    p = plan(MANY, cols, backward=True, **problem)
+    assert (p["strategy"], p["has_collector"], p["vecs"]) == ("split", has_collector, vecs)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "cols", "sets"),
+    [
+        # Where the columns alone keep the device busy, there are no partial sums.
+        (HALF, 32, 2**22, 1),
+        ({**HALF, "device": "A100"}, 32, 2**21, 1),
+        ({}, 1000, 2**22, 1),
+        # As many sets of rows as all run at once, of 264 blocks.
+        ({"dtype": F64}, 512, 65_536, 16),
+        ({"dtype": F64}, 4096, 8192, 128),
+        # One set of 150 blocks would leave multiprocessors idle, seven take four rounds.
+        ({"dtype": F64}, 1000, 150 * 4096, 7),
+        ({"dtype": F64}, 1, 8192, 1),
+    ],
+)
+def test_sets_of_rows_that_stream(options, rows, cols, sets):
+    p = plan(rows, cols, backward=True, **options)
+    assert p["strategy"] == "stream"
+    assert p["partials"] == p["blocks"] // p["blocks_per_row"] == sets
 
 
 # ---- The problem.
@@ -1059,7 +1125,7 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     lanes = {"width", "vecs", "lanes", "chain_rows", "second_sums_offset"}
     assert set(plan(MANY, 64, backward=True)) == launch | partials | lanes
     assert set(plan(MANY, 4096, backward=True)) == launch | partials | persistent
-    split = launch | partials | persistent | slices | {"lag"}
+    split = launch | partials | persistent | slices | {"lag", "has_collector"}
     assert set(plan(MANY, 65536, backward=True)) == split
     stream = launch | partials | slices | {"width", "totals_offset"}
     assert set(plan(9, 2**24, backward=True)) == stream
@@ -1164,7 +1230,7 @@ def test_what_the_ladder_plans_can_be_forced(backward):
         ("strategy=split", (MANY, 1024, {"backward": True}), {"blocks_per_row": 2, "lag": 2}),
         # No block of whole rows has room for eight stages of this row.
         ("stages=8", (MANY, 8192, {"backward": True}), {"strategy": "split", "blocks_per_row": 3}),
-        ("lag=3", (MANY, 65_536, {"backward": True, **HALF}), {"lag": 3, "stages": 5}),
+        ("lag=3", (MANY, 65_536, {"backward": True, **HALF}), {"lag": 3, "stages": 6}),
         ("blocks_per_row=10", (MANY, 65_536, {"backward": True}), {"stages": 3, "lag": 1}),
         ("strategy=few_rows", (MANY, 1024, {"backward": True}), {"strategy": "few_rows"}),
         ("strategy=few_rows teams=1", (MANY, 1024, {"backward": True}), {"threads": 64}),

@@ -1,7 +1,8 @@
 // Backward of rows that several blocks share: persistent blocks, each with the same slice of every
 // row it works on, whose dweight and dbias it keeps in registers. The blocks of a row meet in
 // global memory a row or two after they have published their sums, so that none waits for the
-// others.
+// others. A warp that does nothing else collects the sums of a row. Where a block has no threads
+// left for it, or is faster with all of them on rows, its first warp does that beside its own work.
 #include "backward/persistent.cuh"
 #include "device/dependency.cuh"
 #include "device/meeting.cuh"
@@ -35,16 +36,20 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const SliceWork work(slices, p.rows, p.cols);
   const PersistentRows<N, kWidth, kVecs, G::kBulk> rows(p, plan, work, team, 0, shared,
                                                         stage_statistics, barriers);
-  const bool collects = team.index > 0;
+  const bool is_collector = team.index > 0;
   auto* slots = static_cast<uint64_t*>(p.workspace);
-  rows.start(team, !collects);
+  rows.start(team, !is_collector);
 
-  if (collects) {
+  // Collects the sums of row i, by one warp.
+  const auto collect = [&](int i) {
+    const CollectedSlots slot(slots + work.row(i) * slices.blocks_per_row, slices.blocks_per_row);
+    const Pair<float> sums = slot.sum();
+    if (team.lane() == 0) collected[i % kMostCollected] = sums;
+  };
+  if (is_collector) {
     for (int i = 0; p.dx != nullptr && i < work.rows; ++i) {
-      const CollectedSlots slot(slots + work.row(i) * slices.blocks_per_row, slices.blocks_per_row);
-      const Pair<float> sums = slot.sum();
-      if (team.lane() == 0) collected[i % kMostCollected] = sums;
-      meet_collector(plan.team_threads);
+      collect(i);
+      meet_when_collected(plan.threads);
     }
     return;
   }
@@ -77,7 +82,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       const int64_t row = work.row(i - lag);
       const int stage = read.stage_of(lag, plan.stages);
       if (lag > 0) {
-        meet_collector(plan.team_threads);
+        if (!plan.has_collector && team.warp() == 0) collect(i - lag);
+        meet_when_collected(plan.threads);
         sums = collected[(i - lag) % kMostCollected];
       }
       rows.store_dx(stage, row, means_of(sums, p.inverse_cols.rounded));

@@ -7,7 +7,7 @@
 namespace fused_layernorm {
 namespace {
 
-constexpr int kThreads = kBackwardStreamThreads;
+constexpr int kThreads = kBackwardStreamThreads, kBlocks = kBackwardStreamBlocks;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kTotalsThreads = 1024;
 // Chunks whose rows the last kernel takes together: as many as the first works on at once (on an
@@ -40,7 +40,7 @@ __device__ __forceinline__ auto weight_of(const BackwardParams& p,
 // not wait for each other, so that some load while others compute. With a modulation the rows of a
 // block follow each other, and dscale and dshift are those of a group of them, or of each row.
 template <typename N, int kWidth>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     layer_norm_backward_stream_sums_kernel(const BackwardParams p, const Slices chunks,
                                            const backward::PartialSums partials) {
   constexpr bool kModulates = N::Affine::kModulates, kOfRows = is_of_rows<typename N::Affine>();

@@ -24,10 +24,10 @@ __device__ __forceinline__ void publish(uint64_t* slot, Pair<float> value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(slot), "l"(bits) : "memory");
 }
 
-// Beside the threads that work on rows, a block of a split row has one warp that collects the sums
-// of the row. Both meet at a barrier of their own when the sums are needed.
-__device__ __forceinline__ void meet_collector(int working_threads) {
-  asm volatile("bar.sync 15, %0;" ::"r"(working_threads + kWarpSize) : "memory");
+// All `threads` of a block meet here once one of its warps has collected the sums of a row, so that
+// the others may read them. It is hardware barrier 15, and the only team has barrier 1.
+__device__ __forceinline__ void meet_when_collected(int threads) {
+  asm volatile("bar.sync 15, %0;" ::"r"(threads) : "memory");
 }
 
 // The `count` slots of a row, read by one warp, which waits until all of them are written. A lane

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kForwardSplitThreads + kWarpSize, 1)
       const CollectedSlots slot(slots + work.row(i) * slices.blocks_per_row, slices.blocks_per_row);
       const auto moments = combine_slots<N>(slot, slices, p.cols, p.inverse_cols.rounded);
       if (team.lane() == 0) combined[i % kMostCollected] = moments;
-      meet_collector(plan.team_threads);
+      meet_when_collected(plan.threads);
     }
     return;
   }
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kForwardSplitThreads + kWarpSize, 1)
     if (i < lag) continue;
     const int64_t row = work.row(i - lag);
     if (lag > 0) {
-      meet_collector(plan.team_threads);
+      meet_when_collected(plan.threads);
       moments = combined[(i - lag) % kMostCollected];
     }
     const float mean = moments.mean;

@@ -466,27 +466,55 @@ std::optional<backward::Rows> rows_plan(const Problem& problem, const Forced& fo
 
 // ---- Several blocks a row.
 
+// The threads of a block that work on a slice, and whether a warp beside them collects the sums of
+// its rows.
+struct SliceTeam {
+  Team team;
+  bool has_collector;
+};
+
+std::optional<SliceTeam> slice_team(const Problem& problem, int cols,
+                                    const ladders::SliceRing& wanted, bool ring,
+                                    const Forced& forced) {
+  const int least = split_least_vecs(width_of(problem), ring);
+  const auto beside = team_of(problem, cols, kBackwardThreads - kWarpThreads, least, forced);
+  using ladders::Collects;
+  if (ring && wanted.collects != Collects::kBeside) {
+    const auto alone = team_of(problem, cols, kBackwardThreads, least, forced);
+    const bool fewer_vecs = alone && beside && alone->vecs < beside->vecs;
+    const bool is_better = wanted.collects == Collects::kAlone ||
+                           (wanted.collects == Collects::kAloneForFewVecs && fewer_vecs);
+    if (alone && (!beside || is_better)) return SliceTeam{*alone, false};
+  }
+  if (!beside) return std::nullopt;
+  return SliceTeam{*beside, true};
+}
+
 std::optional<backward::Split> split_plan(const Problem& problem, const Device& device,
-                                          int wanted_stages, const Forced& forced) {
+                                          const ladders::SliceRing& wanted, const Forced& forced) {
   const bool ring = may_have_ring(problem, device, forced);
   const int width = width_of(problem);
+  // Slices begin a whole number of cache lines, of the narrower of x and dy, behind the beginning
+  // of their row.
+  const int64_t unit = slice_unit(problem, width);
+  const int64_t line_cols = width == 1 ? unit : unit * (kCacheLineBytes / kVectorBytes);
   const auto plan_of = [&](const Slices& slices) -> std::optional<backward::Split> {
-    // Beside the threads that work on a slice a block has a warp that collects.
-    const auto team = team_of(problem, slices.slice_cols, kBackwardThreads - kWarpThreads,
-                              split_least_vecs(width, ring), forced);
-    if (!team) return std::nullopt;
+    const auto own = slice_team(problem, slices.slice_cols, wanted, ring, forced);
+    if (!own) return std::nullopt;
+    const Team& team = own->team;
     backward::Split plan;
-    set_team(plan, problem, *team);
+    set_team(plan, problem, team);
     plan.slices = slices;
-    plan.threads = plan.team_threads + kWarpThreads;
+    plan.has_collector = own->has_collector;
+    plan.threads = plan.team_threads + (plan.has_collector ? kWarpThreads : 0);
     plan.bulk = ring;
     if (ring) {
-      const int most = most_stages(*team, 1, device);
-      if (most < wanted_stages) return std::nullopt;
+      const int most = most_stages(team, 1, device);
+      if (most < wanted.stages) return std::nullopt;
       plan.stages = forced.value_or(Field::kStages, most);
       plan.lag = lag_of(plan.stages, forced);
       if (plan.stages > most || !is_valid_ring(plan.stages, plan.lag)) return std::nullopt;
-      plan.shared_bytes = static_cast<int>(team->param_bytes + plan.stages * team->stage_bytes);
+      plan.shared_bytes = static_cast<int>(team.param_bytes + plan.stages * team.stage_bytes);
     } else {
       plan.lag = lag_of(std::nullopt, forced);
     }
@@ -500,7 +528,7 @@ std::optional<backward::Split> split_plan(const Problem& problem, const Device& 
     plan.partials.starts_early = device.starts_early;
     return plan;
   };
-  return first_sliced(problem, device, width, 2, forced, plan_of);
+  return first_sliced(problem, device, width, {2, wanted.least_cols, line_cols}, forced, plan_of);
 }
 
 std::optional<backward::Split> split_plan(const Problem& problem, const Device& device,
@@ -513,14 +541,45 @@ std::optional<backward::Split> split_plan(const Problem& problem, const Device& 
   const bool has_kernels = problem.x != DataType::kFloat64 &&
                            (problem.aligned || may_have_ring(problem, device, forced));
   if (!allowed || !has_kernels) return std::nullopt;
-  for (const auto& row : ladders::kSliceStages) {
-    if (row.x_size != size_of(problem.x)) continue;
-    if (const auto plan = split_plan(problem, device, row.stages, forced)) return plan;
-  }
-  return split_plan(problem, device, ladders::kLeastSliceStages, forced);
+  const auto first_of = [&](const auto& rings) -> std::optional<backward::Split> {
+    for (const ladders::SliceRing& ring : rings) {
+      if (const auto plan = split_plan(problem, device, ring, forced)) return plan;
+    }
+    return std::nullopt;
+  };
+  // Rows with an epilogue have one list of rings, whatever their types and beside a residual or
+  // not. Types that differ have the same list beside a residual as without one.
+  const int x_size = size_of(problem.x), y_size = size_of(problem.y);
+  if (problem.has_epilogue) return first_of(ladders::kEpilogueSliceRings);
+  if (x_size != y_size) return first_of(ladders::kSliceRings);
+  if (problem.residual) return first_of(ladders::kResidualSliceRings);
+  return x_size == 2 ? first_of(ladders::kHalfSliceRings) : first_of(ladders::kSliceRings);
 }
 
 // ---- Rows of any length.
+
+// The sets of rows, each of which has a block for each chunk of the columns: as many as take the
+// least time. Blocks run in rounds, a block takes the time of its rows, and partial sums take that
+// of some rows more.
+int64_t stream_sets(const Problem& problem, const Device& device, int64_t chunks) {
+  const int64_t room = int64_t{kBackwardStreamBlocks} * device.sms;
+  const auto time_of = [&](int64_t sets) {
+    const int64_t rounds = ceil_div(sets * chunks, room);
+    const int64_t partials = sets > 1 ? ladders::kPartialSumsRows * sets * chunks / room : 0;
+    return rounds * ceil_div(problem.rows, sets) + partials;
+  };
+  const int64_t most = std::min<int64_t>(
+      {problem.rows, device.sms, ceil_div(ladders::kStreamRounds * room, chunks)});
+  int64_t best = 1, least_time = time_of(1);
+  for (int64_t sets = 2; sets <= most; ++sets) {
+    const int64_t time = time_of(sets);
+    if (time < least_time) {
+      best = sets;
+      least_time = time;
+    }
+  }
+  return best;
+}
 
 std::optional<backward::Stream> stream_plan(const Problem& problem, const Device& device,
                                             const Forced& forced) {
@@ -531,9 +590,7 @@ std::optional<backward::Stream> stream_plan(const Problem& problem, const Device
   const int cols = backward_stream_cols(plan.width);
   const int64_t chunks = ceil_div(problem.cols, cols);
   plan.chunks = {static_cast<int>(chunks), cols};
-  // Blocks over rows as well, where the columns alone leave multiprocessors idle.
-  const int64_t wanted = ceil_div(int64_t{ladders::kStreamBlocks} * device.sms, chunks);
-  const int64_t sets = std::min<int64_t>({wanted, problem.rows, device.sms});
+  const int64_t sets = stream_sets(problem, device, chunks);
   plan.blocks = sets * chunks;
   const int64_t sums = int64_t{2} * acc_size_of(problem.x);
   const int64_t parts = problem.rows * chunks * (kBackwardStreamThreads / kWarpThreads);

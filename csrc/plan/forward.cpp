@@ -205,7 +205,7 @@ std::optional<forward::Split> split_plan(const Problem& problem, const Device& d
     lay_out_slices(plan, slices, problem, device);
     return plan;
   };
-  return first_sliced(problem, device, width, 1, forced, plan_of);
+  return first_sliced(problem, device, width, {1, 1, slice_unit(problem, width)}, forced, plan_of);
 }
 
 // A slice of x in registers, that of weight and as much as there is room for of bias in shared
@@ -233,7 +233,7 @@ std::optional<forward::Resident> resident_plan(const Problem& problem, const Dev
     lay_out_slices(plan, slices, problem, device);
     return plan;
   };
-  return first_sliced(problem, device, width, 1, forced, plan_of);
+  return first_sliced(problem, device, width, {1, 1, slice_unit(problem, width)}, forced, plan_of);
 }
 
 // Whether a row that can be kept in registers is better kept than split over several rings.

@@ -81,6 +81,8 @@ constexpr int kReservedSharedMemory = 3072;
 // A vector is what a thread moves with one instruction.
 constexpr int kVectorBytes = 16;
 constexpr int vector_width(int element_size) { return kVectorBytes / element_size; }
+// What memory and L2 move at once, if all of it is asked for.
+constexpr int kCacheLineBytes = 128;
 
 // The columns whose bytes are a multiple of a vector's in x, y and the parameters alike. Slices of
 // rows begin at such columns and rings have room for a multiple of them, because bulk copies begin
@@ -458,6 +460,8 @@ static_assert(kMostTeams * kWarpThreads <= kBackwardThreads,
               "a team has a warp at least, so a block has room for all of its teams");
 // Threads of the stream kernels' blocks; each of their warps leaves its share of a row's sums.
 constexpr int kBackwardStreamThreads = 256;
+// Blocks of the first stream kernel that a multiprocessor has registers for.
+constexpr int kBackwardStreamBlocks = 2;
 constexpr int backward_stream_vecs(int width) { return 16 / width; }
 constexpr int backward_stream_cols(int width) {
   return kBackwardStreamThreads * backward_stream_vecs(width) * width;

@@ -302,19 +302,47 @@ constexpr int64_t kWantedRingBytes = 64 * 1024;
 constexpr int kKeptRowStages = 2;
 constexpr int kTwiceReadRowStages = 3;
 
-// A slice's ring holds a row in work, one that waits for its sums and one on its way, and more of
-// them if the row can have more blocks.
-struct SliceStages {
-  int x_size;
-  int stages;
+// Which warp collects the sums of a row.
+enum class Collects {
+  kBeside,           // a warp beside the team; slices that leave no room for it are too long
+  kAloneForFewVecs,  // a working warp, where there is no room for one beside the team or where a
+                     // thread has fewer vectors without it; else a warp beside the team
+  kAlone,            // a working warp
 };
-constexpr SliceStages kSliceStages[] = {
-    // 2048 x 262144 bfloat16: 1110 with four stages, 1144 with three.
-    {2, 4},
-    // 64 x 150528 float32: 47 with five, 53 with three.
-    {4, 5},
+
+// What rings of slices should hold, the best first. A row has the fewest blocks whose slices are
+// short enough for so many stages or more, and the next ring is tried where those are shorter than
+// `least_cols`.
+struct SliceRing {
+  int stages;
+  int least_cols;
+  Collects collects;
 };
 constexpr int kLeastSliceStages = 3;
+// With three stages a block is faster without a warp beside the team (2048 x 262144 bfloat16 by 18
+// blocks a row 1060, 1217; 2048 x 65536 float32 by 9 509, 540), float32 also with the four that
+// rows of 676,000 to 811,000 columns have (150 x 800000 413, 502). In longer rings half precision
+// is slower by it (8192 x 32768 506, 474).
+constexpr SliceRing kLeastSliceRing = {kLeastSliceStages, 0, Collects::kAlone};
+// From five stages on a row's sums have two rows' time to meet (kLags). With five, four and three
+// stages: 2048 x 65536 float32 440, 447, 444; with five and four, bfloat16 with float32 weight and
+// dy: 320, 338.
+constexpr SliceRing kSliceRings[] = {{5, 0, Collects::kBeside}, kLeastSliceRing};
+// Half precision gains as much by two rows' time, but the meeting of a row takes as long as the
+// work on 8,000 columns, so that shorter slices lose more. With six and four stages: 4096 x 65536
+// 441, 464; 3072 x 81920 414, 439; but 8192 x 36000, whose slices have 7,232 and 12,032 columns,
+// 566, 516.
+constexpr SliceRing kHalfSliceRings[] = {
+    {6, 7936, Collects::kBeside}, {4, 0, Collects::kBeside}, kLeastSliceRing};
+// With an activation or a scale. With five and four stages, float32 with GELU: 2048 x 65536 642,
+// 548; 4096 x 20000 394, 364.
+constexpr SliceRing kEpilogueSliceRings[] = {{4, 0, Collects::kBeside}, kLeastSliceRing};
+// Threads load the gradient of a residual themselves and wait for it once a row, so that the
+// longest slices are the best. With four stages (float32: five) and three: 4096 x 65536 bfloat16
+// 880, 787; 2048 x 65536 float32 852, 735. A warp beside the team is better than none (4096 x 65536
+// by 5 blocks a row 837, 876), but not where a thread has 32 columns by it, not 16 (by 8 blocks a
+// row: 2048 x 65536 float32 900, 735; 4096 x 65536 bfloat16 1040, 906).
+constexpr SliceRing kResidualSliceRings[] = {{kLeastSliceStages, 0, Collects::kAloneForFewVecs}};
 static_assert(kLeastSliceStages >= least_stages(false, rung_of(kLags, kLeastSliceStages).lag) &&
                   kForwardRingStages >= least_stages(false, rung_of(kLags, kForwardRingStages).lag),
               "every ring holds the rows of its lag");
@@ -368,9 +396,14 @@ constexpr int kGateBlocks = 6;
 
 // ---- Backward, rows of any length.
 
-// Blocks over rows as well, where the columns alone leave multiprocessors idle: so many a
-// multiprocessor.
-constexpr int kStreamBlocks = 4;
+// Sets of rows are tried up to so many rounds of blocks. With more rounds the blocks would not end
+// closer together.
+constexpr int kStreamRounds = 4;
+
+// What the partial sums of all blocks that run at once cost, in rows: they are written and read
+// again (8 x 2097152 bfloat16, two sets of rows and one: 103, 52). Problems whose parameters get no
+// gradients, and modulated ones, which have sums of groups in any case, are laid out alike.
+constexpr int kPartialSumsRows = 4;
 
 }  // namespace ladders
 }  // namespace fused_layernorm

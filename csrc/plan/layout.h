@@ -76,11 +76,18 @@ inline int64_t slice_unit(const Problem& problem, int width) {
   return width == 1 ? 1 : aligned_cols(size_of(problem.x), size_of(problem.y));
 }
 
-// The slices of rows for so many blocks, none if the last would be empty.
-inline std::optional<Slices> slices_of(const Problem& problem, int width, int blocks_per_row) {
-  const int64_t cols = round_up(ceil_div(problem.cols, blocks_per_row), slice_unit(problem, width));
-  if (cols * (blocks_per_row - 1) >= problem.cols) return std::nullopt;
-  return Slices{blocks_per_row, static_cast<int>(cols)};
+// The slices of rows for so many blocks, none if the last would be empty. They begin at multiples
+// of `unit` columns, if that leaves none empty, else wherever slices may begin.
+inline std::optional<Slices> slices_of(const Problem& problem, int width, int blocks_per_row,
+                                       int64_t unit) {
+  const int64_t share = ceil_div(problem.cols, blocks_per_row);
+  for (const int64_t begin : {unit, slice_unit(problem, width)}) {
+    const int64_t cols = round_up(share, begin);
+    if (cols * (blocks_per_row - 1) < problem.cols) {
+      return Slices{blocks_per_row, static_cast<int>(cols)};
+    }
+  }
+  return std::nullopt;
 }
 
 // As many blocks a row as keep every multiprocessor busy, with `least` or more.
@@ -88,17 +95,28 @@ inline int widen(int least, const Device& device) {
   return std::min(kMaxBlocksPerRow, device.sms / (device.sms / least));
 }
 
-// The plan with the least number of blocks a row, from `least` on, for which `plan_of(slices)` has
-// one; of the number that is forced, if one is.
+// What first_sliced() looks for: blocks a row and columns a slice, no fewer than these, and the
+// unit of slices_of().
+struct SliceLimits {
+  int least_blocks;
+  int least_cols;
+  int64_t unit;
+};
+
+// The plan with the least number of blocks a row for which `plan_of(slices)` has one; of the number
+// that is forced, if one is.
 template <typename PlanOf>
-auto first_sliced(const Problem& problem, const Device& device, int width, int least,
-                  const Forced& forced, const PlanOf& plan_of) -> decltype(plan_of(Slices())) {
-  const int most = std::min(device.sms, kMaxBlocksPerRow);
+auto first_sliced(const Problem& problem, const Device& device, int width,
+                  const SliceLimits& limits, const Forced& forced, const PlanOf& plan_of)
+    -> decltype(plan_of(Slices())) {
+  const int least = limits.least_blocks, most = std::min(device.sms, kMaxBlocksPerRow);
   const auto number = forced.of(Field::kBlocksPerRow);
   if (number && (*number < least || *number > most)) return std::nullopt;
   for (int n = number.value_or(least); n <= number.value_or(most); ++n) {
-    const auto slices = slices_of(problem, width, number ? n : widen(n, device));
+    const auto slices = slices_of(problem, width, number ? n : widen(n, device), limits.unit);
     if (!slices) continue;
+    // More blocks have no longer slices.
+    if (slices->slice_cols < limits.least_cols) return std::nullopt;
     if (auto plan = plan_of(*slices)) return plan;
   }
   return std::nullopt;

@@ -263,6 +263,7 @@ std::string to_json(const backward::Split& plan) {
       .add(plan.partials)
       .add(plan.slices)
       .add("lag", plan.lag)
+      .add("has_collector", plan.has_collector)
       .with(plan);
 }
 

@@ -2,10 +2,10 @@
 //
 // A plan is one of several alternatives, one for each strategy, each with its own fields. The
 // numbers that fix the order of a row's sums (strategy, width, vecs, threads of a team,
-// blocks_per_row) follow from the row's length, the types and the device, never from the number of
-// rows: a row's result is the same in any batch. (Rows decide between strategies only where both
-// take the same sums in the same order. One exception: a modulated row of more than 6,144 columns
-// that is alone in its batch is a group of one row, and summed as such.)
+// blocks_per_row) follow from the row's length, the types, what is fused and the device, never from
+// the number of rows: a row's result is the same in any batch. (Rows decide between strategies only
+// where both take the same sums in the same order. One exception: a modulated row of more than
+// 6,144 columns that is alone in its batch is a group of one row, and summed as such.)
 #pragma once
 
 #include <cstdint>
@@ -189,7 +189,8 @@ struct Group : Persistent {
 // Several blocks share a row and meet in global memory.
 struct Split : Persistent {
   Slices slices;
-  int lag = 1;  // rows between publishing a row's sums and collecting them
+  int lag = 1;                // rows between publishing a row's sums and collecting them
+  bool has_collector = true;  // a warp beside the team collects sums; else the team's first does
 };
 
 // Rows of any length: the sums of chunks, their combination, then a second read of the row.
