@@ -192,7 +192,15 @@ def measured(report: dict[str, Any]) -> list[str]:
         "time. *x eager* and *x compile* say how many times the time of "
         "PyTorch's own operators, and of `torch.compile`, ours is.",
         "",
+        *left_out(report.get("skipped", [])),
     ]
+
+
+def left_out(skipped: list[str]) -> list[str]:
+    """What the run did not measure, and why."""
+    if not skipped:
+        return []
+    return ["Not measured in this run:", "", *(f"- {line}" for line in skipped), ""]
 
 
 def plots(report: dict[str, Any]) -> list[str]:
