@@ -3,20 +3,25 @@
     python -m benchmarks.tune "8192x12288 bf16 gelu_forward | vecs=5 | vecs=8" \\
                               "32768x4096 bf16 backward | teams=2 | bulk=0 | stages=2" \\
                               "16x4194304 fp32 forward | strategy=stream"
+    python -m benchmarks.tune "2048x2048 bf16 backward | strategy=* vecs=* teams=*"
 
 Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the parts of the plan to force one
 after the other (the words of `force_plan` in csrc/plan/plan.h); the plan's own choice is always
-timed first. What cannot be had, and what is the plan's own choice, is said and not timed. --file
-reads such lines from a file (# starts a comment). Each result is compared with PyTorch's own, so
-that a fast wrong plan does not go unnoticed.
+timed first. A * stands for every value that its part can have beside the others, and for none where
+a strategy lacks the part; each plan is timed once, and the fastest are named at the end. What
+cannot be had, and what is the plan's own choice, is said and not timed. --file reads such lines
+from a file (# starts a comment). --list prints the options of each case and times nothing, also
+without a GPU. Each result is compared with PyTorch's own, so that a fast wrong plan does not go
+unnoticed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 import torch
 
@@ -24,11 +29,18 @@ from benchmarks import timing
 from benchmarks.cases import EPS, Case, parse_case
 from benchmarks.ours import Inputs, make_inputs, ours, require_kernels, time_calls
 
+PLANNED = "(plan)"  # in the place of options: the plan's own choice
+FASTEST = 8  # that are named
+STRATEGIES = ("warp", "thread", "block", "split", "resident", "stream", "few_rows", "group", "rows")
+HOPPER = {"capability": 90, "sms": 132, "shared_memory": 232448}
 
-def parse_line(line: str, forces: list[str]) -> tuple[Case, list[str | None]]:
-    """A case and its list of forced options; None is the plan's own choice."""
+Plan = dict[str, Any]
+
+
+def parse_line(line: str, forces: list[str]) -> tuple[Case, list[str]]:
+    """A case and its list of forced options."""
     case, *own = (part.strip() for part in line.split("|"))
-    return parse_case(case), [None, *forces, *own]
+    return parse_case(case), [*forces, *own]
 
 
 @torch.enable_grad()
@@ -111,28 +123,20 @@ def error(result: object, expected: list[torch.Tensor]) -> float:
     return worst
 
 
-def tune(case: Case, forces: list[str | None], arguments: argparse.Namespace) -> None:
-    """Times one case under each of the options and prints a line for it."""
+def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
+    """Times one case as planned and under each of the options, and prints a line for each."""
     check, seconds = not arguments.no_check, arguments.seconds
     force = torch.ops.fused_layernorm._force
-    device = current_device()
-    planned: dict[str, Any] = {}
     copy_us = timing.copy_time(case.rows, case.cols, case.torch_dtype, seconds=seconds)
     target = "" if case.target is None else f", target {case.target:.2f}"
     print(f"\n{case.name}: copy {copy_us:.1f} us{target}", flush=True)
     inputs = make_inputs(case)
     expected = reference(case, inputs[0]) if check else []
     calls = [ours(case, one) for one in inputs]
-    for options in forces:
-        label = options or "(plan)"
+    times: list[tuple[float, str]] = []
+    for label, plan in options_of(case, forces, current_device()):
         try:
-            force(options)
-            plan = plan_of(case, device)
-            if options is None:
-                planned = plan
-            elif plan and plan == planned:
-                print(f"  {label:<48} is the plan", flush=True)
-                continue
+            force(None if label == PLANNED else label)
             wrong = error(calls[0](), expected) if check else 0.0
             torch.cuda.synchronize()
             us = time_calls(case, calls, seconds=seconds)
@@ -144,14 +148,81 @@ def tune(case: Case, forces: list[str | None], arguments: argparse.Namespace) ->
             continue
         finally:
             force(None)
+        times.append((us, label))
         note = f"  error {wrong:.1e}" if check else ""
         if arguments.plan:
             note += f"\n    {json.dumps(plan)}"
         print(f"  {label:<48} {us:9.2f} us  ratio {case.ratio(us, copy_us):.3f}{note}", flush=True)
+    if any("*" in options for options in forces):
+        fastest = "; ".join(f"{us:.2f} us {label}" for us, label in sorted(times)[:FASTEST])
+        print(f"  the fastest: {fastest}", flush=True)
+
+
+def options_of(case: Case, forces: list[str], device: dict[str, int]) -> Iterator[tuple[str, Plan]]:
+    """Options to time and the plan of each, the plan's own choice first and no plan twice.
+
+    Of those in `forces` without a * it is said why they are not among them.
+    """
+    own = plan_under(None, case, device)
+    names = {json.dumps(own): PLANNED}
+    yield PLANNED, own
+    for forced in forces:
+        for options in expanded(case, forced, device):
+            try:
+                plan = plan_under(options, case, device)
+            except ValueError as problem:
+                print(f"  {options:<48} failed: {str(problem).splitlines()[0]}", flush=True)
+                continue
+            name = names.setdefault(json.dumps(plan), options)
+            if name == options:
+                yield options, plan
+            elif "*" not in forced:
+                print(f"  {options:<48} is {name}", flush=True)
+
+
+def expanded(case: Case, options: str, device: dict[str, int]) -> Iterator[str]:
+    """The options with values in the place of every *, from the first to the last."""
+    words = options.split()
+    star = next((i for i, word in enumerate(words) if word.endswith("=*")), None)
+    if star is None:
+        yield options
+        return
+    field = words[star].removesuffix("=*")
+    possible = False
+    for value in values_of(field, device):
+        tried = [*words[:star], f"{field}={value}", *words[star + 1 :]]
+        try:
+            plan_under(" ".join(word for word in tried if "*" not in word), case, device)
+        except ValueError:
+            continue
+        possible = True
+        yield from expanded(case, " ".join(tried), device)
+    if not possible:
+        yield from expanded(case, " ".join(words[:star] + words[star + 1 :]), device)
+
+
+def values_of(field: str, device: dict[str, int]) -> Iterable[str | int]:
+    """What a * stands for. The numbers end where the kernels' own limits are or beyond them."""
+    sms = device["sms"]
+    values: dict[str, Iterable[str | int]] = {
+        "strategy": STRATEGIES,
+        "vecs": range(1, 33),
+        "teams": range(1, 17),
+        "bulk": (0, 1),
+        "stages": range(1, 9),
+        "lag": range(1, 4),
+        # Only those that leave no multiprocessor idle which another row could have.
+        "blocks_per_row": sorted({sms // (sms // blocks) for blocks in range(1, sms + 1)}),
+    }
+    if field not in values:
+        raise ValueError(f"expected one of {', '.join(values)} before =*, got {field!r}")
+    return values[field]
 
 
 def current_device() -> dict[str, int]:
-    """What a plan depends on of the current device."""
+    """What a plan depends on of the current device; without one, of an H100 or H200."""
+    if not torch.cuda.is_available():
+        return HOPPER
     device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "capability": 10 * device.major + device.minor,
@@ -160,18 +231,33 @@ def current_device() -> dict[str, int]:
     }
 
 
-def plan_of(case: Case, device: dict[str, int]) -> dict[str, Any]:
-    """The plan of a case on a device, under what is forced; {} of a modulated norm, which `_plan`
-    does not know.
-    """
+def plan_under(options: str | None, case: Case, device: dict[str, int]) -> Plan:
+    """The plan of a case on a device under these options, or ValueError where it has none."""
+    force = torch.ops.fused_layernorm._force
+    force(options)
+    try:
+        return plan_of(case, device)
+    finally:
+        force(None)
+
+
+def plan_of(case: Case, device: dict[str, int]) -> Plan:
+    """The plan of a case on a device, under what is forced."""
+    problem: dict[str, Any] = {
+        "backward": case.backward, "residual": case.residual, "y_dtype": case.torch_out_dtype,
+        "weight_dtype": case.torch_weight_dtype, "has_epilogue": case.activation != (None, 1.0),
+    }  # fmt: skip
     if case.modulated:
-        return {}
-    text = torch.ops.fused_layernorm._plan(
-        case.rows, case.cols, case.torch_dtype, backward=case.backward, residual=case.residual,
-        has_epilogue=case.activation != (None, 1.0), **device,
-    )  # fmt: skip
-    plan: dict[str, Any] = json.loads(text)
-    return plan
+        problem["weight_dtype"] = case.torch_modulation_dtype
+        *groups, _ = case.modulation_shape
+        problem["group_rows"] = case.rows // math.prod(groups)
+        problem["gated"] = case.backward and case.residual
+    describe = torch.ops.fused_layernorm._plan
+    plan = json.loads(describe(case.rows, case.cols, case.torch_dtype, **problem, **device))
+    if plan is None:  # the norm and its gate have a launch each
+        problem["gated"] = False
+        plan = json.loads(describe(case.rows, case.cols, case.torch_dtype, **problem, **device))
+    return cast(Plan, plan)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -183,6 +269,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("lines", nargs="*", metavar="CASE | FORCE | ...")
     parser.add_argument("--file", help="read further lines from this file")
     parser.add_argument("--force", action="append", default=[], help="options tried on every case")
+    parser.add_argument("--list", action="store_true", help="print the options, time nothing")
     parser.add_argument("--no-check", action="store_true", help="do not compare with PyTorch")
     parser.add_argument("--plan", action="store_true", help="print the plan of each line")
     parser.add_argument("--seconds", type=float, default=0.03, help="device time per measurement")
@@ -193,6 +280,14 @@ def main(argv: list[str] | None = None) -> None:
             lines += [line.split("#")[0] for line in file]
     work = [parse_line(line, arguments.force) for line in lines if line.strip()]
 
+    if arguments.list:
+        import fused_layernorm  # noqa: F401  (registers the operators)
+
+        for case, forces in work:
+            print(f"\n{case.name}")
+            for label, plan in options_of(case, forces, current_device()):
+                print(f"  {label:<48} {json.dumps(plan) if arguments.plan else ''}".rstrip())
+        return
     require_kernels()
     for case, forces in work:
         tune(case, forces, arguments)

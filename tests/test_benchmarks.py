@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import importlib.machinery
-import itertools
 import json
 import re
 import subprocess
@@ -220,37 +219,89 @@ def test_tune_line():
     line = "5x7 bf16 forward | vecs=4 | strategy=block vecs=8"
     case, forces = tune.parse_line(line, ["lag=1"])
     assert case.name == "forward 5x7 bfloat16"
-    assert forces == [None, "lag=1", "vecs=4", "strategy=block vecs=8"]
+    assert forces == ["lag=1", "vecs=4", "strategy=block vecs=8"]
 
 
-def forced_plan(case, options, device):
-    force = torch.ops.fused_layernorm._force
-    force(options)
-    try:
-        return tune.plan_of(case, device)
-    finally:
-        force(None)
+def options_of(line):
+    case, forces = tune.parse_line(line, [])
+    return dict(tune.options_of(case, forces, tune.HOPPER))
 
 
 @pytest.mark.parametrize("document", ["benchmarks/tune.py", "README.md"])
 def test_documented_tuning_times_a_plan_for_each_option(document):
-    h200 = {"capability": 90, "sms": 132, "shared_memory": 232448}
     text = (ROOT / document).read_text()
     lines = re.findall(r'"(\d+x\d+ [^"]+\|[^"]+)"', text)
     assert lines
     for line in lines:
-        case, forces = tune.parse_line(line, [])
-        plans = [forced_plan(case, options, h200) for options in forces]
-        assert len(plans) > 1
-        assert all(one != other for one, other in itertools.combinations(plans, 2)), line
+        assert len(options_of(line)) >= 1 + line.count("|") + 5 * ("*" in line), line
+
+
+def test_tune_tries_every_value():
+    """A * is the same as its values by hand, but for plans that were there before."""
+    line = "2048x65536 bf16 backward"
+    stages, blocks = range(1, 10), range(1, 133)
+    by_hand = [f"blocks_per_row={n} stages={m}" for n in blocks if n == 132 // (132 // n)
+               for m in stages]  # fmt: skip
+    expected = options_of(" | ".join([line, *by_hand]))
+    found = options_of(f"{line} | blocks_per_row=* stages=*")
+    assert found == expected
+    assert len(found) > 50
+    plans = [json.dumps(plan) for plan in found.values()]
+    assert len(plans) == len(set(plans))
+
+
+def test_tune_tries_no_part_that_a_strategy_lacks():
+    found = options_of("2048x2048 bf16 backward | strategy=* teams=* stages=*")
+    strategies = {plan["strategy"] for plan in found.values()}
+    assert {"block", "split", "stream", "few_rows"} <= strategies
+    assert "strategy=stream" in found
+    assert "strategy=few_rows teams=3" in found
+
+
+def test_tune_says_what_it_does_not_time(capsys):
+    own = options_of("1x1137 bf16 forward")["(plan)"]
+    found = options_of("1x1137 bf16 forward | vecs=9 | strategy=block | strategy=stream")
+    assert list(found) == ["(plan)", "strategy=stream"]
+    assert own["strategy"] == "block"
+    said = capsys.readouterr().out.splitlines()
+    assert re.match(r"  vecs=9 +failed: .*'vecs=9' cannot run forward of 1 rows", said[0])
+    assert re.match(r"  strategy=block +is \(plan\)", said[1])
+
+
+def test_tune_lists_without_a_gpu(capsys):
+    tune.main(
+        ["--list", "--force", "strategy=*", "8x256x1152 bf16 ada_backward", "4x64 bf16 forward"]
+    )
+    ada, norm = capsys.readouterr().out.strip().split("\n\n")
+    assert ada.splitlines()[0] == "ada_backward 8x256x1152 bfloat16"
+    assert "  strategy=group" not in ada.splitlines()  # the plan's own
+    assert "  strategy=stream" in ada.splitlines()
+    assert {"  (plan)", "  strategy=split"} <= set(norm.splitlines())
+
+
+def test_tune_refuses_a_star_of_an_unknown_part():
+    with pytest.raises(ValueError, match=r"expected one of strategy, .* before =\*, got 'rows'"):
+        options_of("4x64 bf16 forward | rows=*")
+
+
+def test_tune_plans_the_types_and_modulations_of_a_case():
+    def own(line):
+        return options_of(line)["(plan)"]
+
+    assert own("8192x32768 bf16+fp32>fp32 backward") != own("8192x32768 bf16 backward")
+    assert own("8x256x1152 bf16 ada_backward")["strategy"] == "group"
+    assert own("8x256x1152 bf16 ada_backward per-token")["strategy"] == "rows"
+    # One launch for a gated sum, or one for the norm and one for its gate.
+    in_one, norm = (own(f"8x256x1152 bf16 {op}") for op in ("add_ada_backward", "ada_backward"))
+    assert in_one != norm
+    assert own("8x256x64 bf16 add_ada_backward")["strategy"] == "warp"
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if "ada" not in op])
 def test_tune_plans_the_whole_problem(op):
     """What a case fuses, so that the printed plan is the one that was timed."""
-    device = {"capability": 90, "sms": 132, "shared_memory": 232448}
     plans = {
-        tune.plan_of(Case(op, 32768, cols, "bfloat16"), device)["strategy"]
+        tune.plan_of(Case(op, 32768, cols, "bfloat16"), tune.HOPPER)["strategy"]
         for cols in (1024, 36_864)
     }
     planned = {
