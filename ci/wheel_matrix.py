@@ -26,6 +26,9 @@ MATRIX = [("3.10", "2.10.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
 TRAINED = [("3.11", "2.11.0"), ("3.11", "2.12.0"), ("3.11", "2.14.0")]
 # What the tests need. Tests of integrations whose package is missing here are skipped by name.
 PACKAGES = ["numpy", "pytest"]
+# A CUDA build of torch brings 3 GB from the registry, which may fail for reasons of its own.
+INSTALL_TRIES = 3
+PAUSE_SECONDS = 30
 COPIED = ["tests", "examples", "docs", "pyproject.toml"]
 
 WHERE = """
@@ -115,8 +118,18 @@ def run_pair(version: str, torch: str, wheel: Path, arguments: list[str] | None)
         # No plug-in or path of the calling environment reaches into this one.
         env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
-        def run(*command: str | Path) -> None:
-            subprocess.run([str(part) for part in command], cwd=work, env=env, check=True)
+        def run(*command: str | Path, tries: int = 1) -> None:
+            for left in reversed(range(tries)):
+                done = subprocess.run(
+                    [str(part) for part in command], cwd=work, env=env, check=False
+                )
+                if done.returncode == 0:
+                    return
+                free = shutil.disk_usage(work).free / 1e9
+                print(f"exit status {done.returncode}, {free:.1f} GB free, {left} tries left")
+                if left > 0:
+                    time.sleep(PAUSE_SECONDS)
+            done.check_returncode()
 
         work = Path(folder) / "work"
         work.mkdir()
@@ -133,16 +146,10 @@ def run_pair(version: str, torch: str, wheel: Path, arguments: list[str] | None)
         try:
             run(interpreter, "-m", "venv", Path(folder) / "venv")
             step = "install"
-            pip: list[str | Path] = [
-                python,
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                "--disable-pip-version-check",
-            ]
-            run(*pip, "--progress-bar", "off", f"torch=={torch}", *PACKAGES)
-            run(*pip, "--progress-bar", "off", wheel)
+            pip = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check",
+                   "--progress-bar", "off")  # fmt: skip
+            run(*pip, f"torch=={torch}", *PACKAGES, tries=INSTALL_TRIES)
+            run(*pip, wheel)
             step = "import"
             run(python, "-c", WHERE, torch)
             run(python, "-m", "fused_layernorm")
