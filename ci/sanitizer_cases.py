@@ -20,15 +20,21 @@ BF16, F32 = torch.bfloat16, torch.float32
 _ops = torch.ops.fused_layernorm
 
 
-def run(rows, cols, dtype, strategy=None, *, forward=None, weight_dtype=None, activation=None,
-        residual=False):  # fmt: skip
-    """Forward by one strategy, backward by another; without one, as planned."""
-    x = torch.randn(rows, cols, device="cuda").to(dtype)
-    dy = torch.randn_like(x)
+def run(rows, cols, dtype, strategy=None, *, forward=None, weight_dtype=None, y_dtype=None,
+        activation=None, residual=False, strided=False):  # fmt: skip
+    """Forward by one strategy, backward by another; without one, as planned.
+
+    Strided rows of x and dy have columns between them that no kernel may touch.
+    """
+    between = 3 if strided else 0
+    x = torch.randn(rows, cols + between, device="cuda").to(dtype)[:, :cols]
+    dy = torch.randn(rows, cols + between, device="cuda").to(y_dtype or dtype)[:, :cols]
     weight = torch.randn(cols, device="cuda").to(weight_dtype or dtype)
     bias = torch.randn_like(weight)
     _ops._force(forward and f"strategy={forward}")
-    _, mean, rstd = _ops.layer_norm_forward(x, 1, weight, bias, 1e-5, activation)
+    _, mean, rstd = _ops.layer_norm_forward(
+        x, 1, weight, bias, 1e-5, activation, out_dtype=y_dtype
+    )  # fmt: skip
     _ops._force(None)
     if residual:
         fused_layernorm.add_layer_norm(x, dy, weight, bias, activation=activation)
@@ -104,6 +110,13 @@ def main():
         for cols in (3, 13, 37, 47):
             run(300, cols, dtype, "thread", forward="thread")
             run(129, cols, dtype, "thread", forward="thread", weight_dtype=F32)
+            run(129, cols, dtype, "thread", forward="thread", strided=True)
+            other = {"weight_dtype": F32, "y_dtype": BF16 if dtype == F32 else F32}
+            run(129, cols, dtype, "thread", forward="thread", **other)
+        # Shifted rows whose parameters are loaded with the row, being few, and after its sums.
+        for rows in (37, 5000):
+            run(rows, 231, dtype)
+            run(rows, 231, dtype, strided=True)
     # Several blocks a row, and rows longer than the chip holds.
     run(8, 65536, BF16)
     run(4, 65537, BF16)
