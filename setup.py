@@ -108,8 +108,8 @@ def toolkit_home() -> Path | None:
 def packages_home() -> Path | None:
     """The folder nvidia/cu13, or that of a newer CUDA, to which NVIDIA's packages install an nvcc.
 
-    A package for nvcc, one for its headers, one for the runtime: with one of them missing the
-    folder is not used.
+    nvcc, its headers and the runtime come in separate packages. A folder that lacks one of them is
+    not used.
     """
     spec = importlib.util.find_spec("nvidia")
     folders = list(spec.submodule_search_locations or []) if spec else []
@@ -143,7 +143,7 @@ def cuda_version(nvcc: str) -> tuple[int, int]:
 
 
 def compress_mode(version: tuple[int, int]) -> str | None:
-    """nvcc's --compress-mode, or None for an nvcc without."""
+    """nvcc's --compress-mode, or None for an nvcc without this option."""
     wanted = os.environ.get("FUSED_LAYERNORM_COMPRESS", "")
     if wanted not in ("", *COMPRESS_MODES):
         offered = ", ".join(COMPRESS_MODES)
@@ -154,8 +154,8 @@ def compress_mode(version: tuple[int, int]) -> str | None:
 def least_driver(version: tuple[int, int]) -> int:
     """The oldest driver that runs the binary, as cudaDriverGetVersion numbers them.
 
-    A CUDA runtime runs on every driver of its major version. But what nvcc compresses in the modes
-    size and balance, no driver before CUDA 12.4 reads.
+    A CUDA runtime runs on every driver of its major version. But no driver before CUDA 12.4 reads
+    what nvcc compresses in the modes size and balance.
     """
     major, minor = version[0], 0
     if major == 12 and compress_mode(version) in ("size", "balance"):
@@ -214,7 +214,7 @@ def make_extension() -> tuple[Extension, str]:
     define_macros = [("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)]
     cxx_flags = ["-O3", "-g0"]
     if namespace := os.environ.get("FUSED_LAYERNORM_NAMESPACE"):
-        # For the bindings alone: the kernels need not be compiled again for another name.
+        # Only the bindings depend on the name: the kernels are not compiled again for another.
         cxx_flags.append(f"-DFUSED_LAYERNORM_NAMESPACE={namespace}")
     cuda_flags: list[str] = []
     link_args: list[str] = []
@@ -238,7 +238,7 @@ def make_extension() -> tuple[Extension, str]:
         print(f"fused_layernorm: nvcc of {nvcc.origin}, {nvcc.path}", flush=True)
         kind = f"with CUDA {nvcc.version_string} of {nvcc.origin} for {' '.join(archs)}"
         # A CPU-only torch reports no CUDA, and a CUDA torch asks for an nvcc of its own version.
-        # The binary, with a CUDA runtime inside, needs neither to agree.
+        # The binary has a CUDA runtime inside and needs neither, so torch gets this nvcc's version.
         cpp_extension.CUDA_HOME = str(nvcc.home)
         torch.version.cuda = nvcc.version_string
         make = cpp_extension.CUDAExtension
@@ -264,7 +264,7 @@ def make_extension() -> tuple[Extension, str]:
         extra_link_args=link_args,
         library_dirs=library_dirs,
     )
-    # Only what the stable ABI offers, and no CUDA library that a machine may lack.
+    # Only libraries of the stable ABI, and no CUDA library that a machine may lack.
     module.libraries = libraries
     return module, kind
 
@@ -299,7 +299,7 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 
 class BdistWheel(bdist_wheel):
-    """A wheel of one platform for every Python 3: nothing in it was built for one."""
+    """A wheel of one platform for every Python 3: nothing in it is built for a certain Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]

@@ -1,8 +1,9 @@
-"""What is measured and what it should reach: the shapes, the least bytes they move, the targets.
+"""The benchmark cases: their shapes, the least number of bytes they move, and their targets.
 
-A speed is judged as a ratio to copy speed: (bytes that must move / time) over (2 tensors / copy
-time), both from one run. The targets come from a table of microseconds measured on an H200 next to
-that run's copy time, so a target is a ratio too and holds on another day or another device.
+A speed is judged by its ratio to copy speed: (bytes that must move / time) over (bytes of 2 tensors
+/ time of a copy), both times from one run. A target is such a ratio too, so it holds on another day
+or another device. Some targets are computed from a table of microseconds on an H200, which has the
+copy time of the same run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64":
 _SHORT = {name: short for short, name in SHORT_NAMES.items()}
 
 EPS = 1e-5
-SCALE = 2.0  # what the fused chains multiply by
+SCALE = 2.0  # the factor in the gelu_scale operators
 ACTIVATIONS = {"gelu_scale": ("gelu", SCALE), "gelu": ("gelu", 1.0), "silu": ("silu", 1.0)}
 OPS = (
     "forward",
@@ -39,19 +40,19 @@ OPS = (
     "add_ada_forward",
     "add_ada_backward",
 )
-PER_SAMPLE, PER_TOKEN = "sample", "token"  # what a modulation belongs to
+PER_SAMPLE, PER_TOKEN = "sample", "token"  # whether a modulation is given per sample or per token
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operator at one size. `target` is the ratio to copy speed it should reach, if any.
+    """One operator at one size. `target` is the ratio to copy speed that it should reach, if any.
 
-    `dtype` is that of x; `weight_dtype`, of weight and bias, and `out_dtype`, of y and its gradient
-    dy, are None where they are the same.
+    `dtype` is the dtype of x, `weight_dtype` that of weight and bias, and `out_dtype` that of y and
+    its gradient dy. `weight_dtype` and `out_dtype` are None where they equal `dtype`.
 
-    A modulated norm has neither weight nor bias. Its rows are the tokens of `samples` samples, and
-    shift, scale and, beside a residual, gate are given per sample or per token (`modulation`), in
-    `modulation_dtype` where that is not x's.
+    A modulated norm has neither weight nor bias. Its rows are the tokens of `samples` samples.
+    Shift and scale, and with a residual also gate, are given per sample or per token
+    (`modulation`), in `modulation_dtype`, which is None where it equals `dtype`.
     """
 
     op: str
@@ -115,7 +116,10 @@ class Case:
 
     @property
     def types(self) -> str:
-        """The dtypes in one word: x's, and where they differ "+" weights', "*" shift's, ">" y's."""
+        """The dtypes in one word, e.g. "bf16+fp32>fp32": x's, then those that differ from it.
+
+        "+" precedes the dtype of the weights, "*" that of the modulations, ">" that of y.
+        """
         if not self.mixed and self.modulation_dtype is None:
             return self.dtype
         word = _SHORT[self.dtype]
@@ -146,15 +150,15 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """The least that must move.
+        """The least number of bytes that the operator must move.
 
         Forward reads x, weight, bias and writes y; a residual adds one read and one write.
         Backward reads x, dy, weight and writes dx, dweight, dbias; an activation reads bias too;
         a residual adds the read of its gradient (input and residual share the one dx).
-        Modulated, forward reads x, shift, scale and writes y; backward reads x, dy, scale and
-        writes dx, dshift, dscale, but where dshift is dy. With a gate, forward also reads residual
-        and gate and writes the sum; backward also reads the sum's gradient, input and gate and
-        writes dinput and dgate.
+        A modulated forward reads x, shift, scale and writes y; a modulated backward reads x, dy,
+        scale and writes dx, dshift, dscale, without dshift where that is dy (`is_dshift_dy`). With
+        a gate, forward also reads residual and gate and writes the sum; backward also reads the
+        sum's gradient, input and gate and writes dinput and dgate.
         """
         size = self.rows * self.cols
         x, y = size * self.torch_dtype.itemsize, size * self.torch_out_dtype.itemsize
@@ -175,7 +179,7 @@ class Case:
     def is_dshift_dy(self) -> bool:
         """Whether each element of y has a shift of its own, of y's dtype.
 
-        The gradient of such a shift is dy itself, and autograd asks no operator for it.
+        The gradient of such a shift is dy itself, so autograd calls no operator to compute it.
         """
         return self.modulation == PER_TOKEN and self.torch_modulation_dtype == self.torch_out_dtype
 
@@ -185,11 +189,11 @@ class Case:
 
     @property
     def floor(self) -> float | None:
-        """What any such shape should reach, whatever the table says of it; None where unsaid.
+        """The ratio to copy speed that a large case should reach whatever its target, or None.
 
-        Tensors above 64 MiB, all of one dtype and not float64: forward while one cluster of blocks
-        holds a row; backward by whether a row and its gradient fit on one multiprocessor, on a
-        cluster, or need a second read.
+        It is for tensors above 64 MiB in one dtype other than float64. In forward it is for rows
+        that the blocks which share them can hold. In backward it depends on whether a row and its
+        gradient fit on one multiprocessor, fit on several, or need a second read.
         """
         if self.op not in ("forward", "backward") or self.tensor_bytes <= 64 << 20:
             return None
@@ -207,7 +211,7 @@ class Case:
 
     @property
     def text(self) -> str:
-        """What `parse_case` makes this case of."""
+        """The text from which `parse_case` makes this case."""
         per = " per-token" if self.modulation == PER_TOKEN else ""
         return f"{self.size} {self.types} {self.op}{per}"
 
@@ -220,9 +224,9 @@ class Case:
 def parse_case(text: str) -> Case:
     """A case from "ROWSxCOLS DTYPE OP", e.g. "32768x1024 bf16 backward".
 
-    DTYPE may name those of the weights and of y too, as `Case.types` does: "bf16+fp32>fp32".
-    A modulated norm is "SAMPLESxTOKENSxCOLS DTYPE OP", with "per-token" behind it where shift,
-    scale and gate are per token; DTYPE may name theirs: "1x4608x3072 bf16*fp32 ada_forward".
+    DTYPE may name the dtypes of the weights and of y too, as `Case.types` does: "bf16+fp32>fp32".
+    A modulated norm is "SAMPLESxTOKENSxCOLS DTYPE OP", followed by "per-token" where shift, scale
+    and gate are per token; DTYPE may name their dtype: "1x4608x3072 bf16*fp32 ada_forward".
     """
     words = text.split()
     per = [word for word in words[3:4] if word == "per-token"]
@@ -298,8 +302,9 @@ _FUSED = (
 )  # fmt: skip
 
 
-# Rows beside the table: what one dtype alone, whole vectors and large tensors do not show. Without
-# a target they may not fall below eager, and benchmarks.compare holds them beside the build before.
+# Further cases: mixed and other dtypes, shifted rows, very long rows, small tensors. A case without
+# a target must still not be slower than eager, and benchmarks.compare compares it with the build
+# before.
 _GUARDED = (
     # bfloat16 x beside float32 parameters; y in bfloat16, and in float32, as autocast makes it.
     *(Case(op, rows, cols, "bfloat16", weight_dtype="float32", out_dtype=out_dtype)
@@ -316,7 +321,7 @@ _GUARDED = (
       for rows, cols in ((32_768, 768), (32_768, 1024), (32_768, 4096), (16_384, 8192))),
     *(Case(op, rows, cols, "float64")
       for op in ("forward", "backward") for rows, cols in ((4096, 1024), (1_048_576, 64))),
-    # Rows that start at any address.
+    # Shifted rows: few of them begin at a multiple of 16 bytes.
     *(Case(op, 32_768, 1021, "bfloat16") for op in ("forward", "backward")),
     # Long rows, and a million short ones.
     *(Case(op, rows, cols, dtype)
@@ -329,7 +334,7 @@ _GUARDED = (
       for rows, cols in ((8192, 768), (4096, 1024), (2048, 2048), (5000, 3073))),
 )  # fmt: skip
 
-# Targets as ratios, where they are not the table's.
+# Targets as ratios, which replace the target that a case has already, if any.
 _RATIOS: dict[tuple[str, str], float] = {
     **{(f"{size} bf16+fp32>fp32", op): ratio
        for size in ("32768x768", "32768x1024", "32768x4096", "16384x8192")
@@ -368,18 +373,18 @@ _MODULATED = (
     (4, 4250, 2432, "bfloat16", PER_SAMPLE, None),  # SD3.5-large
     (8, 4096, 1152, "bfloat16", PER_SAMPLE, None),  # PixArt
     (1, 32_760, 5120, "bfloat16", PER_SAMPLE, None),  # Wan 14B
-    (1, 32_760, 5120, "bfloat16", PER_SAMPLE, "float32"),  # as it modulates
+    (1, 32_760, 5120, "bfloat16", PER_SAMPLE, "float32"),  # Wan 14B's own dtype of modulations
     (1, 75_600, 1536, "bfloat16", PER_SAMPLE, "float32"),  # Wan 1.3B
     (2, 17_776, 3072, "bfloat16", PER_SAMPLE, None),  # CogVideoX
     (32, 1024, 1024, "bfloat16", PER_SAMPLE, None),
     (32, 1024, 1024, "float16", PER_SAMPLE, None),
     (32, 1024, 1024, "float32", PER_SAMPLE, None),
-    # Rows that start at any address.
+    # Shifted rows: few of them begin at a multiple of 16 bytes.
     (64, 256, 1151, "bfloat16", PER_SAMPLE, None),
     (8, 4096, 1021, "bfloat16", PER_SAMPLE, None),
 )
 
-# Ratios to copy speed: for tensors of 64 MB and more, and for smaller ones.
+# Targets as ratios to copy speed: for tensors of 64 MB and more, and for smaller ones.
 _MODULATED_TARGETS = {
     "ada_forward": (0.93, 0.88),
     "add_ada_forward": (0.93, 0.90),

@@ -2,19 +2,19 @@
 
     python -m benchmarks.compare --old OLD --new NEW [--sweep 200] [--seconds 480]
 
-OLD and NEW are each a library (libfused_layernorm.so), a folder that has one, or a wheel. One
-process for each loads the library alone, without the Python package, and calls the raw operators.
-Both prepare the same case from the same random numbers, and are then timed in turns, old new, new
-old, ..., so that whatever changes about the machine changes both. The ratio of a case is the median
-over the rounds. A case that looks slower is prepared and timed once more, for longer, and that
-result counts.
+OLD and NEW are each a library (libfused_layernorm.so), a folder that has one, or a wheel. A process
+for each build loads the library alone, without the Python package, and calls the raw operators.
+Both processes prepare the same case from the same random numbers and are then timed in turns, old
+new, new old, ..., so that a change in the machine's speed affects both. The ratio of a case, new
+time over old time, is the median over the rounds. A case that looks slower is prepared and timed
+once more, for longer, and the second result counts.
 
 Every case of benchmarks/cases.py is compared, forward also with the statistics that training
-needs, and --sweep adds so many of the sweep's sizes, chosen at random, with random operators and
-dtypes. "bits" says whether both gave the same result to the bit. A case that the old build has no
-operator for is skipped. The exit status is 1 if a case is slower by more than 1% and 0.1 us, if it
-fails in the new build alone, or if one was left out for time. $OUT/compare.json holds it all.
-Comparing a build with itself shows the noise.
+needs, and --sweep adds this number of the sweep's sizes, chosen at random, with random operators
+and dtypes. "bits" says whether both builds gave the same result to the bit. A case that fails in
+the old build, which may lack the operator, is skipped. The exit status is 1 if a case is slower by
+more than 1% and 0.1 us, if it fails in the new build alone, or if one was left out for time.
+$OUT/compare.json holds all results. Comparing a build with itself shows the noise.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from benchmarks import results, sweep, timing
 from benchmarks.cases import CASES, Case, parse_case
 from benchmarks.ours import make_inputs, missing_operator, ours
 
-SLOWER = 1.01  # a case is slower from this ratio on,
-SLOWER_US = 0.1  # if it is so many microseconds too
-ROUNDS, AGAIN = 8, 20  # rounds of a case, and of one that looked slower
+SLOWER = 1.01  # a case counts as slower if its ratio is above this
+SLOWER_US = 0.1  # and it takes more than this many microseconds longer
+ROUNDS, AGAIN = 8, 20  # rounds of a case, and of its second measurement if it looked slower
 SECONDS = 0.015  # device time of one measurement
-# Dtypes of what --sweep adds.
+# Dtypes of the cases that --sweep adds.
 TYPES = ("bfloat16", "float32", "float16", "float64", "bf16+fp32", "bf16+fp32>fp32",
          "fp16+fp32>fp32")  # fmt: skip
 MODULATED_TYPES = ("bfloat16", "float32", "float16", "bf16*fp32")
-ANSWER = 90.0  # seconds after which a process that says nothing is given up
+ANSWER = 90.0  # seconds after which a process that does not answer is given up
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is compared: a case, and whether forward gives mean and rstd too."""
+    """One comparison: a case, and whether forward gives mean and rstd too."""
 
     case: Case
     statistics: bool = False
@@ -148,7 +148,7 @@ class Bench:
 
     def time(self, seconds: float) -> float:
         assert self.graph is not None
-        self.graph.time(0.0, 2, 2)  # what the other process left in the caches
+        self.graph.time(0.0, 2, 2)  # replaces what the other process left in the caches
         return self.graph.time(seconds, 5, 60)
 
     def free(self) -> None:
@@ -159,7 +159,7 @@ class Bench:
 
 
 def serve(bench: Bench, lines: Iterable[str], answer: Callable[[dict[str, Any]], None]) -> None:
-    """Does what each line asks, and answers each."""
+    """Runs the command in each line, a JSON object, and answers it."""
     for line in lines:
         asked = json.loads(line)
         try:
@@ -174,15 +174,15 @@ def serve(bench: Bench, lines: Iterable[str], answer: Callable[[dict[str, Any]],
         except Exception as problem:
             text = str(problem).strip() or type(problem).__name__
             answer({"error": text.splitlines()[0]})
-            if "CUDA error" in text:  # the context is lost: a new process must come
+            if "CUDA error" in text:  # the context is lost: only a new process can continue
                 return
             del problem
             bench.free()
 
 
 def work(library: str) -> None:
-    """What the process of one build runs."""
-    # Answers go where stdout went; whatever else prints goes to stderr.
+    """Runs in the process of one build: loads its library and serves the commands on stdin."""
+    # Answers go to the original stdout; everything else that is printed goes to stderr.
     stdout = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     torch.ops.load_library(library)
@@ -203,7 +203,7 @@ class Failed(Exception):
 
 
 class Side:
-    """One build's process, started anew where it ended."""
+    """One build's process, which is started again if it has ended."""
 
     def __init__(self, label: str, command: list[str]) -> None:
         self.label = label
@@ -211,11 +211,11 @@ class Side:
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> str:
-        """Starts the process; what its library was built for."""
+        """Starts the process and returns what its library was built for."""
         self.process = subprocess.Popen(
             self.command, cwd=results.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        # A thread reads, so that waiting for an answer can end.
+        # A thread reads the answers, so that waiting for one can time out.
         self.answers: queue.Queue[str] = queue.Queue()
         threading.Thread(
             target=_read, args=(self.process.stdout, self.answers), daemon=True
@@ -269,7 +269,7 @@ def _read(lines: Any, answers: queue.Queue[str]) -> None:
 
 
 def measure(job: Job, old: Side, new: Side, rounds: int) -> dict[str, Any]:
-    """A case's row: microseconds of both, their ratio, its range over the rounds, the bits."""
+    """A case's row: both times, their ratio, its range over the rounds, whether the bits agree."""
     row: dict[str, Any] = {**results.row_of(job.case), "statistics": job.statistics}
     asked = {
         "case": dataclasses.asdict(job.case),
@@ -309,7 +309,7 @@ def measure(job: Job, old: Side, new: Side, rounds: int) -> dict[str, Any]:
 
 
 def slower(row: dict[str, Any]) -> bool:
-    """Whether the new build loses what it may not: more than 1% and more than 0.1 us, or fails."""
+    """Whether the new build is slower by more than 1% and 0.1 us, or fails and the old does not."""
     if "problems" in row:
         return "new" in row["problems"] and "old" not in row["problems"]
     ratio, old_us = row["ratio"], row["old_us"]
@@ -317,7 +317,7 @@ def slower(row: dict[str, Any]) -> bool:
 
 
 def compare(jobs: list[Job], old: Side, new: Side, seconds: float) -> dict[str, Any]:
-    """Measures the jobs in order, then those that looked slower again, within `seconds`."""
+    """Measures the jobs in order, then once more those that looked slower, within `seconds`."""
     start = time.monotonic()
     measured: list[tuple[Job, dict[str, Any]]] = []
     left: list[str] = []
@@ -357,10 +357,10 @@ def line(row: dict[str, Any]) -> str:
 
 
 def text(report: dict[str, Any], most: int) -> str:
-    """The table, and what it comes to; of a long one the cases that differ most."""
+    """The table and a summary; of a long table the `most` rows that differ most and SLOWER ones."""
     rows = report["rows"]
     timed = [row for row in rows if "ratio" in row]
-    # What an older build does not have is no row but, for each reason, a line.
+    # A case that the old build cannot run has no row; such cases share a line for each reason.
     skipped: dict[str, list[str]] = {}
     for row in rows:
         if "problems" in row and not row["slower"]:

@@ -1,7 +1,7 @@
-"""Diffusion transformers for benchmarks.models: diffusers' at their real sizes, and a plain block.
+"""Diffusion transformers for benchmarks.models: diffusers' models, and the blocks of DiT alone.
 
-diffusers' models have a few layers each and random weights. The block is the one of DiT, written
-in PyTorch's operators and in this package's.
+diffusers' models have their real sizes, but only a few layers each, and random weights. The blocks
+of DiT are written twice: with PyTorch's operators and with this package's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks import timing
 
-# The blocks as they are measured, and as the results file calls them.
+# The size at which the blocks are measured, and their name in the results file.
 BLOCK_LAYERS, BLOCK_SIZE = 4, (64, 256, 1152)
 BLOCKS = f"DiT-XL/2 blocks, {BLOCK_LAYERS} layers"
 
@@ -23,7 +23,7 @@ Built = tuple[Any, dict[str, torch.Tensor], Callable[[Any], torch.Tensor]]
 
 
 def _squared_error(*shape: int) -> Callable[[Any], torch.Tensor]:
-    """The loss against noise of the model's first output, as diffusion models are trained."""
+    """The mean squared error of the model's first output against noise, as a training loss."""
     noise = torch.randn(shape)
 
     def loss(output: Any) -> torch.Tensor:
@@ -40,7 +40,7 @@ def dit(layers: int = 8, heads: int = 16, batch: int = 32, side: int = 32) -> Bu
     with torch.device(timing.DEVICE):
         model: Any = DiTTransformer2DModel(num_layers=layers, num_attention_heads=heads,
                                       out_channels=8, sample_size=side)  # fmt: skip
-        for module in model.modules():  # labels are dropped at random in training
+        for module in model.modules():  # otherwise training drops labels at random
             if hasattr(module, "dropout_prob"):
                 module.dropout_prob = 0.0
         inputs = {
@@ -118,7 +118,7 @@ def wan(
 
 
 class Block(nn.Module):
-    """A block of DiT without its two modulated norms and gates, which `Blocks` has."""
+    """A block of DiT without its two modulated norms and gates, which `Blocks` computes."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -144,9 +144,10 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks of DiT: in PyTorch's operators, or with `operators` in this package's.
+    """Blocks of DiT, computed by PyTorch's operators or, if `operators` is set, by this package's.
 
-    With these the gated sum behind a block's MLP is one with the next block's first norm.
+    One operator of this package computes the gated sum behind a block's MLP together with the next
+    block's first norm.
     """
 
     def __init__(self, layers: int, dim: int, heads: int) -> None:

@@ -4,20 +4,23 @@
     python -m benchmarks.models --models BERT --variants eager,compiled,swap_compiled
     python -m benchmarks.models --models dit,flux --modes inference --seconds 3 --add
 
-transformers' BERT, GPT-2 and ViT and timm's ViT, ConvNeXt and Swin at their real sizes, diffusers'
-DiT-XL/2, Flux, Stable Diffusion 3.5 and Wan with a few layers each, and blocks of DiT written with
-this package's operators (variant "operators"); all with random weights, in bfloat16: a training
-step (forward, backward, SGD; float32 weights under autocast, or for diffusion transformers bfloat16
-weights) and inference (bfloat16 weights). Each model in each mode has a process of its own; they
-compile side by side, with their weights on the GPU together, and measure one at a time. There the
-variants take turns, round after round. For each: the median and the best wall time of a step, the
-time of all its kernels and their number, by the profiler, and the loss of the first step, which
-must not change. "layer_norm_ms" is the part of kernels named after LayerNorm (Inductor's have their
-neighbours in them), "products_ms" that of matrix products and attention.
+The models are transformers' BERT, GPT-2 and ViT and timm's ViT, ConvNeXt and Swin at their real
+sizes, diffusers' DiT-XL/2, Flux, Stable Diffusion 3.5 and Wan with a few layers each, and blocks of
+DiT, which the variant "operators" computes with this package's operators. All have random weights
+and run in bfloat16 in two modes: a training step (forward, backward, SGD; float32 weights under
+autocast, or for diffusion transformers bfloat16 weights) and inference (bfloat16 weights).
 
-Kept in the results file under "models", one row a variant. What one run has measured of a model in
-a mode stands there together; --add keeps what other runs of the same code have measured of others.
-A variant that cannot run is left out, with a line that says why.
+Each model in each mode has a process of its own. The processes compile side by side, with their
+weights on the GPU together, and measure one at a time. In a process the variants take turns, round
+after round. The results of a variant are the median and the best wall time of a step, the time of
+all its kernels and their number, by the profiler, and the loss of the first step, which should be
+the same in all variants. "layer_norm_ms" is the time of the kernels named after LayerNorm
+(Inductor's also compute neighbouring operations), "products_ms" that of matrix products and
+attention.
+
+The results file has the results under "models", one row for each variant. All rows of a model in a
+mode come from one run; --add keeps the rows of other models and modes that earlier runs of the same
+code have measured. A variant that cannot run is left out, and a line says why.
 """
 
 from __future__ import annotations
@@ -48,14 +51,14 @@ from benchmarks.run import sentence
 VARIANTS = ("eager", "compiled", "swap", "swap_compiled", "override", "fused_eager",
             "fused_compiled", "operators", "operators_compiled")  # fmt: skip
 MODES = ("training", "inference")
-BACKEND = "fused_layernorm"  # of torch.compile, for the variants fused_...
-STEPS = 2  # of each turn, behind one that is not timed
+BACKEND = "fused_layernorm"  # torch.compile's backend in the variants fused_...
+STEPS = 2  # timed steps of a turn; one step before them is not timed
 MIN_ROUNDS, MAX_ROUNDS = 3, 31
-PROFILES = 3  # of each variant, in turns too
-PATIENCE = 30  # attempts to find memory
-# Names of LayerNorm kernels, PyTorch's and ours, in lower case.
+PROFILES = 3  # of each variant; the variants take turns here too
+PATIENCE = 30  # attempts at a step for which there is not enough memory
+# Parts of the names of LayerNorm kernels, PyTorch's and ours, in lower case.
 KERNELS = ("layer_norm", "layernorm", "gammabeta", "param_grad", "rowwisemoments")
-# Names of matrix products and attention: those of cuBLAS, cuDNN and PyTorch.
+# Parts of the names of matrix product and attention kernels of cuBLAS, cuDNN and PyTorch.
 PRODUCTS = ("gemm", "nvjet", "cutlass", "xmma", "flash", "fmha", "sdpa")
 
 # A model, its inputs as keyword arguments, and the loss of its output.
@@ -94,7 +97,7 @@ def timm_model(name: str, batch: int = 64) -> Any:
     import timm
 
     images = {"x": torch.randn(batch, 3, 224, 224)}
-    model = timm.create_model(name, drop_path_rate=0.0)  # nothing random, for the losses' sake
+    model = timm.create_model(name, drop_path_rate=0.0)  # no random drops: losses can be compared
     return model, images, _class_loss(batch, lambda output: output)
 
 
@@ -116,7 +119,7 @@ def _class_loss(batch: int, logits: Callable[[Any], torch.Tensor]) -> Callable[[
 
 @dataclass(frozen=True)
 class Model:
-    """How a model is built and measured; `package` is what it needs."""
+    """How a model is built and measured; `package` is the Python package that it needs."""
 
     package: str
     build: Build
@@ -133,7 +136,7 @@ MODELS: dict[str, Model] = {
     "timm Swin-T 64x224": Model("timm", lambda: timm_model("swin_tiny_patch4_window7_224")),
     diffusion.BLOCKS: Model("torch", diffusion.blocks, half=True),
     "diffusers DiT-XL/2, 8 layers": Model("diffusers", diffusion.dit, half=True),
-    # Its backward pass ends in an illegal address in torch 2.11 itself, eager and stock.
+    # In torch 2.11 its backward pass ends in an illegal address, even stock and in eager mode.
     "diffusers Flux, 2+4 layers": Model(
         "diffusers", diffusion.flux, half=True, modes=("inference",)
     ),
@@ -143,7 +146,7 @@ MODELS: dict[str, Model] = {
 
 
 def select(names: str | None) -> dict[str, Model]:
-    """The models whose name has one of these in it, in any case; all if none are given."""
+    """The models whose name contains one of the parts in `names`, in any case; None for all."""
     parts = names.lower().split(",") if names else [""]
     chosen = {
         name: model for name, model in MODELS.items() if any(part in name.lower() for part in parts)
@@ -162,7 +165,7 @@ def registered() -> bool:
 
 
 def halved(model: nn.Module) -> nn.Module:
-    """The model in bfloat16, but for what it says must stay in float32 (diffusers' Wan)."""
+    """Casts the model to bfloat16, except modules that must stay in float32 (diffusers' Wan)."""
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point() and kept.isdisjoint(name.split(".")):
@@ -171,9 +174,10 @@ def halved(model: nn.Module) -> nn.Module:
 
 
 def applies(variant: str, model: nn.Module) -> bool:
-    """Whether there is such a variant of the model.
+    """Whether the model has this variant.
 
-    What can be written with this package's operators has no modules to swap, and the other way.
+    A model written with this package's operators has the variants "operators" but no modules to
+    swap. All other models have the variants "swap" instead.
     """
     written = hasattr(model, "operators")
     return not (variant.startswith("swap") if written else variant.startswith("operators"))
@@ -203,7 +207,7 @@ def compiled(model: nn.Module, variant: str) -> Callable[..., Any]:
 
 
 def around(variant: str) -> contextlib.AbstractContextManager[Any]:
-    """What a variant's steps run in."""
+    """The context manager in which a variant's steps run."""
     import fused_layernorm
 
     return fused_layernorm.override_aten() if variant == "override" else contextlib.nullcontext()
@@ -219,7 +223,7 @@ def halved_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def training(
     model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any, variant: str, half: bool
 ) -> Callable[[], Any]:
-    """A step: forward, backward, SGD. `half`: of bfloat16 weights, else under autocast."""
+    """A step: forward, backward, SGD; with bfloat16 weights if `half`, else under autocast."""
     if half:
         model, inputs = halved(model), halved_inputs(inputs)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
@@ -270,7 +274,7 @@ class Measured:
             **timing.summary("wall", self.walls, "ms"),
             "device_ms": _median_ms(self.profiles, lambda name: True),
             "layer_norm_ms": _median_ms(self.profiles, lambda name: _has(name, KERNELS)),
-            # Inductor names its kernels after all that is in them, or next to it.
+            # Inductor names its kernels after all operations in them or next to them.
             "products_ms": _median_ms(
                 self.profiles,
                 lambda name: _has(name, PRODUCTS) and not name.startswith("triton_"),
@@ -283,7 +287,7 @@ class Measured:
 def prepare(
     name: str, mode: str, model: Model, built: Any, variants: Sequence[str]
 ) -> tuple[list[Measured], list[str]]:
-    """The variants of a model in one mode, each after its first step; what is left out and why."""
+    """Returns a model's variants in one mode, after one step each, and what is left out and why."""
     module, inputs, loss = built
     found: list[Measured] = []
     skipped = []
@@ -310,19 +314,19 @@ def prepare(
 
 
 def _with_patience(model: nn.Module, step: Callable[[], Any]) -> float:
-    """What the step gives. Memory that other processes take while they prepare comes back."""
+    """The loss of a step. Without memory it waits: other processes free theirs once prepared."""
     for _ in range(PATIENCE):
         try:
             return float(step())
         except torch.OutOfMemoryError:
-            model.zero_grad()  # some have theirs already
+            model.zero_grad()  # some parameters may have their gradients already
             torch.cuda.empty_cache()
             time.sleep(2)
     return float(step())
 
 
 def measure(group: list[Measured], seconds: float) -> None:
-    """The wall times of a model's variants in one mode."""
+    """Measures the wall times of a model's variants in one mode."""
     by_variant = {one.variant: one for one in group}
     with quiet():
         start = time.perf_counter()
@@ -330,14 +334,14 @@ def measure(group: list[Measured], seconds: float) -> None:
             rounds, at = divmod(number, len(by_variant))
             if at == 0 and rounds >= MIN_ROUNDS and time.perf_counter() - start > seconds:
                 break
-            gc.collect()  # a cycle may hold a step's activations
+            gc.collect()  # a reference cycle may keep a step's activations alive
             with around(variant):
                 us = timing.wall_time([by_variant[variant].step], STEPS)
             by_variant[variant].walls.append(us / 1e3)
 
 
 def profile(group: list[Measured]) -> list[dict[str, Any]]:
-    """The kernels of a model's variants in one mode; the rows."""
+    """Profiles the kernels of a model's variants in one mode, and returns the variants' rows."""
     by_variant = {one.variant: one for one in group}
     for variant in timing.turns(tuple(by_variant), PROFILES):
         one = by_variant[variant]
@@ -353,7 +357,7 @@ def _has(name: str, parts: Sequence[str]) -> bool:
 
 
 def _median_ms(profiles: list[list[timing.Kernel]], counts: Callable[[str], bool]) -> float:
-    """The device time of the kernels whose name counts, over several profiles."""
+    """The median over profiles of the device time of the kernels whose name `counts` accepts."""
     totals = [sum(k.us for k in kernels if counts(k.name)) for kernels in profiles]
     return round(statistics.median(totals) / 1e3, 4)
 
@@ -362,7 +366,7 @@ def run(
     chosen: dict[str, Model], variants: Sequence[str], modes: Sequence[str], seconds: float,
     lock: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measures the models in this process: the part of the results file."""
+    """Measures the models in this process and returns the part of the results file."""
     rows: list[dict[str, Any]] = []
     skipped: list[str] = []
     for name, model in chosen.items():
@@ -391,7 +395,7 @@ def run_each_alone(
     chosen: dict[str, Model], variants: Sequence[str], modes: Sequence[str], seconds: float,
     jobs: int, budget: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measures each model in each mode in a process of its own: the part of the results file."""
+    """Measures each model in each mode in its own process; returns the part of the results file."""
     tasks = [
         (name, mode) for name, model in chosen.items() for mode in modes if mode in model.modes
     ]
@@ -399,7 +403,7 @@ def run_each_alone(
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{number}.json" for number in range(len(tasks))]
         calls = [
-            # No comma stands before the first of a name, and no other name begins so.
+            # --models is split at commas. No other name contains this one's text before its comma.
             ["--models", name.split(",")[0], "--modes", mode, "--variants", ",".join(variants),
              "--seconds", str(seconds), "--output", str(file)]
             for (name, mode), file in zip(tasks, files, strict=True)
@@ -416,7 +420,7 @@ def run_each_alone(
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The new part, and what the old one has of other models or modes if it is of the same code."""
+    """The new part, with the old part's rows of other models or modes if its code is the same."""
     if old.get("csrc_sha256") != new["csrc_sha256"]:
         return new
     measured = {(row["model"], row["mode"]) for row in new["rows"]}
@@ -485,7 +489,7 @@ def main(argv: list[str] | None = None) -> None:
             chosen, variants, modes, arguments.seconds, arguments.jobs, arguments.budget_seconds
         )
     print(text(part))
-    # Else a run of a part writes only where it is told to.
+    # A run of a part writes a results file only with --output or --add.
     full = not arguments.models and modes == MODES and variants == VARIANTS
     path = arguments.output
     if path is None and (full or arguments.add):

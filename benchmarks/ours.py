@@ -27,7 +27,7 @@ class Inputs:
     shift: torch.Tensor | None = None
     scale: torch.Tensor | None = None
     gate: torch.Tensor | None = None
-    input: torch.Tensor | None = None  # in backward what the gate has multiplied
+    input: torch.Tensor | None = None  # in backward: the tensor that the gate multiplied
 
 
 def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
@@ -67,14 +67,14 @@ def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
 
 
 def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """mean and rstd as forward saves them: one of each a row, float32 for half precision."""
+    """mean and rstd as forward saves them: one each per row, float64 for float64, else float32."""
     _, mean, rstd = torch.ops.aten.native_layer_norm(x, x.shape[-1:], None, None, EPS)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return mean.to(wide), rstd.to(wide)
 
 
 def require_kernels() -> str:
-    """Ends the program where there is nothing to measure; what the binary was built for."""
+    """Ends the program if the kernels cannot run here; returns what the binary was built for."""
     import fused_layernorm  # noqa: F401  (registers the operators)
 
     if not torch.cuda.is_available():
@@ -96,7 +96,7 @@ def operators(case: Case, *, statistics: bool = False) -> tuple[str, ...]:
 
 
 def missing_operator(case: Case, *, statistics: bool = False) -> str | None:
-    """One of these that the library that is loaded has no kernel of, for this device."""
+    """The first of `operators` for which the loaded library has no kernel here, or None."""
     for name in operators(case, statistics=statistics):
         if not hasattr(torch.ops.fused_layernorm, name):
             return name
@@ -108,10 +108,10 @@ def missing_operator(case: Case, *, statistics: bool = False) -> str | None:
 
 
 def ours(case: Case, t: Inputs, *, statistics: bool = False) -> Call:
-    """This package's operator on one input; forward, if asked, with mean and rstd for backward.
+    """A call of this package's operator on one input; forward with mean and rstd if `statistics`.
 
-    The operators must be registered: `import fused_layernorm`, or the library alone. Arguments go
-    by name, so that libraries of several versions understand them.
+    The operators must be registered, by `import fused_layernorm` or by loading the library alone.
+    Arguments are passed by name, so that libraries of several versions accept them.
     """
     if case.modulated:
         return _modulated(case, t, statistics)
@@ -135,8 +135,8 @@ def ours(case: Case, t: Inputs, *, statistics: bool = False) -> Call:
 
 
 def _modulated(case: Case, t: Inputs, statistics: bool) -> Call:
-    """As `ours`. Backward gives (dx, dshift, dscale), or with a gate (dinput, dresidual, dgate,
-    dshift, dscale) of two operators.
+    """As `ours`, for a modulated case. Backward gives (dx, dshift, dscale), or with a gate (dinput,
+    dresidual, dgate, dshift, dscale).
     """
     ops = torch.ops.fused_layernorm
     arguments: dict[str, Any] = {

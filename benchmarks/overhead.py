@@ -1,4 +1,4 @@
-"""What a LayerNorm costs its caller: host time a layer, a training step, and all of it on a CPU.
+"""What a LayerNorm costs its caller: host time a layer, a training step, a large norm on a CPU.
 
     python -m benchmarks.overhead                 on the GPU, into its results file
     python -m benchmarks.overhead --device cpu    on the CPU, into benchmarks/results/cpu.json
@@ -33,12 +33,12 @@ ROUNDS = 31
 STEPS = (("BERT-base", (8, 512, 768)), ("ViT-L", (32, 577, 1024)))
 CPU_SHAPE = (4096, 768)
 
-# Runs a call: what it cost in microseconds, and what it returned.
+# Runs a call and returns its cost in microseconds and its result.
 Measure = Callable[[Callable[[], Any]], "tuple[float, Any]"]
 
 
 def host_us(call: Callable[[], Any]) -> tuple[float, Any]:
-    """What the caller waits for, while the device works behind."""
+    """Microseconds until the call returns, though the device may still work, and its result."""
     timing.synchronize()
     start = time.perf_counter()
     result = call()
@@ -48,7 +48,7 @@ def host_us(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def device_us(call: Callable[[], Any]) -> tuple[float, Any]:
-    """What the device works: the sum of the call's kernels."""
+    """Device microseconds of the call, the sum over its kernels, and its result."""
     kept: list[Any] = []
     kernels = timing.kernels_of(lambda: kept.append(call()))
     return sum(kernel.us for kernel in kernels), kept[0]
@@ -56,7 +56,7 @@ def device_us(call: Callable[[], Any]) -> tuple[float, Any]:
 
 @contextlib.contextmanager
 def variant_of(name: str) -> Iterator[type[nn.LayerNorm]]:
-    """The module class of a variant, with PyTorch as that variant has it."""
+    """The module class of a variant; "override" has override_aten() in force inside the context."""
     import fused_layernorm
 
     if name == "override":
@@ -67,7 +67,7 @@ def variant_of(name: str) -> Iterator[type[nn.LayerNorm]]:
 
 
 def variants() -> tuple[str, ...]:
-    """override_aten() is for CUDA."""
+    """The variants on this device; override_aten() is for CUDA alone."""
     return ("eager", "ours") if timing.DEVICE == "cpu" else ("eager", "ours", "override")
 
 
@@ -92,10 +92,11 @@ class Chain:
             return [norm(x) for norm, x in zip(self.norms, self.halves, strict=True)]
 
     def visit(self, measure: Measure) -> dict[str, float]:
-        """Microseconds a layer of each way, each measured once.
+        """Microseconds a layer of each way of calling, each measured once.
 
-        "grad" is forward alone with gradients asked for, "backward" the rest of it, "step" both;
-        "autocast" and "autocast_backward" are the same with half-precision x under autocast.
+        "no_grad" is forward without gradients. "grad" is forward with gradients, "backward" the
+        backward pass after it, "step" the sum of both; "autocast" and "autocast_backward" are the
+        same as "grad" and "backward" with half-precision x under autocast.
         """
         found: dict[str, float] = {}
 
@@ -133,7 +134,7 @@ def make_chains() -> dict[str, Chain]:
 
 
 def call_overhead(chains: dict[str, Chain], rounds: int) -> dict[str, dict[str, float]]:
-    """Host microseconds a layer: for each way of calling each variant's median and best.
+    """Host microseconds a layer: for each way of calling, each variant's median and best.
 
     The keys of an entry are "ours_us", "ours_best_us" and so on.
     """
@@ -141,7 +142,7 @@ def call_overhead(chains: dict[str, Chain], rounds: int) -> dict[str, dict[str, 
     with quiet():
         for name in timing.turns(tuple(chains), rounds):
             with variant_of(name):
-                chains[name].visit(host_us)  # what entering the variant left to be done
+                chains[name].visit(host_us)  # warms up after the switch
                 host[name].append(chains[name].visit(host_us))
     entries: dict[str, dict[str, float]] = {}
     for way in host["eager"][0]:
@@ -153,9 +154,9 @@ def call_overhead(chains: dict[str, Chain], rounds: int) -> dict[str, dict[str, 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the garbage collector, which comes when it likes.
+    """Disables the garbage collector, which would otherwise run at any time.
 
-    What there is already is put aside, so that calling it in between takes no time.
+    Existing objects are frozen, so that an explicit gc.collect() in between takes no time.
     """
     gc.collect()
     gc.freeze()
@@ -178,8 +179,8 @@ class Step:
 def make_steps() -> Iterator[Step]:
     """Forward and backward of the module, ours and nn.LayerNorm, one size after the other.
 
-    bfloat16 activations with float32 weights go through autocast, as in training: nn.LayerNorm
-    takes that mixture no other way on CUDA.
+    bfloat16 activations with float32 weights go through autocast, as in training: on CUDA
+    nn.LayerNorm accepts this mixture in no other way.
     """
     for name, shape in STEPS:
         for dtype, weight_dtype in (
@@ -208,7 +209,8 @@ def make_steps() -> Iterator[Step]:
 def measure(rounds: int = ROUNDS) -> dict[str, Any]:
     """Two parts of the results file: "call_overhead" and "training_step", with device times.
 
-    Wall times of a step are microseconds of forward and backward, waited for at the end of many.
+    The wall time of a step is that of forward and backward in microseconds, taken over many steps
+    with one synchronization at the end.
     """
     chains = make_chains()
     overhead = call_overhead(chains, rounds)
@@ -269,7 +271,7 @@ def _step_calls(
 def cpu_tensors(rounds: int) -> list[dict[str, Any]]:
     """Wall microseconds of one large norm on the CPU, forward and backward, the variants in turns.
 
-    "forward" is without gradients, "backward" what autograd does after a forward with them.
+    "forward" is without gradients, "backward" the backward pass after a forward with them.
     """
     entries = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -329,7 +331,7 @@ def overhead_text(entries: dict[str, dict[str, float]]) -> str:
 
 
 def entries_text(head: str, entries: list[tuple[str, dict[str, Any]]]) -> str:
-    """Lines of wall times, ours and nn.LayerNorm's, of entries with their names."""
+    """A line for each (name, entry): the wall times of ours and of nn.LayerNorm."""
     lines = [f"{head}{'FusedLayerNorm':>20}{'nn.LayerNorm':>22}"]
     for name, entry in entries:
         line = f"  {name:<58}"

@@ -1,7 +1,7 @@
 """The documentation's benchmark page and its plots, from a results file.
 
 python -m benchmarks.page [RESULTS.json]    writes docs/benchmarks.md and docs/plots/
-python -m benchmarks.page --check           fails if they are not of the results file
+python -m benchmarks.page --check           fails if they are not made from the results file
 
 The README's picture and block are those of benchmarks.plot and benchmarks.report.
 """
@@ -31,7 +31,7 @@ from benchmarks.plot import (
 PAGE = results.ROOT / "docs" / "benchmarks.md"
 PLOTS = results.ROOT / "docs" / "plots"
 SHORT_OF_COPY = 0.9  # below this share of copy speed a case is listed as falling short
-FEWEST_POINTS = 3  # that make a curve
+FEWEST_POINTS = 3  # rows that a curve needs
 
 TITLES = {
     "forward": "Forward",
@@ -47,7 +47,7 @@ TITLES = {
     "add_ada_forward": "Gated sum and modulated LayerNorm, forward",
     "add_ada_backward": "Gated sum and modulated LayerNorm, backward",
 }
-OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; others are peers
+OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; other times are peers'
 
 
 def types_of(row: Row) -> str:
@@ -98,12 +98,12 @@ def roofline_path() -> Path:
 
 
 def relative(path: Path) -> str:
-    """A picture as the page names it."""
+    """A picture's path as the page links to it."""
     return path.relative_to(PAGE.parent).as_posix()
 
 
 def stamp(report: dict[str, Any]) -> str:
-    """What a plot carries inside, to be known as that of a results file."""
+    """The text in a plot's file that says from which results the plot was made."""
     return f"{report['device']} {report['date']} {report['csrc_sha256']}"
 
 
@@ -114,12 +114,12 @@ def plot(report: dict[str, Any], types: str) -> None:
         lambda op: curves(points(report["rows"], op, types)),
         plot_path(types),
         {"Date": None, "Description": stamp(report)},
-        **{"svg.fonttype": "none"},  # letters stay letters
+        **{"svg.fonttype": "none"},  # text stays text, not outlines
     )
 
 
 def roofline_curves(rows: list[Row], op: str) -> list[Curve]:
-    """Ours, a curve for each combination of dtypes, under copy speed as the roof."""
+    """Our curve for each combination of dtypes, and copy speed as the roof over them."""
     key, label, style = LINES[0]
     drawn = [points(rows, op, types) for types in plotted_types(rows)]
     roof = largest_by_cols([row for part in drawn for row in part], lambda row: True)
@@ -170,7 +170,7 @@ def percent(value: float | None) -> str:
 
 
 def size(row: Row) -> str:
-    """(Samples x) rows x columns."""
+    """Rows x columns, or samples x tokens x columns of a modulated norm."""
     return " x ".join(f"{extent:,}" for extent in results.case_of(row).shape)
 
 
@@ -245,7 +245,7 @@ def cases(report: dict[str, Any]) -> list[str]:
 
 
 def falls_short(report: dict[str, Any]) -> list[str]:
-    """The cases below a share of copy speed, and those that something else beats."""
+    """The cases below `SHORT_OF_COPY`, those in which something else is faster, and the sweeps."""
 
     def name(row: Row) -> list[str]:
         return [title(row["op"]), size(row), types_of(row)]
@@ -298,7 +298,7 @@ def falls_short(report: dict[str, Any]) -> list[str]:
 
 
 def swept(sweep: dict[str, Any], other: str, what: str) -> list[str]:
-    """How many points of a sweep are slower than something else, and the least gain."""
+    """How many points of a sweep are slower than `what`, and the points with the least gain."""
     body = [
         [
             title(row["op"]),
@@ -329,7 +329,7 @@ WAYS = {
 
 
 def compared(entry: dict[str, Any], name: str, base: str) -> str:
-    """A value of an entry, and in brackets its ratio to another one's."""
+    """The value `name` of an entry, and in brackets its ratio to the value `base`."""
     if entry.get(name) is None:
         return "-"
     said = us(entry[name])
@@ -428,7 +428,7 @@ def page(report: dict[str, Any]) -> str:
 
 
 def outdated(report: dict[str, Any]) -> list[str]:
-    """What of the page and its plots is not that of the report, one line for each."""
+    """The files of the page and its plots that were not made from the report, a line for each."""
     found = []
     if not PAGE.exists() or PAGE.read_text() != page(report):
         found.append(f"{PAGE.name} is not what the results file gives")

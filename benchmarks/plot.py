@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def largest_by_cols(rows: Iterable[Row], wanted: Callable[[Row], bool]) -> list[Row]:
-    """The wanted rows of large tensors by columns; of several sizes the largest tensor."""
+    """The wanted rows of large tensors by columns; of equal columns only the largest tensor."""
     largest: dict[int, Row] = {}
     for row in rows:
         size = results.case_of(row).tensor_bytes
@@ -66,7 +66,7 @@ Curve = tuple[str, dict[str, Any], list[int], list[float]]  # label, style, colu
 
 
 def curves(rows: list[Row]) -> list[Curve]:
-    """Copy speed, ours, torch.compile and eager of the rows, those that they have."""
+    """The curves of copy speed, ours, torch.compile and eager for which the rows have times."""
     made = [(label, style, *curve(rows, key)) for key, label, style in LINES]
     return [one for one in made if one[2]]
 
@@ -78,9 +78,9 @@ def draw(
     metadata: dict[str, str | None] | None,
     **style: Any,
 ) -> None:
-    """Achieved bandwidth against columns, forward beside backward; curves_of(op) are drawn.
+    """Draws achieved bandwidth against columns: curves_of("forward") beside curves_of("backward").
 
-    `style` has matplotlib's rcParams beside its own.
+    `style` holds rcParams of matplotlib.
     """
     import matplotlib
 
@@ -134,9 +134,7 @@ def plot(report: dict[str, Any], output: Path) -> None:
 
 
 def block_bars(report: dict[str, Any], mode: str) -> list[tuple[str, str, float, float]]:
-    """Of one block, for each bar: label, colour, and microseconds of matrix products and of the
-    rest.
-    """
+    """The bars of one block: label, colour, microseconds of matrix products and of the rest."""
     rows = {
         row["variant"]: row
         for row in report.get("models", {}).get("rows", [])
@@ -152,7 +150,7 @@ def block_bars(report: dict[str, Any], mode: str) -> list[tuple[str, str, float,
 
 
 def has_block(report: dict[str, Any]) -> bool:
-    """Whether the block's picture can be drawn: eager and ours, both ways."""
+    """Whether the block's picture can be drawn: the report has eager and ours in both modes."""
     modes = ("inference", "training")
     return all(
         {"PyTorch eager", "fused_layernorm"} <= {bar[0] for bar in block_bars(report, mode)}
@@ -161,7 +159,7 @@ def has_block(report: dict[str, Any]) -> bool:
 
 
 def block_stamp(report: dict[str, Any]) -> str:
-    """What the block's picture carries inside, to be known as that of a results file."""
+    """The text in the block's picture that says from which results it was made."""
     part = report["models"]
     return f"{report['device']} {part['date']} {part['csrc_sha256']}"
 
@@ -202,7 +200,7 @@ def plot_block(report: dict[str, Any], output: Path) -> None:
 
 
 def newest() -> Path:
-    """The results file of a GPU, where there is one; the latest of several."""
+    """The latest results file of a GPU. Ends the program if there is none."""
     found = {path: results.read(path) for path in results.RESULTS.glob("*.json")}
     paths = [path for path, report in found.items() if "rows" in report]
     if not paths:

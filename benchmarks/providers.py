@@ -1,7 +1,7 @@
-"""Everything that is timed beside this package: PyTorch eager, torch.compile, and peers if there.
+"""The providers that are timed: this package, PyTorch eager, torch.compile, installed peers.
 
 A provider turns a case and its inputs into one callable per input, or returns None where it has no
-such operator. All of them run without autograd on the same inputs, mean and rstd precomputed.
+such operator. All of them run without autograd on the same inputs, with mean and rstd precomputed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _modulated_forward(case: Case) -> Callable[..., Any]:
-    """Modulation as diffusion transformers write it; x first, then shift and scale.
+    """Modulation as diffusion transformers write it; the last two arguments are shift and scale.
 
-    Beside float32 modulations x is cast, and y and the sum are cast back.
+    With float32 modulations x is cast to float32, and y and the sum are cast back.
     """
     shape, dtype, wide = (case.cols,), case.torch_dtype, case.torch_modulation_dtype
 
@@ -48,7 +48,7 @@ def _modulated_forward(case: Case) -> Callable[..., Any]:
 
 
 def _modulated_backward(case: Case, saved: bool) -> Callable[..., Any]:
-    """As `_backward`: the last two arguments are the normalized x and 1 + scale if `saved`."""
+    """As `_backward`; if `saved`, the last two arguments are the normalized x and 1 + scale."""
     shape, dtype, wide = [case.cols], case.torch_dtype, case.torch_modulation_dtype
     layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
     groups = case.modulation_shape
@@ -76,10 +76,10 @@ def _modulated_backward(case: Case, saved: bool) -> Callable[..., Any]:
 
 
 def _forward(case: Case) -> Callable[..., Any]:
-    """The case's forward as anyone would write it in PyTorch; weight and bias are its last two.
+    """The case's forward as usually written in PyTorch; the last two arguments are weight and bias.
 
-    PyTorch takes no half-precision x beside float32 parameters: x is cast, as autocast does it, and
-    y too where it is to be half-precision.
+    PyTorch does not accept half-precision x with float32 parameters. x is therefore cast to
+    float32, as autocast does, and y is cast back where it has to be half-precision.
     """
     if case.modulated:
         return _modulated_forward(case)
@@ -111,9 +111,9 @@ def _forward(case: Case) -> Callable[..., Any]:
 def _backward(case: Case, saved: bool) -> Callable[..., Any]:
     """The case's backward in ATen's operators, one after the other as autograd would run them.
 
-    What eager autograd has saved beside the arguments comes as the last one if `saved`: the
-    pre-activation, or x cast to the parameters' dtype. Else it is computed again (what a compiler
-    does to save the memory).
+    If `saved`, the last argument is the tensor that eager autograd saves in addition, if it saves
+    one: the pre-activation, or x cast to the parameters' dtype. Otherwise this tensor is computed
+    again, as a compiler does to save memory.
     """
     if case.modulated:
         return _modulated_backward(case, saved)
@@ -270,7 +270,7 @@ def cudnn_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
 
 
 def _float32_parameters(inputs: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight and bias for those that take no others, whatever the case has."""
+    """weight and bias in float32, whatever the case has, for peers that take no other dtype."""
     weight, bias = inputs[0].weight, inputs[0].bias
     assert weight is not None
     assert bias is not None
@@ -287,7 +287,7 @@ PROVIDERS: dict[str, Provider] = {
     "cudnn": cudnn_calls,
 }
 
-# What each peer's function imports; the packages are liger-kernel, apex, quack-kernels (with
+# The module that each peer needs; the packages are liger-kernel, apex, quack-kernels (with
 # nvidia-cutlass-dsl) and nvidia-cudnn-frontend.
 _MODULES = {
     "liger": "liger_kernel.ops.layer_norm",
@@ -298,8 +298,8 @@ _MODULES = {
 
 
 def available() -> tuple[list[str], list[str]]:
-    """Providers whose packages import, in the order of the table, and a line for each that is
-    installed and does not.
+    """The providers that can be imported, in the order of `PROVIDERS`, and a line for each peer
+    that is installed but cannot be imported.
     """
     names, problems = [], []
     for name in PROVIDERS:

@@ -3,7 +3,7 @@
 python -m benchmarks.report             prints the table
 python -m benchmarks.report --readme    rewrites the block in README.md between its markers, and
                                         draws the picture of a block of DiT
-python -m benchmarks.report --check     fails if they are not what the results file gives
+python -m benchmarks.report --check     fails if they are not made from the results file
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ ROWS = (
 
 PEERS = {"cudnn_us": "cuDNN", "quack_us": "QuACK", "liger_us": "Liger", "apex_us": "apex"}
 
-# The README's modulated norms: the size, as of benchmarks.cases, and what it is.
+# The README's modulated norms: (size and dtype, "" or " per-token", what it is), the first two as
+# `parse_case` reads them.
 MODULATED_ROWS = (
     ("64x256x1152 bf16", "", "DiT-XL/2"),
     ("1x4608x3072 bf16", "", "Flux"),
@@ -62,7 +63,7 @@ MODULATED_OPS = ("ada_forward", "ada_backward", "add_ada_forward", "add_ada_back
 
 
 def readme_block(report: dict[str, Any]) -> str:
-    """The table in Markdown, with the machine and the code it speaks of."""
+    """The block in Markdown: tables, pictures, and the machine on which they were measured."""
     if not report.get("rows"):
         return NO_RESULTS
     known = {
@@ -168,7 +169,7 @@ VARIANTS = (
 
 
 def _model_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Whole models: the device time of a step, and in brackets what of it is no matrix product."""
+    """Whole models: a step's device time, in brackets without matrix products and attention."""
     steps: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
         if {"device_ms", "products_ms"} <= row.keys():
@@ -198,7 +199,7 @@ def _step(row: dict[str, Any] | None) -> str:
 
 
 def _overhead_lines(calls: dict[str, dict[str, float]]) -> list[str]:
-    """Host time a layer, as a ratio to nn.LayerNorm's."""
+    """Host time a layer, and in brackets its ratio to nn.LayerNorm's."""
     ways = (
         ("no_grad", "forward without gradients"),
         ("grad", "forward with gradients"),
@@ -262,7 +263,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def picture_is_of(report: dict[str, Any]) -> bool:
-    """Whether the picture of a block of DiT is there, and of these results, if they have it."""
+    """Whether the picture of a DiT block is of the report, or absent if the report has no block."""
     if not plot.has_block(report):
         return not plot.BLOCK_PICTURE.exists()
     path = plot.BLOCK_PICTURE
@@ -270,7 +271,7 @@ def picture_is_of(report: dict[str, Any]) -> bool:
 
 
 def text_of(report: dict[str, Any]) -> str:
-    """The whole file as text, and whether it speaks of the code that is here."""
+    """The whole results file as text, and whether csrc is the same as when it was measured."""
     same = report["csrc_sha256"] == results.csrc_sha256()
     code = "this code" if same else "OTHER code: csrc has changed since"
     head = (

@@ -1,9 +1,9 @@
-"""What the rules of fused_layernorm/compile/rules.py rest on: `python -m benchmarks.rules`.
+"""The times behind the rules of fused_layernorm/compile/rules.py: `python -m benchmarks.rules`.
 
-For each shape and each way in which a layer norm stands among other operations: the device time of
-a compiled training step (forward and backward) as stock, with this package's forward kernel, and
-with Inductor's forward and this package's backward. The variants take turns; each time is the
-median of the rounds.
+For each shape and each surrounding of a layer norm (`SURROUNDINGS`) it prints the device time of a
+compiled training step (forward and backward) in three variants: stock; with this package's forward
+and backward; with Inductor's forward and this package's backward. The variants take turns; each
+time is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _residual(t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return _norm(h, t), h
 
 
-# How a layer norm stands among other operations.
+# The layer norm with the operations before and behind it.
 SURROUNDINGS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "alone": lambda t: _norm(t["x"], t),
     "GELU before": lambda t: _norm(F.gelu(t["x"]), t),

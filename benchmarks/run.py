@@ -61,10 +61,10 @@ def select(ops: str | None, rows: str | None) -> list[Case]:
 
 
 def configure_compile() -> None:
-    """Every process compiles alike, and each finds out by itself which configuration is fastest.
+    """Makes all processes compile alike, and each choose the fastest configurations by itself.
 
-    A kernel's choice between configurations is timed on the device, where the helpers that compile
-    ahead disturb each other: it must not be handed on.
+    Inductor times a kernel's configurations on the device, where the helpers that compile ahead
+    disturb each other. Their choices must therefore not reach the run through the cache.
     """
     import torch._inductor.config as config
 
@@ -72,7 +72,7 @@ def configure_compile() -> None:
 
 
 def precompile(cases: list[Case], jobs: int, seconds: float) -> None:
-    """Fills torch.compile's cache on disk from several processes; only a speed-up of the run."""
+    """Fills torch.compile's cache on disk from several processes, only to make the run faster."""
     say(f"compiling {len(cases)} functions in {jobs} processes")
     arguments = [sys.executable, "-m", "benchmarks.run", "--precompile"]
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -96,19 +96,19 @@ def precompile(cases: list[Case], jobs: int, seconds: float) -> None:
 
 @torch.no_grad()
 def precompile_cases(cases: list[Case]) -> None:
-    """What one helper process does: compiles and calls each case once."""
+    """Runs in a helper process: compiles each case and calls it once."""
     configure_compile()
     for case in cases:
         try:
             for call in providers.compile_calls(case, make_inputs(case, limit=1)):
                 call()
-        except Exception as problem:  # the run itself will meet it and say it
+        except Exception as problem:  # the run itself will meet it and report it
             print(f"{case.name}: {type(problem).__name__}", file=sys.stderr)
         torch.cuda.empty_cache()
 
 
 def sentence(problem: BaseException) -> str:
-    """The first line of what went wrong; a lost CUDA context ends the run instead."""
+    """The first line of the problem's text. Raises the problem if it lost the CUDA context."""
     text = str(problem).strip() or type(problem).__name__
     if "CUDA error" in text or "device-side assert" in text:
         raise problem

@@ -1,12 +1,12 @@
-"""Never slower than eager: a coarse sweep over rows and columns, forward and backward.
+"""Is it ever slower than eager? A coarse sweep over rows and columns, forward and backward.
 
     python -m benchmarks.sweep
-    python -m benchmarks.sweep --compile 250    so many of its points against torch.compile
+    python -m benchmarks.sweep --compile 250    250 of its points against torch.compile
 
 Columns from 1 to 4200 in odd steps (and the usual sizes with their neighbours), rows from 1 to
-100,000, in bfloat16 and float32. The points with a ratio ours / eager near 1 or above are timed
-again, longer: how many of them are slower, and the worst ten, are printed and kept in the results
-file under "sweep"; of those against torch.compile, under "sweep_compile".
+100,000, in bfloat16 and float32. The points with a ratio ours / eager near 1 or above, and in any
+case the 30 worst, are timed again, for longer. The number of slower points and the worst ten are
+printed and kept in the results file under "sweep", or "sweep_compile" if against torch.compile.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ COLS = sorted(
     | {1024, 1025, 1152, 1280, 1536, 2047, 2048, 2560, 3072, 4095, 4096, 4097}
 )
 WORST = 10
-NEAR = 0.9  # a first ratio from which on a point is timed again
-INPUTS = 32  # at most so many distinct inputs: a graph of a small case stays short
+NEAR = 0.9  # a point whose first ratio is above this is timed again
+INPUTS = 32  # at most this many distinct inputs, so that a small case's graph stays short
 
 
 def points(rows: tuple[int, ...] = ROWS, cols: list[int] = COLS) -> list[Case]:
@@ -50,7 +50,7 @@ def points(rows: tuple[int, ...] = ROWS, cols: list[int] = COLS) -> list[Case]:
 
 
 class Buffers:
-    """Random data that the inputs of all points are views of: filling them anew costs the most."""
+    """Random data of which all points' inputs are views: filling new inputs takes the longest."""
 
     def __init__(self, elements: int) -> None:
         self.data = {
@@ -59,7 +59,7 @@ class Buffers:
         }
 
     def inputs(self, case: Case) -> list[Inputs]:
-        """Distinct inputs, together larger than L2 where `INPUTS` of them can be.
+        """Distinct inputs, together larger than L2 if `INPUTS` of them suffice.
 
         mean and rstd are any numbers: the time does not depend on them.
         """
@@ -83,7 +83,7 @@ class Buffers:
 
 @torch.no_grad()
 def measure(case: Case, buffers: Buffers, *, other: str = "eager", long: bool) -> dict[str, Any]:
-    """ours_us, that of the other provider, and their ratio at one point."""
+    """The row of one point: our time, that of the other provider, and their ratio."""
     inputs = buffers.inputs(case)
     count = timing.call_count(len(inputs), case.bytes, 2e-4)
     count = min(count, max(len(inputs), INPUTS))
@@ -101,7 +101,7 @@ def measure(case: Case, buffers: Buffers, *, other: str = "eager", long: bool) -
 
 
 def sweep(cases: list[Case], seconds: float, other: str = "eager") -> dict[str, Any]:
-    """The part of the results file: how many points were timed, were slower, and the worst."""
+    """The part of the results file: how many points were timed and were slower, and the worst."""
     start = time.monotonic()
     buffers = Buffers(max(case.rows * case.cols for case in cases) + (1 << 25))
     rows = []

@@ -1,11 +1,11 @@
 """How device time, host time and wall time are measured, in one place.
 
-Device time: several distinct inputs, together larger than the L2 cache, are worked through by
-calls captured in one CUDA graph; the time is the median over replays divided by the calls. The
-outputs of as many calls as there are inputs stay alive, so that writes do not land in one cached
-buffer either. Data is random, never zeros.
+Device time: one CUDA graph captures calls on several distinct inputs, which together are larger
+than the L2 cache; the time is the median over replays divided by the number of calls. The outputs
+of as many calls as there are inputs stay alive, so that writes do not go to one cached buffer
+either. Data is random, never zeros.
 
-Host and wall time: a shared host's speed changes by the minute, so what is compared takes turns.
+Host and wall time: a shared host's speed changes by the minute, so compared variants take turns.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ DEVICE = "cuda"
 
 
 def input_count(bytes_per_call: int, l2_bytes: int, limit: int = MAX_INPUTS) -> int:
-    """How many distinct inputs make calls of `bytes_per_call` overflow L2 three times, at least 2.
+    """The number of distinct inputs, 2 to `limit`, whose calls overflow L2 three times.
 
-    Tiny tensors stop at `limit`: a graph of ten thousand calls measures nothing better.
+    Only tiny tensors reach `limit`: a graph of ten thousand calls would not measure any better.
     """
     return max(2, min(limit, math.ceil(3 * l2_bytes / max(bytes_per_call, 1))))
 
@@ -56,7 +56,7 @@ class Graph:
 
     def __init__(self, calls: Sequence[Call], count: int | None = None) -> None:
         self.count = max(count or 0, len(calls))
-        self.calls = calls  # their inputs live as long as the graph that reads them
+        self.calls = calls  # keeps the inputs alive as long as the graph that reads them
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -83,7 +83,7 @@ class Graph:
         return statistics.median(_replay_times(self.graph, replays)) / self.count
 
     def free(self) -> None:
-        """Gives the graph's memory back to the allocator, and from there if it holds much."""
+        """Gives the graph's memory to the allocator, which frees its cache if that is large."""
         self.outputs.clear()
         self.calls = ()
         self.graph.reset()
@@ -129,7 +129,7 @@ def copy_time(rows: int, cols: int, dtype: torch.dtype, **options: Any) -> float
 
 
 def wall_time(calls: Sequence[Call], rounds: int = 5) -> float:
-    """Wall microseconds of one call in a loop that is waited for at its end, after a warm-up."""
+    """Wall microseconds of one call in a loop that is synchronized at its end, after a warm-up."""
     for call in calls:
         call()
     synchronize()
@@ -159,7 +159,7 @@ def warm_up_device(seconds: float = 0.5) -> None:
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Every name once a round; the rounds begin with another one each, so that none is favoured."""
+    """Every name once a round; each round begins with the next name, so that none is favoured."""
     for number in range(rounds):
         for place in range(len(names)):
             yield names[(number + place) % len(names)]
@@ -175,7 +175,7 @@ def summary(name: str, times: Sequence[float], unit: str = "us") -> dict[str, fl
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the device did under one name: microseconds, and how often."""
+    """The runs of all kernels of one name: microseconds in total, and their number."""
 
     name: str
     us: float
@@ -192,6 +192,6 @@ def kernels_of(call: Callable[[], Any]) -> list[Kernel]:
     return [
         Kernel(event.key, event.self_device_time_total, event.count)
         for event in run.key_averages()
-        # Not the host's calls, nor the spans that PyTorch draws over several kernels.
+        # Without the host's calls and without PyTorch's annotations that span several kernels.
         if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]

@@ -5,14 +5,14 @@
                               "16x4194304 fp32 forward | strategy=stream"
     python -m benchmarks.tune "2048x2048 bf16 backward | strategy=* vecs=* teams=*"
 
-Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the parts of the plan to force one
-after the other (the words of `force_plan` in csrc/plan/plan.h); the plan's own choice is always
-timed first. A * stands for every value that its part can have beside the others, and for none where
-a strategy lacks the part; each plan is timed once, and the fastest are named at the end. What
-cannot be had, and what is the plan's own choice, is said and not timed. --file reads such lines
-from a file (# starts a comment). --list prints the options of each case and times nothing, also
-without a GPU. Each result is compared with PyTorch's own, so that a fast wrong plan does not go
-unnoticed.
+Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the options to force one after the
+other (parts of a plan, in the words of `force_plan` in csrc/plan/plan.h). The plan's own choice is
+always timed first. A * stands for every value that its part can have beside the other parts, and
+for none where a strategy lacks the part; the fastest plans are then named at the end. Each plan is
+timed once: options without a plan, and those that give a plan already listed, are named and not
+timed. --file reads such lines from a file (# starts a comment). --list prints the options of each
+case and times nothing, also without a GPU. Each result is compared with PyTorch's own, so that a
+fast but wrong plan is noticed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from benchmarks import timing
 from benchmarks.cases import EPS, Case, parse_case
 from benchmarks.ours import Inputs, make_inputs, ours, require_kernels, time_calls
 
-PLANNED = "(plan)"  # in the place of options: the plan's own choice
-FASTEST = 8  # that are named
+PLANNED = "(plan)"  # the label of the plan's own choice
+FASTEST = 8  # plans that are named
 STRATEGIES = ("warp", "thread", "block", "split", "resident", "stream", "few_rows", "group", "rows")
 HOPPER = {"capability": 90, "sms": 132, "shared_memory": 232448}
 
@@ -48,7 +48,7 @@ def reference(case: Case, t: Inputs) -> list[torch.Tensor]:
     """What PyTorch gives for a case, in float32."""
     if case.modulated:
         return _modulated_reference(case, t)
-    # Detached: in float32 these are the inputs themselves, which must not ask for gradients.
+    # Detached: float() of float32 is the input itself, which must not require gradients.
     assert t.weight is not None
     assert t.bias is not None
     x, weight, bias = (tensor.detach().float() for tensor in (t.x, t.weight, t.bias))
@@ -143,7 +143,7 @@ def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
         except (RuntimeError, ValueError) as problem:
             sentence = str(problem).strip().splitlines()[0]
             print(f"  {label:<48} failed: {sentence}", flush=True)
-            if "CUDA error" in str(problem):  # the context is lost: nothing later would be true
+            if "CUDA error" in str(problem):  # the context is lost: all later calls would fail
                 raise
             continue
         finally:
@@ -159,9 +159,9 @@ def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
 
 
 def options_of(case: Case, forces: list[str], device: dict[str, int]) -> Iterator[tuple[str, Plan]]:
-    """Options to time and the plan of each, the plan's own choice first and no plan twice.
+    """The options to time, each with its plan: the plan's own choice first, and no plan twice.
 
-    Of those in `forces` without a * it is said why they are not among them.
+    Prints why options of `forces` without a * are left out.
     """
     own = plan_under(None, case, device)
     names = {json.dumps(own): PLANNED}
@@ -202,7 +202,7 @@ def expanded(case: Case, options: str, device: dict[str, int]) -> Iterator[str]:
 
 
 def values_of(field: str, device: dict[str, int]) -> Iterable[str | int]:
-    """What a * stands for. The numbers end where the kernels' own limits are or beyond them."""
+    """The values that a * stands for. Numbers go up to the kernels' limits or beyond them."""
     sms = device["sms"]
     values: dict[str, Iterable[str | int]] = {
         "strategy": STRATEGIES,
@@ -211,7 +211,7 @@ def values_of(field: str, device: dict[str, int]) -> Iterable[str | int]:
         "bulk": (0, 1),
         "stages": range(1, 9),
         "lag": range(1, 4),
-        # Only those that leave no multiprocessor idle which another row could have.
+        # For each number of rows that run at once, the most blocks that each row can have.
         "blocks_per_row": sorted({sms // (sms // blocks) for blocks in range(1, sms + 1)}),
     }
     if field not in values:
@@ -220,7 +220,7 @@ def values_of(field: str, device: dict[str, int]) -> Iterable[str | int]:
 
 
 def current_device() -> dict[str, int]:
-    """What a plan depends on of the current device; without one, of an H100 or H200."""
+    """The current device's properties that plans depend on; without one, those of H100 and H200."""
     if not torch.cuda.is_available():
         return HOPPER
     device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -232,7 +232,7 @@ def current_device() -> dict[str, int]:
 
 
 def plan_under(options: str | None, case: Case, device: dict[str, int]) -> Plan:
-    """The plan of a case on a device under these options, or ValueError where it has none."""
+    """The plan of a case on a device under these options; raises ValueError if there is none."""
     force = torch.ops.fused_layernorm._force
     force(options)
     try:
@@ -242,7 +242,7 @@ def plan_under(options: str | None, case: Case, device: dict[str, int]) -> Plan:
 
 
 def plan_of(case: Case, device: dict[str, int]) -> Plan:
-    """The plan of a case on a device, under what is forced."""
+    """The plan of a case on a device, under the options in force."""
     problem: dict[str, Any] = {
         "backward": case.backward, "residual": case.residual, "y_dtype": case.torch_out_dtype,
         "weight_dtype": case.torch_weight_dtype, "has_epilogue": case.activation != (None, 1.0),
@@ -254,7 +254,7 @@ def plan_of(case: Case, device: dict[str, int]) -> Plan:
         problem["gated"] = case.backward and case.residual
     describe = torch.ops.fused_layernorm._plan
     plan = json.loads(describe(case.rows, case.cols, case.torch_dtype, **problem, **device))
-    if plan is None:  # the norm and its gate have a launch each
+    if plan is None:  # no plan for both: the norm and its gate have a launch each
         problem["gated"] = False
         plan = json.loads(describe(case.rows, case.cols, case.torch_dtype, **problem, **device))
     return cast(Plan, plan)

@@ -1,9 +1,9 @@
 """Processes that prepare side by side and measure one at a time.
 
-Compiling a model takes a minute of one processor core and next to nothing of the GPU; measuring
-needs the machine alone. So each process holds a lock with the others while it prepares, and by
-itself while it measures: nobody measures as long as anyone prepares. A process that has not begun
-to prepare, but imports its modules, does not count.
+Compiling a model takes a minute of one processor core and hardly any of the GPU; measuring needs
+the machine to itself. So each process holds a shared lock while it prepares and the exclusive lock
+while it measures: no process measures while another prepares. A process that still imports its
+modules holds no lock.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ def _holding(lock: Path | None, how: int) -> Iterator[None]:
     if lock is None:
         yield
         return
-    with lock.open("w") as file:  # closed, it is given back
+    with lock.open("w") as file:  # closing the file releases the lock
         fcntl.flock(file, how)
         yield
 
 
 def preparing(lock: Path | None) -> contextlib.AbstractContextManager[None]:
-    """While this is held others may prepare too. Without a lock there are no others."""
+    """Holds the shared lock: others may prepare too. Does nothing if `lock` is None."""
     return _holding(lock, fcntl.LOCK_SH)
 
 
 def measuring(lock: Path | None) -> contextlib.AbstractContextManager[None]:
-    """While this is held nobody else prepares or measures."""
+    """Holds the exclusive lock: no other process prepares or measures. Does nothing for None."""
     return _holding(lock, fcntl.LOCK_EX)
 
 
 def run(module: str, calls: Sequence[Sequence[str]], jobs: int, seconds: float) -> list[str | None]:
-    """Runs `python -m module` with each of these arguments, and with "--lock FILE".
+    """Runs `python -m module` once with the arguments of each call, and with "--lock FILE".
 
-    At most `jobs` of them at a time. Those that have not ended when the seconds are over are
-    killed. For each: None, or why it gave no result. What a process prints is shown when it has
-    ended.
+    At most `jobs` processes run at a time. Processes that have not ended after `seconds` are
+    killed. Returns for each call None, or why it gave no result. A process's output is shown when
+    the process has ended.
     """
     start = time.monotonic()
     waiting = list(range(len(calls)))

@@ -1,8 +1,8 @@
-"""Build with nothing but a C++ compiler: `pip install .` brings nvcc, headers and torch itself.
+"""Build with only a C++ compiler: `pip install .` brings nvcc, headers and torch itself.
 
-The build is an ordinary isolated one of the sdist, kept from the CUDA toolkits of this machine. Its
-kernels are compiled for one architecture and without optimization: here it matters that they
-compile, not how they run. What it gives is installed and must say where its nvcc came from.
+The sdist is built in isolation, as usual, with the CUDA toolkits of this machine hidden. The
+kernels are compiled for one architecture and without optimization: this checks that they compile,
+not how they run. The package is installed and must report that its nvcc came from Python packages.
 
 python ci/check_isolated_build.py
 """
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 QUICKLY = {
     "TORCH_CUDA_ARCH_LIST": "9.0",
     "FUSED_LAYERNORM_COMPRESS": "speed",
-    "NVCC_APPEND_FLAGS": "-Xcicc -O0 -Xptxas -O0",  # which nvcc reads
+    "NVCC_APPEND_FLAGS": "-Xcicc -O0 -Xptxas -O0",  # nvcc reads this variable
 }
 TOOLKIT_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 
@@ -50,7 +50,7 @@ def run(*arguments: str, cwd: str | Path, env: dict[str, str]) -> str:
 def main() -> None:
     env = without_toolkit()
     with tempfile.TemporaryDirectory(prefix="fused_layernorm-") as folder:
-        # An sdist needs no nvcc: what the build itself requires is left for the isolated build.
+        # An sdist needs no nvcc: only the isolated build installs the build requirements.
         sdist = ["-m", "build", "--sdist", "--no-isolation", "--skip-dependency-check"]
         run(*sdist, "-o", folder, cwd=REPOSITORY, env={**env, "FUSED_LAYERNORM_CPU_ONLY": "1"})
         (archive,) = Path(folder).glob("*.tar.gz")

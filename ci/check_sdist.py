@@ -1,4 +1,4 @@
-"""Build the sdist, and from it alone a wheel (without CUDA kernels, to be quick) that runs.
+"""Build the sdist and, from it alone, a package that runs (without CUDA kernels, to be quick).
 
 python ci/check_sdist.py
 """
@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# One file of each kind that the sdist is made for: to build, to test, to read.
+# Files of each kind that the sdist must have: for building, for testing, for reading.
 EXPECTED = [
     "setup.py",
     "csrc/bindings/schemas.cpp",
@@ -47,7 +47,7 @@ def main() -> None:
             if result.returncode:
                 sys.exit(f"failed: {' '.join(command)}")
 
-        # The build below is without CUDA kernels: it needs no nvcc of the build requirements.
+        # The build below has no CUDA kernels, so the required nvcc may be missing.
         sdist = ["--sdist", "--no-isolation", "--skip-dependency-check", "-o", folder]
         run("-m", "build", *sdist, cwd=REPOSITORY, quiet=True)
         (archive,) = Path(folder).glob("*.tar.gz")

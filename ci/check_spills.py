@@ -1,7 +1,8 @@
-"""Fail if a CUDA kernel keeps registers in memory.
+"""Fail if a CUDA kernel spills registers to local memory.
 
 Reads what `ptxas -v` printed during a build (FUSED_LAYERNORM_PTXAS_VERBOSE=1) and names every
-kernel with a stack frame or with spills: such a kernel moves bytes that nobody asked for.
+kernel with a stack frame or with spills beyond those in ALLOWED: such a kernel moves bytes that its
+work does not need.
 
     python ci/check_spills.py build.log
 """
@@ -24,10 +25,11 @@ class Allowed(NamedTuple):
     reason: str
 
 
-# The first that matches counts. A kernel's template arguments are its norm, which begins with the
-# types (of x, the parameters, y), and then the elements of a vector, the vectors of a thread and,
-# of backward's blocks, whether rows come by bulk copies and (whole rows) whether they are kept.
-# Those of blocks stand at the end, in the geometry.
+# The first rule that matches counts. A kernel's template arguments are its norm, which begins with
+# the types (of x, the parameters, y), then the elements of a vector and the vectors of a thread. In
+# backward's block kernels there follow two flags: whether rows come by bulk copies and, for whole
+# rows only, whether xhat and g are kept. Block kernels have all arguments but the norm at the end
+# of the name, in a geometry type.
 ALLOWED = [
     Allowed(r"<Norm<Types<double,", 1256, "float64 is there for its digits, not for its speed"),
     Allowed(
@@ -122,7 +124,7 @@ class Kernel(NamedTuple):
 
 
 def parse(log: str) -> list[Kernel]:
-    """The kernels in a log, in order. ptxas prints four lines for each; other lines lie between."""
+    """The kernels in a log, in order. ptxas prints four lines for each, with others in between."""
     pattern = re.compile(
         r"Compiling entry function '(?P<name>\w+)' for '(?P<arch>\w+)'"
         r"(?:(?!Compiling entry).)*?(?P<stack>\d+) bytes stack frame, "

@@ -13,18 +13,19 @@ import zipfile
 from pathlib import Path
 
 MAX_MB = 32
-# What the kernels of all default architectures (machine code for 7.5, 8.0, 9.0, 10.0 and 12.0, and
-# PTX of 10.0) take, in those of 9.0 alone: 18.31 MB to 3.68 without 12.0 when last measured, and
-# 12.0's are taken to be as large as 9.0's.
+# The size of the kernels of all default architectures (machine code for 7.5, 8.0, 9.0, 10.0 and
+# 12.0, and PTX of 10.0) over the size of those of 9.0 alone. When last measured, the sizes were
+# 18.31 MB without 12.0, and 3.68 MB; 12.0's kernels are taken to be as large as 9.0's.
 WHOLE_TO_HOPPER = 5.98
-# All that a binary may ask of the machine: torch's two, and what every Linux with torch has.
+# The libraries that a binary may need: torch's two, and those of every Linux with torch.
 LIBRARIES = r"libtorch(_cpu)?\.so|(libstdc\+\+|libgcc_s|libc|libm|ld-linux-[\w-]+)\.so\.\d+"
 # Symbols of torch's C++ API are bound to one release of torch; the stable ABI is plain C.
 UNSTABLE = r"_Z(TV|TI|TS)?NK?(2at|3c10|5torch|6caffe2)"
-# Symbols of Python, by which a binary is bound to a version or to a build of it.
+# Symbols of Python bind a binary to a version or to a build of Python.
 PYTHON = r"_?Py"
 FORBIDDEN_FILES = r"\.(cu|cuh|cpp|h|o|pyc)$"
-# The autograd libraries, each bound to one minor version of torch, know neither CUDA nor Python.
+# The autograd libraries, each bound to one minor version of torch, may need libc10.so too, but no
+# library of CUDA or of Python.
 AUTOGRAD_LIBRARIES = LIBRARIES + r"|libc10\.so"
 
 _path = Path(__file__).resolve().parents[1] / "csrc" / "autograd" / "build.py"
@@ -44,7 +45,9 @@ def needed_by(library: str) -> list[str]:
 
 
 def autograd_complaints(archive: zipfile.ZipFile, folder: str) -> list[str]:
-    """One library for each minor version of torch, that needs no more than torch's CPU half."""
+    """Complaints about the autograd libraries. Each minor version of torch must have one, which may
+    need torch's CPU libraries alone.
+    """
     found = []
     path_of = autograd_build.autograd_library.path_of
     expected = {
@@ -89,7 +92,7 @@ def complaints(wheel: Path, hopper_only: bool) -> list[str]:
     whole = wheel.stat().st_size / 1e6
     print(f"{wheel.name}: {whole:.2f} MB")
     if hopper_only:
-        # The kernels, compressed already, come once for each architecture; the rest comes once.
+        # The kernels, which are compressed, count for each architecture; the rest counts once.
         whole += kernels / 1e6 * (WHOLE_TO_HOPPER - 1)
         print(f"some {whole:.1f} MB with all architectures")
     if whole > MAX_MB:

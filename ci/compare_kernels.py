@@ -1,16 +1,17 @@
-"""What a change did to the machine code: two builds' kernels, one by one.
+"""What a change did to the machine code: the kernels of two builds, compared one by one.
 
     python ci/compare_kernels.py OLD.so NEW.so
 
 Each kernel of OLD is looked for in NEW by its machine code, so a kernel that was only renamed or
-moved is found: "identical" is the same instructions to the bit; "but for parameters" is the same
-but for where in constant memory the kernel's arguments lie, as after a change of a Params struct.
-What is left is paired by name and template arguments, and then with what is nearest by name and by
-the mix of instructions; for these pairs the report shows registers, stack, instructions that touch
-local memory (spills), shared memory and code size. Nothing runs, and no GPU is needed.
+moved is found. "identical" means the same instructions to the bit; "identical but for parameters"
+means that only the places of the kernel's arguments in constant memory differ, as after a change of
+a Params struct. The other kernels are paired by name and template arguments, and those still left
+with the kernel that is nearest by name and by mix of instructions. For these pairs the report shows
+registers, stack, instructions that access local memory (spills), shared memory and code size.
+Nothing runs, and no GPU is needed.
 
 The exit status is 1 if a changed kernel keeps more in local memory than the one it is compared
-with. It needs cuobjdump: from CUDA, or from the registry's package nvidia-cuda-cuobjdump.
+with. The script needs cuobjdump, from CUDA or from the Python package nvidia-cuda-cuobjdump.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ INSTRUCTION = 16  # bytes, on every architecture from sm_70 on
 STORE_LOCAL, LOAD_LOCAL = 0x387, 0x983
 # Arguments lie in constant bank 0, behind what the driver keeps there.
 FIRST_ARGUMENT = 0x160
-# A pair of different names is shown if it is this near: 0 is alike, 2 has nothing in common.
+# Kernels of different names are paired below this distance: 0 is alike, 2 is nothing in common.
 NEAR = 1.2
-CANDIDATES = 100  # kernels of the nearest mix of instructions whose names are looked at
+CANDIDATES = 100  # kernels of the nearest mixes of instructions, whose names are compared too
 
 
 @dataclass(eq=False)
@@ -54,9 +55,9 @@ class Kernel:
     shared: int = 0
     size: int = 0  # bytes of machine code
     spills: int = 0  # instructions that load or store local memory
-    exact: str = ""  # a hash of the instructions and of the constants made for them
-    loose: str = ""  # the same, wherever the kernel's arguments lie
-    mix: Counter[int] = field(default_factory=Counter)  # operations and how often they stand there
+    exact: str = ""  # a hash of the instructions and of the compiler's constants
+    loose: str = ""  # the same without the places of arguments
+    mix: Counter[int] = field(default_factory=Counter)  # instructions by operation
 
     @property
     def family(self) -> str:
@@ -91,12 +92,12 @@ def sections(elf: bytes) -> dict[str, bytes]:
     found = {}
     for name, kind, _, _, offset, size in headers:
         text = elf[start + name : elf.index(b"\0", start + name)].decode()
-        found[text] = b"" if kind == 8 else elf[offset : offset + size]  # 8: takes no room
+        found[text] = b"" if kind == 8 else elf[offset : offset + size]  # 8: no bytes in the file
     return found
 
 
 def read_code(kernel: Kernel, code: bytes, constants: bytes) -> None:
-    """Fills in what the machine code says of a kernel."""
+    """Fills in the fields that are read from a kernel's machine code."""
     words = np.frombuffer(code[: len(code) // INSTRUCTION * INSTRUCTION], "<u8").reshape(-1, 2)
     low = words[:, 0]
     operations = low & 0xFFF
@@ -167,9 +168,9 @@ def without_parameters(name: str) -> str:
 
 
 def take(old: list[Kernel], new: list[Kernel], key: str) -> int:
-    """Removes from both lists the kernels that are alike by `key`, each one once; how many.
+    """Removes from both lists the pairs of kernels with the same `key`; returns their number.
 
-    Of several with the same code those of the same name go together.
+    Of several kernels with the same code, those with the same name are paired first.
     """
     before = len(old)
     for keys in (("arch", "name", key), ("arch", key)):
@@ -189,7 +190,7 @@ def take(old: list[Kernel], new: list[Kernel], key: str) -> int:
 
 
 def words_of(name: str) -> Counter[str]:
-    """A name's words, and each with the one behind it, for their order counts too."""
+    """The words of a name, and its pairs of neighbouring words, because their order counts too."""
     words = re.findall(r"\w+", name)
     return Counter([*words, *map(" ".join, itertools.pairwise(words))])
 
@@ -288,7 +289,7 @@ def main() -> int:
         f"now, {len(added)} are new"
     )
 
-    # The worst first: more local memory, then more registers, then larger.
+    # The worst come first: by more stack, then more spills, more registers, larger code.
     both.sort(key=lambda pair: (
         pair[0].stack - pair[1].stack, pair[0].spills - pair[1].spills,
         pair[0].registers - pair[1].registers, -pair[1].size / pair[0].size,

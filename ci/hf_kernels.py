@@ -3,10 +3,11 @@
     python ci/hf_kernels.py OUT
 
 compiles the package as `setup.py` does (FUSED_LAYERNORM_CPU_ONLY, TORCH_CUDA_ARCH_LIST and the
-like hold here too) and lays it out once for each variant that the binary serves: by its CUDA
-version, or one variant for the CPU without CUDA kernels. Every build has operators in a namespace
-of its own, named after its sources, so several can be loaded into one process, and beside the
-installed package. OUT is then what LocalLayerRepository takes, and what is uploaded to the Hub.
+like hold here too) and lays it out once for each variant that the binary serves: variants for its
+CUDA version, or one for the CPU if it has no CUDA kernels. Every build has its operators in a
+namespace of its own, named by a hash of its sources, so that several builds can be loaded into one
+process, also beside the installed package. OUT can then be given to LocalLayerRepository or
+uploaded to the Hub.
 """
 
 import argparse
@@ -26,11 +27,11 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = "fused_layernorm"
 LICENSE = "Apache-2.0"
-STABLE_ABI = "210"  # of LibTorch, in setup.py: TORCH_TARGET_VERSION
+STABLE_ABI = "210"  # LibTorch 2.10, as TORCH_TARGET_VERSION in setup.py
 # The one line in the package that names the namespace.
 NAMESPACE_FILE = "ops/load.py"
 NAMESPACE_LINE = 'NAMESPACE = "fused_layernorm"'
-# Of the folder with the package's name, in which older versions of `kernels` look.
+# The __init__.py of the folder with the package's name, in which older versions of `kernels` look.
 COMPATIBILITY = """\
 import sys
 from importlib import util
@@ -46,7 +47,7 @@ globals().update(vars(sys.modules["{id}"]))
 
 
 def identifier_of_build() -> str:
-    """A name for the build, as a module and as a namespace: by all that goes into it."""
+    """The build's name as a module and as a namespace: a hash of all that goes into the build."""
     digest = hashlib.sha256()
     folders = [REPOSITORY / "csrc", REPOSITORY / PACKAGE]
     paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
@@ -82,7 +83,7 @@ def build(identifier: str, folder: Path) -> Path:
 
 
 def facts_of(package: Path) -> dict[str, Any]:
-    """What `python -m fused_layernorm --json` says of it."""
+    """What `python -m fused_layernorm --json` says of the package."""
     command = [sys.executable, "-m", PACKAGE, "--json"]
     env = os.environ | {"PYTHONPATH": str(package.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     output = subprocess.run(
@@ -94,9 +95,9 @@ def facts_of(package: Path) -> dict[str, Any]:
 def variants_of(cuda: str | None) -> list[str]:
     """The names of the variants that a binary serves.
 
-    Its CUDA runtime is its own, so it runs under any torch whose driver is recent enough for it. A
-    variant of x.y is taken by every torch of CUDA x.z with z >= y: cu126 is the oldest of CUDA 12
-    that torch 2.10 comes with.
+    A binary has its own CUDA runtime, so it runs under any torch if the driver is recent enough for
+    that runtime. A variant for CUDA x.y is loaded by every torch for CUDA x.z with z >= y; 12.6 is
+    the oldest CUDA 12 for which there is a torch 2.10.
     """
     served = {None: ["cpu"], "12": ["cu126", "cu130"], "13": ["cu130"]}
     major = cuda.split(".")[0] if cuda else None
@@ -107,7 +108,7 @@ def variants_of(cuda: str | None) -> list[str]:
 
 
 def version() -> int:
-    """The major version; `kernels` knows no other, and 0 says that the interface may change."""
+    """The major version, all that `kernels` knows; 0 says that the interface may change."""
     text = (REPOSITORY / "pyproject.toml").read_text()
     found = re.search(r'^version = "(\d+)\.', text, re.MULTILINE)
     if found is None:

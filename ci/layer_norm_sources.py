@@ -2,8 +2,8 @@
 
     python ci/layer_norm_sources.py .venv/lib/python3.11/site-packages/timm
 
-Nothing is imported from there, so any version of a package will do, unpacked anywhere. For a new
-release: read what a class that is not known computes, and enter it, with its digest, into
+Nothing is imported from the folder, so any version of a package will do, unpacked anywhere. For a
+new release, read what each unknown class computes, and enter the class with its digest into
 fused_layernorm/swap_table.py.
 """
 

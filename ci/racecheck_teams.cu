@@ -1,15 +1,15 @@
-// What racecheck can follow of a block whose teams meet at barriers of their own, in small.
+// A small program that shows what racecheck can follow in a block whose teams have barriers of
+// their own.
 //
 //   nvcc -arch=sm_90 -lineinfo -o racecheck_teams ci/racecheck_teams.cu
 //   compute-sanitizer --tool racecheck ./racecheck_teams 0   # no hazards
 //   compute-sanitizer --tool racecheck ./racecheck_teams 1   # 1 hazard
 //
-// The program has no race: between the stores to `sums` and the loads of other threads' sums, and
-// between these and the next stores, stands a __syncthreads() that all threads reach. Racecheck of
-// CUDA 13.0 reports hazards there all the same as soon as the teams have passed different numbers
-// of their own barriers before, and none where the numbers are equal. backward/group.cu has such
-// teams, because of a group's rows one team may have one more than another. So the cases that
-// ci/on_gpu gives racecheck have as many rows for each team.
+// The program has no race: all threads reach a __syncthreads() between the stores to `sums` and the
+// loads of other teams' sums. Racecheck of CUDA 13.0 still reports hazards there if the teams have
+// passed different numbers of their own barriers before, and none if the numbers are equal. The
+// numbers can differ in backward/group.cu, where one team may have one row of a group more than
+// another. The cases that ci/on_gpu gives racecheck therefore have equally many rows for each team.
 #include <cstdio>
 #include <cstdlib>
 

@@ -1,11 +1,10 @@
-"""Every kernel family once, in small, for compute-sanitizer; ci/on_gpu runs it.
+"""Small cases of every kernel family for compute-sanitizer; ci/on_gpu runs them.
 
     compute-sanitizer --tool memcheck python ci/sanitizer_cases.py
     compute-sanitizer --tool racecheck python ci/sanitizer_cases.py --teams-alike
 
-The results are not looked at: that is what the tests are for. With --teams-alike the teams of a
-block have as many rows of a group as each other, which is what racecheck can follow
-(ci/racecheck_teams.cu).
+The results are not checked, because the tests do that. With --teams-alike all teams of a block have
+the same number of rows of a group: racecheck can follow no others (ci/racecheck_teams.cu).
 """
 
 import argparse
@@ -22,7 +21,7 @@ _ops = torch.ops.fused_layernorm
 
 def run(rows, cols, dtype, strategy=None, *, forward=None, weight_dtype=None, y_dtype=None,
         activation=None, residual=False, strided=False):  # fmt: skip
-    """Forward by one strategy, backward by another; without one, as planned.
+    """Forward by the strategy `forward`, backward by `strategy`; None leaves it to the plan.
 
     Strided rows of x and dy have columns between them that no kernel may touch.
     """
@@ -69,13 +68,13 @@ def run_modulated(samples, tokens, cols, dtype, *, per_token=False, weight=False
 
 
 def strategy_of_many_rows(cols, dtype):
-    """Which persistent blocks take these rows where they are many."""
+    """The backward strategy that the plan chooses for many rows of this length."""
     plan = json.loads(_ops._plan(1 << 20, cols, dtype, backward=True))
     return plan["strategy"]
 
 
 def teams_of(cols, dtype, gated):
-    """The rows that a block with groups of rows works on at once, one if it has no teams."""
+    """The number of teams in a block that works on groups of rows, one if it is a single team."""
     many = 1 << 14
     plan = json.loads(
         _ops._plan(many, cols, dtype, backward=True, group_rows=64, gated=gated) or "null"
@@ -84,7 +83,7 @@ def teams_of(cols, dtype, gated):
 
 
 def groups(cols, dtype, teams_alike):
-    """Samples and tokens: several groups a block, which all of its teams have rows of."""
+    """Samples and tokens; `teams_alike`: several groups a block, and as many rows for each team."""
     if not teams_alike:
         return 3, 150
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
@@ -98,7 +97,7 @@ def main():
     torch.manual_seed(0)
     for dtype in (BF16, F32):
         for cols in (7, 64, 96, 768, 1023, 2047, 4096, 5003, 16384):
-            if cols <= 8192:  # a thread keeps no more of a row
+            if cols <= 8192:  # few_rows has no kernels for longer rows
                 run(37, cols, dtype, "few_rows")
             run(300, cols, dtype, strategy_of_many_rows(cols, dtype))
         for cols in (1000, 1027):
@@ -113,7 +112,7 @@ def main():
             run(129, cols, dtype, "thread", forward="thread", strided=True)
             other = {"weight_dtype": F32, "y_dtype": BF16 if dtype == F32 else F32}
             run(129, cols, dtype, "thread", forward="thread", **other)
-        # Shifted rows whose parameters are loaded with the row, being few, and after its sums.
+        # Shifted rows: of few rows the parameters are loaded with x, of many after the sums.
         for rows in (37, 5000):
             run(rows, 231, dtype)
             run(rows, 231, dtype, strided=True)
@@ -130,12 +129,12 @@ def main():
         run(7, 15_936 * multiprocessors, BF16, residual=True)
         run(7, 7968 * multiprocessors, F32)
     run(10, 300_000, F32)
-    # A row in the registers of one block: one that comes and goes, and one that stays for more.
+    # A row in the registers of one block: a block for each row, and persistent blocks.
     for cols, dtype in ((32_768, BF16), (16_384, F32), (40_960, BF16), (20_480, F32)):
         run(300, cols, dtype)
         run(300, cols, dtype, activation="silu")
     run(2, 4_194_304, F32)
-    # Modulations of groups of rows and of rows, by rings and without, streamed, and odd columns.
+    # Modulations per group and per row, with rings and without, in stream, with odd columns.
     for dtype in (BF16, F32):
         for cols in (7, 64, 1023, 1152, 3072, 6000, 12_288):
             samples, tokens = groups(cols, dtype, teams_alike)

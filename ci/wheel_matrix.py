@@ -1,10 +1,11 @@
 """Show that one wheel serves every Python and every torch.
 
-For each line of MATRIX: a fresh environment of that Python, with that torch and the wheel as a
-user would install it, in which the tests run against the installed package, from a folder that
-holds the tests and no sources. A Python that this machine lacks is reported as skipped.
+For each line of MATRIX a fresh environment of that Python gets that torch and the wheel, as a user
+would install them. The tests then run against the installed package, from a folder that holds the
+tests and no sources. A Python that this machine lacks is reported as skipped.
 
-Under every other minor version of torch the wheel's autograd library is loaded and trains a step.
+Under every other minor version of torch (TRAINED) only a small model is trained, with the wheel's
+autograd library.
 
     python ci/wheel_matrix.py dist/fused_layernorm-*.whl
 """
@@ -26,7 +27,7 @@ MATRIX = [("3.10", "2.10.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
 TRAINED = [("3.11", "2.11.0"), ("3.11", "2.12.0"), ("3.11", "2.14.0")]
 # What the tests need. Tests of integrations whose package is missing here are skipped by name.
 PACKAGES = ["numpy", "pytest"]
-# A CUDA build of torch brings 3 GB from the registry, which may fail for reasons of its own.
+# A CUDA build of torch is a download of 3 GB, which may fail for reasons outside this check.
 INSTALL_TRIES = 3
 PAUSE_SECONDS = 30
 COPIED = ["tests", "examples", "docs", "pyproject.toml"]
@@ -97,7 +98,7 @@ def find_python(version: str) -> str | None:
     kept = sorted(pyenv.glob(f"versions/{version}.*/bin/python"), reverse=True)
     for candidate in [shutil.which(f"python{version}"), *map(str, kept)]:
         if candidate is not None:
-            # A pyenv shim is on PATH also for a version that is not switched on: ask it.
+            # PATH may have a pyenv shim of a version that is not active, so ask for the version.
             probe = subprocess.run(
                 [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
                 capture_output=True,
@@ -110,7 +111,7 @@ def find_python(version: str) -> str | None:
 
 
 def run_pair(version: str, torch: str, wheel: Path, arguments: list[str] | None) -> Result:
-    """The tests with these arguments of pytest; where they are None, the training step alone."""
+    """Runs the tests with these arguments of pytest, or only the training if they are None."""
     interpreter = find_python(version)
     if interpreter is None:
         return Result(version, torch, f"skipped: no Python {version} here", True)

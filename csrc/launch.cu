@@ -1,4 +1,5 @@
-// From a plan to its strategy: the launch functions that the bindings call.
+// The launch functions that the bindings call: each passes a plan to the launch function of its
+// strategy.
 #include <type_traits>
 
 #include "launch.cuh"

@@ -1,5 +1,6 @@
-// How kernels are launched: from the numbers of a plan to template parameters, dynamic shared
-// memory and errors. And one launch function for each strategy, in the file of its kernels.
+// How kernels are launched: the numbers of a plan become template parameters and dynamic shared
+// memory, and errors are returned. Each strategy has one launch function, which is declared here
+// and defined in the file of its kernels.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -43,13 +44,13 @@ cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
 // Adds up the partial dweight and dbias in the workspace, if there are any.
 cudaError_t launch_param_grad(const BackwardParams&, const DataTypes&, const backward::PartialSums&,
                               cudaStream_t);
-// Add up the parts of groups of rows, if there are any.
+// Add up the partial sums of groups of rows, if there are any.
 cudaError_t launch_modulation_grad(const BackwardParams&, const DataTypes&,
                                    const backward::GroupParts&, cudaStream_t);
 cudaError_t launch_gate_grad(const GateParams&, const DataTypes&, const backward::GroupParts&,
                              cudaStream_t);
 
-// A number of vectors in a list, as a template parameter.
+// A number of vectors as a template parameter. It is an error if the list does not have it.
 template <int kFirst, int... kRest, typename Then>
 cudaError_t dispatch_vecs(VecsList<kFirst, kRest...>, int vecs, const Then& then) {
   if (vecs == kFirst) return then(std::integral_constant<int, kFirst>{});
@@ -81,11 +82,12 @@ inline int log2_of(int power_of_two) {
   return log;
 }
 
-// A block has 48 KB without asking, its static shared memory included.
+// The most dynamic shared memory for which nothing is requested. Without a request a block has 48
+// KB, which include its static shared memory.
 constexpr int kFreeSharedMemory = 40 * 1024;
 
-// Allows a kernel more shared memory. The driver is asked once for each kernel, device and thread
-// of the host, not at every launch.
+// Allows a kernel more shared memory. The driver is not called at every launch, but only if this
+// thread of the host has not yet allowed the kernel as many bytes on this device.
 inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   thread_local std::map<std::pair<int, const void*>, int> allowed;
   int device = 0;
@@ -101,7 +103,7 @@ inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
 enum class Start {
   kPlain,
   kCooperative,  // all blocks are resident at once
-  kEarly,        // before the kernel in front has ended; the kernel waits (device/dependency.cuh)
+  kEarly,        // before the previous kernel has ended; the new one waits (device/dependency.cuh)
 };
 
 template <Start kStart = Start::kPlain, typename... Params, typename... Args>
@@ -132,8 +134,8 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& plan, cudaStream_t s
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 
-// Launches a kernel that waits for the one in front by itself: early, where `may` says that the
-// device can.
+// Launches a kernel that itself waits for the previous kernel (device/dependency.cuh): early, if it
+// `may` (the plan's starts_early).
 template <typename... Params, typename... Args>
 cudaError_t launch_early(bool may, void (*kernel)(Params...), const Launch& plan,
                          cudaStream_t stream, const Args&... args) {
@@ -141,7 +143,7 @@ cudaError_t launch_early(bool may, void (*kernel)(Params...), const Launch& plan
              : launch(kernel, plan, stream, args...);
 }
 
-// Presets the slots in which the blocks of each row meet: `bytes` of all ones.
+// Presets `bytes` of slots, in which the blocks of each row meet, to all ones.
 inline cudaError_t clear_slots(void* slots, int64_t bytes, cudaStream_t stream) {
   return bytes > 0 ? cudaMemsetAsync(slots, 0xff, static_cast<size_t>(bytes), stream) : cudaSuccess;
 }

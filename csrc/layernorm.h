@@ -1,6 +1,6 @@
-// The contract between host code and kernels: what a launch is given, and who launches. Kernels
-// know rows and columns, not tensors; tensors stop in bindings/cuda. docs/architecture.md has a
-// picture of the whole, and docs/tuning-log.md tells what was tried.
+// The contract between host code and kernels: the parameters of a launch, and the functions that
+// launch. Kernels know rows and columns, not tensors: only bindings/cuda handles tensors.
+// docs/architecture.md has a picture of the whole, and docs/tuning-log.md tells what was tried.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,13 +13,14 @@ namespace fused_layernorm {
 
 enum class Activation : int32_t { kNone, kGelu, kGeluTanh, kSilu, kRelu };
 
-// Where a row begins. Rows that are contiguous inside may stand at two strides: row = outer *
-// inner_rows + inner. A kernel neither branches nor divides for that, because the loads of a row
-// would wait behind a branch. (Granlund and Montgomery, "Division by invariant integers using
-// multiplication", 1994, for rows below 2^31.)
+// Where a row begins, in elements. A row's own elements are contiguous. Rows may have two strides:
+// row outer * inner_rows + inner begins at outer * outer_stride + inner * inner_stride. A kernel
+// computes this with neither a branch nor a division, because the loads of a row would wait behind
+// a branch. (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994,
+// for rows below 2^31.)
 struct RowMap {
   int64_t stride = 0;       // from one row to the next
-  int64_t jump = 0;         // by how much an outer_stride exceeds inner_rows strides
+  int64_t jump = 0;         // outer_stride - inner_rows * stride
   uint32_t multiplier = 0;  // outer = row * multiplier / 2^(32 + shift)
   uint32_t shift = 0;
 
@@ -33,7 +34,7 @@ struct RowMap {
         static_cast<uint32_t>(((int64_t{1} << (32 + shift)) + inner_rows - 1) / inner_rows);
   }
 #ifdef __CUDACC__
-  // Whether rows of `cols` elements lie one behind the other.
+  // Whether rows of `cols` elements follow each other without gaps.
   __device__ __forceinline__ bool is_dense(int cols) const {
     return stride == cols && (jump == 0 || multiplier == 0);
   }
@@ -45,8 +46,7 @@ struct RowMap {
 #endif
 };
 
-// A number in the form that float32 and that float64 arithmetic take, so that kernels convert
-// nothing.
+// A number in two forms, for float32 and for float64 arithmetic, so that kernels convert nothing.
 struct Scalar {
   double exact = 0;
   float rounded = 0;
@@ -76,9 +76,10 @@ struct DataTypes {
   DataType y = DataType::kFloat32;
 };
 
-// What a modulation adds to a norm: z * (1 + scale) + shift behind the affine map z, and
-// residual + gate * input before it. Each row finds its own columns in each of them, and rows that
-// share parameters find the same ones. All begin at multiples of 16 bytes.
+// What a modulation adds to a norm: z * (1 + scale) + shift behind the affine map, whose result is
+// z, and x = residual + gate * input in front of the norm. Each RowMap says where the columns for a
+// row begin; rows that share parameters share this place. All columns begin at multiples of 16
+// bytes.
 struct Modulation {
   const void* shift = nullptr;  // each optional, of weight's type
   const void* scale = nullptr;
@@ -118,8 +119,9 @@ struct ForwardParams {
   bool is_modulated = false;
   Modulation modulation;
 
-  // A second modulation of the same norm, without a gate, and its output, as y: of rows without a
-  // residual that begin at multiples of 16 bytes and stay on the chip, with y of x's type.
+  // A second modulation of the same norm, without a gate, and its output, which is laid out as y.
+  // Only for rows without a residual that begin at multiples of 16 bytes and stay on the chip,
+  // where y is of x's type.
   Modulation second;
   void* second_y = nullptr;  // optional
 };
@@ -151,9 +153,9 @@ struct BackwardParams {
 
   void* workspace = nullptr;
 
-  // With a modulation, rows in order form groups of group_rows rows, and those of a group share
-  // shift and scale. Their gradients are [groups][cols], optional, of weight's type, or of the
-  // arithmetic's where further sums follow.
+  // With a modulation, every group_rows consecutive rows are a group, and the rows of a group share
+  // shift, scale and gate. dshift and dscale are [groups][cols], optional, of weight's type, or of
+  // the arithmetic's type (`is_wide`) where further sums follow.
   bool is_modulated = false;
   Modulation modulation;
   int64_t group_rows = 0;
@@ -191,7 +193,7 @@ struct GateParams {
   void* workspace = nullptr;
 };
 
-// Each enqueues its kernels on `stream` of the current device and returns the first error.
+// Each function enqueues its kernels on `stream` of the current device and returns the first error.
 cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
                                       const forward::Plan& plan, cudaStream_t stream);
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,

@@ -2,9 +2,9 @@
 //
 // Forward: one block holds one row in registers. Backward: persistent blocks; each thread owns the
 // same columns of all rows that its block works on, and keeps their dweight and dbias in registers.
-// A block works on several rows at once where they are short, one for each of its teams. Rows come
-// through a ring in shared memory by bulk copies, or, on chips and for alignments that have none,
-// straight from global memory.
+// Where rows are short, a block works on several at once, one for each of its teams. Rows come
+// through a ring in shared memory by bulk copies. Without a ring (on chips that have no bulk
+// copies, in float64, and for few rows) they come straight from global memory.
 #include "backward/persistent.cuh"
 #include "device/dependency.cuh"
 #include "forward/row.cuh"
@@ -16,8 +16,9 @@ namespace {
 // ---- Forward
 
 struct RowBlock {
-  static constexpr int kMostEarlyWords = 0;  // All registers are for the row.
-  // bfloat16 with GELU, 32768 x 4096 142.0 us, walked 141.1; 16384 x 8192 144.7, 142.7.
+  static constexpr int kMostEarlyWords = 0;  // The row takes all registers.
+  // bfloat16 with GELU: 32768 x 4096 142.0 us, by walking addresses 141.1; 16384 x 8192 144.7 and
+  // 142.7.
   static constexpr bool kWalks = true;
   BlockTeam team;
 
@@ -29,9 +30,9 @@ struct RowBlock {
     return team_sum(v, team, scratch[n]);
   }
 
-  // Loaded behind the row, the first elements would also come behind the stores of residual_out
-  // (bfloat16 with a residual: 32768 x 4096 271 us, before the row 260). Eight vectors beside a
-  // residual leave no register for a pivot that is loaded before the row.
+  // If the first elements were loaded behind the row, their load would also wait behind the stores
+  // of residual_out (bfloat16 with a residual: 32768 x 4096 271 us, loaded before the row 260). But
+  // eight vectors beside a residual leave no register for a pivot that is loaded before the row.
   template <typename N, int kVecs, bool kShifted>
   static constexpr bool kPivotFirst = kShifted || kVecs < 8 || !N::Prologue::kMayStore;
   template <typename N, typename Row, int kWidth>
@@ -39,8 +40,9 @@ struct RowBlock {
     return N::Statistic::template pivot<typename N::X>(row.first_elements(kWidth));
   }
 
-  // A row's vectors follow each other from lane to lane. From warp to warp there are seams, which
-  // are closed at the end. kPieces counts what a thread stores, kVecs what the plan does.
+  // Within a warp, neighbouring lanes have neighbouring vectors of the row. Between warps there are
+  // seams, which are closed at the end. kPieces is the number of pieces that a thread stores, kVecs
+  // the plan's number of vectors.
   template <int kPieces, int kVecs, typename Words>
   struct Seams {
     static constexpr int kWarps =
@@ -51,15 +53,15 @@ struct RowBlock {
     Words* highs;  // of each seam the words behind it
     Words* own;    // in a warp's first and last lane: where its words of vector 0 belong
 
-    // Its scratch memory must not be taken again before another barrier of the block.
+    // The scratch memory must not be written again before another barrier of the block.
     __device__ __forceinline__ explicit Seams(const RowBlock& row) : team(row.team) {
       __shared__ Words scratch[2][kMost];
       lows = scratch[0];
       highs = scratch[1];
       own = team.lane() == 0 ? highs + team.warp() : lows + team.warp() + 1;
     }
-    // The words of the vector before this thread's k-th, which has `words`. A warp's first lane
-    // gets any words.
+    // Returns the words of the vector before this thread's k-th vector, which has `words`. A warp's
+    // first lane gets any words.
     __device__ __forceinline__ Words before(int k, const Words& words) const {
       if (team.lane() == 0 || team.lane() == kWarpSize - 1) own[k * team.warps()] = words;
       return shuffle(words, team.lane() - 1, kWarpSize);
@@ -112,15 +114,16 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   using Acc = typename N::Acc;
   using X = typename N::X;
   constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
-  if constexpr (G::kBulk && !kHasBulk) return;  // It is never launched there.
+  if constexpr (G::kBulk && !kHasBulk) return;  // It is never launched on such chips.
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ alignas(16) Pair<Acc> scratch[2][kBackwardScratch];
   __shared__ Pair<float> stage_statistics[kAllStages];
   __shared__ __align__(8) uint64_t barriers[kAllStages];
 
   const BlockTeam team(plan.team_threads);
-  // Every thread belongs to a team. The bound changes nothing but which registers the compiler
-  // takes (32768 x 4096, without and with it: bfloat16 216 us, 214; float16 218, 215).
+  // Every thread of this kernel belongs to a team, so the bound changes only which registers the
+  // compiler takes (32768 x 4096, without and with the bound: bfloat16 216 us, 214; float16 218,
+  // 215).
   const int team_index = min(team.index, plan.teams - 1);
   const SliceWork work(plan.teams, team_index, p.rows, p.cols);
   const PersistentRows<N, kWidth, kVecs, G::kBulk> rows(p, plan, work, team, team_index, shared,
@@ -131,7 +134,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   RunningParamGrads<Acc, kWidth, kVecs> grads;
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
   const int first_scratch = team_index * scratch_values(team.warps());
-  // Iterations from a row's first read to the barrier behind its last.
+  // Iterations from a row's first read to the barrier behind its last read.
   constexpr int kHeld = G::kKeep ? 0 : 1;
   RingPosition read;
   for (int i = 0; i < work.rows; ++i) {
@@ -162,7 +165,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       }
     });
     sums = team_sum(sums, team, scratch[i & 1] + first_scratch);
-    // Behind that barrier nobody reads the row of kHeld iterations ago any more.
+    // Behind the barrier of team_sum(), no thread reads the row of kHeld iterations ago any more.
     rows.refill(team, read, i, kHeld);
     if (p.dx != nullptr) {
       const Pair<Acc> means = means_of(sums, inverse_cols);
@@ -192,7 +195,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   }
 }
 
-// One block a row by the kernel for slices of rows: a slice that is the whole row.
+// Launches the kernel for slices of rows with a single slice, which is the whole row.
 cudaError_t launch_as_slices(const BackwardParams& params, const DataTypes& types,
                              const backward::Block& plan, cudaStream_t stream) {
   backward::Split whole;
@@ -223,8 +226,8 @@ cudaError_t launch_backward(const BackwardParams& params, const DataTypes& types
       }
     });
   } else {
-    // Without what slices need the compiler does better (8192 x 16384 bfloat16: 247 us, 241), but
-    // not beside a residual (369.0, 368.9).
+    // Bare rows have a kernel without the code for slices, because it is faster (8192 x 16384
+    // bfloat16: 241 us, with that code 247). Beside a residual it is not (368.9, with it 369.0).
     const bool bare = params.dresidual == nullptr && !params.has_epilogue;
     if (!bare || !plan.bulk) return launch_as_slices(params, types, plan, stream);
     return start(BareBackward<T>{}, std::true_type{});

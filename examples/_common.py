@@ -11,12 +11,12 @@ import torch
 
 
 def say(text: str = "") -> None:
-    """A line that is seen at once."""
+    """Prints a line without buffering it."""
     print(text, flush=True)
 
 
 def device() -> torch.device:
-    """The GPU where there is one that this PyTorch can use."""
+    """The GPU if there is one that this PyTorch can use, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -30,13 +30,13 @@ def largest_error(stock: dict[str, torch.Tensor], fused: dict[str, torch.Tensor]
 
 
 def graphed(call: Callable[[], Any], where: torch.device) -> Callable[[], Any]:
-    """On a GPU the call as a CUDA graph, whose time has no launches in it: the device's alone."""
+    """On a GPU, the call as a CUDA graph, whose time is the device's alone, without launches."""
     if where.type != "cuda":
         return call
     stream = torch.cuda.Stream(where)
     stream.wait_stream(torch.cuda.current_stream(where))
     with torch.cuda.stream(stream):
-        for _ in range(3):  # what is chosen and allocated at first use
+        for _ in range(3):  # first calls choose kernels and allocate
             call()
     torch.cuda.current_stream(where).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

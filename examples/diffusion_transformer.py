@@ -8,16 +8,16 @@ stream of tokens:
     x = x + gate1 * attention(norm(x) * (1 + scale1) + shift1)
     x = x + gate2 * mlp(norm(x) * (1 + scale2) + shift2)
 
-Rewritten, the block hands on what it would have added, with its gate, and the next norm gates,
-adds, normalizes and modulates in one kernel:
+The rewritten block does not add its last result, but returns it with its gate. The next norm then
+gates, adds, normalizes and modulates in one kernel:
 
     y, residual = add_ada_layer_norm(hidden, residual, gate, shift1, scale1)
     y, residual = add_ada_layer_norm(attention(y), residual, gate1, shift2, scale2)
     hidden, gate = mlp(y), gate2
 
-shift, scale and gate are chunks of one linear layer's output, read where they lie. The parameters
-and their names stay, so checkpoints load either way. The example compares outputs and all gradients
-of the two, and on a GPU the device's time for an inference and for a training step.
+shift, scale and gate are chunks of one linear layer's output, which the kernels read in place. The
+parameters and their names stay, so checkpoints load either way. The example compares outputs and
+all gradients of the two, and on a GPU the device's time for an inference and for a training step.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def inference(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tenso
 def main() -> None:
     where = device()
     large = where.type == "cuda"
-    # On a GPU the blocks of DiT-XL/2 on images of 256 x 256, 8 of its 28.
+    # On a GPU: 8 of the 28 blocks of DiT-XL/2, on images of 256 x 256.
     depth, width, heads = (8, 1152, 16) if large else (2, 64, 4)
     batch, length, channels = (32, 256, 32) if large else (2, 16, 8)
     torch.manual_seed(0)

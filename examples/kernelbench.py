@@ -67,7 +67,7 @@ class FusedConvTransposeModel(ConvTransposeModel):
 
 
 def randomize(module: nn.Module) -> None:
-    """Weights and biases of the LayerNorms away from ones and zeros, which would hide mistakes."""
+    """Gives the LayerNorms random weights and biases; ones and zeros would hide mistakes."""
     for layer in module.modules():
         if isinstance(layer, nn.LayerNorm):
             nn.init.uniform_(layer.weight, 0.5, 1.5)

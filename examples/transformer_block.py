@@ -7,8 +7,8 @@ The stock block reads and writes the residual stream twice around each LayerNorm
     x = x + attention(norm1(x))
     x = x + mlp(norm2(x))
 
-Rewritten, the block hands on what it would have added, and the next FusedAddLayerNorm adds and
-normalizes in one kernel:
+The rewritten block does not add its last result, but returns it. The next FusedAddLayerNorm then
+adds and normalizes in one kernel:
 
     y, residual = norm1(hidden, residual)      # residual += hidden; y = layer_norm(residual)
     hidden = attention(y)

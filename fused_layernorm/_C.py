@@ -1,1 +1,1 @@
-"""The name that extension packages give their binary; importing the package has loaded it."""
+"""Lets `import fused_layernorm._C` work; importing the package has already loaded the binary."""

@@ -3,7 +3,7 @@
 import re as _re
 import sys as _sys
 
-if _sys.version_info < (3, 10):  # noqa: UP036  (a copied folder knows no requires-python)
+if _sys.version_info < (3, 10):  # noqa: UP036  (requires-python does not guard a copied folder)
     raise ImportError(f"fused_layernorm needs Python >= 3.10; this is {_sys.version.split()[0]}")
 
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError

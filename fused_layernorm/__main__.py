@@ -1,4 +1,4 @@
-"""`python -m fused_layernorm [--json]`: what is installed, compiled for which devices, and used."""
+"""`python -m fused_layernorm [--json]`: what is installed, for which devices, and what is used."""
 
 import argparse
 import json
@@ -26,10 +26,10 @@ def in_words(archs: list[str]) -> str:
 
 
 def coverage(archs: list[str], capability: tuple[int, int]) -> str | None:
-    """What of the binary runs on a device of this capability, or None if nothing does.
+    """Which code of the binary runs on a device of this capability, in words, or None.
 
     Machine code runs on its own major version from its own minor version up (with an "a", on its
-    own version alone); PTX on every later version, compiled by the driver at first use.
+    own version alone). PTX runs on every later version, compiled by the driver at first use.
     """
     parsed = [re.fullmatch(r"(\d+)(\d)([af]?)(\+PTX)?", arch) for arch in archs]
     known = [((int(m[1]), int(m[2])), m[3], bool(m[4])) for m in parsed if m]
@@ -44,7 +44,7 @@ def coverage(archs: list[str], capability: tuple[int, int]) -> str | None:
 
 
 def facts() -> dict[str, Any]:
-    """What `--json` prints; scripts and bug reports read it, so keys stay what they are."""
+    """What `--json` prints. Scripts and bug reports read it, so the keys must not change."""
     build_info = load.operators._build_info()
     archs = compiled_archs(build_info)
     cuda = re.match(r"cuda (\d+\.\d+)", build_info)

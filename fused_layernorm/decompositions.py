@@ -22,8 +22,8 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
         program = program.run_decompositions(fused_layernorm.decompositions())
         torch.onnx.export(program, dynamo=True).save("model.onnx")
 
-    Operators of other origin are left as they are; to go on to core ATen, add the table to
-    ``torch.export.default_decompositions()``, which takes ``update``.
+    Other operators are left as they are. To decompose to core ATen, ``update`` the table of
+    ``torch.export.default_decompositions()`` with this one.
     """
     table: dict[OpOverload, Callable[..., Any]] = {
         load.ada_layer_norm_pair: pair(ADA_LAYER_NORM.implemented_by(formulas.forward)),

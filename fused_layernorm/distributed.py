@@ -1,13 +1,13 @@
 """DTensor: how the operators may be sharded.
 
-Rows are independent. An input sharded over any dimension that is not normalized over stays so, with
-weight and bias replicated, and nothing is sent; the gradients of weight and bias come out as
-partial sums. A shift, scale or gate that has the sharded dimension is sharded with it, and so is
-its gradient; one that is broadcast along it is as weight and bias are. An input sharded over a
-normalized dimension is redistributed first.
+Rows are independent. An input may stay sharded over any dimension that is not normalized over:
+weight and bias are replicated, nothing is communicated, and the gradients of weight and bias are
+partial sums. A shift, scale or gate that has the sharded dimension is sharded over it, too, and so
+is its gradient; one that is broadcast along that dimension is treated as weight and bias are. An
+input sharded over a normalized dimension is redistributed first.
 
 torch.distributed.tensor takes the better part of a second to import and may be missing from a build
-of PyTorch, so the rules are registered when somebody else has imported it.
+of PyTorch, so the rules are registered when other code has imported it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def register_sharding_rules() -> None:
         return [Replicate(), *map(Shard, range(dims))]
 
     def beside(placement: Placement, modulation: Any, x: Any) -> Placement:
-        """The placement of a modulation where x has this one."""
+        """The placement of a modulation where x has this placement."""
         if not isinstance(placement, Shard):
             return placement
         dim = placement.dim - (x.ndim - modulation.ndim)
@@ -59,7 +59,7 @@ def register_sharding_rules() -> None:
         return Shard(dim) if has_it else Replicate()
 
     def placed(call: Any, x: Any, placement: Placement) -> Any:
-        """A call with the placements of its tensors, where x has this one."""
+        """A call with the placements in place of its tensors, where x has this placement."""
         placements: dict[str, Placement] = {}
         for name in call._fields:
             tensor = getattr(call, name)
@@ -74,7 +74,7 @@ def register_sharding_rules() -> None:
         return call._replace(**placements)
 
     def of_sum(placement: Placement, argument: Placement | None) -> Placement:
-        """The placement of an argument's gradient, where x has the first."""
+        """The placement of an argument's gradient, where x has `placement`."""
         is_whole = isinstance(argument, Shard) or not isinstance(placement, Shard)
         return (argument or Replicate()) if is_whole else Partial()
 
@@ -141,12 +141,12 @@ def register_sharding_rules() -> None:
         return found
 
     def gated_backward_rules(*args: Any) -> list[Any]:
-        """Those of the two operators that it is, as far as they are of the same placements."""
+        """The rules of the two operators that it consists of, where both place x alike."""
         g = GatedBackwardArguments(*args)
         of_norm = backward_rules(ADA_LAYER_NORM_BACKWARD)(*g.of_norm)
         of_gate = gate_backward_rules(g.x, g.input, g.gate, g.needs_dinput, g.needs_dgate)
         found = []
-        # gate_backward may also be sharded over the normalized dimensions, its last.
+        # zip drops gate_backward's last rules, which shard the normalized dimensions.
         for (norm_outputs, norm), (gate_outputs, gate) in zip(of_norm, of_gate, strict=False):
             dx = norm_outputs[0] if g.needs_dx else Replicate()
             inputs = [*norm[:2], *gate[1:3], *norm[2:10], *[None] * 7]
@@ -160,7 +160,7 @@ def register_sharding_rules() -> None:
 def _register() -> None:
     try:
         register_sharding_rules()
-    except Exception as error:  # an experimental part of PyTorch, which may move
+    except Exception as error:  # register_sharding is experimental and may move
         warnings.warn(
             f"fused_layernorm has no DTensor rules under torch {torch.__version__}: {error!r}",
             stacklevel=2,
@@ -168,7 +168,7 @@ def _register() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Calls a function once, after the module of a name has been imported."""
+    """Calls a function once, after the module of this name has been imported."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name

@@ -1,6 +1,7 @@
-"""The public functions: from a call to the operator that serves it.
+"""The public functions, which choose the operator that serves a call.
 
-A plain call on the CPU, with nothing fused to the normalization, is PyTorch's own operator.
+On the CPU a plain call goes to PyTorch's layer_norm, and a modulated call whose tensors all have
+one dtype to PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _in_transform = torch._C._are_functorch_transforms_active
 
-# Without OpOverload.__call__, which costs half a microsecond.
+# Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
 _layer_norm = LAYER_NORM.overload._op
 _add_layer_norm = ADD_LAYER_NORM.overload._op
 _ada_layer_norm = ADA_LAYER_NORM.overload._op
@@ -54,7 +55,7 @@ def layer_norm(
     scale: float = 1.0,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    r"""Layer normalization over the last dimensions, with what often follows it, in one kernel.
+    r"""Layer normalization over the last dimensions, an activation and a scale, in one kernel.
 
     .. math::
         y = \mathrm{activation}\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}}
@@ -67,10 +68,10 @@ def layer_norm(
         input: shape ``(*, *normalized_shape)``, float32, float16, bfloat16 or float64, of any
             strides.
         weight, bias: shape ``normalized_shape``, each optional; of input's dtype, or float32
-            beside a half-precision input.
+            beside a half-precision input; if both are given, of one dtype.
         eps: added to the variance.
         normalized_shape: the sizes of the dimensions to normalize over. By default weight's shape,
-            else bias's; without either it must be given.
+            else bias's; it must be given if both are None.
         activation: None, ``"gelu"`` (exact, by erf), ``"gelu_tanh"``, ``"silu"`` or ``"relu"``.
         scale: a finite number that multiplies the result.
         out_dtype: the result's dtype, any of the four. By default input's; under autocast what
@@ -80,8 +81,9 @@ def layer_norm(
         A contiguous tensor of input's shape.
 
     Raises:
-        TypeError, ValueError, RuntimeError: in one sentence that names what was expected and what
-            came. NotImplementedError, a RuntimeError, for a dtype or layout that is not supported.
+        TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
+            what was given. A dtype or layout that is not supported raises NotImplementedError, a
+            RuntimeError.
     """
     return _serve(input, None, weight, bias, eps, normalized_shape, activation, scale, out_dtype)
 
@@ -102,21 +104,21 @@ def add_layer_norm(
     """Residual addition and layer normalization in one kernel: ``(output, residual_out)``.
 
     ``residual_out = residual + input``, or ``residual + gate * input``, computed in float32
-    (float64 if any is float64) and rounded to residual's dtype;
+    (float64 if a tensor is float64) and rounded to residual's dtype;
     ``output = layer_norm(residual_out, ...)`` in input's dtype (unless ``out_dtype`` says
     otherwise). A float32 residual stream under half-precision activations stays float32.
 
     Args:
         input, residual: of one shape and device; their dtypes may differ.
         weight, bias: of input's or residual's dtype, or float32 where either is of half precision.
-        gate: what multiplies input before it is added, as in :func:`add_ada_layer_norm`. Beside an
-            activation or a scale the gated sum is PyTorch's and not fused.
+        gate: multiplies input before the addition, as in :func:`add_ada_layer_norm`. With an
+            activation or a scale, PyTorch's operators compute the gated sum, and it is not fused.
 
     The other arguments and the errors are those of :func:`layer_norm`.
     """
     if gate is not None:
         if normalized_shape is None:
-            arguments.normalized_ndim(input, weight, bias, None)  # one of them is to say the shape
+            arguments.normalized_ndim(input, weight, bias, None)  # raises if no shape is given
         if activation is None and isinstance(scale, (int, float)) and scale == 1.0:
             return _serve_ada(
                 input, residual, gate, None, None, weight, bias, eps, normalized_shape, out_dtype
@@ -175,14 +177,15 @@ def ada_layer_norm(
         normalized_shape: the sizes of the dimensions to normalize over. By default weight's shape,
             else bias's, else the last dimension.
         out_dtype: the result's dtype. By default input's, also beside a float32 modulation; under
-            autocast float32, as of :func:`layer_norm`.
+            autocast on CUDA float32, as in :func:`layer_norm`.
 
     Returns:
         A contiguous tensor of input's shape.
 
     Raises:
-        TypeError, ValueError, RuntimeError: in one sentence that names what was expected and what
-            came. NotImplementedError, a RuntimeError, for a dtype or layout that is not supported.
+        TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
+            what was given. A dtype or layout that is not supported raises NotImplementedError, a
+            RuntimeError.
     """
     return _serve_ada(
         input, None, None, shift, scale, weight, bias, eps, normalized_shape, out_dtype
@@ -204,9 +207,10 @@ def add_ada_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Gated residual addition and modulated layer normalization: ``(output, residual_out)``.
 
-    ``residual_out = residual + gate * input``, computed in float32 (float64 if any is float64) and
-    rounded to residual's dtype; ``output = ada_layer_norm(residual_out, shift, scale, ...)`` in
-    input's dtype (unless ``out_dtype`` says otherwise), in the same kernel.
+    ``residual_out = residual + gate * input``, computed in float32 (float64 if a tensor is
+    float64) and rounded to residual's dtype;
+    ``output = ada_layer_norm(residual_out, shift, scale, ...)`` in input's dtype (unless
+    ``out_dtype`` says otherwise), in the same kernel.
 
     Args:
         input, residual: of one shape and device; their dtypes may differ.
@@ -236,10 +240,10 @@ def ada_layer_norm_pair(
     normalized_shape: int | Sequence[int],
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """ada_layer_norm of one input under two modulations: ``(y, second_y)``. It is not exported.
+    """ada_layer_norm of one input with two modulations: ``(y, second_y)``. It is not exported.
 
-    Without gradients it is one operator, whose kernel reads input once. The errors are those of
-    the two calls.
+    Where no gradient is needed it is one operator, whose kernel reads input once. The errors are
+    those of two calls of ada_layer_norm.
     """
     of_both = (input, weight, bias, eps, normalized_shape)
     options: list[dict[str, Any]] = [
@@ -269,7 +273,7 @@ def ada_layer_norm_pair(
         raise found from None
 
 
-# Plain calls on the CPU go to the operators all the same, for tests of the operators without a GPU.
+# For tests without a GPU: calls on the CPU then go to the operators instead of PyTorch's.
 _cpu_operators = os.environ.get("FUSED_LAYERNORM_CPU_OPERATORS") == "1"
 
 
@@ -284,7 +288,7 @@ def _serve(
     scale: float,
     out_dtype: torch.dtype | None,
 ) -> Any:
-    if _is_compiling():  # which does not follow the handling of exceptions
+    if _is_compiling():  # Dynamo does not trace the exception handling below
         a = arguments.settle(
             input,
             weight,
@@ -302,8 +306,8 @@ def _serve(
         return _call(operator, a)
     try:
         is_plain = residual is None and activation is None and out_dtype is None and scale == 1.0
-        # What nearly every call is, first: the host's time is that of the questions asked here. The
-        # operator compares input's shape with weight's.
+        # The most common call comes first, since every check here costs host time. The operator
+        # compares input's shape with weight's.
         if (
             is_plain
             and weight is not None
@@ -326,7 +330,7 @@ def _serve(
                     input, residual, weight, bias, Options(ndim, eps, activation, scale, out_dtype)
                 )
             )
-        if is_plain:  # three defaults cost a microsecond where they are given
+        if is_plain:  # passing the three defaults would cost a microsecond
             return _layer_norm(input, ndim, weight, bias, eps)
         if residual is None:
             return _layer_norm(input, ndim, weight, bias, eps, activation, scale, out_dtype)
@@ -351,7 +355,7 @@ def _serve(
 def _tensors(
     residual: Any, gate: Any = None, shift: Any = None, scale: Any = None
 ) -> dict[str, Any]:
-    """What arguments.settle is to know by name. There may be no residual, but not beside a gate."""
+    """The keyword arguments of arguments.settle: it refuses a residual of None beside a gate."""
     tensors = {"gate": gate, "shift": shift, "scale": scale}
     return tensors if residual is None and gate is None else {"residual": residual, **tensors}
 
@@ -399,7 +403,7 @@ def _serve_ada(
         if _dispatch_modes() and torch.onnx.is_in_onnx_export():
             options = Options(ndim, eps, out_dtype=out_dtype)
             return _in_onnx(Arguments(input, residual, weight, bias, options, gate, shift, scale))
-        last = () if out_dtype is None else (out_dtype,)  # a default costs time where it is given
+        last = () if out_dtype is None else (out_dtype,)  # passing a default costs time
         if takes_residual:
             return _add_ada_layer_norm(
                 input, residual, gate, ndim, shift, scale, weight, bias, eps, *last
@@ -420,7 +424,7 @@ def _serve_ada(
 
 
 def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
-    """add_layer_norm with a gate beside an activation or a scale, which no kernel computes."""
+    """add_layer_norm with a gate and an activation or a scale, which no kernel fuses."""
     kind = a.input.device.type
     if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         a = under_autocast(a)
@@ -450,9 +454,10 @@ CHOOSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 
 def _compiled(operator: Operator, a: Arguments) -> Operator | None:
-    """The operator for a graph that a compiler gets: this one or its twin, or None for PyTorch's.
+    """The operator for a compiled graph: this one, its twin, or None for PyTorch's layer_norm.
 
-    The rules decide. What surrounds the call is not known here: elementwise operations are assumed.
+    compile/rules.py decides. The operations around the call are not known here, so elementwise
+    ones are assumed.
     """
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
@@ -473,7 +478,7 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
     )
     choice = _choice(
         "RESIDUAL" if a.residual is not None else "ACTIVATED" if options.activation else "PLAIN",
-        index(cols),  # Dynamo of torch 2.11 makes no constant of an int().
+        index(cols),  # Dynamo of torch 2.11 makes no constant of int().
         index(stride) if has_static_value(stride) else 0,
         bool(has_hidden_casts),
         torch.are_deterministic_algorithms_enabled(),
@@ -485,7 +490,8 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
 
 
 def _choice(kind: str, cols: int, stride: int, hidden_casts: bool, deterministic: bool) -> str:
-    if torch.compiler.is_exporting():  # Dynamo of torch 2.11 takes this for true in any graph.
+    # If Dynamo of torch 2.11 traced is_exporting(), it would be true in every graph.
+    if torch.compiler.is_exporting():
         return rules.Choice.KERNEL.name
     problem = rules.Problem(
         rules.Kind[kind],
@@ -499,20 +505,20 @@ def _choice(kind: str, cols: int, stride: int, hidden_casts: bool, deterministic
 
 
 def _has_autocast(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type)  # Dynamo of torch 2.10 does not know it.
+    return torch.amp.is_autocast_available(device_type)  # Dynamo of torch 2.10 cannot trace it.
 
 
-# What torch.compiler.assume_constant_result does, which would import all of Dynamo.
+# As torch.compiler.assume_constant_result does, which would import all of Dynamo.
 for _function in (_choice, _has_autocast):
     _function._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 
 def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
-    """Whether PyTorch's layer_norm serves this call, if it takes it at all.
+    """Whether PyTorch's layer_norm computes the norm of this call; it may still refuse the call.
 
-    It would take some that are refused here (nested tensors, an eps of NaN), and the operators do
-    more: parameters of other dtypes, derivatives of every order under torch.func, one name for
-    compilers to know.
+    Nested tensors and an eps of NaN go to the operators, which refuse them. The operators also
+    serve what PyTorch does not: parameters of other dtypes, derivatives of every order under
+    torch.func, and tracing, where a compiler knows them by their name.
     """
     if _dispatch_modes():
         return False
@@ -539,9 +545,10 @@ def _by_pytorch(
     eps: float,
     ndim: int,
 ) -> Any:
-    """A modulated norm on the CPU as a model would write it, or None where that is not the same.
+    """A modulated norm on the CPU in PyTorch's operators, as a model would write it.
 
-    The operators' composite computes in float32 throughout, and takes longer.
+    None for mixed dtypes, and for shapes that the operators refuse. The operators' composite
+    would compute in float32 throughout, and take longer.
     """
     if weight is not None and weight.dtype is not input.dtype:
         return None
@@ -571,7 +578,7 @@ def _by_pytorch(
 
 
 def _takes_parameters(dtype: torch.dtype, weight: Tensor | None, bias: Tensor | None) -> bool:
-    """Whether PyTorch's layer_norm on the CPU takes them beside an input of this dtype."""
+    """Whether PyTorch's layer_norm on the CPU takes weight and bias with an input of this dtype."""
     if weight is not None and bias is not None and weight.dtype is torch.float32 is bias.dtype:
         return dtype in _BESIDE_FLOAT32
     return (weight is None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype)
@@ -581,7 +588,7 @@ _BESIDE_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def _in_onnx(a: Arguments) -> Any:
-    """What torch.onnx.export(..., dynamo=True) sees of a call: PyTorch's operators."""
+    """A call in PyTorch's operators, which torch.onnx.export(..., dynamo=True) can translate."""
     arguments.check(a)
     _, eps, *fused = a.options
     dtypes = {t.dtype for t in (a.input, a.weight, a.bias) if t is not None}

@@ -1,7 +1,7 @@
-"""Layers for Hugging Face's `kernels`, whose forward takes the place of another module's.
+"""Layers for Hugging Face's `kernels`, which replaces other modules' forward by a layer's.
 
-`kernels` calls `forward` with the module that it is put into as `self`, so a layer here has no
-state, no constructor and no other method; it finds weight, bias and eps in that module.
+`kernels` calls `forward` with the other module as `self`, so a layer here has no state, no
+constructor and no other method; it reads weight, bias and eps from that module.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A LayerNorm for the norm slots of Megatron-LM, which build it from (config, hidden_size, eps).
 
-Nothing of Megatron is imported: a slot asks for a class with this signature and no more.
+Nothing of Megatron is imported: a slot only needs a class with this signature.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ class FusedLayerNorm(modules.FusedLayerNorm):
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot w + \mathrm{bias}
 
     with :math:`w = \mathrm{weight}`, or :math:`w = 1 + \mathrm{weight}` where
-    ``config.layernorm_zero_centered_gamma`` is set. Then weight begins at zero, and the sum is
-    taken in float32 even where the parameters are of half precision, so that nothing of a small
-    weight is lost.
+    ``config.layernorm_zero_centered_gamma`` is set. Then weight is initialized to zero, and the sum
+    is computed in float32 even where the parameters are of half precision, so that a small weight
+    is not rounded away.
 
-    The parameters carry the attribute ``sequence_parallel``, from the config, by which Megatron
-    knows the gradients that it must add up over the tensor-parallel group. The result is never a
-    view, so Megatron may free its memory (``deallocate_pipeline_outputs``).
+    The parameters have the attribute ``sequence_parallel``, from the config, by which Megatron
+    knows which gradients it must sum over the tensor-parallel group. The result is never a view,
+    so Megatron may free its memory (``deallocate_pipeline_outputs``).
 
     Args:
-        config: Megatron's ``TransformerConfig``. Read are ``normalization``, ``sequence_parallel``,
-            ``layernorm_zero_centered_gamma`` and ``memory_efficient_layer_norm``; the last three
-            count as False where they are missing.
+        config: Megatron's ``TransformerConfig``. The class reads ``normalization``,
+            ``sequence_parallel``, ``layernorm_zero_centered_gamma`` and
+            ``memory_efficient_layer_norm``; the last three count as False where they are missing.
         hidden_size: the size of the last dimension, or the sizes of several.
         eps: added to the variance.
-        persist_layer_norm: taken for the signature's sake; it chooses between kernels of apex.
-        zero_centered_gamma, normalization: taken for the signature's sake; the config decides.
+        persist_layer_norm: ignored; in Megatron it chooses between kernels of apex.
+        zero_centered_gamma, normalization: may be given, but the config decides.
 
     Raises:
         ValueError: if the config asks for another normalization than ``"LayerNorm"``, or for
@@ -81,7 +81,7 @@ class FusedLayerNorm(modules.FusedLayerNorm):
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
-        """Set the parameters to what changes nothing: a norm with a weight of one and no bias."""
+        """Sets the parameters to a norm's with a factor of one and a bias of zero."""
         super().reset_parameters()
         if self.zero_centered_gamma:
             nn.init.zeros_(self.weight)

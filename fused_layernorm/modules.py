@@ -1,4 +1,4 @@
-"""The modules: torch.nn.LayerNorm over the fused kernels, with what stands beside the norm."""
+"""The modules: torch.nn.LayerNorm on the fused kernels, also with a residual or a modulation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .functional import ada_layer_norm, add_ada_layer_norm, add_layer_norm, laye
 from .ops.arguments import check_options, name_of
 from .ops.load import operators
 
-# TorchScript compiles no function with keyword-only defaults: there the modules name the operators.
+# TorchScript compiles no function with keyword-only defaults: there the modules call the operators.
 _is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
-# One call in the graph of torch.fx.symbolic_trace, which cannot follow a function that looks at its
-# arguments.
+# torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
+# branches on its arguments.
 torch.fx.wrap("layer_norm")
 torch.fx.wrap("add_layer_norm")
 torch.fx.wrap("ada_layer_norm")
@@ -25,8 +25,8 @@ torch.fx.wrap("add_ada_layer_norm")
 class FusedLayerNorm(nn.LayerNorm):
     r"""A drop-in :class:`torch.nn.LayerNorm`: the same parameters, state_dict and results, faster.
 
-    ``y = activation(layer_norm(x) * weight + bias) * scale``, in one kernel each way; see
-    :func:`fused_layernorm.layer_norm`.
+    ``y = activation(layer_norm(x) * weight + bias) * scale``, fused in forward and in backward;
+    see :func:`fused_layernorm.layer_norm`.
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as nn.LayerNorm's.
@@ -35,7 +35,7 @@ class FusedLayerNorm(nn.LayerNorm):
         out_dtype: the result's dtype; by default what nn.LayerNorm gives.
     """
 
-    # What torch.jit.script takes as it stands.
+    # Attributes that torch.jit.script compiles as constants.
     __constants__ = [*nn.LayerNorm.__constants__, "activation", "scale", "out_dtype"]  # noqa: RUF012
 
     # Defaults for an nn.LayerNorm that swap_layer_norm has made a FusedLayerNorm.
@@ -99,8 +99,8 @@ class FusedLayerNorm(nn.LayerNorm):
 class FusedAddLayerNorm(FusedLayerNorm):
     """``forward(input, residual) -> (output, residual_out)``: :func:`add_layer_norm` as a module.
 
-    ``residual_out = input + residual`` and ``output = layer_norm(residual_out)``, in one kernel
-    each way. The arguments are those of :class:`FusedLayerNorm`.
+    ``residual_out = input + residual`` and ``output = layer_norm(residual_out)``, fused in forward
+    and in backward. The arguments are those of :class:`FusedLayerNorm`.
     """
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -132,16 +132,16 @@ class FusedAddLayerNorm(FusedLayerNorm):
 class FusedAdaLayerNorm(nn.LayerNorm):
     """``forward(input, shift, scale)``: :func:`fused_layernorm.ada_layer_norm` as a module.
 
-    ``y = layer_norm(input) * (1 + scale) + shift``, in one kernel each way. shift and scale
-    broadcast against input, and either may be None. The defaults are those of diffusion
+    ``y = layer_norm(input) * (1 + scale) + shift``, fused in forward and in backward. shift and
+    scale broadcast against input, and either may be None. The defaults are those of diffusion
     transformers: no parameters, and an eps of 1e-6.
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as nn.LayerNorm's.
-        out_dtype: the result's dtype; by default input's, under autocast float32.
+        out_dtype: the result's dtype; by default input's, under autocast on CUDA float32.
     """
 
-    # What torch.jit.script takes as it stands.
+    # Attributes that torch.jit.script compiles as constants.
     __constants__ = [*nn.LayerNorm.__constants__, "out_dtype"]  # noqa: RUF012
 
     def __init__(
@@ -193,7 +193,7 @@ class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
     """``forward(input, residual, gate, shift, scale) -> (output, residual_out)``.
 
     ``residual_out = residual + gate * input`` and
-    ``output = layer_norm(residual_out) * (1 + scale) + shift``, in one kernel each way:
+    ``output = layer_norm(residual_out) * (1 + scale) + shift``, fused in forward and in backward:
     :func:`fused_layernorm.add_ada_layer_norm` as a module. gate, shift and scale broadcast against
     input, and any of them may be None. The arguments are those of :class:`FusedAdaLayerNorm`.
     """

@@ -1,7 +1,7 @@
 """override_aten(): PyTorch's own layer_norm, wherever it is called from, on this package's kernels.
 
-csrc/bindings/override.cpp has the kernels and the way they are switched; here are the handle, the
-count of overrides in force, and the way back to the kernels that were replaced.
+csrc/bindings/override.cpp has the kernels and switches them. This file has the handle, the count of
+overrides in force, and the operators that call the replaced kernels.
 """
 
 import re
@@ -20,28 +20,29 @@ from .ops import load
 __all__ = ["AtenOverride", "override_aten"]
 
 _OPERATORS = ("native_layer_norm", "native_layer_norm_backward")
-_PAUSE_US = 200  # twice: what other threads get to come out of PyTorch before its table is written
+_PAUSE_US = 200  # two such pauses let other threads leave PyTorch before its table is written
 
-# Under a later torch, whose C++ exceptions may look otherwise, every error is a RuntimeError.
+# Whether errors of the replaced kernels keep their types. Under a later torch, whose C++ exceptions
+# may be laid out otherwise, each becomes a RuntimeError.
 _TYPES_ARE_KEPT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) <= (2, 15)
 
 _lock = threading.RLock()
 _in_force: dict[str, int] = {}  # overrides in force, by dispatch key
 _replaced: dict[str, list[Any]] = {}  # the kernels replaced
-_libraries: dict[str, Library] = {}  # the operators that call them
-_raised: set[type[Exception]] = set()  # by those: C++ holds no reference
+_libraries: dict[str, Library] = {}  # the operators that call the replaced kernels
+_raised: set[type[Exception]] = set()  # by replaced kernels; C++ holds no reference to them
 _retired: deque[Any] = deque(maxlen=256)  # kernels taken out, in case calls are still inside them
 
 
 class AtenOverride:
-    """What `override_aten` returns: `undo()` ends the override, and so does leaving a `with`."""
+    """The handle of `override_aten`: `undo()` ends the override, and so does leaving a `with`."""
 
     def __init__(self, key: str, in_force: bool) -> None:
         self._key = key
         self._in_force = in_force
 
     def undo(self) -> None:
-        """End this override; the kernels go when the last one has ended. Again does nothing."""
+        """Ends this override; PyTorch's kernels are back when the last one ends. Idempotent."""
         with _lock:
             if self._in_force:
                 self._in_force = False
@@ -63,14 +64,14 @@ class AtenOverride:
 
 
 def override_aten() -> AtenOverride:
-    """From now on, in this process, run PyTorch's layer norm for CUDA tensors on these kernels.
+    """Runs PyTorch's layer norm for CUDA tensors on these kernels, from now on in this process.
 
-    It covers all that reaches `aten::native_layer_norm` and `aten::native_layer_norm_backward` on
+    It covers all calls of `aten::native_layer_norm` and `aten::native_layer_norm_backward` on
     CUDA: `F.layer_norm`, `nn.LayerNorm` and every model that calls them, in every thread. PyTorch's
     own autograd stays around the kernels, so results, gradients, higher derivatives, vmap, autocast
     and errors are those of `F.layer_norm`; a call that the kernels do not take (a weight of another
-    dtype, for example) goes to PyTorch's kernel. What `torch.compile` compiles does not reach these
-    operators: there use `swap_layer_norm`.
+    dtype, for example) goes to PyTorch's kernel. Code that `torch.compile` compiles does not reach
+    these operators: use `swap_layer_norm` there.
 
     Returns a handle, to be used in either way::
 
@@ -81,11 +82,11 @@ def override_aten() -> AtenOverride:
         model(x)
         handle.undo()
 
-    Overrides nest, in any order and from any thread; the last to end gives PyTorch its kernels
-    back. In free-threaded Python no other thread may run PyTorch's operators while the first begins
-    or the last ends: there is no lock that would keep it out. In a build without CUDA kernels, of
-    this package or of PyTorch, and under a driver too old for the kernels, it warns and changes
-    nothing.
+    Overrides may begin and end in any order and from any thread; when the last one ends, PyTorch
+    has its kernels back. In free-threaded Python no other thread may run PyTorch's operators while
+    the first override begins or the last one ends, for no lock keeps it out. In a build without
+    CUDA kernels, of this package or of PyTorch, and under a driver too old for the kernels,
+    `override_aten` warns and changes nothing.
     """
     reason = load.operators._driver_problem()
     if not reason and (lacking := _lacking_cuda()):
@@ -104,7 +105,7 @@ def _lacking_cuda() -> str | None:
 
 
 def _override(key: str) -> AtenOverride:
-    """The override of one dispatch key. "CPU", which runs the composites, is there for tests."""
+    """Overrides the kernels of one dispatch key. "CPU", which runs composites, is for tests."""
     with _lock:
         _begin(key)
         return AtenOverride(key, in_force=True)
@@ -153,8 +154,8 @@ def _register_replaced(key: str) -> Library:
 
     library = Library(load.NAMESPACE, "FRAGMENT")
     with warnings.catch_warnings():
-        # PyTorch warns of the first kernel in a process that takes the place of another. Taking the
-        # place of aten's is what the user asked for, so let that first one be these, unseen.
+        # PyTorch warns once in a process, of the first kernel that replaces another. The user asked
+        # to replace aten's, so the warning is used up here, where it is suppressed.
         warnings.simplefilter("ignore")
         for _ in range(2):
             library.impl("_aten_native_layer_norm", forward, key, allow_override=True)

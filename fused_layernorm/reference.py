@@ -1,4 +1,4 @@
-"""LayerNorm by its formulas, in float64: what the tests and the docs hold every result against.
+"""LayerNorm by its formulas, in float64: the reference for every result in the tests and docs.
 
 Nothing here is fast, and nothing is shared with the rest of the package: the statistics, the
 activations' derivatives and the backward pass are written out.
@@ -14,7 +14,7 @@ With cols the number of elements normalized over, and sums over them:
     dxhat = dz * weight
     dx = rstd * (dxhat - sum(dxhat) / cols - xhat * sum(dxhat * xhat) / cols)
 
-With a modulation, which takes the place of activation and scale (a number there, a tensor here):
+With a modulation instead of activation and scale (scale is a number above, and a tensor here):
 
     y = z * (1 + scale) + shift               residual_out = residual + gate * input
 
@@ -35,7 +35,7 @@ from torch import Tensor
 
 
 class Forward(NamedTuple):
-    """y, and the statistics in the shape of the leading dimensions with ones behind."""
+    """y, and mean and rstd of shape (*leading dimensions, 1, ..., 1)."""
 
     y: Tensor
     mean: Tensor
@@ -61,7 +61,7 @@ class AdaBackward(NamedTuple):
 
 
 class GateBackward(NamedTuple):
-    """The gradients of what a gate multiplies, and of the gate."""
+    """The gradients of the input that a gate multiplies, and of the gate."""
 
     dinput: Tensor
     dgate: Tensor
@@ -135,7 +135,7 @@ def layer_norm(
 def add(input: Tensor, residual: Tensor) -> Tensor:
     """residual_out: the sum in float32 (float64 if either is), rounded to residual's dtype.
 
-    A sum of two is exact up to its rounding, so there is but one right result.
+    A sum of two numbers is exact up to its rounding, so there is only one right result.
     """
     wide = torch.float64 in (input.dtype, residual.dtype)
     acc = torch.float64 if wide else torch.float32

@@ -1,7 +1,7 @@
-"""swap_layer_norm: the fused kernels in the place of a model's own LayerNorm modules.
+"""swap_layer_norm, which makes a model's own LayerNorm modules run on the fused kernels.
 
-A module is swapped by giving it another class, made from its own, whose forward is the fused one.
-What is known about the classes of other libraries is data, in swap_table.
+A module is swapped by giving it a subclass of its own class, whose forward is the fused one.
+swap_table holds, as data, what is known about the classes of other libraries.
 """
 
 from __future__ import annotations
@@ -36,32 +36,37 @@ def swap_layer_norm(
     Swapped are: nn.LayerNorm, which becomes :class:`FusedLayerNorm`; the classes of timm,
     torchvision, transformers and diffusers that ``fused_layernorm/swap_table.py`` lists, as long as
     the installed library's source of their forward is one that the table knows; and the classes
-    that :func:`register_swap` was told about. Of each, that class exactly: a subclass may compute
-    something else. diffusers' modules that modulate a norm's output are among them: norm and
-    modulation become one kernel, as long as the norm is fused and has no hooks.
+    that :func:`register_swap` was told about. Only instances of exactly these classes are swapped:
+    a subclass may compute something else. The table has diffusers' modules that modulate a norm's
+    output, too: norm and modulation become one kernel, as long as the norm is fused and has no
+    hooks.
 
     The module objects stay, and with them their parameters, names, hooks, training flags and every
-    reference that something else holds to them: optimizers, shared modules and checkpoints do not
-    notice. Each stays an instance of its class. Swapping again changes nothing, and
+    reference to them, so optimizers, shared modules and checkpoints are not affected. Each module
+    stays an instance of its former class. Swapping again changes nothing, and
     :func:`unswap_layer_norm` undoes it.
 
     The logger ``fused_layernorm.swap`` says in one line, at INFO, which LayerNorm-like modules
-    were left, and why. If nothing in the model is fused afterwards, that is a warning.
+    were left, and why. If no module of the model is fused afterwards, a warning says so.
 
     Args:
         model: any module; it may itself be a LayerNorm.
-        predicate: ``predicate(name, module)`` is asked of every nn.LayerNorm, and every instance
-            of a subclass of it, that is not yet fused, and says whether to swap it. A subclass
-            that is in no table and that it accepts is taken for one that computes what
-            nn.LayerNorm computes. Of modules that are no nn.LayerNorm it is not asked: those that
-            the table or register_swap know are swapped, a module that modulates a norm's output if
-            its norm is.
+        predicate: ``predicate(name, module)`` is called for every instance of nn.LayerNorm or a
+            subclass that is not yet fused, and returns whether to swap it. A subclass that it
+            accepts, and that neither the table nor register_swap knows, is assumed to compute what
+            nn.LayerNorm computes. The predicate is not called for other modules: those that the
+            table or register_swap knows are swapped, but a module that modulates a norm's output
+            only if the norm is fused.
 
     Returns:
         The model.
+
+    Raises:
+        TypeError: a ``make`` of :func:`register_swap` returned neither None nor a function that
+            takes the arguments of the class's forward.
     """
     left: Counter[str] = Counter()
-    # The norms come first: what modulates a norm's output goes by what became of the norm.
+    # The norms come first: a module that modulates a norm's output is swapped only if the norm was.
     modules = sorted(model.named_modules(), key=lambda item: not isinstance(item[1], nn.LayerNorm))
     for name, module in modules:
         if _resembles_layer_norm(module) and not is_fused(module):
@@ -85,7 +90,7 @@ def swap_layer_norm(
 def unswap_layer_norm(model: Model) -> Model:
     """Gives every module that :func:`swap_layer_norm` swapped its class back, in place.
 
-    A FusedLayerNorm that was made as one stays.
+    A FusedLayerNorm that was constructed as one stays.
 
     Returns:
         The model.
@@ -103,13 +108,13 @@ def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -
 
     Args:
         cls: the class whose instances (not those of its subclasses) are swapped. It need not be a
-            subclass of nn.LayerNorm. Registered again, or listed in the table, the class goes by
-            what was registered last.
-        make: ``make(module)`` is called for each of them, and returns the forward that replaces
+            subclass of nn.LayerNorm. The last registration of a class counts, also before the
+            table's entry.
+        make: ``make(module)`` is called for each instance, and returns the forward that replaces
             the class's: a function that takes ``self`` first, as it would be written in the class.
-            It finds the module's parameters on ``self``, and serves copies of the module too.
-            To leave this module as it is, ``make`` returns None. For a swapped module to be
-            pickled, the function must be one that pickle finds by name.
+            It reads the module's parameters from ``self``, and serves copies of the module too.
+            To leave this module as it is, ``make`` returns None. A swapped module can be pickled
+            only if pickle finds the function by name.
 
     Example::
 
@@ -132,15 +137,18 @@ def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module's forward is the fused one: made as such, or swapped."""
+    """Whether a module's forward is the fused one, by construction or by a swap."""
     return isinstance(module, FusedLayerNorm) or hasattr(type(module), "_swapped_from")
 
 
-# ---- Which modules, and why not.
+# ---- Which modules are swapped, and why others are not.
 
 
 def _resembles_layer_norm(module: nn.Module) -> bool:
-    """By what it is, or, for the log to name it, by the name that a module without parts has."""
+    """Whether a module may be swapped or, with LayerNorm in its class's name, belongs in the log.
+
+    By its name alone, only a module without children counts.
+    """
     cls = _plain_class(module)
     return (
         isinstance(module, nn.LayerNorm)
@@ -153,7 +161,7 @@ def _resembles_layer_norm(module: nn.Module) -> bool:
 def _swap(
     name: str, module: nn.Module, predicate: Callable[[str, nn.LayerNorm], bool] | None
 ) -> str | None:
-    """Swaps a module, or says why not."""
+    """Swaps a module and returns None, or returns the reason not to."""
     if isinstance(module, nn.LayerNorm) and predicate is not None:
         if not predicate(name, module):
             return "the predicate refused"
@@ -230,11 +238,11 @@ _classes: weakref.WeakValueDictionary[tuple[type, Forward], type[nn.Module]] = (
 
 
 def _swapped_class(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
-    """A subclass of cls with this forward: one for all modules that share both."""
+    """The subclass of cls with this forward; modules of one class and forward share it."""
     made = _classes.get((cls, forward))
     if made is None:
         bases: tuple[type, ...] = (cls,)
-        if forward is FusedLayerNorm.forward:  # as nn.LayerNorm itself becomes
+        if forward is FusedLayerNorm.forward:  # as for nn.LayerNorm itself
             bases = (cls, FusedLayerNorm)
         members = {
             "__module__": cls.__module__,
@@ -254,7 +262,7 @@ def _get_name(self: Any) -> str:
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    """As object's, but the class is made again: pickle would not find it by name."""
+    """As object.__reduce_ex__, but unpickling makes the class, which pickle cannot find by name."""
     state: Any = object.__reduce_ex__(self, max(2, protocol))[2:]
     return _unpickled, (self._swapped_from, type(self).forward), *state
 
@@ -277,10 +285,10 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Makes module one of this class.
+    """Gives the module this class.
 
-    parametrize gives each module a class of its own, whose properties compute the parameters: it
-    stays around the new one.
+    parametrize gives each module a class of its own, whose properties compute the parameters. A
+    parametrized module gets such a class again, derived from the new class.
     """
     if parametrize.is_parametrized(module):
         own = {key: value for key, value in vars(type(module)).items() if key != "__dict__"}

@@ -1,8 +1,8 @@
-"""What the classes of swap_table compute, by the fused kernels: the forwards that replace theirs.
+"""The forwards, on the fused kernels, that replace those of the classes in swap_table.
 
 Each is written as a method of the swapped class, with the parameter names of the forward that it
-replaces. `self._swapped_from` is the class that was swapped: where the kernels cannot serve a call,
-or a switch of the library asks for something else, its own forward runs.
+replaces. `self._swapped_from` is the class that was swapped: its own forward runs where the kernels
+cannot serve a call, or where an option of the library asks for another computation.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .functional import layer_norm
 
 HALF = (torch.float16, torch.bfloat16)
 
-# torch.fx.symbolic_trace sees each of these as one call: it cannot follow what looks at a dtype or
-# at strides.
+# torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
+# branches on dtypes or strides.
 torch.fx.wrap("layer_norm")
 torch.fx.wrap("_in_input_dtype")
 torch.fx.wrap("_float32_without_bias")
@@ -29,7 +29,7 @@ torch.fx.wrap("_channels_first_by_hand")
 def matched(
     x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The three in dtypes that layer_norm takes together, none of them narrowed."""
+    """x, weight and bias in dtypes that layer_norm takes together, none of them narrowed."""
     given = [p.dtype for p in (weight, bias) if p is not None]
     if not given:
         return x, weight, bias
@@ -55,13 +55,13 @@ def _in_input_dtype(
     else:
         found = x.float()
         weight, bias = (None if p is None else p.float() for p in (weight, bias))
-    out_dtype = x.dtype if x.dtype in HALF else torch.float32  # under autocast too
+    out_dtype = x.dtype if x.dtype in HALF else torch.float32  # given, for autocast would change it
     y = layer_norm(found, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=out_dtype)
     return y.to(x.dtype)
 
 
 def _float32_without_bias(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last dimension, where weight may have one more: a weight for each head."""
+    """A norm over the last dimension; a weight of two dimensions has a row for each head."""
     if weight.dim() == 1:
         return _in_input_dtype(x, weight, None, eps, weight.shape)
     found = x if x.dtype in HALF else x.float()
@@ -77,7 +77,7 @@ def _in_promoted_dtype(
     normalized_shape: int | Sequence[int],
     autocast_widens: bool,
 ) -> Tensor:
-    """A layer norm of elementwise operators: the result in the dtype of x * weight + bias.
+    """A layer norm that a library writes out: the result has the dtype of x * weight + bias.
 
     Autocast makes rsqrt and pow float32 on every device but the CPU. That widens the result too,
     unless the library rounds to x's dtype before it multiplies by weight.
@@ -101,7 +101,7 @@ def _channels_first_by_hand(
 ) -> Tensor:
     """_in_promoted_dtype over the channels of N, C, H, W; its result has the memory format of x.
 
-    Elementwise operators keep the memory format, and what follows in a model may count on it.
+    Elementwise operators keep the memory format, and the following layers may rely on it.
     """
     y = _in_promoted_dtype(
         x.permute(0, 2, 3, 1), weight, bias, eps, normalized_shape, autocast_widens
@@ -210,8 +210,8 @@ def esmfold(self: Any, x: Tensor) -> Tensor:
     return layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.c_in)
 
 
-# ---- Over the channels: permuted in and permuted out, as the classes themselves do. What comes in
-# channels_last is not copied, and what goes out is channels_last, as theirs is.
+# ---- Over the channels, which are permuted to the last dimension and back, as in the classes
+# themselves. A channels_last input is not copied, and the result is channels_last, as theirs is.
 
 
 def channels_first(self: Any, x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""What diffusers' modules that modulate a norm's output compute, in one kernel: the forwards that
-replace theirs.
+"""The forwards that replace those of diffusers' modules that modulate a norm's output.
 
-Each of these modules holds a LayerNorm, and multiplies its output by 1 + scale and adds shift,
-which a linear layer makes from the model's conditioning. As in swap_forwards, each forward is
-written as a method of the swapped class, with the parameter names of the forward that it replaces.
+Each of these modules holds a LayerNorm, multiplies its output by 1 + scale and adds shift. A linear
+layer computes shift and scale from the model's conditioning. The forwards here compute norm and
+modulation in one kernel. As in swap_forwards, each is written as a method of the swapped class,
+with the parameter names of the forward that it replaces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .swap_forwards import HALF, diffusers_float32, matched
 
 Forward = Callable[..., Any]
 
-# By forward: the names of the norms that it computes without calling them.
+# For each forward, the names of the norms that it computes without calling them.
 NORMS: dict[Forward, tuple[str, ...]] = {}
 
 torch.fx.wrap("_modulated")
@@ -29,9 +29,10 @@ torch.fx.wrap("_modulated_twice")
 
 
 def _computes(*names: str) -> Callable[[Forward], Forward]:
-    """Of a forward: it computes these norms of the module itself, without calling them.
+    """Decorates a forward that computes these norms of its module without calling them.
 
-    While one of them must be called, the class's own forward runs.
+    Where one of the norms must be called, because of a hook for example, the class's own forward
+    runs.
     """
 
     def decorate(fused: Forward) -> Forward:
@@ -49,7 +50,7 @@ def _computes(*names: str) -> Callable[[Forward], Forward]:
 
 
 def _need_not_be_called(norm: Any) -> bool:
-    """Whether a call of the norm is a layer norm by its attributes, and nothing else: no hook."""
+    """Whether a call of the norm computes a layer norm from its attributes, and runs no hook."""
     forward = type(norm).forward
     if forward is FusedLayerNorm.forward:
         if norm.activation is not None or norm.scale != 1.0 or norm.out_dtype is not None:
@@ -72,7 +73,7 @@ def _modulate(
     scale: Tensor | None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """norm(x) * (1 + scale) + shift, where norm(x) is of this dtype, by default of the norm's."""
+    """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, by default the norm's own."""
     return _modulated(x, shift, scale, *_options_of(norm, x, dtype))
 
 
@@ -87,7 +88,7 @@ def _modulate_twice(
     """_modulate for each of two modulations of one shape and dtype."""
     options = _options_of(norm, x, None)
     outputs = _modulated_twice(x, shift, scale, second_shift, second_scale, *options)
-    return outputs[0], outputs[1]  # torch.fx cannot count them
+    return outputs[0], outputs[1]  # torch.fx cannot unpack the call
 
 
 def _options_of(norm: Any, x: Tensor, dtype: torch.dtype | None) -> tuple[Any, ...]:
@@ -166,7 +167,7 @@ def _modulated_twice(
 def _dtype_of_result(
     x: Tensor, shift: Tensor | None, scale: Tensor | None, norm_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """That of PyTorch's own norm(x) * (1 + scale) + shift."""
+    """The dtype of PyTorch's own norm(x) * (1 + scale) + shift."""
     dtype = norm_dtype or _dtype_of_layer_norm(x)
     for modulation in (shift, scale):
         if modulation is not None:
@@ -175,7 +176,7 @@ def _dtype_of_result(
 
 
 def _dtype_of_layer_norm(x: Tensor) -> torch.dtype:
-    """Autocast makes layer_norm float32 on every device but the CPU."""
+    """The dtype of PyTorch's layer_norm(x): autocast makes it float32, except on the CPU."""
     device = x.device.type
     if x.dtype in HALF and device != "cpu" and torch.is_autocast_enabled(device):
         return torch.float32
@@ -183,7 +184,7 @@ def _dtype_of_layer_norm(x: Tensor) -> torch.dtype:
 
 
 def _suits(x: Tensor, modulation: Tensor | None) -> bool:
-    """Whether it broadcasts to x without enlarging it, and is not finer than x's arithmetic."""
+    """Whether a modulation broadcasts to x without enlarging it, and is float64 only if x is."""
     if modulation is None:
         return True
     if modulation.dtype == torch.float64 != x.dtype or modulation.dim() > x.dim():
@@ -193,7 +194,7 @@ def _suits(x: Tensor, modulation: Tensor | None) -> bool:
 
 
 def _beside(x: Tensor, modulation: Tensor | None) -> Tensor | None:
-    """In a dtype that ada_layer_norm takes beside x, never a narrower one."""
+    """The modulation in a dtype that ada_layer_norm takes beside x, never a narrower one."""
     if modulation is None or modulation.dtype == x.dtype:
         return modulation
     return modulation.to(torch.float32 if x.dtype in HALF else x.dtype)
@@ -242,7 +243,7 @@ def zero_single(self: Any, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor
 
 @_computes("norm")
 def zero_x(self: Any, hidden_states: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
-    """SD3.5's: two modulations of one norm, in one call."""
+    """SD3.5's module: two modulations of one norm, in one call."""
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp, shift2, scale2, gate2 = self.linear(
         self.silu(emb)
     ).chunk(9, dim=1)
@@ -294,7 +295,7 @@ def _of_two(self: Any, x: Tensor, encoder_x: Tensor, temb: Tensor) -> tuple[Tens
     return y, encoder_y, gate, encoder_gate
 
 
-# ---- Of single models.
+# ---- Modules of single models.
 
 
 @_computes("norm")
@@ -357,7 +358,7 @@ def cogview4_zero_033(
 def _cogview4_zero(
     self: Any, x: Tensor, encoder_x: Tensor, temb: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
-    chunks = self.linear(temb).chunk(12, dim=1)  # the image's and the text's in turn
+    chunks = self.linear(temb).chunk(12, dim=1)  # the image's alternate with the text's
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = chunks[0::2]
     c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = chunks[1::2]
     y = _modulate(self.norm, x, shift[:, None], scale[:, None], dtype)

@@ -1,4 +1,4 @@
-"""What a class's forward does, by its source: a digest, which swap_table's entries hold."""
+"""Digests of the source of a class's forward, by which swap_table knows what it computes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ INHERITED = "nn.LayerNorm.forward"  # the digest of a class that has nn.LayerNor
 
 
 def digest(cls: type[nn.Module]) -> str | None:
-    """A digest of the source of the class's forward, or None if that cannot be read.
+    """A digest of the source of the class's forward, or None if the source cannot be read.
 
-    It covers the forward and the functions of the same module that it calls by name, and does not
-    see comments, layout, docstrings and annotations. A forward that calls super's has a digest only
-    where that is nn.LayerNorm's.
+    It covers the forward and the functions of the same module that the forward calls by name;
+    comments, layout, docstrings and annotations do not change it. A forward that calls super's
+    forward has a digest only if that is nn.LayerNorm's.
     """
     owners = [base for base in cls.__mro__ if "forward" in vars(base)]
     forward = vars(owners[0])["forward"]
@@ -35,7 +35,7 @@ def digest(cls: type[nn.Module]) -> str | None:
 
 
 def digest_of_trees(forward: ast.FunctionDef, called: Sequence[ast.FunctionDef]) -> str:
-    """The digest of a forward and of what it calls, in the order of called_names."""
+    """The digest of a forward and the functions that it calls, in the order of called_names."""
     text = repr([_canonical(tree) for tree in (forward, *called)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -47,7 +47,7 @@ def called_names(forward: ast.FunctionDef) -> list[str]:
 
 @functools.cache
 def _digest_of_function(forward: types.FunctionType) -> tuple[str | None, bool]:
-    """The digest, and whether the function calls super's."""
+    """The digest, and whether the function calls super()."""
     try:
         tree = _tree(forward)
         names = called_names(tree)
@@ -64,7 +64,7 @@ def _digest_of_function(forward: types.FunctionType) -> tuple[str | None, bool]:
 
 
 def _tree(function: types.FunctionType) -> ast.FunctionDef:
-    # The code's source: of a wrapper, inspect would give the source of what it wraps.
+    # By its code: given a wrapper, inspect would return the source of the wrapped function.
     tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
     if not isinstance(tree, ast.FunctionDef):
         raise TypeError(f"{function.__qualname__} is no plain function")

@@ -1,7 +1,7 @@
 """The LayerNorm classes of other libraries, and what the source of each one's forward computes.
 
-Data for swap_layer_norm, which looks a class up by the names of its module and of itself: nothing
-is imported. A class whose forward has a source that is not listed for it is not swapped.
+swap_layer_norm looks a class up by the names of its module and of itself, so no library is
+imported. A class whose forward has a source that is not listed for it is not swapped.
 `python ci/layer_norm_sources.py FOLDER` lists the classes and digests of any version of a package.
 """
 
@@ -204,5 +204,5 @@ CLASSES: dict[tuple[str, str], Sources] = {
     ),
 }
 
-# Classes that are called LayerNorm, and whose forward has one of these sources, have no mean.
+# The sources of forwards that subtract no mean, though their classes are called LayerNorm.
 RMS_NORMS = frozenset({"25d06d4ab2c9feed", "ed0eb72c0adec64b", "123bdb1d786a09aa"})

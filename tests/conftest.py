@@ -1,4 +1,4 @@
-"""What every test may ask for: devices, forced kernel strategies, poisoned memory."""
+"""The tests' shared fixtures: devices, forced kernel strategies, poisoned memory."""
 
 import gc
 import json
@@ -42,7 +42,8 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _cpu_operators(request, monkeypatch):
-    """Marked so, a test's plain calls on the CPU reach the operators, as with the variable set."""
+    """In a test with this marker, plain calls on the CPU reach the operators, as they do with
+    FUSED_LAYERNORM_CPU_OPERATORS set."""
     if request.node.get_closest_marker("cpu_operators"):
         monkeypatch.setattr("fused_layernorm.functional._cpu_operators", True)
 
@@ -56,16 +57,16 @@ def _free_memory():
 
 
 class Plans:
-    """The kernels' plans: what they are for a problem, and parts of them forced."""
+    """Returns the plan of a problem, and forces parts of plans."""
 
     def force(self, options):
         torch.ops.fused_layernorm._force(options)
 
     def of(self, rows, cols, dtype, *, device="cuda", **problem):
-        """The plan of a problem on the CUDA device, or None if what is forced cannot run it.
+        """The plan of a problem on the CUDA device, or None if the forced plan cannot run it.
 
-        `problem` has the other arguments of the operator `_plan`: what is not given of them is of
-        dtype, not fused, and asked for.
+        `problem` has the other arguments of the operator `_plan`. By default all types are dtype,
+        nothing is fused, and all gradients are asked for.
         """
         properties: Any = torch.cuda.get_device_properties(device)
         try:

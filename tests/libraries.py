@@ -1,10 +1,10 @@
-"""Other people's libraries in the tests: `libraries.get("timm")`, or the test is skipped by name.
+"""Other people's libraries in the tests: `libraries.get("timm")` imports one or skips the test.
 
 timm and torchvision are not among the packages of the environment. torchvision's binary is built
-for CUDA builds of PyTorch, and beside a CPU build it fails to import, and with it every other
-library that imports it when it is there, transformers for one. And pip would replace PyTorch to
-suit it. So `make test`, by running this file, installs the two into a folder of their own under
-build/, without PyTorch; only the tests look there.
+for CUDA builds of PyTorch. Beside a CPU build it fails to import, and so does every library that
+imports it where it is installed, transformers for example. Also, pip would replace PyTorch with a
+build that suits torchvision. So `make test` runs this file, which installs the two without PyTorch
+into their own folder under build/. Only the tests import from there.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ FOLDER = (
     / "test_packages"
     / f"{sys.implementation.cache_tag}-torch{_MINOR[0]}.{_MINOR[1]}"
 )
-# torchvision 0.25 is PyTorch 2.10's, and so on; pillow is what it needs beside numpy.
+# torchvision 0.25 belongs to PyTorch 2.10, and so on. Beside numpy it needs pillow.
 PACKAGES = ("timm", f"torchvision<0.{_MINOR[1] + 16}", "pillow")
 
 
@@ -35,7 +35,7 @@ def install():
 
 
 def get(name):
-    """The library, or a skipped test."""
+    """Returns the library, or skips the test if it is not installed."""
     import pytest
 
     if FOLDER.is_dir() and str(FOLDER) not in sys.path:
@@ -45,14 +45,14 @@ def get(name):
     return pytest.importorskip(name)
 
 
-_declared = None  # kept, for its declarations last as long
+_declared = None  # the declarations last as long as this library
 
 
 def _import_torchvision():
-    """Import it, also where its binary does not load.
+    """Imports torchvision, also if its binary does not load.
 
-    Its Python half then stumbles over its own operators, nms and qnms, of which these models use
-    none. Each that it misses is declared, until it imports.
+    Its Python half then fails on missing operators of its own, nms and qnms, which none of the
+    tests' models use. Each missing operator is declared, until the import succeeds.
     """
     global _declared
     while True:

@@ -1,11 +1,11 @@
 """Problems, and the contract by which their results are judged.
 
 The contract: the error against float64 is at most 1.25 times PyTorch's own error on the same input,
-plus one rounding of the result's dtype. PyTorch's error is that of float32 arithmetic, as eager
-PyTorch does it: with half-precision tensors, of the same call on the tensors converted to float32.
+plus one rounding of the result's dtype. PyTorch's error is that of eager PyTorch in float32;
+half-precision tensors are converted to float32 for that call.
 
-The error of a result is its root mean square over the elements. The greatest error among them is
-held too, to a wider factor: the same sums taken in another order easily move it by a half.
+The error of a result is the root mean square over its elements. The greatest error of an element is
+bounded too, by a wider factor, because summing in another order easily changes it by a half.
 """
 
 import math
@@ -20,18 +20,18 @@ from fused_layernorm import reference
 
 FACTOR = 1.25  # of PyTorch's error
 GREATEST_FACTOR = 2.0  # of PyTorch's greatest error
-# In float64 the reference rounds as much as what it judges: both stay within some roundings, of
-# which a row's or a column's sum does as many as the root of its length.
+# The reference rounds a float64 result as much as the operator does. The two may differ by this
+# many roundings, times the square root of the number of rows or columns, whichever is greater.
 FLOAT64_ROUNDINGS = 16
-# A result of half precision may come from a coarser float32 (an activation's approximation): by
-# this part of the half-precision rounding, which no one can see.
+# A half-precision result may exceed its rounding by this part of it, because its float32 value may
+# be less exact (an activation's approximation). The excess is too small to matter.
 HALF_SLACK = 1 / 64
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu")
 EPS = 1e-5
 
 
-# Lengths of rows by which each strategy is forced, in both directions.
+# Lengths of rows for which the tests force each strategy, in both directions.
 FORCED_COLS = [1, 3, 8, 37, 63, 64, 256, 257, 1024, 1027, 2048, 4096, 8192, 8195, 16384,
                65536, 262144]  # fmt: skip
 
@@ -50,7 +50,7 @@ class Problem:
     scale: float = 1.0
     out_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None  # None: no residual
-    shift: tuple[int, ...] | None = None  # the modulations' shapes; None: not there
+    shift: tuple[int, ...] | None = None  # the modulations' shapes; None: no such modulation
     scale_by: tuple[int, ...] | None = None
     gate: tuple[int, ...] | None = None
     modulation_dtype: torch.dtype | None = None  # by default dtype
@@ -104,7 +104,7 @@ class Problem:
 
 @dataclass
 class Tensors:
-    """The tensors of a problem, and what is given to layer_norm beside them."""
+    """The tensors of a problem, and the options of the call."""
 
     problem: Problem
     x: torch.Tensor
@@ -133,7 +133,7 @@ def _transposed(tensor):
 
 
 def _misaligned(tensor):
-    """Contiguous, from the second element of an allocation on."""
+    """A contiguous copy that begins at the second element of its allocation."""
     flat = torch.cat([tensor.new_zeros(1), tensor.flatten()])
     return flat[1:].view(tensor.shape)
 
@@ -206,7 +206,7 @@ def _leaf(tensor):
 
 
 def ours(t, *, backward=True):
-    """Our y and gradients, through autograd, by name."""
+    """Our results and gradients, through autograd, by name."""
     if not backward:
         with torch.no_grad():
             out = forward(t)
@@ -244,10 +244,10 @@ def _activate(z, activation):
 
 
 def _normalized(t, found):
-    """What a norm normalizes: x, or the sum with the residual.
+    """The tensor that the norm normalizes: x, or its sum with the residual.
 
-    A gated sum is a result with an error of its own. Whatever comes after it is judged by what it
-    was given: the sum as it was rounded to residual's dtype.
+    A gated sum is a result with an error of its own. The results computed from it are judged for
+    the sum that was found, which is rounded to residual's dtype.
     """
     if t.residual is None:
         return t.x
@@ -255,14 +255,15 @@ def _normalized(t, found):
 
 
 def _past_the_gate(gate_backward, found, *candidates):
-    """dinput and dgate of the one dx, among the candidates, that dinput was found from.
+    """(dinput, dgate), computed from the candidate for dx whose dinput is nearest to the one found.
 
-    One kernel for norm and gate multiplies dx as it is. Of two kernels the second is given it as it
-    was rounded to residual's dtype, and is judged by that.
+    A single kernel for norm and gate multiplies dx before it is rounded. With two kernels, the
+    second reads dx rounded to residual's dtype, and is judged for that dx.
     """
     results = [gate_backward(dx) for dx in candidates]
 
-    # Each element counts alike: by their sizes, one large element of two columns would decide.
+    # The distances are relative, so that all elements count alike. Otherwise one large element
+    # would decide in rows of two columns.
     def distance(result):
         dinput, own = result[0].double(), found["dx"].double()
         sizes = dinput.abs() + own.abs() + torch.finfo(torch.float32).tiny
@@ -281,7 +282,8 @@ def stock(t, found, *, backward=True):
         for tensor in (x, t.weight, t.bias, t.shift, t.scale)
     ]
     x, weight, bias, shift, scale = leaves
-    # In one normalized dimension: with more and many rows, PyTorch's own backward fails on CUDA.
+    # The normalized dimensions are flattened: with several of them and many rows, PyTorch's own
+    # backward fails on CUDA.
     flat_x = x.flatten(x.dim() - p.normalized_ndim)
     flat_weight, flat_bias = (None if u is None else u.flatten() for u in (weight, bias))
     y = F.layer_norm(flat_x, flat_x.shape[-1:], flat_weight, flat_bias, p.eps).reshape(x.shape)
@@ -316,7 +318,8 @@ def stock(t, found, *, backward=True):
 
 
 def exact(t, found=None, *, backward=True):
-    """The results in float64, by name; those past a gate, of what it was given."""
+    """The results in float64, by name. With a gate, those after it are computed from the rounded
+    tensors in `found`."""
     p = t.problem
     x = _normalized(t, found)
     results = {}
@@ -359,7 +362,7 @@ def dtype_of(problem, name):
 
 
 def rounding(value, dtype):
-    """Half a unit in the last place of value's magnitude, or more."""
+    """A bound on the error of rounding value to dtype: half a unit in the last place or more."""
     info = torch.finfo(dtype)
     return value.abs().clamp(min=info.tiny) * (info.eps / 2)
 
@@ -367,14 +370,14 @@ def rounding(value, dtype):
 def double_rounding(problem, name):
     """Whether a result is rounded twice: to the residual's dtype, then to the input's.
 
-    Past a gate it is judged by what the gate was given, which may have been rounded already.
+    With a gate, dx is judged for the tensor that the gate multiplied, rounded or not.
     """
     is_cast = name == "dx" and problem.residual_dtype not in (None, problem.dtype)
     return is_cast and problem.gate is None
 
 
 def beyond_rounding(actual, expected, problem, name):
-    """A result's errors beyond the one rounding that each element may have."""
+    """The error of each element beyond the roundings that it may have."""
     error = (actual.double() - expected).abs()
     if actual.dtype != torch.float64:
         slack = 1 + HALF_SLACK if actual.dtype.itemsize == 2 else 1
@@ -405,14 +408,17 @@ class Errors:
 
 
 def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTOR):
-    """Asserts the contract for every result of a problem, over as many draws as make a sample.
+    """Asserts the contract for every result of a problem.
 
+    sample: the number of elements to judge; tensors are drawn until there are so many, at most 32
+        times.
     factor: how many times PyTorch's error an error may be.
     """
     numel = problem.rows * problem.cols
     draws = max(512 // problem.cols, sample // numel)
     if numel <= 1 << 18:
-        # A row's mean and rstd err alike for all its elements: a few rows would show luck.
+        # All elements of a row share the errors of its mean and rstd, so a few rows would leave the
+        # result to chance.
         draws = max(draws, 32 // problem.rows)
     draws = min(32, max(1, draws))
     found: dict[str, Errors] = {}
@@ -443,7 +449,7 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
             terms = math.sqrt(max(problem.cols, problem.rows))
             slack = FLOAT64_ROUNDINGS * terms * 2**-53 * magnitude[name]
         elif name in ("dweight", "dbias", "dshift", "dscale", "dgate"):
-            # PyTorch's own sum over a few rows may be exact by the luck of its order.
+            # PyTorch's own sum over a few rows may be exact by chance.
             slack = 2**-24 * magnitude[name]
         rms = factor * yardsticks[name].rms + slack
         greatest = GREATEST_FACTOR * yardsticks[name].greatest + slack

@@ -36,14 +36,14 @@ HALF = [F16, BF16]
 ops = torch.ops.fused_layernorm
 pytestmark = pytest.mark.cpu_operators
 
-# Of an input of shape (2, 3, 4).
+# The shapes of modulations of an input of shape (2, 3, 4).
 SHAPES = [(4,), (2, 1, 4), (2, 3, 4), (1, 3, 4), (2, 1, 1), ()]
 
 
 def stock_ada(x, shift=None, scale=None, weight=None, bias=None, eps=1e-5):
     """ada_layer_norm over the last dimension in PyTorch's elementary functions.
 
-    F.layer_norm would not do: its double backward has mean and rstd for constants.
+    F.layer_norm cannot serve here, because its double backward takes mean and rstd as constants.
     """
     centered = x - x.mean(-1, keepdim=True)
     z = centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt()
@@ -112,7 +112,7 @@ def test_gradcheck_of_one_output(device, outputs):
 
 
 def test_gradcheck_where_some_are_absent(device):
-    """Of gate, shift, scale, weight and bias, in every combination."""
+    """Any combination of gate, shift, scale, weight and bias may be absent."""
     tensors = inputs(device)
     for present in itertools.product((True, False), repeat=5):
         used = [
@@ -172,7 +172,7 @@ def test_forward_mode_checks_its_arguments(device):
 def test_half_precision_in_forward_mode(device):
     x = torch.randn(3, 64, device=device).to(BF16)
     scale = torch.randn(64, device=device)
-    # jvp is annotated as if it might return a third value, which only has_aux brings.
+    # jvp's annotation includes a third value, which it returns only with has_aux.
     y, tangent = cast(
         tuple[Any, Any], jvp(lambda s: ada_layer_norm(x, None, s), (scale,), (scale,))
     )
@@ -181,7 +181,7 @@ def test_half_precision_in_forward_mode(device):
 
 
 def pair(*tensors):
-    """ada_layer_norm_pair of x, its shift and scale, the second ones, weight and bias."""
+    """ada_layer_norm_pair of (x, shift, scale, second_shift, second_scale, weight, bias)."""
     args: Any = (*tensors, 1e-5, tensors[0].shape[-1:], None)
     return ada_layer_norm_pair(*args)
 
@@ -203,7 +203,7 @@ def test_derivatives_of_a_pair(device, shape):
 
 
 EVERY = tuple(range(7))
-OF_BATCH = (0, 0, 0, 0, 0, None, None)  # of gate, shift and scale too
+OF_BATCH = (0, 0, 0, 0, 0, None, None)  # gate, shift and scale are batched too
 SHARED = (0, 0, None, None, None, None, None)
 
 
@@ -285,7 +285,7 @@ def test_transforms(device, name, shape):
 
 @pytest.mark.parametrize("name", VMAPS)
 def test_vmap(device, name):
-    """Over a dimension of size 3 before (2, 5, 4), of modulations of shape (2, 1, 4)."""
+    """vmap over 3 samples, each an input of (2, 5, 4) with modulations of (2, 1, 4)."""
     tensors = inputs(device, (3, 2, 1, 4), rows=(3, 2, 5))
     results = [VMAPS[name](f)(*tensors) for f in (add_ada_layer_norm, stock_add_ada)]
     torch.testing.assert_close(*results)
@@ -321,7 +321,7 @@ def test_vmap_of_a_pair(device, in_dims):
 
 
 def test_vmap_of_modulations_of_fewer_dimensions(device):
-    """(D,) a sample, where input has (S, D): the batch dimension goes to the front of all."""
+    """A sample has modulations of (D,) and an input of (S, D). vmap puts its dimension first."""
     x = torch.randn(3, 5, 4, device=device)
     shift, scale = torch.randn(2, 3, 4, device=device)
     found = vmap(ada_layer_norm)(x, shift, scale)
@@ -330,7 +330,7 @@ def test_vmap_of_modulations_of_fewer_dimensions(device):
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_vmap_does_not_enlarge_a_sample(device, batched):
-    """A modulation of as many dimensions as the batch, for which each sample has one less."""
+    """A modulation with as many dimensions as the whole batch has one too many for a sample."""
     x = torch.randn(3, 5, 4, device=device)
     scale = torch.randn(3, 3, 1, 4, device=device)
     with pytest.raises(RuntimeError, match="expected scale that broadcasts"):
@@ -353,7 +353,7 @@ def test_checkpoint(device):
 
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_what_is_saved_for_backward(device, gated):
-    """Of input's size: what was normalized, and beside a gate what it multiplied; nothing else."""
+    """Of input's size only the norm's input is saved, and with a gate the tensor it multiplies."""
     x, residual = torch.randn(2, 3, 50, 64, device=device)
     gate, shift, scale = torch.randn(3, 3, 1, 64, device=device)
     for tensor in (x, residual, gate, shift, scale):
@@ -377,7 +377,7 @@ def test_what_is_saved_for_backward(device, gated):
 
 
 def test_changed_modulations_are_noticed(device):
-    """Backward refuses a tensor that has been written to since, as PyTorch's operators do."""
+    """Backward refuses a saved tensor that was modified since, as PyTorch's operators do."""
     x, _, _, shift, scale, _, _ = (t.requires_grad_() for t in inputs(device))
     scale = scale.clone()
     y = ada_layer_norm(x, shift, scale)
@@ -388,7 +388,7 @@ def test_changed_modulations_are_noticed(device):
 
 
 def test_gradients_reach_the_linear_layer_of_the_chunks(device):
-    """As a block of a diffusion transformer has it: six chunks, of which all get gradients."""
+    """All six chunks of a modulation get gradients, as in a block of a diffusion transformer."""
     torch.manual_seed(3)
     linear = nn.Linear(8, 24).to(device, F64)
     x, branch = torch.randn(2, 3, 5, 4, device=device, dtype=F64)
@@ -452,7 +452,7 @@ def sample(
 @pytest.mark.parametrize("name", OPCHECKS)
 @pytest.mark.parametrize("statistics", [False, True])
 def test_opcheck_forward(device, name, statistics):
-    # Under autograd the operators with statistics run; the others are for calls without gradients.
+    # The operators with statistics run under autograd, the others in calls without gradients.
     n = sample(device, **OPCHECKS[name], requires_grad=statistics)
     affine = (1, n["shift"], n["scale"], n["weight"], n["bias"], 1e-5)
     ada = ops.ada_layer_norm_forward if statistics else ops.ada_layer_norm
@@ -518,7 +518,7 @@ GATED_MASKS = [
 @pytest.mark.parametrize("mask", GATED_MASKS, ids=lambda mask: "".join(str(int(m)) for m in mask))
 @pytest.mark.parametrize("name", ["sample", "all", "token", "half"])
 def test_opcheck_gated_backward(device, name, mask):
-    """And its results are those of the two operators that it is."""
+    """Its results are also those of ada_layer_norm_backward and gate_backward."""
     n = sample(device, **OPCHECKS[name])
     x, input, gate = n["residual"], n["input"], n["gate"]
     affine = (n["shift"], n["scale"], n["weight"], n["bias"])
@@ -643,7 +643,7 @@ def test_compile_with_dynamic_shapes(device):
         condition = torch.randn(samples, 1, 16, device=device)
         found, expected = step(compiled, model, x, condition), step(model, model, x, condition)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        # The first call may start twice: PyTorch first tries eps as a symbol.
+        # The first call may compile twice, because PyTorch first tries eps as a symbol.
         first = first or counter.frame_count
     assert counter.frame_count == first
 
@@ -677,7 +677,7 @@ class Pair(nn.Module):
 
 
 def test_export_of_a_pair(device):
-    """One operator where nothing needs a gradient, and none of ours after decomposition."""
+    """The exported graph has one operator without gradients, and none of ours if decomposed."""
     tensors = inputs_of_pair(device)
     with torch.no_grad():
         program = torch.export.export(Pair(), tensors)
@@ -762,7 +762,7 @@ def test_onnx_export():
 @pytest.mark.parametrize("x_dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_autocast(device, gated, x_dtype, modulation_dtype, dtype):
-    """Modulations that a linear layer under autocast made, beside an input of any dtype."""
+    """Input and modulations of any dtypes: linear layers under autocast make narrow modulations."""
     x = torch.randn(3, 5, 32, device=device).to(x_dtype).requires_grad_()
     residual = torch.randn(3, 5, 32, device=device)
     modulations = [
@@ -800,7 +800,10 @@ def test_autocast(device, gated, x_dtype, modulation_dtype, dtype):
 @pytest.mark.parametrize("out_dtype", [None, BF16])
 @pytest.mark.parametrize("dtypes", list(itertools.product([F32, *HALF], repeat=4)), ids=str)
 def test_autocast_of_a_pair(device, dtypes, out_dtype, requires_grad):
-    """Of an input, its modulations, the second ones and weight: as two calls under autocast."""
+    """Under autocast the pair gives the results of two calls.
+
+    dtypes: of the input, of the first modulations, of the second ones and of weight.
+    """
     x_dtype, first_dtype, second_dtype, weight_dtype = dtypes
     x = torch.randn(3, 5, 32, device=device).to(x_dtype).requires_grad_(requires_grad)
     first, second = (
@@ -927,7 +930,7 @@ def test_functional_call(device):
 @pytest.mark.parametrize("how", ["script", "trace"])
 @pytest.mark.parametrize("module", [FusedAdaLayerNorm, FusedAddAdaLayerNorm])
 def test_torch_script(device, module, how, options):
-    """Both ways, with gradients, saved and loaded."""
+    """Scripted and traced modules, also saved and loaded, give the same results and gradients."""
     model = module(8, **options).to(device)
 
     def args(rows):
@@ -976,9 +979,10 @@ def test_symbolic_trace():
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize("modulation_dtype", [BF16, F32])
 def test_one_kernel_forward(modulation_dtype, gated, requires_grad, autocast):
-    """Chunks are read where they lie: no copy, and no cast but of narrow modulations beside wide y.
+    """The kernel reads chunks in place, without copies.
 
-    There is no kernel for these, and they are cast to float32, which changes no bit of the result.
+    Only half-precision modulations beside a float32 y are cast to float32 first, because there is
+    no kernel for them. The cast changes no bit of the result.
     """
     x, residual = torch.randn(2, 4, 256, 1152, device="cuda").to(BF16)
     chunks = torch.randn(4, 1, 6 * 1152, device="cuda").to(modulation_dtype).chunk(6, -1)
@@ -1006,7 +1010,7 @@ def test_one_kernel_forward(modulation_dtype, gated, requires_grad, autocast):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(4,), (3, 1, 4), (3, 5, 4), (1, 5, 4)], ids=str)
 def test_cuda_graph(shape):
-    """Forward and backward, captured once, of whatever the tensors hold at the replay."""
+    """A captured forward and backward reads the values that the tensors have at the replay."""
     leaves: Any = [t.requires_grad_() for t in inputs("cuda", shape, rows=(3, 5), dtype=F32)]
     gradients = tuple(torch.randn(2, 3, 5, 4, device="cuda"))
 

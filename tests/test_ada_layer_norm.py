@@ -27,7 +27,7 @@ F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float6
 ops = torch.ops.fused_layernorm
 pytestmark = pytest.mark.cpu_operators
 
-# Of an input of shape (B, S, D).
+# The shapes of modulations of an input of shape (B, S, D).
 KINDS = {
     "all": lambda b, s, d: (d,),
     "sample": lambda b, s, d: (b, 1, d),
@@ -56,8 +56,8 @@ DTYPES = [
 # The boundaries of the kernels' strategies, and the models' widths.
 WIDTHS = [1, 7, 8, 63, 64, 65, 256, 257, 512, 1023, 1024, 1152, 2432, 3072, 4095, 4096, 5120, 6144]
 WIDE = [8192, 8193, 16384, 16385, 32768, 40960, 50001]
-# B samples of S rows: one group; groups of one row, of three, of many; more groups than an H200 has
-# multiprocessors.
+# (samples, rows of each): one group; groups of one row, of three rows, of many rows; more groups
+# than an H200 has multiprocessors.
 GROUPS = [(1, 1), (1, 40), (37, 1), (11, 3), (3, 257), (150, 2), (150, 5)]
 
 
@@ -68,7 +68,7 @@ def ids(value):
 
 
 def modulated(shape, kind="sample", *, gated=False, dtypes=DTYPES[0], **others):
-    """A problem whose modulations are all of one kind, unless `others` has their shapes."""
+    """A problem whose modulations are all of one kind, except those whose shapes `others` gives."""
     input_dtype, residual_dtype, modulation_dtype, weight_dtype = dtypes
     modulation = KINDS[kind](*shape)
     problem: dict[str, Any] = {
@@ -154,7 +154,7 @@ def test_layouts_of_modulations(device, layout, kind, dtypes):
 
 
 def test_expanded_modulations(device):
-    """Of input's shape, but read with strides of zero: every element has its own gradient."""
+    """A modulation expanded to input's shape has strides of zero, but a gradient per element."""
     x, dy = torch.randn(2, 3, 5, 32, device=device)[:2]
     leaf = torch.randn(3, 1, 32, device=device)
     expanded = [leaf.expand(3, 5, 32).detach().requires_grad_() for _ in "st"]
@@ -170,7 +170,7 @@ def test_expanded_modulations(device):
 
 @pytest.mark.parametrize("present", list(itertools.product((True, False), repeat=4)), ids=str)
 def test_absent_arguments(device, present):
-    """Of gate, shift and scale; and weight and bias, none or both."""
+    """Any of gate, shift and scale may be absent, and weight and bias together."""
     gate, shift, scale, affine = present
     kind = (3, 1, 40)
     problem = Problem(
@@ -224,7 +224,7 @@ def test_groups(device, groups, cols, gated):
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[1], DTYPES[3], DTYPES[8]], ids=ids)
 @pytest.mark.parametrize("cols", [*WIDTHS, *WIDE])
 def test_every_width(cols, dtypes, gated):
-    """And the widths beside it, where strategies and vectors change."""
+    """Each width and its two neighbours, because strategies and vectors change there."""
     for d in (cols - 1, cols, cols + 1):
         if d > 0:
             for kind in ("sample", "token"):
@@ -259,7 +259,7 @@ def test_many_rows(shape, gated):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_is_what_autograd_gives(kind):
-    """The formulas of reference.py, which everything here is judged by, in float64."""
+    """Autograd confirms, in float64, the formulas of reference.py that judge all results here."""
     x, residual, dy, dresidual = torch.randn(4, 3, 5, 16, dtype=F64)
     gate, shift, scale = torch.randn(3, *KINDS[kind](3, 5, 16), dtype=F64)
     weight, bias = torch.randn(2, 16, dtype=F64)
@@ -279,7 +279,7 @@ def test_the_reference_is_what_autograd_gives(kind):
 
 
 def test_result_is_rounded_once(device):
-    """And not the normalized value, nor the product with 1 + scale, before."""
+    """Neither the normalized value nor its product with 1 + scale is rounded before."""
     x, shift, scale = (torch.randn(64, 512, device=device).to(BF16) for _ in range(3))
     narrow = ada_layer_norm(x, shift, scale)
     exact = ada_layer_norm(x.double(), shift.double(), scale.double())
@@ -294,7 +294,7 @@ def test_gated_sum_is_rounded_once(device):
 
 
 def test_small_scales_are_not_lost(device):
-    """1 + scale is taken in float32, also where scale is too small beside 1 in half precision."""
+    """1 + scale is computed in float32, because half precision would lose a small scale."""
     x = torch.randn(8, 64, device=device).to(BF16)
     scale = torch.full((64,), 2.0**-10, device=device).to(BF16)
     y = ada_layer_norm(x, None, scale, out_dtype=F32)
@@ -341,10 +341,10 @@ def test_every_large_call_gives_the_same_bits(shape, gated):
 @pytest.mark.parametrize("kind", ["sample", "token", "number of a sample"])
 @pytest.mark.parametrize("cols", [3, 64, 257, 1152, 4096, 8193, 40000])
 def test_a_sample_does_not_depend_on_its_batch(device, cols, kind, gated):
-    """Its y, its dx and the gradients of its modulations, which no other sample shares.
+    """A sample's y, dx and gradients of its own modulations do not depend on the other samples.
 
-    The rows' results are the same to the bit. The sums over a sample's rows may be cut at other
-    places on another number of samples: they agree to the rounding.
+    The rows' results are the same to the bit. The sums over a sample's rows may be divided
+    differently when the number of samples changes, so they agree only to rounding.
     """
     b, s = (5, 4) if device == "cpu" else (301, 9)
     t = numerics.make(modulated((b, s, cols), kind, gated=gated), device)
@@ -370,7 +370,7 @@ def test_a_sample_does_not_depend_on_its_batch(device, cols, kind, gated):
 
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_a_row_does_not_depend_on_its_place(device, gated):
-    """Rows of one content under one modulation have one result, to the bit."""
+    """Equal rows with equal modulations have equal results, to the bit."""
     rows = 50 if device == "cpu" else 2000
     for cols in (8, 257, 1152):
         x, dy, residual = (torch.randn(1, 1, cols, device=device) for _ in range(3))
@@ -405,7 +405,7 @@ def test_every_element_is_written(poison, cols, kind):
             )
 
 
-# ---- What is asked for of backward.
+# ---- The gradients that backward is asked for.
 
 ADA = ("x", "shift", "scale", "weight", "bias")
 ADD_ADA = ("x", "residual", "gate", *ADA[1:])
@@ -418,7 +418,7 @@ def masks(names):
 @pytest.mark.parametrize("kind", ["all", "sample", "token"])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_only_what_requires_grad_gets_it(device, gated, kind):
-    """Of every combination of arguments."""
+    """Every combination of arguments requires gradients in turn."""
     t = numerics.make(modulated((2, 3, 24), kind, gated=gated), device)
     names = ADD_ADA if gated else ADA
     everything = numerics.ours(t)
@@ -454,7 +454,7 @@ def test_one_output_used(device, used):
 
 
 def saved(t):
-    """Arguments of ada_layer_norm_backward, but for what is asked for."""
+    """The arguments of ada_layer_norm_backward without its mask."""
     p = t.problem
     x = t.x if t.residual is None else numerics.ours(t, backward=False)["residual_out"]
     affine = (t.shift, t.scale, t.weight, t.bias)
@@ -504,13 +504,13 @@ def test_gate_backward(device, kind, mask):
 
 
 def gated_saved(t):
-    """Arguments of add_ada_layer_norm_backward, but for what is asked for."""
+    """The arguments of add_ada_layer_norm_backward without its mask."""
     dy, x, *others = saved(t)
     return (dy, x, t.x, t.gate, *others)
 
 
 def in_two_steps(dy, x, input, gate, *others, needs):
-    """What add_ada_layer_norm_backward gives, of ada_layer_norm_backward and gate_backward."""
+    """The results of add_ada_layer_norm_backward, by ada_layer_norm_backward and gate_backward."""
     needs_dx, needs_dinput, needs_dgate, *of_parameters = needs
     is_gate_needed = needs_dinput or needs_dgate
     dx, *gradients = ops.ada_layer_norm_backward(
@@ -522,13 +522,13 @@ def in_two_steps(dy, x, input, gate, *others, needs):
     return (dx if needs_dx else x.new_empty(0), *past, *gradients)
 
 
-GATED = ("dresidual", "dx", "dgate", "dshift", "dscale", "dweight", "dbias")  # as it orders them
+GATED = ("dresidual", "dx", "dgate", "dshift", "dscale", "dweight", "dbias")  # in its order
 
 
 @pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3], DTYPES[8]], ids=ids)
 def test_masks_of_the_gated_operator(device, dtypes, kind):
-    """Each gradient that is asked for: its value, the same in every call; and no other."""
+    """The operator returns exactly the gradients asked for, with the same values in every call."""
     t = numerics.make(
         modulated((5, 9, 200), kind, gated=True, dtypes=dtypes, affine="both"), device
     )
@@ -559,7 +559,7 @@ def test_masks_of_the_gated_operator(device, dtypes, kind):
 
 @pytest.mark.parametrize("present", list(itertools.product((True, False), repeat=4)), ids=str)
 def test_absent_arguments_of_the_gated_operator(device, present):
-    """Of shift, scale and dresidual; and weight and bias, none or both."""
+    """Any of shift, scale and dresidual may be absent, and weight and bias together."""
     t = numerics.make(modulated((3, 7, 40), gated=True, affine="both"), device)
     shift, scale, dresidual, affine = present
     dy, x, input, gate, *statistics = gated_saved(t)[:7]
@@ -600,7 +600,7 @@ def test_nan_and_inf_stay_in_their_sample(device):
 
 
 def test_a_gate_of_zero(device):
-    """Keeps the residual to the bit, as blocks that are initialised with zeros do."""
+    """A gate of zero keeps the residual to the bit, as in blocks initialised with zeros."""
     x, residual = torch.randn(2, 3, 4, 16, device=device)
     gate = torch.zeros(3, 1, 16, device=device, requires_grad=True)
     y, residual_out = add_ada_layer_norm(x, residual, gate)
@@ -640,7 +640,7 @@ def test_one_row_without_leading_dimensions(device):
 
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_strided_input(device, gated):
-    """Rows that do not follow one another, and columns that do not."""
+    """Rows that are not adjacent in memory, and columns that are not."""
     for view in (
         lambda t: t.repeat_interleave(2, 1)[:, ::2],
         lambda t: t.mT.contiguous().mT,
@@ -662,9 +662,10 @@ def test_strided_input(device, gated):
 def pair_of(
     device, shape, kinds=("sample", "sample"), dtypes=(F32, F32, F32), *, affine=True, absent=()
 ):
-    """(x, the modulations of y, those of second_y, weight and bias), of input's and their dtypes.
+    """(x, [shift, scale] of y, [shift, scale] of second_y, (weight, bias)).
 
-    `absent` are positions among the four modulations.
+    dtypes: of x, weight and bias; of y's modulations; of second_y's.
+    absent: the positions, among the four modulations, of those that are None.
     """
     input_dtype, *modulation_dtypes = dtypes
     x = (torch.randn(shape, device=device) + 0.5).to(input_dtype)
@@ -721,7 +722,7 @@ def test_pair_of_every_dtype(device, dtype, out_dtype, affine):
 
 @pytest.mark.parametrize("dtypes", [(BF16, BF16, F32), (F16, F32, F16)], ids=ids)
 def test_pair_of_two_dtypes(device, dtypes):
-    """A kernel reads all of them as float32: its plan is not that of a half precision one."""
+    """The kernel reads all modulations as float32, so its plan differs from half precision's."""
     for cols in (64, 100, 1152):
         check_pair(*pair_of(device, (3, 7, cols), dtypes=dtypes), exactly=device == "cpu")
 
@@ -732,14 +733,14 @@ def test_pair_with_absent_arguments(device, present, affine):
     absent = [i for i, there in enumerate(present) if not there]
     for cols in (40, 1152):
         args = pair_of(device, (3, 7, cols), affine=affine, absent=absent)
-        # A norm without any modulation has kernels of its own.
+        # A norm without any modulation runs on other kernels, which may round differently.
         is_modulated = any(present[:2]) and any(present[2:])
         check_pair(*args, exactly=device == "cpu" or is_modulated)
 
 
 @pytest.mark.parametrize("layout", sorted({*numerics.LAYOUTS} - {"contiguous"}))
 def test_layouts_of_a_pair(device, layout):
-    """Of the modulations; and an input of which neither rows nor columns follow one another."""
+    """Layouts of the modulations, and an input with neither rows nor columns adjacent."""
     for cols in (64, 75):
         x, first, second, affine = pair_of(device, (3, 7, cols))
         strided = numerics.LAYOUTS[layout]
@@ -793,7 +794,7 @@ def test_every_element_of_a_pair_is_written(poison, cols):
 
 
 class Operators(TorchDispatchMode):
-    """The package's operators that run, by name."""
+    """Records the names of the package's operators that run."""
 
     def __init__(self):
         super().__init__()
@@ -810,7 +811,8 @@ PAIR = ("x", "shift", "scale", "second_shift", "second_scale", "weight", "bias")
 
 @pytest.mark.parametrize("mask", [(False,) * 7, *masks(PAIR)], ids=str)
 def test_gradients_of_a_pair_are_those_of_two_calls(device, mask):
-    """Of every combination of arguments; without any, and without grad mode, it is one operator."""
+    """Every combination of arguments requires gradients in turn. With none of them, or without grad
+    mode, the pair is one operator."""
     x, first, second, affine = pair_of(device, (3, 7, 40))
     leaves = [
         t.requires_grad_(needed)
@@ -858,7 +860,7 @@ def test_one_output_of_a_pair_used(device, used):
         assert one is None or torch.equal(one, other)
 
 
-# What is wrong, by argument. Each of the two modulations has the sentence of ada_layer_norm.
+# Wrong modulations. In every place the error message is that of ada_layer_norm.
 BAD_MODULATIONS: dict[str, Any] = {
     "shape": lambda device: torch.ones(5, 8, device=device),
     "enlarging": lambda device: torch.ones(2, 4, 8, device=device),
@@ -943,7 +945,8 @@ def test_gate_of_add_layer_norm(device, dtypes, kind):
 @pytest.mark.parametrize("options", [{"activation": "gelu"}, {"scale": 0.5}], ids=str)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
 def test_gate_beside_an_activation(device, dtypes, options):
-    """Of any dtypes that are taken without one, and with every gradient."""
+    """A gate beside an activation takes any dtypes that it takes without one, and has all
+    gradients."""
     t = numerics.make(modulated((3, 5, 64), gated=True, dtypes=dtypes), device)
     names = [
         name for name in ("x", "residual", "weight", "bias", "gate") if getattr(t, name) is not None
@@ -979,7 +982,7 @@ def test_gate_beside_an_activation(device, dtypes, options):
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize("shift_dtype", [F32, BF16], ids=ids)
 def test_a_shift_of_every_element_has_the_gradient_of_y(device, shift_dtype, gated):
-    """It is dy itself where the dtypes are the same, and yet no tensor that others change."""
+    """The gradient is dy itself if the dtypes are the same. Accumulation leaves dy unchanged."""
     x, residual, gate, scale = torch.randn(4, 2, 3, 24, device=device).to(BF16).unbind()
     shift = torch.randn(2, 3, 24, device=device).to(shift_dtype).requires_grad_()
     x.requires_grad_()

@@ -1,4 +1,4 @@
-"""Autocast: the results of torch.nn.functional.layer_norm, without its casts."""
+"""Under autocast results are those of torch.nn.functional.layer_norm, without its casts."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_out_dtype_opts_out(device, dtype):
 @pytest.mark.parametrize("x_dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_half_weights_are_cast(device, x_dtype, weight_dtype, requires_grad):
-    """A model in half precision, under autocast, that is given float32: nn.LayerNorm takes it."""
+    """Under autocast nn.LayerNorm takes half-precision weights beside another input dtype."""
     x = torch.randn(6, 32, device=device).to(x_dtype)
     weight, bias = (
         torch.randn(32, device=device).to(weight_dtype).requires_grad_(requires_grad) for _ in "wb"

@@ -1,4 +1,4 @@
-"""Derivatives of every order and mode, torch.func's transforms, and what wraps autograd."""
+"""Derivatives of every order and mode, torch.func's transforms, and hooks around autograd."""
 
 import itertools
 import math
@@ -28,10 +28,10 @@ def inputs(device, *, shape=(2, 2, 4), ndim=1, dtype=F64):
 
 
 def composite(x, weight=None, bias=None, eps=1e-5, *, activation=None, scale=1.0):
-    """What layer_norm computes over the last dimension, in PyTorch's elementary functions.
+    """layer_norm over the last dimension, in PyTorch's elementary functions.
 
-    F.layer_norm would not do: its double backward has mean and rstd for constants, so that its
-    third derivative is wrong.
+    F.layer_norm cannot serve here, because its double backward takes mean and rstd as constants, so
+    that its third derivative is wrong.
     """
     centered = x - x.mean(-1, keepdim=True)
     z = centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt()
@@ -154,7 +154,7 @@ def test_third_order_of_a_plain_call(device):
 
 
 def test_third_order_of_a_plain_call_on_the_cpu_is_pytorchs(monkeypatch):
-    """docs/support.md says so; under torch.func (test_transforms) it is right."""
+    """docs/support.md says so. Under torch.func the third derivative is right (test_transforms)."""
     monkeypatch.setattr("fused_layernorm.functional._cpu_operators", False)
     x = torch.randn(2, 4, dtype=F64, requires_grad=True)
     weight = torch.randn(4, dtype=F64, requires_grad=True)
@@ -164,7 +164,7 @@ def test_third_order_of_a_plain_call_on_the_cpu_is_pytorchs(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_gradient_penalty(device, dtype):
-    """The loss of WGAN-GP: the gradient's norm, differentiated for the parameters."""
+    """WGAN-GP's loss: the norm of the gradient for x, differentiated for the parameters."""
     torch.manual_seed(1)
     model = torch.nn.Sequential(
         torch.nn.Linear(16, 32), FusedLayerNorm(32, activation="silu"), torch.nn.Linear(32, 1)
@@ -223,7 +223,7 @@ def test_forward_mode_checks_its_arguments(device):
 def test_half_precision_in_forward_mode(device):
     x = torch.randn(3, 64, device=device).to(BF16)
     weight = torch.randn(64, device=device)
-    # jvp is annotated as if it might return a third value, which only has_aux brings.
+    # jvp's annotation includes a third value, which it returns only with has_aux.
     y, tangent = cast(
         tuple[Any, Any], jvp(lambda x: layer_norm(x, weight), (x,), (torch.ones_like(x),))
     )
@@ -322,7 +322,7 @@ def test_transforms_with_residual(device, name, activation):
 )
 @pytest.mark.parametrize("activation", [None, "gelu_tanh"])
 def test_vmap_over_any_arguments(device, in_dims, activation):
-    """Parameters of an ensemble's members, in any position."""
+    """Any arguments may be batched, in any dimension, as the parameters of an ensemble are."""
     size = 3
     x, _, weight, bias = inputs(device, shape=(4, 5))
     tensors = [
@@ -388,7 +388,7 @@ def test_per_sample_gradients(device):
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
-    """The operators that ran, by name: what torch dispatched below every transform."""
+    """The names of the operators that torch dispatched below all transforms."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Record(TorchDispatchMode):
@@ -447,7 +447,7 @@ def test_a_dispatch_mode_sees_every_call(device, kernel_calls):
 
 
 class Tagged(torch.Tensor):
-    """A subclass that only has a name: PyTorch's default keeps it through every operator."""
+    """A subclass that adds nothing but a name. By default PyTorch's operators keep the class."""
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -469,7 +469,7 @@ def test_tensor_subclass_stays(device, requires_grad):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("negated", ["x", "residual", "weight", "bias", "dy"])
 def test_lazily_negated_tensors(device, negated, autocast):
-    """The imaginary part of a conjugate has the opposite values of its memory's."""
+    """The imaginary part of a conjugate has the negated values of its memory."""
     plain = dict(zip(("x", "residual", "weight", "bias"), inputs(device, dtype=F32), strict=True))
     plain["dy"] = torch.randn_like(plain["x"])
 
@@ -513,7 +513,7 @@ def test_activation_checkpointing(device, use_reentrant):
 
 
 def test_saved_tensors_pass_through_hooks(device):
-    """Everything that backward needs is saved through autograd, in input's dtype and no more."""
+    """All that backward needs is saved by autograd: x in its own dtype, statistics, parameters."""
     x = torch.randn(6, 32, device=device, dtype=BF16, requires_grad=True)
     weight, bias = (torch.randn(32, device=device, requires_grad=True) for _ in "wb")
     packed = []

@@ -1,7 +1,7 @@
-"""Autograd in C++ or in Python: which of them is active, and what the operators give by name.
+"""Autograd in C++ or in Python: which of the two is active, and the operators called by name.
 
-Every other test runs on whichever is active. CI runs them all twice, with
-FUSED_LAYERNORM_PYTHON_AUTOGRAD=1 the second time.
+Every other test runs on the active one. CI runs all tests twice, the second time with
+FUSED_LAYERNORM_PYTHON_AUTOGRAD=1.
 """
 
 import gc
@@ -55,7 +55,7 @@ def test_only_releases_have_a_minor_version(version, minor):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Libraries for torch 2.9, 2.10 and 2.11, of no content."""
+    """A folder with empty files as the libraries for torch 2.9, 2.10 and 2.11."""
     for minor in ("2.9", "2.10", "2.11"):
         path_of(minor, tmp_path).touch()
     return tmp_path
@@ -92,7 +92,7 @@ def test_a_build_without_libraries(tmp_path):
 
 
 def test_a_library_is_active_unless_disabled():
-    """An installation that lost its libraries would pass every other test, more slowly."""
+    """An installation without its libraries would pass every other test, only more slowly."""
     expected, _ = choose(torch.__version__)
     assert autograd_library.active == (expected is not None)
     if os.environ.get(autograd_library.DISABLE) != "1" and sys.platform == "linux":
@@ -119,7 +119,7 @@ def test_one_of_the_two_is_registered(name, key):
     (line,) = [line for line in dump.splitlines() if line.startswith(f"{key}:")]
     assert ("autograd.cpp" in line) == autograd_library.active, line
     assert "not implemented" not in line
-    # A second registration of a key stays in the list, inactive.
+    # A second registration of the same key would be listed as inactive.
     registered = torch._C._dispatch_dump(f"fused_layernorm::{name}")
     assert len(re.findall(r"^Autograd\[alias\]", registered, re.MULTILINE)) == 1
     assert "(inactive)" not in registered
@@ -141,7 +141,7 @@ print(y.grad_fn.name(), autograd_library.active, autograd_library.reason, sep="|
 
 
 def in_a_copy(tmp_path, version="", **environment):
-    """What TRAIN prints, with the package's copy in tmp_path, under a torch of that version."""
+    """What TRAIN prints with the copy of the package in tmp_path, under torch called `version`."""
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), **environment}
     result = subprocess.run(
         [sys.executable, "-c", TRAIN, version],
@@ -183,7 +183,7 @@ def test_the_two_in_a_fresh_process(copy):
 @needs_library
 @pytest.mark.parametrize("version", ["2.99.0", "2.13.0a0+git1", "2.10.0.dev20250101"])
 def test_a_library_of_another_version_is_not_loaded(copy, version):
-    """Loading this one would end the process."""
+    """The libraries are invalid files here: loading one would end the process."""
     poisoned = copy / "fused_layernorm" / "autograd"
     for library in poisoned.glob("*.so"):
         library.write_bytes(b"not to be read")
@@ -242,13 +242,13 @@ ADA_NAMES = [
     "add_ada_layer_norm",
     "add_ada_layer_norm_forward",
 ]
-# Each with the activations it is tested with: the modulated ones take none.
+# (operator, activation) to test: the modulated operators take no activation.
 ACTIVATED = [(name, activation) for name in NAMES for activation in (None, "gelu")]
 ACTIVATED += [(name, None) for name in ADA_NAMES]
 
 
 def tensors_of(name, device, shape=(2, 3, 4), dtype=F64):
-    """An operator's tensors, as its schema orders them; each modulation is broadcast otherwise."""
+    """An operator's tensors in the order of its schema. Each modulation broadcasts differently."""
     x, residual, weight, bias = inputs(device, shape, dtype)
     batch, rows, cols = shape
     gate, shift, scale = (
@@ -264,14 +264,14 @@ def tensors_of(name, device, shape=(2, 3, 4), dtype=F64):
 
 
 def rows_of(name):
-    """How many of an operator's tensors come before normalized_ndim."""
+    """The number of an operator's tensors that come before normalized_ndim."""
     if name.startswith("add_ada"):
         return 3
     return 2 if name.startswith("add") else 1
 
 
 def operator(name, activation=None, scale=1.0):
-    """An operator as a function of its tensors; y alone."""
+    """An operator as a function of its tensors that returns only y."""
     overload = getattr(ops, name).default
     rows = rows_of(name)
     options = () if "ada" in name else (activation, scale)
@@ -284,7 +284,7 @@ def operator(name, activation=None, scale=1.0):
 
 
 def expression(name, activation=None, scale=1.0):
-    """The same in PyTorch's operators."""
+    """The same function as operator(), in PyTorch's operators."""
 
     def add(x, residual, gate=None):
         return residual + (x if gate is None else gate * x)
@@ -350,7 +350,7 @@ ABSENT = ["", "shift", "scale", "shift scale", "weight", "weight bias", "scale b
     ],
 )
 def test_gradients_of_modulated_norms(device, name, absent):
-    """First and second order, and forward mode, of y and residual_out, with arguments absent."""
+    """Both derivatives and forward mode of y and residual_out, with some arguments absent."""
     rows = ["x"] if name == "ada_layer_norm" else ["x", "residual", "gate"]
     names = [*rows, "shift", "scale", "weight", "bias"]
     tensors = tensors_of(name, device, shape=(2, 2, 3))
@@ -383,7 +383,7 @@ def test_gradients_of_the_backward_operator(device, absent, activation):
         for i, leaf in zip(present, leaves, strict=True):
             full[i] = leaf
         dy, x, dresidual, weight, bias = full
-        # The statistics are functions of x: those given are only its values.
+        # The operator takes mean and rstd as values and differentiates them as functions of x.
         centered = (x - x.mean(-1, keepdim=True)).detach()
         found = (centered.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         return ops.layer_norm_backward(
@@ -401,7 +401,7 @@ def test_gradients_of_the_backward_operator(device, absent, activation):
 
 
 def statistics(x):
-    """(mean, rstd); they are functions of x, and these are only their values."""
+    """(mean, rstd) as values, detached from x."""
     x = x.detach()
     mean = x.mean(-1, keepdim=True)
     return mean, ((x - mean).square().mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -498,7 +498,7 @@ def test_dual_numbers_outside_transforms(device, name):
 
 
 def test_forward_mode_over_a_graph_made_before(device):
-    """The forward pass knows no tangents, its backward pass does."""
+    """The forward pass sees no tangents, but the backward pass does."""
     for name, activation in (("layer_norm", "gelu"), ("add_ada_layer_norm", None)):
         tensors = [t.requires_grad_() for t in tensors_of(name, device)]
         dy, tangent = torch.randn_like(tensors[0]), torch.randn_like(tensors[0])
@@ -516,7 +516,7 @@ def test_forward_mode_over_a_graph_made_before(device):
 @pytest.mark.parametrize("half_parameters", [False, True])
 @pytest.mark.parametrize("name", NAMES + ADA_NAMES)
 def test_gradient_dtypes(device, name, half_parameters):
-    """And shapes, as those of the arguments."""
+    """Gradients have the dtypes and shapes of their arguments."""
     x, *rest = tensors_of(name, device, dtype=F32)
     residual = [rest.pop(0)] if name.startswith("add") else []
     parameters = [t.to(BF16 if half_parameters else F32) for t in rest]
@@ -528,7 +528,7 @@ def test_gradient_dtypes(device, name, half_parameters):
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
-    """The package's operators that are called below autograd: their names and arguments."""
+    """Records the names and arguments of the package's operators that run below autograd."""
 
     def __init__(self):
         super().__init__()
@@ -540,12 +540,12 @@ class Calls(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# gate_backward where a graph is wanted: Python's autograd takes PyTorch's operators for it.
+# Where a graph is wanted, Python's autograd uses PyTorch's operators in place of gate_backward.
 GATE_BACKWARD = ["gate_backward"] if autograd_library.active else []
 
 
 def test_only_what_is_needed_is_computed(device):
-    """Of frozen parameters, and of those that torch.autograd.grad is not asked for."""
+    """Gradients of frozen parameters, or not asked of torch.autograd.grad, are not computed."""
     x, _, weight, bias = (t.requires_grad_() for t in inputs(device, dtype=F32))
     y = operator("layer_norm")(x, weight, bias)
     z = operator("layer_norm")(x, weight.detach(), bias.detach())
@@ -586,7 +586,7 @@ def test_only_what_is_needed_of_a_modulated_norm_is_computed(device):
 
 @pytest.mark.parametrize("absent", ["", "shift scale", "shift scale weight bias"])
 def test_one_operator_unless_a_graph_is_wanted(device, absent):
-    """Backward past a gate is one operator, or the two that it is, with their derivatives."""
+    """Backward with a gate is one operator, or with create_graph two that have derivatives."""
     names = ["x", "residual", "gate", "shift", "scale", "weight", "bias"]
     tensors: list[Any] = [
         None if name in absent.split() else t.requires_grad_()
@@ -623,7 +623,7 @@ def test_one_operator_unless_a_graph_is_wanted(device, absent):
 
 
 def gated_backward_arguments(device, dtype=F64):
-    """(tensors that have derivatives, add_ada_layer_norm_backward as a function of them)."""
+    """(differentiable tensors, add_ada_layer_norm_backward as a function of these tensors)."""
     x, residual, gate, *parameters = tensors_of(
         "add_ada_layer_norm", device, shape=(2, 2, 3), dtype=dtype
     )
@@ -672,7 +672,7 @@ def test_one_gradient_of_the_gated_backward_operator(device, only):
 
 @pytest.mark.parametrize("batched", ["all", "dy", "gate", "input and scale", "weight"])
 def test_the_gated_backward_operator_of_batches(device, batched):
-    """vmap over some of the arguments, as one call for each sample."""
+    """vmap over some of the arguments gives the results of one call for each sample."""
     tensors, backward = gated_backward_arguments(device)
     names = ["dy", "x", "input", "gate", "shift", "scale", "weight", "bias", "dresidual"]
     dims = [0 if batched == "all" or name in batched.split() else None for name in names]
@@ -719,7 +719,7 @@ def test_the_gradient_of_residual_out_alone_goes_past_the_norm(device, gated):
 
 
 def saved_tensors(function, *tensors):
-    """The shapes of what one call saves."""
+    """The shapes of the tensors that one call saves for backward."""
     shapes = []
 
     def pack(t):
@@ -733,7 +733,7 @@ def saved_tensors(function, *tensors):
 
 @pytest.mark.skipif(not autograd_library.active, reason="Python's autograd saves all arguments")
 def test_what_a_frozen_modulation_does_not_need_is_not_saved(device):
-    """The branch is saved for the gate's gradient alone, shift for its own."""
+    """The branch x is saved only for the gate's gradient, and shift only for its own."""
     x, residual, gate, shift, scale, weight, bias = (
         t.detach() for t in tensors_of("add_ada_layer_norm", device, shape=(2, 3, 5))
     )
@@ -750,7 +750,8 @@ def test_what_a_frozen_modulation_does_not_need_is_not_saved(device):
 
 
 def test_derivatives_beside_a_frozen_gate(device, monkeypatch):
-    """The branch is not saved then. What stands for it in backward is never read: it holds NaN."""
+    """With a frozen gate the branch x is not saved. Its placeholder in backward, which holds NaN
+    here, is never read."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     x, residual, gate, shift, scale, weight, bias = tensors_of("add_ada_layer_norm", device)
     leaves = [t.requires_grad_() for t in (x, residual, shift)]
@@ -768,7 +769,7 @@ def test_derivatives_beside_a_frozen_gate(device, monkeypatch):
 
 @pytest.mark.parametrize("name", ["ada_layer_norm", "add_ada_layer_norm"])
 def test_gradients_of_some_arguments_alone(device, name):
-    """Of each argument that asks for one, with all the others frozen, in mixed precision."""
+    """The gradient of each argument with all the others frozen, in mixed precision."""
     x, *rest = tensors_of(name, device, dtype=F32)
     tensors = [x.to(BF16), *rest]
     y, expected = operator(name), expression(name)
@@ -819,7 +820,7 @@ def test_in_place_changes_of_a_modulated_norms_arguments_are_noticed(device, i):
     tensors = [t * 1 for t in leaves]
     y = operator("add_ada_layer_norm")(*tensors)
     tensors[i].add_(1)
-    if i == 1:  # residual is not saved, residual_out is
+    if i == 1:  # residual_out is saved, not residual
         torch.autograd.grad(y.sum(), leaves)
         return
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -842,7 +843,7 @@ def test_in_place_changes_are_noticed(device):
 
 
 def test_no_cycle_keeps_the_node_alive(device):
-    """residual_out is an output of the node that saves it."""
+    """The node saves its own output residual_out, which must not form a reference cycle."""
     x, residual, weight, bias = (t.requires_grad_() for t in inputs(device))
 
     class Hook:
@@ -864,7 +865,7 @@ def test_no_cycle_keeps_the_node_alive(device):
 
 
 def test_a_long_chain_is_destroyed(device):
-    """Node by node: a recursion of this depth would overflow the stack."""
+    """The nodes are destroyed one after another: recursion this deep would overflow the stack."""
     y = torch.ones(1, 2, device=device, requires_grad=True)
     for _ in range(50_000 if autograd_library.active else 1000):
         y = ops.layer_norm(y, 1, None, None, 1e-5)
@@ -890,7 +891,7 @@ def loss_of(model, x):
 
 @pytest.mark.parametrize("compiled_forward", [False, True])
 def test_compiled_autograd(device, compiled_forward):
-    """Twice, so that the second backward comes from the cache, and with another batch."""
+    """With one batch size twice, so that the second backward comes from the cache, then another."""
     model, stock = modules(device), modules(device)
     forward = torch.compile(loss_of, backend="aot_eager") if compiled_forward else loss_of
 
@@ -986,7 +987,7 @@ def test_per_sample_gradients_through_modules(device):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_of_operators(device, name):
-    """Called by name, as an exported program calls them."""
+    """Operators called by name, as an exported program calls them."""
     x, residual, weight, bias = inputs(device, dtype=F32)
     rows = (x.to(BF16), residual) if name.startswith("add") else (x.to(BF16),)
     overload = getattr(ops, name).default
@@ -1007,7 +1008,7 @@ def test_autocast_of_operators(device, name):
 
 @pytest.mark.parametrize("name", ADA_NAMES)
 def test_autocast_of_modulated_norms(device, name):
-    """Modulations of autocast's dtype, as linear layers make them, beside an input of any."""
+    """float16 modulations beside an input of another dtype give the results of float32 ones."""
     overload, rows = getattr(ops, name).default, rows_of(name)
 
     def y_of(tensors, *options):
@@ -1060,7 +1061,8 @@ torch.save(found, sys.argv[1])
 
 @needs_library
 def test_the_two_give_the_same(tmp_path):
-    """Outputs, first and second derivatives and forward mode of the modulated norms."""
+    """Both autograds agree in the outputs, first and second derivatives and forward mode of the
+    modulated norms."""
     results = []
     for disabled in ("", "1"):
         path = tmp_path / f"results{disabled}.pt"
@@ -1071,7 +1073,7 @@ def test_the_two_give_the_same(tmp_path):
     for ours, theirs in zip(*results, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert (one.dtype, one.shape) == (other.dtype, other.shape)
-            # Second derivatives of bfloat16 pass through gradients rounded to it.
+            # Second derivatives in bfloat16 are computed from gradients rounded to bfloat16.
             tolerance = {F64: 1e-9, F32: 2e-2, BF16: 5e-2}[one.dtype]
             distance = (one - other).double().norm() / other.double().norm()
             assert distance < tolerance

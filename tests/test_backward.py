@@ -1,4 +1,4 @@
-"""Backward: the three gradients, what is asked for of them, and their bits."""
+"""Backward: the three gradients, the masks that select them, and their bits."""
 
 import itertools
 from typing import Any
@@ -12,7 +12,7 @@ from fused_layernorm import add_layer_norm, layer_norm, reference
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
-pytestmark = pytest.mark.cpu_operators  # whose accuracy this is
+pytestmark = pytest.mark.cpu_operators  # the tests judge the operators, on the CPU too
 
 SHORT = [1, 2, 3, 31, 33, 64, 257, 768, 1023, 1024, 1025]
 MIDDLE = [2047, 4095, 5120, 8192, 20001, 32768]
@@ -70,7 +70,7 @@ def test_accuracy_of_large_tensors(problem):
     numerics.check(problem, "cuda")
 
 
-# Sums over so many rows are sums of sums.
+# dweight and dbias over so many rows are sums of chains of rows.
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1_000_003, 37), (4_194_304, 64), (200_704, 96)], ids=str)
 def test_sums_over_many_rows_are_as_accurate_as_pytorchs(shape):
@@ -122,7 +122,7 @@ def test_large_mean_keeps_its_accuracy(device, cols):
 
 
 def _saved(problem, device):
-    """The operator's arguments in backward, but for the masks."""
+    """The arguments of the backward operator without its masks."""
     t = numerics.make(problem, device)
     x = t.x if t.residual is None else reference.add(t.x, t.residual)
     _, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(
@@ -155,8 +155,8 @@ def test_masks_give_the_same_gradients(device, cols, dtypes, activation):
             assert grad.dtype == whole.dtype
             if needed:
                 assert grad.shape == whole.shape
-                # Each gradient has an order of summation of its own, whatever else is asked for,
-                # but for a plan that changes with the work: then they agree to the rounding.
+                # The order of a gradient's sums does not depend on the other gradients, unless the
+                # plan does. Then the results agree only to rounding.
                 tolerance = {F32: 1e-5, BF16: 2**-7}[grad.dtype]
                 torch.testing.assert_close(grad, whole, rtol=tolerance, atol=tolerance)
             else:
@@ -204,7 +204,7 @@ def test_every_large_call_gives_the_same_bits(shape):
 @pytest.mark.parametrize("cols", [3, 64, 256, 1023, 1024, 4096, 8191, 40000])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
 def test_a_rows_dx_does_not_depend_on_its_batch(device, cols, dtype):
-    """On CUDA the whole batch goes through persistent blocks, its few rows do not."""
+    """On CUDA persistent blocks compute the whole batch, but not a few of its rows."""
     rows = 200 if device == "cpu" else 3000
     t = numerics.make(Problem((rows, cols), dtype=dtype), device)
 
@@ -225,7 +225,7 @@ def test_a_rows_dx_does_not_depend_on_its_batch(device, cols, dtype):
 )
 def test_few_rows_have_the_dx_of_many(plans, cols, options):
     args = _saved(Problem((100, cols), dtype=BF16, **options), "cuda")
-    # Of rows without a gradient dx is a zero, of either sign.
+    # Where dy is zero, dx is a zero of either sign, and the signs must agree too.
     args[0][::2] = 0
     dx = {}
     for strategy in ("few_rows", _strategy_of_many_rows(plans, cols, BF16)):
@@ -236,7 +236,7 @@ def test_few_rows_have_the_dx_of_many(plans, cols, options):
 
 
 def _strategy_of_many_rows(plans, cols, dtype):
-    """Which persistent blocks take these rows where they are many."""
+    """The strategy of many rows of this length."""
     strategy = plans.of(1 << 20, cols, dtype, backward=True)["strategy"]
     assert strategy in ("warp", "thread", "block")
     return strategy
@@ -250,8 +250,8 @@ def _strategy_of_many_rows(plans, cols, dtype):
     ids=ids,
 )
 def test_threads_give_the_dx_of_logical_warps(plans, dtype, weight_dtype, misaligned):
-    """Which of them has a short row depends on the number of rows, and nothing else may."""
-    # Of float32 a chip with 64 KB of shared memory has room for 60 columns.
+    """The number of rows decides between the two for short rows, and must not change dx."""
+    # A chip with 64 KB of shared memory has room for 60 columns of float32.
     device: Any = torch.cuda.get_device_properties("cuda")
     is_small = device.shared_memory_per_block_optin <= 64 * 1024
     lengths = range(1, 61 if is_small and dtype == F32 else 65)
@@ -288,7 +288,7 @@ def test_threads_give_the_dx_of_logical_warps(plans, dtype, weight_dtype, misali
 @pytest.mark.parametrize("strategy", ["of many rows", "few_rows", "stream"])
 @pytest.mark.parametrize("cols", [24, 96, 250, 300, 768, 1027])
 def test_a_large_constant_row(request, plans, strategy, cols):
-    """What threads without columns make of the row's mean must not show."""
+    """Threads without columns must not let the row's large mean into its sums."""
     if strategy == "of many rows":
         strategy = _strategy_of_many_rows(plans, cols, F32)
     x = torch.full((300, cols), 1e37, device="cuda", requires_grad=True)
@@ -301,7 +301,7 @@ def test_a_large_constant_row(request, plans, strategy, cols):
         reason = "a ring has zeros where a row has no columns (docs/tuning-log.md, Accuracy)"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     y.backward(dy)
-    # xhat is 0, and rstd that of eps.
+    # The variance is 0, so xhat is 0 and rstd is 1 / sqrt(eps).
     expected = (dy - dy.double().mean(1, keepdim=True)) * numerics.EPS**-0.5
     assert x.grad is not None
     torch.testing.assert_close(x.grad.double(), expected, rtol=1e-4, atol=1e-2)
@@ -335,7 +335,7 @@ def test_empty(device, shape):
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_zero_weight_has_a_gradient(device, zero):
-    """dweight comes from x, not from y, which says nothing of x where weight is zero."""
+    """dweight is computed from x. y could not give it, because y lacks x where weight is zero."""
     t = numerics.make(Problem((50, 64)), device)
     t.weight[::2] = zero
     expected = numerics.exact(t)
@@ -380,7 +380,7 @@ def test_strided(device, kind, cols, of):
 @pytest.mark.parametrize("cols", [64, 1000])
 @pytest.mark.parametrize(("outer", "inner"), [(2, 1500), (1500, 2), (41, 97), (1031, 3), (60, 64)])
 def test_rows_at_two_strides(device, outer, inner, cols):
-    """As in forward, in kernels of many rows; x and dy each have strides of their own."""
+    """As in forward, with the kernels of many rows. x and dy have different strides."""
     t = numerics.make(Problem((outer, inner, cols)), device)
     dense = _gradients(t)
     t.x, t.dy = _strides("transposed", t.x), _strides("more rows", t.dy)
@@ -392,7 +392,7 @@ def test_rows_at_two_strides(device, outer, inner, cols):
 
 @pytest.mark.parametrize("cols", [7, 64, 1000, 70000])
 def test_expanded_dy(device, cols):
-    """What sum().backward() and mean().backward() give: one number in memory."""
+    """sum().backward() and mean().backward() give a dy that is one number in memory."""
     t = numerics.make(Problem((6, 9, cols)), device)
     x = t.x.clone().requires_grad_()
     (layer_norm(x, t.weight, t.bias).sum() * 0.5).backward()
@@ -445,7 +445,7 @@ def test_nan_and_inf_propagate_as_in_pytorch(device, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [1, 31, 64, 1000, 4096, 5001, 40000, 300_000])
 def test_every_element_is_written(poison, cols):
-    """The gradients' and the workspace's memory held NaN before the call."""
+    """The memory of the gradients and the workspace held NaN before the call."""
     problem = Problem((67, cols))
     args = _saved(problem, "cuda")
     expected = numerics.exact(numerics.make(problem, "cuda"))
@@ -461,7 +461,7 @@ def test_every_element_is_written(poison, cols):
 @pytest.mark.parametrize("dtypes", [(F32, None), (BF16, None), (BF16, F32)], ids=dtype_ids)
 @pytest.mark.parametrize("cols", [33, 96, 250, 257, 768, 1000, 2047, 2060, 4097, 5120, 9000, 16384])
 def test_accuracy_of_many_rows(cols, dtypes):
-    """More than are few: every group of threads works on several rows, one after the other."""
+    """So many rows that every team works on several of them, one after another."""
     numerics.check(Problem((3000, cols), dtype=dtypes[0], weight_dtype=dtypes[1]), "cuda")
 
 
@@ -469,7 +469,7 @@ def test_accuracy_of_many_rows(cols, dtypes):
 @pytest.mark.parametrize("dtypes", [(F32, None), (BF16, None), (BF16, F32)], ids=dtype_ids)
 @pytest.mark.parametrize("cols", [1, 3, 8, 17, 37, 48, 49, 63, 64])
 def test_accuracy_of_many_short_rows(plans, cols, dtypes):
-    """Some of them are threads' that have a row each."""
+    """For some of these lengths a thread has a row."""
     rows = 400_001
     problem = Problem((rows, cols), dtype=dtypes[0], weight_dtype=dtypes[1])
     plan = plans.of(rows, cols, dtypes[0], weight_dtype=dtypes[1], backward=True)
@@ -487,7 +487,7 @@ def test_accuracy_of_many_short_rows(plans, cols, dtypes):
      "stream"],
 )  # fmt: skip
 def test_every_strategy(plans, layout, dtypes, activation):
-    """Without bulk copies is how chips before Hopper work."""
+    """Chips before Hopper have no bulk copies: bulk=0 tests their kernels."""
     strategy = layout.split()[0]
     ran = []
     for cols in numerics.FORCED_COLS:
@@ -507,7 +507,7 @@ def test_every_strategy(plans, layout, dtypes, activation):
             continue
         assert plan["strategy"] == strategy
 
-        # The greatest error is one element's: PyTorch's, too, takes many to show.
+        # A large sample, because the greatest error, PyTorch's too, is that of a single element.
         numerics.check(problem, "cuda", run=_backward_by(plans, layout), sample=1 << 17)
         ran.append(cols)
     if not ran:
@@ -520,7 +520,7 @@ def test_every_strategy(plans, layout, dtypes, activation):
     ("dtype", "cols"), [(BF16, 31_744), (F32, 15_872), (F32, 13_056), (BF16, 15_875)]
 )
 def test_slices_without_a_warp_that_collects(plans, dtype, cols, rows):
-    """Slices that take all threads of a block, or nearly: a working warp collects the sums."""
+    """In a block whose slice takes nearly all threads, a working warp collects the sums."""
     layout = "split blocks_per_row=2"
     plans.force(f"strategy={layout}")
     aligned = cols % 8 == 0
@@ -534,7 +534,7 @@ def test_slices_without_a_warp_that_collects(plans, dtype, cols, rows):
 
 
 def _backward_by(plans, layout):
-    """Forward by any strategy, backward by this one."""
+    """A `run` for numerics.check: backward by this layout, forward by any."""
 
     def run(t, *, backward):
         args = _args(t)
@@ -613,7 +613,8 @@ def test_more_than_2_to_the_31_elements(cols):
         found = reference.layer_norm_backward(dy[part], x.detach()[part], 1)
         dweight += found.dweight
         dbias += found.dbias
-    # A float32 sum of n numbers of deviation 1, in blocks: far below one part in 1e4 of root(n).
+    # A sum of n numbers of deviation 1 is of order sqrt(n). Float32 sums taken in blocks err by far
+    # less than 1e-4 of that.
     tolerance = 1e-4 * rows**0.5
     torch.testing.assert_close(bias.grad.double(), dbias, rtol=0, atol=tolerance)
     torch.testing.assert_close(weight.grad.double(), dweight, rtol=0, atol=tolerance)
@@ -623,7 +624,7 @@ def test_more_than_2_to_the_31_elements(cols):
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "cols"), [(F32, 2**30 + 4104), (BF16, 2**31 - 5)], ids=str)
 def test_columns_beyond_what_32_bits_count(dtype, cols):
-    """Of bytes of float32, and of columns beyond the end of the last chunk."""
+    """The bytes of a float32 row, and the columns to the last chunk's end, overflow 32 bits."""
     free, _ = torch.cuda.mem_get_info()
     if free < 60 * 2**30:
         pytest.skip(f"needs 60 GiB of GPU memory, {free / 2**30:.0f} GiB are free")

@@ -1,4 +1,4 @@
-"""The documentation's benchmark page: that of the results file, one curve for each dtype."""
+"""The documentation's benchmark page agrees with the results file, and has a curve per dtype."""
 
 import sys
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_one_curve_for_each_dtype(report):
         assert [row["cols"] for row in rows] == cols
         assert {row["dtype"] for row in rows} == {types}
         assert plot.curve(rows, "ours_us")[0] == cols
-    # Of 4,096 columns there are two: the larger tensor's is taken.
+    # Two rows have 4,096 columns. The one with the larger tensor is taken.
     assert page.points(report["rows"], "forward", "float32")[-1]["rows"] == 16_384
 
 

@@ -1,4 +1,4 @@
-"""ci/compare_kernels.py: what it reads from machine code, and what it takes for the same."""
+"""ci/compare_kernels.py: how it reads machine code, and which kernels it considers equal."""
 
 import shutil
 import struct

@@ -33,13 +33,13 @@ def _reset():
 
 @pytest.fixture(params=["chosen", "as they are"])
 def rules_on_cpu(request, monkeypatch):
-    """With the choice between operators that compiled calls make on a GPU, and without."""
+    """Compiled calls choose between operators as on a GPU, or keep the operator as on the CPU."""
     if request.param == "chosen":
         monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
 
 
 class Block(torch.nn.Module):
-    """A pre-norm feed-forward block with everything that is fused."""
+    """A pre-norm feed-forward block with every fused operation."""
 
     def __init__(self, width=16):
         super().__init__()
@@ -108,13 +108,13 @@ def test_no_recompilation_for_a_new_batch_size(device, requires_grad):
         torch.testing.assert_close(out, y + residual)
         if requires_grad:
             out.sum().backward()
-        # The first call may start twice: PyTorch first tries eps and scale as symbols.
+        # The first call may compile twice, because PyTorch first tries eps and scale as symbols.
         first = first or counter.frame_count
     assert counter.frame_count == first
 
 
 def test_no_recompilation_for_a_new_width_of_several_modules(device):
-    """One compiled function over layers of different widths, sizes marked dynamic by use."""
+    """One compiled function serves layers of different widths, with dynamic sizes."""
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(backend=counter, fullgraph=True, dynamic=True)
@@ -130,7 +130,7 @@ def test_no_recompilation_for_a_new_width_of_several_modules(device):
 
 
 def test_default_mode_recompiles_once(device):
-    """Without dynamic=True PyTorch makes a size dynamic when it first changes: then no more."""
+    """Without dynamic=True PyTorch recompiles once, with a dynamic size, when a size changes."""
     norm = FusedLayerNorm(8).to(device)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(norm, backend=counter, fullgraph=True)
@@ -150,7 +150,7 @@ def test_no_graph_break_in_a_swapped_model(device):
 
 
 def graph_targets(function, *args, backward=False):
-    """The operators of the forward (and backward) graphs that a compiler's backend is given."""
+    """The operators of the forward (and backward) graphs that a compiler gets."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -251,7 +251,7 @@ def test_dtypes(device, dtypes):
 
 
 def test_strided_input(device):
-    """The fake result is contiguous, as the real one is."""
+    """The fake result is contiguous, like the real one."""
     x = torch.randn(8, 5, 3, device=device).permute(2, 1, 0)
     compiled = torch.compile(
         lambda x: layer_norm(x, normalized_shape=(8,)) * 2, fullgraph=True, backend="inductor"
@@ -294,7 +294,7 @@ def test_checkpointing_under_compile(device):
 
 
 def test_compiled_autograd(device):
-    """The backward graph as a whole, traced by the compiler: of eager and of compiled forwards."""
+    """The compiler traces the whole backward graph, of eager and of compiled forwards."""
     torch.manual_seed(0)
     block = Block().to(device)
     x = torch.randn(3, 7, 16, device=device)
@@ -412,7 +412,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("statistics", [False, True])
 def test_opcheck_layer_norm(device, name, statistics):
     ops = torch.ops.fused_layernorm
-    # Under autograd the operator with statistics runs; the other is for calls without gradients.
+    # The operator with statistics runs under autograd, the other in calls without gradients.
     args, options = sample(device, **SAMPLES[name], requires_grad=statistics)
     torch.library.opcheck(
         (ops.layer_norm_forward if statistics else ops.layer_norm).default, args, options

@@ -1,4 +1,4 @@
-"""The ways in: backend="fused_layernorm", its options, swapped modules, caches, explain."""
+"""The ways to use the graph pass: the backend, its options, swapped modules, caches, explain."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ OPERATORS = torch.ops.fused_layernorm
 
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch):
-    """The pass on the CPU too; and the backend by its name, installed or not."""
+    """Runs the pass on the CPU too, and makes the backend's name known without an installation."""
     monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
     if not entry_points(group="torch_dynamo_backends", name="fused_layernorm"):
         registry = torch._dynamo.backends.registry
@@ -44,7 +44,7 @@ def _everywhere(monkeypatch):
 
 
 class Block(torch.nn.Module):
-    """Half of a diffusion transformer's block, and a plain layer norm behind it."""
+    """Half of a diffusion transformer's block, followed by a plain layer norm."""
 
     def __init__(self, width=32, norm=torch.nn.LayerNorm, checkpointed=False):
         super().__init__()
@@ -92,7 +92,7 @@ def inputs(width=32, device="cpu"):
 
 @contextlib.contextmanager
 def graphs_for_compilers():
-    """The names of the operators that AOTAutograd gives to compilers, graph by graph."""
+    """Yields (a compiler for AOTAutograd, the operators' names in each graph that it is given)."""
     seen: list[list[str]] = []
 
     def compiler(graph_module, example_inputs):
@@ -104,7 +104,7 @@ def graphs_for_compilers():
     yield aot_autograd(fw_compiler=compiler, bw_compiler=compiler), seen
 
 
-# A test of what torch 2.10 does not do.
+# Skips a test where plain torch.compile cannot choose between the kernels and Inductor.
 chooses = pytest.mark.skipif(
     not fused_layernorm.functional.CHOOSES, reason="Dynamo of torch 2.10 cannot follow the choice"
 )
@@ -145,7 +145,7 @@ def test_inference(device):
 
 
 def test_by_name(tmp_path):
-    """A process that imports torch alone finds the backend, by the entry point of the package."""
+    """A process that imports only torch finds the backend by the package's entry point."""
     info = tmp_path / "fused_layernorm-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fused_layernorm\nVersion: 0\n")
@@ -230,7 +230,7 @@ def test_unknown_options(arguments, sentence):
 def test_mode_and_options_are_inductors(monkeypatch):
     given = []
 
-    class Inductor:  # Dynamo of torch 2.15 asks for instances of it.
+    class Inductor:  # Dynamo of torch 2.15 tests for instances of this class.
         def __init__(self, mode, options, dynamic):
             given.append((mode, options))
 
@@ -285,7 +285,7 @@ def test_autocast_on_cuda():
 
 @pytest.mark.parametrize("width", [256, 1152])
 def test_what_is_left_to_inductor(device, width):
-    """At 256 columns Inductor's forward is as fast; the backward is ours at every width."""
+    """At 256 columns Inductor's forward is as fast as ours. The backward is ours at every width."""
     module = torch.nn.Sequential(torch.nn.GELU(), torch.nn.LayerNorm(width)).to(device)
     with graphs_for_compilers() as (compiler, graphs):
 
@@ -380,7 +380,7 @@ def test_twins_under_autocast(device, dtype):
 
 
 def targets_of(function, *args, **kwargs):
-    """The operators of this package in the graph that plain torch.compile captures."""
+    """The names of this package's operators in the graph that plain torch.compile captures."""
     found = []
 
     def backend(graph_module, example_inputs):
@@ -422,7 +422,7 @@ def test_swapped_modules_with_a_residual(device, autocast):
 @chooses
 @pytest.mark.parametrize("autocast", [False, True])
 def test_swapped_modules_in_autocast(device, autocast):
-    """PyTorch's own operator stands in the graph, for the casts that autocast puts around it."""
+    """Under autocast the graph has PyTorch's operator, for Inductor to fuse with the casts."""
     module = fused_layernorm.FusedLayerNorm(256).to(device)
     x = torch.randn(3, 256, device=device)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
@@ -445,7 +445,7 @@ def test_swapped_modules_in_autocast(device, autocast):
     ids=str,
 )  # fmt: skip
 def test_options_under_plain_compile(device, options, dynamic):
-    """Numbers that are symbols, and no numbers to choose by."""
+    """Options may be symbols, and widths may be unknown when the operator is chosen."""
 
     def function(x, w, options):
         return fused_layernorm.layer_norm(x, w, **options)
@@ -466,7 +466,7 @@ def test_a_scalar_input_under_plain_compile(device):
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_channels_of_images_are_left_to_inductor(device, channels_last):
-    """However they lie: Inductor chooses the layouts of convolutions' results itself."""
+    """Inductor chooses the layouts of convolutions' results itself, whatever they were."""
 
     def function(x, w):
         y = F.conv2d(x, w).permute(0, 2, 3, 1)
@@ -528,7 +528,7 @@ def test_deterministic_algorithms():
 
 
 def test_dynamic_widths():
-    """A width that is not known when the graph is compiled stays the kernels', without a guard."""
+    """With a width unknown at compile time the kernels are used, and no guard is added."""
     assert targets_of(
         lambda x, w: fused_layernorm.layer_norm(x, w),
         torch.randn(3, 256),
@@ -538,7 +538,7 @@ def test_dynamic_widths():
 
 
 def test_swapped_modules_and_the_backend(device):
-    """The pass decides again of what was captured: there may be no Inductor to leave it to."""
+    """The pass decides again for captured operators, because Inductor need not follow it."""
     x = torch.randn(3, 256, device=device)
     for module, args in (
         (fused_layernorm.FusedLayerNorm(256), (x,)),
@@ -572,7 +572,7 @@ def test_export_has_our_operator():
 
 @pytest.fixture
 def mesh():
-    """Of this process alone. A second process group in one process would confuse DTensor."""
+    """A mesh of this process alone. A second process group in one process would confuse DTensor."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -583,7 +583,7 @@ def mesh():
 
 
 def test_dtensor(mesh):
-    """Sharded rows stay sharded; AOTAutograd sees the operators on what each rank has."""
+    """Sharded rows stay sharded. AOTAutograd sees the operators on each rank's local tensors."""
     from torch._dynamo.backends.debugging import aot_eager
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -666,7 +666,7 @@ def test_every_problem_has_a_rule():
 
 
 def compile_afresh(module, *args):
-    """One training step of a fresh compilation; (hits, misses) of AOTAutograd's cache."""
+    """Runs one training step of a fresh compilation; (hits, misses) of AOTAutograd's cache."""
     torch._dynamo.reset()
     counters.clear()
     out = torch.compile(module, backend="fused_layernorm", fullgraph=True)(*args)
@@ -679,7 +679,7 @@ def compile_afresh(module, *args):
 @torch._functorch.config.patch(enable_autograd_cache=True)
 @torch._inductor.config.patch(fx_graph_cache=True)
 def test_caches(monkeypatch, tmp_path):
-    """The second compilation hits; one under other rules, or of another version, misses."""
+    """A second compilation hits the cache. Other rules or another version of the package miss."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     module = torch.nn.Sequential(torch.nn.GELU(), torch.nn.LayerNorm(256))
     x = torch.randn(3, 256, requires_grad=True)
@@ -732,7 +732,7 @@ def test_explain_what_is_left(device):
 
 
 def test_explain_again_and_again():
-    """However often: its compilations do not use up the limit of a function's."""
+    """Repeated calls of explain do not use up a function's limit of compilations."""
     module = torch.nn.LayerNorm(32)
     for _ in range(12):
         assert len(fused_layernorm.explain(module, torch.randn(3, 32)).rows) == 1
@@ -752,13 +752,14 @@ def sd3_of_two_layers():
 
 
 MOD, SUM, GATE = "scale, shift", "residual, ", "residual, gate, "
-# Of two layers each: what is fused with each norm, in the order of the graph.
+# For models of two layers: the operands fused with each norm, in the order of the graph.
 DIFFUSION = {
     tiny_diffusers.dit: [MOD] + 4 * [GATE + MOD],
-    # Two streams, of image and text; then two blocks of one stream; then the image's part of it.
+    # Two streams, image and text; then two blocks of one joint stream; then the image's part of it.
     tiny_diffusers.flux: 2 * [MOD] + 6 * [GATE + MOD] + [MOD, GATE + MOD, MOD],
     sd3_of_two_layers: 2 * [MOD] + 6 * [GATE + MOD],
-    # Attention, cross-attention, feed-forward; the next layer's attention has the gate of the last.
+    # Attention, cross-attention, feed-forward. The norm of the next layer's attention has the gate
+    # of the feed-forward before.
     tiny_diffusers.wan: [
         MOD,
         "residual, gate",
@@ -774,15 +775,15 @@ DIFFUSION = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", DIFFUSION)
 def test_diffusion_transformers(device, make, dtype, monkeypatch):
-    """Every layer norm of these is fused with all that surrounds it.
+    """Every layer norm of these models is fused with all operations around it.
 
-    Attention is PyTorch's own formula: on an H200 what PyTorch 2.11 chooses for heads of 8 bfloat16
-    gives a stock Flux gradients of any size.
+    Attention is computed by PyTorch's plain formula, because on an H200 the kernel that PyTorch
+    2.11 chooses for heads of 8 bfloat16 columns gives a stock Flux gradients of arbitrary size.
     """
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     model, kwargs = make()
-    model.to(device, dtype).eval()  # in training DiT drops labels at random
+    model.to(device, dtype).eval()  # in training mode DiT drops labels at random
     kwargs = {
         name: t.to(device, dtype if t.is_floating_point() and name != "timestep" else None)
         for name, t in kwargs.items()
@@ -805,7 +806,7 @@ def test_diffusion_transformers(device, make, dtype, monkeypatch):
 
 
 def step(run, model, kwargs):
-    """The output, and all gradients as one vector, in float64."""
+    """(the output, all gradients as one vector), both in float64."""
     model.zero_grad()
     (out,) = run(**kwargs, return_dict=False)
     out.double().square().mean().backward()

@@ -1,7 +1,7 @@
 """diffusers: its modules that modulate a norm's output, and whole transformers, before and after.
 
-The modules one by one first: results, gradients, dtypes, and what makes a module call its norm as
-it did. Then tiny transformers with random weights.
+First come the modules one by one: their results, gradients and dtypes, and the cases in which a
+swapped module still calls its norm. Tiny transformers with random weights follow.
 """
 
 import copy
@@ -196,10 +196,10 @@ MODULES: dict[str, tuple[str, str, dict, dict]] = {
         {"x": X, "conditioning_embedding": (BATCH, 8)},
     ),
 }
-# Those of two norms.
+# Modules with two norms.
 TWICE = ("cogview3", "cogvideox", "cogview4", "easyanimate", "glm")
 HALF = (torch.float16, torch.bfloat16)
-# Of errors of roundings: where both round alike, either may have the smaller one.
+# The greatest ratio of two rounding errors. With equal roundings, either error may be the smaller.
 LUCK = 1.02
 DRAWS = 4
 
@@ -219,7 +219,7 @@ def make(name, device="cpu", dtype=torch.float32):
     }
     if "class_labels" in inputs:
         inputs["hidden_dtype"] = dtype
-    # Training drops some of the labels, at random.
+    # In training mode some of the labels are dropped at random.
     return made.to(device, dtype).eval(), inputs
 
 
@@ -260,9 +260,10 @@ def is_floating(value):
 
 
 def same(found, expected, tolerance):
-    """In dtype, shape and value: each error, in the 2-norm, within tolerance of the tensor's.
+    """Asserts equal dtypes and shapes, and errors within tolerance in the 2-norm.
 
-    Or of 0.1, for gradients that are zero but for roundings.
+    An error is relative to the tensor's norm, or to 0.1 if that is greater, because some gradients
+    are zero but for roundings.
     """
     assert found.keys() == expected.keys()
     for name, want in expected.items():
@@ -275,8 +276,8 @@ def same(found, expected, tolerance):
 def error_of(found, exact):
     """The geometric mean over all tensors of their relative errors, each in the 2-norm.
 
-    Gradients that are zero but for float64's roundings have no relative error: the bias of an
-    attention's keys is without effect.
+    Gradients that are zero but for float64's roundings are left out. The bias of an attention's
+    keys has such a gradient, because it has no effect.
     """
     assert found.keys() == exact.keys()
     errors = [
@@ -327,13 +328,13 @@ def test_half_precision_is_no_worse(name, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF])
 @pytest.mark.parametrize("name", ["zero", "zero_fp32", "zero_x", "cogview4", "hunyuan_shift"])
 def test_dtypes_that_differ(name, dtype, x_dtype, device):
-    """Modulations and parameters of one dtype beside an x of another: results as diffusers'."""
+    """With modulations and parameters of one dtype and x of another, results are diffusers'."""
     module, inputs = make(name, device, dtype)
     x = "hidden_states" if name in ("cogview4", "zero_x") else "x"
     inputs[x] = inputs[x].to(x_dtype)
     try:
         expected = results(module, inputs)
-    except RuntimeError:  # what diffusers cannot do need not be the same
+    except RuntimeError:  # a swapped module need not fail where diffusers' does
         assert "FP32" not in repr(module)  # which takes any
         return
     coarsest = max(torch.finfo(d).eps for d in (dtype, x_dtype, torch.float32))
@@ -355,7 +356,7 @@ def test_autocast(name, x_dtype, device):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of ada_layer_norm, and of two in one, by swapped modules: lists of arguments."""
+    """The arguments of each call of ada_layer_norm and ada_layer_norm_pair by swapped modules."""
     found = []
 
     def counted(function):
@@ -390,7 +391,7 @@ def test_swap_and_unswap(name):
     assert isinstance(new, cls)
     assert f"FusedLayerNorm[{cls.__name__}](" in repr(new)
     assert list(new.state_dict()) == list(module.state_dict())
-    assert swap_layer_norm(new) is new  # again: nothing changes
+    assert swap_layer_norm(new) is new  # a second swap changes nothing
     for copied in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
         assert type(copied) is type(new)
         same(results(copied, inputs), results(new, inputs), 0)
@@ -413,8 +414,8 @@ def test_compiled(name, device):
     same(results(swapped(module), inputs, compiled), results(module, inputs), 1e-6)
 
 
-# torch.fx gets through diffusers' own forwards of these, and through ours. Embeddings of labels and
-# the branches of Cosmos stop it.
+# Modules whose forwards torch.fx can trace, diffusers' and ours. It cannot trace embeddings of
+# labels or the branches of Cosmos.
 TRACEABLE = [name for name in MODULES if name != "zero_labels" and "cosmos" not in name]
 
 
@@ -431,14 +432,14 @@ def test_symbolic_trace(name, device):
 
 @pytest.mark.parametrize(("name", "x"), [("zero", "x"), ("zero_x", "hidden_states")])
 def test_modulations_that_enlarge_the_input(name, x, device, calls):
-    """One image under two prompts, as diffusers' own arithmetic allows."""
+    """Diffusers allows one image under two prompts, which the operators do not."""
     module, inputs = make(name, device)
     inputs[x] = inputs[x][:1]
     same(results(swapped(module), inputs), results(module, inputs), 1e-6)
     assert not calls
 
 
-# ---- What makes a swapped module call its norm.
+# ---- Cases in which a swapped module calls its norm.
 
 
 def test_hooks_of_the_norm_run(device, calls):
@@ -461,7 +462,7 @@ def test_hooks_of_the_norm_run(device, calls):
 
 
 def test_a_forward_of_the_norms_own_runs(device, calls):
-    """As accelerate and diffusers' offloading leave it on a module."""
+    """accelerate and diffusers' offloading set a forward on the module itself."""
     module, inputs = make("zero", device)
     new = swapped(module)
     new.norm.forward = lambda x: 2 * type(new.norm).forward(new.norm, x)
@@ -496,7 +497,7 @@ def test_a_norm_that_is_unswapped_alone(device, calls):
 
 
 def test_the_predicate_is_asked_of_the_norm(caplog):
-    """And of the norm only, once; the module around it goes by the answer."""
+    """The predicate is asked once, of the norm alone. The module around it follows the answer."""
     module, _ = make("zero")
     model = nn.ModuleDict({"left": module, "taken": copy.deepcopy(module)})
     asked = []
@@ -529,7 +530,7 @@ def test_an_rms_norm_is_left(caplog):
 
 
 def test_another_source_is_left():
-    """The norm inside is fused all the same."""
+    """A module with another forward is left, but the norm inside is fused."""
     cls = diffusers.models.normalization.AdaLayerNormZeroSingle
 
     def forward(self, x, emb=None):
@@ -545,9 +546,8 @@ def test_another_source_is_left():
 # ---- Whole transformers.
 
 
-# By model: how many norms one pass computes with their modulations, be it one or two. What a block
-# writes out in its own forward is not a module's: of those of PixArt and Wan the norms alone are
-# fused.
+# The number of norms that one pass of a model computes together with one modulation or two. Blocks
+# of PixArt and Wan write out the modulation in their own forwards, so only their norms are fused.
 TRANSFORMERS = {dit: 2, flux: 2 * 2 + 2 + 1, sd3: 7, sd35: 7, wan: 0, pixart: 0, cogvideox: 9}
 names = pytest.mark.parametrize("build", TRANSFORMERS, ids=lambda build: build.__name__)
 
@@ -561,7 +561,7 @@ def transformer(build, device, dtype=torch.float32):
     for key, x in inputs.items():
         if isinstance(x, torch.Tensor):
             inputs[key] = x.to(device, dtype if is_floating(x) else x.dtype)
-    # Training drops labels and activations, at random.
+    # In training mode labels and activations are dropped at random.
     return model.to(device, dtype).eval(), inputs
 
 
@@ -571,10 +571,10 @@ def sample(model, inputs):
 
 @pytest.fixture
 def exact(monkeypatch):
-    """Attention and convolutions as exact as the models' dtype allows.
+    """Makes attention and convolutions as exact as the models' dtype allows.
 
-    Convolutions in TF32 differ by 2e-5 from call to call, and on an H200 the attention that PyTorch
-    2.11 chooses for heads of 8 bfloat16 gives a stock Flux gradients of any size.
+    Convolutions in TF32 differ by 2e-5 from call to call. On an H200, the attention that PyTorch
+    2.11 chooses for heads of 8 bfloat16 columns gives a stock Flux gradients of arbitrary size.
     """
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     with sdpa_kernel(SDPBackend.MATH):
@@ -599,7 +599,7 @@ def test_transformer(build, device, calls, exact):
 
 @names
 def test_transformer_in_bfloat16(build, device, exact):
-    """Against float64, no worse than the stock model."""
+    """The errors against float64 are no greater than the stock model's."""
     ratios = []
     for _ in range(DRAWS):
         stock, inputs = transformer(build, device, torch.bfloat16)

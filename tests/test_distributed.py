@@ -1,10 +1,10 @@
 """DDP, FSDP2, DTensor and SequenceParallel: on CPUs over gloo, on two GPUs over NCCL.
 
-Each group of processes is started once and runs every case in turn; a test reads what one case
-came to in all of them. The processes run this file as a script.
+Each group of processes is started once and runs every case in turn. A test reads the reports of one
+case from all processes. The processes run this file as a script.
 """
 
-# A DTensor has more than the Tensor that the annotations speak of, and goes in by *.
+# The annotations say Tensor, but a DTensor has more attributes, and is passed by *.
 # mypy: disable-error-code="attr-defined, arg-type, call-arg"
 
 import json
@@ -77,14 +77,14 @@ def loss_curve(model, data):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for x, target in data:
-        # Not F.mse_loss, which DTensor under torch 2.10 does not know.
+        # Written out, because DTensor of torch 2.10 does not support F.mse_loss.
         loss = (model(x).float() - target.float()).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     curve = torch.stack([x.full_tensor() if hasattr(x, "full_tensor") else x for x in losses])
-    assert curve[-1] < 0.8 * curve[0]  # it learns something
+    assert curve[-1] < 0.8 * curve[0]  # the model learns something
     return curve.cpu()
 
 
@@ -143,7 +143,7 @@ def fsdp2_mixed_precision(rank, world, device):
 
 @case
 def fsdp2_compiled(rank, world, device):
-    """The graph pass under FSDP2: a model as one graph, and one that breaks at parts of its own."""
+    """The graph pass under FSDP2: with one graph, and with a graph that breaks at sharded parts."""
     from torch.distributed.fsdp import fully_shard
 
     from fused_layernorm.compile import rules
@@ -251,7 +251,7 @@ def compiled(rank, world, device):
 
 @case
 def rows_stay_sharded(rank, world, device):
-    """No collective in either direction; the parameters' gradients are partial sums."""
+    """Neither direction needs a collective. The parameters' gradients are partial sums."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -288,7 +288,7 @@ def rows_stay_sharded(rank, world, device):
 
 
 def run(x, residual, weight, bias, add, options):
-    """Outputs, then gradients of all that took part."""
+    """The outputs, then the gradients of all arguments used."""
     outputs: tuple[torch.Tensor, ...]
     if add:
         outputs = add_layer_norm(x, residual, weight, bias, **options)
@@ -296,7 +296,7 @@ def run(x, residual, weight, bias, add, options):
     else:
         outputs = (layer_norm(x, weight, bias, **options),)
         leaves = [x, weight, bias]
-    # The loss of a process is that of its own rows: nothing but the norm may communicate.
+    # The loss of a process covers only its own rows, so that only the norm could communicate.
     rows = [output.to_local() if hasattr(output, "to_local") else output for output in outputs]
     loss = sum(x.float().sin().sum() for x in rows)
     return (*outputs, *torch.autograd.grad(loss, leaves))
@@ -345,7 +345,7 @@ def unequal_shards(rank, world, device):
 
 @case
 def sharded_over_the_normalized_dimension(rank, world, device):
-    """Redistributed, not computed wrong; so are a sharded weight and a partial sum."""
+    """An input sharded like this is redistributed, as are a sharded weight and a partial sum."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     mesh = mesh_of(device, world)
@@ -398,7 +398,7 @@ def two_dimensional_mesh(rank, world, device):
 
 
 def modulated(x, residual, gate, shift, scale, weight, bias):
-    """Outputs of both functions, then the gradients of all arguments."""
+    """The outputs of both functions, then the gradients of all arguments."""
     leaves = [x, residual, gate, shift, scale, weight, bias]
     outputs = (
         ada_layer_norm(x, shift, scale, weight, bias),
@@ -410,7 +410,7 @@ def modulated(x, residual, gate, shift, scale, weight, bias):
 
 @case
 def modulated_rows_stay_sharded(rank, world, device):
-    """Sharded over samples or over the sequence, modulations with them, without a collective."""
+    """Rows and modulations sharded over samples or over the sequence need no collective."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -453,7 +453,7 @@ def modulated_rows_stay_sharded(rank, world, device):
 
 @case
 def rows_of_a_pair_stay_sharded(rank, world, device):
-    """One norm under two modulations, each of a shape of its own, without a collective."""
+    """One norm under two modulations of different shapes needs no collective."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -476,7 +476,7 @@ def rows_of_a_pair_stay_sharded(rank, world, device):
             )
             for t in plain
         ]
-        # Two calls where a gradient is wanted, and one operator.
+        # Two calls if a gradient is required, otherwise one operator.
         for requires_grad in (True, False):
             sharded[0] = sharded[0].detach().requires_grad_(requires_grad)
             with CommDebugMode() as communication:
@@ -492,7 +492,7 @@ def rows_of_a_pair_stay_sharded(rank, world, device):
 
 @case
 def one_gradient_past_a_gate(rank, world, device):
-    """With all other arguments frozen: the placements of what is not computed do not matter."""
+    """With all other arguments frozen, the placements of the other gradients do not matter."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     mesh = mesh_of(device, world)
@@ -517,7 +517,8 @@ def one_gradient_past_a_gate(rank, world, device):
 
 @case
 def modulations_are_redistributed(rank, world, device):
-    """Where they lie otherwise than the rows, or the rows are sharded over the normalized one."""
+    """Modulations are redistributed if their placement does not suit that of the rows, or if the
+    rows are sharded over the normalized dimension."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = mesh_of(device, world)
@@ -567,7 +568,7 @@ def work(rank, world, device, folder):
             report[name] = ""
         except Exception:
             report[name] = traceback.format_exc()
-        # A case that failed in one process only would leave the others out of step.
+        # If a case failed in one process only, the processes would no longer be in step.
         failed = torch.tensor([bool(report[name])], device=device, dtype=torch.int32)
         dist.all_reduce(failed)
         (folder / f"{rank}.json").write_text(json.dumps(report))
@@ -590,7 +591,7 @@ GROUPS = [
 
 @pytest.fixture(scope="module", params=GROUPS)
 def group(request, tmp_path_factory):
-    """What every case came to: {case: the reports of all processes}."""
+    """{case: the reports of all processes}."""
     if not dist.is_available():
         pytest.skip("this build of PyTorch has no torch.distributed")
     device, world = request.param

@@ -1,4 +1,4 @@
-"""A driver too old for the CUDA runtime in the binary: the package works, and says so once."""
+"""With a driver too old for the binary's CUDA runtime, the package works and warns once."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ OPERATORS = [
     )
 ]
 RELEASE = tuple(map(int, BUILD_INFO.split()[1].split("."))) if BUILD_INFO != "cpu only" else (0, 0)
-OLD = 1000 * RELEASE[0] - 980  # CUDA n-1.2: of the major version before, whatever the compression
+OLD = 1000 * RELEASE[0] - 980  # CUDA (n-1).2, too old however the binary is compressed
 
 
 def kernels_are_in_use():
@@ -42,14 +42,14 @@ def kernels_are_in_use():
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Sets the driver's answer, for one test."""
+    """Sets the version that the driver reports, for one test."""
     monkeypatch.setattr(composite, "_warned", False)
     yield ops._force_driver_version
     ops._force_driver_version(None)
 
 
 def check_problem(problem, version):
-    """Both versions, and the way out."""
+    """Asserts that the problem names both versions and the remedy."""
     assert (
         f"built with CUDA {RELEASE[0]}.{RELEASE[1]}, need a driver for CUDA {RELEASE[0]}."
         in problem
@@ -125,7 +125,7 @@ def test_a_build_without_kernels_has_no_driver_to_ask():
         ops._force_driver_version(12020)
 
 
-# A driver that says its version and, if it is initialised, says that too.
+# A driver that reports its version, and prints a line if it is initialised.
 STUB = """
 #include <stdio.h>
 int cuDriverGetVersion(int* version) { *version = VERSION; return RESULT; }
@@ -134,11 +134,11 @@ int cuInit(unsigned flags) { fputs("cuInit was called", stderr); return 100; }
 
 
 def problem_under(tmp_path, version, result=0):
-    """What the package finds wrong on a machine with that driver, and what the driver said."""
+    """(the problem that the package finds with such a driver, the driver's output)."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("no C compiler to make a driver with")
-    assert compiler is not None  # as not every mypy sees that skip() does not return
+    assert compiler is not None  # some versions of mypy do not know that skip() does not return
     source = tmp_path / "cuda.c"
     source.write_text(STUB)
     library = tmp_path / "libcuda.so.1"
@@ -243,7 +243,7 @@ def test_a_module_under_an_old_driver(driver, compiled):
 @pytest.mark.gpu
 @needs_kernels
 def test_a_process_forks_after_the_import():
-    """The import leaves the driver uninitialised: a child process may use CUDA."""
+    """The import does not initialise the driver, so that a forked process can use CUDA."""
     program = """
         import os, sys
         import torch, fused_layernorm

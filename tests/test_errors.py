@@ -1,4 +1,4 @@
-"""Bad input: one clear sentence each, the same on every device, for fakes and under a compiler."""
+"""Bad input raises one clear sentence, the same on every device, for fakes and when compiled."""
 
 import gc
 import math
@@ -520,7 +520,7 @@ def test_sentence_under_compile(bad):
 
 @pytest.mark.parametrize("bad", LAYER_NORM, ids=str)
 def test_types_are_those_of_pytorch(bad):
-    """Where F.layer_norm refuses too, one except clause catches both."""
+    """One except clause catches our error and, if F.layer_norm refuses the input too, its error."""
     input, weight, bias, *_ = tensors(bad, "cpu")
     shape = bad.options.get("normalized_shape")
     if shape is None:
@@ -734,7 +734,7 @@ def test_layouts_of_modulations(device, kind, name):
 def test_more_rows_or_columns_than_the_kernels_index(shape, ndim, sentence):
     x = torch.empty(shape, device="meta")
     a = Arguments(x, None, None, None, Options(ndim, 1e-5))
-    arguments.check(a)  # no kernel of ours, no such limit
+    arguments.check(a)  # the limit is that of our kernels, which do not run here
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(shape, device="cuda")
         with pytest.raises(RuntimeError) as caught:
@@ -780,7 +780,7 @@ def test_operators_refuse_with_the_same_sentences():
 
 @pytest.mark.cpu_operators
 def test_an_error_that_is_not_the_arguments_stays(device, monkeypatch):
-    """An operator's own failure (no memory, say) comes through as it is."""
+    """An operator's own failure, such as a lack of memory, is raised unchanged."""
     failure = torch.OutOfMemoryError("no memory")
 
     def fail(*args):
@@ -801,7 +801,7 @@ NO_MEMORY = (
 @pytest.mark.cpu_operators
 @pytest.mark.parametrize("add", [False, True])
 def test_a_failed_allocation_is_out_of_memory(device, monkeypatch, add):
-    """C++ under the stable ABI raises no more than a RuntimeError."""
+    """C++ under the stable ABI can only raise a RuntimeError, which becomes an OutOfMemoryError."""
 
     def fail(*args):
         raise RuntimeError(NO_MEMORY)
@@ -817,7 +817,7 @@ def test_a_failed_allocation_is_out_of_memory(device, monkeypatch, add):
 
 @pytest.fixture
 def failing_backward():
-    """To be called with an exception and a device: layer_norm_backward's kernel then raises it."""
+    """A function of an exception and a device, which makes layer_norm_backward raise it there."""
     library = torch.library.Library("fused_layernorm", "IMPL")
 
     def install(failure, device):
@@ -857,15 +857,15 @@ def test_an_error_in_backward_that_is_no_allocation_stays(device, failing_backwa
 
 @pytest.fixture
 def one_gibibyte_left():
-    """To be called once a test has its tensors: from then on 1 GiB more can be allocated."""
+    """A function that limits further allocations to 1 GiB, called when a test has its tensors."""
 
     def limit():
-        gc.collect()  # what earlier tests left must not become free after this
+        gc.collect()  # tensors of earlier tests must not be freed after the limit is set
         torch.cuda.empty_cache()
         in_use, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction((in_use + (1 << 30)) / total)
 
-    torch.cuda.empty_cache()  # a large free block would be split, and its rest stay free
+    torch.cuda.empty_cache()  # the rest of a large cached block could be used beyond the limit
     yield limit
     torch.cuda.set_per_process_memory_fraction(1.0)
 

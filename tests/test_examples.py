@@ -1,4 +1,4 @@
-"""The examples run and find what they claim, on the device that is there."""
+"""The examples run and confirm their claims, on a GPU if there is one."""
 
 import importlib.util
 import sys
@@ -57,7 +57,7 @@ def test_diffusion_transformer_notices_what_is_forgotten(monkeypatch, forgotten)
     right: Any = fused_layernorm.add_ada_layer_norm
 
     def without(*args, **options):
-        """gate, shift or scale."""
+        """add_ada_layer_norm without its gate, shift or scale."""
         return right(*args[:forgotten], None, *args[forgotten + 1 :], **options)
 
     monkeypatch.setattr(diffusion_transformer, "add_ada_layer_norm", without)

@@ -1,4 +1,4 @@
-"""Programs that leave: torch.export, AOTInductor, ONNX, with and without the package at the end."""
+"""Exported programs: torch.export, AOTInductor, ONNX, run with and without the package."""
 
 import os
 import re
@@ -68,10 +68,10 @@ def in_a_fresh_process(code, **env):
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory):
-    """The C++ compiler for AOTInductor: that of $CXX, if its packages can be loaded, else another.
+    """The C++ compiler for AOTInductor: $CXX if its packages can be loaded, else another.
 
-    A package with a copy of the C++ library inside (libstdc++.a) crashes when it is loaded, in
-    PyTorch's own code, whatever the model: std::regex takes its locale from the process's library.
+    A package that contains a copy of the C++ library (libstdc++.a) crashes in PyTorch's own code
+    when it is loaded, because std::regex takes its locale from the process's library.
     """
     library = tmp_path_factory.mktemp("compiler") / "probe.so"
     for candidate in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
@@ -102,7 +102,8 @@ def test_export_keeps_the_operators_and_decomposes_to_aten(device, options, grad
     x = torch.randn(5, 4, 16, device=device)  # another batch size
     expected = model(x)
     for found in (program.module()(x), plain.module()(x)):
-        # The arithmetic is in float32, also where the output is float64: float32's tolerance.
+        # The tolerance is that of float32, because the arithmetic is float32 also for a float64
+        # output.
         torch.testing.assert_close(found, expected, rtol=1.3e-6, atol=1e-5)
 
 
@@ -119,7 +120,7 @@ def test_decomposed_dtypes_round_once(dtype):
     plain = program.run_decompositions(fused_layernorm.decompositions()).module()
     wide = F.gelu(F.layer_norm(x.double(), (32,), weight.double(), bias.double()))
     assert plain(x).dtype == dtype
-    # To half precision one rounding of a wider result; in float64 there is none that is wider.
+    # A half-precision result is rounded once from a wider one. For float64 there is no wider type.
     eps = torch.finfo(dtype).eps * (1 if dtype != torch.float64 else 64)
     torch.testing.assert_close(plain(x), wide.to(dtype), rtol=eps, atol=eps / 8)
 
@@ -175,7 +176,7 @@ def test_aotinductor_package_runs_in_a_fresh_process(tmp_path, device, compiler,
     package = "torch" if decomposed else "fused_layernorm"
     in_a_fresh_process(
         f"import sys, torch, {package}\n"
-        "import torch._inductor.codecache\n"  # torch 2.10 forgets to
+        "import torch._inductor.codecache\n"  # torch 2.10 does not import it itself
         f"x, expected = torch.load({str(tmp_path / 'data.pt')!r})\n"
         f"model = torch._inductor.aoti_load_package({str(tmp_path / 'model.pt2')!r})\n"
         "torch.testing.assert_close(tuple(model(x)), tuple(expected))\n"

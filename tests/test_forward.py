@@ -17,14 +17,14 @@ from fused_layernorm.ops import composite
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
-pytestmark = pytest.mark.cpu_operators  # whose accuracy this is
+pytestmark = pytest.mark.cpu_operators  # the tests judge the operators, on the CPU too
 
 SHORT = [1, 2, 3, 31, 33, 64, 100, 127, 255, 257, 768, 1023, 1024, 1025, 2047]
 MIDDLE = [4095, 4096, 5120, 8191, 16384, 20001, 32768]
 LONG = [(3, 65537), (8, 150528), (4, 262144), (3, 1_000_003), (3, 1_048_576), (2, 4_194_304)]
 DTYPES = [(F32, None), (F16, None), (BF16, None), (F16, F32), (BF16, F32), (F64, None)]
 
-# What the problems of the KernelBench write-ups look like, and other ranks of normalized_shape.
+# Problems like those of the KernelBench write-ups, and other ranks of normalized_shape.
 SHAPES = [
     Problem((4, 3, 5, 7), 3),
     Problem((2, 4, 16, 16), 3),
@@ -70,7 +70,7 @@ def test_accuracy_of_long_rows(shape, dtypes):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(ids, d)))
 @pytest.mark.parametrize("shape", [(400, 20_480), (300, 40_000), (70, 65_536)], ids=str)
 def test_accuracy_of_many_long_rows(shape, dtypes):
-    """Every persistent block works on several rows, one after the other."""
+    """Every persistent block works on several rows, one after another."""
     problem = Problem(shape, dtype=dtypes[0], weight_dtype=dtypes[1])
     numerics.check(problem, "cuda", backward=False)
 
@@ -99,7 +99,7 @@ def test_missing_parameters(device, cols, affine, dtype):
     )
 
 
-# The longest rows by every strategy; rows of odd length begin at odd addresses.
+# Rows of several strategies. Rows of odd length are not aligned.
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [37, 64, 768, 1023, 1024, 4096, 16384, 65536, 150_528, 1_048_576])
 def test_float32_is_as_accurate_as_pytorchs(cols):
@@ -110,10 +110,10 @@ def test_float32_is_as_accurate_as_pytorchs(cols):
 @pytest.mark.parametrize("mean", [0.0, 3.0, -20.0, 1e4])
 @pytest.mark.parametrize("cols", [1, 2, 5, 64, 1000, 40_000])
 def test_rows_of_any_mean_and_a_constant_row(device, cols, mean):
-    """What is subtracted before elements are summed up depends on the first two of a row."""
+    """The pivot, subtracted before a row is summed, depends on the row's first two elements."""
     t = numerics.make(Problem((33, cols), mean=mean), device)
     t.x[0] = t.x[0, 0].clone()  # a constant row
-    t.x[1, :2] = mean  # two equal elements, which say nothing of the others
+    t.x[1, :2] = mean  # two equal elements in a row that is not constant
     actual = numerics.ours(t, backward=False)
     expected = numerics.exact(t, actual, backward=False)
     stock = numerics.stock(t, actual, backward=False)
@@ -130,7 +130,7 @@ def test_large_mean_keeps_its_accuracy(device, cols, dtype):
 
 @pytest.mark.parametrize("cols", [64, 1024, 4096, 65536])
 def test_large_mean_without_cancellation(device, cols):
-    """mean(x^2) - mean(x)^2 would leave nothing of this variance in float32."""
+    """In float32, mean(x^2) - mean(x)^2 would lose this variance completely."""
     t = numerics.make(Problem((8, cols), affine="none", mean=1e4), device)
     y = layer_norm(t.x, normalized_shape=(cols,))
     # The mean itself can be off by half a unit in the last place of 1e4: 5e-4, in units of the
@@ -148,7 +148,7 @@ def test_constant_rows_give_bias(device, cols, value):
     bias = torch.randn(cols, device=device)
     y = layer_norm(x, torch.randn(cols, device=device), bias)
     stock = F.layer_norm(x, (cols,), None, bias)
-    # In exact arithmetic y is bias; a mean that is rounded leaves rstd times its error.
+    # In exact arithmetic y is bias. A rounded mean adds its error times rstd.
     assert (y - bias).abs().max() <= 4 * (stock - bias).abs().max()
 
 
@@ -282,7 +282,7 @@ def test_strided_input(device, kind, cols, dtype):
     [(2, 2), (41, 3), (3, 7), (5, 31), (2, 64), (9, 1000), (3, 50_001), (50_001, 3)],
 )
 def test_rows_at_two_strides(device, outer, inner):
-    """Which row stands where is worked out without a division: to the bit as if they were dense."""
+    """Row addresses are computed without a division. Results are those of dense rows to the bit."""
     x = torch.randn(inner, outer, 8, device=device).transpose(0, 1)
     assert not x.is_contiguous()
     dense = layer_norm(x.contiguous(), normalized_shape=(8,))
@@ -344,7 +344,7 @@ def test_a_row_does_not_depend_on_its_batch(device, cols, dtype):
     weight = torch.randn(cols, device=device).to(dtype)
     whole = layer_norm(x, weight)
     for start, stop in ((0, 1), (7, 8), (199, 200), (0, 2), (3, 20), (50, 183)):
-        # A copy, so that its rows stand elsewhere in memory.
+        # The copy puts the rows at other addresses.
         assert torch.equal(layer_norm(x[start:stop].clone(), weight), whole[start:stop])
 
 
@@ -414,7 +414,7 @@ EPILOGUES = [(None, 1.0), (None, 0.5), ("gelu", 0.5)]
     [
         (layout, *epilogue)
         for layout, epilogue in itertools.product(LAYOUTS, EPILOGUES)
-        # Rows that stay in registers have no epilogue.
+        # The resident strategy has no epilogue.
         if "resident" not in layout or epilogue == (None, 1.0)
     ],
 )
@@ -458,7 +458,7 @@ def test_every_strategy(plans, layout, dtypes, activation, scale):
     ids=ids,
 )  # fmt: skip
 def test_threads_give_the_bits_of_logical_warps(plans, dtype, weight_dtype, out_dtype, kind):
-    """Which of them has a short row depends on the number of rows, and nothing else may."""
+    """The number of rows decides between the two for short rows, and must not change a result."""
     ran = 0
     for cols in range(1, 65):
         rows = 300
@@ -580,7 +580,7 @@ def test_no_synchronization():
 
 
 def test_a_cuda_tensor_without_kernels_warns_once(monkeypatch):
-    """In a build without nvcc the composite serves CUDA too; a stand-in has the one attribute."""
+    """In a build without nvcc the composite serves CUDA too. A stand-in with is_cuda suffices."""
     monkeypatch.setattr(composite, "_warned", False)
     with pytest.warns(UserWarning, match="this build of fused_layernorm has no CUDA kernels"):
         composite._warn_of_cuda(cast(torch.Tensor, SimpleNamespace(is_cuda=True)))

@@ -1,4 +1,4 @@
-"""What is fused with the normalization: activation, scale, output dtype, residual."""
+"""The operations fused with the normalization: activation, scale, output dtype, residual."""
 
 import itertools
 import math
@@ -59,13 +59,14 @@ def test_activation_on_long_rows(shape, activation):
 
 @pytest.mark.gpu
 def test_transposed_convolution_chain():
-    """LayerNorm(64) + GELU + scale on what the transposed convolution of the write-up gives."""
+    """LayerNorm(64) + GELU + scale on a result of KernelBench's transposed convolution."""
     problem = Problem((4, 64, 32, 64, 64), activation="gelu", scale=1.0 / 3)
     numerics.check(problem, "cuda")
 
 
 def test_activations_match_pytorch_for_every_size_of_argument(device):
-    """Far from zero too, where gelu and silu approach 0 and x, and their derivatives 0 and 1."""
+    """The arguments include numbers far from zero, where gelu and silu approach 0 and x, and their
+    derivatives 0 and 1."""
     z = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-100.0, 0.0, 100.0])]).to(device)
     # A row of one column gives bias: z goes in as bias, and y is activation(z).
     for activation in ACTIVATIONS[1:]:
@@ -102,7 +103,7 @@ def test_out_dtype(device, cols, dtypes, out_dtype):
 
 
 def test_result_is_rounded_once(device):
-    """To half precision from float32, and not the normalized value or the pre-activation before."""
+    """Neither the normalized value nor the pre-activation is rounded to half precision before."""
     x = torch.randn(64, 512, device=device).to(BF16)
     weight, bias = (torch.randn(512, device=device).to(BF16) for _ in "wb")
     for activation in ACTIVATIONS:
@@ -110,9 +111,9 @@ def test_result_is_rounded_once(device):
         exact = layer_norm(
             x.double(), weight.double(), bias.double(), activation=activation, scale=1.5
         )
-        # Errors of a float32's last bits tip few roundings to bfloat16 (PyTorch's erf, on the CPU,
-        # more: it has no digits left in the tail); a second rounding on the way would tip one in
-        # four.
+        # Errors in the last bits of float32 change few roundings to bfloat16. On the CPU they
+        # change more, because PyTorch's erf has no digits left in the tail. A second rounding on
+        # the way would change one in four.
         changed = (narrow != exact.to(BF16)).double().mean()
         assert changed < (0.002 if device == "cuda" else 0.02), (activation, changed)
 
@@ -173,7 +174,7 @@ def test_residual_on_long_rows(shape, dtypes):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
 def test_residual_on_the_longest_slices(plans, dtype):
-    """Without an activation the slices of backward may take all threads of a block."""
+    """Beside a residual and no epilogue, backward's slices may take all threads of a block."""
     rows, cols = 210, 65_536
     plan = plans.of(rows, cols, dtype, backward=True, residual=True)
     assert plan["has_collector"] == (not plan["bulk"])
@@ -190,13 +191,13 @@ def test_residual_out_is_what_pytorch_adds(device, dtypes):
     assert residual_out.dtype == dtypes[1]
     assert y.dtype == dtypes[0]
     assert torch.equal(residual_out, (x + residual).to(dtypes[1]))
-    # The norm is of the rounded sum.
+    # The rounded sum is normalized.
     again = layer_norm(residual_out, normalized_shape=(300,), out_dtype=dtypes[0])
     torch.testing.assert_close(y, again, rtol=2e-3 if BF16 in dtypes else 1e-6, atol=1e-6)
 
 
 def test_residual_gradients_of_one_output(device):
-    """Only one of the two outputs is used: the other brings no gradient."""
+    """If only one of the two outputs is used, the other has no gradient."""
     t = numerics.make(Problem((20, 48), residual_dtype=F32), device)
 
     def gradients(pick):
@@ -301,7 +302,7 @@ def test_every_strategy(plans, strategy, dtypes, activation):
                 forced[backward] = f"strategy={strategy}"
 
         def run(t, *, backward, forced=forced):
-            """Each direction by the strategy, or as planned if it cannot run by that."""
+            """Runs each direction by the forced strategy, or as planned if that cannot run it."""
             plans.force(forced.get(False))
             y, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(
                 t.x, 1, t.weight, t.bias, numerics.EPS, t.problem.activation, t.problem.scale

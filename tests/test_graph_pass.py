@@ -1,6 +1,7 @@
-"""The graph pass: which layer norms it finds, with what, which it leaves, and that results hold.
+"""The graph pass: the layer norms that it finds, what it fuses with them, what it leaves alone, and
+that results stay the same.
 
-On the CPU the operators are PyTorch's own; the pass is made to run there.
+The tests make the pass run on the CPU too, where the operators are PyTorch's own.
 """
 
 import warnings
@@ -28,7 +29,7 @@ def _everywhere(monkeypatch):
 
 
 def run(function, *args, then="eager", dynamic=None):
-    """(what the function gives through the pass, its rows, the graphs that were captured)."""
+    """(the function's result through the pass, the pass's rows, the captured graphs)."""
     rows, graphs = [], []
 
     def backend(graph_module, example_inputs):
@@ -84,7 +85,10 @@ def outputs_and_gradients(function, t, call=None):
 
 
 def assert_same(function, t):
-    """That a function through the pass gives what it gives eagerly; returns the rows."""
+    """Asserts that a function gives the same through the pass and eagerly.
+
+    Returns the pass's rows and the captured graphs.
+    """
     seen = []
 
     def through_the_pass(t):
@@ -220,13 +224,13 @@ def test_ways_to_write_it(device, function, dtype):
     rows, graphs = assert_same(function, tensors(dtype, device=device))
     assert [row.operator for row in rows] == ["layer_norm"]
     assert operators_of(graphs[0]) == ["layer_norm"]
-    # Nothing of what it was remains: no cast, no affine step.
+    # The operator replaces all of the norm: no cast and no affine step remains.
     calls = [n for n in graphs[0].graph.nodes if n.op in ("call_function", "call_method")]
     assert len(calls) == 1
 
 
 def test_var_mean_in_another_order(device):
-    """weight * (x - mean) * rstd is no norm until it is regrouped: the pass leaves it."""
+    """weight * (x - mean) * rstd would have to be regrouped to be a norm, so the pass leaves it."""
     _, graphs = assert_same(_var_mean, tensors(device=device))
     assert operators_of(graphs[0]) == []
 
@@ -418,7 +422,7 @@ SURROUNDINGS = {
     _silu_written_out: ("layer_norm", ["activation"]),
     _relu: ("layer_norm", ["activation"]),
     _residual_and_activation: ("add_layer_norm", ["residual", "activation"]),
-    # No operator has both: the product is left, or the sum.
+    # No operator has both a gate and an activation: the product is left, or the sum.
     _gate_and_activation: ("add_layer_norm", ["residual", "activation", "factor"]),
     _gate_by_addcmul_and_activation: ("layer_norm", ["activation"]),
     _dropout_of_nothing: ("add_layer_norm", RESIDUAL),
@@ -432,7 +436,8 @@ def test_surroundings(device, function, dtypes):
     rows, graphs = assert_same(function, t)
     operator, fused = SURROUNDINGS[function]
     if dtypes == (BF16, F32) and function in (_gated, _gated_addcmul, _gated_and_modulated):
-        # The sum is of float32 there, as gate * x is; residual is not. So gate * x is the residual.
+        # gate * x and the sum are float32 there, but residual is not. So gate * x takes the place
+        # of the operator's residual.
         operator, fused = {
             _gated: ("add_layer_norm", RESIDUAL),
             _gated_addcmul: ("layer_norm", []),
@@ -453,7 +458,7 @@ def test_two_norms_of_one_sum(device):
 
 
 def test_mask(device):
-    """One number a row is no gate: what it multiplies is added as it is."""
+    """A factor with a single column is not fused as a gate. The sum with its product is fused."""
 
     def function(t):
         h = t["residual"] + t["mod"][:, None, :1] * t["x"]
@@ -631,7 +636,7 @@ def test_surroundings_that_are_others(function):
 
 
 def test_sum_of_another_dtype():
-    """x + residual is float32 and residual is not: no residual_out of residual's dtype."""
+    """The sum is float32, but the only operand that could be the residual is bfloat16."""
 
     def function(t):
         h = t["x"].bfloat16() + t["mod"][:, None, :D]
@@ -644,7 +649,7 @@ def test_sum_of_another_dtype():
 
 
 def test_float64_between():
-    """Statistics in float64 of a float32 x are more than rounding away from float32's."""
+    """A float64 norm of a float32 x stays float64: float32 would differ by more than rounding."""
 
     def function(t):
         return norm(t["x"].double()).float()
@@ -657,7 +662,7 @@ def test_float64_between():
 
 
 def test_rounding_that_is_asked_for():
-    """A result that was rounded to bfloat16 and widened again has bfloat16's numbers."""
+    """A rounding to bfloat16 in the model is kept, also if a cast to float32 follows it."""
     y, rows, _ = run(lambda x: norm(x).bfloat16().float(), torch.randn(B, D))
     assert torch.equal(y, y.bfloat16().float())
     assert rows[0].operator == "layer_norm"
@@ -775,13 +780,13 @@ def _cast_and_written_into(t):
 
 @pytest.mark.parametrize("function", [_written_out_and_written_into, _cast_and_written_into])
 def test_writes_into_what_backward_reads(device, function):
-    """The norm as written reads its own copy in backward, the operator would read x."""
+    """In backward the norm as written reads its own copy of x, but the operator would read x."""
     rows, graphs = assert_same(function, tensors(device=device))
     assert operators_of(graphs[0]) == []
     assert rows[0].notes == ["mul_ writes into what backward reads"]
     with torch.no_grad():
         _, rows, _ = run(function, tensors(device=device), then="inductor")
-    assert rows[0].operator is not None  # AOTAutograd takes the write out
+    assert rows[0].operator is not None  # AOTAutograd removes the write
 
 
 @torch.library.custom_op("tests_graph_pass::fill", mutates_args=("a",))
@@ -804,7 +809,7 @@ def test_writes_of_custom_operators(call):
 
 
 def test_write_into_a_view_of_a_norm_that_was_replaced(device):
-    """What shares memory with a norm's result shares it with the operator's."""
+    """A write into a view of a replaced norm's result changes the operator's result."""
 
     def function(t):
         first = norm(t["x"])
@@ -880,7 +885,8 @@ def test_autocast_with_half_weight(device):
     assert rows[0].fused == ["residual", "scale"]
 
 
-# What autocast casts to bfloat16 wherever it is used, in any layout: w is a matrix.
+# Uses of a norm's result y, in several layouts, which all cast it to bfloat16 under autocast. w is
+# a matrix.
 def _one_linear(y, w):
     return F.linear(y, w)
 
@@ -902,7 +908,7 @@ def _part_of_it(y, w):
 CAST = (_one_linear, _three_products, _behind_views, _part_of_it)
 
 
-# What something else reads in float32.
+# Uses of y of which one at least reads it in float32.
 def _read_as_residual(y, w):
     return y + F.linear(y, w)
 
@@ -935,7 +941,7 @@ def _shown_as_bytes(y, w):
 
 @torch.library.custom_op("tests_graph_pass::mm", mutates_args=())
 def _own_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """It has the name of one that autocast knows, and casts nothing."""
+    """Has the name of an operator that autocast knows, but autocast casts nothing for it."""
     assert a.dtype == F32
     return (a.flatten(0, -2) @ b.to(a.dtype)).to(BF16)
 
@@ -964,7 +970,7 @@ READ_IN_FLOAT32 = (
 def _under_autocast(use, device, normalize):
     def function(t):
         with torch.autocast(device, BF16):
-            # A matrix like any other, which does not depend on what is normalized.
+            # The second argument is a matrix that does not depend on the norm's input.
             return use(normalize(t), t["weight"].expand(D, D) * t["bias"][:, None])
 
     return function
@@ -982,7 +988,8 @@ def _ada(t):
 @pytest.mark.parametrize("normalize", [_plain, _ada])
 @pytest.mark.parametrize("use", CAST)
 def test_results_that_autocast_casts(device, use, normalize):
-    """The kernel rounds them. What reads them sees the same numbers, if it reads no sum of them."""
+    """The kernel rounds the results itself. The products read the same numbers, but gradients from
+    several products are summed in bfloat16."""
     function = _under_autocast(use, device, normalize)
     t = tensors(device=device)
     expected, expected_gradients = outputs_and_gradients(function, t)
@@ -1004,7 +1011,7 @@ def test_results_that_autocast_casts(device, use, normalize):
         if getattr(node.target, "namespace", "") == "fused_layernorm"
     )
     assert BF16 in node.args
-    # Of an operator with a sum the first result.
+    # If the operator also returns the sum, its first result is the one that is cast.
     behind = [user for user in node.users if user.args != (node, 1)]
     assert behind
     while behind:
@@ -1030,7 +1037,7 @@ def test_results_that_are_read_in_float32(device, use):
 
 
 def test_one_use_gives_the_same_to_the_bit():
-    """On the CPU both ways have one forward pass: what rounds is the norm or the product."""
+    """On the CPU the result is the same to the bit, whether the norm or the product rounds y."""
     function = _under_autocast(_one_linear, "cpu", _plain)
     t = tensors()
     expected, expected_gradients = outputs_and_gradients(function, t)
@@ -1040,7 +1047,7 @@ def test_one_use_gives_the_same_to_the_bit():
 
 
 def test_float16_has_no_range_for_sums_of_gradients():
-    """One product's gradient is float16 anyway; several products' are summed in float32."""
+    """The gradient of one product is float16 in any case, but a sum over several is float32."""
 
     def function(use):
         def under_autocast(x, w):
@@ -1056,7 +1063,7 @@ def test_float16_has_no_range_for_sums_of_gradients():
 
 
 def test_rows_that_do_not_lie_side_by_side(device):
-    """The channels of images: their copy stands in the graph."""
+    """The copy that makes channels of images contiguous stays in the graph."""
 
     def function(t):
         return norm((t["x"].transpose(1, 2) * 2).transpose(1, 2), t["weight"])
@@ -1092,7 +1099,7 @@ def test_checkpoint_bodies(device, use_reentrant):
 
 
 def test_inside_a_transform():
-    """vmap's operands have other shapes than their examples say."""
+    """Inside vmap, operands do not have the shapes of their example values."""
 
     def function(t):
         return torch.func.vmap(lambda x: norm(x))(t["x"])
@@ -1135,7 +1142,8 @@ def test_dynamic_shapes(function):
 
 
 def test_shapes_that_are_not_known_to_be_equal():
-    """With other sizes for each tensor the sum may broadcast: the sum is left, the norm is not."""
+    """If each tensor has sizes of its own, the sum might broadcast. It may be left, but the result
+    holds."""
 
     def function(x, residual):
         h = x + residual
@@ -1161,7 +1169,7 @@ def test_eps_as_a_node():
 
 
 def test_strides_are_kept():
-    """A sum that is not contiguous is left: the operator's would be contiguous."""
+    """A sum that is not contiguous is left, because the operator's sum would be contiguous."""
 
     def function(t):
         h = t["x"].transpose(1, 2).contiguous().transpose(1, 2) + t["residual"].transpose(
@@ -1183,7 +1191,7 @@ def test_nothing_on_the_cpu(monkeypatch):
 
 
 def test_an_error_of_the_pass(monkeypatch):
-    """It names the node, warns once, and the model runs."""
+    """After an error in the pass the model runs, and one warning names the node."""
 
     def fail(*args):
         raise ZeroDivisionError("by design")

@@ -1,7 +1,7 @@
-"""Random programs of norms, sums, modulations, casts, views and writes: the pass changes none.
+"""The pass keeps the results of random programs of norms, sums, modulations, casts, views, writes.
 
-They are what the patterns' tests are not: operations that meet by chance, and writes anywhere. Two
-wrong results were found by them.
+Unlike the tests of the patterns, these programs combine operations at random and write anywhere.
+They have found two wrong results.
 """
 
 import random
@@ -36,7 +36,7 @@ VALUES = (
     "{x}[:]",
     "torch.cat([{x}[:, :1], {x}[:, 1:]], dim=1)",
 )
-# Of these most programs are made.
+# The values that most lines of a program are drawn from.
 USUAL = (VALUES[0], VALUES[4], VALUES[8], VALUES[11], VALUES[12])
 WRITES = (
     "{x}.mul_(1.5)",
@@ -60,7 +60,7 @@ def program(seed):
         if choose.random() < 0.12:
             lines.append(choose.choice(WRITES).format(**names))
         else:
-            # Mostly of the latest, so that chains come about.
+            # x is mostly the latest tensor, so that the operations form chains.
             if choose.random() < 0.7:
                 names["x"] = f"xs[{count - 1}]"
             values = VALUES if choose.random() < 0.6 else USUAL
@@ -97,7 +97,7 @@ def test_random_programs(monkeypatch, with_gradients):
         args = [torch.randn(shape) for shape in shapes]
         try:
             expected = step(namespace["program"], args)
-        except RuntimeError:  # a write into what PyTorch's own backward reads
+        except RuntimeError:  # the program writes into a tensor that PyTorch's own backward reads
             continue
         torch._dynamo.reset()
         found = step(torch.compile(namespace["program"], backend=backend), args)

@@ -1,7 +1,7 @@
-"""The layout of ci/hf_kernels.py: what Hugging Face's `kernels` demands, and models through it.
+"""The layout of ci/hf_kernels.py: the demands of Hugging Face's `kernels`, and models that use it.
 
-It is built here without CUDA kernels, whatever this machine has: the loader is the same. The test
-with the marker `gpu` builds it with them.
+These tests build the layout without CUDA kernels on any machine, because the loader is the same.
+The test with the marker `gpu` builds it with them.
 """
 
 import ast
@@ -40,7 +40,7 @@ def build(out, **environment):
     return out
 
 
-# On the CPU these tests look at the operators, those of the package and of the layouts they load.
+# On the CPU these tests run the operators, of the package and of the layouts that they load.
 pytestmark = pytest.mark.cpu_operators
 
 
@@ -69,7 +69,7 @@ def kernel(layout):
 
 @pytest.fixture
 def mapped(monkeypatch):
-    """nn.LayerNorm is mapped to a layer of a layout while the test runs."""
+    """Maps nn.LayerNorm to a layer of a layout while the test runs."""
 
     def is_stock(module):
         return type(module) is nn.LayerNorm
@@ -82,7 +82,7 @@ def mapped(monkeypatch):
         repository = kernels.LocalLayerRepository(path, layer_name="LayerNorm")
         with kernels.use_kernel_mapping({"LayerNorm": {device: repository}}, inherit_mapping=False):
             mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
-            # Without a fallback, whatever is amiss with the layer raises.
+            # Without a fallback, an error in the layer raises.
             return kernels.kernelize(model, mode=mode, device=device, use_fallback=False)
 
     return kernelize
@@ -160,7 +160,7 @@ def test_metadata(variant):
     assert metadata.version == 0
     assert metadata.license == "Apache-2.0"
     assert metadata.python_depends == []
-    # The files that the digest names are those that are there, and no other.
+    # The digest names exactly the files that exist.
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
 
 
@@ -186,7 +186,7 @@ def test_operators_are_in_a_namespace_of_their_own(kernel, variant):
 
 
 def test_needs_nothing_but_itself_torch_and_python(variant):
-    """The loader gives the package a name of its own: what it imports of itself is relative."""
+    """The package's imports of itself are relative, because the loader gives it another name."""
     paths = list(variant.rglob("*.py"))
     assert len(paths) > 10
     for path in paths:
@@ -203,7 +203,7 @@ def test_needs_nothing_but_itself_torch_and_python(variant):
 
 
 def test_sources_name_the_namespace_once():
-    """Whatever names it again is in the way of a second build in one process."""
+    """Naming it a second time would prevent a second build in one process."""
     again = re.compile(
         r'LIBRARY\w*\(fused_layernorm|IMPL, "fused_layernorm"|Library\("fused_layernorm"|'
         r'"fused_layernorm::|ops\.fused_layernorm|NAMESPACE = "fused_layernorm"'
@@ -219,7 +219,7 @@ def test_sources_name_the_namespace_once():
 
 
 def test_works_without_the_package(layout, tmp_path):
-    """In a process that cannot import fused_layernorm, from a folder that is not the sources."""
+    """The layout works in a process that cannot import fused_layernorm, outside the sources."""
     program = f"""
 import sys
 from pathlib import Path
@@ -323,7 +323,7 @@ def check_model(make, mapped, path, device):
 
 @pytest.mark.parametrize("make", [bert, vit])
 def test_models(make, mapped, variant):
-    # The variant itself, so that a torch with CUDA takes it too.
+    # The variant is named itself, so that a torch with CUDA also takes it.
     check_model(make, mapped, variant, "cpu")
 
 
@@ -347,7 +347,7 @@ def test_compiles_without_graph_breaks(mapped, variant):
 
 
 def test_subclasses_keep_their_forward(mapped, variant):
-    """A subclass may compute something else, and the condition leaves it alone."""
+    """The condition leaves subclasses alone, because they may compute something else."""
 
     class Doubled(nn.LayerNorm):
         def forward(self, x):

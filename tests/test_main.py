@@ -1,4 +1,4 @@
-"""`python -m fused_layernorm`: what it says, and which devices it finds the binary good for."""
+"""`python -m fused_layernorm`: its output, and the devices that it says the binary serves."""
 
 import json
 import re
@@ -85,14 +85,14 @@ def test_build_info_is_read():
         (FULL, (8, 0), "runs the kernels for 8.0"),
         (FULL, (8, 6), "runs the kernels for 8.0"),  # a later minor version of the same major
         (FULL, (8, 9), "runs the kernels for 8.0"),
-        (["80", "86", "90"], (8, 7), "runs the kernels for 8.6"),  # the latest that is not later
+        (["80", "86", "90"], (8, 7), "runs the kernels for 8.6"),  # the latest up to the device's
         (["86", "90"], (8, 0), None),
         (FULL, (10, 3), "runs the kernels for 10.0"),
         (FULL, (12, 0), "runs the PTX of 10.0, compiled at first use"),
         (["100", "120+PTX"], (11, 0), None),  # between 10.0's machine code and 12.0's PTX
         (["90"], (8, 0), None),
         (["90a"], (9, 0), "runs the kernels for 9.0a"),
-        (["90a+PTX"], (10, 0), None),  # "a": that version and no other
+        (["90a+PTX"], (10, 0), None),  # an "a" architecture serves only its own version
         ([], (9, 0), None),
     ],
 )

@@ -1,8 +1,8 @@
 """fused_layernorm.megatron: the interface of Megatron-LM's norm slots, and Megatron-LM itself.
 
-The slots' interface is stated here by a stand-in, so that it is tested without Megatron: what
-builds a norm, what reads its parameters' marks, what frees its result. Where megatron-core is
-installed, one of its transformer layers is built and run with our norms in its slots.
+Stand-ins test the slots' interface without Megatron: the call that builds a norm, the attributes
+that mark its parameters, and the freeing of its result. If megatron-core is installed, one of its
+transformer layers is built and run with our norms in its slots.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Config:
 
 
 def build(config, norm=FusedLayerNorm):
-    """A slot builds its norm by these three keywords."""
+    """Builds a norm as a slot does, with these three keywords."""
     return norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
 
@@ -84,7 +84,7 @@ def test_result_and_gradients(device, dtype, zero_centered):
 
 
 def test_zero_centered_weight_of_half_precision_keeps_its_digits(device):
-    """1 + 2**-12 is 1 in bfloat16, so the sum must not be taken there."""
+    """1 + 2**-12 rounds to 1 in bfloat16, so the sum must be computed in a wider type."""
     norm = build(Config(layernorm_zero_centered_gamma=True)).to(device, torch.bfloat16)
     with torch.no_grad():
         norm.weight.fill_(2.0**-12)
@@ -92,8 +92,8 @@ def test_zero_centered_weight_of_half_precision_keeps_its_digits(device):
     y = norm(x)
     wide = nn.functional.layer_norm(x.double(), (HIDDEN,)) * (1 + 2.0**-12)
     assert y.dtype == torch.bfloat16
-    # A few results lie so near the middle of two bfloat16 that float32 rounds them to the other;
-    # with a weight of 1, six in a hundred would differ.
+    # A few results are so near the middle between two bfloat16 numbers that float32 arithmetic
+    # rounds them to the other one. With a weight of 1, six in a hundred would differ.
     assert (y == wide.bfloat16()).double().mean() > 0.99
     y.sum().backward()
     assert norm.weight.grad.dtype == torch.bfloat16
@@ -113,7 +113,7 @@ def test_parameters_are_marked(sequence_parallel):
 
 
 def test_sequence_parallel_gradients_add_up(device):
-    """Ranks hold parts of the sequence; Megatron sums the gradients of what is marked."""
+    """Each rank holds a part of the sequence. Megatron sums the gradients of marked parameters."""
     config = Config(sequence_parallel=True)
     whole = randomize(build(config)).to(device)
     ranks = [build(config).to(device) for _ in range(2)]
@@ -133,7 +133,7 @@ def test_sequence_parallel_gradients_add_up(device):
 
 
 def test_result_may_be_freed_before_backward(device):
-    """Pipeline stages free their output's memory once it is sent; a view would not let them."""
+    """Pipeline stages free the memory of an output that is sent, which a view would prevent."""
     norm = randomize(build(Config())).to(device)
     x = torch.randn(8, HIDDEN, device=device, requires_grad=True)
     dy = torch.randn(8, HIDDEN, device=device)
@@ -184,7 +184,7 @@ def test_takes_the_arguments_of_megatrons_own_class():
 
 
 class Attention(nn.Module):
-    """In the place of Megatron's core attention, which runs on CUDA only: something that mixes."""
+    """Mixes its inputs in place of Megatron's core attention, which runs only on CUDA."""
 
     def __init__(self, config, layer_number, **kwargs):
         super().__init__()
@@ -195,7 +195,7 @@ class Attention(nn.Module):
 
 @pytest.fixture
 def megatron():
-    """Megatron of one process; gives a function that makes a transformer layer with a norm."""
+    """Sets up Megatron in one process. Yields a function that makes a layer with a given norm."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -232,7 +232,7 @@ def megatron():
     distributed.destroy_process_group()
 
 
-@pytest.mark.filterwarnings("ignore")  # Megatron's own, of packages that are not installed
+@pytest.mark.filterwarnings("ignore")  # Megatron warns of packages that are not installed
 def test_in_a_transformer_layer_of_megatron(megatron):
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 

@@ -1,4 +1,4 @@
-"""What a call allocates on the device: its outputs, the statistics, and bounded workspace."""
+"""A call allocates on the device only its outputs, the statistics, and bounded workspace."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ SHAPES = [(32768, 64), (32768, 1024), (4096, 4096), (1024, 32768), (64, 1_048_57
 
 
 def peak(function):
-    """The most bytes asked for at one time while function ran, beyond those before it."""
-    function()  # whatever is made once
+    """(the most bytes that function had allocated at a time, the bytes that its result keeps)."""
+    function()  # allocates whatever is allocated only once
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
@@ -41,14 +41,14 @@ def test_forward_without_gradients(plans, shape, dtype):
     assert kept == x.nbytes
     extra = plans.of(*shape, dtype)["workspace_bytes"]
     assert most <= x.nbytes + extra
-    # Short and middle rows need none at all; long ones a few numbers for each part of a row.
+    # Short and middle rows need no workspace, long ones a few numbers for each part of a row.
     assert extra == 0 if shape[1] <= 4096 else extra <= x.nbytes / 256
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_with_gradients(shape, dtype):
-    """y, and 8 bytes a row for mean and rstd."""
+    """Forward keeps y, and 8 bytes a row for mean and rstd."""
     x, weight, bias = tensors(shape, dtype, requires_grad=True)
     _, kept = peak(lambda: layer_norm(x, weight, bias))
     assert kept == x.nbytes + 8 * shape[0]
@@ -58,7 +58,7 @@ def test_forward_with_gradients(shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_backward(shape, dtype, activation):
-    """dx, dweight, dbias, and partials of at most 2 x SMs x N x 4 bytes, freed at the end."""
+    """Backward keeps dx, dweight, dbias and frees partial sums of at most 2 x SMs x N x 4 bytes."""
     cols = shape[1]
     x, weight, bias = tensors(shape, dtype)
     _, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(x, 1, weight, bias, 1e-5)
@@ -91,7 +91,7 @@ def test_masks_save_memory():
 
     most, kept = run(True, False, False)
     assert kept == x.nbytes
-    assert most <= x.nbytes + rows * 16  # no partials where no parameter asks
+    assert most <= x.nbytes + rows * 16  # no partial sums without parameters' gradients
     most, kept = run(False, True, True)
     assert kept == 2 * cols * 4
     assert most < x.nbytes

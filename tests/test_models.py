@@ -1,8 +1,8 @@
 """Models of transformers, timm, torchvision and diffusers, tiny and with random weights.
 
-They are swapped and overridden, and are not changed for it: `swap_layer_norm` changes the class of
-their norms, and `override_aten` nothing at all in them. Without a GPU the override is tried on the
-CPU's key.
+They run swapped and overridden without other changes: `swap_layer_norm` changes only the class of
+their norms, and `override_aten` nothing. Without a GPU the override is tested on the CPU's dispatch
+key.
 """
 
 import copy
@@ -23,7 +23,7 @@ HAS_KERNELS = (
 STEPS = 3
 
 
-# ---- The models: each gives (model, loss of the model).
+# ---- The models: each function returns (a module whose output has a loss, its inputs).
 
 
 def bert():
@@ -83,7 +83,7 @@ def convnext():
 
 
 class Loss(nn.Module):
-    """Any model with transformers' way of returning a loss."""
+    """Makes any model return its loss as those of transformers do."""
 
     def __init__(self, model, loss):
         super().__init__()
@@ -172,7 +172,7 @@ def timm_convnext():
 
 
 def timm_convnext_tiny():
-    """Its blocks norm over the last dimension, atto's over the channels."""
+    """The blocks of this model normalize the last dimension, those of atto the channels."""
     return timm_model("convnext_tiny", 32, depths=(1, 1, 1, 1), dims=(8, 16, 24, 32))
 
 
@@ -204,14 +204,14 @@ def torchvision_vit():
         mlp_dim=64,
         num_classes=5,
     )
-    nn.init.normal_(model.heads.head.weight)  # it starts at zero, and all gradients with it
+    nn.init.normal_(model.heads.head.weight)  # its initial zeros would make all gradients zero
     return classifier(model, 16)
 
 
 def diffusers_dit():
     """AdaLayerNormZero in every block, whose inner norm has no parameters."""
     model, inputs = tiny_diffusers.dit()
-    # Training drops some of the labels, at random.
+    # In training mode some of the labels are dropped at random.
     return Loss(model, lambda output: output.sample.square().mean()).eval(), inputs
 
 
@@ -254,7 +254,7 @@ def norms_of(model):
 def model_and_inputs(request, device):
     torch.manual_seed(0)
     model, inputs = MODELS[request.param]()
-    # Random weights, so that a weight or bias that is not used shows.
+    # Random weights show whether a norm ignores its weight or bias.
     for module in norms_of(model):
         for parameter in module.parameters():
             nn.init.normal_(parameter, 1.0, 0.2)
@@ -291,7 +291,7 @@ def same(found, expected):
 
 
 def test_swapped(model_and_inputs, caplog):
-    """Every LayerNorm, and nothing is left to be named."""
+    """Every LayerNorm is swapped, so that the log names no module left alone."""
     stock, inputs = model_and_inputs
     with caplog.at_level("INFO", logger="fused_layernorm.swap"):
         swapped = fused_layernorm.swap_layer_norm(copy.deepcopy(stock))

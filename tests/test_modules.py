@@ -106,7 +106,7 @@ SCRIPTED = {
 @pytest.mark.parametrize("name", SCRIPTED)
 @pytest.mark.parametrize("how", [torch.jit.script, "trace"], ids=["script", "trace"])
 def test_torch_script(device, name, how):
-    """Both ways, with gradients, saved and loaded."""
+    """Scripted and traced modules, also saved and loaded, give the same results and gradients."""
     model = SCRIPTED[name]().to(device)
     count = 2 if name == "residual" else 1
 
@@ -200,7 +200,7 @@ def test_copies(device, how):
 
 @pytest.fixture
 def operators(monkeypatch):
-    """The names of this package's operators that run."""
+    """The names of the package's operators that run."""
     names = []
     for name in (
         "_layer_norm",
@@ -299,7 +299,7 @@ def test_dtype_moves(device, move):
 
 
 def test_normalized_shape_rules_over_a_replaced_weight(device):
-    """As in nn.LayerNorm: a weight that no longer fits is refused, not followed."""
+    """As in nn.LayerNorm, a weight that no longer fits normalized_shape is refused."""
     norm = FusedLayerNorm(8).to(device)
     norm.weight = nn.Parameter(torch.ones(4, device=device))
     norm.bias = nn.Parameter(torch.zeros(4, device=device))
@@ -337,7 +337,7 @@ def test_weight_decay_groups_and_initializers_see_it():
 
 
 def test_pre_norm_block_with_a_residual_stream(device):
-    """The stock block, and the same one with each addition fused into the norm after it."""
+    """A block gives the same with each addition fused into the norm after it."""
     torch.manual_seed(0)
     layers = [nn.Linear(16, 16).to(device) for _ in range(3)]
     norms = [FusedAddLayerNorm(16).to(device) for _ in range(3)]

@@ -1,7 +1,7 @@
-"""override_aten(): what it covers, what it leaves to PyTorch, and that it is undone exactly.
+"""override_aten(): the calls that it takes, those that it leaves to PyTorch, and its exact undoing.
 
-Without a GPU the machinery is tested on the CPU's dispatch key, where the composite operators stand
-for the kernels; with one, the same tests run on CUDA.
+The tests run on the CPU's dispatch key, where the composite operators stand for the kernels, and on
+CUDA where there is a GPU.
 """
 
 import subprocess
@@ -50,7 +50,7 @@ def override(device):
 
 @pytest.fixture
 def calls(device):
-    """Counts the calls that came by the override since the last time it was asked."""
+    """A function that counts the calls through the override since its own last call."""
     last = torch.ops.fused_layernorm._override_calls(device.upper())
 
     def since():
@@ -117,7 +117,8 @@ def test_results_and_gradients_are_pytorchs(device, override, dtype, normalized_
         y = F.layer_norm(x, shape, weight, bias)
         return (y, *torch.autograd.grad(y, leaves, dy))
 
-    # PyTorch's in float64: in bfloat16 its CPU kernel sums the parameters' gradients in bfloat16.
+    # PyTorch computes in float64 here, because its CPU kernel sums the parameters' gradients of
+    # bfloat16 tensors in bfloat16.
     expected = run(*(None if t is None else t.double() for t in (x, weight, bias, dy)))
     with override():
         actual = run(x, weight, bias, dy)
@@ -229,7 +230,7 @@ def test_errors_are_pytorchs(device, override, bad):
 
 
 class OutOfMemoryKernel:
-    """A replaced kernel that has no memory."""
+    """A replaced kernel that always runs out of memory."""
 
     def call_boxed(self, *args):
         raise torch.OutOfMemoryError("no memory")
@@ -256,7 +257,7 @@ def test_a_later_torch_gets_a_runtime_error(monkeypatch):
 
 
 def test_what_the_kernels_do_not_take_runs_on_the_replaced_kernel(override):
-    # A float32 weight beside bfloat16 input: PyTorch's CPU kernel takes it, by its own rules.
+    # PyTorch's CPU kernel takes a float32 weight beside a bfloat16 input, by its own rules.
     x, weight, bias = (t.detach() for t in inputs("cpu"))
     x = x.to(torch.bfloat16)
     expected = torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
@@ -382,7 +383,7 @@ def test_a_build_without_kernels_says_that_nothing_changes(monkeypatch):
 
 def test_leaves_cpu_tensors_alone():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a build without CUDA kernels
+        warnings.simplefilter("ignore")  # a build without CUDA kernels warns
         before = torch._C._dispatch_dump("aten::native_layer_norm")
         calls = torch.ops.fused_layernorm._override_calls("CUDA")
         with fused_layernorm.override_aten():
@@ -393,7 +394,7 @@ def test_leaves_cpu_tensors_alone():
 
 
 def test_prints_nothing():
-    # PyTorch warns, on stderr, of kernels that take the place of others: not of these.
+    # PyTorch warns on stderr of kernels that replace others. These must cause no such warning.
     code = (
         "import torch, fused_layernorm.override as o\n"
         "with o._override('CPU'):\n"

@@ -48,18 +48,21 @@ def force(options):
 
 
 def refused(match):
-    """The bindings' error: of the type that torch's own binding of this version makes of it."""
+    """Expects the bindings' error; its type depends on the version of torch."""
     return pytest.raises((RuntimeError, ValueError), match=match)
 
 
 def unit(problem):
-    """The columns of 16 bytes in the narrowest of x and y."""
+    """The number of columns that 16 bytes of the narrower of x and y hold."""
     x, y = problem["dtype"], problem.get("y_dtype") or problem["dtype"]
     return 16 // min(x.itemsize, y.itemsize)
 
 
 def every_problem(rows=ROWS, seed=0):
-    """All lengths, types and alignments, each with one choice of what else there may be."""
+    """Yields (a list of rows, columns, problem) for all lengths, types, directions, alignments.
+
+    Each problem has one random choice of a residual, an epilogue and dparams.
+    """
     choose = random.Random(seed)
     for cols, types, backward in itertools.product(COLS, TYPES, (False, True)):
         problem = {
@@ -87,11 +90,11 @@ def _nothing_forced():
     force(None)
 
 
-# ---- Every plan is one that its kernels can run.
+# ---- The kernels can run every plan.
 
 
 def parts_of_row(p):
-    """Slices or chunks of a row, and the columns of each but the last."""
+    """(number of slices or chunks of a row, columns of each but the last)."""
     return p.get("blocks_per_row", 1), p.get("slice_cols")
 
 
@@ -130,7 +133,7 @@ def check_forward(p, rows, cols, problem):
             strategy == "warp" and p["moves"] == "shifted" and rows <= 4096
         )
         assert p["shared_bytes"] == p["workspace_bytes"] == 0
-        # The row fits, and of a thread's vectors only the last may be missing.
+        # The row fits, and a thread lacks at most the last of its vectors.
         assert held * (p["vecs"] - 1) < vectors <= held * p["vecs"]
     if strategy in ("split", "resident"):
         assert problem["aligned"]
@@ -200,7 +203,7 @@ def check_backward(p, rows, cols, problem):
         assert not p["bulk"] or p["lag"] + 2 <= p["stages"]
         assert p["has_collector"] or p["bulk"]
         assert p["slice_cols"] % (unit(problem) if width > 1 else 1) == 0
-        # Aligned slices have whole cache lines, unless no slice would be left for the last block.
+        # Aligned slices are whole cache lines, unless the last block would then have no columns.
         line_cols = 128 // min(x_size, y_size)
         if width > 1 and p["slice_cols"] % line_cols != 0:
             in_lines = -(-p["slice_cols"] // line_cols) * line_cols
@@ -230,7 +233,8 @@ def test_every_problem_has_a_plan_that_covers_its_rows(device):
                     assert part_cols * (parts - 1) < cols <= part_cols * parts
                 assert 1 <= p["blocks"] < 2**31  # a grid's limit
                 assert p["threads"] <= 1024
-                # Kernels without large rings declare what they need beside it.
+                # The plan leaves 3,072 bytes for the shared memory that kernels declare.
+                # Backward's warp kernel declares none, so its plan may use all of it.
                 assert p["shared_bytes"] + 3072 <= chip["shared_memory"] or (
                     p["strategy"] == "warp" and p["shared_bytes"] <= chip["shared_memory"]
                 )
@@ -250,12 +254,12 @@ def test_every_problem_has_a_plan_that_covers_its_rows(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_order_of_summation_does_not_depend_on_the_number_of_rows(device):
-    """Few rows go by other blocks, but a team owns a row as it does where there are many."""
+    """Few rows may run in other blocks, but a team owns a row as it does with many rows."""
     fixed = ("strategy", "width", "vecs", "lanes", "team_threads", "blocks_per_row", "slice_cols")
     for _, cols, problem in every_problem(rows=[]):
         plans = [plan(rows, cols, device=device, **problem) for rows in ROWS]
         for p in plans:
-            if p["strategy"] == "thread":  # It plays the lanes of a logical warp.
+            if p["strategy"] == "thread":  # A thread plays the lanes of a logical warp.
                 p["strategy"] = "warp"
         many = plans[-1]
         for p in plans:
@@ -278,8 +282,8 @@ def test_workspace_is_bounded(device):
         for rows in all_rows:
             p = plan(rows, cols, device=device, **problem)
             acc = max(4, problem["dtype"].itemsize)
-            # Two numbers of every part of a row (what a block reads of it, or in backward's stream
-            # a warp), and two of every row.
+            # Two numbers for every row, and two for every part of it: what one block reads, or in
+            # backward's stream one warp.
             parts = p.get("blocks_per_row", 0)
             if problem["backward"] and p["strategy"] == "stream":
                 parts *= 8
@@ -289,12 +293,12 @@ def test_workspace_is_bounded(device):
             assert p["workspace_bytes"] <= most, (rows, cols, problem, p)
 
 
-# Samples, and rows of each: one, as many as there are rows, and what lies between.
+# (groups, rows of each group): one group, groups of one row, and what lies between.
 GROUPS = [(1, 1), (1, 4096), (64, 256), (100, 7), (133, 2), (4096, 1), (2, 17_776), (1, 32_760)]
 
 
 def check_groups(p, groups, group_rows, cols, problem):
-    """A plan of backward with a modulation."""
+    """Asserts that backward's kernels for modulated rows can run this plan."""
     rows, acc = groups * group_rows, max(4, problem["dtype"].itemsize)
     x_size, y_size = problem["dtype"].itemsize, problem["y_dtype"].itemsize
     width = 16 // x_size if problem["aligned"] else 1
@@ -371,7 +375,7 @@ def test_every_modulated_problem_has_a_plan(device, gated):
                 continue
             modulated = {**problem, "group_rows": group_rows}
             p = plan(groups * group_rows, cols, device=device, **modulated)
-            if p is None:  # the gate has a kernel of its own
+            if p is None:  # a separate kernel computes the gate's gradient
                 assert gated
                 continue
             try:
@@ -379,7 +383,7 @@ def test_every_modulated_problem_has_a_plan(device, gated):
                 assert p["shared_bytes"] + reserved <= chip["shared_memory"]
                 assert not p.get("bulk") or chip["capability"] >= 90
                 check_groups(p, groups, group_rows, cols, modulated)
-                # A row's dx is summed up alike whatever rows stand beside it.
+                # A row is summed in one order in all groups of several rows, and in all of one.
                 order = [p.get(key) for key in fixed]
                 assert teams.setdefault(group_rows > 1, order) == order
             except AssertionError as error:
@@ -391,7 +395,7 @@ def test_every_modulated_problem_has_a_plan(device, gated):
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_row_alone_is_summed_as_one_of_many(dtype, gated):
-    """A modulation of all rows is one of each row where there is but one."""
+    """With a single row, a modulation of all rows is also a modulation of each row."""
     for cols in (*range(1, 300), 384, 1024, 1151, 1152, 3072, 4095, 6144):
         many = plan(64, cols, dtype, backward=True, group_rows=64, gated=gated)
         alone = plan(1, cols, dtype, backward=True, group_rows=1, gated=gated)
@@ -424,7 +428,7 @@ def test_gates_of_model_widths_need_no_kernel_of_their_own():
 
 
 def test_forward_of_modulated_rows():
-    """Rows that models have are kept on the chip, the others are streamed."""
+    """Rows as models have them are kept on the chip; the others are streamed."""
     for cols, strategy in ((64, "warp"), (1024, "warp"), (1152, "block"), (40_960, "block"),
                            (41_000, "stream")):  # fmt: skip
         assert plan(4096, cols, BF16, group_rows=256)["strategy"] == strategy
@@ -436,7 +440,7 @@ def test_forward_of_modulated_rows():
 
 
 def test_a_row_is_summed_alike_wherever_it_begins():
-    """Forward that has a row in registers: the same thread owns the same columns."""
+    """In forward with a row in registers, alignment does not change which thread owns a column."""
     for cols, types in itertools.product(COLS, TYPES):
         problem = dict(zip(("dtype", "weight_dtype", "y_dtype"), types, strict=True))
         if cols % unit(problem) != 0:
@@ -452,15 +456,17 @@ def test_a_row_is_summed_alike_wherever_it_begins():
             assert anywhere == there, (cols, types)
 
 
-# ---- The ladder, from strategy to strategy: each range of columns is given by its last. No other
-# strategy is planned between the ends of a range.
+# ---- The ladder, from strategy to strategy. A range of columns is given by its last number of
+# columns, and within a range every row has the same strategy. A ladder is (problem, last of warp,
+# last of block, ...): a dictionary names the strategy of a further range, a bare number is the last
+# of resident, and stream has all longer rows.
 
 HALF = {"dtype": BF16}
-WIDE_PARAMS = {"dtype": BF16, "weight_dtype": F32}  # what autocast makes
+WIDE_PARAMS = {"dtype": BF16, "weight_dtype": F32}  # as under autocast
 WIDE_Y = {**WIDE_PARAMS, "y_dtype": F32}
 NARROW_Y = {"dtype": F32, "y_dtype": BF16}
 RESIDUAL, EPILOGUE, ANYWHERE = {"residual": True}, {"has_epilogue": True}, {"aligned": False}
-OF_ROWS = {"dtype": BF16, "backward": True, "group_rows": 1}  # each with a modulation of its own
+OF_ROWS = {"dtype": BF16, "backward": True, "group_rows": 1}  # each row has its own modulation
 FORWARD_LADDERS: dict[str, tuple[Any, ...]] = {
     "float32": ({}, 512, 16_384, {"resident": 20_480}, {"split": 1_081_344}, 4_325_376),
     "bfloat16": (HALF, 1024, 32_768, {"resident": 57_344}, {"split": 2_162_688}, 8_650_752),
@@ -508,9 +514,10 @@ BACKWARD_LADDERS: dict[str, tuple[Any, ...]] = {
 
 
 def is_threads(rows, cols, problem):
-    """Whether these are rows of which a thread has one, in the place of a logical warp.
+    """Whether a thread has a row where the ladder says warp.
 
-    They are many and short and have nothing fused, and begin anywhere, in forward all of them.
+    Such rows are many and short, with nothing fused. In forward they are no whole number of
+    vectors; in backward they are not aligned.
     """
     half = problem["dtype"].itemsize == 2
     fused = problem.get("residual", False) or problem.get("has_epilogue", False)
@@ -527,7 +534,7 @@ def is_threads(rows, cols, problem):
 
 
 def ranges(ladder):
-    """(strategy, last columns) of a ladder: of warps, blocks, those named, resident, stream."""
+    """Yields (strategy, last number of columns) for each range of a ladder."""
     _, warp, block, *longer = ladder
     yield "warp", warp
     yield "block", block
@@ -537,7 +544,7 @@ def ranges(ladder):
 
 
 def check_ladder(rows, ladder, strategies, **options):
-    """`strategies` renames those that few rows have in place of others."""
+    """`strategies` maps a strategy of the ladder to the one expected in its place."""
     problem = {"dtype": F32, **ladder[0], **options}
     step = 1 if problem.get("aligned") is False else unit(problem)
     choose = random.Random(0)
@@ -565,7 +572,7 @@ def test_backward_goes_from_strategy_to_strategy(ladder):
 
 @pytest.mark.parametrize("ladder", BACKWARD_LADDERS)
 def test_backward_of_few_rows_goes_from_strategy_to_strategy(ladder):
-    """Few as far as a thread keeps the row: 16 columns of each of 512 threads, of float64 eight."""
+    """Few rows has rows up to the length that 512 threads keep: 16 columns each, 8 in float64."""
     options, warp, block, *longer = BACKWARD_LADDERS[ladder]
     kept = 4096 if options.get("dtype") == F64 else 8192
     problem = {"dtype": F32, **options, "backward": True}
@@ -585,7 +592,7 @@ def test_backward_of_few_rows_goes_from_strategy_to_strategy(ladder):
 @pytest.mark.parametrize(
     ("vectors", "bare", "with_epilogue"),
     [
-        # (vectors a lane, lanes)
+        # vectors of a row, then twice (vectors a lane, lanes)
         (1, (1, 1), (1, 1)),
         (7, (4, 2), (4, 2)),
         (8, (1, 8), (2, 4)),
@@ -608,7 +615,7 @@ def test_lanes_of_half_precision(dtype, vectors, bare, with_epilogue):
     for epilogue, expected in ((False, bare), (True, with_epilogue)):
         p = plan(4096, cols, dtype, has_epilogue=epilogue)
         assert (p["vecs"], p["lanes"]) == expected
-        # Rows that begin anywhere, and that are no whole vectors, go by the same lanes.
+        # Rows that are not aligned, or not a whole number of vectors, have the same lanes.
         p = plan(4096, cols - (vectors > 1), dtype, has_epilogue=epilogue, aligned=False)
         assert (p["vecs"], p["lanes"]) == expected
 
@@ -639,14 +646,14 @@ def test_lanes_of_float32(y_dtype, vectors, bare, with_epilogue):
 @pytest.mark.parametrize(
     ("problem", "vectors", "vecs", "threads"),
     [
-        # The fewest places, of equals four vectors before five before three.
+        # The choice with the fewest empty places. Of equals, four vectors precede five, then three.
         ({}, 129, 5, 32),
         ({}, 160, 5, 32),
         ({}, 161, 3, 64),
         ({}, 256, 4, 64),
         ({}, 257, 3, 96),
         ({}, 639, 4, 160),
-        # Five, then eight; at the last the threads that there are registers for.
+        # Five vectors a thread, then eight, up to the threads that there are registers for.
         ({}, 640, 5, 128),
         ({}, 1472, 5, 320),
         ({}, 1473, 8, 192),
@@ -666,7 +673,8 @@ def test_lanes_of_float32(y_dtype, vectors, bare, with_epilogue):
         (EPILOGUE, 1665, 5, 352),
         (EPILOGUE, 1792, 5, 384),
         (EPILOGUE, 1793, 4, 480),
-        # Four vectors have 576 threads with parameters of x's size, 1,024 with larger ones.
+        # With four vectors a thread, a block has at most 576 threads if the parameters have x's
+        # size, and 1,024 if they are larger.
         (EPILOGUE, 2304, 4, 576),
         (EPILOGUE, 2305, 8, 320),
         ({**WIDE_PARAMS, **EPILOGUE}, 2304, 4, 576),
@@ -678,7 +686,7 @@ def test_lanes_of_float32(y_dtype, vectors, bare, with_epilogue):
         (RESIDUAL, 512, 3, 192),
         (RESIDUAL, 639, 3, 224),
         (RESIDUAL, 640, 5, 128),
-        # Five vectors have 448 threads.
+        # With five vectors a thread, a block has at most 448 threads.
         (RESIDUAL, 2240, 5, 448),
         (RESIDUAL, 2241, 4, 576),
         (RESIDUAL, 4096, 4, 1024),
@@ -700,7 +708,7 @@ def test_threads_of_a_block(problem, vectors, vecs, threads, anywhere):
 )
 @pytest.mark.parametrize("problem", [{}, WIDE_PARAMS, EPILOGUE, {**WIDE_Y, **EPILOGUE}])
 def test_threads_of_a_block_of_ragged_rows(problem, vectors, vecs):
-    """Rows of no whole number of vectors, with or without an epilogue."""
+    """Rows that are not a whole number of vectors, with or without an epilogue."""
     for missing in (1, 7):
         p = plan(4096, vectors * 8 - missing, **{"dtype": BF16, **problem})
         assert (p["strategy"], p["vecs"]) == ("block", vecs)
@@ -708,7 +716,7 @@ def test_threads_of_a_block_of_ragged_rows(problem, vectors, vecs):
 
 
 def test_the_fewest_rings_of_five():
-    """So many blocks a row that slices leave room for five stages, and lags of two rows."""
+    """A row has the fewest blocks whose slices leave room for five stages, and a lag of two."""
     for options, last, blocks_per_row in (
         ({}, 8192 * 132, 132),
         ({}, 8192 * 3, 3),
@@ -727,25 +735,25 @@ def test_the_fewest_rings_of_five():
 
 
 def test_kernelbench_problems():
-    """The two ends of the range: both with vectors of 16 bytes."""
+    """KernelBench's shortest rows and its longest, both moved in vectors of 16 bytes."""
     short = plan(4_194_304, 64)
     assert (short["strategy"], short["vecs"], short["lanes"]) == ("warp", 1, 16)
     long = plan(16, 4_194_304)
     assert long["strategy"] == "resident"
-    assert long["blocks"] == 132  # the whole chip on each of 16 rows
+    assert long["blocks"] == 132  # the whole chip works on each of the 16 rows in turn
 
 
 @pytest.mark.parametrize(
     ("problem", "cols", "most_rows"),
     [
-        # By their number.
+        # Limited by the number of rows.
         (HALF, 1024, 2048),
         ({}, 64, 2048),
         ({**HALF, **ANYWHERE}, 1024, 1024),
         ({"dtype": F64}, 64, 2048),
         ({"dtype": F64, **ANYWHERE}, 64, 1024),
         ({**HALF, **EPILOGUE}, 1024, 2048),
-        # By the bytes of x and dy.
+        # Limited by the bytes of x and dy.
         (HALF, 4096, 2048),
         (HALF, 4104, 2**25 // (4 * 4104)),
         (WIDE_Y, 4096, 2**25 // (6 * 4096)),
@@ -769,23 +777,23 @@ def test_few_rows_are_so_many(problem, cols, most_rows, needs_dparams):
 @pytest.mark.parametrize(
     ("rows", "cols", "problem", "team_threads", "teams"),
     [
-        # Blocks of 64 threads, from 17 rows on of 128, from 65 on of 256, from 256 on of 512.
+        # Blocks have 64 threads; from 17 rows on 128, from 65 on 256, from 256 on 512.
         (16, 1024, HALF, 64, 1),
         (17, 1024, HALF, 64, 2),
         (65, 1024, HALF, 64, 4),
         (255, 1024, HALF, 64, 4),
         (256, 1024, HALF, 64, 8),
-        # Fewer teams where almost all blocks then run at once, those on columns included.
+        # Fewer teams if almost all blocks, those on columns included, then run at once.
         (512, 2060, {**HALF, **ANYWHERE}, 160, 2),
         (512, 2060, {**HALF, **ANYWHERE, **EPILOGUE}, 160, 3),
         (512, 2060, {**HALF, **ANYWHERE, "needs_dparams": False}, 160, 3),
-        # Where that cannot be, teams of 256 threads have a block each.
+        # If no number of teams allows that, each team of 256 threads has a block to itself.
         (2048, 4096, HALF, 256, 1),
-        # Smaller ones, and those of rows that begin anywhere, fill up a block.
+        # Smaller teams, and teams of unaligned rows, fill a block.
         (2048, 2048, HALF, 128, 4),
         (2048, 1024, {}, 64, 8),
         (1024, 2048, {**HALF, **ANYWHERE}, 128, 4),
-        # Logical warps likewise.
+        # Logical warps fill a block likewise.
         (1, 512, HALF, 32, 2),
         (100, 512, HALF, 32, 8),
         (300, 512, HALF, 32, 16),
@@ -822,8 +830,8 @@ def test_lanes_of_backward(problem, cols, vecs, lanes):
     [
         ({}, 512),
         (EPILOGUE, 768),
-        # A kernel for a residual may activate, but is compiled for 512 threads; so are those for
-        # single elements, for half precision and for a dy of another type.
+        # The kernel with a residual also applies activations, but it is compiled for 512 threads.
+        # So are the kernels for single elements, half precision and a dy of another type.
         ({**EPILOGUE, **RESIDUAL}, 512),
         ({**EPILOGUE, **ANYWHERE}, 512),
         ({**EPILOGUE, **HALF}, 512),
@@ -851,7 +859,7 @@ def test_threads_of_backwards_warps(problem, threads):
         ({}, 8196, 8, 288),
         (EPILOGUE, 8192, 4, 512),
         (ANYWHERE, 8192, 16, 512),
-        # float64 has kernels for eight.
+        # float64 has kernels for eight columns a thread.
         ({"dtype": F64}, 130, 4, 32),
         ({"dtype": F64}, 4096, 4, 512),
         ({"dtype": F64, **ANYWHERE}, 257, 8, 64),
@@ -874,8 +882,8 @@ def test_threads_of_backwards_teams(problem, cols, vecs, team_threads):
         (4096, HALF, 1),
         (4096, {}, 1),
         (8192, HALF, 1),
-        # A residual, an activation or another type of dy hides behind the other team; chips without
-        # bulk copies have no ring that two teams would share.
+        # The work for a residual, an activation or another type of dy hides behind the other team.
+        # Chips without bulk copies have no ring that two teams would share.
         (4096, {**HALF, **RESIDUAL}, 2),
         (4096, {**HALF, **EPILOGUE}, 2),
         (4096, WIDE_Y, 2),
@@ -886,8 +894,8 @@ def test_threads_of_backwards_teams(problem, cols, vecs, team_threads):
     ],
 )
 def test_backward_teams_fill_a_block_but_not_with_full_ones(cols, problem, teams):
-    """As many rows at once as a block has threads for; two that are nearly full would hinder each
-    other (ladders.h has the times)."""
+    """A block has as many teams as it has threads for, but not two teams with nearly all threads
+    in use, which would slow each other down (ladders.h has the times)."""
     for rows in (2049, 32768):
         p = plan(rows, cols, backward=True, **problem)
         assert (p["strategy"], p["teams"]) == ("block", teams)
@@ -903,7 +911,7 @@ def test_backward_teams_fill_a_block_but_not_with_full_ones(cols, problem, teams
     ],
 )
 def test_sums_of_many_rows_are_sums_of_chains(problem, cols, teams, width, vecs):
-    """From 33 rows a logical warp on: the second sum of each column has a place for each thread."""
+    """Chains begin at 33 rows a logical warp. A thread has second sums for each of its columns."""
     all_teams = 132 * teams
     problem = {**problem, "backward": True}
     one = plan(all_teams * 32, cols, **problem)
@@ -934,7 +942,7 @@ def test_chips_of_little_shared_memory_have_no_room_for_second_sums():
 
 
 def test_backward_rows_go_to_as_many_multiprocessors_as_there_are():
-    """As few teams a block as that takes."""
+    """A block has the fewest teams with which every row has a team at once, or as many as fit."""
     for rows, teams in ((1025, 8), (1056, 8), (1057, 9), (1848, 14), (1849, 15), (100_000, 15)):
         p = plan(rows, 257, backward=True)
         assert (p["strategy"], p["team_threads"], p["teams"]) == ("block", 32, teams)
@@ -947,7 +955,7 @@ def test_a_ring_pays_from_the_third_row_on(problem):
         p = plan(rows, 16_384, backward=True, **problem)
         assert (p["strategy"], p["teams"], p["bulk"]) == ("block", 1, bulk)
         assert (p["stages"] > 0) == bulk
-    # Of several teams, one has a third.
+    # With several teams, a ring pays when there are more than two rows for each of them.
     for rows, bulk in ((16, False), (17, True)):
         p = forced_plan("strategy=block teams=8", rows, 1024, backward=True, **problem)
         assert (p["teams"], p["bulk"]) == (8, bulk)
@@ -956,14 +964,14 @@ def test_a_ring_pays_from_the_third_row_on(problem):
 @pytest.mark.parametrize(
     ("problem", "cols", "stages"),
     [
-        # About 64 KiB of rows, but two of those that are kept and three of those read twice.
+        # About 64 KiB of rows, but at least two rows that are kept or three that are read twice.
         (HALF, 1024, 2),
         (HALF, 2048, 2),
         (HALF, 3968, 4),
         (HALF, 8192, 2),
         (HALF, 12_288, 3),
         (HALF, 16_384, 3),
-        # As many as there is room for.
+        # As many stages as there is room for.
         ({**HALF, **EPILOGUE}, 16_384, 2),
         ({}, 8192, 2),
         ({}, 11_264, 2),
@@ -977,21 +985,21 @@ def test_stages_of_backwards_rows(problem, cols, stages):
 @pytest.mark.parametrize(
     ("problem", "cols", "stages", "lag", "blocks_per_row"),
     [
-        # While the row can have more blocks, five stages; each number of stages with its lag.
+        # Five stages or more while the row can have more blocks. The lag follows from the stages.
         ({}, 5120 * 132, 5, 2, 132),
         ({}, 5120 * 132 + 4, 4, 1, 132),
         (NARROW_Y, 6656 * 132, 5, 2, 132),
         ({}, 12_000, 6, 2, 3),
         (WIDE_Y, 65_536, 5, 2, 10),
         ({**WIDE_Y, **RESIDUAL}, 65_536, 5, 2, 10),
-        # Half precision has six, of slices that are long enough, or four and more.
+        # Half precision has six stages if the slices are then long enough, else four or more.
         (HALF, 16_392, 5, 2, 2),
         (HALF, 65_536, 6, 2, 8),
         (HALF, 7936 * 33, 6, 2, 33),
         (HALF, 7936 * 33 - 64 * 33, 4, 1, 22),
         (HALF, 12_288 * 132, 4, 1, 132),
         (HALF, 12_288 * 132 + 8, 3, 1, 132),
-        # Activations have four, residuals three.
+        # Rows with an epilogue have four stages, rows with only a residual three.
         (EPILOGUE, 65_536, 4, 1, 12),
         ({**HALF, **EPILOGUE}, 65_536, 4, 1, 6),
         ({**EPILOGUE, **RESIDUAL}, 65_536, 4, 1, 12),
@@ -1010,20 +1018,20 @@ def test_stages_of_backwards_slices(problem, cols, stages, lag, blocks_per_row):
 @pytest.mark.parametrize(
     ("problem", "cols", "has_collector", "vecs"),
     [
-        # Beside 480 threads a warp collects.
+        # A collector fits beside up to 480 threads.
         (HALF, 65_536, True, 4),
         ({**HALF, **RESIDUAL}, 15_360 * 4, True, 4),
         ({**HALF, **RESIDUAL}, 15_424 * 4, False, 4),
-        # A thread has 16 columns, with that warp or without.
+        # A thread has 16 columns, with a collector or without.
         (RESIDUAL, 7680 * 132, True, 4),
         (RESIDUAL, 7712 * 132, False, 4),
         ({**WIDE_PARAMS, **RESIDUAL}, 8000 * 132, False, 2),
-        # A ring of three, or in float32 of four, where nothing is added.
+        # Without a residual, a ring of three stages, or in float32 of four, has no collector.
         ({}, 5120 * 132 + 4, False, 4),
         ({}, 6400 * 132, False, 4),
         (HALF, 12_352 * 132, False, 4),
         (HALF, 16_384 * 132, False, 4),
-        # Single elements, of which a thread has 16.
+        # Single elements, 16 of them a thread.
         ({**HALF, **ANYWHERE}, 7937 * 132, False, 16),
         # Without bulk copies.
         ({**HALF, "device": "A100"}, 15_360 * 108, True, 4),
@@ -1041,10 +1049,10 @@ def test_who_collects_the_sums_of_backwards_slices(problem, cols, has_collector,
         (HALF, 32, 2**22, 1),
         ({**HALF, "device": "A100"}, 32, 2**21, 1),
         ({}, 1000, 2**22, 1),
-        # As many sets of rows as all run at once, of 264 blocks.
+        # As many sets of rows as run at once; the device holds 264 blocks.
         ({"dtype": F64}, 512, 65_536, 16),
         ({"dtype": F64}, 4096, 8192, 128),
-        # One set of 150 blocks would leave multiprocessors idle, seven take four rounds.
+        # One set of 150 blocks would leave multiprocessors idle. Seven sets take four rounds.
         ({"dtype": F64}, 1000, 150 * 4096, 7),
         ({"dtype": F64}, 1, 8192, 1),
     ],
@@ -1059,7 +1067,8 @@ def test_sets_of_rows_that_stream(options, rows, cols, sets):
 
 
 def test_the_whole_problem_has_defaults():
-    """Of x's type, aligned where the columns allow it, nothing fused, on an H100."""
+    """By default all types are x's, rows are aligned if the columns allow it, nothing is fused and
+    the device is an H100."""
     assert plan(64, 768) == json.loads(torch.ops.fused_layernorm._plan(64, 768, F32))
     whole = {"weight_dtype": F32, "y_dtype": F32, "aligned": True, "residual": False}
     assert plan(64, 768, has_epilogue=False, needs_dparams=True, **whole) == plan(64, 768)
@@ -1131,13 +1140,13 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     assert set(plan(9, 2**24, backward=True)) == stream
 
 
-# ---- What is forced runs or is refused.
+# ---- A forced plan runs or is refused.
 
 CANNOT = "the forced plan '{}' cannot run"
 
 
 def forced_plan(options, rows, cols, dtype=F32, **problem):
-    """The plan, or None if what is forced is refused, in a sentence that names the problem."""
+    """The plan, or None if forcing `options` is refused with an error that names the problem."""
     force(options)
     try:
         return plan(rows, cols, dtype, **problem)
@@ -1165,13 +1174,13 @@ def test_a_forced_strategy_is_used_or_refused(strategy, device):
             check(p, 3000, cols, problem)
     directions = {d for d, names in ((False, FORWARD), (True, BACKWARD)) if strategy in names}
     if DEVICES[device]["capability"] < 90 and strategy in ("split", "resident"):
-        directions.discard(False)  # they need bulk copies
+        directions.discard(False)  # in forward, both strategies need bulk copies
     assert used == directions
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_what_the_ladder_plans_can_be_forced(backward):
-    """Every plan comes out again where all of its parts are forced."""
+    """Forcing all parts of a plan gives the same plan again."""
     keys = ("vecs", "teams", "stages", "lag", "blocks_per_row")
     for _, cols, problem in every_problem(rows=[], seed=2):
         if problem["backward"] != backward:
@@ -1180,7 +1189,7 @@ def test_what_the_ladder_plans_can_be_forced(backward):
             p = plan(rows, cols, **problem)
             parts = {"strategy": p["strategy"], **{key: p[key] for key in keys if p.get(key)}}
             if p["strategy"] == "stream":
-                del parts["blocks_per_row"]  # chunks, which nothing can change
+                del parts["blocks_per_row"]  # the number of chunks is fixed
             if p["strategy"] == "split" and not backward and p["blocks_per_row"] == 1:
                 assert "lag" not in parts
             if "bulk" in p:
@@ -1192,7 +1201,7 @@ def test_what_the_ladder_plans_can_be_forced(backward):
 @pytest.mark.parametrize(
     ("options", "problem", "expected"),
     [
-        # (rows, columns, problem), and what the plan then has.
+        # options, (rows, columns, problem), fields of the plan
         ("vecs=2", (9, 32, {}), {"strategy": "warp", "vecs": 2, "lanes": 4}),
         ("vecs=4", (9, 512, {}), {"strategy": "warp", "lanes": 32}),
         # No logical warp owns three vectors of this row, but a block does.
@@ -1208,7 +1217,7 @@ def test_what_the_ladder_plans_can_be_forced(backward):
         ("blocks_per_row=2", (9, 4096, HALF), {"strategy": "split", "lag": 2}),
         ("blocks_per_row=3", (9, 65_536, HALF), {"strategy": "split", "stages": 3, "lag": 1}),
         ("strategy=split stages=4", (9, 65_536, HALF), {"stages": 4, "lag": 1}),
-        # Slices grow shorter until so many stages fit.
+        # Slices become shorter until eight stages fit.
         ("strategy=split stages=8", (9, 65_536, HALF), {"stages": 8, "blocks_per_row": 6}),
         ("strategy=split lag=1", (9, 65_536, HALF), {"lag": 1, "stages": 5}),
         ("strategy=resident", (9, 65_536, HALF), {"blocks_per_row": 1}),
@@ -1301,7 +1310,7 @@ def test_what_is_forced_is_planned(options, problem, expected):
         ("blocks_per_row=1", (MANY, 65_536, {"backward": True})),
         # The last slice would be empty.
         ("blocks_per_row=3", (9, 8, {})),
-        # A ring has no room for the rows that wait, or there is none.
+        # The ring has no room for the rows that wait, or there is no ring.
         ("strategy=split stages=4 lag=3", (9, 65_536, HALF)),
         ("strategy=split stages=1", (9, 4096, {})),
         ("strategy=split lag=1 blocks_per_row=1", (9, 4096, {})),

@@ -1,4 +1,4 @@
-"""setup.py: the nvcc it takes, the architectures, the oldest driver and the wheel's name."""
+"""setup.py: the nvcc that it takes, the architectures, the oldest driver and the wheel's name."""
 
 import os
 import runpy
@@ -30,7 +30,7 @@ def functions():
 
 @pytest.fixture
 def no_toolkit(functions, monkeypatch, tmp_path):
-    """A machine without a toolkit, and a folder for packages on its path."""
+    """Simulates a machine without a toolkit. Returns the only folder on sys.path, for packages."""
     monkeypatch.setitem(functions.find_nvcc.__globals__, "toolkit_home", lambda: None)
     monkeypatch.delenv("FUSED_LAYERNORM_CUDA", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
@@ -39,7 +39,7 @@ def no_toolkit(functions, monkeypatch, tmp_path):
 
 
 def make_nvcc(home, release, archs=(), parts=()):
-    """A stand-in for nvcc that says its release and its architectures."""
+    """Makes a stand-in for nvcc that prints its release and its architectures."""
     for part in parts:
         (home / part).parent.mkdir(parents=True, exist_ok=True)
         (home / part).touch()

@@ -1,4 +1,4 @@
-"""docs/support.md: every call that it says raises, raises what it says."""
+"""Every call that docs/support.md says raises an error raises that error."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""swap_layer_norm: which modules it takes, and that nothing else about a model changes."""
+"""swap_layer_norm swaps the right modules, and changes nothing else in a model."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ class OwnForward(nn.LayerNorm):
 
 
 class OwnName(nn.LayerNorm):
-    """A subclass that only has a name."""
+    """A subclass that adds nothing but a name."""
 
 
 class Model(nn.Module):
@@ -260,7 +260,7 @@ def test_subclasses_are_left_alone_unless_the_predicate_takes_them():
 
 
 def test_a_forward_of_the_instances_own_is_left_alone():
-    """As libraries that offload or patch modules put there."""
+    """Libraries that offload or patch modules set such a forward."""
     norm: Any = nn.LayerNorm(8)
     stock_forward = norm.forward
     norm.forward = lambda x: stock_forward(x) + 1
@@ -309,7 +309,7 @@ def test_parametrized_after_the_swap(device):
 
 
 def test_spectral_and_weight_norm_hooks(device):
-    """The older hooks put a plain tensor in the parameter's place before each call."""
+    """PyTorch's older hooks replace the parameter by a plain tensor before each call."""
     model = nn.Sequential(nn.LayerNorm((4, 8))).to(device)
     nn.utils.spectral_norm(model[0])
     model.eval()
@@ -328,7 +328,7 @@ def test_deepcopy_of_a_swapped_model(device):
 
 
 def test_transformer_encoder(device):
-    """nn.TransformerEncoderLayer reads its norms' weights itself on its fast path."""
+    """On its fast path nn.TransformerEncoderLayer reads the weights of its norms itself."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).to(device)
     x = torch.randn(2, 5, 16, device=device)
@@ -400,7 +400,7 @@ def test_unswap_of_parametrized_modules(first):
 
 
 class ByHand(nn.Module):
-    """A LayerNorm of somebody's own; its name does not tell."""
+    """A hand-written LayerNorm whose name does not say so."""
 
     def __init__(self, size):
         super().__init__()
@@ -500,7 +500,7 @@ def test_the_last_that_was_registered_holds():
 
 @pytest.mark.usefixtures("registry")
 def test_the_predicate_narrows_what_is_registered():
-    """It is asked of what is an nn.LayerNorm, and of nothing else."""
+    """The predicate is asked only of modules that are instances of nn.LayerNorm."""
     register_swap(OwnForward, lambda module: OwnForward.forward)
     register_swap(ByHand, lambda module: by_hand)
     model = nn.Sequential(OwnForward(8), OwnForward(8), ByHand(8), nn.LayerNorm(8), nn.Linear(8, 8))
@@ -529,7 +529,7 @@ def test_what_cannot_be_registered():
     register_swap(ByHand, cast(Any, lambda module: "forward"))
     with pytest.raises(TypeError, match=r"make registered for ByHand to return a function or None"):
         swap_layer_norm(ByHand(8))
-    # As one might write it, closing over the module: copies of that would share its parameters.
+    # A likely mistake is a closure over the module, whose parameters all copies would then share.
     register_swap(ByHand, lambda module: lambda x: layer_norm(x, module.gamma))
     with pytest.raises(
         TypeError, match=r"takes \(self, x\), self first, got one that takes \(x\)$"
@@ -537,15 +537,15 @@ def test_what_cannot_be_registered():
         swap_layer_norm(ByHand(8))
 
 
-# ---- What it says.
+# ---- The log messages.
 
 
 class SomeLayerNorm(nn.Module):
-    """Called one, but known to nobody."""
+    """Has the name of a layer norm, but is not in the table."""
 
 
 class T5LayerNorm(nn.Module):
-    """As transformers', which has no mean."""
+    """A copy of transformers' class, which subtracts no mean."""
 
     def forward(self, hidden_states):
         variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)

@@ -1,8 +1,9 @@
-"""The classes of other libraries that swap_layer_norm knows: the same results, and no others.
+"""The classes of other libraries that swap_layer_norm knows: swapped ones give the same results,
+and other classes are left alone.
 
-Every computation of the table is tried against the class's own forward: dtypes, autocast, memory
-formats, gradients. Where a library is not installed its tests are skipped by name, but the sources
-of versions that cannot be installed beside today's stand at the end of this file.
+Every computation of the table is compared with the class's own forward: dtypes, autocast, memory
+formats, gradients. The tests of a library that is not installed are skipped. Classes of versions
+that cannot be installed beside today's are copied at the end of this file.
 """
 
 import ast
@@ -26,7 +27,7 @@ HALF = (torch.float16, torch.bfloat16)
 SEQUENCE, HEADS, CHANNELS_FIRST, SEQUENCE_LAST = (3, 5, 8), (3, 5, 2, 8), (2, 8, 3, 5), (2, 8, 5)
 T = "transformers.models."
 
-# id: (module, class, arguments, shape of x). One line a computation at least.
+# id: (module, class, arguments, shape of x). Each computation of the table has one line or more.
 CLASSES = {
     "timm": ("timm.layers.norm", "LayerNorm", {}, SEQUENCE),
     "timm_plain": ("timm.layers.norm", "LayerNorm", {"affine": False}, SEQUENCE),
@@ -93,7 +94,7 @@ CLASSES = {
     ),
     "videoprism": (T + "videoprism.modeling_videoprism", "VideoPrismLayerNorm", {}, SEQUENCE),
     "vitdet": (T + "vitdet.modeling_vitdet", "VitDetLayerNorm", {"eps": 0.1}, CHANNELS_FIRST),
-    # Of older versions, below.
+    # Classes of older versions, copied below.
     "bark": ("older", "BarkLayerNorm", {}, SEQUENCE),
     "convnext_by_hand": ("older", "ConvNextLayerNorm", {}, SEQUENCE),
     "convnext_by_hand_2d": (
@@ -106,7 +107,7 @@ CLASSES = {
 
 
 def class_of(module, name):
-    """The installed library's class, or an older version's from below."""
+    """The class of the installed library, or of an older version from below."""
     if module == "older":
         return {cls.__name__: cls for cls in OLDER}[name]
     libraries.get(module.split(".")[0])
@@ -129,7 +130,7 @@ def case(request, device):
 
 
 def swapped(norm):
-    """A swapped copy: in a container, to be sure that nothing is looked at but the module."""
+    """A copy, swapped inside a container, so that nothing but the module itself is looked at."""
     model = nn.Sequential(copy.deepcopy(norm))
     swap_layer_norm(model)
     assert is_fused(model[0])
@@ -137,7 +138,7 @@ def swapped(norm):
 
 
 def inputs(shape, dtype, device):
-    """Of each memory format that the shape has."""
+    """Yields an x of each memory format that the shape allows."""
     x = (torch.randn(shape, device=device) * 2 + 1).to(dtype)
     yield x
     if len(shape) == 4:
@@ -148,7 +149,7 @@ def inputs(shape, dtype, device):
 
 
 def results(norm, x):
-    """Output and gradients, the latter for the same random dy."""
+    """(the output, the gradients) for the same random dy in every call."""
     x = x.detach().requires_grad_()
     y = norm(x)
     generator = torch.Generator().manual_seed(1)
@@ -158,18 +159,18 @@ def results(norm, x):
 
 
 def tolerance(dtype):
-    # Where the class rounds between its steps, the fused result, rounded once, is the better one.
+    # Some classes round between their steps. The fused result, rounded once, is more exact then.
     if dtype in HALF:
         unit = torch.finfo(dtype).eps
         return {"rtol": 4 * unit, "atol": 8 * unit}
-    # Some classes take float64 through float32; the fused results may be the better ones there too.
+    # Some classes compute float64 in float32. The fused results may be more exact there too.
     return {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-5, "atol": 2e-6}
 
 
 def compare(norm, x):
     try:
         expected, expected_grads = results(norm, x)
-    except RuntimeError:  # what the class cannot do, dtypes that differ, need not be the same
+    except RuntimeError:  # the class refuses dtypes that differ; the swapped one need not
         return None
     y, grads = results(swapped(norm), x)
     assert y.dtype == expected.dtype
@@ -189,7 +190,8 @@ def test_same_results(case, dtype, device):
     done = [compare(norm.to(dtype), x) for x in inputs(shape, dtype, device)]
     assert all(done) or dtype != torch.float32
     for y, expected in filter(None, done):
-        # The memory format stays, for what follows; over the last dimensions it may be contiguous.
+        # The memory format is kept for the following modules. Only a norm over the last dimensions
+        # may return a contiguous y instead.
         assert y.is_contiguous() == expected.is_contiguous() or (
             shape != CHANNELS_FIRST and y.is_contiguous()
         )
@@ -231,7 +233,8 @@ def test_swap_and_unswap(case):
     assert repr(new) == repr(norm)
 
 
-# What looks at dtypes, strides or a switch, each once: a compilation takes a second.
+# One class each whose computation depends on dtypes, strides or a switch, because a compilation
+# takes a second.
 @pytest.mark.parametrize("case", ["timm_2d", "timm_exp_2d", "deberta", "cohere"], indirect=True)
 def test_compiled(case, device):
     norm, shape = case
@@ -243,7 +246,7 @@ def test_compiled(case, device):
 
 
 def test_symbolic_trace(case, device):
-    """Libraries take models apart by torch.fx, which must not meet a branch on a tensor."""
+    """Libraries trace models with torch.fx, which cannot trace a branch on a tensor."""
     norm, shape = case
     if CLASSES_THAT_BRANCH & {cls.__name__ for cls in type(norm).__mro__}:
         return
@@ -254,13 +257,13 @@ def test_symbolic_trace(case, device):
         )
 
 
-# Their own forwards branch on the input too, so torch.fx does not get through them either.
+# The original forwards of these classes branch on the input too, so torch.fx cannot trace them.
 CLASSES_THAT_BRANCH = {"LayerNormExp2d", "EsmFoldLayerNorm", "NemotronLayerNorm1P"}
 
 
 @pytest.mark.parametrize("package", ["timm", "torchvision", "diffusers", "transformers"])
 def test_the_installed_version_is_known(package):
-    """Of every class that the table names, by the source alone: nothing is imported for it."""
+    """The table knows the source of every class that it names. The test imports none of them."""
     folder = Path(libraries.get(package).__file__).parent.parent
     checked = 0
     for (module, name), sources in swap_table.CLASSES.items():
@@ -309,7 +312,7 @@ def test_fast_norm_is_timms_own(name, device):
     with torch.autocast(device, torch.bfloat16):
         assert fast(x).dtype == norm(x).dtype == torch.bfloat16
         assert torch.equal(fast(x), norm(x))
-        # The switch is each module's: it may be turned back.
+        # Each module has its own switch, which may be turned back.
         norm._fast_norm = fast._fast_norm = False
         assert fast(x).dtype == norm(x).dtype
         torch.testing.assert_close(fast(x), norm(x))
@@ -325,7 +328,7 @@ def other_version(cls, forward):
 
 
 class Attributes:
-    """Those of LayerNorm2d that the forwards below read."""
+    """The attributes of LayerNorm2d that the forwards below read."""
 
     normalized_shape: tuple[int, ...]
     weight: torch.Tensor
@@ -384,7 +387,7 @@ def test_a_forward_without_source_is_left_alone():
 
 
 def test_a_wrapped_forward_is_not_what_it_wraps():
-    """Libraries that patch a class leave functools.wraps' trace, by which inspect finds sources."""
+    """Libraries may patch a class with functools.wraps. inspect then finds the wrapped source."""
     cls = class_of("torchvision.models.convnext", "LayerNorm2d")
 
     @functools.wraps(cls.forward)
@@ -417,14 +420,14 @@ class Scaled(nn.LayerNorm):
 
 
 def test_super_is_nn_layer_norm():
-    """A forward that calls super's computes what the table says only over nn.LayerNorm."""
+    """A forward that calls super's is known to the table only if super is nn.LayerNorm."""
     cls = class_of("diffusers.models.unets.unet_stable_cascade", "SDCascadeLayerNorm")
     assert swap_source.digest(cls) in swap_table.CLASSES[cls.__module__, cls.__name__]
     over_another = type(cls.__name__, (cls, Scaled), {"__module__": cls.__module__})
     assert swap_source.digest(over_another) is None
 
 
-# ---- Classes of versions that are not installed, as they stand there.
+# ---- Classes of versions that are not installed, copied unchanged.
 
 
 class BarkLayerNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""timm: FusedLayerNorm as the norm of its models, by `norm_layer=` and in the place of its own."""
+"""timm: FusedLayerNorm as the norm of its models, by `norm_layer=` and swapped for timm's own."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ def make(name, **options):
 
 
 def step(model, x, target):
-    """The loss, and every gradient, by name."""
+    """(the loss, the gradients by parameter name)."""
     loss = nn.functional.cross_entropy(model(x), target)
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}

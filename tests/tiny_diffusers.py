@@ -72,7 +72,7 @@ def sd3(num_layers=3, **options):
 
 
 def sd35():
-    """Its first blocks have two attentions, and two modulations of one norm."""
+    """An sd3 whose first blocks have two attentions, and one norm with two modulations."""
     return sd3(dual_attention_layers=(0, 1), qk_norm="rms_norm")
 
 

@@ -1,6 +1,7 @@
-// Autocast of the forward operators: the results of PyTorch's autocast, which runs layer_norm in
-// float32 on every device but the CPU, where it leaves it alone. The kernels compute in float32
-// anyway, so the input is not converted: the output is float32.
+// Autocast of the forward operators. The results are those of PyTorch's autocast, which runs
+// layer_norm in float32 on every device but the CPU, where it does not change layer_norm. The
+// kernels compute in float32 anyway, so the input is not converted: only the output is made
+// float32.
 #pragma once
 
 #include <c10/core/DispatchKeySet.h>
@@ -35,7 +36,7 @@ void autocast(const OperatorHandle& op, DispatchKeySet /*keys*/, Stack* stack) {
       if (unlike(i)) widen(i);
     }
   }
-  // weight and bias are of one dtype.
+  // The operators take weight and bias of one dtype only.
   const bool differ = is_defined(arguments[Op::kWeight]) && is_defined(arguments[Op::kBias]) &&
                       type_of(Op::kWeight) != type_of(Op::kBias);
   if (differ || unlike(Op::kWeight) || unlike(Op::kBias)) {

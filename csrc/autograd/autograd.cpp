@@ -3,13 +3,13 @@
 // The operators' own binary keeps to LibTorch's stable ABI, which has no autograd. This file is
 // bound to one minor version of torch by its C++ headers, and needs neither CUDA nor Python:
 // fused_layernorm/ops/autograd_library.py loads the library that fits the running torch, or leaves
-// autograd to Python. It registers what the headers beside it hold, one subject each; they are one
-// unit of compilation, since torch's own headers take nearly all of its time.
+// autograd to Python. This file registers the kernels that the headers beside it define. All of
+// them are one translation unit, because torch's own headers take nearly all of the compile time.
 //
 // The nodes are made as PyTorch makes those of its own operators (not by
 // torch::autograd::Function, which torch.func's transforms refuse). The kernels take their
-// arguments on the dispatcher's stack, as the kernels below them do: nothing is unpacked that is
-// only passed on.
+// arguments on the dispatcher's stack, as the kernels below them do, so an argument that is only
+// passed on is not unpacked.
 
 #include <torch/library.h>
 

@@ -1,7 +1,7 @@
 // Autograd of the backward operators: layer_norm_backward, ada_layer_norm_backward and
-// gate_backward. Their derivatives, those of backward of backward among them, are formulas in
-// PyTorch's operators (formulas.h). add_ada_layer_norm_backward is two of them where derivatives
-// of it are wanted.
+// gate_backward. Their derivatives, double backward among them, are formulas in PyTorch's operators
+// (formulas.h). Where derivatives of add_ada_layer_norm_backward are wanted, two of these operators
+// are called instead.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -12,8 +12,8 @@
 
 namespace fused_layernorm {
 
-// The node of (ada_)layer_norm_backward. The gradient of x that it gives is the whole derivative:
-// mean and rstd are functions of x, and have no gradients.
+// The node of (ada_)layer_norm_backward. The gradient of x that it gives is the total derivative:
+// mean and rstd count as functions of x and have no gradients of their own.
 template <bool kHasModulation>
 struct NormBackwardNode : public SavingNode<6, /*kFirstIsOutput=*/false> {
   using Op = NormBackward<kHasModulation>;
@@ -120,7 +120,8 @@ void differentiate_backward(const OperatorHandle& op, DispatchKeySet keys, Stack
   bool needed[Op::kOutputs];
   for (size_t i = 0; i < Op::kOutputs; ++i) needed[i] = arguments[Op::kNeeds + i].toBool();
   if (differentiation == Differentiation::kForwardMode) {
-    // The kernel is run for its checks, and for the outputs that are not needed.
+    // The kernel is run for its checks, and for the empty tensors in place of gradients that are
+    // not asked for.
     run_below_autograd(op, keys, stack);
     const variable_list found = OpNode::formula(named);
     IValue* outputs = stack->data() + stack->size() - Op::kOutputs;
@@ -136,13 +137,13 @@ void differentiate_backward(const OperatorHandle& op, DispatchKeySet keys, Stack
   run_below_autograd(op, keys, stack);
   const IValue* outputs = stack->data() + stack->size() - Op::kOutputs;
   for (size_t i = 0; i < Op::kOutputs; ++i) {
-    // An undefined tensor keeps the place of an output that has no gradient.
+    // An undefined tensor reserves the output number of an output that has no gradient.
     torch::autograd::set_history(needed[i] ? outputs[i].toTensor() : Tensor(), node);
   }
 }
 
-// The Autograd kernel of add_ada_layer_norm_backward. Where a graph or a tangent is wanted it is
-// ada_layer_norm_backward and then gate_backward of its dx, which are differentiable.
+// The Autograd kernel of add_ada_layer_norm_backward. If a graph or a tangent is wanted, it calls
+// ada_layer_norm_backward and then gate_backward on its dx, which are both differentiable.
 inline void differentiate_gated_backward(const OperatorHandle& op, DispatchKeySet keys,
                                          Stack* stack) {
   using Op = GatedNormBackward;

@@ -1,13 +1,13 @@
-"""Build of csrc/autograd, once for each minor version of torch, as fused_layernorm/autograd/*.so.
+"""Builds csrc/autograd as fused_layernorm/autograd/*.so, once for each minor version of torch.
 
-Each library needs the C++ headers of its own torch, and no more: neither CUDA nor Python, nor
-torch's libraries, whose names alone it is linked with. setup.py compiles the one for the torch at
-hand, and those whose headers lie in the folder that FUSED_LAYERNORM_TORCH_HEADERS names. That
-folder is filled by
+Each library needs only the C++ headers of its own torch. It needs neither CUDA nor Python, and is
+linked with empty libraries that have the names of torch's. setup.py compiles the library for the
+torch that it runs under, and one for each version whose headers lie in the folder that
+FUSED_LAYERNORM_TORCH_HEADERS names. This command fills the folder:
 
     python csrc/autograd/build.py build/torch-headers
 
-which downloads torch's wheel of every minor version, one at a time, and keeps its headers.
+It downloads torch's wheel of every minor version, one at a time, and keeps the headers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent
-# The first release of each minor version: its C++ interface is that of the others.
+# The first release of each minor version. Its later releases have the same C++ interface.
 RELEASES = ("2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 CXX20_SINCE = (2, 13)
 LIBRARIES = ("torch_cpu", "c10")
@@ -47,7 +47,7 @@ def minor_of(release: str) -> str:
 
 
 def version_of(include: Path) -> str | None:
-    """The minor version that headers are of, by what they say themselves."""
+    """The minor version of the headers in a folder, from version.h; None if that is missing."""
     try:
         text = (include / "torch" / "headeronly" / "version.h").read_text()
     except OSError:
@@ -62,11 +62,11 @@ def version_of(include: Path) -> str | None:
 
 
 def download_headers(release: str, folder: Path) -> None:
-    """The headers of a release of torch, as folder/<minor>/include, from the registry's wheel."""
+    """Puts the headers of a release of torch, from its wheel, into folder/<minor>/include."""
     target = folder / minor_of(release)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        # Of whatever Python: the headers are the same.
+        # The headers are the same in the wheels for every version of Python.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--progress-bar", "off"]
         command += ["--no-deps", "--only-binary=:all:", "--python-version", "3.11"]
         command += ["--platform", f"manylinux_2_28_{platform.machine()}", "--dest", work]
@@ -82,7 +82,7 @@ def download_headers(release: str, folder: Path) -> None:
 
 
 def collect_headers(folder: Path) -> None:
-    """The headers of every release; a line for each that could not be had."""
+    """Downloads the headers that the folder lacks. Prints a line for each release that it tries."""
     for release in RELEASES:
         minor = minor_of(release)
         if version_of(folder / minor / "include") == minor:
@@ -99,7 +99,7 @@ def collect_headers(folder: Path) -> None:
 
 
 def wanted(torch_version: str, torch_include: Path) -> tuple[dict[str, Path], list[str]]:
-    """The headers to compile with, by minor version; and in words why some are left out."""
+    """The headers to compile with, by minor version, and notes on why others are left out."""
     found: dict[str, Path] = {}
     notes = []
     if sys.platform != "linux":
@@ -130,7 +130,7 @@ def run(command: list[str]) -> None:
 
 
 def link_stubs(folder: Path, compiler: str) -> None:
-    """Empty libraries with the names of torch's: symbols are found when a library is loaded."""
+    """Makes empty libraries named as torch's: symbols are resolved when a library is loaded."""
     folder.mkdir(parents=True, exist_ok=True)
     empty = folder / "empty.cpp"
     empty.write_text("")
@@ -140,7 +140,7 @@ def link_stubs(folder: Path, compiler: str) -> None:
 
 
 def compile_library(minor: str, include: Path, cache: Path, compiler: str) -> Path:
-    """The library for a minor version, compiled unless the cache has it."""
+    """The path of the library for a minor version, compiled unless the cache has it."""
     standard = "c++20" if tuple(map(int, minor.split("."))) >= CXX20_SINCE else "c++17"
     command = [compiler, f"-std={standard}", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-s"]
     command += ["-DAT_PER_OPERATOR_HEADERS", "-D_GLIBCXX_USE_CXX11_ABI=1", "-isystem", str(include)]

@@ -1,12 +1,12 @@
-// The operators in PyTorch's differentiable operators, for the derivatives that no kernel gives:
-// forward mode, and backward of backward, each of which can be differentiated again.
+// The operators as formulas in PyTorch's differentiable operators, for the derivatives that no
+// kernel computes: forward mode and double backward, each of which can be differentiated again.
 //
 // One formula serves the operators with a modulation and those without:
 //     residual_out = residual + gate * input,    x = residual_out, or input,
 //     z = xhat * weight + bias,                  xhat = (x - mean) * rstd,
 //     y = activation(z) * output_scale * (1 + scale) + shift.
-// An undefined tensor stands for an argument that is not there, and for a gradient of zeros.
-// Arithmetic is in float32, in float64 where x is.
+// An undefined tensor stands for an argument that is not given, or for a gradient of zeros.
+// Arithmetic is in float32, or in float64 where x is float64.
 #pragma once
 
 #include <ATen/ExpandUtils.h>
@@ -43,7 +43,6 @@ inline Tensor reduce_to(const Tensor& t, const Tensor& like) {
 }
 
 // ---- Activations
-// ----------------------------------------------------------------------------------
 
 using Activation = std::optional<std::string>;
 
@@ -68,7 +67,8 @@ inline Tensor activate(const Activation& activation, const Tensor& z) {
   unknown(*activation);
 }
 
-// An activation's first and second derivative; undefined for ones, and for zeros.
+// An activation's first and second derivatives. An undefined first one stands for ones, an
+// undefined second one for zeros.
 struct Slopes {
   Tensor first, second;
 };
@@ -95,7 +95,6 @@ inline Slopes slopes_of(const Activation& activation, const Tensor& z) {
 }
 
 // ---- Rows
-// -----------------------------------------------------------------------------------------
 
 // Means over the normalized dimensions, and sums over the others.
 struct Rows {
@@ -113,7 +112,8 @@ struct Rows {
   }
 };
 
-// x normalized, and P, the derivative of xhat for x, a symmetric operator on rows.
+// The normalized x. project() applies P, the derivative of xhat with respect to x, which is a
+// symmetric linear map on each row.
 struct Normalized {
   Rows rows;
   Tensor xhat, mean, rstd;
@@ -129,7 +129,8 @@ inline Normalized normalize(const Tensor& x, Rows rows, double eps) {
   return {rows, centered * rstd, mean, rstd};
 }
 
-// The same where eps is not known but rstd is: as a function of x, for derivatives of any order.
+// The same from the forward pass's rstd instead of eps. eps is computed back from it as a constant,
+// so that rstd is a function of x, with derivatives of any order.
 inline Normalized normalize_as(const Tensor& x, Rows rows, const Tensor& rstd_of_forward) {
   const Tensor mean = rows.mean(x), centered = x - mean;
   const Tensor variance = rows.mean(centered * centered);
@@ -143,13 +144,13 @@ inline at::ScalarType arithmetic_type(at::ScalarType x, at::ScalarType other = a
 }
 
 // ---- Arguments
-// ------------------------------------------------------------------------------------
 
 struct Parameters {
   Tensor shift, scale, weight, bias;
 };
 
-// What is no tensor. The operators with a modulation have neither activation nor output scale.
+// Arguments that are not tensors. The operators with a modulation have neither activation nor
+// output scale.
 struct Options {
   int64_t normalized_ndim = 0;
   Activation activation;
@@ -167,7 +168,6 @@ inline Tensor scaled(const Tensor& t, const Parameters& p, const Options& option
 }
 
 // ---- Forward
-// --------------------------------------------------------------------------------------
 
 struct ForwardArguments {
   Tensor input, residual, gate;
@@ -197,9 +197,8 @@ inline ForwardResults forward_formula(const ForwardArguments& a) {
 }
 
 // ---- Backward
-// -------------------------------------------------------------------------------------
 
-// Those of (ada_)layer_norm_backward; its mean is that of x.
+// The arguments of (ada_)layer_norm_backward. The formulas compute mean from x.
 struct BackwardArguments {
   Tensor dy, x, rstd, dresidual;
   Parameters parameters;
@@ -229,7 +228,7 @@ inline BackwardResults backward_formula(const BackwardArguments& a) {
     const Tensor activated = activate(a.options.activation, z) * a.options.output_scale;
     results.parameters.scale = reduce_to(dy * activated, scale);
   }
-  // Of weight and bias the operator gives gradients where it has neither of them, too.
+  // The operator gives dweight and dbias even where there is no weight and no bias.
   const auto parameter_type = weight.defined() ? weight.scalar_type()
                               : bias.defined() ? bias.scalar_type()
                                                : a.x.scalar_type();
@@ -239,25 +238,26 @@ inline BackwardResults backward_formula(const BackwardArguments& a) {
 }
 
 // ---- Backward of backward
-// -------------------------------------------------------------------------
 
-// The gradient of dresidual is that of dx; shift has none.
+// The gradients of the backward operator's arguments. That of dresidual is ddx itself, so it is not
+// here; that of shift is zero.
 struct BackwardGradients {
   Tensor dy, x;
   Parameters parameters;
 };
 
-// From the gradients ddx, ddshift, ddscale, ddweight and ddbias of the backward operator's results
-// to those of its arguments. With
+// Computes the gradients of the backward operator's arguments from those of its results: ddx,
+// ddshift, ddscale, ddweight and ddbias. With
 //     g = dy * output_scale * (1 + scale),    dz = g * activation'(z),    d = dz * weight
 // the results are
 //     dx = P d,    dweight = sum of dz * xhat,    dbias = sum of dz,
 //     dshift = sum of dy,    dscale = sum of dy * output_scale * activation(z),
-// so the sum of each result times its gradient is that of q * dz + r * dy over all elements, with
+// so the sum of all results times their gradients is that of q * dz + r * dy over all elements,
+// with
 //     q = weight * P ddx + ddweight * xhat + ddbias,
 //     r = ddshift + ddscale * output_scale * activation(z).
-// It depends on dy, on scale by dz, on z by dz and r, on weight and xhat by q, and on xhat and rstd
-// by P.
+// This sum depends on dy directly and through dz, on scale through dz, on z through dz and r, on
+// weight and xhat through q, and on xhat and rstd through P.
 inline BackwardGradients double_backward_formula(const BackwardArguments& a,
                                                  const BackwardResults& gradients) {
   const auto acc = arithmetic_type(a.x.scalar_type());
@@ -310,7 +310,7 @@ inline BackwardGradients double_backward_formula(const BackwardArguments& a,
   if (by_xhat.defined()) by_x = plus(by_x, normalized.project(by_xhat));
 
   BackwardGradients results;
-  // Of the parameters' gradients alone, by_dy has the shape of theirs.
+  // by_dy may have a smaller shape than dy if only ddshift or ddbias is given.
   if (by_dy.defined()) results.dy = by_dy.expand_as(dy).to(a.dy.scalar_type());
   if (by_x.defined()) results.x = by_x.to(a.x.scalar_type());
   const auto reduce = [](const Tensor& t, const Tensor& like) {
@@ -323,9 +323,8 @@ inline BackwardGradients double_backward_formula(const BackwardArguments& a,
 }
 
 // ---- The gate
-// -------------------------------------------------------------------------------------
 
-// Arguments of gate_backward, and the gradients of them.
+// The arguments of gate_backward, or their gradients.
 struct GateArguments {
   Tensor dresidual_out, input, gate;
 };
@@ -341,7 +340,8 @@ inline GateResults gate_backward_formula(const GateArguments& a) {
           reduce_to(dresidual_out * a.input.to(acc), a.gate)};
 }
 
-// The sum of each result of gate_backward times its gradient is that of dresidual_out * q,
+// The sum of both results of gate_backward times their gradients is that of dresidual_out * q over
+// all elements, with
 //     q = ddinput * gate + ddgate * input.
 inline GateArguments gate_double_backward_formula(const GateArguments& a,
                                                   const GateResults& gradients) {

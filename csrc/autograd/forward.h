@@ -1,9 +1,10 @@
-// Autograd of the forward operators, (add_)(ada_)layer_norm and their twins that give statistics.
+// Autograd of the forward operators: (add_)(ada_)layer_norm and the same operators with statistics.
 //
 // A call that needs gradients runs the operator with statistics below autograd and saves what
-// backward needs; backward calls (ada_)layer_norm_backward, or past a gate
-// add_ada_layer_norm_backward, through the dispatcher. They are differentiable themselves
-// (backward.h). ada_layer_norm_pair is ada_layer_norm twice where derivatives of it are wanted.
+// backward needs. Backward calls (ada_)layer_norm_backward, or with a gate
+// add_ada_layer_norm_backward, through the dispatcher. These are differentiable themselves
+// (backward.h). Where derivatives of ada_layer_norm_pair are wanted, ada_layer_norm is called twice
+// instead.
 #pragma once
 
 #include <ATen/ops/empty_like.h>
@@ -14,7 +15,8 @@
 
 namespace fused_layernorm {
 
-// What a NormNode saves. x is what was normalized: input, or residual_out, an output of the node.
+// The positions of the tensors that a NormNode saves. x is the tensor that was normalized: input,
+// or with a residual residual_out, which is an output of the node.
 template <class Op>
 struct SavedByNorm {
   enum : size_t {
@@ -29,8 +31,8 @@ struct SavedByNorm {
   static constexpr size_t kCount = Op::kHasGate ? kEnd : kInput;
 };
 
-// From the gradients of y and residual_out to those of the operator's arguments. Of the
-// statistics, outputs of some of the operators, there are none.
+// Computes the gradients of a forward operator's arguments from those of y and residual_out. The
+// statistics, which some of the operators also return, have no gradients.
 template <class Op>
 struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   using Saved = SavedByNorm<Op>;
@@ -54,7 +56,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     if constexpr (!Op::kHasResidual) this->save(Saved::kX, arguments[Op::kInput].toTensor());
     for (size_t i = 0; i < Op::kParameters; ++i) {
       const IValue& parameter = arguments[Op::kFirstParameter + i];
-      // Backward uses shift for the shape of its gradient alone.
+      // Backward uses shift only for the shape and dtype of its gradient.
       const bool is_shift = Op::kHasModulation && Op::kFirstParameter + i == Op::kShift;
       if (is_shift && !requires_grad(parameter)) continue;
       this->save(Saved::kFirstParameter + i, tensor_of(parameter));
@@ -69,7 +71,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     input_dtype = arguments[Op::kInput].toTensor().scalar_type();
   }
 
-  // Of the operator with statistics.
+  // `outputs` are those of the operator with statistics.
   void save_outputs(const IValue* outputs) {
     if constexpr (Op::kHasResidual) this->save(Saved::kX, outputs[1].toTensor());
     this->save(Saved::kMean, outputs[Op::kOutputs].toTensor());
@@ -86,7 +88,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     if (dy.defined()) {
       dx = backward_of_norm(dy, dx, gate, results);
     } else if constexpr (Op::kHasGate) {
-      // Where residual_out alone was used its gradient goes past the norm.
+      // If only residual_out was used, the gradient does not pass through the norm.
       if (dx.defined() && gate.defined()) backward_of_gate(dx, gate, results);
     }
     if (!dx.defined()) return results;
@@ -100,8 +102,8 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
  private:
   bool needs(size_t argument) const { return this->task_should_compute_output(argument); }
 
-  // dx, undefined where nothing needs it; the gradients of gate and of what it multiplied, and
-  // those of the parameters, go into the results.
+  // Returns dx, undefined if nothing needs it. The gradients of the gate, of the input that it
+  // multiplied and of the parameters go into `results`.
   Tensor backward_of_norm(const Tensor& dy, const Tensor& dresidual, const Tensor& gate,
                           variable_list& results) {
     static const OperatorHandle of_norm =
@@ -110,7 +112,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     static const OperatorHandle of_gated_norm =
         find_operator(FUSED_LAYERNORM_OPERATOR("add_ada_layer_norm_backward"));
     const bool is_gated = gate.defined() && (needs(Op::kInput) || needs(Op::kGate));
-    // Without a residual its position is input's.
+    // Without a residual, Op::kResidual is the position of input.
     const bool needs_dx = needs(Op::kResidual) || (!is_gated && needs(Op::kInput));
     const Tensor x = this->saved(Saved::kX);
     Stack stack;
@@ -121,7 +123,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     }
     torch::jit::push(stack, options.normalized_ndim, this->saved(Saved::kMean),
                      this->saved(Saved::kRstd));
-    // A saved tensor can be unpacked only once (torch.utils.checkpoint).
+    // Each saved tensor is unpacked once: torch.utils.checkpoint allows no second time.
     bool is_dshift_dy = false;
     for (size_t i = 0; i < Op::kParameters; ++i) {
       const Tensor parameter = this->saved(Saved::kFirstParameter + i);
@@ -172,8 +174,9 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     if (needs_dgate) results[Op::kGate] = std::move(stack[1]).toTensor();
   }
 
-  // What the gate multiplied. It was not saved where the gate has no gradient: all that counts then
-  // are its shape, that of rows, and its dtype. Rows of that dtype stand for it.
+  // The input that the gate multiplied. It is not saved if the gate needs no gradient. Backward
+  // then uses only its shape, which is that of `rows`, and its dtype, so `rows` takes its place, or
+  // an uninitialized tensor of that shape and dtype.
   Tensor gated_input(const Tensor& rows) {
     const Tensor input = this->saved(Saved::kInput);
     if (input.defined()) return input;
@@ -192,7 +195,8 @@ OperatorHandle find_operator_with_statistics() {
                                         : FUSED_LAYERNORM_OPERATOR("layer_norm_forward"));
 }
 
-// The Autograd kernel of a forward operator, which may or may not give the statistics itself.
+// The Autograd kernel of a forward operator. With kGivesStatistics, the operator's own outputs
+// include the statistics.
 template <class Op, bool kGivesStatistics>
 void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const IValue* arguments = stack->data() + stack->size() - Op::kArguments;

@@ -1,5 +1,5 @@
-// Autograd's nodes: what holds them in each release of torch, and what those of all our operators
-// share, the tensors they save.
+// Autograd's nodes: the smart pointer that holds a node, which depends on the release of torch, and
+// the base of all our operators' nodes, which holds the tensors that they save.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ using torch::dynamo::autograd::SwapSavedVariables;
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
 
-// deleteNode takes a long chain of nodes down one by one: were each to destroy the next, the stack
+// deleteNode destroys a long chain of nodes one by one. If each node destroyed the next, the stack
 // would overflow.
 template <class T>
 std::shared_ptr<T> make_node() {
@@ -40,15 +40,15 @@ c10::intrusive_ptr<T> make_node() {
 
 #endif
 
-// A node that saves kCount tensors, each of which may be undefined. Where kFirstIsOutput the first
-// of them is an output of the node itself, and is held without a cycle.
+// A node that saves kCount tensors, each of which may be undefined. With kFirstIsOutput, the first
+// of them is an output of the node itself, and is held without a reference cycle.
 template <size_t kCount, bool kFirstIsOutput>
 struct SavingNode : public Node {
   void save(size_t i, const at::Tensor& tensor) { saved_[i] = SavedVariable(tensor, is_output(i)); }
 
   at::Tensor saved(size_t i) { return saved_[i].unpack(is_output(i) ? getptr() : nullptr); }
 
-  // What the node keeps beside its tensors, for the key of compiled autograd's cache.
+  // Adds what the node keeps beside its tensors to the key of compiled autograd's cache.
   virtual void collect_options(CompiledNodeArgs& /*args*/) const {}
 
   void release_variables() override {

@@ -1,11 +1,11 @@
 // The operators as the dispatcher calls them: where each argument lies on the stack
-// (bindings/schemas.cpp has the schemas), and what a kernel of an Autograd key does with it first.
+// (bindings/schemas.cpp has the schemas), and what the Autograd kernels of all operators share.
 //
-// Four forward operators are one template: those with a modulation (ada_layer_norm) and without,
-// those with a residual (add_...) and without. A position that an operator does not have is that of
-// another of its arguments, so that a list of positions needs no cases: where there is no residual
-// and no gate, theirs is input's; where there is no modulation, shift's and scale's are those of
-// weight and bias.
+// One template, NormForward, describes four forward operators: with a modulation (ada_layer_norm)
+// or without, with a residual (add_...) or without. An argument that an operator lacks has the
+// position of another argument, so one list of positions serves all four: without a residual,
+// residual and gate have input's position; with a residual but no gate, gate has residual's;
+// without a modulation, shift and scale have those of weight and bias.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -61,7 +61,6 @@ inline IValue value_of(const Tensor& tensor) {
 }
 
 // ---- Positions
-// ------------------------------------------------------------------------------------
 
 // (add_)(ada_)layer_norm, and the same with _forward, which also gives mean and rstd.
 template <bool kWithModulation, bool kWithResidual>
@@ -90,7 +89,7 @@ struct NormForward {
   static constexpr size_t kFirstParameter = kShift;
   static constexpr size_t kParameters = kEps - kShift;
 
-  // y and residual_out have gradients, the statistics that follow them have none.
+  // y and residual_out have gradients; the statistics that follow them have none.
   static constexpr size_t kOutputs = 1 + kHasResidual;
   static constexpr size_t kStatistics = 2;
 };
@@ -135,7 +134,7 @@ struct NormBackward {
     kOutputScale,
     kNeeds = kHasModulation ? kDresidual + 1 : kOutputScale + 1,  // one for each output
   };
-  static constexpr size_t kOutputs = 1 + kDresidual - kShift;  // dx, and those of the parameters
+  static constexpr size_t kOutputs = 1 + kDresidual - kShift;  // dx, and gradients of parameters
   static constexpr size_t kArguments = kNeeds + kOutputs;
   static constexpr size_t kDifferentiable[] = {kDy, kX, kShift, kScale, kWeight, kBias, kDresidual};
 };
@@ -174,7 +173,7 @@ struct GateBackward {
   static constexpr size_t kDifferentiable[] = {kDresidualOut, kInput, kGate};
 };
 
-// The arguments by name that forward and backward have alike.
+// The arguments that forward and backward operators share, by name.
 template <class Op>
 Parameters parameters_of(const IValue* arguments) {
   Parameters parameters;
@@ -206,19 +205,18 @@ inline void collect(CompiledNodeArgs& args, const Options& options) {
 }
 
 // ---- Calls
-// ----------------------------------------------------------------------------------------
 
-// Runs an operator's kernel below autograd, whose arguments the stack holds.
+// Runs an operator's kernel below autograd. The stack holds its arguments.
 inline void run_below_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
-// Calls an operator as anybody calls it: all of the dispatcher lies before it.
+// Calls an operator through the whole dispatcher, as a user's call does.
 //
-// The kernels' binary, under the stable ABI, raises no more than std::runtime_error. One that
-// speaks of a failed allocation is raised again as what it is, as ops/arguments.py does for
-// forward. What else the text holds (where it was raised) is left out.
+// The kernels' binary, under the stable ABI, can raise only std::runtime_error. An error that
+// reports a failed allocation is raised again as OutOfMemoryError, as ops/arguments.py does for
+// forward. The new message leaves out the place where the first error was raised.
 inline void call(const OperatorHandle& op, Stack* stack) {
   try {
     op.callBoxed(stack);
@@ -232,11 +230,10 @@ inline void call(const OperatorHandle& op, Stack* stack) {
 }
 
 // ---- Differentiation
-// ------------------------------------------------------------------------------
 
 enum class Differentiation { kNone, kForwardMode, kGraph };
 
-// What is to be done beside running the operator.
+// Which derivatives a call needs: none, tangents in forward mode, or a node in autograd's graph.
 template <class Op>
 Differentiation differentiation_of(const IValue* arguments) {
   bool requires_grad = false;
@@ -250,7 +247,8 @@ Differentiation differentiation_of(const IValue* arguments) {
                                                      : Differentiation::kNone;
 }
 
-// Where a node sends its gradients, by the argument's position; nowhere from most of them.
+// Where a node sends its gradients, by the argument's position. An argument that has no gradient
+// has an empty edge.
 template <class Op>
 torch::autograd::edge_list edges_of(const IValue* arguments) {
   torch::autograd::edge_list edges(Op::kArguments);

@@ -1,6 +1,6 @@
 // Backward of few rows, in one launch: blocks on columns compute dweight and dbias, and beside them
-// blocks on rows dx. Both read x and dy, the second time from L2, but no partial sums are left to a
-// second launch.
+// blocks on rows compute dx. So x and dy are read twice, the second time from L2, but no partial
+// sums are left to a second launch.
 #include "backward/row_team.cuh"
 #include "launch.cuh"
 #include "norm/param_grad.cuh"
@@ -8,8 +8,9 @@
 namespace fused_layernorm {
 namespace {
 
-// dweight and dbias of some columns, by a block: `kLanes` lanes side by side have the vectors of a
-// line, and the rest of the block is on different rows. The order of the sums is fixed.
+// dweight and dbias of kCols columns, by one block. kLanes neighbouring threads have one vector
+// each of these columns; the other threads have the same columns of other rows. The order of the
+// sums is fixed.
 template <typename N, int kWidth>
 struct ColumnGradients {
   using Acc = typename N::Acc;
@@ -28,8 +29,8 @@ struct ColumnGradients {
     const auto weight = parameters.weight.template load<kWidth>(col);
     const auto bias = parameters.bias.template load<kWidth>(col);
     Acc dweight[kWidth] = {}, dbias[kWidth] = {};
-    // Several rows are on their way at once, as many as have registers. But the code of the
-    // activations is large, and so there one row must do.
+    // Several rows are loaded at once, as many as there are registers for. With an activation only
+    // one row is loaded, because the code of the activations is large.
     constexpr int kAtOnce = N::Epilogue::kMayActivate ? 1 : kWidth == 1 ? 8 : 2;
     for (int64_t row = first_row; row < p.rows; row += kAtOnce * row_step) {
       Vec<typename N::X, kWidth> x[kAtOnce] = {};
@@ -79,8 +80,8 @@ struct ColumnGradients {
 };
 
 // dx of one row by a team. The team is the one that would work on the row if there were many rows,
-// so a row's dx is the same in any batch. A team without a row goes along with the last one for the
-// sake of the others in its warp.
+// so a row's dx is the same in any batch. A team without a row of its own reads the last row and
+// stores nothing, because the shuffles of the other teams in its warp need its lanes.
 template <typename N, int kWidth, int kVecs>
 __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, int team_threads,
                                             bool by_lanes, int block) {

@@ -1,7 +1,7 @@
-// Backward of the gated sum residual + gate * input, from dsum, the gradient of its result:
+// Backward of the gated sum residual + gate * input. From dsum, the gradient of the sum, come
 // dinput = gate * dsum, and dgate, the sum of dsum * input over the rows of a group. A warp has
-// some columns of one row after the other; where a group ends, the warps of a block add up what
-// they have.
+// some columns of one row after the other; at the end of a group, the warps of a block add up their
+// running sums.
 #include "launch.cuh"
 #include "norm/param_grad.cuh"
 
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kGateThreads)
   using W = typename T::W;
   using X = typename T::X;
   constexpr int kVecs = gate_vecs(kWidth);
-  constexpr int kAtOnce = 4 / (kVecs > 1 ? 4 : 1);  // rows that a warp has on their way at once
+  constexpr int kAtOnce = 4 / (kVecs > 1 ? 4 : 1);  // rows that a warp loads at once
   __shared__ Vec<Acc, kWidth> scratch[kGateWarps][kVecs][kWarpSize];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int first_col = static_cast<int>(blockIdx.x % chunks) * gate_cols(kWidth);
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kGateThreads)
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) scratch[warp][k][lane] = round_to<Acc>(running[k]);
       __syncthreads();
-      // Warp k adds up the k-th vectors.
+      // Warp k adds up the k-th vectors of all warps.
       if (warp < kVecs && share.has(warp)) {
         Acc sum[kWidth] = {};
 #pragma unroll
@@ -106,7 +106,7 @@ cudaError_t launch_gate_backward(const GateParams& params, const DataTypes& type
                                  const backward::Gate& plan, cudaStream_t stream) {
   const cudaError_t error = dispatch_types(types, [&](auto t) -> cudaError_t {
     using T = decltype(t);
-    // Of the types that differ in y alone, one has kernels.
+    // There are kernels only for y of the input's type, because the kernels do not touch y.
     if constexpr (std::is_same_v<typename T::Y, typename T::In>) {
       return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
         return dispatch_bool(params.group_rows == 1, [&](auto of_rows) {

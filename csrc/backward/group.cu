@@ -1,7 +1,7 @@
 // Backward of rows whose shift and scale belong to groups of rows: persistent blocks, each with a
 // range of rows that follow each other. A block works through the groups in its range one after the
 // other, and keeps a group's running dscale and dshift in registers, and dgate where x was a gated
-// sum. (Groups of one row have no sums and are the matter of rows.cu.)
+// sum. (Groups of one row need no sums over rows; rows.cu computes their gradients.)
 #include "backward/persistent.cuh"
 #include "device/dependency.cuh"
 #include "launch.cuh"
@@ -9,7 +9,7 @@
 namespace fused_layernorm {
 namespace {
 
-// The rows of one team in its block's range: in each group every `teams`-th.
+// The rows of one team in its block's range: every `teams`-th row of each group.
 struct TeamRows {
   uint32_t row, group_end;
   const GroupRange& range;
@@ -43,8 +43,8 @@ template <typename N, int kWidth_, int kVecs_, bool kBulk_>
 struct BackwardGroupGeometry {
   static constexpr int kWidth = kWidth_, kVecs = kVecs_;
   static constexpr bool kBulk = kBulk_;
-  // xhat and g of a row stay in registers between its sums and its dx. Otherwise they are computed
-  // again from the ring.
+  // Whether xhat and g of a row stay in registers between its sums and its dx. Otherwise they are
+  // computed again from the ring.
   static constexpr bool kKeep =
       group_holds_row(kVecs * kWidth <= kKeptColsPerThread, N::Prologue::kGated);
   static_assert(kVecs * kWidth <= kBackwardColsPerThread, "a thread has registers for so many");
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   using Ring = BackwardRing<N, G::kWidth>;
   constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
   constexpr bool kBulk = G::kBulk;
-  if constexpr (kBulk && !kHasBulk) return;  // It is never launched there.
+  if constexpr (kBulk && !kHasBulk) return;  // Never launched on chips without bulk copies.
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ alignas(16) Pair<Acc> scratch[2][kBackwardScratch];
   __shared__ Pair<float> stage_statistics[kAllStages];
@@ -111,9 +111,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   };
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
-  RunningParamGrads<Acc, kWidth, kVecs> dgate;  // Only one of its sums is used.
+  RunningParamGrads<Acc, kWidth, kVecs> dgate;  // Its dweight holds dgate; its dbias is unused.
   constexpr bool kGated = N::Prologue::kGated;
-  // Iterations from a row's first read to the barrier behind its last.
+  // Iterations from a row's first read to the barrier behind its last read.
   constexpr int kHeld = G::kKeep ? 0 : 1;
   RingPosition read;
   int i = 0;
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       }
     });
     sums = team_sum(sums, team, scratch[i & 1] + first_scratch);
-    // Behind that barrier nobody reads the row of kHeld iterations ago any more.
+    // After the barrier in team_sum() no thread reads the row of kHeld iterations ago any more.
     if (fills && i >= kHeld && next.is_valid()) {
       ring.fill(p, 0, p.cols, read.stage_of(kHeld, ring.stages), next.row, true);
       next.advance();
@@ -202,10 +202,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   uint32_t part = blockIdx.x + range.group_of(range.begin);
   for (uint32_t from = range.begin; from < range.end; ++part) {
     const uint32_t to = range.end_of_group(from);
-    __syncthreads();  // Nobody reads the weight or the sums of the group before any more.
+    __syncthreads();  // No thread reads the previous group's weight or sums any more.
     if constexpr (kBulk) {
       const auto scale = scale_of_row<N>(p, from);
-      // The last vector fills up the room of those that do not exist.
+      // The room of missing vectors is filled with the last vector.
       for (int v = threadIdx.x; v < ring.stage_cols / kWidth; v += blockDim.x) {
         const int col = min(v, vectors - 1) * kWidth;
         store(ring.weight + v * kWidth,
@@ -242,8 +242,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   }
 }
 
-// The norm of a launch. A gradient beside dx costs registers, and so groups of common types have a
-// kernel without one, for rows that a ring brings and that fit a thread's registers.
+// Chooses the norm of a launch. A gradient beside dx costs registers, so common types also have a
+// kernel without it, for rows that come through a ring and whose xhat and g stay in registers.
 template <typename T, bool kMayBeBare, typename Launch>
 cudaError_t dispatch_group(const BackwardParams& p, const Launch& launch) {
   if (p.modulation.gate != nullptr) {

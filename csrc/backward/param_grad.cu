@@ -8,8 +8,8 @@
 namespace fused_layernorm {
 namespace {
 
-// Of a warp, so many lanes side by side are on columns, kWidth each. The other lanes, and the other
-// warps, are on other partial sums.
+// kColumnLanes neighbouring lanes of a warp have neighbouring columns, kWidth each. The other
+// lanes, and the other warps, have other partial sums of the same columns.
 constexpr int kColumnLanes = 8;
 constexpr int kLanesOfColumn = kWarpSize / kColumnLanes;
 constexpr int kMostWarps = 8;
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   }
   __syncthreads();
   if (threadIdx.x >= 2 * kColumnLanes || col >= p.cols) return;
-  // The first lanes add up dweight, the next ones dbias.
+  // The first kColumnLanes threads add up dweight, the next kColumnLanes threads dbias.
   const bool of_bias = threadIdx.x >= kColumnLanes;
   Acc sum[kWidth] = {};
 #pragma unroll 4
@@ -66,9 +66,10 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   if (gradient != nullptr) store_once<W, kWidth>(gradient + col, round_to<W>(sum));
 }
 
-// The sum over `count` of rows of partial sums, at `kWidth` columns of each lane, for kSums sums
-// that lie `all` apart. Thread n * kColumnLanes + lane gets sum n; other threads get anything. With
-// `factor`, a part is multiplied by factor(i) first.
+// Adds up `count` rows of partial sums at the kWidth columns of each lane, for each of kSums sums
+// whose partial sums lie `all` elements apart. Each part i is first multiplied by the factors that
+// factor(factors, i) sets. Thread n * kColumnLanes + lane gets sum n; the result of other threads
+// is unspecified.
 template <int kSums, typename Acc, int kWidth, typename Factor>
 __device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* partial, int64_t count,
                                           int64_t cols, int64_t all, bool has_cols,
@@ -118,8 +119,8 @@ __device__ __forceinline__ void no_factor(Acc (&factors)[kWidth], int64_t) {
   for (int j = 0; j < kWidth; ++j) factors[j] = 1;
 }
 
-// The first part of the group that begins at row `first_row`, and its parts, by the ranges of rows
-// of plan.h (GroupParts).
+// The first part of a group and the number of its parts. GroupParts in plan/plan.h says where parts
+// lie.
 struct PartsOfGroup {
   int64_t first, count;
 
@@ -133,7 +134,7 @@ struct PartsOfGroup {
   }
 };
 
-// Columns of a block of the kernels below, and which of them a thread has.
+// The group that a block of the kernels below works on, and the first column of a thread.
 template <int kWidth>
 struct GradColumns {
   int64_t group;
@@ -146,9 +147,10 @@ struct GradColumns {
             kWidth) {}
 };
 
-// dscale = weight * a + bias * c and dshift = c of every group, from the sums over its parts
-// a = sum of dy * xhat and c = sum of dy, which are kept for dweight and dbias where these are
-// asked for; and dgate, the third sum, of gated rows. A block has some columns of one group.
+// dscale = weight * a + bias * c and dshift = c of every group, where a is the sum of dy * xhat and
+// c the sum of dy over the group's rows, both added up from the group's parts. The kernel keeps a
+// and c in the workspace if dweight or dbias is asked for. With a gate it also adds up a third sum,
+// dgate. A block has some columns of one group.
 template <typename Acc, typename W, int kWidth, int kSums>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize)
     modulation_grad_kernel(const BackwardParams p, const backward::GroupParts parts,
@@ -230,7 +232,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   store_gradient<W>(p.dgate, p.dgate_is_wide, at.group * p.cols + at.col, sum);
 }
 
-// The launch of one of these kernels: blocks side by side on the columns of each of `groups`.
+// The launch of one of these kernels: `chunks` blocks for the columns of each group.
 Launch grad_launch(int chunks, int64_t groups, int64_t parts_of_group) {
   int warps = 1;
   while (warps < kMostWarps && warps * kLanesOfColumn * 4 < parts_of_group) warps *= 2;

@@ -1,7 +1,7 @@
-// What backward's persistent blocks have in common, whether they work on whole rows
-// (layernorm_kernel.cu), on those of one group after the other (backward/group.cu) or on slices of
-// rows (backward/split.cu): where x and dy of their rows come from, and the gradients of a thread's
-// share of a row.
+// Code that backward's persistent blocks share, whether they work on whole rows
+// (layernorm_kernel.cu), on the rows of one group after the other (backward/group.cu) or on slices
+// of rows (backward/split.cu): how x and dy of their rows are loaded, and the gradients of a
+// thread's share of a row.
 #pragma once
 
 #include "backward/running_param_grads.cuh"
@@ -12,16 +12,16 @@
 namespace fused_layernorm {
 
 // The shared memory of a block whose rows come by bulk copies: weight, and bias where an activation
-// reads it, and then, team by team and stage by stage, x and dy, each with room for `stage_cols`
-// columns. With a modulation, weight is that of combined_weight() and the gate, if there is one,
-// stands behind it.
+// reads it, and then for each team x of all of its stages and dy of all of its stages. A parameter,
+// and x or dy of one stage, has room for `stage_cols` columns. With a modulation, weight is the
+// combined weight (combined_weight()), and the gate, if there is one, follows it.
 template <typename N, int kWidth>
 struct BackwardRing {
   using X = typename N::X;
   using Y = typename N::Y;
   using W = typename N::W;
   using Weight = std::conditional_t<N::Affine::kModulates, typename N::Acc, W>;
-  static constexpr int kStageBytes = static_cast<int>(sizeof(X) + sizeof(Y));  // a column
+  static constexpr int kStageBytes = static_cast<int>(sizeof(X) + sizeof(Y));  // of a column
 
   Weight* weight;
   Weight* gate;
@@ -54,9 +54,10 @@ struct BackwardRing {
     dy = reinterpret_cast<Y*>(rows + size_t(ring) * sizeof(X));
   }
 
-  // Bytes between the multiple of 16 before `row` and `row`. Bulk copies begin and end at such
-  // multiples. A row that does not is copied with what is around it, up to 15 bytes on either side;
-  // these are never beyond an allocation, as allocations begin and end at larger powers of two.
+  // The bytes between `row` and the multiple of 16 bytes at or before it. Bulk copies begin and end
+  // at such multiples. A row that does not is copied with up to 15 bytes on either side of it.
+  // These bytes are never outside an allocation, as allocations begin and end at larger powers of
+  // two.
   template <typename V>
   static __device__ __forceinline__ uint32_t skipped(const V* row) {
     return kWidth > 1 ? 0 : static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row)) % 16;
@@ -71,7 +72,8 @@ struct BackwardRing {
     return reinterpret_cast<const V*>(reinterpret_cast<const char*>(row) - bytes);
   }
 
-  // Starts the copies of a row to a stage that nobody reads any more. One thread of the team calls.
+  // Starts the copies of a row to a stage that no thread reads any more. One thread of the team
+  // calls.
   __device__ __forceinline__ void fill(const BackwardParams& p, int first_col, int cols, int stage,
                                        int64_t row, bool reads_x) const {
     const X* x_row = x_row_of<N>(p, row, first_col);
@@ -88,8 +90,8 @@ struct BackwardRing {
     bulk_load(dy + stage * stage_cols, before(dy_row, skipped(dy_row)), dy_bytes, full + stage);
   }
 
-  // Sets to zero what no copy writes, so that the columns which a thread does not have add nothing
-  // to its sums. All threads of the team call, and a barrier must follow.
+  // Sets to zero the columns that no copy writes, in all stages, so that a thread's missing vectors
+  // add nothing to its sums. All threads of the team call, and a barrier must follow.
   __device__ __forceinline__ void clear_behind(int cols, const BlockTeam& team) const {
     for (int stage = 0; stage < stages; ++stage) {
       const int first = stage * stage_cols;
@@ -100,7 +102,7 @@ struct BackwardRing {
     }
   }
 
-  // Makes the barriers ready. One thread of the team calls, and a barrier must follow.
+  // Initializes the team's barriers. One thread of the team calls, and __syncthreads() must follow.
   __device__ __forceinline__ void init_barriers() const {
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) barrier_init(full + i, kArrivals);
@@ -111,7 +113,7 @@ struct BackwardRing {
 // Stages of all teams of a block.
 constexpr int kAllStages = kMostTeams * kMostStages;
 
-// What a vector of columns has of the weight, which may be a combined one, and of the bias.
+// The weight, or combined weight, and the bias at one vector of columns.
 template <typename Weight, typename W, int kWidth>
 struct VectorParameters {
   Vec<Weight, kWidth> weight;
@@ -119,9 +121,9 @@ struct VectorParameters {
 };
 
 // Calls use(k, gradients) for all of a thread's vectors of one row, or of a slice of it from column
-// `first_col` on. At a vector that the thread does not have, all gradients are zero.
-// kBulk: the row stands in a stage of the ring; otherwise it comes straight from global memory.
-// `parameters_at(col)` gives the VectorParameters of a vector of the slice's columns.
+// `first_col` on. At a missing vector dz and g are zero.
+// kBulk: the row is read from a stage of the ring; otherwise it comes straight from global memory.
+// `parameters_at(col)` gives the VectorParameters of the vector at the slice's column `col`.
 template <typename N, int kWidth, int kVecs, bool kBulk, typename Ring, typename Share,
           typename ParametersAt, typename Use_>
 __device__ __forceinline__ void with_gradients_of_row(const BackwardParams& p, const Ring& ring,
@@ -138,8 +140,9 @@ __device__ __forceinline__ void with_gradients_of_row(const BackwardParams& p, c
     x_row = ring.x + stage * ring.stage_cols + Ring::skipped(x_row) / sizeof(X);
     dy_row = ring.dy + stage * ring.stage_cols + Ring::skipped(dy_row) / sizeof(Y);
   }
-  // From global memory, all loads come before the first use. In the place of a missing vector the
-  // last one is read, with a dy of zero; a ring has room for missing vectors.
+  // All loads from global memory come before the first use. In the place of a missing vector the
+  // last vector is read, with a dy of zero. A ring of whole vectors has room for missing vectors
+  // instead, which clear_behind() has set to zero.
   constexpr int kAtOnce = kBulk ? 1 : kVecs;
   constexpr bool kHasRoom = kBulk && kWidth > 1;
   constexpr Use kUse = kBulk ? Use::kPlain : Use::kAgain;
@@ -169,7 +172,7 @@ __device__ __forceinline__ void with_gradients_of_row(const BackwardParams& p, c
 }
 
 // The rows of a team, or a slice of them, and the gradients at a thread's share.
-// kBulk: they come through a ring in shared memory; otherwise straight from global memory.
+// kBulk: the rows come through a ring in shared memory; otherwise straight from global memory.
 template <typename N, int kWidth, int kVecs, bool kBulk>
 struct PersistentRows {
   using Acc = typename N::Acc;
@@ -201,8 +204,8 @@ struct PersistentRows {
         parameters(parameters_of<N>(p, work.first_col)),
         reads_x(needs_x(p)) {}
 
-  // Copies the parameters to shared memory and starts the first rows' way there. All threads of the
-  // block call; those of a warp that belongs to no team have `in_team` = false.
+  // With a ring, copies the parameters to shared memory and starts the copies of the first rows.
+  // All threads of the block call; those of a warp that belongs to no team have `in_team` = false.
   __device__ __forceinline__ void start(const BlockTeam& team, bool in_team) const {
     if constexpr (kBulk) {
       const int room = ring.stage_cols / kWidth;
@@ -225,8 +228,8 @@ struct PersistentRows {
     if constexpr (kBulk) barrier_wait(ring.full + at.stage, at.parity);
   }
 
-  // Refills the stage of the row that the team held `held` iterations ago, in iteration i, once all
-  // threads of the team have left that row.
+  // Called in iteration i: refills the stage of the row of `held` iterations ago. No thread of the
+  // team may read that row any more.
   __device__ __forceinline__ void refill(const BlockTeam& team, const RingPosition& at, int i,
                                          int held) const {
     if (kBulk && team.thread == 0 && i >= held) {
@@ -267,15 +270,16 @@ struct PersistentRows {
         use);
   }
 
-  // Stores the dx of a row whose gradients are computed again. Its statistics are read again, too:
-  // kept meanwhile, they would take registers that the compiler does not have.
+  // Stores the dx of a row, from gradients that are computed again. The row's statistics are read
+  // again, too, because the compiler has no registers to keep them.
   __device__ __forceinline__ void store_dx(int stage, int64_t row, Pair<Acc> means) const {
     const Pair<Acc> statistics = statistics_of(stage, row);
     const DxRow<N> dx_row(p, row, work.first_col);
     with_gradients(stage, row, statistics, [&](int k, const auto& gradients) {
-      // In half precision a predicated store keeps a branch out of the way of the vectors behind
-      // (8192 x 32768 bfloat16: 504 us with branches, 487; but 128 x 1048576 float32: 533, 553).
-      // Beside float32 x the compiler would spill with it.
+      // In half precision the store is predicated, because the next vectors would wait for a branch
+      // (8192 x 32768 bfloat16: 504 us with branches, 487 without; but 128 x 1048576 float32: 533
+      // with branches, 553 without). With half-precision dy beside float32 x, branches would make
+      // the compiler spill registers.
       constexpr bool kBranch = (sizeof(X) > 2 && sizeof(Y) > 2) || kWidth == 1;
       if (kBranch && !share.has(k)) return;
       const int col = share.template col<kWidth>(k);

@@ -1,13 +1,13 @@
-// The threads on one row where a block has rows of its own and keeps nothing for the next: the
-// lanes of a logical warp, or whole warps.
+// A team that works on one row and keeps nothing for a next one: the lanes of a logical warp, or
+// whole warps.
 #pragma once
 
 #include "device/reduce.cuh"
 
 namespace fused_layernorm {
 
-// Pairs that team_sum() takes for all teams of a block, each of which has up to three more than
-// warps.
+// The scratch memory, in pairs, that team_sum() needs for all teams of a block. A team needs up to
+// three pairs more than it has warps.
 constexpr int kRowTeamScratch = scratch_values(kBackwardThreads / kWarpSize * 4);
 
 template <typename Acc>

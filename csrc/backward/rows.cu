@@ -8,7 +8,8 @@
 namespace fused_layernorm {
 namespace {
 
-// A team without a row goes along with the last one for the sake of the others in its warp.
+// A team without a row of its own reads the last row and stores nothing, because the shuffles of
+// the other teams in its warp need its lanes.
 template <typename N, int kWidth, int kVecs>
 __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologue::kGated).threads,
                                   backward_rows_bounds(kVecs* kWidth, N::Prologue::kGated).blocks)
@@ -91,7 +92,8 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       return dispatch_vecs(BackwardRowsVecs<width()>{}, plan.vecs, [&](auto vecs) {
-        // Gates of single elements have a kernel of their own.
+        // Where elements are moved one by one, the gate's gradient has a kernel of its own
+        // (gate.cu).
         return dispatch_bool<(width() > 1)>(params.modulation.gate != nullptr, [&](auto gated) {
           using Prologue = std::conditional_t<gated(), GatedGradient, MayAddGradient>;
           using N = LayerNormOf<T, Prologue, Identity, MayBeAffineAndModulate>;

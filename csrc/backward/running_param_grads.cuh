@@ -1,5 +1,5 @@
-// The dweight and dbias that backward's persistent blocks keep in registers, and how the teams or
-// logical warps of a block add up theirs at the end.
+// The running dweight and dbias that the threads of backward's persistent blocks keep in registers,
+// and how they are added up over the teams or logical warps of a block at the end.
 #pragma once
 
 #include "norm/param_grad.cuh"
@@ -12,9 +12,9 @@ struct RunningParamGrads {
   Acc dweight[kVecs][kWidth] = {};
   Acc dbias[kVecs][kWidth] = {};
 
-  // A thread may have a second sum for each of these in shared memory, [column, dweight and
-  // dbias][thread of the block]. add_to() adds these to them and begins again from zero; take()
-  // does the opposite.
+  // A thread may have a second sum in shared memory for each of its running sums, stored as
+  // [column][dweight, dbias][thread of the block]. add_to() adds the running sums to the second
+  // sums and sets the running sums to zero; take() does the opposite.
   __device__ __forceinline__ void add_to(Acc* second_sums) {
     with_second(second_sums, [](Acc& sum, Acc& second) {
       second += sum;
@@ -32,7 +32,8 @@ struct RunningParamGrads {
     any.with_second(second_sums, [](Acc&, Acc& second) { second = 0; });
   }
 
-  // Stores them, from column `first_col` of the row on. No other thread has these columns.
+  // Stores the sums, of columns that no other thread of the block has. `first_col` is the column of
+  // the row at which the block's slice or chunk begins.
   template <typename Sink, typename Share>
   __device__ __forceinline__ void store(const Sink& sink, const Share& share, int first_col) const {
 #pragma unroll
@@ -43,9 +44,9 @@ struct RunningParamGrads {
     }
   }
 
-  // Adds up those of the teams of a block, in order, and stores the sums. `shared` is memory that
-  // nobody needs any more, with room for [dweight, dbias][team][piece][thread], where a piece is a
-  // part of a thread's columns.
+  // Adds up the sums of a block's teams, in order, and stores the totals. `shared` is memory that
+  // no thread needs any more, with room for [dweight, dbias][team][piece][thread], where a piece is
+  // a part of a thread's columns.
   template <typename Sink, typename Share>
   __device__ __forceinline__ void store_sum_of_teams(const Sink& sink, const Share& share,
                                                      int first_col, const BlockTeam& team,
@@ -69,7 +70,7 @@ struct RunningParamGrads {
       }
     }
     __syncthreads();
-    // Each team takes its share of the pieces.
+    // Each team adds up every `teams`-th piece.
     for (int piece = team.index; piece < kPieces; piece += teams) {
       const int vector = share.vector(piece / kPiecesOfVec);
       if (vector >= share.vectors) continue;
@@ -87,8 +88,8 @@ struct RunningParamGrads {
     }
   }
 
-  // Adds up those of the logical warps of a block, first within each warp, then warp by warp, and
-  // stores the sums. `shared` has room for [dweight, dbias][warp][cols].
+  // Adds up the sums of a block's logical warps, first within each warp, then over the warps, and
+  // stores the totals. `shared` has room for [dweight, dbias][warp][cols].
   template <int kWarps, typename Sink, typename Share>
   __device__ __forceinline__ void store_sum_of_logical_warps(const Sink& sink, const Share& share,
                                                              int lanes, int cols, void* shared) {
@@ -119,7 +120,7 @@ struct RunningParamGrads {
     }
     __syncthreads();
     for (int col = threadIdx.x; col < cols; col += kWarps * kWarpSize) {
-      // Four short chains of additions are rounded less than a long one.
+      // Four short chains of additions are rounded less than one long chain.
       Acc of_weight[4] = {}, of_bias[4] = {};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
@@ -132,7 +133,7 @@ struct RunningParamGrads {
   }
 
  private:
-  // Calls use(sum, second) for each sum and its second one.
+  // Calls use(sum, second) for each running sum and its second sum.
   template <typename Use_>
   __device__ __forceinline__ void with_second(Acc* second_sums, const Use_& use) {
     Acc* at = second_sums + threadIdx.x;

@@ -1,8 +1,9 @@
 // Backward of rows that several blocks share: persistent blocks, each with the same slice of every
-// row it works on, whose dweight and dbias it keeps in registers. The blocks of a row meet in
-// global memory a row or two after they have published their sums, so that none waits for the
-// others. A warp that does nothing else collects the sums of a row. Where a block has no threads
-// left for it, or is faster with all of them on rows, its first warp does that beside its own work.
+// row it works on. A block keeps dweight and dbias of its slice in registers. The blocks that share
+// a row publish its sums in global memory and collect them a row or two later, so that no block
+// waits for the others. The collector, a warp that does nothing else, collects the sums. Where a
+// block has no threads left for a collector, or is faster with all of its threads on rows, its
+// first warp collects the sums beside its own work.
 #include "backward/persistent.cuh"
 #include "device/dependency.cuh"
 #include "device/meeting.cuh"
@@ -24,7 +25,7 @@ template <typename N, typename G>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     layer_norm_backward_split_kernel(const BackwardParams p, const backward::Split plan) {
   constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
-  if constexpr (G::kBulk && !kHasBulk) return;  // It is never launched there.
+  if constexpr (G::kBulk && !kHasBulk) return;  // Never launched on chips without bulk copies.
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ alignas(16) Pair<float> scratch[2][kBackwardScratch];
   __shared__ Pair<float> stage_statistics[kAllStages];
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   auto* slots = static_cast<uint64_t*>(p.workspace);
   rows.start(team, !is_collector);
 
-  // Collects the sums of row i, by one warp.
+  // Collects the sums of the block's i-th row. One warp calls.
   const auto collect = [&](int i) {
     const CollectedSlots slot(slots + work.row(i) * slices.blocks_per_row, slices.blocks_per_row);
     const Pair<float> sums = slot.sum();
@@ -55,10 +56,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   }
 
   RunningParamGrads<float, kWidth, kVecs> grads;
-  // A row's two sums are collected `lag` iterations after they were published. With one block a row
-  // there is nobody to meet, and no lag.
+  // A row's two sums are collected `lag` iterations after they were published. Where a block has
+  // whole rows, there is no meeting, and the lag is zero.
   const int lag = plan.lag;
-  // Iterations from a row's first read to the barrier behind its last.
+  // Iterations from a row's first read to the barrier behind its last read.
   const int held = 1 + lag;
   RingPosition read;
   for (int i = 0; i < work.rows + lag; ++i) {
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
       });
       sums = team_sum(sums, team, scratch[i & 1]);
-      // Behind that barrier nobody reads the row of `held` iterations ago any more.
+      // After the barrier in team_sum() no thread reads the row of `held` iterations ago any more.
       rows.refill(team, read, i, held);
       if (lag > 0 && team.thread == 0) {
         publish(slots + row * slices.blocks_per_row + work.slice, sums);
@@ -112,7 +113,8 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
       using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
       return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
         return dispatch_bool(plan.bulk, [&](auto bulk) -> cudaError_t {
-          // Single elements come by bulk copies only.
+          // Without bulk copies there are kernels only for whole vectors, and only for the longest
+          // slices (split_least_vecs()).
           constexpr bool kMissing =
               !bulk() && (width() == 1 || vecs() < split_least_vecs(width(), false));
           if constexpr (kMissing) {

@@ -1,6 +1,6 @@
-// Backward of rows of any length, on any chip: the sums of fixed chunks of each row together with
-// dweight and dbias, or dscale and dshift of groups of rows, the rows' totals, then dx with a
-// second read of x and dy.
+// Backward of rows of any length, on any chip. One kernel takes the sums of fixed chunks of each
+// row together with dweight and dbias, or dscale and dshift of groups of rows. A second one adds up
+// the sums of each row, and the last one reads x and dy again and computes dx.
 #include "backward/running_param_grads.cuh"
 #include "launch.cuh"
 
@@ -10,8 +10,9 @@ namespace {
 constexpr int kThreads = kBackwardStreamThreads, kBlocks = kBackwardStreamBlocks;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kTotalsThreads = 1024;
-// Chunks whose rows the last kernel takes together: as many as the first works on at once (on an
-// H200), so that it begins with what the first read last and L2 may still have.
+// The number of chunks whose rows the last kernel takes together: as many as the first kernel works
+// on at once (on an H200). So the last kernel begins with the data that the first one read last,
+// which L2 may still have.
 constexpr int kChunksTogether = 256;
 
 // The columns of a chunk.
@@ -22,7 +23,7 @@ struct Chunk {
       : first_col(index * chunks.slice_cols), cols(min(chunks.slice_cols, all_cols - first_col)) {}
 };
 
-// weight at a vector of a chunk's columns, combined with what modulates the row.
+// The weight at a vector of a chunk's columns, or with a modulation the row's combined weight.
 template <typename N, int kWidth>
 __device__ __forceinline__ auto weight_of(const BackwardParams& p,
                                           const ColumnParameters<typename N::W>& parameters,
@@ -35,10 +36,11 @@ __device__ __forceinline__ auto weight_of(const BackwardParams& p,
   }
 }
 
-// The first kernel. Each block owns the columns of one chunk for the rows set, set + sets, ...:
-// their dweight and dbias, and its warps' shares of the two sums of each of those rows. Warps do
-// not wait for each other, so that some load while others compute. With a modulation the rows of a
-// block follow each other, and dscale and dshift are those of a group of them, or of each row.
+// The first kernel. Each block owns the columns of one chunk for the rows set, set + sets, ...: it
+// computes their dweight and dbias, and each of its warps stores its part of the two sums of each
+// row. Warps do not wait for each other, so that some load while others compute. With a modulation
+// the rows of a block follow each other, and the block computes dscale and dshift of each group of
+// rows, or of each row, instead of dweight and dbias.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     layer_norm_backward_stream_sums_kernel(const BackwardParams p, const Slices chunks,
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     if (team.lane() == 0) warp_sums[(row * all_chunks + index) * kWarps + team.warp()] = sums;
   }
   if constexpr (kOfRows) {
-    // Each row has stored its own.
+    // dscale and dshift of each row are stored already.
   } else if constexpr (kModulates) {
     leave_part();
   } else {
@@ -126,8 +128,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
-// The second kernel, one block a row: the two means over the row, from the sums of the warps that
-// read it.
+// The second kernel, one block a row: the two means over the row, from the sums that the first
+// kernel's warps have stored.
 template <typename N>
 __global__ void __launch_bounds__(kTotalsThreads)
     layer_norm_backward_stream_totals_kernel(const BackwardParams p, const int chunks,
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(kThreads)
   using X = typename N::X;
   using Y = typename N::Y;
   constexpr int kVecs = backward_stream_vecs(kWidth);
-  // The last chunks come first, and of these the last row.
+  // The last chunks come first, and of the chunks that are taken together the last row.
   const uint32_t rows = static_cast<uint32_t>(p.rows);
   const uint32_t all_chunks = chunks.blocks_per_row;
   const uint32_t most = min(uint32_t{kChunksTogether}, all_chunks);
@@ -201,7 +203,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
-      // The sums know nothing of a gradient beside dx.
+      // The sums do not depend on a gradient beside dx.
       const auto start_sums = [&](auto epilogue, auto affine) {
         using N = LayerNormOf<T, NoGradientBeside, decltype(epilogue), decltype(affine)>;
         return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, params,

@@ -1,11 +1,11 @@
-// Backward of short rows that begin anywhere, where there are many: a thread has a row. Persistent
-// blocks bring rows of x and dy to shared memory. There some threads have the rows of one column
-// each, and keep its running dweight and dbias; and each has one row, and writes dx in the place of
-// x, from where it goes to global memory.
+// Backward of many short rows that begin anywhere in memory: each thread has one row. Persistent
+// blocks copy rows of x and dy to shared memory. There most threads have one column of some of the
+// rows, and keep the column's running dweight and dbias. Then each thread takes one row, and writes
+// the row's dx in the place of x, from where the block stores it.
 //
-// The thread plays the lanes of the logical warp that has such a row where rows are fewer
-// (backward/warp.cu, backward/few_rows.cu): it takes the same sums in the same order. So dx is the
-// same in any batch.
+// Where rows are fewer, a logical warp has such a row (backward/warp.cu, backward/few_rows.cu). The
+// thread plays the lanes of that logical warp: it takes the same sums in the same order, so dx is
+// the same in any batch.
 #include "device/rows_in_shared.cuh"
 #include "launch.cuh"
 #include "norm/param_grad.cuh"
@@ -13,7 +13,8 @@
 namespace fused_layernorm {
 namespace {
 
-// The running dweight and dbias of one column, of which several threads have every so many-th row.
+// The running dweight and dbias of one column. `parts` threads share the column, and each has every
+// `parts`-th row; threads that are left over have none.
 template <typename N>
 struct RunningColumn {
   using Acc = typename N::Acc;
@@ -30,8 +31,8 @@ struct RunningColumn {
                                       const RowsInShared<typename N::Y>& dy,
                                       const Pair<Acc>* statistics, int rows) {
     if (part >= parts) return;
-    // The block's rows have sums of their own: one chain over all rows would be rounded as often as
-    // there are rows.
+    // The rows in shared memory have sums of their own, which are added to the running sums: one
+    // chain over all rows would be rounded as often as there are rows.
     Acc by_xhat = 0, alone = 0;
 #pragma unroll 4
     for (int row = part; row < rows; row += parts) {
@@ -45,8 +46,8 @@ struct RunningColumn {
     dbias[0] += alone;
   }
 
-  // Adds up what the threads of a column have, and stores it. `shared` has room for two numbers of
-  // each thread of the block. All threads call.
+  // Adds up the sums of the threads that share a column, and stores the totals. `shared` has room
+  // for two numbers of each thread of the block. All threads call.
   __device__ __forceinline__ void store(const ParamGradSink<N>& sink, Acc* shared) {
     __syncthreads();
     shared[threadIdx.x] = dweight[0];
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kBackwardThreadThreads, 1)
 
 }  // namespace
 
-// There are kernels for what is common in such rows: nothing fused.
+// There are kernels only for what is common in such rows: nothing fused.
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Thread& plan, cudaStream_t stream) {
   if (params.dresidual != nullptr || params.is_modulated || params.has_epilogue) {

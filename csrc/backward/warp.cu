@@ -1,7 +1,8 @@
 // Backward of short rows: a logical warp (a power-of-two part of a warp) holds a row in registers,
 // while the next row is on its way. Blocks are persistent, and each lane keeps the running dweight
 // and dbias of its columns in registers, or dscale and dshift of a group of rows, one group after
-// the other. Where it has many rows, it adds them to second sums in shared memory, chain by chain.
+// the other. Where a lane has many rows, it adds its running sums to second sums in shared memory
+// after each chain of `chain_rows` rows.
 #include "backward/running_param_grads.cuh"
 #include "launch.cuh"
 
@@ -16,7 +17,7 @@ struct LoadedGradientRow {
   Vec<typename N::Y, kWidth> dy[kVecs];
   Acc mean, rstd;
 
-  // At vectors, and in rows, that do not exist dy is zero, and so is all that they add to sums.
+  // Missing vectors, and rows that do not exist, have a dy of zero, so they add zero to all sums.
   __device__ __forceinline__ LoadedGradientRow(const BackwardParams& p, uint32_t row, uint32_t rows,
                                                const Share<kVecs>& share, bool reads_x)
       : x{}, dy{}, mean(0), rstd(0) {
@@ -34,13 +35,14 @@ struct LoadedGradientRow {
   }
 };
 
-// An activation that is sure to be there has a kernel of its own, with more threads.
+// The kernel for an epilogue without a gradient beside dx always runs the epilogue, and in float32
+// has more threads.
 template <typename N>
 constexpr int kBlockThreads = backward_warp_threads(
     sizeof(typename N::X), N::Epilogue::kMayActivate && !N::Prologue::kMayAdd);
 
-// The partial sums come as two numbers: as a struct they take three registers more (100000 x 143
-// float32: 70.4 us, 68.9).
+// The kernel takes the partial sums' count and offset as two numbers, because the struct takes
+// three registers more (100000 x 143 float32: 70.4 us with the struct, 68.9 with the numbers).
 template <typename N, int kWidth, int kVecs>
 __global__ void __launch_bounds__(kBlockThreads<N>, 1)
     layer_norm_backward_warp_kernel(const BackwardParams p, const int log2_lanes,
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
   Acc* const second_sums = reinterpret_cast<Acc*>(shared + second_sums_offset);
   if (chain_rows > 0) grads.clear(second_sums);
   LoadedGradientRow<N, kWidth, kVecs> next(p, team, rows, share, reads_x);
-  // The bounds are the same for all lanes of a warp, as each takes part in the shuffles.
+  // All lanes of a warp take part in the shuffles, so the bounds are the same for all of them.
   for (uint32_t base = 0; base < rows;) {
     if (base > 0) grads.add_to(second_sums);
     const uint32_t chain_end = chain_rows > 0 ? min(rows, base + chain_rows * all_teams) : rows;
@@ -120,8 +122,8 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
                                                                   shared);
 }
 
-// The same for rows with a modulation. A block has rows that follow each other, and its logical
-// warps have the rows of one group at a time.
+// The kernel for rows with a modulation. A block has rows that follow each other, and all of its
+// logical warps work on the same group at a time.
 template <typename N>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
     layer_norm_backward_group_warp_kernel(const BackwardParams p, const int log2_lanes,
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       weight[k] = combined_weight<N, kWidth>(p, col, scale.template load<kWidth>(col));
     }
     LoadedGradientRow<N, kWidth, kVecs> next(p, from + team, to, share, true);
-    // The bounds are the same for all lanes of a warp, as each takes part in the shuffles.
+    // All lanes of a warp take part in the shuffles, so the bounds are the same for all of them.
     for (uint32_t base = from; base < to;) {
       if (base > from) grads.add_to(second_sums);
       const uint32_t chain_end = chain_rows > 0 ? min(to, base + chain_rows * teams) : to;
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       }
     }
     if (wanted) {
-      __syncthreads();  // Nobody reads the sums of the group before any more.
+      __syncthreads();  // No thread reads the previous group's sums any more.
       if (chain_rows > 0) grads.take(second_sums);
       grads.template store_sum_of_logical_warps<kBackwardThreads / kWarpSize>(
           PartSink<N>(p, {parts, parts_offset, false}, part), share, lanes, p.cols, shared);

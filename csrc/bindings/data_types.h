@@ -1,4 +1,4 @@
-// PyTorch's data types as those of the kernels.
+// Maps PyTorch's data types to those of the kernels.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -9,7 +9,7 @@
 
 namespace fused_layernorm {
 
-// None for a type that no kernel computes with.
+// std::nullopt for a type that no kernel computes with.
 inline std::optional<DataType> known_data_type(torch::headeronly::ScalarType type) {
   using torch::headeronly::ScalarType;
   switch (type) {

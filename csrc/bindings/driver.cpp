@@ -1,4 +1,5 @@
-// The driver's version, asked once while the library loads, and what follows from it.
+// Reads the driver's version once, while the library loads, and registers the CUDA kernels unless
+// the driver is too old for them.
 #include "bindings/driver.h"
 
 #include <torch/csrc/stable/library.h>
@@ -39,8 +40,9 @@ std::string branch_of(int64_t version) {
   return "";
 }
 
-// The newest CUDA that this machine's driver serves, or 0 without a driver. The driver answers
-// without being initialised: after the import a process may still fork and use CUDA in its child.
+// The newest version of CUDA that this machine's driver supports, or 0 without a driver. The query
+// does not initialise the driver, so a process may still fork after the import and use CUDA in its
+// child.
 int64_t ask_driver() {
   void* const driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
   if (driver == nullptr) return 0;
@@ -71,13 +73,13 @@ struct Driver {
   }
 };
 
-// Never destroyed: at exit the dispatcher may be gone before.
+// Never destroyed, because the dispatcher may be destroyed first when the process exits.
 Driver& driver() {
   static auto* const instance = new Driver;
   return *instance;
 }
 
-// While the library loads.
+// Initialised while the library loads.
 [[maybe_unused]] const bool registered = (driver().use(ask_driver()), true);
 
 void force_driver_version(std::optional<int64_t> version) {
@@ -116,9 +118,10 @@ void force_driver_version(std::optional<int64_t>) {
 }  // namespace fused_layernorm
 
 STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
-  // Empty where the driver runs the CUDA kernels.
+  // Empty unless the driver is too old for the CUDA kernels.
   m.def("_driver_problem() -> str");
-  // For tests: another driver's version (12020 for CUDA 12.2; 0 for no driver); None: the real one.
+  // For tests: behaves as under a driver of this version (12020 for CUDA 12.2, 0 for no driver).
+  // None stands for the real version.
   m.def("_force_driver_version(int? version) -> ()");
 }
 

@@ -1,7 +1,7 @@
 // Whether the machine's NVIDIA driver runs the CUDA runtime that is compiled into the library.
 //
-// The CUDA kernels are registered with the operators only where it does. Where it does not, CUDA
-// tensors take the composite, as in a build without CUDA kernels.
+// The CUDA kernels are registered with the operators unless the driver is too old for them. If it
+// is, CUDA tensors take the composite, as in a build without CUDA kernels.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -10,8 +10,8 @@
 
 namespace fused_layernorm {
 
-// Why the CUDA kernels are not used, and the way out, in one sentence; empty if the driver runs
-// them, if there is no driver, and in a build without CUDA kernels.
+// Why the CUDA kernels are not used and what the user can do about it. Empty if the driver runs the
+// kernels, if there is no driver, and in a build without CUDA kernels.
 std::string driver_problem();
 
 #ifdef FUSED_LAYERNORM_CUDA

@@ -5,9 +5,9 @@
 
 namespace fused_layernorm {
 
-// Its sentence begins as PyTorch's own does, for programs that look for it, and then with
-// "fused_layernorm", for fused_layernorm/ops/arguments.py, which makes torch.OutOfMemoryError of
-// it.
+// The message begins with "CUDA out of memory", as PyTorch's own does, because programs look for
+// that. "fused_layernorm" follows: by it fused_layernorm/ops/arguments.py recognises the error and
+// turns it into a torch.OutOfMemoryError.
 struct OutOfMemory : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -1,15 +1,16 @@
-// override_aten(): this package's kernels under aten::native_layer_norm and its backward.
+// override_aten(): runs aten::native_layer_norm and its backward on this package's kernels.
 //
-// Kernels registered for `aten` at run time take the place of PyTorch's own for one dispatch key,
-// with PyTorch's C++ autograd still around them, and give it back when their library object is
-// deleted. A call that they do not take goes to the kernel they replaced, which only Python can
-// reach (torch.library.get_kernel): override.py registers it as fused_layernorm::_aten_*.
+// Kernels registered for `aten` at run time replace PyTorch's own for one dispatch key, below
+// PyTorch's C++ autograd. Deleting their library object brings PyTorch's kernels back. A call that
+// our kernels do not take goes to the kernel that they replaced, which only Python can reach
+// (torch.library.get_kernel): override.py registers it as fused_layernorm::_aten_*.
 //
-// PyTorch does not guard its dispatch table against calls from other threads while it is written.
-// Those from Python are kept out: the table is written with the GIL held, after a pause in which
-// threads already inside PyTorch come out and wait. The threads of a running backward need no GIL:
-// after a call by one of them the table is written at once, long before its next. And override.py
-// keeps kernels that were taken out alive, for calls still inside them.
+// PyTorch does not guard its dispatch table against calls from other threads while the table is
+// written. Python threads are kept out: the table is written with the GIL held, after a pause in
+// which threads that are already inside PyTorch leave it and wait for the GIL. The threads of a
+// running backward need no GIL: if they call our kernels, the table is written right after one of
+// these calls has ended, long before the next call. override.py keeps removed kernels alive, for
+// calls that are still inside them.
 
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
@@ -36,9 +37,9 @@
 #include "bindings/cuda/ops.h"
 #endif
 
-// PyTorch's exception for a Python type, as torch/csrc/Exceptions.h of torch 2.10 to 2.15 has it:
-// its bindings catch it by this name and raise python_type(). No stable header declares it, and the
-// library includes none of Python's, of which it needs the name of one type.
+// PyTorch's exception for a Python type, declared as in torch/csrc/Exceptions.h of torch 2.10 to
+// 2.15: PyTorch's Python bindings catch it by this name and raise python_type(). No stable header
+// declares it. PyObject is declared here because the library includes no header of Python's.
 struct _object;
 using PyObject = _object;
 namespace torch {
@@ -60,7 +61,7 @@ using torch::stable::detail::StableLibrary;
 using torch::stable::detail::to;
 using Shape = std::vector<int64_t>;
 
-// What stands in one dispatch key. The CPU's is for tests: it runs the composite operators.
+// The override of one dispatch key. That of the CPU is for tests: it runs the composite operators.
 struct Override {
   explicit Override(DeviceType d) : device(d) {}
 
@@ -69,7 +70,7 @@ struct Override {
   std::unique_ptr<StableLibrary> library;  // the registration
 };
 
-// Never destroyed: at exit the dispatcher may be gone before.
+// Never destroyed, because the dispatcher may be destroyed first when the process exits.
 template <DeviceType device>
 Override& override_of() {
   static auto* const instance = new Override(device);
@@ -85,7 +86,8 @@ class CountedCall {
   Override& entry_;
 };
 
-// The composite operators that the tests' CPU override runs may themselves reach native_layer_norm.
+// Whether this thread is inside a composite operator that the CPU override runs. The composite may
+// call native_layer_norm itself; such a call goes to the replaced kernel.
 thread_local bool inside = false;
 
 class Inside {
@@ -94,10 +96,11 @@ class Inside {
   ~Inside() { inside = false; }
 };
 
-// ---- What our kernels take: what PyTorch's take, by its own rules. The rest is PyTorch's, and so
-// ---- are its errors.
+// ---- Which calls our kernels take: only calls that are valid by PyTorch's own rules. All others
+// ---- go to PyTorch's kernel, which raises PyTorch's errors.
 
-// Plain numbers: torch::stable's enumeration lacks some of PyTorch's types, and throws on them.
+// The dtype as a plain number: torch::stable's enumeration lacks some of PyTorch's dtypes, and
+// conversion to it throws for them.
 int32_t dtype_of(const Tensor& t) {
   int32_t dtype = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
@@ -170,7 +173,7 @@ void call(const char* op, std::array<StableIValue, size>& stack) {
 
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-// What the replaced kernel has raised: override.py keeps the type alive.
+// An error that the replaced kernel raised. override.py keeps its Python type alive.
 class ReplacedKernelError : public torch::PyTorchError {
  public:
   ReplacedKernelError(const std::string& message, PyObject* type)
@@ -181,9 +184,10 @@ class ReplacedKernelError : public torch::PyTorchError {
   PyObject* type_;
 };
 
-// The replaced kernel's result: three tensors, and its error, which the C interface would lose: its
-// text as the bytes of a tensor, and its type as an address in another, which is empty where only
-// the text is to be raised.
+// Calls the operator `op`, which runs the replaced kernel, and returns the kernel's three tensors.
+// The C interface would lose an error, so the operator returns it as two further tensors: the bytes
+// of its text (empty without an error), and the address of its Python type (empty where the text is
+// to be raised as std::runtime_error).
 template <size_t size>
 Three call_replaced(const char* op, std::array<StableIValue, size>& stack) {
   call(op, stack);
@@ -201,7 +205,7 @@ Three call_replaced(const char* op, std::array<StableIValue, size>& stack) {
 
 // ---- The kernels.
 
-// The general ones run the composite operators.
+// The primary templates call the operators, which run the composite on the CPU.
 template <DeviceType device>
 Three our_forward(const Tensor& x, int64_t ndim, const std::optional<Tensor>& weight,
                   const std::optional<Tensor>& bias, double eps) {
@@ -260,7 +264,8 @@ Three native_layer_norm(const Tensor& x, const Shape& shape, const std::optional
     try {
       return our_forward<device>(x, static_cast<int64_t>(shape.size()), weight, bias, eps);
     } catch (const OutOfMemory&) {
-      // PyTorch's kernel may get by with less, and else says what programs look for in an error.
+      // PyTorch's kernel may need less memory. If it fails as well, its error is the one that
+      // programs look for.
     }
   }
   std::array<StableIValue, 5> stack{from(x), from(shape), from(weight), from(bias), from(eps)};
@@ -286,11 +291,12 @@ Three native_layer_norm_backward(const Tensor& dy, const Tensor& x, const Shape&
       auto [dx, dweight, dbias] =
           our_backward<device>(dy, x, static_cast<int64_t>(shape.size()), mean, rstd, weight, bias,
                                needs_dx, needs_dweight, needs_dbias);
-      // Autograd expects no tensor at all where it asked for none.
+      // Autograd expects an undefined tensor in place of a gradient that it did not ask for.
       return {needs_dx ? dx : Tensor(), needs_dweight ? dweight : Tensor(),
               needs_dbias ? dbias : Tensor()};
     } catch (const OutOfMemory&) {
-      // PyTorch's kernel may get by with less, and else says what programs look for in an error.
+      // PyTorch's kernel may need less memory. If it fails as well, its error is the one that
+      // programs look for.
     }
   }
   std::array<StableIValue, 10> stack{
@@ -307,8 +313,8 @@ void register_kernels(StableLibrary& library) {
 
 // ---- On and off.
 
-// Python's lock. Its functions are found in the running process: so the library needs no Python to
-// load, and runs under every version of it.
+// Holds Python's GIL. The GIL's functions are looked up in the running process, so the library
+// loads without Python and works with every version of Python.
 class Gil {
  public:
   Gil() : state_(find<int (*)()>("PyGILState_Ensure")()) {}
@@ -335,8 +341,9 @@ Override& find_override(const std::string& key) {
   throw std::runtime_error("override_aten: no kernels for the dispatch key " + key);
 }
 
-// Lets other threads come out of PyTorch, for a time without calls of `entry`'s kernels, or else
-// just after one. Nothing to wait for with `pause_us` = 0: no other Python thread runs.
+// Waits twice `pause_us`, so that other threads can leave PyTorch. If a call of `entry`'s kernels
+// ends during the second half, waits for the end of one more call, for at most 10 ms. Does not wait
+// with `pause_us` = 0, which means that there is no other Python thread.
 void pause(const Override& entry, int64_t pause_us) {
   if (pause_us == 0) return;
   const auto sleep = [pause_us] {
@@ -372,7 +379,8 @@ void end_override(std::string key, int64_t pause_us) {
   entry.library.reset();
 }
 
-// Calls of the two aten operators that came by the kernels of a dispatch key so far.
+// The number of calls of the two aten operators that our kernels for a dispatch key have finished,
+// those that they passed on to PyTorch's kernels included.
 int64_t override_calls(std::string key) { return find_override(key).left; }
 
 }  // namespace
@@ -382,8 +390,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
   m.def("_begin_override(str key, int pause_us) -> ()");
   m.def("_end_override(str key, int pause_us) -> ()");
   m.def("_override_calls(str key) -> int");
-  // The kernels that were replaced, the text of their error in UTF-8, empty if there was none, and
-  // the address of its type.
+  // These run the replaced kernels. The last two tensors are the text of an error in UTF-8, empty
+  // if there was none, and the address of the error's Python type (see call_replaced).
   m.def(
       "_aten_native_layer_norm(Tensor input, int[] normalized_shape, Tensor? weight, Tensor? bias, "
       "float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");

@@ -1,5 +1,6 @@
-// The operators `_plan` and `_force`: the plan of any problem on any device, as JSON, and parts of
-// every plan forced. They are for tests, benchmarks and tuning, not for users, and need no GPU.
+// The operators `_plan`, which gives the plan of any problem on any device as JSON, and `_force`,
+// which forces parts of every later plan. They are for tests, benchmarks and tuning, not for users,
+// and need no GPU.
 
 #include <torch/csrc/stable/library.h>
 
@@ -33,8 +34,9 @@ DataType data_type(ScalarType type) {
   return *known;
 }
 
-// weight and y are of x's type unless said otherwise. `aligned` says whether all rows begin at
-// multiples of 16 bytes; unless it is given, they do where their length is such a multiple.
+// weight and y are of x's type unless their types are given. `aligned` says whether all rows begin
+// at multiples of 16 bytes. Without it, they do if the length of a row is such a multiple, in x and
+// in y.
 std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool backward,
                           std::optional<ScalarType> weight_dtype, std::optional<ScalarType> y_dtype,
                           std::optional<bool> aligned, bool residual, bool has_epilogue,
@@ -80,17 +82,17 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
 }  // namespace fused_layernorm
 
 STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
-  // `has_epilogue` is whether there is an activation or a scale that is not 1, `residual` in
-  // backward a gradient beside dx, `needs_dparams` whether a gradient of a parameter is asked for.
-  // `group_rows` rows each share a modulation, 0 where there is none; `gated` asks for the backward
-  // of a gated sum in one launch, null where there is none. The device is an H100 unless said
-  // otherwise; its capability is 10 * major + minor.
+  // `residual`: there is a residual, or in backward a gradient that is added to dx (dresidual).
+  // `has_epilogue`: there is an activation, or a scale that is not 1. `needs_dparams`: a gradient
+  // of a parameter is asked for. `group_rows`: how many rows share a modulation; 0 without one.
+  // `gated`, with `backward`: the plan of a gated sum's backward in one launch, null if one launch
+  // cannot do it. The device is an H100 by default; its capability is 10 * major + minor.
   m.def(
       "_plan(int rows, int cols, ScalarType dtype, *, bool backward=False, ScalarType? "
       "weight_dtype=None, ScalarType? y_dtype=None, bool? aligned=None, bool residual=False, bool "
       "has_epilogue=False, bool needs_dparams=True, int group_rows=0, bool gated=False, int "
       "capability=90, int sms=132, int shared_memory=232448) -> str");
-  // None forces nothing any more; plan.h says what else can be asked for.
+  // None ends all forcing. plan.h lists the options.
   m.def("_force(str? options) -> ()");
 }
 

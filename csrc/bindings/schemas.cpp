@@ -1,9 +1,11 @@
-// Every operator schema, once. Loading the library registers the operators.
+// The schemas of all operators but the private ones of driver.cpp, override.cpp and plan_ops.cpp.
+// Loading the library registers the operators.
 //
 // The operators take a normalized shape as the number of trailing dimensions (`normalized_ndim`):
 // the sizes themselves are the input's, so a symbolic shape stays symbolic. Their implementations
-// stand in bindings/cuda (CUDA) and in fused_layernorm/ops (the composite for every other
-// device, the fake implementations and the autograd formulas).
+// are in bindings/cuda (CUDA), in csrc/autograd (autograd and autocast) and in fused_layernorm/ops
+// (the composite for every other device, the fake implementations, and autograd and autocast in
+// Python).
 
 #include <torch/csrc/stable/library.h>
 
@@ -45,8 +47,8 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "add_layer_norm_forward(Tensor input, Tensor residual, int normalized_ndim, Tensor? weight, "
       "Tensor? bias, float eps, str? activation=None, float scale=1.0, ScalarType? out_dtype=None) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
-  // (dx, dweight, dbias); dx includes dresidual, the gradient that reaches x past the norm, if
-  // given. A gradient that is not asked for comes back as an empty tensor of shape (0,).
+  // (dx, dweight, dbias). dresidual, if given, is the gradient that reaches x other than through
+  // the norm; dx includes it. A gradient that is not asked for is an empty tensor of shape (0,).
   m.def(
       "layer_norm_backward(Tensor dy, Tensor x, int normalized_ndim, Tensor mean, Tensor rstd, "
       "Tensor? weight, Tensor? bias, Tensor? dresidual, str? activation, float scale, bool "
@@ -62,8 +64,8 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "ada_layer_norm_forward(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, "
       "Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype=None) -> (Tensor, Tensor, "
       "Tensor)");
-  // One norm and two modulations of it, weight and bias shared: (y, second_y). Where it is
-  // differentiated it is ada_layer_norm twice.
+  // One norm and two modulations of it, which share weight and bias: (y, second_y). Where
+  // derivatives are wanted, autograd calls ada_layer_norm twice instead.
   m.def(
       "ada_layer_norm_pair(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, "
       "Tensor? second_shift, Tensor? second_scale, Tensor? weight, Tensor? bias, float eps, "
@@ -78,24 +80,25 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "add_ada_layer_norm_forward(Tensor input, Tensor residual, Tensor? gate, int "
       "normalized_ndim, Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, float eps, "
       "ScalarType? out_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)");
-  // (dx, dshift, dscale, dweight, dbias), each of the shape and dtype of what it is the gradient
-  // of; dx includes dresidual, if given. One that is not asked for is an empty tensor of shape
-  // (0,).
+  // (dx, dshift, dscale, dweight, dbias), each of the shape and dtype of the argument whose
+  // gradient it is. dx includes dresidual, if given. A gradient that is not asked for is an empty
+  // tensor of shape (0,).
   m.def(
       "ada_layer_norm_backward(Tensor dy, Tensor x, int normalized_ndim, Tensor mean, Tensor rstd, "
       "Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, Tensor? dresidual, bool "
       "needs_dx, bool needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias) -> "
       "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   // The same for a gated sum x = residual + gate * input, in one launch where there is a kernel for
-  // it: (dx, dinput, dgate, dshift, dscale, dweight, dbias). Where it is differentiated itself it
-  // is ada_layer_norm_backward and then gate_backward of its dx.
+  // it: (dx, dinput, dgate, dshift, dscale, dweight, dbias). Where derivatives of these gradients
+  // are wanted, autograd calls ada_layer_norm_backward and then gate_backward on its dx instead.
   m.def(
       "add_ada_layer_norm_backward(Tensor dy, Tensor x, Tensor input, Tensor gate, int "
       "normalized_ndim, Tensor mean, Tensor rstd, Tensor? shift, Tensor? scale, Tensor? weight, "
       "Tensor? bias, Tensor? dresidual, bool needs_dx, bool needs_dinput, bool needs_dgate, bool "
       "needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, "
       "Tensor, Tensor, Tensor, Tensor, Tensor)");
-  // Of residual_out = residual + gate * input: (dinput, dgate) from the gradient of residual_out.
+  // Backward of residual_out = residual + gate * input, from the gradient of residual_out:
+  // (dinput, dgate).
   m.def(
       "gate_backward(Tensor dresidual_out, Tensor input, Tensor gate, bool needs_dinput, bool "
       "needs_dgate) -> (Tensor, Tensor)");

@@ -32,7 +32,7 @@ __device__ __forceinline__ void barrier_init_fence() {
 #endif
 }
 
-// Arrives at the barrier. Its phase does not end before `bytes` have come by bulk copies.
+// Arrives at the barrier, whose phase does not end before `bytes` have come by bulk copies.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
 #ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile(
@@ -90,7 +90,7 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
 #endif
 }
 
-// Brings data to L2 that will be read soon. Address and bytes are multiples of 16.
+// Brings data that will be read soon to L2. Address and bytes are multiples of 16.
 __device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
 #ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

@@ -1,18 +1,19 @@
-// A kernel that may start before the one in front of it in the stream has ended (PTX ISA,
-// "griddepcontrol"). It is launched by launch_early() and waits by itself; on chips before Hopper
-// both functions do nothing, and kernels start one after the other.
+// For a kernel that may start before the previous kernel of the CUDA stream has ended (PTX ISA,
+// "griddepcontrol"). launch_early() launches it, and it has to wait for the previous kernel itself.
+// On chips before Hopper both functions do nothing, and kernels start one after the other.
 #pragma once
 
 namespace fused_layernorm {
 
-// Lets the next kernel start where there is room, once all blocks have called or ended.
+// Lets the next kernel start where there is room, once every block of this kernel has called this
+// function or has ended.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// Waits until the kernel in front has ended and what it wrote can be read.
+// Waits until the previous kernel has ended and its results can be read.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -19,19 +19,19 @@ constexpr uint64_t kEmptySlot = ~uint64_t{0};
 __device__ __forceinline__ void publish(uint64_t* slot, Pair<float> value) {
   uint64_t bits = uint64_t{__float_as_uint(value.first)} | uint64_t{__float_as_uint(value.second)}
                                                                << 32;
-  // Two NaNs of all ones would look like an empty slot. These are NaNs as well.
+  // A pair of NaNs of all ones would look like an empty slot. Another pair of NaNs replaces it.
   if (bits == kEmptySlot) bits = 0x7fffffff7fffffffu;
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(slot), "l"(bits) : "memory");
 }
 
 // All `threads` of a block meet here once one of its warps has collected the sums of a row, so that
-// the others may read them. It is hardware barrier 15, and the only team has barrier 1.
+// the other warps may read them. This is hardware barrier 15; the block's only team has barrier 1.
 __device__ __forceinline__ void meet_when_collected(int threads) {
   asm volatile("bar.sync 15, %0;" ::"r"(threads) : "memory");
 }
 
 // The `count` slots of a row, read by one warp, which waits until all of them are written. A lane
-// has the slots lane, lane + 32, ...; the pairs of slots that do not exist are zero.
+// has the slots lane, lane + 32, ...; for a slot that does not exist its pair is zero.
 struct CollectedSlots {
   Pair<float> values[kSlotsPerLane];
 
@@ -40,7 +40,7 @@ struct CollectedSlots {
     uint64_t bits[kSlotsPerLane];
     bool missing = false;
     do {
-      // Polls that come too fast would hold up the stores that they wait for.
+      // Polls in quick succession would hold up the stores that they wait for.
       if (missing) __nanosleep(100);
       missing = false;
 #pragma unroll

@@ -11,8 +11,8 @@
 
 namespace fused_layernorm {
 
-// Rows of a block in shared memory, one behind the other. If they lie so in global memory, too,
-// they come by whole vectors, wherever they begin.
+// Rows of a block in shared memory, one behind the other. If they lie one behind the other in
+// global memory, too, they are copied by whole vectors, wherever they begin.
 template <typename X>
 struct RowsInShared {
   X* rows;
@@ -26,8 +26,8 @@ struct RowsInShared {
       : rows(reinterpret_cast<X*>(shared)), cols(row_cols) {
     const X* input = static_cast<const X*>(input_rows);
     if (map.is_dense(cols)) {
-      // The first and the last vector may reach over the rows' ends, but not over those of an
-      // allocation, which begins and ends at multiples of larger powers of two.
+      // The first and the last vector may reach past the ends of the rows, but not past the ends of
+      // an allocation, which begins and ends at multiples of larger powers of two.
       constexpr int kWidth = kVectorBytes / sizeof(X);
       input += map(first_row);
       const int shift =
@@ -51,7 +51,7 @@ struct RowsInShared {
     }
   }
 
-  // The vectors of one lane of those that share row `row`, zeros behind the row's end.
+  // Loads the vectors that one of the lanes on row `row` has, with zeros behind the row's end.
   template <int kWidth, int kPieces, typename Share>
   __device__ __forceinline__ void load(Vec<X, kWidth> (&x)[kPieces], int row,
                                        const Share& share) const {
@@ -66,7 +66,7 @@ struct RowsInShared {
   }
 
  private:
-  // Elements of two bytes may begin in the midst of a word. The last word that is read may lie
+  // Elements of two bytes may begin in the middle of a word. The last word that is read may lie
   // behind the row.
   template <int kWidth>
   static __device__ __forceinline__ void load_elements(Vec<X, kWidth>& v, const X* from) {
@@ -106,8 +106,8 @@ __device__ __forceinline__ void store_elements(Y* y, const Y* from, int count) {
   for (int i = whole + threadIdx.x; i < count; i += blockDim.x) y[i] = from[i];
 }
 
-// The sum of value_of(lane) over lanes: first of neighbours, as a logical warp's shuffles take it.
-// The first kPlayed of kLanes lanes have columns, and the others zeros.
+// The sum of value_of(lane) over kLanes lanes, in the order of a logical warp's shuffles: first the
+// sums of neighbours. Only the first kPlayed lanes have columns; the values of the others are zero.
 template <int kLanes, int kPlayed, typename Value, typename ValueOf>
 __device__ __forceinline__ Value sum_over_lanes(const ValueOf& value_of) {
   Value values[kLanes];

@@ -6,7 +6,7 @@
 
 namespace fused_layernorm {
 
-// An element of a row or slice by a 32-bit offset, which makes cheaper addresses.
+// The address of an element of a row or slice. The offset has 32 bits, which makes it cheaper.
 template <typename T>
 __device__ __forceinline__ T* element(T* base, int index) {
   using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
@@ -14,8 +14,8 @@ __device__ __forceinline__ T* element(T* base, int index) {
                               static_cast<uint32_t>(index) * static_cast<uint32_t>(sizeof(T)));
 }
 
-// The address, as one that the compiler knows nothing about and so keeps in a register instead of
-// computing it again.
+// Returns `address`, but hides from the compiler how it was computed: the compiler then keeps it in
+// a register instead of computing it again.
 template <typename T>
 __device__ __forceinline__ T* hidden(T* address) {
   asm volatile("" : "+l"(address));
@@ -23,7 +23,7 @@ __device__ __forceinline__ T* hidden(T* address) {
 }
 
 // The vectors `first`, `first + step`, ... of a row, as far as they are below `vectors`.
-// kMayMiss: so many of a thread's kVecs vectors can be missing, the last ones.
+// kMayMiss: how many of a thread's kVecs vectors may be missing; these are the last ones.
 template <int kVecs, int kMayMiss = kVecs>
 struct Share {
   static constexpr bool kRagged = false;

@@ -30,9 +30,9 @@ enum class Shift { kDown, kUp };
 
 // Cuts one piece out of each of `kCount` pairs of neighbouring pieces: with kDown the piece begins
 // `bytes` behind the beginning of the pair, with kUp it ends `bytes` before the end of the pair;
-// `bytes` is less than a piece has. One branch for all pairs names the words to take, because to
-// select them one by one would cost more than all the rest of moving a row. The assembly keeps the
-// compiler from making selections out of the branch.
+// `bytes` is less than the size of a piece. One branch for all pairs decides which words are taken,
+// because selecting the words one by one would cost more than everything else in moving a row. The
+// assembly keeps the compiler from turning the branch into selections.
 template <Shift kShift, int kElementBytes, int kCount, int kWords>
 __device__ __forceinline__ void shift_pieces(Words<kWords> (&out)[kCount],
                                              const Words<kWords> (&low)[kCount],
@@ -87,7 +87,7 @@ __device__ __forceinline__ void keep_first(Vec<T, kWidth>& v, int cols) {
   }
 }
 
-// The same for the vectors of a thread's share of a row, which keeps the row's columns.
+// Makes the elements of a thread's vectors that lie behind the row's last column zero.
 template <typename T, int kWidth, int kVecs, typename Share>
 __device__ __forceinline__ void keep_columns(Vec<T, kWidth> (&vectors)[kVecs], const Share& share) {
 #pragma unroll
@@ -107,7 +107,7 @@ struct ShiftedRow {
   using Piece = Vec<std::remove_const_t<T>, kPieceCols>;
 
   T* start;   // of the piece in which the row begins
-  int shift;  // bytes from there to the row
+  int shift;  // bytes from `start` to the row
 
   __device__ __forceinline__ explicit ShiftedRow(T* row)
       : shift(static_cast<int>(reinterpret_cast<uintptr_t>(row) % kPieceBytes)) {
@@ -180,7 +180,8 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
   const Row to(row);
   const int end = cols > 0 ? to.shift + cols * Row::kSize : 0;
   // A piece holds the end of one vector and the beginning of the next. The thread of the next
-  // vector stores it. Where that thread cannot learn the end of the vector before, there is a seam.
+  // vector stores the piece. Where no shuffle gives it the end of the vector before, there is a
+  // seam.
   typename Team::template Seams<kVecs, kVecs / kMayMiss, RowWords> seams(team);
   RowWords last_words = {};
   int last_piece = 0;
@@ -208,7 +209,7 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
       }
     }
   };
-  // So many pieces at once as there are registers for.
+  // As many pieces at once as there are registers for.
   constexpr int kMost = 4;
   constexpr int kCount = kVecs < kMost ? kVecs : kMost;
   store(std::integral_constant<int, 0>{}, std::integral_constant<int, kCount>{});

@@ -10,7 +10,7 @@ namespace fused_layernorm {
 
 // The rows first_row, first_row + row_step, ... (`rows` of them) and the columns of one team.
 struct SliceWork {
-  int slice, set;  // the set is that of the blocks which share a row
+  int slice, set;  // numbers; a set is the blocks that share a row
   int first_col, cols;
   uint32_t first_row, row_step;
   int rows;
@@ -39,8 +39,8 @@ struct SliceWork {
   }
 };
 
-// A place in a ring of `stages` stages. It counts 0, 1, ..., stages - 1, 0, ..., and with each
-// round the parity changes, which a stage's barrier is waited for with.
+// A place in a ring of `stages` stages. The stage counts 0, 1, ..., stages - 1, 0, ..., and with
+// each round the parity changes, which barrier_wait() takes.
 struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;

@@ -63,9 +63,8 @@ struct Vec {
 
   alignas(kPieceBytes) T at[kWidth];
 
-  // A vector is copied in pieces, too. The compiler would copy elements, and for half precision
-  // take them apart and put them together again right behind a load, which would then wait for
-  // memory.
+  // A vector is copied in pieces, too. The compiler would copy single elements: in half precision
+  // it would unpack and pack them right behind a load, and so wait for memory there.
   Vec() = default;
   __device__ __forceinline__ Vec(const Vec& other) { *this = other; }
   __device__ __forceinline__ Vec& operator=(const Vec& other) {
@@ -80,8 +79,8 @@ struct Vec {
 template <typename V>
 using piece_t = typename V::Piece;
 
-// Makes the compiler have the vector in registers here, in the form it was loaded in. It then keeps
-// nothing for later of what it has computed of the vector before, and does not put off the load.
+// Makes the compiler hold the vector in registers here, in the form in which it was loaded. The
+// compiler then cannot delay the load, and keeps no earlier results from the vector for later use.
 template <typename T, int kWidth>
 __device__ __forceinline__ void hold(Vec<T, kWidth>& v) {
   static_assert(sizeof(v) % sizeof(uint32_t) == 0);
@@ -92,7 +91,7 @@ __device__ __forceinline__ void hold(Vec<T, kWidth>& v) {
   }
 }
 
-// The zeros that change nothing they are added to, not even a zero of either sign.
+// Negative zeros, which change no value that they are added to, not even a zero of either sign.
 template <typename T, int kWidth>
 __device__ __forceinline__ Vec<T, kWidth> negative_zeros() {
   Vec<T, kWidth> v;
@@ -101,11 +100,11 @@ __device__ __forceinline__ Vec<T, kWidth> negative_zeros() {
   return v;
 }
 
-// How what is loaded is used.
+// How the loaded data is used.
 enum class Use {
-  kOnce,     // It is read once, and L1 is left to what is read again.
-  kInOrder,  // The same, but the load stays behind a __syncwarp() that stands before it. The
-             // compiler moves loads of the first kind over one.
+  kOnce,     // It is read once. L1 is left to data that is read again.
+  kInOrder,  // It is read once, and the load stays behind a __syncwarp() that stands before it. The
+             // compiler may move a load of kOnce across a __syncwarp().
   kAgain,    // It is read again by this or another block: parameters, and rows that are read twice.
   kPlain,    // It lies in shared memory, or in memory that this kernel writes.
 };
@@ -148,7 +147,8 @@ __device__ __forceinline__ void store(T* p, const Vec<T, kWidth>& v) {
   *reinterpret_cast<Vec<T, kWidth>*>(p) = v;
 }
 
-// Written once and not read by this kernel. Parts of a sector stay in L2 until the rest has come.
+// Stores data that is written once and not read by this kernel. Pieces below 8 bytes are stored
+// plainly, so that parts of a sector stay in L2 until the rest of it has come.
 template <typename T, int kWidth>
 __device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v) {
   using V = Vec<T, kWidth>;
@@ -164,8 +164,8 @@ __device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v) {
   }
 }
 
-// The same where `wanted`. Whole pieces are stored by a predicate: with a branch, the arithmetic of
-// each vector would wait for that of the vector before.
+// The same, if `wanted`. Pieces of 16 bytes are stored under a predicate: with a branch, the
+// arithmetic of each vector would wait for that of the vector before.
 template <typename T, int kWidth>
 __device__ __forceinline__ void store_once_if(bool wanted, T* p, const Vec<T, kWidth>& v) {
   using V = Vec<T, kWidth>;

@@ -1,6 +1,7 @@
 // Forward of the longest rows that the chip holds: persistent blocks, each with its slice of one
-// row in registers. The registers go to the next row as soon as their y is stored, and by then the
-// next row is on its way to L2, so that memory does not idle while sums are taken and blocks meet.
+// row in registers. As soon as y of a vector is stored, the vector's registers are loaded with the
+// next row. The next row is prefetched to L2 before that, so that memory does not idle while sums
+// are taken and blocks meet.
 #include "device/bulk.cuh"
 #include "device/slices.cuh"
 #include "forward/slice.cuh"
@@ -16,7 +17,7 @@ __global__ void __launch_bounds__(kForwardResidentThreads, 1)
   using W = typename N::W;
   using Y = typename N::Y;
   constexpr int kWidth = kVectorWidth<typename N::Types>, kVecs = kForwardResidentVecs;
-  if constexpr (!kHasBulk) return;  // It is never launched there.
+  if constexpr (!kHasBulk) return;  // Never launched on chips without bulk copies.
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ alignas(16) float scratch[2][kMaxWarps];
   __shared__ Moments<float> combined;
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(kForwardResidentThreads, 1)
   const Share<kVecs> share = {team.thread, team.threads, vectors};
   const ColumnParameters<W> parameters(p.weight, p.bias, work.first_col);
   W* weight = reinterpret_cast<W*>(shared);
-  W* bias = weight + slices.slice_cols;  // plan.bias_cols of it
+  W* bias = weight + slices.slice_cols;  // only its first plan.bias_cols columns
   auto* slots = static_cast<uint64_t*>(p.workspace);
   const auto x_of = [&](int i) {
     const ForwardRow<N> place(p, work.row(i), work.first_col);
@@ -44,8 +45,9 @@ __global__ void __launch_bounds__(kForwardResidentThreads, 1)
   const X* next = x_of(0);
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) load_vector(k, next);
-  // The slice's first element, whatever the mean. For a second one, which would say whether the
-  // mean is large, a thread has no register (16 x 4194304 float32: 199 us, with a second one 209).
+  // The pivot is the slice's first element, whatever the mean. A thread has no register for a
+  // second element, which would tell whether the mean is large (16 x 4194304 float32: 199 us, with
+  // a second element 209).
   float pivot = to_acc(*next);
   const int bias_vectors = min(vectors, plan.bias_cols / kWidth);
   copy_parameter<kWidth>(weight, parameters.weight, vectors, vectors);
@@ -56,9 +58,9 @@ __global__ void __launch_bounds__(kForwardResidentThreads, 1)
   }
   __syncthreads();
 
-  // The whole next row is prefetched, but less of a row that takes the whole chip (16 x 4194304
-  // float32: 202.6 us with three quarters, 204.3 with a half, 207 with all, 227 with nothing;
-  // 8192 x 20000: 343 with all, 367 with a half, 375 with nothing).
+  // A block prefetches the whole next row, or three quarters of its slice where several blocks
+  // share a row (16 x 4194304 float32: 202.6 us with three quarters, 204.3 with a half, 207 with
+  // all, 227 with nothing; 8192 x 20000: 343 with all, 367 with a half, 375 with nothing).
   const uint32_t prefetched_bytes =
       (slices.blocks_per_row > 1 ? (vectors + 1) / 4 * 3 : vectors) * kWidth * int{sizeof(X)};
 #pragma unroll 1
@@ -70,7 +72,7 @@ __global__ void __launch_bounds__(kForwardResidentThreads, 1)
         [&] { return Reciprocal<float>{inverse.x, inverse.y}; },
         [&](float v, int n) { return team_sum(v, team, scratch[n]); },
         [&] {
-          // All of the row is here, so memory is free for the next one.
+          // All threads have their vectors of this row, so memory is free for the next row.
           if (more) {
             next = x_of(i + 1);
             if (team.thread == 0) bulk_prefetch(next, prefetched_bytes);
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(kForwardResidentThreads, 1)
 
 }  // namespace
 
-// There are kernels for what is common in such rows: nothing fused, and y of x's type.
+// There are kernels only for what is common in such rows: nothing fused, and y of x's type.
 cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
                                       const forward::Resident& plan, cudaStream_t stream) {
   const cudaError_t error = clear_slots(params.workspace, plan.workspace_bytes, stream);

@@ -1,14 +1,15 @@
-// Forward of one row that a team holds in registers, whatever the team: load (prologue) ->
-// statistics -> normalize -> epilogue -> store. The strategies with a logical warp or a block per
-// row are this and a few choices of theirs, which a team states as constants:
+// Forward of one row that a team holds in registers, for any kind of team: load (prologue) ->
+// statistics -> normalize -> affine -> epilogue -> store. The strategies warp and block run
+// this with a type of team each, which has
 //
-//   thread(), threads()   the thread's place in the team
-//   sum(v, n)             the sum over the team; n = 0 and 1 must not share scratch memory
+//   thread(), threads()   the thread's index in the team, and the number of the team's threads
+//   sum(v, n)             the sum over the team; the sums n = 0 and n = 1 of a row must not share
+//                         scratch memory
 //   kMostEarlyWords       registers that a thread has for parameters while sums are taken
-//   kWalks                whether parameters beside an epilogue are loaded by walking addresses
+//   kWalks                whether a kernel with an epilogue takes WalkedParameters
 //   kPivotFirst<N, kVecs, kShifted>  whether the row's first elements are loaded before the row
-//   pivot<N>(row, first)  the pivot, where it is not; `first` is the thread's first vector
-//   Seams                 what store_shifted() asks of a team (device/shifted.cuh)
+//   pivot<N>(row, first)  the pivot, if not kPivotFirst; `first` is the thread's first vector
+//   Seams                 the seams of a shifted row, for store_shifted() (device/shifted.cuh)
 #pragma once
 
 #include "norm/norm.cuh"
@@ -36,8 +37,9 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
       if (share.has(k)) store_once<Y, kWidth>(element(y_row, share.vector(k) * kWidth), y);
     }
   } else {
-    // The compiler moves nothing over the branches of an activation. So the next vector's
-    // parameters are loaded before them, if there are registers, and y's address is kept.
+    // The compiler moves nothing across the branches of an activation. So the next vector's
+    // parameters are loaded before these branches, if there are registers for them, and y's address
+    // is kept in a register.
     constexpr bool kAhead = kVecs * kWidth < 8 * kVectorWidth<typename N::Types>;
     Y* y_start = hidden(element(y_row, share.first * kWidth));
     auto weight = parameters.weight(0), bias = parameters.bias(0);
@@ -60,7 +62,7 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
   }
 }
 
-// `index` is the row's number.
+// Stores y, and with a second modulation the second y, of a thread's share of row number `index`.
 template <typename N, int kWidth, int kVecs, typename Parameters, typename Share>
 __device__ __forceinline__ void finish_row(const ForwardParams& p, const ForwardRow<N>& row,
                                            const Vec<typename N::X, kWidth> (&x)[kVecs],
@@ -81,7 +83,7 @@ __device__ __forceinline__ void finish_row(const ForwardParams& p, const Forward
   if constexpr (N::Affine::kTwice) {
     const auto second = N::Affine::template of_row<W>(p.second, index, 0);
     LateParameters<W, kWidth, Share> second_parameters = {second, share};
-    // Only the packed elements of the row stay in registers between the two.
+    // Between the two outputs only the packed elements of the row stay in registers.
     Vec<typename N::X, kWidth> again[kVecs];
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
@@ -92,7 +94,7 @@ __device__ __forceinline__ void finish_row(const ForwardParams& p, const Forward
   }
 }
 
-// The same for a row that begins anywhere in memory.
+// Stores y of a thread's share of a shifted row, or nothing if `valid_row` is false.
 template <typename N, int kWidth, int kVecs, typename Parameters, typename Team, typename Share>
 __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const ForwardRow<N>& row,
                                                    const Vec<typename N::X, kWidth> (&x)[kVecs],
@@ -112,13 +114,13 @@ __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const
   });
 }
 
-// The registers that weight and bias take at a thread's kVecs vectors of a row.
+// The registers that weight and bias of a thread's kVecs vectors of a row take.
 template <typename N, int kVecs>
 constexpr int kParameterWords =
     2 * kVecs * kVectorWidth<typename N::Types> * static_cast<int>(sizeof(typename N::W)) / 4;
 
-// The way that a row's elements are moved, as a template parameter. One by one they are moved where
-// all types are float32.
+// Calls then() with the way in which a row's elements are moved as a template parameter. There are
+// kernels that move them one by one only where all types are float32.
 template <typename T, typename Then>
 cudaError_t dispatch_moves(Moves moves, const Then& then) {
   constexpr bool kFloats = std::is_same_v<T, Types<float, float, float>>;
@@ -130,11 +132,12 @@ cudaError_t dispatch_moves(Moves moves, const Then& then) {
                                   : cudaErrorInvalidValue;
 }
 
-// One row by a team; kVecs counts the vectors of a thread, whose pieces are loaded and stored one
-// by one. A team without a row of its own (`row` is past the last) goes along with the last row for
-// the sake of the others in its warp.
-// kEarly: weight and bias are loaded with the row, if nothing is fused and registers allow it.
-// kForget: between sums and result only the packed elements of the row stay in registers.
+// Forward of one row by a team. A thread has kVecs vectors of the row, which it loads and stores
+// piece by piece. A team without a row of its own (`row` is past the last one) reads the last row
+// and stores no y, because the shuffles of the other teams in its warp need its lanes.
+// kEarly: the affine parameters are loaded with the row, if there is neither a residual nor an
+// epilogue and registers allow it.
+// kForget: between the row's sums and y only the packed elements of the row stay in registers.
 template <typename N, int kVecs, Moves kMoves, bool kEarly, bool kForget, typename Team>
 __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& team,
                                             uint32_t row) {
@@ -150,8 +153,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   const bool valid_row = row < rows;
   const uint32_t read_row = valid_row ? row : rows - 1;
   const ForwardRow<N> place(p, read_row, 0);
-  // The plan sees to it that of a thread's vectors at most the last is missing: of its pieces the
-  // last ones.
+  // The plan makes sure that at most the last of a thread's vectors is missing, and so at most its
+  // last kMayMiss pieces.
   const auto share = [&] {
     if constexpr (kShifted) {
       return RaggedShare<kPieces, kWidth, kMayMiss>(team.thread(), team.threads(), p.cols);
@@ -164,13 +167,14 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   Acc pivot;
   constexpr bool kPivotFirst = kElements || Team::template kPivotFirst<N, kVecs, kShifted>;
   if constexpr (kShifted) {
-    // Behind the branches of a shifted load a load of the first elements would wait for the row.
+    // After the branches of load_shifted(), a load of the first elements would wait for the row.
     if (kPivotFirst) pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
     place.x.load_shifted(x, team, share, valid_row);
   } else if constexpr (kPivotFirst) {
-    // Some kernels gain by a pivot that is loaded before all else (bfloat16: 32768 x 4096 137.9 us,
-    // 131.2, with a residual 268.0, 259.4; 65536 x 2048 131.7, 128.7) and others lose (five vectors
-    // 130.1, 130.8, eight 264, 283, an activation 136.6, 143.4).
+    // With a pivot that is loaded before all else some kernels are faster (bfloat16, without and
+    // with: 32768 x 4096 137.9 us and 131.2, with a residual 268.0 and 259.4; 65536 x 2048 131.7
+    // and 128.7), others slower (five vectors 130.1 and 130.8, eight 264 and 283, an activation
+    // 136.6 and 143.4).
     constexpr bool kInOrder =
         sizeof(X) == 2 && (N::Prologue::kMayStore || (kVecs == 4 && !N::Epilogue::kBranches));
     pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
@@ -204,7 +208,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
     asm("" : "+r"(row));
   }
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
-  // The lanes of a warp store shifted rows together, so none may leave before.
+  // The lanes of a warp store shifted rows together, so none of them may return before.
   if (!kShifted && !valid_row) return;
   if (valid_row && team.thread() == 0) store_statistics(p, row, mean, rstd);
   if constexpr (kShifted) {

@@ -1,5 +1,5 @@
-// What the strategies with persistent blocks share in forward: the moments of a row from those of
-// the slices that its blocks have published.
+// Code that forward's strategies with persistent blocks share: the moments of a row, combined from
+// the moments that the row's blocks have published for their slices.
 #pragma once
 
 #include "device/meeting.cuh"
@@ -8,7 +8,7 @@
 
 namespace fused_layernorm {
 
-// By one warp; every lane gets the moments.
+// Combines the moments in the slots of a row. One warp calls, and every lane gets the moments.
 template <typename N>
 __device__ __forceinline__ Moments<float> combine_slots(const CollectedSlots& slots,
                                                         const Slices& slices, int cols,
@@ -31,7 +31,7 @@ __device__ __forceinline__ Moments<float> combine_slots(const CollectedSlots& sl
   return N::Statistic::combine(each, pivot, inverse_cols);
 }
 
-// The row's rstd. The thread that `stores` writes the row's statistics.
+// Returns the row's rstd. The thread that has `stores` = true also writes the row's statistics.
 template <typename N>
 __device__ __forceinline__ float finish_moments(const ForwardParams& p, int64_t row,
                                                 const Moments<float>& moments, bool stores) {

@@ -1,7 +1,7 @@
 // Forward of rows too long for the registers of one block: persistent blocks that keep their slices
 // of weight and bias in shared memory for the whole launch, and beside them a ring of slices of x.
-// The blocks of a row meet in global memory a row or two after they have published their sums, so
-// that none waits for the others.
+// The blocks that share a row publish its moments in global memory and collect them a row or two
+// later, so that no block waits for the others.
 #include "device/bulk.cuh"
 #include "device/slices.cuh"
 #include "forward/slice.cuh"
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kForwardSplitThreads + kWarpSize, 1)
   using W = typename N::W;
   using Y = typename N::Y;
   constexpr int kWidth = kVectorWidth<typename N::Types>, kVecs = kForwardSplitVecs;
-  if constexpr (!kHasBulk) return;  // It is never launched there.
+  if constexpr (!kHasBulk) return;  // Never launched on chips without bulk copies.
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ alignas(16) float scratch[2][2][kMaxWarps];
   __shared__ Moments<float> combined[kMostCollected];
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kForwardSplitThreads + kWarpSize, 1)
   __syncthreads();
 
   if (team.index == 1) {
-    // The collecting warp, which a block with whole rows does not have.
+    // This warp is the collector. A block with whole rows has none.
     for (int i = 0; i < work.rows; ++i) {
       const CollectedSlots slot(slots + work.row(i) * slices.blocks_per_row, slices.blocks_per_row);
       const auto moments = combine_slots<N>(slot, slices, p.cols, p.inverse_cols.rounded);
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kForwardSplitThreads + kWarpSize, 1)
       const X* x = ring + first_read.stage * slices.slice_cols;
       first_read.advance(plan.stages);
       const float pivot = N::Statistic::template pivot<X>(
-          Pair<float>{to_acc(x[0]), to_acc(x[1])});  // a slice has whole vectors
+          Pair<float>{to_acc(x[0]), to_acc(x[1])});  // x[1] exists: slices have whole vectors
       Vec<X, kWidth> values[kVecs];
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {

@@ -1,5 +1,6 @@
-// Forward of rows of any length, also of rows longer than the chip holds, on any chip: the moments
-// of fixed chunks of each row, their combination, then the result with a second read of the row.
+// Forward of rows of any length, also of rows longer than the chip holds, on any chip. One kernel
+// takes the moments of fixed chunks of each row, a second one combines them, and the last one reads
+// the row again and computes y.
 #include "launch.cuh"
 #include "norm/norm.cuh"
 
@@ -39,8 +40,8 @@ __global__ void __launch_bounds__(kForwardStreamThreads)
   }
 }
 
-// The second kernel, one warp a row: mean and rstd from the moments of the row's chunks, to the
-// workspace for the last kernel and to the outputs.
+// The second kernel, one warp a row. It computes mean and rstd from the moments of the row's
+// chunks, and stores them in the workspace, for the last kernel, and in the outputs.
 template <typename N>
 __global__ void __launch_bounds__(kWarpSize)
     layer_norm_forward_stream_totals_kernel(const ForwardParams p, const Slices chunks,
@@ -64,8 +65,8 @@ __global__ void __launch_bounds__(kWarpSize)
 }
 
 // The last kernel. A block keeps the weight and bias of its columns in registers for several rows:
-// reading them anew for every row costs as much of L2's throughput as x and y. A modulation is read
-// for every row, which may have its own.
+// reading them anew for every row costs as much of L2's throughput as x and y. Shift and scale are
+// read for every row, because each row may have its own.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kFinishThreads)
     layer_norm_forward_stream_kernel(const ForwardParams p, const int chunks,
@@ -129,7 +130,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
-      // The sums know nothing of an epilogue or a modulation.
+      // The moments do not depend on the epilogue, nor on shift and scale.
       const auto start_sums = [&](auto prologue) {
         using N = LayerNormOf<T, decltype(prologue), Identity>;
         return launch(layer_norm_forward_stream_sums_kernel<N, width()>, plan, stream, params,

@@ -1,9 +1,10 @@
-// Forward of short rows that begin anywhere, where there are many: a thread has a row. A block's
-// rows come to shared memory and go from there by whole vectors, wherever they begin, or element by
-// element where x does not lie row behind row; a thread reads and writes its row's elements there.
+// Forward of many short rows that begin anywhere in memory: each thread has one row. A block copies
+// its rows to shared memory, by whole vectors wherever the rows begin, or element by element where
+// the rows of x do not follow each other directly. A thread reads its row there and writes the
+// row's y there, and the block then stores y, by whole vectors where the addresses are aligned.
 //
-// The thread plays the lanes of the logical warp that has such a row where rows are few
-// (forward/warp.cu): it takes the same sums in the same order. So y is the same in any batch.
+// Where rows are few, a logical warp has such a row (forward/warp.cu). The thread plays the lanes
+// of that logical warp: it takes the same sums in the same order, so y is the same in any batch.
 #include "device/rows_in_shared.cuh"
 #include "device/share.cuh"
 #include "launch.cuh"
@@ -12,8 +13,8 @@
 namespace fused_layernorm {
 namespace {
 
-// The share of lane `lane` of those that would share a row, all of which a thread plays. The first
-// kWhole vectors of the row are there and whole for sure.
+// The share of one of the lanes that a thread plays. The first kWhole vectors of the row (of kWidth
+// columns each) always exist and are whole.
 template <int kLanes, int kPieces, int kWidth, int kWhole>
 struct PlayedShare {
   static constexpr bool kRagged = true;
@@ -52,13 +53,13 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   const int64_t first_row = int64_t{blockIdx.x} * blockDim.x;
   const int rows = static_cast<int>(min(int64_t{blockDim.x}, p.rows - first_row));
   const RowsInShared<X> block(shared, p.input, p.input_rows, p.cols, first_row, rows);
-  // y takes the place of x, if it is as wide.
+  // If y is as wide as x, it takes the place of x.
   Y* const y =
       y_offset > 0 ? reinterpret_cast<Y*>(shared + y_offset) : reinterpret_cast<Y*>(block.rows);
   wait_for_rows();
   __syncthreads();
 
-  // A thread without a row of its own goes along with the last row.
+  // A thread without a row of its own reads the last row, but stores nothing.
   const bool has_row = static_cast<int>(threadIdx.x) < rows;
   const int row = has_row ? threadIdx.x : rows - 1;
   constexpr int kPlayed = lanes_with_columns(kLanes, sizeof(X));
@@ -68,8 +69,8 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   const X* first = block.rows + row * p.cols;
   const Acc pivot = N::Statistic::template pivot<X>(
       Pair<Acc>{to_acc(first[0]), p.cols > 1 ? to_acc(first[1]) : Acc(0)});
-  // The last vector of a row reaches into the next row, so y takes no row's place before all are in
-  // registers.
+  // A load of a row's last vector also reads elements of the next row, so y takes the place of the
+  // rows only when all of them are in registers.
   __syncthreads();
   const Acc sum = sum_over_lanes<kLanes, kPlayed, Acc>(
       [&](int lane) { return N::Statistic::sum_from(x[lane], Share{lane, p.cols}, pivot); });
@@ -121,7 +122,7 @@ cudaError_t dispatch_played(std::integer_sequence<int, kPlayed...>, const forwar
 
 }  // namespace
 
-// There are kernels for what is common in such rows: nothing fused.
+// There are kernels only for what is common in such rows: nothing fused.
 cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
                                       const forward::Thread& plan, cudaStream_t stream) {
   if (params.residual != nullptr || params.is_modulated || params.has_epilogue) {

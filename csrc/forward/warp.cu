@@ -1,5 +1,5 @@
 // Forward of short rows: a logical warp (a power-of-two part of a warp) holds a row in registers.
-// There is nothing but shuffles between its lanes.
+// Its lanes exchange data by shuffles alone.
 #include "forward/row.cuh"
 #include "launch.cuh"
 
@@ -7,8 +7,8 @@ namespace fused_layernorm {
 namespace {
 
 struct LogicalWarp {
-  // bfloat16, parameters loaded with the row and where they are used: 12608 x 768 11.5 us, 12.2;
-  // 1 x 768 1.5, 1.9; 32768 x 768 26.3, 26.9; 128 x 1024 2.2, 2.6.
+  // bfloat16, with parameters loaded together with the row, and loaded where they are used: 12608 x
+  // 768 11.5 us and 12.2; 1 x 768 1.5 and 1.9; 32768 x 768 26.3 and 26.9; 128 x 1024 2.2 and 2.6.
   static constexpr int kMostEarlyWords = 32;
   static constexpr bool kWalks = false;  // 32768 x 1024 with GELU: 36.4 us, walked 37.3
   int lanes, lane;
@@ -20,11 +20,13 @@ struct LogicalWarp {
     return logical_warp_sum(v, lanes);
   }
 
-  // The first lane has the row's first elements. But a shuffle waits for the row, and the loads of
-  // what comes behind wait for the shuffle (bfloat16: 32768 x 512 18.9 us, 18.3 with a load of its
-  // own; but 4194304 x 64 float32 516 and 521, and 32768 x 1024 with a residual 67.4 and 69.2;
-  // 1000003 x 37 float32 170 us with a shuffle, 176 with loads of both elements). Where a row has
-  // one element, the registers behind it hold zeros.
+  // The first lane has the row's first elements, and the other lanes can get the pivot by a
+  // shuffle. But a shuffle waits for the row, and all later loads wait for the shuffle. So in half
+  // precision without a residual each lane loads the first element itself (bfloat16, 32768 x 512:
+  // 18.9 us with a shuffle, 18.3 with a load). Elsewhere the shuffle is faster (4194304 x 64
+  // float32: 516 us, with a load 521; 32768 x 1024 with a residual: 67.4, with a load 69.2; 1000003
+  // x 37 float32: 170, with loads of both elements 176). Where a row has one element, the registers
+  // behind it hold zeros.
   template <typename N, int kVecs, bool kShifted>
   static constexpr bool kPivotFirst = kShifted && sizeof(typename N::X) == 2;
   template <typename N, typename Row, int kWidth>
@@ -49,7 +51,7 @@ struct LogicalWarp {
     Words of_neighbour;  // the last words of the lane before; in the first lane, of the last lane
 
     __device__ __forceinline__ explicit Seams(const LogicalWarp& warp) : team(warp) {}
-    // The words of the vector before this lane's k-th, which has `own`.
+    // The words of the vector before this lane's k-th vector, whose words are `own`.
     __device__ __forceinline__ Words before(int k, const Words& own) {
       Words words = of_neighbour;
       if (k == 0) begin = own;
@@ -90,8 +92,9 @@ cudaError_t launch_warp(const ForwardParams& params, const forward::Warp& plan,
   if constexpr (!kHasKernel) {
     return cudaErrorInvalidValue;
   } else {
-    // Of shifted rows with nothing fused there are both kernels, if registers allow an early one.
-    // Of all others there is one, which loads the parameters early on the same conditions.
+    // Bare shifted rows have two kernels, if there are registers to load parameters early: one
+    // loads them early, the other late. All other rows have one kernel, which loads the parameters
+    // early where forward_row() allows it.
     constexpr bool kBoth = kMoves == Moves::kShifted && kIsBare<N> &&
                            kParameterWords<N, kVecs> <= LogicalWarp::kMostEarlyWords;
     return dispatch_bool<kBoth>(kBoth && !plan.early, [&](auto late) {

@@ -1,17 +1,17 @@
 // What is fused behind the normalization: activation(z) * scale, and its derivative.
 //
 // float32 arithmetic comes in two grades. The coarse grade serves where y is rounded to half
-// precision. It takes the fewest instructions, because rows of bfloat16 leave about 28 an element
-// in all. The fine grade serves where y is float32, and its errors are like those of PyTorch's own
-// float32.
+// precision. It takes the fewest instructions, because a bfloat16 element has time for only about
+// 28 in all. The fine grade serves where y is float32, and its errors are like those of PyTorch's
+// own float32.
 //
-// "Instructions: n, m" counts the instructions of an element on sm_90, coarse and fine, with the
-// multiplication by scale. One of them is EX2, and except in gelu another is RCP; these two run on
-// 16 lanes a clock. The errors stated are those of the approximation; EX2 (2 ulp), RCP (1 ulp) and
-// the roundings of float32 add theirs.
+// "Instructions: n, m" gives the instructions of an element on sm_90, in the coarse and in the fine
+// grade, with the multiplication by scale. Except in relu, one of them is EX2, and except in relu
+// and gelu another is RCP; these two run on 16 lanes a clock. The errors stated are those of the
+// approximation; EX2 (2 ulp), RCP (1 ulp) and the roundings of float32 add theirs.
 //
-// The float64 functions are called, not copied into every kernel: float64 is there for its digits,
-// and its code is large.
+// The float64 functions are called, not inlined into every kernel: float64 is used for its digits,
+// not its speed, and the code is large.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -31,9 +31,8 @@ constexpr double kInverseRootTwoPi = 0.39894228040143267794;
 constexpr double kLog2E = 1.44269504088896340736;
 constexpr double kLn2 = 0.69314718055994530942;
 
-// These take one instruction each. They do without the care that exp2f() and a division take of the
-// ends of the range: subnormal arguments and results count as 0, and results that are too great are
-// Inf.
+// These take one instruction each. Unlike exp2f() and a division, they take no care at the ends of
+// the range: subnormal arguments and results count as 0, and results that are too great are Inf.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -55,19 +54,20 @@ __device__ __forceinline__ float polynomial(float x, const float (&coefficients)
   return p;
 }
 
-// 2 gelu(z): the factor comes off with scale. Instructions: 11, 13.
+// 2 gelu(z): the factor 1/2 is multiplied into scale. Instructions: 11, 13.
 //
 // 2 z Phi(z) = z + |z| - |z| 2^P(|z|) with 2^P(u) = 2 Phi(-u): one EX2, and no difference of nearly
-// equal numbers on either side. P is fitted to the least greatest error of gelu(-u): coarse, 1.8e-6
-// of it or 5e-9, whichever is more; fine, with P(0) = 0 so that small z err by no more than others
-// (beyond float32's roundings, normally distributed z of deviation 1, 0.1 and 0.02 err by 0.14, 0.7
-// and 0.9 of what PyTorch's do). Beyond the fit P falls on, and the result goes to 0.
+// equal numbers for either sign of z. The fit of P minimizes the greatest error of gelu(-u). In the
+// coarse grade this is 1.8e-6 of gelu(-u) or 5e-9, whichever is more. In the fine grade P(0) = 0,
+// so that the errors of small z are no greater than those of others (beyond float32's roundings,
+// normally distributed z of deviation 1, 0.1 and 0.02 have 0.14, 0.7 and 0.9 of PyTorch's errors).
+// Beyond the range of the fit P goes on falling, and the result goes to 0.
 //
-// |z| is bounded for z = Inf, which times 0 would be NaN. z + |z| carries NaN, and makes NaN of
-// -Inf, as PyTorch does.
+// |z| is bounded because for z = Inf the product Inf * 0 would be NaN. z + |z| is NaN for NaN and
+// for -Inf, as PyTorch's gelu is.
 template <typename Y>
 __device__ __forceinline__ float twice_gelu(float z) {
-  // Coarse, where P is lowest: -100.
+  // The coarse P is lowest, at -100, where u is 13.3.
   const float u = fminf(fabsf(z), kCoarseFor<Y, float> ? 13.3f : 20.0f);
   float p;
   if constexpr (kCoarseFor<Y, float>) {
@@ -87,15 +87,17 @@ __device__ __noinline__ double twice_gelu(double z) {
 
 // dy * gelu'(z). Instructions: 16.
 //
-// gelu'(-u) = Phi(-u) - u phi(u) = 2^(u (a + b u)) G(u), G a polynomial: a and b are as free as its
-// coefficients, which makes four powers of G needless. gelu'(u) is 1 less that. The greatest error
-// is 7.5e-9, and 1.5 percent of gelu' down to z = -8. The half-precision y does not make it coarse:
-// a float32 weight's gradient shows an error of 4e-8 where z gathers about one value.
+// gelu'(-u) = Phi(-u) - u phi(u) = 2^(u (a + b u)) G(u), where G is a polynomial. a and b are
+// fitted together with the coefficients of G, which saves four powers of G. gelu'(u) is
+// 1 - gelu'(-u). The greatest error is 7.5e-9, and down to z = -8 it is at most 1.5 percent of
+// gelu'. There is no coarse grade for a half-precision y: the gradient of a float32 weight shows an
+// error of 4e-8 where many z are near one value.
 template <typename Y>
 __device__ __forceinline__ float gelu_gradient(float dy, float z) {
   const float u = fabsf(z);
   const float e = exp2_approx(u * fmaf(-0.687904835f, u, -1.31787086f));
-  // Bounded, as Inf * 0 is NaN: then for u = Inf alone, as in PyTorch.
+  // u is bounded so that g stays finite, because Inf * 0 is NaN. The result is NaN only for
+  // u = Inf, as in PyTorch, and from about u = 2.7e31 on, where g * u overflows.
   const float g = polynomial(fminf(u, 64.0f),
                              {-1.72557091e-04f, -5.76253457e-04f, -9.5763607e-03f, -3.5259936e-02f,
                               -1.66030943e-01f, -2.81837791e-01f, -3.4114489e-01f});
@@ -108,14 +110,14 @@ __device__ __noinline__ double gelu_gradient(double dy, double z) {
   return dy * (0.5 * erfc(-z * kRootHalf) + z * (kInverseRootTwoPi * exp(-0.5 * z * z)));
 }
 
-// The logistic function s(x) = 1 / (1 + exp(-x)), and 1 - s(x), which is no difference either.
+// The logistic function s(x) = 1 / (1 + exp(-x)), and 1 - s(x), computed without a subtraction.
 template <typename Acc>
 struct Logistic {
   Acc value, complement;
 };
 
-// Both are computed from e = exp(-x). For e = Inf the product is NaN, which saturates to 0; beside
-// a value of 0 that is as good as the right complement, 1.
+// Both are computed from e = exp(-x). For e = Inf, e * s is NaN, and __saturatef() makes it 0. The
+// right complement would be 1, but beside a value of 0 a complement of 0 is as good.
 __device__ __forceinline__ Logistic<float> coarse_logistic(float e) {
   const float s = reciprocal_approx(1.0f + e);
   return {s, __saturatef(e * s)};
@@ -135,8 +137,9 @@ __device__ __forceinline__ Logistic<float> logistic(float x) {
   if constexpr (kCoarseFor<Y, float>) {
     return coarse_logistic(exp2_approx(x * kMinusLog2E));
   } else {
-    // What the product loses by its rounding, up to 6e-8 |x| of e, is put back. Rounded down, it
-    // loses nothing below 0 that shows; saturated, the NaN of x = Inf is 0.
+    // The rounding of the product would cost e up to 6e-8 |x| of itself. A correction puts this
+    // back. Because the product is rounded down, a negative correction is too small to matter, and
+    // the correction can be saturated, which also makes its NaN for x = Inf 0.
     const float w = fminf(__fmul_rd(x, kMinusLog2E), 126.0f);
     const float e = exp2_approx(w);
     return fine_logistic(fmaf(e, __saturatef(fmaf(w, kMinusLn2, -x)), e));
@@ -150,7 +153,8 @@ __device__ __noinline__ Logistic<double> logistic(double x) {
   return x < 0.0 ? Logistic<double>{e * r, r} : Logistic<double>{r, e * r};
 }
 
-// silu(z) = z s(z). Instructions: 6, 11. Coarse, exp(-z) errs by 6e-8 |z| of itself at most.
+// silu(z) = z s(z). Instructions: 6, 11. In the coarse grade the relative error of exp(-z) is at
+// most 6e-8 |z|.
 template <typename Y, typename Acc>
 __device__ __forceinline__ Acc silu(Acc z) {
   return z * logistic<Y>(z).value;
@@ -172,7 +176,8 @@ struct GeluTanh {
   Logistic<float> s;
 };
 
-// tanh.approx would take one instruction for four, but errs by 2^-11: more than half precision may.
+// tanh.approx would take one instruction instead of four, but its error of 2^-11 is more than half
+// precision allows.
 template <typename Y>
 __device__ __forceinline__ GeluTanh gelu_tanh_parts(float z) {
   constexpr float kA = -kLog2E * kGeluTanhA, kB = -kLog2E * kGeluTanhB;
@@ -184,7 +189,7 @@ __device__ __forceinline__ GeluTanh gelu_tanh_parts(float z) {
   }
 }
 
-// Instructions: 8, 11. exp(-x) errs by 2e-7 |x| of itself at most.
+// Instructions: 8, 11. The relative error of exp(-x) is at most 2e-7 |x|.
 template <typename Y>
 __device__ __forceinline__ float gelu_tanh(float z) {
   return z * gelu_tanh_parts<Y>(z).s.value;
@@ -195,14 +200,14 @@ __device__ __noinline__ double gelu_tanh(double z) {
   return z * logistic<Y>(z * (kGeluTanhA + kGeluTanhB * z * z)).value;
 }
 
-// What gelu_tanh_gradient() leaves out, to come in with scale.
+// The factor that gelu_tanh_gradient() leaves out. It is multiplied into scale.
 template <typename Acc>
 constexpr Acc kGeluTanhGradientFactor = std::is_same_v<Acc, float> ? Acc(2 * kGeluTanhA) : Acc(1);
 
 // dy * gelu_tanh'(z) / kGeluTanhGradientFactor. Instructions: 12, 16.
 //
-// gelu_tanh'(z) = s (1 + (1 - s) z x'), where z x' = z (a + 3 b z^2) = 3 x - 2 a z. Coarse, it is
-// had from x, at thrice the error of x; divided by 2 a, that is one fmaf.
+// gelu_tanh'(z) = s (1 + (1 - s) z x'), where z x' = z (a + 3 b z^2) = 3 x - 2 a z. The coarse
+// grade computes z x' from x, with three times the error of x; divided by 2 a, this takes one fmaf.
 template <typename Y>
 __device__ __forceinline__ float gelu_tanh_gradient(float dy, float z) {
   constexpr float kOne = 1 / (2 * kGeluTanhA);
@@ -232,10 +237,10 @@ __device__ __forceinline__ float relu(float z) {
 
 __device__ __forceinline__ double relu(double z) { return z < 0.0 ? 0.0 : z; }
 
-// values = activation(values) * scale. The switch stands outside the loop: the branch is uniform
-// over the grid, one a vector. GELU is asked for by itself, and hidden from the compiler, which
-// would make a table of jumps of it: nine instructions a vector, where a bfloat16 element in all
-// has some 28.
+// values = activation(values) * scale. The switch stands outside the loop: there is one branch a
+// vector, uniform over the grid. GELU is tested in front of the switch, and the tested value is
+// hidden from the compiler, which would otherwise make one table of jumps of the test and the
+// switch: nine instructions a vector, where a bfloat16 element has some 28 in all.
 template <typename Y, typename Acc, int kWidth>
 __device__ __forceinline__ void activate(Acc (&values)[kWidth], Activation activation, Acc scale) {
   const auto each = [&](Acc factor, const auto& f) {
@@ -248,7 +253,7 @@ __device__ __forceinline__ void activate(Acc (&values)[kWidth], Activation activ
     return each(Acc(0.5) * scale, [](Acc z) { return twice_gelu<Y>(z); });
   }
   switch (activation) {
-    case Activation::kGelu:  // never: above
+    case Activation::kGelu:  // It has returned above.
     case Activation::kNone:
       return each(scale, [](Acc z) { return z; });
     case Activation::kGeluTanh:

@@ -6,8 +6,8 @@
 
 namespace fused_layernorm {
 
-// The next three give weight and bias of the vectors of a thread's share, and differ in when and
-// how these are loaded.
+// The next three structs give weight and bias at the vectors of a thread's share, and differ in
+// when and how they load these parameters.
 
 // Loaded where they are used. For a missing vector the first columns are read.
 template <typename W, int kWidth, typename Share>
@@ -48,7 +48,7 @@ struct EarlyParameters {
 
 // Loaded where they are used, by addresses that walk along the row: fewer instructions, but each
 // address waits for the one before. Each of weight(k) and bias(k) must be called once for each k,
-// in order. In the place of a missing vector the one before it is read again.
+// in order. In the place of a missing vector the previous one is read again.
 template <typename W, int kWidth, typename Share>
 struct WalkedParameters {
   const Share& share;
@@ -80,11 +80,12 @@ struct WalkedParameters {
 //   kModulates  whether there is a modulation, whose shift and scale belong to groups of rows
 //   kTwice      whether there is a second one, with an output of its own
 //   row()       the two parameters that a row's loops load, from `first_col` on
-//   for_row()   calls the body with the policy that the row has, so that its loops ask only once
+//   for_row()   calls the body with the policy that applies to the row, so that it is chosen once,
+//               outside the row's loops
 //   apply()     the affine map of a vector of xhat, from the two parameters at its columns.
-//               `columns(given, absent)` loads what weight or bias has there.
+//               `columns(given, absent)` loads weight or bias at these columns.
 
-// z = xhat * weight + bias. Every row has the parameters of the columns.
+// z = xhat * weight + bias. All rows share weight and bias.
 struct ColumnAffine {
   static constexpr bool kModulates = false;
   static constexpr bool kTwice = false;
@@ -136,8 +137,9 @@ struct AffineAndModulate {
   }
 };
 
-// Either of the two, with shift and scale of the row's group. What a row's loops load are scale and
-// shift; weight and bias, which such norms seldom have, are loaded where they are used.
+// Modulate or AffineAndModulate, with shift and scale of the row's group. The two parameters that a
+// row's loops load are scale and shift; weight and bias, which such norms seldom have, are loaded
+// where they are used.
 struct MayBeAffineAndModulate {
   static constexpr bool kModulates = true;
   static constexpr bool kTwice = false;
@@ -174,8 +176,9 @@ struct MayBeAffineAndModulate {
   }
 };
 
-// The same, and a second modulation with an output of its own. It has kernels of its own: asked for
-// at run time, it costs those with one output 12 to 18% (8 x 4096 x 1152 bfloat16 41.4 us, 48.7).
+// The same, and a second modulation with an output of its own. It has kernels of its own: a test
+// for it at run time costs kernels with one output 12 to 18% (8 x 4096 x 1152 bfloat16 41.4 us,
+// with the test 48.7).
 struct MayBeAffineAndModulateTwice : MayBeAffineAndModulate {
   static constexpr bool kTwice = true;
 };
@@ -187,7 +190,7 @@ constexpr bool is_of_rows() {
   return false;
 }
 
-// In backward: a group is one row, so the gradients of its shift and scale are no sums.
+// In backward: a group is one row, so the gradients of its shift and scale are not sums over rows.
 struct MayBeAffineAndModulateRow : MayBeAffineAndModulate {
   static constexpr bool kOfRows = true;
 };

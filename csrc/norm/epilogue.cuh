@@ -1,8 +1,9 @@
 // The epilogue: y = activation(z) * scale behind the affine map, and its gradient.
 //
-// Which activation it is, is asked at run time: the code of all of them in one kernel costs nothing
-// where a branch leads past it. But it slows kernels down that never use it, so there are kernels
-// without it, and these policies say of a kernel what it was compiled with.
+// The kind of activation is tested at run time: a kernel has the code of all activations, and those
+// that are not wanted cost nothing, because a branch skips them. But launches without an activation
+// are slower with this code, so there are kernels without it. These policies say whether a kernel
+// has it.
 #pragma once
 
 #include "norm/activation.cuh"
@@ -46,7 +47,7 @@ struct MayActivate {
   static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
     if (p.has_epilogue) Activate::apply<Y>(p, values);
   }
-  // Calls the body with the policy that this row has, so that its loop asks only once.
+  // Calls the body with the policy that applies, so that it is chosen outside the row's loop.
   template <typename Body>
   static __device__ __forceinline__ void for_row(const ForwardParams& p, const Body& body) {
     if (p.has_epilogue) {

@@ -1,7 +1,6 @@
-// A norm: the policies that together say what a kernel computes of a row. How rows are laid over
-// the chip is the matter of the strategies in forward/ and backward/, which are written once over
-// any norm. This file also chooses the norm that a launch needs, among those that there are kernels
-// for.
+// A norm: the policies that together say what a kernel computes of a row. The strategies in
+// forward/ and backward/ say how rows are laid over the chip; they are templates over any norm.
+// This file also chooses the norm that a launch needs, among those that there are kernels for.
 #pragma once
 
 #include "norm/affine.cuh"
@@ -12,7 +11,7 @@
 
 namespace fused_layernorm {
 
-// Of kernels whose affine policy never asks for weight and bias beside a modulation.
+// Stands for `columns` (affine.cuh) where the affine policy never calls it.
 struct NoColumns {};
 
 template <typename Types_, typename Statistic_, typename Prologue_, typename Affine_,
@@ -53,8 +52,8 @@ template <typename N>
 constexpr bool kIsBare =
     !N::Prologue::kMayStore && !N::Epilogue::kMayActivate && !N::Affine::kModulates;
 
-// The columns of the pieces in which forward moves a row of which a thread has kVecs vectors in
-// registers.
+// The columns of a piece. Forward moves a row in pieces where each thread has kVecs vectors of it
+// in registers.
 template <typename N, int kVecs>
 constexpr int kRowWidth = row_width(sizeof(typename N::X), sizeof(typename N::W),
                                     sizeof(typename N::Y), kVecs, kIsBare<N>);
@@ -80,15 +79,15 @@ using LayerNormOf = Norm<T, LayerNorm, Prologue, Affine, Epilogue>;
 // What is fused costs registers, and so a kernel that computes less is faster: for common types
 // there is a kernel for the bare norm, one for an epilogue, and one for a residual, which may have
 // an epilogue as well. But each is some 20 KB in the binary. So types that few models have, and
-// rows that begin anywhere, share one kernel for all that is fused, and where both meet, that is
-// the only one.
+// shifted rows, have one kernel for all that is fused beside the bare one. Shifted rows of such
+// types have the former alone.
 template <typename T>
 using BareForward = LayerNormOf<T, Plain, Identity>;
 template <typename T>
 using SharedForward = LayerNormOf<T, MayAdd, MayActivate>;
 
-// A modulated norm has no activation. float64 has no kernels for it but those of streams, and of
-// rows that begin anywhere only those whose types are all the same have others.
+// A modulated norm has no activation. In float64, and for shifted rows whose types are not all the
+// same, only the stream strategy has kernels for it.
 template <typename T, typename Prologue, typename Affine = MayBeAffineAndModulate>
 using ModulatedForward = LayerNormOf<T, Prologue, Identity, Affine>;
 
@@ -124,7 +123,7 @@ cudaError_t dispatch_forward(const ForwardParams& p, const Launch& launch) {
   }
 }
 
-// Forward of strategies that take no residual.
+// Forward of strategies that take neither a residual nor a modulation.
 template <typename T, typename Launch>
 cudaError_t dispatch_forward_plain(const ForwardParams& p, const Launch& launch) {
   if (p.residual != nullptr || p.is_modulated) return cudaErrorInvalidValue;
@@ -132,7 +131,7 @@ cudaError_t dispatch_forward_plain(const ForwardParams& p, const Launch& launch)
   return launch(BareForward<T>{});
 }
 
-// In backward all that is fused is only possible: dresidual, too, may be absent.
+// A backward kernel that fuses anything tests for it at run time: dresidual, too, may be absent.
 template <typename T>
 using BareBackward = LayerNormOf<T, NoGradientBeside, Identity>;
 template <typename T>
@@ -146,7 +145,7 @@ cudaError_t dispatch_backward_shared(const BackwardParams& p, const Launch& laun
   return bare ? launch(BareBackward<T>{}) : launch(SharedBackward<T>{});
 }
 
-// Backward of strategies that have a kernel of its own for an epilogue, where types are common.
+// Backward of strategies that have a separate kernel for an epilogue alone, if types are common.
 template <typename T, typename Launch>
 cudaError_t dispatch_backward(const BackwardParams& p, const Launch& launch) {
   if (p.is_modulated) return cudaErrorInvalidValue;

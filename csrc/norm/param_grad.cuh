@@ -7,7 +7,7 @@
 
 namespace fused_layernorm {
 
-// Where the dweight and dbias of one set of rows go: to the outputs themselves if there is but one
+// Where the dweight and dbias of one set of rows go: to the outputs themselves if there is only one
 // set, else to the set's place among the partial sums in the workspace.
 template <typename N>
 struct ParamGradSink {
@@ -46,7 +46,7 @@ struct ParamGradSink {
   }
 };
 
-// Stores what a vector of `values` becomes: of type W, or of the arithmetic's type where further
+// Stores a vector of a gradient: in type W, or in the arithmetic's type (`is_wide`) where further
 // sums follow.
 template <typename W, typename Acc, int kWidth>
 __device__ __forceinline__ void store_gradient(void* out, bool is_wide, int64_t at,
@@ -58,8 +58,8 @@ __device__ __forceinline__ void store_gradient(void* out, bool is_wide, int64_t 
   }
 }
 
-// The rows of one block or set of blocks: a range of rows that follow each other, cut where a group
-// ends. plan.h says what parts are (GroupParts).
+// The rows of one block or set of blocks: a range of consecutive rows, cut into parts where a group
+// ends (GroupParts in plan/plan.h).
 struct GroupRange {
   uint32_t begin, end, group_rows;
 
@@ -71,13 +71,13 @@ struct GroupRange {
         group_rows(static_cast<uint32_t>(rows_of_group)) {}
 
   __device__ __forceinline__ uint32_t group_of(uint32_t row) const { return row / group_rows; }
-  // Behind the last row of this range that belongs to the group of `row`.
+  // One past the last row of this range that belongs to the group of `row`.
   __device__ __forceinline__ uint32_t end_of_group(uint32_t row) const {
     return min((row / group_rows + 1) * group_rows, end);
   }
 };
 
-// Where the sums of one part go.
+// Where the sums of one part go: to its place among the partial sums in the workspace.
 template <typename N>
 struct PartSink {
   using Acc = typename N::Acc;
@@ -98,8 +98,8 @@ struct PartSink {
   }
 };
 
-// Where the dgate of one part goes, behind dscale and dshift. It is summed up as dscale is, and
-// there is no second sum.
+// Where the dgate of one part goes: behind dscale and dshift. It comes as the first of the two sums
+// that store() takes; the second is not used.
 template <typename N>
 struct GatePartSink {
   using Acc = typename N::Acc;
@@ -117,8 +117,8 @@ struct GatePartSink {
   }
 };
 
-// Stores dscale and dshift of a row that is a group of its own, at a vector of its columns: they
-// are dz * z, with z = xhat * weight + bias, and dz.
+// Stores dscale and dshift of a row that is a group of its own, at a vector of its columns:
+// dscale = dz * z, with z = xhat * weight + bias, and dshift = dz.
 template <typename N, int kWidth>
 __device__ __forceinline__ void store_row_modulation(const BackwardParams& p, int64_t row, int col,
                                                      const Gradients<N, kWidth>& gradients) {
@@ -144,8 +144,8 @@ __device__ __forceinline__ void store_row_modulation(const BackwardParams& p, in
   if (p.dshift != nullptr) store_gradient<W>(p.dshift, p.dshift_is_wide, at, gradients.dz);
 }
 
-// Stores dgate and dinput of such a row at a vector of its columns, from the dx of the gated sum:
-// dgate = dx * input and dinput = dx * gate.
+// Stores dgate and dinput of a row that is a group of its own, at a vector of its columns, from the
+// dx of the gated sum: dgate = dx * input and dinput = dx * gate.
 template <typename X, typename W, typename Acc, int kWidth>
 __device__ __forceinline__ void store_row_gate(const BackwardParams& p, int64_t row, int col,
                                                const Acc (&dx)[kWidth], const Vec<X, kWidth>& input,

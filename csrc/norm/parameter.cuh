@@ -1,5 +1,5 @@
-// Parameters of columns: an array that is absent or that begins at a multiple of 16 bytes, read by
-// vectors.
+// Parameters of columns, read by vectors. A parameter is absent, or it is an array that begins at a
+// multiple of 16 bytes.
 #pragma once
 
 #include "device/share.cuh"
@@ -29,11 +29,12 @@ __device__ __forceinline__ const W* vector_of(Absent absent) {
   return static_cast<const W*>(absent == Absent::kOnes ? ones : kZeros);
 }
 
-// weight or bias from a row's column `first_col` on.
+// A parameter of a row (weight or bias, or a modulation's scale, shift or gate) from column
+// `first_col` on.
 template <typename W>
 struct Parameter {
   const W* at;
-  int mask;  // of a column: all columns of an absent parameter are read from one vector
+  int mask;  // of columns: 0 for an absent parameter, all of whose columns are read from one vector
 
   __device__ __forceinline__ Parameter(const void* given, int first_col, Absent absent)
       : at(given != nullptr ? static_cast<const W*>(given) + first_col : vector_of<W>(absent)),
@@ -61,13 +62,13 @@ struct Parameter {
   }
 };
 
-// What a parameter has for vector k of a thread's share of a row; for a missing vector, any
-// columns.
+// A parameter at vector k of a thread's share of a row; for a missing vector, at any columns.
 template <int kWidth, typename W, typename Share>
 __device__ __forceinline__ Vec<W, kWidth> load_share(const Parameter<W>& from, const Share& share,
                                                      int k) {
   const int col = share.template col<kWidth>(k);
-  // A vector of one piece that belongs to the row in part does not reach past the parameter's end.
+  // A vector of one piece, of which a part belongs to the row, may be read whole: it does not reach
+  // past the end of an allocation (device/shifted.cuh).
   if constexpr (Share::kRagged && kWidth * sizeof(W) > kVectorBytes) {
     if (!share.is_whole(k)) return from.template load_until<kWidth>(col, share.cols);
   }
@@ -88,15 +89,16 @@ struct ColumnParameters {
       : weight(first), bias(second) {}
 };
 
-// What a row has of a parameter that belongs to groups of rows.
+// The part that belongs to row `row` of a parameter of groups of rows, from column `first_col` on.
 template <typename W>
 __device__ __forceinline__ Parameter<W> row_parameter(const void* given, const RowMap& rows,
                                                       int64_t row, int first_col, Absent absent) {
   return {given != nullptr ? static_cast<const W*>(given) + rows(row) : nullptr, first_col, absent};
 }
 
-// Copies the first `vectors` vectors of a parameter to shared memory, which has room for `room`;
-// the last vector fills up the rest. All threads of the block call, and a barrier must follow.
+// Copies the first `vectors` vectors of a parameter to shared memory, which has room for `room`
+// vectors; copies of the last one fill the rest. All threads of the block call, and a barrier must
+// follow.
 template <int kWidth, typename W>
 __device__ __forceinline__ void copy_parameter(W* shared, const Parameter<W>& from, int vectors,
                                                int room) {

@@ -1,12 +1,14 @@
 // The prologue: what x, the row to be normalized, is made of, and in backward what is added to dx.
 //
 // A prologue has
-//   kMayStore     whether there are rows of which it stores x as well (residual_out)
-//   kMayBePlain   whether there are rows of which it does not
+//   kMayStore     whether it may store x as well (residual_out)
+//   kMayBePlain   whether x may be the input alone, which is not stored
 //   Row<T>        one row of its inputs, of data types T
-// and a Row has first_elements(), the row's x at its first two columns, or twice that of its only
-// one (in half precision, whose statistic asks for no second, zero in its place); load(), a
-// thread's share of x; and load_shifted(), the same for a row that begins anywhere in memory.
+// and a Row has
+//   first_elements()  x at the row's first two columns; a row of one column gives its x twice. In
+//                     half precision the second is zero, as the statistic does not use it.
+//   load()            loads a thread's share of x
+//   load_shifted()    the same for a row that begins anywhere in memory
 #pragma once
 
 #include "device/reduce.cuh"
@@ -116,7 +118,7 @@ struct Adding {
       return {at(0), sizeof(X) == 2 ? 0 : at(cols > 1)};
     }
 
-    // The sum at a vector, for which `load_gate` loads the gate.
+    // The sum of residual `x` and input `added` at a vector, where `load_gate` loads the gate.
     template <int kWidth, typename LoadGate>
     __device__ __forceinline__ Vec<X, kWidth> sum_of(const Vec<X, kWidth>& x,
                                                      const Vec<In, kWidth>& added,
@@ -171,7 +173,7 @@ struct Adding {
           out[k] = sum_of(out[k], added[n], [&] { return load_share<kWidth>(gate, share, k); });
         }
       };
-      // As many at once as there are registers for.
+      // The input is loaded as many vectors at once as there are registers for.
       constexpr int kMost = 4 * kMayMiss;
       constexpr int kCount = kVecs < kMost ? kVecs : kMost;
       add(std::integral_constant<int, 0>{}, std::integral_constant<int, kCount>{});
@@ -188,7 +190,7 @@ struct Adding {
 using Add = Adding<false>;
 using AddGated = Adding<true>;
 
-// A sum or the input as it is: params.residual says which, one question a row.
+// A sum or the input as it is: params.residual says which. It is tested outside the row's loops.
 template <typename Sum>
 struct OrPlain {
   static constexpr bool kMayStore = true;
@@ -204,7 +206,7 @@ struct OrPlain {
     __device__ __forceinline__ Row(const ForwardParams& params, int64_t its_row, int its_first_col)
         : p(params), row(its_row), first_col(its_first_col) {}
 
-    // The row that this one is.
+    // Calls the body with this row as one of the prologue that applies, Sum or Plain.
     template <typename Body>
     __device__ __forceinline__ auto as_it_is(const Body& body) const {
       if (p.residual != nullptr) return body(typename Sum::template Row<T>(p, row, first_col));
@@ -242,7 +244,8 @@ struct MayAddGradient {
   static constexpr bool kGated = false;
 };
 
-// Backward: the same, and x was residual + gate * input: dx goes on to input and gate.
+// Backward of x = residual + gate * input: dresidual may be added to dx, and the gradients of input
+// and gate follow from dx.
 struct GatedGradient {
   static constexpr bool kMayAdd = true;
   static constexpr bool kGated = true;

@@ -15,7 +15,7 @@ struct Gradients {
   using Acc = typename N::Acc;
   Acc xhat[kWidth], dz[kWidth], g[kWidth];
 
-  // `weight` is of type W, or what combined_weight() makes of it and a modulation.
+  // `weight` is of type W. With a modulation it is that of combined_weight(), and dz is dy.
   template <typename Weight>
   __device__ __forceinline__ Gradients(const BackwardParams& p, const Vec<typename N::X, kWidth>& x,
                                        const Vec<typename N::Y, kWidth>& dy, Acc mean, Acc rstd,
@@ -36,8 +36,8 @@ struct Gradients {
         activate_backward<typename N::Y>(dz, z, p.activation, p.scale.as<Acc>());
       }
     }
-    // The product is rounded, so that the g of dx is the g of its mean: a row of one column has no
-    // gradient.
+    // The product is rounded, so that dx and the mean of g use the same g: the dx of a row of one
+    // column is then zero.
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) g[j] = rounded_product(dz[j], w[j]);
   }
@@ -73,15 +73,16 @@ struct DxRow {
     }
   }
 
-  // What is added to dx at `kWidth` columns. A negative zero changes nothing it is added to.
+  // The gradient that is added to dx at `kWidth` columns: without one, negative zeros, which change
+  // no value that they are added to.
   template <int kWidth>
   __device__ __forceinline__ Vec<X, kWidth> added(int col) const {
     if (kMayAdd && dresidual != nullptr) return load<Use::kOnce, kWidth>(element(dresidual, col));
     return negative_zeros<X, kWidth>();
   }
 
-  // The dx of `kWidth` columns, before it is rounded. `means` are the two sums over the row,
-  // divided by its columns.
+  // The dx of `kWidth` columns, before it is rounded. `means` are the two sums over the row, each
+  // divided by the number of columns.
   template <int kWidth>
   __device__ __forceinline__ void compute(Acc (&values)[kWidth], const Acc (&xhat)[kWidth],
                                           const Acc (&g)[kWidth], Pair<Acc> means, Acc rstd,
@@ -114,7 +115,7 @@ struct DxRow {
 };
 
 // The products are rounded, so that the dx of a row is the same in every kernel: the compiler would
-// take some of them together with the differences that they go into.
+// fuse some of them with the subtractions that use them.
 template <typename Acc>
 __device__ __forceinline__ Pair<Acc> means_of(Pair<Acc> sums, Acc inverse_cols) {
   return {rounded_product(sums.first, inverse_cols), rounded_product(sums.second, inverse_cols)};
@@ -126,8 +127,8 @@ __device__ __forceinline__ bool needs_x(const BackwardParams& p) {
          p.activation != Activation::kNone;
 }
 
-// weight * (1 + scale) at `kWidth` columns from `col` on, where `scale` is what the row's
-// modulation has there.
+// weight * (1 + scale) at `kWidth` columns from `col` on, where `scale` is that of the row at these
+// columns.
 template <typename N, int kWidth>
 __device__ __forceinline__ Vec<typename N::Acc, kWidth> combined_weight(
     const BackwardParams& p, int col, const Vec<typename N::W, kWidth>& scale) {
@@ -146,7 +147,7 @@ __device__ __forceinline__ Vec<typename N::Acc, kWidth> combined_weight(
   return round_to<Acc>(values);
 }
 
-// What the modulation's scale has for a row.
+// The modulation's scale for a row.
 template <typename N>
 __device__ __forceinline__ Parameter<typename N::W> scale_of_row(const BackwardParams& p,
                                                                  int64_t row) {

@@ -1,8 +1,8 @@
 // The statistic of a row: what is measured of x, how the measures of a row's parts combine, the
 // normalized xhat, and the gradient that goes back through it.
 //
-// A statistic is a struct of static functions. It knows vectors of elements and a function that
-// sums over whoever works on the row; it does not know who that is.
+// A statistic is a struct of static functions. They are given vectors of elements and a function
+// that sums over the threads on the row; they do not depend on which threads these are.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -29,8 +29,8 @@ __device__ __forceinline__ Acc tree_sum(const Acc (&values)[kWidth]) {
   return sums[0];
 }
 
-// 1 / n to twice the digits of float32. A mean is a pivot and a sum over n; where the two nearly
-// cancel, the rounding of 1 / n would be magnified.
+// 1 / n to twice the digits of float32. A mean is the pivot plus sum * (1 / n); where these two
+// terms nearly cancel, the rounding of 1 / n would be magnified.
 template <typename Acc>
 struct Reciprocal {
   Acc rounded, rest;
@@ -54,14 +54,15 @@ struct Moments {
 
 // Mean and variance, by two passes over the elements: the mean first, then the deviations from it.
 struct LayerNorm {
-  // What is subtracted from each of some elements before they are summed up, from the first two of
-  // them. Where the first one is large beside their difference, the mean is large, and the pivot is
-  // the first element: the sum then stays of the order of the deviations, and that of a constant
-  // row is exactly zero. Otherwise the pivot is zero. With the first element as the pivot the sum
-  // would be as large as the number of elements times that one, and be rounded accordingly
-  // (float32, 1024 columns of mean 0 and deviation 1, rms errors: mean 4.0e-8 and y 6.9e-8 with the
-  // first element, 1.0e-8 and 5.7e-8 by this rule). In half precision the pivot is always the first
-  // element, because a thread's own sum is exact with either.
+  // The pivot, which is subtracted from each of some elements before they are summed up. It depends
+  // on the first two of the elements. Where the first element is large beside their difference, the
+  // mean is large, and the pivot is the first element: the sum then stays of the order of the
+  // deviations, and the sum of a constant row is exactly zero. Otherwise the pivot is zero. With
+  // the first element as the pivot the sum would be as large as that element times the number of
+  // elements, and be rounded accordingly (float32, 1024 columns of mean 0 and deviation 1, rms
+  // errors: mean 4.0e-8 and y 6.9e-8 with the first element, 1.0e-8 and 5.7e-8 by this rule). In
+  // half precision the pivot is always the first element, because a thread's own sum is exact with
+  // either pivot.
   template <typename X, typename Acc>
   static __device__ __forceinline__ Acc pivot(Pair<Acc> first) {
     constexpr Acc kLarge = 4;
@@ -69,13 +70,13 @@ struct LayerNorm {
     return sizeof(X) == 2 || is_large ? first.first : Acc(0);
   }
 
-  // A thread's part of the two sums of which moments are made: of x - pivot, and of squared
-  // deviations from the mean.
+  // A thread's part of the two sums from which moments are computed: of x - pivot, and of the
+  // squared deviations from the mean.
   template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
   static __device__ __forceinline__ Acc sum_from(const Vec<X, kWidth> (&x)[kVecs],
                                                  const Share& share, Acc pivot) {
-    // A thread's own sum of half-precision values is exact in float32, so one subtraction of all
-    // pivots together will do. It comes first, because the pivot is loaded first.
+    // A thread's own sum of half-precision values is exact in float32, so the pivots of all its
+    // values are subtracted at once. This comes first, because the pivot is loaded first.
     constexpr bool kExact = sizeof(X) == 2;
     Acc total[kWidth];
     Acc count = 0;
@@ -114,11 +115,11 @@ struct LayerNorm {
     return tree_sum(total);
   }
 
-  // The moments of the columns in `x`, as a thread's vectors of them are in its registers.
-  //   pivot   that of these columns.
-  //   inverse gives the Reciprocal of the number of columns.
-  //   sum     sum(value, n): the sum over all threads that work on these columns, for n = 0 and 1.
-  //   then    is called when all threads have their vectors, behind the first sum.
+  // The moments of some columns, of which each thread has the vectors `x` in registers.
+  //   pivot    the pivot of these columns
+  //   inverse  inverse(): the Reciprocal of the number of columns
+  //   sum      sum(value, n): the sum over all threads that work on these columns, for n = 0 and 1
+  //   then     then() is called behind the first sum, when all threads have their vectors
   template <typename X, int kWidth, int kVecs, typename Share, typename Acc, typename Inverse,
             typename Sum, typename Then>
   static __device__ __forceinline__ Moments<Acc> measure(const Vec<X, kWidth> (&x)[kVecs],
@@ -160,7 +161,8 @@ struct LayerNorm {
     return (x - mean) * rstd;
   }
 
-  // Adds to the two sums over a row that dx needs: of g, and of g * xhat. Each sum is two chains.
+  // Adds to the two sums over a row that dx needs: of g, and of g * xhat. Each is taken in two
+  // chains.
   template <typename Acc, int kWidth>
   static __device__ __forceinline__ void add_sums(Pair<Acc>& sums, const Acc (&xhat)[kWidth],
                                                   const Acc (&g)[kWidth]) {

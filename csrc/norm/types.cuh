@@ -40,9 +40,9 @@ constexpr DataType kTypeOf = std::is_same_v<V, float>    ? DataType::kFloat32
 template <typename T>
 constexpr bool kIsFloat64 = std::is_same_v<typename T::X, double>;
 
-// Whether y is of x's type. The types that are the same are what nearly all models have, and
-// kernels that fuse something have more variants for them (norm.cuh). float64 does not count:
-// nobody trains in it.
+// Whether the types are common: y is of x's type, and not float64. Nearly all models have common
+// types, so kernels that fuse something have more variants for them (norm.cuh). float64 is not
+// common, because nobody trains in it.
 template <typename T>
 constexpr bool kIsCommon = std::is_same_v<typename T::X, typename T::Y> && !kIsFloat64<T>;
 

@@ -1,7 +1,7 @@
 // The ladder of backward, from problem to plan: short rows by logical warps or by threads, longer
 // ones by teams of a block or by whole blocks, the longest by several blocks a row or by two reads;
 // few rows by one launch; and rows with a modulation group by group, or by two reads. geometry.h
-// has what each can take, ladders.h what is best where there is a choice.
+// has the limits of each strategy, ladders.h the best choice where there are several.
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -29,7 +29,7 @@ bool is_of_rows(const Problem& problem) { return problem.modulated && problem.gr
 std::optional<Lanes> lanes_of(const Problem& problem, const Forced& forced) {
   const int width = width_of(problem);
   const int64_t vectors = ceil_div(problem.cols, width);
-  // The fewest vectors a lane for which there is a kernel, unless there are too few lanes for them.
+  // A lane has the fewest vectors for which there are a kernel and enough lanes.
   const int64_t fewest =
       std::max<int64_t>(forced.value_or(Field::kVecs, 1), ceil_div(vectors, kWarpThreads));
   const int vecs = backward_warp_vecs_from(width, fewest);
@@ -44,7 +44,7 @@ struct Team {
   int vecs;
   int threads;
   bool keeps;           // xhat and g stay in registers
-  int stage_cols;       // that a row or slice has room for in shared memory
+  int stage_cols;       // of a row or slice that a stage has room for
   int64_t sums_bytes;   // the running dweight and dbias of all threads
   int64_t param_bytes;  // weight, and bias where an epilogue reads it
   int64_t stage_bytes;  // of x and dy
@@ -55,7 +55,7 @@ std::optional<Team> team_of(const Problem& problem, int cols, int most_threads, 
                             const Forced& forced) {
   const int width = width_of(problem), x_size = size_of(problem.x), y_size = size_of(problem.y);
   const int64_t vectors = ceil_div(cols, width);
-  // The fewest columns a thread for which there are a kernel and threads.
+  // A thread has the fewest columns for which there are a kernel and enough threads.
   const int64_t fewest =
       std::max<int64_t>(forced.value_or(Field::kVecs, least_vecs), ceil_div(vectors, most_threads));
   const int vecs = backward_block_vecs_from(width, x_size, fewest);
@@ -64,8 +64,9 @@ std::optional<Team> team_of(const Problem& problem, int cols, int most_threads, 
   team.vecs = vecs;
   team.threads = static_cast<int>(round_up(ceil_div(vectors, vecs), kWarpThreads));
   team.keeps = vecs * width <= kKeptColsPerThread;
-  // Room for what threads without columns read, or for what lies around a row that does not begin
-  // at a multiple of 16 bytes.
+  // With vectors, a stage also has room for what threads read behind the row's end. With single
+  // elements, it also has room for what lies around a row that does not begin at a multiple of 16
+  // bytes, because bulk copies bring it along.
   const int64_t unit = aligned_cols(x_size, y_size);
   team.stage_cols = static_cast<int>(width > 1 ? int64_t{team.threads} * vecs * width
                                                : round_up(cols + unit - 1, unit));
@@ -86,13 +87,13 @@ bool may_have_ring(const Problem& problem, const Device& device, const Forced& f
          forced.value_or(Field::kBulk, 1) != 0;
 }
 
-// The stages that there is room for in the rings of so many teams.
+// The number of stages that there is room for in the ring of each of `teams` teams.
 int most_stages(const Team& team, int teams, const Device& device) {
   return stages_in(room_of(device) - team.param_bytes, team.stage_bytes * teams);
 }
 
-// A team for whole rows, and how many of it a block has room for. This, like all that a row's sums
-// follow from, does not depend on the number of rows.
+// A team for whole rows, and the most such teams that a block has room for. Both, like everything
+// that fixes the order of a row's sums, are independent of the number of rows.
 struct RowTeams {
   Team team;
   int most;
@@ -125,8 +126,8 @@ bool has_few_rows(const Problem& problem) {
              ladders::kFewRowsBytes;
 }
 
-// So many teams a block: blocks on rows compute dx, blocks on columns dweight and dbias beside
-// them.
+// Lays out blocks of `teams` teams: blocks on rows compute dx, and blocks on columns beside them
+// compute dweight and dbias.
 void lay_out_few_rows(backward::FewRows& plan, const Problem& problem, int teams) {
   const int x_size = size_of(problem.x);
   plan.threads = plan.team_threads * teams;
@@ -161,7 +162,8 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
   backward::FewRows plan;
   plan.width = width_of(problem);
   int teams;
-  // A row's dx is the same in any batch, so a team owns it as where there are many rows.
+  // A row's dx has to be the same in any batch, so a team owns a row in the same way as where there
+  // are many rows.
   if (const auto lanes = lanes_of(problem, forced)) {
     plan.vecs = lanes->vecs;
     plan.team_threads = lanes->lanes;
@@ -185,7 +187,7 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
 
 // ---- Many rows, each in one block.
 
-// The partial sums of so many sets of blocks, behind what else is in the workspace.
+// Lays out the partial sums of `sets` sets of blocks, behind what the workspace has already.
 template <typename Plan>
 void lay_out_partials(Plan& plan, int64_t sets, const Problem& problem) {
   plan.partials.count = static_cast<int>(sets);
@@ -209,8 +211,8 @@ void lay_out_parts(backward::GroupParts& parts, Launch& launch, int64_t sets, in
   if (problem.needs_column_grads) launch.workspace_bytes += groups * sum_bytes;
 }
 
-// Whether logical warps take rows with a modulation: where a whole warp for each of them would have
-// idle lanes.
+// Whether logical warps take rows with a modulation. They do where whole warps would have idle
+// lanes.
 bool has_warp_kernel_for_groups(const Problem& problem, const Forced& forced) {
   const bool is_short =
       problem.cols <= ladders::kGroupWarpVectors * vector_width(size_of(problem.x));
@@ -218,7 +220,8 @@ bool has_warp_kernel_for_groups(const Problem& problem, const Forced& forced) {
          (is_short || forced.strategy == Strategy::kWarp);
 }
 
-// Second sums, where a logical warp has rows for more than one chain and memory has room.
+// Lays out second sums where a logical warp has rows for more than one chain and shared memory has
+// room.
 void lay_out_second_sums(backward::Warp& plan, const Problem& problem, const Device& device) {
   int64_t rows = ceil_div(problem.rows, plan.blocks);
   if (problem.modulated) rows = std::min(rows, problem.group_rows);
@@ -303,7 +306,7 @@ std::optional<int> teams_of_rows(const Problem& problem, const Device& device, c
   if (const auto teams = forced.of(Field::kTeams)) {
     return *teams <= rows.most ? teams : std::nullopt;
   }
-  // Few rows go to as many multiprocessors as there are.
+  // Few rows are spread over all multiprocessors, so that a block has fewer teams.
   const int64_t needed = std::max<int64_t>(1, ceil_div(problem.rows, device.sms));
   const int teams = static_cast<int>(std::min<int64_t>(rows.most, needed));
   const bool alone = ring && !is_fused(problem) && problem.y == problem.x && teams == 2 &&
@@ -311,7 +314,7 @@ std::optional<int> teams_of_rows(const Problem& problem, const Device& device, c
   return alone ? 1 : teams;
 }
 
-// The stages of the ring of each of so many teams, none where rows come without one.
+// The stages of the ring of each of `teams` teams, or none where rows come without a ring.
 std::optional<int> row_stages(const Problem& problem, const Device& device, const Team& team,
                               int teams, const Forced& forced) {
   const int64_t bytes = team.stage_bytes * teams;
@@ -319,7 +322,8 @@ std::optional<int> row_stages(const Problem& problem, const Device& device, cons
   if (const auto stages = forced.of(Field::kStages)) {
     return *stages <= most && *stages >= least_stages(team.keeps, 0) ? stages : std::nullopt;
   }
-  // A team has its third row where each of them has two and there is one more.
+  // As if one block had all rows: with two rows for each team and one more, a team has its third
+  // row.
   const bool pays = problem.rows > int64_t{ladders::kLeastRingRows - 1} * teams;
   if (!pays && !forced.has(Field::kBulk)) return std::nullopt;
   const int64_t wanted = (ladders::kWantedRingBytes + bytes / 2) / bytes;
@@ -394,7 +398,7 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
   set_team(plan, problem, *team);
   plan.teams = teams;
   plan.threads = plan.team_threads * plan.teams;
-  // Longer rows and gates have kernels with rings alone.
+  // Rows that a team does not keep, and rows with a gate, have kernels only with rings.
   const bool pays =
       rows_of_block >= int64_t{ladders::kLeastRingRows} * teams || !team->keeps || problem.gated;
   const bool ring = may_have_ring(problem, device, forced) && (pays || forced.has(Field::kBulk));
@@ -421,7 +425,7 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
     return std::nullopt;
   }
   plan.blocks = persistent_sets(problem, device, 1, plan.teams);
-  // Where few blocks are lost by it, each works on one group alone.
+  // Each block works on one group alone, if that costs few blocks.
   const int64_t whole_groups =
       plan.blocks / (problem.rows / problem.group_rows) * (problem.rows / problem.group_rows);
   if (whole_groups * ladders::kGroupedBlocksOf >= plan.blocks * ladders::kGroupedBlocks) {
@@ -438,8 +442,8 @@ std::optional<backward::Rows> rows_plan(const Problem& problem, const Forced& fo
   if (!has_kernel || !forced.allows(Strategy::kRows, {Field::kVecs})) return std::nullopt;
   backward::Rows plan;
   plan.width = width_of(problem);
-  // A row belongs to so many threads, each with so many of its vectors, as where groups have
-  // several rows, so that its sums are the same.
+  // A row belongs to as many threads, each with as many of its vectors, as where groups have
+  // several rows, so that its sums are the same (plan.h names the exception).
   if (problem.aligned && problem.cols <= ladders::kGroupWarpVectors * plan.width) {
     const auto lanes = lanes_of(problem, forced);
     if (!lanes) return std::nullopt;
@@ -494,8 +498,8 @@ std::optional<backward::Split> split_plan(const Problem& problem, const Device& 
                                           const ladders::SliceRing& wanted, const Forced& forced) {
   const bool ring = may_have_ring(problem, device, forced);
   const int width = width_of(problem);
-  // Slices begin a whole number of cache lines, of the narrower of x and dy, behind the beginning
-  // of their row.
+  // Slices begin a whole number of cache lines behind the beginning of their row, in the narrower
+  // of x and dy.
   const int64_t unit = slice_unit(problem, width);
   const int64_t line_cols = width == 1 ? unit : unit * (kCacheLineBytes / kVectorBytes);
   const auto plan_of = [&](const Slices& slices) -> std::optional<backward::Split> {
@@ -547,8 +551,8 @@ std::optional<backward::Split> split_plan(const Problem& problem, const Device& 
     }
     return std::nullopt;
   };
-  // Rows with an epilogue have one list of rings, whatever their types and beside a residual or
-  // not. Types that differ have the same list beside a residual as without one.
+  // Rows with an epilogue have one list of rings, whatever their types, with and without a
+  // residual. Rows whose x and dy differ in size also have one list with and without a residual.
   const int x_size = size_of(problem.x), y_size = size_of(problem.y);
   if (problem.has_epilogue) return first_of(ladders::kEpilogueSliceRings);
   if (x_size != y_size) return first_of(ladders::kSliceRings);
@@ -558,9 +562,9 @@ std::optional<backward::Split> split_plan(const Problem& problem, const Device& 
 
 // ---- Rows of any length.
 
-// The sets of rows, each of which has a block for each chunk of the columns: as many as take the
-// least time. Blocks run in rounds, a block takes the time of its rows, and partial sums take that
-// of some rows more.
+// The number of sets of rows that takes the least time; a set has a block for each chunk of the
+// columns. Time is counted in rows: blocks run in rounds, a block takes the time of its rows, and
+// partial sums take the time of some rows more.
 int64_t stream_sets(const Problem& problem, const Device& device, int64_t chunks) {
   const int64_t room = int64_t{kBackwardStreamBlocks} * device.sms;
   const auto time_of = [&](int64_t sets) {
@@ -627,8 +631,8 @@ backward::Plan make_backward_plan(const Problem& problem, const Device& device) 
 std::optional<backward::Plan> make_gated_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
   if (is_of_rows(problem)) return rows_plan(problem, forced);
-  // The kernels of groups take an input of x's type, which by the types of a norm (norm/types.cuh)
-  // is that of y beside float32 x.
+  // The kernels of groups take a gated input of x's type. With float32 x, however, that input has
+  // y's type (Types::In in norm/types.cuh).
   if (problem.x == DataType::kFloat32 && problem.y != problem.x) return std::nullopt;
   Problem without_gate = problem;
   without_gate.gated = false;
@@ -641,7 +645,8 @@ backward::Gate make_gate_plan(const Problem& problem, const Device& device) {
   plan.width = width_of(problem);
   plan.threads = kGateThreads;
   plan.chunks = static_cast<int>(ceil_div(problem.cols, gate_cols(plan.width)));
-  // All blocks run at once, and no warp of theirs is without a row.
+  // All blocks run at once, and there is at most one set for each kGateWarps rows, rounded up, so
+  // that few warps are without a row.
   const int64_t room = int64_t{ladders::kGateBlocks} * device.sms;
   const int64_t sets =
       std::clamp<int64_t>(room / plan.chunks, 1, ceil_div(problem.rows, kGateWarps));

@@ -1,6 +1,6 @@
 // The ladder of forward, from problem to plan: short rows by threads or logical warps, longer ones
-// by blocks, the longest by several blocks a row or by two reads. geometry.h has what each can
-// take, ladders.h what is best where there is a choice.
+// by blocks, the longest by several blocks a row or by two reads. geometry.h has the limits of each
+// strategy, ladders.h the best choice where there are several.
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -13,7 +13,7 @@
 namespace fused_layernorm {
 namespace {
 
-// Forward moves rows that begin anywhere by vectors all the same.
+// The width of a vector, also for rows that begin anywhere: forward moves these by vectors, too.
 int width_of(const Problem& problem) { return vector_width(size_of(problem.x)); }
 int64_t vectors_of(const Problem& problem) { return ceil_div(problem.cols, width_of(problem)); }
 
@@ -23,14 +23,13 @@ bool has_kernels_on_chip(const Problem& problem) {
          has_modulated_forward(problem.x, problem.weight, problem.y, !problem.aligned);
 }
 
-// Whether of two rows that follow each other no more than one begins at a multiple of 16 bytes. It
-// is asked in the place of `aligned` where that would make a row's result depend on where it
-// stands.
+// Whether at most one of two consecutive rows begins at a multiple of 16 bytes. This decides in
+// place of `aligned` where `aligned` would make a row's result depend on the row's address.
 bool is_ragged(const Problem& problem) {
   return problem.cols % aligned_cols(size_of(problem.x), size_of(problem.y)) != 0;
 }
 
-// Ragged rows of float32 by elements, where that is faster.
+// Ragged float32 rows are moved by elements where that is faster.
 Moves moves_of(const Problem& problem) {
   const bool floats = problem.x == DataType::kFloat32 && problem.weight == DataType::kFloat32 &&
                       problem.y == DataType::kFloat32;
@@ -79,7 +78,7 @@ bool is_played(const Lanes& lanes, int x_size) {
   return false;
 }
 
-// Rows of which no two that follow each other begin at multiples of 16 bytes.
+// Many short ragged rows, with nothing fused.
 std::optional<forward::Thread> thread_plan(const Problem& problem, const Forced& forced) {
   const bool bare = !problem.residual && !problem.modulated && !problem.has_epilogue;
   const bool allowed = forced.allows(Strategy::kThread, {Field::kVecs}) && bare &&
@@ -116,7 +115,8 @@ const ladders::BlockRung& block_rung(const Problem& problem, int64_t vectors) {
   return ladders::rung_of(ladders::kBareBlocks, vectors);
 }
 
-// Threads of a block whose threads own so many vectors of a row, if there is a kernel for them.
+// The threads of a block whose threads own `vecs` vectors of a row each, if there is a kernel for
+// it.
 std::optional<int> block_threads(const Problem& problem, int64_t vectors, int vecs) {
   if (!contains(ForwardBlockVecs{}, vecs)) return std::nullopt;
   const ForwardLoad load =
@@ -160,12 +160,12 @@ bool may_slice(const Problem& problem, const Device& device) {
          !problem.residual && !problem.modulated;
 }
 
-// Whole warps whose threads own `vecs` vectors of a slice.
+// The threads of as many whole warps as a slice takes with `vecs` vectors a thread.
 int64_t slice_threads(const Slices& slices, int width, int vecs) {
   return round_up(ceil_div(ceil_div(slices.slice_cols, width), vecs), kWarpThreads);
 }
 
-// The launch of persistent blocks, which meet in slots of eight bytes where they share a row.
+// Lays out the launch of persistent blocks. Blocks that share a row meet in slots of eight bytes.
 void lay_out_slices(Launch& launch, const Slices& slices, const Problem& problem,
                     const Device& device) {
   const int blocks_per_row = slices.blocks_per_row;
@@ -186,7 +186,8 @@ std::optional<forward::Split> split_plan(const Problem& problem, const Device& d
     const int64_t params = int64_t{2} * slices.slice_cols * size_of(problem.weight);
     const int64_t row = int64_t{slices.slice_cols} * size_of(problem.x);
     const int most = stages_in(room_of(device) - params, row);
-    // How many stages are best decides how many blocks share a row, unless that is forced.
+    // Slices have to be short enough for the preferred number of stages, unless the number of
+    // blocks a row is forced.
     if (!forced.has(Field::kBlocksPerRow) && most < ladders::kForwardRingStages) {
       return std::nullopt;
     }
@@ -208,8 +209,9 @@ std::optional<forward::Split> split_plan(const Problem& problem, const Device& d
   return first_sliced(problem, device, width, {1, 1, slice_unit(problem, width)}, forced, plan_of);
 }
 
-// A slice of x in registers, that of weight and as much as there is room for of bias in shared
-// memory. There are kernels for what is common in such rows: no epilogue, y of x's type.
+// A block keeps its slice of x in registers. Shared memory has its slice of weight and as much of
+// that of bias as there is room for. There are kernels only for what is common with such rows: no
+// epilogue, and y of x's type.
 std::optional<forward::Resident> resident_plan(const Problem& problem, const Device& device,
                                                const Forced& forced) {
   const bool allowed = forced.allows(Strategy::kResident, {Field::kBlocksPerRow});
@@ -222,7 +224,7 @@ std::optional<forward::Resident> resident_plan(const Problem& problem, const Dev
     const int64_t size = size_of(problem.weight);
     const int64_t room = room_of(device) - slices.slice_cols * size;
     if (threads > kForwardResidentThreads || room < 0) return std::nullopt;
-    // A whole number of vectors of each thread.
+    // If there is no room for all of bias: the same whole number of vectors of each thread.
     const int64_t cols_of_threads = threads * width;
     const int64_t bias_cols = room / (cols_of_threads * size) * cols_of_threads;
     forward::Resident plan;
@@ -236,7 +238,7 @@ std::optional<forward::Resident> resident_plan(const Problem& problem, const Dev
   return first_sliced(problem, device, width, {1, 1, slice_unit(problem, width)}, forced, plan_of);
 }
 
-// Whether a row that can be kept in registers is better kept than split over several rings.
+// Whether a row that can be kept in registers is better kept there than split over several rings.
 bool better_resident(const forward::Resident& plan, const Problem& problem) {
   if (plan.slices.blocks_per_row > 1 || plan.bias_cols < plan.slices.slice_cols) return false;
   for (const auto& row : ladders::kResidentCols) {

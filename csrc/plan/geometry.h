@@ -43,9 +43,9 @@ constexpr bool has_kernels(DataType x, DataType weight, DataType y) {
   return false;
 }
 
-// Of these, the types and rows for which modulated norms have kernels that keep a row on the chip
-// in forward: not float64, and of rows that begin anywhere (`shifted`) only where all types are the
-// same. All others are streamed, because each kernel is some 20 KB in the binary.
+// Whether modulated norms have forward kernels that keep a row of these types on the chip: not for
+// float64, and for rows that begin anywhere (`shifted`) only if all types are the same. All others
+// are streamed, because each kernel takes some 20 KB of the binary.
 constexpr bool has_modulated_forward(DataType x, DataType weight, DataType y, bool shifted) {
   return x != DataType::kFloat64 && (!shifted || (x == weight && x == y));
 }
@@ -62,18 +62,19 @@ constexpr int64_t kMostExtent = (int64_t{1} << 31) - 1;
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
 static_assert(kMostExtent <= kMostBlocks, "a launch may have a block for each row");
 
-// The compiler hands out the registers of a multiprocessor, which are also the most that a block
-// can have, by eight to each thread.
+// A multiprocessor has this many registers, and one block can have all of them. The compiler gives
+// each thread a multiple of eight.
 constexpr int kRegisters = 65536;
 constexpr int registers_of(int block_threads, int blocks) {
   return kRegisters / (block_threads * blocks) / 8 * 8;
 }
 
-// Dynamic shared memory that a block has on every chip that is compiled for (capability 7.5 has the
-// least).
+// Dynamic shared memory that a block can have on every chip for which kernels are compiled
+// (capability 7.5 has the least).
 constexpr int kLeastSharedMemory = 64 * 1024;
-// The plan leaves this much of a block's shared memory to what kernels declare (rings, slots and
-// scratch memory of sums); the proofs stand below, beside what they are of.
+// The plan leaves this much of a block's shared memory to what kernels declare (scratch memory of
+// sums, collected sums, and the barriers and statistics of rings). The end of this file proves that
+// it suffices.
 constexpr int kReservedSharedMemory = 3072;
 
 // ---- Vectors.
@@ -81,12 +82,12 @@ constexpr int kReservedSharedMemory = 3072;
 // A vector is what a thread moves with one instruction.
 constexpr int kVectorBytes = 16;
 constexpr int vector_width(int element_size) { return kVectorBytes / element_size; }
-// What memory and L2 move at once, if all of it is asked for.
+// The most bytes that memory and L2 move at once.
 constexpr int kCacheLineBytes = 128;
 
-// The columns whose bytes are a multiple of a vector's in x, y and the parameters alike. Slices of
-// rows begin at such columns and rings have room for a multiple of them, because bulk copies begin
-// and end at multiples of 16 bytes.
+// The least number of columns that takes whole vectors in x, y and the parameters alike. Slices of
+// rows begin at multiples of it, and rings have room for a multiple of it, because bulk copies
+// begin and end at multiples of 16 bytes.
 constexpr int aligned_cols(int x_size, int y_size) {
   return vector_width(x_size < y_size ? x_size : y_size);
 }
@@ -102,8 +103,9 @@ constexpr bool slices_are_aligned() {
 static_assert(slices_are_aligned(),
               "a slice of weight and bias begins at a multiple of 16 bytes wherever one of x does");
 
-// The numbers of vectors that kernels are compiled for. A kernel's launch function turns a plan's
-// number into a template parameter by this list, and the plan takes no other.
+// The numbers of vectors a thread that kernels are compiled for. A kernel's launch function turns a
+// plan's number into a template parameter by this list, and the plan takes only numbers of the
+// list.
 template <int... kVecs>
 using VecsList = std::integer_sequence<int, kVecs...>;
 
@@ -124,17 +126,17 @@ constexpr int first_from(VecsList<kVecs...>, int64_t least) {
 // How the elements of a row are moved.
 enum class Moves {
   kVectors,  // by vectors: the row begins at a multiple of 16 bytes
-  kShifted,  // by vectors all the same: it begins anywhere
-  kElements  // one by one: of float32 alone a warp then still moves whole lines
+  kShifted,  // by vectors, although the row begins anywhere
+  kElements  // one by one: only float32, of which a warp then still moves whole lines
 };
 
 // A thread has `vecs` vectors of a row, each as many columns as 16 bytes of x hold. It moves them
 // in pieces of so many columns that none takes more than 16 bytes of x, of a parameter or of y: a
-// warp then moves whole lines of all three. (bfloat16 beside float32 parameters, whole vectors and
-// halves of them: 16384 x 8192 143 us, 136; with a float32 y 254, 203; 32768 x 4096 with one 242,
-// 203.) But five and more vectors of a row with something fused have no registers for that,
-// unless y is wide (8192 x 16384 with a residual and a gate 281, 296; with a residual and a float32
-// y 394, 339).
+// warp then moves whole lines of all three. (Whole vectors of x and halves of them, bfloat16 beside
+// float32 parameters: 16384 x 8192 143 us, 136; with a float32 y 254, 203; 32768 x 4096 with a
+// float32 y 242, 203.) But with five and more vectors of a row and something fused there are no
+// registers for halves, and whole vectors are moved unless y is wide (8192 x 16384 with a residual
+// and a gate 281, 296; with a residual and a float32 y 394, 339).
 constexpr int row_width(int x_size, int weight_size, int y_size, int vecs, bool bare) {
   const bool splits = y_size > x_size || (weight_size > x_size && (vecs < 5 || bare));
   return splits ? vector_width(y_size > weight_size ? y_size : weight_size) : vector_width(x_size);
@@ -147,17 +149,20 @@ constexpr int row_width(int x_size, int weight_size, int y_size, int vecs, bool 
 constexpr int kForwardWarpThreads = 128;
 using ForwardWarpVecs = VecsList<1, 2, 3, 4>;
 // Beside a residual, rows of four half-precision vectors a lane are faster in a block, even in a
-// block of one warp (bfloat16: 32768 x 1024 67.4 us, 66.4; 4096 x 1024 9.8, 10.0).
+// block of one warp (by a logical warp and by a block, bfloat16: 32768 x 1024 67.4 us, 66.4; but
+// 4096 x 1024 9.8, 10.0).
 constexpr int most_forward_warp_vecs(int x_size, bool residual) {
   return residual && x_size == 2 ? 3 : 4;
 }
 static_assert(contains(ForwardWarpVecs{}, most_forward_warp_vecs(2, true)) &&
                   contains(ForwardWarpVecs{}, most_forward_warp_vecs(4, false)),
               "a lane owns no more vectors than there are kernels for");
-// Blocks on a multiprocessor at least, 0 for what the compiler makes of it. It chooses well (32768
-// x 1024 bfloat16 34.9 us, with 1 37.4) but for a y wider than x, of which it keeps too much in
-// registers (the same with float32 weights and y: 61.1, with 1 55.0) and for modulations: one of
-// x's size takes no more registers than other parameters do (float16: 40.0, with 5 36.4).
+// The least number of blocks on a multiprocessor that the compiler has to leave registers for; 0
+// leaves the choice to the compiler. It chooses well (32768 x 1024 bfloat16: 34.9 us, with a bound
+// of one block 37.4), with two exceptions. Of a y wider than x it keeps too much in registers (the
+// same shape with float32 weights and y: 61.1, with a bound of one block 55.0). And a modulation of
+// x's size needs no more registers than other parameters do (float16: 40.0, with a bound of five
+// blocks 36.4).
 constexpr int forward_warp_blocks(int x_size, int weight_size, int y_size, bool modulated) {
   if (modulated) return weight_size <= x_size ? 5 : 4;
   return y_size > x_size ? 1 : 0;
@@ -172,8 +177,9 @@ struct Lanes {
   int vecs;
   int lanes;
 };
-// A thread plays the lanes of a logical warp, in blocks of as many threads. There are kernels for
-// these, which are all that the ladders have for rows of so many columns with nothing fused.
+// A thread plays the lanes of a logical warp, in blocks of kForwardWarpThreads threads as well.
+// There are kernels for the lanes listed here, which are all that the ladders choose for rows of up
+// to most_thread_cols() columns with nothing fused.
 constexpr int most_thread_cols(int x_size) { return x_size == 4 ? 48 : 64; }
 constexpr Lanes kPlayedFloat32[] = {{1, 1}, {1, 2}, {1, 4}, {1, 8}, {1, 16}};
 constexpr Lanes kPlayedHalf[] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {3, 2}, {4, 2}, {1, 8}};
@@ -183,19 +189,20 @@ constexpr int played_count(int x_size) {
 constexpr Lanes played_lanes(int x_size, int i) {
   return x_size == 4 ? kPlayedFloat32[i] : kPlayedHalf[i];
 }
-// The lanes that have columns at all.
+// The number of lanes that have any columns.
 constexpr int lanes_with_columns(int lanes, int x_size) {
   const int most = most_thread_cols(x_size) / vector_width(x_size);
   return lanes < most ? lanes : most;
 }
-// The vectors of a row that are there and whole for sure: of a lane's at most the last is missing,
-// and there would be half as many lanes if they could have the row.
+// The number of vectors at a row's beginning that always exist and are whole: of a lane's vectors
+// only the last may be missing, and half as many lanes would have been chosen if they could hold
+// the row.
 constexpr int whole_vectors(int lanes, int vecs) {
   return lanes * (vecs - 1) < lanes / 2 ? lanes / 2 : lanes * (vecs - 1);
 }
-// Bytes of a block's rows in shared memory. What stands before the first row in its first vector
-// takes less than one more vector; the last row's last vector is read whole, and of half precision
-// a word beyond it, which takes another.
+// Bytes of a block's rows in shared memory, with two vectors more than the rows take. The first row
+// may begin in the midst of a vector, which takes less than one vector. The last row's last vector
+// is read whole, in half precision with one word behind it, which takes the other.
 constexpr int thread_rows_bytes(int threads, int cols, int size) {
   return (threads * cols * size / kVectorBytes + 2) * kVectorBytes;
 }
@@ -215,8 +222,8 @@ enum class ForwardLoad {
   kHeavy,  // anything else
 };
 
-// Parameters are of x's type or of float32, so those of x's size are of its type. `shifted` are
-// rows that begin anywhere.
+// Parameters are of x's type or of float32, so parameters of x's size are of x's type. `shifted`:
+// rows begin anywhere.
 constexpr ForwardLoad forward_load(int x_size, int weight_size, bool residual, bool epilogue,
                                    bool shifted, bool modulated) {
   if (residual || modulated) return ForwardLoad::kHeavy;
@@ -225,15 +232,17 @@ constexpr ForwardLoad forward_load(int x_size, int weight_size, bool residual, b
   return bare ? ForwardLoad::kBare : ForwardLoad::kHeavy;
 }
 
-// Threads of a block at most, and blocks that a multiprocessor has registers for at least.
+// The most threads of a block, and the least number of blocks that a multiprocessor has registers
+// for.
 struct BlockBounds {
   int threads;
   int blocks;
 };
 
-// Up to four vectors a thread take 64 registers, five 72, eight 96. Eight of a bare row take 80
-// registers in narrow blocks, three a multiprocessor, and 64 in wide ones, two a multiprocessor.
-// Four lean ones take 56 (with GELU: 8192 x 12288 112.5 us, with 64 registers 123.7).
+// Up to four vectors a thread take 64 registers, five 72, eight 96. Eight vectors of a bare row
+// take 80 registers in narrow blocks, three a multiprocessor, and 64 in wide ones, two a
+// multiprocessor. Four vectors of a lean row take 56 (8192 x 12288 with GELU: 112.5 us, with 64
+// registers 123.7).
 constexpr int kNarrowForwardThreads = 256;
 constexpr BlockBounds forward_block_bounds(int vecs, ForwardLoad load, bool narrow) {
   if (vecs == 8 && load == ForwardLoad::kBare) {
@@ -254,8 +263,8 @@ static_assert(registers_of(forward_block_bounds(4, ForwardLoad::kHeavy, false)) 
                   registers_of(forward_block_bounds(8, ForwardLoad::kBare, false)) == 64 &&
                   registers_of(forward_block_bounds(4, ForwardLoad::kLean, false)) == 56,
               "a thread has the registers that its vectors take");
-// A row that begins anywhere leaves a seam before each warp's vectors, and one behind the last;
-// each seam is closed by a thread of its own.
+// In a row that begins anywhere, each warp has one seam for each piece that its threads move, and
+// one more seam is behind the row's last piece. Each seam is closed by a thread of its own.
 static_assert(2 * 8 + 1 <= kWarpThreads && !contains(ForwardBlockVecs{}, 9) &&
                   vector_width(2) / row_width(2, 4, 4, 8, true) == 2,
               "a block has more threads than seams: two for each of at most eight vectors of each "
@@ -263,7 +272,7 @@ static_assert(2 * 8 + 1 <= kWarpThreads && !contains(ForwardBlockVecs{}, 9) &&
 
 // ---- Forward, persistent blocks on slices of rows.
 
-// Of a block of a split row one warp collects the row's sums; the others work on the row.
+// In a block that shares a split row, one warp collects the row's sums; the others work on the row.
 constexpr int kForwardSplitThreads = kMostBlockThreads - kWarpThreads;
 constexpr int kForwardSplitVecs = 4;
 // A resident slice lies in registers, 32 of a thread's 64.
@@ -283,9 +292,9 @@ constexpr int forward_stream_cols(int width) {
 
 // ---- Backward.
 
-// Threads of backward's persistent blocks, which leave each 128 registers (640 threads of 96
-// registers were slower even where rows of 5,120 columns leave 192 of 512 threads idle: 152 us
-// against 147).
+// Threads of backward's persistent blocks, each of which has 128 registers. (640 threads of 96
+// registers were slower, 152 us against 147, even with rows of 5,120 columns, which leave 192 of
+// 512 threads idle.)
 constexpr int kBackwardThreads = 512;
 static_assert(registers_of(kBackwardThreads, 1) == 128 && registers_of(640, 1) == 96,
               "what was measured");
@@ -295,13 +304,15 @@ constexpr int backward_warp_threads(int x_size, bool activates) {
   return x_size == 4 && activates ? 768 : kBackwardThreads;
 }
 static_assert(registers_of(backward_warp_threads(4, true), 1) == 80, "what was measured");
-// Only the kernel for an epilogue without a residual activates for sure. There is none for single
-// elements (a width of one), and none where y is not of x's type.
+// Whether a launch takes the warp kernel for an epilogue without a residual, the only one that
+// always has an epilogue. There is no such kernel for single elements (a width of one), nor where y
+// is not of x's type.
 constexpr bool backward_warp_activates(int width, bool residual, bool epilogue, bool same_type) {
   return width > 1 && epilogue && !residual && same_type;
 }
-// A thread keeps the running dweight and dbias of its columns in registers; a lane also has the
-// next row there. Of the vectors that a kernel is compiled for, some of a lane's may be missing.
+// A thread keeps the running dweight and dbias of its columns in registers; a lane of a logical
+// warp also keeps the next row there. A lane may have fewer vectors than its kernel is compiled
+// for.
 constexpr int most_backward_warp_vecs(int width) { return width == 1 ? 8 : 2; }
 template <int kWidth>
 using BackwardWarpVecs = std::conditional_t<kWidth == 1, VecsList<4, 8>, VecsList<2>>;
@@ -318,7 +329,8 @@ static_assert(backward_warp_vecs_from(1, most_backward_warp_vecs(1)) ==
 constexpr int64_t backward_warp_shared_bytes(int block_threads, int64_t cols, int x_size) {
   return int64_t{2} * (block_threads / kWarpThreads) * cols * acc_size_of(x_size);
 }
-// Where it has many rows, each thread has a second sum there for each of its own.
+// Where logical warps have many rows, shared memory also has a second sum for each running sum of
+// each thread.
 constexpr int64_t backward_warp_second_sums_bytes(int block_threads, int vecs, int width,
                                                   int x_size) {
   return int64_t{2} * vecs * width * block_threads * acc_size_of(x_size);
@@ -338,8 +350,8 @@ static_assert(backward_warp_fits(2) && backward_warp_fits(4) && backward_warp_fi
               "the longest rows of the warp kernel fit the smallest shared memory; the kernel has "
               "no other");
 
-// A thread per row plays the lanes of a logical warp, each of which has up to so many single
-// elements.
+// A thread has a row and plays the lanes of a logical warp, each of which has up to
+// kBackwardThreadVecs single elements.
 constexpr int kBackwardThreadThreads = 128;
 constexpr int kBackwardThreadVecs = 4;
 using BackwardThreadLanes = VecsList<1, 2, 4, 8, 16>;
@@ -349,13 +361,14 @@ static_assert(16 * kBackwardThreadVecs <= kBackwardThreadThreads,
               "a block has a thread for each column");
 
 constexpr int kBackwardColsPerThread = 32;
-constexpr int kKeptColsPerThread = 16;  // where a thread keeps xhat and g of a row beside them
-// A lane's single elements take more registers each than a vector's.
+constexpr int kKeptColsPerThread = 16;  // where a thread also keeps xhat and g of a row
+// A single element takes more registers than an element of a vector.
 constexpr int most_backward_block_vecs(int width) {
   return width == 1 ? 16 : kBackwardColsPerThread / width;
 }
-// float64 has one kernel, of as many columns a thread as there are registers for without spills
-// (4096 x 1024: 122 us with the 32 columns of other types). Longer rows are the stream strategy's.
+// float64 has one kernel, with as many columns a thread as registers hold without spills
+// (4096 x 1024 took 122 us with the 32 columns of other types). Longer rows go to the stream
+// strategy.
 template <int kWidth, int kXSize>
 using BackwardBlockVecs =
     std::conditional_t<kXSize == 8, VecsList<8 / kWidth>,
@@ -378,27 +391,30 @@ constexpr int split_least_vecs(int width, bool ring) {
   return ring ? 1 : most_backward_block_vecs(width);
 }
 
-// Blocks with groups of rows keep rows as the blocks above do, and have no kernels for float64.
+// Blocks with groups of rows keep rows as the blocks above do. They have no kernels for float64,
+// nor without a ring for rows that they do not keep.
 constexpr bool has_group_kernel(int x_size, bool bulk, bool keeps) {
   return x_size != 8 && (bulk || keeps);
 }
 
-// Whether a thread keeps xhat and g of a row in registers. Otherwise they are computed again from
-// the ring: of rows with a gate, which have a third running sum.
+// Whether a thread of such a block keeps xhat and g of a row in registers. Otherwise they are
+// computed again from the ring: always beside a gate, whose third running sum takes those
+// registers.
 constexpr bool group_holds_row(bool keeps, bool gated) { return keeps && !gated; }
 
-// Longer rows with a gate, and rows with one that begin anywhere, leave it to a kernel of its own.
+// Whether such blocks also compute the gradient of a gate. For longer rows, and for rows that begin
+// anywhere, a kernel of its own does (backward/gate.cu).
 constexpr bool has_gated_kernel(int width, int x_size, bool bulk, bool keeps) {
   return x_size != 8 && bulk && keeps && width > 1;
 }
 
-// Blocks of few rows on a multiprocessor: they have no running sums, but activations take
-// registers.
+// The blocks of few rows that a multiprocessor has registers for: they have no running sums, but
+// activations take registers.
 constexpr int few_rows_blocks(bool fused) { return fused ? 1 : 2; }
 static_assert(registers_of(kBackwardThreads, few_rows_blocks(false)) == 64 &&
                   registers_of(kBackwardThreads, few_rows_blocks(true)) == 128,
               "half the registers of the persistent blocks do without running sums");
-// A team of few rows owns a row as it does in the kernels for many: as a logical warp, or as whole
+// With few rows a team owns a row as in the kernels for many rows: as a logical warp, or as whole
 // warps that keep the row.
 template <int kWidth, int kXSize>
 using FewRowsVecs =
@@ -410,10 +426,10 @@ static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<1, 8>{}, backward_block_vecs_from(1, 8, 1)) &&
                   contains(FewRowsVecs<2, 8>{}, backward_block_vecs_from(2, 8, 1)),
               "few rows have a kernel wherever a team of whole warps keeps the row");
-// Blocks that compute dweight and dbias alone move lines of 64 bytes by vectors, sectors of 32 by
-// single elements.
+// The number of lanes side by side on one row in blocks that compute only dweight and dbias. They
+// move 64 bytes of the row by vectors, or a sector of 32 bytes by single elements.
 constexpr int column_lanes(int width, int x_size) { return width == 1 ? 32 / x_size : 4; }
-// They add up the sums of their warps in shared memory.
+// These blocks add up the sums of their warps in shared memory.
 constexpr int few_rows_shared_bytes(int block_threads, int width, int x_size) {
   return block_threads / kWarpThreads * column_lanes(width, x_size) * width * 2 *
          acc_size_of(x_size);
@@ -423,8 +439,8 @@ static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 409
                   few_rows_shared_bytes(kBackwardThreads, vector_width(8), 8) <= 4096,
               "shared memory never decides how many blocks of few rows run at once");
 
-// Rows with a modulation of their own: blocks of about so many threads, or of one team, and the
-// vectors that kernels are compiled for.
+// Rows with a modulation of their own: a block has about this many threads, or one larger team. The
+// lists are the numbers of vectors that kernels are compiled for.
 constexpr int kBackwardRowsThreads = 256;
 template <int kWidth>
 using BackwardRowsVecs =
@@ -436,29 +452,31 @@ constexpr int backward_rows_vecs_from(int width, int x_size, int64_t least) {
                      : first_from(BackwardRowsVecs<8>{}, least);
 }
 // The most threads of a team or block, and the blocks on a multiprocessor. 16 columns a thread take
-// 80 registers, but 128 beside a gate, which has more to load and to store. bfloat16, with 80 and
-// with 128: 1 x 4608 x 3072 38.8, 41.1; 1 x 32760 x 5120 with a gate 862, 846.
+// 80 registers, but 128 beside a gate, which adds loads and stores. (With 80 registers and with
+// 128, bfloat16, batch x rows x columns: 1 x 4608 x 3072 38.8 us, 41.1; 1 x 32760 x 5120 with a
+// gate 862, 846.)
 constexpr BlockBounds backward_rows_bounds(int cols_per_thread, bool gated) {
   if (cols_per_thread <= 8) return {kBackwardThreads, 2};
   return cols_per_thread <= 16 && !gated ? BlockBounds{384, 2} : BlockBounds{kBackwardThreads, 1};
 }
 static_assert(registers_of(512, 2) == 64 && registers_of(384, 2) == 80, "what was measured");
-// Whether what stands beside x and dy is loaded with them. Otherwise there are no registers for it,
-// and it is loaded where it is used.
+// Whether a row's other inputs are loaded together with x and dy. Otherwise there are no registers
+// for them, and each is loaded where it is used.
 constexpr bool backward_rows_load_early(int cols_per_thread, bool gated) {
   return cols_per_thread <= (gated ? 16 : 8);
 }
 static_assert(vector_width(4) == 4 && vector_width(2) == 8,
               "the vectors that kernels of float32 and of half precision are compiled for");
 
-// Rows that a block works on at once (its teams), and rows or slices that a team keeps in flight.
-// A team takes a hardware barrier of its own, of which there are 16; barrier 0 is __syncthreads().
+// Rows that a block works on at once (its teams), and rows or slices that a team keeps in flight. A
+// block has 16 hardware barriers; each team takes one, and barrier 0 is that of __syncthreads().
 constexpr int kMostTeams = 15;
 constexpr int kMostStages = 8;
 static_assert(kMostTeams < 16, "a block has 16 hardware barriers, and the first is the block's");
 static_assert(kMostTeams * kWarpThreads <= kBackwardThreads,
               "a team has a warp at least, so a block has room for all of its teams");
-// Threads of the stream kernels' blocks; each of their warps leaves its share of a row's sums.
+// Threads of the stream kernels' blocks. Each warp writes its part of a row's sums to the
+// workspace.
 constexpr int kBackwardStreamThreads = 256;
 // Blocks of the first stream kernel that a multiprocessor has registers for.
 constexpr int kBackwardStreamBlocks = 2;
@@ -466,8 +484,9 @@ constexpr int backward_stream_vecs(int width) { return 16 / width; }
 constexpr int backward_stream_cols(int width) {
   return kBackwardStreamThreads * backward_stream_vecs(width) * width;
 }
-// A stream kernel has a block for each chunk of each row. Chunks have 4,096 columns and more, so a
-// launch would have too many blocks only from 2^43 elements on, more than any device holds.
+// A stream kernel has at most one block for each chunk of each row. Chunks have 4,096 columns and
+// more, so a launch would have too many blocks only from 2^43 elements on, more than any device
+// holds.
 static_assert(backward_stream_cols(1) >= 4096 && backward_stream_cols(8) >= 4096 &&
                   forward_stream_cols(1) >= 4096 && forward_stream_cols(2) >= 4096,
               "a launch has enough blocks for all chunks of all rows that a device holds");
@@ -484,11 +503,11 @@ constexpr int gate_cols(int width) { return kWarpThreads * gate_vecs(width) * wi
 
 // ---- The meeting of the blocks of one row.
 
-// What the lanes of one collecting warp can hold of a row's sums.
+// The slots of a row's sums that each lane of a collecting warp can hold.
 constexpr int kSlotsPerLane = 5;
-// A device with more multiprocessors than this leaves some out of its longest rows.
+// On a device with more multiprocessors than this, some do not work on the longest rows.
 constexpr int kMaxBlocksPerRow = kSlotsPerLane * kWarpThreads;
-// Rows whose collected sums may wait to be used; a plan's lag is smaller.
+// The number of rows whose collected sums can wait to be used; a plan's lag is smaller.
 constexpr int kMostCollected = 4;
 
 // A ring is refilled once a row has left it. A row that is kept in registers leaves at once, so one
@@ -498,10 +517,10 @@ constexpr int least_stages(bool keeps, int lag) { return keeps ? 1 : lag + 2; }
 static_assert(least_stages(false, kMostCollected - 1) <= kMostStages,
               "a ring can be made for every lag");
 
-// ---- What kernels declare of shared memory.
+// ---- The shared memory that kernels declare.
 
-// The scratch memory of all teams of a block. That of one team's sum has up to three values more
-// than the team has warps, because a thread reads four values at once.
+// The scratch memory of all teams of a block. The scratch memory of one team has up to three values
+// more than the team has warps, because a thread reads four values at once.
 constexpr int kBackwardScratch = (kBackwardThreads / kWarpThreads + 3 * kMostTeams + 3) / 4 * 4;
 // Two scratch memories and the collected sums, in pairs of the arithmetic's type, and for each
 // stage of each team the row's mean and rstd in float32 and a barrier. float64 has no ring.

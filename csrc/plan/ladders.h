@@ -1,11 +1,12 @@
-// What the plan prefers where the limits of geometry.h leave it a choice: tables, a row per range,
-// and beside each row the measurement that set it. The functions of forward.cpp and backward.cpp
-// read these tables and have no numbers of their own.
+// What the plan prefers where the limits of geometry.h leave it a choice: ladders, with a rung for
+// each range, and beside each rung the measurement that set it. The functions of forward.cpp and
+// backward.cpp read these ladders and have no numbers of their own.
 //
-// All times are microseconds of device time on an H200, "8192 x 4096" is rows x columns, and
-// alternatives are given in the order that the line above them names. docs/tuning-log.md tells what
-// else was tried and why the winners win. To tune, force plans with `python -m benchmarks.tune`,
-// change a row, and put the new numbers in place of the old.
+// All times are microseconds of device time on an H200. A measurement reads "32768 x 4096 211,
+// 222": rows x columns, then one time for each alternative, in the order in which the comment names
+// the alternatives. docs/tuning-log.md tells what else was tried and why the winners win. To tune,
+// force plans with `python -m benchmarks.tune`, change a rung, and put the new numbers in place of
+// the old.
 #pragma once
 
 #include <cstddef>
@@ -19,15 +20,15 @@ namespace ladders {
 
 constexpr int64_t kNoEnd = std::numeric_limits<int64_t>::max();
 
-// A ladder is an array of rungs, each of which says in `last` to what length of a row it applies.
-// The first that reaches far enough counts.
+// A ladder is an array of rungs, each of which applies up to the length `last`. The first rung that
+// reaches the given length counts.
 template <typename Rung, size_t kRungs>
 constexpr const Rung& rung_of(const Rung (&ladder)[kRungs], int64_t length) {
   size_t i = 0;
   while (ladder[i].last < length) ++i;
   return ladder[i];
 }
-// Whether the rungs ascend and the last has no end, as rung_of asks for.
+// Whether the rungs ascend and the last has no end, as rung_of requires.
 template <typename Rung, size_t kRungs>
 constexpr bool is_ladder(const Rung (&ladder)[kRungs]) {
   for (size_t i = 1; i < kRungs; ++i) {
@@ -38,16 +39,17 @@ constexpr bool is_ladder(const Rung (&ladder)[kRungs]) {
 
 // ---- Forward, a thread per row.
 
-// Where threads are faster than logical warps: from so many rows on, by the columns of a row.
+// A thread per row is faster than a logical warp from `rows` rows on, by the columns of a row.
 struct ThreadRung {
   int64_t last;  // columns
   int64_t rows;
 };
-// Threads and logical warps, bfloat16: 10000 x 5 2.2, 2.7; 10000 x 37 3.7, 4.8; 30000 x
-// 61 6.2, 6.2; 40000 x 61 7.1, 7.9; 4000000 x 3 43, 64; 3076923 x 13 58, 244; 1081081 x 37 51, 141.
+// Times by threads and by logical warps, bfloat16: 10000 x 5 2.2, 2.7; 10000 x 37 3.7, 4.8;
+// 30000 x 61 6.2, 6.2; 40000 x 61 7.1, 7.9; 4000000 x 3 43, 64; 3076923 x 13 58, 244; 1081081 x 37
+// 51, 141.
 constexpr ThreadRung kHalfThreads[] = {{56, 10000}, {kNoEnd, 30000}};
-// float32: 20000 x 37 5.5, 5.6; 30000 x 37 6.1, 7.0; 30000 x 45 6.8, 7.1; 4000000 x 3 34, 48;
-// 1000003 x 37 76, 170.
+// Times by threads and by logical warps, float32: 20000 x 37 5.5, 5.6; 30000 x 37 6.1, 7.0;
+// 30000 x 45 6.8, 7.1; 4000000 x 3 34, 48; 1000003 x 37 76, 170.
 constexpr ThreadRung kFloat32Threads[] = {{kNoEnd, 30000}};
 static_assert(is_ladder(kHalfThreads) && is_ladder(kFloat32Threads), "the rungs ascend");
 
@@ -62,12 +64,13 @@ struct LaneRung {
 };
 
 constexpr LaneRung kFloat32Lanes[] = {
-    // One, two and four vectors a lane, with GELU: 4194304 x 64 580, 528, 610; 131072 x 256 68, 68,
-    // 70.
+    // One, two and four vectors a lane, with GELU:
+    // 4194304 x 64 580, 528, 610; 131072 x 256 68, 68, 70.
     {kNoEnd, 1, 2},
 };
 
-// Of half precision. float64, for which nothing was measured, goes by it too.
+// For half precision, and for float64, for which nothing was measured. In the measurements, one,
+// two and four are vectors a lane.
 constexpr LaneRung kHalfLanes[] = {
     {7, 4, 4},
     // One, two and four: 524288 x 64 bfloat16 35.7, 37.4, 37.3; with SiLU 43.9, 37.0, 43.2.
@@ -87,23 +90,25 @@ constexpr LaneRung kHalfLanes[] = {
 };
 static_assert(is_ladder(kFloat32Lanes) && is_ladder(kHalfLanes), "the rungs ascend");
 
-// Up to so many shifted rows have weight and bias loaded with them: one wait for memory less. More
-// rows have no registers for that (with the row and behind its sums, bfloat16: 64 x 924 2.3, 2.6; 8
-// x 711 1.8, 2.2; 4096 x 65 2.9, 3.2; 32768 x 1021 41.3, 38.8; 100000 x 427 57.7, 53.7).
+// If there are at most this many shifted rows, weight and bias are loaded together with the row,
+// which saves one wait for memory. With more rows the registers that this takes cost more (weight
+// and bias loaded with the row, and behind its sums, bfloat16: 64 x 924 2.3, 2.6; 8 x 711 1.8, 2.2;
+// 4096 x 65 2.9, 3.2; 32768 x 1021 41.3, 38.8; 100000 x 427 57.7, 53.7).
 constexpr int64_t kEarlyRows = 4096;
 
 // ---- Forward, rows in registers: the ragged rows of float32 that are moved by elements.
 
-// Shorter rows go to threads where there are many, which play lanes that own vectors. By elements
-// and shifted: 100000 x 51 15.7, 19.8; 100000 x 143 40.1, 44.6; 100000 x 498 101.8, 100.3; 100000 x
-// 782 160.5, 172.3; 32768 x 3977 261.6, 277.9; 8192 x 10001 176.9, 189.3; 4096 x 16383 192.8,
-// 185.8; 1 x 498 1.5, 1.9; with a residual 100000 x 782 319, 377; but with GELU 218, 207.
+// Shorter rows are not moved by elements, because where there are many they go to threads, which
+// play lanes that own vectors. By elements and shifted: 100000 x 51 15.7, 19.8; 100000 x 143 40.1,
+// 44.6; 100000 x 498 101.8, 100.3; 100000 x 782 160.5, 172.3; 32768 x 3977 261.6, 277.9;
+// 8192 x 10001 176.9, 189.3; 4096 x 16383 192.8, 185.8; 1 x 498 1.5, 1.9; 100000 x 782 with a
+// residual 319, 377, but with GELU 218, 207.
 struct ColsRange {
   int64_t first;
   int64_t last;
 };
 constexpr ColsRange kElementCols = {most_thread_cols(4) + 1, 12288};
-// With a modulation: 32768 x 143 30.8, 23.3; 32768 x 1021 78.7, 86.5.
+// By elements and shifted, with a modulation: 32768 x 143 30.8, 23.3; 32768 x 1021 78.7, 86.5.
 constexpr ColsRange kModulatedElementCols = {513, 12288};
 static_assert(kModulatedElementCols.first >
                   kWarpThreads * most_forward_warp_vecs(4, false) * vector_width(4),
@@ -113,8 +118,8 @@ static_assert(kModulatedElementCols.first >
 
 enum class Choice {
   kFirst,         // the first that the row and the kernels allow
-  kFewestPlaces,  // the one that leaves the fewest places of the block's threads empty, and of
-                  // equals the first
+  kFewestPlaces,  // the one whose threads have the fewest places for vectors, and of equals the
+                  // first
 };
 
 struct BlockRung {
@@ -123,7 +128,7 @@ struct BlockRung {
   int vecs[3];
 };
 
-// Without anything fused. Four, five and eight vectors a thread:
+// Nothing fused. The times are those of four, five and eight vectors a thread.
 constexpr BlockRung kBareBlocks[] = {
     {639, Choice::kFewestPlaces, {4, 5, 3}},
     // bfloat16: 16384 x 8192 130.3, 130.1, 132.8; 11264 x 11264 148.6, 124.1, 126.0;
@@ -134,9 +139,10 @@ constexpr BlockRung kBareBlocks[] = {
     {kNoEnd, Choice::kFirst, {8, 5, 4}},
 };
 
-// Rows that never begin at multiples of 16 bytes, by the number of their columns. (Other rows are
-// summed alike wherever they begin, up to 4,096 vectors, and so go by the other ladders even where
-// they are not aligned.) Four, five and eight vectors a thread, bfloat16:
+// Ragged rows without a residual: the number of their columns lets at most one of two consecutive
+// rows begin at a multiple of 16 bytes (is_ragged in forward.cpp). (Other rows are summed alike
+// wherever they begin, up to 4,096 vectors, and so go by the other ladders even where they are not
+// aligned.) The times are those of four, five and eight vectors a thread, bfloat16.
 constexpr BlockRung kRaggedBlocks[] = {
     {639, Choice::kFewestPlaces, {4, 5, 3}},
     // 8192 x 8191 80.0, 85.8, 81.4.
@@ -145,7 +151,8 @@ constexpr BlockRung kRaggedBlocks[] = {
     {kNoEnd, Choice::kFirst, {8, 5, 4}},
 };
 
-// With an epilogue and no residual. Four, five and eight vectors a thread, bfloat16 with GELU:
+// With an epilogue and no residual. The times are those of four, five and eight vectors a thread,
+// bfloat16 with GELU.
 constexpr BlockRung kEpilogueBlocks[] = {
     {639, Choice::kFewestPlaces, {4, 5, 3}},
     // 32768 x 5120 175.4, 170.4, and no kernel of eight.
@@ -162,20 +169,21 @@ constexpr BlockRung kEpilogueBlocks[] = {
     {kNoEnd, Choice::kFirst, {4, 5, 8}},
 };
 
-// With a residual, whatever else there is. bfloat16:
+// With a residual and parameters no wider than x, whatever else is fused. The times are those of
+// bfloat16.
 constexpr BlockRung kResidualBlocks[] = {
-    // Three and four vectors a thread: 32768 x 4096 270.4, 274.8; 65536 x 2048 262.7, 264.9; 32768
-    // x
-    // 3072 201.8, 199.8.
+    // Three and four vectors a thread:
+    // 32768 x 4096 270.4, 274.8; 65536 x 2048 262.7, 264.9; 32768 x 3072 201.8, 199.8.
     {639, Choice::kFirst, {3, 4, 5}},
-    // Four, five and eight: 16384 x 8192 265.0, 261.6, 274.9.
+    // Four, five and eight vectors a thread: 16384 x 8192 265.0, 261.6, 274.9.
     {kNoEnd, Choice::kFirst, {5, 4, 8}},
 };
 
-// The same beside parameters wider than x. bfloat16 with float32 ones:
+// With a residual and parameters wider than x. The times are those of three, four and five vectors
+// a thread, bfloat16 with float32 parameters.
 constexpr BlockRung kResidualWideBlocks[] = {
-    // Three, four and five: 16384 x 5120 169.4, 169.7, 172.8; 16384 x 6144 202.2, 202.5, 206.6;
-    // with a gate and a modulation 32760 x 5120 331.4, 332.8, 343.2.
+    // 16384 x 5120 169.4, 169.7, 172.8; 16384 x 6144 202.2, 202.5, 206.6; with a gate and a
+    // modulation 32760 x 5120 331.4, 332.8, 343.2.
     {959, Choice::kFirst, {3, 4, 5}},
     // 16384 x 8192 270.6, 271.6, 275.9; with a gate and a modulation 286.9, 273.5, 275.3.
     {1088, Choice::kFirst, {4, 3, 5}},
@@ -202,22 +210,22 @@ static_assert(has_block_kernels(kBareBlocks) && has_block_kernels(kRaggedBlocks)
 
 // ---- Forward, slices of rows.
 
-// Slices are so short that a ring holds five of them: a row's sums then have two rows' time to meet
-// (kLags). In half precision that means slices of 16,384 columns (bfloat16: 4096 x 65536 304, with
-// longer ones 334; 2048 x 262144 608, 664).
+// Slices are so short that a ring holds five of them: the meeting of a row then has two rows' time
+// (kLags). In half precision such slices have 16,384 columns (with them and with longer slices,
+// bfloat16: 4096 x 65536 304, 334; 2048 x 262144 608, 664).
 constexpr int kForwardRingStages = 5;
 
-// A row that one block can keep in registers, with all of its parameters in shared memory, is
-// better not split over several rings, up to so many columns.
+// The longest rows that are better kept in the registers of one block, with all of their parameters
+// in shared memory, than split over several rings.
 struct ResidentCols {
   int x_size;
   int64_t most_cols;
 };
 constexpr ResidentCols kResidentCols[] = {
-    // Kept and split, bfloat16: 8192 x 40000 356, 425; 4096 x 57344 269, 292; but 4096 x 65536 330,
-    // 304.
+    // Resident and split, bfloat16: 8192 x 40000 356, 425; 4096 x 57344 269, 292;
+    // but 4096 x 65536 330, 304.
     {2, 57344},
-    // float32: 8192 x 20000 343, 378; but 4096 x 25000 266, 240.
+    // Resident and split, float32: 8192 x 20000 343, 378; but 4096 x 25000 266, 240.
     {4, 20480},
 };
 
@@ -240,27 +248,28 @@ static_assert(is_ladder(kLags) && kLagWithoutRing < kMostCollected &&
 
 // ---- Backward, few rows in one launch.
 
-// Blocks on rows compute dx, blocks on columns dweight and dbias beside them. x and dy are then
-// read twice, the second time from L2, but no second launch adds up partial sums. In one launch and
-// in two, bfloat16: 128 x 1024 2.8, 9.3; 512 x 1023 5.4, 9.0; 512 x 4096 7.3, 13.4; 2048 x 768
-// 10.1, 10.4; 2048 x 4096 21.4, 23.1; 1024 x 8192 24.4, 26.9.
+// Blocks on rows compute dx, and blocks on columns beside them compute dweight and dbias. x and dy
+// are then read twice, the second time from L2, but no second launch adds up partial sums. The
+// limits below are the most rows, aligned and not, and the most bytes. In one launch and in two,
+// bfloat16: 128 x 1024 2.8, 9.3; 512 x 1023 5.4, 9.0; 512 x 4096 7.3, 13.4; 2048 x 768 10.1, 10.4;
+// 2048 x 4096 21.4, 23.1; 1024 x 8192 24.4, 26.9.
 constexpr int kFewAlignedRows = 2048;
 constexpr int kFewOtherRows = 1024;
 constexpr int64_t kFewRowsBytes = int64_t{32} << 20;  // of x and dy
 
-// A block has as many teams as make up these threads, because blocks on columns need threads where
-// rows are many.
+// A block has as many teams as make up `block_threads` threads: the more rows there are, the more
+// threads the blocks on columns need.
 struct FewRowsRung {
   int64_t last;  // rows
   int block_threads;
 };
 constexpr FewRowsRung kFewRowsThreads[] = {
-    // With 64 threads a block, 128, 256 and 512, bfloat16: 1 x 320 1.8, 1.8, 1.9, 2.3; 8 x 768 1.8,
+    // With 64, 128, 256 and 512 threads a block, bfloat16: 1 x 320 1.8, 1.8, 1.9, 2.3; 8 x 768 1.8,
     // 1.8, 2.0.
     {16, 64},
-    // 64 x 320 2.4, 2.1, 2.2, 2.5; 64 x 768 3.0, 2.5, 2.7; 64 x 64 2.2, 1.9, 2.1, 2.4.
+    // The same: 64 x 320 2.4, 2.1, 2.2, 2.5; 64 x 768 3.0, 2.5, 2.7; 64 x 64 2.2, 1.9, 2.1, 2.4.
     {64, 128},
-    // 255 x 320 5.8, 4.0, 3.3, 3.3; with 64 and with 256: 128 x 1024 4.6, 2.9.
+    // The same: 255 x 320 5.8, 4.0, 3.3, 3.3; with 64 and with 256: 128 x 1024 4.6, 2.9.
     {255, 256},
     // With 256 and with 512: 512 x 1024 4.6, 4.2.
     {kNoEnd, 512},
@@ -268,36 +277,40 @@ constexpr FewRowsRung kFewRowsThreads[] = {
 static_assert(is_ladder(kFewRowsThreads) &&
                   rung_of(kFewRowsThreads, kNoEnd).block_threads <= kBackwardThreads,
               "blocks of few rows have kernels");
-// Aligned rows have the most teams, if one has fewer threads than these (four and two, bfloat16:
-// 1024 x 2048 7.9, 9.1; 2048 x 1536 12.1, 17.4; 2048 x 2048 12.4, 15.3; eight and four, float32:
-// 2048 x 1024 12.0, 14.3). Else a block has fewer teams, but no fewer threads, if almost all blocks
-// then run at once. With the most teams, two and one, bfloat16: 512 x 2060 9.9, 9.0, 11.6; 512 x
-// 2415 9.8, 9.2, 12.0; float32: 512 x 2047 10.6, 8.0, 9.1. Where no number of teams lets them, rows
-// that begin anywhere have the most teams, and aligned ones one (one and two, bfloat16: 1024 x 4096
-// 12.0, 12.8; 1100 x 4096 12.2, 13.6; 2048 x 4096 19.6, 21.4).
+// The teams of whole warps in a block. Aligned rows have the most teams that kFewRowsThreads
+// allows, if a team has fewer threads than kFewRowsLeastThreads (four and two teams, bfloat16:
+// 1024 x 2048 7.9, 9.1; 2048 x 1536 12.1, 17.4; 2048 x 2048 12.4, 15.3; eight and four teams,
+// float32: 2048 x 1024 12.0, 14.3). Otherwise a block has the largest number of teams, but at least
+// kFewRowsLeastThreads threads, with which almost all blocks run at once (the most teams, two teams
+// and one, bfloat16: 512 x 2060 9.9, 9.0, 11.6; 512 x 2415 9.8, 9.2, 12.0; float32: 512 x 2047
+// 10.6, 8.0, 9.1). If there is no such number, rows that begin anywhere have the most teams, and
+// aligned rows have one (one team and two, bfloat16: 1024 x 4096 12.0, 12.8; 1100 x 4096 12.2,
+// 13.6; 2048 x 4096 19.6, 21.4).
 constexpr int kFewRowsLeastThreads = 256;
 // Almost all run at once if there are at least eight places for nine blocks.
 constexpr int64_t kFewRowsBlocks = 9, kFewRowsPlaces = 8;
 
 // ---- Backward, persistent blocks.
 
-// The vectors of a thread have no ladder: the fewest columns for which there are a kernel and
-// threads are best, because more columns a thread have no registers for xhat and g. (That there is
-// no kernel of fewer than sixteen columns is for the reductions, for which more and shorter threads
-// pay more: 32768 x 4096 bfloat16 229, with eight columns a thread 276.)
+// There is no ladder for the vectors of a thread: the fewest columns a thread for which there are a
+// kernel and enough threads are best, because more columns leave no registers for xhat and g.
+// (Kernels, but for float64, have no fewer than sixteen columns a thread, because reductions over
+// more threads with fewer columns each take longer: with sixteen columns a thread and with eight,
+// bfloat16, 32768 x 4096 229, 276.)
 
-// Two teams whose threads are nearly full slow each other's memory down, where rows come through a
-// ring and nothing is fused, so that from so many columns on one team is better. One and two teams,
-// bfloat16: 32768 x 4096 211, 222; x 4032 207, 213; x 3840 206, 200; float32: 8192 x 4096 111.8,
-// 113.6. A residual or an activation hides behind the other team (bfloat16: with a residual 302,
-// 279; with an activation 317, 247).
+// From this many columns on, one team a block is better than two, where rows come through a ring
+// and nothing is fused: two teams whose threads are nearly full slow down each other's memory
+// accesses (one team and two, bfloat16: 32768 x 4096 211, 222; 32768 x 4032 207, 213; 32768 x 3840
+// 206, 200; float32: 8192 x 4096 111.8, 113.6). With a residual or an activation two teams are
+// better, because its time hides behind the other team (one team and two, bfloat16: with a residual
+// 302, 279; with an activation 317, 247).
 constexpr int kOneTeamCols = 3968;
 
-// A ring pays from so many rows a team on.
+// A ring pays if a team has at least this many rows.
 constexpr int kLeastRingRows = 3;
-// What the rings of a block with whole rows should have on their way: rows further ahead do harm
-// (bfloat16: 32768 x 1024 58 with 64 KB of them, 63 with 224; 32768 x 2048 108, 116). But a row
-// that is read twice is held for longer, and so has a stage more at least.
+// The bytes that the rings of a block with whole rows should hold: more rows in flight do harm
+// (with 64 KB and with 224 KB of them, bfloat16: 32768 x 1024 58, 63; 32768 x 2048 108, 116). But a
+// row that is read twice stays in its ring for longer, which needs at least one stage more.
 constexpr int64_t kWantedRingBytes = 64 * 1024;
 constexpr int kKeptRowStages = 2;
 constexpr int kTwiceReadRowStages = 3;
@@ -310,38 +323,39 @@ enum class Collects {
   kAlone,            // a working warp
 };
 
-// What rings of slices should hold, the best first. A row has the fewest blocks whose slices are
-// short enough for so many stages or more, and the next ring is tried where those are shorter than
-// `least_cols`.
+// What rings of slices should hold; arrays of them have the best first. A row has the fewest blocks
+// whose slices are short enough for at least `stages` stages. If these slices are shorter than
+// `least_cols`, the next ring is tried.
 struct SliceRing {
   int stages;
   int least_cols;
   Collects collects;
 };
 constexpr int kLeastSliceStages = 3;
-// With three stages a block is faster without a warp beside the team (2048 x 262144 bfloat16 by 18
-// blocks a row 1060, 1217; 2048 x 65536 float32 by 9 509, 540), float32 also with the four that
-// rows of 676,000 to 811,000 columns have (150 x 800000 413, 502). In longer rings half precision
-// is slower by it (8192 x 32768 506, 474).
+// With three stages a block is faster without a warp beside the team than with one (2048 x 262144
+// bfloat16 by 18 blocks a row 1060, 1217; 2048 x 65536 float32 by 9 blocks a row 509, 540). float32
+// also is with four stages, which rows of 676,000 to 811,000 columns have (150 x 800000 413, 502).
+// With longer rings half precision is slower without that warp (8192 x 32768 506, 474).
 constexpr SliceRing kLeastSliceRing = {kLeastSliceStages, 0, Collects::kAlone};
-// From five stages on a row's sums have two rows' time to meet (kLags). With five, four and three
-// stages: 2048 x 65536 float32 440, 447, 444; with five and four, bfloat16 with float32 weight and
-// dy: 320, 338.
+// From five stages on the meeting of a row has two rows' time (kLags). With five, four and three
+// stages, float32: 2048 x 65536 440, 447, 444; with five and four, bfloat16 with float32 weight and
+// dy: 2048 x 65536 320, 338.
 constexpr SliceRing kSliceRings[] = {{5, 0, Collects::kBeside}, kLeastSliceRing};
 // Half precision gains as much by two rows' time, but the meeting of a row takes as long as the
-// work on 8,000 columns, so that shorter slices lose more. With six and four stages: 4096 x 65536
-// 441, 464; 3072 x 81920 414, 439; but 8192 x 36000, whose slices have 7,232 and 12,032 columns,
-// 566, 516.
+// work on 8,000 columns, so that slices shorter than that lose more than they gain. With six stages
+// and with four: 4096 x 65536 441, 464; 3072 x 81920 414, 439; but 8192 x 36000, whose slices have
+// 7,232 and 12,032 columns, 566, 516.
 constexpr SliceRing kHalfSliceRings[] = {
     {6, 7936, Collects::kBeside}, {4, 0, Collects::kBeside}, kLeastSliceRing};
-// With an activation or a scale. With five and four stages, float32 with GELU: 2048 x 65536 642,
-// 548; 4096 x 20000 394, 364.
+// With an epilogue. With five stages and with four, float32 with GELU: 2048 x 65536 642, 548;
+// 4096 x 20000 394, 364.
 constexpr SliceRing kEpilogueSliceRings[] = {{4, 0, Collects::kBeside}, kLeastSliceRing};
-// Threads load the gradient of a residual themselves and wait for it once a row, so that the
-// longest slices are the best. With four stages (float32: five) and three: 4096 x 65536 bfloat16
-// 880, 787; 2048 x 65536 float32 852, 735. A warp beside the team is better than none (4096 x 65536
-// by 5 blocks a row 837, 876), but not where a thread has 32 columns by it, not 16 (by 8 blocks a
-// row: 2048 x 65536 float32 900, 735; 4096 x 65536 bfloat16 1040, 906).
+// With a residual. Threads load the gradient of a residual themselves and wait for it once a row,
+// so that the longest slices are the best (with four stages and with three: 4096 x 65536 bfloat16
+// 880, 787; with five and with three: 2048 x 65536 float32 852, 735). A block is faster with a warp
+// beside the team than without (4096 x 65536 by 5 blocks a row 837, 876), unless a thread then has
+// 32 columns in place of 16 (with such a warp and without, by 8 blocks a row: 2048 x 65536 float32
+// 900, 735; 4096 x 65536 bfloat16 1040, 906).
 constexpr SliceRing kResidualSliceRings[] = {{kLeastSliceStages, 0, Collects::kAloneForFewVecs}};
 static_assert(kLeastSliceStages >= least_stages(false, rung_of(kLags, kLeastSliceStages).lag) &&
                   kForwardRingStages >= least_stages(false, rung_of(kLags, kForwardRingStages).lag),
@@ -352,41 +366,44 @@ static_assert(kKeptRowStages >= least_stages(true, 0) &&
 
 // ---- Backward, a thread per row.
 
-// Threads and logical warps. float32: 4000000 x 3 82.5, 60.4; 500000 x 5 23.4, 18.6; 4000000 x 5
-// 97.2, 104.7; 250000 x 9 20.8, 17.8; 2222222 x 9 80.1, 109.4; 120000 x 37 30.8, 28.9; 250000 x 37
-// 45.5, 52.8; 1000003 x 37 130.4, 189.9; 377358 x 53 86.6, 87.3; 350877 x 57 93.8, 84.3.
+// Times by threads and by logical warps, float32: 4000000 x 3 82.5, 60.4; 500000 x 5 23.4, 18.6;
+// 4000000 x 5 97.2, 104.7; 250000 x 9 20.8, 17.8; 2222222 x 9 80.1, 109.4; 120000 x 37 30.8, 28.9;
+// 250000 x 37 45.5, 52.8; 1000003 x 37 130.4, 189.9; 377358 x 53 86.6, 87.3; 350877 x 57 93.8,
+// 84.3.
 constexpr ThreadRung kFloat32BackwardThreads[] = {
     {4, kNoEnd}, {8, 2000000}, {16, 1000000}, {52, 400000}, {kNoEnd, kNoEnd}};
-// bfloat16: 4000000 x 3 75.4, 53.3; 5714285 x 7 145.1, 142.1; 500000 x 9 27.5, 28.8; 4444444 x 9
-// 145.2, 205.3; 250000 x 13 22.0, 17.8; 3076923 x 13 131.7, 148.6; 250000 x 37 43.7, 51.7; 1081081
-// x 37 118.0, 199.9; 250000 x 61 55.3, 53.9; 634920 x 63 112.4, 126.6.
+// Times by threads and by logical warps, bfloat16: 4000000 x 3 75.4, 53.3; 5714285 x 7 145.1,
+// 142.1; 500000 x 9 27.5, 28.8; 4444444 x 9 145.2, 205.3; 250000 x 13 22.0, 17.8; 3076923 x 13
+// 131.7, 148.6; 250000 x 37 43.7, 51.7; 1081081 x 37 118.0, 199.9; 250000 x 61 55.3, 53.9;
+// 634920 x 63 112.4, 126.6.
 constexpr ThreadRung kHalfBackwardThreads[] = {
     {8, kNoEnd}, {16, 1000000}, {64, 400000}, {kNoEnd, kNoEnd}};
 static_assert(is_ladder(kFloat32BackwardThreads) && is_ladder(kHalfBackwardThreads),
               "the rungs ascend");
-// Blocks on a multiprocessor at most.
+// The most blocks on a multiprocessor.
 constexpr int kThreadBlocks = 8;
 
 // ---- Backward, short rows.
 
-// A logical warp adds up a chain of rows, and then adds the sum to one in shared memory: one chain
-// over all rows would be rounded as often as there are rows (rms error of dbias, 1000003 x 37 and
-// 4194304 x 64 float32: 1.8 and 1.6 times PyTorch's). A quarter of the rows makes a chain, within
-// these bounds (1.1 and 0.8 times). Shorter chains are more exact where rows are many, and slower
-// (32 rows: 1.1 and 0.6 times; 1000003 x 37 189.9 us, 189.3).
+// A logical warp adds up a chain of rows, and then adds its sum to a second sum in shared memory. A
+// single chain over all rows would be rounded as often as there are rows: the rms errors of dbias
+// for 1000003 x 37 and 4194304 x 64 float32 were 1.8 and 1.6 times PyTorch's. A chain has a quarter
+// of a logical warp's rows, within these bounds (1.1 and 0.8 times). Shorter chains are more exact
+// where rows are many, but slower (chains of 32 rows: 1.1 and 0.6 times; with them and with chains
+// of a quarter, 1000003 x 37 189.9, 189.3).
 constexpr int kFewestRowsOfChain = 32, kMostRowsOfChain = 512;
 constexpr int kChains = 4;
 
 // ---- Backward, groups of rows.
 
-// Rows of so many vectors at most go to logical warps, longer ones to teams of whole warps.
-// bfloat16, teams of whole warps: 262144 x 64 151.9, x 256 152.0 (0.65 of copy speed), x 384 168.6
-// (0.87).
+// Rows of at most this many vectors go to logical warps, longer rows to teams of whole warps, which
+// would have idle lanes with shorter rows. Times by teams of whole warps, bfloat16: 262144 x 64
+// 151.9; 262144 x 256 152.0 (0.65 of copy speed); 262144 x 384 168.6 (0.87 of it).
 constexpr int64_t kGroupWarpVectors = 32;
 
-// A block that begins with a new group in the midst of its rows waits for the last of the group
-// before, for its sums and for new parameters. So each has rows of one group alone, where 19 of 20
-// blocks are left.
+// A block that begins a new group in the midst of its rows waits for the last rows of the group
+// before, for the sums of that group and for the new parameters. So each block has rows of one
+// group alone, if at least 19 of 20 blocks are left then.
 constexpr int64_t kGroupedBlocks = 19, kGroupedBlocksOf = 20;
 
 // ---- Backward, gates.
@@ -396,13 +413,14 @@ constexpr int kGateBlocks = 6;
 
 // ---- Backward, rows of any length.
 
-// Sets of rows are tried up to so many rounds of blocks. With more rounds the blocks would not end
-// closer together.
+// Numbers of sets of rows are tried up to this many rounds of blocks. With more rounds the blocks
+// would not end closer together.
 constexpr int kStreamRounds = 4;
 
-// What the partial sums of all blocks that run at once cost, in rows: they are written and read
-// again (8 x 2097152 bfloat16, two sets of rows and one: 103, 52). Problems whose parameters get no
-// gradients, and modulated ones, which have sums of groups in any case, are laid out alike.
+// The cost of the partial sums of all blocks that run at once, in rows: partial sums are written
+// and read again (with two sets of rows and with one, bfloat16: 8 x 2097152 103, 52). Problems
+// whose parameters get no gradients, and modulated problems, which have sums of groups in any case,
+// are laid out in the same way.
 constexpr int kPartialSumsRows = 4;
 
 }  // namespace ladders

@@ -30,8 +30,8 @@ enum class Strategy { kWarp, kThread, kBlock, kSplit, kResident, kStream, kFewRo
 enum class Field { kVecs, kTeams, kBulk, kStages, kLag, kBlocksPerRow };
 constexpr int kFields = 6;
 
-// A ladder takes the first strategy that can have all that is forced, and none in place of what
-// cannot be had.
+// The forced parts of a plan. A ladder takes the first strategy that can have all of them. It never
+// replaces a forced part that cannot be had.
 struct Forced {
   std::string words;  // as they were given to force_plan
   std::optional<Strategy> strategy;
@@ -40,9 +40,10 @@ struct Forced {
   std::optional<int> of(Field field) const { return values[static_cast<int>(field)]; }
   bool has(Field field) const { return of(field).has_value(); }
   int value_or(Field field, int otherwise) const { return of(field).value_or(otherwise); }
-  // Whether nothing else than `value` is forced.
+  // Whether `field` is not forced, or is forced to `value`.
   bool allows(Field field, int value) const { return value_or(field, value) == value; }
-  // Whether no other strategy is forced, and of the fields none but `fields`, which it has.
+  // Whether no strategy but `wanted` is forced, and no fields but `fields`, which that strategy
+  // has.
   bool allows(Strategy wanted, std::initializer_list<Field> fields) const {
     if (strategy.value_or(wanted) != wanted) return false;
     int own = 0;
@@ -62,22 +63,23 @@ Forced forced_now();
 
 constexpr int acc_size_of(DataType x) { return acc_size_of(size_of(x)); }
 
-// What is left of a block's shared memory beside what its kernel declares.
+// A block's shared memory without the part that is reserved for what its kernel declares.
 constexpr int64_t room_of(const Device& device) {
   return device.shared_memory - kReservedSharedMemory;
 }
-// The stages of so many bytes that there is room for.
+// The number of stages of `bytes` bytes each for which `room` bytes suffice.
 constexpr int stages_in(int64_t room, int64_t bytes) {
   return room < bytes ? 0 : static_cast<int>(std::min<int64_t>(kMostStages, room / bytes));
 }
 
-// Columns that slices begin at multiples of. Single elements are moved from anywhere.
+// Slices begin at multiples of this number of columns. Single elements can be moved from anywhere.
 inline int64_t slice_unit(const Problem& problem, int width) {
   return width == 1 ? 1 : aligned_cols(size_of(problem.x), size_of(problem.y));
 }
 
-// The slices of rows for so many blocks, none if the last would be empty. They begin at multiples
-// of `unit` columns, if that leaves none empty, else wherever slices may begin.
+// The slices of rows for `blocks_per_row` blocks. They begin at multiples of `unit` columns or, if
+// that would leave the last slice empty, at multiples of slice_unit(). If the last slice would
+// still be empty, there are none.
 inline std::optional<Slices> slices_of(const Problem& problem, int width, int blocks_per_row,
                                        int64_t unit) {
   const int64_t share = ceil_div(problem.cols, blocks_per_row);
@@ -90,21 +92,22 @@ inline std::optional<Slices> slices_of(const Problem& problem, int width, int bl
   return std::nullopt;
 }
 
-// As many blocks a row as keep every multiprocessor busy, with `least` or more.
+// The most blocks a row with which as many rows are in work at once as with `least` blocks a row,
+// so that few multiprocessors are idle.
 inline int widen(int least, const Device& device) {
   return std::min(kMaxBlocksPerRow, device.sms / (device.sms / least));
 }
 
-// What first_sliced() looks for: blocks a row and columns a slice, no fewer than these, and the
-// unit of slices_of().
+// The limits of first_sliced(): the least blocks a row, the least columns a slice, and the unit of
+// slices_of().
 struct SliceLimits {
   int least_blocks;
   int least_cols;
   int64_t unit;
 };
 
-// The plan with the least number of blocks a row for which `plan_of(slices)` has one; of the number
-// that is forced, if one is.
+// The plan with the fewest blocks a row for which `plan_of(slices)` has one. If the number of
+// blocks a row is forced, only that number is tried.
 template <typename PlanOf>
 auto first_sliced(const Problem& problem, const Device& device, int width,
                   const SliceLimits& limits, const Forced& forced, const PlanOf& plan_of)
@@ -115,26 +118,26 @@ auto first_sliced(const Problem& problem, const Device& device, int width,
   for (int n = number.value_or(least); n <= number.value_or(most); ++n) {
     const auto slices = slices_of(problem, width, number ? n : widen(n, device), limits.unit);
     if (!slices) continue;
-    // More blocks have no longer slices.
+    // More blocks a row never have longer slices.
     if (slices->slice_cols < limits.least_cols) return std::nullopt;
     if (auto plan = plan_of(*slices)) return plan;
   }
   return std::nullopt;
 }
 
-// Sets of blocks, each with a row for each of its teams at a time: as many as the device has room
-// for and the rows need.
+// The number of sets of blocks: as many as the device has room for, but no more than the rows need.
+// A set works on one row for each of its teams at a time.
 inline int64_t persistent_sets(const Problem& problem, const Device& device, int blocks_per_row,
                                int teams) {
   const int64_t room = device.sms / blocks_per_row;
   return std::max<int64_t>(1, std::min(room, ceil_div(problem.rows, teams)));
 }
 
-// Rows between publishing a row's sums and collecting them, of several blocks a row. A kernel
-// without a ring has no stages.
+// The lag of rows that several blocks share. `stages` is empty for a kernel without a ring.
 int lag_of(std::optional<int> stages, const Forced& forced);
 
-// Whether the ring's rows suffice for its lag, and collected sums for what waits.
+// Whether the ring holds enough rows for its lag, and the kernel enough collected sums for the rows
+// that wait.
 constexpr bool is_valid_ring(int stages, int lag) {
   return stages >= least_stages(false, lag) && stages <= kMostStages && lag < kMostCollected;
 }

@@ -20,8 +20,8 @@ constexpr const char* kMoves[] = {"\"vectors\"", "\"shifted\"", "\"elements\""};
 constexpr const char* kStrategies[] = {"warp",   "thread",   "block", "split", "resident",
                                        "stream", "few_rows", "group", "rows"};
 
-// What can be forced beside the strategy, in the order of Field, and the values that make sense of
-// any problem.
+// The fields that can be forced beside the strategy, in the order of Field. No problem can have a
+// value outside of its field's range.
 struct FieldRange {
   const char* name;
   int least;
@@ -29,7 +29,7 @@ struct FieldRange {
 };
 constexpr FieldRange kFieldRanges[kFields] = {
     {"vecs", 1, most_backward_block_vecs(1)},
-    {"teams", 1, kBackwardThreads},  // of few rows a lane each
+    {"teams", 1, kBackwardThreads},  // few rows: a team may be one lane
 
     {"bulk", 0, 1},
     {"stages", 1, kMostStages},
@@ -86,7 +86,7 @@ int parse_value(const FieldRange& range, std::string_view text) {
   return value;
 }
 
-// "strategy=split stages=3"
+// Parses words such as "strategy=split stages=3".
 Forced parse(const std::string& options) {
   Forced forced;
   forced.words = options;
@@ -218,7 +218,7 @@ std::string to_json(const forward::Stream& plan) {
       .with(plan);
 }
 
-// The partial sums of a plan that may be of a modulated norm.
+// Adds the partial sums of a plan, which are parts of groups if the norm is modulated.
 template <typename Plan>
 Json& add_sums(Json& json, const Plan& plan) {
   return plan.parts.sets > 0 ? json.add(plan.parts) : json.add(plan.partials);

@@ -3,9 +3,10 @@
 // A plan is one of several alternatives, one for each strategy, each with its own fields. The
 // numbers that fix the order of a row's sums (strategy, width, vecs, threads of a team,
 // blocks_per_row) follow from the row's length, the types, what is fused and the device, never from
-// the number of rows: a row's result is the same in any batch. (Rows decide between strategies only
-// where both take the same sums in the same order. One exception: a modulated row of more than
-// 6,144 columns that is alone in its batch is a group of one row, and summed as such.)
+// the number of rows: a row's result is the same in any batch. (The number of rows decides between
+// strategies only where both take the same sums in the same order. One exception: in backward, a
+// modulated row of more than 6,144 columns that is alone in its batch is a group of one row, and is
+// summed as such.)
 #pragma once
 
 #include <cstdint>
@@ -24,22 +25,22 @@ struct Device {
   bool starts_early = true;    // a kernel may start before the one in front of it has ended
 };
 
-// What is to be computed, as far as it decides how.
+// What is to be computed, as far as the plan depends on it.
 struct Problem {
   int64_t rows = 0;
   int64_t cols = 0;
   DataType x = DataType::kFloat32;
   DataType weight = DataType::kFloat32;  // of bias too
   DataType y = DataType::kFloat32;       // of dy in backward
-  bool aligned = true;        // every row of every tensor begins at a multiple of 16 bytes (of x)
-  bool residual = false;      // forward: a second input; backward: a gradient beside dx
+  bool aligned = true;        // every row of every tensor begins at a multiple of 16 bytes
+  bool residual = false;      // forward: a second input; backward: a gradient added to dx
   bool has_epilogue = false;  // an activation, or a scale that is not 1
   bool needs_dparams = true;  // backward: a gradient of a parameter is asked for
   bool modulated = false;     // by shift and scale of groups of rows, or by a gate
 
   // Backward of a modulated norm.
   int64_t group_rows = 0;           // rows of a group; 1 where each row has its own shift and scale
-  bool needs_column_grads = false;  // dweight or dbias beside dshift and dscale is asked for
+  bool needs_column_grads = false;  // dweight or dbias is asked for
   bool gated = false;               // x was a gated sum, whose gradients are asked for too
 };
 
@@ -69,7 +70,8 @@ struct Warp : Launch {
   bool early = false;
 };
 
-// A thread has a row, and plays the lanes of the logical warp that would have it.
+// A thread has a row. It plays the lanes of the logical warp that would otherwise have the row: it
+// takes the same sums in the same order.
 struct Thread : Launch {
   int vecs = 1;
   int lanes = 1;
@@ -85,7 +87,7 @@ struct Block : Launch {
 // Persistent blocks, one row or a slice of it at a time, with a ring of slices in shared memory.
 struct Split : Launch {
   Slices slices;
-  int team_threads = 0;  // that work on a slice; of several blocks a row each has a warp beside
+  int team_threads = 0;  // on a slice; where blocks share a row, each has a collector beside them
   int stages = 0;        // slices that the ring holds
   int lag = 0;           // rows between publishing a row's sums and collecting them
 };
@@ -115,15 +117,15 @@ namespace backward {
 struct PartialSums {
   int count = 1;
   int64_t offset = 0;
-  bool starts_early = false;  // the second kernel, before the first has ended
+  bool starts_early = false;  // the second kernel starts before the first has ended
 };
 
-// The parts of groups of rows. Block b of `blocks` has the rows from b * rows / blocks on, as far
-// as the next one's. What it sums up of one group is a part, and part number block + group is its
-// place among the partial sums: a group's parts follow each other.
+// The parts of groups of rows. Set s of the `sets` has the rows from s * rows / sets up to those of
+// the next set. The sums over its rows of one group are a part, and s + group is the number of that
+// part among the partial sums, so that the parts of a group follow each other.
 struct GroupParts {
   PartialSums partials{0, 0, false};  // [dscale, dshift, dgate][parts][cols], of the arithmetic's
-                                      // type; without a gate the first two, of a gate alone dgate
+                                      // type; without a gate the first two, for a gate alone dgate
   int64_t sums_offset = 0;            // of [dscale, dshift][groups][cols], for dweight and dbias
   int sets = 0;  // blocks, or sets of blocks that share rows, over which rows are spread
 };
@@ -133,7 +135,7 @@ struct Warp : Launch {
   int width = 1;
   int vecs = 2;
   int lanes = 1;
-  // A logical warp's sums over so many rows are added to second ones in shared memory; 0: all of
+  // After this many rows a logical warp adds its sums to second sums in shared memory; 0: all of
   // its rows are one chain.
   int chain_rows = 0;
   int second_sums_offset = 0;
@@ -141,7 +143,7 @@ struct Warp : Launch {
   GroupParts parts;  // of a modulated norm, in place of partials
 };
 
-// A thread has a row, and plays the lanes of the logical warp that would have it.
+// A thread has a row, and plays the lanes of the logical warp that would otherwise have it.
 struct Thread : Launch {
   int lanes = 1;
   int dy_offset = 0;  // in shared memory, of the rows of dy behind those of x
@@ -171,7 +173,7 @@ struct Persistent : Launch {
   int vecs = 2;
   int team_threads = kWarpThreads;  // on one row
   int teams = 1;                    // rows that a block works on at once
-  int stage_cols = 0;               // columns that a row or slice has room for in shared memory
+  int stage_cols = 0;               // columns of a row or slice that a stage has room for
   bool bulk = false;                // rows come to shared memory by Hopper's bulk copies
   int stages = 0;                   // bulk: rows or slices that a team keeps in flight
   PartialSums partials;
@@ -183,7 +185,7 @@ struct Block : Persistent {};
 // Each block has whole rows, of one group after the other.
 struct Group : Persistent {
   GroupParts parts;
-  int sums_offset = 0;  // in shared memory: where the teams of a block add up what they have summed
+  int sums_offset = 0;  // in shared memory: where the teams of a block add up their sums
 };
 
 // Several blocks share a row and meet in global memory.
@@ -214,17 +216,17 @@ struct Gate : Launch {
 }  // namespace backward
 
 // The plan of a problem of at least one row and one column, of types that have kernels
-// (has_kernels), with `aligned` only where the columns allow it. Throw std::invalid_argument, in
-// one sentence, if what is forced cannot run the problem.
+// (has_kernels), with `aligned` only where the columns allow it. Both throw std::invalid_argument,
+// with a message of one sentence, if the forced parts cannot run the problem.
 forward::Plan make_forward_plan(const Problem& problem, const Device& device);
 backward::Plan make_backward_plan(const Problem& problem, const Device& device);
 
-// The plan of a problem with `gated`, if one launch can do it: otherwise the norm and its gate take
-// one each.
+// The plan of a problem with `gated`, if one launch can compute it. Otherwise there is none, and
+// the norm and its gate take a launch each.
 std::optional<backward::Plan> make_gated_plan(const Problem& problem, const Device& device);
 
 // The plan of a gate's gradient alone: of the problem it reads rows, cols, x, aligned,
-// needs_dparams and group_rows. Nothing of it can be forced.
+// needs_dparams, needs_column_grads and group_rows. No part of it can be forced.
 backward::Gate make_gate_plan(const Problem& problem, const Device& device);
 
 template <typename Plan>
@@ -242,10 +244,11 @@ const Launch& launch_of(const Plan& plan) {
 //   stages          rows or slices that a team keeps in flight in shared memory
 //   lag             rows between publishing a row's sums and collecting them
 //   blocks_per_row  of split and resident rows
-// What is not forced is planned as always. A strategy that is not forced is the first of the ladder
-// that can have all that is forced; backward takes few_rows for no more rows than it is made for,
-// and so warp and block force the persistent kernels. Throws std::invalid_argument, in one
-// sentence, for a word that it does not know. Nothing is forced by an empty text or none.
+// What is not forced is planned as always. If no strategy is forced, the plan has the first
+// strategy of the ladder that can have all that is forced. Unless few_rows is forced, backward
+// takes it only for as few rows as it is made for; warp and block force the persistent kernels for
+// any number of rows. Throws std::invalid_argument, with a message of one sentence, for a word that
+// is unknown or repeated, or whose value is out of range. An empty text or none forces nothing.
 void force_plan(std::optional<std::string> options);
 
 // The plan as a JSON object, for tests and `python -m fused_layernorm`.

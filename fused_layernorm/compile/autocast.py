@@ -1,10 +1,10 @@
 """Results that autocast casts to half precision wherever they are used.
 
 Under autocast a layer norm gives float32, and a matrix product or a convolution casts what it reads
-to half precision. The captured graph does not show these casts; they show in the dtypes: such a
-function gives half precision of float32 operands. Where every use of a norm's result is one of
-these, behind nothing but changes of the layout, the kernel may round the result itself: the
-numbers are the same, and half as many bytes are written and read, backward too.
+to half precision. The captured graph does not show these casts, but the dtypes do: such a function
+returns half precision from float32 operands. Where only such functions read a norm's result, as it
+is or in another layout, the kernel may round the result itself: the numbers are the same, and half
+as many bytes are written and read, in backward too.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch.fx import Node
 from ..ops.arguments import HALF
 from .reading import dtype_of, is_tensor
 
-# What autocast runs in half precision: functions, and methods by name.
+# Functions, and methods by name, that autocast runs in half precision.
 _CASTING: set[Any] = {
     *(F.linear, operator.matmul, torch.matmul, torch.mm, torch.bmm),
     *(torch.addmm, torch.baddbmm, torch.addbmm, torch.conv1d, torch.conv2d, torch.conv3d),
     F.scaled_dot_product_attention,
     *("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm"),
 }
-# What gives the elements of its first argument in another layout, and nothing else but zeros.
+# Functions and methods that return the elements of their first argument in another layout; those of
+# _PADS count only if they add nothing but zeros.
 _PADS: set[Any] = {F.pad, torch._C._nn.pad}
 _MOVING: set[Any] = {
     *(operator.getitem, torch.reshape, torch.flatten, torch.unflatten, torch.squeeze),
@@ -38,16 +39,17 @@ _MOVING: set[Any] = {
 
 
 class Narrowed(NamedTuple):
-    """What a result may be rounded to, and the nodes that change its layout before it is cast."""
+    """The dtype to round a result to, and the nodes that change its layout before it is cast."""
 
     dtype: torch.dtype
     moved: tuple[Node, ...]  # in the order of the graph
 
 
 def narrowed(y: Node) -> Narrowed | None:
-    """How the result may be rounded already when it is written; None if something reads float32.
+    """How the kernel may round the result y; None if something reads y in float32.
 
-    Several readers' gradients are then summed in half precision, which float16 has no range for.
+    The gradients of several readers are then summed in half precision. float16 lacks the range for
+    that, so there only one reader is allowed.
     """
     if dtype_of(y) is not torch.float32:
         return None
@@ -74,7 +76,7 @@ def narrowed(y: Node) -> Narrowed | None:
 
 
 def _is_moved(user: Node, node: Node) -> bool:
-    """Whether this is the node's result in another layout."""
+    """Whether user is the node's result in another layout."""
     if not user.args or user.args[0] is not node or user.all_input_nodes != [node]:
         return False
     given = [*user.args[1:], *user.kwargs.values()]

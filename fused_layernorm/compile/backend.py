@@ -1,4 +1,4 @@
-"""The ways in: the backend "fused_layernorm" of torch.compile, fuse and explain."""
+"""The entry points: the backend "fused_layernorm" of torch.compile, fuse and explain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..ops.arguments import name_of
 
 _PREFIX = "fused_layernorm."
 _THEN = ("inductor", "eager")
-# What each option may be; the first is the default.
+# The values of each option; the first is the default.
 OPTIONS: dict[str, tuple] = {
     "fused_layernorm.then": _THEN,
     "fused_layernorm.deterministic": (False, True),
@@ -30,7 +30,7 @@ def backend(
 ) -> Callable[..., Any]:
     """What ``torch.compile(model, backend="fused_layernorm")`` calls with each captured graph.
 
-    ``mode`` and ``options`` are Inductor's. Beside them ``options`` may have
+    ``mode`` and ``options`` are Inductor's. ``options`` may also have
     ``"fused_layernorm.then"``: ``"inductor"``, which compiles the rewritten graph, or ``"eager"``,
     which runs it as it stands; and ``"fused_layernorm.deterministic"``: True keeps every forward
     pass on this package's kernels, as ``torch.use_deterministic_algorithms(True)`` does.
@@ -46,7 +46,7 @@ def backend(
     fuse(graph_module, then=then, deterministic=ours["fused_layernorm.deterministic"])
     if then == "eager":
         return graph_module.forward
-    # As torch.compile makes it of mode and options.
+    # As torch.compile passes mode and options to Inductor.
     inductor = torch._TorchCompileInductorWrapper(mode, inductors, None)
     with _cache_key():
         return inductor(graph_module, example_inputs)
@@ -64,7 +64,7 @@ backend.reset = _reset  # type: ignore[attr-defined]
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """This package's options, all of them, and Inductor's."""
+    """This package's options, each given or its default, and Inductor's."""
     ours = {name: values[0] for name, values in OPTIONS.items()}
     inductors = {}
     for name, value in options.items():
@@ -97,20 +97,20 @@ def fuse(
 ) -> GraphModule:
     """Puts this package's operators into a graph, in place, and returns it.
 
-    For those with a backend of their own: a graph that Dynamo captured (what a backend of
-    torch.compile is given), or one of ``torch.export`` (``program.module()``). The nodes' metadata
-    must have the example values that both leave there; a layer norm without them stays.
+    For authors of other backends. The graph is one that Dynamo captured (as a backend of
+    torch.compile gets it) or one of ``torch.export`` (``program.module()``). The nodes' metadata
+    must have the example values that both record there; a layer norm without them is left.
 
     Args:
         graph_module: the graph; its sub-graphs (checkpoint bodies and the like) are rewritten too.
-        then: what follows. ``"inductor"``: a compiler that fuses elementwise operations, to which
-            the rules leave forward passes that it computes as fast. ``"eager"``: none, so every
-            layer norm is this package's.
+        then: what runs the graph. ``"inductor"``: a compiler that fuses elementwise operations;
+            the rules leave it the forward passes that it computes as fast. ``"eager"``: no
+            compiler, so the rules give every layer norm to this package.
         deterministic: keep every forward pass on this package's kernels, which are
             batch-invariant.
 
     Raises:
-        ValueError: if ``then`` is neither.
+        ValueError: if ``then`` is neither of these.
     """
     _run(graph_module, then, deterministic)
     return graph_module
@@ -128,7 +128,7 @@ def _run(graph_module: GraphModule, then: str, deterministic: bool) -> list[Any]
 
 @dataclass
 class Explanation:
-    """What `explain` found: a row a layer norm; printed, a table."""
+    """What `explain` found, with a row for each layer norm; it prints as a table."""
 
     rows: list[Any]
     graphs: int
@@ -187,12 +187,12 @@ def explain(
     The result prints as a table: where each layer norm stands, what is fused with it, which
     operator takes its place and by which rule, and what was left and why. An operator whose name
     begins with ``aten_`` leaves the forward pass to Inductor and has this package's backward pass.
-    What torch.compile has compiled in this process before is compiled again at its next call, as
-    after ``torch._dynamo.explain``.
+    Functions that torch.compile has compiled in this process are compiled again at their next
+    call, as after ``torch._dynamo.explain``.
 
     Args:
         model: a module or a function.
-        then: as of :func:`fuse`.
+        then: as in :func:`fuse`.
     """
     rows: list[Any] = []
     graphs = 0

@@ -1,8 +1,8 @@
-"""What a graph does beside giving values: writes into tensors, and changes of PyTorch's modes.
+"""The side effects of a graph: writes into tensors, and changes of PyTorch's modes.
 
-A captured graph is not functional. A fused operator reads its operands where it stands, later than
-the nodes that it replaces did: nothing may have written into them meanwhile, nor may a mode
-(autocast, gradients, a torch.func transform) have begun or ended.
+A captured graph is not functional. A fused operator reads its operands later than the nodes that it
+replaces. In between nothing may write into the operands, and no mode (autocast, gradients, a
+torch.func transform) may begin or end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WRITING_FUNCTIONS = {
 }
 # Position of `inplace` among the arguments of those functions that take it by position.
 _INPLACE = {"dropout": 3, "silu": 1, "relu": 1, "gelu": None}
-# Of Python's and PyTorch's own modules, whose functions write only where their names say so.
+# Modules whose functions write into arguments only where the functions' names say so.
 _KNOWN_MODULES = ("torch", "_operator", "operator", "math", "builtins", "einops")
 _MODES = ("_set_grad_enabled", "_enter_", "_exit_", "crement_nesting", "_set_deterministic")
 
@@ -53,7 +53,7 @@ def changes_mode(node: Node) -> bool:
 
 
 def written(node: Node) -> Iterable[Any]:
-    """The arguments that a node writes into, as far as is known; if nothing is known, all."""
+    """The arguments that a node writes into; all of them if its target is not known."""
     if node.op in ("placeholder", "get_attr", "output") or read(node) is not None:
         return ()
     target, name = node.target, name_of_target(node.target)
@@ -72,7 +72,7 @@ def written(node: Node) -> Iterable[Any]:
         schemas = [getattr(target, overload)._schema for overload in target.overloads()]
         return node.all_input_nodes if any(schema.is_mutable for schema in schemas) else ()
     if isinstance(target, HigherOrderOperator):
-        # Dynamo makes functions of the bodies of checkpoints and the like, or breaks the graph.
+        # Dynamo makes the bodies of checkpoints and the like functional, or breaks the graph.
         return node.all_input_nodes if "mutation" in name or "auto_functional" in name else ()
     found = [node.kwargs["out"]] if node.kwargs.get("out") is not None else []
     position = _INPLACE.get(name.rstrip("_"))
@@ -99,7 +99,7 @@ def _is_known(target: Any) -> bool:
 
 
 def storages_of(value: Any) -> Iterator[int]:
-    """What tells the memory of a node's tensors from that of others."""
+    """The storages of the tensors in a value, each as its address."""
     if isinstance(value, (tuple, list)):
         for element in value:
             yield from storages_of(element)
@@ -112,13 +112,13 @@ def storages_of(value: Any) -> Iterator[int]:
 
 
 class Effects:
-    """The writes and the modes of one graph, by the order of its nodes."""
+    """The writes and the changes of modes in one graph."""
 
     def __init__(self, graph: Graph) -> None:
         self._writes: dict[int, list[Node]] = {}  # by storage
         self._unknown: list[Node] = []  # writes into something without an example
-        self._regions: dict[Node, int] = {}
-        self._in_transform: set[int] = set()  # regions
+        self._regions: dict[Node, int] = {}  # a change of a mode begins a new region
+        self._in_transform: set[int] = set()  # regions inside a torch.func transform
         region = transforms = 0
         for node in graph.nodes:
             if changes_mode(node):
@@ -145,7 +145,7 @@ class Effects:
     def write_between(
         self, nodes: Iterable[Node], start: Node, end: Node | None = None
     ) -> Node | None:
-        """A node between two others, or after the first, that writes into one of these."""
+        """A node after start (and before end, if given) that writes into one of nodes, or None."""
         found = list(self._unknown)
         for node in nodes:
             for storage in storages_of(value_of(node)):
@@ -153,7 +153,7 @@ class Effects:
         return next((n for n in found if start < n and (end is None or n < end)), None)
 
     def is_written(self, node: Node) -> bool:
-        """Whether anything writes into it anywhere."""
+        """Whether any node of the graph may write into the node's tensors."""
         return bool(self._unknown) or any(
             storage in self._writes for storage in storages_of(value_of(node))
         )
@@ -166,5 +166,5 @@ class Effects:
         return self._regions[node] in self._in_transform
 
     def place(self, node: Node, beside: Node) -> None:
-        """A new node has the modes of its neighbour."""
+        """Gives a new node the modes of the node beside it."""
         self._regions[node] = self._regions[beside]

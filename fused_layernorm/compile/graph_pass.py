@@ -26,8 +26,8 @@ from .sites import Site
 class Settings(NamedTuple):
     """What the caller decides."""
 
-    with_inductor: bool = True  # whether Inductor compiles the graph, or nothing does
-    deterministic: bool = False  # whether every forward pass is to be this package's
+    with_inductor: bool = True  # whether Inductor compiles the graph; else it runs as it is
+    deterministic: bool = False  # whether this package computes every forward pass
 
 
 @dataclass
@@ -54,7 +54,7 @@ _ELEMENTWISE = re.compile(
 
 
 def run(graph_module: GraphModule, settings: Settings) -> list[Row]:
-    """Replaces what the rules give to this package, in place; returns a row a layer norm."""
+    """Replaces layer norms in place, as the rules decide; returns a row for each layer norm."""
     rows: list[Row] = []
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
@@ -97,18 +97,18 @@ def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
 
 
 def _failed(node: Node, error: Exception) -> Row:
-    """The row of an error, for which no user's model is to crash."""
+    """The row of an error of the pass, which must not stop the user's model."""
     return Row(node.name, _where(node), (), None, "", [], None, "", ["the pass failed"], error)
 
 
 def _take_back(graph: Graph) -> None:
-    """Makes kernels of what swapped modules have left to Inductor."""
+    """Replaces twins, which leave the forward pass to Inductor, by their operators."""
     for node in graph.nodes:
         node.target = aten_forward.KERNELS.get(node.target, node.target)
 
 
 def _join(graph: Graph, effects: Effects) -> None:
-    """Takes away the joining of a tensor's two parts, where nothing tells it from the tensor."""
+    """Removes a cat of a tensor's two parts, where it cannot be told from the tensor itself."""
     outputs = graph.find_nodes(op="output")
     for node in graph.nodes:
         call = read(node) if node.op == "call_function" and node.target in _CATS else None
@@ -126,9 +126,10 @@ _CATS = (torch.cat, torch.ops.aten.cat.default)
 
 def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> Row:
     notes = site.notes
-    if notes:  # it is none that the operators compute
+    if notes:  # no operator computes this layer norm
         return _row(site, None, "", notes)
-    # The most that may be one piece, then less: without the sum, then without what follows.
+    # Largest first: all that may be one operator, then without the sum before the norm; then the
+    # same two without the operations after the norm.
     grown = sites.grow(site)
     starts = [site] if grown.y is site.y else [grown, site]
     for candidate in itertools.chain.from_iterable(map(sites.with_sum, starts)):
@@ -169,10 +170,10 @@ def _problem(site: Site, settings: Settings) -> Problem:
 
 
 def _is_permuted(node: Any, normalized_ndim: int) -> bool:
-    """Whether it is a tensor seen with its dimensions in another order, the normalized ones too.
+    """Whether a node is a view of a tensor with its dimensions, also normalized ones, permuted.
 
     The strides of examples do not tell how such a tensor lies in memory, for Inductor chooses the
-    layouts of convolutions, and of what is computed elementwise from their results.
+    layouts of convolutions' results, and of what is computed elementwise from them.
     """
     node = origin(node)
     first = value_of(node).dim() - normalized_ndim
@@ -188,7 +189,7 @@ def _is_permuted(node: Any, normalized_ndim: int) -> bool:
             dims = [*node.args[1:], *node.kwargs.values()]
             return any(isinstance(d, int) and d % ndim >= first for d in dims)
         if name in ("view", "reshape", "flatten", "unflatten"):
-            first = 0  # which dimension is which is not followed
+            first = 0  # these mix dimensions: all count as normalized
         (node,) = map(origin, call.operands)
     return False
 
@@ -213,7 +214,7 @@ def _row(site: Site, overload: OpOverload | None, reason: str, notes: list[str])
 
 
 def _where(node: Node) -> str:
-    """The module that made the node, by its path in the model; else the line of its source."""
+    """The path in the model of the module that made the node; else the line of its source."""
     modules = list((node.meta.get("nn_module_stack") or {}).values())
     words = re.findall(r"\w+", modules[-1][0]) if modules else []
     if words[:1] == ["L"]:  # Dynamo's L['self'].__dict__['_modules']['norm']

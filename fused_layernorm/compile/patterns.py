@@ -1,8 +1,8 @@
 """The patterns, as expressions, and how they are matched.
 
-In an expression a name stands for any tensor, twice for the same one; `eps` and `factor` stand for
-numbers. The operands of + and * may stand in either order. A cast between two steps changes
-rounding only, so it may stand anywhere.
+In an expression a name stands for any tensor, and for the same tensor wherever it occurs; `eps` and
+`factor` stand for numbers. The operands of + and * may stand in either order. A cast between two
+steps changes rounding only, so it may stand anywhere.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ NORMALIZED = tuple(
     )
 )
 
-# What may stand before a norm, of which it is the input.
+# The sums that may give a norm's input.
 SUMS = ("residual + gate * input", "residual + input")
 
-# What may follow it, in this order. weight and bias have the normalized shape.
+# What may follow a norm, in this order. weight and bias have the normalized shape.
 AFFINES = ("norm * weight + bias", "norm * weight", "norm + bias")
 MODULATIONS = (
     "norm * (1 + scale) + shift",
@@ -64,14 +64,14 @@ _OPERATIONS = {
 
 
 class Viewed(NamedTuple):
-    """A tensor seen through the same views as another: of 1 + scale, for one, scale's."""
+    """A tensor, and views to apply to it: for scale, those that the graph applies to 1 + scale."""
 
     base: Node
     views: tuple[Node, ...]  # in the order in which they are made
 
 
 class Match(NamedTuple):
-    """What the names of a pattern stand for, and the nodes from there to the pattern's result."""
+    """What the names of a pattern stand for, and the nodes that compute its result from them."""
 
     values: dict[str, Any]
     nodes: frozenset[Node] = frozenset()
@@ -100,7 +100,7 @@ def _pattern(tree: Any) -> Any:
 
 
 def matches(pattern: Any, value: Any, match: Match) -> Iterator[Match]:
-    """The ways in which a value, a node as a rule, is what a pattern says."""
+    """The ways in which a value, usually a node, matches a pattern."""
     if isinstance(pattern, str):
         yield from _name(pattern, value, match)
     elif not isinstance(pattern, Call):

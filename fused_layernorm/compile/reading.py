@@ -1,8 +1,8 @@
-"""What a node of an FX graph computes, in the words that the patterns are written in.
+"""What a node of an FX graph computes, in the terms of the patterns.
 
 Dynamo's graphs, exported ATen graphs and hand-written modules spell one operation in many ways: a
-function, a method, an operator. `read` gives one `Call` for all of them, or None for a node that no
-pattern speaks of. A Call has no side effects.
+function, a method, an operator. `read` gives one `Call` for all of them, or None for a node that
+occurs in no pattern. A Call has no side effects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 class Call(NamedTuple):
     """An operation on nodes, numbers and other Calls.
 
-    `over` has the dimensions of a reduction, or how many dimensions a layer_norm normalizes over.
+    `over` is the dimensions of a reduction, or the number of dimensions of a layer_norm.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 def value_of(node: Any) -> Any:
-    """The example of what a node gives (fake tensors in graphs of Dynamo and of torch.export)."""
+    """The example of a node's result (fake tensors in graphs of Dynamo and of torch.export)."""
     if not isinstance(node, Node):
         return node
     return node.meta.get("example_value", node.meta.get("val"))
@@ -59,15 +59,18 @@ def is_number(value: Any) -> bool:
     )
 
 
-# ---- One reader an operation: its signature has the arguments that are understood ----------------
+# ---- A reader for each operation: its signature has the arguments that it understands ------------
 
 _Reader = Callable[..., Call | None]
 _readers: dict[Any, _Reader] = {}
-_readers_of_nodes: dict[Any, _Reader] = {}  # that look at what the node gives
+_readers_of_nodes: dict[Any, _Reader] = {}  # these take the node itself
 
 
 def _reads(*targets: Any, node: bool = False) -> Callable[[_Reader], _Reader]:
-    """The reader of these (functions, operators, or methods by name) or of nodes with them."""
+    """Registers a reader of these functions, operators, or methods by name.
+
+    The reader takes the arguments of such a call or, with `node`, its node.
+    """
 
     def register(reader: _Reader) -> _Reader:
         for target in targets:
@@ -78,7 +81,7 @@ def _reads(*targets: Any, node: bool = False) -> Callable[[_Reader], _Reader]:
 
 
 def read(value: Any) -> Call | None:
-    """What a node computes; a Call is its own reading."""
+    """What a node computes; a Call is returned as it is."""
     if isinstance(value, Call):
         return value
     if not isinstance(value, Node) or value.op not in ("call_function", "call_method"):
@@ -156,7 +159,7 @@ def _sigmoid(input: Any) -> Call:
 
 
 def _reduction(name: str, input: Any, dim: Any) -> Call | None:
-    """A reduction that keeps the dimensions that it runs over, which are counted from the front."""
+    """A reduction that keeps its dimensions, which `over` counts from the front."""
     if not is_tensor(input) or dim is None:
         return None
     ndim = value_of(input).dim()
@@ -251,20 +254,20 @@ def _fused_layer_norm(
     scale: Any = 1.0,
     out_dtype: Any = None,
 ) -> Call | None:
-    """This package's operator, of a module that was swapped."""
+    """This package's operator or its twin, which a swapped module calls."""
     if activation is not None or scale != 1.0:
         return None
     return Call("layer_norm", (input, weight, bias, eps), normalized_ndim)
 
 
-# ---- Readers that look at what the node gives ----------------------------------------------------
+# ---- Readers that take the node itself -----------------------------------------------------------
 
 
 @_reads("to", "float", "half", "bfloat16", "double", "type", "type_as", node=True)
 @_reads(aten.to.dtype, aten.to.device, aten._to_copy.default, aten.type_as.default, node=True)
 @_reads(torch.ops.prims.convert_element_type.default, node=True)
 def _cast(node: Node) -> Call | None:
-    """A change of the floating dtype, or none; not of the device, the shape or the strides."""
+    """A cast to another floating dtype, or the same, that keeps device, shape and strides."""
     input = node.args[0] if node.args else None
     if not is_tensor(input) or not is_tensor(node) or "memory_format" in node.kwargs:
         return None
@@ -276,7 +279,7 @@ def _cast(node: Node) -> Call | None:
 
 @_reads(operator.getitem, node=True)
 def _getitem(node: Node) -> Call | None:
-    """An index that makes a view, or one of several results."""
+    """An index that makes a view of a tensor, or that selects one of several results."""
     input, index = node.args
     indices = index if isinstance(index, tuple) else (index,)
     if is_tensor(input):
@@ -306,7 +309,7 @@ def _view(node: Node) -> Call | None:
 
 @_reads(torch.cat, aten.cat.default, node=True)
 def _cat(node: Node) -> Call | None:
-    """Both parts of a tensor that was cut in two along a dimension, joined again: the tensor."""
+    """A tensor that was cut in two along a dimension and is joined again."""
     tensors = node.args[0] if node.args else node.kwargs.get("tensors")
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     if not isinstance(tensors, (tuple, list)) or len(tensors) != 2 or not isinstance(dim, int):
@@ -325,7 +328,7 @@ def _slice(start: Any = None, end: Any = None, step: Any = 1) -> slice:
 
 
 def _cut(part: Any, dim: int) -> tuple[Node, Any, Any] | None:
-    """(tensor, start, end) of a slice along this dimension; without an end it goes to the last."""
+    """(tensor, start, end) of a slice along this dimension; end is None if it has no end."""
     if not is_tensor(part) or not part.args or not is_tensor(part.args[0]):
         return None
     base = part.args[0]
@@ -350,9 +353,9 @@ def _cut(part: Any, dim: int) -> tuple[Node, Any, Any] | None:
 
 
 def before_casts(node: Any, *, only_widening: bool) -> list[Any]:
-    """The node, what it is a cast of, what that is a cast of, and so on.
+    """The node, the node that it is a cast of, the one before that, and so on.
 
-    A cast from half precision to float32 loses nothing: `only_widening` stops at any other one.
+    A cast from half precision to float32 loses nothing: `only_widening` stops at any other cast.
     """
     found = [node]
     while (call := read(node)) is not None and call.name in ("cast", "same"):

@@ -1,9 +1,9 @@
 """Whether a site may become one operator, and the replacement.
 
-`check` raises Left, with the reason, where the operator would not take the operands, would give
-another dtype (but where autocast casts the result, see autocast.py), shape or strides, or where the
-graph writes into a tensor or changes a mode between the nodes. No check adds a guard to a symbolic
-shape.
+`check` raises Left, with the reason, where the operator would not take the operands, and where the
+graph writes into a tensor or changes a mode between the nodes. `apply` raises Left where the result
+would have another dtype (unless autocast casts it, see autocast.py), shape or strides. No check
+adds a guard to a symbolic shape.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Replacement(NamedTuple):
     site: Site
     operator: Operator
     arguments: Arguments  # nodes where the operator takes tensors; scale may be Viewed
-    after: Node | None  # the last operand, or None: before the site's last node
-    narrowed: autocast.Narrowed | None  # where autocast casts the result, the kernel rounds it
+    after: Node | None  # the last operand; None: before the site's last node
+    narrowed: autocast.Narrowed | None  # where the kernel rounds, as autocast casts
 
 
 def check(site: Site, effects: Effects, functional: bool) -> Replacement:
-    """The replacement of a site, or Left.
+    """The replacement of a site; raises Left where there is none.
 
     functional: whether the graph is made free of writes before it is differentiated, as AOTAutograd
     does.
@@ -95,7 +95,7 @@ def _check_values(site: Site) -> None:
 
 
 def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
-    """The operator's arguments, read before the casts that it does not need."""
+    """The operator's arguments, taken from before the casts that the operator does not need."""
     residual = site.residual
     input = _narrowest(site.input, None)
     dtypes = {dtype_of(input)} | ({dtype_of(residual)} if residual is not None else set())
@@ -111,7 +111,7 @@ def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
 
 
 def _chain(value: Node | Viewed) -> list[Any]:
-    """The value, and what it is a widened form of."""
+    """The value, and the values that it was widened from."""
     if isinstance(value, Viewed):
         return [value._replace(base=base) for base in _chain(value.base)]
     return before_casts(value, only_widening=True)
@@ -141,13 +141,13 @@ def _of_one_dtype(weight: Any, bias: Any, dtypes: set[torch.dtype]) -> tuple[Any
 
 
 def _nodes(values: Iterable[Any]) -> list[Node]:
-    """The nodes among these, and those under the views."""
+    """The nodes among these values, with the base of a Viewed."""
     bases = (value.base if isinstance(value, Viewed) else value for value in values)
     return [base for base in bases if isinstance(base, Node)]
 
 
 def _read_nodes(site: Site, arguments: Arguments) -> set[Node]:
-    """All nodes that read an operand, and that the operator stands for."""
+    """The nodes whose reads the operator replaces: the site's, and casts of its operands."""
     found = set(site.nodes)
     for name in ("input", "residual", "gate", "weight", "bias", "shift", "scale"):
         value = getattr(site, name)
@@ -186,7 +186,7 @@ def _check_effects(site: Site, arguments: Arguments, start: Node, effects: Effec
 
 
 def _check_saved(site: Site, arguments: Arguments, start: Node, effects: Effects) -> None:
-    """What backward reads, and would not have read of these nodes, must stay as it is."""
+    """Raises Left if the graph writes into what only the operator's backward would read."""
     x = arguments.input if site.residual_out is None else site.residual_out
     saved = _nodes([arguments.gate, arguments.shift, arguments.scale])
     if x is not site.saved:
@@ -205,7 +205,7 @@ def _operator_of(a: Arguments) -> Operator:
 
 
 class _Maker:
-    """Makes nodes where the graph inserts them, and takes them back."""
+    """Makes nodes at the graph's insertion point, and can erase them again."""
 
     def __init__(self, graph: Graph, beside: Node, effects: Effects) -> None:
         self._graph, self._beside, self._effects = graph, beside, effects
@@ -231,7 +231,7 @@ class _Maker:
 
 
 def example_of(node: Node) -> Any:
-    """What the node gives of the examples of its arguments; no guard comes of it."""
+    """The node's result for the examples of its arguments; it adds no guard."""
     args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     fake_modes = (maybe_get_fake_mode(tensor) for tensor in tensors)
@@ -246,9 +246,10 @@ def example_of(node: Node) -> Any:
 
 
 def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effects) -> Node:
-    """Puts an operator where the site was, and returns its node.
+    """Replaces the site by the operator `fused`, and returns its node.
 
-    Raises Left, with the graph as it was, where the operator gives another kind of tensor.
+    Raises Left, and leaves the graph as it was, where a result would differ in dtype, device,
+    shape or strides.
     """
     site, arguments = replacement.site, replacement.arguments
     following = site.y if replacement.after is None else replacement.after.next
@@ -278,7 +279,7 @@ def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effe
     except BaseException:
         maker.undo()
         raise
-    # Views of the old nodes' results, which stay, share memory with the old examples.
+    # The old examples are kept: they share memory with those of views that stay in the graph.
     values = [value_of(old) for old in olds]
     if replacement.narrowed is not None:
         values[0] = value_of(outputs[0])
@@ -296,8 +297,8 @@ def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effe
 def has_rows(operand: Any, normalized_ndim: int) -> bool:
     """Whether the elements that are normalized together are known to lie side by side.
 
-    Else a copy that the graph shows may be one with what is computed before, and backward finds it
-    made. Kernels would make their own, each time.
+    If not, `apply` puts a copy into the graph: the compiler may fuse it with what precedes it, and
+    backward reuses it. Otherwise every kernel call would make a copy of its own.
     """
     value = value_of(operand)
     expected = [1]
@@ -307,7 +308,7 @@ def has_rows(operand: Any, normalized_ndim: int) -> bool:
 
 
 def _check_alike(old: Node, new: Node, dtype: Any) -> None:
-    """That the new node gives the old one's tensor, in this dtype."""
+    """Raises Left unless the new node gives a tensor like the old one's, but of this dtype."""
     one, other = value_of(old), value_of(new)
     if other.dtype != dtype:
         raise Left(f"{old.name} is of dtype {dtype}, not {other.dtype}")
@@ -315,14 +316,14 @@ def _check_alike(old: Node, new: Node, dtype: Any) -> None:
         raise Left(f"{old.name} is of device {one.device}, not {other.device}")
     if not are_equal(one.shape, other.shape):
         raise Left(f"the shape is not known to be that of {old.name}")
-    # The stride of a dimension of one element says nothing.
+    # The stride of a dimension of one element does not matter.
     counted = [i for i, size in enumerate(one.shape) if not are_equal([size], [1])]
     if not are_equal(*([tensor.stride(i) for i in counted] for tensor in (one, other))):
         raise Left(f"{old.name} is not contiguous")
 
 
 def erase(node: Node, graph: Graph) -> None:
-    """Erases a node that nothing uses, and what nothing uses then, as far as it is understood."""
+    """Erases an unused node, and its inputs that are unused then, as far as `read` knows them."""
     if node._erased or node.users or read(node) is None:
         return
     inputs = node.all_input_nodes

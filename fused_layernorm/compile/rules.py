@@ -1,9 +1,9 @@
 """The rules: which layer norms this package's kernels compute, and which are left to Inductor.
 
-They are data, with the measurement beside each. The first rule that fits decides. All were measured
-on an H200 in bfloat16, unless they say otherwise; times are of the device, in microseconds. The
-training steps are compiled ones of whole models with two to eight layers, from one run, with the
-variants in turns.
+The rules are data, each with its measurement. The first rule that fits decides. All measurements
+are from an H200 in bfloat16, unless a rule says otherwise; times are device times in microseconds.
+The training steps are compiled steps of whole models with two to eight layers, measured in one run
+that takes the variants in turns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 from enum import Enum
 from typing import NamedTuple
 
-# Where the pass does anything. Tests add the CPU, where the operators are PyTorch's own.
+# The device types that the rules are for. Tests add the CPU, where the operators run on PyTorch's.
 DEVICES = {"cuda"}
 
 
@@ -26,7 +26,7 @@ class Kind(Enum):
 
 
 class Choice(Enum):
-    """Who computes it."""
+    """What computes a layer norm."""
 
     KERNEL = "this package, forward and backward"
     INDUCTOR = "Inductor forward, this package backward"
@@ -34,23 +34,23 @@ class Choice(Enum):
 
 
 class Problem(NamedTuple):
-    """What the rules look at; cols is None where it is not known when the graph is compiled."""
+    """What the rules depend on; cols is None where it is not known when the graph is compiled."""
 
     kind: Kind
     cols: int | None
-    has_neighbours: bool  # elementwise operations beside it, with which Inductor would fuse it
-    side_by_side: bool = True  # whether what is normalized together is known to lie so in memory
-    with_inductor: bool = True  # or the graph runs as it stands
+    has_neighbours: bool  # elementwise operations next to it, which Inductor would fuse
+    side_by_side: bool = True  # whether a row's elements are known to be adjacent
+    with_inductor: bool = True  # else the graph runs as it is, uncompiled
     deterministic: bool = False
-    # A module or a call, not a graph, so that the casts which autocast puts around it are not seen.
+    # Whether autocast casts around the norm, unseen because the problem is a call's, not a graph's.
     with_hidden_casts: bool = False
 
 
 class Rule(NamedTuple):
     choice: Choice
-    reason: str  # and the measurement
+    reason: str  # with the measurement
     kinds: tuple[Kind, ...] = tuple(Kind)
-    has_neighbours: bool | None = None  # either
+    has_neighbours: bool | None = None  # None: fits either
     side_by_side: bool | None = None
     cols: tuple[int, int] = (1, 2**63)  # at least and at most
     multiple_of: int = 1
@@ -154,5 +154,5 @@ def choose(problem: Problem) -> Rule:
 
 
 def digest() -> str:
-    """What changes with the rules, for the keys of caches."""
+    """A digest that changes with the rules, for the keys of caches."""
     return hashlib.sha256(repr((RULES, sorted(DEVICES))).encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""The layer norms of a graph, each with what surrounds it: a Site, found by the patterns.
+"""The layer norms of a graph, each a Site with the operations around it, found by the patterns.
 
-What is found here is not yet known to be safe or allowed: replace.py checks that.
+A Site is not yet known to be safe to replace: replace.py checks that.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .reading import before_casts, dtype_of, is_finite_number, is_tensor, origin
 
 @dataclass
 class Site:
-    """One layer norm: the names of the patterns, each a node of the graph or None."""
+    """One layer norm. The fields named as in the patterns are nodes of the graph, or None."""
 
-    norm: Node  # whose result is normalized
+    norm: Node  # the node that gives the normalized values
     form: str  # how it is written
     input: Node
     normalized_ndim: int
     weight: Node | None
     bias: Node | None
     eps: Any
-    y: Node  # the last node of what is computed in one piece
-    saved: Node | None = None  # of which the norm's own backward reads the value
-    nodes: frozenset[Node] = frozenset()  # those that are replaced
+    y: Node  # the last of the nodes that become one operator
+    saved: Node | None = None  # the node whose value the norm's own backward reads
+    nodes: frozenset[Node] = frozenset()  # the nodes that are replaced
     residual_out: Node | None = None
     residual: Node | None = None
     gate: Node | None = None
@@ -44,7 +44,7 @@ class Site:
 
     @property
     def x(self) -> Node:
-        """What is normalized."""
+        """The node whose values are normalized."""
         return self.input if self.residual_out is None else self.residual_out
 
     @property
@@ -82,7 +82,7 @@ def broadcasts(one: Iterable[Any], to: Iterable[Any]) -> bool:
 
 
 def modulates(value: Node | Viewed | None, site: Site) -> bool:
-    """Whether it has a number for each column, as the kernels read a gate, shift or scale."""
+    """Whether a gate, shift or scale has an element for each column, as the kernels read it."""
     if value is None:
         return True
     shape = shape_of(value)
@@ -98,7 +98,7 @@ def shape_of(value: Node | Viewed) -> torch.Size:
 
 
 def find(node: Node) -> Site | None:
-    """The layer norm whose result this node gives, alone."""
+    """The layer norm whose result this node gives, without the operations around it."""
     call = read(node)
     if call is None or not is_tensor(node):
         return None
@@ -111,7 +111,7 @@ def find(node: Node) -> Site | None:
         site = Site(
             node, form, input, call.over, weight, bias, eps, y=node, saved=input, nodes=nodes
         )
-        if form == "getitem":  # of several results
+        if form == "getitem":  # the first of several results
             site.form = "native_layer_norm"
             if len(node.args[0].users) > 1:  # type: ignore[union-attr]
                 site.notes.append("its statistics are used")
@@ -134,7 +134,7 @@ def _written_out(node: Node, match: Match) -> Site | None:
 
 
 def grow(site: Site) -> Site:
-    """The site with all that follows it and belongs to it."""
+    """The site with the operations after it that may be fused with it."""
     site = _modulated(site)
     if not site.is_modulated and site.weight is None and site.bias is None:
         site = _modulated(_affine(site))
@@ -146,7 +146,7 @@ def grow(site: Site) -> Site:
 
 
 def _casts_behind(node: Node) -> Iterator[Node]:
-    """The casts of the result. One that widens it stays: it is of numbers that were rounded."""
+    """The casts of the result. They end before one that widens: it reads rounded numbers."""
     while len(node.users) == 1:
         (user,) = node.users
         call = read(user)
@@ -159,9 +159,9 @@ def _casts_behind(node: Node) -> Iterator[Node]:
 
 
 def _behind(site: Site, expressions: Iterable[str]) -> Iterator[tuple[str, Node, Match]]:
-    """The ways in which what follows the site is one of these expressions, the longest first."""
+    """The matches of these expressions among the nodes after the site, the longest first."""
     roots, frontier = [], [site.y]
-    for _ in range(6):  # more than any pattern is deep, with casts between its steps
+    for _ in range(6):  # deeper than any pattern, with casts between its steps
         frontier = [user for node in frontier for user in node.users if read(user) is not None]
         roots += frontier
     found = [
@@ -183,7 +183,7 @@ def _behind(site: Site, expressions: Iterable[str]) -> Iterator[tuple[str, Node,
 
 
 def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
-    """Whether nothing between start and root is used elsewhere."""
+    """Whether start and the nodes between start and root are used nowhere else."""
     pending = [start]
     while pending:
         users = pending.pop().users
@@ -223,7 +223,7 @@ def _activated(site: Site) -> Site:
 
 
 def with_sum(site: Site) -> Iterator[Site]:
-    """The site with the addition that gives its input, gated or not; at last the site alone."""
+    """The site with each sum, gated or not, that may give its input; last, the site alone."""
     x = origin(site.input)
     casts = frozenset(before_casts(site.input, only_widening=True)) - {x}
     for expression in patterns.SUMS:
@@ -250,6 +250,6 @@ def with_sum(site: Site) -> Iterator[Site]:
 
 
 def _of_dtype(node: Node, dtype: torch.dtype) -> Node | None:
-    """The node, or what it was widened from, whichever has this dtype."""
+    """The node, or the node that it was widened from, whichever has this dtype; else None."""
     found = [n for n in before_casts(node, only_widening=True) if dtype_of(n) == dtype]
     return found[-1] if found else None

@@ -1,19 +1,19 @@
-"""The operators' Python half: what csrc does not implement is registered here, a file a subject.
+"""The operators' Python half: what csrc does not implement is registered here, by subject.
 
 load        the binary and the operators that it registers
 operators   the operators' arguments and results by name
-arguments   what a call must satisfy: every check and every sentence
+arguments   what a call must satisfy: every check and every error message
 composite   the same results through PyTorch's operators, for devices without kernels
 fakes       shapes and dtypes without data, for torch.compile and meta tensors
-vmap        one more leading dimension
+vmap        the batch as one more leading dimension
 formulas    the same functions as differentiable expressions
-autograd    derivatives, of which the first order runs on the operators
+autograd    derivatives: the first order runs on the operators
 autocast    the dtypes that autocast gives
 aten_forward  twins of the operators whose forward pass compilers fuse with its neighbours
-autograd_library  both of these in C++, which take their place where the running torch has a library
+autograd_library  autograd and autocast in C++, used instead if there is a library for this torch
 """
 
-from . import (  # noqa: F401  (they register)
+from . import (  # noqa: F401  (the imports register)
     aten_forward,
     autocast,
     autograd,

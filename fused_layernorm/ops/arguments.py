@@ -1,7 +1,7 @@
-"""What a call must satisfy: every sentence that a user reads about a bad argument stands here.
+"""What a call must satisfy, with the message that a user reads about each bad argument.
 
-The composite and the fake implementations check before they compute. The CUDA operators check by
-themselves, in C++, and say less: functional.py asks `explain` for the sentence.
+The composite and the fake implementations check before they compute. The CUDA operators check in
+C++, with shorter messages: functional.py takes the full message from `explain`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def normalized_ndim(
 
 
 def check_options(activation: Any, scale: Any, out_dtype: Any) -> None:
-    """Raises if these are not what may follow a normalization."""
+    """Raises if one of these has a value that the operators do not take."""
     if activation is not None and activation not in ACTIVATIONS:
         known = _either([repr(known) for known in ACTIVATIONS])
         raise ValueError(f"expected activation None, {known}, got {activation!r}")
@@ -141,10 +141,10 @@ def settle(
     is_ada: bool = False,
     **tensors: Any,
 ) -> Arguments:
-    """What a user gave, as the operators take it; raises where their schemas would say it worse.
+    """The operators' arguments for a user's call; raises where the schemas' error would be worse.
 
-    `tensors` are residual, gate, shift and scale, of which a residual that is given as None is an
-    error. `is_ada` says that the last dimension is normalized where nothing names a shape.
+    `tensors` may hold residual, gate, shift and scale; a residual of None in it is an error.
+    `is_ada`: the last dimension is normalized where no argument gives a shape.
     """
     check_tensor("input", input)
     if "residual" in tensors:
@@ -247,7 +247,7 @@ def check(a: Arguments) -> None:
 
 
 def explain(error: Exception, *args: Any, **kwargs: Any) -> Exception:
-    """The exception that says what is wrong with `settle`'s arguments; if nothing is, `error`."""
+    """The exception that says what is wrong with `settle`'s arguments; else `error`'s own."""
     try:
         check(settle(*args, **kwargs))
     except Exception as clear:
@@ -255,13 +255,15 @@ def explain(error: Exception, *args: Any, **kwargs: Any) -> Exception:
     return out_of_memory(error)
 
 
-# How csrc/bindings/tensors.cpp begins the sentence of a failed allocation, as PyTorch does.
+# How csrc/bindings/cuda/tensors.cpp begins the message of a failed allocation, as PyTorch does.
 _OUT_OF_MEMORY = "CUDA out of memory: fused_layernorm"
 
 
 def out_of_memory(error: Exception) -> Exception:
-    """torch.OutOfMemoryError, which C++ under the stable ABI cannot raise, if `error` speaks of a
-    failed allocation; else `error`."""
+    """torch.OutOfMemoryError if `error` reports a failed allocation, else `error`.
+
+    C++ under the stable ABI cannot raise torch.OutOfMemoryError.
+    """
     if str(error).startswith(_OUT_OF_MEMORY):
         return torch.OutOfMemoryError(str(error))
     return error

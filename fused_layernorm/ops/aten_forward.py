@@ -1,13 +1,13 @@
-"""aten_layer_norm and its like: the forward pass in PyTorch's operators, the backward pass in ours.
+"""The twins: forward pass in PyTorch's operators, backward pass in this package's.
 
 Under torch.compile an opaque forward operator keeps Inductor from fusing the elementwise operations
-around it, and at many widths Inductor's forward kernel is as fast. The backward kernels here are
-the faster ones at every width. Each operator that users call has a twin of the same schema for
-this: to a tracer its forward pass is PyTorch's operators, its backward pass layer_norm_backward and
-the other backward operators.
+around it, and at many widths Inductor's forward kernel is as fast. This package's backward kernels
+are faster at every width. So each operator that users call has a twin of the same schema, such as
+aten_layer_norm: a tracer sees PyTorch's operators in its forward pass, and layer_norm_backward or
+another backward operator in its backward pass.
 
-They are operators, not a torch.autograd.Function, so that a graph with them can be kept in
-AOTAutograd's cache, under a name that no other variant has.
+The twins are operators, not a torch.autograd.Function, so that AOTAutograd's cache can keep a graph
+with them, under a name that no other variant has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .operators import (
 
 
 class _Forward(autograd.Forward):
-    """As the operators' own, but for the forward pass."""
+    """As the operators' own autograd function, except for the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
@@ -54,7 +54,7 @@ def _implementation(operator: Operator) -> Callable[..., Any]:
     return implementation
 
 
-# What is defined here lives as long as this object.
+# The twins' definitions live as long as this object.
 _library = torch.library.Library(load.NAMESPACE, "FRAGMENT")
 _twins: dict[Operator, Operator] = {}
 
@@ -75,7 +75,7 @@ for _operator in (LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM
     _twins[_operator] = _define(_operator)
 
 
-# The overload of each operator by that of its twin.
+# For the overload of each twin, that of its operator.
 KERNELS = {defined.overload: operator.overload for operator, defined in _twins.items()}
 
 

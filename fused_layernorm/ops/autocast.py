@@ -1,7 +1,8 @@
 """Autocast, in Python: the operators' implementations for the Autocast dispatch keys.
 
-PyTorch's autocast runs layer_norm in float32 on every device but the CPU, where it leaves it alone.
-The kernels compute in float32 anyway, so the input is not converted: the output is float32.
+PyTorch's autocast runs layer_norm in float32 on every device but the CPU, where autocast does not
+affect it. The kernels compute in float32 anyway, so only the output becomes float32, and the input
+is not converted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def under_autocast(a: Arguments) -> Arguments:
 
 
 def implementation(operator: Operator) -> Callable[..., Any]:
-    """An operator as its own implementation for the Autocast keys."""
+    """An operator's implementation for the Autocast keys, which calls the operator again."""
 
     def implemented(*args: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
@@ -63,7 +64,7 @@ def _pair(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def register() -> None:
-    """Makes these the operators' autocast. A process has this one or that of csrc/autograd."""
+    """Registers these implementations. A process has either these or those of csrc/autograd."""
     for operator in FORWARD:
         for key in KEYS:
             load.library.impl(operator.name, implementation(operator), key)

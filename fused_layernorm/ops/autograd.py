@@ -1,9 +1,9 @@
 """Derivatives, in Python: the operators' implementations for the Autograd dispatch keys.
 
-The first order runs on the operators: a forward that needs gradients on the operator that gives
-statistics, its backward on a backward operator. Beyond that, and in forward mode, PyTorch
-differentiates formulas.py. It is written for correctness; the C++ library of csrc/autograd takes
-its place where there is one for the running torch.
+The first order runs on the operators: a forward pass that needs gradients on the operator that
+gives statistics, its backward pass on a backward operator. For higher orders, and in forward mode,
+PyTorch differentiates formulas.py. This file is written for correctness; the C++ library of
+csrc/autograd takes its place where there is one for the running torch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _after_autograd = torch._C._after_autograd_keyset
 
 
 class Function(_SingleLevelFunction):
-    """A torch.autograd.Function without a way of its own through torch.func's transforms."""
+    """A torch.autograd.Function that does not handle torch.func's transforms by itself."""
 
-    # The key under which compiled autograd keeps what it makes of backward.
+    # The key under which compiled autograd caches its form of backward.
     _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
 
 
@@ -59,11 +59,11 @@ def in_forward_mode() -> bool:
 
 
 def apply(function: Any, *args: Any) -> Any:
-    """function.apply of a Function, where torch.func's transforms are active too.
+    """function.apply of a Function, also while torch.func's transforms are active.
 
-    torch.autograd.Function has a way of its own through them, which its base class has not. The
-    dispatcher has taken the transforms apart before it comes here, as it does for PyTorch's own
-    operators: the function sees the tensors of one level.
+    torch.autograd.Function handles the transforms by itself, its base class does not. Before the
+    dispatcher comes here it has handled them, as it does for PyTorch's own operators: the function
+    sees the tensors of one level.
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -75,17 +75,17 @@ def apply(function: Any, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def lower_levels() -> Iterator[None]:
-    """What an operator is called in from within an autograd function's forward.
+    """The context in which an autograd function's forward calls an operator.
 
-    That has switched differentiation off for itself, and so for the levels of torch.func's
-    transforms below its own, which may want a graph.
+    Differentiation is switched off in an autograd function's forward, and with it for the lower
+    levels of torch.func's transforms, which may need a graph. Here it is switched on again.
     """
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), _below_autograd():
         yield
 
 
 def _call(operator: OpOverload, *args: Any) -> tuple[Tensor, ...]:
-    """What a backward operator gives."""
+    """Calls a backward operator; a failed allocation raises torch.OutOfMemoryError."""
     try:
         return operator(*args)
     except RuntimeError as error:
@@ -93,7 +93,7 @@ def _call(operator: OpOverload, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _needed(gradients: Iterable[Tensor], flags: Iterable[bool]) -> list[Tensor | None]:
-    """None for each gradient that was not asked for."""
+    """The gradients, with None for each one that was not asked for."""
     return [g if needed else None for g, needed in zip(gradients, flags, strict=True)]
 
 
@@ -110,12 +110,12 @@ class Forward(Function):
 
     @staticmethod
     def save(ctx: Any, a: Arguments, results: Results) -> Results:
-        """Keeps what backward needs of a call and its results, which it returns."""
+        """Saves what backward needs of a call and its results; returns the results."""
         _, residual_out, mean, rstd = results
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
         x = a.input if residual_out is None else residual_out
-        # Past a gate backward needs what the gate multiplied.
+        # With a gate, backward also needs the tensor that the gate multiplied.
         gated = None if a.gate is None else a.input
         ctx.save_for_backward(x, mean, rstd, a.weight, a.bias, a.shift, a.scale, gated, a.gate)
         ctx.options = a.options
@@ -223,7 +223,7 @@ class _Backward(Function):
                 for tensor, arg in zip(ctx.is_tensor, ctx.args, strict=True)
             )
         )
-        # mean and rstd are functions of x.
+        # mean and rstd are left out, for formulas.py treats them as functions of x.
         names = [
             name
             for name in ("dy", "x", "shift", "scale", "weight", "bias", "dresidual")
@@ -237,7 +237,7 @@ class _Backward(Function):
 
         vjp = torch.func.vjp(gradients, *(getattr(b, name) for name in names))[1]
         found: dict[str, Any] = dict(zip(names, vjp(tuple(used.values())), strict=True))
-        # Laid out as the arguments are, with None for what has no gradient.
+        # The gradients in the layout of the arguments, None for an argument without one.
         nothing = operator.arguments(*(None for _ in ctx.args))
         return None, None, *operator.lay_out(nothing._replace(**found))
 
@@ -270,7 +270,7 @@ def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
 
 
 def _of_two(operator: OpOverload, two: Callable[..., Any]) -> Callable[..., Any]:
-    """Of an operator that is two others: these, where a graph or a tangent is wanted."""
+    """An operator that does the work of two others: `two` calls them if a derivative is needed."""
 
     def implementation(keyset: Any, *args: Any) -> Any:
         if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
@@ -289,7 +289,7 @@ def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def register() -> None:
-    """Makes these the operators' autograd. A process has this one or that of csrc/autograd."""
+    """Registers these implementations. A process has either these or those of csrc/autograd."""
     implementations: dict[str, Callable[..., Any]] = {
         **{operator.name: _forward_implementation(operator) for operator in FORWARD},
         **{operator.name: _backward_implementation(operator) for operator in BACKWARD},

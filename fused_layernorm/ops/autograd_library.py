@@ -1,11 +1,12 @@
 """Which autograd the operators have: that of csrc/autograd, or Python's (autograd.py, autocast.py).
 
-csrc/autograd is bound to the C++ interface of one minor version of torch and compiled once for each
-that is known. The library of the running torch is loaded where there is one. Every other torch, and
-FUSED_LAYERNORM_PYTHON_AUTOGRAD=1, takes Python's: the same results, some 10 us a call slower.
+A library of csrc/autograd is bound to the C++ interface of one minor version of torch, so one is
+compiled for each known version. The library for the running torch is loaded where there is one.
+Under any other torch, and with FUSED_LAYERNORM_PYTHON_AUTOGRAD=1, the operators have Python's
+autograd: the same results, some 10 us a call slower.
 
-The build imports this file by its path, to name the libraries as it does: it uses nothing of the
-package.
+The build imports this file by its path, for the names of the libraries, so the file uses nothing of
+the package.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1] / "autograd"
 DISABLE = "FUSED_LAYERNORM_PYTHON_AUTOGRAD"
 
-# Set by `load`: whether a library is registered, and why it is that one or none.
+# Set by `load`: whether a library is registered, and why this one or none.
 active = False
 reason = ""
 
 
 def released_minor(version: str) -> str | None:
-    """ "2.11" of the version of a released torch; None of a development or vendor build.
+    """ "2.11" for the version "2.11.0" of a released torch; None for a development or vendor build.
 
-    Those change the C++ interface between two releases under a version of their own making.
+    Such builds change the C++ interface between releases, under version numbers of their own.
     """
     release = re.fullmatch(r"(\d+\.\d+)(\.\d+)?(\.post\d+)?(\+[\w.]+)?", version)
     return release[1] if release else None
@@ -41,7 +42,7 @@ def path_of(minor: str, folder: Path = FOLDER) -> Path:
 def choose(
     version: str, folder: Path = FOLDER, environment: Mapping[str, str] = os.environ
 ) -> tuple[Path | None, str]:
-    """The library to load under a version of torch, or None; and why, for people to read."""
+    """The library to load under a version of torch, or None; and the reason, for people to read."""
     if environment.get(DISABLE) == "1":
         return None, f"{DISABLE}=1"
     minor = released_minor(version)
@@ -56,9 +57,9 @@ def choose(
 
 
 def load() -> bool:
-    """Loads the library of the running torch, which registers itself; False where there is none."""
+    """Loads the library for the running torch, which registers itself; False if none is loaded."""
     global active, reason
-    import torch  # not where the build imports this file
+    import torch  # not at the top, since the build imports this file
 
     path, reason = choose(torch.__version__)
     if path is None:

@@ -1,6 +1,7 @@
 """The operators through PyTorch's own, for every device without kernels: the same results.
 
-As few of PyTorch's operators as will do, in x's dtype where its kernel rounds no more than once.
+They call as few of PyTorch's operators as possible, in x's dtype where PyTorch's kernel rounds only
+once.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def forward(a: Arguments) -> Results:
     is_modulated = a.shift is not None or a.scale is not None
     is_plain = activation is None and output_scale == 1.0 and not is_modulated
     if is_plain and a.y_dtype == x.dtype and _takes_half(x, a.normalized_shape):
-        # Beside float32 parameters, PyTorch's statistics are float32 too.
+        # PyTorch's statistics are float32 only beside float32 parameters: a missing weight is ones.
         weight = x.new_ones(a.normalized_shape, dtype=acc) if weight is None else weight
     else:
         x = x.to(acc)
@@ -66,8 +67,8 @@ def forward(a: Arguments) -> Results:
 def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:
     """Whether PyTorch's kernel takes x of half precision beside float32 parameters.
 
-    It computes in float32, but x * rstd - mean * rstd for the normalized x, which loses digits in
-    rows of one or two columns, where x is the mean or one deviation from it.
+    The kernel computes in float32, but takes x * rstd - mean * rstd for xhat. That loses digits in
+    rows of one or two columns, where x is the mean or one standard deviation from it.
     """
     return x.is_cpu and x.dtype in arguments.HALF and math.prod(normalized_shape) > 2
 
@@ -89,9 +90,9 @@ def backward(b: BackwardArguments) -> Gradients:
         return Gradients()
     acc = acc_dtype(b.x.dtype)
     weight, bias = to(b.weight, acc), to(b.bias, acc)
-    # PyTorch's backward takes x * rstd - mean * rstd for the normalized x, which cancels where the
-    # mean is large. It is given x - mean, of the wider dtype of the two, and a mean of zero. And it
-    # rounds on its way in half precision: dy goes in wide.
+    # PyTorch's backward takes x * rstd - mean * rstd for xhat, which cancels where the mean is
+    # large. So it gets x - mean, in the wider dtype of the two, and a mean of zero. In half
+    # precision it would also round intermediate values, so dy is widened first.
     centered = b.x - b.mean
     dz = b.dy.to(acc)
     if b.output_scale != 1.0:

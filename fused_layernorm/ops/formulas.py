@@ -1,8 +1,8 @@
 """The operators as differentiable expressions in PyTorch's own operators.
 
-PyTorch differentiates them any number of times, in both modes. Its layer_norm would not do: the
-double backward takes mean and rstd for constants, so its third derivative is wrong; and
-silu_backward has no derivative.
+PyTorch differentiates them any number of times, in reverse and in forward mode. Its own layer_norm
+would not do: its double backward treats mean and rstd as constants, so the third derivative is
+wrong. Nor would silu_backward, which has no derivative.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def sum_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 def add(input: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
     """residual_out: residual + gate * input in the arithmetic's dtype, rounded to residual's.
 
-    PyTorch adds half-precision tensors in float32, and rounds to the wider dtype of the two. A
-    product of two would be rounded before it is added.
+    PyTorch itself adds half-precision tensors in float32, and rounds to the wider dtype of the two.
+    But it would round the product gate * input before the addition.
     """
     if gate is None:
         return (input + residual).to(residual.dtype).contiguous()
@@ -112,11 +112,10 @@ def forward(a: Arguments) -> Results:
 
 
 def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
-    """The gradients that are needed, as functions of the tensors with mean and rstd those of x.
+    """The gradients that are needed, as functions of the tensors; mean and rstd depend on x.
 
-    The parameters' gradients are summed over the leading dimensions from sum_from on. The operator
-    is not told eps: it is what the forward pass's rstd = 1 / sqrt(var + eps) has beyond x's
-    variance.
+    The parameters' gradients are summed over the leading dimensions from sum_from on. eps is no
+    argument of the operator: it is the forward pass's 1 / rstd^2 = var + eps less x's variance.
     """
     needs = b.needs
     acc = acc_dtype(b.x.dtype)

@@ -41,5 +41,5 @@ ada_layer_norm_backward = operators.ada_layer_norm_backward.default
 add_ada_layer_norm_backward = operators.add_ada_layer_norm_backward.default
 gate_backward = operators.gate_backward.default
 
-# What the other files register lives as long as this object. A fragment can define no operator.
+# What the other files register lives as long as this object. As "IMPL" it can define no operator.
 library = torch.library.Library(NAMESPACE, "IMPL")

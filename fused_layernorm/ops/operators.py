@@ -1,12 +1,12 @@
-"""The forward operators as one, and the backward operators as one: arguments and results by name.
+"""One form for all forward operators, and one for all backward operators, with named values.
 
-layer_norm and ada_layer_norm differ by a modulation, each of them and its `add_` twin by a residual
-(beside a modulation also a gate), and each of the four and its `_forward` twin by the statistics
-that backward needs. An implementation (composite, fake, vmap rule, autograd) is written once, from
-`Arguments` to `Results`; `Operator` knows how the operators lay these out. In the same way
-`BackwardOperator` goes with `BackwardArguments` and `Gradients`. Two operators are two others one
-after the other, and made of any implementations of theirs: ada_layer_norm_pair by `pair`,
-add_ada_layer_norm_backward by `gated_backward`.
+ada_layer_norm adds a modulation to layer_norm. The `add_` operator of each adds a residual (beside
+a modulation also a gate), and the `_forward` operator of each of these four also gives the
+statistics that backward needs. An implementation (composite, fake, vmap rule, autograd) is written
+once, from `Arguments` to `Results`; `Operator` knows how the operators lay these out. In the same
+way `BackwardOperator` goes with `BackwardArguments` and `Gradients`. Two operators each do the work
+of two calls in turn, and are built from implementations of the called operators:
+ada_layer_norm_pair by `pair`, add_ada_layer_norm_backward by `gated_backward`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from . import load
 
 
 class Options(NamedTuple):
-    """What is no tensor; output_scale is layer_norm's `scale`."""
+    """The arguments that are no tensors; output_scale is layer_norm's `scale`."""
 
     normalized_ndim: int
     eps: float
@@ -49,7 +49,7 @@ class Arguments(NamedTuple):
 
     @property
     def is_modulated(self) -> bool:
-        """Whether only the ada operators take it."""
+        """Whether only the ada operators take this call."""
         return self.gate is not None or self.shift is not None or self.scale is not None
 
     @property
@@ -72,7 +72,7 @@ class Results(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """A forward operator: from and to the layout of its schema."""
+    """A forward operator, with conversions from and to the layout of its schema."""
 
     overload: OpOverload
     takes_residual: bool
@@ -81,7 +81,7 @@ class Operator(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As torch.library wants it, without the namespace."""
+        """The name without the namespace, as torch.library takes it."""
         return self.overload._opname
 
     def arguments(self, *args: Any) -> Arguments:
@@ -106,7 +106,7 @@ class Operator(NamedTuple):
         return (*rows, *gate, ndim, a.shift, a.scale, a.weight, a.bias, eps, a.options.out_dtype)
 
     def outputs(self, r: Results) -> Any:
-        """What the operator gives of these: a tensor or a tuple of them."""
+        """The results that the operator gives: a tensor or a tuple of tensors."""
         rows = (r.y, r.residual_out) if self.takes_residual else (r.y,)
         found = (*rows, r.mean, r.rstd) if self.gives_statistics else rows
         return found if len(found) > 1 else r.y
@@ -178,7 +178,7 @@ class PairArguments(NamedTuple):
 
 
 def pair(ada_layer_norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """ada_layer_norm_pair as this one, twice."""
+    """ada_layer_norm_pair as two calls of the given ada_layer_norm."""
 
     def ada_layer_norm_pair(*args: Any) -> tuple[Tensor, Tensor]:
         first, second = PairArguments(*args).each
@@ -230,14 +230,14 @@ class BackwardArguments(NamedTuple):
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """That of dweight and dbias where only the other of the two parameters is there."""
+        """The dtype of dweight and dbias: that of weight, else of bias, else of x."""
         if self.weight is not None:
             return self.weight.dtype
         return self.x.dtype if self.bias is None else self.bias.dtype
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Those of the gradients, in the order of `Gradients`."""
+        """The dtypes of the gradients, in the order of `Gradients`."""
         dshift, dscale = (
             self.x.dtype if tensor is None else tensor.dtype for tensor in (self.shift, self.scale)
         )
@@ -245,19 +245,19 @@ class BackwardArguments(NamedTuple):
 
 
 class BackwardOperator(NamedTuple):
-    """A backward operator: from and to the layout of its schema."""
+    """A backward operator, with conversions from and to the layout of its schema."""
 
     overload: OpOverload
     takes_modulation: bool
 
     @property
     def name(self) -> str:
-        """As torch.library wants it, without the namespace."""
+        """The name without the namespace, as torch.library takes it."""
         return self.overload._opname
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """The names of what the operator gives."""
+        """The names of the gradients that the operator gives."""
         return Gradients._fields if self.takes_modulation else ("dx", "dweight", "dbias")
 
     def arguments(self, *args: Any) -> BackwardArguments:
@@ -279,7 +279,7 @@ class BackwardOperator(NamedTuple):
         return (*rows, b.weight, b.bias, b.dresidual, b.activation, b.output_scale, *needs)
 
     def outputs(self, b: BackwardArguments, found: Gradients) -> tuple[Tensor, ...]:
-        """What the operator gives of these, with an empty tensor for each that is not there."""
+        """The gradients that the operator gives, with an empty tensor for each that is None."""
         dtypes = dict(zip(Gradients._fields, b.dtypes, strict=True))
         return tuple(
             b.x.new_empty((0,), dtype=dtypes[name]) if gradient is None else gradient
@@ -344,14 +344,14 @@ class GatedBackwardArguments(NamedTuple):
 
     @property
     def of_norm(self) -> tuple[Any, ...]:
-        """The arguments of ada_layer_norm_backward, of whose dx gate_backward has its own."""
+        """The arguments of ada_layer_norm_backward, whose dx gate_backward may need."""
         return (*self[:2], *self[4:12], self.needs_dx or self.needs_gate_backward, *self[15:])
 
 
 def gated_backward(
     ada_layer_norm_backward: Callable[..., Any], gate_backward: Callable[..., Any]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """add_ada_layer_norm_backward as these two, one after the other."""
+    """add_ada_layer_norm_backward as these two operators, one after the other."""
 
     def add_ada_layer_norm_backward(*args: Any) -> tuple[Tensor, ...]:
         g = GatedBackwardArguments(*args)

@@ -1,8 +1,8 @@
 """vmap: a batch dimension is one more leading dimension.
 
-A modulation that is batched broadcasts along it. Parameters that are batched themselves, and the
-gradients of shared ones, of which every sample has its own, are beyond the kernels: PyTorch's
-operators do what follows the normalization.
+A batched modulation has that dimension, too. The kernels neither take batched parameters nor give
+a gradient of shared parameters for each sample: forward then computes what follows the
+normalization in PyTorch's operators, and backward takes those gradients from the formulas.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .operators import (
 
 
 def _to_front(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """The tensor with its batch dimension first; one that has none, expanded."""
+    """The tensor with its batch dimension first; a tensor that has none is expanded."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
@@ -42,7 +42,7 @@ def _optional_to_front(tensor: Tensor | None, dim: int | None, size: int) -> Ten
 def _broadcast_to_front(
     tensor: Tensor | None, dim: int | None, size: int, ndim: int
 ) -> Tensor | None:
-    """A parameter or a modulation of shape (batch, 1, ..., 1, *its shape), of ndim dimensions."""
+    """A parameter or modulation as (batch, 1, ..., 1, *its shape), with ndim dimensions."""
     if tensor is None:
         return None
     tensor = _to_front(tensor, dim, size)
@@ -53,10 +53,10 @@ def _broadcast_to_front(
 def _batched_to_front(
     tensor: Tensor | None, dim: int | None, size: int, ndim: int
 ) -> Tensor | None:
-    """The same, but for a modulation that all of the batch share, which broadcasts as it is.
+    """As _broadcast_to_front, but a modulation that all samples share is returned as it is.
 
-    One of more dimensions than a sample would meet the batch's: with its own in front it has too
-    many, and the operator refuses it.
+    If it has more dimensions than a sample, its first one would be aligned with the batch. With a
+    batch dimension in front it has too many, and the operator refuses it.
     """
     if dim is None and tensor is not None and tensor.dim() < ndim:
         return tensor
@@ -181,7 +181,7 @@ for _operator in FORWARD:
 for _backward_operator in BACKWARD:
     torch.library.register_vmap(_backward_operator.overload, _backward_rule(_backward_operator))
 torch.library.register_vmap(load.gate_backward, _gate_backward_rule)
-# Under vmap these are the two operators that each of them is, which have rules.
+# Under vmap each of these calls the two operators whose work it does, which have rules.
 load.library.impl("ada_layer_norm_pair", pair(load.ada_layer_norm), "FuncTorchBatched")
 load.library.impl(
     "add_ada_layer_norm_backward",

@@ -25,8 +25,8 @@ void check(const BackwardArguments& a, const Shape& shape, const KernelTypes& ty
   }
 }
 
-// The tensors of a launch as kernels read them, and the problem that they pose. `input` is that of
-// a gated sum, or null.
+// The tensors of a launch as kernels read them, and the problem to plan. `gated_input` is the input
+// of a gated sum, or null without a gate.
 struct Operands {
   Rows x, dy;
   std::optional<Rows> dresidual, input;
@@ -68,7 +68,7 @@ struct Operands {
   }
 };
 
-// The outputs of a launch; those that are empty are not needed.
+// The outputs of a launch. Those that are not needed are empty.
 struct Outputs {
   Tensor dx, dweight, dbias;
   GroupGradient dshift, dscale;
@@ -147,8 +147,9 @@ Tensor modulated(const Tensor& dy, const std::optional<Tensor>& scale, ScalarTyp
   return torch::stable::subtract(wide, product(wide, cast(*scale, type)), -1.0);
 }
 
-// Where each row has its own modulation, kernels sum nothing over rows: dweight and dbias are then
-// those of a norm without a modulation.
+// If each row has a modulation of its own, the modulated kernels take no sums over rows. dweight
+// and dbias then come from a second launch (add_columns): they are those of a norm without a
+// modulation, for dy * (1 + scale).
 bool has_columns_apart(const BackwardArguments& a, const Groups& groups) {
   return groups.rows == 1 && (a.needs_dweight || a.needs_dbias);
 }
@@ -261,7 +262,8 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
   const std::optional<Tensor> given_gate(gate);
   check_shape(dsum, "dresidual_out", input, 0);
   check_broadcast(given_gate, "gate", input);
-  // Kernels take dsum of input's type, or float32 beside an input of any other type but float64.
+  // Kernels take dsum of input's type, or float32 dsum beside half-precision input. Other types are
+  // converted: all to float64 if either is float64, else dsum to float32.
   const ScalarType in = input.scalar_type(), given = dsum.scalar_type();
   const bool wide = in == ScalarType::Double || given == ScalarType::Double;
   const ScalarType x = wide ? ScalarType::Double : given == in ? in : ScalarType::Float;

@@ -1,4 +1,4 @@
-// What the operators on CUDA refuse; the contract stands in checks.h.
+// The argument checks of the operators on CUDA; checks.h has the contract.
 #include "bindings/cuda/checks.h"
 
 #include <limits>

@@ -1,5 +1,6 @@
-// What the operators on CUDA refuse. The checks guard memory: nothing launches on arguments that do
-// not fit together. The sentences that users read are those of fused_layernorm/ops/arguments.py.
+// The argument checks of the operators on CUDA. They guard memory: no kernel is launched on
+// arguments that do not fit together. The error messages that users read come from
+// fused_layernorm/ops/arguments.py.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   // Leading dimensions and normalized dimensions as rows and columns.
   struct Shape {
     int64_t rows = 1, cols = 1;
-    int64_t leading;  // dimensions
+    int64_t leading;  // the number of leading dimensions
 
     // Throws if x has no such dimensions, or more rows or columns than kernels can count.
     Shape(const Tensor& x, int64_t normalized_ndim);
@@ -28,20 +29,21 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   void check_shape(const std::optional<Tensor>& tensor, const char* name, const Tensor& x,
                    int64_t first_dim);
 
-  // The one type of weight and bias, if either is there.
+  // The type of weight and bias, std::nullopt without either. Throws if their types differ.
   std::optional<ScalarType> type_of_parameters(const std::optional<Tensor>& weight,
                                                const std::optional<Tensor>& bias);
 
-  // The types that a kernel is launched with, for x and the types asked of weight and y. Kernels
-  // exist for the combinations in dispatch.h. To reach one, the weight may be taken in float32 and
-  // the output computed in the arithmetic's type; neither changes the result.
+  // The types that a kernel is launched with, given the types of x, weight and y in the call.
+  // Kernels exist for the combinations in norm/types.cuh. To reach one of them, the weight may be
+  // converted to float32 and the output computed in the arithmetic's type; neither changes the
+  // result.
   struct KernelTypes {
     ScalarType x, weight, y;
 
     KernelTypes(ScalarType x_type, std::optional<ScalarType> weight_type, ScalarType y_type);
     ScalarType statistics() const { return x == ScalarType::Double ? x : ScalarType::Float; }
     DataTypes data_types() const { return {data_type(x), data_type(weight), data_type(y)}; }
-    // Rows of so many columns of x and y follow each other at multiples of 16 bytes.
+    // Whether contiguous rows of `cols` columns, of x and of y, begin at multiples of 16 bytes.
     bool aligned(int64_t cols) const;
   };
 

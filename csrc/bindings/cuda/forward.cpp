@@ -12,13 +12,13 @@
 namespace fused_layernorm {
 namespace {
 
-// The types of a forward pass, from those of its tensors to those of a kernel and back.
+// The types of a forward pass: those that its kernel is launched with, and those of its results.
 struct ForwardTypes {
   KernelTypes kernel;
   ScalarType y;           // of the result
   ScalarType statistics;  // of the result
-  // With a residual: the type to which input is cast for the kernel that adds, or, where there is
-  // no such kernel (adds_first), that in which the sum is taken before it.
+  // With a residual: the type to which input is cast for a kernel that adds the two. If there is no
+  // such kernel (adds_first), the type in which the sum is taken before the launch.
   ScalarType summand;
   bool adds_first = false;
 };
@@ -30,16 +30,16 @@ ForwardTypes settle_types(ScalarType input, std::optional<ScalarType> residual,
   types.statistics = types.kernel.statistics();
   if (!residual) return types;
 
-  // What the kernel adds to the residual, by dispatch.h.
+  // The type of the input that the kernel adds to the residual (Types::In in norm/types.cuh).
   const ScalarType in = x == ScalarType::Float ? types.kernel.y : x;
   if (in == input) return types;
   if (in == ScalarType::Float && is_half(input)) {
-    types.summand = in;  // the sum of a half and a float32 is that of two float32
+    types.summand = in;  // exact: a half and a float32 are added in float32
   } else if (x == ScalarType::Float && input == ScalarType::Float) {
     types.kernel.y = ScalarType::Float;
   } else {
-    // The sum first, rounded to the residual's type; then, with float64 on either side, everything
-    // in float64.
+    // The sum is taken first and rounded to the residual's type. If input or residual is float64,
+    // both the sum and the norm are computed in float64.
     const bool wide = x == ScalarType::Double || input == ScalarType::Double;
     types.summand = wide ? ScalarType::Double : ScalarType::Float;
     if (parameters) parameters = types.summand;
@@ -49,8 +49,8 @@ ForwardTypes settle_types(ScalarType input, std::optional<ScalarType> residual,
   return types;
 }
 
-// Parameters are of x's type, or float32 beside half precision; with a residual they may also be
-// of the input's type.
+// Parameters have to be of x's type, or float32 beside half precision. With a residual they may
+// also be of the input's type.
 void check_parameters_type(std::optional<ScalarType> parameters, ScalarType x, ScalarType input,
                            const char* name) {
   const bool fits = !parameters || *parameters == x || *parameters == input ||
@@ -89,7 +89,8 @@ ForwardTypes check(const ForwardArguments& a, const Shape& shape) {
   return settle_types(input, residual, parameters, y);
 }
 
-// Rows of no columns have `of_no_columns`, which no kernel writes.
+// A new tensor for mean or rstd. No kernel runs for rows without columns, so `of_no_columns` is
+// their statistic.
 Tensor new_statistic(const Tensor& x, const Shape& shape, ScalarType type, double of_no_columns) {
   std::vector<int64_t> sizes(x.sizes().data(), x.sizes().data() + x.dim());
   std::fill(sizes.begin() + shape.leading, sizes.end(), 1);
@@ -106,15 +107,15 @@ Tensor add(const Tensor& input, const std::optional<Tensor>& gate, const Tensor&
   return contiguous_of(cast(sum, residual.scalar_type()));
 }
 
-// Whether a kernel of this plan writes both outputs of two modulations.
+// Whether the kernel of this plan writes the outputs of two modulations at once.
 bool writes_second(const forward::Plan& plan, const Problem& problem) {
   const bool on_chip =
       std::holds_alternative<forward::Warp>(plan) || std::holds_alternative<forward::Block>(plan);
   return on_chip && problem.aligned && problem.x == problem.y;
 }
 
-// Launches on rows of `input`, to which the kernel adds those of `residual`, if given. Returns
-// whether it also wrote the output of a second modulation.
+// Launches the kernel on the rows of `input`, to which it adds those of `residual`, if given.
+// Returns whether the kernel also writes the output of a second modulation.
 bool launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
             const Shape& shape, const KernelTypes& types, Activation activation,
             ForwardResult& result) {
@@ -127,7 +128,7 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
     return ModulationRows(modulation, types.weight, input, shape.leading);
   };
   const ModulationRows shift = rows_of(a.modulation.shift), scale = rows_of(a.modulation.scale);
-  // A sum that was taken before has had its gate.
+  // If the sum was taken before the launch, the gate was applied with it.
   const ModulationRows gate = rows_of(residual ? a.modulation.gate : std::nullopt);
   const Modulations second = a.second.value_or(Modulations{});
   const ModulationRows second_shift = rows_of(second.shift), second_scale = rows_of(second.scale);
@@ -194,7 +195,7 @@ ForwardResult run_forward(const ForwardArguments& a) {
                        std::nullopt, std::nullopt};
   if (a.second) result.second_y = empty_like(a.input, types.kernel.y);
   if (a.needs_statistics) {
-    // What PyTorch's kernels give for rows of no columns.
+    // PyTorch's kernels give these for rows without columns.
     constexpr double kNoMean = 0.0, kNoRstd = std::numeric_limits<double>::quiet_NaN();
     result.mean = new_statistic(a.input, shape, types.kernel.statistics(), kNoMean);
     result.rstd = new_statistic(a.input, shape, types.kernel.statistics(), kNoRstd);

@@ -1,4 +1,4 @@
-// Modulations as kernels want them; the contract stands in modulation.h.
+// Prepares modulations for kernels; modulation.h has the contract.
 #include "bindings/cuda/modulation.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -9,13 +9,13 @@
 namespace fused_layernorm {
 namespace {
 
-// The size of a tensor along x's dimension d, to which it broadcasts.
+// The size along x's dimension d of a tensor that broadcasts to x.
 int64_t size_along(const Tensor& tensor, const Tensor& x, int64_t d) {
   const int64_t own = d - (x.dim() - tensor.dim());
   return own < 0 ? 1 : tensor.sizes()[own];
 }
 
-// Its stride along x's dimension d: zero where it is broadcast.
+// The stride along x's dimension d of a tensor that broadcasts to x: zero where it is broadcast.
 int64_t stride_along(const Tensor& tensor, const Tensor& x, int64_t d) {
   const int64_t own = d - (x.dim() - tensor.dim());
   return own < 0 || tensor.sizes()[own] == 1 ? 0 : tensor.strides()[own];
@@ -34,8 +34,8 @@ std::optional<RowMap> map_of(const std::vector<int64_t>& strides, const Tensor& 
   return row_map(x.sizes().data(), strides.data(), x.dim(), leading);
 }
 
-// A copy whose rows are contiguous and begin at multiples of 16 bytes, with its strides along x's
-// dimensions. `expands` gives every row of x a row of its own.
+// A copy whose rows are contiguous and begin at multiples of 16 bytes. Sets `strides` to the copy's
+// strides along x's dimensions. With `expands`, the copy has a row of its own for every row of x.
 Tensor copy_rows(const Tensor& tensor, ScalarType type, const Tensor& x, int64_t leading,
                  bool expands, std::vector<int64_t>& strides) {
   const int64_t dims = x.dim();

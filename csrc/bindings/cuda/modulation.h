@@ -1,5 +1,5 @@
-// Modulations (shift, scale, gate) as kernels want them: the rows of a tensor that broadcasts
-// against x, the groups of rows that share it, and its gradient from that of the groups.
+// Prepares modulations (shift, scale, gate) for kernels: finds the rows of a tensor that broadcasts
+// to x and the groups of rows that share it, and makes its gradient from those of the groups.
 #pragma once
 
 #include <initializer_list>
@@ -15,27 +15,28 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     bool any() const { return shift || scale || gate; }
   };
 
-  // Throws unless `tensor` broadcasts against x without enlarging it, on x's device.
+  // Throws unless `tensor`, if given, broadcasts to x's shape and is on x's device.
   void check_broadcast(const std::optional<Tensor>& tensor, const char* name, const Tensor& x);
 
-  // The one type in which kernels take parameters of these types: theirs if it is the same for all,
-  // else float32.
+  // The one type in which a kernel takes parameters of these types: the types' own if all are the
+  // same, else float32. std::nullopt entries do not count.
   std::optional<ScalarType> common_type(std::initializer_list<std::optional<ScalarType>> types);
   std::optional<ScalarType> type_of(const std::optional<Tensor>& tensor);
 
-  // What rows of x have of a modulation. It is read where it lies, or from a copy where its rows
-  // are not contiguous inside, do not begin at multiples of 16 bytes, or are of another type.
+  // The row of a modulation for each row of x. Kernels read the modulation in place, or a copy if
+  // it is of another type, if its rows are not contiguous inside or do not begin at multiples of 16
+  // bytes, or if no RowMap describes where its rows begin.
   struct ModulationRows {
     std::optional<Tensor> tensor;
     RowMap map;
 
-    // Of x's dimensions the first `leading` count rows.
+    // The first `leading` dimensions of x count rows.
     ModulationRows(const std::optional<Tensor>& given, ScalarType type, const Tensor& x,
                    int64_t leading);
     const void* data() const { return data_of(tensor); }
   };
 
-  // Rows of x that share all of some modulations: group_rows of them, which follow each other.
+  // Groups of consecutive rows of x that share all of the given modulations.
   struct Groups {
     int64_t rows = 1;            // of a group
     std::vector<int64_t> sizes;  // x's, with ones for the dimensions inside a group
@@ -44,9 +45,10 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
            int64_t leading);
   };
 
-  // The gradient of a modulation, first of every group, then of the modulation itself.
+  // The gradient of a modulation. Kernels write the gradient of each group; result() makes that of
+  // the modulation itself.
   struct GroupGradient {
-    // Of each group; empty where it is not needed.
+    // The gradient of each group; std::nullopt if none is needed.
     std::optional<Tensor> of_groups;
     bool is_wide = false;  // of the arithmetic's type, because further sums follow
 

@@ -1,5 +1,6 @@
-// The operators on CUDA for callers in C++: what schemas.cpp declares, all forward ones as one, and
-// the backward ones as one but for the gate's.
+// The operators of schemas.cpp on CUDA, for callers in C++. One function runs all forward
+// operators. Three run the backward operators: of a norm, of a norm of a gated sum, and of a gated
+// sum alone.
 #pragma once
 
 #include <optional>
@@ -23,7 +24,7 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     std::optional<ScalarType> out_dtype = std::nullopt;  // input's, if absent
     bool needs_statistics = true;
     Modulations modulation = {};                       // a gate only beside a residual
-    std::optional<Modulations> second = std::nullopt;  // without a residual
+    std::optional<Modulations> second = std::nullopt;  // only without a residual
   };
 
   struct ForwardResult {
@@ -54,14 +55,14 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     bool needs_dscale = false;
   };
 
-  // One that is not asked for is an empty tensor of shape (0,).
+  // A gradient that is not asked for is an empty tensor of shape (0,).
   struct BackwardResult {
     Tensor dx, dweight, dbias, dshift, dscale;
   };
 
   BackwardResult run_backward(const BackwardArguments& a);
 
-  // The same for x = residual + modulation.gate * input.
+  // The gradients of a norm of the gated sum x = residual + modulation.gate * input.
   struct GatedBackwardResult {
     BackwardResult of_norm;
     Tensor dinput, dgate;

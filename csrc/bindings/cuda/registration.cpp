@@ -1,4 +1,4 @@
-// The operators of schemas.cpp on CUDA: each takes its arguments apart and hands them on.
+// The operators of schemas.cpp on CUDA: each passes its arguments to a function of ops.h.
 #include <torch/csrc/stable/library.h>
 
 #include "bindings/cuda/ops.h"

@@ -1,4 +1,4 @@
-// Tensors and the device as kernels want them; the contract stands in tensors.h.
+// Prepares tensors and the device for kernels; tensors.h has the contract.
 #include "bindings/cuda/tensors.h"
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -33,7 +33,7 @@ Tensor copy(const Tensor& tensor, ScalarType type) {
 [[noreturn]] void throw_out_of_memory(int device_index, int64_t bytes) {
   constexpr double kMiB = 1 << 20;
   size_t free = 0, total = 0;
-  check_cuda(cudaMemGetInfo(&free, &total));  // an earlier error of the device comes out here
+  check_cuda(cudaMemGetInfo(&free, &total));  // throws an earlier error of the device
   std::ostringstream text;
   text.precision(1);
   text << std::fixed << "CUDA out of memory: fused_layernorm could not allocate "
@@ -86,7 +86,7 @@ const Device& device_of(const Tensor& tensor) {
                                 attribute(cudaDevAttrComputeCapabilityMinor);
     devices[index].sms = attribute(cudaDevAttrMultiProcessorCount);
     devices[index].shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    // Drivers from CUDA 12.4 on know such launches in graphs as well.
+    // Drivers from CUDA 12.4 on support the early start of a kernel in CUDA graphs as well.
     constexpr int kLeastDriver = 12040;
     int driver = 0;
     check_cuda(cudaDriverGetVersion(&driver));

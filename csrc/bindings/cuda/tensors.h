@@ -1,4 +1,4 @@
-// Tensors and the device as kernels want them: current device and stream, new tensors, copies,
+// Prepares tensors and the device for kernels: current device and stream, new tensors, copies,
 // rows.
 #pragma once
 
@@ -10,13 +10,13 @@
 
 #include "layernorm.h"
 
-// Hidden, as torch::stable is: no other library meets these types.
+// The namespace is hidden, as torch::stable is: no other library uses these types.
 namespace fused_layernorm __attribute__((visibility("hidden"))) {
 
   using torch::headeronly::ScalarType;
   using torch::stable::Tensor;
 
-// Throws std::runtime_error with the sentence, which is made of all but the first argument.
+// Throws std::runtime_error unless `condition` holds. The other arguments make up the message.
 #define CHECK_ARGUMENT(condition, ...) STD_TORCH_CHECK(condition, "fused_layernorm: ", __VA_ARGS__)
 
   void check_cuda(cudaError_t error);
@@ -26,7 +26,7 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   // Throws for a type that kernels do not know.
   DataType data_type(ScalarType type);
 
-  // Makes a tensor's device the current one while it lives.
+  // Makes a tensor's device the current one for the lifetime of the object.
   class CurrentDevice {
    public:
     explicit CurrentDevice(const Tensor& tensor);
@@ -38,7 +38,7 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     DeviceGuardHandle guard_ = nullptr;
   };
 
-  // What a plan needs to know of the tensor's device. It is asked for once.
+  // The properties of the tensor's device that a plan needs, queried once for each device.
   const Device& device_of(const Tensor& tensor);
 
   // PyTorch's current stream of the tensor's device.
@@ -57,16 +57,16 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   // A parameter as kernels read it: of this type, contiguous and aligned.
   std::optional<Tensor> prepare_parameter(const std::optional<Tensor>& parameter, ScalarType type);
 
-  // Where the rows of a tensor begin, of whose dimensions the first `leading` count rows, if each
-  // row is contiguous inside and they stand at no more than two strides.
+  // Where the rows of a tensor begin. The tensor's first `leading` dimensions count rows.
+  // std::nullopt unless each row is contiguous inside and the rows stand at no more than two
+  // strides.
   std::optional<RowMap> row_map(const int64_t* sizes, const int64_t* strides, int64_t dims,
                                 int64_t leading);
 
-  // Whether data at this address with rows at these places begins every row at a multiple of 16
-  // bytes.
+  // Whether every row of the tensor, placed as `map` says, begins at a multiple of 16 bytes.
   bool is_aligned(const Tensor& tensor, const RowMap& map);
 
-  // The elements from the first on with these sizes and strides.
+  // A view of the tensor's memory from its first element on, with these sizes and strides.
   Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims);
 
   // The address of the data, or null.
@@ -82,7 +82,8 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     std::optional<Tensor> tensor_;
   };
 
-  // A tensor of which kernels read rows: where it lies, or a contiguous copy where they cannot.
+  // A tensor whose rows kernels read: the original, or a contiguous copy if no RowMap describes
+  // where the original's rows begin.
   struct Rows {
     Tensor tensor;
     RowMap map;
@@ -90,7 +91,7 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     // The first `leading` dimensions count rows, the others columns.
     Rows(const Tensor& original, int64_t leading);
     const void* data() const { return tensor.const_data_ptr(); }
-    // Every row begins at a multiple of 16 bytes.
+    // Whether every row begins at a multiple of 16 bytes.
     bool aligned() const;
   };
 
