@@ -32,6 +32,7 @@ PAGE = results.ROOT / "docs" / "benchmarks.md"
 PLOTS = results.ROOT / "docs" / "plots"
 SHORT_OF_COPY = 0.9  # below this share of copy speed a case is listed as falling short
 FEWEST_POINTS = 3  # rows that a curve needs
+LISTED = 10  # points of a sweep
 
 TITLES = {
     "forward": "Forward",
@@ -308,7 +309,7 @@ def swept(sweep: dict[str, Any], other: str, what: str) -> list[str]:
             us(row[f"{other}_us"]),
             times(row[f"{other}_us"], row["ours_us"]),
         ]
-        for row in sweep["worst"]
+        for row in sweep["worst"][:LISTED]
     ]
     header = ["operator", "rows x columns", "dtype", "ours", other, f"x {other}"]
     return [

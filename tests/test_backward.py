@@ -224,15 +224,52 @@ def test_a_rows_dx_does_not_depend_on_its_batch(device, cols, dtype):
     "options", [{"activation": "silu"}, {"residual_dtype": BF16}, {"weight_dtype": F32}]
 )
 def test_few_rows_have_the_dx_of_many(plans, cols, options):
-    args = _saved(Problem((100, cols), dtype=BF16, **options), "cuda")
+    _check_few_rows(plans, Problem((100, cols), dtype=BF16, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "cols"), [(F32, 8200), (F32, 10_000), (BF16, 8200), (BF16, 16_384), (F16, 12_288)]
+)
+def test_few_long_rows_have_the_dx_of_many(plans, dtype, cols):
+    """Many such rows are read twice by persistent blocks."""
+    _check_few_rows(plans, Problem((100, cols), dtype=dtype))
+
+
+def _check_few_rows(plans, problem):
+    args = _saved(problem, "cuda")
     # Where dy is zero, dx is a zero of either sign, and the signs must agree too.
     args[0][::2] = 0
     dx = {}
-    for strategy in ("few_rows", _strategy_of_many_rows(plans, cols, BF16)):
+    for strategy in ("few_rows", _strategy_of_many_rows(plans, problem.cols, problem.dtype)):
         plans.force(f"strategy={strategy}")
         dx[strategy], _, _ = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
-    few, many = (each.view(torch.int16) for each in dx.values())
+    bits = {2: torch.int16, 4: torch.int32}[problem.dtype.itemsize]
+    few, many = (each.view(bits) for each in dx.values())
     assert torch.equal(few, many)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [1, 2, 5, 64, 285, 768, 1492, 4096, 8191, 8192, 12_288, 16_384])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=dtype_ids)
+def test_accuracy_of_a_single_row(cols, dtypes):
+    for activation in (None, "gelu"):
+        problem = Problem((1, cols), dtype=dtypes[0], weight_dtype=dtypes[1], activation=activation)
+        numerics.check(problem, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("cols", [5, 768, 1001, 16_384])
+def test_a_single_row_with_every_mask(poison, cols, mask):
+    """Each gradient has the same bits whichever others are asked for."""
+    args = _saved(Problem((1, cols), dtype=BF16), "cuda")
+    whole = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
+    poison(*whole)
+    some = torch.ops.fused_layernorm.layer_norm_backward(*args, *mask)
+    for one, all_of_it, wanted in zip(some, whole, mask, strict=True):
+        if wanted:
+            assert torch.equal(one, all_of_it)
 
 
 def _strategy_of_many_rows(plans, cols, dtype):

@@ -81,6 +81,19 @@ def test_activations_match_pytorch_for_every_size_of_argument(device):
         torch.testing.assert_close(bias.grad.double(), slope, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "silu", "relu"])
+def test_the_greatest_arguments_of_activations(device, activation):
+    """The derivatives are 0 and 1 there, although the square of such an argument is infinite."""
+    size = torch.tensor([1e3, 1e10, 1e20, 1e30, 1e32, 1e38], device=device)
+    bias = torch.cat([size, -size]).requires_grad_()
+    zeros = torch.zeros(1, bias.numel(), device=device)
+    y = layer_norm(zeros, zeros[0], bias, activation=activation)[0]
+    y.sum().backward()
+    assert torch.equal(y, torch.cat([size, torch.zeros_like(size)]))
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, (bias > 0).float())
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 def test_activation_keeps_nan_and_inf(device, activation):
     x = torch.zeros(1, 4, device=device)

@@ -572,7 +572,10 @@ def test_backward_goes_from_strategy_to_strategy(ladder):
 
 @pytest.mark.parametrize("ladder", BACKWARD_LADDERS)
 def test_backward_of_few_rows_goes_from_strategy_to_strategy(ladder):
-    """Few rows has rows up to the length that 512 threads keep: 16 columns each, 8 in float64."""
+    """Few rows has rows up to the length that 512 threads keep: 16 columns each, 8 in float64.
+
+    There are too many rows here for those that are longer.
+    """
     options, warp, block, *longer = BACKWARD_LADDERS[ladder]
     kept = 4096 if options.get("dtype") == F64 else 8192
     problem = {"dtype": F32, **options, "backward": True}
@@ -580,10 +583,33 @@ def test_backward_of_few_rows_goes_from_strategy_to_strategy(ladder):
     for strategy, last in ranges((options, warp, block, *longer)):
         first_not_few = max(last, kept) if strategy in ("warp", "block") else last
         for cols in {min(last, kept), last, first_not_few + step}:
-            p = plan(100, cols, **problem)
+            p = plan(385, cols, **problem)
             many = plan(MANY, cols, **problem)
             expected = "few_rows" if cols <= kept else many["strategy"]
             assert p["strategy"] == expected, (cols, strategy)
+
+
+@pytest.mark.parametrize(
+    ("problem", "cols", "longest"),
+    [
+        (HALF, 8200, True),
+        (HALF, 16_384, True),
+        ({}, 8196, True),
+        ({}, 9216, True),
+        # Slices of rows, and what there are no such kernels for.
+        ({}, 12_288, False),
+        ({**HALF, **RESIDUAL}, 16_384, False),
+        ({**HALF, **EPILOGUE}, 16_384, False),
+        (WIDE_PARAMS, 16_384, False),
+        (WIDE_Y, 8200, False),
+        ({"dtype": F64}, 8192, False),
+        ({**HALF, **ANYWHERE}, 8200, False),
+    ],
+)
+def test_few_rows_that_a_team_does_not_keep(problem, cols, longest):
+    for rows in (1, 384, 385):
+        p = plan(rows, cols, backward=True, **problem)
+        assert (p["strategy"] == "few_rows") == (longest and rows <= 384)
 
 
 # ---- The rungs within a strategy: both sides of each boundary.
@@ -594,16 +620,20 @@ def test_backward_of_few_rows_goes_from_strategy_to_strategy(ladder):
     [
         # vectors of a row, then twice (vectors a lane, lanes)
         (1, (1, 1), (1, 1)),
-        (7, (4, 2), (4, 2)),
+        (2, (1, 2), (2, 1)),
+        (3, (3, 1), (3, 1)),
+        (4, (2, 2), (4, 1)),
+        (5, (3, 2), (3, 2)),
+        (7, (2, 4), (4, 2)),
         (8, (1, 8), (2, 4)),
         (9, (3, 4), (3, 4)),
-        (15, (4, 4), (4, 4)),
+        (13, (2, 8), (4, 4)),
         (16, (2, 8), (4, 4)),
         (17, (3, 8), (3, 8)),
-        (31, (4, 8), (4, 8)),
+        (25, (2, 16), (4, 8)),
         (32, (2, 16), (4, 8)),
         (33, (3, 16), (3, 16)),
-        (63, (4, 16), (4, 16)),
+        (49, (2, 32), (4, 16)),
         (64, (2, 32), (4, 16)),
         (65, (3, 32), (3, 32)),
         (128, (4, 32), (4, 32)),
@@ -615,8 +645,10 @@ def test_lanes_of_half_precision(dtype, vectors, bare, with_epilogue):
     for epilogue, expected in ((False, bare), (True, with_epilogue)):
         p = plan(4096, cols, dtype, has_epilogue=epilogue)
         assert (p["vecs"], p["lanes"]) == expected
-        # Rows that are not aligned, or not a whole number of vectors, have the same lanes.
-        p = plan(4096, cols - (vectors > 1), dtype, has_epilogue=epilogue, aligned=False)
+        # Rows that are not aligned have the same lanes, and longer rows also where they are not a
+        # whole number of vectors.
+        less = vectors > 8
+        p = plan(4096, cols - less, dtype, has_epilogue=epilogue, aligned=False)
         assert (p["vecs"], p["lanes"]) == expected
 
 
@@ -625,9 +657,18 @@ def test_lanes_of_half_precision(dtype, vectors, bare, with_epilogue):
     [
         (1, (1, 1), (1, 1)),
         (2, (1, 2), (2, 1)),
+        (3, (2, 2), (3, 1)),
+        (8, (2, 4), (2, 4)),
+        (9, (3, 4), (3, 4)),
+        (13, (2, 8), (2, 8)),
+        (15, (2, 8), (2, 8)),
         (16, (1, 16), (2, 8)),
-        (32, (1, 32), (2, 16)),
-        (33, (2, 32), (2, 32)),
+        (17, (3, 8), (3, 8)),
+        (25, (2, 16), (2, 16)),
+        (32, (2, 16), (2, 16)),
+        (33, (3, 16), (3, 16)),
+        (48, (3, 16), (3, 16)),
+        (49, (2, 32), (2, 32)),
         (64, (2, 32), (2, 32)),
         (65, (3, 32), (3, 32)),
         (96, (3, 32), (3, 32)),
@@ -639,6 +680,8 @@ def test_lanes_of_half_precision(dtype, vectors, bare, with_epilogue):
 def test_lanes_of_float32(y_dtype, vectors, bare, with_epilogue):
     for epilogue, expected in ((False, bare), (True, with_epilogue)):
         aligned = vectors * 4 % (16 // y_dtype.itemsize) == 0
+        if not aligned and not epilogue and vectors <= 12:
+            expected = (1, 1 << (vectors - 1).bit_length())  # the lanes that threads play
         p = plan(9, vectors * 4, F32, y_dtype=y_dtype, has_epilogue=epilogue, aligned=aligned)
         assert (p["vecs"], p["lanes"]) == expected
 
@@ -873,7 +916,17 @@ def test_threads_of_backwards_teams(problem, cols, vecs, team_threads):
 @pytest.mark.parametrize(
     ("cols", "problem", "teams"),
     [
-        (1024, HALF, 8),
+        (1000, HALF, 8),
+        (1024, HALF, 4),
+        (1032, HALF, 5),
+        (1976, HALF, 4),
+        (2048, HALF, 2),
+        (2056, HALF, 3),
+        (512, {}, 8),
+        (516, {}, 4),
+        (1532, {}, 4),
+        (1536, {}, 2),
+        (2044, {}, 2),
         (2048, {}, 4),
         (3960, HALF, 2),
         (3968, HALF, 1),
@@ -891,14 +944,31 @@ def test_threads_of_backwards_teams(problem, cols, vecs, team_threads):
         (4096, {**HALF, "device": "A100"}, 2),
         (4096, {**HALF, "needs_dparams": False}, 1),
         (4096, WIDE_PARAMS, 1),
+        # Single elements are more work.
+        (1024, {**HALF, **ANYWHERE}, 8),
+        (1025, {**HALF, **ANYWHERE}, 4),
+        (1537, {**HALF, **ANYWHERE}, 4),
+        (4096, {**HALF, **ANYWHERE}, 2),
+        (1023, ANYWHERE, 4),
+        (4096, ANYWHERE, 1),
     ],
 )
 def test_backward_teams_fill_a_block_but_not_with_full_ones(cols, problem, teams):
-    """A block has as many teams as it has threads for, but not two teams with nearly all threads
-    in use, which would slow each other down (ladders.h has the times)."""
-    for rows in (2049, 32768):
-        p = plan(rows, cols, backward=True, **problem)
-        assert (p["strategy"], p["teams"]) == ("block", teams)
+    """A block has as many teams as it has threads for, but fewer where these would slow each other
+    down: nearly full ones, and those of float32 (ladders.h has the times)."""
+    p = plan(32768, cols, backward=True, **problem)
+    assert (p["strategy"], p["teams"]) == ("block", teams)
+
+
+@pytest.mark.parametrize(
+    ("cols", "problem", "fewer", "more"),
+    [(1024, HALF, 4, 8), (2048, HALF, 2, 4), (1000, {}, 4, 8), (1600, {}, 2, 4), (4096, {}, 1, 2)],
+)
+def test_few_teams_have_many_rows_each(cols, problem, fewer, more):
+    """Sixteen rows, on each of the 132 multiprocessors."""
+    for rows, teams in ((132 * (16 * fewer - 1), more), (132 * (16 * fewer - 1) + 1, fewer)):
+        p = forced_plan("strategy=block", rows, cols, backward=True, **problem)
+        assert p["teams"] == teams
 
 
 @pytest.mark.parametrize(
@@ -944,7 +1014,7 @@ def test_chips_of_little_shared_memory_have_no_room_for_second_sums():
 def test_backward_rows_go_to_as_many_multiprocessors_as_there_are():
     """A block has the fewest teams with which every row has a team at once, or as many as fit."""
     for rows, teams in ((1025, 8), (1056, 8), (1057, 9), (1848, 14), (1849, 15), (100_000, 15)):
-        p = plan(rows, 257, backward=True)
+        p = plan(rows, 257, backward=True, **RESIDUAL, **ANYWHERE)
         assert (p["strategy"], p["team_threads"], p["teams"]) == ("block", 32, teams)
         assert p["blocks"] == min(132, -(-rows // teams))
 
@@ -952,7 +1022,7 @@ def test_backward_rows_go_to_as_many_multiprocessors_as_there_are():
 @pytest.mark.parametrize("problem", [HALF, {**HALF, **EPILOGUE}, {**HALF, **RESIDUAL}])
 def test_a_ring_pays_from_the_third_row_on(problem):
     for rows, bulk in ((2, False), (3, True)):
-        p = plan(rows, 16_384, backward=True, **problem)
+        p = forced_plan("strategy=block", rows, 16_384, backward=True, **problem)
         assert (p["strategy"], p["teams"], p["bulk"]) == ("block", 1, bulk)
         assert (p["stages"] > 0) == bulk
     # With several teams, a ring pays when there are more than two rows for each of them.
@@ -965,8 +1035,10 @@ def test_a_ring_pays_from_the_third_row_on(problem):
     ("problem", "cols", "stages"),
     [
         # About 64 KiB of rows, but at least two rows that are kept or three that are read twice.
-        (HALF, 1024, 2),
-        (HALF, 2048, 2),
+        (HALF, 1000, 2),
+        (HALF, 1024, 4),
+        (HALF, 1976, 2),
+        (HALF, 2048, 4),
         (HALF, 3968, 4),
         (HALF, 8192, 2),
         (HALF, 12_288, 3),
@@ -975,6 +1047,11 @@ def test_a_ring_pays_from_the_third_row_on(problem):
         ({**HALF, **EPILOGUE}, 16_384, 2),
         ({}, 8192, 2),
         ({}, 11_264, 2),
+        # About 50 KiB in float32.
+        (ANYWHERE, 571, 3),
+        (ANYWHERE, 711, 2),
+        (ANYWHERE, 1600, 2),
+        (ANYWHERE, 4096, 2),
     ],
 )
 def test_stages_of_backwards_rows(problem, cols, stages):
@@ -1294,7 +1371,8 @@ def test_what_is_forced_is_planned(options, problem, expected):
         ("strategy=block vecs=5", (9, 512, {})),
         ("strategy=split", (9, 2**24, {})),
         ("strategy=resident", (9, 2**24, {})),
-        ("strategy=few_rows", (9, 8200, {**HALF, "backward": True})),
+        ("strategy=few_rows", (9, 8200, {**HALF, **RESIDUAL, "backward": True})),
+        ("strategy=few_rows", (9, 16_392, {**HALF, "backward": True})),
         ("strategy=few_rows", (9, 4098, {"dtype": F64, "backward": True})),
         # Shared memory or threads do not suffice.
         ("strategy=split stages=8 blocks_per_row=4", (9, 65_536, HALF)),

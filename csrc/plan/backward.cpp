@@ -126,6 +126,11 @@ bool has_few_rows(const Problem& problem) {
              ladders::kFewRowsBytes;
 }
 
+// Whether there is a kernel for rows that a team does not keep in registers.
+bool has_few_long_rows(const Problem& problem) {
+  return !is_fused(problem) && has_long_few_rows(problem.x, problem.weight, problem.y);
+}
+
 // Lays out blocks of `teams` teams: blocks on rows compute dx, and blocks on columns beside them
 // compute dweight and dbias.
 void lay_out_few_rows(backward::FewRows& plan, const Problem& problem, int teams) {
@@ -146,7 +151,8 @@ int few_rows_teams(backward::FewRows plan, const Problem& problem, const Device&
   };
   const int most = teams_of(ladders::rung_of(ladders::kFewRowsThreads, problem.rows).block_threads);
   if (plan.width > 1 && plan.team_threads < ladders::kFewRowsLeastThreads) return most;
-  const int sm_threads = few_rows_blocks(is_fused(problem)) * kBackwardThreads;
+  const int blocks = few_rows_blocks(plan.vecs * plan.width, is_fused(problem));
+  const int sm_threads = blocks * kBackwardThreads;
   for (int teams = most; teams * plan.team_threads >= ladders::kFewRowsLeastThreads; --teams) {
     lay_out_few_rows(plan, problem, teams);
     const int64_t places = int64_t{device.sms} * (sm_threads / plan.threads);
@@ -159,6 +165,8 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
                                                const Forced& forced) {
   const bool allowed = forced.allows(Strategy::kFewRows, {Field::kVecs, Field::kTeams});
   if (!allowed || !(has_few_rows(problem) || forced.strategy)) return std::nullopt;
+  const bool is_long =
+      has_few_long_rows(problem) && (problem.rows <= ladders::kFewLongRows || forced.strategy);
   backward::FewRows plan;
   plan.width = width_of(problem);
   int teams;
@@ -170,7 +178,8 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
     plan.by_lanes = true;
     teams =
         ladders::rung_of(ladders::kFewRowsThreads, problem.rows).block_threads / plan.team_threads;
-  } else if (const auto rows = row_teams(problem, device, forced); rows && rows->team.keeps) {
+  } else if (const auto rows = row_teams(problem, device, forced);
+             rows && (rows->team.keeps || is_long)) {
     plan.vecs = rows->team.vecs;
     plan.team_threads = rows->team.threads;
     teams = few_rows_teams(plan, problem, device);
@@ -309,9 +318,13 @@ std::optional<int> teams_of_rows(const Problem& problem, const Device& device, c
   // Few rows are spread over all multiprocessors, so that a block has fewer teams.
   const int64_t needed = std::max<int64_t>(1, ceil_div(problem.rows, device.sms));
   const int teams = static_cast<int>(std::min<int64_t>(rows.most, needed));
-  const bool alone = ring && !is_fused(problem) && problem.y == problem.x && teams == 2 &&
-                     problem.cols >= ladders::kOneTeamCols;
-  return alone ? 1 : teams;
+  if (!ring || is_fused(problem) || problem.y != problem.x) return teams;
+  const auto& rung = size_of(problem.x) == 4
+                         ? ladders::rung_of(ladders::kFloat32Teams, problem.cols)
+                     : problem.aligned ? ladders::rung_of(ladders::kHalfTeams, problem.cols)
+                                       : ladders::rung_of(ladders::kHalfElementTeams, problem.cols);
+  return needed >= int64_t{ladders::kFewTeamsRows} * rung.teams ? std::min(teams, rung.teams)
+                                                                : teams;
 }
 
 // The stages of the ring of each of `teams` teams, or none where rows come without a ring.
@@ -326,7 +339,9 @@ std::optional<int> row_stages(const Problem& problem, const Device& device, cons
   // row.
   const bool pays = problem.rows > int64_t{ladders::kLeastRingRows - 1} * teams;
   if (!pays && !forced.has(Field::kBulk)) return std::nullopt;
-  const int64_t wanted = (ladders::kWantedRingBytes + bytes / 2) / bytes;
+  const int64_t ring_bytes =
+      size_of(problem.x) == 4 ? ladders::kFloat32RingBytes : ladders::kWantedRingBytes;
+  const int64_t wanted = (ring_bytes + bytes / 2) / bytes;
   const int least = team.keeps ? ladders::kKeptRowStages : ladders::kTwiceReadRowStages;
   return static_cast<int>(std::min<int64_t>(most, std::max<int64_t>(wanted, least)));
 }

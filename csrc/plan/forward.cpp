@@ -40,19 +40,42 @@ Moves moves_of(const Problem& problem) {
   return problem.aligned ? Moves::kVectors : Moves::kShifted;
 }
 
+const ladders::LaneRung& lane_rung(const Problem& problem, int64_t vectors) {
+  const int size = size_of(problem.x);
+  if (problem.has_epilogue) {
+    return size == 4 ? ladders::rung_of(ladders::kFloat32EpilogueLanes, vectors)
+                     : ladders::rung_of(ladders::kHalfEpilogueLanes, vectors);
+  }
+  const bool played = is_ragged(problem) && problem.x != DataType::kFloat64 &&
+                      problem.cols <= most_thread_cols(size);
+  if (size == 4) {
+    return played || problem.residual ? ladders::rung_of(ladders::kFloat32SingleLanes, vectors)
+                                      : ladders::rung_of(ladders::kFloat32Lanes, vectors);
+  }
+  return played ? ladders::rung_of(ladders::kHalfPlayedLanes, vectors)
+                : ladders::rung_of(ladders::kHalfLanes, vectors);
+}
+
+// The lanes of a row of `vectors` vectors of which each lane has about `vecs`.
+Lanes lanes_for(int64_t vectors, int vecs) {
+  const int lanes = std::min(kWarpThreads, power_of_two_from(ceil_div(vectors, vecs)));
+  return {static_cast<int>(ceil_div(vectors, lanes)), lanes};
+}
+
 std::optional<Lanes> lanes_of(const Problem& problem, const Forced& forced) {
   if (!has_kernels_on_chip(problem)) return std::nullopt;
   const int64_t vectors = vectors_of(problem);
   const int most = most_forward_warp_vecs(size_of(problem.x), problem.residual);
   if (vectors > int64_t{kWarpThreads} * most) return std::nullopt;
-  const auto& rung = size_of(problem.x) == 4 ? ladders::rung_of(ladders::kFloat32Lanes, vectors)
-                                             : ladders::rung_of(ladders::kHalfLanes, vectors);
-  const int wanted = std::min(most, problem.has_epilogue ? rung.with_epilogue : rung.bare);
-  const int lanes = std::min(
-      kWarpThreads, power_of_two_from(ceil_div(vectors, forced.value_or(Field::kVecs, wanted))));
-  const int vecs = static_cast<int>(ceil_div(vectors, lanes));
-  if (vecs > most || !forced.allows(Field::kVecs, vecs)) return std::nullopt;
-  return Lanes{vecs, lanes};
+  const auto& rung = lane_rung(problem, vectors);
+  Lanes lanes = lanes_for(vectors, forced.value_or(Field::kVecs, std::min(most, rung.vecs)));
+  const bool compares = rung.choice == ladders::Choice::kFewestPlaces && !forced.has(Field::kVecs);
+  for (int vecs = 1; compares && vecs <= most; ++vecs) {
+    const Lanes other = lanes_for(vectors, vecs);
+    if (other.vecs <= most && other.vecs * other.lanes < lanes.vecs * lanes.lanes) lanes = other;
+  }
+  if (lanes.vecs > most || !forced.allows(Field::kVecs, lanes.vecs)) return std::nullopt;
+  return lanes;
 }
 
 std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& forced) {

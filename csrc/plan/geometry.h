@@ -178,8 +178,8 @@ struct Lanes {
   int lanes;
 };
 // A thread plays the lanes of a logical warp, in blocks of kForwardWarpThreads threads as well.
-// There are kernels for the lanes listed here, which are all that the ladders choose for rows of up
-// to most_thread_cols() columns with nothing fused.
+// There are kernels for the lanes listed here, which are all that the ladders choose for ragged
+// rows of up to most_thread_cols() columns with nothing fused.
 constexpr int most_thread_cols(int x_size) { return x_size == 4 ? 48 : 64; }
 constexpr Lanes kPlayedFloat32[] = {{1, 1}, {1, 2}, {1, 4}, {1, 8}, {1, 16}};
 constexpr Lanes kPlayedHalf[] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {3, 2}, {4, 2}, {1, 8}};
@@ -409,17 +409,25 @@ constexpr bool has_gated_kernel(int width, int x_size, bool bulk, bool keeps) {
 }
 
 // The blocks of few rows that a multiprocessor has registers for: they have no running sums, but
-// activations take registers.
-constexpr int few_rows_blocks(bool fused) { return fused ? 1 : 2; }
-static_assert(registers_of(kBackwardThreads, few_rows_blocks(false)) == 64 &&
-                  registers_of(kBackwardThreads, few_rows_blocks(true)) == 128,
+// activations and long rows take registers.
+constexpr int few_rows_blocks(int cols_per_thread, bool fused) {
+  return fused || cols_per_thread > kKeptColsPerThread ? 1 : 2;
+}
+static_assert(registers_of(kBackwardThreads, few_rows_blocks(kKeptColsPerThread, false)) == 64 &&
+                  registers_of(kBackwardThreads, few_rows_blocks(kKeptColsPerThread, true)) == 128,
               "half the registers of the persistent blocks do without running sums");
 // With few rows a team owns a row as in the kernels for many rows: as a logical warp, or as whole
-// warps that keep the row.
+// warps. There are kernels wherever these whole warps keep the row, and for longer rows only where
+// has_long_few_rows().
 template <int kWidth, int kXSize>
-using FewRowsVecs =
-    std::conditional_t<kWidth == 1, VecsList<4, 8, kKeptColsPerThread>,
-                       std::conditional_t<kXSize == 2, VecsList<2>, VecsList<2, 4>>>;
+using FewRowsVecs = std::conditional_t<
+    kWidth == 1, VecsList<4, 8, kKeptColsPerThread>,
+    std::conditional_t<kXSize == 2, VecsList<2, 4>,
+                       std::conditional_t<kXSize == 4, VecsList<2, 4, 8>, VecsList<2, 4>>>>;
+// Nothing fused, and all tensors of one type.
+constexpr bool has_long_few_rows(DataType x, DataType weight, DataType y) {
+  return x == weight && x == y && x != DataType::kFloat64;
+}
 static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<4, 4>{}, backward_block_vecs_from(4, 4, 1)) &&
                   contains(FewRowsVecs<8, 2>{}, backward_block_vecs_from(8, 2, 1)) &&

@@ -53,42 +53,78 @@ constexpr ThreadRung kHalfThreads[] = {{56, 10000}, {kNoEnd, 30000}};
 constexpr ThreadRung kFloat32Threads[] = {{kNoEnd, 30000}};
 static_assert(is_ladder(kHalfThreads) && is_ladder(kFloat32Threads), "the rungs ascend");
 
-// ---- Forward, a logical warp per row: the vectors that a lane should own.
+// ---- Forward, rows in registers: the vectors that a lane or a thread should own.
+
+enum class Choice {
+  kFirst,         // the first that the row and the kernels allow
+  kFewestPlaces,  // the one whose lanes or threads have the fewest places for vectors
+};
+
+// ---- Forward, a logical warp per row.
 
 // Few lanes with several vectors each make a shuffle serve more columns. Half precision needs that,
-// because arithmetic bounds it. float32 needs loads of whole lines of 128 bytes.
+// because arithmetic bounds it. float32 needs loads of whole lines of 128 bytes. Both need lanes
+// that have all their vectors.
 struct LaneRung {
   int64_t last;  // vectors of the row
-  int bare;      // vectors a lane
-  int with_epilogue;
+  Choice choice;
+  int vecs;  // vectors a lane; with kFewestPlaces, of equals this number
 };
 
 constexpr LaneRung kFloat32Lanes[] = {
-    // One, two and four vectors a lane, with GELU:
-    // 4194304 x 64 580, 528, 610; 131072 x 256 68, 68, 70.
-    {kNoEnd, 1, 2},
+    {2, Choice::kFirst, 1},
+    // One, two and three vectors a lane: 3333333 x 12 87.0, 79.9, 96.6; 1666666 x 24 87.0, 77.6,
+    // 81.2.
+    {8, Choice::kFirst, 2},
+    // Two and three: 1000000 x 40 83.6, 79.6. One and two: 246153 x 52 28.9, 26.9.
+    {15, Choice::kFewestPlaces, 2},
+    // One and two: 4194304 x 64 518.2, 523.7 (with mean and rstd 605, 581).
+    {16, Choice::kFewestPlaces, 1},
+    // Two and three: 89510 x 143 36.5, 30.0; 188235 x 68 -, 26.9, by one 36.6. One, two and three:
+    // 200704 x 96 42.2, 38.7, 38.7. One, two and four: 357142 x 112 81.7, 77.4, 78.1.
+    {kNoEnd, Choice::kFewestPlaces, 2},
+};
+constexpr LaneRung kFloat32EpilogueLanes[] = {
+    // One, two, three and four vectors a lane, with GELU: 312500 x 64 44.9, 40.3, -, 41.3;
+    // 208333 x 96 54.4, 44.2, 40.6, -; 138888 x 144 -, 53.3, 43.3, -.
+    {kNoEnd, Choice::kFewestPlaces, 2},
+};
+// With a residual and no epilogue, and for rows that threads play (kPlayedFloat32).
+constexpr LaneRung kFloat32SingleLanes[] = {
+    // One, two and three vectors a lane, with a residual: 312500 x 64 77.2, 78.4, -; 208333 x 96
+    // 77.7, 77.8, 78.8; two and three: 138888 x 144 77.9, 78.6.
+    {kNoEnd, Choice::kFirst, 1},
 };
 
-// For half precision, and for float64, for which nothing was measured. In the measurements, one,
-// two and four are vectors a lane.
+// For half precision, and for float64, for which nothing was measured.
 constexpr LaneRung kHalfLanes[] = {
-    {7, 4, 4},
-    // One, two and four: 524288 x 64 bfloat16 35.7, 37.4, 37.3; with SiLU 43.9, 37.0, 43.2.
-    {8, 1, 2},
-    // Two are better than four only where they leave no lane without its last vector (two and four,
-    // 32768 x 320 bfloat16: 15.5, 13.3).
-    {15, 4, 4},
-    // Two and four: 65536 x 128 bfloat16 10.8, 11.4.
-    {16, 2, 4},
-    {31, 4, 4},
-    // Two and four: 32768 x 256 bfloat16 10.7, 11.1.
-    {32, 2, 4},
-    {63, 4, 4},
-    // Two and four: 32768 x 512 bfloat16 18.9, 19.2; with GELU 22.8, 21.2.
-    {64, 2, 4},
-    {kNoEnd, 4, 4},
+    // One and two vectors a lane, bfloat16: 2000000 x 16 34.1, 35.3.
+    {2, Choice::kFewestPlaces, 1},
+    // Two and four: 1500000 x 32 48.1, 54.2; 892857 x 56 54.0, 55.3. Two and three: 2000000 x 24
+    // 54.8, 53.9; 1000000 x 48 51.8, 47.6.
+    {7, Choice::kFewestPlaces, 2},
+    // One, two and four: 524288 x 64 35.7, 37.4, 37.3.
+    {8, Choice::kFewestPlaces, 1},
+    // Two and four: 65536 x 128 10.8, 11.4; 446428 x 112 51.6, 53.3; 111607 x 448 51.2, 52.7;
+    // 32768 x 512 18.9, 19.2. Two and three: 32768 x 320 15.5, 13.3.
+    {kNoEnd, Choice::kFewestPlaces, 2},
 };
-static_assert(is_ladder(kFloat32Lanes) && is_ladder(kHalfLanes), "the rungs ascend");
+// For rows that threads play (kPlayedHalf).
+constexpr LaneRung kHalfPlayedLanes[] = {
+    {7, Choice::kFewestPlaces, 4},
+    {kNoEnd, Choice::kFewestPlaces, 1},
+};
+constexpr LaneRung kHalfEpilogueLanes[] = {
+    {7, Choice::kFewestPlaces, 4},
+    // One, two and four vectors a lane, with SiLU, bfloat16: 524288 x 64 43.9, 37.0, 43.2.
+    {8, Choice::kFewestPlaces, 2},
+    // Two and four, with GELU: 446428 x 112 64.1, 57.2; 97656 x 512 57.1, 52.4.
+    {kNoEnd, Choice::kFewestPlaces, 4},
+};
+static_assert(is_ladder(kFloat32Lanes) && is_ladder(kFloat32EpilogueLanes) &&
+                  is_ladder(kFloat32SingleLanes) && is_ladder(kHalfLanes) &&
+                  is_ladder(kHalfPlayedLanes) && is_ladder(kHalfEpilogueLanes),
+              "the rungs ascend");
 
 // If there are at most this many shifted rows, weight and bias are loaded together with the row,
 // which saves one wait for memory. With more rows the registers that this takes cost more (weight
@@ -114,18 +150,12 @@ static_assert(kModulatedElementCols.first >
                   kWarpThreads * most_forward_warp_vecs(4, false) * vector_width(4),
               "logical warps have no kernel that moves modulated rows by elements");
 
-// ---- Forward, a block per row: the vectors that a thread should own.
-
-enum class Choice {
-  kFirst,         // the first that the row and the kernels allow
-  kFewestPlaces,  // the one whose threads have the fewest places for vectors, and of equals the
-                  // first
-};
+// ---- Forward, a block per row.
 
 struct BlockRung {
   int64_t last;  // vectors of the row
   Choice choice;
-  int vecs[3];
+  int vecs[3];  // vectors a thread; with kFewestPlaces, of equals the first
 };
 
 // Nothing fused. The times are those of four, five and eight vectors a thread.
@@ -256,6 +286,9 @@ static_assert(is_ladder(kLags) && kLagWithoutRing < kMostCollected &&
 constexpr int kFewAlignedRows = 2048;
 constexpr int kFewOtherRows = 1024;
 constexpr int64_t kFewRowsBytes = int64_t{32} << 20;  // of x and dy
+// The most rows that a team does not keep in registers. In one launch and in two, bfloat16: 16 x
+// 16384 9.1, 14.6; 256 x 12288 16.2, 20.4; 384 x 16384 25.4, 29.5; but 512 x 12288 25.2, 24.2.
+constexpr int kFewLongRows = 384;
 
 // A block has as many teams as make up `block_threads` threads: the more rows there are, the more
 // threads the blocks on columns need.
@@ -298,13 +331,56 @@ constexpr int64_t kFewRowsBlocks = 9, kFewRowsPlaces = 8;
 // more threads with fewer columns each take longer: with sixteen columns a thread and with eight,
 // bfloat16, 32768 x 4096 229, 276.)
 
-// From this many columns on, one team a block is better than two, where rows come through a ring
-// and nothing is fused: two teams whose threads are nearly full slow down each other's memory
-// accesses (one team and two, bfloat16: 32768 x 4096 211, 222; 32768 x 4032 207, 213; 32768 x 3840
-// 206, 200; float32: 8192 x 4096 111.8, 113.6). With a residual or an activation two teams are
-// better, because its time hides behind the other team (one team and two, bfloat16: with a residual
-// 302, 279; with an activation 317, 247).
-constexpr int kOneTeamCols = 3968;
+// The most teams of a block where rows come through a ring and nothing is fused. More teams slow
+// down each other's memory accesses: those of float32, which have more bytes in flight, and those
+// whose threads are nearly full of columns. With a residual or an activation more teams are better,
+// because its time hides behind the other teams (one team and two, 32768 x 4096 bfloat16: with a
+// residual 302, 279; with an activation 317, 247).
+struct TeamsRung {
+  int64_t last;  // columns
+  int teams;
+};
+constexpr TeamsRung kFloat32Teams[] = {
+    // Fifteen teams and eight: 100000 x 498 179.5, 172.5; 44912 x 285 52.0, 50.4.
+    {512, 8},
+    // Eight teams and four: 100000 x 711 298, 248; 100000 x 853 342, 308; 32768 x 768 87.3, 80.1;
+    // 16666 x 768 45.7, 44.4; 100000 x 1024 315.7, 312.8. Five teams and four: 100000 x 1350 554,
+    // 490; 10000 x 1280 45.3, 44.8.
+    {1535, 4},
+    // Five teams and two: 8333 x 1536 45.3, 44.7. Four teams and two: 100000 x 1847 732, 656; but
+    // 100000 x 2048 651.8, 656.2.
+    {2047, 2},
+    {3967, kMostTeams},
+    // Two teams and one: 8192 x 4096 113.6, 111.8.
+    {kNoEnd, 1},
+};
+// For half precision, rows that are aligned.
+constexpr TeamsRung kHalfTeams[] = {
+    {1007, kMostTeams},
+    // Eight teams and four, bfloat16: 32768 x 1024 57.2, 56.4; 25000 x 1024 46.0, 45.2; but
+    // 28570 x 896 45.1, 48.4.
+    {1024, 4},
+    {1983, kMostTeams},
+    // Four teams and two, bfloat16: 32768 x 2048 107.8, 105.8; 12500 x 2048 45.7, 44.5; but
+    // 10000 x 2560 46.0, 46.1.
+    {2048, 2},
+    {3967, kMostTeams},
+    // Two teams and one, bfloat16: 32768 x 4096 222, 211; 32768 x 4032 213, 207; but 32768 x 3840
+    // 200, 206.
+    {kNoEnd, 1},
+};
+// For half precision, rows that are not aligned.
+constexpr TeamsRung kHalfElementTeams[] = {
+    {1024, kMostTeams},
+    // Five teams and four, bfloat16: 100000 x 1137 254, 250; 18962 x 1350 56.3, 55.2.
+    {1536, 4},
+    // Two teams and one, bfloat16: 6250 x 4095 58.4, 62.8.
+    {kNoEnd, kMostTeams},
+};
+static_assert(is_ladder(kFloat32Teams) && is_ladder(kHalfTeams) && is_ladder(kHalfElementTeams),
+              "the rungs ascend");
+// So few teams must have this many rows each.
+constexpr int kFewTeamsRows = 16;
 
 // A ring pays if a team has at least this many rows.
 constexpr int kLeastRingRows = 3;
@@ -312,6 +388,9 @@ constexpr int kLeastRingRows = 3;
 // (with 64 KB and with 224 KB of them, bfloat16: 32768 x 1024 58, 63; 32768 x 2048 108, 116). But a
 // row that is read twice stays in its ring for longer, which needs at least one stage more.
 constexpr int64_t kWantedRingBytes = 64 * 1024;
+// The same for float32 (with 45 KB and with 68 KB of four teams, 100000 x 711 248, 262; with 43 KB
+// and with 65 KB of two, 100000 x 1350 474, 498).
+constexpr int64_t kFloat32RingBytes = 50 * 1024;
 constexpr int kKeptRowStages = 2;
 constexpr int kTwiceReadRowStages = 3;
 
