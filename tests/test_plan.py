@@ -530,7 +530,8 @@ def is_threads(rows, cols, problem):
         many |= not half and 5 <= cols <= 8 and rows >= 2_000_000
         return many and not problem.get("aligned", True)
     short = cols <= 64 if half else cols <= 48
-    return rows >= 30_000 and short and cols % unit(problem) != 0
+    many = rows >= (10_000 if half and cols <= 56 else 30_000)
+    return many and short and cols % unit(problem) != 0
 
 
 def ranges(ladder):

@@ -297,12 +297,13 @@ struct FewRowsRung {
   int block_threads;
 };
 constexpr FewRowsRung kFewRowsThreads[] = {
-    // With 64, 128, 256 and 512 threads a block, bfloat16: 1 x 320 1.8, 1.8, 1.9, 2.3; 8 x 768 1.8,
-    // 1.8, 2.0.
+    // With 64, 128, 256 and 512 threads a block, bfloat16: 1 x 320 1.8, 1.8, 1.9, 2.3; with the
+    // first three: 8 x 768 1.8, 1.8, 2.0.
     {16, 64},
-    // The same: 64 x 320 2.4, 2.1, 2.2, 2.5; 64 x 768 3.0, 2.5, 2.7; 64 x 64 2.2, 1.9, 2.1, 2.4.
+    // With all four: 64 x 320 2.4, 2.1, 2.2, 2.5; 64 x 64 2.2, 1.9, 2.1, 2.4; with the first three:
+    // 64 x 768 3.0, 2.5, 2.7.
     {64, 128},
-    // The same: 255 x 320 5.8, 4.0, 3.3, 3.3; with 64 and with 256: 128 x 1024 4.6, 2.9.
+    // With all four: 255 x 320 5.8, 4.0, 3.3, 3.3; with 64 and with 256: 128 x 1024 4.6, 2.9.
     {255, 256},
     // With 256 and with 512: 512 x 1024 4.6, 4.2.
     {kNoEnd, 512},
