@@ -223,17 +223,33 @@ def main(argv: list[str] | None = None) -> None:
             except Exception as problem:
                 report["skipped"].append(f"overhead: {sentence(problem)}")
 
+    path = arguments.output or (results.default_path(report["device"]) if full else None)
+    old = results.read(path) if path is not None else {}
+    report["skipped"] += missing_peers(old, names)
     say("\n" + summary(report))
     say(f"\n{clock.spent:.0f} s")
-    path = arguments.output or (results.default_path(report["device"]) if full else None)
     if path is not None:
-        kept = {key: value for key, value in results.read(path).items()
+        kept = {key: value for key, value in old.items()
                 if key in ("sweep", "sweep_compile", "models")}  # fmt: skip
         results.write(path, {**report, **kept})
         say(f"written: {path}")
     if full and importlib.util.find_spec("matplotlib") is not None:
         plot.plot(report, plot.PICTURE)
         say(f"drawn: {plot.PICTURE}")
+
+
+def missing_peers(old: dict[str, Any], names: list[str]) -> list[str]:
+    """A line for each provider that the results file has times of, but this run has not.
+
+    The run replaces the file's rows, and with them that provider's column in the README.
+    """
+    timed = [name for name in providers.PROVIDERS
+             if any(f"{name}_us" in row for row in old.get("rows", []))]  # fmt: skip
+    return [
+        f"{name}: not timed; the results of {old['date'][:10]}, which these replace, have it"
+        for name in timed
+        if name not in names
+    ]
 
 
 def summary(report: dict[str, Any]) -> str:

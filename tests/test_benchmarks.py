@@ -644,6 +644,14 @@ OVERHEAD = {
 }  # fmt: skip
 
 
+def test_a_provider_that_the_replaced_results_have_is_named():
+    old = {"date": "2026-01-02T03:04:05+00:00", "rows": [{"ours_us": 1.0, "cudnn_us": 2.0}]}
+    (line,) = run.missing_peers(old, ["ours", "eager"])
+    assert line.startswith("cudnn:")
+    assert "2026-01-02" in line
+    assert run.missing_peers(old, ["ours", "cudnn"]) == run.missing_peers({}, ["ours"]) == []
+
+
 def test_summary_shows_every_row_and_what_was_skipped():
     made = made_up()
     del made["rows"][0]["ours_us"]
