@@ -43,7 +43,7 @@ _PARAMETERS = ("weight", "bias")
 
 
 def register_sharding_rules() -> None:
-    """Tell DTensor the rules of every operator."""
+    """Registers the sharding rules of every operator with DTensor."""
     from torch.distributed.tensor import Partial, Placement, Replicate, Shard
     from torch.distributed.tensor.experimental import register_sharding
 
@@ -141,7 +141,7 @@ def register_sharding_rules() -> None:
         return found
 
     def gated_backward_rules(*args: Any) -> list[Any]:
-        """The rules of the two operators that it consists of, where both place x alike."""
+        """The rules of the two operators that do its work, joined where both place x alike."""
         g = GatedBackwardArguments(*args)
         of_norm = backward_rules(ADA_LAYER_NORM_BACKWARD)(*g.of_norm)
         of_gate = gate_backward_rules(g.x, g.input, g.gate, g.needs_dinput, g.needs_dgate)

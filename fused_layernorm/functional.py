@@ -110,7 +110,8 @@ def add_layer_norm(
 
     Args:
         input, residual: of one shape and device; their dtypes may differ.
-        weight, bias: of input's or residual's dtype, or float32 where either is of half precision.
+        weight, bias: shape ``normalized_shape``, each optional; of input's or residual's dtype, or
+            float32 where input or residual is of half precision; if both are given, of one dtype.
         gate: multiplies input before the addition, as in :func:`add_ada_layer_norm`. With an
             activation or a scale, PyTorch's operators compute the gated sum, and it is not fused.
 
@@ -161,8 +162,10 @@ def ada_layer_norm(
             \cdot (1 + \mathrm{scale}) + \mathrm{shift}
 
     The arithmetic is in float32 (float64 for a float64 input), whatever the dtypes, and the result
-    is rounded once. Every tensor gets its gradient, summed over exactly the dimensions in which it
-    is broadcast, in its own shape and dtype.
+    is rounded once. An exception on the CPU: where all tensors have one dtype and ``out_dtype`` is
+    not given, PyTorch's operators compute the norm, then the modulation, and each operator rounds
+    its result. Every tensor gets its gradient, summed over exactly the dimensions in which it is
+    broadcast, in its own shape and dtype.
 
     Args:
         input: shape ``(*, *normalized_shape)``, float32, float16, bfloat16 or float64, of any
@@ -180,7 +183,7 @@ def ada_layer_norm(
             autocast on CUDA float32, as in :func:`layer_norm`.
 
     Returns:
-        A contiguous tensor of input's shape.
+        A tensor of input's shape, contiguous on CUDA.
 
     Raises:
         TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
@@ -216,8 +219,8 @@ def add_ada_layer_norm(
         input, residual: of one shape and device; their dtypes may differ.
         gate: optional, of a shape that broadcasts to input's, as shift and scale; without it
             ``residual_out = residual + input``.
-        gate, shift, scale, weight, bias: of input's or residual's dtype, or float32 where either is
-            of half precision.
+        gate, shift, scale, weight, bias: of input's or residual's dtype, or float32 where input or
+            residual is of half precision; weight and bias of one dtype.
 
     The other arguments and the errors are those of :func:`ada_layer_norm`.
     """
@@ -355,7 +358,10 @@ def _serve(
 def _tensors(
     residual: Any, gate: Any = None, shift: Any = None, scale: Any = None
 ) -> dict[str, Any]:
-    """The keyword arguments of arguments.settle: it refuses a residual of None beside a gate."""
+    """These tensors as keyword arguments of arguments.settle.
+
+    Beside a gate, a residual of None is passed too, so that settle refuses it.
+    """
     tensors = {"gate": gate, "shift": shift, "scale": scale}
     return tensors if residual is None and gate is None else {"residual": residual, **tensors}
 
@@ -478,7 +484,7 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
     )
     choice = _choice(
         "RESIDUAL" if a.residual is not None else "ACTIVATED" if options.activation else "PLAIN",
-        index(cols),  # Dynamo of torch 2.11 makes no constant of int().
+        index(cols),  # In Dynamo of torch 2.11, int(cols) would be no constant.
         index(stride) if has_static_value(stride) else 0,
         bool(has_hidden_casts),
         torch.are_deterministic_algorithms_enabled(),
@@ -508,7 +514,7 @@ def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)  # Dynamo of torch 2.10 cannot trace it.
 
 
-# As torch.compiler.assume_constant_result does, which would import all of Dynamo.
+# torch.compiler.assume_constant_result does the same, but would import all of Dynamo.
 for _function in (_choice, _has_autocast):
     _function._dynamo_marked_constant = True  # type: ignore[union-attr]
 

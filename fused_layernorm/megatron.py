@@ -28,7 +28,8 @@ class FusedLayerNorm(modules.FusedLayerNorm):
 
     The parameters have the attribute ``sequence_parallel``, from the config, by which Megatron
     knows which gradients it must sum over the tensor-parallel group. The result is never a view,
-    so Megatron may free its memory (``deallocate_pipeline_outputs``).
+    so Megatron may free its memory (``deallocate_pipeline_outputs``). The shapes, dtypes and errors
+    of a call are those of :func:`fused_layernorm.layer_norm`.
 
     Args:
         config: Megatron's ``TransformerConfig``. The class reads ``normalization``,
@@ -81,7 +82,7 @@ class FusedLayerNorm(modules.FusedLayerNorm):
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
-        """Sets the parameters to a norm's with a factor of one and a bias of zero."""
+        """Sets the parameters so that the norm has a factor of one and a bias of zero."""
         super().reset_parameters()
         if self.zero_centered_gamma:
             nn.init.zeros_(self.weight)

@@ -26,7 +26,7 @@ class FusedLayerNorm(nn.LayerNorm):
     r"""A drop-in :class:`torch.nn.LayerNorm`: the same parameters, state_dict and results, faster.
 
     ``y = activation(layer_norm(x) * weight + bias) * scale``, fused in forward and in backward;
-    see :func:`fused_layernorm.layer_norm`.
+    the shapes, dtypes and errors are those of :func:`fused_layernorm.layer_norm`.
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as nn.LayerNorm's.

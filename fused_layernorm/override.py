@@ -30,7 +30,7 @@ _lock = threading.RLock()
 _in_force: dict[str, int] = {}  # overrides in force, by dispatch key
 _replaced: dict[str, list[Any]] = {}  # the kernels replaced
 _libraries: dict[str, Library] = {}  # the operators that call the replaced kernels
-_raised: set[type[Exception]] = set()  # by replaced kernels; C++ holds no reference to them
+_raised: set[type[Exception]] = set()  # by replaced kernels; kept, for C++ holds no reference
 _retired: deque[Any] = deque(maxlen=256)  # kernels taken out, in case calls are still inside them
 
 

@@ -108,13 +108,13 @@ def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -
 
     Args:
         cls: the class whose instances (not those of its subclasses) are swapped. It need not be a
-            subclass of nn.LayerNorm. The last registration of a class counts, also before the
-            table's entry.
+            subclass of nn.LayerNorm. The last registration of a class counts, and takes precedence
+            over the table's entry.
         make: ``make(module)`` is called for each instance, and returns the forward that replaces
             the class's: a function that takes ``self`` first, as it would be written in the class.
-            It reads the module's parameters from ``self``, and serves copies of the module too.
-            To leave this module as it is, ``make`` returns None. A swapped module can be pickled
-            only if pickle finds the function by name.
+            The forward must read the parameters from ``self``, since it serves copies of the
+            module too. To leave this module as it is, ``make`` returns None. A swapped module can
+            be pickled only if pickle finds the function by name.
 
     Example::
 
@@ -145,9 +145,9 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def _resembles_layer_norm(module: nn.Module) -> bool:
-    """Whether a module may be swapped or, with LayerNorm in its class's name, belongs in the log.
+    """Whether a module may be swapped, or has LayerNorm in its class's name and belongs in the log.
 
-    By its name alone, only a module without children counts.
+    The name alone counts only for a module without children.
     """
     cls = _plain_class(module)
     return (
@@ -242,7 +242,7 @@ def _swapped_class(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
     made = _classes.get((cls, forward))
     if made is None:
         bases: tuple[type, ...] = (cls,)
-        if forward is FusedLayerNorm.forward:  # as for nn.LayerNorm itself
+        if forward is FusedLayerNorm.forward:  # it reads FusedLayerNorm's class attributes
             bases = (cls, FusedLayerNorm)
         members = {
             "__module__": cls.__module__,

@@ -92,7 +92,7 @@ def _modulate_twice(
 
 
 def _options_of(norm: Any, x: Tensor, dtype: torch.dtype | None) -> tuple[Any, ...]:
-    """The last arguments of _modulated."""
+    """The last arguments of _modulated and _modulated_twice."""
     if dtype is None and type(norm).forward is diffusers_float32:
         dtype = x.dtype
     return norm.weight, norm.bias, norm.eps, norm.normalized_shape, dtype
@@ -358,7 +358,7 @@ def cogview4_zero_033(
 def _cogview4_zero(
     self: Any, x: Tensor, encoder_x: Tensor, temb: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
-    chunks = self.linear(temb).chunk(12, dim=1)  # the image's alternate with the text's
+    chunks = self.linear(temb).chunk(12, dim=1)  # the image's chunks alternate with the text's
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = chunks[0::2]
     c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = chunks[1::2]
     y = _modulate(self.norm, x, shift[:, None], scale[:, None], dtype)

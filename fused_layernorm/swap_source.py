@@ -64,7 +64,7 @@ def _digest_of_function(forward: types.FunctionType) -> tuple[str | None, bool]:
 
 
 def _tree(function: types.FunctionType) -> ast.FunctionDef:
-    # By its code: given a wrapper, inspect would return the source of the wrapped function.
+    # Given a wrapper, and not its code, inspect would return the source of the wrapped function.
     tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]
     if not isinstance(tree, ast.FunctionDef):
         raise TypeError(f"{function.__qualname__} is no plain function")

@@ -46,7 +46,7 @@ def backend(
     fuse(graph_module, then=then, deterministic=ours["fused_layernorm.deterministic"])
     if then == "eager":
         return graph_module.forward
-    # As torch.compile passes mode and options to Inductor.
+    # This is how torch.compile passes mode and options to Inductor.
     inductor = torch._TorchCompileInductorWrapper(mode, inductors, None)
     with _cache_key():
         return inductor(graph_module, example_inputs)
@@ -97,9 +97,9 @@ def fuse(
 ) -> GraphModule:
     """Puts this package's operators into a graph, in place, and returns it.
 
-    For authors of other backends. The graph is one that Dynamo captured (as a backend of
+    It is for authors of other backends. The graph is one that Dynamo captured (as a backend of
     torch.compile gets it) or one of ``torch.export`` (``program.module()``). The nodes' metadata
-    must have the example values that both record there; a layer norm without them is left.
+    must have the example values that both record there; a layer norm without them stays as it is.
 
     Args:
         graph_module: the graph; its sub-graphs (checkpoint bodies and the like) are rewritten too.

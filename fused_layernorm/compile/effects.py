@@ -46,7 +46,7 @@ def name_of_target(target: Any) -> str:
 
 
 def changes_mode(node: Node) -> bool:
-    """Whether PyTorch's modes are others after this node than before."""
+    """Whether this node changes one of PyTorch's modes."""
     return node.op == "call_function" and any(
         part in name_of_target(node.target) for part in _MODES
     )

@@ -170,7 +170,7 @@ def _problem(site: Site, settings: Settings) -> Problem:
 
 
 def _is_permuted(node: Any, normalized_ndim: int) -> bool:
-    """Whether a node is a view of a tensor with its dimensions, also normalized ones, permuted.
+    """Whether a node is a view that permutes a tensor's dimensions, normalized ones among them.
 
     The strides of examples do not tell how such a tensor lies in memory, for Inductor chooses the
     layouts of convolutions' results, and of what is computed elementwise from them.

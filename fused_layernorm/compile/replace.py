@@ -42,8 +42,8 @@ class Replacement(NamedTuple):
     site: Site
     operator: Operator
     arguments: Arguments  # nodes where the operator takes tensors; scale may be Viewed
-    after: Node | None  # the last operand; None: before the site's last node
-    narrowed: autocast.Narrowed | None  # where the kernel rounds, as autocast casts
+    after: Node | None  # insert the call after this node; None: before the site's last node
+    narrowed: autocast.Narrowed | None  # how the kernel rounds in autocast's place, if it does
 
 
 def check(site: Site, effects: Effects, functional: bool) -> Replacement:

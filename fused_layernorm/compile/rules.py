@@ -42,7 +42,8 @@ class Problem(NamedTuple):
     side_by_side: bool = True  # whether a row's elements are known to be adjacent
     with_inductor: bool = True  # else the graph runs as it is, uncompiled
     deterministic: bool = False
-    # Whether autocast casts around the norm, unseen because the problem is a call's, not a graph's.
+    # Whether autocast casts around the norm. A call does not show these casts; a graph does, so it
+    # has False here.
     with_hidden_casts: bool = False
 
 

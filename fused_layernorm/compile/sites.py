@@ -146,7 +146,7 @@ def grow(site: Site) -> Site:
 
 
 def _casts_behind(node: Node) -> Iterator[Node]:
-    """The casts of the result. They end before one that widens: it reads rounded numbers."""
+    """The casts of the result, until one widens it: that one must read the rounded numbers."""
     while len(node.users) == 1:
         (user,) = node.users
         call = read(user)

@@ -9,7 +9,7 @@ vmap        the batch as one more leading dimension
 formulas    the same functions as differentiable expressions
 autograd    derivatives: the first order runs on the operators
 autocast    the dtypes that autocast gives
-aten_forward  twins of the operators whose forward pass compilers fuse with its neighbours
+aten_forward  twins of the operators: compilers fuse their forward pass with its neighbours
 autograd_library  autograd and autocast in C++, used instead if there is a library for this torch
 """
 

@@ -247,7 +247,7 @@ def check(a: Arguments) -> None:
 
 
 def explain(error: Exception, *args: Any, **kwargs: Any) -> Exception:
-    """The exception that says what is wrong with `settle`'s arguments; else `error`'s own."""
+    """The exception that says what is wrong with settle's arguments, else out_of_memory(error)."""
     try:
         check(settle(*args, **kwargs))
     except Exception as clear:

@@ -75,7 +75,7 @@ for _operator in (LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM
     _twins[_operator] = _define(_operator)
 
 
-# For the overload of each twin, that of its operator.
+# From the overload of each twin to that of its operator.
 KERNELS = {defined.overload: operator.overload for operator, defined in _twins.items()}
 
 

@@ -61,9 +61,9 @@ def in_forward_mode() -> bool:
 def apply(function: Any, *args: Any) -> Any:
     """function.apply of a Function, also while torch.func's transforms are active.
 
-    torch.autograd.Function handles the transforms by itself, its base class does not. Before the
-    dispatcher comes here it has handled them, as it does for PyTorch's own operators: the function
-    sees the tensors of one level.
+    torch.autograd.Function handles the transforms by itself, its base class does not. The
+    dispatcher has handled them before it calls the implementations below, as it does for PyTorch's
+    own operators, so the function sees the tensors of one level.
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
@@ -77,8 +77,8 @@ def apply(function: Any, *args: Any) -> Any:
 def lower_levels() -> Iterator[None]:
     """The context in which an autograd function's forward calls an operator.
 
-    Differentiation is switched off in an autograd function's forward, and with it for the lower
-    levels of torch.func's transforms, which may need a graph. Here it is switched on again.
+    PyTorch switches differentiation off in an autograd function's forward, also for the lower
+    levels of torch.func's transforms, which may need a graph. This context switches it on again.
     """
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), _below_autograd():
         yield
@@ -135,7 +135,7 @@ class Forward(Function):
         )
         needs_dshift = needs.shift and not is_dshift_dy
         of_parameters = (needs_dshift, needs.scale, needs.weight, needs.bias)
-        if dy is None:  # only residual_out was used: its gradient goes past the norm
+        if dy is None:  # only residual_out was used: its gradient bypasses the norm
             if is_gated and dresidual is not None:
                 of_gate = (needs.input, needs.gate)
                 found = load.gate_backward(dresidual, input, gate, *of_gate)
@@ -270,7 +270,10 @@ def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
 
 
 def _of_two(operator: OpOverload, two: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that does the work of two others: `two` calls them if a derivative is needed."""
+    """The implementation of an operator that does the work of two calls.
+
+    If a derivative is needed, `two` makes these calls.
+    """
 
     def implementation(keyset: Any, *args: Any) -> Any:
         if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):

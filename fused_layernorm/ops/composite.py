@@ -1,7 +1,7 @@
 """The operators through PyTorch's own, for every device without kernels: the same results.
 
-They call as few of PyTorch's operators as possible, in x's dtype where PyTorch's kernel rounds only
-once.
+The implementations call as few of PyTorch's operators as possible, in x's dtype where PyTorch's
+kernel rounds only once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def forward(a: Arguments) -> Results:
     is_modulated = a.shift is not None or a.scale is not None
     is_plain = activation is None and output_scale == 1.0 and not is_modulated
     if is_plain and a.y_dtype == x.dtype and _takes_half(x, a.normalized_shape):
-        # PyTorch's statistics are float32 only beside float32 parameters: a missing weight is ones.
+        # PyTorch's statistics are float32 only beside float32 parameters, so ones stand for a
+        # missing weight.
         weight = x.new_ones(a.normalized_shape, dtype=acc) if weight is None else weight
     else:
         x = x.to(acc)

@@ -115,7 +115,7 @@ def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
     """The gradients that are needed, as functions of the tensors; mean and rstd depend on x.
 
     The parameters' gradients are summed over the leading dimensions from sum_from on. eps is no
-    argument of the operator: it is the forward pass's 1 / rstd^2 = var + eps less x's variance.
+    argument of the operator: it is computed from the forward pass's rstd, as 1 / rstd^2 - var.
     """
     needs = b.needs
     acc = acc_dtype(b.x.dtype)

@@ -1,7 +1,7 @@
 """Loads the binary, which registers the operators, and names them.
 
-csrc/bindings/schemas.cpp holds the schemas and says what each operator gives. The CUDA kernels are
-registered beside them; the other files of this folder register the rest.
+csrc/bindings/schemas.cpp holds the schemas and says what each operator gives. csrc/bindings/cuda
+registers the CUDA kernels; the other files of this folder register the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAMESPACE = "fused_layernorm"
 try:
     torch.ops.load_library(Path(__file__).parents[1] / "libfused_layernorm.so")
 except OSError as error:
-    reason = error.__cause__ or error  # PyTorch wraps what the dynamic linker says
+    reason = error.__cause__ or error  # PyTorch wraps the dynamic linker's error
     raise ImportError(
         f"fused_layernorm's binary does not load under Python {platform.python_version()} and "
         f"torch {torch.__version__}: {reason}. Install the package (pip install fused_layernorm) "

@@ -55,8 +55,9 @@ def _batched_to_front(
 ) -> Tensor | None:
     """As _broadcast_to_front, but a modulation that all samples share is returned as it is.
 
-    If it has more dimensions than a sample, its first one would be aligned with the batch. With a
-    batch dimension in front it has too many, and the operator refuses it.
+    If a shared modulation has more dimensions than a sample, its first dimension would be aligned
+    with the batch. It gets a batch dimension in front, and then has so many dimensions that the
+    operator refuses it.
     """
     if dim is None and tensor is not None and tensor.dim() < ndim:
         return tensor
@@ -181,7 +182,8 @@ for _operator in FORWARD:
 for _backward_operator in BACKWARD:
     torch.library.register_vmap(_backward_operator.overload, _backward_rule(_backward_operator))
 torch.library.register_vmap(load.gate_backward, _gate_backward_rule)
-# Under vmap each of these calls the two operators whose work it does, which have rules.
+# Under vmap, each of these two operators makes the calls whose work it does; the operators called
+# have rules.
 load.library.impl("ada_layer_norm_pair", pair(load.ada_layer_norm), "FuncTorchBatched")
 load.library.impl(
     "add_ada_layer_norm_backward",
