@@ -83,7 +83,7 @@ def test_activations_match_pytorch_for_every_size_of_argument(device):
 
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu"])
 def test_the_greatest_arguments_of_activations(device, activation):
-    """The derivatives are 0 and 1 there, although the square of such an argument is infinite."""
+    """The derivatives are 0 and 1, also where the square of the argument is infinite."""
     size = torch.tensor([1e3, 1e10, 1e20, 1e30, 1e32, 1e38], device=device)
     bias = torch.cat([size, -size]).requires_grad_()
     zeros = torch.zeros(1, bias.numel(), device=device)
