@@ -35,7 +35,7 @@ from torch import Tensor
 
 
 class Forward(NamedTuple):
-    """y, and mean and rstd of shape (*leading dimensions, 1, ..., 1)."""
+    """y, and mean and rstd of shape ``(*leading dimensions, 1, ..., 1)``."""
 
     y: Tensor
     mean: Tensor
