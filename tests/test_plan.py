@@ -918,16 +918,9 @@ def test_threads_of_backwards_teams(problem, cols, vecs, team_threads):
     ("cols", "problem", "teams"),
     [
         (1000, HALF, 8),
-        (1024, HALF, 4),
         (1032, HALF, 5),
         (1976, HALF, 4),
-        (2048, HALF, 2),
         (2056, HALF, 3),
-        (512, {}, 8),
-        (516, {}, 4),
-        (1532, {}, 4),
-        (1536, {}, 2),
-        (2044, {}, 2),
         (2048, {}, 4),
         (3960, HALF, 2),
         (3968, HALF, 1),
@@ -945,18 +938,37 @@ def test_threads_of_backwards_teams(problem, cols, vecs, team_threads):
         (4096, {**HALF, "device": "A100"}, 2),
         (4096, {**HALF, "needs_dparams": False}, 1),
         (4096, WIDE_PARAMS, 1),
-        # Single elements are more work.
+        # Single elements of half precision are more work.
         (1024, {**HALF, **ANYWHERE}, 8),
-        (1025, {**HALF, **ANYWHERE}, 4),
         (1537, {**HALF, **ANYWHERE}, 4),
         (4096, {**HALF, **ANYWHERE}, 2),
-        (1023, ANYWHERE, 4),
         (4096, ANYWHERE, 1),
     ],
 )
 def test_backward_teams_fill_a_block_but_not_with_full_ones(cols, problem, teams):
-    """A block has as many teams as it has threads for, but fewer where these would slow each other
-    down: nearly full ones, and those of float32 (ladders.h has the times)."""
+    """A block has as many teams as it has threads for, but not two teams with nearly all threads
+    in use, which would slow each other down (ladders.h has the times)."""
+    for rows in (2049, 32768):
+        p = plan(rows, cols, backward=True, **problem)
+        assert (p["strategy"], p["teams"]) == ("block", teams)
+
+
+@pytest.mark.parametrize(
+    ("cols", "problem", "teams"),
+    [
+        (1024, HALF, 4),
+        (2048, HALF, 2),
+        (1025, {**HALF, **ANYWHERE}, 4),
+        (512, {}, 8),
+        (516, {}, 4),
+        (1532, {}, 4),
+        (1536, {}, 2),
+        (2044, {}, 2),
+        (1023, ANYWHERE, 4),
+    ],
+)
+def test_backward_of_many_rows_has_fewer_teams(cols, problem, teams):
+    """A block has fewer teams than it has threads for, where more would slow each other down."""
     p = plan(32768, cols, backward=True, **problem)
     assert (p["strategy"], p["teams"]) == ("block", teams)
 

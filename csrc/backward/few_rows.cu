@@ -133,7 +133,7 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, int team_th
 // The blocks on columns come first, because they take longest.
 template <typename N, int kWidth, int kVecs>
 __global__ void __launch_bounds__(kBackwardThreads,
-                                  few_rows_blocks(kVecs* kWidth, N::Epilogue::kMayActivate))
+                                  few_rows_blocks(kWidth, kVecs, N::Epilogue::kMayActivate))
     layer_norm_backward_few_rows_kernel(const BackwardParams p, const int column_blocks,
                                         const int team_threads, const bool by_lanes) {
   extern __shared__ __align__(16) unsigned char shared[];
@@ -154,20 +154,19 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       using Vecs = FewRowsVecs<width(), sizeof(typename T::X)>;
       return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
-        const auto start = [&](auto norm) {
+        return dispatch_backward_shared<T>(params, [&](auto norm) {
           using N = decltype(norm);
-          return launch(layer_norm_backward_few_rows_kernel<N, width(), vecs()>, plan, stream,
-                        params, static_cast<int>(plan.column_blocks), plan.team_threads,
-                        plan.by_lanes);
-        };
-        if constexpr (vecs() * width() <= kKeptColsPerThread) {
-          return dispatch_backward_shared<T>(params, start);
-        } else if constexpr (has_long_few_rows(kTypeOf<typename T::X>, kTypeOf<typename T::W>,
-                                               kTypeOf<typename T::Y>)) {
-          return start(BareBackward<T>{});
-        } else {
-          return cudaErrorInvalidValue;
-        }
+          constexpr bool kFused = N::Epilogue::kMayActivate;
+          constexpr bool kKeeps = width() * vecs() <= kKeptColsPerThread;
+          if constexpr (!has_few_rows_kernel(kTypeOf<typename T::X>, kTypeOf<typename T::W>,
+                                             kTypeOf<typename T::Y>, kFused, kKeeps)) {
+            return cudaErrorInvalidValue;
+          } else {
+            return launch(layer_norm_backward_few_rows_kernel<N, width(), vecs()>, plan, stream,
+                          params, static_cast<int>(plan.column_blocks), plan.team_threads,
+                          plan.by_lanes);
+          }
+        });
       });
     });
   });

@@ -96,8 +96,9 @@ template <typename Y>
 __device__ __forceinline__ float gelu_gradient(float dy, float z) {
   const float u = fabsf(z);
   const float e = exp2_approx(u * fmaf(-0.687904835f, u, -1.31787086f));
-  // u is bounded so that g stays finite, because Inf * 0 is NaN. For the same reason e, which is 0
-  // for great u, is multiplied before u is. The result is NaN only for u = Inf, as in PyTorch.
+  // u is bounded so that g stays finite, because Inf * 0 is NaN. Because g * u
+  // could still overflow, g is first multiplied by e, which is 0 for great u. The result is NaN
+  // only for u = Inf, as in PyTorch.
   const float g = polynomial(fminf(u, 64.0f),
                              {-1.72557091e-04f, -5.76253457e-04f, -9.5763607e-03f, -3.5259936e-02f,
                               -1.66030943e-01f, -2.81837791e-01f, -3.4114489e-01f});

@@ -126,9 +126,12 @@ bool has_few_rows(const Problem& problem) {
              ladders::kFewRowsBytes;
 }
 
-// Whether there is a kernel for rows that a team does not keep in registers.
-bool has_few_long_rows(const Problem& problem) {
-  return !is_fused(problem) && has_long_few_rows(problem.x, problem.weight, problem.y);
+// Whether few rows go to teams of whole warps: there is a kernel, and rows that a team does not
+// keep in registers are fewer still.
+bool may_take_few_rows(const Team& team, const Problem& problem, const Forced& forced) {
+  const bool few = team.keeps || problem.rows <= ladders::kFewLongRows || forced.strategy;
+  return few &&
+         has_few_rows_kernel(problem.x, problem.weight, problem.y, is_fused(problem), team.keeps);
 }
 
 // Lays out blocks of `teams` teams: blocks on rows compute dx, and blocks on columns beside them
@@ -151,7 +154,7 @@ int few_rows_teams(backward::FewRows plan, const Problem& problem, const Device&
   };
   const int most = teams_of(ladders::rung_of(ladders::kFewRowsThreads, problem.rows).block_threads);
   if (plan.width > 1 && plan.team_threads < ladders::kFewRowsLeastThreads) return most;
-  const int blocks = few_rows_blocks(plan.vecs * plan.width, is_fused(problem));
+  const int blocks = few_rows_blocks(plan.width, plan.vecs, is_fused(problem));
   const int sm_threads = blocks * kBackwardThreads;
   for (int teams = most; teams * plan.team_threads >= ladders::kFewRowsLeastThreads; --teams) {
     lay_out_few_rows(plan, problem, teams);
@@ -165,8 +168,6 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
                                                const Forced& forced) {
   const bool allowed = forced.allows(Strategy::kFewRows, {Field::kVecs, Field::kTeams});
   if (!allowed || !(has_few_rows(problem) || forced.strategy)) return std::nullopt;
-  const bool is_long =
-      has_few_long_rows(problem) && (problem.rows <= ladders::kFewLongRows || forced.strategy);
   backward::FewRows plan;
   plan.width = width_of(problem);
   int teams;
@@ -179,7 +180,7 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
     teams =
         ladders::rung_of(ladders::kFewRowsThreads, problem.rows).block_threads / plan.team_threads;
   } else if (const auto rows = row_teams(problem, device, forced);
-             rows && (rows->team.keeps || is_long)) {
+             rows && may_take_few_rows(rows->team, problem, forced)) {
     plan.vecs = rows->team.vecs;
     plan.team_threads = rows->team.threads;
     teams = few_rows_teams(plan, problem, device);

@@ -40,20 +40,25 @@ Moves moves_of(const Problem& problem) {
   return problem.aligned ? Moves::kVectors : Moves::kShifted;
 }
 
+// Ragged rows so short that a thread can play their lanes.
+bool is_short_ragged(const Problem& problem) {
+  return is_ragged(problem) && problem.x != DataType::kFloat64 &&
+         problem.cols <= most_thread_cols(size_of(problem.x));
+}
+
 const ladders::LaneRung& lane_rung(const Problem& problem, int64_t vectors) {
   const int size = size_of(problem.x);
   if (problem.has_epilogue) {
     return size == 4 ? ladders::rung_of(ladders::kFloat32EpilogueLanes, vectors)
                      : ladders::rung_of(ladders::kHalfEpilogueLanes, vectors);
   }
-  const bool played = is_ragged(problem) && problem.x != DataType::kFloat64 &&
-                      problem.cols <= most_thread_cols(size);
+  const bool is_short = is_short_ragged(problem);
   if (size == 4) {
-    return played || problem.residual ? ladders::rung_of(ladders::kFloat32SingleLanes, vectors)
-                                      : ladders::rung_of(ladders::kFloat32Lanes, vectors);
+    return is_short || problem.residual ? ladders::rung_of(ladders::kFloat32SingleLanes, vectors)
+                                        : ladders::rung_of(ladders::kFloat32Lanes, vectors);
   }
-  return played ? ladders::rung_of(ladders::kHalfPlayedLanes, vectors)
-                : ladders::rung_of(ladders::kHalfLanes, vectors);
+  return is_short ? ladders::rung_of(ladders::kHalfPlayedLanes, vectors)
+                  : ladders::rung_of(ladders::kHalfLanes, vectors);
 }
 
 // The lanes of a row of `vectors` vectors of which each lane has about `vecs`.
@@ -104,9 +109,8 @@ bool is_played(const Lanes& lanes, int x_size) {
 // Many short ragged rows, with nothing fused.
 std::optional<forward::Thread> thread_plan(const Problem& problem, const Forced& forced) {
   const bool bare = !problem.residual && !problem.modulated && !problem.has_epilogue;
-  const bool allowed = forced.allows(Strategy::kThread, {Field::kVecs}) && bare &&
-                       is_ragged(problem) && problem.x != DataType::kFloat64 &&
-                       problem.cols <= most_thread_cols(size_of(problem.x));
+  const bool allowed =
+      forced.allows(Strategy::kThread, {Field::kVecs}) && bare && is_short_ragged(problem);
   const auto& rung = size_of(problem.x) == 4
                          ? ladders::rung_of(ladders::kFloat32Threads, problem.cols)
                          : ladders::rung_of(ladders::kHalfThreads, problem.cols);

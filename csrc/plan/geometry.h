@@ -410,23 +410,24 @@ constexpr bool has_gated_kernel(int width, int x_size, bool bulk, bool keeps) {
 
 // The blocks of few rows that a multiprocessor has registers for: they have no running sums, but
 // activations and long rows take registers.
-constexpr int few_rows_blocks(int cols_per_thread, bool fused) {
-  return fused || cols_per_thread > kKeptColsPerThread ? 1 : 2;
+constexpr int few_rows_blocks(int width, int vecs, bool fused) {
+  return fused || width * vecs > kKeptColsPerThread ? 1 : 2;
 }
-static_assert(registers_of(kBackwardThreads, few_rows_blocks(kKeptColsPerThread, false)) == 64 &&
-                  registers_of(kBackwardThreads, few_rows_blocks(kKeptColsPerThread, true)) == 128,
+static_assert(registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThread, false)) == 64 &&
+                  registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThread, true)) ==
+                      128,
               "half the registers of the persistent blocks do without running sums");
 // With few rows a team owns a row as in the kernels for many rows: as a logical warp, or as whole
-// warps. There are kernels wherever these whole warps keep the row, and for longer rows only where
-// has_long_few_rows().
+// warps.
 template <int kWidth, int kXSize>
-using FewRowsVecs = std::conditional_t<
-    kWidth == 1, VecsList<4, 8, kKeptColsPerThread>,
-    std::conditional_t<kXSize == 2, VecsList<2, 4>,
-                       std::conditional_t<kXSize == 4, VecsList<2, 4, 8>, VecsList<2, 4>>>>;
-// Nothing fused, and all tensors of one type.
-constexpr bool has_long_few_rows(DataType x, DataType weight, DataType y) {
-  return x == weight && x == y && x != DataType::kFloat64;
+using FewRowsVecs =
+    std::conditional_t<kWidth == 1, VecsList<4, 8, kKeptColsPerThread>,
+                       std::conditional_t<kXSize == 4, VecsList<2, 4, 8>, VecsList<2, 4>>>;
+// There are kernels for all rows that teams for many rows keep in registers. For longer rows there
+// are kernels only where nothing is fused and all tensors are of one type.
+constexpr bool has_few_rows_kernel(DataType x, DataType weight, DataType y, bool fused,
+                                   bool keeps) {
+  return keeps || (!fused && x == weight && x == y && x != DataType::kFloat64);
 }
 static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<4, 4>{}, backward_block_vecs_from(4, 4, 1)) &&

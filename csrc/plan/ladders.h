@@ -62,13 +62,13 @@ enum class Choice {
 
 // ---- Forward, a logical warp per row.
 
-// Few lanes with several vectors each make a shuffle serve more columns. Half precision needs that,
-// because arithmetic bounds it. float32 needs loads of whole lines of 128 bytes. Both need lanes
-// that have all their vectors.
+// Few lanes with several vectors each make a shuffle serve more columns. This helps half precision,
+// which arithmetic bounds. Loads of whole lines of 128 bytes help float32. A lane without a vector
+// takes as long as one with a vector, so a row should leave few places for vectors empty.
 struct LaneRung {
   int64_t last;  // vectors of the row
   Choice choice;
-  int vecs;  // vectors a lane; with kFewestPlaces, of equals this number
+  int vecs;  // vectors a lane; kFewestPlaces takes this number among equals
 };
 
 constexpr LaneRung kFloat32Lanes[] = {
@@ -79,7 +79,7 @@ constexpr LaneRung kFloat32Lanes[] = {
     // Two and three: 1000000 x 40 83.6, 79.6. One and two: 246153 x 52 28.9, 26.9.
     {15, Choice::kFewestPlaces, 2},
     // One and two: 4194304 x 64 518.2, 523.7 (with mean and rstd 605, 581).
-    {16, Choice::kFewestPlaces, 1},
+    {16, Choice::kFirst, 1},
     // Two and three: 89510 x 143 36.5, 30.0; 188235 x 68 -, 26.9, by one 36.6. One, two and three:
     // 200704 x 96 42.2, 38.7, 38.7. One, two and four: 357142 x 112 81.7, 77.4, 78.1.
     {kNoEnd, Choice::kFewestPlaces, 2},
@@ -89,7 +89,8 @@ constexpr LaneRung kFloat32EpilogueLanes[] = {
     // 208333 x 96 54.4, 44.2, 40.6, -; 138888 x 144 -, 53.3, 43.3, -.
     {kNoEnd, Choice::kFewestPlaces, 2},
 };
-// With a residual and no epilogue, and for rows that threads play (kPlayedFloat32).
+// With a residual and no epilogue, and for short ragged rows, which threads also play
+// (kPlayedFloat32) where nothing is fused.
 constexpr LaneRung kFloat32SingleLanes[] = {
     // One, two and three vectors a lane, with a residual: 312500 x 64 77.2, 78.4, -; 208333 x 96
     // 77.7, 77.8, 78.8; two and three: 138888 x 144 77.9, 78.6.
@@ -99,20 +100,20 @@ constexpr LaneRung kFloat32SingleLanes[] = {
 // For half precision, and for float64, for which nothing was measured.
 constexpr LaneRung kHalfLanes[] = {
     // One and two vectors a lane, bfloat16: 2000000 x 16 34.1, 35.3.
-    {2, Choice::kFewestPlaces, 1},
+    {2, Choice::kFirst, 1},
     // Two and four: 1500000 x 32 48.1, 54.2; 892857 x 56 54.0, 55.3. Two and three: 2000000 x 24
     // 54.8, 53.9; 1000000 x 48 51.8, 47.6.
     {7, Choice::kFewestPlaces, 2},
     // One, two and four: 524288 x 64 35.7, 37.4, 37.3.
-    {8, Choice::kFewestPlaces, 1},
+    {8, Choice::kFirst, 1},
     // Two and four: 65536 x 128 10.8, 11.4; 446428 x 112 51.6, 53.3; 111607 x 448 51.2, 52.7;
     // 32768 x 512 18.9, 19.2. Two and three: 32768 x 320 15.5, 13.3.
     {kNoEnd, Choice::kFewestPlaces, 2},
 };
-// For rows that threads play (kPlayedHalf).
+// For short ragged rows, which threads also play (kPlayedHalf) where nothing is fused.
 constexpr LaneRung kHalfPlayedLanes[] = {
     {7, Choice::kFewestPlaces, 4},
-    {kNoEnd, Choice::kFewestPlaces, 1},
+    {kNoEnd, Choice::kFirst, 1},
 };
 constexpr LaneRung kHalfEpilogueLanes[] = {
     {7, Choice::kFewestPlaces, 4},
@@ -155,7 +156,7 @@ static_assert(kModulatedElementCols.first >
 struct BlockRung {
   int64_t last;  // vectors of the row
   Choice choice;
-  int vecs[3];  // vectors a thread; with kFewestPlaces, of equals the first
+  int vecs[3];  // vectors a thread; kFewestPlaces takes the first among equals
 };
 
 // Nothing fused. The times are those of four, five and eight vectors a thread.
@@ -380,7 +381,7 @@ constexpr TeamsRung kHalfElementTeams[] = {
 };
 static_assert(is_ladder(kFloat32Teams) && is_ladder(kHalfTeams) && is_ladder(kHalfElementTeams),
               "the rungs ascend");
-// So few teams must have this many rows each.
+// A block has no more teams than these ladders allow only if each team then has this many rows.
 constexpr int kFewTeamsRows = 16;
 
 // A ring pays if a team has at least this many rows.
@@ -389,8 +390,8 @@ constexpr int kLeastRingRows = 3;
 // (with 64 KB and with 224 KB of them, bfloat16: 32768 x 1024 58, 63; 32768 x 2048 108, 116). But a
 // row that is read twice stays in its ring for longer, which needs at least one stage more.
 constexpr int64_t kWantedRingBytes = 64 * 1024;
-// The same for float32 (with 45 KB and with 68 KB of four teams, 100000 x 711 248, 262; with 43 KB
-// and with 65 KB of two, 100000 x 1350 474, 498).
+// The same for float32, but not for groups of rows (with 45 KB and with 68 KB of four teams, 100000
+// x 711 248, 262; with 43 KB and with 65 KB of two, 100000 x 1350 474, 498).
 constexpr int64_t kFloat32RingBytes = 50 * 1024;
 constexpr int kKeptRowStages = 2;
 constexpr int kTwiceReadRowStages = 3;
