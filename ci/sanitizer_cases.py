@@ -117,6 +117,13 @@ def main():
         for rows in (37, 5000):
             run(rows, 231, dtype)
             run(rows, 231, dtype, strided=True)
+        # A row whose vectors are spread over two, three and four warps; in backward a single row.
+        for vectors in (64, 96, 128):
+            cols = vectors * 16 // dtype.itemsize
+            for its_cols in (cols, cols - 3):
+                run(9, its_cols, dtype, forward="spread")
+                run(9, its_cols, dtype, forward="spread", strided=True)
+                run(1, its_cols, dtype)
     run(37, 9216, F32, "few_rows")  # longer than a team keeps
     # Several blocks a row, and rows longer than the chip holds.
     run(8, 65536, BF16)

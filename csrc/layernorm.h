@@ -89,32 +89,37 @@ struct Modulation {
   RowMap gate_rows;
 };
 
+// The parameters of a launch begin with those of the bare norm, because what lies further back
+// reaches a kernel later (kNearArgumentBytes in launch.cuh).
 struct ForwardParams {
-  // Inputs. With a residual, x = input + residual, rounded to residual's type (DataTypes::x), and
-  // input is of the type Types::In (norm/types.cuh); without one, x = input.
+  // Inputs. Without a residual, x = input.
   const void* input = nullptr;
-  const void* residual = nullptr;  // optional
-  const void* weight = nullptr;    // optional
-  const void* bias = nullptr;      // optional
+  const void* weight = nullptr;  // optional
+  const void* bias = nullptr;    // optional
   RowMap input_rows;
-  RowMap residual_rows;
 
   // Outputs, contiguous.
   void* y = nullptr;
-  void* residual_out = nullptr;  // with residual
-  void* mean = nullptr;          // optional, of the arithmetic's type
-  void* rstd = nullptr;          // optional
+  void* mean = nullptr;  // optional, of the arithmetic's type
+  void* rstd = nullptr;  // optional
 
   int64_t rows = 0;
   int32_t cols = 0;
   Scalar inverse_cols;  // 1 / cols
   Scalar eps;
-  Scalar scale;
-  bool has_epilogue = false;  // an activation, or a scale that is not 1
-  Activation activation = Activation::kNone;
 
   // As much scratch memory as the plan asks for (Launch::workspace_bytes).
   void* workspace = nullptr;
+
+  // With a residual, x = input + residual, rounded to residual's type (DataTypes::x), and input is
+  // of the type Types::In (norm/types.cuh). residual_out is contiguous and gets x.
+  const void* residual = nullptr;  // optional
+  RowMap residual_rows;
+  void* residual_out = nullptr;
+
+  bool has_epilogue = false;  // an activation, or a scale that is not 1
+  Activation activation = Activation::kNone;
+  Scalar scale;
 
   bool is_modulated = false;
   Modulation modulation;
@@ -132,12 +137,10 @@ struct BackwardParams {
   const void* x = nullptr;
   const void* mean = nullptr;
   const void* rstd = nullptr;
-  const void* weight = nullptr;     // optional
-  const void* bias = nullptr;       // optional; read only under an activation
-  const void* dresidual = nullptr;  // optional, of x's type, added to dx
+  const void* weight = nullptr;  // optional
+  const void* bias = nullptr;    // optional; read only under an activation
   RowMap dy_rows;
   RowMap x_rows;
-  RowMap dresidual_rows;
 
   // Outputs, contiguous; null where not asked for.
   void* dx = nullptr;
@@ -147,11 +150,15 @@ struct BackwardParams {
   int64_t rows = 0;
   int32_t cols = 0;
   Scalar inverse_cols;
-  Scalar scale;
-  bool has_epilogue = false;
-  Activation activation = Activation::kNone;
 
   void* workspace = nullptr;
+
+  const void* dresidual = nullptr;  // optional, of x's type, added to dx
+  RowMap dresidual_rows;
+
+  bool has_epilogue = false;
+  Activation activation = Activation::kNone;
+  Scalar scale;
 
   // With a modulation, every group_rows consecutive rows are a group, and the rows of a group share
   // shift, scale and gate. dshift and dscale are [groups][cols], optional, of weight's type, or of

@@ -15,15 +15,23 @@ namespace {
 
 // ---- Forward
 
+template <bool kEarly>
 struct RowBlock {
-  static constexpr int kMostEarlyWords = 0;  // The row takes all registers.
+  // Without kEarly the row takes all registers.
+  static constexpr int kMostEarlyWords = kEarly ? 64 : 0;
+  static constexpr Use kEarlyUse = Use::kAhead;  // ahead of the barrier in sum()
   // bfloat16 with GELU: 32768 x 4096 142.0 us, by walking addresses 141.1; 16384 x 8192 144.7 and
   // 142.7.
   static constexpr bool kWalks = true;
   BlockTeam team;
 
-  __device__ __forceinline__ int thread() const { return team.thread; }
-  __device__ __forceinline__ int threads() const { return team.threads; }
+  template <int>
+  __device__ __forceinline__ int first_piece() const {
+    return team.thread;
+  }
+  __device__ __forceinline__ int step() const { return team.threads; }
+  template <int kPieces, int>
+  static constexpr int kTogether = kPieces;
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int n) const {
     __shared__ alignas(16) Acc scratch[2][kMaxWarps];
@@ -40,51 +48,24 @@ struct RowBlock {
     return N::Statistic::template pivot<typename N::X>(row.first_elements(kWidth));
   }
 
-  // Within a warp, neighbouring lanes have neighbouring vectors of the row. Between warps there are
-  // seams, which are closed at the end. kPieces is the number of pieces that a thread stores, kVecs
-  // the plan's number of vectors.
   template <int kPieces, int kVecs, typename Words>
-  struct Seams {
-    static constexpr int kWarps =
-        forward_block_bounds(kVecs, ForwardLoad::kHeavy, false).threads / kWarpSize;
-    static constexpr int kMost = 1 + kPieces * kWarps;
-    const BlockTeam& team;
-    Words* lows;   // of each seam the words before it
-    Words* highs;  // of each seam the words behind it
-    Words* own;    // in a warp's first and last lane: where its words of vector 0 belong
-
-    // The scratch memory must not be written again before another barrier of the block.
-    __device__ __forceinline__ explicit Seams(const RowBlock& row) : team(row.team) {
-      __shared__ Words scratch[2][kMost];
-      lows = scratch[0];
-      highs = scratch[1];
-      own = team.lane() == 0 ? highs + team.warp() : lows + team.warp() + 1;
-    }
-    // Returns the words of the vector before this thread's k-th vector, which has `words`. A warp's
-    // first lane gets any words.
-    __device__ __forceinline__ Words before(int k, const Words& words) const {
-      if (team.lane() == 0 || team.lane() == kWarpSize - 1) own[k * team.warps()] = words;
-      return shuffle(words, team.lane() - 1, kWarpSize);
-    }
-    __device__ __forceinline__ bool is_at(int) const { return team.lane() == 0; }
-    // Calls store(v, low, high) for each seam, with the words before vector v and its first words.
-    template <typename Store>
-    __device__ __forceinline__ void close(const Store& store) const {
-      __syncthreads();
-      const int seam = team.thread;
-      if (seam <= kPieces * team.warps()) store(seam * kWarpSize, lows[seam], highs[seam]);
-    }
-  };
+  using Seams = BlockSeams<
+      kPieces, forward_block_bounds(kVecs, ForwardLoad::kHeavy, false).threads / kWarpSize, Words>;
 };
 
-template <typename N, int kVecs_, Moves kMoves_, bool kNarrow>
+template <typename N, int kVecs_, Moves kMoves_, bool kNarrow, bool kEarly_>
 struct ForwardBlockGeometry {
+  static constexpr bool kEarly = kEarly_;
   static constexpr int kVecs = kVecs_;
   static constexpr Moves kMoves = kMoves_;
   static constexpr ForwardLoad kLoad =
       forward_load(sizeof(typename N::X), sizeof(typename N::W), N::Prologue::kMayStore,
                    N::Epilogue::kMayActivate, kMoves != Moves::kVectors, N::Affine::kModulates);
-  static constexpr BlockBounds kBounds = forward_block_bounds(kVecs, kLoad, kNarrow);
+  static constexpr BlockBounds kBounds =
+      kEarly ? kEarlyForwardBounds : forward_block_bounds(kVecs, kLoad, kNarrow);
+  static constexpr bool kMayBeEarly =
+      kIsBare<N> && has_early_forward(kTypeOf<typename N::X>, kTypeOf<typename N::W>,
+                                      kTypeOf<typename N::Y>, kVecs);
   // Only eight vectors of a bare row have a kernel for narrow blocks beside that for wide ones.
   static constexpr bool kMayBeNarrow = kLoad == ForwardLoad::kBare && kVecs == 8;
 };
@@ -92,7 +73,8 @@ struct ForwardBlockGeometry {
 template <typename N, typename G>
 __global__ void __launch_bounds__(G::kBounds.threads, G::kBounds.blocks)
     layer_norm_forward_block_kernel(const ForwardParams p) {
-  forward_row<N, G::kVecs, G::kMoves, false, G::kMayBeNarrow>(p, RowBlock(), blockIdx.x);
+  forward_row<N, G::kVecs, G::kMoves, G::kEarly, !G::kEarly && G::kMayBeNarrow>(
+      p, RowBlock<G::kEarly>(), blockIdx.x);
 }
 
 // ---- Backward
@@ -110,7 +92,7 @@ struct BackwardBlockGeometry {
 
 template <typename N, typename G>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
-    layer_norm_backward_block_kernel(const BackwardParams p, const backward::Persistent plan) {
+    layer_norm_backward_block_kernel(const backward::Persistent plan, const BackwardParams p) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
@@ -213,7 +195,7 @@ cudaError_t launch_backward(const BackwardParams& params, const DataTypes& types
   const auto start = [&](auto norm, auto bulk) {
     using N = decltype(norm);
     using G = BackwardBlockGeometry<N, kWidth, kVecs, bulk(), kKeep>;
-    return launch(layer_norm_backward_block_kernel<N, G>, plan, stream, params, plan);
+    return launch(layer_norm_backward_block_kernel<N, G>, plan, stream, plan, params);
   };
   if constexpr (kKeep) {
     // float64 has no ring.
@@ -244,11 +226,14 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
       return dispatch_moves<T>(plan.moves, [&](auto moves) {
         return dispatch_forward<T, moves() != Moves::kVectors>(params, [&](auto norm) {
           using N = decltype(norm);
-          using Narrow = ForwardBlockGeometry<N, vecs(), moves(), true>;
-          const bool narrow = plan.threads <= Narrow::kBounds.threads;
-          return dispatch_bool<Narrow::kMayBeNarrow>(narrow, [&](auto is_narrow) {
-            using G = ForwardBlockGeometry<N, vecs(), moves(), is_narrow()>;
-            return launch(layer_norm_forward_block_kernel<N, G>, plan, stream, params);
+          using Narrow = ForwardBlockGeometry<N, vecs(), moves(), true, false>;
+          return dispatch_bool<Narrow::kMayBeEarly>(plan.early, [&](auto early) {
+            const bool narrow = plan.threads <= Narrow::kBounds.threads;
+            constexpr bool kMayBeNarrow = Narrow::kMayBeNarrow && !early();
+            return dispatch_bool<kMayBeNarrow>(narrow, [&](auto is_narrow) {
+              using G = ForwardBlockGeometry<N, vecs(), moves(), is_narrow(), early()>;
+              return launch(layer_norm_forward_block_kernel<N, G>, plan, stream, params);
+            });
           });
         });
       });

@@ -401,7 +401,8 @@ FORCED_COLS = [*numerics.FORCED_COLS, 17, 32768]
 
 
 # "resident blocks_per_row=3": slices of few columns, and rows whose blocks meet.
-LAYOUTS = ["warp", "thread", "block", "split", "resident", "resident blocks_per_row=3", "stream"]
+LAYOUTS = ["warp", "thread", "spread", "block", "split", "resident", "resident blocks_per_row=3",
+           "stream"]  # fmt: skip
 EPILOGUES = [(None, 1.0), (None, 0.5), ("gelu", 0.5)]
 
 
@@ -447,10 +448,40 @@ def test_every_strategy(plans, layout, dtypes, activation, scale):
         pytest.skip(f"{strategy} takes no {ids(dtypes[0])} rows forward on this device")
 
 
+KINDS = ["contiguous", "misaligned", "every other row", "odd column slice"]
+
+
+def _give_the_same_bits(plans, strategies, rows, cols, dtype, weight_dtype, out_dtype, kind):
+    """Whether all strategies can run the problem; if they can, they must give the same bits."""
+    if kind == "contiguous":
+        x = torch.randn(rows, cols, device="cuda").to(dtype)
+    elif kind == "misaligned":
+        x = torch.randn(rows * cols + 1, device="cuda").to(dtype)[1:].view(rows, cols)
+    else:
+        x = _strided(kind, rows, cols, "cuda", dtype)
+    # Rows of large mean, constant rows, and rows with a NaN.
+    x[1::4] += 1e3
+    x[2::8] = 0.1
+    x[3::16, cols // 2] = float("nan")
+    weight, bias = torch.randn(2, cols, device="cuda").to(weight_dtype)
+    outputs = []
+    for strategy in strategies:
+        plans.force(f"strategy={strategy}")
+        if plans.of(rows, cols, dtype, weight_dtype=weight_dtype, y_dtype=out_dtype) is None:
+            return False
+        outputs.append(
+            torch.ops.fused_layernorm.layer_norm_forward(
+                x, 1, weight, bias, 1e-5, out_dtype=out_dtype
+            )
+        )
+    for one, other in zip(*outputs, strict=True):
+        integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
+        assert torch.equal(one.view(integers), other.view(integers)), cols
+    return True
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "kind", ["contiguous", "misaligned", "every other row", "odd column slice"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dtype", "weight_dtype", "out_dtype"),
     [(F32, F32, F32), (BF16, BF16, BF16), (F16, F16, F16), (BF16, F32, BF16), (BF16, F32, F32),
@@ -459,38 +490,29 @@ def test_every_strategy(plans, layout, dtypes, activation, scale):
 )  # fmt: skip
 def test_threads_give_the_bits_of_logical_warps(plans, dtype, weight_dtype, out_dtype, kind):
     """The number of rows decides between the two for short rows, and must not change a result."""
-    ran = 0
-    for cols in range(1, 65):
-        rows = 300
-        if kind == "contiguous":
-            x = torch.randn(rows, cols, device="cuda").to(dtype)
-        elif kind == "misaligned":
-            x = torch.randn(rows * cols + 1, device="cuda").to(dtype)[1:].view(rows, cols)
-        else:
-            x = _strided(kind, rows, cols, "cuda", dtype)
-        # Rows of large mean, constant rows, and rows with a NaN.
-        x[1::4] += 1e3
-        x[2::8] = 0.1
-        x[3::16, cols // 2] = float("nan")
-        weight, bias = torch.randn(2, cols, device="cuda").to(weight_dtype)
-        outputs = []
-        for strategy in ("warp", "thread"):
-            plans.force(f"strategy={strategy}")
-            if plans.of(rows, cols, dtype, weight_dtype=weight_dtype, y_dtype=out_dtype) is None:
-                continue
-            outputs.append(
-                torch.ops.fused_layernorm.layer_norm_forward(
-                    x, 1, weight, bias, 1e-5, out_dtype=out_dtype
-                )
-            )
-        if len(outputs) < 2:
-            continue
-        ran += 1
-        for one, other in zip(*outputs, strict=True):
-            integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
-            assert torch.equal(one.view(integers), other.view(integers)), cols
+    types = (dtype, weight_dtype, out_dtype)
+    ran = sum(
+        _give_the_same_bits(plans, ("warp", "thread"), 300, cols, *types, kind)
+        for cols in range(1, 65)
+    )
     longest, unit = (48 if dtype == F32 else 64), 16 // min(dtype.itemsize, out_dtype.itemsize)
     assert ran == sum(cols % unit != 0 for cols in range(1, longest + 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=ids)
+def test_spread_rows_have_the_bits_of_logical_warps(plans, dtype, kind):
+    """The number of rows decides between these two as well."""
+    vector = 16 // dtype.itemsize
+    bounds = [vectors * vector for vectors in (50, 64, 65, 90, 96, 97, 100, 128)]
+    ran = [
+        cols
+        for cols in sorted({cols + d for cols in bounds for d in (-vector + 1, -1, 0, 1)})
+        if _give_the_same_bits(plans, ("warp", "spread"), 100, cols, dtype, dtype, dtype, kind)
+    ]
+    assert {bound - 1 for bound in bounds} | {128 * vector} <= set(ran)
+    assert max(ran) == 128 * vector
 
 
 @pytest.mark.gpu

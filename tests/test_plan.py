@@ -12,7 +12,7 @@ import torch
 import fused_layernorm  # noqa: F401  (registers the operators)
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-FORWARD = ("warp", "thread", "block", "split", "resident", "stream")
+FORWARD = ("warp", "thread", "spread", "block", "split", "resident", "stream")
 BACKWARD = ("warp", "thread", "few_rows", "block", "split", "stream")
 DEVICES = {
     "T4": {"capability": 75, "sms": 40, "shared_memory": 65536},
@@ -122,17 +122,30 @@ def check_forward(p, rows, cols, problem):
     if strategy == "block":
         assert p["blocks"] == rows
         held = p["threads"]
-    if strategy in ("warp", "block"):
+    one_type = problem["dtype"] == problem["weight_dtype"] == problem["y_dtype"] != F64
+    bare = not problem["residual"] and not problem["has_epilogue"]
+    if strategy == "spread":
+        assert one_type
+        assert bare
+        assert p["blocks"] == rows
+        assert p["threads"] in (64, 96, 128)
+        assert p["threads"] - 32 < vectors <= p["threads"]
+    if strategy in ("warp", "spread", "block"):
         floats = {problem["dtype"], problem["weight_dtype"], problem["y_dtype"]} == {F32}
         ragged = cols % unit(problem) != 0
         if floats and ragged and 48 < cols <= 12_288 and not problem["has_epilogue"]:
             assert p["moves"] == "elements"
         else:
             assert p["moves"] == ("vectors" if problem["aligned"] else "shifted")
-        assert p.get("early", False) == (
-            strategy == "warp" and p["moves"] == "shifted" and rows <= 4096
-        )
+        if strategy == "warp":
+            assert p["early"] == (p["moves"] == "shifted" and rows <= 4096)
+        if strategy == "block" and p["early"]:
+            assert one_type
+            assert bare
+            assert held <= 512
+            assert p["vecs"] <= 5
         assert p["shared_bytes"] == p["workspace_bytes"] == 0
+    if strategy in ("warp", "block"):
         # The row fits, and a thread lacks at most the last of its vectors.
         assert held * (p["vecs"] - 1) < vectors <= held * p["vecs"]
     if strategy in ("split", "resident"):
@@ -261,6 +274,8 @@ def test_order_of_summation_does_not_depend_on_the_number_of_rows(device):
         for p in plans:
             if p["strategy"] == "thread":  # A thread plays the lanes of a logical warp.
                 p["strategy"] = "warp"
+            if p["strategy"] == "spread":  # Each warp has one vector of each lane.
+                p |= {"strategy": "warp", "vecs": p["threads"] // 32, "lanes": 32}
         many = plans[-1]
         for p in plans:
             if p["strategy"] == "few_rows":
@@ -555,6 +570,8 @@ def check_ladder(rows, ladder, strategies, **options):
         between = [choose.randrange(first, last + 1, step) for _ in range(20)]
         for cols in (first, *between, last):
             p = plan(rows, cols, **problem)
+            if p["strategy"] == "spread":  # In place of a logical warp: see check_forward().
+                p["strategy"] = "warp"
             threads = expected == "warp" and is_threads(rows, cols, problem)
             assert p["strategy"] == ("thread" if threads else expected), (cols, p)
         first = last + step
@@ -564,6 +581,35 @@ def check_ladder(rows, ladder, strategies, **options):
 def test_forward_goes_from_strategy_to_strategy(ladder):
     for rows in (1, MANY):
         check_ladder(rows, FORWARD_LADDERS[ladder], {})
+
+
+@pytest.mark.parametrize(
+    ("cols", "problem", "most_rows"),
+    [(1024, HALF, 32), (512, {}, 32), (924, {**HALF, **ANYWHERE}, 128), (498, ANYWHERE, 16)],
+)
+def test_few_rows_are_spread_over_warps(cols, problem, most_rows):
+    problem = {"dtype": F32, **problem}
+    assert plan(most_rows, cols, **problem)["strategy"] == "spread"
+    assert plan(most_rows + 1, cols, **problem)["strategy"] == "warp"
+    for other in ({"residual": True}, EPILOGUE, {"weight_dtype": F32, "dtype": F16}):
+        assert plan(1, cols, **{**problem, **other})["strategy"] != "spread"
+    # A lane with one vector has nothing to spread.
+    short = 32 * 16 // problem["dtype"].itemsize
+    assert plan(1, short, **{**problem, "aligned": True})["strategy"] == "warp"
+
+
+@pytest.mark.parametrize(
+    ("cols", "problem", "threads"),
+    [(4096, HALF, 128), (8192, HALF, 224), (4095, {**HALF, **ANYWHERE}, 128), (1024, {}, 64)],
+)
+def test_parameters_are_loaded_early_where_all_blocks_run_at_once(cols, problem, threads):
+    problem = {"dtype": F32, **problem}
+    rows = 132 * (512 // threads)
+    few, many = plan(rows, cols, **problem), plan(rows + 1, cols, **problem)
+    assert few["threads"] == threads
+    assert few["early"]
+    assert not many["early"]
+    assert not plan(1, cols, **{**problem, **EPILOGUE})["early"]
 
 
 @pytest.mark.parametrize("ladder", BACKWARD_LADDERS)
@@ -683,7 +729,7 @@ def test_lanes_of_float32(y_dtype, vectors, bare, with_epilogue):
         aligned = vectors * 4 % (16 // y_dtype.itemsize) == 0
         if not aligned and not epilogue and vectors <= 12:
             expected = (1, 1 << (vectors - 1).bit_length())  # the lanes that threads play
-        p = plan(9, vectors * 4, F32, y_dtype=y_dtype, has_epilogue=epilogue, aligned=aligned)
+        p = plan(999, vectors * 4, F32, y_dtype=y_dtype, has_epilogue=epilogue, aligned=aligned)
         assert (p["vecs"], p["lanes"]) == expected
 
 
@@ -1212,7 +1258,8 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     slices = {"blocks_per_row", "slice_cols"}
     persistent = {"width", "vecs", "team_threads", "teams", "stage_cols", "bulk", "stages"}
     assert set(plan(9, 64)) == launch | {"vecs", "lanes", "moves", "early"}
-    assert set(plan(9, 4096)) == launch | {"vecs", "moves"}
+    assert set(plan(9, 512)) == launch | {"moves"}
+    assert set(plan(9, 4096)) == launch | {"vecs", "moves", "early"}
     assert set(plan(9, 65536)) == launch | slices | {"team_threads", "stages", "lag"}
     assert set(plan(MANY, 37)) == launch | {"vecs", "lanes", "y_offset"}
     threads = {"width", "vecs", "lanes", "dy_offset"}
@@ -1448,8 +1495,8 @@ def test_a_refusal_names_what_was_forced_and_the_problem():
     [
         (
             "strategy=fast",
-            "no strategy is called 'fast': expected warp, thread, block, split, resident, stream, "
-            "few_rows, group or rows",
+            "no strategy is called 'fast': expected warp, thread, spread, block, split, resident, "
+            "stream, few_rows, group or rows",
         ),
         (
             "threads=128",

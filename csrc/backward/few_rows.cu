@@ -17,6 +17,23 @@ struct ColumnGradients {
   static constexpr int kLanes = column_lanes(kWidth, sizeof(typename N::X));
   static constexpr int kCols = kLanes * kWidth;
 
+  // A single row needs no sums: each thread has one vector.
+  static __device__ __forceinline__ void run_single_row(const BackwardParams& p, int block) {
+    const int vector = block * blockDim.x + threadIdx.x;
+    if (vector >= p.cols / kWidth) return;
+    const int col = vector * kWidth;
+    Vec<typename N::X, kWidth> x = {};
+    if (needs_x(p)) x = load<Use::kAgain, kWidth>(x_row_of<N>(p, 0, 0) + col);
+    const auto dy = load<Use::kAgain, kWidth>(dy_row_of<N>(p, 0, 0) + col);
+    const Acc mean = *static_cast<const Acc*>(p.mean), rstd = *static_cast<const Acc*>(p.rstd);
+    const auto parameters = parameters_of<N>(p, 0);
+    Acc dweight[kWidth] = {}, dbias[kWidth] = {};
+    Gradients<N, kWidth>(p, x, dy, mean, rstd, parameters.weight.template load<kWidth>(col),
+                         parameters.bias.template load<kWidth>(col))
+        .add_dparams(dweight, dbias);
+    ParamGradSink<N>(p, backward::PartialSums{}, 0).store(col, dweight, dbias);
+  }
+
   // `shared` holds a pair for each column of each warp.
   static __device__ __forceinline__ void run(const BackwardParams& p, int block, void* shared) {
     const int lane = threadIdx.x % kLanes;
@@ -83,14 +100,14 @@ struct ColumnGradients {
 // so a row's dx is the same in any batch. A team without a row of its own reads the last row and
 // stores nothing, because the shuffles of the other teams in its warp need its lanes.
 template <typename N, int kWidth, int kVecs>
-__device__ __forceinline__ void few_rows_dx(const BackwardParams& p, int team_threads,
-                                            bool by_lanes, int block) {
+__device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamLayout& layout,
+                                            int block) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using Y = typename N::Y;
   __shared__ alignas(16) Pair<Acc> scratch[kRowTeamScratch];
-  const RowTeam<Acc> team(team_threads, by_lanes);
-  const int64_t own_row = int64_t{block} * (blockDim.x / team_threads) + team.index;
+  const RowTeam<Acc> team(layout);
+  const int64_t own_row = int64_t{block} * layout.teams + team.index;
   const int64_t row = min(own_row, p.rows - 1);
   const Share<kVecs> share = {team.thread, team.threads, p.cols / kWidth};
   const X* x_row = x_row_of<N>(p, row, 0);
@@ -115,18 +132,38 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, int team_th
                                 parameters.weight.template load<kWidth>(col),
                                 parameters.bias.template load<kWidth>(col));
   };
+  // xhat and g stay in registers between the row's sums and its dx, if there are registers for
+  // them.
+  constexpr bool kKeep = few_rows_keep(kWidth, kVecs, sizeof(X), N::Epilogue::kMayActivate);
+  constexpr int kKept = kKeep ? kVecs : 1;
+  Acc xhat[kKept][kWidth], g[kKept][kWidth];
   Pair<Acc> sums;
 #pragma unroll
-  for (int k = 0; k < kVecs; ++k) gradients_of(k).add_sums(sums);
+  for (int k = 0; k < kVecs; ++k) {
+    const auto gradients = gradients_of(k);
+    gradients.add_sums(sums);
+    if constexpr (kKeep) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        xhat[k][j] = gradients.xhat[j];
+        g[k][j] = gradients.g[j];
+      }
+    }
+  }
   sums = team.sum(sums, scratch);
   if (own_row >= p.rows) return;
   const Pair<Acc> means = means_of(sums, p.inverse_cols.as<Acc>());
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     if (!share.has(k)) continue;
-    const auto gradients = gradients_of(k);
     const int col = share.vector(k) * kWidth;
-    dx_row.store(col, gradients.xhat, gradients.g, means, rstd, dx_row.template added<kWidth>(col));
+    const auto added = dx_row.template added<kWidth>(col);
+    if constexpr (kKeep) {
+      dx_row.store(col, xhat[k], g[k], means, rstd, added);
+    } else {
+      const auto gradients = gradients_of(k);
+      dx_row.store(col, gradients.xhat, gradients.g, means, rstd, added);
+    }
   }
 }
 
@@ -134,14 +171,18 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, int team_th
 template <typename N, int kWidth, int kVecs>
 __global__ void __launch_bounds__(kBackwardThreads,
                                   few_rows_blocks(kWidth, kVecs, N::Epilogue::kMayActivate))
-    layer_norm_backward_few_rows_kernel(const BackwardParams p, const int column_blocks,
-                                        const int team_threads, const bool by_lanes) {
+    layer_norm_backward_few_rows_kernel(const int column_blocks, const TeamLayout layout,
+                                        const BackwardParams p) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int block = static_cast<int>(blockIdx.x) - column_blocks;
   if (block < 0) {
-    ColumnGradients<N, kWidth>::run(p, blockIdx.x, shared);
+    if (p.rows == 1) {
+      ColumnGradients<N, kWidth>::run_single_row(p, blockIdx.x);
+    } else {
+      ColumnGradients<N, kWidth>::run(p, blockIdx.x, shared);
+    }
   } else if (p.dx != nullptr) {
-    few_rows_dx<N, kWidth, kVecs>(p, team_threads, by_lanes, block);
+    few_rows_dx<N, kWidth, kVecs>(p, layout, block);
   }
 }
 
@@ -163,8 +204,8 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
             return cudaErrorInvalidValue;
           } else {
             return launch(layer_norm_backward_few_rows_kernel<N, width(), vecs()>, plan, stream,
-                          params, static_cast<int>(plan.column_blocks), plan.team_threads,
-                          plan.by_lanes);
+                          static_cast<int>(plan.column_blocks),
+                          TeamLayout(plan.threads, plan.team_threads, plan.by_lanes), params);
           }
         });
       });

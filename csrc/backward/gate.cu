@@ -10,7 +10,7 @@ namespace {
 
 template <typename T, int kWidth, bool kOfRows>
 __global__ void __launch_bounds__(kGateThreads)
-    gate_backward_kernel(const GateParams p, const int chunks, const int sets) {
+    gate_backward_kernel(const int chunks, const int sets, const GateParams p) {
   using Acc = typename T::Acc;
   using In = typename T::In;
   using W = typename T::W;
@@ -110,8 +110,8 @@ cudaError_t launch_gate_backward(const GateParams& params, const DataTypes& type
     if constexpr (std::is_same_v<typename T::Y, typename T::In>) {
       return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
         return dispatch_bool(params.group_rows == 1, [&](auto of_rows) {
-          return launch(gate_backward_kernel<T, width(), of_rows()>, plan, stream, params,
-                        plan.chunks, plan.parts.sets);
+          return launch(gate_backward_kernel<T, width(), of_rows()>, plan, stream, plan.chunks,
+                        plan.parts.sets, params);
         });
       });
     } else {

@@ -53,7 +53,7 @@ struct BackwardGroupGeometry {
 
 template <typename N, typename G>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
-    layer_norm_backward_group_kernel(const BackwardParams p, const backward::Group plan) {
+    layer_norm_backward_group_kernel(const backward::Group plan, const BackwardParams p) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
@@ -266,7 +266,7 @@ cudaError_t launch_group(const BackwardParams& params, const backward::Group& pl
                                   : has_group_kernel(sizeof(typename N::X), kBulk, kKeep);
   if constexpr (kHasKernel && !(N::Prologue::kGated && !kSummandIsX<typename N::Types>)) {
     using G = BackwardGroupGeometry<N, kWidth, kVecs, kBulk>;
-    return launch(layer_norm_backward_group_kernel<N, G>, plan, stream, params, plan);
+    return launch(layer_norm_backward_group_kernel<N, G>, plan, stream, plan, params);
   } else {
     return cudaErrorInvalidValue;
   }

@@ -16,7 +16,7 @@ constexpr int kMostWarps = 8;
 
 template <typename Acc, typename W, int kWidth>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize)
-    param_grad_kernel(const BackwardParams p, const backward::PartialSums partials) {
+    param_grad_kernel(const backward::PartialSums partials, const BackwardParams p) {
   using Sum = Vec<Acc, kWidth>;
   __shared__ Sum sums[2][kMostWarps][kColumnLanes];
   const int lane = threadIdx.x % kColumnLanes, warp = threadIdx.x / kWarpSize;
@@ -153,8 +153,8 @@ struct GradColumns {
 // dgate. A block has some columns of one group.
 template <typename Acc, typename W, int kWidth, int kSums>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize)
-    modulation_grad_kernel(const BackwardParams p, const backward::GroupParts parts,
-                           const int chunks) {
+    modulation_grad_kernel(const backward::GroupParts parts, const int chunks,
+                           const BackwardParams p) {
   const GradColumns<kWidth> at(chunks);
   const PartsOfGroup own(at.group, p.group_rows, p.rows, parts.sets);
   char* const workspace = static_cast<char*>(p.workspace);
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
 // (1 + scale) * c.
 template <typename Acc, typename W, int kWidth>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize)
-    modulated_param_grad_kernel(const BackwardParams p, const int64_t sums_offset) {
+    modulated_param_grad_kernel(const int64_t sums_offset, const BackwardParams p) {
   const GradColumns<kWidth> at(gridDim.x);
   const int64_t groups = p.rows / p.group_rows;
   const auto* kept =
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
 // dgate of every group.
 template <typename Acc, typename W, int kWidth>
 __global__ void __launch_bounds__(kMostWarps* kWarpSize)
-    gate_grad_kernel(const GateParams p, const backward::GroupParts parts, const int chunks) {
+    gate_grad_kernel(const backward::GroupParts parts, const int chunks, const GateParams p) {
   const GradColumns<kWidth> at(chunks);
   const PartsOfGroup own(at.group, p.group_rows, p.rows, parts.sets);
   const auto* partial = static_cast<const Acc*>(p.workspace);
@@ -267,7 +267,7 @@ cudaError_t launch_param_grad(const BackwardParams& params, const DataTypes& typ
       while (warps < kMostWarps && warps * kLanesOfColumn * 4 < partials.count) warps *= 2;
       const Launch own = {(params.cols - 1) / (kColumnLanes * kWidth) + 1, kWarpSize * warps};
       return launch_early(partials.starts_early, param_grad_kernel<Acc, W, kWidth>, own, stream,
-                          params, partials);
+                          partials, params);
     });
   });
 }
@@ -288,12 +288,12 @@ cudaError_t launch_modulation_grad(const BackwardParams& params, const DataTypes
       const cudaError_t error = dispatch_bool(params.modulation.gate != nullptr, [&](auto gated) {
         constexpr int kSums = gated() ? 3 : 2;
         return launch_early(early, modulation_grad_kernel<Acc, W, width(), kSums>, per_group,
-                            stream, params, parts, chunks);
+                            stream, parts, chunks, params);
       });
       if (error != cudaSuccess || !needs_columns) return error;
       const Launch of_all = grad_launch(chunks, 1, groups);
       return launch_early(early, modulated_param_grad_kernel<Acc, W, width()>, of_all, stream,
-                          params, parts.sums_offset);
+                          parts.sums_offset, params);
     });
   });
 }
@@ -308,7 +308,7 @@ cudaError_t launch_gate_grad(const GateParams& params, const DataTypes& types,
       const int64_t groups = params.rows / params.group_rows;
       const Launch per_group = grad_launch(chunks, groups, parts.sets / groups + 1);
       return launch_early(parts.partials.starts_early, gate_grad_kernel<Acc, W, width()>, per_group,
-                          stream, params, parts, chunks);
+                          stream, parts, chunks, params);
     });
   });
 }

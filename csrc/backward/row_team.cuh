@@ -10,21 +10,49 @@ namespace fused_layernorm {
 // three pairs more than it has warps.
 constexpr int kRowTeamScratch = scratch_values(kBackwardThreads / kWarpSize * 4);
 
+// How the threads of a block of few rows are laid out as teams: an argument of kernels. A thread
+// finds its team by a multiplication, because a division by a run-time number takes 0.1 us.
+struct TeamLayout {
+  int team_threads;
+  int teams;            // of a block
+  uint32_t reciprocal;  // 2^kShift / team_threads, rounded up
+  bool by_lanes;        // a team is a logical warp
+
+  static constexpr int kShift = 20;
+  static_assert(kBackwardThreads * kBackwardThreads < 1 << kShift,
+                "the rounding of the reciprocal changes no thread's team");
+
+  TeamLayout(int block_threads, int threads, bool lanes)
+      : team_threads(threads),
+        teams(block_threads / threads),
+        reciprocal(((1u << kShift) + threads - 1) / threads),
+        by_lanes(lanes) {}
+};
+
 template <typename Acc>
 struct RowTeam {
   int threads, thread, index;  // index: of the team in its block
   bool by_lanes;
 
+  // By divisions. Where there are many rows, other warps work meanwhile, and without the divisions
+  // kernels for many rows would spill registers.
   __device__ __forceinline__ RowTeam(int team_threads, bool lanes)
       : threads(team_threads),
         thread(threadIdx.x % team_threads),
         index(threadIdx.x / team_threads),
         by_lanes(lanes) {}
+  __device__ __forceinline__ explicit RowTeam(const TeamLayout& layout)
+      : threads(layout.team_threads),
+        index(threadIdx.x * layout.reciprocal >> TeamLayout::kShift),
+        by_lanes(layout.by_lanes) {
+    thread = threadIdx.x - index * threads;
+  }
+
   __device__ __forceinline__ Pair<Acc> sum(Pair<Acc> sums, Pair<Acc>* scratch) const {
     if (by_lanes) {
       return {logical_warp_sum(sums.first, threads), logical_warp_sum(sums.second, threads)};
     }
-    const BlockTeam team(threads);
+    const BlockTeam team(threads, index);
     return team_sum(sums, team, scratch + index * scratch_values(team.warps()));
   }
 };

@@ -13,8 +13,8 @@ namespace {
 template <typename N, int kWidth, int kVecs>
 __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologue::kGated).threads,
                                   backward_rows_bounds(kVecs* kWidth, N::Prologue::kGated).blocks)
-    layer_norm_backward_rows_kernel(const BackwardParams p, const int team_threads,
-                                    const bool by_lanes) {
+    layer_norm_backward_rows_kernel(const int team_threads, const bool by_lanes,
+                                    const BackwardParams p) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using Y = typename N::Y;
@@ -97,8 +97,8 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         return dispatch_bool<(width() > 1)>(params.modulation.gate != nullptr, [&](auto gated) {
           using Prologue = std::conditional_t<gated(), GatedGradient, MayAddGradient>;
           using N = LayerNormOf<T, Prologue, Identity, MayBeAffineAndModulate>;
-          return launch(layer_norm_backward_rows_kernel<N, width(), vecs()>, plan, stream, params,
-                        plan.team_threads, plan.by_lanes);
+          return launch(layer_norm_backward_rows_kernel<N, width(), vecs()>, plan, stream,
+                        plan.team_threads, plan.by_lanes, params);
         });
       });
     });

@@ -23,7 +23,7 @@ struct BackwardSplitGeometry {
 
 template <typename N, typename G>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
-    layer_norm_backward_split_kernel(const BackwardParams p, const backward::Split plan) {
+    layer_norm_backward_split_kernel(const backward::Split plan, const BackwardParams p) {
   constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
   if constexpr (G::kBulk && !kHasBulk) return;  // Never launched on chips without bulk copies.
   extern __shared__ __align__(16) unsigned char shared[];
@@ -125,8 +125,8 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
               using G = BackwardSplitGeometry<N, width(), vecs(), bulk()>;
               const auto kernel = layer_norm_backward_split_kernel<N, G>;
               return slices.blocks_per_row > 1
-                         ? launch<Start::kCooperative>(kernel, plan, stream, params, plan)
-                         : launch(kernel, plan, stream, params, plan);
+                         ? launch<Start::kCooperative>(kernel, plan, stream, plan, params)
+                         : launch(kernel, plan, stream, plan, params);
             });
           }
         });

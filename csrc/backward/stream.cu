@@ -43,8 +43,9 @@ __device__ __forceinline__ auto weight_of(const BackwardParams& p,
 // rows, or of each row, instead of dweight and dbias.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    layer_norm_backward_stream_sums_kernel(const BackwardParams p, const Slices chunks,
-                                           const backward::PartialSums partials) {
+    layer_norm_backward_stream_sums_kernel(const Slices chunks,
+                                           const backward::PartialSums partials,
+                                           const BackwardParams p) {
   constexpr bool kModulates = N::Affine::kModulates, kOfRows = is_of_rows<typename N::Affine>();
   using Acc = typename N::Acc;
   constexpr int kVecs = backward_stream_vecs(kWidth);
@@ -132,8 +133,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 // kernel's warps have stored.
 template <typename N>
 __global__ void __launch_bounds__(kTotalsThreads)
-    layer_norm_backward_stream_totals_kernel(const BackwardParams p, const int chunks,
-                                             const int64_t totals_offset) {
+    layer_norm_backward_stream_totals_kernel(const int chunks, const int64_t totals_offset,
+                                             const BackwardParams p) {
   using Acc = typename N::Acc;
   __shared__ alignas(16) Pair<Acc> scratch[kMaxWarps];
   const BlockTeam team;
@@ -151,8 +152,8 @@ __global__ void __launch_bounds__(kTotalsThreads)
 // The last kernel: dx.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kThreads)
-    layer_norm_backward_stream_kernel(const BackwardParams p, const Slices chunks,
-                                      const int64_t totals_offset) {
+    layer_norm_backward_stream_kernel(const Slices chunks, const int64_t totals_offset,
+                                      const BackwardParams p) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using Y = typename N::Y;
@@ -206,8 +207,8 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
       // The sums do not depend on a gradient beside dx.
       const auto start_sums = [&](auto epilogue, auto affine) {
         using N = LayerNormOf<T, NoGradientBeside, decltype(epilogue), decltype(affine)>;
-        return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, params,
-                      plan.chunks, params.is_modulated ? plan.parts.partials : plan.partials);
+        return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, plan.chunks,
+                      params.is_modulated ? plan.parts.partials : plan.partials, params);
       };
       cudaError_t error;
       if (params.is_modulated) {
@@ -221,12 +222,12 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
       const int chunks = plan.chunks.blocks_per_row;
       const Launch per_row = {params.rows, kTotalsThreads};
       error = launch(layer_norm_backward_stream_totals_kernel<BareBackward<T>>, per_row, stream,
-                     params, chunks, plan.totals_offset);
+                     chunks, plan.totals_offset, params);
       if (error != cudaSuccess) return error;
       const Launch per_chunk = {params.rows * chunks, kThreads};
       const auto start = [&](auto norm) {
         return launch(layer_norm_backward_stream_kernel<decltype(norm), width()>, per_chunk, stream,
-                      params, plan.chunks, plan.totals_offset);
+                      plan.chunks, plan.totals_offset, params);
       };
       return params.is_modulated
                  ? start(LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>{})

@@ -64,8 +64,8 @@ struct RunningColumn {
 
 template <typename N, int kLanes>
 __global__ void __launch_bounds__(kBackwardThreadThreads, 1)
-    layer_norm_backward_thread_kernel(const BackwardParams p, const int dy_offset,
-                                      const int partials, const int64_t partials_offset) {
+    layer_norm_backward_thread_kernel(const int dy_offset, const int partials,
+                                      const int64_t partials_offset, const BackwardParams p) {
   using Acc = typename N::Acc;
   using W = typename N::W;
   using X = typename N::X;
@@ -152,7 +152,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
   return dispatch_types_but_float64(types, [&](auto t) {
     return dispatch_vecs(BackwardThreadLanes{}, plan.lanes, [&](auto lanes) {
       return launch(layer_norm_backward_thread_kernel<BareBackward<decltype(t)>, lanes()>, plan,
-                    stream, params, plan.dy_offset, plan.partials.count, plan.partials.offset);
+                    stream, plan.dy_offset, plan.partials.count, plan.partials.offset, params);
     });
   });
 }

@@ -45,9 +45,9 @@ constexpr int kBlockThreads = backward_warp_threads(
 // three registers more (100000 x 143 float32: 70.4 us with the struct, 68.9 with the numbers).
 template <typename N, int kWidth, int kVecs>
 __global__ void __launch_bounds__(kBlockThreads<N>, 1)
-    layer_norm_backward_warp_kernel(const BackwardParams p, const int log2_lanes,
-                                    const int partials, const int64_t partials_offset,
-                                    const int chain_rows, const int second_sums_offset) {
+    layer_norm_backward_warp_kernel(const int log2_lanes, const int partials,
+                                    const int64_t partials_offset, const int chain_rows,
+                                    const int second_sums_offset, const BackwardParams p) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -126,9 +126,9 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
 // logical warps work on the same group at a time.
 template <typename N>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
-    layer_norm_backward_group_warp_kernel(const BackwardParams p, const int log2_lanes,
-                                          const int parts, const int64_t parts_offset,
-                                          const int chain_rows, const int second_sums_offset) {
+    layer_norm_backward_group_warp_kernel(const int log2_lanes, const int parts,
+                                          const int64_t parts_offset, const int chain_rows,
+                                          const int second_sums_offset, const BackwardParams p) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
@@ -216,9 +216,9 @@ cudaError_t launch_groups(const BackwardParams& params, const backward::Warp& pl
     return cudaErrorInvalidValue;
   } else {
     using N = LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>;
-    return launch(layer_norm_backward_group_warp_kernel<N>, plan, stream, params,
-                  log2_of(plan.lanes), plan.parts.partials.count, plan.parts.partials.offset,
-                  plan.chain_rows, plan.second_sums_offset);
+    return launch(layer_norm_backward_group_warp_kernel<N>, plan, stream, log2_of(plan.lanes),
+                  plan.parts.partials.count, plan.parts.partials.offset, plan.chain_rows,
+                  plan.second_sums_offset, params);
   }
 }
 
@@ -234,9 +234,9 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         const auto start = [&](auto norm) -> cudaError_t {
           using N = decltype(norm);
           if (plan.threads != kBlockThreads<N>) return cudaErrorInvalidValue;
-          return launch(layer_norm_backward_warp_kernel<N, width(), vecs()>, plan, stream, params,
+          return launch(layer_norm_backward_warp_kernel<N, width(), vecs()>, plan, stream,
                         log2_of(plan.lanes), plan.partials.count, plan.partials.offset,
-                        plan.chain_rows, plan.second_sums_offset);
+                        plan.chain_rows, plan.second_sums_offset, params);
         };
         if constexpr (width() == 1) {
           return dispatch_backward_shared<T>(params, start);

@@ -65,9 +65,9 @@ struct BlockTeam {
   // The whole block.
   __device__ __forceinline__ BlockTeam() : index(0), threads(blockDim.x), thread(threadIdx.x) {}
   __device__ __forceinline__ explicit BlockTeam(int team_threads)
-      : index(threadIdx.x / team_threads),
-        threads(team_threads),
-        thread(threadIdx.x - index * team_threads) {}
+      : BlockTeam(team_threads, threadIdx.x / team_threads) {}
+  __device__ __forceinline__ BlockTeam(int team_threads, int team_index)
+      : index(team_index), threads(team_threads), thread(threadIdx.x - team_index * team_threads) {}
   __device__ __forceinline__ int warps() const {
     return static_cast<unsigned>(threads) / kWarpSize;
   }

@@ -53,8 +53,8 @@ struct RaggedShare : Share<kVecs, kMayMiss> {
   static constexpr bool kRagged = true;
   int cols;
 
-  __device__ __forceinline__ RaggedShare(int thread, int threads, int row_cols)
-      : Share<kVecs, kMayMiss>{thread, threads, (row_cols + kVecWidth - 1) / kVecWidth},
+  __device__ __forceinline__ RaggedShare(int its_first, int its_step, int row_cols)
+      : Share<kVecs, kMayMiss>{its_first, its_step, (row_cols + kVecWidth - 1) / kVecWidth},
         cols(row_cols) {}
   // Whether vector k is there and whole for sure.
   static constexpr bool is_whole(int k) { return k + kMayMiss < kVecs; }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "device/reduce.cuh"
 #include "device/share.cuh"
 #include "device/vec.cuh"
 
@@ -143,11 +144,12 @@ struct ShiftedRow {
 // Loads a thread's vectors `kFirst, kFirst + 1, ...` of a row. Elements behind the row's last
 // column, and missing vectors, get any values. The load reads up to 15 bytes before the row and
 // behind it, to the ends of its first and last piece; these are never outside an allocation,
-// because allocations begin and end at larger powers of two.
-template <int kFirst, typename T, int kWidth, int kCount, typename Share>
+// because allocations begin and end at larger powers of two. then() is called behind the loads and
+// before the branch that waits for them.
+template <int kFirst, typename T, int kWidth, int kCount, typename Share, typename Then>
 __device__ __forceinline__ void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
                                              const ShiftedRow<const T, kWidth>& from,
-                                             const Share& share) {
+                                             const Share& share, const Then& then) {
   using Row = ShiftedRow<const T, kWidth>;
   static_assert(Row::kPieces == 1);
   using RowWords = Words<Row::kWords>;
@@ -161,6 +163,7 @@ __device__ __forceinline__ void load_shifted(Vec<T, kWidth> (&vectors)[kCount],
     if (share.has(k)) low[n] = from.load(piece);
     if (share.is_whole(k) || (piece + 1) * Row::kPieceBytes < end) high[n] = from.load(piece + 1);
   }
+  then();
   shift_pieces<Shift::kDown, Row::kSize>(words, low, high, from.shift);
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
@@ -234,5 +237,40 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
     to.store_part(piece, words[0], end);
   });
 }
+
+// The seams of a row that a block of at most kMostWarps warps has. Within a warp, neighbouring
+// lanes have neighbouring vectors of the row. Between warps there are seams, which are closed at
+// the end. kPieces is the number of pieces that a thread stores.
+template <int kPieces, int kMostWarps, typename Words>
+struct BlockSeams {
+  static constexpr int kMost = 1 + kPieces * kMostWarps;
+  const BlockTeam& team;
+  Words* lows;   // of each seam the words before it
+  Words* highs;  // of each seam the words behind it
+  Words* own;    // in a warp's first and last lane: where its words of vector 0 belong
+
+  // The scratch memory must not be written again before another barrier of the block.
+  template <typename Row>
+  __device__ __forceinline__ explicit BlockSeams(const Row& row) : team(row.team) {
+    __shared__ Words scratch[2][kMost];
+    lows = scratch[0];
+    highs = scratch[1];
+    own = team.lane() == 0 ? highs + team.warp() : lows + team.warp() + 1;
+  }
+  // Returns the words of the vector before this thread's k-th vector, which has `words`. A warp's
+  // first lane gets any words.
+  __device__ __forceinline__ Words before(int k, const Words& words) const {
+    if (team.lane() == 0 || team.lane() == kWarpSize - 1) own[k * team.warps()] = words;
+    return shuffle(words, team.lane() - 1, kWarpSize);
+  }
+  __device__ __forceinline__ bool is_at(int) const { return team.lane() == 0; }
+  // Calls store(v, low, high) for each seam, with the words before vector v and its first words.
+  template <typename Store>
+  __device__ __forceinline__ void close(const Store& store) const {
+    __syncthreads();
+    const int seam = team.thread;
+    if (seam <= kPieces * team.warps()) store(seam * kWarpSize, lows[seam], highs[seam]);
+  }
+};
 
 }  // namespace fused_layernorm

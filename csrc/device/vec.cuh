@@ -106,7 +106,9 @@ enum class Use {
   kInOrder,  // It is read once, and the load stays behind a __syncwarp() that stands before it. The
              // compiler may move a load of kOnce across a __syncwarp().
   kAgain,    // It is read again by this or another block: parameters, and rows that are read twice.
-  kPlain,    // It lies in shared memory, or in memory that this kernel writes.
+  kAhead,  // The same, and the load stays in front of a barrier that stands behind it. The compiler
+           // may move a load of kAgain across a barrier.
+  kPlain,  // It lies in shared memory, or in memory that this kernel writes.
 };
 
 template <Use kUse, int kWidth, typename T>
@@ -117,7 +119,7 @@ __device__ __forceinline__ Vec<T, kWidth> load(const T* p) {
   auto* to = reinterpret_cast<piece_t<V>*>(v.at);
 #pragma unroll
   for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
-    if constexpr (kUse == Use::kPlain) {
+    if constexpr (kUse == Use::kPlain || kUse == Use::kAhead) {
       to[i] = from[i];
     } else if constexpr (kUse == Use::kInOrder && V::kPieceBytes == 16) {
       asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

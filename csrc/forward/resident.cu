@@ -12,7 +12,7 @@ namespace {
 
 template <typename N>
 __global__ void __launch_bounds__(kForwardResidentThreads, 1)
-    layer_norm_forward_resident_kernel(const ForwardParams p, const forward::Resident plan) {
+    layer_norm_forward_resident_kernel(const forward::Resident plan, const ForwardParams p) {
   using X = typename N::X;
   using W = typename N::W;
   using Y = typename N::Y;
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kForwardResidentThreads, 1)
 #pragma unroll 1
   for (int i = 0; i < work.rows; ++i) {
     const bool more = i + 1 < work.rows;
-    Moments<float> moments = N::Statistic::measure(
+    Moments<float> moments = N::Statistic::template measure<kVecs>(
         values, share, pivot,
         // The reciprocal lies in shared memory, as there are no registers for it.
         [&] { return Reciprocal<float>{inverse.x, inverse.y}; },
@@ -121,7 +121,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
       return cudaErrorInvalidValue;
     } else {
       return launch<Start::kCooperative>(layer_norm_forward_resident_kernel<BareForward<T>>, plan,
-                                         stream, params, plan);
+                                         stream, plan, params);
     }
   });
 }

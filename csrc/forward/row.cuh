@@ -1,11 +1,15 @@
 // Forward of one row that a team holds in registers, for any kind of team: load (prologue) ->
-// statistics -> normalize -> affine -> epilogue -> store. The strategies warp and block run
+// statistics -> normalize -> affine -> epilogue -> store. The strategies warp, spread and block run
 // this with a type of team each, which has
 //
-//   thread(), threads()   the thread's index in the team, and the number of the team's threads
+//   first_piece<n>()      the first of a thread's n pieces of the row
+//   step()                the distance from one of a thread's pieces to the next
+//   kTogether<n, v>       how many of a thread's n pieces are summed up by themselves, where a
+//                         vector has v pieces (norm/statistic.cuh)
 //   sum(v, n)             the sum over the team; the sums n = 0 and n = 1 of a row must not share
 //                         scratch memory
 //   kMostEarlyWords       registers that a thread has for parameters while sums are taken
+//   kEarlyUse             how these parameters are loaded
 //   kWalks                whether a kernel with an epilogue takes WalkedParameters
 //   kPivotFirst<N, kVecs, kShifted>  whether the row's first elements are loaded before the row
 //   pivot<N>(row, first)  the pivot, if not kPivotFirst; `first` is the thread's first vector
@@ -157,11 +161,26 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   // last kMayMiss pieces.
   const auto share = [&] {
     if constexpr (kShifted) {
-      return RaggedShare<kPieces, kWidth, kMayMiss>(team.thread(), team.threads(), p.cols);
+      return RaggedShare<kPieces, kWidth, kMayMiss>(team.template first_piece<kPieces>(),
+                                                    team.step(), p.cols);
     } else {
-      return Share<kPieces, kMayMiss>{team.thread(), team.threads(), p.cols / kWidth};
+      return Share<kPieces, kMayMiss>{team.template first_piece<kPieces>(), team.step(),
+                                      p.cols / kWidth};
     }
   }();
+
+  using Late = LateParameters<W, kWidth, decltype(share)>;
+  constexpr bool kWalks = !kShifted && N::Epilogue::kBranches && Team::kWalks;
+  constexpr bool kLoadsEarly = kEarly && !N::Prologue::kMayStore && !N::Epilogue::kMayActivate &&
+                               kParameterWords<N, kVecs> <= Team::kMostEarlyWords;
+  using Parameters = std::conditional_t<
+      kWalks, WalkedParameters<W, kWidth, decltype(share)>,
+      std::conditional_t<kLoadsEarly, EarlyParameters<W, kWidth, kPieces, Team::kEarlyUse>, Late>>;
+  const Late late = {place.parameters, share};
+  Parameters parameters(late);
+  const auto load_early = [&] {
+    if constexpr (kLoadsEarly) parameters.load(late);
+  };
 
   Vec<X, kWidth> x[kPieces];
   Acc pivot;
@@ -169,7 +188,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   if constexpr (kShifted) {
     // After the branches of load_shifted(), a load of the first elements would wait for the row.
     if (kPivotFirst) pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
-    place.x.load_shifted(x, team, share, valid_row);
+    place.x.load_shifted(x, team, share, valid_row, load_early);
   } else if constexpr (kPivotFirst) {
     // With a pivot that is loaded before all else some kernels are faster (bfloat16, without and
     // with: 32768 x 4096 137.9 us and 131.2, with a residual 268.0 and 259.4; 65536 x 2048 131.7
@@ -180,24 +199,16 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
     pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
     if (kInOrder) __syncwarp();
     place.x.template load<kInOrder ? Use::kInOrder : Use::kOnce>(x, share);
+    load_early();
   } else {
     place.x.template load<Use::kOnce>(x, share);
+    load_early();
   }
-  const auto parameters = [&] {
-    using Late = LateParameters<W, kWidth, decltype(share)>;
-    if constexpr (!kShifted && N::Epilogue::kBranches && Team::kWalks) {
-      return WalkedParameters<W, kWidth, decltype(share)>(Late{place.parameters, share});
-    } else if constexpr (!kEarly || N::Prologue::kMayStore || N::Epilogue::kMayActivate ||
-                         kParameterWords<N, kVecs> > Team::kMostEarlyWords) {
-      return Late{place.parameters, share};
-    } else {
-      return EarlyParameters<W, kWidth, kPieces>(Late{place.parameters, share});
-    }
-  }();
   if constexpr (!kPivotFirst) {
     pivot = team.template pivot<N>(place.x, x[0]);
   }
-  const auto [mean, m2] = N::Statistic::measure(
+  constexpr int kTogether = Team::template kTogether<kPieces, kMayMiss>;
+  const auto [mean, m2] = N::Statistic::template measure<kTogether>(
       x, share, pivot, [&] { return inverse_cols; }, [&](Acc v, int n) { return team.sum(v, n); },
       [] {});
   if constexpr (kForget) {
@@ -210,7 +221,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
   // The lanes of a warp store shifted rows together, so none of them may return before.
   if (!kShifted && !valid_row) return;
-  if (valid_row && team.thread() == 0) store_statistics(p, row, mean, rstd);
+  if (valid_row && share.first == 0) store_statistics(p, row, mean, rstd);
   if constexpr (kShifted) {
     finish_shifted_row(p, place, x, parameters, team, share, valid_row, mean, rstd);
   } else if constexpr (kForget) {

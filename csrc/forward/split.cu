@@ -12,7 +12,7 @@ namespace {
 
 template <typename N>
 __global__ void __launch_bounds__(kForwardSplitThreads + kWarpSize, 1)
-    layer_norm_forward_split_kernel(const ForwardParams p, const forward::Split plan) {
+    layer_norm_forward_split_kernel(const forward::Split plan, const ForwardParams p) {
   using X = typename N::X;
   using W = typename N::W;
   using Y = typename N::Y;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kForwardSplitThreads + kWarpSize, 1)
         values[k] = {};
         if (share.has(k)) values[k] = load<Use::kPlain, kWidth>(x + share.vector(k) * kWidth);
       }
-      moments = N::Statistic::measure(
+      moments = N::Statistic::template measure<kVecs>(
           values, share, pivot, [&] { return inverse_slice_cols; },
           [&](float v, int n) { return team_sum(v, team, scratch[i & 1][n]); },
           [&] {
@@ -129,8 +129,8 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     } else {
       return dispatch_forward_plain<T>(params, [&](auto norm) {
         using N = decltype(norm);
-        return launch<Start::kCooperative>(layer_norm_forward_split_kernel<N>, plan, stream, params,
-                                           plan);
+        return launch<Start::kCooperative>(layer_norm_forward_split_kernel<N>, plan, stream, plan,
+                                           params);
       });
     }
   });

@@ -16,7 +16,7 @@ constexpr int kRowsPerBlock = 8;
 // and read back by the last kernel.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kForwardStreamThreads)
-    layer_norm_forward_stream_sums_kernel(const ForwardParams p, const Slices chunks) {
+    layer_norm_forward_stream_sums_kernel(const Slices chunks, const ForwardParams p) {
   using Acc = typename N::Acc;
   constexpr int kVecs = forward_stream_vecs(kWidth);
   __shared__ alignas(16) Acc scratch[2][kMaxWarps];
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kForwardStreamThreads)
   Vec<typename N::X, kWidth> x[kVecs];
   place.x.template load<Use::kOnce>(x, share);
   const Acc pivot = N::Statistic::template pivot<typename N::X>(place.x.first_elements(cols));
-  const auto moments = N::Statistic::measure(
+  const auto moments = N::Statistic::template measure<kVecs>(
       x, share, pivot, [&] { return Reciprocal<Acc>(cols); },
       [&](Acc v, int n) { return team_sum(v, team, scratch[n]); }, [] {});
   if (team.thread == 0) {
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kForwardStreamThreads)
 // chunks, and stores them in the workspace, for the last kernel, and in the outputs.
 template <typename N>
 __global__ void __launch_bounds__(kWarpSize)
-    layer_norm_forward_stream_totals_kernel(const ForwardParams p, const Slices chunks,
-                                            const int64_t totals_offset) {
+    layer_norm_forward_stream_totals_kernel(const Slices chunks, const int64_t totals_offset,
+                                            const ForwardParams p) {
   using Acc = typename N::Acc;
   const int64_t row = blockIdx.x;
   const auto* parts = static_cast<const Pair<Acc>*>(p.workspace) + row * chunks.blocks_per_row;
@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(kWarpSize)
 // read for every row, because each row may have its own.
 template <typename N, int kWidth>
 __global__ void __launch_bounds__(kFinishThreads)
-    layer_norm_forward_stream_kernel(const ForwardParams p, const int chunks,
-                                     const int64_t totals_offset) {
+    layer_norm_forward_stream_kernel(const int chunks, const int64_t totals_offset,
+                                     const ForwardParams p) {
   using Acc = typename N::Acc;
   using W = typename N::W;
   using X = typename N::X;
@@ -133,8 +133,8 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
       // The moments do not depend on the epilogue, nor on shift and scale.
       const auto start_sums = [&](auto prologue) {
         using N = LayerNormOf<T, decltype(prologue), Identity>;
-        return launch(layer_norm_forward_stream_sums_kernel<N, width()>, plan, stream, params,
-                      plan.chunks);
+        return launch(layer_norm_forward_stream_sums_kernel<N, width()>, plan, stream, plan.chunks,
+                      params);
       };
       cudaError_t error = params.residual == nullptr          ? start_sums(Plain{})
                           : params.modulation.gate == nullptr ? start_sums(Add{})
@@ -142,7 +142,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
       if (error != cudaSuccess) return error;
       const Launch per_row = {params.rows, kWarpSize};
       error = launch(layer_norm_forward_stream_totals_kernel<BareForward<T>>, per_row, stream,
-                     params, plan.chunks, plan.totals_offset);
+                     plan.chunks, plan.totals_offset, params);
       if (error != cudaSuccess) return error;
       // The sum of input and residual, which the first kernel has stored, is now the input.
       ForwardParams stored = params;
@@ -157,7 +157,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
       const Launch finish = {sets * chunks, kFinishThreads};
       const auto start = [&](auto norm) {
         return launch(layer_norm_forward_stream_kernel<decltype(norm), width()>, finish, stream,
-                      stored, chunks, plan.totals_offset);
+                      chunks, plan.totals_offset, stored);
       };
       return params.is_modulated ? start(ModulatedForward<T, Plain>{})
                                  : dispatch_forward_plain<T>(stored, start);

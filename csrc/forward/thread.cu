@@ -39,7 +39,7 @@ struct PlayedShare {
 
 template <typename N, int kLanes, int kVecs>
 __global__ void __launch_bounds__(kForwardWarpThreads)
-    layer_norm_forward_thread_kernel(const ForwardParams p, const int y_offset) {
+    layer_norm_forward_thread_kernel(const int y_offset, const ForwardParams p) {
   using Acc = typename N::Acc;
   using W = typename N::W;
   using X = typename N::X;
@@ -72,12 +72,15 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   // A load of a row's last vector also reads elements of the next row, so y takes the place of the
   // rows only when all of them are in registers.
   __syncthreads();
-  const Acc sum = sum_over_lanes<kLanes, kPlayed, Acc>(
-      [&](int lane) { return N::Statistic::sum_from(x[lane], Share{lane, p.cols}, pivot); });
+  // As in the logical warp, each vector is summed up by itself.
+  const Acc sum = sum_over_lanes<kLanes, kPlayed, Acc>([&](int lane) {
+    return N::Statistic::template sum_from<kPiecesOfVec>(x[lane], Share{lane, p.cols}, pivot);
+  });
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
   const Acc mean = inverse_cols.mean(pivot, sum);
   const Acc m2 = sum_over_lanes<kLanes, kPlayed, Acc>([&](int lane) {
-    return N::Statistic::squared_deviations(x[lane], Share{lane, p.cols}, mean);
+    return N::Statistic::template squared_deviations<kPiecesOfVec>(x[lane], Share{lane, p.cols},
+                                                                   mean);
   });
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
   if (has_row) {
@@ -134,7 +137,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     return dispatch_played<kXSize>(
         std::make_integer_sequence<int, played_count(kXSize)>{}, plan, [&](auto lanes, auto vecs) {
           return launch(layer_norm_forward_thread_kernel<BareForward<T>, lanes(), vecs()>, plan,
-                        stream, params, plan.y_offset);
+                        stream, plan.y_offset, params);
         });
   });
 }

@@ -10,11 +10,19 @@ struct LogicalWarp {
   // bfloat16, with parameters loaded together with the row, and loaded where they are used: 12608 x
   // 768 11.5 us and 12.2; 1 x 768 1.5 and 1.9; 32768 x 768 26.3 and 26.9; 128 x 1024 2.2 and 2.6.
   static constexpr int kMostEarlyWords = 32;
+  static constexpr Use kEarlyUse = Use::kAgain;
   static constexpr bool kWalks = false;  // 32768 x 1024 with GELU: 36.4 us, walked 37.3
   int lanes, lane;
 
-  __device__ __forceinline__ int thread() const { return lane; }
-  __device__ __forceinline__ int threads() const { return lanes; }
+  template <int>
+  __device__ __forceinline__ int first_piece() const {
+    return lane;
+  }
+  __device__ __forceinline__ int step() const { return lanes; }
+  // Each vector is summed up by itself, so that the vectors of a lane may also be those of threads
+  // in several warps (forward/spread.cu).
+  template <int kPieces, int kPiecesOfVector>
+  static constexpr int kTogether = kPiecesOfVector;
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int) const {
     return logical_warp_sum(v, lanes);
@@ -70,11 +78,15 @@ struct LogicalWarp {
   };
 };
 
+template <typename N, int kVecs, Moves kMoves>
+constexpr int kWarpBlocks = kIsBare<N> && kIsOneType<typename N::Types> && kMoves == Moves::kVectors
+                                ? forward_warp_bare_blocks(kVecs, sizeof(typename N::X))
+                                : forward_warp_blocks(sizeof(typename N::X), sizeof(typename N::W),
+                                                      sizeof(typename N::Y), N::Affine::kModulates);
+
 template <typename N, int kVecs, Moves kMoves, bool kEarly>
-__global__ void __launch_bounds__(kForwardWarpThreads,
-                                  forward_warp_blocks(sizeof(typename N::X), sizeof(typename N::W),
-                                                      sizeof(typename N::Y), N::Affine::kModulates))
-    layer_norm_forward_warp_kernel(const ForwardParams p, const int log2_lanes) {
+__global__ void __launch_bounds__(kForwardWarpThreads, kWarpBlocks<N, kVecs, kMoves>)
+    layer_norm_forward_warp_kernel(const int log2_lanes, const ForwardParams p) {
   const int lanes = 1 << log2_lanes;
   const LogicalWarp team = {lanes, static_cast<int>(threadIdx.x) & (lanes - 1)};
   const uint32_t teams = kForwardWarpThreads >> log2_lanes;
@@ -98,8 +110,8 @@ cudaError_t launch_warp(const ForwardParams& params, const forward::Warp& plan,
     constexpr bool kBoth = kMoves == Moves::kShifted && kIsBare<N> &&
                            kParameterWords<N, kVecs> <= LogicalWarp::kMostEarlyWords;
     return dispatch_bool<kBoth>(kBoth && !plan.early, [&](auto late) {
-      return launch(layer_norm_forward_warp_kernel<N, kVecs, kMoves, !late()>, plan, stream, params,
-                    log2_of(plan.lanes));
+      return launch(layer_norm_forward_warp_kernel<N, kVecs, kMoves, !late()>, plan, stream,
+                    log2_of(plan.lanes), params);
     });
   }
 }

@@ -15,26 +15,29 @@ struct LateParameters {
   const ColumnParameters<W>& columns;
   const Share& share;
 
+  template <Use kUse = Use::kAgain>
   __device__ __forceinline__ auto weight(int k) const {
-    return load_share<kWidth>(columns.weight, share, k);
+    return load_share<kWidth, kUse>(columns.weight, share, k);
   }
+  template <Use kUse = Use::kAgain>
   __device__ __forceinline__ auto bias(int k) const {
-    return load_share<kWidth>(columns.bias, share, k);
+    return load_share<kWidth, kUse>(columns.bias, share, k);
   }
 };
 
-// Loaded together with the row, so that they arrive while the row's sums are taken.
-template <typename W, int kWidth, int kVecs>
+// Loaded by load() together with the row, so that they arrive while the row's sums are taken.
+template <typename W, int kWidth, int kVecs, Use kUse>
 struct EarlyParameters {
   Vec<W, kWidth> weights[kVecs], biases[kVecs];
 
   template <typename Share>
-  __device__ __forceinline__ explicit EarlyParameters(
-      const LateParameters<W, kWidth, Share>& parameters) {
+  __device__ __forceinline__ explicit EarlyParameters(const LateParameters<W, kWidth, Share>&) {}
+  template <typename Share>
+  __device__ __forceinline__ void load(const LateParameters<W, kWidth, Share>& parameters) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      weights[k] = parameters.weight(k);
-      biases[k] = parameters.bias(k);
+      weights[k] = parameters.template weight<kUse>(k);
+      biases[k] = parameters.template bias<kUse>(k);
     }
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {

@@ -40,9 +40,9 @@ struct Parameter {
       : at(given != nullptr ? static_cast<const W*>(given) + first_col : vector_of<W>(absent)),
         mask(given != nullptr ? -1 : 0) {}
 
-  template <int kWidth>
+  template <int kWidth, Use kUse = Use::kAgain>
   __device__ __forceinline__ Vec<W, kWidth> load(int col) const {
-    return fused_layernorm::load<Use::kAgain, kWidth>(element(at, col & mask));
+    return fused_layernorm::load<kUse, kWidth>(element(at, col & mask));
   }
 
   // Loads a vector that may reach past the parameter's end. A piece that lies wholly behind the end
@@ -63,7 +63,7 @@ struct Parameter {
 };
 
 // A parameter at vector k of a thread's share of a row; for a missing vector, at any columns.
-template <int kWidth, typename W, typename Share>
+template <int kWidth, Use kUse = Use::kAgain, typename W, typename Share>
 __device__ __forceinline__ Vec<W, kWidth> load_share(const Parameter<W>& from, const Share& share,
                                                      int k) {
   const int col = share.template col<kWidth>(k);
@@ -72,7 +72,7 @@ __device__ __forceinline__ Vec<W, kWidth> load_share(const Parameter<W>& from, c
   if constexpr (Share::kRagged && kWidth * sizeof(W) > kVectorBytes) {
     if (!share.is_whole(k)) return from.template load_until<kWidth>(col, share.cols);
   }
-  return from.template load<kWidth>(col);
+  return from.template load<kWidth, kUse>(col);
 }
 
 // The two parameters of a row's affine map from its column `first_col` on: weight and bias, or

@@ -8,7 +8,8 @@
 //   first_elements()  x at the row's first two columns; a row of one column gives its x twice. In
 //                     half precision the second is zero, as the statistic does not use it.
 //   load()            loads a thread's share of x
-//   load_shifted()    the same for a row that begins anywhere in memory
+//   load_shifted()    the same for a row that begins anywhere in memory. Calls then() once, as soon
+//                     as further loads need not wait for x.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -48,11 +49,11 @@ struct Plain {
       }
     }
 
-    template <int kWidth, int kVecs, typename Team, int kMayMiss>
+    template <int kWidth, int kVecs, typename Team, int kMayMiss, typename Then>
     __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team&,
                                                  const RaggedShare<kVecs, kWidth, kMayMiss>& share,
-                                                 bool) const {
-      fused_layernorm::load_shifted<0>(out, ShiftedRow<const X, kWidth>(x), share);
+                                                 bool, const Then& then) const {
+      fused_layernorm::load_shifted<0>(out, ShiftedRow<const X, kWidth>(x), share, then);
       keep_columns(out, share);
     }
   };
@@ -158,15 +159,15 @@ struct Adding {
     }
 
     // Nothing is stored for a team without a row of its own (`valid_row` is false).
-    template <int kWidth, int kVecs, typename Team, int kMayMiss>
+    template <int kWidth, int kVecs, typename Team, int kMayMiss, typename Then>
     __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team& team,
                                                  const RaggedShare<kVecs, kWidth, kMayMiss>& share,
-                                                 bool valid_row) const {
-      fused_layernorm::load_shifted<0>(out, ShiftedRow<const X, kWidth>(residual), share);
+                                                 bool valid_row, const Then& then) const {
+      fused_layernorm::load_shifted<0>(out, ShiftedRow<const X, kWidth>(residual), share, then);
       const ShiftedRow<const In, kWidth> added_row(input);
       const auto add = [&](auto first, auto count) {
         Vec<In, kWidth> added[count()];
-        fused_layernorm::load_shifted<first()>(added, added_row, share);
+        fused_layernorm::load_shifted<first()>(added, added_row, share, [] {});
 #pragma unroll
         for (int n = 0; n < count(); ++n) {
           const int k = first() + n;
@@ -220,11 +221,11 @@ struct OrPlain {
     __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share) const {
       as_it_is([&](const auto& as) { as.template load<kUse>(out, share); });
     }
-    template <int kWidth, int kVecs, typename Team, int kMayMiss>
+    template <int kWidth, int kVecs, typename Team, int kMayMiss, typename Then>
     __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team& team,
                                                  const RaggedShare<kVecs, kWidth, kMayMiss>& share,
-                                                 bool valid_row) const {
-      as_it_is([&](const auto& as) { as.load_shifted(out, team, share, valid_row); });
+                                                 bool valid_row, const Then& then) const {
+      as_it_is([&](const auto& as) { as.load_shifted(out, team, share, valid_row, then); });
     }
   };
 };

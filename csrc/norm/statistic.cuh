@@ -29,6 +29,22 @@ __device__ __forceinline__ Acc tree_sum(const Acc (&values)[kWidth]) {
   return sums[0];
 }
 
+// The sum over a thread's vectors, in parts of `kTogether` vectors. `add_up(from, total)` adds up
+// the values of the vectors from number `from` on, column by column.
+template <int kTogether, int kVecs, int kWidth, typename Acc, typename AddUp>
+__device__ __forceinline__ Acc sum_of_parts(const AddUp& add_up) {
+  static_assert(kVecs % kTogether == 0);
+  Acc sum;
+#pragma unroll
+  for (int from = 0; from < kVecs; from += kTogether) {
+    Acc total[kWidth];
+    add_up(from, total);
+    const Acc part = tree_sum(total);
+    sum = from == 0 ? part : sum + part;
+  }
+  return sum;
+}
+
 // 1 / n to twice the digits of float32. A mean is the pivot plus sum * (1 / n); where these two
 // terms nearly cancel, the rounding of 1 / n would be magnified.
 template <typename Acc>
@@ -71,48 +87,49 @@ struct LayerNorm {
   }
 
   // A thread's part of the two sums from which moments are computed: of x - pivot, and of the
-  // squared deviations from the mean.
-  template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
+  // squared deviations from the mean. Every `kTogether` vectors are summed up by themselves, and
+  // these sums are then added in order.
+  template <int kTogether, typename X, int kWidth, int kVecs, typename Share, typename Acc>
   static __device__ __forceinline__ Acc sum_from(const Vec<X, kWidth> (&x)[kVecs],
                                                  const Share& share, Acc pivot) {
-    // A thread's own sum of half-precision values is exact in float32, so the pivots of all its
-    // values are subtracted at once. This comes first, because the pivot is loaded first.
+    // The sum of a few half-precision values is exact in float32, so the pivots of all these values
+    // are subtracted at once. This comes first, because the pivot is loaded first.
     constexpr bool kExact = sizeof(X) == 2;
-    Acc total[kWidth];
-    Acc count = 0;
+    return sum_of_parts<kTogether, kVecs, kWidth, Acc>([&](int from, Acc(&total)[kWidth]) {
+      Acc count = 0;
 #pragma unroll
-    for (int k = 0; k < kVecs; ++k) count += share.template count<Acc, kWidth>(k);
+      for (int k = from; k < from + kTogether; ++k) count += share.template count<Acc, kWidth>(k);
 #pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      Acc values[kWidth];
-      unpack(values, x[k]);
-      if (kExact && k == 0) values[0] -= count * pivot;
+      for (int k = from; k < from + kTogether; ++k) {
+        Acc values[kWidth];
+        unpack(values, x[k]);
+        if (kExact && k == from) values[0] -= count * pivot;
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const Acc from = share.has_column(k, j) ? pivot : Acc(0);
-        const Acc v = kExact ? values[j] : values[j] - from;
-        total[j] = k == 0 ? v : total[j] + v;
+        for (int j = 0; j < kWidth; ++j) {
+          const Acc subtracted = share.has_column(k, j) ? pivot : Acc(0);
+          const Acc v = kExact ? values[j] : values[j] - subtracted;
+          total[j] = k == from ? v : total[j] + v;
+        }
       }
-    }
-    return tree_sum(total);
+    });
   }
 
-  template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
+  template <int kTogether, typename X, int kWidth, int kVecs, typename Share, typename Acc>
   static __device__ __forceinline__ Acc squared_deviations(const Vec<X, kWidth> (&x)[kVecs],
                                                            const Share& share, Acc mean) {
-    Acc total[kWidth];
+    return sum_of_parts<kTogether, kVecs, kWidth, Acc>([&](int from, Acc(&total)[kWidth]) {
 #pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      Acc values[kWidth];
-      unpack(values, x[k]);
+      for (int k = from; k < from + kTogether; ++k) {
+        Acc values[kWidth];
+        unpack(values, x[k]);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const Acc from = share.has_column(k, j) ? mean : Acc(0);
-        const Acc d = values[j] - from;
-        total[j] = k == 0 ? d * d : total[j] + d * d;
+        for (int j = 0; j < kWidth; ++j) {
+          const Acc subtracted = share.has_column(k, j) ? mean : Acc(0);
+          const Acc d = values[j] - subtracted;
+          total[j] = k == from ? d * d : total[j] + d * d;
+        }
       }
-    }
-    return tree_sum(total);
+    });
   }
 
   // The moments of some columns, of which each thread has the vectors `x` in registers.
@@ -120,16 +137,16 @@ struct LayerNorm {
   //   inverse  inverse(): the Reciprocal of the number of columns
   //   sum      sum(value, n): the sum over all threads that work on these columns, for n = 0 and 1
   //   then     then() is called behind the first sum, when all threads have their vectors
-  template <typename X, int kWidth, int kVecs, typename Share, typename Acc, typename Inverse,
-            typename Sum, typename Then>
+  template <int kTogether, typename X, int kWidth, int kVecs, typename Share, typename Acc,
+            typename Inverse, typename Sum, typename Then>
   static __device__ __forceinline__ Moments<Acc> measure(const Vec<X, kWidth> (&x)[kVecs],
                                                          const Share& share, Acc pivot,
                                                          const Inverse& inverse, const Sum& sum,
                                                          const Then& then) {
-    const Acc total = sum(sum_from(x, share, pivot), 0);
+    const Acc total = sum(sum_from<kTogether>(x, share, pivot), 0);
     then();
     const Acc mean = inverse().mean(pivot, total);
-    return {mean, sum(squared_deviations(x, share, mean), 1)};
+    return {mean, sum(squared_deviations<kTogether>(x, share, mean), 1)};
   }
 
   // The moments of a row from those of its parts, by one warp; every lane gets them. `each(f)`

@@ -46,6 +46,10 @@ constexpr bool kIsFloat64 = std::is_same_v<typename T::X, double>;
 template <typename T>
 constexpr bool kIsCommon = std::is_same_v<typename T::X, typename T::Y> && !kIsFloat64<T>;
 
+template <typename T>
+constexpr bool kIsOneType =
+    is_one_type(kTypeOf<typename T::X>, kTypeOf<typename T::W>, kTypeOf<typename T::Y>);
+
 // The combinations that have kernels. bindings/cuda converts the others to one of them (a weight
 // to float32, an output from float32), which gives the same result to the bit.
 template <typename Launch>

@@ -139,9 +139,10 @@ bool may_take_few_rows(const Team& team, const Problem& problem, const Forced& f
 void lay_out_few_rows(backward::FewRows& plan, const Problem& problem, int teams) {
   const int x_size = size_of(problem.x);
   plan.threads = plan.team_threads * teams;
-  plan.column_blocks = problem.needs_dparams
-                           ? ceil_div(problem.cols, column_lanes(plan.width, x_size) * plan.width)
-                           : 0;
+  // A block has few columns, of many rows, or a column for each of its threads, of a single row.
+  const int lanes = problem.rows == 1 ? plan.threads : column_lanes(plan.width, x_size);
+  plan.column_blocks =
+      problem.needs_dparams ? ceil_div(problem.cols, int64_t{lanes} * plan.width) : 0;
   plan.shared_bytes =
       problem.needs_dparams ? few_rows_shared_bytes(plan.threads, plan.width, x_size) : 0;
   plan.blocks = ceil_div(problem.rows, teams) + plan.column_blocks;

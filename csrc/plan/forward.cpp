@@ -23,6 +23,11 @@ bool has_kernels_on_chip(const Problem& problem) {
          has_modulated_forward(problem.x, problem.weight, problem.y, !problem.aligned);
 }
 
+// Whether nothing is fused.
+bool is_bare(const Problem& problem) {
+  return !problem.residual && !problem.modulated && !problem.has_epilogue;
+}
+
 // Whether at most one of two consecutive rows begins at a multiple of 16 bytes. This decides in
 // place of `aligned` where `aligned` would make a row's result depend on the row's address.
 bool is_ragged(const Problem& problem) {
@@ -97,6 +102,21 @@ std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& for
   return plan;
 }
 
+// Few rows of which each lane of a whole warp would own several vectors, with nothing fused.
+std::optional<forward::Spread> spread_plan(const Problem& problem, const Forced& forced) {
+  const bool allowed = forced.allows(Strategy::kSpread, {}) && is_bare(problem) &&
+                       is_one_type(problem.x, problem.weight, problem.y);
+  const bool is_few = problem.rows <= ladders::most_spread_rows(moves_of(problem));
+  if (!allowed || !(is_few || forced.strategy)) return std::nullopt;
+  const auto lanes = lanes_of(problem, forced);
+  if (!lanes || lanes->lanes < kWarpThreads || lanes->vecs == 1) return std::nullopt;
+  forward::Spread plan;
+  plan.moves = moves_of(problem);
+  plan.threads = lanes->vecs * kWarpThreads;
+  plan.blocks = problem.rows;
+  return plan;
+}
+
 // Whether there is a kernel in which a thread plays these lanes.
 bool is_played(const Lanes& lanes, int x_size) {
   for (int i = 0; i < played_count(x_size); ++i) {
@@ -108,9 +128,8 @@ bool is_played(const Lanes& lanes, int x_size) {
 
 // Many short ragged rows, with nothing fused.
 std::optional<forward::Thread> thread_plan(const Problem& problem, const Forced& forced) {
-  const bool bare = !problem.residual && !problem.modulated && !problem.has_epilogue;
-  const bool allowed =
-      forced.allows(Strategy::kThread, {Field::kVecs}) && bare && is_short_ragged(problem);
+  const bool allowed = forced.allows(Strategy::kThread, {Field::kVecs}) && is_bare(problem) &&
+                       is_short_ragged(problem);
   const auto& rung = size_of(problem.x) == 4
                          ? ladders::rung_of(ladders::kFloat32Threads, problem.cols)
                          : ladders::rung_of(ladders::kHalfThreads, problem.cols);
@@ -156,7 +175,17 @@ std::optional<int> block_threads(const Problem& problem, int64_t vectors, int ve
   return static_cast<int>(threads);
 }
 
-std::optional<forward::Block> block_plan(const Problem& problem, const Forced& forced) {
+// Whether the blocks of a row each may load weight and bias together with the row: the registers
+// for this must not keep any of the blocks waiting. (bfloat16, with such loads and without: 528 x
+// 4096 4.40 us, 4.55; 528 x 4095 5.51, 5.95; 1056 x 2048 4.18, 4.25; but where not all blocks run
+// at once 1056 x 4096 6.93, 6.15.)
+bool may_be_early(const Problem& problem, const Device& device, int vecs, int threads) {
+  return is_bare(problem) && has_early_forward(problem.x, problem.weight, problem.y, vecs) &&
+         problem.rows <= int64_t{device.sms} * (kEarlyForwardBounds.threads / threads);
+}
+
+std::optional<forward::Block> block_plan(const Problem& problem, const Device& device,
+                                         const Forced& forced) {
   if (!forced.allows(Strategy::kBlock, {Field::kVecs}) || !has_kernels_on_chip(problem)) {
     return std::nullopt;
   }
@@ -174,6 +203,7 @@ std::optional<forward::Block> block_plan(const Problem& problem, const Forced& f
     plan.vecs = vecs;
     plan.moves = moves_of(problem);
     plan.threads = *threads;
+    plan.early = may_be_early(problem, device, vecs, plan.threads);
     plan.blocks = problem.rows;
     best = plan;
   }
@@ -293,8 +323,9 @@ std::optional<forward::Stream> stream_plan(const Problem& problem, const Forced&
 forward::Plan make_forward_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
   if (const auto plan = thread_plan(problem, forced)) return *plan;
+  if (const auto plan = spread_plan(problem, forced)) return *plan;
   if (const auto plan = warp_plan(problem, forced)) return *plan;
-  if (const auto plan = block_plan(problem, forced)) return *plan;
+  if (const auto plan = block_plan(problem, device, forced)) return *plan;
   const auto resident = resident_plan(problem, device, forced);
   if (resident && better_resident(*resident, problem)) return *resident;
   if (const auto plan = split_plan(problem, device, forced)) return *plan;

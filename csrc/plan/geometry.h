@@ -22,6 +22,11 @@ constexpr int size_of(DataType type) {
   return type == DataType::kFloat64 ? 8 : type == DataType::kFloat32 ? 4 : 2;
 }
 
+// Whether x, the parameters and y (dy in backward) are of one type, and it is not float64.
+constexpr bool is_one_type(DataType x, DataType weight, DataType y) {
+  return x == weight && x == y && x != DataType::kFloat64;
+}
+
 // The types of x, of weight and bias, and of y (dy in backward) for which there are kernels.
 constexpr DataType kTypesWithKernels[][3] = {
     {DataType::kFloat32, DataType::kFloat32, DataType::kFloat32},
@@ -167,8 +172,25 @@ constexpr int forward_warp_blocks(int x_size, int weight_size, int y_size, bool 
   if (modulated) return weight_size <= x_size ? 5 : 4;
   return y_size > x_size ? 1 : 0;
 }
+// The same for rows of whole vectors and one type with nothing fused. Here the compiler's choice
+// delays the loads of weight and bias until the row has come, to save registers, and each warp then
+// waits twice (with its choice and with these bounds, bfloat16: 65536 x 128 10.35 us, 9.98; 32768 x
+// 256 10.27, 9.93; 12608 x 768 11.70, 11.22; float32: 32768 x 256 18.54, 17.92; 4096 x 256 3.77,
+// 3.66; but 200704 x 96 39.36, 39.48).
+constexpr int forward_warp_bare_blocks(int vecs, int x_size) {
+  if (vecs == 2) return x_size == 2 ? 9 : 10;
+  if (vecs == 3) return x_size == 2 ? 7 : 0;
+  return vecs == 4 && x_size == 4 ? 6 : 0;
+}
 static_assert(kForwardWarpThreads % kWarpThreads == 0,
               "every lane of a logical warp takes part in its shuffles");
+
+// ---- Forward, a row spread over several warps.
+
+constexpr int kMostSpreadVecs = 4;  // of a lane of the logical warp; one warp has one of them
+static_assert(kMostSpreadVecs >= most_forward_warp_vecs(2, false) &&
+                  kMostSpreadVecs >= most_forward_warp_vecs(4, false),
+              "all rows of logical warps can be spread");
 
 // ---- Forward, a thread per row.
 
@@ -253,9 +275,19 @@ constexpr BlockBounds forward_block_bounds(int vecs, ForwardLoad load, bool narr
   if (vecs == 4 && load == ForwardLoad::kLean) return {576, 2};
   return {1024, 1};
 }
+// The same for few rows, whose kernels also keep weight and bias in registers (bfloat16, without
+// and with them: 1 x 2048 1.84 us, 1.61; 64 x 4096 2.64, 2.42; float32: 64 x 1024 2.23, 2.07).
+constexpr BlockBounds kEarlyForwardBounds = {512, 1};
+constexpr int kMostEarlyVecs = 5;
+constexpr bool has_early_forward(DataType x, DataType weight, DataType y, int vecs) {
+  return is_one_type(x, weight, y) && vecs <= kMostEarlyVecs;
+}
 constexpr int registers_of(BlockBounds bounds) {
   return registers_of(bounds.threads, bounds.blocks);
 }
+static_assert(registers_of(kEarlyForwardBounds) == 128 &&
+                  3 * kMostEarlyVecs * kVectorBytes / 4 <= 64,
+              "a thread has registers for its vectors of the row and of both parameters");
 static_assert(registers_of(forward_block_bounds(4, ForwardLoad::kHeavy, false)) == 64 &&
                   registers_of(forward_block_bounds(5, ForwardLoad::kHeavy, false)) == 72 &&
                   registers_of(forward_block_bounds(8, ForwardLoad::kHeavy, false)) == 96 &&
@@ -417,6 +449,15 @@ static_assert(registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThre
                   registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThread, true)) ==
                       128,
               "half the registers of the persistent blocks do without running sums");
+// Whether a thread of such a block keeps xhat and g of a row in registers between the row's sums
+// and its dx: vectors of half precision, which are packed in x and dy, and up to eight columns of
+// other types. (Computed again and kept, with GELU: 64 x 1024 bfloat16 3.24 us, 2.68; 8 x
+// 4096 3.84, 2.95; 1024 x 1024 float32 10.85, 9.01.)
+constexpr bool few_rows_keep(int width, int vecs, int x_size, bool fused) {
+  const int cols = width * vecs;
+  if (fused) return cols <= kKeptColsPerThread;
+  return width == 1 ? cols <= 4 : cols <= (x_size == 2 ? kKeptColsPerThread : 8);
+}
 // With few rows a team owns a row as in the kernels for many rows: as a logical warp, or as whole
 // warps.
 template <int kWidth, int kXSize>
@@ -427,7 +468,7 @@ using FewRowsVecs =
 // are kernels only where nothing is fused and all tensors are of one type.
 constexpr bool has_few_rows_kernel(DataType x, DataType weight, DataType y, bool fused,
                                    bool keeps) {
-  return keeps || (!fused && x == weight && x == y && x != DataType::kFloat64);
+  return keeps || (!fused && is_one_type(x, weight, y));
 }
 static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<4, 4>{}, backward_block_vecs_from(4, 4, 1)) &&

@@ -133,6 +133,24 @@ static_assert(is_ladder(kFloat32Lanes) && is_ladder(kFloat32EpilogueLanes) &&
 // 4096 x 65 2.9, 3.2; 32768 x 1021 41.3, 38.8; 100000 x 427 57.7, 53.7).
 constexpr int64_t kEarlyRows = 4096;
 
+// Up to this many rows, by how their elements are moved, the vectors of a lane are spread over
+// several warps.
+constexpr int64_t most_spread_rows(Moves moves) {
+  switch (moves) {
+    // Times of spread vectors and of logical warps, bfloat16: 1 x 1024 1.25, 1.36; 8 x 1024 1.33,
+    // 1.46; 32 x 1024 1.70, 1.73; but 64 x 512 1.67, 1.63.
+    case Moves::kVectors:
+      return 32;
+    // 8 x 924 1.65, 1.86; 128 x 924 2.35, 2.40; 256 x 711 2.43, 2.42.
+    case Moves::kShifted:
+      return 128;
+    // float32: 8 x 498 1.41, 1.56; 16 x 498 1.43, 1.56; but 64 x 498 2.16, 2.03.
+    case Moves::kElements:
+      return 16;
+  }
+  return 0;
+}
+
 // ---- Forward, rows in registers: the ragged rows of float32 that are moved by elements.
 
 // Shorter rows are not moved by elements, because where there are many they go to threads, which

@@ -17,8 +17,8 @@ namespace {
 // As JSON strings.
 constexpr const char* kMoves[] = {"\"vectors\"", "\"shifted\"", "\"elements\""};
 
-constexpr const char* kStrategies[] = {"warp",   "thread",   "block", "split", "resident",
-                                       "stream", "few_rows", "group", "rows"};
+constexpr const char* kStrategies[] = {"warp",     "thread", "spread",   "block", "split",
+                                       "resident", "stream", "few_rows", "group", "rows"};
 
 // The fields that can be forced beside the strategy, in the order of Field. No problem can have a
 // value outside of its field's range.
@@ -193,8 +193,16 @@ std::string to_json(const forward::Warp& plan) {
       .with(plan);
 }
 
+std::string to_json(const forward::Spread& plan) {
+  return Json(Strategy::kSpread).add("moves", plan.moves).with(plan);
+}
+
 std::string to_json(const forward::Block& plan) {
-  return Json(Strategy::kBlock).add("vecs", plan.vecs).add("moves", plan.moves).with(plan);
+  return Json(Strategy::kBlock)
+      .add("vecs", plan.vecs)
+      .add("moves", plan.moves)
+      .add("early", plan.early)
+      .with(plan);
 }
 
 std::string to_json(const forward::Split& plan) {

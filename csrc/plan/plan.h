@@ -78,10 +78,17 @@ struct Thread : Launch {
   int y_offset = 0;  // of the rows of y in shared memory; 0: they take the place of x
 };
 
+// A block has a row, and each of its warps has one vector of each lane of the logical warp that
+// would otherwise have the row. The block takes the same sums in the same order.
+struct Spread : Launch {
+  Moves moves = Moves::kVectors;
+};
+
 // A block holds a row in registers.
 struct Block : Launch {
   int vecs = 3;
   Moves moves = Moves::kVectors;
+  bool early = false;  // weight and bias are loaded with the row
 };
 
 // Persistent blocks, one row or a slice of it at a time, with a ring of slices in shared memory.
@@ -105,7 +112,7 @@ struct Stream : Launch {
   int64_t totals_offset = 0;  // in the workspace: mean and rstd of every row
 };
 
-using Plan = std::variant<Warp, Thread, Block, Split, Resident, Stream>;
+using Plan = std::variant<Warp, Thread, Spread, Block, Split, Resident, Stream>;
 
 }  // namespace forward
 
