@@ -30,7 +30,7 @@ struct RowBlock {
     return team.thread;
   }
   __device__ __forceinline__ int step() const { return team.threads; }
-  template <int kPieces, int>
+  template <typename, int kPieces, int>
   static constexpr int kTogether = kPieces;
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int n) const {

@@ -4,7 +4,7 @@
 //
 //   first_piece<n>()      the first of a thread's n pieces of the row
 //   step()                the distance from one of a thread's pieces to the next
-//   kTogether<n, v>       how many of a thread's n pieces are summed up by themselves, where a
+//   kTogether<N, n, v>    how many of a thread's n pieces are summed up by themselves, where a
 //                         vector has v pieces (norm/statistic.cuh)
 //   sum(v, n)             the sum over the team; the sums n = 0 and n = 1 of a row must not share
 //                         scratch memory
@@ -207,7 +207,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   if constexpr (!kPivotFirst) {
     pivot = team.template pivot<N>(place.x, x[0]);
   }
-  constexpr int kTogether = Team::template kTogether<kPieces, kMayMiss>;
+  constexpr int kTogether = Team::template kTogether<N, kPieces, kMayMiss>;
   const auto [mean, m2] = N::Statistic::template measure<kTogether>(
       x, share, pivot, [&] { return inverse_cols; }, [&](Acc v, int n) { return team.sum(v, n); },
       [] {});

@@ -20,7 +20,7 @@ struct SpreadWarp {
     return team.warp() * kPieces * kWarpSize + team.lane();
   }
   __device__ __forceinline__ int step() const { return kWarpSize; }
-  template <int kPieces, int>
+  template <typename, int kPieces, int>
   static constexpr int kTogether = kPieces;
 
   // First the sums of each lane's vectors are added, in order, then those of the lanes.
@@ -61,7 +61,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   }
   return dispatch_types(types, [&](auto t) -> cudaError_t {
     using T = decltype(t);
-    if constexpr (!kIsOneType<T>) {
+    if constexpr (!kMaySpread<BareForward<T>>) {
       return cudaErrorInvalidValue;
     } else {
       return dispatch_moves<T>(plan.moves, [&](auto moves) {

@@ -72,15 +72,14 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   // A load of a row's last vector also reads elements of the next row, so y takes the place of the
   // rows only when all of them are in registers.
   __syncthreads();
-  // As in the logical warp, each vector is summed up by itself.
+  constexpr int kTogether = kLaneTogether<N, kPieces, kPiecesOfVec>;
   const Acc sum = sum_over_lanes<kLanes, kPlayed, Acc>([&](int lane) {
-    return N::Statistic::template sum_from<kPiecesOfVec>(x[lane], Share{lane, p.cols}, pivot);
+    return N::Statistic::template sum_from<kTogether>(x[lane], Share{lane, p.cols}, pivot);
   });
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
   const Acc mean = inverse_cols.mean(pivot, sum);
   const Acc m2 = sum_over_lanes<kLanes, kPlayed, Acc>([&](int lane) {
-    return N::Statistic::template squared_deviations<kPiecesOfVec>(x[lane], Share{lane, p.cols},
-                                                                   mean);
+    return N::Statistic::template squared_deviations<kTogether>(x[lane], Share{lane, p.cols}, mean);
   });
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
   if (has_row) {

@@ -19,10 +19,8 @@ struct LogicalWarp {
     return lane;
   }
   __device__ __forceinline__ int step() const { return lanes; }
-  // Each vector is summed up by itself, so that the vectors of a lane may also be those of threads
-  // in several warps (forward/spread.cu).
-  template <int kPieces, int kPiecesOfVector>
-  static constexpr int kTogether = kPiecesOfVector;
+  template <typename N, int kPieces, int kPiecesOfVector>
+  static constexpr int kTogether = kLaneTogether<N, kPieces, kPiecesOfVector>;
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int) const {
     return logical_warp_sum(v, lanes);
