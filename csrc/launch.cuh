@@ -111,7 +111,7 @@ constexpr int kNearArgumentBytes = 240;
 constexpr int kMostPlanArguments = 40;  // bytes; persistent blocks, which take a whole plan, wait
 static_assert(kMostPlanArguments + offsetof(ForwardParams, workspace) <= kNearArgumentBytes &&
                   kMostPlanArguments + offsetof(BackwardParams, workspace) <= kNearArgumentBytes,
-              "no kernel for few rows waits for an argument");
+              "no kernel of a bare norm for few rows waits for an argument");
 
 enum class Start {
   kPlain,

@@ -260,10 +260,11 @@ def test_accuracy_of_a_single_row(cols, dtypes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize("cols", [5, 768, 1001, 16_384])
-def test_a_single_row_with_every_mask(poison, cols, mask):
+def test_a_single_row_with_every_mask(poison, cols, activation, mask):
     """Each gradient has the same bits whichever others are asked for."""
-    args = _saved(Problem((1, cols), dtype=BF16), "cuda")
+    args = _saved(Problem((1, cols), dtype=BF16, activation=activation), "cuda")
     whole = torch.ops.fused_layernorm.layer_norm_backward(*args, True, True, True)
     poison(*whole)
     some = torch.ops.fused_layernorm.layer_norm_backward(*args, *mask)

@@ -190,6 +190,11 @@ def check_backward(p, rows, cols, problem):
         assert p["teams"] * p["team_threads"] == p["threads"] <= 512
         assert (p["blocks"] - p["column_blocks"]) * p["teams"] >= rows
         assert (p["column_blocks"] > 0) == problem["needs_dparams"]
+        if problem["needs_dparams"]:
+            # Every column belongs to one block on columns, and no such block is empty.
+            lanes = p["threads"] if rows == 1 else 32 // x_size if width == 1 else 4
+            block_cols = lanes * width
+            assert (p["column_blocks"] - 1) * block_cols < cols <= p["column_blocks"] * block_cols
         assert p["workspace_bytes"] == 0
         assert p["by_lanes"] == (vectors <= 32 * (2 if width > 1 else 8))
     if strategy in ("block", "split"):
@@ -261,6 +266,18 @@ def test_every_problem_has_a_plan_that_covers_its_rows(device):
                     assert chip["capability"] >= 90
                 check = check_backward if problem["backward"] else check_forward
                 check(p, rows, cols, problem)
+                if not problem["backward"] and p["strategy"] == "block":
+                    types = {problem["dtype"], problem["weight_dtype"], problem["y_dtype"]}
+                    may_be_early = (
+                        len(types) == 1
+                        and problem["dtype"] != F64
+                        and not problem["residual"]
+                        and not problem["has_epilogue"]
+                        and p["vecs"] <= 5
+                    )
+                    # Loads of weight and bias with the row leave registers for 512 threads.
+                    at_once = chip["sms"] * (512 // p["threads"])
+                    assert p["early"] == (may_be_early and rows <= at_once)
             except AssertionError as error:
                 raise AssertionError(f"{rows} x {cols} {problem}: {p}") from error
 
@@ -591,7 +608,7 @@ def test_few_rows_are_spread_over_warps(cols, problem, most_rows):
     problem = {"dtype": F32, **problem}
     assert plan(most_rows, cols, **problem)["strategy"] == "spread"
     assert plan(most_rows + 1, cols, **problem)["strategy"] == "warp"
-    for other in ({"residual": True}, EPILOGUE, {"weight_dtype": F32, "dtype": F16}):
+    for other in (RESIDUAL, EPILOGUE, {"group_rows": 1}, {"weight_dtype": F32, "dtype": F16}):
         assert plan(1, cols, **{**problem, **other})["strategy"] != "spread"
     # A lane with one vector has nothing to spread.
     short = 32 * 16 // problem["dtype"].itemsize

@@ -167,7 +167,7 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamL
   }
 }
 
-// The blocks on columns come first, because they take longest.
+// The blocks on columns come first, because those of several rows take longest.
 template <typename N, int kWidth, int kVecs>
 __global__ void __launch_bounds__(kBackwardThreads,
                                   few_rows_blocks(kWidth, kVecs, N::Epilogue::kMayActivate))

@@ -139,7 +139,7 @@ bool may_take_few_rows(const Team& team, const Problem& problem, const Forced& f
 void lay_out_few_rows(backward::FewRows& plan, const Problem& problem, int teams) {
   const int x_size = size_of(problem.x);
   plan.threads = plan.team_threads * teams;
-  // A block has few columns, of many rows, or a column for each of its threads, of a single row.
+  // A block has few columns of many rows, or of a single row a vector for each of its threads.
   const int lanes = problem.rows == 1 ? plan.threads : column_lanes(plan.width, x_size);
   plan.column_blocks =
       problem.needs_dparams ? ceil_div(problem.cols, int64_t{lanes} * plan.width) : 0;

@@ -1,6 +1,7 @@
-// The ladder of forward, from problem to plan: short rows by threads or logical warps, longer ones
-// by blocks, the longest by several blocks a row or by two reads. geometry.h has the limits of each
-// strategy, ladders.h the best choice where there are several.
+// The ladder of forward, from problem to plan: short rows by threads or logical warps, or where
+// they are few spread over warps; longer ones by blocks, the longest by several blocks a row or by
+// two reads. geometry.h has the limits of each strategy, ladders.h the best choice where there are
+// several.
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -175,7 +176,7 @@ std::optional<int> block_threads(const Problem& problem, int64_t vectors, int ve
   return static_cast<int>(threads);
 }
 
-// Whether the blocks of a row each may load weight and bias together with the row: the registers
+// Whether blocks that have one row each may load weight and bias together with it: the registers
 // for this must not keep any of the blocks waiting. (bfloat16, with such loads and without: 528 x
 // 4096 4.40 us, 4.55; 528 x 4095 5.51, 5.95; 1056 x 2048 4.18, 4.25; but where not all blocks run
 // at once 1056 x 4096 6.93, 6.15.)

@@ -243,8 +243,8 @@ const Launch& launch_of(const Plan& plan) {
 
 // Forces parts of every later plan, for tests and tuning; process-wide, until the next call.
 // `options` are words such as "strategy=split stages=3", each at most once:
-//   strategy        warp, thread, block, split, resident (forward), stream, few_rows, group or rows
-//                   (the last three: backward)
+//   strategy        warp, thread, block, split, stream; forward: spread, resident; backward:
+//                   few_rows, group, rows
 //   vecs            vectors of a row that a thread owns
 //   teams           backward: rows that a block works on at once
 //   bulk            backward: 1 or 0, whether rows come to shared memory by bulk copies
