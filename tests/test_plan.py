@@ -98,7 +98,7 @@ def parts_of_row(p):
     return p.get("blocks_per_row", 1), p.get("slice_cols")
 
 
-def check_forward(p, rows, cols, problem):
+def check_forward(p, rows, cols, problem, chip):
     width = 16 // problem["dtype"].itemsize
     vectors = -(-cols // width)
     strategy = p["strategy"]
@@ -139,11 +139,10 @@ def check_forward(p, rows, cols, problem):
             assert p["moves"] == ("vectors" if problem["aligned"] else "shifted")
         if strategy == "warp":
             assert p["early"] == (p["moves"] == "shifted" and rows <= 4096)
-        if strategy == "block" and p["early"]:
-            assert one_type
-            assert bare
-            assert held <= 512
-            assert p["vecs"] <= 5
+        if strategy == "block":
+            # Loads of weight and bias with the row leave registers for 512 threads.
+            all_at_once = rows <= chip["sms"] * (512 // held)
+            assert p["early"] == (one_type and bare and p["vecs"] <= 5 and all_at_once)
         assert p["shared_bytes"] == p["workspace_bytes"] == 0
     if strategy in ("warp", "block"):
         # The row fits, and a thread lacks at most the last of its vectors.
@@ -169,7 +168,7 @@ def check_forward(p, rows, cols, problem):
         assert p["blocks"] == rows * p["blocks_per_row"]
 
 
-def check_backward(p, rows, cols, problem):
+def check_backward(p, rows, cols, problem, _chip):
     x_size, y_size = problem["dtype"].itemsize, problem["y_dtype"].itemsize
     width = 16 // x_size if problem["aligned"] else 1
     vectors = -(-cols // width)
@@ -265,19 +264,7 @@ def test_every_problem_has_a_plan_that_covers_its_rows(device):
                 ):
                     assert chip["capability"] >= 90
                 check = check_backward if problem["backward"] else check_forward
-                check(p, rows, cols, problem)
-                if not problem["backward"] and p["strategy"] == "block":
-                    types = {problem["dtype"], problem["weight_dtype"], problem["y_dtype"]}
-                    may_be_early = (
-                        len(types) == 1
-                        and problem["dtype"] != F64
-                        and not problem["residual"]
-                        and not problem["has_epilogue"]
-                        and p["vecs"] <= 5
-                    )
-                    # Loads of weight and bias with the row leave registers for 512 threads.
-                    at_once = chip["sms"] * (512 // p["threads"])
-                    assert p["early"] == (may_be_early and rows <= at_once)
+                check(p, rows, cols, problem, chip)
             except AssertionError as error:
                 raise AssertionError(f"{rows} x {cols} {problem}: {p}") from error
 
@@ -1325,7 +1312,7 @@ def test_a_forced_strategy_is_used_or_refused(strategy, device):
         used.add(problem["backward"])
         check = check_backward if problem["backward"] else check_forward
         if strategy != "few_rows" and cols > 1:
-            check(p, 3000, cols, problem)
+            check(p, 3000, cols, problem, DEVICES[device])
     directions = {d for d, names in ((False, FORWARD), (True, BACKWARD)) if strategy in names}
     if DEVICES[device]["capability"] < 90 and strategy in ("split", "resident"):
         directions.discard(False)  # in forward, both strategies need bulk copies

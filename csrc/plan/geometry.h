@@ -174,10 +174,10 @@ constexpr int forward_warp_blocks(int x_size, int weight_size, int y_size, bool 
 }
 // The same for rows of whole vectors and one type with nothing fused. Here the compiler's choice
 // delays the loads of weight and bias until the row has come, to save registers, and each warp then
-// waits twice (with its choice and with these bounds, bfloat16: 65536 x 128 10.35 us, 9.98; 32768 x
-// 256 10.27, 9.93; 12608 x 768 11.70, 11.22; float32: 32768 x 256 18.54, 17.92; 4096 x 256 3.77,
-// 3.66; but 200704 x 96 39.36, 39.48). On chips that have no room for so many threads the compiler
-// ignores the bound.
+// waits twice. (With its choice, and with these bounds and the nearer arguments of launch.cuh,
+// which save some 0.1 us, bfloat16: 65536 x 128 10.35 us, 9.98; 32768 x 256 10.27, 9.93; float32:
+// 32768 x 256 18.54, 17.92; 32768 x 512 35.71, 34.98; but 200704 x 96 39.36, 39.48.) On chips that
+// have no room for so many threads the compiler ignores the bound.
 constexpr int forward_warp_bare_blocks(int vecs, int x_size) {
   if (vecs == 2) return x_size == 2 ? 9 : 10;
   if (vecs == 3) return x_size == 2 ? 7 : 0;
@@ -452,8 +452,9 @@ static_assert(registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThre
               "half the registers of the persistent blocks do without running sums");
 // Whether a thread of such a block keeps xhat and g of a row in registers between the row's sums
 // and its dx: always with something fused; otherwise up to 16 columns of vectors of half precision,
-// 8 of other vectors, and 4 of single elements. (Computed again and kept, with GELU: 64 x 1024
-// bfloat16 3.24 us, 2.68; 8 x 4096 3.84, 2.95; 1024 x 1024 float32 10.85, 9.01.)
+// 8 of other vectors, and 4 of single elements. (Computed again, and kept beside nearer arguments
+// and no divisions, with GELU: 64 x 1024 bfloat16 3.24 us, 2.68; 8 x 4096 3.84, 2.95; 1024 x 1024
+// float32 10.85, 9.01.)
 constexpr bool few_rows_keep(int width, int vecs, int x_size, bool fused) {
   const int cols = width * vecs;
   if (fused) return cols <= kKeptColsPerThread;
