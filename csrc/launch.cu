@@ -22,8 +22,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         const cudaError_t error = launch_layer_norm_backward(params, types, strategy, stream);
         using Strategy = std::decay_t<decltype(strategy)>;
         if (error != cudaSuccess) return error;
-        if constexpr (std::is_same_v<Strategy, backward::FewRows> ||
-                      std::is_same_v<Strategy, backward::Rows>) {
+        if constexpr (std::is_base_of_v<backward::OneRowATeam, Strategy>) {
           return cudaSuccess;
         } else if constexpr (std::is_same_v<Strategy, backward::Group>) {
           return launch_modulation_grad(params, types, strategy.parts, stream);

@@ -25,10 +25,7 @@ struct RowBlock {
   static constexpr bool kWalks = true;
   BlockTeam team;
 
-  template <int>
-  __device__ __forceinline__ int first_piece() const {
-    return team.thread;
-  }
+  __device__ __forceinline__ int first_piece() const { return team.thread; }
   __device__ __forceinline__ int step() const { return team.threads; }
   template <typename, int kPieces, int>
   static constexpr int kTogether = kPieces;

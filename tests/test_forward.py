@@ -453,7 +453,13 @@ def test_every_strategy(plans, layout, dtypes, activation, scale):
 KINDS = ["contiguous", "misaligned", "every other row", "odd column slice"]
 
 
-def _give_the_same_bits(plans, strategies, rows, cols, dtype, weight_dtype, out_dtype, kind):
+def _is_aligned(kind):
+    """What the plan is told of rows of this kind; None leaves it to the number of columns."""
+    return False if kind in ("misaligned", "odd column slice") else None
+
+
+def _give_the_same_bits(plans, strategies, rows, cols, dtype, weight_dtype, out_dtype, kind,
+                        *, has_weight=True, has_bias=True):  # fmt: skip
     """Whether all strategies can run the problem; if they can, they must give the same bits."""
     if kind == "contiguous":
         x = torch.randn(rows, cols, device="cuda").to(dtype)
@@ -466,10 +472,12 @@ def _give_the_same_bits(plans, strategies, rows, cols, dtype, weight_dtype, out_
     x[2::8] = 0.1
     x[3::16, cols // 2] = float("nan")
     weight, bias = torch.randn(2, cols, device="cuda").to(weight_dtype)
+    weight, bias = weight if has_weight else None, bias if has_bias else None
+    options = {"weight_dtype": weight_dtype, "y_dtype": out_dtype, "aligned": _is_aligned(kind)}
     outputs = []
     for strategy in strategies:
         plans.force(f"strategy={strategy}")
-        if plans.of(rows, cols, dtype, weight_dtype=weight_dtype, y_dtype=out_dtype) is None:
+        if plans.of(rows, cols, dtype, **options) is None:
             return False
         outputs.append(
             torch.ops.fused_layernorm.layer_norm_forward(
@@ -507,14 +515,30 @@ def test_threads_give_the_bits_of_logical_warps(plans, dtype, weight_dtype, out_
 def test_spread_rows_have_the_bits_of_logical_warps(plans, dtype, kind):
     """The number of rows decides between these two as well."""
     vector = 16 // dtype.itemsize
-    bounds = [vectors * vector for vectors in (50, 64, 65, 90, 96, 97, 100, 128)]
-    ran = [
-        cols
-        for cols in sorted({cols + d for cols in bounds for d in (-vector + 1, -1, 0, 1)})
-        if _give_the_same_bits(plans, ("warp", "spread"), 100, cols, dtype, dtype, dtype, kind)
-    ]
-    assert {bound - 1 for bound in bounds} | {128 * vector} <= set(ran)
-    assert max(ran) == 128 * vector
+    bounds = [vectors * vector for vectors in (4, 8, 9, 15, 16, 31, 50, 64, 65, 96, 97, 100, 128)]
+    ran = 0
+    for cols in sorted({cols + d for cols in bounds for d in (-vector + 1, -1, 0, 1)}):
+        plans.force("strategy=warp")
+        warp = plans.of(101, cols, dtype, aligned=_is_aligned(kind))
+        may = warp is not None and (warp["vecs"] > 1 or warp["moves"] == "shifted")
+        types = (dtype, dtype, dtype)
+        did = _give_the_same_bits(plans, ("warp", "spread"), 101, cols, *types, kind)
+        # A lane with one vector has nothing to spread, unless its elements are moved singly.
+        assert did == may, cols
+        ran += did
+    assert ran >= 40
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("has_weight", "has_bias"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=ids)
+def test_absent_parameters_give_the_same_bits(plans, dtype, has_weight, has_bias):
+    given = {"has_weight": has_weight, "has_bias": has_bias}
+    types = (dtype, dtype, dtype)
+    for cols, other in ((3, "thread"), (37, "thread"), (285, "spread"), (512, "spread")):
+        for kind in ("contiguous", "misaligned"):
+            strategies = ("warp", other)
+            assert _give_the_same_bits(plans, strategies, 101, cols, *types, kind, **given)
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ TYPES = [
     *((F32, F32, y) for y in (F16, BF16)),
     *((x, F32, y) for x in (F16, BF16) for y in (x, F32)),
 ]
-ROWS = [1, 2, 3, 16, 100, 1025, 4096, 32768, 4_194_304, 2**31 - 1]
+ROWS = [1, 2, 3, 16, 100, 128, 256, 1025, 4096, 32768, 4_194_304, 2**31 - 1]
 COLS = sorted(
     {1, 2, 3, 31, 33, 64, 96, 100, 768, 1152, 2047, 5120, 20001, 150528, 1_000_003, 4_194_304}
     | {n + d for n in (2**k for k in range(5, 23)) for d in (-1, 0, 1)}
@@ -98,6 +98,15 @@ def parts_of_row(p):
     return p.get("blocks_per_row", 1), p.get("slice_cols")
 
 
+def one_type(problem):
+    return problem["dtype"] == problem["weight_dtype"] == problem["y_dtype"] != F64
+
+
+def bare(problem):
+    """Whether nothing is fused."""
+    return not problem["residual"] and not problem["has_epilogue"]
+
+
 def check_forward(p, rows, cols, problem, chip):
     width = 16 // problem["dtype"].itemsize
     vectors = -(-cols // width)
@@ -109,7 +118,10 @@ def check_forward(p, rows, cols, problem, chip):
         assert p["lanes"] * (p["vecs"] - 1) < vectors <= p["lanes"] * p["vecs"]
         x_bytes = p["threads"] * cols * problem["dtype"].itemsize
         y_bytes = p["threads"] * cols * problem["y_dtype"].itemsize
-        if x_bytes == y_bytes:
+        assert p["direct"] == (cols <= 3)
+        if p["direct"]:
+            assert p["y_offset"] == p["shared_bytes"] == 0
+        elif x_bytes == y_bytes:
             assert p["y_offset"] == 0
             assert p["shared_bytes"] >= x_bytes + 20
         else:
@@ -122,27 +134,30 @@ def check_forward(p, rows, cols, problem, chip):
     if strategy == "block":
         assert p["blocks"] == rows
         held = p["threads"]
-    one_type = problem["dtype"] == problem["weight_dtype"] == problem["y_dtype"] != F64
-    bare = not problem["residual"] and not problem["has_epilogue"]
     if strategy == "spread":
-        assert one_type
-        assert bare
-        assert p["blocks"] == rows
-        assert p["threads"] in (64, 96, 128)
-        assert p["threads"] - 32 < vectors <= p["threads"]
+        assert one_type(problem)
+        assert bare(problem)
+        assert p["lanes"] in (1, 2, 4, 8, 16, 32)
+        assert p["blocks"] == -(-rows // (32 // p["lanes"]))
+        assert p["threads"] in (32, 64, 96, 128)
+        vecs = p["threads"] // 32
+        assert p["lanes"] * (vecs - 1) < vectors <= p["lanes"] * vecs
+        assert vecs > 1 or p["moves"] == "singly"
     if strategy in ("warp", "spread", "block"):
         floats = {problem["dtype"], problem["weight_dtype"], problem["y_dtype"]} == {F32}
         ragged = cols % unit(problem) != 0
         if floats and ragged and 48 < cols <= 12_288 and not problem["has_epilogue"]:
             assert p["moves"] == "elements"
         else:
-            assert p["moves"] == ("vectors" if problem["aligned"] else "shifted")
+            other = "singly" if strategy == "spread" else "shifted"
+            assert p["moves"] == ("vectors" if problem["aligned"] else other)
         if strategy == "warp":
             assert p["early"] == (p["moves"] == "shifted" and rows <= 4096)
         if strategy == "block":
             # Loads of weight and bias with the row leave registers for 512 threads.
             all_at_once = rows <= chip["sms"] * (512 // held)
-            assert p["early"] == (one_type and bare and p["vecs"] <= 5 and all_at_once)
+            may_be_early = one_type(problem) and bare(problem) and p["vecs"] <= 5
+            assert p["early"] == (may_be_early and all_at_once)
         assert p["shared_bytes"] == p["workspace_bytes"] == 0
     if strategy in ("warp", "block"):
         # The row fits, and a thread lacks at most the last of its vectors.
@@ -187,7 +202,17 @@ def check_backward(p, rows, cols, problem, _chip):
     if strategy == "few_rows":
         assert vectors <= p["team_threads"] * p["vecs"]
         assert p["teams"] * p["team_threads"] == p["threads"] <= 512
-        assert (p["blocks"] - p["column_blocks"]) * p["teams"] >= rows
+        assert p["by_lanes"] or p["teams"] <= 15  # each has a hardware barrier
+        assert p["sharers"] in (1, 4)
+        assert p["teams"] % p["sharers"] == 0
+        rows_at_once = p["teams"] // p["sharers"]
+        if p["sharers"] > 1:
+            assert width == 1
+            assert one_type(problem)
+            assert bare(problem)
+            assert p["team_threads"] % 32 == 0
+            assert p["shared_bytes"] >= rows_at_once * p["team_threads"] * p["vecs"] * 8
+        assert (p["blocks"] - p["column_blocks"]) * rows_at_once >= rows
         assert (p["column_blocks"] > 0) == problem["needs_dparams"]
         if problem["needs_dparams"]:
             # Every column belongs to one block on columns, and no such block is empty.
@@ -279,7 +304,7 @@ def test_order_of_summation_does_not_depend_on_the_number_of_rows(device):
             if p["strategy"] == "thread":  # A thread plays the lanes of a logical warp.
                 p["strategy"] = "warp"
             if p["strategy"] == "spread":  # Each warp has one vector of each lane.
-                p |= {"strategy": "warp", "vecs": p["threads"] // 32, "lanes": 32}
+                p |= {"strategy": "warp", "vecs": p["threads"] // 32}
         many = plans[-1]
         for p in plans:
             if p["strategy"] == "few_rows":
@@ -465,7 +490,7 @@ def test_a_row_is_summed_alike_wherever_it_begins():
         if cols % unit(problem) != 0:
             continue
         there, anywhere = (
-            plan(4096, cols, aligned=aligned, **problem) for aligned in (True, False)
+            plan(MANY, cols, aligned=aligned, **problem) for aligned in (True, False)
         )
         if there["strategy"] in ("warp", "block"):
             assert there["moves"] == "vectors"
@@ -589,7 +614,19 @@ def test_forward_goes_from_strategy_to_strategy(ladder):
 
 @pytest.mark.parametrize(
     ("cols", "problem", "most_rows"),
-    [(1024, HALF, 32), (512, {}, 32), (924, {**HALF, **ANYWHERE}, 128), (498, ANYWHERE, 16)],
+    [
+        (1024, HALF, 512),
+        (384, HALF, 512),
+        (264, HALF, 512),
+        (192, HALF, 512),
+        (512, {}, 128),
+        (384, {}, 128),
+        (924, {**HALF, **ANYWHERE}, 2**18 // 924),
+        (129, {**HALF, **ANYWHERE}, 2**18 // 129),
+        (127, {**HALF, **ANYWHERE}, 2**19 // 127),
+        (45, ANYWHERE, 2**16 // 45),
+        (498, ANYWHERE, 64),
+    ],
 )
 def test_few_rows_are_spread_over_warps(cols, problem, most_rows):
     problem = {"dtype": F32, **problem}
@@ -597,9 +634,14 @@ def test_few_rows_are_spread_over_warps(cols, problem, most_rows):
     assert plan(most_rows + 1, cols, **problem)["strategy"] == "warp"
     for other in (RESIDUAL, EPILOGUE, {"group_rows": 1}, {"weight_dtype": F32, "dtype": F16}):
         assert plan(1, cols, **{**problem, **other})["strategy"] != "spread"
-    # A lane with one vector has nothing to spread.
-    short = 32 * 16 // problem["dtype"].itemsize
-    assert plan(1, short, **{**problem, "aligned": True})["strategy"] == "warp"
+
+
+@pytest.mark.parametrize(
+    ("cols", "problem"),
+    [(24, HALF), (64, HALF), (256, HALF), (64, {}), (96, {}), (256, {}), (214, ANYWHERE)],
+)
+def test_rows_of_few_vectors_a_lane_are_not_spread(cols, problem):
+    assert plan(1, cols, **{"dtype": F32, **problem})["strategy"] == "warp"
 
 
 @pytest.mark.parametrize(
@@ -694,12 +736,12 @@ def test_few_rows_that_a_team_does_not_keep(problem, cols, longest):
 def test_lanes_of_half_precision(dtype, vectors, bare, with_epilogue):
     cols = vectors * 16 // dtype.itemsize
     for epilogue, expected in ((False, bare), (True, with_epilogue)):
-        p = plan(4096, cols, dtype, has_epilogue=epilogue)
+        p = plan(MANY, cols, dtype, has_epilogue=epilogue)
         assert (p["vecs"], p["lanes"]) == expected
         # Rows that are not aligned have the same lanes, and longer rows also where they are not a
         # whole number of vectors.
         less = vectors > 8
-        p = plan(4096, cols - less, dtype, has_epilogue=epilogue, aligned=False)
+        p = plan(MANY, cols - less, dtype, has_epilogue=epilogue, aligned=False)
         assert (p["vecs"], p["lanes"]) == expected
 
 
@@ -889,6 +931,11 @@ def test_few_rows_are_so_many(problem, cols, most_rows, needs_dparams):
         (1024, 2048, {**HALF, **ANYWHERE}, 128, 4),
         # Logical warps fill a block likewise.
         (1, 512, HALF, 32, 2),
+        # Of few rows of single elements, four teams share each.
+        (1, 285, {**HALF, **ANYWHERE}, 32, 4),
+        (128, 285, {**HALF, **ANYWHERE}, 32, 8),
+        (129, 285, {**HALF, **ANYWHERE}, 32, 8),
+        (128, 1024, {**HALF, **ANYWHERE}, 64, 4),
         (100, 512, HALF, 32, 8),
         (300, 512, HALF, 32, 16),
         (300, 24, HALF, 2, 256),
@@ -1262,16 +1309,16 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     slices = {"blocks_per_row", "slice_cols"}
     persistent = {"width", "vecs", "team_threads", "teams", "stage_cols", "bulk", "stages"}
     assert set(plan(9, 64)) == launch | {"vecs", "lanes", "moves", "early"}
-    assert set(plan(9, 512)) == launch | {"moves"}
+    assert set(plan(9, 512)) == launch | {"lanes", "moves"}
     assert set(plan(9, 4096)) == launch | {"vecs", "moves", "early"}
     assert set(plan(9, 65536)) == launch | slices | {"team_threads", "stages", "lag"}
-    assert set(plan(MANY, 37)) == launch | {"vecs", "lanes", "y_offset"}
+    assert set(plan(MANY, 37)) == launch | {"vecs", "lanes", "y_offset", "direct"}
     threads = {"width", "vecs", "lanes", "dy_offset"}
     assert set(plan(10 * MANY, 37, backward=True)) == launch | partials | threads
     assert set(plan(9, 20_000)) == launch | slices | {"bias_cols"}
     assert set(plan(9, 2**24)) == launch | slices | {"width", "totals_offset"}
-    teams = {"width", "vecs", "team_threads", "teams", "by_lanes", "column_blocks"}
-    assert set(plan(9, 64, backward=True)) == launch | teams
+    teams = {"width", "vecs", "team_threads", "teams", "by_lanes"}
+    assert set(plan(9, 64, backward=True)) == launch | teams | {"sharers", "column_blocks"}
     lanes = {"width", "vecs", "lanes", "chain_rows", "second_sums_offset"}
     assert set(plan(MANY, 64, backward=True)) == launch | partials | lanes
     assert set(plan(MANY, 4096, backward=True)) == launch | partials | persistent
@@ -1331,6 +1378,8 @@ def test_what_the_ladder_plans_can_be_forced(backward):
             parts = {"strategy": p["strategy"], **{key: p[key] for key in keys if p.get(key)}}
             if p["strategy"] == "stream":
                 del parts["blocks_per_row"]  # the number of chunks is fixed
+            if p.get("sharers", 1) > 1:
+                del parts["teams"]  # forced teams do not share a row
             if p["strategy"] == "split" and not backward and p["blocks_per_row"] == 1:
                 assert "lag" not in parts
             if "bulk" in p:

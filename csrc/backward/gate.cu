@@ -42,8 +42,9 @@ __global__ void __launch_bounds__(kGateThreads)
         for (int k = 0; k < kVecs; ++k) {
           if (!share.has(k)) continue;
           const int col = share.vector(k) * kWidth;
-          gradient[i][k] = load<Use::kOnce, kWidth>(dsum + p.dsum_rows(row) + col);
-          if (p.dgate) summand[i][k] = load<Use::kOnce, kWidth>(input + p.input_rows(row) + col);
+          gradient[i][k] = load<Use::kReadOnly, kWidth>(dsum + p.dsum_rows(row) + col);
+          if (p.dgate)
+            summand[i][k] = load<Use::kReadOnly, kWidth>(input + p.input_rows(row) + col);
         }
       }
 #pragma unroll

@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
         if (share.has(k)) {
-          input[k] = load<Use::kOnce, kWidth>(element(input_row, share.vector(k) * kWidth));
+          input[k] = load<Use::kReadOnly, kWidth>(element(input_row, share.vector(k) * kWidth));
         }
       }
     }

@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   if (col < p.cols) {
 #pragma unroll 4
     for (int i = threadIdx.x / kColumnLanes; i < partials.count; i += warps * kLanesOfColumn) {
-      const Sum dw = load<Use::kOnce, kWidth>(partial + int64_t{i} * p.cols);
-      const Sum db = load<Use::kOnce, kWidth>(partial + all + int64_t{i} * p.cols);
+      const Sum dw = load<Use::kReadOnly, kWidth>(partial + int64_t{i} * p.cols);
+      const Sum db = load<Use::kReadOnly, kWidth>(partial + all + int64_t{i} * p.cols);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         dweight[j] += dw.at[j];
@@ -87,7 +87,7 @@ __device__ __forceinline__ void sum_parts(Acc (&result)[kWidth], const Acc* part
       factor(factors, i);
 #pragma unroll
       for (int n = 0; n < kSums; ++n) {
-        const Sum part = load<Use::kOnce, kWidth>(partial + n * all + i * cols);
+        const Sum part = load<Use::kReadOnly, kWidth>(partial + n * all + i * cols);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) running[n][j] += factors[j] * part.at[j];
       }

@@ -145,7 +145,7 @@ __device__ __forceinline__ void with_gradients_of_row(const BackwardParams& p, c
   // instead, which clear_behind() has set to zero.
   constexpr int kAtOnce = kBulk ? 1 : kVecs;
   constexpr bool kHasRoom = kBulk && kWidth > 1;
-  constexpr Use kUse = kBulk ? Use::kPlain : Use::kAgain;
+  constexpr Use kUse = kBulk ? Use::kPlain : Use::kReadOnly;
   const int last_col = (share.vectors - 1) * kWidth;
 #pragma unroll
   for (int from = 0; from < kVecs; from += kAtOnce) {

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologu
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     const int col = share.template col<kWidth>(k);
-    x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
-    dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
+    x[k] = load<Use::kReadOnly, kWidth>(element(x_row, col));
+    dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));
     // With a dy of zero, a missing vector adds zero.
     if (!share.has(k)) dy[k] = {};
   }
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologu
     added[k] = dx_row.template added<kWidth>(col);
     if constexpr (kGated) {
       const X* input_row = static_cast<const X*>(p.input) + p.input_rows(row);
-      input[k] = load<Use::kOnce, kWidth>(element(input_row, col));
+      input[k] = load<Use::kReadOnly, kWidth>(element(input_row, col));
     }
   };
   constexpr bool kEarly = backward_rows_load_early(kVecs * kWidth, kGated);

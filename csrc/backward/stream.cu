@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int col = share.template col<kWidth>(k);
-      if (reads_x) x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
-      if (share.has(k)) dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
+      if (reads_x) x[k] = load<Use::kReadOnly, kWidth>(element(x_row, col));
+      if (share.has(k)) dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));
     }
     Pair<Acc> sums = {0, 0};
 #pragma unroll
@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int k = 0; k < kVecs; ++k) {
     const int col = share.template col<kWidth>(k);
     added[k] = dx_row.template added<kWidth>(col);
-    x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
-    dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
+    x[k] = load<Use::kReadOnly, kWidth>(element(x_row, col));
+    dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));
   }
   const Acc mean = static_cast<const Acc*>(p.mean)[row];
   const Acc rstd = static_cast<const Acc*>(p.rstd)[row];

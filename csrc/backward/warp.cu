@@ -29,8 +29,8 @@ struct LoadedGradientRow {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const int col = share.template col<kWidth>(k);
-      if (reads_x) x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
-      if (share.has(k)) dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
+      if (reads_x) x[k] = load<Use::kReadOnly, kWidth>(element(x_row, col));
+      if (share.has(k)) dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));
     }
   }
 };

@@ -72,9 +72,11 @@ struct RowsInShared {
   static __device__ __forceinline__ void load_elements(Vec<X, kWidth>& v, const X* from) {
     if constexpr (sizeof(X) == 2) {
       constexpr int kWords = kWidth / 2;
-      const auto address = reinterpret_cast<uintptr_t>(from);
-      const auto* word = reinterpret_cast<const uint32_t*>(address / 4 * 4);
-      const uint32_t bits = address % 4 * 8;
+      // The pointer itself moves: of an address that is computed from a number, the compiler does
+      // not know that it lies in shared memory.
+      const int odd = reinterpret_cast<uintptr_t>(from) / 2 % 2;
+      const auto* word = reinterpret_cast<const uint32_t*>(from - odd);
+      const uint32_t bits = odd * 16;
       auto* to = reinterpret_cast<uint32_t*>(v.at);
       uint32_t low = word[0];
 #pragma unroll

@@ -123,7 +123,7 @@ struct ShiftedRow {
 
   __device__ __forceinline__ Words<kWords> load(int index) const {
     // Two neighbouring threads read this piece, and the second of them finds it in L1.
-    const Piece words = fused_layernorm::load<Use::kAgain, kPieceCols>(piece(index));
+    const Piece words = fused_layernorm::load<Use::kReadOnly, kPieceCols>(piece(index));
     return *reinterpret_cast<const Words<kWords>*>(words.at);
   }
 

@@ -76,6 +76,11 @@ struct Vec {
   }
 };
 
+template <int kPowerOfTwo>
+constexpr int kLog2 = 1 + kLog2<kPowerOfTwo / 2>;
+template <>
+constexpr int kLog2<1> = 0;
+
 template <typename V>
 using piece_t = typename V::Piece;
 
@@ -100,15 +105,16 @@ __device__ __forceinline__ Vec<T, kWidth> negative_zeros() {
   return v;
 }
 
-// How the loaded data is used.
+// How data is loaded.
 enum class Use {
-  kOnce,     // It is read once. L1 is left to data that is read again.
-  kInOrder,  // It is read once, and the load stays behind a __syncwarp() that stands before it. The
-             // compiler may move a load of kOnce across a __syncwarp().
-  kAgain,    // It is read again by this or another block: parameters, and rows that are read twice.
-  kAhead,  // The same, and the load stays in front of a barrier that stands behind it. The compiler
-           // may move a load of kAgain across a barrier.
-  kPlain,  // It lies in shared memory, or in memory that this kernel writes.
+  kReadOnly,  // This kernel does not write it.
+  kAhead,     // The same, and the load stays in front of a barrier that stands behind it. The
+              // compiler may move a load of kReadOnly across a barrier.
+  kOnce,      // It is read once, by a forward kernel. L1 is left to data that is read again. (Two
+              // measurements disagree on whether this is faster: docs/tuning-log.md.)
+  kInOrder,   // The same, and the load stays behind a __syncwarp() that stands before it. The
+              // compiler may move a load of kOnce across a __syncwarp().
+  kPlain,     // It lies in shared memory, or in memory that this kernel writes.
 };
 
 template <Use kUse, int kWidth, typename T>
@@ -186,6 +192,58 @@ __device__ __forceinline__ void store_once_if(bool wanted, T* p, const Vec<T, kW
     }
   } else if (wanted) {
     store_once(p, v);
+  }
+}
+
+// One element if `wanted`, otherwise zero. The load stands under a predicate that nothing else
+// needs: the compiler has only seven predicates, and would wait for one load to reuse its predicate
+// for the next.
+template <typename T>
+__device__ __forceinline__ T load_if(bool wanted, const T* p) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4);
+  if constexpr (sizeof(T) == 2) {
+    uint16_t bits = 0;
+    asm("{\n"
+        ".reg .pred p;\n"
+        "setp.ne.s32 p, %1, 0;\n"
+        "@p ld.global.nc.u16 %0, [%2];\n"
+        "}\n"
+        : "+h"(bits)
+        : "r"(static_cast<int>(wanted)), "l"(p));
+    return *reinterpret_cast<const T*>(&bits);
+  } else {
+    uint32_t bits = 0;
+    asm("{\n"
+        ".reg .pred p;\n"
+        "setp.ne.s32 p, %1, 0;\n"
+        "@p ld.global.nc.u32 %0, [%2];\n"
+        "}\n"
+        : "+r"(bits)
+        : "r"(static_cast<int>(wanted)), "l"(p));
+    return *reinterpret_cast<const T*>(&bits);
+  }
+}
+
+// Stores one element if `wanted`, without a branch.
+template <typename T>
+__device__ __forceinline__ void store_if(bool wanted, T* p, const T& v) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4);
+  if constexpr (sizeof(T) == 2) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.s32 p, %0, 0;\n"
+        "@p st.global.u16 [%1], %2;\n"
+        "}\n" ::"r"(static_cast<int>(wanted)),
+        "l"(p), "h"(*reinterpret_cast<const uint16_t*>(&v)));
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.s32 p, %0, 0;\n"
+        "@p st.global.u32 [%1], %2;\n"
+        "}\n" ::"r"(static_cast<int>(wanted)),
+        "l"(p), "r"(*reinterpret_cast<const uint32_t*>(&v)));
   }
 }
 

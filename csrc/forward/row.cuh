@@ -1,8 +1,8 @@
 // Forward of one row that a team holds in registers, for any kind of team: load (prologue) ->
-// statistics -> normalize -> affine -> epilogue -> store. The strategies warp, spread and block run
-// this with a type of team each, which has
+// statistics -> normalize -> affine -> epilogue -> store. The strategies warp and block run this
+// with a type of team each, which has
 //
-//   first_piece<n>()      the first of a thread's n pieces of the row
+//   first_piece()         the first of a thread's pieces of the row
 //   step()                the distance from one of a thread's pieces to the next
 //   kTogether<N, n, v>    how many of a thread's n pieces are summed up by themselves, where a
 //                         vector has v pieces (norm/statistic.cuh)
@@ -161,11 +161,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   // last kMayMiss pieces.
   const auto share = [&] {
     if constexpr (kShifted) {
-      return RaggedShare<kPieces, kWidth, kMayMiss>(team.template first_piece<kPieces>(),
-                                                    team.step(), p.cols);
+      return RaggedShare<kPieces, kWidth, kMayMiss>(team.first_piece(), team.step(), p.cols);
     } else {
-      return Share<kPieces, kMayMiss>{team.template first_piece<kPieces>(), team.step(),
-                                      p.cols / kWidth};
+      return Share<kPieces, kMayMiss>{team.first_piece(), team.step(), p.cols / kWidth};
     }
   }();
 

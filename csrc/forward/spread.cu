@@ -1,54 +1,136 @@
 // Forward of few short rows: the vectors that a lane of a logical warp would own are spread over as
 // many warps, which work on them side by side. The sums are those of the logical warp
 // (forward/warp.cu), in the same order, so y is the same in any batch.
-#include "forward/row.cuh"
+//
+// A call on few rows takes as long as its longest chain of waits, so this kernel has a body of its
+// own in which all loads stand in front of the first wait.
+#include "device/share.cuh"
 #include "launch.cuh"
+#include "norm/norm.cuh"
 
 namespace fused_layernorm {
 namespace {
 
-struct SpreadWarp {
-  static constexpr int kMostEarlyWords = 32;
-  static constexpr Use kEarlyUse = Use::kAhead;  // ahead of the barrier in sum()
-  static constexpr bool kWalks = false;
-  BlockTeam team;
+// A block's warps, on the rows of one warp's logical warps.
+struct SpreadWarps {
+  int log2_lanes;  // of a logical warp
+  int warp = threadIdx.x / kWarpSize;
+  int lane = threadIdx.x % kWarpSize;
 
+  __device__ __forceinline__ explicit SpreadWarps(int its_log2_lanes)
+      : log2_lanes(its_log2_lanes) {}
+  __device__ __forceinline__ int lanes() const { return 1 << log2_lanes; }
+  __device__ __forceinline__ int first_row() const {
+    return static_cast<int>(blockIdx.x * (kWarpSize >> log2_lanes));
+  }
+  __device__ __forceinline__ int row() const { return first_row() + (lane >> log2_lanes); }
   // Warp number k has the k-th vector of each lane. A vector is one piece, or several where rows
   // are moved by elements: the logical warp's lanes have these pieces one after the other.
-  template <int kPieces>
-  __device__ __forceinline__ int first_piece() const {
-    return team.warp() * kPieces * kWarpSize + team.lane();
+  __device__ __forceinline__ int first_piece(int pieces) const {
+    return (warp * pieces << log2_lanes) + (lane & (lanes() - 1));
   }
-  __device__ __forceinline__ int step() const { return kWarpSize; }
-  template <typename, int kPieces, int>
-  static constexpr int kTogether = kPieces;
 
-  // First the sums of each lane's vectors are added, in order, then those of the lanes.
+  // The sums n = 0 and n = 1 of a row have scratch memory of their own. First the sums of each
+  // lane's vectors are added, in order, then those of the lanes.
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int n) const {
     __shared__ Acc scratch[2][kMostSpreadVecs][kWarpSize];
     auto& parts = scratch[n];
-    parts[team.warp()][team.lane()] = v;
+    parts[warp][lane] = v;
     __syncthreads();
-    v = parts[0][team.lane()];
+    v = parts[0][lane];
 #pragma unroll
     for (int k = 1; k < kMostSpreadVecs; ++k) {
-      if (k < team.warps()) v += parts[k][team.lane()];
+      if (k * kWarpSize < blockDim.x) v += parts[k][lane];
     }
-    return warp_sum(v);
+    return logical_warp_sum(v, lanes());
   }
 
-  template <typename N, int kVecs, bool kShifted>
-  static constexpr bool kPivotFirst = true;
-
-  template <int kPieces, int kVecs, typename Words>
-  using Seams = BlockSeams<kPieces, kMostSpreadVecs, Words>;
+  // Stores one vector of each lane element by element. The elements go through shared memory, so
+  // that neighbouring lanes store neighbouring elements.
+  template <typename Y, int kWidth>
+  __device__ __forceinline__ void store_singly(const ForwardParams& p,
+                                               const Vec<Y, kWidth>& y) const {
+    __shared__ Vec<Y, kWidth> staged[kMostSpreadVecs][kWarpSize];
+    staged[warp][lane] = y;
+    __syncwarp();
+    const Y* const from = reinterpret_cast<const Y*>(staged[warp]) + lane;
+    const int log2_cols = log2_lanes + kLog2<kWidth>;  // of the warp's part of each row
+    const int cols = 1 << log2_cols;
+    const int own_row = first_row() + (lane >> log2_cols);
+    const int first_col = (warp << log2_cols) + (lane & (cols - 1));
+    const int rows = static_cast<int>(p.rows) - own_row;
+    Y* const to = static_cast<Y*>(p.y) + (int64_t{own_row} * p.cols + first_col);
+#pragma unroll
+    for (int i = 0; i < kWidth * kWarpSize; i += kWarpSize) {
+      const int row = i >> log2_cols, col = i & (cols - 1);
+      store_if(row < rows && first_col + col < p.cols, element(to, row * p.cols + col), from[i]);
+    }
+  }
 };
 
+// The least number of blocks on a multiprocessor. Without this bound the compiler saves registers,
+// and moves loads of weight and bias behind the wait for the row.
+constexpr int kSpreadBlocks = 6;
+
 template <typename N, Moves kMoves>
-__global__ void __launch_bounds__(kMostSpreadVecs* kWarpThreads)
-    layer_norm_forward_spread_kernel(const ForwardParams p) {
-  forward_row<N, 1, kMoves, true, false>(p, SpreadWarp(), blockIdx.x);
+__global__ void __launch_bounds__(kMostSpreadVecs* kWarpThreads, kSpreadBlocks)
+    layer_norm_forward_spread_kernel(const int log2_lanes, const ForwardParams p) {
+  using Acc = typename N::Acc;
+  using X = typename N::X;
+  using W = typename N::W;
+  constexpr bool kSingly = kMoves == Moves::kSingly;
+  constexpr int kWidth = kMoves == Moves::kElements ? 1 : kVectorWidth<typename N::Types>;
+  constexpr int kPieces = kVectorWidth<typename N::Types> / kWidth;
+  const SpreadWarps warps(log2_lanes);
+  const int row = warps.row();
+  const bool has_row = row < static_cast<int>(p.rows);
+  // A logical warp without a row of its own reads the last row, but stores nothing.
+  const ForwardRow<N> place(p, has_row ? row : static_cast<int>(p.rows) - 1, 0);
+  const int first = warps.first_piece(kPieces);
+  const auto share = [&] {
+    if constexpr (kSingly) {
+      return RaggedShare<kPieces, kWidth, kPieces>(first, warps.lanes(), p.cols);
+    } else {
+      return Share<kPieces>{first, warps.lanes(), p.cols / kWidth};
+    }
+  }();
+
+  const Acc pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
+  Vec<X, kWidth> x[kPieces];
+  if constexpr (kSingly) {
+    place.x.load_singly(x, share);
+  } else {
+    place.x.template load<Use::kReadOnly>(x, share);
+  }
+  Vec<W, kWidth> weight[kPieces], bias[kPieces];
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) {
+    weight[k] = load_given<kWidth, W>(p.weight, Absent::kOnes, share, k);
+    bias[k] = load_given<kWidth, W>(p.bias, Absent::kZeros, share, k);
+  }
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) {
+    hold(weight[k]);
+    hold(bias[k]);
+  }
+
+  const Reciprocal<Acc> inverse_cols(p.inverse_cols);
+  const auto [mean, m2] = N::Statistic::template measure<kPieces>(
+      x, share, pivot, [&] { return inverse_cols; }, [&](Acc v, int n) { return warps.sum(v, n); },
+      [] {});
+  const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
+  if (has_row && first == 0) store_statistics(p, row, mean, rstd);
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) {
+    const auto y = N::template finish<typename N::Epilogue, typename N::Affine>(p, x[k], mean, rstd,
+                                                                                weight[k], bias[k]);
+    if constexpr (kSingly) {
+      warps.store_singly(p, y);
+    } else if (has_row && share.has(k)) {
+      store_once(element(place.y, share.vector(k) * kWidth), y);
+    }
+  }
 }
 
 }  // namespace
@@ -64,10 +146,21 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     if constexpr (!kMaySpread<BareForward<T>>) {
       return cudaErrorInvalidValue;
     } else {
-      return dispatch_moves<T>(plan.moves, [&](auto moves) {
+      const auto launch_moves = [&](auto moves) {
         return launch(layer_norm_forward_spread_kernel<BareForward<T>, moves()>, plan, stream,
-                      params);
-      });
+                      log2_of(plan.lanes), params);
+      };
+      if (plan.moves == Moves::kSingly) {
+        return launch_moves(std::integral_constant<Moves, Moves::kSingly>{});
+      }
+      if constexpr (sizeof(typename T::X) == 4) {
+        if (plan.moves == Moves::kElements) {
+          return launch_moves(std::integral_constant<Moves, Moves::kElements>{});
+        }
+      }
+      return plan.moves == Moves::kVectors
+                 ? launch_moves(std::integral_constant<Moves, Moves::kVectors>{})
+                 : cudaErrorInvalidValue;
     }
   });
 }

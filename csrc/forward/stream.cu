@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kForwardStreamThreads)
 
   const ForwardRow<N> place(p, row, first_col);
   Vec<typename N::X, kWidth> x[kVecs];
-  place.x.template load<Use::kOnce>(x, share);
+  place.x.template load<Use::kReadOnly>(x, share);
   const Acc pivot = N::Statistic::template pivot<typename N::X>(place.x.first_elements(cols));
   const auto moments = N::Statistic::template measure<kVecs>(
       x, share, pivot, [&] { return Reciprocal<Acc>(cols); },
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kFinishThreads)
 
   ForwardRow<N> place(p, first_row + rows - 1, first_col);
   Vec<X, kWidth> next[kFinishVecs];
-  place.x.template load<Use::kOnce>(next, share);
+  place.x.template load<Use::kReadOnly>(next, share);
   Vec<W, kWidth> weight[kFinishVecs], bias[kFinishVecs];
   const auto load_parameters = [&] {
 #pragma unroll
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     Y* y = place.y;
     if (r > 0) {
       place = ForwardRow<N>(p, first_row + r - 1, first_col);
-      place.x.template load<Use::kOnce>(next, share);
+      place.x.template load<Use::kReadOnly>(next, share);
     }
     const Pair<Acc> total = totals[first_row + r];
 #pragma unroll

@@ -2,9 +2,11 @@
 // its rows to shared memory, by whole vectors wherever the rows begin, or element by element where
 // the rows of x do not follow each other directly. A thread reads its row there and writes the
 // row's y there, and the block then stores y, by whole vectors where the addresses are aligned.
+// Rows of very few columns do not pass through shared memory.
 //
-// Where rows are few, a logical warp has such a row (forward/warp.cu). The thread plays the lanes
-// of that logical warp: it takes the same sums in the same order, so y is the same in any batch.
+// Where rows are few, a logical warp has such a row (forward/warp.cu, forward/spread.cu). The
+// thread plays the lanes of that logical warp: it takes the same sums in the same order, so y is
+// the same in any batch.
 #include "device/rows_in_shared.cuh"
 #include "device/share.cuh"
 #include "launch.cuh"
@@ -106,6 +108,49 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   store_elements(static_cast<Y*>(p.y) + first_row * p.cols, y, rows * p.cols);
 }
 
+// Rows of very few columns, all of which are in one vector: each thread loads its row and stores y
+// element by element, and waits for nothing but its row.
+template <typename N>
+__global__ void __launch_bounds__(kForwardWarpThreads)
+    layer_norm_forward_direct_kernel(const ForwardParams p) {
+  using Acc = typename N::Acc;
+  using X = typename N::X;
+  using W = typename N::W;
+  using Y = typename N::Y;
+  constexpr int kWidth = kRowWidth<N, 1>;
+  constexpr int kPieces = kVectorWidth<typename N::Types> / kWidth;
+  using Share = PlayedShare<1, kPieces, kWidth, 0>;
+  const uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row >= static_cast<uint32_t>(p.rows)) return;
+  const Share share = {0, p.cols};
+  const ForwardRow<N> place(p, row, 0);
+  Vec<X, kWidth> x[kPieces];
+  place.x.load_singly(x, share);
+  Vec<W, kWidth> weight[kPieces], bias[kPieces];
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) {
+    weight[k] = load_given<kWidth, W>(p.weight, Absent::kOnes, share, k);
+    bias[k] = load_given<kWidth, W>(p.bias, Absent::kZeros, share, k);
+  }
+  const Acc pivot =
+      N::Statistic::template pivot<X>(Pair<Acc>{to_acc(x[0].at[0]), to_acc(x[0].at[1])});
+  const Reciprocal<Acc> inverse_cols(p.inverse_cols);
+  constexpr int kTogether = kLaneTogether<N, kPieces, kPieces>;
+  const auto [mean, m2] = N::Statistic::template measure<kTogether>(
+      x, share, pivot, [&] { return inverse_cols; }, [](Acc v, int) { return v; }, [] {});
+  const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
+  store_statistics(p, row, mean, rstd);
+#pragma unroll
+  for (int k = 0; k < kPieces; ++k) {
+    const auto result = N::template finish<typename N::Epilogue, typename N::Affine>(
+        p, x[k], mean, rstd, weight[k], bias[k]);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      store_if(share.has_column(k, j), place.y + k * kWidth + j, result.at[j]);
+    }
+  }
+}
+
 // Calls launch() with the lanes and vectors of a plan as template parameters.
 template <int kXSize, int... kPlayed, typename Launch>
 cudaError_t dispatch_played(std::integer_sequence<int, kPlayed...>, const forward::Thread& plan,
@@ -133,6 +178,9 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types_but_float64(types, [&](auto t) {
     using T = decltype(t);
     constexpr int kXSize = sizeof(typename T::X);
+    if (plan.direct) {
+      return launch(layer_norm_forward_direct_kernel<BareForward<T>>, plan, stream, params);
+    }
     return dispatch_played<kXSize>(
         std::make_integer_sequence<int, played_count(kXSize)>{}, plan, [&](auto lanes, auto vecs) {
           return launch(layer_norm_forward_thread_kernel<BareForward<T>, lanes(), vecs()>, plan,

@@ -10,14 +10,11 @@ struct LogicalWarp {
   // bfloat16, with parameters loaded together with the row, and loaded where they are used: 12608 x
   // 768 11.5 us and 12.2; 1 x 768 1.5 and 1.9; 32768 x 768 26.3 and 26.9; 128 x 1024 2.2 and 2.6.
   static constexpr int kMostEarlyWords = 32;
-  static constexpr Use kEarlyUse = Use::kAgain;
+  static constexpr Use kEarlyUse = Use::kReadOnly;
   static constexpr bool kWalks = false;  // 32768 x 1024 with GELU: 36.4 us, walked 37.3
   int lanes, lane;
 
-  template <int>
-  __device__ __forceinline__ int first_piece() const {
-    return lane;
-  }
+  __device__ __forceinline__ int first_piece() const { return lane; }
   __device__ __forceinline__ int step() const { return lanes; }
   template <typename N, int kPieces, int kPiecesOfVector>
   static constexpr int kTogether = kLaneTogether<N, kPieces, kPiecesOfVector>;

@@ -15,11 +15,11 @@ struct LateParameters {
   const ColumnParameters<W>& columns;
   const Share& share;
 
-  template <Use kUse = Use::kAgain>
+  template <Use kUse = Use::kReadOnly>
   __device__ __forceinline__ auto weight(int k) const {
     return load_share<kWidth, kUse>(columns.weight, share, k);
   }
-  template <Use kUse = Use::kAgain>
+  template <Use kUse = Use::kReadOnly>
   __device__ __forceinline__ auto bias(int k) const {
     return load_share<kWidth, kUse>(columns.bias, share, k);
   }
@@ -71,11 +71,11 @@ struct WalkedParameters {
   }
   __device__ __forceinline__ auto weight(int k) {
     if (k > 0) weights = element(weights, share.has(k) ? weight_step : 0);
-    return load<Use::kAgain, kWidth>(weights);
+    return load<Use::kReadOnly, kWidth>(weights);
   }
   __device__ __forceinline__ auto bias(int k) {
     if (k > 0) biases = element(biases, share.has(k) ? bias_step : 0);
-    return load<Use::kAgain, kWidth>(biases);
+    return load<Use::kReadOnly, kWidth>(biases);
   }
 };
 

@@ -8,8 +8,10 @@
 //   first_elements()  x at the row's first two columns; a row of one column gives its x twice. In
 //                     half precision the second is zero, as the statistic does not use it.
 //   load()            loads a thread's share of x
-//   load_shifted()    the same for a row that begins anywhere in memory. Calls then() once, as soon
-//                     as further loads need not wait for x.
+//   load_singly()     the same element by element, for a row that begins anywhere in memory; only
+//                     where x = input
+//   load_shifted()    the same by vectors, for a row that begins anywhere in memory. Calls then()
+//                     once, as soon as further loads need not wait for x.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -55,6 +57,19 @@ struct Plain {
                                                  bool, const Then& then) const {
       fused_layernorm::load_shifted<0>(out, ShiftedRow<const X, kWidth>(x), share, then);
       keep_columns(out, share);
+    }
+
+    template <int kWidth, int kVecs, typename Share>
+    __device__ __forceinline__ void load_singly(Vec<X, kWidth> (&out)[kVecs],
+                                                const Share& share) const {
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        const X* from = element(x, share.vector(k) * kWidth);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          out[k].at[j] = load_if(share.has_column(k, j), from + j);
+        }
+      }
     }
   };
 };
@@ -145,8 +160,9 @@ struct Adding {
       for (int k = 0; k < kVecs; ++k) {
         added[k] = {};
         if (share.has(k)) {
+          constexpr Use kInputUse = kUse == Use::kInOrder ? Use::kOnce : kUse;
           added[k] =
-              fused_layernorm::load<Use::kOnce, kWidth>(element(input, share.vector(k) * kWidth));
+              fused_layernorm::load<kInputUse, kWidth>(element(input, share.vector(k) * kWidth));
         }
       }
 #pragma unroll

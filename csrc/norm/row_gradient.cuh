@@ -5,9 +5,6 @@
 
 namespace fused_layernorm {
 
-__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
-__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
-
 // The gradients at `kWidth` columns of one row: xhat; dz, the gradient at the output of the affine
 // map z = xhat * weight + bias; and g = dz * weight, the gradient at xhat.
 template <typename N, int kWidth>
@@ -77,7 +74,8 @@ struct DxRow {
   // no value that they are added to.
   template <int kWidth>
   __device__ __forceinline__ Vec<X, kWidth> added(int col) const {
-    if (kMayAdd && dresidual != nullptr) return load<Use::kOnce, kWidth>(element(dresidual, col));
+    if (kMayAdd && dresidual != nullptr)
+      return load<Use::kReadOnly, kWidth>(element(dresidual, col));
     return negative_zeros<X, kWidth>();
   }
 

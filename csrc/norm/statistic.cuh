@@ -14,6 +14,10 @@ namespace fused_layernorm {
 __device__ __forceinline__ float reciprocal_sqrt(float v) { return rsqrtf(v); }
 __device__ __forceinline__ double reciprocal_sqrt(double v) { return rsqrt(v); }
 
+// A product that the compiler does not fuse with a sum.
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
 // The sum of a vector's values in a tree: its chains are short, and it is exact where all values
 // are equal.
 template <typename Acc, int kWidth>
@@ -117,6 +121,9 @@ struct LayerNorm {
   template <int kTogether, typename X, int kWidth, int kVecs, typename Share, typename Acc>
   static __device__ __forceinline__ Acc squared_deviations(const Vec<X, kWidth> (&x)[kVecs],
                                                            const Share& share, Acc mean) {
+    if constexpr (kTogether == 1 && kWidth > 1) {
+      return squared_deviations_by_vectors(x, share, mean);
+    }
     return sum_of_parts<kTogether, kVecs, kWidth, Acc>([&](int from, Acc(&total)[kWidth]) {
 #pragma unroll
       for (int k = from; k < from + kTogether; ++k) {
@@ -130,6 +137,31 @@ struct LayerNorm {
         }
       }
     });
+  }
+
+  // The same, each vector by itself. Several strategies sum up a row in this way and must get the
+  // same bits, so it is written out which of two squares is rounded before they are added: left to
+  // itself, the compiler chooses one or the other.
+  template <typename X, int kWidth, int kVecs, typename Share, typename Acc>
+  static __device__ __forceinline__ Acc
+  squared_deviations_by_vectors(const Vec<X, kWidth> (&x)[kVecs], const Share& share, Acc mean) {
+    constexpr int kHalf = kWidth / 2;
+    Acc sum;
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      Acc values[kWidth], squares[kHalf];
+      unpack(values, x[k]);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] -= share.has_column(k, j) ? mean : Acc(0);
+#pragma unroll
+      for (int j = 0; j < kHalf; ++j) {
+        const Acc low = values[j], high = values[j + kHalf];
+        squares[j] = fma(high, high, rounded_product(low, low));
+      }
+      const Acc part = tree_sum(squares);
+      sum = k == 0 ? part : sum + part;
+    }
+    return sum;
   }
 
   // The moments of some columns, of which each thread has the vectors `x` in registers.

@@ -134,8 +134,8 @@ bool may_take_few_rows(const Team& team, const Problem& problem, const Forced& f
          has_few_rows_kernel(problem.x, problem.weight, problem.y, is_fused(problem), team.keeps);
 }
 
-// Lays out blocks of `teams` teams: blocks on rows compute dx, and blocks on columns beside them
-// compute dweight and dbias.
+// Lays out blocks of `teams` teams, whose number is a multiple of the sharers: blocks on rows
+// compute dx, and blocks on columns beside them compute dweight and dbias.
 void lay_out_few_rows(backward::FewRows& plan, const Problem& problem, int teams) {
   const int x_size = size_of(problem.x);
   plan.threads = plan.team_threads * teams;
@@ -145,7 +145,11 @@ void lay_out_few_rows(backward::FewRows& plan, const Problem& problem, int teams
       problem.needs_dparams ? ceil_div(problem.cols, int64_t{lanes} * plan.width) : 0;
   plan.shared_bytes =
       problem.needs_dparams ? few_rows_shared_bytes(plan.threads, plan.width, x_size) : 0;
-  plan.blocks = ceil_div(problem.rows, teams) + plan.column_blocks;
+  if (plan.sharers > 1) {
+    const int exchanged = few_rows_exchanged_bytes(plan.threads, plan.vecs);
+    plan.shared_bytes = std::max(plan.shared_bytes, exchanged);
+  }
+  plan.blocks = ceil_div(problem.rows, teams / plan.sharers) + plan.column_blocks;
 }
 
 // The teams of whole warps that a block of few rows should have.
@@ -163,6 +167,16 @@ int few_rows_teams(backward::FewRows plan, const Problem& problem, const Device&
     if (ladders::kFewRowsPlaces * plan.blocks <= ladders::kFewRowsBlocks * places) return teams;
   }
   return plan.width > 1 ? 1 : most;
+}
+
+// Whether several teams share a row of single elements. Forced teams do not.
+bool may_share_few_rows(const backward::FewRows& plan, const Problem& problem,
+                        const Forced& forced) {
+  return has_shared_few_rows(problem.x, problem.weight, problem.y, plan.width, is_fused(problem)) &&
+         plan.team_threads % kWarpThreads == 0 &&
+         plan.team_threads * kFewRowsSharers <= kBackwardThreads &&
+         ladders::shares_few_rows(problem.rows, problem.cols, size_of(problem.x)) &&
+         !forced.has(Field::kTeams);
 }
 
 std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Device& device,
@@ -188,9 +202,17 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
   } else {
     return std::nullopt;
   }
+  if (may_share_few_rows(plan, problem, forced)) {
+    plan.sharers = kFewRowsSharers;
+    const int threads = ladders::rung_of(ladders::kFewRowsThreads, problem.rows).block_threads;
+    const int row_threads = plan.team_threads * plan.sharers;
+    teams = std::max(1, threads / row_threads) * plan.sharers;
+  }
   teams = forced.value_or(Field::kTeams, teams);
   lay_out_few_rows(plan, problem, teams);
-  const bool launches = plan.threads <= kBackwardThreads && plan.threads % kWarpThreads == 0 &&
+  // Each team of whole warps has a hardware barrier.
+  const bool launches = (plan.by_lanes || teams <= kMostTeams) &&
+                        plan.threads <= kBackwardThreads && plan.threads % kWarpThreads == 0 &&
                         plan.blocks <= kMostBlocks;
   if (!launches) return std::nullopt;
   return plan;

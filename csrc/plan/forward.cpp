@@ -103,18 +103,22 @@ std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& for
   return plan;
 }
 
-// Few rows of which each lane of a whole warp would own several vectors, with nothing fused.
+// Few rows with nothing fused, of which each lane would own several vectors, or which begin
+// anywhere in memory.
 std::optional<forward::Spread> spread_plan(const Problem& problem, const Forced& forced) {
   const bool allowed = forced.allows(Strategy::kSpread, {}) && is_bare(problem) &&
                        is_one_type(problem.x, problem.weight, problem.y);
-  const bool is_few = problem.rows <= ladders::most_spread_rows(moves_of(problem));
-  if (!allowed || !(is_few || forced.strategy)) return std::nullopt;
+  const Moves moves = moves_of(problem) == Moves::kShifted ? Moves::kSingly : moves_of(problem);
   const auto lanes = lanes_of(problem, forced);
-  if (!lanes || lanes->lanes < kWarpThreads || lanes->vecs == 1) return std::nullopt;
+  if (!allowed || !lanes || (lanes->vecs == 1 && moves != Moves::kSingly)) return std::nullopt;
+  const bool is_few =
+      ladders::may_spread(moves, size_of(problem.x), lanes->vecs, problem.rows, problem.cols);
+  if (!is_few && !forced.strategy) return std::nullopt;
   forward::Spread plan;
-  plan.moves = moves_of(problem);
+  plan.lanes = lanes->lanes;
+  plan.moves = moves;
   plan.threads = lanes->vecs * kWarpThreads;
-  plan.blocks = problem.rows;
+  plan.blocks = ceil_div(problem.rows, kWarpThreads / plan.lanes);
   return plan;
 }
 
@@ -143,6 +147,8 @@ std::optional<forward::Thread> thread_plan(const Problem& problem, const Forced&
   plan.threads = kForwardWarpThreads;
   plan.blocks = ceil_div(problem.rows, plan.threads);
   const int cols = static_cast<int>(problem.cols);
+  plan.direct = problem.cols <= ladders::kDirectCols;
+  if (plan.direct) return plan;
   plan.shared_bytes = thread_rows_bytes(plan.threads, cols, size_of(problem.x));
   if (size_of(problem.y) != size_of(problem.x)) {
     plan.y_offset = plan.shared_bytes;

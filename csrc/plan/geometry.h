@@ -130,9 +130,10 @@ constexpr int first_from(VecsList<kVecs...>, int64_t least) {
 
 // How the elements of a row are moved.
 enum class Moves {
-  kVectors,  // by vectors: the row begins at a multiple of 16 bytes
-  kShifted,  // by vectors, although the row begins anywhere
-  kElements  // one by one: only float32, of which a warp then still moves whole lines
+  kVectors,   // by vectors: the row begins at a multiple of 16 bytes
+  kShifted,   // by vectors, although the row begins anywhere
+  kElements,  // one by one: only float32, of which a warp then still moves whole lines
+  kSingly     // a thread owns vectors, as with kShifted, but moves their elements one by one
 };
 
 // A thread has `vecs` vectors of a row, each as many columns as 16 bytes of x hold. It moves them
@@ -478,6 +479,18 @@ static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<1, 8>{}, backward_block_vecs_from(1, 8, 1)) &&
                   contains(FewRowsVecs<2, 8>{}, backward_block_vecs_from(2, 8, 1)),
               "few rows have a kernel wherever a team of whole warps keeps the row");
+// A thread that moves single elements owns many of them, and works on one after the other. Where
+// rows are few, several threads share these elements, and exchange xhat and g of the row through
+// shared memory.
+constexpr int kFewRowsSharers = 4;
+constexpr bool has_shared_few_rows(DataType x, DataType weight, DataType y, int width, bool fused) {
+  return width == 1 && !fused && is_one_type(x, weight, y);
+}
+constexpr int few_rows_exchanged_bytes(int block_threads, int vecs) {
+  return block_threads / kFewRowsSharers * vecs * 2 * static_cast<int>(sizeof(float));
+}
+static_assert(first_from(FewRowsVecs<1, 4>{}, 1) % kFewRowsSharers == 0,
+              "the threads that share have as many elements each");
 // The number of lanes side by side on one row in blocks that compute only dweight and dbias. They
 // move 64 bytes of the row by vectors, or a sector of 32 bytes by single elements.
 constexpr int column_lanes(int width, int x_size) { return width == 1 ? 32 / x_size : 4; }
@@ -490,6 +503,8 @@ static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 409
                   few_rows_shared_bytes(kBackwardThreads, vector_width(4), 4) <= 4096 &&
                   few_rows_shared_bytes(kBackwardThreads, vector_width(8), 8) <= 4096,
               "shared memory never decides how many blocks of few rows run at once");
+static_assert(few_rows_exchanged_bytes(kBackwardThreads, kKeptColsPerThread) <= 16384,
+              "nor does it where teams share rows");
 
 // Rows with a modulation of their own: a block has about this many threads, or one larger team. The
 // lists are the numbers of vectors that kernels are compiled for.

@@ -51,6 +51,11 @@ constexpr ThreadRung kHalfThreads[] = {{56, 10000}, {kNoEnd, 30000}};
 // Times by threads and by logical warps, float32: 20000 x 37 5.5, 5.6; 30000 x 37 6.1, 7.0;
 // 30000 x 45 6.8, 7.1; 4000000 x 3 34, 48; 1000003 x 37 76, 170.
 constexpr ThreadRung kFloat32Threads[] = {{kNoEnd, 30000}};
+// Rows of up to so many columns do not pass through shared memory: each thread moves its own row.
+// (Directly and through shared memory, bfloat16: 32768 x 1 1.68, 2.03; 131072 x 1 2.27, 2.83;
+// 524288 x 3 5.50, 6.78; but 32768 x 7 2.63, 2.09.)
+constexpr int kDirectCols = 3;
+static_assert(kDirectCols <= vector_width(4), "these columns are in one vector");
 static_assert(is_ladder(kHalfThreads) && is_ladder(kFloat32Threads), "the rungs ascend");
 
 // ---- Forward, rows in registers: the vectors that a lane or a thread should own.
@@ -129,26 +134,38 @@ static_assert(is_ladder(kFloat32Lanes) && is_ladder(kFloat32EpilogueLanes) &&
 
 // If there are at most this many shifted rows, weight and bias are loaded together with the row,
 // which saves one wait for memory. With more rows the registers that this takes cost more (weight
-// and bias loaded with the row, and behind its sums, bfloat16: 64 x 924 2.3, 2.6; 8 x 711 1.8, 2.2;
-// 4096 x 65 2.9, 3.2; 32768 x 1021 41.3, 38.8; 100000 x 427 57.7, 53.7).
+// and bias loaded with the row, and behind its sums, bfloat16: 4096 x 498 4.57, 5.14; 32768 x 1021
+// 41.3, 38.8; 100000 x 427 57.7, 53.7).
 constexpr int64_t kEarlyRows = 4096;
 
-// Up to this many rows, by how their elements are moved, the vectors of a lane are spread over
-// several warps.
-constexpr int64_t most_spread_rows(Moves moves) {
+// Whether so few rows are spread over several warps: `vecs` is the number of vectors of a lane of
+// the logical warp. The times are those of spread rows and of logical warps.
+constexpr bool may_spread(Moves moves, int x_size, int vecs, int64_t rows, int64_t cols) {
+  const int64_t elements = rows * cols;
   switch (moves) {
-    // Times of spread vectors and of logical warps, bfloat16: 1 x 1024 1.25, 1.36; 8 x 1024 1.33,
-    // 1.46; 32 x 1024 1.70, 1.73; but 64 x 512 1.67, 1.63.
+    // bfloat16: 64 x 192 1.56, 1.62; 8 x 384 1.51, 1.60; 64 x 768 1.64, 1.77; 128 x
+    // 1024 1.83, 2.02; 512 x 512 1.92, 2.18; 512 x 1024 2.11, 2.28. Not spread: two vectors a lane
+    // of up to 256 columns (8 x 256 1.50, 1.45; 128 x 256 1.59, 1.57; but 512 x 256 1.76, 1.89).
+    // float32: 8 x 512 1.62, 1.71; 128 x 512 1.87, 2.04; 128 x 384 1.82, 1.89. Not spread: 128 x
+    // 256 1.78, 1.71; 512 x 512 2.76, 2.55.
     case Moves::kVectors:
-      return 32;
-    // 8 x 924 1.65, 1.86; 128 x 924 2.35, 2.40; 256 x 711 2.43, 2.42.
-    case Moves::kShifted:
-      return 128;
-    // float32: 8 x 498 1.41, 1.56; 16 x 498 1.43, 1.56; but 64 x 498 2.16, 2.03.
+      if (x_size == 4) return rows <= 128 && vecs >= 3 && cols >= 384;
+      return rows <= 512 && (vecs >= 3 || cols > 256) && cols >= 192;
+    // bfloat16: 64 x 33 1.64, 2.45; 512 x 427 2.16, 2.20; 8192 x 33 2.33, 3.34; 4096 x 127 2.55,
+    // 2.60. Not spread: 1024 x 285 2.33, 2.34; 512 x 711 2.39, 2.30; 16384 x 61 4.47, 3.87.
+    // float32: 1024 x 45 1.89, 2.02. Not spread: 2048 x 45 2.13, 2.09; 8192 x 17 2.79, 2.52 (but
+    // 4096 x 17 2.13, 2.20).
+    case Moves::kSingly:
+      if (x_size == 4) return elements <= 1 << 16;
+      return elements <= (cols <= 128 ? 1 << 19 : 1 << 18);
+    // float32: 8 x 498 1.62, 1.79; 64 x 498 1.68, 1.83; 64 x 143 1.62, 1.70. Not spread: 128 x 498
+    // 1.87, 1.86; two vectors a lane 64 x 214 1.65, 1.65.
     case Moves::kElements:
-      return 16;
+      return rows <= 64 && vecs >= 3;
+    case Moves::kShifted:
+      return false;
   }
-  return 0;
+  return false;
 }
 
 // ---- Forward, rows in registers: the ragged rows of float32 that are moved by elements.
@@ -330,6 +347,14 @@ constexpr FewRowsRung kFewRowsThreads[] = {
 static_assert(is_ladder(kFewRowsThreads) &&
                   rung_of(kFewRowsThreads, kNoEnd).block_threads <= kBackwardThreads,
               "blocks of few rows have kernels");
+// Whether several teams share a row of single elements. Times where four teams share a row, and
+// where each has one: bfloat16 8 x 285 1.53, 1.81; 64 x 1023 2.34, 3.00; 128 x 1023 2.64, 3.18;
+// 1 x 1492 1.94, 2.28; float32 128 x 285 2.20, 2.73. Not shared: bfloat16 512 x 1023 5.14, 4.80;
+// 128 x 2047 3.65, 3.56; float32 64 x 1492 3.08, 2.80; 512 x 65 3.00, 2.87.
+constexpr bool shares_few_rows(int64_t rows, int64_t cols, int x_size) {
+  return rows <= 128 && rows * cols <= 1 << 17 && (x_size == 2 || cols <= 1024);
+}
+
 // The teams of whole warps in a block. Aligned rows have the most teams that kFewRowsThreads
 // allows, if a team has fewer threads than kFewRowsLeastThreads (four and two teams, bfloat16:
 // 1024 x 2048 7.9, 9.1; 2048 x 1536 12.1, 17.4; 2048 x 2048 12.4, 15.3; eight and four teams,

@@ -15,7 +15,7 @@ namespace fused_layernorm {
 namespace {
 
 // As JSON strings.
-constexpr const char* kMoves[] = {"\"vectors\"", "\"shifted\"", "\"elements\""};
+constexpr const char* kMoves[] = {"\"vectors\"", "\"shifted\"", "\"elements\"", "\"singly\""};
 
 constexpr const char* kStrategies[] = {"warp",     "thread", "spread",   "block", "split",
                                        "resident", "stream", "few_rows", "group", "rows"};
@@ -181,6 +181,7 @@ std::string to_json(const forward::Thread& plan) {
       .add("vecs", plan.vecs)
       .add("lanes", plan.lanes)
       .add("y_offset", plan.y_offset)
+      .add("direct", plan.direct)
       .with(plan);
 }
 
@@ -194,7 +195,7 @@ std::string to_json(const forward::Warp& plan) {
 }
 
 std::string to_json(const forward::Spread& plan) {
-  return Json(Strategy::kSpread).add("moves", plan.moves).with(plan);
+  return Json(Strategy::kSpread).add("lanes", plan.lanes).add("moves", plan.moves).with(plan);
 }
 
 std::string to_json(const forward::Block& plan) {
@@ -250,7 +251,11 @@ std::string to_json(const backward::Thread& plan) {
 }
 
 std::string to_json(const backward::FewRows& plan) {
-  return Json(Strategy::kFewRows).add(plan).add("column_blocks", plan.column_blocks).with(plan);
+  return Json(Strategy::kFewRows)
+      .add(plan)
+      .add("sharers", plan.sharers)
+      .add("column_blocks", plan.column_blocks)
+      .with(plan);
 }
 
 std::string to_json(const backward::Rows& plan) {

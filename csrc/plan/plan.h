@@ -75,12 +75,14 @@ struct Warp : Launch {
 struct Thread : Launch {
   int vecs = 1;
   int lanes = 1;
-  int y_offset = 0;  // of the rows of y in shared memory; 0: they take the place of x
+  int y_offset = 0;     // of the rows of y in shared memory; 0: they take the place of x
+  bool direct = false;  // rows do not pass through shared memory
 };
 
-// A block has a row, and each of its warps has one vector of each lane of the logical warp that
-// would otherwise have the row. The block takes the same sums in the same order.
+// A block has the rows that would otherwise be those of one warp, and each of its warps has one
+// vector of each lane. The block takes the sums of the logical warps in the same order.
 struct Spread : Launch {
+  int lanes = 1;  // of a logical warp, on one row
   Moves moves = Moves::kVectors;
 };
 
@@ -168,6 +170,9 @@ struct OneRowATeam : Launch {
 // Few rows: blocks on rows compute dx, and blocks on columns beside them dweight and dbias, in one
 // launch and without partial sums.
 struct FewRows : OneRowATeam {
+  // Several: as many teams as there are sharers work on a row together, each on a part of what each
+  // thread of one team would own.
+  int sharers = 1;
   int64_t column_blocks = 0;  // of the launch's blocks, those on columns
 };
 
