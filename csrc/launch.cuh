@@ -79,7 +79,7 @@ cudaError_t dispatch_width(int width, const Then& then) {
   return dispatch_vecs(VecsList<kVectorWidth, 1>{}, width, then);
 }
 
-inline int log2_of(int power_of_two) {
+constexpr int log2_of(int power_of_two) {
   int log = 0;
   while (1 << log < power_of_two) ++log;
   return log;

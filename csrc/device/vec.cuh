@@ -76,11 +76,6 @@ struct Vec {
   }
 };
 
-template <int kPowerOfTwo>
-constexpr int kLog2 = 1 + kLog2<kPowerOfTwo / 2>;
-template <>
-constexpr int kLog2<1> = 0;
-
 template <typename V>
 using piece_t = typename V::Piece;
 

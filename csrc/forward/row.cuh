@@ -123,15 +123,16 @@ template <typename N, int kVecs>
 constexpr int kParameterWords =
     2 * kVecs * kVectorWidth<typename N::Types> * static_cast<int>(sizeof(typename N::W)) / 4;
 
-// Calls then() with the way in which a row's elements are moved as a template parameter. There are
-// kernels that move them one by one only where all types are float32.
-template <typename T, typename Then>
+// Calls then() with the way in which a row's elements are moved as a template parameter. kAnywhere
+// is the strategy's way to move rows that begin anywhere. There are kernels for kElements only
+// where all types are float32.
+template <typename T, Moves kAnywhere = Moves::kShifted, typename Then>
 cudaError_t dispatch_moves(Moves moves, const Then& then) {
   constexpr bool kFloats = std::is_same_v<T, Types<float, float, float>>;
   if constexpr (kFloats) {
     if (moves == Moves::kElements) return then(std::integral_constant<Moves, Moves::kElements>{});
   }
-  if (moves == Moves::kShifted) return then(std::integral_constant<Moves, Moves::kShifted>{});
+  if (moves == kAnywhere) return then(std::integral_constant<Moves, kAnywhere>{});
   return moves == Moves::kVectors ? then(std::integral_constant<Moves, Moves::kVectors>{})
                                   : cudaErrorInvalidValue;
 }

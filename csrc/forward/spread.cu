@@ -4,9 +4,8 @@
 //
 // A call on few rows takes as long as its longest chain of waits, so this kernel has a body of its
 // own in which all loads stand in front of the first wait.
-#include "device/share.cuh"
+#include "forward/row.cuh"
 #include "launch.cuh"
-#include "norm/norm.cuh"
 
 namespace fused_layernorm {
 namespace {
@@ -55,7 +54,8 @@ struct SpreadWarps {
     staged[warp][lane] = y;
     __syncwarp();
     const Y* const from = reinterpret_cast<const Y*>(staged[warp]) + lane;
-    const int log2_cols = log2_lanes + kLog2<kWidth>;  // of the warp's part of each row
+    constexpr int kLog2Width = log2_of(kWidth);
+    const int log2_cols = log2_lanes + kLog2Width;  // of the warp's part of each row
     const int cols = 1 << log2_cols;
     const int own_row = first_row() + (lane >> log2_cols);
     const int first_col = (warp << log2_cols) + (lane & (cols - 1));
@@ -146,21 +146,10 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     if constexpr (!kMaySpread<BareForward<T>>) {
       return cudaErrorInvalidValue;
     } else {
-      const auto launch_moves = [&](auto moves) {
+      return dispatch_moves<T, Moves::kSingly>(plan.moves, [&](auto moves) {
         return launch(layer_norm_forward_spread_kernel<BareForward<T>, moves()>, plan, stream,
                       log2_of(plan.lanes), params);
-      };
-      if (plan.moves == Moves::kSingly) {
-        return launch_moves(std::integral_constant<Moves, Moves::kSingly>{});
-      }
-      if constexpr (sizeof(typename T::X) == 4) {
-        if (plan.moves == Moves::kElements) {
-          return launch_moves(std::integral_constant<Moves, Moves::kElements>{});
-        }
-      }
-      return plan.moves == Moves::kVectors
-                 ? launch_moves(std::integral_constant<Moves, Moves::kVectors>{})
-                 : cudaErrorInvalidValue;
+      });
     }
   });
 }

@@ -146,10 +146,8 @@ struct LayerNorm {
   static __device__ __forceinline__ Acc
   squared_deviations_by_vectors(const Vec<X, kWidth> (&x)[kVecs], const Share& share, Acc mean) {
     constexpr int kHalf = kWidth / 2;
-    Acc sum;
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      Acc values[kWidth], squares[kHalf];
+    return sum_of_parts<1, kVecs, kHalf, Acc>([&](int k, Acc(&squares)[kHalf]) {
+      Acc values[kWidth];
       unpack(values, x[k]);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) values[j] -= share.has_column(k, j) ? mean : Acc(0);
@@ -158,10 +156,7 @@ struct LayerNorm {
         const Acc low = values[j], high = values[j + kHalf];
         squares[j] = fma(high, high, rounded_product(low, low));
       }
-      const Acc part = tree_sum(squares);
-      sum = k == 0 ? part : sum + part;
-    }
-    return sum;
+    });
   }
 
   // The moments of some columns, of which each thread has the vectors `x` in registers.

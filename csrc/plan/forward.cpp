@@ -108,9 +108,11 @@ std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& for
 std::optional<forward::Spread> spread_plan(const Problem& problem, const Forced& forced) {
   const bool allowed = forced.allows(Strategy::kSpread, {}) && is_bare(problem) &&
                        is_one_type(problem.x, problem.weight, problem.y);
-  const Moves moves = moves_of(problem) == Moves::kShifted ? Moves::kSingly : moves_of(problem);
+  if (!allowed) return std::nullopt;
+  Moves moves = moves_of(problem);
+  if (moves == Moves::kShifted) moves = Moves::kSingly;
   const auto lanes = lanes_of(problem, forced);
-  if (!allowed || !lanes || (lanes->vecs == 1 && moves != Moves::kSingly)) return std::nullopt;
+  if (!lanes || (lanes->vecs == 1 && moves != Moves::kSingly)) return std::nullopt;
   const bool is_few =
       ladders::may_spread(moves, size_of(problem.x), lanes->vecs, problem.rows, problem.cols);
   if (!is_few && !forced.strategy) return std::nullopt;

@@ -143,11 +143,12 @@ constexpr int64_t kEarlyRows = 4096;
 constexpr bool may_spread(Moves moves, int x_size, int vecs, int64_t rows, int64_t cols) {
   const int64_t elements = rows * cols;
   switch (moves) {
-    // bfloat16: 64 x 192 1.56, 1.62; 8 x 384 1.51, 1.60; 64 x 768 1.64, 1.77; 128 x
-    // 1024 1.83, 2.02; 512 x 512 1.92, 2.18; 512 x 1024 2.11, 2.28. Not spread: two vectors a lane
-    // of up to 256 columns (8 x 256 1.50, 1.45; 128 x 256 1.59, 1.57; but 512 x 256 1.76, 1.89).
-    // float32: 8 x 512 1.62, 1.71; 128 x 512 1.87, 2.04; 128 x 384 1.82, 1.89. Not spread: 128 x
-    // 256 1.78, 1.71; 512 x 512 2.76, 2.55.
+    // bfloat16: 64 x 192 1.56, 1.62; 8 x 384 1.51, 1.60; 64 x 768 1.64, 1.77; 128 x 1024 1.83,
+    // 2.02; 512 x 512 1.92, 2.18; 512 x 1024 2.11, 2.28. Not spread: two vectors a lane of up to
+    // 256 columns (8 x 256 1.50, 1.45; 128 x 256 1.59, 1.57; but 512 x 256 1.76, 1.89).
+    //
+    // float32: 8 x 512 1.62, 1.71; 128 x 512 1.87, 2.04; 128 x 384 1.82, 1.89. Not spread:
+    // 128 x 256 1.78, 1.71; 512 x 512 2.76, 2.55.
     case Moves::kVectors:
       if (x_size == 4) return rows <= 128 && vecs >= 3 && cols >= 384;
       return rows <= 512 && (vecs >= 3 || cols > 256) && cols >= 192;
