@@ -6,8 +6,10 @@
 Columns from 1 to 4200 in odd steps (and the usual sizes with their neighbours), rows from 1 to
 100,000, in bfloat16 and float32. The points with a ratio ours / eager near 1 or above, and in any
 case the 30 worst, are timed again, for longer and with inputs and outputs in several places of
-memory. The number of slower points, and all of these or at least the worst ten, are printed and
-kept in the results file under "sweep", or "sweep_compile" if against torch.compile.
+memory. As in the benchmark, a point's inputs are together larger than L2; only where the sweep has
+many points, their first measurement has fewer. The number of slower points, and all of these or at
+least the worst ten, are printed and kept in the results file under "sweep", or "sweep_compile" if
+against torch.compile.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ COLS = sorted(
 )
 WORST = 10
 NEAR = 0.9  # a point whose first ratio is above this is timed again
-INPUTS = 32  # at most this many distinct inputs, so that a small case's graph stays short
+MANY_POINTS = 1000  # of more points, the first measurement has at most FEW_INPUTS inputs
+FEW_INPUTS = 32
 # The median over so many places in memory counts: the same small kernel takes 0.2 us more or less
 # as its tensors happen to lie (8 x 384 float32 in three places 1.53, 1.53 and 1.69 us).
 PLACES = 5
@@ -64,8 +67,8 @@ class Buffers:
             for dtype in (torch.bfloat16, torch.float32)
         }
 
-    def inputs(self, case: Case, place: int = 0) -> list[Inputs]:
-        """Distinct inputs, together larger than L2 if `INPUTS` of them suffice.
+    def inputs(self, case: Case, place: int = 0, most: int = timing.MAX_INPUTS) -> list[Inputs]:
+        """Distinct inputs, together larger than L2 if `most` of them suffice.
 
         mean and rstd are any numbers: the time does not depend on them.
         """
@@ -73,7 +76,7 @@ class Buffers:
         x, dy = self.data[dtype]
         stride = -(-size // 64) * 64  # every input starts aligned
         skipped = min(place * PLACE_ELEMENTS, (x.numel() - size) // 64 * 64)
-        count = timing.input_count(case.bytes, timing.l2_bytes(), INPUTS)
+        count = timing.input_count(case.bytes, timing.l2_bytes(), most)
         count = max(1, min(count, (x.numel() - skipped) // stride))
         weight, bias = x[: case.cols], dy[: case.cols]
         mean = torch.randn(case.rows, 1, device=timing.DEVICE)
@@ -89,7 +92,9 @@ class Buffers:
 
 
 @torch.no_grad()
-def measure(case: Case, buffers: Buffers, *, other: str = "eager", long: bool) -> dict[str, Any]:
+def measure(
+    case: Case, buffers: Buffers, *, other: str, long: bool, most_inputs: int = timing.MAX_INPUTS
+) -> dict[str, Any]:
     """The row of one point: our time, that of the other provider, and their ratio."""
     options: dict[str, Any] = {"seconds": 0.003, "min_replays": 5, "max_replays": 12}
     if long:
@@ -98,9 +103,9 @@ def measure(case: Case, buffers: Buffers, *, other: str = "eager", long: bool) -
     for place in range(PLACES if long else 1):
         # With more memory taken, the outputs lie elsewhere, too.
         taken = torch.empty(PLACE_ELEMENTS * place, device=timing.DEVICE)
-        inputs = buffers.inputs(case, place)
+        inputs = buffers.inputs(case, place, most_inputs)
         count = timing.call_count(len(inputs), case.bytes, 2e-4)
-        count = min(count, max(len(inputs), INPUTS))
+        count = min(count, max(len(inputs), FEW_INPUTS))
         for name in times:
             calls = providers.PROVIDERS[name](case, inputs)
             assert calls is not None
@@ -118,6 +123,7 @@ def sweep(cases: list[Case], seconds: float, other: str = "eager") -> dict[str, 
     """The part of the results file: how many points were timed and were slower, and the worst."""
     start = time.monotonic()
     buffers = Buffers(max(case.rows * case.cols for case in cases) + (1 << 25))
+    most = FEW_INPUTS if len(cases) > MANY_POINTS else timing.MAX_INPUTS
     rows = []
     for number, case in enumerate(cases):
         spent = time.monotonic() - start
@@ -125,7 +131,8 @@ def sweep(cases: list[Case], seconds: float, other: str = "eager") -> dict[str, 
             break
         if number % 400 == 0:
             print(f"{number} of {len(cases)} points, {spent:.0f} s", flush=True)
-        rows.append((measure(case, buffers, other=other, long=False), case))
+        row = measure(case, buffers, other=other, long=False, most_inputs=most)
+        rows.append((row, case))
     rows.sort(key=lambda pair: -pair[0]["ratio"])
     again = [
         measure(case, buffers, other=other, long=True)

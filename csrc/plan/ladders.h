@@ -139,19 +139,23 @@ static_assert(is_ladder(kFloat32Lanes) && is_ladder(kFloat32EpilogueLanes) &&
 constexpr int64_t kEarlyRows = 4096;
 
 // Whether so few rows are spread over several warps: `vecs` is the number of vectors of a lane of
-// the logical warp. The times are those of spread rows and of logical warps.
+// the logical warp. The times are those of spread rows and of logical warps. Where there are three
+// pairs, they are of x that lies in L2 since the call before, of x that does not, and of x that the
+// kernel in front has just written.
 constexpr bool may_spread(Moves moves, int x_size, int vecs, int64_t rows, int64_t cols) {
   const int64_t elements = rows * cols;
   switch (moves) {
-    // bfloat16: 64 x 192 1.56, 1.62; 8 x 384 1.51, 1.60; 64 x 768 1.64, 1.77; 128 x 1024 1.83,
-    // 2.02; 512 x 512 1.92, 2.18; 512 x 1024 2.11, 2.28. Not spread: two vectors a lane of up to
-    // 256 columns (8 x 256 1.50, 1.45; 128 x 256 1.59, 1.57; but 512 x 256 1.76, 1.89).
+    // bfloat16: 8 x 384 1.51, 1.69; 1.45, 1.57; 1.45, 1.54. 64 x 768 1.70, 1.98; 1.92, 2.00; 1.69,
+    // 1.66. Not spread: 64 x 1024 1.71, 2.03; 2.25, 2.04; 1.65, 1.69. 128 x 512 1.80, 2.00; 2.27,
+    // 1.98; 1.74, 1.62. 512 x 512 1.97, 2.23; 2.50, 2.26; 2.05, 1.90. Nor two vectors a lane of up
+    // to 256 columns (8 x 256 1.50, 1.45; 128 x 256 1.59, 1.57).
     //
-    // float32: 8 x 512 1.62, 1.71; 128 x 512 1.87, 2.04; 128 x 384 1.82, 1.89. Not spread:
-    // 128 x 256 1.78, 1.71; 512 x 512 2.76, 2.55.
+    // float32: 8 x 512 1.60, 1.79; 1.54, 1.72; 1.55, 1.67. 64 x 384 1.66, 1.93; 1.98, 1.94; 1.66,
+    // 1.58. Not spread: 64 x 512 1.67, 2.03; 2.22, 2.03; 1.68, 1.71. 128 x 384 1.81, 2.05; 2.34,
+    // 2.03; 1.87, 1.63.
     case Moves::kVectors:
-      if (x_size == 4) return rows <= 128 && vecs >= 3 && cols >= 384;
-      return rows <= 512 && (vecs >= 3 || cols > 256) && cols >= 192;
+      if (rows > 64 || elements * x_size > 96 << 10) return false;
+      return x_size == 4 ? vecs >= 3 && cols >= 384 : (vecs >= 3 || cols > 256) && cols >= 192;
     // bfloat16: 64 x 33 1.64, 2.45; 512 x 427 2.16, 2.20; 8192 x 33 2.33, 3.34; 4096 x 127 2.55,
     // 2.60. Not spread: 1024 x 285 2.33, 2.34; 512 x 711 2.39, 2.30; 16384 x 61 4.47, 3.87.
     // float32: 1024 x 45 1.89, 2.02. Not spread: 2048 x 45 2.13, 2.09; 8192 x 17 2.79, 2.52 (but
