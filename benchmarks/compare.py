@@ -15,6 +15,10 @@ and dtypes. "bits" says whether both builds gave the same result to the bit. A c
 the old build, which may lack the operator, is skipped. The exit status is 1 if a case is slower by
 more than 1% and 0.1 us, if it fails in the new build alone, or if one was left out for time.
 $OUT/compare.json holds all results. Comparing a build with itself shows the noise.
+
+Summing up a result's bits slows forward's loads past L1 down by some 5% for as long as the process
+lives, and other loads hardly (docs/tuning-log.md). So where two builds load in different ways, the
+benchmark decides.
 """
 
 from __future__ import annotations
