@@ -13,11 +13,18 @@ timed once: options without a plan, and those that give a plan already listed, a
 timed. --file reads such lines from a file (# starts a comment). --list prints the options of each
 case and times nothing, also without a GPU. Each result is compared with PyTorch's own, so that a
 fast but wrong plan is noticed.
+
+A small call's time depends on where its data is. By itself each plan is timed as in the benchmark,
+with inputs that together are larger than L2; --ways adds the time with inputs that stay in L2 from
+call to call, and the time right behind a kernel that writes x, as in a model. The best plan of one
+way may be the worst of another (128 x 1024 bfloat16, spread and by logical warps: 2.42 and 2.15 us,
+1.89 and 2.20, 2.47 and 2.00).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -124,6 +131,35 @@ def error(result: object, expected: list[torch.Tensor]) -> float:
     return worst
 
 
+class Ways:
+    """Times calls of a case in two more ways than the benchmark does."""
+
+    def __init__(self, case: Case, inputs: list[Inputs], seconds: float) -> None:
+        self.case = case
+        self.seconds = seconds
+        # Each write gives x its own values again, so that results can still be checked.
+        self.writes: list[timing.Call] = [
+            functools.partial(torch.mul, one.x.clone(), 1, out=one.x) for one in inputs
+        ]
+        self.writes_us = self._time(self.writes)
+
+    def resident(self, calls: list[timing.Call]) -> float:
+        """Microseconds of a call whose inputs and outputs take a quarter of L2 at most."""
+        return self._time(calls[: max(1, timing.l2_bytes() // (4 * self.case.bytes))])
+
+    def written(self, calls: list[timing.Call]) -> float:
+        """Microseconds that a call adds to a kernel that writes its x right in front of it."""
+
+        def both(write: timing.Call, call: timing.Call) -> timing.Call:
+            return lambda: (write(), call())[1]
+
+        pairs = [both(*pair) for pair in zip(self.writes, calls, strict=True)]
+        return self._time(pairs) - self.writes_us
+
+    def _time(self, calls: list[timing.Call]) -> float:
+        return time_calls(self.case, calls, seconds=self.seconds)
+
+
 def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
     """Times one case as planned and under each of the options, and prints a line for each."""
     check, seconds = not arguments.no_check, arguments.seconds
@@ -134,6 +170,7 @@ def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
     inputs = make_inputs(case)
     expected = reference(case, inputs[0]) if check else []
     calls = [ours(case, one) for one in inputs]
+    ways = Ways(case, inputs, seconds) if arguments.ways else None
     times: list[tuple[float, str]] = []
     for label, plan in options_of(case, forces, current_device()):
         try:
@@ -141,6 +178,9 @@ def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
             wrong = error(calls[0](), expected) if check else 0.0
             torch.cuda.synchronize()
             us = time_calls(case, calls, seconds=seconds)
+            note = f"  error {wrong:.1e}" if check else ""
+            if ways:
+                note += f"  in L2 {ways.resident(calls):.2f}, x written {ways.written(calls):.2f}"
         except (RuntimeError, ValueError) as problem:
             sentence = str(problem).strip().splitlines()[0]
             print(f"  {label:<48} failed: {sentence}", flush=True)
@@ -150,7 +190,6 @@ def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
         finally:
             force(None)
         times.append((us, label))
-        note = f"  error {wrong:.1e}" if check else ""
         if arguments.plan:
             note += f"\n    {json.dumps(plan)}"
         print(f"  {label:<48} {us:9.2f} us  ratio {case.ratio(us, copy_us):.3f}{note}", flush=True)
@@ -272,6 +311,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--force", action="append", default=[], help="options tried on every case")
     parser.add_argument("--list", action="store_true", help="print the options, time nothing")
     parser.add_argument("--no-check", action="store_true", help="do not compare with PyTorch")
+    parser.add_argument("--ways", action="store_true", help="time small calls in two more ways")
     parser.add_argument("--plan", action="store_true", help="print the plan of each line")
     parser.add_argument("--seconds", type=float, default=0.03, help="device time per measurement")
     arguments = parser.parse_args(argv)
