@@ -6,10 +6,11 @@
 Columns from 1 to 4200 in odd steps (and the usual sizes with their neighbours), rows from 1 to
 100,000, in bfloat16 and float32. The points with a ratio ours / eager near 1 or above, and in any
 case the 30 worst, are timed again, for longer and with inputs and outputs in several places of
-memory. As in the benchmark, a point's inputs are together larger than L2; only where the sweep has
-many points, their first measurement has fewer. The number of slower points, and all of these or at
-least the worst ten, are printed and kept in the results file under "sweep", or "sweep_compile" if
-against torch.compile.
+memory. A point has as many inputs as in the benchmark: up to 256, which together are larger than L2
+unless they are small. Only where the sweep has many points, their first measurement has fewer, so a
+point that is slower from memory alone, and faster by more than 10% from L2, is missed. The number
+of slower points, and all of these or at least the worst ten, are printed and kept in the results
+file under "sweep", or "sweep_compile" if against torch.compile.
 """
 
 from __future__ import annotations

@@ -12,13 +12,14 @@ for none where a strategy lacks the part; the fastest plans are then named at th
 timed once: options without a plan, and those that give a plan already listed, are named and not
 timed. --file reads such lines from a file (# starts a comment). --list prints the options of each
 case and times nothing, also without a GPU. Each result is compared with PyTorch's own, so that a
-fast but wrong plan is noticed.
+fast but wrong plan is noticed. That comparison slows some kernels down (benchmarks/compare.py says
+which), so plans that load in different ways are better timed with --no-check.
 
 A small call's time depends on where its data is. By itself each plan is timed as in the benchmark,
-with inputs that together are larger than L2; --ways adds the time with inputs that stay in L2 from
-call to call, and the time right behind a kernel that writes x, as in a model. The best plan of one
-way may be the worst of another (128 x 1024 bfloat16, spread and by logical warps: 2.42 and 2.15 us,
-1.89 and 2.20, 2.47 and 2.00).
+with up to 256 inputs; --ways adds the time with so few inputs that they stay in L2 from call to
+call, and the time right behind a kernel that writes the input (in backward dy), as in a model. The
+best plan of one way may be the worst of another (128 x 1024 bfloat16, spread and by logical warps:
+2.42 and 2.15 us, 1.89 and 2.20, 2.47 and 2.00).
 """
 
 from __future__ import annotations
@@ -137,18 +138,19 @@ class Ways:
     def __init__(self, case: Case, inputs: list[Inputs], seconds: float) -> None:
         self.case = case
         self.seconds = seconds
-        # Each write gives x its own values again, so that results can still be checked.
+        written = [one.x if one.dy is None else one.dy for one in inputs]
+        # Each write stores the same values again, so that results can still be checked.
         self.writes: list[timing.Call] = [
-            functools.partial(torch.mul, one.x.clone(), 1, out=one.x) for one in inputs
+            functools.partial(torch.mul, tensor.clone(), 1, out=tensor) for tensor in written
         ]
         self.writes_us = self._time(self.writes)
 
     def resident(self, calls: list[timing.Call]) -> float:
-        """Microseconds of a call whose inputs and outputs take a quarter of L2 at most."""
+        """Microseconds of a call, of so many that all take a quarter of L2, but of one at least."""
         return self._time(calls[: max(1, timing.l2_bytes() // (4 * self.case.bytes))])
 
     def written(self, calls: list[timing.Call]) -> float:
-        """Microseconds that a call adds to a kernel that writes its x right in front of it."""
+        """Microseconds that a call adds to a kernel that writes its input right in front of it."""
 
         def both(write: timing.Call, call: timing.Call) -> timing.Call:
             return lambda: (write(), call())[1]
@@ -180,7 +182,7 @@ def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
             us = time_calls(case, calls, seconds=seconds)
             note = f"  error {wrong:.1e}" if check else ""
             if ways:
-                note += f"  in L2 {ways.resident(calls):.2f}, x written {ways.written(calls):.2f}"
+                note += f"  in L2 {ways.resident(calls):.2f}, written {ways.written(calls):.2f}"
         except (RuntimeError, ValueError) as problem:
             sentence = str(problem).strip().splitlines()[0]
             print(f"  {label:<48} failed: {sentence}", flush=True)

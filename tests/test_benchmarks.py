@@ -590,6 +590,24 @@ def test_sweep_against_another(on_cpu, monkeypatch):
     assert [parse_case(case.text) for case in sweep.points()[:50]] == sweep.points()[:50]
 
 
+def test_sweep_of_many_points_first_has_few_inputs(on_cpu, monkeypatch):
+    limits: list[int] = []
+
+    def input_count(bytes_per_call, l2_bytes, limit):
+        limits.append(limit)
+        return 2
+
+    monkeypatch.setattr(timing, "input_count", input_count)
+    monkeypatch.setattr(timing, "graph_time", lambda calls, **how: 1.0)
+    cases = sweep.points((1,), [1])
+    again = [timing.MAX_INPUTS] * (len(cases) * sweep.PLACES)
+    for many, first in ((len(cases), timing.MAX_INPUTS), (len(cases) - 1, sweep.FEW_INPUTS)):
+        monkeypatch.setattr(sweep, "MANY_POINTS", many)
+        limits.clear()
+        sweep.sweep(cases, 60.0, "eager")
+        assert limits == [first] * len(cases) + again
+
+
 def sha_by_hand(root, names):
     digest = hashlib.sha256()
     for name in names:

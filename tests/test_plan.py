@@ -617,6 +617,7 @@ def test_forward_goes_from_strategy_to_strategy(ladder):
     [
         (1024, HALF, 48),
         (768, HALF, 64),
+        (512, HALF, 64),
         (384, HALF, 64),
         (264, HALF, 64),
         (192, HALF, 64),
