@@ -138,15 +138,18 @@ class Ways:
     def __init__(self, case: Case, inputs: list[Inputs], seconds: float) -> None:
         self.case = case
         self.seconds = seconds
-        written = [one.x if one.dy is None else one.dy for one in inputs]
+        tensors = [one.x if one.dy is None else one.dy for one in inputs]
         # Each write stores the same values again, so that results can still be checked.
         self.writes: list[timing.Call] = [
-            functools.partial(torch.mul, tensor.clone(), 1, out=tensor) for tensor in written
+            functools.partial(torch.mul, tensor.clone(), 1, out=tensor) for tensor in tensors
         ]
         self.writes_us = self._time(self.writes)
 
     def resident(self, calls: list[timing.Call]) -> float:
-        """Microseconds of a call, of so many that all take a quarter of L2, but of one at least."""
+        """Microseconds of a call, where all calls' tensors together fill at most a quarter of L2.
+
+        A call that is larger than that is timed alone, and its tensors may leave L2.
+        """
         return self._time(calls[: max(1, timing.l2_bytes() // (4 * self.case.bytes))])
 
     def written(self, calls: list[timing.Call]) -> float:

@@ -27,7 +27,8 @@ MATRIX = [("3.10", "2.10.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
 TRAINED = [("3.11", "2.11.0"), ("3.11", "2.12.0"), ("3.11", "2.14.0")]
 # What the tests need. Tests of integrations whose package is missing here are skipped by name.
 PACKAGES = ["numpy", "pytest", "pytest-xdist"]
-# Processes that run the tests: on two cores the suite takes 423 s by two, 760 s of processor time.
+# So many processes run the tests. On two cores the suite takes 423 s in two processes, and 760 s of
+# processor time.
 JOBS = min(4, os.cpu_count() or 1)
 # A CUDA build of torch is a download of 3 GB, which may fail for reasons outside this check.
 INSTALL_TRIES = 3

@@ -314,16 +314,18 @@ def test_tune_plans_the_whole_problem(op):
     assert plans == planned.get(op, fused)
 
 
-def test_tune_times_a_call_behind_the_write_of_its_x(on_cpu, monkeypatch):
-    case = Case("forward", 3, 4, "float32")
+@pytest.mark.parametrize(("op", "name"), [("forward", "x"), ("backward", "dy")])
+def test_tune_times_a_call_behind_the_write_of_its_input(op, name, on_cpu, monkeypatch):
+    case = Case(op, 3, 4, "float32")
     inputs = ours.make_inputs(case)
-    before = [one.x.clone() for one in inputs]
+    tensors = [getattr(one, name) for one in inputs]
+    before = [tensor.clone() for tensor in tensors]
     seen: list[torch.Tensor] = []
 
-    def look_at(x: torch.Tensor) -> timing.Call:
-        return lambda: seen.append(x.clone())
+    def look_at(tensor: torch.Tensor) -> timing.Call:
+        return lambda: seen.append(tensor.clone())
 
-    calls = [look_at(one.x) for one in inputs]
+    calls = [look_at(tensor) for tensor in tensors]
 
     def graph_time(timed, **options):
         for call in timed:
@@ -333,10 +335,10 @@ def test_tune_times_a_call_behind_the_write_of_its_x(on_cpu, monkeypatch):
     monkeypatch.setattr(timing, "graph_time", graph_time)
     ways = tune.Ways(case, inputs, 0.01)
     assert ways.writes_us == 2.0
-    for one in inputs:
-        one.x.zero_()
+    for tensor in tensors:
+        tensor.zero_()
     assert ways.written(calls) == 3.0  # of 5, beside the 2 of the writes alone
-    assert all(map(torch.equal, seen, before)), "x is written again, with its own values"
+    assert all(map(torch.equal, seen, before)), "it is written again, with its own values"
     seen.clear()
     assert ways.resident(calls) == 7.0
     assert len(seen) == 1, "a thousand bytes of L2 have room for one input"
