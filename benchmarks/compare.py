@@ -16,9 +16,9 @@ the old build, which may lack the operator, is skipped. The exit status is 1 if 
 more than 1% and 0.1 us, if it fails in the new build alone, or if one was left out for time.
 $OUT/compare.json holds all results. Comparing a build with itself shows the noise.
 
-Summing up a result's bits slows forward's loads past L1 down by some 5% for as long as the process
-lives, and other loads hardly (docs/tuning-log.md). So where two builds load in different ways, the
-benchmark decides.
+Both processes also sum up a result's bits, which leaves other data in L2, as the kernels of a model
+do. What makes room first in L2 then has less of it for itself, and takes some 5% longer than in the
+benchmark (docs/tuning-log.md, "What another kernel leaves in L2").
 """
 
 from __future__ import annotations

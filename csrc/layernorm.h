@@ -105,7 +105,8 @@ struct ForwardParams {
 
   int64_t rows = 0;
   int32_t cols = 0;
-  Scalar inverse_cols;  // 1 / cols
+  bool stays_in_l2 = false;  // the L2Policy of what is read and written once (device/vec.cuh)
+  Scalar inverse_cols;       // 1 / cols
   Scalar eps;
 
   // As much scratch memory as the plan asks for (Launch::workspace_bytes).

@@ -23,6 +23,9 @@ struct RowBlock {
   // bfloat16 with GELU: 32768 x 4096 142.0 us, by walking addresses 141.1; 16384 x 8192 144.7 and
   // 142.7.
   static constexpr bool kWalks = true;
+  // Eight vectors beside a residual leave no register for it.
+  template <typename N, int kVecs>
+  static constexpr bool kChoosesL2 = kVecs < 8 || !N::Prologue::kMayStore;
   BlockTeam team;
 
   __device__ __forceinline__ int first_piece() const { return team.thread; }

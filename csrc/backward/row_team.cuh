@@ -49,9 +49,7 @@ struct RowTeam {
   }
 
   __device__ __forceinline__ Pair<Acc> sum(Pair<Acc> sums, Pair<Acc>* scratch) const {
-    if (by_lanes) {
-      return {logical_warp_sum(sums.first, threads), logical_warp_sum(sums.second, threads)};
-    }
+    if (by_lanes) return logical_warp_sum(sums, threads);
     const BlockTeam team(threads, index);
     return team_sum(sums, team, scratch + index * scratch_values(team.warps()));
   }

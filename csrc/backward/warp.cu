@@ -102,9 +102,7 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
         }
       }
       if (p.dx == nullptr) continue;
-      const Pair<Acc> means =
-          means_of({logical_warp_sum(sums.first, lanes), logical_warp_sum(sums.second, lanes)},
-                   inverse_cols);
+      const Pair<Acc> means = means_of(logical_warp_sum(sums, lanes), inverse_cols);
       if (!valid_row) continue;
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
@@ -186,9 +184,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           }
         }
         if (p.dx == nullptr) continue;
-        const Pair<Acc> means =
-            means_of({logical_warp_sum(sums.first, lanes), logical_warp_sum(sums.second, lanes)},
-                     inverse_cols);
+        const Pair<Acc> means = means_of(logical_warp_sum(sums, lanes), inverse_cols);
         if (!valid_row) continue;
 #pragma unroll
         for (int k = 0; k < kVecs; ++k) {

@@ -44,12 +44,14 @@ __device__ __forceinline__ Value warp_sum(Value v) {
 }
 
 // The sum over a logical warp of `lanes` neighbouring lanes (a power of two up to 32). Every lane
-// gets it, and all lanes of the warp must call.
+// gets it, and all lanes of the warp must call. A branch takes longer than a shuffle whose result
+// is not wanted, so there is one branch, behind which the sums of up to four lanes are complete.
 template <typename Value>
 __device__ __forceinline__ Value logical_warp_sum(Value v, int lanes) {
   if (lanes == kWarpSize) return warp_sum(v);
 #pragma unroll
   for (int offset = 1; offset < kWarpSize / 2; offset *= 2) {
+    if (offset == 4 && lanes <= offset) break;
     const Value other = shuffle_xor(v, offset);
     if (offset < lanes) v += other;
   }

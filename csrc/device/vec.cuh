@@ -105,16 +105,129 @@ enum class Use {
   kReadOnly,  // This kernel does not write it.
   kAhead,     // The same, and the load stays in front of a barrier that stands behind it. The
               // compiler may move a load of kReadOnly across a barrier.
-  kOnce,      // It is read once, by a forward kernel. L1 is left to data that is read again, and in
-              // L2 it is the first to make room (by plain loads and so, bfloat16: 32768 x 4096
-              // 133.3 us, 131.0; 4096 x 1024 6.31, 6.17).
+  kOnce,      // It is read once, by a forward kernel, and L1 is left to data that is read again
+              // (by plain loads and so, bfloat16: 32768 x 4096 133.3 us, 131.0; 4096 x 1024 6.31,
+              // 6.17).
   kInOrder,   // The same, and the load stays behind a __syncwarp() that stands before it. The
               // compiler may move a load of kOnce across a __syncwarp().
   kPlain,     // It lies in shared memory, or in memory that this kernel writes.
 };
 
-template <Use kUse, int kWidth, typename T>
-__device__ __forceinline__ Vec<T, kWidth> load(const T* p) {
+// What becomes in L2 of data that forward reads or writes once: it is the first to make room.
+struct FirstOut {};
+
+// It is the first to make room, or it stays as other data does: a launch decides. (PTX calls this a
+// cache policy, and has it from capability 8.0 on. On older chips it is always the first.)
+struct L2Policy {
+  uint64_t bits = 0;
+
+  __device__ __forceinline__ explicit L2Policy(bool stays) {
+#if __CUDA_ARCH__ >= 800
+    uint64_t normal, first;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    bits = stays ? normal : first;
+#endif
+  }
+};
+
+namespace detail {
+
+#if __CUDA_ARCH__ >= 800
+#define FUSED_LAYERNORM_HINT ".L2::cache_hint"
+#define FUSED_LAYERNORM_HINT_OPERAND(operand) ", " operand
+#else
+#define FUSED_LAYERNORM_HINT ""
+#define FUSED_LAYERNORM_HINT_OPERAND(operand) ""
+#endif
+
+// Loads of kOnce and kInOrder.
+template <bool kInOrder>
+__device__ __forceinline__ uint4 load_once(const uint4* p, FirstOut) {
+  uint4 v;
+  if constexpr (kInOrder) {
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+  } else {
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(p));
+  }
+  return v;
+}
+template <bool kInOrder>
+__device__ __forceinline__ uint4 load_once(const uint4* p, L2Policy policy) {
+  uint4 v;
+  if constexpr (kInOrder) {
+    asm volatile("ld.global.L1::no_allocate" FUSED_LAYERNORM_HINT
+                 ".v4.u32 {%0, %1, %2, %3}, [%4]" FUSED_LAYERNORM_HINT_OPERAND("%5") ";"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p), "l"(policy.bits));
+  } else {
+    asm("ld.global.nc.L1::no_allocate" FUSED_LAYERNORM_HINT
+        ".v4.u32 {%0, %1, %2, %3}, [%4]" FUSED_LAYERNORM_HINT_OPERAND("%5") ";"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(p), "l"(policy.bits));
+  }
+  return v;
+}
+template <bool kInOrder>
+__device__ __forceinline__ uint2 load_once(const uint2* p, FirstOut) {
+  uint2 v;
+  if constexpr (kInOrder) {
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(v.x), "=r"(v.y)
+                 : "l"(p));
+  } else {
+    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  }
+  return v;
+}
+template <bool kInOrder>
+__device__ __forceinline__ uint2 load_once(const uint2* p, L2Policy policy) {
+  uint2 v;
+  if constexpr (kInOrder) {
+    asm volatile("ld.global.L1::no_allocate" FUSED_LAYERNORM_HINT
+                 ".v2.u32 {%0, %1}, [%2]" FUSED_LAYERNORM_HINT_OPERAND("%3") ";"
+                 : "=r"(v.x), "=r"(v.y)
+                 : "l"(p), "l"(policy.bits));
+  } else {
+    asm("ld.global.nc.L1::no_allocate" FUSED_LAYERNORM_HINT
+        ".v2.u32 {%0, %1}, [%2]" FUSED_LAYERNORM_HINT_OPERAND("%3") ";"
+        : "=r"(v.x), "=r"(v.y)
+        : "l"(p), "l"(policy.bits));
+  }
+  return v;
+}
+
+__device__ __forceinline__ void store_once(uint4* p, const uint4& v, FirstOut) { __stcs(p, v); }
+__device__ __forceinline__ void store_once(uint2* p, const uint2& v, FirstOut) { __stcs(p, v); }
+__device__ __forceinline__ void store_once(uint4* p, const uint4& v, L2Policy policy) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x),
+               "r"(v.y), "r"(v.z), "r"(v.w), "l"(policy.bits));
+#else
+  __stcs(p, v);
+#endif
+}
+__device__ __forceinline__ void store_once(uint2* p, const uint2& v, L2Policy policy) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;" ::"l"(p), "r"(v.x), "r"(v.y),
+               "l"(policy.bits));
+#else
+  __stcs(p, v);
+#endif
+}
+
+#undef FUSED_LAYERNORM_HINT
+#undef FUSED_LAYERNORM_HINT_OPERAND
+
+}  // namespace detail
+
+// `policy` counts for kOnce and kInOrder.
+template <Use kUse, int kWidth, typename T, typename Policy = FirstOut>
+__device__ __forceinline__ Vec<T, kWidth> load(const T* p, Policy policy = Policy{}) {
   using V = Vec<T, kWidth>;
   V v;
   const auto* from = reinterpret_cast<const piece_t<V>*>(p);
@@ -123,22 +236,8 @@ __device__ __forceinline__ Vec<T, kWidth> load(const T* p) {
   for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
     if constexpr (kUse == Use::kPlain || kUse == Use::kAhead) {
       to[i] = from[i];
-    } else if constexpr (kUse == Use::kInOrder && V::kPieceBytes == 16) {
-      asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(to[i].x), "=r"(to[i].y), "=r"(to[i].z), "=r"(to[i].w)
-                   : "l"(from + i));
-    } else if constexpr (kUse == Use::kInOrder && V::kPieceBytes == 8) {
-      asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(to[i].x), "=r"(to[i].y)
-                   : "l"(from + i));
-    } else if constexpr (kUse == Use::kOnce && V::kPieceBytes == 16) {
-      asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-          : "=r"(to[i].x), "=r"(to[i].y), "=r"(to[i].z), "=r"(to[i].w)
-          : "l"(from + i));
-    } else if constexpr (kUse == Use::kOnce && V::kPieceBytes == 8) {
-      asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-          : "=r"(to[i].x), "=r"(to[i].y)
-          : "l"(from + i));
+    } else if constexpr (kUse != Use::kReadOnly && V::kPieceBytes >= 8) {
+      to[i] = detail::load_once<kUse == Use::kInOrder>(from + i, policy);
     } else {
       to[i] = __ldg(from + i);
     }
@@ -153,15 +252,16 @@ __device__ __forceinline__ void store(T* p, const Vec<T, kWidth>& v) {
 
 // Stores data that is written once and not read by this kernel. Pieces below 8 bytes are stored
 // plainly, so that parts of a sector stay in L2 until the rest of it has come.
-template <typename T, int kWidth>
-__device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v) {
+template <typename T, int kWidth, typename Policy = FirstOut>
+__device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v,
+                                           Policy policy = Policy{}) {
   using V = Vec<T, kWidth>;
   auto* to = reinterpret_cast<piece_t<V>*>(p);
   const auto* from = reinterpret_cast<const piece_t<V>*>(v.at);
 #pragma unroll
   for (int i = 0; i < V::kBytes / V::kPieceBytes; ++i) {
     if constexpr (V::kPieceBytes >= 8) {
-      __stcs(to + i, from[i]);
+      detail::store_once(to + i, from[i], policy);
     } else {
       to[i] = from[i];
     }

@@ -11,6 +11,7 @@
 //   kMostEarlyWords       registers that a thread has for parameters while sums are taken
 //   kEarlyUse             how these parameters are loaded
 //   kWalks                whether a kernel with an epilogue takes WalkedParameters
+//   kChoosesL2<N, kVecs>  whether a launch chooses what becomes in L2 of x and y (L2Policy)
 //   kPivotFirst<N, kVecs, kShifted>  whether the row's first elements are loaded before the row
 //   pivot<N>(row, first)  the pivot, if not kPivotFirst; `first` is the thread's first vector
 //   Seams                 the seams of a shifted row, for store_shifted() (device/shifted.cuh)
@@ -22,11 +23,12 @@ namespace fused_layernorm {
 
 // Stores y of a thread's share of a row.
 template <typename N, typename Epilogue, typename Affine, int kWidth, int kVecs,
-          typename Parameters, typename Share>
+          typename Parameters, typename Share, typename Policy>
 __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename N::Y* y_row,
                                                const Vec<typename N::X, kWidth> (&x)[kVecs],
                                                Parameters& parameters, const Share& share,
-                                               typename N::Acc mean, typename N::Acc rstd) {
+                                               typename N::Acc mean, typename N::Acc rstd,
+                                               Policy policy) {
   using Y = typename N::Y;
   const auto finish = [&](int k, const auto& weight, const auto& bias) {
     return N::template finish<Epilogue, Affine>(
@@ -38,7 +40,7 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const auto y = finish(k, parameters.weight(k), parameters.bias(k));
-      if (share.has(k)) store_once<Y, kWidth>(element(y_row, share.vector(k) * kWidth), y);
+      if (share.has(k)) store_once(element(y_row, share.vector(k) * kWidth), y, policy);
     }
   } else {
     // The compiler moves nothing across the branches of an activation. So the next vector's
@@ -61,25 +63,25 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
         hold(bias);
       }
       const auto y = finish(k, w, b);
-      if (share.has(k)) store_once<Y, kWidth>(element(y_start, k * share.step * kWidth), y);
+      if (share.has(k)) store_once(element(y_start, k * share.step * kWidth), y, policy);
     }
   }
 }
 
 // Stores y, and with a second modulation the second y, of a thread's share of row number `index`.
-template <typename N, int kWidth, int kVecs, typename Parameters, typename Share>
+template <typename N, int kWidth, int kVecs, typename Parameters, typename Share, typename Policy>
 __device__ __forceinline__ void finish_row(const ForwardParams& p, const ForwardRow<N>& row,
                                            const Vec<typename N::X, kWidth> (&x)[kVecs],
                                            Parameters parameters, const Share& share,
                                            typename N::Acc mean, typename N::Acc rstd,
-                                           int64_t index) {
+                                           int64_t index, Policy policy) {
   using W = typename N::W;
   using Y = typename N::Y;
   const auto finish = [&](Y* y, const auto& its_x, auto& its_parameters) {
     N::Epilogue::for_row(p, [&](auto epilogue) {
       N::Affine::for_row(p, [&](auto affine) {
         finish_vectors<N, decltype(epilogue), decltype(affine)>(p, y, its_x, its_parameters, share,
-                                                                mean, rstd);
+                                                                mean, rstd, policy);
       });
     });
   };
@@ -175,12 +177,27 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   using Parameters = std::conditional_t<
       kWalks, WalkedParameters<W, kWidth, decltype(share)>,
       std::conditional_t<kLoadsEarly, EarlyParameters<W, kWidth, kPieces, Team::kEarlyUse>, Late>>;
-  const Late late = {place.parameters, share};
+  const auto columns = [&] {
+    if constexpr (kLoadsEarly && !N::Affine::kModulates) {
+      return ColumnParameters<W>::loaded_first(p);
+    } else {
+      return place.parameters;
+    }
+  }();
+  const Late late = {columns, share};
   Parameters parameters(late);
   const auto load_early = [&] {
     if constexpr (kLoadsEarly) parameters.load(late);
   };
 
+  using Policy = std::conditional_t<Team::template kChoosesL2<N, kVecs>, L2Policy, FirstOut>;
+  const auto policy = [&] {
+    if constexpr (std::is_same_v<Policy, L2Policy>) {
+      return Policy(p.stays_in_l2);
+    } else {
+      return Policy{};
+    }
+  }();
   Vec<X, kWidth> x[kPieces];
   Acc pivot;
   constexpr bool kPivotFirst = kElements || Team::template kPivotFirst<N, kVecs, kShifted>;
@@ -197,10 +214,10 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
         sizeof(X) == 2 && (N::Prologue::kMayStore || (kVecs == 4 && !N::Epilogue::kBranches));
     pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
     if (kInOrder) __syncwarp();
-    place.x.template load<kInOrder ? Use::kInOrder : Use::kOnce>(x, share);
+    place.x.template load<kInOrder ? Use::kInOrder : Use::kOnce>(x, share, policy);
     load_early();
   } else {
-    place.x.template load<Use::kOnce>(x, share);
+    place.x.template load<Use::kOnce>(x, share, policy);
     load_early();
   }
   if constexpr (!kPivotFirst) {
@@ -226,9 +243,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   } else if constexpr (kForget) {
     const ForwardRow<N> again(p, row, 0);
     const LateParameters<W, kWidth, decltype(share)> read_again = {again.parameters, share};
-    finish_row(p, again, x, read_again, share, mean, rstd, row);
+    finish_row(p, again, x, read_again, share, mean, rstd, row, policy);
   } else {
-    finish_row(p, place, x, parameters, share, mean, rstd, row);
+    finish_row(p, place, x, parameters, share, mean, rstd, row, policy);
   }
 }
 

@@ -10,14 +10,16 @@
 namespace fused_layernorm {
 namespace {
 
-// A block's warps, on the rows of one warp's logical warps.
+// A block's warps, on the rows of one warp's logical warps. kWholeWarps: a logical warp is a whole
+// warp, so the block has one row.
+template <bool kWholeWarps>
 struct SpreadWarps {
   int log2_lanes;  // of a logical warp
   int warp = threadIdx.x / kWarpSize;
   int lane = threadIdx.x % kWarpSize;
 
   __device__ __forceinline__ explicit SpreadWarps(int its_log2_lanes)
-      : log2_lanes(its_log2_lanes) {}
+      : log2_lanes(kWholeWarps ? log2_of(kWarpSize) : its_log2_lanes) {}
   __device__ __forceinline__ int lanes() const { return 1 << log2_lanes; }
   __device__ __forceinline__ int first_row() const {
     return static_cast<int>(blockIdx.x * (kWarpSize >> log2_lanes));
@@ -73,7 +75,7 @@ struct SpreadWarps {
 // and moves loads of weight and bias behind the wait for the row.
 constexpr int kSpreadBlocks = 6;
 
-template <typename N, Moves kMoves>
+template <typename N, Moves kMoves, bool kWholeWarps>
 __global__ void __launch_bounds__(kMostSpreadVecs* kWarpThreads, kSpreadBlocks)
     layer_norm_forward_spread_kernel(const int log2_lanes, const ForwardParams p) {
   using Acc = typename N::Acc;
@@ -82,9 +84,9 @@ __global__ void __launch_bounds__(kMostSpreadVecs* kWarpThreads, kSpreadBlocks)
   constexpr bool kSingly = kMoves == Moves::kSingly;
   constexpr int kWidth = kMoves == Moves::kElements ? 1 : kVectorWidth<typename N::Types>;
   constexpr int kPieces = kVectorWidth<typename N::Types> / kWidth;
-  const SpreadWarps warps(log2_lanes);
+  const SpreadWarps<kWholeWarps> warps(log2_lanes);
   const int row = warps.row();
-  const bool has_row = row < static_cast<int>(p.rows);
+  const bool has_row = kWholeWarps || row < static_cast<int>(p.rows);
   // A logical warp without a row of its own reads the last row, but stores nothing.
   const ForwardRow<N> place(p, has_row ? row : static_cast<int>(p.rows) - 1, 0);
   const int first = warps.first_piece(kPieces);
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(kMostSpreadVecs* kWarpThreads, kSpreadBlocks)
     }
   }();
 
-  const Acc pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
+  const Acc pivot = N::Statistic::template pivot<X>(place.x.first_elements(kSingly ? p.cols : 2));
   Vec<X, kWidth> x[kPieces];
   if constexpr (kSingly) {
     place.x.load_singly(x, share);
@@ -147,8 +149,10 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
       return cudaErrorInvalidValue;
     } else {
       return dispatch_moves<T, Moves::kSingly>(plan.moves, [&](auto moves) {
-        return launch(layer_norm_forward_spread_kernel<BareForward<T>, moves()>, plan, stream,
-                      log2_of(plan.lanes), params);
+        return dispatch_bool(plan.lanes == kWarpThreads, [&](auto whole_warps) {
+          return launch(layer_norm_forward_spread_kernel<BareForward<T>, moves(), whole_warps()>,
+                        plan, stream, log2_of(plan.lanes), params);
+        });
       });
     }
   });

@@ -108,6 +108,27 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   store_elements(static_cast<Y*>(p.y) + first_row * p.cols, y, rows * p.cols);
 }
 
+// The share of a row of up to kMostDirectCols columns. Further columns are known to be absent when
+// the kernel is compiled, and take no instructions.
+template <int kPieces, int kWidth>
+struct DirectShare : PlayedShare<1, kPieces, kWidth, 0> {
+  __device__ __forceinline__ explicit DirectShare(int row_cols)
+      : PlayedShare<1, kPieces, kWidth, 0>{0, row_cols} {}
+  // How many columns from vector k on there may be at most.
+  static constexpr int most_from(int k) { return kMostDirectCols - k * kWidth; }
+  __device__ __forceinline__ bool has(int k) const {
+    return most_from(k) > 0 && this->cols_from(k) > 0;
+  }
+  __device__ __forceinline__ bool has_column(int k, int j) const {
+    return j < most_from(k) && j < this->cols_from(k);
+  }
+  template <typename Acc, int>
+  __device__ __forceinline__ Acc count(int k) const {
+    if (most_from(k) <= 0) return 0;
+    return Acc(min(max(this->cols_from(k), 0), kWidth));
+  }
+};
+
 // Rows of very few columns, all of which are in one vector: each thread loads its row and stores y
 // element by element, and waits for nothing but its row.
 template <typename N>
@@ -119,10 +140,9 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   using Y = typename N::Y;
   constexpr int kWidth = kRowWidth<N, 1>;
   constexpr int kPieces = kVectorWidth<typename N::Types> / kWidth;
-  using Share = PlayedShare<1, kPieces, kWidth, 0>;
   const uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= static_cast<uint32_t>(p.rows)) return;
-  const Share share = {0, p.cols};
+  const DirectShare<kPieces, kWidth> share(p.cols);
   const ForwardRow<N> place(p, row, 0);
   Vec<X, kWidth> x[kPieces];
   place.x.load_singly(x, share);

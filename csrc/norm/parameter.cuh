@@ -40,6 +40,15 @@ struct Parameter {
       : at(given != nullptr ? static_cast<const W*>(given) + first_col : vector_of<W>(absent)),
         mask(given != nullptr ? -1 : 0) {}
 
+  // A parameter of all columns that is loaded before anything else. The address of the ones or
+  // zeros comes from memory, and only a parameter that is absent waits for it here.
+  static __device__ __forceinline__ Parameter loaded_first(const void* given, Absent absent) {
+    Parameter parameter(given, 0, absent);
+    parameter.at = static_cast<const W*>(given);
+    if (given == nullptr) parameter.at = hidden(vector_of<W>(absent));
+    return parameter;
+  }
+
   template <int kWidth, Use kUse = Use::kReadOnly>
   __device__ __forceinline__ Vec<W, kWidth> load(int col) const {
     return fused_layernorm::load<kUse, kWidth>(element(at, col & mask));
@@ -103,6 +112,12 @@ struct ColumnParameters {
         bias(given_bias, first_col, Absent::kZeros) {}
   __device__ __forceinline__ ColumnParameters(const Parameter<W>& first, const Parameter<W>& second)
       : weight(first), bias(second) {}
+
+  // Weight and bias of all columns, which are loaded before anything else.
+  static __device__ __forceinline__ ColumnParameters loaded_first(const ForwardParams& p) {
+    return {Parameter<W>::loaded_first(p.weight, Absent::kOnes),
+            Parameter<W>::loaded_first(p.bias, Absent::kZeros)};
+  }
 };
 
 // The part that belongs to row `row` of a parameter of groups of rows, from column `first_col` on.

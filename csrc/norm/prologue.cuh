@@ -7,7 +7,7 @@
 // and a Row has
 //   first_elements()  x at the row's first two columns; a row of one column gives its x twice. In
 //                     half precision the second is zero, as the statistic does not use it.
-//   load()            loads a thread's share of x
+//   load()            loads a thread's share of x; `policy` says what becomes of it in L2
 //   load_singly()     the same element by element, for a row that begins anywhere in memory; only
 //                     where x = input
 //   load_shifted()    the same by vectors, for a row that begins anywhere in memory. Calls then()
@@ -40,13 +40,15 @@ struct Plain {
       return {to_acc(*x), sizeof(X) == 2 ? 0 : to_acc(x[cols > 1])};
     }
 
-    template <Use kUse, int kWidth, int kVecs, typename Share>
-    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share) const {
+    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = FirstOut>
+    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share,
+                                         Policy policy = Policy{}) const {
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
         out[k] = {};
         if (share.has(k)) {
-          out[k] = fused_layernorm::load<kUse, kWidth>(element(x, share.vector(k) * kWidth));
+          out[k] =
+              fused_layernorm::load<kUse, kWidth>(element(x, share.vector(k) * kWidth), policy);
         }
       }
     }
@@ -146,13 +148,15 @@ struct Adding {
       }
     }
 
-    template <Use kUse, int kWidth, int kVecs, typename Share>
-    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share) const {
+    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = FirstOut>
+    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share,
+                                         Policy policy = Policy{}) const {
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
         out[k] = {};
         if (share.has(k)) {
-          out[k] = fused_layernorm::load<kUse, kWidth>(element(residual, share.vector(k) * kWidth));
+          out[k] = fused_layernorm::load<kUse, kWidth>(element(residual, share.vector(k) * kWidth),
+                                                       policy);
         }
       }
       Vec<In, kWidth> added[kVecs];
@@ -161,15 +165,15 @@ struct Adding {
         added[k] = {};
         if (share.has(k)) {
           constexpr Use kInputUse = kUse == Use::kInOrder ? Use::kOnce : kUse;
-          added[k] =
-              fused_layernorm::load<kInputUse, kWidth>(element(input, share.vector(k) * kWidth));
+          added[k] = fused_layernorm::load<kInputUse, kWidth>(
+              element(input, share.vector(k) * kWidth), policy);
         }
       }
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
         out[k] = sum_of(out[k], added[k], [&] { return load_share<kWidth>(gate, share, k); });
         if (share.has(k)) {
-          store_once<X, kWidth>(element(residual_out, share.vector(k) * kWidth), out[k]);
+          store_once(element(residual_out, share.vector(k) * kWidth), out[k], policy);
         }
       }
     }
@@ -233,9 +237,10 @@ struct OrPlain {
     __device__ __forceinline__ Pair<typename T::Acc> first_elements(int cols) const {
       return as_it_is([&](const auto& as) { return as.first_elements(cols); });
     }
-    template <Use kUse, int kWidth, int kVecs, typename Share>
-    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share) const {
-      as_it_is([&](const auto& as) { as.template load<kUse>(out, share); });
+    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = FirstOut>
+    __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share,
+                                         Policy policy = Policy{}) const {
+      as_it_is([&](const auto& as) { as.template load<kUse>(out, share, policy); });
     }
     template <int kWidth, int kVecs, typename Team, int kMayMiss, typename Then>
     __device__ __forceinline__ void load_shifted(Vec<X, kWidth> (&out)[kVecs], const Team& team,

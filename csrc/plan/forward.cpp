@@ -329,6 +329,15 @@ std::optional<forward::Stream> stream_plan(const Problem& problem, const Forced&
 
 }  // namespace
 
+bool stays_in_l2(const Problem& problem) {
+  const int64_t elements = problem.rows * problem.cols;
+  const int64_t x_bytes = elements * size_of(problem.x);
+  const int64_t bytes = x_bytes * (problem.residual ? 3 : 1) + elements * size_of(problem.y);
+  const bool rereads_parameters = problem.modulated && !problem.residual;
+  return x_bytes <= ladders::kSmallL2Bytes ||
+         (bytes >= ladders::kLargeL2Bytes && !rereads_parameters);
+}
+
 forward::Plan make_forward_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
   if (const auto plan = thread_plan(problem, forced)) return *plan;

@@ -207,6 +207,9 @@ struct Lanes {
 constexpr int most_thread_cols(int x_size) { return x_size == 4 ? 48 : 64; }
 constexpr Lanes kPlayedFloat32[] = {{1, 1}, {1, 2}, {1, 4}, {1, 8}, {1, 16}};
 constexpr Lanes kPlayedHalf[] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {3, 2}, {4, 2}, {1, 8}};
+// The most columns of a row that a thread moves by itself, without shared memory.
+constexpr int kMostDirectCols = 3;
+static_assert(kMostDirectCols <= vector_width(4), "these columns are in one vector");
 constexpr int played_count(int x_size) {
   return static_cast<int>(x_size == 4 ? std::size(kPlayedFloat32) : std::size(kPlayedHalf));
 }

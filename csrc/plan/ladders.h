@@ -55,7 +55,7 @@ constexpr ThreadRung kFloat32Threads[] = {{kNoEnd, 30000}};
 // (Directly and through shared memory, bfloat16: 32768 x 1 1.68, 2.03; 131072 x 1 2.27, 2.83;
 // 524288 x 3 5.50, 6.78; but 32768 x 7 2.63, 2.09.)
 constexpr int kDirectCols = 3;
-static_assert(kDirectCols <= vector_width(4), "these columns are in one vector");
+static_assert(kDirectCols <= kMostDirectCols, "the direct kernel has room for these columns");
 static_assert(is_ladder(kHalfThreads) && is_ladder(kFloat32Threads), "the rungs ascend");
 
 // ---- Forward, rows in registers: the vectors that a lane or a thread should own.
@@ -278,6 +278,23 @@ static_assert(has_block_kernels(kBareBlocks) && has_block_kernels(kRaggedBlocks)
                   has_block_kernels(kEpilogueBlocks) && has_block_kernels(kResidualBlocks) &&
                   has_block_kernels(kResidualWideBlocks),
               "the rungs ascend, and there is a kernel for each number of vectors");
+
+// ---- Forward, rows in registers: what becomes in L2 of what is read and written once.
+
+// Either it stays in L2 as other data does, or it is the first to make room (L2Policy in
+// device/vec.cuh). What is the first to make room has only that part of L2 for itself which holds
+// no other data, and in a model other kernels have filled L2. So each comment has two pairs of
+// times, by first to make room and by staying: with L2 empty of other data, and behind a matrix
+// product.
+
+// So little of x stays. (float32: 512 x 16 1.73, 1.42; 1.72, 1.41. 64 x 256 1.82, 1.72; 1.81, 1.66;
+// but 64 x 320 1.88, 1.97; 1.88, 1.94.)
+constexpr int64_t kSmallL2Bytes = 64 << 10;
+// Calls that move so many bytes or more let them stay. (bfloat16: 32768 x 4096 131.0, 131.4; 137.5,
+// 131.3. 8192 x 4096 34.4, 34.9; 36.2, 35.0. With a residual 8192 x 2048 34.2, 34.6; 35.3, 34.7.
+// But 4096 x 4096 18.5, 19.3; 19.2, 19.3, and of a modulation without a residual, whose parameters
+// are read again and again, 8 x 4096 x 1152 42.1, 44.6; 42.4, 45.1.)
+constexpr int64_t kLargeL2Bytes = 96 << 20;
 
 // ---- Forward, slices of rows.
 

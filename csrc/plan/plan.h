@@ -231,6 +231,8 @@ struct Gate : Launch {
 // (has_kernels), with `aligned` only where the columns allow it. Both throw std::invalid_argument,
 // with a message of one sentence, if the forced parts cannot run the problem.
 forward::Plan make_forward_plan(const Problem& problem, const Device& device);
+// Whether what forward reads and writes once stays in L2 as other data does (ForwardParams).
+bool stays_in_l2(const Problem& problem);
 backward::Plan make_backward_plan(const Problem& problem, const Device& device);
 
 // The plan of a problem with `gated`, if one launch can compute it. Otherwise there is none, and

@@ -165,6 +165,7 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   }
   params.rows = shape.rows;
   params.cols = static_cast<int32_t>(shape.cols);
+  params.stays_in_l2 = stays_in_l2(problem);
   params.inverse_cols = Scalar(1.0 / static_cast<double>(shape.cols));
   params.eps = Scalar(a.eps);
   params.scale = Scalar(a.scale);
