@@ -1,7 +1,7 @@
 """Times this package alone under forced plans, for tuning.
 
     python -m benchmarks.tune "8192x12288 bf16 gelu_forward | vecs=5 | vecs=8" \\
-                              "32768x4096 bf16 backward | teams=2 | bulk=0 | stages=2" \\
+                              "32768x4096 bf16 backward | teams=1 | bulk=0 | stages=3" \\
                               "16x4194304 fp32 forward | strategy=stream"
     python -m benchmarks.tune "2048x2048 bf16 backward | strategy=* vecs=* teams=*"
 

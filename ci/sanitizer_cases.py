@@ -107,7 +107,7 @@ def main():
             many = strategy_of_many_rows(cols, dtype)
             run(300, cols, dtype, many, activation="gelu", **options)
         # A thread per row, forward and backward.
-        for cols in (3, 13, 37, 47):
+        for cols in (1, 2, 3, 13, 37, 47):
             run(300, cols, dtype, "thread", forward="thread")
             run(129, cols, dtype, "thread", forward="thread", weight_dtype=F32)
             run(129, cols, dtype, "thread", forward="thread", strided=True)
@@ -122,8 +122,8 @@ def main():
         for rows, cols in ((9, 127), (9, 255), (9, 285), (101, 285)):
             run(rows, cols, dtype)
             run(rows, cols, dtype, strided=True)
-        # A row whose vectors are spread over two, three and four warps; in backward a single row.
-        for vectors in (64, 96, 128):
+        # A row whose vectors are spread over one to four warps; in backward a single row.
+        for vectors in (9, 32, 64, 96, 128):
             cols = vectors * 16 // dtype.itemsize
             for its_cols in (cols, cols - 3):
                 run(9, its_cols, dtype, forward="spread")

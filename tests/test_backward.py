@@ -63,6 +63,9 @@ def test_accuracy_of_long_rows(shape, dtypes):
         Problem((1_000_000, 1)),
         Problem((20_000, 1024), dtype=BF16, weight_dtype=F32),
         Problem((70_000, 2, 33), 2),
+        # x and dy stay in L2 as other data does.
+        Problem((17_001, 1024), dtype=BF16),
+        Problem((4_400, 2049)),
     ],
     ids=str,
 )

@@ -142,7 +142,6 @@ def check_forward(p, rows, cols, problem, chip):
         assert p["threads"] in (32, 64, 96, 128)
         vecs = p["threads"] // 32
         assert p["lanes"] * (vecs - 1) < vectors <= p["lanes"] * vecs
-        assert vecs > 1 or p["moves"] == "singly"
     if strategy in ("warp", "spread", "block"):
         floats = {problem["dtype"], problem["weight_dtype"], problem["y_dtype"]} == {F32}
         ragged = cols % unit(problem) != 0
@@ -615,19 +614,19 @@ def test_forward_goes_from_strategy_to_strategy(ladder):
 @pytest.mark.parametrize(
     ("cols", "problem", "most_rows"),
     [
+        # Vectors: up to 96 KiB.
         (1024, HALF, 48),
-        (768, HALF, 64),
-        (512, HALF, 64),
-        (384, HALF, 64),
-        (264, HALF, 64),
-        (192, HALF, 64),
+        (192, HALF, 256),
+        (72, HALF, 682),
         (512, {}, 48),
-        (384, {}, 64),
-        (924, {**HALF, **ANYWHERE}, 2**18 // 924),
-        (129, {**HALF, **ANYWHERE}, 2**18 // 129),
+        (68, {}, 361),
+        # Elements of a lane's vector one by one: up to 2^19, of float32 2^16.
+        (1023, {**HALF, **ANYWHERE}, 512),
         (127, {**HALF, **ANYWHERE}, 2**19 // 127),
         (45, ANYWHERE, 2**16 // 45),
-        (498, ANYWHERE, 64),
+        # Elements side by side.
+        (511, ANYWHERE, 128),
+        (49, ANYWHERE, 128),
     ],
 )
 def test_few_rows_are_spread_over_warps(cols, problem, most_rows):
@@ -638,11 +637,9 @@ def test_few_rows_are_spread_over_warps(cols, problem, most_rows):
         assert plan(1, cols, **{**problem, **other})["strategy"] != "spread"
 
 
-@pytest.mark.parametrize(
-    ("cols", "problem"),
-    [(24, HALF), (64, HALF), (256, HALF), (64, {}), (96, {}), (256, {}), (214, ANYWHERE)],
-)
-def test_rows_of_few_vectors_a_lane_are_not_spread(cols, problem):
+@pytest.mark.parametrize(("cols", "problem"), [(24, HALF), (64, HALF), (64, {}), (63, ANYWHERE)])
+def test_short_rows_are_not_spread(cols, problem):
+    """Rows of up to 64 columns in vectors, and rows of single elements with a vector a lane."""
     assert plan(1, cols, **{"dtype": F32, **problem})["strategy"] == "warp"
 
 
@@ -1020,67 +1017,87 @@ def test_threads_of_backwards_teams(problem, cols, vecs, team_threads):
         (1032, HALF, 5),
         (1976, HALF, 4),
         (2056, HALF, 3),
-        (2048, {}, 4),
-        (3960, HALF, 2),
-        (3968, HALF, 1),
-        (3964, {}, 2),
-        (3968, {}, 1),
-        (4096, HALF, 1),
+        (4096, HALF, 2),
+        (4104, HALF, 1),
+        # Single elements of half precision.
+        (1024, {**HALF, **ANYWHERE}, 8),
+        (1537, {**HALF, **ANYWHERE}, 4),
+        (4096, {**HALF, **ANYWHERE}, 2),
+        # A single team moves long float32 rows.
+        (2048, {}, 1),
         (4096, {}, 1),
-        (8192, HALF, 1),
-        # The work for a residual, an activation or another type of dy hides behind the other team.
-        # Chips without bulk copies have no ring that two teams would share.
+        (4096, RESIDUAL, 1),
+        (4096, EPILOGUE, 1),
+        (2433, ANYWHERE, 1),
+        # Elsewhere a team's time hides behind the other team.
+        (4095, {**ANYWHERE, **RESIDUAL}, 2),
         (4096, {**HALF, **RESIDUAL}, 2),
         (4096, {**HALF, **EPILOGUE}, 2),
         (4096, WIDE_Y, 2),
         (4096, NARROW_Y, 2),
-        (4096, {**HALF, "device": "A100"}, 2),
-        (4096, {**HALF, "needs_dparams": False}, 1),
-        (4096, WIDE_PARAMS, 1),
-        # Single elements of half precision are more work.
-        (1024, {**HALF, **ANYWHERE}, 8),
-        (1537, {**HALF, **ANYWHERE}, 4),
-        (4096, {**HALF, **ANYWHERE}, 2),
-        (4096, ANYWHERE, 1),
+        # Chips without bulk copies have no ring that teams would share.
+        (4096, {"device": "A100"}, 2),
     ],
 )
-def test_backward_teams_fill_a_block_but_not_with_full_ones(cols, problem, teams):
-    """A block has as many teams as it has threads for, but not two teams with nearly all threads
-    in use, which would slow each other down (ladders.h has the times)."""
+def test_backward_blocks_have_all_teams_or_one(cols, problem, teams):
     for rows in (2049, 32768):
         p = plan(rows, cols, backward=True, **problem)
         assert (p["strategy"], p["teams"]) == ("block", teams)
 
 
-@pytest.mark.parametrize(
-    ("cols", "problem", "teams"),
-    [
-        (1024, HALF, 4),
-        (2048, HALF, 2),
-        (1025, {**HALF, **ANYWHERE}, 4),
-        (512, {}, 8),
-        (516, {}, 4),
-        (1532, {}, 4),
-        (1536, {}, 2),
-        (2044, {}, 2),
-        (1023, ANYWHERE, 4),
-    ],
-)
-def test_backward_of_many_rows_has_fewer_teams(cols, problem, teams):
-    """A block has fewer teams than it has threads for, where more would slow each other down."""
-    p = plan(32768, cols, backward=True, **problem)
-    assert (p["strategy"], p["teams"]) == ("block", teams)
+MANY_ROWS_TEAMS = [
+    (HALF, "1000: 8, 1008: 6, 1024: 6, 1032: 5, 1976: 4, 1984: 3, 2048: 3, 2056: 3"),
+    ({**HALF, **ANYWHERE}, "1024: 8, 1025: 4, 1536: 4"),
+    ({}, "512: 8, 516: 6, 672: 6, 676: 4, 1020: 4, 1024: 3, 1404: 3, 1408: 4, 2044: 4, 2048: 1"),
+    (RESIDUAL, "764: 8, 768: 4, 2044: 4, 2048: 2, 2812: 2, 2816: 1"),
+    (EPILOGUE, "764: 8, 768: 4, 2044: 4, 2048: 2, 2812: 2, 2816: 1"),
+    (ANYWHERE, "320: 12, 321: 8, 448: 8, 449: 12, 512: 12, 513: 6, 672: 6, 673: 4, 1100: 4"),
+    (ANYWHERE, "1101: 3, 1600: 3, 1601: 4, 2047: 4, 2048: 2, 2431: 2, 2432: 1"),
+]
+
+
+@pytest.mark.parametrize(("problem", "ladder"), MANY_ROWS_TEAMS)
+def test_backward_of_many_rows_has_fewer_teams(problem, ladder):
+    """`ladder` has columns: teams, on both sides of each number of columns where they change."""
+    for rung in ladder.split(", "):
+        cols, teams = map(int, rung.split(": "))
+        p = plan(32768, cols, backward=True, **problem)
+        assert (p["strategy"], p["teams"]) == ("block", teams), cols
 
 
 @pytest.mark.parametrize(
     ("cols", "problem", "fewer", "more"),
-    [(1024, HALF, 4, 8), (2048, HALF, 2, 4), (1000, {}, 4, 8), (1600, {}, 2, 4), (4096, {}, 1, 2)],
+    [(1024, HALF, 6, 8), (2048, HALF, 3, 4), (1000, {}, 4, 8), (1152, {}, 3, 5), (4096, {}, 1, 2)],
 )
 def test_few_teams_have_many_rows_each(cols, problem, fewer, more):
     """Sixteen rows, on each of the 132 multiprocessors."""
     for rows, teams in ((132 * (16 * fewer - 1), more), (132 * (16 * fewer - 1) + 1, fewer)):
         p = forced_plan("strategy=block", rows, cols, backward=True, **problem)
         assert p["teams"] == teams
+
+
+@pytest.mark.parametrize(
+    ("problem", "column_bytes"),
+    [
+        (HALF, 6),
+        ({}, 12),
+        ({**HALF, **RESIDUAL}, 8),
+        (WIDE_Y, 8),
+        ({**HALF, "group_rows": 256}, 6),
+        ({**HALF, "group_rows": 256, "gated": True}, 12),
+    ],
+)
+def test_backward_of_large_tensors_lets_x_and_dy_stay_in_l2(problem, column_bytes):
+    """From 96 MiB that are read and written on, but not with an activation."""
+    cols, step = 4096, problem.get("group_rows", 1)
+    rows = (96 << 20) // (cols * column_bytes)
+    large, small = (plan(n, cols, backward=True, **problem) for n in (rows, rows - step))
+    assert large["strategy"] == small["strategy"]
+    assert large["strategy"] in ("block", "group")
+    assert (large["stays_in_l2"], small["stays_in_l2"]) == (True, False)
+    active = {**problem, **EPILOGUE}
+    if "group_rows" not in problem:
+        assert not plan(rows, cols, backward=True, **active)["stays_in_l2"]
 
 
 @pytest.mark.parametrize(
@@ -1146,24 +1163,34 @@ def test_a_ring_pays_from_the_third_row_on(problem):
 @pytest.mark.parametrize(
     ("problem", "cols", "stages"),
     [
-        # About 64 KiB of rows, but at least two rows that are kept or three that are read twice.
+        # As many rows as come next to 60,000 bytes, but at least two rows that are kept or three
+        # that are read twice.
         (HALF, 1000, 2),
-        (HALF, 1024, 4),
-        (HALF, 1976, 2),
-        (HALF, 2048, 4),
-        (HALF, 3968, 4),
-        (HALF, 8192, 2),
+        (HALF, 1024, 2),
+        (HALF, 1152, 3),
+        (HALF, 2048, 2),
+        (HALF, 4096, 2),
         (HALF, 12_288, 3),
         (HALF, 16_384, 3),
-        # As many stages as there is room for.
-        ({**HALF, **EPILOGUE}, 16_384, 2),
+        # 64 KiB.
+        ({**HALF, **ANYWHERE}, 3073, 3),
+        ({**HALF, **ANYWHERE}, 1025, 4),
+        # 50 KiB in float32.
         ({}, 8192, 2),
         ({}, 11_264, 2),
-        # About 50 KiB in float32.
-        (ANYWHERE, 571, 3),
+        (ANYWHERE, 571, 2),
         (ANYWHERE, 711, 2),
-        (ANYWHERE, 1600, 2),
+        (ANYWHERE, 1601, 2),
+        # A single team has three stages, unless its rows are long.
+        (HALF, 8184, 3),
+        (HALF, 8192, 2),
+        ({}, 2048, 3),
+        ({}, 3196, 3),
+        ({}, 3200, 2),
+        (ANYWHERE, 4095, 3),
         (ANYWHERE, 4096, 2),
+        # As many stages as there is room for.
+        ({**HALF, **EPILOGUE}, 16_384, 2),
     ],
 )
 def test_stages_of_backwards_rows(problem, cols, stages):
@@ -1310,6 +1337,7 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     partials = {"partials", "partials_offset"}
     slices = {"blocks_per_row", "slice_cols"}
     persistent = {"width", "vecs", "team_threads", "teams", "stage_cols", "bulk", "stages"}
+    persistent |= {"stays_in_l2"}
     assert set(plan(9, 64)) == launch | {"vecs", "lanes", "moves", "early"}
     assert set(plan(9, 512)) == launch | {"lanes", "moves"}
     assert set(plan(9, 4096)) == launch | {"vecs", "moves", "early"}

@@ -31,17 +31,19 @@ struct BackwardRing {
   Pair<float>* statistics;  // mean and rstd of the rows in this team's stages
   uint64_t* full;           // this team's barriers, one a stage
   int stage_cols, stages;
+  const backward::Persistent& plan;  // among the kernel's arguments, so it takes no registers
 
   // A stage's barrier waits for the bulk copies and for the statistics.
   static constexpr int kArrivals = 2;
 
   __device__ __forceinline__ BackwardRing(unsigned char* shared, Pair<float>* all_statistics,
-                                          uint64_t* barriers, const backward::Persistent& plan,
+                                          uint64_t* barriers, const backward::Persistent& its_plan,
                                           int team, bool has_bias)
       : statistics(all_statistics + team * kMostStages),
         full(barriers + team * kMostStages),
-        stage_cols(plan.stage_cols),
-        stages(plan.stages) {
+        stage_cols(its_plan.stage_cols),
+        stages(its_plan.stages),
+        plan(its_plan) {
     weight = reinterpret_cast<Weight*>(shared);
     gate = weight + stage_cols;
     bias = reinterpret_cast<W*>(weight + stage_cols);
@@ -84,10 +86,13 @@ struct BackwardRing {
     float_load(&statistics[stage].first, static_cast<const float*>(p.mean) + row);
     float_load(&statistics[stage].second, static_cast<const float*>(p.rstd) + row);
     barrier_arrive_with_float_loads(full + stage);
+    const bool stays = plan.stays_in_l2;
     if (reads_x) {
-      bulk_load(x + stage * stage_cols, before(x_row, skipped(x_row)), x_bytes, full + stage);
+      bulk_load(x + stage * stage_cols, before(x_row, skipped(x_row)), x_bytes, full + stage,
+                stays);
     }
-    bulk_load(dy + stage * stage_cols, before(dy_row, skipped(dy_row)), dy_bytes, full + stage);
+    bulk_load(dy + stage * stage_cols, before(dy_row, skipped(dy_row)), dy_bytes, full + stage,
+              stays);
   }
 
   // Sets to zero the columns that no copy writes, in all stages, so that a thread's missing vectors

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "device/vec.cuh"
+
 namespace fused_layernorm {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -76,17 +78,23 @@ __device__ __forceinline__ void barrier_arrive_with_float_loads(uint64_t* barrie
 }
 
 // Copies `bytes` to shared memory, asynchronously; the barrier counts them. Addresses and bytes are
-// multiples of 16. The data is read only once, so it is the first to leave L2.
+// multiples of 16. In L2 the data stays as other data does, or it is the first to make room.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes,
-                                          uint64_t* barrier) {
+                                          uint64_t* barrier, bool stays_in_l2) {
 #ifndef FUSED_LAYERNORM_NO_BULK
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
+  if (stays_in_l2) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(L2Policy(false).bits)
+        : "memory");
+  }
 #endif
 }
 

@@ -113,7 +113,7 @@ enum class Use {
   kPlain,     // It lies in shared memory, or in memory that this kernel writes.
 };
 
-// What becomes in L2 of data that forward reads or writes once: it is the first to make room.
+// What becomes in L2 of data that is read or written once: it is the first to make room.
 struct FirstOut {};
 
 // It is the first to make room, or it stays as other data does: a launch decides. (PTX calls this a

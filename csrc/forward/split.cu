@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kForwardSplitThreads + kWarpSize, 1)
     const uint32_t bytes = work.cols * sizeof(X);
     barrier_expect(full + stage, bytes);
     const ForwardRow<N> place(p, row, work.first_col);
-    bulk_load(ring + stage * slices.slice_cols, place.x.x, bytes, full + stage);
+    bulk_load(ring + stage * slices.slice_cols, place.x.x, bytes, full + stage, false);
   };
   if (threadIdx.x == 0) {
     for (int i = 0; i < kMostStages; ++i) barrier_init(full + i, 1);

@@ -11,8 +11,8 @@ namespace fused_layernorm {
 namespace {
 
 // A block's warps, on the rows of one warp's logical warps. kWholeWarps: a logical warp is a whole
-// warp, so the block has one row.
-template <bool kWholeWarps>
+// warp, so the block has one row. kWarps: the warps of a block.
+template <bool kWholeWarps, int kWarps>
 struct SpreadWarps {
   int log2_lanes;  // of a logical warp
   int warp = threadIdx.x / kWarpSize;
@@ -32,19 +32,46 @@ struct SpreadWarps {
   }
 
   // The sums n = 0 and n = 1 of a row have scratch memory of their own. First the sums of each
-  // lane's vectors are added, in order, then those of the lanes.
+  // lane's vectors are added, in order, then those of the lanes, in the order of
+  // logical_warp_sum(): pairs of neighbours, pairs of these pairs, and so on. Each thread takes the
+  // first three of these steps by itself, for eight lanes at once, which takes less time than three
+  // shuffles.
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int n) const {
-    __shared__ Acc scratch[2][kMostSpreadVecs][kWarpSize];
+    __shared__ alignas(16) Acc scratch[2][kWarps][kWarpSize];
     auto& parts = scratch[n];
+    if constexpr (kWarps == 1 && !kWholeWarps) return logical_warp_sum(v, lanes());
     parts[warp][lane] = v;
     __syncthreads();
-    v = parts[0][lane];
+    Acc sums[8];
 #pragma unroll
-    for (int k = 1; k < kMostSpreadVecs; ++k) {
-      if (k * kWarpSize < blockDim.x) v += parts[k][lane];
+    for (int k = 0; k < kWarps; ++k) {
+      const auto* fours = reinterpret_cast<const Four<Acc>*>(&parts[k][lane & -8]);
+      const Four<Acc> low = fours[0], high = fours[1];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        sums[j] = k == 0 ? low.at[j] : sums[j] + low.at[j];
+        sums[4 + j] = k == 0 ? high.at[j] : sums[4 + j] + high.at[j];
+      }
     }
-    return logical_warp_sum(v, lanes());
+    // A lane keeps the sum of its own logical warp.
+#pragma unroll
+    for (int step = 0; step < 3; ++step) {
+      const bool adds = kWholeWarps || step < log2_lanes;
+      const bool second = lane >> step & 1;
+#pragma unroll
+      for (int j = 0; j < 8 >> (step + 1); ++j) {
+        const Acc left = sums[2 * j], right = sums[2 * j + 1];
+        sums[j] = adds ? left + right : second ? right : left;
+      }
+    }
+    v = sums[0];
+#pragma unroll
+    for (int offset = 8; offset < kWarpSize; offset *= 2) {
+      if (!kWholeWarps && lanes() <= offset) break;
+      v += shuffle_xor(v, offset);
+    }
+    return v;
   }
 
   // Stores one vector of each lane element by element. The elements go through shared memory, so
@@ -52,7 +79,7 @@ struct SpreadWarps {
   template <typename Y, int kWidth>
   __device__ __forceinline__ void store_singly(const ForwardParams& p,
                                                const Vec<Y, kWidth>& y) const {
-    __shared__ Vec<Y, kWidth> staged[kMostSpreadVecs][kWarpSize];
+    __shared__ Vec<Y, kWidth> staged[kWarps][kWarpSize];
     staged[warp][lane] = y;
     __syncwarp();
     const Y* const from = reinterpret_cast<const Y*>(staged[warp]) + lane;
@@ -75,8 +102,8 @@ struct SpreadWarps {
 // and moves loads of weight and bias behind the wait for the row.
 constexpr int kSpreadBlocks = 6;
 
-template <typename N, Moves kMoves, bool kWholeWarps>
-__global__ void __launch_bounds__(kMostSpreadVecs* kWarpThreads, kSpreadBlocks)
+template <typename N, Moves kMoves, bool kWholeWarps, int kWarps>
+__global__ void __launch_bounds__(kWarps* kWarpThreads, kSpreadBlocks)
     layer_norm_forward_spread_kernel(const int log2_lanes, const ForwardParams p) {
   using Acc = typename N::Acc;
   using X = typename N::X;
@@ -84,7 +111,7 @@ __global__ void __launch_bounds__(kMostSpreadVecs* kWarpThreads, kSpreadBlocks)
   constexpr bool kSingly = kMoves == Moves::kSingly;
   constexpr int kWidth = kMoves == Moves::kElements ? 1 : kVectorWidth<typename N::Types>;
   constexpr int kPieces = kVectorWidth<typename N::Types> / kWidth;
-  const SpreadWarps<kWholeWarps> warps(log2_lanes);
+  const SpreadWarps<kWholeWarps, kWarps> warps(log2_lanes);
   const int row = warps.row();
   const bool has_row = kWholeWarps || row < static_cast<int>(p.rows);
   // A logical warp without a row of its own reads the last row, but stores nothing.
@@ -122,15 +149,21 @@ __global__ void __launch_bounds__(kMostSpreadVecs* kWarpThreads, kSpreadBlocks)
       x, share, pivot, [&] { return inverse_cols; }, [&](Acc v, int n) { return warps.sum(v, n); },
       [] {});
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
-  if (has_row && first == 0) store_statistics(p, row, mean, rstd);
+  // What follows has no branches: behind a branch, the addresses of the stores would be computed
+  // only after rstd is known.
+  const bool stores_statistics = p.mean != nullptr && has_row && first == 0;
+  store_if(stores_statistics, static_cast<Acc*>(p.mean) + row, mean);
+  store_if(stores_statistics, static_cast<Acc*>(p.rstd) + row, rstd);
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) {
     const auto y = N::template finish<typename N::Epilogue, typename N::Affine>(p, x[k], mean, rstd,
                                                                                 weight[k], bias[k]);
     if constexpr (kSingly) {
       warps.store_singly(p, y);
-    } else if (has_row && share.has(k)) {
-      store_once(element(place.y, share.vector(k) * kWidth), y);
+    } else if constexpr (kWidth == 1) {
+      store_if(has_row && share.has(k), element(place.y, share.vector(k)), y.at[0]);
+    } else {
+      store_once_if(has_row && share.has(k), element(place.y, share.vector(k) * kWidth), y);
     }
   }
 }
@@ -150,8 +183,11 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     } else {
       return dispatch_moves<T, Moves::kSingly>(plan.moves, [&](auto moves) {
         return dispatch_bool(plan.lanes == kWarpThreads, [&](auto whole_warps) {
-          return launch(layer_norm_forward_spread_kernel<BareForward<T>, moves(), whole_warps()>,
-                        plan, stream, log2_of(plan.lanes), params);
+          return dispatch_vecs(SpreadVecs{}, plan.threads / kWarpThreads, [&](auto warps) {
+            return launch(
+                layer_norm_forward_spread_kernel<BareForward<T>, moves(), whole_warps(), warps()>,
+                plan, stream, log2_of(plan.lanes), params);
+          });
         });
       });
     }

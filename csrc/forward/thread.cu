@@ -108,30 +108,22 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   store_elements(static_cast<Y*>(p.y) + first_row * p.cols, y, rows * p.cols);
 }
 
-// The share of a row of up to kMostDirectCols columns. Further columns are known to be absent when
-// the kernel is compiled, and take no instructions.
-template <int kPieces, int kWidth>
-struct DirectShare : PlayedShare<1, kPieces, kWidth, 0> {
-  __device__ __forceinline__ explicit DirectShare(int row_cols)
-      : PlayedShare<1, kPieces, kWidth, 0>{0, row_cols} {}
-  // How many columns from vector k on there may be at most.
-  static constexpr int most_from(int k) { return kMostDirectCols - k * kWidth; }
-  __device__ __forceinline__ bool has(int k) const {
-    return most_from(k) > 0 && this->cols_from(k) > 0;
-  }
-  __device__ __forceinline__ bool has_column(int k, int j) const {
-    return j < most_from(k) && j < this->cols_from(k);
-  }
+// The share of a row of kCols columns, all of which a thread has.
+template <int kCols, int kWidth>
+struct DirectShare {
+  static constexpr bool kRagged = true;
+  __device__ __forceinline__ int vector(int k) const { return k; }
+  __device__ __forceinline__ bool has(int k) const { return k * kWidth < kCols; }
+  __device__ __forceinline__ bool has_column(int k, int j) const { return k * kWidth + j < kCols; }
   template <typename Acc, int>
   __device__ __forceinline__ Acc count(int k) const {
-    if (most_from(k) <= 0) return 0;
-    return Acc(min(max(this->cols_from(k), 0), kWidth));
+    return Acc(min(max(kCols - k * kWidth, 0), kWidth));
   }
 };
 
 // Rows of very few columns, all of which are in one vector: each thread loads its row and stores y
 // element by element, and waits for nothing but its row.
-template <typename N>
+template <typename N, int kCols>
 __global__ void __launch_bounds__(kForwardWarpThreads)
     layer_norm_forward_direct_kernel(const ForwardParams p) {
   using Acc = typename N::Acc;
@@ -142,7 +134,7 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   constexpr int kPieces = kVectorWidth<typename N::Types> / kWidth;
   const uint32_t row = blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= static_cast<uint32_t>(p.rows)) return;
-  const DirectShare<kPieces, kWidth> share(p.cols);
+  const DirectShare<kCols, kWidth> share;
   const ForwardRow<N> place(p, row, 0);
   Vec<X, kWidth> x[kPieces];
   place.x.load_singly(x, share);
@@ -152,21 +144,24 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
     weight[k] = load_given<kWidth, W>(p.weight, Absent::kOnes, share, k);
     bias[k] = load_given<kWidth, W>(p.bias, Absent::kZeros, share, k);
   }
+  const Acc first = to_acc(x[0].at[0]);
   const Acc pivot =
-      N::Statistic::template pivot<X>(Pair<Acc>{to_acc(x[0].at[0]), to_acc(x[0].at[1])});
+      N::Statistic::template pivot<X>(Pair<Acc>{first, kCols > 1 ? to_acc(x[0].at[1]) : Acc(0)});
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
   constexpr int kTogether = kLaneTogether<N, kPieces, kPieces>;
   const auto [mean, m2] = N::Statistic::template measure<kTogether>(
       x, share, pivot, [&] { return inverse_cols; }, [](Acc v, int) { return v; }, [] {});
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
-  store_statistics(p, row, mean, rstd);
+  const bool stores_statistics = p.mean != nullptr;
+  store_if(stores_statistics, static_cast<Acc*>(p.mean) + row, mean);
+  store_if(stores_statistics, static_cast<Acc*>(p.rstd) + row, rstd);
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) {
-    const auto result = N::template finish<typename N::Epilogue, typename N::Affine>(
+    const Vec<Y, kWidth> result = N::template finish<typename N::Epilogue, typename N::Affine>(
         p, x[k], mean, rstd, weight[k], bias[k]);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      store_if(share.has_column(k, j), place.y + k * kWidth + j, result.at[j]);
+      if (share.has_column(k, j)) place.y[k * kWidth + j] = result.at[j];
     }
   }
 }
@@ -199,7 +194,10 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     using T = decltype(t);
     constexpr int kXSize = sizeof(typename T::X);
     if (plan.direct) {
-      return launch(layer_norm_forward_direct_kernel<BareForward<T>>, plan, stream, params);
+      return dispatch_vecs(DirectCols{}, params.cols, [&](auto cols) {
+        return launch(layer_norm_forward_direct_kernel<BareForward<T>, cols()>, plan, stream,
+                      params);
+      });
     }
     return dispatch_played<kXSize>(
         std::make_integer_sequence<int, played_count(kXSize)>{}, plan, [&](auto lanes, auto vecs) {

@@ -87,6 +87,14 @@ bool may_have_ring(const Problem& problem, const Device& device, const Forced& f
          forced.value_or(Field::kBulk, 1) != 0;
 }
 
+// Whether x and dy stay in L2 as other data does, where whole rows come through a ring.
+bool rows_stay_in_l2(const Problem& problem) {
+  if (problem.has_epilogue) return false;
+  const int64_t x_tensors = problem.gated ? 5 : problem.residual ? 3 : 2;
+  const int64_t column_bytes = x_tensors * size_of(problem.x) + size_of(problem.y);
+  return problem.rows * problem.cols * column_bytes >= ladders::kLargeBackwardL2Bytes;
+}
+
 // The number of stages that there is room for in the ring of each of `teams` teams.
 int most_stages(const Team& team, int teams, const Device& device) {
   return stages_in(room_of(device) - team.param_bytes, team.stage_bytes * teams);
@@ -334,6 +342,22 @@ void set_team(backward::Persistent& plan, const Problem& problem, const Team& te
   plan.stage_cols = team.stage_cols;
 }
 
+// The most teams that a block should have where there are many rows.
+int ladder_teams(const Problem& problem) {
+  const auto teams = [&](const auto& ladder) {
+    return ladders::rung_of(ladder, problem.cols).teams;
+  };
+  const bool is_float32 = size_of(problem.x) == 4;
+  if (problem.y != problem.x) return kMostTeams;
+  if (is_fused(problem)) {
+    return is_float32 && problem.aligned ? teams(ladders::kFloat32FusedTeams) : kMostTeams;
+  }
+  if (is_float32) {
+    return problem.aligned ? teams(ladders::kFloat32Teams) : teams(ladders::kFloat32ElementTeams);
+  }
+  return problem.aligned ? teams(ladders::kHalfTeams) : teams(ladders::kHalfElementTeams);
+}
+
 std::optional<int> teams_of_rows(const Problem& problem, const Device& device, const RowTeams& rows,
                                  bool ring, const Forced& forced) {
   if (const auto teams = forced.of(Field::kTeams)) {
@@ -342,19 +366,25 @@ std::optional<int> teams_of_rows(const Problem& problem, const Device& device, c
   // Few rows are spread over all multiprocessors, so that a block has fewer teams.
   const int64_t needed = std::max<int64_t>(1, ceil_div(problem.rows, device.sms));
   const int teams = static_cast<int>(std::min<int64_t>(rows.most, needed));
-  if (!ring || is_fused(problem) || problem.y != problem.x) return teams;
-  const auto& rung = size_of(problem.x) == 4
-                         ? ladders::rung_of(ladders::kFloat32Teams, problem.cols)
-                     : problem.aligned ? ladders::rung_of(ladders::kHalfTeams, problem.cols)
-                                       : ladders::rung_of(ladders::kHalfElementTeams, problem.cols);
-  return needed >= int64_t{ladders::kFewTeamsRows} * rung.teams ? std::min(teams, rung.teams)
-                                                                : teams;
+  if (!ring) return teams;
+  const int ladder = ladder_teams(problem);
+  return needed >= int64_t{ladders::kFewTeamsRows} * ladder ? std::min(teams, ladder) : teams;
+}
+
+// x and dy of one row for each of `teams` teams.
+int64_t rows_bytes(const Problem& problem, int teams) {
+  return problem.cols * (size_of(problem.x) + size_of(problem.y)) * teams;
+}
+
+// The stages with which the rings of `teams` teams hold about `ring_bytes`.
+int stages_for(const Problem& problem, int teams, int64_t ring_bytes) {
+  const int64_t bytes = rows_bytes(problem, teams);
+  return static_cast<int>(std::min<int64_t>((ring_bytes + bytes / 2) / bytes, kMostStages));
 }
 
 // The stages of the ring of each of `teams` teams, or none where rows come without a ring.
 std::optional<int> row_stages(const Problem& problem, const Device& device, const Team& team,
                               int teams, const Forced& forced) {
-  const int64_t bytes = team.stage_bytes * teams;
   const int most = most_stages(team, teams, device);
   if (const auto stages = forced.of(Field::kStages)) {
     return *stages <= most && *stages >= least_stages(team.keeps, 0) ? stages : std::nullopt;
@@ -363,11 +393,18 @@ std::optional<int> row_stages(const Problem& problem, const Device& device, cons
   // row.
   const bool pays = problem.rows > int64_t{ladders::kLeastRingRows - 1} * teams;
   if (!pays && !forced.has(Field::kBulk)) return std::nullopt;
-  const int64_t ring_bytes =
-      size_of(problem.x) == 4 ? ladders::kFloat32RingBytes : ladders::kWantedRingBytes;
-  const int64_t wanted = (ring_bytes + bytes / 2) / bytes;
+  const int64_t ring_bytes = size_of(problem.x) == 4 ? ladders::kFloat32RingBytes
+                             : problem.aligned       ? ladders::kHalfRingBytes
+                                                     : ladders::kOtherRingBytes;
+  int wanted = stages_for(problem, teams, ring_bytes);
+  const int64_t long_bytes = size_of(problem.x) == 4 && problem.aligned
+                                 ? ladders::kLongFloat32RowBytes
+                                 : ladders::kLongRowBytes;
+  if (teams == 1 && rows_bytes(problem, 1) < long_bytes) {
+    wanted = std::max(wanted, ladders::kSingleTeamStages);
+  }
   const int least = team.keeps ? ladders::kKeptRowStages : ladders::kTwiceReadRowStages;
-  return static_cast<int>(std::min<int64_t>(most, std::max<int64_t>(wanted, least)));
+  return std::min(most, std::max(wanted, least));
 }
 
 std::optional<backward::Block> block_plan(const Problem& problem, const Device& device,
@@ -392,6 +429,7 @@ std::optional<backward::Block> block_plan(const Problem& problem, const Device& 
   plan.bulk = stages.has_value();
   if (plan.bulk) {
     plan.stages = *stages;
+    plan.stays_in_l2 = rows_stay_in_l2(problem);
     const int64_t bytes =
         rows->team.param_bytes + plan.stages * plan.teams * rows->team.stage_bytes;
     plan.shared_bytes = static_cast<int>(std::max(sums, bytes));
@@ -446,12 +484,11 @@ std::optional<backward::Group> group_plan(const Problem& problem, const Device& 
   if (ring) {
     const int most = stages_of(teams);
     const int64_t bytes = team->stage_bytes * teams;
-    const int64_t wanted =
-        std::max<int64_t>((ladders::kWantedRingBytes + bytes / 2) / bytes,
-                          holds ? ladders::kKeptRowStages : ladders::kTwiceReadRowStages);
-    plan.stages =
-        forced.value_or(Field::kStages, static_cast<int>(std::min<int64_t>(most, wanted)));
+    const int wanted = std::max(stages_for(problem, teams, ladders::kOtherRingBytes),
+                                holds ? ladders::kKeptRowStages : ladders::kTwiceReadRowStages);
+    plan.stages = forced.value_or(Field::kStages, std::min(most, wanted));
     if (plan.stages > most || plan.stages < least) return std::nullopt;
+    plan.stays_in_l2 = rows_stay_in_l2(problem);
     plan.sums_offset = static_cast<int>(team->param_bytes + plan.stages * bytes);
   }
   plan.bulk = ring;

@@ -189,7 +189,9 @@ static_assert(kForwardWarpThreads % kWarpThreads == 0,
 
 // ---- Forward, a row spread over several warps.
 
-constexpr int kMostSpreadVecs = 4;  // of a lane of the logical warp; one warp has one of them
+// Vectors of a lane of the logical warp; one warp has one of them.
+constexpr int kMostSpreadVecs = 4;
+using SpreadVecs = VecsList<1, 2, 3, kMostSpreadVecs>;
 static_assert(kMostSpreadVecs >= most_forward_warp_vecs(2, false) &&
                   kMostSpreadVecs >= most_forward_warp_vecs(4, false),
               "all rows of logical warps can be spread");
@@ -207,9 +209,9 @@ struct Lanes {
 constexpr int most_thread_cols(int x_size) { return x_size == 4 ? 48 : 64; }
 constexpr Lanes kPlayedFloat32[] = {{1, 1}, {1, 2}, {1, 4}, {1, 8}, {1, 16}};
 constexpr Lanes kPlayedHalf[] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {3, 2}, {4, 2}, {1, 8}};
-// The most columns of a row that a thread moves by itself, without shared memory.
-constexpr int kMostDirectCols = 3;
-static_assert(kMostDirectCols <= vector_width(4), "these columns are in one vector");
+// The columns of rows that a thread moves by itself, without shared memory.
+using DirectCols = VecsList<1, 2, 3>;
+static_assert(!contains(DirectCols{}, vector_width(4) + 1), "these columns are in one vector");
 constexpr int played_count(int x_size) {
   return static_cast<int>(x_size == 4 ? std::size(kPlayedFloat32) : std::size(kPlayedHalf));
 }

@@ -55,7 +55,7 @@ constexpr ThreadRung kFloat32Threads[] = {{kNoEnd, 30000}};
 // (Directly and through shared memory, bfloat16: 32768 x 1 1.68, 2.03; 131072 x 1 2.27, 2.83;
 // 524288 x 3 5.50, 6.78; but 32768 x 7 2.63, 2.09.)
 constexpr int kDirectCols = 3;
-static_assert(kDirectCols <= kMostDirectCols, "the direct kernel has room for these columns");
+static_assert(contains(DirectCols{}, kDirectCols), "there are kernels for these columns");
 static_assert(is_ladder(kHalfThreads) && is_ladder(kFloat32Threads), "the rungs ascend");
 
 // ---- Forward, rows in registers: the vectors that a lane or a thread should own.
@@ -139,34 +139,26 @@ static_assert(is_ladder(kFloat32Lanes) && is_ladder(kFloat32EpilogueLanes) &&
 constexpr int64_t kEarlyRows = 4096;
 
 // Whether so few rows are spread over several warps: `vecs` is the number of vectors of a lane of
-// the logical warp. The times are those of spread rows and of logical warps. Where there are three
-// pairs, they are of x that lies in L2 since the call before, of x that does not, and of x that the
-// kernel in front has just written.
+// the logical warp. The times are those of spread rows and of logical warps.
 constexpr bool may_spread(Moves moves, int x_size, int vecs, int64_t rows, int64_t cols) {
   const int64_t elements = rows * cols;
   switch (moves) {
-    // bfloat16: 8 x 384 1.51, 1.69; 1.45, 1.57; 1.45, 1.54. 64 x 768 1.70, 1.98; 1.92, 2.00; 1.69,
-    // 1.66. Not spread: 64 x 1024 1.71, 2.03; 2.25, 2.04; 1.65, 1.69. 128 x 512 1.80, 2.00; 2.27,
-    // 1.98; 1.74, 1.62. 512 x 512 1.97, 2.23; 2.50, 2.26; 2.05, 1.90. Nor two vectors a lane of up
-    // to 256 columns (8 x 256 1.50, 1.45; 128 x 256 1.59, 1.57).
-    //
-    // float32: 8 x 512 1.60, 1.79; 1.54, 1.72; 1.55, 1.67. 64 x 384 1.66, 1.93; 1.98, 1.94; 1.66,
-    // 1.58. Not spread: 64 x 512 1.67, 2.03; 2.22, 2.03; 1.68, 1.71. 128 x 384 1.81, 2.05; 2.34,
-    // 2.03; 1.87, 1.63.
+    // bfloat16: 8 x 128 1.36, 1.40; 8 x 512 1.37, 1.49; 64 x 768 1.63, 1.94; 128 x 320 1.62, 1.91;
+    // Not spread: 64 x 1024 2.12, 2.05; 128 x 512 2.04, 1.97; 512 x 128 2.12, 1.93; 64 x 64 1.44,
+    // 1.42.
+    // float32: 8 x 320 1.33, 1.59; 64 x 192 1.49, 1.83; 128 x 192 1.69, 1.88. Not spread: 64 x 512
+    // 2.01, 1.99; 128 x 256 1.99, 1.95; 64 x 32 1.40, 1.38.
     case Moves::kVectors:
-      if (rows > 64 || elements * x_size > 96 << 10) return false;
-      return x_size == 4 ? vecs >= 3 && cols >= 384 : (vecs >= 3 || cols > 256) && cols >= 192;
-    // bfloat16: 64 x 33 1.64, 2.45; 512 x 427 2.16, 2.20; 8192 x 33 2.33, 3.34; 4096 x 127 2.55,
-    // 2.60. Not spread: 1024 x 285 2.33, 2.34; 512 x 711 2.39, 2.30; 16384 x 61 4.47, 3.87.
-    // float32: 1024 x 45 1.89, 2.02. Not spread: 2048 x 45 2.13, 2.09; 8192 x 17 2.79, 2.52 (but
-    // 4096 x 17 2.13, 2.20).
+      return cols > 64 && elements * x_size <= 96 << 10;
+    // bfloat16: 64 x 33 1.52, 2.37; 512 x 427 2.50, 2.78; 512 x 1023 2.97, 3.14; 8192 x 33 2.33,
+    // 3.34. Not spread: 16384 x 61 4.47, 3.87. float32: 1024 x 45 1.89, 2.02. Not spread: 2048 x 45
+    // 2.13, 2.09.
     case Moves::kSingly:
-      if (x_size == 4) return elements <= 1 << 16;
-      return elements <= (cols <= 128 ? 1 << 19 : 1 << 18);
-    // float32: 8 x 498 1.62, 1.79; 64 x 498 1.68, 1.83; 64 x 143 1.62, 1.70. Not spread: 128 x 498
-    // 1.87, 1.86; two vectors a lane 64 x 214 1.65, 1.65.
+      return elements <= (x_size == 4 ? 1 << 16 : 1 << 19);
+    // float32: 8 x 214 1.37, 1.46; 8 x 498 1.44, 1.73; 64 x 498 2.14, 2.35; 128 x 498 2.30, 2.46.
+    // Not spread: 512 x 143 2.35, 2.36, and behind the kernel that makes x 1.92, 1.84.
     case Moves::kElements:
-      return rows <= 64 && vecs >= 3;
+      return rows <= 128 && vecs >= 2;
     case Moves::kShifted:
       return false;
   }
@@ -390,6 +382,18 @@ constexpr int kFewRowsLeastThreads = 256;
 // Almost all run at once if there are at least eight places for nine blocks.
 constexpr int64_t kFewRowsBlocks = 9, kFewRowsPlaces = 8;
 
+// ---- Backward, rows through a ring: what becomes in L2 of what is read once.
+
+// x and dy of calls that move so many bytes stay in L2 as other data does. Of smaller calls they
+// are the first to make room. (By first to make room and by staying, each with the better numbers
+// of teams and stages, bfloat16: 32768 x 4096 214.0, 197.1; 16384 x 8192 223.7, 204.5; 32768 x 4096
+// with a residual 271.8, 252.2; float32: 100000 x 3977 1441, 1279; 8192 x 4096 111.2, 102.1. But
+// 12608 x 768 22.2, 22.5; 8192 x 768 16.8, 17.1; 5000 x 3073 41.6, 42.6. Slices of rows, which are
+// always the first to make room: 8192 x 32768 bfloat16 452, 444, but 64 x 150528 float32 43.9,
+// 46.5; 32 x 2097152 bfloat16 129.5, 135.2. Nor with an activation: 32768 x 1023 float32 with GELU
+// 142.0, 147.1.)
+constexpr int64_t kLargeBackwardL2Bytes = 96 << 20;
+
 // ---- Backward, persistent blocks.
 
 // There is no ladder for the vectors of a thread: the fewest columns a thread for which there are a
@@ -398,45 +402,87 @@ constexpr int64_t kFewRowsBlocks = 9, kFewRowsPlaces = 8;
 // more threads with fewer columns each take longer: with sixteen columns a thread and with eight,
 // bfloat16, 32768 x 4096 229, 276.)
 
-// The most teams of a block where rows come through a ring and nothing is fused. More teams slow
-// down each other's memory accesses: those of float32, which have more bytes in flight, and those
-// whose threads are nearly full of columns. With a residual or an activation more teams are better,
-// because its time hides behind the other teams (one team and two, 32768 x 4096 bfloat16: with a
-// residual 302, 279; with an activation 317, 247).
+// The most teams of a block where rows come through a ring. What decides is how many bytes are on
+// their way, and in which order they are asked for. Some numbers of teams are a fifth slower than
+// their neighbours, in any place in memory, which nothing in the counters explains; so these
+// ladders hold what was measured, each time as the median over several places in memory.
 struct TeamsRung {
   int64_t last;  // columns
   int teams;
 };
+// float32, rows that are aligned, nothing fused.
 constexpr TeamsRung kFloat32Teams[] = {
-    // Fifteen teams and eight: 100000 x 498 179.5, 172.5; 44912 x 285 52.0, 50.4.
+    // Fifteen teams, twelve and eight: 100000 x 384 123.6, 123.0, 114.7; x 512 158.6, 159.1, 159.8.
     {512, 8},
-    // Eight teams and four: 100000 x 711 298, 248; 100000 x 853 342, 308; 32768 x 768 87.3, 80.1;
-    // 16666 x 768 45.7, 44.4; 100000 x 1024 315.7, 312.8. Five teams and four: 100000 x 1350 554,
-    // 490; 10000 x 1280 45.3, 44.8.
-    {1535, 4},
-    // Five teams and two: 8333 x 1536 45.3, 44.7. Four teams and two: 100000 x 1847 732, 656; but
-    // 100000 x 2048 651.8, 656.2.
-    {2047, 2},
-    {3967, kMostTeams},
-    // Two teams and one: 8192 x 4096 113.6, 111.8.
+    // Eight teams, six, five and four: 32768 x 640 70.7, 66.6, 66.3, 69.1.
+    {672, 6},
+    // Eight teams, six, four and three: 32768 x 768 83.7, 82.8, 77.5, 78.3; x 896 95.0, 95.7, 91.0,
+    // 98.5.
+    {1023, 4},
+    // Five teams, four and three: 100000 x 1024 307.8 (eight), 344.2, 295.8; 32768 x 1152 120.3,
+    // 120.1, 112.6; 100000 x 1280 381.0, 424.1, 382.2.
+    {1407, 3},
+    // Five teams, four and three: 32768 x 1492 154.7, 152.7, 156.6; 65536 x 1536 301.3, 303.1,
+    // 304.9;
+    // 32768 x 1776 181.2 (four), 185.1.
+    {2047, 4},
+    // Four teams, three, two and one: 65536 x 2048 403.0, 402.9, 449.1, 395.3; 50000 x 2560 420.1
+    // (three), 384.4, 375.5; 50000 x 3072 507.6 (two), 459.4; 8192 x 4096 110.0, 102.2.
     {kNoEnd, 1},
 };
-// For half precision, rows that are aligned.
+// float32, rows that are aligned, with a residual or an activation.
+constexpr TeamsRung kFloat32FusedTeams[] = {
+    {767, kMostTeams},
+    // All teams, four, three, two and one, with a residual: 32768 x 896 117.4 (eight), 115.9; x
+    // 1024 133.8 (eight), 130.5, 134.2; x 1536 194.3 (five), 194.3, 192.0; with GELU x 1024 111.6
+    // (eight), 106.9.
+    {2047, 4},
+    // 32768 x 2048 276.9 (four), 259.3, 253.3, 305.9; x 2560 360.4 (three), 319.1, 353.2.
+    {2815, 2},
+    // 32768 x 3072 415.9 (two), 392.1; x 4096 571.3 (two), 500.5; with GELU 456.7 (two), 438.1.
+    {kNoEnd, 1},
+};
+// float32, rows that are not aligned, nothing fused. With a residual or an activation all teams are
+// better (by four and by all teams, 32768 x 1023 with a residual 180.1, 157.4, with GELU 225.5,
+// 147.1; by one and by two 32768 x 2847 with a residual 551.6, 432.4).
+constexpr TeamsRung kFloat32ElementTeams[] = {
+    // Fifteen teams, twelve and eight: 100000 x 285 95.3, 90.3, 106.9.
+    {320, 12},
+    // 100000 x 356 116.5, 115.0, 112.0; x 427 139.2, 138.3, 134.4.
+    {448, 8},
+    // 200000 x 498 316.9, 305.1, 333.4.
+    {512, 12},
+    // Eight teams, six and four: 32768 x 569 65.5, 62.8, 71.8.
+    {672, 6},
+    // Eight teams, six, four and three: 32768 x 711 79.8 (six), 78.8, 93.5; 100000 x 853 286.5,
+    // 274.0, 268.1; 32768 x 924 97.9, 98.2, 96.3, 101.0; x 1065 114.0 (four), 117.3.
+    {1100, 4},
+    // Five teams, four and three: 32768 x 1137 126.2, 123.5, 122.5; 100000 x 1350 429.6, 459.9,
+    // 424.0;
+    // x 1563 505.6 (four), 481.0.
+    {1600, 3},
+    // Four teams, three, two and one: 32768 x 1634 170.3, 175.1; 65536 x 1847 385.4, 394.3, 404.5,
+    // 423.5.
+    {2047, 4},
+    // Three teams, two and one: 50000 x 2130 336.4 (two), 391.5; x 2343 365.2, 397.6.
+    {2431, 2},
+    // 32768 x 2485 260.1, 263.2, 262.6; x 2627 283.7 (two), 264.2; x 3622 408.0, 370.7.
+    {kNoEnd, 1},
+};
+// Half precision, rows that are aligned, nothing fused. With a residual or an activation all teams
+// are better, because a team's time hides behind the other teams.
 constexpr TeamsRung kHalfTeams[] = {
     {1007, kMostTeams},
-    // Eight teams and four, bfloat16: 32768 x 1024 57.2, 56.4; 25000 x 1024 46.0, 45.2; but
-    // 28570 x 896 45.1, 48.4.
-    {1024, 4},
+    // Eight teams, six and four, bfloat16: 32768 x 1024 55.5, 54.6, 56.8; but eight and six 28570 x
+    // 896 43.3, 43.2.
+    {1024, 6},
     {1983, kMostTeams},
-    // Four teams and two, bfloat16: 32768 x 2048 107.8, 105.8; 12500 x 2048 45.7, 44.5; but
-    // 10000 x 2560 46.0, 46.1.
-    {2048, 2},
-    {3967, kMostTeams},
-    // Two teams and one, bfloat16: 32768 x 4096 222, 211; 32768 x 4032 213, 207; but 32768 x 3840
-    // 200, 206.
-    {kNoEnd, 1},
+    // Four teams, three and two, bfloat16: 32768 x 2048 107.8, 103.5, 107.2.
+    {2048, 3},
+    // Two teams and one, bfloat16: 32768 x 4096 204.4, 208.5.
+    {kNoEnd, kMostTeams},
 };
-// For half precision, rows that are not aligned.
+// Half precision, rows that are not aligned, nothing fused.
 constexpr TeamsRung kHalfElementTeams[] = {
     {1024, kMostTeams},
     // Five teams and four, bfloat16: 100000 x 1137 254, 250; 18962 x 1350 56.3, 55.2.
@@ -444,20 +490,33 @@ constexpr TeamsRung kHalfElementTeams[] = {
     // Two teams and one, bfloat16: 6250 x 4095 58.4, 62.8.
     {kNoEnd, kMostTeams},
 };
-static_assert(is_ladder(kFloat32Teams) && is_ladder(kHalfTeams) && is_ladder(kHalfElementTeams),
+static_assert(is_ladder(kFloat32Teams) && is_ladder(kFloat32FusedTeams) &&
+                  is_ladder(kFloat32ElementTeams) && is_ladder(kHalfTeams) &&
+                  is_ladder(kHalfElementTeams),
               "the rungs ascend");
 // A block has no more teams than these ladders allow only if each team then has this many rows.
 constexpr int kFewTeamsRows = 16;
 
 // A ring pays if a team has at least this many rows.
 constexpr int kLeastRingRows = 3;
-// The bytes that the rings of a block with whole rows should hold: more rows in flight do harm
-// (with 64 KB and with 224 KB of them, bfloat16: 32768 x 1024 58, 63; 32768 x 2048 108, 116). But a
-// row that is read twice stays in its ring for longer, which needs at least one stage more.
-constexpr int64_t kWantedRingBytes = 64 * 1024;
-// The same for float32, but not for groups of rows (with 45 KB and with 68 KB of four teams, 100000
-// x 711 248, 262; with 43 KB and with 65 KB of two, 100000 x 1350 474, 498).
+// The bytes that the rings of a block with whole rows should hold. More rows in flight do harm, but
+// the threads of a block need work. Half-precision rows that are moved by vectors (with two stages
+// and with three, bfloat16: 28444 x 1152 by five teams 57.4, 55.8; 32768 x 2048 by three teams
+// 103.5, 111.2; 32768 x 3072 by two 155.9, 163.5; but 32768 x 768 by eight 45.2, 44.6):
+constexpr int64_t kHalfRingBytes = 60000;
+// float32 (with two and with three: 100000 x 711 by four teams 226.6, 228.4 us; 50000 x 2560 by two
+// 384.4, 383.9):
 constexpr int64_t kFloat32RingBytes = 50 * 1024;
+// Other rows, also those of groups (with two and with three, bfloat16: 5000 x 3073 by two
+// teams 42.6, 42.0; 1 x 4608 x 3072 with a modulation and a gate 54.4, 52.7):
+constexpr int64_t kOtherRingBytes = 64 * 1024;
+// A single team has at least kSingleTeamStages stages of rows that take less than kLongRowBytes
+// (with two and with three, bfloat16: 16384 x 6144 166.9, 157.2; 16384 x 7168 187.1, 185.0; but
+// 16384 x 8192 203.9, 218.4; float32: 32768 x 3053 336.5, 312.5; x 3977 444.1, 407.7; but 8192 x
+// 4096 102.2, 110.6), or of aligned float32 rows that take less than kLongFloat32RowBytes (32768 x
+// 2816 289.4, 281.7; but x 3408 335.4, 348.0; x 3584 340.5, 356.5).
+constexpr int kSingleTeamStages = 3;
+constexpr int64_t kLongRowBytes = 32 * 1024, kLongFloat32RowBytes = 25 * 1024;
 constexpr int kKeptRowStages = 2;
 constexpr int kTwiceReadRowStages = 3;
 

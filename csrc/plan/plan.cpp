@@ -155,7 +155,8 @@ class Json {
         .add("teams", plan.teams)
         .add("stage_cols", plan.stage_cols)
         .add("bulk", plan.bulk)
-        .add("stages", plan.stages);
+        .add("stages", plan.stages)
+        .add("stays_in_l2", plan.stays_in_l2);
   }
   std::string with(const Launch& launch) {
     add("blocks", launch.blocks)
