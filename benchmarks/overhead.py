@@ -32,6 +32,8 @@ ROUNDS = 31
 # Activations of a BERT-base and a ViT-L training step: (name, shape).
 STEPS = (("BERT-base", (8, 512, 768)), ("ViT-L", (32, 577, 1024)))
 CPU_SHAPE = (4096, 768)
+# What measure() adds to the results file.
+PARTS = ("overhead_stamp", "call_overhead", "training_step")
 
 # Runs a call and returns its cost in microseconds and its result.
 Measure = Callable[[Callable[[], Any]], "tuple[float, Any]"]
@@ -207,7 +209,8 @@ def make_steps() -> Iterator[Step]:
 
 
 def measure(rounds: int = ROUNDS) -> dict[str, Any]:
-    """Two parts of the results file: "call_overhead" and "training_step", with device times.
+    """PARTS of the results file: the stamp of "call_overhead" and "training_step", and these two,
+    with device times.
 
     The wall time of a step is that of forward and backward in microseconds, taken over many steps
     with one synchronization at the end.
@@ -233,7 +236,7 @@ def measure(rounds: int = ROUNDS) -> dict[str, Any]:
         for key, calls in step.calls.items():
             us = sum(kernel.us for kernel in timing.kernels_of(functools.partial(_all, calls)))
             entry[f"{key}_device_us"] = round(us / len(calls), 3)
-    return {"call_overhead": overhead, "training_step": entries}
+    return dict(zip(PARTS, (results.stamp(), overhead, entries), strict=True))
 
 
 def _all(calls: Sequence[timing.Call]) -> None:

@@ -355,7 +355,8 @@ def host(report: dict[str, Any]) -> list[str]:
             "## Host time",
             "",
             "What a call on a tiny tensor costs the host: microseconds a layer, in brackets as a "
-            "ratio to nn.LayerNorm.",
+            f"ratio to nn.LayerNorm. Measured on {report['overhead_stamp']['date'][:10]}, as the "
+            "next table.",
             "",
             *table(["a layer", *header], body, left=1),
             "",

@@ -109,10 +109,18 @@ def readme_block(report: dict[str, Any]) -> str:
     lines += _overhead_lines(report.get("call_overhead", {}))
     lines += [
         "",
-        f"{report['device']}, driver {report['driver']}, torch {report['torch']}, "
-        f"{report['date'][:10]}.",
+        f"{report['device']}, driver {report['driver']}, torch {report['torch']}, {days(report)}.",
     ]
     return "\n".join(lines)
+
+
+def days(report: dict[str, Any]) -> str:
+    """The day of the run, and those of host times and models if they are of another run."""
+    day = report["date"][:10]
+    parts = {"host times": "overhead_stamp", "models": "models"}
+    found = {name: report.get(key, {}).get("date", day)[:10] for name, key in parts.items()}
+    others = [f"{name} {its_day}" for name, its_day in found.items() if its_day != day]
+    return f"{day} ({', '.join(others)})" if others else day
 
 
 def _modulated_lines(rows: list[dict[str, Any]]) -> list[str]:

@@ -229,13 +229,17 @@ def main(argv: list[str] | None = None) -> None:
     say("\n" + summary(report))
     say(f"\n{clock.spent:.0f} s")
     if path is not None:
-        kept = {key: value for key, value in old.items()
-                if key in ("sweep", "sweep_compile", "models")}  # fmt: skip
-        results.write(path, {**report, **kept})
+        results.write(path, {**report, **kept(old, report)})
         say(f"written: {path}")
     if full and importlib.util.find_spec("matplotlib") is not None:
         plot.plot(report, plot.PICTURE)
         say(f"drawn: {plot.PICTURE}")
+
+
+def kept(old: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """The parts of the old results that this run did not measure; each has a stamp of its own."""
+    names = ("sweep", "sweep_compile", "models", *overhead.PARTS)
+    return {key: old[key] for key in names if key in old and key not in report}
 
 
 def missing_peers(old: dict[str, Any], names: list[str]) -> list[str]:

@@ -148,6 +148,7 @@ def test_the_picture_of_a_block_stands_with_the_models(report):
 
 
 def test_host_times_and_models(report):
+    report["overhead_stamp"] = {"date": "2026-01-02T03:04:05+00:00"}
     report["call_overhead"] = {
         "no_grad": {"eager_us": 10.0, "ours_us": 9.0, "override_us": 11.0},
         "grad": {"eager_us": 20.0, "ours_us": 25.0},
@@ -166,6 +167,7 @@ def test_host_times_and_models(report):
         ]
     }
     text = page.page(report)
+    assert "Measured on 2026-01-02" in text
     assert "| forward without gradients | 10.0 | 9.00 (0.90) | 11.0 (1.10) |" in text
     assert "| forward with gradients | 20.0 | 25.0 (1.25) | - |" in text
     assert "| BERT | 200 | 100 (0.50) |" in text

@@ -700,6 +700,22 @@ def test_a_provider_that_the_replaced_results_have_is_named():
     assert run.missing_peers(old, ["ours", "cudnn"]) == run.missing_peers({}, ["ours"]) == []
 
 
+def test_parts_that_a_run_did_not_measure_are_kept():
+    stamp = {"date": "2026-01-02T03:04:05+00:00", "csrc_sha256": "0"}
+    old = {"rows": [1], "skipped": [2], "sweep": stamp, "overhead_stamp": stamp,
+           "call_overhead": OVERHEAD, "training_step": []}  # fmt: skip
+    kept = {key: value for key, value in old.items() if key not in ("rows", "skipped")}
+    assert run.kept(old, {"rows": [3]}) == kept
+    assert run.kept(old, {"rows": [3], **dict.fromkeys(overhead.PARTS)}) == {"sweep": stamp}
+
+
+def test_readme_tells_the_days_of_all_parts():
+    made = {"date": "2026-01-02T03:04:05+00:00", "models": {"date": "2026-01-02T23:04:05+00:00"}}
+    assert report.days(made) == "2026-01-02"
+    made["overhead_stamp"] = {"date": "2026-01-01T03:04:05+00:00"}
+    assert report.days(made) == "2026-01-02 (host times 2026-01-01)"
+
+
 def test_summary_shows_every_row_and_what_was_skipped():
     made = made_up()
     del made["rows"][0]["ours_us"]
