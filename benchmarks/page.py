@@ -294,11 +294,17 @@ def falls_short(report: dict[str, Any]) -> list[str]:
         ("sweep_compile", "compile", "torch.compile"),
     ):
         if sweep := report.get(found):
-            lines += swept(sweep, other, what)
+            lines += swept(report, sweep, other, what)
     return lines
 
 
-def swept(sweep: dict[str, Any], other: str, what: str) -> list[str]:
+def of_day(part: dict[str, Any], report: dict[str, Any]) -> str:
+    """When a part was measured, and whether of other kernels than the page's other times."""
+    same = part["csrc_sha256"] == report["csrc_sha256"]
+    return f"measured on {part['date'][:10]}" + ("" if same else ", of an earlier state of csrc")
+
+
+def swept(report: dict[str, Any], sweep: dict[str, Any], other: str, what: str) -> list[str]:
     """How many points of a sweep are slower than `what`, and the points with the least gain."""
     body = [
         [
@@ -314,8 +320,8 @@ def swept(sweep: dict[str, Any], other: str, what: str) -> list[str]:
     header = ["operator", "rows x columns", "dtype", "ours", other, f"x {other}"]
     return [
         f"Of {sweep['points']:,} shapes timed against {what}, forward and backward, "
-        f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower. The "
-        "least gain:",
+        f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower "
+        f"({of_day(sweep, report)}). The least gain:",
         "",
         *table(header, body, left=3),
         "",
@@ -355,8 +361,8 @@ def host(report: dict[str, Any]) -> list[str]:
             "## Host time",
             "",
             "What a call on a tiny tensor costs the host: microseconds a layer, in brackets as a "
-            f"ratio to nn.LayerNorm. Measured on {report['overhead_stamp']['date'][:10]}, as the "
-            "next table.",
+            f"ratio to nn.LayerNorm ({of_day(report['overhead_stamp'], report)}, as the next "
+            "table).",
             "",
             *table(["a layer", *header], body, left=1),
             "",

@@ -286,6 +286,9 @@ def text_of(report: dict[str, Any]) -> str:
         f"{report['device']}, driver {report['driver']}, torch {report['torch']}, "
         f"{report['date']}; made from {code}"
     )
+    if host := report.get("overhead_stamp"):
+        same = host["csrc_sha256"] == results.csrc_sha256()
+        head += f"; host times {host['date']}, of {'this' if same else 'OTHER'} code"
     blocks = [head, summary(report)]
     if "sweep" in report:
         from benchmarks.sweep import text

@@ -237,8 +237,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def kept(old: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
-    """The parts of the old results that this run did not measure; each has a stamp of its own."""
-    names = ("sweep", "sweep_compile", "models", *overhead.PARTS)
+    """The parts of the old results that this run did not measure, if they have a stamp."""
+    names = ["sweep", "sweep_compile", "models"]
+    if "overhead_stamp" in old:
+        names += overhead.PARTS
     return {key: old[key] for key in names if key in old and key not in report}
 
 

@@ -115,14 +115,14 @@ def main():
             run(129, cols, dtype, "thread", forward="thread", **other)
         # Shifted rows: few rows are moved element by element, of more the parameters are loaded
         # with x, of many after the sums.
-        for rows in (37, 2000, 5000):
+        for rows in (37, 3000, 5000):
             run(rows, 231, dtype)
             run(rows, 231, dtype, strided=True)
         # In backward, four threads share the elements of one; of 101 rows, a block has two.
         for rows, cols in ((9, 127), (9, 255), (9, 285), (101, 285)):
             run(rows, cols, dtype)
             run(rows, cols, dtype, strided=True)
-        # A row whose vectors are spread over one to four warps; in backward a single row.
+        # A row whose vectors are spread over two to four warps; in backward a single row.
         for vectors in (9, 32, 64, 96, 128):
             cols = vectors * 16 // dtype.itemsize
             for its_cols in (cols, cols - 3):

@@ -53,7 +53,8 @@ cudaError_t launch_modulation_grad(const BackwardParams&, const DataTypes&,
 cudaError_t launch_gate_grad(const GateParams&, const DataTypes&, const backward::GroupParts&,
                              cudaStream_t);
 
-// A number of vectors as a template parameter. It is an error if the list does not have it.
+// A number of a list, mostly of vectors, as a template parameter. It is an error if the list does
+// not have it.
 template <int kFirst, int... kRest, typename Then>
 cudaError_t dispatch_vecs(VecsList<kFirst, kRest...>, int vecs, const Then& then) {
   if (vecs == kFirst) return then(std::integral_constant<int, kFirst>{});

@@ -102,11 +102,15 @@ def test_what_falls_short_is_listed(report):
 def test_sweeps_are_told_apart(report):
     worst = row("forward", 8, 71, "bfloat16", compile_us=0.0)
     worst |= {"ours_us": 3.0, "eager_us": 3.3, "compile_us": 2.7}
-    report["sweep"] = {"points": 2000, "slower": 0, "worst": [worst]}
-    report["sweep_compile"] = {"points": 250, "slower": 1, "worst": [worst]}
+    same = {"date": "2026-01-02T03:04:05+00:00", "csrc_sha256": report["csrc_sha256"]}
+    report["sweep"] = {**same, "points": 2000, "slower": 0, "worst": [worst]}
+    older = {"date": "2026-01-01T03:04:05+00:00", "csrc_sha256": "0"}
+    report["sweep_compile"] = {**older, "points": 250, "slower": 1, "worst": [worst]}
     text = page.page(report)
     assert "Of 2,000 shapes timed against eager PyTorch, forward and backward, none is" in text
     assert "Of 250 shapes timed against torch.compile, forward and backward, 1 is slower" in text
+    assert "none is slower (measured on 2026-01-02). The" in text
+    assert "1 is slower (measured on 2026-01-01, of an earlier state of csrc). The" in text
     assert "| Forward | 8 x 71 | bfloat16 | 3.00 | 3.30 | 1.10x |" in text
     assert "| Forward | 8 x 71 | bfloat16 | 3.00 | 2.70 | 0.90x |" in text
 
@@ -148,7 +152,7 @@ def test_the_picture_of_a_block_stands_with_the_models(report):
 
 
 def test_host_times_and_models(report):
-    report["overhead_stamp"] = {"date": "2026-01-02T03:04:05+00:00"}
+    report["overhead_stamp"] = {"date": "2026-01-02T03:04:05+00:00", "csrc_sha256": "0"}
     report["call_overhead"] = {
         "no_grad": {"eager_us": 10.0, "ours_us": 9.0, "override_us": 11.0},
         "grad": {"eager_us": 20.0, "ours_us": 25.0},
@@ -167,7 +171,7 @@ def test_host_times_and_models(report):
         ]
     }
     text = page.page(report)
-    assert "Measured on 2026-01-02" in text
+    assert "(measured on 2026-01-02, of an earlier state of csrc, as the next table)" in text
     assert "| forward without gradients | 10.0 | 9.00 (0.90) | 11.0 (1.10) |" in text
     assert "| forward with gradients | 20.0 | 25.0 (1.25) | - |" in text
     assert "| BERT | 200 | 100 (0.50) |" in text

@@ -519,9 +519,11 @@ def test_spread_rows_have_the_bits_of_logical_warps(plans, dtype, kind):
     ran = 0
     for cols in sorted({cols + d for cols in bounds for d in (-vector + 1, -1, 0, 1)}):
         plans.force("strategy=warp")
-        may = plans.of(101, cols, dtype, aligned=_is_aligned(kind)) is not None
+        warp = plans.of(101, cols, dtype, aligned=_is_aligned(kind))
+        may = warp is not None and (warp["vecs"] > 1 or warp["moves"] == "shifted")
         types = (dtype, dtype, dtype)
         did = _give_the_same_bits(plans, ("warp", "spread"), 101, cols, *types, kind)
+        # A lane with one vector has nothing to spread, unless its elements are moved singly.
         assert did == may, cols
         ran += did
     assert ran >= 40

@@ -142,6 +142,7 @@ def check_forward(p, rows, cols, problem, chip):
         assert p["threads"] in (32, 64, 96, 128)
         vecs = p["threads"] // 32
         assert p["lanes"] * (vecs - 1) < vectors <= p["lanes"] * vecs
+        assert vecs > 1 or p["moves"] == "singly"
     if strategy in ("warp", "spread", "block"):
         floats = {problem["dtype"], problem["weight_dtype"], problem["y_dtype"]} == {F32}
         ragged = cols % unit(problem) != 0
@@ -1035,6 +1036,9 @@ def test_threads_of_backwards_teams(problem, cols, vecs, team_threads):
         (4096, {**HALF, **EPILOGUE}, 2),
         (4096, WIDE_Y, 2),
         (4096, NARROW_Y, 2),
+        # Which gradients are asked for, and the weight's type, do not matter.
+        (4096, {"needs_dparams": False}, 1),
+        (4096, WIDE_PARAMS, 2),
         # Chips without bulk copies have no ring that teams would share.
         (4096, {"device": "A100"}, 2),
     ],
@@ -1098,6 +1102,12 @@ def test_backward_of_large_tensors_lets_x_and_dy_stay_in_l2(problem, column_byte
     active = {**problem, **EPILOGUE}
     if "group_rows" not in problem:
         assert not plan(rows, cols, backward=True, **active)["stays_in_l2"]
+
+
+@pytest.mark.parametrize("problem", [HALF, {}, RESIDUAL])
+def test_slices_never_stay_in_l2(problem):
+    p = plan(8192, 32768, backward=True, **problem)
+    assert (p["strategy"], p["bulk"], p["stays_in_l2"]) == ("split", True, False)
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ struct SpreadWarps {
   // shuffles.
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int n) const {
+    if constexpr (kWarps == 1) return logical_warp_sum(v, lanes());
     __shared__ alignas(16) Acc scratch[2][kWarps][kWarpSize];
     auto& parts = scratch[n];
-    if constexpr (kWarps == 1 && !kWholeWarps) return logical_warp_sum(v, lanes());
     parts[warp][lane] = v;
     __syncthreads();
     Acc sums[8];
@@ -183,10 +183,15 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     } else {
       return dispatch_moves<T, Moves::kSingly>(plan.moves, [&](auto moves) {
         return dispatch_bool(plan.lanes == kWarpThreads, [&](auto whole_warps) {
-          return dispatch_vecs(SpreadVecs{}, plan.threads / kWarpThreads, [&](auto warps) {
-            return launch(
-                layer_norm_forward_spread_kernel<BareForward<T>, moves(), whole_warps(), warps()>,
-                plan, stream, log2_of(plan.lanes), params);
+          const int warps = plan.threads / kWarpThreads;
+          return dispatch_vecs(SpreadVecs{}, warps, [&](auto warps) -> cudaError_t {
+            if constexpr (!has_spread_kernel(moves(), whole_warps(), warps())) {
+              return cudaErrorInvalidValue;
+            } else {
+              return launch(
+                  layer_norm_forward_spread_kernel<BareForward<T>, moves(), whole_warps(), warps()>,
+                  plan, stream, log2_of(plan.lanes), params);
+            }
           });
         });
       });

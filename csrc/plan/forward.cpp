@@ -103,7 +103,8 @@ std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& for
   return plan;
 }
 
-// Few rows with nothing fused.
+// Few rows with nothing fused, of which each lane would own several vectors, or which begin
+// anywhere in memory.
 std::optional<forward::Spread> spread_plan(const Problem& problem, const Forced& forced) {
   const bool allowed = forced.allows(Strategy::kSpread, {}) && is_bare(problem) &&
                        is_one_type(problem.x, problem.weight, problem.y);
@@ -111,7 +112,9 @@ std::optional<forward::Spread> spread_plan(const Problem& problem, const Forced&
   Moves moves = moves_of(problem);
   if (moves == Moves::kShifted) moves = Moves::kSingly;
   const auto lanes = lanes_of(problem, forced);
-  if (!lanes) return std::nullopt;
+  if (!lanes || !has_spread_kernel(moves, lanes->lanes == kWarpThreads, lanes->vecs)) {
+    return std::nullopt;
+  }
   const bool is_few =
       ladders::may_spread(moves, size_of(problem.x), lanes->vecs, problem.rows, problem.cols);
   if (!is_few && !forced.strategy) return std::nullopt;

@@ -108,9 +108,9 @@ constexpr bool slices_are_aligned() {
 static_assert(slices_are_aligned(),
               "a slice of weight and bias begins at a multiple of 16 bytes wherever one of x does");
 
-// The numbers of vectors a thread that kernels are compiled for. A kernel's launch function turns a
-// plan's number into a template parameter by this list, and the plan takes only numbers of the
-// list.
+// The numbers that kernels are compiled for: of vectors a thread, and in a few places of warps or
+// of columns. A kernel's launch function turns a plan's number into a template parameter by this
+// list, and the plan takes only numbers of the list.
 template <int... kVecs>
 using VecsList = std::integer_sequence<int, kVecs...>;
 
@@ -195,6 +195,13 @@ using SpreadVecs = VecsList<1, 2, 3, kMostSpreadVecs>;
 static_assert(kMostSpreadVecs >= most_forward_warp_vecs(2, false) &&
                   kMostSpreadVecs >= most_forward_warp_vecs(4, false),
               "all rows of logical warps can be spread");
+// Whether there is a kernel: `whole_warps` if the logical warp has all lanes of a warp, `warps` is
+// the number of vectors of a lane. One vector has nothing to spread, unless its elements are moved
+// singly; and a lane with four vectors is one of a whole warp, unless they are moved singly.
+constexpr bool has_spread_kernel(Moves moves, bool whole_warps, int warps) {
+  if (warps == 1) return moves == Moves::kSingly && !whole_warps;
+  return warps < kMostSpreadVecs || whole_warps || moves == Moves::kSingly;
+}
 
 // ---- Forward, a thread per row.
 
@@ -211,7 +218,8 @@ constexpr Lanes kPlayedFloat32[] = {{1, 1}, {1, 2}, {1, 4}, {1, 8}, {1, 16}};
 constexpr Lanes kPlayedHalf[] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {3, 2}, {4, 2}, {1, 8}};
 // The columns of rows that a thread moves by itself, without shared memory.
 using DirectCols = VecsList<1, 2, 3>;
-static_assert(!contains(DirectCols{}, vector_width(4) + 1), "these columns are in one vector");
+static_assert(first_from(DirectCols{}, vector_width(4) + 1) == 0,
+              "these columns are in one vector");
 constexpr int played_count(int x_size) {
   return static_cast<int>(x_size == 4 ? std::size(kPlayedFloat32) : std::size(kPlayedHalf));
 }

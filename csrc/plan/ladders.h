@@ -55,7 +55,10 @@ constexpr ThreadRung kFloat32Threads[] = {{kNoEnd, 30000}};
 // (Directly and through shared memory, bfloat16: 32768 x 1 1.68, 2.03; 131072 x 1 2.27, 2.83;
 // 524288 x 3 5.50, 6.78; but 32768 x 7 2.63, 2.09.)
 constexpr int kDirectCols = 3;
-static_assert(contains(DirectCols{}, kDirectCols), "there are kernels for these columns");
+constexpr bool has_direct_kernels(int cols) {
+  return cols == 0 || (contains(DirectCols{}, cols) && has_direct_kernels(cols - 1));
+}
+static_assert(has_direct_kernels(kDirectCols), "there are kernels for these columns");
 static_assert(is_ladder(kHalfThreads) && is_ladder(kFloat32Threads), "the rungs ascend");
 
 // ---- Forward, rows in registers: the vectors that a lane or a thread should own.
@@ -143,7 +146,7 @@ constexpr int64_t kEarlyRows = 4096;
 constexpr bool may_spread(Moves moves, int x_size, int vecs, int64_t rows, int64_t cols) {
   const int64_t elements = rows * cols;
   switch (moves) {
-    // bfloat16: 8 x 128 1.36, 1.40; 8 x 512 1.37, 1.49; 64 x 768 1.63, 1.94; 128 x 320 1.62, 1.91;
+    // bfloat16: 8 x 128 1.36, 1.40; 8 x 512 1.37, 1.49; 64 x 768 1.63, 1.94; 128 x 320 1.62, 1.91.
     // Not spread: 64 x 1024 2.12, 2.05; 128 x 512 2.04, 1.97; 512 x 128 2.12, 1.93; 64 x 64 1.44,
     // 1.42.
     // float32: 8 x 320 1.33, 1.59; 64 x 192 1.49, 1.83; 128 x 192 1.69, 1.88. Not spread: 64 x 512
@@ -279,8 +282,8 @@ static_assert(has_block_kernels(kBareBlocks) && has_block_kernels(kRaggedBlocks)
 // times, by first to make room and by staying: with L2 empty of other data, and behind a matrix
 // product.
 
-// So little of x stays. (float32: 512 x 16 1.73, 1.42; 1.72, 1.41. 64 x 256 1.82, 1.72; 1.81, 1.66;
-// but 64 x 320 1.88, 1.97; 1.88, 1.94.)
+// So little of x stays. (float32, all by logical warps: 512 x 16 1.73, 1.42; 1.72, 1.41. 64 x
+// 256 1.82, 1.72; 1.81, 1.66; but 64 x 320 1.88, 1.97; 1.88, 1.94.)
 constexpr int64_t kSmallL2Bytes = 64 << 10;
 // Calls that move so many bytes or more let them stay. (bfloat16: 32768 x 4096 131.0, 131.4; 137.5,
 // 131.3. 8192 x 4096 34.4, 34.9; 36.2, 35.0. With a residual 8192 x 2048 34.2, 34.6; 35.3, 34.7.
@@ -386,12 +389,13 @@ constexpr int64_t kFewRowsBlocks = 9, kFewRowsPlaces = 8;
 
 // x and dy of calls that move so many bytes stay in L2 as other data does. Of smaller calls they
 // are the first to make room. (By first to make room and by staying, each with the better numbers
-// of teams and stages, bfloat16: 32768 x 4096 214.0, 197.1; 16384 x 8192 223.7, 204.5; 32768 x 4096
-// with a residual 271.8, 252.2; float32: 100000 x 3977 1441, 1279; 8192 x 4096 111.2, 102.1. But
-// 12608 x 768 22.2, 22.5; 8192 x 768 16.8, 17.1; 5000 x 3073 41.6, 42.6. Slices of rows, which are
-// always the first to make room: 8192 x 32768 bfloat16 452, 444, but 64 x 150528 float32 43.9,
-// 46.5; 32 x 2097152 bfloat16 129.5, 135.2. Nor with an activation: 32768 x 1023 float32 with GELU
-// 142.0, 147.1.)
+// of teams and stages, bfloat16: 32768 x 4096 214.0, 204.4; 16384 x 8192 223.7, 204.5; 32768 x 4096
+// with a residual 271.8, 252.2; float32: 100000 x 3977 1441, 1279; 8192 x 4096 111.2, 102.1. With a
+// modulation and a gate 1 x 32760 x 5120 516, 508, but 32 x 1024 x 1024 110.3, 112.7. Of smaller
+// calls: 12608 x 768 22.2, 22.5; 8192 x 768 16.8, 17.1; 5000 x 3073 41.6, 42.6.) Slices of rows are
+// always the first to make room (8192 x 32768 bfloat16 452, 444, but 64 x 150528
+// float32 43.9, 46.5; 32 x 2097152 bfloat16 129.5, 135.2), and so are rows with an epilogue, which
+// gain nothing by staying (32768 x 4096 bfloat16 with GELU 255.2, 255.5).
 constexpr int64_t kLargeBackwardL2Bytes = 96 << 20;
 
 // ---- Backward, persistent blocks.
@@ -402,10 +406,10 @@ constexpr int64_t kLargeBackwardL2Bytes = 96 << 20;
 // more threads with fewer columns each take longer: with sixteen columns a thread and with eight,
 // bfloat16, 32768 x 4096 229, 276.)
 
-// The most teams of a block where rows come through a ring. What decides is how many bytes are on
-// their way, and in which order they are asked for. Some numbers of teams are a fifth slower than
-// their neighbours, in any place in memory, which nothing in the counters explains; so these
-// ladders hold what was measured, each time as the median over several places in memory.
+// The most teams of a block where rows come through a ring. The number of teams
+// fixes how many bytes are on their way and in which order they are asked for. Some numbers are up
+// to a fifth slower than their neighbours, in any place in memory, and no counter says why; so
+// these ladders hold what was measured, each time as the median over several places in memory.
 struct TeamsRung {
   int64_t last;  // columns
   int teams;
@@ -432,6 +436,8 @@ constexpr TeamsRung kFloat32Teams[] = {
 };
 // float32, rows that are aligned, with a residual or an activation.
 constexpr TeamsRung kFloat32FusedTeams[] = {
+    // Eight teams, six and four, with a residual: 32768 x 640 85.2, 85.0, 86.0 (five); x 768 102.2,
+    // 100.3, 101.7.
     {767, kMostTeams},
     // All teams, four, three, two and one, with a residual: 32768 x 896 117.4 (eight), 115.9; x
     // 1024 133.8 (eight), 130.5, 134.2; x 1536 194.3 (five), 194.3, 192.0; with GELU x 1024 111.6
@@ -464,7 +470,7 @@ constexpr TeamsRung kFloat32ElementTeams[] = {
     // Four teams, three, two and one: 32768 x 1634 170.3, 175.1; 65536 x 1847 385.4, 394.3, 404.5,
     // 423.5.
     {2047, 4},
-    // Three teams, two and one: 50000 x 2130 336.4 (two), 391.5; x 2343 365.2, 397.6.
+    // Three teams, two and one: 50000 x 2130 336.4 (two), 391.5; x 2343 365.2 (two), 397.6.
     {2431, 2},
     // 32768 x 2485 260.1, 263.2, 262.6; x 2627 283.7 (two), 264.2; x 3622 408.0, 370.7.
     {kNoEnd, 1},
@@ -500,21 +506,22 @@ constexpr int kFewTeamsRows = 16;
 // A ring pays if a team has at least this many rows.
 constexpr int kLeastRingRows = 3;
 // The bytes that the rings of a block with whole rows should hold. More rows in flight do harm, but
-// the threads of a block need work. Half-precision rows that are moved by vectors (with two stages
+// the threads of a block need work.
+// Of half-precision rows that are moved by vectors (with two stages
 // and with three, bfloat16: 28444 x 1152 by five teams 57.4, 55.8; 32768 x 2048 by three teams
-// 103.5, 111.2; 32768 x 3072 by two 155.9, 163.5; but 32768 x 768 by eight 45.2, 44.6):
+// 103.5, 111.2; 32768 x 3072 by two 155.9, 163.5; but 32768 x 768 by eight 45.2, 44.6).
 constexpr int64_t kHalfRingBytes = 60000;
-// float32 (with two and with three: 100000 x 711 by four teams 226.6, 228.4 us; 50000 x 2560 by two
-// 384.4, 383.9):
+// Of float32 rows (with two and with three: 100000 x 711 by four teams 226.6, 228.4; 50000 x 2560
+// by two 384.4, 383.9).
 constexpr int64_t kFloat32RingBytes = 50 * 1024;
-// Other rows, also those of groups (with two and with three, bfloat16: 5000 x 3073 by two
-// teams 42.6, 42.0; 1 x 4608 x 3072 with a modulation and a gate 54.4, 52.7):
+// Of other rows, also those of groups (with two and with three, bfloat16: 5000 x 3073 by two teams
+// 42.6, 42.0; 1 x 4608 x 3072 with a modulation and a gate 54.4, 52.7).
 constexpr int64_t kOtherRingBytes = 64 * 1024;
-// A single team has at least kSingleTeamStages stages of rows that take less than kLongRowBytes
-// (with two and with three, bfloat16: 16384 x 6144 166.9, 157.2; 16384 x 7168 187.1, 185.0; but
-// 16384 x 8192 203.9, 218.4; float32: 32768 x 3053 336.5, 312.5; x 3977 444.1, 407.7; but 8192 x
-// 4096 102.2, 110.6), or of aligned float32 rows that take less than kLongFloat32RowBytes (32768 x
-// 2816 289.4, 281.7; but x 3408 335.4, 348.0; x 3584 340.5, 356.5).
+// A single team has at least kSingleTeamStages stages if its rows take less than kLongRowBytes
+// (with two stages and with three, bfloat16: 16384 x 6144 166.9, 157.2; 16384 x 7168 187.1, 185.0;
+// but 16384 x 8192 203.9, 218.4; float32 that is not aligned: 32768 x 3053 336.5, 312.5; x 3977
+// 444.1, 407.7). For aligned float32 rows the limit is kLongFloat32RowBytes (32768 x 2816 289.4,
+// 281.7; but x 3408 335.4, 348.0; x 3584 340.5, 356.5; 8192 x 4096 102.2, 110.6).
 constexpr int kSingleTeamStages = 3;
 constexpr int64_t kLongRowBytes = 32 * 1024, kLongFloat32RowBytes = 25 * 1024;
 constexpr int kKeptRowStages = 2;

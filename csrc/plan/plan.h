@@ -188,7 +188,7 @@ struct Persistent : Launch {
   int stage_cols = 0;               // columns of a row or slice that a stage has room for
   bool bulk = false;                // rows come to shared memory by Hopper's bulk copies
   int stages = 0;                   // bulk: rows or slices that a team keeps in flight
-  bool stays_in_l2 = false;         // bulk: the L2Policy of x and dy (device/vec.cuh)
+  bool stays_in_l2 = false;         // bulk: x and dy stay in L2 as other data does
   PartialSums partials;
 };
 
