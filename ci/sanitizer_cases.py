@@ -129,6 +129,14 @@ def main():
                 run(9, its_cols, dtype, forward="spread")
                 run(9, its_cols, dtype, forward="spread", strided=True)
                 run(1, its_cols, dtype)
+        # One or two whole vectors a lane, in kernels for few rows and for many. Of single elements,
+        # kernels know eight and sixteen lanes.
+        for vectors in (1, 2, 3, 4, 8, 16, 32, 40):
+            cols = vectors * 16 // dtype.itemsize
+            for its_cols in (cols, cols - 1) if dtype == BF16 else (cols,):
+                run(37, its_cols, dtype, forward="spread")
+                run(37, its_cols, dtype, forward="spread", strided=True)
+            run(37, cols, dtype, forward="warp")
     run(37, 9216, F32, "few_rows")  # longer than a team keeps
     # Several blocks a row, and rows longer than the chip holds.
     run(8, 65536, BF16)

@@ -520,10 +520,10 @@ def test_spread_rows_have_the_bits_of_logical_warps(plans, dtype, kind):
     for cols in sorted({cols + d for cols in bounds for d in (-vector + 1, -1, 0, 1)}):
         plans.force("strategy=warp")
         warp = plans.of(101, cols, dtype, aligned=_is_aligned(kind))
-        may = warp is not None and (warp["vecs"] > 1 or warp["moves"] == "shifted")
+        # Single elements of float32 are spread over two and more warps.
+        may = warp is not None and (warp["vecs"] > 1 or warp["moves"] != "elements")
         types = (dtype, dtype, dtype)
         did = _give_the_same_bits(plans, ("warp", "spread"), 101, cols, *types, kind)
-        # A lane with one vector has nothing to spread, unless its elements are moved singly.
         assert did == may, cols
         ran += did
     assert ran >= 40

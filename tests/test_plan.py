@@ -138,11 +138,14 @@ def check_forward(p, rows, cols, problem, chip):
         assert one_type(problem)
         assert bare(problem)
         assert p["lanes"] in (1, 2, 4, 8, 16, 32)
-        assert p["blocks"] == -(-rows // (32 // p["lanes"]))
-        assert p["threads"] in (32, 64, 96, 128)
-        vecs = p["threads"] // 32
+        vecs = p["thread_vecs"] * p["warps"]
         assert p["lanes"] * (vecs - 1) < vectors <= p["lanes"] * vecs
-        assert vecs > 1 or p["moves"] == "singly"
+        # One or two whole vectors stay with their lane, where four warps are a block.
+        stays = p["moves"] == "vectors" and vecs <= 2 and p["lanes"] < 32
+        assert (p["thread_vecs"], p["warps"]) == ((vecs, 1) if stays else (1, vecs))
+        assert p["threads"] == (128 if stays else 32 * vecs)
+        assert p["blocks"] == -(-rows // ((4 if stays else 1) * 32 // p["lanes"]))
+        assert vecs > 1 or p["moves"] != "elements"
     if strategy in ("warp", "spread", "block"):
         floats = {problem["dtype"], problem["weight_dtype"], problem["y_dtype"]} == {F32}
         ragged = cols % unit(problem) != 0
@@ -303,8 +306,8 @@ def test_order_of_summation_does_not_depend_on_the_number_of_rows(device):
         for p in plans:
             if p["strategy"] == "thread":  # A thread plays the lanes of a logical warp.
                 p["strategy"] = "warp"
-            if p["strategy"] == "spread":  # Each warp has one vector of each lane.
-                p |= {"strategy": "warp", "vecs": p["threads"] // 32}
+            if p["strategy"] == "spread":  # Its warps share the vectors of a lane.
+                p |= {"strategy": "warp", "vecs": p["thread_vecs"] * p["warps"]}
         many = plans[-1]
         for p in plans:
             if p["strategy"] == "few_rows":
@@ -615,12 +618,20 @@ def test_forward_goes_from_strategy_to_strategy(ladder):
 @pytest.mark.parametrize(
     ("cols", "problem", "most_rows"),
     [
-        # Vectors: up to 96 KiB.
+        # Several warps on whole vectors: up to 96 KiB.
         (1024, HALF, 48),
         (192, HALF, 256),
-        (72, HALF, 682),
+        (24, HALF, 2048),
         (512, {}, 48),
         (68, {}, 361),
+        # Whole vectors that stay with their lane: up to 64 KiB.
+        (8, HALF, 4096),
+        (64, HALF, 512),
+        (128, HALF, 256),
+        (256, HALF, 128),
+        (4, {}, 4096),
+        (32, {}, 512),
+        (128, {}, 128),
         # Elements of a lane's vector one by one: up to 2^19, of float32 2^16.
         (1023, {**HALF, **ANYWHERE}, 512),
         (127, {**HALF, **ANYWHERE}, 2**19 // 127),
@@ -630,7 +641,7 @@ def test_forward_goes_from_strategy_to_strategy(ladder):
         (49, ANYWHERE, 128),
     ],
 )
-def test_few_rows_are_spread_over_warps(cols, problem, most_rows):
+def test_few_short_rows_are_spread(cols, problem, most_rows):
     problem = {"dtype": F32, **problem}
     assert plan(most_rows, cols, **problem)["strategy"] == "spread"
     assert plan(most_rows + 1, cols, **problem)["strategy"] == "warp"
@@ -638,10 +649,9 @@ def test_few_rows_are_spread_over_warps(cols, problem, most_rows):
         assert plan(1, cols, **{**problem, **other})["strategy"] != "spread"
 
 
-@pytest.mark.parametrize(("cols", "problem"), [(24, HALF), (64, HALF), (64, {}), (63, ANYWHERE)])
-def test_short_rows_are_not_spread(cols, problem):
-    """Rows of up to 64 columns in vectors, and rows of single elements with a vector a lane."""
-    assert plan(1, cols, **{"dtype": F32, **problem})["strategy"] == "warp"
+@pytest.mark.parametrize("cols", [61, 62, 63])
+def test_single_elements_of_a_vector_a_lane_are_not_spread(cols):
+    assert plan(1, cols, dtype=F32, **ANYWHERE)["strategy"] == "warp"
 
 
 @pytest.mark.parametrize(
@@ -775,7 +785,7 @@ def test_lanes_of_float32(y_dtype, vectors, bare, with_epilogue):
         aligned = vectors * 4 % (16 // y_dtype.itemsize) == 0
         if not aligned and not epilogue and vectors <= 12:
             expected = (1, 1 << (vectors - 1).bit_length())  # the lanes that threads play
-        p = plan(999, vectors * 4, F32, y_dtype=y_dtype, has_epilogue=epilogue, aligned=aligned)
+        p = plan(9999, vectors * 4, F32, y_dtype=y_dtype, has_epilogue=epilogue, aligned=aligned)
         assert (p["vecs"], p["lanes"]) == expected
 
 
@@ -1348,8 +1358,8 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     slices = {"blocks_per_row", "slice_cols"}
     persistent = {"width", "vecs", "team_threads", "teams", "stage_cols", "bulk", "stages"}
     persistent |= {"stays_in_l2"}
-    assert set(plan(9, 64)) == launch | {"vecs", "lanes", "moves", "early"}
-    assert set(plan(9, 512)) == launch | {"lanes", "moves"}
+    assert set(plan(MANY, 64)) == launch | {"vecs", "lanes", "moves", "early"}
+    assert set(plan(9, 512)) == launch | {"lanes", "warps", "thread_vecs", "moves"}
     assert set(plan(9, 4096)) == launch | {"vecs", "moves", "early"}
     assert set(plan(9, 65536)) == launch | slices | {"team_threads", "stages", "lag"}
     assert set(plan(MANY, 37)) == launch | {"vecs", "lanes", "y_offset", "direct"}

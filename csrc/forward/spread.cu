@@ -1,28 +1,35 @@
 // Forward of few short rows: the vectors that a lane of a logical warp would own are spread over as
-// many warps, which work on them side by side. The sums are those of the logical warp
-// (forward/warp.cu), in the same order, so y is the same in any batch.
+// many warps, which work on them side by side. One or two whole vectors stay with their lane. The
+// sums are those of the logical warp (forward/warp.cu), in the same order, so y is the same in any
+// batch.
 //
-// A call on few rows takes as long as its longest chain of waits, so this kernel has a body of its
-// own in which all loads stand in front of the first wait.
+// A call on few rows takes as long as its longest chain of waits and instructions. So this kernel
+// has a body of its own, in which all loads stand in front of the first wait, and most of its
+// instances know the lanes of a logical warp.
 #include "forward/row.cuh"
 #include "launch.cuh"
 
 namespace fused_layernorm {
 namespace {
 
-// A block's warps, on the rows of one warp's logical warps. kWholeWarps: a logical warp is a whole
-// warp, so the block has one row. kWarps: the warps of a block.
-template <bool kWholeWarps, int kWarps>
+// kWarps warps on the rows of one warp's logical warps. They are a block; but with kStays each warp
+// of a block has rows of its own. kLanes: the lanes of a logical warp, or 0 if the launch says
+// their number.
+template <int kLanes, int kWarps, bool kStays>
 struct SpreadWarps {
+  static constexpr bool kWholeWarps = kLanes == kWarpSize;
   int log2_lanes;  // of a logical warp
-  int warp = threadIdx.x / kWarpSize;
+  int warp = kStays ? 0 : threadIdx.x / kWarpSize;
   int lane = threadIdx.x % kWarpSize;
 
   __device__ __forceinline__ explicit SpreadWarps(int its_log2_lanes)
-      : log2_lanes(kWholeWarps ? log2_of(kWarpSize) : its_log2_lanes) {}
+      : log2_lanes(kLanes > 0 ? log2_of(kLanes) : its_log2_lanes) {}
   __device__ __forceinline__ int lanes() const { return 1 << log2_lanes; }
   __device__ __forceinline__ int first_row() const {
-    return static_cast<int>(blockIdx.x * (kWarpSize >> log2_lanes));
+    const int own_warp =
+        kStays ? blockIdx.x * (kForwardWarpThreads / kWarpSize) + threadIdx.x / kWarpSize
+               : blockIdx.x;
+    return own_warp * (kWarpSize >> log2_lanes);
   }
   __device__ __forceinline__ int row() const { return first_row() + (lane >> log2_lanes); }
   // Warp number k has the k-th vector of each lane. A vector is one piece, or several where rows
@@ -102,18 +109,21 @@ struct SpreadWarps {
 // and moves loads of weight and bias behind the wait for the row.
 constexpr int kSpreadBlocks = 6;
 
-template <typename N, Moves kMoves, bool kWholeWarps, int kWarps>
-__global__ void __launch_bounds__(kWarps* kWarpThreads, kSpreadBlocks)
+// kVecs: the vectors of a thread.
+template <typename N, Moves kMoves, int kLanes, int kWarps, int kVecs>
+__global__ void __launch_bounds__(spread_threads(kMoves, kWarps), kSpreadBlocks)
     layer_norm_forward_spread_kernel(const int log2_lanes, const ForwardParams p) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
   constexpr bool kSingly = kMoves == Moves::kSingly;
   constexpr int kWidth = kMoves == Moves::kElements ? 1 : kVectorWidth<typename N::Types>;
-  constexpr int kPieces = kVectorWidth<typename N::Types> / kWidth;
-  const SpreadWarps<kWholeWarps, kWarps> warps(log2_lanes);
+  constexpr int kPiecesOfVector = kVectorWidth<typename N::Types> / kWidth;
+  constexpr int kPieces = kVecs * kPiecesOfVector;
+  const SpreadWarps<kLanes, kWarps, stays_in_warp(kMoves, kWarps)> warps(log2_lanes);
   const int row = warps.row();
-  const bool has_row = kWholeWarps || row < static_cast<int>(p.rows);
+  // If whole warps share a row, each block has a row.
+  const bool has_row = kLanes == kWarpSize || row < static_cast<int>(p.rows);
   // A logical warp without a row of its own reads the last row, but stores nothing.
   const ForwardRow<N> place(p, has_row ? row : static_cast<int>(p.rows) - 1, 0);
   const int first = warps.first_piece(kPieces);
@@ -145,7 +155,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, kSpreadBlocks)
   }
 
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
-  const auto [mean, m2] = N::Statistic::template measure<kPieces>(
+  const auto [mean, m2] = N::Statistic::template measure<kPiecesOfVector>(
       x, share, pivot, [&] { return inverse_cols; }, [&](Acc v, int n) { return warps.sum(v, n); },
       [] {});
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
@@ -182,16 +192,18 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
       return cudaErrorInvalidValue;
     } else {
       return dispatch_moves<T, Moves::kSingly>(plan.moves, [&](auto moves) {
-        return dispatch_bool(plan.lanes == kWarpThreads, [&](auto whole_warps) {
-          const int warps = plan.threads / kWarpThreads;
-          return dispatch_vecs(SpreadVecs{}, warps, [&](auto warps) -> cudaError_t {
-            if constexpr (!has_spread_kernel(moves(), whole_warps(), warps())) {
-              return cudaErrorInvalidValue;
-            } else {
-              return launch(
-                  layer_norm_forward_spread_kernel<BareForward<T>, moves(), whole_warps(), warps()>,
-                  plan, stream, log2_of(plan.lanes), params);
-            }
+        const int known_lanes = knows_lanes(moves(), plan.lanes, plan.warps) ? plan.lanes : 0;
+        return dispatch_vecs(SpreadLanes{}, known_lanes, [&](auto lanes) {
+          return dispatch_vecs(SpreadWarpCounts{}, plan.warps, [&](auto warps) {
+            return dispatch_vecs(StayingVecs{}, plan.thread_vecs, [&](auto vecs) -> cudaError_t {
+              if constexpr (!has_spread_kernel(moves(), lanes(), warps(), vecs())) {
+                return cudaErrorInvalidValue;
+              } else {
+                return launch(layer_norm_forward_spread_kernel<BareForward<T>, moves(), lanes(),
+                                                               warps(), vecs()>,
+                              plan, stream, log2_of(plan.lanes), params);
+              }
+            });
           });
         });
       });

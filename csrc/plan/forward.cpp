@@ -103,8 +103,7 @@ std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& for
   return plan;
 }
 
-// Few rows with nothing fused, of which each lane would own several vectors, or which begin
-// anywhere in memory.
+// Few short rows with nothing fused.
 std::optional<forward::Spread> spread_plan(const Problem& problem, const Forced& forced) {
   const bool allowed = forced.allows(Strategy::kSpread, {}) && is_bare(problem) &&
                        is_one_type(problem.x, problem.weight, problem.y);
@@ -112,17 +111,20 @@ std::optional<forward::Spread> spread_plan(const Problem& problem, const Forced&
   Moves moves = moves_of(problem);
   if (moves == Moves::kShifted) moves = Moves::kSingly;
   const auto lanes = lanes_of(problem, forced);
-  if (!lanes || !has_spread_kernel(moves, lanes->lanes == kWarpThreads, lanes->vecs)) {
-    return std::nullopt;
-  }
-  const bool is_few =
-      ladders::may_spread(moves, size_of(problem.x), lanes->vecs, problem.rows, problem.cols);
-  if (!is_few && !forced.strategy) return std::nullopt;
+  if (!lanes) return std::nullopt;
   forward::Spread plan;
   plan.lanes = lanes->lanes;
   plan.moves = moves;
-  plan.threads = lanes->vecs * kWarpThreads;
-  plan.blocks = ceil_div(problem.rows, kWarpThreads / plan.lanes);
+  const bool stays =
+      moves == Moves::kVectors && plan.lanes < kWarpThreads && lanes->vecs <= kMostStayingVecs;
+  (stays ? plan.thread_vecs : plan.warps) = lanes->vecs;
+  const int known_lanes = knows_lanes(moves, plan.lanes, plan.warps) ? plan.lanes : 0;
+  if (!has_spread_kernel(moves, known_lanes, plan.warps, plan.thread_vecs)) return std::nullopt;
+  const bool is_few =
+      ladders::may_spread(moves, size_of(problem.x), plan.warps, problem.rows, problem.cols);
+  if (!is_few && !forced.strategy) return std::nullopt;
+  plan.threads = spread_threads(moves, plan.warps);
+  plan.blocks = ceil_div(problem.rows, plan.threads / plan.warps / plan.lanes);
   return plan;
 }
 

@@ -141,18 +141,21 @@ static_assert(is_ladder(kFloat32Lanes) && is_ladder(kFloat32EpilogueLanes) &&
 // 41.3, 38.8; 100000 x 427 57.7, 53.7).
 constexpr int64_t kEarlyRows = 4096;
 
-// Whether so few rows are spread over several warps: `vecs` is the number of vectors of a lane of
-// the logical warp. The times are those of spread rows and of logical warps.
-constexpr bool may_spread(Moves moves, int x_size, int vecs, int64_t rows, int64_t cols) {
+// Whether so few rows are spread over `warps` warps, or stay in one that knows its lanes. The times
+// are those of such rows and of logical warps.
+constexpr bool may_spread(Moves moves, int x_size, int warps, int64_t rows, int64_t cols) {
   const int64_t elements = rows * cols;
   switch (moves) {
-    // bfloat16: 8 x 128 1.36, 1.40; 8 x 512 1.37, 1.49; 64 x 768 1.63, 1.94; 128 x 320 1.62, 1.91.
-    // Not spread: 64 x 1024 2.12, 2.05; 128 x 512 2.04, 1.97; 512 x 128 2.12, 1.93; 64 x 64 1.44,
-    // 1.42.
-    // float32: 8 x 320 1.33, 1.59; 64 x 192 1.49, 1.83; 128 x 192 1.69, 1.88. Not spread: 64 x 512
-    // 2.01, 1.99; 128 x 256 1.99, 1.95; 64 x 32 1.40, 1.38.
+    // One warp, bfloat16: 4096 x 8 1.27, 1.55; 512 x 64 1.35, 1.63; 8 x 128 1.31, 1.39; 256 x 128
+    // 1.43, 1.68. Not so: 8192 x 8 1.92, 1.90; 1024 x 64 1.99, 2.09, but 4096 x 64 2.26, 2.14; 512
+    // x 128 2.06, 1.94. float32: 4096 x 4 1.23, 1.54; 64 x 32 1.30, 1.38; 1024 x 16 1.34, 1.59; 256
+    // x 64 1.41, 1.59. Not so: 8192 x 4 1.90, 1.86; 1024 x 32 1.99, 1.87; 512 x 64 2.03, 1.92.
+    // Several, bfloat16: 1024 x 24 1.49, 1.82; 8 x 512 1.37, 1.49; 64 x 768 1.63, 1.94; 256 x 192
+    // 1.90, 1.99. Not spread: 64 x 1024 2.12, 2.05; 128 x 512 2.04, 1.97. float32: 256 x 72 1.49,
+    // 1.91; 8 x 320 1.33, 1.59; 256 x 96 1.86, 1.94. Not spread: 64 x 512 2.01, 1.99; 128 x 256
+    // 1.99, 1.95.
     case Moves::kVectors:
-      return cols > 64 && elements * x_size <= 96 << 10;
+      return elements * x_size <= (warps == 1 ? 64 : 96) << 10;
     // bfloat16: 64 x 33 1.52, 2.37; 512 x 427 2.50, 2.78; 512 x 1023 2.97, 3.14; 8192 x 33 2.33,
     // 3.34. Not spread: 16384 x 61 4.47, 3.87. float32: 1024 x 45 1.89, 2.02. Not spread: 2048 x 45
     // 2.13, 2.09.
@@ -161,7 +164,7 @@ constexpr bool may_spread(Moves moves, int x_size, int vecs, int64_t rows, int64
     // float32: 8 x 214 1.37, 1.46; 8 x 498 1.44, 1.73; 64 x 498 2.14, 2.35; 128 x 498 2.30, 2.46.
     // Not spread: 512 x 143 2.35, 2.36, and behind the kernel that makes x 1.92, 1.84.
     case Moves::kElements:
-      return rows <= 128 && vecs >= 2;
+      return rows <= 128;
     case Moves::kShifted:
       return false;
   }

@@ -196,7 +196,12 @@ std::string to_json(const forward::Warp& plan) {
 }
 
 std::string to_json(const forward::Spread& plan) {
-  return Json(Strategy::kSpread).add("lanes", plan.lanes).add("moves", plan.moves).with(plan);
+  return Json(Strategy::kSpread)
+      .add("lanes", plan.lanes)
+      .add("warps", plan.warps)
+      .add("thread_vecs", plan.thread_vecs)
+      .add("moves", plan.moves)
+      .with(plan);
 }
 
 std::string to_json(const forward::Block& plan) {

@@ -79,10 +79,13 @@ struct Thread : Launch {
   bool direct = false;  // rows do not pass through shared memory
 };
 
-// A block has the rows that would otherwise be those of one warp, and each of its warps has one
-// vector of each lane. The block takes the sums of the logical warps in the same order.
+// Several warps have the rows that would otherwise be those of one warp, and each of them has one
+// vector of each lane. Or one warp has them, with all vectors of each lane. The sums are those of
+// the logical warps, in the same order.
 struct Spread : Launch {
-  int lanes = 1;  // of a logical warp, on one row
+  int lanes = 1;        // of a logical warp, on one row
+  int warps = 1;        // on the same rows
+  int thread_vecs = 1;  // vectors of a row that a thread owns
   Moves moves = Moves::kVectors;
 };
 
