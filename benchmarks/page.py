@@ -301,7 +301,7 @@ def falls_short(report: dict[str, Any]) -> list[str]:
 def of_day(part: dict[str, Any], report: dict[str, Any]) -> str:
     """When a part was measured, and whether of other kernels than the page's other times."""
     same = part["csrc_sha256"] == report["csrc_sha256"]
-    return f"measured on {part['date'][:10]}" + ("" if same else ", of an earlier state of csrc")
+    return f"measured on {part['date'][:10]}" + ("" if same else ", of another state of csrc")
 
 
 def swept(report: dict[str, Any], sweep: dict[str, Any], other: str, what: str) -> list[str]:
