@@ -94,7 +94,8 @@ def readme_block(report: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "Time on the device; of copy speed: the least bytes the operator must move, over its time, "
+        f"Time on the device; {'a dash: no such operator, or not timed; ' if peers else ''}"
+        "of copy speed: the least bytes the operator must move, over its time, "
         "as a share of what an elementwise copy of the same tensor reaches in the same run.",
     ]
     lines += _modulated_lines(report["rows"])

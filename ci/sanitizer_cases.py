@@ -122,16 +122,17 @@ def main():
         for rows, cols in ((9, 127), (9, 255), (9, 285), (101, 285)):
             run(rows, cols, dtype)
             run(rows, cols, dtype, strided=True)
-        # A row whose vectors are spread over two to four warps; in backward a single row.
+        # A row whose vectors are spread over two to four warps, or two of which stay with their
+        # lane. In backward a single row.
         for vectors in (9, 32, 64, 96, 128):
             cols = vectors * 16 // dtype.itemsize
             for its_cols in (cols, cols - 3):
                 run(9, its_cols, dtype, forward="spread")
                 run(9, its_cols, dtype, forward="spread", strided=True)
                 run(1, its_cols, dtype)
-        # One or two whole vectors a lane, in kernels for few rows and for many. Of single elements,
-        # kernels know eight and sixteen lanes.
-        for vectors in (1, 2, 3, 4, 8, 16, 32, 40):
+        # One or two whole vectors a lane, in kernels for few rows and for many. Of single elements
+        # in half precision, kernels know eight and sixteen lanes.
+        for vectors in (1, 2, 3, 4, 7, 8, 13, 16, 20, 32, 40):
             cols = vectors * 16 // dtype.itemsize
             for its_cols in (cols, cols - 1) if dtype == BF16 else (cols,):
                 run(37, its_cols, dtype, forward="spread")

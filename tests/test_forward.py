@@ -515,15 +515,17 @@ def test_threads_give_the_bits_of_logical_warps(plans, dtype, weight_dtype, out_
 def test_spread_rows_have_the_bits_of_logical_warps(plans, dtype, kind):
     """The number of rows decides between these two as well."""
     vector = 16 // dtype.itemsize
-    bounds = [n * vector for n in (1, 2, 4, 8, 9, 15, 16, 31, 50, 64, 65, 96, 97, 100, 128)]
+    vectors = (1, 2, 4, 7, 8, 9, 15, 16, 20, 31, 40, 50, 64, 65, 96, 97, 100, 128)
+    bounds = [n * vector for n in vectors]
+    rows = 301  # of one lane each, three blocks
     ran = 0
     for cols in sorted({cols + d for cols in bounds for d in (-vector + 1, -1, 0, 1)}):
         plans.force("strategy=warp")
-        warp = plans.of(101, cols, dtype, aligned=_is_aligned(kind))
+        warp = plans.of(rows, cols, dtype, aligned=_is_aligned(kind))
         # Single elements of float32 are spread over two and more warps.
         may = warp is not None and (warp["vecs"] > 1 or warp["moves"] != "elements")
         types = (dtype, dtype, dtype)
-        did = _give_the_same_bits(plans, ("warp", "spread"), 101, cols, *types, kind)
+        did = _give_the_same_bits(plans, ("warp", "spread"), rows, cols, *types, kind)
         assert did == may, cols
         ran += did
     assert ran >= 40
@@ -535,7 +537,8 @@ def test_spread_rows_have_the_bits_of_logical_warps(plans, dtype, kind):
 def test_absent_parameters_give_the_same_bits(plans, dtype, has_weight, has_bias):
     given = {"has_weight": has_weight, "has_bias": has_bias}
     types = (dtype, dtype, dtype)
-    for cols, other in ((3, "thread"), (37, "thread"), (285, "spread"), (512, "spread")):
+    others = {3: "thread", 37: "thread", 64: "spread", 128: "spread", 285: "spread", 512: "spread"}
+    for cols, other in others.items():
         for kind in ("contiguous", "misaligned"):
             strategies = ("warp", other)
             assert _give_the_same_bits(plans, strategies, 101, cols, *types, kind, **given)

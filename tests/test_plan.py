@@ -620,9 +620,11 @@ def test_forward_goes_from_strategy_to_strategy(ladder):
     [
         # Several warps on whole vectors: up to 96 KiB.
         (1024, HALF, 48),
+        (512, HALF, 96),
         (192, HALF, 256),
         (24, HALF, 2048),
         (512, {}, 48),
+        (256, {}, 96),
         (68, {}, 361),
         # Whole vectors that stay with their lane: up to 64 KiB.
         (8, HALF, 4096),

@@ -1,7 +1,7 @@
 // Forward of few short rows: the vectors that a lane of a logical warp would own are spread over as
-// many warps, which work on them side by side. One or two whole vectors stay with their lane. The
-// sums are those of the logical warp (forward/warp.cu), in the same order, so y is the same in any
-// batch.
+// many warps, which work on them side by side. One or two whole vectors stay with the lane of a
+// logical warp that is not a whole warp. The sums are those of the logical warp (forward/warp.cu),
+// in the same order, so y is the same in any batch.
 //
 // A call on few rows takes as long as its longest chain of waits and instructions. So this kernel
 // has a body of its own, in which all loads stand in front of the first wait, and most of its
@@ -192,11 +192,13 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
       return cudaErrorInvalidValue;
     } else {
       return dispatch_moves<T, Moves::kSingly>(plan.moves, [&](auto moves) {
-        const int known_lanes = knows_lanes(moves(), plan.lanes, plan.warps) ? plan.lanes : 0;
+        constexpr int kXSize = sizeof(typename T::X);
+        const int known_lanes =
+            knows_lanes(moves(), kXSize, plan.lanes, plan.warps) ? plan.lanes : 0;
         return dispatch_vecs(SpreadLanes{}, known_lanes, [&](auto lanes) {
           return dispatch_vecs(SpreadWarpCounts{}, plan.warps, [&](auto warps) {
             return dispatch_vecs(StayingVecs{}, plan.thread_vecs, [&](auto vecs) -> cudaError_t {
-              if constexpr (!has_spread_kernel(moves(), lanes(), warps(), vecs())) {
+              if constexpr (!has_spread_kernel(moves(), kXSize, lanes(), warps(), vecs())) {
                 return cudaErrorInvalidValue;
               } else {
                 return launch(layer_norm_forward_spread_kernel<BareForward<T>, moves(), lanes(),

@@ -88,9 +88,8 @@ constexpr int kWarpBlocks = kIsBare<N> && kIsOneType<typename N::Types> && kMove
 // 768 bfloat16: 5.04, known 5.53).
 template <typename N, int kVecs, Moves kMoves>
 using KnownLanes =
-    std::conditional_t<kVecs == 1 && kMoves == Moves::kVectors && kIsBare<N> &&
-                           kIsOneType<typename N::Types> && !kIsFloat64<typename N::Types>,
-                       VecsList<0, 1, 2, 8, 16>, VecsList<0>>;
+    std::conditional_t<kVecs == 1 && kMoves == Moves::kVectors && kMaySpread<N>,
+                       VecsList<0, 1, 2, sizeof(typename N::X) == 2 ? 8 : 16>, VecsList<0>>;
 
 // kLanes: the lanes of a logical warp, or 0 if the launch says their number.
 template <typename N, int kVecs, Moves kMoves, bool kEarly, int kLanes>

@@ -52,10 +52,10 @@ template <typename N>
 constexpr bool kIsBare =
     !N::Prologue::kMayStore && !N::Epilogue::kMayActivate && !N::Affine::kModulates;
 
-// Whether few rows may be spread over several warps (forward/spread.cu). A logical warp then sums
-// up each vector by itself. Elsewhere it adds up its vectors column by column, which some kernels
-// do faster (by vectors and by columns, 32768 x 768 bfloat16 with float32 weight 26.94 us, 26.30;
-// 32 x 1024 x 1024 float16 with a modulation 38.1, 36.9).
+// Whether there are kernels for few rows in forward/spread.cu. A logical warp then sums up each
+// vector by itself. Elsewhere it adds up its vectors column by column, which some kernels do faster
+// (by vectors and by columns, 32768 x 768 bfloat16 with float32 weight 26.94 us, 26.30; 32 x 1024 x
+// 1024 float16 with a modulation 38.1, 36.9).
 template <typename N>
 constexpr bool kMaySpread = kIsBare<N> && kIsOneType<typename N::Types>;
 

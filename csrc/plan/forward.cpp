@@ -112,16 +112,18 @@ std::optional<forward::Spread> spread_plan(const Problem& problem, const Forced&
   if (moves == Moves::kShifted) moves = Moves::kSingly;
   const auto lanes = lanes_of(problem, forced);
   if (!lanes) return std::nullopt;
+  const int x_size = size_of(problem.x);
   forward::Spread plan;
   plan.lanes = lanes->lanes;
   plan.moves = moves;
   const bool stays =
       moves == Moves::kVectors && plan.lanes < kWarpThreads && lanes->vecs <= kMostStayingVecs;
   (stays ? plan.thread_vecs : plan.warps) = lanes->vecs;
-  const int known_lanes = knows_lanes(moves, plan.lanes, plan.warps) ? plan.lanes : 0;
-  if (!has_spread_kernel(moves, known_lanes, plan.warps, plan.thread_vecs)) return std::nullopt;
-  const bool is_few =
-      ladders::may_spread(moves, size_of(problem.x), plan.warps, problem.rows, problem.cols);
+  const int known_lanes = knows_lanes(moves, x_size, plan.lanes, plan.warps) ? plan.lanes : 0;
+  if (!has_spread_kernel(moves, x_size, known_lanes, plan.warps, plan.thread_vecs)) {
+    return std::nullopt;
+  }
+  const bool is_few = ladders::may_spread(moves, x_size, plan.warps, problem.rows, problem.cols);
   if (!is_few && !forced.strategy) return std::nullopt;
   plan.threads = spread_threads(moves, plan.warps);
   plan.blocks = ceil_div(problem.rows, plan.threads / plan.warps / plan.lanes);

@@ -195,31 +195,43 @@ using SpreadWarpCounts = VecsList<1, 2, 3, kMostSpreadVecs>;
 static_assert(kMostSpreadVecs >= most_forward_warp_vecs(2, false) &&
                   kMostSpreadVecs >= most_forward_warp_vecs(4, false),
               "all rows of logical warps can be spread");
-// Or all vectors of a lane stay in the logical warp, if they are whole and not more than this.
+// Or all vectors of a lane stay in the logical warp, if they are whole and not more than this, and
+// the logical warp is not a whole warp (64 x 512 bfloat16: spread 1.44 us, staying 1.48; 64 x 128
+// float32 1.46, 1.37).
 constexpr int kMostStayingVecs = 2;
 using StayingVecs = VecsList<1, kMostStayingVecs>;
 constexpr bool stays_in_warp(Moves moves, int warps) {
   return moves == Moves::kVectors && warps == 1;
 }
 // The numbers of lanes of a logical warp that kernels are compiled for; 0 stands for any number,
-// which the launch says. A kernel that knows the lanes takes 3 to 8% less time (8 x 127 bfloat16
-// 1.47 us, known 1.36; 8 x 285 1.54, 1.50).
+// which the launch says. Whole vectors that stay, and whole warps, know their lanes. So do half
+// precision's single elements on 8 lanes of one to three vectors and on 16 of two and three (8 x
+// 127 bfloat16 1.47 us, known 1.36; 8 x 285 1.54, 1.50). Fewer lanes, and float32, were not
+// measured.
 using SpreadLanes = VecsList<0, 1, 2, 4, 8, 16, kWarpThreads>;
-constexpr bool knows_lanes(Moves moves, int lanes, int warps) {
+constexpr bool knows_lanes(Moves moves, int x_size, int lanes, int warps) {
   if (stays_in_warp(moves, warps)) return lanes < kWarpThreads;
   if (lanes == kWarpThreads) return warps > 1;
-  return moves == Moves::kSingly && lanes >= 8;
+  return moves == Moves::kSingly && x_size == 2 && warps < kMostSpreadVecs &&
+         (lanes == 8 || (lanes == 16 && warps > 1));
+}
+// The lanes that have one whole vector each: those that the ladders of lanes lead to.
+constexpr bool has_one_vector_each(int x_size, int lanes) {
+  return lanes == 1 || lanes == 2 || lanes == (x_size == 2 ? 8 : 16);
 }
 // Whether there is a kernel for rows of logical warps of `lanes` lanes, known or any (0), on which
-// `warps` warps work, with `vecs` vectors a thread. A lane with four vectors is one of a whole
-// warp, unless they are moved singly. Elements are moved one by one by two and more warps.
-constexpr bool has_spread_kernel(Moves moves, int lanes, int warps, int vecs) {
-  if (lanes > 0 && !knows_lanes(moves, lanes, warps)) return false;
-  // No ladder of lanes leads to four lanes with one vector each, or to one lane with two.
-  if (stays_in_warp(moves, warps)) return lanes > 0 && lanes != (vecs == 1 ? 4 : 1);
+// `warps` warps work, with `vecs` vectors a thread. There is none that no ladder of lanes leads to.
+constexpr bool has_spread_kernel(Moves moves, int x_size, int lanes, int warps, int vecs) {
+  if (lanes > 0 && !knows_lanes(moves, x_size, lanes, warps)) return false;
+  if (stays_in_warp(moves, warps)) {
+    return vecs == 1 ? has_one_vector_each(x_size, lanes) : lanes > 1;
+  }
   if (vecs > 1) return false;
-  if (moves == Moves::kSingly) return true;
-  return warps > 1 && (warps < kMostSpreadVecs || lanes > 0);
+  // Of any number of lanes: two whole vectors a lane stay, four are those of a whole warp.
+  const bool all_known = x_size == 4 || moves != Moves::kSingly;
+  if (lanes == 0 && warps == kMostSpreadVecs && all_known) return false;
+  if (lanes == 0 && warps == 2 && moves == Moves::kVectors) return false;
+  return warps > 1 || moves == Moves::kSingly;
 }
 // Threads of a block. Where rows stay in their logical warps, as many as in forward/warp.cu.
 constexpr int spread_threads(Moves moves, int warps) {

@@ -85,7 +85,7 @@ struct Thread : Launch {
 struct Spread : Launch {
   int lanes = 1;        // of a logical warp, on one row
   int warps = 1;        // on the same rows
-  int thread_vecs = 1;  // vectors of a row that a thread owns
+  int thread_vecs = 1;  // vectors of a row that a thread owns; follows from the lanes
   Moves moves = Moves::kVectors;
 };
 
