@@ -281,14 +281,15 @@ def picture_is_of(report: dict[str, Any]) -> bool:
 
 def text_of(report: dict[str, Any]) -> str:
     """The whole results file as text, and whether csrc is the same as when it was measured."""
-    same = report["csrc_sha256"] == results.csrc_sha256()
+    here = results.csrc_sha256()
+    same = report["csrc_sha256"] == here
     code = "this code" if same else "OTHER code: csrc has changed since"
     head = (
         f"{report['device']}, driver {report['driver']}, torch {report['torch']}, "
         f"{report['date']}; made from {code}"
     )
     if host := report.get("overhead_stamp"):
-        same = host["csrc_sha256"] == results.csrc_sha256()
+        same = host["csrc_sha256"] == here
         head += f"; host times {host['date']}, of {'this' if same else 'OTHER'} code"
     blocks = [head, summary(report)]
     if "sweep" in report:

@@ -193,9 +193,8 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     } else {
       return dispatch_moves<T, Moves::kSingly>(plan.moves, [&](auto moves) {
         constexpr int kXSize = sizeof(typename T::X);
-        const int known_lanes =
-            knows_lanes(moves(), kXSize, plan.lanes, plan.warps) ? plan.lanes : 0;
-        return dispatch_vecs(SpreadLanes{}, known_lanes, [&](auto lanes) {
+        const int known = known_lanes(moves(), kXSize, plan.lanes, plan.warps);
+        return dispatch_vecs(SpreadLanes{}, known, [&](auto lanes) {
           return dispatch_vecs(SpreadWarpCounts{}, plan.warps, [&](auto warps) {
             return dispatch_vecs(StayingVecs{}, plan.thread_vecs, [&](auto vecs) -> cudaError_t {
               if constexpr (!has_spread_kernel(moves(), kXSize, lanes(), warps(), vecs())) {

@@ -82,14 +82,13 @@ constexpr int kWarpBlocks = kIsBare<N> && kIsOneType<typename N::Types> && kMove
                                 : forward_warp_blocks(sizeof(typename N::X), sizeof(typename N::W),
                                                       sizeof(typename N::Y), N::Affine::kModulates);
 
-// The numbers of lanes that kernels are compiled for; 0 stands for any number. Those that ladders
-// lead to are known where a lane has one vector (4096 x 64 bfloat16: 2.41 us, known 2.14; 1000000 x
-// 64 float32 124.8 and 123.8). Where it has more, the compiler then orders the loads worse (4096 x
-// 768 bfloat16: 5.04, known 5.53).
+// The numbers of lanes that kernels are compiled for; 0 stands for any number. They are known where
+// a lane has one vector (4096 x 64 bfloat16: 2.41 us, known 2.14; 1000000 x 64 float32 124.8 and
+// 123.8). Where it has more, the compiler then orders the loads worse (4096 x 768 bfloat16: 5.04,
+// known 5.53).
 template <typename N, int kVecs, Moves kMoves>
-using KnownLanes =
-    std::conditional_t<kVecs == 1 && kMoves == Moves::kVectors && kMaySpread<N>,
-                       VecsList<0, 1, 2, sizeof(typename N::X) == 2 ? 8 : 16>, VecsList<0>>;
+using KnownLanes = std::conditional_t<kVecs == 1 && kMoves == Moves::kVectors && kMaySpread<N>,
+                                      OneVectorLanes<sizeof(typename N::X)>, VecsList<0>>;
 
 // kLanes: the lanes of a logical warp, or 0 if the launch says their number.
 template <typename N, int kVecs, Moves kMoves, bool kEarly, int kLanes>
@@ -119,9 +118,9 @@ cudaError_t launch_warp(const ForwardParams& params, const forward::Warp& plan,
     constexpr bool kBoth = kMoves == Moves::kShifted && kIsBare<N> &&
                            kParameterWords<N, kVecs> <= LogicalWarp::kMostEarlyWords;
     using Lanes = KnownLanes<N, kVecs, kMoves>;
-    const int known_lanes = contains(Lanes{}, plan.lanes) ? plan.lanes : 0;
+    const int known = contains(Lanes{}, plan.lanes) ? plan.lanes : 0;
     return dispatch_bool<kBoth>(kBoth && !plan.early, [&](auto late) {
-      return dispatch_vecs(Lanes{}, known_lanes, [&](auto lanes) {
+      return dispatch_vecs(Lanes{}, known, [&](auto lanes) {
         return launch(layer_norm_forward_warp_kernel<N, kVecs, kMoves, !late(), lanes()>, plan,
                       stream, log2_of(plan.lanes), params);
       });

@@ -119,8 +119,8 @@ std::optional<forward::Spread> spread_plan(const Problem& problem, const Forced&
   const bool stays =
       moves == Moves::kVectors && plan.lanes < kWarpThreads && lanes->vecs <= kMostStayingVecs;
   (stays ? plan.thread_vecs : plan.warps) = lanes->vecs;
-  const int known_lanes = knows_lanes(moves, x_size, plan.lanes, plan.warps) ? plan.lanes : 0;
-  if (!has_spread_kernel(moves, x_size, known_lanes, plan.warps, plan.thread_vecs)) {
+  const int known = known_lanes(moves, x_size, plan.lanes, plan.warps);
+  if (!has_spread_kernel(moves, x_size, known, plan.warps, plan.thread_vecs)) {
     return std::nullopt;
   }
   const bool is_few = ladders::may_spread(moves, x_size, plan.warps, problem.rows, problem.cols);

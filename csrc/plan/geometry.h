@@ -186,6 +186,14 @@ constexpr int forward_warp_bare_blocks(int vecs, int x_size) {
 }
 static_assert(kForwardWarpThreads % kWarpThreads == 0,
               "every lane of a logical warp takes part in its shuffles");
+// The numbers of lanes with one whole vector each that kernels are compiled for: those that the
+// ladders of lanes lead to, and 0, which stands for any number.
+template <int kXSize>
+using OneVectorLanes = VecsList<0, 1, 2, (kXSize == 2 ? 8 : 16)>;
+constexpr bool has_one_vector_each(int x_size, int lanes) {
+  return lanes > 0 && (x_size == 2 ? contains(OneVectorLanes<2>{}, lanes)
+                                   : contains(OneVectorLanes<4>{}, lanes));
+}
 
 // ---- Forward, a row spread over several warps.
 
@@ -209,28 +217,27 @@ constexpr bool stays_in_warp(Moves moves, int warps) {
 // 127 bfloat16 1.47 us, known 1.36; 8 x 285 1.54, 1.50). Fewer lanes, and float32, were not
 // measured.
 using SpreadLanes = VecsList<0, 1, 2, 4, 8, 16, kWarpThreads>;
-constexpr bool knows_lanes(Moves moves, int x_size, int lanes, int warps) {
-  if (stays_in_warp(moves, warps)) return lanes < kWarpThreads;
-  if (lanes == kWarpThreads) return warps > 1;
-  return moves == Moves::kSingly && x_size == 2 && warps < kMostSpreadVecs &&
-         (lanes == 8 || (lanes == 16 && warps > 1));
-}
-// The lanes that have one whole vector each: those that the ladders of lanes lead to.
-constexpr bool has_one_vector_each(int x_size, int lanes) {
-  return lanes == 1 || lanes == 2 || lanes == (x_size == 2 ? 8 : 16);
+constexpr int known_lanes(Moves moves, int x_size, int lanes, int warps) {
+  const auto knows = [&] {
+    if (stays_in_warp(moves, warps)) return lanes < kWarpThreads;
+    if (lanes == kWarpThreads) return warps > 1;
+    return moves == Moves::kSingly && x_size == 2 && warps < kMostSpreadVecs &&
+           (lanes == 8 || (lanes == 16 && warps > 1));
+  };
+  return knows() ? lanes : 0;
 }
 // Whether there is a kernel for rows of logical warps of `lanes` lanes, known or any (0), on which
 // `warps` warps work, with `vecs` vectors a thread. There is none that no ladder of lanes leads to.
 constexpr bool has_spread_kernel(Moves moves, int x_size, int lanes, int warps, int vecs) {
-  if (lanes > 0 && !knows_lanes(moves, x_size, lanes, warps)) return false;
+  if (lanes != known_lanes(moves, x_size, lanes, warps)) return false;
   if (stays_in_warp(moves, warps)) {
-    return vecs == 1 ? has_one_vector_each(x_size, lanes) : lanes > 1;
+    return vecs > 1 ? lanes > 1 : has_one_vector_each(x_size, lanes);
   }
   if (vecs > 1) return false;
-  // Of any number of lanes: two whole vectors a lane stay, four are those of a whole warp.
-  const bool all_known = x_size == 4 || moves != Moves::kSingly;
-  if (lanes == 0 && warps == kMostSpreadVecs && all_known) return false;
-  if (lanes == 0 && warps == 2 && moves == Moves::kVectors) return false;
+  // Two whole vectors a lane of fewer than 32 stay, and four vectors are those of a whole warp, but
+  // for half precision's single elements.
+  if (lanes == 0 && warps == 2) return moves != Moves::kVectors;
+  if (lanes == 0 && warps == kMostSpreadVecs) return moves == Moves::kSingly && x_size == 2;
   return warps > 1 || moves == Moves::kSingly;
 }
 // Threads of a block. Where rows stay in their logical warps, as many as in forward/warp.cu.

@@ -285,8 +285,8 @@ static_assert(has_block_kernels(kBareBlocks) && has_block_kernels(kRaggedBlocks)
 // times, by first to make room and by staying: with L2 empty of other data, and behind a matrix
 // product.
 
-// So little of x stays. (float32, all by logical warps: 512 x 16 1.73, 1.42; 1.72, 1.41. 64 x
-// 256 1.82, 1.72; 1.81, 1.66; but 64 x 320 1.88, 1.97; 1.88, 1.94.)
+// So little of x stays. (float32, all by logical warps: 512 x 16 1.73, 1.42; 1.72, 1.41. 64 x 256
+// 1.82, 1.72; 1.81, 1.66; but 64 x 320 1.88, 1.97; 1.88, 1.94.)
 constexpr int64_t kSmallL2Bytes = 64 << 10;
 // Calls that move so many bytes or more let them stay. (bfloat16: 32768 x 4096 131.0, 131.4; 137.5,
 // 131.3. 8192 x 4096 34.4, 34.9; 36.2, 35.0. With a residual 8192 x 2048 34.2, 34.6; 35.3, 34.7.
@@ -409,10 +409,10 @@ constexpr int64_t kLargeBackwardL2Bytes = 96 << 20;
 // more threads with fewer columns each take longer: with sixteen columns a thread and with eight,
 // bfloat16, 32768 x 4096 229, 276.)
 
-// The most teams of a block where rows come through a ring. The number of teams
-// fixes how many bytes are on their way and in which order they are asked for. Some numbers are up
-// to a fifth slower than their neighbours, in any place in memory, and no counter says why; so
-// these ladders hold what was measured, each time as the median over several places in memory.
+// The most teams of a block where rows come through a ring. The number of teams fixes how many
+// bytes are on their way and in which order they are asked for. Some numbers are up to a fifth
+// slower than their neighbours, in any place in memory, and no counter says why; so these ladders
+// hold what was measured, each time as the median over several places in memory.
 struct TeamsRung {
   int64_t last;  // columns
   int teams;
@@ -509,10 +509,9 @@ constexpr int kFewTeamsRows = 16;
 // A ring pays if a team has at least this many rows.
 constexpr int kLeastRingRows = 3;
 // The bytes that the rings of a block with whole rows should hold. More rows in flight do harm, but
-// the threads of a block need work.
-// Of half-precision rows that are moved by vectors (with two stages
-// and with three, bfloat16: 28444 x 1152 by five teams 57.4, 55.8; 32768 x 2048 by three teams
-// 103.5, 111.2; 32768 x 3072 by two 155.9, 163.5; but 32768 x 768 by eight 45.2, 44.6).
+// the threads of a block need work. Of half-precision rows that are moved by vectors (with two
+// stages and with three, bfloat16: 28444 x 1152 by five teams 57.4, 55.8; 32768 x 2048 by three
+// teams 103.5, 111.2; 32768 x 3072 by two 155.9, 163.5; but 32768 x 768 by eight 45.2, 44.6).
 constexpr int64_t kHalfRingBytes = 60000;
 // Of float32 rows (with two and with three: 100000 x 711 by four teams 226.6, 228.4; 50000 x 2560
 // by two 384.4, 383.9).
