@@ -6,7 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
-#include <map>
+#include <set>
 #include <type_traits>
 #include <utility>
 
@@ -90,17 +90,24 @@ constexpr int log2_of(int power_of_two) {
 // KB, which include its static shared memory.
 constexpr int kFreeSharedMemory = 40 * 1024;
 
-// Allows a kernel more shared memory. The driver is not called at every launch, but only if this
-// thread of the host has not yet allowed the kernel as many bytes on this device.
-inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
-  thread_local std::map<std::pair<int, const void*>, int> allowed;
+// Allows a kernel all the shared memory that a block of the current device can have. The driver
+// keeps one allowance for each kernel and device for the whole process, and lowers it as readily as
+// it raises it. So every thread of the host asks for the same number of bytes, whatever its plan
+// needs, and no thread takes away what another one relies on. Each thread asks once.
+inline cudaError_t allow_shared_memory(const void* kernel) {
+  thread_local std::set<std::pair<int, const void*>> allowed;
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess || allowed.count({device, kernel}) > 0) return error;
+  int most = 0;
+  error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
-  int& most = allowed[{device, kernel}];
-  if (bytes <= most) return cudaSuccess;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) most = bytes;
+  cudaFuncAttributes attributes;
+  error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               most - static_cast<int>(attributes.sharedSizeBytes));
+  if (error == cudaSuccess) allowed.emplace(device, kernel);
   return error;
 }
 
@@ -124,8 +131,7 @@ template <Start kStart = Start::kPlain, typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const Launch& plan, cudaStream_t stream,
                    const Args&... args) {
   if (plan.shared_bytes > kFreeSharedMemory) {
-    const cudaError_t error =
-        allow_shared_memory(reinterpret_cast<const void*>(kernel), plan.shared_bytes);
+    const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel));
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config = {};

@@ -42,11 +42,6 @@ static_assert(most_backward_block_vecs(1) >= most_backward_block_vecs(vector_wid
 
 const char* name_of(Strategy strategy) { return kStrategies[static_cast<int>(strategy)]; }
 
-const char* name_of(DataType type) {
-  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64"};
-  return kNames[static_cast<int>(type)];
-}
-
 template <typename... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream message;
@@ -123,7 +118,8 @@ Forced forced_plan;
 // Members of a JSON object.
 class Json {
  public:
-  explicit Json(Strategy strategy) { text_ << "{\"strategy\": \"" << name_of(strategy) << '"'; }
+  explicit Json(Strategy strategy) : Json(name_of(strategy)) {}
+  explicit Json(const char* strategy) { text_ << "{\"strategy\": \"" << strategy << '"'; }
 
   Json& add(const char* name, Moves value) { return append(name, kMoves[static_cast<int>(value)]); }
   Json& add(const char* name, bool value) { return append(name, value ? "true" : "false"); }
@@ -324,11 +320,23 @@ int lag_of(std::optional<int> stages, const Forced& forced) {
   return forced.value_or(Field::kLag, lag);
 }
 
+const char* name_of(DataType type) {
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64"};
+  return kNames[static_cast<int>(type)];
+}
+
 std::string describe(const forward::Plan& plan) {
   return std::visit([](const auto& strategy) { return to_json(strategy); }, plan);
 }
 std::string describe(const backward::Plan& plan) {
   return std::visit([](const auto& strategy) { return to_json(strategy); }, plan);
+}
+std::string describe(const backward::Gate& plan) {
+  return Json("gate")
+      .add("width", plan.width)
+      .add("chunks", plan.chunks)
+      .add(plan.parts)
+      .with(plan);
 }
 
 }  // namespace fused_layernorm

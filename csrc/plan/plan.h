@@ -32,9 +32,10 @@ struct Problem {
   DataType x = DataType::kFloat32;
   DataType weight = DataType::kFloat32;  // of bias too
   DataType y = DataType::kFloat32;       // of dy in backward
-  bool aligned = true;        // every row of every tensor begins at a multiple of 16 bytes
-  bool residual = false;      // forward: a second input; backward: a gradient added to dx
-  bool has_epilogue = false;  // an activation, or a scale that is not 1
+  bool aligned = true;    // every row of every tensor begins at a multiple of 16 bytes
+  bool residual = false;  // forward: a second input; backward: a gradient added to dx
+  // An activation, a scale that is not 1, or a weight that is not plain (ForwardParams).
+  bool has_epilogue = false;
   bool needs_dparams = true;  // backward: a gradient of a parameter is asked for
   bool modulated = false;     // by shift and scale of groups of rows, or by a gate
 
@@ -269,8 +270,11 @@ const Launch& launch_of(const Plan& plan) {
 // is unknown or repeated, or whose value is out of range. An empty text or none forces nothing.
 void force_plan(std::optional<std::string> options);
 
-// The plan as a JSON object, for tests and `python -m fused_layernorm`.
+const char* name_of(DataType type);
+
+// The plan as a JSON object, for tests, error messages and `python -m fused_layernorm`.
 std::string describe(const forward::Plan& plan);
 std::string describe(const backward::Plan& plan);
+std::string describe(const backward::Gate& plan);
 
 }  // namespace fused_layernorm

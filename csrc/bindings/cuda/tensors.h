@@ -21,6 +21,18 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
 
   void check_cuda(cudaError_t error);
 
+  // The same for a launch; the message says which plan failed, and for which rows and types.
+  // `direction` is "forward" or "backward".
+  template <typename Plan>
+  void check_launch(cudaError_t error, const char* direction, int64_t rows, int64_t cols,
+                    const DataTypes& types, const Plan& plan) {
+    if (error == cudaSuccess) return;
+    CHECK_ARGUMENT(false, "CUDA error: ", cudaGetErrorString(error), ", at the launch of ",
+                   direction, " for ", rows, " rows of ", cols, " columns, x ", name_of(types.x),
+                   ", weight ", name_of(types.weight), ", y ", name_of(types.y), ", by the plan ",
+                   describe(plan));
+  }
+
   bool is_half(ScalarType type);
 
   // Throws for a type that kernels do not know.
