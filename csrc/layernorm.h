@@ -13,6 +13,9 @@ namespace fused_layernorm {
 
 enum class Activation : int32_t { kNone, kGelu, kGeluTanh, kSilu, kRelu };
 
+// To which type xhat is rounded before it is multiplied by weight.
+enum class XhatRounding : int32_t { kNone, kFloat16, kBFloat16 };
+
 // Where a row begins, in elements. A row's own elements are contiguous. Rows may have two strides:
 // row outer * inner_rows + inner begins at outer * outer_stride + inner * inner_stride. A kernel
 // computes this with neither a branch nor a division, because the loads of a row would wait behind
@@ -106,6 +109,7 @@ struct ForwardParams {
   int64_t rows = 0;
   int32_t cols = 0;
   bool stays_in_l2 = false;  // the L2Policy of what is read and written once (device/vec.cuh)
+  bool is_rms = false;       // RMSNorm: the mean counts as zero and is not written
   Scalar inverse_cols;       // 1 / cols
   Scalar eps;
 
@@ -118,9 +122,18 @@ struct ForwardParams {
   RowMap residual_rows;
   void* residual_out = nullptr;
 
-  bool has_epilogue = false;  // an activation, or a scale that is not 1
+  // has_epilogue: the norm needs a kernel with an epilogue, because it activates or because its
+  // weight is not plain.
+  bool has_epilogue = false;
+  bool activates = false;  // there is an activation, or a scale that is not 1
   Activation activation = Activation::kNone;
   Scalar scale;
+
+  // A weight is not plain if something is added to it, or if xhat is rounded before they are
+  // multiplied. Negative zero is added otherwise: it changes no number.
+  bool plain_weight = true;
+  XhatRounding xhat_rounding = XhatRounding::kNone;
+  Scalar weight_offset{-0.0};
 
   bool is_modulated = false;
   Modulation modulation;
@@ -150,6 +163,7 @@ struct BackwardParams {
 
   int64_t rows = 0;
   int32_t cols = 0;
+  bool is_rms = false;  // RMSNorm: the mean counts as zero and is not read
   Scalar inverse_cols;
 
   void* workspace = nullptr;
@@ -157,9 +171,11 @@ struct BackwardParams {
   const void* dresidual = nullptr;  // optional, of x's type, added to dx
   RowMap dresidual_rows;
 
-  bool has_epilogue = false;
+  bool has_epilogue = false;  // as in ForwardParams
+  bool activates = false;
   Activation activation = Activation::kNone;
   Scalar scale;
+  Scalar weight_offset{-0.0};  // added to weight; the rounding of xhat counts as the identity
 
   // With a modulation, every group_rows consecutive rows are a group, and the rows of a group share
   // shift, scale and gate. dshift and dscale are [groups][cols], optional, of weight's type, or of

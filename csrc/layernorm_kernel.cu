@@ -114,7 +114,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   rows.start(team, team.index < plan.teams);
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
-  const Acc inverse_cols = p.inverse_cols.as<Acc>();
   const int first_scratch = team_index * scratch_values(team.warps());
   // Iterations from a row's first read to the barrier behind its last read.
   constexpr int kHeld = G::kKeep ? 0 : 1;
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     // Behind the barrier of team_sum(), no thread reads the row of kHeld iterations ago any more.
     rows.refill(team, read, i, kHeld);
     if (p.dx != nullptr) {
-      const Pair<Acc> means = means_of(sums, inverse_cols);
+      const Pair<Acc> means = means_of(p, sums);
       if constexpr (G::kKeep) {
         const DxRow<N> dx_row(p, row, 0);
 #pragma unroll

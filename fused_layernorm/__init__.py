@@ -1,4 +1,4 @@
-"""Fused LayerNorm for PyTorch: CUDA kernels compiled ahead of time, behind PyTorch's own API."""
+"""Fused LayerNorm and RMSNorm for PyTorch: CUDA kernels compiled ahead of time, behind its API."""
 
 import re as _re
 import sys as _sys
@@ -22,13 +22,17 @@ from .functional import (  # noqa: E402
     ada_layer_norm,
     add_ada_layer_norm,
     add_layer_norm,
+    add_rms_norm,
     layer_norm,
+    rms_norm,
 )
 from .modules import (  # noqa: E402
     FusedAdaLayerNorm,
     FusedAddAdaLayerNorm,
     FusedAddLayerNorm,
+    FusedAddRMSNorm,
     FusedLayerNorm,
+    FusedRMSNorm,
 )
 from .override import override_aten  # noqa: E402
 from .swap import register_swap, swap_layer_norm, unswap_layer_norm  # noqa: E402
@@ -42,17 +46,21 @@ __all__ = [
     "FusedAdaLayerNorm",
     "FusedAddAdaLayerNorm",
     "FusedAddLayerNorm",
+    "FusedAddRMSNorm",
     "FusedLayerNorm",
+    "FusedRMSNorm",
     "__version__",
     "ada_layer_norm",
     "add_ada_layer_norm",
     "add_layer_norm",
+    "add_rms_norm",
     "decompositions",
     "explain",
     "fuse",
     "layer_norm",
     "override_aten",
     "register_swap",
+    "rms_norm",
     "swap_layer_norm",
     "unswap_layer_norm",
 ]

@@ -65,7 +65,9 @@ def register_sharding_rules() -> None:
             tensor = getattr(call, name)
             if tensor is None:
                 continue
-            if name in _ROWS:
+            if name == "mean" and call.statistic == "rms":
+                placements[name] = Replicate()  # It is empty.
+            elif name in _ROWS:
                 placements[name] = placement
             elif name in _MODULATIONS:
                 placements[name] = beside(placement, tensor, x)
@@ -84,10 +86,17 @@ def register_sharding_rules() -> None:
     def forward_rules(operator: Operator) -> Callable[..., list[Any]]:
         def rules(*args: Any, **kwargs: Any) -> list[Any]:
             a = operator.arguments(*args)
-            outputs = len(operator.overload._schema.returns)
+            of_rows = len(operator.overload._schema.returns) - 2 * operator.gives_statistics
+
+            def outputs(placement: Placement) -> list[Placement]:
+                if not operator.gives_statistics:
+                    return [placement] * of_rows
+                mean = Replicate() if a.options.is_rms else placement
+                return [*[placement] * of_rows, mean, placement]
+
             return [
                 (
-                    [placement] * outputs,
+                    outputs(placement),
                     only_placements(operator.lay_out(placed(a, a.input, placement))),
                 )
                 for placement in acceptable(a.input.ndim - a.options.normalized_ndim)
@@ -149,7 +158,7 @@ def register_sharding_rules() -> None:
         # zip drops gate_backward's last rules, which shard the normalized dimensions.
         for (norm_outputs, norm), (gate_outputs, gate) in zip(of_norm, of_gate, strict=False):
             dx = norm_outputs[0] if g.needs_dx else Replicate()
-            inputs = [*norm[:2], *gate[1:3], *norm[2:10], *[None] * 7]
+            inputs = [*norm[:2], *gate[1:3], *norm[2:10], *[None] * 9]
             found.append(([dx, *gate_outputs, *norm_outputs[1:]], inputs))
         return found
 

@@ -1,7 +1,7 @@
 """The public functions, which choose the operator that serves a call.
 
-On the CPU a plain call goes to PyTorch's layer_norm, and a modulated call whose tensors all have
-one dtype to PyTorch's operators.
+On the CPU a plain call goes to PyTorch's layer_norm or rms_norm, and a modulated call whose tensors
+all have one dtype to PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,35 @@ _ada_layer_norm_pair = load.ada_layer_norm_pair._op
 
 ATEN_LAYER_NORM = twin(LAYER_NORM)
 ATEN_ADD_LAYER_NORM = twin(ADD_LAYER_NORM)
+
+
+class Kind(NamedTuple):
+    """Which norm a call wants: the last arguments of the operators."""
+
+    statistic: str = "layer"
+    weight_offset: float = 0.0
+    round_before_weight: bool = False
+
+
+LAYER = Kind()
+RMS = Kind("rms")
+
+_FLOAT32_EPS = torch.finfo(torch.float32).eps
+_FLOAT64_EPS = torch.finfo(torch.float64).eps
+
+
+def rms_kind(weight_offset: float, round_before_weight: bool) -> Kind:
+    if weight_offset == 0.0 and not round_before_weight:
+        return RMS
+    return Kind("rms", weight_offset, round_before_weight)
+
+
+def rms_eps(eps: float | None, x: Tensor) -> float:
+    """The eps of an RMSNorm; that of torch.nn.functional.rms_norm if it is None."""
+    if eps is not None:
+        return eps
+    is_wide = isinstance(x, Tensor) and x.dtype is torch.float64
+    return _FLOAT64_EPS if is_wide else _FLOAT32_EPS
 
 
 def layer_norm(
@@ -85,7 +114,62 @@ def layer_norm(
             what was given. A dtype or layout that is not supported raises NotImplementedError, a
             RuntimeError.
     """
-    return _serve(input, None, weight, bias, eps, normalized_shape, activation, scale, out_dtype)
+    return serve(input, None, weight, bias, eps, normalized_shape, activation, scale, out_dtype)
+
+
+def rms_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    normalized_shape: int | Sequence[int] | None = None,
+    activation: str | None = None,
+    scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    r"""Root mean square normalization over the last dimensions, an activation and a scale, fused.
+
+    .. math::
+        y = \mathrm{activation}\left(\frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}}
+            \cdot (\mathrm{weight} + \mathrm{weight\_offset}) + \mathrm{bias}\right)
+            \cdot \mathrm{scale}
+
+    The arithmetic is in float32 (float64 for a float64 input), whatever the dtypes, and the result
+    is rounded once. (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.)
+
+    Args:
+        input: shape ``(*, *normalized_shape)``, float32, float16, bfloat16 or float64, of any
+            strides.
+        weight, bias: shape ``normalized_shape``, each optional; of input's dtype, or float32
+            beside a half-precision input; if both are given, of one dtype.
+        eps: added to the mean of the squares. None is the default of
+            ``torch.nn.functional.rms_norm``: the float32 epsilon, for a float64 input that of
+            float64.
+        weight_offset: a finite number that is added to weight in the arithmetic's dtype, such as
+            Gemma's 1. It needs a weight.
+        round_before_weight: the normalized value is rounded to input's dtype before it is
+            multiplied by weight, as Llama's norm does. Gradients take the rounding for the
+            identity. It has no effect without a weight.
+        normalized_shape, activation, scale: as in :func:`layer_norm`.
+        out_dtype: the result's dtype, any of the four. By default input's; under autocast what
+            ``torch.nn.functional.rms_norm`` gives (float32 on CUDA from torch 2.12 on).
+
+    Returns:
+        A contiguous tensor of input's shape.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
+            what was given. A dtype or layout that is not supported raises NotImplementedError, a
+            RuntimeError.
+    """
+    kind = rms_kind(weight_offset, round_before_weight)
+    eps = rms_eps(eps, input)
+    return serve(
+        input, None, weight, bias, eps, normalized_shape, activation, scale, out_dtype, kind
+    )
 
 
 def add_layer_norm(
@@ -117,12 +201,86 @@ def add_layer_norm(
 
     The other arguments and the errors are those of :func:`layer_norm`.
     """
+    return _serve_add(
+        input,
+        residual,
+        gate,
+        weight,
+        bias,
+        eps,
+        normalized_shape,
+        activation,
+        scale,
+        out_dtype,
+        LAYER,
+    )
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    gate: Tensor | None = None,
+    normalized_shape: int | Sequence[int] | None = None,
+    activation: str | None = None,
+    scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Residual addition and RMS normalization in one kernel: ``(output, residual_out)``.
+
+    As :func:`add_layer_norm`, with ``output = rms_norm(residual_out, ...)``. The other arguments
+    and the errors are those of :func:`rms_norm`.
+    """
+    return _serve_add(
+        input,
+        residual,
+        gate,
+        weight,
+        bias,
+        rms_eps(eps, residual),
+        normalized_shape,
+        activation,
+        scale,
+        out_dtype,
+        rms_kind(weight_offset, round_before_weight),
+    )
+
+
+def _serve_add(
+    input: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    normalized_shape: int | Sequence[int] | None,
+    activation: str | None,
+    scale: float,
+    out_dtype: torch.dtype | None,
+    kind: Kind,
+) -> tuple[Tensor, Tensor]:
+    """add_layer_norm or add_rms_norm."""
     if gate is not None:
         if normalized_shape is None:
             arguments.normalized_ndim(input, weight, bias, None)  # raises if no shape is given
         if activation is None and isinstance(scale, (int, float)) and scale == 1.0:
             return _serve_ada(
-                input, residual, gate, None, None, weight, bias, eps, normalized_shape, out_dtype
+                input,
+                residual,
+                gate,
+                None,
+                None,
+                weight,
+                bias,
+                eps,
+                normalized_shape,
+                out_dtype,
+                kind,
             )
         a = arguments.settle(
             input,
@@ -133,14 +291,15 @@ def add_layer_norm(
             activation,
             scale,
             out_dtype,
+            *kind,
             residual=residual,
             gate=gate,
         )
         return _serve_gated(a)
     if residual is None:
         arguments.check_tensor("residual", residual)
-    return _serve(
-        input, residual, weight, bias, eps, normalized_shape, activation, scale, out_dtype
+    return serve(
+        input, residual, weight, bias, eps, normalized_shape, activation, scale, out_dtype, kind
     )
 
 
@@ -152,6 +311,7 @@ def ada_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    statistic: str = "layer",
     normalized_shape: int | Sequence[int] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -177,6 +337,7 @@ def ada_layer_norm(
         weight, bias: shape ``normalized_shape``, each optional, of the dtypes that shift and scale
             may have; if both are given, of one dtype.
         eps: added to the variance.
+        statistic: ``"layer"``, or ``"rms"`` for :func:`rms_norm` in the place of ``layer_norm``.
         normalized_shape: the sizes of the dimensions to normalize over. By default weight's shape,
             else bias's, else the last dimension.
         out_dtype: the result's dtype. By default input's, also beside a float32 modulation; under
@@ -190,8 +351,9 @@ def ada_layer_norm(
             what was given. A dtype or layout that is not supported raises NotImplementedError, a
             RuntimeError.
     """
+    kind = LAYER if statistic == "layer" else Kind(statistic)
     return _serve_ada(
-        input, None, None, shift, scale, weight, bias, eps, normalized_shape, out_dtype
+        input, None, None, shift, scale, weight, bias, eps, normalized_shape, out_dtype, kind
     )
 
 
@@ -205,6 +367,7 @@ def add_ada_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
+    statistic: str = "layer",
     normalized_shape: int | Sequence[int] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -226,8 +389,9 @@ def add_ada_layer_norm(
     """
     if residual is None:
         arguments.check_tensor("residual", residual)
+    kind = LAYER if statistic == "layer" else Kind(statistic)
     return _serve_ada(
-        input, residual, gate, shift, scale, weight, bias, eps, normalized_shape, out_dtype
+        input, residual, gate, shift, scale, weight, bias, eps, normalized_shape, out_dtype, kind
     )
 
 
@@ -260,7 +424,7 @@ def ada_layer_norm_pair(
         return load.ada_layer_norm_pair(input, ndim, *modulations, weight, bias, eps, out_dtype)
     try:
         if _dispatch_modes() and torch.onnx.is_in_onnx_export():
-            rest = (weight, bias, eps, normalized_shape, out_dtype)
+            rest = (weight, bias, eps, normalized_shape, out_dtype, LAYER)
             return (
                 _serve_ada(input, None, None, shift, scale, *rest),
                 _serve_ada(input, None, None, second_shift, second_scale, *rest),
@@ -280,7 +444,7 @@ def ada_layer_norm_pair(
 _cpu_operators = os.environ.get("FUSED_LAYERNORM_CPU_OPERATORS") == "1"
 
 
-def _serve(
+def serve(
     input: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -290,7 +454,9 @@ def _serve(
     activation: str | None,
     scale: float,
     out_dtype: torch.dtype | None,
+    kind: Kind = LAYER,
 ) -> Any:
+    """A norm of this kind: of input, or with a residual of the sum, which is then returned too."""
     if _is_compiling():  # Dynamo does not trace the exception handling below
         a = arguments.settle(
             input,
@@ -301,12 +467,15 @@ def _serve(
             activation,
             scale,
             out_dtype,
+            *kind,
             **_tensors(residual),
         )
         operator = _compiled(LAYER_NORM if residual is None else ADD_LAYER_NORM, a)
-        if operator is None:
-            return torch.layer_norm(input, a.normalized_shape, weight, bias, eps)
-        return _call(operator, a)
+        if operator is not None:
+            return _call(operator, a)
+        if a.options.is_rms:
+            return torch.rms_norm(input, a.normalized_shape, weight, eps)
+        return torch.layer_norm(input, a.normalized_shape, weight, bias, eps)
     try:
         is_plain = residual is None and activation is None and out_dtype is None and scale == 1.0
         # The most common call comes first, since every check here costs host time. The operator
@@ -318,27 +487,36 @@ def _serve(
             and (normalized_shape is None or weight.shape == normalized_shape)
             and not _dispatch_modes()
         ):
-            return _layer_norm(input, weight.dim(), weight, bias, eps)
-        if is_plain and _is_pytorchs(input, weight, bias, eps):
+            if kind is LAYER:
+                return _layer_norm(input, weight.dim(), weight, bias, eps)
+            return _layer_norm(input, weight.dim(), weight, bias, eps, None, 1.0, None, *kind)
+        if is_plain and _is_pytorchs(input, weight, bias, eps, kind):
             shape: Any = normalized_shape
             if shape is None:
                 shape = (bias if weight is None else weight).shape  # type: ignore[union-attr]
             elif type(shape) is int:
                 shape = (shape,)
-            return torch.layer_norm(input, shape, weight, bias, eps)
+            if kind is LAYER:
+                return torch.layer_norm(input, shape, weight, bias, eps)
+            return torch.rms_norm(input, shape, weight, eps)
         ndim = _trailing_dimensions(input, weight, bias, normalized_shape)
         if _dispatch_modes() and torch.onnx.is_in_onnx_export():
             return _in_onnx(
                 Arguments(
-                    input, residual, weight, bias, Options(ndim, eps, activation, scale, out_dtype)
+                    input,
+                    residual,
+                    weight,
+                    bias,
+                    Options(ndim, eps, activation, scale, out_dtype, *kind),
                 )
             )
-        if is_plain:  # passing the three defaults would cost a microsecond
+        last = () if kind is LAYER else kind  # passing the defaults would cost a microsecond
+        if is_plain and kind is LAYER:
             return _layer_norm(input, ndim, weight, bias, eps)
         if residual is None:
-            return _layer_norm(input, ndim, weight, bias, eps, activation, scale, out_dtype)
+            return _layer_norm(input, ndim, weight, bias, eps, activation, scale, out_dtype, *last)
         return _add_layer_norm(
-            input, residual, ndim, weight, bias, eps, activation, scale, out_dtype
+            input, residual, ndim, weight, bias, eps, activation, scale, out_dtype, *last
         )
     except Exception as error:
         raise arguments.explain(
@@ -351,6 +529,7 @@ def _serve(
             activation,
             scale,
             out_dtype,
+            *kind,
             **_tensors(residual),
         ) from None
 
@@ -381,20 +560,14 @@ def _serve_ada(
     eps: float,
     normalized_shape: int | Sequence[int] | None,
     out_dtype: torch.dtype | None,
+    kind: Kind,
 ) -> Any:
     """ada_layer_norm where residual and gate are None, else add_ada_layer_norm."""
     takes_residual = residual is not None or gate is not None
+    options = {"out_dtype": out_dtype, "is_ada": True, **kind._asdict()}
     if _is_compiling():
-        a = arguments.settle(
-            input,
-            weight,
-            bias,
-            eps,
-            normalized_shape,
-            out_dtype=out_dtype,
-            is_ada=True,
-            **_tensors(residual, gate, shift, scale),
-        )
+        tensors = _tensors(residual, gate, shift, scale)
+        a = arguments.settle(input, weight, bias, eps, normalized_shape, **options, **tensors)
         return _call(ADD_ADA_LAYER_NORM if takes_residual else ADA_LAYER_NORM, a)
     try:
         if normalized_shape is not None:
@@ -402,30 +575,23 @@ def _serve_ada(
         else:
             parameter = bias if weight is None else weight
             ndim = 1 if parameter is None else parameter.dim()
-        if input.is_cpu and out_dtype is None and _is_pytorchs(input, weight, bias, eps):
-            found = _by_pytorch(input, residual, gate, shift, scale, weight, bias, eps, ndim)
+        if input.is_cpu and out_dtype is None and _is_pytorchs(input, weight, bias, eps, kind):
+            found = _by_pytorch(input, residual, gate, shift, scale, weight, bias, eps, ndim, kind)
             if found is not None:
                 return found
         if _dispatch_modes() and torch.onnx.is_in_onnx_export():
-            options = Options(ndim, eps, out_dtype=out_dtype)
-            return _in_onnx(Arguments(input, residual, weight, bias, options, gate, shift, scale))
-        last = () if out_dtype is None else (out_dtype,)  # passing a default costs time
+            settled = Options(ndim, eps, None, 1.0, out_dtype, *kind)
+            return _in_onnx(Arguments(input, residual, weight, bias, settled, gate, shift, scale))
+        last: tuple[Any, ...] = () if kind is LAYER and out_dtype is None else (out_dtype, *kind)
         if takes_residual:
             return _add_ada_layer_norm(
                 input, residual, gate, ndim, shift, scale, weight, bias, eps, *last
             )
         return _ada_layer_norm(input, ndim, shift, scale, weight, bias, eps, *last)
     except Exception as error:
+        tensors = _tensors(residual, gate, shift, scale)
         raise arguments.explain(
-            error,
-            input,
-            weight,
-            bias,
-            eps,
-            normalized_shape,
-            out_dtype=out_dtype,
-            is_ada=True,
-            **_tensors(residual, gate, shift, scale),
+            error, input, weight, bias, eps, normalized_shape, **options, **tensors
         ) from None
 
 
@@ -442,15 +608,21 @@ def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
         parameter if parameter is None or parameter.dtype == residual.dtype else parameter.to(acc)
         for parameter in (a.weight, a.bias)
     )
-    y = layer_norm(
+    options = a.options
+    if a.rounds_xhat and a.input.dtype != residual.dtype:
+        found = formulas.forward(a._replace(options=options._replace(out_dtype=a.y_dtype)))
+        return found.y, residual_out
+    y = serve(
         residual_out,
+        None,
         weight,
         bias,
-        a.options.eps,
-        normalized_shape=tuple(a.normalized_shape),
-        activation=a.options.activation,
-        scale=a.options.output_scale,
-        out_dtype=a.y_dtype,
+        options.eps,
+        tuple(a.normalized_shape),
+        options.activation,
+        options.output_scale,
+        a.y_dtype,
+        Kind(options.statistic, options.weight_offset, options.round_before_weight),
     )
     return y, residual_out
 
@@ -460,7 +632,7 @@ CHOOSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 
 def _compiled(operator: Operator, a: Arguments) -> Operator | None:
-    """The operator for a compiled graph: this one, its twin, or None for PyTorch's layer_norm.
+    """The operator for a compiled graph: this one, its twin, or None for PyTorch's own norm.
 
     compile/rules.py decides. The operations around the call are not known here, so elementwise
     ones are assumed.
@@ -489,10 +661,12 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
         bool(has_hidden_casts),
         torch.are_deterministic_algorithms_enabled(),
     )
-    if choice == "PYTORCH":
+    if choice == "PYTORCH" and (
+        not options.is_rms or _is_pytorchs_rms_norm(a.input, a.weight, a.bias, options)
+    ):
         return None
     twin_of_it = ATEN_LAYER_NORM if a.residual is None else ATEN_ADD_LAYER_NORM
-    return twin_of_it if choice == "INDUCTOR" else operator
+    return operator if choice == "KERNEL" else twin_of_it
 
 
 def _choice(kind: str, cols: int, stride: int, hidden_casts: bool, deterministic: bool) -> str:
@@ -519,8 +693,21 @@ for _function in (_choice, _has_autocast):
     _function._dynamo_marked_constant = True  # type: ignore[union-attr]
 
 
-def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> bool:
-    """Whether PyTorch's layer_norm computes the norm of this call; it may still refuse the call.
+def _is_pytorchs_rms_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, kind: Kind | Options
+) -> bool:
+    """Whether PyTorch's rms_norm has all that this RMSNorm has, and gives it input's dtype."""
+    return (
+        bias is None
+        and kind.weight_offset == 0
+        and (weight is None or (weight.dtype is input.dtype and not kind.round_before_weight))
+    )
+
+
+def _is_pytorchs(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: Kind
+) -> bool:
+    """Whether PyTorch's own norm computes the norm of this call; it may still refuse the call.
 
     Nested tensors and an eps of NaN go to the operators, which refuse them. The operators also
     serve what PyTorch does not: parameters of other dtypes, derivatives of every order under
@@ -533,7 +720,11 @@ def _is_pytorchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
         input.is_cpu
         and not _cpu_operators
         and type(input) is Tensor
-        and _takes_parameters(dtype, weight, bias)
+        and (
+            _takes_parameters(dtype, weight, bias)
+            if kind is LAYER
+            else kind.statistic == "rms" and _is_pytorchs_rms_norm(input, weight, bias, kind)
+        )
         and eps == eps
         and not input.is_nested
         and not _in_transform()
@@ -550,6 +741,7 @@ def _by_pytorch(
     bias: Tensor | None,
     eps: float,
     ndim: int,
+    kind: Kind,
 ) -> Any:
     """A modulated norm on the CPU in PyTorch's operators, as a model would write it.
 
@@ -572,7 +764,11 @@ def _by_pytorch(
     x = input
     if residual is not None:
         x = residual + input if gate is None else torch.addcmul(residual, gate, input)
-    y = torch.layer_norm(x, x.shape[x.dim() - ndim :], weight, bias, eps)
+    shape = x.shape[x.dim() - ndim :]
+    if kind is LAYER:
+        y = torch.layer_norm(x, shape, weight, bias, eps)
+    else:
+        y = torch.rms_norm(x, shape, weight, eps)
     if scale is not None:
         factor = 1 + scale
         y = y * factor if shift is None else torch.addcmul(shift, y, factor)
@@ -596,9 +792,9 @@ _BESIDE_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
 def _in_onnx(a: Arguments) -> Any:
     """A call in PyTorch's operators, which torch.onnx.export(..., dynamo=True) can translate."""
     arguments.check(a)
-    _, eps, *fused = a.options
+    ndim, eps, *_ = a.options
     dtypes = {t.dtype for t in (a.input, a.weight, a.bias) if t is not None}
-    is_plain = fused == [None, 1.0, None] and not a.is_modulated and len(dtypes) == 1
+    is_plain = a.options == Options(ndim, eps) and not a.is_modulated and len(dtypes) == 1
     if a.residual is None and is_plain:
         return torch.layer_norm(a.input, a.normalized_shape, a.weight, a.bias, eps)
     operator = LAYER_NORM if a.residual is None else ADD_LAYER_NORM

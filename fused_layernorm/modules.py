@@ -1,4 +1,6 @@
-"""The modules: torch.nn.LayerNorm on the fused kernels, also with a residual or a modulation."""
+"""The modules: torch.nn's LayerNorm and RMSNorm on the fused kernels, also with a residual or a
+modulation.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .functional import ada_layer_norm, add_ada_layer_norm, add_layer_norm, layer_norm
-from .ops.arguments import check_options, name_of
+from .functional import (
+    ada_layer_norm,
+    add_ada_layer_norm,
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+)
+from .ops.arguments import check_kind, check_options, name_of
 from .ops.load import operators
 
 # TorchScript compiles no function with keyword-only defaults: there the modules call the operators.
@@ -18,6 +27,8 @@ _is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 # branches on its arguments.
 torch.fx.wrap("layer_norm")
 torch.fx.wrap("add_layer_norm")
+torch.fx.wrap("rms_norm")
+torch.fx.wrap("add_rms_norm")
 torch.fx.wrap("ada_layer_norm")
 torch.fx.wrap("add_ada_layer_norm")
 
@@ -86,14 +97,19 @@ class FusedLayerNorm(nn.LayerNorm):
         )
 
     def extra_repr(self) -> str:
-        options = ""
-        if self.activation is not None:
-            options += f", activation={self.activation!r}"
-        if self.scale != 1.0:
-            options += f", scale={self.scale}"
-        if self.out_dtype is not None:
-            options += f", out_dtype={name_of(self.out_dtype)}"
-        return super().extra_repr() + options
+        return super().extra_repr() + _shown(self.activation, self.scale, self.out_dtype)
+
+
+def _shown(activation: str | None, scale: float, out_dtype: torch.dtype | None) -> str:
+    """The options that are not the defaults, as extra_repr shows them."""
+    options = ""
+    if activation is not None:
+        options += f", activation={activation!r}"
+    if scale != 1.0:
+        options += f", scale={scale}"
+    if out_dtype is not None:
+        options += f", out_dtype={name_of(out_dtype)}"
+    return options
 
 
 class FusedAddLayerNorm(FusedLayerNorm):
@@ -129,6 +145,159 @@ class FusedAddLayerNorm(FusedLayerNorm):
         )
 
 
+class FusedRMSNorm(nn.RMSNorm):
+    r"""A drop-in :class:`torch.nn.RMSNorm`: the same parameters, state_dict and results, faster.
+
+    ``y = activation(rms_norm(x) * (weight + weight_offset) + bias) * scale``, fused in forward and
+    in backward; the shapes, dtypes and errors are those of :func:`fused_layernorm.rms_norm`.
+
+    Args:
+        normalized_shape, eps, elementwise_affine, device, dtype: as nn.RMSNorm's.
+        bias: whether there is a bias beside weight, which nn.RMSNorm has not.
+        weight_offset: a finite number that is added to weight. Weight is initialized so that the
+            sum is one: to zero for Gemma's offset of 1.
+        round_before_weight: whether the normalized value is rounded to input's dtype before it is
+            multiplied by weight, as Llama's norm does.
+        activation: None, ``"gelu"``, ``"gelu_tanh"``, ``"silu"`` or ``"relu"``.
+        scale: a finite number that multiplies the result.
+        out_dtype: the result's dtype; by default what nn.RMSNorm gives.
+    """
+
+    # Attributes that torch.jit.script compiles as constants.
+    __constants__ = [  # noqa: RUF012
+        *nn.RMSNorm.__constants__,
+        "weight_offset",
+        "round_before_weight",
+        "activation",
+        "scale",
+        "out_dtype",
+    ]
+
+    weight_offset: float = 0.0
+    round_before_weight: bool = False
+    activation: str | None = None
+    scale: float = 1.0
+    out_dtype: torch.dtype | None = None
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = False,
+        weight_offset: float = 0.0,
+        round_before_weight: bool = False,
+        activation: str | None = None,
+        scale: float = 1.0,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        check_options(activation, scale, out_dtype)
+        check_kind("rms", weight_offset, self.weight)
+        if bias and elementwise_affine:
+            self.bias = nn.Parameter(torch.zeros_like(self.weight))
+        else:
+            self.register_parameter("bias", None)
+        self.weight_offset = weight_offset
+        self.round_before_weight = round_before_weight
+        self.activation = activation
+        self.scale = scale
+        self.out_dtype = out_dtype
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the parameters so that the norm has a factor of one and a bias of zero."""
+        if self.elementwise_affine:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+        if getattr(self, "bias", None) is not None:  # nn.RMSNorm calls this before there is one
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if _is_scripting():
+            eps = self.eps
+            if eps is None:
+                eps = 2.220446049250313e-16 if input.dtype == torch.float64 else 1.1920929e-07
+            return operators.layer_norm(
+                input,
+                len(self.normalized_shape),
+                self.weight,
+                self.bias,
+                eps,
+                self.activation,
+                self.scale,
+                self.out_dtype,
+                "rms",
+                self.weight_offset,
+                self.round_before_weight,
+            )
+        return rms_norm(
+            input,
+            self.weight,
+            self.eps,
+            bias=self.bias,
+            weight_offset=self.weight_offset,
+            round_before_weight=self.round_before_weight,
+            normalized_shape=self.normalized_shape,
+            activation=self.activation,
+            scale=self.scale,
+            out_dtype=self.out_dtype,
+        )
+
+    def extra_repr(self) -> str:
+        options = ", bias=True" if self.bias is not None else ""
+        if self.weight_offset != 0.0:
+            options += f", weight_offset={self.weight_offset}"
+        if self.round_before_weight:
+            options += ", round_before_weight=True"
+        return (
+            super().extra_repr() + options + _shown(self.activation, self.scale, self.out_dtype)
+        )
+
+
+class FusedAddRMSNorm(FusedRMSNorm):
+    """``forward(input, residual) -> (output, residual_out)``: :func:`add_rms_norm` as a module.
+
+    ``residual_out = input + residual`` and ``output = rms_norm(residual_out)``, fused in forward
+    and in backward. The arguments are those of :class:`FusedRMSNorm`.
+    """
+
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        if _is_scripting():
+            eps = self.eps
+            if eps is None:
+                eps = 2.220446049250313e-16 if residual.dtype == torch.float64 else 1.1920929e-07
+            return operators.add_layer_norm(
+                input,
+                residual,
+                len(self.normalized_shape),
+                self.weight,
+                self.bias,
+                eps,
+                self.activation,
+                self.scale,
+                self.out_dtype,
+                "rms",
+                self.weight_offset,
+                self.round_before_weight,
+            )
+        return add_rms_norm(
+            input,
+            residual,
+            self.weight,
+            self.eps,
+            bias=self.bias,
+            weight_offset=self.weight_offset,
+            round_before_weight=self.round_before_weight,
+            normalized_shape=self.normalized_shape,
+            activation=self.activation,
+            scale=self.scale,
+            out_dtype=self.out_dtype,
+        )
+
+
 class FusedAdaLayerNorm(nn.LayerNorm):
     """``forward(input, shift, scale)``: :func:`fused_layernorm.ada_layer_norm` as a module.
 
@@ -138,11 +307,15 @@ class FusedAdaLayerNorm(nn.LayerNorm):
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as nn.LayerNorm's.
+        statistic: ``"layer"``, or ``"rms"`` for ``rms_norm`` in the place of ``layer_norm``.
         out_dtype: the result's dtype; by default input's, under autocast on CUDA float32.
     """
 
     # Attributes that torch.jit.script compiles as constants.
-    __constants__ = [*nn.LayerNorm.__constants__, "out_dtype"]  # noqa: RUF012
+    __constants__ = [*nn.LayerNorm.__constants__, "statistic", "out_dtype"]  # noqa: RUF012
+
+    # Defaults for modules that were pickled before there was such an attribute.
+    statistic: str = "layer"
 
     def __init__(
         self,
@@ -153,10 +326,13 @@ class FusedAdaLayerNorm(nn.LayerNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        statistic: str = "layer",
         out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         check_options(None, 1.0, out_dtype)
+        check_kind(statistic, 0.0, self.weight)
+        self.statistic = statistic
         self.out_dtype = out_dtype
 
     def forward(
@@ -172,6 +348,7 @@ class FusedAdaLayerNorm(nn.LayerNorm):
                 self.bias,
                 self.eps,
                 self.out_dtype,
+                self.statistic,
             )
         return ada_layer_norm(
             input,
@@ -180,13 +357,14 @@ class FusedAdaLayerNorm(nn.LayerNorm):
             self.weight,
             self.bias,
             self.eps,
+            statistic=self.statistic,
             normalized_shape=self.normalized_shape,
             out_dtype=self.out_dtype,
         )
 
     def extra_repr(self) -> str:
-        shown = "" if self.out_dtype is None else f", out_dtype={name_of(self.out_dtype)}"
-        return super().extra_repr() + shown
+        shown = "" if self.statistic == "layer" else f", statistic={self.statistic!r}"
+        return super().extra_repr() + shown + _shown(None, 1.0, self.out_dtype)
 
 
 class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
@@ -218,6 +396,7 @@ class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
                 self.bias,
                 self.eps,
                 self.out_dtype,
+                self.statistic,
             )
         return add_ada_layer_norm(
             input,
@@ -228,6 +407,7 @@ class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
             self.weight,
             self.bias,
             self.eps,
+            statistic=self.statistic,
             normalized_shape=self.normalized_shape,
             out_dtype=self.out_dtype,
         )

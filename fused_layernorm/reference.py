@@ -1,4 +1,4 @@
-"""LayerNorm by its formulas, in float64: the reference for every result in the tests and docs.
+"""LayerNorm and RMSNorm by their formulas, in float64: the reference for every result in the tests and docs.
 
 Nothing here is fast, and nothing is shared with the rest of the package: the statistics, the
 activations' derivatives and the backward pass are written out.
@@ -23,6 +23,9 @@ With a modulation instead of activation and scale (scale is a number above, and 
     dinput = gate * dresidual_out             dgate = sum of dresidual_out * input
 
 where these three sums run over the dimensions in which shift, scale or gate is broadcast.
+
+RMSNorm has a mean of zero, and the term sum(dxhat) / cols is zero too. Where a weight has an
+offset, weight + weight_offset stands for weight.
 """
 
 from __future__ import annotations
@@ -103,17 +106,22 @@ def activation_derivative(z: Tensor, activation: str | None) -> Tensor:
     raise ValueError(activation)
 
 
-def _normalize(x: Tensor, normalized_ndim: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _normalize(
+    x: Tensor, normalized_ndim: int, eps: float, statistic: str
+) -> tuple[Tensor, Tensor, Tensor]:
     dims = tuple(range(-normalized_ndim, 0))
     cols = math.prod(x.shape[x.dim() - normalized_ndim :])
-    mean = x.sum(dims, keepdim=True) / cols
+    total = x.sum(dims, keepdim=True)
+    mean = torch.zeros_like(total) if statistic == "rms" else total / cols
     centered = x - mean
     rstd = 1 / torch.sqrt((centered * centered).sum(dims, keepdim=True) / cols + eps)
     return centered * rstd, mean, rstd
 
 
-def _affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    z = xhat if weight is None else xhat * weight.double()
+def _affine(
+    xhat: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float
+) -> Tensor:
+    z = xhat if weight is None else xhat * (weight.double() + weight_offset)
     return z if bias is None else z + bias.double()
 
 
@@ -125,10 +133,19 @@ def layer_norm(
     eps: float = 1e-5,
     activation: str | None = None,
     scale: float = 1.0,
+    *,
+    statistic: str = "layer",
+    weight_offset: float = 0.0,
+    rounding: torch.dtype | None = None,
 ) -> Forward:
-    """y, mean and rstd in float64, from the values that the arguments hold."""
-    xhat, mean, rstd = _normalize(x.double(), normalized_ndim, eps)
-    y = activation_value(_affine(xhat, weight, bias), activation) * scale
+    """y, mean and rstd in float64, from the values that the arguments hold.
+
+    `rounding` is the dtype to which xhat is rounded before it is multiplied by weight.
+    """
+    xhat, mean, rstd = _normalize(x.double(), normalized_ndim, eps, statistic)
+    if rounding is not None:
+        xhat = xhat.to(rounding).double()
+    y = activation_value(_affine(xhat, weight, bias, weight_offset), activation) * scale
     return Forward(y, mean, rstd)
 
 
@@ -152,19 +169,20 @@ def layer_norm_backward(
     activation: str | None = None,
     scale: float = 1.0,
     dresidual: Tensor | None = None,
+    *,
+    statistic: str = "layer",
+    weight_offset: float = 0.0,
 ) -> Backward:
     """dx (with dresidual, if given), dweight and dbias in float64."""
-    xhat, _, rstd = _normalize(x.double(), normalized_ndim, eps)
-    dz = dy.double() * scale * activation_derivative(_affine(xhat, weight, bias), activation)
+    xhat, _, rstd = _normalize(x.double(), normalized_ndim, eps, statistic)
+    z = _affine(xhat, weight, bias, weight_offset)
+    dz = dy.double() * scale * activation_derivative(z, activation)
     dims = tuple(range(-normalized_ndim, 0))
     cols = math.prod(x.shape[x.dim() - normalized_ndim :])
     rows_shape = (-1, *x.shape[x.dim() - normalized_ndim :])
-    dxhat = dz if weight is None else dz * weight.double()
-    dx = rstd * (
-        dxhat
-        - dxhat.sum(dims, keepdim=True) / cols
-        - xhat * ((dxhat * xhat).sum(dims, keepdim=True) / cols)
-    )
+    dxhat = dz if weight is None else dz * (weight.double() + weight_offset)
+    mean = 0 if statistic == "rms" else dxhat.sum(dims, keepdim=True) / cols
+    dx = rstd * (dxhat - mean - xhat * ((dxhat * xhat).sum(dims, keepdim=True) / cols))
     if dresidual is not None:
         dx = dx + dresidual.double()
     return Backward(dx, (dz * xhat).reshape(rows_shape).sum(0), dz.reshape(rows_shape).sum(0))
@@ -183,9 +201,11 @@ def ada_layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    statistic: str = "layer",
 ) -> Forward:
     """y, mean and rstd in float64."""
-    z, mean, rstd = layer_norm(x, normalized_ndim, weight, bias, eps)
+    z, mean, rstd = layer_norm(x, normalized_ndim, weight, bias, eps, statistic=statistic)
     y = z if scale is None else z * (1 + scale.double())
     return Forward(y if shift is None else y + shift.double(), mean, rstd)
 
@@ -200,13 +220,15 @@ def ada_layer_norm_backward(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     dresidual: Tensor | None = None,
+    *,
+    statistic: str = "layer",
 ) -> AdaBackward:
     """The five gradients in float64; dx with dresidual, if given."""
     dy = dy.double()
-    z = layer_norm(x, normalized_ndim, weight, bias, eps).y
+    z = layer_norm(x, normalized_ndim, weight, bias, eps, statistic=statistic).y
     dz = dy if scale is None else dy * (1 + scale.double())
     dx, dweight, dbias = layer_norm_backward(
-        dz, x, normalized_ndim, weight, bias, eps, dresidual=dresidual
+        dz, x, normalized_ndim, weight, bias, eps, dresidual=dresidual, statistic=statistic
     )
     dshift = None if shift is None else dy.sum_to_size(shift.shape)
     dscale = None if scale is None else (dy * z).sum_to_size(scale.shape)

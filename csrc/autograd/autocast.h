@@ -7,18 +7,32 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <torch/headeronly/version.h>
+
 #include "operators.h"
 
 namespace fused_layernorm {
 
 inline bool is_half(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
+// PyTorch's autocast runs rms_norm in float32 from torch 2.12 on; before, it does not change it.
+template <class Op>
+bool makes_float32(const IValue* arguments) {
+  if constexpr (Op::kHasStatistic) {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
+    if (is_rms(arguments[Op::kStatistic])) return false;
+#endif
+  }
+  return true;
+}
+
 template <class Op>
 void autocast(const OperatorHandle& op, DispatchKeySet /*keys*/, Stack* stack) {
   IValue* arguments = stack->data() + stack->size() - Op::kArguments;
   const Tensor& input = arguments[Op::kInput].toTensor();
   const at::ScalarType dtype = input.scalar_type();
-  if (arguments[Op::kOutDtype].isNone() && !input.is_cpu() && is_half(dtype)) {
+  if (arguments[Op::kOutDtype].isNone() && !input.is_cpu() && is_half(dtype) &&
+      makes_float32<Op>(arguments)) {
     arguments[Op::kOutDtype] = at::kFloat;
   }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);

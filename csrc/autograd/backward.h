@@ -168,6 +168,7 @@ inline void differentiate_gated_backward(const OperatorHandle& op, DispatchKeySe
   of_norm.insert(of_norm.end(), arguments.begin() + Op::kNormalizedNdim,
                  arguments.begin() + Op::kNeeds);
   of_norm.emplace_back(needs_dx || is_gate_needed);
+  // The parameters' flags, the statistic and the offset.
   of_norm.insert(of_norm.end(), arguments.begin() + Op::kNeedsOfParameters, arguments.end());
   call(norm_backward, &of_norm);
 

@@ -3,8 +3,9 @@
 //
 // One formula serves the operators with a modulation and those without:
 //     residual_out = residual + gate * input,    x = residual_out, or input,
-//     z = xhat * weight + bias,                  xhat = (x - mean) * rstd,
+//     z = xhat * (weight + weight_offset) + bias,    xhat = (x - mean) * rstd,
 //     y = activation(z) * output_scale * (1 + scale) + shift.
+// RMSNorm is the same with a mean of zero.
 // An undefined tensor stands for an argument that is not given, or for a gradient of zeros.
 // Arithmetic is in float32, or in float64 where x is float64.
 #pragma once
@@ -112,31 +113,41 @@ struct Rows {
   }
 };
 
-// The normalized x. project() applies P, the derivative of xhat with respect to x, which is a
-// symmetric linear map on each row.
+// The normalized x; the mean of RMSNorm is undefined. project() applies P, the derivative of xhat
+// with respect to x, which is a symmetric linear map on each row.
 struct Normalized {
   Rows rows;
   Tensor xhat, mean, rstd;
 
   Tensor project(const Tensor& t) const {
-    return rstd * (t - rows.mean(t) - xhat * rows.mean(t * xhat));
+    const Tensor along = xhat * rows.mean(t * xhat);
+    return rstd * (mean.defined() ? t - rows.mean(t) - along : t - along);
   }
 };
 
-inline Normalized normalize(const Tensor& x, Rows rows, double eps) {
-  const Tensor mean = rows.mean(x), centered = x - mean;
-  const Tensor rstd = (rows.mean(centered * centered) + eps).rsqrt();
-  return {rows, centered * rstd, mean, rstd};
+// What is normalized: x without its mean, which RMSNorm leaves in it.
+struct Centered {
+  Tensor mean, values;
+
+  Centered(const Tensor& x, Rows rows, bool is_rms)
+      : mean(is_rms ? Tensor() : rows.mean(x)), values(is_rms ? x : x - mean) {}
+};
+
+inline Normalized normalize(const Tensor& x, Rows rows, double eps, bool is_rms) {
+  const Centered centered(x, rows, is_rms);
+  const Tensor rstd = (rows.mean(centered.values * centered.values) + eps).rsqrt();
+  return {rows, centered.values * rstd, centered.mean, rstd};
 }
 
 // The same from the forward pass's rstd instead of eps. eps is computed back from it as a constant,
 // so that rstd is a function of x, with derivatives of any order.
-inline Normalized normalize_as(const Tensor& x, Rows rows, const Tensor& rstd_of_forward) {
-  const Tensor mean = rows.mean(x), centered = x - mean;
-  const Tensor variance = rows.mean(centered * centered);
+inline Normalized normalize_as(const Tensor& x, Rows rows, const Tensor& rstd_of_forward,
+                               bool is_rms) {
+  const Centered centered(x, rows, is_rms);
+  const Tensor variance = rows.mean(centered.values * centered.values);
   const Tensor eps = (rstd_of_forward.pow(-2) - variance).detach();
   const Tensor rstd = (variance + eps).rsqrt();
-  return {rows, centered * rstd, mean, rstd};
+  return {rows, centered.values * rstd, centered.mean, rstd};
 }
 
 inline at::ScalarType arithmetic_type(at::ScalarType x, at::ScalarType other = at::kFloat) {
@@ -155,10 +166,19 @@ struct Options {
   int64_t normalized_ndim = 0;
   Activation activation;
   double output_scale = 1;
+  bool is_rms = false;
+  double weight_offset = 0;
 };
 
-inline Tensor affine(const Tensor& xhat, const Parameters& p, at::ScalarType acc) {
-  return plus(times(xhat, as(p.weight, acc)), as(p.bias, acc));
+// weight + weight_offset, undefined without a weight.
+inline Tensor weight_of(const Parameters& p, const Options& options, at::ScalarType acc) {
+  const Tensor weight = as(p.weight, acc);
+  return weight.defined() && options.weight_offset != 0 ? weight + options.weight_offset : weight;
+}
+
+inline Tensor affine(const Tensor& xhat, const Parameters& p, const Options& options,
+                     at::ScalarType acc) {
+  return plus(times(xhat, weight_of(p, options, acc)), as(p.bias, acc));
 }
 
 // t * output_scale * (1 + scale).
@@ -175,6 +195,7 @@ struct ForwardArguments {
   Options options;
   double eps;
   std::optional<at::ScalarType> out_dtype;
+  bool round_before_weight;
 };
 
 struct ForwardResults {
@@ -189,8 +210,11 @@ inline ForwardResults forward_formula(const ForwardArguments& a) {
     x = residual_out = (branch + a.residual.to(acc)).to(a.residual.scalar_type());
   }
   const auto acc = arithmetic_type(x.scalar_type());
-  const Normalized normalized = normalize(x.to(acc), {a.options.normalized_ndim}, a.eps);
-  const Tensor z = affine(normalized.xhat, a.parameters, acc);
+  Tensor xhat = normalize(x.to(acc), {a.options.normalized_ndim}, a.eps, a.options.is_rms).xhat;
+  if (a.round_before_weight && a.parameters.weight.defined()) {
+    xhat = xhat.to(a.input.scalar_type()).to(acc);
+  }
+  const Tensor z = affine(xhat, a.parameters, a.options, acc);
   const Tensor y = scaled(activate(a.options.activation, z), a.parameters, a.options);
   return {plus(y, as(a.parameters.shift, acc)).to(a.out_dtype.value_or(a.input.scalar_type())),
           residual_out};
@@ -198,7 +222,8 @@ inline ForwardResults forward_formula(const ForwardArguments& a) {
 
 // ---- Backward
 
-// The arguments of (ada_)layer_norm_backward. The formulas compute mean from x.
+// The arguments of (ada_)layer_norm_backward. The formulas compute mean from x. The rounding of
+// xhat counts as the identity.
 struct BackwardArguments {
   Tensor dy, x, rstd, dresidual;
   Parameters parameters;
@@ -214,14 +239,15 @@ inline BackwardResults backward_formula(const BackwardArguments& a) {
   const auto acc = arithmetic_type(a.x.scalar_type());
   const auto& [shift, scale, weight, bias] = a.parameters;
   const Rows rows = {a.options.normalized_ndim};
-  const Normalized normalized = normalize_as(a.x.to(acc), rows, a.rstd);
+  const Normalized normalized = normalize_as(a.x.to(acc), rows, a.rstd, a.options.is_rms);
   const Tensor& xhat = normalized.xhat;
-  const Tensor dy = a.dy.to(acc), z = affine(xhat, a.parameters, acc);
+  const Tensor dy = a.dy.to(acc), z = affine(xhat, a.parameters, a.options, acc);
   const Tensor dz =
       times(scaled(dy, a.parameters, a.options), slopes_of(a.options.activation, z).first);
 
   BackwardResults results;
-  const Tensor dx = plus(normalized.project(times(dz, as(weight, acc))), as(a.dresidual, acc));
+  const Tensor g = times(dz, weight_of(a.parameters, a.options, acc));
+  const Tensor dx = plus(normalized.project(g), as(a.dresidual, acc));
   results.dx = dx.to(a.x.scalar_type());
   if (shift.defined()) results.parameters.shift = reduce_to(dy, shift);
   if (scale.defined()) {
@@ -265,11 +291,11 @@ inline BackwardGradients double_backward_formula(const BackwardArguments& a,
   const Tensor ddx = as(gradients.dx, acc);
   const Tensor ddshift = as(ddshift_given, acc), ddscale = as(ddscale_given, acc);
   const Tensor ddweight = as(ddweight_given, acc), ddbias = as(ddbias_given, acc);
-  const Tensor dy = a.dy.to(acc), weight = as(a.parameters.weight, acc);
+  const Tensor dy = a.dy.to(acc), weight = weight_of(a.parameters, a.options, acc);
   const Rows rows = {a.options.normalized_ndim};
-  const Normalized normalized = normalize_as(a.x.to(acc), rows, a.rstd);
+  const Normalized normalized = normalize_as(a.x.to(acc), rows, a.rstd, a.options.is_rms);
   const Tensor &xhat = normalized.xhat, &rstd = normalized.rstd;
-  const Tensor z = affine(xhat, a.parameters, acc);
+  const Tensor z = affine(xhat, a.parameters, a.options, acc);
   const Slopes slopes = slopes_of(a.options.activation, z);
   const Tensor g = scaled(dy, a.parameters, a.options), dz = times(g, slopes.first);
 
@@ -299,7 +325,8 @@ inline BackwardGradients double_backward_formula(const BackwardArguments& a,
     const Tensor d = times(dz, weight);
     const Tensor ddx_along = rows.mean(ddx * xhat), d_along = rows.mean(d * xhat);
     by_xhat = plus(by_xhat, -rstd * (ddx * d_along + d * ddx_along));
-    const Tensor by_rstd = rows.mean(ddx * d) - rows.mean(ddx) * rows.mean(d) - ddx_along * d_along;
+    Tensor by_rstd = rows.mean(ddx * d) - ddx_along * d_along;
+    if (normalized.mean.defined()) by_rstd = by_rstd - rows.mean(ddx) * rows.mean(d);
     by_x = -rstd * rstd * by_rstd * xhat;
     if (weight.defined()) by_weight = projected * dz;
   }

@@ -140,6 +140,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     for (size_t i = 0; i < Op::kParameters; ++i) {
       stack.emplace_back(needs(Op::kFirstParameter + i) && !(is_dshift_dy && i == 0));
     }
+    torch::jit::push(stack, statistic_of(options), options.weight_offset);
     call(is_gated ? of_gated_norm : of_norm, &stack);
     const auto take = [&](size_t output, size_t argument) {
       if (needs(argument)) results[argument] = std::move(stack[output]).toTensor();
@@ -213,7 +214,8 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
         parameters_of<Op>(arguments),
         options_of<Op>(arguments),
         arguments[Op::kEps].toDouble(),
-        dtype_of(arguments[Op::kOutDtype])};
+        dtype_of(arguments[Op::kOutDtype]),
+        arguments[Op::kRoundBeforeWeight].toBool()};
     // The kernel is run for its checks and its statistics, which have no derivatives.
     run_below_autograd(with_statistics, keys, stack);
     const ForwardResults found = forward_formula(named);
@@ -247,6 +249,7 @@ inline void differentiate_pair(const OperatorHandle& op, DispatchKeySet keys, St
     Stack of_one = {arguments[Op::kInput], arguments[Op::kNormalizedNdim], arguments[shift],
                     arguments[scale]};
     of_one.insert(of_one.end(), arguments.begin() + Op::kWeight, arguments.end());
+    torch::jit::push(of_one, "layer", 0.0, false);
     one.callBoxed(&of_one);
     return of_one[0];
   };

@@ -68,6 +68,7 @@ struct NormForward {
   static constexpr bool kHasModulation = kWithModulation;
   static constexpr bool kHasResidual = kWithResidual;
   static constexpr bool kHasGate = kHasResidual && kHasModulation;
+  static constexpr bool kHasStatistic = true;
   enum : size_t {
     kInput,
     kResidual = kInput + kHasResidual,
@@ -81,6 +82,9 @@ struct NormForward {
     kActivation,  // where there is no modulation
     kOutputScale,
     kOutDtype = kHasModulation ? kEps + 1 : kOutputScale + 1,
+    kStatistic,
+    kWeightOffset,
+    kRoundBeforeWeight,
     kArguments
   };
   static constexpr size_t kDifferentiable[] = {kInput, kResidual, kGate, kShift,
@@ -97,6 +101,7 @@ struct NormForward {
 // ada_layer_norm_pair.
 struct NormPair {
   static constexpr bool kHasModulation = true;
+  static constexpr bool kHasStatistic = false;
   enum : size_t {
     kInput,
     kNormalizedNdim,
@@ -135,7 +140,8 @@ struct NormBackward {
     kNeeds = kHasModulation ? kDresidual + 1 : kOutputScale + 1,  // one for each output
   };
   static constexpr size_t kOutputs = 1 + kDresidual - kShift;  // dx, and gradients of parameters
-  static constexpr size_t kArguments = kNeeds + kOutputs;
+  static constexpr size_t kStatistic = kNeeds + kOutputs, kWeightOffset = kStatistic + 1;
+  static constexpr size_t kArguments = kWeightOffset + 1;
   static constexpr size_t kDifferentiable[] = {kDy, kX, kShift, kScale, kWeight, kBias, kDresidual};
 };
 
@@ -161,7 +167,8 @@ struct GatedNormBackward {
   };
   static constexpr size_t kParameters = kDresidual - kShift;
   static constexpr size_t kOutputs = 3 + kParameters;  // dx, dinput, dgate, and the parameters'
-  static constexpr size_t kArguments = kNeeds + kOutputs;
+  static constexpr size_t kStatistic = kNeeds + kOutputs, kWeightOffset = kStatistic + 1;
+  static constexpr size_t kArguments = kWeightOffset + 1;
   static constexpr size_t kDifferentiable[] = {kDy,    kX,      kInput, kGate,     kShift,
                                                kScale, kWeight, kBias,  kDresidual};
 };
@@ -186,6 +193,14 @@ Parameters parameters_of(const IValue* arguments) {
   return parameters;
 }
 
+inline bool is_rms(const IValue& statistic) { return statistic.toStringRef() == "rms"; }
+
+// The operators' argument `statistic`.
+inline const IValue& statistic_of(const Options& options) {
+  static const IValue layer("layer"), rms("rms");
+  return options.is_rms ? rms : layer;
+}
+
 template <class Op>
 Options options_of(const IValue* arguments) {
   Options options;
@@ -195,6 +210,8 @@ Options options_of(const IValue* arguments) {
     if (!activation.isNone()) options.activation = activation.toStringRef();
     options.output_scale = arguments[Op::kOutputScale].toDouble();
   }
+  options.is_rms = is_rms(arguments[Op::kStatistic]);
+  options.weight_offset = arguments[Op::kWeightOffset].toDouble();
   return options;
 }
 
@@ -202,6 +219,8 @@ inline void collect(CompiledNodeArgs& args, const Options& options) {
   args.collect(options.normalized_ndim);
   args.collect(options.activation);
   args.collect(options.output_scale);
+  args.collect(options.is_rms);
+  args.collect(options.weight_offset);
 }
 
 // ---- Calls

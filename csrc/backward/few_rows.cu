@@ -25,7 +25,7 @@ struct ColumnGradients {
     Vec<typename N::X, kWidth> x = {};
     if (needs_x(p)) x = load<Use::kReadOnly, kWidth>(x_row_of<N>(p, 0, 0) + col);
     const auto dy = load<Use::kReadOnly, kWidth>(dy_row_of<N>(p, 0, 0) + col);
-    const Acc mean = *static_cast<const Acc*>(p.mean), rstd = *static_cast<const Acc*>(p.rstd);
+    const auto [mean, rstd] = load_statistics<Acc>(p, 0);
     const auto parameters = parameters_of<N>(p, 0);
     Acc dweight[kWidth] = {}, dbias[kWidth] = {};
     Gradients<N, kWidth>(p, x, dy, mean, rstd, parameters.weight.template load<kWidth>(col),
@@ -52,19 +52,19 @@ struct ColumnGradients {
     for (int64_t row = first_row; row < p.rows; row += kAtOnce * row_step) {
       Vec<typename N::X, kWidth> x[kAtOnce] = {};
       Vec<typename N::Y, kWidth> dy[kAtOnce] = {};
-      Acc mean[kAtOnce] = {}, rstd[kAtOnce] = {};
+      Pair<Acc> statistics[kAtOnce] = {};
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int64_t r = row + i * row_step;
         if (r >= p.rows) continue;  // A row that does not exist adds zero.
         if (reads_x) x[i] = load<Use::kReadOnly, kWidth>(x_row_of<N>(p, r, first_col) + col);
         dy[i] = load<Use::kReadOnly, kWidth>(dy_row_of<N>(p, r, first_col) + col);
-        mean[i] = static_cast<const Acc*>(p.mean)[r];
-        rstd[i] = static_cast<const Acc*>(p.rstd)[r];
+        statistics[i] = load_statistics<Acc>(p, r);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        Gradients<N, kWidth>(p, x[i], dy[i], mean[i], rstd[i], weight, bias)
+        Gradients<N, kWidth>(p, x[i], dy[i], statistics[i].first, statistics[i].second, weight,
+                             bias)
             .add_dparams(dweight, dbias);
       }
     }
@@ -124,8 +124,7 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamL
     // With a dy of zero, a missing vector adds zero.
     if (!share.has(k)) dy[k] = {};
   }
-  const Acc mean = static_cast<const Acc*>(p.mean)[row];
-  const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
+  const auto [mean, rstd] = load_statistics<Acc>(p, row);
   const auto gradients_of = [&](int k) {
     const int col = share.template col<kWidth>(k);
     return Gradients<N, kWidth>(p, x[k], dy[k], mean, rstd,
@@ -152,7 +151,7 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamL
   }
   sums = team.sum(sums, scratch);
   if (own_row >= p.rows) return;
-  const Pair<Acc> means = means_of(sums, p.inverse_cols.as<Acc>());
+  const Pair<Acc> means = means_of(p, sums);
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     if (!share.has(k)) continue;
@@ -197,8 +196,7 @@ __device__ __forceinline__ void shared_rows_dx(const BackwardParams& p, const Te
     if (!share.has(k)) dy[k] = {};
     weight[k] = load_given<1, W>(p.weight, Absent::kOnes, share, k);
   }
-  const Acc mean = static_cast<const Acc*>(p.mean)[row];
-  const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
+  const auto [mean, rstd] = load_statistics<Acc>(p, row);
   // xhat and g of each element of the row.
   Pair<Acc>* const elements = static_cast<Pair<Acc>*>(shared) + row_in_block * kVecs * team.threads;
   Acc xhat[kOwn][1], g[kOwn][1];
@@ -219,7 +217,7 @@ __device__ __forceinline__ void shared_rows_dx(const BackwardParams& p, const Te
   }
   sums = team.sum(sums, scratch);
   if (own_row >= p.rows) return;
-  const Pair<Acc> means = means_of(sums, p.inverse_cols.as<Acc>());
+  const Pair<Acc> means = means_of(p, sums);
   const DxRow<N> dx_row(p, row, 0);
 #pragma unroll
   for (int k = 0; k < kOwn; ++k) {

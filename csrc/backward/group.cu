@@ -72,7 +72,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const int vectors = p.cols / kWidth;
   const Share<kVecs> share = {team.thread, team.threads, vectors};
   const bool fills = kBulk && team.thread == 0;
-  const Acc inverse_cols = p.inverse_cols.as<Acc>();
   const int first_scratch = team.index * scratch_values(team.warps());
 
   TeamRows next(range, plan.teams, team.index);  // the row to be copied to the ring next
@@ -104,9 +103,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   };
   const auto statistics_of = [&](int stage, int64_t row) -> Pair<Acc> {
     if constexpr (kBulk) {
-      return {ring.statistics[stage].first, ring.statistics[stage].second};
+      return ring.statistics_of(p, stage);
     } else {
-      return {static_cast<const Acc*>(p.mean)[row], static_cast<const Acc*>(p.rstd)[row]};
+      return load_statistics<Acc>(p, row);
     }
   };
 
@@ -159,7 +158,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       next.advance();
     }
     if (kGated || p.dx != nullptr) {
-      const Pair<Acc> means = means_of(sums, inverse_cols);
+      const Pair<Acc> means = means_of(p, sums);
       if constexpr (kGated) {
         X* const dinput = static_cast<X*>(p.dinput) + row * p.cols;
         with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
@@ -247,14 +246,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 template <typename T, bool kMayBeBare, typename Launch>
 cudaError_t dispatch_group(const BackwardParams& p, const Launch& launch) {
   if (p.modulation.gate != nullptr) {
-    return launch(LayerNormOf<T, GatedGradient, Identity, MayBeAffineAndModulate>{});
+    return launch(NormOf<T, GatedGradient, Identity, MayBeAffineAndModulate>{});
   }
   if constexpr (kMayBeBare && kIsCommon<T>) {
     if (p.dresidual == nullptr) {
-      return launch(LayerNormOf<T, NoGradientBeside, Identity, MayBeAffineAndModulate>{});
+      return launch(NormOf<T, NoGradientBeside, Identity, MayBeAffineAndModulate>{});
     }
   }
-  return launch(LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>{});
+  return launch(NormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>{});
 }
 
 template <typename N, int kWidth, int kVecs, bool kBulk>

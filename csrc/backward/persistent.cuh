@@ -83,7 +83,7 @@ struct BackwardRing {
     const uint32_t x_bytes = reads_x ? copied(x_row, cols) : 0;
     const uint32_t dy_bytes = copied(dy_row, cols);
     barrier_expect(full + stage, x_bytes + dy_bytes);
-    float_load(&statistics[stage].first, static_cast<const float*>(p.mean) + row);
+    if (!p.is_rms) float_load(&statistics[stage].first, static_cast<const float*>(p.mean) + row);
     float_load(&statistics[stage].second, static_cast<const float*>(p.rstd) + row);
     barrier_arrive_with_float_loads(full + stage);
     const bool stays = plan.stays_in_l2;
@@ -93,6 +93,11 @@ struct BackwardRing {
     }
     bulk_load(dy + stage * stage_cols, before(dy_row, skipped(dy_row)), dy_bytes, full + stage,
               stays);
+  }
+
+  // mean and rstd of the row in a stage.
+  __device__ __forceinline__ Pair<float> statistics_of(const BackwardParams& p, int stage) const {
+    return {p.is_rms ? 0.0f : statistics[stage].first, statistics[stage].second};
   }
 
   // Sets to zero the columns that no copy writes, in all stages, so that a thread's missing vectors
@@ -249,9 +254,9 @@ struct PersistentRows {
   // mean and rstd of a row.
   __device__ __forceinline__ Pair<Acc> statistics_of(int stage, int64_t row) const {
     if constexpr (kBulk) {
-      return {ring.statistics[stage].first, ring.statistics[stage].second};
+      return ring.statistics_of(p, stage);
     } else {
-      return {static_cast<const Acc*>(p.mean)[row], static_cast<const Acc*>(p.rstd)[row]};
+      return load_statistics<Acc>(p, row);
     }
   }
 

@@ -53,8 +53,7 @@ __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologu
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) load_beside(k);
   }
-  const Acc mean = static_cast<const Acc*>(p.mean)[row];
-  const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
+  const auto [mean, rstd] = load_statistics<Acc>(p, row);
   const auto gradients_of = [&](int k) {
     const int col = share.template col<kWidth>(k);
     const auto weight = combined_weight<N, kWidth>(p, col, scale.template load<kWidth>(col));
@@ -63,7 +62,7 @@ __global__ void __launch_bounds__(backward_rows_bounds(kVecs* kWidth, N::Prologu
   Pair<Acc> sums;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) gradients_of(k).add_sums(sums);
-  const Pair<Acc> means = means_of(team.sum(sums, scratch), p.inverse_cols.as<Acc>());
+  const Pair<Acc> means = means_of(p, team.sum(sums, scratch));
   if (own_row >= p.rows) return;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
@@ -96,7 +95,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         // (gate.cu).
         return dispatch_bool<(width() > 1)>(params.modulation.gate != nullptr, [&](auto gated) {
           using Prologue = std::conditional_t<gated(), GatedGradient, MayAddGradient>;
-          using N = LayerNormOf<T, Prologue, Identity, MayBeAffineAndModulate>;
+          using N = NormOf<T, Prologue, Identity, MayBeAffineAndModulate>;
           return launch(layer_norm_backward_rows_kernel<N, width(), vecs()>, plan, stream,
                         plan.team_threads, plan.by_lanes, params);
         });

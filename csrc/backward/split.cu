@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         meet_when_collected(plan.threads);
         sums = collected[(i - lag) % kMostCollected];
       }
-      rows.store_dx(stage, row, means_of(sums, p.inverse_cols.rounded));
+      rows.store_dx(stage, row, means_of(p, sums));
     }
     read.advance(plan.stages);
   }

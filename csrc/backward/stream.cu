@@ -86,8 +86,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         group_end = min(group_end + p.group_rows, end_row);
       }
     }
-    const Acc mean = static_cast<const Acc*>(p.mean)[row];
-    const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
+    const auto [mean, rstd] = load_statistics<Acc>(p, row);
     const auto* x_row = x_row_of<N>(p, row, chunk.first_col);
     const auto* dy_row = dy_row_of<N>(p, row, chunk.first_col);
     // With a dy of zero, a missing vector adds zero.
@@ -146,7 +145,7 @@ __global__ void __launch_bounds__(kTotalsThreads)
 #pragma unroll 8
   for (int i = team.thread; i < parts; i += team.threads) sums += warp_sums[i];
   sums = team_sum(sums, team, scratch);
-  if (team.thread == 0) totals[row] = means_of(sums, p.inverse_cols.as<Acc>());
+  if (team.thread == 0) totals[row] = means_of(p, sums);
 }
 
 // The last kernel: dx.
@@ -184,8 +183,7 @@ __global__ void __launch_bounds__(kThreads)
     x[k] = load<Use::kReadOnly, kWidth>(element(x_row, col));
     dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));
   }
-  const Acc mean = static_cast<const Acc*>(p.mean)[row];
-  const Acc rstd = static_cast<const Acc*>(p.rstd)[row];
+  const auto [mean, rstd] = load_statistics<Acc>(p, row);
   const Pair<Acc> means = totals[row];
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
@@ -206,7 +204,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       // The sums do not depend on a gradient beside dx.
       const auto start_sums = [&](auto epilogue, auto affine) {
-        using N = LayerNormOf<T, NoGradientBeside, decltype(epilogue), decltype(affine)>;
+        using N = NormOf<T, NoGradientBeside, decltype(epilogue), decltype(affine)>;
         return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, plan.chunks,
                       params.is_modulated ? plan.parts.partials : plan.partials, params);
       };
@@ -230,7 +228,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
                       plan.chunks, plan.totals_offset, params);
       };
       return params.is_modulated
-                 ? start(LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>{})
+                 ? start(NormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>{})
                  : dispatch_backward_shared<T>(params, start);
     });
   });

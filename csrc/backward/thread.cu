@@ -80,7 +80,6 @@ __global__ void __launch_bounds__(kBackwardThreadThreads, 1)
     weight[thread] = to_acc(given.template load<1>(thread).at[0]);
   }
   const ParamGradSink<N> sink(p, {partials, partials_offset}, blockIdx.x);
-  const Acc inverse_cols = p.inverse_cols.as<Acc>();
   RunningColumn<N> column(p.cols);
 
   const int64_t step = int64_t{gridDim.x} * kBackwardThreadThreads;
@@ -92,8 +91,7 @@ __global__ void __launch_bounds__(kBackwardThreadThreads, 1)
     const RowsInShared<Y> dy(shared + dy_offset, p.dy, p.dy_rows, p.cols, first_row, rows);
     Pair<Acc> own;
     if (has_row) {
-      own = {static_cast<const Acc*>(p.mean)[first_row + thread],
-             static_cast<const Acc*>(p.rstd)[first_row + thread]};
+      own = load_statistics<Acc>(p, first_row + thread);
       statistics[thread] = own;
     }
     wait_for_rows();
@@ -121,7 +119,7 @@ __global__ void __launch_bounds__(kBackwardThreadThreads, 1)
           }
           return sum;
         });
-        means = means_of(sums, inverse_cols);
+        means = means_of(p, sums);
       }
       __syncthreads();
       if (has_row) {

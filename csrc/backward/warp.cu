@@ -22,8 +22,9 @@ struct LoadedGradientRow {
                                                const Share<kVecs>& share, bool reads_x)
       : x{}, dy{}, mean(0), rstd(0) {
     if (row >= rows) return;
-    mean = static_cast<const Acc*>(p.mean)[row];
-    rstd = static_cast<const Acc*>(p.rstd)[row];
+    const Pair<Acc> statistics = load_statistics<Acc>(p, row);
+    mean = statistics.first;
+    rstd = statistics.second;
     const auto* x_row = x_row_of<N>(p, row, 0);
     const auto* dy_row = dy_row_of<N>(p, row, 0);
 #pragma unroll
@@ -62,7 +63,6 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
   const uint32_t all_teams = gridDim.x * teams;
   const ColumnParameters<typename N::W> parameters = parameters_of<N>(p, 0);
   const bool reads_x = needs_x(p);
-  const Acc inverse_cols = p.inverse_cols.as<Acc>();
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
   Acc* const second_sums = reinterpret_cast<Acc*>(shared + second_sums_offset);
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
         }
       }
       if (p.dx == nullptr) continue;
-      const Pair<Acc> means = means_of(logical_warp_sum(sums, lanes), inverse_cols);
+      const Pair<Acc> means = means_of(p, logical_warp_sum(sums, lanes));
       if (!valid_row) continue;
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
@@ -137,7 +137,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const int teams = kBackwardThreads >> log2_lanes, team = threadIdx.x >> log2_lanes;
   const Share<kVecs> share = {static_cast<int>(threadIdx.x) & (lanes - 1), lanes, p.cols / kWidth};
   const GroupRange range(p, blockIdx.x, gridDim.x);
-  const Acc inverse_cols = p.inverse_cols.as<Acc>();
   const bool wanted = p.dscale || p.dshift || p.dweight || p.dbias;
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
@@ -184,7 +183,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           }
         }
         if (p.dx == nullptr) continue;
-        const Pair<Acc> means = means_of(logical_warp_sum(sums, lanes), inverse_cols);
+        const Pair<Acc> means = means_of(p, logical_warp_sum(sums, lanes));
         if (!valid_row) continue;
 #pragma unroll
         for (int k = 0; k < kVecs; ++k) {
@@ -211,7 +210,7 @@ cudaError_t launch_groups(const BackwardParams& params, const backward::Warp& pl
   if constexpr (kIsFloat64<T>) {
     return cudaErrorInvalidValue;
   } else {
-    using N = LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>;
+    using N = NormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>;
     return launch(layer_norm_backward_group_warp_kernel<N>, plan, stream, log2_of(plan.lanes),
                   plan.parts.partials.count, plan.parts.partials.offset, plan.chain_rows,
                   plan.second_sums_offset, params);

@@ -210,9 +210,10 @@ template <DeviceType device>
 Three our_forward(const Tensor& x, int64_t ndim, const std::optional<Tensor>& weight,
                   const std::optional<Tensor>& bias, double eps) {
   const Inside guard;
-  std::array<StableIValue, 8> stack{from(x),    from(ndim),        from(weight),
-                                    from(bias), from(eps),         from(std::nullopt),
-                                    from(1.0),  from(std::nullopt)};
+  std::array<StableIValue, 11> stack{from(x),    from(ndim),         from(weight),
+                                     from(bias), from(eps),          from(std::nullopt),
+                                     from(1.0),  from(std::nullopt), from(std::string("layer")),
+                                     from(0.0),  from(false)};
   call(FUSED_LAYERNORM_OPERATOR("layer_norm_forward"), stack);
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
 }
@@ -223,11 +224,14 @@ Three our_backward(const Tensor& dy, const Tensor& x, int64_t ndim, const Tensor
                    const std::optional<Tensor>& bias, bool needs_dx, bool needs_dweight,
                    bool needs_dbias) {
   const Inside guard;
-  std::array<StableIValue, 13> stack{
-      from(dy),           from(x),      from(ndim),     from(mean),
-      from(rstd),         from(weight), from(bias),     from(std::nullopt),
-      from(std::nullopt), from(1.0),    from(needs_dx), from(needs_dweight),
-      from(needs_dbias)};
+  std::array<StableIValue, 15> stack{from(dy),           from(x),
+                                     from(ndim),         from(mean),
+                                     from(rstd),         from(weight),
+                                     from(bias),         from(std::nullopt),
+                                     from(std::nullopt), from(1.0),
+                                     from(needs_dx),     from(needs_dweight),
+                                     from(needs_dbias),  from(std::string("layer")),
+                                     from(0.0)};
   call(FUSED_LAYERNORM_OPERATOR("layer_norm_backward"), stack);
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
 }

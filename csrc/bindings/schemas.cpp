@@ -28,42 +28,53 @@ std::string build_info() {
 }  // namespace fused_layernorm
 
 STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
-  // y = activation(norm(input) * weight + bias) * scale; nothing but y is written.
+  // y = activation(norm(input) * (weight + weight_offset) + bias) * scale; nothing but y is
+  // written. The statistic says which norm it is: "layer", or "rms" (RMSNorm), which has no mean.
+  // With round_before_weight, norm(input) is rounded to input's dtype before it is multiplied by
+  // weight. All operators that follow compute either norm.
   m.def(
       "layer_norm(Tensor input, int normalized_ndim, Tensor? weight, Tensor? bias, float eps, "
-      "str? activation=None, float scale=1.0, ScalarType? out_dtype=None) -> Tensor");
-  // The same, with the statistics that backward needs: (y, mean, rstd).
+      "str? activation=None, float scale=1.0, ScalarType? out_dtype=None, str "
+      "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False) -> Tensor");
+  // The same, with the statistics that backward needs: (y, mean, rstd). RMSNorm's mean is an empty
+  // tensor of shape (0,).
   m.def(
       "layer_norm_forward(Tensor input, int normalized_ndim, Tensor? weight, Tensor? bias, float "
-      "eps, str? activation=None, float scale=1.0, ScalarType? out_dtype=None) -> (Tensor, Tensor, "
-      "Tensor)");
+      "eps, str? activation=None, float scale=1.0, ScalarType? out_dtype=None, str "
+      "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False) -> (Tensor, "
+      "Tensor, Tensor)");
   // residual_out = input + residual; y = layer_norm(residual_out): (y, residual_out).
   m.def(
-      "add_layer_norm(Tensor input, Tensor residual, int normalized_ndim, Tensor? weight, Tensor? "
-      "bias, float eps, str? activation=None, float scale=1.0, ScalarType? out_dtype=None) -> "
-      "(Tensor, Tensor)");
+      "add_layer_norm(Tensor input, Tensor residual, int normalized_ndim, Tensor? weight, "
+      "Tensor? bias, float eps, str? activation=None, float scale=1.0, ScalarType? "
+      "out_dtype=None, str statistic=\"layer\", float weight_offset=0.0, bool "
+      "round_before_weight=False) -> (Tensor, Tensor)");
   // The same, with statistics: (y, residual_out, mean, rstd).
   m.def(
-      "add_layer_norm_forward(Tensor input, Tensor residual, int normalized_ndim, Tensor? weight, "
-      "Tensor? bias, float eps, str? activation=None, float scale=1.0, ScalarType? out_dtype=None) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
+      "add_layer_norm_forward(Tensor input, Tensor residual, int normalized_ndim, Tensor? "
+      "weight, Tensor? bias, float eps, str? activation=None, float scale=1.0, ScalarType? "
+      "out_dtype=None, str statistic=\"layer\", float weight_offset=0.0, bool "
+      "round_before_weight=False) -> (Tensor, Tensor, Tensor, Tensor)");
   // (dx, dweight, dbias). dresidual, if given, is the gradient that reaches x other than through
   // the norm; dx includes it. A gradient that is not asked for is an empty tensor of shape (0,).
   m.def(
       "layer_norm_backward(Tensor dy, Tensor x, int normalized_ndim, Tensor mean, Tensor rstd, "
       "Tensor? weight, Tensor? bias, Tensor? dresidual, str? activation, float scale, bool "
-      "needs_dx, bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, Tensor)");
+      "needs_dx, bool needs_dweight, bool needs_dbias, str statistic=\"layer\", float "
+      "weight_offset=0.0) -> (Tensor, Tensor, Tensor)");
 
   // Modulation: y = (norm(input) * weight + bias) * (1 + scale) + shift. shift, scale and gate
   // broadcast against input by PyTorch's rules.
   m.def(
       "ada_layer_norm(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, Tensor? "
-      "weight, Tensor? bias, float eps, ScalarType? out_dtype=None) -> Tensor");
+      "weight, Tensor? bias, float eps, ScalarType? out_dtype=None, str statistic=\"layer\", "
+      "float weight_offset=0.0, bool round_before_weight=False) -> Tensor");
   // The same, with statistics: (y, mean, rstd).
   m.def(
       "ada_layer_norm_forward(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, "
-      "Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype=None) -> (Tensor, Tensor, "
-      "Tensor)");
+      "Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype=None, str "
+      "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False) -> (Tensor, "
+      "Tensor, Tensor)");
   // One norm and two modulations of it, which share weight and bias: (y, second_y). Where
   // derivatives are wanted, autograd calls ada_layer_norm twice instead.
   m.def(
@@ -74,20 +85,22 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
   m.def(
       "add_ada_layer_norm(Tensor input, Tensor residual, Tensor? gate, int normalized_ndim, "
       "Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, float eps, ScalarType? "
-      "out_dtype=None) -> (Tensor, Tensor)");
+      "out_dtype=None, str statistic=\"layer\", float weight_offset=0.0, bool "
+      "round_before_weight=False) -> (Tensor, Tensor)");
   // The same, with statistics: (y, residual_out, mean, rstd).
   m.def(
       "add_ada_layer_norm_forward(Tensor input, Tensor residual, Tensor? gate, int "
       "normalized_ndim, Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, float eps, "
-      "ScalarType? out_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)");
+      "ScalarType? out_dtype=None, str statistic=\"layer\", float weight_offset=0.0, bool "
+      "round_before_weight=False) -> (Tensor, Tensor, Tensor, Tensor)");
   // (dx, dshift, dscale, dweight, dbias), each of the shape and dtype of the argument whose
   // gradient it is. dx includes dresidual, if given. A gradient that is not asked for is an empty
   // tensor of shape (0,).
   m.def(
-      "ada_layer_norm_backward(Tensor dy, Tensor x, int normalized_ndim, Tensor mean, Tensor rstd, "
-      "Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, Tensor? dresidual, bool "
-      "needs_dx, bool needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "ada_layer_norm_backward(Tensor dy, Tensor x, int normalized_ndim, Tensor mean, Tensor "
+      "rstd, Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, Tensor? dresidual, bool "
+      "needs_dx, bool needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias, str "
+      "statistic=\"layer\", float weight_offset=0.0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   // The same for a gated sum x = residual + gate * input, in one launch where there is a kernel for
   // it: (dx, dinput, dgate, dshift, dscale, dweight, dbias). Where derivatives of these gradients
   // are wanted, autograd calls ada_layer_norm_backward and then gate_backward on its dx instead.
@@ -95,8 +108,9 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "add_ada_layer_norm_backward(Tensor dy, Tensor x, Tensor input, Tensor gate, int "
       "normalized_ndim, Tensor mean, Tensor rstd, Tensor? shift, Tensor? scale, Tensor? weight, "
       "Tensor? bias, Tensor? dresidual, bool needs_dx, bool needs_dinput, bool needs_dgate, bool "
-      "needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, "
-      "Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias, str "
+      "statistic=\"layer\", float weight_offset=0.0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, Tensor)");
   // Backward of residual_out = residual + gate * input, from the gradient of residual_out:
   // (dinput, dgate).
   m.def(

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kForwardResidentThreads, 1)
   for (int i = 0; i < work.rows; ++i) {
     const bool more = i + 1 < work.rows;
     Moments<float> moments = N::Statistic::template measure<kVecs>(
-        values, share, pivot,
+        p.is_rms, values, share, pivot,
         // The reciprocal lies in shared memory, as there are no registers for it.
         [&] { return Reciprocal<float>{inverse.x, inverse.y}; },
         [&](float v, int n) { return team_sum(v, team, scratch[n]); },

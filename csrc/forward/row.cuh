@@ -225,8 +225,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   }
   constexpr int kTogether = Team::template kTogether<N, kPieces, kMayMiss>;
   const auto [mean, m2] = N::Statistic::template measure<kTogether>(
-      x, share, pivot, [&] { return inverse_cols; }, [&](Acc v, int n) { return team.sum(v, n); },
-      [] {});
+      p.is_rms, x, share, pivot, [&] { return inverse_cols; },
+      [&](Acc v, int n) { return team.sum(v, n); }, [] {});
   if constexpr (kForget) {
     if constexpr (sizeof(X) < sizeof(Acc)) {
 #pragma unroll

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kForwardSplitThreads + kWarpSize, 1)
         if (share.has(k)) values[k] = load<Use::kPlain, kWidth>(x + share.vector(k) * kWidth);
       }
       moments = N::Statistic::template measure<kVecs>(
-          values, share, pivot, [&] { return inverse_slice_cols; },
+          p.is_rms, values, share, pivot, [&] { return inverse_slice_cols; },
           [&](float v, int n) { return team_sum(v, team, scratch[i & 1][n]); },
           [&] {
             // All threads have left the row of 1 + lag iterations ago, so its stage is refilled.

@@ -156,14 +156,12 @@ __global__ void __launch_bounds__(spread_threads(kMoves, kWarps), kSpreadBlocks)
 
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
   const auto [mean, m2] = N::Statistic::template measure<kPiecesOfVector>(
-      x, share, pivot, [&] { return inverse_cols; }, [&](Acc v, int n) { return warps.sum(v, n); },
-      [] {});
+      p.is_rms, x, share, pivot, [&] { return inverse_cols; },
+      [&](Acc v, int n) { return warps.sum(v, n); }, [] {});
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
   // What follows has no branches: behind a branch, the addresses of the stores would be computed
   // only after rstd is known.
-  const bool stores_statistics = p.mean != nullptr && has_row && first == 0;
-  store_if(stores_statistics, static_cast<Acc*>(p.mean) + row, mean);
-  store_if(stores_statistics, static_cast<Acc*>(p.rstd) + row, rstd);
+  store_statistics_if(has_row && first == 0, p, row, mean, rstd);
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) {
     const auto y = N::template finish<typename N::Epilogue, typename N::Affine>(p, x[k], mean, rstd,

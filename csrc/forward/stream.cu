@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kForwardStreamThreads)
   place.x.template load<Use::kReadOnly>(x, share);
   const Acc pivot = N::Statistic::template pivot<typename N::X>(place.x.first_elements(cols));
   const auto moments = N::Statistic::template measure<kVecs>(
-      x, share, pivot, [&] { return Reciprocal<Acc>(cols); },
+      p.is_rms, x, share, pivot, [&] { return Reciprocal<Acc>(cols); },
       [&](Acc v, int n) { return team_sum(v, team, scratch[n]); }, [] {});
   if (team.thread == 0) {
     static_cast<Pair<Acc>*>(p.workspace)[row * chunks.blocks_per_row + chunk] = {moments.mean,
@@ -132,7 +132,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       // The moments do not depend on the epilogue, nor on shift and scale.
       const auto start_sums = [&](auto prologue) {
-        using N = LayerNormOf<T, decltype(prologue), Identity>;
+        using N = NormOf<T, decltype(prologue), Identity>;
         return launch(layer_norm_forward_stream_sums_kernel<N, width()>, plan, stream, plan.chunks,
                       params);
       };

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
     return N::Statistic::template sum_from<kTogether>(x[lane], Share{lane, p.cols}, pivot);
   });
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
-  const Acc mean = inverse_cols.mean(pivot, sum);
+  const Acc mean = N::Statistic::mean_of(p.is_rms, inverse_cols, pivot, sum);
   const Acc m2 = sum_over_lanes<kLanes, kPlayed, Acc>([&](int lane) {
     return N::Statistic::template squared_deviations<kTogether>(x[lane], Share{lane, p.cols}, mean);
   });
@@ -150,11 +150,9 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
   constexpr int kTogether = kLaneTogether<N, kPieces, kPieces>;
   const auto [mean, m2] = N::Statistic::template measure<kTogether>(
-      x, share, pivot, [&] { return inverse_cols; }, [](Acc v, int) { return v; }, [] {});
+      p.is_rms, x, share, pivot, [&] { return inverse_cols; }, [](Acc v, int) { return v; }, [] {});
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
-  const bool stores_statistics = p.mean != nullptr;
-  store_if(stores_statistics, static_cast<Acc*>(p.mean) + row, mean);
-  store_if(stores_statistics, static_cast<Acc*>(p.rstd) + row, rstd);
+  store_statistics_if(true, p, row, mean, rstd);
 #pragma unroll
   for (int k = 0; k < kPieces; ++k) {
     const Vec<Y, kWidth> result = N::template finish<typename N::Epilogue, typename N::Affine>(

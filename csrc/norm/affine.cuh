@@ -6,6 +6,29 @@
 
 namespace fused_layernorm {
 
+// Adds the offset to weight and rounds xhat, as a weight that is not plain wants it. X says which
+// types xhat may be rounded to: its own if it is of half precision, or either one if it is float32.
+template <typename X, typename Acc, int kWidth>
+__device__ __forceinline__ void adjust_weight(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                              Acc (&weight)[kWidth]) {
+  const Acc offset = p.weight_offset.as<Acc>();
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) weight[j] += offset;
+  const auto round_xhat = [&](auto half, bool wanted) {
+    using Half = decltype(half);
+    Acc rounded[kWidth];
+    unpack(rounded, round_to<Half>(xhat));
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) xhat[j] = wanted ? rounded[j] : xhat[j];
+  };
+  if constexpr (sizeof(X) == 2) {
+    round_xhat(X{}, p.xhat_rounding != XhatRounding::kNone);
+  } else if constexpr (sizeof(X) == 4) {
+    if (p.xhat_rounding == XhatRounding::kFloat16) round_xhat(__half{}, true);
+    if (p.xhat_rounding == XhatRounding::kBFloat16) round_xhat(__nv_bfloat16{}, true);
+  }
+}
+
 // The next three structs give weight and bias at the vectors of a thread's share, and differ in
 // when and how they load these parameters.
 
@@ -135,6 +158,7 @@ struct AffineAndModulate {
     Acc weight[kWidth], bias[kWidth];
     unpack(weight, columns(p.weight, Absent::kOnes));
     unpack(bias, columns(p.bias, Absent::kZeros));
+    if (!p.plain_weight) adjust_weight<Acc>(p, values, weight);
     ColumnAffine::apply(p, values, weight, bias, columns);
     Modulate::apply(p, values, scale, shift, columns);
   }

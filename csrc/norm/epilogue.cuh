@@ -1,4 +1,6 @@
-// The epilogue: y = activation(z) * scale behind the affine map, and its gradient.
+// The epilogue: y = activation(z) * scale behind the affine map, and its gradient. The kernels that
+// have it are also those of a weight that is not plain (adjust_weight() in affine.cuh), which is as
+// seldom wanted as an activation: prepare() adjusts xhat and weight before the affine map.
 //
 // The kind of activation is tested at run time: a kernel has the code of all activations, and those
 // that are not wanted cost nothing, because a branch skips them. But launches without an activation
@@ -7,6 +9,7 @@
 #pragma once
 
 #include "norm/activation.cuh"
+#include "norm/affine.cuh"
 
 namespace fused_layernorm {
 
@@ -15,6 +18,9 @@ struct Identity {
   static constexpr bool kBranches = false;
   static constexpr bool kMayActivate = false;
 
+  template <typename X, typename Acc, int kWidth>
+  static __device__ __forceinline__ void prepare(const ForwardParams&, Acc (&)[kWidth],
+                                                 Acc (&)[kWidth]) {}
   template <typename Y, typename Acc, int kWidth>
   static __device__ __forceinline__ void apply(const ForwardParams&, Acc (&)[kWidth]) {}
   template <typename Body>
@@ -23,18 +29,37 @@ struct Identity {
   }
 };
 
-// There is an activation, or a scale that is not 1.
+// y = z, where weight is not plain.
+struct AdjustWeight : Identity {
+  template <typename X, typename Acc, int kWidth>
+  static __device__ __forceinline__ void prepare(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                                 Acc (&weight)[kWidth]) {
+    adjust_weight<X>(p, xhat, weight);
+  }
+};
+
+// There is an activation, or a scale that is not 1; or weight is not plain.
 struct Activate {
   static constexpr bool kBranches = true;
   static constexpr bool kMayActivate = true;
 
+  template <typename X, typename Acc, int kWidth>
+  static __device__ __forceinline__ void prepare(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                                 Acc (&weight)[kWidth]) {
+    if (!p.plain_weight) adjust_weight<X>(p, xhat, weight);
+  }
   template <typename Y, typename Acc, int kWidth>
   static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
     activate<Y>(values, p.activation, p.scale.as<Acc>());
   }
+  // Calls the body with the policy that applies, so that it is chosen outside the row's loop.
   template <typename Body>
-  static __device__ __forceinline__ void for_row(const ForwardParams&, const Body& body) {
-    body(Activate{});
+  static __device__ __forceinline__ void for_row(const ForwardParams& p, const Body& body) {
+    if (p.activates) {
+      body(Activate{});
+    } else {
+      body(AdjustWeight{});
+    }
   }
 };
 
@@ -43,15 +68,19 @@ struct MayActivate {
   static constexpr bool kBranches = false;
   static constexpr bool kMayActivate = true;
 
+  template <typename X, typename Acc, int kWidth>
+  static __device__ __forceinline__ void prepare(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                                 Acc (&weight)[kWidth]) {
+    Activate::prepare<X>(p, xhat, weight);
+  }
   template <typename Y, typename Acc, int kWidth>
   static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
-    if (p.has_epilogue) Activate::apply<Y>(p, values);
+    if (p.activates) Activate::apply<Y>(p, values);
   }
-  // Calls the body with the policy that applies, so that it is chosen outside the row's loop.
   template <typename Body>
   static __device__ __forceinline__ void for_row(const ForwardParams& p, const Body& body) {
     if (p.has_epilogue) {
-      body(Activate{});
+      Activate::for_row(p, body);
     } else {
       body(Identity{});
     }

@@ -41,6 +41,7 @@ struct Norm {
     unpack(b, bias);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] = Statistic::normalize(values[j], mean, rstd);
+    if constexpr (!Affine::kModulates) EpilogueOfRow::template prepare<X>(p, values, w);
     AffineOfRow::apply(p, values, w, b, columns);
     EpilogueOfRow::template apply<Y>(p, values);
     return round_to<Y>(values);
@@ -83,7 +84,7 @@ struct ForwardRow {
 };
 
 template <typename T, typename Prologue, typename Epilogue, typename Affine = ColumnAffine>
-using LayerNormOf = Norm<T, LayerNorm, Prologue, Affine, Epilogue>;
+using NormOf = Norm<T, MeanAndVariance, Prologue, Affine, Epilogue>;
 
 // The norms that there are kernels for.
 //
@@ -93,14 +94,14 @@ using LayerNormOf = Norm<T, LayerNorm, Prologue, Affine, Epilogue>;
 // shifted rows, have one kernel for all that is fused beside the bare one. Shifted rows of such
 // types have the former alone.
 template <typename T>
-using BareForward = LayerNormOf<T, Plain, Identity>;
+using BareForward = NormOf<T, Plain, Identity>;
 template <typename T>
-using SharedForward = LayerNormOf<T, MayAdd, MayActivate>;
+using SharedForward = NormOf<T, MayAdd, MayActivate>;
 
 // A modulated norm has no activation. In float64, and for shifted rows whose types are not all the
 // same, only the stream strategy has kernels for it.
 template <typename T, typename Prologue, typename Affine = MayBeAffineAndModulate>
-using ModulatedForward = LayerNormOf<T, Prologue, Identity, Affine>;
+using ModulatedForward = NormOf<T, Prologue, Identity, Affine>;
 
 template <typename T, bool kShifted, typename Launch>
 cudaError_t dispatch_forward_modulated(const ForwardParams& p, const Launch& launch) {
@@ -128,8 +129,8 @@ cudaError_t dispatch_forward(const ForwardParams& p, const Launch& launch) {
     const bool bare = p.residual == nullptr && !p.has_epilogue;
     return bare ? launch(BareForward<T>{}) : launch(SharedForward<T>{});
   } else {
-    if (p.residual != nullptr) return launch(LayerNormOf<T, Add, MayActivate>{});
-    if (p.has_epilogue) return launch(LayerNormOf<T, Plain, Activate>{});
+    if (p.residual != nullptr) return launch(NormOf<T, Add, MayActivate>{});
+    if (p.has_epilogue) return launch(NormOf<T, Plain, Activate>{});
     return launch(BareForward<T>{});
   }
 }
@@ -138,15 +139,15 @@ cudaError_t dispatch_forward(const ForwardParams& p, const Launch& launch) {
 template <typename T, typename Launch>
 cudaError_t dispatch_forward_plain(const ForwardParams& p, const Launch& launch) {
   if (p.residual != nullptr || p.is_modulated) return cudaErrorInvalidValue;
-  if (p.has_epilogue) return launch(LayerNormOf<T, Plain, Activate>{});
+  if (p.has_epilogue) return launch(NormOf<T, Plain, Activate>{});
   return launch(BareForward<T>{});
 }
 
 // A backward kernel that fuses anything tests for it at run time: dresidual, too, may be absent.
 template <typename T>
-using BareBackward = LayerNormOf<T, NoGradientBeside, Identity>;
+using BareBackward = NormOf<T, NoGradientBeside, Identity>;
 template <typename T>
-using SharedBackward = LayerNormOf<T, MayAddGradient, MayActivate>;
+using SharedBackward = NormOf<T, MayAddGradient, MayActivate>;
 
 // Backward of strategies that share one kernel for all that is fused.
 template <typename T, typename Launch>
@@ -162,7 +163,7 @@ cudaError_t dispatch_backward(const BackwardParams& p, const Launch& launch) {
   if (p.is_modulated) return cudaErrorInvalidValue;
   if constexpr (kIsCommon<T>) {
     if (p.dresidual == nullptr && p.has_epilogue) {
-      return launch(LayerNormOf<T, NoGradientBeside, MayActivate>{});
+      return launch(NormOf<T, NoGradientBeside, MayActivate>{});
     }
   }
   return dispatch_backward_shared<T>(p, launch);

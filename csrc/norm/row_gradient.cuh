@@ -26,6 +26,10 @@ struct Gradients {
     for (int j = 0; j < kWidth; ++j) xhat[j] = N::Statistic::normalize(xhat[j], mean, rstd);
     if constexpr (N::Epilogue::kMayActivate) {
       if (p.has_epilogue) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) w[j] += p.weight_offset.as<Acc>();
+      }
+      if (p.activates) {
         Acc z[kWidth], b[kWidth];
         unpack(b, bias);
 #pragma unroll
@@ -112,11 +116,14 @@ struct DxRow {
   }
 };
 
-// The products are rounded, so that the dx of a row is the same in every kernel: the compiler would
-// fuse some of them with the subtractions that use them.
+// The two means over a row that dx needs, from its sums; RMSNorm's dx has no use for the mean of g,
+// which counts as zero. The products are rounded, so that the dx of a row is the same in every
+// kernel: the compiler would fuse some of them with the subtractions that use them.
 template <typename Acc>
-__device__ __forceinline__ Pair<Acc> means_of(Pair<Acc> sums, Acc inverse_cols) {
-  return {rounded_product(sums.first, inverse_cols), rounded_product(sums.second, inverse_cols)};
+__device__ __forceinline__ Pair<Acc> means_of(const BackwardParams& p, Pair<Acc> sums) {
+  const Acc inverse_cols = p.inverse_cols.as<Acc>();
+  const Acc mean = rounded_product(sums.first, inverse_cols);
+  return {p.is_rms ? Acc(0) : mean, rounded_product(sums.second, inverse_cols)};
 }
 
 // Whether backward reads x at all: dbias and dshift alone, without an activation, are sums of dy.
@@ -125,8 +132,8 @@ __device__ __forceinline__ bool needs_x(const BackwardParams& p) {
          p.activation != Activation::kNone;
 }
 
-// weight * (1 + scale) at `kWidth` columns from `col` on, where `scale` is that of the row at these
-// columns.
+// (weight + offset) * (1 + scale) at `kWidth` columns from `col` on, where `scale` is that of the
+// row at these columns.
 template <typename N, int kWidth>
 __device__ __forceinline__ Vec<typename N::Acc, kWidth> combined_weight(
     const BackwardParams& p, int col, const Vec<typename N::W, kWidth>& scale) {
@@ -140,7 +147,7 @@ __device__ __forceinline__ Vec<typename N::Acc, kWidth> combined_weight(
     Acc weight[kWidth];
     unpack(weight, Parameter<W>(p.weight, 0, Absent::kOnes).template load<kWidth>(col));
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] *= weight[j];
+    for (int j = 0; j < kWidth; ++j) values[j] *= weight[j] + p.weight_offset.as<Acc>();
   }
   return round_to<Acc>(values);
 }

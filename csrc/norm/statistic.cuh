@@ -73,7 +73,9 @@ struct Moments {
 };
 
 // Mean and variance, by two passes over the elements: the mean first, then the deviations from it.
-struct LayerNorm {
+// RMSNorm (`is_rms`) is the same norm with a mean that counts as zero: its variance is then the
+// mean of the squares. The mean is chosen, not multiplied by zero, because it may be Inf.
+struct MeanAndVariance {
   // The pivot, which is subtracted from each of some elements before they are summed up. It depends
   // on the first two of the elements. Where the first element is large beside their difference, the
   // mean is large, and the pivot is the first element: the sum then stays of the order of the
@@ -159,20 +161,30 @@ struct LayerNorm {
     });
   }
 
+  // The mean of some columns, from the sum of their deviations from the pivot.
+  template <typename Acc>
+  static __device__ __forceinline__ Acc mean_of(bool is_rms, const Reciprocal<Acc>& inverse,
+                                                Acc pivot, Acc total) {
+    const Acc mean = inverse.mean(pivot, total);
+    return is_rms ? Acc(0) : mean;
+  }
+
   // The moments of some columns, of which each thread has the vectors `x` in registers.
+  //   is_rms   the mean counts as zero
   //   pivot    the pivot of these columns
   //   inverse  inverse(): the Reciprocal of the number of columns
   //   sum      sum(value, n): the sum over all threads that work on these columns, for n = 0 and 1
   //   then     then() is called behind the first sum, when all threads have their vectors
   template <int kTogether, typename X, int kWidth, int kVecs, typename Share, typename Acc,
             typename Inverse, typename Sum, typename Then>
-  static __device__ __forceinline__ Moments<Acc> measure(const Vec<X, kWidth> (&x)[kVecs],
+  static __device__ __forceinline__ Moments<Acc> measure(bool is_rms,
+                                                         const Vec<X, kWidth> (&x)[kVecs],
                                                          const Share& share, Acc pivot,
                                                          const Inverse& inverse, const Sum& sum,
                                                          const Then& then) {
     const Acc total = sum(sum_from<kTogether>(x, share, pivot), 0);
     then();
-    const Acc mean = inverse().mean(pivot, total);
+    const Acc mean = mean_of(is_rms, inverse(), pivot, total);
     return {mean, sum(squared_deviations<kTogether>(x, share, mean), 1)};
   }
 
@@ -227,13 +239,30 @@ struct LayerNorm {
   }
 };
 
+// Stores the statistics of a row that backward reads, if they are wanted.
 template <typename Acc>
 __device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t row, Acc mean,
                                                  Acc rstd) {
-  if (p.mean != nullptr) {
-    static_cast<Acc*>(p.mean)[row] = mean;
+  if (p.rstd != nullptr) {
+    if (!p.is_rms) static_cast<Acc*>(p.mean)[row] = mean;
     static_cast<Acc*>(p.rstd)[row] = rstd;
   }
+}
+
+// The same if `has_row`, without branches: behind a branch, the addresses of later stores would be
+// computed only after rstd is known.
+__device__ __forceinline__ void store_statistics_if(bool has_row, const ForwardParams& p,
+                                                    int64_t row, float mean, float rstd) {
+  const bool stores = has_row && p.rstd != nullptr;
+  store_if(stores && !p.is_rms, static_cast<float*>(p.mean) + row, mean);
+  store_if(stores, static_cast<float*>(p.rstd) + row, rstd);
+}
+
+// The statistics of a row as forward stored them: mean and rstd.
+template <typename Acc>
+__device__ __forceinline__ Pair<Acc> load_statistics(const BackwardParams& p, int64_t row) {
+  return {p.is_rms ? Acc(0) : static_cast<const Acc*>(p.mean)[row],
+          static_cast<const Acc*>(p.rstd)[row]};
 }
 
 }  // namespace fused_layernorm

@@ -16,6 +16,7 @@ from torch import Tensor
 from .operators import Arguments, Options
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
+STATISTICS = ("layer", "rms")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 HALF = (torch.float16, torch.bfloat16)
 MAX_INDEX = 2**31 - 1  # rows, and columns, that the CUDA kernels can count
@@ -128,6 +129,18 @@ def check_options(activation: Any, scale: Any, out_dtype: Any) -> None:
         raise ValueError(f"expected out_dtype {_DTYPE_NAMES}, got {name}")
 
 
+def check_kind(statistic: Any, weight_offset: Any, weight: Tensor | None) -> None:
+    """Raises if one of the options that choose the norm has a value that operators do not take."""
+    if statistic not in STATISTICS:
+        raise ValueError(f"expected statistic {_either(list(map(repr, STATISTICS)))}, got {statistic!r}")
+    _check_number("weight_offset", weight_offset)
+    if isinstance(weight_offset, (int, float)):
+        if not math.isfinite(weight_offset):
+            raise ValueError(f"expected weight_offset to be a finite number, got {weight_offset}")
+        if weight_offset != 0 and weight is None:
+            raise ValueError(f"expected a weight beside weight_offset {weight_offset}, got none")
+
+
 def settle(
     input: Any,
     weight: Any,
@@ -137,6 +150,9 @@ def settle(
     activation: Any = None,
     output_scale: Any = 1.0,
     out_dtype: Any = None,
+    statistic: Any = "layer",
+    weight_offset: Any = 0.0,
+    round_before_weight: Any = False,
     *,
     is_ada: bool = False,
     **tensors: Any,
@@ -159,7 +175,17 @@ def settle(
             check_tensor(name, tensor)
     _check_number("eps", eps)
     _check_number("scale", output_scale)
-    options = Options(ndim, eps, activation, output_scale, out_dtype)
+    check_kind(statistic, weight_offset, weight)
+    options = Options(
+        ndim,
+        eps,
+        activation,
+        output_scale,
+        out_dtype,
+        statistic,
+        weight_offset,
+        bool(round_before_weight),
+    )
     return Arguments(
         input,
         tensors.get("residual"),
@@ -236,6 +262,7 @@ def check(a: Arguments) -> None:
     if isinstance(options.eps, float) and math.isnan(options.eps):
         raise ValueError("expected eps to be a number, got nan")
     check_options(options.activation, options.output_scale, options.out_dtype)
+    check_kind(options.statistic, options.weight_offset, weight)
 
     if input.device.type == "cuda":
         cols = math.prod(shape)

@@ -17,6 +17,9 @@ from . import load
 from .arguments import HALF
 from .operators import ADA_LAYER_NORM, FORWARD, Arguments, Operator, PairArguments
 
+# PyTorch's autocast runs rms_norm in float32 from this release on; before, it does not change it.
+RMS_NORM_IN_FLOAT32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
 KEYS = [name for name in torch._C.DispatchKey.__members__ if name.startswith("Autocast")]
 _KEYSET = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEYS[0]))
 for _name in KEYS[1:]:
@@ -30,7 +33,8 @@ def _float(parameter: Tensor | None) -> Tensor | None:
 def under_autocast(a: Arguments) -> Arguments:
     """The arguments as autocast makes them."""
     options = a.options
-    if options.out_dtype is None and not a.input.is_cpu and a.input.dtype in HALF:
+    to_float = not options.is_rms or RMS_NORM_IN_FLOAT32
+    if options.out_dtype is None and to_float and not a.input.is_cpu and a.input.dtype in HALF:
         options = options._replace(out_dtype=torch.float32)
     dtypes = [parameter.dtype for parameter in (a.weight, a.bias) if parameter is not None]
     weight, bias = a.weight, a.bias

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, formulas, load
-from .formulas import acc_dtype, activate, affine, modulate, to
+from .formulas import acc_dtype, activate, affine, modulate, shifted, to
 from .operators import (
     ADA_LAYER_NORM,
     ADA_LAYER_NORM_BACKWARD,
@@ -45,11 +45,14 @@ def _warn_of_cuda(x: Tensor) -> None:
 
 def forward(a: Arguments) -> Results:
     """What the forward operators give; the arguments are not checked."""
-    _, eps, activation, output_scale, _ = a.options
+    _, eps, activation, output_scale, *_ = a.options
+    if a.options.is_rms or a.rounds_xhat:
+        found = formulas.forward(a)
+        return found._replace(y=found.y.contiguous())
     residual_out = None if a.residual is None else formulas.add(a.input, a.residual, a.gate)
     x = a.input if residual_out is None else residual_out
     acc = acc_dtype(x.dtype)
-    weight, bias = to(a.weight, acc), to(a.bias, acc)
+    weight, bias = shifted(a.weight, a.options.weight_offset, acc), to(a.bias, acc)
     is_modulated = a.shift is not None or a.scale is not None
     is_plain = activation is None and output_scale == 1.0 and not is_modulated
     if is_plain and a.y_dtype == x.dtype and _takes_half(x, a.normalized_shape):
@@ -90,11 +93,11 @@ def backward(b: BackwardArguments) -> Gradients:
     if not any(b.needs):
         return Gradients()
     acc = acc_dtype(b.x.dtype)
-    weight, bias = to(b.weight, acc), to(b.bias, acc)
+    weight, bias = shifted(b.weight, b.weight_offset, acc), to(b.bias, acc)
     # PyTorch's backward takes x * rstd - mean * rstd for xhat, which cancels where the mean is
     # large. So it gets x - mean, in the wider dtype of the two, and a mean of zero. In half
     # precision it would also round intermediate values, so dy is widened first.
-    centered = b.x - b.mean
+    centered = b.x.to(acc) if b.is_rms else b.x - b.mean
     dz = b.dy.to(acc)
     if b.output_scale != 1.0:
         dz = dz * b.output_scale
@@ -106,10 +109,13 @@ def backward(b: BackwardArguments) -> Gradients:
     if b.scale is not None:
         dz = dz * (1 + b.scale.to(acc))
 
-    # A parameter that is not there has no gradient in PyTorch's operator: ones stand for it.
     needs = (b.needs.dx, b.needs.dweight, b.needs.dbias)
     if not any(needs):
         return Gradients(dshift=dshift, dscale=dscale)
+    if b.is_rms:
+        dx, dweight, dbias = _rms_backward(b, dz, centered * b.rstd, weight)
+        return Gradients(dx, dshift, dscale, dweight, dbias)
+    # A parameter that is not there has no gradient in PyTorch's operator: ones stand for it.
     if b.needs.dweight and weight is None:
         weight = centered.new_ones(b.normalized_shape)
     if b.needs.dbias and bias is None:
@@ -128,6 +134,25 @@ def backward(b: BackwardArguments) -> Gradients:
         dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
     dtype = b.parameter_dtype
     return Gradients(dx, dshift, dscale, to(dweight, dtype), to(dbias, dtype))
+
+
+def _rms_backward(
+    b: BackwardArguments, dz: Tensor, xhat: Tensor, weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight and dbias of RMSNorm, those that are needed, from the gradient of its z."""
+    dx = dweight = dbias = None
+    leading = tuple(range(b.x.dim() - b.normalized_ndim))
+    if b.needs.dx:
+        g = dz if weight is None else dz * weight
+        along = (g * xhat).mean(tuple(range(-b.normalized_ndim, 0)), keepdim=True)
+        dx = torch.addcmul(g, xhat, along, value=-1) * b.rstd
+        dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype).contiguous()
+    if b.needs.dweight:
+        dweight = dz * xhat
+        dweight = (dweight.sum(leading) if leading else dweight).to(b.parameter_dtype)
+    if b.needs.dbias:
+        dbias = (dz.sum(leading) if leading else dz.clone()).to(b.parameter_dtype)
+    return dx, dweight, dbias
 
 
 add_ada_layer_norm_backward = gated_backward(

@@ -30,7 +30,7 @@ def _forward(a: Arguments) -> Results:
     return Results(
         x.new_empty(x.shape, dtype=a.y_dtype),
         None if a.residual is None else x.new_empty(x.shape, dtype=a.residual.dtype),
-        x.new_empty((*leading, *ones), dtype=acc),
+        x.new_empty((0,) if a.options.is_rms else (*leading, *ones), dtype=acc),
         x.new_empty((*leading, *ones), dtype=acc),
     )
 

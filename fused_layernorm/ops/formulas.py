@@ -59,6 +59,12 @@ def slope(z: Tensor, activation: str | None) -> Tensor:
     return torch.ones_like(z)
 
 
+def shifted(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | None:
+    """weight + offset in this dtype; None without a weight."""
+    wide = to(weight, dtype)
+    return wide if wide is None or offset == 0 else wide + offset
+
+
 def affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """xhat * weight + bias."""
     z = xhat if weight is None else xhat * weight
@@ -96,17 +102,26 @@ def _mean(x: Tensor, normalized_ndim: int) -> Tensor:
     return x.mean(dim=tuple(range(-normalized_ndim, 0)), keepdim=True)
 
 
+def _centered(x: Tensor, normalized_ndim: int, is_rms: bool) -> tuple[Tensor, Tensor]:
+    """The mean, and x without it. RMSNorm leaves x as it is, and its mean is an empty tensor."""
+    if is_rms:
+        return x.new_empty((0,)), x
+    mean = _mean(x, normalized_ndim)
+    return mean, x - mean
+
+
 def forward(a: Arguments) -> Results:
     """What the forward operators give."""
-    _, eps, activation, output_scale, _ = a.options
+    ndim, eps, activation, output_scale, *_ = a.options
     residual_out = None if a.residual is None else add(a.input, a.residual, a.gate)
     rows = a.input if residual_out is None else residual_out
     acc = acc_dtype(rows.dtype)
-    x = rows.to(acc)
-    mean = _mean(x, a.options.normalized_ndim)
-    centered = x - mean
-    rstd = (_mean(centered.square(), a.options.normalized_ndim) + eps).rsqrt()
-    z = affine(centered * rstd, to(a.weight, acc), to(a.bias, acc))
+    mean, centered = _centered(rows.to(acc), ndim, a.options.is_rms)
+    rstd = (_mean(centered.square(), ndim) + eps).rsqrt()
+    xhat = centered * rstd
+    if a.rounds_xhat:
+        xhat = xhat.to(a.input.dtype).to(acc)
+    z = affine(xhat, shifted(a.weight, a.options.weight_offset, acc), to(a.bias, acc))
     y = activate(modulate(z, to(a.shift, acc), to(a.scale, acc)), activation) * output_scale
     return Results(y.to(a.y_dtype), residual_out, mean, rstd)
 
@@ -115,16 +130,16 @@ def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
     """The gradients that are needed, as functions of the tensors; mean and rstd depend on x.
 
     The parameters' gradients are summed over the leading dimensions from sum_from on. eps is no
-    argument of the operator: it is computed from the forward pass's rstd, as 1 / rstd^2 - var.
+    argument of the operator: it is computed from the forward pass's rstd, as 1 / rstd^2 - var. The
+    rounding of xhat counts as the identity.
     """
     needs = b.needs
     acc = acc_dtype(b.x.dtype)
-    centered = b.x.to(acc)
-    centered = centered - _mean(centered, b.normalized_ndim)
+    _, centered = _centered(b.x.to(acc), b.normalized_ndim, b.is_rms)
     variance = _mean(centered.square(), b.normalized_ndim)
     rstd = (variance + (b.rstd.pow(-2) - variance).detach()).rsqrt()
 
-    weight, bias = to(b.weight, acc), to(b.bias, acc)
+    weight, bias = shifted(b.weight, b.weight_offset, acc), to(b.bias, acc)
     xhat = centered * rstd
     dz = b.dy.to(acc) * b.output_scale
     if b.activation is not None:
@@ -143,7 +158,8 @@ def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
     if needs.dx:
         dxhat = dz if weight is None else dz * weight
         along = _mean(dxhat * xhat, b.normalized_ndim)
-        dx = rstd * (dxhat - _mean(dxhat, b.normalized_ndim) - xhat * along)
+        mean = 0 if b.is_rms else _mean(dxhat, b.normalized_ndim)
+        dx = rstd * (dxhat - mean - xhat * along)
         if b.dresidual is not None:
             dx = dx + b.dresidual.to(acc)
         dx = dx.to(b.x.dtype)

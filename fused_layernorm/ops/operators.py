@@ -1,6 +1,6 @@
 """One form for all forward operators, and one for all backward operators, with named values.
 
-ada_layer_norm adds a modulation to layer_norm. The `add_` operator of each adds a residual (beside
+Every operator computes LayerNorm, or RMSNorm with statistic="rms". ada_layer_norm adds a modulation to layer_norm. The `add_` operator of each adds a residual (beside
 a modulation also a gate), and the `_forward` operator of each of these four also gives the
 statistics that backward needs. An implementation (composite, fake, vmap rule, autograd) is written
 once, from `Arguments` to `Results`; `Operator` knows how the operators lay these out. In the same
@@ -22,13 +22,24 @@ from . import load
 
 
 class Options(NamedTuple):
-    """The arguments that are no tensors; output_scale is layer_norm's `scale`."""
+    """The arguments that are no tensors; output_scale is layer_norm's `scale`.
+
+    The operators with a modulation have neither activation nor output_scale.
+    """
 
     normalized_ndim: int
     eps: float
     activation: str | None = None
     output_scale: float = 1.0
     out_dtype: torch.dtype | None = None
+    statistic: str = "layer"
+    weight_offset: float = 0.0
+    round_before_weight: bool = False
+
+    @property
+    def is_rms(self) -> bool:
+        """Whether the norm is RMSNorm, which has no mean."""
+        return self.statistic == "rms"
 
 
 class Arguments(NamedTuple):
@@ -61,9 +72,17 @@ class Arguments(NamedTuple):
     def y_dtype(self) -> torch.dtype:
         return self.options.out_dtype or self.input.dtype
 
+    @property
+    def rounds_xhat(self) -> bool:
+        """Whether xhat is rounded to input's dtype, for the sake of a weight."""
+        return self.options.round_before_weight and self.weight is not None
+
 
 class Results(NamedTuple):
-    """What the forward operators give; residual_out is None without a residual."""
+    """What the forward operators give; residual_out is None without a residual.
+
+    RMSNorm's mean is an empty tensor of shape (0,).
+    """
 
     y: Tensor
     residual_out: Tensor | None
@@ -92,8 +111,8 @@ class Operator(NamedTuple):
             normalized_ndim, weight, bias, *others = rest
             return Arguments(input, residual, weight, bias, Options(normalized_ndim, *others))
         gate = rest.pop(0) if self.takes_residual else None
-        normalized_ndim, shift, scale, weight, bias, eps, *out_dtype = rest
-        options = Options(normalized_ndim, eps, None, 1.0, *out_dtype)
+        normalized_ndim, shift, scale, weight, bias, eps, *others = rest
+        options = Options(normalized_ndim, eps, None, 1.0, *others)
         return Arguments(input, residual, weight, bias, options, gate, shift, scale)
 
     def lay_out(self, a: Arguments) -> tuple[Any, ...]:
@@ -103,7 +122,7 @@ class Operator(NamedTuple):
         if not self.takes_modulation:
             return (*rows, ndim, a.weight, a.bias, eps, *others)
         gate = (a.gate,) if self.takes_residual else ()
-        return (*rows, *gate, ndim, a.shift, a.scale, a.weight, a.bias, eps, a.options.out_dtype)
+        return (*rows, *gate, ndim, a.shift, a.scale, a.weight, a.bias, eps, *others[2:])
 
     def outputs(self, r: Results) -> Any:
         """The results that the operator gives: a tensor or a tuple of tensors."""
@@ -223,6 +242,12 @@ class BackwardArguments(NamedTuple):
     output_scale: float = 1.0
     shift: Tensor | None = None
     scale: Tensor | None = None
+    statistic: str = "layer"
+    weight_offset: float = 0.0
+
+    @property
+    def is_rms(self) -> bool:
+        return self.statistic == "rms"
 
     @property
     def normalized_shape(self) -> torch.Size:
@@ -263,20 +288,21 @@ class BackwardOperator(NamedTuple):
     def arguments(self, *args: Any) -> BackwardArguments:
         """The operator's arguments by name."""
         if self.takes_modulation:
-            rows, (shift, scale), others, needs = args[:5], args[5:7], args[7:10], Needs(*args[10:])
-            return BackwardArguments._make((*rows, *others, needs, None, 1.0, shift, scale))
-        tensors, (activation, output_scale), (dx, dweight, dbias) = args[:8], args[8:10], args[10:]
+            rows, (shift, scale), others = args[:5], args[5:7], args[7:10]
+            needs, kind = Needs(*args[10:15]), args[15:]
+            return BackwardArguments(*rows, *others, needs, None, 1.0, shift, scale, *kind)
+        tensors, (activation, output_scale), kind = args[:8], args[8:10], args[13:]
+        dx, dweight, dbias = args[10:13]
         needs = Needs(dx, False, False, dweight, dbias)
-        others = (needs, activation, output_scale, None, None)
-        return BackwardArguments._make((*tensors, *others))
+        return BackwardArguments(*tensors, needs, activation, output_scale, None, None, *kind)
 
     def lay_out(self, b: BackwardArguments) -> tuple[Any, ...]:
         """The reverse of `arguments`."""
-        rows = (b.dy, b.x, b.normalized_ndim, b.mean, b.rstd)
+        rows, kind = (b.dy, b.x, b.normalized_ndim, b.mean, b.rstd), (b.statistic, b.weight_offset)
         if self.takes_modulation:
-            return (*rows, b.shift, b.scale, b.weight, b.bias, b.dresidual, *b.needs)
+            return (*rows, b.shift, b.scale, b.weight, b.bias, b.dresidual, *b.needs, *kind)
         needs = (b.needs.dx, b.needs.dweight, b.needs.dbias)
-        return (*rows, b.weight, b.bias, b.dresidual, b.activation, b.output_scale, *needs)
+        return (*rows, b.weight, b.bias, b.dresidual, b.activation, b.output_scale, *needs, *kind)
 
     def outputs(self, b: BackwardArguments, found: Gradients) -> tuple[Tensor, ...]:
         """The gradients that the operator gives, with an empty tensor for each that is None."""
@@ -337,6 +363,8 @@ class GatedBackwardArguments(NamedTuple):
     needs_dscale: bool
     needs_dweight: bool
     needs_dbias: bool
+    statistic: str = "layer"
+    weight_offset: float = 0.0
 
     @property
     def needs_gate_backward(self) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import formulas, load
-from .formulas import acc_dtype, activate, affine, modulate, to
+from .formulas import acc_dtype, activate, affine, modulate, shifted, to
 from .operators import (
     BACKWARD,
     FORWARD,
@@ -82,6 +82,9 @@ def _forward_rule(operator: Operator) -> Callable[..., Any]:
             weight = _broadcast_to_front(a.weight, dims.weight, size, ndim)
             bias = _broadcast_to_front(a.bias, dims.bias, size, ndim)
             outputs = operator.outputs(_with_parameters_of_samples(rows, weight, bias))
+        if operator.gives_statistics and a.options.is_rms:
+            found = operator.results(outputs)
+            outputs = operator.outputs(found._replace(mean=found.mean.expand(size, 0)))
         return outputs, (0,) * len(outputs) if isinstance(outputs, tuple) else 0
 
     return rule
@@ -90,14 +93,15 @@ def _forward_rule(operator: Operator) -> Callable[..., Any]:
 def _with_parameters_of_samples(
     a: Arguments, weight: Tensor | None, bias: Tensor | None
 ) -> Results:
-    ndim, eps, activation, output_scale, _ = a.options
+    ndim, eps, activation, output_scale, _, statistic, offset, _ = a.options
     acc = acc_dtype(a.x_dtype)
-    plain = Arguments(
-        a.input, a.residual, None, None, Options(ndim, eps, out_dtype=acc), gate=a.gate
-    )
+    options = Options(ndim, eps, out_dtype=acc, statistic=statistic)
+    plain = Arguments(a.input, a.residual, None, None, options, gate=a.gate)
     operator = with_statistics(plain)
     normalized = operator.results(operator.overload(*operator.lay_out(plain)))
-    z = modulate(affine(normalized.y, weight, bias), to(a.shift, acc), to(a.scale, acc))
+    xhat = normalized.y.to(a.input.dtype).to(acc) if a.rounds_xhat else normalized.y
+    z = affine(xhat, shifted(weight, offset, acc), bias)
+    z = modulate(z, to(a.shift, acc), to(a.scale, acc))
     return normalized._replace(y=(activate(z, activation) * output_scale).to(a.y_dtype))
 
 

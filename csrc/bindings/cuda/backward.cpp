@@ -18,11 +18,17 @@ void check(const BackwardArguments& a, const Shape& shape, const KernelTypes& ty
                  "a gradient is asked for of a shift or scale that is not there");
   CHECK_ARGUMENT(!a.dresidual || a.dresidual->scalar_type() == a.x.scalar_type(),
                  "dresidual must be of x's dtype");
+  CHECK_ARGUMENT(!a.kind.is_rms || a.mean.numel() == 0, "RMSNorm has no mean");
   for (const Tensor* each : {&a.mean, &a.rstd}) {
+    if (a.kind.is_rms && each == &a.mean) continue;
     CHECK_ARGUMENT(each->numel() == shape.rows && each->scalar_type() == types.statistics() &&
                        each->is_cuda() && each->get_device_index() == a.x.get_device_index(),
                    "mean and rstd must be those of the forward pass");
   }
+}
+
+bool activates(const BackwardArguments& a, Activation activation) {
+  return activation != Activation::kNone || a.scale != 1.0;
 }
 
 // The tensors of a launch as kernels read them, and the problem to plan. `gated_input` is the input
@@ -62,7 +68,8 @@ struct Operands {
     problem.needs_column_grads = a.needs_dweight || a.needs_dbias;
     problem.needs_dparams =
         problem.needs_column_grads || a.needs_dshift || a.needs_dscale || problem.gated;
-    problem.has_epilogue = activation != Activation::kNone || a.scale != 1.0;
+    problem.has_epilogue =
+        activates(a, activation) || (a.kind.weight_offset != 0.0 && !problem.modulated);
     problem.aligned = x.aligned() && dy.aligned() && (!dresidual || dresidual->aligned()) &&
                       (!input || input->aligned()) && types.aligned(shape.cols);
   }
@@ -102,7 +109,8 @@ BackwardParams params_of(const BackwardArguments& a, const Operands& operands,
   params.dy_rows = operands.dy.map;
   params.x = operands.x.data();
   params.x_rows = operands.x.map;
-  params.mean = operands.mean.const_data_ptr();
+  params.is_rms = a.kind.is_rms;
+  params.mean = a.kind.is_rms ? nullptr : operands.mean.const_data_ptr();
   params.rstd = operands.rstd.const_data_ptr();
   params.weight = data_of(operands.weight);
   params.bias = data_of(operands.bias);
@@ -118,6 +126,8 @@ BackwardParams params_of(const BackwardArguments& a, const Operands& operands,
   params.inverse_cols = Scalar(1.0 / static_cast<double>(problem.cols));
   params.scale = Scalar(a.scale);
   params.has_epilogue = problem.has_epilogue;
+  params.activates = activates(a, activation);
+  if (a.kind.weight_offset != 0.0) params.weight_offset = Scalar(a.kind.weight_offset);
   params.activation = activation;
   params.workspace = workspace;
   params.is_modulated = problem.modulated;
@@ -137,7 +147,8 @@ void launch(const BackwardArguments& a, const Shape& shape, const KernelTypes& t
   const backward::Plan plan = make_backward_plan(operands.problem, device_of(a.x));
   const Workspace workspace(a.x, launch_of(plan).workspace_bytes);
   const BackwardParams params = params_of(a, operands, activation, out, workspace.data());
-  check_cuda(launch_layer_norm_backward(params, types.data_types(), plan, current_stream(a.x)));
+  check_launch(launch_layer_norm_backward(params, types.data_types(), plan, current_stream(a.x)),
+               "backward", shape.rows, shape.cols, types.data_types(), plan);
 }
 
 // dy * (1 + scale).
@@ -165,7 +176,7 @@ void add_columns(BackwardResult& result, const BackwardArguments& a) {
   const Tensor dy = modulated(a.dy, a.modulation.scale, wide);
   const BackwardResult columns =
       run_backward({dy, a.x, a.normalized_ndim, a.mean, a.rstd, a.weight, a.bias, no_residual,
-                    std::nullopt, 1.0, false, a.needs_dweight, a.needs_dbias});
+                    std::nullopt, 1.0, false, a.needs_dweight, a.needs_dbias, a.kind});
   result.dweight = columns.dweight;
   result.dbias = columns.dbias;
 }
@@ -240,8 +251,9 @@ GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor&
       params.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
       params.dgate = dgate.data();
       params.dgate_is_wide = dgate.is_wide;
-      check_cuda(
-          launch_layer_norm_backward(params, types.data_types(), *plan, current_stream(a.x)));
+      check_launch(
+          launch_layer_norm_backward(params, types.data_types(), *plan, current_stream(a.x)),
+          "backward", shape.rows, shape.cols, types.data_types(), *plan);
       return {out.result(a, dparameter_type), dinput, dgate.result(m.gate, input)};
     }
   }
@@ -310,7 +322,8 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
     params.cols = static_cast<int32_t>(shape.cols);
     params.group_rows = groups.rows;
     params.workspace = workspace.data();
-    check_cuda(launch_gate_backward(params, data_types, plan, current_stream(input)));
+    check_launch(launch_gate_backward(params, data_types, plan, current_stream(input)),
+                 "gate_backward", shape.rows, shape.cols, data_types, plan);
   }
   return {cast(dinput, in), dgate.result(given_gate, input)};
 }

@@ -1,6 +1,7 @@
 // The argument checks of the operators on CUDA; checks.h has the contract.
 #include "bindings/cuda/checks.h"
 
+#include <cmath>
 #include <limits>
 
 namespace fused_layernorm {
@@ -24,6 +25,13 @@ Activation activation_of(const std::optional<std::string>& name) {
   CHECK_ARGUMENT(false, "activation must be None, 'gelu', 'gelu_tanh', 'silu' or 'relu', got '",
                  *name, "'");
   return Activation::kNone;
+}
+
+NormKind::NormKind(const std::string& statistic, double offset, bool rounds)
+    : is_rms(statistic == "rms"), weight_offset(offset), round_before_weight(rounds) {
+  CHECK_ARGUMENT(is_rms || statistic == "layer", "statistic must be 'layer' or 'rms', got '",
+                 statistic, "'");
+  CHECK_ARGUMENT(std::isfinite(offset), "weight_offset must be a finite number");
 }
 
 void check_shape(const Tensor& tensor, const char* name, const Tensor& x, int64_t first_dim) {

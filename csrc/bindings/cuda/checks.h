@@ -24,6 +24,18 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
 
   Activation activation_of(const std::optional<std::string>& name);
 
+  // Which norm an operator computes: its arguments statistic, weight_offset and
+  // round_before_weight.
+  struct NormKind {
+    bool is_rms = false;
+    double weight_offset = 0.0;
+    bool round_before_weight = false;
+
+    NormKind() = default;
+    // Throws unless the statistic is "layer" or "rms" and the offset a finite number.
+    NormKind(const std::string& statistic, double offset, bool rounds = false);
+  };
+
   // Throws unless `tensor` is on x's device and of the shape of x's dimensions from `first_dim` on.
   void check_shape(const Tensor& tensor, const char* name, const Tensor& x, int64_t first_dim);
   void check_shape(const std::optional<Tensor>& tensor, const char* name, const Tensor& x,

@@ -24,7 +24,7 @@ struct ForwardTypes {
 };
 
 ForwardTypes settle_types(ScalarType input, std::optional<ScalarType> residual,
-                          std::optional<ScalarType> parameters, ScalarType y) {
+                          std::optional<ScalarType> parameters, ScalarType y, bool rounds_xhat) {
   const ScalarType x = residual.value_or(input);
   ForwardTypes types{KernelTypes(x, parameters, y), y, ScalarType::Float, input};
   types.statistics = types.kernel.statistics();
@@ -43,7 +43,9 @@ ForwardTypes settle_types(ScalarType input, std::optional<ScalarType> residual,
     const bool wide = x == ScalarType::Double || input == ScalarType::Double;
     types.summand = wide ? ScalarType::Double : ScalarType::Float;
     if (parameters) parameters = types.summand;
-    types.kernel = KernelTypes(wide ? types.summand : x, parameters, y);
+    // Kernels of half-precision x round xhat to no other type than x's.
+    const bool widens = rounds_xhat && is_half(x);
+    types.kernel = KernelTypes(wide || widens ? types.summand : x, parameters, y);
     types.adds_first = true;
   }
   return types;
@@ -84,9 +86,11 @@ ForwardTypes check(const ForwardArguments& a, const Shape& shape) {
     check_broadcast(modulation, name, a.input);
     check_parameters_type(type_of(modulation), residual.value_or(input), input, name);
   }
+  CHECK_ARGUMENT(a.weight || a.kind.weight_offset == 0.0,
+                 "weight_offset is there without a weight");
   const auto parameters = common_type({affine, type_of(m.shift), type_of(m.scale), type_of(m.gate),
                                        type_of(second.shift), type_of(second.scale)});
-  return settle_types(input, residual, parameters, y);
+  return settle_types(input, residual, parameters, y, a.xhat_rounding() != XhatRounding::kNone);
 }
 
 // A new tensor for mean or rstd. No kernel runs for rows without columns, so `of_no_columns` is
@@ -119,6 +123,7 @@ bool writes_second(const forward::Plan& plan, const Problem& problem) {
 bool launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
             const Shape& shape, const KernelTypes& types, Activation activation,
             ForwardResult& result) {
+  const bool plain_weight = a.has_plain_weight();
   const Rows rows(input, shape.leading);
   std::optional<Rows> residual_rows;
   if (residual) residual_rows.emplace(*residual, shape.leading);
@@ -141,8 +146,10 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   problem.weight = data_types.weight;
   problem.y = data_types.y;
   problem.residual = residual.has_value();
-  problem.has_epilogue = activation != Activation::kNone || a.scale != 1.0;
+  const bool activates = activation != Activation::kNone || a.scale != 1.0;
   problem.modulated = shift.tensor || scale.tensor || gate.tensor || a.second;
+  // A modulation's kernels take any weight.
+  problem.has_epilogue = activates || !(plain_weight || problem.modulated);
   problem.aligned =
       rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
   const forward::Plan plan = make_forward_plan(problem, device_of(input));
@@ -160,17 +167,24 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   params.bias = data_of(bias);
   params.y = result.y.mutable_data_ptr();
   if (a.needs_statistics) {
-    params.mean = result.mean->mutable_data_ptr();
+    params.mean = a.kind.is_rms ? nullptr : result.mean->mutable_data_ptr();
     params.rstd = result.rstd->mutable_data_ptr();
   }
   params.rows = shape.rows;
   params.cols = static_cast<int32_t>(shape.cols);
   params.stays_in_l2 = stays_in_l2(problem);
+  params.is_rms = a.kind.is_rms;
   params.inverse_cols = Scalar(1.0 / static_cast<double>(shape.cols));
   params.eps = Scalar(a.eps);
   params.scale = Scalar(a.scale);
   params.has_epilogue = problem.has_epilogue;
+  params.activates = activates;
   params.activation = activation;
+  if (!plain_weight) {
+    params.plain_weight = false;
+    params.weight_offset = Scalar(a.kind.weight_offset);
+    params.xhat_rounding = a.xhat_rounding();
+  }
   params.workspace = workspace.data();
   params.is_modulated = problem.modulated;
   params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
@@ -180,7 +194,8 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
                      second_shift.map,    second_scale.map,    RowMap()};
     params.second_y = result.second_y->mutable_data_ptr();
   }
-  check_cuda(launch_layer_norm_forward(params, data_types, plan, current_stream(input)));
+  check_launch(launch_layer_norm_forward(params, data_types, plan, current_stream(input)),
+               "forward", shape.rows, shape.cols, data_types, plan);
   return with_second;
 }
 
@@ -198,7 +213,8 @@ ForwardResult run_forward(const ForwardArguments& a) {
   if (a.needs_statistics) {
     // PyTorch's kernels give these for rows without columns.
     constexpr double kNoMean = 0.0, kNoRstd = std::numeric_limits<double>::quiet_NaN();
-    result.mean = new_statistic(a.input, shape, types.kernel.statistics(), kNoMean);
+    result.mean = a.kind.is_rms ? none(a.input, types.kernel.statistics())
+                                : new_statistic(a.input, shape, types.kernel.statistics(), kNoMean);
     result.rstd = new_statistic(a.input, shape, types.kernel.statistics(), kNoRstd);
   }
   if (types.adds_first) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <tuple>
 
+#include "bindings/cuda/checks.h"
 #include "bindings/cuda/modulation.h"
 #include "bindings/cuda/tensors.h"
 
@@ -23,15 +24,29 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     double scale = 1.0;
     std::optional<ScalarType> out_dtype = std::nullopt;  // input's, if absent
     bool needs_statistics = true;
+    NormKind kind = {};
     Modulations modulation = {};                       // a gate only beside a residual
     std::optional<Modulations> second = std::nullopt;  // only without a residual
+
+    // The type that round_before_weight means; without a weight there is nothing to round for.
+    XhatRounding xhat_rounding() const {
+      if (!kind.round_before_weight || !weight) return XhatRounding::kNone;
+      const ScalarType type = input.scalar_type();
+      return type == ScalarType::Half       ? XhatRounding::kFloat16
+             : type == ScalarType::BFloat16 ? XhatRounding::kBFloat16
+                                            : XhatRounding::kNone;
+    }
+    // As ForwardParams::plain_weight says.
+    bool has_plain_weight() const {
+      return kind.weight_offset == 0.0 && xhat_rounding() == XhatRounding::kNone;
+    }
   };
 
   struct ForwardResult {
     Tensor y;
     std::optional<Tensor> residual_out;  // with a residual
     std::optional<Tensor> second_y;      // with a second modulation
-    std::optional<Tensor> mean, rstd;    // where asked for
+    std::optional<Tensor> mean, rstd;    // where asked for; RMSNorm's mean is of shape (0,)
   };
 
   ForwardResult run_forward(const ForwardArguments& a);
@@ -50,6 +65,7 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     bool needs_dx = true;
     bool needs_dweight = true;
     bool needs_dbias = true;
+    NormKind kind = {};
     Modulations modulation = {};  // a gate only for run_gated_backward
     bool needs_dshift = false;
     bool needs_dscale = false;

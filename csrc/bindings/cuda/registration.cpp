@@ -10,57 +10,85 @@ namespace {
 using Optional = std::optional<Tensor>;
 using Name = std::optional<std::string>;
 
+// The arguments of each forward operator, in the order of its schema; `gives_statistics` says which
+// of two operators is meant.
+ForwardResult run_plain(const Tensor& input, const Optional& residual, int64_t normalized_ndim,
+                        const Optional& weight, const Optional& bias, double eps,
+                        const Name& activation, double scale, std::optional<ScalarType> out_dtype,
+                        const NormKind& kind, bool gives_statistics) {
+  return run_forward({input, residual, normalized_ndim, weight, bias, eps, activation, scale,
+                      out_dtype, gives_statistics, kind});
+}
+
 Tensor layer_norm(const Tensor& input, int64_t normalized_ndim, const Optional& weight,
                   const Optional& bias, double eps, const Name& activation, double scale,
-                  std::optional<ScalarType> out_dtype) {
-  return run_forward({input, std::nullopt, normalized_ndim, weight, bias, eps, activation, scale,
-                      out_dtype, false})
+                  std::optional<ScalarType> out_dtype, const std::string& statistic, double offset,
+                  bool rounds) {
+  return run_plain(input, std::nullopt, normalized_ndim, weight, bias, eps, activation, scale,
+                   out_dtype, {statistic, offset, rounds}, false)
       .y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(const Tensor& input, int64_t normalized_ndim,
-                                                      const Optional& weight, const Optional& bias,
-                                                      double eps, const Name& activation,
-                                                      double scale,
-                                                      std::optional<ScalarType> out_dtype) {
-  const ForwardResult result = run_forward({input, std::nullopt, normalized_ndim, weight, bias, eps,
-                                            activation, scale, out_dtype, true});
+std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(
+    const Tensor& input, int64_t normalized_ndim, const Optional& weight, const Optional& bias,
+    double eps, const Name& activation, double scale, std::optional<ScalarType> out_dtype,
+    const std::string& statistic, double offset, bool rounds) {
+  const ForwardResult result =
+      run_plain(input, std::nullopt, normalized_ndim, weight, bias, eps, activation, scale,
+                out_dtype, {statistic, offset, rounds}, true);
   return {result.y, *result.mean, *result.rstd};
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& input, const Tensor& residual,
                                           int64_t normalized_ndim, const Optional& weight,
                                           const Optional& bias, double eps, const Name& activation,
-                                          double scale, std::optional<ScalarType> out_dtype) {
-  const ForwardResult result = run_forward(
-      {input, residual, normalized_ndim, weight, bias, eps, activation, scale, out_dtype, false});
+                                          double scale, std::optional<ScalarType> out_dtype,
+                                          const std::string& statistic, double offset,
+                                          bool rounds) {
+  const ForwardResult result =
+      run_plain(input, residual, normalized_ndim, weight, bias, eps, activation, scale, out_dtype,
+                {statistic, offset, rounds}, false);
   return {result.y, *result.residual_out};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm_forward(
     const Tensor& input, const Tensor& residual, int64_t normalized_ndim, const Optional& weight,
     const Optional& bias, double eps, const Name& activation, double scale,
-    std::optional<ScalarType> out_dtype) {
-  const ForwardResult result = run_forward(
-      {input, residual, normalized_ndim, weight, bias, eps, activation, scale, out_dtype, true});
+    std::optional<ScalarType> out_dtype, const std::string& statistic, double offset, bool rounds) {
+  const ForwardResult result =
+      run_plain(input, residual, normalized_ndim, weight, bias, eps, activation, scale, out_dtype,
+                {statistic, offset, rounds}, true);
   return {result.y, *result.residual_out, *result.mean, *result.rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     const Tensor& dy, const Tensor& x, int64_t normalized_ndim, const Tensor& mean,
     const Tensor& rstd, const Optional& weight, const Optional& bias, const Optional& dresidual,
-    const Name& activation, double scale, bool needs_dx, bool needs_dweight, bool needs_dbias) {
-  const BackwardResult result =
-      run_backward({dy, x, normalized_ndim, mean, rstd, weight, bias, dresidual, activation, scale,
-                    needs_dx, needs_dweight, needs_dbias});
+    const Name& activation, double scale, bool needs_dx, bool needs_dweight, bool needs_dbias,
+    const std::string& statistic, double offset) {
+  const BackwardResult result = run_backward({dy,
+                                              x,
+                                              normalized_ndim,
+                                              mean,
+                                              rstd,
+                                              weight,
+                                              bias,
+                                              dresidual,
+                                              activation,
+                                              scale,
+                                              needs_dx,
+                                              needs_dweight,
+                                              needs_dbias,
+                                              {statistic, offset}});
   return {result.dx, result.dweight, result.dbias};
 }
 
-// The forward operators with a modulation.
+// The same for the forward operators with a modulation.
 ForwardResult run_modulated(const Tensor& input, const Optional& residual, const Optional& gate,
                             int64_t normalized_ndim, const Optional& shift, const Optional& scale,
                             const Optional& weight, const Optional& bias, double eps,
-                            std::optional<ScalarType> out_dtype, bool needs_statistics) {
+                            std::optional<ScalarType> out_dtype, const NormKind& kind,
+                            bool gives_statistics) {
   return run_forward({input,
                       residual,
                       normalized_ndim,
@@ -70,15 +98,17 @@ ForwardResult run_modulated(const Tensor& input, const Optional& residual, const
                       std::nullopt,
                       1.0,
                       out_dtype,
-                      needs_statistics,
+                      gives_statistics,
+                      kind,
                       {shift, scale, gate}});
 }
 
 Tensor ada_layer_norm(const Tensor& input, int64_t normalized_ndim, const Optional& shift,
                       const Optional& scale, const Optional& weight, const Optional& bias,
-                      double eps, std::optional<ScalarType> out_dtype) {
+                      double eps, std::optional<ScalarType> out_dtype, const std::string& statistic,
+                      double offset, bool rounds) {
   return run_modulated(input, std::nullopt, std::nullopt, normalized_ndim, shift, scale, weight,
-                       bias, eps, out_dtype, false)
+                       bias, eps, out_dtype, {statistic, offset, rounds}, false)
       .y;
 }
 
@@ -98,6 +128,7 @@ std::tuple<Tensor, Tensor> ada_layer_norm_pair(const Tensor& input, int64_t norm
                                             1.0,
                                             out_dtype,
                                             false,
+                                            {},
                                             {shift, scale, std::nullopt},
                                             Modulations{second_shift, second_scale, std::nullopt}});
   return {result.y, *result.second_y};
@@ -105,9 +136,11 @@ std::tuple<Tensor, Tensor> ada_layer_norm_pair(const Tensor& input, int64_t norm
 
 std::tuple<Tensor, Tensor, Tensor> ada_layer_norm_forward(
     const Tensor& input, int64_t normalized_ndim, const Optional& shift, const Optional& scale,
-    const Optional& weight, const Optional& bias, double eps, std::optional<ScalarType> out_dtype) {
-  const ForwardResult result = run_modulated(input, std::nullopt, std::nullopt, normalized_ndim,
-                                             shift, scale, weight, bias, eps, out_dtype, true);
+    const Optional& weight, const Optional& bias, double eps, std::optional<ScalarType> out_dtype,
+    const std::string& statistic, double offset, bool rounds) {
+  const ForwardResult result =
+      run_modulated(input, std::nullopt, std::nullopt, normalized_ndim, shift, scale, weight, bias,
+                    eps, out_dtype, {statistic, offset, rounds}, true);
   return {result.y, *result.mean, *result.rstd};
 }
 
@@ -115,18 +148,23 @@ std::tuple<Tensor, Tensor> add_ada_layer_norm(const Tensor& input, const Tensor&
                                               const Optional& gate, int64_t normalized_ndim,
                                               const Optional& shift, const Optional& scale,
                                               const Optional& weight, const Optional& bias,
-                                              double eps, std::optional<ScalarType> out_dtype) {
-  const ForwardResult result = run_modulated(input, residual, gate, normalized_ndim, shift, scale,
-                                             weight, bias, eps, out_dtype, false);
+                                              double eps, std::optional<ScalarType> out_dtype,
+                                              const std::string& statistic, double offset,
+                                              bool rounds) {
+  const ForwardResult result =
+      run_modulated(input, residual, gate, normalized_ndim, shift, scale, weight, bias, eps,
+                    out_dtype, {statistic, offset, rounds}, false);
   return {result.y, *result.residual_out};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_ada_layer_norm_forward(
     const Tensor& input, const Tensor& residual, const Optional& gate, int64_t normalized_ndim,
     const Optional& shift, const Optional& scale, const Optional& weight, const Optional& bias,
-    double eps, std::optional<ScalarType> out_dtype) {
-  const ForwardResult result = run_modulated(input, residual, gate, normalized_ndim, shift, scale,
-                                             weight, bias, eps, out_dtype, true);
+    double eps, std::optional<ScalarType> out_dtype, const std::string& statistic, double offset,
+    bool rounds) {
+  const ForwardResult result =
+      run_modulated(input, residual, gate, normalized_ndim, shift, scale, weight, bias, eps,
+                    out_dtype, {statistic, offset, rounds}, true);
   return {result.y, *result.residual_out, *result.mean, *result.rstd};
 }
 
@@ -134,7 +172,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ada_layer_norm_backward(
     const Tensor& dy, const Tensor& x, int64_t normalized_ndim, const Tensor& mean,
     const Tensor& rstd, const Optional& shift, const Optional& scale, const Optional& weight,
     const Optional& bias, const Optional& dresidual, bool needs_dx, bool needs_dshift,
-    bool needs_dscale, bool needs_dweight, bool needs_dbias) {
+    bool needs_dscale, bool needs_dweight, bool needs_dbias, const std::string& statistic,
+    double offset) {
   const BackwardResult result = run_backward({dy,
                                               x,
                                               normalized_ndim,
@@ -148,6 +187,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> ada_layer_norm_backward(
                                               needs_dx,
                                               needs_dweight,
                                               needs_dbias,
+                                              {statistic, offset},
                                               {shift, scale, std::nullopt},
                                               needs_dshift,
                                               needs_dscale});
@@ -159,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> add_ada_layer
     int64_t normalized_ndim, const Tensor& mean, const Tensor& rstd, const Optional& shift,
     const Optional& scale, const Optional& weight, const Optional& bias, const Optional& dresidual,
     bool needs_dx, bool needs_dinput, bool needs_dgate, bool needs_dshift, bool needs_dscale,
-    bool needs_dweight, bool needs_dbias) {
+    bool needs_dweight, bool needs_dbias, const std::string& statistic, double offset) {
   const GatedBackwardResult result = run_gated_backward({dy,
                                                          x,
                                                          normalized_ndim,
@@ -173,6 +213,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> add_ada_layer
                                                          needs_dx,
                                                          needs_dweight,
                                                          needs_dbias,
+                                                         {statistic, offset},
                                                          {shift, scale, gate},
                                                          needs_dshift,
                                                          needs_dscale},
