@@ -39,6 +39,10 @@ OPS = (
     "ada_backward",
     "add_ada_forward",
     "add_ada_backward",
+    "rms_forward",
+    "rms_backward",
+    "add_rms_forward",
+    "add_rms_backward",
 )
 PER_SAMPLE, PER_TOKEN = "sample", "token"  # whether a modulation is given per sample or per token
 
@@ -95,6 +99,11 @@ class Case:
     @property
     def modulated(self) -> bool:
         return self.op.removeprefix("add_").startswith("ada_")
+
+    @property
+    def is_rms(self) -> bool:
+        """Whether the norm is RMSNorm, with a weight and no bias."""
+        return self.op.removeprefix("add_").startswith("rms_")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -154,7 +163,8 @@ class Case:
 
         Forward reads x, weight, bias and writes y; a residual adds one read and one write.
         Backward reads x, dy, weight and writes dx, dweight, dbias; an activation reads bias too;
-        a residual adds the read of its gradient (input and residual share the one dx).
+        a residual adds the read of its gradient (input and residual share the one dx). RMSNorm
+        has no bias.
         A modulated forward reads x, shift, scale and writes y; a modulated backward reads x, dy,
         scale and writes dx, dshift, dscale, without dshift where that is dy (`is_dshift_dy`). With
         a gate, forward also reads residual and gate and writes the sum; backward also reads the
@@ -171,9 +181,9 @@ class Case:
             return (1 + 2 * gated) * x + y + (2 + gated) * modulation
         column = self.cols * self.torch_weight_dtype.itemsize
         if self.backward:
-            columns = 3 + (self.activation[0] is not None)
+            columns = 3 + (self.activation[0] is not None) - self.is_rms
             return (2 + self.residual) * x + y + columns * column
-        return (1 + 2 * self.residual) * x + y + 2 * column
+        return (1 + 2 * self.residual) * x + y + (2 - self.is_rms) * column
 
     @property
     def is_dshift_dy(self) -> bool:
@@ -393,6 +403,26 @@ _MODULATED_TARGETS = {
 }
 
 
+# RMSNorm: rows x cols in bfloat16, and the targets forward and backward on an H100.
+_RMS = (
+    (32_768, 768, 0.97, 0.88),
+    (32_768, 2048, 0.97, 0.90),
+    (32_768, 4096, 0.98, 0.92),
+    (16_384, 8192, 0.98, 0.92),
+    (8192, 16_384, 0.98, 0.88),
+    (4096, 2880, 0.97, 0.80),
+)
+_RMS_CASES = (
+    *(Case(f"rms_{way}", rows, cols, "bfloat16", target)
+      for rows, cols, *targets in _RMS
+      for way, target in zip(("forward", "backward"), targets, strict=True)),
+    *(Case(f"add_rms_{way}", 32_768, 4096, "bfloat16", target)
+      for way, target in (("forward", 0.98), ("backward", 0.93))),
+    *(Case(f"rms_{way}", 32_768, 4096, "bfloat16", weight_dtype="float32")
+      for way in ("forward", "backward")),
+)  # fmt: skip
+
+
 def _modulated_case(op: str, size: tuple[int, int, int, str, str, str | None]) -> Case:
     samples, tokens, cols, dtype, modulation, modulation_dtype = size
     case = Case(op, samples * tokens, cols, dtype, samples=samples, modulation=modulation,
@@ -417,6 +447,7 @@ CASES: tuple[Case, ...] = (
         *(_table_case(op, row) for op in ("forward", "backward") for row in _TABLE),
         *_FUSED,
         *_GUARDED,
+        *_RMS_CASES,
     )),
     *(_modulated_case(op, size) for op in _MODULATED_TARGETS for size in _MODULATED),
 )  # fmt: skip

@@ -4,11 +4,12 @@
     python -m benchmarks.models --models BERT --variants eager,compiled,swap_compiled
     python -m benchmarks.models --models dit,flux --modes inference --seconds 3 --add
 
-The models are transformers' BERT, GPT-2 and ViT and timm's ViT, ConvNeXt and Swin at their real
-sizes, diffusers' DiT-XL/2, Flux, Stable Diffusion 3.5 and Wan with a few layers each, and blocks of
-DiT, which the variant "operators" computes with this package's operators. All have random weights
-and run in bfloat16 in two modes: a training step (forward, backward, SGD; float32 weights under
-autocast, or for diffusion transformers bfloat16 weights) and inference (bfloat16 weights).
+The models are transformers' BERT, GPT-2 and ViT, its decoders Qwen3, Llama and Gemma 3 with a few
+layers each, timm's ViT, ConvNeXt and Swin at their real sizes, diffusers' DiT-XL/2, Flux, Stable
+Diffusion 3.5 and Wan with a few layers each, and blocks of DiT, which the variant "operators"
+computes with this package's operators. All have random weights and run in bfloat16 in two modes: a
+training step (forward, backward, SGD; float32 weights under autocast, or for diffusion transformers
+bfloat16 weights) and inference (bfloat16 weights).
 
 Each model in each mode has a process of its own. The processes compile side by side, with their
 weights on the GPU together, and measure one at a time. In a process the variants take turns, round
@@ -81,6 +82,21 @@ def gpt2(batch: int = 8, length: int = 1024) -> Any:
     return GPT2LMHeadModel(config), {"input_ids": tokens}, _token_loss(tokens)
 
 
+def decoder(name: str, width: int, layers: int, heads: int, batch: int = 4) -> Any:
+    """A decoder of transformers at its real width, with few layers: "Qwen3", "Llama", "Gemma3"."""
+    import transformers
+
+    prefix = f"{name}Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{prefix}Config")(
+        vocab_size=32_768, hidden_size=width, intermediate_size=3 * width,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=max(1, heads // 4),
+        head_dim=128, max_position_embeddings=4096, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    tokens = torch.randint(config.vocab_size, (batch, 4096))
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    return model, {"input_ids": tokens}, _token_loss(tokens)
+
+
 def vit(batch: int = 64) -> Any:
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -131,6 +147,15 @@ MODELS: dict[str, Model] = {
     "transformers BERT-base 16x512": Model("transformers", bert),
     "transformers GPT-2 8x1024": Model("transformers", gpt2),
     "transformers ViT-B/16 64x224": Model("transformers", vit),
+    "transformers Qwen3, 2048 wide, 6 layers, 4x4096": Model(
+        "transformers", lambda: decoder("Qwen3", 2048, 6, 16), half=True
+    ),
+    "transformers Llama, 4096 wide, 4 layers, 4x4096": Model(
+        "transformers", lambda: decoder("Llama", 4096, 4, 32), half=True
+    ),
+    "transformers Gemma3, 2560 wide, 6 layers, 4x4096": Model(
+        "transformers", lambda: decoder("Gemma3", 2560, 6, 8), half=True
+    ),
     "timm ViT-B/16 64x224": Model("timm", lambda: timm_model("vit_base_patch16_224")),
     "timm ConvNeXt-T 64x224": Model("timm", lambda: timm_model("convnext_tiny")),
     "timm Swin-T 64x224": Model("timm", lambda: timm_model("swin_tiny_patch4_window7_224")),
@@ -189,7 +214,7 @@ def prepared(model: nn.Module, variant: str) -> nn.Module:
 
     model = copy.deepcopy(model)
     if variant.startswith("swap"):
-        model = fused_layernorm.swap_layer_norm(model)
+        model = fused_layernorm.swap_norms(model)
     elif variant.startswith("operators"):
         model.operators = True  # type: ignore[assignment]
     return model

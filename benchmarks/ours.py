@@ -43,7 +43,7 @@ def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
     weight = bias = None
     if not case.modulated:
         weight = torch.rand(case.cols, **columns) + 0.5
-        bias = torch.randn(case.cols, **columns)
+        bias = None if case.is_rms else torch.randn(case.cols, **columns)
     inputs = []
     for _ in range(count):
         one = Inputs(torch.randn(shape, **options), weight, bias)
@@ -57,7 +57,7 @@ def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
                 one.input = torch.randn(shape, **options) if case.backward else None
         if case.backward:
             one.dy = torch.randn(shape, device=timing.DEVICE, dtype=case.torch_out_dtype)
-            one.mean, one.rstd = _statistics(one.x)
+            one.mean, one.rstd = _statistics(one.x, case.is_rms)
             if case.residual:
                 one.dresidual = torch.randn(shape, **options)
         elif case.residual:
@@ -66,8 +66,14 @@ def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
     return inputs
 
 
-def _statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """mean and rstd as forward saves them: one each per row, float64 for float64, else float32."""
+def _statistics(x: torch.Tensor, is_rms: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """mean and rstd as forward saves them: one each per row, float64 for float64, else float32.
+
+    RMSNorm's mean is an empty tensor.
+    """
+    if is_rms:
+        rstd = (x.float().square().mean(-1, keepdim=True) + EPS).rsqrt()
+        return rstd.new_empty((0,)), rstd
     _, mean, rstd = torch.ops.aten.native_layer_norm(x, x.shape[-1:], None, None, EPS)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return mean.to(wide), rstd.to(wide)
@@ -118,11 +124,13 @@ def ours(case: Case, t: Inputs, *, statistics: bool = False) -> Call:
     ops = torch.ops.fused_layernorm
     activation, scale = case.activation
     arguments: dict[str, Any] = {"normalized_ndim": 1, "weight": t.weight, "bias": t.bias}
+    if case.is_rms:
+        arguments["statistic"] = "rms"
     if case.backward:
         arguments |= {
             "dy": t.dy, "x": t.x, "mean": t.mean, "rstd": t.rstd, "dresidual": t.dresidual,
             "activation": activation, "scale": scale,
-            "needs_dx": True, "needs_dweight": True, "needs_dbias": True,
+            "needs_dx": True, "needs_dweight": True, "needs_dbias": not case.is_rms,
         }  # fmt: skip
         return lambda: ops.layer_norm_backward.default(**arguments)
     arguments |= {"input": t.x, "eps": EPS, "activation": activation, "scale": scale}

@@ -87,7 +87,9 @@ def _forward(case: Case) -> Callable[..., Any]:
     name, scale = case.activation
     mixed, out_dtype = case.mixed, case.torch_out_dtype
 
-    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if case.is_rms:
+            return F.rms_norm(x.to(weight.dtype), shape, weight, EPS).to(out_dtype)
         if mixed:
             return F.layer_norm(x.to(weight.dtype), shape, weight, bias, EPS).to(out_dtype)
         return F.layer_norm(x, shape, weight, bias, EPS)
@@ -117,6 +119,8 @@ def _backward(case: Case, saved: bool) -> Callable[..., Any]:
     """
     if case.modulated:
         return _modulated_backward(case, saved)
+    if case.is_rms:
+        return _rms_backward(case, saved)
     shape = [case.cols]
     name, scale = case.activation
     layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -144,6 +148,27 @@ def _backward(case: Case, saved: bool) -> Callable[..., Any]:
     return plain_backward if name is None else gelu_backward
 
 
+def _rms_backward(case: Case, saved: bool) -> Callable[..., Any]:
+    """As `_backward`: PyTorch's operator, or its formulas where a compiler writes the kernels."""
+    shape, dtype, wide = [case.cols], case.torch_dtype, case.torch_weight_dtype
+
+    def eager(dy: Any, x: Any, rstd: Any, weight: Any, *more: Any) -> Any:
+        x = more[-1] if case.mixed else x
+        dx, dweight = torch.ops.aten._fused_rms_norm_backward.default(
+            dy.to(wide), x, shape, rstd, weight, [True, True]
+        )
+        dx = dx.to(dtype)
+        return dx + more[0] if case.residual else dx, dweight
+
+    def formulas(dy: Any, x: Any, rstd: Any, weight: Any, *more: Any) -> Any:
+        dy, xhat = dy.float(), x.float() * rstd
+        g = dy * weight
+        dx = (rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))).to(dtype)
+        return dx + more[0] if case.residual else dx, (dy * xhat).sum(0).to(wide)
+
+    return eager if saved else formulas
+
+
 def _arguments(case: Case, t: Inputs) -> tuple[Any, ...]:
     if case.modulated and case.backward:
         sums = (t.dresidual, t.input, t.gate) if case.residual else ()
@@ -151,6 +176,8 @@ def _arguments(case: Case, t: Inputs) -> tuple[Any, ...]:
     if case.modulated:
         summands = (t.residual, t.gate) if case.residual else ()
         return (t.x, *summands, t.shift, t.scale)
+    if case.is_rms and case.backward:
+        return (t.dy, t.x, t.rstd, t.weight, *((t.dresidual,) if case.residual else ()))
     if not case.backward:
         return (t.x, t.residual, t.weight, t.bias) if case.residual else (t.x, t.weight, t.bias)
     arguments = (t.dy, t.x, t.mean, t.rstd, t.weight, t.bias)
@@ -196,7 +223,7 @@ def compile_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
 def liger_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
     from liger_kernel.ops.layer_norm import layer_norm_backward, layer_norm_forward
 
-    if case.mixed:
+    if case.mixed or case.is_rms:
         return None
     if case.op == "forward":
         return [_bind(layer_norm_forward, (t.x, t.weight, t.bias, EPS)) for t in inputs]

@@ -67,6 +67,24 @@ def run_modulated(samples, tokens, cols, dtype, *, per_token=False, weight=False
     _ops.gate_backward(dy, x, gate, True, True)
 
 
+def run_rms(rows, cols, dtype, *, offset=0.0, rounds=False, residual=False):
+    """RMSNorm forward and backward by the plan."""
+    x, dy = (torch.randn(rows, cols, device="cuda").to(dtype) for _ in range(2))
+    weight = torch.randn(cols, device="cuda").to(dtype)
+    kind = {"statistic": "rms", "weight_offset": offset}
+    _, mean, rstd = _ops.layer_norm_forward(
+        x, 1, weight, None, 1e-5, round_before_weight=rounds, **kind
+    )
+    if residual:
+        _ops.add_layer_norm_forward(
+            x, dy, 1, weight, None, 1e-5, round_before_weight=rounds, **kind
+        )
+    _ops.layer_norm_backward(
+        dy, x, 1, mean, rstd, weight, None, dy if residual else None, None, 1.0,
+        True, True, True, **kind,
+    )  # fmt: skip
+
+
 def strategy_of_many_rows(cols, dtype):
     """The backward strategy that the plan chooses for many rows of this length."""
     plan = json.loads(_ops._plan(1 << 20, cols, dtype, backward=True))
@@ -157,6 +175,13 @@ def main():
         run(300, cols, dtype)
         run(300, cols, dtype, activation="silu")
     run(2, 4_194_304, F32)
+    # RMSNorm: every strategy without a mean, and weights that are not plain.
+    for dtype in (BF16, F32):
+        for rows, cols in ((37, 64), (300, 64), (300, 1000), (300, 37), (300, 4096), (300, 16_384),
+                           (30, 65_537), (8, 131_072), (1, 1_000_000)):  # fmt: skip
+            run_rms(rows, cols, dtype)
+            run_rms(rows, cols, dtype, offset=1.0, residual=True)
+            run_rms(rows, cols, dtype, rounds=True)
     # Modulations per group and per row, with rings and without, in stream, with odd columns.
     for dtype in (BF16, F32):
         for cols in (7, 64, 1023, 1152, 3072, 6000, 12_288):

@@ -268,7 +268,8 @@ def _serve_add(
     if gate is not None:
         if normalized_shape is None:
             arguments.normalized_ndim(input, weight, bias, None)  # raises if no shape is given
-        if activation is None and isinstance(scale, (int, float)) and scale == 1.0:
+        is_fused = activation is None and isinstance(scale, (int, float)) and scale == 1.0
+        if is_fused and not kind.round_before_weight:
             return _serve_ada(
                 input,
                 residual,
@@ -596,11 +597,16 @@ def _serve_ada(
 
 
 def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
-    """add_layer_norm with a gate and an activation or a scale, which no kernel fuses."""
+    """A gated sum and a norm with what no kernel fuses with it.
+
+    That is an activation, a scale, or the rounding of xhat.
+    """
     kind = a.input.device.type
     if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         a = under_autocast(a)
-    arguments.check(a)
+    options = a.options
+    # What is checked here is what an operator would take.
+    arguments.check(a._replace(options=options._replace(round_before_weight=False)))
     residual: Any = a.residual
     residual_out = formulas.add(a.input, residual, a.gate)
     acc = formulas.acc_dtype(residual.dtype)
@@ -608,7 +614,6 @@ def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
         parameter if parameter is None or parameter.dtype == residual.dtype else parameter.to(acc)
         for parameter in (a.weight, a.bias)
     )
-    options = a.options
     if a.rounds_xhat and a.input.dtype != residual.dtype:
         found = formulas.forward(a._replace(options=options._replace(out_dtype=a.y_dtype)))
         return found.y, residual_out

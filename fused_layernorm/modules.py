@@ -252,9 +252,7 @@ class FusedRMSNorm(nn.RMSNorm):
             options += f", weight_offset={self.weight_offset}"
         if self.round_before_weight:
             options += ", round_before_weight=True"
-        return (
-            super().extra_repr() + options + _shown(self.activation, self.scale, self.out_dtype)
-        )
+        return super().extra_repr() + options + _shown(self.activation, self.scale, self.out_dtype)
 
 
 class FusedAddRMSNorm(FusedRMSNorm):

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm by their formulas, in float64: the reference for every result in the tests and docs.
+"""LayerNorm and RMSNorm by their formulas, in float64: the reference of all tests and docs.
 
 Nothing here is fast, and nothing is shared with the rest of the package: the statistics, the
 activations' derivatives and the backward pass are written out.

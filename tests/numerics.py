@@ -57,6 +57,8 @@ class Problem:
     modulation_layout: str = "contiguous"  # or any other of LAYOUTS
     mean: float = 0.0
     eps: float = EPS
+    statistic: str = "layer"
+    weight_offset: float = 0.0
 
     @property
     def normalized_shape(self):
@@ -96,6 +98,8 @@ class Problem:
             ("scale", 1.0),
             ("mean", 0),
             ("modulation_layout", "contiguous"),
+            ("statistic", "layer"),
+            ("weight_offset", 0.0),
         ):
             if getattr(self, name) != default:
                 parts.append(f"{name}={getattr(self, name)}")
@@ -189,11 +193,18 @@ def forward(t):
     """Our result: y, or (y, residual_out)."""
     if t.problem.is_ada:
         affine = (t.weight, t.bias, t.problem.eps)
+        options = {"statistic": t.problem.statistic, **t.options}
         if t.residual is None:
-            return fused_layernorm.ada_layer_norm(t.x, t.shift, t.scale, *affine, **t.options)
+            return fused_layernorm.ada_layer_norm(t.x, t.shift, t.scale, *affine, **options)
         return fused_layernorm.add_ada_layer_norm(
-            t.x, t.residual, t.gate, t.shift, t.scale, *affine, **t.options
+            t.x, t.residual, t.gate, t.shift, t.scale, *affine, **options
         )
+    if t.problem.statistic == "rms":
+        affine = (t.weight, t.problem.eps)
+        options = {"bias": t.bias, "weight_offset": t.problem.weight_offset, **t.options}
+        if t.residual is None:
+            return fused_layernorm.rms_norm(t.x, *affine, **options)
+        return fused_layernorm.add_rms_norm(t.x, t.residual, *affine, **options)
     if t.residual is None:
         return fused_layernorm.layer_norm(t.x, t.weight, t.bias, t.problem.eps, **t.options)
     return fused_layernorm.add_layer_norm(
@@ -286,7 +297,12 @@ def stock(t, found, *, backward=True):
     # backward fails on CUDA.
     flat_x = x.flatten(x.dim() - p.normalized_ndim)
     flat_weight, flat_bias = (None if u is None else u.flatten() for u in (weight, bias))
-    y = F.layer_norm(flat_x, flat_x.shape[-1:], flat_weight, flat_bias, p.eps).reshape(x.shape)
+    if p.statistic == "rms":
+        factor = None if flat_weight is None else flat_weight + p.weight_offset
+        y = F.rms_norm(flat_x, flat_x.shape[-1:], factor, p.eps)
+        y = (y if flat_bias is None else y + flat_bias).reshape(x.shape)
+    else:
+        y = F.layer_norm(flat_x, flat_x.shape[-1:], flat_weight, flat_bias, p.eps).reshape(x.shape)
     y = _activate(y, p.activation) * p.scale
     y = y if scale is None else y * (1 + scale)
     y = y if shift is None else y + shift
@@ -325,16 +341,18 @@ def exact(t, found=None, *, backward=True):
     results = {}
     if t.gate is not None:
         results["residual_out"] = reference.gated_add(t.x, t.residual, t.gate)
+    kind: dict[str, Any] = {"statistic": p.statistic}
     if p.is_ada:
         args: tuple = (p.normalized_ndim, t.shift, t.scale, t.weight, t.bias, p.eps)
-        results["y"] = reference.ada_layer_norm(x, *args).y
+        results["y"] = reference.ada_layer_norm(x, *args, **kind).y
     else:
+        kind["weight_offset"] = p.weight_offset
         args = (p.normalized_ndim, t.weight, t.bias, p.eps, p.activation, p.scale)
-        results["y"] = reference.layer_norm(x, *args).y
+        results["y"] = reference.layer_norm(x, *args, **kind).y
     if not backward:
         return results
     run: Any = reference.ada_layer_norm_backward if p.is_ada else reference.layer_norm_backward
-    gradients = run(t.dy, x, *args, t.dresidual)
+    gradients = run(t.dy, x, *args, t.dresidual, **kind)
     results |= gradients._asdict()
     if t.residual is not None:
         results["dresidual"] = gradients.dx

@@ -158,7 +158,6 @@ struct AffineAndModulate {
     Acc weight[kWidth], bias[kWidth];
     unpack(weight, columns(p.weight, Absent::kOnes));
     unpack(bias, columns(p.bias, Absent::kZeros));
-    if (!p.plain_weight) adjust_weight<Acc>(p, values, weight);
     ColumnAffine::apply(p, values, weight, bias, columns);
     Modulate::apply(p, values, scale, shift, columns);
   }

@@ -29,16 +29,32 @@ struct Identity {
   }
 };
 
-// y = z, where weight is not plain.
-struct AdjustWeight : Identity {
+// Weight is plain, and there is an activation or a scale.
+struct ActivateOnly : Identity {
+  static constexpr bool kBranches = true;
+
+  template <typename Y, typename Acc, int kWidth>
+  static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
+    activate<Y>(values, p.activation, p.scale.as<Acc>());
+  }
+};
+
+// Weight is not plain; there may be an activation or a scale, too.
+struct AdjustWeight {
+  static constexpr bool kBranches = true;
+
   template <typename X, typename Acc, int kWidth>
   static __device__ __forceinline__ void prepare(const ForwardParams& p, Acc (&xhat)[kWidth],
                                                  Acc (&weight)[kWidth]) {
     adjust_weight<X>(p, xhat, weight);
   }
+  template <typename Y, typename Acc, int kWidth>
+  static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
+    if (p.activates) activate<Y>(values, p.activation, p.scale.as<Acc>());
+  }
 };
 
-// There is an activation, or a scale that is not 1; or weight is not plain.
+// There is an activation or a scale, or weight is not plain.
 struct Activate {
   static constexpr bool kBranches = true;
   static constexpr bool kMayActivate = true;
@@ -50,13 +66,13 @@ struct Activate {
   }
   template <typename Y, typename Acc, int kWidth>
   static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {
-    activate<Y>(values, p.activation, p.scale.as<Acc>());
+    ActivateOnly::apply<Y>(p, values);
   }
   // Calls the body with the policy that applies, so that it is chosen outside the row's loop.
   template <typename Body>
   static __device__ __forceinline__ void for_row(const ForwardParams& p, const Body& body) {
-    if (p.activates) {
-      body(Activate{});
+    if (p.plain_weight) {
+      body(ActivateOnly{});
     } else {
       body(AdjustWeight{});
     }

@@ -132,7 +132,9 @@ def check_options(activation: Any, scale: Any, out_dtype: Any) -> None:
 def check_kind(statistic: Any, weight_offset: Any, weight: Tensor | None) -> None:
     """Raises if one of the options that choose the norm has a value that operators do not take."""
     if statistic not in STATISTICS:
-        raise ValueError(f"expected statistic {_either(list(map(repr, STATISTICS)))}, got {statistic!r}")
+        raise ValueError(
+            f"expected statistic {_either(list(map(repr, STATISTICS)))}, got {statistic!r}"
+        )
     _check_number("weight_offset", weight_offset)
     if isinstance(weight_offset, (int, float)):
         if not math.isfinite(weight_offset):
@@ -263,6 +265,8 @@ def check(a: Arguments) -> None:
         raise ValueError("expected eps to be a number, got nan")
     check_options(options.activation, options.output_scale, options.out_dtype)
     check_kind(options.statistic, options.weight_offset, weight)
+    if a.is_modulated and a.rounds_xhat:
+        raise ValueError("expected round_before_weight without a modulation, got one beside it")
 
     if input.device.type == "cuda":
         cols = math.prod(shape)

@@ -1,12 +1,13 @@
 """One form for all forward operators, and one for all backward operators, with named values.
 
-Every operator computes LayerNorm, or RMSNorm with statistic="rms". ada_layer_norm adds a modulation to layer_norm. The `add_` operator of each adds a residual (beside
-a modulation also a gate), and the `_forward` operator of each of these four also gives the
-statistics that backward needs. An implementation (composite, fake, vmap rule, autograd) is written
-once, from `Arguments` to `Results`; `Operator` knows how the operators lay these out. In the same
-way `BackwardOperator` goes with `BackwardArguments` and `Gradients`. Two operators each do the work
-of two calls in turn, and are built from implementations of the called operators:
-ada_layer_norm_pair by `pair`, add_ada_layer_norm_backward by `gated_backward`.
+Every operator computes LayerNorm, or RMSNorm with statistic="rms". ada_layer_norm adds a modulation
+to layer_norm. The `add_` operator of each adds a residual (beside a modulation also a gate), and
+the `_forward` operator of each of these four also gives the statistics that backward needs. An
+implementation (composite, fake, vmap rule, autograd) is written once, from `Arguments` to
+`Results`; `Operator` knows how the operators lay these out. In the same way `BackwardOperator` goes
+with `BackwardArguments` and `Gradients`. Two operators each do the work of two calls in turn, and
+are built from implementations of the called operators: ada_layer_norm_pair by `pair`,
+add_ada_layer_norm_backward by `gated_backward`.
 """
 
 from __future__ import annotations

@@ -148,8 +148,7 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   problem.residual = residual.has_value();
   const bool activates = activation != Activation::kNone || a.scale != 1.0;
   problem.modulated = shift.tensor || scale.tensor || gate.tensor || a.second;
-  // A modulation's kernels take any weight.
-  problem.has_epilogue = activates || !(plain_weight || problem.modulated);
+  problem.has_epilogue = activates || !plain_weight;
   problem.aligned =
       rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
   const forward::Plan plan = make_forward_plan(problem, device_of(input));
@@ -199,11 +198,29 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   return with_second;
 }
 
+// A modulated norm whose weight has an offset. Few models have one, and the kernels of a modulation
+// take weight as it is: the sum is made before the launch, in the arithmetic's type.
+ForwardResult run_with_offset(const ForwardArguments& a) {
+  CHECK_ARGUMENT(a.xhat_rounding() == XhatRounding::kNone,
+                 "round_before_weight has no kernel beside a modulation");
+  const bool wide = a.weight->scalar_type() == ScalarType::Double;
+  const ScalarType type = wide ? ScalarType::Double : ScalarType::Float;
+  Tensor offset = empty_like(*a.weight, type);
+  torch::stable::fill_(offset, a.kind.weight_offset);
+  const std::optional<Tensor> weight = torch::stable::subtract(cast(*a.weight, type), offset, -1.0);
+  const std::optional<Tensor> bias = a.bias ? std::optional(cast(*a.bias, type)) : std::nullopt;
+  NormKind kind;
+  kind.is_rms = a.kind.is_rms;
+  return run_forward({a.input, a.residual, a.normalized_ndim, weight, bias, a.eps, a.activation,
+                      a.scale, a.out_dtype, a.needs_statistics, kind, a.modulation, a.second});
+}
+
 }  // namespace
 
 ForwardResult run_forward(const ForwardArguments& a) {
   const Shape shape(a.input, a.normalized_ndim);
   const ForwardTypes types = check(a, shape);
+  if (a.modulation.any() && !a.has_plain_weight()) return run_with_offset(a);
   const Activation activation = activation_of(a.activation);
   const CurrentDevice guard(a.input);
 

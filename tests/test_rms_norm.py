@@ -1,0 +1,345 @@
+"""RMSNorm, by the operators of LayerNorm: the numerics contract, orders of casts, bits, errors."""
+
+import numerics
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import FORCED_COLS, Problem
+
+import fused_layernorm as fl
+from fused_layernorm import reference
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+DTYPES = [(F32, None), (F16, None), (BF16, None), (BF16, F32), (F16, F32), (F64, None)]
+
+pytestmark = pytest.mark.cpu_operators  # the tests judge the operators, on the CPU too
+
+
+def ids(value):
+    return str(value).replace("torch.", "")
+
+
+def rms(shape, dtype=F32, weight_dtype=None, **options):
+    return Problem(shape, dtype=dtype, weight_dtype=weight_dtype, statistic="rms", **options)
+
+
+def rows_for(cols):
+    return max(3, min(512, 16384 // cols))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
+@pytest.mark.parametrize("cols", [1, 2, 3, 33, 64, 127, 255, 257, 768, 1023, 1025, 2047])
+def test_accuracy_of_short_rows(device, cols, dtypes):
+    numerics.check(rms((rows_for(cols), cols), *dtypes), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
+@pytest.mark.parametrize(
+    "shape",
+    [(40, 4096), (9, 5120), (700, 8191), (300, 16384), (3, 65537), (300, 40_000), (8, 262_144),
+     (3, 1_000_003), (2, 4_194_304), (300_000, 64), (1_000_003, 37), (4096, 768)],
+    ids=str,
+)  # fmt: skip
+def test_accuracy_of_every_strategy(shape, dtypes):
+    numerics.check(rms(shape, *dtypes), "cuda")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        rms((40, 256), BF16, residual_dtype=BF16),
+        rms((40, 257), BF16, residual_dtype=F32),
+        rms((40, 4096), F32, residual_dtype=F32, activation="silu"),
+        rms((40, 256), BF16, F32, activation="gelu", scale=2.0, out_dtype=F32),
+        rms((40, 264), F16, affine="weight", weight_offset=1.0),
+        rms((40, 1021), BF16, weight_offset=1.0),
+        rms((40, 4096), BF16, F32, weight_offset=1.0, residual_dtype=BF16),
+        rms((300, 768), F32, weight_offset=-0.5, activation="gelu_tanh"),
+        rms((9, 20_000), BF16, weight_offset=1.0),
+        rms((3, 70_001), F32, weight_offset=1.0),
+        rms((40, 256), F64, weight_offset=1.0, activation="gelu"),
+        rms((40, 256), affine="none"),
+        rms((40, 256), affine="bias"),
+        rms((2, 6, 384), BF16, affine="none", shift=(2, 1, 384), scale_by=(2, 1, 384)),
+        rms((2, 6, 384), BF16, shift=(2, 6, 384), scale_by=(2, 6, 384)),
+        rms((2, 40, 1152), BF16, affine="none", residual_dtype=BF16, gate=(2, 1, 1152),
+            shift=(2, 1, 1152), scale_by=(2, 1, 1152)),
+        rms((2, 40, 257), F32, affine="none", residual_dtype=F32, gate=(2, 1, 257)),
+        rms((4, 3, 5, 7), normalized_ndim=3),
+        rms((64, 512), BF16, mean=100.0),
+        rms((64, 1000), F32, mean=1000.0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_accuracy_of_what_is_fused(device, problem):
+    numerics.check(problem, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
+@pytest.mark.parametrize("cols", FORCED_COLS)
+@pytest.mark.parametrize("strategy", ["warp", "thread", "spread", "block", "split", "resident",
+                                      "stream"])  # fmt: skip
+def test_forward_by_every_strategy(plans, strategy, cols, dtype, offset):
+    rows = 70
+    plans.force(f"strategy={strategy}")
+    if plans.of(rows, cols, dtype, has_epilogue=offset != 0) is None:
+        pytest.skip("the strategy does not take such rows")
+    numerics.check(rms((rows, cols), dtype, weight_offset=offset), "cuda", backward=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
+@pytest.mark.parametrize("cols", FORCED_COLS)
+@pytest.mark.parametrize("strategy", ["warp", "thread", "few_rows", "block", "split", "stream"])
+def test_backward_by_every_strategy(plans, strategy, cols, dtype):
+    rows = 70
+    x, dy = (torch.randn(rows, cols, device="cuda").to(dtype) for _ in range(2))
+    weight = torch.randn(cols, device="cuda").to(dtype)
+    exact = reference.layer_norm(x, 1, weight, statistic="rms")
+    rstd = exact.rstd.float()
+    mean = rstd.new_empty(0)
+    plans.force(f"strategy={strategy}")
+    if plans.of(rows, cols, dtype, backward=True) is None:
+        pytest.skip("the strategy does not take such rows")
+    found = torch.ops.fused_layernorm.layer_norm_backward(
+        dy, x, 1, mean, rstd, weight, None, None, None, 1.0, True, True, True, "rms"
+    )
+    expected = reference.layer_norm_backward(dy, x, 1, weight, statistic="rms")
+    for name, actual, wanted in zip(expected._fields, found, expected, strict=True):
+        # One rounding, and as much as the sums of float32 may lose.
+        slack = 2.0**-18 * wanted.abs().max() + numerics.rounding(wanted, dtype) * 1.02
+        assert ((actual.double() - wanted).abs() <= slack).all(), name
+
+
+def _llama(x, weight, eps):
+    """LlamaRMSNorm's forward, as transformers writes it."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def _gemma(x, weight, eps):
+    """GemmaRMSNorm's forward, as transformers writes it."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * (1.0 + weight.float())).type_as(x)
+
+
+def _assert_alike(actual, wanted):
+    """At most one unit in the last place apart, and nothing in 99.9% of the elements."""
+    assert actual.dtype == wanted.dtype
+    unlike = actual != wanted
+    assert unlike.double().mean() <= 1e-3
+    gap = (actual.double() - wanted.double()).abs()
+    assert (gap <= 2.01 * numerics.rounding(wanted.double(), wanted.dtype)).all()
+
+
+@pytest.mark.parametrize("cols", [64, 1000, 1021, 4096, 20_480])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=ids)
+@pytest.mark.parametrize("form", [_llama, _gemma])
+def test_orders_of_casts(device, form, dtype, cols):
+    x = (torch.randn(64, cols, device=device) * 3).to(dtype)
+    weight = torch.randn(cols, device=device).to(dtype)
+    options = {"round_before_weight": True} if form is _llama else {"weight_offset": 1.0}
+    _assert_alike(fl.rms_norm(x, weight, 1e-6, **options), form(x, weight, 1e-6))
+
+
+def test_llama_with_a_float32_weight_gives_float32(device):
+    x = torch.randn(64, 512, device=device).bfloat16()
+    weight = torch.randn(512, device=device)
+    y = fl.rms_norm(x, weight, 1e-6, round_before_weight=True, out_dtype=F32)
+    wanted = _llama(x, weight, 1e-6)
+    assert y.dtype == wanted.dtype == F32
+    assert ((y - wanted).abs() > 1e-6 * wanted.abs()).double().mean() <= 1e-3
+    torch.testing.assert_close(y, wanted, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("input_dtype", "residual_dtype"), [(BF16, F32), (F16, BF16), (BF16, BF16)]
+)
+def test_rounding_is_to_the_dtype_of_input(device, input_dtype, residual_dtype):
+    x = torch.randn(64, 512, device=device).to(input_dtype)
+    residual = torch.randn(64, 512, device=device).to(residual_dtype)
+    weight = torch.randn(512, device=device).to(input_dtype)
+    y, total = fl.add_rms_norm(x, residual, weight, 1e-6, round_before_weight=True)
+    assert torch.equal(total, reference.add(x, residual))
+    wide = total.float()
+    xhat = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(input_dtype)
+    _assert_alike(y, (xhat.float() * weight.float()).to(input_dtype))
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_rounding_beside_a_gate_and_an_activation(device, gate):
+    x, residual = (torch.randn(2, 8, 512, device=device).bfloat16() for _ in range(2))
+    weight = torch.randn(512, device=device).bfloat16()
+    options = {"gate": torch.randn(2, 1, 512, device=device).bfloat16()} if gate else {}
+    y, total = fl.add_rms_norm(
+        x, residual, weight, 1e-6, round_before_weight=True, activation="silu", **options
+    )
+    wide = total.float()
+    xhat = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).bfloat16()
+    _assert_alike(y, F.silu(xhat.float() * weight.float()).bfloat16())
+
+
+@pytest.mark.parametrize("eps", [None, 1e-3])
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
+def test_eps_is_that_of_pytorch(device, dtype, eps):
+    x = (torch.randn(8, 64, device=device) * 1e-3).to(dtype)
+    torch.testing.assert_close(fl.rms_norm(x, None, eps, normalized_shape=64),
+                               F.rms_norm(x, (64,), None, eps))  # fmt: skip
+
+
+def test_a_plain_call_on_the_cpu_is_pytorchs(monkeypatch):
+    monkeypatch.setattr("fused_layernorm.functional._cpu_operators", False)
+    x, weight = torch.randn(8, 64), torch.randn(64)
+    assert torch.equal(fl.rms_norm(x, weight), F.rms_norm(x, (64,), weight))
+
+
+def test_large_values_do_not_make_the_absent_mean_nan(device):
+    """The sum of such a row is Inf in float32, its sum of squares is not used."""
+    x = torch.full((4, 4096), 1e17, device=device)
+    y = fl.rms_norm(x, torch.ones(4096, device=device))
+    torch.testing.assert_close(y, torch.ones_like(y))
+
+
+def test_nan_and_empty_rows(device):
+    x = torch.randn(4, 64, device=device)
+    x[1, 3] = float("nan")
+    y = fl.rms_norm(x, torch.ones(64, device=device))
+    assert y.isnan().any(-1).tolist() == [False, True, False, False]
+    empty = torch.empty(0, 64, device=device, requires_grad=True)
+    weight = torch.ones(64, device=device, requires_grad=True)
+    fl.rms_norm(empty, weight).sum().backward()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [64, 1021, 4096, 16_384, 131_072])
+def test_bits_do_not_depend_on_the_batch_or_on_gradients(cols):
+    x = torch.randn(300, cols, device="cuda").bfloat16()
+    weight = torch.randn(cols, device="cuda").bfloat16().requires_grad_()
+    options = {"eps": 1e-6, "round_before_weight": True}
+    for kind in (options, {"eps": 1e-6}):
+        whole = fl.rms_norm(x, weight, **kind)
+        assert torch.equal(whole, fl.rms_norm(x, weight.detach(), **kind))
+        assert torch.equal(whole[7:8], fl.rms_norm(x[7:8], weight, **kind))
+
+
+@pytest.mark.parametrize("operator", ["layer_norm_forward", "add_layer_norm_forward"])
+def test_one_statistic_is_saved(device, operator):
+    x = torch.randn(4, 64, device=device)
+    rows = (x, x) if operator.startswith("add") else (x,)
+    op = getattr(torch.ops.fused_layernorm, operator)
+    *_, mean, rstd = op(*rows, 1, None, None, 1e-6, statistic="rms")
+    assert mean.shape == (0,)
+    assert rstd.shape == (4, 1)
+
+
+def test_opcheck(device):
+    x = torch.randn(4, 64, device=device, requires_grad=True)
+    weight = torch.randn(64, device=device, requires_grad=True)
+    for name in ("layer_norm", "layer_norm_forward"):
+        operator = getattr(torch.ops.fused_layernorm, name).default
+        args = (x, 1, weight, None, 1e-6, "silu", 2.0, None, "rms", 1.0, False)
+        torch.library.opcheck(operator, args)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_higher_derivatives(offset):
+    x, weight, bias = (
+        torch.randn(shape, dtype=F64, requires_grad=True) for shape in ((3, 8), (8,), (8,))
+    )
+
+    def norm(x, weight, bias):
+        return fl.rms_norm(x, weight, 1e-6, bias=bias, weight_offset=offset, activation="gelu")
+
+    assert torch.autograd.gradcheck(norm, (x, weight, bias), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(norm, (x, weight, bias))
+
+    def modulated(x, weight, shift):
+        return fl.add_ada_layer_norm(x, 2 * x, shift, shift, shift, weight, statistic="rms")
+
+    assert torch.autograd.gradcheck(modulated, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(modulated, (x, weight, bias))
+
+
+@pytest.mark.parametrize("weight_dim", [None, 0])
+def test_vmap(device, weight_dim):
+    x = torch.randn(5, 3, 16, device=device)
+    weight = torch.randn(*(() if weight_dim is None else (5,)), 16, device=device)
+
+    def loss(x, weight):
+        return fl.rms_norm(x, weight, 1e-6, weight_offset=1.0).square().sum()
+
+    grads = torch.func.vmap(torch.func.grad(loss, (0, 1)), (0, weight_dim))(x, weight)
+    for i in range(5):
+        one = torch.func.grad(loss, (0, 1))(x[i], weight if weight_dim is None else weight[i])
+        for whole, alone in zip(grads, one, strict=True):
+            torch.testing.assert_close(whole[i], alone)
+
+
+def test_autocast(device):
+    x = torch.randn(4, 64, device=device).bfloat16()
+    weight = torch.randn(64, device=device)
+    with torch.autocast(device, dtype=BF16):
+        stock = F.rms_norm(x, (64,), weight.bfloat16())
+        assert fl.rms_norm(x, weight).dtype == stock.dtype
+        assert fl.rms_norm(x, weight, out_dtype=BF16).dtype == BF16
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"weight_offset": float("inf")}, ValueError, "expected weight_offset to be a finite"),
+        ({"weight_offset": "1"}, TypeError, "expected weight_offset to be a number, got str"),
+        ({"weight": None, "weight_offset": 1.0, "normalized_shape": 64}, ValueError,
+         "expected a weight beside weight_offset 1.0"),
+        ({"eps": float("nan")}, ValueError, "expected eps to be a number, got nan"),
+        ({"weight": torch.ones(3)}, RuntimeError, "expected weight of shape"),
+        ({"weight": None}, ValueError, "expected normalized_shape, weight or bias"),
+    ],
+)  # fmt: skip
+def test_bad_input(device, options, error, message):
+    x = torch.randn(4, 64, device=device)
+    given = {"weight": torch.ones(64), "eps": 1e-6, **options}
+    if given["weight"] is not None:
+        given["weight"] = given["weight"].to(device)
+    with pytest.raises(error, match=message):
+        fl.rms_norm(x, **given)
+
+
+def test_an_unknown_statistic(device):
+    with pytest.raises(ValueError, match="expected statistic 'layer' or 'rms', got 'batch'"):
+        fl.ada_layer_norm(torch.randn(4, 64, device=device), statistic="batch")
+
+
+def test_modules(device):
+    norm = fl.FusedRMSNorm(64, bias=True, weight_offset=1.0, device=device)
+    assert torch.equal(norm.weight, torch.zeros_like(norm.weight))
+    assert list(norm.state_dict()) == ["weight", "bias"]
+    plain, stock = fl.FusedRMSNorm(64, 1e-6), torch.nn.RMSNorm(64, 1e-6)
+    plain.load_state_dict(stock.state_dict())
+    assert list(plain.state_dict()) == list(stock.state_dict())
+    x, residual = torch.randn(4, 64, device=device), torch.randn(4, 64, device=device)
+    torch.testing.assert_close(plain.to(device)(x), stock.to(device)(x))
+    y, total = fl.FusedAddRMSNorm(64, 1e-6, device=device)(x, residual)
+    torch.testing.assert_close(y, stock(total))
+    scripted = torch.jit.script(plain)
+    torch.testing.assert_close(scripted(x), plain(x))
+
+
+def test_compiled_and_exported(device):
+    weight = torch.randn(64, device=device, requires_grad=True)
+
+    def model(x):
+        return fl.rms_norm(x, weight, 1e-6, weight_offset=1.0).sin()
+
+    x = torch.randn(4, 64, device=device, requires_grad=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    grads = (torch.autograd.grad(f(x).sum(), (x, weight)) for f in (compiled, model))
+    for actual, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, wanted)

@@ -1,0 +1,192 @@
+"""Several host threads on one kernel: none takes away the shared memory that another one needs."""
+
+import random
+import subprocess
+import sys
+import threading
+
+import numerics
+import pytest
+import torch
+from numerics import Problem
+from torch.utils.checkpoint import checkpoint
+
+import fused_layernorm as fl
+
+F32, BF16 = torch.float32, torch.bfloat16
+_ops = torch.ops.fused_layernorm
+
+pytestmark = pytest.mark.gpu
+
+
+def in_threads(*functions):
+    """Runs each function in a thread of its own; raises the first error."""
+    errors = []
+
+    def run(function):
+        try:
+            function()
+            torch.cuda.synchronize()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def in_turn(first, second, times=4):
+    """Two threads call their function in turn: first, second, first, second, ..."""
+    turns = (threading.Semaphore(1), threading.Semaphore(0))
+
+    def alternate(function, own, other):
+        def run():
+            for _ in range(times):
+                own.acquire()
+                try:
+                    function()
+                finally:
+                    other.release()
+
+        return run
+
+    in_threads(alternate(first, *turns), alternate(second, *reversed(turns)))
+
+
+def backward_of(rows, cols, dtype, device="cuda"):
+    x, dy = (torch.randn(rows, cols, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(cols, device=device).to(dtype)
+    _, mean, rstd = _ops.layer_norm_forward(x, 1, weight, weight, 1e-5)
+
+    def run():
+        _ops.layer_norm_backward(
+            dy, x, 1, mean, rstd, weight, weight, None, None, 1.0, True, True, True
+        )
+
+    return run
+
+
+def forward_of(rows, cols, dtype):
+    x = torch.randn(rows, cols, device="cuda").to(dtype)
+    return lambda: _ops.layer_norm(x, 1, None, None, 1e-5)
+
+
+def shared_bytes(plans, rows, cols, dtype, backward):
+    plan = plans.of(rows, cols, dtype, backward=backward)
+    return plan["strategy"], plan["shared_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("backward", "large", "small"),
+    [
+        (True, (3000, 1024, F32), (40, 1000, F32)),
+        (True, (3000, 4096, F32), (3000, 1024, F32)),
+        (True, (3000, 8192, BF16), (3000, 1024, BF16)),
+        (False, (64, 150_528, F32), (400, 20_480, F32)),
+        (False, (400, 65_536, BF16), (400, 40_000, BF16)),
+    ],
+    ids=str,
+)
+def test_a_small_plan_beside_a_large_one(backward, large, small):
+    make = backward_of if backward else forward_of
+    in_turn(make(*large), make(*small))
+    in_turn(make(*small), make(*large))
+
+
+def test_the_same_kernel_with_other_numbers_of_teams(plans):
+    """Plans of one kernel that differ in shared memory by what the number of teams changes."""
+    large, small = backward_of(3000, 1024, F32), backward_of(3000, 1024, F32)
+
+    def forced(function, options):
+        def run():
+            plans.force(options)
+            function()
+
+        return run
+
+    needs = []
+    for options in ("strategy=block teams=4", "strategy=block teams=1"):
+        plans.force(options)
+        needs.append(shared_bytes(plans, 3000, 1024, F32, True))
+    plans.force(None)
+    assert needs[0][1] > needs[1][1] > 40 * 1024
+    in_turn(
+        forced(large, "strategy=block teams=4"), forced(small, "strategy=block teams=1"), times=6
+    )
+
+
+def test_autograds_thread_beside_direct_calls():
+    x = torch.randn(3000, 4096, device="cuda", requires_grad=True)
+    weight = torch.randn(4096, device="cuda", requires_grad=True)
+    direct = backward_of(3000, 1024, F32)
+    for _ in range(4):
+        direct()
+        fl.layer_norm(x, weight).sum().backward()  # runs on autograd's thread
+    torch.cuda.synchronize()
+
+
+def test_checkpointed_models_of_two_row_lengths():
+    """Checkpointing runs forward once more, on autograd's thread."""
+    for cols in (150_528, 20_480, 150_528, 20_480):
+        x = torch.randn(32, cols, device="cuda", requires_grad=True)
+        norm = fl.FusedLayerNorm(cols, device="cuda")
+        checkpoint(lambda x, norm=norm: norm(norm(x)), x, use_reentrant=False).sum().backward()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.multi_gpu
+def test_two_devices():
+    in_turn(backward_of(3000, 4096, F32, "cuda:0"), backward_of(3000, 1024, F32, "cuda:1"))
+    in_turn(backward_of(3000, 1024, F32, "cuda:0"), backward_of(3000, 4096, F32, "cuda:1"))
+
+
+def test_eight_threads_with_random_shapes():
+    """Every thread checks the results of its own calls against float64."""
+
+    def work(seed):
+        def run():
+            choose = random.Random(seed)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(6):
+                    cols = choose.choice((64, 1000, 1024, 4096, 5003, 16_384, 40_000, 150_528))
+                    dtype = choose.choice((F32, BF16))
+                    statistic = choose.choice(("layer", "rms"))
+                    problem = Problem((choose.choice((3, 40, 300)), cols), dtype=dtype,
+                                      statistic=statistic)  # fmt: skip
+                    numerics.check(problem, "cuda", sample=1)
+
+        return run
+
+    in_threads(*(work(seed) for seed in range(8)))
+
+
+_FAILING_LAUNCH = """
+import torch, fused_layernorm
+x = torch.randn(64, 1024, device="cuda")
+torch.ops.fused_layernorm.layer_norm(x, 1, None, None, 1e-5)
+torch.cuda.synchronize()
+try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        try:
+            torch.cuda.synchronize()  # is not allowed there, so that every later launch fails
+        except Exception:
+            pass
+        try:
+            torch.ops.fused_layernorm.layer_norm(x, 1, None, None, 1e-5)
+        except Exception as error:
+            print(error)
+except Exception:
+    pass
+"""
+
+
+def test_a_launch_error_names_plan_and_shape():
+    command = [sys.executable, "-c", _FAILING_LAUNCH]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert "CUDA error: " in said
+    assert "at the launch of forward for 64 rows of 1024 columns, x float32" in said
+    assert '"threads": ' in said
