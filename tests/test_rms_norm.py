@@ -129,12 +129,15 @@ def _gemma(x, weight, eps):
 
 
 def _assert_alike(actual, wanted):
-    """At most one unit in the last place apart, and nothing in 99.9% of the elements."""
+    """Equal in 99.9% of the elements, and elsewhere apart by one unit of xhat, and its rounding.
+
+    Where xhat lies between two numbers of half precision, another rstd's last bit decides.
+    """
     assert actual.dtype == wanted.dtype
     unlike = actual != wanted
     assert unlike.double().mean() <= 1e-3
     gap = (actual.double() - wanted.double()).abs()
-    assert (gap <= 2.01 * numerics.rounding(wanted.double(), wanted.dtype)).all()
+    assert (gap <= 3.02 * numerics.rounding(wanted.double(), wanted.dtype)).all()
 
 
 @pytest.mark.parametrize("cols", [64, 1000, 1021, 4096, 20_480])

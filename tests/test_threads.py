@@ -41,20 +41,30 @@ def in_threads(*functions):
 
 def in_turn(first, second, times=4):
     """Two threads call their function in turn: first, second, first, second, ..."""
-    turns = (threading.Semaphore(1), threading.Semaphore(0))
+    barrier = threading.Barrier(2)
 
-    def alternate(function, own, other):
+    def alternate(function, is_first):
         def run():
-            for _ in range(times):
-                own.acquire()
-                try:
+            for turn in range(2 * times):
+                if (turn % 2 == 0) == is_first:
                     function()
-                finally:
-                    other.release()
+                barrier.wait(timeout=60)
 
         return run
 
-    in_threads(alternate(first, *turns), alternate(second, *reversed(turns)))
+    def guarded(function):
+        def run():
+            try:
+                function()
+            except threading.BrokenBarrierError:
+                pass  # the other thread has failed, and reports it
+            except Exception:
+                barrier.abort()
+                raise
+
+        return run
+
+    in_threads(guarded(alternate(first, True)), guarded(alternate(second, False)))
 
 
 def backward_of(rows, cols, dtype, device="cuda"):
