@@ -388,7 +388,7 @@ def swept(report: Report, found: str, other: str, card: str) -> list[str]:
 
 def host(reports: list[Report]) -> list[str]:
     """What a call costs the host, and the wall time of a module's training step."""
-    lines = []
+    lines: list[str] = []
     names = ("eager_us", "ours_us", "override_us")
     header = ["nn.LayerNorm", "FusedLayerNorm", "override_aten()"]
     for card, report in zip(cards(reports), reports, strict=True):
@@ -399,10 +399,10 @@ def host(reports: list[Report]) -> list[str]:
                 for way, entry in calls.items()
             ]  # fmt: skip
             lines += [
-                f"## Host time beside the {card}",
-                "",
-                "What a call on a tiny tensor costs the host: microseconds a layer, in brackets as "
-                f"a ratio to nn.LayerNorm ({of_day(report['overhead_stamp'], report)}, as the next "
+                *([] if lines else ["## Host time", ""]),
+                f"What a call on a tiny tensor costs the host beside the {card}: microseconds a "
+                "layer, in brackets as a ratio to nn.LayerNorm "
+                f"({of_day(report['overhead_stamp'], report)}, as the next "
                 "table).",
                 "",
                 *table(["a layer", *header], body, left=1),
@@ -425,7 +425,7 @@ def host(reports: list[Report]) -> list[str]:
 
 def models(reports: list[Report]) -> list[str]:
     """One line for each variant of a model."""
-    lines = []
+    lines: list[str] = []
     for card, report in zip(cards(reports), reports, strict=True):
         part = report.get("models", {})
         rows = [row for row in part.get("rows", []) if "variant" in row]
@@ -445,11 +445,10 @@ def models(reports: list[Report]) -> list[str]:
         header = ["model", "mode", "variant", "wall", "device", "of it norms", "kernels"]
         said = f" ({of_day(part, report)})" if "date" in part else ""
         lines += [
-            f"## Whole models on the {card}",
-            "",
-            "Milliseconds a step, in brackets as a ratio to the stock model in eager mode: the "
-            "wall time, which on a shared host says little, and the time of all kernels on the "
-            f"device{said}.",
+            *([] if lines else ["## Whole models", ""]),
+            f"On the {card}, milliseconds a step, in brackets as a ratio to the stock model in "
+            "eager mode: the wall time, which on a shared host says little, and the time of all "
+            f"kernels on the device{said}.",
             "",
         ]
         if report is reports[0] and plot.has_block(report):

@@ -29,6 +29,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -322,8 +323,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     lines = list(arguments.lines)
     if arguments.file:
-        with open(arguments.file) as file:
-            lines += [line.split("#")[0] for line in file]
+        text = Path(arguments.file).read_text()
+        lines += [line.split("#")[0] for line in text.splitlines()]
     work = [parse_line(line, arguments.force) for line in lines if line.strip()]
 
     if arguments.list:
