@@ -15,7 +15,7 @@ from ..ops.arguments import name_of
 _PREFIX = "fused_layernorm."
 _THEN = ("inductor", "eager")
 # The values of each option; the first is the default.
-OPTIONS: dict[str, tuple] = {
+OPTIONS: dict[str, tuple[object, ...]] = {
     "fused_layernorm.then": _THEN,
     "fused_layernorm.deterministic": (False, True),
 }

@@ -36,7 +36,7 @@ class Row:
 
     name: str  # of its node
     where: str  # in the model
-    shape: tuple
+    shape: tuple[object, ...]
     dtype: torch.dtype | None
     form: str  # how it was written
     fused: list[str]

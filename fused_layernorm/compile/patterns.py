@@ -149,7 +149,7 @@ def _call(pattern: Call, value: Any, match: Match) -> Iterator[Match]:
         yield from _operands(pattern.operands, operands, match)
 
 
-def _operands(patterns: tuple, values: tuple, match: Match) -> Iterator[Match]:
+def _operands(patterns: tuple[Any, ...], values: tuple[Any, ...], match: Match) -> Iterator[Match]:
     if not patterns:
         yield match
         return

@@ -85,7 +85,7 @@ def normalized_ndim(
             raise RuntimeError(f"expected {name} to have at least one dimension, got a scalar")
         return parameter.dim()
     if isinstance(normalized_shape, (int, torch.SymInt)):
-        shape: tuple = (normalized_shape,)
+        shape: tuple[int | torch.SymInt, ...] = (normalized_shape,)
     elif hasattr(normalized_shape, "__iter__"):
         shape = tuple(normalized_shape)
     else:
