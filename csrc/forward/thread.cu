@@ -5,7 +5,7 @@
 // Rows of very few columns do not pass through shared memory.
 //
 // Where rows are few, a logical warp has such a row (forward/warp.cu, forward/spread.cu). The
-// thread plays the lanes of that logical warp: it takes the same sums in the same order, so y is
+// thread emulates the lanes of that logical warp: it takes the same sums in the same order, so y is
 // the same in any batch.
 #include "device/rows_in_shared.cuh"
 #include "device/share.cuh"

@@ -82,10 +82,9 @@ constexpr int kWarpBlocks = kIsBare<N> && kIsOneType<typename N::Types> && kMove
                                 : forward_warp_blocks(sizeof(typename N::X), sizeof(typename N::W),
                                                       sizeof(typename N::Y), N::Affine::kModulates);
 
-// The numbers of lanes that kernels are compiled for; 0 stands for any number. They are known where
-// a lane has one vector (4096 x 64 bfloat16: 2.41 us, known 2.14; 1000000 x 64 float32 124.8 and
-// 123.8). Where it has more, the compiler then orders the loads worse (4096 x 768 bfloat16: 5.04,
-// known 5.53).
+// kLanes is a template constant where a lane has one vector, otherwise (0) an argument. (4096 x 64
+// bfloat16: 2.41 us by an argument, 2.14 by a constant; 1000000 x 64 float32 124.8 and 123.8. With
+// more vectors the compiler then orders the loads worse: 4096 x 768 bfloat16 5.04 and 5.53.)
 template <typename N, int kVecs, Moves kMoves>
 using KnownLanes = std::conditional_t<kVecs == 1 && kMoves == Moves::kVectors && kMaySpread<N>,
                                       OneVectorLanes<sizeof(typename N::X)>, VecsList<0>>;
