@@ -61,7 +61,7 @@ ALLOWED = [
         "float32 beside half-precision x, and short rows of float32: a few numbers a row",
     ),
     Allowed(
-        r"forward_\w+_kernel<.*, MayBeAffineAndModulateTwice, ",
+        r"forward_\w+_kernel<.*, MayBeAffineAndTwoModulations, ",
         144,
         "a row kept for a second output",
     ),

@@ -251,7 +251,7 @@ cudaError_t dispatch_group(const BackwardParams& p, const Launch& launch) {
   }
   if constexpr (kMayBeBare && kIsCommon<T>) {
     if (p.dresidual == nullptr) {
-      return launch(LayerNormOf<T, NoGradientBeside, Identity, MayBeAffineAndModulate>{});
+      return launch(LayerNormOf<T, NoOtherGradient, Identity, MayBeAffineAndModulate>{});
     }
   }
   return launch(LayerNormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>{});

@@ -206,7 +206,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       // The sums do not depend on a gradient beside dx.
       const auto start_sums = [&](auto epilogue, auto affine) {
-        using N = LayerNormOf<T, NoGradientBeside, decltype(epilogue), decltype(affine)>;
+        using N = LayerNormOf<T, NoOtherGradient, decltype(epilogue), decltype(affine)>;
         return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, plan.chunks,
                       params.is_modulated ? plan.parts.partials : plan.partials, params);
       };

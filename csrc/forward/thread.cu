@@ -74,14 +74,15 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   // A load of a row's last vector also reads elements of the next row, so y takes the place of the
   // rows only when all of them are in registers.
   __syncthreads();
-  constexpr int kTogether = kLaneTogether<N, kPieces, kPiecesOfVec>;
+  constexpr int kColumnSumGroup = kLaneColumnSumGroup<N, kPieces, kPiecesOfVec>;
   const Acc sum = sum_over_lanes<kLanes, kPlayed, Acc>([&](int lane) {
-    return N::Statistic::template sum_from<kTogether>(x[lane], Share{lane, p.cols}, pivot);
+    return N::Statistic::template sum_from<kColumnSumGroup>(x[lane], Share{lane, p.cols}, pivot);
   });
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
   const Acc mean = inverse_cols.mean(pivot, sum);
   const Acc m2 = sum_over_lanes<kLanes, kPlayed, Acc>([&](int lane) {
-    return N::Statistic::template squared_deviations<kTogether>(x[lane], Share{lane, p.cols}, mean);
+    return N::Statistic::template squared_deviations<kColumnSumGroup>(x[lane], Share{lane, p.cols},
+                                                                      mean);
   });
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
   if (has_row) {
@@ -148,8 +149,8 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   const Acc pivot =
       N::Statistic::template pivot<X>(Pair<Acc>{first, kCols > 1 ? to_acc(x[0].at[1]) : Acc(0)});
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
-  constexpr int kTogether = kLaneTogether<N, kPieces, kPieces>;
-  const auto [mean, m2] = N::Statistic::template measure<kTogether>(
+  constexpr int kColumnSumGroup = kLaneColumnSumGroup<N, kPieces, kPieces>;
+  const auto [mean, m2] = N::Statistic::template measure<kColumnSumGroup>(
       x, share, pivot, [&] { return inverse_cols; }, [](Acc v, int) { return v; }, [] {});
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
   const bool stores_statistics = p.mean != nullptr;

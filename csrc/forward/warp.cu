@@ -20,7 +20,7 @@ struct LogicalWarp {
   __device__ __forceinline__ int first_piece() const { return lane; }
   __device__ __forceinline__ int step() const { return lanes; }
   template <typename N, int kPieces, int kPiecesOfVector>
-  static constexpr int kTogether = kLaneTogether<N, kPieces, kPiecesOfVector>;
+  static constexpr int kColumnSumGroup = kLaneColumnSumGroup<N, kPieces, kPiecesOfVector>;
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int) const {
     return logical_warp_sum(v, lanes);

@@ -61,7 +61,7 @@ constexpr bool kMaySpread = kIsBare<N> && kIsOneType<typename N::Types>;
 
 // How many of a lane's kPieces pieces are summed up by themselves.
 template <typename N, int kPieces, int kPiecesOfVector>
-constexpr int kLaneTogether = kMaySpread<N> ? kPiecesOfVector : kPieces;
+constexpr int kLaneColumnSumGroup = kMaySpread<N> ? kPiecesOfVector : kPieces;
 
 // The columns of a piece. Forward moves a row in pieces where each thread has kVecs vectors of it
 // in registers.
@@ -112,7 +112,7 @@ cudaError_t dispatch_forward_modulated(const ForwardParams& p, const Launch& lau
                                  : cudaErrorInvalidValue;
   } else {
     if (p.second_y != nullptr) {
-      return launch(ModulatedForward<T, Plain, MayBeAffineAndModulateTwice>{});
+      return launch(ModulatedForward<T, Plain, MayBeAffineAndTwoModulations>{});
     }
     return p.residual != nullptr ? launch(ModulatedForward<T, AddGated>{})
                                  : launch(ModulatedForward<T, Plain>{});
@@ -144,7 +144,7 @@ cudaError_t dispatch_forward_plain(const ForwardParams& p, const Launch& launch)
 
 // A backward kernel that fuses anything tests for it at run time: dresidual, too, may be absent.
 template <typename T>
-using BareBackward = LayerNormOf<T, NoGradientBeside, Identity>;
+using BareBackward = LayerNormOf<T, NoOtherGradient, Identity>;
 template <typename T>
 using SharedBackward = LayerNormOf<T, MayAddGradient, MayActivate>;
 
@@ -162,7 +162,7 @@ cudaError_t dispatch_backward(const BackwardParams& p, const Launch& launch) {
   if (p.is_modulated) return cudaErrorInvalidValue;
   if constexpr (kIsCommon<T>) {
     if (p.dresidual == nullptr && p.has_epilogue) {
-      return launch(LayerNormOf<T, NoGradientBeside, MayActivate>{});
+      return launch(LayerNormOf<T, NoOtherGradient, MayActivate>{});
     }
   }
   return dispatch_backward_shared<T>(p, launch);

@@ -255,7 +255,7 @@ using MayAdd = OrPlain<Add>;
 using MayAddGated = OrPlain<AddGated>;
 
 // Backward: dx is stored as it is.
-struct NoGradientBeside {
+struct NoOtherGradient {
   static constexpr bool kMayAdd = false;
   static constexpr bool kGated = false;
 };
