@@ -4,8 +4,8 @@
 // the row's dx in the place of x, from where the block stores it.
 //
 // Where rows are fewer, a logical warp has such a row (backward/warp.cu, backward/few_rows.cu). The
-// thread emulates the lanes of that logical warp: it takes the same sums in the same order, so dx is
-// the same in any batch.
+// thread emulates the lanes of that logical warp: it takes the same sums in the same order, so dx
+// is the same in any batch.
 #include "device/rows_in_shared.cuh"
 #include "launch.cuh"
 #include "norm/param_grad.cuh"
