@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two builds of the kernels side by side: is any case slower than it was?
 
     python -m benchmarks.compare --old OLD --new NEW [--sweep 200] [--seconds 480]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pictures of the results files: bandwidth against columns, by dtype, and a block of DiT.
 
 `python -m benchmarks.report --write` draws them. The block's picture is drawn where the results

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one renderer of the results files: the terminal, the README's table and the benchmark page.
 
 python -m benchmarks.report [FILES]   prints the page, by default of every card's results file

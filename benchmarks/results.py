@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results file: what it says of code and machine, how it is written, the table made of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times this package alone under forced plans, for tuning.
 
     python -m benchmarks.tune "8192x12288 bf16 gelu_forward | vecs=5 | vecs=8" \\

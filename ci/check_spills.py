@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fail if a CUDA kernel spills registers to local memory.
 
 Reads what `ptxas -v` printed during a build (FUSED_LAYERNORM_PTXAS_VERBOSE=1) and names every

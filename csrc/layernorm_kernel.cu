@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block per row, with reductions in shared memory.
 //
 // Forward: one block holds one row in registers. Backward: persistent blocks; each thread owns the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused LayerNorm for PyTorch: CUDA kernels compiled ahead of time, behind PyTorch's own API."""
 
 import re as _re

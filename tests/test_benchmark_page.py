@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rendered results: README and page are of the results files, and say what these hold."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks' arithmetic, tables and files, and that what they time computes the same thing."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """setup.py: the nvcc that it takes, the architectures, the oldest driver and the wheel's name."""
 
 import os

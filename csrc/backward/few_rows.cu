@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward of few rows, in one launch: blocks on columns compute dweight and dbias, and beside them
 // blocks on rows compute dx. So x and dy are read twice, the second time from L2, but no partial
 // sums are left to a second launch.

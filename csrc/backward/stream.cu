@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward of rows of any length, on any chip. One kernel takes the sums of fixed chunks of each
 // row together with dweight and dbias, or dscale and dshift of groups of rows. A second one adds up
 // the sums of each row, and the last one reads x and dy again and computes dx.

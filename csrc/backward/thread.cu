@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward of many short rows that begin anywhere in memory: each thread has one row. Persistent
 // blocks copy rows of x and dy to shared memory. There most threads have one column of some of the
 // rows, and keep the column's running dweight and dbias. Then each thread takes one row, and writes

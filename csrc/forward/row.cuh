@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward of one row that a team holds in registers, for any kind of team: load (prologue) ->
 // statistics -> normalize -> affine -> epilogue -> store. The strategies warp and block run this
 // with a type of team each, which has

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward of many short rows that begin anywhere in memory: each thread has one row. A block copies
 // its rows to shared memory, by whole vectors wherever the rows begin, or element by element where
 // the rows of x do not follow each other directly. A thread reads its row there and writes the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward of short rows: a logical warp (a power-of-two part of a warp) holds a row in registers.
 // Its lanes exchange data by shuffles alone.
 #include "forward/row.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The affine map behind the normalization, and what may modulate it: to which parameters a row's
 // columns belong, and how they are applied.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The epilogue: y = activation(z) * scale behind the affine map, and its gradient.
 //
 // The kind of activation is tested at run time: a kernel has the code of all activations, and those

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A norm: the policies that together say what a kernel computes of a row. The strategies in
 // forward/ and backward/ say how rows are laid over the chip; they are templates over any norm.
 // This file also chooses the norm that a launch needs, among those that there are kernels for.

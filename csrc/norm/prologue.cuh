@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The prologue: what x, the row to be normalized, is made of, and in backward what is added to dx.
 //
 // A prologue has

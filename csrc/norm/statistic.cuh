@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The statistic of a row: what is measured of x, how the measures of a row's parts combine, the
 // normalized xhat, and the gradient that goes back through it.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The limits that the plan and the kernels share: how many threads, vectors and columns a kernel is
 // compiled for. The plan stays within them, the kernels are compiled from them, and each stands
 // here once, with the measurement that set it or the proof that it holds. What the plan prefers

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the plan prefers where the limits of geometry.h leave it a choice: ladders, with a rung for
 // each range, and beside each rung the measurement that set it. The functions of forward.cpp and
 // backward.cpp read these ladders and have no numbers of their own.

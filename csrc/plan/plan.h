@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which kernel runs a problem, and how it is laid out: plain host code that needs no GPU.
 //
 // A plan is one of several alternatives, one for each strategy, each with its own fields. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry points: the backend "fused_layernorm" of torch.compile, fuse and explain."""
 
 from __future__ import annotations

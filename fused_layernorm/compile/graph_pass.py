@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The graph pass: finds the layer norms of a graph and its sub-graphs and replaces them."""
 
 from __future__ import annotations

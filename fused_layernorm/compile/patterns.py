@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The patterns, as expressions, and how they are matched.
 
 In an expression a name stands for any tensor, and for the same tensor wherever it occurs; `eps` and

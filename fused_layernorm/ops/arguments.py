@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call must satisfy, with the message that a user reads about each bad argument.
 
 The composite and the fake implementations check before they compute. The CUDA operators check in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One form for all forward operators, and one for all backward operators, with named values.
 
 ada_layer_norm adds a modulation to layer_norm. The `add_` operator of each adds a residual (beside
