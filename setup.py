@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build of the one binary, libfused_layernorm.so: with CUDA kernels where there is an nvcc.
 
 The binary uses LibTorch's stable ABI, knows nothing of Python and carries its own CUDA runtime, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks` is `python -m benchmarks.run`."""
 
 from benchmarks.run import main

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark cases: their shapes, the least number of bytes they move, and their targets.
 
 A speed is judged by its ratio to copy speed: (bytes that must move / time) over (bytes of 2 tensors

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two builds of the kernels side by side: is any case slower than it was?
 
     python -m benchmarks.compare --old OLD --new NEW [--sweep 200] [--seconds 480]
@@ -18,7 +19,7 @@ $OUT/compare.json holds all results. Comparing a build with itself shows the noi
 
 Both processes also sum up a result's bits, which leaves other data in L2, as the kernels of a model
 do. What makes room first in L2 then has less of it for itself, and takes some 5% longer than in the
-benchmark (docs/tuning-log.md, "What another kernel leaves in L2").
+benchmark (docs/tuning-log.md, "What holds everywhere").
 """
 
 from __future__ import annotations

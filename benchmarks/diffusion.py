@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Diffusion transformers for benchmarks.models: diffusers' models, and the blocks of DiT alone.
 
 diffusers' models have their real sizes, but only a few layers each, and random weights. The blocks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real models end to end: stock, swapped, under override_aten, compiled, fused by the graph pass.
 
     python -m benchmarks.models

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs for a case, and this package's operators called on them."""
 
 from __future__ import annotations

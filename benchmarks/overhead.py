@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a LayerNorm costs its caller: host time a layer, a training step, a large norm on a CPU.
 
     python -m benchmarks.overhead                 on the GPU, into its results file

@@ -1,18 +1,18 @@
-"""The README's pictures, from the results file: bandwidth against columns, and a block of DiT.
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of the results files: bandwidth against columns, by dtype, and a block of DiT.
 
-python -m benchmarks.plot [RESULTS.json] [--output docs/bandwidth.svg] [--block docs/dit-block.svg]
-
-The block's picture is drawn where the results file has its rows, which benchmarks.models measures.
+`python -m benchmarks.report --write` draws them. The block's picture is drawn where the results
+file has its rows, which benchmarks.models measures.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import diffusion, results
+from benchmarks.cases import PER_TOKEN
 
 # A curve: (key of a row, label, style).
 LINES = (
@@ -23,6 +23,8 @@ LINES = (
 )
 PICTURE = results.ROOT / "docs" / "bandwidth.svg"
 BLOCK_PICTURE = results.ROOT / "docs" / "dit-block.svg"
+PLOTS = results.ROOT / "docs" / "plots"
+FEWEST_POINTS = 3  # rows that a curve needs
 # The bars of the block's picture: (variant, label, colour of what is not a matrix product).
 BARS = (
     ("eager", "PyTorch eager", "#b3392f"),
@@ -123,12 +125,74 @@ def points(report: dict[str, Any], op: str) -> list[Row]:
     return largest_by_cols(report["rows"], wanted)
 
 
+def types_of(row: Row) -> str:
+    """The dtypes of a row in words: "bfloat16", "bfloat16, weights float32, y float32"."""
+    words = [row["dtype"]]
+    for key, name in (("weight", "weights"), ("out", "y"), ("modulation", "modulation")):
+        if row.get(f"{key}_dtype"):
+            words.append(f"{name} {row[f'{key}_dtype']}")
+    if row.get("modulation") == PER_TOKEN:
+        words.append("per token")
+    return ", ".join(words)
+
+
+def points_of(rows: Iterable[Row], op: str, types: str) -> list[Row]:
+    """The rows of one operator and of one combination of dtypes, as they are plotted."""
+    return largest_by_cols(rows, lambda row: row["op"] == op and types_of(row) == types)
+
+
+def plotted_types(rows: list[Row]) -> list[str]:
+    """The combinations of dtypes that have enough rows for a curve, in the file's order."""
+    return [
+        types
+        for types in dict.fromkeys(map(types_of, rows))
+        if len(points_of(rows, "forward", types)) >= FEWEST_POINTS
+    ]
+
+
+def roofline_path(report: dict[str, Any]) -> Path:
+    return PLOTS / f"{results.default_path(report['device']).stem}.svg"
+
+
+def relative(path: Path) -> str:
+    """A picture's path as the pages of docs/ link to it."""
+    return path.relative_to(PICTURE.parent).as_posix()
+
+
+def stamp(report: dict[str, Any]) -> str:
+    """The text in a picture's file that says from which results it was made."""
+    return f"{report['device']} {report['date']} {report['csrc_sha256']}"
+
+
+def roofline_curves(rows: list[Row], op: str) -> list[Curve]:
+    """Our curve for each combination of dtypes, and copy speed as the roof over them."""
+    key, label, style = LINES[0]
+    drawn = {types: points_of(rows, op, types) for types in plotted_types(rows)}
+    roof = largest_by_cols([row for part in drawn.values() for row in part], lambda row: True)
+    made: list[Curve] = [(label, style, *curve(roof, key))]
+    for types, part in drawn.items():
+        cols, speeds = curve(part, "ours_us")
+        if cols:
+            made.append((types, {"marker": "o", "linewidth": 1.8}, cols, speeds))
+    return made
+
+
+def plot_roofline(report: dict[str, Any]) -> None:
+    draw(
+        f"fused_layernorm on one {report['device']}, by dtype",
+        lambda op: roofline_curves(report["rows"], op),
+        roofline_path(report),
+        {"Date": None, "Description": stamp(report)},
+        **{"svg.fonttype": "none"},  # text stays text, not outlines
+    )
+
+
 def plot(report: dict[str, Any], output: Path) -> None:
     draw(
         f"LayerNorm on one {report['device']}: bfloat16 and float32 tensors of 16 MB to 1 GB",
         lambda op: curves(points(report, op)),
         output,
-        {"Date": None} if output.suffix == ".svg" else None,
+        {"Date": None, "Description": stamp(report)},
         **{"axes.spines.top": False, "axes.spines.right": False},
     )
 
@@ -199,29 +263,23 @@ def plot_block(report: dict[str, Any], output: Path) -> None:
         plt.close(figure)
 
 
-def newest() -> Path:
-    """The latest results file of a GPU. Ends the program if there is none."""
-    found = {path: results.read(path) for path in results.RESULTS.glob("*.json")}
-    paths = [path for path, report in found.items() if "rows" in report]
-    if not paths:
-        raise SystemExit(f"no results in {results.RESULTS}: run python -m benchmarks.run first")
-    return max(paths, key=lambda path: str(found[path].get("date", "")))
+def pictures(reports: list[dict[str, Any]]) -> dict[Path, str]:
+    """The pictures of the reports, and the stamp of each."""
+    made = {roofline_path(report): stamp(report) for report in reports}
+    for report in reports[:1]:
+        made[PICTURE] = stamp(report)
+        if has_block(report):
+            made[BLOCK_PICTURE] = block_stamp(report)
+    return made
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("results", nargs="?", type=Path)
-    parser.add_argument("--output", type=Path, default=PICTURE)
-    parser.add_argument("--block", type=Path, default=BLOCK_PICTURE)
-    arguments = parser.parse_args(argv)
-    report = results.read(arguments.results or newest())
-    plot(report, arguments.output)
-    print(f"written: {arguments.output}")
-    if has_block(report):
-        plot_block(report, arguments.block)
-        print(f"written: {arguments.block}")
-
-
-if __name__ == "__main__":
-    main()
+def draw_all(reports: list[dict[str, Any]]) -> None:
+    """Draws every picture of the reports, and removes those of others."""
+    for path in set(PLOTS.glob("*.svg")) - set(pictures(reports)):
+        path.unlink()
+    for report in reports:
+        plot_roofline(report)
+    for report in reports[:1]:
+        plot(report, PICTURE)
+        if has_block(report):
+            plot_block(report, BLOCK_PICTURE)

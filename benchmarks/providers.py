@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The providers that are timed: this package, PyTorch eager, torch.compile, installed peers.
 
 A provider turns a case and its inputs into one callable per input, or returns None where it has no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results file: what it says of code and machine, how it is written, the table made of it."""
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def machine() -> dict[str, Any]:
     """The device, the driver and the versions the numbers were taken with."""
     return {
         "device": torch.cuda.get_device_name(),
-        "driver": _driver(),
+        "clocks": _smi(
+            "clocks.max.sm,clocks.max.memory,power.limit", "SM {}, memory {} at most, {}"
+        ),
+        "driver": _smi("driver_version", "{}"),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -75,13 +79,14 @@ def cpu() -> dict[str, Any]:
     return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def _smi(query: str, form: str) -> str:
+    """What nvidia-smi says of the first GPU, or "unknown"."""
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return output.splitlines()[0].strip()
+    return form.format(*map(str.strip, output.splitlines()[0].split(",")))
 
 
 def default_path(device: str) -> Path:
@@ -92,6 +97,13 @@ def default_path(device: str) -> Path:
 def read(path: Path) -> dict[str, Any]:
     """The results file, or nothing where there is none."""
     return json.loads(path.read_text()) if path.exists() else {}
+
+
+def by_card() -> list[dict[str, Any]]:
+    """The results files that have cases, of each card one, the latest run first."""
+    found = [read(path) for path in sorted(RESULTS.glob("*.json"))]
+    wanted = [report for report in found if "rows" in report]
+    return sorted(wanted, key=lambda report: str(report.get("date", "")), reverse=True)
 
 
 def write(path: Path, results: dict[str, Any]) -> None:

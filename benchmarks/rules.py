@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The times behind the rules of fused_layernorm/compile/rules.py: `python -m benchmarks.rules`.
 
 For each shape and each surrounding of a layer norm (`SURROUNDINGS`) it prints the device time of a

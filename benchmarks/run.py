@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark: ours, PyTorch eager and torch.compile at every case, on one CUDA device.
 
     python -m benchmarks.run                              the full run, writes the results file

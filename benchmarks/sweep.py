@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is it ever slower than eager? A coarse sweep over rows and columns, forward and backward.
 
     python -m benchmarks.sweep

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How device time, host time and wall time are measured, in one place.
 
 Device time: one CUDA graph captures calls on several distinct inputs, which together are larger

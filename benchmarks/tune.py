@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times this package alone under forced plans, for tuning.
 
     python -m benchmarks.tune "8192x12288 bf16 gelu_forward | vecs=5 | vecs=8" \\
@@ -29,6 +30,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -322,8 +324,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     lines = list(arguments.lines)
     if arguments.file:
-        with open(arguments.file) as file:
-            lines += [line.split("#")[0] for line in file]
+        text = Path(arguments.file).read_text()
+        lines += [line.split("#")[0] for line in text.splitlines()]
     work = [parse_line(line, arguments.force) for line in lines if line.strip()]
 
     if arguments.list:

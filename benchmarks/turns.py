@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that prepare side by side and measure one at a time.
 
 Compiling a model takes a minute of one processor core and hardly any of the GPU; measuring needs

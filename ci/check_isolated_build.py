@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build with only a C++ compiler: `pip install .` brings nvcc, headers and torch itself.
 
 The sdist is built in isolation, as usual, with the CUDA toolkits of this machine hidden. The

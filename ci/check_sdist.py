@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build the sdist and, from it alone, a package that runs (without CUDA kernels, to be quick).
 
 python ci/check_sdist.py

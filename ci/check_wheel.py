@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check what the wheel promises: one file for every Python and every torch, and not too large.
 
 python ci/check_wheel.py dist/fused_layernorm-*.whl

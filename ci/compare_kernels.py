@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a change did to the machine code: the kernels of two builds, compared one by one.
 
     python ci/compare_kernels.py OLD.so NEW.so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build the layout that Hugging Face's `kernels` loads: OUT/build/<variant>/.
 
     python ci/hf_kernels.py OUT

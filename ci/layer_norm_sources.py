@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The LayerNorm classes in a folder of Python sources, and whether swap_table knows them.
 
     python ci/layer_norm_sources.py .venv/lib/python3.11/site-packages/timm

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A small program that shows what racecheck can follow in a block whose teams have barriers of
 // their own.
 //

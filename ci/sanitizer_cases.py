@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small cases of every kernel family for compute-sanitizer; ci/on_gpu runs them.
 
     compute-sanitizer --tool memcheck python ci/sanitizer_cases.py

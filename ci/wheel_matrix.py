@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Show that one wheel serves every Python and every torch.
 
 For each line of MATRIX a fresh environment of that Python gets that torch and the wheel, as a user

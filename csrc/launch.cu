@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The launch functions that the bindings call: each passes a plan to the launch function of its
 // strategy.
 #include <type_traits>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How kernels are launched: the numbers of a plan become template parameters and dynamic shared
 // memory, and errors are returned. Each strategy has one launch function, which is declared here
 // and defined in the file of its kernels.

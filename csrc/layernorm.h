@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The contract between host code and kernels: the parameters of a launch, and the functions that
 // launch. Kernels know rows and columns, not tensors: only bindings/cuda handles tensors.
 // docs/architecture.md has a picture of the whole, and docs/tuning-log.md tells what was tried.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Block per row, with reductions in shared memory.
 //
 // Forward: one block holds one row in registers. Backward: persistent blocks; each thread owns the
@@ -31,7 +32,7 @@ struct RowBlock {
   __device__ __forceinline__ int first_piece() const { return team.thread; }
   __device__ __forceinline__ int step() const { return team.threads; }
   template <typename, int kPieces, int>
-  static constexpr int kTogether = kPieces;
+  static constexpr int kColumnSumGroup = kPieces;
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int n) const {
     __shared__ alignas(16) Acc scratch[2][kMaxWarps];

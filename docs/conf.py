@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation site, by Sphinx: `make docs` builds it into build/docs, warnings as errors.
 
 Sphinx, because the docstrings are written in its markup (roles and math), it has a search of its

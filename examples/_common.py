@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the examples share: progress lines, the device, errors, timing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All examples, one after the other: what `make demo` runs.
 
 python examples/demo.py [NAME ...]        those named only

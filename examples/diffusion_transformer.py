@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A diffusion transformer (DiT) with modulations and gates fused into its LayerNorms.
 
     python examples/diffusion_transformer.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two KernelBench problems, original against fused: are the outputs the same, and how much faster?
 
     python examples/kernelbench.py

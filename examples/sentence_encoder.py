@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pretrained sentence encoder, before and after swap_layer_norm.
 
     python examples/sentence_encoder.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pre-norm transformer with its residual additions fused into the LayerNorms.
 
     python examples/transformer_block.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused LayerNorm and RMSNorm for PyTorch: CUDA kernels compiled ahead of time, behind its API."""
 
 import re as _re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m fused_layernorm [--json]`: what is installed, for which devices, and what is used."""
 
 import argparse

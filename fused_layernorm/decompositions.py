@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """decompositions(): the operators in terms of PyTorch's own, for runtimes without this package."""
 
 from __future__ import annotations

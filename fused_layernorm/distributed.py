@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DTensor: how the operators may be sharded.
 
 Rows are independent. An input may stay sharded over any dimension that is not normalized over:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public functions, which choose the operator that serves a call.
 
 On the CPU a plain call goes to PyTorch's layer_norm or rms_norm, and a modulated call whose tensors

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers for Hugging Face's `kernels`, which replaces other modules' forward by a layer's.
 
 `kernels` calls `forward` with the other module as `self`, so a layer here has no state, no

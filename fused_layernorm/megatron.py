@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A LayerNorm for the norm slots of Megatron-LM, which build it from (config, hidden_size, eps).
 
 Nothing of Megatron is imported: a slot only needs a class with this signature.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modules: torch.nn's LayerNorm and RMSNorm on the fused kernels, also with a residual or a
 modulation.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """override_aten(): PyTorch's own layer_norm, wherever it is called from, on this package's kernels.
 
 csrc/bindings/override.cpp has the kernels and switches them. This file has the handle, the count of

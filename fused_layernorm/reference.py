@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LayerNorm and RMSNorm by their formulas, in float64: the reference of all tests and docs.
 
 Nothing here is fast, and nothing is shared with the rest of the package: the statistics, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """swap_layer_norm, which makes a model's own LayerNorm modules run on the fused kernels.
 
 A module is swapped by giving it a subclass of its own class, whose forward is the fused one.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forwards, on the fused kernels, that replace those of the classes in swap_table.
 
 Each is written as a method of the swapped class, with the parameter names of the forward that it

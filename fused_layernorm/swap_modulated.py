@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forwards that replace those of diffusers' modules that modulate a norm's output.
 
 Each of these modules holds a LayerNorm, multiplies its output by 1 + scale and adds shift. A linear

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of the source of a class's forward, by which swap_table knows what it computes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The LayerNorm classes of other libraries, and what the source of each one's forward computes.
 
 swap_layer_norm looks a class up by the names of its module and of itself, so no library is

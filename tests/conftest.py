@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tests' shared fixtures: devices, forced kernel strategies, poisoned memory."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other people's libraries in the tests: `libraries.get("timm")` imports one or skips the test.
 
 timm and torchvision are not among the packages of the environment. torchvision's binary is built

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Problems, and the contract by which their results are judged.
 
 The contract: the error against float64 is at most 1.25 times PyTorch's own error on the same input,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modulated norms among PyTorch's parts: derivatives, transforms, compilers, autocast, modules.
 
 Their results and first gradients are in test_ada_layer_norm.py, their errors in test_errors.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Under autocast results are those of torch.nn.functional.layer_norm, without its casts."""
 
 import pytest

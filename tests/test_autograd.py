@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derivatives of every order and mode, torch.func's transforms, and hooks around autograd."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Autograd in C++ or in Python: which of the two is active, and the operators called by name.
 
 Every other test runs on the active one. CI runs all tests twice, the second time with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward: the three gradients, the masks that select them, and their bits."""
 
 import itertools

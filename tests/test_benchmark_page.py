@@ -1,4 +1,5 @@
-"""The documentation's benchmark page agrees with the results file, and has a curve per dtype."""
+# SPDX-License-Identifier: Apache-2.0
+"""The rendered results: README and page are of the results files, and say what these hold."""
 
 import sys
 from pathlib import Path
@@ -10,207 +11,181 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import diffusion, page, plot, results  # noqa: E402
-from benchmarks.plot import newest  # noqa: E402
+from benchmarks import diffusion, plot, report, results  # noqa: E402
+from benchmarks.cases import SHORT_NAMES  # noqa: E402
 
 
-def row(op, rows, cols, dtype, **more):
+def row(op, rows, cols, dtype, tensors=2, **more):
+    """A row whose time is that of a copy of two tensors at 4 TB/s; eager takes three times it."""
     case = results.case_of({"op": op, "rows": rows, "cols": cols, "dtype": dtype, **more})
     copy_us = case.tensor_bytes / 2e6
-    base = {**results.row_of(case), "copy_us": copy_us, "ours_us": copy_us, "eager_us": 3 * copy_us}
-    return base | more
+    moved = {"bytes": tensors * case.tensor_bytes}
+    base = {"copy_us": copy_us, "ours_us": copy_us, "eager_us": 3 * copy_us}
+    identity = {"op": op, "rows": rows, "cols": cols, "dtype": dtype}
+    return {**identity, **moved, **base, **more}
 
 
 @pytest.fixture
-def report():
+def made():
     rows = [
         row("forward", 32_768, 1024, "bfloat16"),
         row("forward", 65_536, 2048, "bfloat16"),
         row("forward", 32_768, 4096, "bfloat16"),
         row("forward", 8192, 1024, "float32"),
-        row("forward", 8192, 2047, "float32"),
         row("forward", 8192, 4096, "float32"),
         row("forward", 16_384, 4096, "float32"),
         row("forward", 1, 768, "float32"),
-        row("backward", 32_768, 1024, "bfloat16"),
+        row("backward", 32_768, 4096, "bfloat16", tensors=3),
     ]
-    return {
-        "device": "GPU",
-        "driver": "1.2",
-        "torch": "2.13.0",
-        "python": "3.11",
-        "date": "2026-01-02T03:04:05+00:00",
-        "csrc_sha256": "0123456789abcdef" * 4,
-        "rows": rows,
-    }
+    return {"device": "NVIDIA G1 80GB", "driver": "1.2", "torch": "2.13.0", "rows": rows,
+            "date": "2026-01-02T03:04:05+00:00", "csrc_sha256": "0123456789abcdef" * 4}  # fmt: skip
 
 
-def test_page_and_plots_are_of_the_results_file():
-    assert page.outdated(results.read(newest())) == []
+def test_the_files_are_of_the_results():
+    report.main(["--check"])
 
 
-def test_one_curve_for_each_dtype(report):
-    assert page.plotted_types(report["rows"]) == ["bfloat16", "float32"]
-    for types, cols in (("bfloat16", [1024, 2048, 4096]), ("float32", [1024, 2047, 4096])):
-        rows = page.points(report["rows"], "forward", types)
-        assert [row["cols"] for row in rows] == cols
-        assert {row["dtype"] for row in rows} == {types}
-        assert plot.curve(rows, "ours_us")[0] == cols
-    # Two rows have 4,096 columns. The one with the larger tensor is taken.
-    assert page.points(report["rows"], "forward", "float32")[-1]["rows"] == 16_384
-
-
-def test_the_roofline_has_a_curve_for_each_dtype_under_copy_speed(report):
-    made = page.roofline_curves(report["rows"], "forward")
-    assert [(label, cols) for label, _, cols, _ in made] == [
-        ("copy speed", [1024, 2047, 2048, 4096]),
-        ("bfloat16", [1024, 2048, 4096]),
-        ("float32", [1024, 2047, 4096]),
-    ]
-    assert made[0][3] == pytest.approx([4.0] * 4)
-
-
-def test_curves_are_bandwidth(report):
-    (bfloat16,) = [r for r in report["rows"] if r["op"] == "backward"]
-    assert plot.curve([bfloat16], "copy_us")[1] == pytest.approx([4.0])  # two tensors
-    assert plot.curve([bfloat16], "ours_us")[1] == pytest.approx([6.0], rel=1e-3)  # and a third
-    assert plot.curve([bfloat16], "compile_us") == ([], [])
-
-
-def test_types_are_a_curve_of_their_own():
-    mixed = row("forward", 8192, 1024, "bfloat16", weight_dtype="float32", out_dtype="float32")
-    assert page.types_of(mixed) == "bfloat16, weights float32, y float32"
-    assert page.plot_path(page.types_of(mixed)).name == (
-        "bandwidth-bfloat16-weights-float32-y-float32.svg"
+def test_cards_stand_side_by_side(made):
+    other = {**made, "device": "NVIDIA G2", "clocks": "SM 1980 MHz", "rows": made["rows"][:3]}
+    assert report.cards([made, other]) == ["G1", "G2"]
+    assert report.cards([made, made]) == ["G1 80GB", "G1 80GB"]
+    block = report.readme_block([made, other])
+    assert "| G1 forward | G1 backward | G2 forward | G2 backward |" in block
+    cells = "134 us, 100%, 3.0x, - | 134 us, 150%, 3.0x, - | 134 us, 100%, 3.0x, - | -"
+    assert f"| LayerNorm, 4,096 wide | 32,768 x 4,096 bf16 | {cells} |" in block
+    text = report.page([made, other])
+    assert "| clocks | - | SM 1980 MHz |" in text
+    assert "| LayerNorm, backward | G1 | 1 | 150% (150%) | eager PyTorch 3.0x (3.0x) |" in text
+    assert (
+        "| 8,192 x 4,096 | float32 | 67.1 | 67.1 | 100% | 3.00x | - | - | - | - | - | - |" in text
     )
 
 
-def test_what_falls_short_is_listed(report):
+def test_new_operators_render(made):
+    for op in ("rms_forward", "rms_backward", "add_rms_forward", "add_rms_backward"):
+        made["rows"].append(row(op, 32_768, 4096, "bfloat16", tensors=4))
+    block, text = report.readme_block([made]), report.page([made])
+    assert "| RMSNorm of Llama | 32,768 x 4,096 bf16 | 134 us, 200%, 3.0x, - |" in block
+    assert "| residual addition and RMSNorm |" in block
+    assert "### RMSNorm, forward" in text
+    assert "### Residual addition and RMSNorm, backward" in text
+
+
+def test_the_readme_shows_few_rows_of_few_or_no_results(made):
+    for _, shape, short, op in report.README_ROWS:
+        samples = {"samples": shape[0], "modulation": "sample"} if len(shape) == 3 else {}
+        rows = shape[0] * shape[1] if samples else shape[0]
+        dtype = SHORT_NAMES[short]
+        made["rows"].append(row(f"{op}forward", rows, shape[-1], dtype, **samples))
+    block = report.readme_block([made])
+    assert block.count("\n| ") == 1 + report.README_LINES
+    assert report.readme_block([]) == report.NO_RESULTS
+    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    assert report.replace_block(text, "new") == text.replace("old", "new")
+    with pytest.raises(ValueError, match="expected one"):
+        report.replace_block("no markers", "new")
+
+
+def test_what_falls_short_is_listed(made):
     def section():
-        text = page.page(report)
+        text = report.page([made])
         return text[text.index("## What falls short") : text.index("## Every case")]
 
     assert section().count("None.") == 2
-    slow, beaten = report["rows"][0], report["rows"][1]
+    slow, beaten = made["rows"][0], made["rows"][1]
     slow["ours_us"] = slow["copy_us"] / 0.6
     beaten["compile_us"] = 0.5 * beaten["ours_us"]
-    assert "| Forward | 32,768 x 1,024 | bfloat16 | 60% |" in section()
-    assert "| Forward | 65,536 x 2,048 | bfloat16 | compile |" in section()
-    assert "0.50x" in section()
+    assert "| G1 | LayerNorm, forward | 32,768 x 1,024 | bfloat16 | 60% |" in section()
+    assert "| 65,536 x 2,048 | bfloat16 | compile | 134 | 67.1 | 0.50x |" in section()
 
 
-def test_sweeps_are_told_apart(report):
-    worst = row("forward", 8, 71, "bfloat16", compile_us=0.0)
-    worst |= {"ours_us": 3.0, "eager_us": 3.3, "compile_us": 2.7}
-    same = {"date": "2026-01-02T03:04:05+00:00", "csrc_sha256": report["csrc_sha256"]}
-    report["sweep"] = {**same, "points": 2000, "slower": 0, "worst": [worst]}
+def test_parts_of_another_day_say_so(made):
+    worst = row("forward", 8, 71, "bfloat16", compile_us=2.7) | {"ours_us": 3.0, "eager_us": 3.3}
+    same = {"date": made["date"], "csrc_sha256": made["csrc_sha256"]}
     older = {"date": "2026-01-01T03:04:05+00:00", "csrc_sha256": "0"}
-    report["sweep_compile"] = {**older, "points": 250, "slower": 1, "worst": [worst]}
-    text = page.page(report)
-    assert "Of 2,000 shapes timed against eager PyTorch, forward and backward, none is" in text
-    assert "Of 250 shapes timed against torch.compile, forward and backward, 1 is slower" in text
+    made["sweep"] = {**same, "points": 2000, "slower": 0, "worst": [worst]}
+    made["sweep_compile"] = {**older, "points": 250, "slower": 1, "worst": [worst]}
+    made["overhead_stamp"] = older
+    made["call_overhead"] = {"no_grad": {"eager_us": 10.0, "ours_us": 9.0, "override_us": 11.0}}
+    made["models"] = {**older, "rows": [
+        {"model": "BERT", "mode": "training", "variant": variant, "device_ms": ms}
+        for variant, ms in (("eager", 20.0), ("swap", 18.0))
+    ]}  # fmt: skip
+    made["skipped"] = ["cudnn: no time"]
+    text = report.page([made])
     assert "none is slower (measured on 2026-01-02). The" in text
     assert "1 is slower (measured on 2026-01-01, of another state of csrc). The" in text
-    assert "| Forward | 8 x 71 | bfloat16 | 3.00 | 3.30 | 1.10x |" in text
-    assert "| Forward | 8 x 71 | bfloat16 | 3.00 | 2.70 | 0.90x |" in text
-
-
-def test_every_case_and_peer_is_in_the_tables(report):
-    report["rows"][0]["apex_us"] = 2.5 * report["rows"][0]["ours_us"]
-    text = page.page(report)
-    assert "x apex" in text
-    assert "2.50x" in text
-    for r in report["rows"]:
-        assert f"| {r['rows']:,} x {r['cols']:,} | {r['dtype']} |" in text
-
-
-def test_modulated_norms_say_their_samples(report):
-    sizes = {"samples": 4, "modulation": "sample"}
-    report["rows"] += [
-        row("ada_forward", 16_384, 1152, "bfloat16", **sizes, compile_us=None),
-        row("ada_forward", 16_384, 1152, "bfloat16", **sizes, modulation_dtype="float32"),
-        row("ada_forward", 16_384, 1152, "bfloat16", samples=4, modulation="token"),
-    ]
-    text = page.page(report)
-    part = text[text.index("### Modulated LayerNorm, forward") :]
-    assert "| samples x tokens x columns |" in part
-    assert "| 4 x 4,096 x 1,152 | bfloat16 |" in part
-    assert "| 4 x 4,096 x 1,152 | bfloat16, modulation float32 |" in part
-    assert "| 4 x 4,096 x 1,152 | bfloat16, per token |" in part
-    assert page.plotted_types(report["rows"]) == ["bfloat16", "float32"]
-
-
-def test_the_picture_of_a_block_stands_with_the_models(report):
-    report["models"] = {"rows": [
-        {"model": diffusion.BLOCKS, "mode": mode, "variant": variant, "device_ms": 3.0,
-         "products_ms": 2.0, "kernels": 17}
-        for mode in ("inference", "training") for variant in ("eager", "operators")
-    ]}  # fmt: skip
-    text = page.page(report)
-    assert "](dit-block.svg)" in text
-    assert "| 3.00 (1.00) | - | 17 |" in text
-
-
-def test_host_times_and_models(report):
-    report["overhead_stamp"] = {"date": "2026-01-02T03:04:05+00:00", "csrc_sha256": "0"}
-    report["call_overhead"] = {
-        "no_grad": {"eager_us": 10.0, "ours_us": 9.0, "override_us": 11.0},
-        "grad": {"eager_us": 20.0, "ours_us": 25.0},
-    }
-    report["training_step"] = [{"name": "BERT", "ours_us": 100.0, "eager_us": 200.0}]
-    report["models"] = {
-        "rows": [
-            {"model": "BERT", "mode": "training", "variant": "eager", "wall_ms": 20.0},
-            {
-                "model": "BERT",
-                "mode": "training",
-                "variant": "swap",
-                "wall_ms": 18.0,
-                "layer_norm_ms": 1.5,
-            },
-        ]
-    }
-    text = page.page(report)
-    assert "(measured on 2026-01-02, of another state of csrc, as the next table)" in text
+    assert "| LayerNorm, forward | 8 x 71 | bfloat16 | 3.00 | 2.70 | 0.90x |" in text
     assert "| forward without gradients | 10.0 | 9.00 (0.90) | 11.0 (1.10) |" in text
-    assert "| forward with gradients | 20.0 | 25.0 (1.25) | - |" in text
-    assert "| BERT | 200 | 100 (0.50) |" in text
-    assert "| BERT | training | stock | 20.0 | - | - | - |" in text
-    assert "| BERT | training | swapped | 18.0 (0.90) | - | 1.50 | - |" in text
+    assert "| BERT | training | swapped | - | 18.0 (0.90) | - | - |" in text
+    assert "- cudnn: no time\n" in text
+    assert "| whole models | 2026-01-01 |" in text
 
 
-def test_page_says_what_was_left_out(report):
-    assert "Not measured in this run" not in page.page(report)
-    report["skipped"] = ["cudnn: no time", "overhead: no time"]
-    text = page.page(report)
-    assert "Not measured in this run:\n\n- cudnn: no time\n- overhead: no time\n" in text
+def test_modulated_norms_say_their_samples(made):
+    sizes = {"samples": 4, "modulation": "token", "modulation_dtype": "float32"}
+    made["rows"].append(row("ada_forward", 16_384, 1152, "bfloat16", **sizes))
+    line = "| 4 x 4,096 x 1,152 | bfloat16, modulation float32, per token |"
+    assert "| samples x tokens x columns | dtype |" in report.page([made])
+    assert line in report.page([made])
 
 
-def test_an_old_page_or_plot_is_found(report, monkeypatch, tmp_path):
-    monkeypatch.setattr(page, "PAGE", tmp_path / "benchmarks.md")
-    monkeypatch.setattr(page, "PLOTS", tmp_path / "plots")
-    page.PLOTS.mkdir()
-    assert len(page.outdated(report)) == 4  # the page, two dtypes' plots and that of all
-    page.PAGE.write_text(page.page(report))
-    for types in page.plotted_types(report["rows"]):
-        page.plot_path(types).write_text(f"<svg>{page.stamp(report)}</svg>")
-    page.roofline_path().write_text(f"<svg>{page.stamp(report)}</svg>")
-    assert page.outdated(report) == []
-    (page.PLOTS / "bandwidth-int8.svg").write_text("")
-    assert page.outdated(report) == ["bandwidth-int8.svg is no plot of the results file"]
-    (page.PLOTS / "bandwidth-int8.svg").unlink()
-    report["date"] = "2026-02-02T03:04:05+00:00"
-    assert len(page.outdated(report)) == 4
+def test_curves_are_bandwidth_of_the_largest_tensors(made):
+    drawn = plot.roofline_curves(made["rows"], "forward")
+    assert [(label, cols) for label, _, cols, _ in drawn] == [
+        ("copy speed", [1024, 2048, 4096]),
+        ("bfloat16", [1024, 2048, 4096]),
+    ]
+    assert drawn[0][3] == pytest.approx([4.0] * 3)
+    (backward,) = [r for r in made["rows"] if r["op"] == "backward"]
+    assert plot.curve([backward], "ours_us")[1] == pytest.approx([6.0])  # a third tensor
+    assert plot.curve([backward], "compile_us") == ([], [])
+    assert plot.points_of(made["rows"], "forward", "float32")[-1]["rows"] == 16_384
 
 
-def test_plots_are_drawn(report, monkeypatch, tmp_path):
+def test_the_bars_of_a_block(made):
+    rows = [
+        {"model": diffusion.BLOCKS, "mode": mode, "variant": variant, "device_ms": ms,
+         "products_ms": 2.0}
+        for mode in ("inference", "training")
+        for variant, ms in (("eager", 4.0), ("operators", 2.4))
+    ]  # fmt: skip
+    assert not plot.has_block(made)
+    made["models"] = {"date": "2026-01-02", "csrc_sha256": "1", "rows": rows}
+    assert plot.has_block(made)
+    layers = diffusion.BLOCK_LAYERS
+    assert [(label, products, pytest.approx(rest)) for label, _, products, rest in
+            plot.block_bars(made, "training")] == [
+        ("PyTorch eager", 2000 / layers, 2000 / layers),
+        ("fused_layernorm", 2000 / layers, 400 / layers),
+    ]  # fmt: skip
+
+
+def test_old_files_are_found_and_written_anew(made, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(page, "PLOTS", tmp_path)
-    page.plot(report, "float32")
-    drawn = page.plot_path("float32").read_text()
-    assert page.stamp(report) in drawn
-    assert "LayerNorm on one GPU, float32" in drawn
-    page.plot(report, "float32")
-    assert page.plot_path("float32").read_text() == drawn
-    page.plot_roofline(report)
-    assert page.stamp(report) in page.roofline_path().read_text()
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    results.write(tmp_path / "cpu.json", {"device": "A CPU"})
+    assert results.by_card() == []
+    results.write(tmp_path / "g1.json", made)
+    results.write(tmp_path / "g0.json", {**made, "device": "G0", "date": "2025-01-01"})
+    assert [found["device"] for found in results.by_card()] == ["NVIDIA G1 80GB", "G0"]
+    (tmp_path / "cpu.json").unlink()
+    docs = tmp_path / "docs"
+    (docs / "plots").mkdir(parents=True)
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(plot, "PICTURE", docs / "bandwidth.svg")
+    monkeypatch.setattr(plot, "BLOCK_PICTURE", docs / "block.svg")
+    monkeypatch.setattr(plot, "PLOTS", docs / "plots")
+    monkeypatch.setattr(report, "PAGE", docs / "benchmarks.md")
+    monkeypatch.setattr(report, "README", tmp_path / "README.md")
+    report.README.write_text(f"{report.BEGIN}\n{report.END}\n")
+    (docs / "plots" / "old.svg").write_text("")
+    assert len(report.outdated(results.by_card())) == 6
+    report.main(["--write"])
+    report.main(["--check"])
+    first = plot.PICTURE.read_text()
+    report.main(["--write"])
+    assert plot.PICTURE.read_text() == first, "drawing again changes nothing"
+    results.write(tmp_path / "g1.json", {**made, "date": "2026-02-02T03:04:05+00:00"})
+    with pytest.raises(SystemExit, match="is not of the results files"):
+        report.main(["--check"])

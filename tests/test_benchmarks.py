@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks' arithmetic, tables and files, and that what they time computes the same thing."""
 
 import dataclasses
@@ -29,9 +30,7 @@ from benchmarks import (  # noqa: E402
     models,
     ours,
     overhead,
-    plot,
     providers,
-    report,
     results,
     run,
     sweep,
@@ -227,7 +226,7 @@ def options_of(line):
     return dict(tune.options_of(case, forces, tune.HOPPER))
 
 
-@pytest.mark.parametrize("document", ["benchmarks/tune.py", "README.md"])
+@pytest.mark.parametrize("document", ["benchmarks/tune.py", "CONTRIBUTING.md"])
 def test_documented_tuning_times_a_plan_for_each_option(document):
     text = (ROOT / document).read_text()
     lines = re.findall(r'"(\d+x\d+ [^"]+\|[^"]+)"', text)
@@ -709,13 +708,6 @@ def test_parts_that_a_run_did_not_measure_are_kept():
     assert run.kept(old, {"rows": [3], **dict.fromkeys(overhead.PARTS)}) == {"sweep": stamp}
 
 
-def test_readme_tells_the_days_of_all_parts():
-    made = {"date": "2026-01-02T03:04:05+00:00", "models": {"date": "2026-01-02T23:04:05+00:00"}}
-    assert report.days(made) == "2026-01-02"
-    made["overhead_stamp"] = {"date": "2026-01-01T03:04:05+00:00"}
-    assert report.days(made) == "2026-01-02 (host times 2026-01-01)"
-
-
 def test_summary_shows_every_row_and_what_was_skipped():
     made = made_up()
     del made["rows"][0]["ours_us"]
@@ -734,69 +726,10 @@ def test_summary_shows_every_row_and_what_was_skipped():
     assert "2.50 times faster" in text
 
 
-def test_plot_takes_the_largest_tensor_of_each_width():
-    rows = plot.points(made_up(), "forward")
-    cols, speeds = plot.curve(rows, "ours_us")
-    assert cols == sorted(set(cols))
-    assert 4_194_304 in cols
-    wide = next(case for case in CASES if case.op == "forward" and case.cols == 768)
-    assert wide.rows == 32768
-    assert speeds[cols.index(768)] == pytest.approx(wide.bytes / 10.0 / 1e6)
-    copied = plot.curve(rows, "copy_us")[1][cols.index(768)]
-    assert copied == pytest.approx(2 * wide.tensor_bytes / 8.0 / 1e6)
-
-
-def test_plot_leaves_mixed_dtypes_out():
-    rows = [row for op in ("forward", "backward") for row in plot.points(made_up(), op)]
-    assert {"float32", "bfloat16"} == {results.case_of(row).types for row in rows}
-
-
-def test_plot_draws(tmp_path):
-    pytest.importorskip("matplotlib")
-    plot.plot(made_up(), tmp_path / "picture.svg")
-    first = (tmp_path / "picture.svg").read_text()
-    assert "<svg" in first
-    plot.plot(made_up(), tmp_path / "picture.svg")
-    assert (tmp_path / "picture.svg").read_text() == first
-
-
-def test_report_block():
-    block = report.readme_block(made_up())
-    assert block.count("\n| ") >= len(report.ROWS) - 1
-    assert "2.0x" in block
-    assert "Made-up GPU" in block
-    assert report.readme_block({}) == report.NO_RESULTS
-    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
-    assert "cuDNN" not in block
-    made = made_up()
-    made["rows"][1]["cudnn_us"] = 40.0  # the first of the README's
-    lines = report.readme_block(made).splitlines()
-    assert any(line.endswith("than torch.compile | than cuDNN |") for line in lines)
-    assert sum(line.endswith("| 2.0x | 1.5x | 4.0x |") for line in lines) == 1
-    assert sum(line.endswith("| 2.0x | 1.5x | - |") for line in lines) > 5
-    new = report.replace_block(text, "new")
-    assert new == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
-    with pytest.raises(ValueError, match="expected one"):
-        report.replace_block("no markers", "new")
-
-
-def test_readme_has_the_numbers_of_the_results_file():
-    report.main(["--check"])
-
-
 def test_unknown_names_are_refused():
     with pytest.raises(SystemExit, match="unknown op"):
         run.select("forwards", None)
     assert [case.cols for case in run.select("add_forward", "x1024 bfloat16")] == [1024]
-
-
-def test_report_block_speaks_of_the_cases_with_a_target():
-    made = made_up()
-    for line in made["rows"]:
-        if results.case_of(line).target is None:
-            line["ours_us"] = 98765.0
-    assert "98765" not in report.readme_block(made)
-    assert "98765" in results.table(made["rows"])
 
 
 class FakeSide(compare.Side):
@@ -1102,16 +1035,6 @@ def test_overhead_on_the_cpu_writes_its_own_file(tmp_path, monkeypatch):
     assert "backward 4x8 bfloat16" in overhead.cpu_text(made["cpu"])
 
 
-def test_the_newest_results_are_a_gpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    results.write(tmp_path / "cpu.json", {"device": "A CPU", "cpu": {"date": "2999-01-01"}})
-    with pytest.raises(SystemExit, match="no results"):
-        plot.newest()
-    for name, date in (("old", "2026-01-01"), ("new", "2026-02-01")):
-        results.write(tmp_path / f"{name}.json", {**made_up(), "date": date})
-    assert plot.newest().stem == "new"
-
-
 def tiny_model():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
@@ -1354,88 +1277,3 @@ def test_half_models_keep_what_must_stay_in_float32():
         "layers.0.steps": torch.int64,
         "layers.1.weight": torch.float32, "layers.1.bias": torch.float32,
     }  # fmt: skip
-
-
-def with_blocks(made, variants=("eager", "compiled", "operators")):
-    """A results file with rows of DiT's blocks: half of each step is matrix products."""
-    rows = [
-        {"model": diffusion.BLOCKS, "mode": mode, "variant": variant, "device_ms": ms,
-         "products_ms": 2.0, "wall_ms": ms}
-        for mode in models.MODES for variant, ms in zip(variants, (4.0, 3.0, 2.4), strict=False)
-    ]  # fmt: skip
-    return {**made, "models": {"date": "2026-01-02", "csrc_sha256": "1" * 64, "rows": rows}}
-
-
-def test_block_bars_are_those_of_one_block():
-    made = with_blocks(made_up())
-    layers = diffusion.BLOCK_LAYERS
-    assert [(label, products, pytest.approx(rest)) for label, _, products, rest in
-            plot.block_bars(made, "training")] == [
-        ("PyTorch eager", 2000 / layers, 2000 / layers),
-        ("torch.compile", 2000 / layers, 1000 / layers),
-        ("fused_layernorm", 2000 / layers, 400 / layers),
-    ]  # fmt: skip
-    assert plot.has_block(made)
-    assert not plot.has_block(with_blocks(made_up(), ("eager", "compiled")))
-    assert not plot.has_block(made_up())
-
-
-def test_block_picture_is_drawn_and_known(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    made = with_blocks(made_up())
-    monkeypatch.setattr(plot, "BLOCK_PICTURE", tmp_path / "docs" / "block.svg")
-    monkeypatch.setattr(results, "ROOT", tmp_path)
-    assert not report.picture_is_of(made)
-    plot.plot_block(made, plot.BLOCK_PICTURE)
-    first = plot.BLOCK_PICTURE.read_text()
-    assert "<svg" in first
-    assert report.picture_is_of(made)
-    assert "](docs/block.svg)" in report.readme_block(made)
-    plot.plot_block(made, plot.BLOCK_PICTURE)
-    assert plot.BLOCK_PICTURE.read_text() == first
-    made["models"]["date"] = "2026-01-03"
-    assert not report.picture_is_of(made)
-    assert not report.picture_is_of(made_up()), "a picture without rows is an old one"
-
-
-def test_report_block_has_modulated_norms():
-    block = report.readme_block(made_up())
-    case = parse_case("64x256x1152 bf16 ada_forward")
-    cell = f"10 us, {100 * case.ratio(10.0, 8.0):.0f}%, 2.0x, 1.5x"
-    assert f"| DiT-XL/2, 64 x 256 x 1,152 | {cell} |" in block
-    for size, per, note in report.MODULATED_ROWS:
-        assert f"| {note}, " in block
-        for op in report.MODULATED_OPS:
-            assert parse_case(f"{size} {op}{per}") in CASES
-    made = made_up()
-    for line in made["rows"]:
-        if results.case_of(line).samples == 1:
-            line["compile_us"] = None
-    wan = parse_case("1x32760x5120 bf16*fp32 add_ada_backward")
-
-    def last_cell():
-        lines = report.readme_block(made).splitlines()
-        return next(line for line in lines if line.startswith("| Wan 14B")).split(" | ")[-1]
-
-    assert last_cell() == f"10 us, {100 * wan.ratio(10.0, 8.0):.0f}%, 2.0x, - |"
-    names = [results.case_of(line).name for line in made["rows"]]
-    del made["rows"][names.index(wan.name)]
-    assert last_cell() == "- |"
-
-
-def test_report_block_has_models():
-    made = made_up()
-    assert "then Inductor" not in report.readme_block(made)
-    row = {"model": "DiT", "mode": "training", "device_ms": 18.3, "products_ms": 10.0}
-    rows = [{**row, "variant": "eager"}, {**row, "variant": "compiled", "device_ms": 14.5}]
-    made["models"] = {"rows": rows}
-    rows.append({**row, "variant": "fused_compiled", "device_ms": 13.0})
-    line = "| DiT, training | 18.30 (8.30) | - | 14.50 (4.50) | - | 13.00 (3.00) |"
-    assert line in report.readme_block(made)
-
-
-def test_report_block_shows_host_time():
-    made = made_up()
-    made["call_overhead"] = OVERHEAD
-    block = report.readme_block(made)
-    assert "| backward | 10.0 us | 11.0 us (1.10) | 12.0 us (1.20) |" in block

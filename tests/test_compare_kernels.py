@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ci/compare_kernels.py: how it reads machine code, and which kernels it considers equal."""
 
 import shutil

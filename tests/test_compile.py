@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile, torch.export and the operators' registration (opcheck)."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ways to use the graph pass: the backend, its options, swapped modules, caches, explain."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """diffusers: its modules that modulate a norm's output, and whole transformers, before and after.
 
 First come the modules one by one: their results, gradients and dtypes, and the cases in which a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DDP, FSDP2, DTensor and SequenceParallel: on CPUs over gloo, on two GPUs over NCCL.
 
 Each group of processes is started once and runs every case in turn. A test reads the reports of one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """With a driver too old for the binary's CUDA runtime, the package works and warns once."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input raises one clear sentence, the same on every device, for fakes and when compiled."""
 
 import gc

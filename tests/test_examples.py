@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples run and confirm their claims, on a GPU if there is one."""
 
 import importlib.util

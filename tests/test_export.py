@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exported programs: torch.export, AOTInductor, ONNX, run with and without the package."""
 
 import os

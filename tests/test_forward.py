@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward: the numerics contract over shapes, dtypes, strides and devices."""
 
 import itertools

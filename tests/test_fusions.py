@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations fused with the normalization: activation, scale, output dtype, residual."""
 
 import itertools

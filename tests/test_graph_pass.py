@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The graph pass: the layer norms that it finds, what it fuses with them, what it leaves alone, and
 that results stay the same.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pass keeps the results of random programs of norms, sums, modulations, casts, views, writes.
 
 Unlike the tests of the patterns, these programs combine operations at random and write anywhere.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of ci/hf_kernels.py: the demands of Hugging Face's `kernels`, and models that use it.
 
 These tests build the layout without CUDA kernels on any machine, because the loader is the same.

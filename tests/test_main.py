@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m fused_layernorm`: its output, and the devices that it says the binary serves."""
 
 import json

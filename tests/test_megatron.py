@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fused_layernorm.megatron: the interface of Megatron-LM's norm slots, and Megatron-LM itself.
 
 Stand-ins test the slots' interface without Megatron: the call that builds a norm, the attributes

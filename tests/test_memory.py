@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call allocates on the device only its outputs, the statistics, and bounded workspace."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of transformers, timm, torchvision and diffusers, tiny and with random weights.
 
 They run swapped and overridden without other changes: `swap_layer_norm` changes only the class of

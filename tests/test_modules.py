@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FusedLayerNorm and FusedAddLayerNorm as modules."""
 
 import copy

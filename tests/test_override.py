@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """override_aten(): the calls that it takes, those that it leaves to PyTorch, and its exact undoing.
 
 The tests run on the CPU's dispatch key, where the composite operators stand for the kernels, and on

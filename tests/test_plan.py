@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plan: which kernel for which problem. Plain host code, which needs no GPU."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMSNorm, by the operators of LayerNorm: the numerics contract, orders of casts, bits, errors."""
 
 import numerics

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """setup.py: the nvcc that it takes, the architectures, the oldest driver and the wheel's name."""
 
 import os
@@ -170,5 +171,5 @@ def test_wheel_is_of_no_python(functions):
 def test_library_is_of_no_python(functions):
     build = functions.BuildExtension(setuptools.Distribution())
     path = build.get_ext_filename(functions.extension.name)
-    assert path == os.path.join("fused_layernorm", "libfused_layernorm.so")
+    assert Path(path) == Path("fused_layernorm/libfused_layernorm.so")
     assert "torch_python" not in functions.extension.libraries

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every call that docs/support.md says raises an error raises that error."""
 
 import re

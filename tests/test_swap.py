@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """swap_layer_norm swaps the right modules, and changes nothing else in a model."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The classes of other libraries that swap_layer_norm knows: swapped ones give the same results,
 and other classes are left alone.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several host threads on one kernel: none takes away the shared memory that another one needs."""
 
 import random

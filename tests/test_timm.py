@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """timm: FusedLayerNorm as the norm of its models, by `norm_layer=` and swapped for timm's own."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny diffusion transformers of diffusers with random weights: each gives (model, inputs)."""
 
 import libraries

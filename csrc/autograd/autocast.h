@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Autocast of the forward operators. The results are those of PyTorch's autocast, which runs
 // layer_norm in float32 on every device but the CPU, where it does not change layer_norm. The
 // kernels compute in float32 anyway, so the input is not converted: only the output is made

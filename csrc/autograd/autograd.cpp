@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Autograd and autocast of the operators, in C++: compiled once for each minor version of torch.
 //
 // The operators' own binary keeps to LibTorch's stable ABI, which has no autograd. This file is

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Autograd of the backward operators: layer_norm_backward, ada_layer_norm_backward and
 // gate_backward. Their derivatives, double backward among them, are formulas in PyTorch's operators
 // (formulas.h). Where derivatives of add_ada_layer_norm_backward are wanted, two of these operators

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds csrc/autograd as fused_layernorm/autograd/*.so, once for each minor version of torch.
 
 Each library needs only the C++ headers of its own torch. It needs neither CUDA nor Python, and is

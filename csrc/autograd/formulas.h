@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operators as formulas in PyTorch's differentiable operators, for the derivatives that no
 // kernel computes: forward mode and double backward, each of which can be differentiated again.
 //

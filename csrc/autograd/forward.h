@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Autograd of the forward operators: (add_)(ada_)layer_norm and the same operators with statistics.
 //
 // A call that needs gradients runs the operator with statistics below autograd and saves what

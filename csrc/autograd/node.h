@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Autograd's nodes: the smart pointer that holds a node, which depends on the release of torch, and
 // the base of all our operators' nodes, which holds the tensors that they save.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operators as the dispatcher calls them: where each argument lies on the stack
 // (bindings/schemas.cpp has the schemas), and what the Autograd kernels of all operators share.
 //

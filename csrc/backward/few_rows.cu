@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward of few rows, in one launch: blocks on columns compute dweight and dbias, and beside them
 // blocks on rows compute dx. So x and dy are read twice, the second time from L2, but no partial
 // sums are left to a second launch.
@@ -166,9 +167,9 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamL
   }
 }
 
-// The same where kFewRowsSharers teams share a row of single elements: each has a part of what each
-// thread of one team would own. Then each of them takes the sums of the whole row, in the order of
-// the one team. `shared` holds a pair for each element that a team would own of each row.
+// The same where kFewRowsSharers teams share an unaligned row: of the elements that a thread of one
+// team would own, each team's thread computes xhat and g of a part, and puts them into `shared`.
+// From there each team takes the sums of the whole row, in the order of one team.
 template <typename N, int kVecs>
 __device__ __forceinline__ void shared_rows_dx(const BackwardParams& p, const TeamLayout& layout,
                                                int block, void* shared) {

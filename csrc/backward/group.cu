@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward of rows whose shift and scale belong to groups of rows: persistent blocks, each with a
 // range of rows that follow each other. A block works through the groups in its range one after the
 // other, and keeps a group's running dscale and dshift in registers, and dgate where x was a gated
@@ -250,7 +251,7 @@ cudaError_t dispatch_group(const BackwardParams& p, const Launch& launch) {
   }
   if constexpr (kMayBeBare && kIsCommon<T>) {
     if (p.dresidual == nullptr) {
-      return launch(NormOf<T, NoGradientBeside, Identity, MayBeAffineAndModulate>{});
+      return launch(NormOf<T, NoOtherGradient, Identity, MayBeAffineAndModulate>{});
     }
   }
   return launch(NormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>{});

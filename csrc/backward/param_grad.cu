@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The gradients of parameters from the partial sums that blocks have left, added up in a fixed
 // order: dweight and dbias of all rows; dscale, dshift and dgate of groups of rows.
 #include "device/dependency.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Code that backward's persistent blocks share, whether they work on whole rows
 // (layernorm_kernel.cu), on the rows of one group after the other (backward/group.cu) or on slices
 // of rows (backward/split.cu): how x and dy of their rows are loaded, and the gradients of a

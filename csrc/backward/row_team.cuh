@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A team that works on one row and keeps nothing for a next one: the lanes of a logical warp, or
 // whole warps.
 #pragma once

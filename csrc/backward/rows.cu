@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward of rows each of which has a modulation of its own (shift, scale and gate per token). No
 // gradient is a sum over rows, so a team reads its row, stores all of the row's gradients and ends;
 // many small blocks keep memory busy.

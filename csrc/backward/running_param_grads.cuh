@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The running dweight and dbias that the threads of backward's persistent blocks keep in registers,
 // and how they are added up over the teams or logical warps of a block at the end.
 #pragma once

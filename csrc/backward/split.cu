@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward of rows that several blocks share: persistent blocks, each with the same slice of every
 // row it works on. A block keeps dweight and dbias of its slice in registers. The blocks that share
 // a row publish its sums in global memory and collect them a row or two later, so that no block

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward of rows of any length, on any chip. One kernel takes the sums of fixed chunks of each
 // row together with dweight and dbias, or dscale and dshift of groups of rows. A second one adds up
 // the sums of each row, and the last one reads x and dy again and computes dx.
@@ -204,7 +205,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       // The sums do not depend on a gradient beside dx.
       const auto start_sums = [&](auto epilogue, auto affine) {
-        using N = NormOf<T, NoGradientBeside, decltype(epilogue), decltype(affine)>;
+        using N = NormOf<T, NoOtherGradient, decltype(epilogue), decltype(affine)>;
         return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, plan.chunks,
                       params.is_modulated ? plan.parts.partials : plan.partials, params);
       };

@@ -1,11 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward of many short rows that begin anywhere in memory: each thread has one row. Persistent
 // blocks copy rows of x and dy to shared memory. There most threads have one column of some of the
 // rows, and keep the column's running dweight and dbias. Then each thread takes one row, and writes
 // the row's dx in the place of x, from where the block stores it.
 //
 // Where rows are fewer, a logical warp has such a row (backward/warp.cu, backward/few_rows.cu). The
-// thread plays the lanes of that logical warp: it takes the same sums in the same order, so dx is
-// the same in any batch.
+// thread emulates the lanes of that logical warp: it takes the same sums in the same order, so dx
+// is the same in any batch.
 #include "device/rows_in_shared.cuh"
 #include "launch.cuh"
 #include "norm/param_grad.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Maps PyTorch's data types to those of the kernels.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Reads the driver's version once, while the library loads, and registers the CUDA kernels unless
 // the driver is too old for them.
 #include "bindings/driver.h"

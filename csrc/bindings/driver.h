@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Whether the machine's NVIDIA driver runs the CUDA runtime that is compiled into the library.
 //
 // The CUDA kernels are registered with the operators unless the driver is too old for them. If it

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The exception of a failed allocation.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // override_aten(): runs aten::native_layer_norm and its backward on this package's kernels.
 //
 // Kernels registered for `aten` at run time replace PyTorch's own for one dispatch key, below

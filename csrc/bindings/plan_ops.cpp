@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operators `_plan`, which gives the plan of any problem on any device as JSON, and `_force`,
 // which forces parts of every later plan. They are for tests, benchmarks and tuning, not for users,
 // and need no GPU.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The schemas of all operators but the private ones of driver.cpp, override.cpp and plan_ops.cpp.
 // Loading the library registers the operators.
 //

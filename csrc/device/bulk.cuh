@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Hopper's bulk copies from global to shared memory, completing on an mbarrier (PTX ISA,
 // "cp.async.bulk" and "mbarrier"). Older chips never launch a kernel that uses them.
 #pragma once

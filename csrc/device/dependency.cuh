@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // For a kernel that may start before the previous kernel of the CUDA stream has ended (PTX ISA,
 // "griddepcontrol"). launch_early() launches it, and it has to wait for the previous kernel itself.
 // On chips before Hopper both functions do nothing, and kernels start one after the other.

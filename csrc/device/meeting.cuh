@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The meeting of the blocks that share a row, in global memory: each block leaves eight bytes in a
 // slot of its own, which the host has preset to all ones, and reads the slots of the others. A slot
 // is written in one piece, so it needs no flag, no atomic and no counter. The blocks of a launch

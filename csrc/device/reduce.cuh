@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums that compose into larger ones: lane -> logical warp -> team. The order of every sum follows
 // from the team's size alone, so a row's result does not depend on where the row stands.
 #pragma once

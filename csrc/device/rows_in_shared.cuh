@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // For strategies with a thread per row: the rows of a block in shared memory, and the sums that a
 // thread takes in the place of several lanes.
 #pragma once

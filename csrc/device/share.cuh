@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A thread's share of a row: which of the row's vectors it has, and where they lie.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Persistent blocks: which rows, and which slice of them, each block works on, and the place in a
 // ring of rows in shared memory.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Vectors of elements: loads and stores named by cache intent, and conversion to the type that
 // the arithmetic is done in.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward of the longest rows that the chip holds: persistent blocks, each with its slice of one
 // row in registers. As soon as y of a vector is stored, the vector's registers are loaded with the
 // next row. The next row is prefetched to L2 before that, so that memory does not idle while sums

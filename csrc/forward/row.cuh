@@ -1,11 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward of one row that a team holds in registers, for any kind of team: load (prologue) ->
 // statistics -> normalize -> affine -> epilogue -> store. The strategies warp and block run this
 // with a type of team each, which has
 //
 //   first_piece()         the first of a thread's pieces of the row
 //   step()                the distance from one of a thread's pieces to the next
-//   kTogether<N, n, v>    how many of a thread's n pieces are summed up by themselves, where a
-//                         vector has v pieces (norm/statistic.cuh)
+//   kColumnSumGroup<N, n, v>
+//                         of a thread's n pieces, how many are added column by column before the
+//                         tree sum, where a vector has v pieces (norm/statistic.cuh)
 //   sum(v, n)             the sum over the team; the sums n = 0 and n = 1 of a row must not share
 //                         scratch memory
 //   kMostEarlyWords       registers that a thread has for parameters while sums are taken
@@ -223,8 +225,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   if constexpr (!kPivotFirst) {
     pivot = team.template pivot<N>(place.x, x[0]);
   }
-  constexpr int kTogether = Team::template kTogether<N, kPieces, kMayMiss>;
-  const auto [mean, m2] = N::Statistic::template measure<kTogether>(
+  constexpr int kColumnSumGroup = Team::template kColumnSumGroup<N, kPieces, kMayMiss>;
+  const auto [mean, m2] = N::Statistic::template measure<kColumnSumGroup>(
       p.is_rms, x, share, pivot, [&] { return inverse_cols; },
       [&](Acc v, int n) { return team.sum(v, n); }, [] {});
   if constexpr (kForget) {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Code that forward's strategies with persistent blocks share: the moments of a row, combined from
 // the moments that the row's blocks have published for their slices.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward of rows too long for the registers of one block: persistent blocks that keep their slices
 // of weight and bias in shared memory for the whole launch, and beside them a ring of slices of x.
 // The blocks that share a row publish its moments in global memory and collect them a row or two

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward of few short rows: the vectors that a lane of a logical warp would own are spread over as
 // many warps, which work on them side by side. One or two whole vectors stay with the lane of a
 // logical warp that is not a whole warp. The sums are those of the logical warp (forward/warp.cu),

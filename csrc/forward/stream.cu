@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward of rows of any length, also of rows longer than the chip holds, on any chip. One kernel
 // takes the moments of fixed chunks of each row, a second one combines them, and the last one reads
 // the row again and computes y.

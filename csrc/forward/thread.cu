@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward of many short rows that begin anywhere in memory: each thread has one row. A block copies
 // its rows to shared memory, by whole vectors wherever the rows begin, or element by element where
 // the rows of x do not follow each other directly. A thread reads its row there and writes the
@@ -5,7 +6,7 @@
 // Rows of very few columns do not pass through shared memory.
 //
 // Where rows are few, a logical warp has such a row (forward/warp.cu, forward/spread.cu). The
-// thread plays the lanes of that logical warp: it takes the same sums in the same order, so y is
+// thread emulates the lanes of that logical warp: it takes the same sums in the same order, so y is
 // the same in any batch.
 #include "device/rows_in_shared.cuh"
 #include "device/share.cuh"
@@ -74,14 +75,15 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   // A load of a row's last vector also reads elements of the next row, so y takes the place of the
   // rows only when all of them are in registers.
   __syncthreads();
-  constexpr int kTogether = kLaneTogether<N, kPieces, kPiecesOfVec>;
+  constexpr int kColumnSumGroup = kLaneColumnSumGroup<N, kPieces, kPiecesOfVec>;
   const Acc sum = sum_over_lanes<kLanes, kPlayed, Acc>([&](int lane) {
-    return N::Statistic::template sum_from<kTogether>(x[lane], Share{lane, p.cols}, pivot);
+    return N::Statistic::template sum_from<kColumnSumGroup>(x[lane], Share{lane, p.cols}, pivot);
   });
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
   const Acc mean = N::Statistic::mean_of(p.is_rms, inverse_cols, pivot, sum);
   const Acc m2 = sum_over_lanes<kLanes, kPlayed, Acc>([&](int lane) {
-    return N::Statistic::template squared_deviations<kTogether>(x[lane], Share{lane, p.cols}, mean);
+    return N::Statistic::template squared_deviations<kColumnSumGroup>(x[lane], Share{lane, p.cols},
+                                                                      mean);
   });
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
   if (has_row) {
@@ -148,8 +150,8 @@ __global__ void __launch_bounds__(kForwardWarpThreads)
   const Acc pivot =
       N::Statistic::template pivot<X>(Pair<Acc>{first, kCols > 1 ? to_acc(x[0].at[1]) : Acc(0)});
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
-  constexpr int kTogether = kLaneTogether<N, kPieces, kPieces>;
-  const auto [mean, m2] = N::Statistic::template measure<kTogether>(
+  constexpr int kColumnSumGroup = kLaneColumnSumGroup<N, kPieces, kPieces>;
+  const auto [mean, m2] = N::Statistic::template measure<kColumnSumGroup>(
       p.is_rms, x, share, pivot, [&] { return inverse_cols; }, [](Acc v, int) { return v; }, [] {});
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
   store_statistics_if(true, p, row, mean, rstd);

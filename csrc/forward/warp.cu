@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward of short rows: a logical warp (a power-of-two part of a warp) holds a row in registers.
 // Its lanes exchange data by shuffles alone.
 #include "forward/row.cuh"
@@ -20,7 +21,7 @@ struct LogicalWarp {
   __device__ __forceinline__ int first_piece() const { return lane; }
   __device__ __forceinline__ int step() const { return lanes; }
   template <typename N, int kPieces, int kPiecesOfVector>
-  static constexpr int kTogether = kLaneTogether<N, kPieces, kPiecesOfVector>;
+  static constexpr int kColumnSumGroup = kLaneColumnSumGroup<N, kPieces, kPiecesOfVector>;
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int) const {
     return logical_warp_sum(v, lanes);
@@ -82,10 +83,9 @@ constexpr int kWarpBlocks = kIsBare<N> && kIsOneType<typename N::Types> && kMove
                                 : forward_warp_blocks(sizeof(typename N::X), sizeof(typename N::W),
                                                       sizeof(typename N::Y), N::Affine::kModulates);
 
-// The numbers of lanes that kernels are compiled for; 0 stands for any number. They are known where
-// a lane has one vector (4096 x 64 bfloat16: 2.41 us, known 2.14; 1000000 x 64 float32 124.8 and
-// 123.8). Where it has more, the compiler then orders the loads worse (4096 x 768 bfloat16: 5.04,
-// known 5.53).
+// kLanes is a template constant where a lane has one vector, otherwise (0) an argument. (4096 x 64
+// bfloat16: 2.41 us by an argument, 2.14 by a constant; 1000000 x 64 float32 124.8 and 123.8. With
+// more vectors the compiler then orders the loads worse: 4096 x 768 bfloat16 5.04 and 5.53.)
 template <typename N, int kVecs, Moves kMoves>
 using KnownLanes = std::conditional_t<kVecs == 1 && kMoves == Moves::kVectors && kMaySpread<N>,
                                       OneVectorLanes<sizeof(typename N::X)>, VecsList<0>>;

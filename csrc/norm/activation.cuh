@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is fused behind the normalization: activation(z) * scale, and its derivative.
 //
 // float32 arithmetic comes in two grades. The coarse grade serves where y is rounded to half

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The affine map behind the normalization, and what may modulate it: to which parameters a row's
 // columns belong, and how they are applied.
 #pragma once
@@ -205,7 +206,7 @@ struct MayBeAffineAndModulate {
 // The same, and a second modulation with an output of its own. It has kernels of its own: a test
 // for it at run time costs kernels with one output 12 to 18% (8 x 4096 x 1152 bfloat16 41.4 us,
 // with the test 48.7).
-struct MayBeAffineAndModulateTwice : MayBeAffineAndModulate {
+struct MayBeAffineAndTwoModulations : MayBeAffineAndModulate {
   static constexpr bool kTwice = true;
 };
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The epilogue: y = activation(z) * scale behind the affine map, and its gradient. The kernels that
 // have it are also those of a weight that is not plain (adjust_weight() in affine.cuh), which is as
 // seldom wanted as an activation: prepare() adjusts xhat and weight before the affine map.

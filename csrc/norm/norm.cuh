@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A norm: the policies that together say what a kernel computes of a row. The strategies in
 // forward/ and backward/ say how rows are laid over the chip; they are templates over any norm.
 // This file also chooses the norm that a launch needs, among those that there are kernels for.
@@ -62,7 +63,7 @@ constexpr bool kMaySpread = kIsBare<N> && kIsOneType<typename N::Types>;
 
 // How many of a lane's kPieces pieces are summed up by themselves.
 template <typename N, int kPieces, int kPiecesOfVector>
-constexpr int kLaneTogether = kMaySpread<N> ? kPiecesOfVector : kPieces;
+constexpr int kLaneColumnSumGroup = kMaySpread<N> ? kPiecesOfVector : kPieces;
 
 // The columns of a piece. Forward moves a row in pieces where each thread has kVecs vectors of it
 // in registers.
@@ -113,7 +114,7 @@ cudaError_t dispatch_forward_modulated(const ForwardParams& p, const Launch& lau
                                  : cudaErrorInvalidValue;
   } else {
     if (p.second_y != nullptr) {
-      return launch(ModulatedForward<T, Plain, MayBeAffineAndModulateTwice>{});
+      return launch(ModulatedForward<T, Plain, MayBeAffineAndTwoModulations>{});
     }
     return p.residual != nullptr ? launch(ModulatedForward<T, AddGated>{})
                                  : launch(ModulatedForward<T, Plain>{});
@@ -145,7 +146,7 @@ cudaError_t dispatch_forward_plain(const ForwardParams& p, const Launch& launch)
 
 // A backward kernel that fuses anything tests for it at run time: dresidual, too, may be absent.
 template <typename T>
-using BareBackward = NormOf<T, NoGradientBeside, Identity>;
+using BareBackward = NormOf<T, NoOtherGradient, Identity>;
 template <typename T>
 using SharedBackward = NormOf<T, MayAddGradient, MayActivate>;
 
@@ -163,7 +164,7 @@ cudaError_t dispatch_backward(const BackwardParams& p, const Launch& launch) {
   if (p.is_modulated) return cudaErrorInvalidValue;
   if constexpr (kIsCommon<T>) {
     if (p.dresidual == nullptr && p.has_epilogue) {
-      return launch(NormOf<T, NoGradientBeside, MayActivate>{});
+      return launch(NormOf<T, NoOtherGradient, MayActivate>{});
     }
   }
   return dispatch_backward_shared<T>(p, launch);

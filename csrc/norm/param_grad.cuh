@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The gradients of the parameters: where dweight and dbias of a set of rows go, or dscale and
 // dshift of a group of rows.
 #pragma once

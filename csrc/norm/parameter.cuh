@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parameters of columns, read by vectors. A parameter is absent, or it is an array that begins at a
 // multiple of 16 bytes.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The prologue: what x, the row to be normalized, is made of, and in backward what is added to dx.
 //
 // A prologue has
@@ -255,7 +256,7 @@ using MayAdd = OrPlain<Add>;
 using MayAddGated = OrPlain<AddGated>;
 
 // Backward: dx is stored as it is.
-struct NoGradientBeside {
+struct NoOtherGradient {
   static constexpr bool kMayAdd = false;
   static constexpr bool kGated = false;
 };

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward of one row: the gradients at a vector of its columns, and dx.
 #pragma once
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The statistic of a row: what is measured of x, how the measures of a row's parts combine, the
 // normalized xhat, and the gradient that goes back through it.
 //
@@ -33,14 +34,14 @@ __device__ __forceinline__ Acc tree_sum(const Acc (&values)[kWidth]) {
   return sums[0];
 }
 
-// The sum over a thread's vectors, in parts of `kTogether` vectors. `add_up(from, total)` adds up
-// the values of the vectors from number `from` on, column by column.
-template <int kTogether, int kVecs, int kWidth, typename Acc, typename AddUp>
+// The sum over a thread's vectors, in parts of `kColumnSumGroup` vectors. `add_up(from, total)`
+// adds up the values of the vectors from number `from` on, column by column.
+template <int kColumnSumGroup, int kVecs, int kWidth, typename Acc, typename AddUp>
 __device__ __forceinline__ Acc sum_of_parts(const AddUp& add_up) {
-  static_assert(kVecs % kTogether == 0);
+  static_assert(kVecs % kColumnSumGroup == 0);
   Acc sum;
 #pragma unroll
-  for (int from = 0; from < kVecs; from += kTogether) {
+  for (int from = 0; from < kVecs; from += kColumnSumGroup) {
     Acc total[kWidth];
     add_up(from, total);
     const Acc part = tree_sum(total);
@@ -93,20 +94,21 @@ struct MeanAndVariance {
   }
 
   // A thread's part of the two sums from which moments are computed: of x - pivot, and of the
-  // squared deviations from the mean. Every `kTogether` vectors are summed up by themselves, and
-  // these sums are then added in order.
-  template <int kTogether, typename X, int kWidth, int kVecs, typename Share, typename Acc>
+  // squared deviations from the mean. Every `kColumnSumGroup` vectors are summed up by themselves,
+  // and these sums are then added in order.
+  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc>
   static __device__ __forceinline__ Acc sum_from(const Vec<X, kWidth> (&x)[kVecs],
                                                  const Share& share, Acc pivot) {
     // The sum of a few half-precision values is exact in float32, so the pivots of all these values
     // are subtracted at once. This comes first, because the pivot is loaded first.
     constexpr bool kExact = sizeof(X) == 2;
-    return sum_of_parts<kTogether, kVecs, kWidth, Acc>([&](int from, Acc(&total)[kWidth]) {
+    return sum_of_parts<kColumnSumGroup, kVecs, kWidth, Acc>([&](int from, Acc(&total)[kWidth]) {
       Acc count = 0;
 #pragma unroll
-      for (int k = from; k < from + kTogether; ++k) count += share.template count<Acc, kWidth>(k);
+      for (int k = from; k < from + kColumnSumGroup; ++k)
+        count += share.template count<Acc, kWidth>(k);
 #pragma unroll
-      for (int k = from; k < from + kTogether; ++k) {
+      for (int k = from; k < from + kColumnSumGroup; ++k) {
         Acc values[kWidth];
         unpack(values, x[k]);
         if (kExact && k == from) values[0] -= count * pivot;
@@ -120,15 +122,15 @@ struct MeanAndVariance {
     });
   }
 
-  template <int kTogether, typename X, int kWidth, int kVecs, typename Share, typename Acc>
+  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc>
   static __device__ __forceinline__ Acc squared_deviations(const Vec<X, kWidth> (&x)[kVecs],
                                                            const Share& share, Acc mean) {
-    if constexpr (kTogether == 1 && kWidth > 1) {
+    if constexpr (kColumnSumGroup == 1 && kWidth > 1) {
       return squared_deviations_by_vectors(x, share, mean);
     }
-    return sum_of_parts<kTogether, kVecs, kWidth, Acc>([&](int from, Acc(&total)[kWidth]) {
+    return sum_of_parts<kColumnSumGroup, kVecs, kWidth, Acc>([&](int from, Acc(&total)[kWidth]) {
 #pragma unroll
-      for (int k = from; k < from + kTogether; ++k) {
+      for (int k = from; k < from + kColumnSumGroup; ++k) {
         Acc values[kWidth];
         unpack(values, x[k]);
 #pragma unroll
@@ -175,17 +177,17 @@ struct MeanAndVariance {
   //   inverse  inverse(): the Reciprocal of the number of columns
   //   sum      sum(value, n): the sum over all threads that work on these columns, for n = 0 and 1
   //   then     then() is called behind the first sum, when all threads have their vectors
-  template <int kTogether, typename X, int kWidth, int kVecs, typename Share, typename Acc,
+  template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc,
             typename Inverse, typename Sum, typename Then>
   static __device__ __forceinline__ Moments<Acc> measure(bool is_rms,
                                                          const Vec<X, kWidth> (&x)[kVecs],
                                                          const Share& share, Acc pivot,
                                                          const Inverse& inverse, const Sum& sum,
                                                          const Then& then) {
-    const Acc total = sum(sum_from<kTogether>(x, share, pivot), 0);
+    const Acc total = sum(sum_from<kColumnSumGroup>(x, share, pivot), 0);
     then();
     const Acc mean = mean_of(is_rms, inverse(), pivot, total);
-    return {mean, sum(squared_deviations<kTogether>(x, share, mean), 1)};
+    return {mean, sum(squared_deviations<kColumnSumGroup>(x, share, mean), 1)};
   }
 
   // The moments of a row from those of its parts, by one warp; every lane gets them. `each(f)`

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The data types of a norm, and the step from run-time data types to the types that a kernel is
 // compiled for.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ladder of backward, from problem to plan: short rows by logical warps or by threads, longer
 // ones by teams of a block or by whole blocks, the longest by several blocks a row or by two reads;
 // few rows by one launch; and rows with a modulation group by group, or by two reads. geometry.h

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The ladder of forward, from problem to plan: short rows by threads or logical warps, or where
 // they are few spread over warps; longer ones by blocks, the longest by several blocks a row or by
 // two reads. geometry.h has the limits of each strategy, ladders.h the best choice where there are

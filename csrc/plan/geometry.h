@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The limits that the plan and the kernels share: how many threads, vectors and columns a kernel is
 // compiled for. The plan stays within them, the kernels are compiled from them, and each stands
 // here once, with the measurement that set it or the proof that it holds. What the plan prefers
@@ -130,10 +131,10 @@ constexpr int first_from(VecsList<kVecs...>, int64_t least) {
 
 // How the elements of a row are moved.
 enum class Moves {
-  kVectors,   // by vectors: the row begins at a multiple of 16 bytes
-  kShifted,   // by vectors, although the row begins anywhere
-  kElements,  // one by one: only float32, of which a warp then still moves whole lines
-  kSingly     // a thread owns vectors, as with kShifted, but moves their elements one by one
+  kVectors,   // by vectors: the row is aligned, it begins at a multiple of 16 bytes
+  kShifted,   // unaligned, by aligned vectors that lanes shift into place
+  kElements,  // unaligned, one by one: only float32, of which a warp then still moves whole lines
+  kSingly     // unaligned, one by one: a thread owns vectors, as with kShifted
 };
 
 // A thread has `vecs` vectors of a row, each as many columns as 16 bytes of x hold. It moves them
@@ -186,8 +187,8 @@ constexpr int forward_warp_bare_blocks(int vecs, int x_size) {
 }
 static_assert(kForwardWarpThreads % kWarpThreads == 0,
               "every lane of a logical warp takes part in its shuffles");
-// The numbers of lanes with one whole vector each that kernels are compiled for: those that the
-// ladders of lanes lead to, and 0, which stands for any number.
+// Lanes of a logical warp in which each lane has one vector of an aligned row: the numbers that the
+// ladders choose, each a template constant kLanes, and 0 for kernels that take it as an argument.
 template <int kXSize>
 using OneVectorLanes = VecsList<0, 1, 2, (kXSize == 2 ? 8 : 16)>;
 constexpr bool has_one_vector_each(int x_size, int lanes) {
@@ -203,19 +204,25 @@ using SpreadWarpCounts = VecsList<1, 2, 3, kMostSpreadVecs>;
 static_assert(kMostSpreadVecs >= most_forward_warp_vecs(2, false) &&
                   kMostSpreadVecs >= most_forward_warp_vecs(4, false),
               "all rows of logical warps can be spread");
-// Or all vectors of a lane stay in the logical warp, if they are whole and not more than this, and
-// the logical warp is not a whole warp (64 x 512 bfloat16: spread 1.44 us, staying 1.48; 64 x 128
-// float32 1.46, 1.37).
+// Or one warp keeps all vectors of its lanes, if the row is aligned, a lane has no more vectors
+// than this, and the logical warp has fewer than 32 lanes (64 x 512 bfloat16: spread 1.44 us,
+// staying 1.48; 64 x 128 float32 1.46, 1.37).
 constexpr int kMostStayingVecs = 2;
 using StayingVecs = VecsList<1, kMostStayingVecs>;
 constexpr bool stays_in_warp(Moves moves, int warps) {
   return moves == Moves::kVectors && warps == 1;
 }
-// The numbers of lanes of a logical warp that kernels are compiled for; 0 stands for any number,
-// which the launch says. Whole vectors that stay, and whole warps, know their lanes. So do half
-// precision's single elements on 8 lanes of one to three vectors and on 16 of two and three (8 x
-// 127 bfloat16 1.47 us, known 1.36; 8 x 285 1.54, 1.50). Fewer lanes, and float32, were not
-// measured.
+// kLanes, the lanes of a logical warp, is a template constant for these rows, otherwise (0) an
+// argument of the kernel:
+//
+//   elements moved                 lanes      warps
+//   vectors, in one warp           below 32   1
+//   any                            32         2, 3, 4
+//   unaligned half precision,      8          1, 2, 3
+//     one by one                   16         2, 3
+//
+// (8 x 127 bfloat16 1.47 us, as a constant 1.36; 8 x 285 1.54, 1.50. Fewer lanes one by one, and
+// float32, were not measured.)
 using SpreadLanes = VecsList<0, 1, 2, 4, 8, 16, kWarpThreads>;
 constexpr int known_lanes(Moves moves, int x_size, int lanes, int warps) {
   const auto knows = [&] {
@@ -234,8 +241,8 @@ constexpr bool has_spread_kernel(Moves moves, int x_size, int lanes, int warps, 
     return vecs > 1 ? lanes > 1 : has_one_vector_each(x_size, lanes);
   }
   if (vecs > 1) return false;
-  // Two whole vectors a lane of fewer than 32 stay, and four vectors are those of a whole warp, but
-  // for half precision's single elements.
+  // Fewer than 32 lanes: two aligned vectors a lane are kept by one warp (above), and only half
+  // precision moved one by one has four vectors a lane.
   if (lanes == 0 && warps == 2) return moves != Moves::kVectors;
   if (lanes == 0 && warps == kMostSpreadVecs) return moves == Moves::kSingly && x_size == 2;
   return warps > 1 || moves == Moves::kSingly;
@@ -252,7 +259,7 @@ struct Lanes {
   int vecs;
   int lanes;
 };
-// A thread plays the lanes of a logical warp, in blocks of kForwardWarpThreads threads as well.
+// A thread emulates the lanes of a logical warp, in blocks of kForwardWarpThreads threads as well.
 // There are kernels for the lanes listed here, which are all that the ladders choose for ragged
 // rows of up to most_thread_cols() columns with nothing fused.
 constexpr int most_thread_cols(int x_size) { return x_size == 4 ? 48 : 64; }
@@ -439,7 +446,7 @@ static_assert(backward_warp_fits(2) && backward_warp_fits(4) && backward_warp_fi
               "the longest rows of the warp kernel fit the smallest shared memory; the kernel has "
               "no other");
 
-// A thread has a row and plays the lanes of a logical warp, each of which has up to
+// A thread has a row and emulates the lanes of a logical warp, each of which has up to
 // kBackwardThreadVecs single elements.
 constexpr int kBackwardThreadThreads = 128;
 constexpr int kBackwardThreadVecs = 4;

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the plan prefers where the limits of geometry.h leave it a choice: ladders, with a rung for
 // each range, and beside each rung the measurement that set it. The functions of forward.cpp and
 // backward.cpp read these ladders and have no numbers of their own.
@@ -279,11 +280,10 @@ static_assert(has_block_kernels(kBareBlocks) && has_block_kernels(kRaggedBlocks)
 
 // ---- Forward, rows in registers: what becomes in L2 of what is read and written once.
 
-// Either it stays in L2 as other data does, or it is the first to make room (L2Policy in
-// device/vec.cuh). What is the first to make room has only that part of L2 for itself which holds
-// no other data, and in a model other kernels have filled L2. So each comment has two pairs of
-// times, by first to make room and by staying: with L2 empty of other data, and behind a matrix
-// product.
+// Either evict_normal, as other data, or evict_first (L2Policy in device/vec.cuh). Lines marked
+// evict_first replace each other before any evict_normal line, so they have only the part of L2
+// that no other kernel has filled. Each comment has two pairs of times, by evict_first and by
+// evict_normal: with L2 empty of other data, and behind a matrix product.
 
 // So little of x stays. (float32, all by logical warps: 512 x 16 1.73, 1.42; 1.72, 1.41. 64 x 256
 // 1.82, 1.72; 1.81, 1.66; but 64 x 320 1.88, 1.97; 1.88, 1.94.)

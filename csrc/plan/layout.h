@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the plans of both directions are made with: what is forced, and how rows are cut into slices
 // that persistent blocks share.
 #pragma once

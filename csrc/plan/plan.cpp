@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What both directions' plans share at run time: what is forced, what is refused, and plans in
 // words. The ladders themselves stand in forward.cpp and backward.cpp.
 #include "plan/plan.h"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which kernel runs a problem, and how it is laid out: plain host code that needs no GPU.
 //
 // A plan is one of several alternatives, one for each strategy, each with its own fields. The
@@ -71,8 +72,8 @@ struct Warp : Launch {
   bool early = false;
 };
 
-// A thread has a row. It plays the lanes of the logical warp that would otherwise have the row: it
-// takes the same sums in the same order.
+// A thread has a row. It emulates the lanes of the logical warp that would otherwise have the row:
+// it takes the same sums in the same order.
 struct Thread : Launch {
   int vecs = 1;
   int lanes = 1;
@@ -80,9 +81,8 @@ struct Thread : Launch {
   bool direct = false;  // rows do not pass through shared memory
 };
 
-// Several warps have the rows that would otherwise be those of one warp, and each of them has one
-// vector of each lane. Or one warp has them, with all vectors of each lane. The sums are those of
-// the logical warps, in the same order.
+// A row of a logical warp, spread over several warps: warp w has vector w of each lane. Or one warp
+// has all vectors of each lane. The sums are taken in the order of the logical warp.
 struct Spread : Launch {
   int lanes = 1;        // of a logical warp, on one row
   int warps = 1;        // on the same rows
@@ -156,7 +156,7 @@ struct Warp : Launch {
   GroupParts parts;  // of a modulated norm, in place of partials
 };
 
-// A thread has a row, and plays the lanes of the logical warp that would otherwise have it.
+// A thread has a row, and emulates the lanes of the logical warp that would otherwise have it.
 struct Thread : Launch {
   int lanes = 1;
   int dy_offset = 0;  // in shared memory, of the rows of dy behind those of x
@@ -174,8 +174,8 @@ struct OneRowATeam : Launch {
 // Few rows: blocks on rows compute dx, and blocks on columns beside them dweight and dbias, in one
 // launch and without partial sums.
 struct FewRows : OneRowATeam {
-  // Several: as many teams as there are sharers work on a row together, each on a part of what each
-  // thread of one team would own.
+  // Teams that share a row: each computes a part of the elements that each thread of one team would
+  // own.
   int sharers = 1;
   int64_t column_blocks = 0;  // of the launch's blocks, those on columns
 };

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile(model, backend="fused_layernorm"): fused layer norms in an unchanged model.
 
 reading     what a node of a graph computes

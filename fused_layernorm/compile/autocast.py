@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results that autocast casts to half precision wherever they are used.
 
 Under autocast a layer norm gives float32, and a matrix product or a convolution casts what it reads

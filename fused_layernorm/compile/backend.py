@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry points: the backend "fused_layernorm" of torch.compile, fuse and explain."""
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ..ops.arguments import name_of
 _PREFIX = "fused_layernorm."
 _THEN = ("inductor", "eager")
 # The values of each option; the first is the default.
-OPTIONS: dict[str, tuple] = {
+OPTIONS: dict[str, tuple[object, ...]] = {
     "fused_layernorm.then": _THEN,
     "fused_layernorm.deterministic": (False, True),
 }

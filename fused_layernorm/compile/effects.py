@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The side effects of a graph: writes into tensors, and changes of PyTorch's modes.
 
 A captured graph is not functional. A fused operator reads its operands later than the nodes that it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The graph pass: finds the layer norms of a graph and its sub-graphs and replaces them."""
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Row:
 
     name: str  # of its node
     where: str  # in the model
-    shape: tuple
+    shape: tuple[object, ...]
     dtype: torch.dtype | None
     form: str  # how it was written
     fused: list[str]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The patterns, as expressions, and how they are matched.
 
 In an expression a name stands for any tensor, and for the same tensor wherever it occurs; `eps` and
@@ -149,7 +150,7 @@ def _call(pattern: Call, value: Any, match: Match) -> Iterator[Match]:
         yield from _operands(pattern.operands, operands, match)
 
 
-def _operands(patterns: tuple, values: tuple, match: Match) -> Iterator[Match]:
+def _operands(patterns: tuple[Any, ...], values: tuple[Any, ...], match: Match) -> Iterator[Match]:
     if not patterns:
         yield match
         return

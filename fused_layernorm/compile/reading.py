@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a node of an FX graph computes, in the terms of the patterns.
 
 Dynamo's graphs, exported ATen graphs and hand-written modules spell one operation in many ways: a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a site may become one operator, and the replacement.
 
 `check` raises Left, with the reason, where the operator would not take the operands, and where the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules: which layer norms this package's kernels compute, and which are left to Inductor.
 
 The rules are data, each with its measurement. The first rule that fits decides. All measurements

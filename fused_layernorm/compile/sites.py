@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer norms of a graph, each a Site with the operations around it, found by the patterns.
 
 A Site is not yet known to be safe to replace: replace.py checks that.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators' Python half: what csrc does not implement is registered here, by subject.
 
 load        the binary and the operators that it registers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a call must satisfy, with the message that a user reads about each bad argument.
 
 The composite and the fake implementations check before they compute. The CUDA operators check in
@@ -86,7 +87,7 @@ def normalized_ndim(
             raise RuntimeError(f"expected {name} to have at least one dimension, got a scalar")
         return parameter.dim()
     if isinstance(normalized_shape, (int, torch.SymInt)):
-        shape: tuple = (normalized_shape,)
+        shape: tuple[int | torch.SymInt, ...] = (normalized_shape,)
     elif hasattr(normalized_shape, "__iter__"):
         shape = tuple(normalized_shape)
     else:

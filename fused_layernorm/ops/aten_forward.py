@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The twins: forward pass in PyTorch's operators, backward pass in this package's.
 
 Under torch.compile an opaque forward operator keeps Inductor from fusing the elementwise operations

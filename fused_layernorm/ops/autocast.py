@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Autocast, in Python: the operators' implementations for the Autocast dispatch keys.
 
 PyTorch's autocast runs layer_norm in float32 on every device but the CPU, where autocast does not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derivatives, in Python: the operators' implementations for the Autograd dispatch keys.
 
 The first order runs on the operators: a forward pass that needs gradients on the operator that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which autograd the operators have: that of csrc/autograd, or Python's (autograd.py, autocast.py).
 
 A library of csrc/autograd is bound to the C++ interface of one minor version of torch, so one is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators through PyTorch's own, for every device without kernels: the same results.
 
 The implementations call as few of PyTorch's operators as possible, in x's dtype where PyTorch's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators without data: shapes and dtypes, for compilers and meta tensors."""
 
 from __future__ import annotations

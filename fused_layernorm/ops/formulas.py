@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operators as differentiable expressions in PyTorch's own operators.
 
 PyTorch differentiates them any number of times, in reverse and in forward mode. Its own layer_norm

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loads the binary, which registers the operators, and names them.
 
 csrc/bindings/schemas.cpp holds the schemas and says what each operator gives. csrc/bindings/cuda

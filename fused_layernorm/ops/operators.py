@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One form for all forward operators, and one for all backward operators, with named values.
 
 Every operator computes LayerNorm, or RMSNorm with statistic="rms". ada_layer_norm adds a modulation

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vmap: a batch dimension is one more leading dimension.
 
 A batched modulation has that dimension, too. The kernels neither take batched parameters nor give

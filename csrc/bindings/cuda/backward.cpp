@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Backward on CUDA: check, settle the types, allocate, plan, launch. Tensors stop here.
 #include <torch/csrc/stable/ops.h>
 

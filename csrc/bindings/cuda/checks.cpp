@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The argument checks of the operators on CUDA; checks.h has the contract.
 #include "bindings/cuda/checks.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The argument checks of the operators on CUDA. They guard memory: no kernel is launched on
 // arguments that do not fit together. The error messages that users read come from
 // fused_layernorm/ops/arguments.py.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Forward on CUDA: settle the types, check, allocate, plan, launch. Tensors stop here.
 #include <torch/csrc/stable/ops.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prepares modulations for kernels; modulation.h has the contract.
 #include "bindings/cuda/modulation.h"
 

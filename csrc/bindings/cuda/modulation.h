@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prepares modulations (shift, scale, gate) for kernels: finds the rows of a tensor that broadcasts
 // to x and the groups of rows that share it, and makes its gradient from those of the groups.
 #pragma once

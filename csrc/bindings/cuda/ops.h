@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operators of schemas.cpp on CUDA, for callers in C++. One function runs all forward
 // operators. Three run the backward operators: of a norm, of a norm of a gated sum, and of a gated
 // sum alone.

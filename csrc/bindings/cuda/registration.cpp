@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The operators of schemas.cpp on CUDA: each passes its arguments to a function of ops.h.
 #include <torch/csrc/stable/library.h>
 

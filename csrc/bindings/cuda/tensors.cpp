@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prepares tensors and the device for kernels; tensors.h has the contract.
 #include "bindings/cuda/tensors.h"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Prepares tensors and the device for kernels: current device and stream, new tensors, copies,
 // rows.
 #pragma once
