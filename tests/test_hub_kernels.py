@@ -570,3 +570,33 @@ def test_rms_norms_compile_without_graph_breaks(name):
     assert (y == stock(x)).float().mean() > 0.99
     y.sum().backward()
     assert fused.weight.grad is not None
+
+
+@pytest.mark.parametrize("where", ["export", "vmap", "inference", "grad", "default dtype", "meta"])
+def test_first_call_of_a_class_may_be_anywhere(where):
+    stock, fused = pair_of("LlamaRMSNorm", torch.float32)
+    x = torch.randn(3, 64)
+    expected = stock(x)
+    fused_layernorm.layers._tried.cache_clear()
+    match where:
+        case "export":
+            actual = torch.export.export(fused, (x,), strict=False).module()(x)
+        case "vmap":
+            actual = torch.vmap(fused)(x)
+        case "inference":
+            with torch.inference_mode():
+                actual = fused(x)
+        case "grad":
+            actual = torch.func.vjp(fused, x)[0]
+        case "default dtype":
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                actual = fused(x)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        case "meta":
+            with torch.device("meta"):
+                actual = fused(x)
+    assert_close(actual, expected)
+    assert fused_layernorm.layers._tried.cache_info().currsize == 1
+    assert fused_layernorm.layers._order_of_casts(type(stock), 0.0) == (True, True)
