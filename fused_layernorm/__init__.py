@@ -38,6 +38,18 @@ from .modules import (  # noqa: E402
 from .override import override_aten  # noqa: E402
 from .swap import register_swap, swap_layer_norm, unswap_layer_norm  # noqa: E402
 
+# A pickle of a module names its class, and torch.load(weights_only=True) makes known classes only.
+_torch.serialization.add_safe_globals(
+    [
+        FusedAdaLayerNorm,
+        FusedAddAdaLayerNorm,
+        FusedAddLayerNorm,
+        FusedAddRMSNorm,
+        FusedLayerNorm,
+        FusedRMSNorm,
+    ]
+)
+
 try:
     __version__ = _version(__name__)
 except _PackageNotFoundError:  # imported from a folder that was built but not installed

@@ -668,7 +668,9 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
         torch.are_deterministic_algorithms_enabled(),
     )
     if choice == "PYTORCH" and (
-        not options.is_rms or _is_pytorchs_rms_norm(a.input, a.weight, a.bias, options)
+        _is_pytorchs_rms_norm(a.input, a.weight, a.bias, options)
+        if options.is_rms
+        else options.weight_offset == 0 and not options.round_before_weight
     ):
         return None
     twin_of_it = ATEN_LAYER_NORM if a.residual is None else ATEN_ADD_LAYER_NORM

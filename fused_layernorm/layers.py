@@ -7,9 +7,14 @@ constructor and no other method; it reads weight, bias and eps from that module.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+import functools
+from typing import Any
 
-from .functional import layer_norm
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .functional import Kind, layer_norm, serve
 
 
 class LayerNorm(nn.Module):
@@ -27,3 +32,110 @@ class LayerNorm(nn.Module):
         return layer_norm(
             input, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape
         )
+
+
+class RMSNorm(nn.Module):
+    """Forward of a model's RMSNorm over the last dimension, with that class's own order of casts.
+
+    Most classes round the normalized value to the input's dtype and then multiply it by weight
+    (Llama's); others multiply in float32 and round once (OLMo 2's, gpt-oss's). At a class's first
+    call, a trial of its own forward on a few numbers tells which. A class that computes something
+    else, and a call with dtypes for which it would not compute in float32, keep the own forward.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return _rms_norm(self, hidden_states, 0.0)
+
+
+class RMSNormZeroCentered(nn.Module):
+    """As :class:`RMSNorm`, with the factor ``1 + weight``, as in Gemma and Qwen3.5."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(self, x, 1.0)
+
+
+def _rms_norm(module: Any, x: Tensor, weight_offset: float) -> Tensor:
+    order = _order_of_casts(type(module), weight_offset)
+    weight: Any = getattr(module, "weight", None)
+    if order is None or not _takes(x, weight):
+        return type(module).forward(module, x)
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    kind = Kind("rms", weight_offset, order[0])
+    # Named, because autocast, which does not change what such a class gives, would change it here.
+    out_dtype = torch.promote_types(weight.dtype, x.dtype) if order[1] else x.dtype
+    if weight.dtype is not x.dtype:
+        weight = weight.float()
+    return serve(x, None, weight, None, eps, tuple(weight.shape), None, 1.0, out_dtype, kind)
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _takes(x: Tensor, weight: Any) -> bool:
+    """Whether such classes compute in float32 with x and weight, as the kernels do."""
+    return (
+        isinstance(weight, Tensor)
+        and x.dtype in _DTYPES
+        and weight.dtype in _DTYPES
+        and not x.is_nested
+        and x.layout is torch.strided
+        and x.shape[-1:] == weight.shape
+    )
+
+
+def _order_of_casts(cls: Any, weight_offset: float) -> tuple[bool, bool] | None:
+    """How the forward of a class casts, or None if it is no RMSNorm with this offset of weight.
+
+    Whether it rounds the normalized value before it multiplies by weight, and whether a float32
+    weight beside a half-precision input makes its result float32.
+    """
+    return _tried(cls, weight_offset)
+
+
+# Dynamo calls it while it traces, as torch.compiler.assume_constant_result would have it.
+_order_of_casts._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _tried(cls: Any, weight_offset: float) -> tuple[bool, bool] | None:
+    eps = 0.25  # of weight beside the squares below, so that a forward that ignores it is seen
+    rows = [[(5 * i * i + 3 * i + row) % 61 / 16 - 1.85 for i in range(64)] for row in range(4)]
+    factors = [(7 * i + 3) % 43 / 16 + 0.07 for i in range(64)]
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        x = torch.tensor(rows, dtype=torch.bfloat16, device="cpu")
+        weight = torch.tensor(factors, dtype=torch.bfloat16, device="cpu")
+        try:
+            module = cls.__new__(cls)
+            nn.Module.__init__(module)
+            module.variance_epsilon = module.eps = eps
+            ys = []
+            for parameter in (weight, weight.float()):
+                module.weight = nn.Parameter(parameter)
+                ys.append(cls.forward(module, x))
+            promotes = ys[1].dtype is torch.float32
+        except Exception:
+            return None
+        wide = x.float()
+        xhat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        for rounds_xhat in (True, False):
+            factor = xhat.to(x.dtype).float() if rounds_xhat else xhat
+            expected = factor * (weight.float() + weight_offset)
+            # The two orders differ in a quarter of the numbers.
+            dtypes = (x.dtype, torch.float32 if promotes else x.dtype)
+            if all(map(_nearly_equals, ys, map(expected.to, dtypes))):
+                return rounds_xhat, promotes
+    return None
+
+
+def _nearly_equals(y: Any, expected: Tensor) -> bool:
+    """Whether y has expected's dtype and shape, and its value in nearly all elements."""
+    if not isinstance(y, Tensor) or y.dtype is not expected.dtype or y.shape != expected.shape:
+        return False
+    # In float32, another order of summation changes the last bits.
+    return torch.isclose(y, expected, rtol=2e-6, atol=0.0).float().mean().item() > 0.98

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LayerNorm for the norm slots of Megatron-LM, which build it from (config, hidden_size, eps).
+"""Norms for the norm slots of Megatron-LM, which build them from (config, hidden_size, eps).
 
-Nothing of Megatron is imported: a slot only needs a class with this signature.
+Nothing of Megatron is imported: a slot only needs a class with this signature. FusedNorm serves
+any config; FusedLayerNorm and FusedRMSNorm are what it makes.
 """
 
 from __future__ import annotations
@@ -13,24 +14,73 @@ import torch
 from torch import Tensor, nn
 
 from . import modules
-from .functional import layer_norm
+from .functional import Kind, serve
+
+_KINDS = {
+    ("LayerNorm", False): Kind("layer"),
+    ("LayerNorm", True): Kind("layer", 1.0),
+    ("RMSNorm", False): Kind("rms"),
+    ("RMSNorm", True): Kind("rms", 1.0),
+}
+
+
+def _is_zero_centered(
+    config: Any, expected: str, zero_centered_gamma: bool | None, normalization: str | None
+) -> bool:
+    """Whether the config wants zero-centered weights; raises if it wants what no norm here has."""
+    in_config = bool(getattr(config, "layernorm_zero_centered_gamma", False))
+    if zero_centered_gamma is not None and zero_centered_gamma != in_config:
+        raise ValueError(
+            "expected zero_centered_gamma to be config.layernorm_zero_centered_gamma, "
+            f"{in_config}, got {zero_centered_gamma}"
+        )
+    for name, value in (
+        ("config.normalization", config.normalization),
+        ("normalization", normalization),
+    ):
+        if value not in (expected, None):
+            raise ValueError(f"expected {name} {expected!r}, got {value!r}")
+    if getattr(config, "memory_efficient_layer_norm", False):
+        raise ValueError(
+            "expected config.memory_efficient_layer_norm False, got True: backward here needs "
+            "the input, not the output"
+        )
+    return in_config
+
+
+def _mark_parameters(norm: nn.Module, config: Any) -> None:
+    sequence_parallel = bool(getattr(config, "sequence_parallel", False))
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+
+def _forward(norm: Any, normalization: str, input: Tensor) -> Tensor:
+    weight, bias = norm.weight, norm.bias
+    if weight.dtype != input.dtype:
+        # As where a model of half precision keeps its residual stream in float32.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        weight = weight.to(wide)
+        bias = None if bias is None else bias.to(wide)
+    kind = _KINDS[normalization, norm.zero_centered_gamma]
+    return serve(input, None, weight, bias, norm.eps, norm.normalized_shape, None, 1.0, None, kind)
 
 
 class FusedLayerNorm(modules.FusedLayerNorm):
-    r"""A norm for Megatron-LM's ``TransformerLayer`` and ``TransformerBlock`` slots.
+    r"""A LayerNorm for Megatron-LM's ``TransformerLayer`` and ``TransformerBlock`` slots.
 
     .. math::
         y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot w + \mathrm{bias}
 
     with :math:`w = \mathrm{weight}`, or :math:`w = 1 + \mathrm{weight}` where
-    ``config.layernorm_zero_centered_gamma`` is set. Then weight is initialized to zero, and the sum
-    is computed in float32 even where the parameters are of half precision, so that a small weight
-    is not rounded away.
+    ``config.layernorm_zero_centered_gamma`` is set. Then weight is initialized to zero, and the
+    kernel computes the sum in float32 even where the parameters are of half precision, so that a
+    small weight is not rounded away.
 
     The parameters have the attribute ``sequence_parallel``, from the config, by which Megatron
     knows which gradients it must sum over the tensor-parallel group. The result is never a view,
     so Megatron may free its memory (``deallocate_pipeline_outputs``). The shapes, dtypes and errors
-    of a call are those of :func:`fused_layernorm.layer_norm`.
+    of a call are those of :func:`fused_layernorm.layer_norm`; parameters of half precision may also
+    stand beside a wider input, as where ``config.fp32_residual_connection`` is set.
 
     Args:
         config: Megatron's ``TransformerConfig``. The class reads ``normalization``,
@@ -57,30 +107,12 @@ class FusedLayerNorm(modules.FusedLayerNorm):
         zero_centered_gamma: bool | None = None,
         normalization: str | None = None,
     ) -> None:
-        in_config = bool(getattr(config, "layernorm_zero_centered_gamma", False))
-        if zero_centered_gamma is not None and zero_centered_gamma != in_config:
-            raise ValueError(
-                "expected zero_centered_gamma to be config.layernorm_zero_centered_gamma, "
-                f"{in_config}, got {zero_centered_gamma}"
-            )
-        for name, value in (
-            ("config.normalization", config.normalization),
-            ("normalization", normalization),
-        ):
-            if value not in ("LayerNorm", None):
-                raise ValueError(f"expected {name} 'LayerNorm', got {value!r}")
-        if getattr(config, "memory_efficient_layer_norm", False):
-            raise ValueError(
-                "expected config.memory_efficient_layer_norm False, got True: backward here needs "
-                "the input, not the output"
-            )
+        zero_centered = _is_zero_centered(config, "LayerNorm", zero_centered_gamma, normalization)
         super().__init__(hidden_size, eps)
         self.config = config
-        self.zero_centered_gamma = in_config
+        self.zero_centered_gamma = zero_centered
         self.reset_parameters()
-        sequence_parallel = bool(getattr(config, "sequence_parallel", False))
-        for parameter in (self.weight, self.bias):
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        _mark_parameters(self, config)
 
     def reset_parameters(self) -> None:
         """Sets the parameters so that the norm has a factor of one and a bias of zero."""
@@ -89,18 +121,64 @@ class FusedLayerNorm(modules.FusedLayerNorm):
             nn.init.zeros_(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.zero_centered_gamma:
-            return super().forward(input)
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        return layer_norm(
-            input,
-            self.weight.to(wide) + 1,
-            self.bias.to(wide),
-            self.eps,
-            normalized_shape=self.normalized_shape,
-        )
+        return _forward(self, "LayerNorm", input)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (
             ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
         )
+
+
+class FusedRMSNorm(modules.FusedRMSNorm):
+    r"""An RMSNorm for the same slots, where ``config.normalization`` is ``"RMSNorm"``.
+
+    .. math::
+        y = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}} \cdot w
+
+    with ``w``, the marked parameters, the arguments and the errors as :class:`FusedLayerNorm` has
+    them; there is no bias.
+    """
+
+    zero_centered_gamma: bool = False
+
+    def __init__(
+        self,
+        config: Any,
+        hidden_size: int | Sequence[int],
+        eps: float = 1e-5,
+        persist_layer_norm: bool | None = None,
+        zero_centered_gamma: bool | None = None,
+        normalization: str | None = None,
+    ) -> None:
+        zero_centered = _is_zero_centered(config, "RMSNorm", zero_centered_gamma, normalization)
+        super().__init__(hidden_size, eps, weight_offset=1.0 if zero_centered else 0.0)
+        self.config = config
+        self.zero_centered_gamma = zero_centered
+        _mark_parameters(self, config)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _forward(self, "RMSNorm", input)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (
+            ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        )
+
+
+class FusedNorm:
+    """The norm that ``config.normalization`` names: a FusedLayerNorm or a FusedRMSNorm.
+
+    It is a class, not a function, because a slot calls classes only. The arguments are those of
+    :class:`FusedLayerNorm`; another normalization is a ValueError.
+    """
+
+    def __new__(
+        cls, config: Any, hidden_size: int | Sequence[int], *args: Any, **kwargs: Any
+    ) -> Any:
+        classes = {"LayerNorm": FusedLayerNorm, "RMSNorm": FusedRMSNorm}
+        if config.normalization not in classes:
+            raise ValueError(
+                "expected config.normalization 'LayerNorm' or 'RMSNorm', "
+                f"got {config.normalization!r}"
+            )
+        return classes[config.normalization](config, hidden_size, *args, **kwargs)

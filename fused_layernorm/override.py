@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""override_aten(): PyTorch's own layer_norm, wherever it is called from, on this package's kernels.
+"""override_aten(): PyTorch's own layer_norm and rms_norm, from anywhere, on this package's kernels.
 
 csrc/bindings/override.cpp has the kernels and switches them. This file has the handle, the count of
 overrides in force, and the operators that call the replaced kernels.
@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,14 @@ from .ops import load
 
 __all__ = ["AtenOverride", "override_aten"]
 
-_OPERATORS = ("native_layer_norm", "native_layer_norm_backward")
+# The operators, each with the name of the operator here that calls the replaced kernel, the number
+# of tensors that the kernel returns, and the length of its last argument where that is a mask.
+_OPERATORS = {
+    "native_layer_norm": ("_aten_native_layer_norm", 3, 0),
+    "native_layer_norm_backward": ("_aten_native_layer_norm_backward", 3, 3),
+    "_fused_rms_norm": ("_aten_fused_rms_norm", 2, 0),
+    "_fused_rms_norm_backward": ("_aten_fused_rms_norm_backward", 2, 2),
+}
 _PAUSE_US = 200  # two such pauses let other threads leave PyTorch before its table is written
 
 # Whether errors of the replaced kernels keep their types. Under a later torch, whose C++ exceptions
@@ -29,7 +37,7 @@ _TYPES_ARE_KEPT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) <= 
 
 _lock = threading.RLock()
 _in_force: dict[str, int] = {}  # overrides in force, by dispatch key
-_replaced: dict[str, list[Any]] = {}  # the kernels replaced
+_replaced: dict[str, dict[str, Any]] = {}  # the kernels replaced, by dispatch key and operator
 _libraries: dict[str, Library] = {}  # the operators that call the replaced kernels
 _raised: set[type[Exception]] = set()  # by replaced kernels; kept, for C++ holds no reference
 _retired: deque[Any] = deque(maxlen=256)  # kernels taken out, in case calls are still inside them
@@ -65,14 +73,15 @@ class AtenOverride:
 
 
 def override_aten() -> AtenOverride:
-    """Runs PyTorch's layer norm for CUDA tensors on these kernels, from now on in this process.
+    """Runs PyTorch's layer and RMS norms for CUDA tensors on these kernels, in the whole process.
 
-    It covers all calls of `aten::native_layer_norm` and `aten::native_layer_norm_backward` on
-    CUDA: `F.layer_norm`, `nn.LayerNorm` and every model that calls them, in every thread. PyTorch's
-    own autograd stays around the kernels, so results, gradients, higher derivatives, vmap, autocast
-    and errors are those of `F.layer_norm`; a call that the kernels do not take (a weight of another
-    dtype, for example) goes to PyTorch's kernel. Code that `torch.compile` compiles does not reach
-    these operators: use `swap_layer_norm` there.
+    It covers all calls of `aten::native_layer_norm`, `aten::_fused_rms_norm` and their backwards on
+    CUDA: `F.layer_norm`, `F.rms_norm`, `nn.LayerNorm`, `nn.RMSNorm` and every model that calls
+    them, in every thread. PyTorch's own autograd stays around the kernels, so results, gradients,
+    higher derivatives, vmap, autocast and errors are PyTorch's; a call that the kernels do not take
+    (a weight of another dtype, for example) goes to PyTorch's kernel. `F.rms_norm` computes a call
+    with a weight of another dtype by elementwise operators, which stay as they are. Code that
+    `torch.compile` compiles does not reach these operators: swap the modules there.
 
     Returns a handle, to be used in either way::
 
@@ -118,7 +127,7 @@ def _pause_us() -> int:
 
 def _begin(key: str) -> None:
     if not _in_force.get(key):
-        _replaced[key] = [get_kernel(f"aten::{name}", key) for name in _OPERATORS]
+        _replaced[key] = {name: _kernel(name, key) for name in _OPERATORS}
         if key not in _libraries:
             _libraries[key] = _register_replaced(key)
         load.operators._begin_override(key, _pause_us())
@@ -128,30 +137,49 @@ def _begin(key: str) -> None:
 def _end(key: str) -> None:
     _in_force[key] -= 1
     if not _in_force[key]:
-        _retired.extend(get_kernel(f"aten::{name}", key) for name in _OPERATORS)
+        _retired.extend(_kernel(name, key) for name in _OPERATORS)
         load.operators._end_override(key, _pause_us())
+
+
+class _NoKernel:
+    """What is replaced where PyTorch has no kernel, as of `_fused_rms_norm_backward` on the CPU."""
+
+    def __init__(self, name: str, key: str) -> None:
+        self._problem = f"aten::{name} has no kernel for {key}"
+
+    def call_boxed(self, *args: Any) -> Any:
+        raise NotImplementedError(self._problem)
+
+
+def _kernel(name: str, key: str) -> Any:
+    try:
+        return get_kernel(f"aten::{name}", key)
+    except RuntimeError:
+        return _NoKernel(name, key)
 
 
 def _register_replaced(key: str) -> Library:
     """The operators `_aten_*`, by which override.cpp calls the kernels it has replaced."""
     keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-    def call(kernel: Any, *args: Any) -> tuple[Any, ...]:
-        none = torch.empty(0, dtype=torch.uint8)
-        try:
-            return (*kernel.call_boxed(keyset, *args), none, none.clone())
-        except Exception as error:
-            text = bytearray(str(error) or type(error).__name__, "utf-8")
-            _raised.add(type(error))
-            address = torch.tensor([id(type(error))] if _TYPES_ARE_KEPT else [], dtype=torch.int64)
-            return none, none, none, torch.frombuffer(text, dtype=torch.uint8), address
+    def caller(name: str) -> Callable[..., tuple[Any, ...]]:
+        _, count, mask = _OPERATORS[name]
 
-    def forward(*args: Any) -> tuple[Any, ...]:
-        return call(_replaced[key][0], *args)
+        def call(*args: Any) -> tuple[Any, ...]:
+            none = torch.empty(0, dtype=torch.uint8)
+            if mask:
+                args = (*args[:-mask], list(args[-mask:]))
+            try:
+                return (*_replaced[key][name].call_boxed(keyset, *args), none, none.clone())
+            except Exception as error:
+                text = bytearray(str(error) or type(error).__name__, "utf-8")
+                _raised.add(type(error))
+                address = torch.tensor(
+                    [id(type(error))] if _TYPES_ARE_KEPT else [], dtype=torch.int64
+                )
+                return *[none] * count, torch.frombuffer(text, dtype=torch.uint8), address
 
-    def backward(*args: Any) -> tuple[Any, ...]:
-        *tensors, needs_dx, needs_dweight, needs_dbias = args
-        return call(_replaced[key][1], *tensors, [needs_dx, needs_dweight, needs_dbias])
+        return call
 
     library = Library(load.NAMESPACE, "FRAGMENT")
     with warnings.catch_warnings():
@@ -159,6 +187,6 @@ def _register_replaced(key: str) -> Library:
         # to replace aten's, so the warning is used up here, where it is suppressed.
         warnings.simplefilter("ignore")
         for _ in range(2):
-            library.impl("_aten_native_layer_norm", forward, key, allow_override=True)
-            library.impl("_aten_native_layer_norm_backward", backward, key, allow_override=True)
+            for name, (operator, *_) in _OPERATORS.items():
+                library.impl(operator, caller(name), key, allow_override=True)
     return library

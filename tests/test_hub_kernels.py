@@ -249,8 +249,9 @@ def test_folder_of_the_name_is_the_same_kernel(kernel, variant):
     assert module.layers is kernel.layers
 
 
-def test_layer_is_pure(kernel):
-    layer = kernel.layers.LayerNorm
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "RMSNormZeroCentered"])
+def test_layer_is_pure(kernel, name):
+    layer = getattr(kernel.layers, name)
     assert issubclass(layer, nn.Module)
     assert layer.__init__ is nn.Module.__init__
     own = {name for name in vars(layer) if not name.startswith("__")}
@@ -357,3 +358,246 @@ def test_subclasses_keep_their_forward(mapped, variant):
     model = mapped(nn.Sequential(Doubled(8), nn.LayerNorm(8)), variant, "cpu")
     assert "forward" not in model[0].__dict__
     assert "forward" in model[1].__dict__
+
+
+# --- RMSNorm --------------------------------------------------------------------------------------
+
+
+def decoder(config, model, **options):
+    transformers = pytest.importorskip("transformers")
+    settings = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "pad_token_id": 0,
+    }
+    ids = torch.randint(50, (2, 11))
+    made = getattr(transformers, model)(getattr(transformers, config)(**settings, **options))
+    for name, parameter in made.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 0.0 if "Gemma" in model else 1.0, 0.2)
+    return made, {"input_ids": ids, "labels": ids}
+
+
+# By hub name, class of the norms and their number in two layers.
+DECODERS = {
+    "LlamaRMSNorm": ("RMSNorm", "LlamaConfig", "LlamaForCausalLM", 5),
+    "Qwen3RMSNorm": ("RMSNorm", "Qwen3Config", "Qwen3ForCausalLM", 9),
+    "GemmaRMSNorm": ("RMSNormZeroCentered", "GemmaConfig", "GemmaForCausalLM", 5),
+}
+
+
+def kernelized(model, layer_name, path, device):
+    """The model with the layout's layer in place of each norm that has the hub name."""
+    repository = kernels.LocalLayerRepository(path, layer_name=layer_name)
+    with kernels.use_kernel_mapping({layer_name: {device: repository}}, inherit_mapping=False):
+        mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
+        return kernels.kernelize(model, mode=mode, device=device)
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """Gives a class a hub name while the test runs, unless transformers gave it that name."""
+
+    def name(cls, layer_name):
+        if getattr(cls, "kernel_layer_name", None) != layer_name:
+            monkeypatch.setattr(cls, "kernel_layer_name", None, raising=False)
+            kernels.replace_kernel_forward_from_hub(cls, layer_name)
+
+    return name
+
+
+def check_decoder(norm, named, path, device):
+    layer_name, config, model, count = DECODERS[norm]
+    stock, inputs = decoder(config, model)
+    stock.to(device)
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    fused = copy.deepcopy(stock)
+    norms = [module for module in fused.modules() if type(module).__name__ == norm]
+    assert len(norms) == count
+    named(type(norms[0]), layer_name)
+    kernelized(fused, layer_name, path, device)
+    (namespace,) = {vars(norm)["forward"].__func__.__module__ for norm in norms}
+    assert not namespace.startswith("fused_layernorm.")
+
+    fused(**inputs).loss.backward()  # with each class's trial
+    fused.zero_grad()
+    with torch.profiler.profile() as profile:
+        loss = fused(**inputs).loss
+        loss.backward()
+    called = [event.name for event in profile.events()]
+    operators = namespace.removesuffix(".layers")
+    assert called.count(f"{operators}::layer_norm") == count
+    assert called.count(f"{operators}::layer_norm_backward") == count
+
+    stock_loss = stock(**inputs).loss
+    stock_loss.backward()
+    assert_close(loss, stock_loss, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(fused.parameters(), stock.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+
+    # In bfloat16 an order of casts that is not the class's own would show in the logits.
+    stock.bfloat16(), fused.bfloat16()
+    ours, theirs = fused(**inputs).logits, stock(**inputs).logits
+    assert ours.dtype == theirs.dtype
+    assert (ours == theirs).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("norm", DECODERS)
+def test_decoders(norm, named, variant):
+    check_decoder(norm, named, variant, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", DECODERS)
+def test_decoders_on_the_gpu(norm, named, tmp_path):
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST", capability)
+    check_decoder(norm, named, build(tmp_path, TORCH_CUDA_ARCH_LIST=archs), "cuda")
+
+
+def rms_norm_class(folder, name):
+    pytest.importorskip("transformers")
+    return getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
+
+
+# One class of each distinct source that transformers gives one of the two names, and Gemma's.
+CLASSES = {
+    "LlamaRMSNorm": ("llama", "RMSNorm"),
+    "Olmo2RMSNorm": ("olmo2", "RMSNorm"),
+    "GptOssRMSNorm": ("gpt_oss", "RMSNorm"),
+    "NemotronHRMSNorm": ("nemotron_h", "RMSNorm"),
+    "T5LayerNorm": ("t5", "RMSNorm"),
+    "GemmaRMSNorm": ("gemma", "RMSNormZeroCentered"),
+    "Qwen3_5RMSNorm": ("qwen3_5", "RMSNormZeroCentered"),
+}
+HALVES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def pair_of(name, dtype, device="cpu"):
+    """A norm of the class with random weights, and a copy that has a layer's forward."""
+    folder, layer = CLASSES[name]
+    stock = rms_norm_class(folder, name)(64)
+    torch.nn.init.normal_(stock.weight, 1.0 if layer == "RMSNorm" else 0.0, 0.3)
+    stock.to(device, dtype)
+    fused = copy.deepcopy(stock)
+    forward = getattr(fused_layernorm.layers, layer).forward
+    fused.forward = forward.__get__(fused)
+    return stock, fused
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("weight_dtype", HALVES)
+@pytest.mark.parametrize("x_dtype", HALVES)
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class_keeps_its_order_of_casts(name, x_dtype, weight_dtype, autocast, device):
+    stock, fused = pair_of(name, weight_dtype, device)
+    xs = torch.randn(2, 64, 64, device=device).to(x_dtype).unbind()
+    xs = [xs[0].clone().requires_grad_(), xs[0].clone().requires_grad_()]
+    ys = []
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        for module, x in zip((stock, fused), xs, strict=True):
+            ys.append(module.forward(x))
+    theirs, ours = ys
+    assert ours.dtype == theirs.dtype
+    tolerance = {torch.float32: 2e-6, torch.float64: 0.0}.get(ours.dtype, 0.0)
+    same = torch.isclose(ours, theirs, rtol=tolerance, atol=0.0)
+    assert same.float().mean() >= 0.999
+    dy = torch.randn_like(ours)
+    for y in ys:
+        y.backward(dy)
+    rtol = 3e-2 if torch.bfloat16 in (x_dtype, weight_dtype) else 5e-3
+    assert_close(xs[1].grad, xs[0].grad, rtol=rtol, atol=rtol)
+    assert_close(fused.weight.grad, stock.weight.grad, rtol=rtol, atol=0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("LlamaRMSNorm", (True, True)),
+        ("Olmo2RMSNorm", (False, False)),
+        ("GptOssRMSNorm", (False, False)),
+        ("NemotronHRMSNorm", (False, False)),
+        ("T5LayerNorm", None),
+        ("GemmaRMSNorm", (False, False)),
+        ("Qwen3_5RMSNorm", (False, False)),
+    ],
+)
+def test_trial_tells_the_order_of_casts(name, order):
+    folder, layer = CLASSES[name]
+    cls = rms_norm_class(folder, name)
+    offsets = {"RMSNorm": 0.0, "RMSNormZeroCentered": 1.0}
+    for other, offset in offsets.items():
+        found = fused_layernorm.layers._order_of_casts(cls, offset)
+        assert found == (order if other == layer else None)
+
+
+def test_another_norm_keeps_its_own_forward():
+    """A hub name is the model's word; a class that computes something else is left alone."""
+
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+            self.eps = 1e-6
+
+        def forward(self, x):
+            return 2 * torch.nn.functional.rms_norm(x, (8,), self.weight, self.eps)
+
+    class NoWeight(nn.Module):
+        eps = 1e-6
+
+        def forward(self, x):
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    x = torch.randn(3, 8)
+    for module in (Doubled(), NoWeight()):
+        for layer in (fused_layernorm.layers.RMSNorm, fused_layernorm.layers.RMSNormZeroCentered):
+            assert torch.equal(layer.forward(module, x), module(x))
+
+
+@pytest.mark.parametrize("name", ["LlamaRMSNorm", "Olmo2RMSNorm", "GemmaRMSNorm"])
+def test_rms_norms_compile_without_graph_breaks(name):
+    stock, fused = pair_of(name, torch.bfloat16)
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
+    assert (y == stock(x)).float().mean() > 0.99
+    y.sum().backward()
+    assert fused.weight.grad is not None
+
+
+@pytest.mark.parametrize("where", ["export", "vmap", "inference", "grad", "default dtype", "meta"])
+def test_first_call_of_a_class_may_be_anywhere(where):
+    stock, fused = pair_of("LlamaRMSNorm", torch.float32)
+    x = torch.randn(3, 64)
+    expected = stock(x)
+    fused_layernorm.layers._tried.cache_clear()
+    match where:
+        case "export":
+            actual = torch.export.export(fused, (x,), strict=False).module()(x)
+        case "vmap":
+            actual = torch.vmap(fused)(x)
+        case "inference":
+            with torch.inference_mode():
+                actual = fused(x)
+        case "grad":
+            actual = torch.func.vjp(fused, x)[0]
+        case "default dtype":
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                actual = fused(x)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        case "meta":
+            with torch.device("meta"):
+                actual = fused(x)
+    assert_close(actual, expected)
+    assert fused_layernorm.layers._tried.cache_info().currsize == 1
+    assert fused_layernorm.layers._order_of_casts(type(stock), 0.0) == (True, True)

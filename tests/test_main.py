@@ -22,6 +22,7 @@ def test_prints_what_is_installed():
     lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in printed.splitlines())
     assert lines["fused_layernorm"] == fused_layernorm.__version__
     assert lines["torch"].startswith(torch.__version__)
+    assert lines["norms"] == "LayerNorm and RMSNorm"
     assert lines["override_aten"] == "not active"
     build_info = torch.ops.fused_layernorm._build_info()
     assert lines["compiled with"] == (
@@ -35,6 +36,7 @@ def test_json_says_the_same():
     assert found == facts()
     assert found["torch"] == torch.__version__
     assert found["override_aten"] is False
+    assert found["norms"] == ["LayerNorm", "RMSNorm"]
     assert len(found["devices"]) == torch.cuda.device_count()
     build_info = torch.ops.fused_layernorm._build_info()
     if build_info == "cpu only":

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import fused_layernorm
 from fused_layernorm import reference
-from fused_layernorm.megatron import FusedLayerNorm
+from fused_layernorm.megatron import FusedLayerNorm, FusedNorm, FusedRMSNorm
 
 HIDDEN = 48
 
@@ -33,7 +33,7 @@ class Config:
     memory_efficient_layer_norm: bool = False
 
 
-def build(config, norm=FusedLayerNorm):
+def build(config, norm=FusedNorm):
     """Builds a norm as a slot does, with these three keywords."""
     return norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
@@ -41,7 +41,8 @@ def build(config, norm=FusedLayerNorm):
 def randomize(norm):
     with torch.no_grad():
         norm.weight.normal_(0 if norm.zero_centered_gamma else 1, 0.3)
-        norm.bias.normal_(0, 0.3)
+        if norm.bias is not None:
+            norm.bias.normal_(0, 0.3)
     return norm
 
 
@@ -54,19 +55,36 @@ def test_is_a_layer_norm_of_the_package():
     assert type(norm) is FusedLayerNorm
 
 
+def test_is_an_rms_norm_of_the_package():
+    norm = build(Config(normalization="RMSNorm"))
+    assert type(norm) is FusedRMSNorm
+    assert isinstance(norm, fused_layernorm.FusedRMSNorm)
+    assert isinstance(norm, nn.RMSNorm)
+    assert set(norm.state_dict()) == {"weight"}
+    assert norm.eps == 1e-5
+
+
+STOCK = {"LayerNorm": nn.functional.layer_norm, "RMSNorm": nn.functional.rms_norm}
+NORMALIZATIONS = pytest.mark.parametrize("normalization", STOCK)
+
+
+@NORMALIZATIONS
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_begins_as_a_norm_that_changes_nothing(device, zero_centered):
-    norm = build(Config(layernorm_zero_centered_gamma=zero_centered)).to(device)
+def test_begins_as_a_norm_that_changes_nothing(device, normalization, zero_centered):
+    config = Config(normalization=normalization, layernorm_zero_centered_gamma=zero_centered)
+    norm = build(config).to(device)
     x = torch.randn(7, 2, HIDDEN, device=device)
-    assert_close(norm(x), nn.functional.layer_norm(x, (HIDDEN,)))
+    assert_close(norm(x), STOCK[normalization](x, (HIDDEN,), eps=1e-5))
     assert norm.weight.eq(0 if zero_centered else 1).all()
     assert ("zero_centered_gamma" in repr(norm)) == zero_centered
 
 
+@NORMALIZATIONS
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_result_and_gradients(device, dtype, zero_centered):
-    norm = randomize(build(Config(layernorm_zero_centered_gamma=zero_centered)))
+def test_result_and_gradients(device, dtype, normalization, zero_centered):
+    config = Config(normalization=normalization, layernorm_zero_centered_gamma=zero_centered)
+    norm = randomize(build(config))
     norm.to(device, dtype)
     x = torch.randn(7, 2, HIDDEN, device=device, dtype=dtype, requires_grad=True)
     dy = torch.randn_like(x)
@@ -75,23 +93,29 @@ def test_result_and_gradients(device, dtype, zero_centered):
 
     wide_x, wide_dy = x.detach().double(), dy.double()
     weight = norm.weight.detach().double() + zero_centered
-    bias = norm.bias.detach().double()
-    expected = reference.layer_norm(wide_x, 1, weight, bias, norm.eps).y
-    dx, dweight, dbias = reference.layer_norm_backward(wide_dy, wide_x, 1, weight, bias, norm.eps)
+    bias = None if norm.bias is None else norm.bias.detach().double()
+    kind = {} if normalization == "LayerNorm" else {"statistic": "rms"}
+    expected = reference.layer_norm(wide_x, 1, weight, bias, norm.eps, **kind).y
+    dx, dweight, dbias = reference.layer_norm_backward(
+        wide_dy, wide_x, 1, weight, bias, norm.eps, **kind
+    )
     assert_close(y, expected.to(dtype))
     assert_close(x.grad, dx.to(dtype))
     assert_close(norm.weight.grad, dweight.to(dtype))
-    assert_close(norm.bias.grad, dbias.to(dtype))
+    if bias is not None:
+        assert_close(norm.bias.grad, dbias.to(dtype))
 
 
-def test_zero_centered_weight_of_half_precision_keeps_its_digits(device):
+@NORMALIZATIONS
+def test_zero_centered_weight_of_half_precision_keeps_its_digits(device, normalization):
     """1 + 2**-12 rounds to 1 in bfloat16, so the sum must be computed in a wider type."""
-    norm = build(Config(layernorm_zero_centered_gamma=True)).to(device, torch.bfloat16)
+    config = Config(normalization=normalization, layernorm_zero_centered_gamma=True)
+    norm = build(config).to(device, torch.bfloat16)
     with torch.no_grad():
         norm.weight.fill_(2.0**-12)
     x = torch.randn(64, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
     y = norm(x)
-    wide = nn.functional.layer_norm(x.double(), (HIDDEN,)) * (1 + 2.0**-12)
+    wide = STOCK[normalization](x.double(), (HIDDEN,), eps=1e-5) * (1 + 2.0**-12)
     assert y.dtype == torch.bfloat16
     # A few results are so near the middle between two bfloat16 numbers that float32 arithmetic
     # rounds them to the other one. With a weight of 1, six in a hundred would differ.
@@ -100,15 +124,60 @@ def test_zero_centered_weight_of_half_precision_keeps_its_digits(device):
     assert norm.weight.grad.dtype == torch.bfloat16
 
 
-def test_hidden_size_of_several_dimensions(device):
-    norm = FusedLayerNorm(Config(), (4, 6)).to(device)
+@NORMALIZATIONS
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_half_precision_parameters_beside_a_float32_residual_stream(
+    device, normalization, zero_centered
+):
+    """As where config.fp32_residual_connection is set."""
+    config = Config(normalization=normalization, layernorm_zero_centered_gamma=zero_centered)
+    norm = randomize(build(config)).to(device, torch.bfloat16)
+    x = torch.randn(7, HIDDEN, device=device)
+    y = norm(x)
+    assert y.dtype == torch.float32
+    assert_close(y, in_float32(norm)(x))
+    y.sum().backward()
+    assert norm.weight.grad.dtype == torch.bfloat16
+
+
+def in_float32(norm):
+    """The same norm with parameters of float32."""
+    wide = build(norm.config).to(norm.weight.device)
+    wide.load_state_dict(norm.state_dict())
+    return wide
+
+
+@NORMALIZATIONS
+@pytest.mark.cpu_operators
+def test_zero_centered_weight_takes_no_addition(device, normalization):
+    """The operator adds the offset itself, in forward and in backward."""
+    config = Config(normalization=normalization, layernorm_zero_centered_gamma=True)
+    norm = build(config).to(device)
+    x = torch.randn(7, HIDDEN, device=device, requires_grad=True)
+    names = []
+
+    class Names(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Names():
+        norm(x)
+    assert names
+    assert all(name.startswith("fused_layernorm.layer_norm") for name in names)
+
+
+@NORMALIZATIONS
+def test_hidden_size_of_several_dimensions(device, normalization):
+    norm = FusedNorm(Config(normalization=normalization), (4, 6)).to(device)
     x = torch.randn(3, 4, 6, device=device)
-    assert_close(norm(x), nn.functional.layer_norm(x, (4, 6)))
+    assert_close(norm(x), STOCK[normalization](x, (4, 6), eps=1e-5))
 
 
+@NORMALIZATIONS
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_parameters_are_marked(sequence_parallel):
-    norm = build(Config(sequence_parallel=sequence_parallel))
+def test_parameters_are_marked(normalization, sequence_parallel):
+    norm = build(Config(normalization=normalization, sequence_parallel=sequence_parallel))
     for parameter in norm.bfloat16().parameters():  # as Megatron converts a model
         assert parameter.sequence_parallel is sequence_parallel
 
@@ -133,9 +202,10 @@ def test_sequence_parallel_gradients_add_up(device):
         assert_close(rank.bias.grad, whole.bias.grad)
 
 
-def test_result_may_be_freed_before_backward(device):
+@NORMALIZATIONS
+def test_result_may_be_freed_before_backward(device, normalization):
     """Pipeline stages free the memory of an output that is sent, which a view would prevent."""
-    norm = randomize(build(Config())).to(device)
+    norm = randomize(build(Config(normalization=normalization))).to(device)
     x = torch.randn(8, HIDDEN, device=device, requires_grad=True)
     dy = torch.randn(8, HIDDEN, device=device)
     (expected,) = torch.autograd.grad(norm(x), x, dy)
@@ -176,8 +246,31 @@ def test_refuses_what_it_cannot_do(changes, arguments, sentence):
         FusedLayerNorm(Config(**changes), HIDDEN, **arguments)
 
 
-def test_takes_the_arguments_of_megatrons_own_class():
-    norm = FusedLayerNorm(Config(), HIDDEN, 1e-6, True, False, "LayerNorm")
+@pytest.mark.parametrize(
+    ("norm", "normalization", "sentence"),
+    [
+        (FusedRMSNorm, "LayerNorm", r"config\.normalization 'RMSNorm', got 'LayerNorm'"),
+        (FusedNorm, "L2Norm", r"config\.normalization 'LayerNorm' or 'RMSNorm', got 'L2Norm'"),
+    ],
+)
+def test_refuses_another_normalization(norm, normalization, sentence):
+    with pytest.raises(ValueError, match=f"expected {sentence}"):
+        build(Config(normalization=normalization), norm)
+
+
+@NORMALIZATIONS
+def test_compiles_without_graph_breaks(normalization):
+    config = Config(normalization=normalization, layernorm_zero_centered_gamma=True)
+    norm = randomize(build(config))
+    x = torch.randn(7, HIDDEN)
+    compiled = torch.compile(norm, backend="eager", fullgraph=True)
+    assert_close(compiled(x), norm(x))
+
+
+@NORMALIZATIONS
+def test_takes_the_arguments_of_megatrons_own_class(normalization):
+    config = Config(normalization=normalization)
+    norm = FusedNorm(config, HIDDEN, 1e-6, True, False, normalization)
     assert norm.eps == 1e-6
 
 
@@ -234,11 +327,15 @@ def megatron():
 
 
 @pytest.mark.filterwarnings("ignore")  # Megatron warns of packages that are not installed
-def test_in_a_transformer_layer_of_megatron(megatron):
+@NORMALIZATIONS
+def test_in_a_transformer_layer_of_megatron(megatron, normalization):
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    stock, fused = megatron(WrappedTorchNorm), megatron(FusedLayerNorm)
-    norms = [module for module in fused.modules() if isinstance(module, FusedLayerNorm)]
+    stock, fused = (
+        megatron(norm, normalization=normalization) for norm in (WrappedTorchNorm, FusedNorm)
+    )
+    kind = {"LayerNorm": FusedLayerNorm, "RMSNorm": FusedRMSNorm}[normalization]
+    norms = [module for module in fused.modules() if isinstance(module, kind)]
     assert [norm.normalized_shape for norm in norms] == [(HIDDEN,), (12,), (12,), (HIDDEN,)]
     fused.load_state_dict(stock.state_dict())
 
@@ -255,9 +352,12 @@ def test_in_a_transformer_layer_of_megatron(megatron):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_zero_centered_in_a_transformer_layer_of_megatron(megatron):
-    plain = megatron(FusedLayerNorm)
-    zero_centered = megatron(FusedLayerNorm, layernorm_zero_centered_gamma=True)
+@NORMALIZATIONS
+def test_zero_centered_in_a_transformer_layer_of_megatron(megatron, normalization):
+    plain = megatron(FusedNorm, normalization=normalization)
+    zero_centered = megatron(
+        FusedNorm, normalization=normalization, layernorm_zero_centered_gamma=True
+    )
     state = plain.state_dict()
     for name in state:
         if "layernorm.weight" in name:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import fused_layernorm
 from fused_layernorm import (
     FusedAddLayerNorm,
     FusedLayerNorm,
@@ -197,6 +198,39 @@ def test_copies(device, how):
     assert other.weight is not norm.weight
     x = torch.randn(3, 8, device=device)
     assert torch.equal(other(x), norm(x))
+
+
+CLASSES = [
+    getattr(fused_layernorm, name)
+    for name in fused_layernorm.__all__
+    if isinstance(getattr(fused_layernorm, name), type)
+]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_loads_without_trust(cls):
+    """torch.load(weights_only=True), its default, makes an object of known classes only."""
+    module = cls(8)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is cls
+    assert repr(loaded) == repr(module)
+    assert loaded.state_dict().keys() == module.state_dict().keys()
+    for ours, theirs in zip(loaded.parameters(), module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_swapped_layer_norm_loads_without_trust():
+    module = swap_layer_norm(nn.LayerNorm(8))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    x = torch.randn(3, 8)
+    assert torch.equal(torch.load(file, weights_only=True)(x), module(x))
 
 
 @pytest.fixture

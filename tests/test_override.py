@@ -35,7 +35,12 @@ DEVICES = [
         ],
     ),
 ]
-OPERATORS = ("aten::native_layer_norm", "aten::native_layer_norm_backward")
+OPERATORS = (
+    "aten::native_layer_norm",
+    "aten::native_layer_norm_backward",
+    "aten::_fused_rms_norm",
+    "aten::_fused_rms_norm_backward",
+)
 
 
 @pytest.fixture(params=DEVICES)
@@ -242,7 +247,7 @@ def test_out_of_memory_of_a_replaced_kernel_keeps_its_type(monkeypatch):
     weight = torch.ones(8)  # of another dtype: the kernels leave it to PyTorch's
     y = F.layer_norm(x, (8,), weight)
     with _override("CPU"):
-        kernels = [OutOfMemoryKernel(), OutOfMemoryKernel()]
+        kernels = dict.fromkeys(fused_layernorm.override._OPERATORS, OutOfMemoryKernel())
         monkeypatch.setitem(fused_layernorm.override._replaced, "CPU", kernels)
         with pytest.raises(torch.OutOfMemoryError, match="no memory"):
             F.layer_norm(x, (8,), weight)
@@ -423,6 +428,170 @@ def test_out_of_memory_says_so():
             F.layer_norm(x, (8,))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+# --- RMSNorm --------------------------------------------------------------------------------------
+
+
+def rms_norm(x, shape, weight=None, eps=None):
+    """F.rms_norm by the operator that it calls on CUDA; on the CPU it computes by parts."""
+    return torch._fused_rms_norm(x, shape, weight, eps)[0]
+
+
+def test_covers_rms_norm_with_pytorchs_autograd(device, override, calls):
+    x, weight, _ = inputs(device)
+    with override():
+        y = rms_norm(x, (32,), weight)
+        assert calls() == 1
+        assert type(y.grad_fn).__name__ == "FusedRmsNormBackward0"
+        y.sum().backward()
+        assert calls() == 1
+        if device == "cuda":
+            F.rms_norm(x, (32,), weight).sum().backward()
+            nn.RMSNorm(32, device=device)(x.detach())
+            assert calls() == 3
+    rms_norm(x, (32,), weight).sum().backward()
+    assert calls() == 0
+
+
+@pytest.mark.parametrize("eps", [None, 1e-2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("normalized_ndim", [1, 2, 3])
+@pytest.mark.parametrize("affine", [False, True])
+def test_rms_norms_results_and_gradients(
+    device, override, calls, dtype, normalized_ndim, affine, eps
+):
+    x, weight, _ = inputs(device, normalized_ndim=normalized_ndim, dtype=dtype)
+    weight = weight if affine else None
+    shape = x.shape[-normalized_ndim:]
+    dy = torch.randn_like(x)
+
+    def run(norm, x, weight, dy, eps):
+        leaves = [t for t in (x, weight) if t is not None]
+        y = norm(x, shape, weight, eps)
+        return (y, *torch.autograd.grad(y, leaves, dy))
+
+    own_eps = torch.finfo(dtype if dtype == torch.float64 else torch.float32).eps
+    wide = (None if t is None else t.double() for t in (x, weight, dy))
+    expected = run(F.rms_norm, *wide, own_eps if eps is None else eps)
+    with override():
+        actual = run(rms_norm, x, weight, dy, eps)
+        assert calls() == 2
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == dtype
+        close(a, e.to(dtype), dtype)
+
+
+def test_rms_norms_default_eps_is_pytorchs(device, override):
+    """Beside tiny squares, the epsilons of float32 and of the half-precision types differ much."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        x = (1e-4 * torch.randn(4, 32, device=device)).to(dtype)
+        expected = rms_norm(x, (32,))
+        with override():
+            close(rms_norm(x, (32,)), expected, dtype)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_empty_rms_norms(device, override, shape):
+    x = torch.empty(shape, device=device)
+    expected = torch._fused_rms_norm(x, shape[1:], None, None)
+    with override():
+        actual = torch._fused_rms_norm(x, shape[1:], None, None)
+    assert [t.shape for t in actual] == [t.shape for t in expected]
+
+
+@pytest.mark.parametrize("mask", [(True, False), (False, True)])
+def test_rms_norms_gradients_that_are_not_asked_for_are_not_there(device, override, mask):
+    x, weight, _ = (t.detach() for t in inputs(device))
+    y, rstd = torch._fused_rms_norm(x, (32,), weight, 1e-5)
+    wide_x, wide_weight = (t.double().requires_grad_() for t in (x, weight))
+    wide = F.rms_norm(wide_x, (32,), wide_weight, 1e-5)
+    expected = torch.autograd.grad(wide.sum(), (wide_x, wide_weight))
+    args = (torch.ones_like(y), x, (32,), rstd, weight, mask)
+    with override():
+        actual = torch.ops.aten._fused_rms_norm_backward(*args)
+    for a, e, asked in zip(actual, expected, mask, strict=True):
+        assert (a is not None) == asked
+        if asked:
+            close(a, e.float())
+
+
+def test_rms_norms_statistic_is_pytorchs(device, override):
+    """Forward and backward may stand on different sides."""
+    x, weight, _ = (t.detach() for t in inputs(device))
+    expected = torch._fused_rms_norm(x, (6, 32), weight.expand(6, 32), 1e-5)
+    with override():
+        actual = torch._fused_rms_norm(x, (6, 32), weight.expand(6, 32), 1e-5)
+    for a, e in zip(actual, expected, strict=True):
+        close(a, e)
+        assert a.shape == e.shape
+
+
+RMS_BAD = {
+    "weight's shape": lambda norm, x, w: norm(x, (32,), w[1:]),
+    "integers": lambda norm, x, w: norm(x.long(), (32,)),
+    "too few dimensions": lambda norm, x, w: norm(x[0, 0], (6, 32)),
+}
+
+
+@pytest.mark.parametrize("bad", RMS_BAD)
+def test_rms_norms_errors_are_pytorchs(device, override, bad):
+    norm = rms_norm if device == "cpu" else F.rms_norm
+    x, weight, _ = (t.detach() for t in inputs(device))
+    with pytest.raises(RuntimeError) as expected:
+        RMS_BAD[bad](norm, x, weight)
+    with override(), pytest.raises(RuntimeError) as actual:
+        RMS_BAD[bad](norm, x, weight)
+    assert type(actual.value) is type(expected.value)
+    assert str(actual.value) == str(expected.value)
+
+
+def test_rms_norms_that_the_kernels_do_not_take_run_on_the_replaced_kernel(device, override, calls):
+    if device == "cuda":
+        pytest.skip("PyTorch's CUDA kernel takes what these kernels take")
+    x, weight, _ = (t.detach() for t in inputs(device))
+    x = x.to(torch.complex64)
+    expected = torch._fused_rms_norm(x, (32,), weight.to(x.dtype), 1e-5)
+    with override():
+        actual = torch._fused_rms_norm(x, (32,), weight.to(x.dtype), 1e-5)
+        assert calls() == 1
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
+
+
+def test_rms_norm_gets_along_with_another_override():
+    """What another library registered is there again, whichever override ends first."""
+    key, x = "CPU", torch.ones(2, 8)
+
+    def other(input, normalized_shape, weight, eps):
+        return torch.full_like(input, 7.0), torch.zeros(2, 1)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm", other, key, allow_override=True)
+    assert rms_norm(x, (8,)).eq(7).all()
+    with _override(key):
+        close(rms_norm(x, (8,)), x)
+    assert rms_norm(x, (8,)).eq(7).all()
+    with _override(key):
+        library._destroy()
+        close(rms_norm(x, (8,)), x)
+    close(rms_norm(x, (8,)), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (torch.cuda.is_available() and HAS_KERNELS), reason="needs CUDA kernels")
+def test_cuda_runs_these_kernels_for_rms_norm():
+    x, weight, _ = inputs("cuda", shape=(64, 768), dtype=torch.bfloat16)
+    with (
+        fused_layernorm.override_aten(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
+    ):
+        F.rms_norm(x, (768,), weight).backward(torch.ones_like(x))
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages()]
+    norms = [n for n in names if "norm" in n.lower() and not n.startswith(("aten::", "cuda"))]
+    assert norms
+    assert all("fused_layernorm" in n for n in norms), norms
 
 
 @pytest.mark.gpu

@@ -10,10 +10,13 @@ import torch
 
 from fused_layernorm import (
     FusedLayerNorm,
+    FusedRMSNorm,
     ada_layer_norm,
     add_ada_layer_norm,
     add_layer_norm,
+    add_rms_norm,
     layer_norm,
+    rms_norm,
 )
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
@@ -32,10 +35,13 @@ def test_raises_what_the_page_says(row, device):
     names: dict[str, Any] = {
         "torch": torch,
         "FusedLayerNorm": FusedLayerNorm,
+        "FusedRMSNorm": FusedRMSNorm,
         "ada_layer_norm": ada_layer_norm,
         "add_ada_layer_norm": add_ada_layer_norm,
         "add_layer_norm": add_layer_norm,
+        "add_rms_norm": add_rms_norm,
         "layer_norm": layer_norm,
+        "rms_norm": rms_norm,
         "x": torch.randn(2, 3, 8, device=device),
         "weight": torch.ones(8, device=device),
         "bias": torch.zeros(8, device=device),

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// override_aten(): runs aten::native_layer_norm and its backward on this package's kernels.
+// override_aten(): runs aten::native_layer_norm, aten::_fused_rms_norm and their backwards on this
+// package's kernels.
 //
 // Kernels registered for `aten` at run time replace PyTorch's own for one dispatch key, below
 // PyTorch's C++ autograd. Deleting their library object brings PyTorch's kernels back. A call that
@@ -15,6 +16,7 @@
 
 #include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
@@ -88,7 +90,7 @@ class CountedCall {
 };
 
 // Whether this thread is inside a composite operator that the CPU override runs. The composite may
-// call native_layer_norm itself; such a call goes to the replaced kernel.
+// call these operators itself; such a call goes to the replaced kernel.
 thread_local bool inside = false;
 
 class Inside {
@@ -172,6 +174,7 @@ void call(const char* op, std::array<StableIValue, size>& stack) {
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
 }
 
+using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
 // An error that the replaced kernel raised. override.py keeps its Python type alive.
@@ -185,19 +188,24 @@ class ReplacedKernelError : public torch::PyTorchError {
   PyObject* type_;
 };
 
-// Calls the operator `op`, which runs the replaced kernel, and returns the kernel's three tensors.
-// The C interface would lose an error, so the operator returns it as two further tensors: the bytes
-// of its text (empty without an error), and the address of its Python type (empty where the text is
-// to be raised as std::runtime_error).
-template <size_t size>
-Three call_replaced(const char* op, std::array<StableIValue, size>& stack) {
+// Calls the operator `op`, which runs the replaced kernel, and returns the kernel's tensors, a Two
+// or a Three. The C interface would lose an error, so the operator returns it as two further
+// tensors: the bytes of its text (empty without an error), and the address of its Python type
+// (empty where the text is to be raised as std::runtime_error).
+template <typename Result, size_t size>
+Result call_replaced(const char* op, std::array<StableIValue, size>& stack) {
+  constexpr size_t count = std::tuple_size_v<Result>;
+  static_assert(size >= count + 2, "the stack holds the arguments, then the results");
   call(op, stack);
-  Three result{to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
-  const auto error = to<Tensor>(stack[3]);
+  Result result;
+  std::get<0>(result) = to<Tensor>(stack[0]);
+  std::get<1>(result) = to<Tensor>(stack[1]);
+  if constexpr (count == 3) std::get<2>(result) = to<Tensor>(stack[2]);
+  const auto error = to<Tensor>(stack[count]);
+  const auto type = to<Tensor>(stack[count + 1]);
   if (error.numel() > 0) {
     const std::string text(static_cast<const char*>(error.const_data_ptr()),
                            static_cast<size_t>(error.numel()));
-    const auto type = to<Tensor>(stack[4]);
     if (type.numel() == 0) throw std::runtime_error(text);
     throw ReplacedKernelError(text, *static_cast<PyObject* const*>(type.const_data_ptr()));
   }
@@ -206,21 +214,26 @@ Three call_replaced(const char* op, std::array<StableIValue, size>& stack) {
 
 // ---- The kernels.
 
-// The primary templates call the operators, which run the composite on the CPU.
+enum class Norm { kLayer, kRms };
+
+std::string name_of(Norm norm) { return norm == Norm::kRms ? "rms" : "layer"; }
+
+// The primary templates call the operators, which run the composite on the CPU. RMSNorm's mean is a
+// tensor of shape (0,).
 template <DeviceType device>
-Three our_forward(const Tensor& x, int64_t ndim, const std::optional<Tensor>& weight,
+Three our_forward(Norm norm, const Tensor& x, int64_t ndim, const std::optional<Tensor>& weight,
                   const std::optional<Tensor>& bias, double eps) {
   const Inside guard;
   std::array<StableIValue, 11> stack{from(x),    from(ndim),         from(weight),
                                      from(bias), from(eps),          from(std::nullopt),
-                                     from(1.0),  from(std::nullopt), from(std::string("layer")),
+                                     from(1.0),  from(std::nullopt), from(name_of(norm)),
                                      from(0.0),  from(false)};
   call(FUSED_LAYERNORM_OPERATOR("layer_norm_forward"), stack);
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
 }
 
 template <DeviceType device>
-Three our_backward(const Tensor& dy, const Tensor& x, int64_t ndim, const Tensor& mean,
+Three our_backward(Norm norm, const Tensor& dy, const Tensor& x, int64_t ndim, const Tensor& mean,
                    const Tensor& rstd, const std::optional<Tensor>& weight,
                    const std::optional<Tensor>& bias, bool needs_dx, bool needs_dweight,
                    bool needs_dbias) {
@@ -231,7 +244,7 @@ Three our_backward(const Tensor& dy, const Tensor& x, int64_t ndim, const Tensor
                                      from(bias),         from(std::nullopt),
                                      from(std::nullopt), from(1.0),
                                      from(needs_dx),     from(needs_dweight),
-                                     from(needs_dbias),  from(std::string("layer")),
+                                     from(needs_dbias),  from(name_of(norm)),
                                      from(0.0)};
   call(FUSED_LAYERNORM_OPERATOR("layer_norm_backward"), stack);
   return {to<Tensor>(stack[0]), to<Tensor>(stack[1]), to<Tensor>(stack[2])};
@@ -239,22 +252,25 @@ Three our_backward(const Tensor& dy, const Tensor& x, int64_t ndim, const Tensor
 
 #ifdef FUSED_LAYERNORM_CUDA
 template <>
-Three our_forward<DeviceType::CUDA>(const Tensor& x, int64_t ndim,
+Three our_forward<DeviceType::CUDA>(Norm norm, const Tensor& x, int64_t ndim,
                                     const std::optional<Tensor>& weight,
                                     const std::optional<Tensor>& bias, double eps) {
-  const ForwardResult result = run_forward({x, std::nullopt, ndim, weight, bias, eps});
+  const NormKind kind(name_of(norm), 0.0);
+  const ForwardResult result = run_forward(
+      {x, std::nullopt, ndim, weight, bias, eps, std::nullopt, 1.0, std::nullopt, true, kind});
   return {result.y, *result.mean, *result.rstd};
 }
 
 template <>
-Three our_backward<DeviceType::CUDA>(const Tensor& dy, const Tensor& x, int64_t ndim,
+Three our_backward<DeviceType::CUDA>(Norm norm, const Tensor& dy, const Tensor& x, int64_t ndim,
                                      const Tensor& mean, const Tensor& rstd,
                                      const std::optional<Tensor>& weight,
                                      const std::optional<Tensor>& bias, bool needs_dx,
                                      bool needs_dweight, bool needs_dbias) {
+  const NormKind kind(name_of(norm), 0.0);
   const BackwardResult result =
       run_backward({dy, x, ndim, mean, rstd, weight, bias, std::nullopt, std::nullopt, 1.0,
-                    needs_dx, needs_dweight, needs_dbias});
+                    needs_dx, needs_dweight, needs_dbias, kind});
   return {result.dx, result.dweight, result.dbias};
 }
 #endif
@@ -267,14 +283,15 @@ Three native_layer_norm(const Tensor& x, const Shape& shape, const std::optional
   if (!inside && takes_input(x, shape, device) && takes_parameter(weight, x, shape) &&
       takes_parameter(bias, x, shape)) {
     try {
-      return our_forward<device>(x, static_cast<int64_t>(shape.size()), weight, bias, eps);
+      const auto ndim = static_cast<int64_t>(shape.size());
+      return our_forward<device>(Norm::kLayer, x, ndim, weight, bias, eps);
     } catch (const OutOfMemory&) {
       // PyTorch's kernel may need less memory. If it fails as well, its error is the one that
       // programs look for.
     }
   }
   std::array<StableIValue, 5> stack{from(x), from(shape), from(weight), from(bias), from(eps)};
-  return call_replaced(FUSED_LAYERNORM_OPERATOR("_aten_native_layer_norm"), stack);
+  return call_replaced<Three>(FUSED_LAYERNORM_OPERATOR("_aten_native_layer_norm"), stack);
 }
 
 template <DeviceType device>
@@ -294,8 +311,8 @@ Three native_layer_norm_backward(const Tensor& dy, const Tensor& x, const Shape&
       (weight || !needs_dweight) && (bias || !needs_dbias)) {
     try {
       auto [dx, dweight, dbias] =
-          our_backward<device>(dy, x, static_cast<int64_t>(shape.size()), mean, rstd, weight, bias,
-                               needs_dx, needs_dweight, needs_dbias);
+          our_backward<device>(Norm::kLayer, dy, x, static_cast<int64_t>(shape.size()), mean, rstd,
+                               weight, bias, needs_dx, needs_dweight, needs_dbias);
       // Autograd expects an undefined tensor in place of a gradient that it did not ask for.
       return {needs_dx ? dx : Tensor(), needs_dweight ? dweight : Tensor(),
               needs_dbias ? dbias : Tensor()};
@@ -307,13 +324,69 @@ Three native_layer_norm_backward(const Tensor& dy, const Tensor& x, const Shape&
   std::array<StableIValue, 10> stack{
       from(dy),     from(x),    from(shape),    from(mean),          from(rstd),
       from(weight), from(bias), from(needs_dx), from(needs_dweight), from(needs_dbias)};
-  return call_replaced(FUSED_LAYERNORM_OPERATOR("_aten_native_layer_norm_backward"), stack);
+  return call_replaced<Three>(FUSED_LAYERNORM_OPERATOR("_aten_native_layer_norm_backward"), stack);
+}
+
+// PyTorch's epsilon where the caller gives none: that of the type in which it computes.
+double default_eps(const Tensor& x) {
+  return dtype_of(x) == aoti_torch_dtype_float64() ? std::numeric_limits<double>::epsilon()
+                                                   : std::numeric_limits<float>::epsilon();
+}
+
+template <DeviceType device>
+Two fused_rms_norm(const Tensor& x, const Shape& shape, const std::optional<Tensor>& weight,
+                   std::optional<double> eps) {
+  Override& entry = override_of<device>();
+  const CountedCall counted(entry);
+  if (!inside && takes_input(x, shape, device) && takes_parameter(weight, x, shape)) {
+    try {
+      const auto ndim = static_cast<int64_t>(shape.size());
+      auto [y, mean, rstd] = our_forward<device>(Norm::kRms, x, ndim, weight, std::nullopt,
+                                                 eps.value_or(default_eps(x)));
+      return {y, rstd};
+    } catch (const OutOfMemory&) {
+      // PyTorch's kernel may need less memory. If it fails as well, its error is the one that
+      // programs look for.
+    }
+  }
+  std::array<StableIValue, 4> stack{from(x), from(shape), from(weight), from(eps)};
+  return call_replaced<Two>(FUSED_LAYERNORM_OPERATOR("_aten_fused_rms_norm"), stack);
+}
+
+template <DeviceType device>
+Two fused_rms_norm_backward(const Tensor& dy, const Tensor& x, const Shape& shape,
+                            const Tensor& rstd, const std::optional<Tensor>& maybe_weight,
+                            const std::vector<bool>& output_mask) {
+  Override& entry = override_of<device>();
+  const CountedCall counted(entry);
+  const std::optional<Tensor> weight = if_defined(maybe_weight);
+  const bool needs_dx = output_mask[0], needs_dweight = output_mask[1];
+  if (!inside && takes_input(x, shape, device) && like(dy, x) && same_sizes(dy, x) &&
+      takes_statistic(rstd, x, shape) && takes_parameter(weight, x, shape) &&
+      (weight || !needs_dweight)) {
+    try {
+      const Tensor no_mean = torch::stable::new_empty(rstd, {0});
+      auto [dx, dweight, dbias] =
+          our_backward<device>(Norm::kRms, dy, x, static_cast<int64_t>(shape.size()), no_mean, rstd,
+                               weight, std::nullopt, needs_dx, needs_dweight, false);
+      // Autograd expects an undefined tensor in place of a gradient that it did not ask for.
+      return {needs_dx ? dx : Tensor(), needs_dweight ? dweight : Tensor()};
+    } catch (const OutOfMemory&) {
+      // PyTorch's kernel may need less memory. If it fails as well, its error is the one that
+      // programs look for.
+    }
+  }
+  std::array<StableIValue, 7> stack{from(dy),     from(x),        from(shape),        from(rstd),
+                                    from(weight), from(needs_dx), from(needs_dweight)};
+  return call_replaced<Two>(FUSED_LAYERNORM_OPERATOR("_aten_fused_rms_norm_backward"), stack);
 }
 
 template <DeviceType device>
 void register_kernels(StableLibrary& library) {
   library.impl("native_layer_norm", TORCH_BOX(&native_layer_norm<device>));
   library.impl("native_layer_norm_backward", TORCH_BOX(&native_layer_norm_backward<device>));
+  library.impl("_fused_rms_norm", TORCH_BOX(&fused_rms_norm<device>));
+  library.impl("_fused_rms_norm_backward", TORCH_BOX(&fused_rms_norm_backward<device>));
 }
 
 // ---- On and off.
@@ -384,7 +457,7 @@ void end_override(std::string key, int64_t pause_us) {
   entry.library.reset();
 }
 
-// The number of calls of the two aten operators that our kernels for a dispatch key have finished,
+// The number of calls of the aten operators that our kernels for a dispatch key have finished,
 // those that they passed on to PyTorch's kernels included.
 int64_t override_calls(std::string key) { return find_override(key).left; }
 
@@ -404,6 +477,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
       "_aten_native_layer_norm_backward(Tensor grad_out, Tensor input, int[] normalized_shape, "
       "Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, bool needs_dx, bool needs_dweight, "
       "bool needs_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "_aten_fused_rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> "
+      "(Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "_aten_fused_rms_norm_backward(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor "
+      "rstd, Tensor? weight, bool needs_dx, bool needs_dweight) -> (Tensor, Tensor, Tensor, "
+      "Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CompositeExplicitAutograd, m) {
