@@ -34,12 +34,12 @@ def classes(folder: Path) -> Iterator[tuple[str, ast.ClassDef, dict[str, ast.Fun
 
 
 def digest(cls: ast.ClassDef, functions: dict[str, ast.FunctionDef]) -> str | None:
-    for node in cls.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "forward":
-            names = swap_source.called_names(node)
-            called = [functions[name] for name in names if name in functions]
-            return swap_source.digest_of_trees(node, called)
-    return None
+    methods = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
+    forward = methods.get("forward")
+    if forward is None:
+        return None
+    called = swap_source.trees(forward, functions.get, methods.get)
+    return swap_source.digest_of_trees(forward, called)
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from .functional import (
     add_rms_norm,
     layer_norm,
     rms_norm,
+    takes_rms_norm,
 )
 from .ops.arguments import check_kind, check_options, name_of
 from .ops.load import operators
@@ -173,6 +174,9 @@ class FusedRMSNorm(nn.RMSNorm):
         "out_dtype",
     ]
 
+    # Defaults for an nn.RMSNorm that swap_rms_norm has made a FusedRMSNorm. Such a one takes what
+    # nn.RMSNorm takes.
+    _was_rms_norm: bool = False
     weight_offset: float = 0.0
     round_before_weight: bool = False
     activation: str | None = None
@@ -233,6 +237,8 @@ class FusedRMSNorm(nn.RMSNorm):
                 self.weight_offset,
                 self.round_before_weight,
             )
+        if self._was_rms_norm and not takes_rms_norm(input, self.weight):
+            return nn.RMSNorm.forward(self, input)
         return rms_norm(
             input,
             self.weight,
@@ -252,9 +258,7 @@ class FusedRMSNorm(nn.RMSNorm):
             options += f", weight_offset={self.weight_offset}"
         if self.round_before_weight:
             options += ", round_before_weight=True"
-        return (
-            super().extra_repr() + options + _shown(self.activation, self.scale, self.out_dtype)
-        )
+        return super().extra_repr() + options + _shown(self.activation, self.scale, self.out_dtype)
 
 
 class FusedAddRMSNorm(FusedRMSNorm):
