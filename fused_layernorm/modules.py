@@ -219,13 +219,13 @@ class FusedRMSNorm(nn.RMSNorm):
         if getattr(self, "bias", None) is not None:  # nn.RMSNorm calls this before there is one
             nn.init.zeros_(self.bias)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if _is_scripting():
             eps = self.eps
             if eps is None:
-                eps = 2.220446049250313e-16 if input.dtype == torch.float64 else 1.1920929e-07
+                eps = 2.220446049250313e-16 if x.dtype == torch.float64 else 1.1920929e-07
             return operators.layer_norm(
-                input,
+                x,
                 len(self.normalized_shape),
                 self.weight,
                 self.bias,
@@ -237,10 +237,10 @@ class FusedRMSNorm(nn.RMSNorm):
                 self.weight_offset,
                 self.round_before_weight,
             )
-        if self._was_rms_norm and not takes_rms_norm(input, self.weight):
-            return nn.RMSNorm.forward(self, input)
+        if self._was_rms_norm and not takes_rms_norm(x, self.weight):
+            return nn.RMSNorm.forward(self, x)
         return rms_norm(
-            input,
+            x,
             self.weight,
             self.eps,
             bias=self.bias,

@@ -260,7 +260,8 @@ def _kind(module: nn.Module) -> str | None:
         return "layer"
     if isinstance(module, nn.RMSNorm) or (cls.__module__, cls.__qualname__) in swap_rms.CLASSES:
         return "rms"
-    if cls.__module__.startswith("torch.") or next(module.children(), None) is not None:
+    children = {name for name, _ in module.named_children()} - {"parametrizations"}
+    if cls.__module__.startswith("torch.") or children:
         return None
     if swap_rms.forward_of(cls) is not None:
         return "rms"

@@ -182,7 +182,8 @@ def timm(self: Any, x: Tensor) -> Tensor:
     Autocast makes pow and rsqrt float32, and by that the result.
     """
     if (
-        not self._fast_norm
+        functional.may_serve(x, self.weight)
+        and not self._fast_norm
         and len(self.normalized_shape) == 1
         and (x.dtype is _F32 or (x.is_cuda and torch.is_autocast_enabled("cuda")))
     ):
