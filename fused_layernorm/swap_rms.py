@@ -60,12 +60,12 @@ def _serve(
     return y
 
 
-def of_rms_norm(self: Any, input: Tensor) -> Tensor:
+def of_rms_norm(self: Any, x: Tensor) -> Tensor:
     """For subclasses of nn.RMSNorm that a predicate accepted."""
     weight, shape = self.weight, tuple(self.normalized_shape)
-    if functional.takes_rms_norm(input, weight):
-        return rms_norm(input, weight, self.eps, normalized_shape=shape)
-    return nn.RMSNorm.forward(self, input)
+    if functional.takes_rms_norm(x, weight):
+        return rms_norm(x, weight, self.eps, normalized_shape=shape)
+    return nn.RMSNorm.forward(self, x)
 
 
 # ---- Forwards, named by what they compute and by what the class calls its eps and x.
@@ -97,12 +97,6 @@ def moshi(self: Any, x: Tensor) -> Tensor:
 
 def gemma(self: Any, x: Tensor) -> Tensor:
     return _norm(self, x, self.weight, self.eps, PLUS_ONE, _OF_X)
-
-
-def gemma_groups(self: Any, x: Tensor) -> Tensor:
-    if self.group_size is None:
-        return gemma(self, x)
-    return self._swapped_from.forward(self, x)
 
 
 def plus_one(self: Any, hidden_states: Tensor) -> Tensor:
@@ -176,27 +170,42 @@ def imagegpt(self: Any, tensor: Tensor) -> Tensor:
     return self._swapped_from.forward(self, tensor)
 
 
-def timm(self: Any, x: Tensor) -> Tensor:
+def _timm(self: Any, x: Tensor) -> Tensor | None:
     """In half precision the class rounds at every step, outside CUDA's autocast.
 
     Autocast makes pow and rsqrt float32, and by that the result.
     """
-    if (
-        functional.may_serve(x, self.weight)
-        and not self._fast_norm
-        and len(self.normalized_shape) == 1
-        and (x.dtype is _F32 or (x.is_cuda and torch.is_autocast_enabled("cuda")))
-    ):
-        y = _serve(x, self.weight, self.eps, RMS, _WIDE)
-        if y is not None:
-            return y
-    return self._swapped_from.forward(self, x)
+    if not functional.may_serve(x, self.weight) or self._fast_norm:
+        return None
+    if x.dtype is not _F32 and not (x.is_cuda and torch.is_autocast_enabled("cuda")):
+        return None
+    return _timm_last(self, x, _WIDE)
+
+
+def _timm_last(self: Any, x: Tensor, dtypes: Dtypes) -> Tensor | None:
+    if len(self.normalized_shape) != 1:
+        return None
+    return _serve(x, self.weight, self.eps, RMS, dtypes)
+
+
+def timm(self: Any, x: Tensor) -> Tensor:
+    y = _timm(self, x)
+    return self._swapped_from.forward(self, x) if y is None else y
+
+
+def timm_act(self: Any, x: Tensor) -> Tensor:
+    y = _timm(self, x)
+    return self._swapped_from.forward(self, x) if y is None else self.act(self.drop(y))
 
 
 def timm_float32(self: Any, x: Tensor) -> Tensor:
-    if len(self.normalized_shape) == 1:
-        return _norm(self, x, self.weight, self.eps, RMS, _OF_X)
-    return self._swapped_from.forward(self, x)
+    y = _timm_last(self, x, _OF_X)
+    return self._swapped_from.forward(self, x) if y is None else y
+
+
+def timm_float32_act(self: Any, x: Tensor) -> Tensor:
+    y = _timm_last(self, x, _OF_X)
+    return self._swapped_from.forward(self, x) if y is None else self.act(self.drop(y))
 
 
 # ---- A norm and its gate: norm and weight are fused, and PyTorch multiplies by the gate.
@@ -222,6 +231,38 @@ def kimi_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> 
     return self._swapped_from.forward(self, hidden_states, gate) if y is None else y
 
 
+def _groups(x: Tensor, size: int, eps: float, out_dtype: torch.dtype) -> Tensor | None:
+    """The norm, without a weight, of each group of this size in the last dimension."""
+    if x.dim() == 0 or x.numel() == 0 or size <= 0 or x.shape[-1] % size != 0:
+        return None
+    dtypes: Dtypes = {(x.dtype, None): out_dtype}
+    y = _serve(x.reshape(*x.shape[:-1], -1, size), None, eps, RMS, dtypes)
+    return None if y is None else y.flatten(-2)
+
+
+def mamba2_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    """The gate is multiplied before the norm, in float32, and the norm is over groups."""
+    if (hidden_states.dtype, None) in _OF_X and functional.may_serve(hidden_states, gate):
+        x = hidden_states.to(_F32)
+        if gate is not None:
+            x = x * F.silu(gate.to(_F32))
+        y = _groups(x, self.group_size, self.variance_epsilon, hidden_states.dtype)
+        if y is not None:
+            return self.weight * y
+    return self._swapped_from.forward(self, hidden_states, gate)
+
+
+def gemma_groups(self: Any, x: Tensor) -> Tensor:
+    if self.group_size is None:
+        return gemma(self, x)
+    y = None
+    if functional.may_serve(x, self.weight) and (x.dtype, None) in _OF_X:
+        y = _groups(x, self.group_size, self.eps, _F32)
+    if y is None:
+        return self._swapped_from.forward(self, x)
+    return (y * (1.0 + self.weight.float())).type_as(x)
+
+
 # From the digest of a forward's source to the forward that replaces it, for classes of any module.
 # These sources use nothing but torch, what the digest covers, and the libraries' ACT2FN.
 SOURCES: dict[str, Forward] = {
@@ -231,6 +272,7 @@ SOURCES: dict[str, Forward] = {
     "a31d41136392f84f": gemma3n,
     "0f0b35a595eff49a": qwen3_next_gated,
     "84f5ab0d60236efd": kimi_gated,
+    "35a4d513b3aa44c0": mamba2_gated,
     "7ebb08f2bf238dc7": weightless,
     "eb467367c10653c2": rounded_once,
     "3d411fe6cc9e0759": weightless_hidden_states,
@@ -255,6 +297,8 @@ SOURCES: dict[str, Forward] = {
 CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
     ("timm.layers.norm", "RmsNorm"): {"d0e2b3b49ca8e71a": timm},
     ("timm.layers.norm", "RmsNormFp32"): {"7f474bfa4b5a5f60": timm_float32},
+    ("timm.layers.norm_act", "RmsNormAct"): {"975efdc84e7ee6e8": timm_act},
+    ("timm.layers.norm_act", "RmsNormActFp32"): {"b9e5d6981e9b73e6": timm_float32_act},
 }
 
 

@@ -50,6 +50,7 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3n_plain": (T + "gemma3n.modeling_gemma3n", "Gemma3nRMSNorm", {"with_scale": False}),
     "qwen3_next_gated": (T + "qwen3_next.modeling_qwen3_next", "Qwen3NextRMSNormGated", {}),
     "kimi_gated": (T + "kimi_linear.modeling_kimi_linear", "KimiLinearRMSNormGated", {}),
+    "mamba2_gated": (T + "mamba2.modeling_mamba2", "MambaRMSNormGated", {"group_size": 32}),
     "nanochat": (T + "nanochat.modeling_nanochat", "NanoChatRMSNorm", {}),
     "llama4_l2": (T + "llama4.modeling_llama4", "Llama4TextL2Norm", {}),
     "helium": (T + "helium.modeling_helium", "HeliumRMSNorm", {}),
@@ -96,6 +97,8 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "kolors": ("diffusers.pipelines.kolors.text_encoder", "RMSNorm", {}),
     "timm": ("timm.layers.norm", "RmsNorm", {"eps": 0.1}),
     "timm_plain": ("timm.layers.norm", "RmsNorm", {"affine": False}),
+    "timm_act": ("timm.layers.norm_act", "RmsNormAct", {"act_layer": nn.GELU}),
+    "timm_act_fp32": ("timm.layers.norm_act", "RmsNormActFp32", {}),
     "timm_fp32": ("timm.layers.norm", "RmsNormFp32", {}),
     "torch": ("torch.nn", "RMSNorm", {"eps": 1e-6}),
     "torch_eps": ("torch.nn", "RMSNorm", {}),
@@ -237,10 +240,8 @@ def test_autocast(norm, x_dtype, weight_dtype, device):
 @pytest.mark.cpu_operators
 def test_the_operators_are_called(norm, device):
     """Otherwise the comparisons would compare the class with itself."""
-    rounds_everywhere = type(norm).__name__ in ("ImageGPTLayerNorm", "RmsNorm")
+    rounds_everywhere = type(norm).__name__ in ("ImageGPTLayerNorm", "RmsNorm", "RmsNormAct")
     x_dtype = F32 if rounds_everywhere or not getattr(norm, "force_fp32", True) else BF16
-    if getattr(norm, "group_size", None) is not None:
-        pytest.skip("a norm over groups is left to the class")
     inputs = arguments_of(norm.to(x_dtype), torch.randn(8, SIZE, device=device).to(x_dtype))
     new = swapped(norm)
     with torch.profiler.profile() as profile:
