@@ -48,7 +48,10 @@ def _serve(
     x: Tensor, weight: Tensor | None, eps: float, kind: Kind, dtypes: Dtypes
 ) -> Tensor | None:
     """The norm over the last dimension, or None if it is not for the kernels."""
-    if not (functional.may_serve(x, weight) and (x.is_cuda or functional._cpu_operators)):
+    is_plain = type(x) is Tensor and (weight is None or type(weight) is nn.Parameter)
+    if not (is_plain or functional.may_serve(x, weight)):
+        return None
+    if not (x.is_cuda or functional._cpu_operators):
         return None
     out_dtype = dtypes.get((x.dtype, None if weight is None else weight.dtype))
     if out_dtype is None or x.dim() == 0 or x.is_nested:
@@ -153,6 +156,11 @@ def diffusers(self: Any, hidden_states: Tensor) -> Tensor:
     return y + self.bias  # the class rounds before it adds the bias
 
 
+def diffusers_without_bias(self: Any, hidden_states: Tensor) -> Tensor:
+    y = _t5(hidden_states, self.weight, self.eps)
+    return self._swapped_from.forward(self, hidden_states) if y is None else y
+
+
 def stable_audio3(self: Any, hidden_states: Tensor) -> Tensor:
     if self.force_fp32 or hidden_states.dtype is _F32:
         y = _serve(hidden_states, self.gamma, self.eps, RMS, _OF_X)
@@ -240,16 +248,25 @@ def _groups(x: Tensor, size: int, eps: float, out_dtype: torch.dtype) -> Tensor 
     return None if y is None else y.flatten(-2)
 
 
-def mamba2_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+def _mamba2(self: Any, x: Tensor, gate: Tensor | None, size: int) -> Tensor | None:
     """The gate is multiplied before the norm, in float32, and the norm is over groups."""
-    if (hidden_states.dtype, None) in _OF_X and functional.may_serve(hidden_states, gate):
-        x = hidden_states.to(_F32)
-        if gate is not None:
-            x = x * F.silu(gate.to(_F32))
-        y = _groups(x, self.group_size, self.variance_epsilon, hidden_states.dtype)
-        if y is not None:
-            return self.weight * y
-    return self._swapped_from.forward(self, hidden_states, gate)
+    if (x.dtype, None) not in _OF_X or not functional.may_serve(x, gate):
+        return None
+    gated = x.to(_F32)
+    if gate is not None:
+        gated = gated * F.silu(gate.to(_F32))
+    y = _groups(gated, size, self.variance_epsilon, x.dtype)
+    return None if y is None else self.weight * y
+
+
+def mamba2_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    y = _mamba2(self, hidden_states, gate, self.group_size)
+    return self._swapped_from.forward(self, hidden_states, gate) if y is None else y
+
+
+def mamba2_gated_whole(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    y = _mamba2(self, hidden_states, gate, hidden_states.shape[-1])
+    return self._swapped_from.forward(self, hidden_states, gate) if y is None else y
 
 
 def gemma_groups(self: Any, x: Tensor) -> Tensor:
@@ -266,6 +283,7 @@ def gemma_groups(self: Any, x: Tensor) -> Tensor:
 # From the digest of a forward's source to the forward that replaces it, for classes of any module.
 # These sources use nothing but torch, what the digest covers, and the libraries' ACT2FN.
 SOURCES: dict[str, Forward] = {
+    # transformers 4.49 to 5.24
     "9aaa8062417d9115": llama,
     "43a0d58fee9e76ef": gemma,
     "d6a51c3a5b31576c": rounded_once,
@@ -273,6 +291,7 @@ SOURCES: dict[str, Forward] = {
     "0f0b35a595eff49a": qwen3_next_gated,
     "84f5ab0d60236efd": kimi_gated,
     "35a4d513b3aa44c0": mamba2_gated,
+    "0f4f182eb64f10d5": mamba2_gated_whole,  # before there were groups
     "7ebb08f2bf238dc7": weightless,
     "eb467367c10653c2": rounded_once,
     "3d411fe6cc9e0759": weightless_hidden_states,
@@ -283,8 +302,10 @@ SOURCES: dict[str, Forward] = {
     "ace041eee8c95f9c": gemma_groups,
     "123bdb1d786a09aa": cpmant,
     "ed0eb72c0adec64b": imagegpt,
-    # diffusers
+    # diffusers 0.30 to 0.42
     "4a55fc3e2c9bfd95": diffusers,
+    "2daaa7b4d1199477": diffusers,  # 0.33 to 0.36, and later
+    "bdcf2fe671f49cc9": diffusers_without_bias,  # to 0.31
     "2f02abc83856eb33": rounded_once_eps,
     "6a4f345d68fd8b59": rounded_once_eps,
     "1c7542beb3b9a42c": rounded_once_eps,

@@ -6,6 +6,7 @@ they call their class's own forward there.
 """
 
 import copy
+import functools
 import importlib
 import inspect
 import io
@@ -100,6 +101,10 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "timm_act": ("timm.layers.norm_act", "RmsNormAct", {"act_layer": nn.GELU}),
     "timm_act_fp32": ("timm.layers.norm_act", "RmsNormActFp32", {}),
     "timm_fp32": ("timm.layers.norm", "RmsNormFp32", {}),
+    # Classes of older versions, copied below.
+    "diffusers_033": ("older", "RMSNorm033", {"eps": 0.1}),
+    "diffusers_030": ("older", "RMSNorm030", {"eps": 0.1}),
+    "mamba2_gated_whole": ("older", "MambaRMSNormGated", {}),
     "torch": ("torch.nn", "RMSNorm", {"eps": 1e-6}),
     "torch_eps": ("torch.nn", "RMSNorm", {}),
     "torch_plain": ("torch.nn", "RMSNorm", {"elementwise_affine": False}),
@@ -109,6 +114,9 @@ MIXTURES = [(BF16, BF16), (BF16, F32), (F16, F16), (F16, F32), (F32, F32), (F32,
 
 
 def class_of(module, name):
+    """The class of the installed library, or of an older version from below."""
+    if module == "older":
+        return {cls.__name__: cls for cls in OLDER}[name]
     libraries.get(module.split(".")[0])
     try:
         return getattr(importlib.import_module(module), name)
@@ -327,13 +335,9 @@ def test_symbolic_trace(norm, device):
 
 
 def test_every_known_source_is_tested():
-    found = set()
-    for module, name, _ in CLASSES.values():
-        if libraries.get("transformers") and libraries.get("diffusers"):
-            try:
-                found.add(swap_source.digest(getattr(importlib.import_module(module), name)))
-            except (ImportError, AttributeError):
-                continue
+    """Skipped where an installed version lacks one of the classes above."""
+    of_any_module = [case for case in CLASSES.values() if not case[0].startswith("timm.")]
+    found = {swap_source.digest(class_of(module, name)) for module, name, _ in of_any_module}
     assert set(swap_rms.SOURCES) <= found
 
 
@@ -596,3 +600,87 @@ def test_a_model_of_transformers(device):
     torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-5)
     unswap_norms(model)
     assert not fused(model)
+
+
+# ---- Classes of versions that are not installed, copied unchanged but for their names.
+
+is_torch_npu_available = functools.partial(bool)
+
+
+class RMSNorm030(nn.Module):
+    def __init__(self, dim, eps: float, elementwise_affine: bool = True):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim)) if elementwise_affine else None
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+
+        if self.weight is not None:
+            # convert into half-precision if necessary
+            if self.weight.dtype in [torch.float16, torch.bfloat16]:
+                hidden_states = hidden_states.to(self.weight.dtype)
+            hidden_states = hidden_states * self.weight
+        else:
+            hidden_states = hidden_states.to(input_dtype)
+
+        return hidden_states
+
+
+class RMSNorm033(nn.Module):
+    def __init__(self, dim, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, hidden_states):
+        if is_torch_npu_available():
+            import torch_npu
+
+            if self.weight is not None:  # noqa: SIM102
+                # convert into half-precision if necessary
+                if self.weight.dtype in [torch.float16, torch.bfloat16]:
+                    hidden_states = hidden_states.to(self.weight.dtype)
+            hidden_states = torch_npu.npu_rms_norm(hidden_states, self.weight, epsilon=self.eps)[0]
+            if self.bias is not None:
+                hidden_states = hidden_states + self.bias
+        else:
+            input_dtype = hidden_states.dtype
+            variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+            hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+
+            if self.weight is not None:
+                # convert into half-precision if necessary
+                if self.weight.dtype in [torch.float16, torch.bfloat16]:
+                    hidden_states = hidden_states.to(self.weight.dtype)
+                hidden_states = hidden_states * self.weight
+                if self.bias is not None:
+                    hidden_states = hidden_states + self.bias
+            else:
+                hidden_states = hidden_states.to(input_dtype)
+
+        return hidden_states
+
+
+class MambaRMSNormGated(torch.nn.Module):
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states, gate=None):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+
+        if gate is not None:
+            hidden_states = hidden_states * nn.functional.silu(gate.to(torch.float32))
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+
+        return self.weight * hidden_states.to(input_dtype)
+
+
+OLDER = (RMSNorm030, RMSNorm033, MambaRMSNormGated)
