@@ -36,7 +36,15 @@ from .modules import (  # noqa: E402
     FusedRMSNorm,
 )
 from .override import override_aten  # noqa: E402
-from .swap import register_swap, swap_layer_norm, unswap_layer_norm  # noqa: E402
+from .swap import (  # noqa: E402
+    register_swap,
+    swap_layer_norm,
+    swap_norms,
+    swap_rms_norm,
+    unswap_layer_norm,
+    unswap_norms,
+    unswap_rms_norm,
+)
 
 # A pickle of a module names its class, and torch.load(weights_only=True) makes known classes only.
 _torch.serialization.add_safe_globals(
@@ -75,5 +83,9 @@ __all__ = [
     "register_swap",
     "rms_norm",
     "swap_layer_norm",
+    "swap_norms",
+    "swap_rms_norm",
     "unswap_layer_norm",
+    "unswap_norms",
+    "unswap_rms_norm",
 ]

@@ -74,6 +74,37 @@ def rms_eps(eps: float | None, x: Tensor) -> float:
     return _FLOAT64_EPS if is_wide else _FLOAT32_EPS
 
 
+def may_serve(x: Any, weight: Any) -> bool:
+    """Whether these are tensors that the operators may get; weight may be None.
+
+    Swapped modules ask, since subclasses that are neither PyTorch's own nor DTensor may hold their
+    values in a way that only the operators of the stock forward can read.
+    """
+    return _is_known(type(x)) and (weight is None or _is_known(type(weight)))
+
+
+def _is_known(cls: type) -> bool:
+    if cls is Tensor or cls is torch.nn.Parameter:
+        return True
+    return cls.__module__.startswith(("torch._subclasses.", "torch.distributed."))
+
+
+def takes_rms_norm(x: Any, weight: Any) -> bool:
+    """Whether :func:`rms_norm` takes an x and a weight that torch.nn.functional.rms_norm takes."""
+    if isinstance(x, torch.fx.Proxy):
+        return True
+    if not may_serve(x, weight):
+        return False
+    if weight is None:
+        return x.dtype in _FLOATS
+    return x.dtype in _FLOATS and (
+        weight.dtype is x.dtype or (weight.dtype is torch.float32 and x.dtype.itemsize == 2)
+    )
+
+
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+
+
 def layer_norm(
     input: Tensor,
     weight: Tensor | None = None,

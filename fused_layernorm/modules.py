@@ -17,6 +17,7 @@ from .functional import (
     add_rms_norm,
     layer_norm,
     rms_norm,
+    takes_rms_norm,
 )
 from .ops.arguments import check_kind, check_options, name_of
 from .ops.load import operators
@@ -174,6 +175,9 @@ class FusedRMSNorm(nn.RMSNorm):
         "out_dtype",
     ]
 
+    # Defaults for an nn.RMSNorm that swap_rms_norm has made a FusedRMSNorm. Such a one takes what
+    # nn.RMSNorm takes.
+    _was_rms_norm: bool = False
     weight_offset: float = 0.0
     round_before_weight: bool = False
     activation: str | None = None
@@ -216,13 +220,13 @@ class FusedRMSNorm(nn.RMSNorm):
         if getattr(self, "bias", None) is not None:  # nn.RMSNorm calls this before there is one
             nn.init.zeros_(self.bias)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if _is_scripting():
             eps = self.eps
             if eps is None:
-                eps = 2.220446049250313e-16 if input.dtype == torch.float64 else 1.1920929e-07
+                eps = 2.220446049250313e-16 if x.dtype == torch.float64 else 1.1920929e-07
             return operators.layer_norm(
-                input,
+                x,
                 len(self.normalized_shape),
                 self.weight,
                 self.bias,
@@ -234,8 +238,10 @@ class FusedRMSNorm(nn.RMSNorm):
                 self.weight_offset,
                 self.round_before_weight,
             )
+        if self._was_rms_norm and not takes_rms_norm(x, self.weight):
+            return nn.RMSNorm.forward(self, x)
         return rms_norm(
-            input,
+            x,
             self.weight,
             self.eps,
             bias=self.bias,

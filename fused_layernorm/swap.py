@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""swap_layer_norm, which makes a model's own LayerNorm modules run on the fused kernels.
+"""swap_norms and its halves, which make a model's own norms run on the fused kernels.
 
 A module is swapped by giving it a subclass of its own class, whose forward is the fused one.
-swap_table holds, as data, what is known about the classes of other libraries.
+swap_table holds, as data, what is known about the LayerNorms of other libraries, and swap_rms about
+the RMSNorms.
 """
 
 from __future__ import annotations
@@ -19,14 +20,36 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.utils import parametrize
 
-from . import swap_modulated, swap_source, swap_table
-from .modules import FusedLayerNorm
+from . import swap_forwards, swap_modulated, swap_rms, swap_source, swap_table
+from .modules import FusedLayerNorm, FusedRMSNorm
 
 Model = TypeVar("Model", bound=nn.Module)
 Forward = Callable[..., Any]
 
 _log = logging.getLogger(__name__)
 _registered: dict[type[nn.Module], Callable[[Any], Forward | None]] = {}
+
+
+Predicate = Callable[[str, Any], bool]
+
+
+def swap_norms(model: Model, *, predicate: Predicate | None = None) -> Model:
+    """Makes the norms of a model, LayerNorms and RMSNorms, run on the fused kernels, in place.
+
+    It is :func:`swap_layer_norm` and :func:`swap_rms_norm` in one, and :func:`unswap_norms` undoes
+    it.
+
+    Args:
+        model: any module; it may itself be a norm.
+        predicate: ``predicate(name, module)`` is called for every norm for which swap_layer_norm or
+            swap_rms_norm would call it. It may rely on the name that ``model.named_modules()``
+            gives the module, and on the module's being an nn.Module; an RMSNorm class of
+            transformers, for example, is no nn.RMSNorm.
+
+    Returns:
+        The model.
+    """
+    return _swap_all(model, predicate, ("layer", "rms"), "swap_norms", "norm")
 
 
 def swap_layer_norm(
@@ -48,7 +71,7 @@ def swap_layer_norm(
     :func:`unswap_layer_norm` undoes it.
 
     The logger ``fused_layernorm.swap`` says in one line, at INFO, which LayerNorm-like modules
-    were left, and why. If no module of the model is fused afterwards, a warning says so.
+    were left, and why. If no LayerNorm of the model is fused afterwards, a warning says so.
 
     Args:
         model: any module; it may itself be a LayerNorm.
@@ -66,51 +89,126 @@ def swap_layer_norm(
         TypeError: a ``make`` of :func:`register_swap` returned neither None nor a function that
             takes the arguments of the class's forward.
     """
+    return _swap_all(model, predicate, ("layer",), "swap_layer_norm", "LayerNorm")
+
+
+def swap_rms_norm(model: Model, *, predicate: Predicate | None = None) -> Model:
+    """Makes the RMSNorm modules of a model run on the fused kernels, in place.
+
+    Swapped are: nn.RMSNorm, which becomes :class:`FusedRMSNorm`; every class of any module whose
+    forward has a source that ``fused_layernorm/swap_rms.py`` knows, as the RMSNorms of
+    transformers and diffusers have; timm's; and the classes that :func:`register_swap` was told
+    about. A swapped module rounds where its class rounds, and its result has the dtype that its
+    class gives, also under autocast. What the kernels do not take, such as a float64 input, a
+    weight narrower than the input or a tensor subclass, goes to the class's own forward, and so
+    does every call of a class other than nn.RMSNorm on a device that is not CUDA.
+
+    What :func:`swap_layer_norm` says of module objects, swapping again and the log holds here too;
+    :func:`unswap_rms_norm` undoes it.
+
+    Args:
+        model: any module; it may itself be an RMSNorm.
+        predicate: ``predicate(name, module)`` is called for every module not yet fused that is an
+            nn.RMSNorm, of a subclass of it, or of a class whose source is known, and returns
+            whether to swap it. Such a class need not be a subclass of nn.RMSNorm: of the module
+            only that it is an nn.Module may be relied on, and on the name that
+            ``model.named_modules()`` gives it. A subclass of nn.RMSNorm that it accepts, and whose
+            source is not known, is assumed to compute what nn.RMSNorm computes.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: as :func:`swap_layer_norm`.
+    """
+    return _swap_all(model, predicate, ("rms",), "swap_rms_norm", "RMSNorm")
+
+
+def _swap_all(
+    model: Model, predicate: Predicate | None, kinds: tuple[str, ...], caller: str, what: str
+) -> Model:
+    """Swaps the norms of these kinds and the registered modules; `what` names them in messages."""
     left: Counter[str] = Counter()
     # The norms come first: a module that modulates a norm's output is swapped only if the norm was.
     modules = sorted(model.named_modules(), key=lambda item: not isinstance(item[1], nn.LayerNorm))
     for name, module in modules:
-        if _resembles_layer_norm(module) and not is_fused(module):
+        if is_fused(module):
+            continue
+        kind = _kind(module)
+        if kind in kinds or kind == REGISTERED:
             reason = _swap(name, module, predicate)
-            if reason:
-                left[f"{_name(_plain_class(module))} ({reason})"] += 1
-    what = ", ".join(f"{count} {text}" for text, count in left.items())
+        elif kind == "rms" and "LayerNorm" in _plain_class(module).__name__:
+            reason = "it computes RMSNorm"
+        else:
+            continue
+        if reason:
+            left[f"{_name(_plain_class(module))} ({reason})"] += 1
+    text = ", ".join(f"{count} {one}" for one, count in left.items())
     if left:
         _log.info(
-            "%s: %d LayerNorm-like modules were left: %s", _name(type(model)), left.total(), what
+            "%s: %d %s-like modules were left: %s", _name(type(model)), left.total(), what, text
         )
-    if not any(is_fused(module) for module in model.modules()):
+    wanted = {*kinds, REGISTERED}
+    if not any(is_fused(module) and _fused_kind(module) in wanted for module in model.modules()):
         warnings.warn(
-            f"swap_layer_norm: nothing in {_name(type(model))} is fused: "
-            + (f"left were {what}" if left else "it has no LayerNorm"),
-            stacklevel=2,
+            f"{caller}: nothing in {_name(type(model))} is fused: "
+            + (f"left were {text}" if left else f"it has no {what}"),
+            stacklevel=3,
         )
     return model
 
 
+def unswap_norms(model: Model) -> Model:
+    """Gives every module that one of the swaps has swapped its class back, in place.
+
+    A FusedLayerNorm or FusedRMSNorm that was constructed as one stays.
+
+    Returns:
+        The model.
+    """
+    return _unswap_all(model, ("layer", "rms"))
+
+
 def unswap_layer_norm(model: Model) -> Model:
-    """Gives every module that :func:`swap_layer_norm` swapped its class back, in place.
+    """Gives every LayerNorm and every module of a registered class that was swapped its class back.
 
     A FusedLayerNorm that was constructed as one stays.
 
     Returns:
         The model.
     """
+    return _unswap_all(model, ("layer",))
+
+
+def unswap_rms_norm(model: Model) -> Model:
+    """Gives every RMSNorm and every module of a registered class that was swapped its class back.
+
+    A FusedRMSNorm that was constructed as one stays.
+
+    Returns:
+        The model.
+    """
+    return _unswap_all(model, ("rms",))
+
+
+def _unswap_all(model: Model, kinds: tuple[str, ...]) -> Model:
     for module in model.modules():
         swapped_from = _swapped_from(module)
-        if swapped_from is not None:
+        if swapped_from is not None and _fused_kind(module) in (*kinds, REGISTERED):
             module.__dict__.pop("_was_layer_norm", None)
+            if module.__dict__.pop("_was_rms_norm", False):
+                del module._parameters["bias"]
             _set_class(module, swapped_from)
     return model
 
 
 def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -> None:
-    """Tells :func:`swap_layer_norm` how to swap a class of your own.
+    """Tells :func:`swap_norms`, and the swaps of one kind, how to swap a class of your own.
 
     Args:
         cls: the class whose instances (not those of its subclasses) are swapped. It need not be a
-            subclass of nn.LayerNorm. The last registration of a class counts, and takes precedence
-            over the table's entry.
+            subclass of nn.LayerNorm or nn.RMSNorm. The last registration of a class counts, and
+            takes precedence over the table's entry.
         make: ``make(module)`` is called for each instance, and returns the forward that replaces
             the class's: a function that takes ``self`` first, as it would be written in the class.
             The forward must read the parameters from ``self``, since it serves copies of the
@@ -132,48 +230,74 @@ def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -
         raise TypeError(f"expected cls to be a subclass of torch.nn.Module, got {cls!r}")
     if not callable(make):
         raise TypeError(f"expected make to be callable, got {type(make).__name__}")
-    if issubclass(cls, FusedLayerNorm) or "_swapped_from" in vars(cls):
+    if issubclass(cls, (FusedLayerNorm, FusedRMSNorm)) or "_swapped_from" in vars(cls):
         raise ValueError(f"expected a class that is not fused, got {cls.__name__}")
     _registered[cls] = make
 
 
 def is_fused(module: nn.Module) -> bool:
     """Whether a module's forward is the fused one, by construction or by a swap."""
-    return isinstance(module, FusedLayerNorm) or hasattr(type(module), "_swapped_from")
+    return isinstance(module, (FusedLayerNorm, FusedRMSNorm)) or hasattr(
+        type(module), "_swapped_from"
+    )
 
 
 # ---- Which modules are swapped, and why others are not.
 
+REGISTERED = "registered"  # the kind of a class that register_swap was told about
 
-def _resembles_layer_norm(module: nn.Module) -> bool:
-    """Whether a module may be swapped, or has LayerNorm in its class's name and belongs in the log.
 
-    The name alone counts only for a module without children.
+def _kind(module: nn.Module) -> str | None:
+    """Which kind of norm a module is: layer, rms or registered; None if it is no norm.
+
+    A module is of a kind if it may be swapped, or if its class's name says so and it belongs in the
+    log. The name, and a source that is known of any module's classes, count only for a module
+    without children.
     """
     cls = _plain_class(module)
-    return (
-        isinstance(module, nn.LayerNorm)
-        or cls in _registered
-        or _sources(cls) is not None
-        or ("LayerNorm" in cls.__name__ and next(module.children(), None) is None)
-    )
+    if cls in _registered:
+        return REGISTERED
+    if isinstance(module, nn.LayerNorm) or _sources(cls) is not None:
+        return "layer"
+    if isinstance(module, nn.RMSNorm) or (cls.__module__, cls.__qualname__) in swap_rms.CLASSES:
+        return "rms"
+    children = {name for name, _ in module.named_children()} - {"parametrizations"}
+    if cls.__module__.startswith("torch.") or children:
+        return None
+    if swap_rms.forward_of(cls) is not None:
+        return "rms"
+    if "LayerNorm" in cls.__name__:
+        return "layer"
+    return "rms" if "rmsnorm" in cls.__name__.lower().replace("_", "") else None
 
 
-def _swap(
-    name: str, module: nn.Module, predicate: Callable[[str, nn.LayerNorm], bool] | None
-) -> str | None:
+def _fused_kind(module: nn.Module) -> str:
+    """The kind of a fused module."""
+    if isinstance(module, FusedLayerNorm):
+        return "layer"
+    if isinstance(module, FusedRMSNorm):
+        return "rms"
+    kind: str = getattr(type(module), "_fused_kind", REGISTERED)
+    return kind
+
+
+def _swap(name: str, module: nn.Module, predicate: Predicate | None) -> str | None:
     """Swaps a module and returns None, or returns the reason not to."""
-    if isinstance(module, nn.LayerNorm) and predicate is not None:
+    cls = _plain_class(module)
+    rms_forward = None
+    if cls not in _registered and not isinstance(module, nn.LayerNorm) and _sources(cls) is None:
+        rms_forward = swap_rms.forward_of(cls)
+    accepted = False
+    if predicate is not None and (
+        isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or rms_forward is not None
+    ):
         if not predicate(name, module):
             return "the predicate refused"
         accepted = True
-    else:
-        accepted = False
     if "forward" in module.__dict__:
         return "the module has a forward of its own"
     if parametrize.is_parametrized(module) and not accepted:
         return "it is parametrized, and no predicate accepted it"
-    cls = _plain_class(module)
     sources = _sources(cls)
     forward: Forward | None
     if cls in _registered:
@@ -185,17 +309,26 @@ def _swap(
         module.__dict__["_was_layer_norm"] = True
         _set_class(module, FusedLayerNorm)
         return None
+    elif cls is nn.RMSNorm:
+        module.__dict__["_was_rms_norm"] = True
+        module.register_parameter("bias", None)  # FusedRMSNorm has one
+        _set_class(module, FusedRMSNorm)
+        return None
     elif sources is not None:
         forward = sources.get(swap_source.digest(cls) or "")
         if forward is None:
             return "the source of its forward is not one that fused_layernorm knows"
         norms = swap_modulated.NORMS.get(forward, ())
-        if not all(is_fused(module.get_submodule(norm)) for norm in norms):
+        found = [module.get_submodule(norm) for norm in norms]
+        if not all(is_fused(norm) and _fused_kind(norm) == "layer" for norm in found):
             return "it has a norm that is not fused"
+    elif rms_forward is not None:
+        forward = rms_forward
+    elif (cls.__module__, cls.__qualname__) in swap_rms.CLASSES:
+        return "the source of its forward is not one that fused_layernorm knows"
     elif accepted:
-        forward = FusedLayerNorm.forward
-    elif swap_source.digest(cls) in swap_table.RMS_NORMS:
-        return "it computes RMSNorm"
+        is_rms = isinstance(module, nn.RMSNorm)
+        forward = swap_rms.of_rms_norm if is_rms else FusedLayerNorm.forward
     else:
         return "its class is not known"
     _set_class(module, _swapped_class(cls, forward))
@@ -247,8 +380,9 @@ def _swapped_class(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             bases = (cls, FusedLayerNorm)
         members = {
             "__module__": cls.__module__,
-            "__doc__": f"{_name(cls)}, swapped by fused_layernorm.swap_layer_norm.",
+            "__doc__": f"{_name(cls)}, swapped by fused_layernorm.swap_norms.",
             "__reduce_ex__": _reduce_ex,
+            "_fused_kind": _kind_of(cls, forward),
             "_get_name": _get_name,
             "_swapped_from": cls,
             "forward": forward,
@@ -258,8 +392,21 @@ def _swapped_class(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
     return made
 
 
+def _kind_of(cls: type[nn.Module], forward: Forward) -> str:
+    """The kind of a swapped class: layer, rms or registered."""
+    if forward.__module__ == swap_rms.__name__:
+        return "rms"
+    if forward is FusedLayerNorm.forward or forward.__module__ in _OF_LAYER_NORMS:
+        return "layer"
+    return REGISTERED
+
+
+_OF_LAYER_NORMS = (swap_forwards.__name__, swap_modulated.__name__)
+
+
 def _get_name(self: Any) -> str:
-    return f"FusedLayerNorm[{self._swapped_from.__name__}]"
+    is_rms = self._fused_kind == "rms" or issubclass(self._swapped_from, nn.RMSNorm)
+    return f"Fused{'RMSNorm' if is_rms else 'LayerNorm'}[{self._swapped_from.__name__}]"
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
@@ -277,6 +424,8 @@ def _swapped_from(module: nn.Module) -> type[nn.Module] | None:
     cls = _plain_class(module)
     if cls is FusedLayerNorm and "_was_layer_norm" in module.__dict__:
         return nn.LayerNorm
+    if cls is FusedRMSNorm and "_was_rms_norm" in module.__dict__:
+        return nn.RMSNorm
     return vars(cls).get("_swapped_from")
 
 

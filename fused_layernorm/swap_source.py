@@ -9,34 +9,64 @@ import hashlib
 import inspect
 import textwrap
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 INHERITED = "nn.LayerNorm.forward"  # the digest of a class that has nn.LayerNorm's forward
+INHERITED_RMS = "nn.RMSNorm.forward"  # and of one that has nn.RMSNorm's
+
+Trees = list[ast.FunctionDef]
 
 
 def digest(cls: type[nn.Module]) -> str | None:
     """A digest of the source of the class's forward, or None if the source cannot be read.
 
-    It covers the forward and the functions of the same module that the forward calls by name;
-    comments, layout, docstrings and annotations do not change it. A forward that calls super's
-    forward has a digest only if that is nn.LayerNorm's.
+    It covers the forward, the methods that it calls on self, and the functions of the same module
+    that these call by name; comments, layout, docstrings and annotations do not change it. A
+    forward that calls super's forward has a digest only if that is nn.LayerNorm's.
     """
     owners = [base for base in cls.__mro__ if "forward" in vars(base)]
     forward = vars(owners[0])["forward"]
     if forward is nn.LayerNorm.forward:
         return INHERITED
+    if forward is nn.RMSNorm.forward:
+        return INHERITED_RMS
     if not isinstance(forward, types.FunctionType):
         return None
-    found, calls_super = _digest_of_function(forward)
+    found, calls_super = _digest_of_function(forward, _methods(cls, forward))
     if calls_super and owners[1] is not nn.LayerNorm:
         return None
     return found
 
 
+def trees(
+    forward: ast.FunctionDef,
+    function: Callable[[str], ast.FunctionDef | None],
+    method: Callable[[str], ast.FunctionDef | None],
+) -> Trees:
+    """What a forward calls, in the order of digest_of_trees.
+
+    `function` and `method` give the source of what has this name in the module and in the class,
+    or None for what the digest leaves out.
+    """
+    names = called_names(forward)
+    methods: dict[str, ast.FunctionDef] = {}
+    pending = [forward]
+    while pending:
+        for name in called_methods(pending.pop()):
+            found = None if name in methods else method(name)
+            if found is not None:
+                methods[name] = found
+                pending.append(found)
+    of_methods = [methods[name] for name in sorted(methods)]
+    further = {name for tree in of_methods for name in called_names(tree)} - {*names}
+    functions = [[*filter(None, map(function, group))] for group in (names, sorted(further))]
+    return [*functions[0], *of_methods, *functions[1]]
+
+
 def digest_of_trees(forward: ast.FunctionDef, called: Sequence[ast.FunctionDef]) -> str:
-    """The digest of a forward and the functions that it calls, in the order of called_names."""
+    """The digest of a forward and what it calls, in the order of `trees`."""
     text = repr([_canonical(tree) for tree in (forward, *called)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -46,22 +76,67 @@ def called_names(forward: ast.FunctionDef) -> list[str]:
     return sorted({function.id for function in calls if isinstance(function, ast.Name)})
 
 
+def called_methods(forward: ast.FunctionDef) -> list[str]:
+    """The names that the function calls on self: of methods, and of submodules."""
+    calls = (node.func for node in ast.walk(forward) if isinstance(node, ast.Call))
+    return sorted(
+        {
+            function.attr
+            for function in calls
+            if isinstance(function, ast.Attribute)
+            and isinstance(function.value, ast.Name)
+            and function.value.id == "self"
+        }
+    )
+
+
+Methods = tuple[tuple[str, types.FunctionType], ...]
+
+
+def _methods(cls: type[nn.Module], forward: types.FunctionType) -> Methods:
+    """The methods of the class that the forward calls, also through each other."""
+    found: dict[str, types.FunctionType] = {}
+    pending = [forward]
+    while pending:
+        for name in _names_of_methods(pending.pop()):
+            method = inspect.getattr_static(cls, name, None)
+            if isinstance(method, types.FunctionType) and name not in found:
+                found[name] = method
+                pending.append(method)
+    return tuple(sorted(found.items()))
+
+
 @functools.cache
-def _digest_of_function(forward: types.FunctionType) -> tuple[str | None, bool]:
-    """The digest, and whether the function calls super()."""
+def _names_of_methods(function: types.FunctionType) -> list[str]:
+    try:
+        return called_methods(_tree(function))
+    except (OSError, TypeError, SyntaxError):
+        return []
+
+
+@functools.cache
+def _digest_of_function(
+    forward: types.FunctionType, methods: Methods = ()
+) -> tuple[str | None, bool]:
+    """The digest, and whether one of the functions calls super()."""
+    by_name = dict(methods)
+
+    def function(name: str) -> ast.FunctionDef | None:
+        found = forward.__globals__.get(name)
+        if not isinstance(found, types.FunctionType) or found.__module__ != forward.__module__:
+            return None
+        return _tree(found)
+
+    def method(name: str) -> ast.FunctionDef | None:
+        return _tree(by_name[name]) if name in by_name else None
+
     try:
         tree = _tree(forward)
-        names = called_names(tree)
-        called = [forward.__globals__.get(name) for name in names]
-        trees = [
-            _tree(function)
-            for function in called
-            if isinstance(function, types.FunctionType)
-            and function.__module__ == forward.__module__
-        ]
+        called = trees(tree, function, method)
     except (OSError, TypeError, SyntaxError):
         return None, False
-    return digest_of_trees(tree, trees), "super" in names
+    calls_super = any("super" in called_names(one) for one in (tree, *called))
+    return digest_of_trees(tree, called), calls_super
 
 
 def _tree(function: types.FunctionType) -> ast.FunctionDef:

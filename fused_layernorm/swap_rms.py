@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The RMSNorm classes of other libraries: the sources that are known, and the forwards on the fused
+kernels that replace them.
+
+Libraries write the same RMSNorm many times over, so a class is known by the digest of its forward
+and of what that calls (swap_source.digest), wherever it stands. A forward here keeps the order of
+casts and the result's dtype of the one that it replaces. It gives the result's dtype to the
+operator, because autocast touches none of the operators that these classes round with. What the
+kernels do not take, and every call on a device that has no kernels, goes to the class's own
+forward, `self._swapped_from.forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import functional, swap_source
+from .functional import RMS, Kind, rms_norm, serve
+
+Forward = Callable[..., Any]
+
+ROUNDED = Kind("rms", 0.0, True)  # the normalized value is rounded to x's dtype before the weight
+PLUS_ONE = Kind("rms", 1.0)
+
+_F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+
+# By the dtypes of x and weight, the dtype of the result. What is not listed is not for the kernels.
+# These classes compute float64 in float32, which the kernels do not.
+Dtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
+_OF_X: Dtypes = {(x, weight): x for x in (_F32, _F16, _BF16) for weight in (x, _F32, None)}
+_PROMOTED: Dtypes = {(x, weight): torch.promote_types(x, weight or x) for x, weight in _OF_X}
+_WIDE: Dtypes = dict.fromkeys(_OF_X, _F32)
+
+
+def _norm(
+    self: Any, x: Tensor, weight: Tensor | None, eps: float, kind: Kind, dtypes: Dtypes
+) -> Tensor:
+    """The norm over the last dimension, by the class's own forward if it is not for the kernels."""
+    y = _serve(x, weight, eps, kind, dtypes)
+    return self._swapped_from.forward(self, x) if y is None else y
+
+
+def _serve(
+    x: Tensor, weight: Tensor | None, eps: float, kind: Kind, dtypes: Dtypes
+) -> Tensor | None:
+    """The norm over the last dimension, or None if it is not for the kernels."""
+    is_plain = type(x) is Tensor and (weight is None or type(weight) is nn.Parameter)
+    if not (is_plain or functional.may_serve(x, weight)):
+        return None
+    if not (x.is_cuda or functional._cpu_operators):
+        return None
+    out_dtype = dtypes.get((x.dtype, None if weight is None else weight.dtype))
+    if out_dtype is None or x.dim() == 0 or x.is_nested:
+        return None
+    shape = (x.shape[-1],)
+    if weight is not None and weight.shape != shape:
+        return None
+    y: Tensor = serve(x, None, weight, None, eps, shape, None, 1.0, out_dtype, kind)
+    return y
+
+
+def of_rms_norm(self: Any, x: Tensor) -> Tensor:
+    """For subclasses of nn.RMSNorm that a predicate accepted."""
+    weight, shape = self.weight, tuple(self.normalized_shape)
+    if functional.takes_rms_norm(x, weight):
+        return rms_norm(x, weight, self.eps, normalized_shape=shape)
+    return nn.RMSNorm.forward(self, x)
+
+
+# ---- Forwards, named by what they compute and by what the class calls its eps and x.
+
+
+def llama(self: Any, hidden_states: Tensor) -> Tensor:
+    return _norm(self, hidden_states, self.weight, self.variance_epsilon, ROUNDED, _PROMOTED)
+
+
+def llama4(self: Any, x: Tensor) -> Tensor:
+    return _norm(self, x, self.weight, self.eps, ROUNDED, _PROMOTED)
+
+
+def cpmant(self: Any, hidden_states: Tensor) -> Tensor:
+    return _norm(self, hidden_states, self.weight, self.eps, ROUNDED, _PROMOTED)
+
+
+def rounded_once(self: Any, hidden_states: Tensor) -> Tensor:
+    return _norm(self, hidden_states, self.weight, self.variance_epsilon, RMS, _OF_X)
+
+
+def rounded_once_eps(self: Any, hidden_states: Tensor) -> Tensor:
+    return _norm(self, hidden_states, self.weight, self.eps, RMS, _OF_X)
+
+
+def moshi(self: Any, x: Tensor) -> Tensor:
+    return _norm(self, x, self.weight, self.eps, RMS, _OF_X)
+
+
+def gemma(self: Any, x: Tensor) -> Tensor:
+    return _norm(self, x, self.weight, self.eps, PLUS_ONE, _OF_X)
+
+
+def plus_one(self: Any, hidden_states: Tensor) -> Tensor:
+    return _norm(self, hidden_states, self.weight, self.eps, PLUS_ONE, _OF_X)
+
+
+def _plus_one_of_weights_dtype(self: Any, x: Tensor) -> Tensor:
+    """1 + weight is rounded to weight's dtype, which only a float32 weight leaves to the kernel."""
+    weight = self.weight
+    if weight.dtype is _F32:
+        return _norm(self, x, weight, self.eps, PLUS_ONE, _OF_X)
+    return _norm(self, x, weight + 1.0, self.eps, RMS, _OF_X)
+
+
+def muse_spark(self: Any, x: Tensor) -> Tensor:
+    return _plus_one_of_weights_dtype(self, x)
+
+
+def krea2(self: Any, hidden_states: Tensor) -> Tensor:
+    return _plus_one_of_weights_dtype(self, hidden_states)
+
+
+def gemma3n(self: Any, hidden_states: Tensor) -> Tensor:
+    weight = self.weight if self.with_scale else None
+    return _norm(self, hidden_states, weight, self.eps, RMS, _OF_X)
+
+
+def weightless(self: Any, x: Tensor) -> Tensor:
+    return _norm(self, x, None, self.eps, RMS, _OF_X)
+
+
+def weightless_hidden_states(self: Any, hidden_states: Tensor) -> Tensor:
+    return _norm(self, hidden_states, None, self.eps, RMS, _OF_X)
+
+
+def _t5(x: Tensor, weight: Tensor | None, eps: float) -> Tensor | None:
+    """xhat is rounded to the dtype of a weight of half precision, and else not at all."""
+    if weight is None or weight.dtype is x.dtype:
+        return _serve(x, weight, eps, ROUNDED, _OF_X)
+    return _serve(x, weight, eps, RMS, _WIDE)
+
+
+def t5(self: Any, hidden_states: Tensor) -> Tensor:
+    y = _t5(hidden_states, self.weight, self.variance_epsilon)
+    return self._swapped_from.forward(self, hidden_states) if y is None else y
+
+
+def diffusers(self: Any, hidden_states: Tensor) -> Tensor:
+    y = _t5(hidden_states, self.weight, self.eps)
+    if y is None:
+        return self._swapped_from.forward(self, hidden_states)
+    if self.weight is None or self.bias is None:
+        return y
+    return y + self.bias  # the class rounds before it adds the bias
+
+
+def diffusers_without_bias(self: Any, hidden_states: Tensor) -> Tensor:
+    y = _t5(hidden_states, self.weight, self.eps)
+    return self._swapped_from.forward(self, hidden_states) if y is None else y
+
+
+def stable_audio3(self: Any, hidden_states: Tensor) -> Tensor:
+    if self.force_fp32 or hidden_states.dtype is _F32:
+        y = _serve(hidden_states, self.gamma, self.eps, RMS, _OF_X)
+        if y is not None:
+            return y
+    return self._swapped_from.forward(self, hidden_states)
+
+
+def imagegpt(self: Any, tensor: Tensor) -> Tensor:
+    """The class rounds at every step in half precision, so that only float32 is served."""
+    if tensor.dtype is _F32:
+        y = _serve(tensor, self.weight, self.eps, RMS, _OF_X)
+        if y is not None:
+            return y
+    return self._swapped_from.forward(self, tensor)
+
+
+def _timm(self: Any, x: Tensor) -> Tensor | None:
+    """In half precision the class rounds at every step, outside CUDA's autocast.
+
+    Autocast makes pow and rsqrt float32, and by that the result.
+    """
+    if not functional.may_serve(x, self.weight) or self._fast_norm:
+        return None
+    if x.dtype is not _F32 and not (x.is_cuda and torch.is_autocast_enabled("cuda")):
+        return None
+    return _timm_last(self, x, _WIDE)
+
+
+def _timm_last(self: Any, x: Tensor, dtypes: Dtypes) -> Tensor | None:
+    if len(self.normalized_shape) != 1:
+        return None
+    return _serve(x, self.weight, self.eps, RMS, dtypes)
+
+
+def timm(self: Any, x: Tensor) -> Tensor:
+    y = _timm(self, x)
+    return self._swapped_from.forward(self, x) if y is None else y
+
+
+def timm_act(self: Any, x: Tensor) -> Tensor:
+    y = _timm(self, x)
+    return self._swapped_from.forward(self, x) if y is None else self.act(self.drop(y))
+
+
+def timm_float32(self: Any, x: Tensor) -> Tensor:
+    y = _timm_last(self, x, _OF_X)
+    return self._swapped_from.forward(self, x) if y is None else y
+
+
+def timm_float32_act(self: Any, x: Tensor) -> Tensor:
+    y = _timm_last(self, x, _OF_X)
+    return self._swapped_from.forward(self, x) if y is None else self.act(self.drop(y))
+
+
+# ---- A norm and its gate: norm and weight are fused, and PyTorch multiplies by the gate.
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def _gated(self: Any, x: Tensor, gate: Tensor | None, kind: Kind, dtypes: Dtypes) -> Tensor | None:
+    activation = _ACTIVATIONS.get(self.activation)
+    if gate is None or activation is None:
+        return None
+    y = _serve(x, self.weight, self.variance_epsilon, kind, dtypes)
+    return None if y is None else (y * activation(gate.to(_F32))).to(x.dtype)
+
+
+def qwen3_next_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    y = _gated(self, hidden_states, gate, ROUNDED, _PROMOTED)
+    return self._swapped_from.forward(self, hidden_states, gate) if y is None else y
+
+
+def kimi_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    y = _gated(self, hidden_states, gate, RMS, _WIDE)
+    return self._swapped_from.forward(self, hidden_states, gate) if y is None else y
+
+
+def _groups(x: Tensor, size: int, eps: float, out_dtype: torch.dtype) -> Tensor | None:
+    """The norm, without a weight, of each group of this size in the last dimension."""
+    if x.dim() == 0 or x.numel() == 0 or size <= 0 or x.shape[-1] % size != 0:
+        return None
+    dtypes: Dtypes = {(x.dtype, None): out_dtype}
+    y = _serve(x.reshape(*x.shape[:-1], -1, size), None, eps, RMS, dtypes)
+    return None if y is None else y.flatten(-2)
+
+
+def _mamba2(self: Any, x: Tensor, gate: Tensor | None, size: int) -> Tensor | None:
+    """The gate is multiplied before the norm, in float32, and the norm is over groups."""
+    if (x.dtype, None) not in _OF_X or not functional.may_serve(x, gate):
+        return None
+    gated = x.to(_F32)
+    if gate is not None:
+        gated = gated * F.silu(gate.to(_F32))
+    y = _groups(gated, size, self.variance_epsilon, x.dtype)
+    return None if y is None else self.weight * y
+
+
+def mamba2_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    y = _mamba2(self, hidden_states, gate, self.group_size)
+    return self._swapped_from.forward(self, hidden_states, gate) if y is None else y
+
+
+def mamba2_gated_whole(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    y = _mamba2(self, hidden_states, gate, hidden_states.shape[-1])
+    return self._swapped_from.forward(self, hidden_states, gate) if y is None else y
+
+
+def gemma_groups(self: Any, x: Tensor) -> Tensor:
+    if self.group_size is None:
+        return gemma(self, x)
+    y = None
+    if functional.may_serve(x, self.weight) and (x.dtype, None) in _OF_X:
+        y = _groups(x, self.group_size, self.eps, _F32)
+    if y is None:
+        return self._swapped_from.forward(self, x)
+    return (y * (1.0 + self.weight.float())).type_as(x)
+
+
+# From the digest of a forward's source to the forward that replaces it, for classes of any module.
+# These sources use nothing but torch, what the digest covers, and the libraries' ACT2FN.
+SOURCES: dict[str, Forward] = {
+    # transformers 4.49 to 5.24
+    "9aaa8062417d9115": llama,
+    "43a0d58fee9e76ef": gemma,
+    "d6a51c3a5b31576c": rounded_once,
+    "a31d41136392f84f": gemma3n,
+    "0f0b35a595eff49a": qwen3_next_gated,
+    "84f5ab0d60236efd": kimi_gated,
+    "35a4d513b3aa44c0": mamba2_gated,
+    "0f4f182eb64f10d5": mamba2_gated_whole,  # before there were groups
+    "7ebb08f2bf238dc7": weightless,
+    "eb467367c10653c2": rounded_once,
+    "3d411fe6cc9e0759": weightless_hidden_states,
+    "2c1a2de9d1a44734": moshi,
+    "25d06d4ab2c9feed": t5,
+    "2af31c4f7ac50dc5": llama4,
+    "c3c2aa5ebb8a73de": muse_spark,
+    "ace041eee8c95f9c": gemma_groups,
+    "123bdb1d786a09aa": cpmant,
+    "ed0eb72c0adec64b": imagegpt,
+    # diffusers 0.30 to 0.42
+    "4a55fc3e2c9bfd95": diffusers,
+    "2daaa7b4d1199477": diffusers,  # 0.33 to 0.36, and later
+    "bdcf2fe671f49cc9": diffusers_without_bias,  # to 0.31
+    "2f02abc83856eb33": rounded_once_eps,
+    "6a4f345d68fd8b59": rounded_once_eps,
+    "1c7542beb3b9a42c": rounded_once_eps,
+    "e86e9d2a242a4654": krea2,
+    "74ab8bc808740333": plus_one,
+    "d7c8fcca5a00079e": stable_audio3,
+}
+
+# Classes whose forward calls functions of other modules, by (module, class).
+CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
+    ("timm.layers.norm", "RmsNorm"): {"d0e2b3b49ca8e71a": timm},
+    ("timm.layers.norm", "RmsNormFp32"): {"7f474bfa4b5a5f60": timm_float32},
+    ("timm.layers.norm_act", "RmsNormAct"): {"975efdc84e7ee6e8": timm_act},
+    ("timm.layers.norm_act", "RmsNormActFp32"): {"b9e5d6981e9b73e6": timm_float32_act},
+}
+
+
+def forward_of(cls: type) -> Forward | None:
+    """The forward that replaces the class's, or None if its source is not known."""
+    digest = swap_source.digest(cls)
+    if digest is None:
+        return None
+    listed = CLASSES.get((cls.__module__, cls.__qualname__))
+    return SOURCES.get(digest) if listed is None else listed.get(digest)

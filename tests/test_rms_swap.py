@@ -1,0 +1,687 @@
+# SPDX-License-Identifier: Apache-2.0
+"""swap_norms and swap_rms_norm: a swapped RMSNorm rounds where its class rounds.
+
+Every source that swap_rms.py knows is compared with the class's own forward, in each mixture of
+dtypes. On the CPU the marker cpu_operators makes the swapped modules call the operators; without it
+they call their class's own forward there.
+"""
+
+import copy
+import functools
+import importlib
+import inspect
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import libraries
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fused_layernorm import (
+    FusedLayerNorm,
+    FusedRMSNorm,
+    register_swap,
+    rms_norm,
+    swap,
+    swap_layer_norm,
+    swap_norms,
+    swap_rms,
+    swap_rms_norm,
+    swap_source,
+    unswap_layer_norm,
+    unswap_norms,
+    unswap_rms_norm,
+)
+from fused_layernorm.swap import is_fused
+
+T, D = "transformers.models.", "diffusers.models."
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+SIZE = 256
+
+# id: (module, class, arguments). Each source that is known has one line or more.
+CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": (T + "llama.modeling_llama", "LlamaRMSNorm", {}),
+    "gemma": (T + "gemma.modeling_gemma", "GemmaRMSNorm", {}),
+    "flex_olmo": (T + "flex_olmo.modeling_flex_olmo", "FlexOlmoRMSNorm", {"eps": 0.1}),
+    "gemma3n": (T + "gemma3n.modeling_gemma3n", "Gemma3nRMSNorm", {}),
+    "gemma3n_plain": (T + "gemma3n.modeling_gemma3n", "Gemma3nRMSNorm", {"with_scale": False}),
+    "qwen3_next_gated": (T + "qwen3_next.modeling_qwen3_next", "Qwen3NextRMSNormGated", {}),
+    "kimi_gated": (T + "kimi_linear.modeling_kimi_linear", "KimiLinearRMSNormGated", {}),
+    "mamba2_gated": (T + "mamba2.modeling_mamba2", "MambaRMSNormGated", {"group_size": 32}),
+    "nanochat": (T + "nanochat.modeling_nanochat", "NanoChatRMSNorm", {}),
+    "llama4_l2": (T + "llama4.modeling_llama4", "Llama4TextL2Norm", {}),
+    "helium": (T + "helium.modeling_helium", "HeliumRMSNorm", {}),
+    "inkling2": (T + "inkling2.modeling_inkling2", "Inkling2UnweightedRMSNorm", {}),
+    "moshi": (T + "moshi.modeling_moshi", "MoshiRMSNorm", {"eps": 0.1}),
+    "t5": (T + "t5.modeling_t5", "T5LayerNorm", {}),
+    "idefics": (T + "idefics.modeling_idefics", "IdeficsRMSNorm", {"eps": 0.1}),
+    "llama4": (T + "llama4.modeling_llama4", "Llama4TextRMSNorm", {}),
+    "muse_spark": (T + "muse_spark.modeling_muse_spark", "MuseSparkTextCenteredRMSNorm", {}),
+    "qwen4_exp": (T + "qwen4_exp.modeling_qwen4_exp", "Qwen4ExpTextRMSNorm", {}),
+    "qwen4_groups": (
+        T + "qwen4_exp.modeling_qwen4_exp",
+        "Qwen4ExpTextRMSNorm",
+        {"group_size": 32},
+    ),
+    "cpmant": (T + "cpmant.modeling_cpmant", "CpmAntLayerNorm", {}),
+    "imagegpt": (T + "imagegpt.modeling_imagegpt", "ImageGPTLayerNorm", {}),
+    "diffusers": (D + "normalization", "RMSNorm", {"eps": 1e-6}),
+    "diffusers_bias": (D + "normalization", "RMSNorm", {"eps": 0.1, "bias": True}),
+    "diffusers_plain": (D + "normalization", "RMSNorm", {"eps": 1e-6, "elementwise_affine": False}),
+    "mochi": (D + "normalization", "MochiRMSNorm", {"eps": 1e-6}),
+    "mochi_plain": (
+        D + "normalization",
+        "MochiRMSNorm",
+        {"eps": 1e-6, "elementwise_affine": False},
+    ),
+    "cosmos3": (D + "transformers.transformer_cosmos3", "Cosmos3NemotronRMSNorm", {"eps": 1e-6}),
+    "krea2": (D + "transformers.transformer_krea2", "Krea2RMSNorm", {}),
+    "qwenimage21": (
+        D + "transformers.transformer_qwenimage21",
+        "QwenImage21ZeroCenterRMSNorm",
+        {},
+    ),
+    "stable_audio3": (
+        D + "transformers.transformer_stable_audio3",
+        "StableAudio3RMSNorm",
+        {"eps": 0.1},
+    ),
+    "stable_audio3_narrow": (
+        D + "transformers.transformer_stable_audio3",
+        "StableAudio3RMSNorm",
+        {"force_fp32": False},
+    ),
+    "kolors": ("diffusers.pipelines.kolors.text_encoder", "RMSNorm", {}),
+    "timm": ("timm.layers.norm", "RmsNorm", {"eps": 0.1}),
+    "timm_plain": ("timm.layers.norm", "RmsNorm", {"affine": False}),
+    "timm_act": ("timm.layers.norm_act", "RmsNormAct", {"act_layer": nn.GELU}),
+    "timm_act_fp32": ("timm.layers.norm_act", "RmsNormActFp32", {}),
+    "timm_fp32": ("timm.layers.norm", "RmsNormFp32", {}),
+    # Classes of older versions, copied below.
+    "diffusers_033": ("older", "RMSNorm033", {"eps": 0.1}),
+    "diffusers_030": ("older", "RMSNorm030", {"eps": 0.1}),
+    "mamba2_gated_whole": ("older", "MambaRMSNormGated", {}),
+    "torch": ("torch.nn", "RMSNorm", {"eps": 1e-6}),
+    "torch_eps": ("torch.nn", "RMSNorm", {}),
+    "torch_plain": ("torch.nn", "RMSNorm", {"elementwise_affine": False}),
+}
+
+MIXTURES = [(BF16, BF16), (BF16, F32), (F16, F16), (F16, F32), (F32, F32), (F32, BF16)]
+
+
+def class_of(module, name):
+    """The class of the installed library, or of an older version from below."""
+    if module == "older":
+        return {cls.__name__: cls for cls in OLDER}[name]
+    libraries.get(module.split(".")[0])
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        pytest.skip(f"the installed version has no {module}.{name}")
+
+
+def make(cls, **options):
+    """A module of the class, of SIZE if it has a size."""
+    first = next(iter(inspect.signature(cls).parameters))
+    if first == "config":
+        config = type("Config", (), {"eps": 1e-6, "hidden_size": SIZE})
+        return cls(config)
+    return cls(**options) if first == "eps" else cls(SIZE, **options)
+
+
+@pytest.fixture(params=CLASSES)
+def norm(request, device):
+    """A module whose parameters show whether they are used."""
+    module, name, options = CLASSES[request.param]
+    made = make(class_of(module, name), **options).to(device)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, 0.5, 1.0)
+    return made
+
+
+def swapped(norm):
+    """A copy, swapped inside a container, so that nothing but the module itself is looked at."""
+    model = nn.Sequential(copy.deepcopy(norm))
+    swap_norms(model)
+    assert is_fused(model[0])
+    return model[0]
+
+
+def arguments_of(norm, x):
+    """x, and a gate for a class that takes one."""
+    takes_gate = "gate" in inspect.signature(norm.forward).parameters
+    return (x, torch.randn_like(x)) if takes_gate else (x,)
+
+
+def results(norm, *inputs):
+    """(the output, the gradients) for the same random dy in every call."""
+    inputs = tuple(one.detach().requires_grad_() for one in inputs)
+    y = norm(*inputs)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    return y, torch.autograd.grad(y, [*inputs, *norm.parameters()], dy)
+
+
+def ulps(one, other):
+    """By how many numbers of their dtype, of half precision, the elements are apart."""
+    places = []
+    for tensor in (one, other):
+        bits = tensor.contiguous().view(torch.int16).int()
+        places.append(torch.where(bits < 0, -(bits & 0x7FFF), bits))
+    return (places[0] - places[1]).abs()
+
+
+def assert_same(y, expected):
+    assert y.dtype == expected.dtype
+    assert y.shape == expected.shape
+    if y.dtype in (BF16, F16):
+        apart = ulps(y, expected)
+        assert apart.max() <= 1
+        assert (apart == 0).float().mean() >= 0.999
+    else:
+        torch.testing.assert_close(y, expected, rtol=3e-6, atol=3e-6)
+
+
+def assert_same_gradients(grads, expected, coarsest):
+    """The class rounds between the steps of its backward, too, and the fused one only once."""
+    unit = torch.finfo(coarsest).eps
+    for found, grad in zip(grads, expected, strict=True):
+        assert found.dtype == grad.dtype
+        scale = float(grad.abs().sum() and grad.abs().max()) + 1
+        torch.testing.assert_close(found / scale, grad / scale, rtol=4 * unit, atol=4 * unit)
+
+
+def compare(norm, x):
+    inputs = arguments_of(norm, x)
+    expected, expected_grads = results(norm, *inputs)
+    y, grads = results(swapped(norm), *inputs)
+    assert_same(y, expected)
+    parameter = next(norm.parameters(), x).dtype
+    coarsest = max((x.dtype, parameter), key=lambda dtype: torch.finfo(dtype).eps)
+    assert_same_gradients(grads, expected_grads, coarsest)
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize(("x_dtype", "weight_dtype"), MIXTURES)
+def test_same_results(norm, x_dtype, weight_dtype, device):
+    x = (torch.randn(48, SIZE, device=device) * 2 + 1).to(x_dtype)
+    compare(norm.to(weight_dtype), x)
+
+
+@pytest.mark.cpu_operators
+def test_shapes_and_strides(norm, device):
+    x = torch.randn(2, 3, 4, SIZE, device=device)
+    for strided in (x, x.transpose(1, 2), x[:, ::2], x[0, 0, 0], x[:0]):
+        if strided.numel() > 0 or getattr(norm, "group_size", None) is None:
+            compare(norm, strided)
+
+
+@pytest.mark.parametrize(("x_dtype", "weight_dtype"), MIXTURES)
+def test_the_cpu_keeps_the_classes_own_forward(norm, x_dtype, weight_dtype):
+    norm = norm.cpu().to(weight_dtype)
+    inputs = arguments_of(norm, torch.randn(8, SIZE).to(x_dtype))
+    expected, y = norm(*inputs), swapped(norm)(*inputs)
+    if type(norm) is nn.RMSNorm:
+        assert_same(y, expected)
+    else:
+        assert torch.equal(y, expected)
+        assert y.dtype == expected.dtype
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize(("x_dtype", "weight_dtype"), [(BF16, BF16), (BF16, F32), (F32, F32)])
+def test_autocast(norm, x_dtype, weight_dtype, device):
+    norm = norm.to(weight_dtype)
+    inputs = arguments_of(norm, torch.randn(48, SIZE, device=device).to(x_dtype))
+    with torch.autocast(device, BF16):
+        expected, y = norm(*inputs), swapped(norm)(*inputs)
+    if type(norm) is nn.RMSNorm:
+        # FusedRMSNorm has the dtype of F.rms_norm under autocast, which depends on the release.
+        assert y.dtype == expected.dtype
+    else:
+        assert_same(y, expected)
+
+
+@pytest.mark.cpu_operators
+def test_the_operators_are_called(norm, device):
+    """Otherwise the comparisons would compare the class with itself."""
+    rounds_everywhere = type(norm).__name__ in ("ImageGPTLayerNorm", "RmsNorm", "RmsNormAct")
+    x_dtype = F32 if rounds_everywhere or not getattr(norm, "force_fp32", True) else BF16
+    inputs = arguments_of(norm.to(x_dtype), torch.randn(8, SIZE, device=device).to(x_dtype))
+    new = swapped(norm)
+    with torch.profiler.profile() as profile:
+        new(*inputs)
+    assert any("fused_layernorm::" in event.key for event in profile.key_averages())
+
+
+@pytest.mark.cpu_operators
+def test_what_the_kernels_do_not_take_goes_to_the_class(norm, device):
+    class Own(torch.Tensor):
+        pass
+
+    new = swapped(norm)
+    x = torch.randn(4, SIZE, device=device)
+    for other in (x.double(), x.as_subclass(Own)):  # type: ignore[attr-defined]
+        inputs = arguments_of(norm, other)
+        expected, y = norm(*inputs), new(*inputs)
+        assert type(y) is type(expected)
+        assert y.dtype == expected.dtype
+        torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+    if any(True for _ in norm.parameters()):
+        narrow = arguments_of(norm, torch.randn(4, 3, device=device))
+        for module in (norm, new):
+            with pytest.raises((RuntimeError, AssertionError)):
+                module(*narrow)
+
+
+def test_swap_and_unswap(norm):
+    cls, text, attributes = type(norm), repr(norm), {*vars(norm)}
+    new = swapped(norm)
+    assert isinstance(new, cls)
+    assert list(new.state_dict()) == list(norm.state_dict())
+    assert [*inspect.signature(new.forward).parameters] == [
+        *inspect.signature(norm.forward).parameters
+    ]
+    shown = "FusedRMSNorm(" if cls is nn.RMSNorm else f"FusedRMSNorm[{cls.__name__}]("
+    assert repr(new).startswith(shown)
+    assert type(unswap_layer_norm(new)) is not cls
+    assert type(unswap_rms_norm(new)) is cls
+    assert repr(new) == text
+    assert {*vars(new)} == attributes
+    assert type(unswap_norms(swapped(norm))) is cls
+
+
+@pytest.mark.cpu_operators
+def test_copies(norm, device):
+    new = swapped(norm)
+    stream = io.BytesIO()
+    torch.save(new, stream)
+    stream.seek(0)
+    inputs = arguments_of(norm, torch.randn(4, SIZE, device=device))
+    expected = new(*inputs)
+    for other in (
+        copy.deepcopy(new),
+        pickle.loads(pickle.dumps(new)),
+        torch.load(stream, weights_only=False),
+    ):
+        assert type(other) is type(new)
+        assert torch.equal(other(*inputs), expected)
+        assert type(unswap_norms(other)) is type(norm)
+
+
+@pytest.mark.parametrize("norm", ["llama", "gemma", "t5", "diffusers", "torch"], indirect=True)
+@pytest.mark.cpu_operators
+def test_compiled(norm, device):
+    x = torch.randn(4, SIZE, device=device).to(BF16)
+    torch._dynamo.reset()
+    new = swapped(norm.to(BF16))
+    compiled = torch.compile(new, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert_same(compiled(x), new(x))
+
+
+def test_symbolic_trace(norm, device):
+    """What torch.fx can trace of a class it can trace of the swapped one."""
+    inputs = arguments_of(norm, torch.randn(4, SIZE, device=device))
+    try:
+        expected = torch.fx.symbolic_trace(norm)(*inputs)
+    except (torch.fx.proxy.TraceError, NameError):
+        return
+    traced = torch.fx.symbolic_trace(swapped(norm))
+    torch.testing.assert_close(traced(*inputs), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_every_known_source_is_tested():
+    """Skipped where an installed version lacks one of the classes above."""
+    of_any_module = [case for case in CLASSES.values() if not case[0].startswith("timm.")]
+    found = {swap_source.digest(class_of(module, name)) for module, name, _ in of_any_module}
+    assert set(swap_rms.SOURCES) <= found
+
+
+# ---- The RMSNorm classes of transformers, as they were listed for one release.
+
+LIST = Path(__file__).parent / "data" / "transformers_rms_norms.txt"
+
+
+def test_the_classes_of_transformers():
+    """At least 90% of those that a size makes are swapped, and compute what they did."""
+    libraries.get("transformers")
+    made, left = 0, []
+    x = torch.randn(4, SIZE)
+    for line in LIST.read_text().splitlines():
+        module, name = line.split()
+        try:
+            cls = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+        first = next(iter(inspect.signature(cls).parameters), "")
+        try:
+            norm = cls() if first in ("", "eps") else cls(SIZE)
+        except (AttributeError, TypeError):  # it is made of a configuration, or of more
+            continue
+        made += 1
+        for parameter in norm.parameters():
+            nn.init.normal_(parameter)
+        model = nn.Sequential(copy.deepcopy(norm), nn.RMSNorm(SIZE))
+        swap_rms_norm(model)
+        if not is_fused(model[0]):
+            left.append(name)
+            continue
+        inputs = arguments_of(norm, x)
+        assert torch.equal(model[0](*inputs), norm(*inputs))
+    assert made >= 150
+    assert len(left) <= 0.1 * made, left
+
+
+# ---- Which modules are swapped.
+
+
+class OwnName(nn.RMSNorm):
+    """A subclass that adds nothing but a name."""
+
+
+class OwnForward(nn.RMSNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class WrittenHere(nn.Module):
+    """Llama's norm in a module that no table names."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class Inherits(WrittenHere):
+    pass
+
+
+class GemmaHere(nn.Module):
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size))
+        self.eps = eps
+
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        output = self._norm(x.float())
+        output = output * (1.0 + self.weight.float())
+        return output.type_as(x)
+
+
+class OverridesNorm(GemmaHere):
+    """Its forward is GemmaHere's, and what that calls is not."""
+
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2 * self.eps)
+
+
+class OtherRMSNorm(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LayerNorm(8)
+        self.rms = nn.RMSNorm(8)
+        self.own_name = OwnName(8)
+        self.own_forward = OwnForward(8)
+        self.written_here = WrittenHere(8)
+        self.inherits = Inherits(8)
+        self.gemma = GemmaHere(8)
+        self.overrides = OverridesNorm(8)
+        self.other = OtherRMSNorm()
+
+
+def fused(model):
+    return [name for name, module in model.named_modules() if is_fused(module)]
+
+
+KNOWN = ["rms", "written_here", "inherits", "gemma"]
+
+
+def test_the_kinds():
+    model = Model()
+    assert fused(swap_rms_norm(model)) == KNOWN
+    assert type(model.rms) is FusedRMSNorm
+    assert fused(swap_layer_norm(model)) == ["layer", *KNOWN]
+    assert fused(unswap_rms_norm(model)) == ["layer"]
+    assert fused(swap_norms(model)) == ["layer", *KNOWN]
+    assert type(model.layer) is FusedLayerNorm
+    assert fused(unswap_layer_norm(model)) == KNOWN
+    assert fused(unswap_norms(swap_norms(model))) == []
+    assert [type(module) for module in model.children()] == [
+        type(module) for module in Model().children()
+    ]
+
+
+def test_the_log_names_what_is_left(caplog):
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        swap_norms(Model())
+    [record] = caplog.records
+    text = record.getMessage()
+    assert "4 norm-like modules were left" not in text
+    assert "3 norm-like modules were left" in text
+    for name in ("OwnName", "OwnForward", "OtherRMSNorm"):
+        assert f"1 {__name__}.{name} (its class is not known)" in text
+
+
+def test_predicate():
+    asked = []
+
+    def predicate(name, module):
+        asked.append(name)
+        return name != "gemma"
+
+    model = Model()
+    swap_norms(model, predicate=predicate)
+    assert sorted(asked) == sorted(["layer", "own_name", "own_forward", *KNOWN])
+    assert fused(model) == [
+        "layer",
+        "rms",
+        "own_name",
+        "own_forward",
+        "written_here",
+        "inherits",
+    ]
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(model.own_name(x), F.rms_norm(x, (8,), model.own_name.weight))
+    assert repr(model.own_name).startswith("FusedRMSNorm[OwnName](")
+    unswap_norms(model)
+    assert type(model.own_name) is OwnName
+
+
+def test_warnings():
+    model = nn.Sequential(nn.LayerNorm(8))
+    with pytest.warns(UserWarning, match="swap_rms_norm: nothing in .* it has no RMSNorm"):
+        swap_rms_norm(model)
+    with pytest.warns(UserWarning, match="swap_norms: nothing in .* it has no norm"):
+        swap_norms(nn.Sequential(nn.Linear(2, 2)))
+    swap_layer_norm(model)
+    with pytest.warns(UserWarning, match="swap_rms_norm"):
+        swap_rms_norm(model)
+
+
+def test_a_forward_of_the_instances_own_is_left_alone():
+    module: Any = WrittenHere(8)
+    module.forward = lambda x: x + 1
+    model = nn.Sequential(module, nn.RMSNorm(8))
+    swap_norms(model)
+    assert fused(model) == ["1"]
+
+
+def test_a_patched_class_is_another_source(monkeypatch):
+    class Patched(WrittenHere):
+        pass
+
+    model = nn.Sequential(Patched(8), nn.RMSNorm(8))
+    assert is_fused(swap_norms(copy.deepcopy(model))[0])
+    monkeypatch.setattr(Patched, "forward", lambda self, x: x)
+    assert not is_fused(swap_norms(model)[0])
+
+
+class Positive(nn.Module):
+    def forward(self, weight):
+        return weight.exp()
+
+
+@pytest.mark.parametrize("make", [nn.RMSNorm, WrittenHere])
+def test_parametrized(make, device):
+    model = nn.Sequential(make(8), nn.RMSNorm(8)).to(device)
+    parametrize.register_parametrization(model[0], "weight", Positive())
+    x = torch.randn(3, 8, device=device)
+    before = model(x)
+    assert not is_fused(swap_norms(model)[0])
+    swap_norms(model, predicate=lambda name, module: True)
+    assert is_fused(model[0])
+    torch.testing.assert_close(model(x), before)
+    unswap_norms(model)
+    assert not is_fused(model[0])
+    parametrize.remove_parametrizations(model[0], "weight")
+    torch.testing.assert_close(model(x), before)
+
+
+def test_a_swapped_rms_norm_takes_what_the_stock_one_takes(device):
+    norm = nn.RMSNorm(8).to(device)
+    new = swapped(norm)
+    x = torch.randn(3, 8, device=device)
+    for other in (x.to(torch.complex64), x.double()):
+        assert torch.equal(new(other), norm(other))
+        assert new(other).dtype == norm(other).dtype
+
+
+def own(self, hidden_states):
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def test_a_registered_class_comes_first(monkeypatch):
+    monkeypatch.setattr(swap, "_registered", {})
+    register_swap(WrittenHere, lambda module: own)
+    for swap_it in (swap_layer_norm, swap_rms_norm, swap_norms):
+        model = nn.Sequential(WrittenHere(8))
+        swap_it(model)
+        assert type(model[0]).forward is own
+        assert type(unswap_norms(model)[0]) is WrittenHere
+
+
+@pytest.mark.cpu_operators
+def test_a_model_of_transformers(device):
+    """A tiny Llama, bfloat16: the same norms, swapped, give the same logits and gradients."""
+    transformers = libraries.get("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    model = transformers.LlamaForCausalLM(config).to(device)
+    tokens = torch.randint(64, (2, 16), device=device)
+    before = model(tokens).logits
+    swap_norms(model)
+    assert len(fused(model)) == 5
+    torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-5)
+    unswap_norms(model)
+    assert not fused(model)
+
+
+# ---- Classes of versions that are not installed, copied unchanged but for their names.
+
+is_torch_npu_available = functools.partial(bool)
+
+
+class RMSNorm030(nn.Module):
+    def __init__(self, dim, eps: float, elementwise_affine: bool = True):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim)) if elementwise_affine else None
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+
+        if self.weight is not None:
+            # convert into half-precision if necessary
+            if self.weight.dtype in [torch.float16, torch.bfloat16]:
+                hidden_states = hidden_states.to(self.weight.dtype)
+            hidden_states = hidden_states * self.weight
+        else:
+            hidden_states = hidden_states.to(input_dtype)
+
+        return hidden_states
+
+
+class RMSNorm033(nn.Module):
+    def __init__(self, dim, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, hidden_states):
+        if is_torch_npu_available():
+            import torch_npu
+
+            if self.weight is not None:  # noqa: SIM102
+                # convert into half-precision if necessary
+                if self.weight.dtype in [torch.float16, torch.bfloat16]:
+                    hidden_states = hidden_states.to(self.weight.dtype)
+            hidden_states = torch_npu.npu_rms_norm(hidden_states, self.weight, epsilon=self.eps)[0]
+            if self.bias is not None:
+                hidden_states = hidden_states + self.bias
+        else:
+            input_dtype = hidden_states.dtype
+            variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+            hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+
+            if self.weight is not None:
+                # convert into half-precision if necessary
+                if self.weight.dtype in [torch.float16, torch.bfloat16]:
+                    hidden_states = hidden_states.to(self.weight.dtype)
+                hidden_states = hidden_states * self.weight
+                if self.bias is not None:
+                    hidden_states = hidden_states + self.bias
+            else:
+                hidden_states = hidden_states.to(input_dtype)
+
+        return hidden_states
+
+
+class MambaRMSNormGated(torch.nn.Module):
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states, gate=None):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+
+        if gate is not None:
+            hidden_states = hidden_states * nn.functional.silu(gate.to(torch.float32))
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+
+        return self.weight * hidden_states.to(input_dtype)
+
+
+OLDER = (RMSNorm030, RMSNorm033, MambaRMSNormGated)
