@@ -715,7 +715,7 @@ def test_explain(device):
     assert text.splitlines()[0].split("  ")[0] == "where"
     assert "norm2" in text
     assert "residual, gate, scale, shift" in text
-    assert "3 layer norms in 1 graph, 3 replaced" in text
+    assert "3 norms in 1 graph, 3 replaced" in text
     assert "[1] " in text  # a rule's reason, once
 
 
@@ -740,7 +740,7 @@ def test_explain_again_and_again():
 
 def test_explain_without_a_layer_norm():
     assert str(fused_layernorm.explain(torch.nn.ReLU(), torch.randn(3))) == (
-        "no layer norm on CUDA in 1 graph"
+        "no norm on CUDA in 1 graph"
     )
 
 

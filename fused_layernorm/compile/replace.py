@@ -106,7 +106,22 @@ def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
         None if value is None else _narrowest(value, dtypes, name)
         for name, value in (("gate", site.gate), ("shift", site.shift), ("scale", site.scale))
     )
-    options = Options(site.normalized_ndim, site.eps, site.activation, site.factor, out_dtype)
+    rounded = None if weight is None else site.rounded
+    if rounded not in (None, dtype_of(input)):
+        raise Left(
+            f"the norm is rounded to {name_of(rounded)} before its weight, "
+            f"beside an input of {name_of(dtype_of(input))}"
+        )
+    options = Options(
+        site.normalized_ndim,
+        site.eps,
+        site.activation,
+        site.factor,
+        out_dtype,
+        site.statistic,
+        site.weight_offset,
+        rounded is not None,
+    )
     return Arguments(input, residual, weight, bias, options, gate, shift, scale)  # type: ignore[arg-type]
 
 
