@@ -402,6 +402,25 @@ def test_float32_stream(device):
     assert options_of(graphs[0]).round_before_weight is False
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("normalize", [_llama, _gemma, _t5])
+def test_heads_in_the_order_of_attention(device, normalize, dynamic):
+    """Queries are normalized as a view (B, H, S, D), whose strides the result keeps."""
+
+    def function(t):
+        heads = t["x"].view(B, -1, 3, D).transpose(1, 2)
+        return normalize({**t, "x": heads}), t["x"] * 2
+
+    t = tensors(BF16, device=device)
+    t["x"] = torch.randn(B, S, 3 * D, device=device).bfloat16().requires_grad_()
+    rows, graphs = assert_same(function, t)
+    assert [row.operator for row in rows] == ["layer_norm"]
+    result, _, graphs = run(function, t, dynamic=dynamic)
+    (node,) = graphs[0].graph.find_nodes(op="call_function", target=LAYER_NORM.overload)
+    assert node.args[0].meta["example_value"].is_contiguous()  # the kernel reads it without a copy
+    assert result[0].stride() == function(t)[0].stride()
+
+
 def test_two_norms_of_one_stream(device):
     def function(t):
         h = t["residual"] + t["x"]
