@@ -6,7 +6,7 @@ A Site is not yet known to be safe to replace: replace.py checks that.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -190,8 +190,13 @@ def _casts_behind(node: Node) -> Iterator[Node]:
         yield node
 
 
-def _behind(site: Site, expressions: Iterable[str]) -> Iterator[tuple[str, Node, Match]]:
-    """The matches of these expressions among the nodes after the site, the longest first."""
+def _behind(
+    site: Site, expressions: Iterable[str], fits: Callable[[Site, dict[str, Any]], bool]
+) -> Iterator[tuple[str, Node, Match]]:
+    """The matches of these expressions among the nodes after the site, the longest first.
+
+    fits: whether the values that the names stand for are as the operators take them.
+    """
     roots, frontier = [], [site.y]
     for _ in range(6):  # deeper than any pattern, with casts between its steps
         frontier = [user for node in frontier for user in node.users if read(user) is not None]
@@ -202,7 +207,7 @@ def _behind(site: Site, expressions: Iterable[str]) -> Iterator[tuple[str, Node,
         for root in dict.fromkeys(roots)
         if is_tensor(root)
         for match in matches(PARSED[expression], root, Match({"norm": site.y}))
-        if are_equal(value_of(root).shape, value_of(site.norm).shape)
+        if are_equal(value_of(root).shape, value_of(site.norm).shape) and fits(site, match.values)
     ]
     found.sort(key=lambda way: len(way[2].nodes), reverse=True)
     for expression, root, match in found:
@@ -226,21 +231,24 @@ def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
 
 
 def _modulated(site: Site) -> Site:
-    for _, root, match in _behind(site, patterns.MODULATIONS):
+    def fits(site: Site, values: dict[str, Any]) -> bool:
+        return all(modulates(values.get(name), site) for name in ("scale", "shift"))
+
+    for _, root, match in _behind(site, patterns.MODULATIONS, fits):
         scale, shift = match.values.get("scale"), match.values.get("shift")
-        if modulates(scale, site) and modulates(shift, site):
-            return replace(site, y=root, nodes=site.nodes | match.nodes, scale=scale, shift=shift)
+        return replace(site, y=root, nodes=site.nodes | match.nodes, scale=scale, shift=shift)
     return site
 
 
 def _affine(site: Site) -> Site:
-    shape, is_rms = site.normalized_shape, site.statistic == "rms"
-    for expression, root, match in _behind(
-        site, patterns.RMS_AFFINES if is_rms else patterns.AFFINES
-    ):
+    def fits(site: Site, values: dict[str, Any]) -> bool:
+        found = [values[name] for name in ("weight", "bias") if name in values]
+        return all(are_equal(shape_of(p), site.normalized_shape) for p in found)
+
+    is_rms = site.statistic == "rms"
+    expressions = patterns.RMS_AFFINES if is_rms else patterns.AFFINES
+    for expression, root, match in _behind(site, expressions, fits):
         weight, bias = match.values.get("weight"), match.values.get("bias")
-        if not all(p is None or are_equal(shape_of(p), shape) for p in (weight, bias)):
-            continue
         found = replace(site, y=root, nodes=site.nodes | match.nodes, weight=weight, bias=bias)
         if is_rms and weight is not None:
             halves = _dtypes_of_casts(site.y, match.nodes).intersection(HALF)
@@ -275,14 +283,17 @@ def _is_rounded_sum(weight: Any, nodes: frozenset[Node]) -> bool:
 
 
 def _activated(site: Site) -> Site:
-    for expression, root, match in _behind(site, patterns.ACTIVATIONS):
+    for expression, root, match in _behind(site, patterns.ACTIVATIONS, lambda *_: True):
         activation = patterns.ACTIVATIONS[expression]
         site = replace(site, y=root, nodes=site.nodes | match.nodes, activation=activation)
         break
-    for _, root, match in _behind(site, patterns.FACTORS):
-        if is_finite_number(match.values["factor"]):
-            factor = float(match.values["factor"])
-            return replace(site, y=root, nodes=site.nodes | match.nodes, factor=factor)
+
+    def fits(site: Site, values: dict[str, Any]) -> bool:
+        return is_finite_number(values["factor"])
+
+    for _, root, match in _behind(site, patterns.FACTORS, fits):
+        factor = float(match.values["factor"])
+        return replace(site, y=root, nodes=site.nodes | match.nodes, factor=factor)
     return site
 
 
