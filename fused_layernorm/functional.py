@@ -697,6 +697,7 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
         index(stride) if has_static_value(stride) else 0,
         bool(has_hidden_casts),
         torch.are_deterministic_algorithms_enabled(),
+        options.statistic,
     )
     if choice == "PYTORCH" and (
         _is_pytorchs_rms_norm(a.input, a.weight, a.bias, options)
@@ -708,7 +709,9 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
     return operator if choice == "KERNEL" else twin_of_it
 
 
-def _choice(kind: str, cols: int, stride: int, hidden_casts: bool, deterministic: bool) -> str:
+def _choice(
+    kind: str, cols: int, stride: int, hidden_casts: bool, deterministic: bool, statistic: str
+) -> str:
     # If Dynamo of torch 2.11 traced is_exporting(), it would be true in every graph.
     if torch.compiler.is_exporting():
         return rules.Choice.KERNEL.name
@@ -719,6 +722,7 @@ def _choice(kind: str, cols: int, stride: int, hidden_casts: bool, deterministic
         side_by_side=stride == 1,
         deterministic=deterministic,
         with_hidden_casts=hidden_casts,
+        statistic=statistic,
     )
     return rules.choose(problem).choice.name
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile(model, backend="fused_layernorm"): fused layer norms in an unchanged model.
+"""torch.compile(model, backend="fused_layernorm"): fused norms in an unchanged model.
 
 reading     what a node of a graph computes
 patterns    the patterns, as expressions
 effects     writes into tensors and changes of modes, which forbid a replacement
-sites       the layer norms of a graph, each with what surrounds it
+sites       the norms of a graph, each with what surrounds it
 autocast    results that autocast casts to half precision
 replace     whether a site may become one operator, and the replacement
 rules       which sites this package computes, as data with the measurements

@@ -100,13 +100,13 @@ def fuse(
 
     It is for authors of other backends. The graph is one that Dynamo captured (as a backend of
     torch.compile gets it) or one of ``torch.export`` (``program.module()``). The nodes' metadata
-    must have the example values that both record there; a layer norm without them stays as it is.
+    must have the example values that both record there; a norm without them stays as it is.
 
     Args:
         graph_module: the graph; its sub-graphs (checkpoint bodies and the like) are rewritten too.
         then: what runs the graph. ``"inductor"``: a compiler that fuses elementwise operations;
             the rules leave it the forward passes that it computes as fast. ``"eager"``: no
-            compiler, so the rules give every layer norm to this package.
+            compiler, so the rules give every norm to this package.
         deterministic: keep every forward pass on this package's kernels, which are
             batch-invariant.
 
@@ -129,14 +129,14 @@ def _run(graph_module: GraphModule, then: str, deterministic: bool) -> list[Any]
 
 @dataclass
 class Explanation:
-    """What `explain` found, with a row for each layer norm; it prints as a table."""
+    """What `explain` found, with a row for each norm; it prints as a table."""
 
     rows: list[Any]
     graphs: int
 
     def __str__(self) -> str:
         if not self.rows:
-            return f"no layer norm on CUDA in {_count(self.graphs, 'graph')}"
+            return f"no norm on CUDA in {_count(self.graphs, 'graph')}"
         table = [("where", "shape", "dtype", "written as", "fused with it", "operator")]
         reasons: dict[str, int] = {}
         notes: dict[str, int] = {}
@@ -152,7 +152,7 @@ class Explanation:
                     name_of(row.dtype),
                     row.form,
                     ", ".join(row.fused) or "-",
-                    f"{row.operator or 'left'} [{','.join(marks)}]",
+                    f"{_operator(row)} [{','.join(marks)}]",
                 )
             )
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -161,12 +161,18 @@ class Explanation:
         fused = sum(row.operator is not None for row in self.rows)
         lines += [
             "",
-            f"{_count(len(self.rows), 'layer norm')} in {_count(self.graphs, 'graph')}, "
-            f"{fused} replaced",
+            f"{_count(len(self.rows), 'norm')} in {_count(self.graphs, 'graph')}, {fused} replaced",
         ]
         lines += [f"[{number}] {reason}" for reason, number in reasons.items()]
         lines += [f"[{_letter(number)}] {note}" for note, number in notes.items()]
         return "\n".join(lines)
+
+
+def _operator(row: Any) -> str:
+    """What takes the place of a norm; the operators' names are those of layer norms."""
+    if row.operator is None:
+        return "left"
+    return f'{row.operator}, "rms"' if row.statistic == "rms" else row.operator
 
 
 def _count(count: int, noun: str) -> str:
@@ -183,9 +189,9 @@ def explain(
     then: str = "inductor",
     **kwargs: Any,
 ) -> Explanation:
-    """Runs ``model(*args, **kwargs)`` once and says what became of every layer norm in it.
+    """Runs ``model(*args, **kwargs)`` once and says what became of every norm in it.
 
-    The result prints as a table: where each layer norm stands, what is fused with it, which
+    The result prints as a table: where each norm stands, what is fused with it, which
     operator takes its place and by which rule, and what was left and why. An operator whose name
     begins with ``aten_`` leaves the forward pass to Inductor and has this package's backward pass.
     Functions that torch.compile has compiled in this process are compiled again at their next

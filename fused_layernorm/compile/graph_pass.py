@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graph pass: finds the layer norms of a graph and its sub-graphs and replaces them."""
+"""The graph pass: finds the norms of a graph and its sub-graphs and replaces them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
 
 @dataclass
 class Row:
-    """What became of one layer norm."""
+    """What became of one norm."""
 
     name: str  # of its node
     where: str  # in the model
@@ -45,6 +45,7 @@ class Row:
     reason: str
     notes: list[str]
     error: Exception | None = None
+    statistic: str = "layer"  # or "rms": what the operator computes
 
 
 _ELEMENTWISE = re.compile(
@@ -55,7 +56,7 @@ _ELEMENTWISE = re.compile(
 
 
 def run(graph_module: GraphModule, settings: Settings) -> list[Row]:
-    """Replaces layer norms in place, as the rules decide; returns a row for each layer norm."""
+    """Replaces norms in place, as the rules decide; returns a row for each."""
     rows: list[Row] = []
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
@@ -127,7 +128,7 @@ _CATS = (torch.cat, torch.ops.aten.cat.default)
 
 def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> Row:
     notes = site.notes
-    if notes:  # no operator computes this layer norm
+    if notes:  # no operator computes this norm
         return _row(site, None, "", notes)
     # Largest first: all that may be one operator, then without the sum before the norm; then the
     # same two without the operations after the norm.
@@ -167,6 +168,7 @@ def _problem(site: Site, settings: Settings) -> Problem:
         and not _is_permuted(site.input, site.normalized_ndim),
         settings.with_inductor,
         settings.deterministic,
+        statistic=site.statistic,
     )
 
 
@@ -211,7 +213,9 @@ def _row(site: Site, overload: OpOverload | None, reason: str, notes: list[str])
     name = None if overload is None else overload._opname
     where = _where(site.norm)
     shape = tuple(value.shape)
-    return Row(site.norm.name, where, shape, value.dtype, site.form, fused, name, reason, notes)
+    row = Row(site.norm.name, where, shape, value.dtype, site.form, fused, name, reason, notes)
+    row.statistic = site.statistic
+    return row
 
 
 def _where(node: Node) -> str:

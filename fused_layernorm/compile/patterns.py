@@ -3,7 +3,8 @@
 
 In an expression a name stands for any tensor, and for the same tensor wherever it occurs; `eps` and
 `factor` stand for numbers. The operands of + and * may stand in either order. A cast between two
-steps changes rounding only, so it may stand anywhere.
+steps changes rounding only, so it may stand anywhere. Where RMSNorm is rounded before it is
+multiplied by a weight, as in Llama's class, sites.py asks the operator to round there too.
 """
 
 from __future__ import annotations
@@ -32,11 +33,20 @@ NORMALIZED = tuple(
     )
 )
 
+# The same for RMSNorm. A layer norm is an RMSNorm of x - mean(x), so its patterns are tried first.
+_MEAN_SQUARES = ("mean(x ** 2)", "mean(x * x)")
+RMS_NORMALIZED = tuple(
+    expression.format(mean_square=mean_square)
+    for mean_square in _MEAN_SQUARES
+    for expression in ("x * rsqrt({mean_square} + eps)", "x / sqrt({mean_square} + eps)")
+)
+
 # The sums that may give a norm's input.
 SUMS = ("residual + gate * input", "residual + input")
 
 # What may follow a norm, in this order. weight and bias have the normalized shape.
 AFFINES = ("norm * weight + bias", "norm * weight", "norm + bias")
+RMS_AFFINES = ("norm * (1 + weight) + bias", "norm * (1 + weight)", *AFFINES)
 MODULATIONS = (
     "norm * (1 + scale) + shift",
     "norm + norm * scale + shift",
@@ -161,5 +171,8 @@ def _operands(patterns: tuple[Any, ...], values: tuple[Any, ...], match: Match) 
 _ONE_PLUS_SCALE = parse("1 + scale")
 PARSED = {
     expression: parse(expression)
-    for expression in (*NORMALIZED, *SUMS, *AFFINES, *MODULATIONS, *ACTIVATIONS, *FACTORS)
+    for expressions in (
+        *(NORMALIZED, RMS_NORMALIZED, SUMS, RMS_AFFINES, MODULATIONS, ACTIVATIONS, FACTORS),
+    )
+    for expression in expressions
 }

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 class Call(NamedTuple):
     """An operation on nodes, numbers and other Calls.
 
-    `over` is the dimensions of a reduction, or the number of dimensions of a layer_norm.
+    `over` is the dimensions of a reduction, or the number of dimensions of a norm.
     """
 
     name: str
@@ -224,7 +224,25 @@ def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = Fals
     return None if inplace or (training and p != 0) else Call("same", (input,))
 
 
-# ---- Layer norms -------------------------------------------------------------------------------
+# ---- Norms -------------------------------------------------------------------------------------
+
+
+def _norm(
+    name: str,
+    normalized_ndim: int,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    weight_offset: Any = 0.0,
+    round_before_weight: Any = False,
+) -> Call | None:
+    """A norm. The eps of an RMSNorm is that of torch.nn.functional.rms_norm where it is None."""
+    if eps is None and is_tensor(input):
+        is_wide = dtype_of(input) is torch.float64
+        eps = torch.finfo(torch.float64 if is_wide else torch.float32).eps
+    operands = (input, weight, bias, eps, weight_offset, round_before_weight)
+    return None if eps is None else Call(name, operands, normalized_ndim)
 
 
 @_reads(F.layer_norm, torch.layer_norm, aten.layer_norm.default)
@@ -235,13 +253,27 @@ def _layer_norm(
     bias: Any = None,
     eps: Any = 1e-5,
     cudnn_enable: Any = True,
-) -> Call:
-    return Call("layer_norm", (input, weight, bias, eps), len(normalized_shape))
+) -> Call | None:
+    return _norm("layer_norm", len(normalized_shape), input, weight, bias, eps)
 
 
 @_reads(torch.native_layer_norm, aten.native_layer_norm.default)
-def _native_layer_norm(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any) -> Call:
-    return Call("native_layer_norm", (input, weight, bias, eps), len(normalized_shape))
+def _native_layer_norm(
+    input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any
+) -> Call | None:
+    return _norm("native_layer_norm", len(normalized_shape), input, weight, bias, eps)
+
+
+@_reads(F.rms_norm, torch.rms_norm, aten.rms_norm.default)
+def _rms_norm(
+    input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None
+) -> Call | None:
+    return _norm("rms_norm", len(normalized_shape), input, weight, None, eps)
+
+
+@_reads(torch._fused_rms_norm, aten._fused_rms_norm.default)
+def _fused_rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: Any) -> Call | None:
+    return _norm("_fused_rms_norm", len(normalized_shape), input, weight, None, eps)
 
 
 @_reads(load.layer_norm, aten_forward.twin(LAYER_NORM).overload)
@@ -254,11 +286,14 @@ def _fused_layer_norm(
     activation: Any = None,
     scale: Any = 1.0,
     out_dtype: Any = None,
+    statistic: Any = "layer",
+    *kind: Any,
 ) -> Call | None:
     """This package's operator or its twin, which a swapped module calls."""
     if activation is not None or scale != 1.0:
         return None
-    return Call("layer_norm", (input, weight, bias, eps), normalized_ndim)
+    name = "rms_norm" if statistic == "rms" else "layer_norm"
+    return _norm(name, normalized_ndim, input, weight, bias, eps, *kind)
 
 
 # ---- Readers that take the node itself -----------------------------------------------------------
@@ -289,11 +324,15 @@ def _getitem(node: Node) -> Call | None:
     found = read(input)
     if found is None or index not in (0, 1):
         return None
-    if found.name == "native_layer_norm" and index == 0:
-        return found._replace(name="layer_norm")
+    if found.name in _FIRST_OF_SEVERAL and index == 0:
+        return found._replace(name=_FIRST_OF_SEVERAL[found.name])
     if found.name == "var_mean":
         return found._replace(name="mean" if index else "var")
     return None
+
+
+# Norms that also give their statistics, and the names of those that give the first result only.
+_FIRST_OF_SEVERAL = {"native_layer_norm": "layer_norm", "_fused_rms_norm": "rms_norm"}
 
 
 @_reads("unsqueeze", "squeeze", "view", "reshape", "expand", "transpose", "permute", node=True)

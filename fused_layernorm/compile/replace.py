@@ -107,7 +107,22 @@ def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
         None if value is None else _narrowest(value, dtypes, name)
         for name, value in (("gate", site.gate), ("shift", site.shift), ("scale", site.scale))
     )
-    options = Options(site.normalized_ndim, site.eps, site.activation, site.factor, out_dtype)
+    rounded = None if weight is None else site.rounded
+    if rounded not in (None, dtype_of(input)):
+        raise Left(
+            f"the norm is rounded to {name_of(rounded)} before its weight, "
+            f"beside an input of {name_of(dtype_of(input))}"
+        )
+    options = Options(
+        site.normalized_ndim,
+        site.eps,
+        site.activation,
+        site.factor,
+        out_dtype,
+        site.statistic,
+        site.weight_offset,
+        rounded is not None,
+    )
     return Arguments(input, residual, weight, bias, options, gate, shift, scale)  # type: ignore[arg-type]
 
 
@@ -269,9 +284,16 @@ def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effe
                 for name, operand in rows.items()
                 if operand is not None and not has_rows(operand, site.normalized_ndim)
             }
+            order = _order_in_memory(site)
+            if order is not None:
+                input = rows.get("input", arguments.input)
+                rows["input"] = maker.make(torch.ops.aten.permute.default, (input, order))
             arguments = arguments._replace(**rows)
             node = maker.make(fused.overload, fused.lay_out(arguments))
             outputs = [node]
+            if order is not None:
+                back = [order.index(i) for i in range(len(order))]
+                outputs = [maker.make(torch.ops.aten.permute.default, (node, back))]
             if site.residual_out is not None:
                 outputs = [maker.make(operator.getitem, (node, i)) for i in range(2)]
         dtypes = [arguments.options.out_dtype, *map(dtype_of, olds[1:])]
@@ -284,7 +306,8 @@ def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effe
     values = [value_of(old) for old in olds]
     if replacement.narrowed is not None:
         values[0] = value_of(outputs[0])
-    maker.set_example(node, values[0] if site.residual_out is None else tuple(values))
+    if order is None:
+        maker.set_example(node, values[0] if site.residual_out is None else tuple(values))
     for old, output, value in zip(olds, outputs, values, strict=True):
         maker.set_example(output, value)
         old.replace_all_uses_with(output)
@@ -293,6 +316,31 @@ def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effe
     for moved in () if replacement.narrowed is None else replacement.narrowed.moved:
         maker.set_example(moved, example_of(moved))
     return node
+
+
+def _order_in_memory(site: Site) -> list[int] | None:
+    """The order of dimensions in which a norm's result lies in memory; None if it is contiguous.
+
+    A written-out norm of heads (B, H, S, D) that are a view of (B, S, H, D) gives its result in the
+    view's strides, where the operator would give a contiguous one. It also reads that order without
+    a copy. Symbolic strides are compared by their hints: `_check_alike` finds a wrong order.
+    """
+    if site.residual is not None or site.is_modulated:
+        return None
+    value = value_of(site.y)
+    leading = value.dim() - site.normalized_ndim
+    strides = [_hint(stride) for stride in value.stride()[:leading]]
+    if None in strides:
+        return None
+    counted = [i for i in range(leading) if not are_equal([value.shape[i]], [1])]
+    if counted == sorted(counted, key=lambda i: -strides[i]):
+        return None
+    return [*sorted(range(leading), key=lambda i: -strides[i]), *range(leading, value.dim())]
+
+
+def _hint(size: Any) -> Any:
+    """A size, or the number that a symbolic size had in the example; None if it had none."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def has_rows(operand: Any, normalized_ndim: int) -> bool:

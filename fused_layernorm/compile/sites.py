@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer norms of a graph, each a Site with the operations around it, found by the patterns.
+"""The norms of a graph, each a Site with the operations around it, found by the patterns.
 
 A Site is not yet known to be safe to replace: replace.py checks that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,12 +18,21 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..ops.arguments import HALF
 from . import patterns
 from .patterns import PARSED, Match, Viewed, matches
-from .reading import before_casts, dtype_of, is_finite_number, is_tensor, origin, read, value_of
+from .reading import (
+    Call,
+    before_casts,
+    dtype_of,
+    is_finite_number,
+    is_tensor,
+    origin,
+    read,
+    value_of,
+)
 
 
 @dataclass
 class Site:
-    """One layer norm. The fields named as in the patterns are nodes of the graph, or None."""
+    """One norm. The fields named as in the patterns are nodes of the graph, or None."""
 
     norm: Node  # the node that gives the normalized values
     form: str  # how it is written
@@ -41,6 +51,9 @@ class Site:
     scale: Node | Viewed | None = None
     activation: str | None = None
     factor: float = 1.0
+    statistic: str = "layer"
+    weight_offset: float = 0.0
+    rounded: torch.dtype | None = None  # half precision, to which xhat is rounded before weight
     notes: list[str] = field(default_factory=list)  # what was left, and why
 
     @property
@@ -99,36 +112,52 @@ def shape_of(value: Node | Viewed) -> torch.Size:
 
 
 def find(node: Node) -> Site | None:
-    """The layer norm whose result this node gives, without the operations around it."""
+    """The norm whose result this node gives, without the operations around it."""
     call = read(node)
     if call is None or not is_tensor(node):
         return None
-    if call.name == "layer_norm":
-        input, weight, bias, eps = call.operands
-        if not is_tensor(input):
-            return None
-        form = getattr(node.target, "__name__", str(node.target))
-        nodes = frozenset({node})
-        site = Site(
-            node, form, input, call.over, weight, bias, eps, y=node, saved=input, nodes=nodes
-        )
-        if form == "getitem":  # the first of several results
-            site.form = "native_layer_norm"
-            if len(node.args[0].users) > 1:  # type: ignore[union-attr]
-                site.notes.append("its statistics are used")
-        return site
-    for expression in patterns.NORMALIZED:
-        pattern = PARSED[expression]
-        if pattern.name == call.name:
-            for match in matches(pattern, node, Match({})):
-                return _written_out(node, match)
+    if call.name in ("layer_norm", "rms_norm"):
+        return _called(node, call)
+    for statistic, expressions in _NORMALIZED.items():
+        for expression in expressions:
+            pattern = PARSED[expression]
+            if pattern.name == call.name:
+                for match in matches(pattern, node, Match({})):
+                    return _written_out(node, match, statistic)
     return None
 
 
-def _written_out(node: Node, match: Match) -> Site | None:
+def _called(node: Node, call: Call) -> Site | None:
+    input, weight, bias, eps, weight_offset, rounds = call.operands
+    if not is_tensor(input):
+        return None
+    form = getattr(node.target, "__name__", str(node.target))
+    nodes, is_rms = frozenset({node}), call.name == "rms_norm"
+    site = Site(node, form, input, call.over, weight, bias, eps, y=node, nodes=nodes)
+    if is_rms:
+        site.form, site.statistic = call.name, "rms"
+    else:
+        site.saved = input  # PyTorch's rms_norm may save a float32 copy instead
+    site.weight_offset = weight_offset
+    if rounds and dtype_of(input) in HALF:
+        site.rounded = dtype_of(input)
+    if node.target is operator.getitem:  # the first of several results
+        site.form = "_fused_rms_norm" if is_rms else "native_layer_norm"
+        if len(node.args[0].users) > 1:  # type: ignore[union-attr]
+            site.notes.append("its statistics are used")
+    return site
+
+
+_NORMALIZED = {"layer": patterns.NORMALIZED, "rms": patterns.RMS_NORMALIZED}
+_WRITTEN_OUT = {"layer": "written out", "rms": "RMSNorm written out"}
+
+
+def _written_out(node: Node, match: Match, statistic: str) -> Site | None:
     input, eps = match.values["x"], match.values["eps"]
     ndim, dims = value_of(input).dim(), match.over
-    site = Site(node, "written out", input, len(dims), None, None, eps, y=node, nodes=match.nodes)
+    form = _WRITTEN_OUT[statistic]
+    site = Site(node, form, input, len(dims), None, None, eps, y=node, nodes=match.nodes)
+    site.statistic = statistic
     if dims != tuple(range(ndim - len(dims), ndim)):
         site.notes.append(f"it normalizes over dimensions {list(dims)}, which are not the last")
     return site
@@ -136,8 +165,11 @@ def _written_out(node: Node, match: Match) -> Site | None:
 
 def grow(site: Site) -> Site:
     """The site with the operations after it that may be fused with it."""
-    site = _modulated(site)
-    if not site.is_modulated and site.weight is None and site.bias is None:
+    takes_affine = site.weight is None and site.bias is None
+    # The 1 + weight of an RMSNorm, such as Gemma's, is no modulation: its affine step comes first.
+    if site.statistic == "layer" or not takes_affine:
+        site = _modulated(site)
+    if takes_affine and not site.is_modulated:
         site = _modulated(_affine(site))
     if not site.is_modulated:
         site = _activated(site)
@@ -159,8 +191,13 @@ def _casts_behind(node: Node) -> Iterator[Node]:
         yield node
 
 
-def _behind(site: Site, expressions: Iterable[str]) -> Iterator[tuple[str, Node, Match]]:
-    """The matches of these expressions among the nodes after the site, the longest first."""
+def _behind(
+    site: Site, expressions: Iterable[str], fits: Callable[[Site, dict[str, Any]], bool]
+) -> Iterator[tuple[str, Node, Match]]:
+    """The matches of these expressions among the nodes after the site, the longest first.
+
+    fits: whether the values that the names stand for are as the operators take them.
+    """
     roots, frontier = [], [site.y]
     for _ in range(6):  # deeper than any pattern, with casts between its steps
         frontier = [user for node in frontier for user in node.users if read(user) is not None]
@@ -171,7 +208,7 @@ def _behind(site: Site, expressions: Iterable[str]) -> Iterator[tuple[str, Node,
         for root in dict.fromkeys(roots)
         if is_tensor(root)
         for match in matches(PARSED[expression], root, Match({"norm": site.y}))
-        if are_equal(value_of(root).shape, value_of(site.norm).shape)
+        if are_equal(value_of(root).shape, value_of(site.norm).shape) and fits(site, match.values)
     ]
     found.sort(key=lambda way: len(way[2].nodes), reverse=True)
     for expression, root, match in found:
@@ -195,31 +232,69 @@ def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
 
 
 def _modulated(site: Site) -> Site:
-    for _, root, match in _behind(site, patterns.MODULATIONS):
+    def fits(site: Site, values: dict[str, Any]) -> bool:
+        return all(modulates(values.get(name), site) for name in ("scale", "shift"))
+
+    for _, root, match in _behind(site, patterns.MODULATIONS, fits):
         scale, shift = match.values.get("scale"), match.values.get("shift")
-        if modulates(scale, site) and modulates(shift, site):
-            return replace(site, y=root, nodes=site.nodes | match.nodes, scale=scale, shift=shift)
+        return replace(site, y=root, nodes=site.nodes | match.nodes, scale=scale, shift=shift)
     return site
 
 
 def _affine(site: Site) -> Site:
-    shape = site.normalized_shape
-    for _, root, match in _behind(site, patterns.AFFINES):
+    def fits(site: Site, values: dict[str, Any]) -> bool:
+        found = [values[name] for name in ("weight", "bias") if name in values]
+        return all(are_equal(shape_of(p), site.normalized_shape) for p in found)
+
+    is_rms = site.statistic == "rms"
+    expressions = patterns.RMS_AFFINES if is_rms else patterns.AFFINES
+    for expression, root, match in _behind(site, expressions, fits):
         weight, bias = match.values.get("weight"), match.values.get("bias")
-        if all(p is None or are_equal(shape_of(p), shape) for p in (weight, bias)):
-            return replace(site, y=root, nodes=site.nodes | match.nodes, weight=weight, bias=bias)
+        found = replace(site, y=root, nodes=site.nodes | match.nodes, weight=weight, bias=bias)
+        if is_rms and weight is not None:
+            halves = _dtypes_of_casts(site.y, match.nodes).intersection(HALF)
+            if len(halves) > 1:
+                continue  # no operator rounds twice
+            found.rounded = next(iter(halves), None)
+        if "(1 + weight)" in expression:
+            if _is_rounded_sum(weight, match.nodes):
+                continue  # the sum itself is the weight
+            found.weight_offset = 1.0
+        return found
     return site
 
 
+def _dtypes_of_casts(node: Node, nodes: frozenset[Node]) -> set[torch.dtype]:
+    """The dtypes of a node, of the casts of it among these nodes, of the casts of these, etc."""
+    found, pending = set(), [node]
+    while pending:
+        node = pending.pop()
+        found.add(dtype_of(node))
+        for user in node.users:
+            call = read(user)
+            if user in nodes and call is not None and call.name in ("cast", "same"):
+                pending.append(user)
+    return found
+
+
+def _is_rounded_sum(weight: Any, nodes: frozenset[Node]) -> bool:
+    """Whether 1 + weight is rounded to half precision, which no operator does."""
+    sums = [user for user in weight.users if user in nodes]
+    return any(_dtypes_of_casts(node, nodes).intersection(HALF) for node in sums)
+
+
 def _activated(site: Site) -> Site:
-    for expression, root, match in _behind(site, patterns.ACTIVATIONS):
+    for expression, root, match in _behind(site, patterns.ACTIVATIONS, lambda *_: True):
         activation = patterns.ACTIVATIONS[expression]
         site = replace(site, y=root, nodes=site.nodes | match.nodes, activation=activation)
         break
-    for _, root, match in _behind(site, patterns.FACTORS):
-        if is_finite_number(match.values["factor"]):
-            factor = float(match.values["factor"])
-            return replace(site, y=root, nodes=site.nodes | match.nodes, factor=factor)
+
+    def fits(site: Site, values: dict[str, Any]) -> bool:
+        return is_finite_number(values["factor"])
+
+    for _, root, match in _behind(site, patterns.FACTORS, fits):
+        factor = float(match.values["factor"])
+        return replace(site, y=root, nodes=site.nodes | match.nodes, factor=factor)
     return site
 
 

@@ -178,7 +178,7 @@ def settle(
             check_tensor(name, tensor)
     _check_number("eps", eps)
     _check_number("scale", output_scale)
-    check_kind(statistic, weight_offset, weight)
+    _check_number("weight_offset", weight_offset)
     options = Options(
         ndim,
         eps,
