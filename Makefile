@@ -5,7 +5,8 @@
 #   TORCH=torch==2.15.0   the torch that goes into .venv, unless one is there
 #   VENV=dir              another environment than .venv (an activated one is used as it is)
 #   NO_VENV=1             no environment: PYTHON with the packages it has, nothing installed
-#   PYTEST_ARGS="-k add"  passed on by make test
+#   PYTEST_ARGS="-k add"  passed on by make test; "--cov=fused_layernorm" measures coverage
+#   JOBS=2                the processes of make test
 #   BENCH_ARGS, DEMO_ARGS passed on by make bench and make demo
 #   CARRY="diffusers ..." the packages that make carry downloads, for ci/on_gpu on a machine without
 #                         a registry, of CARRY_PYTHON
@@ -52,22 +53,24 @@ test: EXTRAS := [test]
 bench: EXTRAS := [test]
 demo: EXTRAS := [demo]
 
+# The libraries first, by themselves: pip would keep ninja's progress to itself.
 build: env
 	@echo "building for TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST) (minutes, the first time)"
-ifdef NO_VENV
 	$(PY) setup.py -q egg_info build_ext --inplace
-else
+ifndef NO_VENV
 	$(PY) -m pip install --progress-bar off --no-build-isolation -e '.$(EXTRAS)' \
 		| grep -vE '^(Requirement already|Looking in|Collecting|Processing|  Downloading|  Using cached)'
 endif
 	$(PY) -m fused_layernorm
 
-# With the coverage of the Python package, where pytest-cov is installed.
+# In JOBS processes, where pytest-xdist is installed, each with one thread for arithmetic.
+JOBS ?= 2
+test: export OMP_NUM_THREADS ?= 1
 test: build
 ifndef NO_VENV
 	$(PY) tests/libraries.py
 endif
-	$(PY) -m pytest $$($(PY) -c 'import pytest_cov' 2>/dev/null && echo --cov=fused_layernorm) $(PYTEST_ARGS)
+	$(PY) -m pytest -q $$($(PY) -c 'import xdist' 2>/dev/null && printf -- '-n %s --dist worksteal' $(JOBS)) $(PYTEST_ARGS)
 
 bench: build
 	$(PY) -m benchmarks $(BENCH_ARGS)

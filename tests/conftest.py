@@ -2,7 +2,10 @@
 """The tests' shared fixtures: devices, forced kernel strategies, poisoned memory."""
 
 import gc
+import inspect
+import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,16 +17,61 @@ import fused_layernorm  # noqa: F401  (registers the operators)
 
 sys.path.insert(0, str(Path(__file__).parent))  # for numerics.py, in any import mode
 
-NO_CUDA = "no CUDA device" if not torch.cuda.is_available() else None
+# What makes a CUDA tensor, unless it is a fake one.
+MAKES_CUDA = re.compile(r'device="cuda"|\.cuda\(')
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
-def pytest_collection_modifyitems(items):
+def uses_cuda(item):
+    """Whether a test makes CUDA tensors: it has a parameter "cuda", or its source says so."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None and "cuda" in map(str, callspec.params.values()):
+        return True
+    source = inspect.getsource(item.function)
+    return MAKES_CUDA.search(source) is not None and "FakeTensorMode" not in source
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out the tests for which there are too few GPUs; one without its marker is an error."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    left_out: dict[str, list[Any]] = {}
+    unmarked = []
     for item in items:
-        if item.get_closest_marker("gpu") and devices < 1:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        if item.get_closest_marker("multi_gpu") and devices < 2:
-            item.add_marker(pytest.mark.skip(reason=f"two CUDA devices needed, {devices} found"))
+        of_one, of_two = map(item.get_closest_marker, ("gpu", "multi_gpu"))
+        if of_two and devices < 2:
+            left_out.setdefault(f"need two CUDA devices, {devices} found", []).append(item)
+        elif of_one and devices < 1:
+            left_out.setdefault("need a CUDA device", []).append(item)
+        elif not (of_one or of_two) and uses_cuda(item):
+            unmarked.append(item.nodeid)
+    if unmarked:
+        raise pytest.UsageError("tests that use CUDA need the marker gpu: " + ", ".join(unmarked))
+    gone = set(itertools.chain(*left_out.values()))
+    items[:] = [item for item in items if item not in gone]
+    config.hook.pytest_deselected(items=list(gone))
+    config.stash[LEFT_OUT] = {reason: len(tests) for reason, tests in left_out.items()}
+
+
+class OfWorkers:
+    """Brings what pytest-xdist's workers left out, which is the same in each, to the terminal."""
+
+    def pytest_sessionfinish(self, session):
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, {})
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", {})
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(OfWorkers())
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if left_out := config.stash.get(LEFT_OUT, {}):
+        reasons = ", ".join(f"{count} that {reason}" for reason, count in left_out.items())
+        terminalreporter.write_line(f"left out: {reasons}")
 
 
 @pytest.fixture(

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan: which kernel for which problem. Plain host code, which needs no GPU."""
+"""The plan: which kernel for which problem. Plain host code, which needs no GPU.
+
+The principles that every plan keeps are tested here. Which of the plans that keep them is taken,
+up to which number of rows and columns, stands in golden_plans.txt.
+"""
 
 import itertools
 import json
@@ -7,22 +11,16 @@ import random
 import re
 from typing import Any
 
+import golden_plans
 import pytest
 import torch
+from golden_plans import DEVICES, plan
 
 import fused_layernorm  # noqa: F401  (registers the operators)
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 FORWARD = ("warp", "thread", "spread", "block", "split", "resident", "stream")
 BACKWARD = ("warp", "thread", "few_rows", "block", "split", "stream")
-DEVICES = {
-    "T4": {"capability": 75, "sms": 40, "shared_memory": 65536},
-    "A100": {"capability": 80, "sms": 108, "shared_memory": 166912},
-    "RTX 4090": {"capability": 89, "sms": 128, "shared_memory": 101376},
-    "H100": {"capability": 90, "sms": 132, "shared_memory": 232448},
-    "H100 slice": {"capability": 90, "sms": 16, "shared_memory": 232448},
-    "B200": {"capability": 100, "sms": 148, "shared_memory": 232448},
-}
 # The types of x, weight and y that have kernels (dy is of y's type).
 TYPES = [
     *((dtype, dtype, dtype) for dtype in (F32, F16, BF16, F64)),
@@ -37,11 +35,6 @@ COLS = sorted(
 )
 MAX_NUMEL = 2**38  # more than any device holds
 MANY = 100_000  # rows
-
-
-def plan(rows, cols, dtype=F32, *, device="H100", **problem):
-    text = torch.ops.fused_layernorm._plan(rows, cols, dtype, **DEVICES[device], **problem)
-    return json.loads(text)
 
 
 def force(options):
@@ -229,6 +222,7 @@ def check_backward(p, rows, cols, problem, _chip):
         slice_cols = p.get("slice_cols", cols)
         slice_vectors = -(-slice_cols // width)
         assert slice_vectors <= p["team_threads"] * p["vecs"]
+        assert (p["team_threads"] - 32) * p["vecs"] < slice_vectors
         if problem["dtype"] == F64:
             assert p["vecs"] * width == 8
         else:
@@ -504,10 +498,19 @@ def test_a_row_is_summed_alike_wherever_it_begins():
             assert anywhere == there, (cols, types)
 
 
-# ---- The ladder, from strategy to strategy. A range of columns is given by its last number of
-# columns, and within a range every row has the same strategy. A ladder is (problem, last of warp,
-# last of block, ...): a dictionary names the strategy of a further range, a bare number is the last
-# of resident, and stream has all longer rows.
+# ---- Which plan is taken.
+
+
+def test_golden_plans():
+    """`python tests/golden_plans.py --reason ...` makes the file anew."""
+    known = golden_plans.FILE.read_text().splitlines()[1:]
+    changed = [
+        f"- {old}\n+ {new}"
+        for old, new in itertools.zip_longest(known, golden_plans.lines())
+        if old != new
+    ]
+    assert not changed, "\n".join(changed[:5])
+
 
 HALF = {"dtype": BF16}
 WIDE_PARAMS = {"dtype": BF16, "weight_dtype": F32}  # as under autocast
@@ -515,372 +518,6 @@ WIDE_Y = {**WIDE_PARAMS, "y_dtype": F32}
 NARROW_Y = {"dtype": F32, "y_dtype": BF16}
 RESIDUAL, EPILOGUE, ANYWHERE = {"residual": True}, {"has_epilogue": True}, {"aligned": False}
 OF_ROWS = {"dtype": BF16, "backward": True, "group_rows": 1}  # each row has its own modulation
-FORWARD_LADDERS: dict[str, tuple[Any, ...]] = {
-    "float32": ({}, 512, 16_384, {"resident": 20_480}, {"split": 1_081_344}, 4_325_376),
-    "bfloat16": (HALF, 1024, 32_768, {"resident": 57_344}, {"split": 2_162_688}, 8_650_752),
-    "float64": ({"dtype": F64}, 256, 10_240),
-    # Parameters that do not fit beside a row in registers, or types without a resident kernel.
-    "float32 parameters": (WIDE_PARAMS, 1024, 40_960, {"split": 1_681_152}, 7_569_408),
-    "float32 y": (WIDE_Y, 1024, 40_960, {"split": 1_681_152}),
-    "bfloat16 y": (NARROW_Y, 512, 16_384, {"split": 1_081_344}),
-    "epilogue": (EPILOGUE, 512, 20_480, {"split": 1_081_344}),
-    "bfloat16 epilogue": ({**HALF, **EPILOGUE}, 1024, 40_960, {"split": 2_162_688}),
-    "autocast epilogue": ({**WIDE_PARAMS, **EPILOGUE}, 1024, 40_960, {"split": 1_681_152}),
-    "residual": (RESIDUAL, 512, 20_480),
-    "bfloat16 residual": ({**HALF, **RESIDUAL}, 768, 40_960),
-    "residual stream": ({**NARROW_Y, **RESIDUAL, **EPILOGUE}, 512, 20_480),
-    "anywhere": (ANYWHERE, 512, 20_480),
-    "bfloat16 anywhere": ({**HALF, **ANYWHERE}, 1024, 40_960),
-    "bfloat16 anywhere epilogue": ({**HALF, **ANYWHERE, **EPILOGUE}, 1024, 40_960),
-    "bfloat16 anywhere residual": ({**HALF, **ANYWHERE, **RESIDUAL}, 768, 40_960),
-    "float64 anywhere": ({"dtype": F64, **ANYWHERE}, 256, 10_240),
-    "A100": ({"device": "A100"}, 512, 16_384),
-    "A100 bfloat16": ({"device": "A100", **HALF}, 1024, 32_768),
-}
-BACKWARD_LADDERS: dict[str, tuple[Any, ...]] = {
-    "float32": ({}, 256, 11_264, {"split": 1_081_344}),
-    "bfloat16": (HALF, 512, 16_384, {"split": 2_162_688}),
-    "float64": ({"dtype": F64}, 128, 4096),
-    "float32 parameters": (WIDE_PARAMS, 512, 16_384, {"split": 1_892_352}),
-    "float32 dy": (WIDE_Y, 512, 14_336, {"split": 1_351_680}),
-    "bfloat16 dy": (NARROW_Y, 256, 14_336, {"split": 1_351_680}),
-    "epilogue": (EPILOGUE, 256, 9216, {"split": 946_176}),
-    "bfloat16 epilogue": ({**HALF, **EPILOGUE}, 512, 16_384, {"split": 1_892_352}),
-    "autocast epilogue": ({**WIDE_PARAMS, **EPILOGUE}, 512, 14_336, {"split": 1_486_848}),
-    "residual": (RESIDUAL, 256, 11_264, {"split": 1_081_344}),
-    "bfloat16 residual": ({**HALF, **RESIDUAL}, 512, 16_384, {"split": 2_162_688}),
-    "no parameters": ({"needs_dparams": False}, 256, 11_264, {"split": 1_081_344}),
-    "anywhere": (ANYWHERE, 256, 8192, {"split": 1_080_948}),
-    "bfloat16 anywhere": ({**HALF, **ANYWHERE}, 256, 8192, {"split": 1_081_344}),
-    "bfloat16 anywhere epilogue": ({**HALF, **ANYWHERE, **EPILOGUE}, 256, 8192,
-                                   {"split": 1_081_344}),
-    "float64 anywhere": ({"dtype": F64, **ANYWHERE}, 256, 4096),
-    "A100": ({"device": "A100"}, 256, 16_384, {"split": 1_658_880}),
-    "A100 bfloat16": ({"device": "A100", **HALF}, 512, 16_384, {"split": 1_658_880}),
-    "A100 anywhere": ({"device": "A100", **ANYWHERE}, 256, 8192),
-}  # fmt: skip
-
-
-def is_threads(rows, cols, problem):
-    """Whether a thread has a row where the ladder says warp.
-
-    Such rows are many and short, with nothing fused. In forward they are no whole number of
-    vectors; in backward they are not aligned.
-    """
-    half = problem["dtype"].itemsize == 2
-    fused = problem.get("residual", False) or problem.get("has_epilogue", False)
-    if fused or problem["dtype"] == F64:
-        return False
-    if problem.get("backward"):
-        short = 17 <= cols <= 64 if half else 17 <= cols <= 52
-        shorter = 9 <= cols <= 16
-        many = (short and rows >= 400_000) or (shorter and rows >= 1_000_000)
-        many |= not half and 5 <= cols <= 8 and rows >= 2_000_000
-        return many and not problem.get("aligned", True)
-    short = cols <= 64 if half else cols <= 48
-    many = rows >= (10_000 if half and cols <= 56 else 30_000)
-    return many and short and cols % unit(problem) != 0
-
-
-def ranges(ladder):
-    """Yields (strategy, last number of columns) for each range of a ladder."""
-    _, warp, block, *longer = ladder
-    yield "warp", warp
-    yield "block", block
-    for last in longer:
-        yield next(iter(last.items())) if isinstance(last, dict) else ("resident", last)
-    yield "stream", 2**24
-
-
-def check_ladder(rows, ladder, strategies, **options):
-    """`strategies` maps a strategy of the ladder to the one expected in its place."""
-    problem = {"dtype": F32, **ladder[0], **options}
-    step = 1 if problem.get("aligned") is False else unit(problem)
-    choose = random.Random(0)
-    first = step
-    for strategy, last in ranges(ladder):
-        expected = strategies.get(strategy, strategy)
-        between = [choose.randrange(first, last + 1, step) for _ in range(20)]
-        for cols in (first, *between, last):
-            p = plan(rows, cols, **problem)
-            if p["strategy"] == "spread":  # In place of a logical warp: see check_forward().
-                p["strategy"] = "warp"
-            threads = expected == "warp" and is_threads(rows, cols, problem)
-            assert p["strategy"] == ("thread" if threads else expected), (cols, p)
-        first = last + step
-
-
-@pytest.mark.parametrize("ladder", FORWARD_LADDERS)
-def test_forward_goes_from_strategy_to_strategy(ladder):
-    for rows in (1, MANY):
-        check_ladder(rows, FORWARD_LADDERS[ladder], {})
-
-
-@pytest.mark.parametrize(
-    ("cols", "problem", "most_rows"),
-    [
-        # Several warps on whole vectors: up to 96 KiB.
-        (1024, HALF, 48),
-        (512, HALF, 96),
-        (192, HALF, 256),
-        (24, HALF, 2048),
-        (512, {}, 48),
-        (256, {}, 96),
-        (68, {}, 361),
-        # Whole vectors that stay with their lane: up to 64 KiB.
-        (8, HALF, 4096),
-        (64, HALF, 512),
-        (128, HALF, 256),
-        (256, HALF, 128),
-        (4, {}, 4096),
-        (32, {}, 512),
-        (128, {}, 128),
-        # Elements of a lane's vector one by one: up to 2^19, of float32 2^16.
-        (1023, {**HALF, **ANYWHERE}, 512),
-        (127, {**HALF, **ANYWHERE}, 2**19 // 127),
-        (45, ANYWHERE, 2**16 // 45),
-        # Elements side by side.
-        (511, ANYWHERE, 128),
-        (49, ANYWHERE, 128),
-    ],
-)
-def test_few_short_rows_are_spread(cols, problem, most_rows):
-    problem = {"dtype": F32, **problem}
-    assert plan(most_rows, cols, **problem)["strategy"] == "spread"
-    assert plan(most_rows + 1, cols, **problem)["strategy"] == "warp"
-    for other in (RESIDUAL, EPILOGUE, {"group_rows": 1}, {"weight_dtype": F32, "dtype": F16}):
-        assert plan(1, cols, **{**problem, **other})["strategy"] != "spread"
-
-
-@pytest.mark.parametrize("cols", [61, 62, 63])
-def test_single_elements_of_a_vector_a_lane_are_not_spread(cols):
-    assert plan(1, cols, dtype=F32, **ANYWHERE)["strategy"] == "warp"
-
-
-@pytest.mark.parametrize(
-    ("cols", "problem", "threads"),
-    [(4096, HALF, 128), (8192, HALF, 224), (4095, {**HALF, **ANYWHERE}, 128), (1024, {}, 64)],
-)
-def test_parameters_are_loaded_early_where_all_blocks_run_at_once(cols, problem, threads):
-    problem = {"dtype": F32, **problem}
-    rows = 132 * (512 // threads)
-    few, many = plan(rows, cols, **problem), plan(rows + 1, cols, **problem)
-    assert few["threads"] == threads
-    assert few["early"]
-    assert not many["early"]
-    assert not plan(1, cols, **{**problem, **EPILOGUE})["early"]
-
-
-@pytest.mark.parametrize("ladder", BACKWARD_LADDERS)
-def test_backward_goes_from_strategy_to_strategy(ladder):
-    check_ladder(MANY, BACKWARD_LADDERS[ladder], {}, backward=True)
-
-
-@pytest.mark.parametrize("ladder", BACKWARD_LADDERS)
-def test_backward_of_few_rows_goes_from_strategy_to_strategy(ladder):
-    """Few rows has rows up to the length that 512 threads keep: 16 columns each, 8 in float64.
-
-    There are too many rows here for those that are longer.
-    """
-    options, warp, block, *longer = BACKWARD_LADDERS[ladder]
-    kept = 4096 if options.get("dtype") == F64 else 8192
-    problem = {"dtype": F32, **options, "backward": True}
-    step = 1 if problem.get("aligned") is False else unit(problem)
-    for strategy, last in ranges((options, warp, block, *longer)):
-        first_not_few = max(last, kept) if strategy in ("warp", "block") else last
-        for cols in {min(last, kept), last, first_not_few + step}:
-            p = plan(385, cols, **problem)
-            many = plan(MANY, cols, **problem)
-            expected = "few_rows" if cols <= kept else many["strategy"]
-            assert p["strategy"] == expected, (cols, strategy)
-
-
-@pytest.mark.parametrize(
-    ("problem", "cols", "longest"),
-    [
-        (HALF, 8200, True),
-        (HALF, 16_384, True),
-        ({}, 8196, True),
-        ({}, 9216, True),
-        # Slices of rows, and what there are no such kernels for.
-        ({}, 12_288, False),
-        ({**HALF, **RESIDUAL}, 16_384, False),
-        ({**HALF, **EPILOGUE}, 16_384, False),
-        (WIDE_PARAMS, 16_384, False),
-        (WIDE_Y, 8200, False),
-        ({"dtype": F64}, 8192, False),
-        ({**HALF, **ANYWHERE}, 8200, False),
-    ],
-)
-def test_few_rows_that_a_team_does_not_keep(problem, cols, longest):
-    for rows in (1, 384, 385):
-        p = plan(rows, cols, backward=True, **problem)
-        assert (p["strategy"] == "few_rows") == (longest and rows <= 384)
-
-
-# ---- The rungs within a strategy: both sides of each boundary.
-
-
-@pytest.mark.parametrize(
-    ("vectors", "bare", "with_epilogue"),
-    [
-        # vectors of a row, then twice (vectors a lane, lanes)
-        (1, (1, 1), (1, 1)),
-        (2, (1, 2), (2, 1)),
-        (3, (3, 1), (3, 1)),
-        (4, (2, 2), (4, 1)),
-        (5, (3, 2), (3, 2)),
-        (7, (2, 4), (4, 2)),
-        (8, (1, 8), (2, 4)),
-        (9, (3, 4), (3, 4)),
-        (13, (2, 8), (4, 4)),
-        (16, (2, 8), (4, 4)),
-        (17, (3, 8), (3, 8)),
-        (25, (2, 16), (4, 8)),
-        (32, (2, 16), (4, 8)),
-        (33, (3, 16), (3, 16)),
-        (49, (2, 32), (4, 16)),
-        (64, (2, 32), (4, 16)),
-        (65, (3, 32), (3, 32)),
-        (128, (4, 32), (4, 32)),
-    ],
-)
-@pytest.mark.parametrize("dtype", [BF16, F16, F64])
-def test_lanes_of_half_precision(dtype, vectors, bare, with_epilogue):
-    cols = vectors * 16 // dtype.itemsize
-    for epilogue, expected in ((False, bare), (True, with_epilogue)):
-        p = plan(MANY, cols, dtype, has_epilogue=epilogue)
-        assert (p["vecs"], p["lanes"]) == expected
-        # Rows that are not aligned have the same lanes, and longer rows also where they are not a
-        # whole number of vectors.
-        less = vectors > 8
-        p = plan(MANY, cols - less, dtype, has_epilogue=epilogue, aligned=False)
-        assert (p["vecs"], p["lanes"]) == expected
-
-
-@pytest.mark.parametrize(
-    ("vectors", "bare", "with_epilogue"),
-    [
-        (1, (1, 1), (1, 1)),
-        (2, (1, 2), (2, 1)),
-        (3, (2, 2), (3, 1)),
-        (8, (2, 4), (2, 4)),
-        (9, (3, 4), (3, 4)),
-        (13, (2, 8), (2, 8)),
-        (15, (2, 8), (2, 8)),
-        (16, (1, 16), (2, 8)),
-        (17, (3, 8), (3, 8)),
-        (25, (2, 16), (2, 16)),
-        (32, (2, 16), (2, 16)),
-        (33, (3, 16), (3, 16)),
-        (48, (3, 16), (3, 16)),
-        (49, (2, 32), (2, 32)),
-        (64, (2, 32), (2, 32)),
-        (65, (3, 32), (3, 32)),
-        (96, (3, 32), (3, 32)),
-        (97, (4, 32), (4, 32)),
-        (128, (4, 32), (4, 32)),
-    ],
-)
-@pytest.mark.parametrize("y_dtype", [F32, BF16])
-def test_lanes_of_float32(y_dtype, vectors, bare, with_epilogue):
-    for epilogue, expected in ((False, bare), (True, with_epilogue)):
-        aligned = vectors * 4 % (16 // y_dtype.itemsize) == 0
-        if not aligned and not epilogue and vectors <= 12:
-            expected = (1, 1 << (vectors - 1).bit_length())  # the lanes that threads play
-        p = plan(9999, vectors * 4, F32, y_dtype=y_dtype, has_epilogue=epilogue, aligned=aligned)
-        assert (p["vecs"], p["lanes"]) == expected
-
-
-@pytest.mark.parametrize(
-    ("problem", "vectors", "vecs", "threads"),
-    [
-        # The choice with the fewest empty places. Of equals, four vectors precede five, then three.
-        ({}, 129, 5, 32),
-        ({}, 160, 5, 32),
-        ({}, 161, 3, 64),
-        ({}, 256, 4, 64),
-        ({}, 257, 3, 96),
-        ({}, 639, 4, 160),
-        # Five vectors a thread, then eight, up to the threads that there are registers for.
-        ({}, 640, 5, 128),
-        ({}, 1472, 5, 320),
-        ({}, 1473, 8, 192),
-        ({}, 4096, 8, 512),
-        (WIDE_PARAMS, 1472, 5, 320),
-        (WIDE_PARAMS, 1473, 8, 192),
-        (WIDE_PARAMS, 5120, 8, 640),
-        (EPILOGUE, 639, 4, 160),
-        (EPILOGUE, 640, 5, 128),
-        (EPILOGUE, 704, 5, 160),
-        (EPILOGUE, 705, 4, 192),
-        (EPILOGUE, 960, 4, 256),
-        (EPILOGUE, 961, 8, 128),
-        (EPILOGUE, 1408, 8, 192),
-        (EPILOGUE, 1409, 4, 384),
-        (EPILOGUE, 1664, 4, 416),
-        (EPILOGUE, 1665, 5, 352),
-        (EPILOGUE, 1792, 5, 384),
-        (EPILOGUE, 1793, 4, 480),
-        # With four vectors a thread, a block has at most 576 threads if the parameters have x's
-        # size, and 1,024 if they are larger.
-        (EPILOGUE, 2304, 4, 576),
-        (EPILOGUE, 2305, 8, 320),
-        ({**WIDE_PARAMS, **EPILOGUE}, 2304, 4, 576),
-        ({**WIDE_PARAMS, **EPILOGUE}, 2305, 4, 608),
-        ({**WIDE_PARAMS, **EPILOGUE}, 4096, 4, 1024),
-        ({**WIDE_PARAMS, **EPILOGUE}, 4097, 8, 544),
-        (RESIDUAL, 129, 3, 64),
-        (RESIDUAL, 384, 3, 128),
-        (RESIDUAL, 512, 3, 192),
-        (RESIDUAL, 639, 3, 224),
-        (RESIDUAL, 640, 5, 128),
-        # With five vectors a thread, a block has at most 448 threads.
-        (RESIDUAL, 2240, 5, 448),
-        (RESIDUAL, 2241, 4, 576),
-        (RESIDUAL, 4096, 4, 1024),
-        (RESIDUAL, 4097, 8, 544),
-        ({**RESIDUAL, **EPILOGUE}, 704, 5, 160),
-        ({**RESIDUAL, **EPILOGUE}, 961, 5, 224),
-    ],
-)
-@pytest.mark.parametrize("anywhere", [False, True])
-def test_threads_of_a_block(problem, vectors, vecs, threads, anywhere):
-    if anywhere:
-        problem = {**problem, **ANYWHERE}
-    p = plan(4096, vectors * 8, **{"dtype": BF16, **problem})
-    assert (p["strategy"], p["vecs"], p["threads"]) == ("block", vecs, threads)
-
-
-@pytest.mark.parametrize(
-    ("vectors", "vecs"), [(639, 4), (640, 4), (1472, 4), (1473, 8), (4096, 8), (5120, 8)]
-)
-@pytest.mark.parametrize("problem", [{}, WIDE_PARAMS, EPILOGUE, {**WIDE_Y, **EPILOGUE}])
-def test_threads_of_a_block_of_ragged_rows(problem, vectors, vecs):
-    """Rows that are not a whole number of vectors, with or without an epilogue."""
-    for missing in (1, 7):
-        p = plan(4096, vectors * 8 - missing, **{"dtype": BF16, **problem})
-        assert (p["strategy"], p["vecs"]) == ("block", vecs)
-        assert p["moves"] == "shifted"
-
-
-def test_the_fewest_rings_of_five():
-    """A row has the fewest blocks whose slices leave room for five stages, and a lag of two."""
-    for options, last, blocks_per_row in (
-        ({}, 8192 * 132, 132),
-        ({}, 8192 * 3, 3),
-        (HALF, 16_384 * 4, 4),
-        ({**HALF, **EPILOGUE}, 16_384 * 4, 4),
-        (WIDE_PARAMS, 12_736 * 4, 4),
-    ):
-        p = plan(4096, last, **options)
-        assert (p["strategy"], p["blocks_per_row"]) == ("split", blocks_per_row)
-        assert (p["stages"], p["lag"]) == (5, 2)
-        longer = plan(4096, last + unit({"dtype": F32, **options}), **options)
-        if blocks_per_row < 132:
-            assert longer["blocks_per_row"] == 132 // (132 // (blocks_per_row + 1))
-        else:
-            assert longer["strategy"] == "resident"
 
 
 def test_kernelbench_problems():
@@ -890,93 +527,6 @@ def test_kernelbench_problems():
     long = plan(16, 4_194_304)
     assert long["strategy"] == "resident"
     assert long["blocks"] == 132  # the whole chip works on each of the 16 rows in turn
-
-
-@pytest.mark.parametrize(
-    ("problem", "cols", "most_rows"),
-    [
-        # Limited by the number of rows.
-        (HALF, 1024, 2048),
-        ({}, 64, 2048),
-        ({**HALF, **ANYWHERE}, 1024, 1024),
-        ({"dtype": F64}, 64, 2048),
-        ({"dtype": F64, **ANYWHERE}, 64, 1024),
-        ({**HALF, **EPILOGUE}, 1024, 2048),
-        # Limited by the bytes of x and dy.
-        (HALF, 4096, 2048),
-        (HALF, 4104, 2**25 // (4 * 4104)),
-        (WIDE_Y, 4096, 2**25 // (6 * 4096)),
-        (NARROW_Y, 4096, 2**25 // (6 * 4096)),
-        (RESIDUAL, 8192, 2**25 // (8 * 8192)),
-        ({**HALF, **ANYWHERE}, 8192, 1024),
-    ],
-)
-@pytest.mark.parametrize("needs_dparams", [True, False])
-def test_few_rows_are_so_many(problem, cols, most_rows, needs_dparams):
-    options = {**problem, "backward": True, "needs_dparams": needs_dparams}
-    few = plan(most_rows, cols, **options)
-    assert few["strategy"] == "few_rows"
-    assert (few["column_blocks"] > 0) == (few["shared_bytes"] > 0) == needs_dparams
-    many = plan(most_rows + 1, cols, **options)
-    assert many["strategy"] in ("warp", "block")
-    assert many["partials"] > 1
-    assert (many["workspace_bytes"] > 0) == needs_dparams
-
-
-@pytest.mark.parametrize(
-    ("rows", "cols", "problem", "team_threads", "teams"),
-    [
-        # Blocks have 64 threads; from 17 rows on 128, from 65 on 256, from 256 on 512.
-        (16, 1024, HALF, 64, 1),
-        (17, 1024, HALF, 64, 2),
-        (65, 1024, HALF, 64, 4),
-        (255, 1024, HALF, 64, 4),
-        (256, 1024, HALF, 64, 8),
-        # Fewer teams if almost all blocks, those on columns included, then run at once.
-        (512, 2060, {**HALF, **ANYWHERE}, 160, 2),
-        (512, 2060, {**HALF, **ANYWHERE, **EPILOGUE}, 160, 3),
-        (512, 2060, {**HALF, **ANYWHERE, "needs_dparams": False}, 160, 3),
-        # If no number of teams allows that, each team of 256 threads has a block to itself.
-        (2048, 4096, HALF, 256, 1),
-        # Smaller teams, and teams of unaligned rows, fill a block.
-        (2048, 2048, HALF, 128, 4),
-        (2048, 1024, {}, 64, 8),
-        (1024, 2048, {**HALF, **ANYWHERE}, 128, 4),
-        # Logical warps fill a block likewise.
-        (1, 512, HALF, 32, 2),
-        # Of few rows of single elements, four teams share each.
-        (1, 285, {**HALF, **ANYWHERE}, 32, 4),
-        (128, 285, {**HALF, **ANYWHERE}, 32, 8),
-        (129, 285, {**HALF, **ANYWHERE}, 32, 8),
-        (128, 1024, {**HALF, **ANYWHERE}, 64, 4),
-        (100, 512, HALF, 32, 8),
-        (300, 512, HALF, 32, 16),
-        (300, 24, HALF, 2, 256),
-    ],
-)
-def test_teams_of_few_rows(rows, cols, problem, team_threads, teams):
-    p = plan(rows, cols, backward=True, **problem)
-    assert (p["strategy"], p["team_threads"], p["teams"]) == ("few_rows", team_threads, teams)
-
-
-@pytest.mark.parametrize(
-    ("problem", "cols", "vecs", "lanes"),
-    [
-        ({}, 4, 2, 1),
-        ({}, 12, 2, 2),
-        ({}, 256, 2, 32),
-        (HALF, 512, 2, 32),
-        (ANYWHERE, 4, 4, 1),
-        (ANYWHERE, 5, 4, 2),
-        (ANYWHERE, 37, 4, 16),
-        (ANYWHERE, 128, 4, 32),
-        (ANYWHERE, 129, 8, 32),
-        (ANYWHERE, 256, 8, 32),
-    ],
-)
-def test_lanes_of_backward(problem, cols, vecs, lanes):
-    p = plan(MANY, cols, backward=True, **problem)
-    assert (p["strategy"], p["vecs"], p["lanes"]) == ("warp", vecs, lanes)
 
 
 @pytest.mark.parametrize(
@@ -998,123 +548,6 @@ def test_threads_of_backwards_warps(problem, threads):
     assert (p["strategy"], p["threads"]) == ("warp", threads)
     sums = p["second_sums_offset"] if p["chain_rows"] else p["shared_bytes"]
     assert sums == 2 * threads // 32 * 64 * 4
-
-
-@pytest.mark.parametrize(
-    ("problem", "cols", "vecs", "team_threads"),
-    [
-        # Sixteen columns a thread while there are threads for them, then 32.
-        (HALF, 520, 2, 64),
-        (HALF, 8192, 2, 512),
-        (HALF, 8200, 4, 288),
-        (HALF, 16_384, 4, 512),
-        ({}, 260, 4, 32),
-        ({}, 8192, 4, 512),
-        ({}, 8196, 8, 288),
-        (EPILOGUE, 8192, 4, 512),
-        (ANYWHERE, 8192, 16, 512),
-        # float64 has kernels for eight columns a thread.
-        ({"dtype": F64}, 130, 4, 32),
-        ({"dtype": F64}, 4096, 4, 512),
-        ({"dtype": F64, **ANYWHERE}, 257, 8, 64),
-    ],
-)
-def test_threads_of_backwards_teams(problem, cols, vecs, team_threads):
-    p = plan(MANY, cols, backward=True, **problem)
-    assert (p["strategy"], p["vecs"], p["team_threads"]) == ("block", vecs, team_threads)
-
-
-@pytest.mark.parametrize(
-    ("cols", "problem", "teams"),
-    [
-        (1000, HALF, 8),
-        (1032, HALF, 5),
-        (1976, HALF, 4),
-        (2056, HALF, 3),
-        (4096, HALF, 2),
-        (4104, HALF, 1),
-        # Single elements of half precision.
-        (1024, {**HALF, **ANYWHERE}, 8),
-        (1537, {**HALF, **ANYWHERE}, 4),
-        (4096, {**HALF, **ANYWHERE}, 2),
-        # A single team moves long float32 rows.
-        (2048, {}, 1),
-        (4096, {}, 1),
-        (4096, RESIDUAL, 1),
-        (4096, EPILOGUE, 1),
-        (2433, ANYWHERE, 1),
-        # Elsewhere a team's time hides behind the other team.
-        (4095, {**ANYWHERE, **RESIDUAL}, 2),
-        (4096, {**HALF, **RESIDUAL}, 2),
-        (4096, {**HALF, **EPILOGUE}, 2),
-        (4096, WIDE_Y, 2),
-        (4096, NARROW_Y, 2),
-        # Which gradients are asked for, and the weight's type, do not matter.
-        (4096, {"needs_dparams": False}, 1),
-        (4096, WIDE_PARAMS, 2),
-        # Chips without bulk copies have no ring that teams would share.
-        (4096, {"device": "A100"}, 2),
-    ],
-)
-def test_backward_blocks_have_all_teams_or_one(cols, problem, teams):
-    for rows in (2049, 32768):
-        p = plan(rows, cols, backward=True, **problem)
-        assert (p["strategy"], p["teams"]) == ("block", teams)
-
-
-MANY_ROWS_TEAMS = [
-    (HALF, "1000: 8, 1008: 6, 1024: 6, 1032: 5, 1976: 4, 1984: 3, 2048: 3, 2056: 3"),
-    ({**HALF, **ANYWHERE}, "1024: 8, 1025: 4, 1536: 4"),
-    ({}, "512: 8, 516: 6, 672: 6, 676: 4, 1020: 4, 1024: 3, 1404: 3, 1408: 4, 2044: 4, 2048: 1"),
-    (RESIDUAL, "764: 8, 768: 4, 2044: 4, 2048: 2, 2812: 2, 2816: 1"),
-    (EPILOGUE, "764: 8, 768: 4, 2044: 4, 2048: 2, 2812: 2, 2816: 1"),
-    (ANYWHERE, "320: 12, 321: 8, 448: 8, 449: 12, 512: 12, 513: 6, 672: 6, 673: 4, 1100: 4"),
-    (ANYWHERE, "1101: 3, 1600: 3, 1601: 4, 2047: 4, 2048: 2, 2431: 2, 2432: 1"),
-]
-
-
-@pytest.mark.parametrize(("problem", "ladder"), MANY_ROWS_TEAMS)
-def test_backward_of_many_rows_has_fewer_teams(problem, ladder):
-    """`ladder` has columns: teams, on both sides of each number of columns where they change."""
-    for rung in ladder.split(", "):
-        cols, teams = map(int, rung.split(": "))
-        p = plan(32768, cols, backward=True, **problem)
-        assert (p["strategy"], p["teams"]) == ("block", teams), cols
-
-
-@pytest.mark.parametrize(
-    ("cols", "problem", "fewer", "more"),
-    [(1024, HALF, 6, 8), (2048, HALF, 3, 4), (1000, {}, 4, 8), (1152, {}, 3, 5), (4096, {}, 1, 2)],
-)
-def test_few_teams_have_many_rows_each(cols, problem, fewer, more):
-    """Sixteen rows, on each of the 132 multiprocessors."""
-    for rows, teams in ((132 * (16 * fewer - 1), more), (132 * (16 * fewer - 1) + 1, fewer)):
-        p = forced_plan("strategy=block", rows, cols, backward=True, **problem)
-        assert p["teams"] == teams
-
-
-@pytest.mark.parametrize(
-    ("problem", "column_bytes"),
-    [
-        (HALF, 6),
-        ({}, 12),
-        ({**HALF, **RESIDUAL}, 8),
-        (WIDE_Y, 8),
-        ({**HALF, "group_rows": 256}, 6),
-        ({**HALF, "group_rows": 256, "gated": True}, 12),
-    ],
-)
-def test_backward_of_large_tensors_lets_x_and_dy_stay_in_l2(problem, column_bytes):
-    """From 96 MiB that are read and written on, but not with an activation."""
-    cols, step = 4096, problem.get("group_rows", 1)
-    rows = (96 << 20) // (cols * column_bytes)
-    large, small = (plan(n, cols, backward=True, **problem) for n in (rows, rows - step))
-    assert large["strategy"] == small["strategy"]
-    assert large["strategy"] in ("block", "group")
-    assert (large["stays_in_l2"], small["stays_in_l2"]) == (True, False)
-    active = {**problem, **EPILOGUE}
-    if "group_rows" not in problem:
-        assert not plan(rows, cols, backward=True, **active)["stays_in_l2"]
 
 
 @pytest.mark.parametrize("problem", [HALF, {}, RESIDUAL])
@@ -1181,104 +614,6 @@ def test_a_ring_pays_from_the_third_row_on(problem):
     for rows, bulk in ((16, False), (17, True)):
         p = forced_plan("strategy=block teams=8", rows, 1024, backward=True, **problem)
         assert (p["teams"], p["bulk"]) == (8, bulk)
-
-
-@pytest.mark.parametrize(
-    ("problem", "cols", "stages"),
-    [
-        # As many rows as come next to 60,000 bytes, but at least two rows that are kept or three
-        # that are read twice.
-        (HALF, 1000, 2),
-        (HALF, 1024, 2),
-        (HALF, 1152, 3),
-        (HALF, 2048, 2),
-        (HALF, 4096, 2),
-        (HALF, 12_288, 3),
-        (HALF, 16_384, 3),
-        # 64 KiB.
-        ({**HALF, **ANYWHERE}, 3073, 3),
-        ({**HALF, **ANYWHERE}, 1025, 4),
-        # 50 KiB in float32.
-        ({}, 8192, 2),
-        ({}, 11_264, 2),
-        (ANYWHERE, 571, 2),
-        (ANYWHERE, 711, 2),
-        (ANYWHERE, 1601, 2),
-        # A single team has three stages, unless its rows are long.
-        (HALF, 8184, 3),
-        (HALF, 8192, 2),
-        ({}, 2048, 3),
-        ({}, 3196, 3),
-        ({}, 3200, 2),
-        (ANYWHERE, 4095, 3),
-        (ANYWHERE, 4096, 2),
-        # As many stages as there is room for.
-        ({**HALF, **EPILOGUE}, 16_384, 2),
-    ],
-)
-def test_stages_of_backwards_rows(problem, cols, stages):
-    p = plan(MANY, cols, backward=True, **problem)
-    assert (p["strategy"], p["stages"]) == ("block", stages)
-
-
-@pytest.mark.parametrize(
-    ("problem", "cols", "stages", "lag", "blocks_per_row"),
-    [
-        # Five stages or more while the row can have more blocks. The lag follows from the stages.
-        ({}, 5120 * 132, 5, 2, 132),
-        ({}, 5120 * 132 + 4, 4, 1, 132),
-        (NARROW_Y, 6656 * 132, 5, 2, 132),
-        ({}, 12_000, 6, 2, 3),
-        (WIDE_Y, 65_536, 5, 2, 10),
-        ({**WIDE_Y, **RESIDUAL}, 65_536, 5, 2, 10),
-        # Half precision has six stages if the slices are then long enough, else four or more.
-        (HALF, 16_392, 5, 2, 2),
-        (HALF, 65_536, 6, 2, 8),
-        (HALF, 7936 * 33, 6, 2, 33),
-        (HALF, 7936 * 33 - 64 * 33, 4, 1, 22),
-        (HALF, 12_288 * 132, 4, 1, 132),
-        (HALF, 12_288 * 132 + 8, 3, 1, 132),
-        # Rows with an epilogue have four stages, rows with only a residual three.
-        (EPILOGUE, 65_536, 4, 1, 12),
-        ({**HALF, **EPILOGUE}, 65_536, 4, 1, 6),
-        ({**EPILOGUE, **RESIDUAL}, 65_536, 4, 1, 12),
-        (RESIDUAL, 65_536, 3, 1, 8),
-        ({**HALF, **RESIDUAL}, 65_536, 3, 1, 4),
-        # Without bulk copies.
-        ({**HALF, "device": "A100"}, 65_536, 0, 2, 5),
-    ],
-)
-def test_stages_of_backwards_slices(problem, cols, stages, lag, blocks_per_row):
-    p = plan(MANY, cols, backward=True, **problem)
-    assert (p["strategy"], p["stages"], p["lag"]) == ("split", stages, lag)
-    assert p["blocks_per_row"] == blocks_per_row
-
-
-@pytest.mark.parametrize(
-    ("problem", "cols", "has_collector", "vecs"),
-    [
-        # A collector fits beside up to 480 threads.
-        (HALF, 65_536, True, 4),
-        ({**HALF, **RESIDUAL}, 15_360 * 4, True, 4),
-        ({**HALF, **RESIDUAL}, 15_424 * 4, False, 4),
-        # A thread has 16 columns, with a collector or without.
-        (RESIDUAL, 7680 * 132, True, 4),
-        (RESIDUAL, 7712 * 132, False, 4),
-        ({**WIDE_PARAMS, **RESIDUAL}, 8000 * 132, False, 2),
-        # Without a residual, a ring of three stages, or in float32 of four, has no collector.
-        ({}, 5120 * 132 + 4, False, 4),
-        ({}, 6400 * 132, False, 4),
-        (HALF, 12_352 * 132, False, 4),
-        (HALF, 16_384 * 132, False, 4),
-        # Single elements, 16 of them a thread.
-        ({**HALF, **ANYWHERE}, 7937 * 132, False, 16),
-        # Without bulk copies.
-        ({**HALF, "device": "A100"}, 15_360 * 108, True, 4),
-    ],
-)
-def test_who_collects_the_sums_of_backwards_slices(problem, cols, has_collector, vecs):
-    p = plan(MANY, cols, backward=True, **problem)
-    assert (p["strategy"], p["has_collector"], p["vecs"]) == ("split", has_collector, vecs)
 
 
 @pytest.mark.parametrize(

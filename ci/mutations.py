@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes that the tests must notice: each is made, the tests named beside it run, and undone.
+
+    python ci/mutations.py                   all but those in kernels; needs no GPU
+    python ci/mutations.py --only plan       of one kind, or of one name
+    python ci/mutations.py --only kernel     on a machine with a GPU and nvcc: compiles the kernels
+    python ci/mutations.py --patch few-rows-warps   prints one of them as a patch
+
+A change that its tests do not notice is a test to write. The libraries in fused_layernorm/ are put
+back afterwards; those of the plan are built without kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "fused_layernorm"
+OPERATORS = {"FUSED_LAYERNORM_CPU_OPERATORS": "1"}
+PYTHON_AUTOGRAD = {**OPERATORS, "FUSED_LAYERNORM_PYTHON_AUTOGRAD": "1"}
+
+
+class Mutation(NamedTuple):
+    name: str
+    kind: str  # python, autograd, plan or kernel: what is compiled for it
+    file: str
+    old: str  # stands once in the file
+    new: str
+    tests: tuple[str, ...]  # arguments of pytest
+    env: Mapping[str, str] = MappingProxyType({})
+
+
+# The plans' principles: these mutations must be caught without the golden file.
+PRINCIPLES = ("tests/test_plan.py", "-k", "not golden")
+PLANS = ("tests/test_plan.py",)
+BACKWARD = ("tests/test_backward.py", "-m", "not on_cpu")
+FORWARD = ("tests/test_forward.py", "-m", "not on_cpu")
+ADA = ("tests/test_ada_layer_norm.py", "-m", "not on_cpu")
+AUTOGRAD = ("tests/test_autograd.py", "tests/test_autograd_library.py")
+
+MUTATIONS = [
+    # ---- Python.
+    Mutation("formulas-silu", "python", "fused_layernorm/ops/formulas.py",
+             "sigmoid * (1 + z * (1 - sigmoid))", "sigmoid * (1 + z * (1 + sigmoid))",
+             ("tests/test_autograd.py",), PYTHON_AUTOGRAD),
+    Mutation("formulas-eps", "python", "fused_layernorm/ops/formulas.py",
+             "(b.rstd.pow(-2) - variance).detach()", "(b.rstd.pow(-2) - variance)",
+             ("tests/test_autograd.py",), PYTHON_AUTOGRAD),
+    Mutation("formulas-gate", "python", "fused_layernorm/ops/formulas.py",
+             "dgate = sum_to(d * input.to(acc), gate.shape)",
+             "dgate = sum_to(d * gate.to(acc), gate.shape)",
+             ("tests/test_ada_layer_norm.py",), OPERATORS),
+    Mutation("autograd-only-residual", "python", "fused_layernorm/ops/autograd.py",
+             "dx, dinput, dgate, dshift, dscale, dweight, dbias = dresidual, *(None,) * 6",
+             "dx, dinput, dgate, dshift, dscale, dweight, dbias = (None,) * 7",
+             ("tests/test_autograd.py", "tests/test_fusions.py", "tests/test_ada_layer_norm.py"),
+             PYTHON_AUTOGRAD),
+    Mutation("composite-narrow-rows", "python", "fused_layernorm/ops/composite.py",
+             "math.prod(normalized_shape) > 2", "math.prod(normalized_shape) > 0",
+             ("tests/test_forward.py",), OPERATORS),
+    Mutation("composite-centered", "python", "fused_layernorm/ops/composite.py",
+             "        torch.zeros_like(b.mean, memory_format=torch.contiguous_format),",
+             "        b.mean.contiguous(),", ("tests/test_backward.py",), OPERATORS),
+    Mutation("vmap-per-sample-sums", "python", "fused_layernorm/ops/vmap.py",
+             "formulas.backward(of_samples, sum_from=1)", "formulas.backward(of_samples)",
+             AUTOGRAD, OPERATORS),
+    Mutation("distributed-partial", "python", "fused_layernorm/distributed.py",
+             "if is_whole else Partial()", "if is_whole else Replicate()",
+             ("tests/test_distributed.py",)),
+    Mutation("swap-own-forward", "python", "fused_layernorm/swap.py",
+             'if "forward" in module.__dict__:', "if False:", ("tests/test_swap.py",)),
+    Mutation("reading-unbiased", "python", "fused_layernorm/compile/reading.py",
+             "if keepdim and is_biased else None", "if keepdim else None",
+             ("tests/test_graph_pass.py",)),
+    Mutation("replace-write-between", "python", "fused_layernorm/compile/replace.py",
+             "    if not effects.in_one_region(site.nodes):", "    if False:",
+             ("tests/test_graph_pass.py", "tests/test_compile_backend.py")),
+    Mutation("override-count", "python", "fused_layernorm/override.py",
+             "    if not _in_force[key]:", "    if _in_force[key]:", ("tests/test_override.py",)),
+    # ---- Autograd in C++.
+    Mutation("gelu-second", "autograd", "csrc/autograd/formulas.h",
+             "density * (2 - z * z)", "density * (1 - z * z)", AUTOGRAD, OPERATORS),
+    Mutation("silu-second", "autograd", "csrc/autograd/formulas.h",
+             "s * (1 - s) * (2 + z * (1 - 2 * s))", "s * (1 - s) * (2 + z * (1 - s))",
+             AUTOGRAD, OPERATORS),
+    Mutation("rstd-of-x", "autograd", "csrc/autograd/formulas.h",
+             "const Tensor rstd = (variance + eps).rsqrt();",
+             "const Tensor rstd = (variance + eps).rsqrt().detach();", AUTOGRAD, OPERATORS),
+    Mutation("only-residual-used", "autograd", "csrc/autograd/forward.h",
+             "if constexpr (Op::kHasResidual) dx = gradients[1];", "",
+             ("tests/test_autograd.py", "tests/test_fusions.py"), OPERATORS),
+    Mutation("gate-of-two", "autograd", "csrc/autograd/formulas.h",
+             "results.gate = reduce_to(ddinput * dresidual_out, a.gate);", "", AUTOGRAD, OPERATORS),
+    # ---- Plans.
+    Mutation("warp-last-rows", "plan", "csrc/plan/forward.cpp",
+             "plan.blocks = ceil_div(problem.rows, kForwardWarpThreads / plan.lanes);",
+             "plan.blocks = problem.rows / (kForwardWarpThreads / plan.lanes) + 1 - "
+             "(problem.rows % 7 == 1);", PRINCIPLES),
+    Mutation("team-of-one-row", "plan", "csrc/plan/backward.cpp",
+             "static_cast<int>(problem.cols), kBackwardThreads, 1, forced);\n"
+             "  if (!team) return std::nullopt;\n  const bool ring",
+             "static_cast<int>(problem.cols), problem.rows == 1 ? 256 : kBackwardThreads, 1, "
+             "forced);\n  if (!team) return std::nullopt;\n  const bool ring", PRINCIPLES),
+    Mutation("slices-unaligned", "plan", "csrc/plan/forward.cpp",
+             "device.capability >= 90 && problem.aligned && problem.x",
+             "device.capability >= 90 && problem.x", PRINCIPLES),
+    Mutation("collector-lag", "plan", "csrc/plan/forward.cpp",
+             "plan.threads = plan.team_threads + (shared ? kWarpThreads : 0);",
+             "plan.threads = plan.team_threads;", PRINCIPLES),
+    Mutation("old-chips-ring", "plan", "csrc/plan/backward.cpp",
+             "return device.capability >= 90 && problem.x != DataType::kFloat64 &&\n"
+             "         forced.value_or(Field::kBulk, 1) != 0;",
+             "return device.capability >= 80 && problem.x != DataType::kFloat64 &&\n"
+             "         forced.value_or(Field::kBulk, 1) != 0;", PRINCIPLES),
+    Mutation("partials-too-small", "plan", "csrc/plan/backward.cpp",
+             "+= int64_t{2} * sets * problem.cols * acc_size_of(problem.x);",
+             "+= int64_t{2} * sets * problem.cols * size_of(problem.x);",
+             PRINCIPLES),
+    Mutation("ladder-teams", "plan", "csrc/plan/ladders.h",
+             "    {1007, kMostTeams},", "    {999, kMostTeams},", PLANS),
+    Mutation("ladder-ring-bytes", "plan", "csrc/plan/ladders.h",
+             "kHalfRingBytes = 60000;", "kHalfRingBytes = 70000;", PLANS),
+    Mutation("ladder-many-rows", "plan", "csrc/plan/ladders.h",
+             "constexpr int kFewTeamsRows = 16;", "constexpr int kFewTeamsRows = 17;", PLANS),
+    # ---- Kernels, each in a file of its own so that little is compiled.
+    Mutation("few-rows-warps", "kernel", "csrc/backward/few_rows.cu",
+             "for (int w = 1; w < warps; ++w) sum += sums[w * kCols + c];",
+             "for (int w = 2; w < warps; ++w) sum += sums[w * kCols + c];", BACKWARD),
+    Mutation("few-rows-shared", "kernel", "csrc/backward/few_rows.cu",
+             "    N::Statistic::add_sums(sums, its_xhat, its_g);",
+             "    if (k + 1 < kVecs) N::Statistic::add_sums(sums, its_xhat, its_g);", BACKWARD),
+    Mutation("stream-last-chunk", "kernel", "csrc/forward/stream.cu",
+             "use(Acc(min(chunks.slice_cols, p.cols - i * chunks.slice_cols)), parts[i]);",
+             "use(Acc(chunks.slice_cols), parts[i]);", FORWARD),
+    Mutation("resident-meeting", "kernel", "csrc/forward/resident.cu",
+             "      moments = combined;\n", "", FORWARD),
+    Mutation("dscale-bias", "kernel", "csrc/backward/param_grad.cu",
+             "sum[j] = weight[j] * sum[j] + bias[j] * of_shift[j];", "sum[j] = weight[j] * sum[j];",
+             ADA),
+    Mutation("dweight-modulated", "kernel", "csrc/backward/param_grad.cu",
+             "for (int j = 0; j < kWidth; ++j) factors[j] += Acc(1);", "", ADA),
+    Mutation("warp-second-sums", "kernel", "csrc/backward/warp.cu",
+             "if (!sink.wanted()) return;\n  if (chain_rows > 0) grads.take(second_sums);",
+             "if (!sink.wanted()) return;", BACKWARD),
+    Mutation("backward-stream-missing", "kernel", "csrc/backward/stream.cu",
+             "      if (share.has(k)) dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));",
+             "      dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));", BACKWARD),
+    Mutation("thread-in-place", "kernel", "csrc/forward/thread.cu",
+             "  wait_for_rows();\n  __syncthreads();\n", "  wait_for_rows();\n", FORWARD),
+    Mutation("split-lag", "kernel", "csrc/backward/split.cu",
+             "        sums = collected[(i - lag) % kMostCollected];",
+             "        sums = collected[i % kMostCollected];", BACKWARD),
+]  # fmt: skip
+
+
+def changed(mutation: Mutation) -> tuple[str, str]:
+    """The text of the mutation's file, and what becomes of it."""
+    text = (ROOT / mutation.file).read_text()
+    if text.count(mutation.old) != 1:
+        sys.exit(f"{mutation.name}: {mutation.file} has its text {text.count(mutation.old)} times")
+    return text, text.replace(mutation.old, mutation.new)
+
+
+def build(kind: str) -> bool:
+    env = {**os.environ, **({} if kind == "kernel" else {"FUSED_LAYERNORM_CPU_ONLY": "1"})}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=ROOT, env=env, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        print(done.stdout[-2000:], done.stderr[-2000:])
+    return done.returncode == 0
+
+
+def outcome(mutation: Mutation) -> str:
+    """What the tests say of a mutation: caught, NOT CAUGHT, or that it cannot be tried."""
+    path = ROOT / mutation.file
+    text, mutated = changed(mutation)
+    try:
+        path.write_text(mutated)
+        if mutation.kind != "python" and not build(mutation.kind):
+            return "does not compile"
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        done = subprocess.run(
+            [*command, *mutation.tests],
+            cwd=ROOT,
+            env={**os.environ, **mutation.env},
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        path.write_text(text)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode == 1 and failed:
+        return f"caught by {failed[0].split(' - ')[0].split(' ', 1)[1]}"
+    return "NOT CAUGHT" if done.returncode == 0 else f"pytest exits with {done.returncode}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", help="a kind or a name, several times")
+    parser.add_argument("--patch", metavar="NAME", help="print it, and run nothing")
+    arguments = parser.parse_args()
+    wanted = arguments.only or ["python", "autograd", "plan"]
+    chosen = [m for m in MUTATIONS if {m.name, m.kind} & {arguments.patch, *wanted}]
+    if arguments.patch:
+        (mutation,) = (m for m in chosen if m.name == arguments.patch)
+        texts = (text.splitlines(keepends=True) for text in changed(mutation))
+        names = (f"a/{mutation.file}", f"b/{mutation.file}")
+        sys.stdout.writelines(difflib.unified_diff(*texts, *names))
+        return 0
+    found = {}
+    with tempfile.TemporaryDirectory() as kept:
+        libraries = [path for path in PACKAGE.glob("**/*.so") if path.is_file()]
+        for library in libraries:
+            (Path(kept) / library.relative_to(PACKAGE)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(library, Path(kept) / library.relative_to(PACKAGE))
+        try:
+            for mutation in chosen:
+                found[mutation.name] = outcome(mutation)
+                print(f"{mutation.kind:<8} {mutation.name:<24} {found[mutation.name]}", flush=True)
+        finally:
+            shutil.copytree(kept, PACKAGE, dirs_exist_ok=True)
+    caught = sum(text.startswith("caught") for text in found.values())
+    print(f"{caught} of {len(found)} caught")
+    return 0 if caught == len(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

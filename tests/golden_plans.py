@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is planned for many problems, in golden_plans.txt, whose diff shows what a change of plans
+does. tests/test_plan.py compares it. It is made anew by
+
+    python tests/golden_plans.py --reason "why the plans change"
+
+which says how many ranges each strategy has in the old file and in the new one.
+"""
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FILE = Path(__file__).with_suffix(".txt")
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+DEVICES = {
+    "T4": {"capability": 75, "sms": 40, "shared_memory": 65536},
+    "A100": {"capability": 80, "sms": 108, "shared_memory": 166912},
+    "RTX 4090": {"capability": 89, "sms": 128, "shared_memory": 101376},
+    "H100": {"capability": 90, "sms": 132, "shared_memory": 232448},
+    "H100 slice": {"capability": 90, "sms": 16, "shared_memory": 232448},
+    "B200": {"capability": 100, "sms": 148, "shared_memory": 232448},
+}
+# A problem has these words; the first is the type of x.
+WORDS = {
+    "float32": {"dtype": F32},
+    "bfloat16": {"dtype": BF16},
+    "float64": {"dtype": F64},
+    "weights-float32": {"weight_dtype": F32},
+    "y-float32": {"weight_dtype": F32, "y_dtype": F32},
+    "y-bfloat16": {"y_dtype": BF16},
+    "residual": {"residual": True},
+    "epilogue": {"has_epilogue": True},
+    "unaligned": {"aligned": False},
+    "no-dparams": {"needs_dparams": False},
+    "rows": {"group_rows": 1},
+    "groups": {"group_rows": 64},
+    "gated": {"gated": True},
+    **{name: {"device": name} for name in DEVICES},
+}
+BOTH = (
+    "float32", "bfloat16", "float64", "bfloat16 weights-float32", "bfloat16 y-float32",
+    "float32 y-bfloat16", "float32 epilogue", "bfloat16 epilogue",
+    "bfloat16 weights-float32 epilogue", "float32 residual", "bfloat16 residual",
+    "bfloat16 weights-float32 residual", "bfloat16 residual epilogue", "float32 unaligned",
+    "bfloat16 unaligned", "float64 unaligned", "float32 unaligned epilogue",
+    "bfloat16 unaligned epilogue", "float32 unaligned residual", "bfloat16 unaligned residual",
+    "bfloat16 unaligned weights-float32", "float32 A100", "bfloat16 A100", "bfloat16 T4",
+    "bfloat16 B200", "bfloat16 groups", "float32 unaligned groups",
+)  # fmt: skip
+BACKWARD = ("bfloat16 no-dparams", "bfloat16 rows", "float32 unaligned rows",
+            "bfloat16 groups gated")  # fmt: skip
+ROWS = (64, 131_072)
+COLS = (16, 64, 1024, 1152, 4096, 16_384)
+UNALIGNED_COLS = (7, 37, 285, 1023, 4095, 8191)
+MOST_ROWS = 4_194_304
+COARSE = 1.03  # values further apart are looked between even where the same is said of both
+LONG = (2**18, 2**20, 2**22, 2**24)  # columns, beyond those of which all are looked at
+LAST_COLS = 73_728
+# What a range has beside its strategy, and by which letter. The rest follows from the numbers of
+# rows and columns, and has tests of its own.
+LETTERS = {"width": "w", "vecs": "v", "lanes": "l", "warps": "p", "thread_vecs": "h",
+           "teams": "n", "sharers": "q", "stages": "s", "lag": "g",
+           "blocks_per_row": "b"}  # fmt: skip
+FLAGS = ("early", "direct", "has_collector", "stays_in_l2", "chain_rows")
+
+
+def plan(rows, cols, dtype=F32, *, device="H100", **problem):
+    text = torch.ops.fused_layernorm._plan(rows, cols, dtype, **DEVICES[device], **problem)
+    return json.loads(text)
+
+
+def words_of(p):
+    if p is None:
+        return "none"
+    parts = [f"{letter}{p[key]}" for key, letter in LETTERS.items() if key in p]
+    if p["strategy"] == "stream":
+        parts = [part for part in parts if part[0] != "b"]
+    flags = [flag.replace("_", "-") for flag in FLAGS if p.get(flag)]
+    moves = [p["moves"]] if p.get("moves", "vectors") != "vectors" else []
+    return " ".join([p["strategy"], *parts, *moves, *flags])
+
+
+def ranges(said, values):
+    """Yields (last value, what is said of it) for each range of values of which the same is said.
+
+    Between two neighbours of which different things are said, the change is found exactly.
+    """
+    known = {}
+
+    def of(value):
+        if value not in known:
+            known[value] = said(value)
+        return known[value]
+
+    def between(low, high):  # both are indices
+        if high - low == 1:
+            if of(values[low]) != of(values[high]):
+                yield values[low], of(values[low])
+        elif of(values[low]) != of(values[high]) or values[high] > COARSE * values[low]:
+            middle = (low + high) // 2
+            yield from between(low, middle)
+            yield from between(middle, high)
+
+    yield from between(0, len(values) - 1)
+    yield values[-1], of(values[-1])
+
+
+def lines():
+    """The golden file's lines, each of one problem: all rows of some columns, or all columns."""
+    for direction, problems in (("forward", BOTH), ("backward", BOTH + BACKWARD)):
+        for name in problems:
+            problem: dict[str, Any] = {"backward": direction == "backward"}
+            for word in name.split(" "):
+                problem |= WORDS[word]
+            aligned = problem.get("aligned", True)
+            size = min(problem["dtype"].itemsize, problem.get("y_dtype", F64).itemsize)
+            step = 16 // size if aligned else 1
+            per = problem.get("group_rows", 1)
+
+            def said(rows, cols, problem=problem, per=per):
+                return words_of(plan(rows * per, cols, **problem))
+
+            for rows in ROWS:
+                along = range(step, LAST_COLS + 1, step)
+                found = ranges(lambda cols, rows=rows: said(rows, cols), along)
+                more = [(cols, said(rows, cols)) for cols in LONG]
+                text = " | ".join(f"{last}: {text}" for last, text in [*found, *more])
+                yield f"{direction} {name}, {rows} rows; columns to {text}"
+            for cols in COLS if aligned else UNALIGNED_COLS:
+                found = ranges(lambda rows, cols=cols: said(rows, cols), range(1, MOST_ROWS // 64))
+                more = [(MOST_ROWS, said(MOST_ROWS, cols))]
+                text = " | ".join(f"{last}: {text}" for last, text in [*found, *more])
+                yield f"{direction} {name}, {cols} columns; rows to {text}"
+
+
+def counts(text):
+    """How many ranges each strategy has."""
+    found: Counter[str] = Counter()
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            found.update(part.split(" ")[1] for part in line.split(" to ", 1)[1].split(" | "))
+    return found
+
+
+def main():
+    import fused_layernorm  # noqa: F401  (registers the operators)
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--reason", required=True, help="why the plans change, in a sentence")
+    reason = parser.parse_args().reason
+    old = counts(FILE.read_text()) if FILE.exists() else Counter()
+    text = "".join(f"{line}\n" for line in lines())
+    new = counts(text)
+    FILE.write_text(f"# {reason}\n{text}")
+    for strategy in sorted({*old, *new}):
+        print(f"{strategy:<10} {old[strategy]:>6} -> {new[strategy]}")
+
+
+if __name__ == "__main__":
+    main()
