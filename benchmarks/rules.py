@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The times behind the rules of fused_layernorm/compile/rules.py: `python -m benchmarks.rules`.
 
-For each shape and each surrounding of a layer norm (`SURROUNDINGS`) it prints the device time of a
+For each shape and each surrounding of a norm (`SURROUNDINGS`) it prints the device time of a
 compiled training step (forward and backward) in three variants: stock; with this package's forward
 and backward; with Inductor's forward and this package's backward. The variants take turns; each
 time is the median of the rounds.
@@ -60,7 +60,19 @@ def _residual(t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return _norm(h, t), h
 
 
-# The layer norm with the operations before and behind it.
+def _rms(x: Tensor, t: dict[str, Tensor]) -> Tensor:
+    """RMSNorm as Llama's class writes it."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return t["weight"] * wide.to(x.dtype)
+
+
+def _rms_residual(t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    h = t["residual"] + t["x"]
+    return _rms(h, t), h
+
+
+# The norm with the operations before and behind it.
 SURROUNDINGS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "alone": lambda t: _norm(t["x"], t),
     "GELU before": lambda t: _norm(F.gelu(t["x"]), t),
@@ -70,6 +82,8 @@ SURROUNDINGS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "dropout, residual": lambda t: _residual({**t, "x": F.dropout(t["x"], 0.1)}),
     "modulated": lambda t: _modulated(t["x"], t),
     "gated, modulated": _gated,
+    "RMSNorm": lambda t: _rms(t["x"], t),
+    "RMSNorm, residual": _rms_residual,
 }
 
 

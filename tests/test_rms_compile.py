@@ -6,6 +6,7 @@ The tests make the pass run on the CPU too, where the operators are PyTorch's ow
 
 import importlib
 
+import libraries
 import pytest
 import torch
 import torch.nn.functional as F
@@ -240,7 +241,7 @@ CLASSES = {
 
 @pytest.mark.parametrize(("folder", "name"), CLASSES)
 def test_classes_of_transformers(folder, name):
-    pytest.importorskip("transformers")
+    libraries.get("transformers")
     source = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     module = getattr(source, name)(D)
     parameters = [*module.parameters()]
@@ -258,6 +259,51 @@ def test_classes_of_transformers(folder, name):
     assert len(calls_of(graphs[0])) == 1
     options = options_of(graphs[0])
     assert (options.weight_offset, options.round_before_weight) == CLASSES[folder, name]
+
+
+MODELS = {  # how many norms a model of two layers has
+    "Llama": 5,
+    "Qwen3": 9,  # with those of queries and keys
+    "Gemma3Text": 13,
+    "Olmo2": 9,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers(device, name):
+    """Every norm of a decoder is replaced, and the numbers are those of eager mode."""
+    transformers = libraries.get("transformers")
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        attn_implementation="eager",
+    )
+    model = transformers.AutoModel.from_config(config).to(device, torch.bfloat16).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if "norm" in parameter_name:
+            torch.nn.init.normal_(parameter, 1.0, 0.1)
+    tokens = torch.randint(1, 64, (2, 7), device=device)
+
+    def function():
+        return model(tokens, use_cache=False)[0]
+
+    expected = function().detach()
+    function().float().square().mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    found, rows, _ = run(function)
+    found.float().square().mean().backward()
+    assert [row.operator is not None for row in rows] == [True] * MODELS[name]
+    assert (found == expected).float().mean() >= 0.999
+    for name, parameter in model.named_parameters():
+        difference = (parameter.grad - gradients[name]).float().norm()
+        assert difference <= 0.03 * gradients[name].float().norm()
 
 
 # ---- Where a part of it is left ----------------------------------------------------------------
@@ -707,6 +753,27 @@ def test_forward_is_left_to_inductor(device, function):
         torch.testing.assert_close(one, other)
     for name in ("x", "weight"):
         torch.testing.assert_close(found[1][name], expected[1][name], rtol=0.02, atol=0.05)
+
+
+@pytest.mark.skipif(not fused_layernorm.functional.CHOOSES, reason="Dynamo of torch 2.10")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("options", [{}, {"weight_offset": 1.0, "round_before_weight": True}])
+def test_calls_under_plain_compile(device, options, dynamic):
+    """Without the graph pass, too, the rules leave the forward pass of a call to Inductor."""
+    graphs = []
+
+    def seen(graph_module, example_inputs):
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    def function(x, w):
+        return fused_layernorm.rms_norm(x, w, **options)
+
+    x, w = torch.randn(3, 256, device=device), torch.randn(256, device=device)
+    found = torch.compile(function, backend=seen, fullgraph=True, dynamic=dynamic)(x, w)
+    torch.testing.assert_close(found, function(x, w))
+    # Where the width is not known, the rules are not asked.
+    assert operators_of(graphs[0]) == ["layer_norm" if dynamic else "aten_layer_norm"]
 
 
 def test_explain(device):
