@@ -89,11 +89,11 @@ def _is_known(cls: type) -> bool:
     return cls.__module__.startswith(("torch._subclasses.", "torch.distributed."))
 
 
-def takes_rms_norm(x: Any, weight: Any) -> bool:
-    """Whether :func:`rms_norm` takes an x and a weight that torch.nn.functional.rms_norm takes."""
+def takes_rms_norm(x: Any, weight: Any, eps: float | None) -> bool:
+    """Whether :func:`rms_norm` takes arguments that torch.nn.functional.rms_norm takes."""
     if isinstance(x, torch.fx.Proxy):
         return True
-    if not may_serve(x, weight):
+    if not may_serve(x, weight) or eps != eps:
         return False
     if weight is None:
         return x.dtype in _FLOATS

@@ -238,7 +238,7 @@ class FusedRMSNorm(nn.RMSNorm):
                 self.weight_offset,
                 self.round_before_weight,
             )
-        if self._was_rms_norm and not takes_rms_norm(x, self.weight):
+        if self._was_rms_norm and not takes_rms_norm(x, self.weight, self.eps):
             return nn.RMSNorm.forward(self, x)
         return rms_norm(
             x,

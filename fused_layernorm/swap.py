@@ -197,7 +197,7 @@ def _unswap_all(model: Model, kinds: tuple[str, ...]) -> Model:
         if swapped_from is not None and _fused_kind(module) in (*kinds, REGISTERED):
             module.__dict__.pop("_was_layer_norm", None)
             if module.__dict__.pop("_was_rms_norm", False):
-                del module._parameters["bias"]
+                module._parameters.pop("bias", None)
             _set_class(module, swapped_from)
     return model
 

@@ -52,7 +52,7 @@ def _serve(
     is_plain = type(x) is Tensor and (weight is None or type(weight) is nn.Parameter)
     if not (is_plain or functional.may_serve(x, weight)):
         return None
-    if not (x.is_cuda or functional._cpu_operators):
+    if not (x.is_cuda or functional._cpu_operators) or type(eps) is not float or eps != eps:
         return None
     out_dtype = dtypes.get((x.dtype, None if weight is None else weight.dtype))
     if out_dtype is None or x.dim() == 0 or x.is_nested:
@@ -67,7 +67,7 @@ def _serve(
 def of_rms_norm(self: Any, x: Tensor) -> Tensor:
     """For subclasses of nn.RMSNorm that a predicate accepted."""
     weight, shape = self.weight, tuple(self.normalized_shape)
-    if functional.takes_rms_norm(x, weight):
+    if functional.takes_rms_norm(x, weight, self.eps):
         return rms_norm(x, weight, self.eps, normalized_shape=shape)
     return nn.RMSNorm.forward(self, x)
 
@@ -284,7 +284,7 @@ def gemma_groups(self: Any, x: Tensor) -> Tensor:
 # From the digest of a forward's source to the forward that replaces it, for classes of any module.
 # These sources use nothing but torch, what the digest covers, and the libraries' ACT2FN.
 SOURCES: dict[str, Forward] = {
-    # transformers 4.49 to 5.24
+    # transformers 4.49 and 5.24
     "9aaa8062417d9115": llama,
     "43a0d58fee9e76ef": gemma,
     "d6a51c3a5b31576c": rounded_once,

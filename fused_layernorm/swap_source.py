@@ -8,6 +8,7 @@ import functools
 import hashlib
 import inspect
 import textwrap
+import tokenize
 import types
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,9 @@ INHERITED = "nn.LayerNorm.forward"  # the digest of a class that has nn.LayerNor
 INHERITED_RMS = "nn.RMSNorm.forward"  # and of one that has nn.RMSNorm's
 
 Trees = list[ast.FunctionDef]
+
+# What inspect and ast raise where there is no source, or where a file has changed since its import.
+_UNREADABLE = (OSError, TypeError, ValueError, SyntaxError, IndexError, tokenize.TokenError)
 
 
 def digest(cls: type[nn.Module]) -> str | None:
@@ -110,7 +114,7 @@ def _methods(cls: type[nn.Module], forward: types.FunctionType) -> Methods:
 def _names_of_methods(function: types.FunctionType) -> list[str]:
     try:
         return called_methods(_tree(function))
-    except (OSError, TypeError, SyntaxError):
+    except _UNREADABLE:
         return []
 
 
@@ -133,7 +137,7 @@ def _digest_of_function(
     try:
         tree = _tree(forward)
         called = trees(tree, function, method)
-    except (OSError, TypeError, SyntaxError):
+    except _UNREADABLE:
         return None, False
     calls_super = any("super" in called_names(one) for one in (tree, *called))
     return digest_of_trees(tree, called), calls_super
