@@ -214,9 +214,9 @@ def main() -> int:
     chosen = [m for m in MUTATIONS if {m.name, m.kind} & {arguments.patch, *wanted}]
     if arguments.patch:
         (mutation,) = (m for m in chosen if m.name == arguments.patch)
-        texts = (text.splitlines(keepends=True) for text in changed(mutation))
+        before, after = (text.splitlines(keepends=True) for text in changed(mutation))
         names = (f"a/{mutation.file}", f"b/{mutation.file}")
-        sys.stdout.writelines(difflib.unified_diff(*texts, *names))
+        sys.stdout.writelines(difflib.unified_diff(before, after, *names))
         return 0
     found = {}
     with tempfile.TemporaryDirectory() as kept:

@@ -26,7 +26,7 @@ DEVICES = {
     "B200": {"capability": 100, "sms": 148, "shared_memory": 232448},
 }
 # A problem has these words; the first is the type of x.
-WORDS = {
+WORDS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": F32},
     "bfloat16": {"dtype": BF16},
     "float64": {"dtype": F64},

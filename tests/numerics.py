@@ -201,11 +201,10 @@ def forward(t):
             t.x, t.residual, t.gate, t.shift, t.scale, *affine, **options
         )
     if t.problem.statistic == "rms":
-        affine = (t.weight, t.problem.eps)
         options = {"bias": t.bias, "weight_offset": t.problem.weight_offset, **t.options}
         if t.residual is None:
-            return fused_layernorm.rms_norm(t.x, *affine, **options)
-        return fused_layernorm.add_rms_norm(t.x, t.residual, *affine, **options)
+            return fused_layernorm.rms_norm(t.x, t.weight, t.problem.eps, **options)
+        return fused_layernorm.add_rms_norm(t.x, t.residual, t.weight, t.problem.eps, **options)
     if t.residual is None:
         return fused_layernorm.layer_norm(t.x, t.weight, t.bias, t.problem.eps, **t.options)
     return fused_layernorm.add_layer_norm(

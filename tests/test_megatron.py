@@ -7,6 +7,7 @@ transformer layers is built and run with our norms in its slots.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_is_an_rms_norm_of_the_package():
     assert norm.eps == 1e-5
 
 
-STOCK = {"LayerNorm": nn.functional.layer_norm, "RMSNorm": nn.functional.rms_norm}
+STOCK: dict[str, Any] = {"LayerNorm": nn.functional.layer_norm, "RMSNorm": nn.functional.rms_norm}
 NORMALIZATIONS = pytest.mark.parametrize("normalization", STOCK)
 
 
@@ -94,7 +95,7 @@ def test_result_and_gradients(device, dtype, normalization, zero_centered):
     wide_x, wide_dy = x.detach().double(), dy.double()
     weight = norm.weight.detach().double() + zero_centered
     bias = None if norm.bias is None else norm.bias.detach().double()
-    kind = {} if normalization == "LayerNorm" else {"statistic": "rms"}
+    kind: dict[str, Any] = {} if normalization == "LayerNorm" else {"statistic": "rms"}
     expected = reference.layer_norm(wide_x, 1, weight, bias, norm.eps, **kind).y
     dx, dweight, dbias = reference.layer_norm_backward(
         wide_dy, wide_x, 1, weight, bias, norm.eps, **kind

@@ -472,8 +472,9 @@ def test_rms_norms_results_and_gradients(
         return (y, *torch.autograd.grad(y, leaves, dy))
 
     own_eps = torch.finfo(dtype if dtype == torch.float64 else torch.float32).eps
-    wide = (None if t is None else t.double() for t in (x, weight, dy))
-    expected = run(F.rms_norm, *wide, own_eps if eps is None else eps)
+    wide_weight = None if weight is None else weight.double()
+    wide_eps = own_eps if eps is None else eps
+    expected = run(F.rms_norm, x.double(), wide_weight, dy.double(), wide_eps)
     with override():
         actual = run(rms_norm, x, weight, dy, eps)
         assert calls() == 2

@@ -5,6 +5,7 @@ The tests make the pass run on the CPU too, where the operators are PyTorch's ow
 """
 
 import importlib
+from typing import Any
 
 import libraries
 import pytest
@@ -703,7 +704,7 @@ def _decomposed(x, shape, weight=None, eps=None):
 
 class Ours(torch.nn.Module):
     def forward(self, x, weight, residual):
-        kind = {"weight_offset": 1.0, "round_before_weight": True}
+        kind: Any = {"weight_offset": 1.0, "round_before_weight": True}
         y, h = fused_layernorm.add_rms_norm(x, residual, weight, EPS, **kind)
         return fused_layernorm.rms_norm(y, weight, EPS, **kind), h
 

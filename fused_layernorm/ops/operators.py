@@ -292,11 +292,13 @@ class BackwardOperator(NamedTuple):
         if self.takes_modulation:
             rows, (shift, scale), others = args[:5], args[5:7], args[7:10]
             needs, kind = Needs(*args[10:15]), args[15:]
-            return BackwardArguments(*rows, *others, needs, None, 1.0, shift, scale, *kind)
+            named = (*rows, *others, needs, None, 1.0, shift, scale, *kind)
+            return BackwardArguments(*named)
         tensors, (activation, output_scale), kind = args[:8], args[8:10], args[13:]
         dx, dweight, dbias = args[10:13]
         needs = Needs(dx, False, False, dweight, dbias)
-        return BackwardArguments(*tensors, needs, activation, output_scale, None, None, *kind)
+        named = (*tensors, needs, activation, output_scale, None, None, *kind)
+        return BackwardArguments(*named)
 
     def lay_out(self, b: BackwardArguments) -> tuple[Any, ...]:
         """The reverse of `arguments`."""
