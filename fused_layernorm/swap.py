@@ -310,6 +310,8 @@ def _swap(name: str, module: nn.Module, predicate: Predicate | None) -> str | No
         _set_class(module, FusedLayerNorm)
         return None
     elif cls is nn.RMSNorm:
+        if hasattr(module, "bias"):
+            return "it has a bias, of which nn.RMSNorm does not know"
         module.__dict__["_was_rms_norm"] = True
         module.register_parameter("bias", None)  # FusedRMSNorm has one
         _set_class(module, FusedRMSNorm)
@@ -320,7 +322,7 @@ def _swap(name: str, module: nn.Module, predicate: Predicate | None) -> str | No
             return "the source of its forward is not one that fused_layernorm knows"
         norms = swap_modulated.NORMS.get(forward, ())
         found = [module.get_submodule(norm) for norm in norms]
-        if not all(is_fused(norm) and _fused_kind(norm) == "layer" for norm in found):
+        if not all(is_fused(norm) and _fused_kind(norm) != "rms" for norm in found):
             return "it has a norm that is not fused"
     elif rms_forward is not None:
         forward = rms_forward

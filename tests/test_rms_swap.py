@@ -509,6 +509,37 @@ def test_predicate():
     assert type(model.own_name) is OwnName
 
 
+def test_t5s_layer_norm_is_an_rms_norm(caplog):
+    cls = class_of(T + "t5.modeling_t5", "T5LayerNorm")
+    model = nn.Sequential(cls(8), nn.LayerNorm(8))
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        assert fused(swap_layer_norm(model)) == ["1"]
+    assert "T5LayerNorm (it computes RMSNorm)" in caplog.text
+    assert fused(swap_rms_norm(model)) == ["0", "1"]
+    assert repr(model[0]).startswith("FusedRMSNorm[T5LayerNorm](")
+    assert fused(unswap_rms_norm(model)) == ["1"]
+
+
+def test_a_norm_that_was_given_a_bias_is_left():
+    norm: Any = nn.RMSNorm(8)
+    norm.bias = nn.Parameter(torch.ones(8))
+    model = nn.Sequential(norm, nn.RMSNorm(8))
+    assert fused(swap_norms(model)) == ["1"]
+
+
+def test_shared_modules_hooks_and_optimizers_stay(device):
+    norm = WrittenHere(8).to(device)
+    calls = []
+    norm.register_forward_hook(lambda module, args, y: calls.append(y))
+    model = nn.Sequential(norm, nn.Linear(8, 8), norm).to(device)
+    parameters = dict(model.named_parameters())
+    swap_norms(model)
+    assert model[0] is model[2] is norm
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    model(torch.randn(3, 8, device=device))
+    assert len(calls) == 2
+
+
 def test_warnings():
     model = nn.Sequential(nn.LayerNorm(8))
     with pytest.warns(UserWarning, match="swap_rms_norm: nothing in .* it has no RMSNorm"):
