@@ -61,8 +61,14 @@ def reference(case: Case, t: Inputs) -> list[torch.Tensor]:
         return _modulated_reference(case, t)
     # Detached: float() of float32 is the input itself, which must not require gradients.
     assert t.weight is not None
-    assert t.bias is not None
-    x, weight, bias = (tensor.detach().float() for tensor in (t.x, t.weight, t.bias))
+    x, weight = (tensor.detach().float() for tensor in (t.x, t.weight))
+    bias = None if t.bias is None else t.bias.detach().float()
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        if case.is_rms:
+            return torch.nn.functional.rms_norm(x, (case.cols,), weight, EPS)
+        return torch.nn.functional.layer_norm(x, (case.cols,), weight, bias, EPS)
+
     activation, scale = case.activation
     functions: dict[str, Callable[[torch.Tensor], torch.Tensor]]
     functions = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
@@ -72,21 +78,19 @@ def reference(case: Case, t: Inputs) -> list[torch.Tensor]:
             x = (x + t.residual.float()).to(t.x.dtype)
             extra = [x]
             x = x.float()
-        y = torch.nn.functional.layer_norm(x, (case.cols,), weight, bias, EPS)
+        y = norm(x)
         if activation is not None:
             y = functions[activation](y)
         return [y * scale, *extra]
-    x.requires_grad_()
-    weight.requires_grad_()
-    bias.requires_grad_()
-    y = torch.nn.functional.layer_norm(x, (case.cols,), weight, bias, EPS)
+    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias) if tensor is not None]
+    y = norm(x)
     if activation is not None:
         y = functions[activation](y)
     assert t.dy is not None
-    dx, dweight, dbias = torch.autograd.grad(y * scale, (x, weight, bias), t.dy.float())
+    dx, *of_parameters = torch.autograd.grad(y * scale, leaves, t.dy.float())
     if t.dresidual is not None:
         dx = dx + t.dresidual.float()
-    return [dx, dweight, dbias]
+    return [dx, *of_parameters]
 
 
 def _modulated_reference(case: Case, t: Inputs) -> list[torch.Tensor]:

@@ -637,8 +637,7 @@ def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
     if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         a = under_autocast(a)
     options = a.options
-    # What is checked here is what an operator would take.
-    arguments.check(a._replace(options=options._replace(round_before_weight=False)))
+    arguments.check(a)
     residual: Any = a.residual
     residual_out = formulas.add(a.input, residual, a.gate)
     acc = formulas.acc_dtype(residual.dtype)

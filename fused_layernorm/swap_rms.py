@@ -180,13 +180,8 @@ def imagegpt(self: Any, tensor: Tensor) -> Tensor:
 
 
 def _timm(self: Any, x: Tensor) -> Tensor | None:
-    """In half precision the class rounds at every step, outside CUDA's autocast.
-
-    Autocast makes pow and rsqrt float32, and by that the result.
-    """
-    if not functional.may_serve(x, self.weight) or self._fast_norm:
-        return None
-    if x.dtype is not _F32 and not (x.is_cuda and torch.is_autocast_enabled("cuda")):
+    """In half precision the class rounds at every step, or autocast decides where it does."""
+    if not functional.may_serve(x, self.weight) or self._fast_norm or x.dtype is not _F32:
         return None
     return _timm_last(self, x, _WIDE)
 

@@ -308,6 +308,8 @@ def test_tune_plans_the_whole_problem(op):
         "add_forward": {"block"},
         "backward": {"block", "split"},
         "add_backward": {"block", "split"},
+        "rms_forward": {"warp", "resident"},
+        "add_rms_forward": {"block"},
     }
     fused = {"block", "split"} if op.endswith("backward") else {"warp", "block"}
     assert plans == planned.get(op, fused)
@@ -387,7 +389,8 @@ def test_all_providers_compute_the_same(op, types, on_cpu):
             assert tune.error(result, expected) < tolerance, name
             outputs = [result] if isinstance(result, torch.Tensor) else list(result)
             if case.backward:
-                dtypes = [case.torch_dtype, case.torch_weight_dtype, case.torch_weight_dtype]
+                parameters = 1 if case.is_rms else 2
+                dtypes = [case.torch_dtype, *[case.torch_weight_dtype] * parameters]
             else:
                 dtypes = [case.torch_out_dtype, case.torch_dtype][: 1 + case.residual]
             assert [output.dtype for output in outputs] == dtypes, name
@@ -1220,8 +1223,8 @@ def test_models_are_chosen_by_parts_of_their_names():
         "DiT-XL/2 blocks, 4 layers", "diffusers DiT-XL/2, 8 layers", "diffusers Flux, 2+4 layers",
     ]  # fmt: skip
     assert models.select(None) == models.MODELS
-    with pytest.raises(SystemExit, match="no model has 'llama'"):
-        models.select("dit,llama")
+    with pytest.raises(SystemExit, match="no model has 'mamba'"):
+        models.select("dit,mamba")
     with pytest.raises(SystemExit):
         models.main(["--variants", "faster"])
     with pytest.raises(SystemExit):

@@ -196,6 +196,8 @@ WAYS = {
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, F16)])
 @pytest.mark.parametrize("function", WAYS)
 def test_ways_to_write_it(device, function, dtypes):
+    if function is _fused and device == "cuda" and dtypes[0] is not dtypes[1]:
+        pytest.skip("PyTorch's CUDA kernel takes one dtype")
     t = tensors(dtypes[0], None, device, dtypes[1])
     rows, graphs = assert_same(function, t)
     assert [(row.operator, row.statistic) for row in rows] == [("layer_norm", "rms")]

@@ -266,8 +266,6 @@ def check(a: Arguments) -> None:
         raise ValueError("expected eps to be a number, got nan")
     check_options(options.activation, options.output_scale, options.out_dtype)
     check_kind(options.statistic, options.weight_offset, weight)
-    if a.is_modulated and a.rounds_xhat:
-        raise ValueError("expected round_before_weight without a modulation, got one beside it")
 
     if input.device.type == "cuda":
         cols = math.prod(shape)

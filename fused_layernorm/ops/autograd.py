@@ -241,7 +241,9 @@ class _Backward(Function):
         found: dict[str, Any] = dict(zip(names, vjp(tuple(used.values())), strict=True))
         # The gradients in the layout of the arguments, None for an argument without one.
         nothing = operator.arguments(*(None for _ in ctx.args))
-        return None, None, *operator.lay_out(nothing._replace(**found))
+        # Trailing defaults may be absent from the arguments.
+        laid_out = operator.lay_out(nothing._replace(**found))
+        return None, None, *laid_out[: len(ctx.args)]
 
 
 def _forward_implementation(operator: Operator) -> Callable[..., Any]:

@@ -199,11 +199,37 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   return with_second;
 }
 
+// A modulated norm that rounds xhat, which no kernel does: the norm's kernel gives y in float32,
+// and PyTorch's operators take the gated sum and the modulation.
+ForwardResult run_rounding(const ForwardArguments& a) {
+  ForwardResult result;
+  Tensor x = a.input;
+  if (a.residual) {
+    x = add(a.input, a.modulation.gate, *a.residual, ScalarType::Float);
+    result.residual_out = x;
+  }
+  CHECK_ARGUMENT(x.scalar_type() == a.input.scalar_type(),
+                 "round_before_weight beside a gate needs a residual of input's dtype");
+  const std::optional<Tensor> none_beside;
+  ForwardResult norm =
+      run_forward({x, none_beside, a.normalized_ndim, a.weight, a.bias, a.eps, a.activation,
+                   a.scale, ScalarType::Float, a.needs_statistics, a.kind});
+  const auto plus = [](const Tensor& sum, const Tensor& more) {
+    return torch::stable::subtract(sum, more, -1.0);
+  };
+  const auto& [shift, scale, gate] = a.modulation;
+  Tensor y = norm.y;
+  if (scale) y = plus(y, product(y, cast(*scale, ScalarType::Float)));
+  if (shift) y = plus(y, cast(*shift, ScalarType::Float));
+  result.y = contiguous_of(cast(y, a.out_dtype.value_or(a.input.scalar_type())));
+  result.mean = norm.mean;
+  result.rstd = norm.rstd;
+  return result;
+}
+
 // A modulated norm whose weight has an offset. Few models have one, and the kernels of a modulation
 // take weight as it is: the sum is made before the launch, in the arithmetic's type.
 ForwardResult run_with_offset(const ForwardArguments& a) {
-  CHECK_ARGUMENT(a.xhat_rounding() == XhatRounding::kNone,
-                 "round_before_weight has no kernel beside a modulation");
   const bool wide = a.weight->scalar_type() == ScalarType::Double;
   const ScalarType type = wide ? ScalarType::Double : ScalarType::Float;
   Tensor offset = empty_like(*a.weight, type);
@@ -221,7 +247,9 @@ ForwardResult run_with_offset(const ForwardArguments& a) {
 ForwardResult run_forward(const ForwardArguments& a) {
   const Shape shape(a.input, a.normalized_ndim);
   const ForwardTypes types = check(a, shape);
-  if (a.modulation.any() && !a.has_plain_weight()) return run_with_offset(a);
+  if (a.modulation.any() && !a.has_plain_weight()) {
+    return a.xhat_rounding() == XhatRounding::kNone ? run_with_offset(a) : run_rounding(a);
+  }
   const Activation activation = activation_of(a.activation);
   const CurrentDevice guard(a.input);
 
