@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+import decoder
 import diffusion_transformer
 import kernelbench
 import sentence_encoder
@@ -16,6 +17,7 @@ from _common import say
 
 EXAMPLES = {
     "sentence_encoder": sentence_encoder.main,
+    "decoder": decoder.main,
     "kernelbench": kernelbench.main,
     "transformer_block": transformer_block.main,
     "diffusion_transformer": diffusion_transformer.main,

