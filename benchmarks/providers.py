@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks import timing
 from benchmarks.cases import EPS, Case
 from benchmarks.ours import Inputs, ours
 from benchmarks.timing import Call
@@ -150,7 +151,7 @@ def _backward(case: Case, saved: bool) -> Callable[..., Any]:
 
 
 def _rms_backward(case: Case, saved: bool) -> Callable[..., Any]:
-    """As `_backward`: PyTorch's operator, or its formulas where a compiler writes the kernels."""
+    """As `_backward`: PyTorch's operator, which CUDA alone has, or its formulas for a compiler."""
     shape, dtype, wide = [case.cols], case.torch_dtype, case.torch_weight_dtype
 
     def eager(dy: Any, x: Any, rstd: Any, weight: Any, *more: Any) -> Any:
@@ -167,7 +168,7 @@ def _rms_backward(case: Case, saved: bool) -> Callable[..., Any]:
         dx = (rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))).to(dtype)
         return dx + more[0] if case.residual else dx, (dy * xhat).sum(0).to(wide)
 
-    return eager if saved else formulas
+    return eager if saved and timing.DEVICE == "cuda" else formulas
 
 
 def _arguments(case: Case, t: Inputs) -> tuple[Any, ...]:
