@@ -112,8 +112,27 @@ def groups(cols, dtype, teams_alike):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--teams-alike", action="store_true")
-    teams_alike = parser.parse_args().teams_alike
+    parser.add_argument("--rms", action="store_true", help="only the cases of RMSNorm")
+    arguments = parser.parse_args()
     torch.manual_seed(0)
+    rms_cases()
+    if not arguments.rms:
+        layer_cases(arguments.teams_alike)
+    torch.cuda.synchronize()
+
+
+def rms_cases():
+    """RMSNorm: every strategy without a mean, and weights that are not plain."""
+    for dtype in (BF16, F32):
+        for rows, cols in ((37, 64), (300, 64), (300, 1000), (300, 37), (300, 4096), (300, 16_384),
+                           (30, 65_537), (8, 131_072), (1, 1_000_000)):  # fmt: skip
+            run_rms(rows, cols, dtype)
+            run_rms(rows, cols, dtype, offset=1.0, residual=True)
+            run_rms(rows, cols, dtype, rounds=True)
+
+
+def layer_cases(teams_alike):
+    """LayerNorm, plain, fused and modulated."""
     for dtype in (BF16, F32):
         for cols in (7, 64, 96, 768, 1023, 2047, 4096, 5003, 16384):
             # few_rows has no kernels for float32 rows that are worked on in slices.
@@ -176,13 +195,6 @@ def main():
         run(300, cols, dtype)
         run(300, cols, dtype, activation="silu")
     run(2, 4_194_304, F32)
-    # RMSNorm: every strategy without a mean, and weights that are not plain.
-    for dtype in (BF16, F32):
-        for rows, cols in ((37, 64), (300, 64), (300, 1000), (300, 37), (300, 4096), (300, 16_384),
-                           (30, 65_537), (8, 131_072), (1, 1_000_000)):  # fmt: skip
-            run_rms(rows, cols, dtype)
-            run_rms(rows, cols, dtype, offset=1.0, residual=True)
-            run_rms(rows, cols, dtype, rounds=True)
     # Modulations per group and per row, with rings and without, in stream, with odd columns.
     for dtype in (BF16, F32):
         for cols in (7, 64, 1023, 1152, 3072, 6000, 12_288):
@@ -195,7 +207,6 @@ def main():
             run_modulated(2, 20, cols, dtype, per_token=True)
         run_modulated(2, 90, 1152, dtype, strategy="stream", weight=True)
         run_modulated(2, 9, 1155, dtype, strategy="stream", per_token=True)
-    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
