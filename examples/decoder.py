@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from _common import device, device_name, milliseconds, say
 
 from fused_layernorm import swap_norms
+from fused_layernorm.swap import is_fused
 
 
 def build(width: int, layers: int) -> Any:
@@ -50,7 +51,7 @@ def run(where: torch.device) -> dict[str, Any]:
     stock = build(**size).to(where, dtype)
     tokens = torch.randint(1024, (4, 1024 if on_gpu else 32), device=where)
     swapped = swap_norms(copy.deepcopy(stock))
-    fused = [m for m in swapped.modules() if hasattr(type(m), "_swapped_from")]
+    fused = [module for module in swapped.modules() if is_fused(module)]
     (loss, grad), (new_loss, new_grad) = step(stock, tokens), step(swapped, tokens)
     difference = ((grad - new_grad).norm() / grad.norm()).item()
     if abs(loss - new_loss) > 1e-2 or difference > (0.05 if on_gpu else 1e-4):

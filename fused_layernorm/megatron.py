@@ -65,7 +65,18 @@ def _forward(norm: Any, normalization: str, input: Tensor) -> Tensor:
     return serve(input, None, weight, bias, norm.eps, norm.normalized_shape, None, 1.0, None, kind)
 
 
-class FusedLayerNorm(modules.FusedLayerNorm):
+class _Slot(nn.Module):
+    """What the norms of both kinds have beside their PyTorch classes."""
+
+    zero_centered_gamma: bool = False
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (
+            ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        )
+
+
+class FusedLayerNorm(_Slot, modules.FusedLayerNorm):
     r"""A LayerNorm for Megatron-LM's ``TransformerLayer`` and ``TransformerBlock`` slots.
 
     .. math::
@@ -96,8 +107,6 @@ class FusedLayerNorm(modules.FusedLayerNorm):
             ``memory_efficient_layer_norm``, or if an argument contradicts the config.
     """
 
-    zero_centered_gamma: bool = False
-
     def __init__(
         self,
         config: Any,
@@ -123,13 +132,8 @@ class FusedLayerNorm(modules.FusedLayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         return _forward(self, "LayerNorm", input)
 
-    def extra_repr(self) -> str:
-        return super().extra_repr() + (
-            ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
-        )
 
-
-class FusedRMSNorm(modules.FusedRMSNorm):
+class FusedRMSNorm(_Slot, modules.FusedRMSNorm):
     r"""An RMSNorm for the same slots, where ``config.normalization`` is ``"RMSNorm"``.
 
     .. math::
@@ -138,8 +142,6 @@ class FusedRMSNorm(modules.FusedRMSNorm):
     with ``w``, the marked parameters, the arguments and the errors as :class:`FusedLayerNorm` has
     them; there is no bias.
     """
-
-    zero_centered_gamma: bool = False
 
     def __init__(
         self,
@@ -158,11 +160,6 @@ class FusedRMSNorm(modules.FusedRMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         return _forward(self, "RMSNorm", input)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + (
-            ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
-        )
 
 
 class FusedNorm:

@@ -147,6 +147,13 @@ class FusedAddLayerNorm(FusedLayerNorm):
         )
 
 
+def _scripted_eps(eps: float | None, x: Tensor) -> float:
+    """functional.rms_eps in what TorchScript compiles, which reads no number from a module."""
+    if eps is not None:
+        return eps
+    return 2.220446049250313e-16 if x.dtype == torch.float64 else 1.1920928955078125e-07
+
+
 class FusedRMSNorm(nn.RMSNorm):
     r"""A drop-in :class:`torch.nn.RMSNorm`: the same parameters, state_dict and results, faster.
 
@@ -222,15 +229,12 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if _is_scripting():
-            eps = self.eps
-            if eps is None:
-                eps = 2.220446049250313e-16 if x.dtype == torch.float64 else 1.1920929e-07
             return operators.layer_norm(
                 x,
                 len(self.normalized_shape),
                 self.weight,
                 self.bias,
-                eps,
+                _scripted_eps(self.eps, x),
                 self.activation,
                 self.scale,
                 self.out_dtype,
@@ -271,16 +275,13 @@ class FusedAddRMSNorm(FusedRMSNorm):
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         if _is_scripting():
-            eps = self.eps
-            if eps is None:
-                eps = 2.220446049250313e-16 if residual.dtype == torch.float64 else 1.1920929e-07
             return operators.add_layer_norm(
                 input,
                 residual,
                 len(self.normalized_shape),
                 self.weight,
                 self.bias,
-                eps,
+                _scripted_eps(self.eps, residual),
                 self.activation,
                 self.scale,
                 self.out_dtype,

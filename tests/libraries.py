@@ -8,6 +8,7 @@ build that suits torchvision. So `make test` runs this file, which installs the 
 into their own folder under build/. Only the tests import from there.
 """
 
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -44,6 +45,17 @@ def get(name):
     if "torchvision" not in sys.modules and importlib.util.find_spec("torchvision"):
         _import_torchvision()
     return pytest.importorskip(name)
+
+
+def class_of(module, name):
+    """Returns the class of an installed library, or skips the test if this release has none."""
+    import pytest
+
+    get(module.split(".")[0])
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        pytest.skip(f"the installed version has no {module}.{name}")
 
 
 _declared = None  # the declarations last as long as this library

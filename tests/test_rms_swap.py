@@ -118,11 +118,7 @@ def class_of(module, name):
     """The class of the installed library, or of an older version from below."""
     if module == "older":
         return {cls.__name__: cls for cls in OLDER}[name]
-    libraries.get(module.split(".")[0])
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        pytest.skip(f"the installed version has no {module}.{name}")
+    return libraries.class_of(module, name)
 
 
 def make(cls, **options):
