@@ -53,7 +53,7 @@ def digest(cls: ast.ClassDef, functions: dict[str, ast.FunctionDef]) -> str | No
 
 def known_layer_norm(module: str, cls: ast.ClassDef, found: str | None) -> str:
     sources = swap_table.CLASSES.get((module, cls.name))
-    if found in swap_table.RMS_NORMS:
+    if found in swap_rms.SOURCES:
         return "computes RMSNorm"
     if sources is None:
         return "not in the table"

@@ -204,7 +204,3 @@ CLASSES: dict[tuple[str, str], Sources] = {
         "vitdet", {"VitDetLayerNorm": {"e720fd57aa8f8d09": forwards.channels_first_by_hand}}
     ),
 }
-
-# The digests of forwards that subtract no mean, though their classes are called LayerNorm. swap_rms
-# has the forwards that replace them.
-RMS_NORMS = frozenset({"25d06d4ab2c9feed", "ed0eb72c0adec64b", "123bdb1d786a09aa"})
