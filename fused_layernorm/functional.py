@@ -115,6 +115,7 @@ def layer_norm(
     activation: str | None = None,
     scale: float = 1.0,
     out_dtype: torch.dtype | None = None,
+    dim: int | None = None,
 ) -> Tensor:
     r"""Layer normalization over the last dimensions, an activation and a scale, in one kernel.
 
@@ -137,15 +138,22 @@ def layer_norm(
         scale: a finite number that multiplies the result.
         out_dtype: the result's dtype, any of the four. By default input's; under autocast what
             ``torch.nn.functional.layer_norm`` gives (float32 on CUDA).
+        dim: the one dimension to normalize over, instead of the last ones, such as 1 for the
+            channels of ``(N, C, H, W)``; weight and bias then have its size. Contiguous and
+            channels_last inputs are both read where they lie.
 
     Returns:
-        A contiguous tensor of input's shape.
+        A contiguous tensor of input's shape; with dim in the order of ``torch.empty_like(input)``.
 
     Raises:
         TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
             what was given. A dtype or layout that is not supported raises NotImplementedError, a
             RuntimeError.
     """
+    if dim is not None:
+        return _serve_dim(
+            input, weight, bias, eps, dim, normalized_shape, activation, scale, out_dtype, LAYER
+        )
     return serve(input, None, weight, bias, eps, normalized_shape, activation, scale, out_dtype)
 
 
@@ -161,6 +169,7 @@ def rms_norm(
     activation: str | None = None,
     scale: float = 1.0,
     out_dtype: torch.dtype | None = None,
+    dim: int | None = None,
 ) -> Tensor:
     r"""Root mean square normalization over the last dimensions, an activation and a scale, fused.
 
@@ -188,9 +197,10 @@ def rms_norm(
         normalized_shape, activation, scale: as in :func:`layer_norm`.
         out_dtype: the result's dtype, any of the four. By default input's; under autocast what
             ``torch.nn.functional.rms_norm`` gives (float32 on CUDA from torch 2.12 on).
+        dim: as in :func:`layer_norm`.
 
     Returns:
-        A contiguous tensor of input's shape.
+        A contiguous tensor of input's shape; with dim in the order of ``torch.empty_like(input)``.
 
     Raises:
         TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
@@ -199,6 +209,10 @@ def rms_norm(
     """
     kind = rms_kind(weight_offset, round_before_weight)
     eps = rms_eps(eps, input)
+    if dim is not None:
+        return _serve_dim(
+            input, weight, bias, eps, dim, normalized_shape, activation, scale, out_dtype, kind
+        )
     return serve(
         input, None, weight, bias, eps, normalized_shape, activation, scale, out_dtype, kind
     )
@@ -565,6 +579,38 @@ def serve(
             *kind,
             **_tensors(residual),
         ) from None
+
+
+def _serve_dim(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dim: int,
+    normalized_shape: Any,
+    activation: str | None,
+    scale: float,
+    out_dtype: torch.dtype | None,
+    kind: Kind,
+) -> Tensor:
+    """A norm over one dimension: the norm of a view in which it is the last one."""
+    from_end = arguments.check_dim(input, weight, bias, dim, normalized_shape)
+    x = input.movedim(from_end, -1)
+    if _is_compiling():  # Dynamo does not trace the exception handling below
+        a = arguments.settle(
+            x, weight, bias, eps, x.shape[-1:], activation, scale, out_dtype, *kind
+        )
+        y = _call(LAYER_NORM, a._replace(options=a.options._replace(keeps_order=True)))
+        return y.movedim(-1, from_end)  # type: ignore[no-any-return]
+    options = (activation, scale, out_dtype, *kind)
+    try:
+        if _dispatch_modes() and torch.onnx.is_in_onnx_export():
+            y = _in_onnx(Arguments(x, None, weight, bias, Options(1, eps, *options)))
+        else:
+            y = _layer_norm(x, 1, weight, bias, eps, *options, True)
+    except Exception as error:
+        raise arguments.explain(error, x, weight, bias, eps, x.shape[-1:], *options) from None
+    return y.movedim(-1, from_end)  # type: ignore[no-any-return]
 
 
 def _tensors(

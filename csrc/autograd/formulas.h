@@ -169,6 +169,7 @@ struct Options {
   double output_scale = 1;
   bool is_rms = false;
   double weight_offset = 0;
+  bool keeps_order = false;
 };
 
 // weight + weight_offset, undefined without a weight.

@@ -142,6 +142,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
       stack.emplace_back(needs(Op::kFirstParameter + i) && !(is_dshift_dy && i == 0));
     }
     torch::jit::push(stack, statistic_of(options), options.weight_offset);
+    if constexpr (!Op::kHasModulation) stack.emplace_back(options.keeps_order);
     call(is_gated ? of_gated_norm : of_norm, &stack);
     const auto take = [&](size_t output, size_t argument) {
       if (needs(argument)) results[argument] = std::move(stack[output]).toTensor();

@@ -70,6 +70,7 @@ struct NormForward {
   static constexpr bool kHasResidual = kWithResidual;
   static constexpr bool kHasGate = kHasResidual && kHasModulation;
   static constexpr bool kHasStatistic = true;
+  static constexpr bool kMayKeepOrder = !kHasModulation && !kHasResidual;
   enum : size_t {
     kInput,
     kResidual = kInput + kHasResidual,
@@ -86,7 +87,8 @@ struct NormForward {
     kStatistic,
     kWeightOffset,
     kRoundBeforeWeight,
-    kArguments
+    kKeepsOrder,  // where there is neither a modulation nor a residual
+    kArguments = kKeepsOrder + kMayKeepOrder
   };
   static constexpr size_t kDifferentiable[] = {kInput, kResidual, kGate, kShift,
                                                kScale, kWeight,   kBias};
@@ -125,6 +127,7 @@ struct NormPair {
 template <bool kWithModulation>
 struct NormBackward {
   static constexpr bool kHasModulation = kWithModulation;
+  static constexpr bool kMayKeepOrder = !kHasModulation;
   enum : size_t {
     kDy,
     kX,
@@ -142,7 +145,8 @@ struct NormBackward {
   };
   static constexpr size_t kOutputs = 1 + kDresidual - kShift;  // dx, and gradients of parameters
   static constexpr size_t kStatistic = kNeeds + kOutputs, kWeightOffset = kStatistic + 1;
-  static constexpr size_t kArguments = kWeightOffset + 1;
+  static constexpr size_t kKeepsOrder = kWeightOffset + 1;  // where there is no modulation
+  static constexpr size_t kArguments = kKeepsOrder + kMayKeepOrder;
   static constexpr size_t kDifferentiable[] = {kDy, kX, kShift, kScale, kWeight, kBias, kDresidual};
 };
 
@@ -213,6 +217,7 @@ Options options_of(const IValue* arguments) {
   }
   options.is_rms = is_rms(arguments[Op::kStatistic]);
   options.weight_offset = arguments[Op::kWeightOffset].toDouble();
+  if constexpr (Op::kMayKeepOrder) options.keeps_order = arguments[Op::kKeepsOrder].toBool();
   return options;
 }
 
@@ -222,6 +227,7 @@ inline void collect(CompiledNodeArgs& args, const Options& options) {
   args.collect(options.output_scale);
   args.collect(options.is_rms);
   args.collect(options.weight_offset);
+  args.collect(options.keeps_order);
 }
 
 // ---- Calls

@@ -32,18 +32,20 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
   // y = activation(norm(input) * (weight + weight_offset) + bias) * scale; nothing but y is
   // written. The statistic says which norm it is: "layer", or "rms" (RMSNorm), which has no mean.
   // With round_before_weight, norm(input) is rounded to input's dtype before it is multiplied by
-  // weight. All operators that follow compute either norm.
+  // weight. All operators that follow compute either norm. y is contiguous, or with keeps_order it
+  // has the strides of torch.empty_like(input), as a norm over the channels of NCHW wants it.
   m.def(
       "layer_norm(Tensor input, int normalized_ndim, Tensor? weight, Tensor? bias, float eps, "
       "str? activation=None, float scale=1.0, ScalarType? out_dtype=None, str "
-      "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False) -> Tensor");
+      "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False, bool "
+      "keeps_order=False) -> Tensor");
   // The same, with the statistics that backward needs: (y, mean, rstd). RMSNorm's mean is an empty
   // tensor of shape (0,).
   m.def(
       "layer_norm_forward(Tensor input, int normalized_ndim, Tensor? weight, Tensor? bias, float "
       "eps, str? activation=None, float scale=1.0, ScalarType? out_dtype=None, str "
-      "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False) -> (Tensor, "
-      "Tensor, Tensor)");
+      "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False, bool "
+      "keeps_order=False) -> (Tensor, Tensor, Tensor)");
   // residual_out = input + residual; y = layer_norm(residual_out): (y, residual_out).
   m.def(
       "add_layer_norm(Tensor input, Tensor residual, int normalized_ndim, Tensor? weight, "
@@ -57,12 +59,13 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "out_dtype=None, str statistic=\"layer\", float weight_offset=0.0, bool "
       "round_before_weight=False) -> (Tensor, Tensor, Tensor, Tensor)");
   // (dx, dweight, dbias). dresidual, if given, is the gradient that reaches x other than through
-  // the norm; dx includes it. A gradient that is not asked for is an empty tensor of shape (0,).
+  // the norm; dx includes it. A gradient that is not asked for is an empty tensor of shape (0,). dx
+  // is contiguous, or with keeps_order it has the strides of torch.empty_like(x).
   m.def(
       "layer_norm_backward(Tensor dy, Tensor x, int normalized_ndim, Tensor mean, Tensor rstd, "
       "Tensor? weight, Tensor? bias, Tensor? dresidual, str? activation, float scale, bool "
       "needs_dx, bool needs_dweight, bool needs_dbias, str statistic=\"layer\", float "
-      "weight_offset=0.0) -> (Tensor, Tensor, Tensor)");
+      "weight_offset=0.0, bool keeps_order=False) -> (Tensor, Tensor, Tensor)");
 
   // Modulation: y = (norm(input) * weight + bias) * (1 + scale) + shift. shift, scale and gate
   // broadcast against input by PyTorch's rules.

@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <string_view>
 
+#include "backward/channels.h"
+#include "forward/channels.h"
 #include "plan/ladders.h"
 #include "plan/layout.h"
 
@@ -128,6 +130,13 @@ class Json {
   Json& add(const char* name, int64_t value) { return append(name, value); }
   Json& add(const Slices& slices) {
     return add("blocks_per_row", slices.blocks_per_row).add("slice_cols", slices.slice_cols);
+  }
+  Json& add(const Tiles& tiles) {
+    return add("width", tiles.width)
+        .add("tile_pixels", tiles.tile_pixels)
+        .add("tiles", tiles.tiles)
+        .add("groups", tiles.groups)
+        .add("is_run", tiles.is_run);
   }
   Json& add(const backward::PartialSums& partials) {
     return add("partials", partials.count).add("partials_offset", partials.offset);
@@ -326,6 +335,17 @@ const char* name_of(DataType type) {
   return kNames[static_cast<int>(type)];
 }
 
+std::string describe(const forward::Channels& plan) {
+  return Json("channels").add(plan.tiles).add("channels_last", plan.channels_last).with(plan);
+}
+std::string describe(const backward::Channels& plan) {
+  return Json("channels")
+      .add(plan.tiles)
+      .add("dy_channels_last", plan.dy_channels_last)
+      .add("dx_channels_last", plan.dx_channels_last)
+      .add(plan.partials)
+      .with(plan);
+}
 std::string describe(const forward::Plan& plan) {
   return std::visit([](const auto& strategy) { return to_json(strategy); }, plan);
 }

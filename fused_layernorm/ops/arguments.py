@@ -117,6 +117,30 @@ def normalized_ndim(
     return len(shape)
 
 
+def check_dim(input: Any, weight: Any, bias: Any, dim: Any, normalized_shape: Any) -> int:
+    """The dimension `dim` of input, counted from the end; raises if a call cannot have it."""
+    check_tensor("input", input)
+    if normalized_shape is not None:
+        raise ValueError("expected dim or normalized_shape, got both of them")
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        raise TypeError(f"expected dim to be an int, got {type(dim).__name__}")
+    dims = input.dim()
+    if not -dims <= dim < dims:
+        accepted = f"expected dim from {-dims} to {dims - 1}" if dims else "expected no dim"
+        raise IndexError(f"{accepted} for input of {dims} dimensions, got {dim}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is None:
+            continue
+        if not isinstance(parameter, Tensor):
+            check_tensor(name, parameter)
+        if parameter.dim() != 1 or parameter.shape[0] != input.shape[dim]:
+            raise RuntimeError(
+                f"expected {name} of shape {[input.shape[dim]]}, the size of dimension {dim} of "
+                f"input, got shape {list(parameter.shape)}"
+            )
+    return dim - dims if dim >= 0 else dim
+
+
 def check_options(activation: Any, scale: Any, out_dtype: Any) -> None:
     """Raises if one of these has a value that the operators do not take."""
     if activation is not None and activation not in ACTIVATIONS:

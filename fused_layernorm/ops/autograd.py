@@ -129,7 +129,7 @@ class Forward(Function):
         x, mean, rstd, weight, bias, shift, scale, input, gate = ctx.saved_tensors
         dx, dinput, dgate, dshift, dscale, dweight, dbias = dresidual, *(None,) * 6
         is_gated = gate is not None and (needs.input or needs.gate)
-        ndim, _, activation, output_scale, _, *kind, _ = ctx.options
+        ndim, _, activation, output_scale, _, *kind, _, keeps_order = ctx.options
         # Where each element of y has a shift of its own, the gradient of shift is dy itself.
         is_dshift_dy = (
             needs.shift and dy is not None and (shift.shape, shift.dtype) == (dy.shape, dy.dtype)
@@ -165,6 +165,7 @@ class Forward(Function):
                 shift,
                 scale,
                 *kind,
+                keeps_order,
             )
             operator = backward_of(shift, scale)
             found = _call(operator.overload, *operator.lay_out(b))

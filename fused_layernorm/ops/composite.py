@@ -47,9 +47,11 @@ def _warn_of_cuda(x: Tensor) -> None:
 def forward(a: Arguments) -> Results:
     """What the forward operators give; the arguments are not checked."""
     _, eps, activation, output_scale, *_ = a.options
-    if a.options.is_rms or a.rounds_xhat:
+    keeps_order = a.options.keeps_order
+    # The formulas read x where it lies, PyTorch's layer_norm a contiguous copy of it.
+    if a.options.is_rms or a.rounds_xhat or (keeps_order and not a.input.is_contiguous()):
         found = formulas.forward(a)
-        return found._replace(y=found.y.contiguous())
+        return found._replace(y=formulas.laid_out(found.y, a.input, keeps_order))
     residual_out = None if a.residual is None else formulas.add(a.input, a.residual, a.gate)
     x = a.input if residual_out is None else residual_out
     acc = acc_dtype(x.dtype)
@@ -113,8 +115,8 @@ def backward(b: BackwardArguments) -> Gradients:
     needs = (b.needs.dx, b.needs.dweight, b.needs.dbias)
     if not any(needs):
         return Gradients(dshift=dshift, dscale=dscale)
-    if b.is_rms:
-        dx, dweight, dbias = _rms_backward(b, dz, centered * b.rstd, weight)
+    if b.is_rms or (b.keeps_order and not b.x.is_contiguous()):
+        dx, dweight, dbias = _backward_in_place(b, dz, centered * b.rstd, weight)
         return Gradients(dx, dshift, dscale, dweight, dbias)
     # A parameter that is not there has no gradient in PyTorch's operator: ones stand for it.
     if b.needs.dweight and weight is None:
@@ -133,21 +135,25 @@ def backward(b: BackwardArguments) -> Gradients:
     )
     if dx is not None:
         dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
+        dx = formulas.laid_out(dx, b.x, b.keeps_order)
     dtype = b.parameter_dtype
     return Gradients(dx, dshift, dscale, to(dweight, dtype), to(dbias, dtype))
 
 
-def _rms_backward(
+def _backward_in_place(
     b: BackwardArguments, dz: Tensor, xhat: Tensor, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight and dbias of RMSNorm, those that are needed, from the gradient of its z."""
+    """dx, dweight and dbias, those that are needed, from the gradient of z; x is read in place."""
     dx = dweight = dbias = None
     leading = tuple(range(b.x.dim() - b.normalized_ndim))
     if b.needs.dx:
         g = dz if weight is None else dz * weight
-        along = (g * xhat).mean(tuple(range(-b.normalized_ndim, 0)), keepdim=True)
-        dx = torch.addcmul(g, xhat, along, value=-1) * b.rstd
-        dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype).contiguous()
+        dims = tuple(range(-b.normalized_ndim, 0))
+        along = (g * xhat).mean(dims, keepdim=True)
+        centered = g if b.is_rms else g - g.mean(dims, keepdim=True)
+        dx = torch.addcmul(centered, xhat, along, value=-1) * b.rstd
+        dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
+        dx = formulas.laid_out(dx, b.x, b.keeps_order)
     if b.needs.dweight:
         dweight = dz * xhat
         dweight = (dweight.sum(leading) if leading else dweight).to(b.parameter_dtype)

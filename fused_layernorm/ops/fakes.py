@@ -22,6 +22,12 @@ from .operators import (
 )
 
 
+def _like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
+    if keeps_order:
+        return torch.empty_like(x, dtype=dtype)
+    return x.new_empty(x.shape, dtype=dtype)
+
+
 def _forward(a: Arguments) -> Results:
     arguments.check(a)
     x = a.input
@@ -29,7 +35,7 @@ def _forward(a: Arguments) -> Results:
     ones = [1] * a.options.normalized_ndim
     acc = acc_dtype(a.x_dtype)
     return Results(
-        x.new_empty(x.shape, dtype=a.y_dtype),
+        _like(x, a.y_dtype, a.options.keeps_order),
         None if a.residual is None else x.new_empty(x.shape, dtype=a.residual.dtype),
         x.new_empty((0,) if a.options.is_rms else (*leading, *ones), dtype=acc),
         x.new_empty((*leading, *ones), dtype=acc),
@@ -44,7 +50,7 @@ def _backward(b: BackwardArguments) -> Gradients:
         return b.x.new_empty(b.normalized_shape, dtype=b.parameter_dtype) if needed else None
 
     return Gradients(
-        like(b.x, b.needs.dx),
+        _like(b.x, b.x.dtype, b.keeps_order) if b.needs.dx else None,
         like(b.shift, b.needs.dshift),
         like(b.scale, b.needs.dscale),
         parameter(b.needs.dweight),

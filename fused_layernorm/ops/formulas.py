@@ -99,6 +99,14 @@ def add(input: Tensor, residual: Tensor, gate: Tensor | None = None) -> Tensor:
     return total.to(residual.dtype).contiguous()
 
 
+def laid_out(result: Tensor, like: Tensor, keeps_order: bool) -> Tensor:
+    """The result contiguous, or with keeps_order in the strides of torch.empty_like(like)."""
+    if not keeps_order:
+        return result.contiguous()
+    ordered = torch.empty_like(like, dtype=result.dtype)
+    return result if result.stride() == ordered.stride() else ordered.copy_(result)
+
+
 def _mean(x: Tensor, normalized_ndim: int) -> Tensor:
     return x.mean(dim=tuple(range(-normalized_ndim, 0)), keepdim=True)
 

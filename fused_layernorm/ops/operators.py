@@ -26,7 +26,8 @@ from . import load
 class Options(NamedTuple):
     """The arguments that are no tensors; output_scale is layer_norm's `scale`.
 
-    The operators with a modulation have neither activation nor output_scale.
+    The operators with a modulation have neither activation nor output_scale. Only layer_norm and
+    layer_norm_forward have keeps_order, by which y has the strides of torch.empty_like(input).
     """
 
     normalized_ndim: int
@@ -37,6 +38,7 @@ class Options(NamedTuple):
     statistic: str = "layer"
     weight_offset: float = 0.0
     round_before_weight: bool = False
+    keeps_order: bool = False
 
     @property
     def is_rms(self) -> bool:
@@ -120,9 +122,10 @@ class Operator(NamedTuple):
     def lay_out(self, a: Arguments) -> tuple[Any, ...]:
         """The reverse of `arguments`."""
         rows = (a.input, a.residual) if self.takes_residual else (a.input,)
-        ndim, eps, *others = a.options
+        ndim, eps, *others, keeps_order = a.options
         if not self.takes_modulation:
-            return (*rows, ndim, a.weight, a.bias, eps, *others)
+            order = () if self.takes_residual else (keeps_order,)
+            return (*rows, ndim, a.weight, a.bias, eps, *others, *order)
         gate = (a.gate,) if self.takes_residual else ()
         return (*rows, *gate, ndim, a.shift, a.scale, a.weight, a.bias, eps, *others[2:])
 
@@ -246,6 +249,7 @@ class BackwardArguments(NamedTuple):
     scale: Tensor | None = None
     statistic: str = "layer"
     weight_offset: float = 0.0
+    keeps_order: bool = False
 
     @property
     def is_rms(self) -> bool:
@@ -306,7 +310,8 @@ class BackwardOperator(NamedTuple):
         if self.takes_modulation:
             return (*rows, b.shift, b.scale, b.weight, b.bias, b.dresidual, *b.needs, *kind)
         needs = (b.needs.dx, b.needs.dweight, b.needs.dbias)
-        return (*rows, b.weight, b.bias, b.dresidual, b.activation, b.output_scale, *needs, *kind)
+        others = (b.activation, b.output_scale, *needs, *kind, b.keeps_order)
+        return (*rows, b.weight, b.bias, b.dresidual, *others)
 
     def outputs(self, b: BackwardArguments, found: Gradients) -> tuple[Tensor, ...]:
         """The gradients that the operator gives, with an empty tensor for each that is None."""

@@ -94,7 +94,7 @@ def _forward_rule(operator: Operator) -> Callable[..., Any]:
 def _with_parameters_of_samples(
     a: Arguments, weight: Tensor | None, bias: Tensor | None
 ) -> Results:
-    ndim, eps, activation, output_scale, _, statistic, offset, _ = a.options
+    ndim, eps, activation, output_scale, _, statistic, offset, *_ = a.options
     acc = acc_dtype(a.x_dtype)
     options = Options(ndim, eps, out_dtype=acc, statistic=statistic)
     plain = Arguments(a.input, a.residual, None, None, options, gate=a.gate)

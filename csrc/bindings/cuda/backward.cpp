@@ -2,6 +2,7 @@
 // Backward on CUDA: check, settle the types, allocate, plan, launch. Tensors stop here.
 #include <torch/csrc/stable/ops.h>
 
+#include "backward/channels.h"
 #include "bindings/cuda/checks.h"
 #include "bindings/cuda/ops.h"
 
@@ -33,7 +34,7 @@ bool activates(const BackwardArguments& a, Activation activation) {
 }
 
 // The tensors of a launch as kernels read them, and the problem to plan. `gated_input` is the input
-// of a gated sum, or null without a gate.
+// of a gated sum, or null without a gate. With `as_they_lie` x and dy are not mapped as rows.
 struct Operands {
   Rows x, dy;
   std::optional<Rows> dresidual, input;
@@ -43,9 +44,10 @@ struct Operands {
   Problem problem;
 
   Operands(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
-           Activation activation, const Groups& groups, const Tensor* gated_input)
-      : x(a.x, shape.leading),
-        dy(cast(a.dy, types.y), shape.leading),
+           Activation activation, const Groups& groups, const Tensor* gated_input,
+           bool as_they_lie = false)
+      : x(as_they_lie ? Rows(a.x) : Rows(a.x, shape.leading)),
+        dy(as_they_lie ? Rows(cast(a.dy, types.y)) : Rows(cast(a.dy, types.y), shape.leading)),
         weight(prepare_parameter(a.weight, types.weight)),
         bias(prepare_parameter(a.bias, types.weight)),
         shift(a.modulation.shift, types.weight, a.x, shape.leading),
@@ -83,7 +85,9 @@ struct Outputs {
 
   Outputs(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
           const Groups& groups, ScalarType dparameter_type)
-      : dx(a.needs_dx ? empty_like(a.x, types.x) : none(a.x, types.x)),
+      : dx(!a.needs_dx     ? none(a.x, types.x)
+           : a.keeps_order ? empty_in_order(a.x, types.x)
+                           : empty_like(a.x, types.x)),
         dweight(dparameter(a.needs_dweight, a, shape, types, dparameter_type)),
         dbias(dparameter(a.needs_dbias, a, shape, types, dparameter_type)),
         dshift(a.needs_dshift, a.modulation.shift, groups, types.weight, types.statistics(), a.x),
@@ -142,14 +146,56 @@ BackwardParams params_of(const BackwardArguments& a, const Operands& operands,
   return params;
 }
 
+// Launches the plan that reads the channels of planes where they lie; false if there is none.
+bool launch_channels(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
+                     Activation activation, const Groups& groups, const Outputs& out) {
+  const auto planes = planes_of(a.x, shape.leading);
+  if (!planes || a.dresidual || a.modulation.any()) return false;
+  const bool dx_channels_last = !a.needs_dx || out.dx.is_contiguous();
+  if (!dx_channels_last && !has_dense_planes(out.dx, *planes, shape.leading)) return false;
+  Operands operands(a, shape, types, activation, groups, nullptr, true);
+  auto dy_planes = planes_of(operands.dy.tensor, shape.leading);
+  if (!dy_planes || dy_planes->samples != planes->samples || dy_planes->pixels != planes->pixels) {
+    dy_planes.reset();
+    operands.dy.tensor = contiguous_of(operands.dy.tensor);
+  }
+  int64_t unit = unit_of(a.x, *planes);
+  bool run = is_run(a.x, *planes, shape.cols);
+  if (dy_planes) {
+    const Tensor& dy = operands.dy.tensor;
+    const int64_t of_dy = unit_of(dy, *dy_planes);
+    // Whole vectors of dy, which has fewer elements in one if its type is wider, suffice.
+    if (of_dy * static_cast<int64_t>(dy.element_size()) < kVectorBytes) {
+      unit = std::min(unit, of_dy);
+    }
+    run = run && is_run(dy, *dy_planes, shape.cols);
+  }
+  const auto plan = make_channels_plan(operands.problem, *planes, dy_planes, unit, run,
+                                       dx_channels_last, device_of(a.x));
+  if (!plan) return false;
+  const Workspace workspace(a.x, plan->workspace_bytes);
+  const BackwardParams params = params_of(a, operands, activation, out, workspace.data());
+  check_launch(launch_layer_norm_backward(params, types.data_types(), *plan, current_stream(a.x)),
+               "backward", shape.rows, shape.cols, types.data_types(), *plan);
+  return true;
+}
+
 void launch(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
             Activation activation, const Groups& groups, const Outputs& out) {
+  if (launch_channels(a, shape, types, activation, groups, out)) return;
   const Operands operands(a, shape, types, activation, groups, nullptr);
   const backward::Plan plan = make_backward_plan(operands.problem, device_of(a.x));
   const Workspace workspace(a.x, launch_of(plan).workspace_bytes);
-  const BackwardParams params = params_of(a, operands, activation, out, workspace.data());
+  BackwardParams params = params_of(a, operands, activation, out, workspace.data());
+  const bool contiguous = out.dx.is_contiguous();
+  Tensor dx = contiguous ? out.dx : empty_like(out.dx, types.x);
+  if (!contiguous) params.dx = dx.mutable_data_ptr();
   check_launch(launch_layer_norm_backward(params, types.data_types(), plan, current_stream(a.x)),
                "backward", shape.rows, shape.cols, types.data_types(), plan);
+  if (!contiguous) {
+    Tensor ordered = out.dx;
+    torch::stable::copy_(ordered, dx);
+  }
 }
 
 // dy * (1 + scale).

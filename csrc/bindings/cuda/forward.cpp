@@ -9,6 +9,7 @@
 
 #include "bindings/cuda/checks.h"
 #include "bindings/cuda/ops.h"
+#include "forward/channels.h"
 
 namespace fused_layernorm {
 namespace {
@@ -119,13 +120,28 @@ bool writes_second(const forward::Plan& plan, const Problem& problem) {
   return on_chip && problem.aligned && problem.x == problem.y;
 }
 
+// A new tensor for y.
+Tensor new_y(const ForwardArguments& a, ScalarType type) {
+  return a.keeps_order ? empty_in_order(a.input, type) : empty_like(a.input, type);
+}
+
+// The plan of a launch that reads the channels of planes where they lie, if there is one.
+std::optional<forward::Channels> channels_plan(const Problem& problem, const Tensor& input,
+                                               const Tensor& y, int64_t leading) {
+  const auto planes = planes_of(input, leading);
+  if (!planes) return std::nullopt;
+  const bool channels_last = y.is_contiguous();
+  if (!channels_last && !has_dense_planes(y, *planes, leading)) return std::nullopt;
+  return make_channels_plan(problem, *planes, unit_of(input, *planes),
+                            is_run(input, *planes, problem.cols), channels_last, device_of(input));
+}
+
 // Launches the kernel on the rows of `input`, to which it adds those of `residual`, if given.
 // Returns whether the kernel also writes the output of a second modulation.
 bool launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
             const Shape& shape, const KernelTypes& types, Activation activation,
             ForwardResult& result) {
   const bool plain_weight = a.has_plain_weight();
-  const Rows rows(input, shape.leading);
   std::optional<Rows> residual_rows;
   if (residual) residual_rows.emplace(*residual, shape.leading);
   const auto weight = prepare_parameter(a.weight, types.weight);
@@ -150,14 +166,8 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   const bool activates = activation != Activation::kNone || a.scale != 1.0;
   problem.modulated = shift.tensor || scale.tensor || gate.tensor || a.second;
   problem.has_epilogue = activates || !plain_weight;
-  problem.aligned =
-      rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
-  const forward::Plan plan = make_forward_plan(problem, device_of(input));
-  const Workspace workspace(input, launch_of(plan).workspace_bytes);
 
   ForwardParams params;
-  params.input = rows.data();
-  params.input_rows = rows.map;
   if (residual) {
     params.residual = residual_rows->data();
     params.residual_rows = residual_rows->map;
@@ -165,14 +175,12 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   }
   params.weight = data_of(weight);
   params.bias = data_of(bias);
-  params.y = result.y.mutable_data_ptr();
   if (a.needs_statistics) {
     params.mean = a.kind.is_rms ? nullptr : result.mean->mutable_data_ptr();
     params.rstd = result.rstd->mutable_data_ptr();
   }
   params.rows = shape.rows;
   params.cols = static_cast<int32_t>(shape.cols);
-  params.stays_in_l2 = stays_in_l2(problem);
   params.is_rms = a.kind.is_rms;
   params.inverse_cols = Scalar(1.0 / static_cast<double>(shape.cols));
   params.eps = Scalar(a.eps);
@@ -185,17 +193,38 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
     params.weight_offset = Scalar(a.kind.weight_offset);
     params.xhat_rounding = a.xhat_rounding();
   }
-  params.workspace = workspace.data();
   params.is_modulated = problem.modulated;
   params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
+  const cudaStream_t stream = current_stream(input);
+  if (const auto plan = channels_plan(problem, input, result.y, shape.leading)) {
+    params.input = input.const_data_ptr();
+    params.y = result.y.mutable_data_ptr();
+    check_launch(launch_layer_norm_forward(params, data_types, *plan, stream), "forward",
+                 shape.rows, shape.cols, data_types, *plan);
+    return false;
+  }
+
+  const Rows rows(input, shape.leading);
+  const bool contiguous = result.y.is_contiguous();
+  Tensor y = contiguous ? result.y : empty_like(result.y, types.y);
+  problem.aligned =
+      rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
+  const forward::Plan plan = make_forward_plan(problem, device_of(input));
+  const Workspace workspace(input, launch_of(plan).workspace_bytes);
+  params.input = rows.data();
+  params.input_rows = rows.map;
+  params.y = y.mutable_data_ptr();
+  params.stays_in_l2 = stays_in_l2(problem);
+  params.workspace = workspace.data();
   const bool with_second = a.second && writes_second(plan, problem);
   if (with_second) {
     params.second = {second_shift.data(), second_scale.data(), nullptr,
                      second_shift.map,    second_scale.map,    RowMap()};
     params.second_y = result.second_y->mutable_data_ptr();
   }
-  check_launch(launch_layer_norm_forward(params, data_types, plan, current_stream(input)),
-               "forward", shape.rows, shape.cols, data_types, plan);
+  check_launch(launch_layer_norm_forward(params, data_types, plan, stream), "forward", shape.rows,
+               shape.cols, data_types, plan);
+  if (!contiguous) torch::stable::copy_(result.y, y);
   return with_second;
 }
 
@@ -253,8 +282,8 @@ ForwardResult run_forward(const ForwardArguments& a) {
   const Activation activation = activation_of(a.activation);
   const CurrentDevice guard(a.input);
 
-  ForwardResult result{empty_like(a.input, types.kernel.y), std::nullopt, std::nullopt,
-                       std::nullopt, std::nullopt};
+  ForwardResult result{new_y(a, types.kernel.y), std::nullopt, std::nullopt, std::nullopt,
+                       std::nullopt};
   if (a.second) result.second_y = empty_like(a.input, types.kernel.y);
   if (a.needs_statistics) {
     // PyTorch's kernels give these for rows without columns.
@@ -286,7 +315,11 @@ ForwardResult run_forward(const ForwardArguments& a) {
       }
     }
   }
-  result.y = cast(result.y, types.y);
+  if (types.y != types.kernel.y) {
+    Tensor y = new_y(a, types.y);
+    torch::stable::copy_(y, result.y);
+    result.y = y;
+  }
   if (result.second_y) result.second_y = cast(*result.second_y, types.y);
   if (a.needs_statistics) {
     result.mean = cast(*result.mean, types.statistics);

@@ -28,6 +28,8 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     NormKind kind = {};
     Modulations modulation = {};                       // a gate only beside a residual
     std::optional<Modulations> second = std::nullopt;  // only without a residual
+    bool keeps_order =
+        false;  // y has the strides of torch.empty_like(input), else it is contiguous
 
     // The type that round_before_weight means; without a weight there is nothing to round for.
     XhatRounding xhat_rounding() const {
@@ -70,6 +72,7 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     Modulations modulation = {};  // a gate only for run_gated_backward
     bool needs_dshift = false;
     bool needs_dscale = false;
+    bool keeps_order = false;  // dx has the strides of torch.empty_like(x), else it is contiguous
   };
 
   // A gradient that is not asked for is an empty tensor of shape (0,).

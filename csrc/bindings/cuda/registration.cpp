@@ -16,27 +16,39 @@ using Name = std::optional<std::string>;
 ForwardResult run_plain(const Tensor& input, const Optional& residual, int64_t normalized_ndim,
                         const Optional& weight, const Optional& bias, double eps,
                         const Name& activation, double scale, std::optional<ScalarType> out_dtype,
-                        const NormKind& kind, bool gives_statistics) {
-  return run_forward({input, residual, normalized_ndim, weight, bias, eps, activation, scale,
-                      out_dtype, gives_statistics, kind});
+                        const NormKind& kind, bool gives_statistics, bool keeps_order = false) {
+  return run_forward({input,
+                      residual,
+                      normalized_ndim,
+                      weight,
+                      bias,
+                      eps,
+                      activation,
+                      scale,
+                      out_dtype,
+                      gives_statistics,
+                      kind,
+                      {},
+                      std::nullopt,
+                      keeps_order});
 }
 
 Tensor layer_norm(const Tensor& input, int64_t normalized_ndim, const Optional& weight,
                   const Optional& bias, double eps, const Name& activation, double scale,
                   std::optional<ScalarType> out_dtype, const std::string& statistic, double offset,
-                  bool rounds) {
+                  bool rounds, bool keeps_order) {
   return run_plain(input, std::nullopt, normalized_ndim, weight, bias, eps, activation, scale,
-                   out_dtype, {statistic, offset, rounds}, false)
+                   out_dtype, {statistic, offset, rounds}, false, keeps_order)
       .y;
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_forward(
     const Tensor& input, int64_t normalized_ndim, const Optional& weight, const Optional& bias,
     double eps, const Name& activation, double scale, std::optional<ScalarType> out_dtype,
-    const std::string& statistic, double offset, bool rounds) {
+    const std::string& statistic, double offset, bool rounds, bool keeps_order) {
   const ForwardResult result =
       run_plain(input, std::nullopt, normalized_ndim, weight, bias, eps, activation, scale,
-                out_dtype, {statistic, offset, rounds}, true);
+                out_dtype, {statistic, offset, rounds}, true, keeps_order);
   return {result.y, *result.mean, *result.rstd};
 }
 
@@ -66,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     const Tensor& dy, const Tensor& x, int64_t normalized_ndim, const Tensor& mean,
     const Tensor& rstd, const Optional& weight, const Optional& bias, const Optional& dresidual,
     const Name& activation, double scale, bool needs_dx, bool needs_dweight, bool needs_dbias,
-    const std::string& statistic, double offset) {
+    const std::string& statistic, double offset, bool keeps_order) {
   const BackwardResult result = run_backward({dy,
                                               x,
                                               normalized_ndim,
@@ -80,7 +92,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
                                               needs_dx,
                                               needs_dweight,
                                               needs_dbias,
-                                              {statistic, offset}});
+                                              {statistic, offset},
+                                              {},
+                                              false,
+                                              false,
+                                              keeps_order});
   return {result.dx, result.dweight, result.dbias};
 }
 

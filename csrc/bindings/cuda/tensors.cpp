@@ -7,6 +7,7 @@
 
 #include <array>
 #include <mutex>
+#include <numeric>
 #include <sstream>
 #include <vector>
 
@@ -41,6 +42,23 @@ Tensor copy(const Tensor& tensor, ScalarType type) {
        << static_cast<double>(bytes) / kMiB << " MiB on cuda:" << device_index << ", where "
        << static_cast<double>(free) / kMiB << " MiB are free";
   throw OutOfMemory(text.str());
+}
+
+// A new tensor on the device of `like`. Throws OutOfMemory.
+Tensor empty_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides, int64_t dims,
+                     ScalarType type) {
+  const int device_index = like.get_device_index();
+  AtenTensorHandle handle = nullptr;
+  const AOTITorchError error = aoti_torch_empty_strided(
+      dims, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+      aoti_torch_device_type_cuda(), device_index, &handle);
+  if (error != AOTI_TORCH_SUCCESS) {
+    int64_t numel = 1;
+    for (int64_t d = 0; d < dims; ++d) numel *= sizes[d];
+    throw_out_of_memory(device_index,
+                        numel * (type == ScalarType::Byte ? 1 : size_of(data_type(type))));
+  }
+  return Tensor(handle);
 }
 
 }  // namespace
@@ -111,22 +129,45 @@ Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, ScalarType 
     large.resize(dims);
     strides = large.data();
   }
-  int64_t stride = 1, numel = 1;
+  int64_t stride = 1;
   for (int64_t d = dims - 1; d >= 0; --d) {
     strides[d] = stride;
     stride *= sizes[d] > 1 ? sizes[d] : 1;
-    numel *= sizes[d];
   }
-  const int device_index = like.get_device_index();
-  AtenTensorHandle handle = nullptr;
-  const AOTITorchError error = aoti_torch_empty_strided(
-      dims, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-      aoti_torch_device_type_cuda(), device_index, &handle);
-  if (error != AOTI_TORCH_SUCCESS) {
-    throw_out_of_memory(device_index,
-                        numel * (type == ScalarType::Byte ? 1 : size_of(data_type(type))));
+  return empty_strided(like, sizes, strides, dims, type);
+}
+
+Tensor empty_in_order(const Tensor& like, ScalarType type) {
+  const auto sizes = like.sizes(), old = like.strides();
+  // The dimensions from the innermost to the outermost, sorted as torch.empty_like sorts them: a
+  // dimension of stride zero stays in its place, and of equal strides the shorter is further in.
+  std::vector<int64_t> order(like.dim()), strides(like.dim());
+  std::iota(order.rbegin(), order.rend(), 0);
+  const auto compare = [&](int64_t a, int64_t b) {
+    if (old[a] == 0 || old[b] == 0) return 0;
+    if (old[a] != old[b]) return old[a] < old[b] ? -1 : 1;
+    return sizes[a] > sizes[b] ? 1 : 0;
+  };
+  for (int64_t i = 1; i < like.dim(); ++i) {
+    int64_t inner = i;
+    for (int64_t j = i - 1; j >= 0; --j) {
+      const int found = compare(order[j], order[inner]);
+      if (found > 0) {
+        std::swap(order[j], order[inner]);
+        inner = j;
+      } else if (found < 0) {
+        break;
+      }
+    }
   }
-  return Tensor(handle);
+  int64_t stride = 1;
+  bool same = true;
+  for (const int64_t d : order) {
+    strides[d] = stride;
+    same = same && (sizes[d] == 1 || old[d] == stride);
+    stride *= sizes[d] > 1 ? sizes[d] : 1;
+  }
+  return empty_strided(like, sizes.data(), same ? old.data() : strides.data(), like.dim(), type);
 }
 
 Tensor empty_like(const Tensor& like, ScalarType type) {
@@ -177,6 +218,52 @@ std::optional<RowMap> row_map(const int64_t* sizes, const int64_t* strides, int6
     }
   }
   return levels == 2 ? RowMap(inner_rows, inner_stride, outer_stride) : RowMap(inner_stride);
+}
+
+std::optional<Planes> planes_of(const Tensor& tensor, int64_t leading) {
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  Planes planes;
+  int64_t cols = 1, d = tensor.dim() - 1;
+  for (; d >= leading; --d) {
+    if (sizes[d] == 1) continue;
+    if (cols == 1) planes.channel_stride = strides[d];
+    if (strides[d] != planes.channel_stride * cols) return std::nullopt;
+    cols *= sizes[d];
+  }
+  for (; d >= 0 && (sizes[d] == 1 || strides[d] == planes.pixels); --d) planes.pixels *= sizes[d];
+  for (; d >= 0; --d) {
+    if (sizes[d] == 1) continue;
+    if (planes.samples == 1) planes.sample_stride = strides[d];
+    if (strides[d] != planes.sample_stride * planes.samples) return std::nullopt;
+    planes.samples *= sizes[d];
+  }
+  if (planes.pixels == 1 || planes.channel_stride <= 1) return std::nullopt;
+  return planes;
+}
+
+bool has_dense_planes(const Tensor& tensor, const Planes& planes, int64_t leading) {
+  const auto found = planes_of(tensor, leading);
+  const int64_t elements = tensor.numel();
+  return found && found->pixels == planes.pixels && found->samples == planes.samples &&
+         found->channel_stride == planes.pixels &&
+         (planes.samples == 1 || found->sample_stride == elements / planes.samples);
+}
+
+int64_t unit_of(const Tensor& tensor, const Planes& planes) {
+  const int64_t size = static_cast<int64_t>(tensor.element_size());
+  int64_t unit = kVectorBytes / size;
+  while (address_of(tensor) % (unit * size) != 0 || planes.sample_stride % unit != 0 ||
+         planes.channel_stride % unit != 0) {
+    unit /= 2;
+  }
+  return unit;
+}
+
+bool is_run(const Tensor& tensor, const Planes& planes, int64_t cols) {
+  const int64_t bytes = static_cast<int64_t>(tensor.element_size());
+  return planes.channel_stride == planes.pixels && address_of(tensor) % kVectorBytes == 0 &&
+         cols * planes.pixels * bytes % kVectorBytes == 0 &&
+         planes.sample_stride * bytes % kVectorBytes == 0;
 }
 
 bool is_aligned(const Tensor& tensor, const RowMap& map) {

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "layernorm.h"
+#include "plan/planes.h"
 
 // The namespace is hidden, as torch::stable is: no other library uses these types.
 namespace fused_layernorm __attribute__((visibility("hidden"))) {
@@ -61,6 +62,10 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, ScalarType type);
   Tensor empty_like(const Tensor& like, ScalarType type);
 
+  // A new tensor with the strides that torch.empty_like(like) gives it: those of `like` where its
+  // elements lie without gaps, else dense ones in the order of its dimensions in memory.
+  Tensor empty_in_order(const Tensor& like, ScalarType type);
+
   // The tensor itself where it is of this type, else a contiguous copy.
   Tensor cast(const Tensor& tensor, ScalarType type);
 
@@ -75,6 +80,20 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   // strides.
   std::optional<RowMap> row_map(const int64_t* sizes, const int64_t* strides, int64_t dims,
                                 int64_t leading);
+
+  // Where the rows of a tensor lie whose columns lie apart and whose neighbouring rows side by
+  // side. std::nullopt for other tensors, rows of one column among them.
+  std::optional<Planes> planes_of(const Tensor& tensor, int64_t leading);
+
+  // Whether the tensor has the same planes and no gaps between them.
+  bool has_dense_planes(const Tensor& tensor, const Planes& planes, int64_t leading);
+
+  // The greatest number of elements, a power of two up to those of 16 bytes, at whose multiples all
+  // planes begin.
+  int64_t unit_of(const Tensor& tensor, const Planes& planes);
+
+  // Whether each sample is one run of memory that begins at a multiple of 16 bytes.
+  bool is_run(const Tensor& tensor, const Planes& planes, int64_t cols);
 
   // Whether every row of the tensor, placed as `map` says, begins at a multiple of 16 bytes.
   bool is_aligned(const Tensor& tensor, const RowMap& map);
@@ -101,6 +120,8 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     Tensor tensor;
     RowMap map;
 
+    // A tensor as it lies, for kernels that need no map.
+    explicit Rows(const Tensor& original) : tensor(original) {}
     // The first `leading` dimensions count rows, the others columns.
     Rows(const Tensor& original, int64_t leading);
     const void* data() const { return tensor.const_data_ptr(); }

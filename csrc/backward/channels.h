@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backward over the channels of planes, the strategy "channels": its plan, and when it declines.
+// Persistent blocks take tiles of x and dy, all channels of some pixels, and keep dweight and dbias
+// of their tiles in shared memory.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "plan/planes.h"
+
+namespace fused_layernorm {
+namespace backward {
+
+struct Channels : Launch {
+  Planes x;
+  Planes dy;                      // where dy has planes as x has
+  bool dy_channels_last = false;  // else dy has the channels of a pixel side by side
+  bool dx_channels_last = false;
+  Tiles tiles;
+  int64_t all_tiles = 0;  // of all samples
+  // In shared memory, behind the tile of x: the tile of dy; the running dweight and dbias of each
+  // thread; then [2][groups][tile_pixels] sums, and four numbers for each pixel.
+  int dy_offset = 0;
+  int params_offset = 0;
+  int sums_offset = 0;
+  PartialSums partials;
+};
+
+}  // namespace backward
+
+// A thread has this many pixels at once also where it moves them one by one.
+constexpr int tile_thread_pixels(const Tiles& tiles, int size) {
+  return tiles.width == 1 ? vector_width(size) : tiles.width;
+}
+// Blocks of a multiprocessor that the plan asks for at most.
+constexpr int kMostTileBlocks = 8;
+
+// `unit` is that of all tensors that have planes; `may_be_run` says that they are runs.
+inline std::optional<backward::Channels> make_channels_plan(const Problem& problem, const Planes& x,
+                                                            const std::optional<Planes>& dy,
+                                                            int64_t unit, bool may_be_run,
+                                                            bool dx_channels_last,
+                                                            const Device& device) {
+  const Forced forced = forced_now();
+  if (forced.strategy || problem.residual || problem.modulated) return std::nullopt;
+  const int size = size_of(problem.x), dy_size = size_of(problem.y);
+  const int acc = acc_size_of(problem.x);
+  backward::Channels plan;
+  plan.x = x;
+  plan.dy = dy.value_or(Planes{});
+  plan.dy_channels_last = !dy;
+  plan.dx_channels_last = dx_channels_last;
+  // A vector of pixels takes two running sums of a channel beside its elements.
+  const int bytes = size + dy_size + 2 * acc * size / kVectorBytes;
+  plan.tiles =
+      tiles_of(problem.cols, x.pixels, unit, size, bytes, may_be_run, room_of(device) * 3 / 4);
+  Tiles& t = plan.tiles;
+  const int64_t units = ceil_div(t.tile_pixels, tile_thread_pixels(t, size));
+  t.groups = static_cast<int>(std::clamp<int64_t>(ceil_div(problem.cols, kThreadChannels), 1,
+                                                  std::max<int64_t>(1, kTileThreads / units)));
+  const int64_t threads =
+      round_up(std::max<int64_t>(t.groups * units, t.tile_pixels), kWarpThreads);
+  if (threads > kTileThreads) return std::nullopt;
+  plan.threads = static_cast<int>(threads);
+  const int64_t elements = problem.cols * t.tile_pixels;
+  const int64_t dy_offset = round_up(elements * size, kVectorBytes);
+  const int64_t params_offset = dy_offset + round_up(elements * dy_size, kVectorBytes);
+  const int64_t sums_offset = params_offset + ceil_div(problem.cols, t.groups) * threads * 2 * acc;
+  const int64_t shared = sums_offset + (2 * t.groups + 4) * units * vector_width(size) * acc;
+  if (shared > room_of(device)) return std::nullopt;
+  plan.dy_offset = static_cast<int>(dy_offset);
+  plan.params_offset = static_cast<int>(params_offset);
+  plan.sums_offset = static_cast<int>(sums_offset);
+  plan.shared_bytes = static_cast<int>(shared);
+  plan.all_tiles = x.samples * t.tiles;
+  const int64_t fitting =
+      std::min<int64_t>({room_of(device) / shared, 1024 / threads, kMostTileBlocks});
+  const int64_t blocks = std::min(plan.all_tiles, std::max<int64_t>(1, fitting) * device.sms);
+  // As many blocks as finish at once, each with the same number of tiles or one fewer.
+  plan.blocks = ceil_div(plan.all_tiles, ceil_div(plan.all_tiles, blocks));
+  plan.partials.count = static_cast<int>(plan.blocks);
+  plan.partials.starts_early = device.starts_early;
+  if (problem.needs_dparams && plan.blocks > 1) {
+    plan.workspace_bytes = int64_t{2} * plan.blocks * problem.cols * acc;
+  }
+  return plan;
+}
+
+std::string describe(const backward::Channels& plan);
+
+#ifdef CUDART_VERSION
+cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
+                                       const backward::Channels& plan, cudaStream_t stream);
+#endif
+
+}  // namespace fused_layernorm

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward over the channels of planes, the strategy "channels": its plan, and when it declines. A
+// block holds all channels of some pixels in shared memory between the statistics and y.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "plan/planes.h"
+
+namespace fused_layernorm {
+namespace forward {
+
+struct Channels : Launch {
+  Planes planes;  // of x
+  Tiles tiles;
+  int sums_offset = 0;         // in shared memory: [groups][tile_pixels] sums, then mean and rstd
+  bool channels_last = false;  // y has the channels of a pixel side by side, x has not
+};
+
+}  // namespace forward
+
+inline std::optional<forward::Channels> make_channels_plan(const Problem& problem,
+                                                           const Planes& planes, int64_t unit,
+                                                           bool may_be_run, bool channels_last,
+                                                           const Device& device) {
+  const Forced forced = forced_now();
+  const int size = size_of(problem.x), acc = acc_size_of(problem.x);
+  const bool fused_otherwise = problem.residual || problem.modulated;
+  if (forced.strategy || fused_otherwise || (channels_last && size_of(problem.y) != size)) {
+    return std::nullopt;
+  }
+  forward::Channels plan;
+  plan.planes = planes;
+  plan.channels_last = channels_last;
+  plan.tiles =
+      tiles_of(problem.cols, planes.pixels, unit, size, size, may_be_run, room_of(device) * 3 / 4);
+  const Tiles& t = plan.tiles;
+  const int64_t tile = round_up(problem.cols * t.tile_pixels * size, kVectorBytes);
+  const int64_t shared = tile + int64_t{t.groups + 2} * t.tile_pixels * acc;
+  if (shared > room_of(device)) return std::nullopt;
+  plan.sums_offset = static_cast<int>(tile);
+  plan.shared_bytes = static_cast<int>(shared);
+  plan.blocks = planes.samples * t.tiles;
+  plan.threads =
+      static_cast<int>(round_up(int64_t{t.groups} * (t.tile_pixels / t.width), kWarpThreads));
+  if (plan.blocks > kMostBlocks) return std::nullopt;
+  return plan;
+}
+
+std::string describe(const forward::Channels& plan);
+
+#ifdef CUDART_VERSION
+cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
+                                      const forward::Channels& plan, cudaStream_t stream);
+#endif
+
+}  // namespace fused_layernorm
