@@ -15,7 +15,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fused_layernorm import swap_rms, swap_source, swap_table
+from fused_layernorm import swap_channels, swap_rms, swap_source, swap_table
+
+# Of RMSNorms, over rows and over channels.
+SOURCES = {**swap_rms.SOURCES, **swap_channels.SOURCES}
+CLASSES = {**swap_rms.CLASSES, **swap_channels.CLASSES}
 
 Class = tuple[str, ast.ClassDef, dict[str, ast.FunctionDef]]
 
@@ -39,7 +43,7 @@ def is_layer_norm(cls: ast.ClassDef) -> bool:
 
 def is_rms_norm(cls: ast.ClassDef, found: str | None) -> bool:
     """Whether the class has the name, or the known source, of an RMSNorm."""
-    return "rmsnorm" in cls.name.lower().replace("_", "") or found in swap_rms.SOURCES
+    return "rmsnorm" in cls.name.lower().replace("_", "") or found in SOURCES
 
 
 def digest(cls: ast.ClassDef, functions: dict[str, ast.FunctionDef]) -> str | None:
@@ -53,7 +57,7 @@ def digest(cls: ast.ClassDef, functions: dict[str, ast.FunctionDef]) -> str | No
 
 def known_layer_norm(module: str, cls: ast.ClassDef, found: str | None) -> str:
     sources = swap_table.CLASSES.get((module, cls.name))
-    if found in swap_rms.SOURCES:
+    if found in SOURCES:
         return "computes RMSNorm"
     if sources is None:
         return "not in the table"
@@ -61,7 +65,7 @@ def known_layer_norm(module: str, cls: ast.ClassDef, found: str | None) -> str:
 
 
 def known_rms_norm(module: str, cls: ast.ClassDef, found: str | None) -> str:
-    sources = swap_rms.CLASSES.get((module, cls.name), swap_rms.SOURCES)
+    sources = CLASSES.get((module, cls.name), SOURCES)
     return "known" if found in sources else "its source is not known"
 
 

@@ -33,7 +33,9 @@ from .modules import (  # noqa: E402
     FusedAddLayerNorm,
     FusedAddRMSNorm,
     FusedLayerNorm,
+    FusedLayerNorm2d,
     FusedRMSNorm,
+    FusedRMSNorm2d,
 )
 from .override import override_aten  # noqa: E402
 from .swap import (  # noqa: E402
@@ -54,7 +56,9 @@ _torch.serialization.add_safe_globals(
         FusedAddLayerNorm,
         FusedAddRMSNorm,
         FusedLayerNorm,
+        FusedLayerNorm2d,
         FusedRMSNorm,
+        FusedRMSNorm2d,
     ]
 )
 
@@ -69,7 +73,9 @@ __all__ = [
     "FusedAddLayerNorm",
     "FusedAddRMSNorm",
     "FusedLayerNorm",
+    "FusedLayerNorm2d",
     "FusedRMSNorm",
+    "FusedRMSNorm2d",
     "__version__",
     "ada_layer_norm",
     "add_ada_layer_norm",

@@ -304,6 +304,95 @@ class FusedAddRMSNorm(FusedRMSNorm):
         )
 
 
+def _check_channels(module: Any, input: Tensor) -> None:
+    """Without a weight, nothing else compares the channels of input with the module's."""
+    channels = module.normalized_shape[0]
+    if module.weight is None and input.dim() > 1 and input.shape[1] != channels:
+        raise RuntimeError(
+            f"expected input of {channels} channels, got input of shape {list(input.shape)}"
+        )
+
+
+class FusedLayerNorm2d(FusedLayerNorm):
+    """LayerNorm over the channels of ``(N, C, H, W)``: :func:`layer_norm` with ``dim=1``.
+
+    The state is that of timm's LayerNorm2d. Contiguous and channels_last inputs are both read where
+    they lie, and the result has input's memory format. Inputs of any two or more dimensions are
+    served.
+
+    Args:
+        num_channels: the size of dimension 1.
+        eps: added to the variance.
+        affine: whether there are a weight and a bias.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float = 1e-6,
+        affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_channels, eps, affine, True, device, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if _is_scripting():
+            return operators.layer_norm(
+                input.movedim(1, -1),
+                1,
+                self.weight,
+                self.bias,
+                self.eps,
+                self.activation,
+                self.scale,
+                self.out_dtype,
+                "layer",
+                0.0,
+                False,
+                True,
+            ).movedim(-1, 1)
+        _check_channels(self, input)
+        return layer_norm(input, self.weight, self.bias, self.eps, dim=1)
+
+
+class FusedRMSNorm2d(FusedRMSNorm):
+    """RMSNorm over the channels of ``(N, C, H, W)``: :func:`rms_norm` with ``dim=1``.
+
+    The state is that of timm's RmsNorm2d. The rest is as in :class:`FusedLayerNorm2d`.
+    """
+
+    def __init__(
+        self,
+        num_channels: int,
+        eps: float = 1e-6,
+        affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_channels, eps, affine, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if _is_scripting():
+            return operators.layer_norm(
+                x.movedim(1, -1),
+                1,
+                self.weight,
+                self.bias,
+                _scripted_eps(self.eps, x),
+                self.activation,
+                self.scale,
+                self.out_dtype,
+                "rms",
+                self.weight_offset,
+                self.round_before_weight,
+                True,
+            ).movedim(-1, 1)
+        _check_channels(self, x)
+        return rms_norm(x, self.weight, self.eps, dim=1)
+
+
 class FusedAdaLayerNorm(nn.LayerNorm):
     """``forward(input, shift, scale)``: :func:`fused_layernorm.ada_layer_norm` as a module.
 

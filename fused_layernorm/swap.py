@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.utils import parametrize
 
-from . import swap_forwards, swap_modulated, swap_rms, swap_source, swap_table
+from . import swap_channels, swap_forwards, swap_modulated, swap_rms, swap_source, swap_table
 from .modules import FusedLayerNorm, FusedRMSNorm
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -259,12 +259,12 @@ def _kind(module: nn.Module) -> str | None:
         return REGISTERED
     if isinstance(module, nn.LayerNorm) or _sources(cls) is not None:
         return "layer"
-    if isinstance(module, nn.RMSNorm) or (cls.__module__, cls.__qualname__) in swap_rms.CLASSES:
+    if isinstance(module, nn.RMSNorm) or _is_listed_rms(cls):
         return "rms"
     children = {name for name, _ in module.named_children()} - {"parametrizations"}
     if cls.__module__.startswith("torch.") or children:
         return None
-    if swap_rms.forward_of(cls) is not None:
+    if _rms_forward_of(cls) is not None:
         return "rms"
     if "LayerNorm" in cls.__name__:
         return "layer"
@@ -286,7 +286,7 @@ def _swap(name: str, module: nn.Module, predicate: Predicate | None) -> str | No
     cls = _plain_class(module)
     rms_forward = None
     if cls not in _registered and not isinstance(module, nn.LayerNorm) and _sources(cls) is None:
-        rms_forward = swap_rms.forward_of(cls)
+        rms_forward = _rms_forward_of(cls)
     accepted = False
     if predicate is not None and (
         isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or rms_forward is not None
@@ -326,7 +326,7 @@ def _swap(name: str, module: nn.Module, predicate: Predicate | None) -> str | No
             return "it has a norm that is not fused"
     elif rms_forward is not None:
         forward = rms_forward
-    elif (cls.__module__, cls.__qualname__) in swap_rms.CLASSES:
+    elif _is_listed_rms(cls):
         return "the source of its forward is not one that fused_layernorm knows"
     elif accepted:
         is_rms = isinstance(module, nn.RMSNorm)
@@ -339,6 +339,15 @@ def _swap(name: str, module: nn.Module, predicate: Predicate | None) -> str | No
 
 def _sources(cls: type) -> swap_table.Sources | None:
     return swap_table.CLASSES.get((cls.__module__, cls.__qualname__))
+
+
+def _rms_forward_of(cls: type) -> Forward | None:
+    return swap_rms.forward_of(cls) or swap_channels.forward_of(cls)
+
+
+def _is_listed_rms(cls: type) -> bool:
+    name = (cls.__module__, cls.__qualname__)
+    return name in swap_rms.CLASSES or name in swap_channels.CLASSES
 
 
 def _check_forward(cls: type[nn.Module], forward: object) -> None:
@@ -396,7 +405,7 @@ def _swapped_class(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
 
 def _kind_of(cls: type[nn.Module], forward: Forward) -> str:
     """The kind of a swapped class: layer, rms or registered."""
-    if forward.__module__ == swap_rms.__name__:
+    if forward.__module__ in (swap_rms.__name__, swap_channels.__name__):
         return "rms"
     if forward is FusedLayerNorm.forward or forward.__module__ in _OF_LAYER_NORMS:
         return "layer"

@@ -24,7 +24,6 @@ torch.fx.wrap("layer_norm")
 torch.fx.wrap("_in_input_dtype")
 torch.fx.wrap("_float32_without_bias")
 torch.fx.wrap("_in_promoted_dtype")
-torch.fx.wrap("_channels_first_by_hand")
 
 
 def matched(
@@ -75,41 +74,22 @@ def _in_promoted_dtype(
     weight: Tensor,
     bias: Tensor,
     eps: float,
-    normalized_shape: int | Sequence[int],
     autocast_widens: bool,
+    dim: int | None = None,
 ) -> Tensor:
     """A layer norm that a library writes out: the result has the dtype of x * weight + bias.
 
-    Autocast makes rsqrt and pow float32 on every device but the CPU. That widens the result too,
-    unless the library rounds to x's dtype before it multiplies by weight.
+    With a dim it has the memory format of x, as the library's elementwise operators give it, and
+    the following layers may rely on it. Autocast makes rsqrt and pow float32 on every device but
+    the CPU. That widens the result too, unless the library rounds to x's dtype before it multiplies
+    by weight.
     """
     dtype = x.dtype
     for parameter in (weight, bias):
         dtype = torch.promote_types(dtype, parameter.dtype)
     if autocast_widens and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.promote_types(dtype, torch.float32)
-    found = matched(x, weight, bias)
-    return layer_norm(*found, eps, normalized_shape=normalized_shape, out_dtype=dtype)
-
-
-def _channels_first_by_hand(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    normalized_shape: int | Sequence[int],
-    autocast_widens: bool,
-) -> Tensor:
-    """_in_promoted_dtype over the channels of N, C, H, W; its result has the memory format of x.
-
-    Elementwise operators keep the memory format, and the following layers may rely on it.
-    """
-    y = _in_promoted_dtype(
-        x.permute(0, 2, 3, 1), weight, bias, eps, normalized_shape, autocast_widens
-    ).permute(0, 3, 1, 2)
-    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
-        return y
-    return y.contiguous()
+    return layer_norm(*matched(x, weight, bias), eps, out_dtype=dtype, dim=dim)
 
 
 # ---- Over the last dimensions.
@@ -199,9 +179,8 @@ def float32_without_bias(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def by_hand(self: Any, hidden_states: Tensor) -> Tensor:
-    weight = self.weight
     return _in_promoted_dtype(
-        hidden_states, weight, self.bias, self.variance_epsilon, weight.shape, False
+        hidden_states, self.weight, self.bias, self.variance_epsilon, False
     )
 
 
@@ -258,7 +237,7 @@ def timm_exp2d(self: Any, x: Tensor) -> Tensor:
 
 
 def channels_first_by_hand(self: Any, x: Tensor) -> Tensor:
-    return _channels_first_by_hand(x, self.weight, self.bias, self.eps, self.normalized_shape, True)
+    return _in_promoted_dtype(x, self.weight, self.bias, self.eps, True, dim=1)
 
 
 def data_format(self: Any, features: Tensor) -> Tensor:
@@ -270,7 +249,5 @@ def data_format(self: Any, features: Tensor) -> Tensor:
 def data_format_by_hand(self: Any, x: Tensor) -> Tensor:
     """transformers before 5.0."""
     if self.data_format == "channels_first":
-        return _channels_first_by_hand(
-            x, self.weight, self.bias, self.eps, self.normalized_shape, False
-        )
+        return _in_promoted_dtype(x, self.weight, self.bias, self.eps, False, dim=1)
     return last_dims(self, x)

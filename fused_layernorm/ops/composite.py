@@ -48,10 +48,11 @@ def forward(a: Arguments) -> Results:
     """What the forward operators give; the arguments are not checked."""
     _, eps, activation, output_scale, *_ = a.options
     keeps_order = a.options.keeps_order
-    # The formulas read x where it lies, PyTorch's layer_norm a contiguous copy of it.
-    if a.options.is_rms or a.rounds_xhat or (keeps_order and not a.input.is_contiguous()):
+    if a.options.is_rms or a.rounds_xhat:
         found = formulas.forward(a)
         return found._replace(y=formulas.laid_out(found.y, a.input, keeps_order))
+    if keeps_order and not a.input.is_contiguous():
+        return _forward_in_place(a)
     residual_out = None if a.residual is None else formulas.add(a.input, a.residual, a.gate)
     x = a.input if residual_out is None else residual_out
     acc = acc_dtype(x.dtype)
@@ -69,6 +70,22 @@ def forward(a: Arguments) -> Results:
     if output_scale != 1.0:
         y = y * output_scale
     return Results(y.to(a.y_dtype).contiguous(), residual_out, mean, rstd)
+
+
+def _forward_in_place(a: Arguments) -> Results:
+    """A LayerNorm that reads x where it lies; PyTorch's layer_norm would read a contiguous copy."""
+    ndim, eps, activation, output_scale, *_ = a.options
+    acc, dims = acc_dtype(a.input.dtype), tuple(range(-ndim, 0))
+    x = a.input.to(acc)
+    mean = x.mean(dims, keepdim=True)
+    mean = mean + (x - mean).mean(dims, keepdim=True)  # a large mean takes its digits from the sum
+    centered = x - mean
+    rstd = (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
+    weight, bias = shifted(a.weight, a.options.weight_offset, acc), to(a.bias, acc)
+    y = activate(affine(centered * rstd, weight, bias), activation)
+    if output_scale != 1.0:
+        y = y * output_scale
+    return Results(formulas.laid_out(y.to(a.y_dtype), a.input, True), None, mean, rstd)
 
 
 def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The RMSNorms over channels of other libraries: the sources that are known, and the forwards on the
+fused kernels that replace them.
+
+As in swap_rms, a class is known by the digest of its forward, a forward here rounds where its class
+rounds, and what the kernels do not take goes to the class's own forward. The result has the strides
+that elementwise operators give it, those of torch.empty_like(x), as with the class. (The LayerNorms
+over channels stand in swap_table.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import functional, swap_source
+from .functional import rms_norm
+from .swap_rms import Forward
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _takes(x: Any, weight: Any, *, half: bool) -> bool:
+    """Whether the kernels serve a norm over dimension 1 of x: float32, or perhaps half precision."""
+    if not functional.may_serve(x, weight) or x.dim() < 2 or x.is_nested:
+        return False
+    if not (x.is_cuda or functional._cpu_operators):
+        return False
+    if weight is not None and weight.dtype not in (x.dtype, torch.float32):
+        return False
+    return x.dtype is torch.float32 or (half and x.dtype in _HALF)
+
+
+# ---- timm. In half precision RmsNorm2d rounds at every step, or autocast decides where it does.
+
+
+def _timm(self: Any, x: Tensor, *, wide: bool) -> Tensor | None:
+    if not _takes(x, self.weight, half=wide) or x.dim() != 4 or len(self.normalized_shape) != 1:
+        return None
+    if not wide and self._fast_norm:
+        return None
+    if self.weight is not None and self.weight.shape != x.shape[1:2]:
+        return None
+    y: Tensor = rms_norm(x, self.weight, self.eps, out_dtype=x.dtype, dim=1)
+    return y
+
+
+def timm(self: Any, x: Tensor) -> Tensor:
+    y = _timm(self, x, wide=False)
+    return self._swapped_from.forward(self, x) if y is None else y
+
+
+def timm_act(self: Any, x: Tensor) -> Tensor:
+    y = _timm(self, x, wide=False)
+    return self._swapped_from.forward(self, x) if y is None else self.act(self.drop(y))
+
+
+def timm_float32(self: Any, x: Tensor) -> Tensor:
+    y = _timm(self, x, wide=True)
+    return self._swapped_from.forward(self, x) if y is None else y
+
+
+def timm_float32_act(self: Any, x: Tensor) -> Tensor:
+    y = _timm(self, x, wide=True)
+    return self._swapped_from.forward(self, x) if y is None else self.act(self.drop(y))
+
+
+# ---- diffusers' VAEs: F.normalize, which divides by the length of the vector of channels or by
+# 1e-12, whichever is more; then the factors scale (the root of the number of channels) and gamma,
+# and a bias.
+
+
+def _normalize(self: Any, x: Tensor, bias: Any) -> Tensor | None:
+    gamma = self.gamma
+    if not _takes(x, gamma, half=True) or gamma.dim() != x.dim() - 1:
+        return None
+    channels = x.shape[1]
+    if gamma.shape != (channels, *(1,) * (x.dim() - 2)) or self.scale != channels**0.5:
+        return None
+    eps = 1e-24 / channels  # added to the mean of the squares, and so 1e-12 to the length at most
+    if x.dtype is torch.float32:
+        weight, offset = gamma.flatten(), bias.flatten() if isinstance(bias, Tensor) else None
+        if gamma.dtype is torch.float32 and (offset is None or offset.dtype is torch.float32):
+            y: Tensor = rms_norm(x, weight, eps, bias=offset, out_dtype=x.dtype, dim=1)
+            return y
+        return None
+    # The normalized vector is rounded, and so is each product.
+    unit: Tensor = rms_norm(x, None, eps, scale=1 / self.scale, out_dtype=x.dtype, dim=1)
+    return unit * self.scale * gamma + bias
+
+
+def wan(self: Any, x: Tensor) -> Tensor:
+    y = _normalize(self, x, self.bias) if self.channel_first else None
+    return self._swapped_from.forward(self, x) if y is None else y
+
+
+def kandinsky6(self: Any, hidden_states: Tensor) -> Tensor:
+    y = _normalize(self, hidden_states, 0.0)
+    return self._swapped_from.forward(self, hidden_states) if y is None else y
+
+
+def per_channel(self: Any, x: Tensor, channel_dim: int | None = None) -> Tensor:
+    """LTX-2's: it has no weight, and its own channel_dim counts, whatever forward is given."""
+    if self.channel_dim == 1 and _takes(x, None, half=False):
+        y: Tensor = rms_norm(x, None, self.eps, out_dtype=x.dtype, dim=1)
+        return y
+    return self._swapped_from.forward(self, x, channel_dim)
+
+
+# From the digest of a forward's source to the forward that replaces it, for classes of any module.
+SOURCES: dict[str, Forward] = {
+    # diffusers 0.42: Wan, Qwen-Image, HunyuanVideo 1.5, HunyuanImage's refiner
+    "768a8b47f0d234dd": wan,
+    "d3ad42d3bc4808d2": kandinsky6,
+    "7a53c35dab801a62": per_channel,
+}
+
+# Classes whose forward calls functions of other modules, by (module, class). timm 1.0
+CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
+    ("timm.layers.norm", "RmsNorm2d"): {"d58ebe86897249b0": timm},
+    ("timm.layers.norm", "RmsNorm2dFp32"): {"31fca9e5fcaea623": timm_float32},
+    ("timm.layers.norm_act", "RmsNormAct2d"): {"1a13e421e59ac70c": timm_act},
+    ("timm.layers.norm_act", "RmsNormAct2dFp32"): {"42f7fd3cbf902e5e": timm_float32_act},
+}
+
+
+def forward_of(cls: type) -> Forward | None:
+    """The forward that replaces the class's, or None if its source is not known."""
+    digest = swap_source.digest(cls)
+    if digest is None:
+        return None
+    listed = CLASSES.get((cls.__module__, cls.__qualname__))
+    return SOURCES.get(digest) if listed is None else listed.get(digest)

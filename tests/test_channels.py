@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms over one dimension, such as the channels of NCHW: the numerics contract in every order of
+memory, strides of results and gradients, bits, higher orders, compilers, modules, errors."""
+
+import math
+from typing import Any
+
+import libraries
+import numerics
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import Problem
+from torch import nn
+from torch.library import opcheck
+
+import fused_layernorm as fl
+from fused_layernorm import swap_channels, swap_norms, swap_source
+from fused_layernorm.swap import is_fused
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+OPS = torch.ops.fused_layernorm
+
+pytestmark = pytest.mark.cpu_operators
+
+
+def ids(value):
+    return str(value).replace("torch.", "")
+
+
+def _shift(x):
+    """The same values at an address that is no multiple of 16 bytes."""
+    moved = x.new_full((x.numel() + 1,), math.nan)[1:].view(x.shape)
+    return moved.copy_(x)
+
+
+def _slice(x):
+    """The same values as channels of a larger tensor, whose others are NaN."""
+    large = x.new_full((x.shape[0], x.shape[1] + 3, *x.shape[2:]), math.nan)
+    large[:, 2:-1] = x
+    return large[:, 2:-1]
+
+
+def _channels_last(x):
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+# Orders of memory of (N, C, *).
+ORDERS: dict[str, Any] = {
+    "contiguous": torch.Tensor.contiguous,
+    "channels_last": _channels_last,
+    "shifted": lambda x: _shift(x.contiguous()),
+    "slice": lambda x: _slice(x.contiguous()),
+    "channels_outside": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every_second_pixel": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+}
+
+
+def over_channels(order="contiguous", dy_order="contiguous", by_view=False):
+    """What numerics.check runs: x is drawn as (N, *, C), and given as (N, C, *) in this order.
+
+    by_view: the norm is called as models write it, on a permuted view and without `dim`.
+    """
+
+    def run(t, *, backward=True):
+        p = t.problem
+        x = ORDERS[order](t.x.movedim(-1, 1)).requires_grad_(backward)
+        dy = ORDERS[dy_order](t.dy.movedim(-1, 1))
+        weight, bias = (
+            None if u is None else u.detach().requires_grad_(backward) for u in (t.weight, t.bias)
+        )
+        options = {"activation": p.activation, "scale": p.scale, "out_dtype": p.out_dtype}
+        given = x
+        if by_view:
+            given, options["normalized_shape"] = x.movedim(1, -1), p.normalized_shape
+        else:
+            options["dim"] = 1
+        if p.statistic == "rms":
+            options["weight_offset"] = p.weight_offset
+            y = fl.rms_norm(given, weight, p.eps, bias=bias, **options)
+        else:
+            y = fl.layer_norm(given, weight, bias, p.eps, **options)
+        if by_view:
+            assert y.is_contiguous()
+            y = y.movedim(-1, 1)
+        else:
+            assert y.stride() == torch.empty_like(x).stride()
+        results = {"y": y.detach().movedim(1, -1)}
+        if backward:
+            leaves = {"x": x, "weight": weight, "bias": bias}
+            wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None}
+            gradients = torch.autograd.grad(y, list(wanted.values()), dy)
+            results |= {f"d{n}": g for n, g in zip(wanted, gradients, strict=True)}
+            if not by_view:
+                assert results["dx"].stride() == torch.empty_like(x).stride()
+            results["dx"] = results["dx"].movedim(1, -1)
+        return results
+
+    return run
+
+
+def problem(shape, dtype=F32, weight_dtype=None, **options):
+    """The norm over dimension 1 of `shape`."""
+    n, c, *pixels = shape
+    return Problem((n, *pixels, c), dtype=dtype, weight_dtype=weight_dtype, **options)
+
+
+@pytest.mark.parametrize("statistic", ["layer", "rms"])
+@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, None), (F16, F32), (F64, None)], ids=ids)
+@pytest.mark.parametrize(
+    "shape",
+    [(3, 5), (2, 1, 9), (2, 2, 8), (2, 7, 64), (2, 8, 5, 7), (3, 9, 4, 4), (2, 16, 7, 7),
+     (2, 24, 14, 14), (2, 64, 3, 11), (1, 65, 8, 16), (2, 33, 2, 3, 4), (1, 96, 1, 1),
+     (4, 127, 2, 2), (1, 256, 57, 3)],
+    ids=str,
+)  # fmt: skip
+def test_accuracy(device, shape, dtypes, statistic):
+    numerics.check(problem(shape, *dtypes, statistic=statistic), device, run=over_channels())
+
+
+# Both sides of what one thread, one group of threads and one block hold.
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
+@pytest.mark.parametrize("pixels", [(8, 8), (7, 7), (14, 2), (1, 130)], ids=str)
+@pytest.mark.parametrize(
+    "channels", [1, 2, 8, 9, 63, 64, 65, 511, 513, 768, 1024, 1025, 2047, 2048, 2049, 4095, 4096,
+                 4097, 9000]
+)  # fmt: skip
+def test_accuracy_at_the_boundaries_of_channels(channels, pixels, dtype):
+    p = problem((3, channels, *pixels), dtype)
+    numerics.check(p, "cuda", run=over_channels())
+    numerics.check(p, "cuda", run=over_channels(by_view=True))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
+@pytest.mark.parametrize("shape", [(2, 24, 8, 8), (2, 16, 7, 7), (3, 40, 14, 14)], ids=str)
+@pytest.mark.parametrize("by_view", [False, True])
+@pytest.mark.parametrize("dy_order", ["contiguous", "channels_last", "every_second_pixel"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_of_memory(device, order, dy_order, by_view, shape, dtype):
+    run = over_channels(order, dy_order, by_view)
+    numerics.check(problem(shape, dtype), device, run=run, sample=1)
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        problem((2, 24, 8, 8), BF16, activation="gelu", scale=2.0),
+        problem((2, 24, 7, 7), BF16, F32, activation="silu", out_dtype=F32),
+        problem((2, 24, 14, 14), F32, out_dtype=BF16, activation="gelu_tanh"),
+        problem((2, 24, 8, 8), F16, out_dtype=F32, affine="bias", activation="relu"),
+        problem((2, 24, 8, 8), BF16, out_dtype=F64),
+        problem((2, 24, 8, 8), F32, affine="none"),
+        problem((2, 24, 8, 8), F32, affine="weight", statistic="rms", weight_offset=1.0),
+        problem((2, 24, 8, 8), BF16, statistic="rms", activation="silu"),
+        problem((2, 96, 16, 16), F32, mean=1000.0),
+        problem((2, 96, 16, 16), BF16, mean=100.0),
+        problem((2, 96, 7, 7), F32, mean=1000.0, eps=0.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("by_view", [False, True])
+def test_accuracy_of_what_is_fused(device, p, by_view):
+    numerics.check(p, device, run=over_channels(by_view=by_view))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3, -1, -2, -4])
+def test_any_dimension(device, dim):
+    x = torch.randn(3, 4, 5, 8, device=device)
+    weight = torch.randn(x.shape[dim], device=device)
+    y = fl.layer_norm(x, weight, weight, dim=dim)
+    expected = F.layer_norm(x.movedim(dim, -1), weight.shape, weight, weight).movedim(-1, dim)
+    assert y.stride() == x.stride()
+    torch.testing.assert_close(y, expected)
+
+
+def test_empty(device):
+    for shape in [(0, 4, 3, 3), (2, 4, 0, 3), (2, 0, 3, 3)]:
+        x = torch.zeros(shape, device=device, requires_grad=True)
+        weight = torch.ones(shape[1], device=device, requires_grad=True)
+        y = fl.layer_norm(x, weight, dim=1)
+        y.sum().backward()
+        assert y.shape == shape == x.grad.shape
+        assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_a_pixel_with_nan_spoils_no_other(device):
+    x = torch.randn(2, 48, 8, 8, device=device)
+    clean = fl.layer_norm(x, dim=1)
+    x[1, 5, 3, 2] = math.nan
+    y = fl.layer_norm(x, dim=1)
+    assert y[1, :, 3, 2].isnan().all()
+    y[1, :, 3, 2] = clean[1, :, 3, 2]
+    assert torch.equal(y, clean)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(700, 64, 8, 8), (300, 768, 7, 7), (600, 384, 14, 14)], ids=str)
+def test_bits_depend_neither_on_the_batch_nor_on_the_run(shape):
+    x = torch.randn(shape, device="cuda").to(BF16)
+    dy = torch.randn_like(x)
+    weight, bias = torch.randn(2, shape[1], device="cuda").to(BF16)
+
+    def run(x, dy):
+        rows = x.movedim(1, -1)
+        y, mean, rstd = OPS.layer_norm_forward(
+            rows, 1, weight, bias, 1e-5, None, 1.0, None, "layer", 0.0, False, True
+        )
+        kept = OPS.layer_norm(
+            rows, 1, weight, bias, 1e-5, None, 1.0, None, "layer", 0.0, False, True
+        )
+        assert torch.equal(y, kept)
+        return y, *OPS.layer_norm_backward(
+            dy.movedim(1, -1), rows, 1, mean, rstd, weight, bias, None, None, 1.0, True, True, True,
+            "layer", 0.0, True,
+        )  # fmt: skip
+
+    whole = run(x, dy)
+    assert all(map(torch.equal, whole, run(x, dy)))
+    for few in (slice(0, 1), slice(5, 8)):
+        y, dx, *_ = run(x[few], dy[few])
+        assert torch.equal(y, whole[0][few])
+        assert torch.equal(dx, whole[1][few])
+
+
+@pytest.mark.gpu
+def test_no_copy_is_made():
+    x = torch.randn(8, 96, 56, 56, device="cuda").to(BF16).requires_grad_()
+    for given in (x, x.permute(0, 2, 3, 1)):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = fl.layer_norm(given, normalized_shape=None if given is x else (96,), dim=1 if given is x
+                          else None)  # fmt: skip
+        grown = torch.cuda.max_memory_allocated() - before
+        assert grown < 1.2 * y.nbytes  # y and the statistics
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements():
+    x = torch.randn(3, 70, 3200, 3200, device="cuda", dtype=BF16)
+    y = fl.layer_norm(x, dim=1)
+    expected = F.layer_norm(x[2, :, -3:].movedim(0, -1).float(), (70,)).movedim(-1, 0)
+    torch.testing.assert_close(y[2, :, -3:].float(), expected, atol=0.02, rtol=0.02)
+
+
+def test_higher_orders(device):
+    x = torch.randn(2, 5, 3, 2, device=device, dtype=F64, requires_grad=True)
+    weight, bias = (torch.randn(5, device=device, dtype=F64, requires_grad=True) for _ in range(2))
+
+    def layer(x, weight, bias):
+        return fl.layer_norm(x, weight, bias, dim=1, activation="silu")
+
+    def rms(x, weight):
+        return fl.rms_norm(x, weight, dim=1)
+
+    assert torch.autograd.gradcheck(layer, (x, weight, bias), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(layer, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(rms, (x, weight))
+
+
+def test_vmap(device):
+    x = torch.randn(4, 2, 5, 3, 2, device=device)
+    weight = torch.randn(5, device=device)
+    found = torch.vmap(lambda x: fl.layer_norm(x, weight, dim=1))(x)
+    torch.testing.assert_close(found, fl.layer_norm(x, weight, dim=2))
+
+
+@pytest.mark.gpu
+def test_autocast():
+    x = torch.randn(2, 16, 8, 8, device="cuda").to(BF16)
+    with torch.autocast("cuda", BF16):
+        y = fl.layer_norm(x, torch.ones(16, device="cuda"), dim=1)
+    assert y.dtype == F32 and y.stride() == x.stride()
+
+
+@pytest.mark.parametrize("order", ["contiguous", "channels_last", "slice"])
+@pytest.mark.parametrize("statistic", ["layer", "rms"])
+def test_opcheck(device, order, statistic):
+    x = ORDERS[order](torch.randn(2, 6, 4, 4, device=device)).requires_grad_()
+    weight = torch.randn(6, device=device, requires_grad=True)
+    kind = (None, 1.0, None, statistic, 0.0, False, True)
+    rows = x.movedim(1, -1)
+    opcheck(OPS.layer_norm.default, (rows, 1, weight, None, 1e-5, *kind))
+    opcheck(OPS.layer_norm_forward.default, (rows, 1, weight, None, 1e-5, *kind))
+    _, mean, rstd = OPS.layer_norm_forward(rows, 1, weight, None, 1e-5, *kind)
+    needs = (True, True, False)
+    arguments = (torch.randn_like(rows), rows, 1, mean, rstd, weight, None, None, None, 1.0, *needs)
+    opcheck(OPS.layer_norm_backward.default, (*arguments, statistic, 0.0, True))
+
+
+@pytest.mark.parametrize("order", ["contiguous", "channels_last"])
+def test_compile_and_export(device, order):
+    module = fl.FusedLayerNorm2d(6, device=device)
+    x = ORDERS[order](torch.randn(2, 6, 4, 4, device=device)).requires_grad_()
+    y = module(x)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
+    exported = torch.export.export(module, (x.detach(),)).module()(x.detach())
+    for found in (compiled, exported):
+        assert found.stride() == y.stride() == x.stride()
+        torch.testing.assert_close(found, y)
+    assert torch.autograd.grad(compiled.sum(), x)[0].stride() == x.stride()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("cls", [fl.FusedLayerNorm2d, fl.FusedRMSNorm2d])
+def test_modules(device, cls, affine):
+    module = cls(6, affine=affine, device=device)
+    if affine:
+        nn.init.normal_(module.weight)
+    names = {fl.FusedLayerNorm2d: ["weight", "bias"], fl.FusedRMSNorm2d: ["weight"]}[cls]
+    assert list(module.state_dict()) == (names if affine else [])
+    x = torch.randn(2, 6, 4, 5, device=device)
+    stock = F.layer_norm if cls is fl.FusedLayerNorm2d else F.rms_norm
+    expected = stock(x.movedim(1, -1), (6,), module.weight, eps=1e-6).movedim(-1, 1)
+    torch.testing.assert_close(module(x), expected)
+    torch.testing.assert_close(torch.jit.script(module)(x), expected)
+    assert torch.jit.script(module)(x).stride() == x.stride()
+    with pytest.raises(RuntimeError, match=r"6\b.*\[2, 7, 4, 5\]|shape \[7\].*got shape \[6\]"):
+        module(torch.randn(2, 7, 4, 5, device=device))
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "message"),
+    [
+        (TypeError, {"dim": [1]}, "expected dim to be an int, got list"),
+        (TypeError, {"dim": 1.0}, "expected dim to be an int, got float"),
+        (IndexError, {"dim": 4}, "expected dim from -4 to 3 for input of 4 dimensions, got 4"),
+        (IndexError, {"dim": -5}, "expected dim from -4 to 3 for input of 4 dimensions, got -5"),
+        (ValueError, {"dim": 1, "normalized_shape": (6,)}, "expected dim or normalized_shape, got both"),
+        (RuntimeError, {"dim": 1, "weight": torch.ones(5)},
+         r"expected weight of shape \[6\], the size of dimension 1 of input, got shape \[5\]"),
+        (RuntimeError, {"dim": 1, "weight": torch.ones(6, 4)},
+         r"expected weight of shape \[6\].*got shape \[6, 4\]"),
+        (RuntimeError, {"dim": 1, "weight": torch.ones(6).half()}, "expected weight of dtype float32"),
+        (ValueError, {"dim": 1, "activation": "tanh"}, "expected activation None, 'gelu'"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("norm", [fl.layer_norm, fl.rms_norm])
+def test_errors(device, norm, error, options, message):
+    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    with pytest.raises(error, match=message):
+        norm(torch.randn(2, 6, 4, 4, device=device), **given)
+
+
+# ---- swap. Each source that swap_channels knows has one line.
+
+D = "diffusers.models.autoencoders."
+CLASSES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
+    "wan": (D + "autoencoder_kl_wan", "WanRMS_norm", {"dim": 24, "images": False}, (2, 24, 3, 4, 6)),
+    "wan_bias": (D + "autoencoder_kl_wan", "WanRMS_norm", {"dim": 24, "bias": True}, (2, 24, 4, 6)),
+    "kandinsky6": (D + "autoencoder_kandinsky6_sr", "Kandinsky6VAERMSNorm", {"num_channels": 24},
+                   (2, 24, 3, 4, 6)),
+    "ltx2": (D + "autoencoder_kl_ltx2", "PerChannelRMSNorm", {}, (2, 24, 3, 4, 6)),
+    "timm": ("timm.layers.norm", "RmsNorm2d", {"channels": 24}, (2, 24, 4, 6)),
+    "timm_fp32": ("timm.layers.norm", "RmsNorm2dFp32", {"channels": 24}, (2, 24, 4, 6)),
+    "timm_act": ("timm.layers.norm_act", "RmsNormAct2d", {"num_channels": 24}, (2, 24, 4, 6)),
+    "timm_act_fp32": ("timm.layers.norm_act", "RmsNormAct2dFp32", {"num_channels": 24}, (2, 24, 4, 6)),
+    "timm_2d": ("timm.layers.norm", "LayerNorm2d", {"num_channels": 24}, (2, 24, 4, 6)),
+    "timm_exp2d": ("timm.layers.norm", "LayerNormExp2d", {"num_channels": 24}, (2, 24, 4, 6)),
+    "torchvision": ("torchvision.models.convnext", "LayerNorm2d", {"normalized_shape": 24},
+                    (2, 24, 4, 6)),
+    "sam": ("transformers.models.sam.modeling_sam", "SamLayerNorm",
+            {"normalized_shape": 24, "data_format": "channels_first"}, (2, 24, 4, 6)),
+    "vitdet": ("transformers.models.vitdet.modeling_vitdet", "VitDetLayerNorm",
+               {"normalized_shape": 24}, (2, 24, 4, 6)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
+@pytest.mark.parametrize("name", CLASSES)
+def test_swapped_as_the_stock_module(device, name, dtype, order):
+    module, cls, arguments, shape = CLASSES[name]
+    stock = libraries.class_of(module, cls)(**arguments).to(device, dtype)
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter)
+    x = ORDERS[order](torch.randn(shape, device=device).to(dtype)).requires_grad_()
+    dy = torch.randn(shape, device=device).to(dtype)
+
+    def run(module):
+        y = module(x)
+        return y, *torch.autograd.grad(y, [x, *module.parameters()], dy)
+
+    expected = run(stock)
+    swapped = swap_norms(stock)
+    assert is_fused(swapped)
+    found = run(swapped)
+    tolerance = {F32: 1e-4, BF16: 0.05}[dtype]
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        within = tolerance * max(1.0, other.abs().max().item())
+        torch.testing.assert_close(one, other, atol=within, rtol=tolerance)
+    assert found[0].stride() == expected[0].stride()
+
+
+def test_a_line_for_each_source():
+    lines = {(module, cls) for module, cls, *_ in CLASSES.values()}
+    assert set(swap_channels.CLASSES) <= lines
+    found = {swap_source.digest(libraries.class_of(*line)) for line in lines}
+    assert set(swap_channels.SOURCES) <= found
+
+
+def test_a_vector_of_zeros_stays_zero(device):
+    cls = libraries.class_of(D + "autoencoder_kl_wan", "WanRMS_norm")
+    module = swap_norms(cls(24).to(device))
+    x = torch.zeros(2, 24, 4, 6, device=device, requires_grad=True)
+    y = module(x)
+    assert torch.equal(y, torch.zeros_like(y))
+    y.sum().backward()
+    assert x.grad.isfinite().all()
