@@ -44,6 +44,10 @@ OPS = (
     "rms_backward",
     "add_rms_forward",
     "add_rms_backward",
+    "channels_forward",
+    "channels_backward",
+    "channels_nhwc_forward",
+    "channels_nhwc_backward",
 )
 PER_SAMPLE, PER_TOKEN = "sample", "token"  # whether a modulation is given per sample or per token
 
@@ -58,6 +62,10 @@ class Case:
     A modulated norm has neither weight nor bias. Its rows are the tokens of `samples` samples.
     Shift and scale, and with a residual also gate, are given per sample or per token
     (`modulation`), in `modulation_dtype`, which is None where it equals `dtype`.
+
+    A norm over channels has an `image`, (N, C, H, W): its rows are the pixels, and x, dy, y and dx
+    are contiguous NCHW; in the nhwc operators, which models call on a permuted view, dy, y and dx
+    are contiguous NHWC.
     """
 
     op: str
@@ -70,8 +78,11 @@ class Case:
     samples: int | None = None
     modulation: str | None = None
     modulation_dtype: str | None = None
+    image: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.op.startswith("channels_") != (self.image is not None):
+            raise ValueError(f"an image belongs to the channels operators, got {self.op}")
         if not self.modulated == (self.samples is not None) == (self.modulation is not None):
             raise ValueError(f"samples and modulation belong to the ada operators, got {self.op}")
         if self.modulation not in (None, PER_SAMPLE, PER_TOKEN):
@@ -108,7 +119,13 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of x: (samples, tokens, cols) where there are samples, else (rows, cols)."""
+        """The shape of x: (samples, tokens, cols) where there are samples, else (rows, cols).
+
+        That of an image is (N, H, W, C), whatever its order in memory.
+        """
+        if self.image is not None:
+            n, c, h, w = self.image
+            return (n, h, w, c)
         if self.samples is None:
             return (self.rows, self.cols)
         return (self.samples, self.rows // self.samples, self.cols)
@@ -218,7 +235,12 @@ class Case:
 
     @property
     def size(self) -> str:
-        return "x".join(map(str, self.shape))
+        return "x".join(map(str, self.image or self.shape))
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether y and dx are NCHW."""
+        return self.image is not None and "nhwc" not in self.op
 
     @property
     def text(self) -> str:
@@ -258,18 +280,22 @@ def parse_case(text: str) -> Case:
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS)}")
     modulated = op.removeprefix("add_").startswith("ada_")
-    if len(sizes) != 2 + modulated or (per and not modulated):
-        raise ValueError(f"expected {2 + modulated} sizes for {op}, got {text!r}")
+    is_image = op.startswith("channels_")
+    count = 4 if is_image else 2 + modulated
+    if len(sizes) != count or (per and not modulated):
+        raise ValueError(f"expected {count} sizes for {op}, got {text!r}")
     dtype = names[0]
     assert dtype is not None
     weight_dtype, modulation_dtype, out_dtype = (
         None if name == dtype else name for name in names[1:]
     )
+    cols = sizes[1 if is_image else -1]
     case = Case(
-        op, math.prod(sizes[:-1]), sizes[-1], dtype,
+        op, math.prod(sizes) // max(cols, 1), cols, dtype,
         weight_dtype=weight_dtype, out_dtype=out_dtype, modulation_dtype=modulation_dtype,
         samples=sizes[0] if modulated else None,
         modulation=(PER_TOKEN if per else PER_SAMPLE) if modulated else None,
+        image=tuple(sizes) if is_image else None,
     )  # fmt: skip
     return next((known for known in CASES if known.name == case.name), case)
 
@@ -424,6 +450,23 @@ _RMS_CASES = (
 )  # fmt: skip
 
 
+# Norms over channels: N, C, H, W, dtype, and the targets forward and backward on an H100. With NHWC
+# results they may be 0.05 lower.
+_CHANNELS = (
+    (64, 96, 56, 56, "bfloat16", 0.88, 0.75),
+    (64, 384, 14, 14, "bfloat16", 0.75, 0.60),
+    (4, 256, 256, 256, "bfloat16", 0.90, 0.80),
+    (8, 64, 256, 256, "bfloat16", 0.90, 0.78),
+    (8, 256, 64, 64, "float32", 0.88, 0.75),
+)
+_CHANNELS_CASES = tuple(
+    Case(f"channels_{form}{way}", n * h * w, c, dtype, round(target - slack, 3), image=(n, c, h, w))
+    for n, c, h, w, dtype, *targets in _CHANNELS
+    for form, slack in (("", 0.0), ("nhwc_", 0.05))
+    for way, target in zip(("forward", "backward"), targets, strict=True)
+)
+
+
 def _modulated_case(op: str, size: tuple[int, int, int, str, str, str | None]) -> Case:
     samples, tokens, cols, dtype, modulation, modulation_dtype = size
     case = Case(op, samples * tokens, cols, dtype, samples=samples, modulation=modulation,
@@ -449,6 +492,7 @@ CASES: tuple[Case, ...] = (
         *_FUSED,
         *_GUARDED,
         *_RMS_CASES,
+        *_CHANNELS_CASES,
     )),
     *(_modulated_case(op, size) for op in _MODULATED_TARGETS for size in _MODULATED),
 )  # fmt: skip

@@ -48,6 +48,8 @@ def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
     inputs = []
     for _ in range(count):
         one = Inputs(torch.randn(shape, **options), weight, bias)
+        if case.image is not None:
+            one.x = torch.randn(case.image, **options).permute(0, 2, 3, 1)
         if case.modulated:
             *groups, cols = case.modulation_shape
             six = torch.randn(*groups, 6 * cols, device=timing.DEVICE,
@@ -58,6 +60,8 @@ def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
                 one.input = torch.randn(shape, **options) if case.backward else None
         if case.backward:
             one.dy = torch.randn(shape, device=timing.DEVICE, dtype=case.torch_out_dtype)
+            if case.keeps_order:
+                one.dy = one.dy.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
             one.mean, one.rstd = _statistics(one.x, case.is_rms)
             if case.residual:
                 one.dresidual = torch.randn(shape, **options)
@@ -127,6 +131,8 @@ def ours(case: Case, t: Inputs, *, statistics: bool = False) -> Call:
     arguments: dict[str, Any] = {"normalized_ndim": 1, "weight": t.weight, "bias": t.bias}
     if case.is_rms:
         arguments["statistic"] = "rms"
+    if case.keeps_order:
+        arguments["keeps_order"] = True
     if case.backward:
         arguments |= {
             "dy": t.dy, "x": t.x, "mean": t.mean, "rstd": t.rstd, "dresidual": t.dresidual,

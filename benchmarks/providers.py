@@ -77,6 +77,11 @@ def _modulated_backward(case: Case, saved: bool) -> Callable[..., Any]:
     return backward
 
 
+def _to_nchw(rows: torch.Tensor) -> torch.Tensor:
+    """The same (N, H, W, C) in memory of NCHW, to which the network goes back."""
+    return rows.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+
+
 def _forward(case: Case) -> Callable[..., Any]:
     """The case's forward as usually written in PyTorch; the last two arguments are weight and bias.
 
@@ -96,6 +101,8 @@ def _forward(case: Case) -> Callable[..., Any]:
             return F.layer_norm(x.to(weight.dtype), shape, weight, bias, EPS).to(out_dtype)
         return F.layer_norm(x, shape, weight, bias, EPS)
 
+    if case.keeps_order:
+        return lambda x, weight, bias: _to_nchw(norm(x, weight, bias))
     if case.residual:
 
         def add_layer_norm(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
@@ -140,6 +147,8 @@ def _backward(case: Case, saved: bool) -> Callable[..., Any]:
             dy = dy.to(w.dtype)
         dx, dweight, dbias = layer_norm_backward(dy, x, shape, mean, rstd, w, b, mask)
         dx = dx.to(dtype)
+        if case.keeps_order:
+            dx = _to_nchw(dx)
         return dx if dresidual is None else dx + dresidual, dweight, dbias
 
     def gelu_backward(dy: Any, x: Any, mean: Any, rstd: Any, w: Any, b: Any, *more: Any) -> Any:
