@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The RMSNorms over channels of other libraries: the sources that are known, and the forwards on the
-fused kernels that replace them.
+"""The RMSNorms over channels of other libraries: the sources that are known, and the forwards on
+the fused kernels that replace them.
 
 As in swap_rms, a class is known by the digest of its forward, a forward here rounds where its class
 rounds, and what the kernels do not take goes to the class's own forward. The result has the strides
@@ -23,7 +23,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def _takes(x: Any, weight: Any, *, half: bool) -> bool:
-    """Whether the kernels serve a norm over dimension 1 of x: float32, or perhaps half precision."""
+    """Whether the kernels serve a norm over dimension 1 of x: float32, perhaps half precision."""
     if not functional.may_serve(x, weight) or x.dim() < 2 or x.is_nested:
         return False
     if not (x.is_cuda or functional._cpu_operators):

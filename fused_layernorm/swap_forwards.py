@@ -179,9 +179,7 @@ def float32_without_bias(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def by_hand(self: Any, hidden_states: Tensor) -> Tensor:
-    return _in_promoted_dtype(
-        hidden_states, self.weight, self.bias, self.variance_epsilon, False
-    )
+    return _in_promoted_dtype(hidden_states, self.weight, self.bias, self.variance_epsilon, False)
 
 
 def esmfold(self: Any, x: Tensor) -> Tensor:

@@ -270,7 +270,8 @@ def test_autocast():
     x = torch.randn(2, 16, 8, 8, device="cuda").to(BF16)
     with torch.autocast("cuda", BF16):
         y = fl.layer_norm(x, torch.ones(16, device="cuda"), dim=1)
-    assert y.dtype == F32 and y.stride() == x.stride()
+    assert y.dtype == F32
+    assert y.stride() == x.stride()
 
 
 @pytest.mark.parametrize("order", ["contiguous", "channels_last", "slice"])
@@ -326,12 +327,12 @@ def test_modules(device, cls, affine):
         (TypeError, {"dim": 1.0}, "expected dim to be an int, got float"),
         (IndexError, {"dim": 4}, "expected dim from -4 to 3 for input of 4 dimensions, got 4"),
         (IndexError, {"dim": -5}, "expected dim from -4 to 3 for input of 4 dimensions, got -5"),
-        (ValueError, {"dim": 1, "normalized_shape": (6,)}, "expected dim or normalized_shape, got both"),
+        (ValueError, {"dim": 1, "normalized_shape": (6,)}, "dim or normalized_shape, got both"),
         (RuntimeError, {"dim": 1, "weight": torch.ones(5)},
          r"expected weight of shape \[6\], the size of dimension 1 of input, got shape \[5\]"),
         (RuntimeError, {"dim": 1, "weight": torch.ones(6, 4)},
          r"expected weight of shape \[6\].*got shape \[6, 4\]"),
-        (RuntimeError, {"dim": 1, "weight": torch.ones(6).half()}, "expected weight of dtype float32"),
+        (RuntimeError, {"dim": 1, "weight": torch.ones(6).half()}, "weight of dtype float32"),
         (ValueError, {"dim": 1, "activation": "tanh"}, "expected activation None, 'gelu'"),
     ],
 )  # fmt: skip
@@ -346,7 +347,8 @@ def test_errors(device, norm, error, options, message):
 
 D = "diffusers.models.autoencoders."
 CLASSES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
-    "wan": (D + "autoencoder_kl_wan", "WanRMS_norm", {"dim": 24, "images": False}, (2, 24, 3, 4, 6)),
+    "wan": (D + "autoencoder_kl_wan", "WanRMS_norm", {"dim": 24, "images": False},
+            (2, 24, 3, 4, 6)),
     "wan_bias": (D + "autoencoder_kl_wan", "WanRMS_norm", {"dim": 24, "bias": True}, (2, 24, 4, 6)),
     "kandinsky6": (D + "autoencoder_kandinsky6_sr", "Kandinsky6VAERMSNorm", {"num_channels": 24},
                    (2, 24, 3, 4, 6)),
@@ -354,7 +356,8 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
     "timm": ("timm.layers.norm", "RmsNorm2d", {"channels": 24}, (2, 24, 4, 6)),
     "timm_fp32": ("timm.layers.norm", "RmsNorm2dFp32", {"channels": 24}, (2, 24, 4, 6)),
     "timm_act": ("timm.layers.norm_act", "RmsNormAct2d", {"num_channels": 24}, (2, 24, 4, 6)),
-    "timm_act_fp32": ("timm.layers.norm_act", "RmsNormAct2dFp32", {"num_channels": 24}, (2, 24, 4, 6)),
+    "timm_act_fp32": ("timm.layers.norm_act", "RmsNormAct2dFp32", {"num_channels": 24},
+                      (2, 24, 4, 6)),
     "timm_2d": ("timm.layers.norm", "LayerNorm2d", {"num_channels": 24}, (2, 24, 4, 6)),
     "timm_exp2d": ("timm.layers.norm", "LayerNormExp2d", {"num_channels": 24}, (2, 24, 4, 6)),
     "torchvision": ("torchvision.models.convnext", "LayerNorm2d", {"normalized_shape": 24},
