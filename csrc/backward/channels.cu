@@ -10,43 +10,6 @@
 namespace fused_layernorm {
 namespace {
 
-// The pixels of a thread in a tile: `kWidth` neighbours, or as many pixels `units` apart.
-template <int kWidth, bool kScattered>
-struct ThreadPixels {
-  int first, step, count;
-
-  __device__ __forceinline__ ThreadPixels(int unit, int units, int in_tile)
-      : first(kScattered ? unit : unit * kWidth),
-        step(units),
-        count(kScattered ? (in_tile - unit + units - 1) / units : kWidth) {}
-  __device__ __forceinline__ int at(int j) const { return kScattered ? j * step : j; }
-  __device__ __forceinline__ bool has(int j) const { return !kScattered || j < count; }
-
-  // Zeros for missing pixels.
-  template <typename V>
-  __device__ __forceinline__ Vec<V, kWidth> load(const V* from) const {
-    if constexpr (!kScattered) {
-      return fused_layernorm::load<Use::kPlain, kWidth>(from);
-    } else {
-      Vec<V, kWidth> v;
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) v.at[j] = has(j) ? from[at(j)] : from_acc<V>(acc_t<V>(0));
-      return v;
-    }
-  }
-  template <typename V>
-  __device__ __forceinline__ void store(V* to, const Vec<V, kWidth>& v) const {
-    if constexpr (!kScattered) {
-      fused_layernorm::store<V, kWidth>(to, v);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        if (has(j)) to[at(j)] = v.at[j];
-      }
-    }
-  }
-};
-
 // kWidth neighbouring pixels are moved at once. With kScattered they are moved one by one, and lie
 // apart.
 template <typename N, int kWidth, bool kScattered>
@@ -65,7 +28,7 @@ __global__ void __launch_bounds__(kTileThreads)
   auto* const sums = reinterpret_cast<Acc*>(memory + plan.sums_offset);
   const Tiles& tiles = plan.tiles;
   const int tile_pixels = tiles.tile_pixels, groups = tiles.groups, channels = p.cols;
-  const int units = kScattered ? (tile_pixels + kWidth - 1) / kWidth : tile_pixels / kWidth;
+  const int units = (tile_pixels + kWidth - 1) / kWidth;
   const int room =
       units * kWidth;  // pixels, with those that scattered threads have behind the tile
   Acc* const second_sums = sums + groups * room;
@@ -239,24 +202,16 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
                                        const backward::Channels& plan, cudaStream_t stream) {
   const cudaError_t error = dispatch_types(types, [&](auto t) {
     using T = decltype(t);
-    constexpr int kMost = kVectorWidth<T>;
-    const auto run = [&](auto width, auto scattered) {
+    return dispatch_thread_pixels<T>(plan.tiles, [&](auto width, auto scattered) {
       // Types and widths that few models have share one kernel for a bare norm and an epilogue.
-      constexpr bool kHasBare = kIsCommon<T> && !scattered() && width() == kMost;
+      constexpr bool kHasBare = kIsCommon<T> && !scattered() && width() == kVectorWidth<T>;
       return dispatch_bool<kHasBare>(!params.has_epilogue, [&](auto bare) {
         using N =
             std::conditional_t<bare(), BareBackward<T>, NormOf<T, NoOtherGradient, MayActivate>>;
         return launch(channels_backward_kernel<N, width(), scattered()>, plan, stream, plan,
                       params);
       });
-    };
-    if (plan.tiles.width == 1) {
-      return run(std::integral_constant<int, kMost>{}, std::true_type{});
-    }
-    if constexpr (kMost == 8) {
-      if (plan.tiles.width == 4) return run(std::integral_constant<int, 4>{}, std::false_type{});
-    }
-    return run(std::integral_constant<int, kMost>{}, std::false_type{});
+    });
   });
   if (error != cudaSuccess) return error;
   return launch_param_grad(params, types, plan.partials, stream);

@@ -8,6 +8,9 @@
 #include <string>
 
 #include "plan/planes.h"
+#ifdef FUSED_LAYERNORM_CUDA
+#include "layernorm.h"
+#endif
 
 namespace fused_layernorm {
 namespace backward {
@@ -29,10 +32,6 @@ struct Channels : Launch {
 
 }  // namespace backward
 
-// A thread has this many pixels at once also where it moves them one by one.
-constexpr int tile_thread_pixels(const Tiles& tiles, int size) {
-  return tiles.width == 1 ? vector_width(size) : tiles.width;
-}
 // Blocks of a multiprocessor that the plan asks for at most.
 constexpr int kMostTileBlocks = 8;
 
@@ -53,21 +52,15 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
   plan.dx_channels_last = dx_channels_last;
   // A vector of pixels takes two running sums of a channel beside its elements.
   const int bytes = size + dy_size + 2 * acc * size / kVectorBytes;
-  plan.tiles =
-      tiles_of(problem.cols, x.pixels, unit, size, bytes, may_be_run, room_of(device) * 3 / 4);
-  Tiles& t = plan.tiles;
-  const int64_t units = ceil_div(t.tile_pixels, tile_thread_pixels(t, size));
-  t.groups = static_cast<int>(std::clamp<int64_t>(ceil_div(problem.cols, kThreadChannels), 1,
-                                                  std::max<int64_t>(1, kTileThreads / units)));
-  const int64_t threads =
-      round_up(std::max<int64_t>(t.groups * units, t.tile_pixels), kWarpThreads);
-  if (threads > kTileThreads) return std::nullopt;
-  plan.threads = static_cast<int>(threads);
+  plan.tiles = tiles_of(problem, x, unit, bytes, may_be_run, device);
+  const Tiles& t = plan.tiles;
+  plan.threads = tile_threads(t, size);
   const int64_t elements = problem.cols * t.tile_pixels;
   const int64_t dy_offset = round_up(elements * size, kVectorBytes);
   const int64_t params_offset = dy_offset + round_up(elements * dy_size, kVectorBytes);
-  const int64_t sums_offset = params_offset + ceil_div(problem.cols, t.groups) * threads * 2 * acc;
-  const int64_t shared = sums_offset + (2 * t.groups + 4) * units * vector_width(size) * acc;
+  const int64_t sums_offset =
+      params_offset + ceil_div(problem.cols, t.groups) * plan.threads * 2 * acc;
+  const int64_t shared = sums_offset + (2 * t.groups + 4) * room_pixels(t, size) * acc;
   if (shared > room_of(device)) return std::nullopt;
   plan.dy_offset = static_cast<int>(dy_offset);
   plan.params_offset = static_cast<int>(params_offset);
@@ -75,7 +68,7 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
   plan.shared_bytes = static_cast<int>(shared);
   plan.all_tiles = x.samples * t.tiles;
   const int64_t fitting =
-      std::min<int64_t>({room_of(device) / shared, 1024 / threads, kMostTileBlocks});
+      std::min<int64_t>({room_of(device) / shared, 1024 / plan.threads, kMostTileBlocks});
   const int64_t blocks = std::min(plan.all_tiles, std::max<int64_t>(1, fitting) * device.sms);
   // As many blocks as finish at once, each with the same number of tiles or one fewer.
   plan.blocks = ceil_div(plan.all_tiles, ceil_div(plan.all_tiles, blocks));
@@ -89,7 +82,7 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
 
 std::string describe(const backward::Channels& plan);
 
-#ifdef CUDART_VERSION
+#ifdef FUSED_LAYERNORM_CUDA
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Channels& plan, cudaStream_t stream);
 #endif

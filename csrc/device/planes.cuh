@@ -7,6 +7,8 @@
 #include <cstdint>
 
 #include "device/vec.cuh"
+#include "norm/types.cuh"
+#include "plan/planes.h"
 
 namespace fused_layernorm {
 
@@ -57,6 +59,43 @@ struct TileThread {
     int at = group * tile_pixels + unit * kWidth;
 #pragma unroll 4
     for (int c = group; c < channels; c += groups, at += step) body(c, at);
+  }
+};
+
+// The pixels of a thread in a tile: `kWidth` neighbours, or as many pixels `units` apart.
+template <int kWidth, bool kScattered>
+struct ThreadPixels {
+  int first, step, count;
+
+  __device__ __forceinline__ ThreadPixels(int unit, int units, int in_tile)
+      : first(kScattered ? unit : unit * kWidth),
+        step(units),
+        count(kScattered ? (in_tile - unit + units - 1) / units : kWidth) {}
+  __device__ __forceinline__ int at(int j) const { return kScattered ? j * step : j; }
+  __device__ __forceinline__ bool has(int j) const { return !kScattered || j < count; }
+
+  // Zeros for missing pixels.
+  template <typename V>
+  __device__ __forceinline__ Vec<V, kWidth> load(const V* from) const {
+    if constexpr (!kScattered) {
+      return fused_layernorm::load<Use::kPlain, kWidth>(from);
+    } else {
+      Vec<V, kWidth> v;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) v.at[j] = has(j) ? from[at(j)] : from_acc<V>(acc_t<V>(0));
+      return v;
+    }
+  }
+  template <typename V>
+  __device__ __forceinline__ void store(V* to, const Vec<V, kWidth>& v) const {
+    if constexpr (!kScattered) {
+      fused_layernorm::store<V, kWidth>(to, v);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        if (has(j)) to[at(j)] = v.at[j];
+      }
+    }
   }
 };
 
@@ -204,5 +243,17 @@ struct Transposed {
         [&](int i, int at) { tile[at] = from[i]; });
   }
 };
+
+// Calls launch(width, scattered) with how a thread of these tiles has its pixels.
+template <typename T, typename Launch>
+cudaError_t dispatch_thread_pixels(const Tiles& tiles, const Launch& launch) {
+  constexpr int kMost = kVectorWidth<T>;
+  using Most = std::integral_constant<int, kMost>;
+  if (tiles.width == 1) return launch(Most{}, std::true_type{});
+  if constexpr (kMost == 8) {
+    if (tiles.width == 4) return launch(std::integral_constant<int, 4>{}, std::false_type{});
+  }
+  return launch(Most{}, std::false_type{});
+}
 
 }  // namespace fused_layernorm

@@ -9,22 +9,34 @@
 namespace fused_layernorm {
 namespace {
 
-// For each pixel of the tile the sum of what all groups have left in `sums`, given to then(pixel,
-// sum).
+// A warp adds up the sums of this many pixels at once, with several lanes on each.
+constexpr int kSumPixels = 8;
+
+// For each pixel of the tile the sum of what all groups have left in `sums`, [groups][room], given
+// to then(pixel, sum).
 template <typename Acc, typename Then>
-__device__ __forceinline__ void sum_groups(const Acc* sums, int groups, int tile_pixels,
+__device__ __forceinline__ void sum_groups(const Acc* sums, int groups, int room, int pixels,
                                            const Then& then) {
   __syncthreads();
-  for (int pixel = threadIdx.x; pixel < tile_pixels; pixel += blockDim.x) {
-    Acc sum = sums[pixel];
-#pragma unroll 8
-    for (int g = 1; g < groups; ++g) sum += sums[g * tile_pixels + pixel];
-    then(pixel, sum);
+  const int lane = threadIdx.x % kWarpSize, part = lane / kSumPixels;
+  for (int first = threadIdx.x / kWarpSize * kSumPixels; first < pixels;
+       first += blockDim.x / kWarpSize * kSumPixels) {
+    const int pixel = first + lane % kSumPixels;
+    Acc sum = 0;
+    if (pixel < pixels) {
+#pragma unroll 4
+      for (int g = part; g < groups; g += kWarpSize / kSumPixels) sum += sums[g * room + pixel];
+    }
+#pragma unroll
+    for (int offset = kSumPixels; offset < kWarpSize; offset *= 2) sum += shuffle_xor(sum, offset);
+    if (part == 0 && pixel < pixels) then(pixel, sum);
   }
   __syncthreads();
 }
 
-template <typename N, int kWidth>
+// kWidth neighbouring pixels are moved at once. With kScattered they are moved one by one, and lie
+// apart.
+template <typename N, int kWidth, bool kScattered>
 __global__ void __launch_bounds__(kTileThreads)
     channels_kernel(const forward::Channels plan, const ForwardParams p) {
   using X = typename N::X;
@@ -32,137 +44,145 @@ __global__ void __launch_bounds__(kTileThreads)
   using W = typename N::W;
   using Acc = typename N::Acc;
   using Statistic = typename N::Statistic;
+  constexpr int kMoved = kScattered ? 1 : kWidth;
   extern __shared__ uint4 shared[];
   auto* const tile = reinterpret_cast<X*>(shared);
   auto* const sums = reinterpret_cast<Acc*>(reinterpret_cast<char*>(shared) + plan.sums_offset);
   const Tiles& tiles = plan.tiles;
-  const int tile_pixels = tiles.tile_pixels;
-  Acc* const means = sums + tiles.groups * tile_pixels;
-  Acc* const rstds = means + tile_pixels;
+  const int tile_pixels = tiles.tile_pixels, groups = tiles.groups, channels = p.cols;
+  const int units = (tile_pixels + kWidth - 1) / kWidth, room = units * kWidth;
+  Acc* const means = sums + groups * room;
+  Acc* const rstds = means + room;
 
   const int sample = blockIdx.x / tiles.tiles;
   const int first = (blockIdx.x - sample * tiles.tiles) * tile_pixels;
   const int pixels = static_cast<int>(plan.planes.pixels);
   const int in_tile = min(tile_pixels, pixels - first);
-  const TileThread<kWidth> thread(p.cols, tile_pixels, tiles.groups, in_tile);
   const int64_t row = int64_t{sample} * pixels + first;
 
+  const TileThread<kMoved> mover(channels, tile_pixels,
+                                 kScattered ? blockDim.x / tile_pixels : groups, in_tile);
   const X* const x = static_cast<const X*>(p.input) + sample * plan.planes.sample_stride + first;
   if (tiles.is_run) {
-    load_run(tile, x, p.cols * pixels);
+    load_run(tile, x, channels * pixels);
   } else {
-    load_planes(tile, x, plan.planes.channel_stride, thread);
+    load_planes(tile, x, plan.planes.channel_stride, mover);
   }
+  const int group = threadIdx.x / units, unit = threadIdx.x - group * units;
+  const ThreadPixels<kWidth, kScattered> own(unit, units, in_tile);
+  const bool works = group < groups && own.first < in_tile;
   wait_for_copies();
   __syncthreads();
 
-  // The mean of each pixel, then the squared deviations from it.
-  const auto loaded = [&](Acc(&values)[kWidth], const auto* from, int at) {
-    unpack(values, load<Use::kPlain, kWidth>(from + at));
+  // Calls body(channel, place in the tile).
+  const auto each = [&](const auto& body) {
+    if (!works) return;
+    int at = group * tile_pixels + own.first;
+#pragma unroll 4
+    for (int c = group; c < channels; c += groups, at += groups * tile_pixels) body(c, at);
   };
-  Acc sum[kWidth], mean[kWidth], rstd[kWidth];
-  const auto leave = [&] {
-    if (thread.works())
-      store<Acc, kWidth>(sums + thread.group * tile_pixels + thread.pixel(), round_to<Acc>(sum));
+  const auto of_own_pixels = [&](Acc(&values)[kWidth], const Acc* from) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] = from[own.first + own.at(j)];
+  };
+  const auto leave = [&](const Acc(&values)[kWidth]) {
+    if (!works) return;
+    Acc* const to = sums + group * room + own.first;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) to[own.at(j)] = values[j];
   };
   const auto pivot_of = [&](int pixel) {
-    const int second = p.cols > 1 ? tile_pixels : 0;
+    const int second = channels > 1 ? tile_pixels : 0;
     return Statistic::template pivot<X>(
         Pair<Acc>{to_acc(tile[pixel]), to_acc(tile[second + pixel])});
   };
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) sum[j] = mean[j] = 0;
+  // The mean of each pixel, then the squared deviations from it.
+  Acc mean[kWidth] = {};
   if (!p.is_rms) {
-    if (thread.works()) {
-      Acc pivot[kWidth];
+    Acc sum[kWidth] = {}, pivot[kWidth] = {};
+    if (works) {
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) pivot[j] = pivot_of(thread.pixel() + j);
-      thread.each([&](int, int at) {
-        Acc values[kWidth];
-        loaded(values, tile, at);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) sum[j] += values[j] - pivot[j];
-      });
+      for (int j = 0; j < kWidth; ++j) {
+        if (own.has(j)) pivot[j] = pivot_of(own.first + own.at(j));
+      }
     }
-    leave();
+    each([&](int, int at) {
+      Acc values[kWidth];
+      unpack(values, own.load(tile + at));
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum[j] += values[j] - pivot[j];
+    });
+    leave(sum);
     const Reciprocal<Acc> inverse(p.inverse_cols);
-    sum_groups(sums, min(tiles.groups, p.cols), tile_pixels, [&](int pixel, Acc total) {
+    sum_groups(sums, groups, room, in_tile, [&](int pixel, Acc total) {
       means[pixel] = Statistic::mean_of(false, inverse, pivot_of(pixel), total);
     });
-    if (thread.works()) loaded(mean, means, thread.pixel());
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) sum[j] = 0;
+    if (works) of_own_pixels(mean, means);
   }
-  thread.each([&](int, int at) {
+  Acc m2[kWidth] = {};
+  each([&](int, int at) {
     Acc values[kWidth];
-    loaded(values, tile, at);
+    unpack(values, own.load(tile + at));
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const Acc d = values[j] - mean[j];
-      sum[j] += d * d;
+      m2[j] += d * d;
     }
   });
-  leave();
-  sum_groups(sums, min(tiles.groups, p.cols), tile_pixels, [&](int pixel, Acc m2) {
-    const Acc found = Statistic::rstd(m2, p.inverse_cols.as<Acc>(), p.eps.as<Acc>());
+  leave(m2);
+  sum_groups(sums, groups, room, in_tile, [&](int pixel, Acc total) {
+    const Acc found = Statistic::rstd(total, p.inverse_cols.as<Acc>(), p.eps.as<Acc>());
     rstds[pixel] = found;
-    if (pixel < in_tile) {
-      store_statistics(p, row + pixel, p.is_rms ? Acc(0) : means[pixel], found);
-    }
+    store_statistics(p, row + pixel, p.is_rms ? Acc(0) : means[pixel], found);
   });
 
   // y goes to its place in memory, or takes that of x in the tile.
   constexpr bool kMayStage = sizeof(X) == sizeof(Y);
-  const bool staged = kMayStage && (plan.channels_last || tiles.is_run);
+  const bool staged = kMayStage && (kScattered || plan.channels_last || tiles.is_run);
   Y* const y_tile = reinterpret_cast<Y*>(tile);
-  Y* const y = static_cast<Y*>(p.y);
-  const int64_t sample_at = int64_t{sample} * p.cols * pixels;
-  if (thread.works()) {
-    loaded(rstd, rstds, thread.pixel());
-    const Parameter<W> weights(p.weight, 0, Absent::kOnes);
-    const Parameter<W> biases(p.bias, 0, Absent::kZeros);
-    Y* at_channel = y + sample_at + int64_t{thread.group} * pixels + first + thread.pixel();
-    const int64_t step = int64_t{thread.groups} * pixels;
-    thread.each([&](int c, int at) {
-      const Acc weight = to_acc(weights.template load<1>(c).at[0]);
-      const Acc bias = to_acc(biases.template load<1>(c).at[0]);
-      Acc values[kWidth], w[kWidth], b[kWidth];
-      loaded(values, tile, at);
+  Y* const y = static_cast<Y*>(p.y) + int64_t{sample} * channels * pixels;
+  Acc rstd[kWidth] = {};
+  if (works) of_own_pixels(rstd, rstds);
+  const Parameter<W> weights(p.weight, 0, Absent::kOnes);
+  const Parameter<W> biases(p.bias, 0, Absent::kZeros);
+  Y* at_channel = y + int64_t{group} * pixels + first + own.first;
+  each([&](int c, int at) {
+    const Acc weight = to_acc(weights.template load<1>(c).at[0]);
+    const Acc bias = to_acc(biases.template load<1>(c).at[0]);
+    Acc values[kWidth], w[kWidth], b[kWidth];
+    unpack(values, own.load(tile + at));
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        values[j] = Statistic::normalize(values[j], mean[j], rstd[j]);
-        w[j] = weight;
-        b[j] = bias;
-      }
-      N::Epilogue::template prepare<X>(p, values, w);
-      N::Affine::apply(p, values, w, b, NoColumns{});
-      N::Epilogue::template apply<Y>(p, values);
-      if (staged) {
-        store<Y, kWidth>(y_tile + at, round_to<Y>(values));
+    for (int j = 0; j < kWidth; ++j) {
+      values[j] = Statistic::normalize(values[j], mean[j], rstd[j]);
+      w[j] = weight;
+      b[j] = bias;
+    }
+    N::Epilogue::template prepare<X>(p, values, w);
+    N::Affine::apply(p, values, w, b, NoColumns{});
+    N::Epilogue::template apply<Y>(p, values);
+    if (staged) {
+      own.store(y_tile + at, round_to<Y>(values));
+    } else {
+      if constexpr (kScattered) {
+        own.store(at_channel, round_to<Y>(values));
       } else {
         store_once<Y, kWidth>(at_channel, round_to<Y>(values));
-        at_channel += step;
       }
-    });
-  }
+      at_channel += int64_t{groups} * pixels;
+    }
+  });
   if constexpr (kMayStage) {
     if (!staged) return;
     __syncthreads();
     if (plan.channels_last) {
-      Transposed<Y>::store(y + row * p.cols, y_tile, p.cols, tile_pixels, in_tile);
+      Transposed<Y>::store(static_cast<Y*>(p.y) + row * channels, y_tile, channels, tile_pixels,
+                           in_tile);
+    } else if (tiles.is_run) {
+      store_run(y, y_tile, channels * pixels);
     } else {
-      store_run(y + sample_at, y_tile, p.cols * pixels);
+      store_planes(y + first, y_tile, pixels, mover);
     }
   }
-}
-
-// Whole vectors; in half precision also 8 bytes, of which planes of 14 x 14 pixels are made; single
-// elements.
-template <typename T, typename Then>
-cudaError_t dispatch_plane_width(int width, const Then& then) {
-  constexpr int kMost = kVectorWidth<T>;
-  if constexpr (kMost == 8) return dispatch_vecs(VecsList<8, 4, 1>{}, width, then);
-  return dispatch_vecs(VecsList<kMost, 1>{}, width, then);
 }
 
 }  // namespace
@@ -171,12 +191,12 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
                                       const forward::Channels& plan, cudaStream_t stream) {
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
-    return dispatch_plane_width<T>(plan.tiles.width, [&](auto width) {
+    return dispatch_thread_pixels<T>(plan.tiles, [&](auto width, auto scattered) {
       // Types and widths that few models have share one kernel for a bare norm and an epilogue.
-      constexpr bool kHasBare = kIsCommon<T> && width() == kVectorWidth<T>;
+      constexpr bool kHasBare = kIsCommon<T> && !scattered() && width() == kVectorWidth<T>;
       return dispatch_bool<kHasBare>(!params.has_epilogue, [&](auto bare) {
         using N = std::conditional_t<bare(), BareForward<T>, NormOf<T, Plain, MayActivate>>;
-        return launch(channels_kernel<N, width()>, plan, stream, plan, params);
+        return launch(channels_kernel<N, width(), scattered()>, plan, stream, plan, params);
       });
     });
   });

@@ -7,6 +7,9 @@
 #include <string>
 
 #include "plan/planes.h"
+#ifdef FUSED_LAYERNORM_CUDA
+#include "layernorm.h"
+#endif
 
 namespace fused_layernorm {
 namespace forward {
@@ -33,24 +36,22 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   forward::Channels plan;
   plan.planes = planes;
   plan.channels_last = channels_last;
-  plan.tiles =
-      tiles_of(problem.cols, planes.pixels, unit, size, size, may_be_run, room_of(device) * 3 / 4);
+  plan.tiles = tiles_of(problem, planes, unit, size, may_be_run, device);
   const Tiles& t = plan.tiles;
   const int64_t tile = round_up(problem.cols * t.tile_pixels * size, kVectorBytes);
-  const int64_t shared = tile + int64_t{t.groups + 2} * t.tile_pixels * acc;
+  const int64_t shared = tile + int64_t{t.groups + 2} * room_pixels(t, size) * acc;
   if (shared > room_of(device)) return std::nullopt;
   plan.sums_offset = static_cast<int>(tile);
   plan.shared_bytes = static_cast<int>(shared);
   plan.blocks = planes.samples * t.tiles;
-  plan.threads =
-      static_cast<int>(round_up(int64_t{t.groups} * (t.tile_pixels / t.width), kWarpThreads));
+  plan.threads = tile_threads(t, size);
   if (plan.blocks > kMostBlocks) return std::nullopt;
   return plan;
 }
 
 std::string describe(const forward::Channels& plan);
 
-#ifdef CUDART_VERSION
+#ifdef FUSED_LAYERNORM_CUDA
 cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
                                       const forward::Channels& plan, cudaStream_t stream);
 #endif
