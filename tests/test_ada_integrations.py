@@ -1,26 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modulated norms among PyTorch's parts: derivatives, transforms, compilers, autocast, modules.
-
-Their results and first gradients are in test_ada_layer_norm.py, their errors in test_errors.py.
-"""
+"""The modulated norms among PyTorch's parts: what is saved, autocast, modules, CUDA graphs."""
 
 import copy
 import io
-import itertools
 import pickle
-from typing import Any, cast
+from typing import Any
 
+import forms
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._C._autograd import DeviceType
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
-from torch.export import Dim
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
 from fused_layernorm import (
@@ -28,26 +21,12 @@ from fused_layernorm import (
     FusedAddAdaLayerNorm,
     ada_layer_norm,
     add_ada_layer_norm,
-    add_layer_norm,
 )
-from fused_layernorm.functional import ada_layer_norm_pair
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 HALF = [F16, BF16]
 ops = torch.ops.fused_layernorm
 pytestmark = pytest.mark.cpu_operators
-
-
-stock_ada = forms.stock("modulated")
-stock_add_ada = forms.stock("gated")
-SHAPES = [(4,), (2, 1, 4), (2, 3, 4), (1, 3, 4), (2, 1, 1), ()]  # of modulations of (2, 3, 4)
-
-
-# ---- Derivatives of every order and mode.
-
-
-def loss_of(f):
-    return lambda *t: sum(out.pow(3).sum() for out in f(*t))
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
@@ -73,184 +52,6 @@ def test_what_is_saved_for_backward(device, gated):
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         ada_layer_norm(x, shift, scale)
     assert {tensor.data_ptr() for tensor in saved if tensor.numel() >= x.numel()} == {x.data_ptr()}
-
-
-def test_gradients_reach_the_linear_layer_of_the_chunks(device):
-    """All six chunks of a modulation get gradients, as in a block of a diffusion transformer."""
-    torch.manual_seed(3)
-    linear = nn.Linear(8, 24).to(device, F64)
-    x, branch = torch.randn(2, 3, 5, 4, device=device, dtype=F64)
-    condition = torch.randn(3, 1, 8, device=device, dtype=F64)
-
-    def gradients(ada, add_ada):
-        linear.zero_grad()
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = linear(condition).chunk(6, -1)
-        y = ada(x, shift, scale)
-        z, residual = add_ada(branch * y, x, gate, shift_mlp, scale_mlp)
-        (residual + gate_mlp * z).pow(2).sum().backward()
-        return [p.grad.clone() for p in linear.parameters() if p.grad is not None]
-
-    torch.testing.assert_close(
-        gradients(ada_layer_norm, add_ada_layer_norm), gradients(stock_ada, stock_add_ada)
-    )
-
-
-# ---- opcheck.
-
-
-def test_meta_tensors():
-    n = sample("meta", **OPCHECKS["half"], requires_grad=True)
-    x, residual, gate, shift, scale, weight, bias = n.values()
-    y, residual_out = add_ada_layer_norm(x, residual, gate, shift, scale, weight, bias)
-    assert y.is_meta
-    assert (y.dtype, residual_out.dtype) == (BF16, F32)
-    (y.float().sum() + residual_out.sum()).backward()
-    for tensor in n.values():
-        assert tensor.grad.shape == tensor.shape
-        assert tensor.grad.dtype == tensor.dtype
-    y, _ = add_layer_norm(x, residual, weight, gate=gate, activation="gelu", out_dtype=F64)
-    assert y.dtype == F64
-
-
-# ---- torch.compile and torch.export.
-
-
-class Block(nn.Module):
-    """Both modules, with the modulations cut out of one linear layer's output."""
-
-    def __init__(self, dim=16, **options):
-        super().__init__()
-        self.modulation = nn.Linear(dim, 6 * dim)
-        self.norm = FusedAdaLayerNorm(dim, **options)
-        self.linear = nn.Linear(dim, dim)
-        self.add_norm = FusedAddAdaLayerNorm(dim, **options)
-
-    def forward(self, x, condition):
-        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.modulation(condition).chunk(6, -1)
-        branch = self.linear(self.norm(x, shift, scale).to(x.dtype))
-        y, residual = self.add_norm(branch, x, gate, shift_mlp, scale_mlp)
-        return residual + gate_mlp * self.linear(y.to(x.dtype))
-
-
-def block(device, *, samples=3, tokens=5, requires_grad=True, **options):
-    torch.manual_seed(0)
-    model = Block(**options).to(device).requires_grad_(requires_grad)
-    x = torch.randn(samples, tokens, 16, device=device, requires_grad=requires_grad)
-    condition = torch.randn(samples, 1, 16, device=device)
-    return model, x, condition
-
-
-def step(f, model, x, condition):
-    model.zero_grad()
-    x.grad = None
-    y = f(x, condition)
-    y.sin().sum().backward()
-    return [y.detach(), x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
-
-
-def operators(graph):
-    names = [str(n.target) for n in graph.nodes if n.op == "call_function"]
-    return [name.split(".")[1] for name in names if name.startswith("fused_layernorm")]
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("affine", [False, True])
-def test_compile(device, backend, affine):
-    torch._dynamo.reset()
-    model, x, condition = block(device, elementwise_affine=affine)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    found, expected = step(compiled, model, x, condition), step(model, model, x, condition)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.10."),
-    reason="Dynamo of torch 2.10 cannot follow a gate beside an activation",
-)
-def test_compile_of_functions_and_of_a_gate_beside_an_activation(device):
-    torch._dynamo.reset()
-    x, residual, gate, shift, scale, weight, bias = (
-        t.to(F32).requires_grad_() for t in inputs(device)
-    )
-
-    def f(x, residual, gate, shift, scale, weight, bias):
-        y = ada_layer_norm(x, shift, scale, weight, bias)
-        z, total = add_ada_layer_norm(y, residual, gate, shift)
-        plain, total = add_layer_norm(z, total, weight, gate=gate)
-        other, total = add_layer_norm(plain, total, weight, gate=gate, activation="gelu")
-        return other + total
-
-    leaves = (x, residual, gate, shift, scale, weight, bias)
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*leaves), f(*leaves))
-    torch.testing.assert_close(
-        torch.autograd.grad(compiled(*leaves).sin().sum(), leaves),
-        torch.autograd.grad(f(*leaves).sin().sum(), leaves),
-    )
-
-
-def test_compile_with_dynamic_shapes(device):
-    """One graph serves every number of samples and of tokens."""
-    torch._dynamo.reset()
-    model, _, _ = block(device)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
-    first = None
-    for samples, tokens in ((3, 5), (4, 7), (2, 9)):
-        x = torch.randn(samples, tokens, 16, device=device, requires_grad=True)
-        condition = torch.randn(samples, 1, 16, device=device)
-        found, expected = step(compiled, model, x, condition), step(model, model, x, condition)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        # The first call may compile twice, because PyTorch first tries eps as a symbol.
-        first = first or counter.frame_count
-    assert counter.frame_count == first
-
-
-@pytest.mark.parametrize("affine", [False, True])
-def test_export_keeps_the_operators_and_decomposes_to_aten(device, affine):
-    model, x, condition = block(device, requires_grad=False, elementwise_affine=affine)
-    batch, tokens = Dim("batch"), Dim("tokens")
-    program = torch.export.export(
-        model, (x, condition), dynamic_shapes=({0: batch, 1: tokens}, {0: batch})
-    )
-    assert operators(program.graph) == ["ada_layer_norm", "add_ada_layer_norm"]
-    plain = program.run_decompositions(fused_layernorm.decompositions())
-    assert operators(plain.graph) == []
-    _, x, condition = block(device, samples=4, tokens=7, requires_grad=False)
-    for found in (program.module()(x, condition), plain.module()(x, condition)):
-        torch.testing.assert_close(found, model(x, condition))
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (
-            lambda x, _residual, _gate, *rest: (ada_layer_norm(x, *rest),),
-            {"ada_layer_norm_forward", "ada_layer_norm_backward"},
-        ),
-        (add_ada_layer_norm, {"add_ada_layer_norm_forward", "add_ada_layer_norm_backward"}),
-        (
-            lambda *args: add_ada_layer_norm(*args)[1:],
-            {"add_ada_layer_norm_forward", "gate_backward"},
-        ),
-    ],
-    ids=["ada_layer_norm", "add_ada_layer_norm", "only residual_out"],
-)
-def test_backward_decomposes_to_aten(device, function, expected):
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    tensors = inputs(device)
-
-    def gradients(*tensors):
-        leaves = [t.detach().requires_grad_() for t in tensors]
-        found = torch.autograd.grad(loss_of(function)(*leaves), leaves, allow_unused=True)
-        return [g for g in found if g is not None]
-
-    graph = make_fx(gradients)(*tensors)
-    assert set(operators(graph.graph)) == expected
-    plain = make_fx(gradients, decomposition_table=fused_layernorm.decompositions())(*tensors)
-    assert operators(plain.graph) == []
-    torch.testing.assert_close(plain(*tensors), gradients(*tensors))
 
 
 # ---- Autocast.
@@ -280,9 +81,9 @@ def test_autocast(device, gated, x_dtype, modulation_dtype, dtype):
     assert y.dtype == like.dtype
     wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
     if gated:
-        expected, _ = stock_add_ada(wide[0], residual, *wide[1:])
+        expected, _ = forms.stock("gated")(wide[0], residual, *wide[1:], None)
     else:
-        expected = stock_ada(*wide)
+        (expected,) = forms.stock("modulated")(*wide, None)
     tolerance = 1e-5 if y.dtype == F32 else 3e-2
     torch.testing.assert_close(y.float(), expected, rtol=tolerance, atol=tolerance)
     dy = torch.randn_like(y)
@@ -336,23 +137,18 @@ def test_modules_give_what_the_functions_give(device, options):
     gate, shift, scale = torch.randn(3, 3, 1, 8, device=device)
     norm = FusedAdaLayerNorm(8, **options).to(device)
     add_norm = FusedAddAdaLayerNorm(8, **options).to(device)
-    for module in (norm, add_norm):
-        for parameter in module.parameters():
-            nn.init.normal_(parameter)
+    for parameter in (*norm.parameters(), *add_norm.parameters()):
+        nn.init.normal_(parameter)
+    expected = ada_layer_norm(x, shift, scale, norm.weight, norm.bias, 1e-6)
     for copied in (norm, copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         y = copied(x, shift, scale)
-        expected = stock_ada(x, shift, scale, norm.weight, norm.bias, 1e-6)
-        torch.testing.assert_close(y, expected.to(y.dtype), rtol=1e-5, atol=1e-5)
         assert y.dtype == options.get("out_dtype", F32)
+        torch.testing.assert_close(y, expected.to(y.dtype))
     y, residual_out = add_norm(x, residual, gate, shift, scale)
-    total = residual + gate * x
-    expected = stock_ada(total, shift, scale, add_norm.weight, add_norm.bias, 1e-6)
-    torch.testing.assert_close(y, expected.to(y.dtype), rtol=1e-5, atol=1e-5)
+    affine = (add_norm.weight, add_norm.bias)
+    expected, total = add_ada_layer_norm(x, residual, gate, shift, scale, *affine, 1e-6)
+    torch.testing.assert_close(y, expected.to(y.dtype))
     torch.testing.assert_close(residual_out, total)
-    torch.testing.assert_close(
-        norm(x, None, scale),
-        ada_layer_norm(x, None, scale, norm.weight, norm.bias, 1e-6).to(y.dtype),
-    )
 
 
 def test_modules_normalize_several_dimensions(device):
@@ -390,15 +186,6 @@ def test_torch_script(device, module, how, options):
             for outs in (found, expected)
         ]
         torch.testing.assert_close(*(torch.autograd.grad(loss, given) for loss in losses))
-
-
-def test_symbolic_trace():
-    model, x, condition = block("cpu")
-    traced = torch.fx.symbolic_trace(model)
-    calls = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    ours = (ada_layer_norm, add_ada_layer_norm)
-    assert [f for f in calls if f in ours] == list(ours)
-    assert torch.equal(traced(x, condition), model(x, condition))
 
 
 # ---- CUDA.
@@ -439,10 +226,10 @@ def test_one_kernel_forward(modulation_dtype, gated, requires_grad, autocast):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4,), (3, 1, 4), (3, 5, 4), (1, 5, 4)], ids=str)
-def test_cuda_graph(shape):
+@pytest.mark.parametrize("other", [False, True])
+def test_cuda_graph(other):
     """A captured forward and backward reads the values that the tensors have at the replay."""
-    leaves: Any = [t.requires_grad_() for t in inputs("cuda", shape, rows=(3, 5), dtype=F32)]
+    leaves: Any = forms.leaves(forms.tensors("gated", "cuda", (3, 5, 4), F32, other))
     gradients = tuple(torch.randn(2, 3, 5, 4, device="cuda"))
 
     def run():
