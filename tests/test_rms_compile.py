@@ -23,6 +23,7 @@ from captured import (
     run,
     tensors,
 )
+from tiny_transformers import decoder
 
 import fused_layernorm
 from fused_layernorm.compile import rules
@@ -188,7 +189,7 @@ def test_classes_of_transformers(folder, name):
 MODELS = {  # how many norms a model of two layers has
     "Llama": 5,
     "Qwen3": 9,  # with those of queries and keys
-    "Gemma3Text": 13,
+    "Gemma3": 13,
     "Olmo2": 9,
 }
 
@@ -196,23 +197,10 @@ MODELS = {  # how many norms a model of two layers has
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(device, name):
     """Every norm of a decoder is replaced, and the numbers are those of eager mode."""
-    transformers = libraries.get("transformers")
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        pad_token_id=0,
-        attn_implementation="eager",
+    model, inputs = decoder(
+        name, "Gemma3TextConfig" if name == "Gemma3" else None, attn_implementation="eager"
     )
-    model = transformers.AutoModel.from_config(config).to(device, torch.bfloat16).eval()
-    for parameter_name, parameter in model.named_parameters():
-        if "norm" in parameter_name:
-            torch.nn.init.normal_(parameter, 1.0, 0.1)
-    tokens = torch.randint(1, 64, (2, 7), device=device)
+    model, tokens = model.to(device, torch.bfloat16).eval(), inputs["input_ids"].to(device)
 
     def function():
         return model(tokens, use_cache=False)[0]

@@ -17,6 +17,7 @@ from typing import Any
 
 import libraries
 import pytest
+import tiny_transformers
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -63,39 +64,22 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama4": (T + "llama4.modeling_llama4", "Llama4TextRMSNorm", {}),
     "muse_spark": (T + "muse_spark.modeling_muse_spark", "MuseSparkTextCenteredRMSNorm", {}),
     "qwen4_exp": (T + "qwen4_exp.modeling_qwen4_exp", "Qwen4ExpTextRMSNorm", {}),
-    "qwen4_groups": (
-        T + "qwen4_exp.modeling_qwen4_exp",
-        "Qwen4ExpTextRMSNorm",
-        {"group_size": 32},
-    ),
+    "qwen4_groups": (T + "qwen4_exp.modeling_qwen4_exp", "Qwen4ExpTextRMSNorm", {"group_size": 32}),
     "cpmant": (T + "cpmant.modeling_cpmant", "CpmAntLayerNorm", {}),
     "imagegpt": (T + "imagegpt.modeling_imagegpt", "ImageGPTLayerNorm", {}),
     "diffusers": (D + "normalization", "RMSNorm", {"eps": 1e-6}),
     "diffusers_bias": (D + "normalization", "RMSNorm", {"eps": 0.1, "bias": True}),
     "diffusers_plain": (D + "normalization", "RMSNorm", {"eps": 1e-6, "elementwise_affine": False}),
     "mochi": (D + "normalization", "MochiRMSNorm", {"eps": 1e-6}),
-    "mochi_plain": (
-        D + "normalization",
-        "MochiRMSNorm",
-        {"eps": 1e-6, "elementwise_affine": False},
-    ),
+    "mochi_plain": (D + "normalization", "MochiRMSNorm",
+        {"eps": 1e-6, "elementwise_affine": False}),
     "cosmos3": (D + "transformers.transformer_cosmos3", "Cosmos3NemotronRMSNorm", {"eps": 1e-6}),
     "krea2": (D + "transformers.transformer_krea2", "Krea2RMSNorm", {}),
-    "qwenimage21": (
-        D + "transformers.transformer_qwenimage21",
-        "QwenImage21ZeroCenterRMSNorm",
-        {},
-    ),
-    "stable_audio3": (
-        D + "transformers.transformer_stable_audio3",
-        "StableAudio3RMSNorm",
-        {"eps": 0.1},
-    ),
-    "stable_audio3_narrow": (
-        D + "transformers.transformer_stable_audio3",
-        "StableAudio3RMSNorm",
-        {"force_fp32": False},
-    ),
+    "qwenimage21": (D + "transformers.transformer_qwenimage21", "QwenImage21ZeroCenterRMSNorm", {}),
+    "stable_audio3": (D + "transformers.transformer_stable_audio3", "StableAudio3RMSNorm",
+        {"eps": 0.1}),
+    "stable_audio3_narrow": (D + "transformers.transformer_stable_audio3", "StableAudio3RMSNorm",
+        {"force_fp32": False}),
     "kolors": ("diffusers.pipelines.kolors.text_encoder", "RMSNorm", {}),
     "timm": ("timm.layers.norm", "RmsNorm", {"eps": 0.1}),
     "timm_plain": ("timm.layers.norm", "RmsNorm", {"affine": False}),
@@ -109,7 +93,7 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "torch": ("torch.nn", "RMSNorm", {"eps": 1e-6}),
     "torch_eps": ("torch.nn", "RMSNorm", {}),
     "torch_plain": ("torch.nn", "RMSNorm", {"elementwise_affine": False}),
-}
+}  # fmt: skip
 
 MIXTURES = [(BF16, BF16), (BF16, F32), (F16, F16), (F16, F32), (F32, F32), (F32, BF16)]
 
@@ -651,22 +635,13 @@ def test_a_registered_class_comes_first(monkeypatch):
 
 @pytest.mark.cpu_operators
 def test_a_model_of_transformers(device):
-    """A tiny Llama, bfloat16: the same norms, swapped, give the same logits and gradients."""
-    transformers = libraries.get("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    model = transformers.LlamaForCausalLM(config).to(device)
-    tokens = torch.randint(64, (2, 16), device=device)
-    before = model(tokens).logits
+    """A tiny Llama: the same norms, swapped, give the same logits."""
+    model, inputs = tiny_transformers.decoder("Llama")
+    model, ids = model.to(device), inputs["input_ids"].to(device)
+    before = model(ids).logits
     swap_norms(model)
     assert len(fused(model)) == 5
-    torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-5)
     unswap_norms(model)
     assert not fused(model)
 
