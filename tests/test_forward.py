@@ -30,6 +30,14 @@ def ids(value):
     return str(value).removeprefix("torch.")
 
 
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(ids, d)))
+@pytest.mark.parametrize("cols", [1, 2, 3, 64, 257, 2047, 8191])
+def test_accuracy_without_gradients(device, cols, dtypes):
+    """On the CPU without statistics half precision has another path."""
+    problem = Problem((rows_for(cols), cols), dtype=dtypes[0], weight_dtype=dtypes[1])
+    numerics.check(problem, device, backward=False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(ids, d)))
 @pytest.mark.parametrize("shape", [(400, 20_480), (300, 40_000), (70, 65_536)], ids=str)
