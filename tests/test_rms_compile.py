@@ -27,7 +27,6 @@ from tiny_transformers import decoder
 
 import fused_layernorm
 from fused_layernorm.compile import rules
-from fused_layernorm.compile.rules import Choice, Kind, Problem, choose
 from fused_layernorm.ops.operators import ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -428,22 +427,6 @@ def test_decompositions():
     assert operators_of(program.graph_module) == []
     for one, other in zip(program.module()(*args), Ours()(*args), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(
-    ("problem", "choice"),
-    [
-        (Problem(Kind.PLAIN, 4096, False, statistic="rms"), Choice.INDUCTOR),
-        (Problem(Kind.PLAIN, 4096, False), Choice.KERNEL),
-        (Problem(Kind.RESIDUAL, 2880, True, statistic="rms"), Choice.INDUCTOR),
-        (Problem(Kind.PLAIN, None, True, statistic="rms"), Choice.INDUCTOR),
-        (Problem(Kind.MODULATED, 4096, True, statistic="rms"), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 4096, True, with_inductor=False, statistic="rms"), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 4096, True, deterministic=True, statistic="rms"), Choice.KERNEL),
-    ],
-)
-def test_rules(problem, choice):
-    assert choose(problem).choice is choice
 
 
 _residual = model("h = residual + x; norm(h, weight), h", llama)
