@@ -2,13 +2,11 @@
 """The benchmarks' arithmetic, tables and files, and that what they time computes the same thing."""
 
 import dataclasses
-import importlib.machinery
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -337,79 +335,6 @@ def test_compile_takes_the_functions_whole(text, on_cpu, monkeypatch):
     calls = providers.compile_calls(case, inputs)
     with torch.no_grad():
         assert tune.error(calls[0](), tune.reference(case, inputs[0])) < 2e-2
-
-
-def stub(monkeypatch, name, **contents):
-    """A module of somebody else's package, and the packages it lies in."""
-    for end in [at for at, letter in enumerate(name) if letter == "."] + [len(name)]:
-        module = ModuleType(name[:end])
-        module.__spec__ = importlib.machinery.ModuleSpec(name[:end], None)
-        module.__path__ = []
-        monkeypatch.setitem(sys.modules, name[:end], module)
-    vars(module).update(contents)
-
-
-def layer_norm_as_peers_have_it(x, weight, bias, eps):
-    assert weight.dtype == bias.dtype == torch.float32
-    return torch.nn.functional.layer_norm(x.float(), x.shape[1:], weight, bias, eps).to(x.dtype)
-
-
-def layer_norm_backward_as_peers_have_it(dy, x, weight, mean, rstd):
-    shape, bias = x.shape[1:], torch.zeros_like(weight)
-    arguments = (dy.float(), x.float(), shape, mean[:, None], rstd[:, None], weight, bias)
-    return torch.ops.aten.native_layer_norm_backward(*arguments, [True, True, True])
-
-
-@pytest.mark.parametrize("dtypes", ["float32", "bf16+fp32", "bfloat16"])
-@pytest.mark.parametrize("op", ["forward", "backward"])
-@pytest.mark.parametrize("name", ["quack", "cudnn"])
-def test_peers_compute_the_same(name, op, dtypes, on_cpu, monkeypatch):
-    """Called as their packages' sources say, on stand-ins for their functions."""
-    if name == "quack":
-        stub(
-            monkeypatch, "quack.rmsnorm",
-            layernorm_fwd=layer_norm_as_peers_have_it,
-            layernorm_bwd=lambda x, weight, dy, rstd, mean: layer_norm_backward_as_peers_have_it(
-                dy, x, weight, mean, rstd
-            ),
-        )  # fmt: skip
-    else:
-        stub(monkeypatch, "cudnn.ops.norm.layernorm")
-
-        def flat(*tensors):
-            assert all(tensor.dim() == 4 and tensor.is_contiguous() for tensor in tensors)
-            assert all(tensor.shape[2:] == (1, 1) for tensor in tensors)
-            return [tensor.flatten(1) for tensor in tensors]
-
-        def forward(x, weight, bias, eps):
-            x, weight, bias = flat(x, weight, bias)
-            return layer_norm_as_peers_have_it(x, weight[0], bias[0], eps)
-
-        def backward(dy, x, weight, mean, rstd):
-            dy, x, weight, mean, rstd = flat(dy, x, weight, mean, rstd)
-            assert mean.shape == rstd.shape == (len(x), 1)
-            return layer_norm_backward_as_peers_have_it(
-                dy, x, weight[0], mean.flatten(), rstd.flatten()
-            )
-
-        operators = SimpleNamespace(
-            layernorm=SimpleNamespace(default=forward),
-            layernorm_bwd=SimpleNamespace(default=backward),
-        )
-        monkeypatch.setattr(torch.ops, "cudnn", operators, raising=False)
-    case = parse_case(f"6x20 {dtypes} {op}")
-    inputs = ours.make_inputs(case)
-    calls = providers.PROVIDERS[name](case, inputs)
-    assert calls is not None
-    tolerance = 1e-5 if dtypes == "float32" else 1.2e-2
-    with torch.no_grad():
-        assert tune.error(calls[0](), tune.reference(case, inputs[0])) < tolerance
-    for other in (
-        "6x20 bf16+fp32>fp32 forward",
-        "6x20 fp32 add_forward",
-        "2x3x20 fp32 ada_forward",
-    ):
-        assert providers.PROVIDERS[name](parse_case(other), inputs) is None
 
 
 def test_sweep_against_another(on_cpu, monkeypatch):

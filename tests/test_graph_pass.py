@@ -616,16 +616,6 @@ def test_results_that_are_read_in_float32(device, use):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
-def test_one_use_gives_the_same_to_the_bit():
-    """On the CPU the result is the same to the bit, whether the norm or the product rounds y."""
-    function = _under_autocast(_one_linear, "cpu", _plain)
-    t = tensors()
-    expected, expected_gradients = outputs_and_gradients(function, t)
-    found, gradients = outputs_and_gradients(function, t, lambda t: run(function, t)[0])
-    assert torch.equal(found[0], expected[0])
-    torch.testing.assert_close(gradients["x"], expected_gradients["x"], rtol=1e-5, atol=1e-5)
-
-
 def test_float16_has_no_range_for_sums_of_gradients():
     """The gradient of one product is float16 in any case, but a sum over several is float32."""
 
@@ -745,17 +735,6 @@ def test_shapes_that_are_not_known_to_be_equal():
     result, rows, _ = run(function, x, residual, dynamic=True)
     torch.testing.assert_close(result, function(x, residual))
     assert rows[0].fused in ([], ["residual"])
-
-
-def test_eps_as_a_node():
-    def function(x, eps):
-        return F.layer_norm(x, (D,), None, None, eps * 2)
-
-    x = torch.randn(3, D)
-    with torch._dynamo.config.patch(specialize_float=False):
-        result, rows, _ = run(function, x, 0.25, dynamic=True)
-    torch.testing.assert_close(result, function(x, 0.25))
-    assert len(rows) == 1
 
 
 def test_strides_are_kept():
