@@ -56,7 +56,8 @@ def stock(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0):
 
     def call(*given):
         t = dict(zip(NAMES[kind], given, strict=True))
-        total, weight, bias, scale, shift = map(t.get, ("x", "weight", "bias", "scale", "shift"))
+        total, weight, bias = t["x"], t["weight"], t["bias"]
+        scale, shift = t.get("scale"), t.get("shift")
         if "residual" in t:
             gate = t.get("gate")
             total = t["residual"] + (total if gate is None else gate * total)

@@ -500,9 +500,14 @@ def test_what_a_frozen_modulation_does_not_need_is_not_saved(device):
     tensors = forms.tensors("gated", device, (2, 3, 5))
 
     def saved(*trained):
-        shapes = []
+        shapes: list[tuple[int, ...]] = []
+
+        def pack(tensor):
+            shapes.append(tuple(tensor.shape))
+            return tensor
+
         leaves = forms.leaves(tensors, [name in trained for name in forms.NAMES["gated"]])
-        with saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+        with saved_tensors_hooks(pack, lambda t: t):
             forms.operator("gated")(*leaves)
         return sorted(shapes)
 

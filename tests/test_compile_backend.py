@@ -542,7 +542,7 @@ def test_dtensor(mesh):
 # ---- Rules ---------------------------------------------------------------------------------------
 
 
-RMS = {"statistic": "rms"}
+RMS: dict[str, Any] = {"statistic": "rms"}
 
 
 @pytest.mark.parametrize(

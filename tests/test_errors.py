@@ -472,7 +472,8 @@ NO_MEMORY = (
 def test_a_failed_allocation_is_out_of_memory(device, monkeypatch, add):
     """C++ under the stable ABI can only raise a RuntimeError, which becomes an OutOfMemoryError.
     An operator's other failures are raised unchanged."""
-    function, name = (add_layer_norm, "_add_layer_norm") if add else (layer_norm, "_layer_norm")
+    function: Any = add_layer_norm if add else layer_norm
+    name = "_add_layer_norm" if add else "_layer_norm"
     x = torch.ones(4, 8, device=device)
 
     def raised(failure):

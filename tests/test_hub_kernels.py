@@ -305,7 +305,9 @@ def with_kernels(folder):
 @pytest.mark.parametrize(("make", "count"), [(bert, 6), (vit, 5)])
 def test_models(make, count, mapped, variant):
     # The variant is named itself, so that a torch with CUDA also takes it.
-    check_model(*make(), "LayerNorm", lambda model: mapped(model, variant, "cpu"), "cpu", count)
+    model, inputs = make()
+    place = lambda fused: mapped(fused, variant, "cpu")  # noqa: E731
+    check_model(model, inputs, "LayerNorm", place, "cpu", count)
 
 
 @pytest.mark.slow
@@ -313,7 +315,9 @@ def test_models(make, count, mapped, variant):
 @pytest.mark.parametrize(("make", "count"), [(bert, 6), (vit, 5)])
 def test_models_on_the_gpu(make, count, mapped, tmp_path):
     path = with_kernels(tmp_path)
-    check_model(*make(), "LayerNorm", lambda model: mapped(model, path, "cuda"), "cuda", count)
+    model, inputs = make()
+    place = lambda fused: mapped(fused, path, "cuda")  # noqa: E731
+    check_model(model, inputs, "LayerNorm", place, "cuda", count)
 
 
 def test_compiles_without_graph_breaks(mapped, variant):

@@ -103,7 +103,8 @@ def backward_of(kind, device, sample):
     rows = (dy, x, t["x"], t["gate"]) if kind == "gated" else (dy, x)
     args: list[Any] = [*rows, ndim, mean, rstd, *parameters, torch.randn_like(x)]
     if kind == "plain":
-        activation, factor, _, *statistic = (*options, *(None, 1.0, None)[len(options) :])
+        given: tuple[Any, ...] = (*options, *(None, 1.0, None)[len(options) :])
+        activation, factor, _, *statistic = given
         args += [activation, factor]
         operator, after = ops.layer_norm_backward, statistic[:2]
     else:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def test_results_and_gradients_are_pytorchs(
     shape = x.shape[-normalized_ndim:]
     dy = torch.randn_like(x)
 
-    def run(norm, x, weight, bias, dy, eps):
+    def run(norm, eps, x, weight, bias, dy):
         leaves = [t for t in (x, weight, bias) if t is not None]
         y = norm(x, shape, weight, bias, eps)
         return (y, *torch.autograd.grad(y, leaves, dy))
@@ -144,11 +145,11 @@ def test_results_and_gradients_are_pytorchs(
     # The epsilon of F.rms_norm is float32's for half precision. PyTorch computes in float64 here,
     # because its CPU kernel sums the parameters' gradients of bfloat16 tensors in bfloat16.
     own = torch.finfo(dtype if dtype == torch.float64 else torch.float32).eps
-    wide = [None if t is None else t.double() for t in (x, weight, bias, dy)]
+    wide: Any = [None if t is None else t.double() for t in (x, weight, bias, dy)]
     for eps in (None, 1e-2):
-        expected = run(stock, *wide, own if eps is None and norm is rms_norm else eps)
+        expected = run(stock, own if eps is None and norm is rms_norm else eps, *wide)
         with override():
-            actual = run(norm, x, weight, bias, dy, eps)
+            actual = run(norm, eps, x, weight, bias, dy)
             assert calls() >= 2
         for a, e in zip(actual, expected, strict=True):
             assert a.dtype == dtype
@@ -170,7 +171,7 @@ def test_gradients_that_are_not_asked_for_are_not_there(device, override, calls,
         y, mean, rstd = torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
         operator = torch.ops.aten.native_layer_norm_backward
         mask = [i == only for i in range(3)]
-        args = (torch.ones_like(y), x, (32,), mean, rstd, weight, bias, mask)
+        args: tuple[Any, ...] = (torch.ones_like(y), x, (32,), mean, rstd, weight, bias, mask)
         loss = F.layer_norm(leaves[0], (32,), *leaves[1:]).sum()
     else:
         y, rstd = torch._fused_rms_norm(x, (32,), weight, 1e-5)
