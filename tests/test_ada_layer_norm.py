@@ -517,26 +517,6 @@ def test_masks_of_the_gated_operator(device, dtypes, kind):
                 torch.testing.assert_close(gradient, whole, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("present", list(itertools.product((True, False), repeat=4)), ids=str)
-def test_absent_arguments_of_the_gated_operator(device, present):
-    """Any of shift, scale and dresidual may be absent, and weight and bias together."""
-    t = numerics.make(modulated((3, 7, 40), gated=True, affine="both"), device)
-    shift, scale, dresidual, affine = present
-    dy, x, input, gate, *statistics = gated_saved(t)[:7]
-    parameters = [
-        t.shift if shift else None,
-        t.scale if scale else None,
-        t.weight if affine else None,
-        t.bias if affine else None,
-    ]
-    needs = [True] * 3 + [parameter is not None for parameter in parameters]
-    args = (dy, x, input, gate, *statistics, *parameters, t.dresidual if dresidual else None)
-    found = ops.add_ada_layer_norm_backward(*args, *needs)
-    expected = in_two_steps(*args, needs=needs)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("shape", [(0, 4, 8), (3, 0, 8), (3, 4, 0)], ids=str)
 def test_the_gated_operator_of_nothing(device, shape):
     t = numerics.make(modulated(shape, gated=True, affine="both"), device)
