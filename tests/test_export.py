@@ -52,8 +52,9 @@ class Model(nn.Module):
         self.rms = FusedRMSNorm(16, weight_offset=1.0)
         self.ada = FusedAdaLayerNorm(16)
         self.add_ada = FusedAddAdaLayerNorm(16, elementwise_affine=True)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, 0.2, 0.5)
+        for name, parameter in self.named_parameters():
+            if "modulation" not in name:
+                nn.init.normal_(parameter, 0.2, 0.5)
 
     def forward(self, x):
         outputs: list[torch.Tensor] = []

@@ -468,56 +468,16 @@ def test_autocast_with_half_weight(device):
 
 # Uses of a norm's result y, in several layouts, which all cast it to bfloat16 under autocast. w is
 # a matrix.
-def _one_linear(y, w):
-    return F.linear(y, w)
-
-
-def _three_products(y, w):
-    return y @ w, torch.matmul(y, w), torch.bmm(y, w.expand(B, D, D))
-
-
-def _behind_views(y, w):
-    rolled = torch.roll(y.view(B, S, 2, D // 2), shifts=(-1,), dims=(1,)).flatten(2)
-    rows = y.permute(1, 0, 2).contiguous().view(-1, D)
-    return F.linear(rolled, w), torch.addmm(w[0], rows, w), F.linear(F.pad(y, (0, 0, 0, 2)), w)
-
-
-def _part_of_it(y, w):
-    return F.linear(y[:, 0], w)
-
-
-CAST = (_one_linear, _three_products, _behind_views, _part_of_it)
-
-
-# Uses of y of which one at least reads it in float32.
-def _read_as_residual(y, w):
-    return y + F.linear(y, w)
-
-
-def _given_back(y, w):
-    return F.linear(y, w), y
-
-
-def _view_given_back(y, w):
-    view = y.flatten(1)
-    return F.linear(view.view_as(y), w), view
-
-
-def _padded_with_a_third(y, w):
-    return F.linear(F.pad(y, (0, 0, 0, 2), value=1 / 3), w)
-
-
-def _written_into(y, w):
-    y.mul_(2)
-    return F.linear(y, w)
-
-
-def _nothing_cast(y, w):
-    return y.permute(1, 0, 2)
-
-
-def _shown_as_bytes(y, w):
-    return F.linear(y.view(torch.float32), w)
+CAST = {
+    "one linear": lambda y, w: F.linear(y, w),
+    "three products": lambda y, w: (y @ w, torch.matmul(y, w), torch.bmm(y, w.expand(B, D, D))),
+    "behind views": lambda y, w: (
+        F.linear(torch.roll(y.view(B, S, 2, D // 2), shifts=(-1,), dims=(1,)).flatten(2), w),
+        torch.addmm(w[0], y.permute(1, 0, 2).contiguous().view(-1, D), w),
+        F.linear(F.pad(y, (0, 0, 0, 2)), w),
+    ),
+    "part of it": lambda y, w: F.linear(y[:, 0], w),
+}
 
 
 @torch.library.custom_op("tests_graph_pass::mm", mutates_args=())
@@ -532,20 +492,17 @@ def _(a, b):
     return a.new_empty((a.numel() // a.shape[-1], b.shape[-1]), dtype=BF16)
 
 
-def _of_somebody_else(y, w):
-    return torch.ops.tests_graph_pass.mm(y, w)
-
-
-READ_IN_FLOAT32 = (
-    _read_as_residual,
-    _given_back,
-    _view_given_back,
-    _padded_with_a_third,
-    _written_into,
-    _nothing_cast,
-    _shown_as_bytes,
-    _of_somebody_else,
-)
+# Uses of y of which one at least reads it in float32.
+READ_IN_FLOAT32 = {
+    "as residual": lambda y, w: y + F.linear(y, w),
+    "given back": lambda y, w: (F.linear(y, w), y),
+    "view given back": lambda y, w: (F.linear(y.flatten(1).view_as(y), w), y.flatten(1)),
+    "padded with a third": lambda y, w: F.linear(F.pad(y, (0, 0, 0, 2), value=1 / 3), w),
+    "written into": lambda y, w: F.linear(y.mul_(2), w),
+    "nothing cast": lambda y, w: y.permute(1, 0, 2),
+    "shown as bytes": lambda y, w: F.linear(y.view(torch.float32), w),
+    "somebody else's": lambda y, w: torch.ops.tests_graph_pass.mm(y, w),
+}
 
 
 def _chunks(t):
@@ -570,7 +527,7 @@ def _under_autocast(use, device, normalize):
 def test_results_that_autocast_casts(device, use, normalize):
     """The kernel rounds the results itself. The products read the same numbers, but gradients from
     several products are summed in bfloat16."""
-    function = _under_autocast(use, device, normalize)
+    function = _under_autocast(CAST[use], device, normalize)
     t = tensors(device=device)
     expected, expected_gradients = outputs_and_gradients(function, t)
     _, rows, graphs = run(function, t)
@@ -602,7 +559,7 @@ def test_results_that_autocast_casts(device, use, normalize):
 
 @pytest.mark.parametrize("use", READ_IN_FLOAT32)
 def test_results_that_are_read_in_float32(device, use):
-    function = _under_autocast(use, device, _plain)
+    function = _under_autocast(READ_IN_FLOAT32[use], device, _plain)
     t = {name: tensor.detach() for name, tensor in tensors(device=device).items()}
     expected = function(t)
     result, rows, _ = run(function, t)
@@ -626,9 +583,9 @@ def test_float16_has_no_range_for_sums_of_gradients():
 
         return run(under_autocast, torch.randn(B, S, D), torch.randn(D, D))
 
-    _, rows, _ = function(_one_linear)
+    _, rows, _ = function(CAST["one linear"])
     assert rows[0].fused == ["cast"]
-    _, rows, _ = function(_three_products)
+    _, rows, _ = function(CAST["three products"])
     assert rows[0].fused == []
 
 

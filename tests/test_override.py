@@ -106,7 +106,7 @@ def test_covers_the_norms_with_pytorchs_autograd(device, override, calls):
         (lambda: rms_norm(x, (32,), weight), "FusedRmsNormBackward0"),
     ]
     if device == "cuda":
-        functions += [(lambda: F.rms_norm(x, (32,), weight), "FusedRmsNormBackward0"),
+        functions += [(lambda: F.rms_norm(x, (32,), weight), None),
                       (lambda: nn.RMSNorm(32, device=device)(x), None)]  # fmt: skip
     for function, node in functions:
         with override():
@@ -208,7 +208,8 @@ def test_forward_and_backward_may_stand_on_different_sides(device, override):
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (4, 6, 32)], ids=str)
 def test_results_have_pytorchs_shapes_and_statistics(device, override, calls, shape):
     """Empty ones, too, and a statistic of several dimensions."""
-    x, weight = torch.randn(shape, device=device), torch.randn(shape[1:], device=device)
+    x = torch.randn(shape, device=device)
+    weight = torch.randn(shape[1:], device=device) if x.numel() else None
     for operator in (
         lambda: torch.native_layer_norm(x, shape[1:], weight, None, 1e-5),
         lambda: torch._fused_rms_norm(x, shape[1:], weight, 1e-5),
