@@ -2,7 +2,6 @@
 """The modulated norms among PyTorch's parts: what is saved, autocast, modules, CUDA graphs."""
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -157,35 +156,6 @@ def test_modules_normalize_several_dimensions(device):
     norm = FusedAdaLayerNorm((4, 5)).to(device)
     expected = F.layer_norm(x, (4, 5), eps=1e-6) * (1 + scale)
     torch.testing.assert_close(norm(x, None, scale), expected)
-
-
-@pytest.mark.parametrize("options", [{}, {"elementwise_affine": True, "out_dtype": F64}], ids=str)
-@pytest.mark.parametrize("how", ["script", "trace"])
-@pytest.mark.parametrize("module", [FusedAdaLayerNorm, FusedAddAdaLayerNorm])
-def test_torch_script(device, module, how, options):
-    """Scripted and traced modules, also saved and loaded, give the same results and gradients."""
-    model = module(8, **options).to(device)
-
-    def args(rows):
-        x, residual = torch.randn(2, rows, 5, 8, device=device)
-        modulations = torch.randn(3, rows, 1, 8, device=device)
-        if module is FusedAdaLayerNorm:
-            return x, *modulations[1:]
-        return x, residual, *modulations
-
-    given = tuple(t.requires_grad_() for t in args(4))
-    script = torch.jit.trace(model, args(3)) if how == "trace" else torch.jit.script(model)
-    buffer = io.BytesIO()
-    torch.jit.save(script, buffer)
-    buffer.seek(0)
-    for scripted in (script, torch.jit.load(buffer)):
-        found, expected = scripted(*given), model(*given)
-        torch.testing.assert_close(found, expected)
-        losses = [
-            sum(out.sin().sum() for out in (outs if isinstance(outs, tuple) else (outs,)))
-            for outs in (found, expected)
-        ]
-        torch.testing.assert_close(*(torch.autograd.grad(loss, given) for loss in losses))
 
 
 # ---- CUDA.

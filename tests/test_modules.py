@@ -12,6 +12,8 @@ from torch import nn
 
 import fused_layernorm
 from fused_layernorm import (
+    FusedAdaLayerNorm,
+    FusedAddAdaLayerNorm,
     FusedAddLayerNorm,
     FusedLayerNorm,
     ada_layer_norm,
@@ -95,13 +97,18 @@ def test_symbolic_trace(activation):
         assert torch.equal(found, expected)
 
 
-SCRIPTED = {
-    "plain": lambda: FusedLayerNorm(8),
-    "no parameters": lambda: FusedLayerNorm((4, 8), elementwise_affine=False),
-    "everything": lambda: FusedLayerNorm(8, 1e-3, activation="gelu", scale=0.5, out_dtype=F64),
-    "residual": lambda: FusedAddLayerNorm((4, 8), bias=False, activation="silu"),
-    "swapped": lambda: swap_layer_norm(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))),
-}
+# By name: a module, and how many tensors of rows and modulations it takes.
+SCRIPTED: dict[str, tuple[Any, int, int]] = {
+    "plain": (lambda: FusedLayerNorm(8), 1, 0),
+    "no parameters": (lambda: FusedLayerNorm((4, 8), elementwise_affine=False), 1, 0),
+    "everything": (
+        lambda: FusedLayerNorm(8, 1e-3, activation="gelu", scale=0.5, out_dtype=F64), 1, 0
+    ),
+    "residual": (lambda: FusedAddLayerNorm((4, 8), bias=False, activation="silu"), 2, 0),
+    "swapped": (lambda: swap_layer_norm(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))), 1, 0),
+    "modulated": (lambda: FusedAdaLayerNorm(8, elementwise_affine=True, out_dtype=F64), 1, 2),
+    "gated": (lambda: FusedAddAdaLayerNorm(8), 2, 3),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -109,13 +116,12 @@ SCRIPTED = {
 @pytest.mark.parametrize("how", [torch.jit.script, "trace"], ids=["script", "trace"])
 def test_torch_script(device, name, how):
     """Scripted and traced modules, also saved and loaded, give the same results and gradients."""
-    model = SCRIPTED[name]().to(device)
-    count = 2 if name == "residual" else 1
+    make, count, modulations = SCRIPTED[name]
+    model = make().to(device)
 
     def inputs(rows):
-        return tuple(
-            torch.randn(rows, 4, 8, device=device, requires_grad=True) for _ in range(count)
-        )
+        shapes = [(rows, 4, 8)] * count + [(rows, 1, 8)] * modulations
+        return tuple(torch.randn(shape, device=device, requires_grad=True) for shape in shapes)
 
     script = torch.jit.trace(model, inputs(3)) if how == "trace" else how(model)
     buffer = io.BytesIO()
