@@ -281,9 +281,7 @@ def _strategy_of_many_rows(plans, cols, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("misaligned", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "weight_dtype"),
-    [(F32, F32), (BF16, BF16), (F16, F16), (BF16, F32)],
-    ids=ids,
+    ("dtype", "weight_dtype"), [(F32, F32), (BF16, BF16), (F16, F16), (BF16, F32)], ids=ids
 )
 def test_threads_give_the_dx_of_logical_warps(plans, dtype, weight_dtype, misaligned):
     """The number of rows decides between the two for short rows, and must not change dx."""

@@ -73,11 +73,7 @@ def made_up(cases=CASES):
         ("4x25x30 bf16*fp32 add_ada_forward", 4 * 2, 3 * 4 * 4),
         ("4x25x30 bf16 add_ada_backward", 6 * 2, 5 * 4 * 2),
         ("4x25x30 bf16 ada_forward per-token", 4 * 2, 0),
-        (
-            "4x25x30 bf16 ada_backward per-token",
-            5 * 2,
-            0,
-        ),  # dy is that of shift
+        ("4x25x30 bf16 ada_backward per-token", 5 * 2, 0),  # dy is that of shift
         ("4x25x30 bf16 add_ada_backward per-token", 10 * 2, 0),
     ],
 )

@@ -368,11 +368,7 @@ def test_every_strategy(plans, layout, dtypes, epilogue):
         rows = rows_for(cols)
         problem = Problem((rows, cols), dtype=dtypes[0], weight_dtype=dtypes[1], **epilogue)
         plan = plans.of(
-            rows,
-            cols,
-            dtypes[0],
-            weight_dtype=dtypes[1],
-            has_epilogue=epilogue not in ({}, RMS),
+            rows, cols, dtypes[0], weight_dtype=dtypes[1], has_epilogue=epilogue not in ({}, RMS)
         )
         if plan is None:
             continue

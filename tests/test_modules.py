@@ -222,12 +222,7 @@ def test_loads_without_trust(cls):
 def operators(monkeypatch):
     """The names of the package's operators that run."""
     names = []
-    for name in (
-        "_layer_norm",
-        "_add_layer_norm",
-        "_ada_layer_norm",
-        "_add_ada_layer_norm",
-    ):
+    for name in ("_layer_norm", "_add_layer_norm", "_ada_layer_norm", "_add_ada_layer_norm"):
         operator = getattr(functional, name)
 
         def record(*args, name=name, operator=operator):

@@ -486,14 +486,7 @@ def test_predicate():
     model = Model()
     swap_norms(model, predicate=predicate)
     assert sorted(asked) == sorted(["layer", "own_name", "own_forward", *KNOWN])
-    assert fused(model) == [
-        "layer",
-        "rms",
-        "own_name",
-        "own_forward",
-        "written_here",
-        "inherits",
-    ]
+    assert fused(model) == ["layer", "rms", "own_name", "own_forward", "written_here", "inherits"]
     x = torch.randn(3, 8)
     torch.testing.assert_close(model.own_name(x), F.rms_norm(x, (8,), model.own_name.weight))
     assert repr(model.own_name).startswith("FusedRMSNorm[OwnName](")
