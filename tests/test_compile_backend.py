@@ -674,16 +674,9 @@ DIFFUSION = {
     sd3_of_two_layers: 2 * [MOD] + 6 * [GATE + MOD],
     # Attention, cross-attention, feed-forward. The norm of the next layer's attention has the gate
     # of the feed-forward before.
-    tiny_diffusers.wan: [
-        MOD,
-        "residual, gate",
-        SUM + MOD,
-        GATE + MOD,
-        "residual, gate",
-        SUM + MOD,
-        GATE + MOD,
-    ],
-}
+    tiny_diffusers.wan: [MOD, "residual, gate", SUM + MOD, GATE + MOD, "residual, gate", SUM + MOD,
+        GATE + MOD],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
