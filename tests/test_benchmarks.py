@@ -168,17 +168,6 @@ def test_tune_tries_every_value():
     assert len(plans) == len(set(plans))
 
 
-def test_tune_lists_without_a_gpu(capsys):
-    tune.main(
-        ["--list", "--force", "strategy=*", "8x256x1152 bf16 ada_backward", "4x64 bf16 forward"]
-    )
-    ada, norm = capsys.readouterr().out.strip().split("\n\n")
-    assert ada.splitlines()[0] == "ada_backward 8x256x1152 bfloat16"
-    assert "  strategy=group" not in ada.splitlines()  # the plan's own
-    assert "  strategy=stream" in ada.splitlines()
-    assert {"  (plan)", "  strategy=split"} <= set(norm.splitlines())
-
-
 @pytest.mark.parametrize("op", [op for op in OPS if "ada" not in op])
 def test_tune_plans_the_whole_problem(op):
     """What a case fuses, so that the printed plan is the one that was timed."""
@@ -465,14 +454,6 @@ def test_compare_flags_what_is_slower(old_us, new_us, slower):
     assert f"{3 * slower} SLOWER" in text
 
 
-def test_compare_forgets_what_a_longer_measurement_does_not_show():
-    slow = iter([110.0] * compare.ROUNDS + [100.0] * 1000)
-    old, new = FakeSide("old", lambda job: 100.0), FakeSide("new", lambda job: next(slow))
-    made = compare.compare(JOBS[:1], old, new, 60)
-    assert made["rows"][0]["first_ratio"] == 1.1
-    assert not made["rows"][0]["slower"]
-
-
 def test_compare_takes_turns():
     order: list[str] = []
 
@@ -741,23 +722,6 @@ def test_turns(tmp_path, monkeypatch):
     assert turns.run("a_turn", calls, 1, -1.0) == 2 * ["no time"]
     log.unlink()
     assert turns.run("a_turn", calls[:1], 1, 0.5) == ["ended with -9: "]  # it waits for another
-
-
-def test_models_of_another_run_are_kept_if_of_the_same_code():
-    names = list(models.MODELS)[:3]
-
-    def part(sha, **losses):
-        rows = [{"model": names[int(key[1])], "mode": "training", "loss": value}
-                for key, value in losses.items()]  # fmt: skip
-        return {"csrc_sha256": sha, "date": sha, "rows": rows, "skipped": []}
-
-    def losses(part):
-        return [(names.index(row["model"]), row["loss"]) for row in part["rows"]]
-
-    old, new = part("a", m0=1.0, m2=2.0), part("a", m1=3.0, m2=4.0)
-    assert losses(models.merged(old, new)) == [(0, 1.0), (1, 3.0), (2, 4.0)]
-    assert models.merged(part("b", m0=1.0), new) == new
-    assert models.merged({}, new) == new
 
 
 DIFFUSION = {
