@@ -55,7 +55,6 @@ def run_modulated(samples, tokens, cols, dtype, *, per_token=False, weight=False
     columns = torch.randn(cols, device="cuda").to(dtype) if weight else None
     parameters = (shift, scale, columns, columns)
     _ops.ada_layer_norm(x, 1, *parameters, 1e-6)
-    _ops.ada_layer_norm_pair(x, 1, shift, scale, gate, shift, columns, columns, 1e-6)
     _, h, mean, rstd = _ops.add_ada_layer_norm_forward(x, residual, gate, 1, *parameters, 1e-6)
     needs = (True, True, True, weight, weight)
     _ops._force(strategy and f"strategy={strategy}")

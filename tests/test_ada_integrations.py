@@ -30,7 +30,6 @@ from fused_layernorm import (
     add_ada_layer_norm,
     add_layer_norm,
 )
-from fused_layernorm.functional import ada_layer_norm_pair
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 HALF = [F16, BF16]
@@ -181,28 +180,6 @@ def test_half_precision_in_forward_mode(device):
     torch.testing.assert_close(y, ada_layer_norm(x, None, scale))
 
 
-def pair(*tensors):
-    """ada_layer_norm_pair of (x, shift, scale, second_shift, second_scale, weight, bias)."""
-    args: Any = (*tensors, 1e-5, tensors[0].shape[-1:], None)
-    return ada_layer_norm_pair(*args)
-
-
-def stock_pair(x, shift, scale, second_shift, second_scale, *affine):
-    return stock_ada(x, shift, scale, *affine), stock_ada(x, second_shift, second_scale, *affine)
-
-
-def inputs_of_pair(device, shape=(2, 1, 4), *, rows=(2, 3), dtype=F64):
-    x, _, _, *modulation, weight, bias = inputs(device, shape, rows=rows, dtype=dtype)
-    return (x, *modulation, *(torch.randn_like(m) for m in modulation), weight, bias)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_derivatives_of_a_pair(device, shape):
-    tensors = [t.requires_grad_() for t in inputs_of_pair(device, shape)]
-    assert torch.autograd.gradcheck(pair, tensors, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(pair, tensors, check_fwd_over_rev=True, fast_mode=True)
-
-
 EVERY = tuple(range(7))
 OF_BATCH = (0, 0, 0, 0, 0, None, None)  # gate, shift and scale are batched too
 SHARED = (0, 0, None, None, None, None, None)
@@ -301,24 +278,6 @@ def test_vmap_without_a_residual(device, name):
 
     results = [VMAPS[name](alone(f))(*tensors) for f in (ada_layer_norm, stock_ada)]
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("name", ["grad", "jacrev", "jacfwd", "hessian", "grad of grad"])
-def test_transforms_of_a_pair(device, name):
-    tensors = inputs_of_pair(device)
-    results = [TRANSFORMS[name](f)(*tensors) for f in (pair, stock_pair)]
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("in_dims", [OF_BATCH, (0,) * 7, (None, 0, 0, 0, 0, None, None)], ids=str)
-def test_vmap_of_a_pair(device, in_dims):
-    tensors = inputs_of_pair(device, (3, 2, 1, 4), rows=(3, 2, 5))
-    x, *modulations, weight, bias = tensors
-    affine = [torch.stack([t] * 3) if in_dims[5] == 0 else t for t in (weight, bias)]
-    args = (x[0] if in_dims[0] is None else x, *modulations, *affine)
-    for wrap in (lambda f: f, lambda f: grad(loss_of(f), argnums=EVERY)):
-        results = [vmap(wrap(f), in_dims=in_dims)(*args) for f in (pair, stock_pair)]
-        torch.testing.assert_close(*results)
 
 
 def test_vmap_of_modulations_of_fewer_dimensions(device):
@@ -460,16 +419,6 @@ def test_opcheck_forward(device, name, statistics):
     add = ops.add_ada_layer_norm_forward if statistics else ops.add_ada_layer_norm
     torch.library.opcheck(ada.default, (n["input"], *affine))
     torch.library.opcheck(add.default, (n["input"], n["residual"], n["gate"], *affine))
-
-
-@pytest.mark.parametrize("name", [name for name in OPCHECKS if name != "no gate"])
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_opcheck_pair(device, name, requires_grad):
-    n, other = (sample(device, **OPCHECKS[name], requires_grad=requires_grad) for _ in "12")
-    modulations = (n["shift"], n["scale"], other["shift"], other["scale"])
-    args = (n["input"], 1, *modulations, n["weight"], n["bias"], 1e-5)
-    torch.library.opcheck(ops.ada_layer_norm_pair.default, args)
-    torch.library.opcheck(ops.ada_layer_norm_pair.default, (*args, F64))
 
 
 @pytest.mark.parametrize("name", OPCHECKS)
@@ -649,47 +598,6 @@ def test_compile_with_dynamic_shapes(device):
     assert counter.frame_count == first
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_compile_of_a_pair(device, backend, requires_grad):
-    torch._dynamo.reset()
-    tensors = [t.to(F32).requires_grad_(requires_grad) for t in inputs_of_pair(device)]
-    compiled = torch.compile(pair, fullgraph=True, backend=backend)
-    found, expected = compiled(*tensors), pair(*tensors)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    if requires_grad:
-        gradients = [
-            torch.autograd.grad(sum(y.sin().sum() for y in ys), tensors) for ys in (found, expected)
-        ]
-        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
-
-
-def test_compile_checks_the_modulations_of_a_pair(device):
-    torch._dynamo.reset()
-    x, *modulations, weight, bias = inputs_of_pair(device)
-    compiled = torch.compile(pair, backend="eager")
-    with pytest.raises(RuntimeError, match=r"expected scale that broadcasts to the shape of input"):
-        compiled(x, *modulations[:3], torch.ones(3, device=device, dtype=F64), weight, bias)
-
-
-class Pair(nn.Module):
-    def forward(self, *tensors):
-        return pair(*tensors)
-
-
-def test_export_of_a_pair(device):
-    """The exported graph has one operator without gradients, and none of ours if decomposed."""
-    tensors = inputs_of_pair(device)
-    with torch.no_grad():
-        program = torch.export.export(Pair(), tensors)
-        program = program.run_decompositions({})
-    assert operators(program.graph) == ["ada_layer_norm_pair"]
-    plain = program.run_decompositions(fused_layernorm.decompositions())
-    assert operators(plain.graph) == []
-    for found in (program.module()(*tensors), plain.module()(*tensors)):
-        torch.testing.assert_close(found, pair(*tensors))
-
-
 @pytest.mark.parametrize("affine", [False, True])
 def test_export_keeps_the_operators_and_decomposes_to_aten(device, affine):
     model, x, condition = block(device, requires_grad=False, elementwise_affine=affine)
@@ -735,15 +643,6 @@ def test_backward_decomposes_to_aten(device, function, expected):
     plain = make_fx(gradients, decomposition_table=fused_layernorm.decompositions())(*tensors)
     assert operators(plain.graph) == []
     torch.testing.assert_close(plain(*tensors), gradients(*tensors))
-
-
-def test_onnx_export_of_a_pair():
-    pytest.importorskip("onnxscript")
-    tensors = inputs_of_pair("cpu", dtype=F32)
-    program = torch.onnx.export(Pair().eval(), tensors, dynamo=True, verbose=False)
-    assert program is not None
-    names = {node.op_type for node in program.model.graph}
-    assert not any("layer_norm" in name for name in names), names
 
 
 def test_onnx_export():
@@ -795,34 +694,6 @@ def test_autocast(device, gated, x_dtype, modulation_dtype, dtype):
         assert one.dtype == leaf.dtype
         tolerance = 1e-4 if leaf.dtype == F32 else 2e-2
         torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("out_dtype", [None, BF16])
-@pytest.mark.parametrize("dtypes", list(itertools.product([F32, *HALF], repeat=4)), ids=str)
-def test_autocast_of_a_pair(device, dtypes, out_dtype, requires_grad):
-    """Under autocast the pair gives the results of two calls.
-
-    dtypes: of the input, of the first modulations, of the second ones and of weight.
-    """
-    x_dtype, first_dtype, second_dtype, weight_dtype = dtypes
-    x = torch.randn(3, 5, 32, device=device).to(x_dtype).requires_grad_(requires_grad)
-    first, second = (
-        [torch.randn(3, 1, 32, device=device).to(dtype) for _ in "st"]
-        for dtype in (first_dtype, second_dtype)
-    )
-    affine = (torch.randn(32, device=device).to(weight_dtype), torch.randn(32, device=device))
-    with torch.autocast(device, BF16):
-        found = ops.ada_layer_norm_pair(x, 1, *first, *second, *affine, 1e-5, out_dtype)
-        expected = [
-            ops.ada_layer_norm(x, 1, *modulation, *affine, 1e-5, out_dtype)
-            for modulation in (first, second)
-        ]
-        like = F.layer_norm(x, (32,)).dtype
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype == (out_dtype or like)
-        tolerance = 1e-5 if one.dtype == F32 else 1e-2
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", HALF)

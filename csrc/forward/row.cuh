@@ -70,36 +70,19 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
   }
 }
 
-// Stores y, and with a second modulation the second y, of a thread's share of row number `index`.
+// Stores y of a thread's share of a row.
 template <typename N, int kWidth, int kVecs, typename Parameters, typename Share, typename Policy>
 __device__ __forceinline__ void finish_row(const ForwardParams& p, const ForwardRow<N>& row,
                                            const Vec<typename N::X, kWidth> (&x)[kVecs],
                                            Parameters parameters, const Share& share,
                                            typename N::Acc mean, typename N::Acc rstd,
-                                           int64_t index, Policy policy) {
-  using W = typename N::W;
-  using Y = typename N::Y;
-  const auto finish = [&](Y* y, const auto& its_x, auto& its_parameters) {
-    N::Epilogue::for_row(p, [&](auto epilogue) {
-      N::Affine::for_row(p, [&](auto affine) {
-        finish_vectors<N, decltype(epilogue), decltype(affine)>(p, y, its_x, its_parameters, share,
-                                                                mean, rstd, policy);
-      });
+                                           Policy policy) {
+  N::Epilogue::for_row(p, [&](auto epilogue) {
+    N::Affine::for_row(p, [&](auto affine) {
+      finish_vectors<N, decltype(epilogue), decltype(affine)>(p, row.y, x, parameters, share, mean,
+                                                              rstd, policy);
     });
-  };
-  finish(row.y, x, parameters);
-  if constexpr (N::Affine::kTwice) {
-    const auto second = N::Affine::template of_row<W>(p.second, index, 0);
-    LateParameters<W, kWidth, Share> second_parameters = {second, share};
-    // Between the two outputs only the packed elements of the row stay in registers.
-    Vec<typename N::X, kWidth> again[kVecs];
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      again[k] = x[k];
-      hold(again[k]);
-    }
-    finish(static_cast<Y*>(p.second_y) + index * p.cols, again, second_parameters);
-  }
+  });
 }
 
 // Stores y of a thread's share of a shifted row, or nothing if `valid_row` is false.
@@ -245,9 +228,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   } else if constexpr (kForget) {
     const ForwardRow<N> again(p, row, 0);
     const LateParameters<W, kWidth, decltype(share)> read_again = {again.parameters, share};
-    finish_row(p, again, x, read_again, share, mean, rstd, row, policy);
+    finish_row(p, again, x, read_again, share, mean, rstd, policy);
   } else {
-    finish_row(p, place, x, parameters, share, mean, rstd, row, policy);
+    finish_row(p, place, x, parameters, share, mean, rstd, policy);
   }
 }
 
