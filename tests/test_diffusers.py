@@ -197,7 +197,7 @@ MODULES: dict[str, tuple[str, str, dict, dict]] = {
         {"x": X, "conditioning_embedding": (BATCH, 8)},
     ),
 }
-# Modules with two norms.
+# Modules with two norms, or two modulations of one.
 TWICE = ("zero_x", "cogview3", "cogvideox", "cogview4", "easyanimate", "glm")
 HALF = (torch.float16, torch.bfloat16)
 # The greatest ratio of two rounding errors. With equal roundings, either error may be the smaller.
