@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ladder of backward, from problem to plan: short rows by logical warps or by threads, longer
-// ones by teams of a block or by whole blocks, the longest by several blocks a row or by two reads;
+// The ladder of backward, from problem to plan: short rows by logical warps, longer ones
+// by teams of a block or by whole blocks, the longest by several blocks a row or by two reads;
 // few rows by one launch; and rows with a modulation group by group, or by two reads. geometry.h
 // has the limits of each strategy, ladders.h the best choice where there are several.
 #include <algorithm>
@@ -302,36 +302,6 @@ std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& de
   } else {
     lay_out_partials(plan, plan.blocks, problem);
   }
-  return plan;
-}
-
-// Rows that begin anywhere, with nothing fused.
-std::optional<backward::Thread> thread_plan(const Problem& problem, const Device& device,
-                                            const Forced& forced) {
-  const bool allowed = forced.allows(Strategy::kThread, {}) && !problem.aligned &&
-                       !problem.modulated && !is_fused(problem) && problem.x != DataType::kFloat64;
-  const auto& rung = size_of(problem.x) == 4
-                         ? ladders::rung_of(ladders::kFloat32BackwardThreads, problem.cols)
-                         : ladders::rung_of(ladders::kHalfBackwardThreads, problem.cols);
-  if (!allowed || !(problem.rows >= rung.rows || forced.strategy)) return std::nullopt;
-  const auto lanes = lanes_of(problem, forced);
-  const bool is_played =
-      lanes && lanes->vecs == kBackwardThreadVecs && contains(BackwardThreadLanes{}, lanes->lanes);
-  if (!is_played) return std::nullopt;
-  backward::Thread plan;
-  plan.lanes = lanes->lanes;
-  plan.threads = kBackwardThreadThreads;
-  const int cols = static_cast<int>(problem.cols);
-  plan.dy_offset = thread_rows_bytes(plan.threads, cols, size_of(problem.x));
-  plan.shared_bytes =
-      std::max(plan.dy_offset + thread_rows_bytes(plan.threads, cols, size_of(problem.y)),
-               2 * plan.threads * acc_size_of(problem.x));
-  if (plan.shared_bytes > room_of(device)) return std::nullopt;
-  const int64_t blocks =
-      std::clamp<int64_t>(device.shared_memory / (plan.shared_bytes + kReservedSharedMemory), 1,
-                          ladders::kThreadBlocks);
-  plan.blocks = std::min(ceil_div(problem.rows, plan.threads), device.sms * blocks);
-  lay_out_partials(plan, plan.blocks, problem);
   return plan;
 }
 
@@ -696,7 +666,6 @@ backward::Plan make_backward_plan(const Problem& problem, const Device& device) 
     if (const auto plan = group_plan(problem, device, forced)) return *plan;
   } else {
     if (const auto plan = few_rows_plan(problem, device, forced)) return *plan;
-    if (const auto plan = thread_plan(problem, device, forced)) return *plan;
     if (const auto plan = warp_plan(problem, device, forced)) return *plan;
     if (const auto plan = block_plan(problem, device, forced)) return *plan;
     if (const auto plan = split_plan(problem, device, forced)) return *plan;

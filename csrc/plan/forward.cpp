@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ladder of forward, from problem to plan: short rows by threads or logical warps, or where
+// The ladder of forward, from problem to plan: short rows by logical warps, or where
 // they are few spread over warps; longer ones by blocks, the longest by several blocks a row or by
 // two reads. geometry.h has the limits of each strategy, ladders.h the best choice where there are
 // several.
@@ -47,25 +47,15 @@ Moves moves_of(const Problem& problem) {
   return problem.aligned ? Moves::kVectors : Moves::kShifted;
 }
 
-// Ragged rows so short that a thread can play their lanes.
-bool is_short_ragged(const Problem& problem) {
-  return is_ragged(problem) && problem.x != DataType::kFloat64 &&
-         problem.cols <= most_thread_cols(size_of(problem.x));
-}
-
 const ladders::LaneRung& lane_rung(const Problem& problem, int64_t vectors) {
   const int size = size_of(problem.x);
   if (problem.has_epilogue) {
     return size == 4 ? ladders::rung_of(ladders::kFloat32EpilogueLanes, vectors)
                      : ladders::rung_of(ladders::kHalfEpilogueLanes, vectors);
   }
-  const bool is_short = is_short_ragged(problem);
-  if (size == 4) {
-    return is_short || problem.residual ? ladders::rung_of(ladders::kFloat32SingleLanes, vectors)
-                                        : ladders::rung_of(ladders::kFloat32Lanes, vectors);
-  }
-  return is_short ? ladders::rung_of(ladders::kHalfPlayedLanes, vectors)
-                  : ladders::rung_of(ladders::kHalfLanes, vectors);
+  if (size != 4) return ladders::rung_of(ladders::kHalfLanes, vectors);
+  return problem.residual ? ladders::rung_of(ladders::kFloat32SingleLanes, vectors)
+                          : ladders::rung_of(ladders::kFloat32Lanes, vectors);
 }
 
 // The lanes of a row of `vectors` vectors of which each lane has about `vecs`.
@@ -128,41 +118,6 @@ std::optional<forward::Spread> spread_plan(const Problem& problem, const Forced&
   if (!is_few && !forced.strategy) return std::nullopt;
   plan.threads = spread_threads(moves, plan.warps);
   plan.blocks = ceil_div(problem.rows, plan.threads / plan.warps / plan.lanes);
-  return plan;
-}
-
-// Whether there is a kernel in which a thread plays these lanes.
-bool is_played(const Lanes& lanes, int x_size) {
-  for (int i = 0; i < played_count(x_size); ++i) {
-    const Lanes played = played_lanes(x_size, i);
-    if (played.vecs == lanes.vecs && played.lanes == lanes.lanes) return true;
-  }
-  return false;
-}
-
-// Many short ragged rows, with nothing fused.
-std::optional<forward::Thread> thread_plan(const Problem& problem, const Forced& forced) {
-  const bool allowed = forced.allows(Strategy::kThread, {Field::kVecs}) && is_bare(problem) &&
-                       is_short_ragged(problem);
-  const auto& rung = size_of(problem.x) == 4
-                         ? ladders::rung_of(ladders::kFloat32Threads, problem.cols)
-                         : ladders::rung_of(ladders::kHalfThreads, problem.cols);
-  if (!allowed || !(problem.rows >= rung.rows || forced.strategy)) return std::nullopt;
-  const auto lanes = lanes_of(problem, forced);
-  if (!lanes || !is_played(*lanes, size_of(problem.x))) return std::nullopt;
-  forward::Thread plan;
-  plan.vecs = lanes->vecs;
-  plan.lanes = lanes->lanes;
-  plan.threads = kForwardWarpThreads;
-  plan.blocks = ceil_div(problem.rows, plan.threads);
-  const int cols = static_cast<int>(problem.cols);
-  plan.direct = problem.cols <= ladders::kDirectCols;
-  if (plan.direct) return plan;
-  plan.shared_bytes = thread_rows_bytes(plan.threads, cols, size_of(problem.x));
-  if (size_of(problem.y) != size_of(problem.x)) {
-    plan.y_offset = plan.shared_bytes;
-    plan.shared_bytes += thread_rows_bytes(plan.threads, cols, size_of(problem.y));
-  }
   return plan;
 }
 
@@ -347,7 +302,6 @@ bool stays_in_l2(const Problem& problem) {
 
 forward::Plan make_forward_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
-  if (const auto plan = thread_plan(problem, forced)) return *plan;
   if (const auto plan = spread_plan(problem, forced)) return *plan;
   if (const auto plan = warp_plan(problem, forced)) return *plan;
   if (const auto plan = block_plan(problem, device, forced)) return *plan;

@@ -252,50 +252,11 @@ constexpr int spread_threads(Moves moves, int warps) {
   return stays_in_warp(moves, warps) ? kForwardWarpThreads : warps * kWarpThreads;
 }
 
-// ---- Forward, a thread per row.
-
 // How a logical warp owns a row: vectors of a lane, and lanes.
 struct Lanes {
   int vecs;
   int lanes;
 };
-// A thread emulates the lanes of a logical warp, in blocks of kForwardWarpThreads threads as well.
-// There are kernels for the lanes listed here, which are all that the ladders choose for ragged
-// rows of up to most_thread_cols() columns with nothing fused.
-constexpr int most_thread_cols(int x_size) { return x_size == 4 ? 48 : 64; }
-constexpr Lanes kPlayedFloat32[] = {{1, 1}, {1, 2}, {1, 4}, {1, 8}, {1, 16}};
-constexpr Lanes kPlayedHalf[] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {3, 2}, {4, 2}, {1, 8}};
-// The columns of rows that a thread moves by itself, without shared memory.
-using DirectCols = VecsList<1, 2, 3>;
-static_assert(first_from(DirectCols{}, vector_width(4) + 1) == 0,
-              "these columns are in one vector");
-constexpr int played_count(int x_size) {
-  return static_cast<int>(x_size == 4 ? std::size(kPlayedFloat32) : std::size(kPlayedHalf));
-}
-constexpr Lanes played_lanes(int x_size, int i) {
-  return x_size == 4 ? kPlayedFloat32[i] : kPlayedHalf[i];
-}
-// The number of lanes that have any columns.
-constexpr int lanes_with_columns(int lanes, int x_size) {
-  const int most = most_thread_cols(x_size) / vector_width(x_size);
-  return lanes < most ? lanes : most;
-}
-// The number of vectors at a row's beginning that always exist and are whole: of a lane's vectors
-// only the last may be missing, and half as many lanes would have been chosen if they could hold
-// the row.
-constexpr int whole_vectors(int lanes, int vecs) {
-  return lanes * (vecs - 1) < lanes / 2 ? lanes / 2 : lanes * (vecs - 1);
-}
-// Bytes of a block's rows in shared memory, with two vectors more than the rows take. The first row
-// may begin in the midst of a vector, which takes less than one vector. The last row's last vector
-// is read whole, in half precision with one word behind it, which takes the other.
-constexpr int thread_rows_bytes(int threads, int cols, int size) {
-  return (threads * cols * size / kVectorBytes + 2) * kVectorBytes;
-}
-static_assert(thread_rows_bytes(kForwardWarpThreads, most_thread_cols(2), 2) +
-                      thread_rows_bytes(kForwardWarpThreads, most_thread_cols(2), 4) <=
-                  kLeastSharedMemory,
-              "every chip has room for a block's rows of x and, where it is not as wide, of y");
 
 // ---- Forward, a block per row, which keeps the row in registers.
 
@@ -445,16 +406,6 @@ constexpr bool backward_warp_fits(int x_size) {
 static_assert(backward_warp_fits(2) && backward_warp_fits(4) && backward_warp_fits(8),
               "the longest rows of the warp kernel fit the smallest shared memory; the kernel has "
               "no other");
-
-// A thread has a row and emulates the lanes of a logical warp, each of which has up to
-// kBackwardThreadVecs single elements.
-constexpr int kBackwardThreadThreads = 128;
-constexpr int kBackwardThreadVecs = 4;
-using BackwardThreadLanes = VecsList<1, 2, 4, 8, 16>;
-static_assert(backward_warp_vecs_from(1, 1) == kBackwardThreadVecs,
-              "the lanes are those that short rows have");
-static_assert(16 * kBackwardThreadVecs <= kBackwardThreadThreads,
-              "a block has a thread for each column");
 
 constexpr int kBackwardColsPerThread = 32;
 constexpr int kKeptColsPerThread = 16;  // where a thread also keeps xhat and g of a row

@@ -38,30 +38,6 @@ constexpr bool is_ladder(const Rung (&ladder)[kRungs]) {
   return ladder[kRungs - 1].last == kNoEnd;
 }
 
-// ---- Forward, a thread per row.
-
-// A thread per row is faster than a logical warp from `rows` rows on, by the columns of a row.
-struct ThreadRung {
-  int64_t last;  // columns
-  int64_t rows;
-};
-// Times by threads and by logical warps, bfloat16: 10000 x 5 2.2, 2.7; 10000 x 37 3.7, 4.8;
-// 30000 x 61 6.2, 6.2; 40000 x 61 7.1, 7.9; 4000000 x 3 43, 64; 3076923 x 13 58, 244; 1081081 x 37
-// 51, 141.
-constexpr ThreadRung kHalfThreads[] = {{56, 10000}, {kNoEnd, 30000}};
-// Times by threads and by logical warps, float32: 20000 x 37 5.5, 5.6; 30000 x 37 6.1, 7.0;
-// 30000 x 45 6.8, 7.1; 4000000 x 3 34, 48; 1000003 x 37 76, 170.
-constexpr ThreadRung kFloat32Threads[] = {{kNoEnd, 30000}};
-// Rows of up to so many columns do not pass through shared memory: each thread moves its own row.
-// (Directly and through shared memory, bfloat16: 32768 x 1 1.68, 2.03; 131072 x 1 2.27, 2.83;
-// 524288 x 3 5.50, 6.78; but 32768 x 7 2.63, 2.09.)
-constexpr int kDirectCols = 3;
-constexpr bool has_direct_kernels(int cols) {
-  return cols == 0 || (contains(DirectCols{}, cols) && has_direct_kernels(cols - 1));
-}
-static_assert(has_direct_kernels(kDirectCols), "there are kernels for these columns");
-static_assert(is_ladder(kHalfThreads) && is_ladder(kFloat32Threads), "the rungs ascend");
-
 // ---- Forward, rows in registers: the vectors that a lane or a thread should own.
 
 enum class Choice {
@@ -98,8 +74,7 @@ constexpr LaneRung kFloat32EpilogueLanes[] = {
     // 208333 x 96 54.4, 44.2, 40.6, -; 138888 x 144 -, 53.3, 43.3, -.
     {kNoEnd, Choice::kFewestPlaces, 2},
 };
-// With a residual and no epilogue, and for short ragged rows, which threads also play
-// (kPlayedFloat32) where nothing is fused.
+// With a residual and no epilogue.
 constexpr LaneRung kFloat32SingleLanes[] = {
     // One, two and three vectors a lane, with a residual: 312500 x 64 77.2, 78.4, -; 208333 x 96
     // 77.7, 77.8, 78.8; two and three: 138888 x 144 77.9, 78.6.
@@ -119,11 +94,6 @@ constexpr LaneRung kHalfLanes[] = {
     // 32768 x 512 18.9, 19.2. Two and three: 32768 x 320 15.5, 13.3.
     {kNoEnd, Choice::kFewestPlaces, 2},
 };
-// For short ragged rows, which threads also play (kPlayedHalf) where nothing is fused.
-constexpr LaneRung kHalfPlayedLanes[] = {
-    {7, Choice::kFewestPlaces, 4},
-    {kNoEnd, Choice::kFirst, 1},
-};
 constexpr LaneRung kHalfEpilogueLanes[] = {
     {7, Choice::kFewestPlaces, 4},
     // One, two and four vectors a lane, with SiLU, bfloat16: 524288 x 64 43.9, 37.0, 43.2.
@@ -133,7 +103,7 @@ constexpr LaneRung kHalfEpilogueLanes[] = {
 };
 static_assert(is_ladder(kFloat32Lanes) && is_ladder(kFloat32EpilogueLanes) &&
                   is_ladder(kFloat32SingleLanes) && is_ladder(kHalfLanes) &&
-                  is_ladder(kHalfPlayedLanes) && is_ladder(kHalfEpilogueLanes),
+                  is_ladder(kHalfEpilogueLanes),
               "the rungs ascend");
 
 // If there are at most this many shifted rows, weight and bias are loaded together with the row,
@@ -577,25 +547,6 @@ static_assert(kLeastSliceStages >= least_stages(false, rung_of(kLags, kLeastSlic
 static_assert(kKeptRowStages >= least_stages(true, 0) &&
                   kTwiceReadRowStages >= least_stages(false, 0),
               "every ring of whole rows holds the rows that it must");
-
-// ---- Backward, a thread per row.
-
-// Times by threads and by logical warps, float32: 4000000 x 3 82.5, 60.4; 500000 x 5 23.4, 18.6;
-// 4000000 x 5 97.2, 104.7; 250000 x 9 20.8, 17.8; 2222222 x 9 80.1, 109.4; 120000 x 37 30.8, 28.9;
-// 250000 x 37 45.5, 52.8; 1000003 x 37 130.4, 189.9; 377358 x 53 86.6, 87.3; 350877 x 57 93.8,
-// 84.3.
-constexpr ThreadRung kFloat32BackwardThreads[] = {
-    {4, kNoEnd}, {8, 2000000}, {16, 1000000}, {52, 400000}, {kNoEnd, kNoEnd}};
-// Times by threads and by logical warps, bfloat16: 4000000 x 3 75.4, 53.3; 5714285 x 7 145.1,
-// 142.1; 500000 x 9 27.5, 28.8; 4444444 x 9 145.2, 205.3; 250000 x 13 22.0, 17.8; 3076923 x 13
-// 131.7, 148.6; 250000 x 37 43.7, 51.7; 1081081 x 37 118.0, 199.9; 250000 x 61 55.3, 53.9;
-// 634920 x 63 112.4, 126.6.
-constexpr ThreadRung kHalfBackwardThreads[] = {
-    {8, kNoEnd}, {16, 1000000}, {64, 400000}, {kNoEnd, kNoEnd}};
-static_assert(is_ladder(kFloat32BackwardThreads) && is_ladder(kHalfBackwardThreads),
-              "the rungs ascend");
-// The most blocks on a multiprocessor.
-constexpr int kThreadBlocks = 8;
 
 // ---- Backward, short rows.
 

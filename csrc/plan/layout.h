@@ -27,7 +27,6 @@ constexpr int power_of_two_from(int64_t n) {
 
 enum class Strategy {
   kWarp,
-  kThread,
   kSpread,
   kBlock,
   kSplit,

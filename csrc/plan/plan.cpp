@@ -18,8 +18,8 @@ namespace {
 // As JSON strings.
 constexpr const char* kMoves[] = {"\"vectors\"", "\"shifted\"", "\"elements\"", "\"singly\""};
 
-constexpr const char* kStrategies[] = {"warp",     "thread", "spread",   "block", "split",
-                                       "resident", "stream", "few_rows", "group", "rows"};
+constexpr const char* kStrategies[] = {"warp",     "spread", "block",    "split", "resident",
+                                       "stream",   "few_rows", "group", "rows"};
 
 // The fields that can be forced beside the strategy, in the order of Field. No problem can have a
 // value outside of its field's range.
@@ -174,15 +174,6 @@ class Json {
   std::ostringstream text_;
 };
 
-std::string to_json(const forward::Thread& plan) {
-  return Json(Strategy::kThread)
-      .add("vecs", plan.vecs)
-      .add("lanes", plan.lanes)
-      .add("y_offset", plan.y_offset)
-      .add("direct", plan.direct)
-      .with(plan);
-}
-
 std::string to_json(const forward::Warp& plan) {
   return Json(Strategy::kWarp)
       .add("vecs", plan.vecs)
@@ -241,16 +232,6 @@ std::string to_json(const backward::Warp& plan) {
   json.add("width", plan.width).add("vecs", plan.vecs).add("lanes", plan.lanes);
   json.add("chain_rows", plan.chain_rows).add("second_sums_offset", plan.second_sums_offset);
   return add_sums(json, plan).with(plan);
-}
-
-std::string to_json(const backward::Thread& plan) {
-  return Json(Strategy::kThread)
-      .add("width", 1)
-      .add("vecs", kBackwardThreadVecs)
-      .add("lanes", plan.lanes)
-      .add("dy_offset", plan.dy_offset)
-      .add(plan.partials)
-      .with(plan);
 }
 
 std::string to_json(const backward::FewRows& plan) {

@@ -72,15 +72,6 @@ struct Warp : Launch {
   bool early = false;
 };
 
-// A thread has a row. It emulates the lanes of the logical warp that would otherwise have the row:
-// it takes the same sums in the same order.
-struct Thread : Launch {
-  int vecs = 1;
-  int lanes = 1;
-  int y_offset = 0;     // of the rows of y in shared memory; 0: they take the place of x
-  bool direct = false;  // rows do not pass through shared memory
-};
-
 // A row of a logical warp, spread over several warps: warp w has vector w of each lane. Or one warp
 // has all vectors of each lane. The sums are taken in the order of the logical warp.
 struct Spread : Launch {
@@ -118,7 +109,7 @@ struct Stream : Launch {
   int64_t totals_offset = 0;  // in the workspace: mean and rstd of every row
 };
 
-using Plan = std::variant<Warp, Thread, Spread, Block, Split, Resident, Stream>;
+using Plan = std::variant<Warp, Spread, Block, Split, Resident, Stream>;
 
 }  // namespace forward
 
@@ -154,13 +145,6 @@ struct Warp : Launch {
   int second_sums_offset = 0;
   PartialSums partials;
   GroupParts parts;  // of a modulated norm, in place of partials
-};
-
-// A thread has a row, and emulates the lanes of the logical warp that would otherwise have it.
-struct Thread : Launch {
-  int lanes = 1;
-  int dy_offset = 0;  // in shared memory, of the rows of dy behind those of x
-  PartialSums partials;
 };
 
 // Blocks whose teams have one row each and keep nothing for a next one.
@@ -221,7 +205,7 @@ struct Stream : Launch {
   GroupParts parts;  // of a modulated norm, in place of partials
 };
 
-using Plan = std::variant<Warp, Thread, FewRows, Block, Group, Rows, Split, Stream>;
+using Plan = std::variant<Warp, FewRows, Block, Group, Rows, Split, Stream>;
 
 // The gradient of a gate: blocks on some columns of a range of rows.
 struct Gate : Launch {
