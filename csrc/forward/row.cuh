@@ -110,18 +110,11 @@ template <typename N, int kVecs>
 constexpr int kParameterWords =
     2 * kVecs * kVectorWidth<typename N::Types> * static_cast<int>(sizeof(typename N::W)) / 4;
 
-// Calls then() with the way in which a row's elements are moved as a template parameter. kAnywhere
-// is the strategy's way to move rows that begin anywhere. There are kernels for kElements only
-// where all types are float32.
-template <typename T, Moves kAnywhere = Moves::kShifted, typename Then>
+// Calls then() with the way in which a row's elements are moved as a template parameter.
+template <typename Then>
 cudaError_t dispatch_moves(Moves moves, const Then& then) {
-  constexpr bool kFloats = std::is_same_v<T, Types<float, float, float>>;
-  if constexpr (kFloats) {
-    if (moves == Moves::kElements) return then(std::integral_constant<Moves, Moves::kElements>{});
-  }
-  if (moves == kAnywhere) return then(std::integral_constant<Moves, kAnywhere>{});
   return moves == Moves::kVectors ? then(std::integral_constant<Moves, Moves::kVectors>{})
-                                  : cudaErrorInvalidValue;
+                                  : then(std::integral_constant<Moves, Moves::kShifted>{});
 }
 
 // Forward of one row by a team. A thread has kVecs vectors of the row, which it loads and stores
@@ -136,8 +129,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
-  constexpr bool kShifted = kMoves == Moves::kShifted, kElements = kMoves == Moves::kElements;
-  constexpr int kWidth = kElements ? 1 : kRowWidth<N, kVecs>;
+  constexpr bool kShifted = kMoves == Moves::kShifted;
+  constexpr int kWidth = kRowWidth<N, kVecs>;
   constexpr int kMayMiss = kVectorWidth<typename N::Types> / kWidth;
   constexpr int kPieces = kVecs * kMayMiss;
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
@@ -185,7 +178,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   }();
   Vec<X, kWidth> x[kPieces];
   Acc pivot;
-  constexpr bool kPivotFirst = kElements || Team::template kPivotFirst<N, kVecs, kShifted>;
+  constexpr bool kPivotFirst = Team::template kPivotFirst<N, kVecs, kShifted>;
   if constexpr (kShifted) {
     // After the branches of load_shifted(), a load of the first elements would wait for the row.
     if (kPivotFirst) pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));

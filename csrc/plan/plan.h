@@ -67,9 +67,6 @@ struct Warp : Launch {
   int vecs = 1;   // vectors of a row that a lane owns
   int lanes = 1;  // on one row
   Moves moves = Moves::kVectors;
-  // Shifted rows: weight and bias are loaded with the row, if nothing is fused and there are
-  // registers for them.
-  bool early = false;
 };
 
 // A row of a logical warp, spread over several warps: warp w has vector w of each lane. Or one warp
@@ -78,7 +75,6 @@ struct Spread : Launch {
   int lanes = 1;        // of a logical warp, on one row
   int warps = 1;        // on the same rows
   int thread_vecs = 1;  // vectors of a row that a thread owns; follows from the lanes
-  Moves moves = Moves::kVectors;
 };
 
 // A block holds a row in registers.
@@ -158,9 +154,6 @@ struct OneRowATeam : Launch {
 // Few rows: blocks on rows compute dx, and blocks on columns beside them dweight and dbias, in one
 // launch and without partial sums.
 struct FewRows : OneRowATeam {
-  // Teams that share a row: each computes a part of the elements that each thread of one team would
-  // own.
-  int sharers = 1;
   int64_t column_blocks = 0;  // of the launch's blocks, those on columns
 };
 
