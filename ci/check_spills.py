@@ -62,19 +62,9 @@ ALLOWED = [
         "float32 beside half-precision x, and short rows of float32: a few numbers a row",
     ),
     Allowed(
-        r"forward_\w+_kernel<.*, MayBeAffineAndTwoModulations, ",
-        144,
-        "a row kept for a second output",
-    ),
-    Allowed(
         r"forward_block_kernel<.*<\w+, float, float>.* OrPlain<Adding<true> >.* 8, \(Moves\)0,",
         56,
         "eight vectors of a gated sum, in halves beside a y of float32",
-    ),
-    Allowed(
-        r"forward_block_kernel<.* OrPlain<Adding<.* 8, \(Moves\)2,",
-        88,
-        "sums of 32 single elements a thread",
     ),
     Allowed(
         r"forward_\w+_kernel<.*, MayBeAffineAndModulate, ",
