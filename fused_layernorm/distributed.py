@@ -32,14 +32,13 @@ from .ops.operators import (
     BackwardOperator,
     GatedBackwardArguments,
     Operator,
-    PairArguments,
 )
 
 _DTENSOR = "torch.distributed.tensor"
 
 
 _ROWS = ("input", "residual", "dy", "x", "mean", "rstd", "dresidual")
-_MODULATIONS = ("gate", "shift", "scale", "second_shift", "second_scale")
+_MODULATIONS = ("gate", "shift", "scale")
 _PARAMETERS = ("weight", "bias")
 
 
@@ -124,16 +123,8 @@ def register_sharding_rules() -> None:
 
         return rules
 
-    def pair_rules(*args: Any) -> list[Any]:
-        p = PairArguments(*args)
-        return [
-            ([placement] * 2, only_placements(placed(p, p.input, placement)))
-            for placement in acceptable(p.input.ndim - p.normalized_ndim)
-        ]
-
     for operator in FORWARD:
         register_sharding([operator.overload])(forward_rules(operator))
-    register_sharding([load.ada_layer_norm_pair])(pair_rules)
     for backward in BACKWARD:
         register_sharding([backward.overload])(backward_rules(backward))
 
