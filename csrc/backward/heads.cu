@@ -8,23 +8,10 @@
 
 namespace fused_layernorm {
 
-// The three sums over a row that dx needs, with d = x - mean and g = dz * weight: of d * d, of
-// g * d, and of g.
-struct HeadSums {
-  float dd = 0, gd = 0, g = 0;
-
-  __device__ __forceinline__ HeadSums& operator+=(const HeadSums& other) {
-    dd += other.dd;
-    gd += other.gd;
-    g += other.g;
-    return *this;
-  }
-};
-__device__ __forceinline__ HeadSums shuffle_xor(const HeadSums& v, int offset) {
-  return {shuffle_xor(v.dd, offset), shuffle_xor(v.gd, offset), shuffle_xor(v.g, offset)};
-}
-
 namespace {
+
+using backward::kHeadThreads;
+using backward::kHeadWarps;
 
 // Adds up what the lanes of a block have at each column, in a fixed order, and writes it.
 template <typename Lane>
@@ -98,17 +85,20 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
       }
       rotation.apply(dz);
       lane.center(p, d);
-      HeadSums sums;
-      sums.dd = lane.squares(d);
+      // With g = dz * weight, the sums over the row that dx needs: of d * d and g * d, and of g.
+      Pair<float> sums{lane.squares(d)};
+      float sum = 0;
       lane.each([&](int v, int j) {
         const float g = dz[v][j] * weight[v][j];
-        sums.gd += g * d[v][j];
-        sums.g += g;
+        sums.second += g * d[v][j];
+        sum += g;
       });
       sums = logical_warp_sum(sums, p.lanes);
-      const float rstd = MeanAndVariance::rstd(sums.dd, inverse_cols, p.eps);
-      const float mean = p.statistic == HeadStatistic::kLayer ? sums.g * inverse_cols : 0;
-      const float along = sums.gd * rstd * inverse_cols;  // the mean of g * xhat
+      const float rstd = MeanAndVariance::rstd(sums.first, inverse_cols, p.eps);
+      const float along = sums.second * rstd * inverse_cols;  // the mean of g * xhat
+      float mean = 0;
+      if (p.statistic == HeadStatistic::kLayer)
+        mean = logical_warp_sum(sum, p.lanes) * inverse_cols;
       const int head = task.head + slot * side.at_once;
       if (task.has && head < side.heads) {
         lane.each([&](int v, int j) {

@@ -35,7 +35,7 @@ __device__ __forceinline__ void normalize_head(const HeadsParams& p, const HeadS
 }
 
 template <typename Lane>
-__global__ void __launch_bounds__(kHeadThreads) heads_forward_kernel(const HeadsParams p) {
+__global__ void __launch_bounds__(forward::kHeadThreads) heads_forward_kernel(const HeadsParams p) {
   using X = typename Lane::X;
   constexpr int kSlots = forward::head_slots(Lane::kWidth);
   const int first_blocks = p.side[0].blocks;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kHeadThreads) heads_forward_kernel(const Heads
   const HeadSide& side = p.side[is_second];
   const Lane lane(p);
   const unsigned block = blockIdx.x - (is_second ? first_blocks : 0);
-  const HeadTask task(p, side, kSlots, block * kHeadWarps + threadIdx.x / kWarpSize);
+  const HeadTask task(p, side, kSlots, block * forward::kHeadWarps + threadIdx.x / kWarpSize);
 
   Vec<X, Lane::kWidth> x[kSlots][Lane::kVecs];
 #pragma unroll

@@ -16,8 +16,6 @@
 
 namespace fused_layernorm {
 
-constexpr int kHeadThreads = 256;  // of a block
-constexpr int kHeadWarps = kHeadThreads / kWarpThreads;
 constexpr int kMostHeadCols = 256;
 // Pairs of a lane whose vectors are single elements. Such rows do not begin at multiples of 16
 // bytes, or their rotated part is no whole number of pairs of vectors.
@@ -91,7 +89,12 @@ struct Heads : Launch {
   int width = 1;  // of a vector
 };
 
-// Groups of heads that a warp works on in one task. The loads of all of them are issued at once.
+// Of a block (2 x 4096 x 32 x 128 bfloat16: 96 us, with 256 threads 106).
+constexpr int kHeadThreads = 128;
+constexpr int kHeadWarps = kHeadThreads / kWarpThreads;
+
+// Groups of heads that a warp works on in one task. The loads of all of them are issued at once
+// (with one group 113 us).
 constexpr int head_slots(int width) { return width == 1 ? 1 : 2; }
 
 }  // namespace forward

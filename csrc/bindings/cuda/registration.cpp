@@ -2,7 +2,6 @@
 // The operators of schemas.cpp on CUDA: each passes its arguments to a function of ops.h.
 #include <torch/csrc/stable/library.h>
 
-#include "bindings/cuda/heads.h"
 #include "bindings/cuda/ops.h"
 #include "bindings/driver.h"
 
@@ -241,8 +240,7 @@ void register_cuda_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("ada_layer_norm_backward", TORCH_BOX(&ada_layer_norm_backward));
   library.impl("add_ada_layer_norm_backward", TORCH_BOX(&add_ada_layer_norm_backward));
   library.impl("gate_backward", TORCH_BOX(&run_gate_backward));
-  library.impl("qk_norm_rope", TORCH_BOX(&qk_norm_rope));
-  library.impl("qk_norm_rope_backward", TORCH_BOX(&qk_norm_rope_backward));
+  register_head_kernels(library);
 }
 
 }  // namespace fused_layernorm
