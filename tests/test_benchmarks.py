@@ -38,7 +38,7 @@ from benchmarks import (  # noqa: E402
     tune,
     turns,
 )
-from benchmarks.cases import CASES, OPS, Case, parse_case  # noqa: E402
+from benchmarks.cases import CASES, HEAD_OPS, OPS, Case, parse_case  # noqa: E402
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_ratio_is_one_at_copy_speed():
 
 def test_every_operator_has_a_case_with_a_target():
     with_target = [case for case in CASES if case.target is not None]
-    assert {case.op for case in with_target} == set(OPS)
+    assert {case.op for case in with_target} == {*OPS, *HEAD_OPS}
     assert all(0.3 < (case.target or 0) < 1.4 for case in with_target)
     assert len({case.name for case in CASES}) == len(CASES)
 
@@ -395,6 +395,32 @@ def test_all_providers_compute_the_same(op, types, on_cpu):
                 dtypes = [case.torch_out_dtype, case.torch_dtype][: 1 + case.residual]
             assert [output.dtype for output in outputs] == dtypes, name
             assert tune.error(calls[1](), expected) > 1e-2, "the inputs are not distinct"
+
+
+@pytest.mark.parametrize("op", HEAD_OPS)
+def test_all_providers_compute_the_same_of_heads(op, on_cpu):
+    case = parse_case(f"2x3x4x8 float32 {op}")
+    assert (case.rows, case.size, case.name) == (48, "2x3x4x8", f"{op} 2x3x4x8 float32")
+    assert case.bytes == (3 if case.backward else 2) * 48 * 8 * 4
+    assert results.case_of(results.row_of(case)) == case
+    inputs = ours.make_inputs(case)
+    found = {
+        name: providers.PROVIDERS[name](case, inputs)  # type: ignore[misc]
+        for name in ("ours", "eager")
+    }
+    expected = providers.heads.backward(case, False) if case.backward else None
+    for one, mine, eager in zip(inputs, *found.values(), strict=True):
+        assert tune.error(mine(), eager()) < 1e-5
+        if expected is not None:
+            of_compiler = expected(*providers.heads.arguments(case, one))
+            assert tune.error(mine(), of_compiler) < 1e-5
+        elif case.rotates:
+            q, k, _ = one.x.unbind(2)
+            of_norms = torch.nn.functional.rms_norm(q, (8,), one.weight, 1e-5)
+            assert tune.error(mine()[:1], (of_norms,)) > 0.1, "the rotation is there"
+    assert tune.error(found["ours"][0](), found["ours"][1]()) > 1e-2, "the inputs are not distinct"
+    with pytest.raises(ValueError, match="expected SAMPLES"):
+        parse_case(f"2x3 float32 {op}")
 
 
 MODULATED = ("ada_forward", "add_ada_forward", "ada_backward", "add_ada_backward")
