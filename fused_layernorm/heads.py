@@ -11,12 +11,14 @@ from torch import Tensor
 
 from .functional import rms_eps
 from .ops import arguments
+from .ops.autograd import in_forward_mode, needs_grad
 from .ops.heads import HeadArguments, by_formula, check
 from .ops.heads import qk_norm_rope as _operator
 
 # Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
 _op = _operator._op
 _is_compiling = torch.compiler.is_dynamo_compiling
+_below_autograd = torch._C._AutoDispatchBelowAutograd
 _LAYER_EPS = 1e-5
 
 
@@ -193,7 +195,12 @@ def _serve(
     if _is_compiling():
         return _operator(*a)
     try:
-        found: tuple[Tensor, Tensor] = _op(*a)
+        if needs_grad(*a[:6]) or in_forward_mode():
+            found: tuple[Tensor, Tensor] = _op(*a)
+        else:
+            # Autograd of this operator is in Python, and would do nothing.
+            with _below_autograd():
+                found = _op(*a)
     except (RuntimeError, TypeError, ValueError) as error:
         check(a)
         raise arguments.out_of_memory(error) from None

@@ -56,10 +56,7 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
   const unsigned step = side.blocks * kHeadWarps;
   const float inverse_cols = p.inverse_cols.as<float>();
   Values weight;
-  lane.load_parameter(weight, side.weight, side.weight_is_float, 1);
-  if (side.weight != nullptr) {
-    lane.each([&](int v, int j) { weight[v][j] += p.weight_offset; });
-  }
+  lane.load_weight(weight, p, side);
   Values dweight = {}, dbias = {};
   for (unsigned number = block * kHeadWarps + threadIdx.x / kWarpSize;
        number < static_cast<unsigned>(side.tasks); number += step) {
@@ -156,9 +153,9 @@ __global__ void __launch_bounds__(kHeadThreads) head_sums_kernel(const HeadsPara
 
 }  // namespace
 
-cudaError_t launch_heads_backward(const HeadsParams& params, DataType x,
-                                  const backward::Heads& plan, cudaStream_t stream) {
-  return dispatch_heads(params, x, plan.width, [&](auto of) {
+cudaError_t launch_heads_backward(const HeadsParams& params, const backward::Heads& plan,
+                                  cudaStream_t stream) {
+  return dispatch_heads(params, plan.width, [&](auto of) {
     using Lane = typename decltype(of)::Lane;
     const cudaError_t error = launch(heads_backward_kernel<Lane>, plan, stream, params);
     const bool needs = params.side[0].dweight != nullptr || params.side[0].dbias != nullptr ||

@@ -28,11 +28,10 @@ constexpr int head_slots(int) { return 1; }  // with two, 161 us
 constexpr int kHeadSums = 2;
 
 // There are rows, and a statistic.
-inline std::optional<Heads> make_heads_plan(HeadsParams& params, const HeadsProblem& problem,
-                                            const Device& device) {
+inline std::optional<Heads> make_heads_plan(HeadsParams& params, const Device& device) {
   Heads plan;
-  plan.width = head_width(params, problem);
-  if (!lay_out_heads(params, problem, plan.width, head_slots(plan.width))) return std::nullopt;
+  plan.width = head_width(params);
+  if (!lay_out_heads(params, plan.width, head_slots(plan.width))) return std::nullopt;
   plan.threads = kHeadThreads;
   plan.starts_early = device.starts_early;
   const int64_t all = int64_t{params.side[0].tasks} + params.side[1].tasks;
@@ -50,7 +49,7 @@ inline std::optional<Heads> make_heads_plan(HeadsParams& params, const HeadsProb
 
 }  // namespace backward
 
-cudaError_t launch_heads_backward(const HeadsParams& params, DataType x,
-                                  const backward::Heads& plan, cudaStream_t stream);
+cudaError_t launch_heads_backward(const HeadsParams& params, const backward::Heads& plan,
+                                  cudaStream_t stream);
 
 }  // namespace fused_layernorm

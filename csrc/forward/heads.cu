@@ -35,7 +35,8 @@ __device__ __forceinline__ void normalize_head(const HeadsParams& p, const HeadS
 }
 
 template <typename Lane>
-__global__ void __launch_bounds__(forward::kHeadThreads) heads_forward_kernel(const HeadsParams p) {
+__global__ void __launch_bounds__(forward::kHeadThreads, 5)
+    heads_forward_kernel(const HeadsParams p) {
   using X = typename Lane::X;
   constexpr int kSlots = forward::head_slots(Lane::kWidth);
   const int first_blocks = p.side[0].blocks;
@@ -54,10 +55,7 @@ __global__ void __launch_bounds__(forward::kHeadThreads) heads_forward_kernel(co
   }
   const Rotation<Lane> rotation(p, lane, task.batch, task.seq);
   typename Lane::Values weight;
-  lane.load_parameter(weight, side.weight, side.weight_is_float, 1);
-  if (side.weight != nullptr) {
-    lane.each([&](int v, int j) { weight[v][j] += p.weight_offset; });
-  }
+  lane.load_weight(weight, p, side);
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
     typename Lane::Values values;
@@ -74,9 +72,9 @@ __global__ void __launch_bounds__(forward::kHeadThreads) heads_forward_kernel(co
 
 }  // namespace
 
-cudaError_t launch_heads_forward(const HeadsParams& params, DataType x, const forward::Heads& plan,
+cudaError_t launch_heads_forward(const HeadsParams& params, const forward::Heads& plan,
                                  cudaStream_t stream) {
-  return dispatch_heads(params, x, plan.width, [&](auto of) {
+  return dispatch_heads(params, plan.width, [&](auto of) {
     return launch(heads_forward_kernel<typename decltype(of)::Lane>, plan, stream, params);
   });
 }

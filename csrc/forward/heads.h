@@ -65,6 +65,8 @@ struct HeadsParams {
   bool interleaved = false;  // a pair is (2 i, 2 i + 1), else (i, i + rotary / 2)
   float sin_sign = 1;        // -1 rotates back
 
+  DataType type = DataType::kFloat32;  // of q and k
+  bool aligned = true;    // all rows, and those of cos and sin, begin at multiples of 16 bytes
   int32_t positions = 0;  // of all samples
   int32_t seq = 0;        // positions of a sample
   int32_t cols = 0;
@@ -75,12 +77,6 @@ struct HeadsParams {
   float eps = 0;
   Scalar inverse_cols;
   void* workspace = nullptr;
-};
-
-// What the plan depends on, beside the params.
-struct HeadsProblem {
-  DataType x = DataType::kFloat32;
-  bool aligned = false;  // all rows, and those of cos and sin, begin at multiples of 16 bytes
 };
 
 namespace forward {
@@ -106,15 +102,15 @@ constexpr int power_of_two_from(int n) {
 }
 
 // Which widths there are kernels for: whole vectors, or single elements.
-inline int head_width(const HeadsParams& params, const HeadsProblem& problem) {
-  const int width = vector_width(size_of(problem.x));
+inline int head_width(const HeadsParams& params) {
+  const int width = vector_width(size_of(params.type));
   const bool whole = params.cols % (2 * width) == 0 && params.rotary % (2 * width) == 0;
-  return problem.aligned && whole ? width : 1;
+  return params.aligned && whole ? width : 1;
 }
 
 // Lays out the tasks of both sides; false if there are no kernels for such rows.
-inline bool lay_out_heads(HeadsParams& params, const HeadsProblem& problem, int width, int slots) {
-  const bool known = problem.x != DataType::kFloat64 && params.cols > 0 && params.cols % 2 == 0 &&
+inline bool lay_out_heads(HeadsParams& params, int width, int slots) {
+  const bool known = params.type != DataType::kFloat64 && params.cols > 0 && params.cols % 2 == 0 &&
                      params.cols <= kMostHeadCols && params.rotary % 2 == 0 &&
                      params.rotary <= params.cols;
   if (!known) return false;
@@ -138,10 +134,10 @@ inline bool lay_out_heads(HeadsParams& params, const HeadsProblem& problem, int 
 namespace forward {
 
 // A warp for each task. There are rows.
-inline std::optional<Heads> make_heads_plan(HeadsParams& params, const HeadsProblem& problem) {
+inline std::optional<Heads> make_heads_plan(HeadsParams& params) {
   Heads plan;
-  plan.width = head_width(params, problem);
-  if (!lay_out_heads(params, problem, plan.width, head_slots(plan.width))) return std::nullopt;
+  plan.width = head_width(params);
+  if (!lay_out_heads(params, plan.width, head_slots(plan.width))) return std::nullopt;
   plan.threads = kHeadThreads;
   plan.blocks = 0;
   for (HeadSide& side : params.side) {
@@ -153,7 +149,7 @@ inline std::optional<Heads> make_heads_plan(HeadsParams& params, const HeadsProb
 
 }  // namespace forward
 
-cudaError_t launch_heads_forward(const HeadsParams& params, DataType x, const forward::Heads& plan,
+cudaError_t launch_heads_forward(const HeadsParams& params, const forward::Heads& plan,
                                  cudaStream_t stream);
 
 }  // namespace fused_layernorm

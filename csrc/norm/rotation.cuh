@@ -96,6 +96,12 @@ struct HeadLane {
     }
   }
 
+  __device__ __forceinline__ void load_weight(Values& weight, const HeadsParams& p,
+                                              const HeadSide& side) const {
+    load_parameter(weight, side.weight, side.weight_is_float, 1);
+    if (side.weight != nullptr) each([&](int v, int j) { weight[v][j] += p.weight_offset; });
+  }
+
   // Subtracts the row's mean, if the statistic has one.
   __device__ __forceinline__ void center(const HeadsParams& p, Values& values) const {
     if (p.statistic != HeadStatistic::kLayer) return;
@@ -246,7 +252,7 @@ struct OfLane {
 
 // Calls launch(OfLane{}) with the HeadLane that a plan's rows need.
 template <typename Launch>
-cudaError_t dispatch_heads(const HeadsParams& params, DataType x, int width, const Launch& launch) {
+cudaError_t dispatch_heads(const HeadsParams& params, int width, const Launch& launch) {
   const auto with_type = [&](auto of_type) {
     using X = decltype(of_type);
     constexpr int kWidth = vector_width(sizeof(X));
@@ -255,7 +261,7 @@ cudaError_t dispatch_heads(const HeadsParams& params, DataType x, int width, con
     return params.interleaved ? launch(OfLane<HeadLane<X, kWidth, 1, true>>{})
                               : launch(OfLane<HeadLane<X, kWidth, 1, false>>{});
   };
-  switch (x) {
+  switch (params.type) {
     case DataType::kFloat32:
       return with_type(float{});
     case DataType::kFloat16:

@@ -136,11 +136,9 @@ HeadStrides strides_of(const Tensor& x, int64_t batch, int64_t position, int64_t
 class HeadOperands {
  public:
   HeadsParams params;
-  HeadsProblem problem;
 
   explicit HeadOperands(const HeadArguments& a) : seq_dim_(a.seq_dim) {
-    problem.x = data_type(a.type());
-    problem.aligned = true;
+    params.type = data_type(a.type());
     params.positions = static_cast<int32_t>(a.positions());
     params.seq = static_cast<int32_t>(a.q.sizes()[a.seq_dim]);
     params.cols = static_cast<int32_t>(a.cols());
@@ -202,16 +200,16 @@ class HeadOperands {
   std::string describe() const {
     return std::to_string(params.positions) + " positions of " +
            std::to_string(params.side[0].heads) + " and " + std::to_string(params.side[1].heads) +
-           " heads of " + std::to_string(params.cols) + " columns of " + name_of(problem.x);
+           " heads of " + std::to_string(params.cols) + " columns of " + name_of(params.type);
   }
 
   const void* placed(const Tensor& tensor, const HeadStrides& strides) {
     const auto bytes = static_cast<int64_t>(tensor.element_size());
     const void* data = tensor.const_data_ptr();
-    problem.aligned = problem.aligned && reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0 &&
-                      strides.batch * bytes % kVectorBytes == 0 &&
-                      strides.position * bytes % kVectorBytes == 0 &&
-                      strides.head * bytes % kVectorBytes == 0;
+    params.aligned = params.aligned && reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0 &&
+                     strides.batch * bytes % kVectorBytes == 0 &&
+                     strides.position * bytes % kVectorBytes == 0 &&
+                     strides.head * bytes % kVectorBytes == 0;
     return data;
   }
 
@@ -248,11 +246,10 @@ std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Optional& k,
   HeadOperands operands(a);
   const Tensor q_out = operands.result(a, 0), k_out = operands.result(a, 1);
   if (!operands.empty()) {
-    const auto plan = forward::make_heads_plan(operands.params, operands.problem);
+    const auto plan = forward::make_heads_plan(operands.params);
     operands.check_plan(plan);
-    operands.check_launch(
-        launch_heads_forward(operands.params, operands.problem.x, *plan, current_stream(q)),
-        "forward");
+    operands.check_launch(launch_heads_forward(operands.params, *plan, current_stream(q)),
+                          "forward");
   }
   return {q_out, k_out};
 }
@@ -295,13 +292,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward
     dbias[i] = gradient(needs_dbias, a.bias(i), side.dbias);
   }
   if (!operands.empty()) {
-    const auto plan = backward::make_heads_plan(operands.params, operands.problem, device_of(q));
+    const auto plan = backward::make_heads_plan(operands.params, device_of(q));
     operands.check_plan(plan);
     const Workspace workspace(q, plan->workspace_bytes);
     operands.params.workspace = workspace.data();
-    operands.check_launch(
-        launch_heads_backward(operands.params, operands.problem.x, *plan, current_stream(q)),
-        "backward");
+    operands.check_launch(launch_heads_backward(operands.params, *plan, current_stream(q)),
+                          "backward");
   }
   return {*dx[0], *dx[1], *dweight[0], *dweight[1], *dbias[0], *dbias[1]};
 }
