@@ -7,8 +7,8 @@ partial sums. A shift, scale or gate that has the sharded dimension is sharded o
 is its gradient; one that is broadcast along that dimension is treated as weight and bias are. An
 input sharded over a normalized dimension is redistributed first.
 
-q and k of qk_norm_rope may be sharded over samples, heads or positions; cos and sin are sharded with
-the samples and positions, weights and biases are replicated.
+q and k of qk_norm_rope may be sharded over samples, heads or positions; cos and sin are sharded
+with the samples and positions, weights and biases are replicated.
 
 torch.distributed.tensor takes the better part of a second to import and may be missing from a build
 of PyTorch, so the rules are registered when other code has imported it.

@@ -233,7 +233,7 @@ def _check_types(a: HeadArguments) -> None:
     """Raises where the schema's error would be worse."""
     for name, tensor in zip(a._fields[2:8], a[2:8], strict=True):
         if tensor is not None and not isinstance(tensor, Tensor):
-            arguments.check_tensor(name, tensor)
+            arguments.check_tensor(name.removeprefix("q_") if a.k is None else name, tensor)
     arguments._check_number("eps", a.eps)
     arguments._check_number("weight_offset", a.weight_offset)
     if a.statistic is not None and not isinstance(a.statistic, str):

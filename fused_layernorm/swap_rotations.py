@@ -11,7 +11,6 @@ kernels do not take gets the norms' own forwards and the library's function.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -246,9 +245,9 @@ def _ends_in_norms(forward: ast.FunctionDef) -> bool:
 
 
 def _before_transpose(value: ast.AST) -> ast.AST:
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-        if ast.unparse(value).endswith(".transpose(1, 2)"):
-            return value.func.value
+    is_method = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+    if is_method and ast.unparse(value).endswith(".transpose(1, 2)"):
+        return value.func.value  # type: ignore[attr-defined]
     return value
 
 

@@ -52,7 +52,7 @@ def test_attention(capsys):
 def test_attention_notices_a_wrong_output(monkeypatch):
     import attention
 
-    right = attention.qk_norm_rope
+    right = fused_layernorm.qk_norm_rope
     monkeypatch.setattr(attention, "qk_norm_rope", lambda q, k, *a, **o: right(k, q, *a, **o))
     with pytest.raises(SystemExit, match="differs"):
         attention.main()

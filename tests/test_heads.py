@@ -23,38 +23,28 @@ F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float6
 Q_HEADS, K_HEADS = 6, 2
 
 
-def _packed(x, y):
-    """q and k as slices of one tensor of q, k and v: (batch, positions, heads of all, columns)."""
-    filler = torch.full_like(y, float("nan"))
-    qkv = torch.cat([x, y, filler], 2)
-    return qkv[:, :, : x.shape[2]], qkv[:, :, x.shape[2] : x.shape[2] + y.shape[2]]
+def _packed(q, k):
+    """Slices of one tensor of q, k and v."""
+    qkv = torch.cat([q, k, torch.full_like(k, float("nan"))], 2)
+    return qkv[:, :, : q.shape[2]], qkv[:, :, q.shape[2] : q.shape[2] + k.shape[2]]
 
 
-def _heads_first(x):
-    """The same values, with (batch, heads, positions, columns) as the order of memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _positions_first(x):
-    return x.transpose(0, 1).contiguous().transpose(0, 1)
+def _swapped(x, *dims):
+    """The same values, with these two dimensions exchanged in memory."""
+    return x.transpose(*dims).contiguous().transpose(*dims)
 
 
 def _misaligned(x):
-    flat = torch.cat([x.new_zeros(1), x.flatten()])
-    return flat[1:].view(x.shape)
-
-
-def _columns_apart(x):
-    return x.repeat_interleave(2, -1)[..., ::2]
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 LAYOUTS = {
     "contiguous": lambda q, k: (q, k),
     "packed": _packed,
-    "heads first": lambda q, k: (_heads_first(q), _heads_first(k)),
-    "positions first": lambda q, k: (_positions_first(q), k),
+    "heads first": lambda q, k: (_swapped(q, 1, 2), _swapped(k, 1, 2)),
+    "positions first": lambda q, k: (_swapped(q, 0, 1), k),
     "misaligned": lambda q, k: (_misaligned(q), _misaligned(k)),
-    "columns apart": lambda q, k: (_columns_apart(q), k),
+    "columns apart": lambda q, k: (q.repeat_interleave(2, -1)[..., ::2], k),
 }
 
 
@@ -115,12 +105,10 @@ def make(c, device, seed=0) -> Any:
     angle = 10 * randn(*shape, rotary // 2, dtype=F32)
     cos, sin = angle.cos().to(c.angle_dtype), angle.sin().to(c.angle_dtype)
     if c.angles == "doubled":
-        twice = (
-            (lambda t: t.repeat_interleave(2, -1))
-            if c.interleaved
-            else (lambda t: torch.cat([t, t], -1))
+        cos, sin = (
+            t.repeat_interleave(2, -1)[None] if c.interleaved else torch.cat([t, t], -1)[None]
+            for t in (cos, sin)
         )
-        cos, sin = twice(cos)[None], twice(sin)[None]
     if c.angles == "strided":
         cos, sin = torch.view_as_real(torch.complex(cos.float(), sin.float())).unbind(-1)
     return q, k, weights, biases, (cos, sin), grads
@@ -156,19 +144,15 @@ def ours(c, made):
     return results
 
 
-def exact(c, made, dtype=F64):
-    """The results in float64; in another dtype, PyTorch's own results in it."""
+def exact(c, made):
+    """The results in float64."""
     q, k, weights, biases, angles, grads = made
     results = {}
     for side, x, weight, bias, dy in zip("qk", (q, k), weights, biases, grads, strict=True):
         rounding = c.dtype if c.rounds and weight is not None else None
-        given: dict[str, Any] = {"bias": bias, **options(c)}
-        if dtype is F64:
-            y = reference.norm_rope(x, weight, *angles, eps=c.eps, rounding=rounding, **given)
-            gradients = reference.norm_rope_backward(dy, x, weight, *angles, eps=c.eps, **given)
-            found = (y, *gradients)
-        else:
-            found = _in_dtype(c, x, weight, bias, angles, dy, rounding, dtype)
+        given: dict[str, Any] = {"eps": c.eps, "bias": bias, **options(c)}
+        y = reference.norm_rope(x, weight, *angles, rounding=rounding, **given)
+        found = (y, *reference.norm_rope_backward(dy, x, weight, *angles, **given))
         names = (("y", x), ("dx", x), ("dweight", weight), ("dbias", bias))
         for (name, tensor), value in zip(names, found, strict=True):
             if tensor is not None:
@@ -176,32 +160,17 @@ def exact(c, made, dtype=F64):
     return results
 
 
-def _in_dtype(c, x, weight, bias, angles, dy, rounding, dtype):
-    """A call in PyTorch's operators, in this dtype."""
-    x, weight, bias = (
-        None if t is None else t.detach().to(dtype).requires_grad_() for t in (x, weight, bias)
-    )
-    z = x
-    if c.statistic == "rms":
-        z = torch.nn.functional.rms_norm(x, x.shape[-1:], eps=c.eps)
-    elif c.statistic == "layer":
-        z = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=c.eps)
-    rounded = (lambda t: t.to(rounding).to(dtype)) if rounding is not None else (lambda t: t)
-    z = rounded(z)
-    z = z if weight is None else z * (weight + c.offset)
-    z = rounded(z if bias is None else z + bias)
-    if angles[0] is not None:
-        rotary = c.rotary or c.cols
-        cos, sin = (t.to(dtype).unsqueeze(-2 if c.seq_dim == 1 else -3) for t in angles)
-        if cos.shape[-1] == rotary:
-            cos, sin = (t[..., ::2] if c.interleaved else t[..., : rotary // 2] for t in (cos, sin))
-        turned = z[..., :rotary]
-        a, b = (turned[..., ::2], turned[..., 1::2]) if c.interleaved else turned.chunk(2, -1)
-        pair = (a * cos - b * sin, b * cos + a * sin)
-        turned = torch.stack(pair, -1).flatten(-2) if c.interleaved else torch.cat(pair, -1)
-        z = torch.cat([turned, z[..., rotary:]], -1)
-    z.backward(dy.to(dtype))
-    return (z.detach(), *(None if t is None else t.grad for t in (x, weight, bias)))
+def in_float32(c, made):
+    """The results of PyTorch's operators in float32, which round nothing before the end."""
+    *tensors, grads = made
+    wide = [[None if t is None else t.float() for t in (ts if isinstance(ts, tuple) else (ts,))]
+            for ts in tensors]  # fmt: skip
+    (q,), (k,), weights, biases, angles = wide
+    call = replace(c, dtype=F32, weight_dtype=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads.HeadArguments, "takes_kernel", False)
+        made = (q, k, weights, biases, angles, tuple(g.float() for g in grads))
+        return ours(call, made)
 
 
 # A value behind a rounding to x's dtype may be the other of two neighbours: with such roundings on
@@ -212,7 +181,8 @@ def check(c, device):
     for seed in range(3):
         made = make(c, device, seed)
         found = ours(c, made)
-        expected, yardstick = exact(c, made), exact(c, made, F64 if c.dtype is F64 else F32)
+        expected = exact(c, made)
+        yardstick = expected if c.dtype is F64 else in_float32(c, made)
         assert found.keys() == expected.keys()
         for name, value in found.items():
             parameter = name.endswith(("dweight", "dbias"))
@@ -279,6 +249,23 @@ def test_one_tensor_gives_the_same_bits(flag, device):
         assert torch.equal(norm_rope(x, weight, *angles, **options(c)), y)
 
 
+def test_rounding_is_that_of_llamas_class(device):
+    x = torch.randn(2, 50, 4, 64, device=device).to(BF16)
+    weight = 1 + torch.randn(64, device=device).to(BF16) / 2
+    wide = x.float()
+    xhat = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(BF16)
+    for rounds, expected in ((True, weight * xhat), (False, weight.float() * xhat.float())):
+        y = norm_rope(x, weight, None, None, 1e-6, round_before_weight=rounds)
+        equal = (y == expected.to(BF16)).float().mean()
+        assert equal > 0.999 if rounds else equal < 0.9
+    # The norm's result is rounded in front of the rotation, too.
+    cos, sin = torch.zeros(2, 50, 32, device=device)
+    sin += 1
+    y = norm_rope(x, weight, cos, sin, 1e-6, round_before_weight=True)
+    z = norm_rope(x, weight, None, None, 1e-6, round_before_weight=True)
+    assert torch.equal(y, torch.cat([-z[..., 32:], z[..., :32]], -1))
+
+
 def test_default_eps(device):
     x, w = 1e-4 * torch.randn(1, 3, 2, 8, device=device), torch.ones(8, device=device)
     y = norm_rope(x, w, None, None)
@@ -316,9 +303,9 @@ def test_nothing_is_left_unwritten(device, poison):
 
 @pytest.mark.parametrize("shape", [(0, 3, 2, 8), (2, 0, 2, 8), (2, 3, 0, 8)])
 def test_empty(shape, device):
-    x = torch.randn(shape, device=device, requires_grad=True)
+    x: Any = torch.randn(shape, device=device, requires_grad=True)
     k = torch.randn((*shape[:2], 2, 8), device=device, requires_grad=True)
-    w = torch.ones(8, device=device, requires_grad=True)
+    w: Any = torch.ones(8, device=device, requires_grad=True)
     angle = torch.randn(shape[1], 4, device=device)
     y, z = qk_norm_rope(x, k, w, w, angle.cos(), angle.sin())
     (y.sum() + z.sum()).backward()
@@ -356,7 +343,7 @@ def test_one_result_alone_has_a_gradient(device):
     q, k, weights, _, angles, grads = made
     for statistic in ("rms", None):
         for side in (0, 1):
-            leaves = [t.detach().requires_grad_() for t in (q, k, *weights)]
+            leaves: Any = [t.detach().requires_grad_() for t in (q, k, *weights)]
             given = leaves[2:] if statistic else [None, None]
             found = qk_norm_rope(*leaves[:2], *given, *angles, eps=c.eps, statistic=statistic)
             found[side].backward(grads[side])
@@ -374,11 +361,8 @@ def test_derivatives_of_all_orders(interleaved):
     leaves = [t.detach().clone().requires_grad_() for t in (q, k, *weights, *biases, *angles)]
 
     def run(q, k, qw, kw, qb, kb, cos, sin):
-        return qk_norm_rope(q, k, qw, kw, cos.double(), sin.double(), eps=1e-3, q_bias=qb, k_bias=kb,
-                            **options(c))  # fmt: skip
+        return qk_norm_rope(q, k, qw, kw, cos, sin, eps=1e-3, q_bias=qb, k_bias=kb, **options(c))
 
-    for t in leaves[6:]:
-        t.data = t.data.double()
     leaves[6:] = [t.detach().double().requires_grad_() for t in leaves[6:]]
     assert gradcheck(run, leaves, check_forward_ad=True)
     assert gradgradcheck(run, leaves)
@@ -467,14 +451,6 @@ def test_autocast_changes_nothing():
         assert norm_rope(x, w, None, None).dtype == F32
 
 
-def _bad(**changed):
-    given: dict[str, Any] = {
-        "q": torch.randn(2, 3, 4, 8), "k": torch.randn(2, 3, 2, 8), "q_weight": torch.ones(8),
-        "k_weight": torch.ones(8), "cos": torch.ones(3, 4), "sin": torch.ones(3, 4),
-    }  # fmt: skip
-    return {**given, **changed}
-
-
 ERRORS = [
     ({"q": 1}, TypeError, "expected q to be a tensor, got int"),
     ({"q": torch.randn(3, 4, 8)}, RuntimeError, "expected q of four dimensions"),
@@ -513,13 +489,11 @@ ERRORS = [
 @pytest.mark.parametrize(("changed", "kind", "message"), ERRORS)
 def test_errors(changed, kind, message, device):
     given: dict[str, Any] = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in _bad(**changed).items()
-    }
+        "q": torch.randn(2, 3, 4, 8), "k": torch.randn(2, 3, 2, 8), "q_weight": torch.ones(8),
+        "k_weight": torch.ones(8), "cos": torch.ones(3, 4), "sin": torch.ones(3, 4), **changed,
+    }  # fmt: skip
+    for name, value in given.items():
+        given[name] = value.to(device) if isinstance(value, torch.Tensor) else value
     with pytest.raises(kind, match=message) as found:
         qk_norm_rope(**given)
     assert "\n" not in str(found.value).rstrip()
-
-
-def test_public_names():
-    assert {"norm_rope", "qk_norm_rope"} <= set(fused_layernorm.__all__)

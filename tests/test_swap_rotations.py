@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+import fused_layernorm
 from fused_layernorm import functional, swap_norms, swap_rotations, unswap_norms
 
 transformers = pytest.importorskip("transformers")
@@ -32,7 +33,7 @@ SIZES = {
 def calls(monkeypatch):
     """The calls of the kernel by swapped modules: whether each had weights."""
     found = []
-    run = swap_rotations.qk_norm_rope
+    run = fused_layernorm.qk_norm_rope
 
     def counted(*args, **options):
         found.append(args[2] is not None)

@@ -188,15 +188,15 @@ class BackwardArguments(NamedTuple):
     @property
     def forward(self) -> HeadArguments:
         """The forward call. The rounding of xhat counts as the identity."""
-        tensors, (*options, interleaved, inverse) = self[2:10], self[10:17]
-        return HeadArguments(*tensors, *options, False, interleaved, inverse)
+        call: Any = (*self[2:15], False, *self[15:17])
+        return HeadArguments(*call)
 
     @classmethod
     def of(
         cls, a: HeadArguments, dq: Tensor, dk: Tensor | None, dweight: bool, dbias: bool
     ) -> BackwardArguments:
-        tensors, (*options, _, interleaved, inverse) = a[:8], a[8:]
-        return cls(dq, dk, *tensors, *options, interleaved, inverse, dweight, dbias)
+        # All but round_before_weight.
+        return cls(*(dq, dk, *a[:13], *a[14:], dweight, dbias))
 
     def results(self, found: list[tuple[Tensor, Tensor | None, Tensor | None]]) -> Any:
         """The operator's results from (dx, dweight, dbias) of q and k; None becomes empty."""
@@ -250,8 +250,16 @@ def _composite_backward(*args: Any) -> Any:
 
 
 def check(a: HeadArguments) -> None:
-    """Raises, with one sentence, if the operators cannot take these arguments."""
+    """Raises, with one sentence, if the operators cannot take these arguments.
+
+    Without k, the names are those of norm_rope.
+    """
+    q, side = ("input", "") if a.k is None else ("q", "q_")
     for name, x, weight, bias in a.sides:
+        if name == "q":
+            name = q
+        else:
+            side = "k_"
         arguments.check_tensor(name, x)
         if x.dim() != 4:
             raise RuntimeError(
@@ -260,7 +268,7 @@ def check(a: HeadArguments) -> None:
             )
         if name == "k":
             _check_beside_q(a, x)
-        for what, parameter in ((f"{name}_weight", weight), (f"{name}_bias", bias)):
+        for what, parameter in ((f"{side}weight", weight), (f"{side}bias", bias)):
             if parameter is None:
                 continue
             arguments.check_tensor(what, parameter)
@@ -271,7 +279,7 @@ def check(a: HeadArguments) -> None:
                     f"expected {what} of shape {[x.shape[3]]}, the size of a head, "
                     f"got shape {list(parameter.shape)}"
                 )
-            _check_device_and_dtype(what, parameter, a.q)
+            _check_device_and_dtype(what, parameter, q, a.q)
     if a.k is None and (a.k_weight is not None or a.k_bias is not None):
         raise ValueError("expected k beside k_weight and k_bias, got none")
     if a.statistic not in STATISTICS:
@@ -283,8 +291,9 @@ def check(a: HeadArguments) -> None:
             )
         for name, _, weight, _ in a.sides:
             if weight is None:
+                what = "weight" if a.k is None else f"{name}_weight"
                 raise ValueError(
-                    f"expected a {name}_weight beside weight_offset {a.weight_offset}, got none"
+                    f"expected a {what} beside weight_offset {a.weight_offset}, got none"
                 )
     arguments.check_kind("rms", a.weight_offset, a.q_weight)
     _check_angles(a)
@@ -306,16 +315,18 @@ def _check_beside_q(a: HeadArguments, k: Tensor) -> None:
 
 
 def _check_device_and_dtype(
-    name: str, tensor: Tensor, q: Tensor, *, may_be_float32: bool = False
+    name: str, tensor: Tensor, beside: str, q: Tensor, *, may_be_float32: bool = False
 ) -> None:
     if tensor.device != q.device:
-        raise RuntimeError(f"expected {name} on the device of q, {q.device}, got {tensor.device}")
+        raise RuntimeError(
+            f"expected {name} on the device of {beside}, {q.device}, got {tensor.device}"
+        )
     wider = q.dtype in HALF or (may_be_float32 and q.dtype is torch.float64)
     allowed = (q.dtype, torch.float32) if wider else (q.dtype,)
     if tensor.dtype not in allowed:
         names = " or ".join(map(name_of, allowed))
         raise RuntimeError(
-            f"expected {name} of dtype {names} beside q of {name_of(q.dtype)}, "
+            f"expected {name} of dtype {names} beside {beside} of {name_of(q.dtype)}, "
             f"got {name_of(tensor.dtype)}"
         )
 
@@ -348,10 +359,12 @@ def _check_angles(a: HeadArguments) -> None:
         if not fits:
             raise RuntimeError(
                 f"expected {name} of shape (positions, n) or (batch, positions, n), with "
-                f"{positions} positions, batch {batch} or 1, and n {rotary // 2} or {rotary}, "
+                f"{positions} positions, batch {batch}{'' if batch == 1 else ' or 1'}, and n "
+                f"{rotary // 2} or {rotary}, "
                 f"got shape {shape}"
             )
-        _check_device_and_dtype(name, angles, a.q, may_be_float32=True)
+        beside = "input" if a.k is None else "q"
+        _check_device_and_dtype(name, angles, beside, a.q, may_be_float32=True)
     if cos.shape[-1] != sin.shape[-1] or cos.dtype != sin.dtype:
         raise RuntimeError(
             "expected cos and sin of one dtype and one last size, got "
