@@ -171,34 +171,20 @@ struct Rotation {
   // A pair (a, b) becomes (a cos - b sin, b cos + a sin).
   __device__ __forceinline__ void apply(Values& values) const {
 #pragma unroll
-    for (int k = 0; k < kPairs; ++k) {
-      if constexpr (Lane::kInterleaved) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (!turns[2 * k + half]) continue;
-          float (&own)[kWidth] = values[2 * k + half];
-#pragma unroll
-          for (int j = 0; j < kWidth / 2; ++j) {
-            turn(own[2 * j], own[2 * j + 1], cos[k][half * kWidth / 2 + j],
-                 sin[k][half * kWidth / 2 + j]);
-          }
-        }
-      } else if (turns[2 * k]) {
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          turn(values[2 * k][j], values[2 * k + 1][j], cos[k][j], sin[k][j]);
-        }
-      }
+    for (int i = 0; i < kPairs * kWidth; ++i) {
+      const int k = i / kWidth, j = i % kWidth;
+      // Interleaved pairs: the first half of them is in the first vector, the others in the second.
+      const int v = 2 * k + (Lane::kInterleaved ? 2 * j / kWidth : 0);
+      if (!turns[v]) continue;
+      float& a = values[v][Lane::kInterleaved ? 2 * j % kWidth : j];
+      float& b = Lane::kInterleaved ? values[v][2 * j % kWidth + 1] : values[2 * k + 1][j];
+      const float first = a * cos[k][j] - b * sin[k][j];
+      b = b * cos[k][j] + a * sin[k][j];
+      a = first;
     }
   }
 
  private:
-  static __device__ __forceinline__ void turn(float& a, float& b, float c, float s) {
-    const float first = a * c - b * s;
-    b = b * c + a * s;
-    a = first;
-  }
-
   // The angles of one vector of interleaved pairs: half as many as it has elements.
   static __device__ __forceinline__ void load_half(float (&angles)[kWidth], int half,
                                                    const HeadsParams& p, const void* from,

@@ -71,12 +71,8 @@ void check(const HeadArguments& a) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   CHECK_ARGUMENT(a.q.dim() == 4 && (a.seq_dim == 1 || a.seq_dim == 2),
                  "q must have four dimensions, and seq_dim be 1 or 2");
-  CHECK_ARGUMENT(a.type() == ScalarType::Float || is_half(a.type()),
-                 "kernels take heads of float32 or half precision");
-  CHECK_ARGUMENT(a.cols() > 0 && a.cols() % 2 == 0 && a.cols() <= kMostHeadCols &&
-                     a.rotary_dim >= 0 && a.rotary_dim % 2 == 0 && a.rotary_dim <= a.cols(),
-                 "kernels take heads of an even size up to ", kMostHeadCols,
-                 " and an even rotated part");
+  CHECK_ARGUMENT(a.rotary_dim >= 0 && a.rotary_dim <= a.cols() && a.cols() <= kMost,
+                 "rotary_dim must be at most the size of a head");
   const bool named = !a.statistic || *a.statistic == "rms" || *a.statistic == "layer";
   CHECK_ARGUMENT(named && !std::isnan(a.eps) && std::isfinite(a.weight_offset),
                  "statistic must be None, 'rms' or 'layer', eps and weight_offset numbers");
