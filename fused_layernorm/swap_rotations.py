@@ -83,15 +83,15 @@ def _rotated(
     self: Any, stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """q and k, (batch, heads, positions, columns), normalized if the class says so, and rotated."""
-    kernel = _takes(self._rotation, q, k, cos, sin)
+    kernel = takes(self._rotation, q, k, cos, sin)
     if not self._norms:
-        return _rotate(self._rotation, q, k, None, cos, sin) if kernel else stock(q, k, cos, sin)
+        return rotate(self._rotation, q, k, None, cos, sin) if kernel else stock(q, k, cos, sin)
     norm = _norm_of(self.q_norm, self.k_norm, q) if kernel else None
     if norm is not None:
-        return _rotate(self._rotation, q, k, norm, cos, sin)
+        return rotate(self._rotation, q, k, norm, cos, sin)
     q, k = self.q_norm(q), self.k_norm(k)
-    if _takes(self._rotation, q, k, cos, sin):
-        return _rotate(self._rotation, q, k, None, cos, sin)
+    if takes(self._rotation, q, k, cos, sin):
+        return rotate(self._rotation, q, k, None, cos, sin)
     return stock(q, k, cos, sin)
 
 
@@ -102,7 +102,7 @@ class _Norm(NamedTuple):
     kind: functional.Kind
 
 
-def _takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether the kernels rotate these as the library's function does."""
     tensors = (q, k, cos, sin)
     if not all(functional.may_serve(tensor, None) for tensor in tensors):
@@ -158,7 +158,7 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _rotate(
+def rotate(
     rotation: Rotation, q: Tensor, k: Tensor, norm: _Norm | None, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     size = cos.shape[-1]

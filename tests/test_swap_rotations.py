@@ -2,13 +2,17 @@
 """swap_norms(model, rotations=True): tiny models of transformers before and after."""
 
 import copy
+import importlib
 import pickle
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fused_layernorm
-from fused_layernorm import functional, swap_norms, swap_rotations, unswap_norms
+from fused_layernorm import functional, layers, swap_norms, swap_rotations, unswap_norms
+from fused_layernorm.swap_rotations import Rotation
 
 transformers = pytest.importorskip("transformers")
 
@@ -133,6 +137,40 @@ def test_an_unknown_source_is_left(caplog, monkeypatch):
     model = swap_norms(make("Llama"), rotations=True)
     assert not rotating(model)
     assert "the source of its apply_rotary_pos_emb is not one" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", Rotation()),
+        ("gpt_neox", Rotation(partial=True)),
+        ("olmo2", Rotation(keeps_dtype=True)),
+        ("cohere", Rotation(interleaved=True, keeps_dtype=True)),
+        ("glm", Rotation(interleaved=True, once=True, partial=True)),
+        ("dinov3_vit", None),  # cos and sin have no dimension of samples
+    ],
+)
+def test_layer_of_the_hub(name, expected, calls):
+    """`kernels` makes a module of the function and gives it this layer's forward."""
+    folder = f"transformers.models.{name}.modeling_{name}"
+    function = importlib.import_module(folder).apply_rotary_pos_emb
+
+    class Func(nn.Module):
+        def forward(self, *args, **kwargs):
+            return function(*args, **kwargs)
+
+    module: Any = Func()
+    layer = layers.RotaryPosEmb.forward
+    assert layers._rotation(Func) == expected
+    q, k = torch.randn(2, 4, 5, 8, requires_grad=True), torch.randn(2, 1, 5, 8)
+    angle = torch.randn(2, 5, 4).repeat_interleave(2, -1)
+    angle = (
+        angle if expected == Rotation(True, keeps_dtype=True) else angle[..., ::2].repeat(1, 1, 2)
+    )
+    angles = (angle.cos(), angle.sin()) if expected else (angle[0].cos(), angle[0].sin())
+    for a, b in zip(layer(module, q, k, *angles), function(q, k, *angles), strict=True):
+        torch.testing.assert_close(a, b)
+    assert len(calls) == (expected is not None)
 
 
 @pytest.mark.on_cpu
