@@ -44,6 +44,8 @@ OPS = (
     "rms_backward",
     "add_rms_forward",
     "add_rms_backward",
+    "ada_rms_forward",
+    "ada_rms_backward",
 )
 # Of q and k in a packed qkv tensor (benchmarks/heads.py).
 HEAD_OPS = ("qk_norm_forward", "qk_norm_backward", "qk_norm_rope_forward", "qk_norm_rope_backward")
@@ -124,8 +126,8 @@ class Case:
 
     @property
     def is_rms(self) -> bool:
-        """Whether the norm is RMSNorm, with a weight and no bias."""
-        return self.op.removeprefix("add_").startswith("rms_")
+        """Whether the norm is RMSNorm, without a bias, and with a weight unless it is modulated."""
+        return "rms_" in self.op
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -480,7 +482,7 @@ def _modulated_case(op: str, size: tuple[int, int, int, str, str, str | None]) -
     samples, tokens, cols, dtype, modulation, modulation_dtype = size
     case = Case(op, samples * tokens, cols, dtype, samples=samples, modulation=modulation,
                 modulation_dtype=modulation_dtype)  # fmt: skip
-    large, small = _MODULATED_TARGETS[op]
+    large, small = _MODULATED_TARGETS[op.replace("rms_", "")]
     return replace(case, target=large if case.tensor_bytes >= 64e6 else small)
 
 
@@ -505,4 +507,6 @@ CASES: tuple[Case, ...] = (
     *(_modulated_case(op, size) for op in _MODULATED_TARGETS for size in _MODULATED),
     *(head_case(op, size, "bfloat16", target)
       for size, targets in _HEADS for op, target in zip(HEAD_OPS, targets, strict=True)),
+    # One modulated RMSNorm each way: the kernels are those of the modulated LayerNorm.
+    *(_modulated_case(op, _MODULATED[0]) for op in ("ada_rms_forward", "ada_rms_backward")),
 )  # fmt: skip
