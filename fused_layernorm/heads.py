@@ -18,6 +18,7 @@ from .ops.heads import qk_norm_rope as _operator
 # Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
 _op = _operator._op
 _is_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _LAYER_EPS = 1e-5
 
@@ -194,6 +195,9 @@ def _serve(
         return by_formula(a)
     if _is_compiling():
         return _operator(*a)
+    if _dispatch_modes() and torch.onnx.is_in_onnx_export():
+        check(a)
+        return by_formula(a)
     try:
         if needs_grad(*a[:6]) or in_forward_mode():
             found: tuple[Tensor, Tensor] = _op(*a)

@@ -7,7 +7,9 @@ compiled from the source of its own, with that call replaced by one of `_rotated
 else of the forward, in any release, stays as it is. Where the last thing that happens to q and k
 before the rotation is `self.q_norm` and `self.k_norm`, these calls are left out of the forward, and
 norm and rotation are one kernel. The function is known by the digest of its source; a call that the
-kernels do not take gets the norms' own forwards and the library's function.
+kernels do not take gets the norms' own forwards and the library's function. The kernels read cos
+and sin once for each pair of columns: that both hold each value twice, as the rotary embeddings of
+transformers give them, is taken for granted.
 """
 
 from __future__ import annotations

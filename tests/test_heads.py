@@ -441,6 +441,9 @@ def test_compile_and_export(dynamic, device):
         assert torch.equal(y, z)
     exported = torch.export.export(Module(), (q, k, *angles))
     assert "qk_norm_rope" in exported.graph_module.code
+    plain = exported.run_decompositions(fused_layernorm.decompositions())
+    assert "qk_norm_rope" not in plain.graph_module.code
+    torch.testing.assert_close(plain.module()(q, k, *angles), expected)
     assert torch.equal(exported.module()(q, k, *angles)[1], expected[1])
 
 

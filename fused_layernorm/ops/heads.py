@@ -101,7 +101,7 @@ def rotate(a: HeadArguments, z: Tensor) -> Tensor:
         first, second = turned.chunk(2, -1)
     pairs = (first * cos - second * sin, second * cos + first * sin)
     found = torch.stack(pairs, -1).flatten(-2) if a.interleaved else torch.cat(pairs, -1)
-    return torch.cat((found, z[..., a.rotary_dim :]), -1)
+    return found if a.rotary_dim == z.shape[-1] else torch.cat((found, z[..., a.rotary_dim :]), -1)
 
 
 def normalize(
@@ -235,6 +235,16 @@ def _backward(b: BackwardArguments) -> list[tuple[Tensor, Tensor | None, Tensor 
             dbias = dz.sum((0, 1, 2)).to(bias.dtype)
         found.append((dx * rstd, dweight, dbias))
     return found
+
+
+def backward_by_formula(*args: Any) -> Any:
+    """What qk_norm_rope_backward gives, but for the order of memory."""
+    b = BackwardArguments(*args)
+    found = [
+        (dx.to(x.dtype), dweight, dbias)
+        for (dx, dweight, dbias), (_, x, *_) in zip(_backward(b), b.forward.sides, strict=True)
+    ]
+    return b.results(found)
 
 
 def _composite_backward(*args: Any) -> Any:
@@ -481,14 +491,7 @@ class _Backward(Function):
         def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
             fields: dict[str, Any] = dict(zip(names, tensors, strict=True))
             call = b._replace(**fields)
-            found = call.results(
-                [
-                    (dx.to(x.dtype), dweight, dbias)
-                    for (dx, dweight, dbias), (_, x, *_) in zip(
-                        _backward(call), call.forward.sides, strict=True
-                    )
-                ]
-            )
+            found = backward_by_formula(*call)
             return tuple(found[i] for i in used)
 
         vjp = torch.func.vjp(gradients, *(getattr(b, name) for name in names))[1]
@@ -511,11 +514,7 @@ def _autograd(keyset: Any, *args: Any) -> Any:
 def _autograd_backward(keyset: Any, *args: Any) -> Any:
     b = BackwardArguments(*args)
     if in_forward_mode():
-        found = [
-            (dx.to(x.dtype), dweight, dbias)
-            for (dx, dweight, dbias), (_, x, *_) in zip(_backward(b), b.forward.sides, strict=True)
-        ]
-        return b.results(found)
+        return backward_by_formula(*args)
     if needs_grad(*b[:10]):
         return apply(_Backward, keyset, *args)
     with _below_autograd():
