@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks import timing
+from benchmarks import heads, timing
 from benchmarks.cases import EPS, Case
 from benchmarks.ours import Inputs, ours
 from benchmarks.timing import Call
@@ -101,6 +101,8 @@ def _forward(case: Case) -> Callable[..., Any]:
     PyTorch does not accept half-precision x with float32 parameters. x is therefore cast to
     float32, as autocast does, and y is cast back where it has to be half-precision.
     """
+    if case.packed:
+        return heads.forward(case)
     if case.modulated:
         return _modulated_forward(case)
     shape = (case.cols,)
@@ -137,6 +139,8 @@ def _backward(case: Case, saved: bool) -> Callable[..., Any]:
     one: the pre-activation, or x cast to the parameters' dtype. Otherwise this tensor is computed
     again, as a compiler does to save memory.
     """
+    if case.packed:
+        return heads.backward(case, saved)
     if case.modulated:
         return _modulated_backward(case, saved)
     if case.is_rms:
@@ -189,6 +193,8 @@ def _rms_backward(case: Case, saved: bool) -> Callable[..., Any]:
 
 
 def _arguments(case: Case, t: Inputs) -> tuple[Any, ...]:
+    if case.packed:
+        return heads.arguments(case, t)
     if case.modulated and case.backward:
         sums = (t.dresidual, t.input, t.gate) if case.residual else ()
         return (t.dy, t.x, t.mean, t.rstd, t.scale, *sums)

@@ -141,7 +141,7 @@ def row_of(case: Case) -> dict[str, Any]:
     """A case as a row of the results file, without its times.
 
     "weight_dtype", "out_dtype" and "modulation_dtype" stand there only where they are not x's
-    dtype, "samples" and "modulation" only for modulated norms.
+    dtype, "samples" and "modulation" only for modulated norms, "heads" and "packed" only for heads.
     """
     row = {
         "op": case.op,
@@ -151,6 +151,8 @@ def row_of(case: Case) -> dict[str, Any]:
         "weight_dtype": case.weight_dtype,
         "out_dtype": case.out_dtype,
         "samples": case.samples,
+        "heads": case.heads,
+        "packed": True if case.packed else None,
         "modulation": case.modulation,
         "modulation_dtype": case.modulation_dtype,
         "bytes": case.bytes,
@@ -164,7 +166,7 @@ def case_of(row: dict[str, Any]) -> Case:
         row["op"], row["rows"], row["cols"], row["dtype"],
         weight_dtype=row.get("weight_dtype"), out_dtype=row.get("out_dtype"),
         samples=row.get("samples"), modulation=row.get("modulation"),
-        modulation_dtype=row.get("modulation_dtype"),
+        modulation_dtype=row.get("modulation_dtype"), heads=row.get("heads"),
     )  # fmt: skip
     return next((case for case in CASES if case.name == plain.name), plain)
 

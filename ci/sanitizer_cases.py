@@ -187,6 +187,28 @@ def layer_cases(teams_alike):
             run_modulated(2, 20, cols, dtype, per_token=True)
         run_modulated(2, 90, 1152, dtype, strategy="stream", weight=True)
         run_modulated(2, 9, 1155, dtype, strategy="stream", per_token=True)
+    # Heads: whole vectors and single elements, rotated in part.
+    for dtype in (BF16, F32):
+        for cols, rotary in ((64, None), (80, 32), (128, 64), (256, None), (30, 6), (256, 20)):
+            for interleaved in (False, True):
+                run_heads(cols, dtype, rotary, interleaved=interleaved)
+        run_heads(128, dtype, positions=2000)
+        run_heads(128, dtype, packed=False)
+
+
+def run_heads(cols, dtype, rotary=None, *, interleaved=False, positions=37, packed=True):
+    """q and k of 6 and 2 heads: LayerNorm and rotation, and the rotation alone."""
+    qkv = torch.randn(2, positions, 10, cols + 2 * (not packed), device="cuda").to(dtype)
+    q, k = (t[..., :cols].requires_grad_() for t in (qkv[:, :, :6], qkv[:, :, 6:8]))
+    weight = torch.ones(cols, device="cuda", requires_grad=True)
+    angle = torch.randn(positions, (rotary or cols) // 2, device="cuda")
+    options = {"rotary_dim": rotary, "interleaved": interleaved, "statistic": "layer"}
+    for one in (weight, None):
+        y, z = fused_layernorm.qk_norm_rope(
+            q, k, one, one, angle.cos(), angle.sin(), q_bias=one, k_bias=one, **options
+        )
+        (y.sum() + z.sum()).backward()
+        options["statistic"] = None
 
 
 if __name__ == "__main__":

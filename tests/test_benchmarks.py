@@ -23,6 +23,7 @@ from benchmarks import (  # noqa: E402
     cases,
     compare,
     diffusion,
+    heads,
     models,
     ours,
     overhead,
@@ -34,7 +35,7 @@ from benchmarks import (  # noqa: E402
     tune,
     turns,
 )
-from benchmarks.cases import CASES, OPS, Case, parse_case  # noqa: E402
+from benchmarks.cases import CASES, HEAD_OPS, OPS, Case, parse_case  # noqa: E402
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_ratio_is_one_at_copy_speed():
 
 def test_every_operator_has_a_case_with_a_target():
     with_target = [case for case in CASES if case.target is not None]
-    assert {case.op for case in with_target} == set(OPS)
+    assert {case.op for case in with_target} == {*OPS, *HEAD_OPS}
     assert all(0.3 < (case.target or 0) < 1.4 for case in with_target)
     assert len({case.name for case in CASES}) == len(CASES)
     sizes = {(f"{case.size} {case.types}", case.op): case.target for case in CASES}
@@ -270,6 +271,30 @@ def test_all_providers_compute_the_same(op, types, on_cpu):
                 dtypes = [case.torch_out_dtype, case.torch_dtype][: 1 + case.residual]
             assert [output.dtype for output in outputs] == dtypes, name
             assert tune.error(calls[1](), expected) > 1e-2, "the inputs are not distinct"
+
+
+@pytest.mark.parametrize("op", HEAD_OPS)
+def test_all_providers_compute_the_same_of_heads(op, on_cpu):
+    case = parse_case(f"2x3x4x8 float32 {op}")
+    assert (case.rows, case.size, case.name) == (48, "2x3x4x8", f"{op} 2x3x4x8 float32")
+    assert case.bytes == (3 if case.backward else 2) * 48 * 8 * 4
+    assert results.case_of(results.row_of(case)) == case
+    inputs = ours.make_inputs(case)
+    mine, eager = providers.PROVIDERS["ours"], providers.PROVIDERS["eager"]
+    found: Any = zip(inputs, mine(case, inputs) or (), eager(case, inputs) or (), strict=True)
+    results_of = []
+    for one, own, stock in found:
+        results_of.append(own())
+        assert tune.error(own(), stock()) < 1e-5
+        if case.backward:
+            of_compiler = heads.backward(case, False)(*heads.arguments(case, one))
+            assert tune.error(own(), of_compiler) < 1e-5
+        elif case.rotates:
+            of_norm = torch.nn.functional.rms_norm(one.x[:, :, 0], (8,), one.weight, 1e-5)
+            assert tune.error(own()[0], [of_norm]) > 0.1, "the rotation is there"
+    assert tune.error(*results_of) > 1e-2, "the inputs are not distinct"
+    with pytest.raises(ValueError, match="expected SAMPLES"):
+        parse_case(f"2x3 float32 {op}")
 
 
 MODULATED = tuple(op for op in OPS if "ada" in op)

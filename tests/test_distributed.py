@@ -257,6 +257,41 @@ def compiled(rank, world, device):
 
 
 @case
+def heads_stay_sharded(rank, world, device):
+    """q and k over samples, positions or heads, without a collective in either direction."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = mesh_of(device, world)
+    torch.manual_seed(0)
+    shape = (world, 2 * world, 2 * world, 8)
+    plain = [torch.randn(shape, device=device), torch.randn(*shape[:2], world, 8, device=device),
+             *torch.randn(2, 8, device=device)]  # fmt: skip
+    angle = torch.randn(*shape[:2], 4, device=device)
+    angles = angle.cos(), angle.sin()
+    plain = [t.requires_grad_() for t in plain]
+    expected = fused_layernorm.qk_norm_rope(*plain, *angles)
+    grads = [torch.randn_like(y) for y in expected]
+    of_plain = torch.autograd.grad(expected, plain, grads)
+    for dim in (0, 1, 2):
+        shard, copy = [Shard(dim)], [Replicate()]
+        leaves = [
+            distribute_tensor(t.detach(), mesh, placement).requires_grad_()
+            for t, placement in zip(plain, (shard, shard, copy, copy), strict=True)
+        ]
+        cos, sin = (distribute_tensor(t, mesh, copy if dim == 2 else shard) for t in angles)
+        given = [distribute_tensor(g, mesh, shard) for g in grads]
+        with CommDebugMode() as comm:
+            y = fused_layernorm.qk_norm_rope(*leaves, cos, sin)
+            found = torch.autograd.grad(y, leaves, given)
+        assert comm.get_total_counts() == 0
+        placements = [g.placements for g in (*y, *found)]
+        assert placements == [(Shard(dim),)] * 4 + [(Partial(),)] * 2
+        for a, b in zip((*y, *found), (*expected, *of_plain), strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, rtol=1e-4, atol=1e-4)
+
+
+@case
 def rows_stay_sharded(rank, world, device):
     """Neither direction needs a collective. The parameters' gradients are partial sums."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor

@@ -112,6 +112,25 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "gate_backward(Tensor dresidual_out, Tensor input, Tensor gate, bool needs_dinput, bool "
       "needs_dgate) -> (Tensor, Tensor)");
 
+  // Heads: every row (the last dimension) of q and k is normalized, unless the statistic is None,
+  // and its first rotary_dim columns are rotated by the cos and sin of its position, unless
+  // rotary_dim is 0. q and k are (batch, positions, heads, columns), or with seq_dim=2 (batch,
+  // heads, positions, columns). With `inverse` the rotation is the reverse one. The results have
+  // the order of memory of q and k: (q_out, k_out). Without k, k_out is an empty tensor of shape
+  // (0,), and so is each gradient below that is not asked for.
+  m.def(
+      "qk_norm_rope(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, "
+      "Tensor? k_bias, Tensor? cos, Tensor? sin, int rotary_dim, int seq_dim, float eps, str? "
+      "statistic, float weight_offset, bool round_before_weight, bool interleaved, bool inverse) "
+      "-> (Tensor, Tensor)");
+  // (dq, dk, dq_weight, dk_weight, dq_bias, dk_bias), for a statistic other than None.
+  m.def(
+      "qk_norm_rope_backward(Tensor dq_out, Tensor? dk_out, Tensor q, Tensor? k, Tensor? q_weight, "
+      "Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, Tensor? cos, Tensor? sin, int rotary_dim, "
+      "int seq_dim, float eps, str? statistic, float weight_offset, bool interleaved, bool "
+      "inverse, "
+      "bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+
   // For tests, benchmarks and `python -m fused_layernorm`, not for users.
   m.def("_build_info() -> str");
 }

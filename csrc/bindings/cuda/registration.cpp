@@ -217,6 +217,7 @@ void register_cuda_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("ada_layer_norm_backward", TORCH_BOX(&ada_layer_norm_backward));
   library.impl("add_ada_layer_norm_backward", TORCH_BOX(&add_ada_layer_norm_backward));
   library.impl("gate_backward", TORCH_BOX(&run_gate_backward));
+  register_head_kernels(library);
 }
 
 }  // namespace fused_layernorm
