@@ -14,6 +14,7 @@ of PyTorch, so the rules are registered when other code has imported it.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch

@@ -85,7 +85,7 @@ def may_serve(x: Any, *others: Any) -> bool:
     its values in a way that only the operators of the stock forward can read), a TorchFunctionMode
     of another library, and every call while a tool has replaced F.layer_norm or F.rms_norm.
     """
-    is_plain = type(x) is Tensor and not has_torch_function(others) and not x.is_nested
+    is_plain = type(x) is Tensor and not has_torch_function((x, *others)) and not x.is_nested
     if not is_plain and not _are_known((x, *others)):
         return False
     return F.layer_norm is torchs_layer_norm and F.rms_norm is _torchs_rms_norm
@@ -96,14 +96,14 @@ _torchs_rms_norm = F.rms_norm
 
 
 def _are_known(values: Sequence[Any]) -> bool:
-    for value in values:
-        if not _is_known(type(value)) or (isinstance(value, Tensor) and value.is_nested):
-            return False
-    if _is_compiling():  # Dynamo traces through the modes that it knows
-        return True
-    # PyTorch has modes of its own: of torch.set_default_device, for example, and of torch.export.
-    modes = torch.overrides._get_current_function_mode_stack()
-    return all(type(mode).__module__.startswith("torch.") for mode in modes)
+    if not all(_is_known(type(value)) for value in values):
+        return False
+    if not _is_compiling():  # Dynamo traces through the modes that it knows
+        # PyTorch has modes of its own: of torch.set_default_device, and of torch.export.
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if not type(mode).__module__.startswith("torch."):
+                return False
+    return not any(isinstance(value, Tensor) and value.is_nested for value in values)
 
 
 def _is_known(cls: type) -> bool:

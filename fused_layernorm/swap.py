@@ -421,7 +421,7 @@ def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
         parameters = self._parameters.values()
         if (  # what follows from may_serve for the most common call, in a third of its time
             type(x) is Tensor
-            and not (rest or kwargs or has_torch_function_variadic(*parameters) or x.is_nested)
+            and not (rest or kwargs or has_torch_function_variadic(x, *parameters) or x.is_nested)
             and F.layer_norm is torchs_layer_norm
             and type(self) is not cls
         ):

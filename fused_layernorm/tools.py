@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from .after_import import after_import
+from .decompositions import decompositions
 from .modules import FusedLayerNorm
-from .ops import formulas
 from .ops.load import NAMESPACE
-from .ops.operators import FORWARD, LAYER_NORM, Operator
+from .ops.operators import LAYER_NORM
 
 # ---- The TorchScript exporter.
 
@@ -120,20 +121,21 @@ def _register_symbolics() -> None:
             return types.JitScalarType(helper._parse_arg(value, "i")).dtype()
         return helper._parse_arg(value, kind.removeprefix("Optional[")[0])
 
-    def symbolic(operator: Operator) -> Callable[..., Any]:
-        kinds = [str(a.real_type) for a in operator.overload._schema.arguments]
+    def symbolic(overload: OpOverload, forward: Callable[..., Any]) -> Callable[..., Any]:
+        kinds = [str(a.real_type) for a in overload._schema.arguments]
 
         def translate(g: Any, *values: Any) -> Any:
-            a = operator.arguments(*(argument(g, v, kind) for v, kind in zip(values, kinds)))
-            found = operator.outputs(formulas.forward(a))
-            return tuple(y.value for y in found) if isinstance(found, tuple) else found.value
+            y = forward(*(argument(g, *each) for each in zip(values, kinds, strict=True)))
+            return tuple(each.value for each in y) if isinstance(y, tuple) else y.value
 
         return translate
 
-    for operator in FORWARD:
-        if not operator.gives_statistics:
-            name = f"{NAMESPACE}::{operator.name}"
-            torch.onnx.register_custom_op_symbolic(name, symbolic(operator), 9)
+    onnx: Any = torch.onnx
+    for overload, forward in decompositions().items():
+        name = overload._opname
+        if not name.endswith(("_forward", "_backward")):
+            translate = symbolic(overload, forward)
+            onnx.register_custom_op_symbolic(f"{NAMESPACE}::{name}", translate, 9)
 
 
 # ---- Counters.
