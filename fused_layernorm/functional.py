@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import has_torch_function
 
 from .compile import rules
 from .ops import arguments, formulas
@@ -73,27 +75,48 @@ def rms_eps(eps: float | None, x: Tensor) -> float:
     return _FLOAT64_EPS if is_wide else _FLOAT32_EPS
 
 
-def may_serve(x: Any, weight: Any) -> bool:
-    """Whether these are tensors that the operators may get; weight may be None.
+def may_serve(x: Any, *others: Any) -> bool:
+    """Whether the operators know all that a module's own forward would show to PyTorch's functions.
 
-    Swapped modules ask, since subclasses that are neither PyTorch's own nor DTensor may hold their
-    values in a way that only the operators of the stock forward can read.
+    The rule is that a swapped module accepts what the stock module accepts, with the stock result:
+    swapped modules ask here about the tensors of a call, x first, and leave to the stock forward
+    what is not known. That is a nested tensor, a tensor subclass of another library (it may hold
+    its values in a way that only the operators of the stock forward can read), a TorchFunctionMode
+    of another library, and every call while a tool has replaced F.layer_norm or F.rms_norm.
     """
-    return _is_known(type(x)) and (weight is None or _is_known(type(weight)))
+    is_plain = type(x) is Tensor and not has_torch_function((x, *others)) and not x.is_nested
+    if not is_plain and not _are_known((x, *others)):
+        return False
+    return F.layer_norm is torchs_layer_norm and F.rms_norm is _torchs_rms_norm
+
+
+torchs_layer_norm = F.layer_norm
+_torchs_rms_norm = F.rms_norm
+
+
+def _are_known(values: Sequence[Any]) -> bool:
+    if not all(_is_known(type(value)) for value in values):
+        return False
+    if not _is_compiling():  # Dynamo traces through the modes that it knows
+        # PyTorch has modes of its own: of torch.set_default_device, and of torch.export.
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if not type(mode).__module__.startswith("torch."):
+                return False
+    return not any(isinstance(value, Tensor) and value.is_nested for value in values)
 
 
 def _is_known(cls: type) -> bool:
-    if cls is Tensor or cls is torch.nn.Parameter:
+    if cls is Tensor or cls is torch.nn.Parameter or not hasattr(cls, "__torch_function__"):
         return True
-    return cls.__module__.startswith(("torch._subclasses.", "torch.distributed."))
+    return cls.__module__.startswith(("torch._subclasses.", "torch.distributed.", "torch.fx."))
 
 
 def takes_rms_norm(x: Any, weight: Any, eps: float | None) -> bool:
     """Whether :func:`rms_norm` takes arguments that torch.nn.functional.rms_norm takes."""
-    if isinstance(x, torch.fx.Proxy):
-        return True
     if not may_serve(x, weight) or eps != eps:
         return False
+    if isinstance(x, torch.fx.Proxy):
+        return True
     if weight is None:
         return x.dtype in _FLOATS
     return x.dtype in _FLOATS and (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import ada_layer_norm, layer_norm
+from .functional import ada_layer_norm, layer_norm, may_serve
 from .modules import FusedLayerNorm
 from .swap_forwards import HALF, diffusers_float32, matched
 
@@ -31,8 +31,8 @@ torch.fx.wrap("_modulated")
 def _computes(*names: str) -> Callable[[Forward], Forward]:
     """Decorates a forward that computes these norms of its module without calling them.
 
-    Where one of the norms must be called, because of a hook for example, the class's own forward
-    runs.
+    Where one of the norms must be called, because of a hook for example, it returns None: the
+    class's own forward then runs (swap._or_stock).
     """
 
     def decorate(fused: Forward) -> Forward:
@@ -40,7 +40,7 @@ def _computes(*names: str) -> Callable[[Forward], Forward]:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             for name in names:
                 if not _need_not_be_called(getattr(self, name)):
-                    return self._swapped_from.forward(self, *args, **kwargs)
+                    return None
             return fused(self, *args, **kwargs)
 
         NORMS[forward] = names
@@ -55,15 +55,19 @@ def _need_not_be_called(norm: Any) -> bool:
     if forward is FusedLayerNorm.forward:
         if norm.activation is not None or norm.scale != 1.0 or norm.out_dtype is not None:
             return False
-    elif forward is not diffusers_float32:
+    elif not _is_diffusers_float32(norm):
         return False
-    return not (
+    return may_serve(norm.weight, norm.bias) and not (
         norm._forward_hooks
         or norm._forward_pre_hooks
         or norm._backward_hooks
         or norm._backward_pre_hooks
         or "forward" in norm.__dict__
     )
+
+
+def _is_diffusers_float32(norm: Any) -> bool:
+    return getattr(type(norm), "_fused_forward", None) is diffusers_float32
 
 
 def _modulate(
@@ -79,7 +83,7 @@ def _modulate(
 
 def _options_of(norm: Any, x: Tensor, dtype: torch.dtype | None) -> tuple[Any, ...]:
     """The last arguments of _modulated."""
-    if dtype is None and type(norm).forward is diffusers_float32:
+    if dtype is None and _is_diffusers_float32(norm):
         dtype = x.dtype
     return norm.weight, norm.bias, norm.eps, norm.normalized_shape, dtype
 
