@@ -8,10 +8,13 @@ case from all processes. The processes run this file as a script.
 # The annotations say Tensor, but a DTensor has more attributes, and is passed by *.
 # mypy: disable-error-code="attr-defined, arg-type, call-arg"
 
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,9 @@ CASES: dict[str, Any] = {}
 def case(f):
     CASES[f.__name__] = f
     return f
+
+
+OF_FOUR = ("two_dimensional_mesh", "rows_stay_sharded")  # the cases that four processes run
 
 
 # ---- What the cases share.
@@ -411,8 +417,6 @@ def sharded_over_the_normalized_dimension(rank, world, device):
 
 @case
 def two_dimensional_mesh(rank, world, device):
-    if world < 4:
-        return
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -598,7 +602,8 @@ def work(rank, world, device, folder):
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
     report = {}
-    for name, f in CASES.items():
+    for name in names_of(world):
+        f = CASES[name]
         try:
             f(rank, world, device)
             report[name] = ""
@@ -611,27 +616,21 @@ def work(rank, world, device, folder):
     dist.destroy_process_group()
 
 
-GROUPS = [
-    pytest.param(("cpu", 2), id="gloo-2"),
-    pytest.param(("cpu", 4), id="gloo-4"),
-    pytest.param(
-        ("cuda", 2),
-        id="nccl-2",
-        marks=[
-            pytest.mark.multi_gpu,
-            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-        ],
-    ),
+def names_of(world):
+    return OF_FOUR if world == 4 else [name for name in CASES if name != OF_FOUR[0]]
+
+
+TWO_GPUS = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
+GROUPS = [("gloo-2", "cpu", 2, []), ("gloo-4", "cpu", 4, []), ("nccl-2", "cuda", 2, TWO_GPUS)]
 
 
-@pytest.fixture(scope="module", params=GROUPS)
-def group(request, tmp_path_factory):
+@functools.cache
+def reports_of(device, world):
     """{case: the reports of all processes}."""
-    if not dist.is_available():
-        pytest.skip("this build of PyTorch has no torch.distributed")
-    device, world = request.param
-    folder = tmp_path_factory.mktemp("group")
+    folder = Path(tempfile.mkdtemp())
     root = Path(fused_layernorm.__file__).parents[1]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     processes = [
@@ -655,13 +654,22 @@ def group(request, tmp_path_factory):
             process.kill()
     files = [folder / f"{rank}.json" for rank in range(world)]
     reports = [json.loads(f.read_text()) if f.exists() else {} for f in files]
+    shutil.rmtree(folder)
     log = "\n".join(logs)
     return {name: [report.get(name, log or "not run") for report in reports] for name in CASES}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_case(group, name):
-    failures = [text for text in group[name] if text]
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+@pytest.mark.parametrize(
+    ("device", "world", "name"),
+    [
+        pytest.param(device, world, name, id=f"{group}-{name}", marks=marks)
+        for group, device, world, marks in GROUPS
+        for name in names_of(world)
+    ],
+)
+def test_case(device, world, name):
+    failures = [text for text in reports_of(device, world)[name] if text]
     assert not failures, failures[0]
 
 
