@@ -16,17 +16,13 @@ of PyTorch, so the rules are registered when other code has imported it.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from .after_import import after_import
 from .ops import heads, load
 from .ops.operators import (
     ADA_LAYER_NORM_BACKWARD,
@@ -35,14 +31,10 @@ from .ops.operators import (
     BackwardOperator,
     GatedBackwardArguments,
     Operator,
-    PairArguments,
 )
 
-_DTENSOR = "torch.distributed.tensor"
-
-
 _ROWS = ("input", "residual", "dy", "x", "mean", "rstd", "dresidual")
-_MODULATIONS = ("gate", "shift", "scale", "second_shift", "second_scale")
+_MODULATIONS = ("gate", "shift", "scale")
 _PARAMETERS = ("weight", "bias")
 
 
@@ -127,16 +119,8 @@ def register_sharding_rules() -> None:
 
         return rules
 
-    def pair_rules(*args: Any) -> list[Any]:
-        p = PairArguments(*args)
-        return [
-            ([placement] * 2, only_placements(placed(p, p.input, placement)))
-            for placement in acceptable(p.input.ndim - p.normalized_ndim)
-        ]
-
     for operator in FORWARD:
         register_sharding([operator.overload])(forward_rules(operator))
-    register_sharding([load.ada_layer_norm_pair])(pair_rules)
     for backward in BACKWARD:
         register_sharding([backward.overload])(backward_rules(backward))
 
@@ -219,42 +203,4 @@ def _register() -> None:
         )
 
 
-class _Finder(MetaPathFinder):
-    """Calls a function once, after the module of this name has been imported."""
-
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name = name
-        self._then = then
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._then)
-        return spec
-
-
-class _Loader(Loader):
-    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
-        self._loader = loader
-        self._then = then
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._then()
-
-
-if _DTENSOR in sys.modules:
-    _register()
-else:
-    sys.meta_path.insert(0, _Finder(_DTENSOR, _register))
+after_import("torch.distributed.tensor", _register)

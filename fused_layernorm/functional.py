@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import has_torch_function
 
 from .compile import rules
-from .ops import arguments, formulas, load
+from .ops import arguments, formulas
 from .ops.aten_forward import twin
 from .ops.autocast import under_autocast
 from .ops.operators import (
@@ -39,7 +41,6 @@ _layer_norm = LAYER_NORM.overload._op
 _add_layer_norm = ADD_LAYER_NORM.overload._op
 _ada_layer_norm = ADA_LAYER_NORM.overload._op
 _add_ada_layer_norm = ADD_ADA_LAYER_NORM.overload._op
-_ada_layer_norm_pair = load.ada_layer_norm_pair._op
 
 ATEN_LAYER_NORM = twin(LAYER_NORM)
 ATEN_ADD_LAYER_NORM = twin(ADD_LAYER_NORM)
@@ -74,27 +75,48 @@ def rms_eps(eps: float | None, x: Tensor) -> float:
     return _FLOAT64_EPS if is_wide else _FLOAT32_EPS
 
 
-def may_serve(x: Any, weight: Any) -> bool:
-    """Whether these are tensors that the operators may get; weight may be None.
+def may_serve(x: Any, *others: Any) -> bool:
+    """Whether the operators know all that a module's own forward would show to PyTorch's functions.
 
-    Swapped modules ask, since subclasses that are neither PyTorch's own nor DTensor may hold their
-    values in a way that only the operators of the stock forward can read.
+    The rule is that a swapped module accepts what the stock module accepts, with the stock result:
+    swapped modules ask here about the tensors of a call, x first, and leave to the stock forward
+    what is not known. That is a nested tensor, a tensor subclass of another library (it may hold
+    its values in a way that only the operators of the stock forward can read), a TorchFunctionMode
+    of another library, and every call while a tool has replaced F.layer_norm or F.rms_norm.
     """
-    return _is_known(type(x)) and (weight is None or _is_known(type(weight)))
+    is_plain = type(x) is Tensor and not has_torch_function((x, *others)) and not x.is_nested
+    if not is_plain and not _are_known((x, *others)):
+        return False
+    return F.layer_norm is torchs_layer_norm and F.rms_norm is _torchs_rms_norm
+
+
+torchs_layer_norm = F.layer_norm
+_torchs_rms_norm = F.rms_norm
+
+
+def _are_known(values: Sequence[Any]) -> bool:
+    if not all(_is_known(type(value)) for value in values):
+        return False
+    if not _is_compiling():  # Dynamo traces through the modes that it knows
+        # PyTorch has modes of its own: of torch.set_default_device, and of torch.export.
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if not type(mode).__module__.startswith("torch."):
+                return False
+    return not any(isinstance(value, Tensor) and value.is_nested for value in values)
 
 
 def _is_known(cls: type) -> bool:
-    if cls is Tensor or cls is torch.nn.Parameter:
+    if cls is Tensor or cls is torch.nn.Parameter or not hasattr(cls, "__torch_function__"):
         return True
-    return cls.__module__.startswith(("torch._subclasses.", "torch.distributed."))
+    return cls.__module__.startswith(("torch._subclasses.", "torch.distributed.", "torch.fx."))
 
 
 def takes_rms_norm(x: Any, weight: Any, eps: float | None) -> bool:
     """Whether :func:`rms_norm` takes arguments that torch.nn.functional.rms_norm takes."""
-    if isinstance(x, torch.fx.Proxy):
-        return True
     if not may_serve(x, weight) or eps != eps:
         return False
+    if isinstance(x, torch.fx.Proxy):
+        return True
     if weight is None:
         return x.dtype in _FLOATS
     return x.dtype in _FLOATS and (
@@ -426,51 +448,6 @@ def add_ada_layer_norm(
     return _serve_ada(
         input, residual, gate, shift, scale, weight, bias, eps, normalized_shape, out_dtype, kind
     )
-
-
-def ada_layer_norm_pair(
-    input: Tensor,
-    shift: Tensor | None,
-    scale: Tensor | None,
-    second_shift: Tensor | None,
-    second_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    normalized_shape: int | Sequence[int],
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """ada_layer_norm of one input with two modulations: ``(y, second_y)``. It is not exported.
-
-    Where no gradient is needed it is one operator, whose kernel reads input once. The errors are
-    those of two calls of ada_layer_norm.
-    """
-    of_both = (input, weight, bias, eps, normalized_shape)
-    options: list[dict[str, Any]] = [
-        {"out_dtype": out_dtype, "is_ada": True, "shift": of_shift, "scale": of_scale}
-        for of_shift, of_scale in ((shift, scale), (second_shift, second_scale))
-    ]
-    if _is_compiling():
-        first, _ = [arguments.settle(*of_both, **of_one) for of_one in options]
-        ndim = first.options.normalized_ndim
-        modulations = (shift, scale, second_shift, second_scale)
-        return load.ada_layer_norm_pair(input, ndim, *modulations, weight, bias, eps, out_dtype)
-    try:
-        if _dispatch_modes() and torch.onnx.is_in_onnx_export():
-            rest = (weight, bias, eps, normalized_shape, out_dtype, LAYER)
-            return (
-                _serve_ada(input, None, None, shift, scale, *rest),
-                _serve_ada(input, None, None, second_shift, second_scale, *rest),
-            )
-        ndim = _trailing_dimensions(input, weight, bias, normalized_shape)
-        return _ada_layer_norm_pair(
-            input, ndim, shift, scale, second_shift, second_scale, weight, bias, eps, out_dtype
-        )
-    except Exception as error:
-        found = error
-        for of_one in reversed(options):
-            found = arguments.explain(found, *of_both, **of_one)
-        raise found from None
 
 
 # For tests without a GPU: calls on the CPU then go to the operators instead of PyTorch's.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import swap_rotations
-from .functional import Kind, layer_norm, serve
+from .functional import Kind, layer_norm, may_serve, serve
 from .ops import heads
 from .swap_rotations import Rotation
 
@@ -32,9 +32,10 @@ class LayerNorm(nn.Module):
     eps: float
 
     def forward(self, input: Tensor) -> Tensor:
-        return layer_norm(
-            input, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape
-        )
+        weight, bias = self.weight, self.bias
+        if not may_serve(input, weight, bias):
+            return nn.LayerNorm.forward(self, input)  # type: ignore[arg-type]
+        return layer_norm(input, weight, bias, self.eps, normalized_shape=self.normalized_shape)
 
 
 class RMSNorm(nn.Module):
@@ -164,9 +165,9 @@ def _takes(x: Tensor, weight: Any) -> bool:
     """Whether such classes compute in float32 with x and weight, as the kernels do."""
     return (
         isinstance(weight, Tensor)
+        and may_serve(x, weight)
         and x.dtype in _DTYPES
         and weight.dtype in _DTYPES
-        and not x.is_nested
         and x.layout is torch.strided
         and x.shape[-1:] == weight.shape
     )

@@ -16,6 +16,7 @@ from .functional import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
+    may_serve,
     rms_norm,
     takes_rms_norm,
 )
@@ -51,7 +52,9 @@ class FusedLayerNorm(nn.LayerNorm):
     # Attributes that torch.jit.script compiles as constants.
     __constants__ = [*nn.LayerNorm.__constants__, "activation", "scale", "out_dtype"]  # noqa: RUF012
 
-    # Defaults for an nn.LayerNorm that swap_layer_norm has made a FusedLayerNorm.
+    # Defaults for an nn.LayerNorm that swap_layer_norm has made a FusedLayerNorm. Such a one takes
+    # what nn.LayerNorm takes.
+    _was_layer_norm = False
     activation: str | None = None
     scale: float = 1.0
     out_dtype: torch.dtype | None = None
@@ -87,10 +90,16 @@ class FusedLayerNorm(nn.LayerNorm):
                 self.scale,
                 self.out_dtype,
             )
+        # Somebody may have kept the bound forward from before an unswap.
+        if not isinstance(self, FusedLayerNorm):
+            return nn.LayerNorm.forward(self, input)
+        weight, bias = self.weight, self.bias
+        if self._was_layer_norm and not may_serve(input, weight, bias):
+            return nn.LayerNorm.forward(self, input)
         return layer_norm(
             input,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             self.eps,
             normalized_shape=self.normalized_shape,
             activation=self.activation,
@@ -184,7 +193,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
     # Defaults for an nn.RMSNorm that swap_rms_norm has made a FusedRMSNorm. Such a one takes what
     # nn.RMSNorm takes.
-    _was_rms_norm: bool = False
+    _was_rms_norm = False
     weight_offset: float = 0.0
     round_before_weight: bool = False
     activation: str | None = None
@@ -242,6 +251,8 @@ class FusedRMSNorm(nn.RMSNorm):
                 self.weight_offset,
                 self.round_before_weight,
             )
+        if not isinstance(self, FusedRMSNorm):  # kept from before an unswap, as in FusedLayerNorm
+            return nn.RMSNorm.forward(self, x)
         if self._was_rms_norm and not takes_rms_norm(x, self.weight, self.eps):
             return nn.RMSNorm.forward(self, x)
         return rms_norm(

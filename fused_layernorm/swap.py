@@ -8,6 +8,7 @@ the RMSNorms.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import types
@@ -17,10 +18,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.overrides import has_torch_function_variadic
 
 from . import swap_forwards, swap_modulated, swap_rms, swap_rotations, swap_source, swap_table
+from .functional import may_serve, torchs_layer_norm
 from .modules import FusedLayerNorm, FusedRMSNorm
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -221,8 +225,11 @@ def _unswap_all(model: Model, kinds: tuple[str, ...]) -> Model:
     for module in model.modules():
         swapped_from = _swapped_from(module)
         if swapped_from is not None and _fused_kind(module) in (*kinds, REGISTERED):
-            module.__dict__.pop("_was_layer_norm", None)
-            if module.__dict__.pop("_was_rms_norm", False):
+            own = module.__dict__
+            if own.pop("_was_layer_norm", False):
+                own.pop("__module__", None)
+            if own.pop("_was_rms_norm", False):
+                own.pop("__module__", None)
                 module._parameters.pop("bias", None)
             _set_class(module, swapped_from)
     return model
@@ -238,8 +245,9 @@ def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -
         make: ``make(module)`` is called for each instance, and returns the forward that replaces
             the class's: a function that takes ``self`` first, as it would be written in the class.
             The forward must read the parameters from ``self``, since it serves copies of the
-            module too. To leave this module as it is, ``make`` returns None. A swapped module can
-            be pickled only if pickle finds the function by name.
+            module too. Where it returns None, the class's own forward serves the call. To leave
+            this module as it is, ``make`` returns None. A swapped module can be pickled only if
+            pickle finds the function by name.
 
     Example::
 
@@ -332,13 +340,13 @@ def _swap(name: str, module: nn.Module, predicate: Predicate | None) -> str | No
             return "the function registered for its class left it"
         _check_forward(cls, forward)
     elif cls is nn.LayerNorm:
-        module.__dict__["_was_layer_norm"] = True
+        module.__dict__.update(_was_layer_norm=True, **_LEAF)
         _set_class(module, FusedLayerNorm)
         return None
     elif cls is nn.RMSNorm:
         if hasattr(module, "bias"):
             return "it has a bias, of which nn.RMSNorm does not know"
-        module.__dict__["_was_rms_norm"] = True
+        module.__dict__.update(_was_rms_norm=True, **_LEAF)
         module.register_parameter("bias", None)  # FusedRMSNorm has one
         _set_class(module, FusedRMSNorm)
         return None
@@ -394,6 +402,10 @@ def _name(cls: type) -> str:
 
 # ---- The classes of swapped modules.
 
+# torch.fx records a module of torch.nn as one call, and reads this name on the module itself, where
+# it hides the class's name from nothing else: pickle asks the class.
+_LEAF = {"__module__": nn.LayerNorm.__module__}
+
 _classes: weakref.WeakValueDictionary[tuple[type, Forward], type[nn.Module]] = (
     weakref.WeakValueDictionary()
 )
@@ -413,11 +425,42 @@ def _swapped_class(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             "_fused_kind": _kind_of(cls, forward),
             "_get_name": _get_name,
             "_swapped_from": cls,
-            "forward": forward,
+            "_fused_forward": staticmethod(forward),
+            "forward": _or_stock(forward, cls),
         }
+        if forward is FusedLayerNorm.forward:  # which asks by itself what it may serve
+            members.update(_was_layer_norm=True, forward=forward)
         made = type(f"Fused{cls.__name__}", bases, members)
         _classes[cls, forward] = made
     return made
+
+
+def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
+    """The forward of a swapped class: what the stock forward takes, it takes.
+
+    The stock forward of cls serves what the operators do not know (functional.may_serve), what the
+    fused one returns None for, and a module that was unswapped while somebody kept its forward.
+    """
+
+    @functools.wraps(fused)
+    def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
+        parameters = self._parameters.values()
+        if (  # what follows from may_serve for the most common call, in a third of its time
+            type(x) is Tensor
+            and not (rest or kwargs or has_torch_function_variadic(x, *parameters) or x.is_nested)
+            and F.layer_norm is torchs_layer_norm
+            and type(self) is not cls
+        ):
+            found = fused(self, x)
+            return cls.forward(self, x) if found is None else found
+        args = () if x is None and not rest else (x, *rest)
+        if type(self) is not cls and may_serve(*args, *kwargs.values(), *parameters):
+            found = fused(self, *args, **kwargs)
+            if found is not None:
+                return found
+        return cls.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def _kind_of(cls: type[nn.Module], forward: Forward) -> str:
@@ -440,7 +483,7 @@ def _get_name(self: Any) -> str:
 def _reduce_ex(self: Any, protocol: Any) -> Any:
     """As object.__reduce_ex__, but unpickling makes the class, which pickle cannot find by name."""
     state: Any = object.__reduce_ex__(self, max(2, protocol))[2:]
-    return _unpickled, (self._swapped_from, type(self).forward), *state
+    return _unpickled, (self._swapped_from, type(self)._fused_forward), *state
 
 
 def _unpickled(cls: type[nn.Module], forward: Forward) -> nn.Module:

@@ -112,7 +112,6 @@ def test_a_library_is_active_unless_disabled():
         "add_layer_norm_forward",
         "layer_norm_backward",
         "ada_layer_norm",
-        "ada_layer_norm_pair",
         "add_ada_layer_norm_forward",
         "ada_layer_norm_backward",
         "add_ada_layer_norm_backward",

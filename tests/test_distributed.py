@@ -492,45 +492,6 @@ def modulated_rows_stay_sharded(rank, world, device):
 
 
 @case
-def rows_of_a_pair_stay_sharded(rank, world, device):
-    """One norm under two modulations of different shapes needs no collective."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    mesh = mesh_of(device, world)
-    torch.manual_seed(0)
-    samples, tokens, cols = 2 * world, world, 6
-    x = torch.randn(samples, tokens, cols, device=device)
-    weight, bias = torch.randn(2, cols, device=device)
-    shapes = [(samples, 1, cols), (1, tokens, cols), (samples, tokens, 1), (cols,)]
-    modulations = [torch.randn(shape, device=device) for shape in shapes]
-    plain = [x, *modulations, weight, bias]
-
-    def pair(x, *rest):
-        return torch.ops.fused_layernorm.ada_layer_norm_pair(x, 1, *rest, 1e-5)
-
-    for dim in (0, 1):
-        sharded: list[Any] = [
-            distribute_tensor(
-                t, mesh, [Shard(dim) if t.dim() == 3 and t.shape[dim] > 1 else Replicate()]
-            )
-            for t in plain
-        ]
-        # Two calls if a gradient is required, otherwise one operator.
-        for requires_grad in (True, False):
-            sharded[0] = sharded[0].detach().requires_grad_(requires_grad)
-            with CommDebugMode() as communication:
-                found = pair(*sharded)
-            assert communication.get_total_counts() == 0, communication.get_comm_counts()
-            for f, e in zip(found, pair(*plain), strict=True):
-                assert f.placements == (Shard(dim),)
-                torch.testing.assert_close(f.full_tensor(), e, rtol=1e-5, atol=1e-5)
-    x = distribute_tensor(x, mesh, [Shard(2)])
-    for f, e in zip(pair(x, *sharded[1:]), pair(*plain), strict=True):
-        torch.testing.assert_close(f.full_tensor(), e, rtol=1e-5, atol=1e-5)
-
-
-@case
 def one_gradient_past_a_gate(rank, world, device):
     """With all other arguments frozen, the placements of the other gradients do not matter."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor

@@ -22,6 +22,7 @@ from fused_layernorm import (
     functional,
     layer_norm,
     swap_layer_norm,
+    swap_norms,
 )
 
 F64 = torch.float64
@@ -90,8 +91,9 @@ def test_symbolic_trace(activation):
     model = swap_layer_norm(Model())
     assert type(model.norm) is FusedLayerNorm
     traced = torch.fx.symbolic_trace(model)
-    calls = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    assert [f for f in calls if f in (layer_norm, add_layer_norm)] == [layer_norm, add_layer_norm]
+    # A swapped norm is one node of the name that nn.LayerNorm has.
+    calls = [(node.op, node.target) for node in traced.graph.nodes]
+    assert calls[1:3] == [("call_module", "norm"), ("call_function", add_layer_norm)]
     x = torch.randn(3, 4, 8)
     for found, expected in zip(traced(x), model(x), strict=True):
         assert torch.equal(found, expected)
@@ -105,7 +107,9 @@ SCRIPTED: dict[str, tuple[Any, int, int]] = {
         lambda: FusedLayerNorm(8, 1e-3, activation="gelu", scale=0.5, out_dtype=F64), 1, 0
     ),
     "residual": (lambda: FusedAddLayerNorm((4, 8), bias=False, activation="silu"), 2, 0),
-    "swapped": (lambda: swap_layer_norm(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))), 1, 0),
+    "swapped": (
+        lambda: swap_norms(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8), nn.Linear(8, 8))), 1, 0
+    ),
     "modulated": (lambda: FusedAdaLayerNorm(8, elementwise_affine=True, out_dtype=F64), 1, 2),
     "gated": (lambda: FusedAddAdaLayerNorm(8), 2, 3),
 }  # fmt: skip

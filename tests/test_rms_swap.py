@@ -579,7 +579,7 @@ def test_a_registered_class_comes_first(monkeypatch):
     for swap_it in (swap_layer_norm, swap_rms_norm, swap_norms):
         model = nn.Sequential(WrittenHere(8))
         swap_it(model)
-        assert type(model[0]).forward is own
+        assert vars(type(model[0]))["_fused_forward"].__func__ is own
         assert type(unswap_norms(model)[0]) is WrittenHere
 
 

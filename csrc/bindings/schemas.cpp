@@ -76,12 +76,6 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype=None, str "
       "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False) -> (Tensor, "
       "Tensor, Tensor)");
-  // One norm and two modulations of it, which share weight and bias: (y, second_y). Where
-  // derivatives are wanted, autograd calls ada_layer_norm twice instead.
-  m.def(
-      "ada_layer_norm_pair(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, "
-      "Tensor? second_shift, Tensor? second_scale, Tensor? weight, Tensor? bias, float eps, "
-      "ScalarType? out_dtype=None) -> (Tensor, Tensor)");
   // residual_out = residual + gate * input; y = ada_layer_norm(residual_out): (y, residual_out).
   m.def(
       "add_ada_layer_norm(Tensor input, Tensor residual, Tensor? gate, int normalized_ndim, "
