@@ -131,7 +131,7 @@ def takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) ->
 
 def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
     """The norm of q and k, if the kernel computes what the two modules do."""
-    forward = getattr(type(q_norm), "_fused_forward", None)
+    forward: Any = getattr(type(q_norm), "_fused_forward", None)
     if forward not in _NORMS or getattr(type(k_norm), "_fused_forward", None) is not forward:
         return None
     for module in (q_norm, k_norm):
