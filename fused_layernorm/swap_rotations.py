@@ -132,12 +132,13 @@ def takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) ->
 def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
     """The norm of q and k, if the kernel computes what the two modules do."""
     forward: Any = getattr(type(q_norm), "_fused_forward", None)
-    if forward not in _NORMS or getattr(type(k_norm), "_fused_forward", None) is not forward:
+    known = _NORMS.get(forward)
+    if known is None or getattr(type(k_norm), "_fused_forward", None) is not forward:
         return None
     for module in (q_norm, k_norm):
         if _has_hooks(module) or "forward" in module.__dict__:
             return None
-    name, kind, dtypes = _NORMS[forward]
+    name, kind, dtypes = known
     weights = (q_norm.weight, k_norm.weight)
     eps = getattr(q_norm, name)
     if type(eps) is not float or getattr(k_norm, name) != eps:
