@@ -106,8 +106,7 @@ class _Norm(NamedTuple):
 
 def takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether the kernels rotate these as the library's function does."""
-    tensors = (q, k, cos, sin)
-    if not all(functional.may_serve(tensor, None) for tensor in tensors):
+    if not functional.may_serve(q, k, cos, sin):
         return False
     if not (q.is_cuda or functional._cpu_operators) or q.dim() != 4 or k.dim() != 4:
         return False
@@ -132,13 +131,14 @@ def takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) ->
 
 def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
     """The norm of q and k, if the kernel computes what the two modules do."""
-    forward = type(q_norm).forward
-    if type(k_norm).forward is not forward or forward not in _NORMS:
+    forward: Any = getattr(type(q_norm), "_fused_forward", None)
+    known = _NORMS.get(forward)
+    if known is None or getattr(type(k_norm), "_fused_forward", None) is not forward:
         return None
     for module in (q_norm, k_norm):
         if _has_hooks(module) or "forward" in module.__dict__:
             return None
-    name, kind, dtypes = _NORMS[forward]
+    name, kind, dtypes = known
     weights = (q_norm.weight, k_norm.weight)
     eps = getattr(q_norm, name)
     if type(eps) is not float or getattr(k_norm, name) != eps:
