@@ -7,6 +7,8 @@
 // autograd to Python. This file registers the kernels that the headers beside it define. All of
 // them are one translation unit, because torch's own headers take nearly all of the compile time.
 //
+// It also calls the kernels' library directly where a call is a plain one (direct.h).
+//
 // The nodes are made as PyTorch makes those of its own operators (not by
 // torch::autograd::Function, which torch.func's transforms refuse). The kernels take their
 // arguments on the dispatcher's stack, as the kernels below them do, so an argument that is only
@@ -19,6 +21,7 @@
 #include "../bindings/namespace.h"
 #include "autocast.h"
 #include "backward.h"
+#include "direct.h"
 #include "forward.h"
 #include "operators.h"
 
@@ -49,6 +52,21 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Autograd, m) {
   m.impl("ada_layer_norm_backward", boxed<&differentiate_backward<NormBackwardNode<true>>>());
   m.impl("add_ada_layer_norm_backward", boxed<&differentiate_gated_backward>());
   m.impl("gate_backward", boxed<&differentiate_backward<GateBackwardNode>>());
+}
+
+TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, BackendSelect, m) {
+  m.impl("layer_norm", boxed<&select_backend<LayerNorm>>());
+  m.impl("add_layer_norm", boxed<&select_backend<AddLayerNorm>>());
+}
+
+TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
+  // For tests: switches direct calls on or off, if told to; gives how many there were.
+  m.def("_direct_calls(bool? enabled=None) -> int",
+        torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,
+                        [](std::optional<bool> enabled) -> int64_t {
+                          if (enabled) direct_enabled = *enabled;
+                          return direct_calls;
+                        }));
 }
 
 // One registration for each device type that has autocast.

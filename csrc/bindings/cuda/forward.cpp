@@ -8,49 +8,11 @@
 #include <vector>
 
 #include "bindings/cuda/checks.h"
+#include "bindings/cuda/launches.h"
 #include "bindings/cuda/ops.h"
 
 namespace fused_layernorm {
 namespace {
-
-// The types of a forward pass: those that its kernel is launched with, and those of its results.
-struct ForwardTypes {
-  KernelTypes kernel;
-  ScalarType y;           // of the result
-  ScalarType statistics;  // of the result
-  // With a residual: the type to which input is cast for a kernel that adds the two. If there is no
-  // such kernel (adds_first), the type in which the sum is taken before the launch.
-  ScalarType summand;
-  bool adds_first = false;
-};
-
-ForwardTypes settle_types(ScalarType input, std::optional<ScalarType> residual,
-                          std::optional<ScalarType> parameters, ScalarType y, bool rounds_xhat) {
-  const ScalarType x = residual.value_or(input);
-  ForwardTypes types{KernelTypes(x, parameters, y), y, ScalarType::Float, input};
-  types.statistics = types.kernel.statistics();
-  if (!residual) return types;
-
-  // The type of the input that the kernel adds to the residual (Types::In in norm/types.cuh).
-  const ScalarType in = x == ScalarType::Float ? types.kernel.y : x;
-  if (in == input) return types;
-  if (in == ScalarType::Float && is_half(input)) {
-    types.summand = in;  // exact: a half and a float32 are added in float32
-  } else if (x == ScalarType::Float && input == ScalarType::Float) {
-    types.kernel.y = ScalarType::Float;
-  } else {
-    // The sum is taken first and rounded to the residual's type. If input or residual is float64,
-    // both the sum and the norm are computed in float64.
-    const bool wide = x == ScalarType::Double || input == ScalarType::Double;
-    types.summand = wide ? ScalarType::Double : ScalarType::Float;
-    if (parameters) parameters = types.summand;
-    // Kernels of half-precision x round xhat to no other type than x's.
-    const bool widens = rounds_xhat && is_half(x);
-    types.kernel = KernelTypes(wide || widens ? types.summand : x, parameters, y);
-    types.adds_first = true;
-  }
-  return types;
-}
 
 // Parameters have to be of x's type, or float32 beside half precision. With a residual they may
 // also be of the input's type.
@@ -124,7 +86,6 @@ bool writes_second(const forward::Plan& plan, const Problem& problem) {
 bool launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
             const Shape& shape, const KernelTypes& types, Activation activation,
             ForwardResult& result) {
-  const bool plain_weight = a.has_plain_weight();
   const Rows rows(input, shape.leading);
   std::optional<Rows> residual_rows;
   if (residual) residual_rows.emplace(*residual, shape.leading);
@@ -140,21 +101,6 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   const ModulationRows second_shift = rows_of(second.shift), second_scale = rows_of(second.scale);
 
   const DataTypes data_types = types.data_types();
-  Problem problem;
-  problem.rows = shape.rows;
-  problem.cols = shape.cols;
-  problem.x = data_types.x;
-  problem.weight = data_types.weight;
-  problem.y = data_types.y;
-  problem.residual = residual.has_value();
-  const bool activates = activation != Activation::kNone || a.scale != 1.0;
-  problem.modulated = shift.tensor || scale.tensor || gate.tensor || a.second;
-  problem.has_epilogue = activates || !plain_weight;
-  problem.aligned =
-      rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
-  const forward::Plan plan = make_forward_plan(problem, device_of(input));
-  const Workspace workspace(input, launch_of(plan).workspace_bytes);
-
   ForwardParams params;
   params.input = rows.data();
   params.input_rows = rows.map;
@@ -172,30 +118,24 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   }
   params.rows = shape.rows;
   params.cols = static_cast<int32_t>(shape.cols);
-  params.stays_in_l2 = stays_in_l2(problem);
-  params.is_rms = a.kind.is_rms;
-  params.inverse_cols = Scalar(1.0 / static_cast<double>(shape.cols));
-  params.eps = Scalar(a.eps);
-  params.scale = Scalar(a.scale);
-  params.has_epilogue = problem.has_epilogue;
-  params.activates = activates;
-  params.activation = activation;
-  if (!plain_weight) {
-    params.plain_weight = false;
-    params.weight_offset = Scalar(a.kind.weight_offset);
-    params.xhat_rounding = a.xhat_rounding();
-  }
-  params.workspace = workspace.data();
-  params.is_modulated = problem.modulated;
   params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
+  const bool aligned =
+      rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
+  const Computation computation = {activation,           a.scale, a.kind.is_rms,
+                                   a.kind.weight_offset, a.eps,   a.xhat_rounding()};
+  const Problem problem = complete(params, data_types, computation, aligned, a.second.has_value());
+  const forward::Plan plan = make_forward_plan(problem, device_of(input.get_device_index()));
+  const Workspace workspace(input, launch_of(plan).workspace_bytes);
+  params.workspace = workspace.data();
   const bool with_second = a.second && writes_second(plan, problem);
   if (with_second) {
     params.second = {second_shift.data(), second_scale.data(), nullptr,
                      second_shift.map,    second_scale.map,    RowMap()};
     params.second_y = result.second_y->mutable_data_ptr();
   }
-  check_launch(launch_layer_norm_forward(params, data_types, plan, current_stream(input)),
-               "forward", shape.rows, shape.cols, data_types, plan);
+  check_launch(
+      launch_layer_norm_forward(params, data_types, plan, current_stream(input.get_device_index())),
+      "forward", shape.rows, shape.cols, data_types, plan);
   return with_second;
 }
 
