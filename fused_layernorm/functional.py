@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .compile import rules
-from .ops import arguments, formulas, load
+from .ops import arguments, autograd_library, formulas, load
 from .ops.aten_forward import twin
 from .ops.autocast import under_autocast
 from .ops.operators import (
@@ -35,11 +35,23 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _in_transform = torch._C._are_functorch_transforms_active
 
 # Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
-_layer_norm = LAYER_NORM.overload._op
+plain_layer_norm = _layer_norm = LAYER_NORM.overload._op
 _add_layer_norm = ADD_LAYER_NORM.overload._op
 _ada_layer_norm = ADA_LAYER_NORM.overload._op
 _add_ada_layer_norm = ADD_ADA_LAYER_NORM.overload._op
 _ada_layer_norm_pair = load.ada_layer_norm_pair._op
+
+
+def _plain_rms_norm_by_layer_norm(x: Tensor, ndim: int, weight: Tensor | None, eps: float) -> Any:
+    return _layer_norm(x, ndim, weight, None, eps, None, 1.0, None, *RMS)
+
+
+# An operator of csrc/autograd that spares a plain RMSNorm layer_norm's other arguments.
+plain_rms_norm = (
+    load.operators._plain_rms_norm.default._op
+    if autograd_library.active
+    else _plain_rms_norm_by_layer_norm
+)
 
 ATEN_LAYER_NORM = twin(LAYER_NORM)
 ATEN_ADD_LAYER_NORM = twin(ADD_LAYER_NORM)
@@ -56,8 +68,8 @@ class Kind(NamedTuple):
 LAYER = Kind()
 RMS = Kind("rms")
 
-_FLOAT32_EPS = torch.finfo(torch.float32).eps
-_FLOAT64_EPS = torch.finfo(torch.float64).eps
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+FLOAT64_EPS = torch.finfo(torch.float64).eps
 
 
 def rms_kind(weight_offset: float, round_before_weight: bool) -> Kind:
@@ -71,7 +83,7 @@ def rms_eps(eps: float | None, x: Tensor) -> float:
     if eps is not None:
         return eps
     is_wide = isinstance(x, Tensor) and x.dtype is torch.float64
-    return _FLOAT64_EPS if is_wide else _FLOAT32_EPS
+    return FLOAT64_EPS if is_wide else FLOAT32_EPS
 
 
 def may_serve(x: Any, weight: Any) -> bool:
@@ -522,6 +534,8 @@ def serve(
         ):
             if kind is LAYER:
                 return _layer_norm(input, weight.dim(), weight, bias, eps)
+            if kind is RMS and bias is None:
+                return plain_rms_norm(input, weight.dim(), weight, eps)
             return _layer_norm(input, weight.dim(), weight, bias, eps, None, 1.0, None, *kind)
         if is_plain and _is_pytorchs(input, weight, bias, eps, kind):
             shape: Any = normalized_shape

@@ -59,7 +59,19 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, BackendSelect, m) {
   m.impl("add_layer_norm", boxed<&select_backend<AddLayerNorm>>());
 }
 
+// Calls layer_norm with the rest of its arguments.
+void plain_rms_norm(const OperatorHandle& /*op*/, DispatchKeySet /*keys*/, Stack* stack) {
+  static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("layer_norm"));
+  static const IValue rms("rms");
+  stack->insert(stack->end() - 1, IValue());  // bias, in front of eps
+  torch::jit::push(stack, IValue(), 1.0, IValue(), rms, 0.0, false);
+  op.callBoxed(stack);
+}
+
 TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
+  // A plain RMSNorm. To pass all of layer_norm's arguments from Python would take two microseconds.
+  m.def("_plain_rms_norm(Tensor input, int normalized_ndim, Tensor? weight, float eps) -> Tensor",
+        boxed<&plain_rms_norm>());
   // For tests: switches direct calls on or off, if told to; gives how many there were.
   m.def("_direct_calls(bool? enabled=None) -> int",
         torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,
@@ -67,6 +79,11 @@ TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
                           if (enabled) direct_enabled = *enabled;
                           return direct_calls;
                         }));
+}
+
+// torch.jit.trace records the operator that all can run.
+TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Tracer, m) {
+  m.impl("_plain_rms_norm", boxed<&plain_rms_norm>());
 }
 
 // One registration for each device type that has autocast.
