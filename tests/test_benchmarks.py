@@ -972,7 +972,12 @@ def test_call_overhead_measures_every_way_and_variant(on_cpu, monkeypatch):
     calls = overhead.call_overhead(overhead.make_chains(), rounds=2)
     assert set(calls) == set(OVERHEAD)
     for entry in calls.values():
-        assert set(entry) == {"ours_us", "ours_best_us", "eager_us", "eager_best_us"}
+        assert set(entry) == {
+            f"{norm}{name}_{kind}"
+            for norm in ("", overhead.RMS)
+            for name in ("ours", "eager")
+            for kind in ("us", "best_us")
+        }
         assert all(us > 0 for us in entry.values())
     assert "FusedLayerNorm" in overhead.overhead_text(calls)
 
@@ -1013,7 +1018,7 @@ def test_a_chain_ends_where_it_began(on_cpu, monkeypatch):
     with overhead.variant_of("ours") as module:
         chain = overhead.Chain(module)
     assert chain.visit(measure)["step"] == 2.0
-    no_grad, grad, _, autocast, _ = seen
+    no_grad, _, grad, _, autocast, _ = seen
     assert not no_grad.requires_grad
     assert grad.requires_grad
     assert torch.equal(no_grad, grad)

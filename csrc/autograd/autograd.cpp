@@ -7,7 +7,8 @@
 // autograd to Python. This file registers the kernels that the headers beside it define. All of
 // them are one translation unit, because torch's own headers take nearly all of the compile time.
 //
-// It also calls the kernels' library directly where a call is a plain one (direct.h).
+// It also calls the kernels' library directly where a call is a plain one (direct.h), and has the
+// kernels of override_aten (override.h).
 //
 // The nodes are made as PyTorch makes those of its own operators (not by
 // torch::autograd::Function, which torch.func's transforms refuse). The kernels take their
@@ -24,6 +25,7 @@
 #include "direct.h"
 #include "forward.h"
 #include "operators.h"
+#include "override.h"
 
 namespace fused_layernorm {
 namespace {
@@ -72,6 +74,12 @@ TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
   // A plain RMSNorm. To pass all of layer_norm's arguments from Python would take two microseconds.
   m.def("_plain_rms_norm(Tensor input, int normalized_ndim, Tensor? weight, float eps) -> Tensor",
         boxed<&plain_rms_norm>());
+  // For override.py, which counts the overrides in force; the key is CUDA, or for tests CPU.
+  m.def("_switch_override(str key, bool on) -> ()",
+        torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(switch_override)));
+  // For tests: how many calls the override has taken.
+  m.def("_override_calls(str key) -> int",
+        torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(override_calls)));
   // For tests: switches direct calls on or off, if told to; gives how many there were.
   m.def("_direct_calls(bool? enabled=None) -> int",
         torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,

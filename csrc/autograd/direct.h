@@ -12,6 +12,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -46,12 +47,11 @@ inline const KernelTable* kernel_table() {
   return direct_enabled.load(std::memory_order_relaxed) ? found : nullptr;
 }
 
-// Whether a dispatch below autograd, with the keys of a kernel at an Autograd key or below, would
-// reach CUDA's kernel next.
-inline bool is_cuda_next(DispatchKeySet keys) {
+// Whether a dispatch below autograd, given the keys of a kernel above or below it, would reach the
+// kernel of this backend next.
+inline bool is_next(DispatchKeySet keys, c10::DispatchKey backend) {
   constexpr DispatchKeySet kSelects(c10::DispatchKey::BackendSelect);
-  return ((keys & c10::after_ADInplaceOrView_keyset) - kSelects).highestPriorityTypeId() ==
-         c10::DispatchKey::CUDA;
+  return ((keys & c10::after_ADInplaceOrView_keyset) - kSelects).highestPriorityTypeId() == backend;
 }
 
 // The same for a call that has not been dispatched, of tensors with these keys: nothing but
@@ -168,7 +168,8 @@ template <class Op>
 bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_statistics,
                       DirectOutputs& out) {
   const KernelTable* const table = kernel_table();
-  if (Op::kHasModulation || table == nullptr || !is_cuda_next(keys)) return false;
+  if (Op::kHasModulation || table == nullptr || !is_next(keys, c10::DispatchKey::CUDA))
+    return false;
   static const Tensor none;
   const Tensor& input = arguments[Op::kInput].toTensor();
   const Tensor& residual = Op::kHasResidual ? arguments[Op::kResidual].toTensor() : none;
@@ -232,7 +233,8 @@ void replace_arguments(Stack* stack, DirectOutputs& out) {
   if constexpr (Op::kHasResidual) stack->emplace_back(std::move(out.residual_out));
 }
 
-// What backward has of a norm without a modulation. Only rstd, x and dy are always defined.
+// What backward has of a norm without a modulation. dy, x and rstd are always defined; RMSNorm's
+// mean is not.
 struct SavedNorm {
   Tensor dy, x, mean, rstd, weight, bias, dresidual;
 };
@@ -301,6 +303,25 @@ inline bool backward_directly(const SavedNorm& saved, const Options& options, Ne
   if (workspace_bytes < 0) return false;
   launch_directly(workspace_bytes, prepared, table->launch_backward);
   return true;
+}
+
+// The same by the operator layer_norm_backward.
+inline GradientsOfNorm call_backward(const SavedNorm& saved, const Options& options,
+                                     NeedsOfNorm needs) {
+  static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("layer_norm_backward"));
+  Stack stack;
+  stack.reserve(NormBackward<false>::kArguments);
+  torch::jit::push(
+      stack, saved.dy, saved.x, options.normalized_ndim,
+      saved.mean.defined() ? saved.mean : at::empty({0}, saved.rstd.options()), saved.rstd,
+      value_of(saved.weight), value_of(saved.bias), value_of(saved.dresidual),
+      options.activation ? IValue(*options.activation) : IValue(), options.output_scale, needs.dx,
+      needs.dweight, needs.dbias, statistic_of(options), options.weight_offset);
+  call(op, &stack);
+  const auto take = [&](size_t i, bool needed) {
+    return needed ? std::move(stack[i]).toTensor() : Tensor();
+  };
+  return {take(0, needs.dx), take(1, needs.dweight), take(2, needs.dbias)};
 }
 
 // The kernel at BackendSelect of a forward operator without statistics: it serves the calls that

@@ -12,6 +12,8 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
+#include <array>
+
 #include "direct.h"
 #include "node.h"
 #include "operators.h"
@@ -112,11 +114,6 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   // multiplied and of the parameters go into `results`.
   Tensor backward_of_norm(const Tensor& dy, const Tensor& dresidual, const Tensor& gate,
                           variable_list& results) {
-    static const OperatorHandle of_norm =
-        find_operator(Op::kHasModulation ? FUSED_LAYERNORM_OPERATOR("ada_layer_norm_backward")
-                                         : FUSED_LAYERNORM_OPERATOR("layer_norm_backward"));
-    static const OperatorHandle of_gated_norm =
-        find_operator(FUSED_LAYERNORM_OPERATOR("add_ada_layer_norm_backward"));
     const bool is_gated = gate.defined() && (needs(Op::kInput) || needs(Op::kGate));
     // Without a residual, Op::kResidual is the position of input.
     const bool needs_dx = needs(Op::kResidual) || (!is_gated && needs(Op::kInput));
@@ -128,49 +125,50 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
       parameters[i] = this->saved(Saved::kFirstParameter + i);
     }
     if constexpr (!Op::kHasModulation) {
+      const SavedNorm saved = {dy, x, mean, rstd, parameters[0], parameters[1], dresidual};
       const NeedsOfNorm needed = {needs_dx, needs(Op::kWeight), needs(Op::kBias)};
       GradientsOfNorm found;
-      if (backward_directly({dy, x, mean, rstd, parameters[0], parameters[1], dresidual}, options,
-                            needed, found)) {
-        results[Op::kWeight] = std::move(found.dweight);
-        results[Op::kBias] = std::move(found.dbias);
-        return found.dx;
+      if (!backward_directly(saved, options, needed, found)) {
+        found = call_backward(saved, options, needed);
       }
+      results[Op::kWeight] = std::move(found.dweight);
+      results[Op::kBias] = std::move(found.dbias);
+      return found.dx;
+    } else {
+      static const OperatorHandle of_norm =
+          find_operator(FUSED_LAYERNORM_OPERATOR("ada_layer_norm_backward"));
+      static const OperatorHandle of_gated_norm =
+          find_operator(FUSED_LAYERNORM_OPERATOR("add_ada_layer_norm_backward"));
+      if (!mean.defined()) mean = at::empty({0}, rstd.options());  // RMSNorm's
+      Stack stack;
+      stack.reserve(GatedNormBackward::kArguments);
+      torch::jit::push(stack, dy, x);
+      if constexpr (Op::kHasGate) {
+        if (is_gated) torch::jit::push(stack, gated_input(x), gate);
+      }
+      torch::jit::push(stack, options.normalized_ndim, mean, rstd);
+      const bool is_dshift_dy = is_of_elements(parameters[0], dy);
+      for (const Tensor& parameter : parameters) stack.push_back(value_of(parameter));
+      torch::jit::push(stack, value_of(dresidual), needs_dx);
+      if (is_gated) torch::jit::push(stack, needs(Op::kInput), needs(Op::kGate));
+      for (size_t i = 0; i < Op::kParameters; ++i) {
+        stack.emplace_back(needs(Op::kFirstParameter + i) && !(is_dshift_dy && i == 0));
+      }
+      torch::jit::push(stack, statistic_of(options), options.weight_offset);
+      call(is_gated ? of_gated_norm : of_norm, &stack);
+      const auto take = [&](size_t output, size_t argument) {
+        if (needs(argument)) results[argument] = std::move(stack[output]).toTensor();
+      };
+      if (is_gated) {
+        take(1, Op::kInput);
+        take(2, Op::kGate);
+      }
+      for (size_t i = 0; i < Op::kParameters; ++i) {
+        take((is_gated ? 3 : 1) + i, Op::kFirstParameter + i);
+      }
+      if (is_dshift_dy && needs(Op::kFirstParameter)) results[Op::kFirstParameter] = dy;
+      return needs_dx ? std::move(stack[0]).toTensor() : Tensor();
     }
-    if (!mean.defined()) mean = at::empty({0}, rstd.options());  // RMSNorm's
-    Stack stack;
-    stack.reserve(GatedNormBackward::kArguments);
-    torch::jit::push(stack, dy, x);
-    if constexpr (Op::kHasGate) {
-      if (is_gated) torch::jit::push(stack, gated_input(x), gate);
-    }
-    torch::jit::push(stack, options.normalized_ndim, mean, rstd);
-    const bool is_dshift_dy = Op::kHasModulation && is_of_elements(parameters[0], dy);
-    for (const Tensor& parameter : parameters) stack.push_back(value_of(parameter));
-    stack.push_back(value_of(dresidual));
-    if constexpr (!Op::kHasModulation) {
-      torch::jit::push(stack, options.activation ? IValue(*options.activation) : IValue(),
-                       options.output_scale);
-    }
-    stack.emplace_back(needs_dx);
-    if (is_gated) torch::jit::push(stack, needs(Op::kInput), needs(Op::kGate));
-    for (size_t i = 0; i < Op::kParameters; ++i) {
-      stack.emplace_back(needs(Op::kFirstParameter + i) && !(is_dshift_dy && i == 0));
-    }
-    torch::jit::push(stack, statistic_of(options), options.weight_offset);
-    call(is_gated ? of_gated_norm : of_norm, &stack);
-    const auto take = [&](size_t output, size_t argument) {
-      if (needs(argument)) results[argument] = std::move(stack[output]).toTensor();
-    };
-    if (is_gated) {
-      take(1, Op::kInput);
-      take(2, Op::kGate);
-    }
-    for (size_t i = 0; i < Op::kParameters; ++i) {
-      take((is_gated ? 3 : 1) + i, Op::kFirstParameter + i);
-    }
-    if (is_dshift_dy && needs(Op::kFirstParameter)) results[Op::kFirstParameter] = dy;
-    return needs_dx ? std::move(stack[0]).toTensor() : Tensor();
   }
 
   // Whether each element of y has a shift of its own, of y's dtype: the gradient of such a shift is
