@@ -108,8 +108,9 @@ class Chain:
         """Microseconds a layer of each way of calling, each measured once.
 
         "no_grad" is forward without gradients, "inference" the same under inference_mode. "grad" is
-        forward with gradients, "backward" the backward pass after it, "step" the sum of both; "autocast" and "autocast_backward" are the
-        same as "grad" and "backward" with half-precision x under autocast.
+        forward with gradients, "backward" the backward pass after it, "step" the sum of both;
+        "autocast" and "autocast_backward" are the same as "grad" and "backward" with half-precision
+        x under autocast.
         """
         found: dict[str, float] = {}
 

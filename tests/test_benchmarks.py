@@ -690,7 +690,9 @@ OVERHEAD = {
         "ours_us": 11.0, "ours_best_us": 10.0, "ours_device_us": 2.0,
         "override_us": 12.0, "override_best_us": 11.0, "override_device_us": 2.0,
     }
-    for way in ("no_grad", "grad", "backward", "step", "autocast", "autocast_backward")
+    for way in (
+        "no_grad", "inference", "grad", "backward", "step", "autocast", "autocast_backward"
+    )
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,12 @@ def test_bias_is_saved_only_where_backward_reads_it(add):
 
     def saved(weight, activation):
         kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+
+        def keep(tensor):
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             if add:
                 ops.add_layer_norm(x, x, 1, weight, bias, 1e-5, activation)
             else:
@@ -116,7 +122,7 @@ DTYPES = [(F32, F32), (F16, F16), (BF16, BF16), (BF16, F32), (F64, F64)]
 SHAPES = [(1, 1), (3, 5, 77), (4, 256), (513, 768), (2, 20000), (1, 300001)]
 
 
-def norm(kind, x, residual, weight, bias, **options):
+def norm(kind, x, residual, weight, bias, **options: Any) -> Any:
     shape = x.shape[-1:]
     if kind == "layer":
         return (fused_layernorm.layer_norm(x, weight, bias, normalized_shape=shape, **options),)
@@ -132,7 +138,7 @@ def norm(kind, x, residual, weight, bias, **options):
 
 KINDS = ("layer", "add_layer", "rms", "add_rms")
 AFFINE = ((True, True), (True, False), (False, True), (False, False))
-OPTIONS = ({}, {"activation": "gelu", "scale": 0.5}, {"out_dtype": F32})
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"activation": "gelu", "scale": 0.5}, {"out_dtype": F32})
 
 
 @pytest.mark.gpu
@@ -143,7 +149,11 @@ def test_bits_are_equal(kind, dtype, shape, poison):
     x, residual, dy = (torch.randn(shape, device="cuda").to(dtype[0]) for _ in range(3))
     parameters = [torch.randn(shape[-1:], device="cuda").to(dtype[1]) for _ in range(2)]
     is_rms = "rms" in kind
-    kinds_of_weight = [{}, {"weight_offset": 1.0}, {"round_before_weight": True}]
+    kinds_of_weight: list[dict[str, Any]] = [
+        {},
+        {"weight_offset": 1.0},
+        {"round_before_weight": True},
+    ]
     for (has_weight, has_bias), options in itertools.product(AFFINE, OPTIONS):
         for of_weight in kinds_of_weight if is_rms and has_weight else [{}]:
 
@@ -156,10 +166,12 @@ def test_bits_are_equal(kind, dtype, shape, poison):
                 rows = x[..., 0].numel()
                 poison(x, x, *parameters, x.new_empty(2 * rows + 64, dtype=F32))
                 with torch.no_grad():
-                    found = [*norm(kind, *leaves, weight, bias, **options)]
+                    found = [*norm(kind, leaves[0], leaves[1], weight, bias, **options)]
                 with torch.inference_mode():
-                    found += [t.clone() for t in norm(kind, *leaves, weight, bias, **options)]
-                outputs = norm(kind, *leaves, weight, bias, **options)
+                    found += [
+                        t.clone() for t in norm(kind, leaves[0], leaves[1], weight, bias, **options)
+                    ]
+                outputs = norm(kind, leaves[0], leaves[1], weight, bias, **options)
                 wanted = [t for t in (*leaves, weight, bias) if t is not None]
                 grads = torch.autograd.grad(
                     outputs, wanted, [dy.to(y.dtype) for y in outputs], allow_unused=True
@@ -207,7 +219,12 @@ def test_both_ways_save_the_same():
 
     def run(kind):
         kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+
+        def keep(tensor):
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             norm(kind, x, x, weight, bias)
         return kept
 
