@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import has_torch_function
 
 from .compile import rules
-from .ops import arguments, formulas
+from .ops import arguments, autograd_library, formulas, load
 from .ops.aten_forward import twin
 from .ops.autocast import under_autocast
 from .ops.operators import (
@@ -37,10 +37,22 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _in_transform = torch._C._are_functorch_transforms_active
 
 # Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
-_layer_norm = LAYER_NORM.overload._op
+plain_layer_norm = _layer_norm = LAYER_NORM.overload._op
 _add_layer_norm = ADD_LAYER_NORM.overload._op
 _ada_layer_norm = ADA_LAYER_NORM.overload._op
 _add_ada_layer_norm = ADD_ADA_LAYER_NORM.overload._op
+
+
+def _plain_rms_norm_by_layer_norm(x: Tensor, ndim: int, weight: Tensor | None, eps: float) -> Any:
+    return _layer_norm(x, ndim, weight, None, eps, None, 1.0, None, *RMS)
+
+
+# An operator of csrc/autograd that spares a plain RMSNorm layer_norm's other arguments.
+plain_rms_norm = (
+    load.operators._plain_rms_norm.default._op
+    if autograd_library.active
+    else _plain_rms_norm_by_layer_norm
+)
 
 ATEN_LAYER_NORM = twin(LAYER_NORM)
 ATEN_ADD_LAYER_NORM = twin(ADD_LAYER_NORM)
@@ -57,8 +69,8 @@ class Kind(NamedTuple):
 LAYER = Kind()
 RMS = Kind("rms")
 
-_FLOAT32_EPS = torch.finfo(torch.float32).eps
-_FLOAT64_EPS = torch.finfo(torch.float64).eps
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+FLOAT64_EPS = torch.finfo(torch.float64).eps
 
 
 def rms_kind(weight_offset: float, round_before_weight: bool) -> Kind:
@@ -72,7 +84,7 @@ def rms_eps(eps: float | None, x: Tensor) -> float:
     if eps is not None:
         return eps
     is_wide = isinstance(x, Tensor) and x.dtype is torch.float64
-    return _FLOAT64_EPS if is_wide else _FLOAT32_EPS
+    return FLOAT64_EPS if is_wide else FLOAT32_EPS
 
 
 def may_serve(x: Any, *others: Any) -> bool:
@@ -87,11 +99,11 @@ def may_serve(x: Any, *others: Any) -> bool:
     is_plain = type(x) is Tensor and not has_torch_function((x, *others)) and not x.is_nested
     if not is_plain and not _are_known((x, *others)):
         return False
-    return F.layer_norm is torchs_layer_norm and F.rms_norm is _torchs_rms_norm
+    return F.layer_norm is torchs_layer_norm and F.rms_norm is torchs_rms_norm
 
 
 torchs_layer_norm = F.layer_norm
-_torchs_rms_norm = F.rms_norm
+torchs_rms_norm = F.rms_norm
 
 
 def _are_known(values: Sequence[Any]) -> bool:
@@ -499,6 +511,8 @@ def serve(
         ):
             if kind is LAYER:
                 return _layer_norm(input, weight.dim(), weight, bias, eps)
+            if kind is RMS and bias is None:
+                return plain_rms_norm(input, weight.dim(), weight, eps)
             return _layer_norm(input, weight.dim(), weight, bias, eps, None, 1.0, None, *kind)
         if is_plain and _is_pytorchs(input, weight, bias, eps, kind):
             shape: Any = normalized_shape

@@ -638,7 +638,7 @@ def test_a_chain_ends_where_it_began(on_cpu, monkeypatch):
     with overhead.variant_of("ours") as module:
         chain = overhead.Chain(module)
     assert chain.visit(measure)["step"] == 2.0
-    no_grad, grad, _, autocast, _ = seen
+    no_grad, _, grad, _, autocast, _ = seen
     assert not no_grad.requires_grad
     assert grad.requires_grad
     assert torch.equal(no_grad, grad)

@@ -16,7 +16,8 @@ from tiny_transformers import bert, gpt2, make, vit
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm.override import _override
+from fused_layernorm.ops import autograd_library
+from fused_layernorm.override import _calls, _override
 from fused_layernorm.swap import is_fused
 
 HAS_KERNELS = (
@@ -240,11 +241,12 @@ def test_overridden(model_and_inputs, device):
     norms = len(norms_of(model))
     expected = gradients(model, inputs)
     expected_losses = losses(copy.deepcopy(model), inputs)
-    before = torch.ops.fused_layernorm._override_calls(key)
+    before = _calls(key)
     with _override(key):
         found = gradients(model, inputs)
-        calls = torch.ops.fused_layernorm._override_calls(key) - before
+        calls = _calls(key) - before
         found_losses = losses(copy.deepcopy(model), inputs)
-    assert calls >= 2 * norms  # every norm, both ways
+    # Every norm; in C++ backward is that of our node, which is not counted.
+    assert calls >= (norms if autograd_library.active else 2 * norms)
     same(found, expected)
     torch.testing.assert_close(found_losses, expected_losses, rtol=1e-4, atol=1e-5)

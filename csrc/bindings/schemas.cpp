@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The schemas of all operators but the private ones of driver.cpp, override.cpp and plan_ops.cpp.
-// Loading the library registers the operators.
+// The schemas of all operators but the private ones of driver.cpp, plan_ops.cpp and
+// csrc/autograd. Loading the library registers the operators.
 //
 // The operators take a normalized shape as the number of trailing dimensions (`normalized_ndim`):
 // the sizes themselves are the input's, so a symbolic shape stays symbolic. Their implementations

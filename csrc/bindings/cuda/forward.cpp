@@ -8,49 +8,11 @@
 #include <vector>
 
 #include "bindings/cuda/checks.h"
+#include "bindings/cuda/launches.h"
 #include "bindings/cuda/ops.h"
 
 namespace fused_layernorm {
 namespace {
-
-// The types of a forward pass: those that its kernel is launched with, and those of its results.
-struct ForwardTypes {
-  KernelTypes kernel;
-  ScalarType y;           // of the result
-  ScalarType statistics;  // of the result
-  // With a residual: the type to which input is cast for a kernel that adds the two. If there is no
-  // such kernel (adds_first), the type in which the sum is taken before the launch.
-  ScalarType summand;
-  bool adds_first = false;
-};
-
-ForwardTypes settle_types(ScalarType input, std::optional<ScalarType> residual,
-                          std::optional<ScalarType> parameters, ScalarType y, bool rounds_xhat) {
-  const ScalarType x = residual.value_or(input);
-  ForwardTypes types{KernelTypes(x, parameters, y), y, ScalarType::Float, input};
-  types.statistics = types.kernel.statistics();
-  if (!residual) return types;
-
-  // The type of the input that the kernel adds to the residual (Types::In in norm/types.cuh).
-  const ScalarType in = x == ScalarType::Float ? types.kernel.y : x;
-  if (in == input) return types;
-  if (in == ScalarType::Float && is_half(input)) {
-    types.summand = in;  // exact: a half and a float32 are added in float32
-  } else if (x == ScalarType::Float && input == ScalarType::Float) {
-    types.kernel.y = ScalarType::Float;
-  } else {
-    // The sum is taken first and rounded to the residual's type. If input or residual is float64,
-    // both the sum and the norm are computed in float64.
-    const bool wide = x == ScalarType::Double || input == ScalarType::Double;
-    types.summand = wide ? ScalarType::Double : ScalarType::Float;
-    if (parameters) parameters = types.summand;
-    // Kernels of half-precision x round xhat to no other type than x's.
-    const bool widens = rounds_xhat && is_half(x);
-    types.kernel = KernelTypes(wide || widens ? types.summand : x, parameters, y);
-    types.adds_first = true;
-  }
-  return types;
-}
 
 // Parameters have to be of x's type, or float32 beside half precision. With a residual they may
 // also be of the input's type.
@@ -111,7 +73,6 @@ Tensor add(const Tensor& input, const std::optional<Tensor>& gate, const Tensor&
 void launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
             const Shape& shape, const KernelTypes& types, Activation activation,
             ForwardResult& result) {
-  const bool plain_weight = a.has_plain_weight();
   const Rows rows(input, shape.leading);
   std::optional<Rows> residual_rows;
   if (residual) residual_rows.emplace(*residual, shape.leading);
@@ -125,21 +86,6 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   const ModulationRows gate = rows_of(residual ? a.modulation.gate : std::nullopt);
 
   const DataTypes data_types = types.data_types();
-  Problem problem;
-  problem.rows = shape.rows;
-  problem.cols = shape.cols;
-  problem.x = data_types.x;
-  problem.weight = data_types.weight;
-  problem.y = data_types.y;
-  problem.residual = residual.has_value();
-  const bool activates = activation != Activation::kNone || a.scale != 1.0;
-  problem.modulated = shift.tensor || scale.tensor || gate.tensor;
-  problem.has_epilogue = activates || !plain_weight;
-  problem.aligned =
-      rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
-  const forward::Plan plan = make_forward_plan(problem, device_of(input));
-  const Workspace workspace(input, launch_of(plan).workspace_bytes);
-
   ForwardParams params;
   params.input = rows.data();
   params.input_rows = rows.map;
@@ -157,24 +103,18 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   }
   params.rows = shape.rows;
   params.cols = static_cast<int32_t>(shape.cols);
-  params.stays_in_l2 = stays_in_l2(problem);
-  params.is_rms = a.kind.is_rms;
-  params.inverse_cols = Scalar(1.0 / static_cast<double>(shape.cols));
-  params.eps = Scalar(a.eps);
-  params.scale = Scalar(a.scale);
-  params.has_epilogue = problem.has_epilogue;
-  params.activates = activates;
-  params.activation = activation;
-  if (!plain_weight) {
-    params.plain_weight = false;
-    params.weight_offset = Scalar(a.kind.weight_offset);
-    params.xhat_rounding = a.xhat_rounding();
-  }
-  params.workspace = workspace.data();
-  params.is_modulated = problem.modulated;
   params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
-  check_launch(launch_layer_norm_forward(params, data_types, plan, current_stream(input)),
-               "forward", shape.rows, shape.cols, data_types, plan);
+  const bool aligned =
+      rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
+  const Computation computation = {activation,           a.scale, a.kind.is_rms,
+                                   a.kind.weight_offset, a.eps,   a.xhat_rounding()};
+  const Problem problem = complete(params, data_types, computation, aligned);
+  const forward::Plan plan = make_forward_plan(problem, device_of(input.get_device_index()));
+  const Workspace workspace(input, launch_of(plan).workspace_bytes);
+  params.workspace = workspace.data();
+  check_launch(
+      launch_layer_norm_forward(params, data_types, plan, current_stream(input.get_device_index())),
+      "forward", shape.rows, shape.cols, data_types, plan);
 }
 
 // A modulated norm that rounds xhat, which no kernel does: the norm's kernel gives y in float32,

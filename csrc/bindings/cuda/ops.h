@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "bindings/cuda/checks.h"
+#include "bindings/cuda/launches.h"
 #include "bindings/cuda/modulation.h"
 #include "bindings/cuda/tensors.h"
 
@@ -28,13 +29,8 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     NormKind kind = {};
     Modulations modulation = {};  // a gate only beside a residual
 
-    // The type that round_before_weight means; without a weight there is nothing to round for.
     XhatRounding xhat_rounding() const {
-      if (!kind.round_before_weight || !weight) return XhatRounding::kNone;
-      const ScalarType type = input.scalar_type();
-      return type == ScalarType::Half       ? XhatRounding::kFloat16
-             : type == ScalarType::BFloat16 ? XhatRounding::kBFloat16
-                                            : XhatRounding::kNone;
+      return xhat_rounding_of(kind.round_before_weight, weight.has_value(), input.scalar_type());
     }
     // As ForwardParams::plain_weight says.
     bool has_plain_weight() const {

@@ -71,11 +71,10 @@ CurrentDevice::~CurrentDevice() {
   if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
 }
 
-const Device& device_of(const Tensor& tensor) {
+const Device& device_of(int index) {
   constexpr int kMaxDevices = 64;
   static std::array<Device, kMaxDevices> devices;
   static std::array<std::once_flag, kMaxDevices> read;
-  const int index = tensor.get_device_index();
   CHECK_ARGUMENT(index >= 0 && index < kMaxDevices, "no device has the index ", index);
   std::call_once(read[index], [index] {
     const auto attribute = [index](cudaDeviceAttr which) {
@@ -96,10 +95,10 @@ const Device& device_of(const Tensor& tensor) {
   return devices[index];
 }
 
-cudaStream_t current_stream(const Tensor& tensor) {
+cudaStream_t current_stream(int device_index) {
   CHECK_ARGUMENT(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA");
   void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
