@@ -27,6 +27,7 @@ from .functional import (  # noqa: E402
     layer_norm,
     rms_norm,
 )
+from .heads import norm_rope, qk_norm_rope  # noqa: E402
 from .modules import (  # noqa: E402
     FusedAdaLayerNorm,
     FusedAddAdaLayerNorm,
@@ -79,7 +80,9 @@ __all__ = [
     "explain",
     "fuse",
     "layer_norm",
+    "norm_rope",
     "override_aten",
+    "qk_norm_rope",
     "register_swap",
     "rms_norm",
     "swap_layer_norm",

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import has_torch_function
 
 from .compile import rules
-from .ops import arguments, formulas, load
+from .ops import arguments, formulas
 from .ops.aten_forward import twin
 from .ops.autocast import under_autocast
 from .ops.operators import (
@@ -41,7 +41,6 @@ _layer_norm = LAYER_NORM.overload._op
 _add_layer_norm = ADD_LAYER_NORM.overload._op
 _ada_layer_norm = ADA_LAYER_NORM.overload._op
 _add_ada_layer_norm = ADD_ADA_LAYER_NORM.overload._op
-_ada_layer_norm_pair = load.ada_layer_norm_pair._op
 
 ATEN_LAYER_NORM = twin(LAYER_NORM)
 ATEN_ADD_LAYER_NORM = twin(ADD_LAYER_NORM)
@@ -449,51 +448,6 @@ def add_ada_layer_norm(
     return _serve_ada(
         input, residual, gate, shift, scale, weight, bias, eps, normalized_shape, out_dtype, kind
     )
-
-
-def ada_layer_norm_pair(
-    input: Tensor,
-    shift: Tensor | None,
-    scale: Tensor | None,
-    second_shift: Tensor | None,
-    second_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    normalized_shape: int | Sequence[int],
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """ada_layer_norm of one input with two modulations: ``(y, second_y)``. It is not exported.
-
-    Where no gradient is needed it is one operator, whose kernel reads input once. The errors are
-    those of two calls of ada_layer_norm.
-    """
-    of_both = (input, weight, bias, eps, normalized_shape)
-    options: list[dict[str, Any]] = [
-        {"out_dtype": out_dtype, "is_ada": True, "shift": of_shift, "scale": of_scale}
-        for of_shift, of_scale in ((shift, scale), (second_shift, second_scale))
-    ]
-    if _is_compiling():
-        first, _ = [arguments.settle(*of_both, **of_one) for of_one in options]
-        ndim = first.options.normalized_ndim
-        modulations = (shift, scale, second_shift, second_scale)
-        return load.ada_layer_norm_pair(input, ndim, *modulations, weight, bias, eps, out_dtype)
-    try:
-        if _dispatch_modes() and torch.onnx.is_in_onnx_export():
-            rest = (weight, bias, eps, normalized_shape, out_dtype, LAYER)
-            return (
-                _serve_ada(input, None, None, shift, scale, *rest),
-                _serve_ada(input, None, None, second_shift, second_scale, *rest),
-            )
-        ndim = _trailing_dimensions(input, weight, bias, normalized_shape)
-        return _ada_layer_norm_pair(
-            input, ndim, shift, scale, second_shift, second_scale, weight, bias, eps, out_dtype
-        )
-    except Exception as error:
-        found = error
-        for of_one in reversed(options):
-            found = arguments.explain(found, *of_both, **of_one)
-        raise found from None
 
 
 # For tests without a GPU: calls on the CPU then go to the operators instead of PyTorch's.

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.overrides import has_torch_function_variadic
 
-from . import swap_forwards, swap_modulated, swap_rms, swap_source, swap_table
+from . import swap_forwards, swap_modulated, swap_rms, swap_rotations, swap_source, swap_table
 from .functional import may_serve, torchs_layer_norm
 from .modules import FusedLayerNorm, FusedRMSNorm
 
@@ -37,7 +37,9 @@ _registered: dict[type[nn.Module], Callable[[Any], Forward | None]] = {}
 Predicate = Callable[[str, Any], bool]
 
 
-def swap_norms(model: Model, *, predicate: Predicate | None = None) -> Model:
+def swap_norms(
+    model: Model, *, predicate: Predicate | None = None, rotations: bool = False
+) -> Model:
     """Makes the norms of a model, LayerNorms and RMSNorms, run on the fused kernels, in place.
 
     It is :func:`swap_layer_norm` and :func:`swap_rms_norm` in one, and :func:`unswap_norms` undoes
@@ -49,11 +51,28 @@ def swap_norms(model: Model, *, predicate: Predicate | None = None) -> Model:
             swap_rms_norm would call it. It may rely on the name that ``model.named_modules()``
             gives the module, and on the module's being an nn.Module; an RMSNorm class of
             transformers, for example, is no nn.RMSNorm.
+        rotations: also swap the attention modules of transformers that rotate q and k by an
+            ``apply_rotary_pos_emb`` whose source ``fused_layernorm/swap_rotations.py`` knows, as
+            those of Llama, Qwen3, Gemma 3, OLMo 2 and some 150 other models do. The rotation, and
+            the norms of q and k by heads in front of it, become one kernel,
+            :func:`qk_norm_rope`, which rounds once where the library rounds after each operation.
+            The predicate is not called for them.
 
     Returns:
         The model.
     """
-    return _swap_all(model, predicate, ("layer", "rms"), "swap_norms", "norm")
+    return _swap_all(model, predicate, ("layer", "rms"), "swap_norms", "norm", rotations)
+
+
+def _swap_rotations(model: nn.Module, left: Counter[str]) -> None:
+    for module in model.modules():
+        if is_fused(module) or "forward" in module.__dict__:
+            continue
+        cls = swap_rotations.class_of(_plain_class(module))
+        if isinstance(cls, str):
+            left[f"{_name(_plain_class(module))} ({cls})"] += 1
+        elif cls is not None:
+            _set_class(module, cls)
 
 
 def swap_layer_norm(
@@ -129,7 +148,12 @@ def swap_rms_norm(model: Model, *, predicate: Predicate | None = None) -> Model:
 
 
 def _swap_all(
-    model: Model, predicate: Predicate | None, kinds: tuple[str, ...], caller: str, what: str
+    model: Model,
+    predicate: Predicate | None,
+    kinds: tuple[str, ...],
+    caller: str,
+    what: str,
+    rotations: bool = False,
 ) -> Model:
     """Swaps the norms of these kinds and the registered modules; `what` names them in messages."""
     left: Counter[str] = Counter()
@@ -147,12 +171,14 @@ def _swap_all(
             continue
         if reason:
             left[f"{_name(_plain_class(module))} ({reason})"] += 1
+    if rotations:
+        _swap_rotations(model, left)
     text = ", ".join(f"{count} {one}" for one, count in left.items())
     if left:
         _log.info(
             "%s: %d %s-like modules were left: %s", _name(type(model)), left.total(), what, text
         )
-    wanted = {*kinds, REGISTERED}
+    wanted = {*kinds, REGISTERED, *([swap_rotations.KIND] if rotations else [])}
     if not any(is_fused(module) and _fused_kind(module) in wanted for module in model.modules()):
         warnings.warn(
             f"{caller}: nothing in {_name(type(model))} is fused: "
@@ -170,7 +196,7 @@ def unswap_norms(model: Model) -> Model:
     Returns:
         The model.
     """
-    return _unswap_all(model, ("layer", "rms"))
+    return _unswap_all(model, ("layer", "rms", swap_rotations.KIND))
 
 
 def unswap_layer_norm(model: Model) -> Model:

@@ -17,10 +17,10 @@ import torch
 from torch._ops import OpOverload
 
 from .after_import import after_import
-from .decompositions import decompositions
 from .modules import FusedLayerNorm
+from .ops import formulas
 from .ops.load import NAMESPACE
-from .ops.operators import LAYER_NORM
+from .ops.operators import FORWARD, LAYER_NORM
 
 # ---- The TorchScript exporter.
 
@@ -131,11 +131,10 @@ def _register_symbolics() -> None:
         return translate
 
     onnx: Any = torch.onnx
-    for overload, forward in decompositions().items():
-        name = overload._opname
-        if not name.endswith(("_forward", "_backward")):
-            translate = symbolic(overload, forward)
-            onnx.register_custom_op_symbolic(f"{NAMESPACE}::{name}", translate, 9)
+    for operator in FORWARD:
+        if not operator.gives_statistics:
+            translate = symbolic(operator.overload, operator.implemented_by(formulas.forward))
+            onnx.register_custom_op_symbolic(f"{NAMESPACE}::{operator.name}", translate, 9)
 
 
 # ---- Counters.

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -22,19 +23,6 @@ from fused_layernorm.override import _override
 HAS_KERNELS = (
     torch.ops.fused_layernorm._build_info() != "cpu only" and torch.backends.cuda.is_built()
 )
-DEVICES = [
-    pytest.param("cpu", id="cpu"),
-    pytest.param(
-        "cuda",
-        id="cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(
-                not (torch.cuda.is_available() and HAS_KERNELS), reason="needs CUDA kernels"
-            ),
-        ],
-    ),
-]
 OPERATORS = (
     "aten::native_layer_norm",
     "aten::native_layer_norm_backward",
@@ -43,7 +31,14 @@ OPERATORS = (
 )
 
 
-@pytest.fixture(params=DEVICES)
+needs_kernels = pytest.mark.skipif(
+    not (torch.cuda.is_available() and HAS_KERNELS), reason="needs CUDA kernels"
+)
+
+
+@pytest.fixture(
+    params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_kernels])], ids=str
+)
 def device(request):
     return request.param
 
@@ -89,99 +84,143 @@ def close(actual, expected, dtype=torch.float32):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_covers_layer_norm_with_pytorchs_autograd(device, override, calls):
+def layer_norm(x, shape, weight=None, bias=None, eps=1e-5):
+    return F.layer_norm(x, shape, weight, bias, 1e-5 if eps is None else eps)
+
+
+def rms_norm(x, shape, weight=None, bias=None, eps=None):
+    """F.rms_norm by the operator that it calls on CUDA; on the CPU it computes by parts."""
+    return torch._fused_rms_norm(x, shape, weight, eps)[0]
+
+
+EACH = pytest.mark.parametrize("norm", [layer_norm, rms_norm])
+
+
+def test_covers_the_norms_with_pytorchs_autograd(device, override, calls):
     x, weight, bias = inputs(device)
-    module = nn.LayerNorm(32, device=device)
-    with override():
-        y = F.layer_norm(x, (32,), weight, bias)
-        assert calls() > 0
-        assert type(y.grad_fn).__name__ == "NativeLayerNormBackward0"
-        y.sum().backward()
-        assert calls() > 0
-        module(x.detach())
-        assert calls() > 0
-        torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
-        assert calls() > 0
-        torch.layer_norm(x, (32,))
-        assert calls() > 0
-    F.layer_norm(x, (32,), weight, bias).sum().backward()
-    assert calls() == 0
+    functions = [
+        (lambda: layer_norm(x, (32,), weight, bias), "NativeLayerNormBackward0"),
+        (lambda: nn.LayerNorm(32, device=device)(x), "NativeLayerNormBackward0"),
+        (lambda: torch.native_layer_norm(x, (32,), weight, bias, 1e-5)[0], None),
+        (lambda: torch.layer_norm(x, (32,)), "NativeLayerNormBackward0"),
+        (lambda: rms_norm(x, (32,), weight), "FusedRmsNormBackward0"),
+    ]
+    if device == "cuda":
+        functions += [(lambda: F.rms_norm(x, (32,), weight), None),
+                      (lambda: nn.RMSNorm(32, device=device)(x), None)]  # fmt: skip
+    for function, node in functions:
+        with override():
+            y = function()
+            assert calls() > 0
+            assert node in (None, type(y.grad_fn).__name__)
+            y.sum().backward()
+            assert calls() > 0
+        function().sum().backward()
+        assert calls() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("normalized_ndim", [1, 2, 3])
 @pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
-def test_results_and_gradients_are_pytorchs(device, override, dtype, normalized_ndim, affine):
+@EACH
+def test_results_and_gradients_are_pytorchs(
+    device, override, calls, norm, dtype, normalized_ndim, affine
+):
     x, weight, bias = inputs(device, normalized_ndim=normalized_ndim, dtype=dtype)
     weight = weight if affine in ("both", "weight") else None
-    bias = bias if affine in ("both", "bias") else None
+    bias = bias if affine in ("both", "bias") and norm is layer_norm else None
     shape = x.shape[-normalized_ndim:]
     dy = torch.randn_like(x)
 
-    def run(x, weight, bias, dy):
+    def run(norm, eps, x, weight, bias, dy):
         leaves = [t for t in (x, weight, bias) if t is not None]
-        y = F.layer_norm(x, shape, weight, bias)
+        y = norm(x, shape, weight, bias, eps)
         return (y, *torch.autograd.grad(y, leaves, dy))
 
-    # PyTorch computes in float64 here, because its CPU kernel sums the parameters' gradients of
-    # bfloat16 tensors in bfloat16.
-    expected = run(*(None if t is None else t.double() for t in (x, weight, bias, dy)))
+    def stock(x, shape, weight, bias, eps):
+        if norm is rms_norm:
+            return F.rms_norm(x, shape, weight, eps)
+        return layer_norm(x, shape, weight, bias, eps)
+
+    # The epsilon of F.rms_norm is float32's for half precision. PyTorch computes in float64 here,
+    # because its CPU kernel sums the parameters' gradients of bfloat16 tensors in bfloat16.
+    own = torch.finfo(dtype if dtype == torch.float64 else torch.float32).eps
+    wide: Any = [None if t is None else t.double() for t in (x, weight, bias, dy)]
+    for eps in (None, 1e-2):
+        expected = run(stock, own if eps is None and norm is rms_norm else eps, *wide)
+        with override():
+            actual = run(norm, eps, x, weight, bias, dy)
+            assert calls() >= 2
+        for a, e in zip(actual, expected, strict=True):
+            assert a.dtype == dtype
+            close(a, e.to(dtype), dtype)
+    # Beside tiny squares, the epsilons of float32 and of the half-precision types differ much.
+    tiny = (1e-4 * x.detach()).to(dtype)
+    expected = norm(tiny, shape)
     with override():
-        actual = run(x, weight, bias, dy)
-    for a, e in zip(actual, expected, strict=True):
-        assert a.dtype == dtype
-        close(a, e.to(dtype), dtype)
+        close(norm(tiny, shape), expected, dtype)
 
 
-@pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (False, False, True)])
-def test_gradients_that_are_not_asked_for_are_not_there(device, override, calls, mask):
+@pytest.mark.parametrize(
+    ("norm", "only"), [*((layer_norm, i) for i in range(3)), (rms_norm, 0), (rms_norm, 1)]
+)
+def test_gradients_that_are_not_asked_for_are_not_there(device, override, calls, norm, only):
     x, weight, bias = (t.detach() for t in inputs(device))
-    y, mean, rstd = torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
-    args = (torch.ones_like(y), x, (32,), mean, rstd, weight, bias, mask)
-    expected = torch.ops.aten.native_layer_norm_backward(*args)
+    leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
+    if norm is layer_norm:
+        y, mean, rstd = torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
+        operator = torch.ops.aten.native_layer_norm_backward
+        mask = [i == only for i in range(3)]
+        args: tuple[Any, ...] = (torch.ones_like(y), x, (32,), mean, rstd, weight, bias, mask)
+        loss = F.layer_norm(leaves[0], (32,), *leaves[1:]).sum()
+    else:
+        y, rstd = torch._fused_rms_norm(x, (32,), weight, 1e-5)
+        operator = torch.ops.aten._fused_rms_norm_backward
+        mask = [i == only for i in range(2)]
+        args = (torch.ones_like(y), x, (32,), rstd, weight, mask)
+        loss = F.rms_norm(leaves[0], (32,), leaves[1], 1e-5).sum()
     with override():
-        actual = torch.ops.aten.native_layer_norm_backward(*args)
+        actual = operator(*args)
     assert calls() > 0
-    for a, e, asked in zip(actual, expected, mask, strict=True):
-        assert (a is not None) == (e is not None) == asked
-        if asked:
-            close(a, e)
+    assert [a is not None for a in actual] == mask
+    close(actual[only], torch.autograd.grad(loss, leaves[only])[0].float())
 
 
 def test_forward_and_backward_may_stand_on_different_sides(device, override):
-    x, weight, bias = inputs(device)
-    leaves = (x, weight, bias)
-    expected = torch.autograd.grad(F.layer_norm(x, (32,), weight, bias).square().sum(), leaves)
+    x, weight, _ = inputs(device)
+    leaves = (x, weight)
+
+    def loss():
+        return layer_norm(x, (32,), weight).square().sum()
+
+    expected = torch.autograd.grad(loss(), leaves)
     with override():
-        loss = F.layer_norm(x, (32,), weight, bias).square().sum()
-    for a, e in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
-    loss = F.layer_norm(x, (32,), weight, bias).square().sum()
+        overridden = loss()
+    found = [torch.autograd.grad(overridden, leaves)]
+    stock = loss()
     with override():
-        for a, e in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+        found.append(torch.autograd.grad(stock, leaves))
+    for gradients in found:
+        for a, e in zip(gradients, expected, strict=True):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_of_no_columns_have_pytorchs_statistics(device, override, calls):
-    x = torch.empty(3, 0, device=device)
-    expected = torch.native_layer_norm(x, (0,), None, None, 1e-5)
-    with override():
-        actual = torch.native_layer_norm(x, (0,), None, None, 1e-5)
-    assert calls() > 0
-    torch.testing.assert_close(actual, expected, equal_nan=True)
-
-
-def test_empty_batch(device, override):
-    x = torch.empty(0, 8, device=device, requires_grad=True)
-    weight = torch.ones(8, device=device, requires_grad=True)
-    with override():
-        y = F.layer_norm(x, (8,), weight)
-        y.sum().backward()
-    assert y.shape == (0, 8)
-    assert x.grad is not None
-    assert weight.grad is not None
-    assert x.grad.shape == (0, 8)
-    assert weight.grad.tolist() == [0.0] * 8
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (4, 6, 32)], ids=str)
+def test_results_have_pytorchs_shapes_and_statistics(device, override, calls, shape):
+    """Empty ones, too, and a statistic of several dimensions."""
+    x = torch.randn(shape, device=device)
+    weight = torch.randn(shape[1:], device=device) if x.numel() else None
+    for operator in (
+        lambda: torch.native_layer_norm(x, shape[1:], weight, None, 1e-5),
+        lambda: torch._fused_rms_norm(x, shape[1:], weight, 1e-5),
+    ):
+        expected = operator()
+        with override():
+            actual = operator()
+        assert calls() > 0
+        assert [t.shape for t in actual] == [t.shape for t in expected]
+        if shape[1:] != (0,) or len(actual) == 3:
+            torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 def test_higher_derivatives_and_transforms_are_pytorchs(device, override):
@@ -213,24 +252,27 @@ def test_autocast_gives_float32_as_ever(device, override):
 
 
 BAD = {
-    "shape": lambda x, w: F.layer_norm(x, (31,)),
-    "weight's shape": lambda x, w: F.layer_norm(x, (32,), w[1:]),
-    "weight's dtype": lambda x, w: F.layer_norm(x, (32,), w.double()),
-    "complex": lambda x, w: F.layer_norm(x.to(torch.complex64), (32,)),
-    "integers": lambda x, w: F.layer_norm(x.long(), (32,)),
-    "bools": lambda x, w: F.layer_norm(x.bool(), (32,)),
-    "float8": lambda x, w: F.layer_norm(x.to(torch.float8_e4m3fn), (32,)),
-    "too few dimensions": lambda x, w: F.layer_norm(x[0, 0], (6, 32)),
+    "shape": lambda norm, x, w: F.layer_norm(x, (31,)),
+    "weight's shape": lambda norm, x, w: norm(x, (32,), w[1:]),
+    "weight's dtype": lambda norm, x, w: F.layer_norm(x, (32,), w.double()),
+    "complex": lambda norm, x, w: F.layer_norm(x.to(torch.complex64), (32,)),
+    "integers": lambda norm, x, w: norm(x.long(), (32,)),
+    "bools": lambda norm, x, w: F.layer_norm(x.bool(), (32,)),
+    "float8": lambda norm, x, w: F.layer_norm(x.to(torch.float8_e4m3fn), (32,)),
+    "too few dimensions": lambda norm, x, w: norm(x[0, 0], (6, 32)),
 }
 
 
+@EACH
 @pytest.mark.parametrize("bad", BAD)
-def test_errors_are_pytorchs(device, override, bad):
+def test_errors_are_pytorchs(device, override, bad, norm):
+    if norm is rms_norm and device == "cuda":
+        norm = F.rms_norm
     x, weight, _ = (t.detach() for t in inputs(device))
-    with pytest.raises(RuntimeError) as expected:
-        BAD[bad](x, weight)
-    with override(), pytest.raises(RuntimeError) as actual:
-        BAD[bad](x, weight)
+    with pytest.raises((RuntimeError, ValueError)) as expected:
+        BAD[bad](norm, x, weight)
+    with override(), pytest.raises((RuntimeError, ValueError)) as actual:
+        BAD[bad](norm, x, weight)
     assert type(actual.value) is type(expected.value)
     assert str(actual.value) == str(expected.value)
 
@@ -262,16 +304,23 @@ def test_a_later_torch_gets_a_runtime_error(monkeypatch):
     assert type(caught.value) is RuntimeError
 
 
-def test_what_the_kernels_do_not_take_runs_on_the_replaced_kernel(override):
-    # PyTorch's CPU kernel takes a float32 weight beside a bfloat16 input, by its own rules.
+def test_what_the_kernels_do_not_take_runs_on_the_replaced_kernel():
+    # PyTorch's CPU kernel takes a float32 weight beside a bfloat16 input, by its own rules. Its
+    # RMSNorm takes complex numbers.
     x, weight, bias = (t.detach() for t in inputs("cpu"))
-    x = x.to(torch.bfloat16)
-    expected = torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
-    with _override("CPU"):
-        actual = torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
-    for a, e in zip(actual, expected, strict=True):
-        assert a.dtype == e.dtype
-        assert torch.equal(a, e)
+    half, imaginary = x.to(torch.bfloat16), x.to(torch.complex64)
+    for operator in (
+        lambda: torch.native_layer_norm(half, (32,), weight, bias, 1e-5),
+        lambda: torch._fused_rms_norm(imaginary, (32,), weight.to(imaginary.dtype), 1e-5),
+    ):
+        expected = operator()
+        before = torch.ops.fused_layernorm._override_calls("CPU")
+        with _override("CPU"):
+            actual = operator()
+        assert torch.ops.fused_layernorm._override_calls("CPU") == before + 1
+        for a, e in zip(actual, expected, strict=True):
+            assert a.dtype == e.dtype
+            assert torch.equal(a, e)
 
 
 def test_plain_call_and_undo(device, override, calls):
@@ -316,61 +365,41 @@ def test_an_exception_undoes_it(device, override, calls):
 
 
 def test_survives_switching_under_running_threads(device, override, calls):
+    """Some threads train while others switch."""
     x, weight, bias = inputs(device)
     expected = F.layer_norm(x, (32,), weight, bias)
     stop = threading.Event()
-    errors, done = [], []
+    errors, done, switched = [], [], []
 
     def train():
+        a, w = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        y = F.layer_norm(a, (32,), w, bias)
+        torch.autograd.grad(y.sum(), (a, w))
+        close(y, expected)
+        done.append(1)
+
+    def switch():
+        with override():
+            close(F.layer_norm(x.detach(), (32,), weight.detach(), bias.detach()), expected)
+            switched.append(1)
+
+    def repeat(work):
         try:
-            a, w = x.detach().requires_grad_(), weight.detach().requires_grad_()
             while not stop.is_set():
-                y = F.layer_norm(a, (32,), w, bias)
-                torch.autograd.grad(y.sum(), (a, w))
-                close(y, expected)
-                done.append(1)
+                work()
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=train) for _ in range(3)]
+    threads = [threading.Thread(target=repeat, args=(work,)) for work in 3 * [train, switch]]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 2
-    switched = 0
-    while time.monotonic() < deadline:
-        with override():
-            time.sleep(0.001)
-        switched += 1
+    time.sleep(1)
     stop.set()
     for thread in threads:
         thread.join()
     assert not errors
-    assert switched > 10
-    assert len(done) > 10
-    assert calls() > 0
-
-
-def test_overrides_of_several_threads(device, override, calls):
-    x = inputs(device)[0].detach()
-    covered, errors = [], []
-
-    def work():
-        try:
-            for _ in range(50):
-                with override():
-                    F.layer_norm(x, (32,))
-                    covered.append(1)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert len(covered) == 200
-    assert calls() >= 200
+    assert min(len(done), len(switched)) > 10
+    assert calls() >= len(switched)
     F.layer_norm(x, (32,))
     assert calls() == 0
 
@@ -414,7 +443,7 @@ def test_prints_nothing():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not (torch.cuda.is_available() and HAS_KERNELS), reason="needs CUDA kernels")
+@needs_kernels
 def test_out_of_memory_says_so():
     x = torch.empty(1 << 26, 8, device="cuda")  # 2 GiB
     torch.cuda.empty_cache()
@@ -428,136 +457,6 @@ def test_out_of_memory_says_so():
             F.layer_norm(x, (8,))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-# --- RMSNorm --------------------------------------------------------------------------------------
-
-
-def rms_norm(x, shape, weight=None, eps=None):
-    """F.rms_norm by the operator that it calls on CUDA; on the CPU it computes by parts."""
-    return torch._fused_rms_norm(x, shape, weight, eps)[0]
-
-
-def test_covers_rms_norm_with_pytorchs_autograd(device, override, calls):
-    x, weight, _ = inputs(device)
-    with override():
-        y = rms_norm(x, (32,), weight)
-        assert calls() == 1
-        assert type(y.grad_fn).__name__ == "FusedRmsNormBackward0"
-        y.sum().backward()
-        assert calls() == 1
-        if device == "cuda":
-            F.rms_norm(x, (32,), weight).sum().backward()
-            nn.RMSNorm(32, device=device)(x.detach())
-            assert calls() == 3
-    rms_norm(x, (32,), weight).sum().backward()
-    assert calls() == 0
-
-
-@pytest.mark.parametrize("eps", [None, 1e-2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("normalized_ndim", [1, 2, 3])
-@pytest.mark.parametrize("affine", [False, True])
-def test_rms_norms_results_and_gradients(
-    device, override, calls, dtype, normalized_ndim, affine, eps
-):
-    x, weight, _ = inputs(device, normalized_ndim=normalized_ndim, dtype=dtype)
-    weight = weight if affine else None
-    shape = x.shape[-normalized_ndim:]
-    dy = torch.randn_like(x)
-
-    def run(norm, x, weight, dy, eps):
-        leaves = [t for t in (x, weight) if t is not None]
-        y = norm(x, shape, weight, eps)
-        return (y, *torch.autograd.grad(y, leaves, dy))
-
-    own_eps = torch.finfo(dtype if dtype == torch.float64 else torch.float32).eps
-    wide_weight = None if weight is None else weight.double()
-    wide_eps = own_eps if eps is None else eps
-    expected = run(F.rms_norm, x.double(), wide_weight, dy.double(), wide_eps)
-    with override():
-        actual = run(rms_norm, x, weight, dy, eps)
-        assert calls() == 2
-    for a, e in zip(actual, expected, strict=True):
-        assert a.dtype == dtype
-        close(a, e.to(dtype), dtype)
-
-
-def test_rms_norms_default_eps_is_pytorchs(device, override):
-    """Beside tiny squares, the epsilons of float32 and of the half-precision types differ much."""
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        x = (1e-4 * torch.randn(4, 32, device=device)).to(dtype)
-        expected = rms_norm(x, (32,))
-        with override():
-            close(rms_norm(x, (32,)), expected, dtype)
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
-def test_empty_rms_norms(device, override, shape):
-    x = torch.empty(shape, device=device)
-    expected = torch._fused_rms_norm(x, shape[1:], None, None)
-    with override():
-        actual = torch._fused_rms_norm(x, shape[1:], None, None)
-    assert [t.shape for t in actual] == [t.shape for t in expected]
-
-
-@pytest.mark.parametrize("mask", [(True, False), (False, True)])
-def test_rms_norms_gradients_that_are_not_asked_for_are_not_there(device, override, mask):
-    x, weight, _ = (t.detach() for t in inputs(device))
-    y, rstd = torch._fused_rms_norm(x, (32,), weight, 1e-5)
-    wide_x, wide_weight = (t.double().requires_grad_() for t in (x, weight))
-    wide = F.rms_norm(wide_x, (32,), wide_weight, 1e-5)
-    expected = torch.autograd.grad(wide.sum(), (wide_x, wide_weight))
-    args = (torch.ones_like(y), x, (32,), rstd, weight, mask)
-    with override():
-        actual = torch.ops.aten._fused_rms_norm_backward(*args)
-    for a, e, asked in zip(actual, expected, mask, strict=True):
-        assert (a is not None) == asked
-        if asked:
-            close(a, e.float())
-
-
-def test_rms_norms_statistic_is_pytorchs(device, override):
-    """Forward and backward may stand on different sides."""
-    x, weight, _ = (t.detach() for t in inputs(device))
-    expected = torch._fused_rms_norm(x, (6, 32), weight.expand(6, 32), 1e-5)
-    with override():
-        actual = torch._fused_rms_norm(x, (6, 32), weight.expand(6, 32), 1e-5)
-    for a, e in zip(actual, expected, strict=True):
-        close(a, e)
-        assert a.shape == e.shape
-
-
-RMS_BAD = {
-    "weight's shape": lambda norm, x, w: norm(x, (32,), w[1:]),
-    "integers": lambda norm, x, w: norm(x.long(), (32,)),
-    "too few dimensions": lambda norm, x, w: norm(x[0, 0], (6, 32)),
-}
-
-
-@pytest.mark.parametrize("bad", RMS_BAD)
-def test_rms_norms_errors_are_pytorchs(device, override, bad):
-    norm = rms_norm if device == "cpu" else F.rms_norm
-    x, weight, _ = (t.detach() for t in inputs(device))
-    with pytest.raises((RuntimeError, ValueError)) as expected:
-        RMS_BAD[bad](norm, x, weight)
-    with override(), pytest.raises((RuntimeError, ValueError)) as actual:
-        RMS_BAD[bad](norm, x, weight)
-    assert type(actual.value) is type(expected.value)
-    assert str(actual.value) == str(expected.value)
-
-
-def test_rms_norms_that_the_kernels_do_not_take_run_on_the_replaced_kernel(device, override, calls):
-    if device == "cuda":
-        pytest.skip("PyTorch's CUDA kernel takes what these kernels take")
-    x, weight, _ = (t.detach() for t in inputs(device))
-    x = x.to(torch.complex64)
-    expected = torch._fused_rms_norm(x, (32,), weight.to(x.dtype), 1e-5)
-    with override():
-        actual = torch._fused_rms_norm(x, (32,), weight.to(x.dtype), 1e-5)
-        assert calls() == 1
-    for a, e in zip(actual, expected, strict=True):
-        assert torch.equal(a, e)
 
 
 def test_rms_norm_gets_along_with_another_override():
@@ -580,32 +479,17 @@ def test_rms_norm_gets_along_with_another_override():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not (torch.cuda.is_available() and HAS_KERNELS), reason="needs CUDA kernels")
-def test_cuda_runs_these_kernels_for_rms_norm():
+@needs_kernels
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+def test_cuda_runs_these_kernels_and_no_others(norm):
     x, weight, _ = inputs("cuda", shape=(64, 768), dtype=torch.bfloat16)
     with (
         fused_layernorm.override_aten(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
     ):
-        F.rms_norm(x, (768,), weight).backward(torch.ones_like(x))
+        norm(x, (768,), weight).backward(torch.ones_like(x))
         torch.cuda.synchronize()
     names = [event.key for event in profile.key_averages()]
     norms = [n for n in names if "norm" in n.lower() and not n.startswith(("aten::", "cuda"))]
-    assert norms
-    assert all("fused_layernorm" in n for n in norms), norms
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not (torch.cuda.is_available() and HAS_KERNELS), reason="needs CUDA kernels")
-def test_cuda_runs_these_kernels_and_no_others():
-    x, weight, bias = inputs("cuda", shape=(64, 768), dtype=torch.bfloat16)
-    with (
-        fused_layernorm.override_aten(),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
-    ):
-        F.layer_norm(x, (768,), weight, bias).backward(torch.ones_like(x))
-        torch.cuda.synchronize()
-    names = [event.key for event in profile.key_averages()]
-    norms = [n for n in names if "layer_norm" in n.lower() or "LayerNorm" in n]
     assert norms
     assert all("fused_layernorm" in n for n in norms), norms

@@ -270,10 +270,6 @@ ONNX = {
     "layer_norm": ([(F32, 4), (F32, 0)], {"activation": "gelu_tanh", "scale": 0.5, "out_dtype": H}),
     "ada_layer_norm": ([(F32, 4), (F32, 0), (F32, 4)], {}),
     "add_ada_layer_norm": ([(H, 4), (F32, 4), (F32, 0), (F32, 4), (F32, 0)], {"statistic": "rms"}),
-    "ada_layer_norm_pair": (
-        [(F32, 4), *[(F32, 0)] * 6],
-        {"eps": 1e-5, "normalized_shape": (D,), "out_dtype": None},
-    ),
 }
 
 

@@ -44,7 +44,6 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Autograd, m) {
   m.impl("ada_layer_norm_forward", boxed<&differentiate_forward<AdaLayerNorm, true>>());
   m.impl("add_ada_layer_norm", boxed<&differentiate_forward<AddAdaLayerNorm, false>>());
   m.impl("add_ada_layer_norm_forward", boxed<&differentiate_forward<AddAdaLayerNorm, true>>());
-  m.impl("ada_layer_norm_pair", boxed<&differentiate_pair>());
   m.impl("layer_norm_backward", boxed<&differentiate_backward<NormBackwardNode<false>>>());
   m.impl("ada_layer_norm_backward", boxed<&differentiate_backward<NormBackwardNode<true>>>());
   m.impl("add_ada_layer_norm_backward", boxed<&differentiate_gated_backward>());
@@ -66,7 +65,6 @@ std::vector<torch::Library> register_autocast() {
     m.impl("ada_layer_norm_forward", boxed<&autocast<AdaLayerNorm>>());
     m.impl("add_ada_layer_norm", boxed<&autocast<AddAdaLayerNorm>>());
     m.impl("add_ada_layer_norm_forward", boxed<&autocast<AddAdaLayerNorm>>());
-    m.impl("ada_layer_norm_pair", boxed<&autocast<NormPair>>());
   }
   return libraries;
 }

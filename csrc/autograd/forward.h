@@ -4,8 +4,7 @@
 // A call that needs gradients runs the operator with statistics below autograd and saves what
 // backward needs. Backward calls (ada_)layer_norm_backward, or with a gate
 // add_ada_layer_norm_backward, through the dispatcher. These are differentiable themselves
-// (backward.h). Where derivatives of ada_layer_norm_pair are wanted, ada_layer_norm is called twice
-// instead.
+// (backward.h).
 #pragma once
 
 #include <ATen/ops/empty_like.h>
@@ -235,27 +234,6 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
     node->save_outputs(outputs);
   }
   if constexpr (!kGivesStatistics) torch::jit::drop(*stack, Op::kStatistics);
-}
-
-// The Autograd kernel of ada_layer_norm_pair.
-inline void differentiate_pair(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  using Op = NormPair;
-  const IValue* in_place = stack->data() + stack->size() - Op::kArguments;
-  if (differentiation_of<Op>(in_place) == Differentiation::kNone) {
-    return run_below_autograd(op, keys, stack);
-  }
-  static const OperatorHandle one = find_operator(FUSED_LAYERNORM_OPERATOR("ada_layer_norm"));
-  const Stack arguments = torch::jit::pop(*stack, Op::kArguments);
-  const auto modulated = [&](size_t shift, size_t scale) {
-    Stack of_one = {arguments[Op::kInput], arguments[Op::kNormalizedNdim], arguments[shift],
-                    arguments[scale]};
-    of_one.insert(of_one.end(), arguments.begin() + Op::kWeight, arguments.end());
-    torch::jit::push(of_one, "layer", 0.0, false);
-    one.callBoxed(&of_one);
-    return of_one[0];
-  };
-  stack->push_back(modulated(Op::kShift, Op::kScale));
-  stack->push_back(modulated(Op::kSecondShift, Op::kSecondScale));
 }
 
 }  // namespace fused_layernorm

@@ -69,7 +69,6 @@ struct NormForward {
   static constexpr bool kHasModulation = kWithModulation;
   static constexpr bool kHasResidual = kWithResidual;
   static constexpr bool kHasGate = kHasResidual && kHasModulation;
-  static constexpr bool kHasStatistic = true;
   enum : size_t {
     kInput,
     kResidual = kInput + kHasResidual,
@@ -97,28 +96,6 @@ struct NormForward {
   // y and residual_out have gradients; the statistics that follow them have none.
   static constexpr size_t kOutputs = 1 + kHasResidual;
   static constexpr size_t kStatistics = 2;
-};
-
-// ada_layer_norm_pair.
-struct NormPair {
-  static constexpr bool kHasModulation = true;
-  static constexpr bool kHasStatistic = false;
-  enum : size_t {
-    kInput,
-    kNormalizedNdim,
-    kShift,
-    kScale,
-    kSecondShift,
-    kSecondScale,
-    kWeight,
-    kBias,
-    kEps,
-    kOutDtype,
-    kArguments
-  };
-  static constexpr size_t kDifferentiable[] = {kInput,       kShift,  kScale, kSecondShift,
-                                               kSecondScale, kWeight, kBias};
-  static constexpr size_t kModulations[] = {kShift, kScale, kSecondShift, kSecondScale};
 };
 
 // (ada_)layer_norm_backward.

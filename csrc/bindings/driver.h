@@ -18,6 +18,7 @@ std::string driver_problem();
 #ifdef FUSED_LAYERNORM_CUDA
 // Registers the operators' CUDA kernels (bindings/cuda/registration.cpp).
 void register_cuda_kernels(torch::stable::detail::StableLibrary& library);
+void register_head_kernels(torch::stable::detail::StableLibrary& library);  // a part of them
 #endif
 
 }  // namespace fused_layernorm

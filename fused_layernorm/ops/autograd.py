@@ -31,7 +31,6 @@ from .operators import (
     Results,
     backward_of,
     gated_backward,
-    pair,
     with_statistics,
 )
 
@@ -300,7 +299,6 @@ def register() -> None:
     implementations: dict[str, Callable[..., Any]] = {
         **{operator.name: _forward_implementation(operator) for operator in FORWARD},
         **{operator.name: _backward_implementation(operator) for operator in BACKWARD},
-        "ada_layer_norm_pair": _of_two(load.ada_layer_norm_pair, pair(load.ada_layer_norm)),
         "add_ada_layer_norm_backward": _of_two(
             load.add_ada_layer_norm_backward,
             gated_backward(load.ada_layer_norm_backward, load.gate_backward),

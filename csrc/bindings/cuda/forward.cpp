@@ -75,13 +75,8 @@ ForwardTypes check(const ForwardArguments& a, const Shape& shape) {
   for (const ScalarType each : {input, residual.value_or(input), y}) data_type(each);
   const auto affine = type_of_parameters(a.weight, a.bias);
   const auto& m = a.modulation;
-  const Modulations second = a.second.value_or(Modulations{});
   const std::pair<const std::optional<Tensor>&, const char*> modulations[] = {
-      {m.shift, "shift"},
-      {m.scale, "scale"},
-      {m.gate, "gate"},
-      {second.shift, "second_shift"},
-      {second.scale, "second_scale"}};
+      {m.shift, "shift"}, {m.scale, "scale"}, {m.gate, "gate"}};
   check_parameters_type(affine, residual.value_or(input), input, "weight and bias");
   for (const auto& [modulation, name] : modulations) {
     check_broadcast(modulation, name, a.input);
@@ -89,8 +84,8 @@ ForwardTypes check(const ForwardArguments& a, const Shape& shape) {
   }
   CHECK_ARGUMENT(a.weight || a.kind.weight_offset == 0.0,
                  "weight_offset is there without a weight");
-  const auto parameters = common_type({affine, type_of(m.shift), type_of(m.scale), type_of(m.gate),
-                                       type_of(second.shift), type_of(second.scale)});
+  const auto parameters =
+      common_type({affine, type_of(m.shift), type_of(m.scale), type_of(m.gate)});
   return settle_types(input, residual, parameters, y, a.xhat_rounding() != XhatRounding::kNone);
 }
 
@@ -112,16 +107,8 @@ Tensor add(const Tensor& input, const std::optional<Tensor>& gate, const Tensor&
   return contiguous_of(cast(sum, residual.scalar_type()));
 }
 
-// Whether the kernel of this plan writes the outputs of two modulations at once.
-bool writes_second(const forward::Plan& plan, const Problem& problem) {
-  const bool on_chip =
-      std::holds_alternative<forward::Warp>(plan) || std::holds_alternative<forward::Block>(plan);
-  return on_chip && problem.aligned && problem.x == problem.y;
-}
-
 // Launches the kernel on the rows of `input`, to which it adds those of `residual`, if given.
-// Returns whether the kernel also writes the output of a second modulation.
-bool launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
+void launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
             const Shape& shape, const KernelTypes& types, Activation activation,
             ForwardResult& result) {
   const bool plain_weight = a.has_plain_weight();
@@ -136,8 +123,6 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   const ModulationRows shift = rows_of(a.modulation.shift), scale = rows_of(a.modulation.scale);
   // If the sum was taken before the launch, the gate was applied with it.
   const ModulationRows gate = rows_of(residual ? a.modulation.gate : std::nullopt);
-  const Modulations second = a.second.value_or(Modulations{});
-  const ModulationRows second_shift = rows_of(second.shift), second_scale = rows_of(second.scale);
 
   const DataTypes data_types = types.data_types();
   Problem problem;
@@ -148,7 +133,7 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   problem.y = data_types.y;
   problem.residual = residual.has_value();
   const bool activates = activation != Activation::kNone || a.scale != 1.0;
-  problem.modulated = shift.tensor || scale.tensor || gate.tensor || a.second;
+  problem.modulated = shift.tensor || scale.tensor || gate.tensor;
   problem.has_epilogue = activates || !plain_weight;
   problem.aligned =
       rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
@@ -188,15 +173,8 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   params.workspace = workspace.data();
   params.is_modulated = problem.modulated;
   params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
-  const bool with_second = a.second && writes_second(plan, problem);
-  if (with_second) {
-    params.second = {second_shift.data(), second_scale.data(), nullptr,
-                     second_shift.map,    second_scale.map,    RowMap()};
-    params.second_y = result.second_y->mutable_data_ptr();
-  }
   check_launch(launch_layer_norm_forward(params, data_types, plan, current_stream(input)),
                "forward", shape.rows, shape.cols, data_types, plan);
-  return with_second;
 }
 
 // A modulated norm that rounds xhat, which no kernel does: the norm's kernel gives y in float32,
@@ -239,7 +217,7 @@ ForwardResult run_with_offset(const ForwardArguments& a) {
   NormKind kind;
   kind.is_rms = a.kind.is_rms;
   return run_forward({a.input, a.residual, a.normalized_ndim, weight, bias, a.eps, a.activation,
-                      a.scale, a.out_dtype, a.needs_statistics, kind, a.modulation, a.second});
+                      a.scale, a.out_dtype, a.needs_statistics, kind, a.modulation});
 }
 
 }  // namespace
@@ -254,8 +232,7 @@ ForwardResult run_forward(const ForwardArguments& a) {
   const CurrentDevice guard(a.input);
 
   ForwardResult result{empty_like(a.input, types.kernel.y), std::nullopt, std::nullopt,
-                       std::nullopt, std::nullopt};
-  if (a.second) result.second_y = empty_like(a.input, types.kernel.y);
+                       std::nullopt};
   if (a.needs_statistics) {
     // PyTorch's kernels give these for rows without columns.
     constexpr double kNoMean = 0.0, kNoRstd = std::numeric_limits<double>::quiet_NaN();
@@ -273,21 +250,10 @@ ForwardResult run_forward(const ForwardArguments& a) {
       launch(cast(*result.residual_out, types.kernel.x), std::nullopt, a, shape, types.kernel,
              activation, result);
     } else {
-      const bool wrote_second = launch(cast(a.input, types.summand), a.residual, a, shape,
-                                       types.kernel, activation, result);
-      if (a.second && !wrote_second) {
-        ForwardArguments rest = a;
-        rest.modulation = *a.second;
-        rest.second = std::nullopt;
-        rest.needs_statistics = false;
-        ForwardResult alone{*result.second_y, std::nullopt, std::nullopt, std::nullopt,
-                            std::nullopt};
-        launch(a.input, std::nullopt, rest, shape, types.kernel, activation, alone);
-      }
+      launch(cast(a.input, types.summand), a.residual, a, shape, types.kernel, activation, result);
     }
   }
   result.y = cast(result.y, types.y);
-  if (result.second_y) result.second_y = cast(*result.second_y, types.y);
   if (a.needs_statistics) {
     result.mean = cast(*result.mean, types.statistics);
     result.rstd = cast(*result.rstd, types.statistics);

@@ -26,8 +26,7 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     std::optional<ScalarType> out_dtype = std::nullopt;  // input's, if absent
     bool needs_statistics = true;
     NormKind kind = {};
-    Modulations modulation = {};                       // a gate only beside a residual
-    std::optional<Modulations> second = std::nullopt;  // only without a residual
+    Modulations modulation = {};  // a gate only beside a residual
 
     // The type that round_before_weight means; without a weight there is nothing to round for.
     XhatRounding xhat_rounding() const {
@@ -46,7 +45,6 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   struct ForwardResult {
     Tensor y;
     std::optional<Tensor> residual_out;  // with a residual
-    std::optional<Tensor> second_y;      // with a second modulation
     std::optional<Tensor> mean, rstd;    // where asked for; RMSNorm's mean is of shape (0,)
   };
 

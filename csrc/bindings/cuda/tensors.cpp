@@ -111,18 +111,24 @@ Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, ScalarType 
     large.resize(dims);
     strides = large.data();
   }
-  int64_t stride = 1, numel = 1;
+  int64_t stride = 1;
   for (int64_t d = dims - 1; d >= 0; --d) {
     strides[d] = stride;
     stride *= sizes[d] > 1 ? sizes[d] : 1;
-    numel *= sizes[d];
   }
+  return empty_strided(like, sizes, strides, dims, type);
+}
+
+Tensor empty_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides, int64_t dims,
+                     ScalarType type) {
   const int device_index = like.get_device_index();
   AtenTensorHandle handle = nullptr;
   const AOTITorchError error = aoti_torch_empty_strided(
       dims, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
       aoti_torch_device_type_cuda(), device_index, &handle);
   if (error != AOTI_TORCH_SUCCESS) {
+    int64_t numel = 1;
+    for (int64_t d = 0; d < dims; ++d) numel *= sizes[d];
     throw_out_of_memory(device_index,
                         numel * (type == ScalarType::Byte ? 1 : size_of(data_type(type))));
   }
