@@ -16,6 +16,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import functools
 import inspect
 import types
 import weakref
@@ -106,7 +107,8 @@ class _Norm(NamedTuple):
 
 def takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether the kernels rotate these as the library's function does."""
-    if not functional.may_serve(q, k, cos, sin):
+    tensors = (q, k, cos, sin)
+    if not functional.may_serve(*tensors):
         return False
     if not (q.is_cuda or functional._cpu_operators) or q.dim() != 4 or k.dim() != 4:
         return False
@@ -336,9 +338,19 @@ def _make(cls: type[nn.Module]) -> type[nn.Module] | str:
         "_rotated": _rotated,
         "_rotation": rotation,
         "_swapped_from": cls,
-        "forward": made["forward"],
+        "forward": _or_stock(made["forward"], cls),
     }
     return type(f"Fused{cls.__name__}", (cls,), members)
+
+
+def _or_stock(fused: Callable[..., Any], cls: type[nn.Module]) -> Callable[..., Any]:
+    """The forward; for a module that was unswapped while somebody kept it, the stock one."""
+
+    @functools.wraps(fused)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (cls.forward if type(self) is cls else fused)(self, *args, **kwargs)
+
+    return forward
 
 
 def _get_name(self: Any) -> str:

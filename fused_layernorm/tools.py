@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tools are told of the operators and modules, once a program imports them.
 
-torch.onnx.export(..., dynamo=False) gets a translation of each forward operator, fvcore and ptflops
-the counts that nn.LayerNorm has with them.
+torch.onnx.export(..., dynamo=False) gets a translation of each forward operator. fvcore, ptflops
+and thop count what they count of nn.LayerNorm.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch._ops import OpOverload
 
 from .after_import import after_import
-from .decompositions import decompositions
 from .modules import FusedLayerNorm
+from .ops import formulas
 from .ops.load import NAMESPACE
-from .ops.operators import LAYER_NORM
+from .ops.operators import FORWARD, LAYER_NORM
 
 # ---- The TorchScript exporter.
 
@@ -131,11 +131,10 @@ def _register_symbolics() -> None:
         return translate
 
     onnx: Any = torch.onnx
-    for overload, forward in decompositions().items():
-        name = overload._opname
-        if not name.endswith(("_forward", "_backward")):
-            translate = symbolic(overload, forward)
-            onnx.register_custom_op_symbolic(f"{NAMESPACE}::{name}", translate, 9)
+    for operator in FORWARD:
+        if not operator.gives_statistics:
+            translate = symbolic(operator.overload, operator.implemented_by(formulas.forward))
+            onnx.register_custom_op_symbolic(f"{NAMESPACE}::{operator.name}", translate, 9)
 
 
 # ---- Counters.
@@ -152,23 +151,28 @@ def _register_with_fvcore() -> None:
     module._DEFAULT_SUPPORTED_OPS[f"{NAMESPACE}::{LAYER_NORM.name}"] = count
 
 
-def _register_with_ptflops() -> None:
-    module: Any = importlib.import_module("ptflops.pytorch_ops")
-    module.MODULES_MAPPING[FusedLayerNorm] = module.MODULES_MAPPING[torch.nn.LayerNorm]
+def _register_by_type(module: str, name: str) -> None:
+    """With a tool that looks modules up by their exact class, in a table of this name."""
+    table: Any = getattr(importlib.import_module(module), name)
+    table[FusedLayerNorm] = table[torch.nn.LayerNorm]
 
 
-def _or_warn(tool: str, register: Callable[[], None]) -> Callable[[], None]:
-    """The function, which warns where a release of the tool has other names than those known."""
+def _tell(module: str, register: Callable[[], None]) -> None:
+    """Calls the function after the import; warns where the release has other names than known."""
 
     def register_or_warn() -> None:
         try:
             register()
         except Exception as error:
-            warnings.warn(f"{tool} is not told of fused_layernorm: {error!r}", stacklevel=2)
+            warnings.warn(f"{module} is not told of fused_layernorm: {error!r}", stacklevel=2)
 
-    return register_or_warn
+    after_import(module, register_or_warn)
 
 
-after_import("torch.onnx", _or_warn("torch.onnx", _register_symbolics))
-after_import("fvcore.nn.flop_count", _or_warn("fvcore", _register_with_fvcore))
-after_import("ptflops.pytorch_ops", _or_warn("ptflops", _register_with_ptflops))
+_tell("torch.onnx", _register_symbolics)
+_tell("fvcore.nn.flop_count", _register_with_fvcore)
+for _tool, _table in (
+    ("ptflops.pytorch_ops", "MODULES_MAPPING"),
+    ("thop.profile", "register_hooks"),
+):
+    _tell(_tool, functools.partial(_register_by_type, _tool, _table))

@@ -92,8 +92,10 @@ def test_symbolic_trace(activation):
     assert type(model.norm) is FusedLayerNorm
     traced = torch.fx.symbolic_trace(model)
     # A swapped norm is one node of the name that nn.LayerNorm has.
-    calls = [(node.op, node.target) for node in traced.graph.nodes]
-    assert calls[1:3] == [("call_module", "norm"), ("call_function", add_layer_norm)]
+    calls = [
+        (n.op, n.target) for n in traced.graph.nodes if n.op in ("call_module", "call_function")
+    ]
+    assert calls[:2] == [("call_module", "norm"), ("call_function", add_layer_norm)]
     x = torch.randn(3, 4, 8)
     for found, expected in zip(traced(x), model(x), strict=True):
         assert torch.equal(found, expected)
@@ -107,9 +109,7 @@ SCRIPTED: dict[str, tuple[Any, int, int]] = {
         lambda: FusedLayerNorm(8, 1e-3, activation="gelu", scale=0.5, out_dtype=F64), 1, 0
     ),
     "residual": (lambda: FusedAddLayerNorm((4, 8), bias=False, activation="silu"), 2, 0),
-    "swapped": (
-        lambda: swap_norms(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8), nn.Linear(8, 8))), 1, 0
-    ),
+    "swapped": (lambda: swap_norms(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8))), 1, 0),
     "modulated": (lambda: FusedAdaLayerNorm(8, elementwise_affine=True, out_dtype=F64), 1, 2),
     "gated": (lambda: FusedAddAdaLayerNorm(8), 2, 3),
 }  # fmt: skip

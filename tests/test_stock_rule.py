@@ -5,6 +5,7 @@ import copy
 import io
 import pickle
 import warnings
+from typing import Any, cast
 
 import libraries
 import pytest
@@ -84,7 +85,7 @@ def _registered(monkeypatch):
 def swapped(model):
     found = swap_norms(copy.deepcopy(model), predicate=lambda name, module: True)
     norms = [module for module in found.modules() if isinstance(module, tuple(NORMS.values()))]
-    assert all(map(fused_layernorm.swap.is_fused, norms))
+    assert all(fused_layernorm.swap.is_fused(cast(Any, module)) for module in norms)
     return found
 
 
@@ -173,10 +174,10 @@ class Scaled(torch.Tensor):
     def __init__(self, half):
         self.half_of_it = half
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func: Any, types, args: Any = (), kwargs=None):  # type: ignore[override]
         assert func.namespace == "aten"
         args = [a.half_of_it * 2 if isinstance(a, cls) else a for a in args]
         return func(*args, **(kwargs or {}))
@@ -213,16 +214,24 @@ def test_subclasses_and_modes(norm):
         assert operators_of(lambda: new(x))
 
 
+def counted(function, calls):
+    def call(*args):
+        calls.append(function.__name__)
+        return function(*args)
+
+    return call
+
+
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, Accepted, Registered])
 def test_patched_functions(monkeypatch, kind):
     """DeepSpeed's profiler and others put their own functions in the place of PyTorch's."""
-    calls = []
+    calls: list[str] = []
     new = swapped(kind(D))
     name = "rms_norm" if kind is nn.RMSNorm else "layer_norm"
     stock = getattr(F, name)
     x = torch.randn(4, D)
     with monkeypatch.context() as patch:
-        patch.setattr(F, name, lambda *args: calls.append(name) or stock(*args))
+        patch.setattr(F, name, counted(stock, calls))
         new(x)
     assert calls == [name]
     assert operators_of(lambda: new(x))
@@ -267,7 +276,7 @@ ONNX = {
 def check_onnx(model, inputs, **options):
     onnxruntime = libraries.get("onnxruntime")
     libraries.get("onnx")
-    buffer = io.BytesIO()
+    buffer: Any = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(model, inputs, buffer, dynamo=False, **options)

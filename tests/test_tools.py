@@ -7,6 +7,7 @@ failure (tests/libraries.py), elsewhere it skips its tests.
 
 import copy
 import tempfile
+from typing import Any
 
 import libraries
 import pytest
@@ -51,6 +52,13 @@ def test_ptflops(backend):
     options = {"as_strings": False, "print_per_layer_stat": False, "backend": backend}
     model = small_model()
     assert count(swapped(model), (8,), **options) == count(model, (8,), **options)
+
+
+def test_thop():
+    count = libraries.get("thop").profile
+    model, x = small_model(), torch.randn(2, 8)
+    stock, ours = (count(copy.deepcopy(m), (x,), verbose=False) for m in (model, swapped(model)))
+    assert ours == stock
 
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "swin_t"])
@@ -139,7 +147,7 @@ def gradients_of_trained(model, x):
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightning():
-    lightning = libraries.get("lightning")
+    lightning: Any = libraries.get("lightning")
 
     class Module(lightning.LightningModule):
         def __init__(self, model):

@@ -244,8 +244,9 @@ std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Optional& k,
   if (!operands.empty()) {
     const auto plan = forward::make_heads_plan(operands.params);
     operands.check_plan(plan);
-    operands.check_launch(launch_heads_forward(operands.params, *plan, current_stream(q)),
-                          "forward");
+    operands.check_launch(
+        launch_heads_forward(operands.params, *plan, current_stream(q.get_device_index())),
+        "forward");
   }
   return {q_out, k_out};
 }
@@ -288,12 +289,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward
     dbias[i] = gradient(needs_dbias, a.bias(i), side.dbias);
   }
   if (!operands.empty()) {
-    const auto plan = backward::make_heads_plan(operands.params, device_of(q));
+    const auto plan = backward::make_heads_plan(operands.params, device_of(q.get_device_index()));
     operands.check_plan(plan);
     const Workspace workspace(q, plan->workspace_bytes);
     operands.params.workspace = workspace.data();
-    operands.check_launch(launch_heads_backward(operands.params, *plan, current_stream(q)),
-                          "backward");
+    operands.check_launch(
+        launch_heads_backward(operands.params, *plan, current_stream(q.get_device_index())),
+        "backward");
   }
   return {*dx[0], *dx[1], *dweight[0], *dweight[1], *dbias[0], *dbias[1]};
 }
