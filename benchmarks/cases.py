@@ -48,7 +48,11 @@ OPS = (
     "channels_backward",
     "channels_nhwc_forward",
     "channels_nhwc_backward",
+    "ada_rms_forward",
+    "ada_rms_backward",
 )
+# Of q and k in a packed qkv tensor (benchmarks/heads.py).
+HEAD_OPS = ("qk_norm_forward", "qk_norm_backward", "qk_norm_rope_forward", "qk_norm_rope_backward")
 PER_SAMPLE, PER_TOKEN = "sample", "token"  # whether a modulation is given per sample or per token
 
 
@@ -66,6 +70,9 @@ class Case:
     A norm over channels has an `image`, (N, C, H, W): its rows are the pixels, and x, dy, y and dx
     are contiguous NCHW; in the nhwc operators, which models call on a permuted view, dy, y and dx
     are contiguous NHWC.
+
+    The rows of a head operator are q's and k's, each of `heads` heads, at all positions of the
+    samples; x is the packed qkv tensor.
     """
 
     op: str
@@ -79,10 +86,17 @@ class Case:
     modulation: str | None = None
     modulation_dtype: str | None = None
     image: tuple[int, ...] | None = None
+    heads: int | None = None
 
     def __post_init__(self) -> None:
         if self.op.startswith("channels_") != (self.image is not None):
             raise ValueError(f"an image belongs to the channels operators, got {self.op}")
+        if self.packed:
+            if self.samples is None or self.heads is None or self.modulation is not None:
+                raise ValueError(f"expected samples and heads, and no modulation, for {self.op}")
+            if self.rows % (2 * self.samples * self.heads):
+                raise ValueError(f"{self.rows} rows are not those of q and k")
+            return
         if not self.modulated == (self.samples is not None) == (self.modulation is not None):
             raise ValueError(f"samples and modulation belong to the ada operators, got {self.op}")
         if self.modulation not in (None, PER_SAMPLE, PER_TOKEN):
@@ -113,19 +127,32 @@ class Case:
         return self.op.removeprefix("add_").startswith("ada_")
 
     @property
+    def packed(self) -> bool:
+        """Whether q and k are read from a packed qkv tensor, whose norm is RMSNorm."""
+        return self.op in HEAD_OPS
+
+    @property
+    def rotates(self) -> bool:
+        return self.op.startswith("qk_norm_rope_")
+
+    @property
     def is_rms(self) -> bool:
-        """Whether the norm is RMSNorm, with a weight and no bias."""
-        return self.op.removeprefix("add_").startswith("rms_")
+        """Whether the norm is RMSNorm, without a bias, and with a weight unless it is modulated."""
+        return "rms_" in self.op
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of x: (samples, tokens, cols) where there are samples, else (rows, cols).
 
-        That of an image is (N, H, W, C), whatever its order in memory.
+        That of an image is (N, H, W, C), whatever its order in memory; that of a head operator
+        (samples, positions, 3, heads, cols).
         """
         if self.image is not None:
             n, c, h, w = self.image
             return (n, h, w, c)
+        if self.samples is not None and self.heads is not None:
+            positions = self.rows // (2 * self.samples * self.heads)
+            return (self.samples, positions, 3, self.heads, self.cols)
         if self.samples is None:
             return (self.rows, self.cols)
         return (self.samples, self.rows // self.samples, self.cols)
@@ -187,9 +214,13 @@ class Case:
         scale and writes dx, dshift, dscale, without dshift where that is dy (`is_dshift_dy`). With
         a gate, forward also reads residual and gate and writes the sum; backward also reads the
         sum's gradient, input and gate and writes dinput and dgate.
+        A head operator reads q and k and writes as much, and in backward also reads the gradients;
+        the few bytes of weights, cos and sin are left out.
         """
         size = self.rows * self.cols
         x, y = size * self.torch_dtype.itemsize, size * self.torch_out_dtype.itemsize
+        if self.packed:
+            return 3 * x if self.backward else 2 * x
         if self.modulated:
             modulation = math.prod(self.modulation_shape) * self.torch_modulation_dtype.itemsize
             gated = self.residual
@@ -235,7 +266,10 @@ class Case:
 
     @property
     def size(self) -> str:
-        return "x".join(map(str, self.image or self.shape))
+        if self.image is not None:
+            return "x".join(map(str, self.image))
+        shape = self.shape
+        return "x".join(map(str, shape[:2] + shape[3:] if self.packed else shape))
 
     @property
     def keeps_order(self) -> bool:
@@ -277,15 +311,20 @@ def parse_case(text: str) -> Case:
     for name in names:
         if name is not None and name not in DTYPES:
             raise ValueError(f"unknown dtype {name!r}: known are {', '.join(DTYPES)}")
-    if op not in OPS:
-        raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS)}")
+    if op not in OPS + HEAD_OPS:
+        raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS + HEAD_OPS)}")
     modulated = op.removeprefix("add_").startswith("ada_")
+    dtype = names[0]
+    assert dtype is not None
+    if op in HEAD_OPS:
+        if len(sizes) != 4 or per or any(names[1:]):
+            raise ValueError(f"expected SAMPLESxPOSITIONSxHEADSxCOLS and a dtype, got {text!r}")
+        case = head_case(op, (*sizes[:4],), dtype)
+        return next((known for known in CASES if known.name == case.name), case)
     is_image = op.startswith("channels_")
     count = 4 if is_image else 2 + modulated
     if len(sizes) != count or (per and not modulated):
         raise ValueError(f"expected {count} sizes for {op}, got {text!r}")
-    dtype = names[0]
-    assert dtype is not None
     weight_dtype, modulation_dtype, out_dtype = (
         None if name == dtype else name for name in names[1:]
     )
@@ -467,11 +506,26 @@ _CHANNELS_CASES = tuple(
 )
 
 
+# Heads: samples x positions x heads x cols, and the targets of norms alone and with rotation, each
+# forward and backward, on an H100.
+_HEADS = (
+    ((1, 4608, 24, 128), (0.85, 0.75, 0.80, 0.70)),
+    ((2, 4096, 32, 128), (0.88, 0.78, 0.83, 0.73)),
+    ((8, 4096, 16, 64), (0.90, 0.75, 0.83, 0.70)),
+)
+
+
+def head_case(op: str, size: tuple[int, ...], dtype: str, target: float | None = None) -> Case:
+    samples, positions, heads, cols = size
+    rows = 2 * samples * positions * heads
+    return Case(op, rows, cols, dtype, target, samples=samples, heads=heads)
+
+
 def _modulated_case(op: str, size: tuple[int, int, int, str, str, str | None]) -> Case:
     samples, tokens, cols, dtype, modulation, modulation_dtype = size
     case = Case(op, samples * tokens, cols, dtype, samples=samples, modulation=modulation,
                 modulation_dtype=modulation_dtype)  # fmt: skip
-    large, small = _MODULATED_TARGETS[op]
+    large, small = _MODULATED_TARGETS[op.replace("rms_", "")]
     return replace(case, target=large if case.tensor_bytes >= 64e6 else small)
 
 
@@ -495,4 +549,8 @@ CASES: tuple[Case, ...] = (
         *_CHANNELS_CASES,
     )),
     *(_modulated_case(op, size) for op in _MODULATED_TARGETS for size in _MODULATED),
+    *(head_case(op, size, "bfloat16", target)
+      for size, targets in _HEADS for op, target in zip(HEAD_OPS, targets, strict=True)),
+    # One modulated RMSNorm each way: the kernels are those of the modulated LayerNorm.
+    *(_modulated_case(op, _MODULATED[0]) for op in ("ada_rms_forward", "ada_rms_backward")),
 )  # fmt: skip

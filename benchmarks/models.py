@@ -50,8 +50,8 @@ from benchmarks.ours import require_kernels
 from benchmarks.overhead import quiet
 from benchmarks.run import sentence
 
-VARIANTS = ("eager", "compiled", "swap", "swap_compiled", "override", "fused_eager",
-            "fused_compiled", "operators", "operators_compiled")  # fmt: skip
+VARIANTS = ("eager", "compiled", "swap", "swap_compiled", "swap_rotations", "override",
+            "fused_eager", "fused_compiled", "operators", "operators_compiled")  # fmt: skip
 MODES = ("training", "inference")
 BACKEND = "fused_layernorm"  # torch.compile's backend in the variants fused_...
 STEPS = 2  # timed steps of a turn; one step before them is not timed
@@ -203,8 +203,14 @@ def applies(variant: str, model: nn.Module) -> bool:
     """Whether the model has this variant.
 
     A model written with this package's operators has the variants "operators" but no modules to
-    swap. All other models have the variants "swap" instead.
+    swap. All other models have the variants "swap" instead, and "swap_rotations" if they have
+    attention modules whose rotation can be swapped.
     """
+    from fused_layernorm import swap_rotations
+
+    if variant == "swap_rotations":
+        found = (swap_rotations.class_of(type(module)) for module in model.modules())
+        return any(isinstance(cls, type) for cls in found)
     written = hasattr(model, "operators")
     return not (variant.startswith("swap") if written else variant.startswith("operators"))
 
@@ -215,7 +221,7 @@ def prepared(model: nn.Module, variant: str) -> nn.Module:
 
     model = copy.deepcopy(model)
     if variant.startswith("swap"):
-        model = fused_layernorm.swap_norms(model)
+        model = fused_layernorm.swap_norms(model, rotations=variant == "swap_rotations")
     elif variant.startswith("operators"):
         model.operators = True  # type: ignore[assignment]
     return model

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import timing
+from benchmarks import heads, timing
 from benchmarks.cases import EPS, Case
 from benchmarks.timing import Call
 
@@ -29,6 +29,8 @@ class Inputs:
     scale: torch.Tensor | None = None
     gate: torch.Tensor | None = None
     input: torch.Tensor | None = None  # in backward: the tensor that the gate multiplied
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
 
 
 def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
@@ -38,6 +40,8 @@ def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
     are views of one tensor of six, as diffusion transformers cut them out of one layer's output.
     """
     count = limit or timing.input_count(case.bytes, timing.l2_bytes())
+    if case.packed:
+        return [Inputs(**one) for one in heads.make_inputs(case, count)]
     options: dict[str, Any] = {"device": timing.DEVICE, "dtype": case.torch_dtype}
     columns: dict[str, Any] = {**options, "dtype": case.torch_weight_dtype}
     shape = case.shape
@@ -98,6 +102,8 @@ def require_kernels() -> str:
 
 def operators(case: Case, *, statistics: bool = False) -> tuple[str, ...]:
     """The names of the operators that `ours` calls."""
+    if case.packed:
+        return ("qk_norm_rope_backward" if case.backward else "qk_norm_rope",)
     if case.backward:
         if not case.modulated:
             return ("layer_norm_backward",)
@@ -124,6 +130,8 @@ def ours(case: Case, t: Inputs, *, statistics: bool = False) -> Call:
     The operators must be registered, by `import fused_layernorm` or by loading the library alone.
     Arguments are passed by name, so that libraries of several versions accept them.
     """
+    if case.packed:
+        return heads.ours(case, t)
     if case.modulated:
         return _modulated(case, t, statistics)
     ops = torch.ops.fused_layernorm
@@ -159,6 +167,8 @@ def _modulated(case: Case, t: Inputs, statistics: bool) -> Call:
     arguments: dict[str, Any] = {
         "normalized_ndim": 1, "shift": t.shift, "scale": t.scale, "weight": None, "bias": None,
     }  # fmt: skip
+    if case.is_rms:
+        arguments["statistic"] = "rms"
     if not case.backward:
         arguments |= {"input": t.x, "eps": EPS}
         if case.out_dtype is not None:

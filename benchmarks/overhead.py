@@ -5,9 +5,9 @@
     python -m benchmarks.overhead --device cpu    on the CPU, into benchmarks/results/cpu.json
 
 Host time is taken on a chain of 100 norms over a tiny tensor, so that the device never holds the
-host up. The variants (nn.LayerNorm, FusedLayerNorm, nn.LayerNorm under override_aten) take turns,
-round after round, and the median and the best of the rounds are kept; the device time beside them
-is the sum of all kernels, by the profiler.
+host up. The variants (nn.LayerNorm, FusedLayerNorm, nn.LayerNorm under override_aten, and the same
+of RMSNorm) take turns, round after round, and the median and the best of the rounds are kept; the
+device time beside them is the sum of all kernels, by the profiler.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ CPU_SHAPE = (4096, 768)
 # What measure() adds to the results file.
 PARTS = ("overhead_stamp", "call_overhead", "training_step")
 
+RMS = "rms_"
+Norm = type[nn.LayerNorm] | type[nn.RMSNorm]
+
 # Runs a call and returns its cost in microseconds and its result.
 Measure = Callable[[Callable[[], Any]], "tuple[float, Any]"]
 
@@ -58,15 +61,22 @@ def device_us(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 @contextlib.contextmanager
-def variant_of(name: str) -> Iterator[type[nn.LayerNorm]]:
-    """The module class of a variant; "override" has override_aten() in force inside the context."""
+def variant_of(name: str) -> Iterator[Norm]:
+    """The module class of a variant; "override" has override_aten() in force inside the context.
+
+    The variants of RMSNorm have a name that begins with "rms_".
+    """
     import fused_layernorm
 
-    if name == "override":
+    is_rms = name.startswith(RMS)
+    stock: Norm = nn.RMSNorm if is_rms else nn.LayerNorm
+    if name.endswith("override"):
         with fused_layernorm.override_aten():
-            yield nn.LayerNorm
+            yield stock
+    elif name.endswith("ours"):
+        yield fused_layernorm.FusedRMSNorm if is_rms else fused_layernorm.FusedLayerNorm
     else:
-        yield fused_layernorm.FusedLayerNorm if name == "ours" else nn.LayerNorm
+        yield stock
 
 
 def variants() -> tuple[str, ...]:
@@ -77,7 +87,7 @@ def variants() -> tuple[str, ...]:
 class Chain:
     """LAYERS norms of one class, and every way they are called."""
 
-    def __init__(self, module: type[nn.LayerNorm]) -> None:
+    def __init__(self, module: Norm) -> None:
         self.norms = [module(SHAPE[-1], device=timing.DEVICE) for _ in range(LAYERS)]
         self.x = torch.randn(SHAPE, device=timing.DEVICE)
         self.dy = torch.randn(SHAPE, device=timing.DEVICE)
@@ -97,9 +107,10 @@ class Chain:
     def visit(self, measure: Measure) -> dict[str, float]:
         """Microseconds a layer of each way of calling, each measured once.
 
-        "no_grad" is forward without gradients. "grad" is forward with gradients, "backward" the
-        backward pass after it, "step" the sum of both; "autocast" and "autocast_backward" are the
-        same as "grad" and "backward" with half-precision x under autocast.
+        "no_grad" is forward without gradients, "inference" the same under inference_mode. "grad" is
+        forward with gradients, "backward" the backward pass after it, "step" the sum of both;
+        "autocast" and "autocast_backward" are the same as "grad" and "backward" with half-precision
+        x under autocast.
         """
         found: dict[str, float] = {}
 
@@ -110,6 +121,8 @@ class Chain:
 
         with torch.no_grad():
             note("no_grad", self.run)
+        with torch.inference_mode():
+            note("inference", self.run)
         y = note("grad", self.run)
         note("backward", lambda: y.backward(self.dy))
         found["step"] = found["grad"] + found["backward"]
@@ -129,7 +142,7 @@ class Chain:
 
 def make_chains() -> dict[str, Chain]:
     chains = {}
-    for name in variants():
+    for name in (*variants(), *(RMS + variant for variant in variants())):
         with variant_of(name) as module:
             chains[name] = Chain(module)
             chains[name].visit(host_us)
@@ -139,7 +152,7 @@ def make_chains() -> dict[str, Chain]:
 def call_overhead(chains: dict[str, Chain], rounds: int) -> dict[str, dict[str, float]]:
     """Host microseconds a layer: for each way of calling, each variant's median and best.
 
-    The keys of an entry are "ours_us", "ours_best_us" and so on.
+    The keys of an entry are "ours_us", "ours_best_us", "rms_ours_us" and so on.
     """
     host: dict[str, list[dict[str, float]]] = {name: [] for name in chains}
     with quiet():
@@ -314,23 +327,27 @@ def _short(dtype: torch.dtype) -> str:
 
 def overhead_text(entries: dict[str, dict[str, float]]) -> str:
     """The table of call_overhead: median (best) host microseconds, ratio, device microseconds."""
-    names = [name for name in ("eager", "ours", "override")
-             if any(f"{name}_us" in entry for entry in entries.values())]  # fmt: skip
-    labels = {"eager": "nn.LayerNorm", "ours": "FusedLayerNorm", "override": "override_aten"}
-    lines = [f"{'host us a layer':<20}" + "".join(f"{labels[name]:>40}" for name in names)]
-    for way, entry in entries.items():
-        line = f"  {way:<18}"
-        for name in names:
-            us, best = entry.get(f"{name}_us"), entry.get(f"{name}_best_us")
-            if us is None:
-                line += f"{'-':>40}"
-                continue
-            said = f"{us:.2f}" + ("" if best is None else f" ({best:.2f})")
-            said += "" if name == "eager" else f" x{us / entry['eager_us']:.2f}"
-            device = entry.get(f"{name}_device_us")
-            said += "" if device is None else f", device {device:.2f}"
-            line += f"{said:>40}"
-        lines.append(line)
+    lines = []
+    for prefix, norm in (("", "LayerNorm"), (RMS, "RMSNorm")):
+        names = [prefix + name for name in ("eager", "ours", "override")
+                 if any(f"{prefix}{name}_us" in entry for entry in entries.values())]  # fmt: skip
+        if not names:
+            continue
+        labels = (f"nn.{norm}", f"Fused{norm}", "override_aten")[: len(names)]
+        lines.append(f"{'host us a layer':<20}" + "".join(f"{label:>40}" for label in labels))
+        for way, entry in entries.items():
+            line = f"  {way:<18}"
+            for name in names:
+                us, best = entry.get(f"{name}_us"), entry.get(f"{name}_best_us")
+                if us is None:
+                    line += f"{'-':>40}"
+                    continue
+                said = f"{us:.2f}" + ("" if best is None else f" ({best:.2f})")
+                said += "" if name == names[0] else f" x{us / entry[names[0] + '_us']:.2f}"
+                device = entry.get(f"{name}_device_us")
+                said += "" if device is None else f", device {device:.2f}"
+                line += f"{said:>40}"
+            lines.append(line)
     return "\n".join(lines)
 
 

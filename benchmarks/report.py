@@ -54,6 +54,8 @@ NORMS = {
     "gelu_scale_": "LayerNorm, GELU and a scale",
     "ada_": "Modulated LayerNorm",
     "add_ada_": "Gated sum and modulated LayerNorm",
+    "qk_norm_": "RMSNorm of the heads of q and k",
+    "qk_norm_rope_": "RMSNorm and rotation of the heads of q and k",
 }
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; other times are peers'
 PEERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "quack": "QuACK",
@@ -61,6 +63,7 @@ PEERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN",
 VARIANTS = {
     "eager": "stock",
     "swap": "swapped",
+    "swap_rotations": "swapped with rotations",
     "override": "override_aten()",
     "compiled": "compiled",
     "swap_compiled": "swapped and compiled",

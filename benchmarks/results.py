@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib
 import json
 import platform
 import re
@@ -67,7 +68,17 @@ def machine() -> dict[str, Any]:
         "driver": _smi("driver_version", "{}"),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "rms_norm": "QuACK" if _runs_quack() else "ATen",
     }
+
+
+def _runs_quack() -> bool:
+    """Whether PyTorch replaces its RMSNorm by QuACK's kernels: since 2.13, with their packages."""
+    try:
+        utils = importlib.import_module("torch._native.cutedsl_utils")
+    except ImportError:
+        return False
+    return bool(utils.runtime_available())
 
 
 def cpu() -> dict[str, Any]:
@@ -130,7 +141,8 @@ def row_of(case: Case) -> dict[str, Any]:
     """A case as a row of the results file, without its times.
 
     "weight_dtype", "out_dtype" and "modulation_dtype" stand there only where they are not x's
-    dtype, "samples" and "modulation" only for modulated norms, "shape" only for images.
+    dtype, "samples" and "modulation" only for modulated norms, "shape" only for images, "heads" and
+    "packed" only for heads.
     """
     row = {
         "op": case.op,
@@ -141,6 +153,8 @@ def row_of(case: Case) -> dict[str, Any]:
         "out_dtype": case.out_dtype,
         "samples": case.samples,
         "shape": None if case.image is None else list(case.image),
+        "heads": case.heads,
+        "packed": True if case.packed else None,
         "modulation": case.modulation,
         "modulation_dtype": case.modulation_dtype,
         "bytes": case.bytes,
@@ -156,6 +170,7 @@ def case_of(row: dict[str, Any]) -> Case:
         weight_dtype=row.get("weight_dtype"), out_dtype=row.get("out_dtype"),
         samples=row.get("samples"), modulation=row.get("modulation"),
         modulation_dtype=row.get("modulation_dtype"), image=image and tuple(image),
+        heads=row.get("heads"),
     )  # fmt: skip
     return next((case for case in CASES if case.name == plain.name), plain)
 

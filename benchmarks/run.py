@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import overhead, plot, providers, results, timing
-from benchmarks.cases import CASES, OPS, Case, parse_case
+from benchmarks.cases import CASES, HEAD_OPS, OPS, Case, parse_case
 from benchmarks.ours import make_inputs, require_kernels, time_calls
 
 PARTS = ("cases", "overhead")
@@ -54,10 +54,10 @@ def say(text: str) -> None:
 
 def select(ops: str | None, rows: str | None) -> list[Case]:
     """The cases of the named operators whose name has `rows` in it."""
-    wanted = ops.split(",") if ops else list(OPS)
+    wanted = ops.split(",") if ops else [*OPS, *HEAD_OPS]
     for op in wanted:
-        if op not in OPS:
-            raise SystemExit(f"unknown op {op!r}: known are {', '.join(OPS)}")
+        if op not in OPS + HEAD_OPS:
+            raise SystemExit(f"unknown op {op!r}: known are {', '.join(OPS + HEAD_OPS)}")
     return [case for case in CASES if case.op in wanted and (not rows or rows in case.name)]
 
 
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--providers", help="comma-separated; all that are installed if not given")
-    parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS)}")
+    parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS + HEAD_OPS)}")
     parser.add_argument("--rows", help='part of a case\'s name, e.g. "32768x1024" or "float32"')
     parser.add_argument(
         "--no-compile", action="store_true", help="leave out torch.compile, whose rows take longest"

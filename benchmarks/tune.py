@@ -41,7 +41,7 @@ from benchmarks.ours import Inputs, make_inputs, ours, require_kernels, time_cal
 
 PLANNED = "(plan)"  # the label of the plan's own choice
 FASTEST = 8  # plans that are named
-STRATEGIES = ("warp", "thread", "spread", "block", "split", "resident", "stream", "few_rows",
+STRATEGIES = ("warp", "spread", "block", "split", "resident", "stream", "few_rows",
               "group", "rows")  # fmt: skip
 HOPPER = {"capability": 90, "sms": 132, "shared_memory": 232448}
 
@@ -101,7 +101,8 @@ def _modulated_reference(case: Case, t: Inputs) -> list[torch.Tensor]:
         return tensor.detach().float().clone().requires_grad_(case.backward)
 
     def modulated(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.layer_norm(x, (case.cols,), eps=EPS) * (1 + scale) + shift
+        norm = torch.nn.functional.rms_norm if case.is_rms else torch.nn.functional.layer_norm
+        return norm(x, (case.cols,), eps=EPS) * (1 + scale) + shift
 
     shift, scale = leaf(t.shift), leaf(t.scale)
     if not case.backward:

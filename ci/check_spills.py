@@ -62,19 +62,9 @@ ALLOWED = [
         "float32 beside half-precision x, and short rows of float32: a few numbers a row",
     ),
     Allowed(
-        r"forward_\w+_kernel<.*, MayBeAffineAndTwoModulations, ",
-        144,
-        "a row kept for a second output",
-    ),
-    Allowed(
         r"forward_block_kernel<.*<\w+, float, float>.* OrPlain<Adding<true> >.* 8, \(Moves\)0,",
         56,
         "eight vectors of a gated sum, in halves beside a y of float32",
-    ),
-    Allowed(
-        r"forward_block_kernel<.* OrPlain<Adding<.* 8, \(Moves\)2,",
-        88,
-        "sums of 32 single elements a thread",
     ),
     Allowed(
         r"forward_\w+_kernel<.*, MayBeAffineAndModulate, ",
@@ -85,6 +75,11 @@ ALLOWED = [
         r"backward_group_kernel<.*, (4, 8|8, 4), true>",
         80,
         "rows of 32 columns a thread, longer than those of models",
+    ),
+    Allowed(
+        r"forward_stream_sums_kernel<",
+        16,
+        "one kernel for whatever is summed, of rows that no other strategy takes",
     ),
     Allowed(
         r"(backward_group(_warp)?|modulated_param_grad|stream_sums)_kernel<",

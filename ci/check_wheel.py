@@ -13,8 +13,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-# RMSNorm took the wheel from 31.5 to 33.2 MB. The budget is 30: cut kernels, then lower this again.
-MAX_MB = 34
+# The budget of the whole wheel. It was 27.9 when last measured.
+MAX_MB = 30
 # The size of the kernels of all default architectures (machine code for 7.5, 8.0, 9.0, 10.0 and
 # 12.0, and PTX of 10.0) over the size of those of 9.0 alone. When last measured, the sizes were
 # 18.31 MB without 12.0, and 3.68 MB; 12.0's kernels are taken to be as large as 9.0's.

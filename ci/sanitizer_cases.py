@@ -55,7 +55,6 @@ def run_modulated(samples, tokens, cols, dtype, *, per_token=False, weight=False
     columns = torch.randn(cols, device="cuda").to(dtype) if weight else None
     parameters = (shift, scale, columns, columns)
     _ops.ada_layer_norm(x, 1, *parameters, 1e-6)
-    _ops.ada_layer_norm_pair(x, 1, shift, scale, gate, shift, columns, columns, 1e-6)
     _, h, mean, rstd = _ops.add_ada_layer_norm_forward(x, residual, gate, 1, *parameters, 1e-6)
     needs = (True, True, True, weight, weight)
     _ops._force(strategy and f"strategy={strategy}")
@@ -141,41 +140,22 @@ def layer_cases(teams_alike):
             run(300, cols, dtype, strategy_of_many_rows(cols, dtype))
         for cols in (1000, 1027):
             options = {"residual": True, "weight_dtype": F32}
-            run(37, cols, dtype, "few_rows", activation="silu", **options)
             many = strategy_of_many_rows(cols, dtype)
+            run(37, cols, dtype, "few_rows", activation="silu", **options)
             run(300, cols, dtype, many, activation="gelu", **options)
-        # A thread per row, forward and backward.
-        for cols in (1, 2, 3, 13, 37, 47):
-            run(300, cols, dtype, "thread", forward="thread")
-            run(129, cols, dtype, "thread", forward="thread", weight_dtype=F32)
-            run(129, cols, dtype, "thread", forward="thread", strided=True)
-            other = {"weight_dtype": F32, "y_dtype": BF16 if dtype == F32 else F32}
-            run(129, cols, dtype, "thread", forward="thread", **other)
-        # Shifted rows: few rows are moved element by element, of more the parameters are loaded
-        # with x, of many after the sums.
-        for rows in (37, 3000, 5000):
+        # Shifted rows, a few and many.
+        for rows in (37, 5000):
             run(rows, 231, dtype)
             run(rows, 231, dtype, strided=True)
-        # In backward, four threads share the elements of one; of 101 rows, a block has two.
-        for rows, cols in ((9, 127), (9, 255), (9, 285), (101, 285)):
-            run(rows, cols, dtype)
-            run(rows, cols, dtype, strided=True)
-        # A row whose vectors are spread over two to four warps, or two of which stay with their
-        # lane. In backward a single row.
-        for vectors in (9, 32, 64, 96, 128):
+        # A row whose vectors are spread over two to four warps, or one or two of which stay with
+        # their lane. In backward a single row.
+        for vectors in (8, 16, 24, 32, 64, 96, 128) if dtype == BF16 else (16, 32, 64, 96):
             cols = vectors * 16 // dtype.itemsize
-            for its_cols in (cols, cols - 3):
-                run(9, its_cols, dtype, forward="spread")
-                run(9, its_cols, dtype, forward="spread", strided=True)
-                run(1, its_cols, dtype)
-        # One or two whole vectors a lane, in kernels for few rows and for many. Of single elements
-        # in half precision, kernels know eight and sixteen lanes.
-        for vectors in (1, 2, 3, 4, 7, 8, 13, 16, 20, 32, 40):
-            cols = vectors * 16 // dtype.itemsize
-            for its_cols in (cols, cols - 1) if dtype == BF16 else (cols,):
-                run(37, its_cols, dtype, forward="spread")
-                run(37, its_cols, dtype, forward="spread", strided=True)
+            for rows in (1, 9, 37):
+                run(rows, cols, dtype, forward="spread")
+                run(rows, cols, dtype, forward="spread", strided=True)
             run(37, cols, dtype, forward="warp")
+            run(37, cols - 3, dtype)
     run(37, 9216, F32, "few_rows")  # longer than a team keeps
     # Several blocks a row, and rows longer than the chip holds.
     run(8, 65536, BF16)
@@ -207,6 +187,28 @@ def layer_cases(teams_alike):
             run_modulated(2, 20, cols, dtype, per_token=True)
         run_modulated(2, 90, 1152, dtype, strategy="stream", weight=True)
         run_modulated(2, 9, 1155, dtype, strategy="stream", per_token=True)
+    # Heads: whole vectors and single elements, rotated in part.
+    for dtype in (BF16, F32):
+        for cols, rotary in ((64, None), (80, 32), (128, 64), (256, None), (30, 6), (256, 20)):
+            for interleaved in (False, True):
+                run_heads(cols, dtype, rotary, interleaved=interleaved)
+        run_heads(128, dtype, positions=2000)
+        run_heads(128, dtype, packed=False)
+
+
+def run_heads(cols, dtype, rotary=None, *, interleaved=False, positions=37, packed=True):
+    """q and k of 6 and 2 heads: LayerNorm and rotation, and the rotation alone."""
+    qkv = torch.randn(2, positions, 10, cols + 2 * (not packed), device="cuda").to(dtype)
+    q, k = (t[..., :cols].requires_grad_() for t in (qkv[:, :, :6], qkv[:, :, 6:8]))
+    weight = torch.ones(cols, device="cuda", requires_grad=True)
+    angle = torch.randn(positions, (rotary or cols) // 2, device="cuda")
+    options = {"rotary_dim": rotary, "interleaved": interleaved, "statistic": "layer"}
+    for one in (weight, None):
+        y, z = fused_layernorm.qk_norm_rope(
+            q, k, one, one, angle.cos(), angle.sin(), q_bias=one, k_bias=one, **options
+        )
+        (y.sum() + z.sum()).backward()
+        options["statistic"] = None
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@
 
 namespace fused_layernorm {
 
-cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
-                                      const forward::Thread&, cudaStream_t);
 cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Warp&,
                                       cudaStream_t);
 cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
@@ -31,8 +29,6 @@ cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
                                       const forward::Stream&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::Warp&, cudaStream_t);
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Thread&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
                                        const backward::FewRows&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,

@@ -138,12 +138,6 @@ struct ForwardParams {
 
   bool is_modulated = false;
   Modulation modulation;
-
-  // A second modulation of the same norm, without a gate, and its output, which is laid out as y.
-  // Only for rows without a residual that begin at multiples of 16 bytes and stay on the chip,
-  // where y is of x's type.
-  Modulation second;
-  void* second_y = nullptr;  // optional
 };
 
 struct BackwardParams {

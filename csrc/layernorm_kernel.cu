@@ -65,8 +65,9 @@ struct ForwardBlockGeometry {
   static constexpr BlockBounds kBounds =
       kEarly ? kEarlyForwardBounds : forward_block_bounds(kVecs, kLoad, kNarrow);
   static constexpr bool kMayBeEarly =
-      kIsBare<N> && has_early_forward(kTypeOf<typename N::X>, kTypeOf<typename N::W>,
-                                      kTypeOf<typename N::Y>, kVecs);
+      kIsBare<N> && kMoves == Moves::kVectors &&
+      has_early_forward(kTypeOf<typename N::X>, kTypeOf<typename N::W>, kTypeOf<typename N::Y>,
+                        kVecs);
   // Only eight vectors of a bare row have a kernel for narrow blocks beside that for wide ones.
   static constexpr bool kMayBeNarrow = kLoad == ForwardLoad::kBare && kVecs == 8;
 };
@@ -223,7 +224,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_vecs(ForwardBlockVecs{}, plan.vecs, [&](auto vecs) {
-      return dispatch_moves<T>(plan.moves, [&](auto moves) {
+      return dispatch_moves(plan.moves, [&](auto moves) {
         return dispatch_forward<T, moves() != Moves::kVectors>(params, [&](auto norm) {
           using N = decltype(norm);
           using Narrow = ForwardBlockGeometry<N, vecs(), moves(), true, false>;

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from .ops import composite, formulas, load
-from .ops.operators import ADA_LAYER_NORM, BACKWARD, FORWARD, pair
+from .ops import composite, formulas, heads, load
+from .ops.operators import BACKWARD, FORWARD
 
 __all__ = ["decompositions"]
 
@@ -27,9 +27,10 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     ``torch.export.default_decompositions()`` with this one.
     """
     table: dict[OpOverload, Callable[..., Any]] = {
-        load.ada_layer_norm_pair: pair(ADA_LAYER_NORM.implemented_by(formulas.forward)),
         load.add_ada_layer_norm_backward: composite.add_ada_layer_norm_backward,
         load.gate_backward: formulas.gate_backward,
+        heads.qk_norm_rope: lambda *args: heads.by_formula(heads.HeadArguments(*args)),
+        heads.qk_norm_rope_backward: heads.backward_by_formula,
     }
     for operator in FORWARD:
         table[operator.overload] = operator.implemented_by(formulas.forward)

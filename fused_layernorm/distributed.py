@@ -7,24 +7,23 @@ partial sums. A shift, scale or gate that has the sharded dimension is sharded o
 is its gradient; one that is broadcast along that dimension is treated as weight and bias are. An
 input sharded over a normalized dimension is redistributed first.
 
+q and k of qk_norm_rope may be sharded over samples, heads or positions; cos and sin are sharded
+with the samples and positions, weights and biases are replicated.
+
 torch.distributed.tensor takes the better part of a second to import and may be missing from a build
 of PyTorch, so the rules are registered when other code has imported it.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from .ops import load
+from .after_import import after_import
+from .ops import heads, load
 from .ops.operators import (
     ADA_LAYER_NORM_BACKWARD,
     BACKWARD,
@@ -32,14 +31,10 @@ from .ops.operators import (
     BackwardOperator,
     GatedBackwardArguments,
     Operator,
-    PairArguments,
 )
 
-_DTENSOR = "torch.distributed.tensor"
-
-
 _ROWS = ("input", "residual", "dy", "x", "mean", "rstd", "dresidual")
-_MODULATIONS = ("gate", "shift", "scale", "second_shift", "second_scale")
+_MODULATIONS = ("gate", "shift", "scale")
 _PARAMETERS = ("weight", "bias")
 
 
@@ -124,16 +119,8 @@ def register_sharding_rules() -> None:
 
         return rules
 
-    def pair_rules(*args: Any) -> list[Any]:
-        p = PairArguments(*args)
-        return [
-            ([placement] * 2, only_placements(placed(p, p.input, placement)))
-            for placement in acceptable(p.input.ndim - p.normalized_ndim)
-        ]
-
     for operator in FORWARD:
         register_sharding([operator.overload])(forward_rules(operator))
-    register_sharding([load.ada_layer_norm_pair])(pair_rules)
     for backward in BACKWARD:
         register_sharding([backward.overload])(backward_rules(backward))
 
@@ -163,6 +150,45 @@ def register_sharding_rules() -> None:
             found.append(([dx, *gate_outputs, *norm_outputs[1:]], inputs))
         return found
 
+    def heads_rules(is_backward: bool) -> Callable[..., list[Any]]:
+        Call = heads.BackwardArguments if is_backward else heads.HeadArguments
+
+        def rules(*args: Any) -> list[Any]:
+            a: Any = Call(*args)
+
+            def of_angles(placement: Placement, angles: Any) -> Placement:
+                if placement == Shard(a.seq_dim):
+                    return Shard(angles.ndim - 2)
+                of_samples = angles.ndim == 3 and angles.shape[0] == a.q.shape[0] > 1
+                return Shard(0) if placement == Shard(0) and of_samples else Replicate()
+
+            found = []
+            for placement in acceptable(a.q.ndim - 1):
+                inputs: list[Any] = []
+                for name, value in zip(a._fields, a, strict=True):
+                    if value is None or not hasattr(value, "ndim"):
+                        inputs.append(None)
+                    elif name in ("cos", "sin"):
+                        inputs.append(of_angles(placement, value))
+                    else:
+                        is_row = name in ("q", "k", "dq_out", "dk_out")
+                        inputs.append(placement if is_row else Replicate())
+                outputs = [placement, Replicate() if a.k is None else placement]
+                if is_backward:
+                    for parameters, needed in ((a[4:6], a.needs_dweight), (a[6:8], a.needs_dbias)):
+                        outputs += [
+                            of_sum(placement, None)
+                            if needed and parameter is not None
+                            else Replicate()
+                            for parameter in parameters
+                        ]
+                found.append((outputs, inputs))
+            return found
+
+        return rules
+
+    register_sharding([heads.qk_norm_rope])(heads_rules(False))
+    register_sharding([heads.qk_norm_rope_backward])(heads_rules(True))
     register_sharding([load.gate_backward])(gate_backward_rules)
     register_sharding([load.add_ada_layer_norm_backward])(gated_backward_rules)
 
@@ -177,42 +203,4 @@ def _register() -> None:
         )
 
 
-class _Finder(MetaPathFinder):
-    """Calls a function once, after the module of this name has been imported."""
-
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name = name
-        self._then = then
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._then)
-        return spec
-
-
-class _Loader(Loader):
-    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
-        self._loader = loader
-        self._then = then
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._then()
-
-
-if _DTENSOR in sys.modules:
-    _register()
-else:
-    sys.meta_path.insert(0, _Finder(_DTENSOR, _register))
+after_import("torch.distributed.tensor", _register)

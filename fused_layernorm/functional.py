@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import has_torch_function
 
 from .compile import rules
-from .ops import arguments, formulas, load
+from .ops import arguments, autograd_library, formulas, load
 from .ops.aten_forward import twin
 from .ops.autocast import under_autocast
 from .ops.operators import (
@@ -35,11 +37,22 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _in_transform = torch._C._are_functorch_transforms_active
 
 # Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
-_layer_norm = LAYER_NORM.overload._op
+plain_layer_norm = _layer_norm = LAYER_NORM.overload._op
 _add_layer_norm = ADD_LAYER_NORM.overload._op
 _ada_layer_norm = ADA_LAYER_NORM.overload._op
 _add_ada_layer_norm = ADD_ADA_LAYER_NORM.overload._op
-_ada_layer_norm_pair = load.ada_layer_norm_pair._op
+
+
+def _plain_rms_norm_by_layer_norm(x: Tensor, ndim: int, weight: Tensor | None, eps: float) -> Any:
+    return _layer_norm(x, ndim, weight, None, eps, None, 1.0, None, *RMS)
+
+
+# An operator of csrc/autograd that spares a plain RMSNorm layer_norm's other arguments.
+plain_rms_norm = (
+    load.operators._plain_rms_norm.default._op
+    if autograd_library.active
+    else _plain_rms_norm_by_layer_norm
+)
 
 ATEN_LAYER_NORM = twin(LAYER_NORM)
 ATEN_ADD_LAYER_NORM = twin(ADD_LAYER_NORM)
@@ -56,8 +69,8 @@ class Kind(NamedTuple):
 LAYER = Kind()
 RMS = Kind("rms")
 
-_FLOAT32_EPS = torch.finfo(torch.float32).eps
-_FLOAT64_EPS = torch.finfo(torch.float64).eps
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+FLOAT64_EPS = torch.finfo(torch.float64).eps
 
 
 def rms_kind(weight_offset: float, round_before_weight: bool) -> Kind:
@@ -71,30 +84,51 @@ def rms_eps(eps: float | None, x: Tensor) -> float:
     if eps is not None:
         return eps
     is_wide = isinstance(x, Tensor) and x.dtype is torch.float64
-    return _FLOAT64_EPS if is_wide else _FLOAT32_EPS
+    return FLOAT64_EPS if is_wide else FLOAT32_EPS
 
 
-def may_serve(x: Any, weight: Any) -> bool:
-    """Whether these are tensors that the operators may get; weight may be None.
+def may_serve(x: Any, *others: Any) -> bool:
+    """Whether the operators know all that a module's own forward would show to PyTorch's functions.
 
-    Swapped modules ask, since subclasses that are neither PyTorch's own nor DTensor may hold their
-    values in a way that only the operators of the stock forward can read.
+    The rule is that a swapped module accepts what the stock module accepts, with the stock result:
+    swapped modules ask here about the tensors of a call, x first, and leave to the stock forward
+    what is not known. That is a nested tensor, a tensor subclass of another library (it may hold
+    its values in a way that only the operators of the stock forward can read), a TorchFunctionMode
+    of another library, and every call while a tool has replaced F.layer_norm or F.rms_norm.
     """
-    return _is_known(type(x)) and (weight is None or _is_known(type(weight)))
+    is_plain = type(x) is Tensor and not has_torch_function((x, *others)) and not x.is_nested
+    if not is_plain and not _are_known((x, *others)):
+        return False
+    return F.layer_norm is torchs_layer_norm and F.rms_norm is torchs_rms_norm
+
+
+torchs_layer_norm = F.layer_norm
+torchs_rms_norm = F.rms_norm
+
+
+def _are_known(values: Sequence[Any]) -> bool:
+    if not all(_is_known(type(value)) for value in values):
+        return False
+    if not _is_compiling():  # Dynamo traces through the modes that it knows
+        # PyTorch has modes of its own: of torch.set_default_device, and of torch.export.
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if not type(mode).__module__.startswith("torch."):
+                return False
+    return not any(isinstance(value, Tensor) and value.is_nested for value in values)
 
 
 def _is_known(cls: type) -> bool:
-    if cls is Tensor or cls is torch.nn.Parameter:
+    if cls is Tensor or cls is torch.nn.Parameter or not hasattr(cls, "__torch_function__"):
         return True
-    return cls.__module__.startswith(("torch._subclasses.", "torch.distributed."))
+    return cls.__module__.startswith(("torch._subclasses.", "torch.distributed.", "torch.fx."))
 
 
 def takes_rms_norm(x: Any, weight: Any, eps: float | None) -> bool:
     """Whether :func:`rms_norm` takes arguments that torch.nn.functional.rms_norm takes."""
-    if isinstance(x, torch.fx.Proxy):
-        return True
     if not may_serve(x, weight) or eps != eps:
         return False
+    if isinstance(x, torch.fx.Proxy):
+        return True
     if weight is None:
         return x.dtype in _FLOATS
     return x.dtype in _FLOATS and (
@@ -442,51 +476,6 @@ def add_ada_layer_norm(
     )
 
 
-def ada_layer_norm_pair(
-    input: Tensor,
-    shift: Tensor | None,
-    scale: Tensor | None,
-    second_shift: Tensor | None,
-    second_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    normalized_shape: int | Sequence[int],
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """ada_layer_norm of one input with two modulations: ``(y, second_y)``. It is not exported.
-
-    Where no gradient is needed it is one operator, whose kernel reads input once. The errors are
-    those of two calls of ada_layer_norm.
-    """
-    of_both = (input, weight, bias, eps, normalized_shape)
-    options: list[dict[str, Any]] = [
-        {"out_dtype": out_dtype, "is_ada": True, "shift": of_shift, "scale": of_scale}
-        for of_shift, of_scale in ((shift, scale), (second_shift, second_scale))
-    ]
-    if _is_compiling():
-        first, _ = [arguments.settle(*of_both, **of_one) for of_one in options]
-        ndim = first.options.normalized_ndim
-        modulations = (shift, scale, second_shift, second_scale)
-        return load.ada_layer_norm_pair(input, ndim, *modulations, weight, bias, eps, out_dtype)
-    try:
-        if _dispatch_modes() and torch.onnx.is_in_onnx_export():
-            rest = (weight, bias, eps, normalized_shape, out_dtype, LAYER)
-            return (
-                _serve_ada(input, None, None, shift, scale, *rest),
-                _serve_ada(input, None, None, second_shift, second_scale, *rest),
-            )
-        ndim = _trailing_dimensions(input, weight, bias, normalized_shape)
-        return _ada_layer_norm_pair(
-            input, ndim, shift, scale, second_shift, second_scale, weight, bias, eps, out_dtype
-        )
-    except Exception as error:
-        found = error
-        for of_one in reversed(options):
-            found = arguments.explain(found, *of_both, **of_one)
-        raise found from None
-
-
 # For tests without a GPU: calls on the CPU then go to the operators instead of PyTorch's.
 _cpu_operators = os.environ.get("FUSED_LAYERNORM_CPU_OPERATORS") == "1"
 
@@ -536,6 +525,8 @@ def serve(
         ):
             if kind is LAYER:
                 return _layer_norm(input, weight.dim(), weight, bias, eps)
+            if kind is RMS and bias is None:
+                return plain_rms_norm(input, weight.dim(), weight, eps)
             return _layer_norm(input, weight.dim(), weight, bias, eps, None, 1.0, None, *kind)
         if is_plain and _is_pytorchs(input, weight, bias, eps, kind):
             shape: Any = normalized_shape
@@ -601,7 +592,7 @@ def _serve_dim(
             x, weight, bias, eps, x.shape[-1:], activation, scale, out_dtype, *kind
         )
         y = _call(LAYER_NORM, a._replace(options=a.options._replace(keeps_order=True)))
-        return y.movedim(-1, from_end)  # type: ignore[no-any-return]
+        return y.movedim(-1, from_end)
     options = (activation, scale, out_dtype, *kind)
     try:
         if _dispatch_modes() and torch.onnx.is_in_onnx_export():
@@ -610,7 +601,7 @@ def _serve_dim(
             y = _layer_norm(x, 1, weight, bias, eps, *options, True)
     except Exception as error:
         raise arguments.explain(error, x, weight, bias, eps, x.shape[-1:], *options) from None
-    return y.movedim(-1, from_end)  # type: ignore[no-any-return]
+    return y.movedim(-1, from_end)
 
 
 def _tensors(

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .functional import Kind, layer_norm, serve
+from . import swap_rotations
+from .functional import Kind, layer_norm, may_serve, serve
+from .ops import heads
+from .swap_rotations import Rotation
 
 
 class LayerNorm(nn.Module):
@@ -29,9 +32,10 @@ class LayerNorm(nn.Module):
     eps: float
 
     def forward(self, input: Tensor) -> Tensor:
-        return layer_norm(
-            input, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape
-        )
+        weight, bias = self.weight, self.bias
+        if not may_serve(input, weight, bias):
+            return nn.LayerNorm.forward(self, input)  # type: ignore[arg-type]
+        return layer_norm(input, weight, bias, self.eps, normalized_shape=self.normalized_shape)
 
 
 class RMSNorm(nn.Module):
@@ -60,6 +64,86 @@ class RMSNormZeroCentered(nn.Module):
         return _rms_norm(self, x, 1.0)
 
 
+class RotaryPosEmb(nn.Module):
+    """Forward of transformers' functions ``apply_rotary_pos_emb``, hub name ``rotary_pos_emb``.
+
+    `kernels` makes a module of such a function. A trial of it on a few numbers, at the first call,
+    tells which columns are pairs and where cos and sin have their values. A function that computes
+    something else, and a call that the kernels do not take, keep the own forward.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        return _rotary_pos_emb(self, q, k, cos, sin, unsqueeze_dim)
+
+
+def _rotary_pos_emb(
+    module: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
+) -> Any:
+    rotation = _rotation(type(module)) if unsqueeze_dim == 1 else None
+    if rotation is not None and swap_rotations.takes(rotation, q, k, cos, sin):
+        return swap_rotations.rotate(rotation, q, k, None, cos, sin)
+    given = () if unsqueeze_dim == 1 else (unsqueeze_dim,)  # the default of functions that have it
+    return type(module).forward(module, q, k, cos, sin, *given)
+
+
+def _rotation(cls: Any) -> Rotation | None:
+    """What the forward of a module that `kernels` made of a function rotates by, if it is known."""
+    return _tried_rotation(cls)
+
+
+_rotation._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _tried_rotation(cls: Any) -> Rotation | None:
+    numbers = [(7 * i + 3) % 43 / 16 - 1.3 for i in range(96)]
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        q = torch.tensor(numbers, device="cpu").view(2, 3, 2, 8)
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        for rotation in (
+            Rotation(),
+            Rotation(interleaved=True),
+            Rotation(interleaved=True, once=True),
+        ):
+            is_known = []
+            for size in (8, 4):  # all columns are rotated, and half of them
+                few = q[:, :2, :, : size // 2].unbind(1)
+                spread = rotation.interleaved and not rotation.once
+                cos, sin = (
+                    t.repeat_interleave(2, -1) if spread else t.repeat(1, 1, 2) for t in few
+                )
+                expected = _rotated(rotation, q, cos, sin)
+                try:
+                    y, z = cls.forward(module, q, q + 1, cos, sin)
+                    wide = cls.forward(module, q.bfloat16(), q.bfloat16(), cos, sin)[0]
+                except Exception:
+                    is_known.append(False)
+                else:
+                    of_k = _rotated(rotation, q + 1, cos, sin)
+                    is_known.append(torch.allclose(y, expected) and torch.allclose(z, of_k))
+                    keeps_dtype = wide.dtype is torch.bfloat16
+            if is_known[0]:
+                return rotation._replace(partial=is_known[1], keeps_dtype=keeps_dtype)
+    return None
+
+
+def _rotated(rotation: Rotation, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    size = cos.shape[-1]
+    if rotation.once:
+        cos, sin = cos[..., : size // 2], sin[..., : size // 2]
+    call = heads.HeadArguments(
+        q, None, None, None, None, None, cos, sin, size, 2, 0.0, None, 0.0, False,
+        rotation.interleaved,
+    )  # fmt: skip
+    return heads.formula(call)[0]
+
+
 def _rms_norm(module: Any, x: Tensor, weight_offset: float) -> Tensor:
     order = _order_of_casts(type(module), weight_offset)
     weight: Any = getattr(module, "weight", None)
@@ -81,9 +165,9 @@ def _takes(x: Tensor, weight: Any) -> bool:
     """Whether such classes compute in float32 with x and weight, as the kernels do."""
     return (
         isinstance(weight, Tensor)
+        and may_serve(x, weight)
         and x.dtype in _DTYPES
         and weight.dtype in _DTYPES
-        and not x.is_nested
         and x.layout is torch.strided
         and x.shape[-1:] == weight.shape
     )

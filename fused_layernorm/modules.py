@@ -5,22 +5,38 @@ modulation.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn import functional as F
 
 from .functional import (
+    FLOAT32_EPS,
+    FLOAT64_EPS,
     ada_layer_norm,
     add_ada_layer_norm,
     add_layer_norm,
     add_rms_norm,
     layer_norm,
+    may_serve,
+    plain_layer_norm,
+    plain_rms_norm,
     rms_norm,
     takes_rms_norm,
+    torchs_layer_norm,
+    torchs_rms_norm,
 )
 from .ops.arguments import check_kind, check_options, name_of
 from .ops.load import operators
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+
+Forward = TypeVar("Forward", bound=Callable[..., Tensor])
 
 # TorchScript compiles no function with keyword-only defaults: there the modules call the operators.
 _is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
@@ -33,6 +49,19 @@ torch.fx.wrap("rms_norm")
 torch.fx.wrap("add_rms_norm")
 torch.fx.wrap("ada_layer_norm")
 torch.fx.wrap("add_ada_layer_norm")
+
+
+def _scripted_as(scripted: Callable[..., Tensor]) -> Callable[[Forward], Forward]:
+    """torch.jit.script compiles `scripted` in the place of a forward that it cannot parse.
+
+    Like inspect, it reads the source of what a function says that it wraps.
+    """
+
+    def decorate(forward: Forward) -> Forward:
+        forward.__wrapped__ = scripted  # type: ignore[attr-defined]
+        return forward
+
+    return decorate
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -51,7 +80,9 @@ class FusedLayerNorm(nn.LayerNorm):
     # Attributes that torch.jit.script compiles as constants.
     __constants__ = [*nn.LayerNorm.__constants__, "activation", "scale", "out_dtype"]  # noqa: RUF012
 
-    # Defaults for an nn.LayerNorm that swap_layer_norm has made a FusedLayerNorm.
+    # Defaults for an nn.LayerNorm that swap_layer_norm has made a FusedLayerNorm. Such a one takes
+    # what nn.LayerNorm takes.
+    _was_layer_norm = False
     activation: str | None = None
     scale: float = 1.0
     out_dtype: torch.dtype | None = None
@@ -75,22 +106,52 @@ class FusedLayerNorm(nn.LayerNorm):
         self.scale = scale
         self.out_dtype = out_dtype
 
-    def forward(self, input: Tensor) -> Tensor:
-        if _is_scripting():
-            return operators.layer_norm(
-                input,
-                len(self.normalized_shape),
-                self.weight,
-                self.bias,
-                self.eps,
-                self.activation,
-                self.scale,
-                self.out_dtype,
-            )
-        return layer_norm(
+    def _scripted_forward(self, input: Tensor) -> Tensor:
+        return operators.layer_norm(
             input,
+            len(self.normalized_shape),
             self.weight,
             self.bias,
+            self.eps,
+            self.activation,
+            self.scale,
+            self.out_dtype,
+        )
+
+    @_scripted_as(_scripted_forward)
+    def forward(self, input: Tensor) -> Tensor:
+        # A plain call on CUDA in this one frame, for every frame costs host time. Parameters are
+        # read where nn.Module keeps them, because to find them as attributes takes time too; a
+        # computed one is not there. Modes may want to see the call below, and so may a tool that
+        # has replaced PyTorch's function.
+        if not _is_compiling() and type(input) is Tensor and input.is_cuda:
+            parameters = self._parameters
+            weight, bias = parameters.get("weight"), parameters.get("bias", False)
+            if (
+                type(weight) is Parameter
+                and (bias is None or type(bias) is Parameter)
+                and isinstance(self, FusedLayerNorm)
+                and self.activation is None
+                and self.out_dtype is None
+                and self.scale == 1.0
+                and weight.shape == self.normalized_shape
+                and F.layer_norm is torchs_layer_norm
+                and not _dispatch_modes()
+                and not _function_modes()
+            ):
+                try:
+                    return plain_layer_norm(input, weight.dim(), weight, bias, self.eps)
+                except Exception:
+                    pass  # PyTorch's function takes it, or the call below says what is wrong.
+        if not isinstance(self, FusedLayerNorm):  # a bound method that outlived unswap_norms
+            return type(self).forward(self, input)
+        weight, bias = self.weight, self.bias
+        if self._was_layer_norm and not may_serve(input, weight, bias):
+            return nn.LayerNorm.forward(self, input)
+        return layer_norm(
+            input,
+            weight,
+            bias,
             self.eps,
             normalized_shape=self.normalized_shape,
             activation=self.activation,
@@ -184,7 +245,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
     # Defaults for an nn.RMSNorm that swap_rms_norm has made a FusedRMSNorm. Such a one takes what
     # nn.RMSNorm takes.
-    _was_rms_norm: bool = False
+    _was_rms_norm = False
     weight_offset: float = 0.0
     round_before_weight: bool = False
     activation: str | None = None
@@ -227,21 +288,51 @@ class FusedRMSNorm(nn.RMSNorm):
         if getattr(self, "bias", None) is not None:  # nn.RMSNorm calls this before there is one
             nn.init.zeros_(self.bias)
 
+    def _scripted_forward(self, x: Tensor) -> Tensor:
+        return operators.layer_norm(
+            x,
+            len(self.normalized_shape),
+            self.weight,
+            self.bias,
+            _scripted_eps(self.eps, x),
+            self.activation,
+            self.scale,
+            self.out_dtype,
+            "rms",
+            self.weight_offset,
+            self.round_before_weight,
+        )
+
+    @_scripted_as(_scripted_forward)
     def forward(self, x: Tensor) -> Tensor:
-        if _is_scripting():
-            return operators.layer_norm(
-                x,
-                len(self.normalized_shape),
-                self.weight,
-                self.bias,
-                _scripted_eps(self.eps, x),
-                self.activation,
-                self.scale,
-                self.out_dtype,
-                "rms",
-                self.weight_offset,
-                self.round_before_weight,
-            )
+        # A plain call on CUDA in this one frame, as in FusedLayerNorm.
+        if not _is_compiling() and type(x) is Tensor and x.is_cuda:
+            parameters, dtype = self._parameters, x.dtype
+            weight = parameters.get("weight")
+            if (
+                type(weight) is Parameter
+                and weight.dtype is dtype
+                and parameters.get("bias", False) is None
+                and isinstance(self, FusedRMSNorm)
+                and self.activation is None
+                and self.out_dtype is None
+                and self.scale == 1.0
+                and self.weight_offset == 0.0
+                and not self.round_before_weight
+                and weight.shape == self.normalized_shape
+                and F.rms_norm is torchs_rms_norm
+                and not _dispatch_modes()
+                and not _function_modes()
+            ):
+                eps = self.eps
+                if eps is None:
+                    eps = FLOAT64_EPS if dtype is torch.float64 else FLOAT32_EPS
+                try:
+                    return plain_rms_norm(x, weight.dim(), weight, eps)
+                except Exception:
+                    pass  # nn.RMSNorm takes it, or the call below says what is wrong.
+        if not isinstance(self, FusedRMSNorm):  # a bound method that outlived unswap_norms
+            return type(self).forward(self, x)
         if self._was_rms_norm and not takes_rms_norm(x, self.weight, self.eps):
             return nn.RMSNorm.forward(self, x)
         return rms_norm(

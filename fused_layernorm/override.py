@@ -1,46 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """override_aten(): PyTorch's own layer_norm and rms_norm, from anywhere, on this package's kernels.
 
-csrc/bindings/override.cpp has the kernels and switches them. This file has the handle, the count of
-overrides in force, and the operators that call the replaced kernels.
+csrc/autograd/override.h has the kernels. This file has the handle and the count of overrides in
+force, and kernels in Python for a torch without a library of csrc/autograd.
 """
 
-import re
-import sys
+import math
 import threading
 import warnings
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.library import Library, get_kernel
 
-from .ops import load
+from .functional import rms_eps
+from .ops import arguments, autograd_library, load
 
 __all__ = ["AtenOverride", "override_aten"]
 
-# The operators, each with the name of the operator here that calls the replaced kernel, the number
-# of tensors that the kernel returns, and the length of its last argument where that is a mask.
-_OPERATORS = {
-    "native_layer_norm": ("_aten_native_layer_norm", 3, 0),
-    "native_layer_norm_backward": ("_aten_native_layer_norm_backward", 3, 3),
-    "_fused_rms_norm": ("_aten_fused_rms_norm", 2, 0),
-    "_fused_rms_norm_backward": ("_aten_fused_rms_norm_backward", 2, 2),
-}
-_PAUSE_US = 200  # two such pauses let other threads leave PyTorch before its table is written
-
-# Whether errors of the replaced kernels keep their types. Under a later torch, whose C++ exceptions
-# may be laid out otherwise, each becomes a RuntimeError.
-_TYPES_ARE_KEPT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) <= (2, 15)
-
 _lock = threading.RLock()
-_in_force: dict[str, int] = {}  # overrides in force, by dispatch key
-_replaced: dict[str, dict[str, Any]] = {}  # the kernels replaced, by dispatch key and operator
-_libraries: dict[str, Library] = {}  # the operators that call the replaced kernels
-_raised: set[type[Exception]] = set()  # by replaced kernels; kept, for C++ holds no reference
-_retired: deque[Any] = deque(maxlen=256)  # kernels taken out, in case calls are still inside them
+_in_force: Counter[str] = Counter()  # overrides in force, by dispatch key
 
 
 class AtenOverride:
@@ -75,13 +58,12 @@ class AtenOverride:
 def override_aten() -> AtenOverride:
     """Runs PyTorch's layer and RMS norms for CUDA tensors on these kernels, in the whole process.
 
-    It covers all calls of `aten::native_layer_norm`, `aten::_fused_rms_norm` and their backwards on
-    CUDA: `F.layer_norm`, `F.rms_norm`, `nn.LayerNorm`, `nn.RMSNorm` and every model that calls
-    them, in every thread. PyTorch's own autograd stays around the kernels, so results, gradients,
-    higher derivatives, vmap, autocast and errors are PyTorch's; a call that the kernels do not take
-    (a weight of another dtype, for example) goes to PyTorch's kernel. `F.rms_norm` computes a call
-    with a weight of another dtype by elementwise operators, which stay as they are. Code that
-    `torch.compile` compiles does not reach these operators: swap the modules there.
+    It covers `F.layer_norm`, `F.rms_norm`, `nn.LayerNorm`, `nn.RMSNorm` and every model that calls
+    them, in every thread, and the operators below them, `aten::native_layer_norm`,
+    `aten::_fused_rms_norm` and their backwards. Dtypes, shapes, gradients of every order, vmap,
+    autocast and errors are PyTorch's: a call that the kernels do not take, such as an invalid one,
+    goes on to PyTorch. Code that `torch.compile` compiles does not reach these operators: swap the
+    modules there.
 
     Returns a handle, to be used in either way::
 
@@ -92,11 +74,14 @@ def override_aten() -> AtenOverride:
         model(x)
         handle.undo()
 
-    Overrides may begin and end in any order and from any thread; when the last one ends, PyTorch
-    has its kernels back. In free-threaded Python no other thread may run PyTorch's operators while
-    the first override begins or the last one ends, for no lock keeps it out. In a build without
-    CUDA kernels, of this package or of PyTorch, and under a driver too old for the kernels,
-    `override_aten` warns and changes nothing.
+    Overrides may begin and end in any order and from any thread, also while other threads compute;
+    when the last one ends, PyTorch's kernels run again. A call that has begun ends as it began. The
+    first override of a process registers kernels with PyTorch, which stay and ask whether one is in
+    force: while it does, no other thread should be inside a norm. Under a torch that this package
+    has no autograd library for, the kernels are in Python: results are the same, the host takes
+    longer, and only `native_layer_norm`, `_fused_rms_norm` and their backwards are covered, inside
+    PyTorch's autograd and autocast. In a build without CUDA kernels, of this package or of PyTorch,
+    and under a driver too old for the kernels, `override_aten` warns and changes nothing.
     """
     reason = load.operators._driver_problem()
     if not reason and (lacking := _lacking_cuda()):
@@ -121,72 +106,180 @@ def _override(key: str) -> AtenOverride:
         return AtenOverride(key, in_force=True)
 
 
-def _pause_us() -> int:
-    return _PAUSE_US if len(sys._current_frames()) > 1 else 0
-
-
 def _begin(key: str) -> None:
-    if not _in_force.get(key):
-        _replaced[key] = {name: _kernel(name, key) for name in _OPERATORS}
-        if key not in _libraries:
-            _libraries[key] = _register_replaced(key)
-        load.operators._begin_override(key, _pause_us())
-    _in_force[key] = _in_force.get(key, 0) + 1
+    if not _in_force[key]:
+        _switch(key, True)
+    _in_force[key] += 1
 
 
 def _end(key: str) -> None:
     _in_force[key] -= 1
     if not _in_force[key]:
-        _retired.extend(_kernel(name, key) for name in _OPERATORS)
-        load.operators._end_override(key, _pause_us())
+        _switch(key, False)
 
 
-class _NoKernel:
-    """What is replaced where PyTorch has no kernel, as of `_fused_rms_norm_backward` on the CPU."""
-
-    def __init__(self, name: str, key: str) -> None:
-        self._problem = f"aten::{name} has no kernel for {key}"
-
-    def call_boxed(self, *args: Any) -> Any:
-        raise NotImplementedError(self._problem)
-
-
-def _kernel(name: str, key: str) -> Any:
-    try:
-        return get_kernel(f"aten::{name}", key)
-    except RuntimeError:
-        return _NoKernel(name, key)
+def _switch(key: str, on: bool) -> None:
+    if autograd_library.active:
+        load.operators._switch_override(key, on)
+        return
+    if key not in _in_python:
+        _in_python[key] = _InPython(key)
+    _in_python[key].is_on = on
 
 
-def _register_replaced(key: str) -> Library:
-    """The operators `_aten_*`, by which override.cpp calls the kernels it has replaced."""
-    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+def _calls(key: str) -> int:
+    """How many calls the override has taken, for tests."""
+    if autograd_library.active:
+        count: int = load.operators._override_calls(key)
+        return count
+    return _in_python[key].taken if key in _in_python else 0
 
-    def caller(name: str) -> Callable[..., tuple[Any, ...]]:
-        _, count, mask = _OPERATORS[name]
 
-        def call(*args: Any) -> tuple[Any, ...]:
-            none = torch.empty(0, dtype=torch.uint8)
-            if mask:
-                args = (*args[:-mask], list(args[-mask:]))
-            try:
-                return (*_replaced[key][name].call_boxed(keyset, *args), none, none.clone())
-            except Exception as error:
-                text = bytearray(str(error) or type(error).__name__, "utf-8")
-                _raised.add(type(error))
-                address = torch.tensor(
-                    [id(type(error))] if _TYPES_ARE_KEPT else [], dtype=torch.int64
+# ---- The kernels in Python, for a torch without a library of csrc/autograd.
+
+
+class _InPython:
+    """The kernels of one dispatch key. They are registered once, and act while `is_on`."""
+
+    def __init__(self, key: str) -> None:
+        self.is_on = False
+        self.taken = 0
+        # Composite operators call these operators themselves.
+        self._inside = threading.local()
+        self._library = Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            # PyTorch warns once in a process, of the first kernel that replaces another. The user
+            # asked to replace aten's.
+            warnings.simplefilter("ignore")
+            for name, kernel in _KERNELS.items():
+                # On the CPU _fused_rms_norm is a composite, and its backward has no kernel.
+                if "rms" in name and key == "CPU":
+                    continue
+                self._library.impl(
+                    name,
+                    self._kernel(name, key, kernel),
+                    key,
+                    with_keyset=True,
+                    allow_override=True,
                 )
-                return *[none] * count, torch.frombuffer(text, dtype=torch.uint8), address
+
+    def _kernel(self, name: str, key: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        replaced = get_kernel(f"aten::{name}", key)
+
+        def call(keyset: Any, *args: Any) -> Any:
+            if self.is_on and not getattr(self._inside, "now", False):
+                self._inside.now = True
+                try:
+                    found = kernel(*args)
+                except RuntimeError as error:
+                    raise arguments.out_of_memory(error) from None
+                finally:
+                    self._inside.now = False
+                if found is not None:
+                    self.taken += 1
+                    return found
+            return replaced.call_boxed(keyset, *args)
 
         return call
 
-    library = Library(load.NAMESPACE, "FRAGMENT")
-    with warnings.catch_warnings():
-        # PyTorch warns once in a process, of the first kernel that replaces another. The user asked
-        # to replace aten's, so the warning is used up here, where it is suppressed.
-        warnings.simplefilter("ignore")
-        for _ in range(2):
-            for name, (operator, *_) in _OPERATORS.items():
-                library.impl(operator, caller(name), key, allow_override=True)
-    return library
+
+_in_python: dict[str, _InPython] = {}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_MOST = 2**31 - 1
+
+
+def _takes(x: Tensor, shape: Any, *parameters: Tensor | None) -> bool:
+    """Whether these are valid by PyTorch's rules, and for the kernels."""
+    leading = x.dim() - len(shape)
+    return (
+        x.dtype in _FLOATS
+        and len(shape) > 0
+        and leading >= 0
+        and tuple(x.shape[leading:]) == tuple(shape)
+        and max(math.prod(x.shape[:leading]), math.prod(shape)) <= _MOST
+        and all(
+            p is None
+            or (p.dtype is x.dtype and p.device == x.device and tuple(p.shape) == tuple(shape))
+            for p in parameters
+        )
+    )
+
+
+def _takes_backward(dy: Tensor, x: Tensor, ndim: int, *statistics: Tensor) -> bool:
+    shape = (*x.shape[: x.dim() - ndim], *[1] * ndim)
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    return (dy.dtype, dy.device, dy.shape) == (x.dtype, x.device, x.shape) and all(
+        (t.dtype, t.device, tuple(t.shape)) == (dtype, x.device, shape) for t in statistics
+    )
+
+
+# Each gives the results of an operator, or None for a call that it does not take.
+
+
+def _layer_norm(
+    x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Any:
+    if not _takes(x, shape, weight, bias) or eps != eps:
+        return None
+    return load.layer_norm_forward(x, len(shape), weight, bias, eps)
+
+
+def _layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    shape: Any,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: list[bool],
+) -> Any:
+    ndim = len(shape)
+    if not _takes(x, shape, weight, bias) or not _takes_backward(dy, x, ndim, mean, rstd):
+        return None
+    return _backward(dy, x, ndim, mean, rstd, weight, bias, mask, "layer")
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
+    if not _takes(x, shape, weight) or eps != eps:
+        return None
+    options = (rms_eps(eps, x), None, 1.0, None, "rms")
+    y, _, rstd = load.layer_norm_forward(x, len(shape), weight, None, *options)
+    return y, rstd
+
+
+def _rms_norm_backward(
+    dy: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor | None, mask: list[bool]
+) -> Any:
+    ndim = len(shape)
+    if not _takes(x, shape, weight) or not _takes_backward(dy, x, ndim, rstd):
+        return None
+    found = _backward(dy, x, ndim, rstd.new_empty(0), rstd, weight, None, [*mask, False], "rms")
+    return None if found is None else found[:2]
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    ndim: int,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: list[bool],
+    statistic: str,
+) -> Any:
+    if (mask[1] and weight is None) or (mask[2] and bias is None):
+        return None
+    found = load.layer_norm_backward(
+        *(dy, x, ndim, mean, rstd, weight, bias, None, None, 1.0, *mask, statistic)
+    )
+    return tuple(g if needed else None for g, needed in zip(found, mask, strict=True))
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "native_layer_norm": _layer_norm,
+    "native_layer_norm_backward": _layer_norm_backward,
+    "_fused_rms_norm": _rms_norm,
+    "_fused_rms_norm_backward": _rms_norm_backward,
+}

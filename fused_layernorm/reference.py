@@ -25,6 +25,11 @@ With a modulation instead of activation and scale (scale is a number above, and 
 
 where these three sums run over the dimensions in which shift, scale or gate is broadcast.
 
+A head's row, with a rotation behind the norm: of each pair of columns (a, b), by its angle,
+
+    y_a = z_a * cos - z_b * sin               y_b = z_b * cos + z_a * sin
+    dz_a = dy_a * cos + dy_b * sin            dz_b = dy_b * cos - dy_a * sin
+
 RMSNorm has a mean of zero, and the term sum(dxhat) / cols is zero too. Where a weight has an
 offset, weight + weight_offset stands for weight.
 """
@@ -241,3 +246,78 @@ def gate_backward(dresidual_out: Tensor, input: Tensor, gate: Tensor) -> GateBac
     dresidual_out = dresidual_out.double()
     dgate = (dresidual_out * input.double()).sum_to_size(gate.shape)
     return GateBackward(dresidual_out * gate.double(), dgate)
+
+
+def rotate(
+    z: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    seq_dim: int = 1,
+) -> Tensor:
+    """The rotation of heads in float64; with -sin its transpose.
+
+    cos and sin have a value for each pair, or each value twice.
+    """
+    y = z.double().clone()
+    if cos is None or sin is None:
+        return y
+    rotary = z.shape[-1] if rotary_dim is None else rotary_dim
+    for pair in range(rotary // 2):
+        a, b = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotary // 2)
+        column = 2 * pair if interleaved and cos.shape[-1] == rotary else pair
+        c, s = (angles.double()[..., column] for angles in (cos, sin))
+        # (positions) or (batch, positions), beside the heads
+        c, s = (t.unsqueeze(-1) if seq_dim == 1 else t.unsqueeze(-2) for t in (c, s))
+        y[..., a] = z[..., a].double() * c - z[..., b].double() * s
+        y[..., b] = z[..., b].double() * c + z[..., a].double() * s
+    return y
+
+
+def norm_rope(
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+    *,
+    statistic: str | None = "rms",
+    bias: Tensor | None = None,
+    weight_offset: float = 0.0,
+    rounding: torch.dtype | None = None,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    seq_dim: int = 1,
+) -> Tensor:
+    """y in float64. `rounding` is the dtype to which xhat and the norm's result are rounded."""
+    z = x.double()
+    if statistic is not None:
+        kind = {"statistic": statistic, "weight_offset": weight_offset, "rounding": rounding}
+        z = layer_norm(x, 1, weight, bias, eps, **kind).y  # type: ignore[arg-type]
+        z = z if rounding is None else z.to(rounding).double()
+    return rotate(z, cos, sin, rotary_dim, interleaved, seq_dim)
+
+
+def norm_rope_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+    *,
+    statistic: str | None = "rms",
+    bias: Tensor | None = None,
+    weight_offset: float = 0.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    seq_dim: int = 1,
+) -> Backward:
+    """dx, dweight and dbias in float64; without a statistic the last two are empty."""
+    back = None if sin is None else -sin
+    dz = rotate(dy, cos, back, rotary_dim, interleaved, seq_dim)
+    if statistic is None:
+        return Backward(dz, dz.new_empty(0), dz.new_empty(0))
+    kind = {"statistic": statistic, "weight_offset": weight_offset}
+    return layer_norm_backward(dz, x, 1, weight, bias, eps, **kind)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ the RMSNorms.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import types
@@ -17,10 +18,21 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.overrides import has_torch_function_variadic
 
-from . import swap_channels, swap_forwards, swap_modulated, swap_rms, swap_source, swap_table
+from . import (
+    swap_channels,
+    swap_forwards,
+    swap_modulated,
+    swap_rms,
+    swap_rotations,
+    swap_source,
+    swap_table,
+)
+from .functional import may_serve, torchs_layer_norm
 from .modules import FusedLayerNorm, FusedRMSNorm
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -33,7 +45,9 @@ _registered: dict[type[nn.Module], Callable[[Any], Forward | None]] = {}
 Predicate = Callable[[str, Any], bool]
 
 
-def swap_norms(model: Model, *, predicate: Predicate | None = None) -> Model:
+def swap_norms(
+    model: Model, *, predicate: Predicate | None = None, rotations: bool = False
+) -> Model:
     """Makes the norms of a model, LayerNorms and RMSNorms, run on the fused kernels, in place.
 
     It is :func:`swap_layer_norm` and :func:`swap_rms_norm` in one, and :func:`unswap_norms` undoes
@@ -45,11 +59,28 @@ def swap_norms(model: Model, *, predicate: Predicate | None = None) -> Model:
             swap_rms_norm would call it. It may rely on the name that ``model.named_modules()``
             gives the module, and on the module's being an nn.Module; an RMSNorm class of
             transformers, for example, is no nn.RMSNorm.
+        rotations: also swap the attention modules of transformers that rotate q and k by an
+            ``apply_rotary_pos_emb`` whose source ``fused_layernorm/swap_rotations.py`` knows, as
+            those of Llama, Qwen3, Gemma 3, OLMo 2 and some 150 other models do. The rotation, and
+            the norms of q and k by heads in front of it, become one kernel,
+            :func:`qk_norm_rope`, which rounds once where the library rounds after each operation.
+            The predicate is not called for them.
 
     Returns:
         The model.
     """
-    return _swap_all(model, predicate, ("layer", "rms"), "swap_norms", "norm")
+    return _swap_all(model, predicate, ("layer", "rms"), "swap_norms", "norm", rotations)
+
+
+def _swap_rotations(model: nn.Module, left: Counter[str]) -> None:
+    for module in model.modules():
+        if is_fused(module) or "forward" in module.__dict__:
+            continue
+        cls = swap_rotations.class_of(_plain_class(module))
+        if isinstance(cls, str):
+            left[f"{_name(_plain_class(module))} ({cls})"] += 1
+        elif cls is not None:
+            _set_class(module, cls)
 
 
 def swap_layer_norm(
@@ -125,7 +156,12 @@ def swap_rms_norm(model: Model, *, predicate: Predicate | None = None) -> Model:
 
 
 def _swap_all(
-    model: Model, predicate: Predicate | None, kinds: tuple[str, ...], caller: str, what: str
+    model: Model,
+    predicate: Predicate | None,
+    kinds: tuple[str, ...],
+    caller: str,
+    what: str,
+    rotations: bool = False,
 ) -> Model:
     """Swaps the norms of these kinds and the registered modules; `what` names them in messages."""
     left: Counter[str] = Counter()
@@ -143,12 +179,14 @@ def _swap_all(
             continue
         if reason:
             left[f"{_name(_plain_class(module))} ({reason})"] += 1
+    if rotations:
+        _swap_rotations(model, left)
     text = ", ".join(f"{count} {one}" for one, count in left.items())
     if left:
         _log.info(
             "%s: %d %s-like modules were left: %s", _name(type(model)), left.total(), what, text
         )
-    wanted = {*kinds, REGISTERED}
+    wanted = {*kinds, REGISTERED, *([swap_rotations.KIND] if rotations else [])}
     if not any(is_fused(module) and _fused_kind(module) in wanted for module in model.modules()):
         warnings.warn(
             f"{caller}: nothing in {_name(type(model))} is fused: "
@@ -166,7 +204,7 @@ def unswap_norms(model: Model) -> Model:
     Returns:
         The model.
     """
-    return _unswap_all(model, ("layer", "rms"))
+    return _unswap_all(model, ("layer", "rms", swap_rotations.KIND))
 
 
 def unswap_layer_norm(model: Model) -> Model:
@@ -195,8 +233,11 @@ def _unswap_all(model: Model, kinds: tuple[str, ...]) -> Model:
     for module in model.modules():
         swapped_from = _swapped_from(module)
         if swapped_from is not None and _fused_kind(module) in (*kinds, REGISTERED):
-            module.__dict__.pop("_was_layer_norm", None)
-            if module.__dict__.pop("_was_rms_norm", False):
+            own = module.__dict__
+            if own.pop("_was_layer_norm", False):
+                own.pop("__module__", None)
+            if own.pop("_was_rms_norm", False):
+                own.pop("__module__", None)
                 module._parameters.pop("bias", None)
             _set_class(module, swapped_from)
     return model
@@ -212,8 +253,9 @@ def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -
         make: ``make(module)`` is called for each instance, and returns the forward that replaces
             the class's: a function that takes ``self`` first, as it would be written in the class.
             The forward must read the parameters from ``self``, since it serves copies of the
-            module too. To leave this module as it is, ``make`` returns None. A swapped module can
-            be pickled only if pickle finds the function by name.
+            module too. Where it returns None, the class's own forward serves the call. To leave
+            this module as it is, ``make`` returns None. A swapped module can be pickled only if
+            pickle finds the function by name.
 
     Example::
 
@@ -306,13 +348,13 @@ def _swap(name: str, module: nn.Module, predicate: Predicate | None) -> str | No
             return "the function registered for its class left it"
         _check_forward(cls, forward)
     elif cls is nn.LayerNorm:
-        module.__dict__["_was_layer_norm"] = True
+        module.__dict__.update(_was_layer_norm=True, **_LEAF)
         _set_class(module, FusedLayerNorm)
         return None
     elif cls is nn.RMSNorm:
         if hasattr(module, "bias"):
             return "it has a bias, of which nn.RMSNorm does not know"
-        module.__dict__["_was_rms_norm"] = True
+        module.__dict__.update(_was_rms_norm=True, **_LEAF)
         module.register_parameter("bias", None)  # FusedRMSNorm has one
         _set_class(module, FusedRMSNorm)
         return None
@@ -377,6 +419,10 @@ def _name(cls: type) -> str:
 
 # ---- The classes of swapped modules.
 
+# torch.fx records a module of torch.nn as one call, and reads this name on the module itself, where
+# it hides the class's name from nothing else: pickle asks the class.
+_LEAF = {"__module__": nn.LayerNorm.__module__}
+
 _classes: weakref.WeakValueDictionary[tuple[type, Forward], type[nn.Module]] = (
     weakref.WeakValueDictionary()
 )
@@ -396,11 +442,42 @@ def _swapped_class(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             "_fused_kind": _kind_of(cls, forward),
             "_get_name": _get_name,
             "_swapped_from": cls,
-            "forward": forward,
+            "_fused_forward": staticmethod(forward),
+            "forward": _or_stock(forward, cls),
         }
+        if forward is FusedLayerNorm.forward:  # which asks by itself what it may serve
+            members.update(_was_layer_norm=True, forward=forward)
         made = type(f"Fused{cls.__name__}", bases, members)
         _classes[cls, forward] = made
     return made
+
+
+def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
+    """The forward of a swapped class: what the stock forward takes, it takes.
+
+    The stock forward of cls serves what the operators do not know (functional.may_serve), what the
+    fused one returns None for, and a module that was unswapped while somebody kept its forward.
+    """
+
+    @functools.wraps(fused)
+    def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
+        parameters = self._parameters.values()
+        if (  # what follows from may_serve for the most common call, in a third of its time
+            type(x) is Tensor
+            and not (rest or kwargs or has_torch_function_variadic(x, *parameters) or x.is_nested)
+            and F.layer_norm is torchs_layer_norm
+            and type(self) is not cls
+        ):
+            found = fused(self, x)
+            return cls.forward(self, x) if found is None else found
+        args = () if x is None and not rest else (x, *rest)
+        if type(self) is not cls and may_serve(*args, *kwargs.values(), *parameters):
+            found = fused(self, *args, **kwargs)
+            if found is not None:
+                return found
+        return cls.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def _kind_of(cls: type[nn.Module], forward: Forward) -> str:
@@ -423,7 +500,7 @@ def _get_name(self: Any) -> str:
 def _reduce_ex(self: Any, protocol: Any) -> Any:
     """As object.__reduce_ex__, but unpickling makes the class, which pickle cannot find by name."""
     state: Any = object.__reduce_ex__(self, max(2, protocol))[2:]
-    return _unpickled, (self._swapped_from, type(self).forward), *state
+    return _unpickled, (self._swapped_from, type(self)._fused_forward), *state
 
 
 def _unpickled(cls: type[nn.Module], forward: Forward) -> nn.Module:

@@ -2,8 +2,8 @@
 """The forwards, on the fused kernels, that replace those of the classes in swap_table.
 
 Each is written as a method of the swapped class, with the parameter names of the forward that it
-replaces. `self._swapped_from` is the class that was swapped: its own forward runs where the kernels
-cannot serve a call, or where an option of the library asks for another computation.
+replaces. It returns None where the kernels cannot serve a call, or where an option of the library
+asks for another computation: the class's own forward then runs (swap._or_stock).
 """
 
 from __future__ import annotations
@@ -24,6 +24,17 @@ torch.fx.wrap("layer_norm")
 torch.fx.wrap("_in_input_dtype")
 torch.fx.wrap("_float32_without_bias")
 torch.fx.wrap("_in_promoted_dtype")
+
+
+def parameter(module: Any, name: str) -> Any:
+    """module.weight, for example, without the half microsecond of nn.Module.__getattr__.
+
+    For a forward that does nothing with it but hand it on: torch.fx sees the getattr alone.
+    """
+    try:
+        return module._parameters[name]
+    except KeyError:
+        return getattr(module, name)
 
 
 def matched(
@@ -97,21 +108,22 @@ def _in_promoted_dtype(
 
 def last_dims(self: Any, input: Tensor) -> Tensor:
     return layer_norm(
-        input, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape
+        input,
+        parameter(self, "weight"),
+        parameter(self, "bias"),
+        self.eps,
+        normalized_shape=self.normalized_shape,
     )
 
 
-def timm_last_dims(self: Any, x: Tensor) -> Tensor:
-    if self._fast_norm:
-        return self._swapped_from.forward(self, x)
-    return layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
+def timm_last_dims(self: Any, x: Tensor) -> Tensor | None:
+    return None if self._fast_norm else last_dims(self, x)
 
 
-def timm_last_dims_act(self: Any, x: Tensor) -> Tensor:
+def timm_last_dims_act(self: Any, x: Tensor) -> Tensor | None:
     if self._fast_norm:
-        return self._swapped_from.forward(self, x)
-    x = layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
-    return self.act(self.drop(x))
+        return None
+    return self.act(self.drop(last_dims(self, x)))
 
 
 def timm_float32(self: Any, x: Tensor) -> Tensor:
@@ -147,7 +159,7 @@ def without_parameters(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def shape_of_weight(self: Any, input: Tensor) -> Tensor:
-    return layer_norm(input, self.weight, self.bias, 1e-5)
+    return layer_norm(input, parameter(self, "weight"), parameter(self, "bias"), 1e-5)
 
 
 def weight_plus_one(self: Any, hidden_states: Tensor) -> Tensor:
@@ -160,9 +172,9 @@ def weight_plus_one(self: Any, hidden_states: Tensor) -> Tensor:
     )
 
 
-def weight_plus_one_outside_autocast(self: Any, input: Tensor) -> Tensor:
+def weight_plus_one_outside_autocast(self: Any, input: Tensor) -> Tensor | None:
     if torch.is_autocast_enabled() or torch.is_autocast_enabled(input.device.type):
-        return self._swapped_from.forward(self, input)
+        return None
     return layer_norm(
         input, self.weight + 1.0, self.bias, self.eps, normalized_shape=self.normalized_shape
     )
@@ -182,10 +194,12 @@ def by_hand(self: Any, hidden_states: Tensor) -> Tensor:
     return _in_promoted_dtype(hidden_states, self.weight, self.bias, self.variance_epsilon, False)
 
 
-def esmfold(self: Any, x: Tensor) -> Tensor:
+def esmfold(self: Any, x: Tensor) -> Tensor | None:
     if x.dtype is torch.bfloat16:
-        return self._swapped_from.forward(self, x)
-    return layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.c_in)
+        return None
+    return layer_norm(
+        x, parameter(self, "weight"), parameter(self, "bias"), self.eps, normalized_shape=self.c_in
+    )
 
 
 # ---- Over the channels, which are permuted to the last dimension and back, as in the classes
@@ -208,15 +222,15 @@ def channels_first_1d(self: Any, x: Tensor) -> Tensor:
     return x.permute(0, 2, 1)
 
 
-def timm_channels_first(self: Any, x: Tensor) -> Tensor:
+def timm_channels_first(self: Any, x: Tensor) -> Tensor | None:
     if self._fast_norm:
-        return self._swapped_from.forward(self, x)
+        return None
     return channels_first(self, x)
 
 
-def timm_channels_first_act(self: Any, x: Tensor) -> Tensor:
+def timm_channels_first_act(self: Any, x: Tensor) -> Tensor | None:
     if self._fast_norm:
-        return self._swapped_from.forward(self, x)
+        return None
     return self.act(self.drop(channels_first(self, x)))
 
 

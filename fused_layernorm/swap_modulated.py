@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import ada_layer_norm, ada_layer_norm_pair, layer_norm
+from .functional import ada_layer_norm, layer_norm, may_serve
 from .modules import FusedLayerNorm
 from .swap_forwards import HALF, diffusers_float32, matched
 
@@ -26,14 +26,13 @@ Forward = Callable[..., Any]
 NORMS: dict[Forward, tuple[str, ...]] = {}
 
 torch.fx.wrap("_modulated")
-torch.fx.wrap("_modulated_twice")
 
 
 def _computes(*names: str) -> Callable[[Forward], Forward]:
     """Decorates a forward that computes these norms of its module without calling them.
 
-    Where one of the norms must be called, because of a hook for example, the class's own forward
-    runs.
+    Where one of the norms must be called, because of a hook for example, it returns None: the
+    class's own forward then runs (swap._or_stock).
     """
 
     def decorate(fused: Forward) -> Forward:
@@ -41,7 +40,7 @@ def _computes(*names: str) -> Callable[[Forward], Forward]:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             for name in names:
                 if not _need_not_be_called(getattr(self, name)):
-                    return self._swapped_from.forward(self, *args, **kwargs)
+                    return None
             return fused(self, *args, **kwargs)
 
         NORMS[forward] = names
@@ -56,15 +55,19 @@ def _need_not_be_called(norm: Any) -> bool:
     if forward is FusedLayerNorm.forward:
         if norm.activation is not None or norm.scale != 1.0 or norm.out_dtype is not None:
             return False
-    elif forward is not diffusers_float32:
+    elif not _is_diffusers_float32(norm):
         return False
-    return not (
+    return may_serve(norm.weight, norm.bias) and not (
         norm._forward_hooks
         or norm._forward_pre_hooks
         or norm._backward_hooks
         or norm._backward_pre_hooks
         or "forward" in norm.__dict__
     )
+
+
+def _is_diffusers_float32(norm: Any) -> bool:
+    return getattr(type(norm), "_fused_forward", None) is diffusers_float32
 
 
 def _modulate(
@@ -78,23 +81,9 @@ def _modulate(
     return _modulated(x, shift, scale, *_options_of(norm, x, dtype))
 
 
-def _modulate_twice(
-    norm: Any,
-    x: Tensor,
-    shift: Tensor,
-    scale: Tensor,
-    second_shift: Tensor,
-    second_scale: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """_modulate for each of two modulations of one shape and dtype."""
-    options = _options_of(norm, x, None)
-    outputs = _modulated_twice(x, shift, scale, second_shift, second_scale, *options)
-    return outputs[0], outputs[1]  # torch.fx cannot unpack the call
-
-
 def _options_of(norm: Any, x: Tensor, dtype: torch.dtype | None) -> tuple[Any, ...]:
-    """The last arguments of _modulated and _modulated_twice."""
-    if dtype is None and type(norm).forward is diffusers_float32:
+    """The last arguments of _modulated."""
+    if dtype is None and _is_diffusers_float32(norm):
         dtype = x.dtype
     return norm.weight, norm.bias, norm.eps, norm.normalized_shape, dtype
 
@@ -127,41 +116,6 @@ def _modulated(
         eps,
         normalized_shape=normalized_shape,
         out_dtype=out_dtype,
-    )
-
-
-def _modulated_twice(
-    x: Tensor,
-    shift: Tensor,
-    scale: Tensor,
-    second_shift: Tensor,
-    second_scale: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    normalized_shape: Sequence[int],
-    norm_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """_modulated for each of two modulations of one shape and dtype, in one call."""
-    out_dtype = _dtype_of_result(x, shift, scale, norm_dtype)
-    matched_x, matched_weight, matched_bias = matched(x, weight, bias)
-    if not (_suits(matched_x, shift) and _suits(matched_x, scale)):
-        options = (weight, bias, eps, normalized_shape, norm_dtype)
-        return (
-            _modulated(x, shift, scale, *options),
-            _modulated(x, second_shift, second_scale, *options),
-        )
-    return ada_layer_norm_pair(
-        matched_x,
-        _beside(matched_x, shift),
-        _beside(matched_x, scale),
-        _beside(matched_x, second_shift),
-        _beside(matched_x, second_scale),
-        matched_weight,
-        matched_bias,
-        eps,
-        normalized_shape,
-        out_dtype,
     )
 
 
@@ -244,12 +198,12 @@ def zero_single(self: Any, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor
 
 @_computes("norm")
 def zero_x(self: Any, hidden_states: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
-    """SD3.5's module: two modulations of one norm, in one call."""
+    """SD3.5's module: two modulations of one norm."""
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp, shift2, scale2, gate2 = self.linear(
         self.silu(emb)
     ).chunk(9, dim=1)
-    modulations = [chunk[:, None] for chunk in (shift, scale, shift2, scale2)]
-    y, y2 = _modulate_twice(self.norm, hidden_states, *modulations)
+    y = _modulate(self.norm, hidden_states, shift[:, None], scale[:, None])
+    y2 = _modulate(self.norm, hidden_states, shift2[:, None], scale2[:, None])
     return y, gate, shift_mlp, scale_mlp, gate_mlp, y2, gate2
 
 

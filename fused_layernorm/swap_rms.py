@@ -5,9 +5,9 @@ kernels that replace them.
 Libraries write the same RMSNorm many times over, so a class is known by the digest of its forward
 and of what that calls (swap_source.digest), wherever it stands. A forward here keeps the order of
 casts and the result's dtype of the one that it replaces. It gives the result's dtype to the
-operator, because autocast touches none of the operators that these classes round with. What the
-kernels do not take, and every call on a device that has no kernels, goes to the class's own
-forward, `self._swapped_from.forward`.
+operator, because autocast touches none of the operators that these classes round with. It returns
+None for what the kernels do not take, and for every call on a device that has no kernels: then the
+class's own forward runs (swap._or_stock).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from . import functional, swap_source
 from .functional import RMS, Kind, rms_norm, serve
+from .swap_forwards import parameter
 
 Forward = Callable[..., Any]
 
@@ -37,25 +38,16 @@ _PROMOTED: Dtypes = {(x, weight): torch.promote_types(x, weight or x) for x, wei
 _WIDE: Dtypes = dict.fromkeys(_OF_X, _F32)
 
 
-def _norm(
-    self: Any, x: Tensor, weight: Tensor | None, eps: float, kind: Kind, dtypes: Dtypes
-) -> Tensor:
-    """The norm over the last dimension, by the class's own forward if it is not for the kernels."""
-    y = _serve(x, weight, eps, kind, dtypes)
-    return self._swapped_from.forward(self, x) if y is None else y
-
-
 def _serve(
     x: Tensor, weight: Tensor | None, eps: float, kind: Kind, dtypes: Dtypes
 ) -> Tensor | None:
     """The norm over the last dimension, or None if it is not for the kernels."""
-    is_plain = type(x) is Tensor and (weight is None or type(weight) is nn.Parameter)
-    if not (is_plain or functional.may_serve(x, weight)):
+    if isinstance(x, torch.fx.Proxy) or not (x.is_cuda or functional._cpu_operators):
         return None
-    if not (x.is_cuda or functional._cpu_operators) or type(eps) is not float or eps != eps:
+    if type(eps) is not float or eps != eps:
         return None
     out_dtype = dtypes.get((x.dtype, None if weight is None else weight.dtype))
-    if out_dtype is None or x.dim() == 0 or x.is_nested:
+    if out_dtype is None or x.dim() == 0:
         return None
     shape = (x.shape[-1],)
     if weight is not None and weight.shape != shape:
@@ -64,76 +56,78 @@ def _serve(
     return y
 
 
-def of_rms_norm(self: Any, x: Tensor) -> Tensor:
+def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
     """For subclasses of nn.RMSNorm that a predicate accepted."""
     weight, shape = self.weight, tuple(self.normalized_shape)
     if functional.takes_rms_norm(x, weight, self.eps):
         return rms_norm(x, weight, self.eps, normalized_shape=shape)
-    return nn.RMSNorm.forward(self, x)
+    return None
 
 
 # ---- Forwards, named by what they compute and by what the class calls its eps and x.
 
 
-def llama(self: Any, hidden_states: Tensor) -> Tensor:
-    return _norm(self, hidden_states, self.weight, self.variance_epsilon, ROUNDED, _PROMOTED)
+def llama(self: Any, hidden_states: Tensor) -> Tensor | None:
+    return _serve(
+        hidden_states, parameter(self, "weight"), self.variance_epsilon, ROUNDED, _PROMOTED
+    )
 
 
-def llama4(self: Any, x: Tensor) -> Tensor:
-    return _norm(self, x, self.weight, self.eps, ROUNDED, _PROMOTED)
+def llama4(self: Any, x: Tensor) -> Tensor | None:
+    return _serve(x, parameter(self, "weight"), self.eps, ROUNDED, _PROMOTED)
 
 
-def cpmant(self: Any, hidden_states: Tensor) -> Tensor:
-    return _norm(self, hidden_states, self.weight, self.eps, ROUNDED, _PROMOTED)
+def cpmant(self: Any, hidden_states: Tensor) -> Tensor | None:
+    return _serve(hidden_states, parameter(self, "weight"), self.eps, ROUNDED, _PROMOTED)
 
 
-def rounded_once(self: Any, hidden_states: Tensor) -> Tensor:
-    return _norm(self, hidden_states, self.weight, self.variance_epsilon, RMS, _OF_X)
+def rounded_once(self: Any, hidden_states: Tensor) -> Tensor | None:
+    return _serve(hidden_states, parameter(self, "weight"), self.variance_epsilon, RMS, _OF_X)
 
 
-def rounded_once_eps(self: Any, hidden_states: Tensor) -> Tensor:
-    return _norm(self, hidden_states, self.weight, self.eps, RMS, _OF_X)
+def rounded_once_eps(self: Any, hidden_states: Tensor) -> Tensor | None:
+    return _serve(hidden_states, parameter(self, "weight"), self.eps, RMS, _OF_X)
 
 
-def moshi(self: Any, x: Tensor) -> Tensor:
-    return _norm(self, x, self.weight, self.eps, RMS, _OF_X)
+def moshi(self: Any, x: Tensor) -> Tensor | None:
+    return _serve(x, parameter(self, "weight"), self.eps, RMS, _OF_X)
 
 
-def gemma(self: Any, x: Tensor) -> Tensor:
-    return _norm(self, x, self.weight, self.eps, PLUS_ONE, _OF_X)
+def gemma(self: Any, x: Tensor) -> Tensor | None:
+    return _serve(x, parameter(self, "weight"), self.eps, PLUS_ONE, _OF_X)
 
 
-def plus_one(self: Any, hidden_states: Tensor) -> Tensor:
-    return _norm(self, hidden_states, self.weight, self.eps, PLUS_ONE, _OF_X)
+def plus_one(self: Any, hidden_states: Tensor) -> Tensor | None:
+    return _serve(hidden_states, parameter(self, "weight"), self.eps, PLUS_ONE, _OF_X)
 
 
-def _plus_one_of_weights_dtype(self: Any, x: Tensor) -> Tensor:
+def _plus_one_of_weights_dtype(self: Any, x: Tensor) -> Tensor | None:
     """1 + weight is rounded to weight's dtype, which only a float32 weight leaves to the kernel."""
     weight = self.weight
     if weight.dtype is _F32:
-        return _norm(self, x, weight, self.eps, PLUS_ONE, _OF_X)
-    return _norm(self, x, weight + 1.0, self.eps, RMS, _OF_X)
+        return _serve(x, weight, self.eps, PLUS_ONE, _OF_X)
+    return _serve(x, weight + 1.0, self.eps, RMS, _OF_X)
 
 
-def muse_spark(self: Any, x: Tensor) -> Tensor:
+def muse_spark(self: Any, x: Tensor) -> Tensor | None:
     return _plus_one_of_weights_dtype(self, x)
 
 
-def krea2(self: Any, hidden_states: Tensor) -> Tensor:
+def krea2(self: Any, hidden_states: Tensor) -> Tensor | None:
     return _plus_one_of_weights_dtype(self, hidden_states)
 
 
-def gemma3n(self: Any, hidden_states: Tensor) -> Tensor:
+def gemma3n(self: Any, hidden_states: Tensor) -> Tensor | None:
     weight = self.weight if self.with_scale else None
-    return _norm(self, hidden_states, weight, self.eps, RMS, _OF_X)
+    return _serve(hidden_states, weight, self.eps, RMS, _OF_X)
 
 
-def weightless(self: Any, x: Tensor) -> Tensor:
-    return _norm(self, x, None, self.eps, RMS, _OF_X)
+def weightless(self: Any, x: Tensor) -> Tensor | None:
+    return _serve(x, None, self.eps, RMS, _OF_X)
 
 
-def weightless_hidden_states(self: Any, hidden_states: Tensor) -> Tensor:
-    return _norm(self, hidden_states, None, self.eps, RMS, _OF_X)
+def weightless_hidden_states(self: Any, hidden_states: Tensor) -> Tensor | None:
+    return _serve(hidden_states, None, self.eps, RMS, _OF_X)
 
 
 def _t5(x: Tensor, weight: Tensor | None, eps: float) -> Tensor | None:
@@ -143,45 +137,39 @@ def _t5(x: Tensor, weight: Tensor | None, eps: float) -> Tensor | None:
     return _serve(x, weight, eps, RMS, _WIDE)
 
 
-def t5(self: Any, hidden_states: Tensor) -> Tensor:
-    y = _t5(hidden_states, self.weight, self.variance_epsilon)
-    return self._swapped_from.forward(self, hidden_states) if y is None else y
+def t5(self: Any, hidden_states: Tensor) -> Tensor | None:
+    return _t5(hidden_states, self.weight, self.variance_epsilon)
 
 
-def diffusers(self: Any, hidden_states: Tensor) -> Tensor:
+def diffusers(self: Any, hidden_states: Tensor) -> Tensor | None:
     y = _t5(hidden_states, self.weight, self.eps)
-    if y is None:
-        return self._swapped_from.forward(self, hidden_states)
-    if self.weight is None or self.bias is None:
+    if y is None or self.weight is None or self.bias is None:
         return y
     return y + self.bias  # the class rounds before it adds the bias
 
 
-def diffusers_without_bias(self: Any, hidden_states: Tensor) -> Tensor:
-    y = _t5(hidden_states, self.weight, self.eps)
-    return self._swapped_from.forward(self, hidden_states) if y is None else y
+def diffusers_without_bias(self: Any, hidden_states: Tensor) -> Tensor | None:
+    return _t5(hidden_states, self.weight, self.eps)
 
 
-def stable_audio3(self: Any, hidden_states: Tensor) -> Tensor:
+def stable_audio3(self: Any, hidden_states: Tensor) -> Tensor | None:
     if self.force_fp32 or hidden_states.dtype is _F32:
-        y = _serve(hidden_states, self.gamma, self.eps, RMS, _OF_X)
-        if y is not None:
-            return y
-    return self._swapped_from.forward(self, hidden_states)
+        return _serve(hidden_states, self.gamma, self.eps, RMS, _OF_X)
+    return None
 
 
-def imagegpt(self: Any, tensor: Tensor) -> Tensor:
+def imagegpt(self: Any, tensor: Tensor) -> Tensor | None:
     """The class rounds at every step in half precision, so that only float32 is served."""
-    if tensor.dtype is _F32:
-        y = _serve(tensor, self.weight, self.eps, RMS, _OF_X)
-        if y is not None:
-            return y
-    return self._swapped_from.forward(self, tensor)
+    return (
+        _serve(tensor, parameter(self, "weight"), self.eps, RMS, _OF_X)
+        if tensor.dtype is _F32
+        else None
+    )
 
 
 def _timm(self: Any, x: Tensor) -> Tensor | None:
     """In half precision the class rounds at every step, or autocast decides where it does."""
-    if not functional.may_serve(x, self.weight) or self._fast_norm or x.dtype is not _F32:
+    if self._fast_norm or x.dtype is not _F32:
         return None
     return _timm_last(self, x, _WIDE)
 
@@ -189,27 +177,25 @@ def _timm(self: Any, x: Tensor) -> Tensor | None:
 def _timm_last(self: Any, x: Tensor, dtypes: Dtypes) -> Tensor | None:
     if len(self.normalized_shape) != 1:
         return None
-    return _serve(x, self.weight, self.eps, RMS, dtypes)
+    return _serve(x, parameter(self, "weight"), self.eps, RMS, dtypes)
 
 
-def timm(self: Any, x: Tensor) -> Tensor:
+def timm(self: Any, x: Tensor) -> Tensor | None:
+    return _timm(self, x)
+
+
+def timm_act(self: Any, x: Tensor) -> Tensor | None:
     y = _timm(self, x)
-    return self._swapped_from.forward(self, x) if y is None else y
+    return None if y is None else self.act(self.drop(y))
 
 
-def timm_act(self: Any, x: Tensor) -> Tensor:
-    y = _timm(self, x)
-    return self._swapped_from.forward(self, x) if y is None else self.act(self.drop(y))
+def timm_float32(self: Any, x: Tensor) -> Tensor | None:
+    return _timm_last(self, x, _OF_X)
 
 
-def timm_float32(self: Any, x: Tensor) -> Tensor:
+def timm_float32_act(self: Any, x: Tensor) -> Tensor | None:
     y = _timm_last(self, x, _OF_X)
-    return self._swapped_from.forward(self, x) if y is None else y
-
-
-def timm_float32_act(self: Any, x: Tensor) -> Tensor:
-    y = _timm_last(self, x, _OF_X)
-    return self._swapped_from.forward(self, x) if y is None else self.act(self.drop(y))
+    return None if y is None else self.act(self.drop(y))
 
 
 # ---- A norm and its gate: norm and weight are fused, and PyTorch multiplies by the gate.
@@ -221,18 +207,16 @@ def _gated(self: Any, x: Tensor, gate: Tensor | None, kind: Kind, dtypes: Dtypes
     activation = _ACTIVATIONS.get(self.activation)
     if gate is None or activation is None:
         return None
-    y = _serve(x, self.weight, self.variance_epsilon, kind, dtypes)
+    y = _serve(x, parameter(self, "weight"), self.variance_epsilon, kind, dtypes)
     return None if y is None else (y * activation(gate.to(_F32))).to(x.dtype)
 
 
-def qwen3_next_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
-    y = _gated(self, hidden_states, gate, ROUNDED, _PROMOTED)
-    return self._swapped_from.forward(self, hidden_states, gate) if y is None else y
+def qwen3_next_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor | None:
+    return _gated(self, hidden_states, gate, ROUNDED, _PROMOTED)
 
 
-def kimi_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-    y = _gated(self, hidden_states, gate, RMS, _WIDE)
-    return self._swapped_from.forward(self, hidden_states, gate) if y is None else y
+def kimi_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor | None:
+    return _gated(self, hidden_states, gate, RMS, _WIDE)
 
 
 def _groups(x: Tensor, size: int, eps: float, out_dtype: torch.dtype) -> Tensor | None:
@@ -246,7 +230,7 @@ def _groups(x: Tensor, size: int, eps: float, out_dtype: torch.dtype) -> Tensor 
 
 def _mamba2(self: Any, x: Tensor, gate: Tensor | None, size: int) -> Tensor | None:
     """The gate is multiplied before the norm, in float32, and the norm is over groups."""
-    if (x.dtype, None) not in _OF_X or not functional.may_serve(x, gate):
+    if (x.dtype, None) not in _OF_X:
         return None
     gated = x.to(_F32)
     if gate is not None:
@@ -255,25 +239,21 @@ def _mamba2(self: Any, x: Tensor, gate: Tensor | None, size: int) -> Tensor | No
     return None if y is None else self.weight * y
 
 
-def mamba2_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-    y = _mamba2(self, hidden_states, gate, self.group_size)
-    return self._swapped_from.forward(self, hidden_states, gate) if y is None else y
+def mamba2_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor | None:
+    return _mamba2(self, hidden_states, gate, self.group_size)
 
 
-def mamba2_gated_whole(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-    y = _mamba2(self, hidden_states, gate, hidden_states.shape[-1])
-    return self._swapped_from.forward(self, hidden_states, gate) if y is None else y
+def mamba2_gated_whole(
+    self: Any, hidden_states: Tensor, gate: Tensor | None = None
+) -> Tensor | None:
+    return _mamba2(self, hidden_states, gate, hidden_states.shape[-1])
 
 
-def gemma_groups(self: Any, x: Tensor) -> Tensor:
+def gemma_groups(self: Any, x: Tensor) -> Tensor | None:
     if self.group_size is None:
         return gemma(self, x)
-    y = None
-    if functional.may_serve(x, self.weight) and (x.dtype, None) in _OF_X:
-        y = _groups(x, self.group_size, self.eps, _F32)
-    if y is None:
-        return self._swapped_from.forward(self, x)
-    return (y * (1.0 + self.weight.float())).type_as(x)
+    y = _groups(x, self.group_size, self.eps, _F32) if (x.dtype, None) in _OF_X else None
+    return None if y is None else (y * (1.0 + self.weight.float())).type_as(x)
 
 
 # From the digest of a forward's source to the forward that replaces it, for classes of any module.

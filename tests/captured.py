@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions run through the graph pass, and compared with themselves run eagerly."""
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 
 from fused_layernorm.compile import graph_pass
 
@@ -94,3 +97,36 @@ def assert_same(function, t):
                 found[1][name] / scale, expected_gradient / scale, rtol=rtol, atol=atol
             )
     return seen[0]
+
+
+def layer(x, weight=None, bias=None):
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, 1e-6)
+
+
+def rms(x, weight=None, bias=None):
+    return F.rms_norm(x, (x.shape[-1],), weight, 1e-6)
+
+
+def llama(x, weight=None, bias=None):
+    """RMSNorm as transformers writes it: rounded before its weight."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return wide.to(x.dtype) if weight is None else weight * wide.to(x.dtype)
+
+
+def model(text, norm=layer):
+    """A function of tensors(), from the lines of a model, the last of which is its result.
+
+    They know the tensors by name, `norm`, and the first three of the six chunks of mod, which are
+    shift, scale and gate.
+    """
+    *lines, result = text.split("; ")
+    names = [name for name in ("x", "residual", "weight", "bias", "mod") if name in text]
+    chunked = any(name in text for name in ("shift", "scale", "gate")) and "*_ =" not in text
+    names += ["mod"] * (chunked and "mod" not in names)
+    body = [f"{name} = t[{name!r}]" for name in names]
+    body += ["shift, scale, gate, *_ = mod.unsqueeze(1).chunk(6, dim=-1)"] * chunked
+    source = "def function(t):\n " + "\n ".join([*body, *lines, f"return {result}"])
+    namespace: dict[str, Any] = {"torch": torch, "F": F, "norm": norm, "B": B, "S": S, "D": D}
+    exec(source, namespace)
+    return namespace["function"]

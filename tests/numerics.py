@@ -10,7 +10,7 @@ bounded too, by a wider factor, because summing in another order easily changes 
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -78,33 +78,10 @@ class Problem:
         return math.prod(self.shape[: len(self.shape) - self.normalized_ndim])
 
     def __str__(self):
-        parts = ["x".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")]
-        if self.normalized_ndim != 1:
-            parts.append(f"last{self.normalized_ndim}")
-        for name in (
-            "weight_dtype",
-            "out_dtype",
-            "residual_dtype",
-            "shift",
-            "scale_by",
-            "gate",
-            "modulation_dtype",
-        ):
-            if getattr(self, name) is not None:
-                parts.append(f"{name}={getattr(self, name)}".replace("torch.", ""))
-        for name, default in (
-            ("affine", "both"),
-            ("affine_scale", 1.0),
-            ("activation", None),
-            ("scale", 1.0),
-            ("mean", 0),
-            ("modulation_layout", "contiguous"),
-            ("statistic", "layer"),
-            ("weight_offset", 0.0),
-        ):
-            if getattr(self, name) != default:
-                parts.append(f"{name}={getattr(self, name)}")
-        return "-".join(parts)
+        """The shape, and what is not as by default."""
+        values = [(f, getattr(self, f.name)) for f in fields(self)[1:]]
+        named = [f"{f.name}={value}" for f, value in values if value != f.default]
+        return "-".join(["x".join(map(str, self.shape)), *named]).replace("torch.", "")
 
 
 @dataclass

@@ -11,7 +11,7 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import diffusion, plot, report, results  # noqa: E402
+from benchmarks import plot, report, results  # noqa: E402
 from benchmarks.cases import SHORT_NAMES  # noqa: E402
 
 
@@ -59,16 +59,6 @@ def test_cards_stand_side_by_side(made):
     assert (
         "| 8,192 x 4,096 | float32 | 67.1 | 67.1 | 100% | 3.00x | - | - | - | - | - | - |" in text
     )
-
-
-def test_new_operators_render(made):
-    for op in ("rms_forward", "rms_backward", "add_rms_forward", "add_rms_backward"):
-        made["rows"].append(row(op, 32_768, 4096, "bfloat16", tensors=4))
-    block, text = report.readme_block([made]), report.page([made])
-    assert "| RMSNorm of Llama | 32,768 x 4,096 bf16 | 134 us, 200%, 3.0x, - |" in block
-    assert "| residual addition and RMSNorm |" in block
-    assert "### RMSNorm, forward" in text
-    assert "### Residual addition and RMSNorm, backward" in text
 
 
 def test_the_readme_shows_few_rows_of_few_or_no_results(made):
@@ -122,14 +112,6 @@ def test_parts_of_another_day_say_so(made):
     assert "| whole models | 2026-01-01 |" in text
 
 
-def test_modulated_norms_say_their_samples(made):
-    sizes = {"samples": 4, "modulation": "token", "modulation_dtype": "float32"}
-    made["rows"].append(row("ada_forward", 16_384, 1152, "bfloat16", **sizes))
-    line = "| 4 x 4,096 x 1,152 | bfloat16, modulation float32, per token |"
-    assert "| samples x tokens x columns | dtype |" in report.page([made])
-    assert line in report.page([made])
-
-
 def test_curves_are_bandwidth_of_the_largest_tensors(made):
     drawn = plot.roofline_curves(made["rows"], "forward")
     assert [(label, cols) for label, _, cols, _ in drawn] == [
@@ -141,24 +123,6 @@ def test_curves_are_bandwidth_of_the_largest_tensors(made):
     assert plot.curve([backward], "ours_us")[1] == pytest.approx([6.0])  # a third tensor
     assert plot.curve([backward], "compile_us") == ([], [])
     assert plot.points_of(made["rows"], "forward", "float32")[-1]["rows"] == 16_384
-
-
-def test_the_bars_of_a_block(made):
-    rows = [
-        {"model": diffusion.BLOCKS, "mode": mode, "variant": variant, "device_ms": ms,
-         "products_ms": 2.0}
-        for mode in ("inference", "training")
-        for variant, ms in (("eager", 4.0), ("operators", 2.4))
-    ]  # fmt: skip
-    assert not plot.has_block(made)
-    made["models"] = {"date": "2026-01-02", "csrc_sha256": "1", "rows": rows}
-    assert plot.has_block(made)
-    layers = diffusion.BLOCK_LAYERS
-    assert [(label, products, pytest.approx(rest)) for label, _, products, rest in
-            plot.block_bars(made, "training")] == [
-        ("PyTorch eager", 2000 / layers, 2000 / layers),
-        ("fused_layernorm", 2000 / layers, 400 / layers),
-    ]  # fmt: skip
 
 
 def test_old_files_are_found_and_written_anew(made, monkeypatch, tmp_path):

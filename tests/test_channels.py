@@ -121,10 +121,10 @@ def test_accuracy(device, shape, dtypes, statistic):
 # Both sides of what one thread, one group of threads and one block hold.
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
-@pytest.mark.parametrize("pixels", [(8, 8), (7, 7), (14, 2), (1, 130)], ids=str)
+@pytest.mark.parametrize("pixels", [(7, 7), (8, 16), (7, 15), (14, 10), (1, 130)], ids=str)
 @pytest.mark.parametrize(
-    "channels", [1, 2, 8, 9, 63, 64, 65, 511, 513, 768, 1024, 1025, 2047, 2048, 2049, 4095, 4096,
-                 4097, 9000]
+    "channels", [1, 2, 8, 9, 63, 64, 65, 127, 128, 129, 511, 513, 768, 1024, 1025,
+                 2047, 2048, 2049, 4095, 4096, 4097, 9000]
 )  # fmt: skip
 def test_accuracy_at_the_boundaries_of_channels(channels, pixels, dtype):
     p = problem((3, channels, *pixels), dtype)
@@ -179,9 +179,9 @@ def test_empty(device):
         x = torch.zeros(shape, device=device, requires_grad=True)
         weight = torch.ones(shape[1], device=device, requires_grad=True)
         y = fl.layer_norm(x, weight, dim=1)
-        y.sum().backward()
-        assert y.shape == shape == x.grad.shape
-        assert torch.equal(weight.grad, torch.zeros_like(weight))
+        dx, dweight = torch.autograd.grad(y.sum(), [x, weight])
+        assert y.shape == shape == dx.shape
+        assert torch.equal(dweight, torch.zeros_like(weight))
 
 
 def test_a_pixel_with_nan_spoils_no_other(device):
@@ -195,7 +195,9 @@ def test_a_pixel_with_nan_spoils_no_other(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(700, 64, 8, 8), (300, 768, 7, 7), (600, 384, 14, 14)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(700, 64, 7, 7), (300, 768, 11, 11), (600, 384, 14, 14)], ids=str
+)
 def test_bits_depend_neither_on_the_batch_nor_on_the_run(shape):
     x = torch.randn(shape, device="cuda").to(BF16)
     dy = torch.randn_like(x)
@@ -409,5 +411,5 @@ def test_a_vector_of_zeros_stays_zero(device):
     x = torch.zeros(2, 24, 4, 6, device=device, requires_grad=True)
     y = module(x)
     assert torch.equal(y, torch.zeros_like(y))
-    y.sum().backward()
-    assert x.grad.isfinite().all()
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert dx.isfinite().all()

@@ -8,10 +8,13 @@ case from all processes. The processes run this file as a script.
 # The annotations say Tensor, but a DTensor has more attributes, and is passed by *.
 # mypy: disable-error-code="attr-defined, arg-type, call-arg"
 
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,9 @@ CASES: dict[str, Any] = {}
 def case(f):
     CASES[f.__name__] = f
     return f
+
+
+OF_FOUR = ("two_dimensional_mesh", "rows_stay_sharded")  # the cases that four processes run
 
 
 # ---- What the cases share.
@@ -251,6 +257,41 @@ def compiled(rank, world, device):
 
 
 @case
+def heads_stay_sharded(rank, world, device):
+    """q and k over samples, positions or heads, without a collective in either direction."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = mesh_of(device, world)
+    torch.manual_seed(0)
+    shape = (world, 2 * world, 2 * world, 8)
+    plain = [torch.randn(shape, device=device), torch.randn(*shape[:2], world, 8, device=device),
+             *torch.randn(2, 8, device=device)]  # fmt: skip
+    angle = torch.randn(*shape[:2], 4, device=device)
+    angles = angle.cos(), angle.sin()
+    plain = [t.requires_grad_() for t in plain]
+    expected = fused_layernorm.qk_norm_rope(*plain, *angles)
+    grads = [torch.randn_like(y) for y in expected]
+    of_plain = torch.autograd.grad(expected, plain, grads)
+    for dim in (0, 1, 2):
+        shard, copy = [Shard(dim)], [Replicate()]
+        leaves = [
+            distribute_tensor(t.detach(), mesh, placement).requires_grad_()
+            for t, placement in zip(plain, (shard, shard, copy, copy), strict=True)
+        ]
+        cos, sin = (distribute_tensor(t, mesh, copy if dim == 2 else shard) for t in angles)
+        given = [distribute_tensor(g, mesh, shard) for g in grads]
+        with CommDebugMode() as comm:
+            y = fused_layernorm.qk_norm_rope(*leaves, cos, sin)
+            found = torch.autograd.grad(y, leaves, given)
+        assert comm.get_total_counts() == 0
+        placements = [g.placements for g in (*y, *found)]
+        assert placements == [(Shard(dim),)] * 4 + [(Partial(),)] * 2
+        for a, b in zip((*y, *found), (*expected, *of_plain), strict=True):
+            torch.testing.assert_close(a.full_tensor(), b, rtol=1e-4, atol=1e-4)
+
+
+@case
 def rows_stay_sharded(rank, world, device):
     """Neither direction needs a collective. The parameters' gradients are partial sums."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -376,8 +417,6 @@ def sharded_over_the_normalized_dimension(rank, world, device):
 
 @case
 def two_dimensional_mesh(rank, world, device):
-    if world < 4:
-        return
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -453,45 +492,6 @@ def modulated_rows_stay_sharded(rank, world, device):
 
 
 @case
-def rows_of_a_pair_stay_sharded(rank, world, device):
-    """One norm under two modulations of different shapes needs no collective."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    mesh = mesh_of(device, world)
-    torch.manual_seed(0)
-    samples, tokens, cols = 2 * world, world, 6
-    x = torch.randn(samples, tokens, cols, device=device)
-    weight, bias = torch.randn(2, cols, device=device)
-    shapes = [(samples, 1, cols), (1, tokens, cols), (samples, tokens, 1), (cols,)]
-    modulations = [torch.randn(shape, device=device) for shape in shapes]
-    plain = [x, *modulations, weight, bias]
-
-    def pair(x, *rest):
-        return torch.ops.fused_layernorm.ada_layer_norm_pair(x, 1, *rest, 1e-5)
-
-    for dim in (0, 1):
-        sharded: list[Any] = [
-            distribute_tensor(
-                t, mesh, [Shard(dim) if t.dim() == 3 and t.shape[dim] > 1 else Replicate()]
-            )
-            for t in plain
-        ]
-        # Two calls if a gradient is required, otherwise one operator.
-        for requires_grad in (True, False):
-            sharded[0] = sharded[0].detach().requires_grad_(requires_grad)
-            with CommDebugMode() as communication:
-                found = pair(*sharded)
-            assert communication.get_total_counts() == 0, communication.get_comm_counts()
-            for f, e in zip(found, pair(*plain), strict=True):
-                assert f.placements == (Shard(dim),)
-                torch.testing.assert_close(f.full_tensor(), e, rtol=1e-5, atol=1e-5)
-    x = distribute_tensor(x, mesh, [Shard(2)])
-    for f, e in zip(pair(x, *sharded[1:]), pair(*plain), strict=True):
-        torch.testing.assert_close(f.full_tensor(), e, rtol=1e-5, atol=1e-5)
-
-
-@case
 def one_gradient_past_a_gate(rank, world, device):
     """With all other arguments frozen, the placements of the other gradients do not matter."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -563,7 +563,8 @@ def work(rank, world, device, folder):
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
     report = {}
-    for name, f in CASES.items():
+    for name in names_of(world):
+        f = CASES[name]
         try:
             f(rank, world, device)
             report[name] = ""
@@ -576,27 +577,21 @@ def work(rank, world, device, folder):
     dist.destroy_process_group()
 
 
-GROUPS = [
-    pytest.param(("cpu", 2), id="gloo-2"),
-    pytest.param(("cpu", 4), id="gloo-4"),
-    pytest.param(
-        ("cuda", 2),
-        id="nccl-2",
-        marks=[
-            pytest.mark.multi_gpu,
-            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-        ],
-    ),
+def names_of(world):
+    return OF_FOUR if world == 4 else [name for name in CASES if name != OF_FOUR[0]]
+
+
+TWO_GPUS = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
+GROUPS = [("gloo-2", "cpu", 2, []), ("gloo-4", "cpu", 4, []), ("nccl-2", "cuda", 2, TWO_GPUS)]
 
 
-@pytest.fixture(scope="module", params=GROUPS)
-def group(request, tmp_path_factory):
+@functools.cache
+def reports_of(device, world):
     """{case: the reports of all processes}."""
-    if not dist.is_available():
-        pytest.skip("this build of PyTorch has no torch.distributed")
-    device, world = request.param
-    folder = tmp_path_factory.mktemp("group")
+    folder = Path(tempfile.mkdtemp())
     root = Path(fused_layernorm.__file__).parents[1]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     processes = [
@@ -620,13 +615,22 @@ def group(request, tmp_path_factory):
             process.kill()
     files = [folder / f"{rank}.json" for rank in range(world)]
     reports = [json.loads(f.read_text()) if f.exists() else {} for f in files]
+    shutil.rmtree(folder)
     log = "\n".join(logs)
     return {name: [report.get(name, log or "not run") for report in reports] for name in CASES}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_case(group, name):
-    failures = [text for text in group[name] if text]
+@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
+@pytest.mark.parametrize(
+    ("device", "world", "name"),
+    [
+        pytest.param(device, world, name, id=f"{group}-{name}", marks=marks)
+        for group, device, world, marks in GROUPS
+        for name in names_of(world)
+    ],
+)
+def test_case(device, world, name):
+    failures = [text for text in reports_of(device, world)[name] if text]
     assert not failures, failures[0]
 
 

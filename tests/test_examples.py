@@ -42,6 +42,22 @@ def test_transformer_block(capsys):
     assert "largest relative difference" in capsys.readouterr().out
 
 
+def test_attention(capsys):
+    import attention
+
+    attention.main()
+    assert "largest relative difference" in capsys.readouterr().out
+
+
+def test_attention_notices_a_wrong_output(monkeypatch):
+    import attention
+
+    right = fused_layernorm.qk_norm_rope
+    monkeypatch.setattr(attention, "qk_norm_rope", lambda q, k, *a, **o: right(k, q, *a, **o))
+    with pytest.raises(SystemExit, match="differs"):
+        attention.main()
+
+
 def test_diffusion_transformer(capsys):
     import diffusion_transformer
 

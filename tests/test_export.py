@@ -17,7 +17,17 @@ from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fused_layernorm
-from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm, add_layer_norm, layer_norm
+from fused_layernorm import (
+    FusedAdaLayerNorm,
+    FusedAddAdaLayerNorm,
+    FusedAddLayerNorm,
+    FusedLayerNorm,
+    FusedRMSNorm,
+    ada_layer_norm,
+    add_ada_layer_norm,
+    add_layer_norm,
+    layer_norm,
+)
 
 ROOT = Path(fused_layernorm.__file__).parents[1]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -31,19 +41,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Model(nn.Module):
-    """A norm over one dimension and an addition and norm over two."""
+    """A norm of every kind, those with options with each that is named."""
 
-    def __init__(self, **options):
+    def __init__(self, *names):
         super().__init__()
-        self.norm = FusedLayerNorm(16, **options)
-        self.linear = nn.Linear(16, 16)
-        self.add_norm = FusedAddLayerNorm((4, 16), **options)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, 0.2, 0.5)
+        options = [OPTIONS[name] for name in names]
+        self.norms = nn.ModuleList(FusedLayerNorm(16, **o) for o in options)
+        self.add_norms = nn.ModuleList(FusedAddLayerNorm((4, 16), **o) for o in options)
+        self.linear, self.modulation = nn.Linear(16, 16), nn.Linear(16, 48)
+        self.rms = FusedRMSNorm(16, weight_offset=1.0)
+        self.ada = FusedAdaLayerNorm(16)
+        self.add_ada = FusedAddAdaLayerNorm(16, elementwise_affine=True)
+        for name, parameter in self.named_parameters():
+            if "modulation" not in name:
+                nn.init.normal_(parameter, 0.2, 0.5)
 
     def forward(self, x):
-        y = self.norm(x)
-        return self.add_norm(self.linear(y.to(x.dtype)), x)
+        outputs: list[torch.Tensor] = []
+        for norm, add_norm in zip(self.norms, self.add_norms, strict=True):
+            outputs += add_norm(self.linear(norm(x).to(x.dtype)), x)
+        gate, shift, scale = self.modulation(x).chunk(3, -1)
+        outputs += self.add_ada(self.ada(self.rms(x), shift, scale), x, gate, shift, scale)
+        return tuple(outputs)
+
+
+NARROW = [name for name in OPTIONS if name != "out_dtype"]
 
 
 def operators(graph):
@@ -89,15 +111,13 @@ def compiler(tmp_path_factory):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_export_keeps_the_operators_and_decomposes_to_aten(device, options, grad):
-    model = Model(**OPTIONS[options]).to(device)
+def test_export_keeps_the_operators_and_decomposes_to_aten(device, grad):
+    model = Model(*OPTIONS).to(device)
     x = torch.randn(3, 4, 16, device=device)
     program = exported(model, x, grad)
-    assert operators(program.graph) == [
-        "fused_layernorm.layer_norm.default",
-        "fused_layernorm.add_layer_norm.default",
-    ]
+    names = [*["layer_norm", "add_layer_norm"] * len(OPTIONS), "layer_norm", "ada_layer_norm",
+             "add_ada_layer_norm"]  # fmt: skip
+    assert operators(program.graph) == [f"fused_layernorm.{name}.default" for name in names]
     plain = program.run_decompositions(fused_layernorm.decompositions())
     assert operators(plain.graph) == []
     x = torch.randn(5, 4, 16, device=device)  # another batch size
@@ -105,7 +125,8 @@ def test_export_keeps_the_operators_and_decomposes_to_aten(device, options, grad
     for found in (program.module()(x), plain.module()(x)):
         # The tolerance is that of float32, because the arithmetic is float32 also for a float64
         # output.
-        torch.testing.assert_close(found, expected, rtol=1.3e-6, atol=1e-5)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1.3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -133,100 +154,94 @@ def test_backward_decomposes_too(options):
     def gradients(x, residual, weight, bias):
         leaves = [t.requires_grad_() for t in (x, residual, weight, bias)]
         y = layer_norm(x, weight, bias, **OPTIONS[options])
-        z, r = add_layer_norm(x, residual, weight, bias, **OPTIONS[options])
-        return torch.autograd.grad(y.sin().sum() + z.sin().sum() + r.sin().sum(), leaves)
+        outputs = [y, *add_layer_norm(x, residual, weight, bias, **OPTIONS[options])]
+        outputs += [ada_layer_norm(x, weight, bias), *add_ada_layer_norm(x, residual, weight, bias)]
+        outputs += add_ada_layer_norm(residual, x, bias)[1:]  # residual_out alone
+        return torch.autograd.grad(torch.stack([out.sin().sum() for out in outputs]).sum(), leaves)
 
     expected = gradients(*tensors)
     tensors = [t.detach() for t in tensors]
     fused = make_fx(gradients)(*tensors)
     plain = make_fx(gradients, decomposition_table=fused_layernorm.decompositions())(*tensors)
-    assert len(operators(fused.graph)) == 4
+    names = ["layer_norm", "add_layer_norm", "ada_layer_norm", "add_ada_layer_norm"]
+    called = {name.split(".")[1] for name in operators(fused.graph)}
+    assert called >= {f"{name}_forward" for name in names}
+    assert called >= {"layer_norm_backward", "ada_layer_norm_backward", "gate_backward"}
     assert operators(plain.graph) == []
     torch.testing.assert_close(plain(*tensors), expected)
 
 
 def test_saved_program_runs_in_a_fresh_process(tmp_path):
-    model, x = Model(activation="gelu"), torch.randn(3, 4, 16)
+    """Decomposed it runs without the package."""
+    model, x = Model("gelu"), torch.randn(3, 4, 16)
     program = exported(model, x)
     plain = program.run_decompositions(fused_layernorm.decompositions())
     torch.export.save(program, tmp_path / "program.pt2")
     torch.export.save(plain, tmp_path / "plain.pt2")
     torch.save((x, model(x)), tmp_path / "data.pt")
-    for name, package in (("program", "fused_layernorm"), ("plain", "torch")):
-        in_a_fresh_process(
-            f"import sys, torch, {package}\n"
-            f"x, expected = torch.load({str(tmp_path / 'data.pt')!r})\n"
-            f"found = torch.export.load({str(tmp_path / name)!r} + '.pt2').module()(x)\n"
-            "torch.testing.assert_close(found, expected)\n"
-            f"assert ('fused_layernorm' in sys.modules) == ({package!r} == 'fused_layernorm')\n"
-        )
+    in_a_fresh_process(
+        "import sys, torch\n"
+        f"folder = {str(tmp_path)!r}\n"
+        "x, expected = torch.load(folder + '/data.pt')\n"
+        "found = torch.export.load(folder + '/plain.pt2').module()(x)\n"
+        "torch.testing.assert_close(found, expected)\n"
+        "assert 'fused_layernorm' not in sys.modules\n"
+        "import fused_layernorm\n"
+        "found = torch.export.load(folder + '/program.pt2').module()(x)\n"
+        "torch.testing.assert_close(found, expected)\n"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decomposed", [False, True])
-def test_aotinductor_package_runs_in_a_fresh_process(tmp_path, device, compiler, decomposed):
-    model = Model(activation="gelu", scale=0.5).to(device)
-    x = torch.randn(3, 4, 16, device=device)
-    program = exported(model, x)
-    if decomposed:
-        program = program.run_decompositions(fused_layernorm.decompositions())
+def test_aotinductor_package_runs_in_a_fresh_process(tmp_path, device, compiler):
+    model = Model("gelu").to(device)
+    program = exported(model, torch.randn(3, 4, 16, device=device))
     with torch._inductor.config.patch({"cpp.cxx": (compiler,)}):
         torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     x = torch.randn(5, 4, 16, device=device)
     torch.save((x, model(x)), tmp_path / "data.pt")
-    package = "torch" if decomposed else "fused_layernorm"
     in_a_fresh_process(
-        f"import sys, torch, {package}\n"
+        "import sys, torch, fused_layernorm\n"
         "import torch._inductor.codecache\n"  # torch 2.10 does not import it itself
         f"x, expected = torch.load({str(tmp_path / 'data.pt')!r})\n"
         f"model = torch._inductor.aoti_load_package({str(tmp_path / 'model.pt2')!r})\n"
-        "torch.testing.assert_close(tuple(model(x)), tuple(expected))\n"
-        f"assert ('fused_layernorm' in sys.modules) == {not decomposed}\n",
+        "torch.testing.assert_close(tuple(model(x)), tuple(expected))\n",
         CXX=compiler,
     )
 
 
-@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "out_dtype"])
-def test_onnx(tmp_path, options):
+def run_onnx(program, path, x):
     onnxruntime = pytest.importorskip("onnxruntime")
+    program.save(str(path))
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    return tuple(torch.from_numpy(one) for one in found)
+
+
+def test_onnx(tmp_path):
     pytest.importorskip("onnxscript")
-    model = Model(**OPTIONS[options])
+    model = Model(*NARROW)
     program = exported(model, torch.randn(3, 4, 16))
     program = program.run_decompositions(fused_layernorm.decompositions())
-    path = tmp_path / "model.onnx"
-    exported_onnx = torch.onnx.export(program, dynamo=True, verbose=False)
-    assert exported_onnx is not None
-    exported_onnx.save(str(path))
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    onnx = torch.onnx.export(program, dynamo=True, verbose=False)
     x = torch.randn(5, 4, 16)
-    expected = model(x)
-    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    for f, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.from_numpy(f), e, rtol=1e-4, atol=1e-4)
+    found = run_onnx(onnx, tmp_path / "model.onnx", x)
+    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "out_dtype"])
 @pytest.mark.parametrize("grad", [False, True])
-def test_onnx_of_a_module_needs_no_table(tmp_path, options, grad):
-    onnxruntime = pytest.importorskip("onnxruntime")
+def test_onnx_of_a_module_needs_no_table(tmp_path, grad):
     pytest.importorskip("onnxscript")
-    model = Model(**OPTIONS[options])
-    path = tmp_path / "model.onnx"
+    model, x = Model(*NARROW), torch.randn(3, 4, 16)
     with torch.set_grad_enabled(grad):
-        program = torch.onnx.export(model, (torch.randn(3, 4, 16),), dynamo=True, verbose=False)
-    assert program is not None
-    program.save(str(path))
-    kinds = [node.op_type for node in program.model.graph]
-    assert ("LayerNormalization" in kinds) == (options == "plain")
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    x = torch.randn(3, 4, 16)
-    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    for f, e in zip(found, model(x), strict=True):
-        torch.testing.assert_close(torch.from_numpy(f), e, rtol=1e-4, atol=1e-4)
+        program: Any = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
+    assert "LayerNormalization" in [node.op_type for node in program.model.graph]
+    found = run_onnx(program, tmp_path / "model.onnx", x)
+    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
 
 
 def test_onnx_without_the_table_names_the_operator():
     pytest.importorskip("onnxscript")
-    program = exported(Model(), torch.randn(3, 4, 16))
+    program = exported(Model("plain"), torch.randn(3, 4, 16))
     with pytest.raises(torch.onnx.OnnxExporterError, match="fused_layernorm"):
         torch.onnx.export(program, dynamo=True, verbose=False)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward: the numerics contract over shapes, dtypes, strides and devices."""
+"""Forward: special values, strides, bits, strategies. test_backward.py judges its accuracy, too."""
 
 import itertools
 import warnings
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numerics
 import pytest
@@ -19,22 +19,7 @@ from fused_layernorm.ops import composite
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 pytestmark = pytest.mark.cpu_operators  # the tests judge the operators, on the CPU too
-
-SHORT = [1, 2, 3, 31, 33, 64, 100, 127, 255, 257, 768, 1023, 1024, 1025, 2047]
-MIDDLE = [4095, 4096, 5120, 8191, 16384, 20001, 32768]
-LONG = [(3, 65537), (8, 150528), (4, 262144), (3, 1_000_003), (3, 1_048_576), (2, 4_194_304)]
 DTYPES = [(F32, None), (F16, None), (BF16, None), (F16, F32), (BF16, F32), (F64, None)]
-
-# Problems like those of the KernelBench write-ups, and other ranks of normalized_shape.
-SHAPES = [
-    Problem((4, 3, 5, 7), 3),
-    Problem((2, 4, 16, 16), 3),
-    Problem((5, 6), 2),
-    Problem((257,), 1),
-    Problem((3, 1, 4, 1), 2),
-    Problem((1, 1), 1),
-    Problem((2, 3, 1, 64), 1),
-]
 
 
 def rows_for(cols):
@@ -46,25 +31,11 @@ def ids(value):
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(ids, d)))
-@pytest.mark.parametrize("cols", SHORT)
-def test_accuracy_of_short_rows(device, cols, dtypes):
+@pytest.mark.parametrize("cols", [1, 2, 3, 64, 257, 2047, 8191])
+def test_accuracy_without_gradients(device, cols, dtypes):
+    """On the CPU without statistics half precision has another path."""
     problem = Problem((rows_for(cols), cols), dtype=dtypes[0], weight_dtype=dtypes[1])
     numerics.check(problem, device, backward=False)
-
-
-@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32)], ids=lambda d: "-".join(map(ids, d)))
-@pytest.mark.parametrize("cols", MIDDLE)
-def test_accuracy_of_middle_rows(device, cols, dtypes):
-    problem = Problem((4, cols), dtype=dtypes[0], weight_dtype=dtypes[1])
-    numerics.check(problem, device, backward=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(map(ids, d)))
-@pytest.mark.parametrize("shape", LONG, ids=str)
-def test_accuracy_of_long_rows(shape, dtypes):
-    problem = Problem(shape, dtype=dtypes[0], weight_dtype=dtypes[1])
-    numerics.check(problem, "cuda", backward=False)
 
 
 @pytest.mark.gpu
@@ -74,30 +45,6 @@ def test_accuracy_of_many_long_rows(shape, dtypes):
     """Every persistent block works on several rows, one after another."""
     problem = Problem(shape, dtype=dtypes[0], weight_dtype=dtypes[1])
     numerics.check(problem, "cuda", backward=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "problem",
-    [Problem((16, 64, 256, 256), 3), Problem((2, 64, 32, 64, 64), 1), Problem((300_000, 64), 1)],
-    ids=str,
-)
-def test_accuracy_of_large_tensors(problem):
-    numerics.check(problem, "cuda", backward=False)
-
-
-@pytest.mark.parametrize("problem", SHAPES, ids=str)
-def test_any_normalized_shape(device, problem):
-    numerics.check(problem, device, backward=False)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
-@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
-@pytest.mark.parametrize("cols", [3, 64, 1000, 5000])
-def test_missing_parameters(device, cols, affine, dtype):
-    numerics.check(
-        Problem((rows_for(cols), cols), dtype=dtype, affine=affine), device, backward=False
-    )
 
 
 # Rows of several strategies. Rows of odd length are not aligned.
@@ -173,13 +120,7 @@ def test_statistics(device, cols, dtype):
     assert torch.equal(y, torch.ops.fused_layernorm.layer_norm(x, 1, None, None, 1e-5))
 
 
-def test_statistics_are_float64_for_float64(device):
-    x = torch.randn(5, 8, device=device, dtype=F64)
-    _, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(x, 1, None, None, 1e-5)
-    assert mean.dtype == rstd.dtype == F64
-
-
-@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5, 1.0, 100.0, -1.0, 1])
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-5, 1.0, 100.0, -1.0, -1e3, 1])
 def test_eps(device, eps):
     x = 4 * torch.randn(16, 48, device=device)  # a variance that eps = -1 does not cancel
     torch.testing.assert_close(
@@ -187,11 +128,6 @@ def test_eps(device, eps):
         F.layer_norm(x, (48,), eps=eps),
         equal_nan=True,
     )
-
-
-def test_negative_eps_gives_nan_as_in_pytorch(device):
-    x = torch.randn(16, 48, device=device)
-    assert layer_norm(x, normalized_shape=48, eps=-1e3).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64], ids=ids)
@@ -403,44 +339,36 @@ FORCED_COLS = [*numerics.FORCED_COLS, 17, 32768]
 
 
 # "resident blocks_per_row=3": slices of few columns, and rows whose blocks meet.
-LAYOUTS = ["warp", "thread", "spread", "block", "split", "resident", "resident blocks_per_row=3",
+LAYOUTS = ["warp", "spread", "block", "split", "resident", "resident blocks_per_row=3",
            "stream"]  # fmt: skip
-EPILOGUES = [(None, 1.0), (None, 0.5), ("gelu", 0.5)]
+RMS = {"statistic": "rms"}
+EPILOGUES: list[dict[str, Any]] = [
+    {}, {"scale": 0.5}, {"scale": 0.5, "activation": "gelu"}, RMS, {**RMS, "weight_offset": 1.0}
+]  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "dtypes",
-    [(F32, None), (BF16, None), (BF16, F32), (F64, None)],
-    ids=lambda d: "-".join(map(ids, d)),
-)
-@pytest.mark.parametrize(
-    ("layout", "activation", "scale"),
+    ("dtypes", "layout", "epilogue"),
     [
-        (layout, *epilogue)
-        for layout, epilogue in itertools.product(LAYOUTS, EPILOGUES)
-        if layout.split()[0] not in ("thread", "spread", "resident") or epilogue == (None, 1.0)
+        (dtypes, layout, epilogue)
+        for dtypes, layout, epilogue in itertools.product(
+            [(F32, None), (BF16, None), (BF16, F32), (F64, None)], LAYOUTS, EPILOGUES
+        )
+        if (layout.split()[0] not in ("spread", "resident") or epilogue in ({}, RMS))
+        and ("statistic" not in epilogue or (dtypes in ((F32, None), (BF16, None))))
     ],
+    ids=str,
 )
-def test_every_strategy(plans, layout, dtypes, activation, scale):
+def test_every_strategy(plans, layout, dtypes, epilogue):
     plans.force(f"strategy={layout}")
     strategy = layout.split()[0]
     ran = []
     for cols in FORCED_COLS:
         rows = rows_for(cols)
-        problem = Problem(
-            (rows, cols),
-            dtype=dtypes[0],
-            weight_dtype=dtypes[1],
-            activation=activation,
-            scale=scale,
-        )
+        problem = Problem((rows, cols), dtype=dtypes[0], weight_dtype=dtypes[1], **epilogue)
         plan = plans.of(
-            rows,
-            cols,
-            dtypes[0],
-            weight_dtype=dtypes[1],
-            has_epilogue=activation is not None or scale != 1.0,
+            rows, cols, dtypes[0], weight_dtype=dtypes[1], has_epilogue=epilogue not in ({}, RMS)
         )
         if plan is None:
             continue
@@ -493,43 +421,18 @@ def _give_the_same_bits(plans, strategies, rows, cols, dtype, weight_dtype, out_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("dtype", "weight_dtype", "out_dtype"),
-    [(F32, F32, F32), (BF16, BF16, BF16), (F16, F16, F16), (BF16, F32, BF16), (BF16, F32, F32),
-     (F32, F32, BF16)],
-    ids=ids,
-)  # fmt: skip
-def test_threads_give_the_bits_of_logical_warps(plans, dtype, weight_dtype, out_dtype, kind):
-    """The number of rows decides between the two for short rows, and must not change a result."""
-    types = (dtype, weight_dtype, out_dtype)
-    ran = sum(
-        _give_the_same_bits(plans, ("warp", "thread"), 300, cols, *types, kind)
-        for cols in range(1, 65)
-    )
-    longest, unit = (48 if dtype == F32 else 64), 16 // min(dtype.itemsize, out_dtype.itemsize)
-    assert ran == sum(cols % unit != 0 for cols in range(1, longest + 1))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=ids)
 def test_spread_rows_have_the_bits_of_logical_warps(plans, dtype, kind):
-    """The number of rows decides between these two as well."""
+    """The number of rows decides between the two for short rows, and must not change a result."""
     vector = 16 // dtype.itemsize
     vectors = (1, 2, 4, 7, 8, 9, 15, 16, 20, 31, 40, 50, 64, 65, 96, 97, 100, 128)
     bounds = [n * vector for n in vectors]
     rows = 301  # of one lane each, three blocks
     ran = 0
-    for cols in sorted({cols + d for cols in bounds for d in (-vector + 1, -1, 0, 1)}):
-        plans.force("strategy=warp")
-        warp = plans.of(rows, cols, dtype, aligned=_is_aligned(kind))
-        # Single elements of float32 are spread over two and more warps.
-        may = warp is not None and (warp["vecs"] > 1 or warp["moves"] != "elements")
+    for cols in sorted({cols + d for cols in bounds for d in (-vector, 0, vector)} - {0}):
         types = (dtype, dtype, dtype)
-        did = _give_the_same_bits(plans, ("warp", "spread"), rows, cols, *types, kind)
-        assert did == may, cols
-        ran += did
-    assert ran >= 40
+        ran += _give_the_same_bits(plans, ("warp", "spread"), rows, cols, *types, kind)
+    assert ran >= 20 if _is_aligned(kind) is None else ran == 0
 
 
 @pytest.mark.gpu
@@ -538,11 +441,10 @@ def test_spread_rows_have_the_bits_of_logical_warps(plans, dtype, kind):
 def test_absent_parameters_give_the_same_bits(plans, dtype, has_weight, has_bias):
     given = {"has_weight": has_weight, "has_bias": has_bias}
     types = (dtype, dtype, dtype)
-    others = {3: "thread", 37: "thread", 64: "spread", 128: "spread", 285: "spread", 512: "spread"}
-    for cols, other in others.items():
-        for kind in ("contiguous", "misaligned"):
-            strategies = ("warp", other)
-            assert _give_the_same_bits(plans, strategies, 101, cols, *types, kind, **given)
+    for cols in (64, 128, 288, 512):
+        for kind in ("contiguous", "every other row"):
+            both = ("warp", "spread")
+            assert _give_the_same_bits(plans, both, 101, cols, *types, kind, **given)
 
 
 @pytest.mark.gpu

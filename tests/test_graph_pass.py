@@ -12,7 +12,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from captured import B, D, S, assert_same, operators_of, outputs_and_gradients, run, tensors
+from captured import (
+    B,
+    D,
+    S,
+    assert_same,
+    layer,
+    llama,
+    model,
+    operators_of,
+    outputs_and_gradients,
+    rms,
+    run,
+    tensors,
+)
+from captured import layer as norm
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
@@ -29,111 +43,40 @@ def _everywhere(monkeypatch):
     torch._dynamo.reset()
 
 
-def norm(x, weight=None, bias=None, eps=1e-6):
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
-
-
 # ---- Ways to write a layer norm ----------------------------------------------------------------
 
-
-def _functional(t):
-    return F.layer_norm(t["x"], (D,), t["weight"], t["bias"], 1e-6)
-
-
-def _keywords(t):
-    return F.layer_norm(
-        input=t["x"], normalized_shape=[D], weight=t["weight"], bias=t["bias"], eps=1e-6
-    )
-
-
-def _of_torch(t):
-    return torch.layer_norm(t["x"], (D,), t["weight"], t["bias"])
-
-
-def _native(t):
-    return torch.native_layer_norm(t["x"], (D,), t["weight"], t["bias"], 1e-5)[0]
-
-
-def _two_dimensions(t):
-    return F.layer_norm(t["x"], (S, D))
-
-
-def _float32_detour(t):
-    x = t["x"]
-    y = F.layer_norm(x.float(), (D,), t["weight"].float(), t["bias"].float(), 1e-6)
-    return y.to(x.dtype)
+VAR = "mean = x.mean(-1, keepdim=True); var = x.var(-1, unbiased=False, keepdim=True); "
+WAYS = {
+    "function": "F.layer_norm(x, (D,), weight, bias, 1e-6)",
+    "keywords": "F.layer_norm(input=x, normalized_shape=[D], weight=weight, bias=bias, eps=1e-6)",
+    "torch.layer_norm": "torch.layer_norm(x, (D,), weight, bias)",
+    "native": "torch.native_layer_norm(x, (D,), weight, bias, 1e-5)[0]",
+    "two dimensions": "F.layer_norm(x, (S, D))",
+    "float32 detour": "F.layer_norm(x.float(), (D,), weight.float(), bias.float()).to(x.dtype)",
+    "var and rsqrt": VAR + "weight * ((x - mean) * torch.rsqrt(var + 1e-6)) + bias",
+    "var and sqrt": "mean = torch.mean(x, dim=-1, keepdim=True); "
+    "var = torch.var(x, dim=-1, correction=0, keepdim=True); "
+    "(x - mean) / torch.sqrt(var + 1e-6) * weight + bias",
+    "mean of squares": "u = x.mean(-1, keepdim=True); s = (x - u).pow(2).mean(-1, keepdim=True); "
+    "weight * ((x - u) / torch.sqrt(s + 1e-6)) + bias",
+    "mean of squares in float32": "y = x.float(); u = y.mean((-1,), True); "
+    "s = torch.square(y - u).mean((-1,), True); "
+    "weight * ((y - u) * (s + 1e-6) ** -0.5).to(x.dtype) + bias",
+    "centered product": "c = x - x.mean(-1, keepdim=True); "
+    "c * torch.rsqrt((c * c).mean(-1, keepdim=True) + 1e-6)",
+    "square of mean": "u = x.mean(-1, keepdim=True); v = (x**2).mean(-1, keepdim=True); "
+    "(x - u) * torch.rsqrt(v - u**2 + 1e-5)",
+}
 
 
 def _swapped(t):
     return fused_layernorm.layer_norm(t["x"], t["weight"], t["bias"])
 
 
-def _var_rsqrt(t):
-    x = t["x"]
-    mean = x.mean(-1, keepdim=True)
-    var = x.var(-1, unbiased=False, keepdim=True)
-    return t["weight"] * ((x - mean) * torch.rsqrt(var + 1e-6)) + t["bias"]
-
-
-def _var_sqrt(t):
-    x = t["x"]
-    mean = torch.mean(x, dim=-1, keepdim=True)
-    var = torch.var(x, dim=-1, correction=0, keepdim=True)
-    return (x - mean) / torch.sqrt(var + 1e-6) * t["weight"] + t["bias"]
-
-
-def _var_mean(t):
-    x = t["x"]
-    var, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
-    return t["weight"] * (x - mean) * torch.rsqrt(1e-6 + var) + t["bias"]
-
-
-def _mean_of_squares(t):
-    x = t["x"]
-    u = x.mean(-1, keepdim=True)
-    s = (x - u).pow(2).mean(-1, keepdim=True)
-    return t["weight"] * ((x - u) / torch.sqrt(s + 1e-6)) + t["bias"]
-
-
-def _mean_of_squares_in_float32(t):
-    x = t["x"].float()
-    u = x.mean((-1,), True)
-    s = torch.square(x - u).mean((-1,), True)
-    return t["weight"] * ((x - u) * (s + 1e-6) ** -0.5).to(t["x"].dtype) + t["bias"]
-
-
-def _centered_product(t):
-    centered = t["x"] - t["x"].mean(-1, keepdim=True)
-    var = (centered * centered).mean(-1, keepdim=True)
-    return centered * torch.rsqrt(var + 1e-6)
-
-
-def _square_of_mean(t):
-    x = t["x"]
-    mean, mean_of_squares = x.mean(-1, keepdim=True), (x**2).mean(-1, keepdim=True)
-    return (x - mean) * torch.rsqrt(mean_of_squares - mean**2 + 1e-5)
-
-
-WAYS = (
-    _functional,
-    _keywords,
-    _of_torch,
-    _native,
-    _two_dimensions,
-    _float32_detour,
-    _swapped,
-    _var_rsqrt,
-    _var_sqrt,
-    _mean_of_squares,
-    _mean_of_squares_in_float32,
-    _centered_product,
-    _square_of_mean,
-)
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("function", WAYS)
-def test_ways_to_write_it(device, function, dtype):
+@pytest.mark.parametrize("way", [*WAYS, _swapped])
+def test_ways_to_write_it(device, way, dtype):
+    function = model(WAYS[way]) if way in WAYS else way
     rows, graphs = assert_same(function, tensors(dtype, device=device))
     assert [row.operator for row in rows] == ["layer_norm"]
     assert operators_of(graphs[0]) == ["layer_norm"]
@@ -144,221 +87,93 @@ def test_ways_to_write_it(device, function, dtype):
 
 def test_var_mean_in_another_order(device):
     """weight * (x - mean) * rstd would have to be regrouped to be a norm, so the pass leaves it."""
-    _, graphs = assert_same(_var_mean, tensors(device=device))
+    function = model("var, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True); "
+                     "weight * (x - mean) * torch.rsqrt(1e-6 + var) + bias")  # fmt: skip
+    _, graphs = assert_same(function, tensors(device=device))
     assert operators_of(graphs[0]) == []
 
 
-def test_module():
+def test_where_it_stands():
     module = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Sequential(torch.nn.LayerNorm(D)))
     _, rows, graphs = run(module, torch.randn(B, D))
     assert operators_of(graphs[0]) == ["layer_norm"]
     assert rows[0].where == "1.0"
 
+    def function(x):
+        return F.layer_norm(x, (D,))
 
-def test_where_it_stands():
-    _, rows, _ = run(_functional, tensors())
-    assert rows[0].where == f"test_graph_pass.py:{_functional.__code__.co_firstlineno + 1}"
+    _, rows, _ = run(function, torch.randn(B, D))
+    assert rows[0].where == f"test_graph_pass.py:{function.__code__.co_firstlineno + 1}"
 
 
 # ---- What surrounds it -------------------------------------------------------------------------
 
-
-def _chunks(t):
-    return t["mod"].unsqueeze(1).chunk(6, dim=-1)
-
-
-def _residual(t):
-    h = t["residual"] + t["x"]
-    return norm(h, t["weight"], t["bias"]), h
-
-
-def _residual_unused(t):
-    return norm(t["x"] + t["residual"], t["weight"], t["bias"])
-
-
-def _residual_used_between(t):
-    h = t["x"] + t["residual"]
-    doubled = h * 2
-    return norm(h), doubled
-
-
-def _gated(t):
-    gate = _chunks(t)[2]
-    h = t["residual"] + gate * t["x"]
-    return norm(h), h
-
-
-def _layer_scale(t):
-    h = t["residual"] + t["weight"] * t["x"]
-    return norm(h), h
-
-
-def _gated_addcmul(t):
-    h = torch.addcmul(t["residual"], t["x"], _chunks(t)[2])
-    return norm(h), h
-
-
-def _modulated(t):
-    shift, scale = _chunks(t)[:2]
-    return norm(t["x"]) * (1 + scale) + shift
-
-
-def _modulated_other_order(t):
-    shift, scale = _chunks(t)[:2]
-    return shift + (scale + 1.0) * norm(t["x"])
-
-
-def _modulated_rows(t):
-    shift, scale, *_ = t["mod"].chunk(6, dim=1)
-    return norm(t["x"]) * (1 + scale[:, None]) + shift[:, None]
-
-
-def _modulated_views_of_sum(t):
-    shift, scale, *_ = t["mod"].chunk(6, dim=1)
-    return norm(t["x"]) * (1 + scale)[:, None, :] + shift.unsqueeze(1)
-
-
-def _modulated_viewed_twice(t):
-    shift, scale, *_ = t["mod"].chunk(6, dim=1)
-    y = norm(t["x"]) * (1 + scale).unsqueeze(1).expand(B, S, D)
-    return y + shift.unsqueeze(1)
-
-
-def _modulated_addcmul(t):
-    shift, scale = _chunks(t)[:2]
-    return torch.addcmul(shift, norm(t["x"]), 1 + scale)
-
-
-def _modulated_distributed(t):
-    shift, scale = _chunks(t)[:2]
-    y = norm(t["x"])
-    return y + y * scale + shift
-
-
-def _scaled(t):
-    return norm(t["x"], t["weight"], t["bias"]) * (1 + _chunks(t)[1])
-
-
-def _modulated_in_float32(t):
-    shift, scale = _chunks(t)[:2]
-    y = norm(t["x"].float()) * (1 + scale.float()) + shift.float()
-    return y.type_as(t["x"])
-
-
-def _gated_and_modulated(t):
-    shift, scale, gate = _chunks(t)[:3]
-    h = gate * t["x"] + t["residual"]
-    return norm(h) * (1 + scale) + shift, h
-
-
-def _gated_in_float32(t):
-    shift, scale, gate = _chunks(t)[:3]
-    h = (t["residual"].float() + t["x"] * gate.float()).type_as(t["residual"])
-    return (norm(h.float()) * (1 + scale.float()) + shift.float()).type_as(h), h
-
-
-def _one_plus_weight(t):
-    return norm(t["x"]) * (1 + t["weight"]) + t["bias"]
-
-
-def _written_out_and_modulated(t):
-    shift, scale = _chunks(t)[:2]
-    return _mean_of_squares(t) * (1 + scale) + shift
-
-
-def _gelu(t):
-    return F.gelu(norm(t["x"], t["weight"], t["bias"]))
-
-
-def _gelu_tanh_scaled(t):
-    return F.gelu(norm(t["x"], t["weight"], t["bias"]), approximate="tanh") * 0.5
-
-
-def _silu(t):
-    return F.silu(norm(t["x"]))
-
-
-def _silu_written_out(t):
-    y = norm(t["x"])
-    return y * torch.sigmoid(y)
-
-
-def _relu(t):
-    return norm(t["x"]).relu()
-
-
-def _residual_and_activation(t):
-    h = t["x"] + t["residual"]
-    return torch.relu(norm(h, t["weight"], t["bias"])), h
-
-
-def _gate_and_activation(t):
-    h = t["residual"] + _chunks(t)[2] * t["x"]
-    return F.gelu(norm(h)) * 0.5, h
-
-
-def _gate_by_addcmul_and_activation(t):
-    h = torch.addcmul(t["residual"], _chunks(t)[2], t["x"])
-    return F.silu(norm(h)), h
-
-
-def _dropout_of_nothing(t):
-    h = F.dropout(t["x"] / 1.0, 0.0) + t["residual"]
-    return norm(h), h
-
-
 RESIDUAL, GATED = ["residual"], ["residual", "gate"]
 MODULATED = ["scale", "shift"]
-SURROUNDINGS = {
-    _residual: ("add_layer_norm", RESIDUAL),
-    _residual_unused: ("add_layer_norm", RESIDUAL),
-    _residual_used_between: ("add_layer_norm", RESIDUAL),
-    _gated: ("add_ada_layer_norm", GATED),
-    _layer_scale: ("add_ada_layer_norm", GATED),
-    _gated_addcmul: ("add_ada_layer_norm", GATED),
-    _modulated: ("ada_layer_norm", MODULATED),
-    _modulated_other_order: ("ada_layer_norm", MODULATED),
-    _modulated_rows: ("ada_layer_norm", MODULATED),
-    _modulated_views_of_sum: ("ada_layer_norm", MODULATED),
-    _modulated_viewed_twice: ("ada_layer_norm", MODULATED),
-    _modulated_addcmul: ("ada_layer_norm", MODULATED),
-    _modulated_distributed: ("ada_layer_norm", MODULATED),
-    _scaled: ("ada_layer_norm", ["scale"]),
-    _modulated_in_float32: ("ada_layer_norm", MODULATED),
-    _gated_and_modulated: ("add_ada_layer_norm", GATED + MODULATED),
-    _gated_in_float32: ("add_ada_layer_norm", GATED + MODULATED),
-    _one_plus_weight: ("ada_layer_norm", MODULATED),
-    _written_out_and_modulated: ("ada_layer_norm", MODULATED),
-    _gelu: ("layer_norm", ["activation"]),
-    _gelu_tanh_scaled: ("layer_norm", ["activation", "factor"]),
-    _silu: ("layer_norm", ["activation"]),
-    _silu_written_out: ("layer_norm", ["activation"]),
-    _relu: ("layer_norm", ["activation"]),
-    _residual_and_activation: ("add_layer_norm", ["residual", "activation"]),
+PLAIN, ADD, ADA, ADD_ADA = "layer_norm", "add_layer_norm", "ada_layer_norm", "add_ada_layer_norm"
+ROWS_OF = "shift, scale, *_ = mod.chunk(6, dim=1); "
+GATED_AND_MODULATED = "h = gate * x + residual; norm(h) * (1 + scale) + shift, h"
+SURROUNDINGS: dict[str, tuple[str, list[str]]] = {
+    "h = residual + x; norm(h, weight, bias), h": (ADD, RESIDUAL),
+    "norm(x + residual, weight, bias)": (ADD, RESIDUAL),
+    "h = x + residual; doubled = h * 2; norm(h), doubled": (ADD, RESIDUAL),
+    "h = residual + gate * x; norm(h), h": (ADD_ADA, GATED),
+    "h = residual + weight * x; norm(h), h": (ADD_ADA, GATED),
+    "h = torch.addcmul(residual, x, gate); norm(h), h": (ADD_ADA, GATED),
+    "norm(x) * (1 + scale) + shift": (ADA, MODULATED),
+    "shift + (scale + 1.0) * norm(x)": (ADA, MODULATED),
+    ROWS_OF + "norm(x) * (1 + scale[:, None]) + shift[:, None]": (ADA, MODULATED),
+    ROWS_OF + "norm(x) * (1 + scale)[:, None, :] + shift.unsqueeze(1)": (ADA, MODULATED),
+    ROWS_OF + "y = norm(x) * (1 + scale).unsqueeze(1).expand(B, S, D); "
+    "y + shift.unsqueeze(1)": (ADA, MODULATED),
+    "torch.addcmul(shift, norm(x), 1 + scale)": (ADA, MODULATED),
+    "y = norm(x); y + y * scale + shift": (ADA, MODULATED),
+    "norm(x, weight, bias) * (1 + scale)": (ADA, ["scale"]),
+    "(norm(x.float()) * (1 + scale.float()) + shift.float()).type_as(x)": (ADA, MODULATED),
+    GATED_AND_MODULATED: (ADD_ADA, GATED + MODULATED),
+    "h = (residual.float() + x * gate.float()).type_as(residual); "
+    "(norm(h.float()) * (1 + scale.float()) + shift.float()).type_as(h), h":
+    (ADD_ADA, GATED + MODULATED),
+    "norm(x) * (1 + weight) + bias": (ADA, MODULATED),
+    "F.gelu(norm(x, weight, bias))": (PLAIN, ["activation"]),
+    "F.gelu(norm(x, weight), approximate='tanh') * 0.5": (PLAIN, ["activation", "factor"]),
+    "F.silu(norm(x))": (PLAIN, ["activation"]),
+    "y = norm(x); y * torch.sigmoid(y)": (PLAIN, ["activation"]),
+    "norm(x).relu()": (PLAIN, ["activation"]),
+    "h = x + residual; torch.relu(norm(h, weight, bias)), h": (ADD, ["residual", "activation"]),
     # No operator has both a gate and an activation: the product is left, or the sum.
-    _gate_and_activation: ("add_layer_norm", ["residual", "activation", "factor"]),
-    _gate_by_addcmul_and_activation: ("layer_norm", ["activation"]),
-    _dropout_of_nothing: ("add_layer_norm", RESIDUAL),
+    "h = residual + gate * x; F.gelu(norm(h)) * 0.5, h":
+    (ADD, ["residual", "activation", "factor"]),
+    "h = torch.addcmul(residual, gate, x); F.silu(norm(h)), h": (PLAIN, ["activation"]),
+    "h = F.dropout(x / 1.0, 0.0) + residual; norm(h), h": (ADD, RESIDUAL),
+    # A factor with a single column is not fused as a gate. The sum with its product is fused.
+    "h = residual + mod[:, None, :1] * x; norm(h), h": (ADD, RESIDUAL),
+}  # fmt: skip
+# gate * x and the sum are float32 beside a float32 gate, but residual is not. So gate * x takes the
+# place of the operator's residual.
+BESIDE_FLOAT32 = {
+    "h = residual + gate * x; norm(h), h": (ADD, RESIDUAL),
+    "h = torch.addcmul(residual, x, gate); norm(h), h": (PLAIN, []),
+    GATED_AND_MODULATED: (ADD_ADA, RESIDUAL + MODULATED),
 }
 
 
-@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32)])
-@pytest.mark.parametrize("function", SURROUNDINGS)
-def test_surroundings(device, function, dtypes):
-    t = tensors(dtypes[0], dtypes[1], device)
-    rows, graphs = assert_same(function, t)
-    operator, fused = SURROUNDINGS[function]
-    if dtypes == (BF16, F32) and function in (_gated, _gated_addcmul, _gated_and_modulated):
-        # gate * x and the sum are float32 there, but residual is not. So gate * x takes the place
-        # of the operator's residual.
-        operator, fused = {
-            _gated: ("add_layer_norm", RESIDUAL),
-            _gated_addcmul: ("layer_norm", []),
-            _gated_and_modulated: ("add_ada_layer_norm", RESIDUAL + MODULATED),
-        }[function]
-    assert [row.operator for row in rows] == [operator]
-    assert rows[0].fused == fused
-    assert operators_of(graphs[0]) == [operator]
+@pytest.mark.parametrize("norm", [layer, rms, llama])
+@pytest.mark.parametrize("text", SURROUNDINGS)
+def test_surroundings(device, text, norm):
+    for dtypes in [(F32, F32), (BF16, BF16), (BF16, F32)][: 3 if norm is layer else 2]:
+        torch._dynamo.reset()
+        rows, graphs = assert_same(model(text, norm), tensors(*dtypes, device))
+        expected: dict[str, tuple[str, list[str]]] = {}
+        if norm is not layer:
+            expected = {"norm(x) * (1 + weight) + bias": (PLAIN, [])}  # a weight with an offset
+        elif dtypes == (BF16, F32):
+            expected = BESIDE_FLOAT32
+        operator, fused = expected.get(text, SURROUNDINGS[text])
+        statistic = "layer" if norm is layer else "rms"
+        assert [(row.operator, row.statistic) for row in rows] == [(operator, statistic)]
+        assert rows[0].fused == fused
+        assert operators_of(graphs[0]) == [operator]
 
 
 def test_two_norms_of_one_sum(device):
@@ -368,17 +183,6 @@ def test_two_norms_of_one_sum(device):
 
     rows, _ = assert_same(function, tensors(device=device))
     assert [row.operator for row in rows] == ["add_layer_norm", "layer_norm"]
-
-
-def test_mask(device):
-    """A factor with a single column is not fused as a gate. The sum with its product is fused."""
-
-    def function(t):
-        h = t["residual"] + t["mod"][:, None, :1] * t["x"]
-        return norm(h), h
-
-    rows, _ = assert_same(function, tensors(device=device))
-    assert rows[0].fused == RESIDUAL
 
 
 def test_sum_that_the_modulation_depends_on(device):
@@ -424,121 +228,54 @@ def test_other_parts_joined(device, join):
 
 # ---- Near misses -------------------------------------------------------------------------------
 
-
-def _unbiased(t):
-    x = t["x"]
-    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6)
-
-
-def _eps_outside(t):
-    x = t["x"]
-    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)
-
-
-def _another_mean(t):
-    x = t["x"]
-    var = x.var(-1, correction=0, keepdim=True)
-    return (x - t["residual"].mean(-1, keepdim=True)) * torch.rsqrt(var + 1e-6)
+OTHERS = {
+    "unbiased": "(x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6)",
+    "eps outside": "(x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)",
+    "another mean": VAR + "(x - residual.mean(-1, keepdim=True)) * torch.rsqrt(var + 1e-6)",
+    "another x": VAR + "(residual - mean) * torch.rsqrt(var + 1e-6)",
+    "another dimension": VAR + "(x - mean) * torch.rsqrt(x.var(1, False, keepdim=True) + 1e-6)",
+    "two eps": VAR + "(x - mean) * torch.rsqrt(var + weight.square().sum())",
+}
 
 
-def _another_x(t):
-    x = t["x"]
-    mean, var = x.mean(-1, keepdim=True), x.var(-1, correction=0, keepdim=True)
-    return (t["residual"] - mean) * torch.rsqrt(var + 1e-6)
-
-
-def _another_dimension(t):
-    x = t["x"]
-    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(1, False, keepdim=True) + 1e-6)
-
-
-def _two_eps(t):
-    x = t["x"]
-    var = x.var(-1, correction=0, keepdim=True)
-    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(var + t["weight"].square().sum())
-
-
-@pytest.mark.parametrize(
-    "function",
-    [_unbiased, _eps_outside, _another_mean, _another_x, _another_dimension, _two_eps],
-)
-def test_what_is_no_layer_norm(function):
-    rows, graphs = assert_same(function, tensors())
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_layer_norm(name):
+    rows, graphs = assert_same(model(OTHERS[name]), tensors())
     assert rows == []
     assert operators_of(graphs[0]) == []
 
 
-def test_over_channels():
-    def function(t):
-        x = t["x"]
-        u = x.mean(1, keepdim=True)
-        s = (x - u).pow(2).mean(1, keepdim=True)
-        return (x - u) / torch.sqrt(s + 1e-6)
-
-    rows, graphs = assert_same(function, tensors())
+@pytest.mark.parametrize(
+    "text",
+    [
+        "u = x.mean(1, keepdim=True); (x - u) / torch.sqrt((x - u).pow(2).mean(1, True) + 1e-6)",
+        "x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)",
+    ],
+    ids=["layer", "rms"],
+)
+def test_over_channels(text):
+    rows, graphs = assert_same(model(text), tensors())
     assert operators_of(graphs[0]) == []
     assert rows[0].notes == ["it normalizes over dimensions [1], which are not the last"]
 
 
-def _scale_without_one(t):
-    shift, scale = _chunks(t)[:2]
-    return norm(t["x"]) * scale + shift
-
-
-def _two_plus_scale(t):
-    shift, scale = _chunks(t)[:2]
-    return norm(t["x"]) * (2 + scale) + shift
-
-
-def _used_unmodulated(t):
-    y = norm(t["x"])
-    return y * (1 + _chunks(t)[1]), y
-
-
-def _enlarging(t):
-    return norm(t["x"][:, :1]) * (1 + t["residual"])
-
-
-def _residual_enlarging(t):
-    h = t["x"][:, :1] + t["residual"]
-    return norm(h), h
-
-
-def _subtracted(t):
-    h = t["residual"] - t["x"]
-    return norm(h), h
-
-
-def _sum_scaled(t):
-    h = torch.add(t["residual"], t["x"], alpha=2)
-    return norm(h), h
-
-
-def _gelu_beside(t):
-    y = norm(t["x"])
-    return F.gelu(y) + y
-
-
-def _scaled_by_rows(t):
-    return norm(t["x"]) * (1 + t["mod"][:, None, :1])
-
-
+@pytest.mark.parametrize("norm", [layer, llama])
 @pytest.mark.parametrize(
-    "function",
+    "text",
     [
-        _scaled_by_rows,
-        _scale_without_one,
-        _two_plus_scale,
-        _used_unmodulated,
-        _enlarging,
-        _residual_enlarging,
-        _subtracted,
-        _sum_scaled,
-        _gelu_beside,
+        "norm(x) * (1 + mod[:, None, :1])",
+        "norm(x) * scale + shift",
+        "norm(x) * (2 + scale) + shift",
+        "y = norm(x); y * (1 + scale), y",
+        "norm(x[:, :1]) * (1 + residual)",
+        "h = x[:, :1] + residual; norm(h), h",
+        "h = residual - x; norm(h), h",
+        "h = torch.add(residual, x, alpha=2); norm(h), h",
+        "y = norm(x); F.gelu(y) + y",
     ],
 )
-def test_surroundings_that_are_others(function):
-    rows, graphs = assert_same(function, tensors())
+def test_surroundings_that_are_others(text, norm):
+    rows, graphs = assert_same(model(text, norm), tensors())
     assert operators_of(graphs[0]) == ["layer_norm"]
     assert rows[0].fused == []
 
@@ -592,103 +329,39 @@ def test_statistics_that_are_used():
 # ---- Writes and modes --------------------------------------------------------------------------
 
 
-def _writes_into_branch(t):
-    x = t["x"] * 1.5
-    h = t["residual"] + x
-    x.mul_(2)
-    return norm(h), x
-
-
-def _writes_into_alias(t):
-    x = t["x"] * 1.5
-    h = t["residual"] + x
-    x.view(-1)[0] = 7.0
-    return norm(h), x
-
-
-def _writes_into_sum(t):
-    h = t["residual"] + t["x"]
-    h += 1
-    return norm(h), h
-
-
-def _writes_into_sum_beside(t):
-    h = t["residual"] + t["x"]
-    h.view(-1).add_(1)
-    return norm(h), h
-
-
-def _in_place_sum(t):
-    h = t["residual"] * 1.5
-    h += t["x"]
-    return norm(h), h
-
-
-def _writes_into_scale(t):
-    scale = _chunks(t)[1] * 1.5
-    y = norm(t["x"]) * (1 + scale)
-    scale.mul_(0)
-    return y, scale
-
-
-def _writes_into_norm(t):
-    y = norm(t["x"])
-    y.mul_(2)
-    return y * (1 + _chunks(t)[1])
-
-
-def _writes_through_function(t):
-    x = t["x"] * 1.5
-    h = t["residual"] + x
-    F.relu(x, inplace=True)
-    return norm(h), x
-
-
-def _writes_by_out(t):
-    x = t["x"].detach() * 1.5
-    h = t["residual"] + x
-    torch.mul(x, 2.0, out=x)
-    return norm(h), x.clone()
-
-
 @pytest.mark.parametrize(
-    "function",
+    "text",
     [
-        _writes_into_branch,
-        _writes_into_alias,
-        _writes_into_sum,
-        _writes_into_sum_beside,
-        _in_place_sum,
-        _writes_into_scale,
-        _writes_into_norm,
-        _writes_through_function,
-        _writes_by_out,
+        "y = x * 1.5; h = residual + y; y.mul_(2); norm(h), y",
+        "y = x * 1.5; h = residual + y; y.view(-1)[0] = 7.0; norm(h), y",
+        "h = residual + x; h += 1; norm(h), h",
+        "h = residual + x; h.view(-1).add_(1); norm(h), h",
+        "h = residual * 1.5; h += x; norm(h), h",
+        "s = scale * 1.5; y = norm(x) * (1 + s); s.mul_(0); y, s",
+        "y = norm(x); y.mul_(2); y * (1 + scale)",
+        "y = x * 1.5; h = residual + y; F.relu(y, inplace=True); norm(h), y",
+        "y = x.detach() * 1.5; h = residual + y; torch.mul(y, 2.0, out=y); norm(h), y.clone()",
     ],
 )
-def test_writes_prevent_a_match(device, function):
-    rows, graphs = assert_same(function, tensors(device=device))
+def test_writes_prevent_a_match(device, text):
+    rows, graphs = assert_same(model(text), tensors(device=device))
     assert operators_of(graphs[0]) == ["layer_norm"]
     assert rows[0].fused == []
 
 
-def _written_out_and_written_into(t):
-    x = t["x"] * 1.5
-    u = x.mean(-1, keepdim=True)
-    y = (x - u) * torch.rsqrt((x - u).pow(2).mean(-1, keepdim=True) + 1e-6)
-    x.mul_(2)
-    return y, x
-
-
-def _cast_and_written_into(t):
-    x = (t["x"] * 1.5).bfloat16()
-    y = norm(x.float())
-    x.mul_(2)
-    return y, x
-
-
-@pytest.mark.parametrize("function", [_written_out_and_written_into, _cast_and_written_into])
-def test_writes_into_what_backward_reads(device, function):
+@pytest.mark.parametrize(
+    ("text", "norm"),
+    [
+        ("y = x * 1.5; u = y.mean(-1, keepdim=True); "
+         "z = (y - u) * torch.rsqrt((y - u).pow(2).mean(-1, keepdim=True) + 1e-6); y.mul_(2); z, y",
+         layer),
+        ("y = (x * 1.5).bfloat16(); z = norm(y.float()); y.mul_(2); z, y", layer),
+        ("y = (x * 1.5).bfloat16(); z = norm(y); y.mul_(2); z, y", llama),
+    ],
+)  # fmt: skip
+def test_writes_into_what_backward_reads(device, text, norm):
     """In backward the norm as written reads its own copy of x, but the operator would read x."""
+    function = model(text, norm)
     rows, graphs = assert_same(function, tensors(device=device))
     assert operators_of(graphs[0]) == []
     assert rows[0].notes == ["mul_ writes into what backward reads"]
@@ -795,56 +468,16 @@ def test_autocast_with_half_weight(device):
 
 # Uses of a norm's result y, in several layouts, which all cast it to bfloat16 under autocast. w is
 # a matrix.
-def _one_linear(y, w):
-    return F.linear(y, w)
-
-
-def _three_products(y, w):
-    return y @ w, torch.matmul(y, w), torch.bmm(y, w.expand(B, D, D))
-
-
-def _behind_views(y, w):
-    rolled = torch.roll(y.view(B, S, 2, D // 2), shifts=(-1,), dims=(1,)).flatten(2)
-    rows = y.permute(1, 0, 2).contiguous().view(-1, D)
-    return F.linear(rolled, w), torch.addmm(w[0], rows, w), F.linear(F.pad(y, (0, 0, 0, 2)), w)
-
-
-def _part_of_it(y, w):
-    return F.linear(y[:, 0], w)
-
-
-CAST = (_one_linear, _three_products, _behind_views, _part_of_it)
-
-
-# Uses of y of which one at least reads it in float32.
-def _read_as_residual(y, w):
-    return y + F.linear(y, w)
-
-
-def _given_back(y, w):
-    return F.linear(y, w), y
-
-
-def _view_given_back(y, w):
-    view = y.flatten(1)
-    return F.linear(view.view_as(y), w), view
-
-
-def _padded_with_a_third(y, w):
-    return F.linear(F.pad(y, (0, 0, 0, 2), value=1 / 3), w)
-
-
-def _written_into(y, w):
-    y.mul_(2)
-    return F.linear(y, w)
-
-
-def _nothing_cast(y, w):
-    return y.permute(1, 0, 2)
-
-
-def _shown_as_bytes(y, w):
-    return F.linear(y.view(torch.float32), w)
+CAST = {
+    "one linear": lambda y, w: F.linear(y, w),
+    "three products": lambda y, w: (y @ w, torch.matmul(y, w), torch.bmm(y, w.expand(B, D, D))),
+    "behind views": lambda y, w: (
+        F.linear(torch.roll(y.view(B, S, 2, D // 2), shifts=(-1,), dims=(1,)).flatten(2), w),
+        torch.addmm(w[0], y.permute(1, 0, 2).contiguous().view(-1, D), w),
+        F.linear(F.pad(y, (0, 0, 0, 2)), w),
+    ),
+    "part of it": lambda y, w: F.linear(y[:, 0], w),
+}
 
 
 @torch.library.custom_op("tests_graph_pass::mm", mutates_args=())
@@ -859,20 +492,25 @@ def _(a, b):
     return a.new_empty((a.numel() // a.shape[-1], b.shape[-1]), dtype=BF16)
 
 
-def _of_somebody_else(y, w):
-    return torch.ops.tests_graph_pass.mm(y, w)
+# Uses of y of which one at least reads it in float32.
+READ_IN_FLOAT32 = {
+    "as residual": lambda y, w: y + F.linear(y, w),
+    "given back": lambda y, w: (F.linear(y, w), y),
+    "view given back": lambda y, w: (F.linear(y.flatten(1).view_as(y), w), y.flatten(1)),
+    "padded with a third": lambda y, w: F.linear(F.pad(y, (0, 0, 0, 2), value=1 / 3), w),
+    "written into": lambda y, w: F.linear(y.mul_(2), w),
+    "nothing cast": lambda y, w: y.permute(1, 0, 2),
+    "shown as bytes": lambda y, w: F.linear(y.view(torch.float32), w),
+    "somebody else's": lambda y, w: torch.ops.tests_graph_pass.mm(y, w),
+}
 
 
-READ_IN_FLOAT32 = (
-    _read_as_residual,
-    _given_back,
-    _view_given_back,
-    _padded_with_a_third,
-    _written_into,
-    _nothing_cast,
-    _shown_as_bytes,
-    _of_somebody_else,
-)
+def _chunks(t):
+    return t["mod"].unsqueeze(1).chunk(6, dim=-1)
+
+
+_plain = model("norm(x, weight, bias)")
+_ada = model("norm(residual + x) * (1 + scale) + shift")
 
 
 def _under_autocast(use, device, normalize):
@@ -884,21 +522,12 @@ def _under_autocast(use, device, normalize):
     return function
 
 
-def _plain(t):
-    return norm(t["x"], t["weight"], t["bias"])
-
-
-def _ada(t):
-    shift, scale, *_ = _chunks(t)
-    return norm(t["residual"] + t["x"]) * (1 + scale) + shift
-
-
 @pytest.mark.parametrize("normalize", [_plain, _ada])
 @pytest.mark.parametrize("use", CAST)
 def test_results_that_autocast_casts(device, use, normalize):
     """The kernel rounds the results itself. The products read the same numbers, but gradients from
     several products are summed in bfloat16."""
-    function = _under_autocast(use, device, normalize)
+    function = _under_autocast(CAST[use], device, normalize)
     t = tensors(device=device)
     expected, expected_gradients = outputs_and_gradients(function, t)
     _, rows, graphs = run(function, t)
@@ -930,7 +559,7 @@ def test_results_that_autocast_casts(device, use, normalize):
 
 @pytest.mark.parametrize("use", READ_IN_FLOAT32)
 def test_results_that_are_read_in_float32(device, use):
-    function = _under_autocast(use, device, _plain)
+    function = _under_autocast(READ_IN_FLOAT32[use], device, _plain)
     t = {name: tensor.detach() for name, tensor in tensors(device=device).items()}
     expected = function(t)
     result, rows, _ = run(function, t)
@@ -944,16 +573,6 @@ def test_results_that_are_read_in_float32(device, use):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
-def test_one_use_gives_the_same_to_the_bit():
-    """On the CPU the result is the same to the bit, whether the norm or the product rounds y."""
-    function = _under_autocast(_one_linear, "cpu", _plain)
-    t = tensors()
-    expected, expected_gradients = outputs_and_gradients(function, t)
-    found, gradients = outputs_and_gradients(function, t, lambda t: run(function, t)[0])
-    assert torch.equal(found[0], expected[0])
-    torch.testing.assert_close(gradients["x"], expected_gradients["x"], rtol=1e-5, atol=1e-5)
-
-
 def test_float16_has_no_range_for_sums_of_gradients():
     """The gradient of one product is float16 in any case, but a sum over several is float32."""
 
@@ -964,9 +583,9 @@ def test_float16_has_no_range_for_sums_of_gradients():
 
         return run(under_autocast, torch.randn(B, S, D), torch.randn(D, D))
 
-    _, rows, _ = function(_one_linear)
+    _, rows, _ = function(CAST["one linear"])
     assert rows[0].fused == ["cast"]
-    _, rows, _ = function(_three_products)
+    _, rows, _ = function(CAST["three products"])
     assert rows[0].fused == []
 
 
@@ -1018,7 +637,17 @@ def test_inside_a_transform():
     assert all(row.operator is None for row in rows)
 
 
-@pytest.mark.parametrize("function", [_gated_and_modulated, _mean_of_squares, _gelu_tanh_scaled])
+@pytest.mark.parametrize(
+    "function",
+    [
+        model(text)
+        for text in (
+            GATED_AND_MODULATED,
+            WAYS["mean of squares"],
+            "F.gelu(norm(x, weight), approximate='tanh') * 0.5",
+        )
+    ],
+)
 def test_dynamic_shapes(function):
     guards: list[Any] = []
 
@@ -1065,17 +694,6 @@ def test_shapes_that_are_not_known_to_be_equal():
     assert rows[0].fused in ([], ["residual"])
 
 
-def test_eps_as_a_node():
-    def function(x, eps):
-        return F.layer_norm(x, (D,), None, None, eps * 2)
-
-    x = torch.randn(3, D)
-    with torch._dynamo.config.patch(specialize_float=False):
-        result, rows, _ = run(function, x, 0.25, dynamic=True)
-    torch.testing.assert_close(result, function(x, 0.25))
-    assert len(rows) == 1
-
-
 def test_strides_are_kept():
     """A sum that is not contiguous is left, because the operator's sum would be contiguous."""
 
@@ -1108,8 +726,8 @@ def test_an_error_of_the_pass(monkeypatch):
     t = tensors()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result, rows, _ = run(_gated_and_modulated, t)
-    torch.testing.assert_close(result, _gated_and_modulated(t))
+        result, rows, _ = run(model(GATED_AND_MODULATED), t)
+    torch.testing.assert_close(result, model(GATED_AND_MODULATED)(t))
     texts = [str(w.message) for w in caught if "fused_layernorm" in str(w.message)]
     assert len(texts) == 1
     assert rows[0].name in texts[0]

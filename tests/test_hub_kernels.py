@@ -20,6 +20,7 @@ from typing import Any
 import libraries
 import pytest
 import torch
+from tiny_transformers import bert, decoder, vit
 from torch import nn
 from torch.testing import assert_close
 
@@ -264,57 +265,27 @@ def test_layer_is_pure(kernel, name):
 # --- models ---------------------------------------------------------------------------------------
 
 
-def bert():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    ids = torch.randint(50, (2, 11))
-    return transformers.BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
-
-
-def vit():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        image_size=16,
-        patch_size=4,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=5,
-    )
-    inputs = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 3])}
-    return transformers.ViTForImageClassification(config), inputs
-
-
-def check_model(make, mapped, path, device):
-    stock, inputs = make()
+def check_model(stock, inputs, norm, place, device, count):
+    """The fused model calls the layout's operators once for each norm, and computes the same."""
     stock.to(device)
     inputs = {name: value.to(device) for name, value in inputs.items()}
-    fused = mapped(copy.deepcopy(stock), path, device)
-    norms = [module for module in fused.modules() if type(module) is nn.LayerNorm]
-    assert len(norms) >= 5
-    namespaces = {vars(norm)["forward"].__func__.__module__ for norm in norms}
-    (namespace,) = namespaces
+    fused = copy.deepcopy(stock)
+    norms = [module for module in fused.modules() if type(module).__name__ == norm]
+    assert len(norms) == count
+    place(fused)
+    (namespace,) = {vars(norm)["forward"].__func__.__module__ for norm in norms}
     assert namespace.endswith(".layers")
     assert not namespace.startswith("fused_layernorm.")
 
+    fused(**inputs).loss.backward()  # with each class's trial
+    fused.zero_grad()
     with torch.profiler.profile() as profile:
         loss = fused(**inputs).loss
         loss.backward()
     called = [event.name for event in profile.events()]
     operators = namespace.removesuffix(".layers")
-    assert called.count(f"{operators}::layer_norm") == len(norms)
-    assert called.count(f"{operators}::layer_norm_backward") == len(norms)
+    assert called.count(f"{operators}::layer_norm") == count
+    assert called.count(f"{operators}::layer_norm_backward") == count
 
     stock_loss = stock(**inputs).loss
     stock_loss.backward()
@@ -322,21 +293,31 @@ def check_model(make, mapped, path, device):
     for ours, theirs in zip(fused.parameters(), stock.parameters(), strict=True):
         if theirs.grad is not None:
             assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+    return fused, inputs
 
 
-@pytest.mark.parametrize("make", [bert, vit])
-def test_models(make, mapped, variant):
+def with_kernels(folder):
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST", capability)
+    return build(folder, TORCH_CUDA_ARCH_LIST=archs)
+
+
+@pytest.mark.parametrize(("make", "count"), [(bert, 6), (vit, 5)])
+def test_models(make, count, mapped, variant):
     # The variant is named itself, so that a torch with CUDA also takes it.
-    check_model(make, mapped, variant, "cpu")
+    model, inputs = make()
+    place = lambda fused: mapped(fused, variant, "cpu")  # noqa: E731
+    check_model(model, inputs, "LayerNorm", place, "cpu", count)
 
 
 @pytest.mark.slow
 @pytest.mark.gpu
-@pytest.mark.parametrize("make", [bert, vit])
-def test_models_on_the_gpu(make, mapped, tmp_path):
-    capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    archs = os.environ.get("TORCH_CUDA_ARCH_LIST", capability)
-    check_model(make, mapped, build(tmp_path, TORCH_CUDA_ARCH_LIST=archs), "cuda")
+@pytest.mark.parametrize(("make", "count"), [(bert, 6), (vit, 5)])
+def test_models_on_the_gpu(make, count, mapped, tmp_path):
+    path = with_kernels(tmp_path)
+    model, inputs = make()
+    place = lambda fused: mapped(fused, path, "cuda")  # noqa: E731
+    check_model(model, inputs, "LayerNorm", place, "cuda", count)
 
 
 def test_compiles_without_graph_breaks(mapped, variant):
@@ -364,40 +345,12 @@ def test_subclasses_keep_their_forward(mapped, variant):
 # --- RMSNorm --------------------------------------------------------------------------------------
 
 
-def decoder(config, model, **options):
-    transformers = pytest.importorskip("transformers")
-    settings = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "pad_token_id": 0,
-    }
-    ids = torch.randint(50, (2, 11))
-    made = getattr(transformers, model)(getattr(transformers, config)(**settings, **options))
-    for name, parameter in made.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, 0.0 if "Gemma" in model else 1.0, 0.2)
-    return made, {"input_ids": ids, "labels": ids}
-
-
 # By hub name, class of the norms and their number in two layers.
 DECODERS = {
-    "LlamaRMSNorm": ("RMSNorm", "LlamaConfig", "LlamaForCausalLM", 5),
-    "Qwen3RMSNorm": ("RMSNorm", "Qwen3Config", "Qwen3ForCausalLM", 9),
-    "GemmaRMSNorm": ("RMSNormZeroCentered", "GemmaConfig", "GemmaForCausalLM", 5),
+    "LlamaRMSNorm": ("RMSNorm", "Llama", 5),
+    "Qwen3RMSNorm": ("RMSNorm", "Qwen3", 9),
+    "GemmaRMSNorm": ("RMSNormZeroCentered", "Gemma", 5),
 }
-
-
-def kernelized(model, layer_name, path, device):
-    """The model with the layout's layer in place of each norm that has the hub name."""
-    repository = kernels.LocalLayerRepository(path, layer_name=layer_name)
-    with kernels.use_kernel_mapping({layer_name: {device: repository}}, inherit_mapping=False):
-        mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
-        return kernels.kernelize(model, mode=mode, device=device)
 
 
 @pytest.fixture
@@ -413,35 +366,18 @@ def named(monkeypatch):
 
 
 def check_decoder(norm, named, path, device):
-    layer_name, config, model, count = DECODERS[norm]
-    stock, inputs = decoder(config, model)
-    stock.to(device)
-    inputs = {name: value.to(device) for name, value in inputs.items()}
-    fused = copy.deepcopy(stock)
-    norms = [module for module in fused.modules() if type(module).__name__ == norm]
-    assert len(norms) == count
-    named(type(norms[0]), layer_name)
-    kernelized(fused, layer_name, path, device)
-    (namespace,) = {vars(norm)["forward"].__func__.__module__ for norm in norms}
-    assert not namespace.startswith("fused_layernorm.")
+    layer_name, name, count = DECODERS[norm]
+    stock, inputs = decoder(name)
 
-    fused(**inputs).loss.backward()  # with each class's trial
-    fused.zero_grad()
-    with torch.profiler.profile() as profile:
-        loss = fused(**inputs).loss
-        loss.backward()
-    called = [event.name for event in profile.events()]
-    operators = namespace.removesuffix(".layers")
-    assert called.count(f"{operators}::layer_norm") == count
-    assert called.count(f"{operators}::layer_norm_backward") == count
+    def place(model):
+        """The layout's layer in place of each norm that has the hub name."""
+        named(next(type(m) for m in model.modules() if type(m).__name__ == norm), layer_name)
+        repository = kernels.LocalLayerRepository(path, layer_name=layer_name)
+        with kernels.use_kernel_mapping({layer_name: {device: repository}}, inherit_mapping=False):
+            mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
+            kernels.kernelize(model, mode=mode, device=device)
 
-    stock_loss = stock(**inputs).loss
-    stock_loss.backward()
-    assert_close(loss, stock_loss, rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(fused.parameters(), stock.parameters(), strict=True):
-        if theirs.grad is not None:
-            assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)
-
+    fused, inputs = check_model(stock, inputs, norm, place, device, count)
     # In bfloat16 an order of casts that is not the class's own would show in the logits.
     stock.bfloat16(), fused.bfloat16()
     ours, theirs = fused(**inputs).logits, stock(**inputs).logits
@@ -458,9 +394,7 @@ def test_decoders(norm, named, variant):
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm", DECODERS)
 def test_decoders_on_the_gpu(norm, named, tmp_path):
-    capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    archs = os.environ.get("TORCH_CUDA_ARCH_LIST", capability)
-    check_decoder(norm, named, build(tmp_path, TORCH_CUDA_ARCH_LIST=archs), "cuda")
+    check_decoder(norm, named, with_kernels(tmp_path), "cuda")
 
 
 def rms_norm_class(folder, name):

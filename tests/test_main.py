@@ -12,28 +12,31 @@ import torch
 import fused_layernorm
 from fused_layernorm import override
 from fused_layernorm.__main__ import compiled_archs, coverage, facts, in_words, main, report
+from fused_layernorm.ops import autograd_library
 
 FULL = ["75", "80", "90", "100+PTX"]
 
 
 def test_prints_what_is_installed():
+    """The command prints it in words, and the same as JSON."""
     command = [sys.executable, "-m", "fused_layernorm"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in printed.splitlines())
+    assert lines == dict(report(facts()))
     assert lines["fused_layernorm"] == fused_layernorm.__version__
     assert lines["torch"].startswith(torch.__version__)
     assert lines["norms"] == "LayerNorm and RMSNorm"
     assert lines["override_aten"] == "not active"
+    language = "C++" if autograd_library.active else "Python"
+    assert lines["autograd"] == f"in {language}: {autograd_library.reason}"
     build_info = torch.ops.fused_layernorm._build_info()
     assert lines["compiled with"] == (
         "no CUDA" if build_info == "cpu only" else build_info.split(";")[0]
     )
 
 
-def test_json_says_the_same():
-    command = [sys.executable, "-m", "fused_layernorm", "--json"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert found == facts()
+def test_facts():
+    found = facts()
     assert found["torch"] == torch.__version__
     assert found["override_aten"] is False
     assert found["norms"] == ["LayerNorm", "RMSNorm"]
@@ -48,6 +51,8 @@ def test_json_says_the_same():
 
 
 def test_json_sees_the_override(monkeypatch, capsys):
+    main(["--json"])
+    assert json.loads(capsys.readouterr().out) == facts()
     monkeypatch.setitem(override._in_force, "CUDA", 1)
     main(["--json"])
     assert json.loads(capsys.readouterr().out)["override_aten"] is True

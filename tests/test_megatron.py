@@ -183,26 +183,6 @@ def test_parameters_are_marked(normalization, sequence_parallel):
         assert parameter.sequence_parallel is sequence_parallel
 
 
-def test_sequence_parallel_gradients_add_up(device):
-    """Each rank holds a part of the sequence. Megatron sums the gradients of marked parameters."""
-    config = Config(sequence_parallel=True)
-    whole = randomize(build(config)).to(device)
-    ranks = [build(config).to(device) for _ in range(2)]
-    x, dy = torch.randn(8, 2, HIDDEN, device=device), torch.randn(8, 2, HIDDEN, device=device)
-    whole(x).backward(dy)
-    for rank, part, dpart in zip(ranks, x.chunk(2), dy.chunk(2), strict=True):
-        rank.load_state_dict(whole.state_dict())
-        rank(part).backward(dpart)
-    for parameters in zip(*(rank.parameters() for rank in ranks), strict=True):
-        marked = [p.grad for p in parameters if getattr(p, "sequence_parallel", False)]
-        total = torch.stack(marked).sum(0)
-        for p in parameters:
-            p.grad = total
-    for rank in ranks:
-        assert_close(rank.weight.grad, whole.weight.grad)
-        assert_close(rank.bias.grad, whole.bias.grad)
-
-
 @NORMALIZATIONS
 def test_result_may_be_freed_before_backward(device, normalization):
     """Pipeline stages free the memory of an output that is sent, which a view would prevent."""
@@ -223,25 +203,16 @@ def test_result_may_be_freed_before_backward(device, normalization):
 @pytest.mark.parametrize(
     ("changes", "arguments", "sentence"),
     [
-        (
-            {"normalization": "RMSNorm"},
-            {},
-            r"expected config\.normalization 'LayerNorm', got 'RMSNorm'",
-        ),
+        ({"normalization": "RMSNorm"}, {},
+         r"expected config\.normalization 'LayerNorm', got 'RMSNorm'"),
         ({}, {"normalization": "RMSNorm"}, "expected normalization 'LayerNorm', got 'RMSNorm'"),
-        (
-            {"memory_efficient_layer_norm": True},
-            {},
-            r"expected config\.memory_efficient_layer_norm False, got True",
-        ),
-        (
-            {},
-            {"zero_centered_gamma": True},
-            r"expected zero_centered_gamma to be config\.layernorm_zero_centered_gamma, False, "
-            "got True",
-        ),
+        ({"memory_efficient_layer_norm": True}, {},
+         r"expected config\.memory_efficient_layer_norm False, got True"),
+        ({}, {"zero_centered_gamma": True},
+         r"expected zero_centered_gamma to be config\.layernorm_zero_centered_gamma, False, got "
+         "True"),
     ],
-)
+)  # fmt: skip
 def test_refuses_what_it_cannot_do(changes, arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         FusedLayerNorm(Config(**changes), HIDDEN, **arguments)

@@ -12,10 +12,12 @@ import libraries
 import pytest
 import tiny_diffusers
 import torch
+from tiny_transformers import bert, gpt2, make, vit
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm.override import _override
+from fused_layernorm.ops import autograd_library
+from fused_layernorm.override import _calls, _override
 from fused_layernorm.swap import is_fused
 
 HAS_KERNELS = (
@@ -27,59 +29,9 @@ STEPS = 3
 # ---- The models: each function returns (a module whose output has a loss, its inputs).
 
 
-def bert():
-    transformers = libraries.get("transformers")
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    tokens = torch.randint(50, (2, 12))
-    return transformers.BertForMaskedLM(config), {"input_ids": tokens, "labels": tokens}
-
-
-def gpt2():
-    transformers = libraries.get("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=50,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        n_positions=16,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    tokens = torch.randint(50, (2, 12))
-    return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
-
-
-def vit():
-    transformers = libraries.get("transformers")
-    config = transformers.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        image_size=16,
-        patch_size=4,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    model = transformers.ViTForImageClassification(config)
-    return model, {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
-
-
 def convnext():
-    transformers = libraries.get("transformers")
-    config = transformers.ConvNextConfig(
-        hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=32, drop_path_rate=0.0
-    )
-    model = transformers.ConvNextForImageClassification(config)
+    sizes = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "image_size": 32}
+    model = make("ConvNextConfig", "ConvNextForImageClassification", drop_path_rate=0.0, **sizes)
     return model, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
 
 
@@ -96,36 +48,15 @@ class Loss(nn.Module):
 
 
 def sam():
-    transformers = libraries.get("transformers")
-    vision = {
-        "hidden_size": 32,
-        "output_channels": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-        "mlp_dim": 64,
-        "num_pos_feats": 8,
-        "window_size": 2,
-        "global_attn_indexes": [1],
-    }
-    prompts = {
-        "hidden_size": 16,
-        "image_size": 32,
-        "patch_size": 8,
-        "image_embedding_size": 4,
-        "mask_input_channels": 8,
-    }
-    decoder = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "mlp_dim": 32,
-        "iou_head_hidden_dim": 16,
-    }
-    config = transformers.SamConfig(
-        vision_config=vision, prompt_encoder_config=prompts, mask_decoder_config=decoder
-    )
+    vision = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "mlp_dim": 64,
+              "num_pos_feats": 8, "window_size": 2, "global_attn_indexes": [1]}  # fmt: skip
+    prompts = {"hidden_size": 16, "image_size": 32, "patch_size": 8, "image_embedding_size": 4,
+               "mask_input_channels": 8}  # fmt: skip
+    decoder = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_dim": 32,
+               "iou_head_hidden_dim": 16}  # fmt: skip
+    model = make("SamConfig", "SamModel", vision_config=vision, prompt_encoder_config=prompts,
+                 mask_decoder_config=decoder)  # fmt: skip
     inputs = {
         "pixel_values": torch.randn(2, 3, 32, 32),
         "input_points": torch.rand(2, 1, 2, 2) * 32,
@@ -135,7 +66,7 @@ def sam():
     def loss(output):
         return output.pred_masks.square().mean() + output.iou_scores.square().mean()
 
-    return Loss(transformers.SamModel(config), loss), inputs
+    return Loss(model, loss), inputs
 
 
 def classifier(model, size):
@@ -178,14 +109,8 @@ def timm_convnext_tiny():
 
 
 def timm_swin():
-    return timm_model(
-        "swin_tiny_patch4_window7_224",
-        56,
-        img_size=56,
-        embed_dim=16,
-        depths=(1, 1),
-        num_heads=(2, 4),
-    )
+    sizes = {"img_size": 56, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4)}
+    return timm_model("swin_tiny_patch4_window7_224", 56, **sizes)
 
 
 def torchvision_convnext():
@@ -196,15 +121,8 @@ def torchvision_convnext():
 
 def torchvision_vit():
     models = libraries.get("torchvision").models
-    model = models.VisionTransformer(
-        image_size=16,
-        patch_size=4,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=32,
-        mlp_dim=64,
-        num_classes=5,
-    )
+    sizes = {"image_size": 16, "patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 32}
+    model = models.VisionTransformer(mlp_dim=64, num_classes=5, **sizes)
     nn.init.normal_(model.heads.head.weight)  # its initial zeros would make all gradients zero
     return classifier(model, 16)
 
@@ -224,24 +142,10 @@ def diffusers_wan():
 
 MODELS = {
     f.__name__: f
-    for f in (
-        bert,
-        gpt2,
-        vit,
-        convnext,
-        sam,
-        timm_vit,
-        timm_deit3,
-        timm_eva,
-        timm_convnext,
-        timm_convnext_tiny,
-        timm_swin,
-        torchvision_convnext,
-        torchvision_vit,
-        diffusers_dit,
-        diffusers_wan,
-    )
-}
+    for f in (bert, gpt2, vit, convnext, sam, timm_vit, timm_deit3, timm_eva, timm_convnext,
+              timm_convnext_tiny, timm_swin, torchvision_convnext, torchvision_vit, diffusers_dit,
+              diffusers_wan)
+}  # fmt: skip
 
 
 CONVOLUTIONAL = ("convnext", "timm_convnext", "timm_convnext_tiny", "torchvision_convnext")
@@ -318,21 +222,15 @@ def test_swapped_channels_last(model_and_inputs):
     same(gradients(swapped, inputs), gradients(stock, inputs))
 
 
-def test_swapped_inference(model_and_inputs):
+def test_inference_and_unswapped(model_and_inputs):
     stock, inputs = model_and_inputs
-    swapped = fused_layernorm.swap_layer_norm(copy.deepcopy(stock))
+    model = fused_layernorm.swap_layer_norm(copy.deepcopy(stock)).eval()
     with torch.inference_mode():
-        found, expected = (m.eval()(**inputs).loss for m in (swapped, stock))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_unswapped(model_and_inputs):
-    stock, inputs = model_and_inputs
-    model = fused_layernorm.swap_layer_norm(copy.deepcopy(stock))
-    fused_layernorm.unswap_layer_norm(model)
-    assert repr(model) == repr(stock)
-    with torch.inference_mode():
-        assert torch.equal(model.eval()(**inputs).loss, stock.eval()(**inputs).loss)
+        expected = stock.eval()(**inputs).loss
+        torch.testing.assert_close(model(**inputs).loss, expected, rtol=1e-5, atol=1e-6)
+        fused_layernorm.unswap_layer_norm(model)
+        assert repr(model) == repr(stock)
+        assert torch.equal(model(**inputs).loss, expected)
 
 
 def test_overridden(model_and_inputs, device):
@@ -343,11 +241,12 @@ def test_overridden(model_and_inputs, device):
     norms = len(norms_of(model))
     expected = gradients(model, inputs)
     expected_losses = losses(copy.deepcopy(model), inputs)
-    before = torch.ops.fused_layernorm._override_calls(key)
+    before = _calls(key)
     with _override(key):
         found = gradients(model, inputs)
-        calls = torch.ops.fused_layernorm._override_calls(key) - before
+        calls = _calls(key) - before
         found_losses = losses(copy.deepcopy(model), inputs)
-    assert calls >= 2 * norms  # every norm, both ways
+    # Every norm; in C++ backward is that of our node, which is not counted.
+    assert calls >= (norms if autograd_library.active else 2 * norms)
     same(found, expected)
     torch.testing.assert_close(found_losses, expected_losses, rtol=1e-4, atol=1e-5)

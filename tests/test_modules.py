@@ -12,6 +12,8 @@ from torch import nn
 
 import fused_layernorm
 from fused_layernorm import (
+    FusedAdaLayerNorm,
+    FusedAddAdaLayerNorm,
     FusedAddLayerNorm,
     FusedLayerNorm,
     ada_layer_norm,
@@ -20,6 +22,7 @@ from fused_layernorm import (
     functional,
     layer_norm,
     swap_layer_norm,
+    swap_norms,
 )
 
 F64 = torch.float64
@@ -88,20 +91,28 @@ def test_symbolic_trace(activation):
     model = swap_layer_norm(Model())
     assert type(model.norm) is FusedLayerNorm
     traced = torch.fx.symbolic_trace(model)
-    calls = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    assert [f for f in calls if f in (layer_norm, add_layer_norm)] == [layer_norm, add_layer_norm]
+    # A swapped norm is one node of the name that nn.LayerNorm has.
+    calls = [
+        (n.op, n.target) for n in traced.graph.nodes if n.op in ("call_module", "call_function")
+    ]
+    assert calls[:2] == [("call_module", "norm"), ("call_function", add_layer_norm)]
     x = torch.randn(3, 4, 8)
     for found, expected in zip(traced(x), model(x), strict=True):
         assert torch.equal(found, expected)
 
 
-SCRIPTED = {
-    "plain": lambda: FusedLayerNorm(8),
-    "no parameters": lambda: FusedLayerNorm((4, 8), elementwise_affine=False),
-    "everything": lambda: FusedLayerNorm(8, 1e-3, activation="gelu", scale=0.5, out_dtype=F64),
-    "residual": lambda: FusedAddLayerNorm((4, 8), bias=False, activation="silu"),
-    "swapped": lambda: swap_layer_norm(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))),
-}
+# By name: a module, and how many tensors of rows and modulations it takes.
+SCRIPTED: dict[str, tuple[Any, int, int]] = {
+    "plain": (lambda: FusedLayerNorm(8), 1, 0),
+    "no parameters": (lambda: FusedLayerNorm((4, 8), elementwise_affine=False), 1, 0),
+    "everything": (
+        lambda: FusedLayerNorm(8, 1e-3, activation="gelu", scale=0.5, out_dtype=F64), 1, 0
+    ),
+    "residual": (lambda: FusedAddLayerNorm((4, 8), bias=False, activation="silu"), 2, 0),
+    "swapped": (lambda: swap_norms(nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8))), 1, 0),
+    "modulated": (lambda: FusedAdaLayerNorm(8, elementwise_affine=True, out_dtype=F64), 1, 2),
+    "gated": (lambda: FusedAddAdaLayerNorm(8), 2, 3),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -109,13 +120,12 @@ SCRIPTED = {
 @pytest.mark.parametrize("how", [torch.jit.script, "trace"], ids=["script", "trace"])
 def test_torch_script(device, name, how):
     """Scripted and traced modules, also saved and loaded, give the same results and gradients."""
-    model = SCRIPTED[name]().to(device)
-    count = 2 if name == "residual" else 1
+    make, count, modulations = SCRIPTED[name]
+    model = make().to(device)
 
     def inputs(rows):
-        return tuple(
-            torch.randn(rows, 4, 8, device=device, requires_grad=True) for _ in range(count)
-        )
+        shapes = [(rows, 4, 8)] * count + [(rows, 1, 8)] * modulations
+        return tuple(torch.randn(shape, device=device, requires_grad=True) for shape in shapes)
 
     script = torch.jit.trace(model, inputs(3)) if how == "trace" else how(model)
     buffer = io.BytesIO()
@@ -162,18 +172,6 @@ def test_options(device):
 def test_options_are_keywords_only():
     with pytest.raises(TypeError):
         cast(Any, FusedLayerNorm)(8, 1e-5, True, True, None, None, "gelu")
-
-
-def test_float32_weights_under_half_precision(device):
-    norm = FusedLayerNorm(8).to(device)
-    x = torch.randn(3, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
-    y = norm(x)
-    assert y.dtype == torch.bfloat16
-    y.sum().backward()
-    assert x.grad is not None
-    assert norm.weight.grad is not None
-    assert x.grad.dtype == torch.bfloat16
-    assert norm.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
@@ -224,25 +222,11 @@ def test_loads_without_trust(cls):
         assert torch.equal(ours, theirs)
 
 
-def test_a_swapped_layer_norm_loads_without_trust():
-    module = swap_layer_norm(nn.LayerNorm(8))
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    x = torch.randn(3, 8)
-    assert torch.equal(torch.load(file, weights_only=True)(x), module(x))
-
-
 @pytest.fixture
 def operators(monkeypatch):
     """The names of the package's operators that run."""
     names = []
-    for name in (
-        "_layer_norm",
-        "_add_layer_norm",
-        "_ada_layer_norm",
-        "_add_ada_layer_norm",
-    ):
+    for name in ("_layer_norm", "_add_layer_norm", "_ada_layer_norm", "_add_ada_layer_norm"):
         operator = getattr(functional, name)
 
         def record(*args, name=name, operator=operator):
@@ -326,13 +310,6 @@ def test_plain_modulations_on_the_cpu_are_pytorchs(operators, monkeypatch, name,
             ada_layer_norm(x, wrong)
 
 
-@pytest.mark.parametrize("move", [nn.Module.half, nn.Module.bfloat16, nn.Module.double])
-def test_dtype_moves(device, move):
-    norm = move(FusedLayerNorm(8).to(device))
-    x = torch.randn(3, 8, device=device, dtype=norm.weight.dtype)
-    assert norm(x).dtype == norm.weight.dtype
-
-
 def test_normalized_shape_rules_over_a_replaced_weight(device):
     """As in nn.LayerNorm, a weight that no longer fits normalized_shape is refused."""
     norm = FusedLayerNorm(8).to(device)
@@ -342,33 +319,6 @@ def test_normalized_shape_rules_over_a_replaced_weight(device):
         norm(torch.randn(3, 4, device=device))
     with pytest.raises(RuntimeError, match=r"expected weight of shape .* \[8\].*, got shape \[4\]"):
         norm(torch.randn(3, 8, device=device))
-
-
-def test_without_parameters_the_shape_is_checked(device):
-    norm = FusedLayerNorm((4, 8), elementwise_affine=False).to(device)
-    assert norm(torch.randn(3, 4, 8, device=device)).shape == (3, 4, 8)
-    with pytest.raises(RuntimeError, match="expected input whose last dimensions"):
-        norm(torch.randn(3, 8, 4, device=device))
-
-
-def test_weight_decay_groups_and_initializers_see_it():
-    model = nn.Sequential(nn.Linear(4, 8), FusedLayerNorm(8))
-    no_decay = [
-        name
-        for module_name, module in model.named_modules()
-        if isinstance(module, nn.LayerNorm)
-        for name, _ in module.named_parameters(prefix=module_name)
-    ]
-    assert no_decay == ["1.weight", "1.bias"]
-
-    def zero_weight(module):
-        if isinstance(module, nn.LayerNorm):
-            nn.init.zeros_(module.weight)
-
-    model.apply(zero_weight)
-    norm = model[1]
-    assert isinstance(norm, FusedLayerNorm)
-    assert not norm.weight.any()
 
 
 def test_pre_norm_block_with_a_residual_stream(device):

@@ -15,9 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_layernorm
-from fused_layernorm.override import _override
+from fused_layernorm.ops import autograd_library
+from fused_layernorm.override import _calls, _in_force, _override
 
 HAS_KERNELS = (
     torch.ops.fused_layernorm._build_info() != "cpu only" and torch.backends.cuda.is_built()
@@ -36,6 +39,8 @@ DEVICES = [
     ),
 ]
 OPERATORS = (
+    "aten::layer_norm",
+    "aten::rms_norm",
     "aten::native_layer_norm",
     "aten::native_layer_norm_backward",
     "aten::_fused_rms_norm",
@@ -56,16 +61,25 @@ def override(device):
 
 @pytest.fixture
 def calls(device):
-    """A function that counts the calls through the override since its own last call."""
-    last = torch.ops.fused_layernorm._override_calls(device.upper())
+    """A function that counts the calls that the override has taken since its own last call."""
+    last = _calls(device.upper())
 
     def since():
         nonlocal last
-        now = torch.ops.fused_layernorm._override_calls(device.upper())
+        now = _calls(device.upper())
         last, count = now, now - last
         return count
 
     return since
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_are_registered():
+    """The first override of a process registers them, and they stay."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a build without CUDA kernels warns
+        with _override("CPU"), fused_layernorm.override_aten():
+            pass
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +88,7 @@ def leaves_no_trace():
     before = [torch._C._dispatch_dump(name) for name in OPERATORS]
     yield
     assert [torch._C._dispatch_dump(name) for name in OPERATORS] == before
+    assert not any(_in_force.values())
 
 
 def inputs(device, shape=(4, 6, 32), normalized_ndim=1, dtype=torch.float32):
@@ -89,15 +104,37 @@ def close(actual, expected, dtype=torch.float32):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_covers_layer_norm_with_pytorchs_autograd(device, override, calls):
+def node(y):
+    return y.grad_fn.name()
+
+
+OUR_NODE = "FusedLayerNormBackward" if autograd_library.active else "NativeLayerNormBackward0"
+
+
+def test_covers_layer_norm(device, override, calls):
     x, weight, bias = inputs(device)
     module = nn.LayerNorm(32, device=device)
     with override():
         y = F.layer_norm(x, (32,), weight, bias)
         assert calls() > 0
-        assert type(y.grad_fn).__name__ == "NativeLayerNormBackward0"
+        assert node(y) == OUR_NODE
+        y.sum().backward()
+        # PyTorch's node calls native_layer_norm_backward, ours our operator; on the CPU that is the
+        # composite, which calls native_layer_norm_backward too.
+        assert (calls() > 0) == (device == "cpu" or not autograd_library.active)
+        y = torch.native_layer_norm(x, (32,), weight, bias, 1e-5)[0]
+        assert calls() > 0
+        assert node(y) == "NativeLayerNormBackward0"
         y.sum().backward()
         assert calls() > 0
+        with torch.inference_mode():
+            y = F.layer_norm(x, (32,), weight, bias)
+        assert calls() > 0
+        assert y.is_inference()
+        with torch.no_grad():
+            y = F.layer_norm(x, (32,), weight, bias)
+        assert calls() > 0
+        assert not y.requires_grad
         module(x.detach())
         assert calls() > 0
         torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
@@ -235,31 +272,48 @@ def test_errors_are_pytorchs(device, override, bad):
     assert str(actual.value) == str(expected.value)
 
 
-class OutOfMemoryKernel:
-    """A replaced kernel that always runs out of memory."""
-
-    def call_boxed(self, *args):
-        raise torch.OutOfMemoryError("no memory")
-
-
-def test_out_of_memory_of_a_replaced_kernel_keeps_its_type(monkeypatch):
-    x = torch.ones(2, 8, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.ones(8)  # of another dtype: the kernels leave it to PyTorch's
-    y = F.layer_norm(x, (8,), weight)
-    with _override("CPU"):
-        kernels = dict.fromkeys(fused_layernorm.override._OPERATORS, OutOfMemoryKernel())
-        monkeypatch.setitem(fused_layernorm.override._replaced, "CPU", kernels)
-        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-            F.layer_norm(x, (8,), weight)
-        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-            y.sum().backward()
+def test_an_error_of_a_replaced_kernel_keeps_its_type():
+    x = torch.ones(2, 8).long()
+    with pytest.raises(NotImplementedError) as expected:
+        F.layer_norm(x, (8,))
+    with _override("CPU"), pytest.raises(NotImplementedError) as actual:
+        F.layer_norm(x, (8,))
+    assert str(actual.value) == str(expected.value)
 
 
-def test_a_later_torch_gets_a_runtime_error(monkeypatch):
-    monkeypatch.setattr("fused_layernorm.override._TYPES_ARE_KEPT", False)
-    with _override("CPU"), pytest.raises(RuntimeError, match="not implemented") as caught:
-        F.layer_norm(torch.ones(2, 8).long(), (8,))
-    assert type(caught.value) is RuntimeError
+def test_modes_and_transforms_see_pytorchs_operators(device, override):
+    """A mode sees what it sees without the override, and so do FakeTensor, make_fx and export."""
+    x, weight, bias = inputs(device)
+
+    def f(x, weight, bias):
+        return F.layer_norm(x, (32,), weight, bias)
+
+    def traced():
+        graph = make_fx(f, tracing_mode="fake")(x, weight, bias)
+        module = nn.Sequential(nn.LayerNorm(32), nn.RMSNorm(32)).to(device)
+        exported = torch.export.export(module, (x.detach(),))
+        return graph.code, str(exported.graph_module.code)
+
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def seen():
+        with Names() as mode:
+            f(x, weight, bias)
+        return mode.names
+
+    expected, names = traced(), seen()
+    with override():
+        assert traced() == expected
+        assert seen() == names
+        y = torch.func.grad(lambda x: f(x, weight, bias).pow(3).sum())(x.detach())
+    close(y, torch.func.grad(lambda x: f(x, weight, bias).pow(3).sum())(x.detach()))
 
 
 def test_what_the_kernels_do_not_take_runs_on_the_replaced_kernel(override):
@@ -306,6 +360,29 @@ def test_nests_and_ends_in_any_order(device, override, calls):
     assert covered()
     inner.undo()
     assert not covered()
+
+
+def test_undo_within_a_call(device, override, calls):
+    """A call that has begun ends as it began, and so does backward of our own node."""
+    x, weight, bias = inputs(device)
+    expected = torch.autograd.grad(F.layer_norm(x, (32,), weight, bias).square().sum(), x)[0]
+    handle = override()
+
+    def pack(tensor):
+        handle.undo()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = F.layer_norm(x, (32,), weight, bias).square().sum()
+    assert "not in force" in repr(handle)
+    # PyTorch's autograd saves before it calls the kernel, ours while the call is taken.
+    assert calls() == (1 if autograd_library.active else 0)
+    torch.testing.assert_close(torch.autograd.grad(loss, x)[0], expected, rtol=1e-4, atol=1e-4)
+    with override():
+        loss = F.layer_norm(x, (32,), weight, bias).square().sum()
+        assert calls() == 1
+    torch.testing.assert_close(torch.autograd.grad(loss, x)[0], expected, rtol=1e-4, atol=1e-4)
+    assert calls() == 0
 
 
 def test_an_exception_undoes_it(device, override, calls):
@@ -390,22 +467,20 @@ def test_a_build_without_kernels_says_that_nothing_changes(monkeypatch):
 def test_leaves_cpu_tensors_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a build without CUDA kernels warns
-        before = torch._C._dispatch_dump("aten::native_layer_norm")
-        calls = torch.ops.fused_layernorm._override_calls("CUDA")
+        before = _calls("CUDA"), _calls("CPU")
         with fused_layernorm.override_aten():
-            during = torch._C._dispatch_dump("aten::native_layer_norm")
             F.layer_norm(torch.ones(2, 4), (4,))
-    assert (during != before) == HAS_KERNELS
-    assert torch.ops.fused_layernorm._override_calls("CUDA") == calls
+        assert (_calls("CUDA"), _calls("CPU")) == before
 
 
 def test_prints_nothing():
     # PyTorch warns on stderr of kernels that replace others. These must cause no such warning.
     code = (
         "import torch, fused_layernorm.override as o\n"
-        "with o._override('CPU'):\n"
-        "    torch.nn.functional.layer_norm(torch.ones(2, 4), (4,))\n"
-        "assert torch.ops.fused_layernorm._override_calls('CPU') > 0\n"
+        "for key in ['CPU'] + ['CUDA'] * torch.cuda.is_available():\n"
+        "    with o._override(key):\n"
+        "        torch.nn.functional.layer_norm(torch.ones(2, 4), (4,))\n"
+        "assert o._calls('CPU') > 0\n"
     )
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
@@ -433,12 +508,17 @@ def test_out_of_memory_says_so():
 # --- RMSNorm --------------------------------------------------------------------------------------
 
 
+# On the CPU _fused_rms_norm is a composite of PyTorch's, which stays.
+on_cuda = pytest.mark.parametrize("device", DEVICES[1:], indirect=True)
+
+
 def rms_norm(x, shape, weight=None, eps=None):
-    """F.rms_norm by the operator that it calls on CUDA; on the CPU it computes by parts."""
+    """F.rms_norm by the operator that it calls on CUDA."""
     return torch._fused_rms_norm(x, shape, weight, eps)[0]
 
 
-def test_covers_rms_norm_with_pytorchs_autograd(device, override, calls):
+@on_cuda
+def test_covers_rms_norm(device, override, calls):
     x, weight, _ = inputs(device)
     with override():
         y = rms_norm(x, (32,), weight)
@@ -446,14 +526,16 @@ def test_covers_rms_norm_with_pytorchs_autograd(device, override, calls):
         assert type(y.grad_fn).__name__ == "FusedRmsNormBackward0"
         y.sum().backward()
         assert calls() == 1
-        if device == "cuda":
-            F.rms_norm(x, (32,), weight).sum().backward()
-            nn.RMSNorm(32, device=device)(x.detach())
-            assert calls() == 3
+        y = F.rms_norm(x, (32,), weight)
+        assert autograd_library.active == (node(y) == "FusedLayerNormBackward")
+        y.sum().backward()
+        nn.RMSNorm(32, device=device)(x.detach())
+        assert calls() == (2 if autograd_library.active else 3)
     rms_norm(x, (32,), weight).sum().backward()
     assert calls() == 0
 
 
+@on_cuda
 @pytest.mark.parametrize("eps", [None, 1e-2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("normalized_ndim", [1, 2, 3])
@@ -483,6 +565,7 @@ def test_rms_norms_results_and_gradients(
         close(a, e.to(dtype), dtype)
 
 
+@on_cuda
 def test_rms_norms_default_eps_is_pytorchs(device, override):
     """Beside tiny squares, the epsilons of float32 and of the half-precision types differ much."""
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
@@ -492,6 +575,7 @@ def test_rms_norms_default_eps_is_pytorchs(device, override):
             close(rms_norm(x, (32,)), expected, dtype)
 
 
+@on_cuda
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
 def test_empty_rms_norms(device, override, shape):
     x = torch.empty(shape, device=device)
@@ -501,6 +585,7 @@ def test_empty_rms_norms(device, override, shape):
     assert [t.shape for t in actual] == [t.shape for t in expected]
 
 
+@on_cuda
 @pytest.mark.parametrize("mask", [(True, False), (False, True)])
 def test_rms_norms_gradients_that_are_not_asked_for_are_not_there(device, override, mask):
     x, weight, _ = (t.detach() for t in inputs(device))
@@ -517,6 +602,7 @@ def test_rms_norms_gradients_that_are_not_asked_for_are_not_there(device, overri
             close(a, e.float())
 
 
+@on_cuda
 def test_rms_norms_statistic_is_pytorchs(device, override):
     """Forward and backward may stand on different sides."""
     x, weight, _ = (t.detach() for t in inputs(device))
@@ -535,9 +621,10 @@ RMS_BAD = {
 }
 
 
+@on_cuda
 @pytest.mark.parametrize("bad", RMS_BAD)
 def test_rms_norms_errors_are_pytorchs(device, override, bad):
-    norm = rms_norm if device == "cpu" else F.rms_norm
+    norm = F.rms_norm
     x, weight, _ = (t.detach() for t in inputs(device))
     with pytest.raises((RuntimeError, ValueError)) as expected:
         RMS_BAD[bad](norm, x, weight)
@@ -547,36 +634,44 @@ def test_rms_norms_errors_are_pytorchs(device, override, bad):
     assert str(actual.value) == str(expected.value)
 
 
-def test_rms_norms_that_the_kernels_do_not_take_run_on_the_replaced_kernel(device, override, calls):
-    if device == "cuda":
-        pytest.skip("PyTorch's CUDA kernel takes what these kernels take")
-    x, weight, _ = (t.detach() for t in inputs(device))
-    x = x.to(torch.complex64)
-    expected = torch._fused_rms_norm(x, (32,), weight.to(x.dtype), 1e-5)
+@pytest.mark.skipif(not autograd_library.active, reason="needs the kernel at Autograd")
+def test_rms_norm_with_a_weight_of_another_dtype(device, override, calls):
+    """F.rms_norm takes a float32 weight beside half-precision input; its result has input's."""
+    x, weight, _ = inputs(device)
+    x = x.detach().bfloat16().requires_grad_()
+    dy = torch.randn_like(x)
+
+    def run():
+        y = F.rms_norm(x, (32,), weight)
+        return (y, *torch.autograd.grad(y, (x, weight), dy))
+
+    expected = run()
     with override():
-        actual = torch._fused_rms_norm(x, (32,), weight.to(x.dtype), 1e-5)
-        assert calls() == 1
+        actual = run()
+    assert calls() == 1
     for a, e in zip(actual, expected, strict=True):
-        assert torch.equal(a, e)
+        assert a.dtype == e.dtype
+        close(a, e, torch.bfloat16)
 
 
-def test_rms_norm_gets_along_with_another_override():
-    """What another library registered is there again, whichever override ends first."""
-    key, x = "CPU", torch.ones(2, 8)
+def test_the_later_of_two_overrides_counts():
+    """What another library registers later is in force until it goes."""
+    x = torch.randn(2, 8)
+    expected = F.layer_norm(x, (8,))
 
-    def other(input, normalized_shape, weight, eps):
-        return torch.full_like(input, 7.0), torch.zeros(2, 1)
+    def norm():
+        return torch.native_layer_norm(x, (8,), None, None, 1e-5)[0]
+
+    def other(input, normalized_shape, weight, bias, eps):
+        return torch.full_like(input, 7.0), torch.zeros(2, 1), torch.zeros(2, 1)
 
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_fused_rms_norm", other, key, allow_override=True)
-    assert rms_norm(x, (8,)).eq(7).all()
-    with _override(key):
-        close(rms_norm(x, (8,)), x)
-    assert rms_norm(x, (8,)).eq(7).all()
-    with _override(key):
+    library.impl("native_layer_norm", other, "CPU", allow_override=True)
+    with _override("CPU"):
+        assert norm().eq(7).all()
         library._destroy()
-        close(rms_norm(x, (8,)), x)
-    close(rms_norm(x, (8,)), x)
+        close(norm(), expected)
+    close(norm(), expected)
 
 
 @pytest.mark.gpu

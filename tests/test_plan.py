@@ -19,8 +19,8 @@ from golden_plans import DEVICES, plan
 import fused_layernorm  # noqa: F401  (registers the operators)
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-FORWARD = ("warp", "thread", "spread", "block", "split", "resident", "stream")
-BACKWARD = ("warp", "thread", "few_rows", "block", "split", "stream")
+FORWARD = ("warp", "spread", "block", "split", "resident", "stream")
+BACKWARD = ("warp", "few_rows", "block", "split", "stream")
 # The types of x, weight and y that have kernels (dy is of y's type).
 TYPES = [
     *((dtype, dtype, dtype) for dtype in (F32, F16, BF16, F64)),
@@ -105,22 +105,6 @@ def check_forward(p, rows, cols, problem, chip):
     width = 16 // problem["dtype"].itemsize
     vectors = -(-cols // width)
     strategy = p["strategy"]
-    if strategy == "thread":
-        assert cols % unit(problem) != 0
-        assert not problem["residual"]
-        assert p["blocks"] * p["threads"] >= rows
-        assert p["lanes"] * (p["vecs"] - 1) < vectors <= p["lanes"] * p["vecs"]
-        x_bytes = p["threads"] * cols * problem["dtype"].itemsize
-        y_bytes = p["threads"] * cols * problem["y_dtype"].itemsize
-        assert p["direct"] == (cols <= 3)
-        if p["direct"]:
-            assert p["y_offset"] == p["shared_bytes"] == 0
-        elif x_bytes == y_bytes:
-            assert p["y_offset"] == 0
-            assert p["shared_bytes"] >= x_bytes + 20
-        else:
-            assert p["y_offset"] >= x_bytes + 20
-            assert p["shared_bytes"] >= p["y_offset"] + y_bytes
     if strategy == "warp":
         assert p["lanes"] in (1, 2, 4, 8, 16, 32)
         assert p["blocks"] * (p["threads"] // p["lanes"]) >= rows
@@ -134,27 +118,20 @@ def check_forward(p, rows, cols, problem, chip):
         assert p["lanes"] in (1, 2, 4, 8, 16, 32)
         vecs = p["thread_vecs"] * p["warps"]
         assert p["lanes"] * (vecs - 1) < vectors <= p["lanes"] * vecs
-        # One or two whole vectors stay with their lane, where four warps are a block.
-        stays = p["moves"] == "vectors" and vecs <= 2 and p["lanes"] < 32
+        # One or two vectors stay with a lane of 8 or 16, where four warps are a block.
+        stays = vecs <= 2 and p["lanes"] < 32
+        assert not stays or p["lanes"] in (8, 16)
         assert (p["thread_vecs"], p["warps"]) == ((vecs, 1) if stays else (1, vecs))
         assert p["threads"] == (128 if stays else 32 * vecs)
         assert p["blocks"] == -(-rows // ((4 if stays else 1) * 32 // p["lanes"]))
-        assert vecs > 1 or p["moves"] != "elements"
+        assert problem["aligned"]
     if strategy in ("warp", "spread", "block"):
-        floats = {problem["dtype"], problem["weight_dtype"], problem["y_dtype"]} == {F32}
-        ragged = cols % unit(problem) != 0
-        if floats and ragged and 48 < cols <= 12_288 and not problem["has_epilogue"]:
-            assert p["moves"] == "elements"
-        else:
-            other = "singly" if strategy == "spread" else "shifted"
-            assert p["moves"] == ("vectors" if problem["aligned"] else other)
-        if strategy == "warp":
-            assert p["early"] == (p["moves"] == "shifted" and rows <= 4096)
+        assert p.get("moves", "vectors") == ("vectors" if problem["aligned"] else "shifted")
         if strategy == "block":
             # Loads of weight and bias with the row leave registers for 512 threads.
             all_at_once = rows <= chip["sms"] * (512 // held)
             may_be_early = one_type(problem) and bare(problem) and p["vecs"] <= 5
-            assert p["early"] == (may_be_early and all_at_once)
+            assert p["early"] == (may_be_early and problem["aligned"] and all_at_once)
         assert p["shared_bytes"] == p["workspace_bytes"] == 0
     if strategy in ("warp", "block"):
         # The row fits, and a thread lacks at most the last of its vectors.
@@ -190,26 +167,11 @@ def check_backward(p, rows, cols, problem, _chip):
         assert p["lanes"] in (1, 2, 4, 8, 16, 32)
         assert vectors <= p["lanes"] * p["vecs"]
         assert p["shared_bytes"] >= 2 * cols * max(4, x_size)
-    if strategy == "thread":
-        assert cols <= 4 * p["lanes"] <= 64
-        assert not problem["residual"]
-        assert not problem["has_epilogue"]
-        assert p["dy_offset"] >= p["threads"] * cols * x_size + 20
-        assert p["shared_bytes"] >= p["dy_offset"] + p["threads"] * cols * y_size + 20
     if strategy == "few_rows":
         assert vectors <= p["team_threads"] * p["vecs"]
         assert p["teams"] * p["team_threads"] == p["threads"] <= 512
         assert p["by_lanes"] or p["teams"] <= 15  # each has a hardware barrier
-        assert p["sharers"] in (1, 4)
-        assert p["teams"] % p["sharers"] == 0
-        rows_at_once = p["teams"] // p["sharers"]
-        if p["sharers"] > 1:
-            assert width == 1
-            assert one_type(problem)
-            assert bare(problem)
-            assert p["team_threads"] % 32 == 0
-            assert p["shared_bytes"] >= rows_at_once * p["team_threads"] * p["vecs"] * 8
-        assert (p["blocks"] - p["column_blocks"]) * rows_at_once >= rows
+        assert (p["blocks"] - p["column_blocks"]) * p["teams"] >= rows
         assert (p["column_blocks"] > 0) == problem["needs_dparams"]
         if problem["needs_dparams"]:
             # Every column belongs to one block on columns, and no such block is empty.
@@ -646,7 +608,7 @@ def test_the_whole_problem_has_defaults():
     assert plan(64, 768) == json.loads(torch.ops.fused_layernorm._plan(64, 768, F32))
     whole = {"weight_dtype": F32, "y_dtype": F32, "aligned": True, "residual": False}
     assert plan(64, 768, has_epilogue=False, needs_dparams=True, **whole) == plan(64, 768)
-    assert plan(64, 767)["moves"] == "elements"
+    assert plan(64, 767)["moves"] == "shifted"
     assert plan(64, 764, y_dtype=F32)["moves"] == "vectors"
     assert plan(64, 764, y_dtype=BF16)["moves"] == "shifted"
 
@@ -696,17 +658,14 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     slices = {"blocks_per_row", "slice_cols"}
     persistent = {"width", "vecs", "team_threads", "teams", "stage_cols", "bulk", "stages"}
     persistent |= {"stays_in_l2"}
-    assert set(plan(MANY, 64)) == launch | {"vecs", "lanes", "moves", "early"}
-    assert set(plan(9, 512)) == launch | {"lanes", "warps", "thread_vecs", "moves"}
+    assert set(plan(MANY, 64)) == launch | {"vecs", "lanes", "moves"}
+    assert set(plan(9, 512)) == launch | {"lanes", "warps", "thread_vecs"}
     assert set(plan(9, 4096)) == launch | {"vecs", "moves", "early"}
     assert set(plan(9, 65536)) == launch | slices | {"team_threads", "stages", "lag"}
-    assert set(plan(MANY, 37)) == launch | {"vecs", "lanes", "y_offset", "direct"}
-    threads = {"width", "vecs", "lanes", "dy_offset"}
-    assert set(plan(10 * MANY, 37, backward=True)) == launch | partials | threads
     assert set(plan(9, 20_000)) == launch | slices | {"bias_cols"}
     assert set(plan(9, 2**24)) == launch | slices | {"width", "totals_offset"}
     teams = {"width", "vecs", "team_threads", "teams", "by_lanes"}
-    assert set(plan(9, 64, backward=True)) == launch | teams | {"sharers", "column_blocks"}
+    assert set(plan(9, 64, backward=True)) == launch | teams | {"column_blocks"}
     lanes = {"width", "vecs", "lanes", "chain_rows", "second_sums_offset"}
     assert set(plan(MANY, 64, backward=True)) == launch | partials | lanes
     assert set(plan(MANY, 4096, backward=True)) == launch | partials | persistent
@@ -766,8 +725,6 @@ def test_what_the_ladder_plans_can_be_forced(backward):
             parts = {"strategy": p["strategy"], **{key: p[key] for key in keys if p.get(key)}}
             if p["strategy"] == "stream":
                 del parts["blocks_per_row"]  # the number of chunks is fixed
-            if p.get("sharers", 1) > 1:
-                del parts["teams"]  # forced teams do not share a row
             if p["strategy"] == "split" and not backward and p["blocks_per_row"] == 1:
                 assert "lag" not in parts
             if "bulk" in p:
@@ -802,9 +759,6 @@ def test_what_the_ladder_plans_can_be_forced(backward):
         ("strategy=resident blocks_per_row=3", (9, 65_536, HALF), {"slice_cols": 21_848}),
         ("strategy=stream", (9, 64, HALF), {"strategy": "stream", "blocks_per_row": 1}),
         ("vecs=8", (MANY, 64, {**ANYWHERE, "backward": True}), {"strategy": "warp", "lanes": 8}),
-        ("strategy=thread", (9, 37, {}), {"strategy": "thread", "lanes": 16, "vecs": 1}),
-        ("strategy=thread", (9, 37, HALF), {"strategy": "thread", "lanes": 2, "vecs": 3}),
-        ("strategy=thread", (9, 37, {**ANYWHERE, "backward": True}), {"lanes": 16}),
         ("vecs=8", (MANY, 4096, {"backward": True}), {"vecs": 8, "team_threads": 128}),
         ("teams=3", (MANY, 1024, {"backward": True}), {"teams": 3, "threads": 192}),
         ("teams=2", (MANY, 4096, {"backward": True, **HALF}), {"teams": 2}),
@@ -853,14 +807,6 @@ def test_what_is_forced_is_planned(options, problem, expected):
         ("strategy=resident", (9, 65_536, {"device": "A100"})),
         ("strategy=resident", (9, 65_537, ANYWHERE)),
         ("strategy=split", (9, 65_536, ANYWHERE)),
-        ("strategy=thread", (9, 36, {})),
-        ("strategy=thread", (9, 37, RESIDUAL)),
-        ("strategy=thread", (9, 37, EPILOGUE)),
-        ("strategy=thread", (9, 37, {"dtype": F64})),
-        ("strategy=thread", (9, 49, {})),
-        ("strategy=thread", (9, 65, HALF)),
-        ("strategy=thread", (9, 65, {**ANYWHERE, "backward": True})),
-        ("strategy=thread", (9, 64, {"backward": True})),
         ("strategy=split", (9, 65_536, {"dtype": F64})),
         ("strategy=split", (9, 65_536, RESIDUAL)),
         ("strategy=split", (9, 65_536, {"device": "A100"})),
@@ -875,6 +821,8 @@ def test_what_is_forced_is_planned(options, problem, expected):
         ("strategy=few_rows", (9, 8200, {**HALF, **RESIDUAL, "backward": True})),
         ("strategy=few_rows", (9, 16_392, {**HALF, "backward": True})),
         ("strategy=few_rows", (9, 4098, {"dtype": F64, "backward": True})),
+        ("strategy=spread", (9, 64, ANYWHERE)),
+        ("strategy=spread", (9, 32, {})),
         # Shared memory or threads do not suffice.
         ("strategy=split stages=8 blocks_per_row=4", (9, 65_536, HALF)),
         ("strategy=block stages=8", (MANY, 8192, {"backward": True})),
@@ -936,8 +884,8 @@ def test_a_refusal_names_what_was_forced_and_the_problem():
     [
         (
             "strategy=fast",
-            "no strategy is called 'fast': expected warp, thread, spread, block, split, resident, "
-            "stream, few_rows, group or rows",
+            "no strategy is called 'fast': expected warp, spread, block, split, resident, stream, "
+            "few_rows, group or rows",
         ),
         (
             "threads=128",

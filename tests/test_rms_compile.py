@@ -11,11 +11,22 @@ import libraries
 import pytest
 import torch
 import torch.nn.functional as F
-from captured import B, D, S, assert_same, operators_of, outputs_and_gradients, run, tensors
+from captured import (
+    B,
+    D,
+    S,
+    assert_same,
+    llama,
+    model,
+    operators_of,
+    outputs_and_gradients,
+    run,
+    tensors,
+)
+from tiny_transformers import decoder
 
 import fused_layernorm
-from fused_layernorm.compile import graph_pass, rules
-from fused_layernorm.compile.rules import Choice, Kind, Problem, choose
+from fused_layernorm.compile import rotations, rules
 from fused_layernorm.ops.operators import ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -47,29 +58,41 @@ def options_of(graph_module):
 
 # ---- Ways to write an RMSNorm ------------------------------------------------------------------
 
-
-def _functional(t):
-    return F.rms_norm(t["x"], (D,), t["weight"], EPS)
-
-
-def _default_eps(t):
-    return F.rms_norm(t["x"], [D], weight=t["weight"])
-
-
-def _of_torch(t):
-    return torch.rms_norm(t["x"], (D,), t["weight"], EPS)
-
-
-def _of_aten(t):
-    return torch.ops.aten.rms_norm.default(t["x"], [D], t["weight"], EPS)
-
-
-def _fused(t):
-    return torch.ops.aten._fused_rms_norm.default(t["x"], [D], t["weight"], EPS)[0]
-
-
-def _float32_detour(t):
-    return F.rms_norm(t["x"].float(), (D,), t["weight"].float(), EPS).to(t["x"].dtype)
+WIDE, ROOT = "y = x.float(); ", "torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)"
+WEIGHTLESS = "y = x.float(); z = (y * torch.rsqrt(y.square().mean(-1, True) + 1e-6)).type_as(x); "
+# transformers' T5LayerNorm and diffusers' RMSNorm: x itself is not widened.
+T5 = (
+    "v = x.to(torch.float32).pow(2).mean(-1, keepdim=True); z = x * torch.rsqrt(v + 1e-6); "
+    "z = z.to(weight.dtype) if weight.dtype in (torch.float16, torch.bfloat16) else z; "
+)
+# By form: (the offset of the weight, whether half precision is rounded before the weight).
+PLAIN, ROUNDED, OFFSET = (0.0, False), (0.0, True), (1.0, False)
+WAYS = {
+    "F.rms_norm(x, (D,), weight, 1e-6)": PLAIN,
+    "F.rms_norm(x, [D], weight=weight)": PLAIN,
+    "torch.rms_norm(x, (D,), weight, 1e-6)": PLAIN,
+    "torch.ops.aten.rms_norm.default(x, [D], weight, 1e-6)": PLAIN,
+    "torch.ops.aten._fused_rms_norm.default(x, [D], weight, 1e-6)[0]": PLAIN,
+    "F.rms_norm(x.float(), (D,), weight.float(), 1e-6).to(x.dtype)": PLAIN,
+    WIDE + f"(y * {ROOT}).type_as(x) * weight": ROUNDED,  # Llama 4
+    WIDE + f"(weight * (y * {ROOT})).to(x.dtype)": PLAIN,  # OLMo
+    WIDE + f"(weight.to(torch.float32) * (y * {ROOT})).to(x.dtype)": PLAIN,  # Nemotron
+    WIDE + f"(y * {ROOT} * (1.0 + weight.float())).type_as(x)": OFFSET,  # Gemma
+    WIDE + "z = y * torch.pow(y.pow(2).mean(-1, keepdim=True) + 1e-6, -0.5); "
+    "(z * weight.float()).type_as(x)": PLAIN,  # Gemma 4
+    WIDE + "r = torch.rsqrt(torch.mean(y**2, dim=-1, keepdim=True) + 1e-6); "
+    "(y * r * (weight.float() + 1)).to(x.dtype)": OFFSET,  # Qwen-Image
+    T5 + "weight * z": ROUNDED,
+    T5 + "weight * z + bias": ROUNDED,
+    WEIGHTLESS + "z": PLAIN,
+    WIDE + "z = y / torch.sqrt(1e-6 + (y * y).mean((-1,), True)); "
+    "(z * weight + bias).to(x.dtype)": PLAIN,
+    WIDE + "r = torch.rsqrt(y.pow(2).mean((-2, -1), keepdim=True) + 1e-6); (y * r).to(x.dtype)":
+    PLAIN,
+    "F.rms_norm(x, (D,), None, 1e-6) * weight": ROUNDED,
+    # 1 + weight in float32, times the norm that was rounded.
+    WEIGHTLESS + "z * (1 + weight.float())": (1.0, True),
+}  # fmt: skip
 
 
 def _of_this_package(t):
@@ -83,139 +106,45 @@ def _of_this_package_with_all(t):
 
 
 def _llama(t):
-    hidden_states = t["x"]
-    input_dtype = hidden_states.dtype
-    hidden_states = hidden_states.to(torch.float32)
-    variance = hidden_states.pow(2).mean(-1, keepdim=True)
-    hidden_states = hidden_states * torch.rsqrt(variance + EPS)
-    return t["weight"] * hidden_states.to(input_dtype)
+    return llama(t["x"], t["weight"])
 
 
-def _llama4(t):
-    x = t["x"].float()
-    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)).type_as(t["x"]) * t["weight"]
-
-
-def _olmo(t):
-    x = t["x"].to(torch.float32)
-    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-    return (t["weight"] * x).to(t["x"].dtype)
-
-
-def _nemotron(t):
-    x = t["x"].to(torch.float32)
-    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-    return (t["weight"].to(torch.float32) * x).to(t["x"].dtype)
-
-
-def _gemma(t):
-    x = t["x"].float()
-    output = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-    return (output * (1.0 + t["weight"].float())).type_as(t["x"])
-
-
-def _gemma4(t):
-    x = t["x"].float()
-    output = x * torch.pow(x.pow(2).mean(-1, keepdim=True) + EPS, -0.5)
-    return (output * t["weight"].float()).type_as(t["x"])
-
-
-def _qwen_image(t):
-    x = t["x"].float()
-    rrms = torch.rsqrt(torch.mean(x**2, dim=-1, keepdim=True) + EPS)
-    return (x * rrms * (t["weight"].float() + 1)).to(t["x"].dtype)
-
-
-def _t5(t):
-    """transformers' T5LayerNorm and diffusers' RMSNorm: x itself is not widened."""
-    x, weight = t["x"], t["weight"]
-    variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
-    x = x * torch.rsqrt(variance + EPS)
-    if weight.dtype in (torch.float16, torch.bfloat16):
-        x = x.to(weight.dtype)
-    return weight * x
-
-
-def _diffusers_with_bias(t):
-    return _t5(t) + t["bias"]
-
-
-def _weightless(t):
-    x = t["x"].float()
-    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)).type_as(t["x"])
-
-
-def _product_and_root(t):
-    x = t["x"].float()
-    y = x / torch.sqrt(EPS + (x * x).mean((-1,), True))
-    return (y * t["weight"] + t["bias"]).to(t["x"].dtype)
-
-
-def _two_dimensions(t):
-    x = t["x"].float()
-    return (x * torch.rsqrt(x.pow(2).mean((-2, -1), keepdim=True) + EPS)).to(t["x"].dtype)
-
-
-def _weight_behind(t):
-    return F.rms_norm(t["x"], (D,), None, EPS) * t["weight"]
-
-
-def _offset_after_rounding(t):
-    """1 + weight in float32, times the norm that was rounded."""
-    return _weightless(t) * (1 + t["weight"].float())
-
-
-# By form: (the offset of the weight, whether half precision is rounded before the weight).
-PLAIN, ROUNDED, OFFSET = (0.0, False), (0.0, True), (1.0, False)
-WAYS = {
-    _functional: PLAIN,
-    _default_eps: PLAIN,
-    _of_torch: PLAIN,
-    _of_aten: PLAIN,
-    _fused: PLAIN,
-    _float32_detour: PLAIN,
-    _of_this_package: PLAIN,
-    _of_this_package_with_all: (0.5, True),
-    _llama: ROUNDED,
-    _llama4: ROUNDED,
-    _olmo: PLAIN,
-    _nemotron: PLAIN,
-    _gemma: OFFSET,
-    _gemma4: PLAIN,
-    _qwen_image: OFFSET,
-    _t5: ROUNDED,
-    _diffusers_with_bias: ROUNDED,
-    _weightless: PLAIN,
-    _product_and_root: PLAIN,
-    _two_dimensions: PLAIN,
-    _weight_behind: ROUNDED,
-    _offset_after_rounding: (1.0, True),
-}
+FUNCTIONS = {_of_this_package: PLAIN, _of_this_package_with_all: (0.5, True), _llama: ROUNDED}
 
 
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, F16)])
-@pytest.mark.parametrize("function", WAYS)
-def test_ways_to_write_it(device, function, dtypes):
-    if function is _fused and device == "cuda" and dtypes[0] is not dtypes[1]:
+@pytest.mark.parametrize("way", [*WAYS, *FUNCTIONS])
+def test_ways_to_write_it(device, way, dtypes):
+    if "_fused_rms_norm" in str(way) and device == "cuda" and dtypes[0] is not dtypes[1]:
         pytest.skip("PyTorch's CUDA kernel takes one dtype")
     t = tensors(dtypes[0], None, device, dtypes[1])
-    rows, graphs = assert_same(function, t)
+    rows, graphs = assert_same(model(way) if way in WAYS else way, t)
     assert [(row.operator, row.statistic) for row in rows] == [("layer_norm", "rms")]
     assert len(calls_of(graphs[0])) == 1  # no cast and no affine step remains
     options = options_of(graphs[0])
-    offset, rounds = WAYS[function]
-    if function in (_t5, _diffusers_with_bias):
+    offset, rounds = (WAYS | FUNCTIONS)[way]
+    if str(way).startswith(T5):
         rounds = dtypes[1] is not F32
-    rounds = rounds and dtypes[0] is not F32
-    if function is not _of_this_package_with_all:
-        assert options.round_before_weight == rounds
+    if way is not _of_this_package_with_all:
+        assert options.round_before_weight == (rounds and dtypes[0] is not F32)
     assert (options.statistic, options.weight_offset) == ("rms", offset)
-    assert options.normalized_ndim == (2 if function is _two_dimensions else 1)
+    assert options.normalized_ndim == (2 if "(-2, -1)" in str(way) else 1)
 
 
-@pytest.mark.parametrize("function", [_llama, _llama4, _olmo, _gemma, _t5, _functional])
-def test_the_order_of_rounding_is_kept(device, function):
+@pytest.mark.parametrize(
+    "way",
+    [
+        _llama,
+        *[
+            way
+            for way in WAYS
+            if ROOT in way or way in (T5 + "weight * z", "F.rms_norm(x, (D,), weight, 1e-6)")
+        ],
+    ],
+)
+def test_the_order_of_rounding_is_kept(device, way):
     """Another order of rounding would change a quarter of the elements by one unit."""
+    function = model(way) if way in WAYS else way
     t = {name: tensor.detach() for name, tensor in tensors(BF16, device=device).items()}
     t["x"] = torch.randn(64, D * D, device=device).bfloat16().view(64, D, D)
     result, _, _ = run(function, t)
@@ -267,31 +196,22 @@ def test_classes_of_transformers(folder, name):
 MODELS = {  # how many norms a model of two layers has
     "Llama": 5,
     "Qwen3": 9,  # with those of queries and keys
-    "Gemma3Text": 13,
+    "Gemma3": 13,
     "Olmo2": 9,
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_of_transformers(device, name):
-    """Every norm of a decoder is replaced, and the numbers are those of eager mode."""
-    transformers = libraries.get("transformers")
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        pad_token_id=0,
-        attn_implementation="eager",
+def test_models_of_transformers(device, name, monkeypatch):
+    """Every norm of a decoder is replaced, and the numbers are those of eager mode.
+
+    Rotations, which round less than eager mode, are left (tests/test_compile_rotations.py).
+    """
+    monkeypatch.setattr(rotations, "find", lambda node: None)
+    model, inputs = decoder(
+        name, "Gemma3TextConfig" if name == "Gemma3" else None, attn_implementation="eager"
     )
-    model = transformers.AutoModel.from_config(config).to(device, torch.bfloat16).eval()
-    for parameter_name, parameter in model.named_parameters():
-        if "norm" in parameter_name:
-            torch.nn.init.normal_(parameter, 1.0, 0.1)
-    tokens = torch.randint(1, 64, (2, 7), device=device)
+    model, tokens = model.to(device, torch.bfloat16).eval(), inputs["input_ids"].to(device)
 
     def function():
         return model(tokens, use_cache=False)[0]
@@ -312,20 +232,15 @@ def test_models_of_transformers(device, name):
 # ---- Where a part of it is left ----------------------------------------------------------------
 
 
-def _sum_in_half(t):
-    """1 + weight is rounded, so the sum itself is the weight."""
-    x = t["x"].float()
-    y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-    return (y * (1.0 + t["weight"]).float()).type_as(t["x"])
-
-
-def _sum_rounded(t):
-    return _weightless(t) * (1.0 + t["weight"].float()).to(t["x"].dtype)
-
-
-@pytest.mark.parametrize(("function", "rounds"), [(_sum_in_half, False), (_sum_rounded, True)])
-def test_offset_in_half_precision(device, function, rounds):
-    rows, graphs = assert_same(function, tensors(BF16, device=device))
+@pytest.mark.parametrize(
+    ("text", "rounds"),
+    [  # 1 + weight is rounded, so the sum itself is the weight.
+        (WIDE + f"(y * {ROOT} * (1.0 + weight).float()).type_as(x)", False),
+        (WEIGHTLESS + "z * (1.0 + weight.float()).to(x.dtype)", True),
+    ],
+)
+def test_offset_in_half_precision(device, text, rounds):
+    rows, graphs = assert_same(model(text), tensors(BF16, device=device))
     assert [row.operator for row in rows] == ["layer_norm"]
     options = options_of(graphs[0])
     assert (options.weight_offset, options.round_before_weight) == (0.0, rounds)
@@ -333,7 +248,8 @@ def test_offset_in_half_precision(device, function, rounds):
 
 def test_rounding_to_another_dtype(device):
     """T5's class with a bfloat16 weight rounds float32 rows to bfloat16: the product is left."""
-    rows, graphs = assert_same(_t5, tensors(F32, device=device, parameter_dtype=BF16))
+    t = tensors(F32, device=device, parameter_dtype=BF16)
+    rows, graphs = assert_same(model(T5 + "weight * z"), t)
     assert [row.operator for row in rows] == ["layer_norm"]
     assert "rounded to bfloat16" in rows[0].notes[0] or "one dtype" in rows[0].notes[0]
     assert options_of(graphs[0]).round_before_weight is False
@@ -359,101 +275,19 @@ def test_rounding_between_float32_and_float32():
 # ---- What surrounds it -------------------------------------------------------------------------
 
 
-def _llama_of(x, t):
-    return _llama({**t, "x": x})
-
-
-def _chunks(t):
-    return t["mod"].unsqueeze(1).chunk(6, dim=-1)
-
-
-def _residual(t):
-    h = t["residual"] + t["x"]
-    return _llama_of(h, t), h
-
-
-def _residual_of_gemma(t):
-    h = t["x"] + t["residual"]
-    return _gemma({**t, "x": h}), h
-
-
-def _residual_of_call(t):
-    h = t["x"] + t["residual"]
-    return F.rms_norm(h, (D,), t["weight"], EPS), h
-
-
-def _gated(t):
-    h = t["residual"] + _chunks(t)[2] * t["x"]
-    return _llama_of(h, t), h
-
-
-def _modulated(t):
-    shift, scale = _chunks(t)[:2]
-    return _weightless(t) * (1 + scale) + shift
-
-
-def _modulated_with_weight(t):
-    return _llama(t) * (1 + _chunks(t)[1])
-
-
-def _modulated_call(t):
-    shift, scale = _chunks(t)[:2]
-    return F.rms_norm(t["x"], (D,), t["weight"], EPS) * (1 + scale) + shift
-
-
-def _gated_and_modulated(t):
-    shift, scale, gate = _chunks(t)[:3]
-    h = t["residual"] + gate * t["x"]
-    return _olmo({**t, "x": h}) * (1 + scale) + shift, h
-
-
-def _silu(t):
-    return F.silu(_llama(t))
-
-
-def _gelu_of_gemma(t):
-    return F.gelu(_gemma(t), approximate="tanh") * 0.5
-
-
-MODULATED = ["scale", "shift"]
-SURROUNDINGS = {
-    _residual: ("add_layer_norm", ["residual"]),
-    _residual_of_gemma: ("add_layer_norm", ["residual"]),
-    _residual_of_call: ("add_layer_norm", ["residual"]),
-    _gated: ("add_ada_layer_norm", ["residual", "gate"]),
-    _modulated: ("ada_layer_norm", MODULATED),
-    _modulated_with_weight: ("ada_layer_norm", ["scale"]),
-    _modulated_call: ("ada_layer_norm", MODULATED),
-    _gated_and_modulated: ("add_ada_layer_norm", ["residual", "gate", *MODULATED]),
-    _silu: ("layer_norm", ["activation"]),
-    _gelu_of_gemma: ("layer_norm", ["activation", "factor"]),
-}
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("function", SURROUNDINGS)
-def test_surroundings(device, function, dtype):
-    rows, graphs = assert_same(function, tensors(dtype, device=device))
-    operator, fused = SURROUNDINGS[function]
-    assert [(row.operator, row.statistic) for row in rows] == [(operator, "rms")]
-    assert rows[0].fused == fused
-    assert operators_of(graphs[0]) == [operator]
-
-
 def test_float32_stream(device):
     """A half-precision branch is added to a float32 stream, which is not rounded before weight."""
-
-    def function(t):
-        h = t["x"].bfloat16() + t["residual"]
-        return _llama_of(h, t), h
-
+    function = model("h = x.bfloat16() + residual; norm(h, weight), h", llama)
     rows, graphs = assert_same(function, tensors(device=device))
     assert rows[0].fused == ["residual"]
     assert options_of(graphs[0]).round_before_weight is False
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("normalize", [_llama, _gemma, _t5])
+@pytest.mark.parametrize(
+    "normalize",
+    [_llama, *(model(way) for way in WAYS if WAYS[way] == OFFSET or way == T5 + "weight * z")],
+)
 def test_heads_in_the_order_of_attention(device, normalize, dynamic):
     """Queries are normalized as a view (B, H, S, D), whose strides the result keeps."""
 
@@ -472,12 +306,10 @@ def test_heads_in_the_order_of_attention(device, normalize, dynamic):
 
 
 def test_two_norms_of_one_stream(device):
-    def function(t):
-        h = t["residual"] + t["x"]
-        first = _llama_of(h, t)
-        h = h + torch.tanh(first)
-        return _gemma({**t, "x": h}), F.layer_norm(h, (D,)), h
-
+    function = model(
+        "h = residual + x; h = h + torch.tanh(norm(h, weight)); y = h.float(); "
+        f"(y * {ROOT} * (1.0 + weight.float())).type_as(h), F.layer_norm(h, (D,)), h", llama,
+    )  # fmt: skip
     rows, _ = assert_same(function, tensors(BF16, device=device))
     assert [row.operator for row in rows] == ["add_layer_norm", "add_layer_norm", "layer_norm"]
     assert [row.statistic for row in rows] == ["rms", "rms", "layer"]
@@ -486,91 +318,26 @@ def test_two_norms_of_one_stream(device):
 # ---- Near misses -------------------------------------------------------------------------------
 
 
-def _sum_for_mean(t):
-    x = t["x"]
-    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + EPS)
-
-
-def _eps_a_tensor(t):
-    x = t["x"]
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + t["bias"].square().sum())
-
-
-def _another_x_in_the_root(t):
-    x = t["x"]
-    return x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + EPS)
-
-
-def _more_in_the_root(t):
-    x = t["x"]
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS + 1)
-
-
-def _cubes(t):
-    x = t["x"].abs() + 1
-    return x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + EPS)
-
-
-def _product_of_two(t):
-    x = t["x"]
-    mean = (x * t["residual"]).mean(-1, keepdim=True)
-    return x * torch.rsqrt(mean.abs() + EPS)
-
-
-def _another_factor(t):
-    return t["residual"] * torch.rsqrt(t["x"].pow(2).mean(-1, keepdim=True) + EPS)
-
-
-def _divided_by_rsqrt(t):
-    x = t["x"]
-    return x / torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-
-
-def _eps_outside(t):
-    x = t["x"]
-    return x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + EPS)
-
-
-def _squares_in_half(t):
-    x = t["x"]
-    return x * torch.rsqrt(x.bfloat16().pow(2).mean(-1, keepdim=True) + EPS)
-
-
-def _mean_of_all(t):
-    x = t["x"]
-    return x * torch.rsqrt(x.pow(2).mean() + EPS)
-
-
 @pytest.mark.parametrize(
-    "function",
+    "text",
     [
-        _sum_for_mean,
-        _eps_a_tensor,
-        _another_x_in_the_root,
-        _more_in_the_root,
-        _cubes,
-        _product_of_two,
-        _another_factor,
-        _divided_by_rsqrt,
-        _eps_outside,
-        _squares_in_half,
-        _mean_of_all,
+        "x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)",
+        "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + bias.square().sum())",
+        "x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-6)",
+        "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6 + 1)",
+        "y = x.abs() + 1; y * torch.rsqrt(y.pow(3).mean(-1, keepdim=True) + 1e-6)",
+        "x * torch.rsqrt((x * residual).mean(-1, keepdim=True).abs() + 1e-6)",
+        "residual * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)",
+        "x / torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)",
+        "x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + 1e-6)",
+        "x * torch.rsqrt(x.bfloat16().pow(2).mean(-1, keepdim=True) + 1e-6)",
+        "x * torch.rsqrt(x.pow(2).mean() + 1e-6)",
     ],
 )
-def test_what_is_no_rms_norm(function):
-    rows, graphs = assert_same(function, tensors())
+def test_what_is_no_rms_norm(text):
+    rows, graphs = assert_same(model(text), tensors())
     assert rows == []
     assert operators_of(graphs[0]) == []
-
-
-def test_over_channels():
-    def function(t):
-        x = t["x"]
-        return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + EPS)
-
-    rows, graphs = assert_same(function, tensors())
-    assert operators_of(graphs[0]) == []
-    assert rows[0].notes == ["it normalizes over dimensions [1], which are not the last"]
 
 
 @pytest.mark.parametrize("shape", [(S, D), (1,), (S, 1), (1, 1, D)])
@@ -590,47 +357,22 @@ def test_weights_of_other_shapes(shape):
 
 
 def test_two_plus_weight():
-    def function(t):
-        return _weightless(t) * (2 + t["weight"])
-
-    _, graphs = assert_same(function, tensors())
+    _, graphs = assert_same(model(WEIGHTLESS + "z * (2 + weight)"), tensors())
     assert options_of(graphs[0]).weight_offset == 0.0
 
 
 def test_used_before_the_weight():
     """xhat is used beside the product, which is left."""
-
-    def function(t):
-        y = _weightless(t)
-        return y * t["weight"], y
-
-    rows, graphs = assert_same(function, tensors())
+    rows, graphs = assert_same(model(WEIGHTLESS + "z * weight, z"), tensors())
     assert rows[0].fused == []
     assert len(calls_of(graphs[0])) == 2
 
 
 def test_statistics_that_are_used():
-    def function(t):
-        return torch.ops.aten._fused_rms_norm.default(t["x"], [D], t["weight"], EPS)
-
+    function = model("torch.ops.aten._fused_rms_norm.default(x, [D], weight, 1e-6)")
     rows, graphs = assert_same(function, tensors())
     assert operators_of(graphs[0]) == []
     assert "statistics" in rows[0].notes[0]
-
-
-def test_writes_in_between():
-    def function(t):
-        x = t["x"] * 1.5
-        y = _llama_of(x, t)
-        x.mul_(2)
-        return y, x
-
-    t = {name: tensor.detach() for name, tensor in tensors(BF16).items()}
-    result, rows, graphs = run(function, t)
-    for one, other in zip(result, function(t), strict=True):
-        torch.testing.assert_close(one, other)
-    assert operators_of(graphs[0]) == []
-    assert rows[0].notes == ["mul_ writes into what backward reads"]
 
 
 def test_autocast(device):
@@ -640,7 +382,7 @@ def test_autocast(device):
         with torch.autocast(device, BF16):
             branch = F.linear(t["x"], t["weight"].expand(D, D))
             h = t["residual"] + branch
-            return _llama_of(h, t), _llama_of(branch, t), h
+            return llama(h, t["weight"]), llama(branch, t["weight"]), h
 
     t = {name: tensor.detach() for name, tensor in tensors(device=device).items()}
     result, rows, _ = run(function, t)
@@ -653,28 +395,6 @@ def test_autocast(device):
 # ---- Dynamic shapes, exported programs, rules --------------------------------------------------
 
 
-def test_dynamic_shapes():
-    """One graph serves every size of the batch; its norm is replaced without a guard."""
-    rows, graphs = [], []
-
-    def through_the_pass(graph_module, example_inputs):
-        rows.extend(graph_pass.run(graph_module, graph_pass.Settings(False)))
-        graphs.append(graph_module)
-        return graph_module.forward
-
-    compiled = torch.compile(
-        _residual_of_gemma, backend=through_the_pass, fullgraph=True, dynamic=True
-    )
-    for batch, length in ((2, 5), (3, 7)):
-        t = tensors()
-        for name in ("x", "residual"):
-            t[name] = torch.randn(batch, length, D).requires_grad_()
-        for one, other in zip(compiled(t), _residual_of_gemma(t), strict=True):
-            torch.testing.assert_close(one, other)
-    assert [row.operator for row in rows] == ["add_layer_norm"]
-    assert len(graphs) == 1
-
-
 class Exported(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -683,7 +403,7 @@ class Exported(torch.nn.Module):
 
     def forward(self, x, residual):
         h = x + residual
-        return _llama({"x": h, "weight": self.weight}), self.norm(x) * 2
+        return llama(h, self.weight), self.norm(x) * 2
 
 
 @pytest.mark.parametrize("decomposed", [False, True])
@@ -721,23 +441,13 @@ def test_decompositions():
         assert torch.equal(one, other)
 
 
+_residual = model("h = residual + x; norm(h, weight), h", llama)
+
+
 @pytest.mark.parametrize(
-    ("problem", "choice"),
-    [
-        (Problem(Kind.PLAIN, 4096, False, statistic="rms"), Choice.INDUCTOR),
-        (Problem(Kind.PLAIN, 4096, False), Choice.KERNEL),
-        (Problem(Kind.RESIDUAL, 2880, True, statistic="rms"), Choice.INDUCTOR),
-        (Problem(Kind.PLAIN, None, True, statistic="rms"), Choice.INDUCTOR),
-        (Problem(Kind.MODULATED, 4096, True, statistic="rms"), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 4096, True, with_inductor=False, statistic="rms"), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 4096, True, deterministic=True, statistic="rms"), Choice.KERNEL),
-    ],
-)
-def test_rules(problem, choice):
-    assert choose(problem).choice is choice
-
-
-@pytest.mark.parametrize("function", [_residual, _gemma, _functional])
+    "function", [_residual, model(WIDE + f"(y * {ROOT} * (1.0 + weight.float())).type_as(x)"),
+                 model("F.rms_norm(x, (D,), weight, 1e-6)")],
+)  # fmt: skip
 def test_forward_is_left_to_inductor(device, function):
     """The twin computes the same, and its backward pass is this package's."""
     t = tensors(BF16, device=device)

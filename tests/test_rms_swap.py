@@ -17,10 +17,10 @@ from typing import Any
 
 import libraries
 import pytest
+import tiny_transformers
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrize
 
 from fused_layernorm import (
     FusedLayerNorm,
@@ -63,39 +63,22 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama4": (T + "llama4.modeling_llama4", "Llama4TextRMSNorm", {}),
     "muse_spark": (T + "muse_spark.modeling_muse_spark", "MuseSparkTextCenteredRMSNorm", {}),
     "qwen4_exp": (T + "qwen4_exp.modeling_qwen4_exp", "Qwen4ExpTextRMSNorm", {}),
-    "qwen4_groups": (
-        T + "qwen4_exp.modeling_qwen4_exp",
-        "Qwen4ExpTextRMSNorm",
-        {"group_size": 32},
-    ),
+    "qwen4_groups": (T + "qwen4_exp.modeling_qwen4_exp", "Qwen4ExpTextRMSNorm", {"group_size": 32}),
     "cpmant": (T + "cpmant.modeling_cpmant", "CpmAntLayerNorm", {}),
     "imagegpt": (T + "imagegpt.modeling_imagegpt", "ImageGPTLayerNorm", {}),
     "diffusers": (D + "normalization", "RMSNorm", {"eps": 1e-6}),
     "diffusers_bias": (D + "normalization", "RMSNorm", {"eps": 0.1, "bias": True}),
     "diffusers_plain": (D + "normalization", "RMSNorm", {"eps": 1e-6, "elementwise_affine": False}),
     "mochi": (D + "normalization", "MochiRMSNorm", {"eps": 1e-6}),
-    "mochi_plain": (
-        D + "normalization",
-        "MochiRMSNorm",
-        {"eps": 1e-6, "elementwise_affine": False},
-    ),
+    "mochi_plain": (D + "normalization", "MochiRMSNorm",
+        {"eps": 1e-6, "elementwise_affine": False}),
     "cosmos3": (D + "transformers.transformer_cosmos3", "Cosmos3NemotronRMSNorm", {"eps": 1e-6}),
     "krea2": (D + "transformers.transformer_krea2", "Krea2RMSNorm", {}),
-    "qwenimage21": (
-        D + "transformers.transformer_qwenimage21",
-        "QwenImage21ZeroCenterRMSNorm",
-        {},
-    ),
-    "stable_audio3": (
-        D + "transformers.transformer_stable_audio3",
-        "StableAudio3RMSNorm",
-        {"eps": 0.1},
-    ),
-    "stable_audio3_narrow": (
-        D + "transformers.transformer_stable_audio3",
-        "StableAudio3RMSNorm",
-        {"force_fp32": False},
-    ),
+    "qwenimage21": (D + "transformers.transformer_qwenimage21", "QwenImage21ZeroCenterRMSNorm", {}),
+    "stable_audio3": (D + "transformers.transformer_stable_audio3", "StableAudio3RMSNorm",
+        {"eps": 0.1}),
+    "stable_audio3_narrow": (D + "transformers.transformer_stable_audio3", "StableAudio3RMSNorm",
+        {"force_fp32": False}),
     "kolors": ("diffusers.pipelines.kolors.text_encoder", "RMSNorm", {}),
     "timm": ("timm.layers.norm", "RmsNorm", {"eps": 0.1}),
     "timm_plain": ("timm.layers.norm", "RmsNorm", {"affine": False}),
@@ -109,7 +92,7 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "torch": ("torch.nn", "RMSNorm", {"eps": 1e-6}),
     "torch_eps": ("torch.nn", "RMSNorm", {}),
     "torch_plain": ("torch.nn", "RMSNorm", {"elementwise_affine": False}),
-}
+}  # fmt: skip
 
 MIXTURES = [(BF16, BF16), (BF16, F32), (F16, F16), (F16, F32), (F32, F32), (F32, BF16)]
 
@@ -503,14 +486,7 @@ def test_predicate():
     model = Model()
     swap_norms(model, predicate=predicate)
     assert sorted(asked) == sorted(["layer", "own_name", "own_forward", *KNOWN])
-    assert fused(model) == [
-        "layer",
-        "rms",
-        "own_name",
-        "own_forward",
-        "written_here",
-        "inherits",
-    ]
+    assert fused(model) == ["layer", "rms", "own_name", "own_forward", "written_here", "inherits"]
     x = torch.randn(3, 8)
     torch.testing.assert_close(model.own_name(x), F.rms_norm(x, (8,), model.own_name.weight))
     assert repr(model.own_name).startswith("FusedRMSNorm[OwnName](")
@@ -536,19 +512,6 @@ def test_a_norm_that_was_given_a_bias_is_left():
     assert fused(swap_norms(model)) == ["1"]
 
 
-def test_shared_modules_hooks_and_optimizers_stay(device):
-    norm = WrittenHere(8).to(device)
-    calls = []
-    norm.register_forward_hook(lambda module, args, y: calls.append(y))
-    model = nn.Sequential(norm, nn.Linear(8, 8), norm).to(device)
-    parameters = dict(model.named_parameters())
-    swap_norms(model)
-    assert model[0] is model[2] is norm
-    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
-    model(torch.randn(3, 8, device=device))
-    assert len(calls) == 2
-
-
 def test_warnings():
     model = nn.Sequential(nn.LayerNorm(8))
     with pytest.warns(UserWarning, match="swap_rms_norm: nothing in .* it has no RMSNorm"):
@@ -560,14 +523,6 @@ def test_warnings():
         swap_rms_norm(model)
 
 
-def test_a_forward_of_the_instances_own_is_left_alone():
-    module: Any = WrittenHere(8)
-    module.forward = lambda x: x + 1
-    model = nn.Sequential(module, nn.RMSNorm(8))
-    swap_norms(model)
-    assert fused(model) == ["1"]
-
-
 def test_a_patched_class_is_another_source(monkeypatch):
     class Patched(WrittenHere):
         pass
@@ -576,27 +531,6 @@ def test_a_patched_class_is_another_source(monkeypatch):
     assert is_fused(swap_norms(copy.deepcopy(model))[0])
     monkeypatch.setattr(Patched, "forward", lambda self, x: x)
     assert not is_fused(swap_norms(model)[0])
-
-
-class Positive(nn.Module):
-    def forward(self, weight):
-        return weight.exp()
-
-
-@pytest.mark.parametrize("make", [nn.RMSNorm, WrittenHere])
-def test_parametrized(make, device):
-    model = nn.Sequential(make(8), nn.RMSNorm(8)).to(device)
-    parametrize.register_parametrization(model[0], "weight", Positive())
-    x = torch.randn(3, 8, device=device)
-    before = model(x)
-    assert not is_fused(swap_norms(model)[0])
-    swap_norms(model, predicate=lambda name, module: True)
-    assert is_fused(model[0])
-    torch.testing.assert_close(model(x), before)
-    unswap_norms(model)
-    assert not is_fused(model[0])
-    parametrize.remove_parametrizations(model[0], "weight")
-    torch.testing.assert_close(model(x), before)
 
 
 def test_a_swapped_rms_norm_takes_what_the_stock_one_takes(device):
@@ -645,28 +579,19 @@ def test_a_registered_class_comes_first(monkeypatch):
     for swap_it in (swap_layer_norm, swap_rms_norm, swap_norms):
         model = nn.Sequential(WrittenHere(8))
         swap_it(model)
-        assert type(model[0]).forward is own
+        assert vars(type(model[0]))["_fused_forward"].__func__ is own
         assert type(unswap_norms(model)[0]) is WrittenHere
 
 
 @pytest.mark.cpu_operators
 def test_a_model_of_transformers(device):
-    """A tiny Llama, bfloat16: the same norms, swapped, give the same logits and gradients."""
-    transformers = libraries.get("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    model = transformers.LlamaForCausalLM(config).to(device)
-    tokens = torch.randint(64, (2, 16), device=device)
-    before = model(tokens).logits
+    """A tiny Llama: the same norms, swapped, give the same logits."""
+    model, inputs = tiny_transformers.decoder("Llama")
+    model, ids = model.to(device), inputs["input_ids"].to(device)
+    before = model(ids).logits
     swap_norms(model)
     assert len(fused(model)) == 5
-    torch.testing.assert_close(model(tokens).logits, before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-5)
     unswap_norms(model)
     assert not fused(model)
 

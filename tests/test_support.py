@@ -16,6 +16,8 @@ from fused_layernorm import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
+    norm_rope,
+    qk_norm_rope,
     rms_norm,
 )
 
@@ -41,6 +43,8 @@ def test_raises_what_the_page_says(row, device):
         "add_layer_norm": add_layer_norm,
         "add_rms_norm": add_rms_norm,
         "layer_norm": layer_norm,
+        "norm_rope": norm_rope,
+        "qk_norm_rope": qk_norm_rope,
         "rms_norm": rms_norm,
         "x": torch.randn(2, 3, 8, device=device),
         "weight": torch.ones(8, device=device),

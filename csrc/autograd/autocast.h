@@ -17,14 +17,11 @@ namespace fused_layernorm {
 inline bool is_half(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
 // PyTorch's autocast runs rms_norm in float32 from torch 2.12 on; before, it does not change it.
+constexpr bool kRmsNormInFloat32 = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 12;
+
 template <class Op>
 bool makes_float32(const IValue* arguments) {
-  if constexpr (Op::kHasStatistic) {
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 12
-    if (is_rms(arguments[Op::kStatistic])) return false;
-#endif
-  }
-  return true;
+  return kRmsNormInFloat32 || !is_rms(arguments[Op::kStatistic]);
 }
 
 template <class Op>

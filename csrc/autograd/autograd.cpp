@@ -7,6 +7,9 @@
 // autograd to Python. This file registers the kernels that the headers beside it define. All of
 // them are one translation unit, because torch's own headers take nearly all of the compile time.
 //
+// It also calls the kernels' library directly where a call is a plain one (direct.h), and has the
+// kernels of override_aten (override.h).
+//
 // The nodes are made as PyTorch makes those of its own operators (not by
 // torch::autograd::Function, which torch.func's transforms refuse). The kernels take their
 // arguments on the dispatcher's stack, as the kernels below them do, so an argument that is only
@@ -19,8 +22,10 @@
 #include "../bindings/namespace.h"
 #include "autocast.h"
 #include "backward.h"
+#include "direct.h"
 #include "forward.h"
 #include "operators.h"
+#include "override.h"
 
 namespace fused_layernorm {
 namespace {
@@ -44,11 +49,48 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Autograd, m) {
   m.impl("ada_layer_norm_forward", boxed<&differentiate_forward<AdaLayerNorm, true>>());
   m.impl("add_ada_layer_norm", boxed<&differentiate_forward<AddAdaLayerNorm, false>>());
   m.impl("add_ada_layer_norm_forward", boxed<&differentiate_forward<AddAdaLayerNorm, true>>());
-  m.impl("ada_layer_norm_pair", boxed<&differentiate_pair>());
   m.impl("layer_norm_backward", boxed<&differentiate_backward<NormBackwardNode<false>>>());
   m.impl("ada_layer_norm_backward", boxed<&differentiate_backward<NormBackwardNode<true>>>());
   m.impl("add_ada_layer_norm_backward", boxed<&differentiate_gated_backward>());
   m.impl("gate_backward", boxed<&differentiate_backward<GateBackwardNode>>());
+}
+
+TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, BackendSelect, m) {
+  m.impl("layer_norm", boxed<&select_backend<LayerNorm>>());
+  m.impl("add_layer_norm", boxed<&select_backend<AddLayerNorm>>());
+}
+
+// Calls layer_norm with the rest of its arguments.
+void plain_rms_norm(const OperatorHandle& /*op*/, DispatchKeySet /*keys*/, Stack* stack) {
+  static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("layer_norm"));
+  static const IValue rms("rms");
+  stack->insert(stack->end() - 1, IValue());  // bias, in front of eps
+  torch::jit::push(stack, IValue(), 1.0, IValue(), rms, 0.0, false);
+  op.callBoxed(stack);
+}
+
+TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
+  // A plain RMSNorm. To pass all of layer_norm's arguments from Python would take two microseconds.
+  m.def("_plain_rms_norm(Tensor input, int normalized_ndim, Tensor? weight, float eps) -> Tensor",
+        boxed<&plain_rms_norm>());
+  // For override.py, which counts the overrides in force; the key is CUDA, or for tests CPU.
+  m.def("_switch_override(str key, bool on) -> ()",
+        torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(switch_override)));
+  // For tests: how many calls the override has taken.
+  m.def("_override_calls(str key) -> int",
+        torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(override_calls)));
+  // For tests: switches direct calls on or off, if told to; gives how many there were.
+  m.def("_direct_calls(bool? enabled=None) -> int",
+        torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,
+                        [](std::optional<bool> enabled) -> int64_t {
+                          if (enabled) direct_enabled = *enabled;
+                          return direct_calls;
+                        }));
+}
+
+// torch.jit.trace records the operator that all can run.
+TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Tracer, m) {
+  m.impl("_plain_rms_norm", boxed<&plain_rms_norm>());
 }
 
 // One registration for each device type that has autocast.
@@ -66,7 +108,6 @@ std::vector<torch::Library> register_autocast() {
     m.impl("ada_layer_norm_forward", boxed<&autocast<AdaLayerNorm>>());
     m.impl("add_ada_layer_norm", boxed<&autocast<AddAdaLayerNorm>>());
     m.impl("add_ada_layer_norm_forward", boxed<&autocast<AddAdaLayerNorm>>());
-    m.impl("ada_layer_norm_pair", boxed<&autocast<NormPair>>());
   }
   return libraries;
 }

@@ -151,7 +151,8 @@ def compile_library(minor: str, include: Path, cache: Path, compiler: str) -> Pa
     command += [str(SOURCES / "autograd.cpp"), f"-L{cache}", "-Wl,--no-as-needed"]
     command += [f"-l{name}" for name in LIBRARIES]
     key = hashlib.sha256("\0".join([minor, *command]).encode())
-    for source in [*sorted(SOURCES.glob("*.[ch]*")), ROOT / "csrc" / "bindings" / "namespace.h"]:
+    shared = [ROOT / "csrc" / "bindings" / name for name in ("kernel_table.h", "namespace.h")]
+    for source in [*sorted(SOURCES.glob("*.[ch]*")), *shared]:
         key.update(source.read_bytes())
     path = cache / f"{minor}-{key.hexdigest()[:16]}.so"
     if not path.is_file():

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Autograd of the forward operators: (add_)(ada_)layer_norm and the same operators with statistics.
 //
-// A call that needs gradients runs the operator with statistics below autograd and saves what
-// backward needs. Backward calls (ada_)layer_norm_backward, or with a gate
-// add_ada_layer_norm_backward, through the dispatcher. These are differentiable themselves
-// (backward.h). Where derivatives of ada_layer_norm_pair are wanted, ada_layer_norm is called twice
-// instead.
+// A call that needs gradients runs the operator with statistics below autograd, or the kernel
+// itself (direct.h), and saves what backward needs. Backward runs the kernel too, or calls
+// (ada_)layer_norm_backward, or with a gate add_ada_layer_norm_backward, through the dispatcher.
+// These are differentiable themselves (backward.h).
 #pragma once
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
+#include <array>
+
+#include "direct.h"
 #include "node.h"
 #include "operators.h"
 
@@ -55,8 +58,13 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
 
   void save_arguments(const IValue* arguments) {
     if constexpr (!Op::kHasResidual) this->save(Saved::kX, arguments[Op::kInput].toTensor());
+    options = options_of<Op>(arguments);
     for (size_t i = 0; i < Op::kParameters; ++i) {
       const IValue& parameter = arguments[Op::kFirstParameter + i];
+      // Backward uses bias only where it computes z, and for the dtype of gradients.
+      const bool is_bias = Op::kFirstParameter + i == Op::kBias;
+      const bool needs_z = Op::kHasModulation || options.activation;
+      if (is_bias && !needs_z && is_defined(arguments[Op::kWeight])) continue;
       // Backward uses shift only for the shape and dtype of its gradient.
       const bool is_shift = Op::kHasModulation && Op::kFirstParameter + i == Op::kShift;
       if (is_shift && !requires_grad(parameter)) continue;
@@ -68,15 +76,13 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
         this->save(Saved::kInput, arguments[Op::kInput].toTensor());
       }
     }
-    options = options_of<Op>(arguments);
     input_dtype = arguments[Op::kInput].toTensor().scalar_type();
   }
 
-  // `outputs` are those of the operator with statistics.
-  void save_outputs(const IValue* outputs) {
-    if constexpr (Op::kHasResidual) this->save(Saved::kX, outputs[1].toTensor());
-    this->save(Saved::kMean, outputs[Op::kOutputs].toTensor());
-    this->save(Saved::kRstd, outputs[Op::kOutputs + 1].toTensor());
+  void save_outputs(const Tensor& residual_out, const Tensor& mean, const Tensor& rstd) {
+    if constexpr (Op::kHasResidual) this->save(Saved::kX, residual_out);
+    if (!options.is_rms) this->save(Saved::kMean, mean);
+    this->save(Saved::kRstd, rstd);
   }
 
   variable_list apply(variable_list&& gradients) override {
@@ -107,55 +113,61 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   // multiplied and of the parameters go into `results`.
   Tensor backward_of_norm(const Tensor& dy, const Tensor& dresidual, const Tensor& gate,
                           variable_list& results) {
-    static const OperatorHandle of_norm =
-        find_operator(Op::kHasModulation ? FUSED_LAYERNORM_OPERATOR("ada_layer_norm_backward")
-                                         : FUSED_LAYERNORM_OPERATOR("layer_norm_backward"));
-    static const OperatorHandle of_gated_norm =
-        find_operator(FUSED_LAYERNORM_OPERATOR("add_ada_layer_norm_backward"));
     const bool is_gated = gate.defined() && (needs(Op::kInput) || needs(Op::kGate));
     // Without a residual, Op::kResidual is the position of input.
     const bool needs_dx = needs(Op::kResidual) || (!is_gated && needs(Op::kInput));
-    const Tensor x = this->saved(Saved::kX);
-    Stack stack;
-    stack.reserve(GatedNormBackward::kArguments);
-    torch::jit::push(stack, dy, x);
-    if constexpr (Op::kHasGate) {
-      if (is_gated) torch::jit::push(stack, gated_input(x), gate);
-    }
-    torch::jit::push(stack, options.normalized_ndim, this->saved(Saved::kMean),
-                     this->saved(Saved::kRstd));
     // Each saved tensor is unpacked once: torch.utils.checkpoint allows no second time.
-    bool is_dshift_dy = false;
+    const Tensor x = this->saved(Saved::kX), rstd = this->saved(Saved::kRstd);
+    Tensor mean = this->saved(Saved::kMean);
+    std::array<Tensor, Op::kParameters> parameters;
     for (size_t i = 0; i < Op::kParameters; ++i) {
-      const Tensor parameter = this->saved(Saved::kFirstParameter + i);
-      if (Op::kHasModulation && i == 0) is_dshift_dy = is_of_elements(parameter, dy);
-      stack.push_back(value_of(parameter));
+      parameters[i] = this->saved(Saved::kFirstParameter + i);
     }
-    stack.push_back(value_of(dresidual));
     if constexpr (!Op::kHasModulation) {
-      torch::jit::push(stack, options.activation ? IValue(*options.activation) : IValue(),
-                       options.output_scale);
+      const SavedNorm saved = {dy, x, mean, rstd, parameters[0], parameters[1], dresidual};
+      const NeedsOfNorm needed = {needs_dx, needs(Op::kWeight), needs(Op::kBias)};
+      GradientsOfNorm found;
+      if (!backward_directly(saved, options, needed, found)) {
+        found = call_backward(saved, options, needed);
+      }
+      results[Op::kWeight] = std::move(found.dweight);
+      results[Op::kBias] = std::move(found.dbias);
+      return found.dx;
+    } else {
+      static const OperatorHandle of_norm =
+          find_operator(FUSED_LAYERNORM_OPERATOR("ada_layer_norm_backward"));
+      static const OperatorHandle of_gated_norm =
+          find_operator(FUSED_LAYERNORM_OPERATOR("add_ada_layer_norm_backward"));
+      if (!mean.defined()) mean = at::empty({0}, rstd.options());  // RMSNorm's
+      Stack stack;
+      stack.reserve(GatedNormBackward::kArguments);
+      torch::jit::push(stack, dy, x);
+      if constexpr (Op::kHasGate) {
+        if (is_gated) torch::jit::push(stack, gated_input(x), gate);
+      }
+      torch::jit::push(stack, options.normalized_ndim, mean, rstd);
+      const bool is_dshift_dy = is_of_elements(parameters[0], dy);
+      for (const Tensor& parameter : parameters) stack.push_back(value_of(parameter));
+      torch::jit::push(stack, value_of(dresidual), needs_dx);
+      if (is_gated) torch::jit::push(stack, needs(Op::kInput), needs(Op::kGate));
+      for (size_t i = 0; i < Op::kParameters; ++i) {
+        stack.emplace_back(needs(Op::kFirstParameter + i) && !(is_dshift_dy && i == 0));
+      }
+      torch::jit::push(stack, statistic_of(options), options.weight_offset);
+      call(is_gated ? of_gated_norm : of_norm, &stack);
+      const auto take = [&](size_t output, size_t argument) {
+        if (needs(argument)) results[argument] = std::move(stack[output]).toTensor();
+      };
+      if (is_gated) {
+        take(1, Op::kInput);
+        take(2, Op::kGate);
+      }
+      for (size_t i = 0; i < Op::kParameters; ++i) {
+        take((is_gated ? 3 : 1) + i, Op::kFirstParameter + i);
+      }
+      if (is_dshift_dy && needs(Op::kFirstParameter)) results[Op::kFirstParameter] = dy;
+      return needs_dx ? std::move(stack[0]).toTensor() : Tensor();
     }
-    stack.emplace_back(needs_dx);
-    if (is_gated) torch::jit::push(stack, needs(Op::kInput), needs(Op::kGate));
-    for (size_t i = 0; i < Op::kParameters; ++i) {
-      stack.emplace_back(needs(Op::kFirstParameter + i) && !(is_dshift_dy && i == 0));
-    }
-    torch::jit::push(stack, statistic_of(options), options.weight_offset);
-    if constexpr (!Op::kHasModulation) stack.emplace_back(options.keeps_order);
-    call(is_gated ? of_gated_norm : of_norm, &stack);
-    const auto take = [&](size_t output, size_t argument) {
-      if (needs(argument)) results[argument] = std::move(stack[output]).toTensor();
-    };
-    if (is_gated) {
-      take(1, Op::kInput);
-      take(2, Op::kGate);
-    }
-    for (size_t i = 0; i < Op::kParameters; ++i) {
-      take((is_gated ? 3 : 1) + i, Op::kFirstParameter + i);
-    }
-    if (is_dshift_dy && needs(Op::kFirstParameter)) results[Op::kFirstParameter] = dy;
-    return needs_dx ? std::move(stack[0]).toTensor() : Tensor();
   }
 
   // Whether each element of y has a shift of its own, of y's dtype: the gradient of such a shift is
@@ -204,7 +216,13 @@ template <class Op, bool kGivesStatistics>
 void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const IValue* arguments = stack->data() + stack->size() - Op::kArguments;
   const Differentiation differentiation = differentiation_of<Op>(arguments);
-  if (differentiation == Differentiation::kNone) return run_below_autograd(op, keys, stack);
+  DirectOutputs direct;
+  if (differentiation == Differentiation::kNone) {
+    if (!kGivesStatistics && forward_directly<Op>(keys, arguments, false, direct)) {
+      return replace_arguments<Op>(stack, direct);
+    }
+    return run_below_autograd(op, keys, stack);
+  }
 
   static const OperatorHandle with_statistics = find_operator_with_statistics<Op>();
   constexpr size_t kAllOutputs = Op::kOutputs + Op::kStatistics;
@@ -228,35 +246,21 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
     const auto node = make_node<NormNode<Op>>();
     node->set_next_edges(edges_of<Op>(arguments));
     node->save_arguments(arguments);
+    if (!kGivesStatistics && forward_directly<Op>(keys, arguments, true, direct)) {
+      torch::autograd::set_history(direct.y, node);
+      if (Op::kHasResidual) torch::autograd::set_history(direct.residual_out, node);
+      node->save_outputs(direct.residual_out, direct.mean, direct.rstd);
+      return replace_arguments<Op>(stack, direct);
+    }
     run_below_autograd(with_statistics, keys, stack);
     const IValue* outputs = stack->data() + stack->size() - kAllOutputs;
     for (size_t i = 0; i < Op::kOutputs; ++i) {
       torch::autograd::set_history(outputs[i].toTensor(), node);
     }
-    node->save_outputs(outputs);
+    node->save_outputs(outputs[Op::kOutputs - 1].toTensor(), outputs[Op::kOutputs].toTensor(),
+                       outputs[Op::kOutputs + 1].toTensor());
   }
   if constexpr (!kGivesStatistics) torch::jit::drop(*stack, Op::kStatistics);
-}
-
-// The Autograd kernel of ada_layer_norm_pair.
-inline void differentiate_pair(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  using Op = NormPair;
-  const IValue* in_place = stack->data() + stack->size() - Op::kArguments;
-  if (differentiation_of<Op>(in_place) == Differentiation::kNone) {
-    return run_below_autograd(op, keys, stack);
-  }
-  static const OperatorHandle one = find_operator(FUSED_LAYERNORM_OPERATOR("ada_layer_norm"));
-  const Stack arguments = torch::jit::pop(*stack, Op::kArguments);
-  const auto modulated = [&](size_t shift, size_t scale) {
-    Stack of_one = {arguments[Op::kInput], arguments[Op::kNormalizedNdim], arguments[shift],
-                    arguments[scale]};
-    of_one.insert(of_one.end(), arguments.begin() + Op::kWeight, arguments.end());
-    torch::jit::push(of_one, "layer", 0.0, false);
-    one.callBoxed(&of_one);
-    return of_one[0];
-  };
-  stack->push_back(modulated(Op::kShift, Op::kScale));
-  stack->push_back(modulated(Op::kSecondShift, Op::kSecondScale));
 }
 
 }  // namespace fused_layernorm

@@ -69,7 +69,6 @@ struct NormForward {
   static constexpr bool kHasModulation = kWithModulation;
   static constexpr bool kHasResidual = kWithResidual;
   static constexpr bool kHasGate = kHasResidual && kHasModulation;
-  static constexpr bool kHasStatistic = true;
   static constexpr bool kMayKeepOrder = !kHasModulation && !kHasResidual;
   enum : size_t {
     kInput,
@@ -99,28 +98,6 @@ struct NormForward {
   // y and residual_out have gradients; the statistics that follow them have none.
   static constexpr size_t kOutputs = 1 + kHasResidual;
   static constexpr size_t kStatistics = 2;
-};
-
-// ada_layer_norm_pair.
-struct NormPair {
-  static constexpr bool kHasModulation = true;
-  static constexpr bool kHasStatistic = false;
-  enum : size_t {
-    kInput,
-    kNormalizedNdim,
-    kShift,
-    kScale,
-    kSecondShift,
-    kSecondScale,
-    kWeight,
-    kBias,
-    kEps,
-    kOutDtype,
-    kArguments
-  };
-  static constexpr size_t kDifferentiable[] = {kInput,       kShift,  kScale, kSecondShift,
-                                               kSecondScale, kWeight, kBias};
-  static constexpr size_t kModulations[] = {kShift, kScale, kSecondShift, kSecondScale};
 };
 
 // (ada_)layer_norm_backward.
@@ -235,17 +212,19 @@ inline void collect(CompiledNodeArgs& args, const Options& options) {
 // Runs an operator's kernel below autograd. The stack holds its arguments.
 inline void run_below_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  // What BackendSelect's kernel does (direct.h), autograd's has tried.
+  constexpr DispatchKeySet kSelects(c10::DispatchKey::BackendSelect);
+  op.redispatchBoxed((keys & c10::after_autograd_keyset) - kSelects, stack);
 }
 
-// Calls an operator through the whole dispatcher, as a user's call does.
-//
-// The kernels' binary, under the stable ABI, can raise only std::runtime_error. An error that
-// reports a failed allocation is raised again as OutOfMemoryError, as ops/arguments.py does for
-// forward. The new message leaves out the place where the first error was raised.
-inline void call(const OperatorHandle& op, Stack* stack) {
+// Runs a function that may call the kernels' binary. Under the stable ABI that binary can raise
+// only std::runtime_error. An error that reports a failed allocation is raised again as
+// OutOfMemoryError, as ops/arguments.py does for forward. The new message leaves out the place
+// where the first error was raised.
+template <typename Function>
+void naming_out_of_memory(const Function& function) {
   try {
-    op.callBoxed(stack);
+    function();
   } catch (const std::exception& error) {
     const std::string what = error.what();
     const size_t begin = what.find("CUDA out of memory: fused_layernorm");
@@ -253,6 +232,11 @@ inline void call(const OperatorHandle& op, Stack* stack) {
                      what.substr(begin, what.find('\n', begin) - begin));
     throw;
   }
+}
+
+// Calls an operator through the whole dispatcher, as a user's call does.
+inline void call(const OperatorHandle& op, Stack* stack) {
+  naming_out_of_memory([&] { op.callBoxed(stack); });
 }
 
 // ---- Differentiation

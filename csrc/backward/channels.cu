@@ -47,11 +47,11 @@ __global__ void __launch_bounds__(kTileThreads)
     params[at] = Pair<Acc>{};
   }
 
-  for (int64_t tile = blockIdx.x; tile < plan.all_tiles; tile += gridDim.x) {
-    const int64_t sample = tile / tiles.tiles;
-    const int first = static_cast<int>(tile - sample * tiles.tiles) * tile_pixels;
+  for (int tile = blockIdx.x; tile < plan.all_tiles; tile += gridDim.x) {
+    const int sample = tile / tiles.tiles;
+    const int first = (tile - sample * tiles.tiles) * tile_pixels;
     const int in_tile = min(tile_pixels, pixels - first);
-    const int64_t row = sample * pixels + first;
+    const int64_t row = int64_t{sample} * pixels + first;
     const TileThread<kMoved> mover(channels, tile_pixels,
                                    kScattered ? blockDim.x / tile_pixels : groups, in_tile);
     const auto load_tile = [&](auto* to, const auto* from, const Planes& planes) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kTileThreads)
     }
     wait_for_copies();
     __syncthreads();
-    if (tile + gridDim.x >= plan.all_tiles) let_next_kernel_start();
+    if (tile + static_cast<int>(gridDim.x) >= plan.all_tiles) let_next_kernel_start();
 
     const ThreadPixels<kWidth, kScattered> own(unit, units, in_tile);
     const bool works = group < groups && own.first < in_tile;
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kTileThreads)
       }
       // dx goes to its place in memory, or takes that of x in the tile.
       const bool staged = kScattered || plan.dx_channels_last;
-      X* const dx = static_cast<X*>(p.dx) + sample * channels * pixels;
+      X* const dx = static_cast<X*>(p.dx) + int64_t{sample} * channels * pixels;
       X* at_channel = dx + int64_t{group} * pixels + first + own.first;
       each([&](int at, int, const auto& gradients_of) {
         Acc values[kWidth];

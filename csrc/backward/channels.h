@@ -21,7 +21,7 @@ struct Channels : Launch {
   bool dy_channels_last = false;  // else dy has the channels of a pixel side by side
   bool dx_channels_last = false;
   Tiles tiles;
-  int64_t all_tiles = 0;  // of all samples
+  int all_tiles = 0;  // of all samples
   // In shared memory, behind the tile of x: the tile of dy; the running dweight and dbias of each
   // thread; then [2][groups][tile_pixels] sums, and four numbers for each pixel.
   int dy_offset = 0;
@@ -34,6 +34,7 @@ struct Channels : Launch {
 
 // Blocks of a multiprocessor that the plan asks for at most.
 constexpr int kMostTileBlocks = 8;
+constexpr int kMostTiles = 1 << 30;  // a block's next tile has a number, too
 
 // `unit` is that of all tensors that have planes; `may_be_run` says that they are runs.
 inline std::optional<backward::Channels> make_channels_plan(const Problem& problem, const Planes& x,
@@ -42,7 +43,9 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
                                                             bool dx_channels_last,
                                                             const Device& device) {
   const Forced forced = forced_now();
-  if (forced.strategy || problem.residual || problem.modulated) return std::nullopt;
+  if (forced.strategy || problem.residual || problem.modulated || favors_copies(problem.cols, x)) {
+    return std::nullopt;
+  }
   const int size = size_of(problem.x), dy_size = size_of(problem.y);
   const int acc = acc_size_of(problem.x);
   backward::Channels plan;
@@ -66,12 +69,14 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
   plan.params_offset = static_cast<int>(params_offset);
   plan.sums_offset = static_cast<int>(sums_offset);
   plan.shared_bytes = static_cast<int>(shared);
-  plan.all_tiles = x.samples * t.tiles;
+  if (x.samples > kMostTiles / t.tiles) return std::nullopt;
+  plan.all_tiles = static_cast<int>(x.samples * t.tiles);
   const int64_t fitting =
       std::min<int64_t>({room_of(device) / shared, 1024 / plan.threads, kMostTileBlocks});
-  const int64_t blocks = std::min(plan.all_tiles, std::max<int64_t>(1, fitting) * device.sms);
+  const int64_t blocks =
+      std::min<int64_t>(plan.all_tiles, std::max<int64_t>(1, fitting) * device.sms);
   // As many blocks as finish at once, each with the same number of tiles or one fewer.
-  plan.blocks = ceil_div(plan.all_tiles, ceil_div(plan.all_tiles, blocks));
+  plan.blocks = ceil_div(int64_t{plan.all_tiles}, ceil_div(int64_t{plan.all_tiles}, blocks));
   plan.partials.count = static_cast<int>(plan.blocks);
   plan.partials.starts_early = device.starts_early;
   if (problem.needs_dparams && plan.blocks > 1) {

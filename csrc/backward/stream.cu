@@ -131,11 +131,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 // The second kernel, one block a row: the two means over the row, from the sums that the first
 // kernel's warps have stored.
-template <typename N>
+template <typename Acc>
 __global__ void __launch_bounds__(kTotalsThreads)
     layer_norm_backward_stream_totals_kernel(const int chunks, const int64_t totals_offset,
                                              const BackwardParams p) {
-  using Acc = typename N::Acc;
   __shared__ alignas(16) Pair<Acc> scratch[kMaxWarps];
   const BlockTeam team;
   const int64_t row = blockIdx.x;
@@ -209,20 +208,16 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, plan.chunks,
                       params.is_modulated ? plan.parts.partials : plan.partials, params);
       };
-      cudaError_t error;
-      if (params.is_modulated) {
-        error = params.group_rows == 1 ? start_sums(Identity{}, MayBeAffineAndModulateRow{})
-                                       : start_sums(Identity{}, MayBeAffineAndModulate{});
-      } else {
-        error = params.has_epilogue ? start_sums(MayActivate{}, ColumnAffine{})
-                                    : start_sums(Identity{}, ColumnAffine{});
-      }
+      const cudaError_t error = !params.is_modulated ? start_sums(MayActivate{}, ColumnAffine{})
+                                : params.group_rows == 1
+                                    ? start_sums(Identity{}, MayBeAffineAndModulateRow{})
+                                    : start_sums(Identity{}, MayBeAffineAndModulate{});
       if (error != cudaSuccess || params.dx == nullptr) return error;
       const int chunks = plan.chunks.blocks_per_row;
       const Launch per_row = {params.rows, kTotalsThreads};
-      error = launch(layer_norm_backward_stream_totals_kernel<BareBackward<T>>, per_row, stream,
-                     chunks, plan.totals_offset, params);
-      if (error != cudaSuccess) return error;
+      const cudaError_t totals = launch(layer_norm_backward_stream_totals_kernel<typename T::Acc>,
+                                        per_row, stream, chunks, plan.totals_offset, params);
+      if (totals != cudaSuccess) return totals;
       const Launch per_chunk = {params.rows * chunks, kThreads};
       const auto start = [&](auto norm) {
         return launch(layer_norm_backward_stream_kernel<decltype(norm), width()>, per_chunk, stream,
@@ -230,7 +225,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
       };
       return params.is_modulated
                  ? start(NormOf<T, MayAddGradient, Identity, MayBeAffineAndModulate>{})
-                 : dispatch_backward_shared<T>(params, start);
+                 : start(SharedBackward<T>{});
     });
   });
 }

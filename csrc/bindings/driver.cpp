@@ -109,6 +109,7 @@ std::string driver_problem() {
 std::string driver_problem() { return ""; }
 
 namespace {
+int64_t kernel_table() { return 0; }
 void force_driver_version(std::optional<int64_t>) {
   throw std::runtime_error("_force_driver_version: this build has no CUDA kernels");
 }
@@ -121,6 +122,8 @@ void force_driver_version(std::optional<int64_t>) {
 STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
   // Empty unless the driver is too old for the CUDA kernels.
   m.def("_driver_problem() -> str");
+  // The address of the table of bindings/kernel_table.h; 0 in a build without CUDA kernels.
+  m.def("_kernel_table() -> int");
   // For tests: behaves as under a driver of this version (12020 for CUDA 12.2, 0 for no driver).
   // None stands for the real version.
   m.def("_force_driver_version(int? version) -> ()");
@@ -128,5 +131,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_driver_problem", TORCH_BOX(&fused_layernorm::driver_problem));
+  m.impl("_kernel_table", TORCH_BOX(&fused_layernorm::kernel_table));
   m.impl("_force_driver_version", TORCH_BOX(&fused_layernorm::force_driver_version));
 }

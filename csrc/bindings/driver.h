@@ -7,6 +7,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <cstdint>
 #include <string>
 
 namespace fused_layernorm {
@@ -18,6 +19,10 @@ std::string driver_problem();
 #ifdef FUSED_LAYERNORM_CUDA
 // Registers the operators' CUDA kernels (bindings/cuda/registration.cpp).
 void register_cuda_kernels(torch::stable::detail::StableLibrary& library);
+void register_head_kernels(torch::stable::detail::StableLibrary& library);  // a part of them
+
+// The address of the KernelTable (bindings/cuda/kernel_table.cpp).
+int64_t kernel_table();
 #endif
 
 }  // namespace fused_layernorm

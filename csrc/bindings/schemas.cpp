@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The schemas of all operators but the private ones of driver.cpp, override.cpp and plan_ops.cpp.
-// Loading the library registers the operators.
+// The schemas of all operators but the private ones of driver.cpp, plan_ops.cpp and
+// csrc/autograd. Loading the library registers the operators.
 //
 // The operators take a normalized shape as the number of trailing dimensions (`normalized_ndim`):
 // the sizes themselves are the input's, so a symbolic shape stays symbolic. Their implementations
@@ -79,12 +79,6 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype=None, str "
       "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False) -> (Tensor, "
       "Tensor, Tensor)");
-  // One norm and two modulations of it, which share weight and bias: (y, second_y). Where
-  // derivatives are wanted, autograd calls ada_layer_norm twice instead.
-  m.def(
-      "ada_layer_norm_pair(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, "
-      "Tensor? second_shift, Tensor? second_scale, Tensor? weight, Tensor? bias, float eps, "
-      "ScalarType? out_dtype=None) -> (Tensor, Tensor)");
   // residual_out = residual + gate * input; y = ada_layer_norm(residual_out): (y, residual_out).
   m.def(
       "add_ada_layer_norm(Tensor input, Tensor residual, Tensor? gate, int normalized_ndim, "
@@ -120,6 +114,25 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
   m.def(
       "gate_backward(Tensor dresidual_out, Tensor input, Tensor gate, bool needs_dinput, bool "
       "needs_dgate) -> (Tensor, Tensor)");
+
+  // Heads: every row (the last dimension) of q and k is normalized, unless the statistic is None,
+  // and its first rotary_dim columns are rotated by the cos and sin of its position, unless
+  // rotary_dim is 0. q and k are (batch, positions, heads, columns), or with seq_dim=2 (batch,
+  // heads, positions, columns). With `inverse` the rotation is the reverse one. The results have
+  // the order of memory of q and k: (q_out, k_out). Without k, k_out is an empty tensor of shape
+  // (0,), and so is each gradient below that is not asked for.
+  m.def(
+      "qk_norm_rope(Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, "
+      "Tensor? k_bias, Tensor? cos, Tensor? sin, int rotary_dim, int seq_dim, float eps, str? "
+      "statistic, float weight_offset, bool round_before_weight, bool interleaved, bool inverse) "
+      "-> (Tensor, Tensor)");
+  // (dq, dk, dq_weight, dk_weight, dq_bias, dk_bias), for a statistic other than None.
+  m.def(
+      "qk_norm_rope_backward(Tensor dq_out, Tensor? dk_out, Tensor q, Tensor? k, Tensor? q_weight, "
+      "Tensor? k_weight, Tensor? q_bias, Tensor? k_bias, Tensor? cos, Tensor? sin, int rotary_dim, "
+      "int seq_dim, float eps, str? statistic, float weight_offset, bool interleaved, bool "
+      "inverse, "
+      "bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // For tests, benchmarks and `python -m fused_layernorm`, not for users.
   m.def("_build_info() -> str");

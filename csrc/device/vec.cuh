@@ -292,56 +292,15 @@ __device__ __forceinline__ void store_once_if(bool wanted, T* p, const Vec<T, kW
   }
 }
 
-// One element if `wanted`, otherwise zero. The load stands under a predicate that nothing else
-// needs: the compiler has only seven predicates, and would wait for one load to reuse its predicate
-// for the next.
-template <typename T>
-__device__ __forceinline__ T load_if(bool wanted, const T* p) {
-  static_assert(sizeof(T) == 2 || sizeof(T) == 4);
-  if constexpr (sizeof(T) == 2) {
-    uint16_t bits = 0;
-    asm("{\n"
-        ".reg .pred p;\n"
-        "setp.ne.s32 p, %1, 0;\n"
-        "@p ld.global.nc.u16 %0, [%2];\n"
-        "}\n"
-        : "+h"(bits)
-        : "r"(static_cast<int>(wanted)), "l"(p));
-    return *reinterpret_cast<const T*>(&bits);
-  } else {
-    uint32_t bits = 0;
-    asm("{\n"
-        ".reg .pred p;\n"
-        "setp.ne.s32 p, %1, 0;\n"
-        "@p ld.global.nc.u32 %0, [%2];\n"
-        "}\n"
-        : "+r"(bits)
-        : "r"(static_cast<int>(wanted)), "l"(p));
-    return *reinterpret_cast<const T*>(&bits);
-  }
-}
-
-// Stores one element if `wanted`, without a branch.
-template <typename T>
-__device__ __forceinline__ void store_if(bool wanted, T* p, const T& v) {
-  static_assert(sizeof(T) == 2 || sizeof(T) == 4);
-  if constexpr (sizeof(T) == 2) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.s32 p, %0, 0;\n"
-        "@p st.global.u16 [%1], %2;\n"
-        "}\n" ::"r"(static_cast<int>(wanted)),
-        "l"(p), "h"(*reinterpret_cast<const uint16_t*>(&v)));
-  } else {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.s32 p, %0, 0;\n"
-        "@p st.global.u32 [%1], %2;\n"
-        "}\n" ::"r"(static_cast<int>(wanted)),
-        "l"(p), "r"(*reinterpret_cast<const uint32_t*>(&v)));
-  }
+// Stores one number if `wanted`, without a branch.
+__device__ __forceinline__ void store_if(bool wanted, float* p, float v) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.s32 p, %0, 0;\n"
+      "@p st.global.f32 [%1], %2;\n"
+      "}\n" ::"r"(static_cast<int>(wanted)),
+      "l"(p), "f"(v));
 }
 
 // The elements in the type that the arithmetic is done in.

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const auto each = [&](const auto& body) {
     if (!works) return;
     int at = group * tile_pixels + own.first;
-#pragma unroll 4
+#pragma unroll(kScattered ? 1 : 4)
     for (int c = group; c < channels; c += groups, at += groups * tile_pixels) body(c, at);
   };
   const auto of_own_pixels = [&](Acc(&values)[kWidth], const Acc* from) {

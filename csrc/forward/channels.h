@@ -30,7 +30,8 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   const Forced forced = forced_now();
   const int size = size_of(problem.x), acc = acc_size_of(problem.x);
   const bool fused_otherwise = problem.residual || problem.modulated;
-  if (forced.strategy || fused_otherwise || (channels_last && size_of(problem.y) != size)) {
+  if (forced.strategy || fused_otherwise || favors_copies(problem.cols, planes) ||
+      (channels_last && size_of(problem.y) != size)) {
     return std::nullopt;
   }
   forward::Channels plan;

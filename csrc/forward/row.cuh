@@ -70,36 +70,19 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
   }
 }
 
-// Stores y, and with a second modulation the second y, of a thread's share of row number `index`.
+// Stores y of a thread's share of a row.
 template <typename N, int kWidth, int kVecs, typename Parameters, typename Share, typename Policy>
 __device__ __forceinline__ void finish_row(const ForwardParams& p, const ForwardRow<N>& row,
                                            const Vec<typename N::X, kWidth> (&x)[kVecs],
                                            Parameters parameters, const Share& share,
                                            typename N::Acc mean, typename N::Acc rstd,
-                                           int64_t index, Policy policy) {
-  using W = typename N::W;
-  using Y = typename N::Y;
-  const auto finish = [&](Y* y, const auto& its_x, auto& its_parameters) {
-    N::Epilogue::for_row(p, [&](auto epilogue) {
-      N::Affine::for_row(p, [&](auto affine) {
-        finish_vectors<N, decltype(epilogue), decltype(affine)>(p, y, its_x, its_parameters, share,
-                                                                mean, rstd, policy);
-      });
+                                           Policy policy) {
+  N::Epilogue::for_row(p, [&](auto epilogue) {
+    N::Affine::for_row(p, [&](auto affine) {
+      finish_vectors<N, decltype(epilogue), decltype(affine)>(p, row.y, x, parameters, share, mean,
+                                                              rstd, policy);
     });
-  };
-  finish(row.y, x, parameters);
-  if constexpr (N::Affine::kTwice) {
-    const auto second = N::Affine::template of_row<W>(p.second, index, 0);
-    LateParameters<W, kWidth, Share> second_parameters = {second, share};
-    // Between the two outputs only the packed elements of the row stay in registers.
-    Vec<typename N::X, kWidth> again[kVecs];
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      again[k] = x[k];
-      hold(again[k]);
-    }
-    finish(static_cast<Y*>(p.second_y) + index * p.cols, again, second_parameters);
-  }
+  });
 }
 
 // Stores y of a thread's share of a shifted row, or nothing if `valid_row` is false.
@@ -127,18 +110,11 @@ template <typename N, int kVecs>
 constexpr int kParameterWords =
     2 * kVecs * kVectorWidth<typename N::Types> * static_cast<int>(sizeof(typename N::W)) / 4;
 
-// Calls then() with the way in which a row's elements are moved as a template parameter. kAnywhere
-// is the strategy's way to move rows that begin anywhere. There are kernels for kElements only
-// where all types are float32.
-template <typename T, Moves kAnywhere = Moves::kShifted, typename Then>
+// Calls then() with the way in which a row's elements are moved as a template parameter.
+template <typename Then>
 cudaError_t dispatch_moves(Moves moves, const Then& then) {
-  constexpr bool kFloats = std::is_same_v<T, Types<float, float, float>>;
-  if constexpr (kFloats) {
-    if (moves == Moves::kElements) return then(std::integral_constant<Moves, Moves::kElements>{});
-  }
-  if (moves == kAnywhere) return then(std::integral_constant<Moves, kAnywhere>{});
   return moves == Moves::kVectors ? then(std::integral_constant<Moves, Moves::kVectors>{})
-                                  : cudaErrorInvalidValue;
+                                  : then(std::integral_constant<Moves, Moves::kShifted>{});
 }
 
 // Forward of one row by a team. A thread has kVecs vectors of the row, which it loads and stores
@@ -153,8 +129,8 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
-  constexpr bool kShifted = kMoves == Moves::kShifted, kElements = kMoves == Moves::kElements;
-  constexpr int kWidth = kElements ? 1 : kRowWidth<N, kVecs>;
+  constexpr bool kShifted = kMoves == Moves::kShifted;
+  constexpr int kWidth = kRowWidth<N, kVecs>;
   constexpr int kMayMiss = kVectorWidth<typename N::Types> / kWidth;
   constexpr int kPieces = kVecs * kMayMiss;
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
@@ -202,7 +178,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   }();
   Vec<X, kWidth> x[kPieces];
   Acc pivot;
-  constexpr bool kPivotFirst = kElements || Team::template kPivotFirst<N, kVecs, kShifted>;
+  constexpr bool kPivotFirst = Team::template kPivotFirst<N, kVecs, kShifted>;
   if constexpr (kShifted) {
     // After the branches of load_shifted(), a load of the first elements would wait for the row.
     if (kPivotFirst) pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
@@ -245,9 +221,9 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   } else if constexpr (kForget) {
     const ForwardRow<N> again(p, row, 0);
     const LateParameters<W, kWidth, decltype(share)> read_again = {again.parameters, share};
-    finish_row(p, again, x, read_again, share, mean, rstd, row, policy);
+    finish_row(p, again, x, read_again, share, mean, rstd, policy);
   } else {
-    finish_row(p, place, x, parameters, share, mean, rstd, row, policy);
+    finish_row(p, place, x, parameters, share, mean, rstd, policy);
   }
 }
 

@@ -13,11 +13,12 @@
 namespace fused_layernorm {
 namespace {
 
-// kWarps warps on the rows of one warp's logical warps. They are a block; but with kStays each warp
-// of a block has rows of its own. kLanes: the lanes of a logical warp, or 0 if the launch says
-// their number.
-template <int kLanes, int kWarps, bool kStays>
+// kWarps warps on the rows of one warp's logical warps. They are a block; but a warp that has rows
+// of its own (kStays) is one of several in a block. kLanes: the lanes of a logical warp, or 0 if
+// the launch says their number.
+template <int kLanes, int kWarps>
 struct SpreadWarps {
+  static constexpr bool kStays = kWarps == 1;
   static constexpr bool kWholeWarps = kLanes == kWarpSize;
   int log2_lanes;  // of a logical warp
   int warp = kStays ? 0 : threadIdx.x / kWarpSize;
@@ -33,10 +34,9 @@ struct SpreadWarps {
     return own_warp * (kWarpSize >> log2_lanes);
   }
   __device__ __forceinline__ int row() const { return first_row() + (lane >> log2_lanes); }
-  // Warp number k has the k-th vector of each lane. A vector is one piece, or several where rows
-  // are moved by elements: the logical warp's lanes have these pieces one after the other.
-  __device__ __forceinline__ int first_piece(int pieces) const {
-    return (warp * pieces << log2_lanes) + (lane & (lanes() - 1));
+  // Warp number k has the k-th vector of each lane.
+  __device__ __forceinline__ int first_vector() const {
+    return (warp << log2_lanes) + (lane & (lanes() - 1));
   }
 
   // The sums n = 0 and n = 1 of a row have scratch memory of their own. First the sums of each
@@ -81,29 +81,6 @@ struct SpreadWarps {
     }
     return v;
   }
-
-  // Stores one vector of each lane element by element. The elements go through shared memory, so
-  // that neighbouring lanes store neighbouring elements.
-  template <typename Y, int kWidth>
-  __device__ __forceinline__ void store_singly(const ForwardParams& p,
-                                               const Vec<Y, kWidth>& y) const {
-    __shared__ Vec<Y, kWidth> staged[kWarps][kWarpSize];
-    staged[warp][lane] = y;
-    __syncwarp();
-    const Y* const from = reinterpret_cast<const Y*>(staged[warp]) + lane;
-    constexpr int kLog2Width = log2_of(kWidth);
-    const int log2_cols = log2_lanes + kLog2Width;  // of the warp's part of each row
-    const int cols = 1 << log2_cols;
-    const int own_row = first_row() + (lane >> log2_cols);
-    const int first_col = (warp << log2_cols) + (lane & (cols - 1));
-    const int rows = static_cast<int>(p.rows) - own_row;
-    Y* const to = static_cast<Y*>(p.y) + (int64_t{own_row} * p.cols + first_col);
-#pragma unroll
-    for (int i = 0; i < kWidth * kWarpSize; i += kWarpSize) {
-      const int row = i >> log2_cols, col = i & (cols - 1);
-      store_if(row < rows && first_col + col < p.cols, element(to, row * p.cols + col), from[i]);
-    }
-  }
 };
 
 // The least number of blocks on a multiprocessor. Without this bound the compiler saves registers,
@@ -111,69 +88,49 @@ struct SpreadWarps {
 constexpr int kSpreadBlocks = 6;
 
 // kVecs: the vectors of a thread.
-template <typename N, Moves kMoves, int kLanes, int kWarps, int kVecs>
-__global__ void __launch_bounds__(spread_threads(kMoves, kWarps), kSpreadBlocks)
+template <typename N, int kLanes, int kWarps, int kVecs>
+__global__ void __launch_bounds__(spread_threads(kWarps), kSpreadBlocks)
     layer_norm_forward_spread_kernel(const int log2_lanes, const ForwardParams p) {
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
-  constexpr bool kSingly = kMoves == Moves::kSingly;
-  constexpr int kWidth = kMoves == Moves::kElements ? 1 : kVectorWidth<typename N::Types>;
-  constexpr int kPiecesOfVector = kVectorWidth<typename N::Types> / kWidth;
-  constexpr int kPieces = kVecs * kPiecesOfVector;
-  const SpreadWarps<kLanes, kWarps, stays_in_warp(kMoves, kWarps)> warps(log2_lanes);
+  constexpr int kWidth = kVectorWidth<typename N::Types>;
+  const SpreadWarps<kLanes, kWarps> warps(log2_lanes);
   const int row = warps.row();
   // If whole warps share a row, each block has a row.
   const bool has_row = kLanes == kWarpSize || row < static_cast<int>(p.rows);
   // A logical warp without a row of its own reads the last row, but stores nothing.
   const ForwardRow<N> place(p, has_row ? row : static_cast<int>(p.rows) - 1, 0);
-  const int first = warps.first_piece(kPieces);
-  const auto share = [&] {
-    if constexpr (kSingly) {
-      return RaggedShare<kPieces, kWidth, kPieces>(first, warps.lanes(), p.cols);
-    } else {
-      return Share<kPieces>{first, warps.lanes(), p.cols / kWidth};
-    }
-  }();
+  const Share<kVecs> share = {warps.first_vector(), warps.lanes(), p.cols / kWidth};
 
-  const Acc pivot = N::Statistic::template pivot<X>(place.x.first_elements(kSingly ? p.cols : 2));
-  Vec<X, kWidth> x[kPieces];
-  if constexpr (kSingly) {
-    place.x.load_singly(x, share);
-  } else {
-    place.x.template load<Use::kReadOnly>(x, share);
-  }
-  Vec<W, kWidth> weight[kPieces], bias[kPieces];
+  const Acc pivot = N::Statistic::template pivot<X>(place.x.first_elements(kWidth));
+  Vec<X, kWidth> x[kVecs];
+  place.x.template load<Use::kReadOnly>(x, share);
+  Vec<W, kWidth> weight[kVecs], bias[kVecs];
 #pragma unroll
-  for (int k = 0; k < kPieces; ++k) {
+  for (int k = 0; k < kVecs; ++k) {
     weight[k] = load_given<kWidth, W>(p.weight, Absent::kOnes, share, k);
     bias[k] = load_given<kWidth, W>(p.bias, Absent::kZeros, share, k);
   }
 #pragma unroll
-  for (int k = 0; k < kPieces; ++k) {
+  for (int k = 0; k < kVecs; ++k) {
     hold(weight[k]);
     hold(bias[k]);
   }
 
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
-  const auto [mean, m2] = N::Statistic::template measure<kPiecesOfVector>(
+  const auto [mean, m2] = N::Statistic::template measure<1>(
       p.is_rms, x, share, pivot, [&] { return inverse_cols; },
       [&](Acc v, int n) { return warps.sum(v, n); }, [] {});
   const Acc rstd = N::Statistic::rstd(m2, inverse_cols.rounded, p.eps.as<Acc>());
   // What follows has no branches: behind a branch, the addresses of the stores would be computed
   // only after rstd is known.
-  store_statistics_if(has_row && first == 0, p, row, mean, rstd);
+  store_statistics_if(has_row && share.first == 0, p, row, mean, rstd);
 #pragma unroll
-  for (int k = 0; k < kPieces; ++k) {
+  for (int k = 0; k < kVecs; ++k) {
     const auto y = N::template finish<typename N::Epilogue, typename N::Affine>(p, x[k], mean, rstd,
                                                                                 weight[k], bias[k]);
-    if constexpr (kSingly) {
-      warps.store_singly(p, y);
-    } else if constexpr (kWidth == 1) {
-      store_if(has_row && share.has(k), element(place.y, share.vector(k)), y.at[0]);
-    } else {
-      store_once_if(has_row && share.has(k), element(place.y, share.vector(k) * kWidth), y);
-    }
+    store_once_if(has_row && share.has(k), element(place.y, share.vector(k) * kWidth), y);
   }
 }
 
@@ -190,20 +147,18 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     if constexpr (!kMaySpread<BareForward<T>>) {
       return cudaErrorInvalidValue;
     } else {
-      return dispatch_moves<T, Moves::kSingly>(plan.moves, [&](auto moves) {
-        constexpr int kXSize = sizeof(typename T::X);
-        const int known = known_lanes(moves(), kXSize, plan.lanes, plan.warps);
-        return dispatch_vecs(SpreadLanes{}, known, [&](auto lanes) {
-          return dispatch_vecs(SpreadWarpCounts{}, plan.warps, [&](auto warps) {
-            return dispatch_vecs(StayingVecs{}, plan.thread_vecs, [&](auto vecs) -> cudaError_t {
-              if constexpr (!has_spread_kernel(moves(), kXSize, lanes(), warps(), vecs())) {
-                return cudaErrorInvalidValue;
-              } else {
-                return launch(layer_norm_forward_spread_kernel<BareForward<T>, moves(), lanes(),
-                                                               warps(), vecs()>,
-                              plan, stream, log2_of(plan.lanes), params);
-              }
-            });
+      constexpr int kXSize = sizeof(typename T::X);
+      const int known = known_lanes(plan.lanes, plan.warps);
+      return dispatch_vecs(SpreadLanes{}, known, [&](auto lanes) {
+        return dispatch_vecs(SpreadWarpCounts{}, plan.warps, [&](auto warps) {
+          return dispatch_vecs(StayingVecs{}, plan.thread_vecs, [&](auto vecs) -> cudaError_t {
+            if constexpr (!has_spread_kernel(kXSize, lanes(), warps(), vecs())) {
+              return cudaErrorInvalidValue;
+            } else {
+              return launch(
+                  layer_norm_forward_spread_kernel<BareForward<T>, lanes(), warps(), vecs()>, plan,
+                  stream, log2_of(plan.lanes), params);
+            }
           });
         });
       });

@@ -43,11 +43,10 @@ __global__ void __launch_bounds__(kForwardStreamThreads)
 
 // The second kernel, one warp a row. It computes mean and rstd from the moments of the row's
 // chunks, and stores them in the workspace, for the last kernel, and in the outputs.
-template <typename N>
+template <typename Statistic, typename Acc>
 __global__ void __launch_bounds__(kWarpSize)
     layer_norm_forward_stream_totals_kernel(const Slices chunks, const int64_t totals_offset,
                                             const ForwardParams p) {
-  using Acc = typename N::Acc;
   const int64_t row = blockIdx.x;
   const auto* parts = static_cast<const Pair<Acc>*>(p.workspace) + row * chunks.blocks_per_row;
   auto* totals = reinterpret_cast<Pair<Acc>*>(static_cast<char*>(p.workspace) + totals_offset);
@@ -57,9 +56,9 @@ __global__ void __launch_bounds__(kWarpSize)
       use(Acc(min(chunks.slice_cols, p.cols - i * chunks.slice_cols)), parts[i]);
     }
   };
-  const auto moments = N::Statistic::combine(each, parts[0].first, inverse_cols);
+  const auto moments = Statistic::combine(each, parts[0].first, inverse_cols);
   if (threadIdx.x == 0) {
-    const Acc rstd = N::Statistic::rstd(moments.m2, inverse_cols, p.eps.as<Acc>());
+    const Acc rstd = Statistic::rstd(moments.m2, inverse_cols, p.eps.as<Acc>());
     totals[row] = {moments.mean, rstd};
     store_statistics(p, row, moments.mean, rstd);
   }
@@ -132,18 +131,14 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       // The moments do not depend on the epilogue, nor on shift and scale.
-      const auto start_sums = [&](auto prologue) {
-        using N = NormOf<T, decltype(prologue), Identity>;
-        return launch(layer_norm_forward_stream_sums_kernel<N, width()>, plan, stream, plan.chunks,
-                      params);
-      };
-      cudaError_t error = params.residual == nullptr          ? start_sums(Plain{})
-                          : params.modulation.gate == nullptr ? start_sums(Add{})
-                                                              : start_sums(AddGated{});
+      using Sums = NormOf<T, MayAddGated, Identity>;
+      cudaError_t error = launch(layer_norm_forward_stream_sums_kernel<Sums, width()>, plan, stream,
+                                 plan.chunks, params);
       if (error != cudaSuccess) return error;
       const Launch per_row = {params.rows, kWarpSize};
-      error = launch(layer_norm_forward_stream_totals_kernel<BareForward<T>>, per_row, stream,
-                     plan.chunks, plan.totals_offset, params);
+      error =
+          launch(layer_norm_forward_stream_totals_kernel<typename Sums::Statistic, typename T::Acc>,
+                 per_row, stream, plan.chunks, plan.totals_offset, params);
       if (error != cudaSuccess) return error;
       // The sum of input and residual, which the first kernel has stored, is now the input.
       ForwardParams stored = params;
@@ -161,7 +156,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
                       chunks, plan.totals_offset, stored);
       };
       return params.is_modulated ? start(ModulatedForward<T, Plain>{})
-                                 : dispatch_forward_plain<T>(stored, start);
+                                 : start(NormOf<T, Plain, MayActivate>{});
     });
   });
 }

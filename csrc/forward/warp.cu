@@ -91,7 +91,7 @@ using KnownLanes = std::conditional_t<kVecs == 1 && kMoves == Moves::kVectors &&
                                       OneVectorLanes<sizeof(typename N::X)>, VecsList<0>>;
 
 // kLanes: the lanes of a logical warp, or 0 if the launch says their number.
-template <typename N, int kVecs, Moves kMoves, bool kEarly, int kLanes>
+template <typename N, int kVecs, Moves kMoves, int kLanes>
 __global__ void __launch_bounds__(kForwardWarpThreads, kWarpBlocks<N, kVecs, kMoves>)
     layer_norm_forward_warp_kernel(const int launched_log2_lanes, const ForwardParams p) {
   const int log2_lanes = kLanes > 0 ? log2_of(kLanes) : launched_log2_lanes;
@@ -99,31 +99,22 @@ __global__ void __launch_bounds__(kForwardWarpThreads, kWarpBlocks<N, kVecs, kMo
   const LogicalWarp team = {lanes, static_cast<int>(threadIdx.x) & (lanes - 1)};
   const uint32_t teams = kForwardWarpThreads >> log2_lanes;
   const uint32_t row = blockIdx.x * teams + (threadIdx.x >> log2_lanes);
-  forward_row<N, kVecs, kMoves, kEarly, false>(p, team, row);
+  forward_row<N, kVecs, kMoves, kMoves == Moves::kVectors, false>(p, team, row);
 }
 
 template <typename N, int kVecs, Moves kMoves>
 cudaError_t launch_warp(const ForwardParams& params, const forward::Warp& plan,
                         cudaStream_t stream) {
   using X = typename N::X;
-  constexpr bool kHasKernel =
-      kVecs <= most_forward_warp_vecs(sizeof(X), !N::Prologue::kMayBePlain) &&
-      !(kMoves == Moves::kElements && N::Affine::kModulates);
+  constexpr bool kHasKernel = kVecs <= most_forward_warp_vecs(sizeof(X), !N::Prologue::kMayBePlain);
   if constexpr (!kHasKernel) {
     return cudaErrorInvalidValue;
   } else {
-    // Bare shifted rows have two kernels, if there are registers to load parameters early: one
-    // loads them early, the other late. All other rows have one kernel, which loads the parameters
-    // early where forward_row() allows it.
-    constexpr bool kBoth = kMoves == Moves::kShifted && kIsBare<N> &&
-                           kParameterWords<N, kVecs> <= LogicalWarp::kMostEarlyWords;
     using Lanes = KnownLanes<N, kVecs, kMoves>;
     const int known = contains(Lanes{}, plan.lanes) ? plan.lanes : 0;
-    return dispatch_bool<kBoth>(kBoth && !plan.early, [&](auto late) {
-      return dispatch_vecs(Lanes{}, known, [&](auto lanes) {
-        return launch(layer_norm_forward_warp_kernel<N, kVecs, kMoves, !late(), lanes()>, plan,
-                      stream, log2_of(plan.lanes), params);
-      });
+    return dispatch_vecs(Lanes{}, known, [&](auto lanes) {
+      return launch(layer_norm_forward_warp_kernel<N, kVecs, kMoves, lanes()>, plan, stream,
+                    log2_of(plan.lanes), params);
     });
   }
 }
@@ -135,7 +126,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_vecs(ForwardWarpVecs{}, plan.vecs, [&](auto vecs) {
-      return dispatch_moves<T>(plan.moves, [&](auto moves) {
+      return dispatch_moves(plan.moves, [&](auto moves) {
         return dispatch_forward<T, moves() != Moves::kVectors>(params, [&](auto norm) {
           return launch_warp<decltype(norm), vecs(), moves()>(params, plan, stream);
         });

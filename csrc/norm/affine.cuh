@@ -105,7 +105,6 @@ struct WalkedParameters {
 
 // An affine policy has
 //   kModulates  whether there is a modulation, whose shift and scale belong to groups of rows
-//   kTwice      whether there is a second one, with an output of its own
 //   row()       the two parameters that a row's loops load, from `first_col` on
 //   for_row()   calls the body with the policy that applies to the row, so that it is chosen once,
 //               outside the row's loops
@@ -115,7 +114,6 @@ struct WalkedParameters {
 // z = xhat * weight + bias. All rows share weight and bias.
 struct ColumnAffine {
   static constexpr bool kModulates = false;
-  static constexpr bool kTwice = false;
 
   template <typename W>
   static __device__ __forceinline__ ColumnParameters<W> row(const ForwardParams& p, int64_t,
@@ -169,7 +167,6 @@ struct AffineAndModulate {
 // where they are used.
 struct MayBeAffineAndModulate {
   static constexpr bool kModulates = true;
-  static constexpr bool kTwice = false;
   static constexpr bool kOfRows = false;
 
   template <typename W>
@@ -201,13 +198,6 @@ struct MayBeAffineAndModulate {
       Modulate::apply(p, values, scale, shift, columns);
     }
   }
-};
-
-// The same, and a second modulation with an output of its own. It has kernels of its own: a test
-// for it at run time costs kernels with one output 12 to 18% (8 x 4096 x 1152 bfloat16 41.4 us,
-// with the test 48.7).
-struct MayBeAffineAndTwoModulations : MayBeAffineAndModulate {
-  static constexpr bool kTwice = true;
 };
 
 // Whether each row has its own shift and scale.

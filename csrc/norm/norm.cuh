@@ -110,12 +110,8 @@ cudaError_t dispatch_forward_modulated(const ForwardParams& p, const Launch& lau
                                        kTypeOf<typename T::Y>, kShifted)) {
     return cudaErrorInvalidValue;
   } else if constexpr (kShifted || !kIsCommon<T>) {
-    return p.second_y == nullptr ? launch(ModulatedForward<T, MayAddGated>{})
-                                 : cudaErrorInvalidValue;
+    return launch(ModulatedForward<T, MayAddGated>{});
   } else {
-    if (p.second_y != nullptr) {
-      return launch(ModulatedForward<T, Plain, MayBeAffineAndTwoModulations>{});
-    }
     return p.residual != nullptr ? launch(ModulatedForward<T, AddGated>{})
                                  : launch(ModulatedForward<T, Plain>{});
   }

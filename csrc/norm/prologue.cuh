@@ -9,8 +9,6 @@
 //   first_elements()  x at the row's first two columns; a row of one column gives its x twice. In
 //                     half precision the second is zero, as the statistic does not use it.
 //   load()            loads a thread's share of x; `policy` says what becomes of it in L2
-//   load_singly()     the same element by element, for a row that begins anywhere in memory; only
-//                     where x = input
 //   load_shifted()    the same by vectors, for a row that begins anywhere in memory. Calls then()
 //                     once, as soon as further loads need not wait for x.
 #pragma once
@@ -60,19 +58,6 @@ struct Plain {
                                                  bool, const Then& then) const {
       fused_layernorm::load_shifted<0>(out, ShiftedRow<const X, kWidth>(x), share, then);
       keep_columns(out, share);
-    }
-
-    template <int kWidth, int kVecs, typename Share>
-    __device__ __forceinline__ void load_singly(Vec<X, kWidth> (&out)[kVecs],
-                                                const Share& share) const {
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        const X* from = element(x, share.vector(k) * kWidth);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          out[k].at[j] = load_if(share.has_column(k, j), from + j);
-        }
-      }
     }
   };
 };

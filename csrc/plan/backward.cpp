@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ladder of backward, from problem to plan: short rows by logical warps or by threads, longer
-// ones by teams of a block or by whole blocks, the longest by several blocks a row or by two reads;
+// The ladder of backward, from problem to plan: short rows by logical warps, longer ones
+// by teams of a block or by whole blocks, the longest by several blocks a row or by two reads;
 // few rows by one launch; and rows with a modulation group by group, or by two reads. geometry.h
 // has the limits of each strategy, ladders.h the best choice where there are several.
 #include <algorithm>
@@ -143,8 +143,8 @@ bool may_take_few_rows(const Team& team, const Problem& problem, const Forced& f
          has_few_rows_kernel(problem.x, problem.weight, problem.y, is_fused(problem), team.keeps);
 }
 
-// Lays out blocks of `teams` teams, whose number is a multiple of the sharers: blocks on rows
-// compute dx, and blocks on columns beside them compute dweight and dbias.
+// Lays out blocks of `teams` teams: blocks on rows compute dx, and blocks on columns beside them
+// compute dweight and dbias.
 void lay_out_few_rows(backward::FewRows& plan, const Problem& problem, int teams) {
   const int x_size = size_of(problem.x);
   plan.threads = plan.team_threads * teams;
@@ -154,11 +154,7 @@ void lay_out_few_rows(backward::FewRows& plan, const Problem& problem, int teams
       problem.needs_dparams ? ceil_div(problem.cols, int64_t{lanes} * plan.width) : 0;
   plan.shared_bytes =
       problem.needs_dparams ? few_rows_shared_bytes(plan.threads, plan.width, x_size) : 0;
-  if (plan.sharers > 1) {
-    const int exchanged = few_rows_exchanged_bytes(plan.threads, plan.vecs);
-    plan.shared_bytes = std::max(plan.shared_bytes, exchanged);
-  }
-  plan.blocks = ceil_div(problem.rows, teams / plan.sharers) + plan.column_blocks;
+  plan.blocks = ceil_div(problem.rows, teams) + plan.column_blocks;
 }
 
 // The teams of whole warps that a block of few rows should have.
@@ -168,7 +164,7 @@ int few_rows_teams(backward::FewRows plan, const Problem& problem, const Device&
   };
   const int most = teams_of(ladders::rung_of(ladders::kFewRowsThreads, problem.rows).block_threads);
   if (plan.width > 1 && plan.team_threads < ladders::kFewRowsLeastThreads) return most;
-  const int blocks = few_rows_blocks(plan.width, plan.vecs, is_fused(problem));
+  const int blocks = few_rows_blocks(plan.width, plan.vecs, plan.width == 1 || is_fused(problem));
   const int sm_threads = blocks * kBackwardThreads;
   for (int teams = most; teams * plan.team_threads >= ladders::kFewRowsLeastThreads; --teams) {
     lay_out_few_rows(plan, problem, teams);
@@ -176,16 +172,6 @@ int few_rows_teams(backward::FewRows plan, const Problem& problem, const Device&
     if (ladders::kFewRowsPlaces * plan.blocks <= ladders::kFewRowsBlocks * places) return teams;
   }
   return plan.width > 1 ? 1 : most;
-}
-
-// Whether several teams share a row of single elements. Forced teams do not.
-bool may_share_few_rows(const backward::FewRows& plan, const Problem& problem,
-                        const Forced& forced) {
-  return has_shared_few_rows(problem.x, problem.weight, problem.y, plan.width, is_fused(problem)) &&
-         plan.team_threads % kWarpThreads == 0 &&
-         plan.team_threads * kFewRowsSharers <= kBackwardThreads &&
-         ladders::shares_few_rows(problem.rows, problem.cols, size_of(problem.x)) &&
-         !forced.has(Field::kTeams);
 }
 
 std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Device& device,
@@ -210,12 +196,6 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
     teams = few_rows_teams(plan, problem, device);
   } else {
     return std::nullopt;
-  }
-  if (may_share_few_rows(plan, problem, forced)) {
-    plan.sharers = kFewRowsSharers;
-    const int threads = ladders::rung_of(ladders::kFewRowsThreads, problem.rows).block_threads;
-    const int row_threads = plan.team_threads * plan.sharers;
-    teams = std::max(1, threads / row_threads) * plan.sharers;
   }
   teams = forced.value_or(Field::kTeams, teams);
   lay_out_few_rows(plan, problem, teams);
@@ -302,36 +282,6 @@ std::optional<backward::Warp> warp_plan(const Problem& problem, const Device& de
   } else {
     lay_out_partials(plan, plan.blocks, problem);
   }
-  return plan;
-}
-
-// Rows that begin anywhere, with nothing fused.
-std::optional<backward::Thread> thread_plan(const Problem& problem, const Device& device,
-                                            const Forced& forced) {
-  const bool allowed = forced.allows(Strategy::kThread, {}) && !problem.aligned &&
-                       !problem.modulated && !is_fused(problem) && problem.x != DataType::kFloat64;
-  const auto& rung = size_of(problem.x) == 4
-                         ? ladders::rung_of(ladders::kFloat32BackwardThreads, problem.cols)
-                         : ladders::rung_of(ladders::kHalfBackwardThreads, problem.cols);
-  if (!allowed || !(problem.rows >= rung.rows || forced.strategy)) return std::nullopt;
-  const auto lanes = lanes_of(problem, forced);
-  const bool is_played =
-      lanes && lanes->vecs == kBackwardThreadVecs && contains(BackwardThreadLanes{}, lanes->lanes);
-  if (!is_played) return std::nullopt;
-  backward::Thread plan;
-  plan.lanes = lanes->lanes;
-  plan.threads = kBackwardThreadThreads;
-  const int cols = static_cast<int>(problem.cols);
-  plan.dy_offset = thread_rows_bytes(plan.threads, cols, size_of(problem.x));
-  plan.shared_bytes =
-      std::max(plan.dy_offset + thread_rows_bytes(plan.threads, cols, size_of(problem.y)),
-               2 * plan.threads * acc_size_of(problem.x));
-  if (plan.shared_bytes > room_of(device)) return std::nullopt;
-  const int64_t blocks =
-      std::clamp<int64_t>(device.shared_memory / (plan.shared_bytes + kReservedSharedMemory), 1,
-                          ladders::kThreadBlocks);
-  plan.blocks = std::min(ceil_div(problem.rows, plan.threads), device.sms * blocks);
-  lay_out_partials(plan, plan.blocks, problem);
   return plan;
 }
 
@@ -696,7 +646,6 @@ backward::Plan make_backward_plan(const Problem& problem, const Device& device) 
     if (const auto plan = group_plan(problem, device, forced)) return *plan;
   } else {
     if (const auto plan = few_rows_plan(problem, device, forced)) return *plan;
-    if (const auto plan = thread_plan(problem, device, forced)) return *plan;
     if (const auto plan = warp_plan(problem, device, forced)) return *plan;
     if (const auto plan = block_plan(problem, device, forced)) return *plan;
     if (const auto plan = split_plan(problem, device, forced)) return *plan;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ladder of forward, from problem to plan: short rows by threads or logical warps, or where
+// The ladder of forward, from problem to plan: short rows by logical warps, or where
 // they are few spread over warps; longer ones by blocks, the longest by several blocks a row or by
 // two reads. geometry.h has the limits of each strategy, ladders.h the best choice where there are
 // several.
@@ -30,27 +30,8 @@ bool is_bare(const Problem& problem) {
   return !problem.residual && !problem.modulated && !problem.has_epilogue;
 }
 
-// Whether at most one of two consecutive rows begins at a multiple of 16 bytes. This decides in
-// place of `aligned` where `aligned` would make a row's result depend on the row's address.
-bool is_ragged(const Problem& problem) {
-  return problem.cols % aligned_cols(size_of(problem.x), size_of(problem.y)) != 0;
-}
-
-// Ragged float32 rows are moved by elements where that is faster.
 Moves moves_of(const Problem& problem) {
-  const bool floats = problem.x == DataType::kFloat32 && problem.weight == DataType::kFloat32 &&
-                      problem.y == DataType::kFloat32;
-  const auto range = problem.modulated ? ladders::kModulatedElementCols : ladders::kElementCols;
-  const bool elements = floats && is_ragged(problem) && !problem.has_epilogue &&
-                        problem.cols >= range.first && problem.cols <= range.last;
-  if (elements) return Moves::kElements;
   return problem.aligned ? Moves::kVectors : Moves::kShifted;
-}
-
-// Ragged rows so short that a thread can play their lanes.
-bool is_short_ragged(const Problem& problem) {
-  return is_ragged(problem) && problem.x != DataType::kFloat64 &&
-         problem.cols <= most_thread_cols(size_of(problem.x));
 }
 
 const ladders::LaneRung& lane_rung(const Problem& problem, int64_t vectors) {
@@ -59,13 +40,9 @@ const ladders::LaneRung& lane_rung(const Problem& problem, int64_t vectors) {
     return size == 4 ? ladders::rung_of(ladders::kFloat32EpilogueLanes, vectors)
                      : ladders::rung_of(ladders::kHalfEpilogueLanes, vectors);
   }
-  const bool is_short = is_short_ragged(problem);
-  if (size == 4) {
-    return is_short || problem.residual ? ladders::rung_of(ladders::kFloat32SingleLanes, vectors)
-                                        : ladders::rung_of(ladders::kFloat32Lanes, vectors);
-  }
-  return is_short ? ladders::rung_of(ladders::kHalfPlayedLanes, vectors)
-                  : ladders::rung_of(ladders::kHalfLanes, vectors);
+  if (size != 4) return ladders::rung_of(ladders::kHalfLanes, vectors);
+  return problem.residual ? ladders::rung_of(ladders::kFloat32SingleLanes, vectors)
+                          : ladders::rung_of(ladders::kFloat32Lanes, vectors);
 }
 
 // The lanes of a row of `vectors` vectors of which each lane has about `vecs`.
@@ -98,7 +75,6 @@ std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& for
   plan.vecs = lanes->vecs;
   plan.lanes = lanes->lanes;
   plan.moves = moves_of(problem);
-  plan.early = plan.moves == Moves::kShifted && problem.rows <= ladders::kEarlyRows;
   plan.threads = kForwardWarpThreads;
   plan.blocks = ceil_div(problem.rows, kForwardWarpThreads / plan.lanes);
   return plan;
@@ -107,62 +83,21 @@ std::optional<forward::Warp> warp_plan(const Problem& problem, const Forced& for
 // Few short rows with nothing fused.
 std::optional<forward::Spread> spread_plan(const Problem& problem, const Forced& forced) {
   const bool allowed = forced.allows(Strategy::kSpread, {}) && is_bare(problem) &&
-                       is_one_type(problem.x, problem.weight, problem.y);
-  if (!allowed) return std::nullopt;
-  Moves moves = moves_of(problem);
-  if (moves == Moves::kShifted) moves = Moves::kSingly;
-  const auto lanes = lanes_of(problem, forced);
+                       problem.aligned && is_one_type(problem.x, problem.weight, problem.y);
+  const auto lanes = allowed ? lanes_of(problem, forced) : std::nullopt;
   if (!lanes) return std::nullopt;
   const int x_size = size_of(problem.x);
   forward::Spread plan;
   plan.lanes = lanes->lanes;
-  plan.moves = moves;
-  const bool stays =
-      moves == Moves::kVectors && plan.lanes < kWarpThreads && lanes->vecs <= kMostStayingVecs;
+  const bool stays = may_stay_in_warp(x_size, plan.lanes, lanes->vecs);
   (stays ? plan.thread_vecs : plan.warps) = lanes->vecs;
-  const int known = known_lanes(moves, x_size, plan.lanes, plan.warps);
-  if (!has_spread_kernel(moves, x_size, known, plan.warps, plan.thread_vecs)) {
-    return std::nullopt;
-  }
-  const bool is_few = ladders::may_spread(moves, x_size, plan.warps, problem.rows, problem.cols);
+  const int known = known_lanes(plan.lanes, plan.warps);
+  if (!has_spread_kernel(x_size, known, plan.warps, plan.thread_vecs)) return std::nullopt;
+  const bool is_few =
+      problem.rows * problem.cols * x_size <= ladders::most_spread_bytes(plan.warps);
   if (!is_few && !forced.strategy) return std::nullopt;
-  plan.threads = spread_threads(moves, plan.warps);
+  plan.threads = spread_threads(plan.warps);
   plan.blocks = ceil_div(problem.rows, plan.threads / plan.warps / plan.lanes);
-  return plan;
-}
-
-// Whether there is a kernel in which a thread plays these lanes.
-bool is_played(const Lanes& lanes, int x_size) {
-  for (int i = 0; i < played_count(x_size); ++i) {
-    const Lanes played = played_lanes(x_size, i);
-    if (played.vecs == lanes.vecs && played.lanes == lanes.lanes) return true;
-  }
-  return false;
-}
-
-// Many short ragged rows, with nothing fused.
-std::optional<forward::Thread> thread_plan(const Problem& problem, const Forced& forced) {
-  const bool allowed = forced.allows(Strategy::kThread, {Field::kVecs}) && is_bare(problem) &&
-                       is_short_ragged(problem);
-  const auto& rung = size_of(problem.x) == 4
-                         ? ladders::rung_of(ladders::kFloat32Threads, problem.cols)
-                         : ladders::rung_of(ladders::kHalfThreads, problem.cols);
-  if (!allowed || !(problem.rows >= rung.rows || forced.strategy)) return std::nullopt;
-  const auto lanes = lanes_of(problem, forced);
-  if (!lanes || !is_played(*lanes, size_of(problem.x))) return std::nullopt;
-  forward::Thread plan;
-  plan.vecs = lanes->vecs;
-  plan.lanes = lanes->lanes;
-  plan.threads = kForwardWarpThreads;
-  plan.blocks = ceil_div(problem.rows, plan.threads);
-  const int cols = static_cast<int>(problem.cols);
-  plan.direct = problem.cols <= ladders::kDirectCols;
-  if (plan.direct) return plan;
-  plan.shared_bytes = thread_rows_bytes(plan.threads, cols, size_of(problem.x));
-  if (size_of(problem.y) != size_of(problem.x)) {
-    plan.y_offset = plan.shared_bytes;
-    plan.shared_bytes += thread_rows_bytes(plan.threads, cols, size_of(problem.y));
-  }
   return plan;
 }
 
@@ -172,7 +107,6 @@ const ladders::BlockRung& block_rung(const Problem& problem, int64_t vectors) {
                ? ladders::rung_of(ladders::kResidualWideBlocks, vectors)
                : ladders::rung_of(ladders::kResidualBlocks, vectors);
   }
-  if (is_ragged(problem)) return ladders::rung_of(ladders::kRaggedBlocks, vectors);
   if (problem.has_epilogue) return ladders::rung_of(ladders::kEpilogueBlocks, vectors);
   return ladders::rung_of(ladders::kBareBlocks, vectors);
 }
@@ -193,10 +127,11 @@ std::optional<int> block_threads(const Problem& problem, int64_t vectors, int ve
 
 // Whether blocks that have one row each may load weight and bias together with it: the registers
 // for this must not keep any of the blocks waiting. (bfloat16, with such loads and without: 528 x
-// 4096 4.40 us, 4.55; 528 x 4095 5.51, 5.95; 1056 x 2048 4.18, 4.25; but where not all blocks run
+// 4096 4.40 us, 4.55; 1056 x 2048 4.18, 4.25; but where not all blocks run
 // at once 1056 x 4096 6.93, 6.15.)
 bool may_be_early(const Problem& problem, const Device& device, int vecs, int threads) {
-  return is_bare(problem) && has_early_forward(problem.x, problem.weight, problem.y, vecs) &&
+  return is_bare(problem) && problem.aligned &&
+         has_early_forward(problem.x, problem.weight, problem.y, vecs) &&
          problem.rows <= int64_t{device.sms} * (kEarlyForwardBounds.threads / threads);
 }
 
@@ -347,7 +282,6 @@ bool stays_in_l2(const Problem& problem) {
 
 forward::Plan make_forward_plan(const Problem& problem, const Device& device) {
   const Forced forced = forced_now();
-  if (const auto plan = thread_plan(problem, forced)) return *plan;
   if (const auto plan = spread_plan(problem, forced)) return *plan;
   if (const auto plan = warp_plan(problem, forced)) return *plan;
   if (const auto plan = block_plan(problem, device, forced)) return *plan;

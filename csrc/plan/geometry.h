@@ -131,10 +131,8 @@ constexpr int first_from(VecsList<kVecs...>, int64_t least) {
 
 // How the elements of a row are moved.
 enum class Moves {
-  kVectors,   // by vectors: the row is aligned, it begins at a multiple of 16 bytes
-  kShifted,   // unaligned, by aligned vectors that lanes shift into place
-  kElements,  // unaligned, one by one: only float32, of which a warp then still moves whole lines
-  kSingly     // unaligned, one by one: a thread owns vectors, as with kShifted
+  kVectors,  // by vectors: the row is aligned, it begins at a multiple of 16 bytes
+  kShifted   // unaligned, by aligned vectors that lanes shift into place
 };
 
 // A thread has `vecs` vectors of a row, each as many columns as 16 bytes of x hold. It moves them
@@ -187,14 +185,11 @@ constexpr int forward_warp_bare_blocks(int vecs, int x_size) {
 }
 static_assert(kForwardWarpThreads % kWarpThreads == 0,
               "every lane of a logical warp takes part in its shuffles");
-// Lanes of a logical warp in which each lane has one vector of an aligned row: the numbers that the
-// ladders choose, each a template constant kLanes, and 0 for kernels that take it as an argument.
+// The lanes of a logical warp in which each lane has one vector of an aligned row of 64 columns are
+// a template constant (kLanes); 0 stands for kernels that take them as an argument.
+constexpr int one_vector_lanes(int x_size) { return 64 / vector_width(x_size); }
 template <int kXSize>
-using OneVectorLanes = VecsList<0, 1, 2, (kXSize == 2 ? 8 : 16)>;
-constexpr bool has_one_vector_each(int x_size, int lanes) {
-  return lanes > 0 && (x_size == 2 ? contains(OneVectorLanes<2>{}, lanes)
-                                   : contains(OneVectorLanes<4>{}, lanes));
-}
+using OneVectorLanes = VecsList<0, one_vector_lanes(kXSize)>;
 
 // ---- Forward, a row spread over several warps.
 
@@ -204,98 +199,38 @@ using SpreadWarpCounts = VecsList<1, 2, 3, kMostSpreadVecs>;
 static_assert(kMostSpreadVecs >= most_forward_warp_vecs(2, false) &&
                   kMostSpreadVecs >= most_forward_warp_vecs(4, false),
               "all rows of logical warps can be spread");
-// Or one warp keeps all vectors of its lanes, if the row is aligned, a lane has no more vectors
-// than this, and the logical warp has fewer than 32 lanes (64 x 512 bfloat16: spread 1.44 us,
-// staying 1.48; 64 x 128 float32 1.46, 1.37).
+// Or one warp keeps all vectors of its lanes, if a lane has no more vectors than this and the
+// logical warp has 8 or 16 lanes, as rows of 64 to 128 columns do (64 x 512 bfloat16: spread 1.44
+// us, staying 1.48; 64 x 128 float32 1.46, 1.37). It then knows its lanes: kLanes is a template
+// constant, as it is where a whole warp shares a row; elsewhere (0) it is an argument.
 constexpr int kMostStayingVecs = 2;
 using StayingVecs = VecsList<1, kMostStayingVecs>;
-constexpr bool stays_in_warp(Moves moves, int warps) {
-  return moves == Moves::kVectors && warps == 1;
+constexpr bool may_stay_in_warp(int x_size, int lanes, int vecs) {
+  if (vecs == 1) return lanes == one_vector_lanes(x_size);
+  return vecs == kMostStayingVecs && (lanes == 8 || lanes == 16);
 }
-// kLanes, the lanes of a logical warp, is a template constant for these rows, otherwise (0) an
-// argument of the kernel:
-//
-//   elements moved                 lanes      warps
-//   vectors, in one warp           below 32   1
-//   any                            32         2, 3, 4
-//   unaligned half precision,      8          1, 2, 3
-//     one by one                   16         2, 3
-//
-// (8 x 127 bfloat16 1.47 us, as a constant 1.36; 8 x 285 1.54, 1.50. Fewer lanes one by one, and
-// float32, were not measured.)
-using SpreadLanes = VecsList<0, 1, 2, 4, 8, 16, kWarpThreads>;
-constexpr int known_lanes(Moves moves, int x_size, int lanes, int warps) {
-  const auto knows = [&] {
-    if (stays_in_warp(moves, warps)) return lanes < kWarpThreads;
-    if (lanes == kWarpThreads) return warps > 1;
-    return moves == Moves::kSingly && x_size == 2 && warps < kMostSpreadVecs &&
-           (lanes == 8 || (lanes == 16 && warps > 1));
-  };
-  return knows() ? lanes : 0;
+using SpreadLanes = VecsList<0, 8, 16, kWarpThreads>;
+constexpr int known_lanes(int lanes, int warps) {
+  return warps == 1 || lanes == kWarpThreads ? lanes : 0;
 }
 // Whether there is a kernel for rows of logical warps of `lanes` lanes, known or any (0), on which
-// `warps` warps work, with `vecs` vectors a thread. There is none that no ladder of lanes leads to.
-constexpr bool has_spread_kernel(Moves moves, int x_size, int lanes, int warps, int vecs) {
-  if (lanes != known_lanes(moves, x_size, lanes, warps)) return false;
-  if (stays_in_warp(moves, warps)) {
-    return vecs > 1 ? lanes > 1 : has_one_vector_each(x_size, lanes);
-  }
-  if (vecs > 1) return false;
-  // Fewer than 32 lanes: two aligned vectors a lane are kept by one warp (above), and only half
-  // precision moved one by one has four vectors a lane.
-  if (lanes == 0 && warps == 2) return moves != Moves::kVectors;
-  if (lanes == 0 && warps == kMostSpreadVecs) return moves == Moves::kSingly && x_size == 2;
-  return warps > 1 || moves == Moves::kSingly;
+// `warps` warps work, with `vecs` vectors a thread. There is none that no ladder of lanes leads to:
+// with fewer than 32 lanes, a lane that one warp does not keep has three vectors.
+constexpr bool has_spread_kernel(int x_size, int lanes, int warps, int vecs) {
+  if (lanes != known_lanes(lanes, warps)) return false;
+  if (warps == 1) return may_stay_in_warp(x_size, lanes, vecs);
+  return vecs == 1 && (lanes == kWarpThreads || warps == 3);
 }
 // Threads of a block. Where rows stay in their logical warps, as many as in forward/warp.cu.
-constexpr int spread_threads(Moves moves, int warps) {
-  return stays_in_warp(moves, warps) ? kForwardWarpThreads : warps * kWarpThreads;
+constexpr int spread_threads(int warps) {
+  return warps == 1 ? kForwardWarpThreads : warps * kWarpThreads;
 }
-
-// ---- Forward, a thread per row.
 
 // How a logical warp owns a row: vectors of a lane, and lanes.
 struct Lanes {
   int vecs;
   int lanes;
 };
-// A thread emulates the lanes of a logical warp, in blocks of kForwardWarpThreads threads as well.
-// There are kernels for the lanes listed here, which are all that the ladders choose for ragged
-// rows of up to most_thread_cols() columns with nothing fused.
-constexpr int most_thread_cols(int x_size) { return x_size == 4 ? 48 : 64; }
-constexpr Lanes kPlayedFloat32[] = {{1, 1}, {1, 2}, {1, 4}, {1, 8}, {1, 16}};
-constexpr Lanes kPlayedHalf[] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {3, 2}, {4, 2}, {1, 8}};
-// The columns of rows that a thread moves by itself, without shared memory.
-using DirectCols = VecsList<1, 2, 3>;
-static_assert(first_from(DirectCols{}, vector_width(4) + 1) == 0,
-              "these columns are in one vector");
-constexpr int played_count(int x_size) {
-  return static_cast<int>(x_size == 4 ? std::size(kPlayedFloat32) : std::size(kPlayedHalf));
-}
-constexpr Lanes played_lanes(int x_size, int i) {
-  return x_size == 4 ? kPlayedFloat32[i] : kPlayedHalf[i];
-}
-// The number of lanes that have any columns.
-constexpr int lanes_with_columns(int lanes, int x_size) {
-  const int most = most_thread_cols(x_size) / vector_width(x_size);
-  return lanes < most ? lanes : most;
-}
-// The number of vectors at a row's beginning that always exist and are whole: of a lane's vectors
-// only the last may be missing, and half as many lanes would have been chosen if they could hold
-// the row.
-constexpr int whole_vectors(int lanes, int vecs) {
-  return lanes * (vecs - 1) < lanes / 2 ? lanes / 2 : lanes * (vecs - 1);
-}
-// Bytes of a block's rows in shared memory, with two vectors more than the rows take. The first row
-// may begin in the midst of a vector, which takes less than one vector. The last row's last vector
-// is read whole, in half precision with one word behind it, which takes the other.
-constexpr int thread_rows_bytes(int threads, int cols, int size) {
-  return (threads * cols * size / kVectorBytes + 2) * kVectorBytes;
-}
-static_assert(thread_rows_bytes(kForwardWarpThreads, most_thread_cols(2), 2) +
-                      thread_rows_bytes(kForwardWarpThreads, most_thread_cols(2), 4) <=
-                  kLeastSharedMemory,
-              "every chip has room for a block's rows of x and, where it is not as wide, of y");
 
 // ---- Forward, a block per row, which keeps the row in registers.
 
@@ -446,16 +381,6 @@ static_assert(backward_warp_fits(2) && backward_warp_fits(4) && backward_warp_fi
               "the longest rows of the warp kernel fit the smallest shared memory; the kernel has "
               "no other");
 
-// A thread has a row and emulates the lanes of a logical warp, each of which has up to
-// kBackwardThreadVecs single elements.
-constexpr int kBackwardThreadThreads = 128;
-constexpr int kBackwardThreadVecs = 4;
-using BackwardThreadLanes = VecsList<1, 2, 4, 8, 16>;
-static_assert(backward_warp_vecs_from(1, 1) == kBackwardThreadVecs,
-              "the lanes are those that short rows have");
-static_assert(16 * kBackwardThreadVecs <= kBackwardThreadThreads,
-              "a block has a thread for each column");
-
 constexpr int kBackwardColsPerThread = 32;
 constexpr int kKeptColsPerThread = 16;  // where a thread also keeps xhat and g of a row
 // A single element takes more registers than an element of a vector.
@@ -514,23 +439,22 @@ static_assert(registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThre
                       128,
               "half the registers of the persistent blocks do without running sums");
 // Whether a thread of such a block keeps xhat and g of a row in registers between the row's sums
-// and its dx: always with something fused; otherwise up to 16 columns of vectors of half precision,
-// 8 of other vectors, and 4 of single elements. (Computed again, and kept beside nearer arguments
-// and no divisions, with GELU: 64 x 1024 bfloat16 3.24 us, 2.68; 8 x 4096 3.84, 2.95; 1024 x 1024
-// float32 10.85, 9.01.)
+// and its dx: always with something fused; otherwise up to 16 columns of half precision and 8 of
+// other types. (Computed again, and kept beside nearer arguments and no divisions, with GELU: 64 x
+// 1024 bfloat16 3.24 us, 2.68; 8 x 4096 3.84, 2.95; 1024 x 1024 float32 10.85, 9.01.)
 constexpr bool few_rows_keep(int width, int vecs, int x_size, bool fused) {
-  const int cols = width * vecs;
-  if (fused) return cols <= kKeptColsPerThread;
-  return width == 1 ? cols <= 4 : cols <= (x_size == 2 ? kKeptColsPerThread : 8);
+  return width * vecs <= (fused || x_size == 2 ? kKeptColsPerThread : 8);
 }
 // With few rows a team owns a row as in the kernels for many rows: as a logical warp, or as whole
-// warps.
+// warps. A thread may have fewer single elements than its kernel is compiled for.
 template <int kWidth, int kXSize>
 using FewRowsVecs =
-    std::conditional_t<kWidth == 1, VecsList<4, 8, kKeptColsPerThread>,
+    std::conditional_t<kWidth == 1, VecsList<8, kKeptColsPerThread>,
                        std::conditional_t<kXSize == 4, VecsList<2, 4, 8>, VecsList<2, 4>>>;
 // There are kernels for all rows that teams for many rows keep in registers. For longer rows there
-// are kernels only where nothing is fused and all tensors are of one type.
+// are kernels only where nothing is fused and all tensors are of one type. Single elements have one
+// kernel for whatever is fused. (It is there because two launches take longer than eager PyTorch's:
+// 64 x 1023 bfloat16 on an H100 8.7 us, PyTorch's 5.0.)
 constexpr bool has_few_rows_kernel(DataType x, DataType weight, DataType y, bool fused,
                                    bool keeps) {
   return keeps || (!fused && is_one_type(x, weight, y));
@@ -541,18 +465,6 @@ static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<1, 8>{}, backward_block_vecs_from(1, 8, 1)) &&
                   contains(FewRowsVecs<2, 8>{}, backward_block_vecs_from(2, 8, 1)),
               "few rows have a kernel wherever a team of whole warps keeps the row");
-// A thread that moves single elements owns many of them, and works on one after the other. Where
-// rows are few, several threads share these elements, and exchange xhat and g of the row through
-// shared memory.
-constexpr int kFewRowsSharers = 4;
-constexpr bool has_shared_few_rows(DataType x, DataType weight, DataType y, int width, bool fused) {
-  return width == 1 && !fused && is_one_type(x, weight, y);
-}
-constexpr int few_rows_exchanged_bytes(int block_threads, int vecs) {
-  return block_threads / kFewRowsSharers * vecs * 2 * static_cast<int>(sizeof(float));
-}
-static_assert(first_from(FewRowsVecs<1, 4>{}, 1) % kFewRowsSharers == 0,
-              "the threads that share have as many elements each");
 // The number of lanes side by side on one row in blocks that compute only dweight and dbias. They
 // move 64 bytes of the row by vectors, or a sector of 32 bytes by single elements.
 constexpr int column_lanes(int width, int x_size) { return width == 1 ? 32 / x_size : 4; }
@@ -565,8 +477,6 @@ static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 409
                   few_rows_shared_bytes(kBackwardThreads, vector_width(4), 4) <= 4096 &&
                   few_rows_shared_bytes(kBackwardThreads, vector_width(8), 8) <= 4096,
               "shared memory never decides how many blocks of few rows run at once");
-static_assert(few_rows_exchanged_bytes(kBackwardThreads, kKeptColsPerThread) <= 16384,
-              "nor does it where teams share rows");
 
 // Rows with a modulation of their own: a block has about this many threads, or one larger team. The
 // lists are the numbers of vectors that kernels are compiled for.

@@ -38,30 +38,6 @@ constexpr bool is_ladder(const Rung (&ladder)[kRungs]) {
   return ladder[kRungs - 1].last == kNoEnd;
 }
 
-// ---- Forward, a thread per row.
-
-// A thread per row is faster than a logical warp from `rows` rows on, by the columns of a row.
-struct ThreadRung {
-  int64_t last;  // columns
-  int64_t rows;
-};
-// Times by threads and by logical warps, bfloat16: 10000 x 5 2.2, 2.7; 10000 x 37 3.7, 4.8;
-// 30000 x 61 6.2, 6.2; 40000 x 61 7.1, 7.9; 4000000 x 3 43, 64; 3076923 x 13 58, 244; 1081081 x 37
-// 51, 141.
-constexpr ThreadRung kHalfThreads[] = {{56, 10000}, {kNoEnd, 30000}};
-// Times by threads and by logical warps, float32: 20000 x 37 5.5, 5.6; 30000 x 37 6.1, 7.0;
-// 30000 x 45 6.8, 7.1; 4000000 x 3 34, 48; 1000003 x 37 76, 170.
-constexpr ThreadRung kFloat32Threads[] = {{kNoEnd, 30000}};
-// Rows of up to so many columns do not pass through shared memory: each thread moves its own row.
-// (Directly and through shared memory, bfloat16: 32768 x 1 1.68, 2.03; 131072 x 1 2.27, 2.83;
-// 524288 x 3 5.50, 6.78; but 32768 x 7 2.63, 2.09.)
-constexpr int kDirectCols = 3;
-constexpr bool has_direct_kernels(int cols) {
-  return cols == 0 || (contains(DirectCols{}, cols) && has_direct_kernels(cols - 1));
-}
-static_assert(has_direct_kernels(kDirectCols), "there are kernels for these columns");
-static_assert(is_ladder(kHalfThreads) && is_ladder(kFloat32Threads), "the rungs ascend");
-
 // ---- Forward, rows in registers: the vectors that a lane or a thread should own.
 
 enum class Choice {
@@ -98,8 +74,7 @@ constexpr LaneRung kFloat32EpilogueLanes[] = {
     // 208333 x 96 54.4, 44.2, 40.6, -; 138888 x 144 -, 53.3, 43.3, -.
     {kNoEnd, Choice::kFewestPlaces, 2},
 };
-// With a residual and no epilogue, and for short ragged rows, which threads also play
-// (kPlayedFloat32) where nothing is fused.
+// With a residual and no epilogue.
 constexpr LaneRung kFloat32SingleLanes[] = {
     // One, two and three vectors a lane, with a residual: 312500 x 64 77.2, 78.4, -; 208333 x 96
     // 77.7, 77.8, 78.8; two and three: 138888 x 144 77.9, 78.6.
@@ -119,11 +94,6 @@ constexpr LaneRung kHalfLanes[] = {
     // 32768 x 512 18.9, 19.2. Two and three: 32768 x 320 15.5, 13.3.
     {kNoEnd, Choice::kFewestPlaces, 2},
 };
-// For short ragged rows, which threads also play (kPlayedHalf) where nothing is fused.
-constexpr LaneRung kHalfPlayedLanes[] = {
-    {7, Choice::kFewestPlaces, 4},
-    {kNoEnd, Choice::kFirst, 1},
-};
 constexpr LaneRung kHalfEpilogueLanes[] = {
     {7, Choice::kFewestPlaces, 4},
     // One, two and four vectors a lane, with SiLU, bfloat16: 524288 x 64 43.9, 37.0, 43.2.
@@ -133,62 +103,18 @@ constexpr LaneRung kHalfEpilogueLanes[] = {
 };
 static_assert(is_ladder(kFloat32Lanes) && is_ladder(kFloat32EpilogueLanes) &&
                   is_ladder(kFloat32SingleLanes) && is_ladder(kHalfLanes) &&
-                  is_ladder(kHalfPlayedLanes) && is_ladder(kHalfEpilogueLanes),
+                  is_ladder(kHalfEpilogueLanes),
               "the rungs ascend");
 
-// If there are at most this many shifted rows, weight and bias are loaded together with the row,
-// which saves one wait for memory. With more rows the registers that this takes cost more (weight
-// and bias loaded with the row, and behind its sums, bfloat16: 4096 x 498 4.57, 5.14; 32768 x 1021
-// 41.3, 38.8; 100000 x 427 57.7, 53.7).
-constexpr int64_t kEarlyRows = 4096;
-
-// Whether so few rows are spread over `warps` warps, or stay in one that knows its lanes. The times
-// are those of such rows and of logical warps.
-constexpr bool may_spread(Moves moves, int x_size, int warps, int64_t rows, int64_t cols) {
-  const int64_t elements = rows * cols;
-  switch (moves) {
-    // One warp, bfloat16: 4096 x 8 1.27, 1.55; 512 x 64 1.35, 1.63; 8 x 128 1.31, 1.39; 256 x 128
-    // 1.43, 1.68. Not so: 8192 x 8 1.92, 1.90; 1024 x 64 1.99, 2.09, but 4096 x 64 2.26, 2.14; 512
-    // x 128 2.06, 1.94. float32: 4096 x 4 1.23, 1.54; 64 x 32 1.30, 1.38; 1024 x 16 1.34, 1.59; 256
-    // x 64 1.41, 1.59. Not so: 8192 x 4 1.90, 1.86; 1024 x 32 1.99, 1.87; 512 x 64 2.03, 1.92.
-    // Several, bfloat16: 1024 x 24 1.49, 1.82; 8 x 512 1.37, 1.49; 64 x 768 1.63, 1.94; 256 x 192
-    // 1.90, 1.99. Not spread: 64 x 1024 2.12, 2.05; 128 x 512 2.04, 1.97. float32: 256 x 72 1.49,
-    // 1.91; 8 x 320 1.33, 1.59; 256 x 96 1.86, 1.94. Not spread: 64 x 512 2.01, 1.99; 128 x 256
-    // 1.99, 1.95.
-    case Moves::kVectors:
-      return elements * x_size <= (warps == 1 ? 64 : 96) << 10;
-    // bfloat16: 64 x 33 1.52, 2.37; 512 x 427 2.50, 2.78; 512 x 1023 2.97, 3.14; 8192 x 33 2.33,
-    // 3.34. Not spread: 16384 x 61 4.47, 3.87. float32: 1024 x 45 1.89, 2.02. Not spread: 2048 x 45
-    // 2.13, 2.09.
-    case Moves::kSingly:
-      return elements <= (x_size == 4 ? 1 << 16 : 1 << 19);
-    // float32: 8 x 214 1.37, 1.46; 8 x 498 1.44, 1.73; 64 x 498 2.14, 2.35; 128 x 498 2.30, 2.46.
-    // Not spread: 512 x 143 2.35, 2.36, and behind the kernel that makes x 1.92, 1.84.
-    case Moves::kElements:
-      return rows <= 128;
-    case Moves::kShifted:
-      return false;
-  }
-  return false;
-}
-
-// ---- Forward, rows in registers: the ragged rows of float32 that are moved by elements.
-
-// Shorter rows are not moved by elements, because where there are many they go to threads, which
-// play lanes that own vectors. By elements and shifted: 100000 x 51 15.7, 19.8; 100000 x 143 40.1,
-// 44.6; 100000 x 498 101.8, 100.3; 100000 x 782 160.5, 172.3; 32768 x 3977 261.6, 277.9;
-// 8192 x 10001 176.9, 189.3; 4096 x 16383 192.8, 185.8; 1 x 498 1.5, 1.9; 100000 x 782 with a
-// residual 319, 377, but with GELU 218, 207.
-struct ColsRange {
-  int64_t first;
-  int64_t last;
-};
-constexpr ColsRange kElementCols = {most_thread_cols(4) + 1, 12288};
-// By elements and shifted, with a modulation: 32768 x 143 30.8, 23.3; 32768 x 1021 78.7, 86.5.
-constexpr ColsRange kModulatedElementCols = {513, 12288};
-static_assert(kModulatedElementCols.first >
-                  kWarpThreads * most_forward_warp_vecs(4, false) * vector_width(4),
-              "logical warps have no kernel that moves modulated rows by elements");
+// The most bytes of x that are spread over `warps` warps, or stay in one that knows its lanes. The
+// times are those of such rows and of logical warps.
+// One warp, bfloat16: 512 x 64 1.35, 1.63; 8 x 128 1.31, 1.39; 256 x 128 1.43, 1.68. Not so: 1024 x
+// 64 1.99, 2.09, but 4096 x 64 2.26, 2.14; 512 x 128 2.06, 1.94. float32: 256 x 64 1.41, 1.59. Not
+// so: 512 x 64 2.03, 1.92.
+// Several, bfloat16: 8 x 512 1.37, 1.49; 64 x 768 1.63, 1.94; 256 x 192 1.90, 1.99. Not spread: 64
+// x 1024 2.12, 2.05; 128 x 512 2.04, 1.97. float32: 256 x 72 1.49, 1.91; 8 x 320 1.33, 1.59; 256 x
+// 96 1.86, 1.94. Not spread: 64 x 512 2.01, 1.99; 128 x 256 1.99, 1.95.
+constexpr int64_t most_spread_bytes(int warps) { return int64_t{warps == 1 ? 64 : 96} << 10; }
 
 // ---- Forward, a block per row.
 
@@ -206,18 +132,6 @@ constexpr BlockRung kBareBlocks[] = {
     {1472, Choice::kFirst, {5, 4, 8}},
     // bfloat16: 8192 x 12288 112.7, 114.0, 100.0; 8192 x 16384 136.8, 135.1, 133.4;
     // float32: 10240 x 6144 132.7, 132.6, 123.2.
-    {kNoEnd, Choice::kFirst, {8, 5, 4}},
-};
-
-// Ragged rows without a residual: the number of their columns lets at most one of two consecutive
-// rows begin at a multiple of 16 bytes (is_ragged in forward.cpp). (Other rows are summed alike
-// wherever they begin, up to 4,096 vectors, and so go by the other ladders even where they are not
-// aligned.) The times are those of four, five and eight vectors a thread, bfloat16.
-constexpr BlockRung kRaggedBlocks[] = {
-    {639, Choice::kFewestPlaces, {4, 5, 3}},
-    // 8192 x 8191 80.0, 85.8, 81.4.
-    {1472, Choice::kFirst, {4, 5, 8}},
-    // 8192 x 12287 137.8, 146.2, 123.1.
     {kNoEnd, Choice::kFirst, {8, 5, 4}},
 };
 
@@ -273,9 +187,8 @@ constexpr bool has_block_kernels(const BlockRung (&ladder)[kRungs]) {
   }
   return is_ladder(ladder);
 }
-static_assert(has_block_kernels(kBareBlocks) && has_block_kernels(kRaggedBlocks) &&
-                  has_block_kernels(kEpilogueBlocks) && has_block_kernels(kResidualBlocks) &&
-                  has_block_kernels(kResidualWideBlocks),
+static_assert(has_block_kernels(kBareBlocks) && has_block_kernels(kEpilogueBlocks) &&
+                  has_block_kernels(kResidualBlocks) && has_block_kernels(kResidualWideBlocks),
               "the rungs ascend, and there is a kernel for each number of vectors");
 
 // ---- Forward, rows in registers: what becomes in L2 of what is read and written once.
@@ -367,14 +280,6 @@ constexpr FewRowsRung kFewRowsThreads[] = {
 static_assert(is_ladder(kFewRowsThreads) &&
                   rung_of(kFewRowsThreads, kNoEnd).block_threads <= kBackwardThreads,
               "blocks of few rows have kernels");
-// Whether several teams share a row of single elements. Times where four teams share a row, and
-// where each has one: bfloat16 8 x 285 1.53, 1.81; 64 x 1023 2.34, 3.00; 128 x 1023 2.64, 3.18;
-// 1 x 1492 1.94, 2.28; float32 128 x 285 2.20, 2.73. Not shared: bfloat16 512 x 1023 5.14, 4.80;
-// 128 x 2047 3.65, 3.56; float32 64 x 1492 3.08, 2.80; 512 x 65 3.00, 2.87.
-constexpr bool shares_few_rows(int64_t rows, int64_t cols, int x_size) {
-  return rows <= 128 && rows * cols <= 1 << 17 && (x_size == 2 || cols <= 1024);
-}
-
 // The teams of whole warps in a block. Aligned rows have the most teams that kFewRowsThreads
 // allows, if a team has fewer threads than kFewRowsLeastThreads (four and two teams, bfloat16:
 // 1024 x 2048 7.9, 9.1; 2048 x 1536 12.1, 17.4; 2048 x 2048 12.4, 15.3; eight and four teams,
@@ -577,25 +482,6 @@ static_assert(kLeastSliceStages >= least_stages(false, rung_of(kLags, kLeastSlic
 static_assert(kKeptRowStages >= least_stages(true, 0) &&
                   kTwiceReadRowStages >= least_stages(false, 0),
               "every ring of whole rows holds the rows that it must");
-
-// ---- Backward, a thread per row.
-
-// Times by threads and by logical warps, float32: 4000000 x 3 82.5, 60.4; 500000 x 5 23.4, 18.6;
-// 4000000 x 5 97.2, 104.7; 250000 x 9 20.8, 17.8; 2222222 x 9 80.1, 109.4; 120000 x 37 30.8, 28.9;
-// 250000 x 37 45.5, 52.8; 1000003 x 37 130.4, 189.9; 377358 x 53 86.6, 87.3; 350877 x 57 93.8,
-// 84.3.
-constexpr ThreadRung kFloat32BackwardThreads[] = {
-    {4, kNoEnd}, {8, 2000000}, {16, 1000000}, {52, 400000}, {kNoEnd, kNoEnd}};
-// Times by threads and by logical warps, bfloat16: 4000000 x 3 75.4, 53.3; 5714285 x 7 145.1,
-// 142.1; 500000 x 9 27.5, 28.8; 4444444 x 9 145.2, 205.3; 250000 x 13 22.0, 17.8; 3076923 x 13
-// 131.7, 148.6; 250000 x 37 43.7, 51.7; 1081081 x 37 118.0, 199.9; 250000 x 61 55.3, 53.9;
-// 634920 x 63 112.4, 126.6.
-constexpr ThreadRung kHalfBackwardThreads[] = {
-    {8, kNoEnd}, {16, 1000000}, {64, 400000}, {kNoEnd, kNoEnd}};
-static_assert(is_ladder(kFloat32BackwardThreads) && is_ladder(kHalfBackwardThreads),
-              "the rungs ascend");
-// The most blocks on a multiprocessor.
-constexpr int kThreadBlocks = 8;
 
 // ---- Backward, short rows.
 

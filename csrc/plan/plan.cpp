@@ -18,10 +18,10 @@ namespace fused_layernorm {
 namespace {
 
 // As JSON strings.
-constexpr const char* kMoves[] = {"\"vectors\"", "\"shifted\"", "\"elements\"", "\"singly\""};
+constexpr const char* kMoves[] = {"\"vectors\"", "\"shifted\""};
 
-constexpr const char* kStrategies[] = {"warp",     "thread", "spread",   "block", "split",
-                                       "resident", "stream", "few_rows", "group", "rows"};
+constexpr const char* kStrategies[] = {"warp",   "spread",   "block", "split", "resident",
+                                       "stream", "few_rows", "group", "rows"};
 
 // The fields that can be forced beside the strategy, in the order of Field. No problem can have a
 // value outside of its field's range.
@@ -183,21 +183,11 @@ class Json {
   std::ostringstream text_;
 };
 
-std::string to_json(const forward::Thread& plan) {
-  return Json(Strategy::kThread)
-      .add("vecs", plan.vecs)
-      .add("lanes", plan.lanes)
-      .add("y_offset", plan.y_offset)
-      .add("direct", plan.direct)
-      .with(plan);
-}
-
 std::string to_json(const forward::Warp& plan) {
   return Json(Strategy::kWarp)
       .add("vecs", plan.vecs)
       .add("lanes", plan.lanes)
       .add("moves", plan.moves)
-      .add("early", plan.early)
       .with(plan);
 }
 
@@ -206,7 +196,6 @@ std::string to_json(const forward::Spread& plan) {
       .add("lanes", plan.lanes)
       .add("warps", plan.warps)
       .add("thread_vecs", plan.thread_vecs)
-      .add("moves", plan.moves)
       .with(plan);
 }
 
@@ -252,22 +241,8 @@ std::string to_json(const backward::Warp& plan) {
   return add_sums(json, plan).with(plan);
 }
 
-std::string to_json(const backward::Thread& plan) {
-  return Json(Strategy::kThread)
-      .add("width", 1)
-      .add("vecs", kBackwardThreadVecs)
-      .add("lanes", plan.lanes)
-      .add("dy_offset", plan.dy_offset)
-      .add(plan.partials)
-      .with(plan);
-}
-
 std::string to_json(const backward::FewRows& plan) {
-  return Json(Strategy::kFewRows)
-      .add(plan)
-      .add("sharers", plan.sharers)
-      .add("column_blocks", plan.column_blocks)
-      .with(plan);
+  return Json(Strategy::kFewRows).add(plan).add("column_blocks", plan.column_blocks).with(plan);
 }
 
 std::string to_json(const backward::Rows& plan) {

@@ -67,18 +67,6 @@ struct Warp : Launch {
   int vecs = 1;   // vectors of a row that a lane owns
   int lanes = 1;  // on one row
   Moves moves = Moves::kVectors;
-  // Shifted rows: weight and bias are loaded with the row, if nothing is fused and there are
-  // registers for them.
-  bool early = false;
-};
-
-// A thread has a row. It emulates the lanes of the logical warp that would otherwise have the row:
-// it takes the same sums in the same order.
-struct Thread : Launch {
-  int vecs = 1;
-  int lanes = 1;
-  int y_offset = 0;     // of the rows of y in shared memory; 0: they take the place of x
-  bool direct = false;  // rows do not pass through shared memory
 };
 
 // A row of a logical warp, spread over several warps: warp w has vector w of each lane. Or one warp
@@ -87,7 +75,6 @@ struct Spread : Launch {
   int lanes = 1;        // of a logical warp, on one row
   int warps = 1;        // on the same rows
   int thread_vecs = 1;  // vectors of a row that a thread owns; follows from the lanes
-  Moves moves = Moves::kVectors;
 };
 
 // A block holds a row in registers.
@@ -118,7 +105,7 @@ struct Stream : Launch {
   int64_t totals_offset = 0;  // in the workspace: mean and rstd of every row
 };
 
-using Plan = std::variant<Warp, Thread, Spread, Block, Split, Resident, Stream>;
+using Plan = std::variant<Warp, Spread, Block, Split, Resident, Stream>;
 
 }  // namespace forward
 
@@ -156,13 +143,6 @@ struct Warp : Launch {
   GroupParts parts;  // of a modulated norm, in place of partials
 };
 
-// A thread has a row, and emulates the lanes of the logical warp that would otherwise have it.
-struct Thread : Launch {
-  int lanes = 1;
-  int dy_offset = 0;  // in shared memory, of the rows of dy behind those of x
-  PartialSums partials;
-};
-
 // Blocks whose teams have one row each and keep nothing for a next one.
 struct OneRowATeam : Launch {
   int width = 1;
@@ -174,9 +154,6 @@ struct OneRowATeam : Launch {
 // Few rows: blocks on rows compute dx, and blocks on columns beside them dweight and dbias, in one
 // launch and without partial sums.
 struct FewRows : OneRowATeam {
-  // Teams that share a row: each computes a part of the elements that each thread of one team would
-  // own.
-  int sharers = 1;
   int64_t column_blocks = 0;  // of the launch's blocks, those on columns
 };
 
@@ -221,7 +198,7 @@ struct Stream : Launch {
   GroupParts parts;  // of a modulated norm, in place of partials
 };
 
-using Plan = std::variant<Warp, Thread, FewRows, Block, Group, Rows, Split, Stream>;
+using Plan = std::variant<Warp, FewRows, Block, Group, Rows, Split, Stream>;
 
 // The gradient of a gate: blocks on some columns of a range of rows.
 struct Gate : Launch {

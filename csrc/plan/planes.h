@@ -43,6 +43,14 @@ constexpr int kTilesASm = 2;
 constexpr int kSectorBytes = 32;
 // Samples of odd planes are tiles where there are as many as this for each multiprocessor.
 constexpr int kRunsASm = 4;
+// Planes of few pixels with many channels: their tiles are narrow, and copies of the rows before
+// and after another strategy take less time than they.
+constexpr int kFewPixels = 100;
+constexpr int kManyChannels = 128;
+inline bool favors_copies(int64_t channels, const Planes& planes) {
+  return planes.pixels < kFewPixels && channels > kManyChannels;
+}
+
 inline int tile_groups(int64_t channels) {
   return static_cast<int>(std::min<int64_t>(ceil_div(channels, kThreadChannels), kMostTileGroups));
 }

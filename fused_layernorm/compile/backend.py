@@ -158,11 +158,14 @@ class Explanation:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        fused = sum(row.operator is not None for row in self.rows)
-        lines += [
-            "",
-            f"{_count(len(self.rows), 'norm')} in {_count(self.graphs, 'graph')}, {fused} replaced",
-        ]
+        counts = []
+        for noun in ("norm", "rotation"):
+            rows = [row for row in self.rows if (row.form == "rotation") == (noun == "rotation")]
+            fused = sum(row.operator is not None for row in rows)
+            if rows or noun == "norm":
+                within = f" in {_count(self.graphs, 'graph')}" if noun == "norm" else ""
+                counts.append(f"{_count(len(rows), noun)}{within}, {fused} replaced")
+        lines += ["", "; ".join(counts)]
         lines += [f"[{number}] {reason}" for reason, number in reasons.items()]
         lines += [f"[{_letter(number)}] {note}" for note, number in notes.items()]
         return "\n".join(lines)

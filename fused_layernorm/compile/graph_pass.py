@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ..ops import aten_forward
-from . import replace, rules, sites
+from . import replace, rotations, rules, sites
 from .effects import Effects, name_of_target
 from .reading import origin, read, value_of
 from .replace import Left
@@ -95,6 +95,22 @@ def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
                 rows.append(_replace(site, graph, effects, settings))
         except Exception as error:
             rows.append(_failed(node, error))
+    try:
+        rows += _rotations(graph, effects)
+    except Exception as error:
+        rows.append(_failed(node, error))
+    return rows
+
+
+def _rotations(graph: Graph, effects: Effects) -> list[Row]:
+    rows = []
+    for found, fused, reason in rotations.run(graph, effects):
+        value, left = value_of(found.y), bool(reason)
+        name = None if left else "qk_norm_rope"
+        row = Row(found.y.name, _where(found.y), tuple(value.shape), value.dtype, "rotation",
+                  fused, name, "", [reason] if left else [])  # fmt: skip
+        row.statistic = "rotation"
+        rows.append(row)
     return rows
 
 

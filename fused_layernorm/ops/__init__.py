@@ -10,6 +10,7 @@ vmap        the batch as one more leading dimension
 formulas    the same functions as differentiable expressions
 autograd    derivatives: the first order runs on the operators
 autocast    the dtypes that autocast gives
+heads       the operators of q and k by heads, normalized and rotated: all of the above in one file
 aten_forward  twins of the operators: compilers fuse their forward pass with its neighbours
 autograd_library  autograd and autocast in C++, used instead if there is a library for this torch
 """
@@ -21,6 +22,7 @@ from . import (  # noqa: F401  (the imports register)
     autograd_library,
     composite,
     fakes,
+    heads,
     vmap,
 )
 

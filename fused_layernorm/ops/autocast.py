@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import load
 from .arguments import HALF
-from .operators import ADA_LAYER_NORM, FORWARD, Arguments, Operator, PairArguments
+from .operators import FORWARD, Arguments, Operator
 
 # PyTorch's autocast runs rms_norm in float32 from this release on; before, it does not change it.
 RMS_NORM_IN_FLOAT32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
@@ -59,19 +59,8 @@ def implementation(operator: Operator) -> Callable[..., Any]:
     return implemented
 
 
-def _pair(*args: Any) -> tuple[Tensor, Tensor]:
-    with torch._C._ExcludeDispatchKeyGuard(_KEYSET):
-        first, second = (
-            ADA_LAYER_NORM.lay_out(under_autocast(ADA_LAYER_NORM.arguments(*one)))
-            for one in PairArguments(*args).each
-        )
-        return load.ada_layer_norm_pair(*first[:4], *second[2:])
-
-
 def register() -> None:
     """Registers these implementations. A process has either these or those of csrc/autograd."""
     for operator in FORWARD:
         for key in KEYS:
             load.library.impl(operator.name, implementation(operator), key)
-    for key in KEYS:
-        load.library.impl("ada_layer_norm_pair", _pair, key)

@@ -31,7 +31,6 @@ from .operators import (
     Results,
     backward_of,
     gated_backward,
-    pair,
     with_statistics,
 )
 
@@ -165,7 +164,7 @@ class Forward(Function):
                 shift,
                 scale,
                 *kind,
-                keeps_order,
+                keeps_order=keeps_order,
             )
             operator = backward_of(shift, scale)
             found = _call(operator.overload, *operator.lay_out(b))
@@ -301,7 +300,6 @@ def register() -> None:
     implementations: dict[str, Callable[..., Any]] = {
         **{operator.name: _forward_implementation(operator) for operator in FORWARD},
         **{operator.name: _backward_implementation(operator) for operator in BACKWARD},
-        "ada_layer_norm_pair": _of_two(load.ada_layer_norm_pair, pair(load.ada_layer_norm)),
         "add_ada_layer_norm_backward": _of_two(
             load.add_ada_layer_norm_backward,
             gated_backward(load.ada_layer_norm_backward, load.gate_backward),

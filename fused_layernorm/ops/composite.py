@@ -16,7 +16,6 @@ from torch import Tensor
 from . import arguments, formulas, load
 from .formulas import acc_dtype, activate, affine, modulate, shifted, to
 from .operators import (
-    ADA_LAYER_NORM,
     ADA_LAYER_NORM_BACKWARD,
     BACKWARD,
     FORWARD,
@@ -25,7 +24,6 @@ from .operators import (
     Gradients,
     Results,
     gated_backward,
-    pair,
 )
 
 _aten = torch.ops.aten
@@ -194,11 +192,6 @@ for _operator in FORWARD:
     load.library.impl(
         _operator.name, _operator.implemented_by(_checked_forward), "CompositeExplicitAutograd"
     )
-load.library.impl(
-    "ada_layer_norm_pair",
-    pair(ADA_LAYER_NORM.implemented_by(_checked_forward)),
-    "CompositeExplicitAutograd",
-)
 for _backward_operator in BACKWARD:
     load.library.impl(
         _backward_operator.name,

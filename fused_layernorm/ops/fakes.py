@@ -9,7 +9,6 @@ from torch import Tensor
 from . import arguments, load
 from .formulas import acc_dtype
 from .operators import (
-    ADA_LAYER_NORM,
     ADA_LAYER_NORM_BACKWARD,
     BACKWARD,
     FORWARD,
@@ -18,7 +17,6 @@ from .operators import (
     Gradients,
     Results,
     gated_backward,
-    pair,
 )
 
 
@@ -69,7 +67,6 @@ def _gate_backward(
 
 for _operator in FORWARD:
     torch.library.register_fake(_operator.overload, _operator.implemented_by(_forward))
-torch.library.register_fake(load.ada_layer_norm_pair, pair(ADA_LAYER_NORM.implemented_by(_forward)))
 for _backward_operator in BACKWARD:
     torch.library.register_fake(
         _backward_operator.overload, _backward_operator.implemented_by(_backward)

@@ -35,7 +35,6 @@ add_layer_norm_forward = operators.add_layer_norm_forward.default
 layer_norm_backward = operators.layer_norm_backward.default
 ada_layer_norm = operators.ada_layer_norm.default
 ada_layer_norm_forward = operators.ada_layer_norm_forward.default
-ada_layer_norm_pair = operators.ada_layer_norm_pair.default
 add_ada_layer_norm = operators.add_ada_layer_norm.default
 add_ada_layer_norm_forward = operators.add_ada_layer_norm_forward.default
 ada_layer_norm_backward = operators.ada_layer_norm_backward.default

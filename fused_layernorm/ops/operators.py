@@ -6,9 +6,8 @@ to layer_norm. The `add_` operator of each adds a residual (beside a modulation 
 the `_forward` operator of each of these four also gives the statistics that backward needs. An
 implementation (composite, fake, vmap rule, autograd) is written once, from `Arguments` to
 `Results`; `Operator` knows how the operators lay these out. In the same way `BackwardOperator` goes
-with `BackwardArguments` and `Gradients`. Two operators each do the work of two calls in turn, and
-are built from implementations of the called operators: ada_layer_norm_pair by `pair`,
-add_ada_layer_norm_backward by `gated_backward`.
+with `BackwardArguments` and `Gradients`. add_ada_layer_norm_backward does the work of two calls in
+turn, and is built from implementations of the called operators by `gated_backward`.
 """
 
 from __future__ import annotations
@@ -179,36 +178,6 @@ def with_statistics(a: Arguments) -> Operator:
     if a.is_modulated:
         return ADA_LAYER_NORM_FORWARD if a.residual is None else ADD_ADA_LAYER_NORM_FORWARD
     return LAYER_NORM_FORWARD if a.residual is None else ADD_LAYER_NORM_FORWARD
-
-
-class PairArguments(NamedTuple):
-    """One call of ada_layer_norm_pair, in the order of its schema."""
-
-    input: Tensor
-    normalized_ndim: int
-    shift: Tensor | None
-    scale: Tensor | None
-    second_shift: Tensor | None
-    second_scale: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    out_dtype: torch.dtype | None = None
-
-    @property
-    def each(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The arguments of ada_layer_norm for y, and those for second_y."""
-        return (*self[:4], *self[6:]), (*self[:2], *self[4:])
-
-
-def pair(ada_layer_norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """ada_layer_norm_pair as two calls of the given ada_layer_norm."""
-
-    def ada_layer_norm_pair(*args: Any) -> tuple[Tensor, Tensor]:
-        first, second = PairArguments(*args).each
-        return ada_layer_norm(*first), ada_layer_norm(*second)
-
-    return ada_layer_norm_pair
 
 
 class Needs(NamedTuple):

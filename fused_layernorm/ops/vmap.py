@@ -26,7 +26,6 @@ from .operators import (
     Options,
     Results,
     gated_backward,
-    pair,
     with_statistics,
 )
 
@@ -187,9 +186,7 @@ for _operator in FORWARD:
 for _backward_operator in BACKWARD:
     torch.library.register_vmap(_backward_operator.overload, _backward_rule(_backward_operator))
 torch.library.register_vmap(load.gate_backward, _gate_backward_rule)
-# Under vmap, each of these two operators makes the calls whose work it does; the operators called
-# have rules.
-load.library.impl("ada_layer_norm_pair", pair(load.ada_layer_norm), "FuncTorchBatched")
+# Under vmap, this operator makes the two calls whose work it does; the operators called have rules.
 load.library.impl(
     "add_ada_layer_norm_backward",
     gated_backward(load.ada_layer_norm_backward, load.gate_backward),

@@ -4,6 +4,7 @@
 
 #include "backward/channels.h"
 #include "bindings/cuda/checks.h"
+#include "bindings/cuda/launches.h"
 #include "bindings/cuda/ops.h"
 
 namespace fused_layernorm {
@@ -29,18 +30,16 @@ void check(const BackwardArguments& a, const Shape& shape, const KernelTypes& ty
   }
 }
 
-bool activates(const BackwardArguments& a, Activation activation) {
-  return activation != Activation::kNone || a.scale != 1.0;
-}
-
-// The tensors of a launch as kernels read them, and the problem to plan. `gated_input` is the input
-// of a gated sum, or null without a gate. With `as_they_lie` x and dy are not mapped as rows.
+// The tensors of a launch as kernels read them, the parameters but for the outputs, and the problem
+// to plan. `gated_input` is the input of a gated sum, or null without a gate. With `as_they_lie` x
+// and dy are not mapped as rows.
 struct Operands {
   Rows x, dy;
   std::optional<Rows> dresidual, input;
   std::optional<Tensor> weight, bias;
   ModulationRows shift, scale, gate;
   Tensor mean, rstd;
+  BackwardParams params;
   Problem problem;
 
   Operands(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
@@ -58,23 +57,31 @@ struct Operands {
         rstd(contiguous_of(a.rstd)) {
     if (a.dresidual) dresidual.emplace(*a.dresidual, shape.leading);
     if (gated_input != nullptr) input.emplace(*gated_input, shape.leading);
-    const DataTypes data_types = types.data_types();
-    problem.rows = shape.rows;
-    problem.cols = shape.cols;
-    problem.x = data_types.x;
-    problem.weight = data_types.weight;
-    problem.y = data_types.y;
-    problem.residual = a.dresidual.has_value();
-    problem.gated = gated_input != nullptr;
-    problem.modulated = shift.tensor || scale.tensor || problem.gated;
-    problem.group_rows = groups.rows;
-    problem.needs_column_grads = a.needs_dweight || a.needs_dbias;
-    problem.needs_dparams =
-        problem.needs_column_grads || a.needs_dshift || a.needs_dscale || problem.gated;
-    problem.has_epilogue =
-        activates(a, activation) || (a.kind.weight_offset != 0.0 && !problem.modulated);
-    problem.aligned = x.aligned() && dy.aligned() && (!dresidual || dresidual->aligned()) &&
-                      (!input || input->aligned()) && types.aligned(shape.cols);
+    params.dy = dy.data();
+    params.dy_rows = dy.map;
+    params.x = x.data();
+    params.x_rows = x.map;
+    params.mean = a.kind.is_rms ? nullptr : mean.const_data_ptr();
+    params.rstd = rstd.const_data_ptr();
+    params.weight = data_of(weight);
+    params.bias = data_of(bias);
+    if (dresidual) {
+      params.dresidual = dresidual->data();
+      params.dresidual_rows = dresidual->map;
+    }
+    if (input) {
+      params.input = input->data();
+      params.input_rows = input->map;
+    }
+    params.rows = shape.rows;
+    params.cols = static_cast<int32_t>(shape.cols);
+    params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
+    params.group_rows = groups.rows;
+    const bool aligned = x.aligned() && dy.aligned() && (!dresidual || dresidual->aligned()) &&
+                         (!input || input->aligned()) && types.aligned(shape.cols);
+    problem = complete(params, types.data_types(),
+                       {activation, a.scale, a.kind.is_rms, a.kind.weight_offset}, aligned,
+                       a.needs_dweight || a.needs_dbias, a.needs_dshift || a.needs_dscale);
   }
 };
 
@@ -106,39 +113,13 @@ struct Outputs {
   }
 };
 
-BackwardParams params_of(const BackwardArguments& a, const Operands& operands,
-                         Activation activation, const Outputs& out, void* workspace) {
-  const Problem& problem = operands.problem;
-  BackwardParams params;
-  params.dy = operands.dy.data();
-  params.dy_rows = operands.dy.map;
-  params.x = operands.x.data();
-  params.x_rows = operands.x.map;
-  params.is_rms = a.kind.is_rms;
-  params.mean = a.kind.is_rms ? nullptr : operands.mean.const_data_ptr();
-  params.rstd = operands.rstd.const_data_ptr();
-  params.weight = data_of(operands.weight);
-  params.bias = data_of(operands.bias);
-  if (operands.dresidual) {
-    params.dresidual = operands.dresidual->data();
-    params.dresidual_rows = operands.dresidual->map;
-  }
+BackwardParams params_of(const BackwardArguments& a, const Operands& operands, const Outputs& out,
+                         const Workspace& workspace) {
+  BackwardParams params = operands.params;
   params.dx = a.needs_dx ? out.dx.mutable_data_ptr() : nullptr;
   params.dweight = a.needs_dweight ? out.dweight.mutable_data_ptr() : nullptr;
   params.dbias = a.needs_dbias ? out.dbias.mutable_data_ptr() : nullptr;
-  params.rows = problem.rows;
-  params.cols = static_cast<int32_t>(problem.cols);
-  params.inverse_cols = Scalar(1.0 / static_cast<double>(problem.cols));
-  params.scale = Scalar(a.scale);
-  params.has_epilogue = problem.has_epilogue;
-  params.activates = activates(a, activation);
-  if (a.kind.weight_offset != 0.0) params.weight_offset = Scalar(a.kind.weight_offset);
-  params.activation = activation;
-  params.workspace = workspace;
-  params.is_modulated = problem.modulated;
-  params.modulation = {operands.shift.data(), operands.scale.data(), operands.gate.data(),
-                       operands.shift.map,    operands.scale.map,    operands.gate.map};
-  params.group_rows = problem.group_rows;
+  params.workspace = workspace.data();
   params.dshift = out.dshift.data();
   params.dscale = out.dscale.data();
   params.dshift_is_wide = out.dshift.is_wide;
@@ -158,6 +139,7 @@ bool launch_channels(const BackwardArguments& a, const Shape& shape, const Kerne
   if (!dy_planes || dy_planes->samples != planes->samples || dy_planes->pixels != planes->pixels) {
     dy_planes.reset();
     operands.dy.tensor = contiguous_of(operands.dy.tensor);
+    operands.params.dy = operands.dy.data();
   }
   int64_t unit = unit_of(a.x, *planes);
   bool run = is_run(a.x, *planes, shape.cols);
@@ -171,11 +153,12 @@ bool launch_channels(const BackwardArguments& a, const Shape& shape, const Kerne
     run = run && is_run(dy, *dy_planes, shape.cols);
   }
   const auto plan = make_channels_plan(operands.problem, *planes, dy_planes, unit, run,
-                                       dx_channels_last, device_of(a.x));
+                                       dx_channels_last, device_of(a.x.get_device_index()));
   if (!plan) return false;
   const Workspace workspace(a.x, plan->workspace_bytes);
-  const BackwardParams params = params_of(a, operands, activation, out, workspace.data());
-  check_launch(launch_layer_norm_backward(params, types.data_types(), *plan, current_stream(a.x)),
+  const BackwardParams params = params_of(a, operands, out, workspace);
+  check_launch(launch_layer_norm_backward(params, types.data_types(), *plan,
+                                          current_stream(a.x.get_device_index())),
                "backward", shape.rows, shape.cols, types.data_types(), *plan);
   return true;
 }
@@ -184,13 +167,15 @@ void launch(const BackwardArguments& a, const Shape& shape, const KernelTypes& t
             Activation activation, const Groups& groups, const Outputs& out) {
   if (launch_channels(a, shape, types, activation, groups, out)) return;
   const Operands operands(a, shape, types, activation, groups, nullptr);
-  const backward::Plan plan = make_backward_plan(operands.problem, device_of(a.x));
+  const backward::Plan plan =
+      make_backward_plan(operands.problem, device_of(a.x.get_device_index()));
   const Workspace workspace(a.x, launch_of(plan).workspace_bytes);
-  BackwardParams params = params_of(a, operands, activation, out, workspace.data());
+  BackwardParams params = params_of(a, operands, out, workspace);
   const bool contiguous = out.dx.is_contiguous();
   Tensor dx = contiguous ? out.dx : empty_like(out.dx, types.x);
   if (!contiguous) params.dx = dx.mutable_data_ptr();
-  check_launch(launch_layer_norm_backward(params, types.data_types(), plan, current_stream(a.x)),
+  check_launch(launch_layer_norm_backward(params, types.data_types(), plan,
+                                          current_stream(a.x.get_device_index())),
                "backward", shape.rows, shape.cols, types.data_types(), plan);
   if (!contiguous) {
     Tensor ordered = out.dx;
@@ -280,7 +265,7 @@ GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor&
   const Groups groups({&m.shift, &m.scale, &m.gate}, a.x, shape.leading);
   if (!shape.empty() && input.scalar_type() == a.x.scalar_type()) {
     const Operands operands(a, shape, types, Activation::kNone, groups, &input);
-    if (const auto plan = make_gated_plan(operands.problem, device_of(a.x))) {
+    if (const auto plan = make_gated_plan(operands.problem, device_of(a.x.get_device_index()))) {
       if (has_columns_apart(a, groups)) {
         GatedBackwardResult result =
             run_gated_backward(without_columns(a), input, needs_dinput, needs_dgate);
@@ -292,15 +277,13 @@ GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor&
       const GroupGradient dgate(needs_dgate, m.gate, groups, types.weight, types.statistics(), a.x);
       const Tensor dinput = needs_dinput ? empty_like(input, types.x) : none(input, types.x);
       const Workspace workspace(a.x, launch_of(*plan).workspace_bytes);
-      BackwardParams params = params_of(a, operands, Activation::kNone, out, workspace.data());
-      params.input = operands.input->data();
-      params.input_rows = operands.input->map;
+      BackwardParams params = params_of(a, operands, out, workspace);
       params.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
       params.dgate = dgate.data();
       params.dgate_is_wide = dgate.is_wide;
-      check_launch(
-          launch_layer_norm_backward(params, types.data_types(), *plan, current_stream(a.x)),
-          "backward", shape.rows, shape.cols, types.data_types(), *plan);
+      check_launch(launch_layer_norm_backward(params, types.data_types(), *plan,
+                                              current_stream(a.x.get_device_index())),
+                   "backward", shape.rows, shape.cols, types.data_types(), *plan);
       return {out.result(a, dparameter_type), dinput, dgate.result(m.gate, input)};
     }
   }
@@ -352,7 +335,7 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
     problem.needs_dparams = needs_dgate;
     problem.modulated = true;
     problem.group_rows = groups.rows;
-    const backward::Gate plan = make_gate_plan(problem, device_of(input));
+    const backward::Gate plan = make_gate_plan(problem, device_of(input.get_device_index()));
     const Workspace workspace(input, plan.workspace_bytes);
 
     GateParams params;
@@ -369,8 +352,9 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
     params.cols = static_cast<int32_t>(shape.cols);
     params.group_rows = groups.rows;
     params.workspace = workspace.data();
-    check_launch(launch_gate_backward(params, data_types, plan, current_stream(input)),
-                 "gate_backward", shape.rows, shape.cols, data_types, plan);
+    check_launch(
+        launch_gate_backward(params, data_types, plan, current_stream(input.get_device_index())),
+        "gate_backward", shape.rows, shape.cols, data_types, plan);
   }
   return {cast(dinput, in), dgate.result(given_gate, input)};
 }

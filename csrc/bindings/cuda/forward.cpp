@@ -8,50 +8,12 @@
 #include <vector>
 
 #include "bindings/cuda/checks.h"
+#include "bindings/cuda/launches.h"
 #include "bindings/cuda/ops.h"
 #include "forward/channels.h"
 
 namespace fused_layernorm {
 namespace {
-
-// The types of a forward pass: those that its kernel is launched with, and those of its results.
-struct ForwardTypes {
-  KernelTypes kernel;
-  ScalarType y;           // of the result
-  ScalarType statistics;  // of the result
-  // With a residual: the type to which input is cast for a kernel that adds the two. If there is no
-  // such kernel (adds_first), the type in which the sum is taken before the launch.
-  ScalarType summand;
-  bool adds_first = false;
-};
-
-ForwardTypes settle_types(ScalarType input, std::optional<ScalarType> residual,
-                          std::optional<ScalarType> parameters, ScalarType y, bool rounds_xhat) {
-  const ScalarType x = residual.value_or(input);
-  ForwardTypes types{KernelTypes(x, parameters, y), y, ScalarType::Float, input};
-  types.statistics = types.kernel.statistics();
-  if (!residual) return types;
-
-  // The type of the input that the kernel adds to the residual (Types::In in norm/types.cuh).
-  const ScalarType in = x == ScalarType::Float ? types.kernel.y : x;
-  if (in == input) return types;
-  if (in == ScalarType::Float && is_half(input)) {
-    types.summand = in;  // exact: a half and a float32 are added in float32
-  } else if (x == ScalarType::Float && input == ScalarType::Float) {
-    types.kernel.y = ScalarType::Float;
-  } else {
-    // The sum is taken first and rounded to the residual's type. If input or residual is float64,
-    // both the sum and the norm are computed in float64.
-    const bool wide = x == ScalarType::Double || input == ScalarType::Double;
-    types.summand = wide ? ScalarType::Double : ScalarType::Float;
-    if (parameters) parameters = types.summand;
-    // Kernels of half-precision x round xhat to no other type than x's.
-    const bool widens = rounds_xhat && is_half(x);
-    types.kernel = KernelTypes(wide || widens ? types.summand : x, parameters, y);
-    types.adds_first = true;
-  }
-  return types;
-}
 
 // Parameters have to be of x's type, or float32 beside half precision. With a residual they may
 // also be of the input's type.
@@ -76,13 +38,8 @@ ForwardTypes check(const ForwardArguments& a, const Shape& shape) {
   for (const ScalarType each : {input, residual.value_or(input), y}) data_type(each);
   const auto affine = type_of_parameters(a.weight, a.bias);
   const auto& m = a.modulation;
-  const Modulations second = a.second.value_or(Modulations{});
   const std::pair<const std::optional<Tensor>&, const char*> modulations[] = {
-      {m.shift, "shift"},
-      {m.scale, "scale"},
-      {m.gate, "gate"},
-      {second.shift, "second_shift"},
-      {second.scale, "second_scale"}};
+      {m.shift, "shift"}, {m.scale, "scale"}, {m.gate, "gate"}};
   check_parameters_type(affine, residual.value_or(input), input, "weight and bias");
   for (const auto& [modulation, name] : modulations) {
     check_broadcast(modulation, name, a.input);
@@ -90,8 +47,8 @@ ForwardTypes check(const ForwardArguments& a, const Shape& shape) {
   }
   CHECK_ARGUMENT(a.weight || a.kind.weight_offset == 0.0,
                  "weight_offset is there without a weight");
-  const auto parameters = common_type({affine, type_of(m.shift), type_of(m.scale), type_of(m.gate),
-                                       type_of(second.shift), type_of(second.scale)});
+  const auto parameters =
+      common_type({affine, type_of(m.shift), type_of(m.scale), type_of(m.gate)});
   return settle_types(input, residual, parameters, y, a.xhat_rounding() != XhatRounding::kNone);
 }
 
@@ -113,13 +70,6 @@ Tensor add(const Tensor& input, const std::optional<Tensor>& gate, const Tensor&
   return contiguous_of(cast(sum, residual.scalar_type()));
 }
 
-// Whether the kernel of this plan writes the outputs of two modulations at once.
-bool writes_second(const forward::Plan& plan, const Problem& problem) {
-  const bool on_chip =
-      std::holds_alternative<forward::Warp>(plan) || std::holds_alternative<forward::Block>(plan);
-  return on_chip && problem.aligned && problem.x == problem.y;
-}
-
 // A new tensor for y.
 Tensor new_y(const ForwardArguments& a, ScalarType type) {
   return a.keeps_order ? empty_in_order(a.input, type) : empty_like(a.input, type);
@@ -133,15 +83,14 @@ std::optional<forward::Channels> channels_plan(const Problem& problem, const Ten
   const bool channels_last = y.is_contiguous();
   if (!channels_last && !has_dense_planes(y, *planes, leading)) return std::nullopt;
   return make_channels_plan(problem, *planes, unit_of(input, *planes),
-                            is_run(input, *planes, problem.cols), channels_last, device_of(input));
+                            is_run(input, *planes, problem.cols), channels_last,
+                            device_of(input.get_device_index()));
 }
 
 // Launches the kernel on the rows of `input`, to which it adds those of `residual`, if given.
-// Returns whether the kernel also writes the output of a second modulation.
-bool launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
+void launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
             const Shape& shape, const KernelTypes& types, Activation activation,
             ForwardResult& result) {
-  const bool plain_weight = a.has_plain_weight();
   std::optional<Rows> residual_rows;
   if (residual) residual_rows.emplace(*residual, shape.leading);
   const auto weight = prepare_parameter(a.weight, types.weight);
@@ -152,21 +101,8 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   const ModulationRows shift = rows_of(a.modulation.shift), scale = rows_of(a.modulation.scale);
   // If the sum was taken before the launch, the gate was applied with it.
   const ModulationRows gate = rows_of(residual ? a.modulation.gate : std::nullopt);
-  const Modulations second = a.second.value_or(Modulations{});
-  const ModulationRows second_shift = rows_of(second.shift), second_scale = rows_of(second.scale);
 
   const DataTypes data_types = types.data_types();
-  Problem problem;
-  problem.rows = shape.rows;
-  problem.cols = shape.cols;
-  problem.x = data_types.x;
-  problem.weight = data_types.weight;
-  problem.y = data_types.y;
-  problem.residual = residual.has_value();
-  const bool activates = activation != Activation::kNone || a.scale != 1.0;
-  problem.modulated = shift.tensor || scale.tensor || gate.tensor || a.second;
-  problem.has_epilogue = activates || !plain_weight;
-
   ForwardParams params;
   if (residual) {
     params.residual = residual_rows->data();
@@ -181,51 +117,35 @@ bool launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   }
   params.rows = shape.rows;
   params.cols = static_cast<int32_t>(shape.cols);
-  params.is_rms = a.kind.is_rms;
-  params.inverse_cols = Scalar(1.0 / static_cast<double>(shape.cols));
-  params.eps = Scalar(a.eps);
-  params.scale = Scalar(a.scale);
-  params.has_epilogue = problem.has_epilogue;
-  params.activates = activates;
-  params.activation = activation;
-  if (!plain_weight) {
-    params.plain_weight = false;
-    params.weight_offset = Scalar(a.kind.weight_offset);
-    params.xhat_rounding = a.xhat_rounding();
-  }
-  params.is_modulated = problem.modulated;
   params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
-  const cudaStream_t stream = current_stream(input);
-  if (const auto plan = channels_plan(problem, input, result.y, shape.leading)) {
-    params.input = input.const_data_ptr();
-    params.y = result.y.mutable_data_ptr();
+  const Computation computation = {activation,           a.scale, a.kind.is_rms,
+                                   a.kind.weight_offset, a.eps,   a.xhat_rounding()};
+  const int device_index = input.get_device_index();
+  const cudaStream_t stream = current_stream(device_index);
+  params.input = input.const_data_ptr();
+  params.y = result.y.mutable_data_ptr();
+  const Problem as_they_lie = complete(params, data_types, computation, false);
+  if (const auto plan = channels_plan(as_they_lie, input, result.y, shape.leading)) {
     check_launch(launch_layer_norm_forward(params, data_types, *plan, stream), "forward",
                  shape.rows, shape.cols, data_types, *plan);
-    return false;
+    return;
   }
 
   const Rows rows(input, shape.leading);
   const bool contiguous = result.y.is_contiguous();
   Tensor y = contiguous ? result.y : empty_like(result.y, types.y);
-  problem.aligned =
-      rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
-  const forward::Plan plan = make_forward_plan(problem, device_of(input));
-  const Workspace workspace(input, launch_of(plan).workspace_bytes);
   params.input = rows.data();
   params.input_rows = rows.map;
   params.y = y.mutable_data_ptr();
-  params.stays_in_l2 = stays_in_l2(problem);
+  const bool aligned =
+      rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
+  const Problem problem = complete(params, data_types, computation, aligned);
+  const forward::Plan plan = make_forward_plan(problem, device_of(device_index));
+  const Workspace workspace(input, launch_of(plan).workspace_bytes);
   params.workspace = workspace.data();
-  const bool with_second = a.second && writes_second(plan, problem);
-  if (with_second) {
-    params.second = {second_shift.data(), second_scale.data(), nullptr,
-                     second_shift.map,    second_scale.map,    RowMap()};
-    params.second_y = result.second_y->mutable_data_ptr();
-  }
   check_launch(launch_layer_norm_forward(params, data_types, plan, stream), "forward", shape.rows,
                shape.cols, data_types, plan);
   if (!contiguous) torch::stable::copy_(result.y, y);
-  return with_second;
 }
 
 // A modulated norm that rounds xhat, which no kernel does: the norm's kernel gives y in float32,
@@ -268,7 +188,7 @@ ForwardResult run_with_offset(const ForwardArguments& a) {
   NormKind kind;
   kind.is_rms = a.kind.is_rms;
   return run_forward({a.input, a.residual, a.normalized_ndim, weight, bias, a.eps, a.activation,
-                      a.scale, a.out_dtype, a.needs_statistics, kind, a.modulation, a.second});
+                      a.scale, a.out_dtype, a.needs_statistics, kind, a.modulation});
 }
 
 }  // namespace
@@ -282,9 +202,7 @@ ForwardResult run_forward(const ForwardArguments& a) {
   const Activation activation = activation_of(a.activation);
   const CurrentDevice guard(a.input);
 
-  ForwardResult result{new_y(a, types.kernel.y), std::nullopt, std::nullopt, std::nullopt,
-                       std::nullopt};
-  if (a.second) result.second_y = empty_like(a.input, types.kernel.y);
+  ForwardResult result{new_y(a, types.kernel.y), std::nullopt, std::nullopt, std::nullopt};
   if (a.needs_statistics) {
     // PyTorch's kernels give these for rows without columns.
     constexpr double kNoMean = 0.0, kNoRstd = std::numeric_limits<double>::quiet_NaN();
@@ -302,17 +220,7 @@ ForwardResult run_forward(const ForwardArguments& a) {
       launch(cast(*result.residual_out, types.kernel.x), std::nullopt, a, shape, types.kernel,
              activation, result);
     } else {
-      const bool wrote_second = launch(cast(a.input, types.summand), a.residual, a, shape,
-                                       types.kernel, activation, result);
-      if (a.second && !wrote_second) {
-        ForwardArguments rest = a;
-        rest.modulation = *a.second;
-        rest.second = std::nullopt;
-        rest.needs_statistics = false;
-        ForwardResult alone{*result.second_y, std::nullopt, std::nullopt, std::nullopt,
-                            std::nullopt};
-        launch(a.input, std::nullopt, rest, shape, types.kernel, activation, alone);
-      }
+      launch(cast(a.input, types.summand), a.residual, a, shape, types.kernel, activation, result);
     }
   }
   if (types.y != types.kernel.y) {
@@ -320,7 +228,6 @@ ForwardResult run_forward(const ForwardArguments& a) {
     torch::stable::copy_(y, result.y);
     result.y = y;
   }
-  if (result.second_y) result.second_y = cast(*result.second_y, types.y);
   if (a.needs_statistics) {
     result.mean = cast(*result.mean, types.statistics);
     result.rstd = cast(*result.rstd, types.statistics);

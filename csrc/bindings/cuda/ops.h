@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "bindings/cuda/checks.h"
+#include "bindings/cuda/launches.h"
 #include "bindings/cuda/modulation.h"
 #include "bindings/cuda/tensors.h"
 
@@ -26,18 +27,11 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     std::optional<ScalarType> out_dtype = std::nullopt;  // input's, if absent
     bool needs_statistics = true;
     NormKind kind = {};
-    Modulations modulation = {};                       // a gate only beside a residual
-    std::optional<Modulations> second = std::nullopt;  // only without a residual
-    bool keeps_order =
-        false;  // y has the strides of torch.empty_like(input), else it is contiguous
+    Modulations modulation = {};  // a gate only beside a residual
+    bool keeps_order = false;     // y has the strides of torch.empty_like(input)
 
-    // The type that round_before_weight means; without a weight there is nothing to round for.
     XhatRounding xhat_rounding() const {
-      if (!kind.round_before_weight || !weight) return XhatRounding::kNone;
-      const ScalarType type = input.scalar_type();
-      return type == ScalarType::Half       ? XhatRounding::kFloat16
-             : type == ScalarType::BFloat16 ? XhatRounding::kBFloat16
-                                            : XhatRounding::kNone;
+      return xhat_rounding_of(kind.round_before_weight, weight.has_value(), input.scalar_type());
     }
     // As ForwardParams::plain_weight says.
     bool has_plain_weight() const {
@@ -48,7 +42,6 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   struct ForwardResult {
     Tensor y;
     std::optional<Tensor> residual_out;  // with a residual
-    std::optional<Tensor> second_y;      // with a second modulation
     std::optional<Tensor> mean, rstd;    // where asked for; RMSNorm's mean is of shape (0,)
   };
 

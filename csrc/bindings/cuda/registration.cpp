@@ -29,7 +29,6 @@ ForwardResult run_plain(const Tensor& input, const Optional& residual, int64_t n
                       gives_statistics,
                       kind,
                       {},
-                      std::nullopt,
                       keeps_order});
 }
 
@@ -127,28 +126,6 @@ Tensor ada_layer_norm(const Tensor& input, int64_t normalized_ndim, const Option
   return run_modulated(input, std::nullopt, std::nullopt, normalized_ndim, shift, scale, weight,
                        bias, eps, out_dtype, {statistic, offset, rounds}, false)
       .y;
-}
-
-std::tuple<Tensor, Tensor> ada_layer_norm_pair(const Tensor& input, int64_t normalized_ndim,
-                                               const Optional& shift, const Optional& scale,
-                                               const Optional& second_shift,
-                                               const Optional& second_scale, const Optional& weight,
-                                               const Optional& bias, double eps,
-                                               std::optional<ScalarType> out_dtype) {
-  const ForwardResult result = run_forward({input,
-                                            std::nullopt,
-                                            normalized_ndim,
-                                            weight,
-                                            bias,
-                                            eps,
-                                            std::nullopt,
-                                            1.0,
-                                            out_dtype,
-                                            false,
-                                            {},
-                                            {shift, scale, std::nullopt},
-                                            Modulations{second_shift, second_scale, std::nullopt}});
-  return {result.y, *result.second_y};
 }
 
 std::tuple<Tensor, Tensor, Tensor> ada_layer_norm_forward(
@@ -249,13 +226,13 @@ void register_cuda_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("add_layer_norm_forward", TORCH_BOX(&add_layer_norm_forward));
   library.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
   library.impl("ada_layer_norm", TORCH_BOX(&ada_layer_norm));
-  library.impl("ada_layer_norm_pair", TORCH_BOX(&ada_layer_norm_pair));
   library.impl("ada_layer_norm_forward", TORCH_BOX(&ada_layer_norm_forward));
   library.impl("add_ada_layer_norm", TORCH_BOX(&add_ada_layer_norm));
   library.impl("add_ada_layer_norm_forward", TORCH_BOX(&add_ada_layer_norm_forward));
   library.impl("ada_layer_norm_backward", TORCH_BOX(&ada_layer_norm_backward));
   library.impl("add_ada_layer_norm_backward", TORCH_BOX(&add_ada_layer_norm_backward));
   library.impl("gate_backward", TORCH_BOX(&run_gate_backward));
+  register_head_kernels(library);
 }
 
 }  // namespace fused_layernorm

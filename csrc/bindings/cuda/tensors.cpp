@@ -44,23 +44,6 @@ Tensor copy(const Tensor& tensor, ScalarType type) {
   throw OutOfMemory(text.str());
 }
 
-// A new tensor on the device of `like`. Throws OutOfMemory.
-Tensor empty_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides, int64_t dims,
-                     ScalarType type) {
-  const int device_index = like.get_device_index();
-  AtenTensorHandle handle = nullptr;
-  const AOTITorchError error = aoti_torch_empty_strided(
-      dims, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-      aoti_torch_device_type_cuda(), device_index, &handle);
-  if (error != AOTI_TORCH_SUCCESS) {
-    int64_t numel = 1;
-    for (int64_t d = 0; d < dims; ++d) numel *= sizes[d];
-    throw_out_of_memory(device_index,
-                        numel * (type == ScalarType::Byte ? 1 : size_of(data_type(type))));
-  }
-  return Tensor(handle);
-}
-
 }  // namespace
 
 bool is_half(ScalarType type) { return type == ScalarType::Half || type == ScalarType::BFloat16; }
@@ -89,11 +72,10 @@ CurrentDevice::~CurrentDevice() {
   if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
 }
 
-const Device& device_of(const Tensor& tensor) {
+const Device& device_of(int index) {
   constexpr int kMaxDevices = 64;
   static std::array<Device, kMaxDevices> devices;
   static std::array<std::once_flag, kMaxDevices> read;
-  const int index = tensor.get_device_index();
   CHECK_ARGUMENT(index >= 0 && index < kMaxDevices, "no device has the index ", index);
   std::call_once(read[index], [index] {
     const auto attribute = [index](cudaDeviceAttr which) {
@@ -114,10 +96,10 @@ const Device& device_of(const Tensor& tensor) {
   return devices[index];
 }
 
-cudaStream_t current_stream(const Tensor& tensor) {
+cudaStream_t current_stream(int device_index) {
   CHECK_ARGUMENT(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA");
   void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -135,6 +117,22 @@ Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, ScalarType 
     stride *= sizes[d] > 1 ? sizes[d] : 1;
   }
   return empty_strided(like, sizes, strides, dims, type);
+}
+
+Tensor empty_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides, int64_t dims,
+                     ScalarType type) {
+  const int device_index = like.get_device_index();
+  AtenTensorHandle handle = nullptr;
+  const AOTITorchError error = aoti_torch_empty_strided(
+      dims, sizes, strides, torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+      aoti_torch_device_type_cuda(), device_index, &handle);
+  if (error != AOTI_TORCH_SUCCESS) {
+    int64_t numel = 1;
+    for (int64_t d = 0; d < dims; ++d) numel *= sizes[d];
+    throw_out_of_memory(device_index,
+                        numel * (type == ScalarType::Byte ? 1 : size_of(data_type(type))));
+  }
+  return Tensor(handle);
 }
 
 Tensor empty_in_order(const Tensor& like, ScalarType type) {

@@ -52,13 +52,15 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     DeviceGuardHandle guard_ = nullptr;
   };
 
-  // The properties of the tensor's device that a plan needs, queried once for each device.
-  const Device& device_of(const Tensor& tensor);
+  // The properties of a device that a plan needs, queried once for each device.
+  const Device& device_of(int index);
 
-  // PyTorch's current stream of the tensor's device.
-  cudaStream_t current_stream(const Tensor& tensor);
+  // PyTorch's current stream of a device.
+  cudaStream_t current_stream(int device_index);
 
-  // New contiguous tensors on the device of `like`. Both throw OutOfMemory.
+  // New tensors on the device of `like`, contiguous but for the first. All throw OutOfMemory.
+  Tensor empty_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides,
+                       int64_t dims, ScalarType type);
   Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, ScalarType type);
   Tensor empty_like(const Tensor& like, ScalarType type);
 

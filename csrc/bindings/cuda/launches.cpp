@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every launch needs; launches.h has the contract.
+#include "bindings/cuda/launches.h"
+
+namespace fused_layernorm {
+namespace {
+
+bool any(const Modulation& m) { return m.shift || m.scale || m.gate; }
+
+template <typename Params>
+Problem problem_of(const Params& params, const DataTypes& types, bool aligned) {
+  Problem problem;
+  problem.rows = params.rows;
+  problem.cols = params.cols;
+  problem.x = types.x;
+  problem.weight = types.weight;
+  problem.y = types.y;
+  problem.aligned = aligned;
+  return problem;
+}
+
+template <typename Params>
+void complete_common(Params& params, const Computation& computation, bool has_epilogue) {
+  params.is_rms = computation.is_rms;
+  params.inverse_cols = Scalar(1.0 / static_cast<double>(params.cols));
+  params.scale = Scalar(computation.scale);
+  params.has_epilogue = has_epilogue;
+  params.activates = computation.activates();
+  params.activation = computation.activation;
+  if (computation.weight_offset != 0.0) params.weight_offset = Scalar(computation.weight_offset);
+}
+
+}  // namespace
+
+ForwardTypes settle_types(ScalarType input, std::optional<ScalarType> residual,
+                          std::optional<ScalarType> parameters, ScalarType y, bool rounds_xhat) {
+  const ScalarType x = residual.value_or(input);
+  ForwardTypes types{KernelTypes(x, parameters, y), y, ScalarType::Float, input};
+  types.statistics = types.kernel.statistics();
+  if (!residual) return types;
+
+  // The type of the input that the kernel adds to the residual (Types::In in norm/types.cuh).
+  const ScalarType in = x == ScalarType::Float ? types.kernel.y : x;
+  if (in == input) return types;
+  if (in == ScalarType::Float && is_half(input)) {
+    types.summand = in;  // exact: a half and a float32 are added in float32
+  } else if (x == ScalarType::Float && input == ScalarType::Float) {
+    types.kernel.y = ScalarType::Float;
+  } else {
+    // The sum is taken first and rounded to the residual's type. If input or residual is float64,
+    // both the sum and the norm are computed in float64.
+    const bool wide = x == ScalarType::Double || input == ScalarType::Double;
+    types.summand = wide ? ScalarType::Double : ScalarType::Float;
+    if (parameters) parameters = types.summand;
+    // Kernels of half-precision x round xhat to no other type than x's.
+    const bool widens = rounds_xhat && is_half(x);
+    types.kernel = KernelTypes(wide || widens ? types.summand : x, parameters, y);
+    types.adds_first = true;
+  }
+  return types;
+}
+
+XhatRounding xhat_rounding_of(bool round_before_weight, bool has_weight, ScalarType input) {
+  if (!round_before_weight || !has_weight) return XhatRounding::kNone;
+  return input == ScalarType::Half       ? XhatRounding::kFloat16
+         : input == ScalarType::BFloat16 ? XhatRounding::kBFloat16
+                                         : XhatRounding::kNone;
+}
+
+Problem complete(ForwardParams& params, const DataTypes& types, const Computation& computation,
+                 bool aligned) {
+  Problem problem = problem_of(params, types, aligned);
+  problem.residual = params.residual != nullptr;
+  problem.modulated = any(params.modulation);
+  params.is_modulated = problem.modulated;
+  params.plain_weight =
+      computation.weight_offset == 0.0 && computation.xhat_rounding == XhatRounding::kNone;
+  problem.has_epilogue = computation.activates() || !params.plain_weight;
+  params.stays_in_l2 = stays_in_l2(problem);
+  params.eps = Scalar(computation.eps);
+  complete_common(params, computation, problem.has_epilogue);
+  if (!params.plain_weight) {
+    params.weight_offset = Scalar(computation.weight_offset);
+    params.xhat_rounding = computation.xhat_rounding;
+  }
+  return problem;
+}
+
+Problem complete(BackwardParams& params, const DataTypes& types, const Computation& computation,
+                 bool aligned, bool needs_column_grads, bool needs_modulation_grads) {
+  Problem problem = problem_of(params, types, aligned);
+  problem.residual = params.dresidual != nullptr;
+  problem.gated = params.input != nullptr;
+  problem.modulated = any(params.modulation) || problem.gated;
+  params.is_modulated = problem.modulated;
+  problem.group_rows = params.group_rows;
+  problem.needs_column_grads = needs_column_grads;
+  problem.needs_dparams = needs_column_grads || needs_modulation_grads || problem.gated;
+  problem.has_epilogue =
+      computation.activates() || (computation.weight_offset != 0.0 && !problem.modulated);
+  complete_common(params, computation, problem.has_epilogue);
+  return problem;
+}
+
+}  // namespace fused_layernorm

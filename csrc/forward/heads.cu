@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward of heads: each row of q and k is normalized, then rotated. forward/heads.h says how rows
+// are laid over warps.
+#include "forward/heads.h"
+
+#include "launch.cuh"
+#include "norm/rotation.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// z = xhat * weight + bias, in place of the row's values.
+template <typename Lane>
+__device__ __forceinline__ void normalize_head(const HeadsParams& p, const HeadSide& side,
+                                               const Lane& lane,
+                                               const typename Lane::Values& weight,
+                                               typename Lane::Values& values) {
+  using X = typename Lane::X;
+  lane.center(p, values);
+  const float m2 = logical_warp_sum(lane.squares(values), p.lanes);
+  const float rstd = MeanAndVariance::rstd(m2, p.inverse_cols.as<float>(), p.eps);
+  lane.each([&](int v, int j) { values[v][j] *= rstd; });
+  if (side.rounds) {
+    lane.each([&](int v, int j) { values[v][j] = to_acc(from_acc<X>(values[v][j])); });
+  }
+  lane.each([&](int v, int j) { values[v][j] *= weight[v][j]; });
+  if (side.bias != nullptr) {
+    typename Lane::Values bias;
+    lane.load_parameter(bias, side.bias, side.bias_is_float, 0);
+    lane.each([&](int v, int j) { values[v][j] += bias[v][j]; });
+  }
+  if (side.rounds) {
+    lane.each([&](int v, int j) { values[v][j] = to_acc(from_acc<X>(values[v][j])); });
+  }
+}
+
+template <typename Lane>
+__global__ void __launch_bounds__(forward::kHeadThreads, 5)
+    heads_forward_kernel(const HeadsParams p) {
+  using X = typename Lane::X;
+  constexpr int kSlots = forward::head_slots(Lane::kWidth);
+  const int first_blocks = p.side[0].blocks;
+  const bool is_second = static_cast<int>(blockIdx.x) >= first_blocks;
+  const HeadSide& side = p.side[is_second];
+  const Lane lane(p);
+  const unsigned block = blockIdx.x - (is_second ? first_blocks : 0);
+  const HeadTask task(p, side, kSlots, block * forward::kHeadWarps + threadIdx.x / kWarpSize);
+
+  Vec<X, Lane::kWidth> x[kSlots][Lane::kVecs];
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const int head = task.head + slot * side.at_once;
+    const X* row = head_row(static_cast<const X*>(side.x), side.x_strides, task, head);
+    lane.template load_row<Use::kOnce>(x[slot], row, task.has && head < side.heads);
+  }
+  const Rotation<Lane> rotation(p, lane, task.batch, task.seq);
+  typename Lane::Values weight;
+  lane.load_weight(weight, p, side);
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    typename Lane::Values values;
+#pragma unroll
+    for (int v = 0; v < Lane::kVecs; ++v) unpack(values[v], x[slot][v]);
+    if (p.statistic != HeadStatistic::kNone) normalize_head(p, side, lane, weight, values);
+    rotation.apply(values);
+    const int head = task.head + slot * side.at_once;
+    if (task.has && head < side.heads) {
+      lane.store_row(head_row(static_cast<X*>(side.y), side.y_strides, task, head), values);
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_heads_forward(const HeadsParams& params, const forward::Heads& plan,
+                                 cudaStream_t stream) {
+  return dispatch_heads(params, plan.width, [&](auto of) {
+    return launch(heads_forward_kernel<typename decltype(of)::Lane>, plan, stream, params);
+  });
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+// A row of a head: which columns a lane has, its statistics, and its rotation.
+#pragma once
+
+#include "device/reduce.cuh"
+#include "device/vec.cuh"
+#include "forward/heads.h"
+#include "norm/statistic.cuh"
+
+namespace fused_layernorm {
+
+// The elements of a parameter of x's type or float32.
+template <typename X, int kWidth>
+__device__ __forceinline__ void load_floats(float (&values)[kWidth], const void* from, int64_t at,
+                                            bool is_float) {
+  if (is_float) {
+    unpack(values, load<Use::kReadOnly, kWidth>(static_cast<const float*>(from) + at));
+  } else {
+    unpack(values, load<Use::kReadOnly, kWidth>(static_cast<const X*>(from) + at));
+  }
+}
+
+// What of a row a lane has: kPairs pairs of vectors. Vectors 2 k and 2 k + 1 are a pair.
+// kInterleaved counts for vectors of several elements, which then hold whole pairs of elements;
+// their pairs of vectors are those of the row's two halves, whatever is rotated.
+template <typename X_, int kWidth_, int kPairs_, bool kInterleaved_>
+struct HeadLane {
+  using X = X_;
+  static constexpr int kWidth = kWidth_, kPairs = kPairs_, kVecs = 2 * kPairs;
+  static constexpr bool kInterleaved = kInterleaved_;
+  using Values = float[kVecs][kWidth];
+
+  int first;  // the lane that has the row's first columns
+  int col[kVecs];
+  bool has[kPairs];
+
+  __device__ __forceinline__ explicit HeadLane(const HeadsParams& p) {
+    const int lane = threadIdx.x % kWarpSize;
+    first = lane & -p.lanes;
+    const int turned = p.rotary / (2 * kWidth);
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) {
+      const int pair = lane - first + k * p.lanes;
+      has[k] = pair < p.cols / (2 * kWidth);
+      if (kInterleaved) {
+        col[2 * k] = pair * kWidth;
+        col[2 * k + 1] = p.cols / 2 + pair * kWidth;
+      } else if (pair < turned && !p.interleaved) {
+        col[2 * k] = pair * kWidth;
+        col[2 * k + 1] = p.rotary / 2 + pair * kWidth;
+      } else {
+        col[2 * k] = 2 * pair * kWidth;
+        col[2 * k + 1] = col[2 * k] + kWidth;
+      }
+    }
+  }
+
+  // Calls f(v, j) for the elements that the lane has.
+  template <typename F>
+  __device__ __forceinline__ void each(const F& f) const {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      if (!has[v / 2]) continue;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) f(v, j);
+    }
+  }
+
+  // Loads a row; what the lane does not have is zero.
+  template <Use kUse>
+  __device__ __forceinline__ void load_row(Vec<X, kWidth> (&row)[kVecs], const X* from,
+                                           bool has_row) const {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) row[v].at[j] = from_acc<X>(0.0f);
+      if (has_row && has[v / 2]) row[v] = load<kUse, kWidth>(from + col[v]);
+    }
+  }
+
+  __device__ __forceinline__ void store_row(X* to, const Values& values) const {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      if (has[v / 2]) store_once<X, kWidth>(to + col[v], round_to<X>(values[v]));
+    }
+  }
+
+  // A parameter of the columns, `absent` without one or where the lane has no columns.
+  __device__ __forceinline__ void load_parameter(Values& values, const void* from, bool is_float,
+                                                 float absent) const {
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[v][j] = absent;
+      if (from != nullptr && has[v / 2]) load_floats<X>(values[v], from, col[v], is_float);
+    }
+  }
+
+  __device__ __forceinline__ void load_weight(Values& weight, const HeadsParams& p,
+                                              const HeadSide& side) const {
+    load_parameter(weight, side.weight, side.weight_is_float, 1);
+    if (side.weight != nullptr) each([&](int v, int j) { weight[v][j] += p.weight_offset; });
+  }
+
+  // Subtracts the row's mean, if the statistic has one.
+  __device__ __forceinline__ void center(const HeadsParams& p, Values& values) const {
+    if (p.statistic != HeadStatistic::kLayer) return;
+    const float pivot = MeanAndVariance::pivot<X>(Pair<float>{
+        __shfl_sync(kFullWarp, values[0][0], first), __shfl_sync(kFullWarp, values[1][0], first)});
+    float sum = 0;
+    each([&](int v, int j) { sum += values[v][j] - pivot; });
+    const float mean =
+        Reciprocal<float>(p.inverse_cols).mean(pivot, logical_warp_sum(sum, p.lanes));
+    each([&](int v, int j) { values[v][j] -= mean; });
+  }
+
+  // The lane's part of the sum of squares.
+  __device__ __forceinline__ float squares(const Values& values) const {
+    float sum[kVecs] = {};
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum[v] += values[v][j] * values[v][j];
+    }
+    return tree_sum(sum);
+  }
+};
+
+// cos and sin of one position, at the pairs that a lane has.
+template <typename Lane>
+struct Rotation {
+  static constexpr int kWidth = Lane::kWidth, kPairs = Lane::kPairs;
+  using Values = typename Lane::Values;
+  float cos[kPairs][kWidth], sin[kPairs][kWidth];
+  bool turns[2 * kPairs];  // whether a vector is rotated
+
+  // Of position `seq` of sample `batch`.
+  __device__ __forceinline__ Rotation(const HeadsParams& p, const Lane& lane, int64_t batch,
+                                      int64_t seq) {
+    const int64_t of_cos = batch * p.cos_strides.batch + seq * p.cos_strides.position;
+    const int64_t of_sin = batch * p.sin_strides.batch + seq * p.sin_strides.position;
+#pragma unroll
+    for (int v = 0; v < 2 * kPairs; ++v) turns[v] = lane.has[v / 2] && lane.col[v] < p.rotary;
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        cos[k][j] = 1;
+        sin[k][j] = 0;
+      }
+      if constexpr (Lane::kInterleaved) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (!turns[2 * k + half]) continue;
+          const int col = lane.col[2 * k + half];
+          load_half(cos[k], half, p, p.cos, of_cos, col);
+          load_half(sin[k], half, p, p.sin, of_sin, col);
+        }
+      } else if (turns[2 * k]) {
+        // The first of two interleaved elements of a lane stands at an even column.
+        const int col = lane.col[2 * k];
+        const int at = kWidth == 1 && p.interleaved && !p.doubled ? col / 2 : col;
+        load_floats<typename Lane::X>(cos[k], p.cos, of_cos + at, p.angles_are_float);
+        load_floats<typename Lane::X>(sin[k], p.sin, of_sin + at, p.angles_are_float);
+      }
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sin[k][j] *= p.sin_sign;
+    }
+  }
+
+  // A pair (a, b) becomes (a cos - b sin, b cos + a sin).
+  __device__ __forceinline__ void apply(Values& values) const {
+#pragma unroll
+    for (int i = 0; i < kPairs * kWidth; ++i) {
+      const int k = i / kWidth, j = i % kWidth;
+      // Interleaved pairs: the first half of them is in the first vector, the others in the second.
+      const int v = 2 * k + (Lane::kInterleaved ? 2 * j / kWidth : 0);
+      if (!turns[v]) continue;
+      float& a = values[v][Lane::kInterleaved ? 2 * j % kWidth : j];
+      float& b = Lane::kInterleaved ? values[v][2 * j % kWidth + 1] : values[2 * k + 1][j];
+      const float first = a * cos[k][j] - b * sin[k][j];
+      b = b * cos[k][j] + a * sin[k][j];
+      a = first;
+    }
+  }
+
+ private:
+  // The angles of one vector of interleaved pairs: half as many as it has elements.
+  static __device__ __forceinline__ void load_half(float (&angles)[kWidth], int half,
+                                                   const HeadsParams& p, const void* from,
+                                                   int64_t row, int col) {
+    constexpr int kHalf = kWidth / 2 > 0 ? kWidth / 2 : 1;
+    float found[kWidth];
+    if (p.doubled) {
+      load_floats<typename Lane::X>(found, from, row + col, p.angles_are_float);
+#pragma unroll
+      for (int j = 0; j < kHalf; ++j) angles[half * kHalf + j] = found[2 * j];
+    } else {
+      float few[kHalf];
+      load_floats<typename Lane::X>(few, from, row + col / 2, p.angles_are_float);
+#pragma unroll
+      for (int j = 0; j < kHalf; ++j) angles[half * kHalf + j] = few[j];
+    }
+  }
+};
+
+// What a lane's rows of one task are: a position, and some of its heads.
+struct HeadTask {
+  int64_t batch, seq;
+  int head;  // of the first slot
+  bool has;  // whether there is such a position
+
+  __device__ __forceinline__ HeadTask(const HeadsParams& p, const HeadSide& side, int slots,
+                                      unsigned task) {
+    const unsigned set = task / static_cast<unsigned>(side.chunks);
+    const unsigned chunk = task - set * side.chunks;
+    const unsigned group = threadIdx.x % kWarpSize / static_cast<unsigned>(p.lanes);
+    const unsigned at_once = side.at_once;  // a power of two
+    const unsigned positions = kWarpSize / p.lanes / at_once;
+    const unsigned position = set * positions + group / at_once;
+    has = position < static_cast<unsigned>(p.positions);
+    batch = has ? position / static_cast<unsigned>(p.seq) : 0;
+    seq = has ? position - batch * p.seq : 0;
+    head = chunk * at_once * slots + group % at_once;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ T* head_row(T* base, const HeadStrides& strides, const HeadTask& task,
+                                       int head) {
+  return base + (task.batch * strides.batch + task.seq * strides.position + head * strides.head);
+}
+
+template <typename Lane_>
+struct OfLane {
+  using Lane = Lane_;
+};
+
+// Calls launch(OfLane{}) with the HeadLane that a plan's rows need.
+template <typename Launch>
+cudaError_t dispatch_heads(const HeadsParams& params, int width, const Launch& launch) {
+  const auto with_type = [&](auto of_type) {
+    using X = decltype(of_type);
+    constexpr int kWidth = vector_width(sizeof(X));
+    if (width == 1) return launch(OfLane<HeadLane<X, 1, kNarrowPairs, false>>{});
+    if (width != kWidth) return cudaErrorInvalidValue;
+    return params.interleaved ? launch(OfLane<HeadLane<X, kWidth, 1, true>>{})
+                              : launch(OfLane<HeadLane<X, kWidth, 1, false>>{});
+  };
+  switch (params.type) {
+    case DataType::kFloat32:
+      return with_type(float{});
+    case DataType::kFloat16:
+      return with_type(__half{});
+    case DataType::kBFloat16:
+      return with_type(__nv_bfloat16{});
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace fused_layernorm

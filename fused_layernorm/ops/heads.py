@@ -1,0 +1,589 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators qk_norm_rope and qk_norm_rope_backward: all of their Python half.
+
+q and k are (batch, positions, heads, columns), or (batch, heads, positions, columns) with
+seq_dim=2. Each row, the last dimension, is normalized and rotated; csrc/bindings/schemas.cpp says
+what the operators give, csrc/bindings/cuda/heads.cpp has them on CUDA.
+
+A rotation is linear and its transpose is the reverse rotation, so a rotation alone (statistic None)
+is differentiated by the forward operator itself, any number of times. The norm's gradients come
+from qk_norm_rope_backward; where they are to be differentiated, and where cos or sin asks for a
+gradient, PyTorch differentiates `formula`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import arguments, composite, load
+from .arguments import HALF, name_of
+from .autograd import Function, apply, in_forward_mode, lower_levels, needs_grad
+from .formulas import acc_dtype, affine, shifted, to
+
+qk_norm_rope = load.operators.qk_norm_rope.default
+qk_norm_rope_backward = load.operators.qk_norm_rope_backward.default
+
+STATISTICS = (*arguments.STATISTICS, None)
+MOST_KERNEL_COLS = 256  # kMostHeadCols in csrc/forward/heads.h
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_after_autograd = torch._C._after_autograd_keyset
+
+
+class HeadArguments(NamedTuple):
+    """One call of qk_norm_rope, in the order of its schema."""
+
+    q: Tensor
+    k: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    rotary_dim: int
+    seq_dim: int
+    eps: float
+    statistic: str | None
+    weight_offset: float
+    round_before_weight: bool
+    interleaved: bool
+    inverse: bool = False
+
+    @property
+    def sides(self) -> list[tuple[str, Tensor, Tensor | None, Tensor | None]]:
+        """The name, tensor, weight and bias of q and, where it is there, of k."""
+        found = [("q", self.q, self.q_weight, self.q_bias)]
+        if self.k is not None:
+            found.append(("k", self.k, self.k_weight, self.k_bias))
+        return found
+
+    @property
+    def takes_kernel(self) -> bool:
+        """Whether there are kernels for such rows."""
+        cols = self.q.shape[3]
+        return (
+            self.q.dtype is not torch.float64
+            and 0 < cols <= MOST_KERNEL_COLS
+            and cols % 2 == 0
+            and (self.cos is None or self.cos.dtype in (self.q.dtype, torch.float32))
+        )
+
+    @property
+    def needs_grad_of_angles(self) -> bool:
+        return needs_grad(self.cos, self.sin)
+
+
+# ---- The computation in PyTorch's operators.
+
+
+def _angles(a: HeadArguments, angles: Tensor, acc: torch.dtype) -> Tensor:
+    """cos or sin of each pair, of the dimensions of q and k."""
+    if angles.shape[-1] != a.rotary_dim // 2:
+        angles = angles[..., ::2] if a.interleaved else angles[..., : a.rotary_dim // 2]
+    return angles.to(acc).unsqueeze(-2 if a.seq_dim == 1 else -3)
+
+
+def rotate(a: HeadArguments, z: Tensor) -> Tensor:
+    """z with its first rotary_dim columns rotated, in z's dtype."""
+    if a.cos is None or a.sin is None:
+        return z
+    cos, sin = _angles(a, a.cos, z.dtype), _angles(a, a.sin, z.dtype)
+    if a.inverse:
+        sin = -sin
+    turned = z[..., : a.rotary_dim]
+    if a.interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = turned.chunk(2, -1)
+    pairs = (first * cos - second * sin, second * cos + first * sin)
+    found = torch.stack(pairs, -1).flatten(-2) if a.interleaved else torch.cat(pairs, -1)
+    return found if a.rotary_dim == z.shape[-1] else torch.cat((found, z[..., a.rotary_dim :]), -1)
+
+
+def normalize(
+    a: HeadArguments, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm's result, xhat and rstd of one of q and k, in the arithmetic's dtype."""
+    acc = acc_dtype(x.dtype)
+    wide = x.to(acc)
+    if a.statistic == "layer":
+        wide = wide - wide.mean(-1, keepdim=True)
+    rstd = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + a.eps)
+    xhat = wide * rstd
+    rounds = a.round_before_weight and weight is not None
+    z = xhat.to(x.dtype).to(acc) if rounds else xhat
+    z = affine(z, shifted(weight, a.weight_offset, acc), to(bias, acc))
+    return z.to(x.dtype).to(acc) if rounds else z, xhat, rstd
+
+
+def dense_like(x: Tensor) -> Tensor:
+    """The layout of a result: x's order of dimensions, where x has rows; else contiguous."""
+    has_rows = x.stride(3) == 1 and all(x.shape[d] <= 1 or x.stride(d) != 0 for d in range(3))
+    if has_rows:
+        return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _laid_out(y: Tensor, x: Tensor) -> Tensor:
+    """y in x's dtype and in the layout of a result."""
+    return dense_like(x).copy_(y)
+
+
+def formula(a: HeadArguments) -> tuple[Tensor, ...]:
+    """The results in PyTorch's operators, which differentiate them any number of times."""
+    found = []
+    for _, x, weight, bias in a.sides:
+        z = x.to(acc_dtype(x.dtype))
+        if a.statistic is not None:
+            z = normalize(a, x, weight, bias)[0]
+        found.append(rotate(a, z).to(x.dtype))
+    return tuple(found)
+
+
+def _with_k(a: HeadArguments, found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    return (found[0], found[1] if len(found) > 1 else a.q.new_empty(0))
+
+
+def by_formula(a: HeadArguments) -> tuple[Tensor, Tensor]:
+    """What qk_norm_rope gives, but for the order of memory, of arguments that were checked."""
+    return _with_k(a, formula(a))
+
+
+def _composite(*args: Any) -> tuple[Tensor, Tensor]:
+    a = HeadArguments(*args)
+    check(a)
+    composite._warn_of_cuda(a.q)
+    found = formula(a)
+    laid_out = tuple(_laid_out(y, x) for y, (_, x, *_) in zip(found, a.sides, strict=True))
+    return _with_k(a, laid_out)
+
+
+class BackwardArguments(NamedTuple):
+    """One call of qk_norm_rope_backward, in the order of its schema."""
+
+    dq_out: Tensor
+    dk_out: Tensor | None
+    q: Tensor
+    k: Tensor | None
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    rotary_dim: int
+    seq_dim: int
+    eps: float
+    statistic: str | None
+    weight_offset: float
+    interleaved: bool
+    inverse: bool
+    needs_dweight: bool
+    needs_dbias: bool
+
+    @property
+    def forward(self) -> HeadArguments:
+        """The forward call. The rounding of xhat counts as the identity."""
+        call: Any = (*self[2:15], False, *self[15:17])
+        return HeadArguments(*call)
+
+    @classmethod
+    def of(
+        cls, a: HeadArguments, dq: Tensor, dk: Tensor | None, dweight: bool, dbias: bool
+    ) -> BackwardArguments:
+        # All but round_before_weight.
+        return cls(*(dq, dk, *a[:13], *a[14:], dweight, dbias))
+
+    def results(self, found: list[tuple[Tensor, Tensor | None, Tensor | None]]) -> Any:
+        """The operator's results from (dx, dweight, dbias) of q and k; None becomes empty."""
+        none = (None, None, None)
+        q, k = (*found, none)[:2]
+        parameters = (self.q_weight, self.k_weight, self.q_bias, self.k_bias)
+        laid_out = (q[0], k[0], q[1], k[1], q[2], k[2])
+        dtypes = (self.q.dtype,) * 2 + tuple(
+            self.q.dtype if parameter is None else parameter.dtype for parameter in parameters
+        )
+        return tuple(
+            self.q.new_empty(0, dtype=dtype) if gradient is None else gradient
+            for gradient, dtype in zip(laid_out, dtypes, strict=True)
+        )
+
+
+def _backward(b: BackwardArguments) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
+    """(dx, dweight, dbias) of q and k in PyTorch's operators."""
+    a = b.forward
+    back = a._replace(inverse=not a.inverse)
+    found = []
+    for dy, (_, x, weight, bias) in zip((b.dq_out, b.dk_out), a.sides, strict=False):
+        assert dy is not None
+        acc = acc_dtype(x.dtype)
+        dz = rotate(back, dy.to(acc))
+        _, xhat, rstd = normalize(a, x, weight, None)
+        wide = shifted(weight, a.weight_offset, acc)
+        g = dz if wide is None else dz * wide
+        dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
+        if a.statistic == "layer":
+            dx = dx - g.mean(-1, keepdim=True)
+        dweight = dbias = None
+        if weight is not None and b.needs_dweight:
+            dweight = (dz * xhat).sum((0, 1, 2)).to(weight.dtype)
+        if bias is not None and b.needs_dbias:
+            dbias = dz.sum((0, 1, 2)).to(bias.dtype)
+        found.append((dx * rstd, dweight, dbias))
+    return found
+
+
+def backward_by_formula(*args: Any) -> Any:
+    """What qk_norm_rope_backward gives, but for the order of memory."""
+    b = BackwardArguments(*args)
+    found = [
+        (dx.to(x.dtype), dweight, dbias)
+        for (dx, dweight, dbias), (_, x, *_) in zip(_backward(b), b.forward.sides, strict=True)
+    ]
+    return b.results(found)
+
+
+def _composite_backward(*args: Any) -> Any:
+    b = BackwardArguments(*args)
+    found = [
+        (_laid_out(dx, x), dweight, dbias)
+        for (dx, dweight, dbias), (_, x, *_) in zip(_backward(b), b.forward.sides, strict=True)
+    ]
+    return b.results(found)
+
+
+# ---- What a call must satisfy.
+
+
+def check(a: HeadArguments) -> None:
+    """Raises, with one sentence, if the operators cannot take these arguments.
+
+    Without k, the names are those of norm_rope.
+    """
+    q, side = ("input", "") if a.k is None else ("q", "q_")
+    for name, x, weight, bias in a.sides:
+        if name == "q":
+            name = q
+        else:
+            side = "k_"
+        arguments.check_tensor(name, x)
+        if x.dim() != 4:
+            raise RuntimeError(
+                f"expected {name} of four dimensions, (batch, positions, heads, columns) or with "
+                f"seq_dim=2 (batch, heads, positions, columns), got shape {list(x.shape)}"
+            )
+        if name == "k":
+            _check_beside_q(a, x)
+        for what, parameter in ((f"{side}weight", weight), (f"{side}bias", bias)):
+            if parameter is None:
+                continue
+            arguments.check_tensor(what, parameter)
+            if a.statistic is None:
+                raise ValueError(f"expected no {what} beside statistic None, got one")
+            if parameter.shape != x.shape[3:]:
+                raise RuntimeError(
+                    f"expected {what} of shape {[x.shape[3]]}, the size of a head, "
+                    f"got shape {list(parameter.shape)}"
+                )
+            _check_device_and_dtype(what, parameter, q, a.q)
+    if a.k is None and (a.k_weight is not None or a.k_bias is not None):
+        raise ValueError("expected k beside k_weight and k_bias, got none")
+    if a.statistic not in STATISTICS:
+        raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")
+    if a.weight_offset != 0:
+        if a.statistic is None:
+            raise ValueError(
+                f"expected no weight_offset beside statistic None, got {a.weight_offset}"
+            )
+        for name, _, weight, _ in a.sides:
+            if weight is None:
+                what = "weight" if a.k is None else f"{name}_weight"
+                raise ValueError(
+                    f"expected a {what} beside weight_offset {a.weight_offset}, got none"
+                )
+    arguments.check_kind("rms", a.weight_offset, a.q_weight)
+    _check_angles(a)
+
+
+def _check_beside_q(a: HeadArguments, k: Tensor) -> None:
+    q = a.q
+    if k.device != q.device:
+        raise RuntimeError(f"expected k on the device of q, {q.device}, got {k.device}")
+    if k.dtype != q.dtype:
+        raise RuntimeError(f"expected k of q's dtype, {name_of(q.dtype)}, got {name_of(k.dtype)}")
+    heads = 3 - a.seq_dim
+    same = [d for d in range(4) if d != heads]
+    if any(k.shape[d] != q.shape[d] for d in same):
+        raise RuntimeError(
+            f"expected q and k that differ only in dimension {heads}, their heads, "
+            f"got shapes {list(q.shape)} and {list(k.shape)}"
+        )
+
+
+def _check_device_and_dtype(
+    name: str, tensor: Tensor, beside: str, q: Tensor, *, may_be_float32: bool = False
+) -> None:
+    if tensor.device != q.device:
+        raise RuntimeError(
+            f"expected {name} on the device of {beside}, {q.device}, got {tensor.device}"
+        )
+    wider = q.dtype in HALF or (may_be_float32 and q.dtype is torch.float64)
+    allowed = (q.dtype, torch.float32) if wider else (q.dtype,)
+    if tensor.dtype not in allowed:
+        names = " or ".join(map(name_of, allowed))
+        raise RuntimeError(
+            f"expected {name} of dtype {names} beside {beside} of {name_of(q.dtype)}, "
+            f"got {name_of(tensor.dtype)}"
+        )
+
+
+def _check_angles(a: HeadArguments) -> None:
+    cos, sin = a.cos, a.sin
+    if (cos is None) != (sin is None):
+        given, other = ("sin", "cos") if cos is None else ("cos", "sin")
+        raise ValueError(f"expected {other} beside {given}, got None")
+    if cos is None or sin is None:
+        if a.statistic is None:
+            raise ValueError("expected cos and sin beside statistic None, got neither")
+        return
+    batch, positions, cols = a.q.shape[0], a.q.shape[a.seq_dim], a.q.shape[3]
+    rotary = a.rotary_dim
+    if rotary % 2 != 0 or not 0 < rotary <= cols:
+        raise ValueError(
+            f"expected rotary_dim to be an even number from 2 to {cols}, the size of a head, "
+            f"got {rotary}"
+        )
+    for name, angles in (("cos", cos), ("sin", sin)):
+        arguments.check_tensor(name, angles)
+        shape = list(angles.shape)
+        fits = (
+            angles.dim() in (2, 3)
+            and shape[-2] == positions
+            and shape[-1] in (rotary // 2, rotary)
+            and (angles.dim() == 2 or shape[0] in (1, batch))
+        )
+        if not fits:
+            raise RuntimeError(
+                f"expected {name} of shape (positions, n) or (batch, positions, n), with "
+                f"{positions} positions, batch {batch}{'' if batch == 1 else ' or 1'}, and n "
+                f"{rotary // 2} or {rotary}, "
+                f"got shape {shape}"
+            )
+        beside = "input" if a.k is None else "q"
+        _check_device_and_dtype(name, angles, beside, a.q, may_be_float32=True)
+    if cos.shape[-1] != sin.shape[-1] or cos.dtype != sin.dtype:
+        raise RuntimeError(
+            "expected cos and sin of one dtype and one last size, got "
+            f"{name_of(cos.dtype)} {list(cos.shape)} and {name_of(sin.dtype)} {list(sin.shape)}"
+        )
+
+
+# ---- Fakes.
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    a = HeadArguments(*args)
+    check(a)
+    return _with_k(a, tuple(dense_like(x) for _, x, *_ in a.sides))
+
+
+def _fake_backward(*args: Any) -> Any:
+    b = BackwardArguments(*args)
+
+    def like(parameter: Tensor | None, needed: bool) -> Tensor | None:
+        return parameter.new_empty(parameter.shape) if needed and parameter is not None else None
+
+    return b.results(
+        [
+            (dense_like(x), like(weight, b.needs_dweight), like(bias, b.needs_dbias))
+            for _, x, weight, bias in b.forward.sides
+        ]
+    )
+
+
+# ---- Derivatives.
+
+
+def _call(operator: Any, *args: Any) -> Any:
+    """Calls an operator; a failed allocation raises torch.OutOfMemoryError."""
+    try:
+        return operator(*args)
+    except RuntimeError as error:
+        raise arguments.out_of_memory(error) from None
+
+
+class _Forward(Function):
+    """q_out and k_out of qk_norm_rope; without k, q_out alone."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+        a = HeadArguments(*args)
+        with lower_levels():
+            found = qk_norm_rope.redispatch(keyset & _after_autograd, *a)
+        ctx.set_materialize_grads(False)
+        # A rotation alone needs neither q nor k for its backward.
+        tensors = a[:6] if a.statistic is not None else (None,) * 6
+        ctx.save_for_backward(*tensors, a.cos, a.sin)
+        ctx.options = a[8:]
+        ctx.has_k = a.k is not None
+        return found if ctx.has_k else found[0]
+
+    @staticmethod
+    def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None = None) -> Any:
+        a: Any = HeadArguments(*ctx.saved_tensors, *ctx.options)
+        needs: Any = HeadArguments(*ctx.needs_input_grad[1:])
+        if dq is None and dk is None:
+            return (None,) * (1 + len(needs))
+        # Where one result has no gradient, the other takes the place of q.
+        swapped = dq is None
+        if swapped:
+            dq, dk = dk, None
+        else:
+            dk = dk if ctx.has_k else None
+        assert dq is not None
+        if a.statistic is None:
+            call = a._replace(q=dq, k=dk, inverse=not a.inverse)
+            found = (*_call(qk_norm_rope, *call), None, None, None, None)
+        else:
+            if swapped:
+                a = a._replace(q=a.k, q_weight=a.k_weight, q_bias=a.k_bias)
+            if dk is None:
+                a = a._replace(k=None, k_weight=None, k_bias=None)
+            flags = needs.q_weight or needs.k_weight, needs.q_bias or needs.k_bias
+            found = _call(qk_norm_rope_backward, *BackwardArguments.of(a, dq, dk, *flags))
+        gradients = list(found)
+        if swapped:  # what the operator took for q is k
+            for i in (0, 2, 4):
+                gradients[i], gradients[i + 1] = None, gradients[i]
+        elif dk is None:
+            for i in (1, 3, 5):
+                gradients[i] = None
+        wanted = [g if needed else None for g, needed in zip(gradients, needs, strict=False)]
+        return (None, *wanted, *(None,) * (len(needs) - len(wanted)))
+
+
+class _Backward(Function):
+    """qk_norm_rope_backward, whose own derivatives are those of `_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+        with lower_levels():
+            found = qk_norm_rope_backward.redispatch(keyset & _after_autograd, *args)
+        ctx.set_materialize_grads(False)
+        b = BackwardArguments(*args)
+        ctx.save_for_backward(*b[:10])
+        ctx.options = b[10:]
+        ctx.mark_non_differentiable(*(g for g in found if g.dim() == 1 and g.numel() == 0))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        b = BackwardArguments(*ctx.saved_tensors, *ctx.options)
+        used = [i for i, grad in enumerate(grads) if grad is not None]
+        if not used:
+            return (None,) * (1 + len(b))
+        names = [name for name in b._fields[:10] if getattr(b, name) is not None]
+
+        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+            fields: dict[str, Any] = dict(zip(names, tensors, strict=True))
+            call = b._replace(**fields)
+            found = backward_by_formula(*call)
+            return tuple(found[i] for i in used)
+
+        vjp = torch.func.vjp(gradients, *(getattr(b, name) for name in names))[1]
+        found = dict(zip(names, vjp(tuple(grads[i] for i in used)), strict=True))
+        return (None, *(found.get(name) for name in b._fields))
+
+
+def _autograd(keyset: Any, *args: Any) -> Any:
+    a = HeadArguments(*args)
+    if in_forward_mode() or a.needs_grad_of_angles:
+        check(a)
+        return by_formula(a)
+    if needs_grad(*a[:6]):
+        found = apply(_Forward, keyset, *a)
+        return found if a.k is not None else _with_k(a, (found,))
+    with _below_autograd():
+        return qk_norm_rope.redispatch(keyset & _after_autograd, *args)
+
+
+def _autograd_backward(keyset: Any, *args: Any) -> Any:
+    b = BackwardArguments(*args)
+    if in_forward_mode():
+        return backward_by_formula(*args)
+    if needs_grad(*b[:10]):
+        return apply(_Backward, keyset, *args)
+    with _below_autograd():
+        return qk_norm_rope_backward.redispatch(keyset & _after_autograd, *args)
+
+
+# ---- vmap: the batch is part of the first dimension. Parameters of samples take the formulas.
+
+
+def _folded(tensor: Tensor | None, dim: int | None, size: int) -> Any:
+    """The tensor with the mapped dimension folded into its first one."""
+    if tensor is None:
+        return None
+    tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return tensor.flatten(0, 1)
+
+
+def _angles_folded(a: Any, dim: int | None, size: int, batch: int) -> Any:
+    if a is None or (dim is None and a.dim() == 2):
+        return a
+    a = a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)
+    if a.dim() == 3:  # one table for each sample of vmap
+        a = a.unsqueeze(1)
+    return a.expand(size, batch, *a.shape[2:]).flatten(0, 1)
+
+
+def _unfolded(tensor: Tensor, size: int) -> Tensor:
+    return tensor.unflatten(0, (size, -1)) if tensor.dim() == 4 else tensor.expand(size, 0)
+
+
+def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    a, size = HeadArguments(*args), info.batch_size
+    dims: Any = HeadArguments(*in_dims)
+    if any(dim is not None for dim in dims[2:6]):
+        return _one_by_one(qk_norm_rope, info, in_dims, args)
+    batch = a.q.shape[1 if dims.q == 0 else 0] if dims.q is not None else a.q.shape[0]
+    call = a._replace(
+        q=_folded(a.q, dims.q, size),
+        k=_folded(a.k, dims.k, size),
+        cos=_angles_folded(a.cos, dims.cos, size, batch),
+        sin=_angles_folded(a.sin, dims.sin, size, batch),
+    )
+    return tuple(_unfolded(y, size) for y in qk_norm_rope(*call)), (0, 0)
+
+
+def _one_by_one(operator: Any, info: Any, in_dims: Any, args: Any) -> Any:
+    """The operator for each sample."""
+    samples = [
+        operator(
+            *(
+                arg.select(dim, i) if dim is not None else arg
+                for arg, dim in zip(args, in_dims, strict=True)
+            )
+        )
+        for i in range(info.batch_size)
+    ]
+    stacked = tuple(torch.stack(same) for same in zip(*samples, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+def _vmap_backward(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _one_by_one(qk_norm_rope_backward, info, in_dims, args)
+
+
+torch.library.register_fake(qk_norm_rope, _fake)
+torch.library.register_fake(qk_norm_rope_backward, _fake_backward)
+torch.library.register_vmap(qk_norm_rope, _vmap)
+torch.library.register_vmap(qk_norm_rope_backward, _vmap_backward)
+load.library.impl("qk_norm_rope", _composite, "CompositeExplicitAutograd")
+load.library.impl("qk_norm_rope_backward", _composite_backward, "CompositeExplicitAutograd")
+load.library.impl("qk_norm_rope", _autograd, "Autograd", with_keyset=True)
+load.library.impl("qk_norm_rope_backward", _autograd_backward, "Autograd", with_keyset=True)

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""swap_norms(model, rotations=True): attention modules whose q and k are rotated by the kernels.
+
+transformers writes the same rotation in each model's file, as a function apply_rotary_pos_emb that
+the attention's forward calls. A swapped module gets a subclass of its class whose forward is
+compiled from the source of its own, with that call replaced by one of `_rotated`; so everything
+else of the forward, in any release, stays as it is. Where the last thing that happens to q and k
+before the rotation is `self.q_norm` and `self.k_norm`, these calls are left out of the forward, and
+norm and rotation are one kernel. The function is known by the digest of its source; a call that the
+kernels do not take gets the norms' own forwards and the library's function. The kernels read cos
+and sin once for each pair of columns: that both hold each value twice, as the rotary embeddings of
+transformers give them, is taken for granted.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import functional, swap_rms, swap_source
+from .heads import qk_norm_rope
+
+FUNCTION = "apply_rotary_pos_emb"
+KIND = "rotation"  # of the swapped classes, beside layer, rms and registered
+
+
+class Rotation(NamedTuple):
+    """What a function rotates by. It is given cos and sin of all rotated columns."""
+
+    interleaved: bool = False
+    once: bool = False  # the first half of cos and sin holds each pair's value
+    partial: bool = False  # only as many columns are rotated as cos has
+    keeps_dtype: bool = False  # the result has q's dtype; otherwise q's and cos's are promoted
+
+
+# From the digest of apply_rotary_pos_emb and the functions that it calls, without decorators; in
+# comments a model that has it. The second of a line had an argument position_ids, before
+# transformers 5.
+SOURCES: dict[str, Rotation] = {
+    **dict.fromkeys(("6922d206ec751dc2", "62380bac24241fdd"), Rotation()),  # llama
+    **dict.fromkeys(("e9a8aadde98dff5b", "2c8a318a1d377ae6"), Rotation(partial=True)),  # gpt_neox
+    **dict.fromkeys(("8d61390b28a94d9c", "e4a565c859160ae8"), Rotation(partial=True)),  # phi3
+    **dict.fromkeys(("3de9e6a335fe556a", "10547c0feab1d2a3"), Rotation(keeps_dtype=True)),  # olmo2
+    **dict.fromkeys(
+        ("4540e3863830158a", "3fe1dd310493db23"), Rotation(keeps_dtype=True)
+    ),  # modernbert
+    **dict.fromkeys(  # cohere
+        ("cc185f615eebaf13", "91e30ab1dc7dd407"), Rotation(interleaved=True, keeps_dtype=True)
+    ),
+    **dict.fromkeys(  # glm
+        ("4c0d925fd3f34deb", "00483a36817e7667"),
+        Rotation(interleaved=True, once=True, partial=True),
+    ),
+    **dict.fromkeys(  # ernie4_5
+        ("47670ed22499e77d", "6004dd35a1051883"),
+        Rotation(interleaved=True, once=True, keeps_dtype=True),
+    ),
+}
+
+Norm = Callable[..., Any]
+# The forwards of swapped norms that can be part of the kernel: the name of eps, which norm it is,
+# and the dtypes of its results.
+_NORMS: dict[Norm, tuple[str, functional.Kind, swap_rms.Dtypes]] = {
+    swap_rms.llama: ("variance_epsilon", swap_rms.ROUNDED, swap_rms._PROMOTED),
+    swap_rms.llama4: ("eps", swap_rms.ROUNDED, swap_rms._PROMOTED),
+    swap_rms.gemma: ("eps", swap_rms.PLUS_ONE, swap_rms._OF_X),
+    swap_rms.plus_one: ("eps", swap_rms.PLUS_ONE, swap_rms._OF_X),
+    swap_rms.rounded_once: ("variance_epsilon", functional.RMS, swap_rms._OF_X),
+    swap_rms.rounded_once_eps: ("eps", functional.RMS, swap_rms._OF_X),
+}
+
+
+# ---- What a swapped forward calls.
+
+
+def _rotated(
+    self: Any, stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q and k, (batch, heads, positions, columns), normalized if the class says so, and rotated."""
+    kernel = takes(self._rotation, q, k, cos, sin)
+    if not self._norms:
+        return rotate(self._rotation, q, k, None, cos, sin) if kernel else stock(q, k, cos, sin)
+    norm = _norm_of(self.q_norm, self.k_norm, q) if kernel else None
+    if norm is not None:
+        return rotate(self._rotation, q, k, norm, cos, sin)
+    q, k = self.q_norm(q), self.k_norm(k)
+    if takes(self._rotation, q, k, cos, sin):
+        return rotate(self._rotation, q, k, None, cos, sin)
+    return stock(q, k, cos, sin)
+
+
+class _Norm(NamedTuple):
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    kind: functional.Kind
+
+
+def takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernels rotate these as the library's function does."""
+    tensors = (q, k, cos, sin)
+    if not functional.may_serve(*tensors):
+        return False
+    if not (q.is_cuda or functional._cpu_operators) or q.dim() != 4 or k.dim() != 4:
+        return False
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or k.dtype is not q.dtype:
+        return False
+    keeps = rotation.keeps_dtype and cos.dtype is torch.float32
+    size = cos.shape[-1]
+    return (
+        (cos.dtype is q.dtype or keeps)
+        and sin.dtype is cos.dtype
+        and cos.dim() == 3
+        and sin.shape == cos.shape
+        and cos.shape[0] in (1, q.shape[0])
+        and q.shape[0] == k.shape[0]
+        and q.shape[2] == k.shape[2] == cos.shape[1]
+        and q.shape[3] == k.shape[3]
+        and (size == q.shape[3] or (rotation.partial and 0 < size < q.shape[3]))
+        and size % 2 == 0
+        and not (cos.requires_grad or sin.requires_grad)
+    )
+
+
+def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
+    """The norm of q and k, if the kernel computes what the two modules do."""
+    forward: Any = getattr(type(q_norm), "_fused_forward", None)
+    known = _NORMS.get(forward)
+    if known is None or getattr(type(k_norm), "_fused_forward", None) is not forward:
+        return None
+    for module in (q_norm, k_norm):
+        if _has_hooks(module) or "forward" in module.__dict__:
+            return None
+    name, kind, dtypes = known
+    weights = (q_norm.weight, k_norm.weight)
+    eps = getattr(q_norm, name)
+    if type(eps) is not float or getattr(k_norm, name) != eps:
+        return None
+    for weight in weights:
+        if not functional.may_serve(q, weight) or weight.shape != q.shape[3:]:
+            return None
+        if dtypes.get((q.dtype, weight.dtype)) is not q.dtype:
+            return None
+    return _Norm(*weights, eps, kind)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def rotate(
+    rotation: Rotation, q: Tensor, k: Tensor, norm: _Norm | None, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    size = cos.shape[-1]
+    if rotation.once:
+        cos, sin = cos[..., : size // 2], sin[..., : size // 2]
+    options: dict[str, Any] = {
+        "rotary_dim": size,
+        "interleaved": rotation.interleaved,
+        "seq_dim": 2,
+    }
+    if norm is None:
+        return qk_norm_rope(q, k, None, None, cos, sin, statistic=None, **options)
+    _, offset, rounds = norm.kind
+    return qk_norm_rope(
+        q,
+        k,
+        norm.q_weight,
+        norm.k_weight,
+        cos,
+        sin,
+        norm.eps,
+        weight_offset=offset,
+        round_before_weight=rounds,
+        **options,
+    )
+
+
+# ---- The forwards.
+
+
+class _Rewrite(ast.NodeTransformer):
+    """Replaces the rotation of a forward, and counts what it replaces."""
+
+    def __init__(self, norms: bool) -> None:
+        self.norms = norms
+        self.rotations = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id == FUNCTION:
+            self.rotations += len(node.args) == 4 and not node.keywords
+            node.args.insert(0, node.func)
+            node.func = ast.copy_location(
+                ast.Attribute(ast.Name("self", ast.Load()), "_rotated", ast.Load()), node.func
+            )
+        elif self.norms and _is_norm(node) is not None:
+            return node.args[0]
+        return node
+
+
+def _is_norm(node: ast.AST) -> str | None:
+    """q_norm or k_norm, if this is a call of self.q_norm or self.k_norm on one argument."""
+    if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
+        for name in ("q_norm", "k_norm"):
+            if ast.unparse(node.func) == f"self.{name}":
+                return name
+    return None
+
+
+def _ends_in_norms(forward: ast.FunctionDef) -> bool:
+    """Whether the norms of heads are the last that happens to q and k before the rotation.
+
+    Such is `x = self.q_norm(...)` or `x = self.q_norm(...).transpose(1, 2)`, if x is next assigned
+    by the rotation; each norm is mentioned once in all of the forward.
+    """
+    last: dict[str, ast.AST] = {}  # the last value of each name
+    for statement in forward.body:
+        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+            continue
+        value, target = statement.value, statement.targets[0]
+        if (
+            isinstance(value, ast.Call)
+            and isinstance(value.func, ast.Name)
+            and value.func.id == FUNCTION
+        ):
+            given = [last.get(ast.unparse(argument)) for argument in value.args[:2]]
+            found = [None if one is None else _is_norm(_before_transpose(one)) for one in given]
+            mentioned = [node.attr for node in ast.walk(forward) if isinstance(node, ast.Attribute)]
+            return found == ["q_norm", "k_norm"] and all(
+                mentioned.count(name) == 1 for name in ("q_norm", "k_norm")
+            )
+        last[ast.unparse(target)] = value
+    return False
+
+
+def _before_transpose(value: ast.AST) -> ast.AST:
+    is_method = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+    if is_method and ast.unparse(value).endswith(".transpose(1, 2)"):
+        return value.func.value  # type: ignore[attr-defined]
+    return value
+
+
+def _function(cls: type[nn.Module]) -> types.FunctionType | None:
+    """The class's own forward, without what it is wrapped in."""
+    forward = inspect.unwrap(cls.forward)
+    return forward if isinstance(forward, types.FunctionType) else None
+
+
+def _is_rotating(cls: type[nn.Module]) -> bool:
+    """Whether a class's forward calls a function of this name."""
+    forward = _function(cls)
+    return forward is not None and FUNCTION in forward.__code__.co_names
+
+
+def digest(function: Any) -> str | None:
+    """A digest of apply_rotary_pos_emb and the functions of its module that it calls."""
+    function = inspect.unwrap(function)
+    try:
+        tree = _undecorated(function)
+        called = [
+            _undecorated(inspect.unwrap(found))
+            for name in swap_source.called_names(tree)
+            if isinstance(found := function.__globals__.get(name), types.FunctionType)
+        ]
+    except (AttributeError, *swap_source._UNREADABLE):
+        return None
+    return swap_source.digest_of_trees(tree, called)
+
+
+def _undecorated(function: types.FunctionType) -> ast.FunctionDef:
+    tree = swap_source._tree(function)
+    tree.decorator_list = []
+    return tree
+
+
+_FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+_classes: weakref.WeakKeyDictionary[type, type[nn.Module] | str] = weakref.WeakKeyDictionary()
+
+
+def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
+    """The subclass that rotates by the kernels, or the reason why there is none.
+
+    None for a class whose forward calls no function of this name.
+    """
+    if not _is_rotating(cls):
+        return None
+    if cls not in _classes:
+        _classes[cls] = _make(cls)
+    return _classes[cls]
+
+
+def _make(cls: type[nn.Module]) -> type[nn.Module] | str:
+    forward = _function(cls)
+    assert forward is not None
+    rotation = SOURCES.get(digest(forward.__globals__.get(FUNCTION)) or "")
+    if rotation is None:
+        return f"the source of its {FUNCTION} is not one that fused_layernorm knows"
+    unknown = "its forward cannot be compiled with another rotation"
+    if forward.__code__.co_freevars:
+        return unknown
+    try:
+        tree = swap_source._tree(forward)
+    except swap_source._UNREADABLE:
+        return unknown
+    norms = _ends_in_norms(tree)
+    rewrite = _Rewrite(norms)
+    module = ast.Module([ast.fix_missing_locations(rewrite.visit(tree))], [])
+    if rewrite.rotations != 1:
+        return unknown
+    code = forward.__code__
+    first = tree.decorator_list[0].lineno if tree.decorator_list else tree.lineno
+    ast.increment_lineno(module, code.co_firstlineno - first)
+    made: dict[str, Any] = {}
+    flags = code.co_flags & _FUTURE
+    exec(compile(module, code.co_filename, "exec", flags, True), forward.__globals__, made)
+    members = {
+        "__module__": cls.__module__,
+        "__doc__": f"{cls.__module__}.{cls.__qualname__}, swapped by fused_layernorm.swap_norms.",
+        "__reduce_ex__": _reduce_ex,
+        "_fused_kind": KIND,
+        "_get_name": _get_name,
+        "_norms": norms,
+        "_rotated": _rotated,
+        "_rotation": rotation,
+        "_swapped_from": cls,
+        "forward": _or_stock(made["forward"], cls),
+    }
+    return type(f"Fused{cls.__name__}", (cls,), members)
+
+
+def _or_stock(fused: Callable[..., Any], cls: type[nn.Module]) -> Callable[..., Any]:
+    """The forward; for a module that was unswapped while somebody kept it, the stock one."""
+
+    @functools.wraps(fused)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (cls.forward if type(self) is cls else fused)(self, *args, **kwargs)
+
+    return forward
+
+
+def _get_name(self: Any) -> str:
+    return f"FusedRotation[{self._swapped_from.__name__}]"
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    """As object.__reduce_ex__, but unpickling makes the class, which pickle cannot find by name."""
+    state: Any = object.__reduce_ex__(self, max(2, protocol))[2:]
+    return _unpickled, (self._swapped_from,), *state
+
+
+def _unpickled(cls: type[nn.Module]) -> nn.Module:
+    made = class_of(cls)
+    made = made if isinstance(made, type) else cls  # another release of the library
+    return made.__new__(made)

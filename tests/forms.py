@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norms as functions of their tensors, and the same in PyTorch's elementary functions."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fused_layernorm
+
+# By kind, the tensors in the order of the functions' and the operators' arguments.
+NAMES = {
+    "plain": ("x", "weight", "bias"),
+    "residual": ("x", "residual", "weight", "bias"),
+    "modulated": ("x", "shift", "scale", "weight", "bias"),
+    "gated": ("x", "residual", "gate", "shift", "scale", "weight", "bias"),
+}
+OPERATORS = {
+    "plain": "layer_norm",
+    "residual": "add_layer_norm",
+    "modulated": "ada_layer_norm",
+    "gated": "add_ada_layer_norm",
+}
+ROWS = {"plain": 1, "residual": 2, "modulated": 1, "gated": 3}  # tensors before normalized_ndim
+
+
+def tensors(kind, device="cpu", shape=(2, 3, 4), dtype=torch.float64, other=False):
+    """The tensors of a kind. Each modulation broadcasts differently, and otherwise if `other`."""
+    batch, rows, cols = shape
+    sizes = {"x": shape, "residual": shape, "weight": (cols,), "bias": (cols,)}
+    if other:
+        sizes |= {"gate": (batch, 1, 1), "shift": (), "scale": shape}
+    else:
+        sizes |= {"gate": (cols,), "shift": (batch, 1, cols), "scale": (rows, 1)}
+    return tuple(torch.randn(sizes[name], device=device, dtype=dtype) for name in NAMES[kind])
+
+
+def activate(z, activation):
+    return {
+        None: lambda z: z,
+        "gelu": lambda z: z * 0.5 * torch.erfc(-z / math.sqrt(2)),
+        "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+        "silu": lambda z: z * torch.sigmoid(z),
+        "relu": F.relu,
+    }[activation](z)
+
+
+def stock(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0):
+    """A function of the kind's tensors that gives (y,), or (y, residual_out).
+
+    F.layer_norm cannot serve here, because its double backward takes mean and rstd as constants, so
+    that its third derivative is wrong.
+    """
+
+    def call(*given):
+        t = dict(zip(NAMES[kind], given, strict=True))
+        total, weight, bias = t["x"], t["weight"], t["bias"]
+        scale, shift = t.get("scale"), t.get("shift")
+        if "residual" in t:
+            gate = t.get("gate")
+            total = t["residual"] + (total if gate is None else gate * total)
+        centered = total - total.mean(-1, keepdim=True) if statistic == "layer" else total
+        z = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        z = z if weight is None else z * (weight + offset)
+        z = z if bias is None else z + bias
+        z = z if scale is None else z * (1 + scale)
+        z = z if shift is None else z + shift
+        z = activate(z, activation) * factor
+        return (z, total) if "residual" in t else (z,)
+
+    return call
+
+
+def ours(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0):
+    """The same by this package's function of that kind."""
+
+    def call(*given):
+        rows, (*modulations, weight, bias) = given[: ROWS[kind]], given[ROWS[kind] :]
+        options: dict[str, Any] = {"normalized_shape": given[0].shape[-1:]}
+        if kind in ("modulated", "gated"):
+            name = "ada_layer_norm" if kind == "modulated" else "add_ada_layer_norm"
+            function = getattr(fused_layernorm, name)
+            out = function(*rows, *modulations, weight, bias, statistic=statistic, **options)
+        else:
+            options |= {"activation": activation, "scale": factor}
+            prefix = "add_" if kind == "residual" else ""
+            if statistic == "rms":
+                options |= {"bias": bias, "weight_offset": offset}
+                function = getattr(fused_layernorm, prefix + "rms_norm")
+                out = function(*rows, weight, 1e-5, **options)
+            else:
+                function = getattr(fused_layernorm, prefix + "layer_norm")
+                out = function(*rows, weight, bias, **options)
+        return out if isinstance(out, tuple) else (out,)
+
+    return call
+
+
+def operator(kind, suffix="", *, activation=None, factor=1.0):
+    """The same by the operator, called by its name; "_forward" is that with statistics."""
+    overload = getattr(torch.ops.fused_layernorm, OPERATORS[kind] + suffix).default
+    options = (activation, factor) if kind in ("plain", "residual") else ()
+
+    def call(*given):
+        rows = ROWS[kind]
+        out = overload(*given[:rows], 1, *given[rows:], 1e-5, *options)
+        return (out,) if isinstance(out, torch.Tensor) else out[: 1 + ("residual" in NAMES[kind])]
+
+    return call
+
+
+def leaves(tensors, mask=None):
+    mask = [True] * len(tensors) if mask is None else mask
+    return [t.detach().requires_grad_(m) for t, m in zip(tensors, mask, strict=True)]
+
+
+class Calls(TorchDispatchMode):
+    """Records the package's operators that torch dispatches below autograd and transforms."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    @property
+    def names(self):
+        return [name for name, _ in self.seen]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fused_layernorm":
+            self.seen.append((func._opname, args))
+        return func(*args, **(kwargs or {}))

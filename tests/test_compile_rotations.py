@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graph pass finds rotations of q and k, with the norms in front, and leaves near misses."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fused_layernorm
+from fused_layernorm.compile import rules
+
+
+@pytest.fixture(autouse=True)
+def _devices(monkeypatch):
+    monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def rotate_half(x):
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def angles(x, angle, dim=1):
+    """cos and sin as a model's rotary embedding gives them."""
+    twice = torch.cat((angle, angle), dim=-1)
+    cos, sin = twice.cos() * 1.0, twice.sin() * 1.0
+    return cos.to(x.dtype).unsqueeze(dim), sin.to(x.dtype).unsqueeze(dim)
+
+
+def rotated(q, k, angle):
+    cos, sin = angles(q, angle)
+    return q * cos + rotate_half(q) * sin, (k * cos) + (rotate_half(k) * sin)
+
+
+def normalized(q, k, weight, angle):
+    """As Qwen3: the norms come before the transposition."""
+    q, k = (F.rms_norm(x, (8,), weight, 1e-6).transpose(1, 2) for x in (q, k))
+    return rotated(q, k, angle)
+
+
+def positions_first(q, k, angle):
+    cos, sin = angles(q, angle, 2)
+    return sin * rotate_half(q) + cos * q, k * cos + rotate_half(k) * sin
+
+
+def tensors(device, dtype=torch.float32, heads_first=True):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 5, 4, 8, device=device), torch.randn(2, 5, 2, 8, device=device)
+    if heads_first:
+        q, k = (x.transpose(1, 2) for x in (q, k))
+    angle = torch.randn(1, 5, 4, device=device)
+    return q.to(dtype).requires_grad_(), k.to(dtype).requires_grad_(), angle
+
+
+def check(f, *args, expected, atol=1e-6):
+    """Results, gradients, and what is said of the rotations: what was fused, or why it was left."""
+    leaves = [a for a in args if a.requires_grad]
+    stock = f(*args)
+    compiled = torch.compile(
+        f, backend="fused_layernorm", fullgraph=True, options={"fused_layernorm.then": "eager"}
+    )
+    found = compiled(*args)
+    grads = [torch.randn_like(y) for y in stock]
+    results = (*found, *torch.autograd.grad(found, leaves, grads))
+    wanted = (*stock, *torch.autograd.grad(stock, leaves, grads))
+    for a, b in zip(results, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=atol)
+    assert [y.stride() for y in found] == [y.stride() for y in stock]
+    rows = fused_layernorm.explain(f, *args, then="eager").rows
+    rows = [row for row in rows if row.form == "rotation"]
+    assert [row.fused or row.notes for row in rows] == expected
+    assert all((row.operator == "qk_norm_rope") == bool(row.fused) for row in rows)
+
+
+def test_rotation(device):
+    check(rotated, *tensors(device), expected=[["k"]])
+    check(positions_first, *tensors(device, heads_first=False), expected=[["k"]])
+
+
+def test_norm_and_rotation(device):
+    q, k, angle = tensors(device, heads_first=False)
+    weight = torch.ones(8, device=device, requires_grad=True)
+    check(normalized, q, k, weight, angle, expected=[["norm", "k"]], atol=1e-5)
+
+
+def test_half_precision(device):
+    q, k, angle = tensors(device, torch.bfloat16)
+    check(rotated, q, k, angle, expected=[["k"]], atol=0.05)
+
+
+def test_float32_angles_and_a_cast(device):
+    """OLMo 2's order, which is that of the operator."""
+    q, k, angle = tensors(device, torch.bfloat16)
+
+    def f(q, k, angle):
+        y, z = rotated(q, k, angle)
+        return y.to(q.dtype), z.to(k.dtype)
+
+    def in_float32(q, k, angle):
+        twice = torch.cat((angle, angle), dim=-1).unsqueeze(1)
+        cos, sin = twice.cos(), twice.sin()
+        y, z = (x * cos + rotate_half(x) * sin for x in (q, k))
+        return y.to(q.dtype), z.to(k.dtype)
+
+    check(f, q, k, angle, expected=[["k"]], atol=0.05)
+    check(in_float32, q, k, angle, expected=[["k"]], atol=0.02)
+    with torch.no_grad():
+        y = in_float32(q, k, angle)[0]
+        compiled = torch.compile(
+            in_float32, backend="fused_layernorm", options={"fused_layernorm.then": "eager"}
+        )
+        assert (compiled(q, k, angle)[0] == y).float().mean() > 0.99
+
+
+def test_what_is_left(device):
+    q, k, angle = tensors(device)
+
+    def given(q, k, cos, sin):  # nothing says that cos and sin have each value twice
+        return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+    cos, sin = (torch.randn(1, 1, 5, 8, device=device) for _ in range(2))
+    check(given, q, k, cos, sin, expected=[])
+
+    def other_halves(q, k, angle):
+        twice = torch.cat((angle, angle * 2), dim=-1).unsqueeze(1)
+        return q * twice.cos() + rotate_half(q) * twice.sin(), k
+
+    check(other_halves, q, k, angle, expected=[])
+
+    def other_sign(q, k, angle):
+        cos, sin = angles(q, angle)
+        half = torch.cat((q[..., 4:], -q[..., :4]), -1)
+        return q * cos + half * sin, k
+
+    check(other_sign, q, k, angle, expected=[])
+
+    def other_tensor(q, k, angle):
+        cos, sin = angles(q, angle)
+        return q * cos + rotate_half(2 * q) * sin, k
+
+    check(other_tensor, q, k, angle, expected=[])
+
+    def written(q, k, angle):
+        x = q * 2
+        cos, sin = angles(x, angle)
+        y = x * cos + rotate_half(x) * sin
+        return y.mul_(2), k
+
+    check(written, q, k, angle, expected=[["a part of it is written into"]])
+
+    def of_gradient(q, k, angle):
+        return rotated(q, k, angle)
+
+    check(of_gradient, q, k, angle.clone().requires_grad_(), expected=[])
+
+
+def test_a_norm_that_is_used_elsewhere_stays(device):
+    q, k, angle = tensors(device)
+
+    def f(q, k, angle):
+        q = F.rms_norm(q, (8,), None, 1e-6)
+        return *rotated(q, k, angle), q
+
+    check(f, q, k, angle, expected=[["k"]])
+
+
+def test_keys_behind_the_first_rotation(device):
+    """k is computed from q's rotation: each has an operator of its own."""
+    q, k, angle = tensors(device)
+
+    def f(q, k, angle):
+        cos, sin = angles(q, angle)
+        q = q * cos + rotate_half(q) * sin
+        k = k + q.mean()
+        return q, k * cos + rotate_half(k) * sin
+
+    rows = fused_layernorm.explain(f, q, k, angle, then="eager").rows
+    assert [(row.operator, row.fused) for row in rows] == [("qk_norm_rope", [])] * 2
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3Text", "Olmo2"])
+def test_models(name, device):
+    pytest.importorskip("transformers")
+    import test_swap_rotations
+
+    model = test_swap_rotations.make(name, device)
+    stock = test_swap_rotations.run(copy.deepcopy(model))
+    options = {"fused_layernorm.then": "eager"}
+    model.compile(backend="fused_layernorm", options=options)
+    for found, expected in zip(test_swap_rotations.run(model), stock, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-5)
+    ids = torch.randint(3, 50, (2, 9)).to(device)
+    text = str(fused_layernorm.explain(test_swap_rotations.make(name, device), ids))
+    assert "; 2 rotations, 2 replaced" in text
+    assert ("norm, k" in text) == (name in ("Qwen3", "Gemma3Text"))

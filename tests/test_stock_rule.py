@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule of a swap: what the stock module accepts, the swapped one accepts, with its result."""
+
+import copy
+import io
+import pickle
+import warnings
+from typing import Any, cast
+
+import libraries
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fused_layernorm
+from fused_layernorm import functional, register_swap, swap_norms, unswap_norms
+
+pytestmark = [
+    pytest.mark.cpu_operators,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+D = 16
+
+
+class LlamaNorm(nn.Module):
+    """A class that is known by its source, and by no name."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class Accepted(nn.LayerNorm):
+    """A subclass that a predicate accepts."""
+
+
+class Registered(nn.Module):
+    """A class that register_swap knows, with arguments by keyword."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(size))
+
+    def forward(self, x, *, shift=0.0):
+        return F.layer_norm(x, self.gamma.shape, self.gamma) + shift
+
+
+def registered_forward(self, x, *, shift=0.0):
+    return fused_layernorm.layer_norm(x, self.gamma) + shift
+
+
+NORMS = {
+    "layer": nn.LayerNorm,
+    "rms": nn.RMSNorm,
+    "llama": LlamaNorm,
+    "accepted": Accepted,
+    "registered": Registered,
+}
+
+
+@pytest.fixture(params=NORMS)
+def norm(request, device):
+    found = NORMS[request.param](D).to(device)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    monkeypatch.setattr(fused_layernorm.swap, "_registered", {})
+    register_swap(Registered, lambda module: registered_forward)
+
+
+def swapped(model):
+    found = swap_norms(copy.deepcopy(model), predicate=lambda name, module: True)
+    norms = [module for module in found.modules() if isinstance(module, tuple(NORMS.values()))]
+    assert all(fused_layernorm.swap.is_fused(cast(Any, module)) for module in norms)
+    return found
+
+
+def small_model():
+    return nn.Sequential(nn.Linear(8, D), nn.LayerNorm(D), nn.ReLU(), nn.Linear(D, 3))
+
+
+def gradients(model, *inputs):
+    """The output, and the gradients of input and parameters."""
+    model.zero_grad()
+    y = model(*inputs)
+    y = y.values() if y.is_nested and y.layout is torch.jagged else y
+    (torch.cat([*map(torch.flatten, y.unbind())]) if y.is_nested else y).square().sum().backward()
+    return y, *(p.grad.clone() for p in model.parameters())
+
+
+def operators_of(call):
+    """The names of the package's operators that run."""
+    with torch.profiler.profile() as profile:
+        call()
+    return {event.name for event in profile.events() if event.name.startswith("fused_layernorm::")}
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- PyTorch.
+
+
+def test_kept_forwards(norm, device):
+    """Of before a swap, and of before an unswap: each computes what the stock module computes."""
+    x = torch.randn(4, D, device=device)
+    expected = norm(x)
+    before = norm.forward
+    swap_norms(norm, predicate=lambda name, module: True)
+    between = norm.forward
+    assert operators_of(lambda: norm(x))
+    assert_same(before(x), expected)
+    assert type(unswap_norms(norm)) in NORMS.values()
+    assert not operators_of(lambda: between(x))
+    assert torch.equal(between(x), expected)
+    assert set(vars(norm)) == set(vars(type(norm)(D)))
+
+
+@pytest.mark.filterwarnings("ignore:.*PyTorch API of nested tensors.*")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
+def test_nested_tensors(norm, device, layout):
+    parts = [torch.randn(rows, D, device=device) for rows in (2, 3)]
+
+    def of(model):
+        try:
+            return gradients(model, torch.nested.nested_tensor(parts, layout=layout))
+        except (RuntimeError, ValueError) as error:
+            return type(error)
+
+    expected, found = of(norm), of(swapped(norm))
+    if isinstance(norm, nn.LayerNorm):
+        assert isinstance(expected, tuple)
+    if isinstance(expected, type):
+        assert found is expected
+        return
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one.unbind(), other.unbind(), strict=True):
+            assert_same(a, b)
+
+
+def test_expanded_weights(device):
+    from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+    model, x = small_model().to(device), torch.randn(4, 8, device=device)
+    samples = []
+    for each in (model, swapped(model)):
+        call_for_per_sample_grads(each)(x).square().sum().backward()
+        samples.append([p.grad_sample for p in each.parameters()])
+    assert_same(*samples)
+
+
+class Scaled(torch.Tensor):
+    """A subclass whose values only PyTorch's operators can read: it holds half of them."""
+
+    @staticmethod
+    def __new__(cls, half):
+        return torch.Tensor._make_wrapper_subclass(cls, half.shape, dtype=half.dtype)
+
+    def __init__(self, half):
+        self.half_of_it = half
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types, args: Any = (), kwargs=None):  # type: ignore[override]
+        assert func.namespace == "aten"
+        args = [a.half_of_it * 2 if isinstance(a, cls) else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+
+class Named(torch.Tensor):
+    """A subclass as other libraries have them, for images for example."""
+
+
+class Counts(torch.overrides.TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_subclasses_and_modes(norm):
+    x = torch.randn(4, D)
+    new = swapped(norm.cpu())
+    with torch.no_grad():
+        expected = norm(x)
+        assert_same(new(Scaled(x / 2)), expected)
+        assert type(new(x.as_subclass(Named))) is Named
+        with Counts() as of_stock:
+            norm(x)
+        with Counts() as of_new:
+            y = new(x)
+        assert torch.equal(y, expected)
+    assert of_new.names == of_stock.names
+    with torch.device("cpu"):  # a mode of PyTorch's own, as that of torch.set_default_device
+        assert operators_of(lambda: new(x))
+
+
+def counted(function, calls):
+    def call(*args):
+        calls.append(function.__name__)
+        return function(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, Accepted, Registered])
+def test_patched_functions(monkeypatch, kind):
+    """DeepSpeed's profiler and others put their own functions in the place of PyTorch's."""
+    calls: list[str] = []
+    new = swapped(kind(D))
+    name = "rms_norm" if kind is nn.RMSNorm else "layer_norm"
+    stock = getattr(F, name)
+    x = torch.randn(4, D)
+    with monkeypatch.context() as patch:
+        patch.setattr(F, name, counted(stock, calls))
+        new(x)
+    assert calls == [name]
+    assert operators_of(lambda: new(x))
+
+
+def test_torch_fx():
+    """A swapped norm of PyTorch is one node with the stock name, and stays fused."""
+    model = nn.Sequential(nn.LayerNorm(D), nn.RMSNorm(D))
+    new = swapped(model)
+    traced = [torch.fx.symbolic_trace(each) for each in (model, new)]
+    stock, ours = ([(n.op, n.name, n.target) for n in each.graph.nodes] for each in traced)
+    assert ours == stock
+    x = torch.randn(4, D)
+    assert operators_of(lambda: traced[1](x))
+    for again in (pickle.loads(pickle.dumps(new)), copy.deepcopy(new), traced[1]):
+        assert_same(again(x), model(x))
+        assert type(again.get_submodule("0")) is fused_layernorm.FusedLayerNorm
+    assert all(type(n).__module__ == "fused_layernorm.modules" for n in new)
+
+
+class Calls(nn.Module):
+    def __init__(self, name, options):
+        super().__init__()
+        self.name, self.options = name, options
+
+    def forward(self, *tensors):
+        return getattr(functional, self.name)(*tensors, **self.options)
+
+
+H, F32 = torch.float16, torch.float32
+# By function: the dtypes and leading sizes of its tensors, and options.
+ONNX = {
+    "rms_norm": ([(H, 4), (H, 0)], {"eps": 1e-6, "round_before_weight": True}),
+    "add_layer_norm": ([(H, 4), (F32, 4), (F32, 0), (F32, 0)], {"activation": "gelu"}),
+    "add_rms_norm": ([(F32, 4), (F32, 4), (F32, 0)], {"weight_offset": 1.0, "activation": "silu"}),
+    "layer_norm": ([(F32, 4), (F32, 0)], {"activation": "gelu_tanh", "scale": 0.5, "out_dtype": H}),
+    "ada_layer_norm": ([(F32, 4), (F32, 0), (F32, 4)], {}),
+    "add_ada_layer_norm": ([(H, 4), (F32, 4), (F32, 0), (F32, 4), (F32, 0)], {"statistic": "rms"}),
+}
+
+
+def check_onnx(model, inputs, **options):
+    onnxruntime = libraries.get("onnxruntime")
+    libraries.get("onnx")
+    buffer: Any = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, inputs, buffer, dynamo=False, **options)
+    session = onnxruntime.InferenceSession(buffer.getvalue(), providers=["CPUExecutionProvider"])
+    arrays = [x.cpu().numpy() for x in inputs]
+    found = session.run(
+        None, {i.name: x for i, x in zip(session.get_inputs(), arrays, strict=True)}
+    )
+    expected = model(*inputs)
+    for y, other in zip(found, [expected] if len(found) == 1 else expected, strict=True):
+        tolerance = 2e-3 if other.dtype is H else 1e-5
+        y = torch.from_numpy(y).to(other.device)
+        torch.testing.assert_close(y, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("opset", [12, 17, 18])
+@pytest.mark.parametrize("name", ONNX)
+def test_onnx_from_torch_script(device, name, opset):
+    kinds, options = ONNX[name]
+    tensors = tuple(
+        torch.randn(rows, 3, D, device=device).to(dtype)
+        if rows
+        else torch.randn(D, device=device).to(dtype)
+        for dtype, rows in kinds
+    )
+    check_onnx(Calls(name, options).eval(), tensors, opset_version=opset)
+
+
+def test_onnx_of_a_swapped_model(device):
+    model = nn.Sequential(small_model(), nn.LayerNorm(3), nn.RMSNorm(3)).to(device)
+    check_onnx(swapped(model).eval(), (torch.randn(4, 8, device=device),), opset_version=17)
+
+
+def test_flop_counters(device):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def of_torch(model, x):
+        with FlopCounterMode(display=False) as counter:
+            model(x).sum().backward()
+        return counter.get_flop_counts()
+
+    model, x = small_model().to(device), torch.randn(2, 8, device=device)
+    assert of_torch(swapped(model), x) == of_torch(model, x)

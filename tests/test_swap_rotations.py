@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""swap_norms(model, rotations=True): tiny models of transformers before and after."""
+
+import copy
+import importlib
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fused_layernorm
+from fused_layernorm import functional, layers, swap_norms, swap_rotations, unswap_norms
+from fused_layernorm.swap_rotations import Rotation
+
+transformers = pytest.importorskip("transformers")
+
+# Of a model: its class, options of its config, and whether norms of heads are part of the kernel.
+MODELS = {
+    "Llama": ("LlamaForCausalLM", {}, False),
+    "Qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}, True),
+    "Gemma3Text": ("Gemma3ForCausalLM", {"head_dim": 16}, True),
+    "Olmo2": ("Olmo2ForCausalLM", {}, False),
+    "GPTNeoX": ("GPTNeoXForCausalLM", {}, False),
+    "Glm": ("GlmForCausalLM", {"head_dim": 8}, False),
+    "Cohere": ("CohereForCausalLM", {}, False),
+}
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """The calls of the kernel by swapped modules: whether each had weights."""
+    found = []
+    run = fused_layernorm.qk_norm_rope
+
+    def counted(*args, **options):
+        found.append(args[2] is not None)
+        return run(*args, **options)
+
+    monkeypatch.setattr(functional, "_cpu_operators", True)
+    monkeypatch.setattr(swap_rotations, "qk_norm_rope", counted)
+    return found
+
+
+def make(name, device="cpu", dtype=torch.float32):
+    cls, options, _ = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+    model = getattr(transformers, cls)(config).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    return model.to(device, dtype)
+
+
+def run(model):
+    """Logits and gradients."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    ids = torch.randint(3, 50, (2, 9)).to(model.device)
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    return [out.logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def rotating(model):
+    return [m for m in model.modules() if hasattr(type(m), "_rotation")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, device, calls):
+    model = make(name, device)
+    stock = run(model)
+    swap_norms(model, rotations=True)
+    assert len(rotating(model)) == 2
+    for found, expected in zip(run(model), stock, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-5)
+    assert calls == [MODELS[name][2]] * 2
+    again = pickle.loads(pickle.dumps(model))
+    for other in (again, copy.deepcopy(model)):
+        assert len(rotating(other)) == 2
+        assert torch.equal(run(other)[0], run(model)[0])
+    unswap_norms(model)
+    assert not rotating(model)
+    assert all(map(torch.equal, run(model), stock))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_half_precision_is_nearer_to_float32(name, device):
+    model = make(name, device, torch.bfloat16)
+    exact = run(copy.deepcopy(model).float())[0]
+    stock = run(model)[0]
+    found = run(swap_norms(model, rotations=True))[0]
+    errors = [(logits - exact).square().mean() for logits in (found, stock)]
+    assert errors[0] <= 1.1 * errors[1]
+
+
+def test_generation_with_a_cache_is_the_same(device):
+    model = make("Qwen3", device)
+    ids = torch.randint(3, 50, (2, 5)).to(device)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    stock = model.generate(ids, **options)
+    assert torch.equal(swap_norms(model, rotations=True).generate(ids, **options), stock)
+
+
+def test_what_the_kernel_does_not_take_runs_as_before(calls):
+    model = make("Qwen3").double()  # these norms compute in float32
+    stock = run(model)
+    swap_norms(model, rotations=True)
+    assert all(map(torch.equal, run(model), stock))
+    assert calls == []
+    model = make("Qwen3")
+    swap_norms(model, rotations=True)
+    seen = []
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.register_forward_hook(lambda *args: seen.append(1))
+    expected = run(make("Qwen3"))
+    for found, stock in zip(run(model), expected, strict=True):
+        torch.testing.assert_close(found, stock, rtol=2e-4, atol=1e-5)
+    assert len(seen) == 2  # a hook of a norm still runs; the rotation alone is fused
+    assert calls == [False, False]
+
+
+def test_rotations_are_asked_for():
+    assert not rotating(swap_norms(make("Llama")))
+
+
+def test_an_unknown_source_is_left(caplog, monkeypatch):
+    monkeypatch.setattr(swap_rotations, "SOURCES", {})
+    monkeypatch.setattr(swap_rotations, "_classes", {})
+    caplog.set_level("INFO", "fused_layernorm.swap")
+    model = swap_norms(make("Llama"), rotations=True)
+    assert not rotating(model)
+    assert "the source of its apply_rotary_pos_emb is not one" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", Rotation()),
+        ("gpt_neox", Rotation(partial=True)),
+        ("olmo2", Rotation(keeps_dtype=True)),
+        ("cohere", Rotation(interleaved=True, keeps_dtype=True)),
+        ("glm", Rotation(interleaved=True, once=True, partial=True)),
+        ("dinov3_vit", None),  # cos and sin have no dimension of samples
+    ],
+)
+def test_layer_of_the_hub(name, expected, calls):
+    """`kernels` makes a module of the function and gives it this layer's forward."""
+    folder = f"transformers.models.{name}.modeling_{name}"
+    function = importlib.import_module(folder).apply_rotary_pos_emb
+
+    class Func(nn.Module):
+        def forward(self, *args, **kwargs):
+            return function(*args, **kwargs)
+
+    module: Any = Func()
+    layer = layers.RotaryPosEmb.forward
+    assert layers._rotation(Func) == expected
+    q, k = torch.randn(2, 4, 5, 8, requires_grad=True), torch.randn(2, 1, 5, 8)
+    angle = torch.randn(2, 5, 4).repeat_interleave(2, -1)
+    angle = (
+        angle if expected == Rotation(True, keeps_dtype=True) else angle[..., ::2].repeat(1, 1, 2)
+    )
+    angles = (angle.cos(), angle.sin()) if expected else (angle[0].cos(), angle[0].sin())
+    for a, b in zip(layer(module, q, k, *angles), function(q, k, *angles), strict=True):
+        torch.testing.assert_close(a, b)
+    assert len(calls) == (expected is not None)
+
+
+@pytest.mark.on_cpu
+def test_compiled():
+    model = make("Qwen3")
+    ids = torch.randint(3, 50, (2, 9))
+    expected = model(ids, use_cache=False).logits
+    swap_norms(model, rotations=True)
+    found = torch.compile(model, backend="aot_eager")(ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-5)
