@@ -3,9 +3,9 @@
 the fused kernels that replace them.
 
 As in swap_rms, a class is known by the digest of its forward, a forward here rounds where its class
-rounds, and what the kernels do not take goes to the class's own forward. The result has the strides
-that elementwise operators give it, those of torch.empty_like(x), as with the class. (The LayerNorms
-over channels stand in swap_table.)
+rounds, and it returns None for what the kernels do not take (swap._or_stock). The result has the
+strides that elementwise operators give it, those of torch.empty_like(x), as with the class. (The
+LayerNorms over channels stand in swap_table.)
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def _takes(x: Any, weight: Any, *, half: bool) -> bool:
     """Whether the kernels serve a norm over dimension 1 of x: float32, perhaps half precision."""
-    if not functional.may_serve(x, weight) or x.dim() < 2 or x.is_nested:
+    if isinstance(x, torch.fx.Proxy) or not (x.is_cuda or functional._cpu_operators):
         return False
-    if not (x.is_cuda or functional._cpu_operators):
+    if x.dim() < 2:
         return False
     if weight is not None and weight.dtype not in (x.dtype, torch.float32):
         return False
@@ -47,24 +47,22 @@ def _timm(self: Any, x: Tensor, *, wide: bool) -> Tensor | None:
     return y
 
 
-def timm(self: Any, x: Tensor) -> Tensor:
+def timm(self: Any, x: Tensor) -> Tensor | None:
+    return _timm(self, x, wide=False)
+
+
+def timm_act(self: Any, x: Tensor) -> Tensor | None:
     y = _timm(self, x, wide=False)
-    return self._swapped_from.forward(self, x) if y is None else y
+    return None if y is None else self.act(self.drop(y))
 
 
-def timm_act(self: Any, x: Tensor) -> Tensor:
-    y = _timm(self, x, wide=False)
-    return self._swapped_from.forward(self, x) if y is None else self.act(self.drop(y))
+def timm_float32(self: Any, x: Tensor) -> Tensor | None:
+    return _timm(self, x, wide=True)
 
 
-def timm_float32(self: Any, x: Tensor) -> Tensor:
+def timm_float32_act(self: Any, x: Tensor) -> Tensor | None:
     y = _timm(self, x, wide=True)
-    return self._swapped_from.forward(self, x) if y is None else y
-
-
-def timm_float32_act(self: Any, x: Tensor) -> Tensor:
-    y = _timm(self, x, wide=True)
-    return self._swapped_from.forward(self, x) if y is None else self.act(self.drop(y))
+    return None if y is None else self.act(self.drop(y))
 
 
 # ---- diffusers' VAEs: F.normalize, which divides by the length of the vector of channels or by
@@ -91,22 +89,20 @@ def _normalize(self: Any, x: Tensor, bias: Any) -> Tensor | None:
     return unit * self.scale * gamma + bias
 
 
-def wan(self: Any, x: Tensor) -> Tensor:
-    y = _normalize(self, x, self.bias) if self.channel_first else None
-    return self._swapped_from.forward(self, x) if y is None else y
+def wan(self: Any, x: Tensor) -> Tensor | None:
+    return _normalize(self, x, self.bias) if self.channel_first else None
 
 
-def kandinsky6(self: Any, hidden_states: Tensor) -> Tensor:
-    y = _normalize(self, hidden_states, 0.0)
-    return self._swapped_from.forward(self, hidden_states) if y is None else y
+def kandinsky6(self: Any, hidden_states: Tensor) -> Tensor | None:
+    return _normalize(self, hidden_states, 0.0)
 
 
-def per_channel(self: Any, x: Tensor, channel_dim: int | None = None) -> Tensor:
+def per_channel(self: Any, x: Tensor, channel_dim: int | None = None) -> Tensor | None:
     """LTX-2's: it has no weight, and its own channel_dim counts, whatever forward is given."""
-    if self.channel_dim == 1 and _takes(x, None, half=False):
-        y: Tensor = rms_norm(x, None, self.eps, out_dtype=x.dtype, dim=1)
-        return y
-    return self._swapped_from.forward(self, x, channel_dim)
+    if self.channel_dim != 1 or not _takes(x, None, half=False):
+        return None
+    y: Tensor = rms_norm(x, None, self.eps, out_dtype=x.dtype, dim=1)
+    return y
 
 
 # From the digest of a forward's source to the forward that replaces it, for classes of any module.

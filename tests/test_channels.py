@@ -2,6 +2,8 @@
 """Norms over one dimension, such as the channels of NCHW: the numerics contract in every order of
 memory, strides of results and gradients, bits, higher orders, compilers, modules, errors."""
 
+import copy
+import functools
 import math
 from typing import Any
 
@@ -379,22 +381,28 @@ def test_swapped_as_the_stock_module(device, name, dtype, order):
     stock = libraries.class_of(module, cls)(**arguments).to(device, dtype)
     for parameter in stock.parameters():
         nn.init.normal_(parameter)
-    x = ORDERS[order](torch.randn(shape, device=device).to(dtype)).requires_grad_()
+    x = ORDERS[order](torch.randn(shape, device=device).to(dtype))
     dy = torch.randn(shape, device=device).to(dtype)
 
-    def run(module):
-        y = module(x)
-        return y, *torch.autograd.grad(y, [x, *module.parameters()], dy)
+    def run(module, dtype=dtype):
+        given = x.detach().to(dtype).requires_grad_()
+        y = module(given)
+        return y, *torch.autograd.grad(y, [given, *module.parameters()], dy.to(dtype))
 
+    exact = run(copy.deepcopy(stock).double(), F64)
     expected = run(stock)
     swapped = swap_norms(stock)
     assert is_fused(swapped)
     found = run(swapped)
     tolerance = {F32: 1e-4, BF16: 0.05}[dtype]
-    for one, other in zip(found, expected, strict=True):
+    close = functools.partial(torch.testing.assert_close, atol=tolerance, rtol=tolerance)
+    for one, other, truth in zip(found, expected, exact, strict=True):
         assert one.dtype == other.dtype
-        within = tolerance * max(1.0, other.abs().max().item())
-        torch.testing.assert_close(one, other, atol=within, rtol=tolerance)
+        close(one.double(), truth.double())
+    # PyTorch's CPU kernel adds up the bfloat16 gradients of parameters in bfloat16, which alone is
+    # twice this tolerance away from float64.
+    for one, other in list(zip(found, expected, strict=True))[: None if dtype == F32 else 2]:
+        close(one, other)
     assert found[0].stride() == expected[0].stride()
 
 

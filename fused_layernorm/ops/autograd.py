@@ -128,7 +128,7 @@ class Forward(Function):
         x, mean, rstd, weight, bias, shift, scale, input, gate = ctx.saved_tensors
         dx, dinput, dgate, dshift, dscale, dweight, dbias = dresidual, *(None,) * 6
         is_gated = gate is not None and (needs.input or needs.gate)
-        ndim, _, activation, output_scale, _, *kind, _, keeps_order = ctx.options
+        ndim, _, activation, output_scale, _, statistic, offset, _, keeps_order = ctx.options
         # Where each element of y has a shift of its own, the gradient of shift is dy itself.
         is_dshift_dy = (
             needs.shift and dy is not None and (shift.shape, shift.dtype) == (dy.shape, dy.dtype)
@@ -145,7 +145,8 @@ class Forward(Function):
             parameters = (shift, scale, weight, bias)
             found = _call(
                 load.add_ada_layer_norm_backward,
-                *(dy, x, input, gate, ndim, mean, rstd, *parameters, dresidual, *flags, *kind),
+                *(dy, x, input, gate, ndim, mean, rstd, *parameters, dresidual),
+                *(*flags, statistic, offset),
             )
             dx, dinput, dgate, dshift, dscale, dweight, dbias = _needed(found, flags)
         else:
@@ -163,8 +164,9 @@ class Forward(Function):
                 output_scale,
                 shift,
                 scale,
-                *kind,
-                keeps_order=keeps_order,
+                statistic,
+                offset,
+                keeps_order,
             )
             operator = backward_of(shift, scale)
             found = _call(operator.overload, *operator.lay_out(b))
