@@ -275,7 +275,7 @@ def test_tune_lists_without_a_gpu(capsys):
     assert ada.splitlines()[0] == "ada_backward 8x256x1152 bfloat16"
     assert "  strategy=group" not in ada.splitlines()  # the plan's own
     assert "  strategy=stream" in ada.splitlines()
-    assert {"  (plan)", "  strategy=split"} <= set(norm.splitlines())
+    assert {"  (plan)", "  strategy=ring"} <= set(norm.splitlines())
 
 
 def test_tune_refuses_a_star_of_an_unknown_part():
@@ -304,11 +304,11 @@ def test_tune_plans_the_whole_problem(op):
         for cols in (1024, 36_864)
     }
     planned = {
-        "forward": {"warp", "resident"},
+        "forward": {"warp", "ring"},
         "add_forward": {"block"},
         "backward": {"block", "split"},
         "add_backward": {"block", "split"},
-        "rms_forward": {"warp", "resident"},
+        "rms_forward": {"warp", "ring"},
         "add_rms_forward": {"block"},
     }
     fused = {"block", "split"} if op.endswith("backward") else {"warp", "block"}

@@ -402,9 +402,8 @@ def test_accuracy_about_the_boundaries(row_bytes, dtype):
 FORCED_COLS = [*numerics.FORCED_COLS, 17, 32768]
 
 
-# "resident blocks_per_row=3": slices of few columns, and rows whose blocks meet.
-LAYOUTS = ["warp", "thread", "spread", "block", "split", "resident", "resident blocks_per_row=3",
-           "stream"]  # fmt: skip
+# "ring blocks_per_row=3": few columns of a block, and rows whose blocks meet.
+LAYOUTS = ["warp", "thread", "spread", "block", "ring", "ring blocks_per_row=3", "stream"]
 EPILOGUES = [(None, 1.0), (None, 0.5), ("gelu", 0.5)]
 
 
@@ -419,7 +418,7 @@ EPILOGUES = [(None, 1.0), (None, 0.5), ("gelu", 0.5)]
     [
         (layout, *epilogue)
         for layout, epilogue in itertools.product(LAYOUTS, EPILOGUES)
-        if layout.split()[0] not in ("thread", "spread", "resident") or epilogue == (None, 1.0)
+        if layout.split()[0] not in ("thread", "spread") or epilogue == (None, 1.0)
     ],
 )
 def test_every_strategy(plans, layout, dtypes, activation, scale):

@@ -83,8 +83,7 @@ def test_accuracy_of_what_is_fused(device, problem):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
 @pytest.mark.parametrize("cols", FORCED_COLS)
-@pytest.mark.parametrize("strategy", ["warp", "thread", "spread", "block", "split", "resident",
-                                      "stream"])  # fmt: skip
+@pytest.mark.parametrize("strategy", ["warp", "thread", "spread", "block", "ring", "stream"])
 def test_forward_by_every_strategy(plans, strategy, cols, dtype, offset):
     rows = 70
     plans.force(f"strategy={strategy}")

@@ -31,7 +31,7 @@ enum class Strategy {
   kSpread,
   kBlock,
   kSplit,
-  kResident,
+  kRing,
   kStream,
   kFewRows,
   kGroup,
