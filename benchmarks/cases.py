@@ -44,6 +44,8 @@ OPS = (
     "rms_backward",
     "add_rms_forward",
     "add_rms_backward",
+    "ada_rms_forward",
+    "ada_rms_backward",
 )
 PER_SAMPLE, PER_TOKEN = "sample", "token"  # whether a modulation is given per sample or per token
 
@@ -103,8 +105,8 @@ class Case:
 
     @property
     def is_rms(self) -> bool:
-        """Whether the norm is RMSNorm, with a weight and no bias."""
-        return self.op.removeprefix("add_").startswith("rms_")
+        """Whether the norm is RMSNorm, without a bias, and with a weight unless it is modulated."""
+        return "rms_" in self.op
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -428,7 +430,7 @@ def _modulated_case(op: str, size: tuple[int, int, int, str, str, str | None]) -
     samples, tokens, cols, dtype, modulation, modulation_dtype = size
     case = Case(op, samples * tokens, cols, dtype, samples=samples, modulation=modulation,
                 modulation_dtype=modulation_dtype)  # fmt: skip
-    large, small = _MODULATED_TARGETS[op]
+    large, small = _MODULATED_TARGETS[op.replace("rms_", "")]
     return replace(case, target=large if case.tensor_bytes >= 64e6 else small)
 
 
@@ -451,4 +453,6 @@ CASES: tuple[Case, ...] = (
         *_RMS_CASES,
     )),
     *(_modulated_case(op, size) for op in _MODULATED_TARGETS for size in _MODULATED),
+    # One modulated RMSNorm each way: the kernels are those of the modulated LayerNorm.
+    *(_modulated_case(op, _MODULATED[0]) for op in ("ada_rms_forward", "ada_rms_backward")),
 )  # fmt: skip

@@ -86,7 +86,8 @@ def sample(count: int, seed: int) -> list[Job]:
     points = sweep.points()
     jobs = []
     for point in choose.sample(points, min(count, len(points))):
-        kind = choose.choice(("", "", "add_", "gelu_scale_", "ada_", "add_ada_"))
+        kinds = ("", "", "add_", "gelu_scale_", "ada_", "add_ada_")
+        kind = choose.choice(("", "add_", "ada_") if point.is_rms else kinds)
         types = choose.choice(MODULATED_TYPES if "ada" in kind else TYPES)
         size = f"{point.rows}x{point.cols}"
         per = ""

@@ -153,6 +153,8 @@ def _modulated(case: Case, t: Inputs, statistics: bool) -> Call:
     arguments: dict[str, Any] = {
         "normalized_ndim": 1, "shift": t.shift, "scale": t.scale, "weight": None, "bias": None,
     }  # fmt: skip
+    if case.is_rms:
+        arguments["statistic"] = "rms"
     if not case.backward:
         arguments |= {"input": t.x, "eps": EPS}
         if case.out_dtype is not None:

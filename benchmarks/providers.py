@@ -28,16 +28,27 @@ _ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def _bare_norm(case: Case, x: torch.Tensor) -> torch.Tensor:
+    """The case's norm of x without weight and bias."""
+    if case.is_rms:
+        return F.rms_norm(x, (case.cols,), None, EPS)
+    return F.layer_norm(x, (case.cols,), None, None, EPS)
+
+
+def _rms_dx(g: torch.Tensor, xhat: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
+    """The gradient at RMSNorm's x, from that at the normalized x."""
+    return rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+
+
 def _modulated_forward(case: Case) -> Callable[..., Any]:
     """Modulation as diffusion transformers write it; the last two arguments are shift and scale.
 
     With float32 modulations x is cast to float32, and y and the sum are cast back.
     """
-    shape, dtype, wide = (case.cols,), case.torch_dtype, case.torch_modulation_dtype
+    dtype, wide = case.torch_dtype, case.torch_modulation_dtype
 
     def norm(x: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
-        y = F.layer_norm(x.to(wide), shape, None, None, EPS) * (1 + scale) + shift
-        return y.to(dtype)
+        return (_bare_norm(case, x.to(wide)) * (1 + scale) + shift).to(dtype)
 
     if not case.residual:
         return norm
@@ -53,6 +64,7 @@ def _modulated_backward(case: Case, saved: bool) -> Callable[..., Any]:
     """As `_backward`; if `saved`, the last two arguments are the normalized x and 1 + scale."""
     shape, dtype, wide = [case.cols], case.torch_dtype, case.torch_modulation_dtype
     layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+    rms_norm_backward = torch.ops.aten._fused_rms_norm_backward.default
     groups = case.modulation_shape
 
     def backward(dy: Any, x: Any, mean: Any, rstd: Any, scale: Any, *more: Any) -> Any:
@@ -60,12 +72,18 @@ def _modulated_backward(case: Case, saved: bool) -> Callable[..., Any]:
         if saved:
             normalized, one_plus = more[-2:]
         else:
-            normalized, one_plus = ((wide_x - mean) * rstd).to(wide), 1 + scale
+            centred = wide_x if case.is_rms else wide_x - mean
+            normalized, one_plus = (centred * rstd).to(wide), 1 + scale
         dshift = dy.sum_to_size(groups)
         dscale = (dy * normalized).sum_to_size(groups)
-        dx = layer_norm_backward(
-            dy * one_plus, wide_x, shape, mean, rstd, None, None, [True, False, False]
-        )[0].to(dtype)
+        g = dy * one_plus
+        if case.is_rms and saved and timing.DEVICE == "cuda":
+            dx = rms_norm_backward(g, wide_x, shape, rstd, None, [True, False])[0].to(dtype)
+        elif case.is_rms:
+            dx = _rms_dx(g.float(), normalized.float(), rstd).to(dtype)
+        else:
+            mask = [True, False, False]
+            dx = layer_norm_backward(g, wide_x, shape, mean, rstd, None, None, mask)[0].to(dtype)
         if not case.residual:
             return dx, dshift, dscale
         dresidual, branch, gate = more[:3]
@@ -164,8 +182,7 @@ def _rms_backward(case: Case, saved: bool) -> Callable[..., Any]:
 
     def formulas(dy: Any, x: Any, rstd: Any, weight: Any, *more: Any) -> Any:
         dy, xhat = dy.float(), x.float() * rstd
-        g = dy * weight
-        dx = (rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))).to(dtype)
+        dx = _rms_dx(dy * weight, xhat, rstd).to(dtype)
         return dx + more[0] if case.residual else dx, (dy * xhat).sum(0).to(wide)
 
     return eager if saved and timing.DEVICE == "cuda" else formulas
@@ -206,7 +223,7 @@ def eager_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
         if case.modulated:
             assert one.scale is not None
             x = one.x.to(case.torch_modulation_dtype)
-            saved = (F.layer_norm(x, (case.cols,), None, None, EPS), 1 + one.scale)
+            saved = (_bare_norm(case, x), 1 + one.scale)
         elif case.activation[0] is not None:
             saved = (F.layer_norm(one.x, (case.cols,), one.weight, one.bias, EPS),)
         elif case.mixed:
@@ -225,8 +242,10 @@ def compile_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
 def liger_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
     from liger_kernel.ops.layer_norm import layer_norm_backward, layer_norm_forward
 
-    if case.mixed or case.is_rms:
+    if case.mixed:
         return None
+    if case.op in ("rms_forward", "rms_backward"):
+        return _liger_rms_calls(case, inputs)
     if case.op == "forward":
         return [_bind(layer_norm_forward, (t.x, t.weight, t.bias, EPS)) for t in inputs]
     if case.op == "backward":
@@ -237,6 +256,49 @@ def liger_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
             calls.append(_bind(layer_norm_backward, arguments))
         return calls
     return None
+
+
+def _liger_rms_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
+    from liger_kernel.ops.rms_norm import rms_norm_backward, rms_norm_forward
+
+    calls = []
+    for t in inputs:
+        forward = (t.x, t.weight, EPS, 0.0, "llama", None)
+        if not case.backward:
+            calls.append(_bind(rms_norm_forward, forward))
+            continue
+        _, x, rstd, block, warps, casting = rms_norm_forward(*forward)
+        arguments = (t.dy, x, t.weight, rstd, 0.0, casting, block, warps, False, None)
+        calls.append(_bind(rms_norm_backward, arguments))
+    return calls
+
+
+def llama_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
+    """RMSNorm as transformers' LlamaRMSNorm writes it, and its backward as autograd runs it."""
+    if case.op not in ("rms_forward", "rms_backward") or case.mixed:
+        return None
+    dtype = case.torch_dtype
+
+    def forward(x: Any, weight: Any) -> Any:
+        wide = x.to(torch.float32)
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        return weight * (wide * torch.rsqrt(variance + EPS)).to(dtype)
+
+    def backward(dy: Any, wide: Any, rstd: Any, rounded: Any, weight: Any) -> Any:
+        dweight = (dy * rounded).sum_to_size(weight.shape)
+        g = (dy * weight).to(torch.float32)
+        dvariance = (g * wide).sum_to_size(rstd.shape) * (-0.5 * rstd.pow(3))
+        dsquare = dvariance.expand(wide.shape) / case.cols
+        return (g * rstd + dsquare * (2.0 * wide.pow(1.0))).to(dtype), dweight
+
+    if not case.backward:
+        return [_bind(forward, (t.x, t.weight)) for t in inputs]
+    calls = []
+    for t in inputs:
+        assert t.rstd is not None
+        wide = t.x.float()
+        calls.append(_bind(backward, (t.dy, wide, t.rstd, (wide * t.rstd).to(dtype), t.weight)))
+    return calls
 
 
 def apex_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
@@ -310,6 +372,7 @@ PROVIDERS: dict[str, Provider] = {
     "ours": ours_calls,
     "eager": eager_calls,
     "compile": compile_calls,
+    "llama": llama_calls,
     "liger": liger_calls,
     "apex": apex_calls,
     "quack": quack_calls,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib
 import json
 import platform
 import re
@@ -67,7 +68,17 @@ def machine() -> dict[str, Any]:
         "driver": _smi("driver_version", "{}"),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "rms_norm": "QuACK" if _runs_quack() else "ATen",
     }
+
+
+def _runs_quack() -> bool:
+    """Whether PyTorch replaces its RMSNorm by QuACK's kernels: since 2.13, with their packages."""
+    try:
+        utils = importlib.import_module("torch._native.cutedsl_utils")
+    except ImportError:
+        return False
+    return bool(utils.runtime_available())
 
 
 def cpu() -> dict[str, Any]:

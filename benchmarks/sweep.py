@@ -5,13 +5,13 @@
     python -m benchmarks.sweep --compile 250    250 of its points against torch.compile
 
 Columns from 1 to 4200 in odd steps (and the usual sizes with their neighbours), rows from 1 to
-100,000, in bfloat16 and float32. The points with a ratio ours / eager near 1 or above, and in any
-case the 30 worst, are timed again, for longer and with inputs and outputs in several places of
-memory. A point has as many inputs as in the benchmark: up to 256, which together are larger than L2
-unless they are small. Only where the sweep has many points, their first measurement has fewer, so a
-point that is slower from memory alone, and faster by more than 10% from L2, is missed. The number
-of slower points, and all of these or at least the worst ten, are printed and kept in the results
-file under "sweep", or "sweep_compile" if against torch.compile.
+100,000: LayerNorm in bfloat16 and float32, RMSNorm in bfloat16. The points with a ratio ours /
+eager near 1 or above, and in any case the 30 worst, are timed again, for longer and with inputs and
+outputs in several places of memory. A point has as many inputs as in the benchmark: up to 256,
+which together are larger than L2 unless they are small. Only where the sweep has many points, their
+first measurement has fewer, so a point that is slower from memory alone, and faster by more than
+10% from L2, is missed. The number of slower points, and all of these or at least the worst ten, are
+printed and kept in the results file under "sweep", or "sweep_compile" if against torch.compile.
 """
 
 from __future__ import annotations
@@ -51,8 +51,13 @@ def points(rows: tuple[int, ...] = ROWS, cols: list[int] = COLS) -> list[Case]:
     """All points in a fixed random order, so that a sweep cut short is still spread out."""
     cases = [
         Case(op, m, n, dtype)
-        for op in ("forward", "backward")
-        for dtype in ("bfloat16", "float32")
+        for op, dtypes in (
+            ("forward", ("bfloat16", "float32")),
+            ("backward", ("bfloat16", "float32")),
+            ("rms_forward", ("bfloat16",)),
+            ("rms_backward", ("bfloat16",)),
+        )
+        for dtype in dtypes
         for m in rows
         for n in cols
     ]
@@ -80,8 +85,8 @@ class Buffers:
         skipped = min(place * PLACE_ELEMENTS, (x.numel() - size) // 64 * 64)
         count = timing.input_count(case.bytes, timing.l2_bytes(), most)
         count = max(1, min(count, (x.numel() - skipped) // stride))
-        weight, bias = x[: case.cols], dy[: case.cols]
-        mean = torch.randn(case.rows, 1, device=timing.DEVICE)
+        weight, bias = x[: case.cols], None if case.is_rms else dy[: case.cols]
+        mean = torch.randn((0,) if case.is_rms else (case.rows, 1), device=timing.DEVICE)
         rstd = torch.rand(case.rows, 1, device=timing.DEVICE) + 0.5
         made = []
         for start in range(skipped, skipped + count * stride, stride):
@@ -160,12 +165,12 @@ def text(part: dict[str, Any]) -> str:
     lines = [
         f"{part['points']} points timed, {part['left_out']} left out for time; "
         f"{part['timed_again']} timed again, of which slower than {other}: {part['slower']}",
-        f"{'op':<10}{'rows x cols':>18} {'dtype':<10}{'ours':>9}{other:>9}{'ratio':>7}",
+        f"{'op':<13}{'rows x cols':>18} {'dtype':<10}{'ours':>9}{other:>9}{'ratio':>7}",
     ]
     for row in part["worst"]:
         size = f"{row['rows']} x {row['cols']}"
         lines.append(
-            f"{row['op']:<10}{size:>18} {row['dtype']:<10}{row['ours_us']:>9.2f}"
+            f"{row['op']:<13}{size:>18} {row['dtype']:<10}{row['ours_us']:>9.2f}"
             f"{row[f'{other}_us']:>9.2f}{row['ratio']:>7.2f}"
         )
     return "\n".join(lines)
@@ -177,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--budget-seconds", type=float, default=170)
+    parser.add_argument("--budget-seconds", type=float, default=230)
     parser.add_argument("--compile", type=int, metavar="POINTS", help="against torch.compile")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1),
                         help="processes that compile ahead")  # fmt: skip

@@ -101,7 +101,8 @@ def _modulated_reference(case: Case, t: Inputs) -> list[torch.Tensor]:
         return tensor.detach().float().clone().requires_grad_(case.backward)
 
     def modulated(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.layer_norm(x, (case.cols,), eps=EPS) * (1 + scale) + shift
+        norm = torch.nn.functional.rms_norm if case.is_rms else torch.nn.functional.layer_norm
+        return norm(x, (case.cols,), eps=EPS) * (1 + scale) + shift
 
     shift, scale = leaf(t.shift), leaf(t.scale)
     if not case.backward:
