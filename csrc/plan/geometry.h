@@ -301,18 +301,6 @@ static_assert(2 * 8 + 1 <= kWarpThreads && !contains(ForwardBlockVecs{}, 9) &&
               "a block has more threads than seams: two for each of at most eight vectors of each "
               "of its warps, and one");
 
-// ---- Forward, persistent blocks on slices of rows.
-
-// In a block that shares a split row, one warp collects the row's sums; the others work on the row.
-constexpr int kForwardSplitThreads = kMostBlockThreads - kWarpThreads;
-constexpr int kForwardSplitVecs = 4;
-// A resident slice lies in registers, 32 of a thread's 64.
-constexpr int kForwardResidentThreads = kMostBlockThreads;
-constexpr int kForwardResidentVecs = 8;
-static_assert(registers_of(kForwardResidentThreads, 1) == 64 &&
-                  kForwardResidentVecs * kVectorBytes / 4 == 32,
-              "a slice takes half of the registers");
-
 // ---- Forward, rows of any length, read twice in chunks.
 
 constexpr int kForwardStreamThreads = 512;
@@ -571,10 +559,4 @@ constexpr int backward_declared_bytes(int acc_size) {
 static_assert(backward_declared_bytes(4) <= kReservedSharedMemory &&
                   backward_declared_bytes(8) <= kReservedSharedMemory,
               "backward's blocks declare no more than the plan leaves them");
-// Two scratch memories for each of two sums, the collected moments and a barrier for each stage.
-static_assert(2 * 2 * (kMostBlockThreads / kWarpThreads) * 4 + kMostCollected * 8 +
-                      kMostStages * 8 <=
-                  kReservedSharedMemory,
-              "forward's blocks declare no more than the plan leaves them");
-
 }  // namespace fused_layernorm
