@@ -259,6 +259,14 @@ constexpr FewRowsRung kFewRowsThreads[] = {
 static_assert(is_ladder(kFewRowsThreads) &&
                   rung_of(kFewRowsThreads, kNoEnd).block_threads <= kBackwardThreads,
               "blocks of few rows have kernels");
+// Whether several teams share a row of single elements. Times where four teams share a row, and
+// where each has one: bfloat16 8 x 285 1.53, 1.81; 64 x 1023 2.34, 3.00; 128 x 1023 2.64, 3.18;
+// 1 x 1492 1.94, 2.28; float32 128 x 285 2.20, 2.73. Not shared: bfloat16 512 x 1023 5.14, 4.80;
+// 128 x 2047 3.65, 3.56; float32 64 x 1492 3.08, 2.80; 512 x 65 3.00, 2.87.
+constexpr bool shares_few_rows(int64_t rows, int64_t cols, int x_size) {
+  return rows <= 128 && rows * cols <= 1 << 17 && (x_size == 2 || cols <= 1024);
+}
+
 // The teams of whole warps in a block. Aligned rows have the most teams that kFewRowsThreads
 // allows, if a team has fewer threads than kFewRowsLeastThreads (four and two teams, bfloat16:
 // 1024 x 2048 7.9, 9.1; 2048 x 1536 12.1, 17.4; 2048 x 2048 12.4, 15.3; eight and four teams,

@@ -228,7 +228,11 @@ std::string to_json(const backward::Warp& plan) {
 }
 
 std::string to_json(const backward::FewRows& plan) {
-  return Json(Strategy::kFewRows).add(plan).add("column_blocks", plan.column_blocks).with(plan);
+  return Json(Strategy::kFewRows)
+      .add(plan)
+      .add("sharers", plan.sharers)
+      .add("column_blocks", plan.column_blocks)
+      .with(plan);
 }
 
 std::string to_json(const backward::Rows& plan) {

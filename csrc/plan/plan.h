@@ -150,6 +150,9 @@ struct OneRowATeam : Launch {
 // Few rows: blocks on rows compute dx, and blocks on columns beside them dweight and dbias, in one
 // launch and without partial sums.
 struct FewRows : OneRowATeam {
+  // Teams that share a row: each computes a part of the elements that each thread of one team would
+  // own.
+  int sharers = 1;
   int64_t column_blocks = 0;  // of the launch's blocks, those on columns
 };
 
