@@ -60,6 +60,8 @@ NAMED_ARCHS = {
 TORCH_TARGET_VERSION = "0x020a000000000000"  # torch 2.10: the oldest that the binary loads under
 COMPRESS_MODE_SINCE = (12, 8)
 COMPRESS_MODES = ("size", "balance", "speed", "none")
+# These files use instructions of Hopper alone (setmaxnreg): their code for 9.0 is made for 9.0a.
+FOR_HOPPER = ("csrc/forward/ring.cu",)
 CUDA_BINDINGS = "csrc/bindings/cuda/*.cpp"  # left out of a build without CUDA kernels
 NO_NVCC = 'set CUDA_HOME or PATH, or pip install "cuda-toolkit[nvcc,cccl]>=13"'
 
@@ -276,9 +278,17 @@ def run_ninja(build_directory: str, verbose: bool, error_prefix: str) -> None:
     root = f"{Path(__file__).resolve().parent}{os.sep}"
     # A line "build OBJECT: RULE SOURCE" says what is compiled, without the folders above csrc.
     build = re.compile(r"^(build \S+: \S*compile )(\S+)$", re.MULTILINE)
-    plan.write_text(
-        build.sub(lambda m: f"{m[0]}\n  description = {m[2].replace(root, '')}", plan.read_text())
-    )
+    text = plan.read_text()
+    flags = re.search(r"^cuda_post_cflags = .*$", text, re.MULTILINE)
+
+    def described(match: re.Match[str]) -> str:
+        source = match[2].replace(root, "")
+        lines = [match[0], f"description = {source}"]
+        if source in FOR_HOPPER and flags is not None:
+            lines.append(flags[0].replace("compute_90,code=sm_90", "compute_90a,code=sm_90a"))
+        return "\n  ".join(lines)
+
+    plan.write_text(build.sub(described, text))
     command = ["ninja", "-j", os.environ["MAX_JOBS"]]
     env = {**os.environ, "NINJA_STATUS": "fused_layernorm: compiled %f of %t: "}
     sys.stdout.flush()

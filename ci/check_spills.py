@@ -72,6 +72,11 @@ ALLOWED = [
         "weight and bias beside a modulation, which few rows have",
     ),
     Allowed(
+        r"forward_ring_kernel<.*, true>",
+        40,
+        "most of weight and bias of a row of the whole chip in registers",
+    ),
+    Allowed(
         r"backward_group_kernel<.*, (4, 8|8, 4), true>",
         80,
         "rows of 32 columns a thread, longer than those of models",

@@ -170,6 +170,12 @@ def layer_cases(teams_alike):
         run(7, 15_936 * multiprocessors, BF16, residual=True)
         run(7, 7968 * multiprocessors, F32)
     run(10, 300_000, F32)
+    # Rings: blocks with and without columns, and rows enough for each slot to be used again.
+    if torch.cuda.get_device_capability() >= (9, 0):
+        for cols, blocks in ((4096, 1), (16_392, 3), (5000, 16)):
+            run(70, cols, F32, forward=f"ring blocks_per_row={blocks}")
+            run(70, cols, BF16, forward=f"ring blocks_per_row={blocks}", activation="gelu")
+            run(70, cols, BF16, forward=f"ring blocks_per_row={blocks}", weight_dtype=F32)
     # A row in the registers of one block: a block for each row, and persistent blocks.
     for cols, dtype in ((32_768, BF16), (16_384, F32), (40_960, BF16), (20_480, F32)):
         run(300, cols, dtype)

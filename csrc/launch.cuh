@@ -21,10 +21,8 @@ cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
                                       const forward::Spread&, cudaStream_t);
 cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Block&,
                                       cudaStream_t);
-cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Split&,
+cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Ring&,
                                       cudaStream_t);
-cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
-                                      const forward::Resident&, cudaStream_t);
 cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
                                       const forward::Stream&, cudaStream_t);
 cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,

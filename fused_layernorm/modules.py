@@ -124,7 +124,12 @@ class FusedLayerNorm(nn.LayerNorm):
         # read where nn.Module keeps them, because to find them as attributes takes time too; a
         # computed one is not there. Modes may want to see the call below, and so may a tool that
         # has replaced PyTorch's function.
-        if not _is_compiling() and type(input) is Tensor and input.is_cuda:
+        if (
+            not _is_compiling()
+            and not _function_modes()
+            and type(input) is Tensor
+            and input.is_cuda
+        ):
             parameters = self._parameters
             weight, bias = parameters.get("weight"), parameters.get("bias", False)
             if (
@@ -137,7 +142,6 @@ class FusedLayerNorm(nn.LayerNorm):
                 and weight.shape == self.normalized_shape
                 and F.layer_norm is torchs_layer_norm
                 and not _dispatch_modes()
-                and not _function_modes()
             ):
                 try:
                     return plain_layer_norm(input, weight.dim(), weight, bias, self.eps)
@@ -306,7 +310,7 @@ class FusedRMSNorm(nn.RMSNorm):
     @_scripted_as(_scripted_forward)
     def forward(self, x: Tensor) -> Tensor:
         # A plain call on CUDA in this one frame, as in FusedLayerNorm.
-        if not _is_compiling() and type(x) is Tensor and x.is_cuda:
+        if not _is_compiling() and not _function_modes() and type(x) is Tensor and x.is_cuda:
             parameters, dtype = self._parameters, x.dtype
             weight = parameters.get("weight")
             if (
@@ -322,7 +326,6 @@ class FusedRMSNorm(nn.RMSNorm):
                 and weight.shape == self.normalized_shape
                 and F.rms_norm is torchs_rms_norm
                 and not _dispatch_modes()
-                and not _function_modes()
             ):
                 eps = self.eps
                 if eps is None:

@@ -177,11 +177,11 @@ def test_tune_plans_the_whole_problem(op):
         for cols in (1024, 36_864)
     }
     planned = {
-        "forward": {"warp", "resident"},
+        "forward": {"warp", "ring"},
         "add_forward": {"block"},
         "backward": {"block", "split"},
         "add_backward": {"block", "split"},
-        "rms_forward": {"warp", "resident"},
+        "rms_forward": {"warp", "ring"},
         "add_rms_forward": {"block"},
     }
     fused = {"block", "split"} if op.endswith("backward") else {"warp", "block"}

@@ -338,9 +338,8 @@ def test_accuracy_about_the_boundaries(row_bytes, dtype):
 FORCED_COLS = [*numerics.FORCED_COLS, 17, 32768]
 
 
-# "resident blocks_per_row=3": slices of few columns, and rows whose blocks meet.
-LAYOUTS = ["warp", "spread", "block", "split", "resident", "resident blocks_per_row=3",
-           "stream"]  # fmt: skip
+# "ring blocks_per_row=3": few columns of a block, and rows whose blocks meet.
+LAYOUTS = ["warp", "spread", "block", "ring", "ring blocks_per_row=3", "stream"]
 RMS = {"statistic": "rms"}
 EPILOGUES: list[dict[str, Any]] = [
     {}, {"scale": 0.5}, {"scale": 0.5, "activation": "gelu"}, RMS, {**RMS, "weight_offset": 1.0}
@@ -355,7 +354,7 @@ EPILOGUES: list[dict[str, Any]] = [
         for dtypes, layout, epilogue in itertools.product(
             [(F32, None), (BF16, None), (BF16, F32), (F64, None)], LAYOUTS, EPILOGUES
         )
-        if (layout.split()[0] not in ("spread", "resident") or epilogue in ({}, RMS))
+        if (layout != "spread" or epilogue in ({}, RMS))
         and ("statistic" not in epilogue or (dtypes in ((F32, None), (BF16, None))))
     ],
     ids=str,

@@ -14,7 +14,7 @@ from fused_layernorm import add_layer_norm, layer_norm, reference
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 DTYPES = [(F32, None), (F16, None), (BF16, F32), (F64, None)]
-STRATEGIES = ["warp", "few_rows", "block", "split", "stream"]
+STRATEGIES = ["warp", "few_rows", "block", "ring", "split", "stream"]
 
 
 def ids(value):

@@ -19,7 +19,7 @@ from golden_plans import DEVICES, plan
 import fused_layernorm  # noqa: F401  (registers the operators)
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-FORWARD = ("warp", "spread", "block", "split", "resident", "stream")
+FORWARD = ("warp", "spread", "block", "ring", "stream")
 BACKWARD = ("warp", "few_rows", "block", "split", "stream")
 # The types of x, weight and y that have kernels (dy is of y's type).
 TYPES = [
@@ -136,21 +136,16 @@ def check_forward(p, rows, cols, problem, chip):
     if strategy in ("warp", "block"):
         # The row fits, and a thread lacks at most the last of its vectors.
         assert held * (p["vecs"] - 1) < vectors <= held * p["vecs"]
-    if strategy in ("split", "resident"):
+    if strategy == "ring":
         assert problem["aligned"]
         assert not problem["residual"]
-        slice_vectors = -(-p["slice_cols"] // width)
-        threads = p["team_threads"] if strategy == "split" else p["threads"]
-        assert slice_vectors <= threads * (4 if strategy == "split" else 8)
-        assert p["slice_cols"] % unit(problem) == 0
-    if strategy == "split":
-        assert p["threads"] == p["team_threads"] + 32 * (p["blocks_per_row"] > 1)
-        assert p["lag"] + 2 <= p["stages"] <= 8
-        assert (p["lag"] > 0) == (p["blocks_per_row"] > 1)
-    if strategy == "resident":
-        assert not problem["has_epilogue"]
-        assert problem["y_dtype"] == problem["dtype"]
-        assert 0 <= p["bias_cols"] <= p["slice_cols"]
+        # A group has 512 vectors of each block, and the last one may have fewer.
+        assert 512 * p["blocks_per_row"] * (p["groups"] - 1) < vectors
+        assert vectors <= 512 * p["blocks_per_row"] * p["groups"]
+        # The ring holds a row, but no more rows than the block keeps the statistics of.
+        assert p["groups"] < p["slots"] < 8 * p["groups"]
+        assert p["slots"] * 8192 <= p["shared_bytes"]
+        assert not p["is_long"] or bare(problem)
     if strategy == "stream":
         assert p["width"] == (width if problem["aligned"] else 1)
         assert p["slice_cols"] == p["threads"] * p["width"] * (16 if p["width"] == 1 else 8)
@@ -171,7 +166,16 @@ def check_backward(p, rows, cols, problem, _chip):
         assert vectors <= p["team_threads"] * p["vecs"]
         assert p["teams"] * p["team_threads"] == p["threads"] <= 512
         assert p["by_lanes"] or p["teams"] <= 15  # each has a hardware barrier
-        assert (p["blocks"] - p["column_blocks"]) * p["teams"] >= rows
+        assert p["sharers"] in (1, 4)
+        assert p["teams"] % p["sharers"] == 0
+        rows_at_once = p["teams"] // p["sharers"]
+        if p["sharers"] > 1:
+            assert width == 1
+            assert one_type(problem)
+            assert bare(problem)
+            assert p["team_threads"] % 32 == 0
+            assert p["shared_bytes"] >= rows_at_once * p["team_threads"] * p["vecs"] * 8
+        assert (p["blocks"] - p["column_blocks"]) * rows_at_once >= rows
         assert (p["column_blocks"] > 0) == problem["needs_dparams"]
         if problem["needs_dparams"]:
             # Every column belongs to one block on columns, and no such block is empty.
@@ -240,13 +244,11 @@ def test_every_problem_has_a_plan_that_covers_its_rows(device):
                 assert p["shared_bytes"] + 3072 <= chip["shared_memory"] or (
                     p["strategy"] == "warp" and p["shared_bytes"] <= chip["shared_memory"]
                 )
-                if p["strategy"] in ("split", "resident"):
+                if p["strategy"] in ("split", "ring"):
                     # Blocks that wait for each other are all resident at once.
                     assert p["blocks"] <= chip["sms"]
                     assert p["blocks"] % p["blocks_per_row"] == 0
-                if p.get("bulk") or (
-                    not problem["backward"] and p["strategy"] in ("split", "resident")
-                ):
+                if p.get("bulk") or p["strategy"] == "ring":
                     assert chip["capability"] >= 90
                 check = check_backward if problem["backward"] else check_forward
                 check(p, rows, cols, problem, chip)
@@ -257,7 +259,8 @@ def test_every_problem_has_a_plan_that_covers_its_rows(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_order_of_summation_does_not_depend_on_the_number_of_rows(device):
     """Few rows may run in other blocks, but a team owns a row as it does with many rows."""
-    fixed = ("strategy", "width", "vecs", "lanes", "team_threads", "blocks_per_row", "slice_cols")
+    fixed = ("strategy", "width", "vecs", "lanes", "team_threads", "blocks_per_row", "slice_cols",
+             "groups")  # fmt: skip
     for _, cols, problem in every_problem(rows=[]):
         plans = [plan(rows, cols, device=device, **problem) for rows in ROWS]
         for p in plans:
@@ -275,7 +278,7 @@ def test_order_of_summation_does_not_depend_on_the_number_of_rows(device):
             else:
                 same = [p.get(key) for key in fixed]
                 assert same == [many.get(key) for key in fixed], (cols, problem)
-                if not problem["backward"] and p["strategy"] in ("block", "resident"):
+                if not problem["backward"] and p["strategy"] == "block":
                     assert p["threads"] == many["threads"], (cols, problem)
 
 
@@ -487,7 +490,7 @@ def test_kernelbench_problems():
     short = plan(4_194_304, 64)
     assert (short["strategy"], short["vecs"], short["lanes"]) == ("warp", 1, 16)
     long = plan(16, 4_194_304)
-    assert long["strategy"] == "resident"
+    assert long["strategy"] == "ring"
     assert long["blocks"] == 132  # the whole chip works on each of the 16 rows in turn
 
 
@@ -661,11 +664,11 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     assert set(plan(MANY, 64)) == launch | {"vecs", "lanes", "moves"}
     assert set(plan(9, 512)) == launch | {"lanes", "warps", "thread_vecs"}
     assert set(plan(9, 4096)) == launch | {"vecs", "moves", "early"}
-    assert set(plan(9, 65536)) == launch | slices | {"team_threads", "stages", "lag"}
-    assert set(plan(9, 20_000)) == launch | slices | {"bias_cols"}
+    ring = {"blocks_per_row", "groups", "slots", "is_long"}
+    assert set(plan(9, 65536)) == launch | ring
     assert set(plan(9, 2**24)) == launch | slices | {"width", "totals_offset"}
     teams = {"width", "vecs", "team_threads", "teams", "by_lanes"}
-    assert set(plan(9, 64, backward=True)) == launch | teams | {"column_blocks"}
+    assert set(plan(9, 64, backward=True)) == launch | teams | {"sharers", "column_blocks"}
     lanes = {"width", "vecs", "lanes", "chain_rows", "second_sums_offset"}
     assert set(plan(MANY, 64, backward=True)) == launch | partials | lanes
     assert set(plan(MANY, 4096, backward=True)) == launch | partials | persistent
@@ -708,8 +711,8 @@ def test_a_forced_strategy_is_used_or_refused(strategy, device):
         if strategy != "few_rows" and cols > 1:
             check(p, 3000, cols, problem, DEVICES[device])
     directions = {d for d, names in ((False, FORWARD), (True, BACKWARD)) if strategy in names}
-    if DEVICES[device]["capability"] < 90 and strategy in ("split", "resident"):
-        directions.discard(False)  # in forward, both strategies need bulk copies
+    if DEVICES[device]["capability"] < 90 and strategy == "ring":
+        directions = set()  # it needs bulk copies
     assert used == directions
 
 
@@ -725,8 +728,8 @@ def test_what_the_ladder_plans_can_be_forced(backward):
             parts = {"strategy": p["strategy"], **{key: p[key] for key in keys if p.get(key)}}
             if p["strategy"] == "stream":
                 del parts["blocks_per_row"]  # the number of chunks is fixed
-            if p["strategy"] == "split" and not backward and p["blocks_per_row"] == 1:
-                assert "lag" not in parts
+            if p.get("sharers", 1) > 1:
+                del parts["teams"]  # forced teams do not share a row
             if "bulk" in p:
                 parts["bulk"] = int(p["bulk"])
             options = " ".join(f"{key}={value}" for key, value in parts.items())
@@ -747,16 +750,10 @@ def test_what_the_ladder_plans_can_be_forced(backward):
         ("vecs=2", (9, 264, OF_ROWS), {"vecs": 2, "by_lanes": False}),
         ("strategy=rows vecs=4", (9, 1152, OF_ROWS), {"vecs": 4, "team_threads": 64}),
         ("strategy=block", (9, 512, {}), {"strategy": "block", "vecs": 4, "threads": 32}),
-        ("strategy=split", (9, 4096, {}), {"blocks_per_row": 1, "stages": 8, "lag": 0}),
-        ("strategy=split stages=3", (9, 4096, {}), {"stages": 3}),
-        ("blocks_per_row=2", (9, 4096, HALF), {"strategy": "split", "lag": 2}),
-        ("blocks_per_row=3", (9, 65_536, HALF), {"strategy": "split", "stages": 3, "lag": 1}),
-        ("strategy=split stages=4", (9, 65_536, HALF), {"stages": 4, "lag": 1}),
-        # Slices become shorter until eight stages fit.
-        ("strategy=split stages=8", (9, 65_536, HALF), {"stages": 8, "blocks_per_row": 6}),
-        ("strategy=split lag=1", (9, 65_536, HALF), {"lag": 1, "stages": 5}),
-        ("strategy=resident", (9, 65_536, HALF), {"blocks_per_row": 1}),
-        ("strategy=resident blocks_per_row=3", (9, 65_536, HALF), {"slice_cols": 21_848}),
+        ("strategy=ring", (9, 4096, {}), {"blocks_per_row": 1, "groups": 2, "slots": 15}),
+        ("blocks_per_row=2", (9, 4096, HALF), {"strategy": "ring", "groups": 1, "slots": 7}),
+        ("strategy=ring blocks_per_row=3", (9, 65_536, HALF), {"groups": 6, "slots": 17}),
+        ("strategy=split stages=8", (MANY, 65_536, {"backward": True, **HALF}), {"stages": 8}),
         ("strategy=stream", (9, 64, HALF), {"strategy": "stream", "blocks_per_row": 1}),
         ("vecs=8", (MANY, 64, {**ANYWHERE, "backward": True}), {"strategy": "warp", "lanes": 8}),
         ("vecs=8", (MANY, 4096, {"backward": True}), {"vecs": 8, "team_threads": 128}),
@@ -800,31 +797,25 @@ def test_what_is_forced_is_planned(options, problem, expected):
         ("vecs=8", (MANY, 4096, {"backward": True, **HALF})),
         ("strategy=warp vecs=4", (9, 1024, {**HALF, **RESIDUAL})),
         ("strategy=few_rows", (9, 64, {})),
-        ("strategy=resident", (9, 65_536, {"backward": True})),
-        ("strategy=resident", (9, 65_536, {**HALF, **EPILOGUE})),
-        ("strategy=resident", (9, 65_536, NARROW_Y)),
-        ("strategy=resident", (9, 65_536, RESIDUAL)),
-        ("strategy=resident", (9, 65_536, {"device": "A100"})),
-        ("strategy=resident", (9, 65_537, ANYWHERE)),
-        ("strategy=split", (9, 65_536, ANYWHERE)),
-        ("strategy=split", (9, 65_536, {"dtype": F64})),
-        ("strategy=split", (9, 65_536, RESIDUAL)),
-        ("strategy=split", (9, 65_536, {"device": "A100"})),
+        ("strategy=ring", (9, 65_536, {"backward": True})),
+        ("strategy=ring", (9, 65_536, RESIDUAL)),
+        ("strategy=ring", (9, 65_536, {"dtype": F64})),
+        ("strategy=ring", (9, 65_536, {"device": "A100"})),
+        ("strategy=ring", (9, 65_537, ANYWHERE)),
+        ("strategy=split", (9, 65_536, HALF)),
         ("strategy=split", (9, 65_536, {"dtype": F64, "backward": True})),
         ("strategy=split bulk=0", (9, 65_536, {**ANYWHERE, "backward": True})),
         # The row does not fit.
         ("strategy=warp", (9, 1028, {})),
         ("strategy=block", (9, 40_968, HALF)),
         ("strategy=block vecs=5", (9, 512, {})),
-        ("strategy=split", (9, 2**24, {})),
-        ("strategy=resident", (9, 2**24, {})),
+        ("strategy=ring", (9, 2**24, {})),
         ("strategy=few_rows", (9, 8200, {**HALF, **RESIDUAL, "backward": True})),
         ("strategy=few_rows", (9, 16_392, {**HALF, "backward": True})),
         ("strategy=few_rows", (9, 4098, {"dtype": F64, "backward": True})),
         ("strategy=spread", (9, 64, ANYWHERE)),
         ("strategy=spread", (9, 32, {})),
         # Shared memory or threads do not suffice.
-        ("strategy=split stages=8 blocks_per_row=4", (9, 65_536, HALF)),
         ("strategy=block stages=8", (MANY, 8192, {"backward": True})),
         ("blocks_per_row=7", (MANY, 65_536, {"backward": True})),
         ("teams=9", (MANY, 1024, {"backward": True})),
@@ -836,11 +827,8 @@ def test_what_is_forced_is_planned(options, problem, expected):
         ("blocks_per_row=1", (9, 2**20, {})),
         ("blocks_per_row=1", (MANY, 65_536, {"backward": True})),
         # The last slice would be empty.
-        ("blocks_per_row=3", (9, 8, {})),
+        ("blocks_per_row=3", (MANY, 8, {"backward": True})),
         # The ring has no room for the rows that wait, or there is no ring.
-        ("strategy=split stages=4 lag=3", (9, 65_536, HALF)),
-        ("strategy=split stages=1", (9, 4096, {})),
-        ("strategy=split lag=1 blocks_per_row=1", (9, 4096, {})),
         ("stages=2", (MANY, 65_536, {"backward": True})),
         ("stages=1", (MANY, 16_384, {**HALF, "backward": True})),
         ("stages=3 bulk=0", (MANY, 1024, {"backward": True})),
@@ -850,8 +838,8 @@ def test_what_is_forced_is_planned(options, problem, expected):
         ("strategy=warp stages=3", (9, 64, {})),
         ("strategy=block blocks_per_row=1", (9, 4096, {})),
         ("strategy=stream vecs=8", (9, 4096, {})),
-        ("strategy=resident stages=3", (9, 65_536, HALF)),
-        ("strategy=split vecs=4", (9, 65_536, HALF)),
+        ("strategy=ring stages=3", (9, 65_536, HALF)),
+        ("strategy=ring vecs=4", (9, 65_536, HALF)),
         ("strategy=few_rows bulk=0", (9, 4096, {"backward": True})),
         ("bulk=1", (9, 65_536, HALF)),
         ("teams=2", (9, 4096, {})),
@@ -864,9 +852,9 @@ def test_what_cannot_be_had_is_refused(options, problem):
 
 
 def test_a_refusal_names_what_was_forced_and_the_problem():
-    force("strategy=resident")
+    force("strategy=ring")
     with refused(
-        "fused_layernorm: the forced plan 'strategy=resident' cannot run forward of 9 rows of 64 "
+        "fused_layernorm: the forced plan 'strategy=ring' cannot run forward of 9 rows of 64 "
         r"columns \(x of bfloat16, weight of float32, y of bfloat16, aligned, a residual, an "
         r"epilogue\) on this device$"
     ):
@@ -884,7 +872,7 @@ def test_a_refusal_names_what_was_forced_and_the_problem():
     [
         (
             "strategy=fast",
-            "no strategy is called 'fast': expected warp, spread, block, split, resident, stream, "
+            "no strategy is called 'fast': expected warp, spread, block, split, ring, stream, "
             "few_rows, group or rows",
         ),
         (

@@ -62,6 +62,14 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 #endif
 }
 
+// Arrives at the barrier.
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+#ifndef FUSED_LAYERNORM_NO_BULK
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+
 // Copies one float, asynchronously. barrier_arrive_with_float_loads() makes the barrier count one
 // arrival once all such copies of this thread have landed.
 __device__ __forceinline__ void float_load(float* to, const float* from) {
@@ -101,10 +109,15 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
 #endif
 }
 
-// Brings data that will be read soon to L2. Address and bytes are multiples of 16.
-__device__ __forceinline__ void bulk_prefetch(const void* from, uint32_t bytes) {
+// Brings data that will be read once to L2, where it does not make room before that. Address and
+// bytes are multiples of 16.
+__device__ __forceinline__ void bulk_prefetch_to_stay(const void* from, uint32_t bytes) {
 #ifndef FUSED_LAYERNORM_NO_BULK
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from),
+               "r"(bytes), "l"(policy)
+               : "memory");
 #endif
 }
 

@@ -143,8 +143,8 @@ bool may_take_few_rows(const Team& team, const Problem& problem, const Forced& f
          has_few_rows_kernel(problem.x, problem.weight, problem.y, is_fused(problem), team.keeps);
 }
 
-// Lays out blocks of `teams` teams: blocks on rows compute dx, and blocks on columns beside them
-// compute dweight and dbias.
+// Lays out blocks of `teams` teams, whose number is a multiple of the sharers: blocks on rows
+// compute dx, and blocks on columns beside them compute dweight and dbias.
 void lay_out_few_rows(backward::FewRows& plan, const Problem& problem, int teams) {
   const int x_size = size_of(problem.x);
   plan.threads = plan.team_threads * teams;
@@ -154,7 +154,11 @@ void lay_out_few_rows(backward::FewRows& plan, const Problem& problem, int teams
       problem.needs_dparams ? ceil_div(problem.cols, int64_t{lanes} * plan.width) : 0;
   plan.shared_bytes =
       problem.needs_dparams ? few_rows_shared_bytes(plan.threads, plan.width, x_size) : 0;
-  plan.blocks = ceil_div(problem.rows, teams) + plan.column_blocks;
+  if (plan.sharers > 1) {
+    const int exchanged = few_rows_exchanged_bytes(plan.threads, plan.vecs);
+    plan.shared_bytes = std::max(plan.shared_bytes, exchanged);
+  }
+  plan.blocks = ceil_div(problem.rows, teams / plan.sharers) + plan.column_blocks;
 }
 
 // The teams of whole warps that a block of few rows should have.
@@ -164,7 +168,7 @@ int few_rows_teams(backward::FewRows plan, const Problem& problem, const Device&
   };
   const int most = teams_of(ladders::rung_of(ladders::kFewRowsThreads, problem.rows).block_threads);
   if (plan.width > 1 && plan.team_threads < ladders::kFewRowsLeastThreads) return most;
-  const int blocks = few_rows_blocks(plan.width, plan.vecs, plan.width == 1 || is_fused(problem));
+  const int blocks = few_rows_blocks(plan.width, plan.vecs, is_fused(problem));
   const int sm_threads = blocks * kBackwardThreads;
   for (int teams = most; teams * plan.team_threads >= ladders::kFewRowsLeastThreads; --teams) {
     lay_out_few_rows(plan, problem, teams);
@@ -172,6 +176,16 @@ int few_rows_teams(backward::FewRows plan, const Problem& problem, const Device&
     if (ladders::kFewRowsPlaces * plan.blocks <= ladders::kFewRowsBlocks * places) return teams;
   }
   return plan.width > 1 ? 1 : most;
+}
+
+// Whether several teams share a row of single elements. Forced teams do not.
+bool may_share_few_rows(const backward::FewRows& plan, const Problem& problem,
+                        const Forced& forced) {
+  return has_shared_few_rows(problem.x, problem.weight, problem.y, plan.width, is_fused(problem)) &&
+         plan.team_threads % kWarpThreads == 0 &&
+         plan.team_threads * kFewRowsSharers <= kBackwardThreads &&
+         ladders::shares_few_rows(problem.rows, problem.cols, size_of(problem.x)) &&
+         !forced.has(Field::kTeams);
 }
 
 std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Device& device,
@@ -196,6 +210,12 @@ std::optional<backward::FewRows> few_rows_plan(const Problem& problem, const Dev
     teams = few_rows_teams(plan, problem, device);
   } else {
     return std::nullopt;
+  }
+  if (may_share_few_rows(plan, problem, forced)) {
+    plan.sharers = kFewRowsSharers;
+    const int threads = ladders::rung_of(ladders::kFewRowsThreads, problem.rows).block_threads;
+    const int row_threads = plan.team_threads * plan.sharers;
+    teams = std::max(1, threads / row_threads) * plan.sharers;
   }
   teams = forced.value_or(Field::kTeams, teams);
   lay_out_few_rows(plan, problem, teams);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "forward/ring.h"
 #include "plan/geometry.h"
 #include "plan/ladders.h"
 #include "plan/layout.h"
@@ -161,100 +162,6 @@ std::optional<forward::Block> block_plan(const Problem& problem, const Device& d
   return best;
 }
 
-// Slices of rows move by vectors and by Hopper's bulk copies. There are no kernels with a residual
-// or a modulation.
-bool may_slice(const Problem& problem, const Device& device) {
-  return device.capability >= 90 && problem.aligned && problem.x != DataType::kFloat64 &&
-         !problem.residual && !problem.modulated;
-}
-
-// The threads of as many whole warps as a slice takes with `vecs` vectors a thread.
-int64_t slice_threads(const Slices& slices, int width, int vecs) {
-  return round_up(ceil_div(ceil_div(slices.slice_cols, width), vecs), kWarpThreads);
-}
-
-// Lays out the launch of persistent blocks. Blocks that share a row meet in slots of eight bytes.
-void lay_out_slices(Launch& launch, const Slices& slices, const Problem& problem,
-                    const Device& device) {
-  const int blocks_per_row = slices.blocks_per_row;
-  launch.blocks = persistent_sets(problem, device, blocks_per_row, 1) * blocks_per_row;
-  launch.workspace_bytes = blocks_per_row > 1 ? problem.rows * blocks_per_row * 8 : 0;
-}
-
-// A ring of slices of x, and the slices of the parameters, in shared memory.
-std::optional<forward::Split> split_plan(const Problem& problem, const Device& device,
-                                         const Forced& forced) {
-  const bool allowed =
-      forced.allows(Strategy::kSplit, {Field::kStages, Field::kLag, Field::kBlocksPerRow});
-  if (!allowed || !may_slice(problem, device)) return std::nullopt;
-  const int width = width_of(problem);
-  const auto plan_of = [&](const Slices& slices) -> std::optional<forward::Split> {
-    const int64_t threads = slice_threads(slices, width, kForwardSplitVecs);
-    if (threads > kForwardSplitThreads) return std::nullopt;
-    const int64_t params = int64_t{2} * slices.slice_cols * size_of(problem.weight);
-    const int64_t row = int64_t{slices.slice_cols} * size_of(problem.x);
-    const int most = stages_in(room_of(device) - params, row);
-    // Slices have to be short enough for the preferred number of stages, unless the number of
-    // blocks a row is forced.
-    if (!forced.has(Field::kBlocksPerRow) && most < ladders::kForwardRingStages) {
-      return std::nullopt;
-    }
-    forward::Split plan;
-    plan.slices = slices;
-    plan.team_threads = static_cast<int>(threads);
-    plan.stages = forced.value_or(Field::kStages, most);
-    const bool shared = slices.blocks_per_row > 1;
-    plan.lag = shared ? lag_of(plan.stages, forced) : 0;
-    if (plan.stages > most || !is_valid_ring(plan.stages, plan.lag) ||
-        !forced.allows(Field::kLag, plan.lag)) {
-      return std::nullopt;
-    }
-    plan.threads = plan.team_threads + (shared ? kWarpThreads : 0);
-    plan.shared_bytes = static_cast<int>(plan.stages * row + params);
-    lay_out_slices(plan, slices, problem, device);
-    return plan;
-  };
-  return first_sliced(problem, device, width, {1, 1, slice_unit(problem, width)}, forced, plan_of);
-}
-
-// A block keeps its slice of x in registers. Shared memory has its slice of weight and as much of
-// that of bias as there is room for. There are kernels only for what is common with such rows: no
-// epilogue, and y of x's type.
-std::optional<forward::Resident> resident_plan(const Problem& problem, const Device& device,
-                                               const Forced& forced) {
-  const bool allowed = forced.allows(Strategy::kResident, {Field::kBlocksPerRow});
-  if (!allowed || !may_slice(problem, device) || problem.has_epilogue || problem.y != problem.x) {
-    return std::nullopt;
-  }
-  const int width = width_of(problem);
-  const auto plan_of = [&](const Slices& slices) -> std::optional<forward::Resident> {
-    const int64_t threads = slice_threads(slices, width, kForwardResidentVecs);
-    const int64_t size = size_of(problem.weight);
-    const int64_t room = room_of(device) - slices.slice_cols * size;
-    if (threads > kForwardResidentThreads || room < 0) return std::nullopt;
-    // If there is no room for all of bias: the same whole number of vectors of each thread.
-    const int64_t cols_of_threads = threads * width;
-    const int64_t bias_cols = room / (cols_of_threads * size) * cols_of_threads;
-    forward::Resident plan;
-    plan.slices = slices;
-    plan.bias_cols = static_cast<int>(std::min<int64_t>(slices.slice_cols, bias_cols));
-    plan.threads = static_cast<int>(threads);
-    plan.shared_bytes = static_cast<int>((slices.slice_cols + plan.bias_cols) * size);
-    lay_out_slices(plan, slices, problem, device);
-    return plan;
-  };
-  return first_sliced(problem, device, width, {1, 1, slice_unit(problem, width)}, forced, plan_of);
-}
-
-// Whether a row that can be kept in registers is better kept there than split over several rings.
-bool better_resident(const forward::Resident& plan, const Problem& problem) {
-  if (plan.slices.blocks_per_row > 1 || plan.bias_cols < plan.slices.slice_cols) return false;
-  for (const auto& row : ladders::kResidentCols) {
-    if (row.x_size == size_of(problem.x)) return problem.cols <= row.most_cols;
-  }
-  return false;
-}
-
 std::optional<forward::Stream> stream_plan(const Problem& problem, const Forced& forced) {
   if (!forced.allows(Strategy::kStream, {})) return std::nullopt;
   forward::Stream plan;
@@ -285,10 +192,7 @@ forward::Plan make_forward_plan(const Problem& problem, const Device& device) {
   if (const auto plan = spread_plan(problem, forced)) return *plan;
   if (const auto plan = warp_plan(problem, forced)) return *plan;
   if (const auto plan = block_plan(problem, device, forced)) return *plan;
-  const auto resident = resident_plan(problem, device, forced);
-  if (resident && better_resident(*resident, problem)) return *resident;
-  if (const auto plan = split_plan(problem, device, forced)) return *plan;
-  if (resident) return *resident;
+  if (const auto plan = ring_plan(problem, device, forced)) return *plan;
   if (const auto plan = stream_plan(problem, forced)) return *plan;
   refuse(forced, problem, false);
 }

@@ -301,18 +301,6 @@ static_assert(2 * 8 + 1 <= kWarpThreads && !contains(ForwardBlockVecs{}, 9) &&
               "a block has more threads than seams: two for each of at most eight vectors of each "
               "of its warps, and one");
 
-// ---- Forward, persistent blocks on slices of rows.
-
-// In a block that shares a split row, one warp collects the row's sums; the others work on the row.
-constexpr int kForwardSplitThreads = kMostBlockThreads - kWarpThreads;
-constexpr int kForwardSplitVecs = 4;
-// A resident slice lies in registers, 32 of a thread's 64.
-constexpr int kForwardResidentThreads = kMostBlockThreads;
-constexpr int kForwardResidentVecs = 8;
-static_assert(registers_of(kForwardResidentThreads, 1) == 64 &&
-                  kForwardResidentVecs * kVectorBytes / 4 == 32,
-              "a slice takes half of the registers");
-
 // ---- Forward, rows of any length, read twice in chunks.
 
 constexpr int kForwardStreamThreads = 512;
@@ -439,22 +427,23 @@ static_assert(registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThre
                       128,
               "half the registers of the persistent blocks do without running sums");
 // Whether a thread of such a block keeps xhat and g of a row in registers between the row's sums
-// and its dx: always with something fused; otherwise up to 16 columns of half precision and 8 of
-// other types. (Computed again, and kept beside nearer arguments and no divisions, with GELU: 64 x
-// 1024 bfloat16 3.24 us, 2.68; 8 x 4096 3.84, 2.95; 1024 x 1024 float32 10.85, 9.01.)
+// and its dx: always with something fused; otherwise up to 16 columns of vectors of half precision,
+// 8 of other vectors, and 4 of single elements. (Computed again, and kept beside nearer arguments
+// and no divisions, with GELU: 64 x 1024 bfloat16 3.24 us, 2.68; 8 x 4096 3.84, 2.95; 1024 x 1024
+// float32 10.85, 9.01.)
 constexpr bool few_rows_keep(int width, int vecs, int x_size, bool fused) {
-  return width * vecs <= (fused || x_size == 2 ? kKeptColsPerThread : 8);
+  const int cols = width * vecs;
+  if (fused) return cols <= kKeptColsPerThread;
+  return width == 1 ? cols <= 4 : cols <= (x_size == 2 ? kKeptColsPerThread : 8);
 }
 // With few rows a team owns a row as in the kernels for many rows: as a logical warp, or as whole
-// warps. A thread may have fewer single elements than its kernel is compiled for.
+// warps.
 template <int kWidth, int kXSize>
 using FewRowsVecs =
-    std::conditional_t<kWidth == 1, VecsList<8, kKeptColsPerThread>,
+    std::conditional_t<kWidth == 1, VecsList<4, 8, kKeptColsPerThread>,
                        std::conditional_t<kXSize == 4, VecsList<2, 4, 8>, VecsList<2, 4>>>;
 // There are kernels for all rows that teams for many rows keep in registers. For longer rows there
-// are kernels only where nothing is fused and all tensors are of one type. Single elements have one
-// kernel for whatever is fused. (It is there because two launches take longer than eager PyTorch's:
-// 64 x 1023 bfloat16 on an H100 8.7 us, PyTorch's 5.0.)
+// are kernels only where nothing is fused and all tensors are of one type.
 constexpr bool has_few_rows_kernel(DataType x, DataType weight, DataType y, bool fused,
                                    bool keeps) {
   return keeps || (!fused && is_one_type(x, weight, y));
@@ -465,6 +454,18 @@ static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<1, 8>{}, backward_block_vecs_from(1, 8, 1)) &&
                   contains(FewRowsVecs<2, 8>{}, backward_block_vecs_from(2, 8, 1)),
               "few rows have a kernel wherever a team of whole warps keeps the row");
+// A thread that moves single elements owns many of them, and works on one after the other. Where
+// rows are few, several threads share these elements, and exchange xhat and g of the row through
+// shared memory.
+constexpr int kFewRowsSharers = 4;
+constexpr bool has_shared_few_rows(DataType x, DataType weight, DataType y, int width, bool fused) {
+  return width == 1 && !fused && is_one_type(x, weight, y);
+}
+constexpr int few_rows_exchanged_bytes(int block_threads, int vecs) {
+  return block_threads / kFewRowsSharers * vecs * 2 * static_cast<int>(sizeof(float));
+}
+static_assert(first_from(FewRowsVecs<1, 4>{}, 1) % kFewRowsSharers == 0,
+              "the threads that share have as many elements each");
 // The number of lanes side by side on one row in blocks that compute only dweight and dbias. They
 // move 64 bytes of the row by vectors, or a sector of 32 bytes by single elements.
 constexpr int column_lanes(int width, int x_size) { return width == 1 ? 32 / x_size : 4; }
@@ -477,6 +478,8 @@ static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 409
                   few_rows_shared_bytes(kBackwardThreads, vector_width(4), 4) <= 4096 &&
                   few_rows_shared_bytes(kBackwardThreads, vector_width(8), 8) <= 4096,
               "shared memory never decides how many blocks of few rows run at once");
+static_assert(few_rows_exchanged_bytes(kBackwardThreads, kKeptColsPerThread) <= 16384,
+              "nor does it where teams share rows");
 
 // Rows with a modulation of their own: a block has about this many threads, or one larger team. The
 // lists are the numbers of vectors that kernels are compiled for.
@@ -571,10 +574,4 @@ constexpr int backward_declared_bytes(int acc_size) {
 static_assert(backward_declared_bytes(4) <= kReservedSharedMemory &&
                   backward_declared_bytes(8) <= kReservedSharedMemory,
               "backward's blocks declare no more than the plan leaves them");
-// Two scratch memories for each of two sums, the collected moments and a barrier for each stage.
-static_assert(2 * 2 * (kMostBlockThreads / kWarpThreads) * 4 + kMostCollected * 8 +
-                      kMostStages * 8 <=
-                  kReservedSharedMemory,
-              "forward's blocks declare no more than the plan leaves them");
-
 }  // namespace fused_layernorm

@@ -207,27 +207,6 @@ constexpr int64_t kSmallL2Bytes = 64 << 10;
 // are read again and again, 8 x 4096 x 1152 42.1, 44.6; 42.4, 45.1.)
 constexpr int64_t kLargeL2Bytes = 96 << 20;
 
-// ---- Forward, slices of rows.
-
-// Slices are so short that a ring holds five of them: the meeting of a row then has two rows' time
-// (kLags). In half precision such slices have 16,384 columns (with them and with longer slices,
-// bfloat16: 4096 x 65536 304, 334; 2048 x 262144 608, 664).
-constexpr int kForwardRingStages = 5;
-
-// The longest rows that are better kept in the registers of one block, with all of their parameters
-// in shared memory, than split over several rings.
-struct ResidentCols {
-  int x_size;
-  int64_t most_cols;
-};
-constexpr ResidentCols kResidentCols[] = {
-    // Resident and split, bfloat16: 8192 x 40000 356, 425; 4096 x 57344 269, 292;
-    // but 4096 x 65536 330, 304.
-    {2, 57344},
-    // Resident and split, float32: 8192 x 20000 343, 378; but 4096 x 25000 266, 240.
-    {4, 20480},
-};
-
 // ---- The meeting of a row's blocks, forward and backward.
 
 // Rows between publishing a row's sums and collecting them. A meeting takes about 2 us. A ring that
@@ -280,6 +259,14 @@ constexpr FewRowsRung kFewRowsThreads[] = {
 static_assert(is_ladder(kFewRowsThreads) &&
                   rung_of(kFewRowsThreads, kNoEnd).block_threads <= kBackwardThreads,
               "blocks of few rows have kernels");
+// Whether several teams share a row of single elements. Times where four teams share a row, and
+// where each has one: bfloat16 8 x 285 1.53, 1.81; 64 x 1023 2.34, 3.00; 128 x 1023 2.64, 3.18;
+// 1 x 1492 1.94, 2.28; float32 128 x 285 2.20, 2.73. Not shared: bfloat16 512 x 1023 5.14, 4.80;
+// 128 x 2047 3.65, 3.56; float32 64 x 1492 3.08, 2.80; 512 x 65 3.00, 2.87.
+constexpr bool shares_few_rows(int64_t rows, int64_t cols, int x_size) {
+  return rows <= 128 && rows * cols <= 1 << 17 && (x_size == 2 || cols <= 1024);
+}
+
 // The teams of whole warps in a block. Aligned rows have the most teams that kFewRowsThreads
 // allows, if a team has fewer threads than kFewRowsLeastThreads (four and two teams, bfloat16:
 // 1024 x 2048 7.9, 9.1; 2048 x 1536 12.1, 17.4; 2048 x 2048 12.4, 15.3; eight and four teams,
@@ -476,8 +463,7 @@ constexpr SliceRing kEpilogueSliceRings[] = {{4, 0, Collects::kBeside}, kLeastSl
 // 32 columns in place of 16 (with such a warp and without, by 8 blocks a row: 2048 x 65536 float32
 // 900, 735; 4096 x 65536 bfloat16 1040, 906).
 constexpr SliceRing kResidualSliceRings[] = {{kLeastSliceStages, 0, Collects::kAloneForFewVecs}};
-static_assert(kLeastSliceStages >= least_stages(false, rung_of(kLags, kLeastSliceStages).lag) &&
-                  kForwardRingStages >= least_stages(false, rung_of(kLags, kForwardRingStages).lag),
+static_assert(kLeastSliceStages >= least_stages(false, rung_of(kLags, kLeastSliceStages).lag),
               "every ring holds the rows of its lag");
 static_assert(kKeptRowStages >= least_stages(true, 0) &&
                   kTwiceReadRowStages >= least_stages(false, 0),

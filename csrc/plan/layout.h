@@ -25,7 +25,7 @@ constexpr int power_of_two_from(int64_t n) {
 
 // ---- What is forced.
 
-enum class Strategy { kWarp, kSpread, kBlock, kSplit, kResident, kStream, kFewRows, kGroup, kRows };
+enum class Strategy { kWarp, kSpread, kBlock, kSplit, kRing, kStream, kFewRows, kGroup, kRows };
 
 // The fields of plans that can be forced.
 enum class Field { kVecs, kTeams, kBulk, kStages, kLag, kBlocksPerRow };

@@ -20,7 +20,7 @@ namespace {
 // As JSON strings.
 constexpr const char* kMoves[] = {"\"vectors\"", "\"shifted\""};
 
-constexpr const char* kStrategies[] = {"warp",   "spread",   "block", "split", "resident",
+constexpr const char* kStrategies[] = {"warp",   "spread",   "block", "split", "ring",
                                        "stream", "few_rows", "group", "rows"};
 
 // The fields that can be forced beside the strategy, in the order of Field. No problem can have a
@@ -39,8 +39,7 @@ constexpr FieldRange kFieldRanges[kFields] = {
     {"lag", 1, kMostCollected - 1},
     {"blocks_per_row", 1, kMaxBlocksPerRow},
 };
-static_assert(most_backward_block_vecs(1) >= most_backward_block_vecs(vector_width(8)) &&
-                  most_backward_block_vecs(1) >= kForwardResidentVecs,
+static_assert(most_backward_block_vecs(1) >= most_backward_block_vecs(vector_width(8)),
               "every kernel's vectors can be forced");
 
 const char* name_of(Strategy strategy) { return kStrategies[static_cast<int>(strategy)]; }
@@ -207,17 +206,13 @@ std::string to_json(const forward::Block& plan) {
       .with(plan);
 }
 
-std::string to_json(const forward::Split& plan) {
-  return Json(Strategy::kSplit)
-      .add(plan.slices)
-      .add("team_threads", plan.team_threads)
-      .add("stages", plan.stages)
-      .add("lag", plan.lag)
+std::string to_json(const forward::Ring& plan) {
+  return Json(Strategy::kRing)
+      .add("blocks_per_row", plan.blocks_per_row)
+      .add("groups", plan.groups)
+      .add("slots", plan.slots)
+      .add("is_long", plan.is_long)
       .with(plan);
-}
-
-std::string to_json(const forward::Resident& plan) {
-  return Json(Strategy::kResident).add(plan.slices).add("bias_cols", plan.bias_cols).with(plan);
 }
 
 std::string to_json(const forward::Stream& plan) {
@@ -242,7 +237,11 @@ std::string to_json(const backward::Warp& plan) {
 }
 
 std::string to_json(const backward::FewRows& plan) {
-  return Json(Strategy::kFewRows).add(plan).add("column_blocks", plan.column_blocks).with(plan);
+  return Json(Strategy::kFewRows)
+      .add(plan)
+      .add("sharers", plan.sharers)
+      .add("column_blocks", plan.column_blocks)
+      .with(plan);
 }
 
 std::string to_json(const backward::Rows& plan) {

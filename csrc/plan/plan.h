@@ -84,18 +84,14 @@ struct Block : Launch {
   bool early = false;  // weight and bias are loaded with the row
 };
 
-// Persistent blocks, one row or a slice of it at a time, with a ring of slices in shared memory.
-struct Split : Launch {
-  Slices slices;
-  int team_threads = 0;  // on a slice; where blocks share a row, each has a collector beside them
-  int stages = 0;        // slices that the ring holds
-  int lag = 0;           // rows between publishing a row's sums and collecting them
-};
-
-// Persistent blocks, each with its slice of one row in registers.
-struct Resident : Launch {
-  Slices slices;
-  int bias_cols = 0;  // columns of the slice's bias that shared memory has room for
+// Persistent blocks with warps by role and a ring of slots in shared memory (forward/ring.h).
+struct Ring : Launch {
+  int blocks_per_row = 1;
+  int groups = 0;          // of vectors of a row that a block has
+  int last_of_block = 0;   // vectors of a block's last group
+  int last_of_worker = 0;  // vectors of a worker's part of it
+  int slots = 0;           // of the ring, each with a group
+  bool is_long = false;    // most of weight and bias lie in registers
 };
 
 // Rows of any length: the sums of chunks, their combination, then a second read of the row.
@@ -105,7 +101,7 @@ struct Stream : Launch {
   int64_t totals_offset = 0;  // in the workspace: mean and rstd of every row
 };
 
-using Plan = std::variant<Warp, Spread, Block, Split, Resident, Stream>;
+using Plan = std::variant<Warp, Spread, Block, Ring, Stream>;
 
 }  // namespace forward
 
@@ -154,6 +150,9 @@ struct OneRowATeam : Launch {
 // Few rows: blocks on rows compute dx, and blocks on columns beside them dweight and dbias, in one
 // launch and without partial sums.
 struct FewRows : OneRowATeam {
+  // Teams that share a row: each computes a part of the elements that each thread of one team would
+  // own.
+  int sharers = 1;
   int64_t column_blocks = 0;  // of the launch's blocks, those on columns
 };
 
@@ -232,14 +231,14 @@ const Launch& launch_of(const Plan& plan) {
 
 // Forces parts of every later plan, for tests and tuning; process-wide, until the next call.
 // `options` are words such as "strategy=split stages=3", each at most once:
-//   strategy        warp, thread, block, split, stream; forward: spread, resident; backward:
-//                   few_rows, group, rows
+//   strategy        warp, block, stream; forward: spread, ring; backward: few_rows,
+//                   split, group, rows
 //   vecs            vectors of a row that a thread owns
 //   teams           backward: rows that a block works on at once
 //   bulk            backward: 1 or 0, whether rows come to shared memory by bulk copies
-//   stages          rows or slices that a team keeps in flight in shared memory
-//   lag             rows between publishing a row's sums and collecting them
-//   blocks_per_row  of split and resident rows
+//   stages          backward: rows or slices that a team keeps in flight in shared memory
+//   lag             backward: rows between publishing a row's sums and collecting them
+//   blocks_per_row  of rows by ring and split
 // What is not forced is planned as always. If no strategy is forced, the plan has the first
 // strategy of the ladder that can have all that is forced. Unless few_rows is forced, backward
 // takes it only for as few rows as it is made for; warp and block force the persistent kernels for

@@ -1,0 +1,577 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward of rows that several blocks share, or that one block cannot keep in its registers:
+// persistent blocks with warps by role (forward/ring.h). The measurers and the collector of a block
+// work ahead of its workers, as far as the ring holds rows, so the workers do not wait for the
+// meeting of the blocks.
+#include <cooperative_groups.h>
+
+#include <utility>
+
+#include "device/bulk.cuh"
+#include "device/meeting.cuh"
+#include "device/slices.cuh"
+#include "forward/ring.h"
+#include "launch.cuh"
+#include "norm/norm.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// Warps that need few registers give some to those that need many; four warps at a time call. Only
+// code for Hopper alone (sm_90a, see setup.py) can; elsewhere the workers spill some.
+__device__ __forceinline__ void take_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kLongRingWorkerRegisters));
+#endif
+}
+__device__ __forceinline__ void give_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kLongRingOtherRegisters));
+#endif
+}
+
+// Which of a row's vectors a block and its workers have. The groups of the blocks lie side by side,
+// and the last, shorter ones too.
+struct RingColumns {
+  int blocks, block, groups;
+  int rest, last_of_block, last_of_worker;
+
+  __device__ __forceinline__ RingColumns(const forward::Ring& plan, int own_block, int vectors)
+      : blocks(plan.blocks_per_row),
+        block(own_block),
+        groups(plan.groups),
+        rest(vectors - (groups - 1) * blocks * kRingGroupVectors),
+        last_of_block(plan.last_of_block),
+        last_of_worker(plan.last_of_worker) {}
+  __device__ __forceinline__ int last_vectors_of(int its_block) const {
+    return min(max(rest - its_block * last_of_block, 0), last_of_block);
+  }
+  __device__ __forceinline__ int last_vectors_of(int its_block, int worker) const {
+    return min(max(last_vectors_of(its_block) - worker * last_of_worker, 0), last_of_worker);
+  }
+  __device__ __forceinline__ int vectors_of(int its_block) const {
+    return (groups - 1) * kRingGroupVectors + last_vectors_of(its_block);
+  }
+  // Where a worker's piece of a group begins.
+  __device__ __forceinline__ int first(int group, int worker) const {
+    if (group == groups - 1) {
+      return group * blocks * kRingGroupVectors + block * last_of_block + worker * last_of_worker;
+    }
+    return (group * blocks + block) * kRingGroupVectors + worker * kRingPieceVectors;
+  }
+};
+
+// What the warps of a block tell each other. All barriers change their phase once a row or, `full`,
+// once a round of the ring.
+struct RingState {
+  alignas(8) uint64_t full[kRingWorkers / 2][kMostRingSlots];  // a unit of x has come
+  uint64_t measured[kRingRowsKept];   // all measurers have left their moments
+  uint64_t published[kRingRowsKept];  // the block has published its moments
+  uint64_t collected[kRingRowsKept];  // the row's statistics are there
+  float counts[kRingMeasurers];       // columns that each measurer has of a row
+  Moments<double> parts[kRingRowsKept][kRingMeasurers];
+  Pair<float> moments[kRingRowsKept];  // of the block, if it has the whole row
+  float2 statistics[kRingRowsKept];    // mean and rstd
+};
+static_assert(sizeof(RingState) <= kReservedSharedMemory, "the plan leaves room for it");
+
+// The one meeting of all blocks of the launch: behind it, all slots of the workspace are empty. It
+// takes place while x comes. All threads of a block arrive, and wait each in its role.
+struct Meeting {
+  const bool takes_place;
+  cooperative_groups::grid_group::arrival_token token{};
+
+  __device__ __forceinline__ explicit Meeting(bool wanted) : takes_place(wanted) {
+    if (takes_place) token = cooperative_groups::this_grid().barrier_arrive();
+  }
+  __device__ __forceinline__ void wait() const {
+    auto own = token;
+    if (takes_place) cooperative_groups::this_grid().barrier_wait(std::move(own));
+  }
+};
+
+// Moments in float64, so that those of parts combine without loss; about the pivot, so that one sum
+// over the warp does (Chan, Golub and LeVeque, 1979, for many parts at once). `each(f)` calls
+// f(columns, moments) for each of a lane's parts.
+template <typename Each>
+__device__ __forceinline__ Moments<double> combine_at_once(const Each& each, double pivot,
+                                                           double inverse_cols) {
+  Pair<double> sums;
+  each([&](double cols, const Pair<float>& part) {
+    const double delta = part.first - pivot;
+    sums.first += cols * delta;
+    sums.second += part.second + cols * delta * delta;
+  });
+  sums = warp_sum(sums);
+  const double delta = sums.first * inverse_cols;
+  return {pivot + delta, sums.second - sums.first * delta};
+}
+
+// The slots of a row, read until all are written.
+struct RingSlots {
+  Pair<float> values[kSlotsPerLane];
+
+  __device__ __forceinline__ RingSlots(const uint64_t* slots, int count, int lane) {
+    uint64_t bits[kSlotsPerLane];
+#pragma unroll
+    for (int k = 0; k < kSlotsPerLane; ++k) bits[k] = lane + k * kWarpSize < count ? kEmptySlot : 0;
+    bool missing;
+    do {
+#pragma unroll
+      for (int k = 0; k < kSlotsPerLane; ++k) {
+        if (bits[k] != kEmptySlot) continue;
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];"
+                     : "=l"(bits[k])
+                     : "l"(slots + lane + k * kWarpSize)
+                     : "memory");
+      }
+      missing = false;
+#pragma unroll
+      for (int k = 0; k < kSlotsPerLane; ++k) missing |= bits[k] == kEmptySlot;
+    } while (__any_sync(kFullWarp, missing));
+#pragma unroll
+    for (int k = 0; k < kSlotsPerLane; ++k) {
+      values[k] = {__uint_as_float(static_cast<uint32_t>(bits[k])),
+                   __uint_as_float(static_cast<uint32_t>(bits[k] >> 32))};
+    }
+  }
+};
+
+// The vectors that a lane has of a unit, the pieces of two workers in the last group.
+struct UnitShare {
+  int lane, first_piece, second_piece;  // vectors of the pieces
+
+  __device__ __forceinline__ bool has(int k) const {
+    return (k % kRingLaneVecs) * kWarpSize + lane <
+           (k < kRingLaneVecs ? first_piece : second_piece);
+  }
+  __device__ __forceinline__ bool has_column(int k, int) const { return has(k); }
+  template <typename Acc, int kWidth>
+  __device__ __forceinline__ Acc count(int k) const {
+    return has(k) ? Acc(kWidth) : Acc(0);
+  }
+  template <int kWidth>
+  __device__ __forceinline__ int columns() const {
+    int count = 0;
+#pragma unroll
+    for (int k = 0; k < 2 * kRingLaneVecs; ++k) count += has(k) ? kWidth : 0;
+    return count;
+  }
+};
+
+// A place in the ring.
+struct RingPlace : RingPosition {
+  __device__ __forceinline__ void skip(int groups, int slots) {
+    stage += groups;
+    if (stage >= slots) {
+      stage -= slots;
+      parity ^= 1;
+    }
+  }
+};
+
+// The moments of all that a lane has measured so far of a row (Chan, Golub and LeVeque, 1979).
+struct LaneMoments {
+  float count = 0;
+  Moments<float> sum = {0, 0};
+
+  __device__ __forceinline__ void add(float more, const Moments<float>& part) {
+    const float share = __fdividef(more, fmaxf(count + more, 1.0f));
+    const float delta = part.mean - sum.mean;
+    sum.mean = fmaf(delta, share, sum.mean);
+    sum.m2 += fmaf(count * share * delta, delta, part.m2);
+    count += more;
+  }
+};
+
+template <typename N, bool kLong>
+struct RingBlock {
+  using X = typename N::X;
+  using W = typename N::W;
+  using Y = typename N::Y;
+  static constexpr int kWidth = kVectorWidth<typename N::Types>;
+  static constexpr int kUnitVecs = 2 * kRingLaneVecs;
+  static constexpr int kUnits = kRingWorkers / 2;  // of a group
+  static constexpr int kPieceCols = kRingPieceVectors * kWidth;
+  static constexpr int kSlotCols = kRingGroupVectors * kWidth;
+
+  const forward::Ring& plan;
+  const ForwardParams& p;
+  const SliceWork work;
+  const RingColumns columns;
+  RingState& state;
+  X* ring;
+  const int warp, lane;
+
+  // ---- Measurers
+
+  __device__ __forceinline__ float pivot_of(const Vec<X, kWidth>& x) const {
+    return N::Statistic::template pivot<X>(Pair<float>{to_acc(x.at[0]), to_acc(x.at[1])});
+  }
+
+  // Adds the moments of a lane's vectors of one unit.
+  template <typename UnitShare>
+  __device__ __forceinline__ void measure(LaneMoments& moments, float& pivot, bool first,
+                                          const X* x, const UnitShare& share,
+                                          const Reciprocal<float>& inverse, float count) const {
+    Vec<X, kWidth> values[kUnitVecs];
+#pragma unroll
+    for (int k = 0; k < kUnitVecs; ++k) {
+      values[k] = {};
+      if (share.has(k)) {
+        values[k] = load<Use::kPlain, kWidth>(x + (k * kWarpSize + lane) * kWidth);
+      }
+    }
+    if (first) pivot = pivot_of(values[0]);
+    moments.add(count, N::Statistic::template measure<1>(
+                           p.is_rms, values, share, pivot, [&] { return inverse; },
+                           [](float v, int) { return v; }, [] {}));
+  }
+
+  // What a lane has of the last group's unit of this pair of workers.
+  __device__ __forceinline__ UnitShare last_unit(int pair) const {
+    return {lane, columns.last_vectors_of(work.slice, 2 * pair),
+            columns.last_vectors_of(work.slice, 2 * pair + 1)};
+  }
+
+  __device__ __forceinline__ void run_measurer(int measurer, const Meeting& meeting) {
+    const int units = kUnits * columns.groups, whole = units - kUnits;
+    constexpr int kWholeCols = kUnitVecs * kWidth;
+    float cols = 0;
+    for (int unit = measurer; unit < units; unit += kRingMeasurers) {
+      cols += unit < whole ? kWholeCols : last_unit(unit - whole).template columns<kWidth>();
+    }
+    cols = warp_sum(cols);
+    const double inverse_cols = 1.0 / fmaxf(cols, 1.0f);
+    const double inverse_block_cols = 1.0 / max(columns.vectors_of(work.slice) * kWidth, 1);
+    if (lane == 0) state.counts[measurer] = cols;
+    RingPlace row_begin;
+#pragma unroll 1
+    for (int i = 0; i < work.rows; ++i) {
+      LaneMoments moments;
+      float pivot = 0;
+#pragma unroll 1
+      for (int unit = measurer; unit < units; unit += kRingMeasurers) {
+        const int group = unit / kUnits, pair = unit % kUnits;
+        RingPlace at = row_begin;
+        at.skip(group, plan.slots);
+        barrier_wait(&state.full[pair][at.stage], at.parity);
+        const X* x = ring + at.stage * kSlotCols + 2 * pair * kPieceCols;
+        const bool first = unit == measurer;
+        if (unit < whole) {
+          measure(moments, pivot, first, x, Share<kUnitVecs, 0>{},
+                  Reciprocal<float>(1.0f / kWholeCols, 0), kWholeCols);
+        } else {
+          const UnitShare share = last_unit(pair);
+          const int count = share.template columns<kWidth>();
+          measure(moments, pivot, first, x, share, Reciprocal<float>(max(count, 1)), count);
+        }
+      }
+      row_begin.skip(columns.groups, plan.slots);
+      const auto of_warp = combine_at_once(
+          [&](const auto& use) {
+            use(moments.count, Pair<float>{moments.sum.mean, moments.sum.m2});
+          },
+          __shfl_sync(kFullWarp, moments.sum.mean, 0), inverse_cols);
+      const int kept = i % kRingRowsKept;
+      if (lane == 0) {
+        state.parts[kept][measurer] = of_warp;
+        barrier_arrive(&state.measured[kept]);
+      }
+      __syncwarp();
+      if (i == 0) meeting.wait();
+      if (measurer == 0) publish_block(i, inverse_block_cols);
+    }
+  }
+
+  __device__ __forceinline__ void publish_block(int i, double inverse_cols) {
+    const int kept = i % kRingRowsKept;
+    barrier_wait(&state.measured[kept], i / kRingRowsKept & 1);
+    const auto& parts = state.parts[kept];
+    double sum = 0, m2 = parts[0].m2;
+#pragma unroll
+    for (int k = 1; k < kRingMeasurers; ++k) {
+      const double delta = parts[k].mean - parts[0].mean, part = state.counts[k] * delta;
+      sum += part;
+      m2 += parts[k].m2 + part * delta;
+    }
+    const double delta = sum * inverse_cols;
+    const Pair<float> moments = {float(parts[0].mean + delta), float(m2 - sum * delta)};
+    if (lane == 0) {
+      if (columns.blocks > 1) {
+        publish(static_cast<uint64_t*>(p.workspace) + work.row(i) * columns.blocks + work.slice,
+                moments);
+      } else {
+        state.moments[kept] = moments;
+      }
+      barrier_arrive(&state.published[kept]);
+    }
+    __syncwarp();
+  }
+
+  // ---- The collector
+
+  __device__ __forceinline__ void run_collector(const Meeting& meeting) {
+    meeting.wait();
+    double cols[kSlotsPerLane];
+#pragma unroll
+    for (int k = 0; k < kSlotsPerLane; ++k) {
+      const int block = lane + k * kWarpSize;
+      cols[k] = block < columns.blocks ? columns.vectors_of(block) * kWidth : 0;
+    }
+#pragma unroll 1
+    for (int i = 0; i < work.rows; ++i) {
+      const int kept = i % kRingRowsKept;
+      const int64_t row = work.row(i);
+      barrier_wait(&state.published[kept], i / kRingRowsKept & 1);
+      Moments<double> moments;
+      if (columns.blocks > 1) {
+        const RingSlots slots(static_cast<const uint64_t*>(p.workspace) + row * columns.blocks,
+                              columns.blocks, lane);
+        moments = combine_at_once(
+            [&](const auto& use) {
+#pragma unroll
+              for (int k = 0; k < kSlotsPerLane; ++k) use(cols[k], slots.values[k]);
+            },
+            __shfl_sync(kFullWarp, slots.values[0].first, 0), p.inverse_cols.exact);
+      } else {
+        moments = {state.moments[kept].first, state.moments[kept].second};
+      }
+      const float mean = moments.mean;
+      const float rstd = N::Statistic::rstd(moments.m2, p.inverse_cols.exact, p.eps.exact);
+      if (lane == 0) {
+        state.statistics[kept] = {mean, rstd};
+        barrier_arrive(&state.collected[kept]);
+        if (work.slice == 0) store_statistics(p, row, mean, rstd);
+      }
+      __syncwarp();
+    }
+  }
+
+  // ---- Workers
+
+  __device__ __forceinline__ int piece_vectors(int group) const {
+    return group < columns.groups - 1 ? kRingPieceVectors
+                                      : columns.last_vectors_of(work.slice, warp);
+  }
+  // The group that is brought next, to the ring by the first lane, to L2 by the second.
+  struct Feed {
+    const X* row = nullptr;
+    int i = 0, group = 0;
+  };
+  __device__ __forceinline__ void enter_row(Feed& feed) const {
+    feed.row = static_cast<const X*>(p.input) + p.input_rows(work.row(feed.i));
+  }
+  __device__ __forceinline__ void feed_next(Feed& feed, bool to_l2, int slot) const {
+    if (feed.i >= work.rows) return;
+    const uint32_t bytes = piece_vectors(feed.group) * kVectorBytes;
+    const X* x = element(feed.row, columns.first(feed.group, warp) * kWidth);
+    if (to_l2) {
+      if (bytes > 0) bulk_prefetch_to_stay(x, bytes);
+    } else {
+      uint64_t* full = &state.full[warp / 2][slot];
+      barrier_expect(full, bytes);
+      if (bytes > 0) bulk_load(ring + slot * kSlotCols + warp * kPieceCols, x, bytes, full, false);
+    }
+    if (++feed.group == columns.groups) {
+      feed.group = 0;
+      ++feed.i;
+      enter_row(feed);
+    }
+  }
+  // Fills the ring.
+  __device__ __forceinline__ Feed start() const {
+    Feed feed;
+    enter_row(feed);
+    if (lane < 2) {
+#pragma unroll 1
+      for (int n = 0; n < plan.slots + lane * kRingAhead; ++n) {
+        if (lane == 1 && n < plan.slots) {
+          // The first lane brings this group.
+          if (++feed.group == columns.groups) {
+            feed.group = 0;
+            ++feed.i;
+            enter_row(feed);
+          }
+        } else {
+          feed_next(feed, lane == 1, n);
+        }
+      }
+    }
+    __syncwarp();
+    return feed;
+  }
+
+  // A lane's weights and biases: the first in registers, the others in shared memory, where each
+  // lane reads what it has written itself.
+  static constexpr LongRing kKept = long_ring(sizeof(W) > sizeof(X));
+  static constexpr int kWeights = kLong ? kKept.weights : 0;
+  static constexpr int kBiases = kLong ? kKept.biases : 0;
+
+  // body(group) for all groups. If some parameters lie in registers, each group has code of its
+  // own.
+  template <typename Body>
+  __device__ __forceinline__ void each_group(const Body& body) const {
+    if constexpr (kLong) {
+      each_group(body, std::make_integer_sequence<int, kKept.groups>{});
+    } else {
+#pragma unroll 1
+      for (int group = 0; group < columns.groups; ++group) body(group);
+    }
+  }
+  template <typename Body, int... kGroups>
+  __device__ __forceinline__ void each_group(const Body& body,
+                                             std::integer_sequence<int, kGroups...>) const {
+    (void)((kGroups < columns.groups && (body(kGroups), true)) && ...);
+  }
+
+  __device__ __forceinline__ void run_worker(W* shared, Feed feed, const Meeting& meeting) const {
+    using WVec = Vec<W, kWidth>;
+    constexpr int kStep = kRingWorkers * kWarpSize * kWidth;
+    const int vecs = kRingLaneVecs * columns.groups;
+    WVec weights[kLong ? kWeights : 1], biases[kLong ? kBiases : 1];
+    const int last_lanes = max(columns.last_of_worker - (kRingLaneVecs - 1) * kWarpSize, 0);
+    // Where vector `number` of a lane lies in shared memory, behind the `first` in registers.
+    const auto place = [&](int number, int first) {
+      const int lanes = number == vecs - 1 ? last_lanes : kWarpSize;
+      return (number - first) * kStep + (warp * lanes + lane) * kWidth;
+    };
+    W* const shared_biases =
+        shared +
+        (vecs > kWeights ? (vecs - 1 - kWeights) * kStep + kRingWorkers * last_lanes * kWidth : 0);
+    const ColumnParameters<W> given(p.weight, p.bias, 0);
+    each_group([&](int group) {
+#pragma unroll
+      for (int k = 0; k < kRingLaneVecs; ++k) {
+        if (k * kWarpSize + lane >= piece_vectors(group)) continue;
+        const int col = (columns.first(group, warp) + k * kWarpSize + lane) * kWidth;
+        const int number = kRingLaneVecs * group + k;
+        const WVec weight = given.weight.template load<kWidth>(col);
+        const WVec bias = given.bias.template load<kWidth>(col);
+        if (number < kWeights) weights[min(number, kWeights - 1)] = weight;
+        if (number >= kWeights) store(shared + place(number, kWeights), weight);
+        if (number < kBiases) biases[min(number, kBiases - 1)] = bias;
+        if (number >= kBiases) store(shared_biases + place(number, kBiases), bias);
+      }
+    });
+    meeting.wait();
+    RingPosition read;
+#pragma unroll 1
+    for (int i = 0; i < work.rows; ++i) {
+      const int kept = i % kRingRowsKept;
+      barrier_wait(&state.collected[kept], i / kRingRowsKept & 1);
+      const float2 statistics = state.statistics[kept];
+      Y* const y = static_cast<Y*>(p.y) + work.row(i) * p.cols;
+      // Hidden, so that the compiler does not compute all groups' addresses in advance.
+      int col = (columns.first(0, warp) + lane) * kWidth;
+      asm volatile("" : "+r"(col));
+      each_group([&](int group) {
+        barrier_wait(&state.full[warp / 2][read.stage], read.parity);
+        const X* x = ring + read.stage * kSlotCols + warp * kPieceCols + lane * kWidth;
+        Vec<X, kWidth> values[kRingLaneVecs];
+#pragma unroll
+        for (int k = 0; k < kRingLaneVecs; ++k) {
+          values[k] = load<Use::kPlain, kWidth>(x + k * kWarpSize * kWidth);
+        }
+        // Once all lanes have read the slot, it is refilled.
+        __syncwarp();
+        if (lane < 2) feed_next(feed, lane == 1, read.stage);
+        __syncwarp();
+        read.advance(plan.slots);
+        const bool is_last = group == columns.groups - 1;
+        if (is_last) col = (columns.first(group, warp) + lane) * kWidth;
+#pragma unroll
+        for (int k = 0; k < kRingLaneVecs; ++k) {
+          const int number = kRingLaneVecs * group + k;
+          if (k * kWarpSize + lane >= piece_vectors(group)) continue;
+          WVec weight, bias;
+          if (number < kWeights) weight = weights[min(number, kWeights - 1)];
+          if (number >= kWeights) {
+            weight = load<Use::kPlain, kWidth>(shared + place(number, kWeights));
+          }
+          if (number < kBiases) bias = biases[min(number, kBiases - 1)];
+          if (number >= kBiases) {
+            bias = load<Use::kPlain, kWidth>(shared_biases + place(number, kBiases));
+          }
+          // In half precision, the compiler must not keep unpacked parameters from row to row.
+          hold(weight);
+          hold(bias);
+          const auto result = N::template finish<typename N::Epilogue, typename N::Affine>(
+              p, values[k], statistics.x, statistics.y, weight, bias);
+          store_once(element(y, col + k * kWarpSize * kWidth), result);
+        }
+        col += columns.blocks * kSlotCols;
+      });
+    }
+  }
+};
+
+template <typename N, bool kLong>
+__global__ void __launch_bounds__(kRingThreads, 1)
+    layer_norm_forward_ring_kernel(const __grid_constant__ forward::Ring plan,
+                                   const __grid_constant__ ForwardParams p) {
+  if constexpr (!kHasBulk) return;  // Never launched on chips without bulk copies.
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ RingState state;
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);
+  const SliceWork work({plan.blocks_per_row, 0}, p.rows, p.cols);
+  RingBlock<N, kLong> block = {
+      plan,  p,
+      work,  RingColumns(plan, work.slice, p.cols / kVectorWidth<typename N::Types>),
+      state, reinterpret_cast<typename N::X*>(shared),
+      warp,  static_cast<int>(threadIdx.x % kWarpSize)};
+  if (threadIdx.x == 0) {
+    for (auto& barriers : state.full) {
+      for (int slot = 0; slot < plan.slots; ++slot) barrier_init(barriers + slot, 2);
+    }
+    for (int i = 0; i < kRingRowsKept; ++i) {
+      barrier_init(state.measured + i, kRingMeasurers);
+      barrier_init(state.published + i, 1);
+      barrier_init(state.collected + i, 1);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  typename RingBlock<N, kLong>::Feed feed;
+  if (warp < kRingWorkers) feed = block.start();
+  const bool shares = plan.blocks_per_row > 1;
+  if (shares) {
+    auto* slots = static_cast<uint64_t*>(p.workspace) + work.slice;
+    for (int i = threadIdx.x; i < work.rows; i += kRingThreads) {
+      slots[work.row(i) * plan.blocks_per_row] = kEmptySlot;
+    }
+  }
+  const Meeting meeting(shares);
+  if (warp < kRingWorkers) {
+    if constexpr (kLong) take_registers();
+    auto* parameters = reinterpret_cast<typename N::W*>(shared + plan.slots * kRingSlotBytes);
+    block.run_worker(parameters, feed, meeting);
+  } else {
+    if constexpr (kLong) give_registers();
+    if (warp < kRingWorkers + kRingMeasurers) {
+      block.run_measurer(warp - kRingWorkers, meeting);
+    } else {
+      block.run_collector(meeting);
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
+                                      const forward::Ring& plan, cudaStream_t stream) {
+  return dispatch_types_but_float64(types, [&](auto t) {
+    using T = decltype(t);
+    return dispatch_forward_plain<T>(params, [&](auto norm) {
+      using N = decltype(norm);
+      constexpr bool kMayBeLong =
+          has_long_ring(kTypeOf<typename T::X>, kTypeOf<typename T::Y>, !kIsBare<N>);
+      return dispatch_bool<kMayBeLong>(plan.is_long, [&](auto is_long) {
+        return launch<Start::kCooperative>(layer_norm_forward_ring_kernel<N, is_long()>, plan,
+                                           stream, plan, params);
+      });
+    });
+  });
+}
+
+}  // namespace fused_layernorm

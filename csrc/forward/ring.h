@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward of rows that no single block keeps in its registers: limits and plan of forward/ring.cu.
+//
+// A block has warps by role. Eight workers bring x to a ring of slots in shared memory by bulk
+// copies, and normalize it; three measurers take the moments of what has come; one collector waits
+// for the other blocks of the row. A slot has a group of vectors, 64 for each worker. The groups of
+// the blocks that share a row lie side by side, so that all of them read and write one part of
+// memory at a time.
+//
+// There are two kinds of kernels. In one the block's columns of weight and bias lie in shared
+// memory beside the ring: for all types, with an epilogue or without. In the other most of them lie
+// in the workers' registers, which on Hopper get those that other warps do without (PTX ISA,
+// "setmaxnreg"): for the longest rows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "plan/geometry.h"
+#include "plan/layout.h"
+#include "plan/plan.h"
+
+namespace fused_layernorm {
+
+constexpr int kRingWorkers = 8, kRingMeasurers = 3, kRingCollectors = 1;
+constexpr int kRingThreads = (kRingWorkers + kRingMeasurers + kRingCollectors) * kWarpThreads;
+// A worker's lane has two vectors of a group.
+constexpr int kRingLaneVecs = 2;
+constexpr int kRingPieceVectors = kRingLaneVecs * kWarpThreads;
+constexpr int kRingGroupVectors = kRingWorkers * kRingPieceVectors;
+constexpr int kRingPieceBytes = kRingPieceVectors * kVectorBytes;
+constexpr int kRingSlotBytes = kRingGroupVectors * kVectorBytes;
+constexpr int kMostRingSlots = 28;
+// What the warps tell each other about a row is kept for so many rows.
+constexpr int kRingRowsKept = 8;
+// The slots that an L2 prefetch is ahead of the ring.
+constexpr int kRingAhead = 4;
+
+// The long kernels: of a lane's vectors the first `weights` and the first `biases` have theirs in
+// registers, the others in shared memory. `wide`: a vector's parameters take twice the registers.
+struct LongRing {
+  int groups, weights, biases;
+};
+constexpr LongRing long_ring(bool wide) { return wide ? LongRing{8, 16, 9} : LongRing{16, 31, 18}; }
+constexpr int kLongRingWorkerRegisters = 224, kLongRingOtherRegisters = 56;
+static_assert(kRingWorkers * kLongRingWorkerRegisters +
+                      (kRingMeasurers + kRingCollectors) * kLongRingOtherRegisters <=
+                  kRingThreads / kWarpThreads * registers_of(kRingThreads, 1),
+              "the registers that a launch begins with suffice");
+// There are long kernels for nothing fused, and y of x's type. They pay on Hopper alone, where
+// registers can be moved: elsewhere most of what they keep would be spilled.
+constexpr bool has_long_ring(DataType x, DataType y, bool epilogue) {
+  return x == y && x != DataType::kFloat64 && !epilogue;
+}
+
+// The vectors of a lane whose parameter lies in shared memory. The last of all has room only for
+// the lanes of each worker that have one.
+constexpr int64_t shared_ring_vectors(int vecs, int in_registers, int last_of_worker) {
+  if (vecs <= in_registers) return 0;
+  const int last_lanes = std::max(last_of_worker - (kRingLaneVecs - 1) * kWarpThreads, 0);
+  return kRingWorkers * ((vecs - 1 - in_registers) * int64_t{kWarpThreads} + last_lanes);
+}
+
+// The plan with `blocks_per_row` blocks a row, if the ring then has `least` slots for every eight
+// groups of a row, or more.
+inline std::optional<forward::Ring> ring_of(const Problem& problem, const Device& device,
+                                            int blocks_per_row, bool is_long, int least) {
+  const int width = vector_width(size_of(problem.x));
+  const int64_t vectors = problem.cols / width;
+  const int64_t groups = ceil_div(vectors, int64_t{blocks_per_row} * kRingGroupVectors);
+  const LongRing kept =
+      is_long ? long_ring(size_of(problem.weight) > size_of(problem.x)) : LongRing{0, 0, 0};
+  if (groups > (is_long ? kept.groups : kMostRingSlots)) return std::nullopt;
+  forward::Ring plan;
+  plan.blocks_per_row = blocks_per_row;
+  plan.groups = static_cast<int>(groups);
+  const int64_t rest = vectors - (groups - 1) * blocks_per_row * kRingGroupVectors;
+  plan.last_of_block = static_cast<int>(ceil_div(rest, blocks_per_row));
+  plan.last_of_worker = static_cast<int>(ceil_div(plan.last_of_block, kRingWorkers));
+  plan.is_long = is_long;
+  const int vecs = kRingLaneVecs * plan.groups;
+  const int64_t parameters = (shared_ring_vectors(vecs, kept.weights, plan.last_of_worker) +
+                              shared_ring_vectors(vecs, kept.biases, plan.last_of_worker)) *
+                             width * size_of(problem.weight);
+  // In a ring of more rows than are kept, one row would take the place of another.
+  const int64_t slots = std::min<int64_t>({(room_of(device) - parameters) / kRingSlotBytes,
+                                           kRingRowsKept * groups - 1, kMostRingSlots});
+  if (slots <= groups || slots * 8 < groups * least) return std::nullopt;
+  plan.slots = static_cast<int>(slots);
+  plan.threads = kRingThreads;
+  plan.shared_bytes = static_cast<int>(slots * kRingSlotBytes + parameters);
+  plan.blocks = persistent_sets(problem, device, blocks_per_row, 1) * blocks_per_row;
+  plan.workspace_bytes = blocks_per_row > 1 ? problem.rows * blocks_per_row * 8 : 0;
+  return plan;
+}
+
+// How many slots a ring should have for every eight groups of a row: of a block alone; of blocks
+// that share rows, and so wait for each other; and at the least.
+constexpr int kAloneRing = 12, kSharedRing = 21, kLeastRing = 9;
+
+inline std::optional<forward::Ring> ring_plan(const Problem& problem, const Device& device,
+                                              const Forced& forced) {
+  const bool allowed = forced.allows(Strategy::kRing, {Field::kBlocksPerRow}) &&
+                       device.capability >= 90 && problem.aligned &&
+                       problem.x != DataType::kFloat64 && !problem.residual && !problem.modulated;
+  if (!allowed) return std::nullopt;
+  const int most = std::min(device.sms, kMaxBlocksPerRow);
+  const auto number = forced.of(Field::kBlocksPerRow);
+  if (number && *number > most) return std::nullopt;
+  const auto good = [&](int n) {
+    return ring_of(problem, device, n, false, n == 1 ? kAloneRing : kSharedRing);
+  };
+  for (int n = 1; n <= most && !number; ++n) {
+    if (auto plan = good(widen(n, device))) return plan;
+  }
+  const int blocks = number.value_or(most);
+  if (auto plan = good(blocks)) return plan;
+  if (device.capability == 90 && has_long_ring(problem.x, problem.y, problem.has_epilogue)) {
+    if (auto plan = ring_of(problem, device, blocks, true, kLeastRing)) return plan;
+  }
+  return ring_of(problem, device, blocks, false, kLeastRing);
+}
+
+}  // namespace fused_layernorm
