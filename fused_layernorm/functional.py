@@ -174,7 +174,8 @@ def layer_norm(
             ``torch.nn.functional.layer_norm`` gives (float32 on CUDA).
         dim: the one dimension to normalize over, instead of the last ones, such as 1 for the
             channels of ``(N, C, H, W)``; weight and bias then have its size. Contiguous and
-            channels_last inputs are both read where they lie.
+            channels_last inputs are both read where they lie; contiguous ones of fewer than 100
+            pixels and more than 128 channels, or of some thousand channels, are copied first.
 
     Returns:
         A contiguous tensor of input's shape; with dim in the order of ``torch.empty_like(input)``.
@@ -585,14 +586,15 @@ def _serve_dim(
     kind: Kind,
 ) -> Tensor:
     """A norm over one dimension: the norm of a view in which it is the last one."""
-    from_end = arguments.check_dim(input, weight, bias, dim, normalized_shape)
-    x = input.movedim(from_end, -1)
+    dim = arguments.check_dim(input, weight, bias, dim, normalized_shape)
+    last = input.dim() - 1  # ONNX has no dimensions counted from the end
+    x = input.movedim(dim, last)
     if _is_compiling():  # Dynamo does not trace the exception handling below
         a = arguments.settle(
             x, weight, bias, eps, x.shape[-1:], activation, scale, out_dtype, *kind
         )
         y = _call(LAYER_NORM, a._replace(options=a.options._replace(keeps_order=True)))
-        return y.movedim(-1, from_end)
+        return y.movedim(last, dim)
     options = (activation, scale, out_dtype, *kind)
     try:
         if _dispatch_modes() and torch.onnx.is_in_onnx_export():
@@ -601,7 +603,7 @@ def _serve_dim(
             y = _layer_norm(x, 1, weight, bias, eps, *options, True)
     except Exception as error:
         raise arguments.explain(error, x, weight, bias, eps, x.shape[-1:], *options) from None
-    return y.movedim(-1, from_end)
+    return y.movedim(last, dim)
 
 
 def _tensors(

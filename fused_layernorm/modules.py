@@ -410,9 +410,8 @@ def _check_channels(module: Any, input: Tensor) -> None:
 class FusedLayerNorm2d(FusedLayerNorm):
     """LayerNorm over the channels of ``(N, C, H, W)``: :func:`layer_norm` with ``dim=1``.
 
-    The state is that of timm's LayerNorm2d. Contiguous and channels_last inputs are both read where
-    they lie, and the result has input's memory format. Inputs of any two or more dimensions are
-    served.
+    The state is that of timm's LayerNorm2d. The result has input's memory format. Inputs of any two
+    or more dimensions are served.
 
     Args:
         num_channels: the size of dimension 1.

@@ -118,7 +118,7 @@ def normalized_ndim(
 
 
 def check_dim(input: Any, weight: Any, bias: Any, dim: Any, normalized_shape: Any) -> int:
-    """The dimension `dim` of input, counted from the end; raises if a call cannot have it."""
+    """The dimension `dim` of input, counted from the front; raises if a call cannot have it."""
     check_tensor("input", input)
     if normalized_shape is not None:
         raise ValueError("expected dim or normalized_shape, got both of them")
@@ -138,7 +138,7 @@ def check_dim(input: Any, weight: Any, bias: Any, dim: Any, normalized_shape: An
                 f"expected {name} of shape {[input.shape[dim]]}, the size of dimension {dim} of "
                 f"input, got shape {list(parameter.shape)}"
             )
-    return dim - dims if dim >= 0 else dim
+    return dim % dims
 
 
 def check_options(activation: Any, scale: Any, out_dtype: Any) -> None:
