@@ -49,10 +49,13 @@ def test_forward_without_gradients(plans, shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_with_gradients(shape, dtype):
-    """Forward keeps y, and 8 bytes a row for mean and rstd."""
+    """Forward keeps y, and 8 bytes a row for mean and rstd, in one block of memory in which rstd
+    begins at a multiple of 256 bytes.
+    """
     x, weight, bias = tensors(shape, dtype, requires_grad=True)
     _, kept = peak(lambda: layer_norm(x, weight, bias))
-    assert kept == x.nbytes + 8 * shape[0]
+    mean = 4 * shape[0]
+    assert kept in (x.nbytes + 2 * mean, x.nbytes + -(-mean // 256) * 256 + mean)
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])
