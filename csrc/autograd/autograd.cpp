@@ -65,7 +65,7 @@ void plain_rms_norm(const OperatorHandle& /*op*/, DispatchKeySet /*keys*/, Stack
   static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("layer_norm"));
   static const IValue rms("rms");
   stack->insert(stack->end() - 1, IValue());  // bias, in front of eps
-  torch::jit::push(stack, IValue(), 1.0, IValue(), rms, 0.0, false);
+  torch::jit::push(stack, IValue(), 1.0, IValue(), rms, 0.0, false, false);
   op.callBoxed(stack);
 }
 

@@ -154,7 +154,7 @@ inline Stack arguments_of(const Tensor& x, size_t ndim, const OptionalTensor& we
   Stack stack;
   stack.reserve(NormForward<false, false>::kArguments);
   torch::jit::push(stack, x, static_cast<int64_t>(ndim), value(weight), value(bias), eps, IValue(),
-                   1.0, IValue(), statistic_of(options), 0.0, false);
+                   1.0, IValue(), statistic_of(options), 0.0, false, false);
   return stack;
 }
 
