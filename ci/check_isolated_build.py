@@ -2,13 +2,15 @@
 """Build with only a C++ compiler: `pip install .` brings nvcc, headers and torch itself.
 
 The sdist is built in isolation, as usual, with the CUDA toolkits of this machine hidden. The
-kernels are compiled for one architecture and without optimization: this checks that they compile,
-not how they run. The package is installed and must report that its nvcc came from Python packages.
+kernels are compiled for one architecture and assembled without optimization: this checks that they
+compile, not how they run. (Without cicc's optimization too, ptxas of CUDA 13.0 crashes on setmaxnreg
+in the ring's kernels.) The package is installed and must report that its nvcc came from Python packages.
 
 python ci/check_isolated_build.py
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,8 +21,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 QUICKLY = {
     "TORCH_CUDA_ARCH_LIST": "9.0",
     "FUSED_LAYERNORM_COMPRESS": "speed",
-    "NVCC_APPEND_FLAGS": "-Xcicc -O0 -Xptxas -O0",  # nvcc reads this variable
+    "NVCC_APPEND_FLAGS": "-Xptxas -O0",  # nvcc reads this variable
 }
+WRONG = re.compile(r"error|fatal|Segmentation fault|^FAILED", re.IGNORECASE)
 TOOLKIT_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 
 
@@ -44,6 +47,8 @@ def run(*arguments: str, cwd: str | Path, env: dict[str, str]) -> str:
         check=False,
     )
     if result.returncode:
+        wrong = [line for line in result.stdout.splitlines() if WRONG.search(line)]
+        print("\n".join(["what went wrong:", *wrong[:40], "the end:"]))
         sys.exit(f"{result.stdout[-6000:]}\nfailed: {' '.join(arguments)}")
     return result.stdout
 

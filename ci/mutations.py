@@ -86,7 +86,8 @@ MUTATIONS = [
              "    if not effects.in_one_region(site.nodes):", "    if False:",
              ("tests/test_graph_pass.py", "tests/test_compile_backend.py")),
     Mutation("override-count", "python", "fused_layernorm/override.py",
-             "    if not _in_force[key]:", "    if _in_force[key]:", ("tests/test_override.py",)),
+             "    if not _in_force[key]:\n        _switch(key, True)",
+             "    if _in_force[key]:\n        _switch(key, True)", ("tests/test_override.py",)),
     # ---- Autograd in C++.
     Mutation("gelu-second", "autograd", "csrc/autograd/formulas.h",
              "density * (2 - z * z)", "density * (1 - z * z)", AUTOGRAD, OPERATORS),

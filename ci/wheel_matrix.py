@@ -30,8 +30,10 @@ BINARY = tuple(
         "autograd",
         "autograd_library",
         "compile",
+        "direct_calls",
         "errors",
         "main",
+        "opcheck",
         "override",
     )
 )

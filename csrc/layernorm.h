@@ -38,10 +38,6 @@ struct RowMap {
         static_cast<uint32_t>(((int64_t{1} << (32 + shift)) + inner_rows - 1) / inner_rows);
   }
 #ifdef __CUDACC__
-  // Whether rows of `cols` elements follow each other without gaps.
-  __device__ __forceinline__ bool is_dense(int cols) const {
-    return stride == cols && (jump == 0 || multiplier == 0);
-  }
   __device__ __forceinline__ int64_t operator()(int64_t row) const {
     const uint32_t low = static_cast<uint32_t>(row);
     const uint32_t outer = __umulhi(low, multiplier) >> shift;

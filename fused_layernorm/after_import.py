@@ -5,14 +5,26 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-def after_import(name: str, then: Callable[[], None]) -> None:
-    """Calls a function after the module of this name has been imported, or now if it has been."""
+def after_import(name: str, register: Callable[[], None], failure: str) -> None:
+    """Calls a function after the module of this name has been imported, or now if it has been.
+
+    What it registers with may have other names in another release: an error becomes a warning that
+    begins with `failure`.
+    """
+
+    def then() -> None:
+        try:
+            register()
+        except Exception as error:
+            warnings.warn(f"{failure}: {error!r}", stacklevel=2)
+
     if name in sys.modules:
         then()
     else:

@@ -16,7 +16,6 @@ of PyTorch, so the rules are registered when other code has imported it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -193,14 +192,9 @@ def register_sharding_rules() -> None:
     register_sharding([load.add_ada_layer_norm_backward])(gated_backward_rules)
 
 
-def _register() -> None:
-    try:
-        register_sharding_rules()
-    except Exception as error:  # register_sharding is experimental and may move
-        warnings.warn(
-            f"fused_layernorm has no DTensor rules under torch {torch.__version__}: {error!r}",
-            stacklevel=2,
-        )
-
-
-after_import("torch.distributed.tensor", _register)
+# register_sharding is experimental and may move.
+after_import(
+    "torch.distributed.tensor",
+    register_sharding_rules,
+    f"fused_layernorm has no DTensor rules under torch {torch.__version__}",
+)

@@ -43,24 +43,12 @@ def norm_rope(
     As :func:`qk_norm_rope` for one tensor.
     """
     arguments.check_tensor("input", input)
-    found = _serve(
-        input,
-        None,
-        weight,
-        None,
-        bias,
-        None,
-        cos,
-        sin,
-        eps,
-        statistic,
-        weight_offset,
-        round_before_weight,
-        rotary_dim,
-        interleaved,
-        seq_dim,
-    )
-    return found[0]
+    a = HeadArguments(
+        input, None, weight, None, bias, None, cos, sin, _rotary_dim(input, cos, sin, rotary_dim),
+        _seq_dim(seq_dim), _eps(eps, statistic, input), statistic, weight_offset,
+        bool(round_before_weight), bool(interleaved),
+    )  # fmt: skip
+    return _serve(a)[0]
 
 
 def qk_norm_rope(
@@ -131,66 +119,18 @@ def qk_norm_rope(
     """
     arguments.check_tensor("q", q)
     arguments.check_tensor("k", k)
-    return _serve(
-        q,
-        k,
-        q_weight,
-        k_weight,
-        q_bias,
-        k_bias,
-        cos,
-        sin,
-        eps,
-        statistic,
-        weight_offset,
-        round_before_weight,
-        rotary_dim,
-        interleaved,
-        seq_dim,
-    )
-
-
-def _serve(
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    q_bias: Tensor | None,
-    k_bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float | None,
-    statistic: str | None,
-    weight_offset: float,
-    round_before_weight: bool,
-    rotary_dim: int | None,
-    interleaved: bool,
-    seq_dim: int,
-) -> tuple[Tensor, Tensor]:
-    """The results; without k, an empty tensor is the second."""
-    if statistic is None:
-        eps = 0.0
-    elif eps is None and statistic == "layer":
-        eps = _LAYER_EPS
     a = HeadArguments(
-        q,
-        k,
-        q_weight,
-        k_weight,
-        q_bias,
-        k_bias,
-        cos,
-        sin,
-        _rotary_dim(q, cos, sin, rotary_dim),
-        _seq_dim(seq_dim),
-        rms_eps(eps, q),
-        statistic,
-        weight_offset,
-        bool(round_before_weight),
-        bool(interleaved),
-    )
+        q, k, q_weight, k_weight, q_bias, k_bias, cos, sin, _rotary_dim(q, cos, sin, rotary_dim),
+        _seq_dim(seq_dim), _eps(eps, statistic, q), statistic, weight_offset,
+        bool(round_before_weight), bool(interleaved),
+    )  # fmt: skip
+    return _serve(a)
+
+
+def _serve(a: HeadArguments) -> tuple[Tensor, Tensor]:
+    """The results; without k, an empty tensor is the second."""
     _check_types(a)
-    if q.dim() == 4 and (a.needs_grad_of_angles or not a.takes_kernel):
+    if a.q.dim() == 4 and (a.needs_grad_of_angles or not a.takes_kernel):
         check(a)
         return by_formula(a)
     if _is_compiling():
@@ -209,6 +149,12 @@ def _serve(
         check(a)
         raise arguments.out_of_memory(error) from None
     return found
+
+
+def _eps(eps: float | None, statistic: str | None, q: Tensor) -> float:
+    if statistic is None:
+        return 0.0
+    return _LAYER_EPS if eps is None and statistic == "layer" else rms_eps(eps, q)
 
 
 def _rotary_dim(q: Tensor, cos: Tensor | None, sin: Tensor | None, rotary_dim: Any) -> int:

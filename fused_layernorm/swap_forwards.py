@@ -37,6 +37,17 @@ def parameter(module: Any, name: str) -> Any:
         return getattr(module, name)
 
 
+def must_be_called(module: Any) -> bool:
+    """Whether a call of the module runs a hook, or a forward of its own, as offloading leaves."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
 def matched(
     x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:

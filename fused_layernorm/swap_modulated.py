@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .functional import ada_layer_norm, layer_norm, may_serve
 from .modules import FusedLayerNorm
-from .swap_forwards import HALF, diffusers_float32, matched
+from .swap_forwards import HALF, diffusers_float32, matched, must_be_called
 
 Forward = Callable[..., Any]
 
@@ -57,13 +57,7 @@ def _need_not_be_called(norm: Any) -> bool:
             return False
     elif not _is_diffusers_float32(norm):
         return False
-    return may_serve(norm.weight, norm.bias) and not (
-        norm._forward_hooks
-        or norm._forward_pre_hooks
-        or norm._backward_hooks
-        or norm._backward_pre_hooks
-        or "forward" in norm.__dict__
-    )
+    return may_serve(norm.weight, norm.bias) and not must_be_called(norm)
 
 
 def _is_diffusers_float32(norm: Any) -> bool:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from . import functional, swap_rms, swap_source
 from .heads import qk_norm_rope
+from .swap_forwards import must_be_called
 
 FUNCTION = "apply_rotary_pos_emb"
 KIND = "rotation"  # of the swapped classes, beside layer, rms and registered
@@ -138,7 +139,7 @@ def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
     if known is None or getattr(type(k_norm), "_fused_forward", None) is not forward:
         return None
     for module in (q_norm, k_norm):
-        if _has_hooks(module) or "forward" in module.__dict__:
+        if must_be_called(module):
             return None
     name, kind, dtypes = known
     weights = (q_norm.weight, k_norm.weight)
@@ -151,15 +152,6 @@ def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
         if dtypes.get((q.dtype, weight.dtype)) is not q.dtype:
             return None
     return _Norm(*weights, eps, kind)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 def rotate(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -158,15 +157,7 @@ def _register_by_type(module: str, name: str) -> None:
 
 
 def _tell(module: str, register: Callable[[], None]) -> None:
-    """Calls the function after the import; warns where the release has other names than known."""
-
-    def register_or_warn() -> None:
-        try:
-            register()
-        except Exception as error:
-            warnings.warn(f"{module} is not told of fused_layernorm: {error!r}", stacklevel=2)
-
-    after_import(module, register_or_warn)
+    after_import(module, register, f"{module} is not told of fused_layernorm")
 
 
 _tell("torch.onnx", _register_symbolics)

@@ -264,8 +264,6 @@ def test_order_of_summation_does_not_depend_on_the_number_of_rows(device):
     for _, cols, problem in every_problem(rows=[]):
         plans = [plan(rows, cols, device=device, **problem) for rows in ROWS]
         for p in plans:
-            if p["strategy"] == "thread":  # A thread plays the lanes of a logical warp.
-                p["strategy"] = "warp"
             if p["strategy"] == "spread":  # Its warps share the vectors of a lane.
                 p |= {"strategy": "warp", "vecs": p["thread_vecs"] * p["warps"]}
         many = plans[-1]

@@ -20,6 +20,7 @@ import pytest
 import tiny_transformers
 import torch
 import torch.nn.functional as F
+from tiny_transformers import WrittenHere
 from torch import nn
 
 from fused_layernorm import (
@@ -380,22 +381,6 @@ class OwnName(nn.RMSNorm):
 class OwnForward(nn.RMSNorm):
     def forward(self, x):
         return 2 * super().forward(x)
-
-
-class WrittenHere(nn.Module):
-    """Llama's norm in a module that no table names."""
-
-    def __init__(self, size, eps=1e-6):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(size))
-        self.variance_epsilon = eps
-
-    def forward(self, hidden_states):
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
 
 
 class Inherits(WrittenHere):

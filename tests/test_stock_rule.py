@@ -10,6 +10,7 @@ from typing import Any, cast
 import libraries
 import pytest
 import torch
+from tiny_transformers import WrittenHere
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,22 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 D = 16
-
-
-class LlamaNorm(nn.Module):
-    """A class that is known by its source, and by no name."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.variance_epsilon = 1e-6
-
-    def forward(self, hidden_states):
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
 
 
 class Accepted(nn.LayerNorm):
@@ -61,7 +46,7 @@ def registered_forward(self, x, *, shift=0.0):
 NORMS = {
     "layer": nn.LayerNorm,
     "rms": nn.RMSNorm,
-    "llama": LlamaNorm,
+    "llama": WrittenHere,
     "accepted": Accepted,
     "registered": Registered,
 }

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models of transformers with random weights: (a model that returns a loss, its inputs)."""
+"""Tiny models of transformers with random weights, (a model that returns a loss, its inputs), and a
+norm that is written as transformers writes it.
+"""
 
 import libraries
 import torch
+from torch import nn
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "intermediate_size": 64}  # fmt: skip
@@ -44,3 +47,19 @@ def decoder(name, config=None, **options):
         if "norm" in parameter_name:
             torch.nn.init.normal_(parameter, 0.0 if "Gemma" in name else 1.0, 0.2)
     return model, tokens()
+
+
+class WrittenHere(nn.Module):
+    """Llama's norm in a module that no table names."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)

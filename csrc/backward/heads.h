@@ -38,7 +38,7 @@ inline std::optional<Heads> make_heads_plan(HeadsParams& params, const Device& d
   const int64_t most = int64_t{kHeadBlocks} * device.sms;
   plan.blocks = 0;
   for (HeadSide& side : params.side) {
-    const int64_t wanted = (side.tasks + kHeadWarps - 1) / kHeadWarps;
+    const int64_t wanted = ceil_div(side.tasks, kHeadWarps);
     const int64_t part = std::max<int64_t>(1, (most * side.tasks + all / 2) / all);
     side.blocks = static_cast<int32_t>(std::min(wanted, part));
     plan.blocks += side.blocks;

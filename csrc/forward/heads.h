@@ -13,6 +13,7 @@
 #include <optional>
 
 #include "layernorm.h"
+#include "plan/layout.h"
 
 namespace fused_layernorm {
 
@@ -95,12 +96,6 @@ constexpr int head_slots(int width) { return width == 1 ? 1 : 2; }
 
 }  // namespace forward
 
-constexpr int power_of_two_from(int n) {
-  int power = 1;
-  while (power < n) power *= 2;
-  return power;
-}
-
 // Which widths there are kernels for: whole vectors, or single elements.
 inline int head_width(const HeadsParams& params) {
   const int width = vector_width(size_of(params.type));
@@ -122,9 +117,8 @@ inline bool lay_out_heads(HeadsParams& params, int width, int slots) {
     const int heads = power_of_two_from(side.heads);
     side.at_once = heads < rows ? heads : rows;
     const int of_task = side.at_once * slots;
-    side.chunks = (side.heads - 1) / of_task + 1;
-    const int64_t at_once = rows / side.at_once;  // positions
-    const int64_t tasks = ((params.positions - 1) / at_once + 1) * side.chunks;
+    side.chunks = static_cast<int32_t>(ceil_div(side.heads, of_task));
+    const int64_t tasks = ceil_div(params.positions, rows / side.at_once) * side.chunks;
     if (tasks >= int64_t{1} << 31) return false;
     side.tasks = static_cast<int32_t>(tasks);
   }
@@ -141,7 +135,7 @@ inline std::optional<Heads> make_heads_plan(HeadsParams& params) {
   plan.threads = kHeadThreads;
   plan.blocks = 0;
   for (HeadSide& side : params.side) {
-    side.blocks = (side.tasks + kHeadWarps - 1) / kHeadWarps;
+    side.blocks = static_cast<int32_t>(ceil_div(side.tasks, kHeadWarps));
     plan.blocks += side.blocks;
   }
   return plan;

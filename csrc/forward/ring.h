@@ -29,7 +29,6 @@ constexpr int kRingThreads = (kRingWorkers + kRingMeasurers + kRingCollectors) *
 constexpr int kRingLaneVecs = 2;
 constexpr int kRingPieceVectors = kRingLaneVecs * kWarpThreads;
 constexpr int kRingGroupVectors = kRingWorkers * kRingPieceVectors;
-constexpr int kRingPieceBytes = kRingPieceVectors * kVectorBytes;
 constexpr int kRingSlotBytes = kRingGroupVectors * kVectorBytes;
 constexpr int kMostRingSlots = 28;
 // What the warps tell each other about a row is kept for so many rows.
