@@ -287,13 +287,16 @@ def _fused_layer_norm(
     scale: Any = 1.0,
     out_dtype: Any = None,
     statistic: Any = "layer",
-    *kind: Any,
+    weight_offset: Any = 0.0,
+    round_before_weight: Any = False,
+    keeps_order: Any = False,
 ) -> Call | None:
     """This package's operator or its twin, which a swapped module calls."""
-    if activation is not None or scale != 1.0:
+    if activation is not None or scale != 1.0 or keeps_order:
         return None
     name = "rms_norm" if statistic == "rms" else "layer_norm"
-    return _norm(name, normalized_ndim, input, weight, bias, eps, *kind)
+    operands = (input, weight, bias, eps, weight_offset, round_before_weight)
+    return _norm(name, normalized_ndim, *operands)
 
 
 # ---- Readers that take the node itself -----------------------------------------------------------
