@@ -228,7 +228,8 @@ def make_extension() -> tuple[Extension, str]:
         # alone, which therefore stays a needed library although no symbol of it is used directly.
         link_args += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
         link_args += ["-Wl,--version-script=csrc/bindings/exports.map", "-s"]
-    sources = sorted(glob("csrc/bindings/*.cpp") + glob("csrc/plan/*.cpp"))
+    folders = ("backward", "base", "bindings", "forward")
+    sources = sorted(path for folder in folders for path in glob(f"csrc/{folder}/*.cpp"))
 
     cpu_only = os.environ.get("FUSED_LAYERNORM_CPU_ONLY") == "1"
     nvcc = None if cpu_only else find_nvcc()

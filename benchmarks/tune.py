@@ -7,14 +7,15 @@
     python -m benchmarks.tune "2048x2048 bf16 backward | strategy=* vecs=* teams=*"
 
 Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the options to force one after the
-other (parts of a plan, in the words of `force_plan` in csrc/plan/plan.h). The plan's own choice is
-always timed first. A * stands for every value that its part can have beside the other parts, and
-for none where a strategy lacks the part; the fastest plans are then named at the end. Each plan is
-timed once: options without a plan, and those that give a plan already listed, are named and not
-timed. --file reads such lines from a file (# starts a comment). --list prints the options of each
-case and times nothing, also without a GPU. Each result is compared with PyTorch's own, so that a
-fast but wrong plan is noticed. That comparison slows some kernels down (benchmarks/compare.py says
-which), so plans that load in different ways are better timed with --no-check.
+other (parts of a plan, in the words of `force_plan` in csrc/bindings/force_plan.h). The plan's own
+choice is always timed first. A * stands for every value that its part can have beside the other
+parts, and for none where a strategy lacks the part; the fastest plans are then named at the end.
+Each plan is timed once: options without a plan, and those that give a plan already listed, are
+named and not timed. --file reads such lines from a file (# starts a comment). --list prints the
+options of each case and times nothing, also without a GPU. Each result is compared with PyTorch's
+own, so that a fast but wrong plan is noticed. That comparison slows some kernels down
+(benchmarks/compare.py says which), so plans that load in different ways are better timed with --no-
+check.
 
 A small call's time depends on where its data is. By itself each plan is timed as in the benchmark,
 with up to 256 inputs; --ways adds the time with so few inputs that they stay in L2 from call to

@@ -3,8 +3,9 @@
 
 The sdist is built in isolation, as usual, with the CUDA toolkits of this machine hidden. The
 kernels are compiled for one architecture and assembled without optimization: this checks that they
-compile, not how they run. (Without cicc's optimization too, ptxas of CUDA 13.0 crashes on setmaxnreg
-in the ring's kernels.) The package is installed and must report that its nvcc came from Python packages.
+compile, not how they run. (Without cicc's optimization too, ptxas of CUDA 13.0 crashes on the
+setmaxnreg of the ring's kernels.) The package is installed and must report that its nvcc came from
+Python packages.
 
 python ci/check_isolated_build.py
 """

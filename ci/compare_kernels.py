@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a change did to the machine code: the kernels of two builds, compared one by one.
 
-    python ci/compare_kernels.py OLD.so NEW.so
+    python ci/compare_kernels.py [--require-identical] OLD.so NEW.so
 
 Each kernel of OLD is looked for in NEW by its machine code, so a kernel that was only renamed or
 moved is found. "identical" means the same instructions to the bit; "identical but for parameters"
@@ -12,7 +12,8 @@ registers, stack, instructions that access local memory (spills), shared memory 
 Nothing runs, and no GPU is needed.
 
 The exit status is 1 if a changed kernel keeps more in local memory than the one it is compared
-with. The script needs cuobjdump, from CUDA or from the Python package nvidia-cuda-cuobjdump.
+with; with --require-identical, for a change that only moves code, if any kernel is not identical,
+gone or new. The script needs cuobjdump, from CUDA or from the Python package nvidia-cuda-cuobjdump.
 """
 
 from __future__ import annotations
@@ -272,6 +273,7 @@ def main() -> int:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     parser.add_argument("--lines", type=int, default=40, help="changed kernels shown; 0 for all")
+    parser.add_argument("--require-identical", action="store_true")
     arguments = parser.parse_args()
     old, new = read_binary(arguments.old), read_binary(arguments.new)
     print(families(old, new))
@@ -312,6 +314,8 @@ def main() -> int:
     worse = [k for k, other in both if other.stack > k.stack or other.spills > k.spills]
     if worse:
         print(f"{len(worse)} changed kernels keep more in local memory than before")
+    if arguments.require_identical:
+        return 0 if old and identical == len(old) == len(new) else 1
     return 1 if worse else 0
 
 

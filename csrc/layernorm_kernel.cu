@@ -6,10 +6,13 @@
 // Where rows are short, a block works on several at once, one for each of its teams. Rows come
 // through a ring in shared memory by bulk copies. Without a ring (on chips that have no bulk
 // copies, in float64, and for few rows) they come straight from global memory.
+#include "backward/block.h"
 #include "backward/persistent.cuh"
+#include "backward/split.h"
+#include "base/launch.cuh"
 #include "device/dependency.cuh"
+#include "forward/block.h"
 #include "forward/row.cuh"
-#include "launch.cuh"
 
 namespace fused_layernorm {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward over the channels of planes: channels.h has the plan.
-#include "launch.cuh"
+#include "base/launch.cuh"
 
 #include "backward/channels.h"
 #include "device/dependency.cuh"

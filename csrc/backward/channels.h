@@ -5,17 +5,18 @@
 #pragma once
 
 #include <optional>
-#include <string>
 
-#include "plan/planes.h"
-#ifdef FUSED_LAYERNORM_CUDA
-#include "layernorm.h"
-#endif
+#include "base/cuda_types.h"
+#include "base/params.h"
+#include "base/partial_sums.h"
+#include "base/planes.h"
+#include "base/planning.h"
 
 namespace fused_layernorm {
 namespace backward {
 
 struct Channels : Launch {
+  static constexpr const char* kName = "channels";
   Planes x;
   Planes dy;                      // where dy has planes as x has
   bool dy_channels_last = false;  // else dy has the channels of a pixel side by side
@@ -28,6 +29,12 @@ struct Channels : Launch {
   int params_offset = 0;
   int sums_offset = 0;
   PartialSums partials;
+
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add(tiles).add("dy_channels_last", dy_channels_last);
+    json.add("dx_channels_last", dx_channels_last).add(partials);
+  }
 };
 
 }  // namespace backward
@@ -43,7 +50,8 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
                                                             bool dx_channels_last,
                                                             const Device& device) {
   const Forced forced = forced_now();
-  if (forced.strategy || problem.residual || problem.modulated || favors_copies(problem.cols, x)) {
+  if (!forced.strategy.empty() || problem.residual || problem.modulated ||
+      favors_copies(problem.cols, x)) {
     return std::nullopt;
   }
   const int size = size_of(problem.x), dy_size = size_of(problem.y);
@@ -85,11 +93,7 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
   return plan;
 }
 
-std::string describe(const backward::Channels& plan);
-
-#ifdef FUSED_LAYERNORM_CUDA
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Channels& plan, cudaStream_t stream);
-#endif
 
 }  // namespace fused_layernorm

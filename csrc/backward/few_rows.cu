@@ -2,8 +2,9 @@
 // Backward of few rows, in one launch: blocks on columns compute dweight and dbias, and beside them
 // blocks on rows compute dx. So x and dy are read twice, the second time from L2, but no partial
 // sums are left to a second launch.
+#include "backward/few_rows.h"
 #include "backward/row_team.cuh"
-#include "launch.cuh"
+#include "base/launch.cuh"
 #include "norm/param_grad.cuh"
 
 namespace fused_layernorm {

@@ -3,7 +3,8 @@
 // dinput = gate * dsum, and dgate, the sum of dsum * input over the rows of a group. A warp has
 // some columns of one row after the other; at the end of a group, the warps of a block add up their
 // running sums.
-#include "launch.cuh"
+#include "backward/gate.h"
+#include "base/launch.cuh"
 #include "norm/param_grad.cuh"
 
 namespace fused_layernorm {

@@ -3,9 +3,10 @@
 // range of rows that follow each other. A block works through the groups in its range one after the
 // other, and keeps a group's running dscale and dshift in registers, and dgate where x was a gated
 // sum. (Groups of one row need no sums over rows; rows.cu computes their gradients.)
+#include "backward/group.h"
 #include "backward/persistent.cuh"
+#include "base/launch.cuh"
 #include "device/dependency.cuh"
-#include "launch.cuh"
 
 namespace fused_layernorm {
 namespace {

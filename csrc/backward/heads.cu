@@ -2,8 +2,8 @@
 // Backward of heads; backward/heads.h says how it is laid out.
 #include "backward/heads.h"
 
+#include "base/launch.cuh"
 #include "device/dependency.cuh"
-#include "launch.cuh"
 #include "norm/rotation.cuh"
 
 namespace fused_layernorm {

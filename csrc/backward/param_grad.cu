@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of parameters from the partial sums that blocks have left, added up in a fixed
 // order: dweight and dbias of all rows; dscale, dshift and dgate of groups of rows.
+#include "base/launch.cuh"
+#include "base/partial_sums.h"
 #include "device/dependency.cuh"
 #include "device/reduce.cuh"
-#include "launch.cuh"
 #include "norm/param_grad.cuh"
 
 namespace fused_layernorm {
@@ -120,8 +121,8 @@ __device__ __forceinline__ void no_factor(Acc (&factors)[kWidth], int64_t) {
   for (int j = 0; j < kWidth; ++j) factors[j] = 1;
 }
 
-// The first part of a group and the number of its parts. GroupParts in plan/plan.h says where parts
-// lie.
+// The first part of a group and the number of its parts. GroupParts in base/partial_sums.h says
+// where parts lie.
 struct PartsOfGroup {
   int64_t first, count;
 

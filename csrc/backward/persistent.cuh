@@ -6,6 +6,7 @@
 #pragma once
 
 #include "backward/running_param_grads.cuh"
+#include "backward/teams.h"
 #include "device/bulk.cuh"
 #include "device/slices.cuh"
 #include "norm/row_gradient.cuh"

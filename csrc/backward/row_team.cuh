@@ -3,6 +3,7 @@
 // whole warps.
 #pragma once
 
+#include "backward/teams.h"
 #include "device/reduce.cuh"
 
 namespace fused_layernorm {

@@ -3,7 +3,8 @@
 // gradient is a sum over rows, so a team reads its row, stores all of the row's gradients and ends;
 // many small blocks keep memory busy.
 #include "backward/row_team.cuh"
-#include "launch.cuh"
+#include "backward/rows.h"
+#include "base/launch.cuh"
 #include "norm/param_grad.cuh"
 
 namespace fused_layernorm {

@@ -6,9 +6,10 @@
 // block has no threads left for a collector, or is faster with all of its threads on rows, its
 // first warp collects the sums beside its own work.
 #include "backward/persistent.cuh"
+#include "backward/split.h"
+#include "base/launch.cuh"
 #include "device/dependency.cuh"
 #include "device/meeting.cuh"
-#include "launch.cuh"
 
 namespace fused_layernorm {
 namespace {

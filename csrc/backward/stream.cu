@@ -3,7 +3,8 @@
 // row together with dweight and dbias, or dscale and dshift of groups of rows. A second one adds up
 // the sums of each row, and the last one reads x and dy again and computes dx.
 #include "backward/running_param_grads.cuh"
-#include "launch.cuh"
+#include "backward/stream.h"
+#include "base/launch.cuh"
 
 namespace fused_layernorm {
 namespace {

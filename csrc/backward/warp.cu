@@ -5,7 +5,8 @@
 // the other. Where a lane has many rows, it adds its running sums to second sums in shared memory
 // after each chain of `chain_rows` rows.
 #include "backward/running_param_grads.cuh"
-#include "launch.cuh"
+#include "backward/warp.h"
+#include "base/launch.cuh"
 
 namespace fused_layernorm {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <optional>
 
-#include "plan/geometry.h"
+#include "base/types.h"
 
 namespace fused_layernorm {
 

@@ -10,9 +10,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "backward/plan.h"
+#include "base/json.h"
 #include "bindings/data_types.h"
+#include "bindings/force_plan.h"
 #include "bindings/namespace.h"
-#include "plan/plan.h"
+#include "forward/plan.h"
 
 namespace fused_layernorm {
 namespace {
@@ -93,7 +96,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
       "weight_dtype=None, ScalarType? y_dtype=None, bool? aligned=None, bool residual=False, bool "
       "has_epilogue=False, bool needs_dparams=True, int group_rows=0, bool gated=False, int "
       "capability=90, int sms=132, int shared_memory=232448) -> str");
-  // None ends all forcing. plan.h lists the options.
+  // None ends all forcing. force_plan.h lists the options.
   m.def("_force(str? options) -> ()");
 }
 

@@ -7,8 +7,8 @@
 
 #include <cstdint>
 
+#include "base/problem.h"
 #include "device/reduce.cuh"
-#include "plan/geometry.h"
 
 namespace fused_layernorm {
 

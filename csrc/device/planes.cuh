@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
+#include "base/planes.h"
 #include "device/vec.cuh"
 #include "norm/types.cuh"
-#include "plan/planes.h"
 
 namespace fused_layernorm {
 

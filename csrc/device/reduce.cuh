@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "plan/geometry.h"
+#include "base/chip.h"
 
 namespace fused_layernorm {
 

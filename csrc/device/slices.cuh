@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "plan/plan.h"
+#include "base/problem.h"
 
 namespace fused_layernorm {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward over the channels of planes: channels.h has the plan.
-#include "launch.cuh"
+#include "base/launch.cuh"
 
 #include "device/planes.cuh"
 #include "forward/channels.h"

@@ -4,21 +4,26 @@
 #pragma once
 
 #include <optional>
-#include <string>
 
-#include "plan/planes.h"
-#ifdef FUSED_LAYERNORM_CUDA
-#include "layernorm.h"
-#endif
+#include "base/cuda_types.h"
+#include "base/params.h"
+#include "base/planes.h"
+#include "base/planning.h"
 
 namespace fused_layernorm {
 namespace forward {
 
 struct Channels : Launch {
+  static constexpr const char* kName = "channels";
   Planes planes;  // of x
   Tiles tiles;
   int sums_offset = 0;         // in shared memory: [groups][tile_pixels] sums, then mean and rstd
   bool channels_last = false;  // y has the channels of a pixel side by side, x has not
+
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add(tiles).add("channels_last", channels_last);
+  }
 };
 
 }  // namespace forward
@@ -30,7 +35,7 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   const Forced forced = forced_now();
   const int size = size_of(problem.x), acc = acc_size_of(problem.x);
   const bool fused_otherwise = problem.residual || problem.modulated;
-  if (forced.strategy || fused_otherwise || favors_copies(problem.cols, planes) ||
+  if (!forced.strategy.empty() || fused_otherwise || favors_copies(problem.cols, planes) ||
       (channels_last && size_of(problem.y) != size)) {
     return std::nullopt;
   }
@@ -50,11 +55,7 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   return plan;
 }
 
-std::string describe(const forward::Channels& plan);
-
-#ifdef FUSED_LAYERNORM_CUDA
 cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
                                       const forward::Channels& plan, cudaStream_t stream);
-#endif
 
 }  // namespace fused_layernorm

@@ -3,7 +3,7 @@
 // are laid over warps.
 #include "forward/heads.h"
 
-#include "launch.cuh"
+#include "base/launch.cuh"
 #include "norm/rotation.cuh"
 
 namespace fused_layernorm {

@@ -12,8 +12,9 @@
 #include <cstdint>
 #include <optional>
 
-#include "layernorm.h"
-#include "plan/layout.h"
+#include "base/cuda_types.h"
+#include "base/params.h"
+#include "base/problem.h"
 
 namespace fused_layernorm {
 

@@ -7,11 +7,11 @@
 
 #include <utility>
 
+#include "base/launch.cuh"
 #include "device/bulk.cuh"
 #include "device/meeting.cuh"
 #include "device/slices.cuh"
 #include "forward/ring.h"
-#include "launch.cuh"
 #include "norm/norm.cuh"
 
 namespace fused_layernorm {

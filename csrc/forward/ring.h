@@ -17,11 +17,35 @@
 #include <cstdint>
 #include <optional>
 
-#include "plan/geometry.h"
-#include "plan/layout.h"
-#include "plan/plan.h"
+#include "base/cuda_types.h"
+#include "base/params.h"
+#include "base/planning.h"
 
 namespace fused_layernorm {
+namespace forward {
+
+struct Ring : Launch {
+  static constexpr const char* kName = "ring";
+  int blocks_per_row = 1;
+  int groups = 0;          // of vectors of a row that a block has
+  int last_of_block = 0;   // vectors of a block's last group
+  int last_of_worker = 0;  // vectors of a worker's part of it
+  int slots = 0;           // of the ring, each with a group
+  bool is_long = false;    // most of weight and bias lie in registers
+
+  static std::optional<Ring> make(const Problem& problem, const Device& device,
+                                  const Forced& forced);
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add("blocks_per_row", blocks_per_row).add("groups", groups).add("slots", slots);
+    json.add("is_long", is_long);
+  }
+};
+
+}  // namespace forward
+
+cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Ring&,
+                                      cudaStream_t);
 
 constexpr int kRingWorkers = 8, kRingMeasurers = 3, kRingCollectors = 1;
 constexpr int kRingThreads = (kRingWorkers + kRingMeasurers + kRingCollectors) * kWarpThreads;
@@ -98,11 +122,12 @@ inline std::optional<forward::Ring> ring_of(const Problem& problem, const Device
 // that share rows, and so wait for each other; and at the least.
 constexpr int kAloneRing = 12, kSharedRing = 21, kLeastRing = 9;
 
-inline std::optional<forward::Ring> ring_plan(const Problem& problem, const Device& device,
-                                              const Forced& forced) {
-  const bool allowed = forced.allows(Strategy::kRing, {Field::kBlocksPerRow}) &&
-                       device.capability >= 90 && problem.aligned &&
-                       problem.x != DataType::kFloat64 && !problem.residual && !problem.modulated;
+inline std::optional<forward::Ring> forward::Ring::make(const Problem& problem,
+                                                        const Device& device,
+                                                        const Forced& forced) {
+  const bool allowed = forced.allows(kName, {Field::kBlocksPerRow}) && device.capability >= 90 &&
+                       problem.aligned && problem.x != DataType::kFloat64 && !problem.residual &&
+                       !problem.modulated;
   if (!allowed) return std::nullopt;
   const int most = std::min(device.sms, kMaxBlocksPerRow);
   const auto number = forced.of(Field::kBlocksPerRow);

@@ -19,6 +19,7 @@
 //   Seams                 the seams of a shifted row, for store_shifted() (device/shifted.cuh)
 #pragma once
 
+#include "forward/row.h"
 #include "norm/norm.cuh"
 
 namespace fused_layernorm {

@@ -7,8 +7,9 @@
 // A call on few rows takes as long as its longest chain of waits and instructions. So this kernel
 // has a body of its own, in which all loads stand in front of the first wait, and most of its
 // instances know the lanes of a logical warp.
+#include "base/launch.cuh"
 #include "forward/row.cuh"
-#include "launch.cuh"
+#include "forward/spread.h"
 
 namespace fused_layernorm {
 namespace {

@@ -2,7 +2,8 @@
 // Forward of rows of any length, also of rows longer than the chip holds, on any chip. One kernel
 // takes the moments of fixed chunks of each row, a second one combines them, and the last one reads
 // the row again and computes y.
-#include "launch.cuh"
+#include "base/launch.cuh"
+#include "forward/stream.h"
 #include "norm/norm.cuh"
 
 namespace fused_layernorm {

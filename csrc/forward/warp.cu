@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward of short rows: a logical warp (a power-of-two part of a warp) holds a row in registers.
 // Its lanes exchange data by shuffles alone.
+#include "base/launch.cuh"
 #include "forward/row.cuh"
-#include "launch.cuh"
+#include "forward/warp.h"
 
 namespace fused_layernorm {
 namespace {

@@ -20,7 +20,7 @@
 
 #include <type_traits>
 
-#include "layernorm.h"
+#include "base/params.h"
 
 namespace fused_layernorm {
 

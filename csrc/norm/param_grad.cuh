@@ -3,8 +3,8 @@
 // dshift of a group of rows.
 #pragma once
 
+#include "base/partial_sums.h"
 #include "norm/row_gradient.cuh"
-#include "plan/plan.h"
 
 namespace fused_layernorm {
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_gradient(void* out, bool is_wide, int64_t 
 }
 
 // The rows of one block or set of blocks: a range of consecutive rows, cut into parts where a group
-// ends (GroupParts in plan/plan.h).
+// ends (GroupParts in base/partial_sums.h).
 struct GroupRange {
   uint32_t begin, end, group_rows;
 

@@ -3,9 +3,9 @@
 // multiple of 16 bytes.
 #pragma once
 
+#include "base/params.h"
 #include "device/share.cuh"
 #include "device/vec.cuh"
-#include "layernorm.h"
 
 namespace fused_layernorm {
 

@@ -13,11 +13,11 @@
 //                     once, as soon as further loads need not wait for x.
 #pragma once
 
+#include "base/params.h"
 #include "device/reduce.cuh"
 #include "device/share.cuh"
 #include "device/shifted.cuh"
 #include "device/vec.cuh"
-#include "layernorm.h"
 #include "norm/parameter.cuh"
 
 namespace fused_layernorm {

@@ -6,9 +6,9 @@
 // that sums over the threads on the row; they do not depend on which threads these are.
 #pragma once
 
+#include "base/params.h"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
-#include "layernorm.h"
 
 namespace fused_layernorm {
 

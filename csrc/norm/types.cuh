@@ -8,8 +8,8 @@
 
 #include <type_traits>
 
+#include "base/params.h"
 #include "device/vec.cuh"
-#include "layernorm.h"
 
 namespace fused_layernorm {
 

@@ -335,7 +335,7 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
     problem.needs_dparams = needs_dgate;
     problem.modulated = true;
     problem.group_rows = groups.rows;
-    const backward::Gate plan = make_gate_plan(problem, device_of(input.get_device_index()));
+    const backward::Gate plan = backward::Gate::make(problem, device_of(input.get_device_index()));
     const Workspace workspace(input, plan.workspace_bytes);
 
     GateParams params;

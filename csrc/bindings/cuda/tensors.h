@@ -9,8 +9,10 @@
 #include <cstdint>
 #include <optional>
 
-#include "layernorm.h"
-#include "plan/planes.h"
+#include "backward/plan.h"
+#include "base/json.h"
+#include "base/planes.h"
+#include "forward/plan.h"
 
 // The namespace is hidden, as torch::stable is: no other library uses these types.
 namespace fused_layernorm __attribute__((visibility("hidden"))) {

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The contract between host code and kernels: the parameters of a launch, and the functions that
-// launch. Kernels know rows and columns, not tensors: only bindings/cuda handles tensors.
-// docs/architecture.md has a picture of the whole, and docs/tuning-log.md tells what was tried.
+// The contract between host code and kernels: the parameters of a launch. Kernels know rows and
+// columns, not tensors: only bindings/cuda handles tensors. docs/architecture.md has a picture of
+// the whole.
 #pragma once
-
-#include <cuda_runtime_api.h>
 
 #include <cstdint>
 
-#include "plan/plan.h"
+#include "base/types.h"
 
 namespace fused_layernorm {
 
@@ -90,7 +88,7 @@ struct Modulation {
 };
 
 // The parameters of a launch begin with those of the bare norm, because what lies further back
-// reaches a kernel later (kNearArgumentBytes in launch.cuh).
+// reaches a kernel later (kNearArgumentBytes in base/launch.cuh).
 struct ForwardParams {
   // Inputs. Without a residual, x = input.
   const void* input = nullptr;
@@ -207,13 +205,5 @@ struct GateParams {
 
   void* workspace = nullptr;
 };
-
-// Each function enqueues its kernels on `stream` of the current device and returns the first error.
-cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
-                                      const forward::Plan& plan, cudaStream_t stream);
-cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
-                                       const backward::Plan& plan, cudaStream_t stream);
-cudaError_t launch_gate_backward(const GateParams& params, const DataTypes& types,
-                                 const backward::Gate& plan, cudaStream_t stream);
 
 }  // namespace fused_layernorm

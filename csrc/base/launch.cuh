@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How kernels are launched: the numbers of a plan become template parameters and dynamic shared
-// memory, and errors are returned. Each strategy has one launch function, which is declared here
-// and defined in the file of its kernels.
+// memory, and errors are returned.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,42 +10,11 @@
 #include <type_traits>
 #include <utility>
 
-#include "layernorm.h"
+#include "base/choices.h"
+#include "base/params.h"
+#include "base/problem.h"
 
 namespace fused_layernorm {
-
-cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Warp&,
-                                      cudaStream_t);
-cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
-                                      const forward::Spread&, cudaStream_t);
-cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Block&,
-                                      cudaStream_t);
-cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, const forward::Ring&,
-                                      cudaStream_t);
-cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&,
-                                      const forward::Stream&, cudaStream_t);
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Warp&, cudaStream_t);
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::FewRows&, cudaStream_t);
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Block&, cudaStream_t);
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Group&, cudaStream_t);
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Rows&, cudaStream_t);
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Split&, cudaStream_t);
-cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
-                                       const backward::Stream&, cudaStream_t);
-// Adds up the partial dweight and dbias in the workspace, if there are any.
-cudaError_t launch_param_grad(const BackwardParams&, const DataTypes&, const backward::PartialSums&,
-                              cudaStream_t);
-// Add up the partial sums of groups of rows, if there are any.
-cudaError_t launch_modulation_grad(const BackwardParams&, const DataTypes&,
-                                   const backward::GroupParts&, cudaStream_t);
-cudaError_t launch_gate_grad(const GateParams&, const DataTypes&, const backward::GroupParts&,
-                             cudaStream_t);
 
 // A number of a list, mostly of vectors, as a template parameter. It is an error if the list does
 // not have it.

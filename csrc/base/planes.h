@@ -6,8 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "plan/layout.h"
-#include "plan/plan.h"
+#include "base/problem.h"
 
 namespace fused_layernorm {
 
@@ -26,6 +25,12 @@ struct Tiles {
   int tiles = 1;        // of a plane
   int groups = 1;       // of threads that stand side by side on a tile's pixels
   bool is_run = false;  // the tile is a whole sample, which is one run of memory
+
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add("width", width).add("tile_pixels", tile_pixels).add("tiles", tiles);
+    json.add("groups", groups).add("is_run", is_run);
+  }
 };
 
 // The channels of a thread, where they are not too many for kMostTileGroups. The groups follow from

@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+// The strategy "few_rows": blocks on rows compute dx, and blocks on columns beside them dweight and
+// dbias, in one launch and without partial sums.
+#pragma once
+
+#include "backward/row_team.h"
+
+namespace fused_layernorm {
+namespace backward {
+
+struct FewRows : OneRowATeam {
+  static constexpr const char* kName = "few_rows";
+  // Teams that share a row: each computes a part of the elements that each thread of one team would
+  // own.
+  int sharers = 1;
+  int64_t column_blocks = 0;  // of the launch's blocks, those on columns
+
+  static std::optional<FewRows> make(const Problem& problem, const Device& device,
+                                     const Forced& forced);
+  template <typename Json>
+  void describe(Json& json) const {
+    OneRowATeam::describe(json);
+    json.add("sharers", sharers).add("column_blocks", column_blocks);
+  }
+};
+
+}  // namespace backward
+
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::FewRows&, cudaStream_t);
+
+// ---- Limits.
+
+// The blocks of few rows that a multiprocessor has registers for: they have no running sums, but
+// activations and long rows take registers.
+constexpr int few_rows_blocks(int width, int vecs, bool fused) {
+  return fused || width * vecs > kKeptColsPerThread ? 1 : 2;
+}
+static_assert(registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThread, false)) == 64 &&
+                  registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThread, true)) ==
+                      128,
+              "half the registers of the persistent blocks do without running sums");
+// Whether a thread of such a block keeps xhat and g of a row in registers between the row's sums
+// and its dx: always with something fused; otherwise up to 16 columns of vectors of half precision,
+// 8 of other vectors, and 4 of single elements. (Computed again, and kept beside nearer arguments
+// and no divisions, with GELU: 64 x 1024 bfloat16 3.24 us, 2.68; 8 x 4096 3.84, 2.95; 1024 x 1024
+// float32 10.85, 9.01.)
+constexpr bool few_rows_keep(int width, int vecs, int x_size, bool fused) {
+  const int cols = width * vecs;
+  if (fused) return cols <= kKeptColsPerThread;
+  return width == 1 ? cols <= 4 : cols <= (x_size == 2 ? kKeptColsPerThread : 8);
+}
+// With few rows a team owns a row as in the kernels for many rows: as a logical warp, or as whole
+// warps.
+template <int kWidth, int kXSize>
+using FewRowsVecs =
+    std::conditional_t<kWidth == 1, VecsList<4, 8, kKeptColsPerThread>,
+                       std::conditional_t<kXSize == 4, VecsList<2, 4, 8>, VecsList<2, 4>>>;
+// There are kernels for all rows that teams for many rows keep in registers. For longer rows there
+// are kernels only where nothing is fused and all tensors are of one type.
+constexpr bool has_few_rows_kernel(DataType x, DataType weight, DataType y, bool fused,
+                                   bool keeps) {
+  return keeps || (!fused && is_one_type(x, weight, y));
+}
+static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
+                  contains(FewRowsVecs<4, 4>{}, backward_block_vecs_from(4, 4, 1)) &&
+                  contains(FewRowsVecs<8, 2>{}, backward_block_vecs_from(8, 2, 1)) &&
+                  contains(FewRowsVecs<1, 8>{}, backward_block_vecs_from(1, 8, 1)) &&
+                  contains(FewRowsVecs<2, 8>{}, backward_block_vecs_from(2, 8, 1)),
+              "few rows have a kernel wherever a team of whole warps keeps the row");
+// A thread that moves single elements owns many of them, and works on one after the other. Where
+// rows are few, several threads share these elements, and exchange xhat and g of the row through
+// shared memory.
+constexpr int kFewRowsSharers = 4;
+constexpr bool has_shared_few_rows(DataType x, DataType weight, DataType y, int width, bool fused) {
+  return width == 1 && !fused && is_one_type(x, weight, y);
+}
+constexpr int few_rows_exchanged_bytes(int block_threads, int vecs) {
+  return block_threads / kFewRowsSharers * vecs * 2 * static_cast<int>(sizeof(float));
+}
+static_assert(first_from(FewRowsVecs<1, 4>{}, 1) % kFewRowsSharers == 0,
+              "the threads that share have as many elements each");
+// The number of lanes side by side on one row in blocks that compute only dweight and dbias. They
+// move 64 bytes of the row by vectors, or a sector of 32 bytes by single elements.
+constexpr int column_lanes(int width, int x_size) { return width == 1 ? 32 / x_size : 4; }
+// These blocks add up the sums of their warps in shared memory.
+constexpr int few_rows_shared_bytes(int block_threads, int width, int x_size) {
+  return block_threads / kWarpThreads * column_lanes(width, x_size) * width * 2 *
+         acc_size_of(x_size);
+}
+static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 4096 &&
+                  few_rows_shared_bytes(kBackwardThreads, vector_width(4), 4) <= 4096 &&
+                  few_rows_shared_bytes(kBackwardThreads, vector_width(8), 8) <= 4096,
+              "shared memory never decides how many blocks of few rows run at once");
+static_assert(few_rows_exchanged_bytes(kBackwardThreads, kKeptColsPerThread) <= 16384,
+              "nor does it where teams share rows");
+
+namespace backward {
+
+// ---- What was measured.
+
+// Blocks on rows compute dx, and blocks on columns beside them compute dweight and dbias. x and dy
+// are then read twice, the second time from L2, but no second launch adds up partial sums. The
+// limits below are the most rows, aligned and not, and the most bytes. In one launch and in two,
+// bfloat16: 128 x 1024 2.8, 9.3; 512 x 1023 5.4, 9.0; 512 x 4096 7.3, 13.4; 2048 x 768 10.1, 10.4;
+// 2048 x 4096 21.4, 23.1; 1024 x 8192 24.4, 26.9.
+constexpr int kFewAlignedRows = 2048;
+constexpr int kFewOtherRows = 1024;
+constexpr int64_t kFewRowsBytes = int64_t{32} << 20;  // of x and dy
+// The most rows that a team does not keep in registers. In one launch and in two, bfloat16: 16 x
+// 16384 9.1, 14.6; 256 x 12288 16.2, 20.4; 384 x 16384 25.4, 29.5; but 512 x 12288 25.2, 24.2.
+constexpr int kFewLongRows = 384;
+
+// A block has as many teams as make up `block_threads` threads: the more rows there are, the more
+// threads the blocks on columns need.
+struct FewRowsRung {
+  int64_t last;  // rows
+  int block_threads;
+};
+constexpr FewRowsRung kFewRowsThreads[] = {
+    // With 64, 128, 256 and 512 threads a block, bfloat16: 1 x 320 1.8, 1.8, 1.9, 2.3; with the
+    // first three: 8 x 768 1.8, 1.8, 2.0.
+    {16, 64},
+    // With all four: 64 x 320 2.4, 2.1, 2.2, 2.5; 64 x 64 2.2, 1.9, 2.1, 2.4; with the first three:
+    // 64 x 768 3.0, 2.5, 2.7.
+    {64, 128},
+    // With all four: 255 x 320 5.8, 4.0, 3.3, 3.3; with 64 and with 256: 128 x 1024 4.6, 2.9.
+    {255, 256},
+    // With 256 and with 512: 512 x 1024 4.6, 4.2.
+    {kNoEnd, 512},
+};
+static_assert(is_ladder(kFewRowsThreads) &&
+                  rung_of(kFewRowsThreads, kNoEnd).block_threads <= kBackwardThreads,
+              "blocks of few rows have kernels");
+// Whether several teams share a row of single elements. Times where four teams share a row, and
+// where each has one: bfloat16 8 x 285 1.53, 1.81; 64 x 1023 2.34, 3.00; 128 x 1023 2.64, 3.18;
+// 1 x 1492 1.94, 2.28; float32 128 x 285 2.20, 2.73. Not shared: bfloat16 512 x 1023 5.14, 4.80;
+// 128 x 2047 3.65, 3.56; float32 64 x 1492 3.08, 2.80; 512 x 65 3.00, 2.87.
+constexpr bool shares_few_rows(int64_t rows, int64_t cols, int x_size) {
+  return rows <= 128 && rows * cols <= 1 << 17 && (x_size == 2 || cols <= 1024);
+}
+
+// The teams of whole warps in a block. Aligned rows have the most teams that kFewRowsThreads
+// allows, if a team has fewer threads than kFewRowsLeastThreads (four and two teams, bfloat16:
+// 1024 x 2048 7.9, 9.1; 2048 x 1536 12.1, 17.4; 2048 x 2048 12.4, 15.3; eight and four teams,
+// float32: 2048 x 1024 12.0, 14.3). Otherwise a block has the largest number of teams, but at least
+// kFewRowsLeastThreads threads, with which almost all blocks run at once (the most teams, two teams
+// and one, bfloat16: 512 x 2060 9.9, 9.0, 11.6; 512 x 2415 9.8, 9.2, 12.0; float32: 512 x 2047
+// 10.6, 8.0, 9.1). If there is no such number, rows that begin anywhere have the most teams, and
+// aligned rows have one (one team and two, bfloat16: 1024 x 4096 12.0, 12.8; 1100 x 4096 12.2,
+// 13.6; 2048 x 4096 19.6, 21.4).
+constexpr int kFewRowsLeastThreads = 256;
+// Almost all run at once if there are at least eight places for nine blocks.
+constexpr int64_t kFewRowsBlocks = 9, kFewRowsPlaces = 8;
+
+// ---- The plan.
+
+inline bool has_few_rows(const Problem& problem) {
+  const int64_t most = problem.aligned ? kFewAlignedRows : kFewOtherRows;
+  return problem.rows <= most &&
+         problem.rows * problem.cols * (size_of(problem.x) + size_of(problem.y)) <= kFewRowsBytes;
+}
+
+// Whether few rows go to teams of whole warps: there is a kernel, and rows that a team does not
+// keep in registers are fewer still.
+inline bool may_take_few_rows(const Team& team, const Problem& problem, const Forced& forced) {
+  const bool few = team.keeps || problem.rows <= kFewLongRows || !forced.strategy.empty();
+  return few &&
+         has_few_rows_kernel(problem.x, problem.weight, problem.y, is_fused(problem), team.keeps);
+}
+
+// Lays out blocks of `teams` teams, whose number is a multiple of the sharers: blocks on rows
+// compute dx, and blocks on columns beside them compute dweight and dbias.
+inline void lay_out_few_rows(FewRows& plan, const Problem& problem, int teams) {
+  const int x_size = size_of(problem.x);
+  plan.threads = plan.team_threads * teams;
+  // A block has few columns of many rows, or of a single row a vector for each of its threads.
+  const int lanes = problem.rows == 1 ? plan.threads : column_lanes(plan.width, x_size);
+  plan.column_blocks =
+      problem.needs_dparams ? ceil_div(problem.cols, int64_t{lanes} * plan.width) : 0;
+  plan.shared_bytes =
+      problem.needs_dparams ? few_rows_shared_bytes(plan.threads, plan.width, x_size) : 0;
+  if (plan.sharers > 1) {
+    const int exchanged = few_rows_exchanged_bytes(plan.threads, plan.vecs);
+    plan.shared_bytes = std::max(plan.shared_bytes, exchanged);
+  }
+  plan.blocks = ceil_div(problem.rows, teams / plan.sharers) + plan.column_blocks;
+}
+
+// The teams of whole warps that a block of few rows should have.
+inline int few_rows_teams(FewRows plan, const Problem& problem, const Device& device) {
+  const auto teams_of = [&](int threads) {
+    return std::clamp(threads / plan.team_threads, 1, kMostTeams);
+  };
+  const int most = teams_of(rung_of(kFewRowsThreads, problem.rows).block_threads);
+  if (plan.width > 1 && plan.team_threads < kFewRowsLeastThreads) return most;
+  const int blocks = few_rows_blocks(plan.width, plan.vecs, is_fused(problem));
+  const int sm_threads = blocks * kBackwardThreads;
+  for (int teams = most; teams * plan.team_threads >= kFewRowsLeastThreads; --teams) {
+    lay_out_few_rows(plan, problem, teams);
+    const int64_t places = int64_t{device.sms} * (sm_threads / plan.threads);
+    if (kFewRowsPlaces * plan.blocks <= kFewRowsBlocks * places) return teams;
+  }
+  return plan.width > 1 ? 1 : most;
+}
+
+// Whether several teams share a row of single elements. Forced teams do not.
+inline bool may_share_few_rows(const FewRows& plan, const Problem& problem, const Forced& forced) {
+  return has_shared_few_rows(problem.x, problem.weight, problem.y, plan.width, is_fused(problem)) &&
+         plan.team_threads % kWarpThreads == 0 &&
+         plan.team_threads * kFewRowsSharers <= kBackwardThreads &&
+         shares_few_rows(problem.rows, problem.cols, size_of(problem.x)) &&
+         !forced.has(Field::kTeams);
+}
+
+inline std::optional<FewRows> FewRows::make(const Problem& problem, const Device& device,
+                                            const Forced& forced) {
+  const bool allowed = !problem.modulated && forced.allows(kName, {Field::kVecs, Field::kTeams});
+  if (!allowed || !(has_few_rows(problem) || !forced.strategy.empty())) return std::nullopt;
+  FewRows plan;
+  plan.width = width_of(problem);
+  int teams;
+  // A row's dx has to be the same in any batch, so a team owns a row in the same way as where there
+  // are many rows.
+  if (const auto lanes = lanes_of(problem, forced)) {
+    plan.vecs = lanes->vecs;
+    plan.team_threads = lanes->lanes;
+    plan.by_lanes = true;
+    teams = rung_of(kFewRowsThreads, problem.rows).block_threads / plan.team_threads;
+  } else if (const auto rows = row_teams(problem, device, forced);
+             rows && may_take_few_rows(rows->team, problem, forced)) {
+    plan.vecs = rows->team.vecs;
+    plan.team_threads = rows->team.threads;
+    teams = few_rows_teams(plan, problem, device);
+  } else {
+    return std::nullopt;
+  }
+  if (may_share_few_rows(plan, problem, forced)) {
+    plan.sharers = kFewRowsSharers;
+    const int threads = rung_of(kFewRowsThreads, problem.rows).block_threads;
+    const int row_threads = plan.team_threads * plan.sharers;
+    teams = std::max(1, threads / row_threads) * plan.sharers;
+  }
+  teams = forced.value_or(Field::kTeams, teams);
+  lay_out_few_rows(plan, problem, teams);
+  // Each team of whole warps has a hardware barrier.
+  const bool launches = (plan.by_lanes || teams <= kMostTeams) &&
+                        plan.threads <= kBackwardThreads && plan.threads % kWarpThreads == 0 &&
+                        plan.blocks <= kMostBlocks;
+  if (!launches) return std::nullopt;
+  return plan;
+}
+}  // namespace backward
+}  // namespace fused_layernorm

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+// The strategy "split": several blocks share a row and meet in global memory.
+#pragma once
+
+#include "backward/teams.h"
+
+namespace fused_layernorm {
+namespace backward {
+
+struct Split : Persistent {
+  static constexpr const char* kName = "split";
+  Slices slices;
+  int lag = 1;                // rows between publishing a row's sums and collecting them
+  bool has_collector = true;  // a warp beside the team collects sums; else the team's first does
+
+  static std::optional<Split> make(const Problem& problem, const Device& device,
+                                   const Forced& forced);
+  template <typename Json>
+  void describe(Json& json) const {
+    Persistent::describe(json);
+    json.add(partials).add(slices).add("lag", lag).add("has_collector", has_collector);
+  }
+};
+
+}  // namespace backward
+
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::Split&, cudaStream_t);
+
+// ---- Limits.
+
+// Slices that come through a ring may be short, because several must fit. Others are as long as a
+// block can have them, and their only kernel is that for the most columns a thread.
+constexpr int split_least_vecs(int width, bool ring) {
+  return ring ? 1 : most_backward_block_vecs(width);
+}
+
+namespace backward {
+
+// ---- The ladders.
+
+// Rows between publishing a row's sums and collecting them. A meeting takes about 2 us. A ring that
+// holds five rows or more has room for two rows that wait, and so has a kernel without a ring.
+struct LagRung {
+  int64_t last;  // stages of the ring
+  int lag;
+};
+constexpr LagRung kLags[] = {
+    {4, 1},
+    {kNoEnd, 2},
+};
+constexpr int kLagWithoutRing = 2;
+static_assert(is_ladder(kLags) && kLagWithoutRing < kMostCollected &&
+                  rung_of(kLags, kMostStages).lag < kMostCollected,
+              "collected sums wait no longer than they are kept");
+
+// Which warp collects the sums of a row.
+enum class Collects {
+  kBeside,           // a warp beside the team; slices that leave no room for it are too long
+  kAloneForFewVecs,  // a working warp, where there is no room for one beside the team or where a
+                     // thread has fewer vectors without it; else a warp beside the team
+  kAlone,            // a working warp
+};
+
+// What rings of slices should hold; arrays of them have the best first. A row has the fewest blocks
+// whose slices are short enough for at least `stages` stages. If these slices are shorter than
+// `least_cols`, the next ring is tried.
+struct SliceRing {
+  int stages;
+  int least_cols;
+  Collects collects;
+};
+constexpr int kLeastSliceStages = 3;
+// With three stages a block is faster without a warp beside the team than with one (2048 x 262144
+// bfloat16 by 18 blocks a row 1060, 1217; 2048 x 65536 float32 by 9 blocks a row 509, 540). float32
+// also is with four stages, which rows of 676,000 to 811,000 columns have (150 x 800000 413, 502).
+// With longer rings half precision is slower without that warp (8192 x 32768 506, 474).
+constexpr SliceRing kLeastSliceRing = {kLeastSliceStages, 0, Collects::kAlone};
+// From five stages on the meeting of a row has two rows' time (kLags). With five, four and three
+// stages, float32: 2048 x 65536 440, 447, 444; with five and four, bfloat16 with float32 weight and
+// dy: 2048 x 65536 320, 338.
+constexpr SliceRing kSliceRings[] = {{5, 0, Collects::kBeside}, kLeastSliceRing};
+// Half precision gains as much by two rows' time, but the meeting of a row takes as long as the
+// work on 8,000 columns, so that slices shorter than that lose more than they gain. With six stages
+// and with four: 4096 x 65536 441, 464; 3072 x 81920 414, 439; but 8192 x 36000, whose slices have
+// 7,232 and 12,032 columns, 566, 516.
+constexpr SliceRing kHalfSliceRings[] = {
+    {6, 7936, Collects::kBeside}, {4, 0, Collects::kBeside}, kLeastSliceRing};
+// With an epilogue. With five stages and with four, float32 with GELU: 2048 x 65536 642, 548;
+// 4096 x 20000 394, 364.
+constexpr SliceRing kEpilogueSliceRings[] = {{4, 0, Collects::kBeside}, kLeastSliceRing};
+// With a residual. Threads load the gradient of a residual themselves and wait for it once a row,
+// so that the longest slices are the best (with four stages and with three: 4096 x 65536 bfloat16
+// 880, 787; with five and with three: 2048 x 65536 float32 852, 735). A block is faster with a warp
+// beside the team than without (4096 x 65536 by 5 blocks a row 837, 876), unless a thread then has
+// 32 columns in place of 16 (with such a warp and without, by 8 blocks a row: 2048 x 65536 float32
+// 900, 735; 4096 x 65536 bfloat16 1040, 906).
+constexpr SliceRing kResidualSliceRings[] = {{kLeastSliceStages, 0, Collects::kAloneForFewVecs}};
+static_assert(kLeastSliceStages >= least_stages(false, rung_of(kLags, kLeastSliceStages).lag),
+              "every ring holds the rows of its lag");
+
+// ---- Slices.
+
+// The slices of rows for `blocks_per_row` blocks. They begin at multiples of `unit` columns or, if
+// that would leave the last slice empty, at multiples of slice_unit(). If the last slice would
+// still be empty, there are none.
+inline std::optional<Slices> slices_of(const Problem& problem, int width, int blocks_per_row,
+                                       int64_t unit) {
+  const int64_t share = ceil_div(problem.cols, blocks_per_row);
+  for (const int64_t begin : {unit, slice_unit(problem, width)}) {
+    const int64_t cols = round_up(share, begin);
+    if (cols * (blocks_per_row - 1) < problem.cols) {
+      return Slices{blocks_per_row, static_cast<int>(cols)};
+    }
+  }
+  return std::nullopt;
+}
+
+// The limits of first_sliced(): the least blocks a row, the least columns a slice, and the unit of
+// slices_of().
+struct SliceLimits {
+  int least_blocks;
+  int least_cols;
+  int64_t unit;
+};
+
+// The plan with the fewest blocks a row for which `plan_of(slices)` has one. If the number of
+// blocks a row is forced, only that number is tried.
+template <typename PlanOf>
+auto first_sliced(const Problem& problem, const Device& device, int width,
+                  const SliceLimits& limits, const Forced& forced, const PlanOf& plan_of)
+    -> decltype(plan_of(Slices())) {
+  const int least = limits.least_blocks, most = std::min(device.sms, kMaxBlocksPerRow);
+  const auto number = forced.of(Field::kBlocksPerRow);
+  if (number && (*number < least || *number > most)) return std::nullopt;
+  for (int n = number.value_or(least); n <= number.value_or(most); ++n) {
+    const auto slices = slices_of(problem, width, number ? n : widen(n, device), limits.unit);
+    if (!slices) continue;
+    // More blocks a row never have longer slices.
+    if (slices->slice_cols < limits.least_cols) return std::nullopt;
+    if (auto plan = plan_of(*slices)) return plan;
+  }
+  return std::nullopt;
+}
+
+// Whether the ring holds enough rows for its lag, and the kernel enough collected sums for the rows
+// that wait.
+constexpr bool is_valid_ring(int stages, int lag) {
+  return stages >= least_stages(false, lag) && stages <= kMostStages && lag < kMostCollected;
+}
+
+// The lag of rows that several blocks share. `stages` is empty for a kernel without a ring.
+inline int lag_of(std::optional<int> stages, const Forced& forced) {
+  const int lag = stages ? rung_of(kLags, *stages).lag : kLagWithoutRing;
+  return forced.value_or(Field::kLag, lag);
+}
+
+// ---- The plan.
+
+// The threads of a block that work on a slice, and whether a warp beside them collects the sums of
+// its rows.
+struct SliceTeam {
+  Team team;
+  bool has_collector;
+};
+
+inline std::optional<SliceTeam> slice_team(const Problem& problem, int cols,
+                                           const SliceRing& wanted, bool ring,
+                                           const Forced& forced) {
+  const int least = split_least_vecs(width_of(problem), ring);
+  const auto beside = team_of(problem, cols, kBackwardThreads - kWarpThreads, least, forced);
+  if (ring && wanted.collects != Collects::kBeside) {
+    const auto alone = team_of(problem, cols, kBackwardThreads, least, forced);
+    const bool fewer_vecs = alone && beside && alone->vecs < beside->vecs;
+    const bool is_better = wanted.collects == Collects::kAlone ||
+                           (wanted.collects == Collects::kAloneForFewVecs && fewer_vecs);
+    if (alone && (!beside || is_better)) return SliceTeam{*alone, false};
+  }
+  if (!beside) return std::nullopt;
+  return SliceTeam{*beside, true};
+}
+
+inline std::optional<Split> split_with(const SliceRing& wanted, const Problem& problem,
+                                       const Device& device, const Forced& forced) {
+  const bool ring = may_have_ring(problem, device, forced);
+  const int width = width_of(problem);
+  // Slices begin a whole number of cache lines behind the beginning of their row, in the narrower
+  // of x and dy.
+  const int64_t unit = slice_unit(problem, width);
+  const int64_t line_cols = width == 1 ? unit : unit * (kCacheLineBytes / kVectorBytes);
+  const auto plan_of = [&](const Slices& slices) -> std::optional<Split> {
+    const auto own = slice_team(problem, slices.slice_cols, wanted, ring, forced);
+    if (!own) return std::nullopt;
+    const Team& team = own->team;
+    Split plan;
+    set_team(plan, problem, team);
+    plan.slices = slices;
+    plan.has_collector = own->has_collector;
+    plan.threads = plan.team_threads + (plan.has_collector ? kWarpThreads : 0);
+    plan.bulk = ring;
+    if (ring) {
+      const int most = most_stages(team, 1, device);
+      if (most < wanted.stages) return std::nullopt;
+      plan.stages = forced.value_or(Field::kStages, most);
+      plan.lag = lag_of(plan.stages, forced);
+      if (plan.stages > most || !is_valid_ring(plan.stages, plan.lag)) return std::nullopt;
+      plan.shared_bytes = static_cast<int>(team.param_bytes + plan.stages * team.stage_bytes);
+    } else {
+      plan.lag = lag_of(std::nullopt, forced);
+    }
+    if (!forced.allows(Field::kBulk, plan.bulk) || !forced.allows(Field::kStages, plan.stages)) {
+      return std::nullopt;
+    }
+    const int64_t sets = persistent_sets(problem, device, slices.blocks_per_row, 1);
+    plan.blocks = sets * slices.blocks_per_row;
+    plan.workspace_bytes = round_up(problem.rows * slices.blocks_per_row * 8, 256);
+    lay_out_partials(plan, sets, problem);
+    plan.partials.starts_early = device.starts_early;
+    return plan;
+  };
+  return first_sliced(problem, device, width, {2, wanted.least_cols, line_cols}, forced, plan_of);
+}
+
+inline std::optional<Split> Split::make(const Problem& problem, const Device& device,
+                                        const Forced& forced) {
+  const bool allowed = !problem.modulated &&
+                       forced.allows(kName, {Field::kVecs, Field::kTeams, Field::kBulk,
+                                             Field::kStages, Field::kLag, Field::kBlocksPerRow}) &&
+                       forced.allows(Field::kTeams, 1);
+  // There are no kernels for float64, nor for single elements without a ring.
+  const bool has_kernels = problem.x != DataType::kFloat64 &&
+                           (problem.aligned || may_have_ring(problem, device, forced));
+  if (!allowed || !has_kernels) return std::nullopt;
+  const auto first_of = [&](const auto& rings) -> std::optional<Split> {
+    for (const SliceRing& ring : rings) {
+      if (const auto plan = split_with(ring, problem, device, forced)) return plan;
+    }
+    return std::nullopt;
+  };
+  // Rows with an epilogue have one list of rings, whatever their types, with and without a
+  // residual. Rows whose x and dy differ in size also have one list with and without a residual.
+  const int x_size = size_of(problem.x), y_size = size_of(problem.y);
+  if (problem.has_epilogue) return first_of(kEpilogueSliceRings);
+  if (x_size != y_size) return first_of(kSliceRings);
+  if (problem.residual) return first_of(kResidualSliceRings);
+  return x_size == 2 ? first_of(kHalfSliceRings) : first_of(kSliceRings);
+}
+}  // namespace backward
+}  // namespace fused_layernorm

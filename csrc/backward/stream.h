@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// The strategy "stream", for rows of any length: the sums of chunks, their combination, then a
+// second read of the row.
+#pragma once
+
+#include "backward/teams.h"
+
+namespace fused_layernorm {
+namespace backward {
+
+struct Stream : Launch {
+  static constexpr const char* kName = "stream";
+  int width = 1;
+  Slices chunks;
+  int64_t totals_offset = 0;  // in the workspace: the two means of every row
+  PartialSums partials;
+  GroupParts parts;  // of a modulated norm, in place of partials
+
+  static std::optional<Stream> make(const Problem& problem, const Device& device,
+                                    const Forced& forced);
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add("width", width).add(chunks).add("totals_offset", totals_offset);
+    add_sums(json, *this);
+  }
+};
+
+}  // namespace backward
+
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::Stream&, cudaStream_t);
+
+// Threads of the stream kernels' blocks. Each warp writes its part of a row's sums to the
+// workspace.
+constexpr int kBackwardStreamThreads = 256;
+// Blocks of the first stream kernel that a multiprocessor has registers for.
+constexpr int kBackwardStreamBlocks = 2;
+constexpr int backward_stream_vecs(int width) { return 16 / width; }
+constexpr int backward_stream_cols(int width) {
+  return kBackwardStreamThreads * backward_stream_vecs(width) * width;
+}
+// As in forward/stream.h.
+static_assert(backward_stream_cols(1) >= 4096 && backward_stream_cols(8) >= 4096,
+              "a launch has enough blocks for all chunks of all rows that a device holds");
+
+namespace backward {
+
+// Numbers of sets of rows are tried up to this many rounds of blocks. With more rounds the blocks
+// would not end closer together.
+constexpr int kStreamRounds = 4;
+
+// The cost of the partial sums of all blocks that run at once, in rows: partial sums are written
+// and read again (with two sets of rows and with one, bfloat16: 8 x 2097152 103, 52). Problems
+// whose parameters get no gradients, and modulated problems, which have sums of groups in any case,
+// are laid out in the same way.
+constexpr int kPartialSumsRows = 4;
+
+// The number of sets of rows that takes the least time; a set has a block for each chunk of the
+// columns. Time is counted in rows: blocks run in rounds, a block takes the time of its rows, and
+// partial sums take the time of some rows more.
+inline int64_t stream_sets(const Problem& problem, const Device& device, int64_t chunks) {
+  const int64_t room = int64_t{kBackwardStreamBlocks} * device.sms;
+  const auto time_of = [&](int64_t sets) {
+    const int64_t rounds = ceil_div(sets * chunks, room);
+    const int64_t partials = sets > 1 ? kPartialSumsRows * sets * chunks / room : 0;
+    return rounds * ceil_div(problem.rows, sets) + partials;
+  };
+  const int64_t most =
+      std::min<int64_t>({problem.rows, device.sms, ceil_div(kStreamRounds * room, chunks)});
+  int64_t best = 1, least_time = time_of(1);
+  for (int64_t sets = 2; sets <= most; ++sets) {
+    const int64_t time = time_of(sets);
+    if (time < least_time) {
+      best = sets;
+      least_time = time;
+    }
+  }
+  return best;
+}
+
+inline std::optional<Stream> Stream::make(const Problem& problem, const Device& device,
+                                          const Forced& forced) {
+  if (!forced.allows(kName, {})) return std::nullopt;
+  Stream plan;
+  plan.width = width_of(problem);
+  plan.threads = kBackwardStreamThreads;
+  const int cols = backward_stream_cols(plan.width);
+  const int64_t chunks = ceil_div(problem.cols, cols);
+  plan.chunks = {static_cast<int>(chunks), cols};
+  const int64_t sets = stream_sets(problem, device, chunks);
+  plan.blocks = sets * chunks;
+  const int64_t sums = int64_t{2} * acc_size_of(problem.x);
+  const int64_t parts = problem.rows * chunks * (kBackwardStreamThreads / kWarpThreads);
+  plan.totals_offset = round_up(parts * sums, 256);
+  plan.workspace_bytes = round_up(plan.totals_offset + problem.rows * sums, 256);
+  if (problem.modulated) {
+    lay_out_parts(plan.parts, plan, sets, 2, problem, device);
+  } else {
+    lay_out_partials(plan, sets, problem);
+  }
+  return plan;
+}
+}  // namespace backward
+}  // namespace fused_layernorm

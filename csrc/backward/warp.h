@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// The strategy "warp": a logical warp (a power-of-two part of a warp) holds a row in registers.
+#pragma once
+
+#include "backward/teams.h"
+
+namespace fused_layernorm {
+namespace backward {
+
+struct Warp : Launch {
+  static constexpr const char* kName = "warp";
+  int width = 1;
+  int vecs = 2;
+  int lanes = 1;
+  // After this many rows a logical warp adds its sums to second sums in shared memory; 0: all of
+  // its rows are one chain.
+  int chain_rows = 0;
+  int second_sums_offset = 0;
+  PartialSums partials;
+  GroupParts parts;  // of a modulated norm, in place of partials
+
+  static std::optional<Warp> make(const Problem& problem, const Device& device,
+                                  const Forced& forced);
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add("width", width).add("vecs", vecs).add("lanes", lanes);
+    json.add("chain_rows", chain_rows).add("second_sums_offset", second_sums_offset);
+    add_sums(json, *this);
+  }
+};
+
+}  // namespace backward
+
+cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
+                                       const backward::Warp&, cudaStream_t);
+
+// ---- Limits.
+
+// The warp kernel of float32 with an activation has more threads, of 80 registers (4194304 x 64
+// with GELU: 833 us, with 512 threads 959; without an activation 640 threads and 512 are alike).
+constexpr int backward_warp_threads(int x_size, bool activates) {
+  return x_size == 4 && activates ? 768 : kBackwardThreads;
+}
+static_assert(registers_of(backward_warp_threads(4, true), 1) == 80, "what was measured");
+// Whether a launch takes the warp kernel for an epilogue without a residual, the only one that
+// always has an epilogue. There is no such kernel for single elements (a width of one), nor where y
+// is not of x's type.
+constexpr bool backward_warp_activates(int width, bool residual, bool epilogue, bool same_type) {
+  return width > 1 && epilogue && !residual && same_type;
+}
+// A thread keeps the running dweight and dbias of its columns in registers; a lane of a logical
+// warp also keeps the next row there. A lane may have fewer vectors than its kernel is compiled
+// for.
+constexpr int most_backward_warp_vecs(int width) { return width == 1 ? 8 : 2; }
+template <int kWidth>
+using BackwardWarpVecs = std::conditional_t<kWidth == 1, VecsList<4, 8>, VecsList<2>>;
+constexpr int backward_warp_vecs_from(int width, int64_t least) {
+  return width == 1 ? first_from(BackwardWarpVecs<1>{}, least)
+                    : first_from(BackwardWarpVecs<2>{}, least);
+}
+static_assert(backward_warp_vecs_from(1, most_backward_warp_vecs(1)) ==
+                      most_backward_warp_vecs(1) &&
+                  backward_warp_vecs_from(8, most_backward_warp_vecs(8)) ==
+                      most_backward_warp_vecs(8),
+              "there are kernels for the longest rows that a logical warp takes");
+// The warp kernel adds up dweight and dbias of its warps in shared memory.
+constexpr int64_t backward_warp_shared_bytes(int block_threads, int64_t cols, int x_size) {
+  return int64_t{2} * (block_threads / kWarpThreads) * cols * acc_size_of(x_size);
+}
+// Where logical warps have many rows, shared memory also has a second sum for each running sum of
+// each thread.
+constexpr int64_t backward_warp_second_sums_bytes(int block_threads, int vecs, int width,
+                                                  int x_size) {
+  return int64_t{2} * vecs * width * block_threads * acc_size_of(x_size);
+}
+constexpr bool backward_warp_fits(int x_size) {
+  for (const int width : {1, vector_width(x_size)}) {
+    const int64_t cols = int64_t{kWarpThreads} * most_backward_warp_vecs(width) * width;
+    for (const bool epilogue : {false, true}) {
+      const bool activates = backward_warp_activates(width, false, epilogue, true);
+      const int threads = backward_warp_threads(x_size, activates);
+      if (backward_warp_shared_bytes(threads, cols, x_size) > kLeastSharedMemory) return false;
+    }
+  }
+  return true;
+}
+static_assert(backward_warp_fits(2) && backward_warp_fits(4) && backward_warp_fits(8),
+              "the longest rows of the warp kernel fit the smallest shared memory; the kernel has "
+              "no other");
+
+namespace backward {
+
+// ---- What was measured.
+
+// A logical warp adds up a chain of rows, and then adds its sum to a second sum in shared memory. A
+// single chain over all rows would be rounded as often as there are rows: the rms errors of dbias
+// for 1000003 x 37 and 4194304 x 64 float32 were 1.8 and 1.6 times PyTorch's. A chain has a quarter
+// of a logical warp's rows, within these bounds (1.1 and 0.8 times). Shorter chains are more exact
+// where rows are many, but slower (chains of 32 rows: 1.1 and 0.6 times; with them and with chains
+// of a quarter, 1000003 x 37 189.9, 189.3).
+constexpr int kFewestRowsOfChain = 32, kMostRowsOfChain = 512;
+constexpr int kChains = 4;
+
+// Rows of at most this many vectors go to logical warps, longer rows to teams of whole warps, which
+// would have idle lanes with shorter rows. Times by teams of whole warps, bfloat16: 262144 x 64
+// 151.9; 262144 x 256 152.0 (0.65 of copy speed); 262144 x 384 168.6 (0.87 of it).
+constexpr int64_t kGroupWarpVectors = 32;
+
+// ---- The plan.
+
+// The vectors and the lanes of a logical warp that owns a row.
+struct Lanes {
+  int vecs;
+  int lanes;
+};
+
+inline std::optional<Lanes> lanes_of(const Problem& problem, const Forced& forced) {
+  const int width = width_of(problem);
+  const int64_t vectors = ceil_div(problem.cols, width);
+  // A lane has the fewest vectors for which there are a kernel and enough lanes.
+  const int64_t fewest =
+      std::max<int64_t>(forced.value_or(Field::kVecs, 1), ceil_div(vectors, kWarpThreads));
+  const int vecs = backward_warp_vecs_from(width, fewest);
+  if (vecs == 0 || !forced.allows(Field::kVecs, vecs)) return std::nullopt;
+  return Lanes{vecs, power_of_two_from(ceil_div(vectors, vecs))};
+}
+
+// Whether logical warps take rows with a modulation. They do where whole warps would have idle
+// lanes.
+inline bool has_warp_kernel_for_groups(const Problem& problem, const Forced& forced) {
+  const bool is_short = problem.cols <= kGroupWarpVectors * vector_width(size_of(problem.x));
+  return problem.aligned && problem.x != DataType::kFloat64 && !problem.gated &&
+         (is_short || forced.strategy == Warp::kName);
+}
+
+// Lays out second sums where a logical warp has rows for more than one chain and shared memory has
+// room.
+inline void lay_out_second_sums(Warp& plan, const Problem& problem, const Device& device) {
+  int64_t rows = ceil_div(problem.rows, plan.blocks);
+  if (problem.modulated) rows = std::min(rows, problem.group_rows);
+  rows = ceil_div(rows, plan.threads / plan.lanes);
+  const int64_t chain_rows =
+      std::clamp<int64_t>(ceil_div(rows, kChains), kFewestRowsOfChain, kMostRowsOfChain);
+  const int64_t offset = round_up(plan.shared_bytes, kVectorBytes);
+  const int64_t bytes = offset + backward_warp_second_sums_bytes(plan.threads, plan.vecs,
+                                                                 plan.width, size_of(problem.x));
+  if (!problem.needs_dparams || rows <= chain_rows || bytes > room_of(device)) return;
+  plan.chain_rows = static_cast<int>(chain_rows);
+  plan.second_sums_offset = static_cast<int>(offset);
+  plan.shared_bytes = static_cast<int>(bytes);
+}
+
+inline std::optional<Warp> Warp::make(const Problem& problem, const Device& device,
+                                      const Forced& forced) {
+  if (!forced.allows(kName, {Field::kVecs})) return std::nullopt;
+  const bool takes_groups = !is_of_rows(problem) && has_warp_kernel_for_groups(problem, forced);
+  if (problem.modulated && !takes_groups) return std::nullopt;
+  const auto lanes = lanes_of(problem, forced);
+  if (!lanes) return std::nullopt;
+  Warp plan;
+  plan.width = width_of(problem);
+  plan.vecs = lanes->vecs;
+  plan.lanes = lanes->lanes;
+  const int x_size = size_of(problem.x);
+  plan.threads = backward_warp_threads(
+      x_size, backward_warp_activates(plan.width, problem.residual, problem.has_epilogue,
+                                      problem.x == problem.y));
+  plan.blocks = persistent_sets(problem, device, 1, plan.threads / plan.lanes);
+  plan.shared_bytes =
+      static_cast<int>(backward_warp_shared_bytes(plan.threads, problem.cols, x_size));
+  lay_out_second_sums(plan, problem, device);
+  if (problem.modulated) {
+    lay_out_parts(plan.parts, plan, plan.blocks, 2, problem, device);
+  } else {
+    lay_out_partials(plan, plan.blocks, problem);
+  }
+  return plan;
+}
+}  // namespace backward
+}  // namespace fused_layernorm

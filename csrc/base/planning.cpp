@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forced parts of plans, of the whole process, and what is said where they cannot be had.
+#include "base/planning.h"
+
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+
+namespace fused_layernorm {
+namespace {
+
+std::mutex forced_mutex;
+Forced forced_plan;
+
+}  // namespace
+
+Forced forced_now() {
+  const std::lock_guard<std::mutex> lock(forced_mutex);
+  return forced_plan;
+}
+
+void set_forced(Forced forced) {
+  const std::lock_guard<std::mutex> lock(forced_mutex);
+  forced_plan = std::move(forced);
+}
+
+void refuse(const Forced& forced, const Problem& problem, bool backward) {
+  std::ostringstream with;
+  if (problem.residual) with << ", a residual";
+  if (problem.has_epilogue) with << ", an epilogue";
+  if (problem.modulated) with << ", a modulation";
+  if (backward && problem.modulated) with << " of groups of " << problem.group_rows << " rows";
+  if (backward && !problem.needs_dparams) with << ", no dweight and no dbias";
+  std::ostringstream message;
+  message << "fused_layernorm: the forced plan '" << forced.words << "' cannot run "
+          << (backward ? "backward" : "forward") << " of " << problem.rows << " rows of "
+          << problem.cols << " columns (x of " << name_of(problem.x) << ", weight of "
+          << name_of(problem.weight) << (backward ? ", dy of " : ", y of ") << name_of(problem.y)
+          << (problem.aligned ? ", aligned" : ", not aligned") << with.str() << ") on this device";
+  throw std::invalid_argument(message.str());
+}
+
+const char* name_of(DataType type) {
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64"};
+  return kNames[static_cast<int>(type)];
+}
+
+}  // namespace fused_layernorm
