@@ -44,7 +44,7 @@ PLANNED = "(plan)"  # the label of the plan's own choice
 FASTEST = 8  # plans that are named
 STRATEGIES = ("warp", "spread", "block", "ring", "split", "stream", "few_rows",
               "group", "rows")  # fmt: skip
-HOPPER = {"capability": 90, "sms": 132, "shared_memory": 232448}
+HOPPER = {"capability": 90, "sms": 132, "shared_memory": 232448, "l2_bytes": 50 << 20}
 
 Plan = dict[str, Any]
 
@@ -281,6 +281,7 @@ def current_device() -> dict[str, int]:
         "capability": 10 * device.major + device.minor,
         "sms": device.multi_processor_count,
         "shared_memory": device.shared_memory_per_block_optin,
+        "l2_bytes": device.L2_cache_size,
     }
 
 

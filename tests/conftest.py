@@ -127,6 +127,7 @@ class Plans:
                 capability=10 * properties.major + properties.minor,
                 sms=properties.multi_processor_count,
                 shared_memory=properties.shared_memory_per_block_optin,
+                l2_bytes=properties.L2_cache_size,
             )
         except (RuntimeError, ValueError) as error:
             if "cannot run" not in str(error):

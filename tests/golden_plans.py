@@ -18,12 +18,12 @@ import torch
 FILE = Path(__file__).with_suffix(".txt")
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 DEVICES = {
-    "T4": {"capability": 75, "sms": 40, "shared_memory": 65536},
-    "A100": {"capability": 80, "sms": 108, "shared_memory": 166912},
-    "RTX 4090": {"capability": 89, "sms": 128, "shared_memory": 101376},
-    "H100": {"capability": 90, "sms": 132, "shared_memory": 232448},
-    "H100 slice": {"capability": 90, "sms": 16, "shared_memory": 232448},
-    "B200": {"capability": 100, "sms": 148, "shared_memory": 232448},
+    "T4": {"capability": 75, "sms": 40, "shared_memory": 65536, "l2_bytes": 4 << 20},
+    "A100": {"capability": 80, "sms": 108, "shared_memory": 166912, "l2_bytes": 40 << 20},
+    "L40S": {"capability": 89, "sms": 142, "shared_memory": 101376, "l2_bytes": 96 << 20},
+    "H100": {"capability": 90, "sms": 132, "shared_memory": 232448, "l2_bytes": 50 << 20},
+    "H100 slice": {"capability": 90, "sms": 16, "shared_memory": 232448, "l2_bytes": 6 << 20},
+    "B200": {"capability": 100, "sms": 148, "shared_memory": 232448, "l2_bytes": 126 << 20},
 }
 # A problem has these words; the first is the type of x.
 WORDS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ BOTH = (
     "bfloat16 unaligned", "float64 unaligned", "float32 unaligned epilogue",
     "bfloat16 unaligned epilogue", "float32 unaligned residual", "bfloat16 unaligned residual",
     "bfloat16 unaligned weights-float32", "float32 A100", "bfloat16 A100", "bfloat16 T4",
-    "bfloat16 B200", "bfloat16 groups", "float32 unaligned groups",
+    "bfloat16 L40S", "bfloat16 B200", "bfloat16 groups", "float32 unaligned groups",
 )  # fmt: skip
 BACKWARD = ("bfloat16 no-dparams", "bfloat16 rows", "float32 unaligned rows",
             "bfloat16 groups gated")  # fmt: skip

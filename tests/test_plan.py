@@ -559,6 +559,34 @@ def test_chips_of_little_shared_memory_have_no_room_for_second_sums():
     assert plan(MANY * 10, 256, BF16, backward=True, device="T4")["chain_rows"] == 0
 
 
+@pytest.mark.parametrize(
+    ("device", "mb"), [("T4", 7), ("A100", 70), ("L40S", 168), ("H100", 96), ("B200", 220.5)]
+)
+@pytest.mark.parametrize(("backward", "tensors"), [(False, 2), (True, 3)])
+def test_what_stays_in_l2_depends_on_its_size(device, mb, backward, tensors):
+    """Calls of so many MB or more; seven quarters of L2, but for a Hopper, which was measured."""
+    rows = int(mb * 2**20) // (1024 * 4 * tensors)
+    problem = {"backward": backward, "device": device}
+    if backward and device in ("T4", "A100", "L40S"):
+        problem |= {"needs_dparams": False}  # no chip without bulk copies lets anything stay
+        assert not plan(rows + 1, 1024, **problem)["stays_in_l2"]
+        return
+    assert plan(rows + 1, 1024, **problem)["stays_in_l2"]
+    assert not plan(rows - 1, 1024, **problem)["stays_in_l2"]
+
+
+@pytest.mark.parametrize(
+    ("device", "mb"), [("T4", 2.4), ("A100", 24), ("L40S", 57.6), ("H100", 32), ("B200", 75.6)]
+)
+def test_few_rows_are_those_that_l2_holds(device, mb):
+    """x and dy are read twice, the second time from L2: up to three fifths, or what was measured."""
+    cols = 4096
+    rows = int(mb * 2**20) // (2 * 4 * cols)
+    few = min(rows, 2048)
+    assert plan(few, cols, backward=True, device=device)["strategy"] == "few_rows"
+    assert plan(few + 1, cols, backward=True, device=device)["strategy"] != "few_rows"
+
+
 def test_backward_rows_go_to_as_many_multiprocessors_as_there_are():
     """A block has the fewest teams with which every row has a team at once, or as many as fit."""
     for rows, teams in ((1025, 8), (1056, 8), (1057, 9), (1848, 14), (1849, 15), (100_000, 15)):
@@ -659,9 +687,10 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     slices = {"blocks_per_row", "slice_cols"}
     persistent = {"width", "vecs", "team_threads", "teams", "stage_cols", "bulk", "stages"}
     persistent |= {"stays_in_l2"}
-    assert set(plan(MANY, 64)) == launch | {"vecs", "lanes", "moves"}
-    assert set(plan(9, 512)) == launch | {"lanes", "warps", "thread_vecs"}
-    assert set(plan(9, 4096)) == launch | {"vecs", "moves", "early"}
+    held = launch | {"stays_in_l2"}
+    assert set(plan(MANY, 64)) == held | {"vecs", "lanes", "moves"}
+    assert set(plan(9, 512)) == held | {"lanes", "warps", "thread_vecs"}
+    assert set(plan(9, 4096)) == held | {"vecs", "moves", "early"}
     ring = {"blocks_per_row", "groups", "slots", "is_long"}
     assert set(plan(9, 65536)) == launch | ring
     assert set(plan(9, 2**24)) == launch | slices | {"width", "totals_offset"}
@@ -870,8 +899,8 @@ def test_a_refusal_names_what_was_forced_and_the_problem():
     [
         (
             "strategy=fast",
-            "no strategy is called 'fast': expected warp, spread, block, split, ring, stream, "
-            "few_rows, group or rows",
+            "no strategy is called 'fast': expected spread, warp, block, ring, stream, "
+            "few_rows, split, rows or group",
         ),
         (
             "threads=128",

@@ -215,7 +215,7 @@ inline std::optional<Block> Block::make(const Problem& problem, const Device& de
   plan.bulk = stages.has_value();
   if (plan.bulk) {
     plan.stages = *stages;
-    plan.stays_in_l2 = rows_stay_in_l2(problem);
+    plan.stays_in_l2 = rows_stay_in_l2(problem, device);
     const int64_t bytes =
         rows->team.param_bytes + plan.stages * plan.teams * rows->team.stage_bytes;
     plan.shared_bytes = static_cast<int>(std::max(sums, bytes));

@@ -101,12 +101,11 @@ namespace backward {
 
 // Blocks on rows compute dx, and blocks on columns beside them compute dweight and dbias. x and dy
 // are then read twice, the second time from L2, but no second launch adds up partial sums. The
-// limits below are the most rows, aligned and not, and the most bytes. In one launch and in two,
-// bfloat16: 128 x 1024 2.8, 9.3; 512 x 1023 5.4, 9.0; 512 x 4096 7.3, 13.4; 2048 x 768 10.1, 10.4;
-// 2048 x 4096 21.4, 23.1; 1024 x 8192 24.4, 26.9.
+// limits are the most rows, aligned and not, and the bytes that L2 holds (32 MB here). In one
+// launch and in two, bfloat16: 128 x 1024 2.8, 9.3; 512 x 1023 5.4, 9.0; 512 x 4096 7.3, 13.4; 2048
+// x 768 10.1, 10.4; 2048 x 4096 21.4, 23.1; 1024 x 8192 24.4, 26.9.
 constexpr int kFewAlignedRows = 2048;
 constexpr int kFewOtherRows = 1024;
-constexpr int64_t kFewRowsBytes = int64_t{32} << 20;  // of x and dy
 // The most rows that a team does not keep in registers. In one launch and in two, bfloat16: 16 x
 // 16384 9.1, 14.6; 256 x 12288 16.2, 20.4; 384 x 16384 25.4, 29.5; but 512 x 12288 25.2, 24.2.
 constexpr int kFewLongRows = 384;
@@ -155,10 +154,11 @@ constexpr int64_t kFewRowsBlocks = 9, kFewRowsPlaces = 8;
 
 // ---- The plan.
 
-inline bool has_few_rows(const Problem& problem) {
+inline bool has_few_rows(const Problem& problem, const Device& device) {
   const int64_t most = problem.aligned ? kFewAlignedRows : kFewOtherRows;
   return problem.rows <= most &&
-         problem.rows * problem.cols * (size_of(problem.x) + size_of(problem.y)) <= kFewRowsBytes;
+         problem.rows * problem.cols * (size_of(problem.x) + size_of(problem.y)) <=
+             l2_limits(device).read_again;
 }
 
 // Whether few rows go to teams of whole warps: there is a kernel, and rows that a team does not
@@ -216,7 +216,7 @@ inline bool may_share_few_rows(const FewRows& plan, const Problem& problem, cons
 inline std::optional<FewRows> FewRows::make(const Problem& problem, const Device& device,
                                             const Forced& forced) {
   const bool allowed = !problem.modulated && forced.allows(kName, {Field::kVecs, Field::kTeams});
-  if (!allowed || !(has_few_rows(problem) || !forced.strategy.empty())) return std::nullopt;
+  if (!allowed || !(has_few_rows(problem, device) || !forced.strategy.empty())) return std::nullopt;
   FewRows plan;
   plan.width = width_of(problem);
   int teams;

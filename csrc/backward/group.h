@@ -93,7 +93,7 @@ inline std::optional<Group> Group::make(const Problem& problem, const Device& de
                                 holds ? kKeptRowStages : kTwiceReadRowStages);
     plan.stages = forced.value_or(Field::kStages, std::min(most, wanted));
     if (plan.stages > most || plan.stages < least) return std::nullopt;
-    plan.stays_in_l2 = rows_stay_in_l2(problem);
+    plan.stays_in_l2 = rows_stay_in_l2(problem, device);
     plan.sums_offset = static_cast<int>(team->param_bytes + plan.stages * bytes);
   }
   plan.bulk = ring;

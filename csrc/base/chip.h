@@ -17,8 +17,22 @@ struct Device {
   int capability = 90;         // 10 * major + minor
   int sms = 132;               // streaming multiprocessors
   int shared_memory = 232448;  // bytes that one block may have
-  bool starts_early = true;    // a kernel may start before the one in front of it has ended
+  int64_t l2_bytes = int64_t{50} << 20;
+  bool starts_early = true;  // a kernel may start before the one in front of it has ended
 };
+
+// What L2 decides. The numbers were measured on Hopper, on an H200 (60 MB of L2), and hold on an
+// H100 (50 MB). Other chips, and slices of a Hopper, have the same in proportion: nobody measured
+// them.
+struct L2Limits {
+  int64_t large_call;  // a call that moves so many bytes lets them stay, as other data does
+  int64_t read_again;  // so many bytes are found in L2 when they are read a second time
+};
+constexpr L2Limits l2_limits(const Device& device) {
+  constexpr int64_t kMB = 1 << 20;
+  if (device.capability == 90 && device.l2_bytes >= 48 * kMB) return {96 * kMB, 32 * kMB};
+  return {device.l2_bytes * 7 / 4, device.l2_bytes * 3 / 5};
+}
 
 constexpr int kWarpThreads = 32;
 constexpr int kMostBlockThreads = 1024;

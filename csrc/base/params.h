@@ -103,7 +103,7 @@ struct ForwardParams {
 
   int64_t rows = 0;
   int32_t cols = 0;
-  bool stays_in_l2 = false;  // the L2Policy of what is read and written once (device/vec.cuh)
+  bool stays_in_l2 = false;  // as the plan says (InRegisters in forward/row.h)
   bool is_rms = false;       // RMSNorm: the mean counts as zero and is not written
   Scalar inverse_cols;       // 1 / cols
   Scalar eps;

@@ -45,7 +45,7 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
                           std::optional<ScalarType> weight_dtype, std::optional<ScalarType> y_dtype,
                           std::optional<bool> aligned, bool residual, bool has_epilogue,
                           bool needs_dparams, int64_t group_rows, bool gated, int64_t capability,
-                          int64_t sms, int64_t shared_memory) {
+                          int64_t sms, int64_t shared_memory, int64_t l2_bytes) {
   const ScalarType weight = weight_dtype.value_or(dtype), y = y_dtype.value_or(dtype);
   Problem problem;
   problem.x = data_type(dtype);
@@ -71,8 +71,10 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
         "expected rows in whole groups, got ", rows, " rows in groups of ", group_rows);
   problem.modulated = group_rows > 0;
   problem.group_rows = group_rows;
+  check(l2_bytes >= 1 && l2_bytes < int64_t{1} << 40, "expected a device with L2, got ", l2_bytes,
+        " bytes of it");
   const Device device = {static_cast<int>(capability), static_cast<int>(sms),
-                         static_cast<int>(shared_memory)};
+                         static_cast<int>(shared_memory), l2_bytes};
   if (!backward) return describe(make_forward_plan(problem, device));
   if (gated) {
     problem.gated = true;
@@ -95,7 +97,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
       "_plan(int rows, int cols, ScalarType dtype, *, bool backward=False, ScalarType? "
       "weight_dtype=None, ScalarType? y_dtype=None, bool? aligned=None, bool residual=False, bool "
       "has_epilogue=False, bool needs_dparams=True, int group_rows=0, bool gated=False, int "
-      "capability=90, int sms=132, int shared_memory=232448) -> str");
+      "capability=90, int sms=132, int shared_memory=232448, int l2_bytes=52428800) -> str");
   // None ends all forcing. force_plan.h lists the options.
   m.def("_force(str? options) -> ()");
 }

@@ -14,7 +14,7 @@
 namespace fused_layernorm {
 namespace forward {
 
-struct Block : Launch {
+struct Block : InRegisters {
   static constexpr const char* kName = "block";
   int vecs = 3;
   Moves moves = Moves::kVectors;
@@ -24,7 +24,7 @@ struct Block : Launch {
                                    const Forced& forced);
   template <typename Json>
   void describe(Json& json) const {
-    json.add("vecs", vecs).add("moves", moves).add("early", early);
+    json.add("stays_in_l2", stays_in_l2).add("vecs", vecs).add("moves", moves).add("early", early);
   }
 };
 
@@ -219,6 +219,7 @@ inline std::optional<Block> Block::make(const Problem& problem, const Device& de
                               *threads * vecs < best->threads * best->vecs;
     if (best && !fewer_places) continue;
     Block plan;
+    plan.stays_in_l2 = rows_stay_in_l2(problem, device);
     plan.vecs = vecs;
     plan.moves = moves_of(problem);
     plan.threads = *threads;

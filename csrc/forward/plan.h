@@ -32,8 +32,8 @@ using Plan = std::variant<Spread, Warp, Block, Ring, Stream>;
 // (has_kernels), with `aligned` only where the columns allow it. Throws std::invalid_argument, with
 // a message of one sentence, if the forced parts cannot run the problem.
 forward::Plan make_forward_plan(const Problem& problem, const Device& device);
-// Whether what forward reads and writes once stays in L2 as other data does (ForwardParams).
-bool stays_in_l2(const Problem& problem);
+// What the plan says for ForwardParams::stays_in_l2.
+bool stays_in_l2(const forward::Plan& plan);
 
 // Each launch function enqueues its kernels on `stream` of the current device and returns the first
 // error.

@@ -12,16 +12,20 @@
 namespace fused_layernorm {
 namespace forward {
 
-struct Spread : Launch {
+struct Spread : InRegisters {
   static constexpr const char* kName = "spread";
   int lanes = 1;        // of a logical warp, on one row
   int warps = 1;        // on the same rows
   int thread_vecs = 1;  // vectors of a row that a thread owns; follows from the lanes
 
-  static std::optional<Spread> make(const Problem& problem, const Device&, const Forced& forced);
+  static std::optional<Spread> make(const Problem& problem, const Device& device,
+                                    const Forced& forced);
   template <typename Json>
   void describe(Json& json) const {
-    json.add("lanes", lanes).add("warps", warps).add("thread_vecs", thread_vecs);
+    json.add("stays_in_l2", stays_in_l2)
+        .add("lanes", lanes)
+        .add("warps", warps)
+        .add("thread_vecs", thread_vecs);
   }
 };
 
@@ -77,7 +81,7 @@ constexpr int64_t most_spread_bytes(int warps) { return int64_t{warps == 1 ? 64 
 
 namespace forward {
 
-inline std::optional<Spread> Spread::make(const Problem& problem, const Device&,
+inline std::optional<Spread> Spread::make(const Problem& problem, const Device& device,
                                           const Forced& forced) {
   const bool allowed = forced.allows(kName, {}) && is_bare(problem) && problem.aligned &&
                        is_one_type(problem.x, problem.weight, problem.y);
@@ -85,6 +89,7 @@ inline std::optional<Spread> Spread::make(const Problem& problem, const Device&,
   if (!lanes) return std::nullopt;
   const int x_size = size_of(problem.x);
   Spread plan;
+  plan.stays_in_l2 = rows_stay_in_l2(problem, device);
   plan.lanes = lanes->lanes;
   const bool stays = may_stay_in_warp(x_size, plan.lanes, lanes->vecs);
   (stays ? plan.thread_vecs : plan.warps) = lanes->vecs;

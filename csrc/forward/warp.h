@@ -14,16 +14,17 @@
 namespace fused_layernorm {
 namespace forward {
 
-struct Warp : Launch {
+struct Warp : InRegisters {
   static constexpr const char* kName = "warp";
   int vecs = 1;   // vectors of a row that a lane owns
   int lanes = 1;  // on one row
   Moves moves = Moves::kVectors;
 
-  static std::optional<Warp> make(const Problem& problem, const Device&, const Forced& forced);
+  static std::optional<Warp> make(const Problem& problem, const Device& device,
+                                  const Forced& forced);
   template <typename Json>
   void describe(Json& json) const {
-    json.add("vecs", vecs).add("lanes", lanes).add("moves", moves);
+    json.add("stays_in_l2", stays_in_l2).add("vecs", vecs).add("lanes", lanes).add("moves", moves);
   }
 };
 
@@ -177,11 +178,13 @@ inline std::optional<Lanes> lanes_of(const Problem& problem, const Forced& force
   return lanes;
 }
 
-inline std::optional<Warp> Warp::make(const Problem& problem, const Device&, const Forced& forced) {
+inline std::optional<Warp> Warp::make(const Problem& problem, const Device& device,
+                                      const Forced& forced) {
   if (!forced.allows(kName, {Field::kVecs})) return std::nullopt;
   const auto lanes = lanes_of(problem, forced);
   if (!lanes) return std::nullopt;
   Warp plan;
+  plan.stays_in_l2 = rows_stay_in_l2(problem, device);
   plan.vecs = lanes->vecs;
   plan.lanes = lanes->lanes;
   plan.moves = moves_of(problem);

@@ -143,6 +143,7 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   const forward::Plan plan = make_forward_plan(problem, device_of(device_index));
   const Workspace workspace(input, launch_of(plan).workspace_bytes);
   params.workspace = workspace.data();
+  params.stays_in_l2 = stays_in_l2(plan);
   check_launch(launch_layer_norm_forward(params, data_types, plan, stream), "forward", shape.rows,
                shape.cols, data_types, plan);
   if (!contiguous) torch::stable::copy_(result.y, y);

@@ -112,8 +112,10 @@ int64_t prepare_forward(const DirectForward* call, DirectLaunch* into) {
     const bool aligned =
         is_aligned(f.input) && is_aligned(f.residual) && types.kernel.aligned(n.cols);
     const Problem problem = complete(params, data_types, computation, aligned);
-    const auto* const prepared = new (into->bytes) PreparedForward{
-        params, data_types, make_forward_plan(problem, device_of(n.device)), n.device};
+    const forward::Plan plan = make_forward_plan(problem, device_of(n.device));
+    params.stays_in_l2 = stays_in_l2(plan);
+    const auto* const prepared =
+        new (into->bytes) PreparedForward{params, data_types, plan, n.device};
     return launch_of(prepared->plan).workspace_bytes;
   });
 }

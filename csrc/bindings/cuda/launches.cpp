@@ -78,7 +78,6 @@ Problem complete(ForwardParams& params, const DataTypes& types, const Computatio
   params.plain_weight =
       computation.weight_offset == 0.0 && computation.xhat_rounding == XhatRounding::kNone;
   problem.has_epilogue = computation.activates() || !params.plain_weight;
-  params.stays_in_l2 = stays_in_l2(problem);
   params.eps = Scalar(computation.eps);
   complete_common(params, computation, problem.has_epilogue);
   if (!params.plain_weight) {

@@ -87,6 +87,7 @@ const Device& device_of(int index) {
                                 attribute(cudaDevAttrComputeCapabilityMinor);
     devices[index].sms = attribute(cudaDevAttrMultiProcessorCount);
     devices[index].shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    devices[index].l2_bytes = attribute(cudaDevAttrL2CacheSize);
     // Drivers from CUDA 12.4 on support the early start of a kernel in CUDA graphs as well.
     constexpr int kLeastDriver = 12040;
     int driver = 0;
