@@ -579,7 +579,7 @@ def test_what_stays_in_l2_depends_on_its_size(device, mb, backward, tensors):
     ("device", "mb"), [("T4", 2.4), ("A100", 24), ("L40S", 57.6), ("H100", 32), ("B200", 75.6)]
 )
 def test_few_rows_are_those_that_l2_holds(device, mb):
-    """x and dy are read twice, the second time from L2: up to three fifths, or what was measured."""
+    """x and dy are read twice, the second time from L2, three fifths of which they may take."""
     cols = 4096
     rows = int(mb * 2**20) // (2 * 4 * cols)
     few = min(rows, 2048)
