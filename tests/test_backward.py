@@ -211,21 +211,6 @@ def test_few_rows_have_the_dx_of_many(plans, cols, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=ids)
-@pytest.mark.parametrize("rows", [1, 3, 64, 101])
-def test_elements_that_threads_share_give_the_dx_of_many(plans, dtype, rows):
-    """A row of single elements, of which several threads share what one would own."""
-    shared = set()
-    for cols in (5, 31, 65, 127, 129, 255, 257, 285, 511, 513, 1027, 1492, 2047, 2049, 3001):
-        plans.force(None)
-        plan = plans.of(rows, cols, dtype, backward=True, aligned=False)
-        if plan["sharers"] > 1:
-            shared.add(plan["vecs"])
-        _check_few_rows(plans, Problem((rows, cols), dtype=dtype))
-    assert shared == {4, 8, 16}
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "cols"), [(F32, 8200), (F32, 10_000), (BF16, 8200), (BF16, 16_384), (F16, 12_288)]
 )

@@ -166,16 +166,7 @@ def check_backward(p, rows, cols, problem, _chip):
         assert vectors <= p["team_threads"] * p["vecs"]
         assert p["teams"] * p["team_threads"] == p["threads"] <= 512
         assert p["by_lanes"] or p["teams"] <= 15  # each has a hardware barrier
-        assert p["sharers"] in (1, 4)
-        assert p["teams"] % p["sharers"] == 0
-        rows_at_once = p["teams"] // p["sharers"]
-        if p["sharers"] > 1:
-            assert width == 1
-            assert one_type(problem)
-            assert bare(problem)
-            assert p["team_threads"] % 32 == 0
-            assert p["shared_bytes"] >= rows_at_once * p["team_threads"] * p["vecs"] * 8
-        assert (p["blocks"] - p["column_blocks"]) * rows_at_once >= rows
+        assert (p["blocks"] - p["column_blocks"]) * p["teams"] >= rows
         assert (p["column_blocks"] > 0) == problem["needs_dparams"]
         if problem["needs_dparams"]:
             # Every column belongs to one block on columns, and no such block is empty.
@@ -695,7 +686,7 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     assert set(plan(9, 65536)) == launch | ring
     assert set(plan(9, 2**24)) == launch | slices | {"width", "totals_offset"}
     teams = {"width", "vecs", "team_threads", "teams", "by_lanes"}
-    assert set(plan(9, 64, backward=True)) == launch | teams | {"sharers", "column_blocks"}
+    assert set(plan(9, 64, backward=True)) == launch | teams | {"column_blocks"}
     lanes = {"width", "vecs", "lanes", "chain_rows", "second_sums_offset"}
     assert set(plan(MANY, 64, backward=True)) == launch | partials | lanes
     assert set(plan(MANY, 4096, backward=True)) == launch | partials | persistent
@@ -755,8 +746,6 @@ def test_what_the_ladder_plans_can_be_forced(backward):
             parts = {"strategy": p["strategy"], **{key: p[key] for key in keys if p.get(key)}}
             if p["strategy"] == "stream":
                 del parts["blocks_per_row"]  # the number of chunks is fixed
-            if p.get("sharers", 1) > 1:
-                del parts["teams"]  # forced teams do not share a row
             if "bulk" in p:
                 parts["bulk"] = int(p["bulk"])
             options = " ".join(f"{key}={value}" for key, value in parts.items())

@@ -168,68 +168,8 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamL
   }
 }
 
-// The same where kFewRowsSharers teams share an unaligned row: of the elements that a thread of one
-// team would own, each team's thread computes xhat and g of a part, and puts them into `shared`.
-// From there each team takes the sums of the whole row, in the order of one team.
-template <typename N, int kVecs>
-__device__ __forceinline__ void shared_rows_dx(const BackwardParams& p, const TeamLayout& layout,
-                                               int block, void* shared) {
-  using Acc = typename N::Acc;
-  using X = typename N::X;
-  using Y = typename N::Y;
-  using W = typename N::W;
-  constexpr int kOwn = kVecs / kFewRowsSharers;
-  __shared__ alignas(16) Pair<Acc> scratch[kRowTeamScratch];
-  const RowTeam<Acc> team(layout);
-  const int row_in_block = team.index / kFewRowsSharers, part = team.index % kFewRowsSharers;
-  const int64_t own_row = int64_t{block} * (layout.teams / kFewRowsSharers) + row_in_block;
-  const int64_t row = min(own_row, p.rows - 1);
-  const Share<kOwn> share = {part * kOwn * team.threads + team.thread, team.threads, p.cols};
-  const X* x_row = x_row_of<N>(p, row, 0);
-  const Y* dy_row = dy_row_of<N>(p, row, 0);
-  Vec<X, 1> x[kOwn];
-  Vec<Y, 1> dy[kOwn];
-  Vec<W, 1> weight[kOwn];
-#pragma unroll
-  for (int k = 0; k < kOwn; ++k) {
-    x[k] = load<Use::kReadOnly, 1>(element(x_row, share.template col<1>(k)));
-    dy[k] = load<Use::kReadOnly, 1>(element(dy_row, share.template col<1>(k)));
-    // With a dy of zero, a missing element adds zero.
-    if (!share.has(k)) dy[k] = {};
-    weight[k] = load_given<1, W>(p.weight, Absent::kOnes, share, k);
-  }
-  const auto [mean, rstd] = load_statistics<Acc>(p, row);
-  // xhat and g of each element of the row.
-  Pair<Acc>* const elements = static_cast<Pair<Acc>*>(shared) + row_in_block * kVecs * team.threads;
-  Acc xhat[kOwn][1], g[kOwn][1];
-#pragma unroll
-  for (int k = 0; k < kOwn; ++k) {
-    const Gradients<N, 1> gradients(p, x[k], dy[k], mean, rstd, weight[k], {});
-    xhat[k][0] = gradients.xhat[0];
-    g[k][0] = gradients.g[0];
-    elements[share.vector(k)] = {xhat[k][0], g[k][0]};
-  }
-  __syncthreads();
-  Pair<Acc> sums;
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
-    const Pair<Acc> element = elements[k * team.threads + team.thread];
-    const Acc its_xhat[1] = {element.first}, its_g[1] = {element.second};
-    N::Statistic::add_sums(sums, its_xhat, its_g);
-  }
-  sums = team.sum(sums, scratch);
-  if (own_row >= p.rows) return;
-  const Pair<Acc> means = means_of(p, sums);
-  const DxRow<N> dx_row(p, row, 0);
-#pragma unroll
-  for (int k = 0; k < kOwn; ++k) {
-    if (!share.has(k)) continue;
-    dx_row.store(share.vector(k), xhat[k], g[k], means, rstd, negative_zeros<X, 1>());
-  }
-}
-
 // The blocks on columns come first, because those of several rows take longest.
-template <typename N, int kWidth, int kVecs, bool kShares>
+template <typename N, int kWidth, int kVecs>
 __global__ void __launch_bounds__(kBackwardThreads,
                                   few_rows_blocks(kWidth, kVecs, N::Epilogue::kMayActivate))
     layer_norm_backward_few_rows_kernel(const int column_blocks, const TeamLayout layout,
@@ -243,11 +183,7 @@ __global__ void __launch_bounds__(kBackwardThreads,
       ColumnGradients<N, kWidth>::run(p, blockIdx.x, shared);
     }
   } else if (p.dx != nullptr) {
-    if constexpr (kShares) {
-      shared_rows_dx<N, kVecs>(p, layout, block, shared);
-    } else {
-      few_rows_dx<N, kWidth, kVecs>(p, layout, block);
-    }
+    few_rows_dx<N, kWidth, kVecs>(p, layout, block);
   }
 }
 
@@ -268,14 +204,9 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
                                              kTypeOf<typename T::Y>, kFused, kKeeps)) {
             return cudaErrorInvalidValue;
           } else {
-            constexpr bool kMayShare =
-                has_shared_few_rows(kTypeOf<typename T::X>, kTypeOf<typename T::W>,
-                                    kTypeOf<typename T::Y>, width(), kFused);
-            return dispatch_bool<kMayShare>(plan.sharers > 1, [&](auto shares) {
-              return launch(layer_norm_backward_few_rows_kernel<N, width(), vecs(), shares()>, plan,
-                            stream, static_cast<int>(plan.column_blocks),
-                            TeamLayout(plan.threads, plan.team_threads, plan.by_lanes), params);
-            });
+            return launch(layer_norm_backward_few_rows_kernel<N, width(), vecs()>, plan, stream,
+                          static_cast<int>(plan.column_blocks),
+                          TeamLayout(plan.threads, plan.team_threads, plan.by_lanes), params);
           }
         });
       });

@@ -10,9 +10,6 @@ namespace backward {
 
 struct FewRows : OneRowATeam {
   static constexpr const char* kName = "few_rows";
-  // Teams that share a row: each computes a part of the elements that each thread of one team would
-  // own.
-  int sharers = 1;
   int64_t column_blocks = 0;  // of the launch's blocks, those on columns
 
   static std::optional<FewRows> make(const Problem& problem, const Device& device,
@@ -20,7 +17,7 @@ struct FewRows : OneRowATeam {
   template <typename Json>
   void describe(Json& json) const {
     OneRowATeam::describe(json);
-    json.add("sharers", sharers).add("column_blocks", column_blocks);
+    json.add("column_blocks", column_blocks);
   }
 };
 
@@ -68,18 +65,6 @@ static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<1, 8>{}, backward_block_vecs_from(1, 8, 1)) &&
                   contains(FewRowsVecs<2, 8>{}, backward_block_vecs_from(2, 8, 1)),
               "few rows have a kernel wherever a team of whole warps keeps the row");
-// A thread that moves single elements owns many of them, and works on one after the other. Where
-// rows are few, several threads share these elements, and exchange xhat and g of the row through
-// shared memory.
-constexpr int kFewRowsSharers = 4;
-constexpr bool has_shared_few_rows(DataType x, DataType weight, DataType y, int width, bool fused) {
-  return width == 1 && !fused && is_one_type(x, weight, y);
-}
-constexpr int few_rows_exchanged_bytes(int block_threads, int vecs) {
-  return block_threads / kFewRowsSharers * vecs * 2 * static_cast<int>(sizeof(float));
-}
-static_assert(first_from(FewRowsVecs<1, 4>{}, 1) % kFewRowsSharers == 0,
-              "the threads that share have as many elements each");
 // The number of lanes side by side on one row in blocks that compute only dweight and dbias. They
 // move 64 bytes of the row by vectors, or a sector of 32 bytes by single elements.
 constexpr int column_lanes(int width, int x_size) { return width == 1 ? 32 / x_size : 4; }
@@ -92,8 +77,6 @@ static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 409
                   few_rows_shared_bytes(kBackwardThreads, vector_width(4), 4) <= 4096 &&
                   few_rows_shared_bytes(kBackwardThreads, vector_width(8), 8) <= 4096,
               "shared memory never decides how many blocks of few rows run at once");
-static_assert(few_rows_exchanged_bytes(kBackwardThreads, kKeptColsPerThread) <= 16384,
-              "nor does it where teams share rows");
 
 namespace backward {
 
@@ -131,14 +114,6 @@ constexpr FewRowsRung kFewRowsThreads[] = {
 static_assert(is_ladder(kFewRowsThreads) &&
                   rung_of(kFewRowsThreads, kNoEnd).block_threads <= kBackwardThreads,
               "blocks of few rows have kernels");
-// Whether several teams share a row of single elements. Times where four teams share a row, and
-// where each has one: bfloat16 8 x 285 1.53, 1.81; 64 x 1023 2.34, 3.00; 128 x 1023 2.64, 3.18;
-// 1 x 1492 1.94, 2.28; float32 128 x 285 2.20, 2.73. Not shared: bfloat16 512 x 1023 5.14, 4.80;
-// 128 x 2047 3.65, 3.56; float32 64 x 1492 3.08, 2.80; 512 x 65 3.00, 2.87.
-constexpr bool shares_few_rows(int64_t rows, int64_t cols, int x_size) {
-  return rows <= 128 && rows * cols <= 1 << 17 && (x_size == 2 || cols <= 1024);
-}
-
 // The teams of whole warps in a block. Aligned rows have the most teams that kFewRowsThreads
 // allows, if a team has fewer threads than kFewRowsLeastThreads (four and two teams, bfloat16:
 // 1024 x 2048 7.9, 9.1; 2048 x 1536 12.1, 17.4; 2048 x 2048 12.4, 15.3; eight and four teams,
@@ -169,8 +144,8 @@ inline bool may_take_few_rows(const Team& team, const Problem& problem, const Fo
          has_few_rows_kernel(problem.x, problem.weight, problem.y, is_fused(problem), team.keeps);
 }
 
-// Lays out blocks of `teams` teams, whose number is a multiple of the sharers: blocks on rows
-// compute dx, and blocks on columns beside them compute dweight and dbias.
+// Lays out blocks of `teams` teams: blocks on rows compute dx, and blocks on columns beside them
+// compute dweight and dbias.
 inline void lay_out_few_rows(FewRows& plan, const Problem& problem, int teams) {
   const int x_size = size_of(problem.x);
   plan.threads = plan.team_threads * teams;
@@ -180,11 +155,7 @@ inline void lay_out_few_rows(FewRows& plan, const Problem& problem, int teams) {
       problem.needs_dparams ? ceil_div(problem.cols, int64_t{lanes} * plan.width) : 0;
   plan.shared_bytes =
       problem.needs_dparams ? few_rows_shared_bytes(plan.threads, plan.width, x_size) : 0;
-  if (plan.sharers > 1) {
-    const int exchanged = few_rows_exchanged_bytes(plan.threads, plan.vecs);
-    plan.shared_bytes = std::max(plan.shared_bytes, exchanged);
-  }
-  plan.blocks = ceil_div(problem.rows, teams / plan.sharers) + plan.column_blocks;
+  plan.blocks = ceil_div(problem.rows, teams) + plan.column_blocks;
 }
 
 // The teams of whole warps that a block of few rows should have.
@@ -202,15 +173,6 @@ inline int few_rows_teams(FewRows plan, const Problem& problem, const Device& de
     if (kFewRowsPlaces * plan.blocks <= kFewRowsBlocks * places) return teams;
   }
   return plan.width > 1 ? 1 : most;
-}
-
-// Whether several teams share a row of single elements. Forced teams do not.
-inline bool may_share_few_rows(const FewRows& plan, const Problem& problem, const Forced& forced) {
-  return has_shared_few_rows(problem.x, problem.weight, problem.y, plan.width, is_fused(problem)) &&
-         plan.team_threads % kWarpThreads == 0 &&
-         plan.team_threads * kFewRowsSharers <= kBackwardThreads &&
-         shares_few_rows(problem.rows, problem.cols, size_of(problem.x)) &&
-         !forced.has(Field::kTeams);
 }
 
 inline std::optional<FewRows> FewRows::make(const Problem& problem, const Device& device,
@@ -234,12 +196,6 @@ inline std::optional<FewRows> FewRows::make(const Problem& problem, const Device
     teams = few_rows_teams(plan, problem, device);
   } else {
     return std::nullopt;
-  }
-  if (may_share_few_rows(plan, problem, forced)) {
-    plan.sharers = kFewRowsSharers;
-    const int threads = rung_of(kFewRowsThreads, problem.rows).block_threads;
-    const int row_threads = plan.team_threads * plan.sharers;
-    teams = std::max(1, threads / row_threads) * plan.sharers;
   }
   teams = forced.value_or(Field::kTeams, teams);
   lay_out_few_rows(plan, problem, teams);
