@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Heads: the rows of q and k, one for each head of each position, are normalized and rotated in one
-// launch. This file has what a launch is given, its limits and its plan; forward/heads.cu has the
-// kernels, backward/heads.h and backward/heads.cu the same for backward.
+// launch. This file has the plan, base/heads.h what a launch is given and its limits;
+// forward/heads.cu has the kernels, backward/heads.h and backward/heads.cu the same for backward.
 //
 // A row of D columns belongs to a power-of-two part of a warp, whose lanes have vectors in pairs:
 // the two vectors of a pair are what a rotation of halves turns together, so it needs no exchange
@@ -13,73 +13,10 @@
 #include <optional>
 
 #include "base/cuda_types.h"
-#include "base/params.h"
+#include "base/heads.h"
 #include "base/problem.h"
 
 namespace fused_layernorm {
-
-constexpr int kMostHeadCols = 256;
-// Pairs of a lane whose vectors are single elements. Such rows do not begin at multiples of 16
-// bytes, or their rotated part is no whole number of pairs of vectors.
-constexpr int kNarrowPairs = 4;
-static_assert(2 * kNarrowPairs * kWarpThreads >= kMostHeadCols, "a warp holds a row of elements");
-static_assert(2 * vector_width(4) * kWarpThreads >= kMostHeadCols, "a warp holds a row of vectors");
-
-enum class HeadStatistic : int32_t { kNone, kRms, kLayer };
-
-// The first element of head h of position s of sample b is b * batch + s * position + h * head.
-struct HeadStrides {
-  int64_t batch = 0, position = 0, head = 0;
-};
-
-// q or k.
-struct HeadSide {
-  const void* x = nullptr;
-  const void* dy = nullptr;      // backward
-  void* y = nullptr;             // backward: dx
-  const void* weight = nullptr;  // optional
-  const void* bias = nullptr;    // optional; forward
-  HeadStrides x_strides, dy_strides, y_strides;
-  int32_t heads = 0;
-  bool weight_is_float = false;  // float32, beside x of any type; else of x's type
-  bool bias_is_float = false;
-  bool rounds = false;      // forward: xhat and the norm's result are rounded to x's type
-  void* dweight = nullptr;  // backward, optional, of weight's type
-  void* dbias = nullptr;    // backward, optional, of bias's type
-
-  // Set by the plan. A warp works on `at_once` heads of one position at once (or on all heads of
-  // several positions, where there are fewer), and in a task on `slots` times as many.
-  int32_t at_once = 1;
-  int32_t chunks = 1;  // tasks of a position
-  int32_t tasks = 0;
-  int32_t blocks = 0;  // of the launch
-};
-
-struct HeadsParams {
-  HeadSide side[2];  // q, and k, which may have no heads
-  // cos and sin of the pairs of a position, of x's type or float32. A doubled row has 2 values for
-  // each pair: the second ones stand behind all first ones, or with interleaved pairs beside them.
-  const void* cos = nullptr;
-  const void* sin = nullptr;
-  HeadStrides cos_strides, sin_strides;
-  bool angles_are_float = false;
-  bool doubled = false;
-  bool interleaved = false;  // a pair is (2 i, 2 i + 1), else (i, i + rotary / 2)
-  float sin_sign = 1;        // -1 rotates back
-
-  DataType type = DataType::kFloat32;  // of q and k
-  bool aligned = true;    // all rows, and those of cos and sin, begin at multiples of 16 bytes
-  int32_t positions = 0;  // of all samples
-  int32_t seq = 0;        // positions of a sample
-  int32_t cols = 0;
-  int32_t rotary = 0;  // columns of a row that are rotated, the first ones
-  int32_t lanes = 1;   // on a row; set by the plan
-  HeadStatistic statistic = HeadStatistic::kRms;
-  float weight_offset = 0;
-  float eps = 0;
-  Scalar inverse_cols;
-  void* workspace = nullptr;
-};
 
 namespace forward {
 
