@@ -206,10 +206,10 @@ def applies(variant: str, model: nn.Module) -> bool:
     swap. All other models have the variants "swap" instead, and "swap_rotations" if they have
     attention modules whose rotation can be swapped.
     """
-    from fused_layernorm import swap_rotations
+    from fused_layernorm.swap import rotations
 
     if variant == "swap_rotations":
-        found = (swap_rotations.class_of(type(module)) for module in model.modules())
+        found = (rotations.class_of(type(module)) for module in model.modules())
         return any(isinstance(cls, type) for cls in found)
     written = hasattr(model, "operators")
     return not (variant.startswith("swap") if written else variant.startswith("operators"))

@@ -6,7 +6,7 @@
 
 Nothing is imported from the folder, so any version of a package will do, unpacked anywhere. For a
 new release, read what each unknown class computes, and enter the class with its digest into
-fused_layernorm/swap_table.py, or the digest of an RMSNorm into fused_layernorm/swap_rms.py.
+fused_layernorm/swap/table.py, or the digest of an RMSNorm into fused_layernorm/swap/rms.py.
 """
 
 import argparse
@@ -15,11 +15,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fused_layernorm import swap_channels, swap_rms, swap_source, swap_table
+from fused_layernorm.swap import channels, rms, source, table
 
 # Of RMSNorms, over rows and over channels.
-SOURCES = {**swap_rms.SOURCES, **swap_channels.SOURCES}
-CLASSES = {**swap_rms.CLASSES, **swap_channels.CLASSES}
+SOURCES = {**rms.SOURCES, **channels.SOURCES}
+CLASSES = {**rms.CLASSES, **channels.CLASSES}
 
 Class = tuple[str, ast.ClassDef, dict[str, ast.FunctionDef]]
 
@@ -51,12 +51,12 @@ def digest(cls: ast.ClassDef, functions: dict[str, ast.FunctionDef]) -> str | No
     forward = methods.get("forward")
     if forward is None:
         return None
-    called = swap_source.trees(forward, functions.get, methods.get)
-    return swap_source.digest_of_trees(forward, called)
+    called = source.trees(forward, functions.get, methods.get)
+    return source.digest_of_trees(forward, called)
 
 
 def known_layer_norm(module: str, cls: ast.ClassDef, found: str | None) -> str:
-    sources = swap_table.CLASSES.get((module, cls.name))
+    sources = table.CLASSES.get((module, cls.name))
     if found in SOURCES:
         return "computes RMSNorm"
     if sources is None:

@@ -16,7 +16,7 @@ _torch_release = tuple(int(n) for n in _re.findall(r"\d+", _torch.__version__)[:
 if _torch_release < (2, 10):
     raise ImportError(f"fused_layernorm needs torch >= 2.10; this is {_torch.__version__}")
 
-from . import distributed, layers, ops, tools  # noqa: E402, F401  (rules, hub layers, ...)
+from . import distributed, layers, ops  # noqa: E402, F401  (rules, hub layers, ...)
 from .compile import explain, fuse  # noqa: E402
 from .decompositions import decompositions  # noqa: E402
 from .functional import (  # noqa: E402
@@ -28,6 +28,7 @@ from .functional import (  # noqa: E402
     rms_norm,
 )
 from .heads import norm_rope, qk_norm_rope  # noqa: E402
+from .integrations import tools  # noqa: E402, F401
 from .modules import (  # noqa: E402
     FusedAdaLayerNorm,
     FusedAddAdaLayerNorm,

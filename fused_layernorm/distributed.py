@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .after_import import after_import
+from .integrations.after_import import after_import
 from .ops import heads, load
 from .ops.operators import (
     ADA_LAYER_NORM_BACKWARD,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import swap_rotations
 from .functional import Kind, layer_norm, may_serve, serve
 from .ops import heads
-from .swap_rotations import Rotation
+from .swap import rotations
+from .swap.rotations import Rotation
 
 
 class LayerNorm(nn.Module):
@@ -85,8 +85,8 @@ def _rotary_pos_emb(
     module: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
 ) -> Any:
     rotation = _rotation(type(module)) if unsqueeze_dim == 1 else None
-    if rotation is not None and swap_rotations.takes(rotation, q, k, cos, sin):
-        return swap_rotations.rotate(rotation, q, k, None, cos, sin)
+    if rotation is not None and rotations.takes(rotation, q, k, cos, sin):
+        return rotations.rotate(rotation, q, k, None, cos, sin)
     given = () if unsqueeze_dim == 1 else (unsqueeze_dim,)  # the default of functions that have it
     return type(module).forward(module, q, k, cos, sin, *given)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """swap_norms and swap_rms_norm: a swapped RMSNorm rounds where its class rounds.
 
-Every source that swap_rms.py knows is compared with the class's own forward, in each mixture of
+Every source that swap/rms.py knows is compared with the class's own forward, in each mixture of
 dtypes. On the CPU the marker cpu_operators makes the swapped modules call the operators; without it
 they call their class's own forward there.
 """
@@ -28,17 +28,16 @@ from fused_layernorm import (
     FusedRMSNorm,
     register_swap,
     rms_norm,
-    swap,
     swap_layer_norm,
     swap_norms,
-    swap_rms,
     swap_rms_norm,
-    swap_source,
     unswap_layer_norm,
     unswap_norms,
     unswap_rms_norm,
 )
-from fused_layernorm.swap import is_fused
+from fused_layernorm.swap import is_fused, swapping
+from fused_layernorm.swap import rms as swap_rms
+from fused_layernorm.swap import source as swap_source
 
 T, D = "transformers.models.", "diffusers.models."
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -559,7 +558,7 @@ def own(self, hidden_states):
 
 
 def test_a_registered_class_comes_first(monkeypatch):
-    monkeypatch.setattr(swap, "_registered", {})
+    monkeypatch.setattr(swapping, "_registered", {})
     register_swap(WrittenHere, lambda module: own)
     for swap_it in (swap_layer_norm, swap_rms_norm, swap_norms):
         model = nn.Sequential(WrittenHere(8))

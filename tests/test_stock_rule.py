@@ -63,7 +63,7 @@ def norm(request, device):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
-    monkeypatch.setattr(fused_layernorm.swap, "_registered", {})
+    monkeypatch.setattr(fused_layernorm.swap.swapping, "_registered", {})
     register_swap(Registered, lambda module: registered_forward)
 
 

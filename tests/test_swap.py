@@ -16,12 +16,11 @@ from fused_layernorm import (
     FusedLayerNorm,
     layer_norm,
     register_swap,
-    swap,
     swap_layer_norm,
     swap_norms,
     unswap_layer_norm,
 )
-from fused_layernorm.swap import is_fused
+from fused_layernorm.swap import is_fused, swapping
 
 
 class OwnForward(nn.LayerNorm):
@@ -339,7 +338,7 @@ class Derived(ByHand):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(swap, "_registered", {})
+    monkeypatch.setattr(swapping, "_registered", {})
 
 
 @pytest.mark.usefixtures("registry")

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm import functional, layers, swap_norms, swap_rotations, unswap_norms
-from fused_layernorm.swap_rotations import Rotation
+from fused_layernorm import functional, layers, swap_norms, unswap_norms
+from fused_layernorm.swap import rotations as swap_rotations
+from fused_layernorm.swap.rotations import Rotation
 
 transformers = pytest.importorskip("transformers")
 

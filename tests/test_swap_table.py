@@ -21,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fused_layernorm import swap_layer_norm, swap_source, swap_table, unswap_layer_norm
+from fused_layernorm import swap_layer_norm, unswap_layer_norm
 from fused_layernorm.swap import is_fused
+from fused_layernorm.swap import source as swap_source
+from fused_layernorm.swap import table as swap_table
 
 HALF = (torch.float16, torch.bfloat16)
 SEQUENCE, HEADS, CHANNELS_FIRST, SEQUENCE_LAST = (3, 5, 8), (3, 5, 2, 8), (2, 8, 3, 5), (2, 8, 5)
@@ -252,7 +254,7 @@ def test_the_installed_version_is_known(package):
             digest = swap_source.digest_of_trees(forward, called)
             assert digest in sources, (
                 f"{module}.{name}.forward has a source that the table does not know: see what it "
-                f"computes and enter {digest} into swap_table.py"
+                f"computes and enter {digest} into swap/table.py"
             )
             checked += 1
     assert checked > 0

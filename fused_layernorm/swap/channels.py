@@ -2,10 +2,10 @@
 """The RMSNorms over channels of other libraries: the sources that are known, and the forwards on
 the fused kernels that replace them.
 
-As in swap_rms, a class is known by the digest of its forward, a forward here rounds where its class
-rounds, and it returns None for what the kernels do not take (swap._or_stock). The result has the
-strides that elementwise operators give it, those of torch.empty_like(x), as with the class. (The
-LayerNorms over channels stand in swap_table.)
+As in rms.py, a class is known by the digest of its forward, a forward here rounds where its class
+rounds, and it returns None for what the kernels do not take (swapping._or_stock). The result has
+the strides that elementwise operators give it, those of torch.empty_like(x), as with the class.
+(The LayerNorms over channels stand in table.py.)
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import functional, swap_source
-from .functional import rms_norm
-from .swap_rms import Forward
+from .. import functional
+from ..functional import rms_norm
+from . import source
+from .rms import Forward
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -124,7 +125,7 @@ CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
 
 def forward_of(cls: type) -> Forward | None:
     """The forward that replaces the class's, or None if its source is not known."""
-    digest = swap_source.digest(cls)
+    digest = source.digest(cls)
     if digest is None:
         return None
     listed = CLASSES.get((cls.__module__, cls.__qualname__))

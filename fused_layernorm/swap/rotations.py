@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import functional, swap_rms, swap_source
-from .heads import qk_norm_rope
-from .swap_forwards import must_be_called
+from .. import functional
+from ..heads import qk_norm_rope
+from . import rms, source
+from .forwards import must_be_called
 
 FUNCTION = "apply_rotary_pos_emb"
 KIND = "rotation"  # of the swapped classes, beside layer, rms and registered
@@ -70,13 +71,13 @@ SOURCES: dict[str, Rotation] = {
 Norm = Callable[..., Any]
 # The forwards of swapped norms that can be part of the kernel: the name of eps, which norm it is,
 # and the dtypes of its results.
-_NORMS: dict[Norm, tuple[str, functional.Kind, swap_rms.Dtypes]] = {
-    swap_rms.llama: ("variance_epsilon", swap_rms.ROUNDED, swap_rms._PROMOTED),
-    swap_rms.llama4: ("eps", swap_rms.ROUNDED, swap_rms._PROMOTED),
-    swap_rms.gemma: ("eps", swap_rms.PLUS_ONE, swap_rms._OF_X),
-    swap_rms.plus_one: ("eps", swap_rms.PLUS_ONE, swap_rms._OF_X),
-    swap_rms.rounded_once: ("variance_epsilon", functional.RMS, swap_rms._OF_X),
-    swap_rms.rounded_once_eps: ("eps", functional.RMS, swap_rms._OF_X),
+_NORMS: dict[Norm, tuple[str, functional.Kind, rms.Dtypes]] = {
+    rms.llama: ("variance_epsilon", rms.ROUNDED, rms._PROMOTED),
+    rms.llama4: ("eps", rms.ROUNDED, rms._PROMOTED),
+    rms.gemma: ("eps", rms.PLUS_ONE, rms._OF_X),
+    rms.plus_one: ("eps", rms.PLUS_ONE, rms._OF_X),
+    rms.rounded_once: ("variance_epsilon", functional.RMS, rms._OF_X),
+    rms.rounded_once_eps: ("eps", functional.RMS, rms._OF_X),
 }
 
 
@@ -266,16 +267,16 @@ def digest(function: Any) -> str | None:
         tree = _undecorated(function)
         called = [
             _undecorated(inspect.unwrap(found))
-            for name in swap_source.called_names(tree)
+            for name in source.called_names(tree)
             if isinstance(found := function.__globals__.get(name), types.FunctionType)
         ]
-    except (AttributeError, *swap_source._UNREADABLE):
+    except (AttributeError, *source._UNREADABLE):
         return None
-    return swap_source.digest_of_trees(tree, called)
+    return source.digest_of_trees(tree, called)
 
 
 def _undecorated(function: types.FunctionType) -> ast.FunctionDef:
-    tree = swap_source._tree(function)
+    tree = source._tree(function)
     tree.decorator_list = []
     return tree
 
@@ -306,8 +307,8 @@ def _make(cls: type[nn.Module]) -> type[nn.Module] | str:
     if forward.__code__.co_freevars:
         return unknown
     try:
-        tree = swap_source._tree(forward)
-    except swap_source._UNREADABLE:
+        tree = source._tree(forward)
+    except source._UNREADABLE:
         return unknown
     norms = _ends_in_norms(tree)
     rewrite = _Rewrite(norms)

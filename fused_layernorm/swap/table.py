@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import swap_forwards as forwards
-from . import swap_modulated as modulated
-from .swap_source import INHERITED
+from . import forwards, modulated
+from .source import INHERITED
 
-# From the digest of a forward's source (swap_source.digest) to the forward that replaces it.
+# From the digest of a forward's source (source.digest) to the forward that replaces it.
 Sources = dict[str, Callable[..., Any]]
 
 _LAST_DIMS: Sources = {INHERITED: forwards.last_dims}

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from ..modules import FusedLayerNorm
+from ..ops import formulas
+from ..ops.load import NAMESPACE
+from ..ops.operators import FORWARD, LAYER_NORM
 from .after_import import after_import
-from .modules import FusedLayerNorm
-from .ops import formulas
-from .ops.load import NAMESPACE
-from .ops.operators import FORWARD, LAYER_NORM
 
 # ---- The TorchScript exporter.
 

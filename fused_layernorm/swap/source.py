@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the source of a class's forward, by which swap_table knows what it computes."""
+"""Digests of the source of a class's forward, by which table.py knows what it computes."""
 
 from __future__ import annotations
 

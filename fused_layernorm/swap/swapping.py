@@ -2,8 +2,8 @@
 """swap_norms and its halves, which make a model's own norms run on the fused kernels.
 
 A module is swapped by giving it a subclass of its own class, whose forward is the fused one.
-swap_table holds, as data, what is known about the LayerNorms of other libraries, and swap_rms about
-the RMSNorms.
+table.py holds, as data, what is known about the LayerNorms of other libraries, and rms.py about the
+RMSNorms.
 """
 
 from __future__ import annotations
@@ -23,22 +23,15 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.overrides import has_torch_function_variadic
 
-from . import (
-    swap_channels,
-    swap_forwards,
-    swap_modulated,
-    swap_rms,
-    swap_rotations,
-    swap_source,
-    swap_table,
-)
-from .functional import may_serve, torchs_layer_norm
-from .modules import FusedLayerNorm, FusedRMSNorm
+from ..functional import may_serve, torchs_layer_norm
+from ..modules import FusedLayerNorm, FusedRMSNorm
+from . import channels, forwards, modulated, rms, source, table
+from . import rotations as rotary
 
 Model = TypeVar("Model", bound=nn.Module)
 Forward = Callable[..., Any]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger(__package__)
 _registered: dict[type[nn.Module], Callable[[Any], Forward | None]] = {}
 
 
@@ -60,7 +53,7 @@ def swap_norms(
             gives the module, and on the module's being an nn.Module; an RMSNorm class of
             transformers, for example, is no nn.RMSNorm.
         rotations: also swap the attention modules of transformers that rotate q and k by an
-            ``apply_rotary_pos_emb`` whose source ``fused_layernorm/swap_rotations.py`` knows, as
+            ``apply_rotary_pos_emb`` whose source ``fused_layernorm/swap/rotations.py`` knows, as
             those of Llama, Qwen3, Gemma 3, OLMo 2 and some 150 other models do. The rotation, and
             the norms of q and k by heads in front of it, become one kernel,
             :func:`qk_norm_rope`, which rounds once where the library rounds after each operation.
@@ -76,7 +69,7 @@ def _swap_rotations(model: nn.Module, left: Counter[str]) -> None:
     for module in model.modules():
         if is_fused(module) or "forward" in module.__dict__:
             continue
-        cls = swap_rotations.class_of(_plain_class(module))
+        cls = rotary.class_of(_plain_class(module))
         if isinstance(cls, str):
             left[f"{_name(_plain_class(module))} ({cls})"] += 1
         elif cls is not None:
@@ -89,7 +82,7 @@ def swap_layer_norm(
     """Makes the LayerNorm modules of a model run on the fused kernels, in place.
 
     Swapped are: nn.LayerNorm, which becomes :class:`FusedLayerNorm`; the classes of timm,
-    torchvision, transformers and diffusers that ``fused_layernorm/swap_table.py`` lists, as long as
+    torchvision, transformers and diffusers that ``fused_layernorm/swap/table.py`` lists, as long as
     the installed library's source of their forward is one that the table knows; and the classes
     that :func:`register_swap` was told about. Only instances of exactly these classes are swapped:
     a subclass may compute something else. The table has diffusers' modules that modulate a norm's
@@ -127,7 +120,7 @@ def swap_rms_norm(model: Model, *, predicate: Predicate | None = None) -> Model:
     """Makes the RMSNorm modules of a model run on the fused kernels, in place.
 
     Swapped are: nn.RMSNorm, which becomes :class:`FusedRMSNorm`; every class of any module whose
-    forward has a source that ``fused_layernorm/swap_rms.py`` knows, as the RMSNorms of
+    forward has a source that ``fused_layernorm/swap/rms.py`` knows, as the RMSNorms of
     transformers and diffusers have; timm's; and the classes that :func:`register_swap` was told
     about. A swapped module rounds where its class rounds, and its result has the dtype that its
     class gives, also under autocast. What the kernels do not take, such as a float64 input, a
@@ -186,7 +179,7 @@ def _swap_all(
         _log.info(
             "%s: %d %s-like modules were left: %s", _name(type(model)), left.total(), what, text
         )
-    wanted = {*kinds, REGISTERED, *([swap_rotations.KIND] if rotations else [])}
+    wanted = {*kinds, REGISTERED, *([rotary.KIND] if rotations else [])}
     if not any(is_fused(module) and _fused_kind(module) in wanted for module in model.modules()):
         warnings.warn(
             f"{caller}: nothing in {_name(type(model))} is fused: "
@@ -204,7 +197,7 @@ def unswap_norms(model: Model) -> Model:
     Returns:
         The model.
     """
-    return _unswap_all(model, ("layer", "rms", swap_rotations.KIND))
+    return _unswap_all(model, ("layer", "rms", rotary.KIND))
 
 
 def unswap_layer_norm(model: Model) -> Model:
@@ -359,10 +352,10 @@ def _swap(name: str, module: nn.Module, predicate: Predicate | None) -> str | No
         _set_class(module, FusedRMSNorm)
         return None
     elif sources is not None:
-        forward = sources.get(swap_source.digest(cls) or "")
+        forward = sources.get(source.digest(cls) or "")
         if forward is None:
             return "the source of its forward is not one that fused_layernorm knows"
-        norms = swap_modulated.NORMS.get(forward, ())
+        norms = modulated.NORMS.get(forward, ())
         found = [module.get_submodule(norm) for norm in norms]
         if not all(is_fused(norm) and _fused_kind(norm) != "rms" for norm in found):
             return "it has a norm that is not fused"
@@ -372,24 +365,24 @@ def _swap(name: str, module: nn.Module, predicate: Predicate | None) -> str | No
         return "the source of its forward is not one that fused_layernorm knows"
     elif accepted:
         is_rms = isinstance(module, nn.RMSNorm)
-        forward = swap_rms.of_rms_norm if is_rms else FusedLayerNorm.forward
+        forward = rms.of_rms_norm if is_rms else FusedLayerNorm.forward
     else:
         return "its class is not known"
     _set_class(module, _swapped_class(cls, forward))
     return None
 
 
-def _sources(cls: type) -> swap_table.Sources | None:
-    return swap_table.CLASSES.get((cls.__module__, cls.__qualname__))
+def _sources(cls: type) -> table.Sources | None:
+    return table.CLASSES.get((cls.__module__, cls.__qualname__))
 
 
 def _rms_forward_of(cls: type) -> Forward | None:
-    return swap_rms.forward_of(cls) or swap_channels.forward_of(cls)
+    return rms.forward_of(cls) or channels.forward_of(cls)
 
 
 def _is_listed_rms(cls: type) -> bool:
     name = (cls.__module__, cls.__qualname__)
-    return name in swap_rms.CLASSES or name in swap_channels.CLASSES
+    return name in rms.CLASSES or name in channels.CLASSES
 
 
 def _check_forward(cls: type[nn.Module], forward: object) -> None:
@@ -482,14 +475,14 @@ def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
 
 def _kind_of(cls: type[nn.Module], forward: Forward) -> str:
     """The kind of a swapped class: layer, rms or registered."""
-    if forward.__module__ in (swap_rms.__name__, swap_channels.__name__):
+    if forward.__module__ in (rms.__name__, channels.__name__):
         return "rms"
     if forward is FusedLayerNorm.forward or forward.__module__ in _OF_LAYER_NORMS:
         return "layer"
     return REGISTERED
 
 
-_OF_LAYER_NORMS = (swap_forwards.__name__, swap_modulated.__name__)
+_OF_LAYER_NORMS = (forwards.__name__, modulated.__name__)
 
 
 def _get_name(self: Any) -> str:

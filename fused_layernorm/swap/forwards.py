@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forwards, on the fused kernels, that replace those of the classes in swap_table.
+"""The forwards, on the fused kernels, that replace those of the classes in table.py.
 
 Each is written as a method of the swapped class, with the parameter names of the forward that it
 replaces. It returns None where the kernels cannot serve a call, or where an option of the library
-asks for another computation: the class's own forward then runs (swap._or_stock).
+asks for another computation: the class's own forward then runs (swapping._or_stock).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import layer_norm
+from ..functional import layer_norm
 
 HALF = (torch.float16, torch.bfloat16)
 

@@ -3,8 +3,8 @@
 
 Each of these modules holds a LayerNorm, multiplies its output by 1 + scale and adds shift. A linear
 layer computes shift and scale from the model's conditioning. The forwards here compute norm and
-modulation in one kernel. As in swap_forwards, each is written as a method of the swapped class,
-with the parameter names of the forward that it replaces.
+modulation in one kernel. As in forwards.py, each is written as a method of the swapped class, with
+the parameter names of the forward that it replaces.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import ada_layer_norm, layer_norm, may_serve
-from .modules import FusedLayerNorm
-from .swap_forwards import HALF, diffusers_float32, matched, must_be_called
+from ..functional import ada_layer_norm, layer_norm, may_serve
+from ..modules import FusedLayerNorm
+from .forwards import HALF, diffusers_float32, matched, must_be_called
 
 Forward = Callable[..., Any]
 
@@ -32,7 +32,7 @@ def _computes(*names: str) -> Callable[[Forward], Forward]:
     """Decorates a forward that computes these norms of its module without calling them.
 
     Where one of the norms must be called, because of a hook for example, it returns None: the
-    class's own forward then runs (swap._or_stock).
+    class's own forward then runs (swapping._or_stock).
     """
 
     def decorate(fused: Forward) -> Forward:

@@ -3,11 +3,11 @@
 kernels that replace them.
 
 Libraries write the same RMSNorm many times over, so a class is known by the digest of its forward
-and of what that calls (swap_source.digest), wherever it stands. A forward here keeps the order of
+and of what that calls (source.digest), wherever it stands. A forward here keeps the order of
 casts and the result's dtype of the one that it replaces. It gives the result's dtype to the
 operator, because autocast touches none of the operators that these classes round with. It returns
 None for what the kernels do not take, and for every call on a device that has no kernels: then the
-class's own forward runs (swap._or_stock).
+class's own forward runs (swapping._or_stock).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import functional, swap_source
-from .functional import RMS, Kind, rms_norm, serve
-from .swap_forwards import parameter
+from .. import functional
+from ..functional import RMS, Kind, rms_norm, serve
+from . import source
+from .forwards import parameter
 
 Forward = Callable[..., Any]
 
@@ -301,7 +302,7 @@ CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
 
 def forward_of(cls: type) -> Forward | None:
     """The forward that replaces the class's, or None if its source is not known."""
-    digest = swap_source.digest(cls)
+    digest = source.digest(cls)
     if digest is None:
         return None
     listed = CLASSES.get((cls.__module__, cls.__qualname__))

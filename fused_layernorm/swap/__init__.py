@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Swapping the norms of a model, and back: what is known of other libraries' classes, and how.
+
+swapping.py has the functions. A class is known by the source of its forward (source.py): LayerNorms
+stand in table.py, with the forwards that replace theirs in forwards.py and modulated.py; rms.py,
+channels.py and rotations.py have both for their kinds.
+"""
+
+from .swapping import (
+    is_fused,
+    register_swap,
+    swap_layer_norm,
+    swap_norms,
+    swap_rms_norm,
+    unswap_layer_norm,
+    unswap_norms,
+    unswap_rms_norm,
+)
+
+__all__ = [
+    "is_fused",
+    "register_swap",
+    "swap_layer_norm",
+    "swap_norms",
+    "swap_rms_norm",
+    "unswap_layer_norm",
+    "unswap_norms",
+    "unswap_rms_norm",
+]
