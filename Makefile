@@ -111,7 +111,7 @@ format: tools
 wheel: export FUSED_LAYERNORM_TORCH_HEADERS ?= $(CURDIR)/build/torch-headers
 wheel: env
 	rm -rf build/lib* dist/*.whl
-	$(PY) csrc/autograd/build.py "$$FUSED_LAYERNORM_TORCH_HEADERS"
+	$(PY) csrc/per_torch/build.py "$$FUSED_LAYERNORM_TORCH_HEADERS"
 	$(PY) -m pip wheel --progress-bar off --no-build-isolation --no-deps -w dist .
 	@ls -l dist/*.whl
 

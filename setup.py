@@ -3,7 +3,7 @@
 
 The binary uses LibTorch's stable ABI, knows nothing of Python and carries its own CUDA runtime, so
 one file serves every Python >= 3.10 and every torch >= 2.10, whatever they were built with.
-Autograd in C++ is bound to one minor version of torch: csrc/autograd/build.py compiles it.
+Autograd in C++ is bound to one minor version of torch: csrc/per_torch/build.py compiles it.
 Everything else about the package stands in pyproject.toml.
 
 Environment variables:
@@ -15,7 +15,7 @@ Environment variables:
                                     that nvcc knows, with PTX of one)
     MAX_JOBS                        files compiled at once (else: one a core)
     FUSED_LAYERNORM_TORCH_HEADERS   a folder of C++ headers of other versions of torch, for which
-                                    csrc/autograd is compiled too (see csrc/autograd/build.py)
+                                    csrc/per_torch is compiled too (see csrc/per_torch/build.py)
     FUSED_LAYERNORM_CPU_ONLY=1      leave the CUDA kernels out even where there is an nvcc
     FUSED_LAYERNORM_COMPRESS=speed  compress the kernels less (nvcc's --compress-mode; else: size).
                                     An nvcc of CUDA 12 then makes a binary of twice the size that
@@ -41,7 +41,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from torch.utils import cpp_extension
 
-_spec = importlib.util.spec_from_file_location("autograd_build", "csrc/autograd/build.py")
+_spec = importlib.util.spec_from_file_location("autograd_build", "csrc/per_torch/build.py")
 assert _spec is not None
 assert _spec.loader is not None
 autograd_build = importlib.util.module_from_spec(_spec)

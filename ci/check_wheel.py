@@ -30,7 +30,7 @@ FORBIDDEN_FILES = r"\.(cu|cuh|cpp|h|o|pyc)$"
 # library of CUDA or of Python.
 AUTOGRAD_LIBRARIES = LIBRARIES + r"|libc10\.so"
 
-_path = Path(__file__).resolve().parents[1] / "csrc" / "autograd" / "build.py"
+_path = Path(__file__).resolve().parents[1] / "csrc" / "per_torch" / "build.py"
 _spec = importlib.util.spec_from_file_location("autograd_build", _path)
 assert _spec is not None
 assert _spec.loader is not None

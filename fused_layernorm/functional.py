@@ -47,7 +47,7 @@ def _plain_rms_norm_by_layer_norm(x: Tensor, ndim: int, weight: Tensor | None, e
     return _layer_norm(x, ndim, weight, None, eps, None, 1.0, None, *RMS)
 
 
-# An operator of csrc/autograd that spares a plain RMSNorm layer_norm's other arguments.
+# An operator of csrc/per_torch that spares a plain RMSNorm layer_norm's other arguments.
 plain_rms_norm = (
     load.operators._plain_rms_norm.default._op
     if autograd_library.active

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """override_aten(): PyTorch's own layer_norm and rms_norm, from anywhere, on this package's kernels.
 
-csrc/autograd/override.h has the kernels. This file has the handle and the count of overrides in
-force, and kernels in Python for a torch without a library of csrc/autograd.
+csrc/per_torch/override.h has the kernels. This file has the handle and the count of overrides in
+force, and kernels in Python for a torch without a library of csrc/per_torch.
 """
 
 import math
@@ -135,7 +135,7 @@ def _calls(key: str) -> int:
     return _in_python[key].taken if key in _in_python else 0
 
 
-# ---- The kernels in Python, for a torch without a library of csrc/autograd.
+# ---- The kernels in Python, for a torch without a library of csrc/per_torch.
 
 
 class _InPython:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of C functions by which the libraries of csrc/autograd launch kernels without the
+// The table of C functions by which the libraries of csrc/per_torch launch kernels without the
 // dispatcher. They and the kernels' library share this file alone: plain data and addresses.
 //
 // The operator _kernel_table gives the table's address, 0 without CUDA kernels. A caller checks

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The schemas of all operators but the private ones of driver.cpp, plan_ops.cpp and
-// csrc/autograd. Loading the library registers the operators.
+// csrc/per_torch. Loading the library registers the operators.
 //
 // The operators take a normalized shape as the number of trailing dimensions (`normalized_ndim`):
 // the sizes themselves are the input's, so a symbolic shape stays symbolic. Their implementations
-// are in bindings/cuda (CUDA), in csrc/autograd (autograd and autocast) and in fused_layernorm/ops
+// are in bindings/cuda (CUDA), in csrc/per_torch (autograd and autocast) and in fused_layernorm/ops
 // (the composite for every other device, the fake implementations, and autograd and autocast in
 // Python).
 

@@ -60,7 +60,7 @@ def implementation(operator: Operator) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Registers these implementations. A process has either these or those of csrc/autograd."""
+    """Registers these implementations. A process has either these or those of csrc/per_torch."""
     for operator in FORWARD:
         for key in KEYS:
             load.library.impl(operator.name, implementation(operator), key)

@@ -4,7 +4,7 @@
 The first order runs on the operators: a forward pass that needs gradients on the operator that
 gives statistics, its backward pass on a backward operator. For higher orders, and in forward mode,
 PyTorch differentiates formulas.py. This file is written for correctness; the C++ library of
-csrc/autograd takes its place where there is one for the running torch.
+csrc/per_torch takes its place where there is one for the running torch.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def register() -> None:
-    """Registers these implementations. A process has either these or those of csrc/autograd."""
+    """Registers these implementations. A process has either these or those of csrc/per_torch."""
     implementations: dict[str, Callable[..., Any]] = {
         **{operator.name: _forward_implementation(operator) for operator in FORWARD},
         **{operator.name: _backward_implementation(operator) for operator in BACKWARD},

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which autograd the operators have: that of csrc/autograd, or Python's (autograd.py, autocast.py).
+"""Which autograd the operators have: that of csrc/per_torch, or Python's (autograd.py, autocast.py).
 
-A library of csrc/autograd is bound to the C++ interface of one minor version of torch, so one is
+A library of csrc/per_torch is bound to the C++ interface of one minor version of torch, so one is
 compiled for each known version. The library for the running torch is loaded where there is one.
 Under any other torch, and with FUSED_LAYERNORM_PYTHON_AUTOGRAD=1, the operators have Python's
 autograd: the same results, some 10 us a call slower.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds csrc/autograd as fused_layernorm/autograd/*.so, once for each minor version of torch.
+"""Builds csrc/per_torch as fused_layernorm/autograd/*.so, once for each minor version of torch.
 
 Each library needs only the C++ headers of its own torch. It needs neither CUDA nor Python, and is
 linked with empty libraries that have the names of torch's. setup.py compiles the library for the
 torch that it runs under, and one for each version whose headers lie in the folder that
 FUSED_LAYERNORM_TORCH_HEADERS names. This command fills the folder:
 
-    python csrc/autograd/build.py build/torch-headers
+    python csrc/per_torch/build.py build/torch-headers
 
 It downloads torch's wheel of every minor version, one at a time, and keeps the headers.
 """
