@@ -13,12 +13,13 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-# The budget of the whole wheel. It was 27.9 when last measured.
-MAX_MB = 30
+# The most that a whole wheel may have. It has 33.9, of which the PTX of 10.0 takes 8.4; more than
+# half of the machine code is kernels with activations.
+MAX_MB = 34
 # The size of the kernels of all default architectures (machine code for 7.5, 8.0, 9.0, 10.0 and
 # 12.0, and PTX of 10.0) over the size of those of 9.0 alone. When last measured, the sizes were
-# 18.31 MB without 12.0, and 3.68 MB; 12.0's kernels are taken to be as large as 9.0's.
-WHOLE_TO_HOPPER = 5.98
+# 32.32 and 5.01 MB.
+WHOLE_TO_HOPPER = 6.46
 # The libraries that a binary may need: torch's two, and those of every Linux with torch.
 LIBRARIES = r"libtorch(_cpu)?\.so|(libstdc\+\+|libgcc_s|libc|libm|ld-linux-[\w-]+)\.so\.\d+"
 # Symbols of torch's C++ API are bound to one release of torch; the stable ABI is plain C.
