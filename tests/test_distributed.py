@@ -416,6 +416,30 @@ def sharded_over_the_normalized_dimension(rank, world, device):
 
 
 @case
+def over_channels(rank, world, device):
+    """dim=1 of images: batch and rows stay sharded, channels are redistributed first."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = mesh_of(device, world)
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 8, 5, device=device)
+    weight, dy = torch.randn(6, device=device), torch.randn(4, 6, 8, 5, device=device)
+    whole = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    layer_norm(*whole, dim=1).backward(dy)
+    found = []
+    for dim in range(3):
+        sharded = [distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()]
+        sharded.append(distribute_tensor(weight, mesh).requires_grad_())
+        y = layer_norm(*sharded, dim=1)
+        found.append(y.placements == (Shard(dim),))
+        torch.testing.assert_close(y.full_tensor(), layer_norm(*whole, dim=1))
+        y.backward(distribute_tensor(dy, mesh, [Shard(dim)]))
+        for one, other in zip(sharded, whole, strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+    assert found == [True, False, True], found
+
+
+@case
 def two_dimensional_mesh(rank, world, device):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.debug import CommDebugMode
