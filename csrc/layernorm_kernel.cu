@@ -71,6 +71,7 @@ struct ForwardBlockGeometry {
       kIsBare<N> && kMoves == Moves::kVectors &&
       has_early_forward(kTypeOf<typename N::X>, kTypeOf<typename N::W>, kTypeOf<typename N::Y>,
                         kVecs);
+  static_assert(!kEarly || kMayBeEarly, "there is a kernel that loads parameters early");
   // Only eight vectors of a bare row have a kernel for narrow blocks beside that for wide ones.
   static constexpr bool kMayBeNarrow = kLoad == ForwardLoad::kBare && kVecs == 8;
 };

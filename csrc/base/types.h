@@ -19,18 +19,24 @@ constexpr bool is_one_type(DataType x, DataType weight, DataType y) {
   return x == weight && x == y && x != DataType::kFloat64;
 }
 
-// The types of x, of weight and bias, and of y (dy in backward) for which there are kernels.
+// The types of x, of weight and bias, and of y (dy in backward) for which there are kernels. The
+// bindings convert others to one of them (a weight to float32, an output from float32), which gives
+// the same result to the bit. A developer may trim a build to float32 and bfloat16 (setup.py).
 constexpr DataType kTypesWithKernels[][3] = {
     {DataType::kFloat32, DataType::kFloat32, DataType::kFloat32},
+#ifndef FUSED_LAYERNORM_TRIMMED
     {DataType::kFloat32, DataType::kFloat32, DataType::kFloat16},
     {DataType::kFloat32, DataType::kFloat32, DataType::kBFloat16},
     {DataType::kFloat16, DataType::kFloat16, DataType::kFloat16},
     {DataType::kFloat16, DataType::kFloat32, DataType::kFloat16},
     {DataType::kFloat16, DataType::kFloat32, DataType::kFloat32},
+#endif
     {DataType::kBFloat16, DataType::kBFloat16, DataType::kBFloat16},
     {DataType::kBFloat16, DataType::kFloat32, DataType::kBFloat16},
+#ifndef FUSED_LAYERNORM_TRIMMED
     {DataType::kBFloat16, DataType::kFloat32, DataType::kFloat32},
     {DataType::kFloat64, DataType::kFloat64, DataType::kFloat64},
+#endif
 };
 
 constexpr bool has_kernels(DataType x, DataType weight, DataType y) {

@@ -19,7 +19,12 @@ namespace {
 
 std::string build_info() {
 #ifdef FUSED_LAYERNORM_CUDA
+#ifdef FUSED_LAYERNORM_TRIMMED
+  return "cuda " FUSED_LAYERNORM_CUDA_VERSION
+         ", trimmed to float32 and bfloat16; archs " FUSED_LAYERNORM_ARCHS;
+#else
   return "cuda " FUSED_LAYERNORM_CUDA_VERSION "; archs " FUSED_LAYERNORM_ARCHS;
+#endif
 #else
   return "cpu only";
 #endif

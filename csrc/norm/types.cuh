@@ -6,6 +6,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstddef>
+#include <iterator>
 #include <type_traits>
 
 #include "base/params.h"
@@ -32,6 +34,25 @@ constexpr int kVectorWidth = vector_width(static_cast<int>(sizeof(typename T::X)
 template <typename T>
 constexpr bool kSummandIsX = std::is_same_v<typename T::In, typename T::X>;
 
+// The type of CUDA that stands for a data type, and the other way round.
+template <DataType>
+struct Of;
+template <>
+struct Of<DataType::kFloat32> {
+  using Type = float;
+};
+template <>
+struct Of<DataType::kFloat16> {
+  using Type = __half;
+};
+template <>
+struct Of<DataType::kBFloat16> {
+  using Type = __nv_bfloat16;
+};
+template <>
+struct Of<DataType::kFloat64> {
+  using Type = double;
+};
 template <typename V>
 constexpr DataType kTypeOf = std::is_same_v<V, float>    ? DataType::kFloat32
                              : std::is_same_v<V, __half> ? DataType::kFloat16
@@ -51,29 +72,19 @@ template <typename T>
 constexpr bool kIsOneType =
     is_one_type(kTypeOf<typename T::X>, kTypeOf<typename T::W>, kTypeOf<typename T::Y>);
 
-// The combinations that have kernels. bindings/cuda converts the others to one of them (a weight
-// to float32, an output from float32), which gives the same result to the bit.
-template <typename Launch>
+// Calls launch(Types{}) for the entry of kTypesWithKernels that these types are.
+template <size_t kEntry = 0, typename Launch>
 cudaError_t dispatch_types(const DataTypes& types, const Launch& launch) {
-  using F = float;
-  using H = __half;
-  using B = __nv_bfloat16;
-  const auto is = [&](DataType x, DataType weight, DataType y) {
-    return types.x == x && types.weight == weight && types.y == y;
-  };
-  constexpr DataType f = DataType::kFloat32, h = DataType::kFloat16, b = DataType::kBFloat16,
-                     d = DataType::kFloat64;
-  if (is(f, f, f)) return launch(Types<F, F, F>{});
-  if (is(f, f, h)) return launch(Types<F, F, H>{});
-  if (is(f, f, b)) return launch(Types<F, F, B>{});
-  if (is(h, h, h)) return launch(Types<H, H, H>{});
-  if (is(h, f, h)) return launch(Types<H, F, H>{});
-  if (is(h, f, f)) return launch(Types<H, F, F>{});
-  if (is(b, b, b)) return launch(Types<B, B, B>{});
-  if (is(b, f, b)) return launch(Types<B, F, B>{});
-  if (is(b, f, f)) return launch(Types<B, F, F>{});
-  if (is(d, d, d)) return launch(Types<double, double, double>{});
-  return cudaErrorInvalidValue;
+  if constexpr (kEntry < std::size(kTypesWithKernels)) {
+    constexpr DataType x = kTypesWithKernels[kEntry][0], weight = kTypesWithKernels[kEntry][1],
+                       y = kTypesWithKernels[kEntry][2];
+    if (types.x == x && types.weight == weight && types.y == y) {
+      return launch(Types<typename Of<x>::Type, typename Of<weight>::Type, typename Of<y>::Type>{});
+    }
+    return dispatch_types<kEntry + 1>(types, launch);
+  } else {
+    return cudaErrorInvalidValue;
+  }
 }
 
 // The same for strategies that have no kernels of float64.

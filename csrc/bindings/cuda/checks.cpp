@@ -76,6 +76,15 @@ KernelTypes::KernelTypes(ScalarType x_type, std::optional<ScalarType> weight_typ
   if (weight != x) weight = ScalarType::Float;
 }
 
+DataTypes KernelTypes::data_types() const {
+  const DataTypes types = {data_type(x), data_type(weight), data_type(y)};
+  CHECK_ARGUMENT(has_kernels(types.x, types.weight, types.y),
+                 "this build is trimmed (FUSED_LAYERNORM_TRIMMED=1): it has no kernels for x of ",
+                 name_of(types.x), ", weight of ", name_of(types.weight), " and y of ",
+                 name_of(types.y));
+  return types;
+}
+
 bool KernelTypes::aligned(int64_t cols) const {
   return cols * std::min(size_of(data_type(x)), size_of(data_type(y))) % kVectorBytes == 0;
 }

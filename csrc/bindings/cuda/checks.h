@@ -55,7 +55,8 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
 
     KernelTypes(ScalarType x_type, std::optional<ScalarType> weight_type, ScalarType y_type);
     ScalarType statistics() const { return x == ScalarType::Double ? x : ScalarType::Float; }
-    DataTypes data_types() const { return {data_type(x), data_type(weight), data_type(y)}; }
+    // Throws in a trimmed build that has no kernels for them.
+    DataTypes data_types() const;
     // Whether contiguous rows of `cols` columns, of x and of y, begin at multiples of 16 bytes.
     bool aligned(int64_t cols) const;
   };
