@@ -17,8 +17,8 @@ Environment variables:
     FUSED_LAYERNORM_TORCH_HEADERS   a folder of C++ headers of other versions of torch, for which
                                     csrc/per_torch is compiled too (see csrc/per_torch/build.py)
     FUSED_LAYERNORM_CPU_ONLY=1      leave the CUDA kernels out even where there is an nvcc
-    FUSED_LAYERNORM_TRIMMED=1       for developers: kernels of float32 and bfloat16 alone, in a third
-                                    of the time; what needs others raises an error that says so
+    FUSED_LAYERNORM_TRIMMED=1       for developers: the third of the kernels that is of float32 and
+                                    bfloat16; what needs others raises an error that says so
     FUSED_LAYERNORM_COMPRESS=speed  compress the kernels less (nvcc's --compress-mode; else: size).
                                     An nvcc of CUDA 12 then makes a binary of twice the size that
                                     drivers before R550 read too
@@ -253,6 +253,7 @@ def make_extension() -> tuple[Extension, str]:
         define_macros.append(("FUSED_LAYERNORM_CUDA", "1"))
         if os.environ.get("FUSED_LAYERNORM_TRIMMED") == "1":
             define_macros.append(("FUSED_LAYERNORM_TRIMMED", "1"))
+            kind += ", trimmed to float32 and bfloat16"
         cxx_flags += [
             f'-DFUSED_LAYERNORM_CUDA_VERSION="{nvcc.version_string} of {nvcc.origin}"',
             f'-DFUSED_LAYERNORM_ARCHS="{" ".join(archs)}"',
