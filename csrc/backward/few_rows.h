@@ -120,7 +120,7 @@ static_assert(is_ladder(kFewRowsThreads) &&
 // float32: 2048 x 1024 12.0, 14.3). Otherwise a block has the largest number of teams, but at least
 // kFewRowsLeastThreads threads, with which almost all blocks run at once (the most teams, two teams
 // and one, bfloat16: 512 x 2060 9.9, 9.0, 11.6; 512 x 2415 9.8, 9.2, 12.0; float32: 512 x 2047
-// 10.6, 8.0, 9.1). If there is no such number, rows that begin anywhere have the most teams, and
+// 10.6, 8.0, 9.1). If there is no such number, unaligned rows have the most teams, and
 // aligned rows have one (one team and two, bfloat16: 1024 x 4096 12.0, 12.8; 1100 x 4096 12.2,
 // 13.6; 2048 x 4096 19.6, 21.4).
 constexpr int kFewRowsLeastThreads = 256;

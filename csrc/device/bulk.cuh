@@ -87,9 +87,9 @@ __device__ __forceinline__ void barrier_arrive_with_float_loads(uint64_t* barrie
 }
 
 // Copies `bytes` to shared memory, asynchronously; the barrier counts them. Addresses and bytes are
-// multiples of 16. If `stays_in_l2`, the data stays in L2 as other data does, otherwise it is the
-// first to make room. (This is a branch and no L2Policy, because a policy takes two registers that
-// one of backward's float32 kernels does not have.)
+// multiples of 16. If `stays_in_l2`, the data is evict_normal in L2 as other data, otherwise it is
+// evict_first. (This is a branch and no L2Policy, because a policy takes two registers that one of
+// backward's float32 kernels does not have.)
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes,
                                           uint64_t* barrier, bool stays_in_l2) {
 #ifndef FUSED_LAYERNORM_NO_BULK
@@ -109,8 +109,8 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
 #endif
 }
 
-// Brings data that will be read once to L2, where it does not make room before that. Address and
-// bytes are multiples of 16.
+// Brings data that will be read once to L2, where it is evict_last until then. Address and bytes
+// are multiples of 16.
 __device__ __forceinline__ void bulk_prefetch_to_stay(const void* from, uint32_t bytes) {
 #ifndef FUSED_LAYERNORM_NO_BULK
   uint64_t policy;

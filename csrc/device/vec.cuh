@@ -114,11 +114,11 @@ enum class Use {
   kPlain,     // It lies in shared memory, or in memory that this kernel writes.
 };
 
-// What becomes in L2 of data that is read or written once: it is the first to make room.
-struct FirstOut {};
+// What becomes in L2 of data that is read or written once: it is evict_first.
+struct EvictFirst {};
 
-// It is the first to make room, or it stays as other data does: a launch decides. (PTX calls this a
-// cache policy, and has it from capability 8.0 on. On older chips it is always the first.)
+// It is evict_first, or evict_normal as other data: the plan decides. (PTX has such cache policies
+// from capability 8.0 on. On older chips it is always evict_first.)
 struct L2Policy {
   uint64_t bits = 0;
 
@@ -144,7 +144,7 @@ namespace detail {
 
 // Loads of kOnce and kInOrder.
 template <bool kInOrder>
-__device__ __forceinline__ uint4 load_once(const uint4* p, FirstOut) {
+__device__ __forceinline__ uint4 load_once(const uint4* p, EvictFirst) {
   uint4 v;
   if constexpr (kInOrder) {
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -174,7 +174,7 @@ __device__ __forceinline__ uint4 load_once(const uint4* p, L2Policy policy) {
   return v;
 }
 template <bool kInOrder>
-__device__ __forceinline__ uint2 load_once(const uint2* p, FirstOut) {
+__device__ __forceinline__ uint2 load_once(const uint2* p, EvictFirst) {
   uint2 v;
   if constexpr (kInOrder) {
     asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
@@ -202,8 +202,8 @@ __device__ __forceinline__ uint2 load_once(const uint2* p, L2Policy policy) {
   return v;
 }
 
-__device__ __forceinline__ void store_once(uint4* p, const uint4& v, FirstOut) { __stcs(p, v); }
-__device__ __forceinline__ void store_once(uint2* p, const uint2& v, FirstOut) { __stcs(p, v); }
+__device__ __forceinline__ void store_once(uint4* p, const uint4& v, EvictFirst) { __stcs(p, v); }
+__device__ __forceinline__ void store_once(uint2* p, const uint2& v, EvictFirst) { __stcs(p, v); }
 __device__ __forceinline__ void store_once(uint4* p, const uint4& v, L2Policy policy) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x),
@@ -227,7 +227,7 @@ __device__ __forceinline__ void store_once(uint2* p, const uint2& v, L2Policy po
 }  // namespace detail
 
 // `policy` counts for kOnce and kInOrder.
-template <Use kUse, int kWidth, typename T, typename Policy = FirstOut>
+template <Use kUse, int kWidth, typename T, typename Policy = EvictFirst>
 __device__ __forceinline__ Vec<T, kWidth> load(const T* p, Policy policy = Policy{}) {
   using V = Vec<T, kWidth>;
   V v;
@@ -253,7 +253,7 @@ __device__ __forceinline__ void store(T* p, const Vec<T, kWidth>& v) {
 
 // Stores data that is written once and not read by this kernel. Pieces below 8 bytes are stored
 // plainly, so that parts of a sector stay in L2 until the rest of it has come.
-template <typename T, int kWidth, typename Policy = FirstOut>
+template <typename T, int kWidth, typename Policy = EvictFirst>
 __device__ __forceinline__ void store_once(T* p, const Vec<T, kWidth>& v,
                                            Policy policy = Policy{}) {
   using V = Vec<T, kWidth>;

@@ -45,7 +45,7 @@ enum class ForwardLoad {
 };
 
 // Parameters are of x's type or of float32, so parameters of x's size are of x's type. `shifted`:
-// rows begin anywhere.
+// rows are unaligned.
 constexpr ForwardLoad forward_load(int x_size, int weight_size, bool residual, bool epilogue,
                                    bool shifted, bool modulated) {
   if (residual || modulated) return ForwardLoad::kHeavy;
@@ -86,7 +86,7 @@ static_assert(registers_of(forward_block_bounds(4, ForwardLoad::kHeavy, false)) 
                   registers_of(forward_block_bounds(8, ForwardLoad::kBare, false)) == 64 &&
                   registers_of(forward_block_bounds(4, ForwardLoad::kLean, false)) == 56,
               "a thread has the registers that its vectors take");
-// In a row that begins anywhere, each warp has one seam for each piece that its threads move, and
+// In an unaligned row each warp has one seam for each piece that its threads move, and
 // one more seam is behind the row's last piece. Each seam is closed by a thread of its own.
 static_assert(2 * 8 + 1 <= kWarpThreads && !contains(ForwardBlockVecs{}, 9) &&
                   vector_width(2) / row_width(2, 4, 4, 8, true) == 2,

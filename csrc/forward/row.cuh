@@ -169,7 +169,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
     if constexpr (kLoadsEarly) parameters.load(late);
   };
 
-  using Policy = std::conditional_t<Team::template kChoosesL2<N, kVecs>, L2Policy, FirstOut>;
+  using Policy = std::conditional_t<Team::template kChoosesL2<N, kVecs>, L2Policy, EvictFirst>;
   const auto policy = [&] {
     if constexpr (std::is_same_v<Policy, L2Policy>) {
       return Policy(p.stays_in_l2);

@@ -47,7 +47,7 @@ inline bool rows_stay_in_l2(const Problem& problem, const Device& device) {
   return x_bytes <= kSmallL2Bytes || (bytes >= l2_limits(device).large_call && !rereads_parameters);
 }
 
-// The width of a vector, also for rows that begin anywhere: forward moves these by vectors, too.
+// The width of a vector, also for unaligned rows: forward moves these by vectors, too.
 inline int width_of(const Problem& problem) { return vector_width(size_of(problem.x)); }
 inline int64_t vectors_of(const Problem& problem) {
   return ceil_div(problem.cols, width_of(problem));

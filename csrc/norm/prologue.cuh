@@ -9,7 +9,7 @@
 //   first_elements()  x at the row's first two columns; a row of one column gives its x twice. In
 //                     half precision the second is zero, as the statistic does not use it.
 //   load()            loads a thread's share of x; `policy` says what becomes of it in L2
-//   load_shifted()    the same by vectors, for a row that begins anywhere in memory. Calls then()
+//   load_shifted()    the same by vectors, for an unaligned row (device/shifted.cuh). Calls then()
 //                     once, as soon as further loads need not wait for x.
 #pragma once
 
@@ -39,7 +39,7 @@ struct Plain {
       return {to_acc(*x), sizeof(X) == 2 ? 0 : to_acc(x[cols > 1])};
     }
 
-    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = FirstOut>
+    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = EvictFirst>
     __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share,
                                          Policy policy = Policy{}) const {
 #pragma unroll
@@ -134,7 +134,7 @@ struct Adding {
       }
     }
 
-    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = FirstOut>
+    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = EvictFirst>
     __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share,
                                          Policy policy = Policy{}) const {
 #pragma unroll
@@ -223,7 +223,7 @@ struct OrPlain {
     __device__ __forceinline__ Pair<typename T::Acc> first_elements(int cols) const {
       return as_it_is([&](const auto& as) { return as.first_elements(cols); });
     }
-    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = FirstOut>
+    template <Use kUse, int kWidth, int kVecs, typename Share, typename Policy = EvictFirst>
     __device__ __forceinline__ void load(Vec<X, kWidth> (&out)[kVecs], const Share& share,
                                          Policy policy = Policy{}) const {
       as_it_is([&](const auto& as) { as.template load<kUse>(out, share, policy); });
