@@ -41,7 +41,7 @@ napoleon_use_rtype = False
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|nn|typing|collections|types)\..*"),
-    (r"py:class", r"(Tensor|LayerNorm|dtype|fused_layernorm\.swap\.Model)"),
+    (r"py:class", r"(Tensor|LayerNorm|dtype|fused_layernorm\.swap\.swapping\.Model)"),
 ]
 
 html_theme = "furo"
