@@ -77,7 +77,7 @@ MUTATIONS = [
     Mutation("distributed-partial", "python", "fused_layernorm/distributed.py",
              "if is_whole else Partial()", "if is_whole else Replicate()",
              ("tests/test_distributed.py",)),
-    Mutation("swap-own-forward", "python", "fused_layernorm/swap.py",
+    Mutation("swap-own-forward", "python", "fused_layernorm/swap/swapping.py",
              'if "forward" in module.__dict__:', "if False:", ("tests/test_swap.py",)),
     Mutation("reading-unbiased", "python", "fused_layernorm/compile/reading.py",
              "if keepdim and is_biased else None", "if keepdim else None",
