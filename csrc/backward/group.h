@@ -38,8 +38,8 @@ constexpr bool has_group_kernel(int x_size, bool bulk, bool keeps) {
 // registers.
 constexpr bool group_holds_row(bool keeps, bool gated) { return keeps && !gated; }
 
-// Whether such blocks also compute the gradient of a gate. For longer rows, and for rows that begin
-// anywhere, a kernel of its own does (backward/gate.cu).
+// Whether such blocks also compute the gradient of a gate. For longer rows, and for unaligned
+// ones, a kernel of its own does (backward/gate.cu).
 constexpr bool has_gated_kernel(int width, int x_size, bool bulk, bool keeps) {
   return x_size != 8 && bulk && keeps && width > 1;
 }
