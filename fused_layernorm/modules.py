@@ -432,20 +432,9 @@ class FusedLayerNorm2d(FusedLayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if _is_scripting():
-            return operators.layer_norm(
-                input.movedim(1, -1),
-                1,
-                self.weight,
-                self.bias,
-                self.eps,
-                self.activation,
-                self.scale,
-                self.out_dtype,
-                "layer",
-                0.0,
-                False,
-                True,
-            ).movedim(-1, 1)
+            x = input.movedim(1, -1)
+            y = operators.layer_norm(x, 1, self.weight, self.bias, self.eps, keeps_order=True)
+            return y.movedim(-1, 1)
         _check_channels(self, input)
         return layer_norm(input, self.weight, self.bias, self.eps, dim=1)
 
@@ -468,20 +457,11 @@ class FusedRMSNorm2d(FusedRMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if _is_scripting():
-            return operators.layer_norm(
-                x.movedim(1, -1),
-                1,
-                self.weight,
-                self.bias,
-                _scripted_eps(self.eps, x),
-                self.activation,
-                self.scale,
-                self.out_dtype,
-                "rms",
-                self.weight_offset,
-                self.round_before_weight,
-                True,
-            ).movedim(-1, 1)
+            eps = _scripted_eps(self.eps, x)
+            y = operators.layer_norm(
+                x.movedim(1, -1), 1, self.weight, None, eps, statistic="rms", keeps_order=True
+            )
+            return y.movedim(-1, 1)
         _check_channels(self, x)
         return rms_norm(x, self.weight, self.eps, dim=1)
 

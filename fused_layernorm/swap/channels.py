@@ -17,7 +17,6 @@ from torch import Tensor
 
 from .. import functional
 from ..functional import rms_norm
-from . import source
 from .rms import Forward
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -121,12 +120,3 @@ CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
     ("timm.layers.norm_act", "RmsNormAct2d"): {"1a13e421e59ac70c": timm_act},
     ("timm.layers.norm_act", "RmsNormAct2dFp32"): {"42f7fd3cbf902e5e": timm_float32_act},
 }
-
-
-def forward_of(cls: type) -> Forward | None:
-    """The forward that replaces the class's, or None if its source is not known."""
-    digest = source.digest(cls)
-    if digest is None:
-        return None
-    listed = CLASSES.get((cls.__module__, cls.__qualname__))
-    return SOURCES.get(digest) if listed is None else listed.get(digest)

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from .. import functional
 from ..functional import RMS, Kind, rms_norm, serve
-from . import source
 from .forwards import parameter
 
 Forward = Callable[..., Any]
@@ -298,12 +297,3 @@ CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
     ("timm.layers.norm_act", "RmsNormAct"): {"975efdc84e7ee6e8": timm_act},
     ("timm.layers.norm_act", "RmsNormActFp32"): {"b9e5d6981e9b73e6": timm_float32_act},
 }
-
-
-def forward_of(cls: type) -> Forward | None:
-    """The forward that replaces the class's, or None if its source is not known."""
-    digest = source.digest(cls)
-    if digest is None:
-        return None
-    listed = CLASSES.get((cls.__module__, cls.__qualname__))
-    return SOURCES.get(digest) if listed is None else listed.get(digest)

@@ -11,6 +11,7 @@ import textwrap
 import tokenize
 import types
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -42,6 +43,18 @@ def digest(cls: type[nn.Module]) -> str | None:
     if calls_super and owners[1] is not nn.LayerNorm:
         return None
     return found
+
+
+def forward_of(cls: type[nn.Module], known: Any) -> Any:
+    """The forward that replaces the class's, or None if `known` does not know its source.
+
+    known: a module with SOURCES, from digests to forwards for classes of any module, and CLASSES,
+    the same for each class, by (module, class), whose forward calls functions of other modules.
+    """
+    found = digest(cls)
+    if found is None:
+        return None
+    return known.CLASSES.get((cls.__module__, cls.__qualname__), known.SOURCES).get(found)
 
 
 def trees(

@@ -377,7 +377,7 @@ def _sources(cls: type) -> table.Sources | None:
 
 
 def _rms_forward_of(cls: type) -> Forward | None:
-    return rms.forward_of(cls) or channels.forward_of(cls)
+    return source.forward_of(cls, rms) or source.forward_of(cls, channels)
 
 
 def _is_listed_rms(cls: type) -> bool:
