@@ -85,11 +85,8 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
       std::min<int64_t>(plan.all_tiles, std::max<int64_t>(1, fitting) * device.sms);
   // As many blocks as finish at once, each with the same number of tiles or one fewer.
   plan.blocks = ceil_div(int64_t{plan.all_tiles}, ceil_div(int64_t{plan.all_tiles}, blocks));
-  plan.partials.count = static_cast<int>(plan.blocks);
+  lay_out_partials(plan, plan.blocks, problem);
   plan.partials.starts_early = device.starts_early;
-  if (problem.needs_dparams && plan.blocks > 1) {
-    plan.workspace_bytes = int64_t{2} * plan.blocks * problem.cols * acc;
-  }
   return plan;
 }
 

@@ -101,6 +101,11 @@ static_assert(kLeastSliceStages >= least_stages(false, rung_of(kLags, kLeastSlic
 
 // ---- Slices.
 
+// Slices begin at multiples of this number of columns. Single elements can be moved from anywhere.
+inline int64_t slice_unit(const Problem& problem, int width) {
+  return width == 1 ? 1 : aligned_cols(size_of(problem.x), size_of(problem.y));
+}
+
 // The slices of rows for `blocks_per_row` blocks. They begin at multiples of `unit` columns or, if
 // that would leave the last slice empty, at multiples of slice_unit(). If the last slice would
 // still be empty, there are none.

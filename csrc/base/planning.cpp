@@ -41,9 +41,4 @@ void refuse(const Forced& forced, const Problem& problem, bool backward) {
   throw std::invalid_argument(message.str());
 }
 
-const char* name_of(DataType type) {
-  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64"};
-  return kNames[static_cast<int>(type)];
-}
-
 }  // namespace fused_layernorm

@@ -62,11 +62,6 @@ constexpr int kSlotsPerLane = 5;
 // On a device with more multiprocessors than this, some do not work on the longest rows.
 constexpr int kMaxBlocksPerRow = kSlotsPerLane * kWarpThreads;
 
-// Slices begin at multiples of this number of columns. Single elements can be moved from anywhere.
-inline int64_t slice_unit(const Problem& problem, int width) {
-  return width == 1 ? 1 : aligned_cols(size_of(problem.x), size_of(problem.y));
-}
-
 // The most blocks a row with which as many rows are in work at once as with `least` blocks a row,
 // so that few multiprocessors are idle.
 inline int widen(int least, const Device& device) {

@@ -12,7 +12,10 @@ enum class DataType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
 constexpr int size_of(DataType type) {
   return type == DataType::kFloat64 ? 8 : type == DataType::kFloat32 ? 4 : 2;
 }
-const char* name_of(DataType type);
+inline const char* name_of(DataType type) {
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64"};
+  return kNames[static_cast<int>(type)];
+}
 
 // Whether x, the parameters and y (dy in backward) are of one type, and it is not float64.
 constexpr bool is_one_type(DataType x, DataType weight, DataType y) {

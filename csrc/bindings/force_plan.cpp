@@ -26,7 +26,6 @@ struct FieldRange {
 constexpr FieldRange kFieldRanges[kFields] = {
     {"vecs", 1, most_backward_block_vecs(1)},
     {"teams", 1, kBackwardThreads},  // few rows: a team may be one lane
-
     {"bulk", 0, 1},
     {"stages", 1, kMostStages},
     {"lag", 1, kMostCollected - 1},

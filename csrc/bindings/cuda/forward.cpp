@@ -76,14 +76,13 @@ Tensor new_y(const ForwardArguments& a, ScalarType type) {
 }
 
 // The plan of a launch that reads the channels of planes where they lie, if there is one.
-std::optional<forward::Channels> channels_plan(const Problem& problem, const Tensor& input,
-                                               const Tensor& y, int64_t leading) {
-  const auto planes = planes_of(input, leading);
-  if (!planes) return std::nullopt;
+std::optional<forward::Channels> channels_plan(const Problem& problem, const Planes& planes,
+                                               const Tensor& input, const Tensor& y,
+                                               int64_t leading) {
   const bool channels_last = y.is_contiguous();
-  if (!channels_last && !has_dense_planes(y, *planes, leading)) return std::nullopt;
-  return make_channels_plan(problem, *planes, unit_of(input, *planes),
-                            is_run(input, *planes, problem.cols), channels_last,
+  if (!channels_last && !has_dense_planes(y, planes, leading)) return std::nullopt;
+  return make_channels_plan(problem, planes, unit_of(input, planes),
+                            is_run(input, planes, problem.cols), channels_last,
                             device_of(input.get_device_index()));
 }
 
@@ -124,11 +123,13 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   const cudaStream_t stream = current_stream(device_index);
   params.input = input.const_data_ptr();
   params.y = result.y.mutable_data_ptr();
-  const Problem as_they_lie = complete(params, data_types, computation, false);
-  if (const auto plan = channels_plan(as_they_lie, input, result.y, shape.leading)) {
-    check_launch(launch_layer_norm_forward(params, data_types, *plan, stream), "forward",
-                 shape.rows, shape.cols, data_types, *plan);
-    return;
+  if (const auto planes = planes_of(input, shape.leading)) {
+    const Problem as_they_lie = complete(params, data_types, computation, false);
+    if (const auto plan = channels_plan(as_they_lie, *planes, input, result.y, shape.leading)) {
+      check_launch(launch_layer_norm_forward(params, data_types, *plan, stream), "forward",
+                   shape.rows, shape.cols, data_types, *plan);
+      return;
+    }
   }
 
   const Rows rows(input, shape.leading);
