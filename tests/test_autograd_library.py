@@ -642,7 +642,6 @@ def test_autocast_of_operators(device, kind, suffix):
         out = overload(*tensors[:rows], 1, *tensors[rows:], 1e-5, *options, out_dtype)
         return out if isinstance(out, torch.Tensor) else out[0]
 
-    sentence = "weight and bias (must be )?of one dtype"
     wide = forms.tensors(kind, device, dtype=F32)
     count = 1 + ("residual" in forms.NAMES[kind])
     for dtype in (BF16, F32):
@@ -654,7 +653,7 @@ def test_autocast_of_operators(device, kind, suffix):
         assert y.dtype == (BF16 if device == "cpu" and dtype == BF16 else F32)
         widened = [*given[:count], *(t.float() for t in given[count:])]
         assert torch.equal(y, y_of(widened, y.dtype))
-        with torch.autocast(device, enabled=False), pytest.raises(RuntimeError, match=sentence):
+        with torch.autocast(device, enabled=False), pytest.raises(RuntimeError, match="dtype"):
             y_of(given)
 
 
