@@ -197,3 +197,120 @@ def test_models(name, device):
     text = str(fused_layernorm.explain(test_swap_rotations.make(name, device), ids))
     assert "; 2 rotations, 2 replaced" in text
     assert ("norm, k" in text) == (name in ("Qwen3", "Gemma3Text"))
+
+
+def embedding(angle, interleaved):
+    """cos and sin of all columns, of (S, D), as diffusers' models compute them in parts."""
+    if not interleaved:
+        twice = torch.cat((angle, angle), dim=-1)
+        return twice.cos(), twice.sin()
+    parts = angle.split([1, 3], dim=-1)
+    cos, sin = ([f(part).repeat_interleave(2, dim=1).float() for part in parts]
+                for f in (torch.cos, torch.sin))  # fmt: skip
+    return torch.cat(cos, dim=-1), torch.cat(sin, dim=-1)
+
+
+def of_flux(x, cos_and_sin, unbind_dim=-1):
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    return apply_rotary_emb(x, cos_and_sin, use_real_unbind_dim=unbind_dim, sequence_dim=1)
+
+
+def of_cogview(x, cos_and_sin):
+    return of_flux(x, cos_and_sin, -2)
+
+
+def of_qwen_image(x, freqs):
+    from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
+
+    return apply_rotary_emb_qwen(x, freqs, use_real=False)
+
+
+def of_wan(x, cos_and_sin):
+    """As the function inside of diffusers' WanAttnProcessor."""
+    freqs_cos, freqs_sin = (t[None, :, None] for t in cos_and_sin)
+    x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos = freqs_cos[..., 0::2]
+    sin = freqs_sin[..., 1::2]
+    out = torch.empty_like(x)
+    out[..., 0::2] = x1 * cos - x2 * sin
+    out[..., 1::2] = x1 * sin + x2 * cos
+    return out.type_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rotate", [of_flux, of_cogview, of_qwen_image, of_wan])
+def test_forms_of_diffusers(device, rotate, dtype):
+    pytest.importorskip("diffusers")
+    q, k, angle = tensors(device, dtype, heads_first=False)
+    weight = torch.ones(8, device=device, dtype=dtype, requires_grad=True)
+    atol = 0.05 if dtype == torch.bfloat16 else 1e-5
+
+    def without_norms(q, k, angle):
+        if rotate is of_qwen_image:
+            angles = torch.polar(torch.ones_like(angle), angle)
+        else:
+            angles = embedding(angle, rotate is not of_cogview)
+        return rotate(q, angles), rotate(k, angles)
+
+    def normalized(q, k, weight, angle):
+        q, k = (F.rms_norm(x, (8,), weight, 1e-6) for x in (q, k))
+        return without_norms(q, k, angle)
+
+    check(without_norms, q, k, angle[0], expected=[["k"]], atol=atol)
+    # One ulp of weight's gradient is 0.0625 in bfloat16.
+    check(normalized, q, k, weight, angle[0], expected=[["norm", "k"]], atol=2 * atol)
+
+
+@pytest.mark.parametrize(("name", "count"), [("flux", 4), ("wan", 2)])
+def test_models_of_diffusers(name, count, device):
+    pytest.importorskip("diffusers")
+    import tiny_diffusers
+
+    model, inputs = getattr(tiny_diffusers, name)()
+    model, inputs = model.to(device), {key: value.to(device) for key, value in inputs.items()}
+    text = str(fused_layernorm.explain(model, then="eager", **inputs))
+    assert f"; {count} rotations, {count} replaced" in text
+    assert ("norm, k" in text) == (name == "flux")  # Wan normalizes all heads together
+    compiled = torch.compile(
+        model, backend="fused_layernorm", options={"fused_layernorm.then": "eager"}
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs)[0], model(**inputs)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_pairs_that_are_written_otherwise_stay(device):
+    q, k, angle = tensors(device, heads_first=False)
+
+    def read_between(x, cos, sin):
+        x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
+        out = torch.empty_like(x)
+        out[..., 0::2] = x1 * cos - x2 * sin
+        seen = out[..., 0::2] * 1
+        out[..., 1::2] = x1 * sin + x2 * cos
+        return out, seen
+
+    def other_sign(x, cos, sin):
+        x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
+        out = torch.empty_like(x)
+        out[..., 0::2] = x1 * cos + x2 * sin
+        out[..., 1::2] = x1 * sin + x2 * cos
+        return out, k
+
+    def written_again(x, cos, sin):
+        out = of_wan(x, (cos[:, 0], sin[:, 0]))
+        out[..., 0] = 0
+        return out, k
+
+    cos, sin = (t[:, None] for t in embedding(angle[0], True))
+    once = cos[..., ::2], sin[..., ::2]
+    check(read_between, q, *once, expected=[])
+    check(other_sign, q, *once, expected=[])
+    check(written_again, q, cos, sin, expected=[["a part of it is written into"]])
+
+    def pairs_by_angles_of_halves(x, angle):
+        x_real, x_imag = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+        cos, sin = (t[None, :, None, :] for t in embedding(angle, False))
+        return x * cos + torch.stack([-x_imag, x_real], dim=-1).flatten(3) * sin, k
+
+    check(pairs_by_angles_of_halves, q, angle[0], expected=[])

@@ -152,7 +152,7 @@ class Explanation:
                     name_of(row.dtype),
                     row.form,
                     ", ".join(row.fused) or "-",
-                    f"{_operator(row)} [{','.join(marks)}]",
+                    f"{_operator(row)} [{','.join(marks)}]" if marks else _operator(row),
                 )
             )
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -8,6 +8,7 @@ torch.func transform) may begin or end.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -153,11 +154,14 @@ class Effects:
                 found += self._writes.get(storage, ())
         return next((n for n in found if start < n and (end is None or n < end)), None)
 
+    def writers(self, node: Node) -> set[Node]:
+        """The nodes of the graph that may write into the node's tensors."""
+        found = (self._writes.get(storage, ()) for storage in storages_of(value_of(node)))
+        return {*self._unknown, *itertools.chain(*found)}
+
     def is_written(self, node: Node) -> bool:
         """Whether any node of the graph may write into the node's tensors."""
-        return bool(self._unknown) or any(
-            storage in self._writes for storage in storages_of(value_of(node))
-        )
+        return bool(self.writers(node))
 
     def in_one_region(self, nodes: Iterable[Node]) -> bool:
         return len({self._regions[node] for node in nodes}) <= 1

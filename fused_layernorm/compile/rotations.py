@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations of q and k in a graph, as transformers writes them, each pair as one operator.
+"""Rotations of q and k in a graph, as transformers and diffusers write them, each pair as one
+operator.
 
-A rotation is ``x * cos + cat((-x2, x1), -1) * sin``, where x1 and x2 are the halves of x's last
-dimension. The operator reads a value of cos and sin for each pair of columns, so it has to follow
-from the graph that both have each value twice: that each is computed, element by element, from a
-tensor ``cat((angle, angle), -1)``. A norm of x's rows that stands right before the rotation, and
-that the graph pass has made an operator, becomes part of the new one.
+    x * cos + cat((-x2, x1), -1) * sin               x1 and x2 are the halves of x's last dimension
+    x * cos + stack((-x2, x1), -1).flatten(-2) * sin   they are its even and odd elements
+    view_as_complex(pairs of x) * freqs              as real numbers again
+    out[..., 0::2] = x1 * cos - x2 * sin; out[..., 1::2] = x1 * sin + x2 * cos
+
+The operator reads a value of cos and sin for each pair of columns. In the first two forms it has to
+follow from the graph that both have each value twice: that each is computed, element by element,
+from ``cat((angle, angle), -1)``, or from ``angle.repeat_interleave(2, -1)``. A norm of x's rows
+that stands right before the rotation, and that the graph pass has made an operator, becomes part of
+the new one.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +35,12 @@ from .sites import are_equal
 _aten = torch.ops.aten
 _ADD = {operator.add, torch.add, "add", _aten.add.Tensor}
 _MUL = {operator.mul, torch.mul, "mul", _aten.mul.Tensor, _aten.mul.Scalar}
+_SUB = {operator.sub, torch.sub, "sub", _aten.sub.Tensor}
 _NEG = {operator.neg, torch.neg, "neg", _aten.neg.default}
 _CAT = {torch.cat, _aten.cat.default}
+_CASTS = {"float", "to", "type_as"}
+_VIEWS = {"reshape", "view", "unflatten", torch.reshape, torch.unflatten}
+_REPEATS = {"repeat_interleave", torch.repeat_interleave}
 # What leaves an element in its column, and computes it from this one element.
 _ELEMENTWISE = {
     *_MUL, "to", "float", "half", "bfloat16", "type_as", "contiguous", "cos", "sin", torch.cos,
@@ -45,10 +55,12 @@ class Rotation(NamedTuple):
 
     y: Node
     x: Node
-    cos: Node  # of x's dimensions
+    cos: Node  # of x's dimensions; complex if it is sin, too
     sin: Node
     seq_dim: int
     nodes: frozenset[Node]
+    interleaved: bool = False
+    once: bool = False  # cos and sin have one value for each pair of columns
 
 
 class Norm(NamedTuple):
@@ -73,20 +85,66 @@ def _either_order(node: Any, targets: set[Any]) -> Iterator[tuple[Any, Any]]:
         yield operands[::-1]
 
 
-def _halves_of(node: Any) -> tuple[Node, frozenset[Node]] | None:
-    """x of cat((-x2, x1), -1), and the nodes of this expression."""
-    operands = _operands(node, _CAT)
+class Turned(NamedTuple):
+    """x by a right angle: (-b, a) where x has (a, b)."""
+
+    x: Node
+    nodes: frozenset[Node]
+    interleaved: bool
+
+
+def _turned(node: Any) -> Turned | None:
+    """x of cat((-b, a), -1) or stack((-b, a), -1).flatten(-2)."""
+    nodes = {node}
+    while isinstance(node, Node) and node.target in _CASTS and is_tensor(node.args[0]):
+        node = node.args[0]
+        nodes.add(node)
+    stacked = isinstance(node, Node) and node.target in ("flatten", torch.flatten)
+    if stacked:
+        if node.kwargs or len(node.args) != 2 or node.args[1] not in (-2, value_of(node).dim() - 1):
+            return None
+        node = node.args[0]
+        nodes.add(node)
+    operands = _operands(node, {torch.stack} if stacked else _CAT)
     parts = operands[0] if operands else ()
     if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not _is_last(node, operands):
         return None
     (second,), first = _operands(parts[0], _NEG)[:1] or (None,), parts[1]
+    found = _halves_of(first, second) or _pairs_of(first, second)
+    if found is None or found.interleaved != stacked:
+        return None
+    return found._replace(nodes=found.nodes | nodes | {parts[0]})
+
+
+def _halves_of(first: Any, second: Any) -> Turned | None:
+    """x whose halves, cut out of its last dimension, these are."""
     found = [_slice_of(part) for part in (first, second)]
     if found[0] is None or found[1] is None or found[0][0] is not found[1][0]:
         return None
     x, half = found[0][0], value_of(found[0][0]).shape[-1] // 2
     if [part[1:] for part in found if part is not None] != [(None, half), (half, None)]:
         return None
-    return x, frozenset({node, parts[0], first, second})
+    return Turned(x, frozenset({first, second}), False)
+
+
+def _pairs_of(first: Any, second: Any) -> Turned | None:
+    """x whose last dimension was viewed as two, (pairs, 2) or (2, pairs), of which these are the
+    two elements of that of size two."""
+    indices = [_operands(part, {operator.getitem})[1:] for part in (first, second)]
+    if indices != [(0,), (1,)] or first.args[0] is not second.args[0]:
+        return None
+    unbind = first.args[0]
+    if unbind.target not in ("unbind", torch.unbind) or not isinstance(unbind.args[0], Node):
+        return None
+    dim = unbind.kwargs.get("dim", unbind.args[1] if len(unbind.args) > 1 else 0)
+    view: Any = unbind.args[0]
+    if view.target not in _VIEWS or not is_tensor(view.args[0]) or not is_tensor(view):
+        return None
+    x, shape = view.args[0], value_of(view).shape
+    dim = dim if dim < 0 else dim - len(shape)
+    if not are_equal(shape[:-2], value_of(x).shape[:-1]) or dim not in (-1, -2) or shape[dim] != 2:
+        return None
+    return Turned(x, frozenset({first, second, unbind, view}), dim == -1)
 
 
 def _is_last(node: Node, operands: tuple[Any, ...]) -> bool:
@@ -105,15 +163,29 @@ def _slice_of(node: Any) -> tuple[Node, Any, Any] | None:
     return operands[0], last.start or None, last.stop
 
 
-def _is_doubled(node: Any) -> bool:
-    """Whether the second half of a tensor's last dimension holds the same values as the first."""
+def _is_doubled(node: Any, interleaved: bool) -> bool:
+    """Whether a tensor's last dimension holds each value twice: in its second half again, or
+    interleaved."""
     while isinstance(node, Node) and is_tensor(node):
         operands = _operands(node, _CAT)
         if operands:
             parts = operands[0]
-            is_pair = isinstance(parts, (tuple, list)) and len(parts) == 2
-            return is_pair and parts[0] is parts[1] and _is_last(node, operands)
-        if node.target not in _ELEMENTWISE or not node.args:
+            if not isinstance(parts, (tuple, list)) or not _is_last(node, operands):
+                return False
+            if interleaved:
+                return all(_is_doubled(part, True) for part in parts)
+            return len(parts) == 2 and parts[0] is parts[1]
+        if node.target in _REPEATS:
+            dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else None)
+            is_last = dim in (-1, value_of(node).dim() - 1)
+            return interleaved and is_last and type(node.args[1]) is int and node.args[1] == 2
+        if node.target is operator.getitem:
+            index = node.args[1]
+            if not isinstance(index, tuple) or index[-1] not in (slice(None), ...):
+                return False
+            if any(part not in (None, ..., slice(None)) for part in index):
+                return False
+        elif node.target not in _ELEMENTWISE or not node.args:
             return False
         if node.target in ("unsqueeze", torch.unsqueeze):
             dim = node.args[1] if len(node.args) > 1 else None
@@ -126,19 +198,96 @@ def _is_doubled(node: Any) -> bool:
     return False
 
 
+def _is_cast_of(node: Any, x: Node) -> bool:
+    while isinstance(node, Node) and node is not x and node.target in _CASTS:
+        node = node.args[0]
+    return node is x
+
+
 def find(y: Node) -> Rotation | None:
-    """The rotation whose sum this node is; its result may be a cast of the sum."""
+    """The rotation whose sum, flattened product or output this node is; the result may be a cast
+    of it."""
+    return _of_sum(y) or _of_complex_product(y) or _of_written_pairs(y)
+
+
+def _of_sum(y: Node) -> Rotation | None:
     for turned, straight in _either_order(y, _ADD):
-        for cat, sin in _either_order(turned, _MUL):
-            halves = _halves_of(cat)
-            if halves is None:
+        for rotated, sin in _either_order(turned, _MUL):
+            found = _turned(rotated)
+            if found is None:
                 continue
-            x, nodes = halves
             for given, cos in _either_order(straight, _MUL):
-                if given is x and is_tensor(cos) and is_tensor(sin):
-                    nodes |= {y, turned, straight}
-                    return _checked(Rotation(y, x, cos, sin, 0, nodes))
+                if _is_cast_of(given, found.x) and is_tensor(cos) and is_tensor(sin):
+                    nodes = found.nodes | {y, turned, straight} | ({given} - {found.x})
+                    if not (
+                        _is_doubled(cos, found.interleaved) and _is_doubled(sin, found.interleaved)
+                    ):
+                        return None
+                    return _checked(
+                        Rotation(y, found.x, cos, sin, 0, nodes, found.interleaved, False)
+                    )
     return None
+
+
+def _of_complex_product(y: Node) -> Rotation | None:
+    """view_as_real(view_as_complex(x as pairs) * freqs).flatten(-2)."""
+    if y.target not in ("flatten", torch.flatten) or y.kwargs or len(y.args) != 2:
+        return None
+    real = y.args[0]
+    if not is_tensor(real) or y.args[1] not in (-2, value_of(real).dim() - 2):
+        return None
+    for product in _operands(real, {torch.view_as_real}):
+        for pairs, freqs in _either_order(product, _MUL):
+            for view in _operands(pairs, {torch.view_as_complex}):
+                if not (is_tensor(freqs) and is_tensor(view) and view.target in _VIEWS):
+                    continue
+                nodes, x = {y, real, product, pairs, view}, view.args[0]
+                while isinstance(x, Node) and x.target in _CASTS and is_tensor(x.args[0]):
+                    nodes.add(x)
+                    x = x.args[0]
+                if is_tensor(x) and are_equal(value_of(view).shape[:-2], value_of(x).shape[:-1]):
+                    return _checked(
+                        Rotation(y, x, freqs, freqs, 0, frozenset(nodes), True, once=True)
+                    )
+    return None
+
+
+def _of_written_pairs(out: Node) -> Rotation | None:
+    """An empty tensor that gets x1 * cos - x2 * sin in its even and x1 * sin + x2 * cos in its odd
+    columns before anything reads it."""
+    if out.target is not torch.empty_like or len(out.args) != 1 or out.kwargs:
+        return None
+    writes = [node for node in out.users if node.target is operator.setitem]
+    if len(writes) != 2 or not all(max(writes) < n for n in out.users if n not in writes):
+        return None
+    values = {}
+    for node in writes:
+        index: Any = node.args[1]
+        if not isinstance(index, tuple) or index[:-1] != (...,) or not _is_every_second(index[-1]):
+            return None
+        values[index[-1].start or 0] = node.args[2]
+    if values.keys() != {0, 1}:
+        return None
+    even, odd = values[0], values[1]
+    straight, turned = _operands(even, _SUB) or (None, None)
+    for x1, cos in _either_order(straight, _MUL):
+        for x2, sin in _either_order(turned, _MUL):
+            found = _pairs_of(x1, x2)
+            if found is None or not found.interleaved:
+                continue
+            for one, other in _either_order(odd, _ADD):
+                if {x1, sin} == set(_operands(one, _MUL)) and {x2, cos} == set(
+                    _operands(other, _MUL)
+                ):
+                    nodes = {out, *writes, even, odd, straight, turned, one, other}
+                    return _checked(
+                        Rotation(out, found.x, cos, sin, 0, found.nodes | nodes, True, once=True)
+                    )
+    return None
+
+
+def _is_every_second(index: Any) -> bool:
+    return isinstance(index, slice) and index.step == 2 and index.stop is None
 
 
 def _checked(found: Rotation) -> Rotation | None:
@@ -149,27 +298,29 @@ def _checked(found: Rotation) -> Rotation | None:
         return None
     if not isinstance(cols, int) or cols % 2 or cols > heads.MOST_KERNEL_COLS:
         return None
-    if value_of(found.y).dtype != x.dtype:
-        # cos and sin are of float32 beside x in half precision, and the result is cast to that.
-        users = list(found.y.users)
-        if [user.target for user in users] != ["to"] or dtype_of(users[0]) != x.dtype:
-            return None
+    # cos and sin may be of float32 beside x in half precision: then the result is cast to that.
+    users = [user for user in found.y.users if user not in found.nodes]
+    if len(users) == 1 and users[0].target in _CASTS and dtype_of(users[0]) == x.dtype:
         (cast,) = users
         found = found._replace(y=cast, nodes=found.nodes | {cast})
+    elif value_of(found.y).dtype != x.dtype:
+        return None
     if not are_equal(value_of(found.y).shape, x.shape):
         return None
-    if not (_is_doubled(found.cos) and _is_doubled(found.sin)):
-        return None
-    for seq_dim in (2, 1):
+    angle_cols = cols // 2 if found.once else cols
+    for seq_dim, seq, heads_dim in ((2, -2, -3), (1, -3, -2)):
         if all(
-            angle.dim() == 4
-            and angle.dtype in (x.dtype, torch.float32)
+            angle.dim() in (3, 4)
+            and angle.dtype in (x.dtype, torch.float32, torch.complex64)
             and angle.dtype == angles[0].dtype
             and angle.device == x.device
             and not angle.requires_grad
-            and are_equal(angle.shape[3 - seq_dim :: 4], [1])
-            and are_equal([angle.shape[seq_dim], angle.shape[3]], [x.shape[seq_dim], cols])
-            and any(statically_known_true(angle.shape[0] == size) for size in (1, x.shape[0]))
+            and are_equal([angle.shape[heads_dim]], [1])
+            and are_equal([angle.shape[seq], angle.shape[-1]], [x.shape[seq_dim], angle_cols])
+            and any(
+                angle.dim() == 3 or statically_known_true(angle.shape[0] == size)
+                for size in (1, x.shape[0])
+            )
             for angle in angles
         ):
             return found._replace(seq_dim=seq_dim)
@@ -221,12 +372,27 @@ def run(graph: Graph, effects: Effects) -> list[tuple[Rotation, list[str], str]]
     return rows
 
 
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether both are one value, or are computed from one by the same views and functions."""
+    if not (isinstance(a, Node) and isinstance(b, Node)):
+        return type(a) is type(b) and a == b
+    return a is b or (
+        a.target == b.target
+        and a.target in {operator.getitem, *_ELEMENTWISE}
+        and a.kwargs == b.kwargs
+        and len(a.args) == len(b.args)
+        and all(map(_is_same, a.args, b.args))
+    )
+
+
 def _is_pair(q: Rotation, k: Rotation) -> bool:
     """Whether both are rotated by the same angles, and differ in their heads alone."""
     dims = [0, q.seq_dim, 3]
     shapes = [[value_of(one.x).shape[d] for d in dims] for one in (q, k)]
     return (
-        (q.cos, q.sin, q.seq_dim) == (k.cos, k.sin, k.seq_dim)
+        (q.seq_dim, q.interleaved, q.once) == (k.seq_dim, k.interleaved, k.once)
+        and _is_same(q.cos, k.cos)
+        and _is_same(q.sin, k.sin)
         and are_equal(*shapes)
         and dtype_of(q.x) == dtype_of(k.x)
         and k.x < q.y
@@ -246,9 +412,7 @@ def _replace(pair: list[Rotation], graph: Graph, effects: Effects) -> list[str]:
     maker = replace._Maker(graph, q.y, effects)
     try:
         with graph.inserting_before(q.y):
-            cos, sin = (
-                maker.make(_aten.select.int, (angle, 3 - q.seq_dim, 0)) for angle in (q.cos, q.sin)
-            )
+            cos, sin = (_angle(maker, q, part) for part in (0, 1))
             rows = [_rows(maker, one, norm) for one, norm in zip(pair, norms, strict=True)]
             call = _call(q, rows, norms, cos, sin)
             result = maker.make(heads.qk_norm_rope, call)
@@ -276,11 +440,11 @@ def _operands_of(pair: list[Rotation], norms: list[Norm | None]) -> list[Node]:
 
 
 def _check_effects(
-    nodes: Iterable[Node], operands: list[Node], start: Node, end: Node, effects: Effects
+    nodes: set[Node], operands: list[Node], start: Node, end: Node, effects: Effects
 ) -> None:
     if any(effects.in_transform(node) for node in nodes):
         raise replace.Left("it is inside a torch.func transform")
-    if any(effects.is_written(node) for node in nodes):
+    if any(effects.writers(node) - nodes for node in nodes):
         raise replace.Left("a part of it is written into")
     if not effects.in_one_region(nodes):
         raise replace.Left("a mode of PyTorch changes between its operations")
@@ -288,6 +452,14 @@ def _check_effects(
         raise replace.Left("an operand is written into behind it")
     if not all(operand < end for operand in operands):
         raise replace.Left("an operand is computed behind it")
+
+
+def _angle(maker: Any, q: Rotation, part: int) -> Node:
+    """cos (part 0) or sin (part 1) without the dimension of heads."""
+    angle = (q.cos, q.sin)[part]
+    if value_of(angle).is_complex():
+        angle = maker.make(_aten.select.int, (maker.make(torch.view_as_real, (angle,)), -1, part))
+    return maker.make(_aten.select.int, (angle, -2 if q.seq_dim == 1 else -3, 0))
 
 
 def _rows(maker: Any, one: Rotation, norm: Norm | None) -> Node:
@@ -312,4 +484,4 @@ def _call(
             o = norm.arguments.options
             options = (o.eps, o.statistic, o.weight_offset, o.round_before_weight)
     k = rows[1] if len(rows) > 1 else None
-    return (rows[0], k, *parameters, cos, sin, cols, q.seq_dim, *options, False, False)
+    return (rows[0], k, *parameters, cos, sin, cols, q.seq_dim, *options, q.interleaved, False)
