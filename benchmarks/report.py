@@ -37,8 +37,10 @@ README_ROWS = (
     ("LayerNorm of BERT-base and ViT-B", (32_768, 768), "bf16", ""),
     ("RMSNorm of Llama", (32_768, 4096), "bf16", "rms_"),
     ("residual addition and RMSNorm", (32_768, 4096), "bf16", "add_rms_"),
-    ("residual addition and LayerNorm", (32_768, 1024), "bf16", "add_"),
+    ("norms and rotation of q and k", (2, 4096, 3, 32, 128), "bf16", "qk_norm_rope_"),
+    ("LayerNorm over channels, NCHW", (4, 256, 256, 256), "bf16", "channels_"),
     ("modulated LayerNorm of DiT-XL/2", (64, 256, 1152), "bf16", "ada_"),
+    ("residual addition and LayerNorm", (32_768, 1024), "bf16", "add_"),
     ("LayerNorm, GELU and scale (KernelBench)", (4_194_304, 64), "fp32", "gelu_scale_"),
     ("LayerNorm, 4,096 wide", (32_768, 4096), "bf16", ""),
     ("gated sum and modulated LayerNorm of Flux", (1, 4608, 3072), "bf16", "add_ada_"),
@@ -52,14 +54,17 @@ NORMS = {
     "gelu_": "LayerNorm and GELU",
     "silu_": "LayerNorm and SiLU",
     "gelu_scale_": "LayerNorm, GELU and a scale",
+    "channels_": "LayerNorm over channels",
+    "channels_nhwc_": "LayerNorm over channels, x NCHW and y NHWC",
     "ada_": "Modulated LayerNorm",
+    "ada_rms_": "Modulated RMSNorm",
     "add_ada_": "Gated sum and modulated LayerNorm",
     "qk_norm_": "RMSNorm of the heads of q and k",
     "qk_norm_rope_": "RMSNorm and rotation of the heads of q and k",
 }
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; other times are peers'
 PEERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "quack": "QuACK",
-         "liger": "Liger"}  # fmt: skip
+         "liger": "Liger", "llama": "transformers' Llama class"}  # fmt: skip
 VARIANTS = {
     "eager": "stock",
     "swap": "swapped",

@@ -264,6 +264,7 @@ def values_of(field: str, device: dict[str, int]) -> Iterable[str | int]:
         "bulk": (0, 1),
         "stages": range(1, 9),
         "lag": range(1, 4),
+        "long": (0, 1),
         # For each number of rows that run at once, the most blocks that each row can have.
         "blocks_per_row": sorted({sms // (sms // blocks) for blocks in range(1, sms + 1)}),
     }

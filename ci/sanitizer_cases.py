@@ -153,7 +153,6 @@ def layer_cases(teams_alike):
             cols = vectors * 16 // dtype.itemsize
             for rows in (1, 9, 37):
                 run(rows, cols, dtype, forward="spread")
-                run(rows, cols, dtype, forward="spread", strided=True)
             run(37, cols, dtype, forward="warp")
             run(37, cols - 3, dtype)
     run(37, 9216, F32, "few_rows")  # longer than a team keeps

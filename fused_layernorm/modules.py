@@ -36,6 +36,10 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 
+# What an operator raises for arguments that it does not take. All else passes through: it comes
+# from a hook on the tensors that autograd saves, as activation checkpointing ends a recomputation.
+_OF_OPERATORS = (RuntimeError, TypeError, ValueError)
+
 Forward = TypeVar("Forward", bound=Callable[..., Tensor])
 
 # TorchScript compiles no function with keyword-only defaults: there the modules call the operators.
@@ -145,7 +149,7 @@ class FusedLayerNorm(nn.LayerNorm):
             ):
                 try:
                     return plain_layer_norm(input, weight.dim(), weight, bias, self.eps)
-                except Exception:
+                except _OF_OPERATORS:
                     pass  # PyTorch's function takes it, or the call below says what is wrong.
         if not isinstance(self, FusedLayerNorm):  # a bound method that outlived unswap_norms
             return type(self).forward(self, input)
@@ -332,7 +336,7 @@ class FusedRMSNorm(nn.RMSNorm):
                     eps = FLOAT64_EPS if dtype is torch.float64 else FLOAT32_EPS
                 try:
                     return plain_rms_norm(x, weight.dim(), weight, eps)
-                except Exception:
+                except _OF_OPERATORS:
                     pass  # nn.RMSNorm takes it, or the call below says what is wrong.
         if not isinstance(self, FusedRMSNorm):  # a bound method that outlived unswap_norms
             return type(self).forward(self, x)

@@ -16,6 +16,7 @@ from fused_layernorm import (
     FusedAddAdaLayerNorm,
     FusedAddLayerNorm,
     FusedLayerNorm,
+    FusedRMSNorm,
     ada_layer_norm,
     add_ada_layer_norm,
     add_layer_norm,
@@ -350,3 +351,29 @@ def test_pre_norm_block_with_a_residual_stream(device):
         results.append([y, leaf.grad, *(p.grad for m in (*layers, *norms) for p in m.parameters())])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [1, 3])  # of the three or more that each norm saves
+@pytest.mark.parametrize("make", [FusedLayerNorm, FusedRMSNorm, FusedAddLayerNorm])
+def test_what_a_hook_on_saved_tensors_raises_passes_through(device, make, packed):
+    """Checkpointing ends its second forward so: nothing may be called once more."""
+
+    class EnoughError(Exception):
+        pass
+
+    count = 0
+
+    def pack(tensor):
+        nonlocal count
+        count += 1
+        if count == packed:
+            raise EnoughError
+        return tensor
+
+    norm = make(8).to(device)
+    tensors = [torch.randn(3, 8, device=device, requires_grad=True) for _ in range(2)]
+    given = tensors if make is FusedAddLayerNorm else tensors[:1]
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, pytest.raises(EnoughError):
+        norm(*given)
+    assert count == packed

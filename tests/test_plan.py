@@ -145,7 +145,7 @@ def check_forward(p, rows, cols, problem, chip):
         # The ring holds a row, but no more rows than the block keeps the statistics of.
         assert p["groups"] < p["slots"] < 8 * p["groups"]
         assert p["slots"] * 8192 <= p["shared_bytes"]
-        assert not p["is_long"] or bare(problem)
+        assert not p["long"] or bare(problem)
     if strategy == "stream":
         assert p["width"] == (width if problem["aligned"] else 1)
         assert p["slice_cols"] == p["threads"] * p["width"] * (16 if p["width"] == 1 else 8)
@@ -682,7 +682,7 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     assert set(plan(MANY, 64)) == held | {"vecs", "lanes", "moves"}
     assert set(plan(9, 512)) == held | {"lanes", "warps", "thread_vecs"}
     assert set(plan(9, 4096)) == held | {"vecs", "moves", "early"}
-    ring = {"blocks_per_row", "groups", "slots", "is_long"}
+    ring = {"blocks_per_row", "groups", "slots", "long"}
     assert set(plan(9, 65536)) == launch | ring
     assert set(plan(9, 2**24)) == launch | slices | {"width", "totals_offset"}
     teams = {"width", "vecs", "team_threads", "teams", "by_lanes"}
@@ -746,8 +746,7 @@ def test_what_the_ladder_plans_can_be_forced(backward):
             parts = {"strategy": p["strategy"], **{key: p[key] for key in keys if p.get(key)}}
             if p["strategy"] == "stream":
                 del parts["blocks_per_row"]  # the number of chunks is fixed
-            if "bulk" in p:
-                parts["bulk"] = int(p["bulk"])
+            parts |= {key: int(p[key]) for key in ("bulk", "long") if key in p}
             options = " ".join(f"{key}={value}" for key, value in parts.items())
             assert forced_plan(options, rows, cols, **problem) == p
 
@@ -769,6 +768,8 @@ def test_what_the_ladder_plans_can_be_forced(backward):
         ("strategy=ring", (9, 4096, {}), {"blocks_per_row": 1, "groups": 2, "slots": 15}),
         ("blocks_per_row=2", (9, 4096, HALF), {"strategy": "ring", "groups": 1, "slots": 7}),
         ("strategy=ring blocks_per_row=3", (9, 65_536, HALF), {"groups": 6, "slots": 17}),
+        ("long=0 blocks_per_row=8", (9, 65_536, {}), {"long": False, "groups": 4}),
+        ("long=1", (9, 4096, {}), {"long": True, "blocks_per_row": 1}),
         ("strategy=split stages=8", (MANY, 65_536, {"backward": True, **HALF}), {"stages": 8}),
         ("strategy=stream", (9, 64, HALF), {"strategy": "stream", "blocks_per_row": 1}),
         ("vecs=8", (MANY, 64, {**ANYWHERE, "backward": True}), {"strategy": "warp", "lanes": 8}),
@@ -894,7 +895,7 @@ def test_a_refusal_names_what_was_forced_and_the_problem():
         (
             "threads=128",
             "no part of a plan is called 'threads': expected strategy, vecs, teams, bulk, stages, "
-            "lag or blocks_per_row",
+            "lag, blocks_per_row or long",
         ),
         ("few=1", "no part of a plan is called 'few': expected strategy, vecs"),
         ("split", "no part of a plan is called 'split': expected strategy, vecs"),

@@ -54,7 +54,7 @@ def test_the_longest_rows(dtype, cols):
     room for half of that and some more."""
     assert longest(dtype) == cols
     long = plan(16, cols, dtype=dtype)
-    assert (long["is_long"], long["groups"], long["blocks_per_row"]) == (True, 16, 132)
+    assert (long["long"], long["groups"], long["blocks_per_row"]) == (True, 16, 132)
     assert cols // 2 < longest(dtype, has_epilogue=True) < cols * 5 // 8
     assert plan(16, cols + 8, dtype=dtype)["strategy"] == "stream"
 
@@ -75,7 +75,7 @@ def test_the_ring_holds_a_row_and_no_more_rows_than_are_kept(types, epilogue):
         assert p["slots"] <= 28
         parameters = p["shared_bytes"] - p["slots"] * 8192
         needed = 2 * cols * weight.itemsize
-        assert p["is_long"] or needed <= parameters * p["blocks_per_row"] <= 1.3 * needed
+        assert p["long"] or needed <= parameters * p["blocks_per_row"] <= 1.3 * needed
         for fewer in plans:  # the order of the sums does not depend on the number of rows
             assert all(fewer[k] == p[k] for k in ("strategy", "blocks_per_row", "groups"))
 
@@ -99,9 +99,9 @@ def test_rows_of_odd_length_go_elsewhere(cols):
 # ---- On the device.
 
 # Rows of one block and of many, with a last group that is whole, short, or that not all blocks and
-# lanes have. Without the long kernel and with it.
+# lanes have. With parameters in shared memory, and in registers.
 COLS = [40_960, 40_968, 65_536, 65_544, 131_072, 131_064, 150_528, 262_144, 1_000_008]
-LONG_COLS = [3_000_008, 4_194_304, 4_325_376]
+LONG_COLS = [40_968, 150_528, 1_000_008, 3_000_008, 4_194_304, 4_325_376]
 
 
 @pytest.mark.gpu
@@ -109,7 +109,7 @@ LONG_COLS = [3_000_008, 4_194_304, 4_325_376]
 @pytest.mark.parametrize("cols", COLS)
 @pytest.mark.parametrize("options", [{}, {"activation": "gelu", "scale": 0.5}], ids=str)
 def test_accuracy(plans, cols, types, options):
-    plans.force("strategy=ring")
+    plans.force("strategy=ring long=0")
     check(problem_of(3, cols, types, **options), "cuda", backward=False)
 
 
@@ -117,10 +117,10 @@ def test_accuracy(plans, cols, types, options):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
 @pytest.mark.parametrize("cols", LONG_COLS)
 @pytest.mark.parametrize("statistic", ["layer", "rms"])
-def test_accuracy_of_long_rows(plans, cols, dtype, statistic):
-    plans.force("strategy=ring")
+def test_accuracy_with_parameters_in_registers(plans, cols, dtype, statistic):
+    plans.force("strategy=ring long=1")
     cols *= F32.itemsize // dtype.itemsize
-    assert plans.of(2, cols, dtype)["is_long"]
+    assert plans.of(2, cols, dtype)["long"]
     check(Problem((2, cols), dtype=dtype, statistic=statistic), "cuda", backward=False)
 
 
@@ -140,9 +140,10 @@ def test_accuracy_of_what_is_fused(plans, dtype, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", [1, 2, 3, 7, 33, 132])
 @pytest.mark.parametrize("cols", [8, 2048, 4104, 16_392])
-def test_any_number_of_blocks_a_row(plans, cols, blocks):
+@pytest.mark.parametrize("long", [0, 1])
+def test_any_number_of_blocks_a_row(plans, cols, blocks, long):
     """Also where most blocks and measurers have no columns."""
-    plans.force(f"strategy=ring blocks_per_row={blocks}")
+    plans.force(f"strategy=ring blocks_per_row={blocks} long={long}")
     if plans.of(70, cols, F32) is None:
         pytest.skip("this device has fewer multiprocessors")
     check(Problem((70, cols)), "cuda", backward=False)

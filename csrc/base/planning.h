@@ -16,8 +16,8 @@
 namespace fused_layernorm {
 
 // The fields of plans that can be forced.
-enum class Field { kVecs, kTeams, kBulk, kStages, kLag, kBlocksPerRow };
-constexpr int kFields = 6;
+enum class Field { kVecs, kTeams, kBulk, kStages, kLag, kBlocksPerRow, kLong };
+constexpr int kFields = 7;
 
 // The forced parts of a plan. The plan is that of the first strategy that can have all of them; a
 // forced part that cannot be had is never replaced.

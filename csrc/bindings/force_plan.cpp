@@ -30,6 +30,7 @@ constexpr FieldRange kFieldRanges[kFields] = {
     {"stages", 1, kMostStages},
     {"lag", 1, kMostCollected - 1},
     {"blocks_per_row", 1, kMaxBlocksPerRow},
+    {"long", 0, 1},
 };
 static_assert(most_backward_block_vecs(1) >= most_backward_block_vecs(vector_width(8)),
               "every kernel's vectors can be forced");

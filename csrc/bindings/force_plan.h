@@ -17,6 +17,7 @@ namespace fused_layernorm {
 //   stages          backward: rows or slices that a team keeps in flight in shared memory
 //   lag             backward: rows between publishing a row's sums and collecting them
 //   blocks_per_row  of rows by ring and split
+//   long            of ring: 1 or 0, whether parameters lie in registers
 // What is not forced is planned as always. If no strategy is forced, the plan has the first
 // strategy of the ladder that can have all that is forced. Unless few_rows is forced, backward
 // takes it only for as few rows as it is made for; warp and block force the persistent kernels for

@@ -38,7 +38,7 @@ struct Ring : Launch {
   template <typename Json>
   void describe(Json& json) const {
     json.add("blocks_per_row", blocks_per_row).add("groups", groups).add("slots", slots);
-    json.add("is_long", is_long);
+    json.add("long", is_long);
   }
 };
 
@@ -121,29 +121,44 @@ inline std::optional<forward::Ring> ring_of(const Problem& problem, const Device
 // How many slots a ring should have for every eight groups of a row: of a block alone; of blocks
 // that share rows, and so wait for each other; and at the least.
 constexpr int kAloneRing = 12, kSharedRing = 21, kLeastRing = 9;
+// Float32 rows have the long kernel, with up to so many groups in a block. (H100, short and long:
+// 64 x 150528 37.5, 33.7; 48 x 442368 67.8, 66.8; 200 x 65536 47.0, 45.3; 1024 x 65536 194.7,
+// 196.3; but 6 x 65536 10.6, 12.8. In half precision the short one is as fast or faster.)
+constexpr int kLongRingGroups = 8;
 
 inline std::optional<forward::Ring> forward::Ring::make(const Problem& problem,
                                                         const Device& device,
                                                         const Forced& forced) {
-  const bool allowed = forced.allows(kName, {Field::kBlocksPerRow}) && device.capability >= 90 &&
-                       problem.aligned && problem.x != DataType::kFloat64 && !problem.residual &&
-                       !problem.modulated;
+  const bool allowed = forced.allows(kName, {Field::kBlocksPerRow, Field::kLong}) &&
+                       device.capability >= 90 && problem.aligned &&
+                       problem.x != DataType::kFloat64 && !problem.residual && !problem.modulated;
   if (!allowed) return std::nullopt;
   const int most = std::min(device.sms, kMaxBlocksPerRow);
   const auto number = forced.of(Field::kBlocksPerRow);
   if (number && *number > most) return std::nullopt;
-  const auto good = [&](int n) {
-    return ring_of(problem, device, n, false, n == 1 ? kAloneRing : kSharedRing);
+  const bool may_be_short = forced.allows(Field::kLong, 0);
+  const bool may_be_long = forced.allows(Field::kLong, 1) && device.capability == 90 &&
+                           has_long_ring(problem.x, problem.y, problem.has_epilogue);
+  const auto short_plan = [&](int n, int least) {
+    return may_be_short ? ring_of(problem, device, n, false, least) : std::nullopt;
+  };
+  const auto long_plan = [&](int n, int groups) {
+    auto plan = may_be_long ? ring_of(problem, device, n, true, kLeastRing) : std::nullopt;
+    return plan && plan->groups <= groups ? plan : std::nullopt;
+  };
+  const bool prefers_long = may_be_long && problem.x == DataType::kFloat32;
+  const auto preferred = [&](int n) {
+    return prefers_long ? long_plan(n, kLongRingGroups)
+                        : short_plan(n, n == 1 ? kAloneRing : kSharedRing);
   };
   for (int n = 1; n <= most && !number; ++n) {
-    if (auto plan = good(widen(n, device))) return plan;
+    if (auto plan = preferred(widen(n, device))) return plan;
   }
   const int blocks = number.value_or(most);
-  if (auto plan = good(blocks)) return plan;
-  if (device.capability == 90 && has_long_ring(problem.x, problem.y, problem.has_epilogue)) {
-    if (auto plan = ring_of(problem, device, blocks, true, kLeastRing)) return plan;
-  }
-  return ring_of(problem, device, blocks, false, kLeastRing);
+  if (auto plan = preferred(blocks)) return plan;
+  if (auto plan = short_plan(blocks, blocks == 1 ? kAloneRing : kSharedRing)) return plan;
+  if (auto plan = long_plan(blocks, kMostRingSlots)) return plan;
+  return short_plan(blocks, kLeastRing);
 }
 
 }  // namespace fused_layernorm

@@ -138,7 +138,7 @@ bool launch_channels(const BackwardArguments& a, const Shape& shape, const Kerne
   auto dy_planes = planes_of(operands.dy.tensor, shape.leading);
   if (!dy_planes || dy_planes->samples != planes->samples || dy_planes->pixels != planes->pixels) {
     dy_planes.reset();
-    operands.dy.tensor = contiguous_of(operands.dy.tensor);
+    operands.dy.tensor = aligned_of(operands.dy.tensor);
     operands.params.dy = operands.dy.data();
   }
   int64_t unit = unit_of(a.x, *planes);

@@ -181,11 +181,14 @@ Tensor contiguous_of(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : copy(tensor, tensor.scalar_type());
 }
 
+Tensor aligned_of(const Tensor& tensor) {
+  const bool ready = tensor.is_contiguous() && address_of(tensor) % kVectorBytes == 0;
+  return ready ? tensor : copy(tensor, tensor.scalar_type());
+}
+
 std::optional<Tensor> prepare_parameter(const std::optional<Tensor>& parameter, ScalarType type) {
   if (!parameter) return std::nullopt;
-  const bool ready = parameter->scalar_type() == type && parameter->is_contiguous() &&
-                     address_of(*parameter) % kVectorBytes == 0;
-  return ready ? *parameter : copy(*parameter, type);
+  return aligned_of(cast(*parameter, type));
 }
 
 std::optional<RowMap> row_map(const int64_t* sizes, const int64_t* strides, int64_t dims,

@@ -75,6 +75,8 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
 
   // The tensor itself where it is contiguous, else a copy.
   Tensor contiguous_of(const Tensor& tensor);
+  // The same, where it also begins at a multiple of 16 bytes.
+  Tensor aligned_of(const Tensor& tensor);
 
   // A parameter as kernels read it: of this type, contiguous and aligned.
   std::optional<Tensor> prepare_parameter(const std::optional<Tensor>& parameter, ScalarType type);
