@@ -458,6 +458,9 @@ def test_permutations_of_what_is_normalized(view, left):
 
 OVER_CHANNELS = {
     "permuted": lambda x, w: F.layer_norm(x.permute(0, 2, 3, 1), w.shape, w).permute(0, 3, 1, 2),
+    "behind a sum": lambda x, w: F.layer_norm(x.permute(0, 2, 3, 1) + w, w.shape).permute(
+        0, 3, 1, 2
+    ),
     "written out": lambda x, w: (
         w[:, None, None] * ((x - x.mean(1, True)) * torch.rsqrt(x.var(1, False, True) + 1e-6))
     ),
@@ -468,6 +471,7 @@ OVER_CHANNELS = {
     ("form", "shape", "kernel", "beside_convolutions"),
     [
         ("permuted", (2, 96, 10, 10), True, "aten_layer_norm"),
+        ("behind a sum", (2, 96, 10, 10), True, "aten_layer_norm"),
         ("permuted", (2, 136, 9, 11), False, "aten_layer_norm"),
         ("permuted", (2, 2056, 10, 10), False, "aten_layer_norm"),
         ("written out", (2, 96, 9, 11), True, None),

@@ -197,12 +197,17 @@ def _columns(site: Site, settings: Settings) -> Columns:
     In a graph with convolutions Inductor chooses the layouts of their results, and of what is
     computed elementwise from them: there the strides of examples tell nothing of images.
     """
-    is_moved = site.dim is not None or _is_permuted(site.input, site.normalized_ndim)
-    if settings.with_inductor and is_moved:
+    found = replace.columns_of(site.input, site)
+    is_image = (
+        site.dim is not None
+        or found is Columns.PLANES
+        or _is_permuted(site.input, site.normalized_ndim)
+    )
+    if settings.with_inductor and is_image:
         names = (name_of_target(node.target) for node in site.norm.graph.nodes)
         if any("conv" in name for name in names):
             return Columns.APART
-    return replace.columns_of(site.input, site)
+    return found
 
 
 def _is_permuted(node: Any, normalized_ndim: int) -> bool:
