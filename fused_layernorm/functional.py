@@ -757,7 +757,7 @@ def _choice(
         rules.Kind[kind],
         cols,
         has_neighbours=True,
-        side_by_side=stride == 1,
+        columns=rules.Columns.TOGETHER if stride == 1 else rules.Columns.APART,
         deterministic=deterministic,
         with_hidden_casts=hidden_casts,
         statistic=statistic,

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import fused_layernorm
 from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm
 from fused_layernorm.compile import backend as ways
-from fused_layernorm.compile import graph_pass, rules
-from fused_layernorm.compile.rules import Choice, Kind, Problem, choose
+from fused_layernorm.compile import graph_pass, replace, rules
+from fused_layernorm.compile.rules import Choice, Columns, Kind, Problem, choose
 from fused_layernorm.ops.aten_forward import twin
 from fused_layernorm.ops.operators import ADD_ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
@@ -448,9 +448,92 @@ def test_channels_of_images_are_left_to_inductor(device, channels_last):
     ],
 )
 def test_permutations_of_what_is_normalized(view, left):
-    x = torch.randn(4, 96, 96)
-    (row,) = fused_layernorm.explain(lambda x: F.layer_norm(view(x), (96,)), x).rows
+    """Only in a graph with a convolution may Inductor lay them out otherwise."""
+    x, w = torch.randn(4, 96, 96), torch.randn(96, 96, 1)
+    (row,) = fused_layernorm.explain(lambda x: F.layer_norm(view(F.conv1d(x, w)), (96,)), x).rows
     assert row.operator == ("aten_layer_norm" if left else "layer_norm")
+    (row,) = fused_layernorm.explain(lambda x: F.layer_norm(view(x), (96,)), x).rows
+    assert row.operator == "layer_norm"
+
+
+OVER_CHANNELS = {
+    "permuted": lambda x, w: F.layer_norm(x.permute(0, 2, 3, 1), w.shape, w).permute(0, 3, 1, 2),
+    "behind a sum": lambda x, w: F.layer_norm(x.permute(0, 2, 3, 1) + w, w.shape).permute(
+        0, 3, 1, 2
+    ),
+    "written out": lambda x, w: (
+        w[:, None, None] * ((x - x.mean(1, True)) * torch.rsqrt(x.var(1, False, True) + 1e-6))
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "kernel", "beside_convolutions"),
+    [
+        ("permuted", (2, 96, 10, 10), True, "aten_layer_norm"),
+        ("behind a sum", (2, 96, 10, 10), True, "aten_layer_norm"),
+        ("permuted", (2, 136, 9, 11), False, "aten_layer_norm"),
+        ("permuted", (2, 2056, 10, 10), False, "aten_layer_norm"),
+        ("written out", (2, 96, 9, 11), True, None),
+        ("written out", (2, 128, 3, 3), True, None),
+        ("written out", (2, 136, 10, 10), True, None),
+        ("written out", (2, 136, 9, 11), False, None),
+    ],
+)
+def test_channels_that_kernels_read(form, shape, kernel, beside_convolutions):
+    norm, channels = OVER_CHANNELS[form], shape[1]
+    x, w, k = torch.randn(shape), torch.randn(channels), torch.randn(8, channels, 1, 1)
+    (row,) = fused_layernorm.explain(norm, x, w).rows
+    assert row.operator == ("layer_norm" if kernel else beside_convolutions)
+    assert ("where they lie" in row.reason) == kernel
+    (row,) = fused_layernorm.explain(lambda x, w: F.conv2d(norm(x, w), k), x, w).rows
+    assert row.operator == beside_convolutions
+    (row,) = fused_layernorm.explain(norm, x, w, then="eager").rows
+    assert row.operator == "layer_norm"
+
+
+def test_a_residual_whose_channels_lie_apart():
+    """The kernels that add a residual read rows only."""
+
+    def function(x, residual):
+        h = residual + x.permute(0, 2, 3, 1)
+        return F.layer_norm(h, (96,)), h
+
+    args = torch.randn(2, 96, 10, 12), torch.randn(2, 10, 12, 96)
+    (row,) = fused_layernorm.explain(function, *args).rows
+    assert row.operator == "aten_add_layer_norm"
+
+
+def test_the_kernels_decline_the_same_planes():
+    header = (ROOT / "csrc" / "base" / "planes.h").read_text()
+    found = dict(re.findall(r"constexpr int (k\w+) = (\d+);", header))
+    limits = int(found["kFewPixels"]), int(found["kManyChannels"])
+    assert limits == (replace._FEW_PIXELS, replace._MANY_CHANNELS)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("form", OVER_CHANNELS)
+def test_channels_through_inductor(form, channels_last):
+    """What Inductor computes before and behind the operator keeps the order in which it reads."""
+
+    def function(x, w):
+        return torch.sin(OVER_CHANNELS[form](torch.cos(x), w))
+
+    x, w = torch.randn(2, 24, 5, 7), torch.randn(24, requires_grad=True)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    x.requires_grad_()
+    found, expected = torch.compile(function, backend="fused_layernorm")(x, w), function(x, w)
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found, expected)
+    dy = torch.randn_like(expected)
+    for one, other in zip(
+        torch.autograd.grad(found, (x, w), dy),
+        torch.autograd.grad(expected, (x, w), dy),
+        strict=True,
+    ):
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @chooses
@@ -561,9 +644,14 @@ RMS: dict[str, Any] = {"statistic": "rms"}
         (Problem(Kind.PLAIN, 768, True, with_inductor=False), Choice.KERNEL),
         (Problem(Kind.PLAIN, 768, True, deterministic=True), Choice.KERNEL),
         (Problem(Kind.PLAIN, 96, False), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 96, False, side_by_side=False), Choice.INDUCTOR),
-        (Problem(Kind.PLAIN, None, False, side_by_side=False), Choice.INDUCTOR),
-        (Problem(Kind.MODULATED, 96, False, side_by_side=False), Choice.KERNEL),
+        (Problem(Kind.PLAIN, 256, True, Columns.PLANES), Choice.KERNEL),
+        (Problem(Kind.PLAIN, 256, True, Columns.PLANES, True, **RMS), Choice.KERNEL),
+        (Problem(Kind.PLAIN, 96, False, Columns.APART), Choice.INDUCTOR),
+        (Problem(Kind.PLAIN, 96, False, Columns.APART, True), Choice.PYTORCH),
+        (Problem(Kind.ACTIVATED, 96, False, Columns.APART, True), Choice.PYTORCH),
+        (Problem(Kind.PLAIN, 96, False, Columns.APART, True, False), Choice.KERNEL),
+        (Problem(Kind.PLAIN, None, False, Columns.APART), Choice.INDUCTOR),
+        (Problem(Kind.MODULATED, 96, False, Columns.APART), Choice.KERNEL),
         (Problem(Kind.PLAIN, 96, True, with_hidden_casts=True), Choice.PYTORCH),
         (Problem(Kind.PLAIN, 1152, True, with_hidden_casts=True), Choice.KERNEL),
         (Problem(Kind.PLAIN, 96, True, deterministic=True, with_hidden_casts=True), Choice.KERNEL),

@@ -245,18 +245,93 @@ def test_what_is_no_layer_norm(name):
     assert operators_of(graphs[0]) == []
 
 
+MEANS = "u = x.mean(1, keepdim=True); s = (x - u).pow(2).mean(1, keepdim=True); "
+SAM = MEANS + "y = (x - u) / torch.sqrt(s + 1e-6); weight[:, None, None] * y + bias[:, None, None]"
+OVER_CHANNELS = {
+    "permuted": "F.layer_norm(x.permute(0, 2, 3, 1), (D,), weight, bias).permute(0, 3, 1, 2)",
+    "native": "torch.native_layer_norm(x.permute(0, 2, 3, 1), (D,), weight, bias, 1e-6)[0]",
+    "sam": SAM,
+    "sam, float32": SAM.replace("u = x.mean", "z, x = x, x.float(); u = x.mean").replace(
+        "sqrt(s + 1e-6)", "sqrt(s + 1e-6); y = y.to(z.dtype)"
+    ),
+    "timm": "s, u = torch.var_mean(x, dim=1, unbiased=False, keepdim=True); "
+    "x = (x - u) * torch.rsqrt(s + 1e-6); x * weight[:, None, None] + bias[:, None, None]",
+    "nafnet": MEANS + "(x - u) / (s + 1e-6).sqrt() * weight.view(1, D, 1, 1)",
+    "rms": "x * torch.rsqrt(x.pow(2).mean(-3, True) + 1e-6) * weight.view(D, 1, 1)",
+    "gelu": MEANS + "F.gelu((x - u) * torch.rsqrt(s + 1e-6))",
+}
+
+
+def images(dtype=torch.float32, channels_last=False):
+    x = torch.randn(2, D, 5, 7).to(dtype)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    return tensors(dtype) | {"x": x.requires_grad_()}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", OVER_CHANNELS)
+def test_over_channels(name, dtype, channels_last):
+    function, t = model(OVER_CHANNELS[name]), images(dtype, channels_last)
+    rows, graphs = assert_same(function, t)
+    operators = [row.operator for row in rows]
+    assert operators == ["layer_norm"] == operators_of(graphs[0])
+    is_written_out = name not in ("permuted", "native")
+    assert rows[0].form.endswith("over dimension 1") == is_written_out
+    assert rows[0].fused == ["activation"] * (name == "gelu")
+    nodes = list(graphs[0].graph.nodes)
+    assert not any("contiguous" in str(node.target) for node in nodes)
+    (node,) = [node for node in nodes if str(node.target).startswith("fused_layernorm")]
+    assert node.args[-1] == is_written_out  # keeps_order
+    assert (node.args[2] is None) == (name == "gelu")
+    with torch.no_grad():
+        found, rows, _ = run(function, t)
+        expected = function(t)
+    assert [row.operator for row in rows] == ["layer_norm"]
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found, expected, rtol=1e-4 if dtype == F32 else 0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("statistic", ["layer", "rms"])
+def test_over_another_dimension(statistic):
+    text = MEANS.replace("(1,", "(2,") + "(x - u) / torch.sqrt(s + 1e-6) * mod[0, :5, None]"
+    if statistic == "rms":
+        text = "x / torch.sqrt(x.pow(2).mean(2, True) + 1e-6) * mod[0, :5, None]"
+    rows, graphs = assert_same(model(text), images())
+    assert [row.form.split()[-1] for row in rows] == ["2"]
+    assert operators_of(graphs[0]) == ["layer_norm"]
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("text", "found"),
     [
-        "u = x.mean(1, keepdim=True); (x - u) / torch.sqrt((x - u).pow(2).mean(1, True) + 1e-6)",
-        "x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6)",
+        # An inner value is used elsewhere: the norm's, or the normalized x.
+        (MEANS + "y = (x - u) / torch.sqrt(s + 1e-6); y * weight[:, None, None], y", True),
+        (MEANS + "y = x - u; y / torch.sqrt(s + 1e-6), y * s", True),
+        # Weights of other shapes are multiplied afterwards.
+        (MEANS + "(x - u) / torch.sqrt(s + 1e-6) * weight[:5, None]", True),
+        (MEANS + "(x - u) / torch.sqrt(s + 1e-6) * weight[:1]", True),
+        (MEANS + "(x - u) / torch.sqrt(s + 1e-6) * (1 + mod[:, :D, None, None])", True),
+        # These are no norms.
+        (MEANS + "(x - u) / torch.sqrt(x.var(2, False, True) + 1e-6)", False),
+        (MEANS + "(x - u) / torch.sqrt(x.var(1, True, True) + 1e-6)", False),
     ],
-    ids=["layer", "rms"],
 )
-def test_over_channels(text):
+def test_other_surroundings_over_channels(text, found):
+    rows, graphs = assert_same(model(text), images())
+    assert operators_of(graphs[0]) == ["layer_norm"] * found
+    for node in graphs[0].graph.nodes:
+        if str(node.target).startswith("fused_layernorm"):
+            assert node.args[2:4] == (None, None)
+    assert all(row.fused == [] for row in rows)
+
+
+def test_over_two_of_three_dimensions():
+    text = "u = x.mean((0, 1), True); (x - u) / torch.sqrt((x - u).pow(2).mean((0, 1), True) + 1)"
     rows, graphs = assert_same(model(text), tensors())
     assert operators_of(graphs[0]) == []
-    assert rows[0].notes == ["it normalizes over dimensions [1], which are not the last"]
+    assert rows[0].notes == ["it normalizes over dimensions [0, 1], which are not the last"]
 
 
 @pytest.mark.parametrize("norm", [layer, llama])
@@ -590,13 +665,13 @@ def test_float16_has_no_range_for_sums_of_gradients():
 
 
 def test_rows_that_do_not_lie_side_by_side(device):
-    """The copy that makes channels of images contiguous stays in the graph."""
+    """The copy of rows that no kernel reads where they lie stays in the graph."""
 
     def function(t):
-        return norm((t["x"].transpose(1, 2) * 2).transpose(1, 2), t["weight"])
+        return norm(t["x"][:, ::2].transpose(1, 2), t["weight"])
 
     t = tensors(device=device)
-    t["x"] = torch.randn(B, D, S, device=device).transpose(1, 2).requires_grad_()
+    t["x"] = torch.randn(B, 2 * D, S, device=device).requires_grad_()
     rows, graphs = assert_same(function, t)
     assert [row.operator for row in rows] == ["layer_norm"]
     (copied,) = graphs[0].graph.find_nodes(

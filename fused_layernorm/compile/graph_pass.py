@@ -20,7 +20,7 @@ from . import replace, rotations, rules, sites
 from .effects import Effects, name_of_target
 from .reading import origin, read, value_of
 from .replace import Left
-from .rules import Choice, Kind, Problem
+from .rules import Choice, Columns, Kind, Problem
 from .sites import Site
 
 
@@ -153,13 +153,16 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
     for candidate in itertools.chain.from_iterable(map(sites.with_sum, starts)):
         try:
             checked = replace.check(candidate, effects, settings.with_inductor)
-            rule = rules.choose(_problem(candidate, settings))
+            problem = _problem(candidate, settings)
+            rule = rules.choose(problem)
+            if rule.choice is Choice.PYTORCH:
+                return _row(candidate, None, rule.reason, notes)
             fused = checked.operator
             if rule.choice is Choice.INDUCTOR:
                 fused = aten_forward.twin(fused)
             row = _row(candidate, fused.overload, rule.reason, notes)
             row.fused += ["cast"] * (checked.narrowed is not None)
-            replace.apply(checked, fused, graph, effects)
+            replace.apply(checked, fused, graph, effects, problem.columns)
             return row
         except Left as left:
             if str(left) not in notes:
@@ -180,20 +183,35 @@ def _problem(site: Site, settings: Settings) -> Problem:
         kind,
         cols if isinstance(cols, int) else None,
         any(map(_is_elementwise, neighbours)),
-        replace.has_rows(site.input, site.normalized_ndim)
-        and not _is_permuted(site.input, site.normalized_ndim),
+        _columns(site, settings),
+        site.dim is not None,
         settings.with_inductor,
         settings.deterministic,
         statistic=site.statistic,
     )
 
 
-def _is_permuted(node: Any, normalized_ndim: int) -> bool:
-    """Whether a node is a view that permutes a tensor's dimensions, normalized ones among them.
+def _columns(site: Site, settings: Settings) -> Columns:
+    """How columns lie when the graph runs.
 
-    The strides of examples do not tell how such a tensor lies in memory, for Inductor chooses the
-    layouts of convolutions' results, and of what is computed elementwise from them.
+    In a graph with convolutions Inductor chooses the layouts of their results, and of what is
+    computed elementwise from them: there the strides of examples tell nothing of images.
     """
+    found = replace.columns_of(site.input, site)
+    is_image = (
+        site.dim is not None
+        or found is Columns.PLANES
+        or _is_permuted(site.input, site.normalized_ndim)
+    )
+    if settings.with_inductor and is_image:
+        names = (name_of_target(node.target) for node in site.norm.graph.nodes)
+        if any("conv" in name for name in names):
+            return Columns.APART
+    return found
+
+
+def _is_permuted(node: Any, normalized_ndim: int) -> bool:
+    """Whether a node is a view that permutes a tensor's dimensions, normalized ones among them."""
     node = origin(node)
     first = value_of(node).dim() - normalized_ndim
     while (call := read(node)) is not None and call.name == "view":

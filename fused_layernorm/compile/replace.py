@@ -10,6 +10,7 @@ adds a guard to a symbolic shape.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
@@ -28,7 +30,8 @@ from . import autocast
 from .effects import Effects
 from .patterns import Viewed
 from .reading import before_casts, dtype_of, is_number, is_tensor, read, value_of
-from .sites import Site, are_equal, shape_of
+from .rules import Columns
+from .sites import Site, are_equal, is_parameter, shape_of
 
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "seq_nr")
 
@@ -91,7 +94,7 @@ def _check_values(site: Site) -> None:
         raise Left("the result's shape is not known to be the norm's")
     for name in ("weight", "bias"):
         parameter = getattr(site, name)
-        if parameter is not None and not are_equal(shape_of(parameter), site.normalized_shape):
+        if parameter is not None and not is_parameter(parameter, site):
             raise Left(f"{name} is not known to have the normalized shape")
 
 
@@ -122,6 +125,7 @@ def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
         site.statistic,
         site.weight_offset,
         rounded is not None,
+        keeps_order=site.dim is not None,
     )
     return Arguments(input, residual, weight, bias, options, gate, shift, scale)  # type: ignore[arg-type]
 
@@ -261,8 +265,14 @@ def example_of(node: Node) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effects) -> Node:
+def apply(
+    replacement: Replacement, fused: Operator, graph: Graph, effects: Effects, columns: Columns
+) -> Node:
     """Replaces the site by the operator `fused`, and returns its node.
+
+    A copy stands before an operator that would copy in every call, so that the compiler may fuse it
+    with what precedes it, and backward reuses it. None stands where `columns` are read in place,
+    nor where y lies as x does.
 
     Raises Left, and leaves the graph as it was, where a result would differ in dtype, device,
     shape or strides.
@@ -278,13 +288,17 @@ def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effe
                 for view in arguments.scale.views:
                     scale = maker.make(view.target, (scale, *view.args[1:]), view.kwargs, view.op)
                 arguments = arguments._replace(scale=scale)
-            rows = {name: getattr(arguments, name) for name in ("input", "residual")}
-            rows = {
+            in_place = columns is Columns.PLANES or site.dim is not None
+            rows: dict[str, Any] = {
                 name: maker.make(torch.ops.aten.contiguous.default, (operand,))
-                for name, operand in rows.items()
-                if operand is not None and not has_rows(operand, site.normalized_ndim)
+                for name in (() if in_place else ("input", "residual"))
+                if (operand := getattr(arguments, name)) is not None
+                and columns_of(operand, site) is not Columns.TOGETHER
             }
-            order = _order_in_memory(site)
+            for name in ("weight", "bias") if site.dim is not None else ():
+                if (parameter := getattr(arguments, name)) is not None:
+                    rows[name] = maker.make(torch.ops.aten.reshape.default, (parameter, [-1]))
+            order = _order(site)
             if order is not None:
                 input = rows.get("input", arguments.input)
                 rows["input"] = maker.make(torch.ops.aten.permute.default, (input, order))
@@ -318,16 +332,20 @@ def apply(replacement: Replacement, fused: Operator, graph: Graph, effects: Effe
     return node
 
 
-def _order_in_memory(site: Site) -> list[int] | None:
-    """The order of dimensions in which a norm's result lies in memory; None if it is contiguous.
+def _order(site: Site) -> list[int] | None:
+    """The order in which the operator takes the dimensions; None if it is theirs.
+
+    One normalized dimension comes last. Otherwise it is the order of the result in memory.
 
     A written-out norm of heads (B, H, S, D) that are a view of (B, S, H, D) gives its result in the
     view's strides, where the operator would give a contiguous one. It also reads that order without
     a copy. Symbolic strides are compared by their hints: `_check_alike` finds a wrong order.
     """
+    value = value_of(site.y)
+    if site.dim is not None:
+        return [*(i for i in range(value.dim()) if i != site.dim), site.dim]
     if site.residual is not None or site.is_modulated:
         return None
-    value = value_of(site.y)
     leading = value.dim() - site.normalized_ndim
     strides = [_hint(stride) for stride in value.stride()[:leading]]
     if None in strides:
@@ -343,17 +361,43 @@ def _hint(size: Any) -> Any:
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
-def has_rows(operand: Any, normalized_ndim: int) -> bool:
-    """Whether the elements that are normalized together are known to lie side by side.
+# The kernels of a norm alone read channels where they lie, unless few pixels have many, as
+# `favors_copies` in csrc/base/planes.h says, or a block cannot hold a sector of each in backward.
+_FEW_PIXELS, _MANY_CHANNELS, _MOST_CHANNELS = 100, 128, 2048
 
-    If not, `apply` puts a copy into the graph: the compiler may fuse it with what precedes it, and
-    backward reuses it. Otherwise every kernel call would make a copy of its own.
-    """
+
+def columns_of(operand: Any, site: Site) -> Columns:
+    """How the elements lie that are normalized together, as far as it is known without a guard."""
     value = value_of(operand)
-    expected = [1]
-    for size in value.shape[: value.dim() - normalized_ndim : -1]:
+    order = list(range(value.dim())) if site.dim is None else _order(site) or []
+    sizes, strides = ([given[i] for i in order] for given in (value.shape, value.stride()))
+    first = len(order) - site.normalized_ndim
+    if _is_run(sizes[first:], strides[first:], 1):
+        return Columns.TOGETHER
+    samples, pixels = first, 1
+    while samples and are_equal([strides[samples - 1]], [pixels]):
+        samples -= 1
+        pixels *= sizes[samples]
+    channels = math.prod(sizes[first:])
+    are_planes = (
+        not (site.residual is not None or site.is_modulated)
+        and _is_run(sizes[first:], strides[first:], pixels)
+        and (not samples or _is_run(sizes[:samples], strides[:samples], strides[samples - 1]))
+        and statically_known_true(channels <= _MOST_CHANNELS)
+        and (
+            statically_known_true(channels <= _MANY_CHANNELS)
+            or not statically_known_true(pixels < _FEW_PIXELS)
+        )
+    )
+    return Columns.PLANES if are_planes else Columns.APART
+
+
+def _is_run(sizes: list[Any], strides: list[Any], step: Any) -> bool:
+    """Whether dimensions are known to lie as one whose elements are `step` apart."""
+    expected = [step]
+    for size in sizes[:0:-1]:
         expected.insert(0, expected[0] * size)
-    return are_equal(value.stride()[value.dim() - normalized_ndim :], expected)
+    return are_equal(strides, expected)
 
 
 def _check_alike(old: Node, new: Node, dtype: Any) -> None:

@@ -54,6 +54,7 @@ class Site:
     statistic: str = "layer"
     weight_offset: float = 0.0
     rounded: torch.dtype | None = None  # half precision, to which xhat is rounded before weight
+    dim: int | None = None  # the one dimension that is normalized, if it is not among the last
     notes: list[str] = field(default_factory=list)  # what was left, and why
 
     @property
@@ -64,7 +65,8 @@ class Site:
     @property
     def normalized_shape(self) -> torch.Size:
         shape = value_of(self.norm).shape
-        return shape[len(shape) - self.normalized_ndim :]
+        first = len(shape) - self.normalized_ndim if self.dim is None else self.dim
+        return shape[first : first + self.normalized_ndim]
 
     @property
     def is_modulated(self) -> bool:
@@ -104,6 +106,17 @@ def modulates(value: Node | Viewed | None, site: Site) -> bool:
     return broadcasts(shape, value_of(site.norm).shape) and are_equal(
         columns, site.normalized_shape
     )
+
+
+def is_parameter(value: Node, site: Site) -> bool:
+    """Whether a weight or bias has the normalized shape, or broadcasts along the one dimension."""
+    if site.dim is None:
+        return are_equal(shape_of(value), site.normalized_shape)
+    shape = list(shape_of(value))
+    along = [1] * value_of(site.norm).dim()
+    shape = [1] * (len(along) - len(shape)) + shape
+    along[site.dim : site.dim + 1] = site.normalized_shape
+    return are_equal(shape, along)
 
 
 def shape_of(value: Node | Viewed) -> torch.Size:
@@ -158,13 +171,21 @@ def _written_out(node: Node, match: Match, statistic: str) -> Site | None:
     form = _WRITTEN_OUT[statistic]
     site = Site(node, form, input, len(dims), None, None, eps, y=node, nodes=match.nodes)
     site.statistic = statistic
-    if dims != tuple(range(ndim - len(dims), ndim)):
+    if dims == tuple(range(ndim - len(dims), ndim)):
+        return site
+    if len(dims) == 1:
+        (site.dim,) = dims
+        site.form += f" over dimension {site.dim}"
+    else:
         site.notes.append(f"it normalizes over dimensions {list(dims)}, which are not the last")
     return site
 
 
 def grow(site: Site) -> Site:
-    """The site with the operations after it that may be fused with it."""
+    """The site with the operations after it that may be fused with it.
+
+    A norm over a dimension that is not the last takes neither a modulation nor a residual.
+    """
     takes_affine = site.weight is None and site.bias is None
     # The 1 + weight of an RMSNorm, such as Gemma's, is no modulation: its affine step comes first.
     if site.statistic == "layer" or not takes_affine:
@@ -232,6 +253,9 @@ def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
 
 
 def _modulated(site: Site) -> Site:
+    if site.dim is not None:
+        return site
+
     def fits(site: Site, values: dict[str, Any]) -> bool:
         return all(modulates(values.get(name), site) for name in ("scale", "shift"))
 
@@ -244,7 +268,7 @@ def _modulated(site: Site) -> Site:
 def _affine(site: Site) -> Site:
     def fits(site: Site, values: dict[str, Any]) -> bool:
         found = [values[name] for name in ("weight", "bias") if name in values]
-        return all(are_equal(shape_of(p), site.normalized_shape) for p in found)
+        return all(is_parameter(p, site) for p in found)
 
     is_rms = site.statistic == "rms"
     expressions = patterns.RMS_AFFINES if is_rms else patterns.AFFINES
@@ -302,7 +326,7 @@ def with_sum(site: Site) -> Iterator[Site]:
     """The site with each sum, gated or not, that may give its input; last, the site alone."""
     x = origin(site.input)
     casts = frozenset(before_casts(site.input, only_widening=True)) - {x}
-    for expression in patterns.SUMS:
+    for expression in () if site.dim is not None else patterns.SUMS:
         for match in matches(PARSED[expression], x, Match({})):
             input, residual = match.values["input"], match.values["residual"]
             gate = match.values.get("gate")
