@@ -8,6 +8,7 @@ case from all processes. The processes run this file as a script.
 # The annotations say Tensor, but a DTensor has more attributes, and is passed by *.
 # mypy: disable-error-code="attr-defined, arg-type, call-arg"
 
+import contextlib
 import functools
 import json
 import os
@@ -25,6 +26,27 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+if not dist.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
 import fused_layernorm
 from fused_layernorm import (
     FusedAddLayerNorm,
@@ -34,6 +56,7 @@ from fused_layernorm import (
     add_layer_norm,
     layer_norm,
 )
+from fused_layernorm.compile import rules
 
 STEPS = 50
 BATCH, SEQUENCE, DIM = 4, 8, 32
@@ -99,62 +122,80 @@ def same_curves(fused, stock, rtol=1e-5):
     torch.testing.assert_close(fused, stock, rtol=rtol, atol=0)
 
 
-def mesh_of(device, world, *shape):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device, shape or (world,))
+def made(device, *shapes):
+    return [torch.randn(shape, device=device).requires_grad_() for shape in shapes]
 
 
-# ---- The cases.
+def spread(tensors, mesh, placements):
+    """The tensors as DTensors of a mesh of one dimension, leaves of autograd."""
+    return [
+        distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
+        for t, p in zip(tensors, placements, strict=True)
+    ]
+
+
+OF_PYTORCH: dict[str, Any] = {"rtol": None, "atol": None}  # the tolerances of assert_close itself
+
+
+def same(found, expected, placements=None, *, rtol=1e-4, atol=1e-4):
+    """Asserts that DTensors have the values of plain tensors, and these placements."""
+    if placements is not None:
+        assert [f.placements for f in found] == [(p,) for p in placements]
+    for f, e in zip(found, expected, strict=True):
+        assert f.dtype == e.dtype
+        torch.testing.assert_close(f.full_tensor(), e, rtol=rtol, atol=atol)
+
+
+@contextlib.contextmanager
+def no_collective():
+    with CommDebugMode() as communication:
+        yield
+    assert communication.get_total_counts() == 0, communication.get_comm_counts()
+
+
+def of_own_rows(outputs):
+    """A loss that covers only a process's own rows, so that only the norm could communicate."""
+    rows = [y.to_local() if hasattr(y, "to_local") else y for y in outputs]
+    return sum(y.float().sin().sum() for y in rows)
+
+
+# ---- The cases, each a function of a mesh of one dimension. Each begins at the same seed.
 
 
 @case
-def ddp(rank, world, device):
-    from torch.nn.parallel import DistributedDataParallel
-
+def ddp(mesh):
     stock, fused = (
-        loss_curve(DistributedDataParallel(model), batches(device, rank))
-        for model in models(device)
+        loss_curve(DistributedDataParallel(model), batches(mesh.device_type, mesh.get_rank()))
+        for model in models(mesh.device_type)
     )
     same_curves(fused, stock)
 
 
-def fsdp_curves(rank, world, device, policy):
-    from torch.distributed.fsdp import fully_shard
-
+def fsdp_curves(mesh, policy):
     curves = []
-    for model in models(device):
-        mesh = mesh_of(device, world)
+    for model in models(mesh.device_type):
         for part in (*model.children(), model):
             fully_shard(part, mesh=mesh, mp_policy=policy)
-        curves.append(loss_curve(model, batches(device, rank)))
+        curves.append(loss_curve(model, batches(mesh.device_type, mesh.get_rank())))
     return curves
 
 
 @case
-def fsdp2(rank, world, device):
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    stock, fused = fsdp_curves(rank, world, device, MixedPrecisionPolicy())
+def fsdp2(mesh):
+    stock, fused = fsdp_curves(mesh, MixedPrecisionPolicy())
     same_curves(fused, stock)
 
 
 @case
-def fsdp2_mixed_precision(rank, world, device):
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
+def fsdp2_mixed_precision(mesh):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    stock, fused = fsdp_curves(rank, world, device, policy)
+    stock, fused = fsdp_curves(mesh, policy)
     same_curves(fused, stock, rtol=1e-2)  # about one rounding to bfloat16
 
 
 @case
-def fsdp2_compiled(rank, world, device):
+def fsdp2_compiled(mesh):
     """The graph pass under FSDP2: with one graph, and with a graph that breaks at sharded parts."""
-    from torch.distributed.fsdp import fully_shard
-
-    from fused_layernorm.compile import rules
-
     curves: list[torch.Tensor] = []
     found: list[str] = []
 
@@ -170,14 +211,14 @@ def fsdp2_compiled(rank, world, device):
     rules.DEVICES.add("cpu")
     try:
         for parts, compiles in (((), False), ((), True), (("up", "down"), True)):
-            model = Model().to(device)
+            model = Model().to(mesh.device_type)
             for part in (*map(model.get_submodule, parts), model):
-                fully_shard(part, mesh=mesh_of(device, world))
+                fully_shard(part, mesh=mesh)
             if compiles:
                 torch._dynamo.reset()
                 found.clear()
                 model.compile(backend=backend)
-            curves.append(loss_curve(model, batches(device, rank)))
+            curves.append(loss_curve(model, batches(mesh.device_type, mesh.get_rank())))
             assert found == ["layer_norm", "layer_norm"] * compiles
     finally:
         rules.DEVICES.discard("cpu")
@@ -186,35 +227,22 @@ def fsdp2_compiled(rank, world, device):
         same_curves(curve, curves[0])
 
 
-@case
-def dtensor(rank, world, device):
-    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+def sharded_batches(mesh, dim):
+    for batch in batches(mesh.device_type):
+        yield tuple(distribute_tensor(t, mesh, [Shard(dim)]) for t in batch)
 
-    mesh = mesh_of(device, world)
+
+@case
+def dtensor(mesh):
     stock, fused = (
-        loss_curve(
-            distribute_module(model, mesh),
-            (
-                tuple(distribute_tensor(t, mesh, [Shard(0)]) for t in batch)
-                for batch in batches(device)
-            ),
-        )
-        for model in models(device)
+        loss_curve(distribute_module(model, mesh), sharded_batches(mesh, 0))
+        for model in models(mesh.device_type)
     )
     same_curves(fused, stock)
 
 
 @case
-def sequence_parallel(rank, world, device):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    mesh = mesh_of(device, world)
+def sequence_parallel(mesh):
     plan = {
         "norm_in": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
@@ -222,243 +250,154 @@ def sequence_parallel(rank, world, device):
         "norm_out": SequenceParallel(),
     }
     curves = []
-    for model in models(device):
+    for model in models(mesh.device_type):
         parallel = parallelize_module(model, mesh, plan)
-        data = (
-            (distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(y, mesh, [Shard(1)]))
-            for x, y in batches(device)
-        )
-        curves.append(loss_curve(parallel, data))
+        curves.append(loss_curve(parallel, sharded_batches(mesh, 1)))
         assert model.norm_in.weight.placements == (Replicate(),)
     same_curves(curves[1], curves[0])
 
 
 @case
-def compiled(rank, world, device):
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
-    mesh = mesh_of(device, world)
-    torch.manual_seed(0)
-    plain = [torch.randn(2 * world, 3, 8, device=device), *torch.randn(2, 8, device=device)]
-    plain = [t.requires_grad_() for t in plain]
-    leaves = [
-        distribute_tensor(t.detach(), mesh, [placement]).requires_grad_()
-        for t, placement in zip(plain, (Shard(0), Replicate(), Replicate()), strict=True)
-    ]
+def compiled(mesh):
+    plain = made(mesh.device_type, (2 * mesh.size(), 3, 8), 8, 8)
+    leaves = spread(plain, mesh, (Shard(0), Replicate(), Replicate()))
     f = torch.compile(layer_norm, fullgraph=True, backend="aot_eager")
     y, stock = f(*leaves), layer_norm(*plain)
-    assert y.placements == (Shard(0),)
-    torch.testing.assert_close(y.full_tensor(), stock)
+    same([y], [stock], [Shard(0)], **OF_PYTORCH)
     found = torch.autograd.grad(y.to_local().sin().sum(), leaves)
     expected = torch.autograd.grad(stock.sin().sum(), plain)
-    assert [dx.placements for dx in found] == [(Shard(0),), (Partial(),), (Partial(),)]
-    for dx, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(dx.full_tensor(), e, rtol=1e-4, atol=1e-4)
+    same(found, expected, [Shard(0), Partial(), Partial()])
 
 
 @case
-def heads_stay_sharded(rank, world, device):
+def heads_stay_sharded(mesh):
     """q and k over samples, positions or heads, without a collective in either direction."""
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    mesh = mesh_of(device, world)
-    torch.manual_seed(0)
+    world, device = mesh.size(), mesh.device_type
     shape = (world, 2 * world, 2 * world, 8)
-    plain = [torch.randn(shape, device=device), torch.randn(*shape[:2], world, 8, device=device),
-             *torch.randn(2, 8, device=device)]  # fmt: skip
+    plain = made(device, shape, (*shape[:2], world, 8), 8, 8)
     angle = torch.randn(*shape[:2], 4, device=device)
     angles = angle.cos(), angle.sin()
-    plain = [t.requires_grad_() for t in plain]
     expected = fused_layernorm.qk_norm_rope(*plain, *angles)
     grads = [torch.randn_like(y) for y in expected]
     of_plain = torch.autograd.grad(expected, plain, grads)
-    for dim in (0, 1, 2):
-        shard, copy = [Shard(dim)], [Replicate()]
-        leaves = [
-            distribute_tensor(t.detach(), mesh, placement).requires_grad_()
-            for t, placement in zip(plain, (shard, shard, copy, copy), strict=True)
-        ]
-        cos, sin = (distribute_tensor(t, mesh, copy if dim == 2 else shard) for t in angles)
-        given = [distribute_tensor(g, mesh, shard) for g in grads]
-        with CommDebugMode() as comm:
+    for shard in (Shard(0), Shard(1), Shard(2)):
+        leaves = spread(plain, mesh, (shard, shard, Replicate(), Replicate()))
+        of_angles = [Replicate() if shard.dim == 2 else shard]
+        cos, sin = (distribute_tensor(t, mesh, of_angles) for t in angles)
+        given = [distribute_tensor(g, mesh, [shard]) for g in grads]
+        with no_collective():
             y = fused_layernorm.qk_norm_rope(*leaves, cos, sin)
             found = torch.autograd.grad(y, leaves, given)
-        assert comm.get_total_counts() == 0
-        placements = [g.placements for g in (*y, *found)]
-        assert placements == [(Shard(dim),)] * 4 + [(Partial(),)] * 2
-        for a, b in zip((*y, *found), (*expected, *of_plain), strict=True):
-            torch.testing.assert_close(a.full_tensor(), b, rtol=1e-4, atol=1e-4)
+        same((*y, *found), (*expected, *of_plain), [shard] * 4 + [Partial()] * 2)
+
+
+def run(x, residual, weight, bias, add, options):
+    """The outputs, then the gradients of all arguments used."""
+    leaves = [x, residual, weight, bias] if add else [x, weight, bias]
+    outputs = add_layer_norm(*leaves, **options) if add else (layer_norm(*leaves, **options),)
+    return (*outputs, *torch.autograd.grad(of_own_rows(outputs), leaves))
 
 
 @case
-def rows_stay_sharded(rank, world, device):
+def rows_stay_sharded(mesh):
     """Neither direction needs a collective. The parameters' gradients are partial sums."""
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    mesh = mesh_of(device, world)
-    torch.manual_seed(0)
     for normalized_ndim, options in (
         (1, {}),
         (2, {}),
         (1, {"activation": "gelu", "scale": 0.5}),
         (1, {"out_dtype": torch.bfloat16}),
     ):
-        x, residual = torch.randn(2, world, 2 * world, 6, 5, device=device)
-        weight, bias = torch.randn(2, *x.shape[-normalized_ndim:], device=device)
-        plain = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
-
-        for dim in range(x.dim() - normalized_ndim):
-            shard, copy = [Shard(dim)], [Replicate()]
-            leaves = [
-                distribute_tensor(t, mesh, placements).requires_grad_()
-                for t, placements in zip(plain, (shard, shard, copy, copy), strict=True)
-            ]
+        shape = (mesh.size(), 2 * mesh.size(), 6, 5)
+        cols = shape[-normalized_ndim:]
+        plain = made(mesh.device_type, shape, shape, cols, cols)
+        for shard in map(Shard, range(len(shape) - normalized_ndim)):
+            leaves = spread(plain, mesh, (shard, shard, Replicate(), Replicate()))
             for add in (False, True):
-                used = [0, 1, 2, 3] if add else [0, 2, 3]
-                with CommDebugMode() as communication:
+                with no_collective():
                     found = run(*leaves, add, options)
-                assert communication.get_total_counts() == 0, communication.get_comm_counts()
-                expected = run(*plain, add, options)
-                outputs = len(expected) - len(used)
-                rows = outputs + (2 if add else 1)
-                for i, (f, e) in enumerate(zip(found, expected, strict=True)):
-                    assert f.placements == (Shard(dim) if i < rows else Partial(),), (i, f)
-                    assert f.dtype == e.dtype
-                    torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
-
-
-def run(x, residual, weight, bias, add, options):
-    """The outputs, then the gradients of all arguments used."""
-    outputs: tuple[torch.Tensor, ...]
-    if add:
-        outputs = add_layer_norm(x, residual, weight, bias, **options)
-        leaves = [x, residual, weight, bias]
-    else:
-        outputs = (layer_norm(x, weight, bias, **options),)
-        leaves = [x, weight, bias]
-    # The loss of a process covers only its own rows, so that only the norm could communicate.
-    rows = [output.to_local() if hasattr(output, "to_local") else output for output in outputs]
-    loss = sum(x.float().sin().sum() for x in rows)
-    return (*outputs, *torch.autograd.grad(loss, leaves))
+                placements = [shard] * (4 if add else 2) + [Partial()] * 2
+                same(found, run(*plain, add, options), placements)
 
 
 @case
-def without_grad(rank, world, device):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    mesh = mesh_of(device, world)
-    torch.manual_seed(0)
-    x, residual = torch.randn(2, world, 3, 6, device=device)
-    weight = torch.randn(6, device=device)
+def without_grad(mesh):
+    x, residual = torch.randn(2, mesh.size(), 3, 6, device=mesh.device_type)
+    weight = torch.randn(6, device=mesh.device_type)
     shard = [distribute_tensor(t, mesh, [Shard(0)]) for t in (x, residual)]
     copy = distribute_tensor(weight, mesh, [Replicate()])
-    with torch.no_grad(), CommDebugMode() as communication:
-        y = layer_norm(shard[0], copy)
-        z = layer_norm(shard[0], normalized_shape=(6,))
-        a, r = add_layer_norm(*shard, normalized_shape=(6,))
-    assert communication.get_total_counts() == 0
-    assert {t.placements for t in (y, z, a, r)} == {(Shard(0),)}
-    torch.testing.assert_close(y.full_tensor(), F.layer_norm(x, (6,), weight))
-    torch.testing.assert_close(z.full_tensor(), F.layer_norm(x, (6,)))
-    torch.testing.assert_close(a.full_tensor(), F.layer_norm(x + residual, (6,)))
-    torch.testing.assert_close(r.full_tensor(), x + residual)
+    with torch.no_grad(), no_collective():
+        found = (
+            layer_norm(shard[0], copy),
+            layer_norm(shard[0], normalized_shape=(6,)),
+            *add_layer_norm(*shard, normalized_shape=(6,)),
+        )
+    total = x + residual
+    stock = (F.layer_norm(x, (6,), weight), F.layer_norm(x, (6,)), F.layer_norm(total, (6,)), total)
+    same(found, stock, [Shard(0)] * 4, **OF_PYTORCH)
 
 
 @case
-def unequal_shards(rank, world, device):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = mesh_of(device, world)
-    torch.manual_seed(0)
-    plain = [torch.randn(2 * world - 1, 6, device=device), *torch.randn(2, 6, device=device)]
-    plain = [t.requires_grad_() for t in plain]
-    leaves = [
-        distribute_tensor(t.detach(), mesh, [placement]).requires_grad_()
-        for t, placement in zip(plain, (Shard(0), Replicate(), Replicate()), strict=True)
-    ]
+def unequal_shards(mesh):
+    plain = made(mesh.device_type, (2 * mesh.size() - 1, 6), 6, 6)
+    leaves = spread(plain, mesh, (Shard(0), Replicate(), Replicate()))
     found = torch.autograd.grad(layer_norm(*leaves).sin().sum(), leaves)
-    expected = torch.autograd.grad(layer_norm(*plain).sin().sum(), plain)
-    for f, e in zip(found, expected, strict=True):
-        torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
+    same(found, torch.autograd.grad(layer_norm(*plain).sin().sum(), plain))
 
 
 @case
-def sharded_over_the_normalized_dimension(rank, world, device):
+def sharded_over_the_normalized_dimension(mesh):
     """An input sharded like this is redistributed, as are a sharded weight and a partial sum."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-
-    mesh = mesh_of(device, world)
-    torch.manual_seed(0)
-    shape = (2 * world, 3, 4 * world)
-    plain = [torch.randn(shape, device=device), *torch.randn(2, 4 * world, device=device)]
-    plain = [t.requires_grad_() for t in plain]
-    expected_y = layer_norm(*plain)
-    expected = torch.autograd.grad(expected_y.sin().sum(), plain)
+    cols = 4 * mesh.size()
+    plain = made(mesh.device_type, (2 * mesh.size(), 3, cols), cols, cols)
+    y = layer_norm(*plain)
+    expected = torch.autograd.grad(y.sin().sum(), plain)
     for placements in (
         (Shard(2), Replicate(), Replicate()),
         (Shard(0), Shard(0), Shard(0)),
         (Shard(2), Shard(0), Replicate()),
     ):
-        leaves = [
-            distribute_tensor(t.detach(), mesh, [placement]).requires_grad_()
-            for t, placement in zip(plain, placements, strict=True)
-        ]
-        y = layer_norm(*leaves)
-        torch.testing.assert_close(y.full_tensor(), expected_y, rtol=1e-5, atol=1e-5)
-        for f, e in zip(torch.autograd.grad(y.sin().sum(), leaves), expected, strict=True):
-            torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
-    partial = DTensor.from_local(plain[0].detach() / world, mesh, [Partial()], run_check=False)
-    y = layer_norm(partial, *(distribute_tensor(t.detach(), mesh) for t in plain[1:]))
-    torch.testing.assert_close(y.full_tensor(), expected_y, rtol=1e-4, atol=1e-4)
+        leaves = spread(plain, mesh, placements)
+        found = layer_norm(*leaves)
+        same([found], [y], rtol=1e-5, atol=1e-5)
+        same(torch.autograd.grad(found.sin().sum(), leaves), expected)
+    part = plain[0].detach() / mesh.size()
+    partial = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+    found = layer_norm(partial, *(distribute_tensor(t.detach(), mesh) for t in plain[1:]))
+    same([found], [y])
 
 
 @case
-def over_channels(rank, world, device):
+def over_channels(mesh):
     """dim=1 of images: batch and rows stay sharded, channels are redistributed first."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = mesh_of(device, world)
-    torch.manual_seed(0)
-    x = torch.randn(4, 6, 8, 5, device=device)
-    weight, dy = torch.randn(6, device=device), torch.randn(4, 6, 8, 5, device=device)
-    whole = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-    layer_norm(*whole, dim=1).backward(dy)
-    found = []
-    for dim in range(3):
-        sharded = [distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_()]
-        sharded.append(distribute_tensor(weight, mesh).requires_grad_())
-        y = layer_norm(*sharded, dim=1)
-        found.append(y.placements == (Shard(dim),))
-        torch.testing.assert_close(y.full_tensor(), layer_norm(*whole, dim=1))
-        gradients = torch.autograd.grad(y, sharded, distribute_tensor(dy, mesh, [Shard(dim)]))
-        for one, other in zip(gradients, whole, strict=True):
-            torch.testing.assert_close(one.full_tensor(), other.grad)
-    assert found == [True, False, True], found
+    shape = (4, 6, 8, 5)
+    plain = made(mesh.device_type, shape, 6)
+    dy = torch.randn(shape, device=mesh.device_type)
+    y = layer_norm(*plain, dim=1)
+    expected = (y, *torch.autograd.grad(y, plain, dy))
+    stays = []
+    for shard in (Shard(0), Shard(1), Shard(2)):
+        leaves = spread(plain, mesh, (shard, Replicate()))
+        found = layer_norm(*leaves, dim=1)
+        stays.append(found.placements == (shard,))
+        gradients = torch.autograd.grad(found, leaves, distribute_tensor(dy, mesh, [shard]))
+        same((found, *gradients), expected, **OF_PYTORCH)
+    assert stays == [True, False, True], stays
 
 
 @case
-def two_dimensional_mesh(rank, world, device):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    mesh = mesh_of(device, world, 2, world // 2)
-    torch.manual_seed(0)
-    x, residual = torch.randn(2, 4, 6, 8, device=device)
-    module = FusedAddLayerNorm(8, device=device)
+def two_dimensional_mesh(mesh):
+    mesh = init_device_mesh(mesh.device_type, (2, mesh.size() // 2))
+    x, residual = torch.randn(2, 4, 6, 8, device=mesh.device_type)
+    module = FusedAddLayerNorm(8, device=mesh.device_type)
     expected = module(x, residual)
     weight, bias = (
         distribute_tensor(p.detach(), mesh, [Replicate()] * 2) for p in module.parameters()
     )
     x, residual = (distribute_tensor(t, mesh, [Shard(0), Shard(1)]) for t in (x, residual))
-    with CommDebugMode() as communication:
+    with no_collective():
         found = add_layer_norm(x, residual, weight, bias)
-    assert communication.get_total_counts() == 0
-    for f, e in zip(found, expected, strict=True):
-        assert f.placements == (Shard(0), Shard(1))
-        torch.testing.assert_close(f.full_tensor(), e)
+    assert {f.placements for f in found} == {(Shard(0), Shard(1))}
+    same(found, expected, **OF_PYTORCH)
 
 
 def modulated(x, residual, gate, shift, scale, weight, bias):
@@ -468,111 +407,73 @@ def modulated(x, residual, gate, shift, scale, weight, bias):
         ada_layer_norm(x, shift, scale, weight, bias),
         *add_ada_layer_norm(x, residual, gate, shift, scale, weight, bias),
     )
-    rows = [output.to_local() if hasattr(output, "to_local") else output for output in outputs]
-    return (*outputs, *torch.autograd.grad(sum(r.sin().sum() for r in rows), leaves))
+    return (*outputs, *torch.autograd.grad(of_own_rows(outputs), leaves))
 
 
 @case
-def modulated_rows_stay_sharded(rank, world, device):
+def modulated_rows_stay_sharded(mesh):
     """Rows and modulations sharded over samples or over the sequence need no collective."""
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    mesh = mesh_of(device, world)
-    torch.manual_seed(0)
-    samples, tokens, cols = 2 * world, world, 6
-    x, residual = torch.randn(2, samples, tokens, cols, device=device)
-    weight, bias = torch.randn(2, cols, device=device)
-    for dim, of_gate, of_shift, of_scale in (
+    samples, tokens, cols = 2 * mesh.size(), mesh.size(), 6
+    rows = (samples, tokens, cols)
+    for dim, *modulations in (
         (0, (cols,), (samples, 1, cols), (samples, tokens, cols)),
         (0, (samples, 1, cols), (samples, 1, 1), (1, tokens, cols)),
         (0, (samples, tokens, cols), (), (tokens, cols)),
         (1, (samples, 1, cols), (1, tokens, cols), (samples, tokens, cols)),
         (1, (tokens, cols), (cols,), (tokens, 1)),
     ):
-        modulations = [torch.randn(shape, device=device) for shape in (of_gate, of_shift, of_scale)]
-        plain = [t.clone().requires_grad_() for t in (x, residual, *modulations, weight, bias)]
+        plain = made(mesh.device_type, rows, rows, *modulations, cols, cols)
 
         def placement(t, dim=dim):
             own = dim - (3 - t.dim())
-            whole = own >= 0 and t.shape[own] == x.shape[dim]
+            whole = own >= 0 and t.shape[own] == rows[dim]
             return Shard(own) if whole else Replicate()
 
         placements = [placement(t) for t in plain]
-        leaves = [
-            distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
-            for t, p in zip(plain, placements, strict=True)
-        ]
-        with CommDebugMode() as communication:
+        leaves = spread(plain, mesh, placements)
+        with no_collective():
             found = modulated(*leaves)
-        assert communication.get_total_counts() == 0, communication.get_comm_counts()
-        expected = modulated(*plain)
         gradients = [p if isinstance(p, Shard) else Partial() for p in placements]
-        for i, (f, e, p) in enumerate(
-            zip(found, expected, [Shard(dim)] * 3 + gradients, strict=True)
-        ):
-            assert f.placements == (p,), (i, f.placements, p)
-            torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
+        same(found, modulated(*plain), [Shard(dim)] * 3 + gradients)
 
 
 @case
-def one_gradient_past_a_gate(rank, world, device):
+def one_gradient_past_a_gate(mesh):
     """With all other arguments frozen, the placements of the other gradients do not matter."""
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
-    mesh = mesh_of(device, world)
-    torch.manual_seed(0)
-    batch, cols = 2 * world, 6
+    batch, cols = 2 * mesh.size(), 6
     rows, sample = (batch, 3, cols), (batch, 1, cols)
-    sizes = [rows, rows, sample, sample, (3, cols), (cols,), (cols,)]
-    plain = [torch.randn(size, device=device).requires_grad_() for size in sizes]
+    plain = made(mesh.device_type, rows, rows, sample, sample, (3, cols), cols, cols)
     stock, _ = add_ada_layer_norm(*plain)
     expected = torch.autograd.grad(stock.sin().sum(), plain)
-    placements = [Shard(0) if len(size) == 3 else Replicate() for size in sizes]
+    placements = [Shard(0) if t.dim() == 3 else Replicate() for t in plain]
     for i, (e, placement) in enumerate(zip(expected, placements, strict=True)):
-        leaves = [
-            distribute_tensor(t.detach(), mesh, [p]).requires_grad_(i == j)
-            for j, (t, p) in enumerate(zip(plain, placements, strict=True))
-        ]
+        leaves = spread(plain, mesh, placements)
+        for j, leaf in enumerate(leaves):
+            leaf.requires_grad_(i == j)
         y, _ = add_ada_layer_norm(*leaves)
-        (found,) = torch.autograd.grad(y.to_local().sin().sum(), leaves[i])
-        assert found.placements == (placement if placement == Shard(0) else Partial(),)
-        torch.testing.assert_close(found.full_tensor(), e, rtol=1e-4, atol=1e-4)
+        found = torch.autograd.grad(y.to_local().sin().sum(), leaves[i])
+        same(found, [e], [placement if placement == Shard(0) else Partial()])
 
 
 @case
-def modulations_are_redistributed(rank, world, device):
+def modulations_are_redistributed(mesh):
     """Modulations are redistributed if their placement does not suit that of the rows, or if the
     rows are sharded over the normalized dimension."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    samples, cols = 2 * mesh.size(), 2 * mesh.size()
+    rows, sample = (samples, 3, cols), (samples, 1, cols)
+    plain = made(mesh.device_type, rows, rows, sample, sample, sample, cols, cols)
 
-    mesh = mesh_of(device, world)
-    torch.manual_seed(0)
-    samples, cols = 2 * world, 2 * world
-    x, residual = torch.randn(2, samples, 3, cols, device=device)
-    gate, shift, scale = torch.randn(3, samples, 1, cols, device=device)
-    weight, bias = torch.randn(2, cols, device=device)
-    plain = [t.clone().requires_grad_() for t in (x, residual, gate, shift, scale, weight, bias)]
-
-    def losses(tensors):
+    def results(tensors):
         y, total = add_ada_layer_norm(*tensors)
-        return y, torch.autograd.grad(y.sin().sum() + total.sin().sum(), tensors)
+        return y, *torch.autograd.grad(y.sin().sum() + total.sin().sum(), tensors)
 
-    expected_y, expected = losses(plain)
     for placements in (
         [Shard(0), Shard(0), *[Replicate()] * 5],
         [Shard(0), Shard(0), *[Shard(2)] * 3, Shard(0), Shard(0)],
         [Shard(2), Shard(2), Shard(2), Shard(0), Replicate(), Replicate(), Shard(0)],
         [Replicate(), Shard(0), Shard(0), *[Replicate()] * 4],
     ):
-        leaves = [
-            distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
-            for t, p in zip(plain, placements, strict=True)
-        ]
-        y, found = losses(leaves)
-        torch.testing.assert_close(y.full_tensor(), expected_y, rtol=1e-4, atol=1e-4)
-        for f, e in zip(found, expected, strict=True):
-            torch.testing.assert_close(f.full_tensor(), e, rtol=1e-4, atol=1e-4)
+        same(results(spread(plain, mesh, placements)), results(plain))
 
 
 # ---- The processes, and the tests that read their reports.
@@ -586,11 +487,12 @@ def work(rank, world, device, folder):
     dist.init_process_group(
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
+    mesh = init_device_mesh(device, (world,))
     report = {}
     for name in names_of(world):
-        f = CASES[name]
+        torch.manual_seed(0)
         try:
-            f(rank, world, device)
+            CASES[name](mesh)
             report[name] = ""
         except Exception:
             report[name] = traceback.format_exc()
@@ -644,7 +546,6 @@ def reports_of(device, world):
     return {name: [report.get(name, log or "not run") for report in reports] for name in CASES}
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 @pytest.mark.parametrize(
     ("device", "world", "name"),
     [
