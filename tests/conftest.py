@@ -151,3 +151,18 @@ def poison(*like):
 @pytest.fixture(name="poison")
 def _poison():
     return poison
+
+
+@pytest.fixture
+def one_gibibyte_left():
+    """A function that limits further allocations to 1 GiB, called when a test has its tensors."""
+
+    def limit():
+        gc.collect()  # tensors of earlier tests must not be freed after the limit is set
+        torch.cuda.empty_cache()
+        in_use, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction((in_use + (1 << 30)) / total)
+
+    torch.cuda.empty_cache()  # the rest of a large cached block could be used beyond the limit
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)

@@ -339,18 +339,13 @@ def test_streams_graphs_and_pools():
 
 
 @pytest.mark.gpu
-def test_out_of_memory_keeps_its_type():
+def test_out_of_memory_keeps_its_type(one_gibibyte_left):
     x = torch.empty(1 << 26, 8, device="cuda")  # 2 GiB
     module = FusedLayerNorm(8, device="cuda")
-    torch.cuda.empty_cache()
-    in_use, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction((in_use + (1 << 30)) / total)
-    try:
-        for function in (module, lambda x: fused_layernorm.layer_norm(x, normalized_shape=8)):
-            with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-                function(x)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    one_gibibyte_left()
+    for function in (module, lambda x: fused_layernorm.layer_norm(x, normalized_shape=8)):
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            function(x)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input raises one clear sentence, the same on every device, for fakes and when compiled."""
 
-import gc
 import math
 import shutil
 import subprocess
@@ -519,21 +518,6 @@ def test_a_failed_allocation_in_backward(device, failing_backward, add, create_g
         torch.autograd.grad(out.sum(), x, create_graph=create_graph)
     assert type(caught.value) is (torch.OutOfMemoryError if message == NO_MEMORY else RuntimeError)
     assert str(caught.value) == message
-
-
-@pytest.fixture
-def one_gibibyte_left():
-    """A function that limits further allocations to 1 GiB, called when a test has its tensors."""
-
-    def limit():
-        gc.collect()  # tensors of earlier tests must not be freed after the limit is set
-        torch.cuda.empty_cache()
-        in_use, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction((in_use + (1 << 30)) / total)
-
-    torch.cuda.empty_cache()  # the rest of a large cached block could be used beyond the limit
-    yield limit
-    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 # Our own sentence where an operator allocates, PyTorch's where autograd calls a kernel directly.
