@@ -308,6 +308,13 @@ def test_pairs_that_are_written_otherwise_stay(device):
     check(other_sign, q, *once, expected=[])
     check(written_again, q, cos, sin, expected=[["a part of it is written into"]])
 
+    def rounded_between(x, angle):
+        cos, sin = embedding(angle, False)
+        rounded = x.bfloat16().float()
+        return rounded * cos[:, None] + rotate_half(x) * sin[:, None], k
+
+    check(rounded_between, q, angle[0], expected=[])
+
     def pairs_by_angles_of_halves(x, angle):
         x_real, x_imag = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
         cos, sin = (t[None, :, None, :] for t in embedding(angle, False))

@@ -29,7 +29,7 @@ from ..ops.aten_forward import KERNELS
 from ..ops.operators import LAYER_NORM, Arguments
 from . import replace, rules
 from .effects import Effects
-from .reading import dtype_of, is_tensor, value_of
+from .reading import before_casts, dtype_of, is_tensor, value_of
 from .sites import are_equal
 
 _aten = torch.ops.aten
@@ -38,7 +38,6 @@ _MUL = {operator.mul, torch.mul, "mul", _aten.mul.Tensor, _aten.mul.Scalar}
 _SUB = {operator.sub, torch.sub, "sub", _aten.sub.Tensor}
 _NEG = {operator.neg, torch.neg, "neg", _aten.neg.default}
 _CAT = {torch.cat, _aten.cat.default}
-_CASTS = {"float", "to", "type_as"}
 _VIEWS = {"reshape", "view", "unflatten", torch.reshape, torch.unflatten}
 _REPEATS = {"repeat_interleave", torch.repeat_interleave}
 # What leaves an element in its column, and computes it from this one element.
@@ -95,10 +94,8 @@ class Turned(NamedTuple):
 
 def _turned(node: Any) -> Turned | None:
     """x of cat((-b, a), -1) or stack((-b, a), -1).flatten(-2)."""
-    nodes = {node}
-    while isinstance(node, Node) and node.target in _CASTS and is_tensor(node.args[0]):
-        node = node.args[0]
-        nodes.add(node)
+    *casts, node = before_casts(node, only_widening=True)
+    nodes = {*casts, node}
     stacked = isinstance(node, Node) and node.target in ("flatten", torch.flatten)
     if stacked:
         if node.kwargs or len(node.args) != 2 or node.args[1] not in (-2, value_of(node).dim() - 1):
@@ -198,12 +195,6 @@ def _is_doubled(node: Any, interleaved: bool) -> bool:
     return False
 
 
-def _is_cast_of(node: Any, x: Node) -> bool:
-    while isinstance(node, Node) and node is not x and node.target in _CASTS:
-        node = node.args[0]
-    return node is x
-
-
 def find(y: Node) -> Rotation | None:
     """The rotation whose sum, flattened product or output this node is; the result may be a cast
     of it."""
@@ -217,8 +208,9 @@ def _of_sum(y: Node) -> Rotation | None:
             if found is None:
                 continue
             for given, cos in _either_order(straight, _MUL):
-                if _is_cast_of(given, found.x) and is_tensor(cos) and is_tensor(sin):
-                    nodes = found.nodes | {y, turned, straight} | ({given} - {found.x})
+                casts = before_casts(given, only_widening=True)
+                if found.x in casts and is_tensor(cos) and is_tensor(sin):
+                    nodes = found.nodes | {y, turned, straight, *casts[: casts.index(found.x)]}
                     if not (
                         _is_doubled(cos, found.interleaved) and _is_doubled(sin, found.interleaved)
                     ):
@@ -241,10 +233,8 @@ def _of_complex_product(y: Node) -> Rotation | None:
             for view in _operands(pairs, {torch.view_as_complex}):
                 if not (is_tensor(freqs) and is_tensor(view) and view.target in _VIEWS):
                     continue
-                nodes, x = {y, real, product, pairs, view}, view.args[0]
-                while isinstance(x, Node) and x.target in _CASTS and is_tensor(x.args[0]):
-                    nodes.add(x)
-                    x = x.args[0]
+                *casts, x = before_casts(view.args[0], only_widening=True)
+                nodes = {y, real, product, pairs, view, *casts}
                 if is_tensor(x) and are_equal(value_of(view).shape[:-2], value_of(x).shape[:-1]):
                     return _checked(
                         Rotation(y, x, freqs, freqs, 0, frozenset(nodes), True, once=True)
@@ -300,9 +290,9 @@ def _checked(found: Rotation) -> Rotation | None:
         return None
     # cos and sin may be of float32 beside x in half precision: then the result is cast to that.
     users = [user for user in found.y.users if user not in found.nodes]
-    if len(users) == 1 and users[0].target in _CASTS and dtype_of(users[0]) == x.dtype:
-        (cast,) = users
-        found = found._replace(y=cast, nodes=found.nodes | {cast})
+    casts = before_casts(users[0], only_widening=False) if len(users) == 1 else []
+    if found.y in casts and dtype_of(users[0]) == x.dtype:
+        found = found._replace(y=users[0], nodes=found.nodes | {users[0]})
     elif value_of(found.y).dtype != x.dtype:
         return None
     if not are_equal(value_of(found.y).shape, x.shape):
