@@ -43,9 +43,9 @@ class Mutation(NamedTuple):
 # The plans' principles: these mutations must be caught without the golden file.
 PRINCIPLES = ("tests/test_plan.py", "-k", "not golden")
 PLANS = ("tests/test_plan.py",)
-BACKWARD = ("tests/test_backward.py", "-m", "not on_cpu")
-FORWARD = ("tests/test_forward.py", "-m", "not on_cpu")
-ADA = ("tests/test_ada_layer_norm.py", "-m", "not on_cpu")
+BACKWARD = ("tests/test_backward.py", "tests/test_every_norm.py", "-m", "not on_cpu")
+FORWARD = ("tests/test_forward.py", "tests/test_every_norm.py", "-m", "not on_cpu")
+ADA = ("tests/test_ada_layer_norm.py", "tests/test_every_norm.py", "-m", "not on_cpu")
 AUTOGRAD = ("tests/test_autograd.py", "tests/test_autograd_library.py")
 
 MUTATIONS = [

@@ -10,7 +10,7 @@ bounded too, by a wider factor, because summing in another order easily changes 
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -30,11 +30,20 @@ HALF_SLACK = 1 / 64
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu")
 EPS = 1e-5
-
-
 # Lengths of rows for which the tests force each strategy, in both directions.
 FORCED_COLS = [1, 3, 8, 37, 63, 64, 256, 257, 1024, 1027, 2048, 4096, 8192, 8195, 16384,
                65536, 262144]  # fmt: skip
+
+
+def ids(value):
+    """The name of a dtype, of several or of another parameter in a test's name."""
+    if isinstance(value, tuple):
+        return "-".join(map(ids, value))
+    return str(value).removeprefix("torch.")
+
+
+def rows_for(cols):
+    return max(3, min(512, 16384 // cols))
 
 
 @dataclass(frozen=True)
@@ -42,9 +51,10 @@ class Problem:
     """One call: shapes, dtypes and options."""
 
     shape: tuple[int, ...]
-    normalized_ndim: int = 1
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype | None = None  # by default dtype
+    _: KW_ONLY
+    normalized_ndim: int = 1
     affine: str = "both"  # or "weight", "bias", "none"
     affine_scale: float = 1.0  # weight and bias are of this order
     activation: str | None = None
@@ -84,6 +94,39 @@ class Problem:
         return "-".join(["x".join(map(str, self.shape)), *named]).replace("torch.", "")
 
 
+# The shapes of modulations of an input of shape (B, S, D).
+MODULATIONS = {
+    "all": lambda b, s, d: (d,),
+    "sample": lambda b, s, d: (b, 1, d),
+    "token": lambda b, s, d: (b, s, d),
+    "position": lambda b, s, d: (1, s, d),
+    "position without a batch": lambda b, s, d: (s, d),
+    "number": lambda b, s, d: (),
+    "number of a sample": lambda b, s, d: (b, 1, 1),
+    "number of a token": lambda b, s, d: (b, s, 1),
+}
+
+
+def modulated(shape, kind="sample", *, gated=False, dtypes=(torch.float32,) * 4, **others):
+    """A problem whose modulations are all of one kind, except those whose shapes `others` gives.
+
+    dtypes: of input, residual, modulations, and weight (None: there is none).
+    """
+    input_dtype, residual_dtype, modulation_dtype, weight_dtype = dtypes
+    modulation = MODULATIONS[kind](*shape)
+    problem: dict[str, Any] = {
+        "dtype": input_dtype,
+        "modulation_dtype": modulation_dtype,
+        "weight_dtype": weight_dtype,
+        "affine": "none" if weight_dtype is None else "both",
+        "shift": modulation,
+        "scale_by": modulation,
+    }
+    if gated:
+        problem |= {"residual_dtype": residual_dtype, "gate": modulation}
+    return Problem(shape, **{**problem, **others})
+
+
 @dataclass
 class Tensors:
     """The tensors of a problem, and the options of the call."""
@@ -100,6 +143,12 @@ class Tensors:
     gate: torch.Tensor | None = None
     options: dict = field(default_factory=dict)
 
+    def of_rows(self, part):
+        """The same with a copy of some rows: of the tensors that have all rows or samples."""
+        names = ("x", "dy", "residual", "dresidual", "shift", "scale", "gate")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{n: u[part].clone() for n, u in tensors.items() if u is not None})
+
 
 def _chunk(tensor):
     """One of six chunks of a larger tensor, as diffusion transformers cut their modulations."""
@@ -114,18 +163,42 @@ def _transposed(tensor):
     return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
 
 
-def _misaligned(tensor):
-    """A contiguous copy that begins at the second element of its allocation."""
-    flat = torch.cat([tensor.new_zeros(1), tensor.flatten()])
-    return flat[1:].view(tensor.shape)
+def misaligned(tensor, by=1):
+    """A contiguous copy that begins at the second element of its allocation, or by some others."""
+    flat = torch.cat([tensor.new_zeros(by), tensor.flatten()])
+    return flat[by:].view(tensor.shape)
 
 
+# Of modulations.
 LAYOUTS = {
     "contiguous": lambda tensor: tensor,
     "chunk": _chunk,
     "every second": _every_second,
     "transposed": _transposed,
-    "misaligned": _misaligned,
+    "misaligned": misaligned,
+}
+
+
+def within(tensor, dim, before, after):
+    """A slice of a larger tensor that has so many NaN before and after it in this dimension."""
+    shape = list(tensor.shape)
+    shape[dim] += before + after
+    larger = tensor.new_full(shape, math.nan)
+    return larger.narrow(dim, before, tensor.shape[dim]).copy_(tensor)
+
+
+# Of rows in two dimensions or three: none is contiguous.
+ROW_LAYOUTS = {
+    "transposed leading": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "sliced leading": lambda x: within(x, 1, 2, 1),
+    "every other row": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
+    "column slice": lambda x: within(x, -1, 8, 16),
+    "odd column slice": lambda x: within(x, -1, 3, 2),
+    "every other column": _every_second,
+    "transposed": _transposed,
+    "expanded": lambda x: x[:1, :1].expand(x.shape),
+    "expanded column": lambda x: x[..., :1].expand(x.shape),
+    "permuted": lambda x: x.permute(2, 1, 0).contiguous().permute(2, 1, 0),
 }
 
 
@@ -380,6 +453,60 @@ def beyond_rounding(actual, expected, problem, name):
     if double_rounding(problem, name):
         error = error - rounding(expected, problem.residual_dtype)
     return error.clamp(min=0)
+
+
+def assert_close(found, expected, tolerance):
+    """Asserts that named results are those in float64, relatively or absolutely.
+
+    tolerance: one for all, or of each dtype.
+    """
+    for name, result in found.items():
+        allowed = tolerance if isinstance(tolerance, float) else tolerance[result.dtype]
+        one, other = {name: result.double()}, {name: expected[name]}
+        torch.testing.assert_close(one, other, rtol=allowed, atol=allowed)
+
+
+def by_layouts(plans, *, forward=None, backward=None):
+    """A `run` for check: LayerNorm by the operators, each direction by its forced layout."""
+    ops = torch.ops.fused_layernorm
+
+    def run(t, **_):
+        p = t.problem
+        try:
+            plans.force(forward and f"strategy={forward}")
+            y, *statistics = ops.layer_norm_forward(
+                t.x, p.normalized_ndim, t.weight, t.bias, p.eps, p.activation, p.scale
+            )
+            plans.force(backward and f"strategy={backward}")
+            gradients = ops.layer_norm_backward(
+                t.dy, t.x, p.normalized_ndim, *statistics, t.weight, t.bias, None, p.activation,
+                p.scale, True, True, True,
+            )  # fmt: skip
+        finally:
+            plans.force(None)
+        return dict(zip(("y", "dx", "dweight", "dbias"), (y, *gradients), strict=True))
+
+    return run
+
+
+def check_masks(operator, args, masks):
+    """Asserts that an operator of backward gives the gradients that a mask asks for, and no others.
+
+    The order of a gradient's sums does not depend on the other gradients, unless the plan does. So
+    the gradients agree with those of all only to rounding.
+    """
+    everything = operator(*args, *[True] * len(masks[0]))
+    for mask in masks:
+        gradients = operator(*args, *mask)
+        for gradient, whole, needed in zip(gradients, everything, mask, strict=True):
+            assert gradient.dtype == whole.dtype
+            assert gradient.is_contiguous()
+            if needed:
+                tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[gradient.dtype]
+                torch.testing.assert_close(gradient, whole, rtol=tolerance, atol=tolerance)
+            else:
+                assert gradient.shape == (0,)
+    return everything
 
 
 @dataclass
