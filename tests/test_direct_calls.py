@@ -2,7 +2,7 @@
 """Direct calls: kernels launched through the table of C functions, past the dispatcher.
 
 The operators are the other way, which every call takes where direct calls are switched off. The two
-must agree to the bit, and save the same tensors. Few of the tests run without a GPU. Direct calls of
+must agree to the bit, and save the same tensors. Few of the tests run without a GPU. Those of
 several threads are in test_threads.py.
 """
 
