@@ -73,26 +73,22 @@ def stock(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0):
     return call
 
 
-def ours(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0):
+def ours(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0, eps=1e-5, **options):
     """The same by this package's function of that kind."""
+    if kind in ("modulated", "gated"):
+        name, fused = OPERATORS[kind], {"statistic": statistic}
+    else:
+        name = OPERATORS[kind].replace("layer", statistic)
+        fused = {"activation": activation, "scale": factor}
+    function = getattr(fused_layernorm, name)
 
     def call(*given):
         rows, (*modulations, weight, bias) = given[: ROWS[kind]], given[ROWS[kind] :]
-        options: dict[str, Any] = {"normalized_shape": given[0].shape[-1:]}
-        if kind in ("modulated", "gated"):
-            name = "ada_layer_norm" if kind == "modulated" else "add_ada_layer_norm"
-            function = getattr(fused_layernorm, name)
-            out = function(*rows, *modulations, weight, bias, statistic=statistic, **options)
+        named: dict[str, Any] = {"normalized_shape": given[0].shape[-1:], **fused, **options}
+        if name.endswith("rms_norm"):
+            out = function(*rows, weight, eps, bias=bias, weight_offset=offset, **named)
         else:
-            options |= {"activation": activation, "scale": factor}
-            prefix = "add_" if kind == "residual" else ""
-            if statistic == "rms":
-                options |= {"bias": bias, "weight_offset": offset}
-                function = getattr(fused_layernorm, prefix + "rms_norm")
-                out = function(*rows, weight, 1e-5, **options)
-            else:
-                function = getattr(fused_layernorm, prefix + "layer_norm")
-                out = function(*rows, weight, bias, **options)
+            out = function(*rows, *modulations, weight, bias, eps, **named)
         return out if isinstance(out, tuple) else (out,)
 
     return call
@@ -114,6 +110,19 @@ def operator(kind, suffix="", *, activation=None, factor=1.0):
 def leaves(tensors, mask=None):
     mask = [True] * len(tensors) if mask is None else mask
     return [t.detach().requires_grad_(m) for t, m in zip(tensors, mask, strict=True)]
+
+
+def saved_by(function):
+    """The tensors that autograd saves for backward in a call of the function."""
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        function()
+    return kept
 
 
 class Calls(TorchDispatchMode):

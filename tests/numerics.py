@@ -10,13 +10,13 @@ bounded too, by a wider factor, because summing in another order easily changes 
 """
 
 import math
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
+import forms
 import torch
 import torch.nn.functional as F
 
-import fused_layernorm
 from fused_layernorm import reference
 
 FACTOR = 1.25  # of PyTorch's error
@@ -129,7 +129,7 @@ def modulated(shape, kind="sample", *, gated=False, dtypes=(torch.float32,) * 4,
 
 @dataclass
 class Tensors:
-    """The tensors of a problem, and the options of the call."""
+    """The tensors of a problem."""
 
     problem: Problem
     x: torch.Tensor
@@ -141,7 +141,6 @@ class Tensors:
     shift: torch.Tensor | None = None
     scale: torch.Tensor | None = None
     gate: torch.Tensor | None = None
-    options: dict = field(default_factory=dict)
 
     def of_rows(self, part):
         """The same with a copy of some rows: of the tensors that have all rows or samples."""
@@ -234,61 +233,38 @@ def make(problem, device, seed=0):
     for name, shape in (("shift", p.shift), ("scale", p.scale_by), ("gate", p.gate)):
         if shape is not None:
             setattr(tensors, name, layout(randn(shape, p.modulation_dtype or p.dtype)))
-    tensors.options = {"normalized_shape": p.normalized_shape, "out_dtype": p.out_dtype}
-    if not p.is_ada:
-        tensors.options |= {"activation": p.activation, "scale": p.scale}
     return tensors
 
 
-def forward(t):
-    """Our result: y, or (y, residual_out)."""
+def kind_of(t):
+    """The kind in forms.NAMES, which says what tensors the function takes, and in which order."""
     if t.problem.is_ada:
-        affine = (t.weight, t.bias, t.problem.eps)
-        options = {"statistic": t.problem.statistic, **t.options}
-        if t.residual is None:
-            return fused_layernorm.ada_layer_norm(t.x, t.shift, t.scale, *affine, **options)
-        return fused_layernorm.add_ada_layer_norm(
-            t.x, t.residual, t.gate, t.shift, t.scale, *affine, **options
-        )
-    if t.problem.statistic == "rms":
-        options = {"bias": t.bias, "weight_offset": t.problem.weight_offset, **t.options}
-        if t.residual is None:
-            return fused_layernorm.rms_norm(t.x, t.weight, t.problem.eps, **options)
-        return fused_layernorm.add_rms_norm(t.x, t.residual, t.weight, t.problem.eps, **options)
-    if t.residual is None:
-        return fused_layernorm.layer_norm(t.x, t.weight, t.bias, t.problem.eps, **t.options)
-    return fused_layernorm.add_layer_norm(
-        t.x, t.residual, t.weight, t.bias, t.problem.eps, **t.options
-    )
+        return "modulated" if t.residual is None else "gated"
+    return "plain" if t.residual is None else "residual"
 
 
-def _leaf(tensor):
-    return None if tensor is None else tensor.detach().requires_grad_()
+def forward(t):
+    """Our results: (y,), or (y, residual_out)."""
+    p, kind = t.problem, kind_of(t)
+    function = forms.ours(
+        kind, statistic=p.statistic, activation=p.activation, factor=p.scale,
+        offset=p.weight_offset, eps=p.eps, normalized_shape=p.normalized_shape,
+        out_dtype=p.out_dtype,
+    )  # fmt: skip
+    return function(*(getattr(t, name) for name in forms.NAMES[kind]))
 
 
 def ours(t, *, backward=True):
     """Our results and gradients, through autograd, by name."""
     if not backward:
         with torch.no_grad():
-            out = forward(t)
-        names = ("y",) if t.residual is None else ("y", "residual_out")
-        return dict(zip(names, (out,) if t.residual is None else out, strict=True))
-    inputs = ("x", "weight", "bias", "residual", "shift", "scale", "gate")
-    leaves = replace(t, **{name: _leaf(getattr(t, name)) for name in inputs})
-    out = forward(leaves)
-    results = {}
-    if t.residual is None:
-        out.backward(t.dy)
-        results["y"] = out.detach()
-    else:
-        torch.autograd.backward(out, (t.dy, t.dresidual))
-        results["y"], results["residual_out"] = (o.detach() for o in out)
-        results["dresidual"] = leaves.residual.grad
-    results["dx"] = leaves.x.grad
-    for name in ("weight", "bias", "shift", "scale", "gate"):
-        if getattr(t, name) is not None:
-            results[f"d{name}"] = getattr(leaves, name).grad
-    return results
+            return dict(zip(("y", "residual_out"), forward(t), strict=False))
+    given = {name: getattr(t, name) for name in forms.NAMES[kind_of(t)]}
+    leaves = {n: u.detach().requires_grad_() for n, u in given.items() if u is not None}
+    out = forward(replace(t, **leaves))
+    torch.autograd.backward(out, (t.dy, t.dresidual)[: len(out)])
+    results = dict(zip(("y", "residual_out"), (o.detach() for o in out), strict=False))
+    return results | {f"d{name}": leaf.grad for name, leaf in leaves.items()}
 
 
 def _activate(z, activation):

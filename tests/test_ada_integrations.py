@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._C._autograd import DeviceType
-from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 import fused_layernorm
@@ -34,22 +33,15 @@ def test_what_is_saved_for_backward(device, gated):
     gate, shift, scale = torch.randn(3, 3, 1, 64, device=device)
     for tensor in (x, residual, gate, shift, scale):
         tensor.requires_grad_()
-    saved = []
 
-    def pack(tensor):
-        saved.append(tensor)
-        return tensor
+    def large(tensors):
+        return {tensor.data_ptr() for tensor in tensors if tensor.numel() >= x.numel()}
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        _, residual_out = add_ada_layer_norm(x, residual, gate if gated else None, shift, scale)
-    large = {tensor.data_ptr() for tensor in saved if tensor.numel() >= x.numel()}
-    assert large == {
-        tensor.data_ptr() for tensor in ((residual_out, x) if gated else [residual_out])
-    }
-    saved.clear()
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        ada_layer_norm(x, shift, scale)
-    assert {tensor.data_ptr() for tensor in saved if tensor.numel() >= x.numel()} == {x.data_ptr()}
+    outputs: list[torch.Tensor] = []
+    given = (x, residual, gate if gated else None, shift, scale)
+    saved = forms.saved_by(lambda: outputs.extend(add_ada_layer_norm(*given)))
+    assert large(saved) == large((outputs[1], x) if gated else outputs[1:])
+    assert large(forms.saved_by(lambda: ada_layer_norm(x, shift, scale))) == large([x])
 
 
 # ---- Autocast.

@@ -12,7 +12,7 @@ from forms import NAMES, ROWS
 from numerics import ACTIVATIONS
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -418,22 +418,18 @@ def test_saved_tensors_pass_through_hooks(device):
     """All that backward needs is saved by autograd: x in its own dtype, statistics, parameters."""
     x = torch.randn(6, 32, device=device, dtype=BF16, requires_grad=True)
     weight, bias = (torch.randn(32, device=device, requires_grad=True) for _ in "wb")
-    packed = []
 
-    def pack(tensor):
-        packed.append(tensor)
-        return tensor.cpu()
+    def norm():
+        return layer_norm(x, weight, bias, activation="silu").float().sum()
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor.to(device)):
-        y = layer_norm(x, weight, bias, activation="silu")
-    (gradient,) = torch.autograd.grad(y.float().sum(), x, retain_graph=True)
-    shapes = sorted(tuple(t.shape) for t in packed)
+    saved = forms.saved_by(norm)
+    shapes = sorted(tuple(t.shape) for t in saved)
     assert shapes == sorted([(6, 32), (6, 1), (6, 1), (32,), (32,)])
-    assert sum(t.dtype == BF16 for t in packed) == 1
+    assert sum(t.dtype == BF16 for t in saved) == 1
+    (gradient,) = torch.autograd.grad(norm(), x)
     with save_on_cpu():
-        y = layer_norm(x, weight, bias, activation="silu")
-    (again,) = torch.autograd.grad(y.float().sum(), x)
-    assert torch.equal(gradient, again)
+        total = norm()
+    assert torch.equal(torch.autograd.grad(total, x)[0], gradient)
 
 
 def test_inference_mode(device):

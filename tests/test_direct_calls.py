@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forms import saved_by
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -53,19 +54,6 @@ def both_ways(function):
     assert count() - before == calls
     ops._direct_calls(True)
     return direct, indirect, calls
-
-
-def saved_by(function):
-    """The tensors that autograd saves."""
-    kept = []
-
-    def keep(tensor):
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        function()
-    return kept
 
 
 def same_bits(one, other):
