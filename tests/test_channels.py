@@ -8,12 +8,13 @@ import math
 import warnings
 from typing import Any
 
+import forms
 import libraries
 import numerics
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics import Problem
+from numerics import LAYOUTS, ROW_LAYOUTS, Problem, ids, misaligned, within
 from torch import nn
 from torch.library import opcheck
 
@@ -29,35 +30,14 @@ OPS = torch.ops.fused_layernorm
 pytestmark = pytest.mark.cpu_operators
 
 
-def ids(value):
-    return str(value).replace("torch.", "")
-
-
-def _shift(x):
-    """The same values at an address that is no multiple of 16 bytes."""
-    moved = x.new_full((x.numel() + 1,), math.nan)[1:].view(x.shape)
-    return moved.copy_(x)
-
-
-def _slice(x):
-    """The same values as channels of a larger tensor, whose others are NaN."""
-    large = x.new_full((x.shape[0], x.shape[1] + 3, *x.shape[2:]), math.nan)
-    large[:, 2:-1] = x
-    return large[:, 2:-1]
-
-
-def _channels_last(x):
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
-
-
 # Orders of memory of (N, C, *).
 ORDERS: dict[str, Any] = {
     "contiguous": torch.Tensor.contiguous,
-    "channels_last": _channels_last,
-    "shifted": lambda x: _shift(x.contiguous()),
-    "slice": lambda x: _slice(x.contiguous()),
-    "channels_outside": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "every_second_pixel": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "channels_last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
+    "shifted": misaligned,
+    "slice": lambda x: within(x, 1, 2, 1),
+    "channels_outside": ROW_LAYOUTS["transposed leading"],
+    "every_second_pixel": LAYOUTS["every second"],
 }
 
 
@@ -74,17 +54,13 @@ def over_channels(order="contiguous", dy_order="contiguous", by_view=False):
         weight, bias = (
             None if u is None else u.detach().requires_grad_(backward) for u in (t.weight, t.bias)
         )
-        options = {"activation": p.activation, "scale": p.scale, "out_dtype": p.out_dtype}
-        given = x
-        if by_view:
-            given, options["normalized_shape"] = x.movedim(1, -1), p.normalized_shape
-        else:
-            options["dim"] = 1
-        if p.statistic == "rms":
-            options["weight_offset"] = p.weight_offset
-            y = fl.rms_norm(given, weight, p.eps, bias=bias, **options)
-        else:
-            y = fl.layer_norm(given, weight, bias, p.eps, **options)
+        where = {"normalized_shape": p.normalized_shape} if by_view else {"dim": 1}
+        norm = forms.ours(
+            "plain", statistic=p.statistic, activation=p.activation, factor=p.scale,
+            offset=p.weight_offset, eps=p.eps, out_dtype=p.out_dtype,
+            **{"normalized_shape": None, **where},
+        )  # fmt: skip
+        (y,) = norm(x.movedim(1, -1) if by_view else x, weight, bias)
         if by_view:
             assert y.is_contiguous()
             y = y.movedim(-1, 1)
@@ -92,10 +68,11 @@ def over_channels(order="contiguous", dy_order="contiguous", by_view=False):
             assert y.stride() == torch.empty_like(x).stride()
         results = {"y": y.detach().movedim(1, -1)}
         if backward:
-            leaves = {"x": x, "weight": weight, "bias": bias}
+            # Not y.backward(dy), which gives x.grad the strides of x.
+            leaves = {"dx": x, "dweight": weight, "dbias": bias}
             wanted = {name: leaf for name, leaf in leaves.items() if leaf is not None}
             gradients = torch.autograd.grad(y, list(wanted.values()), dy)
-            results |= {f"d{n}": g for n, g in zip(wanted, gradients, strict=True)}
+            results |= dict(zip(wanted, gradients, strict=True))
             if not by_view:
                 assert results["dx"].stride() == torch.empty_like(x).stride()
             results["dx"] = results["dx"].movedim(1, -1)
@@ -107,7 +84,7 @@ def over_channels(order="contiguous", dy_order="contiguous", by_view=False):
 def problem(shape, dtype=F32, weight_dtype=None, **options):
     """The norm over dimension 1 of `shape`."""
     n, c, *pixels = shape
-    return Problem((n, *pixels, c), dtype=dtype, weight_dtype=weight_dtype, **options)
+    return Problem((n, *pixels, c), dtype, weight_dtype, **options)
 
 
 @pytest.mark.parametrize("statistic", ["layer", "rms"])
@@ -210,13 +187,9 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_run(shape):
 
     def run(x, dy):
         rows = x.movedim(1, -1)
-        y, mean, rstd = OPS.layer_norm_forward(
-            rows, 1, weight, bias, 1e-5, None, 1.0, None, "layer", 0.0, False, True
-        )
-        kept = OPS.layer_norm(
-            rows, 1, weight, bias, 1e-5, None, 1.0, None, "layer", 0.0, False, True
-        )
-        assert torch.equal(y, kept)
+        args = (rows, 1, weight, bias, 1e-5, None, 1.0, None, "layer", 0.0, False, True)
+        y, mean, rstd = OPS.layer_norm_forward(*args)
+        assert torch.equal(OPS.layer_norm(*args), y)
         return y, *OPS.layer_norm_backward(
             dy.movedim(1, -1), rows, 1, mean, rstd, weight, bias, None, None, 1.0, True, True, True,
             "layer", 0.0, True,
@@ -233,11 +206,12 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_run(shape):
 @pytest.mark.gpu
 def test_no_copy_is_made():
     x = torch.randn(8, 96, 56, 56, device="cuda").to(BF16).requires_grad_()
-    for given in (x, x.permute(0, 2, 3, 1)):
+    whole = functools.partial(fl.layer_norm, x, dim=1)
+    by_view = functools.partial(fl.layer_norm, x.permute(0, 2, 3, 1), normalized_shape=96)
+    for norm in (whole, by_view):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        y = fl.layer_norm(given, normalized_shape=None if given is x else (96,), dim=1 if given is x
-                          else None)  # fmt: skip
+        y = norm()
         grown = torch.cuda.max_memory_allocated() - before
         assert grown < 1.2 * y.nbytes  # y and the statistics
 

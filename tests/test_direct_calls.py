@@ -116,14 +116,11 @@ DTYPES = [(F32, F32), (F16, F16), (BF16, BF16), (BF16, F32), (F64, F64)]
 SHAPES = [(1, 1), (3, 5, 77), (4, 256), (513, 768), (2, 20000), (1, 300001)]
 
 
-def norm(kind, x, residual, weight, bias, **options: Any) -> Any:
-    options["normalized_shape"] = x.shape[-1:]
+def norm(kind, x, residual, weight, bias, **options: Any) -> tuple[Any, ...]:
     rows = (x, residual) if kind.startswith("add") else (x,)
-    function = getattr(fused_layernorm, f"{kind}_norm")
-    if "rms" in kind:
-        found = function(*rows, weight, bias=bias, **options)
-    else:
-        found = function(*rows, weight, bias, **options)
+    function: Any = getattr(fused_layernorm, f"{kind}_norm")
+    named = {"weight": weight, "bias": bias, "normalized_shape": x.shape[-1:], **options}
+    found = function(*rows, **named)
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -152,13 +149,14 @@ def test_bits_are_equal(kind, dtype, shape, poison):
                 )
                 rows = x[..., 0].numel()
                 poison(x, x, *parameters, x.new_empty(2 * rows + 64, dtype=F32))
-                call = functools.partial(norm, kind, *leaves, weight, bias, **options)
+                given: Any = (*leaves, weight, bias)
+                call = functools.partial(norm, kind, *given, **options)
                 with torch.no_grad():
                     found = [*call()]
                 with torch.inference_mode():
                     found += [t.clone() for t in call()]
                 outputs = call()
-                wanted = [t for t in (*leaves, weight, bias) if t is not None]
+                wanted = [t for t in given if t is not None]
                 grads = torch.autograd.grad(
                     outputs, wanted, [dy.to(y.dtype) for y in outputs], allow_unused=True
                 )

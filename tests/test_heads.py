@@ -34,17 +34,13 @@ def _swapped(x, *dims):
     return x.transpose(*dims).contiguous().transpose(*dims)
 
 
-def _misaligned(x):
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-
-
 LAYOUTS = {
     "contiguous": lambda q, k: (q, k),
     "packed": _packed,
     "heads first": lambda q, k: (_swapped(q, 1, 2), _swapped(k, 1, 2)),
     "positions first": lambda q, k: (_swapped(q, 0, 1), k),
-    "misaligned": lambda q, k: (_misaligned(q), _misaligned(k)),
-    "columns apart": lambda q, k: (q.repeat_interleave(2, -1)[..., ::2], k),
+    "misaligned": lambda q, k: (numerics.misaligned(q), numerics.misaligned(k)),
+    "columns apart": lambda q, k: (numerics.LAYOUTS["every second"](q), k),
 }
 
 
@@ -162,15 +158,10 @@ def exact(c, made):
 
 def in_float32(c, made):
     """The results of PyTorch's operators in float32, which round nothing before the end."""
-    *tensors, grads = made
-    wide = [[None if t is None else t.float() for t in (ts if isinstance(ts, tuple) else (ts,))]
-            for ts in tensors]  # fmt: skip
-    (q,), (k,), weights, biases, angles = wide
-    call = replace(c, dtype=F32, weight_dtype=None)
+    made = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.float, made)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads.HeadArguments, "takes_kernel", False)
-        made = (q, k, weights, biases, angles, tuple(g.float() for g in grads))
-        return ours(call, made)
+        return ours(replace(c, dtype=F32, weight_dtype=None), made)
 
 
 # A value behind a rounding to x's dtype may be the other of two neighbours: with such roundings on
@@ -188,6 +179,7 @@ def check(c, device):
             parameter = name.endswith(("dweight", "dbias"))
             assert value.dtype == ((c.weight_dtype or c.dtype) if parameter else c.dtype)
             assert value.shape == expected[name].shape
+            assert not value.isnan().any(), name
             error = (value.double() - expected[name]).abs()
             rounding = numerics.rounding(expected[name], value.dtype)
             if c.rounds and name.endswith(" y"):
@@ -200,7 +192,6 @@ def check(c, device):
             total = totals.setdefault(name, [0.0, 0.0, 0.0])
             total[0] += (error - rounding).clamp(min=0).square().sum().item()
             total[1] += theirs.square().sum().item()
-            assert not value.isnan().any(), name
             eps = torch.finfo(F64 if c.dtype is F64 else F32).eps
             total[2] += error.numel() * (eps * scale) ** 2
     for name, (own, theirs, slack) in totals.items():
