@@ -154,6 +154,18 @@ def _poison():
 
 
 @pytest.fixture
+def needs_memory():
+    """A function that skips the test where so many GiB of GPU memory are not free."""
+
+    def check(gibibytes):
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        if free < gibibytes:
+            pytest.skip(f"needs {gibibytes} GiB of GPU memory, {free:.0f} GiB are free")
+
+    return check
+
+
+@pytest.fixture
 def one_gibibyte_left():
     """A function that limits further allocations to 1 GiB, called when a test has its tensors."""
 

@@ -6,7 +6,9 @@ Derivatives of every order, compilers and autocast are in test_ada_integrations.
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
+import forms
 import numerics
 import pytest
 import torch
@@ -69,25 +71,23 @@ def test_different_groups(device, kinds):
     numerics.check(problem, device)
 
 
-@GATED
-@pytest.mark.parametrize(
-    "shape", [(2, 3, 1, 64), (2, 1, 5, 64), (1, 3, 1, 64), (3, 1, 64)], ids=str
-)
-def test_frames(device, shape, gated):
-    residual = {"residual_dtype": F32, "gate": shape} if gated else {}
-    numerics.check(Problem((2, 3, 5, 64), shift=shape, scale_by=shape, **residual), device)
+FRAMES = Problem((2, 3, 5, 64))
+IMAGES = Problem((2, 5, 3, 20), normalized_ndim=2)
 
 
 @GATED
 @pytest.mark.parametrize(
-    "shape",
-    [(2, 1, 3, 20), (2, 5, 3, 20), (3, 20), (20,), (2, 1, 1, 20), (2, 1, 3, 1), (3, 1)],
+    ("problem", "shape"),
+    [
+        *((FRAMES, shape) for shape in [(2, 3, 1, 64), (2, 1, 5, 64), (1, 3, 1, 64), (3, 1, 64)]),
+        *((IMAGES, shape) for shape in [(2, 1, 3, 20), (2, 5, 3, 20), (3, 20), (20,),
+                                        (2, 1, 1, 20), (2, 1, 3, 1), (3, 1)]),
+    ],
     ids=str,
-)
-def test_several_normalized_dimensions(device, shape, gated):
+)  # fmt: skip
+def test_four_dimensions(device, problem, shape, gated):
     residual = {"residual_dtype": F32, "gate": shape} if gated else {}
-    problem = Problem((2, 5, 3, 20), normalized_ndim=2, shift=shape, scale_by=shape, **residual)
-    numerics.check(problem, device)
+    numerics.check(replace(problem, shift=shape, scale_by=shape, **residual), device)
 
 
 @GATED
@@ -151,10 +151,14 @@ def test_absent_arguments(device, present):
         numerics.check(replace(problem, residual_dtype=None), device)
 
 
-@pytest.mark.parametrize("affine", ["weight", "bias"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((3, 7, 40), {"affine": "weight"}), ((3, 7, 40), {"affine": "bias"}),
+     ((3, 9, 256), {"mean": 1e4})],
+)  # fmt: skip
 @GATED
-def test_one_parameter(device, gated, affine):
-    numerics.check(modulated((3, 7, 40), gated=gated, affine=affine), device)
+def test_one_parameter_and_a_large_mean(device, gated, shape, options):
+    numerics.check(modulated(shape, gated=gated, **options), device)
 
 
 def test_without_any_modulation_it_is_layer_norm(device):
@@ -169,11 +173,6 @@ def test_without_any_modulation_it_is_layer_norm(device):
         rtol=0,
         atol=0,
     )
-
-
-@GATED
-def test_large_mean_keeps_its_accuracy(device, gated):
-    numerics.check(modulated((3, 9, 256), gated=gated, mean=1e4), device)
 
 
 @GATED
@@ -418,39 +417,34 @@ def test_gate_of_add_layer_norm(device, dtypes, kind):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("options", [{"activation": "gelu"}, {"scale": 0.5}], ids=str)
+@pytest.mark.parametrize(("activation", "factor"), [("gelu", 1.0), (None, 0.5)])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
-def test_gate_beside_an_activation(device, dtypes, options):
+def test_gate_beside_an_activation(device, dtypes, activation, factor):
     """A gate beside an activation takes any dtypes that it takes without one, and has all
     gradients."""
     t = numerics.make(modulated((3, 5, 64), gated=True, dtypes=dtypes), device)
-    names = [
-        name for name in ("x", "residual", "weight", "bias", "gate") if getattr(t, name) is not None
+    given: list[Any] = [
+        None if u is None else u.detach().requires_grad_()
+        for u in (t.x, t.residual, t.gate, t.weight, t.bias)
     ]
-    leaves = {name: getattr(t, name).detach().requires_grad_() for name in names}
-    y, residual_out = add_layer_norm(
-        leaves["x"],
-        leaves["residual"],
-        leaves.get("weight"),
-        leaves.get("bias"),
-        gate=leaves["gate"],
-        normalized_shape=(64,),
-        **options,
-    )
+    x, residual, gate, weight, bias = given
+    options: dict[str, Any] = {"activation": activation, "scale": factor, "normalized_shape": 64}
+    y, residual_out = add_layer_norm(x, residual, weight, bias, gate=gate, **options)
     assert y.dtype == t.x.dtype
     assert residual_out.dtype == t.residual.dtype
-    wide = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
-    total = wide["residual"] + wide["gate"] * wide["x"]
-    z = layer_norm(total, wide.get("weight"), wide.get("bias"), normalized_shape=(64,), **options)
+    wide = [None if u is None else u.detach().double().requires_grad_() for u in given]
+    stock = forms.stock("gated", activation=activation, factor=factor)
+    z, total = stock(*wide[:3], None, None, *wide[3:])
     tolerance = {F32: 1e-5, F64: 1e-10}.get(
         min(dtypes[:2], key=lambda d: -torch.finfo(d).eps), 3e-2
     )
     torch.testing.assert_close(y.double(), z, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(residual_out.double(), total, rtol=tolerance, atol=tolerance)
-    found = torch.autograd.grad((y.double() * residual_out.double()).sum(), list(leaves.values()))
-    expected = torch.autograd.grad((z * total).sum(), list(wide.values()))
-    for name, one, other in zip(leaves, found, expected, strict=True):
-        assert one.dtype == leaves[name].dtype
+    leaves = [u for u in given if u is not None]
+    found = torch.autograd.grad((y.double() * residual_out.double()).sum(), leaves)
+    expected = torch.autograd.grad((z * total).sum(), [u for u in wide if u is not None])
+    for leaf, one, other in zip(leaves, found, expected, strict=True):
+        assert one.dtype == leaf.dtype
         scale = other.abs().max()
         torch.testing.assert_close(one.double() / scale, other / scale, rtol=0, atol=3 * tolerance)
 

@@ -69,17 +69,16 @@ def test_accuracy_of_large_tensors(problem):
 
 # dweight and dbias over so many rows are sums of chains of rows.
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1_000_003, 37), (4_194_304, 64), (200_704, 96)], ids=str)
-def test_sums_over_many_rows_are_as_accurate_as_pytorchs(shape):
-    numerics.check(Problem(shape), "cuda", factor=1.02)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("groups", [1, 3])
-def test_sums_over_many_rows_of_a_group_are_as_accurate_as_pytorchs(groups):
-    shape = (groups, 300_000, 64)
-    modulation = (groups, 1, 64)
-    numerics.check(Problem(shape, shift=modulation, scale_by=modulation), "cuda", factor=1.02)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *map(Problem, [(1_000_003, 37), (4_194_304, 64), (200_704, 96)]),
+        *(numerics.modulated((groups, 300_000, 64)) for groups in (1, 3)),
+    ],
+    ids=str,
+)
+def test_sums_over_many_rows_are_as_accurate_as_pytorchs(problem):
+    numerics.check(problem, "cuda", factor=1.02)
 
 
 @pytest.mark.gpu
@@ -145,25 +144,25 @@ def test_masks_give_the_same_gradients(device, cols, dtypes, activation):
     assert [gradient.shape for gradient in everything] == [(50, cols), (cols,), (cols,)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("cols", [64, 96, 257, 768, 1027, 4096])
-@pytest.mark.parametrize(
-    "options", [{"activation": "silu"}, {"residual_dtype": BF16}, {"weight_dtype": F32}]
-)
-def test_few_rows_have_the_dx_of_many(plans, cols, options):
-    _check_few_rows(plans, Problem((100, cols), dtype=BF16, **options))
+FUSED: list[dict[str, Any]] = [
+    {"activation": "silu"}, {"residual_dtype": BF16}, {"weight_dtype": F32}
+]  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "cols"), [(F32, 8200), (F32, 10_000), (BF16, 8200), (BF16, 16_384), (F16, 12_288)]
-)
-def test_few_long_rows_have_the_dx_of_many(plans, dtype, cols):
-    """Many such rows are read twice by persistent blocks."""
-    _check_few_rows(plans, Problem((100, cols), dtype=dtype))
-
-
-def _check_few_rows(plans, problem):
+    "problem",
+    [
+        *(Problem((100, cols), BF16, **options)
+          for cols in (64, 96, 257, 768, 1027, 4096) for options in FUSED),
+        # Many such rows are read twice by persistent blocks.
+        *(Problem((100, cols), dtype)
+          for dtype, cols in [(F32, 8200), (F32, 10_000), (BF16, 8200), (BF16, 16_384),
+                              (F16, 12_288)]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_few_rows_have_the_dx_of_many(plans, problem):
     args = _saved(problem, "cuda")
     # Where dy is zero, dx is a zero of either sign, and the signs must agree too.
     args[0][1::2] = 0
@@ -327,10 +326,8 @@ def test_every_strategy_with_every_mask(plans, strategy, mask):
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("cols", [64, 4096])
-def test_more_than_2_to_the_31_elements(cols):
-    free, _ = torch.cuda.mem_get_info()
-    if free < 40 * 2**30:
-        pytest.skip(f"needs 40 GiB of GPU memory, {free / 2**30:.0f} GiB are free")
+def test_more_than_2_to_the_31_elements(needs_memory, cols):
+    needs_memory(40)
     rows = 2**31 // cols + 5
     x = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_().requires_grad_()
     dy = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_()
@@ -359,11 +356,9 @@ def test_more_than_2_to_the_31_elements(cols):
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "cols"), [(F32, 2**30 + 4104), (BF16, 2**31 - 5)], ids=str)
-def test_columns_beyond_what_32_bits_count(dtype, cols):
+def test_columns_beyond_what_32_bits_count(needs_memory, dtype, cols):
     """The bytes of a float32 row, and the columns to the last chunk's end, overflow 32 bits."""
-    free, _ = torch.cuda.mem_get_info()
-    if free < 60 * 2**30:
-        pytest.skip(f"needs 60 GiB of GPU memory, {free / 2**30:.0f} GiB are free")
+    needs_memory(60)
     x, dy, weight = (torch.empty(1, cols, device="cuda", dtype=dtype).normal_() for _ in range(3))
     parts = [slice(start, start + 2**27) for start in range(0, cols, 2**27)]
     mean = sum(x[:, part].double().sum() for part in parts) / cols

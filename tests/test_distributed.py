@@ -118,7 +118,12 @@ def loss_curve(model, data):
     return curve.cpu()
 
 
-def same_curves(fused, stock, rtol=1e-5):
+def same_curves(mesh, distribute, data=batches, rtol=1e-5):
+    """Asserts that both models learn alike, each as `distribute` makes it of the plain one."""
+    stock, fused = (
+        loss_curve(distribute(model), data(mesh.device_type, mesh.get_rank()))
+        for model in models(mesh.device_type)
+    )
     torch.testing.assert_close(fused, stock, rtol=rtol, atol=0)
 
 
@@ -164,33 +169,25 @@ def of_own_rows(outputs):
 
 @case
 def ddp(mesh):
-    stock, fused = (
-        loss_curve(DistributedDataParallel(model), batches(mesh.device_type, mesh.get_rank()))
-        for model in models(mesh.device_type)
-    )
-    same_curves(fused, stock)
+    same_curves(mesh, DistributedDataParallel)
 
 
-def fsdp_curves(mesh, policy):
-    curves = []
-    for model in models(mesh.device_type):
-        for part in (*model.children(), model):
-            fully_shard(part, mesh=mesh, mp_policy=policy)
-        curves.append(loss_curve(model, batches(mesh.device_type, mesh.get_rank())))
-    return curves
+def sharded(model, parts, mesh, policy=None):
+    for part in (*parts, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+    return model
 
 
 @case
 def fsdp2(mesh):
-    stock, fused = fsdp_curves(mesh, MixedPrecisionPolicy())
-    same_curves(fused, stock)
+    same_curves(mesh, lambda model: sharded(model, model.children(), mesh))
 
 
 @case
 def fsdp2_mixed_precision(mesh):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    stock, fused = fsdp_curves(mesh, policy)
-    same_curves(fused, stock, rtol=1e-2)  # about one rounding to bfloat16
+    # The tolerance is about one rounding to bfloat16.
+    same_curves(mesh, lambda model: sharded(model, model.children(), mesh, policy), rtol=1e-2)
 
 
 @case
@@ -212,8 +209,7 @@ def fsdp2_compiled(mesh):
     try:
         for parts, compiles in (((), False), ((), True), (("up", "down"), True)):
             model = Model().to(mesh.device_type)
-            for part in (*map(model.get_submodule, parts), model):
-                fully_shard(part, mesh=mesh)
+            sharded(model, map(model.get_submodule, parts), mesh)
             if compiles:
                 torch._dynamo.reset()
                 found.clear()
@@ -224,21 +220,22 @@ def fsdp2_compiled(mesh):
         rules.DEVICES.discard("cpu")
         torch._dynamo.reset()
     for curve in curves[1:]:
-        same_curves(curve, curves[0])
+        torch.testing.assert_close(curve, curves[0], rtol=1e-5, atol=0)
 
 
 def sharded_batches(mesh, dim):
-    for batch in batches(mesh.device_type):
-        yield tuple(distribute_tensor(t, mesh, [Shard(dim)]) for t in batch)
+    """The same batches in all processes, each of which has a part of them."""
+
+    def data(device, rank):
+        for batch in batches(device):
+            yield tuple(distribute_tensor(t, mesh, [Shard(dim)]) for t in batch)
+
+    return data
 
 
 @case
 def dtensor(mesh):
-    stock, fused = (
-        loss_curve(distribute_module(model, mesh), sharded_batches(mesh, 0))
-        for model in models(mesh.device_type)
-    )
-    same_curves(fused, stock)
+    same_curves(mesh, lambda model: distribute_module(model, mesh), sharded_batches(mesh, 0))
 
 
 @case
@@ -249,12 +246,13 @@ def sequence_parallel(mesh):
         "down": RowwiseParallel(output_layouts=Shard(1)),
         "norm_out": SequenceParallel(),
     }
-    curves = []
-    for model in models(mesh.device_type):
+
+    def distribute(model):
         parallel = parallelize_module(model, mesh, plan)
-        curves.append(loss_curve(parallel, sharded_batches(mesh, 1)))
         assert model.norm_in.weight.placements == (Replicate(),)
-    same_curves(curves[1], curves[0])
+        return parallel
+
+    same_curves(mesh, distribute, sharded_batches(mesh, 1))
 
 
 @case

@@ -244,10 +244,8 @@ def test_every_strategy_with_odd_rows_of_memory(plans, strategy):
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("cols", [64, 1024, 65536])
-def test_more_than_2_to_the_31_elements(cols):
-    free, _ = torch.cuda.mem_get_info()
-    if free < 20 * 2**30:
-        pytest.skip(f"needs 20 GiB of GPU memory, {free / 2**30:.0f} GiB are free")
+def test_more_than_2_to_the_31_elements(needs_memory, cols):
+    needs_memory(20)
     rows = 2**31 // cols + 5
     x = torch.empty(rows, cols, device="cuda", dtype=BF16).normal_()
     y = layer_norm(x, normalized_shape=(cols,))

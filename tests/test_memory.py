@@ -33,6 +33,13 @@ def tensors(shape, dtype, requires_grad=False):
     return x, weight, bias
 
 
+def peak_of_backward(x, weight, bias, *mask, activation=None):
+    ops = torch.ops.fused_layernorm
+    _, *statistics = ops.layer_norm_forward(x, 1, weight, bias, 1e-5)
+    args = (torch.randn_like(x), x, 1, *statistics, weight, bias, None, activation, 1.0, *mask)
+    return peak(lambda: ops.layer_norm_backward(*args))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_without_gradients(plans, shape, dtype):
@@ -65,15 +72,7 @@ def test_backward(shape, dtype, activation):
     """Backward keeps dx, dweight, dbias and frees partial sums of at most 2 x SMs x N x 4 bytes."""
     cols = shape[1]
     x, weight, bias = tensors(shape, dtype)
-    _, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(x, 1, weight, bias, 1e-5)
-    dy = torch.randn_like(x)
-
-    def run():
-        return torch.ops.fused_layernorm.layer_norm_backward(
-            dy, x, 1, mean, rstd, weight, bias, None, activation, 1.0, True, True, True
-        )
-
-    most, kept = peak(run)
+    most, kept = peak_of_backward(x, weight, bias, True, True, True, activation=activation)
     outputs = x.nbytes + 2 * cols * weight.element_size()
     assert kept == outputs
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
@@ -83,20 +82,10 @@ def test_backward(shape, dtype, activation):
 def test_masks_save_memory():
     rows, cols = 8192, 4096
     x, weight, bias = tensors((rows, cols), torch.float32)
-    _, mean, rstd = torch.ops.fused_layernorm.layer_norm_forward(x, 1, weight, bias, 1e-5)
-    dy = torch.randn_like(x)
-
-    def run(*mask):
-        return peak(
-            lambda: torch.ops.fused_layernorm.layer_norm_backward(
-                dy, x, 1, mean, rstd, weight, bias, None, None, 1.0, *mask
-            )
-        )
-
-    most, kept = run(True, False, False)
+    most, kept = peak_of_backward(x, weight, bias, True, False, False)
     assert kept == x.nbytes
     assert most <= x.nbytes + rows * 16  # no partial sums without parameters' gradients
-    most, kept = run(False, True, True)
+    most, kept = peak_of_backward(x, weight, bias, False, True, True)
     assert kept == 2 * cols * 4
     assert most < x.nbytes
 
