@@ -209,23 +209,13 @@ def make(problem, device, seed=0):
 
     p = problem
     weight_dtype = p.weight_dtype or p.dtype
-    y_dtype = p.out_dtype or p.dtype
-    x = (
-        randn(p.shape, p.dtype)
-        if not p.mean
-        else (randn(p.shape, torch.float32) + p.mean).to(p.dtype)
-    )
-    tensors = Tensors(
-        problem=p,
-        x=x,
-        weight=p.affine_scale * (1 + 0.5 * randn(p.normalized_shape, weight_dtype))
-        if p.affine in ("both", "weight")
-        else None,
-        bias=p.affine_scale * randn(p.normalized_shape, weight_dtype)
-        if p.affine in ("both", "bias")
-        else None,
-        dy=randn(p.shape, y_dtype),
-    )
+    x = (randn(p.shape, torch.float32) + p.mean).to(p.dtype)
+    weight = bias = None
+    if p.affine in ("both", "weight"):
+        weight = p.affine_scale * (1 + 0.5 * randn(p.normalized_shape, weight_dtype))
+    if p.affine in ("both", "bias"):
+        bias = p.affine_scale * randn(p.normalized_shape, weight_dtype)
+    tensors = Tensors(p, x, weight, bias, dy=randn(p.shape, p.out_dtype or p.dtype))
     if p.residual_dtype is not None:
         tensors.residual = randn(p.shape, p.residual_dtype)
         tensors.dresidual = randn(p.shape, p.residual_dtype)

@@ -460,19 +460,9 @@ def test_golden_plans():
 
 HALF = {"dtype": BF16}
 WIDE_PARAMS = {"dtype": BF16, "weight_dtype": F32}  # as under autocast
-WIDE_Y = {**WIDE_PARAMS, "y_dtype": F32}
 NARROW_Y = {"dtype": F32, "y_dtype": BF16}
 RESIDUAL, EPILOGUE, ANYWHERE = {"residual": True}, {"has_epilogue": True}, {"aligned": False}
 OF_ROWS = {"dtype": BF16, "backward": True, "group_rows": 1}  # each row has its own modulation
-
-
-def test_kernelbench_problems():
-    """KernelBench's shortest rows and its longest, both moved in vectors of 16 bytes."""
-    short = plan(4_194_304, 64)
-    assert (short["strategy"], short["vecs"], short["lanes"]) == ("warp", 1, 16)
-    long = plan(16, 4_194_304)
-    assert long["strategy"] == "ring"
-    assert long["blocks"] == 132  # the whole chip works on each of the 16 rows in turn
 
 
 @pytest.mark.parametrize(
@@ -529,47 +519,6 @@ def test_sums_of_groups_are_sums_of_chains():
     assert plan(rows, 64, **problem, group_rows=rows)["chain_rows"] == 40
     assert plan(rows, 64, **problem, group_rows=64 * 40)["chain_rows"] == 32
     assert plan(rows, 64, **problem, group_rows=64 * 32)["chain_rows"] == 0
-
-
-def test_chips_of_little_shared_memory_have_no_room_for_second_sums():
-    assert plan(MANY * 10, 256, BF16, backward=True)["chain_rows"] > 0
-    assert plan(MANY * 10, 256, BF16, backward=True, device="T4")["chain_rows"] == 0
-
-
-@pytest.mark.parametrize(
-    ("device", "mb"), [("T4", 7), ("A100", 70), ("L40S", 168), ("H100", 96), ("B200", 220.5)]
-)
-@pytest.mark.parametrize(("backward", "tensors"), [(False, 2), (True, 3)])
-def test_what_stays_in_l2_depends_on_its_size(device, mb, backward, tensors):
-    """Calls of so many MB or more; seven quarters of L2, but for a Hopper, which was measured."""
-    rows = int(mb * 2**20) // (1024 * 4 * tensors)
-    problem = {"backward": backward, "device": device}
-    if backward and device in ("T4", "A100", "L40S"):
-        problem |= {"needs_dparams": False}  # no chip without bulk copies lets anything stay
-        assert not plan(rows + 1, 1024, **problem)["stays_in_l2"]
-        return
-    assert plan(rows + 1, 1024, **problem)["stays_in_l2"]
-    assert not plan(rows - 1, 1024, **problem)["stays_in_l2"]
-
-
-@pytest.mark.parametrize(
-    ("device", "mb"), [("T4", 2.4), ("A100", 24), ("L40S", 57.6), ("H100", 32), ("B200", 75.6)]
-)
-def test_few_rows_are_those_that_l2_holds(device, mb):
-    """x and dy are read twice, the second time from L2, three fifths of which they may take."""
-    cols = 4096
-    rows = int(mb * 2**20) // (2 * 4 * cols)
-    few = min(rows, 2048)
-    assert plan(few, cols, backward=True, device=device)["strategy"] == "few_rows"
-    assert plan(few + 1, cols, backward=True, device=device)["strategy"] != "few_rows"
-
-
-def test_backward_rows_go_to_as_many_multiprocessors_as_there_are():
-    """A block has the fewest teams with which every row has a team at once, or as many as fit."""
-    for rows, teams in ((1025, 8), (1056, 8), (1057, 9), (1848, 14), (1849, 15), (100_000, 15)):
-        p = plan(rows, 257, backward=True, **RESIDUAL, **ANYWHERE)
-        assert (p["strategy"], p["team_threads"], p["teams"]) == ("block", 32, teams)
-        assert p["blocks"] == min(132, -(-rows // teams))
 
 
 @pytest.mark.parametrize("problem", [HALF, {**HALF, **EPILOGUE}, {**HALF, **RESIDUAL}])

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numerics
 import pytest
@@ -22,22 +23,14 @@ pytestmark = pytest.mark.gpu
 
 def in_threads(*functions):
     """Runs each function in a thread of its own; raises the first error."""
-    errors = []
 
     def run(function):
-        try:
-            function()
-            torch.cuda.synchronize()
-        except Exception as error:
-            errors.append(error)
+        function()
+        torch.cuda.synchronize()
 
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(functions)) as pool:
+        for future in [pool.submit(run, function) for function in functions]:
+            future.result()
 
 
 def in_turn(first, second, times=4):
@@ -45,27 +38,18 @@ def in_turn(first, second, times=4):
     barrier = threading.Barrier(2)
 
     def alternate(function, is_first):
-        def run():
+        try:
             for turn in range(2 * times):
                 if (turn % 2 == 0) == is_first:
                     function()
                 barrier.wait(timeout=60)
+        except threading.BrokenBarrierError:
+            pass  # the other thread has failed, and reports it
+        except Exception:
+            barrier.abort()
+            raise
 
-        return run
-
-    def guarded(function):
-        def run():
-            try:
-                function()
-            except threading.BrokenBarrierError:
-                pass  # the other thread has failed, and reports it
-            except Exception:
-                barrier.abort()
-                raise
-
-        return run
-
-    in_threads(guarded(alternate(first, True)), guarded(alternate(second, False)))
+    in_threads(lambda: alternate(first, True), lambda: alternate(second, False))
 
 
 def backward_of(rows, cols, dtype, device="cuda"):
@@ -100,24 +84,15 @@ def test_a_small_plan_beside_a_large_one(backward, large, small):
 
 def test_the_same_kernel_with_other_numbers_of_teams(plans):
     """Plans of one kernel that differ in shared memory by what the number of teams changes."""
-    large, small = backward_of(3000, 1024, F32), backward_of(3000, 1024, F32)
-
-    def forced(function, options):
-        def run():
-            plans.force(options)
-            function()
-
-        return run
-
-    needs = []
+    needs, calls = [], []
     for options in ("strategy=block teams=4", "strategy=block teams=1"):
         plans.force(options)
         needs.append(plans.of(3000, 1024, F32, backward=True)["shared_bytes"])
-    plans.force(None)
+        plans.force(None)
+        backward = backward_of(3000, 1024, F32)
+        calls.append(lambda run=backward, options=options: (plans.force(options), run()))
     assert needs[0] > needs[1] > 40 * 1024
-    in_turn(
-        forced(large, "strategy=block teams=4"), forced(small, "strategy=block teams=1"), times=6
-    )
+    in_turn(calls[0], calls[1], times=6)
 
 
 def test_autograds_thread_beside_direct_calls():
