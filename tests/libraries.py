@@ -10,11 +10,14 @@ into their own folder under build/. Only the tests import from there.
 
 import importlib
 import importlib.util
+import io
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,6 +65,24 @@ def class_of(module, name):
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         pytest.skip(f"the installed version has no {module}.{name}")
+
+
+def check_onnx(model, inputs, **options):
+    """Asserts that a model exported through TorchScript gives in onnxruntime what it gives here."""
+    onnxruntime = get("onnxruntime")
+    get("onnx")
+    buffer: Any = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter without dynamo is deprecated
+        torch.onnx.export(model, inputs, buffer, dynamo=False, **options)
+    session = onnxruntime.InferenceSession(buffer.getvalue(), providers=["CPUExecutionProvider"])
+    names = [given.name for given in session.get_inputs()]
+    found = session.run(None, {n: x.cpu().numpy() for n, x in zip(names, inputs, strict=True)})
+    expected = model(*inputs)
+    for y, other in zip(found, [expected] if len(found) == 1 else expected, strict=True):
+        tolerance = 2e-3 if other.dtype is torch.float16 else 1e-5
+        y = torch.from_numpy(y).to(other.device)
+        torch.testing.assert_close(y, other, rtol=tolerance, atol=tolerance)
 
 
 _declared = None  # the declarations last as long as this library

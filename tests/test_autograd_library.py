@@ -15,9 +15,8 @@ import subprocess
 import sys
 import textwrap
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import forms
 import pytest
@@ -199,94 +198,70 @@ def assert_has_only(found, needs):
     assert tuple(out.numel() > 0 for out in found) == needs
 
 
-class Backward(NamedTuple):
-    """An operator of backward, as a function of its tensors and of the gradients wanted."""
-
-    tensors: Callable[[str], list[torch.Tensor]]
-    call: Callable[..., Any]
-    gradients: int
-    optional: tuple[int, ...]  # the numbers of tensors that may be absent
+# The operators of backward: of these kinds, with these activations.
+BACKWARD = {activation or "plain": ("plain", activation) for activation in ACTIVATIONS}
+BACKWARD |= {kind: (kind, None) for kind in ("modulated", "gated")}
 
 
-def layer_norm_tensors(device):
-    x, *rest = forms.tensors("residual", device, (2, 2, 3))
-    return [torch.randn_like(x), x, *rest]
+def backward_tensors(kind, device):
+    """dy, x, dresidual, with a gate the two tensors that it multiplies, and the parameters.
+
+    dresidual and each parameter may be absent. There are as many gradients as tensors after x.
+    """
+    t = dict(zip(forms.NAMES[kind], forms.tensors(kind, device, (2, 2, 3)), strict=True))
+    past = [t["x"], t["gate"]] if kind == "gated" else []
+    x = t["residual"] + t["gate"] * t["x"] if past else t["x"]
+    parameters = [t[name] for name in forms.NAMES[kind][forms.ROWS[kind] :]]
+    return [torch.randn_like(x), x, torch.randn_like(x), *past, *parameters]
 
 
-def ada_tensors(device):
-    x, *parameters = forms.tensors("modulated", device, (2, 2, 3))
-    return [torch.randn_like(x), x, torch.randn_like(x), *parameters]
-
-
-def gated_tensors(device):
-    x, residual, gate, *parameters = forms.tensors("gated", device, (2, 2, 3))
-    return [torch.randn_like(x), residual + gate * x, torch.randn_like(x), x, gate, *parameters]
-
-
-BACKWARD = {
-    activation or "plain": Backward(
-        layer_norm_tensors,
-        lambda dy, x, dresidual, weight, bias, needs, activation=activation: (
-            ops.layer_norm_backward(dy, x, 1, *statistics(x), weight, bias, dresidual, activation,
-                                    0.5, *needs)
-        ),
-        3, (2, 3, 4),
-    )
-    for activation in ACTIVATIONS
-} | {
-    "modulated": Backward(
-        ada_tensors,
-        lambda dy, x, dresidual, *parameters, needs: ops.ada_layer_norm_backward(
-            dy, x, 1, *statistics(x), *parameters, dresidual, *needs
-        ),
-        5, (2, 3, 4, 5, 6),
-    ),
-    "gated": Backward(
-        gated_tensors,
-        lambda dy, x, dresidual, input, gate, *parameters, needs: ops.add_ada_layer_norm_backward(
-            dy, x, input, gate, 1, *statistics(x), *parameters, dresidual, *needs
-        ),
-        7, (2, 5, 6, 7, 8),
-    ),
-}  # fmt: skip
+def backward(name, tensors, needs):
+    """What the operator gives for these tensors, as a function of x, too."""
+    kind, activation = BACKWARD[name]
+    dy, x, dresidual, *others = tensors
+    past, parameters = (others[:2], others[2:]) if kind == "gated" else ([], others)
+    args = [dy, x, *past, 1, *statistics(x), *parameters, dresidual]
+    args += [activation, 0.5] if kind == "plain" else []
+    return getattr(ops, forms.OPERATORS[kind] + "_backward")(*args, *needs)
 
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_backward_operators_have_derivatives_of_their_own(device, name):
     """Forward mode among them; with all tensors, and with each that may be absent left out."""
-    tensors, call, gradients, optional = BACKWARD[name]
-    given = tensors(device)
-    for absent in (None, *optional):
+    kind, _ = BACKWARD[name]
+    given = backward_tensors(kind, device)
+    parameters = range(5 if kind == "gated" else 3, len(given))
+    for absent in (None, 2, *parameters):
         present = [i for i in range(len(given)) if i != absent]
-        needs = [True] * gradients
+        needs = [True] * (len(given) - 2)
         if absent is not None and absent > 2:
             needs[absent - len(given)] = False
 
-        def backward(*leaves, present=present, needs=needs):
+        def call(*leaves, present=present, needs=needs):
             full: list[Any] = [None] * len(given)
             for i, leaf in zip(present, leaves, strict=True):
                 full[i] = leaf
-            found = call(*full, needs=needs)
+            found = backward(name, full, needs)
             return [out for out, needed in zip(found, needs, strict=True) if needed]
 
         leaves = forms.leaves([given[i] for i in present])
-        assert torch.autograd.gradcheck(backward, leaves, check_forward_ad=True)
+        assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True)
         # The gradients do not depend on shift. Autograd in Python gives it a zero that requires
         # grad, of which gradgradcheck loses count.
         if name in ("modulated", "gated") and len(given) - 4 in present:
             leaves[present.index(len(given) - 4)].requires_grad_(False)
-        assert torch.autograd.gradgradcheck(backward, leaves, fast_mode=True)
+        assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", ["silu", "modulated", "gated"])
 def test_one_gradient_of_a_backward_operator(device, name):
-    tensors, call, gradients, _ = BACKWARD[name]
-    leaves = forms.leaves(tensors(device))
+    leaves = forms.leaves(backward_tensors(BACKWARD[name][0], device))
+    count = len(leaves) - 2
     with torch.no_grad():
-        everything = call(*leaves, needs=[True] * gradients)
-    for i in range(gradients):
-        found = call(*leaves, needs=only(i, gradients))
-        assert_has_only(found, only(i, gradients))
+        everything = backward(name, leaves, [True] * count)
+    for i in range(count):
+        found = backward(name, leaves, only(i, count))
+        assert_has_only(found, only(i, count))
         torch.testing.assert_close(found[i], everything[i])
         (gradient,) = torch.autograd.grad(found[i].pow(2).sum(), leaves[0])
         assert gradient.abs().sum() > 0
@@ -300,12 +275,12 @@ def test_gradients_of_the_gate(device, shape):
     ]
     dresidual_out, input, gate = leaves
 
-    def backward(*tensors):
+    def both(*tensors):
         return ops.gate_backward(*tensors, True, True)
 
-    assert torch.autograd.gradcheck(backward, leaves, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(backward, leaves)
-    dinput, dgate = backward(*leaves)
+    assert torch.autograd.gradcheck(both, leaves, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(both, leaves)
+    dinput, dgate = both(*leaves)
     torch.testing.assert_close(dinput, gate * dresidual_out)
     torch.testing.assert_close(dgate, (input * dresidual_out).sum_to_size(shape))
     for i in range(2):
@@ -429,21 +404,21 @@ def test_one_operator_unless_a_graph_is_wanted(device, absent):
 def test_operators_of_one_gradient_past_a_gate(device, i):
     """Where a graph is wanted, add_ada_layer_norm_backward runs only what is needed, too."""
     needs = only(i, 7)
-    leaves = forms.leaves(gated_tensors(device))
+    leaves = forms.leaves(backward_tensors("gated", device))
     with forms.Calls() as calls:
-        BACKWARD["gated"].call(*leaves, needs=needs)
+        backward("gated", leaves, needs)
     past = GATE_BACKWARD if i in (1, 2) else []
     assert calls.names == ["ada_layer_norm_backward", *past]
     assert calls.seen[0][1][-5:] == (i < 3, *needs[3:])
     with torch.no_grad(), forms.Calls() as calls:
-        BACKWARD["gated"].call(*leaves, needs=needs)
+        backward("gated", leaves, needs)
     assert calls.names == ["add_ada_layer_norm_backward"]
 
 
 @pytest.mark.parametrize("batched", ["all", "dy", "gate", "input and scale", "weight"])
 def test_the_gated_backward_operator_of_batches(device, batched):
     """vmap over some of the arguments gives the results of one call for each sample."""
-    tensors, backward = gated_tensors(device), BACKWARD["gated"].call
+    tensors = backward_tensors("gated", device)
     names = ["dy", "x", "dresidual", "input", "gate", "shift", "scale", "weight", "bias"]
     dims = [0 if batched == "all" or name in batched.split() else None for name in names]
     stacked = [
@@ -453,7 +428,7 @@ def test_the_gated_backward_operator_of_batches(device, batched):
     for needs in ((True,) * 7, (False, True, False) + (True,) * 4, (True,) + (False,) * 6):
 
         def call(*t, needs=needs):
-            found = backward(*t, needs=needs)
+            found = backward("gated", t, needs)
             return [out for out, needed in zip(found, needs, strict=True) if needed]
 
         found = vmap(call, tuple(dims))(*stacked)

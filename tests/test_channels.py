@@ -5,7 +5,6 @@ memory, strides of results and gradients, bits, higher orders, compilers, module
 import copy
 import functools
 import math
-import warnings
 from typing import Any
 
 import forms
@@ -284,21 +283,12 @@ def test_compile_and_export(device, order):
 
 
 @pytest.mark.parametrize("dim", [1, -1, -3])
-def test_onnx(tmp_path, dim):
-    pytest.importorskip("onnx")
-    onnxruntime = pytest.importorskip("onnxruntime")
-
+def test_onnx(dim):
     class Norms(nn.Module):
         def forward(self, x):
             return fl.layer_norm(x, dim=dim) + fl.rms_norm(x, dim=dim)
 
-    x = torch.randn(2, 6, 4, 5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter without dynamo is deprecated
-        torch.onnx.export(Norms(), (x,), str(tmp_path / "norms.onnx"), dynamo=False)
-    session = onnxruntime.InferenceSession(str(tmp_path / "norms.onnx"))
-    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(y), Norms()(x), rtol=1e-4, atol=1e-5)
+    libraries.check_onnx(Norms(), (torch.randn(2, 6, 4, 5),))
 
 
 @pytest.mark.parametrize("affine", [True, False])

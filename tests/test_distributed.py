@@ -158,6 +158,17 @@ def no_collective():
     assert communication.get_total_counts() == 0, communication.get_comm_counts()
 
 
+def results(function, leaves, loss=None):
+    """The outputs, then the gradients of all arguments."""
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return (*outputs, *torch.autograd.grad((loss or of_own_rows)(outputs), leaves))
+
+
+def of_all_rows(outputs):
+    return sum(y.sin().sum() for y in outputs)
+
+
 def of_own_rows(outputs):
     """A loss that covers only a process's own rows, so that only the norm could communicate."""
     rows = [y.to_local() if hasattr(y, "to_local") else y for y in outputs]
@@ -289,13 +300,6 @@ def heads_stay_sharded(mesh):
         same((*y, *found), (*expected, *of_plain), [shard] * 4 + [Partial()] * 2)
 
 
-def run(x, residual, weight, bias, add, options):
-    """The outputs, then the gradients of all arguments used."""
-    leaves = [x, residual, weight, bias] if add else [x, weight, bias]
-    outputs = add_layer_norm(*leaves, **options) if add else (layer_norm(*leaves, **options),)
-    return (*outputs, *torch.autograd.grad(of_own_rows(outputs), leaves))
-
-
 @case
 def rows_stay_sharded(mesh):
     """Neither direction needs a collective. The parameters' gradients are partial sums."""
@@ -310,11 +314,12 @@ def rows_stay_sharded(mesh):
         plain = made(mesh.device_type, shape, shape, cols, cols)
         for shard in map(Shard, range(len(shape) - normalized_ndim)):
             leaves = spread(plain, mesh, (shard, shard, Replicate(), Replicate()))
-            for add in (False, True):
+            for norm, used in ((layer_norm, (0, 2, 3)), (add_layer_norm, (0, 1, 2, 3))):
+                function = functools.partial(norm, **options)
                 with no_collective():
-                    found = run(*leaves, add, options)
-                placements = [shard] * (4 if add else 2) + [Partial()] * 2
-                same(found, run(*plain, add, options), placements)
+                    found = results(function, [leaves[i] for i in used])
+                expected = results(function, [plain[i] for i in used])
+                same(found, expected, [shard] * (len(found) - 2) + [Partial()] * 2)
 
 
 @case
@@ -338,8 +343,7 @@ def without_grad(mesh):
 def unequal_shards(mesh):
     plain = made(mesh.device_type, (2 * mesh.size() - 1, 6), 6, 6)
     leaves = spread(plain, mesh, (Shard(0), Replicate(), Replicate()))
-    found = torch.autograd.grad(layer_norm(*leaves).sin().sum(), leaves)
-    same(found, torch.autograd.grad(layer_norm(*plain).sin().sum(), plain))
+    same(results(layer_norm, leaves, of_all_rows), results(layer_norm, plain, of_all_rows))
 
 
 @case
@@ -399,13 +403,9 @@ def two_dimensional_mesh(mesh):
 
 
 def modulated(x, residual, gate, shift, scale, weight, bias):
-    """The outputs of both functions, then the gradients of all arguments."""
-    leaves = [x, residual, gate, shift, scale, weight, bias]
-    outputs = (
-        ada_layer_norm(x, shift, scale, weight, bias),
-        *add_ada_layer_norm(x, residual, gate, shift, scale, weight, bias),
-    )
-    return (*outputs, *torch.autograd.grad(of_own_rows(outputs), leaves))
+    """The outputs of both functions."""
+    y = ada_layer_norm(x, shift, scale, weight, bias)
+    return (y, *add_ada_layer_norm(x, residual, gate, shift, scale, weight, bias))
 
 
 @case
@@ -430,9 +430,9 @@ def modulated_rows_stay_sharded(mesh):
         placements = [placement(t) for t in plain]
         leaves = spread(plain, mesh, placements)
         with no_collective():
-            found = modulated(*leaves)
+            found = results(modulated, leaves)
         gradients = [p if isinstance(p, Shard) else Partial() for p in placements]
-        same(found, modulated(*plain), [Shard(dim)] * 3 + gradients)
+        same(found, results(modulated, plain), [Shard(dim)] * 3 + gradients)
 
 
 @case
@@ -461,17 +461,14 @@ def modulations_are_redistributed(mesh):
     rows, sample = (samples, 3, cols), (samples, 1, cols)
     plain = made(mesh.device_type, rows, rows, sample, sample, sample, cols, cols)
 
-    def results(tensors):
-        y, total = add_ada_layer_norm(*tensors)
-        return y, *torch.autograd.grad(y.sin().sum() + total.sin().sum(), tensors)
-
+    expected = results(add_ada_layer_norm, plain, of_all_rows)
     for placements in (
         [Shard(0), Shard(0), *[Replicate()] * 5],
         [Shard(0), Shard(0), *[Shard(2)] * 3, Shard(0), Shard(0)],
         [Shard(2), Shard(2), Shard(2), Shard(0), Replicate(), Replicate(), Shard(0)],
         [Replicate(), Shard(0), Shard(0), *[Replicate()] * 4],
     ):
-        same(results(spread(plain, mesh, placements)), results(plain))
+        same(results(add_ada_layer_norm, spread(plain, mesh, placements), of_all_rows), expected)
 
 
 # ---- The processes, and the tests that read their reports.

@@ -2,9 +2,7 @@
 """The rule of a swap: what the stock module accepts, the swapped one accepts, with its result."""
 
 import copy
-import io
 import pickle
-import warnings
 from typing import Any, cast
 
 import libraries
@@ -258,25 +256,6 @@ ONNX = {
 }
 
 
-def check_onnx(model, inputs, **options):
-    onnxruntime = libraries.get("onnxruntime")
-    libraries.get("onnx")
-    buffer: Any = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(model, inputs, buffer, dynamo=False, **options)
-    session = onnxruntime.InferenceSession(buffer.getvalue(), providers=["CPUExecutionProvider"])
-    arrays = [x.cpu().numpy() for x in inputs]
-    found = session.run(
-        None, {i.name: x for i, x in zip(session.get_inputs(), arrays, strict=True)}
-    )
-    expected = model(*inputs)
-    for y, other in zip(found, [expected] if len(found) == 1 else expected, strict=True):
-        tolerance = 2e-3 if other.dtype is H else 1e-5
-        y = torch.from_numpy(y).to(other.device)
-        torch.testing.assert_close(y, other, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("opset", [12, 17, 18])
 @pytest.mark.parametrize("name", ONNX)
 def test_onnx_from_torch_script(device, name, opset):
@@ -287,12 +266,14 @@ def test_onnx_from_torch_script(device, name, opset):
         else torch.randn(D, device=device).to(dtype)
         for dtype, rows in kinds
     )
-    check_onnx(Calls(name, options).eval(), tensors, opset_version=opset)
+    libraries.check_onnx(Calls(name, options).eval(), tensors, opset_version=opset)
 
 
 def test_onnx_of_a_swapped_model(device):
     model = nn.Sequential(small_model(), nn.LayerNorm(3), nn.RMSNorm(3)).to(device)
-    check_onnx(swapped(model).eval(), (torch.randn(4, 8, device=device),), opset_version=17)
+    libraries.check_onnx(
+        swapped(model).eval(), (torch.randn(4, 8, device=device),), opset_version=17
+    )
 
 
 def test_flop_counters(device):
