@@ -54,12 +54,46 @@ GROUPS = [(1, 1), (1, 40), (37, 1), (11, 3), (3, 257), (150, 2), (150, 5)]
 # ---- Accuracy.
 
 
-@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3]], ids=ids)
-@GATED
-@pytest.mark.parametrize("kind", MODULATIONS)
-@pytest.mark.parametrize("cols", [48, 100])
-def test_every_kind(device, cols, kind, gated, dtypes):
-    numerics.check(modulated((4, 6, cols), kind, gated=gated, dtypes=dtypes), device)
+def alike(problem, shape, gated):
+    """The problem with modulations of this shape."""
+    residual = {"residual_dtype": F32, "gate": shape} if gated else {}
+    return replace(problem, shift=shape, scale_by=shape, **residual)
+
+
+def problems(gated):
+    """The problems with a gate, and without one."""
+    given: dict[str, Any] = {"gated": gated}
+    both = (DTYPES[0], DTYPES[3])
+    for cols, kind, dtypes in itertools.product((48, 100), MODULATIONS, both):
+        yield modulated((4, 6, cols), kind, dtypes=dtypes, **given)
+    for shape in [(2, 3, 1, 64), (2, 1, 5, 64), (1, 3, 1, 64), (3, 1, 64)]:
+        yield alike(Problem((2, 3, 5, 64)), shape, gated)
+    for shape in [
+        (2, 1, 3, 20),
+        (2, 5, 3, 20),
+        (3, 20),
+        (20,),
+        (2, 1, 1, 20),
+        (2, 1, 3, 1),
+        (3, 1),
+    ]:
+        yield alike(Problem((2, 5, 3, 20), normalized_ndim=2), shape, gated)
+    for cols, dtypes in itertools.product((33, 256), DTYPES):
+        yield modulated((3, 20, cols), dtypes=dtypes, **given)
+    for cols, kind, dtypes, out_dtype in itertools.product(
+        (64, 1152), ("sample", "token"), both, (F32, BF16, F64)
+    ):
+        yield modulated((3, 20, cols), kind, dtypes=dtypes, out_dtype=out_dtype, **given)
+    for affine in ("weight", "bias"):
+        yield modulated((3, 7, 40), affine=affine, **given)
+    yield modulated((3, 9, 256), mean=1e4, **given)
+    for groups, cols, kind in itertools.product(GROUPS, (8, 64, 257, 1152), ("sample", "all")):
+        yield modulated((*groups, cols), kind, **given)
+
+
+@pytest.mark.parametrize("problem", [*problems(gated=False), *problems(gated=True)], ids=str)
+def test_accuracy(device, problem):
+    numerics.check(problem, device)
 
 
 @pytest.mark.parametrize(
@@ -69,44 +103,6 @@ def test_different_groups(device, kinds):
     shift, scale, gate = (MODULATIONS[kind](4, 6, 64) for kind in kinds)
     problem = modulated((4, 6, 64), gated=True, shift=shift, scale_by=scale, gate=gate)
     numerics.check(problem, device)
-
-
-FRAMES = Problem((2, 3, 5, 64))
-IMAGES = Problem((2, 5, 3, 20), normalized_ndim=2)
-
-
-@GATED
-@pytest.mark.parametrize(
-    ("problem", "shape"),
-    [
-        *((FRAMES, shape) for shape in [(2, 3, 1, 64), (2, 1, 5, 64), (1, 3, 1, 64), (3, 1, 64)]),
-        *((IMAGES, shape) for shape in [(2, 1, 3, 20), (2, 5, 3, 20), (3, 20), (20,),
-                                        (2, 1, 1, 20), (2, 1, 3, 1), (3, 1)]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_four_dimensions(device, problem, shape, gated):
-    residual = {"residual_dtype": F32, "gate": shape} if gated else {}
-    numerics.check(replace(problem, shift=shape, scale_by=shape, **residual), device)
-
-
-@GATED
-@pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
-def test_dtypes(device, dtypes, gated):
-    for cols in (33, 256):
-        numerics.check(modulated((3, 20, cols), gated=gated, dtypes=dtypes), device)
-
-
-@pytest.mark.parametrize("out_dtype", [F32, BF16, F64], ids=ids)
-@GATED
-@pytest.mark.parametrize("cols", [64, 1152])
-def test_out_dtype(device, cols, gated, out_dtype):
-    for dtypes in (DTYPES[0], DTYPES[3]):
-        for kind in ("sample", "token"):
-            problem = modulated(
-                (3, 20, cols), kind, gated=gated, dtypes=dtypes, out_dtype=out_dtype
-            )
-            numerics.check(problem, device)
 
 
 @pytest.mark.parametrize("layout", sorted({*numerics.LAYOUTS} - {"contiguous"}))
@@ -148,16 +144,6 @@ def test_absent_arguments(device, present):
         numerics.check(replace(problem, residual_dtype=None), device)
 
 
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [((3, 7, 40), {"affine": "weight"}), ((3, 7, 40), {"affine": "bias"}),
-     ((3, 9, 256), {"mean": 1e4})],
-)  # fmt: skip
-@GATED
-def test_one_parameter_and_a_large_mean(device, gated, shape, options):
-    numerics.check(modulated(shape, gated=gated, **options), device)
-
-
 def test_without_any_modulation_it_is_layer_norm(device):
     x, residual = torch.randn(2, 3, 5, 32, device=device)
     weight, bias = torch.randn(2, 32, device=device)
@@ -165,14 +151,6 @@ def test_without_any_modulation_it_is_layer_norm(device):
     assert torch.equal(y, layer_norm(x, weight, bias))
     found = add_ada_layer_norm(x, residual, None, None, None, weight, bias)
     assert all(map(torch.equal, found, add_layer_norm(x, residual, weight, bias)))
-
-
-@GATED
-@pytest.mark.parametrize("cols", [8, 64, 257, 1152])
-@pytest.mark.parametrize("groups", GROUPS, ids=str)
-def test_groups(device, groups, cols, gated):
-    for kind in ("sample", "all"):
-        numerics.check(modulated((*groups, cols), kind, gated=gated), device)
 
 
 @pytest.mark.gpu
@@ -191,26 +169,23 @@ def test_every_width(cols, dtypes, gated):
 
 @pytest.mark.gpu
 @GATED
-@pytest.mark.parametrize("groups", [*GROUPS, (1, 5000), (5000, 1), (700, 7)], ids=str)
-@pytest.mark.parametrize("cols", [1, 64, 1024, 1152, 3072, 8193])
-@pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
-def test_groups_at_every_strategy(kind, cols, groups, gated):
-    numerics.check(modulated((*groups, cols), kind, gated=gated, dtypes=DTYPES[3]), "cuda")
-
-
-@pytest.mark.gpu
-@GATED
-@pytest.mark.parametrize("shape", [(1, 3, 262_144), (2, 2, 1_000_003), (1, 1, 4_194_304)], ids=str)
-def test_long_rows(shape, gated):
-    numerics.check(modulated(shape, gated=gated), "cuda")
-
-
-@pytest.mark.gpu
-@GATED
-@pytest.mark.parametrize("shape", [(2, 100_000, 64), (1, 16_384, 1152), (300, 257, 256)], ids=str)
-def test_many_rows(shape, gated):
-    for kind in ("all", "sample", "position"):
-        numerics.check(modulated(shape, kind, gated=gated, dtypes=DTYPES[3]), "cuda")
+@pytest.mark.parametrize(
+    ("shape", "kind", "dtypes"),
+    [
+        *(((*groups, cols), kind, DTYPES[3])
+          for groups in [*GROUPS, (1, 5000), (5000, 1), (700, 7)]
+          for cols in (1, 64, 1024, 1152, 3072, 8193)
+          for kind in ("all", "sample", "token", "position")),
+        *((shape, "sample", DTYPES[0])
+          for shape in [(1, 3, 262_144), (2, 2, 1_000_003), (1, 1, 4_194_304)]),
+        *((shape, kind, DTYPES[3])
+          for shape in [(2, 100_000, 64), (1, 16_384, 1152), (300, 257, 256)]
+          for kind in ("all", "sample", "position")),
+    ],
+    ids=ids,
+)  # fmt: skip
+def test_accuracy_at_every_strategy(shape, kind, dtypes, gated):
+    numerics.check(modulated(shape, kind, gated=gated, dtypes=dtypes), "cuda")
 
 
 @pytest.mark.parametrize("kind", MODULATIONS)

@@ -26,43 +26,51 @@ DTYPES = [(F32, None), (F16, None), (BF16, None), (F16, F32), (BF16, F32), (F64,
 MASKS = [mask for mask in itertools.product((True, False), repeat=3) if any(mask)]
 
 
-@pytest.mark.parametrize("statistic", ["layer", "rms"])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
-@pytest.mark.parametrize("cols", SHORT)
-def test_accuracy_of_short_rows(device, cols, dtypes, statistic):
-    numerics.check(Problem((rows_for(cols), cols), *dtypes, statistic=statistic), device)
+MIXED = [(F32, None), (BF16, F32)]
 
 
-@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32)], ids=ids)
-@pytest.mark.parametrize("cols", MIDDLE)
-def test_accuracy_of_middle_rows(device, cols, dtypes):
-    numerics.check(Problem((5, cols), *dtypes), device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
-@pytest.mark.parametrize("shape", LONG, ids=str)
-def test_accuracy_of_long_rows(shape, dtypes):
-    numerics.check(Problem(shape, *dtypes), "cuda")
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *(Problem((rows_for(cols), cols), *dtypes, statistic=statistic)
+          for cols in SHORT for dtypes in DTYPES for statistic in ("layer", "rms")),
+        *(Problem((5, cols), *dtypes) for cols in MIDDLE for dtypes in MIXED),
+        *(Problem((37, cols), *dtypes, affine=affine)
+          for cols in (3, 64, 1000, 5000) for dtypes in MIXED
+          for affine in ("both", "weight", "bias", "none")),
+        *(Problem(shape, normalized_ndim=ndim)
+          for shape, ndim in [((4, 3, 5, 7), 3), ((40, 5, 6), 2), ((300,), 1), ((9, 1, 4, 1), 2),
+                              ((2, 3, 1, 64), 1), ((2, 4, 16, 16), 3), ((5, 6), 2), ((1, 1), 1)]),
+        *(Problem((32, cols), mean=1e4) for cols in (64, 1024, 4096)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_accuracy(device, problem):
+    numerics.check(problem, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "problem",
     [
+        *(Problem(shape, *dtypes) for shape in LONG for dtypes in DTYPES),
+        # So many rows that every team works on several of them, one after another.
+        *(Problem((3000, cols), *dtypes)
+          for cols in (33, 96, 250, 257, 768, 1000, 2047, 2060, 4097, 5120, 9000, 16384)
+          for dtypes in ((F32, None), (BF16, None), (BF16, F32))),
         Problem((16, 64, 256, 256), normalized_ndim=3),
         Problem((2, 64, 32, 64, 64)),
         Problem((300_000, 64)),
         Problem((70_001, 3)),
         Problem((1_000_000, 1)),
-        Problem((20_000, 1024), dtype=BF16, weight_dtype=F32),
+        Problem((20_000, 1024), BF16, F32),
         Problem((70_000, 2, 33), normalized_ndim=2),
         # x and dy stay in L2 as other data does.
-        Problem((17_001, 1024), dtype=BF16),
+        Problem((17_001, 1024), BF16),
         Problem((4_400, 2049)),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_accuracy_of_large_tensors(problem):
     numerics.check(problem, "cuda")
 
@@ -87,36 +95,6 @@ def test_sums_over_many_rows_are_as_accurate_as_pytorchs(problem):
 def test_accuracy_about_the_boundaries(row_bytes, dtype):
     for cols in (n + row_bytes // dtype.itemsize for n in (-1, 0, 1)):
         numerics.check(Problem((max(3, 4096 // cols), cols), dtype=dtype), "cuda")
-
-
-@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
-@pytest.mark.parametrize("cols", [3, 64, 1000, 5000])
-@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32)], ids=ids)
-def test_missing_parameters(device, cols, affine, dtypes):
-    numerics.check(Problem((37, cols), *dtypes, affine=affine), device)
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [
-        Problem((4, 3, 5, 7), normalized_ndim=3),
-        Problem((40, 5, 6), normalized_ndim=2),
-        Problem((300,)),
-        Problem((9, 1, 4, 1), normalized_ndim=2),
-        Problem((2, 3, 1, 64)),
-        Problem((2, 4, 16, 16), normalized_ndim=3),
-        Problem((5, 6), normalized_ndim=2),
-        Problem((1, 1)),
-    ],
-    ids=str,
-)
-def test_any_normalized_shape(device, problem):
-    numerics.check(problem, device)
-
-
-@pytest.mark.parametrize("cols", [64, 1024, 4096])
-def test_large_mean_keeps_its_accuracy(device, cols):
-    numerics.check(Problem((32, cols), mean=1e4), device)
 
 
 def _args(t):
@@ -237,14 +215,6 @@ def test_zero_weight_has_a_gradient(device, zero):
     found, expected = numerics.ours(t), numerics.exact(t)
     torch.testing.assert_close(found["dx"].double(), expected["dx"], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found["dweight"].double(), expected["dweight"], rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, None), (BF16, F32)], ids=ids)
-@pytest.mark.parametrize("cols", [33, 96, 250, 257, 768, 1000, 2047, 2060, 4097, 5120, 9000, 16384])
-def test_accuracy_of_many_rows(cols, dtypes):
-    """So many rows that every team works on several of them, one after another."""
-    numerics.check(Problem((3000, cols), *dtypes), "cuda")
 
 
 @pytest.mark.gpu

@@ -16,39 +16,55 @@ DTYPES = [(F32, None), (F16, None), (BF16, F32), (F64, None)]
 STRATEGIES = ["warp", "few_rows", "block", "ring", "split", "stream"]
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("cols", [33, 64, 1024, 5000])
-def test_activation_and_scale(device, cols, activation, dtypes):
-    numerics.check(Problem((40, cols), *dtypes, activation=activation, scale=-1.75), device)
+# Of x, weight and residual.
+RESIDUALS = [
+    (F32, None, F32), (BF16, None, BF16), (F16, None, F16), (BF16, None, F32), (BF16, F32, F32),
+    (F16, None, F32), (F32, None, BF16), (F16, F32, BF16), (BF16, F32, BF16), (F64, None, F64),
+    (F32, None, F64), (F64, F32, F32),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
-@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-def test_activation_with_missing_parameters(device, activation, affine):
-    numerics.check(Problem((40, 96), activation=activation, affine=affine, scale=0.5), device)
-
-
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=ids)
-@pytest.mark.parametrize("affine_scale", [0.3, 0.1, 0.02])
-@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-def test_activation_of_small_numbers(device, activation, affine_scale, dtype):
-    """Small weights make small pre-activations, whose errors are judged by their own size."""
-    problem = Problem((40, 512), dtype, activation=activation, affine_scale=affine_scale)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *(Problem((40, cols), *dtypes, activation=activation, scale=-1.75)
+          for cols in (33, 64, 1024, 5000) for activation in ACTIVATIONS for dtypes in DTYPES),
+        *(Problem((40, 96), activation=activation, affine=affine, scale=0.5)
+          for activation in ACTIVATIONS[1:] for affine in ("both", "weight", "bias", "none")),
+        # Small weights make small pre-activations, whose errors are judged by their own size.
+        *(Problem((40, 512), dtype, activation=activation, affine_scale=affine_scale)
+          for activation in ACTIVATIONS[1:] for affine_scale in (0.3, 0.1, 0.02)
+          for dtype in (F32, F16, BF16)),
+        *(Problem((40, cols), *dtypes, out_dtype=out_dtype)
+          for cols in (50, 1024) for dtypes in (*DTYPES, (BF16, None))
+          for out_dtype in (F32, F16, BF16, F64)),
+        *(Problem((40, cols), x, weight, residual_dtype=residual)
+          for cols in (3, 64, 1000, 4096) for x, weight, residual in RESIDUALS),
+        *(Problem((40, 257), BF16, F32, residual_dtype=F32, activation=activation, scale=0.25,
+                  out_dtype=out_dtype)
+          for activation in ACTIVATIONS for out_dtype in (None, F32)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_accuracy(device, problem):
     numerics.check(problem, device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(6, 65536), (3, 1_000_003), (2, 4_194_304)], ids=str)
-def test_activation_on_long_rows(shape, activation):
-    numerics.check(Problem(shape, activation=activation, scale=0.5), "cuda")
-
-
-@pytest.mark.gpu
-def test_transposed_convolution_chain():
-    """LayerNorm(64) + GELU + scale on a result of KernelBench's transposed convolution."""
-    problem = Problem((4, 64, 32, 64, 64), activation="gelu", scale=1.0 / 3)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *(Problem(shape, activation=activation, scale=0.5)
+          for shape in [(6, 65536), (3, 1_000_003), (2, 4_194_304)] for activation in ACTIVATIONS),
+        *(Problem(shape, *dtypes, residual_dtype=F32, activation="silu")
+          for shape in [(64, 16384), (6, 65536), (3, 1_000_003), (2, 4_194_304)]
+          for dtypes in ((F32, None), (BF16, F32))),
+        # LayerNorm(64) + GELU + scale on a result of KernelBench's transposed convolution.
+        Problem((4, 64, 32, 64, 64), activation="gelu", scale=1.0 / 3),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_accuracy_of_large_tensors(problem):
     numerics.check(problem, "cuda")
 
 
@@ -92,13 +108,6 @@ def test_activation_keeps_nan_and_inf(device, activation):
     assert torch.equal(y.isinf(), stock.isinf())
 
 
-@pytest.mark.parametrize("out_dtype", [F32, F16, BF16, F64], ids=ids)
-@pytest.mark.parametrize("dtypes", [*DTYPES, (BF16, None)], ids=ids)
-@pytest.mark.parametrize("cols", [50, 1024])
-def test_out_dtype(device, cols, dtypes, out_dtype):
-    numerics.check(Problem((40, cols), *dtypes, out_dtype=out_dtype), device)
-
-
 def test_result_is_rounded_once(device):
     """Neither the normalized value nor the pre-activation is rounded to half precision before."""
     x = torch.randn(64, 512, device=device).to(BF16)
@@ -113,36 +122,6 @@ def test_result_is_rounded_once(device):
         # the way would change one in four.
         changed = (narrow != exact.to(BF16)).double().mean()
         assert changed < (0.002 if device == "cuda" else 0.02), (activation, changed)
-
-
-# Of x, weight and residual.
-RESIDUALS = [
-    (F32, None, F32), (BF16, None, BF16), (F16, None, F16), (BF16, None, F32), (BF16, F32, F32),
-    (F16, None, F32), (F32, None, BF16), (F16, F32, BF16), (BF16, F32, BF16), (F64, None, F64),
-    (F32, None, F64), (F64, F32, F32),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtypes", RESIDUALS, ids=ids)
-@pytest.mark.parametrize("cols", [3, 64, 1000, 4096])
-def test_residual(device, cols, dtypes):
-    numerics.check(Problem((40, cols), *dtypes[:2], residual_dtype=dtypes[2]), device)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("out_dtype", [None, F32])
-def test_residual_with_everything(device, activation, out_dtype):
-    options = {"activation": activation, "scale": 0.25, "out_dtype": out_dtype}
-    numerics.check(Problem((40, 257), BF16, F32, residual_dtype=F32, **options), device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32)], ids=ids)
-@pytest.mark.parametrize(
-    "shape", [(64, 16384), (6, 65536), (3, 1_000_003), (2, 4_194_304)], ids=str
-)
-def test_residual_on_long_rows(shape, dtypes):
-    numerics.check(Problem(shape, *dtypes, residual_dtype=F32, activation="silu"), "cuda")
 
 
 @pytest.mark.gpu

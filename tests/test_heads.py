@@ -112,6 +112,7 @@ def make(c, device, seed=0) -> Any:
 
 def options(c) -> dict[str, Any]:
     return {
+        "eps": c.eps,
         "statistic": c.statistic,
         "weight_offset": c.offset,
         "rotary_dim": c.rotary if c.angles != "none" else None,
@@ -126,9 +127,8 @@ def ours(c, made):
     leaves = [None if t is None else t.detach().requires_grad_() for t in (q, k, *weights, *biases)]
     q, k, qw, kw, qb, kb = leaves
     found = qk_norm_rope(
-        q, k, qw, kw, *angles, eps=c.eps, q_bias=qb, k_bias=kb, round_before_weight=c.rounds,
-        **options(c),
-    )  # fmt: skip
+        q, k, qw, kw, *angles, q_bias=qb, k_bias=kb, round_before_weight=c.rounds, **options(c)
+    )
     torch.autograd.backward(found, grads)
     results = {}
     names = ("dx", "dweight", "dbias")
@@ -146,7 +146,7 @@ def exact(c, made):
     results = {}
     for side, x, weight, bias, dy in zip("qk", (q, k), weights, biases, grads, strict=True):
         rounding = c.dtype if c.rounds and weight is not None else None
-        given: dict[str, Any] = {"eps": c.eps, "bias": bias, **options(c)}
+        given: dict[str, Any] = {"bias": bias, **options(c)}
         y = reference.norm_rope(x, weight, *angles, rounding=rounding, **given)
         found = (y, *reference.norm_rope_backward(dy, x, weight, *angles, **given))
         names = (("y", x), ("dx", x), ("dweight", weight), ("dbias", bias))
@@ -278,8 +278,8 @@ def test_bits_do_not_depend_on_the_batch_nor_on_gradients(device):
     for name in ("q y", "k y", "q dx", "k dx"):
         assert torch.equal(part[name], whole[name][2:3, 5:9])
     with torch.no_grad():
-        found = qk_norm_rope(q, k, *weights, *angles, eps=c.eps, q_bias=biases[0], k_bias=biases[1],
-                             **options(c))  # fmt: skip
+        named = {"q_bias": biases[0], "k_bias": biases[1], **options(c)}
+        found = qk_norm_rope(q, k, *weights, *angles, **named)
     assert torch.equal(found[0], whole["q y"])
 
 
@@ -347,12 +347,12 @@ def test_one_result_alone_has_a_gradient(device):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_derivatives_of_all_orders(interleaved):
     c = Call(dtype=F64, cols=6, rotary=4, positions=2, batch=1, q_heads=2, k_heads=1,
-             statistic="layer", affine="both", interleaved=interleaved)  # fmt: skip
+             statistic="layer", affine="both", interleaved=interleaved, eps=1e-3)  # fmt: skip
     q, k, weights, biases, angles, _ = make(c, "cpu")
     leaves = [t.detach().clone().requires_grad_() for t in (q, k, *weights, *biases, *angles)]
 
     def run(q, k, qw, kw, qb, kb, cos, sin):
-        return qk_norm_rope(q, k, qw, kw, cos, sin, eps=1e-3, q_bias=qb, k_bias=kb, **options(c))
+        return qk_norm_rope(q, k, qw, kw, cos, sin, q_bias=qb, k_bias=kb, **options(c))
 
     leaves[6:] = [t.detach().double().requires_grad_() for t in leaves[6:]]
     assert gradcheck(run, leaves, check_forward_ad=True)
@@ -402,9 +402,9 @@ def test_vmap(statistic, device):
     q, k, weights, _, angles, _ = make(c, device)
 
     def run(q, k, qw, kw):
-        return qk_norm_rope(q[None], k[None], qw, kw, *angles, eps=c.eps, **options(c))
+        return qk_norm_rope(q[None], k[None], qw, kw, *angles, **options(c))
 
-    expected = qk_norm_rope(q, k, *weights, *angles, eps=c.eps, **options(c))
+    expected = qk_norm_rope(q, k, *weights, *angles, **options(c))
     found = torch.vmap(run, in_dims=(0, 0, None, None))(q, k, *weights)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a.squeeze(1), b)
