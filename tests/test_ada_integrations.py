@@ -70,10 +70,8 @@ def test_autocast(device, gated, x_dtype, modulation_dtype, dtype):
         like = F.layer_norm(x, (32,))
     assert y.dtype == like.dtype
     wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
-    if gated:
-        expected, _ = forms.stock("gated")(wide[0], residual, *wide[1:], None)
-    else:
-        (expected,) = forms.stock("modulated")(*wide, None)
+    kind, rows = ("gated", [residual]) if gated else ("modulated", [])
+    expected, *_ = forms.stock(kind)(wide[0], *rows, *wide[1:], None)
     tolerance = 1e-5 if y.dtype == F32 else 3e-2
     torch.testing.assert_close(y.float(), expected, rtol=tolerance, atol=tolerance)
     dy = torch.randn_like(y)

@@ -128,7 +128,6 @@ def test_expanded_modulations(device):
 
 @pytest.mark.parametrize("present", list(itertools.product((True, False), repeat=4)), ids=str)
 def test_absent_arguments(device, present):
-    """Any of gate, shift and scale may be absent, and weight and bias together."""
     gate, shift, scale, affine = present
     kind = (3, 1, 40)
     problem = Problem(
@@ -328,7 +327,6 @@ GATED_NAMES = ("dresidual", "dx", "dgate", "dshift", "dscale", "dweight", "dbias
 @pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3], DTYPES[8]], ids=ids)
 def test_masks_of_the_gated_operator(device, dtypes, kind):
-    """The operator returns exactly the gradients asked for, with the same values in every call."""
     problem = modulated((5, 9, 200), kind, gated=True, dtypes=dtypes, affine="both")
     t = numerics.make(problem, device)
     args = gated_saved(t)

@@ -95,7 +95,6 @@ def some(count):
 @pytest.mark.parametrize("statistic", ["layer", "rms"])
 @pytest.mark.parametrize("kind", NAMES)
 def test_gradcheck_where_some_are_absent(device, kind, statistic):
-    """Any of gate, shift, scale, weight and bias may be absent."""
     names = NAMES[kind]
     tensors = forms.tensors(kind, device, (2, 2, 3))
     absent = [name in ("gate", "shift", "scale", "weight", "bias") for name in names]

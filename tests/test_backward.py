@@ -68,10 +68,17 @@ def test_accuracy(device, problem):
         # x and dy stay in L2 as other data does.
         Problem((17_001, 1024), BF16),
         Problem((4_400, 2049)),
+        # Both sides of the kernels' own boundaries.
+        *(Problem((max(3, 4096 // cols), cols), dtype)
+          for row_bytes in (2**n for n in range(6, 18)) for dtype in (F32, BF16, F64)
+          for cols in (n + row_bytes // dtype.itemsize for n in (-1, 0, 1))),
+        *(Problem((1, cols), *dtypes, activation=activation)
+          for cols in (1, 2, 5, 64, 285, 768, 1492, 4096, 8191, 8192, 12_288, 16_384)
+          for dtypes in DTYPES for activation in (None, "gelu")),
     ],
     ids=str,
 )  # fmt: skip
-def test_accuracy_of_large_tensors(problem):
+def test_accuracy_on_cuda(problem):
     numerics.check(problem, "cuda")
 
 
@@ -87,14 +94,6 @@ def test_accuracy_of_large_tensors(problem):
 )
 def test_sums_over_many_rows_are_as_accurate_as_pytorchs(problem):
     numerics.check(problem, "cuda", factor=1.02)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
-@pytest.mark.parametrize("row_bytes", [2**n for n in range(6, 18)])
-def test_accuracy_about_the_boundaries(row_bytes, dtype):
-    for cols in (n + row_bytes // dtype.itemsize for n in (-1, 0, 1)):
-        numerics.check(Problem((max(3, 4096 // cols), cols), dtype=dtype), "cuda")
 
 
 def _args(t):
@@ -154,14 +153,6 @@ def test_few_rows_have_the_dx_of_many(plans, problem):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cols", [1, 2, 5, 64, 285, 768, 1492, 4096, 8191, 8192, 12_288, 16_384])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
-def test_accuracy_of_a_single_row(cols, dtypes):
-    for activation in (None, "gelu"):
-        numerics.check(Problem((1, cols), *dtypes, activation=activation), "cuda")
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("activation", [None, "gelu"])
 @pytest.mark.parametrize("cols", [5, 768, 1001, 16_384])
@@ -177,7 +168,6 @@ def test_a_single_row_with_every_mask(poison, cols, activation, mask):
 
 
 def _strategy_of_many_rows(plans, cols, dtype):
-    """The strategy of many rows of this length."""
     strategy = plans.of(1 << 20, cols, dtype, backward=True)["strategy"]
     assert strategy in ("warp", "block")
     return strategy

@@ -75,19 +75,14 @@ def tensors_of(kind, device, *, shape=(3, 5, 8), ndim=1, dtype=F32, others=None,
     return {name: make(name) for name in NAMES[kind]}, ndim, options
 
 
-def arguments(kind, device, sample, grad):
-    tensors, ndim, options = tensors_of(kind, device, **sample, grad=grad)
-    rows = ROWS[kind]
-    given = list(tensors.values())
-    return (*given[:rows], ndim, *given[rows:], 1e-5, *options)
-
-
 @pytest.mark.parametrize("suffix", ["", "_forward"])
 @cases(*NAMES)
 def test_forward(device, kind, sample, checks, suffix):
     """The operators with statistics run under autograd, the others in calls without gradients."""
     operator = getattr(ops, OPERATORS[kind] + suffix).default
-    args = arguments(kind, device, sample, suffix == "_forward")
+    tensors, ndim, options = tensors_of(kind, device, **sample, grad=suffix == "_forward")
+    rows, given = ROWS[kind], list(tensors.values())
+    args = (*given[:rows], ndim, *given[rows:], 1e-5, *options)
     torch.library.opcheck(operator, args, test_utils=checks)
 
 
