@@ -142,15 +142,15 @@ def plans():
     torch.ops.fused_layernorm._force(None)
 
 
-def poison(*like):
-    """Leaves NaN in the memory that the next tensors of these shapes and dtypes will get."""
-    junk = [torch.full_like(tensor, float("nan")) for tensor in like]
-    del junk
+@pytest.fixture
+def poison():
+    """A function that leaves NaN in the memory that the next tensors like these will get."""
 
+    def leave(*like):
+        junk = [torch.full_like(tensor, float("nan")) for tensor in like]
+        del junk
 
-@pytest.fixture(name="poison")
-def _poison():
-    return poison
+    return leave
 
 
 @pytest.fixture

@@ -321,9 +321,6 @@ def in_two_steps(dy, x, input, gate, *others, needs):
     return (dx if needs_dx else x.new_empty(0), *past, *gradients)
 
 
-GATED_NAMES = ("dresidual", "dx", "dgate", "dshift", "dscale", "dweight", "dbias")  # in its order
-
-
 @pytest.mark.parametrize("kind", ["all", "sample", "token", "position"])
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3], DTYPES[8]], ids=ids)
 def test_masks_of_the_gated_operator(device, dtypes, kind):
@@ -331,7 +328,8 @@ def test_masks_of_the_gated_operator(device, dtypes, kind):
     t = numerics.make(problem, device)
     args = gated_saved(t)
     everything = check_masks(ops.add_ada_layer_norm_backward, args, masks(7))
-    named = dict(zip(GATED_NAMES, everything, strict=True))
+    names = ("dresidual", "dx", "dgate", "dshift", "dscale", "dweight", "dbias")
+    named = dict(zip(names, everything, strict=True))
     exact = numerics.exact(t, {"residual_out": args[1], **named})
     of = (t.residual, t.x, t.gate, t.shift, t.scale, t.weight, t.bias)
     for (name, whole), argument in zip(named.items(), of, strict=True):
@@ -347,9 +345,6 @@ def test_masks_of_the_gated_operator(device, dtypes, kind):
             assert torch.equal(gradient, same)
             if device == "cpu":
                 assert torch.equal(gradient, other)
-
-
-# ---- Values and sizes out of the ordinary.
 
 
 def test_a_gate_of_zero(device):

@@ -29,7 +29,6 @@ from fused_layernorm.ops import autograd_library
 ops = torch.ops.fused_layernorm
 pytestmark = pytest.mark.skipif(not autograd_library.active, reason="autograd is in Python")
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-HAS_KERNELS = ops._build_info() != "cpu only"
 
 
 def count():
@@ -68,7 +67,7 @@ def same_bits(one, other):
 
 def test_the_table_says_its_version_and_size():
     address = ops._kernel_table()
-    assert (address != 0) == HAS_KERNELS
+    assert (address != 0) == (ops._build_info() != "cpu only")
     if address:
         version, size, *functions = (ctypes.c_int64 * 6).from_address(address)
         assert (version, size) == (1, 8 * 6)

@@ -13,7 +13,6 @@ from fused_layernorm import add_layer_norm, layer_norm, reference
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 DTYPES = [(F32, None), (F16, None), (BF16, F32), (F64, None)]
-STRATEGIES = ["warp", "few_rows", "block", "ring", "split", "stream"]
 
 
 # Of x, weight and residual.
@@ -165,7 +164,7 @@ def test_strided_residual(device, cols, which, layout):
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtypes", [(F32, None), (BF16, None), (BF16, F32), (F64, None)], ids=ids)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["warp", "few_rows", "block", "ring", "split", "stream"])
 def test_every_strategy(plans, strategy, dtypes, activation):
     """Each direction runs by the forced strategy, or as planned if that cannot run it."""
     ran = []
@@ -212,10 +211,9 @@ def test_every_strategy_with_residual(plans, strategy, dtypes):
 def test_scale_zero(device):
     x = torch.randn(4, 8, device=device, requires_grad=True)
     y = layer_norm(x, normalized_shape=(8,), activation="gelu", scale=0)
-    y.sum().backward()
-    assert x.grad is not None
+    (dx,) = torch.autograd.grad(y.sum(), x)
     assert not y.any()
-    assert not x.grad.any()
+    assert not dx.any()
 
 
 def test_reference_activations_agree_with_pytorch():

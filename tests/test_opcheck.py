@@ -40,8 +40,6 @@ MODULATED: dict[str, dict[str, Any]] = {
     "no shift": {"absent": ("shift",)},
     "no scale": {"absent": ("scale",)},
 }
-
-
 # With these, the operators are also traced with dynamic shapes, which takes long.
 TRACED = ("plain", "mixed", "strided", "two dimensions", "token", "rms")
 QUICK = ("test_schema", "test_faketensor")

@@ -90,7 +90,6 @@ def one_type(problem):
 
 
 def bare(problem):
-    """Whether nothing is fused."""
     return not problem["residual"] and not problem["has_epilogue"]
 
 
