@@ -56,7 +56,7 @@ constexpr TeamsRung kFloat32Teams[] = {
     // (three), 384.4, 375.5; 50000 x 3072 507.6 (two), 459.4; 8192 x 4096 110.0, 102.2.
     {kNoEnd, 1},
 };
-// float32, rows that are aligned, with a residual or an activation.
+// float32, rows (which are aligned) with a residual or an activation.
 constexpr TeamsRung kFloat32FusedTeams[] = {
     // Eight teams, six and four, with a residual: 32768 x 640 85.2, 85.0, 86.0 (five); x 768 102.2,
     // 100.3, 101.7.
@@ -70,9 +70,7 @@ constexpr TeamsRung kFloat32FusedTeams[] = {
     // 32768 x 3072 415.9 (two), 392.1; x 4096 571.3 (two), 500.5; with GELU 456.7 (two), 438.1.
     {kNoEnd, 1},
 };
-// float32, rows that are not aligned, nothing fused. With a residual or an activation all teams are
-// better (by four and by all teams, 32768 x 1023 with a residual 180.1, 157.4, with GELU 225.5,
-// 147.1; by one and by two 32768 x 2847 with a residual 551.6, 432.4).
+// float32, rows that are not aligned, nothing fused.
 constexpr TeamsRung kFloat32ElementTeams[] = {
     // Fifteen teams, twelve and eight: 100000 x 285 95.3, 90.3, 106.9.
     {320, 12},
@@ -148,7 +146,7 @@ inline int ladder_teams(const Problem& problem) {
   const bool is_float32 = size_of(problem.x) == 4;
   if (problem.y != problem.x) return kMostTeams;
   if (is_fused(problem)) {
-    return is_float32 && problem.aligned ? teams(kFloat32FusedTeams) : kMostTeams;
+    return is_float32 ? teams(kFloat32FusedTeams) : kMostTeams;
   }
   if (is_float32) {
     return problem.aligned ? teams(kFloat32Teams) : teams(kFloat32ElementTeams);

@@ -264,7 +264,7 @@ cudaError_t launch_group(const BackwardParams& params, const backward::Group& pl
   constexpr bool kKeep = kVecs * kWidth <= kKeptColsPerThread;
   constexpr bool kHasKernel = N::Prologue::kGated
                                   ? has_gated_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep)
-                                  : has_group_kernel(sizeof(typename N::X), kBulk, kKeep);
+                                  : has_group_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep);
   if constexpr (kHasKernel && !(N::Prologue::kGated && !kSummandIsX<typename N::Types>)) {
     using G = BackwardGroupGeometry<N, kWidth, kVecs, kBulk>;
     return launch(layer_norm_backward_group_kernel<N, G>, plan, stream, plan, params);
