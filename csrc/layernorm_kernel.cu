@@ -194,8 +194,8 @@ cudaError_t launch_as_slices(const BackwardParams& params, const DataTypes& type
 }
 
 template <typename T, int kWidth, int kVecs>
-cudaError_t launch_backward(const BackwardParams& params, const DataTypes& types,
-                            const backward::Block& plan, cudaStream_t stream) {
+cudaError_t launch_backward(const BackwardParams& params, const backward::Block& plan,
+                            cudaStream_t stream) {
   constexpr bool kKeep = kVecs * kWidth <= kKeptColsPerThread;
   const auto start = [&](auto norm, auto bulk) {
     using N = decltype(norm);
@@ -220,10 +220,6 @@ cudaError_t launch_backward(const BackwardParams& params, const DataTypes& types
   } else if constexpr (kIsNarrowed<T>) {
     return cudaErrorInvalidValue;
   } else {
-    // Bare rows have a kernel without the code for slices, because it is faster (8192 x 16384
-    // bfloat16: 241 us, with that code 247). Beside a residual it is not (368.9, with it 369.0).
-    const bool bare = params.dresidual == nullptr && !params.has_epilogue;
-    if (!bare || !plan.bulk) return launch_as_slices(params, types, plan, stream);
     return start(BareBackward<T>{}, std::true_type{});
   }
 }
@@ -259,15 +255,16 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Block& plan, cudaStream_t stream) {
-  return dispatch_types(types, [&](auto t) {
+  if (plan.as_slices) return launch_as_slices(params, types, plan, stream);
+  const cudaError_t error = dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       return dispatch_vecs(
-          BackwardBlockVecs<width(), sizeof(typename T::X)>{}, plan.vecs, [&](auto vecs) {
-            return launch_backward<T, width(), vecs()>(params, types, plan, stream);
-          });
+          BackwardBlockVecs<width(), sizeof(typename T::X)>{}, plan.vecs,
+          [&](auto vecs) { return launch_backward<T, width(), vecs()>(params, plan, stream); });
     });
   });
+  return error == cudaSuccess ? launch_sums(params, types, plan, stream) : error;
 }
 
 }  // namespace fused_layernorm

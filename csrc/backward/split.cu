@@ -126,10 +126,10 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
   const auto& slices = plan.slices;
   if (slices.blocks_per_row > 1) {
     const int64_t slots = params.rows * slices.blocks_per_row * int64_t{sizeof(uint64_t)};
-    const cudaError_t error = clear_slots(params.workspace, slots, stream);
-    if (error != cudaSuccess) return error;
+    const cudaError_t cleared = clear_slots(params.workspace, slots, stream);
+    if (cleared != cudaSuccess) return cleared;
   }
-  return dispatch_types_but_float64(types, [&](auto t) {
+  const cudaError_t error = dispatch_types_but_float64(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
@@ -142,6 +142,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
       });
     });
   });
+  return error == cudaSuccess ? launch_sums(params, types, plan, stream) : error;
 }
 
 }  // namespace fused_layernorm

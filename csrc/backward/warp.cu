@@ -224,7 +224,7 @@ cudaError_t launch_groups(const BackwardParams& params, const backward::Warp& pl
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Warp& plan, cudaStream_t stream) {
-  return dispatch_types(types, [&](auto t) {
+  const cudaError_t error = dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     if (params.is_modulated) return launch_groups<T>(params, plan, stream);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
@@ -242,6 +242,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
       }
     });
   });
+  return error == cudaSuccess ? launch_sums(params, types, plan, stream) : error;
 }
 
 }  // namespace fused_layernorm
