@@ -3,13 +3,16 @@
 // with --quiet only the problems whose launch failed; exits with 1 if there are any.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <optional>
 #include <string_view>
 #include <variant>
 
+#include "backward/channels.h"
 #include "backward/plan.h"
 #include "base/params.h"
+#include "forward/channels.h"
 #include "forward/plan.h"
 #include "launches.h"
 
@@ -119,11 +122,55 @@ void run(Problem problem, Modulated modulated, const Device& device, bool quiet)
   }
 }
 
+// Norms over the channels of images, for which a plan may decline.
+void run_images(const Device& device, bool quiet) {
+  most_shared_memory = device.shared_memory;
+  for (const auto& [x, weight, y] : kTypesWithKernels) {
+    for (const int64_t channels : {1, 3, 24, 96, 384, 2048}) {
+      for (const int64_t pixels : {1, 49, 100, 196, 3136, 65536}) {
+        for (int kind = 0; kind < 8; ++kind) {
+          const bool channels_last = kind & 1, may_be_run = kind & 2;
+          const Planes planes = {64, pixels, channels * pixels, pixels};
+          const int64_t unit = std::min<int64_t>(pixels & -pixels, 8);
+          const DataTypes types = {x, weight, y};
+          Problem problem;
+          problem.rows = planes.samples * pixels;
+          problem.cols = channels;
+          problem.x = x;
+          problem.weight = weight;
+          problem.y = y;
+          problem.has_epilogue = kind & 4;
+          ForwardParams forward;
+          BackwardParams backward;
+          forward.has_epilogue = backward.has_epilogue = problem.has_epilogue;
+          forward.cols = backward.cols = static_cast<int32_t>(channels);
+          forward.rows = backward.rows = problem.rows;
+          backward.dweight = backward.dbias = kSomewhere;
+          launches.clear();
+          if (const auto plan =
+                  make_channels_plan(problem, planes, unit, may_be_run, channels_last, device)) {
+            report(problem, device, "forward of an image",
+                   launch_layer_norm_forward(forward, types, *plan, nullptr), quiet);
+          }
+          launches.clear();
+          const auto dy = channels_last ? std::nullopt : std::optional(planes);
+          if (const auto plan = make_channels_plan(problem, planes, dy, unit, may_be_run,
+                                                   channels_last, device)) {
+            report(problem, device, "backward of an image",
+                   launch_layer_norm_backward(backward, types, *plan, nullptr), quiet);
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const bool quiet = argc > 1 && std::string_view(argv[1]) == "--quiet";
   for (const Device& device : kDevices) {
+    run_images(device, quiet);
     for (const auto& [x, weight, y] : kTypesWithKernels) {
       for (const int64_t cols : kCols) {
         for (const int64_t rows : kRows) {
