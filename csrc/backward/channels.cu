@@ -200,25 +200,15 @@ __global__ void __launch_bounds__(kTileThreads)
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Channels& plan, cudaStream_t stream) {
-  const cudaError_t error = dispatch_types(types, [&](auto t) {
-    using T = decltype(t);
-    if constexpr (!has_channels_kernels(kTypeOf<typename T::X>, kTypeOf<typename T::Y>)) {
-      return cudaErrorInvalidValue;
-    } else {
-      return dispatch_thread_pixels<T>(plan.tiles, [&](auto width, auto scattered) {
-        // Types and widths that few models have share one kernel for a bare norm and an epilogue.
-        constexpr bool kHasBare = kIsCommon<T> && !scattered() && width() == kVectorWidth<T>;
-        return dispatch_bool<kHasBare>(!params.has_epilogue, [&](auto bare) {
-          using N =
-              std::conditional_t<bare(), BareBackward<T>, NormOf<T, NoOtherGradient, MayActivate>>;
-          return launch(channels_backward_kernel<N, width(), scattered()>, plan, stream, plan,
-                        params);
-        });
+  const cudaError_t error = dispatch_channels(
+      types, params.has_epilogue, plan.tiles, [&](auto t, auto bare, auto width, auto scattered) {
+        using T = decltype(t);
+        using N =
+            std::conditional_t<bare(), BareBackward<T>, NormOf<T, NoOtherGradient, MayActivate>>;
+        return launch(channels_backward_kernel<N, width(), scattered()>, plan, stream, plan,
+                      params);
       });
-    }
-  });
-  if (error != cudaSuccess) return error;
-  return launch_param_grad(params, types, plan.partials, stream);
+  return error == cudaSuccess ? launch_sums(params, types, plan, stream) : error;
 }
 
 }  // namespace fused_layernorm

@@ -244,16 +244,28 @@ struct Transposed {
   }
 };
 
-// Calls launch(width, scattered) with how a thread of these tiles has its pixels.
-template <typename T, typename Launch>
-cudaError_t dispatch_thread_pixels(const Tiles& tiles, const Launch& launch) {
-  constexpr int kMost = kVectorWidth<T>;
-  using Most = std::integral_constant<int, kMost>;
-  if (tiles.width == 1) return launch(Most{}, std::true_type{});
-  if constexpr (kMost == 8) {
-    if (tiles.width == 4) return launch(std::integral_constant<int, 4>{}, std::false_type{});
-  }
-  return launch(Most{}, std::false_type{});
+// Calls launch(types, bare, width, scattered) with how a thread of these tiles has its pixels, for
+// all types but a y narrower than x, which nobody asks of images. `bare`: the norm has no epilogue.
+// Types and widths that few models have share one kernel for norms with and without one.
+template <typename Launch>
+cudaError_t dispatch_channels(const DataTypes& types, bool has_epilogue, const Tiles& tiles,
+                              const Launch& launch) {
+  return dispatch_types(types, [&](auto t) {
+    using T = decltype(t);
+    constexpr int kMost = kVectorWidth<T>;
+    if constexpr (kIsNarrowed<T>) {
+      return cudaErrorInvalidValue;
+    } else {
+      const std::integral_constant<int, kMost> most;
+      if (tiles.width == 1) return launch(t, std::false_type{}, most, std::true_type{});
+      if constexpr (kMost == 8) {
+        const std::integral_constant<int, 4> four;
+        if (tiles.width == 4) return launch(t, std::false_type{}, four, std::false_type{});
+      }
+      return dispatch_bool<kIsCommon<T>>(
+          !has_epilogue, [&](auto bare) { return launch(t, bare, most, std::false_type{}); });
+    }
+  });
 }
 
 }  // namespace fused_layernorm

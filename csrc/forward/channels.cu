@@ -189,21 +189,12 @@ __global__ void __launch_bounds__(kTileThreads)
 
 cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
                                       const forward::Channels& plan, cudaStream_t stream) {
-  return dispatch_types(types, [&](auto t) {
-    using T = decltype(t);
-    if constexpr (!has_channels_kernels(kTypeOf<typename T::X>, kTypeOf<typename T::Y>)) {
-      return cudaErrorInvalidValue;
-    } else {
-      return dispatch_thread_pixels<T>(plan.tiles, [&](auto width, auto scattered) {
-        // Types and widths that few models have share one kernel for a bare norm and an epilogue.
-        constexpr bool kHasBare = kIsCommon<T> && !scattered() && width() == kVectorWidth<T>;
-        return dispatch_bool<kHasBare>(!params.has_epilogue, [&](auto bare) {
-          using N = std::conditional_t<bare(), BareForward<T>, NormOf<T, Plain, MayActivate>>;
-          return launch(channels_kernel<N, width(), scattered()>, plan, stream, plan, params);
-        });
+  return dispatch_channels(
+      types, params.has_epilogue, plan.tiles, [&](auto t, auto bare, auto width, auto scattered) {
+        using T = decltype(t);
+        using N = std::conditional_t<bare(), BareForward<T>, NormOf<T, Plain, MayActivate>>;
+        return launch(channels_kernel<N, width(), scattered()>, plan, stream, plan, params);
       });
-    }
-  });
 }
 
 }  // namespace fused_layernorm
