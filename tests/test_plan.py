@@ -612,7 +612,8 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     assert set(plan(9, 64, backward=True)) == launch | teams | {"column_blocks"}
     lanes = {"width", "vecs", "lanes", "chain_rows", "second_sums_offset"}
     assert set(plan(MANY, 64, backward=True)) == launch | partials | lanes
-    assert set(plan(MANY, 4096, backward=True)) == launch | partials | persistent
+    block = launch | partials | persistent | {"as_slices"}
+    assert set(plan(MANY, 4096, backward=True)) == block
     split = launch | partials | persistent | slices | {"lag", "has_collector"}
     assert set(plan(MANY, 65536, backward=True)) == split
     stream = launch | partials | slices | {"width", "totals_offset"}
