@@ -6,13 +6,13 @@ swapped module still calls its norm. Tiny transformers with random weights follo
 """
 
 import copy
-import importlib
-import pickle
 import statistics
 
 import libraries
 import pytest
+import swaps
 import torch
+from swaps import check_swap_and_unswap, copies, fused
 from tiny_diffusers import cogvideox, dit, flux, pixart, sd3, sd35, wan
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -107,10 +107,7 @@ DRAWS = 4
 def make(name, device="cpu", dtype=torch.float32):
     """(the module, its inputs), with parameters that show whether they are used."""
     module, cls, arguments, shapes = MODULES[name]
-    try:
-        made = getattr(importlib.import_module(f"diffusers.models.{module}"), cls)(**arguments)
-    except (ImportError, AttributeError):
-        pytest.skip(f"the installed version has no {module}.{cls}")
+    made = libraries.class_of(f"diffusers.models.{module}", cls)(**arguments)
     for parameter in made.parameters():
         nn.init.normal_(parameter, 0.3, 0.3)
     inputs = {
@@ -124,17 +121,15 @@ def make(name, device="cpu", dtype=torch.float32):
 
 
 def swapped(module):
-    """A swapped copy."""
-    model = swap_layer_norm(nn.Sequential(copy.deepcopy(module)))
-    assert is_fused(model[0])
-    return model[0]
+    return swaps.swapped(module, swap_layer_norm)
 
 
-def flat(outputs):
+def by_name(model, inputs):
+    outputs = model(**inputs)
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def results(model, inputs, run=lambda model, inputs: flat(model(**inputs))):
+def results(model, inputs, run=by_name):
     """Outputs, and the gradients of inputs and parameters for random dy: tensors by name."""
     inputs = {
         key: value.detach().requires_grad_() if is_floating(value) else value
@@ -189,6 +184,17 @@ def error_of(found, exact):
     return float(torch.stack(errors).clamp(min=1e-9).log().mean().exp())
 
 
+def assert_no_worse(make, run=by_name):
+    """Asserts that swapped models err no more against float64 than stock ones."""
+    ratios = []
+    for _ in range(DRAWS):
+        stock, inputs = make()
+        exact = results(copy.deepcopy(stock).double(), in_float64(inputs), run)
+        found = error_of(results(swap_layer_norm(copy.deepcopy(stock)), inputs, run), exact)
+        ratios.append(found / error_of(results(stock, inputs, run), exact))
+    assert statistics.geometric_mean(ratios) <= LUCK
+
+
 def in_float64(inputs):
     return {
         key: value.double()
@@ -215,13 +221,7 @@ def test_same_results(name, dtype, device):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", MODULES)
 def test_half_precision_is_no_worse(name, dtype, device):
-    ratios = []
-    for _ in range(DRAWS):
-        module, inputs = make(name, device, dtype)
-        exact = results(copy.deepcopy(module).double(), in_float64(inputs))
-        found = error_of(results(swapped(module), inputs), exact)
-        ratios.append(found / error_of(results(module, inputs), exact))
-    assert statistics.geometric_mean(ratios) <= LUCK
+    assert_no_worse(lambda: make(name, device, dtype))
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.float64, *HALF])
@@ -285,19 +285,11 @@ def test_one_call_for_a_norm_and_its_modulation(name, device, calls, monkeypatch
 @pytest.mark.parametrize("name", MODULES)
 def test_swap_and_unswap(name):
     module, inputs = make(name)
+    check_swap_and_unswap(module, swap_layer_norm, unswap_layer_norm, "FusedLayerNorm")
     new = swapped(module)
-    cls = type(module)
-    assert isinstance(new, cls)
-    assert f"FusedLayerNorm[{cls.__name__}](" in repr(new)
-    assert list(new.state_dict()) == list(module.state_dict())
-    assert swap_layer_norm(new) is new  # a second swap changes nothing
-    for copied in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
-        assert type(copied) is type(new)
+    for copied in copies(new):
         same(results(copied, inputs), results(new, inputs), 0)
-    unswap_layer_norm(new)
-    assert type(new) is cls
-    assert repr(new) == repr(module)
-    same(results(new, inputs), results(module, inputs), 0)
+    same(results(unswap_layer_norm(new), inputs), results(module, inputs), 0)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +300,7 @@ def test_compiled(name, device):
     torch._dynamo.reset()
 
     def compiled(model, inputs):
-        return flat(torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs))
+        return by_name(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs)
 
     same(results(swapped(module), inputs, compiled), results(module, inputs), 1e-6)
 
@@ -408,11 +400,7 @@ def test_the_predicate_is_asked_of_the_norm(caplog):
     with caplog.at_level("INFO", logger="fused_layernorm.swap"):
         swap_layer_norm(model, predicate=predicate)
     assert asked == ["left.norm", "taken.norm"]
-    fused = {name: is_fused(part) for name, part in model.named_modules()}
-    assert not fused["left"]
-    assert not fused["left.norm"]
-    assert fused["taken"]
-    assert fused["taken.norm"]
+    assert fused(model) == ["taken", "taken.norm"]
     (record,) = caplog.records
     assert "1 torch.nn.modules.normalization.LayerNorm (the predicate refused)" in record.message
     assert "AdaLayerNormZero (it has a norm that is not fused)" in record.message
@@ -497,15 +485,7 @@ def test_transformer(build, device, calls, exact):
 
 @names
 def test_transformer_in_bfloat16(build, device, exact):
-    """The errors against float64 are no greater than the stock model's."""
-    ratios = []
-    for _ in range(DRAWS):
-        stock, inputs = transformer(build, device, torch.bfloat16)
-        exact = results(copy.deepcopy(stock).double(), in_float64(inputs), sample)
-        model = swap_layer_norm(copy.deepcopy(stock))
-        found = error_of(results(model, inputs, sample), exact)
-        ratios.append(found / error_of(results(stock, inputs, sample), exact))
-    assert statistics.geometric_mean(ratios) <= LUCK
+    assert_no_worse(lambda: transformer(build, device, torch.bfloat16), sample)
 
 
 @names
