@@ -6,17 +6,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from compiling import EAGER, afresh, everywhere  # noqa: F401
 
 import fused_layernorm
-from fused_layernorm.compile import rules
 
-
-@pytest.fixture(autouse=True)
-def _devices(monkeypatch):
-    monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("everywhere")
 
 
 def rotate_half(x):
@@ -60,15 +54,11 @@ def check(f, *args, expected, atol=1e-6):
     """Results, gradients, and what is said of the rotations: what was fused, or why it was left."""
     leaves = [a for a in args if a.requires_grad]
     stock = f(*args)
-    compiled = torch.compile(
-        f, backend="fused_layernorm", fullgraph=True, options={"fused_layernorm.then": "eager"}
-    )
-    found = compiled(*args)
+    found = torch.compile(f, backend="fused_layernorm", fullgraph=True, options=EAGER)(*args)
     grads = [torch.randn_like(y) for y in stock]
     results = (*found, *torch.autograd.grad(found, leaves, grads))
     wanted = (*stock, *torch.autograd.grad(stock, leaves, grads))
-    for a, b in zip(results, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=atol)
+    torch.testing.assert_close(results, wanted, rtol=1e-5, atol=atol)
     assert [y.stride() for y in found] == [y.stride() for y in stock]
     rows = fused_layernorm.explain(f, *args, then="eager").rows
     rows = [row for row in rows if row.form == "rotation"]
@@ -110,9 +100,7 @@ def test_float32_angles_and_a_cast(device):
     check(in_float32, q, k, angle, expected=[["k"]], atol=0.02)
     with torch.no_grad():
         y = in_float32(q, k, angle)[0]
-        compiled = torch.compile(
-            in_float32, backend="fused_layernorm", options={"fused_layernorm.then": "eager"}
-        )
+        compiled = torch.compile(in_float32, backend="fused_layernorm", options=EAGER)
         assert (compiled(q, k, angle)[0] == y).float().mean() > 0.99
 
 
@@ -152,10 +140,7 @@ def test_what_is_left(device):
 
     check(written, q, k, angle, expected=[["a part of it is written into"]])
 
-    def of_gradient(q, k, angle):
-        return rotated(q, k, angle)
-
-    check(of_gradient, q, k, angle.clone().requires_grad_(), expected=[])
+    check(rotated, q, k, angle.clone().requires_grad_(), expected=[])
 
 
 def test_a_norm_that_is_used_elsewhere_stays(device):
@@ -189,10 +174,8 @@ def test_models(name, device):
 
     model = test_swap_rotations.make(name, device)
     stock = test_swap_rotations.run(copy.deepcopy(model))
-    options = {"fused_layernorm.then": "eager"}
-    model.compile(backend="fused_layernorm", options=options)
-    for found, expected in zip(test_swap_rotations.run(model), stock, strict=True):
-        torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-5)
+    model.compile(backend="fused_layernorm", options=EAGER)
+    torch.testing.assert_close(test_swap_rotations.run(model), stock, rtol=2e-4, atol=1e-5)
     ids = torch.randint(3, 50, (2, 9)).to(device)
     text = str(fused_layernorm.explain(test_swap_rotations.make(name, device), ids))
     assert "; 2 rotations, 2 replaced" in text
@@ -272,9 +255,7 @@ def test_models_of_diffusers(name, count, device):
     text = str(fused_layernorm.explain(model, then="eager", **inputs))
     assert f"; {count} rotations, {count} replaced" in text
     assert ("norm, k" in text) == (name == "flux")  # Wan normalizes all heads together
-    compiled = torch.compile(
-        model, backend="fused_layernorm", options={"fused_layernorm.then": "eager"}
-    )
+    compiled = torch.compile(model, backend="fused_layernorm", options=EAGER)
     with torch.no_grad():
         torch.testing.assert_close(compiled(**inputs)[0], model(**inputs)[0], rtol=1e-4, atol=1e-5)
 

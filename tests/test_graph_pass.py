@@ -27,20 +27,16 @@ from captured import (
     tensors,
 )
 from captured import layer as norm
+from compiling import afresh, everywhere  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
-from fused_layernorm.compile import graph_pass, patterns, rules
+from fused_layernorm.compile import graph_pass, patterns
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
-@pytest.fixture(autouse=True)
-def _everywhere(monkeypatch):
-    monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("everywhere")
 
 
 # ---- Ways to write a layer norm ----------------------------------------------------------------

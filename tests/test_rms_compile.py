@@ -23,24 +23,20 @@ from captured import (
     run,
     tensors,
 )
+from compiling import afresh, everywhere  # noqa: F401
 from tiny_transformers import decoder
 
 import fused_layernorm
-from fused_layernorm.compile import rotations, rules
+from fused_layernorm.compile import rotations
 from fused_layernorm.ops.operators import ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 EPS = 1e-6
 
-pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-
-
-@pytest.fixture(autouse=True)
-def _everywhere(monkeypatch):
-    monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.usefixtures("everywhere"),
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
+]
 
 
 def calls_of(graph_module):
