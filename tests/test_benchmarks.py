@@ -723,8 +723,7 @@ def test_blocks_are_the_same_in_both_forms(on_cpu):
     for operators in (False, True):
         model = models.prepared(model, "operators" if operators else "eager")
         found.append(torch.autograd.grad(loss(model(**inputs)), list(model.parameters())))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_half_models_keep_what_must_stay_in_float32():
