@@ -81,14 +81,6 @@ def test_ways_to_write_it(device, way, dtype):
     assert len(calls) == 1
 
 
-def test_var_mean_in_another_order(device):
-    """weight * (x - mean) * rstd would have to be regrouped to be a norm, so the pass leaves it."""
-    function = model("var, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True); "
-                     "weight * (x - mean) * torch.rsqrt(1e-6 + var) + bias")  # fmt: skip
-    _, graphs = assert_same(function, tensors(device=device))
-    assert operators_of(graphs[0]) == []
-
-
 def test_where_it_stands():
     module = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Sequential(torch.nn.LayerNorm(D)))
     _, rows, graphs = run(module, torch.randn(B, D))
@@ -173,20 +165,13 @@ def test_surroundings(device, text, norm):
 
 
 def test_two_norms_of_one_sum(device):
-    def function(t):
-        h = t["residual"] + t["x"]
-        return norm(h, t["weight"]), norm(h, t["bias"]), h
-
+    function = model("h = residual + x; norm(h, weight), norm(h, bias), h")
     rows, _ = assert_same(function, tensors(device=device))
     assert [row.operator for row in rows] == ["add_layer_norm", "layer_norm"]
 
 
 def test_sum_that_the_modulation_depends_on(device):
-    def function(t):
-        h = t["residual"] + t["x"]
-        scale = h.mean(1, keepdim=True)
-        return norm(h) * (1 + scale) + t["bias"], h
-
+    function = model("h = residual + x; s = h.mean(1, keepdim=True); norm(h) * (1 + s) + bias, h")
     rows, _ = assert_same(function, tensors(device=device))
     assert [row.operator for row in rows] == ["ada_layer_norm"]
     assert "uses the sum before" in rows[0].notes[0]
@@ -194,12 +179,8 @@ def test_sum_that_the_modulation_depends_on(device):
 
 def test_parts_joined_again(device):
     """Flux cuts the stream in two and joins it after every block."""
-
-    def function(t):
-        h = t["residual"] + _chunks(t)[2] * t["x"]
-        joined = torch.cat([h[:, :2], h[:, 2:]], dim=1)
-        return norm(joined), joined * 2
-
+    function = model("h = residual + gate * x; joined = torch.cat([h[:, :2], h[:, 2:]], dim=1); "
+                     "norm(joined), joined * 2")  # fmt: skip
     rows, graphs = assert_same(function, tensors(device=device))
     assert rows[0].fused == GATED
     assert not graphs[0].graph.find_nodes(op="call_function", target=torch.cat)
@@ -208,16 +189,14 @@ def test_parts_joined_again(device):
 @pytest.mark.parametrize(
     "join",
     [
-        lambda h: torch.cat([h[:, 2:], h[:, :2]], dim=1),
-        lambda h: torch.cat([h[:, :2], h[:, 3:]], dim=1),
-        lambda h: torch.cat([h[:, :2], h[:, 2:-1]], dim=1),
-        lambda h: torch.cat([h[:, :2], h[:, 2:]], dim=1).mul_(2),
+        "torch.cat([h[:, 2:], h[:, :2]], dim=1)",
+        "torch.cat([h[:, :2], h[:, 3:]], dim=1)",
+        "torch.cat([h[:, :2], h[:, 2:-1]], dim=1)",
+        "torch.cat([h[:, :2], h[:, 2:]], dim=1).mul_(2)",
     ],
 )
 def test_other_parts_joined(device, join):
-    def function(t):
-        return norm(join(t["residual"] + t["x"]))
-
+    function = model(f"h = residual + x; norm({join})")
     _, graphs = assert_same(function, tensors(device=device))
     assert graphs[0].graph.find_nodes(op="call_function", target=torch.cat)
 
@@ -231,6 +210,9 @@ OTHERS = {
     "another x": VAR + "(residual - mean) * torch.rsqrt(var + 1e-6)",
     "another dimension": VAR + "(x - mean) * torch.rsqrt(x.var(1, False, keepdim=True) + 1e-6)",
     "two eps": VAR + "(x - mean) * torch.rsqrt(var + weight.square().sum())",
+    # It would have to be regrouped to be a norm.
+    "weight first": "var, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True); "
+    "weight * (x - mean) * torch.rsqrt(1e-6 + var) + bias",
 }
 
 
@@ -353,24 +335,14 @@ def test_surroundings_that_are_others(text, norm):
 
 def test_sum_of_another_dtype():
     """The sum is float32, but the only operand that could be the residual is bfloat16."""
-
-    def function(t):
-        h = t["x"].bfloat16() + t["mod"][:, None, :D]
-        return norm(h), h
-
-    t = tensors(F32)
-    t["mod"] = torch.randn(B, 6 * D).requires_grad_()
-    rows, _ = assert_same(function, t)
+    function = model("h = x.bfloat16() + mod[:, None, :D]; norm(h), h")
+    rows, _ = assert_same(function, tensors())
     assert rows[0].fused == []
 
 
 def test_float64_between():
     """A float64 norm of a float32 x stays float64: float32 would differ by more than rounding."""
-
-    def function(t):
-        return norm(t["x"].double()).float()
-
-    _, graphs = assert_same(function, tensors())
+    _, graphs = assert_same(model("norm(x.double()).float()"), tensors())
     (node,) = graphs[0].graph.find_nodes(
         op="call_function", target=torch.ops.fused_layernorm.layer_norm.default
     )
@@ -385,10 +357,7 @@ def test_rounding_that_is_asked_for():
 
 
 def test_statistics_that_are_used():
-    def function(t):
-        y, mean, rstd = torch.native_layer_norm(t["x"], (D,), None, None, 1e-5)
-        return y, mean, rstd
-
+    function = model("torch.native_layer_norm(x, (D,), None, None, 1e-5)")
     t = tensors()
     result, rows, graphs = run(function, t)
     torch.testing.assert_close(result, function(t))
@@ -460,13 +429,8 @@ def test_writes_of_custom_operators(call):
 
 def test_write_into_a_view_of_a_norm_that_was_replaced(device):
     """A write into a view of a replaced norm's result changes the operator's result."""
-
-    def function(t):
-        first = norm(t["x"])
-        second = norm(first)
-        first.view(-1)[:3] = 0.5
-        return F.silu(second), first
-
+    function = model("first = norm(x); second = norm(first); first.view(-1)[:3] = 0.5; "
+                     "F.silu(second), first")  # fmt: skip
     t = {name: tensor.detach() for name, tensor in tensors(device=device).items()}
     result, rows, _ = run(function, t)
     torch.testing.assert_close(result, function(t))
@@ -475,24 +439,14 @@ def test_write_into_a_view_of_a_norm_that_was_replaced(device):
 
 
 def test_writes_elsewhere_do_not(device):
-    def function(t):
-        h = t["residual"] + t["x"]
-        other = t["mod"] * 2
-        other.mul_(2)
-        y = norm(h)
-        y.mul_(2)
-        return y, h, other
-
+    function = model("h = residual + x; other = mod * 2; other.mul_(2); y = norm(h); y.mul_(2); "
+                     "y, h, other")  # fmt: skip
     rows, _ = assert_same(function, tensors(device=device))
     assert rows[0].fused == ["residual"]
 
 
 def test_gradient_mode_in_between():
-    def function(t):
-        with torch.no_grad():
-            h = t["residual"] + t["x"]
-        return norm(h, t["weight"])
-
+    function = model("with torch.no_grad(): h = residual + x; norm(h, weight)")
     rows, _ = assert_same(function, tensors())
     assert rows[0].fused == []
     assert "gradient mode" in rows[0].notes[0]
@@ -655,10 +609,7 @@ def test_float16_has_no_range_for_sums_of_gradients():
 
 def test_rows_that_do_not_lie_side_by_side(device):
     """The copy of rows that no kernel reads where they lie stays in the graph."""
-
-    def function(t):
-        return norm(t["x"][:, ::2].transpose(1, 2), t["weight"])
-
+    function = model("norm(x[:, ::2].transpose(1, 2), weight)")
     t = tensors(device=device)
     t["x"] = torch.randn(B, 2 * D, S, device=device).requires_grad_()
     rows, graphs = assert_same(function, t)
@@ -691,10 +642,7 @@ def test_checkpoint_bodies(device, use_reentrant):
 
 def test_inside_a_transform():
     """Inside vmap, operands do not have the shapes of their example values."""
-
-    def function(t):
-        return torch.func.vmap(lambda x: norm(x))(t["x"])
-
+    function = model("torch.func.vmap(lambda x: norm(x))(x)")
     t = tensors()
     result, rows, _ = run(function, t)
     torch.testing.assert_close(result, function(t))
@@ -744,28 +692,19 @@ def test_dynamic_shapes(function):
 def test_shapes_that_are_not_known_to_be_equal():
     """If each tensor has sizes of its own, the sum might broadcast. It may be left, but the result
     holds."""
-
-    def function(x, residual):
-        h = x + residual
-        return norm(h)
-
     x, residual = torch.randn(4, 3, D), torch.randn(4, 3, D)
     for tensor in (x, residual):
         torch._dynamo.decorators.mark_unbacked(tensor, 0)
-    result, rows, _ = run(function, x, residual, dynamic=True)
-    torch.testing.assert_close(result, function(x, residual))
+    t = {"x": x, "residual": residual}
+    function = model("norm(x + residual)")
+    result, rows, _ = run(function, t, dynamic=True)
+    torch.testing.assert_close(result, function(t))
     assert rows[0].fused in ([], ["residual"])
 
 
 def test_strides_are_kept():
     """A sum that is not contiguous is left, because the operator's sum would be contiguous."""
-
-    def function(t):
-        h = t["x"].transpose(1, 2).contiguous().transpose(1, 2) + t["residual"].transpose(
-            1, 2
-        ).contiguous().transpose(1, 2)
-        return norm(h), h
-
+    function = model("y, z = (a.mT.contiguous().mT for a in (x, residual)); h = y + z; norm(h), h")
     rows, _ = assert_same(function, tensors())
     assert rows[0].operator == "layer_norm"
     assert rows[0].fused == []

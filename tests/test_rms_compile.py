@@ -253,12 +253,8 @@ def test_rounding_to_another_dtype(device):
 
 def test_rounding_between_float32_and_float32():
     """A rounding to bfloat16 in the middle of float32 arithmetic is kept."""
-
-    def function(t):
-        x = t["x"]
-        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-        return y.bfloat16() * t["weight"]
-
+    function = model("y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6); "
+                     "y.bfloat16() * weight")  # fmt: skip
     t = {name: tensor.detach() for name, tensor in tensors().items()}
     result, rows, _ = run(function, t)
     assert rows[0].operator == "layer_norm"
@@ -339,11 +335,7 @@ def test_what_is_no_rms_norm(text):
 @pytest.mark.parametrize("shape", [(S, D), (1,), (S, 1), (1, 1, D)])
 def test_weights_of_other_shapes(shape):
     """The norm is replaced, and the product with what is no weight of its own is left."""
-
-    def function(t):
-        x = t["x"]
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * t["weight"]
-
+    function = model("x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight")
     t = tensors()
     t["weight"] = torch.randn(shape).requires_grad_()
     rows, graphs = assert_same(function, t)
