@@ -286,35 +286,6 @@ def test_normalized_shape_rules_over_a_replaced_weight(device):
         norm(torch.randn(3, 8, device=device))
 
 
-def test_pre_norm_block_with_a_residual_stream(device):
-    """A block gives the same with each addition fused into the norm after it."""
-    layers = [nn.Linear(16, 16).to(device) for _ in range(3)]
-    norms = [FusedAddLayerNorm(16).to(device) for _ in range(3)]
-
-    def stock(x):
-        for layer, norm in zip(layers, norms, strict=True):
-            h = nn.functional.layer_norm(x, (16,), norm.weight, norm.bias)
-            x = x + layer(h)
-        return x
-
-    def fused(x):
-        h, x = norms[0](torch.zeros_like(x), x)
-        for layer, norm in zip(layers[:-1], norms[1:], strict=True):
-            h, x = norm(layer(h), x)
-        return x + layers[-1](h)
-
-    x = torch.randn(5, 16, device=device)
-    results = []
-    for block in (stock, fused):
-        leaf = x.clone().requires_grad_()
-        for module in (*layers, *norms):
-            module.zero_grad()
-        y = block(leaf)
-        y.pow(2).sum().backward()
-        results.append([y, leaf.grad, *(p.grad for m in (*layers, *norms) for p in m.parameters())])
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("packed", [1, 3])  # of the three or more that each norm saves
 @pytest.mark.parametrize("make", [FusedLayerNorm, FusedRMSNorm, FusedAddLayerNorm])
 def test_what_a_hook_on_saved_tensors_raises_passes_through(device, make, packed):

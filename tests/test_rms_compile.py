@@ -91,21 +91,12 @@ WAYS = {
 }  # fmt: skip
 
 
-def _of_this_package(t):
-    return fused_layernorm.rms_norm(t["x"], t["weight"], EPS, bias=t["bias"])
-
-
-def _of_this_package_with_all(t):
-    return fused_layernorm.rms_norm(
-        t["x"], t["weight"], EPS, weight_offset=0.5, round_before_weight=True
-    )
-
-
-def _llama(t):
-    return llama(t["x"], t["weight"])
-
-
-FUNCTIONS = {_of_this_package: PLAIN, _of_this_package_with_all: (0.5, True), _llama: ROUNDED}
+_llama = model("norm(x, weight)", llama)
+_of_this_package = model("norm(x, weight, 1e-6, bias=bias)", fused_layernorm.rms_norm)
+_with_all = model(
+    "norm(x, weight, 1e-6, weight_offset=0.5, round_before_weight=True)", fused_layernorm.rms_norm
+)
+FUNCTIONS = {_of_this_package: PLAIN, _with_all: (0.5, True), _llama: ROUNDED}
 
 
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, F16)])
@@ -121,7 +112,7 @@ def test_ways_to_write_it(device, way, dtypes):
     offset, rounds = (WAYS | FUNCTIONS)[way]
     if str(way).startswith(T5):
         rounds = dtypes[1] is not F32
-    if way is not _of_this_package_with_all:
+    if way is not _with_all:
         assert options.round_before_weight == (rounds and dtypes[0] is not F32)
     assert (options.statistic, options.weight_offset) == ("rms", offset)
     assert options.normalized_ndim == (2 if "(-2, -1)" in str(way) else 1)

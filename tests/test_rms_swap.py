@@ -15,7 +15,6 @@ from typing import Any
 
 import libraries
 import pytest
-import tiny_transformers
 import torch
 import torch.nn.functional as F
 from libraries import class_of
@@ -517,19 +516,6 @@ def test_a_registered_class_comes_first(monkeypatch):
         swap_it(model)
         assert vars(type(model[0]))["_fused_forward"].__func__ is own
         assert type(unswap_norms(model)[0]) is WrittenHere
-
-
-@pytest.mark.cpu_operators
-def test_a_model_of_transformers(device):
-    """A tiny Llama: the same norms, swapped, give the same logits."""
-    model, inputs = tiny_transformers.decoder("Llama")
-    model, ids = model.to(device), inputs["input_ids"].to(device)
-    before = model(ids).logits
-    swap_norms(model)
-    assert len(fused(model)) == 5
-    torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-5)
-    unswap_norms(model)
-    assert not fused(model)
 
 
 # ---- Classes of versions that are not installed, copied unchanged but for their names.

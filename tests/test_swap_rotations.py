@@ -8,7 +8,7 @@ from typing import Any
 import libraries
 import pytest
 import torch
-from swaps import copies
+from swaps import copies, fused
 from torch import nn
 
 import fused_layernorm
@@ -124,8 +124,13 @@ def test_what_the_kernel_does_not_take_runs_as_before(calls):
     assert calls == [False, False]
 
 
-def test_rotations_are_asked_for():
-    assert not rotating(swap_norms(make("Llama")))
+def test_rotations_are_asked_for(device):
+    model = make("Llama", device)
+    stock = run(model)
+    swap_norms(model)
+    assert not rotating(model)
+    assert len(fused(model)) == 5
+    torch.testing.assert_close(run(model), stock, rtol=2e-4, atol=1e-5)
 
 
 def test_an_unknown_source_is_left(caplog, monkeypatch):
