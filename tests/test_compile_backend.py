@@ -83,13 +83,8 @@ chooses = pytest.mark.skipif(
 )
 def test_training(device, then, checkpointed, dynamic):
     block = Block(checkpointed=checkpointed).to(device)
-    compiled = torch.compile(
-        block,
-        backend="fused_layernorm",
-        options={THEN: then},
-        fullgraph=True,
-        dynamic=dynamic,
-    )
+    how: Any = {"options": {THEN: then}, "dynamic": dynamic}
+    compiled = torch.compile(block, backend="fused_layernorm", fullgraph=True, **how)
     assert_same(block, compiled, *inputs(device=device))
 
 

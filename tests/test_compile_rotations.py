@@ -119,27 +119,23 @@ def test_what_is_left(device):
 
     check(other_halves, q, k, angle, expected=[])
 
-    def other_sign(q, k, angle):
-        cos, sin = angles(q, angle)
-        half = torch.cat((q[..., 4:], -q[..., :4]), -1)
-        return q * cos + half * sin, k
+    def turned(x, half, angle):
+        cos, sin = angles(x, angle)
+        return x * cos + half * sin
 
-    check(other_sign, q, k, angle, expected=[])
+    def other_sign(q, k, angle):
+        return turned(q, torch.cat((q[..., 4:], -q[..., :4]), -1), angle), k
 
     def other_tensor(q, k, angle):
-        cos, sin = angles(q, angle)
-        return q * cos + rotate_half(2 * q) * sin, k
-
-    check(other_tensor, q, k, angle, expected=[])
+        return turned(q, rotate_half(2 * q), angle), k
 
     def written(q, k, angle):
         x = q * 2
-        cos, sin = angles(x, angle)
-        y = x * cos + rotate_half(x) * sin
-        return y.mul_(2), k
+        return turned(x, rotate_half(x), angle).mul_(2), k
 
+    check(other_sign, q, k, angle, expected=[])
+    check(other_tensor, q, k, angle, expected=[])
     check(written, q, k, angle, expected=[["a part of it is written into"]])
-
     check(rotated, q, k, angle.clone().requires_grad_(), expected=[])
 
 

@@ -625,15 +625,11 @@ def test_rows_that_do_not_lie_side_by_side(device):
 # ---- Sub-graphs, dynamic shapes, strides --------------------------------------------------------
 
 
-@pytest.mark.parametrize("use_reentrant", [False])
-def test_checkpoint_bodies(device, use_reentrant):
-    def body(x, residual, mod):
-        shift, scale, gate, *_ = mod.unsqueeze(1).chunk(6, dim=-1)
-        h = residual + gate * x
-        return norm(h) * (1 + scale) + shift, h
+def test_checkpoint_bodies(device):
+    body = model(GATED_AND_MODULATED)
 
     def function(t):
-        return checkpoint(body, t["x"], t["residual"], t["mod"], use_reentrant=use_reentrant)
+        return checkpoint(body, t, use_reentrant=False)
 
     rows, graphs = assert_same(function, tensors(device=device))
     assert [row.operator for row in rows] == ["add_ada_layer_norm"]

@@ -429,17 +429,6 @@ def test_predicate():
     assert type(model.own_name) is OwnName
 
 
-def test_t5s_layer_norm_is_an_rms_norm(caplog):
-    cls = class_of(T + "t5.modeling_t5", "T5LayerNorm")
-    model = nn.Sequential(cls(8), nn.LayerNorm(8))
-    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
-        assert fused(swap_layer_norm(model)) == ["1"]
-    assert "T5LayerNorm (it computes RMSNorm)" in caplog.text
-    assert fused(swap_rms_norm(model)) == ["0", "1"]
-    assert repr(model[0]).startswith("FusedRMSNorm[T5LayerNorm](")
-    assert fused(unswap_rms_norm(model)) == ["1"]
-
-
 def test_a_norm_that_was_given_a_bias_is_left():
     norm: Any = nn.RMSNorm(8)
     norm.bias = nn.Parameter(torch.ones(8))
