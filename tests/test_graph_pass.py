@@ -203,22 +203,34 @@ def test_other_parts_joined(device, join):
 
 # ---- Near misses -------------------------------------------------------------------------------
 
-OTHERS = {
-    "unbiased": "(x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6)",
-    "eps outside": "(x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)",
-    "another mean": VAR + "(x - residual.mean(-1, keepdim=True)) * torch.rsqrt(var + 1e-6)",
-    "another x": VAR + "(residual - mean) * torch.rsqrt(var + 1e-6)",
-    "another dimension": VAR + "(x - mean) * torch.rsqrt(x.var(1, False, keepdim=True) + 1e-6)",
-    "two eps": VAR + "(x - mean) * torch.rsqrt(var + weight.square().sum())",
+OTHERS = [
+    "(x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6)",  # unbiased
+    "(x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)",
+    VAR + "(x - residual.mean(-1, keepdim=True)) * torch.rsqrt(var + 1e-6)",
+    VAR + "(residual - mean) * torch.rsqrt(var + 1e-6)",
+    VAR + "(x - mean) * torch.rsqrt(x.var(1, False, keepdim=True) + 1e-6)",
+    VAR + "(x - mean) * torch.rsqrt(var + weight.square().sum())",
     # It would have to be regrouped to be a norm.
-    "weight first": "var, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True); "
+    "var, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True); "
     "weight * (x - mean) * torch.rsqrt(1e-6 + var) + bias",
-}
+    # Those that are near to RMSNorm.
+    "x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)",
+    "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + bias.square().sum())",
+    "x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-6)",
+    "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6 + 1)",
+    "y = x.abs() + 1; y * torch.rsqrt(y.pow(3).mean(-1, keepdim=True) + 1e-6)",
+    "x * torch.rsqrt((x * residual).mean(-1, keepdim=True).abs() + 1e-6)",
+    "residual * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)",
+    "x / torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)",
+    "x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + 1e-6)",
+    "x * torch.rsqrt(x.bfloat16().pow(2).mean(-1, keepdim=True) + 1e-6)",
+    "x * torch.rsqrt(x.pow(2).mean() + 1e-6)",
+]
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_layer_norm(name):
-    rows, graphs = assert_same(model(OTHERS[name]), tensors())
+@pytest.mark.parametrize("text", OTHERS)
+def test_what_is_no_norm(text):
+    rows, graphs = assert_same(model(text), tensors())
     assert rows == []
     assert operators_of(graphs[0]) == []
 
@@ -356,11 +368,13 @@ def test_rounding_that_is_asked_for():
     assert rows[0].operator == "layer_norm"
 
 
-def test_statistics_that_are_used():
-    function = model("torch.native_layer_norm(x, (D,), None, None, 1e-5)")
-    t = tensors()
-    result, rows, graphs = run(function, t)
-    torch.testing.assert_close(result, function(t))
+STATISTICS = ("torch.native_layer_norm(x, (D,), None, None, 1e-5)",
+              "torch.ops.aten._fused_rms_norm.default(x, [D], weight, 1e-6)")  # fmt: skip
+
+
+@pytest.mark.parametrize("text", STATISTICS)
+def test_statistics_that_are_used(text):
+    rows, graphs = assert_same(model(text), tensors())
     assert operators_of(graphs[0]) == []
     assert "statistics" in rows[0].notes[0]
 

@@ -103,20 +103,20 @@ def test_options_survive_a_swap():
     assert [(norm.activation, norm.scale) for norm in model] == [("gelu", 2.0), (None, 1.0)]
 
 
+# In the order in which a step, a saving and a loading call them.
+HOOKS = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook",
+         "state_dict_pre_hook", "state_dict_post_hook", "load_state_dict_pre_hook",
+         "load_state_dict_post_hook"]  # fmt: skip
+
+
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
 def test_hooks_stay(device, make):
     norm = make(8).to(device)
     model = nn.Sequential(norm, nn.Identity(), norm)
-    calls = []
+    calls: list[str] = []
     handles = [
-        norm.register_forward_pre_hook(lambda m, a: calls.append("forward pre")),
-        norm.register_forward_hook(lambda m, a, out: calls.append("forward")),
-        norm.register_full_backward_pre_hook(lambda m, g: calls.append("backward pre")),
-        norm.register_full_backward_hook(lambda m, gi, go: calls.append("backward")),
-        norm.register_state_dict_post_hook(lambda m, s, p, meta: calls.append("state dict")),
-        norm.register_state_dict_pre_hook(lambda m, p, keep: calls.append("state dict pre")),
-        norm.register_load_state_dict_pre_hook(lambda *a: calls.append("load pre")),
-        norm.register_load_state_dict_post_hook(lambda m, keys: calls.append("load")),
+        getattr(norm, f"register_{name}")(lambda *args, name=name: calls.append(name))
+        for name in HOOKS
     ]
     swap_norms(model)
     assert is_fused(model[0])
@@ -124,8 +124,7 @@ def test_hooks_stay(device, make):
     x = torch.randn(3, 8, device=device, requires_grad=True)
     model[0](x).sum().backward()
     norm.load_state_dict(norm.state_dict())
-    assert calls == ["forward pre", "forward", "backward pre", "backward", "state dict pre",
-                     "state dict", "load pre", "load"]  # fmt: skip
+    assert calls == HOOKS
     for handle in handles:
         handle.remove()
     calls.clear()
@@ -268,12 +267,11 @@ def test_unswap_of_parametrized_modules(first):
         for module in model:
             parametrize.register_parametrization(module, "weight", Positive())
 
-    if first == "swap":
+    def swap():
         swap_layer_norm(model, predicate=lambda name, module: True)
-        parametrize_both()
-    else:
-        parametrize_both()
-        swap_layer_norm(model, predicate=lambda name, module: True)
+
+    for step in (swap, parametrize_both) if first == "swap" else (parametrize_both, swap):
+        step()
     expected = model(x)
     assert all(map(is_fused, model))
     unswap_layer_norm(model)
