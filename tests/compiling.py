@@ -44,7 +44,6 @@ def outputs_and_gradients(module, run, *inputs):
 
 
 def assert_same(module, compiled, *inputs, tolerance=1e-4):
-    """Asserts that a compiled module gives what the module gives."""
     found = [t.clone() for t in outputs_and_gradients(module, compiled, *inputs)]
     expected = outputs_and_gradients(module, module, *inputs)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

@@ -80,7 +80,6 @@ def test_residual(device):
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_training_step(device, dtype):
-    """Gradients of a swapped model under autocast are those of the stock one."""
     torch.manual_seed(0)
     stock = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).to(
         device

@@ -235,7 +235,6 @@ PROBLEMS = [
 
 
 def dtypes_of(case):
-    """The dtypes of a case's results."""
     if not case.backward:
         return [case.torch_out_dtype, case.torch_dtype][: 1 + case.residual]
     if case.modulation:

@@ -202,17 +202,6 @@ def test_options(device, options, dynamic):
     torch.testing.assert_close(compiled(x), function(x))
 
 
-def test_strided_input(device):
-    """The fake result is contiguous, like the real one."""
-    x = torch.randn(8, 5, 3, device=device).permute(2, 1, 0)
-    compiled = torch.compile(
-        lambda x: layer_norm(x, normalized_shape=(8,)) * 2, fullgraph=True, backend="inductor"
-    )
-    out = compiled(x)
-    assert out.is_contiguous()
-    torch.testing.assert_close(out, 2 * F.layer_norm(x, (8,)))
-
-
 @pytest.mark.gpu
 def test_reduce_overhead():
     block = Block(64).cuda()

@@ -177,7 +177,6 @@ def error_of(found, exact):
 
 
 def assert_no_worse(make, run=by_name):
-    """Asserts that swapped models err no more against float64 than stock ones."""
     ratios = []
     for _ in range(DRAWS):
         stock, inputs = make()
@@ -461,7 +460,6 @@ def exact(monkeypatch):
 
 @names
 def test_transformer(build, device, calls, exact):
-    """The same outputs and gradients in float32, and every norm is fused."""
     stock, inputs = transformer(build, device)
     model = swap_layer_norm(copy.deepcopy(stock))
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
@@ -482,7 +480,6 @@ def test_transformer_in_bfloat16(build, device, exact):
 
 @names
 def test_transformer_under_autocast(build, device):
-    """The same dtype, and results that differ by bfloat16's roundings."""
     stock, inputs = transformer(build, device)
     model = swap_layer_norm(copy.deepcopy(stock))
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
@@ -493,7 +490,6 @@ def test_transformer_under_autocast(build, device):
 
 
 def test_transformer_exported(device):
-    """Every modulated norm is one operator of the graph."""
     stock, inputs = transformer(flux, device)
     model = swap_layer_norm(copy.deepcopy(stock))
     inputs["return_dict"] = False

@@ -42,7 +42,6 @@ def driver(monkeypatch):
 
 
 def check_problem(problem, version):
-    """Asserts that the problem names both versions and the remedy."""
     assert (
         f"built with CUDA {RELEASE[0]}.{RELEASE[1]}, need a driver for CUDA {RELEASE[0]}."
         in problem

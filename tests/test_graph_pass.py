@@ -442,7 +442,6 @@ def test_writes_of_custom_operators(call):
 
 
 def test_write_into_a_view_of_a_norm_that_was_replaced(device):
-    """A write into a view of a replaced norm's result changes the operator's result."""
     function = model("first = norm(x); second = norm(first); first.view(-1)[:3] = 0.5; "
                      "F.silu(second), first")  # fmt: skip
     t = {name: tensor.detach() for name, tensor in tensors(device=device).items()}

@@ -7,7 +7,6 @@ The tests with the marker `gpu` build it with them.
 
 import ast
 import copy
-import functools
 import importlib.util
 import json
 import os
@@ -82,26 +81,23 @@ def built(request, tmp_path):
     return "cuda", build(tmp_path, TORCH_CUDA_ARCH_LIST=archs)
 
 
-def kernelize(model, layer_name, device, path, **options):
-    """Gives the modules of a hub name the forward of a layout's layer."""
-    repository = kernels.LocalLayerRepository(path, layer_name=layer_name)
-    with kernels.use_kernel_mapping({layer_name: {device: repository}}, inherit_mapping=False):
-        mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
-        return kernels.kernelize(model, mode=mode, device=device, **options)
-
-
 @pytest.fixture
-def mapped(monkeypatch):
-    """Maps nn.LayerNorm to a layer of a layout while the test runs."""
+def kernelize(monkeypatch):
+    """A function that gives a model's norms of a class the forward of a layout's layer."""
 
-    def is_stock(module):
-        return type(module) is nn.LayerNorm
+    def kernelize(model, cls, layer_name, device, path):
+        if getattr(cls, "kernel_layer_name", None) != layer_name:  # transformers names some itself
+            for name in ("kernel_layer_name", "kernel_condition"):
+                monkeypatch.setattr(cls, name, None, raising=False)
+            kernels.replace_kernel_forward_from_hub(
+                cls, layer_name, condition=lambda module: type(module) is cls
+            )
+        repository = kernels.LocalLayerRepository(path, layer_name=layer_name)
+        with kernels.use_kernel_mapping({layer_name: {device: repository}}, inherit_mapping=False):
+            mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
+            kernels.kernelize(model, mode=mode, device=device)
 
-    for name in ("kernel_layer_name", "kernel_condition"):
-        monkeypatch.setattr(nn.LayerNorm, name, None, raising=False)
-    kernels.replace_kernel_forward_from_hub(nn.LayerNorm, "LayerNorm", condition=is_stock)
-    # Without a fallback, an error in the layer raises.
-    return functools.partial(kernelize, layer_name="LayerNorm", use_fallback=False)
+    return kernelize
 
 
 def module_of(name, path):
@@ -283,14 +279,28 @@ def loss_and_backward(model, inputs):
     return loss
 
 
-def check_model(stock, inputs, norm, place, device, count):
+# By class of the norms: its hub name, a model, and how many of the norms the model has.
+MODELS: dict[str, tuple[str, Any, int]] = {
+    "LayerNorm of bert": ("LayerNorm", bert, 6),
+    "LayerNorm of vit": ("LayerNorm", vit, 5),
+    "LlamaRMSNorm": ("RMSNorm", lambda: decoder("Llama"), 5),
+    "Qwen3RMSNorm": ("RMSNorm", lambda: decoder("Qwen3"), 9),
+    "GemmaRMSNorm": ("RMSNormZeroCentered", lambda: decoder("Gemma"), 5),
+}
+
+
+@pytest.mark.parametrize("norm", MODELS)
+def test_models(norm, kernelize, built):
     """The fused model calls the layout's operators once for each norm, and computes the same."""
+    layer_name, make, count = MODELS[norm]
+    device, path = built
+    stock, inputs = make()
     stock.to(device)
     inputs = {name: value.to(device) for name, value in inputs.items()}
     fused = copy.deepcopy(stock)
-    norms = [module for module in fused.modules() if type(module).__name__ == norm]
+    norms = [one for one in fused.modules() if type(one).__name__ == norm.split(" ")[0]]
     assert len(norms) == count
-    place(fused)
+    kernelize(fused, type(norms[0]), layer_name, device, path)
     (namespace,) = {vars(norm)["forward"].__func__.__module__ for norm in norms}
     assert namespace.endswith(".layers")
     assert not namespace.startswith("fused_layernorm.")
@@ -306,28 +316,27 @@ def check_model(stock, inputs, norm, place, device, count):
     for ours, theirs in zip(fused.parameters(), stock.parameters(), strict=True):
         if theirs.grad is not None:
             assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)
-    return fused, inputs
+    if layer_name != "LayerNorm":
+        # In bfloat16 an order of casts that is not the class's own would show in the logits.
+        stock.bfloat16(), fused.bfloat16()
+        logits, expected = fused(**inputs).logits, stock(**inputs).logits
+        assert logits.dtype == expected.dtype
+        assert (logits == expected).float().mean() > 0.99
 
 
-@pytest.mark.parametrize(("make", "count"), [(bert, 6), (vit, 5)])
-def test_models(make, count, mapped, built):
-    model, inputs = make()
-    place = lambda fused: mapped(fused, device=built[0], path=built[1])  # noqa: E731
-    check_model(model, inputs, "LayerNorm", place, built[0], count)
-
-
-def test_compiles_without_graph_breaks(mapped, variant):
+def test_compiles_without_graph_breaks(kernelize, variant):
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU())
     x = torch.randn(3, 8)
     expected = model(x)
-    mapped(model, device="cpu", path=variant)
+    kernelize(model, nn.LayerNorm, "LayerNorm", "cpu", variant)
+    assert "forward" in vars(model[1])
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_close(compiled(x), expected)
     compiled(x).sum().backward()
     assert model[1].weight.grad is not None
 
 
-def test_subclasses_keep_their_forward(mapped, variant):
+def test_subclasses_keep_their_forward(kernelize, variant):
     """The condition leaves subclasses alone, because they may compute something else."""
 
     class Doubled(nn.LayerNorm):
@@ -335,50 +344,12 @@ def test_subclasses_keep_their_forward(mapped, variant):
             return 2 * super().forward(x)
 
     model = nn.Sequential(Doubled(8), nn.LayerNorm(8))
-    mapped(model, device="cpu", path=variant)
+    kernelize(model, nn.LayerNorm, "LayerNorm", "cpu", variant)
     assert "forward" not in model[0].__dict__
     assert "forward" in model[1].__dict__
 
 
 # --- RMSNorm --------------------------------------------------------------------------------------
-
-
-# By hub name, class of the norms and their number in two layers.
-DECODERS = {
-    "LlamaRMSNorm": ("RMSNorm", "Llama", 5),
-    "Qwen3RMSNorm": ("RMSNorm", "Qwen3", 9),
-    "GemmaRMSNorm": ("RMSNormZeroCentered", "Gemma", 5),
-}
-
-
-@pytest.fixture
-def named(monkeypatch):
-    """Gives a class a hub name while the test runs, unless transformers gave it that name."""
-
-    def name(cls, layer_name):
-        if getattr(cls, "kernel_layer_name", None) != layer_name:
-            monkeypatch.setattr(cls, "kernel_layer_name", None, raising=False)
-            kernels.replace_kernel_forward_from_hub(cls, layer_name)
-
-    return name
-
-
-@pytest.mark.parametrize("norm", DECODERS)
-def test_decoders(norm, named, built):
-    layer_name, name, count = DECODERS[norm]
-    stock, inputs = decoder(name)
-
-    def place(model):
-        """The layout's layer in place of each norm that has the hub name."""
-        named(next(type(m) for m in model.modules() if type(m).__name__ == norm), layer_name)
-        kernelize(model, layer_name, *built)
-
-    fused, inputs = check_model(stock, inputs, norm, place, built[0], count)
-    # In bfloat16 an order of casts that is not the class's own would show in the logits.
-    stock.bfloat16(), fused.bfloat16()
-    ours, theirs = fused(**inputs).logits, stock(**inputs).logits
-    assert ours.dtype == theirs.dtype
-    assert (ours == theirs).float().mean() > 0.99
 
 
 def rms_norm_class(folder, name):

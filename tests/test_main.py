@@ -18,7 +18,6 @@ FULL = ["75", "80", "90", "100+PTX"]
 
 
 def test_prints_what_is_installed():
-    """The command prints it in words, and the same as JSON."""
     command = [sys.executable, "-m", "fused_layernorm"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in printed.splitlines())

@@ -104,7 +104,6 @@ SCRIPTED: dict[str, tuple[Any, int, int]] = {
 @pytest.mark.parametrize("name", SCRIPTED)
 @pytest.mark.parametrize("how", [torch.jit.script, "trace"], ids=["script", "trace"])
 def test_torch_script(device, name, how):
-    """Scripted and traced modules, also saved and loaded, give the same results and gradients."""
     make, count, modulations = SCRIPTED[name]
     model = make().to(device)
 
@@ -276,7 +275,6 @@ def test_plain_modulations_on_the_cpu_are_pytorchs(operators, monkeypatch, name,
 
 
 def test_normalized_shape_rules_over_a_replaced_weight(device):
-    """As in nn.LayerNorm, a weight that no longer fits normalized_shape is refused."""
     norm = FusedLayerNorm(8).to(device)
     norm.weight = nn.Parameter(torch.ones(4, device=device))
     norm.bias = nn.Parameter(torch.zeros(4, device=device))

@@ -303,7 +303,6 @@ def test_two_norms_of_one_stream(device):
 
 @pytest.mark.parametrize("shape", [(S, D), (1,), (S, 1), (1, 1, D)])
 def test_weights_of_other_shapes(shape):
-    """The norm is replaced, and the product with what is no weight of its own is left."""
     function = model("x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight")
     t = tensors()
     t["weight"] = torch.randn(shape).requires_grad_()
@@ -319,7 +318,6 @@ def test_two_plus_weight():
 
 
 def test_used_before_the_weight():
-    """xhat is used beside the product, which is left."""
     rows, graphs = assert_same(model(WEIGHTLESS + "z * weight, z"), tensors())
     assert rows[0].fused == []
     assert len(calls_of(graphs[0])) == 2

@@ -40,7 +40,6 @@ def no_toolkit(functions, monkeypatch, tmp_path):
 
 
 def make_nvcc(home, release, archs=(), parts=()):
-    """Makes a stand-in for nvcc that prints its release and its architectures."""
     for part in parts:
         (home / part).parent.mkdir(parents=True, exist_ok=True)
         (home / part).touch()
