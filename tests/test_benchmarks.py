@@ -588,16 +588,7 @@ def test_a_chain_ends_where_it_began(on_cpu, monkeypatch):
 def tiny_model():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = model
-
-        def forward(self, x):
-            return self.layers(x)
-
-    return Model(), {"x": torch.randn(4, 8)}, lambda output: output.float().square().mean()
+    return model, {"input": torch.randn(4, 8)}, lambda output: output.float().square().mean()
 
 
 def test_models_measure_one_row_a_variant(on_cpu, monkeypatch):
@@ -632,9 +623,9 @@ def test_models_variants_are_what_they_say(monkeypatch):
 
     model, _, _ = tiny_model()
     swapped = models.prepared(model, "swap")
-    assert isinstance(swapped.get_submodule("layers.1"), FusedLayerNorm)
+    assert isinstance(swapped.get_submodule("1"), FusedLayerNorm)
     for other in (model, models.prepared(model, "eager"), models.prepared(model, "override")):
-        assert type(other.get_submodule("layers.1")) is torch.nn.LayerNorm
+        assert type(other.get_submodule("1")) is torch.nn.LayerNorm
     entered = []
     monkeypatch.setattr("fused_layernorm.override_aten", lambda: entered.append(1))
     for variant in models.VARIANTS:
@@ -721,10 +712,9 @@ def test_blocks_are_the_same_in_both_forms(on_cpu):
 def test_half_models_keep_what_must_stay_in_float32():
     model, _, _ = tiny_model()
     model._keep_in_fp32_modules = ["1"]
-    model.layers[0].register_buffer("steps", torch.arange(3))
+    model[0].register_buffer("steps", torch.arange(3))
     dtypes = {name: tensor.dtype for name, tensor in models.halved(model).state_dict().items()}
     assert dtypes == {
-        "layers.0.weight": torch.bfloat16, "layers.0.bias": torch.bfloat16,
-        "layers.0.steps": torch.int64,
-        "layers.1.weight": torch.float32, "layers.1.bias": torch.float32,
+        "0.weight": torch.bfloat16, "0.bias": torch.bfloat16, "0.steps": torch.int64,
+        "1.weight": torch.float32, "1.bias": torch.float32,
     }  # fmt: skip

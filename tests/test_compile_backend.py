@@ -310,7 +310,6 @@ def test_swapped_modules(device, autocast):
             if len(args) == 1:
                 compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
                 assert_same(module, compiled, *args)
-                assert compiled(*args).dtype is module(*args).dtype
 
 
 @chooses

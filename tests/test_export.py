@@ -80,13 +80,8 @@ def exported(model, x, grad=False, strict=False):
 
 
 def in_a_fresh_process(code, **env):
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-    )
+    command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert result.returncode == 0, (result.returncode, result.stderr)
 
 

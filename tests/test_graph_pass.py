@@ -748,7 +748,7 @@ def test_an_error_of_the_pass(monkeypatch):
 # ---- Graphs of torch.export ---------------------------------------------------------------------
 
 
-class Exported(torch.nn.Module):
+class Modulated(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = torch.nn.LayerNorm(D, elementwise_affine=False, eps=1e-6)
@@ -759,16 +759,36 @@ class Exported(torch.nn.Module):
         return self.norm(h) * (1 + scale[:, None]) + shift[:, None], h
 
 
+class OfRoots(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(D, eps=1e-6)
+        self.weight = torch.nn.Parameter(torch.randn(D))
+
+    def forward(self, x, residual, mod):
+        h = x + residual
+        return llama(h, self.weight), self.norm(x) * 2
+
+
+def _decomposed(x, shape, weight=None, eps=None):
+    return torch.ops.aten._fused_rms_norm.default(x, shape, weight, eps)[0]
+
+
 @pytest.mark.parametrize("decomposed", [False, True])
-def test_exported_graphs(decomposed):
-    args = (torch.randn(B, S, D), torch.randn(B, S, D), torch.randn(B, 6 * D))
-    program = torch.export.export(Exported(), args)
+@pytest.mark.parametrize("make", [Modulated, OfRoots])
+def test_exported_graphs(make, decomposed):
+    dtype = F32 if make is Modulated else BF16
+    module = make().to(dtype)
+    args = tuple(torch.randn(shape).to(dtype) for shape in ((B, S, D), (B, S, D), (B, 6 * D)))
+    program = torch.export.export(module, args)
     if decomposed:
-        program = program.run_decompositions({})
-    module = program.module()
-    assert fused_layernorm.fuse(module, then="eager") is module
-    assert operators_of(module) == ["add_ada_layer_norm"]
-    torch.testing.assert_close(module(*args), Exported()(*args))
+        table: Any = {torch.ops.aten.rms_norm.default: _decomposed} if make is OfRoots else {}
+        program = program.run_decompositions(table)
+    fused = program.module()
+    assert fused_layernorm.fuse(fused, then="eager") is fused
+    expected = ["add_ada_layer_norm"] if make is Modulated else ["add_layer_norm", "layer_norm"]
+    assert sorted(operators_of(fused)) == expected
+    torch.testing.assert_close(fused(*args), module(*args))
 
 
 def test_fuse_of_another_word():

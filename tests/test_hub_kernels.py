@@ -34,12 +34,8 @@ kernels = libraries.get("kernels")  # and a torchvision that transformers can im
 
 
 def build(out, **environment):
-    subprocess.run(
-        [sys.executable, str(SCRIPT), str(out)],
-        check=True,
-        env=os.environ | environment,
-        stdout=subprocess.DEVNULL,
-    )
+    command, env = [sys.executable, str(SCRIPT), str(out)], os.environ | environment
+    subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
     return out
 
 

@@ -338,34 +338,7 @@ def test_autocast(device):
     assert [row.fused for row in rows] == [["residual"], []]
 
 
-# ---- Dynamic shapes, exported programs, rules --------------------------------------------------
-
-
-class Exported(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = torch.nn.RMSNorm(D, eps=EPS)
-        self.weight = torch.nn.Parameter(torch.randn(D))
-
-    def forward(self, x, residual):
-        h = x + residual
-        return llama(h, self.weight), self.norm(x) * 2
-
-
-@pytest.mark.parametrize("decomposed", [False, True])
-def test_exported_graphs(decomposed):
-    args = torch.randn(B, S, D).bfloat16(), torch.randn(B, S, D).bfloat16()
-    module = Exported().bfloat16()
-    program = torch.export.export(module, args)
-    if decomposed:
-        program = program.run_decompositions({torch.ops.aten.rms_norm.default: _decomposed})
-    fused = fused_layernorm.fuse(program.module(), then="eager")
-    assert sorted(operators_of(fused)) == ["add_layer_norm", "layer_norm"]
-    torch.testing.assert_close(fused(*args), module(*args))
-
-
-def _decomposed(x, shape, weight=None, eps=None):
-    return torch.ops.aten._fused_rms_norm.default(x, shape, weight, eps)[0]
+# ---- Dynamic shapes, decompositions, rules --------------------------------------------------
 
 
 class Ours(torch.nn.Module):

@@ -260,17 +260,8 @@ def other_version(cls, forward):
     return type(cls.__name__, (cls,), members)
 
 
-class Attributes:
-    """The attributes of LayerNorm2d that the forwards below read."""
-
-    normalized_shape: tuple[int, ...]
-    weight: torch.Tensor
-    bias: torch.Tensor
-    eps: float
-
-
-class TheSame(Attributes):
-    def forward(self, x) -> "torch.Tensor":
+class TheSame:
+    def forward(self: Any, x) -> "torch.Tensor":
         """With a docstring."""
         # And a comment.
         x = x.permute(
@@ -283,8 +274,8 @@ class TheSame(Attributes):
         return x
 
 
-class Another(Attributes):
-    def forward(self, x):
+class Another:
+    def forward(self: Any, x):
         x = x.permute(0, 2, 3, 1)
         x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 2 * self.eps)
         x = x.permute(0, 3, 1, 2)
