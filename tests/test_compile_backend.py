@@ -174,12 +174,9 @@ def test_mode_and_options_are_inductors(monkeypatch):
 
     monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", Inductor)
     options: Any = {"max_autotune": True, "fused_layernorm.deterministic": True}
-    compiled = torch.compile(torch.nn.LayerNorm(8), backend="fused_layernorm", options=options)
-    compiled(torch.randn(2, 8))
-    compiled = torch.compile(
-        torch.nn.LayerNorm(8), backend="fused_layernorm", mode="reduce-overhead"
-    )
-    compiled(torch.randn(2, 8))
+    for how in ({"options": options}, {"mode": "reduce-overhead"}):
+        norm = torch.nn.LayerNorm(8)
+        torch.compile(norm, backend="fused_layernorm", **how)(torch.randn(2, 8))
     assert given == [(None, {"max_autotune": True}), ("reduce-overhead", {})]
 
 
@@ -654,11 +651,8 @@ def test_caches(monkeypatch, tmp_path):
 def test_explain(device):
     x, c = inputs(device=device)
     found = fused_layernorm.explain(Block().to(device), x, c)
-    assert [row.operator for row in found.rows] == [
-        "ada_layer_norm",
-        "add_ada_layer_norm",
-        "add_layer_norm",
-    ]
+    operators = [row.operator for row in found.rows]
+    assert operators == ["ada_layer_norm", "add_ada_layer_norm", "add_layer_norm"]
     text = str(found)
     assert text.splitlines()[0].split("  ")[0] == "where"
     assert "norm2" in text

@@ -308,12 +308,11 @@ class Derived(ByHand):
     pass
 
 
-@pytest.fixture
-def registry(monkeypatch):
+@pytest.fixture(autouse=True)
+def _registry(monkeypatch):
     monkeypatch.setattr(swapping, "_registered", {})
 
 
-@pytest.mark.usefixtures("registry")
 def test_a_registered_class(device):
     asked = []
 
@@ -338,7 +337,6 @@ def test_a_registered_class(device):
     assert type(model[0]) is ByHand
 
 
-@pytest.mark.usefixtures("registry")
 def test_copies_of_swapped_modules_compute_with_their_own_parameters(device):
     register_swap(ByHand, lambda module: by_hand)
     model = nn.Sequential(ByHand(8), OwnName(8), nn.LayerNorm(8)).to(device)
@@ -356,7 +354,6 @@ def test_copies_of_swapped_modules_compute_with_their_own_parameters(device):
         assert [type(module) for module in other] == [ByHand, OwnName, nn.LayerNorm]
 
 
-@pytest.mark.usefixtures("registry")
 def test_make_may_leave_a_module(caplog):
     register_swap(ByHand, lambda module: by_hand if module.gamma.numel() == 8 else None)
     model = nn.Sequential(ByHand(8), ByHand(4))
@@ -366,7 +363,6 @@ def test_make_may_leave_a_module(caplog):
     assert "1 test_swap.ByHand (the function registered" in caplog.text.replace("tests.", "")
 
 
-@pytest.mark.usefixtures("registry")
 def test_the_last_that_was_registered_holds():
     register_swap(nn.LayerNorm, lambda module: lambda self, input: input)
     register_swap(ByHand, lambda module: None)
@@ -378,7 +374,6 @@ def test_the_last_that_was_registered_holds():
     assert type(unswap_layer_norm(model)[0]) is nn.LayerNorm
 
 
-@pytest.mark.usefixtures("registry")
 def test_the_predicate_narrows_what_is_registered():
     """The predicate is asked only of modules that are instances of nn.LayerNorm."""
     register_swap(OwnForward, lambda module: OwnForward.forward)
@@ -395,7 +390,6 @@ def test_the_predicate_narrows_what_is_registered():
     assert fused(model) == ["1", "2"]
 
 
-@pytest.mark.usefixtures("registry")
 def test_what_cannot_be_registered():
     with pytest.raises(TypeError, match=r"expected cls to be a subclass of torch.nn.Module, got 3"):
         register_swap(cast(Any, 3), lambda module: by_hand)
