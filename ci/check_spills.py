@@ -93,12 +93,12 @@ ALLOWED = [
     ),
     Allowed(r"gate_backward_kernel<", 16, "four rows at once in two types"),
     Allowed(
-        r"backward_warp_kernel<Norm<Types<(__half|__nv_bfloat16), .*>, 8, 2>",
+        r"backward_warp_kernel<Norm<Types<(__half|__nv_bfloat16), .*>, 8>",
         40,
         "x and dy of the next row in registers, and a residual's gradient or float32 parameters",
     ),
     Allowed(
-        r"forward_block_kernel<Norm<Types<(__half|__nv_bfloat16), float, .* 8, \(Moves\)[01],",
+        r"forward_block_kernel<Norm<Types<(__half|__nv_bfloat16), float, .* 8, \(Moves\)0,",
         56,
         "eight vectors beside float32 parameters, and a loop for weights that are not plain",
     ),

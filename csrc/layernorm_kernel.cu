@@ -194,8 +194,8 @@ cudaError_t launch_as_slices(const BackwardParams& params, const DataTypes& type
 }
 
 template <typename T, int kWidth, int kVecs>
-cudaError_t launch_backward(const BackwardParams& params, const DataTypes& types,
-                            const backward::Block& plan, cudaStream_t stream) {
+cudaError_t launch_backward(const BackwardParams& params, const backward::Block& plan,
+                            cudaStream_t stream) {
   constexpr bool kKeep = kVecs * kWidth <= kKeptColsPerThread;
   const auto start = [&](auto norm, auto bulk) {
     using N = decltype(norm);
@@ -203,20 +203,23 @@ cudaError_t launch_backward(const BackwardParams& params, const DataTypes& types
     return launch(layer_norm_backward_block_kernel<N, G>, plan, stream, plan, params);
   };
   if constexpr (kKeep) {
-    // float64 has no ring.
     return dispatch_bool<!kIsFloat64<T>>(plan.bulk, [&](auto bulk) {
-      const auto start_norm = [&](auto norm) { return start(norm, bulk); };
       if constexpr (bulk() && kWidth > 1) {
-        return dispatch_backward<T>(params, start_norm);
+        return dispatch_backward<T>(params, [&](auto norm) { return start(norm, bulk); });
       } else {
-        return dispatch_backward_shared<T>(params, start_norm);
+        return dispatch_backward_shared<T>(params, [&](auto norm) -> cudaError_t {
+          if constexpr (bulk() && !has_ring_kernels(kWidth, sizeof(typename T::X),
+                                                    kIsBareBackward<decltype(norm)>)) {
+            return cudaErrorInvalidValue;
+          } else {
+            return start(norm, bulk);
+          }
+        });
       }
     });
+  } else if constexpr (kIsNarrowed<T>) {
+    return cudaErrorInvalidValue;
   } else {
-    // Bare rows have a kernel without the code for slices, because it is faster (8192 x 16384
-    // bfloat16: 241 us, with that code 247). Beside a residual it is not (368.9, with it 369.0).
-    const bool bare = params.dresidual == nullptr && !params.has_epilogue;
-    if (!bare || !plan.bulk) return launch_as_slices(params, types, plan, stream);
     return start(BareBackward<T>{}, std::true_type{});
   }
 }
@@ -228,19 +231,23 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_vecs(ForwardBlockVecs{}, plan.vecs, [&](auto vecs) {
-      return dispatch_moves(plan.moves, [&](auto moves) {
-        return dispatch_forward<T, moves() != Moves::kVectors>(params, [&](auto norm) {
-          using N = decltype(norm);
-          using Narrow = ForwardBlockGeometry<N, vecs(), moves(), true, false>;
-          return dispatch_bool<Narrow::kMayBeEarly>(plan.early, [&](auto early) {
-            const bool narrow = plan.threads <= Narrow::kBounds.threads;
-            constexpr bool kMayBeNarrow = Narrow::kMayBeNarrow && !early();
-            return dispatch_bool<kMayBeNarrow>(narrow, [&](auto is_narrow) {
-              using G = ForwardBlockGeometry<N, vecs(), moves(), is_narrow(), early()>;
-              return launch(layer_norm_forward_block_kernel<N, G>, plan, stream, params);
+      return dispatch_moves(plan.moves, [&](auto moves) -> cudaError_t {
+        if constexpr (!has_block_kernels(vecs(), moves())) {
+          return cudaErrorInvalidValue;
+        } else {
+          return dispatch_forward<T, moves() != Moves::kVectors>(params, [&](auto norm) {
+            using N = decltype(norm);
+            using Narrow = ForwardBlockGeometry<N, vecs(), moves(), true, false>;
+            return dispatch_bool<Narrow::kMayBeEarly>(plan.early, [&](auto early) {
+              const bool narrow = plan.threads <= Narrow::kBounds.threads;
+              constexpr bool kMayBeNarrow = Narrow::kMayBeNarrow && !early();
+              return dispatch_bool<kMayBeNarrow>(narrow, [&](auto is_narrow) {
+                using G = ForwardBlockGeometry<N, vecs(), moves(), is_narrow(), early()>;
+                return launch(layer_norm_forward_block_kernel<N, G>, plan, stream, params);
+              });
             });
           });
-        });
+        }
       });
     });
   });
@@ -248,15 +255,16 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Block& plan, cudaStream_t stream) {
-  return dispatch_types(types, [&](auto t) {
+  if (plan.as_slices) return launch_as_slices(params, types, plan, stream);
+  const cudaError_t error = dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       return dispatch_vecs(
-          BackwardBlockVecs<width(), sizeof(typename T::X)>{}, plan.vecs, [&](auto vecs) {
-            return launch_backward<T, width(), vecs()>(params, types, plan, stream);
-          });
+          BackwardBlockVecs<width(), sizeof(typename T::X)>{}, plan.vecs,
+          [&](auto vecs) { return launch_backward<T, width(), vecs()>(params, plan, stream); });
     });
   });
+  return error == cudaSuccess ? launch_sums(params, types, plan, stream) : error;
 }
 
 }  // namespace fused_layernorm

@@ -10,13 +10,14 @@ namespace backward {
 
 struct Block : Persistent {
   static constexpr const char* kName = "block";
+  bool as_slices = false;  // by split's kernel, with a single slice: the whole row
 
   static std::optional<Block> make(const Problem& problem, const Device& device,
                                    const Forced& forced);
   template <typename Json>
   void describe(Json& json) const {
     Persistent::describe(json);
-    json.add(partials);
+    json.add(partials).add("as_slices", as_slices);
   }
 };
 
@@ -56,7 +57,7 @@ constexpr TeamsRung kFloat32Teams[] = {
     // (three), 384.4, 375.5; 50000 x 3072 507.6 (two), 459.4; 8192 x 4096 110.0, 102.2.
     {kNoEnd, 1},
 };
-// float32, rows that are aligned, with a residual or an activation.
+// float32, rows (which are aligned) with a residual or an activation.
 constexpr TeamsRung kFloat32FusedTeams[] = {
     // Eight teams, six and four, with a residual: 32768 x 640 85.2, 85.0, 86.0 (five); x 768 102.2,
     // 100.3, 101.7.
@@ -70,9 +71,7 @@ constexpr TeamsRung kFloat32FusedTeams[] = {
     // 32768 x 3072 415.9 (two), 392.1; x 4096 571.3 (two), 500.5; with GELU 456.7 (two), 438.1.
     {kNoEnd, 1},
 };
-// float32, rows that are not aligned, nothing fused. With a residual or an activation all teams are
-// better (by four and by all teams, 32768 x 1023 with a residual 180.1, 157.4, with GELU 225.5,
-// 147.1; by one and by two 32768 x 2847 with a residual 551.6, 432.4).
+// float32, rows that are not aligned, nothing fused.
 constexpr TeamsRung kFloat32ElementTeams[] = {
     // Fifteen teams, twelve and eight: 100000 x 285 95.3, 90.3, 106.9.
     {320, 12},
@@ -148,7 +147,7 @@ inline int ladder_teams(const Problem& problem) {
   const bool is_float32 = size_of(problem.x) == 4;
   if (problem.y != problem.x) return kMostTeams;
   if (is_fused(problem)) {
-    return is_float32 && problem.aligned ? teams(kFloat32FusedTeams) : kMostTeams;
+    return is_float32 ? teams(kFloat32FusedTeams) : kMostTeams;
   }
   if (is_float32) {
     return problem.aligned ? teams(kFloat32Teams) : teams(kFloat32ElementTeams);
@@ -223,6 +222,10 @@ inline std::optional<Block> Block::make(const Problem& problem, const Device& de
   if (!forced.allows(Field::kBulk, plan.bulk) || !forced.allows(Field::kStages, plan.stages)) {
     return std::nullopt;
   }
+  // Bare rows that a team reads twice have a kernel without the code for slices, because it is
+  // faster (8192 x 16384 bfloat16: 241 us, with that code 247). Beside a residual it is not (368.9,
+  // with it 369.0).
+  plan.as_slices = !rows->team.keeps && (is_fused(problem) || !plan.bulk);
   plan.blocks = persistent_sets(problem, device, 1, plan.teams);
   lay_out_partials(plan, plan.blocks, problem);
   plan.partials.starts_early = device.starts_early && rows->team.keeps;

@@ -202,7 +202,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
                                        const backward::Channels& plan, cudaStream_t stream) {
   const cudaError_t error = dispatch_types(types, [&](auto t) {
     using T = decltype(t);
-    if constexpr (!has_channels_kernels(kTypeOf<typename T::X>, kTypeOf<typename T::Y>)) {
+    if constexpr (kIsNarrowed<T>) {
       return cudaErrorInvalidValue;
     } else {
       return dispatch_thread_pixels<T>(plan.tiles, [&](auto width, auto scattered) {

@@ -51,7 +51,7 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
                                                             const Device& device) {
   const Forced forced = forced_now();
   if (!forced.strategy.empty() || problem.residual || problem.modulated ||
-      !has_channels_kernels(problem.x, problem.y) || favors_copies(problem.cols, x)) {
+      is_narrowed(problem.x, problem.y) || favors_copies(problem.cols, x)) {
     return std::nullopt;
   }
   const int size = size_of(problem.x), dy_size = size_of(problem.y);

@@ -38,20 +38,20 @@ static_assert(registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThre
                       128,
               "half the registers of the persistent blocks do without running sums");
 // Whether a thread of such a block keeps xhat and g of a row in registers between the row's sums
-// and its dx: always with something fused; otherwise up to 16 columns of vectors of half precision,
-// 8 of other vectors, and 4 of single elements. (Computed again, and kept beside nearer arguments
+// and its dx: always with something fused; otherwise up to 16 columns of vectors of half precision
+// and 8 of other vectors. (Computed again, and kept beside nearer arguments
 // and no divisions, with GELU: 64 x 1024 bfloat16 3.24 us, 2.68; 8 x 4096 3.84, 2.95; 1024 x 1024
 // float32 10.85, 9.01.)
 constexpr bool few_rows_keep(int width, int vecs, int x_size, bool fused) {
   const int cols = width * vecs;
   if (fused) return cols <= kKeptColsPerThread;
-  return width == 1 ? cols <= 4 : cols <= (x_size == 2 ? kKeptColsPerThread : 8);
+  return width > 1 && cols <= (x_size == 2 ? kKeptColsPerThread : 8);
 }
 // With few rows a team owns a row as in the kernels for many rows: as a logical warp, or as whole
 // warps.
 template <int kWidth, int kXSize>
 using FewRowsVecs =
-    std::conditional_t<kWidth == 1, VecsList<4, 8, kKeptColsPerThread>,
+    std::conditional_t<kWidth == 1, VecsList<8, kKeptColsPerThread>,
                        std::conditional_t<kXSize == 4, VecsList<2, 4, 8>, VecsList<2, 4>>>;
 // There are kernels for all rows that teams for many rows keep in registers. For longer rows there
 // are kernels only where nothing is fused and all tensors are of one type.

@@ -264,7 +264,7 @@ cudaError_t launch_group(const BackwardParams& params, const backward::Group& pl
   constexpr bool kKeep = kVecs * kWidth <= kKeptColsPerThread;
   constexpr bool kHasKernel = N::Prologue::kGated
                                   ? has_gated_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep)
-                                  : has_group_kernel(sizeof(typename N::X), kBulk, kKeep);
+                                  : has_group_kernel(kWidth, sizeof(typename N::X), kBulk, kKeep);
   if constexpr (kHasKernel && !(N::Prologue::kGated && !kSummandIsX<typename N::Types>)) {
     using G = BackwardGroupGeometry<N, kWidth, kVecs, kBulk>;
     return launch(layer_norm_backward_group_kernel<N, G>, plan, stream, plan, params);
@@ -277,7 +277,7 @@ cudaError_t launch_group(const BackwardParams& params, const backward::Group& pl
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Group& plan, cudaStream_t stream) {
-  return dispatch_types_but_float64(types, [&](auto t) {
+  const cudaError_t error = dispatch_types_but_float64(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
@@ -291,6 +291,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
       });
     });
   });
+  return error == cudaSuccess ? launch_sums(params, types, plan, stream) : error;
 }
 
 }  // namespace fused_layernorm

@@ -29,8 +29,8 @@ cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
 
 // Blocks with groups of rows keep rows as the blocks above do. They have no kernels for float64,
 // nor without a ring for rows that they do not keep.
-constexpr bool has_group_kernel(int x_size, bool bulk, bool keeps) {
-  return x_size != 8 && (bulk || keeps);
+constexpr bool has_group_kernel(int width, int x_size, bool bulk, bool keeps) {
+  return bulk ? has_ring_kernels(width, x_size, false) : x_size != 8 && keeps;
 }
 
 // Whether a thread of such a block keeps xhat and g of a row in registers. Otherwise they are
@@ -100,7 +100,7 @@ inline std::optional<Group> Group::make(const Problem& problem, const Device& de
   plan.shared_bytes = static_cast<int>(plan.sums_offset + sums_of(teams));
   const bool has_kernel = problem.gated
                               ? has_gated_kernel(plan.width, x_size, plan.bulk, team->keeps)
-                              : has_group_kernel(x_size, plan.bulk, team->keeps);
+                              : has_group_kernel(plan.width, x_size, plan.bulk, team->keeps);
   if (!has_kernel || !forced.allows(Field::kBulk, plan.bulk) ||
       !forced.allows(Field::kStages, plan.stages)) {
     return std::nullopt;

@@ -99,6 +99,26 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   if (sink.wanted()) grads.store(sink, rows.share, work.first_col);
 }
 
+// Without bulk copies there are kernels only for whole vectors, and only for the longest slices
+// (split_least_vecs()).
+template <typename N, int kWidth, int kVecs, bool kBulk>
+cudaError_t launch_split(const BackwardParams& params, const backward::Split& plan,
+                         cudaStream_t stream) {
+  constexpr bool kHasKernel =
+      !kIsNarrowed<typename N::Types> &&
+      (kBulk ? has_ring_kernels(kWidth, sizeof(typename N::X), kIsBareBackward<N>)
+             : kWidth > 1 && kVecs >= split_least_vecs(kWidth, false));
+  if constexpr (kHasKernel) {
+    using G = BackwardSplitGeometry<N, kWidth, kVecs, kBulk>;
+    const auto kernel = layer_norm_backward_split_kernel<N, G>;
+    return plan.slices.blocks_per_row > 1
+               ? launch<Start::kCooperative>(kernel, plan, stream, plan, params)
+               : launch(kernel, plan, stream, plan, params);
+  } else {
+    return cudaErrorInvalidValue;
+  }
+}
+
 }  // namespace
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
@@ -106,35 +126,23 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
   const auto& slices = plan.slices;
   if (slices.blocks_per_row > 1) {
     const int64_t slots = params.rows * slices.blocks_per_row * int64_t{sizeof(uint64_t)};
-    const cudaError_t error = clear_slots(params.workspace, slots, stream);
-    if (error != cudaSuccess) return error;
+    const cudaError_t cleared = clear_slots(params.workspace, slots, stream);
+    if (cleared != cudaSuccess) return cleared;
   }
-  return dispatch_types_but_float64(types, [&](auto t) {
+  const cudaError_t error = dispatch_types_but_float64(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       using Vecs = BackwardBlockVecs<width(), sizeof(typename T::X)>;
       return dispatch_vecs(Vecs{}, plan.vecs, [&](auto vecs) {
-        return dispatch_bool(plan.bulk, [&](auto bulk) -> cudaError_t {
-          // Without bulk copies there are kernels only for whole vectors, and only for the longest
-          // slices (split_least_vecs()).
-          constexpr bool kMissing =
-              !bulk() && (width() == 1 || vecs() < split_least_vecs(width(), false));
-          if constexpr (kMissing) {
-            return cudaErrorInvalidValue;
-          } else {
-            return dispatch_backward_shared<T>(params, [&](auto norm) {
-              using N = decltype(norm);
-              using G = BackwardSplitGeometry<N, width(), vecs(), bulk()>;
-              const auto kernel = layer_norm_backward_split_kernel<N, G>;
-              return slices.blocks_per_row > 1
-                         ? launch<Start::kCooperative>(kernel, plan, stream, plan, params)
-                         : launch(kernel, plan, stream, plan, params);
-            });
-          }
+        return dispatch_bool(plan.bulk, [&](auto bulk) {
+          return dispatch_backward_shared<T>(params, [&](auto norm) {
+            return launch_split<decltype(norm), width(), vecs(), bulk()>(params, plan, stream);
+          });
         });
       });
     });
   });
+  return error == cudaSuccess ? launch_sums(params, types, plan, stream) : error;
 }
 
 }  // namespace fused_layernorm

@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Stream& plan, cudaStream_t stream) {
-  return dispatch_types(types, [&](auto t) {
+  const cudaError_t error = dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
       // The sums do not depend on a gradient beside dx.
@@ -209,11 +209,11 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         return launch(layer_norm_backward_stream_sums_kernel<N, width()>, plan, stream, plan.chunks,
                       params.is_modulated ? plan.parts.partials : plan.partials, params);
       };
-      const cudaError_t error = !params.is_modulated ? start_sums(MayActivate{}, ColumnAffine{})
-                                : params.group_rows == 1
-                                    ? start_sums(Identity{}, MayBeAffineAndModulateRow{})
-                                    : start_sums(Identity{}, MayBeAffineAndModulate{});
-      if (error != cudaSuccess || params.dx == nullptr) return error;
+      const cudaError_t sums = !params.is_modulated ? start_sums(MayActivate{}, ColumnAffine{})
+                               : params.group_rows == 1
+                                   ? start_sums(Identity{}, MayBeAffineAndModulateRow{})
+                                   : start_sums(Identity{}, MayBeAffineAndModulate{});
+      if (sums != cudaSuccess || params.dx == nullptr) return sums;
       const int chunks = plan.chunks.blocks_per_row;
       const Launch per_row = {params.rows, kTotalsThreads};
       const cudaError_t totals = launch(layer_norm_backward_stream_totals_kernel<typename T::Acc>,
@@ -229,6 +229,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
                  : start(SharedBackward<T>{});
     });
   });
+  return error == cudaSuccess ? launch_sums(params, types, plan, stream) : error;
 }
 
 }  // namespace fused_layernorm

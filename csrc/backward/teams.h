@@ -85,6 +85,12 @@ static_assert(backward_declared_bytes(4) <= kReservedSharedMemory &&
                   backward_declared_bytes(8) <= kReservedSharedMemory,
               "backward's blocks declare no more than the plan leaves them");
 
+// Rows come to shared memory by bulk copies, through a ring, but for float64, and for unaligned
+// rows with something fused: these are rare, and such a kernel takes up to 90 KB of the binary.
+constexpr bool has_ring_kernels(int width, int x_size, bool bare) {
+  return x_size != 8 && (width > 1 || bare);
+}
+
 namespace backward {
 
 // ---- Problems.
@@ -175,9 +181,10 @@ inline std::optional<Team> team_of(const Problem& problem, int cols, int most_th
   return team;
 }
 
-// Whether rows can come through a ring at all. There is none for float64.
+// Whether rows can come through a ring at all.
 inline bool may_have_ring(const Problem& problem, const Device& device, const Forced& forced) {
-  return device.capability >= 90 && problem.x != DataType::kFloat64 &&
+  const bool bare = !is_fused(problem) && !problem.modulated;
+  return device.capability >= 90 && has_ring_kernels(width_of(problem), size_of(problem.x), bare) &&
          forced.value_or(Field::kBulk, 1) != 0;
 }
 
@@ -245,7 +252,7 @@ inline std::optional<RowTeams> row_teams(const Problem& problem, const Device& d
                                          const Forced& forced) {
   if (problem.cols > int64_t{kBackwardThreads} * kBackwardColsPerThread) return std::nullopt;
   const auto team = team_of(problem, static_cast<int>(problem.cols), kBackwardThreads, 1, forced);
-  if (!team) return std::nullopt;
+  if (!team || (!team->keeps && is_narrowed(problem.x, problem.y))) return std::nullopt;
   const bool ring = may_have_ring(problem, device, forced);
   const auto fits = [&](int teams) {
     const int stages = ring ? most_stages(*team, teams, device) : kMostStages;

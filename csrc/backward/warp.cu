@@ -46,13 +46,14 @@ constexpr int kBlockThreads = backward_warp_threads(
 
 // The kernel takes the partial sums' count and offset as two numbers, because the struct takes
 // three registers more (100000 x 143 float32: 70.4 us with the struct, 68.9 with the numbers).
-template <typename N, int kWidth, int kVecs>
+template <typename N, int kWidth>
 __global__ void __launch_bounds__(kBlockThreads<N>, 1)
     layer_norm_backward_warp_kernel(const int log2_lanes, const int partials,
                                     const int64_t partials_offset, const int chain_rows,
                                     const int second_sums_offset, const BackwardParams p) {
   using Acc = typename N::Acc;
   using X = typename N::X;
+  constexpr int kVecs = backward_warp_vecs(kWidth);
   extern __shared__ __align__(16) unsigned char shared[];
   const int lanes = 1 << log2_lanes;
   constexpr int kThreads = kBlockThreads<N>;
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   using X = typename N::X;
   using W = typename N::W;
   constexpr int kWidth = kVectorWidth<typename N::Types>;
-  constexpr int kVecs = most_backward_warp_vecs(kWidth);
+  constexpr int kVecs = backward_warp_vecs(kWidth);
   extern __shared__ __align__(16) unsigned char shared[];
   const int lanes = 1 << log2_lanes;
   const int teams = kBackwardThreads >> log2_lanes, team = threadIdx.x >> log2_lanes;
@@ -223,26 +224,25 @@ cudaError_t launch_groups(const BackwardParams& params, const backward::Warp& pl
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Warp& plan, cudaStream_t stream) {
-  return dispatch_types(types, [&](auto t) {
+  const cudaError_t error = dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     if (params.is_modulated) return launch_groups<T>(params, plan, stream);
     return dispatch_width<kVectorWidth<T>>(plan.width, [&](auto width) {
-      return dispatch_vecs(BackwardWarpVecs<width()>{}, plan.vecs, [&](auto vecs) {
-        const auto start = [&](auto norm) -> cudaError_t {
-          using N = decltype(norm);
-          if (plan.threads != kBlockThreads<N>) return cudaErrorInvalidValue;
-          return launch(layer_norm_backward_warp_kernel<N, width(), vecs()>, plan, stream,
-                        log2_of(plan.lanes), plan.partials.count, plan.partials.offset,
-                        plan.chain_rows, plan.second_sums_offset, params);
-        };
-        if constexpr (width() == 1) {
-          return dispatch_backward_shared<T>(params, start);
-        } else {
-          return dispatch_backward<T>(params, start);
-        }
-      });
+      const auto start = [&](auto norm) -> cudaError_t {
+        using N = decltype(norm);
+        if (plan.threads != kBlockThreads<N>) return cudaErrorInvalidValue;
+        return launch(layer_norm_backward_warp_kernel<N, width()>, plan, stream,
+                      log2_of(plan.lanes), plan.partials.count, plan.partials.offset,
+                      plan.chain_rows, plan.second_sums_offset, params);
+      };
+      if constexpr (width() == 1) {
+        return dispatch_backward_shared<T>(params, start);
+      } else {
+        return dispatch_backward<T>(params, start);
+      }
     });
   });
+  return error == cudaSuccess ? launch_sums(params, types, plan, stream) : error;
 }
 
 }  // namespace fused_layernorm

@@ -51,18 +51,7 @@ constexpr bool backward_warp_activates(int width, bool residual, bool epilogue, 
 // A thread keeps the running dweight and dbias of its columns in registers; a lane of a logical
 // warp also keeps the next row there. A lane may have fewer vectors than its kernel is compiled
 // for.
-constexpr int most_backward_warp_vecs(int width) { return width == 1 ? 8 : 2; }
-template <int kWidth>
-using BackwardWarpVecs = std::conditional_t<kWidth == 1, VecsList<4, 8>, VecsList<2>>;
-constexpr int backward_warp_vecs_from(int width, int64_t least) {
-  return width == 1 ? first_from(BackwardWarpVecs<1>{}, least)
-                    : first_from(BackwardWarpVecs<2>{}, least);
-}
-static_assert(backward_warp_vecs_from(1, most_backward_warp_vecs(1)) ==
-                      most_backward_warp_vecs(1) &&
-                  backward_warp_vecs_from(8, most_backward_warp_vecs(8)) ==
-                      most_backward_warp_vecs(8),
-              "there are kernels for the longest rows that a logical warp takes");
+constexpr int backward_warp_vecs(int width) { return width == 1 ? 8 : 2; }
 // The warp kernel adds up dweight and dbias of its warps in shared memory.
 constexpr int64_t backward_warp_shared_bytes(int block_threads, int64_t cols, int x_size) {
   return int64_t{2} * (block_threads / kWarpThreads) * cols * acc_size_of(x_size);
@@ -75,7 +64,7 @@ constexpr int64_t backward_warp_second_sums_bytes(int block_threads, int vecs, i
 }
 constexpr bool backward_warp_fits(int x_size) {
   for (const int width : {1, vector_width(x_size)}) {
-    const int64_t cols = int64_t{kWarpThreads} * most_backward_warp_vecs(width) * width;
+    const int64_t cols = int64_t{kWarpThreads} * backward_warp_vecs(width) * width;
     for (const bool epilogue : {false, true}) {
       const bool activates = backward_warp_activates(width, false, epilogue, true);
       const int threads = backward_warp_threads(x_size, activates);
@@ -117,11 +106,10 @@ struct Lanes {
 inline std::optional<Lanes> lanes_of(const Problem& problem, const Forced& forced) {
   const int width = width_of(problem);
   const int64_t vectors = ceil_div(problem.cols, width);
-  // A lane has the fewest vectors for which there are a kernel and enough lanes.
-  const int64_t fewest =
-      std::max<int64_t>(forced.value_or(Field::kVecs, 1), ceil_div(vectors, kWarpThreads));
-  const int vecs = backward_warp_vecs_from(width, fewest);
-  if (vecs == 0 || !forced.allows(Field::kVecs, vecs)) return std::nullopt;
+  const int vecs = backward_warp_vecs(width);
+  if (vectors > int64_t{kWarpThreads} * vecs || !forced.allows(Field::kVecs, vecs)) {
+    return std::nullopt;
+  }
   return Lanes{vecs, power_of_two_from(ceil_div(vectors, vecs))};
 }
 

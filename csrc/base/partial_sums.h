@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "base/cuda_types.h"
 #include "base/params.h"
@@ -48,6 +49,12 @@ void add_sums(Json& json, const Plan& plan) {
   plan.parts.sets > 0 ? json.add(plan.parts) : json.add(plan.partials);
 }
 
+// Whether a strategy takes norms with a modulation.
+template <typename Plan, typename = void>
+constexpr bool has_parts = false;
+template <typename Plan>
+constexpr bool has_parts<Plan, std::void_t<decltype(Plan::parts)>> = true;
+
 // Lays out the partial sums of `sets` sets of blocks, behind what the workspace has already.
 template <typename Plan>
 inline void lay_out_partials(Plan& plan, int64_t sets, const Problem& problem) {
@@ -73,13 +80,23 @@ inline void lay_out_parts(GroupParts& parts, Launch& launch, int64_t sets, int s
 }
 }  // namespace backward
 
-// Adds up the partial dweight and dbias in the workspace, if there are any.
+// Each adds up what lies in the workspace, if there is anything: partial dweight and dbias; the
+// partial sums of groups of rows; those of a gate alone.
 cudaError_t launch_param_grad(const BackwardParams&, const DataTypes&, const backward::PartialSums&,
                               cudaStream_t);
-// Add up the partial sums of groups of rows, if there are any.
 cudaError_t launch_modulation_grad(const BackwardParams&, const DataTypes&,
                                    const backward::GroupParts&, cudaStream_t);
 cudaError_t launch_gate_grad(const GateParams&, const DataTypes&, const backward::GroupParts&,
                              cudaStream_t);
+
+// Adds up the partial sums of a plan, which its strategy's own launch has left.
+template <typename Plan>
+cudaError_t launch_sums(const BackwardParams& params, const DataTypes& types, const Plan& plan,
+                        cudaStream_t stream) {
+  if constexpr (backward::has_parts<Plan>) {
+    if (params.is_modulated) return launch_modulation_grad(params, types, plan.parts, stream);
+  }
+  return launch_param_grad(params, types, plan.partials, stream);
+}
 
 }  // namespace fused_layernorm

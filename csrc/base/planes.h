@@ -18,10 +18,6 @@ struct Planes {
   int64_t channel_stride = 0;
 };
 
-// There are kernels for all types but float32 x beside a half-precision y, which nobody asks of
-// images.
-constexpr bool has_channels_kernels(DataType x, DataType y) { return size_of(y) >= size_of(x); }
-
 // How a block's tile lies: all channels of some pixels of one sample.
 struct Tiles {
   int width = 1;        // pixels that a thread moves at once

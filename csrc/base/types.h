@@ -22,6 +22,10 @@ constexpr bool is_one_type(DataType x, DataType weight, DataType y) {
   return x == weight && x == y && x != DataType::kFloat64;
 }
 
+// Whether y is of half precision beside a float32 x, as in models whose residual stream is float32.
+// Such rows have kernels of their own only where they are common: rows that a block's team keeps.
+constexpr bool is_narrowed(DataType x, DataType y) { return size_of(y) < size_of(x); }
+
 // The types of x, of weight and bias, and of y (dy in backward) for which there are kernels. The
 // bindings convert others to one of them (a weight to float32, an output from float32), which gives
 // the same result to the bit. A developer may trim a build to float32 and bfloat16 (setup.py).

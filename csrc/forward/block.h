@@ -36,6 +36,13 @@ cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, co
 // ---- Limits.
 
 using ForwardBlockVecs = VecsList<3, 4, 5, 8>;
+// Three or four vectors a thread suit every number of vectors, and are all that unaligned rows
+// have.
+constexpr int kMostShiftedVecs = 4;
+constexpr bool has_block_kernels(int vecs, Moves moves) {
+  return contains(ForwardBlockVecs{}, vecs) &&
+         (moves == Moves::kVectors || vecs <= kMostShiftedVecs);
+}
 
 // What a kernel computes, as far as it decides how many registers a thread needs.
 enum class ForwardLoad {
@@ -156,7 +163,7 @@ constexpr BlockRung kResidualWideBlocks[] = {
 };
 
 template <size_t kRungs>
-constexpr bool has_block_kernels(const BlockRung (&ladder)[kRungs]) {
+constexpr bool is_block_ladder(const BlockRung (&ladder)[kRungs]) {
   for (const auto& rung : ladder) {
     for (const int vecs : rung.vecs) {
       if (!contains(ForwardBlockVecs{}, vecs)) return false;
@@ -164,8 +171,8 @@ constexpr bool has_block_kernels(const BlockRung (&ladder)[kRungs]) {
   }
   return is_ladder(ladder);
 }
-static_assert(has_block_kernels(kBareBlocks) && has_block_kernels(kEpilogueBlocks) &&
-                  has_block_kernels(kResidualBlocks) && has_block_kernels(kResidualWideBlocks),
+static_assert(is_block_ladder(kBareBlocks) && is_block_ladder(kEpilogueBlocks) &&
+                  is_block_ladder(kResidualBlocks) && is_block_ladder(kResidualWideBlocks),
               "the rungs ascend, and there is a kernel for each number of vectors");
 
 namespace forward {
@@ -182,7 +189,7 @@ inline const BlockRung& block_rung(const Problem& problem, int64_t vectors) {
 // The threads of a block whose threads own `vecs` vectors of a row each, if there is a kernel for
 // it.
 inline std::optional<int> block_threads(const Problem& problem, int64_t vectors, int vecs) {
-  if (!contains(ForwardBlockVecs{}, vecs)) return std::nullopt;
+  if (!has_block_kernels(vecs, moves_of(problem))) return std::nullopt;
   const ForwardLoad load =
       forward_load(size_of(problem.x), size_of(problem.weight), problem.residual,
                    problem.has_epilogue, !problem.aligned, problem.modulated);

@@ -191,7 +191,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
                                       const forward::Channels& plan, cudaStream_t stream) {
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
-    if constexpr (!has_channels_kernels(kTypeOf<typename T::X>, kTypeOf<typename T::Y>)) {
+    if constexpr (kIsNarrowed<T>) {
       return cudaErrorInvalidValue;
     } else {
       return dispatch_thread_pixels<T>(plan.tiles, [&](auto width, auto scattered) {

@@ -36,8 +36,7 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   const int size = size_of(problem.x), acc = acc_size_of(problem.x);
   const bool fused_otherwise = problem.residual || problem.modulated;
   if (!forced.strategy.empty() || fused_otherwise || favors_copies(problem.cols, planes) ||
-      !has_channels_kernels(problem.x, problem.y) ||
-      (channels_last && size_of(problem.y) != size)) {
+      is_narrowed(problem.x, problem.y) || (channels_last && size_of(problem.y) != size)) {
     return std::nullopt;
   }
   forward::Channels plan;

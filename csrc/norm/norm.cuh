@@ -145,6 +145,9 @@ template <typename T>
 using BareBackward = NormOf<T, NoOtherGradient, Identity>;
 template <typename T>
 using SharedBackward = NormOf<T, MayAddGradient, MayActivate>;
+template <typename N>
+constexpr bool kIsBareBackward =
+    !N::Prologue::kMayAdd && !N::Epilogue::kMayActivate && !N::Affine::kModulates;
 
 // Backward of strategies that share one kernel for all that is fused.
 template <typename T, typename Launch>

@@ -69,6 +69,9 @@ template <typename T>
 constexpr bool kIsCommon = std::is_same_v<typename T::X, typename T::Y> && !kIsFloat64<T>;
 
 template <typename T>
+constexpr bool kIsNarrowed = is_narrowed(kTypeOf<typename T::X>, kTypeOf<typename T::Y>);
+
+template <typename T>
 constexpr bool kIsOneType =
     is_one_type(kTypeOf<typename T::X>, kTypeOf<typename T::W>, kTypeOf<typename T::Y>);
 

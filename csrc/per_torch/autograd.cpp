@@ -21,9 +21,8 @@
 
 #include "../bindings/namespace.h"
 #include "autocast.h"
-#include "backward.h"
+#include "autograd.h"
 #include "direct.h"
-#include "forward.h"
 #include "operators.h"
 #include "override.h"
 
@@ -49,10 +48,10 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Autograd, m) {
   m.impl("ada_layer_norm_forward", boxed<&differentiate_forward<AdaLayerNorm, true>>());
   m.impl("add_ada_layer_norm", boxed<&differentiate_forward<AddAdaLayerNorm, false>>());
   m.impl("add_ada_layer_norm_forward", boxed<&differentiate_forward<AddAdaLayerNorm, true>>());
-  m.impl("layer_norm_backward", boxed<&differentiate_backward<NormBackwardNode<false>>>());
-  m.impl("ada_layer_norm_backward", boxed<&differentiate_backward<NormBackwardNode<true>>>());
-  m.impl("add_ada_layer_norm_backward", boxed<&differentiate_gated_backward>());
-  m.impl("gate_backward", boxed<&differentiate_backward<GateBackwardNode>>());
+  for (const char* name : {"layer_norm_backward", "ada_layer_norm_backward",
+                           "add_ada_layer_norm_backward", "gate_backward"}) {
+    m.impl(name, boxed<&differentiate_backward>());
+  }
 }
 
 TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, BackendSelect, m) {

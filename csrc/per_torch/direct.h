@@ -103,12 +103,6 @@ inline at::ScalarType statistics_type(at::ScalarType x) {
   return x == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// Undefined for None.
-inline const Tensor& tensor_in(const IValue& value) {
-  static const Tensor none;
-  return value.isNone() ? none : value.toTensor();
-}
-
 inline const void* address_of(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }
@@ -178,8 +172,8 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_s
   const Tensor& input = arguments[Op::kInput].toTensor();
   const Tensor& residual = Op::kHasResidual ? arguments[Op::kResidual].toTensor() : none;
   const Tensor& x = Op::kHasResidual ? residual : input;
-  const Tensor& weight = tensor_in(arguments[Op::kWeight]);
-  const Tensor& bias = tensor_in(arguments[Op::kBias]);
+  const Tensor& weight = tensor_of(arguments[Op::kWeight]);
+  const Tensor& bias = tensor_of(arguments[Op::kBias]);
   if (!is_beside(residual, input) || !is_beside(weight, input) || !is_beside(bias, input)) {
     return false;
   }
@@ -314,7 +308,7 @@ inline GradientsOfNorm call_backward(const SavedNorm& saved, const Options& opti
                                      NeedsOfNorm needs) {
   static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("layer_norm_backward"));
   Stack stack;
-  stack.reserve(NormBackward<false>::kArguments);
+  stack.reserve(op.schema().arguments().size());
   torch::jit::push(stack, saved.dy, saved.x, options.normalized_ndim,
                    saved.mean.defined() ? saved.mean : at::empty({0}, saved.rstd.options()),
                    saved.rstd, value_of(saved.weight), value_of(saved.bias),

@@ -26,11 +26,11 @@
 #include <utility>
 
 #include "../bindings/namespace.h"
-#include "formulas.h"
 #include "node.h"
 
 namespace fused_layernorm {
 
+using at::Tensor;
 using c10::DispatchKeySet;
 using c10::IValue;
 using c10::OperatorHandle;
@@ -41,8 +41,9 @@ inline OperatorHandle find_operator(const char* name) {
 }
 
 // Undefined for None.
-inline Tensor tensor_of(const IValue& value) {
-  return value.isNone() ? Tensor() : value.toTensor();
+inline const Tensor& tensor_of(const IValue& value) {
+  static const Tensor none;
+  return value.isNone() ? none : value.toTensor();
 }
 
 inline std::optional<at::ScalarType> dtype_of(const IValue& value) {
@@ -89,8 +90,6 @@ struct NormForward {
     kKeepsOrder,  // where there is neither a modulation nor a residual
     kArguments = kKeepsOrder + kMayKeepOrder
   };
-  static constexpr size_t kDifferentiable[] = {kInput, kResidual, kGate, kShift,
-                                               kScale, kWeight,   kBias};
   static constexpr size_t kModulations[] = {kGate, kShift, kScale};  // where there is a modulation
   static constexpr size_t kFirstParameter = kShift;
   static constexpr size_t kParameters = kEps - kShift;
@@ -100,80 +99,16 @@ struct NormForward {
   static constexpr size_t kStatistics = 2;
 };
 
-// (ada_)layer_norm_backward.
-template <bool kWithModulation>
-struct NormBackward {
-  static constexpr bool kHasModulation = kWithModulation;
-  static constexpr bool kMayKeepOrder = !kHasModulation;
-  enum : size_t {
-    kDy,
-    kX,
-    kNormalizedNdim,
-    kMean,
-    kRstd,
-    kShift,
-    kScale,
-    kWeight = kHasModulation ? kScale + 1 : kShift,
-    kBias,
-    kDresidual,
-    kActivation,  // where there is no modulation
-    kOutputScale,
-    kNeeds = kHasModulation ? kDresidual + 1 : kOutputScale + 1,  // one for each output
-  };
-  static constexpr size_t kOutputs = 1 + kDresidual - kShift;  // dx, and gradients of parameters
-  static constexpr size_t kStatistic = kNeeds + kOutputs, kWeightOffset = kStatistic + 1;
-  static constexpr size_t kKeepsOrder = kWeightOffset + 1;  // where there is no modulation
-  static constexpr size_t kArguments = kKeepsOrder + kMayKeepOrder;
-  static constexpr size_t kDifferentiable[] = {kDy, kX, kShift, kScale, kWeight, kBias, kDresidual};
+// The arguments of an operator that are not tensors. The operators with a modulation have neither
+// activation nor output scale.
+struct Options {
+  int64_t normalized_ndim = 0;
+  std::optional<std::string> activation;
+  double output_scale = 1;
+  bool is_rms = false;
+  double weight_offset = 0;
+  bool keeps_order = false;
 };
-
-// add_ada_layer_norm_backward.
-struct GatedNormBackward {
-  enum : size_t {
-    kDy,
-    kX,
-    kInput,
-    kGate,
-    kNormalizedNdim,
-    kMean,
-    kRstd,
-    kShift,
-    kScale,
-    kWeight,
-    kBias,
-    kDresidual,
-    kNeeds,
-    kNeedsDinput,
-    kNeedsDgate,
-    kNeedsOfParameters,
-  };
-  static constexpr size_t kParameters = kDresidual - kShift;
-  static constexpr size_t kOutputs = 3 + kParameters;  // dx, dinput, dgate, and the parameters'
-  static constexpr size_t kStatistic = kNeeds + kOutputs, kWeightOffset = kStatistic + 1;
-  static constexpr size_t kArguments = kWeightOffset + 1;
-  static constexpr size_t kDifferentiable[] = {kDy,    kX,      kInput, kGate,     kShift,
-                                               kScale, kWeight, kBias,  kDresidual};
-};
-
-struct GateBackward {
-  enum : size_t { kDresidualOut, kInput, kGate, kNeeds };
-  static constexpr size_t kOutputs = 2;  // dinput and dgate
-  static constexpr size_t kArguments = kNeeds + kOutputs;
-  static constexpr size_t kDifferentiable[] = {kDresidualOut, kInput, kGate};
-};
-
-// The arguments that forward and backward operators share, by name.
-template <class Op>
-Parameters parameters_of(const IValue* arguments) {
-  Parameters parameters;
-  if constexpr (Op::kHasModulation) {
-    parameters.shift = tensor_of(arguments[Op::kShift]);
-    parameters.scale = tensor_of(arguments[Op::kScale]);
-  }
-  parameters.weight = tensor_of(arguments[Op::kWeight]);
-  parameters.bias = tensor_of(arguments[Op::kBias]);
-  return parameters;
-}
 
 inline bool is_rms(const IValue& statistic) { return statistic.toStringRef() == "rms"; }
 
@@ -244,10 +179,9 @@ inline void call(const OperatorHandle& op, Stack* stack) {
 enum class Differentiation { kNone, kForwardMode, kGraph };
 
 // Which derivatives a call needs: none, tangents in forward mode, or a node in autograd's graph.
-template <class Op>
-Differentiation differentiation_of(const IValue* arguments) {
+inline Differentiation differentiation_of(const IValue* arguments, size_t count) {
   bool requires_grad = false;
-  for (const size_t i : Op::kDifferentiable) {
+  for (size_t i = 0; i < count; ++i) {
     if (!is_defined(arguments[i])) continue;
     const Tensor& tensor = arguments[i].toTensor();
     if (tensor._fw_grad(/*level=*/0).defined()) return Differentiation::kForwardMode;
@@ -259,15 +193,32 @@ Differentiation differentiation_of(const IValue* arguments) {
 
 // Where a node sends its gradients, by the argument's position. An argument that has no gradient
 // has an empty edge.
-template <class Op>
-torch::autograd::edge_list edges_of(const IValue* arguments) {
-  torch::autograd::edge_list edges(Op::kArguments);
-  for (const size_t i : Op::kDifferentiable) {
+inline torch::autograd::edge_list edges_of(const IValue* arguments, size_t count) {
+  torch::autograd::edge_list edges(count);
+  for (size_t i = 0; i < count; ++i) {
     if (is_defined(arguments[i])) {
       edges[i] = torch::autograd::impl::gradient_edge(arguments[i].toTensor());
     }
   }
   return edges;
+}
+
+// Calls what the operator does in Python's autograd (ops/autograd.py), which can be differentiated
+// as often as anybody asks, under the name that this has beside a library.
+inline void differentiate_in_python(const OperatorHandle& op, Stack* stack) {
+  std::string name = op.operator_name().name;
+  name.insert(name.find("::") + 2, "_differentiable_");
+  call(find_operator(name.c_str()), stack);
+}
+
+// The Autograd kernel of a backward operator.
+inline void differentiate_backward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  const IValue* arguments = stack->data() + stack->size() - count;
+  if (differentiation_of(arguments, count) == Differentiation::kNone) {
+    return run_below_autograd(op, keys, stack);
+  }
+  differentiate_in_python(op, stack);
 }
 
 }  // namespace fused_layernorm

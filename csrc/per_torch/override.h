@@ -33,8 +33,8 @@
 #include <vector>
 
 #include "autocast.h"
+#include "autograd.h"
 #include "direct.h"
-#include "forward.h"
 
 namespace fused_layernorm {
 

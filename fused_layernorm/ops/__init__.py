@@ -26,6 +26,7 @@ from . import (  # noqa: F401  (the imports register)
     vmap,
 )
 
-if not autograd_library.load():
-    autograd.register()
+has_library = autograd_library.load()
+autograd.register(beside_library=has_library)
+if not has_library:
     autocast.register()

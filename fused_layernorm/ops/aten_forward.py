@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from . import arguments, autocast, autograd, composite, formulas, load
 from .operators import (
     ADA_LAYER_NORM,
@@ -55,20 +53,14 @@ def _implementation(operator: Operator) -> Callable[..., Any]:
     return implementation
 
 
-# The twins' definitions live as long as this object.
-_library = torch.library.Library(load.NAMESPACE, "FRAGMENT")
 _twins: dict[Operator, Operator] = {}
 
 
 def _define(operator: Operator) -> Operator:
-    schema = str(operator.overload._schema).removeprefix(f"{load.NAMESPACE}::")
-    _library.define(f"aten_{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    name = f"aten_{operator.name}"
-    overload = getattr(load.operators, name).default
-    defined = operator._replace(overload=overload)
-    _library.impl(name, _implementation(defined), "CompositeImplicitAutograd")
+    defined = operator._replace(overload=load.define_like(operator.name, "aten_"))
+    load.library.impl(defined.name, _implementation(defined), "CompositeImplicitAutograd")
     for key in autocast.KEYS:
-        _library.impl(name, autocast.implementation(defined), key)
+        load.library.impl(defined.name, autocast.implementation(defined), key)
     return defined
 
 

@@ -3,8 +3,9 @@
 
 The first order runs on the operators: a forward pass that needs gradients on the operator that
 gives statistics, its backward pass on a backward operator. For higher orders, and in forward mode,
-PyTorch differentiates formulas.py. This file is written for correctness; the C++ library of
-csrc/per_torch takes its place where there is one for the running torch.
+PyTorch differentiates formulas.py. This file is written for correctness; where there is a C++
+library of csrc/per_torch for the running torch, that has the first order, and calls this file for
+the rest.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .operators import (
     Arguments,
     BackwardArguments,
     BackwardOperator,
+    Gradients,
     Needs,
     Operator,
     Results,
@@ -216,9 +218,7 @@ class _Backward(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         operator: BackwardOperator = ctx.operator
-        named = dict(zip(operator.gradients, grads, strict=True))
-        used = {name: grad for name, grad in named.items() if grad is not None}
-        if not used:
+        if all(grad is None for grad in grads):
             return (None,) * (2 + len(ctx.args))
         saved = iter(ctx.saved_tensors)
         b = operator.arguments(
@@ -227,20 +227,8 @@ class _Backward(Function):
                 for tensor, arg in zip(ctx.is_tensor, ctx.args, strict=True)
             )
         )
-        # mean and rstd are left out, for formulas.py treats them as functions of x.
-        names = [
-            name
-            for name in ("dy", "x", "shift", "scale", "weight", "bias", "dresidual")
-            if getattr(b, name) is not None
-        ]
-
-        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            fields: dict[str, Any] = dict(zip(names, tensors, strict=True))
-            found = formulas.backward(b._replace(**fields))
-            return tuple(getattr(found, name) for name in used)
-
-        vjp = torch.func.vjp(gradients, *(getattr(b, name) for name in names))[1]
-        found: dict[str, Any] = dict(zip(names, vjp(tuple(used.values())), strict=True))
+        gradients = Gradients(**dict(zip(operator.gradients, grads, strict=True)))
+        found: dict[str, Any] = formulas.double_backward(b, gradients)
         # The gradients in the layout of the arguments, None for an argument without one.
         nothing = operator.arguments(*(None for _ in ctx.args))
         # Trailing defaults may be absent from the arguments.
@@ -297,8 +285,12 @@ def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
         return load.gate_backward.redispatch(keyset & _after_autograd, *args)
 
 
-def register() -> None:
-    """Registers these implementations. A process has either these or those of csrc/per_torch."""
+def register(beside_library: bool) -> None:
+    """Registers these implementations, of the operators themselves or beside csrc/per_torch's.
+
+    Beside csrc/per_torch's autograd they belong to operators named _differentiable_..., which it
+    calls for a derivative of a backward operator, and in forward mode.
+    """
     implementations: dict[str, Callable[..., Any]] = {
         **{operator.name: _forward_implementation(operator) for operator in FORWARD},
         **{operator.name: _backward_implementation(operator) for operator in BACKWARD},
@@ -309,4 +301,7 @@ def register() -> None:
         "gate_backward": _gate_backward,
     }
     for name, implementation in implementations.items():
+        if beside_library:
+            load.define_like(name, prefix := "_differentiable_")
+            name = prefix + name
         load.library.impl(name, implementation, "Autograd", with_keyset=True)

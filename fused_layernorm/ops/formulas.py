@@ -8,6 +8,7 @@ wrong. Nor would silu_backward, which has no derivative.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -58,6 +59,23 @@ def slope(z: Tensor, activation: str | None) -> Tensor:
         case "relu":
             return (z > 0).to(z.dtype)
     return torch.ones_like(z)
+
+
+def second_slope(z: Tensor, activation: str | None) -> Tensor | None:
+    """The second derivative of activation(z), None where it is zero everywhere."""
+    match activation:
+        case "gelu":
+            return torch.exp(-0.5 * z * z) * (2 * math.pi) ** -0.5 * (2 - z * z)
+        case "gelu_tanh":
+            root = (2 / math.pi) ** 0.5
+            t = torch.tanh(root * (z + 0.044715 * z * z * z))
+            du = root * (1 + 3 * 0.044715 * z * z)
+            dt = (1 - t * t) * du
+            return dt + 0.5 * z * ((1 - t * t) * root * 6 * 0.044715 * z - 2 * t * dt * du)
+        case "silu":
+            sigmoid = torch.sigmoid(z)
+            return sigmoid * (1 - sigmoid) * (2 + z * (1 - 2 * sigmoid))
+    return None
 
 
 def shifted(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | None:
@@ -135,21 +153,33 @@ def forward(a: Arguments) -> Results:
     return Results(y.to(a.y_dtype), residual_out, mean, rstd)
 
 
-def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
-    """The gradients that are needed, as functions of the tensors; mean and rstd depend on x.
+def _normalized(b: BackwardArguments, acc: torch.dtype) -> tuple[Tensor, Tensor]:
+    """xhat and rstd as functions of x.
 
-    The parameters' gradients are summed over the leading dimensions from sum_from on. eps is no
-    argument of the operator: it is computed from the forward pass's rstd, as 1 / rstd^2 - var. The
-    rounding of xhat counts as the identity.
+    eps is no argument of backward: it follows from the forward pass's rstd, as 1 / rstd^2 - var.
     """
-    needs = b.needs
-    acc = acc_dtype(b.x.dtype)
     _, centered = _centered(b.x.to(acc), b.normalized_ndim, b.is_rms)
     variance = _mean(centered.square(), b.normalized_ndim)
     rstd = (variance + (b.rstd.pow(-2) - variance).detach()).rsqrt()
+    return centered * rstd, rstd
 
+
+def _project(b: BackwardArguments, t: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
+    """P t, where P is the derivative of xhat with respect to x: on each row a symmetric map."""
+    along = xhat * _mean(t * xhat, b.normalized_ndim)
+    return rstd * (t - along if b.is_rms else t - _mean(t, b.normalized_ndim) - along)
+
+
+def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
+    """The gradients that are needed, as functions of the tensors; mean and rstd depend on x.
+
+    The parameters' gradients are summed over the leading dimensions from sum_from on. The rounding
+    of xhat counts as the identity.
+    """
+    needs = b.needs
+    acc = acc_dtype(b.x.dtype)
+    xhat, rstd = _normalized(b, acc)
     weight, bias = shifted(b.weight, b.weight_offset, acc), to(b.bias, acc)
-    xhat = centered * rstd
     dz = b.dy.to(acc) * b.output_scale
     if b.activation is not None:
         dz = dz * slope(affine(xhat, weight, bias), b.activation)
@@ -165,10 +195,7 @@ def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
     if needs.dbias:
         dbias = (dz.sum(leading) if leading else dz).to(b.parameter_dtype)
     if needs.dx:
-        dxhat = dz if weight is None else dz * weight
-        along = _mean(dxhat * xhat, b.normalized_ndim)
-        mean = 0 if b.is_rms else _mean(dxhat, b.normalized_ndim)
-        dx = rstd * (dxhat - mean - xhat * along)
+        dx = _project(b, dz if weight is None else dz * weight, xhat, rstd)
         if b.dresidual is not None:
             dx = dx + b.dresidual.to(acc)
         dx = dx.to(b.x.dtype)
@@ -185,6 +212,79 @@ def modulation_gradients(
     if b.needs.dscale and b.scale is not None:
         dscale = sum_to(dy * z(), b.scale.shape).to(b.scale.dtype)
     return dshift, dscale
+
+
+def _plus(*terms: Tensor | None) -> Tensor | None:
+    """The sum of the terms that are given."""
+    given = [term for term in terms if term is not None]
+    return functools.reduce(torch.add, given) if given else None
+
+
+def _times(first: Tensor | None, *factors: Tensor | None) -> Tensor | None:
+    """The product; a first factor that is not given is zero, any other is one."""
+    if first is None:
+        return None
+    return functools.reduce(torch.mul, (f for f in factors if f is not None), first)
+
+
+def double_backward(b: BackwardArguments, dd: Gradients) -> dict[str, Tensor | None]:
+    """The gradients of a backward operator's arguments, by name, from those of its results.
+
+    PyTorch could differentiate `backward`, but that takes three times as long. With
+        g = dy * output_scale * (1 + scale),    dz = g * activation'(z),    d = dz * weight
+    the results of backward are
+        dx = P d + dresidual,    dweight = sum of dz * xhat,    dbias = sum of dz,
+        dshift = sum of dy,    dscale = sum of dy * z,
+    so the sum of all results times their gradients is that of q * dz + r * dy over all elements,
+    with
+        q = weight * P ddx + ddweight * xhat + ddbias,    r = ddshift + ddscale * z.
+    It depends on dy directly and through dz, on scale through dz, on z through dz and r, on weight
+    and xhat through q, and on xhat and rstd through P.
+    """
+    acc, ndim = acc_dtype(b.x.dtype), b.normalized_ndim
+    ddx, ddshift, ddscale, ddweight, ddbias = (to(gradient, acc) for gradient in dd)
+    xhat, rstd = _normalized(b, acc)
+    weight = shifted(b.weight, b.weight_offset, acc)
+    z = affine(xhat, weight, to(b.bias, acc))
+    factor = b.output_scale if b.scale is None else b.output_scale * (1 + b.scale.to(acc))
+    first = None if b.activation is None else slope(z, b.activation)
+    second = second_slope(z, b.activation)
+    dy = b.dy.to(acc)
+    g = dy * factor
+    dz = g if first is None else g * first
+
+    projected = None if ddx is None else _project(b, ddx, xhat, rstd)
+    q = _plus(_times(projected, weight), _times(ddweight, xhat), ddbias)
+    by_g = _times(q, first)
+    by_dy = _plus(ddshift, _times(ddscale, z), None if by_g is None else by_g * factor)
+    by_z = _plus(None if second is None else _times(q, g, second), _times(ddscale, dy))
+
+    by_x = None
+    by_xhat = _plus(_times(ddweight, dz), _times(by_z, weight))
+    if ddx is not None:
+        d = dz if weight is None else dz * weight
+        ddx_along, d_along = _mean(ddx * xhat, ndim), _mean(d * xhat, ndim)
+        by_xhat = _plus(by_xhat, -rstd * (ddx * d_along + d * ddx_along))
+        by_rstd = _mean(ddx * d, ndim) - ddx_along * d_along
+        if not b.is_rms:
+            by_rstd = by_rstd - _mean(ddx, ndim) * _mean(d, ndim)
+        by_x = -rstd * rstd * by_rstd * xhat
+    if by_xhat is not None:
+        by_x = _plus(by_x, _project(b, by_xhat, xhat, rstd))
+
+    def of(argument: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+        if argument is None or gradient is None:
+            return None
+        return sum_to(gradient, argument.shape).to(argument.dtype)
+
+    return {
+        "dy": None if by_dy is None else by_dy.expand_as(dy).to(b.dy.dtype),
+        "x": to(by_x, b.x.dtype),
+        "dresidual": None if b.dresidual is None else dd.dx,
+        "scale": of(b.scale, _times(by_g, dy)),
+        "weight": of(b.weight, _plus(_times(projected, dz), _times(by_z, xhat))),
+        "bias": of(b.bias, by_z),
+    }
 
 
 def gate_backward(

@@ -41,5 +41,12 @@ ada_layer_norm_backward = operators.ada_layer_norm_backward.default
 add_ada_layer_norm_backward = operators.add_ada_layer_norm_backward.default
 gate_backward = operators.gate_backward.default
 
-# What the other files register lives as long as this object. As "IMPL" it can define no operator.
-library = torch.library.Library(NAMESPACE, "IMPL")
+# What the other files define and register lives as long as this object.
+library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def define_like(name: str, prefix: str) -> torch._ops.OpOverload:
+    """Defines an operator of another's schema, whose name is `prefix` before the other's."""
+    schema = str(getattr(operators, name).default._schema).removeprefix(f"{NAMESPACE}::")
+    library.define(prefix + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    return getattr(operators, prefix + name).default

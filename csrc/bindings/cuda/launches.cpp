@@ -2,8 +2,6 @@
 // What every launch needs; launches.h has the contract.
 #include "bindings/cuda/launches.h"
 
-#include <type_traits>
-
 namespace fused_layernorm {
 namespace {
 
@@ -117,22 +115,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
                                        const backward::Plan& plan, cudaStream_t stream) {
   return std::visit(
       [&](const auto& strategy) {
-        const cudaError_t error = launch_layer_norm_backward(params, types, strategy, stream);
-        using Strategy = std::decay_t<decltype(strategy)>;
-        if (error != cudaSuccess) return error;
-        if constexpr (std::is_base_of_v<backward::OneRowATeam, Strategy>) {
-          return cudaSuccess;
-        } else if constexpr (std::is_same_v<Strategy, backward::Group>) {
-          return launch_modulation_grad(params, types, strategy.parts, stream);
-        } else {
-          if constexpr (std::is_same_v<Strategy, backward::Stream> ||
-                        std::is_same_v<Strategy, backward::Warp>) {
-            if (params.is_modulated) {
-              return launch_modulation_grad(params, types, strategy.parts, stream);
-            }
-          }
-          return launch_param_grad(params, types, strategy.partials, stream);
-        }
+        return launch_layer_norm_backward(params, types, strategy, stream);
       },
       plan);
 }

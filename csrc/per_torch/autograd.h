@@ -4,7 +4,7 @@
 // A call that needs gradients runs the operator with statistics below autograd, or the kernel
 // itself (direct.h), and saves what backward needs. Backward runs the kernel too, or calls
 // (ada_)layer_norm_backward, or with a gate add_ada_layer_norm_backward, through the dispatcher.
-// These are differentiable themselves (backward.h).
+// Derivatives of these, and forward mode, are Python's (differentiate_in_python in operators.h).
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -140,7 +140,6 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
           find_operator(FUSED_LAYERNORM_OPERATOR("add_ada_layer_norm_backward"));
       if (!mean.defined()) mean = at::empty({0}, rstd.options());  // RMSNorm's
       Stack stack;
-      stack.reserve(GatedNormBackward::kArguments);
       torch::jit::push(stack, dy, x);
       if constexpr (Op::kHasGate) {
         if (is_gated) torch::jit::push(stack, gated_input(x), gate);
@@ -182,7 +181,6 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     const bool needs_dinput = needs(Op::kInput), needs_dgate = needs(Op::kGate);
     if (!needs_dinput && !needs_dgate) return;
     Stack stack;
-    stack.reserve(GateBackward::kArguments);
     torch::jit::push(stack, dx, gated_input(dx), gate, needs_dinput, needs_dgate);
     call(op, &stack);
     if (needs_dinput) results[Op::kInput] = std::move(stack[0]).toTensor();
@@ -215,7 +213,7 @@ OperatorHandle find_operator_with_statistics() {
 template <class Op, bool kGivesStatistics>
 void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const IValue* arguments = stack->data() + stack->size() - Op::kArguments;
-  const Differentiation differentiation = differentiation_of<Op>(arguments);
+  const Differentiation differentiation = differentiation_of(arguments, Op::kArguments);
   DirectOutputs direct;
   if (differentiation == Differentiation::kNone) {
     if (!kGivesStatistics && forward_directly<Op>(keys, arguments, false, direct)) {
@@ -224,42 +222,24 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
     return run_below_autograd(op, keys, stack);
   }
 
-  static const OperatorHandle with_statistics = find_operator_with_statistics<Op>();
-  constexpr size_t kAllOutputs = Op::kOutputs + Op::kStatistics;
-  if (differentiation == Differentiation::kForwardMode) {
-    const ForwardArguments named = {
-        arguments[Op::kInput].toTensor(),
-        Op::kHasResidual ? arguments[Op::kResidual].toTensor() : Tensor(),
-        Op::kHasGate ? tensor_of(arguments[Op::kGate]) : Tensor(),
-        parameters_of<Op>(arguments),
-        options_of<Op>(arguments),
-        arguments[Op::kEps].toDouble(),
-        dtype_of(arguments[Op::kOutDtype]),
-        arguments[Op::kRoundBeforeWeight].toBool()};
-    // The kernel is run for its checks and its statistics, which have no derivatives.
-    run_below_autograd(with_statistics, keys, stack);
-    const ForwardResults found = forward_formula(named);
-    IValue* outputs = stack->data() + stack->size() - kAllOutputs;
-    outputs[0] = found.y;
-    if constexpr (Op::kHasResidual) outputs[1] = found.residual_out;
-  } else {
-    const auto node = make_node<NormNode<Op>>();
-    node->set_next_edges(edges_of<Op>(arguments));
-    node->save_arguments(arguments);
-    if (!kGivesStatistics && forward_directly<Op>(keys, arguments, true, direct)) {
-      torch::autograd::set_history(direct.y, node);
-      if (Op::kHasResidual) torch::autograd::set_history(direct.residual_out, node);
-      node->save_outputs(direct.residual_out, direct.mean, direct.rstd);
-      return replace_arguments<Op>(stack, direct);
-    }
-    run_below_autograd(with_statistics, keys, stack);
-    const IValue* outputs = stack->data() + stack->size() - kAllOutputs;
-    for (size_t i = 0; i < Op::kOutputs; ++i) {
-      torch::autograd::set_history(outputs[i].toTensor(), node);
-    }
-    node->save_outputs(outputs[Op::kOutputs - 1].toTensor(), outputs[Op::kOutputs].toTensor(),
-                       outputs[Op::kOutputs + 1].toTensor());
+  if (differentiation == Differentiation::kForwardMode) return differentiate_in_python(op, stack);
+  const auto node = make_node<NormNode<Op>>();
+  node->set_next_edges(edges_of(arguments, Op::kArguments));
+  node->save_arguments(arguments);
+  if (!kGivesStatistics && forward_directly<Op>(keys, arguments, true, direct)) {
+    torch::autograd::set_history(direct.y, node);
+    if (Op::kHasResidual) torch::autograd::set_history(direct.residual_out, node);
+    node->save_outputs(direct.residual_out, direct.mean, direct.rstd);
+    return replace_arguments<Op>(stack, direct);
   }
+  static const OperatorHandle with_statistics = find_operator_with_statistics<Op>();
+  run_below_autograd(with_statistics, keys, stack);
+  const IValue* outputs = stack->data() + stack->size() - (Op::kOutputs + Op::kStatistics);
+  for (size_t i = 0; i < Op::kOutputs; ++i) {
+    torch::autograd::set_history(outputs[i].toTensor(), node);
+  }
+  node->save_outputs(outputs[Op::kOutputs - 1].toTensor(), outputs[Op::kOutputs].toTensor(),
+                     outputs[Op::kOutputs + 1].toTensor());
   if constexpr (!kGivesStatistics) torch::jit::drop(*stack, Op::kStatistics);
 }
 

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans and launches problems of every kind on four chips. Prints what was launched for each, or
+// with --quiet only the problems whose launch failed; exits with 1 if there are any.
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#include <optional>
+#include <string_view>
+#include <variant>
+
+#include "backward/plan.h"
+#include "base/params.h"
+#include "forward/plan.h"
+#include "launches.h"
+
+using namespace fused_layernorm;
+
+namespace {
+
+// T4, A100, H100 and B200.
+constexpr Device kDevices[] = {{75, 40, 65536, 4 << 20},
+                               {80, 108, 166912, 40 << 20},
+                               {90, 132, 232448, 50 << 20},
+                               {100, 148, 232448, 126 << 20}};
+constexpr int64_t kRows[] = {1, 2, 9, 64, 100, 255, 300, 1024, 2048, 4096, 16384, 70000, 400000};
+constexpr int64_t kCols[] = {
+    1,      3,      7,      8,       16,      31,      32,      37,    64,    96,    100,   127,
+    128,    129,    143,    255,     256,     257,     285,     320,   384,   511,   512,   513,
+    640,    767,    768,    1000,    1023,    1024,    1025,    1027,  1151,  1152,  1280,  1536,
+    1999,   2047,   2048,   2304,    2560,    3072,    3073,    4095,  4096,  4097,  5003,  5120,
+    6144,   7168,   8191,   8192,    8193,    8200,    9216,    10240, 12288, 12289, 15875, 16384,
+    16385,  20480,  20483,  24576,   32768,   32769,   40960,   40961, 65536, 65537, 99991, 131072,
+    150528, 262144, 442368, 1048576, 1048577, 4194304, 16777216};
+constexpr int64_t kMostElements = int64_t{1} << 33;
+
+// What shift, scale and gate belong to.
+enum class Modulated { kNot, kByRow, kByGroup, kByGroupWithGate, kByRowWithGate };
+
+void* const kSomewhere = reinterpret_cast<void*>(0x10000000);
+
+cudaError_t launch_forward(const Problem& problem, const DataTypes& types, const Device& device) {
+  ForwardParams p;
+  p.input = p.weight = p.bias = p.y = p.mean = p.rstd = p.workspace = kSomewhere;
+  p.rows = problem.rows;
+  p.cols = static_cast<int32_t>(problem.cols);
+  if (problem.residual) p.residual = p.residual_out = kSomewhere;
+  p.has_epilogue = p.activates = problem.has_epilogue;
+  p.is_modulated = problem.modulated;
+  if (problem.modulated) p.modulation.shift = p.modulation.scale = kSomewhere;
+  if (problem.modulated && problem.residual) p.modulation.gate = kSomewhere;
+  return std::visit(
+      [&](const auto& plan) { return launch_layer_norm_forward(p, types, plan, nullptr); },
+      make_forward_plan(problem, device));
+}
+
+// Nothing is launched for a gated sum that one launch cannot compute.
+std::optional<cudaError_t> launch_backward(const Problem& problem, const DataTypes& types,
+                                           const Device& device) {
+  BackwardParams p;
+  p.dy = p.x = p.mean = p.rstd = p.weight = p.bias = p.dx = p.workspace = kSomewhere;
+  p.rows = problem.rows;
+  p.cols = static_cast<int32_t>(problem.cols);
+  p.has_epilogue = p.activates = problem.has_epilogue;
+  p.is_modulated = problem.modulated;
+  p.group_rows = problem.group_rows;
+  if (problem.needs_column_grads) p.dweight = p.dbias = kSomewhere;
+  if (problem.residual) p.dresidual = kSomewhere;
+  if (problem.modulated) p.modulation.shift = p.modulation.scale = kSomewhere;
+  if (problem.modulated && problem.needs_dparams) p.dshift = p.dscale = kSomewhere;
+  const auto launch = [&](const auto& plan) {
+    return launch_layer_norm_backward(p, types, plan, nullptr);
+  };
+  if (!problem.gated) return std::visit(launch, make_backward_plan(problem, device));
+  p.modulation.gate = p.input = p.dinput = p.dgate = kSomewhere;
+  const auto plan = make_gated_plan(problem, device);
+  if (!plan) return std::nullopt;
+  return std::visit(launch, *plan);
+}
+
+int64_t problems = 0, failed = 0;
+
+void report(const Problem& problem, const Device& device, const char* direction, cudaError_t error,
+            bool quiet) {
+  ++problems;
+  const bool fails = error != cudaSuccess || launches.empty();
+  failed += fails;
+  if (quiet && !fails) return;
+  std::printf("sm_%d %s %lld x %lld types %d %d %d%s%s%s%s%s groups of %lld:", device.capability,
+              direction, static_cast<long long>(problem.rows), static_cast<long long>(problem.cols),
+              static_cast<int>(problem.x), static_cast<int>(problem.weight),
+              static_cast<int>(problem.y), problem.aligned ? "" : " unaligned",
+              problem.residual ? " residual" : "", problem.has_epilogue ? " epilogue" : "",
+              problem.gated ? " gate" : "", problem.needs_dparams ? "" : " dx alone",
+              static_cast<long long>(problem.group_rows));
+  if (fails) std::printf(" error %d", static_cast<int>(error));
+  for (const auto& launch : launches) std::printf(" %s;", launch.c_str());
+  std::printf("\n");
+}
+
+void run(Problem problem, Modulated modulated, const Device& device, bool quiet) {
+  const DataTypes types = {problem.x, problem.weight, problem.y};
+  const bool by_row = modulated == Modulated::kByRow || modulated == Modulated::kByRowWithGate;
+  problem.modulated = modulated != Modulated::kNot;
+  if (problem.modulated) {
+    problem.group_rows = by_row ? 1 : problem.rows % 3 == 0 ? problem.rows / 3 : problem.rows;
+  }
+  most_shared_memory = device.shared_memory;
+  launches.clear();
+  report(problem, device, "forward", launch_forward(problem, types, device), quiet);
+  problem.gated =
+      modulated == Modulated::kByGroupWithGate || modulated == Modulated::kByRowWithGate;
+  for (const bool needs : {true, false}) {
+    problem.needs_column_grads = needs;
+    problem.needs_dparams = needs || problem.gated;
+    launches.clear();
+    if (const auto error = launch_backward(problem, types, device)) {
+      report(problem, device, "backward", *error, quiet);
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const bool quiet = argc > 1 && std::string_view(argv[1]) == "--quiet";
+  for (const Device& device : kDevices) {
+    for (const auto& [x, weight, y] : kTypesWithKernels) {
+      for (const int64_t cols : kCols) {
+        for (const int64_t rows : kRows) {
+          if (rows * cols > kMostElements) continue;
+          const bool may_be_aligned = cols % aligned_cols(size_of(x), size_of(y)) == 0;
+          for (int kind = 0; kind < 8; ++kind) {
+            Problem problem;
+            problem.rows = rows;
+            problem.cols = cols;
+            problem.x = x;
+            problem.weight = weight;
+            problem.y = y;
+            problem.aligned = kind & 1;
+            problem.residual = kind & 2;
+            problem.has_epilogue = kind & 4;
+            if (problem.aligned && !may_be_aligned) continue;
+            run(problem, Modulated::kNot, device, quiet);
+            if (problem.has_epilogue) continue;
+            for (const auto modulated : {Modulated::kByRow, Modulated::kByRowWithGate,
+                                         Modulated::kByGroup, Modulated::kByGroupWithGate}) {
+              run(problem, modulated, device, quiet);
+            }
+          }
+        }
+      }
+    }
+  }
+  std::fprintf(stderr, "%lld launches, %lld failed\n", static_cast<long long>(problems),
+               static_cast<long long>(failed));
+  return failed > 0;
+}
