@@ -11,7 +11,7 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("no benchmarks beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import plot, report, results  # noqa: E402
+from benchmarks import plot, report, results, run  # noqa: E402
 from benchmarks.cases import SHORT_NAMES  # noqa: E402
 
 
@@ -27,14 +27,11 @@ def row(op, rows, cols, dtype, tensors=2, **more):
 
 @pytest.fixture
 def made():
+    bf16 = ((32_768, 1024), (65_536, 2048), (32_768, 4096))
+    fp32 = ((8192, 1024), (8192, 4096), (16_384, 4096), (1, 768))
     rows = [
-        row("forward", 32_768, 1024, "bfloat16"),
-        row("forward", 65_536, 2048, "bfloat16"),
-        row("forward", 32_768, 4096, "bfloat16"),
-        row("forward", 8192, 1024, "float32"),
-        row("forward", 8192, 4096, "float32"),
-        row("forward", 16_384, 4096, "float32"),
-        row("forward", 1, 768, "float32"),
+        *(row("forward", *size, "bfloat16") for size in bf16),
+        *(row("forward", *size, "float32") for size in fp32),
         row("backward", 32_768, 4096, "bfloat16", tensors=3),
     ]
     return {"device": "NVIDIA G1 80GB", "driver": "1.2", "torch": "2.13.0", "rows": rows,
@@ -43,6 +40,25 @@ def made():
 
 def test_the_files_are_of_the_results():
     report.main(["--check"])
+
+
+def test_results_file_round_trip(made, tmp_path):
+    path = tmp_path / "results" / "gpu.json"
+    results.write(path, made)
+    assert results.read(path) == made
+    assert len(path.read_text().splitlines()) > len(made["rows"]), "one line per measurement"
+    results.update(path, "sweep", {"worst": []})
+    assert results.read(path) == {**made, "sweep": {"worst": []}}
+
+
+def test_summary_shows_every_row_and_what_was_skipped(made):
+    del made["rows"][0]["ours_us"]
+    made["skipped"] = ["eager: no time"]
+    _, *lines, text = run.summary(made).split("\n", len(made["rows"]) + 1)
+    for case, line in zip(map(results.case_of, made["rows"]), lines, strict=True):
+        assert case.op in line
+    assert f"of {len(made['rows']) - 1} rows pass" in text
+    assert "eager: no time" in text
 
 
 def test_cards_stand_side_by_side(made):

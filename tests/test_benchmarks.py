@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -43,19 +44,6 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(timing, "DEVICE", "cpu")
     monkeypatch.setattr(timing, "l2_bytes", lambda: 1000)
     monkeypatch.setattr(timing, "input_count", lambda *arguments, **options: 2)
-
-
-def made_up(cases=CASES):
-    """A results file in which ours takes 10 us, eager 20, compile 15, and a copy 8."""
-    times = {"copy_us": 8.0, "ours_us": 10.0, "eager_us": 20.0, "compile_us": 15.0}
-    return {
-        "device": "Made-up GPU",
-        "driver": "1.0",
-        "torch": "2.11.0",
-        "date": "2026-01-02T03:04:05+00:00",
-        "csrc_sha256": "0" * 64,
-        "rows": [{**results.row_of(case), **times} for case in cases],
-    }
 
 
 @pytest.mark.parametrize(
@@ -99,16 +87,13 @@ def test_a_case_has_samples_if_it_is_modulated():
 def test_modulations_are_views_of_one_tensor(on_cpu):
     for text, shape in (("3x2x8 fp32 add_ada_forward", (3, 1, 8)),
                         ("3x2x8 fp32 add_ada_forward per-token", (3, 2, 8))):  # fmt: skip
+        one: Any
         for one in ours.make_inputs(parse_case(text)):
             assert one.x.shape == (3, 2, 8)
-            shift, scale, gate = one.shift, one.scale, one.gate
-            assert shift is not None
-            assert scale is not None
-            assert gate is not None
-            for tensor in (shift, scale, gate):
+            for tensor in (one.shift, one.scale, one.gate):
                 assert tensor.shape == shape
                 assert tensor.stride(-2) == 48
-            assert scale.data_ptr() - shift.data_ptr() == 8 * 4
+            assert one.scale.data_ptr() - one.shift.data_ptr() == 8 * 4
             assert one.weight is None
 
 
@@ -222,8 +207,7 @@ def test_tune_error_keeps_nan():
     good = torch.ones(4)
     bad = torch.tensor([1.0, float("nan"), 1.0, 1.0])
     assert tune.error((good, good), [good, good]) == 0.0
-    assert tune.error((bad, good), [good, good]) != tune.error((good, good), [good, good])
-    assert str(tune.error((bad, good), [good, good])) == "nan"
+    assert math.isnan(tune.error((bad, good), [good, good]))
 
 
 def test_counts_cover_the_cache_and_fill_a_replay():
@@ -236,41 +220,50 @@ def test_counts_cover_the_cache_and_fill_a_replay():
     assert timing.call_count(2, 1000) == timing.MAX_CALLS
 
 
-@pytest.mark.parametrize(
-    ("op", "types"),
-    [(op, "float32") for op in OPS if "ada" not in op]
+PLAIN_OPS = ("forward", "backward", "add_forward", "add_backward")
+MODULATED = tuple(op for op in OPS if "ada" in op)
+PROBLEMS = [
+    *(f"6x20 float32 {op}" for op in OPS if "ada" not in op and "channels" not in op),
+    *(f"2x20x3x1 float32 {op}" for op in OPS if "channels" in op),
     # Not backward in float16: on a CPU, ATen's wants mean and rstd in float16 then.
-    + [("forward", "float64"), ("backward", "float64"), ("forward", "float16")]
-    + [
-        (op, types)
-        for op in ("forward", "backward", "add_forward", "add_backward")
-        for types in ("bf16+fp32", "bf16+fp32>fp32", "fp16+fp32>fp32")
-    ],
-)
-def test_all_providers_compute_the_same(op, types, on_cpu):
-    case = parse_case(f"{'2x20x3x1' if 'channels' in op else '6x20'} {types} {op}")
-    tolerance = {"float32": 1e-5, "float64": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2}[case.dtype]
+    "6x20 float64 forward", "6x20 float64 backward", "6x20 float16 forward",
+    *(f"6x20 {types} {op}" for op in PLAIN_OPS
+      for types in ("bf16+fp32", "bf16+fp32>fp32", "fp16+fp32>fp32")),
+    *(f"3x4x20 {types} {op}{per}" for op in MODULATED
+      for types in ("float32", "bf16*fp32") for per in ("", " per-token")),
+]  # fmt: skip
+
+
+def dtypes_of(case):
+    if not case.backward:
+        return [case.torch_out_dtype, case.torch_dtype][: 1 + case.residual]
+    if case.modulation:
+        modulations = [case.torch_modulation_dtype] * (2 + case.residual)
+        return [case.torch_dtype] * (1 + case.residual) + modulations
+    return [case.torch_dtype, *[case.torch_weight_dtype] * (1 if case.is_rms else 2)]
+
+
+@pytest.mark.parametrize("text", PROBLEMS)
+def test_all_providers_compute_the_same(text, on_cpu):
+    case = parse_case(text)
+    bfloat16 = 2e-2 if case.modulation else 1.2e-2
+    tolerance = {"float16": 2e-3, "bfloat16": bfloat16}.get(case.dtype, 1e-5)
     inputs = ours.make_inputs(case)
     with torch.no_grad():
         expected = tune.reference(case, inputs[0])
         assert not inputs[0].x.requires_grad
         names = ["ours", "eager"]
-        if op in ("rms_forward", "rms_backward") and not case.mixed:
+        if case.op in ("rms_forward", "rms_backward") and not case.mixed:
             names.append("llama")
         for name in names:
-            calls = providers.PROVIDERS[name](case, inputs)
-            assert calls is not None
-            assert len(calls) == 2
-            result = calls[0]()
+            calls: Any = providers.PROVIDERS[name](case, inputs)
+            first, second = calls
+            result = first()
             assert tune.error(result, expected) < tolerance, name
             outputs = [result] if isinstance(result, torch.Tensor) else list(result)
-            if case.backward:
-                parameters = 1 if case.is_rms else 2
-                dtypes = [case.torch_dtype, *[case.torch_weight_dtype] * parameters]
-            else:
-                dtypes = [case.torch_out_dtype, case.torch_dtype][: 1 + case.residual]
-            assert [output.dtype for output in outputs] == dtypes, name
-            assert tune.error(calls[1](), expected) > 1e-2, "the inputs are not distinct"
+            assert [output.dtype for output in outputs] == dtypes_of(case), name
+            assert [output.shape for output in outputs] == [want.shape for want in expected], name
+            assert tune.error(second(), expected) > 1e-2, "the inputs are not distinct"
 
 
 @pytest.mark.parametrize("op", HEAD_OPS)
@@ -297,44 +290,9 @@ def test_all_providers_compute_the_same_of_heads(op, on_cpu):
         parse_case(f"2x3 float32 {op}")
 
 
-MODULATED = tuple(op for op in OPS if "ada" in op)
-
-
-def same_as_reference(case, result, expected):
-    """Whether a modulated norm's result is that of the reference, in the inputs' dtypes."""
-    outputs = [result] if isinstance(result, torch.Tensor) else list(result)
-    tolerance = 1e-5 if case.dtype == "float32" else 2e-2
-    modulations = [case.torch_modulation_dtype] * (2 + case.residual)
-    dtypes = [case.torch_dtype] * (1 + case.residual) + (modulations if case.backward else [])
-    return (
-        tune.error(outputs, expected) < tolerance
-        and [output.dtype for output in outputs] == dtypes
-        and [output.shape for output in outputs] == [want.shape for want in expected]
-    )
-
-
-@pytest.mark.parametrize("per", ["", " per-token"])
-@pytest.mark.parametrize("types", ["float32", "bf16*fp32"])
-@pytest.mark.parametrize("op", MODULATED)
-def test_all_providers_modulate_the_same(op, types, per, on_cpu):
-    case = parse_case(f"3x4x20 {types} {op}{per}")
-    inputs = ours.make_inputs(case)
-    with torch.no_grad():
-        expected = tune.reference(case, inputs[0])
-        for name in ("ours", "eager"):
-            calls = providers.PROVIDERS[name](case, inputs)
-            assert calls is not None
-            assert same_as_reference(case, calls[0](), expected), name
-            assert not same_as_reference(case, calls[1](), expected), "the inputs are not distinct"
-
-
 @pytest.mark.parametrize(
     "text",
-    [
-        f"6x20 {types} {op}"
-        for op in ("forward", "backward", "add_forward", "add_backward")
-        for types in ("float32", "bf16+fp32>fp32")
-    ]
+    [f"6x20 {types} {op}" for op in PLAIN_OPS for types in ("float32", "bf16+fp32>fp32")]
     + [f"3x4x20 {types} {op}" for op in MODULATED for types in ("float32", "bf16*fp32")],
 )
 def test_compile_takes_the_functions_whole(text, on_cpu, monkeypatch):
@@ -384,16 +342,6 @@ def test_csrc_sha256_with_and_without_git(tmp_path):
     assert results.csrc_sha256(tmp_path) != expected
 
 
-def test_results_file_round_trip(tmp_path):
-    path = tmp_path / "results" / "gpu.json"
-    written = made_up()
-    results.write(path, written)
-    assert results.read(path) == written == json.loads(path.read_text())
-    assert len(path.read_text().splitlines()) > len(CASES), "one line per measurement"
-    results.update(path, "sweep", {"worst": []})
-    assert results.read(path) == {**written, "sweep": {"worst": []}}
-
-
 def test_row_names_dtypes_that_differ():
     plain = results.row_of(Case("forward", 5, 7, "bfloat16"))
     assert set(plain) == {"op", "rows", "cols", "dtype", "bytes"}
@@ -430,16 +378,6 @@ def test_parts_that_a_run_did_not_measure_are_kept():
     kept = {key: value for key, value in old.items() if key not in ("rows", "skipped")}
     assert run.kept(old, {"rows": [3]}) == kept
     assert run.kept(old, {"rows": [3], **dict.fromkeys(overhead.PARTS)}) == {"sweep": stamp}
-
-
-def test_summary_shows_every_row_and_what_was_skipped():
-    made = made_up()
-    del made["rows"][0]["ours_us"]
-    made["skipped"] = ["eager: no time"]
-    text = run.summary(made)
-    assert all(case.op in line for case, line in zip(CASES, text.splitlines()[1:], strict=False))
-    assert f"of {len(CASES) - 1} rows pass" in text
-    assert "eager: no time" in text
 
 
 class FakeSide(compare.Side):
@@ -650,16 +588,7 @@ def test_a_chain_ends_where_it_began(on_cpu, monkeypatch):
 def tiny_model():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = model
-
-        def forward(self, x):
-            return self.layers(x)
-
-    return Model(), {"x": torch.randn(4, 8)}, lambda output: output.float().square().mean()
+    return model, {"input": torch.randn(4, 8)}, lambda output: output.float().square().mean()
 
 
 def test_models_measure_one_row_a_variant(on_cpu, monkeypatch):
@@ -694,28 +623,21 @@ def test_models_variants_are_what_they_say(monkeypatch):
 
     model, _, _ = tiny_model()
     swapped = models.prepared(model, "swap")
-    assert isinstance(swapped.get_submodule("layers.1"), FusedLayerNorm)
+    assert isinstance(swapped.get_submodule("1"), FusedLayerNorm)
     for other in (model, models.prepared(model, "eager"), models.prepared(model, "override")):
-        assert type(other.get_submodule("layers.1")) is torch.nn.LayerNorm
+        assert type(other.get_submodule("1")) is torch.nn.LayerNorm
     entered = []
     monkeypatch.setattr("fused_layernorm.override_aten", lambda: entered.append(1))
     for variant in models.VARIANTS:
         models.around(variant)
     assert len(entered) == 1
-    asked = {}
     monkeypatch.setattr(torch, "compile", lambda model, **how: how)
-    for variant in models.VARIANTS:
-        how = models.compiled(model, variant)
-        if how is not model:
-            asked[variant] = how
-    then = {"fused_layernorm.then": "eager"}
-    assert asked == {
-        "compiled": {},
-        "swap_compiled": {},
-        "operators_compiled": {},
-        "fused_eager": {"backend": "fused_layernorm", "options": then},
-        "fused_compiled": {"backend": "fused_layernorm"},
-    }
+    asked = {variant: models.compiled(model, variant) for variant in models.VARIANTS}
+    fused = {"backend": "fused_layernorm"}
+    assert {variant: how for variant, how in asked.items() if how is not model} == {
+        "compiled": {}, "swap_compiled": {}, "operators_compiled": {}, "fused_compiled": fused,
+        "fused_eager": {**fused, "options": {"fused_layernorm.then": "eager"}},
+    }  # fmt: skip
 
 
 def test_turns(tmp_path, monkeypatch):
@@ -784,17 +706,15 @@ def test_blocks_are_the_same_in_both_forms(on_cpu):
     for operators in (False, True):
         model = models.prepared(model, "operators" if operators else "eager")
         found.append(torch.autograd.grad(loss(model(**inputs)), list(model.parameters())))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_half_models_keep_what_must_stay_in_float32():
     model, _, _ = tiny_model()
     model._keep_in_fp32_modules = ["1"]
-    model.layers[0].register_buffer("steps", torch.arange(3))
+    model[0].register_buffer("steps", torch.arange(3))
     dtypes = {name: tensor.dtype for name, tensor in models.halved(model).state_dict().items()}
     assert dtypes == {
-        "layers.0.weight": torch.bfloat16, "layers.0.bias": torch.bfloat16,
-        "layers.0.steps": torch.int64,
-        "layers.1.weight": torch.float32, "layers.1.bias": torch.float32,
+        "0.weight": torch.bfloat16, "0.bias": torch.bfloat16, "0.steps": torch.int64,
+        "1.weight": torch.float32, "1.bias": torch.float32,
     }  # fmt: skip

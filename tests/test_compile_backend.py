@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways to use the graph pass: the backend, its options, swapped modules, caches, explain."""
 
-import contextlib
 import copy
 import importlib
 import re
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import tiny_diffusers
 import torch
 import torch.nn.functional as F
+from compiling import EAGER, afresh, assert_same, everywhere, recording  # noqa: F401
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -32,18 +31,7 @@ PLANES = ROOT / "csrc" / "base" / "planes.h"
 OPERATORS = torch.ops.fused_layernorm
 
 
-@pytest.fixture(autouse=True)
-def _everywhere(monkeypatch):
-    """Runs the pass on the CPU too, and makes the backend's name known without an installation."""
-    monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
-    if not entry_points(group="torch_dynamo_backends", name="fused_layernorm"):
-        registry = torch._dynamo.backends.registry
-        monkeypatch.setitem(registry._BACKENDS, "fused_layernorm", None)
-        monkeypatch.setitem(registry._COMPILER_FNS, "fused_layernorm", ways.backend)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("everywhere")
 
 
 class Block(torch.nn.Module):
@@ -70,41 +58,8 @@ class Block(torch.nn.Module):
         return x + torch.tanh(self.norm2(x) * (1 + scale2) + shift2)
 
 
-def losses_and_gradients(module, run, *inputs):
-    module.zero_grad()
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    out = run(*leaves)
-    out.float().pow(2).sum().backward()
-    gradients = [tensor.grad for tensor in leaves]
-    return [out.detach(), *gradients, *(p.grad.clone() for p in module.parameters())]
-
-
-def assert_same(module, compiled, *inputs, rtol=1e-4, atol=1e-4):
-    for one, other in zip(
-        losses_and_gradients(module, compiled, *inputs),
-        losses_and_gradients(module, module, *inputs),
-        strict=True,
-    ):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
-
-
 def inputs(width=32, device="cpu"):
     return torch.randn(3, 7, width, device=device), torch.randn(3, width, device=device)
-
-
-@contextlib.contextmanager
-def graphs_for_compilers():
-    """Yields (a compiler for AOTAutograd, the operators' names in each graph that it is given)."""
-    seen: list[list[str]] = []
-
-    def compiler(graph_module, example_inputs):
-        seen.append([str(n.target) for n in graph_module.graph.nodes if n.op == "call_function"])
-        return graph_module
-
-    from torch._dynamo.backends.common import aot_autograd
-
-    yield aot_autograd(fw_compiler=compiler, bw_compiler=compiler), seen
 
 
 # Skips a test where plain torch.compile cannot choose between the kernels and Inductor.
@@ -128,13 +83,8 @@ chooses = pytest.mark.skipif(
 )
 def test_training(device, then, checkpointed, dynamic):
     block = Block(checkpointed=checkpointed).to(device)
-    compiled = torch.compile(
-        block,
-        backend="fused_layernorm",
-        options={"fused_layernorm.then": then},
-        fullgraph=True,
-        dynamic=dynamic,
-    )
+    how: Any = {"options": {THEN: then}, "dynamic": dynamic}
+    compiled = torch.compile(block, backend="fused_layernorm", fullgraph=True, **how)
     assert_same(block, compiled, *inputs(device=device))
 
 
@@ -181,13 +131,11 @@ def test_graph_breaks(device):
         return F.layer_norm(y.relu() + x, (32,))
 
     x, weight = torch.randn(3, 32, device=device), torch.randn(32, device=device)
-    compiled = torch.compile(
-        function, backend="fused_layernorm", options={"fused_layernorm.then": "eager"}
-    )
+    compiled = torch.compile(function, backend="fused_layernorm", options=EAGER)
     torch.testing.assert_close(compiled(x, weight), function(x, weight))
 
 
-THEN, EAGER = "fused_layernorm.then", {"fused_layernorm.then": "eager"}
+THEN = "fused_layernorm.then"
 
 
 @pytest.mark.parametrize(
@@ -226,12 +174,9 @@ def test_mode_and_options_are_inductors(monkeypatch):
 
     monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", Inductor)
     options: Any = {"max_autotune": True, "fused_layernorm.deterministic": True}
-    compiled = torch.compile(torch.nn.LayerNorm(8), backend="fused_layernorm", options=options)
-    compiled(torch.randn(2, 8))
-    compiled = torch.compile(
-        torch.nn.LayerNorm(8), backend="fused_layernorm", mode="reduce-overhead"
-    )
-    compiled(torch.randn(2, 8))
+    for how in ({"options": options}, {"mode": "reduce-overhead"}):
+        norm = torch.nn.LayerNorm(8)
+        torch.compile(norm, backend="fused_layernorm", **how)(torch.randn(2, 8))
     assert given == [(None, {"max_autotune": True}), ("reduce-overhead", {})]
 
 
@@ -239,10 +184,8 @@ def test_reset(monkeypatch):
     """torch._dynamo.reset() reaches the backend, which frees its CUDA graphs."""
     resets: list[bool] = []
     monkeypatch.setattr(ways.backend, "reset", lambda: resets.append(True))
-    options: Any = {"fused_layernorm.then": "eager"}
-    torch.compile(torch.nn.LayerNorm(8), backend="fused_layernorm", options=options)(
-        torch.randn(2, 8)
-    )
+    norm = torch.nn.LayerNorm(8)
+    torch.compile(norm, backend="fused_layernorm", options=EAGER)(torch.randn(2, 8))
     torch._dynamo.reset()
     assert resets
 
@@ -263,13 +206,13 @@ def test_cuda_graphs():
 def test_what_is_left_to_inductor(device, width):
     """At 256 columns Inductor's forward is as fast as ours. The backward is ours at every width."""
     module = torch.nn.Sequential(torch.nn.GELU(), torch.nn.LayerNorm(width)).to(device)
-    with graphs_for_compilers() as (compiler, graphs):
+    compiler, graphs = recording()
 
-        def backend(graph_module, example_inputs):
-            return compiler(fused_layernorm.fuse(graph_module), example_inputs)
+    def backend(graph_module, example_inputs):
+        return compiler(fused_layernorm.fuse(graph_module), example_inputs)
 
-        x = torch.randn(3, width, device=device)
-        assert_same(module, torch.compile(module, backend=backend, fullgraph=True), x)
+    x = torch.randn(3, width, device=device)
+    assert_same(module, torch.compile(module, backend=backend, fullgraph=True), x)
     forward, backward = graphs
     assert ("aten.native_layer_norm.default" in forward) == (width == 256)
     assert ("fused_layernorm.layer_norm_forward.default" in forward) == (width == 1152)
@@ -278,9 +221,10 @@ def test_what_is_left_to_inductor(device, width):
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_what_is_left_to_inductor_in_inference(context):
-    with graphs_for_compilers() as (compiler, graphs), context():
+    compiler, graphs = recording()
+    operator = OPERATORS.aten_layer_norm.default
+    with context():
         x = torch.randn(3, 256)
-        operator = OPERATORS.aten_layer_norm.default
         torch.compile(lambda x: operator(x, 1, None, None, 1e-5), backend=compiler)(x)
     assert graphs[0][0] == "aten.native_layer_norm.default"
     assert not any("fused_layernorm" in name for name in graphs[0])
@@ -306,11 +250,8 @@ def test_twins_give_the_same(device, operator, dtype):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         loss = sum((out.double() * torch.arange(16, device=device)).sum() for out in outputs)
         found.append([*outputs, *torch.autograd.grad(loss, leaves)])
-    for one, other in zip(*found, strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(
-            one, other, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-3
-        )
+    rtol = 2e-2 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(*found, rtol=rtol, atol=1e-3)
 
 
 @pytest.mark.parametrize("operator", [LAYER_NORM, ADD_LAYER_NORM])
@@ -366,7 +307,6 @@ def test_swapped_modules(device, autocast):
             if len(args) == 1:
                 compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
                 assert_same(module, compiled, *args)
-                assert compiled(*args).dtype is module(*args).dtype
 
 
 @chooses
@@ -526,16 +466,10 @@ def test_channels_through_inductor(form, channels_last):
         x = x.to(memory_format=torch.channels_last)
     x.requires_grad_()
     found, expected = torch.compile(function, backend="fused_layernorm")(x, w), function(x, w)
-    assert found.stride() == expected.stride()
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, check_stride=True)
     dy = torch.randn_like(expected)
-    for one, other in zip(
-        torch.autograd.grad(found, (x, w), dy),
-        torch.autograd.grad(expected, (x, w), dy),
-        strict=True,
-    ):
-        assert one.stride() == other.stride()
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    one, other = (torch.autograd.grad(y, (x, w), dy) for y in (found, expected))
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, check_stride=True)
 
 
 @chooses
@@ -618,8 +552,7 @@ def test_dtensor(mesh):
 
         torch._dynamo.reset()
         found = step(torch.compile(function, backend=backend, fullgraph=True))
-        for one, other in zip(found, step(function), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(found, step(function), rtol=1e-4, atol=1e-3)
         first = "aten_add_layer_norm" if with_inductor else "add_layer_norm"
         assert [row.operator for row in rows] == [first, "add_ada_layer_norm"]
 
@@ -718,11 +651,8 @@ def test_caches(monkeypatch, tmp_path):
 def test_explain(device):
     x, c = inputs(device=device)
     found = fused_layernorm.explain(Block().to(device), x, c)
-    assert [row.operator for row in found.rows] == [
-        "ada_layer_norm",
-        "add_ada_layer_norm",
-        "add_layer_norm",
-    ]
+    operators = [row.operator for row in found.rows]
+    assert operators == ["ada_layer_norm", "add_ada_layer_norm", "add_layer_norm"]
     text = str(found)
     assert text.splitlines()[0].split("  ")[0] == "where"
     assert "norm2" in text
@@ -778,7 +708,6 @@ def test_diffusion_transformers(device, make, dtype, monkeypatch):
     2.11 chooses for heads of 8 bfloat16 columns gives a stock Flux gradients of arbitrary size.
     """
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    torch.manual_seed(0)
     model, kwargs = make()
     model.to(device, dtype).eval()  # in training mode DiT drops labels at random
     kwargs = {

@@ -6,17 +6,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from compiling import EAGER, afresh, everywhere  # noqa: F401
 
 import fused_layernorm
-from fused_layernorm.compile import rules
 
-
-@pytest.fixture(autouse=True)
-def _devices(monkeypatch):
-    monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("everywhere")
 
 
 def rotate_half(x):
@@ -60,15 +54,11 @@ def check(f, *args, expected, atol=1e-6):
     """Results, gradients, and what is said of the rotations: what was fused, or why it was left."""
     leaves = [a for a in args if a.requires_grad]
     stock = f(*args)
-    compiled = torch.compile(
-        f, backend="fused_layernorm", fullgraph=True, options={"fused_layernorm.then": "eager"}
-    )
-    found = compiled(*args)
+    found = torch.compile(f, backend="fused_layernorm", fullgraph=True, options=EAGER)(*args)
     grads = [torch.randn_like(y) for y in stock]
     results = (*found, *torch.autograd.grad(found, leaves, grads))
     wanted = (*stock, *torch.autograd.grad(stock, leaves, grads))
-    for a, b in zip(results, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=atol)
+    torch.testing.assert_close(results, wanted, rtol=1e-5, atol=atol)
     assert [y.stride() for y in found] == [y.stride() for y in stock]
     rows = fused_layernorm.explain(f, *args, then="eager").rows
     rows = [row for row in rows if row.form == "rotation"]
@@ -79,17 +69,13 @@ def check(f, *args, expected, atol=1e-6):
 def test_rotation(device):
     check(rotated, *tensors(device), expected=[["k"]])
     check(positions_first, *tensors(device, heads_first=False), expected=[["k"]])
+    check(rotated, *tensors(device, torch.bfloat16), expected=[["k"]], atol=0.05)
 
 
 def test_norm_and_rotation(device):
     q, k, angle = tensors(device, heads_first=False)
     weight = torch.ones(8, device=device, requires_grad=True)
     check(normalized, q, k, weight, angle, expected=[["norm", "k"]], atol=1e-5)
-
-
-def test_half_precision(device):
-    q, k, angle = tensors(device, torch.bfloat16)
-    check(rotated, q, k, angle, expected=[["k"]], atol=0.05)
 
 
 def test_float32_angles_and_a_cast(device):
@@ -110,9 +96,7 @@ def test_float32_angles_and_a_cast(device):
     check(in_float32, q, k, angle, expected=[["k"]], atol=0.02)
     with torch.no_grad():
         y = in_float32(q, k, angle)[0]
-        compiled = torch.compile(
-            in_float32, backend="fused_layernorm", options={"fused_layernorm.then": "eager"}
-        )
+        compiled = torch.compile(in_float32, backend="fused_layernorm", options=EAGER)
         assert (compiled(q, k, angle)[0] == y).float().mean() > 0.99
 
 
@@ -131,31 +115,24 @@ def test_what_is_left(device):
 
     check(other_halves, q, k, angle, expected=[])
 
-    def other_sign(q, k, angle):
-        cos, sin = angles(q, angle)
-        half = torch.cat((q[..., 4:], -q[..., :4]), -1)
-        return q * cos + half * sin, k
+    def turned(x, half, angle):
+        cos, sin = angles(x, angle)
+        return x * cos + half * sin
 
-    check(other_sign, q, k, angle, expected=[])
+    def other_sign(q, k, angle):
+        return turned(q, torch.cat((q[..., 4:], -q[..., :4]), -1), angle), k
 
     def other_tensor(q, k, angle):
-        cos, sin = angles(q, angle)
-        return q * cos + rotate_half(2 * q) * sin, k
-
-    check(other_tensor, q, k, angle, expected=[])
+        return turned(q, rotate_half(2 * q), angle), k
 
     def written(q, k, angle):
         x = q * 2
-        cos, sin = angles(x, angle)
-        y = x * cos + rotate_half(x) * sin
-        return y.mul_(2), k
+        return turned(x, rotate_half(x), angle).mul_(2), k
 
+    check(other_sign, q, k, angle, expected=[])
+    check(other_tensor, q, k, angle, expected=[])
     check(written, q, k, angle, expected=[["a part of it is written into"]])
-
-    def of_gradient(q, k, angle):
-        return rotated(q, k, angle)
-
-    check(of_gradient, q, k, angle.clone().requires_grad_(), expected=[])
+    check(rotated, q, k, angle.clone().requires_grad_(), expected=[])
 
 
 def test_a_norm_that_is_used_elsewhere_stays(device):
@@ -189,10 +166,8 @@ def test_models(name, device):
 
     model = test_swap_rotations.make(name, device)
     stock = test_swap_rotations.run(copy.deepcopy(model))
-    options = {"fused_layernorm.then": "eager"}
-    model.compile(backend="fused_layernorm", options=options)
-    for found, expected in zip(test_swap_rotations.run(model), stock, strict=True):
-        torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-5)
+    model.compile(backend="fused_layernorm", options=EAGER)
+    torch.testing.assert_close(test_swap_rotations.run(model), stock, rtol=2e-4, atol=1e-5)
     ids = torch.randint(3, 50, (2, 9)).to(device)
     text = str(fused_layernorm.explain(test_swap_rotations.make(name, device), ids))
     assert "; 2 rotations, 2 replaced" in text
@@ -272,9 +247,7 @@ def test_models_of_diffusers(name, count, device):
     text = str(fused_layernorm.explain(model, then="eager", **inputs))
     assert f"; {count} rotations, {count} replaced" in text
     assert ("norm, k" in text) == (name == "flux")  # Wan normalizes all heads together
-    compiled = torch.compile(
-        model, backend="fused_layernorm", options={"fused_layernorm.then": "eager"}
-    )
+    compiled = torch.compile(model, backend="fused_layernorm", options=EAGER)
     with torch.no_grad():
         torch.testing.assert_close(compiled(**inputs)[0], model(**inputs)[0], rtol=1e-4, atol=1e-5)
 

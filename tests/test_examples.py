@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples run and confirm their claims, on a GPU if there is one."""
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -35,18 +36,13 @@ def test_kernelbench_notices_a_wrong_output(monkeypatch):
         kernelbench.main()
 
 
-def test_transformer_block(capsys):
-    import transformer_block
-
-    transformer_block.main()
-    assert "largest relative difference" in capsys.readouterr().out
-
-
-def test_attention(capsys):
-    import attention
-
-    attention.main()
-    assert "largest relative difference" in capsys.readouterr().out
+@pytest.mark.parametrize("name", ["transformer_block", "attention", "diffusion_transformer"])
+def test_claims(name, capsys):
+    importlib.import_module(name).main()
+    shown = capsys.readouterr().out
+    assert "largest relative difference" in shown
+    if name == "diffusion_transformer":
+        assert shown.count("device time") == (2 if torch.cuda.is_available() else 0)
 
 
 def test_attention_notices_a_wrong_output(monkeypatch):
@@ -56,15 +52,6 @@ def test_attention_notices_a_wrong_output(monkeypatch):
     monkeypatch.setattr(attention, "qk_norm_rope", lambda q, k, *a, **o: right(k, q, *a, **o))
     with pytest.raises(SystemExit, match="differs"):
         attention.main()
-
-
-def test_diffusion_transformer(capsys):
-    import diffusion_transformer
-
-    diffusion_transformer.main()
-    shown = capsys.readouterr().out
-    assert "largest relative difference" in shown
-    assert shown.count("device time") == (2 if torch.cuda.is_available() else 0)
 
 
 @pytest.mark.parametrize("forgotten", range(2, 5))

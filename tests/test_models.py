@@ -7,6 +7,7 @@ key.
 """
 
 import copy
+from functools import partial
 
 import libraries
 import pytest
@@ -16,6 +17,7 @@ from tiny_transformers import bert, gpt2, make, vit
 from torch import nn
 
 import fused_layernorm
+from fused_layernorm import FusedLayerNorm
 from fused_layernorm.ops import autograd_library
 from fused_layernorm.override import _calls, _override
 from fused_layernorm.swap import is_fused
@@ -78,39 +80,25 @@ def classifier(model, size):
     return Loss(model, loss), {"x": torch.randn(2, 3, size, size)}
 
 
-def timm_model(name, size, **options):
-    timm = libraries.get("timm")
-    model = timm.create_model(name, num_classes=5, drop_path_rate=0.0, **options)
-    return classifier(model, size)
+# By id: timm's name of a model, the size of its images, options. Blocks of convnext_tiny normalize
+# the last dimension, those of convnext_atto the channels.
+PLAIN = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+STAGES = {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32)}
+TIMM: dict[str, tuple[str, int, dict]] = {
+    "timm_vit": ("vit_tiny_patch16_224", 16, PLAIN),
+    "timm_deit3": ("deit3_small_patch16_224", 16, PLAIN),
+    "timm_eva": ("eva02_tiny_patch14_224", 16, PLAIN),
+    "timm_convnext": ("convnext_atto", 32, STAGES),
+    "timm_convnext_tiny": ("convnext_tiny", 32, STAGES),
+    "timm_swin": ("swin_tiny_patch4_window7_224", 56,
+        {"img_size": 56, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4)}),
+}  # fmt: skip
 
 
-SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
-
-
-def timm_vit():
-    return timm_model("vit_tiny_patch16_224", 16, **SMALL)
-
-
-def timm_deit3():
-    return timm_model("deit3_small_patch16_224", 16, **SMALL)
-
-
-def timm_eva():
-    return timm_model("eva02_tiny_patch14_224", 16, **SMALL)
-
-
-def timm_convnext():
-    return timm_model("convnext_atto", 32, depths=(1, 1, 1, 1), dims=(8, 16, 24, 32))
-
-
-def timm_convnext_tiny():
-    """The blocks of this model normalize the last dimension, those of atto the channels."""
-    return timm_model("convnext_tiny", 32, depths=(1, 1, 1, 1), dims=(8, 16, 24, 32))
-
-
-def timm_swin():
-    sizes = {"img_size": 56, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4)}
-    return timm_model("swin_tiny_patch4_window7_224", 56, **sizes)
+def timm_model(name, **options):
+    name, size, sizes = TIMM[name]
+    create = libraries.get("timm").create_model
+    return classifier(create(name, num_classes=5, drop_path_rate=0.0, **sizes, **options), size)
 
 
 def torchvision_convnext():
@@ -142,12 +130,9 @@ def diffusers_wan():
 
 MODELS = {
     f.__name__: f
-    for f in (bert, gpt2, vit, convnext, sam, timm_vit, timm_deit3, timm_eva, timm_convnext,
-              timm_convnext_tiny, timm_swin, torchvision_convnext, torchvision_vit, diffusers_dit,
+    for f in (bert, gpt2, vit, convnext, sam, torchvision_convnext, torchvision_vit, diffusers_dit,
               diffusers_wan)
-}  # fmt: skip
-
-
+} | {name: partial(timm_model, name) for name in TIMM}  # fmt: skip
 CONVOLUTIONAL = ("convnext", "timm_convnext", "timm_convnext_tiny", "torchvision_convnext")
 
 
@@ -157,7 +142,6 @@ def norms_of(model):
 
 @pytest.fixture(params=MODELS)
 def model_and_inputs(request, device):
-    torch.manual_seed(0)
     model, inputs = MODELS[request.param]()
     # Random weights show whether a norm ignores its weight or bias.
     for module in norms_of(model):
@@ -250,3 +234,21 @@ def test_overridden(model_and_inputs, device):
     assert calls >= (norms if autograd_library.active else 2 * norms)
     same(found, expected)
     torch.testing.assert_close(found_losses, expected_losses, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["timm_vit", "timm_swin"])
+def test_norm_layer_of_timm(name, device):
+    """timm's models take FusedLayerNorm as the class of their norms."""
+    (stock, inputs), (fused, _) = (
+        timm_model(name, norm_layer=norm_layer) for norm_layer in (nn.LayerNorm, FusedLayerNorm)
+    )
+    assert len(norms_of(fused)) == len(norms_of(stock)) > 0
+    assert {type(norm) for norm in norms_of(fused)} == {FusedLayerNorm}
+    fused.load_state_dict(stock.state_dict())
+    inputs = {"x": inputs["x"].to(device)}
+    same(gradients(fused.to(device), inputs), gradients(stock.to(device), inputs))
+
+
+def test_norm_layer_of_timm_with_an_eps():
+    model, _ = timm_model("timm_vit", norm_layer=partial(FusedLayerNorm, eps=1e-6))
+    assert {norm.eps for norm in norms_of(model)} == {1e-6}

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """FusedLayerNorm and FusedAddLayerNorm as modules."""
 
-import copy
 import io
-import pickle
 from typing import Any, cast
 
 import pytest
 import torch
+from swaps import copies, saved_and_loaded
 from torch import nn
 
 import fused_layernorm
@@ -48,26 +47,11 @@ def test_is_an_nn_layer_norm(args, kwargs):
     assert ours.normalized_shape == stock.normalized_shape
     assert ours.eps == stock.eps
     assert ours.elementwise_affine == stock.elementwise_affine
-    for (name, one), (other_name, other) in zip(
-        ours.named_parameters(), stock.named_parameters(), strict=True
-    ):
-        assert name == other_name
-        assert torch.equal(one, other)
-        assert one.dtype == other.dtype
+    torch.testing.assert_close(ours.state_dict(), stock.state_dict(), rtol=0, atol=0)
     x = torch.randn(3, 4, 8, dtype=ours.weight.dtype if ours.weight is not None else None)
     torch.testing.assert_close(ours(x), stock(x))
     ours.load_state_dict(stock.state_dict())
     stock.load_state_dict(ours.state_dict())
-
-
-def test_defaults_are_those_of_nn_layer_norm():
-    ours, stock = FusedLayerNorm(8), nn.LayerNorm(8)
-    assert torch.equal(ours.weight, torch.ones(8))
-    assert torch.equal(ours.bias, torch.zeros(8))
-    assert ours.eps == stock.eps
-    ours.weight.data.normal_()
-    ours.reset_parameters()
-    assert torch.equal(ours.weight, torch.ones(8))
 
 
 def test_meta_device():
@@ -75,7 +59,8 @@ def test_meta_device():
     assert norm(torch.empty(3, 8, device="meta")).shape == (3, 8)
     norm = norm.to_empty(device="cpu")
     norm.reset_parameters()
-    assert norm(torch.randn(3, 8)).isfinite().all()
+    assert torch.equal(norm.weight, torch.ones(8))
+    assert torch.equal(norm.bias, torch.zeros(8))
 
 
 @pytest.mark.parametrize("activation", [None, "gelu"])
@@ -98,8 +83,7 @@ def test_symbolic_trace(activation):
     ]
     assert calls[:2] == [("call_module", "norm"), ("call_function", add_layer_norm)]
     x = torch.randn(3, 4, 8)
-    for found, expected in zip(traced(x), model(x), strict=True):
-        assert torch.equal(found, expected)
+    torch.testing.assert_close(traced(x), model(x), rtol=0, atol=0)
 
 
 # By name: a module, and how many tensors of rows and modulations it takes.
@@ -120,7 +104,6 @@ SCRIPTED: dict[str, tuple[Any, int, int]] = {
 @pytest.mark.parametrize("name", SCRIPTED)
 @pytest.mark.parametrize("how", [torch.jit.script, "trace"], ids=["script", "trace"])
 def test_torch_script(device, name, how):
-    """Scripted and traced modules, also saved and loaded, give the same results and gradients."""
     make, count, modulations = SCRIPTED[name]
     model = make().to(device)
 
@@ -160,14 +143,10 @@ def test_options(device):
     assert torch.equal(norm(x), expected)
     add_norm = FusedAddLayerNorm(8, eps=0.1, activation="relu", scale=2.0).to(device)
     residual = torch.randn(3, 8, device=device)
-    for one, other in zip(
-        add_norm(x, residual),
-        add_layer_norm(
-            x, residual, add_norm.weight, add_norm.bias, 0.1, activation="relu", scale=2.0
-        ),
-        strict=True,
-    ):
-        assert torch.equal(one, other)
+    both = add_layer_norm(
+        x, residual, add_norm.weight, add_norm.bias, 0.1, activation="relu", scale=2.0
+    )
+    torch.testing.assert_close(add_norm(x, residual), both, rtol=0, atol=0)
 
 
 def test_options_are_keywords_only():
@@ -175,28 +154,17 @@ def test_options_are_keywords_only():
         cast(Any, FusedLayerNorm)(8, 1e-5, True, True, None, None, "gelu")
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies(device, how):
+def test_copies(device):
     norm = FusedLayerNorm(8, activation="gelu", scale=0.5, out_dtype=torch.float64).to(device)
     with torch.no_grad():
         norm.weight.normal_()
     norm.eval()
-    match how:
-        case "deepcopy":
-            other = copy.deepcopy(norm)
-        case "pickle":
-            other = pickle.loads(pickle.dumps(norm))
-        case "torch.save":
-            buffer = io.BytesIO()
-            torch.save(norm, buffer)
-            buffer.seek(0)
-            other = torch.load(buffer, weights_only=False)
-    assert type(other) is FusedLayerNorm
-    assert repr(other) == repr(norm)
-    assert not other.training
-    assert other.weight is not norm.weight
     x = torch.randn(3, 8, device=device)
-    assert torch.equal(other(x), norm(x))
+    for other in copies(norm):
+        assert repr(other) == repr(norm)
+        assert not other.training
+        assert other.weight is not norm.weight
+        assert torch.equal(other(x), norm(x))
 
 
 CLASSES = [
@@ -212,15 +180,10 @@ def test_loads_without_trust(cls):
     module = cls(8)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = saved_and_loaded(module, weights_only=True)
     assert type(loaded) is cls
     assert repr(loaded) == repr(module)
-    assert loaded.state_dict().keys() == module.state_dict().keys()
-    for ours, theirs in zip(loaded.parameters(), module.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(loaded.state_dict(), module.state_dict(), rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -312,7 +275,6 @@ def test_plain_modulations_on_the_cpu_are_pytorchs(operators, monkeypatch, name,
 
 
 def test_normalized_shape_rules_over_a_replaced_weight(device):
-    """As in nn.LayerNorm, a weight that no longer fits normalized_shape is refused."""
     norm = FusedLayerNorm(8).to(device)
     norm.weight = nn.Parameter(torch.ones(4, device=device))
     norm.bias = nn.Parameter(torch.zeros(4, device=device))
@@ -320,37 +282,6 @@ def test_normalized_shape_rules_over_a_replaced_weight(device):
         norm(torch.randn(3, 4, device=device))
     with pytest.raises(RuntimeError, match=r"expected weight of shape .* \[8\].*, got shape \[4\]"):
         norm(torch.randn(3, 8, device=device))
-
-
-def test_pre_norm_block_with_a_residual_stream(device):
-    """A block gives the same with each addition fused into the norm after it."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(16, 16).to(device) for _ in range(3)]
-    norms = [FusedAddLayerNorm(16).to(device) for _ in range(3)]
-
-    def stock(x):
-        for layer, norm in zip(layers, norms, strict=True):
-            h = nn.functional.layer_norm(x, (16,), norm.weight, norm.bias)
-            x = x + layer(h)
-        return x
-
-    def fused(x):
-        h, x = norms[0](torch.zeros_like(x), x)
-        for layer, norm in zip(layers[:-1], norms[1:], strict=True):
-            h, x = norm(layer(h), x)
-        return x + layers[-1](h)
-
-    x = torch.randn(5, 16, device=device)
-    results = []
-    for block in (stock, fused):
-        leaf = x.clone().requires_grad_()
-        for module in (*layers, *norms):
-            module.zero_grad()
-        y = block(leaf)
-        y.pow(2).sum().backward()
-        results.append([y, leaf.grad, *(p.grad for m in (*layers, *norms) for p in m.parameters())])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("packed", [1, 3])  # of the three or more that each norm saves

@@ -23,24 +23,20 @@ from captured import (
     run,
     tensors,
 )
+from compiling import afresh, everywhere  # noqa: F401
 from tiny_transformers import decoder
 
 import fused_layernorm
-from fused_layernorm.compile import rotations, rules
+from fused_layernorm.compile import rotations
 from fused_layernorm.ops.operators import ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 EPS = 1e-6
 
-pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-
-
-@pytest.fixture(autouse=True)
-def _everywhere(monkeypatch):
-    monkeypatch.setattr(rules, "DEVICES", {"cpu", "cuda"})
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.usefixtures("everywhere"),
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
+]
 
 
 def calls_of(graph_module):
@@ -95,21 +91,12 @@ WAYS = {
 }  # fmt: skip
 
 
-def _of_this_package(t):
-    return fused_layernorm.rms_norm(t["x"], t["weight"], EPS, bias=t["bias"])
-
-
-def _of_this_package_with_all(t):
-    return fused_layernorm.rms_norm(
-        t["x"], t["weight"], EPS, weight_offset=0.5, round_before_weight=True
-    )
-
-
-def _llama(t):
-    return llama(t["x"], t["weight"])
-
-
-FUNCTIONS = {_of_this_package: PLAIN, _of_this_package_with_all: (0.5, True), _llama: ROUNDED}
+_llama = model("norm(x, weight)", llama)
+_of_this_package = model("norm(x, weight, 1e-6, bias=bias)", fused_layernorm.rms_norm)
+_with_all = model(
+    "norm(x, weight, 1e-6, weight_offset=0.5, round_before_weight=True)", fused_layernorm.rms_norm
+)
+FUNCTIONS = {_of_this_package: PLAIN, _with_all: (0.5, True), _llama: ROUNDED}
 
 
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32), (F16, F16)])
@@ -125,7 +112,7 @@ def test_ways_to_write_it(device, way, dtypes):
     offset, rounds = (WAYS | FUNCTIONS)[way]
     if str(way).startswith(T5):
         rounds = dtypes[1] is not F32
-    if way is not _of_this_package_with_all:
+    if way is not _with_all:
         assert options.round_before_weight == (rounds and dtypes[0] is not F32)
     assert (options.statistic, options.weight_offset) == ("rms", offset)
     assert options.normalized_ndim == (2 if "(-2, -1)" in str(way) else 1)
@@ -257,12 +244,8 @@ def test_rounding_to_another_dtype(device):
 
 def test_rounding_between_float32_and_float32():
     """A rounding to bfloat16 in the middle of float32 arithmetic is kept."""
-
-    def function(t):
-        x = t["x"]
-        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-        return y.bfloat16() * t["weight"]
-
+    function = model("y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6); "
+                     "y.bfloat16() * weight")  # fmt: skip
     t = {name: tensor.detach() for name, tensor in tensors().items()}
     result, rows, _ = run(function, t)
     assert rows[0].operator == "layer_norm"
@@ -318,36 +301,9 @@ def test_two_norms_of_one_stream(device):
 # ---- Near misses -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)",
-        "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + bias.square().sum())",
-        "x * torch.rsqrt((x + 1).pow(2).mean(-1, keepdim=True) + 1e-6)",
-        "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6 + 1)",
-        "y = x.abs() + 1; y * torch.rsqrt(y.pow(3).mean(-1, keepdim=True) + 1e-6)",
-        "x * torch.rsqrt((x * residual).mean(-1, keepdim=True).abs() + 1e-6)",
-        "residual * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)",
-        "x / torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)",
-        "x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + 1e-6)",
-        "x * torch.rsqrt(x.bfloat16().pow(2).mean(-1, keepdim=True) + 1e-6)",
-        "x * torch.rsqrt(x.pow(2).mean() + 1e-6)",
-    ],
-)
-def test_what_is_no_rms_norm(text):
-    rows, graphs = assert_same(model(text), tensors())
-    assert rows == []
-    assert operators_of(graphs[0]) == []
-
-
 @pytest.mark.parametrize("shape", [(S, D), (1,), (S, 1), (1, 1, D)])
 def test_weights_of_other_shapes(shape):
-    """The norm is replaced, and the product with what is no weight of its own is left."""
-
-    def function(t):
-        x = t["x"]
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * t["weight"]
-
+    function = model("x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight")
     t = tensors()
     t["weight"] = torch.randn(shape).requires_grad_()
     rows, graphs = assert_same(function, t)
@@ -362,17 +318,9 @@ def test_two_plus_weight():
 
 
 def test_used_before_the_weight():
-    """xhat is used beside the product, which is left."""
     rows, graphs = assert_same(model(WEIGHTLESS + "z * weight, z"), tensors())
     assert rows[0].fused == []
     assert len(calls_of(graphs[0])) == 2
-
-
-def test_statistics_that_are_used():
-    function = model("torch.ops.aten._fused_rms_norm.default(x, [D], weight, 1e-6)")
-    rows, graphs = assert_same(function, tensors())
-    assert operators_of(graphs[0]) == []
-    assert "statistics" in rows[0].notes[0]
 
 
 def test_autocast(device):
@@ -386,42 +334,11 @@ def test_autocast(device):
 
     t = {name: tensor.detach() for name, tensor in tensors(device=device).items()}
     result, rows, _ = run(function, t)
-    for one, other in zip(result, function(t), strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(result, function(t), rtol=1e-2, atol=1e-2)
     assert [row.fused for row in rows] == [["residual"], []]
 
 
-# ---- Dynamic shapes, exported programs, rules --------------------------------------------------
-
-
-class Exported(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = torch.nn.RMSNorm(D, eps=EPS)
-        self.weight = torch.nn.Parameter(torch.randn(D))
-
-    def forward(self, x, residual):
-        h = x + residual
-        return llama(h, self.weight), self.norm(x) * 2
-
-
-@pytest.mark.parametrize("decomposed", [False, True])
-def test_exported_graphs(decomposed):
-    args = torch.randn(B, S, D).bfloat16(), torch.randn(B, S, D).bfloat16()
-    module = Exported().bfloat16()
-    program = torch.export.export(module, args)
-    if decomposed:
-        program = program.run_decompositions({torch.ops.aten.rms_norm.default: _decomposed})
-    fused = fused_layernorm.fuse(program.module(), then="eager")
-    assert sorted(operators_of(fused)) == ["add_layer_norm", "layer_norm"]
-    for one, other in zip(fused(*args), module(*args), strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other)
-
-
-def _decomposed(x, shape, weight=None, eps=None):
-    return torch.ops.aten._fused_rms_norm.default(x, shape, weight, eps)[0]
+# ---- Dynamic shapes, decompositions, rules --------------------------------------------------
 
 
 class Ours(torch.nn.Module):
@@ -437,8 +354,7 @@ def test_decompositions():
     program = torch.export.export(Ours(), tuple(args))
     program = program.run_decompositions(fused_layernorm.decompositions())
     assert operators_of(program.graph_module) == []
-    for one, other in zip(program.module()(*args), Ours()(*args), strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(program.module()(*args), Ours()(*args), rtol=0, atol=0)
 
 
 _residual = model("h = residual + x; norm(h, weight), h", llama)
@@ -461,9 +377,7 @@ def test_forward_is_left_to_inductor(device, function):
 
     found = outputs_and_gradients(function, t, through_the_pass)
     assert operators == ["aten_add_layer_norm" if function is _residual else "aten_layer_norm"]
-    for one, other in zip(found[0], expected[0], strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(found[0], expected[0])
     for name in ("x", "weight"):
         torch.testing.assert_close(found[1][name], expected[1][name], rtol=0.02, atol=0.05)
 

@@ -40,7 +40,6 @@ def no_toolkit(functions, monkeypatch, tmp_path):
 
 
 def make_nvcc(home, release, archs=(), parts=()):
-    """Makes a stand-in for nvcc that prints its release and its architectures."""
     for part in parts:
         (home / part).parent.mkdir(parents=True, exist_ok=True)
         (home / part).touch()
@@ -54,19 +53,15 @@ def make_nvcc(home, release, archs=(), parts=()):
     return home
 
 
-def test_nvcc_of_packages_is_found_without_a_toolkit(functions, no_toolkit):
+def test_newest_nvcc_of_packages_is_found_without_a_toolkit(functions, no_toolkit):
     assert functions.find_nvcc() is None
-    make_nvcc(no_toolkit / "nvidia" / "cu13", "13.2", parts=PARTS)
+    for release in ("13.2", "9.0", "14.0"):
+        home = no_toolkit / "nvidia" / f"cu{release.partition('.')[0]}"
+        make_nvcc(home, release, parts=PARTS)
     found = functions.find_nvcc()
-    assert found.home == no_toolkit / "nvidia" / "cu13"
-    assert (found.version, found.version_string) == ((13, 2), "13.2")
+    assert found.home == home
+    assert (found.version, found.version_string) == ((14, 0), "14.0")
     assert found.origin == "Python packages"
-
-
-def test_newest_packages_are_taken(functions, no_toolkit):
-    for major in (13, 9, 14):
-        make_nvcc(no_toolkit / "nvidia" / f"cu{major}", f"{major}.0", parts=PARTS)
-    assert functions.find_nvcc().version == (14, 0)
 
 
 @pytest.mark.parametrize("lacking", PARTS)

@@ -2,13 +2,13 @@
 """swap_layer_norm swaps the right modules, and changes nothing else in a model."""
 
 import copy
-import io
-import pickle
 import warnings
 from typing import Any, cast
 
 import pytest
 import torch
+from swaps import copies, fused, results
+from tiny_transformers import WrittenHere
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -55,34 +55,22 @@ class Model(nn.Module):
         return self.own(self.plain(self.listed[0](x)))
 
 
-def gradients(model, x):
-    model.zero_grad()
-    model(x).pow(2).sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
 def test_results_stay(device):
-    torch.manual_seed(0)
     model = Model().to(device, torch.float64)
     x = torch.randn(3, 4, 8, device=device, dtype=torch.float64)
-    before, grads = model(x), gradients(model, x)
+    before = results(model, x)
     for _ in range(2):  # the second time changes nothing
         assert swap_layer_norm(model) is model
-        torch.testing.assert_close(model(x), before)
-        for one, other in zip(gradients(model, x), grads, strict=True):
-            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(results(model, x), before)
     norm = nn.LayerNorm(8)
     assert isinstance(swap_layer_norm(norm), FusedLayerNorm)  # a model that is one
 
 
 def test_every_exact_layer_norm_is_swapped():
     model = swap_layer_norm(Model())
-    fused = [name for name, m in model.named_modules() if isinstance(m, FusedLayerNorm)]
-    assert fused == ["norm", "blocks.0.1", "blocks.1.1", "plain"]
+    assert fused(model) == ["norm", "blocks.0.1", "blocks.1.1", "plain"]
+    assert type(model.plain) is FusedLayerNorm
     assert type(model.own) is OwnForward
-    assert [type(m) for m in model.modules() if isinstance(m, nn.LayerNorm)].count(
-        nn.LayerNorm
-    ) == 0
 
 
 def test_everything_else_stays():
@@ -112,26 +100,23 @@ def test_everything_else_stays():
 def test_options_survive_a_swap():
     model = nn.Sequential(FusedLayerNorm(8, activation="gelu", scale=2.0), nn.LayerNorm(8))
     swap_layer_norm(model)
-    assert model[0].activation == "gelu"
-    assert model[0].scale == 2.0
-    assert model[1].activation is None
-    assert model[1].scale == 1.0
+    assert [(norm.activation, norm.scale) for norm in model] == [("gelu", 2.0), (None, 1.0)]
+
+
+# In the order in which a step, a saving and a loading call them.
+HOOKS = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook",
+         "state_dict_pre_hook", "state_dict_post_hook", "load_state_dict_pre_hook",
+         "load_state_dict_post_hook"]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
 def test_hooks_stay(device, make):
     norm = make(8).to(device)
     model = nn.Sequential(norm, nn.Identity(), norm)
-    calls = []
+    calls: list[str] = []
     handles = [
-        norm.register_forward_pre_hook(lambda m, a: calls.append("forward pre")),
-        norm.register_forward_hook(lambda m, a, out: calls.append("forward")),
-        norm.register_full_backward_pre_hook(lambda m, g: calls.append("backward pre")),
-        norm.register_full_backward_hook(lambda m, gi, go: calls.append("backward")),
-        norm.register_state_dict_post_hook(lambda m, s, p, meta: calls.append("state dict")),
-        norm.register_state_dict_pre_hook(lambda m, p, keep: calls.append("state dict pre")),
-        norm.register_load_state_dict_pre_hook(lambda *a: calls.append("load pre")),
-        norm.register_load_state_dict_post_hook(lambda m, keys: calls.append("load")),
+        getattr(norm, f"register_{name}")(lambda *args, name=name: calls.append(name))
+        for name in HOOKS
     ]
     swap_norms(model)
     assert is_fused(model[0])
@@ -139,8 +124,7 @@ def test_hooks_stay(device, make):
     x = torch.randn(3, 8, device=device, requires_grad=True)
     model[0](x).sum().backward()
     norm.load_state_dict(norm.state_dict())
-    assert calls == ["forward pre", "forward", "backward pre", "backward", "state dict pre",
-                     "state dict", "load pre", "load"]  # fmt: skip
+    assert calls == HOOKS
     for handle in handles:
         handle.remove()
     calls.clear()
@@ -150,18 +134,13 @@ def test_hooks_stay(device, make):
 
 
 def test_state_dicts_load_in_both_directions():
-    torch.manual_seed(0)
-    stock, fused = Model(), swap_layer_norm(Model())
-    for model in (stock, fused):
-        for parameter in model.parameters():
-            nn.init.normal_(parameter)
     x = torch.randn(3, 4, 8)
-    other = swap_layer_norm(Model())
-    other.load_state_dict(stock.state_dict())
-    torch.testing.assert_close(other(x), stock(x), rtol=1e-4, atol=1e-4)
-    other = Model()
-    other.load_state_dict(fused.state_dict())
-    torch.testing.assert_close(other(x), fused(x), rtol=1e-4, atol=1e-4)
+    stock, swapped = ([Model(), swap_layer_norm(Model())] for _ in range(2))
+    for one, other in zip(stock, reversed(swapped), strict=True):
+        for parameter in one.parameters():
+            nn.init.normal_(parameter)
+        other.load_state_dict(one.state_dict())
+        torch.testing.assert_close(other(x), one(x), rtol=1e-4, atol=1e-4)
 
 
 def test_predicate_chooses():
@@ -180,8 +159,7 @@ def test_predicate_chooses():
         ("plain", nn.LayerNorm),
         ("own", OwnForward),
     ]
-    fused = [name for name, m in model.named_modules() if isinstance(m, FusedLayerNorm)]
-    assert fused == ["blocks.0.1", "blocks.1.1"]
+    assert fused(model) == ["blocks.0.1", "blocks.1.1"]
 
 
 def test_subclasses_are_left_alone_unless_the_predicate_takes_them():
@@ -189,7 +167,7 @@ def test_subclasses_are_left_alone_unless_the_predicate_takes_them():
     swap_layer_norm(model)
     assert [type(m) for m in model] == [OwnName, OwnForward, FusedLayerNorm]
     swap_layer_norm(model, predicate=lambda name, module: isinstance(module, OwnName))
-    assert [isinstance(m, FusedLayerNorm) for m in model] == [True, False, True]
+    assert fused(model) == ["0", "2"]
     assert isinstance(model[0], OwnName)
     assert repr(model[0]).startswith("FusedLayerNorm[OwnName](")
     x = torch.randn(3, 8)
@@ -250,7 +228,6 @@ def test_spectral_and_weight_norm_hooks(device):
 
 def test_transformer_encoder(device):
     """On its fast path nn.TransformerEncoderLayer reads the weights of its norms itself."""
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0).to(device)
     x = torch.randn(2, 5, 16, device=device)
     for training in (True, False):
@@ -274,12 +251,8 @@ def test_unswap_restores_what_was_swapped_and_only_that(device):
     assert repr(model) != text
     assert unswap_layer_norm(model) is model
     assert repr(model) == text
-    assert [type(m) for m in (model.norm, model.own, model.made, model.plain_made)] == [
-        nn.LayerNorm,
-        OwnForward,
-        FusedLayerNorm,
-        FusedLayerNorm,
-    ]
+    assert (type(model.norm), type(model.own)) == (nn.LayerNorm, OwnForward)
+    assert type(model.made) is type(model.plain_made) is FusedLayerNorm
     assert {*vars(model.norm)} == attributes
     assert torch.equal(model(x), before)
     assert repr(unswap_layer_norm(model)) == text
@@ -294,12 +267,11 @@ def test_unswap_of_parametrized_modules(first):
         for module in model:
             parametrize.register_parametrization(module, "weight", Positive())
 
-    if first == "swap":
+    def swap():
         swap_layer_norm(model, predicate=lambda name, module: True)
-        parametrize_both()
-    else:
-        parametrize_both()
-        swap_layer_norm(model, predicate=lambda name, module: True)
+
+    for step in (swap, parametrize_both) if first == "swap" else (parametrize_both, swap):
+        step()
     expected = model(x)
     assert all(map(is_fused, model))
     unswap_layer_norm(model)
@@ -336,12 +308,11 @@ class Derived(ByHand):
     pass
 
 
-@pytest.fixture
-def registry(monkeypatch):
+@pytest.fixture(autouse=True)
+def _registry(monkeypatch):
     monkeypatch.setattr(swapping, "_registered", {})
 
 
-@pytest.mark.usefixtures("registry")
 def test_a_registered_class(device):
     asked = []
 
@@ -353,35 +324,26 @@ def test_a_registered_class(device):
     model = nn.Sequential(ByHand(8), Derived(8), ByHand(8)).to(device)
     model.add_module("again", model[0])
     x = torch.randn(3, 8, device=device)
-    before, grads = model(x), gradients(model, x)
+    before, grads = results(model, x)
     swap_layer_norm(model)
     assert asked == [model[0], model[2]]
     assert [is_fused(module) for module in model] == [True, False, True, True]
     assert isinstance(model[0], ByHand)
     assert repr(model[0]) == "FusedLayerNorm[ByHand]()"
-    torch.testing.assert_close(model(x), before)
-    for one, other in zip(gradients(model, x), grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    y, found = results(model, x)
+    torch.testing.assert_close(y, before)
+    torch.testing.assert_close(found, grads, rtol=1e-4, atol=1e-5)
     unswap_layer_norm(model)
     assert type(model[0]) is ByHand
 
 
-@pytest.mark.usefixtures("registry")
 def test_copies_of_swapped_modules_compute_with_their_own_parameters(device):
     register_swap(ByHand, lambda module: by_hand)
     model = nn.Sequential(ByHand(8), OwnName(8), nn.LayerNorm(8)).to(device)
     swap_layer_norm(model, predicate=lambda name, module: True)
-    stream = io.BytesIO()
-    torch.save(model, stream)
-    stream.seek(0)
-    copies = [
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-        torch.load(stream, weights_only=False),
-    ]
     x = torch.randn(3, 8, device=device)
     expected = model(x)
-    for other in copies:
+    for other in copies(model):
         assert [type(module) for module in other] == [type(module) for module in model]
         assert torch.equal(other(x), expected)
         for parameter in other.parameters():
@@ -392,7 +354,6 @@ def test_copies_of_swapped_modules_compute_with_their_own_parameters(device):
         assert [type(module) for module in other] == [ByHand, OwnName, nn.LayerNorm]
 
 
-@pytest.mark.usefixtures("registry")
 def test_make_may_leave_a_module(caplog):
     register_swap(ByHand, lambda module: by_hand if module.gamma.numel() == 8 else None)
     model = nn.Sequential(ByHand(8), ByHand(4))
@@ -402,7 +363,6 @@ def test_make_may_leave_a_module(caplog):
     assert "1 test_swap.ByHand (the function registered" in caplog.text.replace("tests.", "")
 
 
-@pytest.mark.usefixtures("registry")
 def test_the_last_that_was_registered_holds():
     register_swap(nn.LayerNorm, lambda module: lambda self, input: input)
     register_swap(ByHand, lambda module: None)
@@ -414,7 +374,6 @@ def test_the_last_that_was_registered_holds():
     assert type(unswap_layer_norm(model)[0]) is nn.LayerNorm
 
 
-@pytest.mark.usefixtures("registry")
 def test_the_predicate_narrows_what_is_registered():
     """The predicate is asked only of modules that are instances of nn.LayerNorm."""
     register_swap(OwnForward, lambda module: OwnForward.forward)
@@ -428,10 +387,9 @@ def test_the_predicate_narrows_what_is_registered():
 
     swap_layer_norm(model, predicate=predicate)
     assert asked == ["0", "1", "3"]
-    assert [is_fused(module) for module in model] == [False, True, True, False, False]
+    assert fused(model) == ["1", "2"]
 
 
-@pytest.mark.usefixtures("registry")
 def test_what_cannot_be_registered():
     with pytest.raises(TypeError, match=r"expected cls to be a subclass of torch.nn.Module, got 3"):
         register_swap(cast(Any, 3), lambda module: by_hand)
@@ -439,9 +397,9 @@ def test_what_cannot_be_registered():
         register_swap(cast(Any, by_hand), lambda module: by_hand)
     with pytest.raises(TypeError, match=r"expected make to be callable, got int"):
         register_swap(ByHand, cast(Any, 3))
-    for fused in (FusedLayerNorm(8), *swap_layer_norm(nn.Sequential(nn.LayerNorm(8)))):
+    for module in (FusedLayerNorm(8), *swap_layer_norm(nn.Sequential(nn.LayerNorm(8)))):
         with pytest.raises(ValueError, match=r"expected a class that is not fused, got Fused"):
-            register_swap(type(fused), lambda module: by_hand)
+            register_swap(type(module), lambda module: by_hand)
     register_swap(ByHand, cast(Any, lambda module: "forward"))
     with pytest.raises(TypeError, match=r"make registered for ByHand to return a function or None"):
         swap_layer_norm(ByHand(8))
@@ -460,34 +418,23 @@ class SomeLayerNorm(nn.Module):
     """Has the name of a layer norm, but is not in the table."""
 
 
-class T5LayerNorm(nn.Module):
-    """A copy of transformers' class, which subtracts no mean."""
-
-    def forward(self, hidden_states):
-        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-
-        # convert into half-precision if necessary
-        if self.weight.dtype in [torch.float16, torch.bfloat16]:
-            hidden_states = hidden_states.to(self.weight.dtype)
-
-        return self.weight * hidden_states
+class RootLayerNorm(WrittenHere):
+    """Has the name of a layer norm, and subtracts no mean."""
 
 
 def test_one_line_names_what_was_left_and_why(caplog):
     model = nn.Sequential(
-        nn.LayerNorm(8), OwnForward(8), OwnName(8), OwnName(8), SomeLayerNorm(), T5LayerNorm()
+        nn.LayerNorm(8), OwnForward(8), OwnName(8), OwnName(8), SomeLayerNorm(), RootLayerNorm(8)
     )
     with caplog.at_level("INFO", logger="fused_layernorm.swap"), warnings.catch_warnings():
         warnings.simplefilter("error")
         swap_layer_norm(model)
-        assert len(caplog.records) == 1
-        text = caplog.records[0].getMessage().replace("tests.", "")
+        (record,) = caplog.records
+        text = record.getMessage().replace("tests.", "")
         assert "Sequential: 5 LayerNorm-like modules were left: " in text
-        assert "1 test_swap.OwnForward (its class is not known), " in text
-        assert "2 test_swap.OwnName (its class is not known), " in text
-        assert "1 test_swap.SomeLayerNorm (its class is not known), " in text
-        assert "1 test_swap.T5LayerNorm (it computes RMSNorm)" in text
+        for left in ("1 test_swap.OwnForward", "2 test_swap.OwnName", "1 test_swap.SomeLayerNorm"):
+            assert f"{left} (its class is not known), " in text
+        assert "1 test_swap.RootLayerNorm (it computes RMSNorm)" in text
         caplog.clear()
         swap_layer_norm(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
         assert not caplog.records

@@ -8,17 +8,19 @@ that cannot be installed beside today's are copied at the end of this file.
 """
 
 import ast
-import copy
 import functools
 import importlib
-import inspect
 import sys
 from pathlib import Path
+from typing import Any
 
 import libraries
 import pytest
 import torch
 import torch.nn.functional as F
+from libraries import class_of
+from swaps import check_swap_and_unswap, results
+from swaps import swapped as swapped_by
 from torch import nn
 
 from fused_layernorm import swap_layer_norm, unswap_layer_norm
@@ -74,18 +76,11 @@ CLASSES = {
     "videoprism": (T + "videoprism.modeling_videoprism", "VideoPrismLayerNorm", {}, SEQUENCE),
     "vitdet": (T + "vitdet.modeling_vitdet", "VitDetLayerNorm", {"eps": 0.1}, CHANNELS_FIRST),
     # Classes of older versions, copied below.
-    "bark": ("older", "BarkLayerNorm", {}, SEQUENCE),
-    "convnext_by_hand": ("older", "ConvNextLayerNorm", {}, SEQUENCE),
-    "convnext_by_hand_2d": ("older", "ConvNextLayerNorm", {"data_format": "channels_first"},
+    "bark": (__name__, "BarkLayerNorm", {}, SEQUENCE),
+    "convnext_by_hand": (__name__, "ConvNextLayerNorm", {}, SEQUENCE),
+    "convnext_by_hand_2d": (__name__, "ConvNextLayerNorm", {"data_format": "channels_first"},
         CHANNELS_FIRST),
 }  # fmt: skip
-
-
-def class_of(module, name):
-    """The class of the installed library, or of an older version from below."""
-    if module == "older":
-        return {cls.__name__: cls for cls in OLDER}[name]
-    return libraries.class_of(module, name)
 
 
 @pytest.fixture(params=CLASSES)
@@ -101,11 +96,7 @@ def case(request, device):
 
 
 def swapped(norm):
-    """A copy, swapped inside a container, so that nothing but the module itself is looked at."""
-    model = nn.Sequential(copy.deepcopy(norm))
-    swap_layer_norm(model)
-    assert is_fused(model[0])
-    return model[0]
+    return swapped_by(norm, swap_layer_norm)
 
 
 def inputs(shape, dtype, device):
@@ -117,16 +108,6 @@ def inputs(shape, dtype, device):
         yield torch.cat([x, x], 3)[..., 1 : 1 + shape[3]]  # neither
     if len(shape) == 3:
         yield x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def results(norm, x):
-    """(the output, the gradients) for the same random dy in every call."""
-    x = x.detach().requires_grad_()
-    y = norm(x)
-    generator = torch.Generator().manual_seed(1)
-    dy = torch.randn(y.shape, generator=generator).to(y)
-    wanted = [x, *norm.parameters()]
-    return y, torch.autograd.grad(y, wanted, dy)
 
 
 def tolerance(dtype):
@@ -144,21 +125,21 @@ def compare(norm, x):
     except RuntimeError:  # the class refuses dtypes that differ; the swapped one need not
         return None
     y, grads = results(swapped(norm), x)
-    assert y.dtype == expected.dtype
-    assert y.shape == expected.shape
     torch.testing.assert_close(y, expected, **tolerance(x.dtype))
     for found, grad in zip(grads, expected_grads, strict=True):
-        assert found.dtype == grad.dtype
         coarser = min((x.dtype, found.dtype), key=lambda dtype: -torch.finfo(dtype).eps)
         scale = float(grad.abs().max()) + 1
         torch.testing.assert_close(found / scale, grad / scale, **tolerance(coarser))
     return y, expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALF])
-def test_same_results(case, dtype, device):
+ALIKE = [(dtype, dtype) for dtype in (torch.float32, torch.float64, *HALF)]
+
+
+@pytest.mark.parametrize(("dtype", "weights"), [*ALIKE, *((half, torch.float32) for half in HALF)])
+def test_same_results(case, dtype, weights, device):
     norm, shape = case
-    done = [compare(norm.to(dtype), x) for x in inputs(shape, dtype, device)]
+    done = [compare(norm.to(weights), x) for x in inputs(shape, dtype, device)]
     assert all(done) or dtype != torch.float32
     for y, expected in filter(None, done):
         # The memory format is kept for the following modules. Only a norm over the last dimensions
@@ -168,40 +149,21 @@ def test_same_results(case, dtype, device):
         )
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_half_precision_beside_float32_parameters(case, dtype, device):
-    norm, shape = case
-    for x in inputs(shape, dtype, device):
-        compare(norm, x)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_autocast(case, dtype, weights, device):
     norm, shape = case
     for x in inputs(shape, dtype, device):
         with torch.autocast(device, torch.bfloat16):
-            expected_dtype = None
             try:
-                expected_dtype = norm.to(weights)(x).dtype
+                expected = norm.to(weights)(x)
             except RuntimeError:
                 continue
-            y = swapped(norm.to(weights))(x)
-            assert y.dtype == expected_dtype
-            torch.testing.assert_close(y, norm(x), **tolerance(torch.bfloat16))
+            torch.testing.assert_close(swapped(norm)(x), expected, **tolerance(torch.bfloat16))
 
 
 def test_swap_and_unswap(case):
-    norm, _ = case
-    cls = type(norm)
-    new = swapped(norm)
-    assert isinstance(new, cls)
-    assert f"FusedLayerNorm[{cls.__name__}](" in repr(new)
-    assert list(new.state_dict()) == list(norm.state_dict())
-    parameters = [[*inspect.signature(m.forward).parameters] for m in (new, norm)]
-    assert parameters[0] == parameters[1]
-    assert type(unswap_layer_norm(new)) is cls
-    assert repr(new) == repr(norm)
+    check_swap_and_unswap(case[0], swap_layer_norm, unswap_layer_norm, "FusedLayerNorm")
 
 
 # One class each whose computation depends on dtypes, strides or a switch, because a compilation
@@ -298,17 +260,8 @@ def other_version(cls, forward):
     return type(cls.__name__, (cls,), members)
 
 
-class Attributes:
-    """The attributes of LayerNorm2d that the forwards below read."""
-
-    normalized_shape: tuple[int, ...]
-    weight: torch.Tensor
-    bias: torch.Tensor
-    eps: float
-
-
-class TheSame(Attributes):
-    def forward(self, x) -> "torch.Tensor":
+class TheSame:
+    def forward(self: Any, x) -> "torch.Tensor":
         """With a docstring."""
         # And a comment.
         x = x.permute(
@@ -321,8 +274,8 @@ class TheSame(Attributes):
         return x
 
 
-class Another(Attributes):
-    def forward(self, x):
+class Another:
+    def forward(self: Any, x):
         x = x.permute(0, 2, 3, 1)
         x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 2 * self.eps)
         x = x.permute(0, 3, 1, 2)
@@ -348,24 +301,19 @@ def test_another_source_is_left_alone_and_named(caplog):
         assert "source of its forward" in record.getMessage()
 
 
-def test_a_forward_without_source_is_left_alone():
-    cls = class_of("torchvision.models.convnext", "LayerNorm2d")
-    names = {"F": F}
-    exec("def forward(self, x):\n    return x", names)
-    model = nn.Sequential(other_version(cls, names["forward"])(8), nn.LayerNorm(8))
-    swap_layer_norm(model)
-    assert [is_fused(module) for module in model] == [False, True]
-
-
-def test_a_wrapped_forward_is_not_what_it_wraps():
+@pytest.mark.parametrize("how", ["no source", "wrapped"])
+def test_a_forward_without_a_source_of_its_own_is_left_alone(how):
     """Libraries may patch a class with functools.wraps. inspect then finds the wrapped source."""
     cls = class_of("torchvision.models.convnext", "LayerNorm2d")
+    names: dict[str, Any] = {}
+    exec("def forward(self, x):\n    return x", names)
 
     @functools.wraps(cls.forward)
     def patched(self, x):
         return 2 * cls.forward(self, x)
 
-    model = nn.Sequential(other_version(cls, patched)(8), nn.LayerNorm(8))
+    forward = patched if how == "wrapped" else names["forward"]
+    model = nn.Sequential(other_version(cls, forward)(8), nn.LayerNorm(8))
     swap_layer_norm(model)
     assert [is_fused(module) for module in model] == [False, True]
 
@@ -438,6 +386,3 @@ class ConvNextLayerNorm(nn.Module):
             x = x.to(dtype=input_dtype)
             x = self.weight[:, None, None] * x + self.bias[:, None, None]
         return x
-
-
-OLDER = (BarkLayerNorm, ConvNextLayerNorm)

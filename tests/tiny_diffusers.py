@@ -4,42 +4,28 @@
 import libraries
 import torch
 
+SMALL = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4,
+         "num_layers": 2}  # fmt: skip
+IMAGE = {"sample_size": 8, "patch_size": 2}
 
-def _diffusers():
-    return libraries.get("diffusers")
+
+def make(cls, **options):
+    return getattr(libraries.get("diffusers"), cls)(**{**SMALL, **options})
+
+
+def latents(*shape):
+    return {"hidden_states": torch.randn(shape), "timestep": torch.tensor([1, 7])}
 
 
 def dit():
-    model = _diffusers().DiTTransformer2DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        sample_size=8,
-        patch_size=2,
-        num_embeds_ada_norm=10,
-    )
-    return model, {
-        "hidden_states": torch.randn(2, 4, 8, 8),
-        "timestep": torch.tensor([1, 7]),
-        "class_labels": torch.tensor([2, 3]),
-    }
+    model = make("DiTTransformer2DModel", **IMAGE, num_embeds_ada_norm=10)
+    return model, {**latents(2, 4, 8, 8), "class_labels": torch.tensor([2, 3])}
 
 
 def flux():
-    model = _diffusers().FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=4,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
-    return model, {
+    sizes = {"patch_size": 1, "attention_head_dim": 16, "num_single_layers": 2}
+    text = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
+    return make("FluxTransformer2DModel", **sizes, **text), {
         "hidden_states": torch.randn(2, 16, 4),
         "encoder_hidden_states": torch.randn(2, 6, 32),
         "pooled_projections": torch.randn(2, 32),
@@ -50,25 +36,12 @@ def flux():
 
 
 def sd3(num_layers=3, **options):
-    model = _diffusers().SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        num_layers=num_layers,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        caption_projection_dim=32,
-        joint_attention_dim=32,
-        pooled_projection_dim=16,
-        out_channels=4,
-        pos_embed_max_size=8,
-        **options,
-    )
-    return model, {
-        "hidden_states": torch.randn(2, 4, 8, 8),
+    sizes = {**IMAGE, "num_layers": num_layers, "num_attention_heads": 4, "pos_embed_max_size": 8}
+    text = {"caption_projection_dim": 32, "joint_attention_dim": 32, "pooled_projection_dim": 16}
+    return make("SD3Transformer2DModel", **sizes, **text, **options), {
+        **latents(2, 4, 8, 8),
         "encoder_hidden_states": torch.randn(2, 6, 32),
         "pooled_projections": torch.randn(2, 16),
-        "timestep": torch.tensor([1, 7]),
     }
 
 
@@ -78,65 +51,24 @@ def sd35():
 
 
 def wan():
-    model = _diffusers().WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=16,
-        ffn_dim=32,
-        num_layers=2,
-        cross_attn_norm=True,
-        rope_max_seq_len=16,
-    )
-    return model, {
-        "hidden_states": torch.randn(2, 4, 2, 8, 8),
-        "timestep": torch.tensor([1, 7]),
-        "encoder_hidden_states": torch.randn(2, 6, 16),
-    }
+    sizes = {"patch_size": (1, 2, 2), "attention_head_dim": 12, "ffn_dim": 32, "text_dim": 16}
+    options = {"freq_dim": 16, "cross_attn_norm": True, "rope_max_seq_len": 16}
+    model = make("WanTransformer3DModel", **sizes, **options)
+    return model, {**latents(2, 4, 2, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 16)}
 
 
 def pixart():
-    model = _diffusers().PixArtTransformer2DModel(
-        sample_size=8,
-        num_layers=2,
-        patch_size=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        in_channels=4,
-        out_channels=8,
-        cross_attention_dim=16,
-        caption_channels=12,
-        use_additional_conditions=False,
-    )
+    sizes = {"out_channels": 8, "cross_attention_dim": 16, "caption_channels": 12}
+    model = make("PixArtTransformer2DModel", **IMAGE, **sizes, use_additional_conditions=False)
     return model, {
-        "hidden_states": torch.randn(2, 4, 8, 8),
-        "timestep": torch.tensor([1, 7]),
+        **latents(2, 4, 8, 8),
         "encoder_hidden_states": torch.randn(2, 6, 12),
         "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
     }
 
 
 def cogvideox():
-    model = _diffusers().CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=4,
-        out_channels=4,
-        time_embed_dim=8,
-        text_embed_dim=12,
-        num_layers=2,
-        sample_width=8,
-        sample_height=8,
-        sample_frames=5,
-        patch_size=2,
-        temporal_compression_ratio=4,
-        max_text_seq_length=6,
-    )
-    return model, {
-        "hidden_states": torch.randn(2, 2, 4, 8, 8),
-        "timestep": torch.tensor([1, 7]),
-        "encoder_hidden_states": torch.randn(2, 6, 12),
-    }
+    sizes = {"sample_width": 8, "sample_height": 8, "sample_frames": 5, "patch_size": 2}
+    text = {"time_embed_dim": 8, "text_embed_dim": 12, "max_text_seq_length": 6}
+    model = make("CogVideoXTransformer3DModel", **sizes, **text, temporal_compression_ratio=4)
+    return model, {**latents(2, 2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 12)}

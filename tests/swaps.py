@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of swapped modules share: a swapped copy, results with gradients, copies."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import torch
+from torch import nn
+
+from fused_layernorm import swap_norms
+from fused_layernorm.swap import is_fused
+
+
+def swapped(module, swap=swap_norms):
+    """A copy, swapped inside a container, so that nothing but the module itself is looked at."""
+    model = swap(nn.Sequential(copy.deepcopy(module)))
+    assert is_fused(model[0])
+    return model[0]
+
+
+def fused(model):
+    return [name for name, module in model.named_modules() if is_fused(module)]
+
+
+def saved_and_loaded(module, **how):
+    stream = io.BytesIO()
+    torch.save(module, stream)
+    stream.seek(0)
+    return torch.load(stream, **how)
+
+
+def copies(module):
+    """The module copied, pickled and saved, each of the class that it has."""
+    made = [
+        copy.deepcopy(module),
+        pickle.loads(pickle.dumps(module)),
+        saved_and_loaded(module, weights_only=False),
+    ]
+    assert [type(one) for one in made] == 3 * [type(module)]
+    return made
+
+
+def results(module, *inputs):
+    """(the output, the gradients) for the same random dy in every call."""
+    inputs = tuple(one.detach().requires_grad_() for one in inputs)
+    y = module(*inputs)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    return y, torch.autograd.grad(y, [*inputs, *module.parameters()], dy)
+
+
+def check_swap_and_unswap(module, swap, unswap, kind):
+    """A swapped copy looks like the module, but for its name, and so does one that is unswapped."""
+    cls, text, attributes = type(module), repr(module), {*vars(module)}
+    new = swapped(module, swap)
+    assert isinstance(new, cls)
+    shown = kind if cls is nn.RMSNorm else f"{kind}[{cls.__name__}]"
+    assert repr(new).startswith(shown + "(")
+    assert list(new.state_dict()) == list(module.state_dict())
+    own, stock = (inspect.signature(one.forward).parameters for one in (new, module))
+    assert [*own] == [*stock]
+    assert swap(new) is new
+    assert type(unswap(new)) is cls
+    assert repr(new) == text
+    assert {*vars(new)} == attributes
