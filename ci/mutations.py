@@ -107,9 +107,8 @@ MUTATIONS = [
     Mutation("bias-for-activation", "autograd", "csrc/per_torch/autograd.h",
              "if (is_bias && !needs_z && is_defined", "if (is_bias && is_defined",
              ("tests/test_autograd.py", "tests/test_fusions.py"), OPERATORS),
-    Mutation("input-dtype", "autograd", "csrc/per_torch/autograd.h",
-             "results[Op::kInput] = dx.to(input_dtype);", "results[Op::kInput] = dx;",
-             ("tests/test_autograd.py", "tests/test_fusions.py"), OPERATORS),
+    Mutation("shift-of-samples", "autograd", "csrc/per_torch/autograd.h",
+             "shift.sym_sizes() == dy.sym_sizes()", "true", AUTOGRAD, OPERATORS),
     Mutation("only-residual-used", "autograd", "csrc/per_torch/autograd.h",
              "if constexpr (Op::kHasResidual) dx = gradients[1];", "",
              ("tests/test_autograd.py", "tests/test_fusions.py"), OPERATORS),
@@ -119,10 +118,9 @@ MUTATIONS = [
              "plan.blocks = problem.rows / (kForwardWarpThreads / plan.lanes) + 1 - "
              "(problem.rows % 7 == 1);", PRINCIPLES),
     Mutation("team-of-one-row", "plan", "csrc/backward/teams.h",
-             "static_cast<int>(problem.cols), kBackwardThreads, 1, forced);\n"
-             "  if (!team) return std::nullopt;\n  const bool ring",
+             "static_cast<int>(problem.cols), kBackwardThreads, 1, forced);\n  if (!team || (",
              "static_cast<int>(problem.cols), problem.rows == 1 ? 256 : kBackwardThreads, 1, "
-             "forced);\n  if (!team) return std::nullopt;\n  const bool ring", PRINCIPLES),
+             "forced);\n  if (!team || (", PRINCIPLES),
     Mutation("stream-unaligned", "plan", "csrc/forward/stream.h",
              "plan.width = problem.aligned ? width_of(problem) : 1;",
              "plan.width = width_of(problem);", PRINCIPLES),
