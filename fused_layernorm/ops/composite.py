@@ -131,7 +131,9 @@ def backward(b: BackwardArguments) -> Gradients:
     if not any(needs):
         return Gradients(dshift=dshift, dscale=dscale)
     if b.is_rms or (b.keeps_order and not b.x.is_contiguous()):
-        dx, dweight, dbias = _backward_in_place(b, dz, centered * b.rstd, weight)
+        dx, dweight, dbias = formulas.of_affine(b, dz, centered * b.rstd, b.rstd, weight)
+        if dx is not None:  # x is read in place
+            dx = formulas.laid_out(dx, b.x, b.keeps_order)
         return Gradients(dx, dshift, dscale, dweight, dbias)
     # A parameter that is not there has no gradient in PyTorch's operator: ones stand for it.
     if b.needs.dweight and weight is None:
@@ -153,28 +155,6 @@ def backward(b: BackwardArguments) -> Gradients:
         dx = formulas.laid_out(dx, b.x, b.keeps_order)
     dtype = b.parameter_dtype
     return Gradients(dx, dshift, dscale, to(dweight, dtype), to(dbias, dtype))
-
-
-def _backward_in_place(
-    b: BackwardArguments, dz: Tensor, xhat: Tensor, weight: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight and dbias, those that are needed, from the gradient of z; x is read in place."""
-    dx = dweight = dbias = None
-    leading = tuple(range(b.x.dim() - b.normalized_ndim))
-    if b.needs.dx:
-        g = dz if weight is None else dz * weight
-        dims = tuple(range(-b.normalized_ndim, 0))
-        along = (g * xhat).mean(dims, keepdim=True)
-        centered = g if b.is_rms else g - g.mean(dims, keepdim=True)
-        dx = torch.addcmul(centered, xhat, along, value=-1) * b.rstd
-        dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
-        dx = formulas.laid_out(dx, b.x, b.keeps_order)
-    if b.needs.dweight:
-        dweight = dz * xhat
-        dweight = (dweight.sum(leading) if leading else dweight).to(b.parameter_dtype)
-    if b.needs.dbias:
-        dbias = (dz.sum(leading) if leading else dz.clone()).to(b.parameter_dtype)
-    return dx, dweight, dbias
 
 
 add_ada_layer_norm_backward = gated_backward(

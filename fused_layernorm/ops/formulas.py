@@ -166,8 +166,31 @@ def _normalized(b: BackwardArguments, acc: torch.dtype) -> tuple[Tensor, Tensor]
 
 def _project(b: BackwardArguments, t: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
     """P t, where P is the derivative of xhat with respect to x: on each row a symmetric map."""
-    along = xhat * _mean(t * xhat, b.normalized_ndim)
-    return rstd * (t - along if b.is_rms else t - _mean(t, b.normalized_ndim) - along)
+    along = _mean(t * xhat, b.normalized_ndim)
+    centered = t if b.is_rms else t - _mean(t, b.normalized_ndim)
+    return torch.addcmul(centered, xhat, along, value=-1) * rstd
+
+
+def of_affine(
+    b: BackwardArguments,
+    dz: Tensor,
+    xhat: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    sum_from: int = 0,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight and dbias, those that are needed, from the gradient of z = affine(xhat)."""
+    dx = dweight = dbias = None
+    leading = tuple(range(sum_from, b.x.dim() - b.normalized_ndim))
+    if b.needs.dx:
+        dx = _project(b, dz if weight is None else dz * weight, xhat, rstd)
+        dx = (dx if b.dresidual is None else dx + b.dresidual).to(b.x.dtype)
+    if b.needs.dweight:
+        dweight = dz * xhat
+        dweight = (dweight.sum(leading) if leading else dweight).to(b.parameter_dtype)
+    if b.needs.dbias:
+        dbias = (dz.sum(leading) if leading else dz.clone()).to(b.parameter_dtype)
+    return dx, dweight, dbias
 
 
 def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
@@ -176,7 +199,6 @@ def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
     The parameters' gradients are summed over the leading dimensions from sum_from on. The rounding
     of xhat counts as the identity.
     """
-    needs = b.needs
     acc = acc_dtype(b.x.dtype)
     xhat, rstd = _normalized(b, acc)
     weight, bias = shifted(b.weight, b.weight_offset, acc), to(b.bias, acc)
@@ -187,18 +209,7 @@ def backward(b: BackwardArguments, *, sum_from: int = 0) -> Gradients:
     if b.scale is not None:
         dz = dz * (1 + b.scale.to(acc))
 
-    dx = dweight = dbias = None
-    leading = tuple(range(sum_from, b.x.dim() - b.normalized_ndim))
-    if needs.dweight:
-        dweight = dz * xhat
-        dweight = (dweight.sum(leading) if leading else dweight).to(b.parameter_dtype)
-    if needs.dbias:
-        dbias = (dz.sum(leading) if leading else dz).to(b.parameter_dtype)
-    if needs.dx:
-        dx = _project(b, dz if weight is None else dz * weight, xhat, rstd)
-        if b.dresidual is not None:
-            dx = dx + b.dresidual.to(acc)
-        dx = dx.to(b.x.dtype)
+    dx, dweight, dbias = of_affine(b, dz, xhat, rstd, weight, sum_from)
     return Gradients(dx, dshift, dscale, dweight, dbias)
 
 
