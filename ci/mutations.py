@@ -129,10 +129,8 @@ MUTATIONS = [
              "plan.blocks = problem.rows / (plan.threads / plan.warps / plan.lanes) + 1;",
              PRINCIPLES),
     Mutation("old-chips-ring", "plan", "csrc/backward/teams.h",
-             "return device.capability >= 90 && problem.x != DataType::kFloat64 &&\n"
-             "         forced.value_or(Field::kBulk, 1) != 0;",
-             "return device.capability >= 80 && problem.x != DataType::kFloat64 &&\n"
-             "         forced.value_or(Field::kBulk, 1) != 0;", PRINCIPLES),
+             "return device.capability >= 90 && has_ring_kernels(",
+             "return device.capability >= 80 && has_ring_kernels(", PRINCIPLES),
     Mutation("partials-too-small", "plan", "csrc/base/partial_sums.h",
              "+= int64_t{2} * sets * problem.cols * acc_size_of(problem.x);",
              "+= int64_t{2} * sets * problem.cols * size_of(problem.x);",
