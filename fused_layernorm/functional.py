@@ -129,14 +129,11 @@ def takes_rms_norm(x: Any, weight: Any, eps: float | None) -> bool:
         return False
     if isinstance(x, torch.fx.Proxy):
         return True
-    if weight is None:
-        return x.dtype in _FLOATS
-    return x.dtype in _FLOATS and (
-        weight.dtype is x.dtype or (weight.dtype is torch.float32 and x.dtype.itemsize == 2)
+    return x.dtype in arguments.DTYPES and (
+        weight is None
+        or weight.dtype is x.dtype
+        or (weight.dtype is torch.float32 and x.dtype in arguments.HALF)
     )
-
-
-_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
 
 def layer_norm(
@@ -186,9 +183,8 @@ def layer_norm(
             RuntimeError.
     """
     if dim is not None:
-        return _serve_dim(
-            input, weight, bias, eps, dim, normalized_shape, activation, scale, out_dtype, LAYER
-        )
+        dim = arguments.check_dim(input, weight, bias, dim, normalized_shape)
+        return _serve_dim(input, dim, weight, bias, eps, activation, scale, out_dtype, LAYER)
     return serve(input, None, weight, bias, eps, normalized_shape, activation, scale, out_dtype)
 
 
@@ -245,9 +241,8 @@ def rms_norm(
     kind = rms_kind(weight_offset, round_before_weight)
     eps = rms_eps(eps, input)
     if dim is not None:
-        return _serve_dim(
-            input, weight, bias, eps, dim, normalized_shape, activation, scale, out_dtype, kind
-        )
+        dim = arguments.check_dim(input, weight, bias, dim, normalized_shape)
+        return _serve_dim(input, dim, weight, bias, eps, activation, scale, out_dtype, kind)
     return serve(
         input, None, weight, bias, eps, normalized_shape, activation, scale, out_dtype, kind
     )
@@ -346,43 +341,21 @@ def _serve_add(
     kind: Kind,
 ) -> tuple[Tensor, Tensor]:
     """add_layer_norm or add_rms_norm."""
-    if gate is not None:
-        if normalized_shape is None:
-            arguments.normalized_ndim(input, weight, bias, None)  # raises if no shape is given
-        is_fused = activation is None and isinstance(scale, (int, float)) and scale == 1.0
-        if is_fused and not kind.round_before_weight:
-            return _serve_ada(
-                input,
-                residual,
-                gate,
-                None,
-                None,
-                weight,
-                bias,
-                eps,
-                normalized_shape,
-                out_dtype,
-                kind,
-            )
-        a = arguments.settle(
-            input,
-            weight,
-            bias,
-            eps,
-            normalized_shape,
-            activation,
-            scale,
-            out_dtype,
-            *kind,
-            residual=residual,
-            gate=gate,
-        )
-        return _serve_gated(a)
     if residual is None:
         arguments.check_tensor("residual", residual)
-    return serve(
-        input, residual, weight, bias, eps, normalized_shape, activation, scale, out_dtype, kind
-    )
+    if gate is None:
+        return serve(
+            input, residual, weight, bias, eps, normalized_shape, activation, scale, out_dtype, kind
+        )
+    norm = (weight, bias, eps, normalized_shape)
+    if normalized_shape is None:
+        arguments.normalized_ndim(input, weight, bias, None)  # raises if no shape is given
+    is_fused = activation is None and isinstance(scale, (int, float)) and scale == 1.0
+    if is_fused and not kind.round_before_weight:
+        return _serve_ada(input, residual, gate, None, None, *norm, out_dtype, kind)
+    options = (activation, scale, out_dtype, *kind)
+    a = arguments.settle(input, *norm, *options, residual=residual, gate=gate)
+    return _serve_gated(a)
 
 
 def ada_layer_norm(
@@ -492,20 +465,13 @@ def serve(
     scale: float,
     out_dtype: torch.dtype | None,
     kind: Kind = LAYER,
+    keeps_order: bool = False,
 ) -> Any:
     """A norm of this kind: of input, or with a residual of the sum, which is then returned too."""
     if _is_compiling():  # Dynamo does not trace the exception handling below
+        options = (activation, scale, out_dtype, *kind, keeps_order)
         a = arguments.settle(
-            input,
-            weight,
-            bias,
-            eps,
-            normalized_shape,
-            activation,
-            scale,
-            out_dtype,
-            *kind,
-            **_tensors(residual),
+            input, weight, bias, eps, normalized_shape, *options, residual=residual
         )
         operator = _compiled(LAYER_NORM if residual is None else ADD_LAYER_NORM, a)
         if operator is not None:
@@ -514,7 +480,13 @@ def serve(
             return torch.rms_norm(input, a.normalized_shape, weight, eps)
         return torch.layer_norm(input, a.normalized_shape, weight, bias, eps)
     try:
-        is_plain = residual is None and activation is None and out_dtype is None and scale == 1.0
+        is_plain = (
+            residual is None
+            and activation is None
+            and out_dtype is None
+            and scale == 1.0
+            and not keeps_order
+        )
         # The most common call comes first, since every check here costs host time. The operator
         # compares input's shape with weight's.
         if (
@@ -540,81 +512,38 @@ def serve(
             return torch.rms_norm(input, shape, weight, eps)
         ndim = _trailing_dimensions(input, weight, bias, normalized_shape)
         if _dispatch_modes() and torch.onnx.is_in_onnx_export():
-            return _in_onnx(
-                Arguments(
-                    input,
-                    residual,
-                    weight,
-                    bias,
-                    Options(ndim, eps, activation, scale, out_dtype, *kind),
-                )
-            )
-        last = () if kind is LAYER else kind  # passing the defaults would cost a microsecond
-        if is_plain and kind is LAYER:
+            settled = Options(ndim, eps, activation, scale, out_dtype, *kind)
+            return _in_onnx(Arguments(input, residual, weight, bias, settled))
+        if is_plain and kind is LAYER:  # passing the defaults would cost a microsecond
             return _layer_norm(input, ndim, weight, bias, eps)
+        last = (*kind, True) if keeps_order else () if kind is LAYER else kind
         if residual is None:
             return _layer_norm(input, ndim, weight, bias, eps, activation, scale, out_dtype, *last)
         return _add_layer_norm(
             input, residual, ndim, weight, bias, eps, activation, scale, out_dtype, *last
         )
     except Exception as error:
-        raise arguments.explain(
-            error,
-            input,
-            weight,
-            bias,
-            eps,
-            normalized_shape,
-            activation,
-            scale,
-            out_dtype,
-            *kind,
-            **_tensors(residual),
-        ) from None
+        norm = (weight, bias, eps, normalized_shape, activation, scale, out_dtype, *kind)
+        raise arguments.explain(error, input, *norm, residual=residual) from None
 
 
 def _serve_dim(
     input: Tensor,
+    dim: int,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    dim: int,
-    normalized_shape: Any,
     activation: str | None,
     scale: float,
     out_dtype: torch.dtype | None,
     kind: Kind,
 ) -> Tensor:
     """A norm over one dimension: the norm of a view in which it is the last one."""
-    dim = arguments.check_dim(input, weight, bias, dim, normalized_shape)
     last = input.dim() - 1  # ONNX has no dimensions counted from the end
     x = input.movedim(dim, last)
-    if _is_compiling():  # Dynamo does not trace the exception handling below
-        a = arguments.settle(
-            x, weight, bias, eps, x.shape[-1:], activation, scale, out_dtype, *kind
-        )
-        y = _call(LAYER_NORM, a._replace(options=a.options._replace(keeps_order=True)))
-        return y.movedim(last, dim)
-    options = (activation, scale, out_dtype, *kind)
-    try:
-        if _dispatch_modes() and torch.onnx.is_in_onnx_export():
-            y = _in_onnx(Arguments(x, None, weight, bias, Options(1, eps, *options)))
-        else:
-            y = _layer_norm(x, 1, weight, bias, eps, *options, True)
-    except Exception as error:
-        raise arguments.explain(error, x, weight, bias, eps, x.shape[-1:], *options) from None
+    norm = (weight, bias, eps, (x.shape[last],), activation, scale, out_dtype, kind)
+    y: Tensor = serve(x, None, *norm, True)
     return y.movedim(last, dim)
-
-
-def _tensors(
-    residual: Any, gate: Any = None, shift: Any = None, scale: Any = None
-) -> dict[str, Any]:
-    """These tensors as keyword arguments of arguments.settle.
-
-    Beside a gate, a residual of None is passed too, so that settle refuses it.
-    """
-    tensors = {"gate": gate, "shift": shift, "scale": scale}
-    return tensors if residual is None and gate is None else {"residual": residual, **tensors}
 
 
 def _call(operator: Operator, a: Arguments) -> Any:
@@ -634,37 +563,33 @@ def _serve_ada(
     out_dtype: torch.dtype | None,
     kind: Kind,
 ) -> Any:
-    """ada_layer_norm where residual and gate are None, else add_ada_layer_norm."""
-    takes_residual = residual is not None or gate is not None
-    options = {"out_dtype": out_dtype, "is_ada": True, **kind._asdict()}
+    """ada_layer_norm where residual is None, else add_ada_layer_norm."""
+    norm = (weight, bias, eps, normalized_shape, None, 1.0, out_dtype, *kind)
+    tensors: dict[str, Any] = {"residual": residual, "gate": gate, "shift": shift, "scale": scale}
     if _is_compiling():
-        tensors = _tensors(residual, gate, shift, scale)
-        a = arguments.settle(input, weight, bias, eps, normalized_shape, **options, **tensors)
-        return _call(ADD_ADA_LAYER_NORM if takes_residual else ADA_LAYER_NORM, a)
+        a = arguments.settle(input, *norm, **tensors, is_ada=True)
+        return _call(ADA_LAYER_NORM if residual is None else ADD_ADA_LAYER_NORM, a)
     try:
         if normalized_shape is not None:
             ndim = _trailing_dimensions(input, weight, bias, normalized_shape)
         else:
             parameter = bias if weight is None else weight
             ndim = 1 if parameter is None else parameter.dim()
-        if input.is_cpu and out_dtype is None and _is_pytorchs(input, weight, bias, eps, kind):
-            found = _by_pytorch(input, residual, gate, shift, scale, weight, bias, eps, ndim, kind)
+        is_pytorchs = out_dtype is None and _is_pytorchs(input, weight, bias, eps, kind)
+        if is_pytorchs or (_dispatch_modes() and torch.onnx.is_in_onnx_export()):
+            options = Options(ndim, eps, None, 1.0, out_dtype, *kind)
+            a = Arguments(input, residual, weight, bias, options, gate, shift, scale)
+            found = _by_pytorch(a) if is_pytorchs else _in_onnx(a)
             if found is not None:
                 return found
-        if _dispatch_modes() and torch.onnx.is_in_onnx_export():
-            settled = Options(ndim, eps, None, 1.0, out_dtype, *kind)
-            return _in_onnx(Arguments(input, residual, weight, bias, settled, gate, shift, scale))
         last: tuple[Any, ...] = () if kind is LAYER and out_dtype is None else (out_dtype, *kind)
-        if takes_residual:
-            return _add_ada_layer_norm(
-                input, residual, gate, ndim, shift, scale, weight, bias, eps, *last
-            )
-        return _ada_layer_norm(input, ndim, shift, scale, weight, bias, eps, *last)
+        if residual is None:
+            return _ada_layer_norm(input, ndim, shift, scale, weight, bias, eps, *last)
+        return _add_ada_layer_norm(
+            input, residual, gate, ndim, shift, scale, weight, bias, eps, *last
+        )
     except Exception as error:
-        tensors = _tensors(residual, gate, shift, scale)
-        raise arguments.explain(
-            error, input, weight, bias, eps, normalized_shape, **options, **tensors
-        ) from None
+        raise arguments.explain(error, input, *norm, **tensors, is_ada=True) from None
 
 
 def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
@@ -672,33 +597,24 @@ def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
 
     That is an activation, a scale, or the rounding of xhat.
     """
-    kind = a.input.device.type
-    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
+    device = a.input.device.type
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
         a = under_autocast(a)
-    options = a.options
     arguments.check(a)
     residual: Any = a.residual
     residual_out = formulas.add(a.input, residual, a.gate)
+    options = a.options
+    if a.rounds_xhat and a.input.dtype != residual.dtype:
+        found = formulas.forward(a._replace(options=options._replace(out_dtype=a.y_dtype)))
+        return found.y, residual_out
     acc = formulas.acc_dtype(residual.dtype)
     weight, bias = (
         parameter if parameter is None or parameter.dtype == residual.dtype else parameter.to(acc)
         for parameter in (a.weight, a.bias)
     )
-    if a.rounds_xhat and a.input.dtype != residual.dtype:
-        found = formulas.forward(a._replace(options=options._replace(out_dtype=a.y_dtype)))
-        return found.y, residual_out
-    y = serve(
-        residual_out,
-        None,
-        weight,
-        bias,
-        options.eps,
-        tuple(a.normalized_shape),
-        options.activation,
-        options.output_scale,
-        a.y_dtype,
-        Kind(options.statistic, options.weight_offset, options.round_before_weight),
-    )
+    norm = (weight, bias, options.eps, tuple(a.normalized_shape))
+    kind = Kind(options.statistic, options.weight_offset, options.round_before_weight)
+    y = serve(residual_out, None, *norm, *options[2:4], a.y_dtype, kind)
     return y, residual_out
 
 
@@ -714,15 +630,15 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
     """
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    kind = a.input.device.type
-    if not CHOOSES or kind not in rules.DEVICES or a.input.dim() == 0:
+    device, options = a.input.device.type, a.options
+    if not CHOOSES or device not in rules.DEVICES or a.input.dim() == 0 or options.keeps_order:
         return operator
-    cols, stride, options = math.prod(a.normalized_shape), a.input.stride(-1), a.options
+    cols, stride = math.prod(a.normalized_shape), a.input.stride(-1)
     if not has_static_value(cols):
         return operator
     has_hidden_casts = (
-        _has_autocast(kind)
-        and torch.is_autocast_enabled(kind)
+        _has_autocast(device)
+        and torch.is_autocast_enabled(device)
         and a.residual is None
         and options.activation is None
         and options.out_dtype is None
@@ -737,14 +653,15 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
         torch.are_deterministic_algorithms_enabled(),
         options.statistic,
     )
+    if choice == "KERNEL":
+        return operator
     if choice == "PYTORCH" and (
         _is_pytorchs_rms_norm(a.input, a.weight, a.bias, options)
         if options.is_rms
         else options.weight_offset == 0 and not options.round_before_weight
     ):
         return None
-    twin_of_it = ATEN_LAYER_NORM if a.residual is None else ATEN_ADD_LAYER_NORM
-    return operator if choice == "KERNEL" else twin_of_it
+    return ATEN_LAYER_NORM if a.residual is None else ATEN_ADD_LAYER_NORM
 
 
 def _choice(
@@ -794,15 +711,13 @@ def _is_pytorchs(
     serve what PyTorch does not: parameters of other dtypes, derivatives of every order under
     torch.func, and tracing, where a compiler knows them by their name.
     """
-    if _dispatch_modes():
-        return False
-    dtype = input.dtype
     return (
         input.is_cpu
+        and not _dispatch_modes()
         and not _cpu_operators
         and type(input) is Tensor
         and (
-            _takes_parameters(dtype, weight, bias)
+            _takes_parameters(input.dtype, weight, bias)
             if kind is LAYER
             else kind.statistic == "rms" and _is_pytorchs_rms_norm(input, weight, bias, kind)
         )
@@ -812,23 +727,13 @@ def _is_pytorchs(
     )
 
 
-def _by_pytorch(
-    input: Tensor,
-    residual: Tensor | None,
-    gate: Tensor | None,
-    shift: Tensor | None,
-    scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    ndim: int,
-    kind: Kind,
-) -> Any:
+def _by_pytorch(a: Arguments) -> Any:
     """A modulated norm on the CPU in PyTorch's operators, as a model would write it.
 
     None for mixed dtypes, and for shapes that the operators refuse. The operators' composite
     would compute in float32 throughout, and take longer.
     """
+    input, residual, weight, bias, options, gate, shift, scale = a
     if weight is not None and weight.dtype is not input.dtype:
         return None
     for tensor in (residual, gate, shift, scale):
@@ -837,24 +742,17 @@ def _by_pytorch(
         is_plain = tensor.is_cpu and tensor.dtype is input.dtype and not tensor.is_nested
         if not is_plain or tensor.layout is not torch.strided:
             return None
-    if residual is None:
-        if gate is not None:
-            return None
-    elif residual.shape != input.shape:
-        return None
     x = input
     if residual is not None:
+        if residual.shape != input.shape:
+            return None
         x = residual + input if gate is None else torch.addcmul(residual, gate, input)
-    shape = x.shape[x.dim() - ndim :]
-    if kind is LAYER:
-        y = torch.layer_norm(x, shape, weight, bias, eps)
+    shape = x.shape[x.dim() - options.normalized_ndim :]
+    if options.is_rms:
+        y = torch.rms_norm(x, shape, weight, options.eps)
     else:
-        y = torch.rms_norm(x, shape, weight, eps)
-    if scale is not None:
-        factor = 1 + scale
-        y = y * factor if shift is None else torch.addcmul(shift, y, factor)
-    elif shift is not None:
-        y = y + shift
+        y = torch.layer_norm(x, shape, weight, bias, options.eps)
+    y = formulas.modulate(y, shift, scale)
     if y.shape != input.shape:  # A modulation, or residual, would enlarge input.
         return None
     return y if residual is None else (y, x)
@@ -867,7 +765,7 @@ def _takes_parameters(dtype: torch.dtype, weight: Tensor | None, bias: Tensor | 
     return (weight is None or weight.dtype is dtype) and (bias is None or bias.dtype is dtype)
 
 
-_BESIDE_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_BESIDE_FLOAT32 = (torch.float32, *arguments.HALF)
 
 
 def _in_onnx(a: Arguments) -> Any:

@@ -180,49 +180,29 @@ def settle(
     statistic: Any = "layer",
     weight_offset: Any = 0.0,
     round_before_weight: Any = False,
+    keeps_order: bool = False,
     *,
     is_ada: bool = False,
     **tensors: Any,
 ) -> Arguments:
     """The operators' arguments for a user's call; raises where the schemas' error would be worse.
 
-    `tensors` may hold residual, gate, shift and scale; a residual of None in it is an error.
-    `is_ada`: the last dimension is normalized where no argument gives a shape.
+    `tensors` may hold residual, gate, shift and scale. `is_ada`: the last dimension is normalized
+    where no argument gives a shape.
     """
     check_tensor("input", input)
-    if "residual" in tensors:
-        check_tensor("residual", tensors["residual"])
     if is_ada and weight is None and bias is None and normalized_shape is None:
         ndim = 1
     else:
         ndim = normalized_ndim(input, weight, bias, normalized_shape)
-    optional = {**tensors, "weight": weight, "bias": bias}
-    for name, tensor in optional.items():
+    for name, tensor in {**tensors, "weight": weight, "bias": bias}.items():
         if tensor is not None and not isinstance(tensor, Tensor):
             check_tensor(name, tensor)
-    _check_number("eps", eps)
-    _check_number("scale", output_scale)
-    _check_number("weight_offset", weight_offset)
-    options = Options(
-        ndim,
-        eps,
-        activation,
-        output_scale,
-        out_dtype,
-        statistic,
-        weight_offset,
-        bool(round_before_weight),
-    )
-    return Arguments(
-        input,
-        tensors.get("residual"),
-        weight,
-        bias,
-        options,
-        tensors.get("gate"),
-        tensors.get("shift"),
-        tensors.get("scale"),
-    )
+    for name, number in (("eps", eps), ("scale", output_scale), ("weight_offset", weight_offset)):
+        _check_number(name, number)
+    kind = (statistic, weight_offset, bool(round_before_weight))
+    options = Options(ndim, eps, activation, output_scale, out_dtype, *kind, keeps_order)
+    return Arguments(input=input, weight=weight, bias=bias, options=options, **tensors)
 
 
 def check(a: Arguments) -> None:
