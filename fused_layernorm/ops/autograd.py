@@ -300,8 +300,8 @@ def register(beside_library: bool) -> None:
         ),
         "gate_backward": _gate_backward,
     }
+    prefix = "_differentiable_" if beside_library else ""
     for name, implementation in implementations.items():
-        if beside_library:
-            load.define_like(name, prefix := "_differentiable_")
-            name = prefix + name
-        load.library.impl(name, implementation, "Autograd", with_keyset=True)
+        if prefix:
+            load.define_like(name, prefix)
+        load.library.impl(prefix + name, implementation, "Autograd", with_keyset=True)
