@@ -264,7 +264,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
           [&](auto vecs) { return launch_backward<T, width(), vecs()>(params, plan, stream); });
     });
   });
-  return error == cudaSuccess ? launch_sums(params, types, plan, stream) : error;
+  return error == cudaSuccess ? launch_param_grad(params, types, plan.partials, stream) : error;
 }
 
 }  // namespace fused_layernorm

@@ -208,7 +208,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         return launch(channels_backward_kernel<N, width(), scattered()>, plan, stream, plan,
                       params);
       });
-  return error == cudaSuccess ? launch_sums(params, types, plan, stream) : error;
+  return error == cudaSuccess ? launch_param_grad(params, types, plan.partials, stream) : error;
 }
 
 }  // namespace fused_layernorm

@@ -39,9 +39,8 @@ static_assert(registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThre
               "half the registers of the persistent blocks do without running sums");
 // Whether a thread of such a block keeps xhat and g of a row in registers between the row's sums
 // and its dx: always with something fused; otherwise up to 16 columns of vectors of half precision
-// and 8 of other vectors. (Computed again, and kept beside nearer arguments
-// and no divisions, with GELU: 64 x 1024 bfloat16 3.24 us, 2.68; 8 x 4096 3.84, 2.95; 1024 x 1024
-// float32 10.85, 9.01.)
+// and 8 of other vectors. (Computed again, and kept beside nearer arguments and no divisions, with
+// GELU: 64 x 1024 bfloat16 3.24 us, 2.68; 8 x 4096 3.84, 2.95; 1024 x 1024 float32 10.85, 9.01.)
 constexpr bool few_rows_keep(int width, int vecs, int x_size, bool fused) {
   const int cols = width * vecs;
   if (fused) return cols <= kKeptColsPerThread;

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "base/cuda_types.h"
 #include "base/params.h"
@@ -49,12 +48,6 @@ void add_sums(Json& json, const Plan& plan) {
   plan.parts.sets > 0 ? json.add(plan.parts) : json.add(plan.partials);
 }
 
-// Whether a strategy takes norms with a modulation.
-template <typename Plan, typename = void>
-constexpr bool has_parts = false;
-template <typename Plan>
-constexpr bool has_parts<Plan, std::void_t<decltype(Plan::parts)>> = true;
-
 // Lays out the partial sums of `sets` sets of blocks, behind what the workspace has already.
 template <typename Plan>
 inline void lay_out_partials(Plan& plan, int64_t sets, const Problem& problem) {
@@ -89,14 +82,12 @@ cudaError_t launch_modulation_grad(const BackwardParams&, const DataTypes&,
 cudaError_t launch_gate_grad(const GateParams&, const DataTypes&, const backward::GroupParts&,
                              cudaStream_t);
 
-// Adds up the partial sums of a plan, which its strategy's own launch has left.
+// Adds up the partial sums of a plan that may have parts of groups, as add_sums describes them.
 template <typename Plan>
 cudaError_t launch_sums(const BackwardParams& params, const DataTypes& types, const Plan& plan,
                         cudaStream_t stream) {
-  if constexpr (backward::has_parts<Plan>) {
-    if (params.is_modulated) return launch_modulation_grad(params, types, plan.parts, stream);
-  }
-  return launch_param_grad(params, types, plan.partials, stream);
+  return plan.parts.sets > 0 ? launch_modulation_grad(params, types, plan.parts, stream)
+                             : launch_param_grad(params, types, plan.partials, stream);
 }
 
 }  // namespace fused_layernorm
