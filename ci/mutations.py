@@ -95,7 +95,7 @@ MUTATIONS = [
              "sigmoid * (1 - sigmoid) * (2 + z * (1 - 2 * sigmoid))",
              "sigmoid * (1 - sigmoid) * (2 + z * (1 - sigmoid))", AUTOGRAD, OPERATORS),
     Mutation("ddx-along", "python", "fused_layernorm/ops/formulas.py",
-             "- ddx_along * d_along", "+ ddx_along * d_along", AUTOGRAD, OPERATORS),
+             "+ d * _mean(ddx * xhat, ndim)", "- d * _mean(ddx * xhat, ndim)", AUTOGRAD, OPERATORS),
     # ---- Autograd in C++.
     Mutation("second-order-lost", "autograd", "csrc/per_torch/operators.h",
              "if (differentiation_of(arguments, count) == Differentiation::kNone)",

@@ -241,7 +241,7 @@ def _times(first: Tensor | None, *factors: Tensor | None) -> Tensor | None:
 def double_backward(b: BackwardArguments, dd: Gradients) -> dict[str, Tensor | None]:
     """The gradients of a backward operator's arguments, by name, from those of its results.
 
-    PyTorch could differentiate `backward`, but that takes three times as long. With
+    PyTorch could differentiate `backward`, but that takes half as long again. With
         g = dy * output_scale * (1 + scale),    dz = g * activation'(z),    d = dz * weight
     the results of backward are
         dx = P d + dresidual,    dweight = sum of dz * xhat,    dbias = sum of dz,
@@ -272,14 +272,11 @@ def double_backward(b: BackwardArguments, dd: Gradients) -> dict[str, Tensor | N
 
     by_x = None
     by_xhat = _plus(_times(ddweight, dz), _times(by_z, weight))
-    if ddx is not None:
+    if ddx is not None and projected is not None:
         d = dz if weight is None else dz * weight
-        ddx_along, d_along = _mean(ddx * xhat, ndim), _mean(d * xhat, ndim)
-        by_xhat = _plus(by_xhat, -rstd * (ddx * d_along + d * ddx_along))
-        by_rstd = _mean(ddx * d, ndim) - ddx_along * d_along
-        if not b.is_rms:
-            by_rstd = by_rstd - _mean(ddx, ndim) * _mean(d, ndim)
-        by_x = -rstd * rstd * by_rstd * xhat
+        along = ddx * _mean(d * xhat, ndim) + d * _mean(ddx * xhat, ndim)
+        by_xhat = _plus(by_xhat, -rstd * along)
+        by_x = -rstd * _mean(projected * d, ndim) * xhat  # through rstd, of which P is a multiple
     if by_xhat is not None:
         by_x = _plus(by_x, _project(b, by_xhat, xhat, rstd))
 
