@@ -1,21 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// A small program that shows what racecheck can follow in a block whose teams have barriers of
-// their own.
+// Small programs without a race in which racecheck of CUDA 13.0 reports hazards, each the pattern
+// of a kernel here. They tell its reports that mean nothing from those that do.
 //
-//   nvcc -arch=sm_90 -lineinfo -o racecheck_teams ci/racecheck_teams.cu
-//   compute-sanitizer --tool racecheck ./racecheck_teams 0   # no hazards
-//   compute-sanitizer --tool racecheck ./racecheck_teams 1   # 1 hazard
-//
-// The program has no race: all threads reach a __syncthreads() between the stores to `sums` and the
-// loads of other teams' sums. Racecheck of CUDA 13.0 still reports hazards there if the teams have
-// passed different numbers of their own barriers before, and none if the numbers are equal. The
-// numbers can differ in backward/group.cu, where one team may have one row of a group more than
-// another. The cases that ci/on_gpu gives racecheck therefore have equally many rows for each team.
+//   nvcc -arch=sm_90 -lineinfo -o racecheck_limits ci/racecheck_limits.cu
+//   compute-sanitizer --tool racecheck ./racecheck_limits equal      # no hazards
+//   compute-sanitizer --tool racecheck ./racecheck_limits different
+//   compute-sanitizer --tool racecheck ./racecheck_limits copied
+//   compute-sanitizer --tool racecheck ./racecheck_limits chained
+#include <cstdint>
 #include <cstdio>
-#include <cstdlib>
+#include <cstring>
 
-constexpr int kTeams = 4, kTeamThreads = 64;
+constexpr int kTeams = 4, kTeamThreads = 64, kThreads = kTeams * kTeamThreads;
 
+// Teams with barriers of their own, as in backward/group.cu, where one team may have one row of a
+// group more than another. All threads reach a __syncthreads() between the stores to `sums` and the
+// loads of other teams' sums. There are hazards if the teams have passed different numbers of their
+// own barriers before, and none if the numbers are equal. (So the cases for racecheck have equally
+// many rows for each team.)
 __global__ void teams_kernel(float* out, bool different) {
   __shared__ float sums[kTeams][kTeamThreads];
   __shared__ float scratch[2][kTeams][2];
@@ -35,11 +37,97 @@ __global__ void teams_kernel(float* out, bool different) {
   out[blockIdx.x * blockDim.x + threadIdx.x] = total;
 }
 
+__device__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ void init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+__device__ void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+__device__ void wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra again;\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// One thread copies a number asynchronously, and the copy itself arrives at the barrier for which
+// all wait before they read, as mean and rstd of a row come in backward/persistent.cuh.
+__global__ void copied_kernel(float* out, const float* in) {
+  __shared__ alignas(8) uint64_t full;
+  __shared__ float number;
+  if (threadIdx.x == 0) init(&full, 1);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(&number)), "l"(in)
+                 : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&full))
+                 : "memory");
+  }
+  wait(&full, 0);
+  out[blockIdx.x * blockDim.x + threadIdx.x] = number;
+}
+
+// Readers, one warp between, and a writer, each behind a barrier at which the one before arrives,
+// as the workers, the measurers and the collector of forward/ring.cu: the writer writes anew what
+// all readers have read.
+__global__ void chained_kernel(float* out) {
+  __shared__ alignas(8) uint64_t written[2], read, passed_on;
+  __shared__ float number;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    init(written, 1);
+    init(written + 1, 1);
+    init(&read, kThreads / 32 - 2);
+    init(&passed_on, 1);
+  }
+  __syncthreads();
+  if (warp == 0) {
+    if (lane == 0) {
+      number = 1;
+      arrive(written);
+    }
+    wait(&passed_on, 0);
+    if (lane == 0) {
+      number = 2;
+      arrive(written + 1);
+    }
+  } else if (warp == 1) {
+    wait(&read, 0);
+    if (lane == 0) arrive(&passed_on);
+  } else {
+    wait(written, 0);
+    float sum = number;
+    __syncwarp();
+    if (lane == 0) arrive(&read);
+    wait(written + 1, 0);
+    sum += number;
+    out[blockIdx.x * blockDim.x + threadIdx.x] = sum;
+  }
+}
+
 int main(int argc, char** argv) {
   constexpr int kBlocks = 4;
   float* out;
-  if (cudaMalloc(&out, kBlocks * kTeams * kTeamThreads * sizeof(float)) != cudaSuccess) return 1;
-  teams_kernel<<<kBlocks, kTeams * kTeamThreads>>>(out, argc > 1 && atoi(argv[1]) != 0);
+  if (argc != 2 || cudaMalloc(&out, (kBlocks * kThreads + 1) * sizeof(float)) != cudaSuccess) {
+    return 1;
+  }
+  if (strcmp(argv[1], "copied") == 0) {
+    copied_kernel<<<kBlocks, kThreads>>>(out, out + kBlocks * kThreads);
+  } else if (strcmp(argv[1], "chained") == 0) {
+    chained_kernel<<<kBlocks, kThreads>>>(out);
+  } else {
+    teams_kernel<<<kBlocks, kThreads>>>(out, strcmp(argv[1], "different") == 0);
+  }
   const cudaError_t error = cudaDeviceSynchronize();
   printf("%s\n", cudaGetErrorString(error));
   return error != cudaSuccess;
