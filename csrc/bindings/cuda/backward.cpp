@@ -204,10 +204,9 @@ BackwardArguments without_columns(const BackwardArguments& a) {
 void add_columns(BackwardResult& result, const BackwardArguments& a) {
   const ScalarType wide =
       a.x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  const std::optional<Tensor> no_residual;
   const Tensor dy = modulated(a.dy, a.modulation.scale, wide);
   const BackwardResult columns =
-      run_backward({dy, a.x, a.normalized_ndim, a.mean, a.rstd, a.weight, a.bias, no_residual,
+      run_backward({dy, a.x, a.normalized_ndim, a.mean, a.rstd, a.weight, a.bias, std::nullopt,
                     std::nullopt, 1.0, false, a.needs_dweight, a.needs_dbias, a.kind});
   result.dweight = columns.dweight;
   result.dbias = columns.dbias;

@@ -161,9 +161,8 @@ ForwardResult run_rounding(const ForwardArguments& a) {
   }
   CHECK_ARGUMENT(x.scalar_type() == a.input.scalar_type(),
                  "round_before_weight beside a gate needs a residual of input's dtype");
-  const std::optional<Tensor> none_beside;
   ForwardResult norm =
-      run_forward({x, none_beside, a.normalized_ndim, a.weight, a.bias, a.eps, a.activation,
+      run_forward({x, std::nullopt, a.normalized_ndim, a.weight, a.bias, a.eps, a.activation,
                    a.scale, ScalarType::Float, a.needs_statistics, a.kind});
   const auto plus = [](const Tensor& sum, const Tensor& more) {
     return torch::stable::subtract(sum, more, -1.0);

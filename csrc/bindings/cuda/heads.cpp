@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators of heads on CUDA: check, describe q and k, allocate, plan, launch.
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -9,9 +8,9 @@
 #include <deque>
 #include <limits>
 #include <string>
-#include <tuple>
 
 #include "backward/heads.h"
+#include "bindings/cuda/call.h"
 #include "bindings/cuda/modulation.h"
 #include "bindings/driver.h"
 #include "forward/heads.h"
@@ -20,19 +19,24 @@ namespace fused_layernorm {
 namespace {
 
 using Optional = std::optional<Tensor>;
-using Name = std::optional<std::string>;
 
-// A call of qk_norm_rope, in the order of its schema; backward has all but round_before_weight.
-// Side 0 is q, side 1 is k.
+// The arguments that qk_norm_rope and its backward have in common. Side 0 is q, side 1 is k.
 struct HeadArguments {
-  const Tensor& q;
-  const Optional &k, &q_weight, &k_weight, &q_bias, &k_bias, &cos, &sin;
+  Tensor q;
+  Optional k, q_weight, k_weight, q_bias, k_bias, cos, sin;
   int64_t rotary_dim, seq_dim;
   double eps;
-  const Name& statistic;
+  std::optional<std::string> statistic;
   double weight_offset;
-  bool rounds, interleaved, inverse;
+  bool rounds = false, interleaved, inverse;
 
+  HeadArguments(Call& call, bool is_backward) : q(call.take<Tensor>()) {
+    call.read(k, q_weight, k_weight, q_bias, k_bias, cos, sin, rotary_dim, seq_dim, eps, statistic,
+              weight_offset);
+    if (!is_backward) call.read(rounds);
+    call.read(interleaved, inverse);
+    if (is_backward) inverse = !inverse;
+  }
   bool has(int side) const { return side == 0 || k; }
   const Tensor& x(int side) const { return side == 0 ? q : *k; }
   const Optional& weight(int side) const { return side == 0 ? q_weight : k_weight; }
@@ -227,42 +231,33 @@ class HeadOperands {
   std::deque<Tensor> held_;
 };
 
-std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Optional& k,
-                                        const Optional& q_weight, const Optional& k_weight,
-                                        const Optional& q_bias, const Optional& k_bias,
-                                        const Optional& cos, const Optional& sin,
-                                        int64_t rotary_dim, int64_t seq_dim, double eps,
-                                        const Name& statistic, double weight_offset, bool rounds,
-                                        bool interleaved, bool inverse) {
-  const HeadArguments a{
-      q,          k,       q_weight, k_weight,  q_bias,        k_bias, cos,         sin,
-      rotary_dim, seq_dim, eps,      statistic, weight_offset, rounds, interleaved, inverse};
+void qk_norm_rope(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  Call call(stack, arguments, results);
+  const HeadArguments a(call, false);
   check(a);
-  const CurrentDevice guard(q);
+  const CurrentDevice guard(a.q);
   HeadOperands operands(a);
   const Tensor q_out = operands.result(a, 0), k_out = operands.result(a, 1);
   if (!operands.empty()) {
     const auto plan = forward::make_heads_plan(operands.params);
     operands.check_plan(plan);
     operands.check_launch(
-        launch_heads_forward(operands.params, *plan, current_stream(q.get_device_index())),
+        launch_heads_forward(operands.params, *plan, current_stream(a.q.get_device_index())),
         "forward");
   }
-  return {q_out, k_out};
+  call.give({&q_out, &k_out});
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward(
-    const Tensor& dq_out, const Optional& dk_out, const Tensor& q, const Optional& k,
-    const Optional& q_weight, const Optional& k_weight, const Optional& q_bias,
-    const Optional& k_bias, const Optional& cos, const Optional& sin, int64_t rotary_dim,
-    int64_t seq_dim, double eps, const Name& statistic, double weight_offset, bool interleaved,
-    bool inverse, bool needs_dweight, bool needs_dbias) {
-  const HeadArguments a{
-      q,          k,       q_weight, k_weight,  q_bias,        k_bias, cos,         sin,
-      rotary_dim, seq_dim, eps,      statistic, weight_offset, false,  interleaved, !inverse};
+void qk_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  Call call(stack, arguments, results);
+  const auto dq_out = call.take<Tensor>();
+  const auto dk_out = call.take<Optional>();
+  const HeadArguments a(call, true);
+  const auto needs_dweight = call.take<bool>(), needs_dbias = call.take<bool>();
+  const Tensor& q = a.q;
   check(a);
-  CHECK_ARGUMENT(statistic, "a rotation alone is its own backward, with inverse");
-  CHECK_ARGUMENT(dk_out.has_value() == k.has_value(), "dk_out belongs to k");
+  CHECK_ARGUMENT(a.statistic, "a rotation alone is its own backward, with inverse");
+  CHECK_ARGUMENT(dk_out.has_value() == a.k.has_value(), "dk_out belongs to k");
   const CurrentDevice guard(q);
   HeadOperands operands(a);
   // The gradient of a weight or bias; of shape (0,) unless it is needed.
@@ -297,14 +292,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward
         launch_heads_backward(operands.params, *plan, current_stream(q.get_device_index())),
         "backward");
   }
-  return {*dx[0], *dx[1], *dweight[0], *dweight[1], *dbias[0], *dbias[1]};
+  call.give({&*dx[0], &*dx[1], &*dweight[0], &*dweight[1], &*dbias[0], &*dbias[1]});
 }
 
 }  // namespace
 
 void register_head_kernels(torch::stable::detail::StableLibrary& library) {
-  library.impl("qk_norm_rope", TORCH_BOX(&qk_norm_rope));
-  library.impl("qk_norm_rope_backward", TORCH_BOX(&qk_norm_rope_backward));
+  library.impl("qk_norm_rope", &qk_norm_rope);
+  library.impl("qk_norm_rope_backward", &qk_norm_rope_backward);
 }
 
 }  // namespace fused_layernorm
