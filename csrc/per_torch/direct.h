@@ -5,9 +5,9 @@
 //
 // A call is direct if the dispatcher would reach CUDA's kernel next, by the key sets alone; if all
 // tensors are on one device; and if they are contiguous, also without keeps_order, and need no
-// conversion. Modes, transforms
-// and subclasses of tensors show in the key sets. Every other call takes the operators, as all do
-// with FUSED_LAYERNORM_DIRECT=0. Both ways give and save the same tensors.
+// conversion. Modes, transforms and subclasses of tensors show in the key sets. Every other call
+// takes the operators, as all do with FUSED_LAYERNORM_DIRECT=0. Both ways give and save the same
+// tensors.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -39,7 +39,7 @@ inline std::atomic<int64_t> direct_calls = 0;  // for tests
 inline const KernelTable* kernel_table() {
   static const KernelTable* const found = []() -> const KernelTable* {
     Stack stack;
-    find_operator(FUSED_LAYERNORM_OPERATOR("_kernel_table")).callBoxed(&stack);
+    find_operator("_kernel_table").callBoxed(&stack);
     const auto* const table = reinterpret_cast<const KernelTable*>(stack[0].toInt());
     const bool is_known = table != nullptr && table->version == kKernelTableVersion &&
                           table->size == sizeof(KernelTable);
@@ -124,14 +124,15 @@ inline int64_t rows_of(at::IntArrayRef sizes, int64_t normalized_ndim) {
   return rows;
 }
 
-// The rows of x and their parameters. False if these do not fit together, or are not contiguous.
-inline bool describe(const Tensor& x, int64_t normalized_ndim, const Tensor& weight,
-                     const Tensor& bias, DirectNorm& norm) {
+// The norm of the rows of x, but for forward's own arguments; points into the options. False if x
+// and the parameters do not fit together, or are not contiguous.
+inline bool describe(const Tensor& x, const Options& options, const Tensor& weight,
+                     const Tensor& bias, at::ScalarType y_type, DirectNorm& norm) {
   const auto sizes = x.sizes();
-  norm.rows = rows_of(sizes, normalized_ndim);
+  norm.rows = rows_of(sizes, options.normalized_ndim);
   if (norm.rows == 0 || x.numel() == 0) return false;
   norm.cols = x.numel() / norm.rows;
-  const auto columns = sizes.slice(sizes.size() - normalized_ndim);
+  const auto columns = sizes.slice(sizes.size() - options.normalized_ndim);
   if (!is_contiguous_of(weight, columns) || !is_contiguous_of(bias, columns)) return false;
   if (weight.defined() && bias.defined() && weight.scalar_type() != bias.scalar_type()) {
     return false;
@@ -140,6 +141,11 @@ inline bool describe(const Tensor& x, int64_t normalized_ndim, const Tensor& wei
   norm.x_type = static_cast<int32_t>(x.scalar_type());
   const Tensor& parameter = weight.defined() ? weight : bias;
   if (parameter.defined()) norm.weight_type = static_cast<int32_t>(parameter.scalar_type());
+  norm.y_type = static_cast<int32_t>(y_type);
+  if (options.activation) norm.activation = options.activation->c_str();
+  norm.scale = options.output_scale;
+  norm.is_rms = options.is_rms;
+  norm.weight_offset = options.weight_offset;
   return true;
 }
 
@@ -165,9 +171,8 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_s
   const KernelTable* const table = kernel_table();
   if (Op::kHasModulation || table == nullptr || !is_next(keys, c10::DispatchKey::CUDA))
     return false;
-  if constexpr (Op::kMayKeepOrder) {
-    if (arguments[Op::kKeepsOrder].toBool()) return false;
-  }
+  const Options options = options_of<Op>(arguments);
+  if (options.keeps_order) return false;
   static const Tensor none;
   const Tensor& input = arguments[Op::kInput].toTensor();
   const Tensor& residual = Op::kHasResidual ? arguments[Op::kResidual].toTensor() : none;
@@ -179,20 +184,13 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_s
   }
   DirectForward f;
   const auto sizes = input.sizes();
-  const int64_t ndim = arguments[Op::kNormalizedNdim].toInt();
+  const at::ScalarType y_type = dtype_of(arguments[Op::kOutDtype]).value_or(input.scalar_type());
   if (!is_contiguous_of(input, sizes) || !is_contiguous_of(residual, sizes) ||
-      !describe(x, ndim, weight, bias, f.norm)) {
+      !describe(x, options, weight, bias, y_type, f.norm)) {
     return false;
   }
-  const at::ScalarType y_type = dtype_of(arguments[Op::kOutDtype]).value_or(input.scalar_type());
   f.norm.input_type = static_cast<int32_t>(input.scalar_type());
-  f.norm.y_type = static_cast<int32_t>(y_type);
   f.norm.eps = arguments[Op::kEps].toDouble();
-  const IValue& activation = arguments[Op::kActivation];
-  if (!activation.isNone()) f.norm.activation = activation.toStringRef().c_str();
-  f.norm.scale = arguments[Op::kOutputScale].toDouble();
-  f.norm.is_rms = is_rms(arguments[Op::kStatistic]);
-  f.norm.weight_offset = arguments[Op::kWeightOffset].toDouble();
   f.norm.round_before_weight = arguments[Op::kRoundBeforeWeight].toBool();
 
   const OnDevice guard(input.device());
@@ -200,7 +198,7 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_s
   if (Op::kHasResidual) out.residual_out = allocate(sizes, x.scalar_type());
   if (needs_statistics) {
     c10::SmallVector<int64_t, 8> of_rows(sizes.begin(), sizes.end());
-    std::fill(of_rows.end() - ndim, of_rows.end(), 1);
+    std::fill(of_rows.end() - options.normalized_ndim, of_rows.end(), 1);
     const at::ScalarType type = statistics_type(x.scalar_type());
     if (f.norm.is_rms) {
       out.rstd = allocate(of_rows, type);
@@ -263,7 +261,7 @@ inline bool backward_directly(const SavedNorm& saved, const Options& options, Ne
   const auto sizes = x.sizes();
   if (!is_contiguous_of(x, sizes) || !is_contiguous_of(dy, sizes) ||
       !is_contiguous_of(dresidual, sizes) ||
-      !describe(x, options.normalized_ndim, weight, bias, b.norm) ||
+      !describe(x, options, weight, bias, dy.scalar_type(), b.norm) ||
       (dresidual.defined() && dresidual.scalar_type() != x.scalar_type())) {
     return false;
   }
@@ -272,11 +270,6 @@ inline bool backward_directly(const SavedNorm& saved, const Options& options, Ne
            t.scalar_type() == statistics_type(x.scalar_type());
   };
   if (!is_statistic(rstd) || (!options.is_rms && !is_statistic(mean))) return false;
-  b.norm.y_type = static_cast<int32_t>(dy.scalar_type());
-  if (options.activation) b.norm.activation = options.activation->c_str();
-  b.norm.scale = options.output_scale;
-  b.norm.is_rms = options.is_rms;
-  b.norm.weight_offset = options.weight_offset;
 
   const OnDevice guard(x.device());
   const auto columns = sizes.slice(sizes.size() - options.normalized_ndim);
@@ -306,7 +299,7 @@ inline bool backward_directly(const SavedNorm& saved, const Options& options, Ne
 // The same by the operator layer_norm_backward.
 inline GradientsOfNorm call_backward(const SavedNorm& saved, const Options& options,
                                      NeedsOfNorm needs) {
-  static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("layer_norm_backward"));
+  static const OperatorHandle op = find_operator("layer_norm_backward");
   Stack stack;
   stack.reserve(op.schema().arguments().size());
   torch::jit::push(stack, saved.dy, saved.x, options.normalized_ndim,

@@ -46,7 +46,8 @@ struct Replaced {
 
   void find(const char* name, c10::DispatchKey key) {
     try {
-      kernel.emplace(find_operator(name).getComputedKernelForDispatchKey(key));
+      const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+      kernel.emplace(op.getComputedKernelForDispatchKey(key));
     } catch (const c10::Error&) {  // there is none
     }
   }
@@ -146,24 +147,27 @@ inline double eps_of(std::optional<double> eps, const Tensor& x) {
                                         : std::numeric_limits<float>::epsilon();
 }
 
-inline Stack arguments_of(const Tensor& x, size_t ndim, const OptionalTensor& weight,
-                          const OptionalTensor& bias, double eps, bool is_rms) {
+// The arguments of layer_norm for a call that is taken.
+inline std::optional<Stack> arguments_of(const Tensor& x, at::IntArrayRef shape,
+                                         const OptionalTensor& weight, const OptionalTensor& bias,
+                                         std::optional<double> given_eps, bool is_rms,
+                                         Beside beside = Beside::kSame) {
+  const double eps = eps_of(given_eps, x);
+  if (!takes_input(x, shape) || !takes_parameter(weight, x, shape, beside) ||
+      !takes_parameter(bias, x, shape, beside) || std::isnan(eps)) {
+    return std::nullopt;
+  }
   const auto value = [](const OptionalTensor& t) { return t ? value_of(*t) : IValue(); };
   Options options;
   options.is_rms = is_rms;
   Stack stack;
   stack.reserve(NormForward<false, false>::kArguments);
-  torch::jit::push(stack, x, static_cast<int64_t>(ndim), value(weight), value(bias), eps, IValue(),
-                   1.0, IValue(), statistic_of(options), 0.0, false, false);
+  torch::jit::push(stack, x, static_cast<int64_t>(shape.size()), value(weight), value(bias), eps,
+                   IValue(), 1.0, IValue(), statistic_of(options), 0.0, false, false);
   return stack;
 }
 
 // ---- layer_norm and rms_norm.
-
-inline const OperatorHandle& layer_norm_operator() {
-  static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("layer_norm"));
-  return op;
-}
 
 // Our result of a call at an Autograd or Autocast key, undefined if the call is not taken.
 template <c10::DeviceType device, bool kUnderAutocast>
@@ -180,41 +184,19 @@ Tensor norm_of(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef symboli
   const Beside beside = kUnderAutocast ? Beside::kAnyFloat
                         : is_rms       ? Beside::kSameOrFloat
                                        : Beside::kSame;
-  if (!shape || !takes_input(x, *shape) || !takes_parameter(weight, x, *shape, beside) ||
-      !takes_parameter(bias, x, *shape, beside) ||
-      (kUnderAutocast && x.scalar_type() == at::kDouble)) {
-    return {};
-  }
-  const double eps = eps_of(given_eps, x);
-  if (std::isnan(eps)) return {};
-  Stack stack = arguments_of(x, shape->size(), weight, bias, eps, is_rms);
+  if (!shape || (kUnderAutocast && x.scalar_type() == at::kDouble)) return {};
+  auto stack = arguments_of(x, *shape, weight, bias, given_eps, is_rms, beside);
+  if (!stack) return {};
+  static const OperatorHandle op = find_operator("layer_norm");
   const Taken taken(entry);
   naming_out_of_memory([&] {
     if (kUnderAutocast) {
-      autocast<Op>(layer_norm_operator(), keys, &stack);
+      autocast<Op>(op, keys, &*stack);
     } else {
-      differentiate_forward<Op, false>(layer_norm_operator(), keys, &stack);
+      differentiate_forward<Op, false>(op, keys, &*stack);
     }
   });
-  return stack[0].toTensor();
-}
-
-template <c10::DeviceType device>
-Tensor layer_norm_at_autograd(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
-                              const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                              bool cudnn_enable) {
-  const Tensor y = norm_of<device, false>(keys, x, shape, weight, bias, eps, /*is_rms=*/false);
-  if (y.defined()) return y;
-  return at::native::layer_norm_symint(x, shape, weight, bias, eps, cudnn_enable);
-}
-
-template <c10::DeviceType device>
-Tensor rms_norm_at_autograd(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
-                            const OptionalTensor& weight, std::optional<double> eps) {
-  const Tensor y = norm_of<device, false>(keys, x, shape, weight, {}, eps, /*is_rms=*/true);
-  if (y.defined()) return y;
-  // PyTorch's composite, which it does not export.
-  return at::_ops::rms_norm::redispatch(DispatchKeySet(kBackendKey<device>), x, shape, weight, eps);
+  return (*stack)[0].toTensor();
 }
 
 // PyTorch's own kernels at AutocastCUDA cast every argument to float32 and call the operator.
@@ -223,20 +205,30 @@ Tensors as_autocast_casts(const Tensors& t) {
   return at::autocast::cached_cast(at::kFloat, t, at::kCUDA);
 }
 
-inline Tensor layer_norm_at_autocast(DispatchKeySet keys, const Tensor& x,
-                                     c10::SymIntArrayRef shape, const OptionalTensor& weight,
-                                     const OptionalTensor& bias, double eps, bool cudnn_enable) {
-  const Tensor y = norm_of<at::kCUDA, true>(keys, x, shape, weight, bias, eps, /*is_rms=*/false);
+template <c10::DeviceType device, bool kUnderAutocast>
+Tensor layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
+                  const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                  bool cudnn_enable) {
+  const Tensor y = norm_of<device, kUnderAutocast>(keys, x, shape, weight, bias, eps, false);
   if (y.defined()) return y;
+  if (!kUnderAutocast) {
+    return at::native::layer_norm_symint(x, shape, weight, bias, eps, cudnn_enable);
+  }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
   return at::layer_norm_symint(as_autocast_casts(x), shape, as_autocast_casts(weight),
                                as_autocast_casts(bias), eps, cudnn_enable);
 }
 
-inline Tensor rms_norm_at_autocast(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
-                                   const OptionalTensor& weight, std::optional<double> eps) {
-  const Tensor y = norm_of<at::kCUDA, true>(keys, x, shape, weight, {}, eps, /*is_rms=*/true);
+template <c10::DeviceType device, bool kUnderAutocast>
+Tensor rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
+                const OptionalTensor& weight, std::optional<double> eps) {
+  const Tensor y = norm_of<device, kUnderAutocast>(keys, x, shape, weight, {}, eps, true);
   if (y.defined()) return y;
+  if (!kUnderAutocast) {
+    // PyTorch's composite, which it does not export.
+    constexpr DispatchKeySet kBackend(kBackendKey<device>);
+    return at::_ops::rms_norm::redispatch(kBackend, x, shape, weight, eps);
+  }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
   return at::rms_norm_symint(as_autocast_casts(x), shape, as_autocast_casts(weight), eps);
 }
@@ -255,20 +247,17 @@ inline bool take_forward(DispatchKeySet keys, Stack* stack, bool is_rms, Overrid
   const IValue* const a = stack->data() + stack->size() - count;
   const Tensor& x = a[0].toTensor();
   const auto shape = a[1].toIntVector();
-  const OptionalTensor weight = optional_of(a[2]), bias = is_rms ? std::nullopt : optional_of(a[3]);
-  if (!takes_input(x, shape) || !takes_parameter(weight, x, shape) ||
-      !takes_parameter(bias, x, shape)) {
-    return false;
-  }
-  const double eps = eps_of(a[count - 1].toOptional<double>(), x);
-  if (std::isnan(eps)) return false;
-  Stack arguments = arguments_of(x, shape.size(), weight, bias, eps, is_rms);
+  auto arguments =
+      arguments_of(x, shape, optional_of(a[2]), is_rms ? std::nullopt : optional_of(a[3]),
+                   a[count - 1].toOptional<double>(), is_rms);
+  if (!arguments) return false;
   const Taken taken(entry);
   DirectOutputs out;
-  if (!forward_directly<Op>(keys, arguments.data(), /*needs_statistics=*/true, out)) {
-    static const OperatorHandle op = find_operator_with_statistics<Op>();
-    call(op, &arguments);
-    out = {arguments[0].toTensor(), Tensor(), arguments[1].toTensor(), arguments[2].toTensor()};
+  if (!forward_directly<Op>(keys, arguments->data(), /*needs_statistics=*/true, out)) {
+    static const OperatorHandle op = find_operator(Op::name(/*gives_statistics=*/true));
+    call(op, &*arguments);
+    const auto& given = *arguments;
+    out = {given[0].toTensor(), Tensor(), given[1].toTensor(), given[2].toTensor()};
   }
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(out.y));
@@ -364,12 +353,12 @@ void register_override(Override& entry) {
   }
   auto& autograd =
       at_key(device == at::kCUDA ? c10::DispatchKey::AutogradCUDA : c10::DispatchKey::AutogradCPU);
-  autograd.impl("layer_norm", TORCH_FN(layer_norm_at_autograd<device>));
-  autograd.impl("rms_norm", TORCH_FN(rms_norm_at_autograd<device>));
+  autograd.impl("layer_norm", TORCH_FN((layer_norm<device, false>)));
+  autograd.impl("rms_norm", TORCH_FN((rms_norm<device, false>)));
   if (device != at::kCUDA) return;
   auto& autocast = at_key(c10::DispatchKey::AutocastCUDA);
-  autocast.impl("layer_norm", TORCH_FN(layer_norm_at_autocast));
-  if (kRmsNormInFloat32) autocast.impl("rms_norm", TORCH_FN(rms_norm_at_autocast));
+  autocast.impl("layer_norm", TORCH_FN((layer_norm<device, true>)));
+  if (kRmsNormInFloat32) autocast.impl("rms_norm", TORCH_FN((rms_norm<device, true>)));
 }
 
 template <c10::DeviceType device>
