@@ -6,8 +6,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 
 #include "backward/plan.h"
@@ -25,11 +23,7 @@ using torch::headeronly::toString;
 
 template <typename... Parts>
 void check(bool condition, const Parts&... parts) {
-  if (condition) return;
-  std::ostringstream message;
-  message << "fused_layernorm: ";
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
+  if (!condition) fail(parts...);
 }
 
 DataType data_type(ScalarType type) {
