@@ -72,9 +72,10 @@ std::optional<Plan> first_plan(const Problem& problem, const Device& device, con
   }
 }
 
-template <typename Plan>
-const Launch& launch_of(const Plan& plan) {
-  return std::visit([](const auto& strategy) -> const Launch& { return strategy; }, plan);
+inline const Launch& launch_of(const Launch& plan) { return plan; }
+template <typename... Strategies>
+const Launch& launch_of(const std::variant<Strategies...>& plan) {
+  return std::visit([](const Launch& strategy) -> const Launch& { return strategy; }, plan);
 }
 
 }  // namespace fused_layernorm

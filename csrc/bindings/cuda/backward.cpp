@@ -25,7 +25,7 @@ void check(const BackwardArguments& a, const Shape& shape, const KernelTypes& ty
   for (const Tensor* each : {&a.mean, &a.rstd}) {
     if (a.kind.is_rms && each == &a.mean) continue;
     CHECK_ARGUMENT(each->numel() == shape.rows && each->scalar_type() == types.statistics() &&
-                       each->is_cuda() && each->get_device_index() == a.x.get_device_index(),
+                       is_beside(*each, a.x),
                    "mean and rstd must be those of the forward pass");
   }
 }
@@ -113,13 +113,11 @@ struct Outputs {
   }
 };
 
-BackwardParams params_of(const BackwardArguments& a, const Operands& operands, const Outputs& out,
-                         const Workspace& workspace) {
+BackwardParams params_of(const BackwardArguments& a, const Operands& operands, const Outputs& out) {
   BackwardParams params = operands.params;
   params.dx = a.needs_dx ? out.dx.mutable_data_ptr() : nullptr;
   params.dweight = a.needs_dweight ? out.dweight.mutable_data_ptr() : nullptr;
   params.dbias = a.needs_dbias ? out.dbias.mutable_data_ptr() : nullptr;
-  params.workspace = workspace.data();
   params.dshift = out.dshift.data();
   params.dscale = out.dscale.data();
   params.dshift_is_wide = out.dshift.is_wide;
@@ -155,28 +153,20 @@ bool launch_channels(const BackwardArguments& a, const Shape& shape, const Kerne
   const auto plan = make_channels_plan(operands.problem, *planes, dy_planes, unit, run,
                                        dx_channels_last, device_of(a.x.get_device_index()));
   if (!plan) return false;
-  const Workspace workspace(a.x, plan->workspace_bytes);
-  const BackwardParams params = params_of(a, operands, out, workspace);
-  check_launch(launch_layer_norm_backward(params, types.data_types(), *plan,
-                                          current_stream(a.x.get_device_index())),
-               "backward", shape.rows, shape.cols, types.data_types(), *plan);
+  launch(params_of(a, operands, out), types.data_types(), *plan, a.x);
   return true;
 }
 
-void launch(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
-            Activation activation, const Groups& groups, const Outputs& out) {
+void launch_norm(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
+                 Activation activation, const Groups& groups, const Outputs& out) {
   if (launch_channels(a, shape, types, activation, groups, out)) return;
   const Operands operands(a, shape, types, activation, groups, nullptr);
-  const backward::Plan plan =
-      make_backward_plan(operands.problem, device_of(a.x.get_device_index()));
-  const Workspace workspace(a.x, launch_of(plan).workspace_bytes);
-  BackwardParams params = params_of(a, operands, out, workspace);
+  BackwardParams params = params_of(a, operands, out);
   const bool contiguous = out.dx.is_contiguous();
   Tensor dx = contiguous ? out.dx : empty_like(out.dx, types.x);
   if (!contiguous) params.dx = dx.mutable_data_ptr();
-  check_launch(launch_layer_norm_backward(params, types.data_types(), plan,
-                                          current_stream(a.x.get_device_index())),
-               "backward", shape.rows, shape.cols, types.data_types(), plan);
+  launch(params, types.data_types(),
+         make_backward_plan(operands.problem, device_of(a.x.get_device_index())), a.x);
   if (!contiguous) {
     Tensor ordered = out.dx;
     torch::stable::copy_(ordered, dx);
@@ -242,7 +232,7 @@ BackwardResult run_backward(const BackwardArguments& a) {
       if (gradient->of_groups) torch::stable::zero_(*gradient->of_groups);
     }
   } else if (a.needs_dx || needs_parameters) {
-    launch(a, shape, types, activation, groups, out);
+    launch_norm(a, shape, types, activation, groups, out);
   }
   return out.result(a, dparameter_type);
 }
@@ -275,14 +265,11 @@ GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor&
       const Outputs out(a, shape, types, groups, dparameter_type);
       const GroupGradient dgate(needs_dgate, m.gate, groups, types.weight, types.statistics(), a.x);
       const Tensor dinput = needs_dinput ? empty_like(input, types.x) : none(input, types.x);
-      const Workspace workspace(a.x, launch_of(*plan).workspace_bytes);
-      BackwardParams params = params_of(a, operands, out, workspace);
+      BackwardParams params = params_of(a, operands, out);
       params.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
       params.dgate = dgate.data();
       params.dgate_is_wide = dgate.is_wide;
-      check_launch(launch_layer_norm_backward(params, types.data_types(), *plan,
-                                              current_stream(a.x.get_device_index())),
-                   "backward", shape.rows, shape.cols, types.data_types(), *plan);
+      launch(params, types.data_types(), *plan, a.x);
       return {out.result(a, dparameter_type), dinput, dgate.result(m.gate, input)};
     }
   }
@@ -334,8 +321,6 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
     problem.needs_dparams = needs_dgate;
     problem.modulated = true;
     problem.group_rows = groups.rows;
-    const backward::Gate plan = backward::Gate::make(problem, device_of(input.get_device_index()));
-    const Workspace workspace(input, plan.workspace_bytes);
 
     GateParams params;
     params.dsum = dsum_rows.data();
@@ -350,10 +335,8 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
     params.rows = shape.rows;
     params.cols = static_cast<int32_t>(shape.cols);
     params.group_rows = groups.rows;
-    params.workspace = workspace.data();
-    check_launch(
-        launch_gate_backward(params, data_types, plan, current_stream(input.get_device_index())),
-        "gate_backward", shape.rows, shape.cols, data_types, plan);
+    launch(params, data_types, backward::Gate::make(problem, device_of(input.get_device_index())),
+           input);
   }
   return {cast(dinput, in), dgate.result(given_gate, input)};
 }

@@ -44,8 +44,7 @@ void check_shape(const Tensor& tensor, const char* name, const Tensor& x, int64_
   CHECK_ARGUMENT(fits, name,
                  first_dim == 0 ? " must have the shape of the input"
                                 : " must have the shape of the normalized dimensions");
-  CHECK_ARGUMENT(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), name,
-                 " must be on the input's device");
+  CHECK_ARGUMENT(is_beside(tensor, x), name, " must be on the input's device");
 }
 
 void check_shape(const std::optional<Tensor>& tensor, const char* name, const Tensor& x,

@@ -87,9 +87,9 @@ std::optional<forward::Channels> channels_plan(const Problem& problem, const Pla
 }
 
 // Launches the kernel on the rows of `input`, to which it adds those of `residual`, if given.
-void launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
-            const Shape& shape, const KernelTypes& types, Activation activation,
-            ForwardResult& result) {
+void launch_norm(const Tensor& input, const std::optional<Tensor>& residual,
+                 const ForwardArguments& a, const Shape& shape, const KernelTypes& types,
+                 Activation activation, ForwardResult& result) {
   std::optional<Rows> residual_rows;
   if (residual) residual_rows.emplace(*residual, shape.leading);
   const auto weight = prepare_parameter(a.weight, types.weight);
@@ -119,16 +119,12 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
   const Computation computation = {activation,           a.scale, a.kind.is_rms,
                                    a.kind.weight_offset, a.eps,   a.xhat_rounding()};
-  const int device_index = input.get_device_index();
-  const cudaStream_t stream = current_stream(device_index);
   params.input = input.const_data_ptr();
   params.y = result.y.mutable_data_ptr();
   if (const auto planes = planes_of(input, shape.leading)) {
     const Problem as_they_lie = complete(params, data_types, computation, false);
     if (const auto plan = channels_plan(as_they_lie, *planes, input, result.y, shape.leading)) {
-      check_launch(launch_layer_norm_forward(params, data_types, *plan, stream), "forward",
-                   shape.rows, shape.cols, data_types, *plan);
-      return;
+      return launch(params, data_types, *plan, input);
     }
   }
 
@@ -141,12 +137,9 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   const bool aligned =
       rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
   const Problem problem = complete(params, data_types, computation, aligned);
-  const forward::Plan plan = make_forward_plan(problem, device_of(device_index));
-  const Workspace workspace(input, launch_of(plan).workspace_bytes);
-  params.workspace = workspace.data();
+  const forward::Plan plan = make_forward_plan(problem, device_of(input.get_device_index()));
   params.stays_in_l2 = stays_in_l2(plan);
-  check_launch(launch_layer_norm_forward(params, data_types, plan, stream), "forward", shape.rows,
-               shape.cols, data_types, plan);
+  launch(params, data_types, plan, input);
   if (!contiguous) torch::stable::copy_(result.y, y);
 }
 
@@ -218,10 +211,11 @@ ForwardResult run_forward(const ForwardArguments& a) {
   }
   if (!shape.empty()) {
     if (types.adds_first) {
-      launch(cast(*result.residual_out, types.kernel.x), std::nullopt, a, shape, types.kernel,
-             activation, result);
+      launch_norm(cast(*result.residual_out, types.kernel.x), std::nullopt, a, shape, types.kernel,
+                  activation, result);
     } else {
-      launch(cast(a.input, types.summand), a.residual, a, shape, types.kernel, activation, result);
+      launch_norm(cast(a.input, types.summand), a.residual, a, shape, types.kernel, activation,
+                  result);
     }
   }
   if (types.y != types.kernel.y) {

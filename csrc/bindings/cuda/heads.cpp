@@ -46,10 +46,6 @@ struct HeadArguments {
   int64_t cols() const { return q.sizes()[3]; }
 };
 
-bool is_beside(const Tensor& tensor, const Tensor& q) {
-  return tensor.is_cuda() && tensor.get_device_index() == q.get_device_index();
-}
-
 // Whether kernels read a parameter, cos or sin of this type and device.
 bool is_read(const Tensor& tensor, const Tensor& q) {
   const ScalarType type = tensor.scalar_type();

@@ -152,16 +152,14 @@ int64_t prepare_backward(const DirectBackward* call, DirectLaunch* into) {
   });
 }
 
-template <typename Prepared, typename Launch>
-const char* run(const DirectLaunch& launch, void* workspace, const char* direction,
-                const Launch& function) {
+template <typename Prepared>
+const char* launch_prepared(const DirectLaunch* prepared, void* workspace) {
   thread_local std::string wrong;
-  const auto& [given, types, plan, device] = Prepared::in(launch);
+  const auto& [given, types, plan, device] = Prepared::in(*prepared);
   try {
     auto params = given;
     params.workspace = workspace;
-    check_launch(function(params, types, plan, current_stream(device)), direction, params.rows,
-                 params.cols, types, plan);
+    launch(params, types, plan, current_stream(device));
     return nullptr;
   } catch (const std::exception& error) {
     wrong = error.what();
@@ -169,20 +167,9 @@ const char* run(const DirectLaunch& launch, void* workspace, const char* directi
   }
 }
 
-const char* launch_forward(const DirectLaunch* launch, void* workspace) {
-  return run<PreparedForward>(*launch, workspace, "forward", [](const auto&... args) {
-    return launch_layer_norm_forward(args...);
-  });
-}
-
-const char* launch_backward(const DirectLaunch* launch, void* workspace) {
-  return run<PreparedBackward>(*launch, workspace, "backward", [](const auto&... args) {
-    return launch_layer_norm_backward(args...);
-  });
-}
-
-constexpr KernelTable kTable = {kKernelTableVersion, sizeof(KernelTable), &prepare_forward,
-                                &launch_forward,     &prepare_backward,   &launch_backward};
+constexpr KernelTable kTable = {kKernelTableVersion, sizeof(KernelTable),
+                                &prepare_forward,    &launch_prepared<PreparedForward>,
+                                &prepare_backward,   &launch_prepared<PreparedBackward>};
 
 }  // namespace
 

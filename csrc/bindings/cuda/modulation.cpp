@@ -69,8 +69,7 @@ void check_broadcast(const std::optional<Tensor>& tensor, const char* name, cons
     fits = size == 1 || size == x.sizes()[d];
   }
   CHECK_ARGUMENT(fits, name, " must broadcast to the shape of the input");
-  CHECK_ARGUMENT(tensor->is_cuda() && tensor->get_device_index() == x.get_device_index(), name,
-                 " must be on the input's device");
+  CHECK_ARGUMENT(is_beside(*tensor, x), name, " must be on the input's device");
 }
 
 std::optional<ScalarType> type_of(const std::optional<Tensor>& tensor) {

@@ -283,6 +283,10 @@ Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, 
   return Tensor(handle);
 }
 
+bool is_beside(const Tensor& tensor, const Tensor& x) {
+  return tensor.is_cuda() && tensor.get_device_index() == x.get_device_index();
+}
+
 const void* data_of(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }

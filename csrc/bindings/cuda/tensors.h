@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <type_traits>
 
 #include "backward/plan.h"
 #include "base/json.h"
@@ -24,18 +25,6 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
 #define CHECK_ARGUMENT(condition, ...) STD_TORCH_CHECK(condition, "fused_layernorm: ", __VA_ARGS__)
 
   void check_cuda(cudaError_t error);
-
-  // The same for a launch; the message says which plan failed, and for which rows and types.
-  // `direction` is "forward" or "backward".
-  template <typename Plan>
-  void check_launch(cudaError_t error, const char* direction, int64_t rows, int64_t cols,
-                    const DataTypes& types, const Plan& plan) {
-    if (error == cudaSuccess) return;
-    CHECK_ARGUMENT(false, "CUDA error: ", cudaGetErrorString(error), ", at the launch of ",
-                   direction, " for ", rows, " rows of ", cols, " columns, x ", name_of(types.x),
-                   ", weight ", name_of(types.weight), ", y ", name_of(types.y), ", by the plan ",
-                   describe(plan));
-  }
 
   bool is_half(ScalarType type);
 
@@ -107,6 +96,9 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   // A view of the tensor's memory from its first element on, with these sizes and strides.
   Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims);
 
+  // Whether a tensor is on the device of x, a CUDA tensor.
+  bool is_beside(const Tensor& tensor, const Tensor& x);
+
   // The address of the data, or null.
   const void* data_of(const std::optional<Tensor>& tensor);
 
@@ -119,6 +111,34 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
    private:
     std::optional<Tensor> tensor_;
   };
+
+  // Launches a plan. The error of a launch that fails says which plan, for which rows and types.
+  template <typename Params, typename Plan>
+  void launch(const Params& params, const DataTypes& types, const Plan& plan, cudaStream_t stream) {
+    const char* direction = "gate_backward";
+    cudaError_t error;
+    if constexpr (std::is_same_v<Params, ForwardParams>) {
+      direction = "forward";
+      error = launch_layer_norm_forward(params, types, plan, stream);
+    } else if constexpr (std::is_same_v<Params, BackwardParams>) {
+      direction = "backward";
+      error = launch_layer_norm_backward(params, types, plan, stream);
+    } else {
+      error = launch_gate_backward(params, types, plan, stream);
+    }
+    if (error == cudaSuccess) return;
+    CHECK_ARGUMENT(false, "CUDA error: ", cudaGetErrorString(error), ", at the launch of ",
+                   direction, " for ", params.rows, " rows of ", params.cols, " columns, x ",
+                   name_of(types.x), ", weight ", name_of(types.weight), ", y ", name_of(types.y),
+                   ", by the plan ", describe(plan));
+  }
+  // The same on the device of `x`, with the workspace that the plan asks for.
+  template <typename Params, typename Plan>
+  void launch(Params params, const DataTypes& types, const Plan& plan, const Tensor& x) {
+    const Workspace workspace(x, launch_of(plan).workspace_bytes);
+    params.workspace = workspace.data();
+    launch(params, types, plan, current_stream(x.get_device_index()));
+  }
 
   // A tensor whose rows kernels read: the original, or a contiguous copy if no RowMap describes
   // where the original's rows begin.
