@@ -26,12 +26,6 @@ void check(bool condition, const Parts&... parts) {
   if (!condition) fail(parts...);
 }
 
-DataType data_type(ScalarType type) {
-  const auto known = known_data_type(type);
-  check(known.has_value(), "expected float32, float16, bfloat16 or float64, got ", toString(type));
-  return *known;
-}
-
 // weight and y are of x's type unless their types are given. `aligned` says whether all rows begin
 // at multiples of 16 bytes. Without it, they do if the length of a row is such a multiple, in x and
 // in y.

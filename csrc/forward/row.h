@@ -2,10 +2,14 @@
 // What the strategies share that keep rows in registers: logical warps, spread and blocks.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <optional>
 
 #include "base/choices.h"
-#include "base/problem.h"
+#include "base/cuda_types.h"
+#include "base/params.h"
+#include "base/planning.h"
 
 namespace fused_layernorm {
 

@@ -4,9 +4,6 @@
 // The sums are taken in the order of the logical warp.
 #pragma once
 
-#include <cstdint>
-#include <optional>
-
 #include "forward/warp.h"
 
 namespace fused_layernorm {

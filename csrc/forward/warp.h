@@ -2,13 +2,6 @@
 // The strategy "warp": a logical warp (a power-of-two part of a warp) holds a row in registers.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <optional>
-
-#include "base/cuda_types.h"
-#include "base/params.h"
-#include "base/planning.h"
 #include "forward/row.h"
 
 namespace fused_layernorm {

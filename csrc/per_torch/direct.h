@@ -51,7 +51,6 @@ inline const KernelTable* kernel_table() {
 // Whether a dispatch below autograd, given the keys of a kernel above or below it, would reach the
 // kernel of this backend next.
 inline bool is_next(DispatchKeySet keys, c10::DispatchKey backend) {
-  constexpr DispatchKeySet kSelects(c10::DispatchKey::BackendSelect);
   return ((keys & c10::after_ADInplaceOrView_keyset) - kSelects).highestPriorityTypeId() == backend;
 }
 
@@ -59,7 +58,6 @@ inline bool is_next(DispatchKeySet keys, c10::DispatchKey backend) {
 // autograd and autocast would see it first.
 inline bool is_cuda_alone(DispatchKeySet of_tensors) {
   const auto local = c10::impl::tls_local_dispatch_key_set();
-  constexpr DispatchKeySet kSelects(c10::DispatchKey::BackendSelect);
   const DispatchKeySet keys = ((of_tensors | local.included_) - local.excluded_) -
                               c10::autograd_dispatch_keyset_with_ADInplaceOrView -
                               c10::autocast_dispatch_keyset - kSelects;

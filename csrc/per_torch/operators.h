@@ -150,11 +150,12 @@ inline void collect(CompiledNodeArgs& args, const Options& options) {
 
 // ---- Calls
 
+// What BackendSelect's kernel does (direct.h), autograd's has tried.
+constexpr DispatchKeySet kSelects(c10::DispatchKey::BackendSelect);
+
 // Runs an operator's kernel below autograd. The stack holds its arguments.
 inline void run_below_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  // What BackendSelect's kernel does (direct.h), autograd's has tried.
-  constexpr DispatchKeySet kSelects(c10::DispatchKey::BackendSelect);
   op.redispatchBoxed((keys & c10::after_autograd_keyset) - kSelects, stack);
 }
 

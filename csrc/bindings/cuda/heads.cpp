@@ -6,7 +6,6 @@
 #include <array>
 #include <cmath>
 #include <deque>
-#include <limits>
 #include <string>
 
 #include "backward/heads.h"
@@ -68,10 +67,9 @@ void check_angles(const HeadArguments& a, const Optional& angles, const char* na
 }
 
 void check(const HeadArguments& a) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   CHECK_ARGUMENT(a.q.dim() == 4 && (a.seq_dim == 1 || a.seq_dim == 2),
                  "q must have four dimensions, and seq_dim be 1 or 2");
-  CHECK_ARGUMENT(a.rotary_dim >= 0 && a.rotary_dim <= a.cols() && a.cols() <= kMost,
+  CHECK_ARGUMENT(a.rotary_dim >= 0 && a.rotary_dim <= a.cols() && a.cols() <= kMostExtent,
                  "rotary_dim must be at most the size of a head");
   const bool named = !a.statistic || *a.statistic == "rms" || *a.statistic == "layer";
   CHECK_ARGUMENT(named && !std::isnan(a.eps) && std::isfinite(a.weight_offset),
@@ -92,8 +90,8 @@ void check(const HeadArguments& a) {
       fits = fits && x.sizes()[d] == a.q.sizes()[d];
     }
     CHECK_ARGUMENT(fits, "q and k may differ in their heads only");
-    CHECK_ARGUMENT(a.positions() <= kMost && x.sizes()[3 - a.seq_dim] <= kMost, "expected at most ",
-                   kMost, " positions and heads");
+    CHECK_ARGUMENT(a.positions() <= kMostExtent && x.sizes()[3 - a.seq_dim] <= kMostExtent,
+                   "expected at most ", kMostExtent, " positions and heads");
   }
   check_angles(a, a.cos, "cos");
   check_angles(a, a.sin, "sin");

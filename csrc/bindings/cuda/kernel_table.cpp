@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <exception>
-#include <limits>
 #include <new>
 #include <string>
 #include <type_traits>
@@ -43,9 +42,8 @@ static_assert(std::is_trivially_destructible_v<PreparedForward> &&
 
 // Whether kernels take these numbers, and parameters of these types without a conversion.
 bool takes(const DirectNorm& n, const KernelTypes& types, const void* weight, const void* bias) {
-  constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
   const bool has_parameters = weight != nullptr || bias != nullptr;
-  return n.rows > 0 && n.cols > 0 && n.rows <= kMaxExtent && n.cols <= kMaxExtent &&
+  return n.rows > 0 && n.cols > 0 && n.rows <= kMostExtent && n.cols <= kMostExtent &&
          std::isfinite(n.scale) && std::isfinite(n.weight_offset) &&
          (weight != nullptr || n.weight_offset == 0.0) && types.y == type_of(n.y_type) &&
          (!has_parameters || types.weight == type_of(n.weight_type)) && is_aligned(weight) &&

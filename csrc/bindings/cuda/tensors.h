@@ -13,6 +13,7 @@
 #include "backward/plan.h"
 #include "base/json.h"
 #include "base/planes.h"
+#include "bindings/data_types.h"
 #include "forward/plan.h"
 
 // The namespace is hidden, as torch::stable is: no other library uses these types.
@@ -27,9 +28,6 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   void check_cuda(cudaError_t error);
 
   bool is_half(ScalarType type);
-
-  // Throws for a type that kernels do not know.
-  DataType data_type(ScalarType type);
 
   // Makes a tensor's device the current one for the lifetime of the object.
   class CurrentDevice {
@@ -49,7 +47,8 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   // PyTorch's current stream of a device.
   cudaStream_t current_stream(int device_index);
 
-  // New tensors on the device of `like`, contiguous but for the first. All throw OutOfMemory.
+  // New tensors on the device of `like`, contiguous but for the first. All throw if memory
+  // is short.
   Tensor empty_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides,
                        int64_t dims, ScalarType type);
   Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, ScalarType type);
