@@ -88,17 +88,14 @@ static_assert(is_ladder(kFloat32Teams) && is_ladder(kFloat32FusedTeams) &&
 constexpr int kFewTeamsRows = 16;
 
 // The bytes that rings hold: of half-precision rows that are moved by vectors (with two stages and
-// with three, bfloat16: 28444 x 1152 by five teams 57.4, 55.8; 32768 x 2048 by three teams 103.5,
-// 111.2; 32768 x 3072 by two 155.9, 163.5; but 32768 x 768 by eight 45.2, 44.6).
+// with three, bfloat16: 32768 x 2048 by three teams 103.5, 111.2; but x 768 by eight 45.2, 44.6).
 constexpr int64_t kHalfRingBytes = 60000;
-// Of float32 rows (with two and with three: 100000 x 711 by four teams 226.6, 228.4; 50000 x 2560
-// by two 384.4, 383.9).
+// Of float32 rows (with two and with three: 100000 x 711 by four teams 226.6, 228.4).
 constexpr int64_t kFloat32RingBytes = 50 * 1024;
 // A single team has at least kSingleTeamStages stages if its rows take less than kLongRowBytes
-// (with two stages and with three, bfloat16: 16384 x 6144 166.9, 157.2; 16384 x 7168 187.1, 185.0;
-// but 16384 x 8192 203.9, 218.4; float32 that is not aligned: 32768 x 3053 336.5, 312.5; x 3977
-// 444.1, 407.7). For aligned float32 rows the limit is kLongFloat32RowBytes (32768 x 2816 289.4,
-// 281.7; but x 3408 335.4, 348.0; x 3584 340.5, 356.5; 8192 x 4096 102.2, 110.6).
+// (with two stages and with three, bfloat16: 16384 x 7168 187.1, 185.0; but x 8192 203.9, 218.4).
+// For aligned float32 rows the limit is kLongFloat32RowBytes (32768 x 2816 289.4, 281.7; but x 3408
+// 335.4, 348.0).
 constexpr int kSingleTeamStages = 3;
 constexpr int64_t kLongRowBytes = 32 * 1024, kLongFloat32RowBytes = 25 * 1024;
 

@@ -40,23 +40,6 @@ namespace fused_layernorm {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// An operator's kernel that ours replaced, if PyTorch has one for this key.
-struct Replaced {
-  std::optional<c10::SafeKernelFunction> kernel;
-
-  void find(const char* name, c10::DispatchKey key) {
-    try {
-      const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-      kernel.emplace(op.getComputedKernelForDispatchKey(key));
-    } catch (const c10::Error&) {  // there is none
-    }
-  }
-  void call(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
-    TORCH_CHECK_NOT_IMPLEMENTED(kernel, op.operator_name(), " has no kernel for ", keys);
-    kernel->callBoxed(op, keys, stack);
-  }
-};
-
 enum Native { kForward, kBackward, kRmsForward, kRmsBackward, kNatives };
 constexpr const char* kNativeNames[kNatives] = {
     "aten::native_layer_norm", "aten::native_layer_norm_backward", "aten::_fused_rms_norm",
@@ -65,7 +48,8 @@ constexpr const char* kNativeNames[kNatives] = {
 struct Override {
   std::atomic<bool> is_on = false;
   std::atomic<int64_t> taken = 0;  // calls, for tests
-  std::array<Replaced, kNatives> replaced;
+  // The kernels that ours replaced, where PyTorch has them for the key.
+  std::array<std::optional<c10::SafeKernelFunction>, kNatives> replaced;
   std::vector<torch::Library> libraries;
 };
 
@@ -317,7 +301,9 @@ void native_operator(const OperatorHandle& op, DispatchKeySet keys, Stack* stack
                               : take_backward(stack, kIsRms, entry);
     if (is_taken) return;
   }
-  entry.replaced[which].call(op, keys, stack);
+  const auto& replaced = entry.replaced[which];
+  TORCH_CHECK_NOT_IMPLEMENTED(replaced, op.operator_name(), " has no kernel for ", keys);
+  replaced->callBoxed(op, keys, stack);
 }
 
 // ---- On and off.
@@ -327,13 +313,14 @@ class NoWarnings : public c10::WarningHandler {
   void process(const c10::Warning& /*warning*/) override {}
 };
 
-template <c10::DeviceType device, Native... which>
-void register_natives(torch::Library& library, Override& entry) {
-  constexpr c10::DispatchKey kKey = kBackendKey<device>;
-  (entry.replaced[which].find(kNativeNames[which], kKey), ...);
-  (library.impl(kNativeNames[which],
-                torch::CppFunction::makeFromBoxedFunction<&native_operator<device, which>>()),
-   ...);
+template <c10::DeviceType device, Native which>
+void register_native(torch::Library& library, Override& entry) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(kNativeNames[which], "");
+  if (op.hasComputedKernelForDispatchKey(kBackendKey<device>)) {
+    entry.replaced[which].emplace(op.getComputedKernelForDispatchKey(kBackendKey<device>));
+  }
+  library.impl(kNativeNames[which],
+               torch::CppFunction::makeFromBoxedFunction<&native_operator<device, which>>());
 }
 
 template <c10::DeviceType device>
@@ -346,10 +333,12 @@ void register_override(Override& entry) {
     return entry.libraries.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   };
   auto& natives = at_key(kBackendKey<device>);
-  register_natives<device, kForward, kBackward>(natives, entry);
+  register_native<device, kForward>(natives, entry);
+  register_native<device, kBackward>(natives, entry);
   // On the CPU _fused_rms_norm is a composite, and its backward has no kernel.
   if constexpr (device == at::kCUDA) {
-    register_natives<device, kRmsForward, kRmsBackward>(natives, entry);
+    register_native<device, kRmsForward>(natives, entry);
+    register_native<device, kRmsBackward>(natives, entry);
   }
   auto& autograd =
       at_key(device == at::kCUDA ? c10::DispatchKey::AutogradCUDA : c10::DispatchKey::AutogradCPU);
