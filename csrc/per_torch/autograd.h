@@ -124,10 +124,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     if constexpr (!Op::kHasModulation) {
       const SavedNorm saved = {dy, x, mean, rstd, parameters[0], parameters[1], dresidual};
       const NeedsOfNorm needed = {needs_dx, needs(Op::kWeight), needs(Op::kBias)};
-      GradientsOfNorm found;
-      if (!backward_directly(saved, options, needed, found)) {
-        found = call_backward(saved, options, needed);
-      }
+      GradientsOfNorm found = gradients_of(saved, options, needed);
       results[Op::kWeight] = std::move(found.dweight);
       results[Op::kBias] = std::move(found.dbias);
       return found.dx;

@@ -64,18 +64,6 @@ inline bool is_cuda_alone(DispatchKeySet of_tensors) {
   return keys.highestPriorityTypeId() == c10::DispatchKey::CUDA;
 }
 
-// Makes a device the current one for the lifetime of the object.
-class OnDevice {
- public:
-  explicit OnDevice(c10::Device device) {
-    const auto* const current = c10::impl::getDeviceGuardImpl(device.type());
-    if (current->getDevice() != device) guard_.emplace(device);
-  }
-
- private:
-  std::optional<c10::DeviceGuard> guard_;
-};
-
 constexpr DispatchKeySet kCudaKeys(c10::DispatchKey::CUDA);
 
 // On the current device, uninitialized. The allocator is asked for at each call: it may change.
@@ -191,7 +179,7 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_s
   f.norm.eps = arguments[Op::kEps].toDouble();
   f.norm.round_before_weight = arguments[Op::kRoundBeforeWeight].toBool();
 
-  const OnDevice guard(input.device());
+  const c10::DeviceGuard guard(input.device());
   out.y = allocate(sizes, y_type);
   if (Op::kHasResidual) out.residual_out = allocate(sizes, x.scalar_type());
   if (needs_statistics) {
@@ -269,7 +257,7 @@ inline bool backward_directly(const SavedNorm& saved, const Options& options, Ne
   };
   if (!is_statistic(rstd) || (!options.is_rms && !is_statistic(mean))) return false;
 
-  const OnDevice guard(x.device());
+  const c10::DeviceGuard guard(x.device());
   const auto columns = sizes.slice(sizes.size() - options.normalized_ndim);
   const Tensor& parameter = weight.defined() ? weight : bias;
   const at::ScalarType type = parameter.defined() ? parameter.scalar_type() : x.scalar_type();
@@ -312,6 +300,15 @@ inline GradientsOfNorm call_backward(const SavedNorm& saved, const Options& opti
     return needed ? std::move(stack[i]).toTensor() : Tensor();
   };
   return {take(0, needs.dx), take(1, needs.dweight), take(2, needs.dbias)};
+}
+
+// The gradients of a norm without a modulation, either way.
+inline GradientsOfNorm gradients_of(const SavedNorm& saved, const Options& options,
+                                    NeedsOfNorm needs) {
+  GradientsOfNorm found;
+  if (!backward_directly(saved, options, needs, found))
+    found = call_backward(saved, options, needs);
+  return found;
 }
 
 // The kernel at BackendSelect of a forward operator without statistics: it serves the calls that

@@ -280,10 +280,7 @@ inline bool take_backward(Stack* stack, bool is_rms, Override& entry) {
                            bias.value_or(Tensor()),
                            Tensor()};
   const Taken taken(entry);
-  GradientsOfNorm found;
-  if (!backward_directly(saved, options, needs, found)) {
-    found = call_backward(saved, options, needs);
-  }
+  GradientsOfNorm found = gradients_of(saved, options, needs);
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(found.dx));
   stack->emplace_back(std::move(found.dweight));
