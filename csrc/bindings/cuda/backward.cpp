@@ -31,11 +31,10 @@ void check(const BackwardArguments& a, const Shape& shape, const KernelTypes& ty
 }
 
 // The tensors of a launch as kernels read them, the parameters but for the outputs, and the problem
-// to plan. `gated_input` is the input of a gated sum, or null without a gate. With `as_they_lie` x
+// to plan. `gated_input` is the input of a gated sum, if there is a gate. With `as_they_lie` x
 // and dy are not mapped as rows.
 struct Operands {
-  Rows x, dy;
-  std::optional<Rows> dresidual, input;
+  Rows x, dy, dresidual, input;
   std::optional<Tensor> weight, bias;
   ModulationRows shift, scale, gate;
   Tensor mean, rstd;
@@ -43,20 +42,19 @@ struct Operands {
   Problem problem;
 
   Operands(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
-           Activation activation, const Groups& groups, const Tensor* gated_input,
+           Activation activation, const Groups& groups, const std::optional<Tensor>& gated_input,
            bool as_they_lie = false)
       : x(as_they_lie ? Rows(a.x) : Rows(a.x, shape.leading)),
         dy(as_they_lie ? Rows(cast(a.dy, types.y)) : Rows(cast(a.dy, types.y), shape.leading)),
+        dresidual(a.dresidual, shape.leading),
+        input(gated_input, shape.leading),
         weight(prepare_parameter(a.weight, types.weight)),
         bias(prepare_parameter(a.bias, types.weight)),
         shift(a.modulation.shift, types.weight, a.x, shape.leading),
         scale(a.modulation.scale, types.weight, a.x, shape.leading),
-        gate(gated_input != nullptr ? a.modulation.gate : std::nullopt, types.weight, a.x,
-             shape.leading),
+        gate(gated_input ? a.modulation.gate : std::nullopt, types.weight, a.x, shape.leading),
         mean(contiguous_of(a.mean)),
         rstd(contiguous_of(a.rstd)) {
-    if (a.dresidual) dresidual.emplace(*a.dresidual, shape.leading);
-    if (gated_input != nullptr) input.emplace(*gated_input, shape.leading);
     params.dy = dy.data();
     params.dy_rows = dy.map;
     params.x = x.data();
@@ -65,20 +63,16 @@ struct Operands {
     params.rstd = rstd.const_data_ptr();
     params.weight = data_of(weight);
     params.bias = data_of(bias);
-    if (dresidual) {
-      params.dresidual = dresidual->data();
-      params.dresidual_rows = dresidual->map;
-    }
-    if (input) {
-      params.input = input->data();
-      params.input_rows = input->map;
-    }
+    params.dresidual = dresidual.data();
+    params.dresidual_rows = dresidual.map;
+    params.input = input.data();
+    params.input_rows = input.map;
     params.rows = shape.rows;
     params.cols = static_cast<int32_t>(shape.cols);
     params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
     params.group_rows = groups.rows;
-    const bool aligned = x.aligned() && dy.aligned() && (!dresidual || dresidual->aligned()) &&
-                         (!input || input->aligned()) && types.aligned(shape.cols);
+    const bool aligned = x.aligned() && dy.aligned() && dresidual.aligned() && input.aligned() &&
+                         types.aligned(shape.cols);
     problem = complete(params, types.data_types(),
                        {activation, a.scale, a.kind.is_rms, a.kind.weight_offset}, aligned,
                        a.needs_dweight || a.needs_dbias, a.needs_dshift || a.needs_dscale);
@@ -132,17 +126,17 @@ bool launch_channels(const BackwardArguments& a, const Shape& shape, const Kerne
   if (!planes || a.dresidual || a.modulation.any()) return false;
   const bool dx_channels_last = !a.needs_dx || out.dx.is_contiguous();
   if (!dx_channels_last && !has_dense_planes(out.dx, *planes, shape.leading)) return false;
-  Operands operands(a, shape, types, activation, groups, nullptr, true);
-  auto dy_planes = planes_of(operands.dy.tensor, shape.leading);
+  Operands operands(a, shape, types, activation, groups, std::nullopt, true);
+  auto dy_planes = planes_of(*operands.dy.tensor, shape.leading);
   if (!dy_planes || dy_planes->samples != planes->samples || dy_planes->pixels != planes->pixels) {
     dy_planes.reset();
-    operands.dy.tensor = aligned_of(operands.dy.tensor);
+    operands.dy.tensor = aligned_of(*operands.dy.tensor);
     operands.params.dy = operands.dy.data();
   }
   int64_t unit = unit_of(a.x, *planes);
   bool run = is_run(a.x, *planes, shape.cols);
   if (dy_planes) {
-    const Tensor& dy = operands.dy.tensor;
+    const Tensor& dy = *operands.dy.tensor;
     const int64_t of_dy = unit_of(dy, *dy_planes);
     // Whole vectors of dy, which has fewer elements in one if its type is wider, suffice.
     if (of_dy * static_cast<int64_t>(dy.element_size()) < kVectorBytes) {
@@ -160,7 +154,7 @@ bool launch_channels(const BackwardArguments& a, const Shape& shape, const Kerne
 void launch_norm(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
                  Activation activation, const Groups& groups, const Outputs& out) {
   if (launch_channels(a, shape, types, activation, groups, out)) return;
-  const Operands operands(a, shape, types, activation, groups, nullptr);
+  const Operands operands(a, shape, types, activation, groups, std::nullopt);
   BackwardParams params = params_of(a, operands, out);
   const bool contiguous = out.dx.is_contiguous();
   Tensor dx = contiguous ? out.dx : empty_like(out.dx, types.x);
@@ -253,7 +247,7 @@ GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor&
 
   const Groups groups({&m.shift, &m.scale, &m.gate}, a.x, shape.leading);
   if (!shape.empty() && input.scalar_type() == a.x.scalar_type()) {
-    const Operands operands(a, shape, types, Activation::kNone, groups, &input);
+    const Operands operands(a, shape, types, Activation::kNone, groups, input);
     if (const auto plan = make_gated_plan(operands.problem, device_of(a.x.get_device_index()))) {
       if (has_columns_apart(a, groups)) {
         GatedBackwardResult result =

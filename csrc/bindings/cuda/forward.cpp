@@ -90,8 +90,7 @@ std::optional<forward::Channels> channels_plan(const Problem& problem, const Pla
 void launch_norm(const Tensor& input, const std::optional<Tensor>& residual,
                  const ForwardArguments& a, const Shape& shape, const KernelTypes& types,
                  Activation activation, ForwardResult& result) {
-  std::optional<Rows> residual_rows;
-  if (residual) residual_rows.emplace(*residual, shape.leading);
+  const Rows residual_rows(residual, shape.leading);
   const auto weight = prepare_parameter(a.weight, types.weight);
   const auto bias = prepare_parameter(a.bias, types.weight);
   const auto rows_of = [&](const std::optional<Tensor>& modulation) {
@@ -103,11 +102,9 @@ void launch_norm(const Tensor& input, const std::optional<Tensor>& residual,
 
   const DataTypes data_types = types.data_types();
   ForwardParams params;
-  if (residual) {
-    params.residual = residual_rows->data();
-    params.residual_rows = residual_rows->map;
-    params.residual_out = result.residual_out->mutable_data_ptr();
-  }
+  params.residual = residual_rows.data();
+  params.residual_rows = residual_rows.map;
+  if (residual) params.residual_out = result.residual_out->mutable_data_ptr();
   params.weight = data_of(weight);
   params.bias = data_of(bias);
   if (a.needs_statistics) {
@@ -134,8 +131,7 @@ void launch_norm(const Tensor& input, const std::optional<Tensor>& residual,
   params.input = rows.data();
   params.input_rows = rows.map;
   params.y = y.mutable_data_ptr();
-  const bool aligned =
-      rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
+  const bool aligned = rows.aligned() && residual_rows.aligned() && types.aligned(shape.cols);
   const Problem problem = complete(params, data_types, computation, aligned);
   const forward::Plan plan = make_forward_plan(problem, device_of(input.get_device_index()));
   params.stays_in_l2 = stays_in_l2(plan);
@@ -177,12 +173,11 @@ ForwardResult run_with_offset(const ForwardArguments& a) {
   const ScalarType type = wide ? ScalarType::Double : ScalarType::Float;
   Tensor offset = empty_like(*a.weight, type);
   torch::stable::fill_(offset, a.kind.weight_offset);
-  const std::optional<Tensor> weight = torch::stable::subtract(cast(*a.weight, type), offset, -1.0);
-  const std::optional<Tensor> bias = a.bias ? std::optional(cast(*a.bias, type)) : std::nullopt;
-  NormKind kind;
-  kind.is_rms = a.kind.is_rms;
-  return run_forward({a.input, a.residual, a.normalized_ndim, weight, bias, a.eps, a.activation,
-                      a.scale, a.out_dtype, a.needs_statistics, kind, a.modulation});
+  ForwardArguments with_sum = a;
+  with_sum.weight = torch::stable::subtract(cast(*a.weight, type), offset, -1.0);
+  if (a.bias) with_sum.bias = cast(*a.bias, type);
+  with_sum.kind.weight_offset = 0.0;
+  return run_forward(with_sum);
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 // The operators of heads on CUDA: check, describe q and k, allocate, plan, launch.
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <deque>
@@ -104,20 +103,14 @@ bool has_rows(const Tensor& x) {
   return fits;
 }
 
-// A new tensor of x's shape, type and, where x has rows, order of dimensions in memory.
+// A new tensor of x's shape, type and, where x has rows, order of dimensions in memory. It has rows
+// itself: those of x may overlap, so that another dimension would come behind the columns.
 Tensor dense_like(const Tensor& x) {
-  if (!has_rows(x)) return empty_like(x, x.scalar_type());
-  const auto strides = x.strides();
-  std::array<int, 4> order = {0, 1, 2, 3};  // from the outermost
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int i, int j) { return strides[i] > strides[j]; });
-  std::array<int64_t, 4> dense;
-  int64_t stride = 1;
-  for (int i = 3; i >= 0; --i) {
-    dense[order[i]] = stride;
-    stride *= std::max<int64_t>(x.sizes()[order[i]], 1);
+  if (has_rows(x)) {
+    const Tensor result = empty_in_order(x, x.scalar_type());
+    if (has_rows(result)) return result;
   }
-  return empty_strided(x, x.sizes().data(), dense.data(), 4, x.scalar_type());
+  return empty_like(x, x.scalar_type());
 }
 
 // The strides of three dimensions; a dimension that is not there, or of size 1, has none.

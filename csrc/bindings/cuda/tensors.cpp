@@ -289,18 +289,17 @@ Workspace::Workspace(const Tensor& like, int64_t bytes) {
   if (bytes > 0) tensor_ = empty(like, &bytes, 1, ScalarType::Byte);
 }
 
-Rows::Rows(const Tensor& original, int64_t leading) : tensor(original) {
+Rows::Rows(const std::optional<Tensor>& original, int64_t leading) : tensor(original) {
+  if (!tensor) return;
   const auto find = [&] {
-    return row_map(tensor.sizes().data(), tensor.strides().data(), tensor.dim(), leading);
+    return row_map(tensor->sizes().data(), tensor->strides().data(), tensor->dim(), leading);
   };
   auto found = find();
   if (!found) {
-    tensor = contiguous_of(tensor);
+    tensor = contiguous_of(*tensor);
     found = find();
   }
   map = *found;
 }
-
-bool Rows::aligned() const { return is_aligned(tensor, map); }
 
 }  // namespace fused_layernorm

@@ -139,19 +139,19 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     launch(params, types, plan, current_stream(x.get_device_index()));
   }
 
-  // A tensor whose rows kernels read: the original, or a contiguous copy if no RowMap describes
-  // where the original's rows begin.
+  // A tensor whose rows kernels read, if there is one: the original, or a contiguous copy if no
+  // RowMap describes where the original's rows begin.
   struct Rows {
-    Tensor tensor;
+    std::optional<Tensor> tensor;
     RowMap map;
 
     // A tensor as it lies, for kernels that need no map.
     explicit Rows(const Tensor& original) : tensor(original) {}
     // The first `leading` dimensions count rows, the others columns.
-    Rows(const Tensor& original, int64_t leading);
-    const void* data() const { return tensor.const_data_ptr(); }
+    Rows(const std::optional<Tensor>& original, int64_t leading);
+    const void* data() const { return data_of(tensor); }
     // Whether every row begins at a multiple of 16 bytes.
-    bool aligned() const;
+    bool aligned() const { return !tensor || is_aligned(*tensor, map); }
   };
 
 }  // namespace fused_layernorm
