@@ -16,6 +16,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/accumulate.h>
 
 #include <atomic>
 #include <cstdint>
@@ -101,13 +102,12 @@ inline bool is_contiguous_of(const Tensor& tensor, at::IntArrayRef sizes) {
   return !tensor.defined() || (tensor.sizes() == sizes && tensor.is_contiguous());
 }
 
-// The number of rows; 0 if x has no such dimensions.
-inline int64_t rows_of(at::IntArrayRef sizes, int64_t normalized_ndim) {
-  const int64_t leading = static_cast<int64_t>(sizes.size()) - normalized_ndim;
-  if (normalized_ndim < 1 || leading < 0) return 0;
-  int64_t rows = 1;
-  for (int64_t d = 0; d < leading; ++d) rows *= sizes[d];
-  return rows;
+// The shape of mean and rstd.
+inline c10::SmallVector<int64_t, 8> statistics_shape(at::IntArrayRef sizes,
+                                                     size_t normalized_ndim) {
+  c10::SmallVector<int64_t, 8> shape(sizes.begin(), sizes.end());
+  std::fill(shape.end() - normalized_ndim, shape.end(), 1);
+  return shape;
 }
 
 // The norm of the rows of x, but for forward's own arguments; points into the options. False if x
@@ -115,10 +115,11 @@ inline int64_t rows_of(at::IntArrayRef sizes, int64_t normalized_ndim) {
 inline bool describe(const Tensor& x, const Options& options, const Tensor& weight,
                      const Tensor& bias, at::ScalarType y_type, DirectNorm& norm) {
   const auto sizes = x.sizes();
-  norm.rows = rows_of(sizes, options.normalized_ndim);
-  if (norm.rows == 0 || x.numel() == 0) return false;
+  const int64_t leading = x.dim() - options.normalized_ndim;
+  if (options.normalized_ndim < 1 || leading < 0 || x.numel() == 0) return false;
+  norm.rows = c10::multiply_integers(sizes.slice(0, leading));
   norm.cols = x.numel() / norm.rows;
-  const auto columns = sizes.slice(sizes.size() - options.normalized_ndim);
+  const auto columns = sizes.slice(leading);
   if (!is_contiguous_of(weight, columns) || !is_contiguous_of(bias, columns)) return false;
   if (weight.defined() && bias.defined() && weight.scalar_type() != bias.scalar_type()) {
     return false;
@@ -183,8 +184,7 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_s
   out.y = allocate(sizes, y_type);
   if (Op::kHasResidual) out.residual_out = allocate(sizes, x.scalar_type());
   if (needs_statistics) {
-    c10::SmallVector<int64_t, 8> of_rows(sizes.begin(), sizes.end());
-    std::fill(of_rows.end() - options.normalized_ndim, of_rows.end(), 1);
+    const auto of_rows = statistics_shape(sizes, options.normalized_ndim);
     const at::ScalarType type = statistics_type(x.scalar_type());
     if (f.norm.is_rms) {
       out.rstd = allocate(of_rows, type);

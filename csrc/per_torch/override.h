@@ -94,12 +94,8 @@ inline bool takes_input(const Tensor& x, at::IntArrayRef shape) {
     return false;
   }
   constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
-  const auto extent = [](at::IntArrayRef sizes) {
-    int64_t product = 1;
-    for (const int64_t size : sizes) product *= size;
-    return product;
-  };
-  return extent(x.sizes().slice(0, leading)) <= kMaxExtent && extent(shape) <= kMaxExtent;
+  return c10::multiply_integers(x.sizes().slice(0, leading)) <= kMaxExtent &&
+         c10::multiply_integers(shape) <= kMaxExtent;
 }
 
 // `type`: of the parameter beside x, or whether autocast makes both float32.
@@ -118,10 +114,8 @@ inline bool takes_parameter(const OptionalTensor& p, const Tensor& x, at::IntArr
 }
 
 inline bool takes_statistic(const Tensor& t, const Tensor& x, at::IntArrayRef shape) {
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  std::fill(sizes.end() - static_cast<int64_t>(shape.size()), sizes.end(), 1);
   return t.scalar_type() == statistics_type(x.scalar_type()) && t.device() == x.device() &&
-         t.sizes() == sizes;
+         t.sizes() == statistics_shape(x.sizes(), shape.size());
 }
 
 // PyTorch's epsilon where the caller gives none: that of the type in which it computes.
