@@ -185,9 +185,8 @@ ForwardResult run_with_offset(const ForwardArguments& a) {
 ForwardResult run_forward(const ForwardArguments& a) {
   const Shape shape(a.input, a.normalized_ndim);
   const ForwardTypes types = check(a, shape);
-  if (a.modulation.any() && !a.has_plain_weight()) {
-    return a.xhat_rounding() == XhatRounding::kNone ? run_with_offset(a) : run_rounding(a);
-  }
+  if (a.modulation.any() && a.xhat_rounding() != XhatRounding::kNone) return run_rounding(a);
+  if (a.modulation.any() && a.kind.weight_offset != 0.0) return run_with_offset(a);
   const Activation activation = activation_of(a.activation);
   const CurrentDevice guard(a.input);
 

@@ -21,7 +21,7 @@ using Optional = std::optional<Tensor>;
 // The arguments that qk_norm_rope and its backward have in common. Side 0 is q, side 1 is k.
 struct HeadArguments {
   Tensor q;
-  Optional k, q_weight, k_weight, q_bias, k_bias, cos, sin;
+  Optional k, weight[2], bias[2], cos, sin;
   int64_t rotary_dim, seq_dim;
   double eps;
   std::optional<std::string> statistic;
@@ -29,16 +29,14 @@ struct HeadArguments {
   bool rounds = false, interleaved, inverse;
 
   HeadArguments(Call& call, bool is_backward) : q(call.take<Tensor>()) {
-    call.read(k, q_weight, k_weight, q_bias, k_bias, cos, sin, rotary_dim, seq_dim, eps, statistic,
-              weight_offset);
+    call.read(k, weight[0], weight[1], bias[0], bias[1], cos, sin, rotary_dim, seq_dim, eps,
+              statistic, weight_offset);
     if (!is_backward) call.read(rounds);
     call.read(interleaved, inverse);
     if (is_backward) inverse = !inverse;
   }
   bool has(int side) const { return side == 0 || k; }
   const Tensor& x(int side) const { return side == 0 ? q : *k; }
-  const Optional& weight(int side) const { return side == 0 ? q_weight : k_weight; }
-  const Optional& bias(int side) const { return side == 0 ? q_bias : k_bias; }
   ScalarType type() const { return q.scalar_type(); }
   int64_t positions() const { return q.sizes()[0] * q.sizes()[seq_dim]; }
   int64_t cols() const { return q.sizes()[3]; }
@@ -74,7 +72,7 @@ void check(const HeadArguments& a) {
   CHECK_ARGUMENT(named && !std::isnan(a.eps) && std::isfinite(a.weight_offset),
                  "statistic must be None, 'rms' or 'layer', eps and weight_offset numbers");
   for (int side = 0; side < 2; ++side) {
-    for (const Optional* parameter : {&a.weight(side), &a.bias(side)}) {
+    for (const Optional* parameter : {&a.weight[side], &a.bias[side]}) {
       if (!*parameter) continue;
       CHECK_ARGUMENT(a.statistic && a.has(side) && (*parameter)->dim() == 1 &&
                          (*parameter)->sizes()[0] == a.cols() && is_read(**parameter, a.q),
@@ -82,7 +80,7 @@ void check(const HeadArguments& a) {
                      "device, and of its dtype or float32");
     }
     if (!a.has(side)) continue;
-    CHECK_ARGUMENT(a.weight_offset == 0 || a.weight(side), "weight_offset belongs to a weight");
+    CHECK_ARGUMENT(a.weight_offset == 0 || a.weight[side], "weight_offset belongs to a weight");
     const Tensor& x = a.x(side);
     bool fits = x.dim() == 4 && x.scalar_type() == a.type() && is_beside(x, a.q);
     for (const int64_t d : {int64_t{0}, a.seq_dim, int64_t{3}}) {
@@ -148,9 +146,9 @@ class HeadOperands {
       HeadSide& side = params.side[i];
       side.heads = static_cast<int32_t>(a.x(i).sizes()[3 - a.seq_dim]);
       side.x = place(a.x(i), side.x_strides);
-      side.weight = place_parameter(a.weight(i), side.weight_is_float);
-      side.bias = place_parameter(a.bias(i), side.bias_is_float);
-      side.rounds = a.rounds && a.weight(i);
+      side.weight = place_parameter(a.weight[i], side.weight_is_float);
+      side.bias = place_parameter(a.bias[i], side.bias_is_float);
+      side.rounds = a.rounds && a.weight[i];
     }
   }
 
@@ -267,8 +265,8 @@ void qk_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t res
       side.dy = operands.place(dy, side.dy_strides);
     }
     dx[i] = operands.result(a, i);
-    dweight[i] = gradient(needs_dweight, a.weight(i), side.dweight);
-    dbias[i] = gradient(needs_dbias, a.bias(i), side.dbias);
+    dweight[i] = gradient(needs_dweight, a.weight[i], side.dweight);
+    dbias[i] = gradient(needs_dbias, a.bias[i], side.dbias);
   }
   if (!operands.empty()) {
     const auto plan = backward::make_heads_plan(operands.params, device_of(q.get_device_index()));

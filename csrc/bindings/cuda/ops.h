@@ -32,10 +32,6 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     XhatRounding xhat_rounding() const {
       return xhat_rounding_of(kind.round_before_weight, weight.has_value(), input.scalar_type());
     }
-    // As ForwardParams::plain_weight says.
-    bool has_plain_weight() const {
-      return kind.weight_offset == 0.0 && xhat_rounding() == XhatRounding::kNone;
-    }
   };
 
   struct ForwardResult {
