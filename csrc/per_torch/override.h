@@ -335,10 +335,11 @@ void register_override(Override& entry) {
       at_key(device == at::kCUDA ? c10::DispatchKey::AutogradCUDA : c10::DispatchKey::AutogradCPU);
   autograd.impl("layer_norm", TORCH_FN((layer_norm<device, false>)));
   autograd.impl("rms_norm", TORCH_FN((rms_norm<device, false>)));
-  if (device != at::kCUDA) return;
-  auto& autocast = at_key(c10::DispatchKey::AutocastCUDA);
-  autocast.impl("layer_norm", TORCH_FN((layer_norm<device, true>)));
-  if (kRmsNormInFloat32) autocast.impl("rms_norm", TORCH_FN((rms_norm<device, true>)));
+  if constexpr (device == at::kCUDA) {
+    auto& autocast = at_key(c10::DispatchKey::AutocastCUDA);
+    autocast.impl("layer_norm", TORCH_FN((layer_norm<device, true>)));
+    if (kRmsNormInFloat32) autocast.impl("rms_norm", TORCH_FN((rms_norm<device, true>)));
+  }
 }
 
 template <c10::DeviceType device>
