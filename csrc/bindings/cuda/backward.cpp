@@ -167,13 +167,6 @@ void launch_norm(const BackwardArguments& a, const Shape& shape, const KernelTyp
   }
 }
 
-// dy * (1 + scale).
-Tensor modulated(const Tensor& dy, const std::optional<Tensor>& scale, ScalarType type) {
-  if (!scale) return dy;
-  const Tensor wide = cast(dy, type);
-  return torch::stable::subtract(wide, product(wide, cast(*scale, type)), -1.0);
-}
-
 // If each row has a modulation of its own, the modulated kernels take no sums over rows. dweight
 // and dbias then come from a second launch (add_columns): they are those of a norm without a
 // modulation, for dy * (1 + scale).
@@ -188,7 +181,7 @@ BackwardArguments without_columns(const BackwardArguments& a) {
 void add_columns(BackwardResult& result, const BackwardArguments& a) {
   const ScalarType wide =
       a.x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  const Tensor dy = modulated(a.dy, a.modulation.scale, wide);
+  const Tensor dy = scaled(a.dy, a.modulation.scale, wide);
   const BackwardResult columns =
       run_backward({dy, a.x, a.normalized_ndim, a.mean, a.rstd, a.weight, a.bias, std::nullopt,
                     std::nullopt, 1.0, false, a.needs_dweight, a.needs_dbias, a.kind});

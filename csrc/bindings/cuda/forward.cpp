@@ -66,8 +66,7 @@ Tensor add(const Tensor& input, const std::optional<Tensor>& gate, const Tensor&
            ScalarType type) {
   Tensor summand = cast(input, type);
   if (gate) summand = product(summand, cast(*gate, type));
-  const Tensor sum = torch::stable::subtract(summand, cast(residual, type), -1.0);
-  return contiguous_of(cast(sum, residual.scalar_type()));
+  return contiguous_of(cast(plus(summand, cast(residual, type)), residual.scalar_type()));
 }
 
 // A new tensor for y.
@@ -153,12 +152,8 @@ ForwardResult run_rounding(const ForwardArguments& a) {
   ForwardResult norm =
       run_forward({x, std::nullopt, a.normalized_ndim, a.weight, a.bias, a.eps, a.activation,
                    a.scale, ScalarType::Float, a.needs_statistics, a.kind});
-  const auto plus = [](const Tensor& sum, const Tensor& more) {
-    return torch::stable::subtract(sum, more, -1.0);
-  };
   const auto& [shift, scale, gate] = a.modulation;
-  Tensor y = norm.y;
-  if (scale) y = plus(y, product(y, cast(*scale, ScalarType::Float)));
+  Tensor y = scaled(norm.y, scale, ScalarType::Float);
   if (shift) y = plus(y, cast(*shift, ScalarType::Float));
   result.y = contiguous_of(cast(y, a.out_dtype.value_or(a.input.scalar_type())));
   result.mean = norm.mean;
@@ -174,7 +169,7 @@ ForwardResult run_with_offset(const ForwardArguments& a) {
   Tensor offset = empty_like(*a.weight, type);
   torch::stable::fill_(offset, a.kind.weight_offset);
   ForwardArguments with_sum = a;
-  with_sum.weight = torch::stable::subtract(cast(*a.weight, type), offset, -1.0);
+  with_sum.weight = plus(cast(*a.weight, type), offset);
   if (a.bias) with_sum.bias = cast(*a.bias, type);
   with_sum.kind.weight_offset = 0.0;
   return run_forward(with_sum);

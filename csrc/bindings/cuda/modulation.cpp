@@ -157,6 +157,14 @@ Tensor product(const Tensor& a, const Tensor& b) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+Tensor plus(const Tensor& a, const Tensor& b) { return torch::stable::subtract(a, b, -1.0); }
+
+Tensor scaled(const Tensor& x, const std::optional<Tensor>& scale, ScalarType type) {
+  if (!scale) return x;
+  const Tensor wide = cast(x, type);
+  return plus(wide, product(wide, cast(*scale, type)));
+}
+
 Tensor none(const Tensor& like, ScalarType type) {
   const int64_t size = 0;
   return empty(like, &size, 1, type);
