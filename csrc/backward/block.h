@@ -32,90 +32,53 @@ struct Block : Persistent {
 // The most teams of a block where rows come through a ring. The number of teams fixes how many
 // bytes are on their way and in which order they are asked for. Some numbers are up to a fifth
 // slower than their neighbours, in any place in memory, and no counter says why; so these ladders
-// hold what was measured, each time as the median over several places in memory.
+// hold what was measured (docs/tuning-log.md has all of it).
 struct TeamsRung {
   int64_t last;  // columns
   int teams;
 };
 // float32, rows that are aligned, nothing fused.
 constexpr TeamsRung kFloat32Teams[] = {
-    // Fifteen teams, twelve and eight: 100000 x 384 123.6, 123.0, 114.7; x 512 158.6, 159.1, 159.8.
-    {512, 8},
-    // Eight teams, six, five and four: 32768 x 640 70.7, 66.6, 66.3, 69.1.
-    {672, 6},
-    // Eight teams, six, four and three: 32768 x 768 83.7, 82.8, 77.5, 78.3; x 896 95.0, 95.7, 91.0,
-    // 98.5.
-    {1023, 4},
-    // Five teams, four and three: 100000 x 1024 307.8 (eight), 344.2, 295.8; 32768 x 1152 120.3,
-    // 120.1, 112.6; 100000 x 1280 381.0, 424.1, 382.2.
-    {1407, 3},
-    // Five teams, four and three: 32768 x 1492 154.7, 152.7, 156.6; 65536 x 1536 301.3, 303.1,
-    // 304.9;
-    // 32768 x 1776 181.2 (four), 185.1.
-    {2047, 4},
-    // Four teams, three, two and one: 65536 x 2048 403.0, 402.9, 449.1, 395.3; 50000 x 2560 420.1
-    // (three), 384.4, 375.5; 50000 x 3072 507.6 (two), 459.4; 8192 x 4096 110.0, 102.2.
-    {kNoEnd, 1},
+    {512, 8},     // fifteen teams and eight: 100000 x 384 123.6, 114.7
+    {672, 6},     // eight, six and four: 32768 x 640 70.7, 66.6, 69.1
+    {1023, 4},    // six, four and three: 32768 x 768 82.8, 77.5, 78.3
+    {1407, 3},    // eight, four and three: 100000 x 1024 307.8, 344.2, 295.8
+    {2047, 4},    // four and three: 32768 x 1492 152.7, 156.6
+    {kNoEnd, 1},  // four and one: 65536 x 2048 403.0, 395.3
 };
 // float32, rows (which are aligned) with a residual or an activation.
 constexpr TeamsRung kFloat32FusedTeams[] = {
-    // Eight teams, six and four, with a residual: 32768 x 640 85.2, 85.0, 86.0 (five); x 768 102.2,
-    // 100.3, 101.7.
-    {767, kMostTeams},
-    // All teams, four, three, two and one, with a residual: 32768 x 896 117.4 (eight), 115.9; x
-    // 1024 133.8 (eight), 130.5, 134.2; x 1536 194.3 (five), 194.3, 192.0; with GELU x 1024 111.6
-    // (eight), 106.9.
-    {2047, 4},
-    // 32768 x 2048 276.9 (four), 259.3, 253.3, 305.9; x 2560 360.4 (three), 319.1, 353.2.
-    {2815, 2},
-    // 32768 x 3072 415.9 (two), 392.1; x 4096 571.3 (two), 500.5; with GELU 456.7 (two), 438.1.
-    {kNoEnd, 1},
+    {767, kMostTeams},  // eight teams and five, with a residual: 32768 x 640 85.2, 86.0
+    {2047, 4},          // eight, four and three: 32768 x 1024 133.8, 130.5, 134.2
+    {2815, 2},          // four, two and one: 32768 x 2048 276.9, 253.3, 305.9
+    {kNoEnd, 1},        // two and one: 32768 x 4096 571.3, 500.5
 };
 // float32, rows that are not aligned, nothing fused.
 constexpr TeamsRung kFloat32ElementTeams[] = {
-    // Fifteen teams, twelve and eight: 100000 x 285 95.3, 90.3, 106.9.
-    {320, 12},
-    // 100000 x 356 116.5, 115.0, 112.0; x 427 139.2, 138.3, 134.4.
-    {448, 8},
-    // 200000 x 498 316.9, 305.1, 333.4.
-    {512, 12},
-    // Eight teams, six and four: 32768 x 569 65.5, 62.8, 71.8.
-    {672, 6},
-    // Eight teams, six, four and three: 32768 x 711 79.8 (six), 78.8, 93.5; 100000 x 853 286.5,
-    // 274.0, 268.1; 32768 x 924 97.9, 98.2, 96.3, 101.0; x 1065 114.0 (four), 117.3.
-    {1100, 4},
-    // Five teams, four and three: 32768 x 1137 126.2, 123.5, 122.5; 100000 x 1350 429.6, 459.9,
-    // 424.0;
-    // x 1563 505.6 (four), 481.0.
-    {1600, 3},
-    // Four teams, three, two and one: 32768 x 1634 170.3, 175.1; 65536 x 1847 385.4, 394.3, 404.5,
-    // 423.5.
-    {2047, 4},
-    // Three teams, two and one: 50000 x 2130 336.4 (two), 391.5; x 2343 365.2 (two), 397.6.
-    {2431, 2},
-    // 32768 x 2485 260.1, 263.2, 262.6; x 2627 283.7 (two), 264.2; x 3622 408.0, 370.7.
-    {kNoEnd, 1},
+    {320, 12},    // fifteen teams, twelve and eight: 100000 x 285 95.3, 90.3, 106.9
+    {448, 8},     // twelve and eight: 100000 x 356 115.0, 112.0
+    {512, 12},    // fifteen, twelve and eight: 200000 x 498 316.9, 305.1, 333.4
+    {672, 6},     // eight, six and four: 32768 x 569 65.5, 62.8, 71.8
+    {1100, 4},    // eight, four and three: 32768 x 924 97.9, 96.3, 101.0
+    {1600, 3},    // five, four and three: 100000 x 1350 429.6, 459.9, 424.0
+    {2047, 4},    // four, three and one: 65536 x 1847 385.4, 394.3, 423.5
+    {2431, 2},    // two and one: 50000 x 2130 336.4, 391.5
+    {kNoEnd, 1},  // two and one: 32768 x 2627 283.7, 264.2
 };
 // Half precision, rows that are aligned, nothing fused. With a residual or an activation all teams
 // are better, because a team's time hides behind the other teams.
 constexpr TeamsRung kHalfTeams[] = {
-    {1007, kMostTeams},
-    // Eight teams, six and four, bfloat16: 32768 x 1024 55.5, 54.6, 56.8; but eight and six 28570 x
-    // 896 43.3, 43.2.
-    {1024, 6},
+    {1007, kMostTeams},  // eight teams and six: 28570 x 896 43.3, 43.2
+    {1024, 6},           // eight, six and four: 32768 x 1024 55.5, 54.6, 56.8
     {1983, kMostTeams},
-    // Four teams, three and two, bfloat16: 32768 x 2048 107.8, 103.5, 107.2.
-    {2048, 3},
-    // Two teams and one, bfloat16: 32768 x 4096 204.4, 208.5.
-    {kNoEnd, kMostTeams},
+    {2048, 3},             // four, three and two: 32768 x 2048 107.8, 103.5, 107.2
+    {kNoEnd, kMostTeams},  // two and one: 32768 x 4096 204.4, 208.5
 };
 // Half precision, rows that are not aligned, nothing fused.
 constexpr TeamsRung kHalfElementTeams[] = {
     {1024, kMostTeams},
-    // Five teams and four, bfloat16: 100000 x 1137 254, 250; 18962 x 1350 56.3, 55.2.
-    {1536, 4},
-    // Two teams and one, bfloat16: 6250 x 4095 58.4, 62.8.
-    {kNoEnd, kMostTeams},
+    {1536, 4},             // five teams and four: 100000 x 1137 254, 250
+    {kNoEnd, kMostTeams},  // two and one: 6250 x 4095 58.4, 62.8
 };
 static_assert(is_ladder(kFloat32Teams) && is_ladder(kFloat32FusedTeams) &&
                   is_ladder(kFloat32ElementTeams) && is_ladder(kHalfTeams) &&
@@ -125,17 +88,14 @@ static_assert(is_ladder(kFloat32Teams) && is_ladder(kFloat32FusedTeams) &&
 constexpr int kFewTeamsRows = 16;
 
 // The bytes that rings hold: of half-precision rows that are moved by vectors (with two stages and
-// with three, bfloat16: 28444 x 1152 by five teams 57.4, 55.8; 32768 x 2048 by three teams 103.5,
-// 111.2; 32768 x 3072 by two 155.9, 163.5; but 32768 x 768 by eight 45.2, 44.6).
+// with three, bfloat16: 32768 x 2048 by three teams 103.5, 111.2; but x 768 by eight 45.2, 44.6).
 constexpr int64_t kHalfRingBytes = 60000;
-// Of float32 rows (with two and with three: 100000 x 711 by four teams 226.6, 228.4; 50000 x 2560
-// by two 384.4, 383.9).
+// Of float32 rows (with two and with three: 100000 x 711 by four teams 226.6, 228.4).
 constexpr int64_t kFloat32RingBytes = 50 * 1024;
 // A single team has at least kSingleTeamStages stages if its rows take less than kLongRowBytes
-// (with two stages and with three, bfloat16: 16384 x 6144 166.9, 157.2; 16384 x 7168 187.1, 185.0;
-// but 16384 x 8192 203.9, 218.4; float32 that is not aligned: 32768 x 3053 336.5, 312.5; x 3977
-// 444.1, 407.7). For aligned float32 rows the limit is kLongFloat32RowBytes (32768 x 2816 289.4,
-// 281.7; but x 3408 335.4, 348.0; x 3584 340.5, 356.5; 8192 x 4096 102.2, 110.6).
+// (with two stages and with three, bfloat16: 16384 x 7168 187.1, 185.0; but x 8192 203.9, 218.4).
+// For aligned float32 rows the limit is kLongFloat32RowBytes (32768 x 2816 289.4, 281.7; but x 3408
+// 335.4, 348.0).
 constexpr int kSingleTeamStages = 3;
 constexpr int64_t kLongRowBytes = 32 * 1024, kLongFloat32RowBytes = 25 * 1024;
 

@@ -84,12 +84,11 @@ namespace backward {
 // Blocks on rows compute dx, and blocks on columns beside them compute dweight and dbias. x and dy
 // are then read twice, the second time from L2, but no second launch adds up partial sums. The
 // limits are the most rows, aligned and not, and the bytes that L2 holds (32 MB here). In one
-// launch and in two, bfloat16: 128 x 1024 2.8, 9.3; 512 x 1023 5.4, 9.0; 512 x 4096 7.3, 13.4; 2048
-// x 768 10.1, 10.4; 2048 x 4096 21.4, 23.1; 1024 x 8192 24.4, 26.9.
+// launch and in two, bfloat16: 128 x 1024 2.8, 9.3; 2048 x 768 10.1, 10.4.
 constexpr int kFewAlignedRows = 2048;
 constexpr int kFewOtherRows = 1024;
-// The most rows that a team does not keep in registers. In one launch and in two, bfloat16: 16 x
-// 16384 9.1, 14.6; 256 x 12288 16.2, 20.4; 384 x 16384 25.4, 29.5; but 512 x 12288 25.2, 24.2.
+// The most rows that a team does not keep in registers. In one launch and in two, bfloat16: 384 x
+// 16384 25.4, 29.5; but 512 x 12288 25.2, 24.2.
 constexpr int kFewLongRows = 384;
 
 // A block has as many teams as make up `block_threads` threads: the more rows there are, the more
@@ -99,29 +98,21 @@ struct FewRowsRung {
   int block_threads;
 };
 constexpr FewRowsRung kFewRowsThreads[] = {
-    // With 64, 128, 256 and 512 threads a block, bfloat16: 1 x 320 1.8, 1.8, 1.9, 2.3; with the
-    // first three: 8 x 768 1.8, 1.8, 2.0.
-    {16, 64},
-    // With all four: 64 x 320 2.4, 2.1, 2.2, 2.5; 64 x 64 2.2, 1.9, 2.1, 2.4; with the first three:
-    // 64 x 768 3.0, 2.5, 2.7.
-    {64, 128},
-    // With all four: 255 x 320 5.8, 4.0, 3.3, 3.3; with 64 and with 256: 128 x 1024 4.6, 2.9.
-    {255, 256},
-    // With 256 and with 512: 512 x 1024 4.6, 4.2.
-    {kNoEnd, 512},
+    // With 64, 128, 256 and 512 threads a block, bfloat16:
+    {16, 64},       // 1 x 320 1.8, 1.8, 1.9, 2.3
+    {64, 128},      // 64 x 320 2.4, 2.1, 2.2, 2.5
+    {255, 256},     // 255 x 320 5.8, 4.0, 3.3, 3.3
+    {kNoEnd, 512},  // the last two: 512 x 1024 4.6, 4.2
 };
 static_assert(is_ladder(kFewRowsThreads) &&
                   rung_of(kFewRowsThreads, kNoEnd).block_threads <= kBackwardThreads,
               "blocks of few rows have kernels");
 // The teams of whole warps in a block. Aligned rows have the most teams that kFewRowsThreads
-// allows, if a team has fewer threads than kFewRowsLeastThreads (four and two teams, bfloat16:
-// 1024 x 2048 7.9, 9.1; 2048 x 1536 12.1, 17.4; 2048 x 2048 12.4, 15.3; eight and four teams,
-// float32: 2048 x 1024 12.0, 14.3). Otherwise a block has the largest number of teams, but at least
+// allows, if a team has fewer threads than kFewRowsLeastThreads (four and two teams, bfloat16: 2048
+// x 1536 12.1, 17.4). Otherwise a block has the largest number of teams, but at least
 // kFewRowsLeastThreads threads, with which almost all blocks run at once (the most teams, two teams
-// and one, bfloat16: 512 x 2060 9.9, 9.0, 11.6; 512 x 2415 9.8, 9.2, 12.0; float32: 512 x 2047
-// 10.6, 8.0, 9.1). If there is no such number, unaligned rows have the most teams, and
-// aligned rows have one (one team and two, bfloat16: 1024 x 4096 12.0, 12.8; 1100 x 4096 12.2,
-// 13.6; 2048 x 4096 19.6, 21.4).
+// and one, bfloat16: 512 x 2060 9.9, 9.0, 11.6). If there is no such number, unaligned rows have
+// the most teams, and aligned rows have one (one team and two, bfloat16: 2048 x 4096 19.6, 21.4).
 constexpr int kFewRowsLeastThreads = 256;
 // Almost all run at once if there are at least eight places for nine blocks.
 constexpr int64_t kFewRowsBlocks = 9, kFewRowsPlaces = 8;

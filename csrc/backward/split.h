@@ -73,29 +73,23 @@ struct SliceRing {
 };
 constexpr int kLeastSliceStages = 3;
 // With three stages a block is faster without a warp beside the team than with one (2048 x 262144
-// bfloat16 by 18 blocks a row 1060, 1217; 2048 x 65536 float32 by 9 blocks a row 509, 540). float32
-// also is with four stages, which rows of 676,000 to 811,000 columns have (150 x 800000 413, 502).
-// With longer rings half precision is slower without that warp (8192 x 32768 506, 474).
+// bfloat16 by 18 blocks a row 1060, 1217), and float32 also is with four, which rows of 676,000 to
+// 811,000 columns have. With longer rings half precision is slower (8192 x 32768 506, 474).
 constexpr SliceRing kLeastSliceRing = {kLeastSliceStages, 0, Collects::kAlone};
-// From five stages on the meeting of a row has two rows' time (kLags). With five, four and three
-// stages, float32: 2048 x 65536 440, 447, 444; with five and four, bfloat16 with float32 weight and
-// dy: 2048 x 65536 320, 338.
+// From five stages on the meeting of a row has two rows' time (kLags). With five and four, bfloat16
+// with float32 weight and dy: 2048 x 65536 320, 338.
 constexpr SliceRing kSliceRings[] = {{5, 0, Collects::kBeside}, kLeastSliceRing};
 // Half precision gains as much by two rows' time, but the meeting of a row takes as long as the
 // work on 8,000 columns, so that slices shorter than that lose more than they gain. With six stages
-// and with four: 4096 x 65536 441, 464; 3072 x 81920 414, 439; but 8192 x 36000, whose slices have
-// 7,232 and 12,032 columns, 566, 516.
+// and with four: 4096 x 65536 441, 464; but 8192 x 36000, whose slices are short, 566, 516.
 constexpr SliceRing kHalfSliceRings[] = {
     {6, 7936, Collects::kBeside}, {4, 0, Collects::kBeside}, kLeastSliceRing};
-// With an epilogue. With five stages and with four, float32 with GELU: 2048 x 65536 642, 548;
-// 4096 x 20000 394, 364.
+// With an epilogue. With five stages and with four, float32 with GELU: 2048 x 65536 642, 548.
 constexpr SliceRing kEpilogueSliceRings[] = {{4, 0, Collects::kBeside}, kLeastSliceRing};
 // With a residual. Threads load the gradient of a residual themselves and wait for it once a row,
 // so that the longest slices are the best (with four stages and with three: 4096 x 65536 bfloat16
-// 880, 787; with five and with three: 2048 x 65536 float32 852, 735). A block is faster with a warp
-// beside the team than without (4096 x 65536 by 5 blocks a row 837, 876), unless a thread then has
-// 32 columns in place of 16 (with such a warp and without, by 8 blocks a row: 2048 x 65536 float32
-// 900, 735; 4096 x 65536 bfloat16 1040, 906).
+// 880, 787). A block is faster with a warp beside the team than without (4096 x 65536 by 5 blocks a
+// row 837, 876), unless a thread then has 32 columns in place of 16 (by 8 blocks a row 1040, 906).
 constexpr SliceRing kResidualSliceRings[] = {{kLeastSliceStages, 0, Collects::kAloneForFewVecs}};
 static_assert(kLeastSliceStages >= least_stages(false, rung_of(kLags, kLeastSliceStages).lag),
               "every ring holds the rows of its lag");

@@ -202,14 +202,9 @@ inline int most_stages(const Team& team, int teams, const Device& device) {
 
 // Whether x and dy stay in L2 as other data does (evict_normal), where whole rows come through a
 // ring: those of large calls. Those of smaller ones are evict_first. (By evict_first and by
-// evict_normal, each with the better numbers of teams and stages, bfloat16: 32768 x 4096 214.0,
-// 204.4; 16384 x 8192 223.7, 204.5; 32768 x 4096 with a residual 271.8, 252.2; float32: 100000 x
-// 3977 1441, 1279; 8192 x 4096 111.2, 102.1. With a modulation and a gate 1 x 32760 x 5120 516,
-// 508, but 32 x 1024 x 1024 110.3, 112.7. Of smaller calls: 12608 x 768 22.2, 22.5; 8192 x 768
-// 16.8, 17.1; 5000 x 3073 41.6, 42.6.) Slices of rows are always evict_first (8192 x 32768 bfloat16
-// 452, 444, but 64 x 150528 float32 43.9, 46.5; 32 x 2097152 bfloat16 129.5, 135.2), and so are
-// rows with an epilogue, which gain nothing by staying (32768 x 4096 bfloat16 with GELU 255.2,
-// 255.5).
+// evict_normal, bfloat16: 32768 x 4096 214.0, 204.4; but 12608 x 768 22.2, 22.5.) Slices of rows
+// are always evict_first (32 x 2097152 bfloat16 129.5, 135.2), and so are rows with an epilogue,
+// which gain nothing by staying (32768 x 4096 bfloat16 with GELU 255.2, 255.5).
 inline bool rows_stay_in_l2(const Problem& problem, const Device& device) {
   if (problem.has_epilogue) return false;
   const int64_t x_tensors = problem.gated ? 5 : problem.residual ? 3 : 2;

@@ -3,8 +3,6 @@
 #include "base/planning.h"
 
 #include <mutex>
-#include <sstream>
-#include <stdexcept>
 #include <utility>
 
 namespace fused_layernorm {
@@ -32,13 +30,11 @@ void refuse(const Forced& forced, const Problem& problem, bool backward) {
   if (problem.modulated) with << ", a modulation";
   if (backward && problem.modulated) with << " of groups of " << problem.group_rows << " rows";
   if (backward && !problem.needs_dparams) with << ", no dweight and no dbias";
-  std::ostringstream message;
-  message << "fused_layernorm: the forced plan '" << forced.words << "' cannot run "
-          << (backward ? "backward" : "forward") << " of " << problem.rows << " rows of "
-          << problem.cols << " columns (x of " << name_of(problem.x) << ", weight of "
-          << name_of(problem.weight) << (backward ? ", dy of " : ", y of ") << name_of(problem.y)
-          << (problem.aligned ? ", aligned" : ", not aligned") << with.str() << ") on this device";
-  throw std::invalid_argument(message.str());
+  fail("the forced plan '", forced.words, "' cannot run ", backward ? "backward" : "forward",
+       " of ", problem.rows, " rows of ", problem.cols, " columns (x of ", name_of(problem.x),
+       ", weight of ", name_of(problem.weight), backward ? ", dy of " : ", y of ",
+       name_of(problem.y), problem.aligned ? ", aligned" : ", not aligned", with.str(),
+       ") on this device");
 }
 
 }  // namespace fused_layernorm

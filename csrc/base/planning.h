@@ -7,6 +7,8 @@
 #include <array>
 #include <initializer_list>
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -45,7 +47,17 @@ struct Forced {
 Forced forced_now();
 void set_forced(Forced forced);
 
-// Throws std::invalid_argument: no strategy can have all that is forced.
+// Throws std::invalid_argument with a message of these parts: a plan, or a forced part of one, that
+// nobody can have.
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  message << "fused_layernorm: ";
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+// Fails: no strategy can have all that is forced.
 [[noreturn]] void refuse(const Forced& forced, const Problem& problem, bool backward);
 
 // The plan of the first alternative of a variant that can run the problem.
@@ -60,9 +72,10 @@ std::optional<Plan> first_plan(const Problem& problem, const Device& device, con
   }
 }
 
-template <typename Plan>
-const Launch& launch_of(const Plan& plan) {
-  return std::visit([](const auto& strategy) -> const Launch& { return strategy; }, plan);
+inline const Launch& launch_of(const Launch& plan) { return plan; }
+template <typename... Strategies>
+const Launch& launch_of(const std::variant<Strategies...>& plan) {
+  return std::visit([](const Launch& strategy) -> const Launch& { return strategy; }, plan);
 }
 
 }  // namespace fused_layernorm

@@ -89,10 +89,9 @@ static_assert(slices_are_aligned(),
 // A thread has `vecs` vectors of a row, each as many columns as 16 bytes of x hold. It moves them
 // in pieces of so many columns that none takes more than 16 bytes of x, of a parameter or of y: a
 // warp then moves whole lines of all three. (Whole vectors of x and halves of them, bfloat16 beside
-// float32 parameters: 16384 x 8192 143 us, 136; with a float32 y 254, 203; 32768 x 4096 with a
-// float32 y 242, 203.) But with five and more vectors of a row and something fused there are no
-// registers for halves, and whole vectors are moved unless y is wide (8192 x 16384 with a residual
-// and a gate 281, 296; with a residual and a float32 y 394, 339).
+// float32 parameters: 16384 x 8192 143 us, 136.) But with five and more vectors of a row and
+// something fused there are no registers for halves, and whole vectors are moved unless y is wide
+// (8192 x 16384 with a residual and a gate 281, 296; with a residual and a float32 y 394, 339).
 constexpr int row_width(int x_size, int weight_size, int y_size, int vecs, bool bare) {
   const bool splits = y_size > x_size || (weight_size > x_size && (vecs < 5 || bare));
   return splits ? vector_width(y_size > weight_size ? y_size : weight_size) : vector_width(x_size);

@@ -3,15 +3,14 @@
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
-
-#include <optional>
+#include <torch/headeronly/util/Exception.h>
 
 #include "base/types.h"
 
 namespace fused_layernorm {
 
-// std::nullopt for a type that no kernel computes with.
-inline std::optional<DataType> known_data_type(torch::headeronly::ScalarType type) {
+// Throws for a type that no kernel computes with.
+inline DataType data_type(torch::headeronly::ScalarType type) {
   using torch::headeronly::ScalarType;
   switch (type) {
     case ScalarType::Float:
@@ -23,7 +22,9 @@ inline std::optional<DataType> known_data_type(torch::headeronly::ScalarType typ
     case ScalarType::Double:
       return DataType::kFloat64;
     default:
-      return std::nullopt;
+      STD_TORCH_CHECK(false,
+                      "fused_layernorm: expected float32, float16, bfloat16 or float64, got ",
+                      torch::headeronly::toString(type));
   }
 }
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <charconv>
 #include <sstream>
-#include <stdexcept>
 #include <string_view>
 #include <variant>
 #include <vector>
@@ -34,14 +33,6 @@ constexpr FieldRange kFieldRanges[kFields] = {
 };
 static_assert(most_backward_block_vecs(1) >= most_backward_block_vecs(vector_width(8)),
               "every kernel's vectors can be forced");
-
-template <typename... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream message;
-  message << "fused_layernorm: ";
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
-}
 
 // "a, b or c", of the names of `items`.
 template <typename Items, typename NameOf>

@@ -10,7 +10,3 @@
 
 #define FUSED_LAYERNORM_AS_STRING_(text) #text
 #define FUSED_LAYERNORM_AS_STRING(text) FUSED_LAYERNORM_AS_STRING_(text)
-
-// The name of an operator with its namespace. `name` is a string literal.
-#define FUSED_LAYERNORM_OPERATOR(name) \
-  FUSED_LAYERNORM_AS_STRING(FUSED_LAYERNORM_NAMESPACE) "::" name

@@ -6,8 +6,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
-#include <sstream>
-#include <stdexcept>
 #include <string>
 
 #include "backward/plan.h"
@@ -25,17 +23,7 @@ using torch::headeronly::toString;
 
 template <typename... Parts>
 void check(bool condition, const Parts&... parts) {
-  if (condition) return;
-  std::ostringstream message;
-  message << "fused_layernorm: ";
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
-}
-
-DataType data_type(ScalarType type) {
-  const auto known = known_data_type(type);
-  check(known.has_value(), "expected float32, float16, bfloat16 or float64, got ", toString(type));
-  return *known;
+  if (!condition) fail(parts...);
 }
 
 // weight and y are of x's type unless their types are given. `aligned` says whether all rows begin

@@ -34,35 +34,33 @@ std::string build_info() {
 }  // namespace fused_layernorm
 
 STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
+  // Defines a forward operator, and under a name that ends in _forward the same with the statistics
+  // that backward needs behind the other results: mean and rstd. RMSNorm's mean is an empty tensor
+  // of shape (0,).
+  const auto define_forward = [&m](const std::string& name, const std::string& arguments,
+                                   const std::string& results) {
+    m.def((name + "(" + arguments + ") -> (" + results + ")").c_str());
+    m.def((name + "_forward(" + arguments + ") -> (" + results + ", Tensor, Tensor)").c_str());
+  };
+
   // y = activation(norm(input) * (weight + weight_offset) + bias) * scale; nothing but y is
   // written. The statistic says which norm it is: "layer", or "rms" (RMSNorm), which has no mean.
   // With round_before_weight, norm(input) is rounded to input's dtype before it is multiplied by
   // weight. All operators that follow compute either norm. y is contiguous, or with keeps_order it
   // has the strides of torch.empty_like(input), as a norm over the channels of NCHW wants it.
-  m.def(
-      "layer_norm(Tensor input, int normalized_ndim, Tensor? weight, Tensor? bias, float eps, "
-      "str? activation=None, float scale=1.0, ScalarType? out_dtype=None, str "
-      "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False, bool "
-      "keeps_order=False) -> Tensor");
-  // The same, with the statistics that backward needs: (y, mean, rstd). RMSNorm's mean is an empty
-  // tensor of shape (0,).
-  m.def(
-      "layer_norm_forward(Tensor input, int normalized_ndim, Tensor? weight, Tensor? bias, float "
-      "eps, str? activation=None, float scale=1.0, ScalarType? out_dtype=None, str "
-      "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False, bool "
-      "keeps_order=False) -> (Tensor, Tensor, Tensor)");
+  define_forward("layer_norm",
+                 "Tensor input, int normalized_ndim, Tensor? weight, Tensor? bias, float eps, str? "
+                 "activation=None, float scale=1.0, ScalarType? out_dtype=None, str "
+                 "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False, "
+                 "bool keeps_order=False",
+                 "Tensor");
   // residual_out = input + residual; y = layer_norm(residual_out): (y, residual_out).
-  m.def(
-      "add_layer_norm(Tensor input, Tensor residual, int normalized_ndim, Tensor? weight, "
-      "Tensor? bias, float eps, str? activation=None, float scale=1.0, ScalarType? "
-      "out_dtype=None, str statistic=\"layer\", float weight_offset=0.0, bool "
-      "round_before_weight=False) -> (Tensor, Tensor)");
-  // The same, with statistics: (y, residual_out, mean, rstd).
-  m.def(
-      "add_layer_norm_forward(Tensor input, Tensor residual, int normalized_ndim, Tensor? "
-      "weight, Tensor? bias, float eps, str? activation=None, float scale=1.0, ScalarType? "
-      "out_dtype=None, str statistic=\"layer\", float weight_offset=0.0, bool "
-      "round_before_weight=False) -> (Tensor, Tensor, Tensor, Tensor)");
+  define_forward("add_layer_norm",
+                 "Tensor input, Tensor residual, int normalized_ndim, Tensor? weight, Tensor? "
+                 "bias, float eps, str? activation=None, float scale=1.0, ScalarType? "
+                 "out_dtype=None, str statistic=\"layer\", float weight_offset=0.0, bool "
+                 "round_before_weight=False",
+                 "Tensor, Tensor");
   // (dx, dweight, dbias). dresidual, if given, is the gradient that reaches x other than through
   // the norm; dx includes it. A gradient that is not asked for is an empty tensor of shape (0,). dx
   // is contiguous, or with keeps_order it has the strides of torch.empty_like(x).
@@ -74,28 +72,18 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
 
   // Modulation: y = (norm(input) * weight + bias) * (1 + scale) + shift. shift, scale and gate
   // broadcast against input by PyTorch's rules.
-  m.def(
-      "ada_layer_norm(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, Tensor? "
-      "weight, Tensor? bias, float eps, ScalarType? out_dtype=None, str statistic=\"layer\", "
-      "float weight_offset=0.0, bool round_before_weight=False) -> Tensor");
-  // The same, with statistics: (y, mean, rstd).
-  m.def(
-      "ada_layer_norm_forward(Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, "
-      "Tensor? weight, Tensor? bias, float eps, ScalarType? out_dtype=None, str "
-      "statistic=\"layer\", float weight_offset=0.0, bool round_before_weight=False) -> (Tensor, "
-      "Tensor, Tensor)");
+  define_forward("ada_layer_norm",
+                 "Tensor input, int normalized_ndim, Tensor? shift, Tensor? scale, Tensor? weight, "
+                 "Tensor? bias, float eps, ScalarType? out_dtype=None, str statistic=\"layer\", "
+                 "float weight_offset=0.0, bool round_before_weight=False",
+                 "Tensor");
   // residual_out = residual + gate * input; y = ada_layer_norm(residual_out): (y, residual_out).
-  m.def(
-      "add_ada_layer_norm(Tensor input, Tensor residual, Tensor? gate, int normalized_ndim, "
-      "Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, float eps, ScalarType? "
-      "out_dtype=None, str statistic=\"layer\", float weight_offset=0.0, bool "
-      "round_before_weight=False) -> (Tensor, Tensor)");
-  // The same, with statistics: (y, residual_out, mean, rstd).
-  m.def(
-      "add_ada_layer_norm_forward(Tensor input, Tensor residual, Tensor? gate, int "
-      "normalized_ndim, Tensor? shift, Tensor? scale, Tensor? weight, Tensor? bias, float eps, "
-      "ScalarType? out_dtype=None, str statistic=\"layer\", float weight_offset=0.0, bool "
-      "round_before_weight=False) -> (Tensor, Tensor, Tensor, Tensor)");
+  define_forward("add_ada_layer_norm",
+                 "Tensor input, Tensor residual, Tensor? gate, int normalized_ndim, Tensor? shift, "
+                 "Tensor? scale, Tensor? weight, Tensor? bias, float eps, ScalarType? "
+                 "out_dtype=None, str statistic=\"layer\", float weight_offset=0.0, bool "
+                 "round_before_weight=False",
+                 "Tensor, Tensor");
   // (dx, dshift, dscale, dweight, dbias), each of the shape and dtype of the argument whose
   // gradient it is. dx includes dresidual, if given. A gradient that is not asked for is an empty
   // tensor of shape (0,).

@@ -3,12 +3,6 @@
 // layernorm_kernel.cu.
 #pragma once
 
-#include <cstdint>
-#include <optional>
-
-#include "base/cuda_types.h"
-#include "base/params.h"
-#include "base/planning.h"
 #include "forward/row.h"
 
 namespace fused_layernorm {
@@ -108,58 +102,40 @@ struct BlockRung {
   int vecs[3];  // vectors a thread; kFewestPlaces takes the first among equals
 };
 
-// Nothing fused. The times are those of four, five and eight vectors a thread.
+// Nothing fused. The times are those of four, five and eight vectors a thread, bfloat16
+// (docs/tuning-log.md has more of all ladders).
 constexpr BlockRung kBareBlocks[] = {
     {639, Choice::kFewestPlaces, {4, 5, 3}},
-    // bfloat16: 16384 x 8192 130.3, 130.1, 132.8; 11264 x 11264 148.6, 124.1, 126.0;
-    // float32: 16384 x 4096 130.8, 129.5, 132.2.
-    {1472, Choice::kFirst, {5, 4, 8}},
-    // bfloat16: 8192 x 12288 112.7, 114.0, 100.0; 8192 x 16384 136.8, 135.1, 133.4;
-    // float32: 10240 x 6144 132.7, 132.6, 123.2.
-    {kNoEnd, Choice::kFirst, {8, 5, 4}},
+    {1472, Choice::kFirst, {5, 4, 8}},    // 11264 x 11264 148.6, 124.1, 126.0
+    {kNoEnd, Choice::kFirst, {8, 5, 4}},  // 8192 x 12288 112.7, 114.0, 100.0
 };
 
 // With an epilogue and no residual. The times are those of four, five and eight vectors a thread,
 // bfloat16 with GELU.
 constexpr BlockRung kEpilogueBlocks[] = {
     {639, Choice::kFewestPlaces, {4, 5, 3}},
-    // 32768 x 5120 175.4, 170.4, and no kernel of eight.
-    {704, Choice::kFirst, {5, 4, 8}},
-    // 16384 x 6144 107.8, 113.3, 109.0.
-    {960, Choice::kFirst, {4, 5, 8}},
-    // 16384 x 8192 145.3, 153.8, 137.7; 8192 x 10240 100.3, 96.0, 93.0.
-    {1408, Choice::kFirst, {8, 4, 5}},
-    // 8192 x 12288 112.3, 132.8, 112.5; with SiLU 106.7, 137.2, 115.9.
-    {1664, Choice::kFirst, {4, 5, 8}},
-    // 8192 x 14336 150.8, 140.2, 147.0.
-    {1792, Choice::kFirst, {5, 4, 8}},
-    // 8192 x 16384 159.9, 169.8, 157.2; with SiLU 155.3, 162.6, 165.6.
-    {kNoEnd, Choice::kFirst, {4, 5, 8}},
+    {704, Choice::kFirst, {5, 4, 8}},     // 32768 x 5120 175.4, 170.4, and no kernel of eight
+    {960, Choice::kFirst, {4, 5, 8}},     // 16384 x 6144 107.8, 113.3, 109.0
+    {1408, Choice::kFirst, {8, 4, 5}},    // 16384 x 8192 145.3, 153.8, 137.7
+    {1664, Choice::kFirst, {4, 5, 8}},    // 8192 x 12288 with SiLU 106.7, 137.2, 115.9
+    {1792, Choice::kFirst, {5, 4, 8}},    // 8192 x 14336 150.8, 140.2, 147.0
+    {kNoEnd, Choice::kFirst, {4, 5, 8}},  // 8192 x 16384 with SiLU 155.3, 162.6, 165.6
 };
 
 // With a residual and parameters no wider than x, whatever else is fused. The times are those of
 // bfloat16.
 constexpr BlockRung kResidualBlocks[] = {
-    // Three and four vectors a thread:
-    // 32768 x 4096 270.4, 274.8; 65536 x 2048 262.7, 264.9; 32768 x 3072 201.8, 199.8.
-    {639, Choice::kFirst, {3, 4, 5}},
-    // Four, five and eight vectors a thread: 16384 x 8192 265.0, 261.6, 274.9.
-    {kNoEnd, Choice::kFirst, {5, 4, 8}},
+    {639, Choice::kFirst, {3, 4, 5}},     // three and four: 32768 x 4096 270.4, 274.8
+    {kNoEnd, Choice::kFirst, {5, 4, 8}},  // four, five, eight: 16384 x 8192 265.0, 261.6, 274.9
 };
 
 // With a residual and parameters wider than x. The times are those of three, four and five vectors
 // a thread, bfloat16 with float32 parameters.
 constexpr BlockRung kResidualWideBlocks[] = {
-    // 16384 x 5120 169.4, 169.7, 172.8; 16384 x 6144 202.2, 202.5, 206.6; with a gate and a
-    // modulation 32760 x 5120 331.4, 332.8, 343.2.
-    {959, Choice::kFirst, {3, 4, 5}},
-    // 16384 x 8192 270.6, 271.6, 275.9; with a gate and a modulation 286.9, 273.5, 275.3.
-    {1088, Choice::kFirst, {4, 3, 5}},
-    // 8192 x 10240 172.0, 172.5, 178.5; with a gate and a modulation 8192 x 12288 206.2, 230.1,
-    // 219.8.
-    {1664, Choice::kFirst, {3, 4, 5}},
-    // 8192 x 16384 284.6, 274.3, 278.3.
-    {kNoEnd, Choice::kFirst, {4, 5, 8}},
+    {959, Choice::kFirst, {3, 4, 5}},     // 16384 x 5120 169.4, 169.7, 172.8
+    {1088, Choice::kFirst, {4, 3, 5}},    // 16384 x 8192, gated and modulated 286.9, 273.5, 275.3
+    {1664, Choice::kFirst, {3, 4, 5}},    // 8192 x 12288, the same 206.2, 230.1, 219.8
+    {kNoEnd, Choice::kFirst, {4, 5, 8}},  // 8192 x 16384 284.6, 274.3, 278.3
 };
 
 template <size_t kRungs>

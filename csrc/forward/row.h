@@ -2,10 +2,14 @@
 // What the strategies share that keep rows in registers: logical warps, spread and blocks.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <optional>
 
 #include "base/choices.h"
-#include "base/problem.h"
+#include "base/cuda_types.h"
+#include "base/params.h"
+#include "base/planning.h"
 
 namespace fused_layernorm {
 
@@ -32,13 +36,12 @@ struct InRegisters : Launch {
 // Lines marked evict_first replace each other before any evict_normal line, so they have only the
 // part of L2 that no other kernel has filled. Each comment has two pairs of times, by evict_first
 // and by evict_normal: with L2 empty of other data, and behind a matrix product. So little of x
-// stays. (float32, all by logical warps: 512 x 16 1.73, 1.42; 1.72, 1.41. 64 x 256 1.82, 1.72;
-// 1.81, 1.66; but 64 x 320 1.88, 1.97; 1.88, 1.94.)
+// stays. (float32 by logical warps: 64 x 256 1.82, 1.72; 1.81, 1.66; but 64 x 320 1.88, 1.97; 1.88,
+// 1.94.)
 constexpr int64_t kSmallL2Bytes = 64 << 10;
-// Large calls let all stay. (bfloat16: 32768 x 4096 131.0, 131.4; 137.5, 131.3. 8192 x 4096 34.4,
-// 34.9; 36.2, 35.0. With a residual 8192 x 2048 34.2, 34.6; 35.3, 34.7. But 4096 x 4096 18.5, 19.3;
-// 19.2, 19.3, and of a modulation without a residual, whose parameters are read again and again,
-// 8 x 4096 x 1152 42.1, 44.6; 42.4, 45.1.)
+// Large calls let all stay. (bfloat16: 8192 x 4096 34.4, 34.9; 36.2, 35.0. But 4096 x 4096 18.5,
+// 19.3; 19.2, 19.3, and of a modulation without a residual, whose parameters are read again and
+// again, 8 x 4096 x 1152 42.1, 44.6; 42.4, 45.1.)
 inline bool rows_stay_in_l2(const Problem& problem, const Device& device) {
   const int64_t elements = problem.rows * problem.cols;
   const int64_t x_bytes = elements * size_of(problem.x);

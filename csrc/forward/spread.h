@@ -4,9 +4,6 @@
 // The sums are taken in the order of the logical warp.
 #pragma once
 
-#include <cstdint>
-#include <optional>
-
 #include "forward/warp.h"
 
 namespace fused_layernorm {
@@ -71,12 +68,8 @@ constexpr int spread_threads(int warps) {
 
 // The most bytes of x that are spread over `warps` warps, or stay in one that knows its lanes. The
 // times are those of such rows and of logical warps.
-// One warp, bfloat16: 512 x 64 1.35, 1.63; 8 x 128 1.31, 1.39; 256 x 128 1.43, 1.68. Not so: 1024 x
-// 64 1.99, 2.09, but 4096 x 64 2.26, 2.14; 512 x 128 2.06, 1.94. float32: 256 x 64 1.41, 1.59. Not
-// so: 512 x 64 2.03, 1.92.
-// Several, bfloat16: 8 x 512 1.37, 1.49; 64 x 768 1.63, 1.94; 256 x 192 1.90, 1.99. Not spread: 64
-// x 1024 2.12, 2.05; 128 x 512 2.04, 1.97. float32: 256 x 72 1.49, 1.91; 8 x 320 1.33, 1.59; 256 x
-// 96 1.86, 1.94. Not spread: 64 x 512 2.01, 1.99; 128 x 256 1.99, 1.95.
+// One warp, bfloat16: 256 x 128 1.43, 1.68; not so: 512 x 128 2.06, 1.94. Several, bfloat16: 64 x
+// 768 1.63, 1.94; not spread: 64 x 1024 2.12, 2.05.
 constexpr int64_t most_spread_bytes(int warps) { return int64_t{warps == 1 ? 64 : 96} << 10; }
 
 namespace forward {

@@ -3,12 +3,6 @@
 // second read of the row.
 #pragma once
 
-#include <cstdint>
-#include <optional>
-
-#include "base/cuda_types.h"
-#include "base/params.h"
-#include "base/planning.h"
 #include "forward/row.h"
 
 namespace fused_layernorm {

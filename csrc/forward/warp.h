@@ -2,13 +2,6 @@
 // The strategy "warp": a logical warp (a power-of-two part of a warp) holds a row in registers.
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <optional>
-
-#include "base/cuda_types.h"
-#include "base/params.h"
-#include "base/planning.h"
 #include "forward/row.h"
 
 namespace fused_layernorm {
@@ -60,10 +53,8 @@ constexpr int forward_warp_blocks(int x_size, int weight_size, int y_size, bool 
 }
 // The same for rows of whole vectors and one type with nothing fused. Here the compiler's choice
 // delays the loads of weight and bias until the row has come, to save registers, and each warp then
-// waits twice. (With its choice, and with these bounds and the nearer arguments of launch.cuh,
-// which save some 0.1 us, bfloat16: 65536 x 128 10.35 us, 9.98; 32768 x 256 10.27, 9.93; float32:
-// 32768 x 256 18.54, 17.92; 32768 x 512 35.71, 34.98; but 200704 x 96 39.36, 39.48.) On chips that
-// have no room for so many threads the compiler ignores the bound.
+// waits twice (with its choice and with these bounds, bfloat16: 65536 x 128 10.35 us, 9.98). On
+// chips that have no room for so many threads the compiler ignores the bound.
 constexpr int forward_warp_bare_blocks(int vecs, int x_size) {
   if (vecs == 2) return x_size == 2 ? 9 : 10;
   if (vecs == 3) return x_size == 2 ? 7 : 0;
@@ -96,48 +87,30 @@ struct LaneRung {
 
 constexpr LaneRung kFloat32Lanes[] = {
     {2, Choice::kFirst, 1},
-    // One, two and three vectors a lane: 3333333 x 12 87.0, 79.9, 96.6; 1666666 x 24 87.0, 77.6,
-    // 81.2.
-    {8, Choice::kFirst, 2},
-    // Two and three: 1000000 x 40 83.6, 79.6. One and two: 246153 x 52 28.9, 26.9.
-    {15, Choice::kFewestPlaces, 2},
-    // One and two: 4194304 x 64 518.2, 523.7 (with mean and rstd 605, 581).
-    {16, Choice::kFirst, 1},
-    // Two and three: 89510 x 143 36.5, 30.0; 188235 x 68 -, 26.9, by one 36.6. One, two and three:
-    // 200704 x 96 42.2, 38.7, 38.7. One, two and four: 357142 x 112 81.7, 77.4, 78.1.
-    {kNoEnd, Choice::kFewestPlaces, 2},
+    {8, Choice::kFirst, 2},              // one vector a lane, two, three: 1666666 x 24 87, 78, 81
+    {15, Choice::kFewestPlaces, 2},      // two and three: 1000000 x 40 83.6, 79.6
+    {16, Choice::kFirst, 1},             // one and two: 4194304 x 64 518.2, 523.7
+    {kNoEnd, Choice::kFewestPlaces, 2},  // one and three: 188235 x 68 36.6, 26.9
 };
 constexpr LaneRung kFloat32EpilogueLanes[] = {
-    // One, two, three and four vectors a lane, with GELU: 312500 x 64 44.9, 40.3, -, 41.3;
-    // 208333 x 96 54.4, 44.2, 40.6, -; 138888 x 144 -, 53.3, 43.3, -.
-    {kNoEnd, Choice::kFewestPlaces, 2},
+    {kNoEnd, Choice::kFewestPlaces, 2},  // one, two, three, GELU: 208333 x 96 54.4, 44.2, 40.6
 };
 // With a residual and no epilogue.
 constexpr LaneRung kFloat32SingleLanes[] = {
-    // One, two and three vectors a lane, with a residual: 312500 x 64 77.2, 78.4, -; 208333 x 96
-    // 77.7, 77.8, 78.8; two and three: 138888 x 144 77.9, 78.6.
-    {kNoEnd, Choice::kFirst, 1},
+    {kNoEnd, Choice::kFirst, 1},  // one, two and three: 208333 x 96 77.7, 77.8, 78.8
 };
 
-// For half precision, and for float64, for which nothing was measured.
+// For half precision (the times are bfloat16's), and for float64, for which nothing was measured.
 constexpr LaneRung kHalfLanes[] = {
-    // One and two vectors a lane, bfloat16: 2000000 x 16 34.1, 35.3.
-    {2, Choice::kFirst, 1},
-    // Two and four: 1500000 x 32 48.1, 54.2; 892857 x 56 54.0, 55.3. Two and three: 2000000 x 24
-    // 54.8, 53.9; 1000000 x 48 51.8, 47.6.
-    {7, Choice::kFewestPlaces, 2},
-    // One, two and four: 524288 x 64 35.7, 37.4, 37.3.
-    {8, Choice::kFirst, 1},
-    // Two and four: 65536 x 128 10.8, 11.4; 446428 x 112 51.6, 53.3; 111607 x 448 51.2, 52.7;
-    // 32768 x 512 18.9, 19.2. Two and three: 32768 x 320 15.5, 13.3.
-    {kNoEnd, Choice::kFewestPlaces, 2},
+    {2, Choice::kFirst, 1},              // one vector a lane and two: 2000000 x 16 34.1, 35.3
+    {7, Choice::kFewestPlaces, 2},       // two and four: 1500000 x 32 48.1, 54.2
+    {8, Choice::kFirst, 1},              // one, two and four: 524288 x 64 35.7, 37.4, 37.3
+    {kNoEnd, Choice::kFewestPlaces, 2},  // two and four: 65536 x 128 10.8, 11.4
 };
 constexpr LaneRung kHalfEpilogueLanes[] = {
     {7, Choice::kFewestPlaces, 4},
-    // One, two and four vectors a lane, with SiLU, bfloat16: 524288 x 64 43.9, 37.0, 43.2.
-    {8, Choice::kFewestPlaces, 2},
-    // Two and four, with GELU: 446428 x 112 64.1, 57.2; 97656 x 512 57.1, 52.4.
-    {kNoEnd, Choice::kFewestPlaces, 4},
+    {8, Choice::kFewestPlaces, 2},       // one, two and four, SiLU: 524288 x 64 43.9, 37.0, 43.2
+    {kNoEnd, Choice::kFewestPlaces, 4},  // two and four, GELU: 446428 x 112 64.1, 57.2
 };
 static_assert(is_ladder(kFloat32Lanes) && is_ladder(kFloat32EpilogueLanes) &&
                   is_ladder(kFloat32SingleLanes) && is_ladder(kHalfLanes) &&

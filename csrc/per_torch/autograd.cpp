@@ -39,15 +39,23 @@ using AddLayerNorm = NormForward<false, true>;
 using AdaLayerNorm = NormForward<true, false>;
 using AddAdaLayerNorm = NormForward<true, true>;
 
+template <class Op>
+void register_autograd(torch::Library& m) {
+  m.impl(Op::name(false).c_str(), boxed<&differentiate_forward<Op, false>>());
+  m.impl(Op::name(true).c_str(), boxed<&differentiate_forward<Op, true>>());
+}
+
+template <class Op>
+void register_autocast(torch::Library& m) {
+  m.impl(Op::name(false).c_str(), boxed<&autocast<Op>>());
+  m.impl(Op::name(true).c_str(), boxed<&autocast<Op>>());
+}
+
 TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Autograd, m) {
-  m.impl("layer_norm", boxed<&differentiate_forward<LayerNorm, false>>());
-  m.impl("layer_norm_forward", boxed<&differentiate_forward<LayerNorm, true>>());
-  m.impl("add_layer_norm", boxed<&differentiate_forward<AddLayerNorm, false>>());
-  m.impl("add_layer_norm_forward", boxed<&differentiate_forward<AddLayerNorm, true>>());
-  m.impl("ada_layer_norm", boxed<&differentiate_forward<AdaLayerNorm, false>>());
-  m.impl("ada_layer_norm_forward", boxed<&differentiate_forward<AdaLayerNorm, true>>());
-  m.impl("add_ada_layer_norm", boxed<&differentiate_forward<AddAdaLayerNorm, false>>());
-  m.impl("add_ada_layer_norm_forward", boxed<&differentiate_forward<AddAdaLayerNorm, true>>());
+  register_autograd<LayerNorm>(m);
+  register_autograd<AddLayerNorm>(m);
+  register_autograd<AdaLayerNorm>(m);
+  register_autograd<AddAdaLayerNorm>(m);
   for (const char* name : {"layer_norm_backward", "ada_layer_norm_backward",
                            "add_ada_layer_norm_backward", "gate_backward"}) {
     m.impl(name, boxed<&differentiate_backward>());
@@ -61,7 +69,7 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, BackendSelect, m) {
 
 // Calls layer_norm with the rest of its arguments.
 void plain_rms_norm(const OperatorHandle& /*op*/, DispatchKeySet /*keys*/, Stack* stack) {
-  static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("layer_norm"));
+  static const OperatorHandle op = find_operator("layer_norm");
   static const IValue rms("rms");
   stack->insert(stack->end() - 1, IValue());  // bias, in front of eps
   torch::jit::push(stack, IValue(), 1.0, IValue(), rms, 0.0, false, false);
@@ -99,14 +107,10 @@ std::vector<torch::Library> register_autocast() {
     auto& m = libraries.emplace_back(torch::Library::IMPL,
                                      FUSED_LAYERNORM_AS_STRING(FUSED_LAYERNORM_NAMESPACE), key,
                                      __FILE__, __LINE__);
-    m.impl("layer_norm", boxed<&autocast<LayerNorm>>());
-    m.impl("layer_norm_forward", boxed<&autocast<LayerNorm>>());
-    m.impl("add_layer_norm", boxed<&autocast<AddLayerNorm>>());
-    m.impl("add_layer_norm_forward", boxed<&autocast<AddLayerNorm>>());
-    m.impl("ada_layer_norm", boxed<&autocast<AdaLayerNorm>>());
-    m.impl("ada_layer_norm_forward", boxed<&autocast<AdaLayerNorm>>());
-    m.impl("add_ada_layer_norm", boxed<&autocast<AddAdaLayerNorm>>());
-    m.impl("add_ada_layer_norm_forward", boxed<&autocast<AddAdaLayerNorm>>());
+    register_autocast<LayerNorm>(m);
+    register_autocast<AddLayerNorm>(m);
+    register_autocast<AdaLayerNorm>(m);
+    register_autocast<AddAdaLayerNorm>(m);
   }
   return libraries;
 }

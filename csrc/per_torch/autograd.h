@@ -45,10 +45,8 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   at::ScalarType input_dtype = at::kFloat;
 
   std::string name() const override {
-    if (Op::kHasModulation) {
-      return Op::kHasResidual ? "FusedAddAdaLayerNormBackward" : "FusedAdaLayerNormBackward";
-    }
-    return Op::kHasResidual ? "FusedAddLayerNormBackward" : "FusedLayerNormBackward";
+    return std::string("Fused") + (Op::kHasResidual ? "Add" : "") +
+           (Op::kHasModulation ? "Ada" : "") + "LayerNormBackward";
   }
 
   void collect_options(CompiledNodeArgs& args) const override {
@@ -126,18 +124,13 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     if constexpr (!Op::kHasModulation) {
       const SavedNorm saved = {dy, x, mean, rstd, parameters[0], parameters[1], dresidual};
       const NeedsOfNorm needed = {needs_dx, needs(Op::kWeight), needs(Op::kBias)};
-      GradientsOfNorm found;
-      if (!backward_directly(saved, options, needed, found)) {
-        found = call_backward(saved, options, needed);
-      }
+      GradientsOfNorm found = gradients_of(saved, options, needed);
       results[Op::kWeight] = std::move(found.dweight);
       results[Op::kBias] = std::move(found.dbias);
       return found.dx;
     } else {
-      static const OperatorHandle of_norm =
-          find_operator(FUSED_LAYERNORM_OPERATOR("ada_layer_norm_backward"));
-      static const OperatorHandle of_gated_norm =
-          find_operator(FUSED_LAYERNORM_OPERATOR("add_ada_layer_norm_backward"));
+      static const OperatorHandle of_norm = find_operator("ada_layer_norm_backward");
+      static const OperatorHandle of_gated_norm = find_operator("add_ada_layer_norm_backward");
       if (!mean.defined()) mean = at::empty({0}, rstd.options());  // RMSNorm's
       Stack stack;
       torch::jit::push(stack, dy, x);
@@ -177,7 +170,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   }
 
   void backward_of_gate(const Tensor& dx, const Tensor& gate, variable_list& results) {
-    static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("gate_backward"));
+    static const OperatorHandle op = find_operator("gate_backward");
     const bool needs_dinput = needs(Op::kInput), needs_dgate = needs(Op::kGate);
     if (!needs_dinput && !needs_dgate) return;
     Stack stack;
@@ -197,16 +190,6 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     return at::empty_like(rows, rows.options().dtype(input_dtype));
   }
 };
-
-template <class Op>
-OperatorHandle find_operator_with_statistics() {
-  if (Op::kHasModulation) {
-    return find_operator(Op::kHasResidual ? FUSED_LAYERNORM_OPERATOR("add_ada_layer_norm_forward")
-                                          : FUSED_LAYERNORM_OPERATOR("ada_layer_norm_forward"));
-  }
-  return find_operator(Op::kHasResidual ? FUSED_LAYERNORM_OPERATOR("add_layer_norm_forward")
-                                        : FUSED_LAYERNORM_OPERATOR("layer_norm_forward"));
-}
 
 // The Autograd kernel of a forward operator. With kGivesStatistics, the operator's own outputs
 // include the statistics.
@@ -232,7 +215,7 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
     node->save_outputs(direct.residual_out, direct.mean, direct.rstd);
     return replace_arguments<Op>(stack, direct);
   }
-  static const OperatorHandle with_statistics = find_operator_with_statistics<Op>();
+  static const OperatorHandle with_statistics = find_operator(Op::name(/*gives_statistics=*/true));
   run_below_autograd(with_statistics, keys, stack);
   const IValue* outputs = stack->data() + stack->size() - (Op::kOutputs + Op::kStatistics);
   for (size_t i = 0; i < Op::kOutputs; ++i) {

@@ -5,9 +5,9 @@
 //
 // A call is direct if the dispatcher would reach CUDA's kernel next, by the key sets alone; if all
 // tensors are on one device; and if they are contiguous, also without keeps_order, and need no
-// conversion. Modes, transforms
-// and subclasses of tensors show in the key sets. Every other call takes the operators, as all do
-// with FUSED_LAYERNORM_DIRECT=0. Both ways give and save the same tensors.
+// conversion. Modes, transforms and subclasses of tensors show in the key sets. Every other call
+// takes the operators, as all do with FUSED_LAYERNORM_DIRECT=0. Both ways give and save the same
+// tensors.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -16,6 +16,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/accumulate.h>
 
 #include <atomic>
 #include <cstdint>
@@ -39,7 +40,7 @@ inline std::atomic<int64_t> direct_calls = 0;  // for tests
 inline const KernelTable* kernel_table() {
   static const KernelTable* const found = []() -> const KernelTable* {
     Stack stack;
-    find_operator(FUSED_LAYERNORM_OPERATOR("_kernel_table")).callBoxed(&stack);
+    find_operator("_kernel_table").callBoxed(&stack);
     const auto* const table = reinterpret_cast<const KernelTable*>(stack[0].toInt());
     const bool is_known = table != nullptr && table->version == kKernelTableVersion &&
                           table->size == sizeof(KernelTable);
@@ -51,7 +52,6 @@ inline const KernelTable* kernel_table() {
 // Whether a dispatch below autograd, given the keys of a kernel above or below it, would reach the
 // kernel of this backend next.
 inline bool is_next(DispatchKeySet keys, c10::DispatchKey backend) {
-  constexpr DispatchKeySet kSelects(c10::DispatchKey::BackendSelect);
   return ((keys & c10::after_ADInplaceOrView_keyset) - kSelects).highestPriorityTypeId() == backend;
 }
 
@@ -59,24 +59,11 @@ inline bool is_next(DispatchKeySet keys, c10::DispatchKey backend) {
 // autograd and autocast would see it first.
 inline bool is_cuda_alone(DispatchKeySet of_tensors) {
   const auto local = c10::impl::tls_local_dispatch_key_set();
-  constexpr DispatchKeySet kSelects(c10::DispatchKey::BackendSelect);
   const DispatchKeySet keys = ((of_tensors | local.included_) - local.excluded_) -
                               c10::autograd_dispatch_keyset_with_ADInplaceOrView -
                               c10::autocast_dispatch_keyset - kSelects;
   return keys.highestPriorityTypeId() == c10::DispatchKey::CUDA;
 }
-
-// Makes a device the current one for the lifetime of the object.
-class OnDevice {
- public:
-  explicit OnDevice(c10::Device device) {
-    const auto* const current = c10::impl::getDeviceGuardImpl(device.type());
-    if (current->getDevice() != device) guard_.emplace(device);
-  }
-
- private:
-  std::optional<c10::DeviceGuard> guard_;
-};
 
 constexpr DispatchKeySet kCudaKeys(c10::DispatchKey::CUDA);
 
@@ -115,23 +102,24 @@ inline bool is_contiguous_of(const Tensor& tensor, at::IntArrayRef sizes) {
   return !tensor.defined() || (tensor.sizes() == sizes && tensor.is_contiguous());
 }
 
-// The number of rows; 0 if x has no such dimensions.
-inline int64_t rows_of(at::IntArrayRef sizes, int64_t normalized_ndim) {
-  const int64_t leading = static_cast<int64_t>(sizes.size()) - normalized_ndim;
-  if (normalized_ndim < 1 || leading < 0) return 0;
-  int64_t rows = 1;
-  for (int64_t d = 0; d < leading; ++d) rows *= sizes[d];
-  return rows;
+// The shape of mean and rstd.
+inline c10::SmallVector<int64_t, 8> statistics_shape(at::IntArrayRef sizes,
+                                                     size_t normalized_ndim) {
+  c10::SmallVector<int64_t, 8> shape(sizes.begin(), sizes.end());
+  std::fill(shape.end() - normalized_ndim, shape.end(), 1);
+  return shape;
 }
 
-// The rows of x and their parameters. False if these do not fit together, or are not contiguous.
-inline bool describe(const Tensor& x, int64_t normalized_ndim, const Tensor& weight,
-                     const Tensor& bias, DirectNorm& norm) {
+// The norm of the rows of x, but for forward's own arguments; points into the options. False if x
+// and the parameters do not fit together, or are not contiguous.
+inline bool describe(const Tensor& x, const Options& options, const Tensor& weight,
+                     const Tensor& bias, at::ScalarType y_type, DirectNorm& norm) {
   const auto sizes = x.sizes();
-  norm.rows = rows_of(sizes, normalized_ndim);
-  if (norm.rows == 0 || x.numel() == 0) return false;
+  const int64_t leading = x.dim() - options.normalized_ndim;
+  if (options.normalized_ndim < 1 || leading < 0 || x.numel() == 0) return false;
+  norm.rows = c10::multiply_integers(sizes.slice(0, leading));
   norm.cols = x.numel() / norm.rows;
-  const auto columns = sizes.slice(sizes.size() - normalized_ndim);
+  const auto columns = sizes.slice(leading);
   if (!is_contiguous_of(weight, columns) || !is_contiguous_of(bias, columns)) return false;
   if (weight.defined() && bias.defined() && weight.scalar_type() != bias.scalar_type()) {
     return false;
@@ -140,6 +128,11 @@ inline bool describe(const Tensor& x, int64_t normalized_ndim, const Tensor& wei
   norm.x_type = static_cast<int32_t>(x.scalar_type());
   const Tensor& parameter = weight.defined() ? weight : bias;
   if (parameter.defined()) norm.weight_type = static_cast<int32_t>(parameter.scalar_type());
+  norm.y_type = static_cast<int32_t>(y_type);
+  if (options.activation) norm.activation = options.activation->c_str();
+  norm.scale = options.output_scale;
+  norm.is_rms = options.is_rms;
+  norm.weight_offset = options.weight_offset;
   return true;
 }
 
@@ -165,9 +158,8 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_s
   const KernelTable* const table = kernel_table();
   if (Op::kHasModulation || table == nullptr || !is_next(keys, c10::DispatchKey::CUDA))
     return false;
-  if constexpr (Op::kMayKeepOrder) {
-    if (arguments[Op::kKeepsOrder].toBool()) return false;
-  }
+  const Options options = options_of<Op>(arguments);
+  if (options.keeps_order) return false;
   static const Tensor none;
   const Tensor& input = arguments[Op::kInput].toTensor();
   const Tensor& residual = Op::kHasResidual ? arguments[Op::kResidual].toTensor() : none;
@@ -179,28 +171,20 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_s
   }
   DirectForward f;
   const auto sizes = input.sizes();
-  const int64_t ndim = arguments[Op::kNormalizedNdim].toInt();
+  const at::ScalarType y_type = dtype_of(arguments[Op::kOutDtype]).value_or(input.scalar_type());
   if (!is_contiguous_of(input, sizes) || !is_contiguous_of(residual, sizes) ||
-      !describe(x, ndim, weight, bias, f.norm)) {
+      !describe(x, options, weight, bias, y_type, f.norm)) {
     return false;
   }
-  const at::ScalarType y_type = dtype_of(arguments[Op::kOutDtype]).value_or(input.scalar_type());
   f.norm.input_type = static_cast<int32_t>(input.scalar_type());
-  f.norm.y_type = static_cast<int32_t>(y_type);
   f.norm.eps = arguments[Op::kEps].toDouble();
-  const IValue& activation = arguments[Op::kActivation];
-  if (!activation.isNone()) f.norm.activation = activation.toStringRef().c_str();
-  f.norm.scale = arguments[Op::kOutputScale].toDouble();
-  f.norm.is_rms = is_rms(arguments[Op::kStatistic]);
-  f.norm.weight_offset = arguments[Op::kWeightOffset].toDouble();
   f.norm.round_before_weight = arguments[Op::kRoundBeforeWeight].toBool();
 
-  const OnDevice guard(input.device());
+  const c10::DeviceGuard guard(input.device());
   out.y = allocate(sizes, y_type);
   if (Op::kHasResidual) out.residual_out = allocate(sizes, x.scalar_type());
   if (needs_statistics) {
-    c10::SmallVector<int64_t, 8> of_rows(sizes.begin(), sizes.end());
-    std::fill(of_rows.end() - ndim, of_rows.end(), 1);
+    const auto of_rows = statistics_shape(sizes, options.normalized_ndim);
     const at::ScalarType type = statistics_type(x.scalar_type());
     if (f.norm.is_rms) {
       out.rstd = allocate(of_rows, type);
@@ -263,7 +247,7 @@ inline bool backward_directly(const SavedNorm& saved, const Options& options, Ne
   const auto sizes = x.sizes();
   if (!is_contiguous_of(x, sizes) || !is_contiguous_of(dy, sizes) ||
       !is_contiguous_of(dresidual, sizes) ||
-      !describe(x, options.normalized_ndim, weight, bias, b.norm) ||
+      !describe(x, options, weight, bias, dy.scalar_type(), b.norm) ||
       (dresidual.defined() && dresidual.scalar_type() != x.scalar_type())) {
     return false;
   }
@@ -272,13 +256,8 @@ inline bool backward_directly(const SavedNorm& saved, const Options& options, Ne
            t.scalar_type() == statistics_type(x.scalar_type());
   };
   if (!is_statistic(rstd) || (!options.is_rms && !is_statistic(mean))) return false;
-  b.norm.y_type = static_cast<int32_t>(dy.scalar_type());
-  if (options.activation) b.norm.activation = options.activation->c_str();
-  b.norm.scale = options.output_scale;
-  b.norm.is_rms = options.is_rms;
-  b.norm.weight_offset = options.weight_offset;
 
-  const OnDevice guard(x.device());
+  const c10::DeviceGuard guard(x.device());
   const auto columns = sizes.slice(sizes.size() - options.normalized_ndim);
   const Tensor& parameter = weight.defined() ? weight : bias;
   const at::ScalarType type = parameter.defined() ? parameter.scalar_type() : x.scalar_type();
@@ -306,7 +285,7 @@ inline bool backward_directly(const SavedNorm& saved, const Options& options, Ne
 // The same by the operator layer_norm_backward.
 inline GradientsOfNorm call_backward(const SavedNorm& saved, const Options& options,
                                      NeedsOfNorm needs) {
-  static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("layer_norm_backward"));
+  static const OperatorHandle op = find_operator("layer_norm_backward");
   Stack stack;
   stack.reserve(op.schema().arguments().size());
   torch::jit::push(stack, saved.dy, saved.x, options.normalized_ndim,
@@ -321,6 +300,15 @@ inline GradientsOfNorm call_backward(const SavedNorm& saved, const Options& opti
     return needed ? std::move(stack[i]).toTensor() : Tensor();
   };
   return {take(0, needs.dx), take(1, needs.dweight), take(2, needs.dbias)};
+}
+
+// The gradients of a norm without a modulation, either way.
+inline GradientsOfNorm gradients_of(const SavedNorm& saved, const Options& options,
+                                    NeedsOfNorm needs) {
+  GradientsOfNorm found;
+  if (!backward_directly(saved, options, needs, found))
+    found = call_backward(saved, options, needs);
+  return found;
 }
 
 // The kernel at BackendSelect of a forward operator without statistics: it serves the calls that

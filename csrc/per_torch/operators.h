@@ -36,8 +36,10 @@ using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-inline OperatorHandle find_operator(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+// One of this package's operators.
+inline OperatorHandle find_operator(const std::string& name) {
+  const std::string full = FUSED_LAYERNORM_AS_STRING(FUSED_LAYERNORM_NAMESPACE) "::" + name;
+  return c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), "");
 }
 
 // Undefined for None.
@@ -64,9 +66,13 @@ inline IValue value_of(const Tensor& tensor) {
 
 // ---- Positions
 
-// (add_)(ada_)layer_norm, and the same with _forward, which also gives mean and rstd.
 template <bool kWithModulation, bool kWithResidual>
 struct NormForward {
+  // An operator that gives the statistics, too, has a name of its own.
+  static std::string name(bool gives_statistics) {
+    return std::string(kHasResidual ? "add_" : "") + (kHasModulation ? "ada_" : "") +
+           (gives_statistics ? "layer_norm_forward" : "layer_norm");
+  }
   static constexpr bool kHasModulation = kWithModulation;
   static constexpr bool kHasResidual = kWithResidual;
   static constexpr bool kHasGate = kHasResidual && kHasModulation;
@@ -144,11 +150,12 @@ inline void collect(CompiledNodeArgs& args, const Options& options) {
 
 // ---- Calls
 
+// What BackendSelect's kernel does (direct.h), autograd's has tried.
+constexpr DispatchKeySet kSelects(c10::DispatchKey::BackendSelect);
+
 // Runs an operator's kernel below autograd. The stack holds its arguments.
 inline void run_below_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  // What BackendSelect's kernel does (direct.h), autograd's has tried.
-  constexpr DispatchKeySet kSelects(c10::DispatchKey::BackendSelect);
   op.redispatchBoxed((keys & c10::after_autograd_keyset) - kSelects, stack);
 }
 
@@ -206,9 +213,8 @@ inline torch::autograd::edge_list edges_of(const IValue* arguments, size_t count
 // Calls what the operator does in Python's autograd (ops/autograd.py), which can be differentiated
 // as often as anybody asks, under the name that this has beside a library.
 inline void differentiate_in_python(const OperatorHandle& op, Stack* stack) {
-  std::string name = op.operator_name().name;
-  name.insert(name.find("::") + 2, "_differentiable_");
-  call(find_operator(name.c_str()), stack);
+  const std::string& name = op.operator_name().name;
+  call(find_operator("_differentiable_" + name.substr(name.find("::") + 2)), stack);
 }
 
 // The Autograd kernel of a backward operator.

@@ -40,22 +40,6 @@ namespace fused_layernorm {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// An operator's kernel that ours replaced, if PyTorch has one for this key.
-struct Replaced {
-  std::optional<c10::SafeKernelFunction> kernel;
-
-  void find(const char* name, c10::DispatchKey key) {
-    try {
-      kernel.emplace(find_operator(name).getComputedKernelForDispatchKey(key));
-    } catch (const c10::Error&) {  // there is none
-    }
-  }
-  void call(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
-    TORCH_CHECK_NOT_IMPLEMENTED(kernel, op.operator_name(), " has no kernel for ", keys);
-    kernel->callBoxed(op, keys, stack);
-  }
-};
-
 enum Native { kForward, kBackward, kRmsForward, kRmsBackward, kNatives };
 constexpr const char* kNativeNames[kNatives] = {
     "aten::native_layer_norm", "aten::native_layer_norm_backward", "aten::_fused_rms_norm",
@@ -64,7 +48,8 @@ constexpr const char* kNativeNames[kNatives] = {
 struct Override {
   std::atomic<bool> is_on = false;
   std::atomic<int64_t> taken = 0;  // calls, for tests
-  std::array<Replaced, kNatives> replaced;
+  // The kernels that ours replaced, where PyTorch has them for the key.
+  std::array<std::optional<c10::SafeKernelFunction>, kNatives> replaced;
   std::vector<torch::Library> libraries;
 };
 
@@ -109,12 +94,8 @@ inline bool takes_input(const Tensor& x, at::IntArrayRef shape) {
     return false;
   }
   constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
-  const auto extent = [](at::IntArrayRef sizes) {
-    int64_t product = 1;
-    for (const int64_t size : sizes) product *= size;
-    return product;
-  };
-  return extent(x.sizes().slice(0, leading)) <= kMaxExtent && extent(shape) <= kMaxExtent;
+  return c10::multiply_integers(x.sizes().slice(0, leading)) <= kMaxExtent &&
+         c10::multiply_integers(shape) <= kMaxExtent;
 }
 
 // `type`: of the parameter beside x, or whether autocast makes both float32.
@@ -133,10 +114,8 @@ inline bool takes_parameter(const OptionalTensor& p, const Tensor& x, at::IntArr
 }
 
 inline bool takes_statistic(const Tensor& t, const Tensor& x, at::IntArrayRef shape) {
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  std::fill(sizes.end() - static_cast<int64_t>(shape.size()), sizes.end(), 1);
   return t.scalar_type() == statistics_type(x.scalar_type()) && t.device() == x.device() &&
-         t.sizes() == sizes;
+         t.sizes() == statistics_shape(x.sizes(), shape.size());
 }
 
 // PyTorch's epsilon where the caller gives none: that of the type in which it computes.
@@ -146,24 +125,27 @@ inline double eps_of(std::optional<double> eps, const Tensor& x) {
                                         : std::numeric_limits<float>::epsilon();
 }
 
-inline Stack arguments_of(const Tensor& x, size_t ndim, const OptionalTensor& weight,
-                          const OptionalTensor& bias, double eps, bool is_rms) {
+// The arguments of layer_norm for a call that is taken.
+inline std::optional<Stack> arguments_of(const Tensor& x, at::IntArrayRef shape,
+                                         const OptionalTensor& weight, const OptionalTensor& bias,
+                                         std::optional<double> given_eps, bool is_rms,
+                                         Beside beside = Beside::kSame) {
+  const double eps = eps_of(given_eps, x);
+  if (!takes_input(x, shape) || !takes_parameter(weight, x, shape, beside) ||
+      !takes_parameter(bias, x, shape, beside) || std::isnan(eps)) {
+    return std::nullopt;
+  }
   const auto value = [](const OptionalTensor& t) { return t ? value_of(*t) : IValue(); };
   Options options;
   options.is_rms = is_rms;
   Stack stack;
   stack.reserve(NormForward<false, false>::kArguments);
-  torch::jit::push(stack, x, static_cast<int64_t>(ndim), value(weight), value(bias), eps, IValue(),
-                   1.0, IValue(), statistic_of(options), 0.0, false, false);
+  torch::jit::push(stack, x, static_cast<int64_t>(shape.size()), value(weight), value(bias), eps,
+                   IValue(), 1.0, IValue(), statistic_of(options), 0.0, false, false);
   return stack;
 }
 
 // ---- layer_norm and rms_norm.
-
-inline const OperatorHandle& layer_norm_operator() {
-  static const OperatorHandle op = find_operator(FUSED_LAYERNORM_OPERATOR("layer_norm"));
-  return op;
-}
 
 // Our result of a call at an Autograd or Autocast key, undefined if the call is not taken.
 template <c10::DeviceType device, bool kUnderAutocast>
@@ -180,41 +162,19 @@ Tensor norm_of(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef symboli
   const Beside beside = kUnderAutocast ? Beside::kAnyFloat
                         : is_rms       ? Beside::kSameOrFloat
                                        : Beside::kSame;
-  if (!shape || !takes_input(x, *shape) || !takes_parameter(weight, x, *shape, beside) ||
-      !takes_parameter(bias, x, *shape, beside) ||
-      (kUnderAutocast && x.scalar_type() == at::kDouble)) {
-    return {};
-  }
-  const double eps = eps_of(given_eps, x);
-  if (std::isnan(eps)) return {};
-  Stack stack = arguments_of(x, shape->size(), weight, bias, eps, is_rms);
+  if (!shape || (kUnderAutocast && x.scalar_type() == at::kDouble)) return {};
+  auto stack = arguments_of(x, *shape, weight, bias, given_eps, is_rms, beside);
+  if (!stack) return {};
+  static const OperatorHandle op = find_operator("layer_norm");
   const Taken taken(entry);
   naming_out_of_memory([&] {
     if (kUnderAutocast) {
-      autocast<Op>(layer_norm_operator(), keys, &stack);
+      autocast<Op>(op, keys, &*stack);
     } else {
-      differentiate_forward<Op, false>(layer_norm_operator(), keys, &stack);
+      differentiate_forward<Op, false>(op, keys, &*stack);
     }
   });
-  return stack[0].toTensor();
-}
-
-template <c10::DeviceType device>
-Tensor layer_norm_at_autograd(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
-                              const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                              bool cudnn_enable) {
-  const Tensor y = norm_of<device, false>(keys, x, shape, weight, bias, eps, /*is_rms=*/false);
-  if (y.defined()) return y;
-  return at::native::layer_norm_symint(x, shape, weight, bias, eps, cudnn_enable);
-}
-
-template <c10::DeviceType device>
-Tensor rms_norm_at_autograd(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
-                            const OptionalTensor& weight, std::optional<double> eps) {
-  const Tensor y = norm_of<device, false>(keys, x, shape, weight, {}, eps, /*is_rms=*/true);
-  if (y.defined()) return y;
-  // PyTorch's composite, which it does not export.
-  return at::_ops::rms_norm::redispatch(DispatchKeySet(kBackendKey<device>), x, shape, weight, eps);
+  return (*stack)[0].toTensor();
 }
 
 // PyTorch's own kernels at AutocastCUDA cast every argument to float32 and call the operator.
@@ -223,20 +183,30 @@ Tensors as_autocast_casts(const Tensors& t) {
   return at::autocast::cached_cast(at::kFloat, t, at::kCUDA);
 }
 
-inline Tensor layer_norm_at_autocast(DispatchKeySet keys, const Tensor& x,
-                                     c10::SymIntArrayRef shape, const OptionalTensor& weight,
-                                     const OptionalTensor& bias, double eps, bool cudnn_enable) {
-  const Tensor y = norm_of<at::kCUDA, true>(keys, x, shape, weight, bias, eps, /*is_rms=*/false);
+template <c10::DeviceType device, bool kUnderAutocast>
+Tensor layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
+                  const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                  bool cudnn_enable) {
+  const Tensor y = norm_of<device, kUnderAutocast>(keys, x, shape, weight, bias, eps, false);
   if (y.defined()) return y;
+  if (!kUnderAutocast) {
+    return at::native::layer_norm_symint(x, shape, weight, bias, eps, cudnn_enable);
+  }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
   return at::layer_norm_symint(as_autocast_casts(x), shape, as_autocast_casts(weight),
                                as_autocast_casts(bias), eps, cudnn_enable);
 }
 
-inline Tensor rms_norm_at_autocast(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
-                                   const OptionalTensor& weight, std::optional<double> eps) {
-  const Tensor y = norm_of<at::kCUDA, true>(keys, x, shape, weight, {}, eps, /*is_rms=*/true);
+template <c10::DeviceType device, bool kUnderAutocast>
+Tensor rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
+                const OptionalTensor& weight, std::optional<double> eps) {
+  const Tensor y = norm_of<device, kUnderAutocast>(keys, x, shape, weight, {}, eps, true);
   if (y.defined()) return y;
+  if (!kUnderAutocast) {
+    // PyTorch's composite, which it does not export.
+    constexpr DispatchKeySet kBackend(kBackendKey<device>);
+    return at::_ops::rms_norm::redispatch(kBackend, x, shape, weight, eps);
+  }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
   return at::rms_norm_symint(as_autocast_casts(x), shape, as_autocast_casts(weight), eps);
 }
@@ -255,20 +225,17 @@ inline bool take_forward(DispatchKeySet keys, Stack* stack, bool is_rms, Overrid
   const IValue* const a = stack->data() + stack->size() - count;
   const Tensor& x = a[0].toTensor();
   const auto shape = a[1].toIntVector();
-  const OptionalTensor weight = optional_of(a[2]), bias = is_rms ? std::nullopt : optional_of(a[3]);
-  if (!takes_input(x, shape) || !takes_parameter(weight, x, shape) ||
-      !takes_parameter(bias, x, shape)) {
-    return false;
-  }
-  const double eps = eps_of(a[count - 1].toOptional<double>(), x);
-  if (std::isnan(eps)) return false;
-  Stack arguments = arguments_of(x, shape.size(), weight, bias, eps, is_rms);
+  auto arguments =
+      arguments_of(x, shape, optional_of(a[2]), is_rms ? std::nullopt : optional_of(a[3]),
+                   a[count - 1].toOptional<double>(), is_rms);
+  if (!arguments) return false;
   const Taken taken(entry);
   DirectOutputs out;
-  if (!forward_directly<Op>(keys, arguments.data(), /*needs_statistics=*/true, out)) {
-    static const OperatorHandle op = find_operator_with_statistics<Op>();
-    call(op, &arguments);
-    out = {arguments[0].toTensor(), Tensor(), arguments[1].toTensor(), arguments[2].toTensor()};
+  if (!forward_directly<Op>(keys, arguments->data(), /*needs_statistics=*/true, out)) {
+    static const OperatorHandle op = find_operator(Op::name(/*gives_statistics=*/true));
+    call(op, &*arguments);
+    const auto& given = *arguments;
+    out = {given[0].toTensor(), Tensor(), given[1].toTensor(), given[2].toTensor()};
   }
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(out.y));
@@ -307,10 +274,7 @@ inline bool take_backward(Stack* stack, bool is_rms, Override& entry) {
                            bias.value_or(Tensor()),
                            Tensor()};
   const Taken taken(entry);
-  GradientsOfNorm found;
-  if (!backward_directly(saved, options, needs, found)) {
-    found = call_backward(saved, options, needs);
-  }
+  GradientsOfNorm found = gradients_of(saved, options, needs);
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(found.dx));
   stack->emplace_back(std::move(found.dweight));
@@ -328,7 +292,9 @@ void native_operator(const OperatorHandle& op, DispatchKeySet keys, Stack* stack
                               : take_backward(stack, kIsRms, entry);
     if (is_taken) return;
   }
-  entry.replaced[which].call(op, keys, stack);
+  const auto& replaced = entry.replaced[which];
+  TORCH_CHECK_NOT_IMPLEMENTED(replaced, op.operator_name(), " has no kernel for ", keys);
+  replaced->callBoxed(op, keys, stack);
 }
 
 // ---- On and off.
@@ -338,13 +304,14 @@ class NoWarnings : public c10::WarningHandler {
   void process(const c10::Warning& /*warning*/) override {}
 };
 
-template <c10::DeviceType device, Native... which>
-void register_natives(torch::Library& library, Override& entry) {
-  constexpr c10::DispatchKey kKey = kBackendKey<device>;
-  (entry.replaced[which].find(kNativeNames[which], kKey), ...);
-  (library.impl(kNativeNames[which],
-                torch::CppFunction::makeFromBoxedFunction<&native_operator<device, which>>()),
-   ...);
+template <c10::DeviceType device, Native which>
+void register_native(torch::Library& library, Override& entry) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(kNativeNames[which], "");
+  if (op.hasComputedKernelForDispatchKey(kBackendKey<device>)) {
+    entry.replaced[which].emplace(op.getComputedKernelForDispatchKey(kBackendKey<device>));
+  }
+  library.impl(kNativeNames[which],
+               torch::CppFunction::makeFromBoxedFunction<&native_operator<device, which>>());
 }
 
 template <c10::DeviceType device>
@@ -357,19 +324,22 @@ void register_override(Override& entry) {
     return entry.libraries.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   };
   auto& natives = at_key(kBackendKey<device>);
-  register_natives<device, kForward, kBackward>(natives, entry);
+  register_native<device, kForward>(natives, entry);
+  register_native<device, kBackward>(natives, entry);
   // On the CPU _fused_rms_norm is a composite, and its backward has no kernel.
   if constexpr (device == at::kCUDA) {
-    register_natives<device, kRmsForward, kRmsBackward>(natives, entry);
+    register_native<device, kRmsForward>(natives, entry);
+    register_native<device, kRmsBackward>(natives, entry);
   }
   auto& autograd =
       at_key(device == at::kCUDA ? c10::DispatchKey::AutogradCUDA : c10::DispatchKey::AutogradCPU);
-  autograd.impl("layer_norm", TORCH_FN(layer_norm_at_autograd<device>));
-  autograd.impl("rms_norm", TORCH_FN(rms_norm_at_autograd<device>));
-  if (device != at::kCUDA) return;
-  auto& autocast = at_key(c10::DispatchKey::AutocastCUDA);
-  autocast.impl("layer_norm", TORCH_FN(layer_norm_at_autocast));
-  if (kRmsNormInFloat32) autocast.impl("rms_norm", TORCH_FN(rms_norm_at_autocast));
+  autograd.impl("layer_norm", TORCH_FN((layer_norm<device, false>)));
+  autograd.impl("rms_norm", TORCH_FN((rms_norm<device, false>)));
+  if constexpr (device == at::kCUDA) {
+    auto& autocast = at_key(c10::DispatchKey::AutocastCUDA);
+    autocast.impl("layer_norm", TORCH_FN((layer_norm<device, true>)));
+    if (kRmsNormInFloat32) autocast.impl("rms_norm", TORCH_FN((rms_norm<device, true>)));
+  }
 }
 
 template <c10::DeviceType device>

@@ -25,17 +25,16 @@ void check(const BackwardArguments& a, const Shape& shape, const KernelTypes& ty
   for (const Tensor* each : {&a.mean, &a.rstd}) {
     if (a.kind.is_rms && each == &a.mean) continue;
     CHECK_ARGUMENT(each->numel() == shape.rows && each->scalar_type() == types.statistics() &&
-                       each->is_cuda() && each->get_device_index() == a.x.get_device_index(),
+                       is_beside(*each, a.x),
                    "mean and rstd must be those of the forward pass");
   }
 }
 
 // The tensors of a launch as kernels read them, the parameters but for the outputs, and the problem
-// to plan. `gated_input` is the input of a gated sum, or null without a gate. With `as_they_lie` x
+// to plan. `gated_input` is the input of a gated sum, if there is a gate. With `as_they_lie` x
 // and dy are not mapped as rows.
 struct Operands {
-  Rows x, dy;
-  std::optional<Rows> dresidual, input;
+  Rows x, dy, dresidual, input;
   std::optional<Tensor> weight, bias;
   ModulationRows shift, scale, gate;
   Tensor mean, rstd;
@@ -43,20 +42,19 @@ struct Operands {
   Problem problem;
 
   Operands(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
-           Activation activation, const Groups& groups, const Tensor* gated_input,
+           Activation activation, const Groups& groups, const std::optional<Tensor>& gated_input,
            bool as_they_lie = false)
       : x(as_they_lie ? Rows(a.x) : Rows(a.x, shape.leading)),
         dy(as_they_lie ? Rows(cast(a.dy, types.y)) : Rows(cast(a.dy, types.y), shape.leading)),
+        dresidual(a.dresidual, shape.leading),
+        input(gated_input, shape.leading),
         weight(prepare_parameter(a.weight, types.weight)),
         bias(prepare_parameter(a.bias, types.weight)),
         shift(a.modulation.shift, types.weight, a.x, shape.leading),
         scale(a.modulation.scale, types.weight, a.x, shape.leading),
-        gate(gated_input != nullptr ? a.modulation.gate : std::nullopt, types.weight, a.x,
-             shape.leading),
+        gate(gated_input ? a.modulation.gate : std::nullopt, types.weight, a.x, shape.leading),
         mean(contiguous_of(a.mean)),
         rstd(contiguous_of(a.rstd)) {
-    if (a.dresidual) dresidual.emplace(*a.dresidual, shape.leading);
-    if (gated_input != nullptr) input.emplace(*gated_input, shape.leading);
     params.dy = dy.data();
     params.dy_rows = dy.map;
     params.x = x.data();
@@ -65,20 +63,16 @@ struct Operands {
     params.rstd = rstd.const_data_ptr();
     params.weight = data_of(weight);
     params.bias = data_of(bias);
-    if (dresidual) {
-      params.dresidual = dresidual->data();
-      params.dresidual_rows = dresidual->map;
-    }
-    if (input) {
-      params.input = input->data();
-      params.input_rows = input->map;
-    }
+    params.dresidual = dresidual.data();
+    params.dresidual_rows = dresidual.map;
+    params.input = input.data();
+    params.input_rows = input.map;
     params.rows = shape.rows;
     params.cols = static_cast<int32_t>(shape.cols);
     params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
     params.group_rows = groups.rows;
-    const bool aligned = x.aligned() && dy.aligned() && (!dresidual || dresidual->aligned()) &&
-                         (!input || input->aligned()) && types.aligned(shape.cols);
+    const bool aligned = x.aligned() && dy.aligned() && dresidual.aligned() && input.aligned() &&
+                         types.aligned(shape.cols);
     problem = complete(params, types.data_types(),
                        {activation, a.scale, a.kind.is_rms, a.kind.weight_offset}, aligned,
                        a.needs_dweight || a.needs_dbias, a.needs_dshift || a.needs_dscale);
@@ -113,13 +107,11 @@ struct Outputs {
   }
 };
 
-BackwardParams params_of(const BackwardArguments& a, const Operands& operands, const Outputs& out,
-                         const Workspace& workspace) {
+BackwardParams params_of(const BackwardArguments& a, const Operands& operands, const Outputs& out) {
   BackwardParams params = operands.params;
   params.dx = a.needs_dx ? out.dx.mutable_data_ptr() : nullptr;
   params.dweight = a.needs_dweight ? out.dweight.mutable_data_ptr() : nullptr;
   params.dbias = a.needs_dbias ? out.dbias.mutable_data_ptr() : nullptr;
-  params.workspace = workspace.data();
   params.dshift = out.dshift.data();
   params.dscale = out.dscale.data();
   params.dshift_is_wide = out.dshift.is_wide;
@@ -134,17 +126,17 @@ bool launch_channels(const BackwardArguments& a, const Shape& shape, const Kerne
   if (!planes || a.dresidual || a.modulation.any()) return false;
   const bool dx_channels_last = !a.needs_dx || out.dx.is_contiguous();
   if (!dx_channels_last && !has_dense_planes(out.dx, *planes, shape.leading)) return false;
-  Operands operands(a, shape, types, activation, groups, nullptr, true);
-  auto dy_planes = planes_of(operands.dy.tensor, shape.leading);
+  Operands operands(a, shape, types, activation, groups, std::nullopt, true);
+  auto dy_planes = planes_of(*operands.dy.tensor, shape.leading);
   if (!dy_planes || dy_planes->samples != planes->samples || dy_planes->pixels != planes->pixels) {
     dy_planes.reset();
-    operands.dy.tensor = aligned_of(operands.dy.tensor);
+    operands.dy.tensor = aligned_of(*operands.dy.tensor);
     operands.params.dy = operands.dy.data();
   }
   int64_t unit = unit_of(a.x, *planes);
   bool run = is_run(a.x, *planes, shape.cols);
   if (dy_planes) {
-    const Tensor& dy = operands.dy.tensor;
+    const Tensor& dy = *operands.dy.tensor;
     const int64_t of_dy = unit_of(dy, *dy_planes);
     // Whole vectors of dy, which has fewer elements in one if its type is wider, suffice.
     if (of_dy * static_cast<int64_t>(dy.element_size()) < kVectorBytes) {
@@ -155,37 +147,23 @@ bool launch_channels(const BackwardArguments& a, const Shape& shape, const Kerne
   const auto plan = make_channels_plan(operands.problem, *planes, dy_planes, unit, run,
                                        dx_channels_last, device_of(a.x.get_device_index()));
   if (!plan) return false;
-  const Workspace workspace(a.x, plan->workspace_bytes);
-  const BackwardParams params = params_of(a, operands, out, workspace);
-  check_launch(launch_layer_norm_backward(params, types.data_types(), *plan,
-                                          current_stream(a.x.get_device_index())),
-               "backward", shape.rows, shape.cols, types.data_types(), *plan);
+  launch(params_of(a, operands, out), types.data_types(), *plan, a.x);
   return true;
 }
 
-void launch(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
-            Activation activation, const Groups& groups, const Outputs& out) {
+void launch_norm(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
+                 Activation activation, const Groups& groups, const Outputs& out) {
   if (launch_channels(a, shape, types, activation, groups, out)) return;
-  const Operands operands(a, shape, types, activation, groups, nullptr);
-  const int device_index = a.x.get_device_index();
-  const auto planned = plan_backward(operands.problem, device_index);
-  const Workspace workspace(a.x, planned.workspace_bytes());
-  BackwardParams params = params_of(a, operands, out, workspace);
+  const Operands operands(a, shape, types, activation, groups, std::nullopt);
+  BackwardParams params = params_of(a, operands, out);
   const bool contiguous = out.dx.is_contiguous();
   Tensor dx = contiguous ? out.dx : empty_like(out.dx, types.x);
   if (!contiguous) params.dx = dx.mutable_data_ptr();
-  fused_layernorm::launch(params, types.data_types(), planned, current_stream(device_index));
+  launch(params, types.data_types(), plan_backward(operands.problem, a.x.get_device_index()), a.x);
   if (!contiguous) {
     Tensor ordered = out.dx;
     torch::stable::copy_(ordered, dx);
   }
-}
-
-// dy * (1 + scale).
-Tensor modulated(const Tensor& dy, const std::optional<Tensor>& scale, ScalarType type) {
-  if (!scale) return dy;
-  const Tensor wide = cast(dy, type);
-  return torch::stable::subtract(wide, product(wide, cast(*scale, type)), -1.0);
 }
 
 // If each row has a modulation of its own, the modulated kernels take no sums over rows. dweight
@@ -202,10 +180,9 @@ BackwardArguments without_columns(const BackwardArguments& a) {
 void add_columns(BackwardResult& result, const BackwardArguments& a) {
   const ScalarType wide =
       a.x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  const std::optional<Tensor> no_residual;
-  const Tensor dy = modulated(a.dy, a.modulation.scale, wide);
+  const Tensor dy = scaled(a.dy, a.modulation.scale, wide);
   const BackwardResult columns =
-      run_backward({dy, a.x, a.normalized_ndim, a.mean, a.rstd, a.weight, a.bias, no_residual,
+      run_backward({dy, a.x, a.normalized_ndim, a.mean, a.rstd, a.weight, a.bias, std::nullopt,
                     std::nullopt, 1.0, false, a.needs_dweight, a.needs_dbias, a.kind});
   result.dweight = columns.dweight;
   result.dbias = columns.dbias;
@@ -241,7 +218,7 @@ BackwardResult run_backward(const BackwardArguments& a) {
       if (gradient->of_groups) torch::stable::zero_(*gradient->of_groups);
     }
   } else if (a.needs_dx || needs_parameters) {
-    launch(a, shape, types, activation, groups, out);
+    launch_norm(a, shape, types, activation, groups, out);
   }
   return out.result(a, dparameter_type);
 }
@@ -262,7 +239,7 @@ GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor&
 
   const Groups groups({&m.shift, &m.scale, &m.gate}, a.x, shape.leading);
   if (!shape.empty() && input.scalar_type() == a.x.scalar_type()) {
-    const Operands operands(a, shape, types, Activation::kNone, groups, &input);
+    const Operands operands(a, shape, types, Activation::kNone, groups, input);
     if (const auto plan = make_gated_plan(operands.problem, device_of(a.x.get_device_index()))) {
       if (has_columns_apart(a, groups)) {
         GatedBackwardResult result =
@@ -274,14 +251,11 @@ GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor&
       const Outputs out(a, shape, types, groups, dparameter_type);
       const GroupGradient dgate(needs_dgate, m.gate, groups, types.weight, types.statistics(), a.x);
       const Tensor dinput = needs_dinput ? empty_like(input, types.x) : none(input, types.x);
-      const Workspace workspace(a.x, launch_of(*plan).workspace_bytes);
-      BackwardParams params = params_of(a, operands, out, workspace);
+      BackwardParams params = params_of(a, operands, out);
       params.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
       params.dgate = dgate.data();
       params.dgate_is_wide = dgate.is_wide;
-      check_launch(launch_layer_norm_backward(params, types.data_types(), *plan,
-                                              current_stream(a.x.get_device_index())),
-                   "backward", shape.rows, shape.cols, types.data_types(), *plan);
+      launch(params, types.data_types(), *plan, a.x);
       return {out.result(a, dparameter_type), dinput, dgate.result(m.gate, input)};
     }
   }
@@ -333,8 +307,6 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
     problem.needs_dparams = needs_dgate;
     problem.modulated = true;
     problem.group_rows = groups.rows;
-    const backward::Gate plan = backward::Gate::make(problem, device_of(input.get_device_index()));
-    const Workspace workspace(input, plan.workspace_bytes);
 
     GateParams params;
     params.dsum = dsum_rows.data();
@@ -349,10 +321,8 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
     params.rows = shape.rows;
     params.cols = static_cast<int32_t>(shape.cols);
     params.group_rows = groups.rows;
-    params.workspace = workspace.data();
-    check_launch(
-        launch_gate_backward(params, data_types, plan, current_stream(input.get_device_index())),
-        "gate_backward", shape.rows, shape.cols, data_types, plan);
+    launch(params, data_types, backward::Gate::make(problem, device_of(input.get_device_index())),
+           input);
   }
   return {cast(dinput, in), dgate.result(given_gate, input)};
 }

@@ -3,17 +3,15 @@
 #include "bindings/cuda/checks.h"
 
 #include <cmath>
-#include <limits>
 
 namespace fused_layernorm {
 
 Shape::Shape(const Tensor& x, int64_t normalized_ndim) : leading(x.dim() - normalized_ndim) {
-  constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
   CHECK_ARGUMENT(normalized_ndim >= 1 && leading >= 0, "cannot normalize the last ",
                  normalized_ndim, " of ", x.dim(), " dimensions");
   const auto sizes = x.sizes();
   for (int64_t d = 0; d < x.dim(); ++d) (d < leading ? rows : cols) *= sizes[d];
-  CHECK_ARGUMENT(rows <= kMaxExtent && cols <= kMaxExtent, "expected at most ", kMaxExtent,
+  CHECK_ARGUMENT(rows <= kMostExtent && cols <= kMostExtent, "expected at most ", kMostExtent,
                  " rows and columns, got ", rows, " rows of ", cols);
 }
 
@@ -44,8 +42,7 @@ void check_shape(const Tensor& tensor, const char* name, const Tensor& x, int64_
   CHECK_ARGUMENT(fits, name,
                  first_dim == 0 ? " must have the shape of the input"
                                 : " must have the shape of the normalized dimensions");
-  CHECK_ARGUMENT(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), name,
-                 " must be on the input's device");
+  CHECK_ARGUMENT(is_beside(tensor, x), name, " must be on the input's device");
 }
 
 void check_shape(const std::optional<Tensor>& tensor, const char* name, const Tensor& x,

@@ -66,8 +66,7 @@ Tensor add(const Tensor& input, const std::optional<Tensor>& gate, const Tensor&
            ScalarType type) {
   Tensor summand = cast(input, type);
   if (gate) summand = product(summand, cast(*gate, type));
-  const Tensor sum = torch::stable::subtract(summand, cast(residual, type), -1.0);
-  return contiguous_of(cast(sum, residual.scalar_type()));
+  return contiguous_of(cast(plus(summand, cast(residual, type)), residual.scalar_type()));
 }
 
 // A new tensor for y.
@@ -87,11 +86,10 @@ std::optional<forward::Channels> channels_plan(const Problem& problem, const Pla
 }
 
 // Launches the kernel on the rows of `input`, to which it adds those of `residual`, if given.
-void launch(const Tensor& input, const std::optional<Tensor>& residual, const ForwardArguments& a,
-            const Shape& shape, const KernelTypes& types, Activation activation,
-            ForwardResult& result) {
-  std::optional<Rows> residual_rows;
-  if (residual) residual_rows.emplace(*residual, shape.leading);
+void launch_norm(const Tensor& input, const std::optional<Tensor>& residual,
+                 const ForwardArguments& a, const Shape& shape, const KernelTypes& types,
+                 Activation activation, ForwardResult& result) {
+  const Rows residual_rows(residual, shape.leading);
   const auto weight = prepare_parameter(a.weight, types.weight);
   const auto bias = prepare_parameter(a.bias, types.weight);
   const auto rows_of = [&](const std::optional<Tensor>& modulation) {
@@ -103,11 +101,9 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
 
   const DataTypes data_types = types.data_types();
   ForwardParams params;
-  if (residual) {
-    params.residual = residual_rows->data();
-    params.residual_rows = residual_rows->map;
-    params.residual_out = result.residual_out->mutable_data_ptr();
-  }
+  params.residual = residual_rows.data();
+  params.residual_rows = residual_rows.map;
+  if (residual) params.residual_out = result.residual_out->mutable_data_ptr();
   params.weight = data_of(weight);
   params.bias = data_of(bias);
   if (a.needs_statistics) {
@@ -119,16 +115,12 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
   const Computation computation = {activation,           a.scale, a.kind.is_rms,
                                    a.kind.weight_offset, a.eps,   a.xhat_rounding()};
-  const int device_index = input.get_device_index();
-  const cudaStream_t stream = current_stream(device_index);
   params.input = input.const_data_ptr();
   params.y = result.y.mutable_data_ptr();
   if (const auto planes = planes_of(input, shape.leading)) {
     const Problem as_they_lie = complete(params, data_types, computation, false);
     if (const auto plan = channels_plan(as_they_lie, *planes, input, result.y, shape.leading)) {
-      check_launch(launch_layer_norm_forward(params, data_types, *plan, stream), "forward",
-                   shape.rows, shape.cols, data_types, *plan);
-      return;
+      return launch(params, data_types, *plan, input);
     }
   }
 
@@ -138,14 +130,11 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   params.input = rows.data();
   params.input_rows = rows.map;
   params.y = y.mutable_data_ptr();
-  const bool aligned =
-      rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
+  const bool aligned = rows.aligned() && residual_rows.aligned() && types.aligned(shape.cols);
   const Problem problem = complete(params, data_types, computation, aligned);
-  const auto planned = plan_forward(problem, device_index);
-  const Workspace workspace(input, planned.workspace_bytes());
-  params.workspace = workspace.data();
+  const auto planned = plan_forward(problem, input.get_device_index());
   params.stays_in_l2 = stays_in_l2(planned.plan);
-  fused_layernorm::launch(params, data_types, planned, stream);
+  launch(params, data_types, planned, input);
   if (!contiguous) torch::stable::copy_(result.y, y);
 }
 
@@ -160,16 +149,11 @@ ForwardResult run_rounding(const ForwardArguments& a) {
   }
   CHECK_ARGUMENT(x.scalar_type() == a.input.scalar_type(),
                  "round_before_weight beside a gate needs a residual of input's dtype");
-  const std::optional<Tensor> none_beside;
   ForwardResult norm =
-      run_forward({x, none_beside, a.normalized_ndim, a.weight, a.bias, a.eps, a.activation,
+      run_forward({x, std::nullopt, a.normalized_ndim, a.weight, a.bias, a.eps, a.activation,
                    a.scale, ScalarType::Float, a.needs_statistics, a.kind});
-  const auto plus = [](const Tensor& sum, const Tensor& more) {
-    return torch::stable::subtract(sum, more, -1.0);
-  };
   const auto& [shift, scale, gate] = a.modulation;
-  Tensor y = norm.y;
-  if (scale) y = plus(y, product(y, cast(*scale, ScalarType::Float)));
+  Tensor y = scaled(norm.y, scale, ScalarType::Float);
   if (shift) y = plus(y, cast(*shift, ScalarType::Float));
   result.y = contiguous_of(cast(y, a.out_dtype.value_or(a.input.scalar_type())));
   result.mean = norm.mean;
@@ -184,12 +168,11 @@ ForwardResult run_with_offset(const ForwardArguments& a) {
   const ScalarType type = wide ? ScalarType::Double : ScalarType::Float;
   Tensor offset = empty_like(*a.weight, type);
   torch::stable::fill_(offset, a.kind.weight_offset);
-  const std::optional<Tensor> weight = torch::stable::subtract(cast(*a.weight, type), offset, -1.0);
-  const std::optional<Tensor> bias = a.bias ? std::optional(cast(*a.bias, type)) : std::nullopt;
-  NormKind kind;
-  kind.is_rms = a.kind.is_rms;
-  return run_forward({a.input, a.residual, a.normalized_ndim, weight, bias, a.eps, a.activation,
-                      a.scale, a.out_dtype, a.needs_statistics, kind, a.modulation});
+  ForwardArguments with_sum = a;
+  with_sum.weight = plus(cast(*a.weight, type), offset);
+  if (a.bias) with_sum.bias = cast(*a.bias, type);
+  with_sum.kind.weight_offset = 0.0;
+  return run_forward(with_sum);
 }
 
 }  // namespace
@@ -197,9 +180,8 @@ ForwardResult run_with_offset(const ForwardArguments& a) {
 ForwardResult run_forward(const ForwardArguments& a) {
   const Shape shape(a.input, a.normalized_ndim);
   const ForwardTypes types = check(a, shape);
-  if (a.modulation.any() && !a.has_plain_weight()) {
-    return a.xhat_rounding() == XhatRounding::kNone ? run_with_offset(a) : run_rounding(a);
-  }
+  if (a.modulation.any() && a.xhat_rounding() != XhatRounding::kNone) return run_rounding(a);
+  if (a.modulation.any() && a.kind.weight_offset != 0.0) return run_with_offset(a);
   const Activation activation = activation_of(a.activation);
   const CurrentDevice guard(a.input);
 
@@ -218,10 +200,11 @@ ForwardResult run_forward(const ForwardArguments& a) {
   }
   if (!shape.empty()) {
     if (types.adds_first) {
-      launch(cast(*result.residual_out, types.kernel.x), std::nullopt, a, shape, types.kernel,
-             activation, result);
+      launch_norm(cast(*result.residual_out, types.kernel.x), std::nullopt, a, shape, types.kernel,
+                  activation, result);
     } else {
-      launch(cast(a.input, types.summand), a.residual, a, shape, types.kernel, activation, result);
+      launch_norm(cast(a.input, types.summand), a.residual, a, shape, types.kernel, activation,
+                  result);
     }
   }
   if (types.y != types.kernel.y) {

@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators of heads on CUDA: check, describe q and k, allocate, plan, launch.
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <deque>
-#include <limits>
 #include <string>
-#include <tuple>
 
 #include "backward/heads.h"
+#include "bindings/cuda/call.h"
 #include "bindings/cuda/modulation.h"
 #include "bindings/driver.h"
 #include "forward/heads.h"
@@ -20,31 +17,30 @@ namespace fused_layernorm {
 namespace {
 
 using Optional = std::optional<Tensor>;
-using Name = std::optional<std::string>;
 
-// A call of qk_norm_rope, in the order of its schema; backward has all but round_before_weight.
-// Side 0 is q, side 1 is k.
+// The arguments that qk_norm_rope and its backward have in common. Side 0 is q, side 1 is k.
 struct HeadArguments {
-  const Tensor& q;
-  const Optional &k, &q_weight, &k_weight, &q_bias, &k_bias, &cos, &sin;
+  Tensor q;
+  Optional k, weight[2], bias[2], cos, sin;
   int64_t rotary_dim, seq_dim;
   double eps;
-  const Name& statistic;
+  std::optional<std::string> statistic;
   double weight_offset;
-  bool rounds, interleaved, inverse;
+  bool rounds = false, interleaved, inverse;
 
+  HeadArguments(Call& call, bool is_backward) : q(call.take<Tensor>()) {
+    call.read(k, weight[0], weight[1], bias[0], bias[1], cos, sin, rotary_dim, seq_dim, eps,
+              statistic, weight_offset);
+    if (!is_backward) call.read(rounds);
+    call.read(interleaved, inverse);
+    if (is_backward) inverse = !inverse;
+  }
   bool has(int side) const { return side == 0 || k; }
   const Tensor& x(int side) const { return side == 0 ? q : *k; }
-  const Optional& weight(int side) const { return side == 0 ? q_weight : k_weight; }
-  const Optional& bias(int side) const { return side == 0 ? q_bias : k_bias; }
   ScalarType type() const { return q.scalar_type(); }
   int64_t positions() const { return q.sizes()[0] * q.sizes()[seq_dim]; }
   int64_t cols() const { return q.sizes()[3]; }
 };
-
-bool is_beside(const Tensor& tensor, const Tensor& q) {
-  return tensor.is_cuda() && tensor.get_device_index() == q.get_device_index();
-}
 
 // Whether kernels read a parameter, cos or sin of this type and device.
 bool is_read(const Tensor& tensor, const Tensor& q) {
@@ -68,16 +64,15 @@ void check_angles(const HeadArguments& a, const Optional& angles, const char* na
 }
 
 void check(const HeadArguments& a) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   CHECK_ARGUMENT(a.q.dim() == 4 && (a.seq_dim == 1 || a.seq_dim == 2),
                  "q must have four dimensions, and seq_dim be 1 or 2");
-  CHECK_ARGUMENT(a.rotary_dim >= 0 && a.rotary_dim <= a.cols() && a.cols() <= kMost,
+  CHECK_ARGUMENT(a.rotary_dim >= 0 && a.rotary_dim <= a.cols() && a.cols() <= kMostExtent,
                  "rotary_dim must be at most the size of a head");
   const bool named = !a.statistic || *a.statistic == "rms" || *a.statistic == "layer";
   CHECK_ARGUMENT(named && !std::isnan(a.eps) && std::isfinite(a.weight_offset),
                  "statistic must be None, 'rms' or 'layer', eps and weight_offset numbers");
   for (int side = 0; side < 2; ++side) {
-    for (const Optional* parameter : {&a.weight(side), &a.bias(side)}) {
+    for (const Optional* parameter : {&a.weight[side], &a.bias[side]}) {
       if (!*parameter) continue;
       CHECK_ARGUMENT(a.statistic && a.has(side) && (*parameter)->dim() == 1 &&
                          (*parameter)->sizes()[0] == a.cols() && is_read(**parameter, a.q),
@@ -85,15 +80,15 @@ void check(const HeadArguments& a) {
                      "device, and of its dtype or float32");
     }
     if (!a.has(side)) continue;
-    CHECK_ARGUMENT(a.weight_offset == 0 || a.weight(side), "weight_offset belongs to a weight");
+    CHECK_ARGUMENT(a.weight_offset == 0 || a.weight[side], "weight_offset belongs to a weight");
     const Tensor& x = a.x(side);
     bool fits = x.dim() == 4 && x.scalar_type() == a.type() && is_beside(x, a.q);
     for (const int64_t d : {int64_t{0}, a.seq_dim, int64_t{3}}) {
       fits = fits && x.sizes()[d] == a.q.sizes()[d];
     }
     CHECK_ARGUMENT(fits, "q and k may differ in their heads only");
-    CHECK_ARGUMENT(a.positions() <= kMost && x.sizes()[3 - a.seq_dim] <= kMost, "expected at most ",
-                   kMost, " positions and heads");
+    CHECK_ARGUMENT(a.positions() <= kMostExtent && x.sizes()[3 - a.seq_dim] <= kMostExtent,
+                   "expected at most ", kMostExtent, " positions and heads");
   }
   check_angles(a, a.cos, "cos");
   check_angles(a, a.sin, "sin");
@@ -106,20 +101,14 @@ bool has_rows(const Tensor& x) {
   return fits;
 }
 
-// A new tensor of x's shape, type and, where x has rows, order of dimensions in memory.
+// A new tensor of x's shape, type and, where x has rows, order of dimensions in memory. It has rows
+// itself: those of x may overlap, so that another dimension would come behind the columns.
 Tensor dense_like(const Tensor& x) {
-  if (!has_rows(x)) return empty_like(x, x.scalar_type());
-  const auto strides = x.strides();
-  std::array<int, 4> order = {0, 1, 2, 3};  // from the outermost
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int i, int j) { return strides[i] > strides[j]; });
-  std::array<int64_t, 4> dense;
-  int64_t stride = 1;
-  for (int i = 3; i >= 0; --i) {
-    dense[order[i]] = stride;
-    stride *= std::max<int64_t>(x.sizes()[order[i]], 1);
+  if (has_rows(x)) {
+    const Tensor result = empty_in_order(x, x.scalar_type());
+    if (has_rows(result)) return result;
   }
-  return empty_strided(x, x.sizes().data(), dense.data(), 4, x.scalar_type());
+  return empty_like(x, x.scalar_type());
 }
 
 // The strides of three dimensions; a dimension that is not there, or of size 1, has none.
@@ -157,9 +146,9 @@ class HeadOperands {
       HeadSide& side = params.side[i];
       side.heads = static_cast<int32_t>(a.x(i).sizes()[3 - a.seq_dim]);
       side.x = place(a.x(i), side.x_strides);
-      side.weight = place_parameter(a.weight(i), side.weight_is_float);
-      side.bias = place_parameter(a.bias(i), side.bias_is_float);
-      side.rounds = a.rounds && a.weight(i);
+      side.weight = place_parameter(a.weight[i], side.weight_is_float);
+      side.bias = place_parameter(a.bias[i], side.bias_is_float);
+      side.rounds = a.rounds && a.weight[i];
     }
   }
 
@@ -227,42 +216,33 @@ class HeadOperands {
   std::deque<Tensor> held_;
 };
 
-std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Optional& k,
-                                        const Optional& q_weight, const Optional& k_weight,
-                                        const Optional& q_bias, const Optional& k_bias,
-                                        const Optional& cos, const Optional& sin,
-                                        int64_t rotary_dim, int64_t seq_dim, double eps,
-                                        const Name& statistic, double weight_offset, bool rounds,
-                                        bool interleaved, bool inverse) {
-  const HeadArguments a{
-      q,          k,       q_weight, k_weight,  q_bias,        k_bias, cos,         sin,
-      rotary_dim, seq_dim, eps,      statistic, weight_offset, rounds, interleaved, inverse};
+void qk_norm_rope(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  Call call(stack, arguments, results);
+  const HeadArguments a(call, false);
   check(a);
-  const CurrentDevice guard(q);
+  const CurrentDevice guard(a.q);
   HeadOperands operands(a);
   const Tensor q_out = operands.result(a, 0), k_out = operands.result(a, 1);
   if (!operands.empty()) {
     const auto plan = forward::make_heads_plan(operands.params);
     operands.check_plan(plan);
     operands.check_launch(
-        launch_heads_forward(operands.params, *plan, current_stream(q.get_device_index())),
+        launch_heads_forward(operands.params, *plan, current_stream(a.q.get_device_index())),
         "forward");
   }
-  return {q_out, k_out};
+  call.give({&q_out, &k_out});
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward(
-    const Tensor& dq_out, const Optional& dk_out, const Tensor& q, const Optional& k,
-    const Optional& q_weight, const Optional& k_weight, const Optional& q_bias,
-    const Optional& k_bias, const Optional& cos, const Optional& sin, int64_t rotary_dim,
-    int64_t seq_dim, double eps, const Name& statistic, double weight_offset, bool interleaved,
-    bool inverse, bool needs_dweight, bool needs_dbias) {
-  const HeadArguments a{
-      q,          k,       q_weight, k_weight,  q_bias,        k_bias, cos,         sin,
-      rotary_dim, seq_dim, eps,      statistic, weight_offset, false,  interleaved, !inverse};
+void qk_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  Call call(stack, arguments, results);
+  const auto dq_out = call.take<Tensor>();
+  const auto dk_out = call.take<Optional>();
+  const HeadArguments a(call, true);
+  const auto needs_dweight = call.take<bool>(), needs_dbias = call.take<bool>();
+  const Tensor& q = a.q;
   check(a);
-  CHECK_ARGUMENT(statistic, "a rotation alone is its own backward, with inverse");
-  CHECK_ARGUMENT(dk_out.has_value() == k.has_value(), "dk_out belongs to k");
+  CHECK_ARGUMENT(a.statistic, "a rotation alone is its own backward, with inverse");
+  CHECK_ARGUMENT(dk_out.has_value() == a.k.has_value(), "dk_out belongs to k");
   const CurrentDevice guard(q);
   HeadOperands operands(a);
   // The gradient of a weight or bias; of shape (0,) unless it is needed.
@@ -285,8 +265,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward
       side.dy = operands.place(dy, side.dy_strides);
     }
     dx[i] = operands.result(a, i);
-    dweight[i] = gradient(needs_dweight, a.weight(i), side.dweight);
-    dbias[i] = gradient(needs_dbias, a.bias(i), side.dbias);
+    dweight[i] = gradient(needs_dweight, a.weight[i], side.dweight);
+    dbias[i] = gradient(needs_dbias, a.bias[i], side.dbias);
   }
   if (!operands.empty()) {
     const auto plan = backward::make_heads_plan(operands.params, device_of(q.get_device_index()));
@@ -297,14 +277,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward
         launch_heads_backward(operands.params, *plan, current_stream(q.get_device_index())),
         "backward");
   }
-  return {*dx[0], *dx[1], *dweight[0], *dweight[1], *dbias[0], *dbias[1]};
+  call.give({&*dx[0], &*dx[1], &*dweight[0], &*dweight[1], &*dbias[0], &*dbias[1]});
 }
 
 }  // namespace
 
 void register_head_kernels(torch::stable::detail::StableLibrary& library) {
-  library.impl("qk_norm_rope", TORCH_BOX(&qk_norm_rope));
-  library.impl("qk_norm_rope_backward", TORCH_BOX(&qk_norm_rope_backward));
+  library.impl("qk_norm_rope", &qk_norm_rope);
+  library.impl("qk_norm_rope_backward", &qk_norm_rope_backward);
 }
 
 }  // namespace fused_layernorm

@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <exception>
-#include <limits>
 #include <new>
 #include <string>
 #include <type_traits>
@@ -43,9 +42,8 @@ static_assert(std::is_trivially_destructible_v<PreparedForward> &&
 
 // Whether kernels take these numbers, and parameters of these types without a conversion.
 bool takes(const DirectNorm& n, const KernelTypes& types, const void* weight, const void* bias) {
-  constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
   const bool has_parameters = weight != nullptr || bias != nullptr;
-  return n.rows > 0 && n.cols > 0 && n.rows <= kMaxExtent && n.cols <= kMaxExtent &&
+  return n.rows > 0 && n.cols > 0 && n.rows <= kMostExtent && n.cols <= kMostExtent &&
          std::isfinite(n.scale) && std::isfinite(n.weight_offset) &&
          (weight != nullptr || n.weight_offset == 0.0) && types.y == type_of(n.y_type) &&
          (!has_parameters || types.weight == type_of(n.weight_type)) && is_aligned(weight) &&
@@ -116,7 +114,7 @@ int64_t prepare_forward(const DirectForward* call, DirectLaunch* into) {
     params.stays_in_l2 = stays_in_l2(planned.plan);
     const auto* const prepared =
         new (into->bytes) PreparedForward{params, data_types, planned, n.device};
-    return prepared->planned.workspace_bytes();
+    return workspace_bytes_of(prepared->planned);
   });
 }
 
@@ -148,12 +146,12 @@ int64_t prepare_backward(const DirectBackward* call, DirectLaunch* into) {
                                      b.dweight != nullptr || b.dbias != nullptr, false);
     const auto* const prepared = new (into->bytes)
         PreparedBackward{params, data_types, plan_backward(problem, n.device), n.device};
-    return prepared->planned.workspace_bytes();
+    return workspace_bytes_of(prepared->planned);
   });
 }
 
 template <typename Prepared>
-const char* run(const DirectLaunch* prepared, void* workspace) {
+const char* launch_prepared(const DirectLaunch* prepared, void* workspace) {
   thread_local std::string wrong;
   const auto& [given, types, planned, device] = Prepared::in(*prepared);
   try {
@@ -167,8 +165,9 @@ const char* run(const DirectLaunch* prepared, void* workspace) {
   }
 }
 
-constexpr KernelTable kTable = {kKernelTableVersion,   sizeof(KernelTable), &prepare_forward,
-                                &run<PreparedForward>, &prepare_backward,   &run<PreparedBackward>};
+constexpr KernelTable kTable = {kKernelTableVersion, sizeof(KernelTable),
+                                &prepare_forward,    &launch_prepared<PreparedForward>,
+                                &prepare_backward,   &launch_prepared<PreparedBackward>};
 
 }  // namespace
 

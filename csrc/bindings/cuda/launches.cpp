@@ -44,19 +44,6 @@ Planned<Plan> planned_by(const Make& make, const Problem& problem, int device_in
   return planned;
 }
 
-template <typename Params, typename Plan, typename Launch>
-void launch_by(const Launch& launch_plan, const char* direction, const Params& params,
-               const DataTypes& types, const Planned<Plan>& planned, cudaStream_t stream) {
-  const cudaError_t error = launch_plan(params, types, planned.plan, stream);
-  if (error == cudaErrorCooperativeLaunchTooLarge && planned.apart) {
-    (void)cudaGetLastError();  // else the next check of PyTorch's would find it
-    check_launch(launch_plan(params, types, *planned.apart, stream), direction, params.rows,
-                 params.cols, types, *planned.apart);
-  } else {
-    check_launch(error, direction, params.rows, params.cols, types, planned.plan);
-  }
-}
-
 }  // namespace
 
 Planned<forward::Plan> plan_forward(const Problem& problem, int device_index) {
@@ -152,17 +139,6 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         return launch_layer_norm_backward(params, types, strategy, stream);
       },
       plan);
-}
-
-void launch(const ForwardParams& params, const DataTypes& types,
-            const Planned<forward::Plan>& planned, cudaStream_t stream) {
-  launch_by([](const auto&... args) { return launch_layer_norm_forward(args...); }, "forward",
-            params, types, planned, stream);
-}
-void launch(const BackwardParams& params, const DataTypes& types,
-            const Planned<backward::Plan>& planned, cudaStream_t stream) {
-  launch_by([](const auto&... args) { return launch_layer_norm_backward(args...); }, "backward",
-            params, types, planned, stream);
 }
 
 }  // namespace fused_layernorm

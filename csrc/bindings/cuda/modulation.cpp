@@ -69,8 +69,7 @@ void check_broadcast(const std::optional<Tensor>& tensor, const char* name, cons
     fits = size == 1 || size == x.sizes()[d];
   }
   CHECK_ARGUMENT(fits, name, " must broadcast to the shape of the input");
-  CHECK_ARGUMENT(tensor->is_cuda() && tensor->get_device_index() == x.get_device_index(), name,
-                 " must be on the input's device");
+  CHECK_ARGUMENT(is_beside(*tensor, x), name, " must be on the input's device");
 }
 
 std::optional<ScalarType> type_of(const std::optional<Tensor>& tensor) {
@@ -156,6 +155,14 @@ Tensor product(const Tensor& a, const Tensor& b) {
   TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::mul", "Tensor", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+Tensor plus(const Tensor& a, const Tensor& b) { return torch::stable::subtract(a, b, -1.0); }
+
+Tensor scaled(const Tensor& x, const std::optional<Tensor>& scale, ScalarType type) {
+  if (!scale) return x;
+  const Tensor wide = cast(x, type);
+  return plus(wide, product(wide, cast(*scale, type)));
 }
 
 Tensor none(const Tensor& like, ScalarType type) {

@@ -61,6 +61,9 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   };
 
   Tensor product(const Tensor& a, const Tensor& b);
+  Tensor plus(const Tensor& a, const Tensor& b);
+  // x * (1 + scale), computed in `type`; x itself without a scale.
+  Tensor scaled(const Tensor& x, const std::optional<Tensor>& scale, ScalarType type);
   // An empty tensor of shape (0,).
   Tensor none(const Tensor& like, ScalarType type);
 

@@ -16,12 +16,11 @@
 namespace fused_layernorm __attribute__((visibility("hidden"))) {
 
   struct ForwardArguments {
-    const Tensor& input;
-    const std::optional<Tensor>& residual;
-    int64_t normalized_ndim;
-    const std::optional<Tensor>& weight;
-    const std::optional<Tensor>& bias;
-    double eps;
+    Tensor input;
+    std::optional<Tensor> residual = std::nullopt;
+    int64_t normalized_ndim = 1;
+    std::optional<Tensor> weight = std::nullopt, bias = std::nullopt;
+    double eps = 0.0;
     std::optional<std::string> activation = std::nullopt;
     double scale = 1.0;
     std::optional<ScalarType> out_dtype = std::nullopt;  // input's, if absent
@@ -32,10 +31,6 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
 
     XhatRounding xhat_rounding() const {
       return xhat_rounding_of(kind.round_before_weight, weight.has_value(), input.scalar_type());
-    }
-    // As ForwardParams::plain_weight says.
-    bool has_plain_weight() const {
-      return kind.weight_offset == 0.0 && xhat_rounding() == XhatRounding::kNone;
     }
   };
 
@@ -48,14 +43,10 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   ForwardResult run_forward(const ForwardArguments& a);
 
   struct BackwardArguments {
-    const Tensor& dy;
-    const Tensor& x;
+    Tensor dy, x;
     int64_t normalized_ndim;
-    const Tensor& mean;
-    const Tensor& rstd;
-    const std::optional<Tensor>& weight;
-    const std::optional<Tensor>& bias;
-    const std::optional<Tensor>& dresidual;
+    Tensor mean, rstd;
+    std::optional<Tensor> weight = std::nullopt, bias = std::nullopt, dresidual = std::nullopt;
     std::optional<std::string> activation = std::nullopt;
     double scale = 1.0;
     bool needs_dx = true;

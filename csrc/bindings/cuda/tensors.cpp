@@ -9,10 +9,8 @@
 #include <mutex>
 #include <numeric>
 #include <sstream>
+#include <stdexcept>
 #include <vector>
-
-#include "bindings/data_types.h"
-#include "bindings/out_of_memory.h"
 
 // Weak: a torch without CUDA has no such function, and the library must load there too.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
@@ -32,6 +30,9 @@ Tensor copy(const Tensor& tensor, ScalarType type) {
   return result;
 }
 
+// The message begins as PyTorch's own does, because programs look for that; by "fused_layernorm"
+// behind it fused_layernorm/ops/arguments.py and per_torch/operators.h recognise the error, which
+// they turn into an OutOfMemoryError.
 [[noreturn]] void throw_out_of_memory(int device_index, int64_t bytes) {
   constexpr double kMiB = 1 << 20;
   size_t free = 0, total = 0;
@@ -41,19 +42,12 @@ Tensor copy(const Tensor& tensor, ScalarType type) {
   text << std::fixed << "CUDA out of memory: fused_layernorm could not allocate "
        << static_cast<double>(bytes) / kMiB << " MiB on cuda:" << device_index << ", where "
        << static_cast<double>(free) / kMiB << " MiB are free";
-  throw OutOfMemory(text.str());
+  throw std::runtime_error(text.str());
 }
 
 }  // namespace
 
 bool is_half(ScalarType type) { return type == ScalarType::Half || type == ScalarType::BFloat16; }
-
-DataType data_type(ScalarType type) {
-  const auto known = known_data_type(type);
-  CHECK_ARGUMENT(known, "expected float32, float16, bfloat16 or float64, got ",
-                 torch::headeronly::toString(type));
-  return *known;
-}
 
 void check_cuda(cudaError_t error) {
   CHECK_ARGUMENT(error == cudaSuccess, "CUDA error: ", cudaGetErrorString(error));
@@ -283,6 +277,10 @@ Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, 
   return Tensor(handle);
 }
 
+bool is_beside(const Tensor& tensor, const Tensor& x) {
+  return tensor.is_cuda() && tensor.get_device_index() == x.get_device_index();
+}
+
 const void* data_of(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
@@ -291,18 +289,17 @@ Workspace::Workspace(const Tensor& like, int64_t bytes) {
   if (bytes > 0) tensor_ = empty(like, &bytes, 1, ScalarType::Byte);
 }
 
-Rows::Rows(const Tensor& original, int64_t leading) : tensor(original) {
+Rows::Rows(const std::optional<Tensor>& original, int64_t leading) : tensor(original) {
+  if (!tensor) return;
   const auto find = [&] {
-    return row_map(tensor.sizes().data(), tensor.strides().data(), tensor.dim(), leading);
+    return row_map(tensor->sizes().data(), tensor->strides().data(), tensor->dim(), leading);
   };
   auto found = find();
   if (!found) {
-    tensor = contiguous_of(tensor);
+    tensor = contiguous_of(*tensor);
     found = find();
   }
   map = *found;
 }
-
-bool Rows::aligned() const { return is_aligned(tensor, map); }
 
 }  // namespace fused_layernorm
