@@ -149,6 +149,17 @@ def _beside(x: Tensor, modulation: Tensor | None) -> Tensor | None:
     return modulation.to(torch.float32 if x.dtype in HALF else x.dtype)
 
 
+def _with_rest(
+    norm: Any, x: Tensor, chunks: Any, which: range, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    """norm(x), modulated by the first two of these chunks of (batch, columns), and the others.
+
+    torch.fx traces chunks by index alone: it does not know how many there are.
+    """
+    shift, scale, *rest = [chunks[i] for i in which]
+    return _modulate(norm, x, shift[:, None], scale[:, None], dtype), *rest
+
+
 # ---- diffusers.models.normalization.
 
 
@@ -179,26 +190,20 @@ def zero(
     if self.emb is not None:
         emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
     emb = self.linear(self.silu(emb))
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = emb.chunk(6, dim=1)
-    y = _modulate(self.norm, x, shift[:, None], scale[:, None])
-    return y, gate, shift_mlp, scale_mlp, gate_mlp
+    return _with_rest(self.norm, x, emb.chunk(6, dim=1), range(6))
 
 
 @_computes("norm")
 def zero_single(self: Any, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
-    shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
-    return _modulate(self.norm, x, shift[:, None], scale[:, None]), gate
+    return _with_rest(self.norm, x, self.linear(self.silu(emb)).chunk(3, dim=1), range(3))
 
 
 @_computes("norm")
 def zero_x(self: Any, hidden_states: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
     """SD3.5's module: two modulations of one norm."""
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp, shift2, scale2, gate2 = self.linear(
-        self.silu(emb)
-    ).chunk(9, dim=1)
-    y = _modulate(self.norm, hidden_states, shift[:, None], scale[:, None])
-    y2 = _modulate(self.norm, hidden_states, shift2[:, None], scale2[:, None])
-    return y, gate, shift_mlp, scale_mlp, gate_mlp, y2, gate2
+    chunks = self.linear(self.silu(emb)).chunk(9, dim=1)
+    first = _with_rest(self.norm, hidden_states, chunks, range(6))
+    return *first, *_with_rest(self.norm, hidden_states, chunks, range(6, 9))
 
 
 @_computes("norm")
@@ -220,12 +225,8 @@ def text_and_image(
     self: Any, x: Tensor, context: Tensor, emb: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     chunks = self.linear(self.silu(emb)).chunk(12, dim=1)
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = chunks[:6]
-    c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = chunks[6:]
-    y = _modulate(self.norm_x, x, shift[:, None], scale[:, None])
-    c_y = _modulate(self.norm_c, context, c_shift[:, None], c_scale[:, None])
-    c_rest = (c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp)
-    return y, gate, shift_mlp, scale_mlp, gate_mlp, c_y, *c_rest
+    of_image = _with_rest(self.norm_x, x, chunks, range(6))
+    return *of_image, *_with_rest(self.norm_c, context, chunks, range(6, 12))
 
 
 @_computes("norm")
@@ -238,9 +239,8 @@ def cogvideox_zero(
 
 def _of_two(self: Any, x: Tensor, encoder_x: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
     chunks = self.linear(self.silu(temb)).chunk(6, dim=1)
-    shift, scale, gate, encoder_shift, encoder_scale, encoder_gate = chunks
-    y = _modulate(self.norm, x, shift[:, None], scale[:, None])
-    encoder_y = _modulate(self.norm, encoder_x, encoder_shift[:, None], encoder_scale[:, None])
+    y, gate = _with_rest(self.norm, x, chunks, range(3))
+    encoder_y, encoder_gate = _with_rest(self.norm, encoder_x, chunks, range(3, 6))
     return y, encoder_y, gate, encoder_gate
 
 
@@ -271,15 +271,12 @@ def chroma_zero(
 ) -> tuple[Tensor, ...]:
     if self.emb is not None:
         emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = emb.flatten(1, 2).chunk(6, dim=1)
-    y = _modulate(self.norm, x, shift[:, None], scale[:, None])
-    return y, gate, shift_mlp, scale_mlp, gate_mlp
+    return _with_rest(self.norm, x, emb.flatten(1, 2).chunk(6, dim=1), range(6))
 
 
 @_computes("norm")
 def chroma_zero_single(self: Any, x: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-    shift, scale, gate = emb.flatten(1, 2).chunk(3, dim=1)
-    return _modulate(self.norm, x, shift[:, None], scale[:, None]), gate
+    return _with_rest(self.norm, x, emb.flatten(1, 2).chunk(3, dim=1), range(3))
 
 
 @_computes("norm")
@@ -308,12 +305,8 @@ def _cogview4_zero(
     self: Any, x: Tensor, encoder_x: Tensor, temb: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
     chunks = self.linear(temb).chunk(12, dim=1)  # the image's chunks alternate with the text's
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = chunks[0::2]
-    c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = chunks[1::2]
-    y = _modulate(self.norm, x, shift[:, None], scale[:, None], dtype)
-    c_y = _modulate(self.norm_context, encoder_x, c_shift[:, None], c_scale[:, None], dtype)
-    c_rest = (c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp)
-    return y, gate, shift_mlp, scale_mlp, gate_mlp, c_y, *c_rest
+    of_image = _with_rest(self.norm, x, chunks, range(0, 12, 2), dtype)
+    return *of_image, *_with_rest(self.norm_context, encoder_x, chunks, range(1, 12, 2), dtype)
 
 
 @_computes("norm")
@@ -326,12 +319,8 @@ def cogview4_continuous(self: Any, x: Tensor, conditioning_embedding: Tensor) ->
 def cosmos(
     self: Any, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None
 ) -> Tensor:
-    emb = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
-    if temb is not None:
-        emb = emb + temb[..., : 2 * self.embedding_dim]
-    if emb.ndim == 2:
-        emb = emb.unsqueeze(1)
-    shift, scale = emb.chunk(2, dim=-1)
+    temb = None if temb is None else temb[..., : 2 * self.embedding_dim]
+    shift, scale = _cosmos_embedding(self, embedded_timestep, temb).chunk(2, dim=-1)
     return _modulate(self.norm, hidden_states, shift, scale)
 
 
@@ -339,13 +328,15 @@ def cosmos(
 def cosmos_zero(
     self: Any, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    emb = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
+    shift, scale, gate = _cosmos_embedding(self, embedded_timestep, temb).chunk(3, dim=-1)
+    return _modulate(self.norm, hidden_states, shift, scale), gate
+
+
+def _cosmos_embedding(self: Any, embedded_timestep: Tensor, temb: Tensor | None) -> Tensor:
+    emb: Tensor = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
     if temb is not None:
         emb = emb + temb
-    if emb.ndim == 2:
-        emb = emb.unsqueeze(1)
-    shift, scale, gate = emb.chunk(3, dim=-1)
-    return _modulate(self.norm, hidden_states, shift, scale), gate
+    return emb.unsqueeze(1) if emb.ndim == 2 else emb
 
 
 @_computes("norm")
