@@ -111,16 +111,8 @@ class FusedLayerNorm(nn.LayerNorm):
         self.out_dtype = out_dtype
 
     def _scripted_forward(self, input: Tensor) -> Tensor:
-        return operators.layer_norm(
-            input,
-            len(self.normalized_shape),
-            self.weight,
-            self.bias,
-            self.eps,
-            self.activation,
-            self.scale,
-            self.out_dtype,
-        )
+        norm = (len(self.normalized_shape), self.weight, self.bias, self.eps)
+        return operators.layer_norm(input, *norm, self.activation, self.scale, self.out_dtype)
 
     @_scripted_as(_scripted_forward)
     def forward(self, input: Tensor) -> Tensor:
@@ -192,17 +184,9 @@ class FusedAddLayerNorm(FusedLayerNorm):
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         if _is_scripting():
-            return operators.add_layer_norm(
-                input,
-                residual,
-                len(self.normalized_shape),
-                self.weight,
-                self.bias,
-                self.eps,
-                self.activation,
-                self.scale,
-                self.out_dtype,
-            )
+            norm = (len(self.normalized_shape), self.weight, self.bias, self.eps)
+            options = (self.activation, self.scale, self.out_dtype)
+            return operators.add_layer_norm(input, residual, *norm, *options)
         return add_layer_norm(
             input,
             residual,
@@ -297,19 +281,10 @@ class FusedRMSNorm(nn.RMSNorm):
             nn.init.zeros_(self.bias)
 
     def _scripted_forward(self, x: Tensor) -> Tensor:
-        return operators.layer_norm(
-            x,
-            len(self.normalized_shape),
-            self.weight,
-            self.bias,
-            _scripted_eps(self.eps, x),
-            self.activation,
-            self.scale,
-            self.out_dtype,
-            "rms",
-            self.weight_offset,
-            self.round_before_weight,
-        )
+        norm = (len(self.normalized_shape), self.weight, self.bias, _scripted_eps(self.eps, x))
+        options = (self.activation, self.scale, self.out_dtype)
+        kind = ("rms", self.weight_offset, self.round_before_weight)
+        return operators.layer_norm(x, *norm, *options, *kind)
 
     @_scripted_as(_scripted_forward)
     def forward(self, x: Tensor) -> Tensor:
@@ -373,20 +348,11 @@ class FusedAddRMSNorm(FusedRMSNorm):
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         if _is_scripting():
-            return operators.add_layer_norm(
-                input,
-                residual,
-                len(self.normalized_shape),
-                self.weight,
-                self.bias,
-                _scripted_eps(self.eps, residual),
-                self.activation,
-                self.scale,
-                self.out_dtype,
-                "rms",
-                self.weight_offset,
-                self.round_before_weight,
-            )
+            eps = _scripted_eps(self.eps, residual)
+            norm = (len(self.normalized_shape), self.weight, self.bias, eps)
+            options = (self.activation, self.scale, self.out_dtype)
+            kind = ("rms", self.weight_offset, self.round_before_weight)
+            return operators.add_layer_norm(input, residual, *norm, *options, *kind)
         return add_rms_norm(
             input,
             residual,
@@ -511,17 +477,9 @@ class FusedAdaLayerNorm(nn.LayerNorm):
         self, input: Tensor, shift: Tensor | None = None, scale: Tensor | None = None
     ) -> Tensor:
         if _is_scripting():
-            return operators.ada_layer_norm(
-                input,
-                len(self.normalized_shape),
-                shift,
-                scale,
-                self.weight,
-                self.bias,
-                self.eps,
-                self.out_dtype,
-                self.statistic,
-            )
+            modulation = (len(self.normalized_shape), shift, scale)
+            norm = (self.weight, self.bias, self.eps, self.out_dtype, self.statistic)
+            return operators.ada_layer_norm(input, *modulation, *norm)
         return ada_layer_norm(
             input,
             shift,
@@ -557,19 +515,9 @@ class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
         scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if _is_scripting():
-            return operators.add_ada_layer_norm(
-                input,
-                residual,
-                gate,
-                len(self.normalized_shape),
-                shift,
-                scale,
-                self.weight,
-                self.bias,
-                self.eps,
-                self.out_dtype,
-                self.statistic,
-            )
+            modulation = (gate, len(self.normalized_shape), shift, scale)
+            norm = (self.weight, self.bias, self.eps, self.out_dtype, self.statistic)
+            return operators.add_ada_layer_norm(input, residual, *modulation, *norm)
         return add_ada_layer_norm(
             input,
             residual,

@@ -153,22 +153,9 @@ class Forward(Function):
             dx, dinput, dgate, dshift, dscale, dweight, dbias = _needed(found, flags)
         else:
             b = BackwardArguments(
-                dy,
-                x,
-                ndim,
-                mean,
-                rstd,
-                weight,
-                bias,
-                dresidual,
+                *(dy, x, ndim, mean, rstd, weight, bias, dresidual),
                 Needs(needs.input or needs.residual, *of_parameters),
-                activation,
-                output_scale,
-                shift,
-                scale,
-                statistic,
-                offset,
-                keeps_order,
+                *(activation, output_scale, shift, scale, statistic, offset, keeps_order),
             )
             operator = backward_of(shift, scale)
             found = _call(operator.overload, *operator.lay_out(b))
@@ -179,17 +166,9 @@ class Forward(Function):
             dinput = dx if needs.input else None
         if dinput is not None:
             dinput = dinput.to(ctx.input_dtype)
-        gradients: Any = Arguments(
-            dinput,  # type: ignore[arg-type]
-            dx if needs.residual else None,
-            dweight,
-            dbias,
-            None,  # type: ignore[arg-type]
-            dgate,
-            dshift,
-            dscale,
-        )
-        return None, *gradients
+        # In the order of Arguments, of which options is the fifth.
+        of_residual = dx if needs.residual else None
+        return None, dinput, of_residual, dweight, dbias, None, dgate, dshift, dscale
 
 
 class _Backward(Function):
@@ -263,19 +242,15 @@ def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
     return implementation
 
 
-def _of_two(operator: OpOverload, two: Callable[..., Any]) -> Callable[..., Any]:
-    """The implementation of an operator that does the work of two calls.
+# The two operators whose work add_ada_layer_norm_backward does.
+_two = gated_backward(load.ada_layer_norm_backward, load.gate_backward)
 
-    If a derivative is needed, `two` makes these calls.
-    """
 
-    def implementation(keyset: Any, *args: Any) -> Any:
-        if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
-            return two(*args)
-        with _below_autograd():
-            return operator.redispatch(keyset & _after_autograd, *args)
-
-    return implementation
+def _gated_backward(keyset: Any, *args: Any) -> Any:
+    if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
+        return _two(*args)
+    with _below_autograd():
+        return load.add_ada_layer_norm_backward.redispatch(keyset & _after_autograd, *args)
 
 
 def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -294,10 +269,7 @@ def register(beside_library: bool) -> None:
     implementations: dict[str, Callable[..., Any]] = {
         **{operator.name: _forward_implementation(operator) for operator in FORWARD},
         **{operator.name: _backward_implementation(operator) for operator in BACKWARD},
-        "add_ada_layer_norm_backward": _of_two(
-            load.add_ada_layer_norm_backward,
-            gated_backward(load.ada_layer_norm_backward, load.gate_backward),
-        ),
+        "add_ada_layer_norm_backward": _gated_backward,
         "gate_backward": _gate_backward,
     }
     prefix = "_differentiable_" if beside_library else ""

@@ -15,16 +15,7 @@ from torch import Tensor
 
 from . import arguments, formulas, load
 from .formulas import acc_dtype, activate, affine, modulate, shifted, to
-from .operators import (
-    ADA_LAYER_NORM_BACKWARD,
-    BACKWARD,
-    FORWARD,
-    Arguments,
-    BackwardArguments,
-    Gradients,
-    Results,
-    gated_backward,
-)
+from .operators import Arguments, BackwardArguments, Gradients, Results, implementations
 
 _aten = torch.ops.aten
 
@@ -157,28 +148,13 @@ def backward(b: BackwardArguments) -> Gradients:
     return Gradients(dx, dshift, dscale, to(dweight, dtype), to(dbias, dtype))
 
 
-add_ada_layer_norm_backward = gated_backward(
-    ADA_LAYER_NORM_BACKWARD.implemented_by(backward), formulas.gate_backward
-)
-
-
 def _checked_forward(a: Arguments) -> Results:
     arguments.check(a)
     _warn_of_cuda(a.input)
     return forward(a)
 
 
-for _operator in FORWARD:
-    load.library.impl(
-        _operator.name, _operator.implemented_by(_checked_forward), "CompositeExplicitAutograd"
-    )
-for _backward_operator in BACKWARD:
-    load.library.impl(
-        _backward_operator.name,
-        _backward_operator.implemented_by(backward),
-        "CompositeExplicitAutograd",
-    )
-load.library.impl(
-    "add_ada_layer_norm_backward", add_ada_layer_norm_backward, "CompositeExplicitAutograd"
-)
-load.library.impl("gate_backward", formulas.gate_backward, "CompositeExplicitAutograd")
+for _overload, _implementation in implementations(
+    _checked_forward, backward, formulas.gate_backward
+).items():
+    load.library.impl(_overload._opname, _implementation, "CompositeExplicitAutograd")

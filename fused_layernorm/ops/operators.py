@@ -369,3 +369,18 @@ def gated_backward(
         return (dx if g.needs_dx else g.x.new_empty((0,)), *of_gate, *gradients)
 
     return add_ada_layer_norm_backward
+
+
+def implementations(
+    forward: Callable[[Arguments], Results],
+    backward: Callable[[BackwardArguments], Gradients],
+    gate_backward: Callable[..., Any],
+) -> dict[OpOverload, Callable[..., Any]]:
+    """Every operator of norms, by its overload, as these three implement it."""
+    ada_layer_norm_backward = ADA_LAYER_NORM_BACKWARD.implemented_by(backward)
+    return {
+        **{operator.overload: operator.implemented_by(forward) for operator in FORWARD},
+        **{operator.overload: operator.implemented_by(backward) for operator in BACKWARD},
+        load.add_ada_layer_norm_backward: gated_backward(ada_layer_norm_backward, gate_backward),
+        load.gate_backward: gate_backward,
+    }
