@@ -3,8 +3,7 @@
 
 Each of these modules holds a LayerNorm, multiplies its output by 1 + scale and adds shift. A linear
 layer computes shift and scale from the model's conditioning. The forwards here compute norm and
-modulation in one kernel. As in forwards.py, each is written as a method of the swapped class, with
-the parameter names of the forward that it replaces.
+modulation in one kernel. They are written as those in forwards.py are.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from ..functional import ada_layer_norm, layer_norm, may_serve
 from ..modules import FusedLayerNorm
-from .forwards import HALF, diffusers_float32, matched, must_be_called
-
-Forward = Callable[..., Any]
+from .forwards import HALF, Forward, float32, matched, must_be_called
 
 # For each forward, the names of the norms that it computes without calling them.
 NORMS: dict[Forward, tuple[str, ...]] = {}
@@ -55,13 +52,13 @@ def _need_not_be_called(norm: Any) -> bool:
     if forward is FusedLayerNorm.forward:
         if norm.activation is not None or norm.scale != 1.0 or norm.out_dtype is not None:
             return False
-    elif not _is_diffusers_float32(norm):
+    elif not _is_float32(norm):
         return False
     return may_serve(norm.weight, norm.bias) and not must_be_called(norm)
 
 
-def _is_diffusers_float32(norm: Any) -> bool:
-    return getattr(type(norm), "_fused_forward", None) is diffusers_float32
+def _is_float32(norm: Any) -> bool:
+    return getattr(type(norm), "_fused_forward", None) is float32
 
 
 def _modulate(
@@ -77,7 +74,7 @@ def _modulate(
 
 def _options_of(norm: Any, x: Tensor, dtype: torch.dtype | None) -> tuple[Any, ...]:
     """The last arguments of _modulated."""
-    if dtype is None and _is_diffusers_float32(norm):
+    if dtype is None and _is_float32(norm):
         dtype = x.dtype
     return norm.weight, norm.bias, norm.eps, norm.normalized_shape, dtype
 

@@ -68,19 +68,6 @@ SOURCES: dict[str, Rotation] = {
     ),
 }
 
-Norm = Callable[..., Any]
-# The forwards of swapped norms that can be part of the kernel: the name of eps, which norm it is,
-# and the dtypes of its results.
-_NORMS: dict[Norm, tuple[str, functional.Kind, rms.Dtypes]] = {
-    rms.llama: ("variance_epsilon", rms.ROUNDED, rms._PROMOTED),
-    rms.llama4: ("eps", rms.ROUNDED, rms._PROMOTED),
-    rms.gemma: ("eps", rms.PLUS_ONE, rms._OF_X),
-    rms.plus_one: ("eps", rms.PLUS_ONE, rms._OF_X),
-    rms.rounded_once: ("variance_epsilon", functional.RMS, rms._OF_X),
-    rms.rounded_once_eps: ("eps", functional.RMS, rms._OF_X),
-}
-
-
 # ---- What a swapped forward calls.
 
 
@@ -136,7 +123,7 @@ def takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) ->
 def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
     """The norm of q and k, if the kernel computes what the two modules do."""
     forward: Any = getattr(type(q_norm), "_fused_forward", None)
-    known = _NORMS.get(forward)
+    known = rms.NORMS.get(forward)
     if known is None or getattr(type(k_norm), "_fused_forward", None) is not forward:
         return None
     for module in (q_norm, k_norm):

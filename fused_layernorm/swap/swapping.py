@@ -27,10 +27,9 @@ from ..functional import may_serve, torchs_layer_norm
 from ..modules import FusedLayerNorm, FusedRMSNorm
 from . import channels, forwards, modulated, rms, source, table
 from . import rotations as rotary
+from .forwards import Forward
 
 Model = TypeVar("Model", bound=nn.Module)
-Forward = Callable[..., Any]
-
 _log = logging.getLogger(__package__)
 _registered: dict[type[nn.Module], Callable[[Any], Forward | None]] = {}
 
@@ -424,8 +423,10 @@ def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
     The stock forward of cls serves what the operators do not know (functional.may_serve), what the
     fused one returns None for, and a module that was unswapped while somebody kept its forward.
     """
+    # The parameters and their names are the stock forward's.
+    first = [*inspect.signature(cls.forward).parameters, ""][1]
 
-    @functools.wraps(fused)
+    @functools.wraps(cls.forward)
     def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
         parameters = self._parameters.values()
         if (  # what follows from may_serve for the most common call, in a third of its time
@@ -436,6 +437,8 @@ def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
         ):
             found = fused(self, x)
             return cls.forward(self, x) if found is None else found
+        if x is None and first in kwargs:
+            x = kwargs.pop(first)
         args = () if x is None and not rest else (x, *rest)
         if type(self) is not cls and may_serve(*args, *kwargs.values(), *parameters):
             found = fused(self, *args, **kwargs)

@@ -21,15 +21,15 @@ Sources = dict[str, Callable[..., Any]]
 _TIMM_2D: Sources = {"79f26c715f41cfb4": forwards.timm_channels_first}
 _TIMM_AND_TORCHVISION: dict[str, Sources] = {
     "timm.layers.norm.LayerNorm": {"9ed62333de30515c": forwards.timm_last_dims},
-    "timm.layers.norm.LayerNormFp32": {"6ddb609b31e0ad34": forwards.timm_float32},
+    "timm.layers.norm.LayerNormFp32": {"6ddb609b31e0ad34": forwards.float32},
     "timm.layers.norm.LayerNorm2d": _TIMM_2D,
-    "timm.layers.norm.LayerNorm2dFp32": {"470ab09330b1e9b4": forwards.timm_float32_channels_first},
+    "timm.layers.norm.LayerNorm2dFp32": {"470ab09330b1e9b4": forwards.float32_channels_first},
     "timm.layers.norm.LayerNormExp2d": {"e15c1807eff808ab": forwards.timm_exp2d},
     "timm.layers.norm_act.LayerNormAct": {"e64a4ebf3f4690fe": forwards.timm_last_dims_act},
-    "timm.layers.norm_act.LayerNormActFp32": {"833d6cd8a9829dec": forwards.timm_float32_act},
+    "timm.layers.norm_act.LayerNormActFp32": {"833d6cd8a9829dec": forwards.float32_act},
     "timm.layers.norm_act.LayerNormAct2d": {"e4b35ecfd6e2c68c": forwards.timm_channels_first_act},
     "timm.layers.norm_act.LayerNormAct2dFp32": {
-        "534a3be2dac9959c": forwards.timm_float32_channels_first_act
+        "534a3be2dac9959c": forwards.float32_channels_first_act
     },
     "timm.models.metaformer.LayerNormNoBias": {INHERITED: forwards.last_dims},
     "timm.models.metaformer.LayerNorm2dNoBias": _TIMM_2D,
@@ -52,7 +52,7 @@ _DIFFUSERS: dict[str, Sources] = {
     "normalization.CogView3PlusAdaLayerNormZeroTextImage": {
         "43432242074f5369": modulated.text_and_image
     },
-    "normalization.FP32LayerNorm": {"af7a0dca50e92d88": forwards.diffusers_float32},
+    "normalization.FP32LayerNorm": {"af7a0dca50e92d88": forwards.float32},
     "normalization.LuminaLayerNormContinuous": {"eaab430818850a35": modulated.lumina_continuous},
     "normalization.SD35AdaLayerNormZeroX": {"4f33ed13df517b4f": modulated.zero_x},
     "transformers.hunyuan_transformer_2d.AdaLayerNormShift": {
@@ -88,7 +88,7 @@ _DATA_FORMAT: Sources = {
     "c5771f134ac1e446": forwards.data_format,
     "ab6b0c69f427ea68": forwards.data_format_by_hand,  # before 5.0
 }
-_EOMT_2D: Sources = {"26e1adbf9895dc43": forwards.transformers_channels_first}
+_EOMT_2D: Sources = {"26e1adbf9895dc43": forwards.channels_first}
 _COHERE: Sources = {"0cdd061c391274fc": forwards.float32_without_bias}
 _NEMOTRON: Sources = dict.fromkeys(
     (
@@ -119,7 +119,7 @@ _TRANSFORMERS: dict[str, Sources] = {
     "eomt_dinov3.EomtDinov3LayerNorm2d": _EOMT_2D,
     "esm.esmfold.EsmFoldLayerNorm": _ESM,
     "esmc.EsmcLayerNorm": {"b5c8b476ad3f062b": forwards.input_dtype},
-    "esmfold2.EsmFold2LayerNorm": {"8b5366d5a350c204": forwards.transformers_float32},
+    "esmfold2.EsmFold2LayerNorm": {"8b5366d5a350c204": forwards.float32},
     "got_ocr2.GotOcr2LayerNorm": _DATA_FORMAT,
     "lw_detr.LwDetrLayerNorm": _DATA_FORMAT,
     "nemotron.NemotronLayerNorm1P": _NEMOTRON,
