@@ -76,7 +76,7 @@ FLOAT64_EPS = torch.finfo(torch.float64).eps
 def rms_kind(weight_offset: float, round_before_weight: bool) -> Kind:
     if weight_offset == 0.0 and not round_before_weight:
         return RMS
-    return Kind("rms", weight_offset, round_before_weight)
+    return Kind("rms", weight_offset, bool(round_before_weight))
 
 
 def rms_eps(eps: float | None, x: Tensor) -> float:

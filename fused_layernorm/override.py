@@ -224,22 +224,6 @@ def _layer_norm(
     return load.layer_norm_forward(x, len(shape), weight, bias, eps)
 
 
-def _layer_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    shape: Any,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: list[bool],
-) -> Any:
-    ndim = len(shape)
-    if not _takes(x, shape, weight, bias) or not _takes_backward(dy, x, ndim, mean, rstd):
-        return None
-    return _backward(dy, x, ndim, mean, rstd, weight, bias, mask, "layer")
-
-
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
     if not _takes(x, shape, weight) or eps != eps:
         return None
@@ -248,32 +232,32 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -
     return y, rstd
 
 
-def _rms_norm_backward(
-    dy: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor | None, mask: list[bool]
-) -> Any:
-    ndim = len(shape)
-    if not _takes(x, shape, weight) or not _takes_backward(dy, x, ndim, rstd):
+def _layer_norm_backward(*args: Any) -> Any:
+    dy, x, shape, mean, rstd, weight, bias, mask = args
+    if not _takes_backward(dy, x, len(shape), mean, rstd):
         return None
-    found = _backward(dy, x, ndim, rstd.new_empty(0), rstd, weight, None, [*mask, False], "rms")
+    return _backward(dy, x, shape, mean, rstd, weight, bias, mask, "layer")
+
+
+def _rms_norm_backward(*args: Any) -> Any:
+    dy, x, shape, rstd, weight, mask = args
+    if not _takes_backward(dy, x, len(shape), rstd):
+        return None
+    mean = rstd.new_empty(0)
+    found = _backward(dy, x, shape, mean, rstd, weight, None, [*mask, False], "rms")
     return None if found is None else found[:2]
 
 
 def _backward(
-    dy: Tensor,
-    x: Tensor,
-    ndim: int,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: list[bool],
-    statistic: str,
-) -> Any:
+    dy: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, *others: Any
+) -> tuple[Tensor | None, ...] | None:
+    weight, bias, mask, statistic = others
+    if not _takes(x, shape, weight, bias):
+        return None
     if (mask[1] and weight is None) or (mask[2] and bias is None):
         return None
-    found = load.layer_norm_backward(
-        *(dy, x, ndim, mean, rstd, weight, bias, None, None, 1.0, *mask, statistic)
-    )
+    options = (None, None, 1.0, *mask, statistic)
+    found = load.layer_norm_backward(dy, x, len(shape), mean, rstd, weight, bias, *options)
     return tuple(g if needed else None for g, needed in zip(found, mask, strict=True))
 
 

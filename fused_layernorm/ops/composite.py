@@ -55,15 +55,12 @@ def forward(a: Arguments) -> Results:
     else:
         x = x.to(acc)
     y, mean, rstd = _aten.native_layer_norm(x.contiguous(), a.normalized_shape, weight, bias, eps)
-    y = activate(modulate(y, to(a.shift, acc), to(a.scale, acc)), activation)
-    if output_scale != 1.0:
-        y = y * output_scale
-    return Results(y.to(a.y_dtype).contiguous(), residual_out, mean, rstd)
+    return Results(_epilogue(a, y).contiguous(), residual_out, mean, rstd)
 
 
 def _forward_in_place(a: Arguments) -> Results:
     """A LayerNorm that reads x where it lies; PyTorch's layer_norm would read a contiguous copy."""
-    ndim, eps, activation, output_scale, *_ = a.options
+    ndim, eps, *_ = a.options
     acc, dims = acc_dtype(a.input.dtype), tuple(range(-ndim, 0))
     x = a.input.to(acc)
     mean = x.mean(dims, keepdim=True)
@@ -71,10 +68,14 @@ def _forward_in_place(a: Arguments) -> Results:
     centered = x - mean
     rstd = (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
     weight, bias = shifted(a.weight, a.options.weight_offset, acc), to(a.bias, acc)
-    y = activate(affine(centered * rstd, weight, bias), activation)
-    if output_scale != 1.0:
-        y = y * output_scale
-    return Results(formulas.laid_out(y.to(a.y_dtype), a.input, True), None, mean, rstd)
+    y = _epilogue(a, affine(centered * rstd, weight, bias))
+    return Results(formulas.laid_out(y, a.input, True), None, mean, rstd)
+
+
+def _epilogue(a: Arguments, z: Tensor) -> Tensor:
+    """What follows the affine step, in y's dtype."""
+    y = activate(modulate(z, to(a.shift, z.dtype), to(a.scale, z.dtype)), a.options.activation)
+    return (y if a.options.output_scale == 1.0 else y * a.options.output_scale).to(a.y_dtype)
 
 
 def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:

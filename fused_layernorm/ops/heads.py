@@ -13,6 +13,8 @@ gradient, PyTorch differentiates `formula`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from . import arguments, composite, load
 from .arguments import HALF, name_of
 from .autograd import Function, apply, in_forward_mode, lower_levels, needs_grad
 from .formulas import acc_dtype, affine, shifted, to
+from .vmap import to_front
 
 qk_norm_rope = load.operators.qk_norm_rope.default
 qk_norm_rope_backward = load.operators.qk_norm_rope_backward.default
@@ -237,20 +240,13 @@ def _backward(b: BackwardArguments) -> list[tuple[Tensor, Tensor | None, Tensor 
     return found
 
 
-def backward_by_formula(*args: Any) -> Any:
+def backward_by_formula(
+    *args: Any, layout: Callable[[Tensor, Tensor], Tensor] = lambda dx, x: dx.to(x.dtype)
+) -> Any:
     """What qk_norm_rope_backward gives, but for the order of memory."""
     b = BackwardArguments(*args)
     found = [
-        (dx.to(x.dtype), dweight, dbias)
-        for (dx, dweight, dbias), (_, x, *_) in zip(_backward(b), b.forward.sides, strict=True)
-    ]
-    return b.results(found)
-
-
-def _composite_backward(*args: Any) -> Any:
-    b = BackwardArguments(*args)
-    found = [
-        (_laid_out(dx, x), dweight, dbias)
+        (layout(dx, x), dweight, dbias)
         for (dx, dweight, dbias), (_, x, *_) in zip(_backward(b), b.forward.sides, strict=True)
     ]
     return b.results(found)
@@ -264,21 +260,18 @@ def check(a: HeadArguments) -> None:
 
     Without k, the names are those of norm_rope.
     """
-    q, side = ("input", "") if a.k is None else ("q", "q_")
-    for name, x, weight, bias in a.sides:
-        if name == "q":
-            name = q
-        else:
-            side = "k_"
+    q = "input" if a.k is None else "q"
+    for side, x, weight, bias in a.sides:
+        name, prefix = (q, "") if a.k is None else (side, f"{side}_")
         arguments.check_tensor(name, x)
         if x.dim() != 4:
             raise RuntimeError(
                 f"expected {name} of four dimensions, (batch, positions, heads, columns) or with "
                 f"seq_dim=2 (batch, heads, positions, columns), got shape {list(x.shape)}"
             )
-        if name == "k":
+        if side == "k":
             _check_beside_q(a, x)
-        for what, parameter in ((f"{side}weight", weight), (f"{side}bias", bias)):
+        for what, parameter in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
             if parameter is None:
                 continue
             arguments.check_tensor(what, parameter)
@@ -290,29 +283,23 @@ def check(a: HeadArguments) -> None:
                     f"got shape {list(parameter.shape)}"
                 )
             _check_device_and_dtype(what, parameter, q, a.q)
+        if a.weight_offset != 0 and a.statistic is not None and weight is None:
+            raise ValueError(
+                f"expected a {prefix}weight beside weight_offset {a.weight_offset}, got none"
+            )
     if a.k is None and (a.k_weight is not None or a.k_bias is not None):
         raise ValueError("expected k beside k_weight and k_bias, got none")
     if a.statistic not in STATISTICS:
         raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")
-    if a.weight_offset != 0:
-        if a.statistic is None:
-            raise ValueError(
-                f"expected no weight_offset beside statistic None, got {a.weight_offset}"
-            )
-        for name, _, weight, _ in a.sides:
-            if weight is None:
-                what = "weight" if a.k is None else f"{name}_weight"
-                raise ValueError(
-                    f"expected a {what} beside weight_offset {a.weight_offset}, got none"
-                )
+    if a.weight_offset != 0 and a.statistic is None:
+        raise ValueError(f"expected no weight_offset beside statistic None, got {a.weight_offset}")
     arguments.check_kind("rms", a.weight_offset, a.q_weight)
     _check_angles(a)
 
 
 def _check_beside_q(a: HeadArguments, k: Tensor) -> None:
     q = a.q
-    if k.device != q.device:
-        raise RuntimeError(f"expected k on the device of q, {q.device}, got {k.device}")
+    arguments.check_device("k", k, "q", q)
     if k.dtype != q.dtype:
         raise RuntimeError(f"expected k of q's dtype, {name_of(q.dtype)}, got {name_of(k.dtype)}")
     heads = 3 - a.seq_dim
@@ -327,10 +314,7 @@ def _check_beside_q(a: HeadArguments, k: Tensor) -> None:
 def _check_device_and_dtype(
     name: str, tensor: Tensor, beside: str, q: Tensor, *, may_be_float32: bool = False
 ) -> None:
-    if tensor.device != q.device:
-        raise RuntimeError(
-            f"expected {name} on the device of {beside}, {q.device}, got {tensor.device}"
-        )
+    arguments.check_device(name, tensor, beside, q)
     wider = q.dtype in HALF or (may_be_float32 and q.dtype is torch.float64)
     allowed = (q.dtype, torch.float32) if wider else (q.dtype,)
     if tensor.dtype not in allowed:
@@ -397,12 +381,11 @@ def _fake_backward(*args: Any) -> Any:
     def like(parameter: Tensor | None, needed: bool) -> Tensor | None:
         return parameter.new_empty(parameter.shape) if needed and parameter is not None else None
 
-    return b.results(
-        [
-            (dense_like(x), like(weight, b.needs_dweight), like(bias, b.needs_dbias))
-            for _, x, weight, bias in b.forward.sides
-        ]
-    )
+    found = [
+        (dense_like(x), like(weight, b.needs_dweight), like(bias, b.needs_dbias))
+        for _, x, weight, bias in b.forward.sides
+    ]
+    return b.results(found)
 
 
 # ---- Derivatives.
@@ -524,18 +507,15 @@ def _autograd_backward(keyset: Any, *args: Any) -> Any:
 # ---- vmap: the batch is part of the first dimension. Parameters of samples take the formulas.
 
 
-def _folded(tensor: Tensor | None, dim: int | None, size: int) -> Any:
+def _folded(tensor: Any, dim: int | None, size: int) -> Any:
     """The tensor with the mapped dimension folded into its first one."""
-    if tensor is None:
-        return None
-    tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-    return tensor.flatten(0, 1)
+    return None if tensor is None else to_front(tensor, dim, size).flatten(0, 1)
 
 
 def _angles_folded(a: Any, dim: int | None, size: int, batch: int) -> Any:
     if a is None or (dim is None and a.dim() == 2):
         return a
-    a = a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)
+    a = to_front(a, dim, size)
     if a.dim() == 3:  # one table for each sample of vmap
         a = a.unsqueeze(1)
     return a.expand(size, batch, *a.shape[2:]).flatten(0, 1)
@@ -562,13 +542,9 @@ def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 def _one_by_one(operator: Any, info: Any, in_dims: Any, args: Any) -> Any:
     """The operator for each sample."""
+    given = list(zip(args, in_dims, strict=True))
     samples = [
-        operator(
-            *(
-                arg.select(dim, i) if dim is not None else arg
-                for arg, dim in zip(args, in_dims, strict=True)
-            )
-        )
+        operator(*(arg if dim is None else arg.select(dim, i) for arg, dim in given))
         for i in range(info.batch_size)
     ]
     stacked = tuple(torch.stack(same) for same in zip(*samples, strict=True))
@@ -584,6 +560,10 @@ torch.library.register_fake(qk_norm_rope_backward, _fake_backward)
 torch.library.register_vmap(qk_norm_rope, _vmap)
 torch.library.register_vmap(qk_norm_rope_backward, _vmap_backward)
 load.library.impl("qk_norm_rope", _composite, "CompositeExplicitAutograd")
-load.library.impl("qk_norm_rope_backward", _composite_backward, "CompositeExplicitAutograd")
+load.library.impl(
+    "qk_norm_rope_backward",
+    functools.partial(backward_by_formula, layout=_laid_out),
+    "CompositeExplicitAutograd",
+)
 load.library.impl("qk_norm_rope", _autograd, "Autograd", with_keyset=True)
 load.library.impl("qk_norm_rope_backward", _autograd_backward, "Autograd", with_keyset=True)
