@@ -20,6 +20,7 @@ from torch.overrides import has_torch_function
 
 from .compile import rules
 from .ops import arguments, autograd_library, formulas, load
+from .ops.arguments import rms_eps
 from .ops.aten_forward import twin
 from .ops.autocast import under_autocast
 from .ops.operators import (
@@ -69,22 +70,11 @@ class Kind(NamedTuple):
 LAYER = Kind()
 RMS = Kind("rms")
 
-FLOAT32_EPS = torch.finfo(torch.float32).eps
-FLOAT64_EPS = torch.finfo(torch.float64).eps
-
 
 def rms_kind(weight_offset: float, round_before_weight: bool) -> Kind:
     if weight_offset == 0.0 and not round_before_weight:
         return RMS
     return Kind("rms", weight_offset, bool(round_before_weight))
-
-
-def rms_eps(eps: float | None, x: Tensor) -> float:
-    """The eps of an RMSNorm; that of torch.nn.functional.rms_norm if it is None."""
-    if eps is not None:
-        return eps
-    is_wide = isinstance(x, Tensor) and x.dtype is torch.float64
-    return FLOAT64_EPS if is_wide else FLOAT32_EPS
 
 
 def may_serve(x: Any, *others: Any) -> bool:

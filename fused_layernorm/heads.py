@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .functional import rms_eps
 from .ops import arguments
 from .ops.autograd import in_forward_mode, needs_grad
 from .ops.heads import HeadArguments, by_formula, check
@@ -153,7 +152,7 @@ def _serve(a: HeadArguments) -> tuple[Tensor, Tensor]:
 def _eps(eps: float | None, statistic: str | None, q: Tensor) -> float:
     if statistic is None:
         return 0.0
-    return _LAYER_EPS if eps is None and statistic == "layer" else rms_eps(eps, q)
+    return _LAYER_EPS if eps is None and statistic == "layer" else arguments.rms_eps(eps, q)
 
 
 def _rotary_dim(q: Tensor, cos: Tensor | None, sin: Tensor | None, rotary_dim: Any) -> int:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from . import modules
-from .functional import Kind, serve
+from .functional import LAYER, RMS, Kind, serve
 
 _KINDS = {
-    ("LayerNorm", False): Kind("layer"),
+    ("LayerNorm", False): LAYER,
     ("LayerNorm", True): Kind("layer", 1.0),
-    ("RMSNorm", False): Kind("rms"),
+    ("RMSNorm", False): RMS,
     ("RMSNorm", True): Kind("rms", 1.0),
 }
 

@@ -14,8 +14,6 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from .functional import (
-    FLOAT32_EPS,
-    FLOAT64_EPS,
     ada_layer_norm,
     add_ada_layer_norm,
     add_layer_norm,
@@ -29,7 +27,7 @@ from .functional import (
     torchs_layer_norm,
     torchs_rms_norm,
 )
-from .ops.arguments import check_kind, check_options, name_of
+from .ops.arguments import FLOAT32_EPS, FLOAT64_EPS, check_kind, check_options, name_of
 from .ops.load import operators
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -47,12 +45,9 @@ _is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on its arguments.
-torch.fx.wrap("layer_norm")
-torch.fx.wrap("add_layer_norm")
-torch.fx.wrap("rms_norm")
-torch.fx.wrap("add_rms_norm")
-torch.fx.wrap("ada_layer_norm")
-torch.fx.wrap("add_ada_layer_norm")
+for _norm in ("layer_norm", "rms_norm", "ada_layer_norm"):
+    torch.fx.wrap(_norm)
+    torch.fx.wrap(f"add_{_norm}")
 
 
 def _scripted_as(scripted: Callable[..., Tensor]) -> Callable[[Forward], Forward]:
@@ -201,7 +196,7 @@ class FusedAddLayerNorm(FusedLayerNorm):
 
 
 def _scripted_eps(eps: float | None, x: Tensor) -> float:
-    """functional.rms_eps in what TorchScript compiles, which reads no number from a module."""
+    """arguments.rms_eps in what TorchScript compiles, which reads no number from a module."""
     if eps is not None:
         return eps
     return 2.220446049250313e-16 if x.dtype == torch.float64 else 1.1920928955078125e-07

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
-from .functional import rms_eps
 from .ops import arguments, autograd_library, load
 
 __all__ = ["AtenOverride", "override_aten"]
@@ -38,7 +37,9 @@ class AtenOverride:
         with _lock:
             if self._in_force:
                 self._in_force = False
-                _end(self._key)
+                _in_force[self._key] -= 1
+                if not _in_force[self._key]:
+                    _switch(self._key, False)
 
     def __enter__(self) -> "AtenOverride":
         return self
@@ -102,20 +103,10 @@ def _lacking_cuda() -> str | None:
 def _override(key: str) -> AtenOverride:
     """Overrides the kernels of one dispatch key. "CPU", which runs composites, is for tests."""
     with _lock:
-        _begin(key)
+        if not _in_force[key]:
+            _switch(key, True)
+        _in_force[key] += 1
         return AtenOverride(key, in_force=True)
-
-
-def _begin(key: str) -> None:
-    if not _in_force[key]:
-        _switch(key, True)
-    _in_force[key] += 1
-
-
-def _end(key: str) -> None:
-    _in_force[key] -= 1
-    if not _in_force[key]:
-        _switch(key, False)
 
 
 def _switch(key: str, on: bool) -> None:
@@ -184,19 +175,17 @@ class _InPython:
 
 
 _in_python: dict[str, _InPython] = {}
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_MOST = 2**31 - 1
 
 
 def _takes(x: Tensor, shape: Any, *parameters: Tensor | None) -> bool:
     """Whether these are valid by PyTorch's rules, and for the kernels."""
     leading = x.dim() - len(shape)
     return (
-        x.dtype in _FLOATS
+        x.dtype in arguments.DTYPES
         and len(shape) > 0
         and leading >= 0
         and tuple(x.shape[leading:]) == tuple(shape)
-        and max(math.prod(x.shape[:leading]), math.prod(shape)) <= _MOST
+        and max(math.prod(x.shape[:leading]), math.prod(shape)) <= arguments.MAX_INDEX
         and all(
             p is None
             or (p.dtype is x.dtype and p.device == x.device and tuple(p.shape) == tuple(shape))
@@ -227,7 +216,7 @@ def _layer_norm(
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
     if not _takes(x, shape, weight) or eps != eps:
         return None
-    options = (rms_eps(eps, x), None, 1.0, None, "rms")
+    options = (arguments.rms_eps(eps, x), None, 1.0, None, "rms")
     y, _, rstd = load.layer_norm_forward(x, len(shape), weight, None, *options)
     return y, rstd
 

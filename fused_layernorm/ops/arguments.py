@@ -23,7 +23,18 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 HALF = (torch.float16, torch.bfloat16)
 MAX_INDEX = 2**31 - 1  # rows, and columns, that the CUDA kernels can count
 
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+FLOAT64_EPS = torch.finfo(torch.float64).eps
+
 _DTYPE_NAMES = "float32, float16, bfloat16 or float64"
+
+
+def rms_eps(eps: float | None, x: Any) -> float:
+    """The eps of an RMSNorm; that of torch.nn.functional.rms_norm if it is None."""
+    if eps is not None:
+        return eps
+    is_wide = isinstance(x, Tensor) and x.dtype is torch.float64
+    return FLOAT64_EPS if is_wide else FLOAT32_EPS
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -58,6 +69,18 @@ def check_device(name: str, tensor: Tensor, beside: str, other: Tensor) -> None:
         )
 
 
+Dtypes = Sequence[torch.dtype]
+
+
+def check_dtype(name: str, tensor: Tensor, allowed: Dtypes, beside: str, others: Dtypes) -> None:
+    """Raises if a tensor has none of these dtypes, beside tensors of other dtypes."""
+    if tensor.dtype not in allowed:
+        raise RuntimeError(
+            f"expected {name} of dtype {_either([*map(name_of, allowed)])} beside {beside} of "
+            f"{' and '.join(map(name_of, others))}, got {name_of(tensor.dtype)}"
+        )
+
+
 def check_int(name: str, value: Any) -> int:
     """The value as an int; raises if it is none, such as a bool or a float."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -71,7 +94,7 @@ def check_number(name: str, value: Any) -> None:
         raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
 
 
-def _broadcasts(tensor: Tensor, input: Tensor) -> bool:
+def broadcasts(tensor: Tensor, input: Tensor) -> bool:
     """Whether the tensor broadcasts against input without enlarging it."""
     leading = input.dim() - tensor.dim()
     if leading < 0:
@@ -246,17 +269,13 @@ def check(a: Arguments) -> None:
                     f"expected {name} of shape {list(shape)}, the last dimensions of input, "
                     f"got shape {list(parameter.shape)}"
                 )
-        elif not _broadcasts(parameter, input):
+        elif not broadcasts(parameter, input):
             raise RuntimeError(
                 f"expected {name} that broadcasts to the shape of input, {list(input.shape)}, "
                 f"got shape {list(parameter.shape)}"
             )
-        if parameter.dtype not in allowed:
-            beside = "input" if residual is None else "input and residual"
-            raise RuntimeError(
-                f"expected {name} of dtype {_either([name_of(d) for d in allowed])} beside {beside}"
-                f" of {' and '.join(name_of(d) for d in x_dtypes)}, got {name_of(parameter.dtype)}"
-            )
+        beside = "input" if residual is None else "input and residual"
+        check_dtype(name, parameter, allowed, beside, x_dtypes)
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise RuntimeError(
             "expected weight and bias of one dtype, got "

@@ -33,7 +33,7 @@ from .operators import (
     Results,
     backward_of,
     gated_backward,
-    with_statistics,
+    operator_of,
 )
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -105,7 +105,7 @@ class Forward(Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
         a = Arguments(*args)
-        operator = with_statistics(a)
+        operator = operator_of(a, gives_statistics=True)
         with lower_levels():
             found = operator.overload.redispatch(keyset & _after_autograd, *operator.lay_out(a))
         return Forward.save(ctx, a, operator.results(found))

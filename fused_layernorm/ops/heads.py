@@ -317,12 +317,7 @@ def _check_device_and_dtype(
     arguments.check_device(name, tensor, beside, q)
     wider = q.dtype in HALF or (may_be_float32 and q.dtype is torch.float64)
     allowed = (q.dtype, torch.float32) if wider else (q.dtype,)
-    if tensor.dtype not in allowed:
-        names = " or ".join(map(name_of, allowed))
-        raise RuntimeError(
-            f"expected {name} of dtype {names} beside {beside} of {name_of(q.dtype)}, "
-            f"got {name_of(tensor.dtype)}"
-        )
+    arguments.check_dtype(name, tensor, allowed, beside, [q.dtype])
 
 
 def _check_angles(a: HeadArguments) -> None:
@@ -419,34 +414,28 @@ class _Forward(Function):
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None = None) -> Any:
         a: Any = HeadArguments(*ctx.saved_tensors, *ctx.options)
         needs: Any = HeadArguments(*ctx.needs_input_grad[1:])
-        if dq is None and dk is None:
+        # A side without a gradient is left out: where q has none, k takes its place.
+        sides = [side for side, dy in enumerate((dq, dk)) if dy is not None]
+        if not sides:
             return (None,) * (1 + len(needs))
-        # Where one result has no gradient, the other takes the place of q.
-        swapped = dq is None
-        if swapped:
-            dq, dk = dk, None
-        else:
-            dk = dk if ctx.has_k else None
-        assert dq is not None
+
+        def of(pair: Any) -> Any:
+            return (*(pair[side] for side in sides), None)[:2]
+
+        of_q, of_k = of((dq, dk))
         if a.statistic is None:
-            call = a._replace(q=dq, k=dk, inverse=not a.inverse)
+            call = a._replace(q=of_q, k=of_k, inverse=not a.inverse)
             found = (*_call(qk_norm_rope, *call), None, None, None, None)
         else:
-            if swapped:
-                a = a._replace(q=a.k, q_weight=a.k_weight, q_bias=a.k_bias)
-            if dk is None:
-                a = a._replace(k=None, k_weight=None, k_bias=None)
+            a = HeadArguments(*of(a[0:2]), *of(a[2:4]), *of(a[4:6]), *a[6:])
             flags = needs.q_weight or needs.k_weight, needs.q_bias or needs.k_bias
-            found = _call(qk_norm_rope_backward, *BackwardArguments.of(a, dq, dk, *flags))
-        gradients = list(found)
-        if swapped:  # what the operator took for q is k
-            for i in (0, 2, 4):
-                gradients[i], gradients[i + 1] = None, gradients[i]
-        elif dk is None:
-            for i in (1, 3, 5):
-                gradients[i] = None
-        wanted = [g if needed else None for g, needed in zip(gradients, needs, strict=False)]
-        return (None, *wanted, *(None,) * (len(needs) - len(wanted)))
+            found = _call(qk_norm_rope_backward, *BackwardArguments.of(a, of_q, of_k, *flags))
+        gradients: list[Any] = [None] * len(needs)
+        for place, side in enumerate(sides):
+            for i in (0, 2, 4):  # of x, weights and biases
+                if needs[i + side]:
+                    gradients[i + side] = found[i + place]
+        return (None, *gradients)
 
 
 class _Backward(Function):
@@ -529,7 +518,7 @@ def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     a, size = HeadArguments(*args), info.batch_size
     dims: Any = HeadArguments(*in_dims)
     if any(dim is not None for dim in dims[2:6]):
-        return _one_by_one(qk_norm_rope, info, in_dims, args)
+        return _one_by_one(qk_norm_rope, info, in_dims, *args)
     batch = a.q.shape[1 if dims.q == 0 else 0] if dims.q is not None else a.q.shape[0]
     call = a._replace(
         q=_folded(a.q, dims.q, size),
@@ -540,7 +529,7 @@ def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     return tuple(_unfolded(y, size) for y in qk_norm_rope(*call)), (0, 0)
 
 
-def _one_by_one(operator: Any, info: Any, in_dims: Any, args: Any) -> Any:
+def _one_by_one(operator: Any, info: Any, in_dims: Any, *args: Any) -> Any:
     """The operator for each sample."""
     given = list(zip(args, in_dims, strict=True))
     samples = [
@@ -551,14 +540,12 @@ def _one_by_one(operator: Any, info: Any, in_dims: Any, args: Any) -> Any:
     return stacked, (0,) * len(stacked)
 
 
-def _vmap_backward(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _one_by_one(qk_norm_rope_backward, info, in_dims, args)
-
-
 torch.library.register_fake(qk_norm_rope, _fake)
 torch.library.register_fake(qk_norm_rope_backward, _fake_backward)
 torch.library.register_vmap(qk_norm_rope, _vmap)
-torch.library.register_vmap(qk_norm_rope_backward, _vmap_backward)
+torch.library.register_vmap(
+    qk_norm_rope_backward, functools.partial(_one_by_one, qk_norm_rope_backward)
+)
 load.library.impl("qk_norm_rope", _composite, "CompositeExplicitAutograd")
 load.library.impl(
     "qk_norm_rope_backward",

@@ -173,11 +173,12 @@ FORWARD = (
 )
 
 
-def with_statistics(a: Arguments) -> Operator:
-    """The operator for a forward pass that a backward pass follows."""
-    if a.is_modulated:
-        return ADA_LAYER_NORM_FORWARD if a.residual is None else ADD_ADA_LAYER_NORM_FORWARD
-    return LAYER_NORM_FORWARD if a.residual is None else ADD_LAYER_NORM_FORWARD
+_BY_FLAGS = {operator[1:]: operator for operator in FORWARD}
+
+
+def operator_of(a: Arguments, *, gives_statistics: bool = False) -> Operator:
+    """The operator for a call, or the one for a forward pass that a backward pass follows."""
+    return _BY_FLAGS[a.residual is not None, gives_statistics, a.is_modulated]
 
 
 class Needs(NamedTuple):

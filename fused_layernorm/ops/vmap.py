@@ -26,17 +26,13 @@ from .operators import (
     Options,
     Results,
     gated_backward,
-    with_statistics,
+    operator_of,
 )
 
 
 def to_front(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     """The tensor with its batch dimension first; a tensor that has none is expanded."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-
-def _optional_to_front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    return None if tensor is None else to_front(tensor, dim, size)
 
 
 def _broadcast_to_front(
@@ -69,7 +65,7 @@ def _forward_rule(operator: Operator) -> Callable[..., Any]:
         a, size = operator.arguments(*args), info.batch_size
         dims: Any = operator.arguments(*in_dims)
         input = to_front(a.input, dims.input, size)
-        residual = _optional_to_front(a.residual, dims.residual, size)
+        residual = None if a.residual is None else to_front(a.residual, dims.residual, size)
         ndim = input.dim()
         gate, shift, scale = (
             _batched_to_front(tensor, dim, size, ndim)
@@ -97,7 +93,7 @@ def _with_parameters_of_samples(
     acc = acc_dtype(a.x_dtype)
     options = Options(ndim, eps, out_dtype=acc, statistic=statistic)
     plain = Arguments(a.input, a.residual, None, None, options, gate=a.gate)
-    operator = with_statistics(plain)
+    operator = operator_of(plain, gives_statistics=True)
     normalized = operator.results(operator.overload(*operator.lay_out(plain)))
     xhat = normalized.y.to(a.input.dtype).to(acc) if a.rounds_xhat else normalized.y
     z = affine(xhat, shifted(weight, offset, acc), bias)
@@ -113,12 +109,13 @@ def _backward_rule(operator: BackwardOperator) -> Callable[..., Any]:
         # Every sample has its own gradient of a modulation that all of them share.
         shift = _broadcast_to_front(b.shift, dims.shift, size, x.dim())
         scale = _broadcast_to_front(b.scale, dims.scale, size, x.dim())
+        dresidual = None if b.dresidual is None else to_front(b.dresidual, dims.dresidual, size)
         rows = b._replace(
             dy=to_front(b.dy, dims.dy, size),
             x=x,
             mean=to_front(b.mean, dims.mean, size).contiguous(),
             rstd=to_front(b.rstd, dims.rstd, size).contiguous(),
-            dresidual=_optional_to_front(b.dresidual, dims.dresidual, size),
+            dresidual=dresidual,
             shift=shift,
             scale=scale,
         )
