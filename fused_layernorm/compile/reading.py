@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..ops import aten_forward, load
-from ..ops.arguments import DTYPES, HALF
+from ..ops.arguments import DTYPES, HALF, rms_eps
 from ..ops.operators import LAYER_NORM
 
 aten = torch.ops.aten
@@ -227,22 +227,11 @@ def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = Fals
 # ---- Norms -------------------------------------------------------------------------------------
 
 
-def _norm(
-    name: str,
-    normalized_ndim: int,
-    input: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    weight_offset: Any = 0.0,
-    round_before_weight: Any = False,
-) -> Call | None:
-    """A norm. The eps of an RMSNorm is that of torch.nn.functional.rms_norm where it is None."""
-    if eps is None and is_tensor(input):
-        is_wide = dtype_of(input) is torch.float64
-        eps = torch.finfo(torch.float64 if is_wide else torch.float32).eps
-    operands = (input, weight, bias, eps, weight_offset, round_before_weight)
-    return None if eps is None else Call(name, operands, normalized_ndim)
+def _norm(name: str, normalized_ndim: int, *operands: Any) -> Call:
+    """A norm by its input, weight, bias and eps, perhaps weight_offset and round_before_weight."""
+    input, weight, bias, eps, *kind = operands
+    eps = rms_eps(eps, value_of(input))
+    return Call(name, (input, weight, bias, eps, *(kind or (0.0, False))), normalized_ndim)
 
 
 @_reads(F.layer_norm, torch.layer_norm, aten.layer_norm.default)

@@ -23,9 +23,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from ..ops import operators
 from ..ops.arguments import DTYPES, HALF, name_of
-from ..ops.operators import Arguments, Operator, Options
+from ..ops.operators import Arguments, Operator, Options, operator_of
 from . import autocast
 from .effects import Effects
 from .patterns import Viewed
@@ -71,7 +70,7 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     _check_effects(site, arguments, start, effects)
     if not functional:
         _check_saved(site, arguments, start, effects)
-    return Replacement(site, _operator_of(arguments), arguments, after, narrowed)
+    return Replacement(site, operator_of(arguments), arguments, after, narrowed)
 
 
 def _check_values(site: Site) -> None:
@@ -116,17 +115,10 @@ def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
             f"the norm is rounded to {name_of(rounded)} before its weight, "
             f"beside an input of {name_of(dtype_of(input))}"
         )
-    options = Options(
-        site.normalized_ndim,
-        site.eps,
-        site.activation,
-        site.factor,
-        out_dtype,
-        site.statistic,
-        site.weight_offset,
-        rounded is not None,
-        keeps_order=site.dim is not None,
-    )
+    epilogue = (site.activation, site.factor, out_dtype)
+    kind = (site.statistic, site.weight_offset, rounded is not None)
+    keeps_order = site.dim is not None
+    options = Options(site.normalized_ndim, site.eps, *epilogue, *kind, keeps_order)
     return Arguments(input, residual, weight, bias, options, gate, shift, scale)  # type: ignore[arg-type]
 
 
@@ -213,12 +205,6 @@ def _check_saved(site: Site, arguments: Arguments, start: Node, effects: Effects
         saved += _nodes([x])
     if (node := effects.write_between(saved, start)) is not None:
         raise Left(f"{node.name} writes into what backward reads")
-
-
-def _operator_of(a: Arguments) -> Operator:
-    if a.is_modulated:
-        return operators.ADA_LAYER_NORM if a.residual is None else operators.ADD_ADA_LAYER_NORM
-    return operators.LAYER_NORM if a.residual is None else operators.ADD_LAYER_NORM
 
 
 # ---- The replacement -----------------------------------------------------------------------------
