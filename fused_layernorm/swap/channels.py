@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .. import functional
 from ..functional import rms_norm
-from .forwards import HALF, Forward, then_act
+from ..ops.arguments import HALF
+from .forwards import Forward, then_act
 
 
 def _takes(x: Any, weight: Any, *, half: bool) -> bool:

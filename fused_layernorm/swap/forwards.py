@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..functional import layer_norm
-
-HALF = (torch.float16, torch.bfloat16)
+from ..ops.arguments import HALF
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on dtypes or strides.
@@ -139,13 +138,8 @@ def _in_promoted_dtype(
 
 
 def last_dims(self: Any, input: Tensor) -> Tensor:
-    return layer_norm(
-        input,
-        parameter(self, "weight"),
-        parameter(self, "bias"),
-        self.eps,
-        normalized_shape=self.normalized_shape,
-    )
+    weight, bias = parameter(self, "weight"), parameter(self, "bias")
+    return layer_norm(input, weight, bias, self.eps, normalized_shape=self.normalized_shape)
 
 
 def timm_last_dims(self: Any, x: Tensor) -> Tensor | None:
@@ -163,14 +157,9 @@ float32_act = then_act(__name__, "float32_act", float32)
 
 
 def input_dtype(self: Any, hidden_states: Tensor) -> Tensor:
-    return layer_norm(
-        hidden_states,
-        self.weight,
-        self.bias,
-        self.eps,
-        normalized_shape=self.normalized_shape,
-        out_dtype=hidden_states.dtype,
-    )
+    norm = (self.weight, self.bias, self.eps)
+    shape, dtype = self.normalized_shape, hidden_states.dtype
+    return layer_norm(hidden_states, *norm, normalized_shape=shape, out_dtype=dtype)
 
 
 def without_parameters(self: Any, hidden_states: Tensor) -> Tensor:
@@ -182,21 +171,14 @@ def shape_of_weight(self: Any, input: Tensor) -> Tensor:
 
 
 def weight_plus_one(self: Any, hidden_states: Tensor) -> Tensor:
-    return layer_norm(
-        hidden_states,
-        self.weight + 1.0,
-        self.bias,
-        self.eps,
-        normalized_shape=self.normalized_shape,
-    )
+    norm = (self.weight + 1.0, self.bias, self.eps)
+    return layer_norm(hidden_states, *norm, normalized_shape=self.normalized_shape)
 
 
 def weight_plus_one_outside_autocast(self: Any, input: Tensor) -> Tensor | None:
     if torch.is_autocast_enabled() or torch.is_autocast_enabled(input.device.type):
         return None
-    return layer_norm(
-        input, self.weight + 1.0, self.bias, self.eps, normalized_shape=self.normalized_shape
-    )
+    return weight_plus_one(self, input)
 
 
 def parameters_of_heads(self: Any, hidden_states: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..functional import ada_layer_norm, layer_norm, may_serve
 from ..modules import FusedLayerNorm
-from .forwards import HALF, Forward, float32, matched, must_be_called
+from ..ops.arguments import HALF, broadcasts
+from .forwards import Forward, float32, matched, must_be_called
 
 # For each forward, the names of the norms that it computes without calling them.
 NORMS: dict[Forward, tuple[str, ...]] = {}
@@ -69,14 +70,10 @@ def _modulate(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, by default the norm's own."""
-    return _modulated(x, shift, scale, *_options_of(norm, x, dtype))
-
-
-def _options_of(norm: Any, x: Tensor, dtype: torch.dtype | None) -> tuple[Any, ...]:
-    """The last arguments of _modulated."""
     if dtype is None and _is_float32(norm):
         dtype = x.dtype
-    return norm.weight, norm.bias, norm.eps, norm.normalized_shape, dtype
+    parameters = (norm.weight, norm.bias, norm.eps, norm.normalized_shape)
+    return _modulated(x, shift, scale, *parameters, dtype)
 
 
 def _modulated(
@@ -98,16 +95,8 @@ def _modulated(
         )
         y = y if scale is None else y * (1 + scale)
         return y if shift is None else y + shift
-    return ada_layer_norm(
-        x,
-        _beside(x, shift),
-        _beside(x, scale),
-        weight,
-        bias,
-        eps,
-        normalized_shape=normalized_shape,
-        out_dtype=out_dtype,
-    )
+    tensors = (_beside(x, shift), _beside(x, scale), weight, bias)
+    return ada_layer_norm(x, *tensors, eps, normalized_shape=normalized_shape, out_dtype=out_dtype)
 
 
 def _dtype_of_result(
@@ -133,10 +122,8 @@ def _suits(x: Tensor, modulation: Tensor | None) -> bool:
     """Whether a modulation broadcasts to x without enlarging it, and is float64 only if x is."""
     if modulation is None:
         return True
-    if modulation.dtype == torch.float64 != x.dtype or modulation.dim() > x.dim():
-        return False
-    sizes = zip(reversed(modulation.shape), reversed(x.shape), strict=False)
-    return all(size in (1, of_x) for size, of_x in sizes)
+    is_taken = modulation.dtype != torch.float64 or x.dtype == torch.float64
+    return is_taken and broadcasts(modulation, x)
 
 
 def _beside(x: Tensor, modulation: Tensor | None) -> Tensor | None:

@@ -426,7 +426,7 @@ def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
     # The parameters and their names are the stock forward's.
     first = [*inspect.signature(cls.forward).parameters, ""][1]
 
-    @functools.wraps(cls.forward)
+    @functools.wraps(cls.forward, updated=())
     def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
         parameters = self._parameters.values()
         if (  # what follows from may_serve for the most common call, in a third of its time
