@@ -315,8 +315,8 @@ def ada_layer_norm(
         y = \mathrm{layer\_norm}(x, \mathrm{weight}, \mathrm{bias}, \epsilon)
             \cdot (1 + \mathrm{scale}) + \mathrm{shift}
 
-    The arithmetic and the errors are those of :func:`layer_norm`, except on the CPU: where all
-    tensors have one dtype and ``out_dtype`` is not given, PyTorch's operators compute the norm,
+    The errors are those of :func:`layer_norm`, and so is the arithmetic, except on the CPU: where
+    all tensors have one dtype and ``out_dtype`` is not given, PyTorch's operators compute the norm,
     then the modulation, and each operator rounds its result. Every tensor gets its gradient, summed
     over exactly the dimensions in which it is broadcast, in its own shape and dtype.
 

@@ -72,13 +72,14 @@ def check_device(name: str, tensor: Tensor, beside: str, other: Tensor) -> None:
 Dtypes = Sequence[torch.dtype]
 
 
-def check_dtype(name: str, tensor: Tensor, allowed: Dtypes, beside: str, others: Dtypes) -> None:
-    """Raises if a tensor has none of these dtypes, beside tensors of other dtypes."""
-    if tensor.dtype not in allowed:
-        raise RuntimeError(
-            f"expected {name} of dtype {_either([*map(name_of, allowed)])} beside {beside} of "
-            f"{' and '.join(map(name_of, others))}, got {name_of(tensor.dtype)}"
-        )
+def dtype_error(
+    name: str, tensor: Tensor, allowed: Dtypes, beside: str, others: Dtypes
+) -> RuntimeError:
+    """The error of a tensor that has none of these dtypes, beside tensors of other dtypes."""
+    return RuntimeError(
+        f"expected {name} of dtype {_either([*map(name_of, allowed)])} beside {beside} of "
+        f"{' and '.join(map(name_of, others))}, got {name_of(tensor.dtype)}"
+    )
 
 
 def check_int(name: str, value: Any) -> int:
@@ -274,8 +275,9 @@ def check(a: Arguments) -> None:
                 f"expected {name} that broadcasts to the shape of input, {list(input.shape)}, "
                 f"got shape {list(parameter.shape)}"
             )
-        beside = "input" if residual is None else "input and residual"
-        check_dtype(name, parameter, allowed, beside, x_dtypes)
+        if parameter.dtype not in allowed:
+            beside = "input" if residual is None else "input and residual"
+            raise dtype_error(name, parameter, allowed, beside, x_dtypes)
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise RuntimeError(
             "expected weight and bias of one dtype, got "

@@ -74,8 +74,9 @@ def _forward_in_place(a: Arguments) -> Results:
 
 def _epilogue(a: Arguments, z: Tensor) -> Tensor:
     """What follows the affine step, in y's dtype."""
-    y = activate(modulate(z, to(a.shift, z.dtype), to(a.scale, z.dtype)), a.options.activation)
-    return (y if a.options.output_scale == 1.0 else y * a.options.output_scale).to(a.y_dtype)
+    options, acc = a.options, z.dtype
+    y = activate(modulate(z, to(a.shift, acc), to(a.scale, acc)), options.activation)
+    return (y if options.output_scale == 1.0 else y * options.output_scale).to(a.y_dtype)
 
 
 def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:

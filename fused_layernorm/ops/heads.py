@@ -23,7 +23,7 @@ from torch import Tensor
 from . import arguments, composite, load
 from .arguments import HALF, name_of
 from .autograd import Function, apply, in_forward_mode, lower_levels, needs_grad
-from .formulas import acc_dtype, affine, shifted, to
+from .formulas import acc_dtype, affine, normalized, shifted, to
 from .vmap import to_front
 
 qk_norm_rope = load.operators.qk_norm_rope.default
@@ -112,11 +112,7 @@ def normalize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The norm's result, xhat and rstd of one of q and k, in the arithmetic's dtype."""
     acc = acc_dtype(x.dtype)
-    wide = x.to(acc)
-    if a.statistic == "layer":
-        wide = wide - wide.mean(-1, keepdim=True)
-    rstd = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + a.eps)
-    xhat = wide * rstd
+    _, xhat, rstd = normalized(x.to(acc), 1, a.eps, a.statistic == "rms")
     rounds = a.round_before_weight and weight is not None
     z = xhat.to(x.dtype).to(acc) if rounds else xhat
     z = affine(z, shifted(weight, a.weight_offset, acc), to(bias, acc))
@@ -317,7 +313,8 @@ def _check_device_and_dtype(
     arguments.check_device(name, tensor, beside, q)
     wider = q.dtype in HALF or (may_be_float32 and q.dtype is torch.float64)
     allowed = (q.dtype, torch.float32) if wider else (q.dtype,)
-    arguments.check_dtype(name, tensor, allowed, beside, [q.dtype])
+    if tensor.dtype not in allowed:
+        raise arguments.dtype_error(name, tensor, allowed, beside, [q.dtype])
 
 
 def _check_angles(a: HeadArguments) -> None:
