@@ -86,7 +86,13 @@ def lower_levels() -> Iterator[None]:
         yield
 
 
-def _call(operator: OpOverload, *args: Any) -> tuple[Tensor, ...]:
+def redispatch(operator: OpOverload, keyset: Any, *args: Any) -> Any:
+    """Calls an operator's implementation for the keys below autograd."""
+    with _below_autograd():
+        return operator.redispatch(keyset & _after_autograd, *args)
+
+
+def call_operator(operator: OpOverload, *args: Any) -> tuple[Tensor, ...]:
     """Calls a backward operator; a failed allocation raises torch.OutOfMemoryError."""
     try:
         return operator(*args)
@@ -145,7 +151,7 @@ class Forward(Function):
         elif is_gated:
             flags = (needs.residual, needs.input, needs.gate, *of_parameters)
             parameters = (shift, scale, weight, bias)
-            found = _call(
+            found = call_operator(
                 load.add_ada_layer_norm_backward,
                 *(dy, x, input, gate, ndim, mean, rstd, *parameters, dresidual),
                 *(*flags, statistic, offset),
@@ -158,7 +164,7 @@ class Forward(Function):
                 *(activation, output_scale, shift, scale, statistic, offset, keeps_order),
             )
             operator = backward_of(shift, scale)
-            found = _call(operator.overload, *operator.lay_out(b))
+            found = call_operator(operator.overload, *operator.lay_out(b))
             dx, dshift, dscale, dweight, dbias = operator.results(b, found)
         if is_dshift_dy:
             dshift = dy
@@ -223,8 +229,7 @@ def _forward_implementation(operator: Operator) -> Callable[..., Any]:
             return operator.outputs(formulas.forward(a))
         if needs_grad(a.input, a.residual, a.weight, a.bias, a.gate, a.shift, a.scale):
             return operator.outputs(Results(*apply(Forward, keyset, *a)))
-        with _below_autograd():
-            return operator.overload.redispatch(keyset & _after_autograd, *args)
+        return redispatch(operator.overload, keyset, *args)
 
     return implementation
 
@@ -236,8 +241,7 @@ def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
             return operator.outputs(b, formulas.backward(b))
         if needs_grad(b.dy, b.x, b.weight, b.bias, b.dresidual, b.shift, b.scale):
             return apply(_Backward, keyset, operator, *args)
-        with _below_autograd():
-            return operator.overload.redispatch(keyset & _after_autograd, *args)
+        return redispatch(operator.overload, keyset, *args)
 
     return implementation
 
@@ -249,15 +253,13 @@ _two = gated_backward(load.ada_layer_norm_backward, load.gate_backward)
 def _gated_backward(keyset: Any, *args: Any) -> Any:
     if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
         return _two(*args)
-    with _below_autograd():
-        return load.add_ada_layer_norm_backward.redispatch(keyset & _after_autograd, *args)
+    return redispatch(load.add_ada_layer_norm_backward, keyset, *args)
 
 
 def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     if in_forward_mode() or needs_grad(*args[:3]):
         return formulas.gate_backward(*args)
-    with _below_autograd():
-        return load.gate_backward.redispatch(keyset & _after_autograd, *args)
+    return redispatch(load.gate_backward, keyset, *args)
 
 
 def register(beside_library: bool) -> None:

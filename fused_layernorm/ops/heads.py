@@ -22,7 +22,15 @@ from torch import Tensor
 
 from . import arguments, composite, load
 from .arguments import HALF, name_of
-from .autograd import Function, apply, in_forward_mode, lower_levels, needs_grad
+from .autograd import (
+    Function,
+    apply,
+    call_operator,
+    in_forward_mode,
+    lower_levels,
+    needs_grad,
+    redispatch,
+)
 from .formulas import acc_dtype, affine, normalized, shifted, to
 from .vmap import to_front
 
@@ -31,9 +39,6 @@ qk_norm_rope_backward = load.operators.qk_norm_rope_backward.default
 
 STATISTICS = (*arguments.STATISTICS, None)
 MOST_KERNEL_COLS = 256  # kMostHeadCols in csrc/forward/heads.h
-
-_below_autograd = torch._C._AutoDispatchBelowAutograd
-_after_autograd = torch._C._after_autograd_keyset
 
 
 class HeadArguments(NamedTuple):
@@ -383,14 +388,6 @@ def _fake_backward(*args: Any) -> Any:
 # ---- Derivatives.
 
 
-def _call(operator: Any, *args: Any) -> Any:
-    """Calls an operator; a failed allocation raises torch.OutOfMemoryError."""
-    try:
-        return operator(*args)
-    except RuntimeError as error:
-        raise arguments.out_of_memory(error) from None
-
-
 class _Forward(Function):
     """q_out and k_out of qk_norm_rope; without k, q_out alone."""
 
@@ -398,7 +395,7 @@ class _Forward(Function):
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
         a = HeadArguments(*args)
         with lower_levels():
-            found = qk_norm_rope.redispatch(keyset & _after_autograd, *a)
+            found = redispatch(qk_norm_rope, keyset, *a)
         ctx.set_materialize_grads(False)
         # A rotation alone needs neither q nor k for its backward.
         tensors = a[:6] if a.statistic is not None else (None,) * 6
@@ -422,11 +419,12 @@ class _Forward(Function):
         of_q, of_k = of((dq, dk))
         if a.statistic is None:
             call = a._replace(q=of_q, k=of_k, inverse=not a.inverse)
-            found = (*_call(qk_norm_rope, *call), None, None, None, None)
+            found = (*call_operator(qk_norm_rope, *call), None, None, None, None)
         else:
             a = HeadArguments(*of(a[0:2]), *of(a[2:4]), *of(a[4:6]), *a[6:])
             flags = needs.q_weight or needs.k_weight, needs.q_bias or needs.k_bias
-            found = _call(qk_norm_rope_backward, *BackwardArguments.of(a, of_q, of_k, *flags))
+            b = BackwardArguments.of(a, of_q, of_k, *flags)
+            found = call_operator(qk_norm_rope_backward, *b)
         gradients: list[Any] = [None] * len(needs)
         for place, side in enumerate(sides):
             for i in (0, 2, 4):  # of x, weights and biases
@@ -441,7 +439,7 @@ class _Backward(Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
         with lower_levels():
-            found = qk_norm_rope_backward.redispatch(keyset & _after_autograd, *args)
+            found = redispatch(qk_norm_rope_backward, keyset, *args)
         ctx.set_materialize_grads(False)
         b = BackwardArguments(*args)
         ctx.save_for_backward(*b[:10])
@@ -476,8 +474,7 @@ def _autograd(keyset: Any, *args: Any) -> Any:
     if needs_grad(*a[:6]):
         found = apply(_Forward, keyset, *a)
         return found if a.k is not None else _with_k(a, (found,))
-    with _below_autograd():
-        return qk_norm_rope.redispatch(keyset & _after_autograd, *args)
+    return redispatch(qk_norm_rope, keyset, *args)
 
 
 def _autograd_backward(keyset: Any, *args: Any) -> Any:
@@ -486,8 +483,7 @@ def _autograd_backward(keyset: Any, *args: Any) -> Any:
         return backward_by_formula(*args)
     if needs_grad(*b[:10]):
         return apply(_Backward, keyset, *args)
-    with _below_autograd():
-        return qk_norm_rope_backward.redispatch(keyset & _after_autograd, *args)
+    return redispatch(qk_norm_rope_backward, keyset, *args)
 
 
 # ---- vmap: the batch is part of the first dimension. Parameters of samples take the formulas.
