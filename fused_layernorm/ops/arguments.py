@@ -154,7 +154,9 @@ def check_dim(input: Any, weight: Any, bias: Any, dim: Any, normalized_shape: An
     check_tensor("input", input)
     if normalized_shape is not None:
         raise ValueError("expected dim or normalized_shape, got both of them")
-    dim, dims = check_int("dim", dim), input.dim()
+    dims = input.dim()
+    if type(dim) is not int:
+        dim = check_int("dim", dim)
     if not -dims <= dim < dims:
         accepted = f"expected dim from {-dims} to {dims - 1}" if dims else "expected no dim"
         raise IndexError(f"{accepted} for input of {dims} dimensions, got {dim}")
