@@ -23,7 +23,7 @@ BLOCKS = f"DiT-XL/2 blocks, {BLOCK_LAYERS} layers"
 Built = tuple[Any, dict[str, torch.Tensor], Callable[[Any], torch.Tensor]]
 
 
-def _squared_error(*shape: int) -> Callable[[Any], torch.Tensor]:
+def squared_error(*shape: int) -> Callable[[Any], torch.Tensor]:
     """The mean squared error of the model's first output against noise, as a training loss."""
     noise = torch.randn(shape)
 
@@ -49,7 +49,7 @@ def dit(layers: int = 8, heads: int = 16, batch: int = 32, side: int = 32) -> Bu
             "timestep": torch.randint(1000, (batch,)),
             "class_labels": torch.randint(1000, (batch,)),
         }
-        return model, inputs, _squared_error(batch, 8, side, side)
+        return model, inputs, squared_error(batch, 8, side, side)
 
 
 def sd3(
@@ -71,7 +71,7 @@ def sd3(
             "pooled_projections": torch.randn(batch, 2048),
             "timestep": torch.randint(1000, (batch,)),
         }
-        return model, inputs, _squared_error(batch, 16, side, side)
+        return model, inputs, squared_error(batch, 16, side, side)
 
 
 def flux(
@@ -97,7 +97,7 @@ def flux(
             "img_ids": F.pad(grid, (1, 0)),
             "txt_ids": torch.zeros(words, 3),
         }
-        return model, inputs, _squared_error(1, side * side, 64)
+        return model, inputs, squared_error(1, side * side, 64)
 
 
 def wan(
@@ -115,7 +115,7 @@ def wan(
             "timestep": torch.randint(1000, (1,)),
             "encoder_hidden_states": torch.randn(1, words, text),
         }
-        return model, inputs, _squared_error(1, 16, frames, height, width)
+        return model, inputs, squared_error(1, 16, frames, height, width)
 
 
 class Block(nn.Module):
@@ -193,4 +193,4 @@ def blocks(
     batch, tokens, dim = size
     with torch.device(timing.DEVICE):
         inputs = {"x": torch.randn(batch, tokens, dim), "condition": torch.randn(batch, dim)}
-        return Blocks(layers, dim, heads), inputs, _squared_error(batch, tokens, dim)
+        return Blocks(layers, dim, heads), inputs, squared_error(batch, tokens, dim)

@@ -5,12 +5,13 @@
     python -m benchmarks.models --models BERT --variants eager,compiled,swap_compiled
     python -m benchmarks.models --models dit,flux --modes inference --seconds 3 --add
 
-The models are transformers' BERT, GPT-2 and ViT, its decoders Qwen3, Llama and Gemma 3 with a few
-layers each, timm's ViT, ConvNeXt and Swin at their real sizes, diffusers' DiT-XL/2, Flux, Stable
-Diffusion 3.5 and Wan with a few layers each, and blocks of DiT, which the variant "operators"
-computes with this package's operators. All have random weights and run in bfloat16 in two modes: a
-training step (forward, backward, SGD; float32 weights under autocast, or for diffusion transformers
-bfloat16 weights) and inference (bfloat16 weights).
+The models are transformers' BERT, GPT-2, ViT and ConvNeXt, its decoders Qwen3, Llama and Gemma 3
+with a few layers each, timm's ViT, ConvNeXt and Swin at their real sizes, diffusers' DiT-XL/2,
+Flux, Stable Diffusion 3.5 and Wan with a few layers each, blocks of NAFNet, and blocks of DiT,
+which the variant "operators" computes with this package's operators. All have random weights and
+run in bfloat16 in two modes: a training step (forward, backward, SGD; float32 weights under
+autocast, or for decoders, diffusion transformers and NAFNet bfloat16 weights) and inference
+(bfloat16 weights).
 
 Each model in each mode has a process of its own. The processes compile side by side, with their
 weights on the GPU together, and measure one at a time. In a process the variants take turns, round
@@ -45,7 +46,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import diffusion, results, timing, turns
+from benchmarks import diffusion, images, results, timing, turns
 from benchmarks.ours import require_kernels
 from benchmarks.overhead import quiet
 from benchmarks.run import sentence
@@ -110,6 +111,16 @@ def vit(batch: int = 64) -> Any:
     )
 
 
+def convnext(batch: int = 64) -> Any:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    return (
+        ConvNextForImageClassification(ConvNextConfig(num_labels=1000)),
+        {"pixel_values": torch.randn(batch, 3, 224, 224)},
+        _class_loss(batch, lambda output: output.logits),
+    )
+
+
 def timm_model(name: str, batch: int = 64) -> Any:
     import timm
 
@@ -157,6 +168,8 @@ MODELS: dict[str, Model] = {
     "transformers Gemma3, 2560 wide, 6 layers, 4x4096": Model(
         "transformers", lambda: decoder("Gemma3", 2560, 6, 8), half=True
     ),
+    "transformers ConvNeXt-T 64x224": Model("transformers", convnext),
+    "NAFNet blocks, 4 layers, 8x64x256x256": Model("transformers", images.nafnet, half=True),
     "timm ViT-B/16 64x224": Model("timm", lambda: timm_model("vit_base_patch16_224")),
     "timm ConvNeXt-T 64x224": Model("timm", lambda: timm_model("convnext_tiny")),
     "timm Swin-T 64x224": Model("timm", lambda: timm_model("swin_tiny_patch4_window7_224")),

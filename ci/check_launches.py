@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the launch of every plan finds its kernels, without a GPU.
 
-    python ci/check_launches.py             prints what fails, of a million problems on four chips
+    python ci/check_launches.py             prints what fails, of two million problems on five chips
     python ci/check_launches.py --trace     prints what each problem launches
 
 The objects of the last `make build` or `make wheel` are linked with a CUDA runtime that launches

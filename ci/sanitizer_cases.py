@@ -5,7 +5,7 @@
     compute-sanitizer --tool racecheck python ci/sanitizer_cases.py --teams-alike
 
 The results are not checked, because the tests do that. With --teams-alike all teams of a block have
-the same number of rows of a group: racecheck can follow no others (ci/racecheck_teams.cu).
+the same number of rows of a group: racecheck can follow no others (ci/racecheck_limits.cu).
 """
 
 import argparse
@@ -85,12 +85,6 @@ def run_rms(rows, cols, dtype, *, offset=0.0, rounds=False, residual=False):
     )  # fmt: skip
 
 
-def strategy_of_many_rows(cols, dtype):
-    """The backward strategy that the plan chooses for many rows of this length."""
-    plan = json.loads(_ops._plan(1 << 20, cols, dtype, backward=True))
-    return plan["strategy"]
-
-
 def teams_of(cols, dtype, gated):
     """The number of teams in a block that works on groups of rows, one if it is a single team."""
     many = 1 << 14
@@ -98,6 +92,17 @@ def teams_of(cols, dtype, gated):
         _ops._plan(many, cols, dtype, backward=True, group_rows=64, gated=gated) or "null"
     )
     return (plan or {}).get("teams", 1)
+
+
+def run_many(cols, dtype, teams_alike, *, weight_dtype=None, residual=False, activation=None):
+    """Forward, and backward by the strategy that the plan chooses for many rows."""
+    options = {"weight_dtype": weight_dtype, "residual": residual, "has_epilogue": bool(activation)}
+    plan = json.loads(_ops._plan(1 << 20, cols, dtype, backward=True, **options))
+    rows = 300
+    if teams_alike and plan["strategy"] == "block":
+        rows = 2 * plan["blocks"] * plan["teams"]
+    run(rows, cols, dtype, plan["strategy"], weight_dtype=weight_dtype, residual=residual,
+        activation=activation)  # fmt: skip
 
 
 def groups(cols, dtype, teams_alike):
@@ -137,12 +142,11 @@ def layer_cases(teams_alike):
             # few_rows has no kernels for float32 rows that are worked on in slices.
             if cols <= 8192 or dtype == BF16:
                 run(37, cols, dtype, "few_rows")
-            run(300, cols, dtype, strategy_of_many_rows(cols, dtype))
+            run_many(cols, dtype, teams_alike)
         for cols in (1000, 1027):
             options = {"residual": True, "weight_dtype": F32}
-            many = strategy_of_many_rows(cols, dtype)
             run(37, cols, dtype, "few_rows", activation="silu", **options)
-            run(300, cols, dtype, many, activation="gelu", **options)
+            run_many(cols, dtype, teams_alike, activation="gelu", **options)
         # Shifted rows, a few and many.
         for rows in (37, 5000):
             run(rows, 231, dtype)

@@ -113,6 +113,19 @@ def test_accuracy_at_the_boundaries_of_channels(channels, pixels, dtype):
     numerics.check(p, "cuda", run=over_channels(by_view=True))
 
 
+# So many images that a block has several tiles, of which the last of a plane has fewer pixels.
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"statistic": "rms"}, {"activation": "gelu"}], ids=str)
+@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, None), (F16, F32), (F64, None)], ids=ids)
+@pytest.mark.parametrize(
+    "shape", [(600, 96, 8, 19), (1500, 24, 4, 19), (1500, 16, 7, 7), (900, 40, 14, 14)], ids=str
+)
+@pytest.mark.parametrize("dy_order", ["contiguous", "channels_last"])
+def test_accuracy_of_many_images(dy_order, shape, dtypes, options):
+    p = problem(shape, *dtypes, **options)
+    numerics.check(p, "cuda", run=over_channels(dy_order=dy_order), sample=1)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
 @pytest.mark.parametrize("shape", [(2, 24, 8, 8), (2, 16, 7, 7), (3, 40, 14, 14)], ids=str)
 @pytest.mark.parametrize("by_view", [False, True])
@@ -177,7 +190,9 @@ def test_a_pixel_with_nan_spoils_no_other(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "shape", [(700, 64, 7, 7), (300, 768, 11, 11), (600, 384, 14, 14)], ids=str
+    "shape",
+    [(700, 64, 7, 7), (300, 768, 11, 11), (600, 384, 14, 14), (600, 96, 8, 19)],
+    ids=str,
 )
 def test_bits_depend_neither_on_the_batch_nor_on_the_run(shape):
     x = torch.randn(shape, device="cuda").to(BF16)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans and launches problems of every kind on four chips. Prints what was launched for each, or
+// Plans and launches problems of every kind on five chips. Prints what was launched for each, or
 // with --quiet only the problems whose launch failed; exits with 1 if there are any.
 #include <cuda_runtime.h>
 
@@ -20,11 +20,12 @@ using namespace fused_layernorm;
 
 namespace {
 
-// T4, A100, H100 and B200.
+// T4, A100, H100, B200, and an H100 of which the caller has a part.
 constexpr Device kDevices[] = {{75, 40, 65536, 4 << 20},
                                {80, 108, 166912, 40 << 20},
                                {90, 132, 232448, 50 << 20},
-                               {100, 148, 232448, 126 << 20}};
+                               {100, 148, 232448, 126 << 20},
+                               {90, 132, 232448, 50 << 20, true, false}};
 constexpr int64_t kRows[] = {1, 2, 9, 64, 100, 255, 300, 1024, 2048, 4096, 16384, 70000, 400000};
 constexpr int64_t kCols[] = {
     1,      3,      7,      8,       16,      31,      32,      37,    64,    96,    100,   127,
@@ -170,6 +171,7 @@ void run_images(const Device& device, bool quiet) {
 int main(int argc, char** argv) {
   const bool quiet = argc > 1 && std::string_view(argv[1]) == "--quiet";
   for (const Device& device : kDevices) {
+    blocks_meet = device.blocks_meet;
     run_images(device, quiet);
     for (const auto& [x, weight, y] : kTypesWithKernels) {
       for (const int64_t cols : kCols) {

@@ -8,6 +8,7 @@
 
 std::vector<std::string> launches;
 int most_shared_memory = 0;
+bool blocks_meet = true;
 
 namespace {
 
@@ -69,7 +70,11 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
                        std::to_string(config->gridDim.y) + " threads " + std::to_string(threads) +
                        " shared " + std::to_string(config->dynamicSmemBytes);
   for (unsigned i = 0; i < config->numAttrs; ++i) {
-    launch += " attribute " + std::to_string(config->attrs[i].id);
+    const auto id = config->attrs[i].id;
+    if (id == cudaLaunchAttributeCooperative && !blocks_meet) {
+      return cudaErrorCooperativeLaunchTooLarge;
+    }
+    launch += " attribute " + std::to_string(id);
   }
   launches.push_back(launch);
   return cudaSuccess;

@@ -13,7 +13,7 @@ namespace {
 // kWidth neighbouring pixels are moved at once. With kScattered they are moved one by one, and lie
 // apart.
 template <typename N, int kWidth, bool kScattered>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N::X), kScattered))
     channels_backward_kernel(const backward::Channels plan, const BackwardParams p) {
   using X = typename N::X;
   using Y = typename N::Y;
@@ -24,70 +24,94 @@ __global__ void __launch_bounds__(kTileThreads)
   char* const memory = reinterpret_cast<char*>(shared);
   auto* const x_tile = reinterpret_cast<X*>(memory);
   auto* const dy_tile = reinterpret_cast<Y*>(memory + plan.dy_offset);
-  auto* const params = reinterpret_cast<Pair<Acc>*>(memory + plan.params_offset);
-  auto* const sums = reinterpret_cast<Acc*>(memory + plan.sums_offset);
+  auto* const params = reinterpret_cast<Acc*>(memory + plan.params_offset);
+  auto* const left = reinterpret_cast<Acc*>(memory + plan.sums_offset);
   const Tiles& tiles = plan.tiles;
   const int tile_pixels = tiles.tile_pixels, groups = tiles.groups, channels = p.cols;
   const int units = (tile_pixels + kWidth - 1) / kWidth;
   const int room =
       units * kWidth;  // pixels, with those that scattered threads have behind the tile
-  Acc* const second_sums = sums + groups * room;
-  Acc* const means = second_sums + groups * room;
+  const PixelSums<Acc, 2, kWidth, kScattered> sums = {left, units, groups};
+  Acc* const means = left + 2 * kWidth * (blockDim.x + units);
   Acc* const rstds = means + room;
   Acc* const g_means = rstds + room;
   Acc* const g_xhat_means = g_means + room;
+  Acc* const weights = g_xhat_means + room;
+  Acc* const biases = weights + channels;
 
   const int group = threadIdx.x / units, unit = threadIdx.x - group * units;
   const int pixels = static_cast<int>(plan.x.pixels);
-  const Parameter<W> weights(p.weight, 0, Absent::kOnes);
-  const Parameter<W> biases(N::Epilogue::kMayActivate && p.has_epilogue ? p.bias : nullptr, 0,
-                            Absent::kZeros);
-  for (int at = threadIdx.x; group < groups && at < (channels + groups - 1) / groups * blockDim.x;
-       at += blockDim.x) {
-    params[at] = Pair<Acc>{};
+  const bool activates = N::Epilogue::kMayActivate && p.has_epilogue;
+  copy_channels(weights, Parameter<W>(p.weight, 0, Absent::kOnes), channels);
+  if (activates) copy_channels(biases, Parameter<W>(p.bias, 0, Absent::kZeros), channels);
+  if (group < groups) {
+    for (int c = group, slot = threadIdx.x; c < channels; c += groups, slot += blockDim.x) {
+      store_pair(params + 2 * slot, Pair<Acc>{});
+    }
   }
+  for (int pixel = threadIdx.x; p.is_rms && pixel < room; pixel += blockDim.x) means[pixel] = 0;
+
+  // Where a tile lies: its sample, its pixels of that sample, and its first row.
+  struct Place {
+    int sample, first, in_tile;
+    int64_t row;
+  };
+  const auto place_of = [&](int tile) {
+    const int sample = tile / tiles.tiles, first = (tile - sample * tiles.tiles) * tile_pixels;
+    return Place{sample, first, min(tile_pixels, pixels - first), int64_t{sample} * pixels + first};
+  };
+  const auto mover_of = [&](const Place& place) {
+    return TileThread<kMoved>(channels, tile_pixels, kScattered ? blockDim.x / tile_pixels : groups,
+                              place.in_tile);
+  };
+  const auto load_tile = [&](auto* to, const auto* from, const Planes& planes, const Place& place) {
+    const auto* const at = from + place.sample * planes.sample_stride + place.first;
+    if (tiles.is_run) {
+      load_run(to, at, channels * pixels);
+    } else {
+      load_planes(to, at, planes.channel_stride, mover_of(place));
+    }
+  };
+  const auto load_x = [&](const Place& place) {
+    load_tile(x_tile, static_cast<const X*>(p.x), plan.x, place);
+  };
+  const auto load_dy = [&](const Place& place) {
+    if (plan.dy_channels_last) {
+      Transposed<Y>::load(dy_tile, static_cast<const Y*>(p.dy) + place.row * channels, channels,
+                          tile_pixels, place.in_tile);
+    } else {
+      load_tile(dy_tile, static_cast<const Y*>(p.dy), plan.dy, place);
+    }
+  };
+  const auto load_means = [&](const Place& place) {
+    for (int pixel = threadIdx.x; pixel < place.in_tile; pixel += blockDim.x) {
+      const int64_t row = place.row + pixel;
+      if (!p.is_rms) copy_vector<1>(means + pixel, static_cast<const Acc*>(p.mean) + row);
+      copy_vector<1>(rstds + pixel, static_cast<const Acc*>(p.rstd) + row);
+    }
+  };
+  // What a thread alone brings to a tile and reads there, it can bring for the next tile as soon as
+  // it has read this one for the last time.
+  const bool ahead = !kScattered && !tiles.is_run && p.dx != nullptr;
+  const bool x_ahead = ahead && !plan.dx_channels_last, dy_ahead = ahead && !plan.dy_channels_last;
 
   for (int tile = blockIdx.x; tile < plan.all_tiles; tile += gridDim.x) {
-    const int sample = tile / tiles.tiles;
-    const int first = (tile - sample * tiles.tiles) * tile_pixels;
-    const int in_tile = min(tile_pixels, pixels - first);
-    const int64_t row = int64_t{sample} * pixels + first;
-    const TileThread<kMoved> mover(channels, tile_pixels,
-                                   kScattered ? blockDim.x / tile_pixels : groups, in_tile);
-    const auto load_tile = [&](auto* to, const auto* from, const Planes& planes) {
-      const auto* const at = from + sample * planes.sample_stride + first;
-      if (tiles.is_run) {
-        load_run(to, at, channels * pixels);
-      } else {
-        load_planes(to, at, planes.channel_stride, mover);
-      }
-    };
-    load_tile(x_tile, static_cast<const X*>(p.x), plan.x);
-    if (plan.dy_channels_last) {
-      Transposed<Y>::load(dy_tile, static_cast<const Y*>(p.dy) + row * channels, channels,
-                          tile_pixels, in_tile);
-    } else {
-      load_tile(dy_tile, static_cast<const Y*>(p.dy), plan.dy);
-    }
-    for (int pixel = threadIdx.x; pixel < room; pixel += blockDim.x) {
-      Pair<Acc> statistics;
-      if (pixel < in_tile) statistics = load_statistics<Acc>(p, row + pixel);
-      means[pixel] = statistics.first;
-      rstds[pixel] = statistics.second;
-    }
+    const Place place = place_of(tile);
+    const bool is_first = tile == static_cast<int>(blockIdx.x);
+    const bool is_last = tile + static_cast<int>(gridDim.x) >= plan.all_tiles;
+    if (is_first || !ahead) load_means(place);
+    if (is_first || !x_ahead) load_x(place);
+    if (is_first || !dy_ahead) load_dy(place);
     wait_for_copies();
     __syncthreads();
-    if (tile + static_cast<int>(gridDim.x) >= plan.all_tiles) let_next_kernel_start();
+    if (is_last) let_next_kernel_start();
 
-    const ThreadPixels<kWidth, kScattered> own(unit, units, in_tile);
-    const bool works = group < groups && own.first < in_tile;
+    const ThreadPixels<kWidth, kScattered> own(unit, units, place.in_tile);
+    const bool works = group < groups && own.first < place.in_tile;
     Acc mean[kWidth], rstd[kWidth];
     if (works) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        mean[j] = means[own.first + own.at(j)];
-        rstd[j] = rstds[own.first + own.at(j)];
-      }
+      unpack(mean, own.load(means + own.first));
+      unpack(rstd, own.load(rstds + own.first));
     }
     // Calls body(place in the tile, number among the thread's channels, the gradients of pixel j).
     const auto each = [&](const auto& body) {
@@ -95,15 +119,13 @@ __global__ void __launch_bounds__(kTileThreads)
       int at = group * tile_pixels + own.first, slot = threadIdx.x;
 #pragma unroll 2
       for (int c = group; c < channels; c += groups) {
-        const Vec<X, kWidth> x = own.load(x_tile + at);
-        const Vec<Y, kWidth> dy = own.load(dy_tile + at);
-        const Vec<W, 1> weight = weights.template load<1>(c), bias = biases.template load<1>(c);
+        Acc x[kWidth], dy[kWidth];
+        unpack(x, own.load(x_tile + at));
+        unpack(dy, own.load(dy_tile + at));
+        const auto weight = vector_of(weights[c]), bias = vector_of(activates ? biases[c] : Acc(0));
         body(at, slot, [&](int j) {
-          Vec<X, 1> one_x;
-          Vec<Y, 1> one_dy;
-          one_x.at[0] = x.at[j];
-          one_dy.at[0] = dy.at[j];
-          return Gradients<N, 1>(p, one_x, one_dy, mean[j], rstd[j], weight, bias);
+          return Gradients<N, 1>(p, vector_of(x[j]), vector_of(dy[j]), mean[j], rstd[j], weight,
+                                 bias);
         });
         at += groups * tile_pixels;
         slot += blockDim.x;
@@ -119,48 +141,45 @@ __global__ void __launch_bounds__(kTileThreads)
         gradients.add_sums(sum[j]);
         gradients.add_dparams(dweight, dbias);
       }
-      params[slot] += Pair<Acc>{dweight[0], dbias[0]};
+      Pair<Acc> running = load_pair(params + 2 * slot);
+      running += Pair<Acc>{dweight[0], dbias[0]};
+      store_pair(params + 2 * slot, running);
     });
     if (p.dx != nullptr) {
-      if (works) {
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          const int at = group * room + own.first + own.at(j);
-          sums[at] = sum[j].first;
-          second_sums[at] = sum[j].second;
-        }
-      }
+      if (works) sums.leave(sum);
       __syncthreads();
-      const int parts = min(groups, channels);
-      for (int pixel = threadIdx.x; pixel < in_tile; pixel += blockDim.x) {
-        Pair<Acc> total{sums[pixel], second_sums[pixel]};
-#pragma unroll 4
-        for (int g = 1; g < parts; ++g) {
-          total += Pair<Acc>{sums[g * room + pixel], second_sums[g * room + pixel]};
-        }
+      sums.add_up(place.in_tile, [&](int pixel, const Pair<Acc>& total) {
         const Pair<Acc> found = means_of(p, total);
         g_means[pixel] = found.first;
         g_xhat_means[pixel] = found.second;
-      }
+      });
       __syncthreads();
-      Pair<Acc> g_mean[kWidth];
+      Acc g_mean[kWidth], g_xhat_mean[kWidth];
       if (works) {
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          const int at = own.first + own.at(j);
-          if (own.has(j)) g_mean[j] = {g_means[at], g_xhat_means[at]};
-        }
+        unpack(g_mean, own.load(g_means + own.first));
+        unpack(g_xhat_mean, own.load(g_xhat_means + own.first));
       }
+      const Place next = place_of(is_last ? tile : tile + static_cast<int>(gridDim.x));
+      const bool brings = ahead && !is_last;
+      const bool brings_own = brings && works && own.first < next.in_tile;
+      const auto place_in = [&](const auto* from, const Planes& planes) {
+        return from + next.sample * planes.sample_stride + group * planes.channel_stride +
+               next.first + own.first;
+      };
+      const X* next_x = place_in(static_cast<const X*>(p.x), plan.x);
+      const Y* next_dy = place_in(static_cast<const Y*>(p.dy), plan.dy);
+      if (brings) load_means(next);
       // dx goes to its place in memory, or takes that of x in the tile.
       const bool staged = kScattered || plan.dx_channels_last;
-      X* const dx = static_cast<X*>(p.dx) + int64_t{sample} * channels * pixels;
-      X* at_channel = dx + int64_t{group} * pixels + first + own.first;
+      X* const dx = static_cast<X*>(p.dx) + int64_t{place.sample} * channels * pixels;
+      X* at_channel = dx + int64_t{group} * pixels + place.first + own.first;
       each([&](int at, int, const auto& gradients_of) {
         Acc values[kWidth];
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
           const auto gradients = gradients_of(j);
-          values[j] = N::Statistic::dx(gradients.xhat[0], gradients.g[0], g_mean[j], rstd[j]);
+          values[j] = N::Statistic::dx(gradients.xhat[0], gradients.g[0],
+                                       Pair<Acc>{g_mean[j], g_xhat_mean[j]}, rstd[j]);
         }
         if (staged) {
           own.store(x_tile + at, round_to<X>(values));
@@ -168,29 +187,43 @@ __global__ void __launch_bounds__(kTileThreads)
           store_once<X, kWidth>(at_channel, round_to<X>(values));
           at_channel += int64_t{groups} * pixels;
         }
+        if constexpr (!kScattered) {
+          if (brings_own && x_ahead) copy_vector<kWidth>(x_tile + at, next_x);
+          if (brings_own && dy_ahead) copy_vector<kWidth>(dy_tile + at, next_dy);
+          next_x += groups * plan.x.channel_stride;
+          next_dy += groups * plan.dy.channel_stride;
+        }
       });
+      if (brings && !works) {
+        if (x_ahead) load_x(next);
+        if (dy_ahead) load_dy(next);
+      }
       if (staged) {
         __syncthreads();
         if (plan.dx_channels_last) {
-          Transposed<X>::store(static_cast<X*>(p.dx) + row * channels, x_tile, channels,
-                               tile_pixels, in_tile);
+          Transposed<X>::store(static_cast<X*>(p.dx) + place.row * channels, x_tile, channels,
+                               tile_pixels, place.in_tile);
         } else if (tiles.is_run) {
           store_run(dx, x_tile, channels * pixels);
         } else {
-          store_planes(dx + first, x_tile, pixels, mover);
+          store_planes(dx + place.first, x_tile, pixels, mover_of(place));
         }
       }
     }
-    __syncthreads();
+    if (!x_ahead || !dy_ahead) __syncthreads();
   }
 
-  // The running sums of the threads that have the same channel, in order.
+  // The running sums of the threads that have the same channel, in an order of its own, so that
+  // neighbouring channels meet in no bank.
   const ParamGradSink<N> sink(p, plan.partials, blockIdx.x);
   if (!sink.wanted()) return;
   for (int c = threadIdx.x; c < channels; c += blockDim.x) {
-    const Pair<Acc>* const of_channel = params + c / groups * blockDim.x + c % groups * units;
+    const Acc* const of_channel = params + 2 * (c / groups * blockDim.x + c % groups * units);
     Pair<Acc> total;
-    for (int u = 0; u < units; ++u) total += of_channel[u];
+    for (int i = 0, u = c % units; i < units; ++i) {
+      total += load_pair(of_channel + 2 * u);
+      if (++u == units) u = 0;
+    }
     const Acc dweight[1] = {total.first}, dbias[1] = {total.second};
     sink.template store<1>(c, dweight, dbias);
   }

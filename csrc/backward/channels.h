@@ -24,7 +24,8 @@ struct Channels : Launch {
   Tiles tiles;
   int all_tiles = 0;  // of all samples
   // In shared memory, behind the tile of x: the tile of dy; the running dweight and dbias of each
-  // thread; then [2][groups][tile_pixels] sums, and four numbers for each pixel.
+  // thread; what the threads leave for two sums over channels; four numbers for each pixel; weight
+  // and bias.
   int dy_offset = 0;
   int params_offset = 0;
   int sums_offset = 0;
@@ -36,6 +37,14 @@ struct Channels : Launch {
     json.add("dx_channels_last", dx_channels_last).add(partials);
   }
 };
+
+// Registers of a thread whose pixels take `bytes` bytes, and perhaps lie apart (scattered): with
+// more, fewer blocks would have room than shared memory allows; with fewer, some kernels spill.
+constexpr int tile_registers(int64_t bytes, bool scattered) {
+  return scattered ? 112 : bytes == kVectorBytes ? 104 : 80;
+}
+static_assert(kTileThreads * tile_registers(kVectorBytes, true) <= kRegisters,
+              "the largest block has room");
 
 }  // namespace backward
 
@@ -71,7 +80,8 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
   const int64_t params_offset = dy_offset + round_up(elements * dy_size, kVectorBytes);
   const int64_t sums_offset =
       params_offset + ceil_div(problem.cols, t.groups) * plan.threads * 2 * acc;
-  const int64_t shared = sums_offset + (2 * t.groups + 4) * room_pixels(t, size) * acc;
+  const int64_t numbers = 2 * left_sums(t, size) + 4 * room_pixels(t, size) + 2 * problem.cols;
+  const int64_t shared = sums_offset + numbers * acc;
   if (shared > room_of(device)) return std::nullopt;
   plan.dy_offset = static_cast<int>(dy_offset);
   plan.params_offset = static_cast<int>(params_offset);
@@ -79,8 +89,10 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
   plan.shared_bytes = static_cast<int>(shared);
   if (x.samples > kMostTiles / t.tiles) return std::nullopt;
   plan.all_tiles = static_cast<int>(x.samples * t.tiles);
+  const int64_t registers =
+      plan.threads * backward::tile_registers(thread_pixels(t, size) * size, t.width == 1);
   const int64_t fitting =
-      std::min<int64_t>({room_of(device) / shared, 1024 / plan.threads, kMostTileBlocks});
+      std::min<int64_t>({room_of(device) / shared, kRegisters / registers, kMostTileBlocks});
   const int64_t blocks =
       std::min<int64_t>(plan.all_tiles, std::max<int64_t>(1, fitting) * device.sms);
   // As many blocks as finish at once, each with the same number of tiles or one fewer.

@@ -15,12 +15,14 @@ namespace {
 constexpr int kColumnLanes = 8;
 constexpr int kLanesOfColumn = kWarpSize / kColumnLanes;
 constexpr int kMostWarps = 8;
+// Of many partial sums, as persistent blocks of small tiles leave them.
+constexpr int kManyParts = 256, kMostWarpsOfMany = 32;
 
 template <typename Acc, typename W, int kWidth>
-__global__ void __launch_bounds__(kMostWarps* kWarpSize)
+__global__ void __launch_bounds__(kMostWarpsOfMany* kWarpSize)
     param_grad_kernel(const backward::PartialSums partials, const BackwardParams p) {
   using Sum = Vec<Acc, kWidth>;
-  __shared__ Sum sums[2][kMostWarps][kColumnLanes];
+  __shared__ Sum sums[2][kMostWarpsOfMany][kColumnLanes];
   const int lane = threadIdx.x % kColumnLanes, warp = threadIdx.x / kWarpSize;
   const int warps = blockDim.x / kWarpSize;
   const int col = (blockIdx.x * kColumnLanes + lane) * kWidth;
@@ -265,8 +267,9 @@ cudaError_t launch_param_grad(const BackwardParams& params, const DataTypes& typ
     constexpr int kMostWidth = vector_width(sizeof(Acc));
     return dispatch_bool(params.cols % kMostWidth == 0, [&](auto aligned) {
       constexpr int kWidth = aligned() ? kMostWidth : 1;
+      const int most = partials.count > kManyParts ? kMostWarpsOfMany : kMostWarps;
       int warps = 1;
-      while (warps < kMostWarps && warps * kLanesOfColumn * 4 < partials.count) warps *= 2;
+      while (warps < most && warps * kLanesOfColumn * 4 < partials.count) warps *= 2;
       const Launch own = {(params.cols - 1) / (kColumnLanes * kWidth) + 1, kWarpSize * warps};
       return launch_early(partials.starts_early, param_grad_kernel<Acc, W, kWidth>, own, stream,
                           partials, params);

@@ -111,9 +111,7 @@ cudaError_t launch_split(const BackwardParams& params, const backward::Split& pl
   if constexpr (kHasKernel) {
     using G = BackwardSplitGeometry<N, kWidth, kVecs, kBulk>;
     const auto kernel = layer_norm_backward_split_kernel<N, G>;
-    return plan.slices.blocks_per_row > 1
-               ? launch<Start::kCooperative>(kernel, plan, stream, plan, params)
-               : launch(kernel, plan, stream, plan, params);
+    return launch_meeting(kernel, plan, stream, plan, params);
   } else {
     return cudaErrorInvalidValue;
   }

@@ -13,6 +13,7 @@ struct Split : Persistent {
   int lag = 1;                // rows between publishing a row's sums and collecting them
   bool has_collector = true;  // a warp beside the team collects sums; else the team's first does
 
+  bool meets() const { return slices.blocks_per_row > 1; }
   static std::optional<Split> make(const Problem& problem, const Device& device,
                                    const Forced& forced);
   template <typename Json>
@@ -135,7 +136,7 @@ template <typename PlanOf>
 auto first_sliced(const Problem& problem, const Device& device, int width,
                   const SliceLimits& limits, const Forced& forced, const PlanOf& plan_of)
     -> decltype(plan_of(Slices())) {
-  const int least = limits.least_blocks, most = std::min(device.sms, kMaxBlocksPerRow);
+  const int least = limits.least_blocks, most = most_blocks_per_row(device);
   const auto number = forced.of(Field::kBlocksPerRow);
   if (number && (*number < least || *number > most)) return std::nullopt;
   for (int n = number.value_or(least); n <= number.value_or(most); ++n) {

@@ -19,6 +19,7 @@ struct Device {
   int shared_memory = 232448;  // bytes that one block may have
   int64_t l2_bytes = int64_t{50} << 20;
   bool starts_early = true;  // a kernel may start before the one in front of it has ended
+  bool blocks_meet = true;   // a block on each multiprocessor can be resident at once
 };
 
 // What L2 decides. The numbers were measured on Hopper, on an H200 (60 MB of L2), and hold on an

@@ -117,6 +117,14 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& plan, cudaStream_t s
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 
+// Launches a kernel whose blocks wait for each other if the plan says so.
+template <typename Plan, typename... Params, typename... Args>
+cudaError_t launch_meeting(void (*kernel)(Params...), const Plan& plan, cudaStream_t stream,
+                           const Args&... args) {
+  return plan.meets() ? launch<Start::kCooperative>(kernel, plan, stream, args...)
+                    : launch(kernel, plan, stream, args...);
+}
+
 // Launches a kernel that itself waits for the previous kernel (device/dependency.cuh): early, if it
 // `may` (the plan's starts_early).
 template <typename... Params, typename... Args>

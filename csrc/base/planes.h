@@ -78,10 +78,19 @@ constexpr int64_t thread_pixels(const Tiles& tiles, int size) {
 constexpr int64_t room_pixels(const Tiles& tiles, int size) {
   return round_up(tiles.tile_pixels, thread_pixels(tiles, size));
 }
+// The threads that stand side by side on all pixels.
+constexpr int64_t tile_units(const Tiles& tiles, int size) {
+  return room_pixels(tiles, size) / thread_pixels(tiles, size);
+}
 constexpr int tile_threads(const Tiles& tiles, int size) {
-  const int64_t threads = tiles.groups * room_pixels(tiles, size) / thread_pixels(tiles, size);
+  const int64_t threads = tiles.groups * tile_units(tiles, size);
   const int64_t movers = tiles.width == 1 ? tiles.tile_pixels : 1;  // one for each pixel
   return static_cast<int>(round_up(std::max(threads, movers), kWarpThreads));
+}
+// The numbers that the threads leave in shared memory for one sum over the channels of each pixel
+// (PixelSums in device/planes.cuh).
+constexpr int64_t left_sums(const Tiles& tiles, int size) {
+  return thread_pixels(tiles, size) * (tile_threads(tiles, size) + tile_units(tiles, size));
 }
 
 // The tiles for a problem whose tiles take `bytes` bytes an element, with all their tensors.

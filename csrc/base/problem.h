@@ -44,6 +44,10 @@ struct Launch {
   int threads = kWarpThreads;  // of a block
   int shared_bytes = 0;        // of dynamic shared memory, of a block
   int64_t workspace_bytes = 0;
+
+  // Whether blocks wait for each other, so that all must be resident at once. Strategies with such
+  // blocks have a function of their own.
+  bool meets() const { return false; }
 };
 
 // How a row is cut into slices, one for each of several blocks.
@@ -61,6 +65,9 @@ struct Slices {
 constexpr int kSlotsPerLane = 5;
 // On a device with more multiprocessors than this, some do not work on the longest rows.
 constexpr int kMaxBlocksPerRow = kSlotsPerLane * kWarpThreads;
+inline int most_blocks_per_row(const Device& device) {
+  return device.blocks_meet ? std::min(device.sms, kMaxBlocksPerRow) : 1;
+}
 
 // The most blocks a row with which as many rows are in work at once as with `least` blocks a row,
 // so that few multiprocessors are idle.

@@ -7,34 +7,12 @@
 #include <cstdint>
 
 #include "base/planes.h"
+#include "device/async.cuh"
+#include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "norm/types.cuh"
 
 namespace fused_layernorm {
-
-// Copies kBytes (4, 8 or 16) to shared memory. The copies of a thread have come when
-// wait_for_copies() returns.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-#if __CUDA_ARCH__ >= 800
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes)
-                 : "memory");
-  }
-#else
-  using Piece = typename detail::Piece<kBytes>::type;
-  *static_cast<Piece*>(to) = *static_cast<const Piece*>(from);
-#endif
-}
-
-__device__ __forceinline__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
 
 // The places of a thread in a tile: `unit` is its vector of kWidth pixels, and it has the channels
 // from `group` on, `groups` apart. A thread that has none has a group behind the last channel.
@@ -99,6 +77,86 @@ struct ThreadPixels {
   }
 };
 
+// A vector of one element.
+template <typename V>
+__device__ __forceinline__ Vec<V, 1> vector_of(V value) {
+  Vec<V, 1> v;
+  v.at[0] = value;
+  return v;
+}
+
+// Pairs of numbers in shared memory, moved at once.
+template <typename Acc>
+__device__ __forceinline__ Pair<Acc> load_pair(const Acc* from) {
+  const Vec<Acc, 2> v = load<Use::kPlain, 2>(from);
+  return {v.at[0], v.at[1]};
+}
+template <typename Acc>
+__device__ __forceinline__ void store_pair(Acc* to, Pair<Acc> pair) {
+  const Acc values[2] = {pair.first, pair.second};
+  store(to, round_to<Acc>(values));
+}
+
+// Sums over all channels of each pixel of a tile, of one number or of a pair (kNumbers). A thread
+// leaves what it has of its pixels in shared memory, [kWidth][threads + units]; so neither those
+// who leave it nor those who add it up meet in a bank.
+template <typename Acc, int kNumbers, int kWidth, bool kScattered>
+struct PixelSums {
+  using Value = std::conditional_t<kNumbers == 1, Acc, Pair<Acc>>;
+  Acc* left;
+  int units, groups;
+
+  __device__ __forceinline__ Acc* place(int j, int thread) const {
+    return left + (j * (static_cast<int>(blockDim.x) + units) + thread) * kNumbers;
+  }
+  __device__ __forceinline__ void leave(const Value (&values)[kWidth]) const {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      if constexpr (kNumbers == 1) {
+        *place(j, threadIdx.x) = values[j];
+      } else {
+        store_pair(place(j, threadIdx.x), values[j]);
+      }
+    }
+  }
+  // Calls then(pixel, sum) for each of the first `pixels` pixels, by one thread. Several lanes of a
+  // warp add up the groups of a pixel. All threads call, and a barrier must stand before and after.
+  template <typename Then>
+  __device__ __forceinline__ void add_up(int pixels, const Then& then) const {
+    constexpr int kAtOnce = 8, kParts = kWarpSize / kAtOnce;  // pixels of a warp, lanes of a pixel
+    const int lane = threadIdx.x % kWarpSize, part = lane / kAtOnce;
+    for (int first = threadIdx.x / kWarpSize * kAtOnce; first < units * kWidth;
+         first += blockDim.x / kWarpSize * kAtOnce) {
+      const int at = first + lane % kAtOnce, j = at / units, unit = at - j * units;
+      const int pixel = kScattered ? at : unit * kWidth + j;
+      const bool is_pixel = j < kWidth && pixel < pixels;
+      Value sum{};
+      if (is_pixel) {
+#pragma unroll 4
+        for (int group = part; group < groups; group += kParts) {
+          const Acc* const from = place(j, group * units + unit);
+          if constexpr (kNumbers == 1) {
+            sum += *from;
+          } else {
+            sum += load_pair(from);
+          }
+        }
+      }
+#pragma unroll
+      for (int offset = kAtOnce; offset < kWarpSize; offset *= 2) sum += shuffle_xor(sum, offset);
+      if (part == 0 && is_pixel) then(pixel, sum);
+    }
+  }
+};
+
+// Copies a parameter of all channels to shared memory, in the type of the arithmetic.
+template <typename Acc, typename Parameter>
+__device__ __forceinline__ void copy_channels(Acc* to, const Parameter& from, int channels) {
+  for (int c = threadIdx.x; c < channels; c += blockDim.x) {
+    to[c] = to_acc(from.template load<1>(c).at[0]);
+  }
+}
+
 // From planes `channel_stride` elements apart; `from` is the tile's first pixel of channel 0.
 template <int kWidth, typename V>
 __device__ __forceinline__ void load_planes(V* tile, const V* from, int64_t channel_stride,
@@ -106,16 +164,7 @@ __device__ __forceinline__ void load_planes(V* tile, const V* from, int64_t chan
   const V* at_channel = from + thread.group * channel_stride + thread.pixel();
   const int64_t step = thread.groups * channel_stride;
   thread.each([&](int, int at) {
-    constexpr int kBytes = kWidth * sizeof(V), kPiece = kBytes < 16 ? kBytes : 16;
-    if constexpr (kBytes >= 4) {
-#pragma unroll
-      for (int i = 0; i < kBytes; i += kPiece) {
-        copy_async<kPiece>(reinterpret_cast<char*>(tile + at) + i,
-                           reinterpret_cast<const char*>(at_channel) + i);
-      }
-    } else {
-      tile[at] = __ldg(at_channel);
-    }
+    copy_vector<kWidth>(tile + at, at_channel);
     at_channel += step;
   });
 }

@@ -9,35 +9,10 @@
 namespace fused_layernorm {
 namespace {
 
-// A warp adds up the sums of this many pixels at once, with several lanes on each.
-constexpr int kSumPixels = 8;
-
-// For each pixel of the tile the sum of what all groups have left in `sums`, [groups][room], given
-// to then(pixel, sum).
-template <typename Acc, typename Then>
-__device__ __forceinline__ void sum_groups(const Acc* sums, int groups, int room, int pixels,
-                                           const Then& then) {
-  __syncthreads();
-  const int lane = threadIdx.x % kWarpSize, part = lane / kSumPixels;
-  for (int first = threadIdx.x / kWarpSize * kSumPixels; first < pixels;
-       first += blockDim.x / kWarpSize * kSumPixels) {
-    const int pixel = first + lane % kSumPixels;
-    Acc sum = 0;
-    if (pixel < pixels) {
-#pragma unroll 4
-      for (int g = part; g < groups; g += kWarpSize / kSumPixels) sum += sums[g * room + pixel];
-    }
-#pragma unroll
-    for (int offset = kSumPixels; offset < kWarpSize; offset *= 2) sum += shuffle_xor(sum, offset);
-    if (part == 0 && pixel < pixels) then(pixel, sum);
-  }
-  __syncthreads();
-}
-
 // kWidth neighbouring pixels are moved at once. With kScattered they are moved one by one, and lie
 // apart.
 template <typename N, int kWidth, bool kScattered>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::X), kIsBare<N>))
     channels_kernel(const forward::Channels plan, const ForwardParams p) {
   using X = typename N::X;
   using Y = typename N::Y;
@@ -47,11 +22,12 @@ __global__ void __launch_bounds__(kTileThreads)
   constexpr int kMoved = kScattered ? 1 : kWidth;
   extern __shared__ uint4 shared[];
   auto* const tile = reinterpret_cast<X*>(shared);
-  auto* const sums = reinterpret_cast<Acc*>(reinterpret_cast<char*>(shared) + plan.sums_offset);
+  auto* const left = reinterpret_cast<Acc*>(reinterpret_cast<char*>(shared) + plan.sums_offset);
   const Tiles& tiles = plan.tiles;
   const int tile_pixels = tiles.tile_pixels, groups = tiles.groups, channels = p.cols;
   const int units = (tile_pixels + kWidth - 1) / kWidth, room = units * kWidth;
-  Acc* const means = sums + groups * room;
+  const PixelSums<Acc, 1, kWidth, kScattered> sums = {left, units, groups};
+  Acc* const means = left + kWidth * (blockDim.x + units);
   Acc* const rstds = means + room;
 
   const int sample = blockIdx.x / tiles.tiles;
@@ -81,15 +57,11 @@ __global__ void __launch_bounds__(kTileThreads)
 #pragma unroll(kScattered ? 1 : 4)
     for (int c = group; c < channels; c += groups, at += groups * tile_pixels) body(c, at);
   };
-  const auto of_own_pixels = [&](Acc(&values)[kWidth], const Acc* from) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = from[own.first + own.at(j)];
-  };
-  const auto leave = [&](const Acc(&values)[kWidth]) {
-    if (!works) return;
-    Acc* const to = sums + group * room + own.first;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) to[own.at(j)] = values[j];
+  const auto add_up = [&](const Acc(&values)[kWidth], const auto& then) {
+    if (works) sums.leave(values);
+    __syncthreads();
+    sums.add_up(in_tile, then);
+    __syncthreads();
   };
   const auto pivot_of = [&](int pixel) {
     const int second = channels > 1 ? tile_pixels : 0;
@@ -112,12 +84,11 @@ __global__ void __launch_bounds__(kTileThreads)
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) sum[j] += values[j] - pivot[j];
     });
-    leave(sum);
     const Reciprocal<Acc> inverse(p.inverse_cols);
-    sum_groups(sums, groups, room, in_tile, [&](int pixel, Acc total) {
+    add_up(sum, [&](int pixel, Acc total) {
       means[pixel] = Statistic::mean_of(false, inverse, pivot_of(pixel), total);
     });
-    if (works) of_own_pixels(mean, means);
+    if (works) unpack(mean, own.load(means + own.first));
   }
   Acc m2[kWidth] = {};
   each([&](int, int at) {
@@ -129,8 +100,7 @@ __global__ void __launch_bounds__(kTileThreads)
       m2[j] += d * d;
     }
   });
-  leave(m2);
-  sum_groups(sums, groups, room, in_tile, [&](int pixel, Acc total) {
+  add_up(m2, [&](int pixel, Acc total) {
     const Acc found = Statistic::rstd(total, p.inverse_cols.as<Acc>(), p.eps.as<Acc>());
     rstds[pixel] = found;
     store_statistics(p, row + pixel, p.is_rms ? Acc(0) : means[pixel], found);
@@ -142,7 +112,7 @@ __global__ void __launch_bounds__(kTileThreads)
   Y* const y_tile = reinterpret_cast<Y*>(tile);
   Y* const y = static_cast<Y*>(p.y) + int64_t{sample} * channels * pixels;
   Acc rstd[kWidth] = {};
-  if (works) of_own_pixels(rstd, rstds);
+  if (works) unpack(rstd, own.load(rstds + own.first));
   const Parameter<W> weights(p.weight, 0, Absent::kOnes);
   const Parameter<W> biases(p.bias, 0, Absent::kZeros);
   Y* at_channel = y + int64_t{group} * pixels + first + own.first;

@@ -17,7 +17,9 @@ struct Channels : Launch {
   static constexpr const char* kName = "channels";
   Planes planes;  // of x
   Tiles tiles;
-  int sums_offset = 0;         // in shared memory: [groups][tile_pixels] sums, then mean and rstd
+  // In shared memory, behind the tile: what the threads leave for a sum over channels; mean and
+  // rstd of each pixel.
+  int sums_offset = 0;
   bool channels_last = false;  // y has the channels of a pixel side by side, x has not
 
   template <typename Json>
@@ -25,6 +27,12 @@ struct Channels : Launch {
     json.add(tiles).add("channels_last", channels_last);
   }
 };
+
+// Registers of a thread whose pixels take `bytes` bytes: with more, fewer blocks have room; with
+// fewer, some kernels spill. `bare`: the norm has no epilogue.
+constexpr int tile_registers(int64_t bytes, bool bare) {
+  return bytes < kVectorBytes ? 40 : bare ? 48 : 56;
+}
 
 }  // namespace forward
 
@@ -45,7 +53,8 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   plan.tiles = tiles_of(problem, planes, unit, size, may_be_run, device);
   const Tiles& t = plan.tiles;
   const int64_t tile = round_up(problem.cols * t.tile_pixels * size, kVectorBytes);
-  const int64_t shared = tile + int64_t{t.groups + 2} * room_pixels(t, size) * acc;
+  const int64_t numbers = left_sums(t, size) + 2 * room_pixels(t, size);
+  const int64_t shared = tile + numbers * acc;
   if (shared > room_of(device)) return std::nullopt;
   plan.sums_offset = static_cast<int>(tile);
   plan.shared_bytes = static_cast<int>(shared);

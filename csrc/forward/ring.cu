@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/launch.cuh"
+#include "device/async.cuh"
 #include "device/bulk.cuh"
 #include "device/meeting.cuh"
 #include "device/slices.cuh"
@@ -36,11 +37,11 @@ struct RingColumns {
   int blocks, block, groups;
   int rest, last_of_block, last_of_worker;
 
-  __device__ __forceinline__ RingColumns(const forward::Ring& plan, int own_block, int vectors)
+  __device__ __forceinline__ RingColumns(const forward::Ring& plan, int own_block)
       : blocks(plan.blocks_per_row),
         block(own_block),
         groups(plan.groups),
-        rest(vectors - (groups - 1) * blocks * kRingGroupVectors),
+        rest(plan.rest),
         last_of_block(plan.last_of_block),
         last_of_worker(plan.last_of_worker) {}
   __device__ __forceinline__ int last_vectors_of(int its_block) const {
@@ -68,25 +69,35 @@ struct RingState {
   uint64_t measured[kRingRowsKept];   // all measurers have left their moments
   uint64_t published[kRingRowsKept];  // the block has published its moments
   uint64_t collected[kRingRowsKept];  // the row's statistics are there
-  float counts[kRingMeasurers];       // columns that each measurer has of a row
+  // Columns that each measurer has of a row, and one over these and over the block's columns. (In
+  // registers they would take some from the vectors of x.)
+  float counts[kRingMeasurers];
+  double inverse_counts[kRingMeasurers];
+  double inverse_block_cols;
   Moments<double> parts[kRingRowsKept][kRingMeasurers];
   Pair<float> moments[kRingRowsKept];  // of the block, if it has the whole row
   float2 statistics[kRingRowsKept];    // mean and rstd
 };
-static_assert(sizeof(RingState) <= kReservedSharedMemory, "the plan leaves room for it");
+static_assert(sizeof(RingState) <= kRingStateBytes, "the plan leaves room for it");
 
 // The one meeting of all blocks of the launch: behind it, all slots of the workspace are empty. It
 // takes place while x comes. All threads of a block arrive, and wait each in its role.
 struct Meeting {
-  const bool takes_place;
+  const forward::Ring& plan;
   cooperative_groups::grid_group::arrival_token token{};
 
-  __device__ __forceinline__ explicit Meeting(bool wanted) : takes_place(wanted) {
-    if (takes_place) token = cooperative_groups::this_grid().barrier_arrive();
+  __device__ __forceinline__ explicit Meeting(const forward::Ring& its_plan) : plan(its_plan) {
+    if (takes_place()) token = cooperative_groups::this_grid().barrier_arrive();
   }
   __device__ __forceinline__ void wait() const {
     auto own = token;
-    if (takes_place) cooperative_groups::this_grid().barrier_wait(std::move(own));
+    if (takes_place()) cooperative_groups::this_grid().barrier_wait(std::move(own));
+  }
+  // Hidden, so that the answer takes no register in between.
+  __device__ __forceinline__ bool takes_place() const {
+    int blocks = plan.blocks_per_row;
+    asm volatile("" : "+r"(blocks));
+    return blocks > 1;
   }
 };
 
@@ -242,16 +253,23 @@ struct RingBlock {
       cols += unit < whole ? kWholeCols : last_unit(unit - whole).template columns<kWidth>();
     }
     cols = warp_sum(cols);
-    const double inverse_cols = 1.0 / fmaxf(cols, 1.0f);
-    const double inverse_block_cols = 1.0 / max(columns.vectors_of(work.slice) * kWidth, 1);
-    if (lane == 0) state.counts[measurer] = cols;
+    if (lane == 0) {
+      state.counts[measurer] = cols;
+      state.inverse_counts[measurer] = 1.0 / fmaxf(cols, 1.0f);
+      if (measurer == 0) {
+        state.inverse_block_cols = 1.0 / max(columns.vectors_of(work.slice) * kWidth, 1);
+      }
+    }
+    __syncwarp();
     RingPlace row_begin;
 #pragma unroll 1
     for (int i = 0; i < work.rows; ++i) {
       LaneMoments moments;
       float pivot = 0;
+      int end = units;  // hidden, so that no number of iterations is kept in a register
+      asm volatile("" : "+r"(end));
 #pragma unroll 1
-      for (int unit = measurer; unit < units; unit += kRingMeasurers) {
+      for (int unit = measurer; unit < end; unit += kRingMeasurers) {
         const int group = unit / kUnits, pair = unit % kUnits;
         RingPlace at = row_begin;
         at.skip(group, plan.slots);
@@ -272,7 +290,7 @@ struct RingBlock {
           [&](const auto& use) {
             use(moments.count, Pair<float>{moments.sum.mean, moments.sum.m2});
           },
-          __shfl_sync(kFullWarp, moments.sum.mean, 0), inverse_cols);
+          __shfl_sync(kFullWarp, moments.sum.mean, 0), state.inverse_counts[measurer]);
       const int kept = i % kRingRowsKept;
       if (lane == 0) {
         state.parts[kept][measurer] = of_warp;
@@ -280,11 +298,11 @@ struct RingBlock {
       }
       __syncwarp();
       if (i == 0) meeting.wait();
-      if (measurer == 0) publish_block(i, inverse_block_cols);
+      if (measurer == 0) publish_block(i);
     }
   }
 
-  __device__ __forceinline__ void publish_block(int i, double inverse_cols) {
+  __device__ __forceinline__ void publish_block(int i) {
     const int kept = i % kRingRowsKept;
     barrier_wait(&state.measured[kept], i / kRingRowsKept & 1);
     const auto& parts = state.parts[kept];
@@ -295,7 +313,7 @@ struct RingBlock {
       sum += part;
       m2 += parts[k].m2 + part * delta;
     }
-    const double delta = sum * inverse_cols;
+    const double delta = sum * state.inverse_block_cols;
     const Pair<float> moments = {float(parts[0].mean + delta), float(m2 - sum * delta)};
     if (lane == 0) {
       if (columns.blocks > 1) {
@@ -313,12 +331,6 @@ struct RingBlock {
 
   __device__ __forceinline__ void run_collector(const Meeting& meeting) {
     meeting.wait();
-    double cols[kSlotsPerLane];
-#pragma unroll
-    for (int k = 0; k < kSlotsPerLane; ++k) {
-      const int block = lane + k * kWarpSize;
-      cols[k] = block < columns.blocks ? columns.vectors_of(block) * kWidth : 0;
-    }
 #pragma unroll 1
     for (int i = 0; i < work.rows; ++i) {
       const int kept = i % kRingRowsKept;
@@ -330,8 +342,14 @@ struct RingBlock {
                               columns.blocks, lane);
         moments = combine_at_once(
             [&](const auto& use) {
+              // Hidden, so that no number is kept in registers from row to row.
+              int block = lane;
+              asm volatile("" : "+r"(block));
 #pragma unroll
-              for (int k = 0; k < kSlotsPerLane; ++k) use(cols[k], slots.values[k]);
+              for (int k = 0; k < kSlotsPerLane; ++k, block += kWarpSize) {
+                const int cols = block < columns.blocks ? columns.vectors_of(block) * kWidth : 0;
+                use(cols, slots.values[k]);
+              }
             },
             __shfl_sync(kFullWarp, slots.values[0].first, 0), p.inverse_cols.exact);
       } else {
@@ -354,52 +372,69 @@ struct RingBlock {
     return group < columns.groups - 1 ? kRingPieceVectors
                                       : columns.last_vectors_of(work.slice, warp);
   }
-  // The group that is brought next, to the ring by the first lane, to L2 by the second.
+  // A group that is brought next. All lanes know it alike and one of them acts, so the compiler
+  // computes it in uniform registers.
   struct Feed {
     const X* row = nullptr;
     int i = 0, group = 0;
   };
+  struct Feeds {
+    Feed to_ring, to_l2;
+  };
   __device__ __forceinline__ void enter_row(Feed& feed) const {
     feed.row = static_cast<const X*>(p.input) + p.input_rows(work.row(feed.i));
   }
-  __device__ __forceinline__ void feed_next(Feed& feed, bool to_l2, int slot) const {
-    if (feed.i >= work.rows) return;
-    const uint32_t bytes = piece_vectors(feed.group) * kVectorBytes;
-    const X* x = element(feed.row, columns.first(feed.group, warp) * kWidth);
-    if (to_l2) {
-      if (bytes > 0) bulk_prefetch_to_stay(x, bytes);
-    } else {
-      uint64_t* full = &state.full[warp / 2][slot];
-      barrier_expect(full, bytes);
-      if (bytes > 0) bulk_load(ring + slot * kSlotCols + warp * kPieceCols, x, bytes, full, false);
-    }
+  __device__ __forceinline__ void advance(Feed& feed) const {
     if (++feed.group == columns.groups) {
       feed.group = 0;
       ++feed.i;
       enter_row(feed);
     }
   }
-  // Fills the ring.
-  __device__ __forceinline__ Feed start() const {
+  __device__ __forceinline__ const X* piece_of(const Feed& feed) const {
+    return element(feed.row, columns.first(feed.group, warp) * kWidth);
+  }
+  __device__ __forceinline__ void bring(const Feed& feed, int slot, uint32_t bytes) const {
+    uint64_t* full = &state.full[warp / 2][slot];
+    barrier_expect(full, bytes);
+    if (bytes > 0) {
+      bulk_load(ring + slot * kSlotCols + warp * kPieceCols, piece_of(feed), bytes, full, false);
+    }
+  }
+  __device__ __forceinline__ void feed_ring(Feed& feed, int slot, bool acts) const {
+    if (feed.i >= work.rows) return;
+    if (acts) bring(feed, slot, piece_vectors(feed.group) * kVectorBytes);
+    advance(feed);
+  }
+  __device__ __forceinline__ void feed_l2(Feed& feed, bool acts) const {
+    if (feed.i >= work.rows) return;
+    const uint32_t bytes = piece_vectors(feed.group) * kVectorBytes;
+    const X* x = piece_of(feed);
+    if (acts && bytes > 0) bulk_prefetch_to_stay(x, bytes);
+    advance(feed);
+  }
+  // The `n`-th group of the block's work.
+  __device__ __forceinline__ Feed nth(int n) const {
     Feed feed;
+    feed.i = n / columns.groups;
+    feed.group = n - feed.i * columns.groups;
     enter_row(feed);
-    if (lane < 2) {
-#pragma unroll 1
-      for (int n = 0; n < plan.slots + lane * kRingAhead; ++n) {
-        if (lane == 1 && n < plan.slots) {
-          // The first lane brings this group.
-          if (++feed.group == columns.groups) {
-            feed.group = 0;
-            ++feed.i;
-            enter_row(feed);
-          }
-        } else {
-          feed_next(feed, lane == 1, n);
-        }
+    return feed;
+  }
+  // Fills the ring: each lane brings one group, to a slot or, behind the last slot, to L2.
+  __device__ __forceinline__ Feeds start() const {
+    static_assert(kMostRingSlots + kRingAhead <= kWarpSize);
+    const Feed own = nth(lane);
+    if (lane < plan.slots + kRingAhead && own.i < work.rows) {
+      const uint32_t bytes = piece_vectors(own.group) * kVectorBytes;
+      if (lane < plan.slots) {
+        bring(own, lane, bytes);
+      } else if (bytes > 0) {
+        bulk_prefetch_to_stay(piece_of(own), bytes);
       }
     }
     __syncwarp();
-    return feed;
+    return {nth(plan.slots), nth(plan.slots + kRingAhead)};
   }
 
   // A lane's weights and biases: the first in registers, the others in shared memory, where each
@@ -425,16 +460,17 @@ struct RingBlock {
     (void)((kGroups < columns.groups && (body(kGroups), true)) && ...);
   }
 
-  __device__ __forceinline__ void run_worker(W* shared, Feed feed, const Meeting& meeting) const {
+  __device__ __forceinline__ void run_worker(W* shared, Feeds feeds, const Meeting& meeting) const {
     using WVec = Vec<W, kWidth>;
     constexpr int kStep = kRingWorkers * kWarpSize * kWidth;
     const int vecs = kRingLaneVecs * columns.groups;
     WVec weights[kLong ? kWeights : 1], biases[kLong ? kBiases : 1];
     const int last_lanes = max(columns.last_of_worker - (kRingLaneVecs - 1) * kWarpSize, 0);
     // Where vector `number` of a lane lies in shared memory, behind the `first` in registers.
+    int own = lane * kWidth;
     const auto place = [&](int number, int first) {
       const int lanes = number == vecs - 1 ? last_lanes : kWarpSize;
-      return (number - first) * kStep + (warp * lanes + lane) * kWidth;
+      return (number - first) * kStep + warp * lanes * kWidth + own;
     };
     W* const shared_biases =
         shared +
@@ -446,14 +482,21 @@ struct RingBlock {
         if (k * kWarpSize + lane >= piece_vectors(group)) continue;
         const int col = (columns.first(group, warp) + k * kWarpSize + lane) * kWidth;
         const int number = kRingLaneVecs * group + k;
-        const WVec weight = given.weight.template load<kWidth>(col);
-        const WVec bias = given.bias.template load<kWidth>(col);
-        if (number < kWeights) weights[min(number, kWeights - 1)] = weight;
-        if (number >= kWeights) store(shared + place(number, kWeights), weight);
-        if (number < kBiases) biases[min(number, kBiases - 1)] = bias;
-        if (number >= kBiases) store(shared_biases + place(number, kBiases), bias);
+        if (number < kWeights) {
+          weights[min(number, kWeights - 1)] = given.weight.template load<kWidth>(col);
+        } else {
+          copy_vector<kWidth>(shared + place(number, kWeights),
+                              element(given.weight.at, col & given.weight.mask));
+        }
+        if (number < kBiases) {
+          biases[min(number, kBiases - 1)] = given.bias.template load<kWidth>(col);
+        } else {
+          copy_vector<kWidth>(shared_biases + place(number, kBiases),
+                              element(given.bias.at, col & given.bias.mask));
+        }
       }
     });
+    wait_for_copies();
     meeting.wait();
     RingPosition read;
 #pragma unroll 1
@@ -463,11 +506,14 @@ struct RingBlock {
       const float2 statistics = state.statistics[kept];
       Y* const y = static_cast<Y*>(p.y) + work.row(i) * p.cols;
       // Hidden, so that the compiler does not compute all groups' addresses in advance.
-      int col = (columns.first(0, warp) + lane) * kWidth;
+      asm volatile("" : "+r"(own));
+      int col = columns.first(0, warp) * kWidth + own;
       asm volatile("" : "+r"(col));
       each_group([&](int group) {
+        const bool is_last = group == columns.groups - 1;
+        if (is_last) col = columns.first(group, warp) * kWidth + own;
         barrier_wait(&state.full[warp / 2][read.stage], read.parity);
-        const X* x = ring + read.stage * kSlotCols + warp * kPieceCols + lane * kWidth;
+        const X* x = ring + read.stage * kSlotCols + warp * kPieceCols + own;
         Vec<X, kWidth> values[kRingLaneVecs];
 #pragma unroll
         for (int k = 0; k < kRingLaneVecs; ++k) {
@@ -475,15 +521,14 @@ struct RingBlock {
         }
         // Once all lanes have read the slot, it is refilled.
         __syncwarp();
-        if (lane < 2) feed_next(feed, lane == 1, read.stage);
+        feed_ring(feeds.to_ring, read.stage, own == 0);
+        feed_l2(feeds.to_l2, own == 0);
         __syncwarp();
         read.advance(plan.slots);
-        const bool is_last = group == columns.groups - 1;
-        if (is_last) col = (columns.first(group, warp) + lane) * kWidth;
 #pragma unroll
         for (int k = 0; k < kRingLaneVecs; ++k) {
           const int number = kRingLaneVecs * group + k;
-          if (k * kWarpSize + lane >= piece_vectors(group)) continue;
+          if (own >= (piece_vectors(group) - k * kWarpSize) * kWidth) continue;
           WVec weight, bias;
           if (number < kWeights) weight = weights[min(number, kWeights - 1)];
           if (number >= kWeights) {
@@ -515,33 +560,34 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   __shared__ RingState state;
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0);
   const SliceWork work({plan.blocks_per_row, 0}, p.rows, p.cols);
-  RingBlock<N, kLong> block = {
-      plan,  p,
-      work,  RingColumns(plan, work.slice, p.cols / kVectorWidth<typename N::Types>),
-      state, reinterpret_cast<typename N::X*>(shared),
-      warp,  static_cast<int>(threadIdx.x % kWarpSize)};
-  if (threadIdx.x == 0) {
-    for (auto& barriers : state.full) {
-      for (int slot = 0; slot < plan.slots; ++slot) barrier_init(barriers + slot, 2);
+  RingBlock<N, kLong> block = {plan,  p,
+                               work,  RingColumns(plan, work.slice),
+                               state, reinterpret_cast<typename N::X*>(shared),
+                               warp,  static_cast<int>(threadIdx.x % kWarpSize)};
+  // Each warp by one lane: the barriers of several lanes would be made one after the other.
+  if (block.lane == 0) {
+#pragma unroll 1
+    for (int i = warp; i < kRingWorkers / 2 * kMostRingSlots; i += kRingThreads / kWarpSize) {
+      barrier_init(&state.full[0][0] + i, 2);
     }
-    for (int i = 0; i < kRingRowsKept; ++i) {
-      barrier_init(state.measured + i, kRingMeasurers);
-      barrier_init(state.published + i, 1);
-      barrier_init(state.collected + i, 1);
+    if (warp < kRingRowsKept) {
+      barrier_init(state.measured + warp, kRingMeasurers);
+      barrier_init(state.published + warp, 1);
+      barrier_init(state.collected + warp, 1);
     }
     barrier_init_fence();
   }
-  __syncthreads();
-  typename RingBlock<N, kLong>::Feed feed;
-  if (warp < kRingWorkers) feed = block.start();
-  const bool shares = plan.blocks_per_row > 1;
-  if (shares) {
+  if (plan.blocks_per_row > 1) {
     auto* slots = static_cast<uint64_t*>(p.workspace) + work.slice;
+#pragma unroll 1
     for (int i = threadIdx.x; i < work.rows; i += kRingThreads) {
       slots[work.row(i) * plan.blocks_per_row] = kEmptySlot;
     }
   }
-  const Meeting meeting(shares);
+  __syncthreads();
+  const Meeting meeting(plan);
+  typename RingBlock<N, kLong>::Feeds feed;
+  if (warp < kRingWorkers) feed = block.start();
   if (warp < kRingWorkers) {
     if constexpr (kLong) take_registers();
     auto* parameters = reinterpret_cast<typename N::W*>(shared + plan.slots * kRingSlotBytes);
@@ -567,8 +613,8 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
       constexpr bool kMayBeLong =
           has_long_ring(kTypeOf<typename T::X>, kTypeOf<typename T::Y>, !kIsBare<N>);
       return dispatch_bool<kMayBeLong>(plan.is_long, [&](auto is_long) {
-        return launch<Start::kCooperative>(layer_norm_forward_ring_kernel<N, is_long()>, plan,
-                                           stream, plan, params);
+        return launch_meeting(layer_norm_forward_ring_kernel<N, is_long()>, plan, stream, plan,
+                              params);
       });
     });
   });

@@ -28,11 +28,13 @@ struct Ring : Launch {
   static constexpr const char* kName = "ring";
   int blocks_per_row = 1;
   int groups = 0;          // of vectors of a row that a block has
+  int rest = 0;            // vectors of the last groups of all blocks
   int last_of_block = 0;   // vectors of a block's last group
   int last_of_worker = 0;  // vectors of a worker's part of it
   int slots = 0;           // of the ring, each with a group
   bool is_long = false;    // most of weight and bias lie in registers
 
+  bool meets() const { return blocks_per_row > 1; }
   static std::optional<Ring> make(const Problem& problem, const Device& device,
                                   const Forced& forced);
   template <typename Json>
@@ -57,6 +59,10 @@ constexpr int kRingSlotBytes = kRingGroupVectors * kVectorBytes;
 constexpr int kMostRingSlots = 28;
 // What the warps tell each other about a row is kept for so many rows.
 constexpr int kRingRowsKept = 8;
+// Shared memory that a block declares beside its ring. (Less than other kernels are given, because
+// 1 KB decides on the longest rows' last slot.)
+constexpr int kRingStateBytes = 2048;
+static_assert(kRingStateBytes <= kReservedSharedMemory);
 // The slots that an L2 prefetch is ahead of the ring.
 constexpr int kRingAhead = 4;
 
@@ -65,7 +71,7 @@ constexpr int kRingAhead = 4;
 struct LongRing {
   int groups, weights, biases;
 };
-constexpr LongRing long_ring(bool wide) { return wide ? LongRing{8, 16, 9} : LongRing{16, 31, 18}; }
+constexpr LongRing long_ring(bool wide) { return wide ? LongRing{8, 16, 9} : LongRing{16, 31, 19}; }
 constexpr int kLongRingWorkerRegisters = 224, kLongRingOtherRegisters = 56;
 static_assert(kRingWorkers * kLongRingWorkerRegisters +
                       (kRingMeasurers + kRingCollectors) * kLongRingOtherRegisters <=
@@ -99,6 +105,7 @@ inline std::optional<forward::Ring> ring_of(const Problem& problem, const Device
   plan.blocks_per_row = blocks_per_row;
   plan.groups = static_cast<int>(groups);
   const int64_t rest = vectors - (groups - 1) * blocks_per_row * kRingGroupVectors;
+  plan.rest = static_cast<int>(rest);
   plan.last_of_block = static_cast<int>(ceil_div(rest, blocks_per_row));
   plan.last_of_worker = static_cast<int>(ceil_div(plan.last_of_block, kRingWorkers));
   plan.is_long = is_long;
@@ -107,14 +114,15 @@ inline std::optional<forward::Ring> ring_of(const Problem& problem, const Device
                               shared_ring_vectors(vecs, kept.biases, plan.last_of_worker)) *
                              width * size_of(problem.weight);
   // In a ring of more rows than are kept, one row would take the place of another.
-  const int64_t slots = std::min<int64_t>({(room_of(device) - parameters) / kRingSlotBytes,
-                                           kRingRowsKept * groups - 1, kMostRingSlots});
+  const int64_t slots =
+      std::min<int64_t>({(device.shared_memory - kRingStateBytes - parameters) / kRingSlotBytes,
+                         kRingRowsKept * groups - 1, kMostRingSlots});
   if (slots <= groups || slots * 8 < groups * least) return std::nullopt;
   plan.slots = static_cast<int>(slots);
   plan.threads = kRingThreads;
   plan.shared_bytes = static_cast<int>(slots * kRingSlotBytes + parameters);
   plan.blocks = persistent_sets(problem, device, blocks_per_row, 1) * blocks_per_row;
-  plan.workspace_bytes = blocks_per_row > 1 ? problem.rows * blocks_per_row * 8 : 0;
+  plan.workspace_bytes = plan.meets() ? problem.rows * blocks_per_row * 8 : 0;
   return plan;
 }
 
@@ -133,7 +141,7 @@ inline std::optional<forward::Ring> forward::Ring::make(const Problem& problem,
                        device.capability >= 90 && problem.aligned &&
                        problem.x != DataType::kFloat64 && !problem.residual && !problem.modulated;
   if (!allowed) return std::nullopt;
-  const int most = std::min(device.sms, kMaxBlocksPerRow);
+  const int most = most_blocks_per_row(device);
   const auto number = forced.of(Field::kBlocksPerRow);
   if (number && *number > most) return std::nullopt;
   const bool may_be_short = forced.allows(Field::kLong, 0);

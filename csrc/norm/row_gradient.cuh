@@ -13,12 +13,13 @@ struct Gradients {
   using Acc = typename N::Acc;
   Acc xhat[kWidth], dz[kWidth], g[kWidth];
 
-  // `weight` is of type W. With a modulation it is that of combined_weight(), and dz is dy.
-  template <typename Weight>
-  __device__ __forceinline__ Gradients(const BackwardParams& p, const Vec<typename N::X, kWidth>& x,
-                                       const Vec<typename N::Y, kWidth>& dy, Acc mean, Acc rstd,
+  // x, dy, weight and bias are of the types X, Y and W, or of the arithmetic's. With a modulation
+  // `weight` is that of combined_weight(), and dz is dy.
+  template <typename X, typename Y, typename Weight, typename Bias>
+  __device__ __forceinline__ Gradients(const BackwardParams& p, const Vec<X, kWidth>& x,
+                                       const Vec<Y, kWidth>& dy, Acc mean, Acc rstd,
                                        const Vec<Weight, kWidth>& weight,
-                                       const Vec<typename N::W, kWidth>& bias) {
+                                       const Vec<Bias, kWidth>& bias) {
     Acc w[kWidth];
     unpack(w, weight);
     unpack(xhat, x);

@@ -167,16 +167,14 @@ void launch(const BackwardArguments& a, const Shape& shape, const KernelTypes& t
             Activation activation, const Groups& groups, const Outputs& out) {
   if (launch_channels(a, shape, types, activation, groups, out)) return;
   const Operands operands(a, shape, types, activation, groups, nullptr);
-  const backward::Plan plan =
-      make_backward_plan(operands.problem, device_of(a.x.get_device_index()));
-  const Workspace workspace(a.x, launch_of(plan).workspace_bytes);
+  const int device_index = a.x.get_device_index();
+  const auto planned = plan_backward(operands.problem, device_index);
+  const Workspace workspace(a.x, planned.workspace_bytes());
   BackwardParams params = params_of(a, operands, out, workspace);
   const bool contiguous = out.dx.is_contiguous();
   Tensor dx = contiguous ? out.dx : empty_like(out.dx, types.x);
   if (!contiguous) params.dx = dx.mutable_data_ptr();
-  check_launch(launch_layer_norm_backward(params, types.data_types(), plan,
-                                          current_stream(a.x.get_device_index())),
-               "backward", shape.rows, shape.cols, types.data_types(), plan);
+  fused_layernorm::launch(params, types.data_types(), planned, current_stream(device_index));
   if (!contiguous) {
     Tensor ordered = out.dx;
     torch::stable::copy_(ordered, dx);

@@ -141,12 +141,11 @@ void launch(const Tensor& input, const std::optional<Tensor>& residual, const Fo
   const bool aligned =
       rows.aligned() && (!residual_rows || residual_rows->aligned()) && types.aligned(shape.cols);
   const Problem problem = complete(params, data_types, computation, aligned);
-  const forward::Plan plan = make_forward_plan(problem, device_of(device_index));
-  const Workspace workspace(input, launch_of(plan).workspace_bytes);
+  const auto planned = plan_forward(problem, device_index);
+  const Workspace workspace(input, planned.workspace_bytes());
   params.workspace = workspace.data();
-  params.stays_in_l2 = stays_in_l2(plan);
-  check_launch(launch_layer_norm_forward(params, data_types, plan, stream), "forward", shape.rows,
-               shape.cols, data_types, plan);
+  params.stays_in_l2 = stays_in_l2(planned.plan);
+  fused_layernorm::launch(params, data_types, planned, stream);
   if (!contiguous) torch::stable::copy_(result.y, y);
 }
 

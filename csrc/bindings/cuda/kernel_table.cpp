@@ -27,7 +27,7 @@ template <typename Params, typename Plan>
 struct Prepared {
   Params params;
   DataTypes types;
-  Plan plan;
+  Planned<Plan> planned;
   int32_t device;
 
   static const Prepared& in(const DirectLaunch& launch) {
@@ -112,11 +112,11 @@ int64_t prepare_forward(const DirectForward* call, DirectLaunch* into) {
     const bool aligned =
         is_aligned(f.input) && is_aligned(f.residual) && types.kernel.aligned(n.cols);
     const Problem problem = complete(params, data_types, computation, aligned);
-    const forward::Plan plan = make_forward_plan(problem, device_of(n.device));
-    params.stays_in_l2 = stays_in_l2(plan);
+    const auto planned = plan_forward(problem, n.device);
+    params.stays_in_l2 = stays_in_l2(planned.plan);
     const auto* const prepared =
-        new (into->bytes) PreparedForward{params, data_types, plan, n.device};
-    return launch_of(prepared->plan).workspace_bytes;
+        new (into->bytes) PreparedForward{params, data_types, planned, n.device};
+    return prepared->planned.workspace_bytes();
   });
 }
 
@@ -146,22 +146,20 @@ int64_t prepare_backward(const DirectBackward* call, DirectLaunch* into) {
         is_aligned(b.x) && is_aligned(b.dy) && is_aligned(b.dresidual) && types.aligned(n.cols);
     const Problem problem = complete(params, data_types, computation_of(n), aligned,
                                      b.dweight != nullptr || b.dbias != nullptr, false);
-    const auto* const prepared = new (into->bytes) PreparedBackward{
-        params, data_types, make_backward_plan(problem, device_of(n.device)), n.device};
-    return launch_of(prepared->plan).workspace_bytes;
+    const auto* const prepared = new (into->bytes)
+        PreparedBackward{params, data_types, plan_backward(problem, n.device), n.device};
+    return prepared->planned.workspace_bytes();
   });
 }
 
-template <typename Prepared, typename Launch>
-const char* run(const DirectLaunch& launch, void* workspace, const char* direction,
-                const Launch& function) {
+template <typename Prepared>
+const char* run(const DirectLaunch* prepared, void* workspace) {
   thread_local std::string wrong;
-  const auto& [given, types, plan, device] = Prepared::in(launch);
+  const auto& [given, types, planned, device] = Prepared::in(*prepared);
   try {
     auto params = given;
     params.workspace = workspace;
-    check_launch(function(params, types, plan, current_stream(device)), direction, params.rows,
-                 params.cols, types, plan);
+    launch(params, types, planned, current_stream(device));
     return nullptr;
   } catch (const std::exception& error) {
     wrong = error.what();
@@ -169,20 +167,8 @@ const char* run(const DirectLaunch& launch, void* workspace, const char* directi
   }
 }
 
-const char* launch_forward(const DirectLaunch* launch, void* workspace) {
-  return run<PreparedForward>(*launch, workspace, "forward", [](const auto&... args) {
-    return launch_layer_norm_forward(args...);
-  });
-}
-
-const char* launch_backward(const DirectLaunch* launch, void* workspace) {
-  return run<PreparedBackward>(*launch, workspace, "backward", [](const auto&... args) {
-    return launch_layer_norm_backward(args...);
-  });
-}
-
-constexpr KernelTable kTable = {kKernelTableVersion, sizeof(KernelTable), &prepare_forward,
-                                &launch_forward,     &prepare_backward,   &launch_backward};
+constexpr KernelTable kTable = {kKernelTableVersion,   sizeof(KernelTable), &prepare_forward,
+                                &run<PreparedForward>, &prepare_backward,   &run<PreparedBackward>};
 
 }  // namespace
 

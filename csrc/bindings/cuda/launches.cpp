@@ -30,7 +30,41 @@ void complete_common(Params& params, const Computation& computation, bool has_ep
   if (computation.weight_offset != 0.0) params.weight_offset = Scalar(computation.weight_offset);
 }
 
+template <typename Plan, typename Make>
+Planned<Plan> planned_by(const Make& make, const Problem& problem, int device_index) {
+  const Device& device = device_of(device_index);
+  Planned<Plan> planned{make(problem, device), std::nullopt};
+  const bool meets =
+      std::visit([](const auto& strategy) { return strategy.meets(); }, planned.plan);
+  if (meets && forced_now().words.empty()) {
+    Device apart = device;
+    apart.blocks_meet = false;
+    planned.apart = make(problem, apart);
+  }
+  return planned;
+}
+
+template <typename Params, typename Plan, typename Launch>
+void launch_by(const Launch& launch_plan, const char* direction, const Params& params,
+               const DataTypes& types, const Planned<Plan>& planned, cudaStream_t stream) {
+  const cudaError_t error = launch_plan(params, types, planned.plan, stream);
+  if (error == cudaErrorCooperativeLaunchTooLarge && planned.apart) {
+    (void)cudaGetLastError();  // else the next check of PyTorch's would find it
+    check_launch(launch_plan(params, types, *planned.apart, stream), direction, params.rows,
+                 params.cols, types, *planned.apart);
+  } else {
+    check_launch(error, direction, params.rows, params.cols, types, planned.plan);
+  }
+}
+
 }  // namespace
+
+Planned<forward::Plan> plan_forward(const Problem& problem, int device_index) {
+  return planned_by<forward::Plan>(make_forward_plan, problem, device_index);
+}
+Planned<backward::Plan> plan_backward(const Problem& problem, int device_index) {
+  return planned_by<backward::Plan>(make_backward_plan, problem, device_index);
+}
 
 ForwardTypes settle_types(ScalarType input, std::optional<ScalarType> residual,
                           std::optional<ScalarType> parameters, ScalarType y, bool rounds_xhat) {
@@ -118,6 +152,17 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
         return launch_layer_norm_backward(params, types, strategy, stream);
       },
       plan);
+}
+
+void launch(const ForwardParams& params, const DataTypes& types,
+            const Planned<forward::Plan>& planned, cudaStream_t stream) {
+  launch_by([](const auto&... args) { return launch_layer_norm_forward(args...); }, "forward",
+            params, types, planned, stream);
+}
+void launch(const BackwardParams& params, const DataTypes& types,
+            const Planned<backward::Plan>& planned, cudaStream_t stream) {
+  launch_by([](const auto&... args) { return launch_layer_norm_backward(args...); }, "backward",
+            params, types, planned, stream);
 }
 
 }  // namespace fused_layernorm

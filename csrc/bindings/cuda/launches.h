@@ -3,6 +3,7 @@
 // (kernel_table.cpp): the types, and the parameters and the problem that follow from the call.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 
 #include "bindings/cuda/checks.h"
@@ -37,6 +38,28 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
 
     bool activates() const { return activation != Activation::kNone || scale != 1.0; }
   };
+
+  // A plan, and one whose blocks do not wait for each other. It is launched if the first is refused
+  // because its blocks cannot all be resident at once: the caller may have only a part of the
+  // device (a green context, a limit of MPS), which no attribute tells.
+  template <typename Plan>
+  struct Planned {
+    Plan plan;
+    std::optional<Plan> apart;  // if blocks of `plan` wait for each other
+
+    int64_t workspace_bytes() const {
+      const int64_t bytes = launch_of(plan).workspace_bytes;
+      return apart ? std::max(bytes, launch_of(*apart).workspace_bytes) : bytes;
+    }
+  };
+  Planned<forward::Plan> plan_forward(const Problem& problem, int device_index);
+  Planned<backward::Plan> plan_backward(const Problem& problem, int device_index);
+
+  // Each throws for an error of the launch.
+  void launch(const ForwardParams& params, const DataTypes& types,
+              const Planned<forward::Plan>& planned, cudaStream_t stream);
+  void launch(const BackwardParams& params, const DataTypes& types,
+              const Planned<backward::Plan>& planned, cudaStream_t stream);
 
   // Each completes the parameters of a launch, of which the tensors, the modulation, rows and cols
   // are set (in backward also group_rows), and gives its problem. `aligned`: every row begins at a
