@@ -50,20 +50,6 @@ from .swap import (  # noqa: E402
     unswap_rms_norm,
 )
 
-# A pickle of a module names its class, and torch.load(weights_only=True) makes known classes only.
-_torch.serialization.add_safe_globals(
-    [
-        FusedAdaLayerNorm,
-        FusedAddAdaLayerNorm,
-        FusedAddLayerNorm,
-        FusedAddRMSNorm,
-        FusedLayerNorm,
-        FusedLayerNorm2d,
-        FusedRMSNorm,
-        FusedRMSNorm2d,
-    ]
-)
-
 try:
     __version__ = _version(__name__)
 except _PackageNotFoundError:  # imported from a folder that was built but not installed
@@ -99,3 +85,7 @@ __all__ = [
     "unswap_norms",
     "unswap_rms_norm",
 ]
+
+# A pickle of a module names its class, and torch.load(weights_only=True) makes known classes only.
+_modules = [globals()[name] for name in __all__ if name.startswith("Fused")]
+_torch.serialization.add_safe_globals(_modules)

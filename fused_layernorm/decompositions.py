@@ -8,8 +8,8 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from .ops import composite, formulas, heads, load
-from .ops.operators import BACKWARD, FORWARD
+from .ops import composite, formulas, heads
+from .ops.operators import implementations
 
 __all__ = ["decompositions"]
 
@@ -26,14 +26,8 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     Other operators are left as they are. To decompose to core ATen, ``update`` the table of
     ``torch.export.default_decompositions()`` with this one.
     """
-    table: dict[OpOverload, Callable[..., Any]] = {
-        load.add_ada_layer_norm_backward: composite.add_ada_layer_norm_backward,
-        load.gate_backward: formulas.gate_backward,
+    return {
+        **implementations(formulas.forward, composite.backward, formulas.gate_backward),
         heads.qk_norm_rope: lambda *args: heads.by_formula(heads.HeadArguments(*args)),
         heads.qk_norm_rope_backward: heads.backward_by_formula,
     }
-    for operator in FORWARD:
-        table[operator.overload] = operator.implemented_by(formulas.forward)
-    for backward in BACKWARD:
-        table[backward.overload] = backward.implemented_by(composite.backward)
-    return table

@@ -89,13 +89,11 @@ def register_sharding_rules() -> None:
                 mean = Replicate() if a.options.is_rms else placement
                 return [*[placement] * of_rows, mean, placement]
 
-            return [
-                (
-                    outputs(placement),
-                    only_placements(operator.lay_out(placed(a, a.input, placement))),
-                )
-                for placement in acceptable(a.input.ndim - a.options.normalized_ndim)
-            ]
+            def inputs(placement: Placement) -> list[Any]:
+                return only_placements(operator.lay_out(placed(a, a.input, placement)))
+
+            found = acceptable(a.input.ndim - a.options.normalized_ndim)
+            return [(outputs(placement), inputs(placement)) for placement in found]
 
         return rules
 
@@ -174,13 +172,10 @@ def register_sharding_rules() -> None:
                         inputs.append(placement if is_row else Replicate())
                 outputs = [placement, Replicate() if a.k is None else placement]
                 if is_backward:
+                    total = of_sum(placement, None)
                     for parameters, needed in ((a[4:6], a.needs_dweight), (a[6:8], a.needs_dbias)):
-                        outputs += [
-                            of_sum(placement, None)
-                            if needed and parameter is not None
-                            else Replicate()
-                            for parameter in parameters
-                        ]
+                        given = [needed and parameter is not None for parameter in parameters]
+                        outputs += [total if one else Replicate() for one in given]
                 found.append((outputs, inputs))
             return found
 

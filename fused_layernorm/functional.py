@@ -20,6 +20,7 @@ from torch.overrides import has_torch_function
 
 from .compile import rules
 from .ops import arguments, autograd_library, formulas, load
+from .ops.arguments import rms_eps
 from .ops.aten_forward import twin
 from .ops.autocast import under_autocast
 from .ops.operators import (
@@ -69,22 +70,11 @@ class Kind(NamedTuple):
 LAYER = Kind()
 RMS = Kind("rms")
 
-FLOAT32_EPS = torch.finfo(torch.float32).eps
-FLOAT64_EPS = torch.finfo(torch.float64).eps
-
 
 def rms_kind(weight_offset: float, round_before_weight: bool) -> Kind:
     if weight_offset == 0.0 and not round_before_weight:
         return RMS
-    return Kind("rms", weight_offset, round_before_weight)
-
-
-def rms_eps(eps: float | None, x: Tensor) -> float:
-    """The eps of an RMSNorm; that of torch.nn.functional.rms_norm if it is None."""
-    if eps is not None:
-        return eps
-    is_wide = isinstance(x, Tensor) and x.dtype is torch.float64
-    return FLOAT64_EPS if is_wide else FLOAT32_EPS
+    return Kind("rms", weight_offset, bool(round_before_weight))
 
 
 def may_serve(x: Any, *others: Any) -> bool:
@@ -183,8 +173,9 @@ def layer_norm(
             RuntimeError.
     """
     if dim is not None:
-        dim = arguments.check_dim(input, weight, bias, dim, normalized_shape)
-        return _serve_dim(input, dim, weight, bias, eps, activation, scale, out_dtype, LAYER)
+        return _serve_dim(
+            input, dim, weight, bias, eps, normalized_shape, activation, scale, out_dtype, LAYER
+        )
     return serve(input, None, weight, bias, eps, normalized_shape, activation, scale, out_dtype)
 
 
@@ -213,10 +204,7 @@ def rms_norm(
     is rounded once. (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.)
 
     Args:
-        input: shape ``(*, *normalized_shape)``, float32, float16, bfloat16 or float64, of any
-            strides.
-        weight, bias: shape ``normalized_shape``, each optional; of input's dtype, or float32
-            beside a half-precision input; if both are given, of one dtype.
+        input, weight, bias: as in :func:`layer_norm`.
         eps: added to the mean of the squares. None is the default of
             ``torch.nn.functional.rms_norm``: the float32 epsilon, for a float64 input that of
             float64.
@@ -225,24 +213,18 @@ def rms_norm(
         round_before_weight: the normalized value is rounded to input's dtype before it is
             multiplied by weight, as Llama's norm does. Gradients take the rounding for the
             identity. It has no effect without a weight.
-        normalized_shape, activation, scale: as in :func:`layer_norm`.
+        normalized_shape, activation, scale, dim: as in :func:`layer_norm`.
         out_dtype: the result's dtype, any of the four. By default input's; under autocast what
             ``torch.nn.functional.rms_norm`` gives (float32 on CUDA from torch 2.12 on).
-        dim: as in :func:`layer_norm`.
 
-    Returns:
-        A contiguous tensor of input's shape; with dim in the order of ``torch.empty_like(input)``.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
-            what was given. A dtype or layout that is not supported raises NotImplementedError, a
-            RuntimeError.
+    The result and the errors are those of :func:`layer_norm`.
     """
     kind = rms_kind(weight_offset, round_before_weight)
     eps = rms_eps(eps, input)
     if dim is not None:
-        dim = arguments.check_dim(input, weight, bias, dim, normalized_shape)
-        return _serve_dim(input, dim, weight, bias, eps, activation, scale, out_dtype, kind)
+        return _serve_dim(
+            input, dim, weight, bias, eps, normalized_shape, activation, scale, out_dtype, kind
+        )
     return serve(
         input, None, weight, bias, eps, normalized_shape, activation, scale, out_dtype, kind
     )
@@ -277,18 +259,12 @@ def add_layer_norm(
 
     The other arguments and the errors are those of :func:`layer_norm`.
     """
-    return _serve_add(
-        input,
-        residual,
-        gate,
-        weight,
-        bias,
-        eps,
-        normalized_shape,
-        activation,
-        scale,
-        out_dtype,
-        LAYER,
+    if gate is None and residual is not None:
+        return serve(
+            input, residual, weight, bias, eps, normalized_shape, activation, scale, out_dtype
+        )
+    return _serve_gated(
+        input, residual, gate, weight, bias, eps, normalized_shape, activation, scale, out_dtype
     )
 
 
@@ -312,50 +288,13 @@ def add_rms_norm(
     As :func:`add_layer_norm`, with ``output = rms_norm(residual_out, ...)``. The other arguments
     and the errors are those of :func:`rms_norm`.
     """
-    return _serve_add(
-        input,
-        residual,
-        gate,
-        weight,
-        bias,
-        rms_eps(eps, residual),
-        normalized_shape,
-        activation,
-        scale,
-        out_dtype,
-        rms_kind(weight_offset, round_before_weight),
-    )
-
-
-def _serve_add(
-    input: Tensor,
-    residual: Tensor,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    normalized_shape: int | Sequence[int] | None,
-    activation: str | None,
-    scale: float,
-    out_dtype: torch.dtype | None,
-    kind: Kind,
-) -> tuple[Tensor, Tensor]:
-    """add_layer_norm or add_rms_norm."""
-    if residual is None:
-        arguments.check_tensor("residual", residual)
-    if gate is None:
+    eps, kind = rms_eps(eps, residual), rms_kind(weight_offset, round_before_weight)
+    if gate is None and residual is not None:
         return serve(
             input, residual, weight, bias, eps, normalized_shape, activation, scale, out_dtype, kind
         )
-    norm = (weight, bias, eps, normalized_shape)
-    if normalized_shape is None:
-        arguments.normalized_ndim(input, weight, bias, None)  # raises if no shape is given
-    is_fused = activation is None and isinstance(scale, (int, float)) and scale == 1.0
-    if is_fused and not kind.round_before_weight:
-        return _serve_ada(input, residual, gate, None, None, *norm, out_dtype, kind)
-    options = (activation, scale, out_dtype, *kind)
-    a = arguments.settle(input, *norm, *options, residual=residual, gate=gate)
-    return _serve_gated(a)
+    options = (activation, scale, out_dtype, kind)
+    return _serve_gated(input, residual, gate, weight, bias, eps, normalized_shape, *options)
 
 
 def ada_layer_norm(
@@ -376,22 +315,17 @@ def ada_layer_norm(
         y = \mathrm{layer\_norm}(x, \mathrm{weight}, \mathrm{bias}, \epsilon)
             \cdot (1 + \mathrm{scale}) + \mathrm{shift}
 
-    The arithmetic is in float32 (float64 for a float64 input), whatever the dtypes, and the result
-    is rounded once. An exception on the CPU: where all tensors have one dtype and ``out_dtype`` is
-    not given, PyTorch's operators compute the norm, then the modulation, and each operator rounds
-    its result. Every tensor gets its gradient, summed over exactly the dimensions in which it is
-    broadcast, in its own shape and dtype.
+    The errors are those of :func:`layer_norm`, and so is the arithmetic, except on the CPU: where
+    all tensors have one dtype and ``out_dtype`` is not given, PyTorch's operators compute the norm,
+    then the modulation, and each operator rounds its result. Every tensor gets its gradient, summed
+    over exactly the dimensions in which it is broadcast, in its own shape and dtype.
 
     Args:
-        input: shape ``(*, *normalized_shape)``, float32, float16, bfloat16 or float64, of any
-            strides.
+        input, weight, bias, eps: as in :func:`layer_norm`.
         shift, scale: each optional, of a shape that broadcasts to input's, such as ``(D,)``,
             ``(B, 1, D)`` for a modulation of each sample or ``(B, S, D)`` for one of each token,
             and of any strides: a chunk of a larger tensor is read where it lies. Of input's dtype,
             or float32 beside a half-precision input.
-        weight, bias: shape ``normalized_shape``, each optional, of the dtypes that shift and scale
-            may have; if both are given, of one dtype.
-        eps: added to the variance.
         statistic: ``"layer"``, or ``"rms"`` for :func:`rms_norm` in the place of ``layer_norm``.
         normalized_shape: the sizes of the dimensions to normalize over. By default weight's shape,
             else bias's, else the last dimension.
@@ -400,11 +334,6 @@ def ada_layer_norm(
 
     Returns:
         A tensor of input's shape, contiguous on CUDA.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
-            what was given. A dtype or layout that is not supported raises NotImplementedError, a
-            RuntimeError.
     """
     kind = LAYER if statistic == "layer" else Kind(statistic)
     return _serve_ada(
@@ -528,22 +457,15 @@ def serve(
 
 
 def _serve_dim(
-    input: Tensor,
-    dim: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str | None,
-    scale: float,
-    out_dtype: torch.dtype | None,
-    kind: Kind,
+    input: Tensor, dim: int, weight: Any, bias: Any, eps: float, normalized_shape: Any, *last: Any
 ) -> Tensor:
-    """A norm over one dimension: the norm of a view in which it is the last one."""
-    last = input.dim() - 1  # ONNX has no dimensions counted from the end
-    x = input.movedim(dim, last)
-    norm = (weight, bias, eps, (x.shape[last],), activation, scale, out_dtype, kind)
-    y: Tensor = serve(x, None, *norm, True)
-    return y.movedim(last, dim)
+    """A norm over one dimension: that of a view in which it is the last; `last` is as serve's."""
+    dim = arguments.check_dim(input, weight, bias, dim, normalized_shape)
+    end = input.dim() - 1  # ONNX has no dimensions counted from the end
+    x = input.movedim(dim, end)
+    call: Any = (x, None, weight, bias, eps, (x.shape[end],), *last, True)
+    y: Tensor = serve(*call)
+    return y.movedim(end, dim)
 
 
 def _call(operator: Operator, a: Arguments) -> Any:
@@ -592,29 +514,49 @@ def _serve_ada(
         raise arguments.explain(error, input, *norm, **tensors, is_ada=True) from None
 
 
-def _serve_gated(a: Arguments) -> tuple[Tensor, Tensor]:
-    """A gated sum and a norm with what no kernel fuses with it.
+def _serve_gated(
+    input: Tensor,
+    residual: Tensor,
+    gate: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    normalized_shape: Any,
+    activation: str | None,
+    scale: float,
+    out_dtype: torch.dtype | None,
+    kind: Kind = LAYER,
+) -> tuple[Tensor, Tensor]:
+    """add_layer_norm or add_rms_norm with a gate.
 
-    That is an activation, a scale, or the rounding of xhat.
+    No kernel fuses a gated sum with an activation, a scale or the rounding of xhat: there the sum
+    is PyTorch's.
     """
-    device = a.input.device.type
+    if residual is None:
+        arguments.check_tensor("residual", residual)
+    norm = (weight, bias, eps, normalized_shape)
+    if normalized_shape is None:
+        arguments.normalized_ndim(input, weight, bias, None)  # raises if no shape is given
+    is_fused = activation is None and isinstance(scale, (int, float)) and scale == 1.0
+    if is_fused and not kind.round_before_weight:
+        return _serve_ada(input, residual, gate, None, None, *norm, out_dtype, kind)
+    options = (activation, scale, out_dtype, *kind)
+    a = arguments.settle(input, *norm, *options, residual=residual, gate=gate)
+    device = input.device.type
     if _has_autocast(device) and torch.is_autocast_enabled(device):
         a = under_autocast(a)
     arguments.check(a)
-    residual: Any = a.residual
-    residual_out = formulas.add(a.input, residual, a.gate)
-    options = a.options
-    if a.rounds_xhat and a.input.dtype != residual.dtype:
-        found = formulas.forward(a._replace(options=options._replace(out_dtype=a.y_dtype)))
+    residual_out = formulas.add(input, residual, gate)
+    if a.rounds_xhat and input.dtype != residual.dtype:
+        found = formulas.forward(a._replace(options=a.options._replace(out_dtype=a.y_dtype)))
         return found.y, residual_out
     acc = formulas.acc_dtype(residual.dtype)
     weight, bias = (
         parameter if parameter is None or parameter.dtype == residual.dtype else parameter.to(acc)
         for parameter in (a.weight, a.bias)
     )
-    norm = (weight, bias, options.eps, tuple(a.normalized_shape))
-    kind = Kind(options.statistic, options.weight_offset, options.round_before_weight)
-    y = serve(residual_out, None, *norm, *options[2:4], a.y_dtype, kind)
+    shape = tuple(a.normalized_shape)
+    y = serve(residual_out, None, weight, bias, eps, shape, activation, scale, a.y_dtype, kind)
     return y, residual_out
 
 

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .functional import rms_eps
 from .ops import arguments
 from .ops.autograd import in_forward_mode, needs_grad
 from .ops.heads import HeadArguments, by_formula, check
@@ -154,23 +152,20 @@ def _serve(a: HeadArguments) -> tuple[Tensor, Tensor]:
 def _eps(eps: float | None, statistic: str | None, q: Tensor) -> float:
     if statistic is None:
         return 0.0
-    return _LAYER_EPS if eps is None and statistic == "layer" else rms_eps(eps, q)
+    return _LAYER_EPS if eps is None and statistic == "layer" else arguments.rms_eps(eps, q)
 
 
 def _rotary_dim(q: Tensor, cos: Tensor | None, sin: Tensor | None, rotary_dim: Any) -> int:
     if rotary_dim is None:
         return 0 if cos is None and sin is None else q.shape[-1] if q.dim() > 0 else 0
-    if not hasattr(rotary_dim, "__index__"):
-        raise TypeError(f"expected rotary_dim to be an int, got {type(rotary_dim).__name__}")
+    dim = arguments.check_int("rotary_dim", rotary_dim)
     if cos is None and sin is None:
-        raise ValueError(f"expected cos and sin beside rotary_dim {rotary_dim}, got neither")
-    return index(rotary_dim)
+        raise ValueError(f"expected cos and sin beside rotary_dim {dim}, got neither")
+    return dim
 
 
 def _seq_dim(seq_dim: Any) -> int:
-    if not hasattr(seq_dim, "__index__") or isinstance(seq_dim, bool):
-        raise TypeError(f"expected seq_dim to be an int, got {type(seq_dim).__name__}")
-    dim = index(seq_dim)
+    dim = arguments.check_int("seq_dim", seq_dim)
     if not -4 <= dim < 4:
         raise IndexError(f"expected seq_dim from -4 to 3, got {dim}")
     dim %= 4
@@ -184,8 +179,8 @@ def _check_types(a: HeadArguments) -> None:
     for name, tensor in zip(a._fields[2:8], a[2:8], strict=True):
         if tensor is not None and not isinstance(tensor, Tensor):
             arguments.check_tensor(name.removeprefix("q_") if a.k is None else name, tensor)
-    arguments._check_number("eps", a.eps)
-    arguments._check_number("weight_offset", a.weight_offset)
+    arguments.check_number("eps", a.eps)
+    arguments.check_number("weight_offset", a.weight_offset)
     if a.statistic is not None and not isinstance(a.statistic, str):
         raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")
     if isinstance(a.eps, float) and a.eps != a.eps:

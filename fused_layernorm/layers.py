@@ -78,17 +78,13 @@ class RotaryPosEmb(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        return _rotary_pos_emb(self, q, k, cos, sin, unsqueeze_dim)
-
-
-def _rotary_pos_emb(
-    module: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
-) -> Any:
-    rotation = _rotation(type(module)) if unsqueeze_dim == 1 else None
-    if rotation is not None and rotations.takes(rotation, q, k, cos, sin):
-        return rotations.rotate(rotation, q, k, None, cos, sin)
-    given = () if unsqueeze_dim == 1 else (unsqueeze_dim,)  # the default of functions that have it
-    return type(module).forward(module, q, k, cos, sin, *given)
+        cls: Any = type(self)
+        rotation = _rotation(cls) if unsqueeze_dim == 1 else None
+        if rotation is not None and rotations.takes(rotation, q, k, cos, sin):
+            return rotations.rotate(rotation, q, k, None, cos, sin)
+        given = () if unsqueeze_dim == 1 else (unsqueeze_dim,)  # as functions that have it default
+        found: tuple[Tensor, Tensor] = cls.forward(self, q, k, cos, sin, *given)
+        return found
 
 
 def _rotation(cls: Any) -> Rotation | None:

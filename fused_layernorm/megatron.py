@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from . import modules
-from .functional import Kind, serve
+from .functional import LAYER, RMS, Kind, serve
 
 _KINDS = {
-    ("LayerNorm", False): Kind("layer"),
+    ("LayerNorm", False): LAYER,
     ("LayerNorm", True): Kind("layer", 1.0),
-    ("RMSNorm", False): Kind("rms"),
+    ("RMSNorm", False): RMS,
     ("RMSNorm", True): Kind("rms", 1.0),
 }
 
@@ -48,27 +48,52 @@ def _is_zero_centered(
     return in_config
 
 
-def _mark_parameters(norm: nn.Module, config: Any) -> None:
-    sequence_parallel = bool(getattr(config, "sequence_parallel", False))
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-
-
-def _forward(norm: Any, normalization: str, input: Tensor) -> Tensor:
-    weight, bias = norm.weight, norm.bias
-    if weight.dtype != input.dtype:
-        # As where a model of half precision keeps its residual stream in float32.
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        weight = weight.to(wide)
-        bias = None if bias is None else bias.to(wide)
-    kind = _KINDS[normalization, norm.zero_centered_gamma]
-    return serve(input, None, weight, bias, norm.eps, norm.normalized_shape, None, 1.0, None, kind)
-
-
 class _Slot(nn.Module):
     """What the norms of both kinds have beside their PyTorch classes."""
 
+    normalization: str  # the name of the kind in the config
     zero_centered_gamma: bool = False
+
+    def __init__(
+        self,
+        config: Any,
+        hidden_size: int | Sequence[int],
+        eps: float = 1e-5,
+        persist_layer_norm: bool | None = None,
+        zero_centered_gamma: bool | None = None,
+        normalization: str | None = None,
+    ) -> None:
+        zero_centered = _is_zero_centered(
+            config, self.normalization, zero_centered_gamma, normalization
+        )
+        super().__init__(hidden_size, eps)
+        self.config = config
+        self.zero_centered_gamma = zero_centered
+        self.weight_offset = 1.0 if zero_centered else 0.0
+        self.reset_parameters()
+        sequence_parallel = bool(getattr(config, "sequence_parallel", False))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        """Sets the parameters so that the norm has a factor of one and a bias of zero."""
+        norm: Any = super()
+        norm.reset_parameters()
+        if self.zero_centered_gamma:
+            nn.init.zeros_(self.weight)  # type: ignore[arg-type]
+
+    def forward(self, input: Tensor) -> Tensor:
+        norm: Any = self
+        weight, bias = norm.weight, norm.bias
+        if weight.dtype != input.dtype:
+            # As where a model of half precision keeps its residual stream in float32.
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            weight = weight.to(wide)
+            bias = None if bias is None else bias.to(wide)
+        kind = _KINDS[self.normalization, self.zero_centered_gamma]
+        shape = norm.normalized_shape
+        y: Tensor = serve(input, None, weight, bias, norm.eps, shape, None, 1.0, None, kind)
+        return y
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (
@@ -107,30 +132,7 @@ class FusedLayerNorm(_Slot, modules.FusedLayerNorm):
             ``memory_efficient_layer_norm``, or if an argument contradicts the config.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        hidden_size: int | Sequence[int],
-        eps: float = 1e-5,
-        persist_layer_norm: bool | None = None,
-        zero_centered_gamma: bool | None = None,
-        normalization: str | None = None,
-    ) -> None:
-        zero_centered = _is_zero_centered(config, "LayerNorm", zero_centered_gamma, normalization)
-        super().__init__(hidden_size, eps)
-        self.config = config
-        self.zero_centered_gamma = zero_centered
-        self.reset_parameters()
-        _mark_parameters(self, config)
-
-    def reset_parameters(self) -> None:
-        """Sets the parameters so that the norm has a factor of one and a bias of zero."""
-        super().reset_parameters()
-        if self.zero_centered_gamma:
-            nn.init.zeros_(self.weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return _forward(self, "LayerNorm", input)
+    normalization = "LayerNorm"
 
 
 class FusedRMSNorm(_Slot, modules.FusedRMSNorm):
@@ -143,23 +145,7 @@ class FusedRMSNorm(_Slot, modules.FusedRMSNorm):
     them; there is no bias.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        hidden_size: int | Sequence[int],
-        eps: float = 1e-5,
-        persist_layer_norm: bool | None = None,
-        zero_centered_gamma: bool | None = None,
-        normalization: str | None = None,
-    ) -> None:
-        zero_centered = _is_zero_centered(config, "RMSNorm", zero_centered_gamma, normalization)
-        super().__init__(hidden_size, eps, weight_offset=1.0 if zero_centered else 0.0)
-        self.config = config
-        self.zero_centered_gamma = zero_centered
-        _mark_parameters(self, config)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return _forward(self, "RMSNorm", input)
+    normalization = "RMSNorm"
 
 
 class FusedNorm:

@@ -14,8 +14,6 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from .functional import (
-    FLOAT32_EPS,
-    FLOAT64_EPS,
     ada_layer_norm,
     add_ada_layer_norm,
     add_layer_norm,
@@ -29,7 +27,7 @@ from .functional import (
     torchs_layer_norm,
     torchs_rms_norm,
 )
-from .ops.arguments import check_kind, check_options, name_of
+from .ops.arguments import FLOAT32_EPS, FLOAT64_EPS, check_kind, check_options, name_of
 from .ops.load import operators
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -47,12 +45,9 @@ _is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on its arguments.
-torch.fx.wrap("layer_norm")
-torch.fx.wrap("add_layer_norm")
-torch.fx.wrap("rms_norm")
-torch.fx.wrap("add_rms_norm")
-torch.fx.wrap("ada_layer_norm")
-torch.fx.wrap("add_ada_layer_norm")
+for _norm in ("layer_norm", "rms_norm", "ada_layer_norm"):
+    torch.fx.wrap(_norm)
+    torch.fx.wrap(f"add_{_norm}")
 
 
 def _scripted_as(scripted: Callable[..., Tensor]) -> Callable[[Forward], Forward]:
@@ -111,16 +106,8 @@ class FusedLayerNorm(nn.LayerNorm):
         self.out_dtype = out_dtype
 
     def _scripted_forward(self, input: Tensor) -> Tensor:
-        return operators.layer_norm(
-            input,
-            len(self.normalized_shape),
-            self.weight,
-            self.bias,
-            self.eps,
-            self.activation,
-            self.scale,
-            self.out_dtype,
-        )
+        norm = (len(self.normalized_shape), self.weight, self.bias, self.eps)
+        return operators.layer_norm(input, *norm, self.activation, self.scale, self.out_dtype)
 
     @_scripted_as(_scripted_forward)
     def forward(self, input: Tensor) -> Tensor:
@@ -192,17 +179,9 @@ class FusedAddLayerNorm(FusedLayerNorm):
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         if _is_scripting():
-            return operators.add_layer_norm(
-                input,
-                residual,
-                len(self.normalized_shape),
-                self.weight,
-                self.bias,
-                self.eps,
-                self.activation,
-                self.scale,
-                self.out_dtype,
-            )
+            norm = (len(self.normalized_shape), self.weight, self.bias, self.eps)
+            options = (self.activation, self.scale, self.out_dtype)
+            return operators.add_layer_norm(input, residual, *norm, *options)
         return add_layer_norm(
             input,
             residual,
@@ -217,7 +196,7 @@ class FusedAddLayerNorm(FusedLayerNorm):
 
 
 def _scripted_eps(eps: float | None, x: Tensor) -> float:
-    """functional.rms_eps in what TorchScript compiles, which reads no number from a module."""
+    """arguments.rms_eps in what TorchScript compiles, which reads no number from a module."""
     if eps is not None:
         return eps
     return 2.220446049250313e-16 if x.dtype == torch.float64 else 1.1920928955078125e-07
@@ -297,19 +276,10 @@ class FusedRMSNorm(nn.RMSNorm):
             nn.init.zeros_(self.bias)
 
     def _scripted_forward(self, x: Tensor) -> Tensor:
-        return operators.layer_norm(
-            x,
-            len(self.normalized_shape),
-            self.weight,
-            self.bias,
-            _scripted_eps(self.eps, x),
-            self.activation,
-            self.scale,
-            self.out_dtype,
-            "rms",
-            self.weight_offset,
-            self.round_before_weight,
-        )
+        norm = (len(self.normalized_shape), self.weight, self.bias, _scripted_eps(self.eps, x))
+        options = (self.activation, self.scale, self.out_dtype)
+        kind = ("rms", self.weight_offset, self.round_before_weight)
+        return operators.layer_norm(x, *norm, *options, *kind)
 
     @_scripted_as(_scripted_forward)
     def forward(self, x: Tensor) -> Tensor:
@@ -373,20 +343,11 @@ class FusedAddRMSNorm(FusedRMSNorm):
 
     def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         if _is_scripting():
-            return operators.add_layer_norm(
-                input,
-                residual,
-                len(self.normalized_shape),
-                self.weight,
-                self.bias,
-                _scripted_eps(self.eps, residual),
-                self.activation,
-                self.scale,
-                self.out_dtype,
-                "rms",
-                self.weight_offset,
-                self.round_before_weight,
-            )
+            eps = _scripted_eps(self.eps, residual)
+            norm = (len(self.normalized_shape), self.weight, self.bias, eps)
+            options = (self.activation, self.scale, self.out_dtype)
+            kind = ("rms", self.weight_offset, self.round_before_weight)
+            return operators.add_layer_norm(input, residual, *norm, *options, *kind)
         return add_rms_norm(
             input,
             residual,
@@ -511,17 +472,9 @@ class FusedAdaLayerNorm(nn.LayerNorm):
         self, input: Tensor, shift: Tensor | None = None, scale: Tensor | None = None
     ) -> Tensor:
         if _is_scripting():
-            return operators.ada_layer_norm(
-                input,
-                len(self.normalized_shape),
-                shift,
-                scale,
-                self.weight,
-                self.bias,
-                self.eps,
-                self.out_dtype,
-                self.statistic,
-            )
+            modulation = (len(self.normalized_shape), shift, scale)
+            norm = (self.weight, self.bias, self.eps, self.out_dtype, self.statistic)
+            return operators.ada_layer_norm(input, *modulation, *norm)
         return ada_layer_norm(
             input,
             shift,
@@ -557,19 +510,9 @@ class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
         scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if _is_scripting():
-            return operators.add_ada_layer_norm(
-                input,
-                residual,
-                gate,
-                len(self.normalized_shape),
-                shift,
-                scale,
-                self.weight,
-                self.bias,
-                self.eps,
-                self.out_dtype,
-                self.statistic,
-            )
+            modulation = (gate, len(self.normalized_shape), shift, scale)
+            norm = (self.weight, self.bias, self.eps, self.out_dtype, self.statistic)
+            return operators.add_ada_layer_norm(input, residual, *modulation, *norm)
         return add_ada_layer_norm(
             input,
             residual,

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
-from .functional import rms_eps
 from .ops import arguments, autograd_library, load
 
 __all__ = ["AtenOverride", "override_aten"]
@@ -38,7 +37,9 @@ class AtenOverride:
         with _lock:
             if self._in_force:
                 self._in_force = False
-                _end(self._key)
+                _in_force[self._key] -= 1
+                if not _in_force[self._key]:
+                    _switch(self._key, False)
 
     def __enter__(self) -> "AtenOverride":
         return self
@@ -102,20 +103,10 @@ def _lacking_cuda() -> str | None:
 def _override(key: str) -> AtenOverride:
     """Overrides the kernels of one dispatch key. "CPU", which runs composites, is for tests."""
     with _lock:
-        _begin(key)
+        if not _in_force[key]:
+            _switch(key, True)
+        _in_force[key] += 1
         return AtenOverride(key, in_force=True)
-
-
-def _begin(key: str) -> None:
-    if not _in_force[key]:
-        _switch(key, True)
-    _in_force[key] += 1
-
-
-def _end(key: str) -> None:
-    _in_force[key] -= 1
-    if not _in_force[key]:
-        _switch(key, False)
 
 
 def _switch(key: str, on: bool) -> None:
@@ -184,19 +175,17 @@ class _InPython:
 
 
 _in_python: dict[str, _InPython] = {}
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_MOST = 2**31 - 1
 
 
 def _takes(x: Tensor, shape: Any, *parameters: Tensor | None) -> bool:
     """Whether these are valid by PyTorch's rules, and for the kernels."""
     leading = x.dim() - len(shape)
     return (
-        x.dtype in _FLOATS
+        x.dtype in arguments.DTYPES
         and len(shape) > 0
         and leading >= 0
         and tuple(x.shape[leading:]) == tuple(shape)
-        and max(math.prod(x.shape[:leading]), math.prod(shape)) <= _MOST
+        and max(math.prod(x.shape[:leading]), math.prod(shape)) <= arguments.MAX_INDEX
         and all(
             p is None
             or (p.dtype is x.dtype and p.device == x.device and tuple(p.shape) == tuple(shape))
@@ -224,56 +213,40 @@ def _layer_norm(
     return load.layer_norm_forward(x, len(shape), weight, bias, eps)
 
 
-def _layer_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    shape: Any,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: list[bool],
-) -> Any:
-    ndim = len(shape)
-    if not _takes(x, shape, weight, bias) or not _takes_backward(dy, x, ndim, mean, rstd):
-        return None
-    return _backward(dy, x, ndim, mean, rstd, weight, bias, mask, "layer")
-
-
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
     if not _takes(x, shape, weight) or eps != eps:
         return None
-    options = (rms_eps(eps, x), None, 1.0, None, "rms")
+    options = (arguments.rms_eps(eps, x), None, 1.0, None, "rms")
     y, _, rstd = load.layer_norm_forward(x, len(shape), weight, None, *options)
     return y, rstd
 
 
-def _rms_norm_backward(
-    dy: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor | None, mask: list[bool]
-) -> Any:
-    ndim = len(shape)
-    if not _takes(x, shape, weight) or not _takes_backward(dy, x, ndim, rstd):
+def _layer_norm_backward(*args: Any) -> Any:
+    dy, x, shape, mean, rstd, weight, bias, mask = args
+    if not _takes_backward(dy, x, len(shape), mean, rstd):
         return None
-    found = _backward(dy, x, ndim, rstd.new_empty(0), rstd, weight, None, [*mask, False], "rms")
+    return _backward(dy, x, shape, mean, rstd, weight, bias, mask, "layer")
+
+
+def _rms_norm_backward(*args: Any) -> Any:
+    dy, x, shape, rstd, weight, mask = args
+    if not _takes_backward(dy, x, len(shape), rstd):
+        return None
+    mean = rstd.new_empty(0)
+    found = _backward(dy, x, shape, mean, rstd, weight, None, [*mask, False], "rms")
     return None if found is None else found[:2]
 
 
 def _backward(
-    dy: Tensor,
-    x: Tensor,
-    ndim: int,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mask: list[bool],
-    statistic: str,
-) -> Any:
+    dy: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, *others: Any
+) -> tuple[Tensor | None, ...] | None:
+    weight, bias, mask, statistic = others
+    if not _takes(x, shape, weight, bias):
+        return None
     if (mask[1] and weight is None) or (mask[2] and bias is None):
         return None
-    found = load.layer_norm_backward(
-        *(dy, x, ndim, mean, rstd, weight, bias, None, None, 1.0, *mask, statistic)
-    )
+    options = (None, None, 1.0, *mask, statistic)
+    found = load.layer_norm_backward(dy, x, len(shape), mean, rstd, weight, bias, *options)
     return tuple(g if needed else None for g, needed in zip(found, mask, strict=True))
 
 

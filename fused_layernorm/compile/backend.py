@@ -158,14 +158,12 @@ class Explanation:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        counts = []
-        for noun in ("norm", "rotation"):
-            rows = [row for row in self.rows if (row.form == "rotation") == (noun == "rotation")]
-            fused = sum(row.operator is not None for row in rows)
-            if rows or noun == "norm":
-                within = f" in {_count(self.graphs, 'graph')}" if noun == "norm" else ""
-                counts.append(f"{_count(len(rows), noun)}{within}, {fused} replaced")
-        lines += ["", "; ".join(counts)]
+        rotations = [row for row in self.rows if row.form == "rotation"]
+        norms = [row for row in self.rows if row.form != "rotation"]
+        counts = f"{_count(len(norms), 'norm')} in {_count(self.graphs, 'graph')}, {_fused(norms)}"
+        if rotations:
+            counts += f"; {_count(len(rotations), 'rotation')}, {_fused(rotations)}"
+        lines += ["", counts]
         lines += [f"[{number}] {reason}" for reason, number in reasons.items()]
         lines += [f"[{_letter(number)}] {note}" for note, number in notes.items()]
         return "\n".join(lines)
@@ -176,6 +174,10 @@ def _operator(row: Any) -> str:
     if row.operator is None:
         return "left"
     return f'{row.operator}, "rms"' if row.statistic == "rms" else row.operator
+
+
+def _fused(rows: list[Any]) -> str:
+    return f"{sum(row.operator is not None for row in rows)} replaced"
 
 
 def _count(count: int, noun: str) -> str:

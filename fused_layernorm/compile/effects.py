@@ -22,18 +22,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .reading import read, value_of
 
 _WRITING_FUNCTIONS = {
-    operator.setitem,
-    operator.iadd,
-    operator.isub,
-    operator.imul,
-    operator.itruediv,
-    operator.ifloordiv,
-    operator.imod,
-    operator.ipow,
-    operator.imatmul,
-    operator.iand,
-    operator.ior,
-    operator.ixor,
+    *(operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv),
+    *(operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul),
+    *(operator.iand, operator.ior, operator.ixor),
 }
 # Position of `inplace` among the arguments of those functions that take it by position.
 _INPLACE = {"dropout": 3, "silu": 1, "relu": 1, "gelu": None}

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,13 +37,13 @@ class Row:
 
     name: str  # of its node
     where: str  # in the model
-    shape: tuple[object, ...]
-    dtype: torch.dtype | None
-    form: str  # how it was written
-    fused: list[str]
-    operator: str | None  # None where it was left
-    reason: str
-    notes: list[str]
+    shape: tuple[object, ...] = ()
+    dtype: torch.dtype | None = None
+    form: str = ""  # how it was written
+    fused: list[str] = field(default_factory=list)
+    operator: str | None = None  # None where it was left
+    reason: str = ""
+    notes: list[str] = field(default_factory=list)
     error: Exception | None = None
     statistic: str = "layer"  # or "rms": what the operator computes
 
@@ -105,18 +105,22 @@ def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
 def _rotations(graph: Graph, effects: Effects) -> list[Row]:
     rows = []
     for found, fused, reason in rotations.run(graph, effects):
-        value, left = value_of(found.y), bool(reason)
-        name = None if left else "qk_norm_rope"
-        row = Row(found.y.name, _where(found.y), tuple(value.shape), value.dtype, "rotation",
-                  fused, name, "", [reason] if left else [])  # fmt: skip
-        row.statistic = "rotation"
+        row = _row_of(found.y, "rotation", "rotation")
+        row.fused, row.notes = fused, [reason] if reason else []
+        row.operator = None if reason else "qk_norm_rope"
         rows.append(row)
     return rows
 
 
+def _row_of(node: Node, form: str, statistic: str) -> Row:
+    value = value_of(node)
+    shape = tuple(value.shape)
+    return Row(node.name, _where(node), shape, value.dtype, form, statistic=statistic)
+
+
 def _failed(node: Node, error: Exception) -> Row:
     """The row of an error of the pass, which must not stop the user's model."""
-    return Row(node.name, _where(node), (), None, "", [], None, "", ["the pass failed"], error)
+    return Row(node.name, _where(node), notes=["the pass failed"], error=error)
 
 
 def _take_back(graph: Graph) -> None:
@@ -242,13 +246,10 @@ def _is_elementwise(node: Any) -> bool:
 
 
 def _row(site: Site, overload: OpOverload | None, reason: str, notes: list[str]) -> Row:
-    value = value_of(site.norm)
-    fused = [] if overload is None else site.fused
-    name = None if overload is None else overload._opname
-    where = _where(site.norm)
-    shape = tuple(value.shape)
-    row = Row(site.norm.name, where, shape, value.dtype, site.form, fused, name, reason, notes)
-    row.statistic = site.statistic
+    row = _row_of(site.norm, site.form, site.statistic)
+    row.reason, row.notes = reason, notes
+    if overload is not None:
+        row.fused, row.operator = site.fused, overload._opname
     return row
 
 

@@ -63,6 +63,13 @@ ACTIVATIONS = {
 }
 FACTORS = ("norm * factor",)
 
+# Rotations of pairs of columns (a, b): turned is (-b, a). The last two are written one by one.
+ROTATION = "x * cos + turned * sin"
+COMPLEX_ROTATION = "view_as_real(view_as_complex(pairs) * freqs)"
+ROTATION_OF_A = "a * cos - b * sin"
+ROTATION_OF_B = "a * sin + b * cos"
+ROTATIONS = (ROTATION, COMPLEX_ROTATION, ROTATION_OF_A, ROTATION_OF_B)
+
 _NUMBERS = ("eps", "factor")
 _COMMUTATIVE = ("add", "mul")
 _OPERATIONS = {
@@ -173,6 +180,7 @@ PARSED = {
     expression: parse(expression)
     for expressions in (
         *(NORMALIZED, RMS_NORMALIZED, SUMS, RMS_AFFINES, MODULATIONS, ACTIVATIONS, FACTORS),
+        ROTATIONS,
     )
     for expression in expressions
 }

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..ops import aten_forward, load
-from ..ops.arguments import DTYPES, HALF
+from ..ops.arguments import DTYPES, HALF, rms_eps
 from ..ops.operators import LAYER_NORM
 
 aten = torch.ops.aten
@@ -144,19 +144,19 @@ def _square(input: Any) -> Call:
     return Call("pow", (input, 2))
 
 
-@_reads(torch.sqrt, "sqrt", aten.sqrt.default)
-def _sqrt(input: Any) -> Call:
-    return Call("sqrt", (input,))
+def _reads_unary(name: str, *targets: Any) -> None:
+    def reader(input: Any) -> Call:
+        return Call(name, (input,))
+
+    _reads(name, getattr(torch, name), getattr(aten, name).default, *targets)(reader)
 
 
-@_reads(torch.rsqrt, "rsqrt", aten.rsqrt.default)
-def _rsqrt(input: Any) -> Call:
-    return Call("rsqrt", (input,))
-
-
-@_reads(torch.sigmoid, F.sigmoid, "sigmoid", aten.sigmoid.default)
-def _sigmoid(input: Any) -> Call:
-    return Call("sigmoid", (input,))
+_reads_unary("sqrt")
+_reads_unary("rsqrt")
+_reads_unary("sigmoid", F.sigmoid)
+_reads_unary("neg", operator.neg)
+_reads_unary("view_as_real")
+_reads_unary("view_as_complex")
 
 
 def _reduction(name: str, input: Any, dim: Any) -> Call | None:
@@ -227,22 +227,11 @@ def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = Fals
 # ---- Norms -------------------------------------------------------------------------------------
 
 
-def _norm(
-    name: str,
-    normalized_ndim: int,
-    input: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    weight_offset: Any = 0.0,
-    round_before_weight: Any = False,
-) -> Call | None:
-    """A norm. The eps of an RMSNorm is that of torch.nn.functional.rms_norm where it is None."""
-    if eps is None and is_tensor(input):
-        is_wide = dtype_of(input) is torch.float64
-        eps = torch.finfo(torch.float64 if is_wide else torch.float32).eps
-    operands = (input, weight, bias, eps, weight_offset, round_before_weight)
-    return None if eps is None else Call(name, operands, normalized_ndim)
+def _norm(name: str, normalized_ndim: int, *operands: Any) -> Call:
+    """A norm by its input, weight, bias and eps, perhaps weight_offset and round_before_weight."""
+    input, weight, bias, eps, *kind = operands
+    eps = rms_eps(eps, value_of(input))
+    return Call(name, (input, weight, bias, eps, *(kind or (0.0, False))), normalized_ndim)
 
 
 @_reads(F.layer_norm, torch.layer_norm, aten.layer_norm.default)
@@ -357,11 +346,11 @@ def _cat(node: Node) -> Call | None:
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     if not isinstance(tensors, (tuple, list)) or len(tensors) != 2 or not isinstance(dim, int):
         return None
-    cuts = [_cut(part, dim) for part in tensors]
+    cuts = [cut(part, dim) for part in tensors]
     if None in cuts:
         return None
     (base, start, end), (other, start_2, end_2) = cuts  # type: ignore[misc]
-    if base is other and start in (None, 0) and end == start_2 and end is not None:
+    if base is other and start is None and end == start_2 and end is not None:
         return Call("same", (base,)) if end_2 is None else None
     return None
 
@@ -370,7 +359,7 @@ def _slice(start: Any = None, end: Any = None, step: Any = 1) -> slice:
     return slice(start, end, step)
 
 
-def _cut(part: Any, dim: int) -> tuple[Node, Any, Any] | None:
+def cut(part: Any, dim: int) -> tuple[Node, Any, Any] | None:
     """(tensor, start, end) of a slice along this dimension; end is None if it has no end."""
     if not is_tensor(part) or not part.args or not is_tensor(part.args[0]):
         return None
@@ -378,18 +367,20 @@ def _cut(part: Any, dim: int) -> tuple[Node, Any, Any] | None:
     ndim = value_of(base).dim()
     if part.target is operator.getitem:
         index = part.args[1] if isinstance(part.args[1], tuple) else (part.args[1],)
-        cuts = [(i, s) for i, s in enumerate(index) if s != slice(None)]
-        if len(cuts) != 1 or not isinstance(cuts[0][1], slice) or Ellipsis in index:
+        cuts = [(i, s) for i, s in enumerate(index) if s not in (slice(None), ...)]
+        if len(cuts) != 1 or not isinstance(cuts[0][1], slice):
             return None
-        ((cut_dim, cut),) = cuts
+        ((cut_dim, found),) = cuts
+        if ... in index[:cut_dim]:
+            cut_dim -= len(index)  # counted from the end
     elif part.target is aten.slice.Tensor and len(part.args) > 2:
-        cut_dim, cut = part.args[1], _slice(*part.args[2:])
+        cut_dim, found = part.args[1], _slice(*part.args[2:])
     else:
         return None
-    if cut_dim % ndim != dim % ndim or cut.step not in (None, 1):
+    if cut_dim % ndim != dim % ndim or found.step not in (None, 1):
         return None
-    end = None if cut.stop == 2**63 - 1 else cut.stop
-    return base, cut.start, end
+    end = None if found.stop == 2**63 - 1 else found.stop
+    return base, found.start or None, end
 
 
 # ---- Casts ---------------------------------------------------------------------------------------

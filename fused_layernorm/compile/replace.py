@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +23,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from ..ops import operators
 from ..ops.arguments import DTYPES, HALF, name_of
-from ..ops.operators import Arguments, Operator, Options
+from ..ops.operators import Arguments, Operator, Options, operator_of
 from . import autocast
 from .effects import Effects
 from .patterns import Viewed
@@ -71,7 +70,7 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     _check_effects(site, arguments, start, effects)
     if not functional:
         _check_saved(site, arguments, start, effects)
-    return Replacement(site, _operator_of(arguments), arguments, after, narrowed)
+    return Replacement(site, operator_of(arguments), arguments, after, narrowed)
 
 
 def _check_values(site: Site) -> None:
@@ -116,17 +115,10 @@ def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
             f"the norm is rounded to {name_of(rounded)} before its weight, "
             f"beside an input of {name_of(dtype_of(input))}"
         )
-    options = Options(
-        site.normalized_ndim,
-        site.eps,
-        site.activation,
-        site.factor,
-        out_dtype,
-        site.statistic,
-        site.weight_offset,
-        rounded is not None,
-        keeps_order=site.dim is not None,
-    )
+    epilogue = (site.activation, site.factor, out_dtype)
+    kind = (site.statistic, site.weight_offset, rounded is not None)
+    keeps_order = site.dim is not None
+    options = Options(site.normalized_ndim, site.eps, *epilogue, *kind, keeps_order)
     return Arguments(input, residual, weight, bias, options, gate, shift, scale)  # type: ignore[arg-type]
 
 
@@ -215,16 +207,10 @@ def _check_saved(site: Site, arguments: Arguments, start: Node, effects: Effects
         raise Left(f"{node.name} writes into what backward reads")
 
 
-def _operator_of(a: Arguments) -> Operator:
-    if a.is_modulated:
-        return operators.ADA_LAYER_NORM if a.residual is None else operators.ADD_ADA_LAYER_NORM
-    return operators.LAYER_NORM if a.residual is None else operators.ADD_LAYER_NORM
-
-
 # ---- The replacement -----------------------------------------------------------------------------
 
 
-class _Maker:
+class Maker:
     """Makes nodes at the graph's insertion point, and can erase them again."""
 
     def __init__(self, graph: Graph, beside: Node, effects: Effects) -> None:
@@ -242,12 +228,30 @@ class _Maker:
         self._effects.place(node, self._beside)
         return node
 
+    def make_views(self, node: Any, views: Iterable[Node]) -> Any:
+        """The node under the views that the graph applies to another."""
+        for view in views:
+            node = self.make(view.target, (node, *view.args[1:]), view.kwargs, view.op)
+        return node
+
     def set_example(self, node: Node, value: Any) -> None:
         node.meta[self._key] = value
 
     def undo(self) -> None:
         while self._made:
             self._graph.erase_node(self._made.pop())
+
+
+@contextlib.contextmanager
+def making(graph: Graph, before: Node, beside: Node, effects: Effects) -> Iterator[Maker]:
+    """Makes nodes before a node, in the modes of the one beside them; an error erases them."""
+    maker = Maker(graph, beside, effects)
+    try:
+        with graph.inserting_before(before):
+            yield maker
+    except BaseException:
+        maker.undo()
+        raise
 
 
 def example_of(node: Node) -> Any:
@@ -280,42 +284,35 @@ def apply(
     site, arguments = replacement.site, replacement.arguments
     following = site.y if replacement.after is None else replacement.after.next
     olds = [site.y] if site.residual_out is None else [site.y, site.residual_out]
-    maker = _Maker(graph, site.norm, effects)
-    try:
-        with graph.inserting_before(following):
-            if isinstance(arguments.scale, Viewed):
-                scale = arguments.scale.base
-                for view in arguments.scale.views:
-                    scale = maker.make(view.target, (scale, *view.args[1:]), view.kwargs, view.op)
-                arguments = arguments._replace(scale=scale)
-            in_place = columns is Columns.PLANES or site.dim is not None
-            rows: dict[str, Any] = {
-                name: maker.make(torch.ops.aten.contiguous.default, (operand,))
-                for name in (() if in_place else ("input", "residual"))
-                if (operand := getattr(arguments, name)) is not None
-                and columns_of(operand, site) is not Columns.TOGETHER
-            }
-            for name in ("weight", "bias") if site.dim is not None else ():
-                if (parameter := getattr(arguments, name)) is not None:
-                    rows[name] = maker.make(torch.ops.aten.reshape.default, (parameter, [-1]))
-            order = _order(site)
-            if order is not None:
-                input = rows.get("input", arguments.input)
-                rows["input"] = maker.make(torch.ops.aten.permute.default, (input, order))
-            arguments = arguments._replace(**rows)
-            node = maker.make(fused.overload, fused.lay_out(arguments))
-            outputs = [node]
-            if order is not None:
-                back = [order.index(i) for i in range(len(order))]
-                outputs = [maker.make(torch.ops.aten.permute.default, (node, back))]
-            if site.residual_out is not None:
-                outputs = [maker.make(operator.getitem, (node, i)) for i in range(2)]
+    with making(graph, following, site.norm, effects) as maker:
+        if isinstance(arguments.scale, Viewed):
+            scale = maker.make_views(arguments.scale.base, arguments.scale.views)
+            arguments = arguments._replace(scale=scale)
+        in_place = columns is Columns.PLANES or site.dim is not None
+        rows: dict[str, Any] = {
+            name: maker.make(torch.ops.aten.contiguous.default, (operand,))
+            for name in (() if in_place else ("input", "residual"))
+            if (operand := getattr(arguments, name)) is not None
+            and columns_of(operand, site) is not Columns.TOGETHER
+        }
+        for name in ("weight", "bias") if site.dim is not None else ():
+            if (parameter := getattr(arguments, name)) is not None:
+                rows[name] = maker.make(torch.ops.aten.reshape.default, (parameter, [-1]))
+        order = _order(site)
+        if order is not None:
+            input = rows.get("input", arguments.input)
+            rows["input"] = maker.make(torch.ops.aten.permute.default, (input, order))
+        arguments = arguments._replace(**rows)
+        node = maker.make(fused.overload, fused.lay_out(arguments))
+        outputs = [node]
+        if order is not None:
+            back = [order.index(i) for i in range(len(order))]
+            outputs = [maker.make(torch.ops.aten.permute.default, (node, back))]
+        if site.residual_out is not None:
+            outputs = [maker.make(operator.getitem, (node, i)) for i in range(2)]
         dtypes = [arguments.options.out_dtype, *map(dtype_of, olds[1:])]
         for old, output, dtype in zip(olds, outputs, dtypes, strict=True):
-            _check_alike(old, output, dtype)
-    except BaseException:
-        maker.undo()
-        raise
+            check_alike(old, output, dtype)
     # The old examples are kept: they share memory with those of views that stay in the graph.
     values = [value_of(old) for old in olds]
     if replacement.narrowed is not None:
@@ -339,7 +336,7 @@ def _order(site: Site) -> list[int] | None:
 
     A written-out norm of heads (B, H, S, D) that are a view of (B, S, H, D) gives its result in the
     view's strides, where the operator would give a contiguous one. It also reads that order without
-    a copy. Symbolic strides are compared by their hints: `_check_alike` finds a wrong order.
+    a copy. Symbolic strides are compared by their hints: `check_alike` finds a wrong order.
     """
     value = value_of(site.y)
     if site.dim is not None:
@@ -400,7 +397,7 @@ def _is_run(sizes: list[Any], strides: list[Any], step: Any) -> bool:
     return are_equal(strides, expected)
 
 
-def _check_alike(old: Node, new: Node, dtype: Any) -> None:
+def check_alike(old: Node, new: Node, dtype: Any) -> None:
     """Raises Left unless the new node gives a tensor like the old one's, but of this dtype."""
     one, other = value_of(old), value_of(new)
     if other.dtype != dtype:

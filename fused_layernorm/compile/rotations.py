@@ -17,7 +17,6 @@ the new one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,16 +26,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..ops import heads
 from ..ops.aten_forward import KERNELS
 from ..ops.operators import LAYER_NORM, Arguments
-from . import replace, rules
+from . import patterns, replace, rules
 from .effects import Effects
-from .reading import before_casts, dtype_of, is_tensor, value_of
+from .patterns import PARSED, Match, matches
+from .reading import before_casts, cut, dtype_of, is_tensor, read, value_of
 from .sites import are_equal
 
 _aten = torch.ops.aten
-_ADD = {operator.add, torch.add, "add", _aten.add.Tensor}
 _MUL = {operator.mul, torch.mul, "mul", _aten.mul.Tensor, _aten.mul.Scalar}
-_SUB = {operator.sub, torch.sub, "sub", _aten.sub.Tensor}
-_NEG = {operator.neg, torch.neg, "neg", _aten.neg.default}
 _CAT = {torch.cat, _aten.cat.default}
 _VIEWS = {"reshape", "view", "unflatten", torch.reshape, torch.unflatten}
 _REPEATS = {"repeat_interleave", torch.repeat_interleave}
@@ -77,13 +74,6 @@ def _operands(node: Any, targets: set[Any]) -> tuple[Any, ...]:
     return node.args
 
 
-def _either_order(node: Any, targets: set[Any]) -> Iterator[tuple[Any, Any]]:
-    operands = _operands(node, targets)
-    if len(operands) == 2:
-        yield operands
-        yield operands[::-1]
-
-
 class Turned(NamedTuple):
     """x by a right angle: (-b, a) where x has (a, b)."""
 
@@ -106,7 +96,10 @@ def _turned(node: Any) -> Turned | None:
     parts = operands[0] if operands else ()
     if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not _is_last(node, operands):
         return None
-    (second,), first = _operands(parts[0], _NEG)[:1] or (None,), parts[1]
+    negated, first = read(parts[0]), parts[1]
+    if negated is None or negated.name != "neg":
+        return None
+    (second,) = negated.operands
     found = _halves_of(first, second) or _pairs_of(first, second)
     if found is None or found.interleaved != stacked:
         return None
@@ -115,11 +108,12 @@ def _turned(node: Any) -> Turned | None:
 
 def _halves_of(first: Any, second: Any) -> Turned | None:
     """x whose halves, cut out of its last dimension, these are."""
-    found = [_slice_of(part) for part in (first, second)]
-    if found[0] is None or found[1] is None or found[0][0] is not found[1][0]:
+    one, other = cut(first, -1), cut(second, -1)
+    if one is None or other is None:
         return None
-    x, half = found[0][0], value_of(found[0][0]).shape[-1] // 2
-    if [part[1:] for part in found if part is not None] != [(None, half), (half, None)]:
+    x = one[0]
+    half = value_of(x).shape[-1] // 2
+    if one != (x, None, half) or other != (x, half, None):
         return None
     return Turned(x, frozenset({first, second}), False)
 
@@ -147,17 +141,6 @@ def _pairs_of(first: Any, second: Any) -> Turned | None:
 def _is_last(node: Node, operands: tuple[Any, ...]) -> bool:
     dim = node.kwargs.get("dim", operands[1] if len(operands) > 1 else 0)
     return dim in (-1, value_of(node).dim() - 1)
-
-
-def _slice_of(node: Any) -> tuple[Node, Any, Any] | None:
-    """x, start and stop of x[..., start:stop]."""
-    operands = _operands(node, {operator.getitem})
-    if len(operands) != 2 or not is_tensor(operands[0]) or not isinstance(operands[1], tuple):
-        return None
-    *first, last = operands[1]
-    if first != [...] or not isinstance(last, slice) or last.step is not None:
-        return None
-    return operands[0], last.start or None, last.stop
 
 
 def _is_doubled(node: Any, interleaved: bool) -> bool:
@@ -202,22 +185,18 @@ def find(y: Node) -> Rotation | None:
 
 
 def _of_sum(y: Node) -> Rotation | None:
-    for turned, straight in _either_order(y, _ADD):
-        for rotated, sin in _either_order(turned, _MUL):
-            found = _turned(rotated)
-            if found is None:
-                continue
-            for given, cos in _either_order(straight, _MUL):
-                casts = before_casts(given, only_widening=True)
-                if found.x in casts and is_tensor(cos) and is_tensor(sin):
-                    nodes = found.nodes | {y, turned, straight, *casts[: casts.index(found.x)]}
-                    if not (
-                        _is_doubled(cos, found.interleaved) and _is_doubled(sin, found.interleaved)
-                    ):
-                        return None
-                    return _checked(
-                        Rotation(y, found.x, cos, sin, 0, nodes, found.interleaved, False)
-                    )
+    call = read(y)
+    if call is None or call.name != "add":  # but a cast of one
+        return None
+    for match in matches(PARSED[patterns.ROTATION], y, Match({})):
+        cos, sin, turned = (match.values[name] for name in ("cos", "sin", "turned"))
+        found = _turned(turned)
+        casts = before_casts(match.values["x"], only_widening=True)
+        if found is None or found.x not in casts:
+            continue
+        if _is_doubled(cos, found.interleaved) and _is_doubled(sin, found.interleaved):
+            nodes = found.nodes | match.nodes | {*casts[: casts.index(found.x)]}
+            return _checked(Rotation(y, found.x, cos, sin, 0, nodes, found.interleaved))
     return None
 
 
@@ -228,17 +207,14 @@ def _of_complex_product(y: Node) -> Rotation | None:
     real = y.args[0]
     if not is_tensor(real) or y.args[1] not in (-2, value_of(real).dim() - 2):
         return None
-    for product in _operands(real, {torch.view_as_real}):
-        for pairs, freqs in _either_order(product, _MUL):
-            for view in _operands(pairs, {torch.view_as_complex}):
-                if not (is_tensor(freqs) and is_tensor(view) and view.target in _VIEWS):
-                    continue
-                *casts, x = before_casts(view.args[0], only_widening=True)
-                nodes = {y, real, product, pairs, view, *casts}
-                if is_tensor(x) and are_equal(value_of(view).shape[:-2], value_of(x).shape[:-1]):
-                    return _checked(
-                        Rotation(y, x, freqs, freqs, 0, frozenset(nodes), True, once=True)
-                    )
+    for match in matches(PARSED[patterns.COMPLEX_ROTATION], real, Match({})):
+        pairs, freqs = match.values["pairs"], match.values["freqs"]
+        if pairs.target not in _VIEWS:
+            continue
+        *casts, x = before_casts(pairs.args[0], only_widening=True)
+        nodes = match.nodes | {y, pairs, *casts}
+        if is_tensor(x) and are_equal(value_of(pairs).shape[:-2], value_of(x).shape[:-1]):
+            return _checked(Rotation(y, x, freqs, freqs, 0, nodes, True, once=True))
     return None
 
 
@@ -258,21 +234,13 @@ def _of_written_pairs(out: Node) -> Rotation | None:
         values[index[-1].start or 0] = node.args[2]
     if values.keys() != {0, 1}:
         return None
-    even, odd = values[0], values[1]
-    straight, turned = _operands(even, _SUB) or (None, None)
-    for x1, cos in _either_order(straight, _MUL):
-        for x2, sin in _either_order(turned, _MUL):
-            found = _pairs_of(x1, x2)
-            if found is None or not found.interleaved:
-                continue
-            for one, other in _either_order(odd, _ADD):
-                if {x1, sin} == set(_operands(one, _MUL)) and {x2, cos} == set(
-                    _operands(other, _MUL)
-                ):
-                    nodes = {out, *writes, even, odd, straight, turned, one, other}
-                    return _checked(
-                        Rotation(out, found.x, cos, sin, 0, found.nodes | nodes, True, once=True)
-                    )
+    for even in matches(PARSED[patterns.ROTATION_OF_A], values[0], Match({})):
+        for match in matches(PARSED[patterns.ROTATION_OF_B], values[1], even):
+            a, b, cos, sin = (match.values[name] for name in ("a", "b", "cos", "sin"))
+            found = _pairs_of(a, b)
+            if found is not None and found.interleaved:
+                nodes = found.nodes | match.nodes | {out, *writes}
+                return _checked(Rotation(out, found.x, cos, sin, 0, nodes, True, once=True))
     return None
 
 
@@ -399,19 +367,17 @@ def _replace(pair: list[Rotation], graph: Graph, effects: Effects) -> list[str]:
     operands = _operands_of(pair, norms)
     start = min(nodes)
     _check_effects(nodes, operands, start, q.y, effects)
-    maker = replace._Maker(graph, q.y, effects)
-    try:
-        with graph.inserting_before(q.y):
-            cos, sin = (_angle(maker, q, part) for part in (0, 1))
-            rows = [_rows(maker, one, norm) for one, norm in zip(pair, norms, strict=True)]
-            call = _call(q, rows, norms, cos, sin)
-            result = maker.make(heads.qk_norm_rope, call)
-            ys = [maker.make(operator.getitem, (result, i)) for i in range(len(pair))]
+    with replace.making(graph, q.y, q.y, effects) as maker:
+        cos, sin = (_angle(maker, q, part) for part in (0, 1))
+        rows = [
+            one.x if norm is None else maker.make_views(norm.arguments.input, norm.views)
+            for one, norm in zip(pair, norms, strict=True)
+        ]
+        call = _call(q, rows, norms, cos, sin)
+        result = maker.make(heads.qk_norm_rope, call)
+        ys = [maker.make(operator.getitem, (result, i)) for i in range(len(pair))]
         for one, y in zip(pair, ys, strict=True):
-            replace._check_alike(one.y, y, dtype_of(one.y))
-    except BaseException:
-        maker.undo()
-        raise
+            replace.check_alike(one.y, y, dtype_of(one.y))
     for one, y in zip(pair, ys, strict=True):
         maker.set_example(y, value_of(one.y))
         one.y.replace_all_uses_with(y)
@@ -444,22 +410,12 @@ def _check_effects(
         raise replace.Left("an operand is computed behind it")
 
 
-def _angle(maker: Any, q: Rotation, part: int) -> Node:
+def _angle(maker: replace.Maker, q: Rotation, part: int) -> Node:
     """cos (part 0) or sin (part 1) without the dimension of heads."""
     angle = (q.cos, q.sin)[part]
     if value_of(angle).is_complex():
         angle = maker.make(_aten.select.int, (maker.make(torch.view_as_real, (angle,)), -1, part))
     return maker.make(_aten.select.int, (angle, -2 if q.seq_dim == 1 else -3, 0))
-
-
-def _rows(maker: Any, one: Rotation, norm: Norm | None) -> Node:
-    """What the operator reads: x, or the norm's input in x's order of dimensions."""
-    if norm is None:
-        return one.x
-    row: Node = norm.arguments.input  # type: ignore[assignment]
-    for view in norm.views:
-        row = maker.make(view.target, (row, *view.args[1:]), view.kwargs, view.op)
-    return row
 
 
 def _call(

@@ -62,37 +62,32 @@ class Rule(NamedTuple):
     choice: Choice
     reason: str  # with the measurement
     kinds: tuple[Kind, ...] = tuple(Kind)
-    has_neighbours: bool | None = None  # None: fits either
+    has_neighbours: bool | None = None
     columns: Columns | None = None
     keeps_order: bool | None = None
-    cols: tuple[int, int] = (1, 2**63)  # at least and at most
-    multiple_of: int = 1
+    cols: tuple[int, int] | None = None  # at least and at most
+    multiple_of: int = 1  # of which cols is a multiple
     with_inductor: bool | None = None
     deterministic: bool | None = None
     with_hidden_casts: bool | None = None
     statistic: str | None = None
 
     def fits(self, problem: Problem) -> bool:
-        least, most = self.cols
-        takes_any_cols = self.multiple_of == 1 and (least, most) == (1, 2**63)
         return (
             problem.kind in self.kinds
-            and self.has_neighbours in (None, problem.has_neighbours)
-            and self.statistic in (None, problem.statistic)
-            and self.columns in (None, problem.columns)
-            and self.keeps_order in (None, problem.keeps_order)
-            and self.with_hidden_casts in (None, problem.with_hidden_casts)
-            and self.with_inductor in (None, problem.with_inductor)
-            and self.deterministic in (None, problem.deterministic)
-            and (
-                takes_any_cols
-                or (
-                    problem.cols is not None
-                    and least <= problem.cols <= most
-                    and problem.cols % self.multiple_of == 0
-                )
-            )
+            and all(getattr(self, name) in (None, getattr(problem, name)) for name in _MATCHED)
+            and (self.cols is None or self._fits_cols(problem.cols, *self.cols))
         )
+
+    def _fits_cols(self, cols: int | None, least: int, most: int) -> bool:
+        return cols is not None and least <= cols <= most and cols % self.multiple_of == 0
+
+
+# What a rule and a problem have under one name; None in a rule fits either.
+_MATCHED = (
+    *("has_neighbours", "columns", "keeps_order", "with_inductor", "deterministic"),
+    *("with_hidden_casts", "statistic"),
+)
 
 
 RULES = (

@@ -28,11 +28,13 @@ def after_import(name: str, register: Callable[[], None], failure: str) -> None:
     if name in sys.modules:
         then()
     else:
-        sys.meta_path.insert(0, _Finder(name, then))
+        sys.meta_path.insert(0, _Import(name, then))
 
 
-class _Finder(MetaPathFinder):
+class _Import(MetaPathFinder, Loader):
     """Calls a function once, after the module of this name has been imported."""
+
+    _loader: Loader  # the module's own
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
@@ -46,14 +48,8 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._then)
+            self._loader, spec.loader = spec.loader, self
         return spec
-
-
-class _Loader(Loader):
-    def __init__(self, loader: Loader, then: Callable[[], None]) -> None:
-        self._loader = loader
-        self._then = then
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

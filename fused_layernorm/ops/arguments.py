@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -22,7 +23,18 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 HALF = (torch.float16, torch.bfloat16)
 MAX_INDEX = 2**31 - 1  # rows, and columns, that the CUDA kernels can count
 
+FLOAT32_EPS = torch.finfo(torch.float32).eps
+FLOAT64_EPS = torch.finfo(torch.float64).eps
+
 _DTYPE_NAMES = "float32, float16, bfloat16 or float64"
+
+
+def rms_eps(eps: float | None, x: Any) -> float:
+    """The eps of an RMSNorm; that of torch.nn.functional.rms_norm if it is None."""
+    if eps is not None:
+        return eps
+    is_wide = isinstance(x, Tensor) and x.dtype is torch.float64
+    return FLOAT64_EPS if is_wide else FLOAT32_EPS
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -50,20 +62,40 @@ def check_tensor(name: str, tensor: Any) -> None:
         )
 
 
-def _check_beside_input(name: str, tensor: Tensor, input: Tensor) -> None:
-    if tensor.device != input.device:
+def check_device(name: str, tensor: Tensor, beside: str, other: Tensor) -> None:
+    if tensor.device != other.device:
         raise RuntimeError(
-            f"expected {name} on the device of input, {input.device}, got {tensor.device}"
+            f"expected {name} on the device of {beside}, {other.device}, got {tensor.device}"
         )
 
 
-def _check_number(name: str, value: Any) -> None:
+Dtypes = Sequence[torch.dtype]
+
+
+def dtype_error(
+    name: str, tensor: Tensor, allowed: Dtypes, beside: str, others: Dtypes
+) -> RuntimeError:
+    """The error of a tensor that has none of these dtypes, beside tensors of other dtypes."""
+    return RuntimeError(
+        f"expected {name} of dtype {_either([*map(name_of, allowed)])} beside {beside} of "
+        f"{' and '.join(map(name_of, others))}, got {name_of(tensor.dtype)}"
+    )
+
+
+def check_int(name: str, value: Any) -> int:
+    """The value as an int; raises if it is none, such as a bool or a float."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"expected {name} to be an int, got {type(value).__name__}")
+    return index(value)
+
+
+def check_number(name: str, value: Any) -> None:
     """A tensor of one element counts as a number."""
     if not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
         raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
 
 
-def _broadcasts(tensor: Tensor, input: Tensor) -> bool:
+def broadcasts(tensor: Tensor, input: Tensor) -> bool:
     """Whether the tensor broadcasts against input without enlarging it."""
     leading = input.dim() - tensor.dim()
     if leading < 0:
@@ -122,9 +154,9 @@ def check_dim(input: Any, weight: Any, bias: Any, dim: Any, normalized_shape: An
     check_tensor("input", input)
     if normalized_shape is not None:
         raise ValueError("expected dim or normalized_shape, got both of them")
-    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
-        raise TypeError(f"expected dim to be an int, got {type(dim).__name__}")
     dims = input.dim()
+    if type(dim) is not int:
+        dim = check_int("dim", dim)
     if not -dims <= dim < dims:
         accepted = f"expected dim from {-dims} to {dims - 1}" if dims else "expected no dim"
         raise IndexError(f"{accepted} for input of {dims} dimensions, got {dim}")
@@ -146,7 +178,7 @@ def check_options(activation: Any, scale: Any, out_dtype: Any) -> None:
     if activation is not None and activation not in ACTIVATIONS:
         known = _either([repr(known) for known in ACTIVATIONS])
         raise ValueError(f"expected activation None, {known}, got {activation!r}")
-    _check_number("scale", scale)
+    check_number("scale", scale)
     if isinstance(scale, (int, float)) and not math.isfinite(scale):
         raise ValueError(f"expected scale to be a finite number, got {scale}")
     if out_dtype is not None and out_dtype not in DTYPES:
@@ -160,7 +192,7 @@ def check_kind(statistic: Any, weight_offset: Any, weight: Tensor | None) -> Non
         raise ValueError(
             f"expected statistic {_either(list(map(repr, STATISTICS)))}, got {statistic!r}"
         )
-    _check_number("weight_offset", weight_offset)
+    check_number("weight_offset", weight_offset)
     if isinstance(weight_offset, (int, float)):
         if not math.isfinite(weight_offset):
             raise ValueError(f"expected weight_offset to be a finite number, got {weight_offset}")
@@ -174,21 +206,14 @@ def settle(
     bias: Any,
     eps: Any,
     normalized_shape: Any,
-    activation: Any = None,
-    output_scale: Any = 1.0,
-    out_dtype: Any = None,
-    statistic: Any = "layer",
-    weight_offset: Any = 0.0,
-    round_before_weight: Any = False,
-    keeps_order: bool = False,
-    *,
+    *others: Any,
     is_ada: bool = False,
     **tensors: Any,
 ) -> Arguments:
     """The operators' arguments for a user's call; raises where the schemas' error would be worse.
 
-    `tensors` may hold residual, gate, shift and scale. `is_ada`: the last dimension is normalized
-    where no argument gives a shape.
+    `others` are what Options has beside eps. `tensors` may hold residual, gate, shift and scale.
+    `is_ada`: the last dimension is normalized where no argument gives a shape.
     """
     check_tensor("input", input)
     if is_ada and weight is None and bias is None and normalized_shape is None:
@@ -198,10 +223,10 @@ def settle(
     for name, tensor in {**tensors, "weight": weight, "bias": bias}.items():
         if tensor is not None and not isinstance(tensor, Tensor):
             check_tensor(name, tensor)
-    for name, number in (("eps", eps), ("scale", output_scale), ("weight_offset", weight_offset)):
-        _check_number(name, number)
-    kind = (statistic, weight_offset, bool(round_before_weight))
-    options = Options(ndim, eps, activation, output_scale, out_dtype, *kind, keeps_order)
+    options = Options(ndim, eps, *others)
+    check_number("eps", eps)
+    check_number("scale", options.output_scale)
+    check_number("weight_offset", options.weight_offset)
     return Arguments(input=input, weight=weight, bias=bias, options=options, **tensors)
 
 
@@ -211,11 +236,10 @@ def check(a: Arguments) -> None:
     ndim = options.normalized_ndim
     check_tensor("input", input)
     x_dtypes = [input.dtype]
-    if residual is None and a.gate is not None:
+    if residual is not None or a.gate is not None:
         check_tensor("residual", residual)
     if residual is not None:
-        check_tensor("residual", residual)
-        _check_beside_input("residual", residual, input)
+        check_device("residual", residual, "input", input)
         if residual.shape != input.shape:
             raise RuntimeError(
                 f"expected residual of the shape of input, {list(input.shape)}, "
@@ -241,31 +265,28 @@ def check(a: Arguments) -> None:
         if parameter is None:
             continue
         check_tensor(name, parameter)
-        _check_beside_input(name, parameter, input)
+        check_device(name, parameter, "input", input)
         if name in ("weight", "bias"):
             if parameter.shape != shape:
                 raise RuntimeError(
                     f"expected {name} of shape {list(shape)}, the last dimensions of input, "
                     f"got shape {list(parameter.shape)}"
                 )
-        elif not _broadcasts(parameter, input):
+        elif not broadcasts(parameter, input):
             raise RuntimeError(
                 f"expected {name} that broadcasts to the shape of input, {list(input.shape)}, "
                 f"got shape {list(parameter.shape)}"
             )
         if parameter.dtype not in allowed:
             beside = "input" if residual is None else "input and residual"
-            raise RuntimeError(
-                f"expected {name} of dtype {_either([name_of(d) for d in allowed])} beside {beside}"
-                f" of {' and '.join(name_of(d) for d in x_dtypes)}, got {name_of(parameter.dtype)}"
-            )
+            raise dtype_error(name, parameter, allowed, beside, x_dtypes)
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise RuntimeError(
             "expected weight and bias of one dtype, got "
             f"{name_of(weight.dtype)} and {name_of(bias.dtype)}"
         )
 
-    _check_number("eps", options.eps)
+    check_number("eps", options.eps)
     if isinstance(options.eps, float) and math.isnan(options.eps):
         raise ValueError("expected eps to be a number, got nan")
     check_options(options.activation, options.output_scale, options.out_dtype)

@@ -33,7 +33,7 @@ from .operators import (
     Results,
     backward_of,
     gated_backward,
-    with_statistics,
+    operator_of,
 )
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -86,7 +86,13 @@ def lower_levels() -> Iterator[None]:
         yield
 
 
-def _call(operator: OpOverload, *args: Any) -> tuple[Tensor, ...]:
+def redispatch(operator: OpOverload, keyset: Any, *args: Any) -> Any:
+    """Calls an operator's implementation for the keys below autograd."""
+    with _below_autograd():
+        return operator.redispatch(keyset & _after_autograd, *args)
+
+
+def call_operator(operator: OpOverload, *args: Any) -> tuple[Tensor, ...]:
     """Calls a backward operator; a failed allocation raises torch.OutOfMemoryError."""
     try:
         return operator(*args)
@@ -105,7 +111,7 @@ class Forward(Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
         a = Arguments(*args)
-        operator = with_statistics(a)
+        operator = operator_of(a, gives_statistics=True)
         with lower_levels():
             found = operator.overload.redispatch(keyset & _after_autograd, *operator.lay_out(a))
         return Forward.save(ctx, a, operator.results(found))
@@ -145,7 +151,7 @@ class Forward(Function):
         elif is_gated:
             flags = (needs.residual, needs.input, needs.gate, *of_parameters)
             parameters = (shift, scale, weight, bias)
-            found = _call(
+            found = call_operator(
                 load.add_ada_layer_norm_backward,
                 *(dy, x, input, gate, ndim, mean, rstd, *parameters, dresidual),
                 *(*flags, statistic, offset),
@@ -153,25 +159,12 @@ class Forward(Function):
             dx, dinput, dgate, dshift, dscale, dweight, dbias = _needed(found, flags)
         else:
             b = BackwardArguments(
-                dy,
-                x,
-                ndim,
-                mean,
-                rstd,
-                weight,
-                bias,
-                dresidual,
+                *(dy, x, ndim, mean, rstd, weight, bias, dresidual),
                 Needs(needs.input or needs.residual, *of_parameters),
-                activation,
-                output_scale,
-                shift,
-                scale,
-                statistic,
-                offset,
-                keeps_order,
+                *(activation, output_scale, shift, scale, statistic, offset, keeps_order),
             )
             operator = backward_of(shift, scale)
-            found = _call(operator.overload, *operator.lay_out(b))
+            found = call_operator(operator.overload, *operator.lay_out(b))
             dx, dshift, dscale, dweight, dbias = operator.results(b, found)
         if is_dshift_dy:
             dshift = dy
@@ -179,17 +172,9 @@ class Forward(Function):
             dinput = dx if needs.input else None
         if dinput is not None:
             dinput = dinput.to(ctx.input_dtype)
-        gradients: Any = Arguments(
-            dinput,  # type: ignore[arg-type]
-            dx if needs.residual else None,
-            dweight,
-            dbias,
-            None,  # type: ignore[arg-type]
-            dgate,
-            dshift,
-            dscale,
-        )
-        return None, *gradients
+        # In the order of Arguments, of which options is the fifth.
+        of_residual = dx if needs.residual else None
+        return None, dinput, of_residual, dweight, dbias, None, dgate, dshift, dscale
 
 
 class _Backward(Function):
@@ -244,8 +229,7 @@ def _forward_implementation(operator: Operator) -> Callable[..., Any]:
             return operator.outputs(formulas.forward(a))
         if needs_grad(a.input, a.residual, a.weight, a.bias, a.gate, a.shift, a.scale):
             return operator.outputs(Results(*apply(Forward, keyset, *a)))
-        with _below_autograd():
-            return operator.overload.redispatch(keyset & _after_autograd, *args)
+        return redispatch(operator.overload, keyset, *args)
 
     return implementation
 
@@ -257,32 +241,25 @@ def _backward_implementation(operator: BackwardOperator) -> Callable[..., Any]:
             return operator.outputs(b, formulas.backward(b))
         if needs_grad(b.dy, b.x, b.weight, b.bias, b.dresidual, b.shift, b.scale):
             return apply(_Backward, keyset, operator, *args)
-        with _below_autograd():
-            return operator.overload.redispatch(keyset & _after_autograd, *args)
+        return redispatch(operator.overload, keyset, *args)
 
     return implementation
 
 
-def _of_two(operator: OpOverload, two: Callable[..., Any]) -> Callable[..., Any]:
-    """The implementation of an operator that does the work of two calls.
+# The two operators whose work add_ada_layer_norm_backward does.
+_two = gated_backward(load.ada_layer_norm_backward, load.gate_backward)
 
-    If a derivative is needed, `two` makes these calls.
-    """
 
-    def implementation(keyset: Any, *args: Any) -> Any:
-        if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
-            return two(*args)
-        with _below_autograd():
-            return operator.redispatch(keyset & _after_autograd, *args)
-
-    return implementation
+def _gated_backward(keyset: Any, *args: Any) -> Any:
+    if in_forward_mode() or needs_grad(*(arg for arg in args if isinstance(arg, Tensor))):
+        return _two(*args)
+    return redispatch(load.add_ada_layer_norm_backward, keyset, *args)
 
 
 def _gate_backward(keyset: Any, *args: Any) -> tuple[Tensor, Tensor]:
     if in_forward_mode() or needs_grad(*args[:3]):
         return formulas.gate_backward(*args)
-    with _below_autograd():
-        return load.gate_backward.redispatch(keyset & _after_autograd, *args)
+    return redispatch(load.gate_backward, keyset, *args)
 
 
 def register(beside_library: bool) -> None:
@@ -294,10 +271,7 @@ def register(beside_library: bool) -> None:
     implementations: dict[str, Callable[..., Any]] = {
         **{operator.name: _forward_implementation(operator) for operator in FORWARD},
         **{operator.name: _backward_implementation(operator) for operator in BACKWARD},
-        "add_ada_layer_norm_backward": _of_two(
-            load.add_ada_layer_norm_backward,
-            gated_backward(load.ada_layer_norm_backward, load.gate_backward),
-        ),
+        "add_ada_layer_norm_backward": _gated_backward,
         "gate_backward": _gate_backward,
     }
     prefix = "_differentiable_" if beside_library else ""

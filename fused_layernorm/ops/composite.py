@@ -15,16 +15,7 @@ from torch import Tensor
 
 from . import arguments, formulas, load
 from .formulas import acc_dtype, activate, affine, modulate, shifted, to
-from .operators import (
-    ADA_LAYER_NORM_BACKWARD,
-    BACKWARD,
-    FORWARD,
-    Arguments,
-    BackwardArguments,
-    Gradients,
-    Results,
-    gated_backward,
-)
+from .operators import Arguments, BackwardArguments, Gradients, Results, implementations
 
 _aten = torch.ops.aten
 
@@ -64,15 +55,12 @@ def forward(a: Arguments) -> Results:
     else:
         x = x.to(acc)
     y, mean, rstd = _aten.native_layer_norm(x.contiguous(), a.normalized_shape, weight, bias, eps)
-    y = activate(modulate(y, to(a.shift, acc), to(a.scale, acc)), activation)
-    if output_scale != 1.0:
-        y = y * output_scale
-    return Results(y.to(a.y_dtype).contiguous(), residual_out, mean, rstd)
+    return Results(_epilogue(a, y).contiguous(), residual_out, mean, rstd)
 
 
 def _forward_in_place(a: Arguments) -> Results:
     """A LayerNorm that reads x where it lies; PyTorch's layer_norm would read a contiguous copy."""
-    ndim, eps, activation, output_scale, *_ = a.options
+    ndim, eps, *_ = a.options
     acc, dims = acc_dtype(a.input.dtype), tuple(range(-ndim, 0))
     x = a.input.to(acc)
     mean = x.mean(dims, keepdim=True)
@@ -80,10 +68,15 @@ def _forward_in_place(a: Arguments) -> Results:
     centered = x - mean
     rstd = (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
     weight, bias = shifted(a.weight, a.options.weight_offset, acc), to(a.bias, acc)
-    y = activate(affine(centered * rstd, weight, bias), activation)
-    if output_scale != 1.0:
-        y = y * output_scale
-    return Results(formulas.laid_out(y.to(a.y_dtype), a.input, True), None, mean, rstd)
+    y = _epilogue(a, affine(centered * rstd, weight, bias))
+    return Results(formulas.laid_out(y, a.input, True), None, mean, rstd)
+
+
+def _epilogue(a: Arguments, z: Tensor) -> Tensor:
+    """What follows the affine step, in y's dtype."""
+    options, acc = a.options, z.dtype
+    y = activate(modulate(z, to(a.shift, acc), to(a.scale, acc)), options.activation)
+    return (y if options.output_scale == 1.0 else y * options.output_scale).to(a.y_dtype)
 
 
 def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:
@@ -157,28 +150,13 @@ def backward(b: BackwardArguments) -> Gradients:
     return Gradients(dx, dshift, dscale, to(dweight, dtype), to(dbias, dtype))
 
 
-add_ada_layer_norm_backward = gated_backward(
-    ADA_LAYER_NORM_BACKWARD.implemented_by(backward), formulas.gate_backward
-)
-
-
 def _checked_forward(a: Arguments) -> Results:
     arguments.check(a)
     _warn_of_cuda(a.input)
     return forward(a)
 
 
-for _operator in FORWARD:
-    load.library.impl(
-        _operator.name, _operator.implemented_by(_checked_forward), "CompositeExplicitAutograd"
-    )
-for _backward_operator in BACKWARD:
-    load.library.impl(
-        _backward_operator.name,
-        _backward_operator.implemented_by(backward),
-        "CompositeExplicitAutograd",
-    )
-load.library.impl(
-    "add_ada_layer_norm_backward", add_ada_layer_norm_backward, "CompositeExplicitAutograd"
-)
-load.library.impl("gate_backward", formulas.gate_backward, "CompositeExplicitAutograd")
+for _overload, _implementation in implementations(
+    _checked_forward, backward, formulas.gate_backward
+).items():
+    load.library.impl(_overload._opname, _implementation, "CompositeExplicitAutograd")

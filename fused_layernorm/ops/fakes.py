@@ -6,18 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import arguments, load
+from . import arguments
 from .formulas import acc_dtype
-from .operators import (
-    ADA_LAYER_NORM_BACKWARD,
-    BACKWARD,
-    FORWARD,
-    Arguments,
-    BackwardArguments,
-    Gradients,
-    Results,
-    gated_backward,
-)
+from .operators import Arguments, BackwardArguments, Gradients, Results, implementations
 
 
 def _like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
@@ -65,14 +56,5 @@ def _gate_backward(
     )
 
 
-for _operator in FORWARD:
-    torch.library.register_fake(_operator.overload, _operator.implemented_by(_forward))
-for _backward_operator in BACKWARD:
-    torch.library.register_fake(
-        _backward_operator.overload, _backward_operator.implemented_by(_backward)
-    )
-torch.library.register_fake(
-    load.add_ada_layer_norm_backward,
-    gated_backward(ADA_LAYER_NORM_BACKWARD.implemented_by(_backward), _gate_backward),
-)
-torch.library.register_fake(load.gate_backward, _gate_backward)
+for _overload, _implementation in implementations(_forward, _backward, _gate_backward).items():
+    torch.library.register_fake(_overload, _implementation)

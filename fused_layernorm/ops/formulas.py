@@ -137,15 +137,22 @@ def _centered(x: Tensor, normalized_ndim: int, is_rms: bool) -> tuple[Tensor, Te
     return mean, x - mean
 
 
+def normalized(
+    x: Tensor, normalized_ndim: int, eps: float, is_rms: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean, xhat and rstd of x in the arithmetic's dtype."""
+    mean, centered = _centered(x, normalized_ndim, is_rms)
+    rstd = (_mean(centered.square(), normalized_ndim) + eps).rsqrt()
+    return mean, centered * rstd, rstd
+
+
 def forward(a: Arguments) -> Results:
     """What the forward operators give."""
     ndim, eps, activation, output_scale, *_ = a.options
     residual_out = None if a.residual is None else add(a.input, a.residual, a.gate)
     rows = a.input if residual_out is None else residual_out
     acc = acc_dtype(rows.dtype)
-    mean, centered = _centered(rows.to(acc), ndim, a.options.is_rms)
-    rstd = (_mean(centered.square(), ndim) + eps).rsqrt()
-    xhat = centered * rstd
+    mean, xhat, rstd = normalized(rows.to(acc), ndim, eps, a.options.is_rms)
     if a.rounds_xhat:
         xhat = xhat.to(a.input.dtype).to(acc)
     z = affine(xhat, shifted(a.weight, a.options.weight_offset, acc), to(a.bias, acc))

@@ -13,6 +13,8 @@ gradient, PyTorch differentiates `formula`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +22,23 @@ from torch import Tensor
 
 from . import arguments, composite, load
 from .arguments import HALF, name_of
-from .autograd import Function, apply, in_forward_mode, lower_levels, needs_grad
-from .formulas import acc_dtype, affine, shifted, to
+from .autograd import (
+    Function,
+    apply,
+    call_operator,
+    in_forward_mode,
+    lower_levels,
+    needs_grad,
+    redispatch,
+)
+from .formulas import acc_dtype, affine, normalized, shifted, to
+from .vmap import to_front
 
 qk_norm_rope = load.operators.qk_norm_rope.default
 qk_norm_rope_backward = load.operators.qk_norm_rope_backward.default
 
 STATISTICS = (*arguments.STATISTICS, None)
 MOST_KERNEL_COLS = 256  # kMostHeadCols in csrc/forward/heads.h
-
-_below_autograd = torch._C._AutoDispatchBelowAutograd
-_after_autograd = torch._C._after_autograd_keyset
 
 
 class HeadArguments(NamedTuple):
@@ -109,11 +117,7 @@ def normalize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The norm's result, xhat and rstd of one of q and k, in the arithmetic's dtype."""
     acc = acc_dtype(x.dtype)
-    wide = x.to(acc)
-    if a.statistic == "layer":
-        wide = wide - wide.mean(-1, keepdim=True)
-    rstd = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + a.eps)
-    xhat = wide * rstd
+    _, xhat, rstd = normalized(x.to(acc), 1, a.eps, a.statistic == "rms")
     rounds = a.round_before_weight and weight is not None
     z = xhat.to(x.dtype).to(acc) if rounds else xhat
     z = affine(z, shifted(weight, a.weight_offset, acc), to(bias, acc))
@@ -237,20 +241,13 @@ def _backward(b: BackwardArguments) -> list[tuple[Tensor, Tensor | None, Tensor 
     return found
 
 
-def backward_by_formula(*args: Any) -> Any:
+def backward_by_formula(
+    *args: Any, layout: Callable[[Tensor, Tensor], Tensor] = lambda dx, x: dx.to(x.dtype)
+) -> Any:
     """What qk_norm_rope_backward gives, but for the order of memory."""
     b = BackwardArguments(*args)
     found = [
-        (dx.to(x.dtype), dweight, dbias)
-        for (dx, dweight, dbias), (_, x, *_) in zip(_backward(b), b.forward.sides, strict=True)
-    ]
-    return b.results(found)
-
-
-def _composite_backward(*args: Any) -> Any:
-    b = BackwardArguments(*args)
-    found = [
-        (_laid_out(dx, x), dweight, dbias)
+        (layout(dx, x), dweight, dbias)
         for (dx, dweight, dbias), (_, x, *_) in zip(_backward(b), b.forward.sides, strict=True)
     ]
     return b.results(found)
@@ -264,21 +261,18 @@ def check(a: HeadArguments) -> None:
 
     Without k, the names are those of norm_rope.
     """
-    q, side = ("input", "") if a.k is None else ("q", "q_")
-    for name, x, weight, bias in a.sides:
-        if name == "q":
-            name = q
-        else:
-            side = "k_"
+    q = "input" if a.k is None else "q"
+    for side, x, weight, bias in a.sides:
+        name, prefix = (q, "") if a.k is None else (side, f"{side}_")
         arguments.check_tensor(name, x)
         if x.dim() != 4:
             raise RuntimeError(
                 f"expected {name} of four dimensions, (batch, positions, heads, columns) or with "
                 f"seq_dim=2 (batch, heads, positions, columns), got shape {list(x.shape)}"
             )
-        if name == "k":
+        if side == "k":
             _check_beside_q(a, x)
-        for what, parameter in ((f"{side}weight", weight), (f"{side}bias", bias)):
+        for what, parameter in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
             if parameter is None:
                 continue
             arguments.check_tensor(what, parameter)
@@ -290,29 +284,23 @@ def check(a: HeadArguments) -> None:
                     f"got shape {list(parameter.shape)}"
                 )
             _check_device_and_dtype(what, parameter, q, a.q)
+        if a.weight_offset != 0 and a.statistic is not None and weight is None:
+            raise ValueError(
+                f"expected a {prefix}weight beside weight_offset {a.weight_offset}, got none"
+            )
     if a.k is None and (a.k_weight is not None or a.k_bias is not None):
         raise ValueError("expected k beside k_weight and k_bias, got none")
     if a.statistic not in STATISTICS:
         raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")
-    if a.weight_offset != 0:
-        if a.statistic is None:
-            raise ValueError(
-                f"expected no weight_offset beside statistic None, got {a.weight_offset}"
-            )
-        for name, _, weight, _ in a.sides:
-            if weight is None:
-                what = "weight" if a.k is None else f"{name}_weight"
-                raise ValueError(
-                    f"expected a {what} beside weight_offset {a.weight_offset}, got none"
-                )
+    if a.weight_offset != 0 and a.statistic is None:
+        raise ValueError(f"expected no weight_offset beside statistic None, got {a.weight_offset}")
     arguments.check_kind("rms", a.weight_offset, a.q_weight)
     _check_angles(a)
 
 
 def _check_beside_q(a: HeadArguments, k: Tensor) -> None:
     q = a.q
-    if k.device != q.device:
-        raise RuntimeError(f"expected k on the device of q, {q.device}, got {k.device}")
+    arguments.check_device("k", k, "q", q)
     if k.dtype != q.dtype:
         raise RuntimeError(f"expected k of q's dtype, {name_of(q.dtype)}, got {name_of(k.dtype)}")
     heads = 3 - a.seq_dim
@@ -327,18 +315,11 @@ def _check_beside_q(a: HeadArguments, k: Tensor) -> None:
 def _check_device_and_dtype(
     name: str, tensor: Tensor, beside: str, q: Tensor, *, may_be_float32: bool = False
 ) -> None:
-    if tensor.device != q.device:
-        raise RuntimeError(
-            f"expected {name} on the device of {beside}, {q.device}, got {tensor.device}"
-        )
+    arguments.check_device(name, tensor, beside, q)
     wider = q.dtype in HALF or (may_be_float32 and q.dtype is torch.float64)
     allowed = (q.dtype, torch.float32) if wider else (q.dtype,)
     if tensor.dtype not in allowed:
-        names = " or ".join(map(name_of, allowed))
-        raise RuntimeError(
-            f"expected {name} of dtype {names} beside {beside} of {name_of(q.dtype)}, "
-            f"got {name_of(tensor.dtype)}"
-        )
+        raise arguments.dtype_error(name, tensor, allowed, beside, [q.dtype])
 
 
 def _check_angles(a: HeadArguments) -> None:
@@ -397,23 +378,14 @@ def _fake_backward(*args: Any) -> Any:
     def like(parameter: Tensor | None, needed: bool) -> Tensor | None:
         return parameter.new_empty(parameter.shape) if needed and parameter is not None else None
 
-    return b.results(
-        [
-            (dense_like(x), like(weight, b.needs_dweight), like(bias, b.needs_dbias))
-            for _, x, weight, bias in b.forward.sides
-        ]
-    )
+    found = [
+        (dense_like(x), like(weight, b.needs_dweight), like(bias, b.needs_dbias))
+        for _, x, weight, bias in b.forward.sides
+    ]
+    return b.results(found)
 
 
 # ---- Derivatives.
-
-
-def _call(operator: Any, *args: Any) -> Any:
-    """Calls an operator; a failed allocation raises torch.OutOfMemoryError."""
-    try:
-        return operator(*args)
-    except RuntimeError as error:
-        raise arguments.out_of_memory(error) from None
 
 
 class _Forward(Function):
@@ -423,7 +395,7 @@ class _Forward(Function):
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
         a = HeadArguments(*args)
         with lower_levels():
-            found = qk_norm_rope.redispatch(keyset & _after_autograd, *a)
+            found = redispatch(qk_norm_rope, keyset, *a)
         ctx.set_materialize_grads(False)
         # A rotation alone needs neither q nor k for its backward.
         tensors = a[:6] if a.statistic is not None else (None,) * 6
@@ -436,34 +408,29 @@ class _Forward(Function):
     def backward(ctx: Any, dq: Tensor | None, dk: Tensor | None = None) -> Any:
         a: Any = HeadArguments(*ctx.saved_tensors, *ctx.options)
         needs: Any = HeadArguments(*ctx.needs_input_grad[1:])
-        if dq is None and dk is None:
+        # A side without a gradient is left out: where q has none, k takes its place.
+        sides = [side for side, dy in enumerate((dq, dk)) if dy is not None]
+        if not sides:
             return (None,) * (1 + len(needs))
-        # Where one result has no gradient, the other takes the place of q.
-        swapped = dq is None
-        if swapped:
-            dq, dk = dk, None
-        else:
-            dk = dk if ctx.has_k else None
-        assert dq is not None
+
+        def of(pair: Any) -> Any:
+            return (*(pair[side] for side in sides), None)[:2]
+
+        of_q, of_k = of((dq, dk))
         if a.statistic is None:
-            call = a._replace(q=dq, k=dk, inverse=not a.inverse)
-            found = (*_call(qk_norm_rope, *call), None, None, None, None)
+            call = a._replace(q=of_q, k=of_k, inverse=not a.inverse)
+            found = (*call_operator(qk_norm_rope, *call), None, None, None, None)
         else:
-            if swapped:
-                a = a._replace(q=a.k, q_weight=a.k_weight, q_bias=a.k_bias)
-            if dk is None:
-                a = a._replace(k=None, k_weight=None, k_bias=None)
+            a = HeadArguments(*of(a[0:2]), *of(a[2:4]), *of(a[4:6]), *a[6:])
             flags = needs.q_weight or needs.k_weight, needs.q_bias or needs.k_bias
-            found = _call(qk_norm_rope_backward, *BackwardArguments.of(a, dq, dk, *flags))
-        gradients = list(found)
-        if swapped:  # what the operator took for q is k
-            for i in (0, 2, 4):
-                gradients[i], gradients[i + 1] = None, gradients[i]
-        elif dk is None:
-            for i in (1, 3, 5):
-                gradients[i] = None
-        wanted = [g if needed else None for g, needed in zip(gradients, needs, strict=False)]
-        return (None, *wanted, *(None,) * (len(needs) - len(wanted)))
+            b = BackwardArguments.of(a, of_q, of_k, *flags)
+            found = call_operator(qk_norm_rope_backward, *b)
+        gradients: list[Any] = [None] * len(needs)
+        for place, side in enumerate(sides):
+            for i in (0, 2, 4):  # of x, weights and biases
+                if needs[i + side]:
+                    gradients[i + side] = found[i + place]
+        return (None, *gradients)
 
 
 class _Backward(Function):
@@ -472,7 +439,7 @@ class _Backward(Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
         with lower_levels():
-            found = qk_norm_rope_backward.redispatch(keyset & _after_autograd, *args)
+            found = redispatch(qk_norm_rope_backward, keyset, *args)
         ctx.set_materialize_grads(False)
         b = BackwardArguments(*args)
         ctx.save_for_backward(*b[:10])
@@ -507,8 +474,7 @@ def _autograd(keyset: Any, *args: Any) -> Any:
     if needs_grad(*a[:6]):
         found = apply(_Forward, keyset, *a)
         return found if a.k is not None else _with_k(a, (found,))
-    with _below_autograd():
-        return qk_norm_rope.redispatch(keyset & _after_autograd, *args)
+    return redispatch(qk_norm_rope, keyset, *args)
 
 
 def _autograd_backward(keyset: Any, *args: Any) -> Any:
@@ -517,25 +483,21 @@ def _autograd_backward(keyset: Any, *args: Any) -> Any:
         return backward_by_formula(*args)
     if needs_grad(*b[:10]):
         return apply(_Backward, keyset, *args)
-    with _below_autograd():
-        return qk_norm_rope_backward.redispatch(keyset & _after_autograd, *args)
+    return redispatch(qk_norm_rope_backward, keyset, *args)
 
 
 # ---- vmap: the batch is part of the first dimension. Parameters of samples take the formulas.
 
 
-def _folded(tensor: Tensor | None, dim: int | None, size: int) -> Any:
+def _folded(tensor: Any, dim: int | None, size: int) -> Any:
     """The tensor with the mapped dimension folded into its first one."""
-    if tensor is None:
-        return None
-    tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-    return tensor.flatten(0, 1)
+    return None if tensor is None else to_front(tensor, dim, size).flatten(0, 1)
 
 
 def _angles_folded(a: Any, dim: int | None, size: int, batch: int) -> Any:
     if a is None or (dim is None and a.dim() == 2):
         return a
-    a = a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)
+    a = to_front(a, dim, size)
     if a.dim() == 3:  # one table for each sample of vmap
         a = a.unsqueeze(1)
     return a.expand(size, batch, *a.shape[2:]).flatten(0, 1)
@@ -549,7 +511,7 @@ def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     a, size = HeadArguments(*args), info.batch_size
     dims: Any = HeadArguments(*in_dims)
     if any(dim is not None for dim in dims[2:6]):
-        return _one_by_one(qk_norm_rope, info, in_dims, args)
+        return _one_by_one(qk_norm_rope, info, in_dims, *args)
     batch = a.q.shape[1 if dims.q == 0 else 0] if dims.q is not None else a.q.shape[0]
     call = a._replace(
         q=_folded(a.q, dims.q, size),
@@ -560,30 +522,28 @@ def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     return tuple(_unfolded(y, size) for y in qk_norm_rope(*call)), (0, 0)
 
 
-def _one_by_one(operator: Any, info: Any, in_dims: Any, args: Any) -> Any:
+def _one_by_one(operator: Any, info: Any, in_dims: Any, *args: Any) -> Any:
     """The operator for each sample."""
+    given = list(zip(args, in_dims, strict=True))
     samples = [
-        operator(
-            *(
-                arg.select(dim, i) if dim is not None else arg
-                for arg, dim in zip(args, in_dims, strict=True)
-            )
-        )
+        operator(*(arg if dim is None else arg.select(dim, i) for arg, dim in given))
         for i in range(info.batch_size)
     ]
     stacked = tuple(torch.stack(same) for same in zip(*samples, strict=True))
     return stacked, (0,) * len(stacked)
 
 
-def _vmap_backward(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _one_by_one(qk_norm_rope_backward, info, in_dims, args)
-
-
 torch.library.register_fake(qk_norm_rope, _fake)
 torch.library.register_fake(qk_norm_rope_backward, _fake_backward)
 torch.library.register_vmap(qk_norm_rope, _vmap)
-torch.library.register_vmap(qk_norm_rope_backward, _vmap_backward)
+torch.library.register_vmap(
+    qk_norm_rope_backward, functools.partial(_one_by_one, qk_norm_rope_backward)
+)
 load.library.impl("qk_norm_rope", _composite, "CompositeExplicitAutograd")
-load.library.impl("qk_norm_rope_backward", _composite_backward, "CompositeExplicitAutograd")
+load.library.impl(
+    "qk_norm_rope_backward",
+    functools.partial(backward_by_formula, layout=_laid_out),
+    "CompositeExplicitAutograd",
+)
 load.library.impl("qk_norm_rope", _autograd, "Autograd", with_keyset=True)
 load.library.impl("qk_norm_rope_backward", _autograd_backward, "Autograd", with_keyset=True)

@@ -173,11 +173,12 @@ FORWARD = (
 )
 
 
-def with_statistics(a: Arguments) -> Operator:
-    """The operator for a forward pass that a backward pass follows."""
-    if a.is_modulated:
-        return ADA_LAYER_NORM_FORWARD if a.residual is None else ADD_ADA_LAYER_NORM_FORWARD
-    return LAYER_NORM_FORWARD if a.residual is None else ADD_LAYER_NORM_FORWARD
+_BY_FLAGS = {operator[1:]: operator for operator in FORWARD}
+
+
+def operator_of(a: Arguments, *, gives_statistics: bool = False) -> Operator:
+    """The operator for a call, or the one for a forward pass that a backward pass follows."""
+    return _BY_FLAGS[a.residual is not None, gives_statistics, a.is_modulated]
 
 
 class Needs(NamedTuple):
@@ -369,3 +370,18 @@ def gated_backward(
         return (dx if g.needs_dx else g.x.new_empty((0,)), *of_gate, *gradients)
 
     return add_ada_layer_norm_backward
+
+
+def implementations(
+    forward: Callable[[Arguments], Results],
+    backward: Callable[[BackwardArguments], Gradients],
+    gate_backward: Callable[..., Any],
+) -> dict[OpOverload, Callable[..., Any]]:
+    """Every operator of norms, by its overload, as these three implement it."""
+    ada_layer_norm_backward = ADA_LAYER_NORM_BACKWARD.implemented_by(backward)
+    return {
+        **{operator.overload: operator.implemented_by(forward) for operator in FORWARD},
+        **{operator.overload: operator.implemented_by(backward) for operator in BACKWARD},
+        load.add_ada_layer_norm_backward: gated_backward(ada_layer_norm_backward, gate_backward),
+        load.gate_backward: gate_backward,
+    }

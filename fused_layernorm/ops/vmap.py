@@ -26,17 +26,13 @@ from .operators import (
     Options,
     Results,
     gated_backward,
-    with_statistics,
+    operator_of,
 )
 
 
-def _to_front(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+def to_front(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     """The tensor with its batch dimension first; a tensor that has none is expanded."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-
-def _optional_to_front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    return None if tensor is None else _to_front(tensor, dim, size)
 
 
 def _broadcast_to_front(
@@ -45,7 +41,7 @@ def _broadcast_to_front(
     """A parameter or modulation as (batch, 1, ..., 1, *its shape), with ndim dimensions."""
     if tensor is None:
         return None
-    tensor = _to_front(tensor, dim, size)
+    tensor = to_front(tensor, dim, size)
     ones = [1] * (ndim - tensor.dim())
     return tensor.reshape(size, *ones, *tensor.shape[1:])
 
@@ -68,8 +64,8 @@ def _forward_rule(operator: Operator) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         a, size = operator.arguments(*args), info.batch_size
         dims: Any = operator.arguments(*in_dims)
-        input = _to_front(a.input, dims.input, size)
-        residual = _optional_to_front(a.residual, dims.residual, size)
+        input = to_front(a.input, dims.input, size)
+        residual = None if a.residual is None else to_front(a.residual, dims.residual, size)
         ndim = input.dim()
         gate, shift, scale = (
             _batched_to_front(tensor, dim, size, ndim)
@@ -97,7 +93,7 @@ def _with_parameters_of_samples(
     acc = acc_dtype(a.x_dtype)
     options = Options(ndim, eps, out_dtype=acc, statistic=statistic)
     plain = Arguments(a.input, a.residual, None, None, options, gate=a.gate)
-    operator = with_statistics(plain)
+    operator = operator_of(plain, gives_statistics=True)
     normalized = operator.results(operator.overload(*operator.lay_out(plain)))
     xhat = normalized.y.to(a.input.dtype).to(acc) if a.rounds_xhat else normalized.y
     z = affine(xhat, shifted(weight, offset, acc), bias)
@@ -109,16 +105,17 @@ def _backward_rule(operator: BackwardOperator) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         b, size = operator.arguments(*args), info.batch_size
         dims: Any = operator.arguments(*in_dims)
-        x = _to_front(b.x, dims.x, size)
+        x = to_front(b.x, dims.x, size)
         # Every sample has its own gradient of a modulation that all of them share.
         shift = _broadcast_to_front(b.shift, dims.shift, size, x.dim())
         scale = _broadcast_to_front(b.scale, dims.scale, size, x.dim())
+        dresidual = None if b.dresidual is None else to_front(b.dresidual, dims.dresidual, size)
         rows = b._replace(
-            dy=_to_front(b.dy, dims.dy, size),
+            dy=to_front(b.dy, dims.dy, size),
             x=x,
-            mean=_to_front(b.mean, dims.mean, size).contiguous(),
-            rstd=_to_front(b.rstd, dims.rstd, size).contiguous(),
-            dresidual=_optional_to_front(b.dresidual, dims.dresidual, size),
+            mean=to_front(b.mean, dims.mean, size).contiguous(),
+            rstd=to_front(b.rstd, dims.rstd, size).contiguous(),
+            dresidual=dresidual,
             shift=shift,
             scale=scale,
         )
@@ -137,16 +134,12 @@ def _backward_rule(operator: BackwardOperator) -> Callable[..., Any]:
                 bias=_broadcast_to_front(b.bias, dims.bias, size, x.dim()),
             )
             others = formulas.backward(of_samples, sum_from=1)
-            found = Gradients(
-                *(
-                    other if gradient is None else gradient
-                    for gradient, other in zip(found, others, strict=True)
-                )
-            )
+            either = (g if g is not None else other for g, other in zip(found, others, strict=True))
+            found = Gradients(*either)
         for name, tensor, dim in (("shift", b.shift, dims.shift), ("scale", b.scale, dims.scale)):
             gradient = getattr(found, f"d{name}")
             if gradient is not None and tensor is not None:
-                shape = _to_front(tensor, dim, size).shape
+                shape = to_front(tensor, dim, size).shape
                 found = found._replace(**{f"d{name}": gradient.reshape(shape)})
         outputs = tuple(
             gradient if gradient.dim() > 1 else gradient.expand(size, 0)
@@ -157,24 +150,13 @@ def _backward_rule(operator: BackwardOperator) -> Callable[..., Any]:
     return rule
 
 
-def _gate_backward_rule(
-    info: Any,
-    in_dims: Any,
-    dresidual_out: Tensor,
-    input: Tensor,
-    gate: Tensor,
-    needs_dinput: bool,
-    needs_dgate: bool,
-) -> Any:
+def _gate_backward_rule(info: Any, in_dims: Any, *args: Any) -> Any:
+    gate, needs_dinput, needs_dgate = args[2:]
     size = info.batch_size
-    of_rows, of_input, of_gate, *_ = in_dims
-    dresidual_out, input = (
-        _to_front(dresidual_out, of_rows, size),
-        _to_front(input, of_input, size),
-    )
-    shape = _to_front(gate, of_gate, size).shape
-    gates: Any = _broadcast_to_front(gate, of_gate, size, input.dim())
-    dinput, dgate = load.gate_backward(dresidual_out, input, gates, needs_dinput, needs_dgate)
+    rows = [to_front(args[i], in_dims[i], size) for i in range(2)]
+    shape = to_front(gate, in_dims[2], size).shape
+    gates = _broadcast_to_front(gate, in_dims[2], size, rows[0].dim())
+    dinput, dgate = load.gate_backward(*rows, gates, needs_dinput, needs_dgate)
     return (
         dinput if needs_dinput else dinput.expand(size, 0),
         dgate.reshape(shape) if needs_dgate else dgate.expand(size, 0),

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from .. import functional
 from ..functional import rms_norm
-from .rms import Forward
-
-_HALF = (torch.float16, torch.bfloat16)
+from ..ops.arguments import HALF
+from .forwards import Forward, then_act
 
 
 def _takes(x: Any, weight: Any, *, half: bool) -> bool:
@@ -30,7 +29,7 @@ def _takes(x: Any, weight: Any, *, half: bool) -> bool:
         return False
     if weight is not None and weight.dtype not in (x.dtype, torch.float32):
         return False
-    return x.dtype is torch.float32 or (half and x.dtype in _HALF)
+    return x.dtype is torch.float32 or (half and x.dtype in HALF)
 
 
 # ---- timm. In half precision RmsNorm2d rounds at every step, or autocast decides where it does.
@@ -51,18 +50,12 @@ def timm(self: Any, x: Tensor) -> Tensor | None:
     return _timm(self, x, wide=False)
 
 
-def timm_act(self: Any, x: Tensor) -> Tensor | None:
-    y = _timm(self, x, wide=False)
-    return None if y is None else self.act(self.drop(y))
-
-
 def timm_float32(self: Any, x: Tensor) -> Tensor | None:
     return _timm(self, x, wide=True)
 
 
-def timm_float32_act(self: Any, x: Tensor) -> Tensor | None:
-    y = _timm(self, x, wide=True)
-    return None if y is None else self.act(self.drop(y))
+timm_act = then_act(__name__, "timm_act", timm)
+timm_float32_act = then_act(__name__, "timm_float32_act", timm_float32)
 
 
 # ---- diffusers' VAEs: F.normalize, which divides by the length of the vector of channels or by

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forwards, on the fused kernels, that replace those of the classes in table.py.
 
-Each is written as a method of the swapped class, with the parameter names of the forward that it
-replaces. It returns None where the kernels cannot serve a call, or where an option of the library
-asks for another computation: the class's own forward then runs (swapping._or_stock).
+Each is written as a method of the swapped class, with the parameters of the forward that it
+replaces, of which the first may have another name. It returns None where the kernels cannot serve a
+call, or where an option of the library asks for another computation: the class's own forward then
+runs (swapping._or_stock).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..functional import layer_norm
-
-HALF = (torch.float16, torch.bfloat16)
+from ..ops.arguments import HALF
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on dtypes or strides.
@@ -24,6 +24,26 @@ torch.fx.wrap("layer_norm")
 torch.fx.wrap("_in_input_dtype")
 torch.fx.wrap("_float32_without_bias")
 torch.fx.wrap("_in_promoted_dtype")
+
+
+Forward = Callable[..., Any]
+
+
+def named(module: str, name: str, forward: Any) -> Forward:
+    """A forward that a function made, under the name by which pickle finds it in this module."""
+    forward.__module__, forward.__name__, forward.__qualname__ = module, name, name
+    made: Forward = forward
+    return made
+
+
+def then_act(module: str, name: str, norm: Forward) -> Forward:
+    """The forward of timm's norms that an activation follows, from that of the norm alone."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        y = norm(self, x)
+        return None if y is None else self.act(self.drop(y))
+
+    return named(module, name, forward)
 
 
 def parameter(module: Any, name: str) -> Any:
@@ -118,51 +138,28 @@ def _in_promoted_dtype(
 
 
 def last_dims(self: Any, input: Tensor) -> Tensor:
-    return layer_norm(
-        input,
-        parameter(self, "weight"),
-        parameter(self, "bias"),
-        self.eps,
-        normalized_shape=self.normalized_shape,
-    )
+    weight, bias = parameter(self, "weight"), parameter(self, "bias")
+    return layer_norm(input, weight, bias, self.eps, normalized_shape=self.normalized_shape)
 
 
 def timm_last_dims(self: Any, x: Tensor) -> Tensor | None:
     return None if self._fast_norm else last_dims(self, x)
 
 
-def timm_last_dims_act(self: Any, x: Tensor) -> Tensor | None:
-    if self._fast_norm:
-        return None
-    return self.act(self.drop(last_dims(self, x)))
+timm_last_dims_act = then_act(__name__, "timm_last_dims_act", timm_last_dims)
 
 
-def timm_float32(self: Any, x: Tensor) -> Tensor:
+def float32(self: Any, x: Tensor) -> Tensor:
     return _in_input_dtype(x, self.weight, self.bias, self.eps, self.normalized_shape)
 
 
-def timm_float32_act(self: Any, x: Tensor) -> Tensor:
-    x = _in_input_dtype(x, self.weight, self.bias, self.eps, self.normalized_shape)
-    return self.act(self.drop(x))
-
-
-def diffusers_float32(self: Any, inputs: Tensor) -> Tensor:
-    return _in_input_dtype(inputs, self.weight, self.bias, self.eps, self.normalized_shape)
-
-
-def transformers_float32(self: Any, hidden_states: Tensor) -> Tensor:
-    return _in_input_dtype(hidden_states, self.weight, self.bias, self.eps, self.normalized_shape)
+float32_act = then_act(__name__, "float32_act", float32)
 
 
 def input_dtype(self: Any, hidden_states: Tensor) -> Tensor:
-    return layer_norm(
-        hidden_states,
-        self.weight,
-        self.bias,
-        self.eps,
-        normalized_shape=self.normalized_shape,
-        out_dtype=hidden_states.dtype,
-    )
+    norm = (self.weight, self.bias, self.eps)
+    shape, dtype = self.normalized_shape, hidden_states.dtype
+    return layer_norm(hidden_states, *norm, normalized_shape=shape, out_dtype=dtype)
 
 
 def without_parameters(self: Any, hidden_states: Tensor) -> Tensor:
@@ -174,21 +171,14 @@ def shape_of_weight(self: Any, input: Tensor) -> Tensor:
 
 
 def weight_plus_one(self: Any, hidden_states: Tensor) -> Tensor:
-    return layer_norm(
-        hidden_states,
-        self.weight + 1.0,
-        self.bias,
-        self.eps,
-        normalized_shape=self.normalized_shape,
-    )
+    norm = (self.weight + 1.0, self.bias, self.eps)
+    return layer_norm(hidden_states, *norm, normalized_shape=self.normalized_shape)
 
 
 def weight_plus_one_outside_autocast(self: Any, input: Tensor) -> Tensor | None:
     if torch.is_autocast_enabled() or torch.is_autocast_enabled(input.device.type):
         return None
-    return layer_norm(
-        input, self.weight + 1.0, self.bias, self.eps, normalized_shape=self.normalized_shape
-    )
+    return weight_plus_one(self, input)
 
 
 def parameters_of_heads(self: Any, hidden_states: Tensor) -> Tensor:
@@ -223,10 +213,6 @@ def channels_first(self: Any, x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2)
 
 
-def transformers_channels_first(self: Any, hidden_state: Tensor) -> Tensor:
-    return channels_first(self, hidden_state)
-
-
 def channels_first_1d(self: Any, x: Tensor) -> Tensor:
     x = x.permute(0, 2, 1)
     x = layer_norm(x, self.weight, self.bias, self.eps, normalized_shape=self.normalized_shape)
@@ -234,23 +220,19 @@ def channels_first_1d(self: Any, x: Tensor) -> Tensor:
 
 
 def timm_channels_first(self: Any, x: Tensor) -> Tensor | None:
-    if self._fast_norm:
-        return None
-    return channels_first(self, x)
+    return None if self._fast_norm else channels_first(self, x)
 
 
-def timm_channels_first_act(self: Any, x: Tensor) -> Tensor | None:
-    if self._fast_norm:
-        return None
-    return self.act(self.drop(channels_first(self, x)))
+timm_channels_first_act = then_act(__name__, "timm_channels_first_act", timm_channels_first)
 
 
-def timm_float32_channels_first(self: Any, x: Tensor) -> Tensor:
-    return timm_float32(self, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+def float32_channels_first(self: Any, x: Tensor) -> Tensor:
+    return float32(self, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
-def timm_float32_channels_first_act(self: Any, x: Tensor) -> Tensor:
-    return self.act(self.drop(timm_float32_channels_first(self, x)))
+float32_channels_first_act = then_act(
+    __name__, "float32_channels_first_act", float32_channels_first
+)
 
 
 def timm_exp2d(self: Any, x: Tensor) -> Tensor:

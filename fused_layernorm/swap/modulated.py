@@ -3,8 +3,7 @@
 
 Each of these modules holds a LayerNorm, multiplies its output by 1 + scale and adds shift. A linear
 layer computes shift and scale from the model's conditioning. The forwards here compute norm and
-modulation in one kernel. As in forwards.py, each is written as a method of the swapped class, with
-the parameter names of the forward that it replaces.
+modulation in one kernel. They are written as those in forwards.py are.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from torch import Tensor
 
 from ..functional import ada_layer_norm, layer_norm, may_serve
 from ..modules import FusedLayerNorm
-from .forwards import HALF, diffusers_float32, matched, must_be_called
-
-Forward = Callable[..., Any]
+from ..ops.arguments import HALF, broadcasts
+from .forwards import Forward, float32, matched, must_be_called
 
 # For each forward, the names of the norms that it computes without calling them.
 NORMS: dict[Forward, tuple[str, ...]] = {}
@@ -55,13 +53,13 @@ def _need_not_be_called(norm: Any) -> bool:
     if forward is FusedLayerNorm.forward:
         if norm.activation is not None or norm.scale != 1.0 or norm.out_dtype is not None:
             return False
-    elif not _is_diffusers_float32(norm):
+    elif not _is_float32(norm):
         return False
     return may_serve(norm.weight, norm.bias) and not must_be_called(norm)
 
 
-def _is_diffusers_float32(norm: Any) -> bool:
-    return getattr(type(norm), "_fused_forward", None) is diffusers_float32
+def _is_float32(norm: Any) -> bool:
+    return getattr(type(norm), "_fused_forward", None) is float32
 
 
 def _modulate(
@@ -72,14 +70,10 @@ def _modulate(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, by default the norm's own."""
-    return _modulated(x, shift, scale, *_options_of(norm, x, dtype))
-
-
-def _options_of(norm: Any, x: Tensor, dtype: torch.dtype | None) -> tuple[Any, ...]:
-    """The last arguments of _modulated."""
-    if dtype is None and _is_diffusers_float32(norm):
+    if dtype is None and _is_float32(norm):
         dtype = x.dtype
-    return norm.weight, norm.bias, norm.eps, norm.normalized_shape, dtype
+    parameters = (norm.weight, norm.bias, norm.eps, norm.normalized_shape)
+    return _modulated(x, shift, scale, *parameters, dtype)
 
 
 def _modulated(
@@ -101,16 +95,8 @@ def _modulated(
         )
         y = y if scale is None else y * (1 + scale)
         return y if shift is None else y + shift
-    return ada_layer_norm(
-        x,
-        _beside(x, shift),
-        _beside(x, scale),
-        weight,
-        bias,
-        eps,
-        normalized_shape=normalized_shape,
-        out_dtype=out_dtype,
-    )
+    tensors = (_beside(x, shift), _beside(x, scale), weight, bias)
+    return ada_layer_norm(x, *tensors, eps, normalized_shape=normalized_shape, out_dtype=out_dtype)
 
 
 def _dtype_of_result(
@@ -136,10 +122,8 @@ def _suits(x: Tensor, modulation: Tensor | None) -> bool:
     """Whether a modulation broadcasts to x without enlarging it, and is float64 only if x is."""
     if modulation is None:
         return True
-    if modulation.dtype == torch.float64 != x.dtype or modulation.dim() > x.dim():
-        return False
-    sizes = zip(reversed(modulation.shape), reversed(x.shape), strict=False)
-    return all(size in (1, of_x) for size, of_x in sizes)
+    is_taken = modulation.dtype != torch.float64 or x.dtype == torch.float64
+    return is_taken and broadcasts(modulation, x)
 
 
 def _beside(x: Tensor, modulation: Tensor | None) -> Tensor | None:
@@ -147,6 +131,17 @@ def _beside(x: Tensor, modulation: Tensor | None) -> Tensor | None:
     if modulation is None or modulation.dtype == x.dtype:
         return modulation
     return modulation.to(torch.float32 if x.dtype in HALF else x.dtype)
+
+
+def _with_rest(
+    norm: Any, x: Tensor, chunks: Any, which: range, dtype: torch.dtype | None = None
+) -> tuple[Tensor, ...]:
+    """norm(x), modulated by the first two of these chunks of (batch, columns), and the others.
+
+    torch.fx traces chunks by index alone: it does not know how many there are.
+    """
+    shift, scale, *rest = [chunks[i] for i in which]
+    return _modulate(norm, x, shift[:, None], scale[:, None], dtype), *rest
 
 
 # ---- diffusers.models.normalization.
@@ -179,26 +174,20 @@ def zero(
     if self.emb is not None:
         emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
     emb = self.linear(self.silu(emb))
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = emb.chunk(6, dim=1)
-    y = _modulate(self.norm, x, shift[:, None], scale[:, None])
-    return y, gate, shift_mlp, scale_mlp, gate_mlp
+    return _with_rest(self.norm, x, emb.chunk(6, dim=1), range(6))
 
 
 @_computes("norm")
 def zero_single(self: Any, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
-    shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
-    return _modulate(self.norm, x, shift[:, None], scale[:, None]), gate
+    return _with_rest(self.norm, x, self.linear(self.silu(emb)).chunk(3, dim=1), range(3))
 
 
 @_computes("norm")
 def zero_x(self: Any, hidden_states: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
     """SD3.5's module: two modulations of one norm."""
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp, shift2, scale2, gate2 = self.linear(
-        self.silu(emb)
-    ).chunk(9, dim=1)
-    y = _modulate(self.norm, hidden_states, shift[:, None], scale[:, None])
-    y2 = _modulate(self.norm, hidden_states, shift2[:, None], scale2[:, None])
-    return y, gate, shift_mlp, scale_mlp, gate_mlp, y2, gate2
+    chunks = self.linear(self.silu(emb)).chunk(9, dim=1)
+    first = _with_rest(self.norm, hidden_states, chunks, range(6))
+    return *first, *_with_rest(self.norm, hidden_states, chunks, range(6, 9))
 
 
 @_computes("norm")
@@ -220,12 +209,8 @@ def text_and_image(
     self: Any, x: Tensor, context: Tensor, emb: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     chunks = self.linear(self.silu(emb)).chunk(12, dim=1)
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = chunks[:6]
-    c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = chunks[6:]
-    y = _modulate(self.norm_x, x, shift[:, None], scale[:, None])
-    c_y = _modulate(self.norm_c, context, c_shift[:, None], c_scale[:, None])
-    c_rest = (c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp)
-    return y, gate, shift_mlp, scale_mlp, gate_mlp, c_y, *c_rest
+    of_image = _with_rest(self.norm_x, x, chunks, range(6))
+    return *of_image, *_with_rest(self.norm_c, context, chunks, range(6, 12))
 
 
 @_computes("norm")
@@ -238,9 +223,8 @@ def cogvideox_zero(
 
 def _of_two(self: Any, x: Tensor, encoder_x: Tensor, temb: Tensor) -> tuple[Tensor, ...]:
     chunks = self.linear(self.silu(temb)).chunk(6, dim=1)
-    shift, scale, gate, encoder_shift, encoder_scale, encoder_gate = chunks
-    y = _modulate(self.norm, x, shift[:, None], scale[:, None])
-    encoder_y = _modulate(self.norm, encoder_x, encoder_shift[:, None], encoder_scale[:, None])
+    y, gate = _with_rest(self.norm, x, chunks, range(3))
+    encoder_y, encoder_gate = _with_rest(self.norm, encoder_x, chunks, range(3, 6))
     return y, encoder_y, gate, encoder_gate
 
 
@@ -271,15 +255,12 @@ def chroma_zero(
 ) -> tuple[Tensor, ...]:
     if self.emb is not None:
         emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = emb.flatten(1, 2).chunk(6, dim=1)
-    y = _modulate(self.norm, x, shift[:, None], scale[:, None])
-    return y, gate, shift_mlp, scale_mlp, gate_mlp
+    return _with_rest(self.norm, x, emb.flatten(1, 2).chunk(6, dim=1), range(6))
 
 
 @_computes("norm")
 def chroma_zero_single(self: Any, x: Tensor, emb: Any = None) -> tuple[Tensor, ...]:
-    shift, scale, gate = emb.flatten(1, 2).chunk(3, dim=1)
-    return _modulate(self.norm, x, shift[:, None], scale[:, None]), gate
+    return _with_rest(self.norm, x, emb.flatten(1, 2).chunk(3, dim=1), range(3))
 
 
 @_computes("norm")
@@ -308,12 +289,8 @@ def _cogview4_zero(
     self: Any, x: Tensor, encoder_x: Tensor, temb: Tensor, dtype: torch.dtype | None
 ) -> tuple[Tensor, ...]:
     chunks = self.linear(temb).chunk(12, dim=1)  # the image's chunks alternate with the text's
-    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = chunks[0::2]
-    c_shift, c_scale, c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp = chunks[1::2]
-    y = _modulate(self.norm, x, shift[:, None], scale[:, None], dtype)
-    c_y = _modulate(self.norm_context, encoder_x, c_shift[:, None], c_scale[:, None], dtype)
-    c_rest = (c_gate, c_shift_mlp, c_scale_mlp, c_gate_mlp)
-    return y, gate, shift_mlp, scale_mlp, gate_mlp, c_y, *c_rest
+    of_image = _with_rest(self.norm, x, chunks, range(0, 12, 2), dtype)
+    return *of_image, *_with_rest(self.norm_context, encoder_x, chunks, range(1, 12, 2), dtype)
 
 
 @_computes("norm")
@@ -326,12 +303,8 @@ def cogview4_continuous(self: Any, x: Tensor, conditioning_embedding: Tensor) ->
 def cosmos(
     self: Any, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None
 ) -> Tensor:
-    emb = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
-    if temb is not None:
-        emb = emb + temb[..., : 2 * self.embedding_dim]
-    if emb.ndim == 2:
-        emb = emb.unsqueeze(1)
-    shift, scale = emb.chunk(2, dim=-1)
+    temb = None if temb is None else temb[..., : 2 * self.embedding_dim]
+    shift, scale = _cosmos_embedding(self, embedded_timestep, temb).chunk(2, dim=-1)
     return _modulate(self.norm, hidden_states, shift, scale)
 
 
@@ -339,13 +312,15 @@ def cosmos(
 def cosmos_zero(
     self: Any, hidden_states: Tensor, embedded_timestep: Tensor, temb: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    emb = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
+    shift, scale, gate = _cosmos_embedding(self, embedded_timestep, temb).chunk(3, dim=-1)
+    return _modulate(self.norm, hidden_states, shift, scale), gate
+
+
+def _cosmos_embedding(self: Any, embedded_timestep: Tensor, temb: Tensor | None) -> Tensor:
+    emb: Tensor = self.linear_2(self.linear_1(self.activation(embedded_timestep)))
     if temb is not None:
         emb = emb + temb
-    if emb.ndim == 2:
-        emb = emb.unsqueeze(1)
-    shift, scale, gate = emb.chunk(3, dim=-1)
-    return _modulate(self.norm, hidden_states, shift, scale), gate
+    return emb.unsqueeze(1) if emb.ndim == 2 else emb
 
 
 @_computes("norm")

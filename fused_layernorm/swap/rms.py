@@ -13,7 +13,7 @@ class's own forward runs (swapping._or_stock).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,7 @@ from torch.nn import functional as F
 
 from .. import functional
 from ..functional import RMS, Kind, rms_norm, serve
-from .forwards import parameter
-
-Forward = Callable[..., Any]
+from .forwards import Forward, named, parameter, then_act
 
 ROUNDED = Kind("rms", 0.0, True)  # the normalized value is rounded to x's dtype before the weight
 PLUS_ONE = Kind("rms", 1.0)
@@ -64,57 +62,41 @@ def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
     return None
 
 
-# ---- Forwards, named by what they compute and by what the class calls its eps and x.
+class Norm(NamedTuple):
+    """What a class computes of x and weight alone."""
+
+    eps: str  # its name in the class
+    kind: Kind
+    dtypes: Dtypes
 
 
-def llama(self: Any, hidden_states: Tensor) -> Tensor | None:
-    return _serve(
-        hidden_states, parameter(self, "weight"), self.variance_epsilon, ROUNDED, _PROMOTED
-    )
+# By forward, those that may become part of a rotation's kernel.
+NORMS: dict[Forward, Norm] = {}
 
 
-def llama4(self: Any, x: Tensor) -> Tensor | None:
-    return _serve(x, parameter(self, "weight"), self.eps, ROUNDED, _PROMOTED)
+def _of_weight(name: str, eps: str, kind: Kind, dtypes: Dtypes) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor | None:
+        return _serve(x, parameter(self, "weight"), getattr(self, eps), kind, dtypes)
+
+    NORMS[forward] = Norm(eps, kind, dtypes)
+    return named(__name__, name, forward)
 
 
-def cpmant(self: Any, hidden_states: Tensor) -> Tensor | None:
-    return _serve(hidden_states, parameter(self, "weight"), self.eps, ROUNDED, _PROMOTED)
+# ---- Forwards, named by what they compute or by a model that has them.
+
+llama = _of_weight("llama", "variance_epsilon", ROUNDED, _PROMOTED)
+llama4 = _of_weight("llama4", "eps", ROUNDED, _PROMOTED)
+rounded_once = _of_weight("rounded_once", "variance_epsilon", RMS, _OF_X)
+rounded_once_eps = _of_weight("rounded_once_eps", "eps", RMS, _OF_X)
+gemma = _of_weight("gemma", "eps", PLUS_ONE, _OF_X)
 
 
-def rounded_once(self: Any, hidden_states: Tensor) -> Tensor | None:
-    return _serve(hidden_states, parameter(self, "weight"), self.variance_epsilon, RMS, _OF_X)
-
-
-def rounded_once_eps(self: Any, hidden_states: Tensor) -> Tensor | None:
-    return _serve(hidden_states, parameter(self, "weight"), self.eps, RMS, _OF_X)
-
-
-def moshi(self: Any, x: Tensor) -> Tensor | None:
-    return _serve(x, parameter(self, "weight"), self.eps, RMS, _OF_X)
-
-
-def gemma(self: Any, x: Tensor) -> Tensor | None:
-    return _serve(x, parameter(self, "weight"), self.eps, PLUS_ONE, _OF_X)
-
-
-def plus_one(self: Any, hidden_states: Tensor) -> Tensor | None:
-    return _serve(hidden_states, parameter(self, "weight"), self.eps, PLUS_ONE, _OF_X)
-
-
-def _plus_one_of_weights_dtype(self: Any, x: Tensor) -> Tensor | None:
+def muse_spark(self: Any, x: Tensor) -> Tensor | None:
     """1 + weight is rounded to weight's dtype, which only a float32 weight leaves to the kernel."""
     weight = self.weight
     if weight.dtype is _F32:
         return _serve(x, weight, self.eps, PLUS_ONE, _OF_X)
     return _serve(x, weight + 1.0, self.eps, RMS, _OF_X)
-
-
-def muse_spark(self: Any, x: Tensor) -> Tensor | None:
-    return _plus_one_of_weights_dtype(self, x)
-
-
-def krea2(self: Any, hidden_states: Tensor) -> Tensor | None:
-    return _plus_one_of_weights_dtype(self, hidden_states)
 
 
 def gemma3n(self: Any, hidden_states: Tensor) -> Tensor | None:
@@ -124,10 +106,6 @@ def gemma3n(self: Any, hidden_states: Tensor) -> Tensor | None:
 
 def weightless(self: Any, x: Tensor) -> Tensor | None:
     return _serve(x, None, self.eps, RMS, _OF_X)
-
-
-def weightless_hidden_states(self: Any, hidden_states: Tensor) -> Tensor | None:
-    return _serve(hidden_states, None, self.eps, RMS, _OF_X)
 
 
 def _t5(x: Tensor, weight: Tensor | None, eps: float) -> Tensor | None:
@@ -160,14 +138,10 @@ def stable_audio3(self: Any, hidden_states: Tensor) -> Tensor | None:
 
 def imagegpt(self: Any, tensor: Tensor) -> Tensor | None:
     """The class rounds at every step in half precision, so that only float32 is served."""
-    return (
-        _serve(tensor, parameter(self, "weight"), self.eps, RMS, _OF_X)
-        if tensor.dtype is _F32
-        else None
-    )
+    return rounded_once_eps(self, tensor) if tensor.dtype is _F32 else None
 
 
-def _timm(self: Any, x: Tensor) -> Tensor | None:
+def timm(self: Any, x: Tensor) -> Tensor | None:
     """In half precision the class rounds at every step, or autocast decides where it does."""
     if self._fast_norm or x.dtype is not _F32:
         return None
@@ -180,22 +154,12 @@ def _timm_last(self: Any, x: Tensor, dtypes: Dtypes) -> Tensor | None:
     return _serve(x, parameter(self, "weight"), self.eps, RMS, dtypes)
 
 
-def timm(self: Any, x: Tensor) -> Tensor | None:
-    return _timm(self, x)
-
-
-def timm_act(self: Any, x: Tensor) -> Tensor | None:
-    y = _timm(self, x)
-    return None if y is None else self.act(self.drop(y))
-
-
 def timm_float32(self: Any, x: Tensor) -> Tensor | None:
     return _timm_last(self, x, _OF_X)
 
 
-def timm_float32_act(self: Any, x: Tensor) -> Tensor | None:
-    y = _timm_last(self, x, _OF_X)
-    return None if y is None else self.act(self.drop(y))
+timm_act = then_act(__name__, "timm_act", timm)
+timm_float32_act = then_act(__name__, "timm_float32_act", timm_float32)
 
 
 # ---- A norm and its gate: norm and weight are fused, and PyTorch multiplies by the gate.
@@ -270,13 +234,13 @@ SOURCES: dict[str, Forward] = {
     "0f4f182eb64f10d5": mamba2_gated_whole,  # before there were groups
     "7ebb08f2bf238dc7": weightless,
     "eb467367c10653c2": rounded_once,
-    "3d411fe6cc9e0759": weightless_hidden_states,
-    "2c1a2de9d1a44734": moshi,
+    "3d411fe6cc9e0759": weightless,
+    "2c1a2de9d1a44734": rounded_once_eps,
     "25d06d4ab2c9feed": t5,
     "2af31c4f7ac50dc5": llama4,
     "c3c2aa5ebb8a73de": muse_spark,
     "ace041eee8c95f9c": gemma_groups,
-    "123bdb1d786a09aa": cpmant,
+    "123bdb1d786a09aa": llama4,
     "ed0eb72c0adec64b": imagegpt,
     # diffusers 0.30 to 0.42
     "4a55fc3e2c9bfd95": diffusers,
@@ -285,8 +249,8 @@ SOURCES: dict[str, Forward] = {
     "2f02abc83856eb33": rounded_once_eps,
     "6a4f345d68fd8b59": rounded_once_eps,
     "1c7542beb3b9a42c": rounded_once_eps,
-    "e86e9d2a242a4654": krea2,
-    "74ab8bc808740333": plus_one,
+    "e86e9d2a242a4654": muse_spark,
+    "74ab8bc808740333": gemma,
     "d7c8fcca5a00079e": stable_audio3,
 }
 

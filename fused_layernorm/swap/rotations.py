@@ -68,19 +68,6 @@ SOURCES: dict[str, Rotation] = {
     ),
 }
 
-Norm = Callable[..., Any]
-# The forwards of swapped norms that can be part of the kernel: the name of eps, which norm it is,
-# and the dtypes of its results.
-_NORMS: dict[Norm, tuple[str, functional.Kind, rms.Dtypes]] = {
-    rms.llama: ("variance_epsilon", rms.ROUNDED, rms._PROMOTED),
-    rms.llama4: ("eps", rms.ROUNDED, rms._PROMOTED),
-    rms.gemma: ("eps", rms.PLUS_ONE, rms._OF_X),
-    rms.plus_one: ("eps", rms.PLUS_ONE, rms._OF_X),
-    rms.rounded_once: ("variance_epsilon", functional.RMS, rms._OF_X),
-    rms.rounded_once_eps: ("eps", functional.RMS, rms._OF_X),
-}
-
-
 # ---- What a swapped forward calls.
 
 
@@ -136,7 +123,7 @@ def takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) ->
 def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
     """The norm of q and k, if the kernel computes what the two modules do."""
     forward: Any = getattr(type(q_norm), "_fused_forward", None)
-    known = _NORMS.get(forward)
+    known = rms.NORMS.get(forward)
     if known is None or getattr(type(k_norm), "_fused_forward", None) is not forward:
         return None
     for module in (q_norm, k_norm):
@@ -161,26 +148,12 @@ def rotate(
     size = cos.shape[-1]
     if rotation.once:
         cos, sin = cos[..., : size // 2], sin[..., : size // 2]
-    options: dict[str, Any] = {
-        "rotary_dim": size,
-        "interleaved": rotation.interleaved,
-        "seq_dim": 2,
-    }
+    options: Any = {"rotary_dim": size, "interleaved": rotation.interleaved, "seq_dim": 2}
     if norm is None:
         return qk_norm_rope(q, k, None, None, cos, sin, statistic=None, **options)
-    _, offset, rounds = norm.kind
-    return qk_norm_rope(
-        q,
-        k,
-        norm.q_weight,
-        norm.k_weight,
-        cos,
-        sin,
-        norm.eps,
-        weight_offset=offset,
-        round_before_weight=rounds,
-        **options,
-    )
+    options["weight_offset"] = norm.kind.weight_offset
+    options["round_before_weight"] = norm.kind.round_before_weight
+    return qk_norm_rope(q, k, norm.q_weight, norm.k_weight, cos, sin, norm.eps, **options)
 
 
 # ---- The forwards.
@@ -248,18 +221,6 @@ def _before_transpose(value: ast.AST) -> ast.AST:
     return value
 
 
-def _function(cls: type[nn.Module]) -> types.FunctionType | None:
-    """The class's own forward, without what it is wrapped in."""
-    forward = inspect.unwrap(cls.forward)
-    return forward if isinstance(forward, types.FunctionType) else None
-
-
-def _is_rotating(cls: type[nn.Module]) -> bool:
-    """Whether a class's forward calls a function of this name."""
-    forward = _function(cls)
-    return forward is not None and FUNCTION in forward.__code__.co_names
-
-
 def digest(function: Any) -> str | None:
     """A digest of apply_rotary_pos_emb and the functions of its module that it calls."""
     function = inspect.unwrap(function)
@@ -290,16 +251,15 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
 
     None for a class whose forward calls no function of this name.
     """
-    if not _is_rotating(cls):
+    forward = inspect.unwrap(cls.forward)  # without what it is wrapped in
+    if not isinstance(forward, types.FunctionType) or FUNCTION not in forward.__code__.co_names:
         return None
     if cls not in _classes:
-        _classes[cls] = _make(cls)
+        _classes[cls] = _make(cls, forward)
     return _classes[cls]
 
 
-def _make(cls: type[nn.Module]) -> type[nn.Module] | str:
-    forward = _function(cls)
-    assert forward is not None
+def _make(cls: type[nn.Module], forward: types.FunctionType) -> type[nn.Module] | str:
     rotation = SOURCES.get(digest(forward.__globals__.get(FUNCTION)) or "")
     if rotation is None:
         return f"the source of its {FUNCTION} is not one that fused_layernorm knows"

@@ -39,10 +39,32 @@ def digest(cls: type[nn.Module]) -> str | None:
         return INHERITED_RMS
     if not isinstance(forward, types.FunctionType):
         return None
-    found, calls_super = _digest_of_function(forward, _methods(cls, forward))
-    if calls_super and owners[1] is not nn.LayerNorm:
+    may_call_super = owners[1:2] == [nn.LayerNorm]
+    return _digest_of_function(forward, cls, may_call_super)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1000)
+def _digest_of_function(
+    forward: types.FunctionType, cls: type[nn.Module], may_call_super: bool
+) -> str | None:
+
+    def function(name: str) -> ast.FunctionDef | None:
+        found = forward.__globals__.get(name)
+        if not isinstance(found, types.FunctionType) or found.__module__ != forward.__module__:
+            return None
+        return _tree(found)
+
+    def method(name: str) -> ast.FunctionDef | None:
+        found = inspect.getattr_static(cls, name, None)
+        return _tree(found) if isinstance(found, types.FunctionType) else None
+
+    try:
+        tree = _tree(forward)
+        called = trees(tree, function, method)
+    except _UNREADABLE:
         return None
-    return found
+    calls_super = any("super" in called_names(one) for one in (tree, *called))
+    return None if calls_super and not may_call_super else digest_of_trees(tree, called)
 
 
 def forward_of(cls: type[nn.Module], known: Any) -> Any:
@@ -105,55 +127,6 @@ def called_methods(forward: ast.FunctionDef) -> list[str]:
             and function.value.id == "self"
         }
     )
-
-
-Methods = tuple[tuple[str, types.FunctionType], ...]
-
-
-def _methods(cls: type[nn.Module], forward: types.FunctionType) -> Methods:
-    """The methods of the class that the forward calls, also through each other."""
-    found: dict[str, types.FunctionType] = {}
-    pending = [forward]
-    while pending:
-        for name in _names_of_methods(pending.pop()):
-            method = inspect.getattr_static(cls, name, None)
-            if isinstance(method, types.FunctionType) and name not in found:
-                found[name] = method
-                pending.append(method)
-    return tuple(sorted(found.items()))
-
-
-@functools.cache
-def _names_of_methods(function: types.FunctionType) -> list[str]:
-    try:
-        return called_methods(_tree(function))
-    except _UNREADABLE:
-        return []
-
-
-@functools.cache
-def _digest_of_function(
-    forward: types.FunctionType, methods: Methods = ()
-) -> tuple[str | None, bool]:
-    """The digest, and whether one of the functions calls super()."""
-    by_name = dict(methods)
-
-    def function(name: str) -> ast.FunctionDef | None:
-        found = forward.__globals__.get(name)
-        if not isinstance(found, types.FunctionType) or found.__module__ != forward.__module__:
-            return None
-        return _tree(found)
-
-    def method(name: str) -> ast.FunctionDef | None:
-        return _tree(by_name[name]) if name in by_name else None
-
-    try:
-        tree = _tree(forward)
-        called = trees(tree, function, method)
-    except _UNREADABLE:
-        return None, False
-    calls_super = any("super" in called_names(one) for one in (tree, *called))
-    return digest_of_trees(tree, called), calls_super
 
 
 def _tree(function: types.FunctionType) -> ast.FunctionDef:

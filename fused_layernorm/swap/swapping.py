@@ -27,10 +27,9 @@ from ..functional import may_serve, torchs_layer_norm
 from ..modules import FusedLayerNorm, FusedRMSNorm
 from . import channels, forwards, modulated, rms, source, table
 from . import rotations as rotary
+from .forwards import Forward
 
 Model = TypeVar("Model", bound=nn.Module)
-Forward = Callable[..., Any]
-
 _log = logging.getLogger(__package__)
 _registered: dict[type[nn.Module], Callable[[Any], Forward | None]] = {}
 
@@ -41,7 +40,7 @@ Predicate = Callable[[str, Any], bool]
 def swap_norms(
     model: Model, *, predicate: Predicate | None = None, rotations: bool = False
 ) -> Model:
-    """Makes the norms of a model, LayerNorms and RMSNorms, run on the fused kernels, in place.
+    """Makes a model's norms, LayerNorms and RMSNorms, run on the fused kernels; returns the model.
 
     It is :func:`swap_layer_norm` and :func:`swap_rms_norm` in one, and :func:`unswap_norms` undoes
     it.
@@ -58,9 +57,6 @@ def swap_norms(
             the norms of q and k by heads in front of it, become one kernel,
             :func:`qk_norm_rope`, which rounds once where the library rounds after each operation.
             The predicate is not called for them.
-
-    Returns:
-        The model.
     """
     return _swap_all(model, predicate, ("layer", "rms"), "swap_norms", "norm", rotations)
 
@@ -79,7 +75,7 @@ def _swap_rotations(model: nn.Module, left: Counter[str]) -> None:
 def swap_layer_norm(
     model: Model, *, predicate: Callable[[str, nn.LayerNorm], bool] | None = None
 ) -> Model:
-    """Makes the LayerNorm modules of a model run on the fused kernels, in place.
+    """Makes the LayerNorm modules of a model run on the fused kernels; returns the model.
 
     Swapped are: nn.LayerNorm, which becomes :class:`FusedLayerNorm`; the classes of timm,
     torchvision, transformers and diffusers that ``fused_layernorm/swap/table.py`` lists, as long as
@@ -106,9 +102,6 @@ def swap_layer_norm(
             table or register_swap knows are swapped, but a module that modulates a norm's output
             only if the norm is fused.
 
-    Returns:
-        The model.
-
     Raises:
         TypeError: a ``make`` of :func:`register_swap` returned neither None nor a function that
             takes the arguments of the class's forward.
@@ -117,7 +110,7 @@ def swap_layer_norm(
 
 
 def swap_rms_norm(model: Model, *, predicate: Predicate | None = None) -> Model:
-    """Makes the RMSNorm modules of a model run on the fused kernels, in place.
+    """Makes the RMSNorm modules of a model run on the fused kernels; returns the model.
 
     Swapped are: nn.RMSNorm, which becomes :class:`FusedRMSNorm`; every class of any module whose
     forward has a source that ``fused_layernorm/swap/rms.py`` knows, as the RMSNorms of
@@ -127,8 +120,8 @@ def swap_rms_norm(model: Model, *, predicate: Predicate | None = None) -> Model:
     weight narrower than the input or a tensor subclass, goes to the class's own forward, and so
     does every call of a class other than nn.RMSNorm on a device that is not CUDA.
 
-    What :func:`swap_layer_norm` says of module objects, swapping again and the log holds here too;
-    :func:`unswap_rms_norm` undoes it.
+    What :func:`swap_layer_norm` says of module objects, swapping again, the log and errors holds
+    here too; :func:`unswap_rms_norm` undoes it.
 
     Args:
         model: any module; it may itself be an RMSNorm.
@@ -138,12 +131,6 @@ def swap_rms_norm(model: Model, *, predicate: Predicate | None = None) -> Model:
             only that it is an nn.Module may be relied on, and on the name that
             ``model.named_modules()`` gives it. A subclass of nn.RMSNorm that it accepts, and whose
             source is not known, is assumed to compute what nn.RMSNorm computes.
-
-    Returns:
-        The model.
-
-    Raises:
-        TypeError: as :func:`swap_layer_norm`.
     """
     return _swap_all(model, predicate, ("rms",), "swap_rms_norm", "RMSNorm")
 
@@ -190,35 +177,20 @@ def _swap_all(
 
 
 def unswap_norms(model: Model) -> Model:
-    """Gives every module that one of the swaps has swapped its class back, in place.
+    """Gives every module that one of the swaps has swapped its class back; returns the model.
 
     A FusedLayerNorm or FusedRMSNorm that was constructed as one stays.
-
-    Returns:
-        The model.
     """
     return _unswap_all(model, ("layer", "rms", rotary.KIND))
 
 
 def unswap_layer_norm(model: Model) -> Model:
-    """Gives every LayerNorm and every module of a registered class that was swapped its class back.
-
-    A FusedLayerNorm that was constructed as one stays.
-
-    Returns:
-        The model.
-    """
+    """As :func:`unswap_norms`, for LayerNorms and the modules of registered classes."""
     return _unswap_all(model, ("layer",))
 
 
 def unswap_rms_norm(model: Model) -> Model:
-    """Gives every RMSNorm and every module of a registered class that was swapped its class back.
-
-    A FusedRMSNorm that was constructed as one stays.
-
-    Returns:
-        The model.
-    """
+    """As :func:`unswap_norms`, for RMSNorms and the modules of registered classes."""
     return _unswap_all(model, ("rms",))
 
 
@@ -451,8 +423,10 @@ def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
     The stock forward of cls serves what the operators do not know (functional.may_serve), what the
     fused one returns None for, and a module that was unswapped while somebody kept its forward.
     """
+    # The parameters and their names are the stock forward's.
+    first = [*inspect.signature(cls.forward).parameters, ""][1]
 
-    @functools.wraps(fused)
+    @functools.wraps(cls.forward, updated=())
     def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
         parameters = self._parameters.values()
         if (  # what follows from may_serve for the most common call, in a third of its time
@@ -463,6 +437,8 @@ def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
         ):
             found = fused(self, x)
             return cls.forward(self, x) if found is None else found
+        if x is None and first in kwargs:
+            x = kwargs.pop(first)
         args = () if x is None and not rest else (x, *rest)
         if type(self) is not cls and may_serve(*args, *kwargs.values(), *parameters):
             found = fused(self, *args, **kwargs)

@@ -17,22 +17,24 @@ from .source import INHERITED
 # From the digest of a forward's source (source.digest) to the forward that replaces it.
 Sources = dict[str, Callable[..., Any]]
 
-_LAST_DIMS: Sources = {INHERITED: forwards.last_dims}
-
-# timm 0.9.16 to 1.0.31
-_TIMM: Sources = {"9ed62333de30515c": forwards.timm_last_dims}
-_TIMM_ACT: Sources = {"e64a4ebf3f4690fe": forwards.timm_last_dims_act}
-_TIMM_FP32: Sources = {"6ddb609b31e0ad34": forwards.timm_float32}
-_TIMM_FP32_ACT: Sources = {"833d6cd8a9829dec": forwards.timm_float32_act}
+# timm 0.9.16 to 1.0.31, of which LayerNormExp2d is from 1.0 on; torchvision 0.25 to 0.29.
 _TIMM_2D: Sources = {"79f26c715f41cfb4": forwards.timm_channels_first}
-_TIMM_2D_ACT: Sources = {"e4b35ecfd6e2c68c": forwards.timm_channels_first_act}
-_TIMM_2D_FP32: Sources = {"470ab09330b1e9b4": forwards.timm_float32_channels_first}
-_TIMM_2D_FP32_ACT: Sources = {"534a3be2dac9959c": forwards.timm_float32_channels_first_act}
-_TIMM_EXP_2D: Sources = {"e15c1807eff808ab": forwards.timm_exp2d}  # from 1.0
-
-# torchvision 0.25 to 0.29, diffusers 0.30 to 0.42
-_TORCHVISION_2D: Sources = {"e35a0c84f522d0d0": forwards.channels_first}
-_DIFFUSERS_2D: Sources = {"b8368036ad147b67": forwards.channels_first}
+_TIMM_AND_TORCHVISION: dict[str, Sources] = {
+    "timm.layers.norm.LayerNorm": {"9ed62333de30515c": forwards.timm_last_dims},
+    "timm.layers.norm.LayerNormFp32": {"6ddb609b31e0ad34": forwards.float32},
+    "timm.layers.norm.LayerNorm2d": _TIMM_2D,
+    "timm.layers.norm.LayerNorm2dFp32": {"470ab09330b1e9b4": forwards.float32_channels_first},
+    "timm.layers.norm.LayerNormExp2d": {"e15c1807eff808ab": forwards.timm_exp2d},
+    "timm.layers.norm_act.LayerNormAct": {"e64a4ebf3f4690fe": forwards.timm_last_dims_act},
+    "timm.layers.norm_act.LayerNormActFp32": {"833d6cd8a9829dec": forwards.float32_act},
+    "timm.layers.norm_act.LayerNormAct2d": {"e4b35ecfd6e2c68c": forwards.timm_channels_first_act},
+    "timm.layers.norm_act.LayerNormAct2dFp32": {
+        "534a3be2dac9959c": forwards.float32_channels_first_act
+    },
+    "timm.models.metaformer.LayerNormNoBias": {INHERITED: forwards.last_dims},
+    "timm.models.metaformer.LayerNorm2dNoBias": _TIMM_2D,
+    "torchvision.models.convnext.LayerNorm2d": {"e35a0c84f522d0d0": forwards.channels_first},
+}
 
 # diffusers 0.30 to 0.42
 _COGVIEW4_ZERO: Sources = {
@@ -40,166 +42,124 @@ _COGVIEW4_ZERO: Sources = {
     "442855f4498819c9": modulated.cogview4_zero_033,
 }
 _COGVIEW4_CONTINUOUS: Sources = {"1a65221adbc46d72": modulated.cogview4_continuous}
+_DIFFUSERS_2D: Sources = {"b8368036ad147b67": forwards.channels_first}
+_DIFFUSERS: dict[str, Sources] = {
+    "normalization.AdaLayerNorm": {"fbcdc9f74fcac789": modulated.ada_layer_norm_by_timestep},
+    "normalization.AdaLayerNormContinuous": {"961af26f6e036213": modulated.continuous},
+    "normalization.AdaLayerNormZero": {"072840286b6a1e18": modulated.zero},
+    "normalization.AdaLayerNormZeroSingle": {"3b705ecdc0cc1898": modulated.zero_single},
+    "normalization.CogVideoXLayerNormZero": {"0dda031af00ff245": modulated.cogvideox_zero},
+    "normalization.CogView3PlusAdaLayerNormZeroTextImage": {
+        "43432242074f5369": modulated.text_and_image
+    },
+    "normalization.FP32LayerNorm": {"af7a0dca50e92d88": forwards.float32},
+    "normalization.LuminaLayerNormContinuous": {"eaab430818850a35": modulated.lumina_continuous},
+    "normalization.SD35AdaLayerNormZeroX": {"4f33ed13df517b4f": modulated.zero_x},
+    "transformers.hunyuan_transformer_2d.AdaLayerNormShift": {
+        "45eb5d767685e228": modulated.hunyuan_shift
+    },
+    "transformers.transformer_chroma.ChromaAdaLayerNormContinuousPruned": {
+        "5c6ed48ec8f98c0a": modulated.chroma_continuous
+    },
+    "transformers.transformer_chroma.ChromaAdaLayerNormZeroPruned": {
+        "5d2cdaaa3566c0b7": modulated.chroma_zero
+    },
+    "transformers.transformer_chroma.ChromaAdaLayerNormZeroSinglePruned": {
+        "db969a5da8107b32": modulated.chroma_zero_single
+    },
+    "transformers.transformer_cogview4.CogView4AdaLayerNormContinuous": _COGVIEW4_CONTINUOUS,
+    "transformers.transformer_cogview4.CogView4AdaLayerNormZero": _COGVIEW4_ZERO,
+    "transformers.transformer_cosmos.CosmosAdaLayerNorm": {"92e2a218ad8e9e08": modulated.cosmos},
+    "transformers.transformer_cosmos.CosmosAdaLayerNormZero": {
+        "43f91adf60c160e6": modulated.cosmos_zero
+    },
+    "transformers.transformer_easyanimate.EasyAnimateLayerNormZero": {
+        "b409380e7b4c6241": modulated.easyanimate_zero
+    },
+    "transformers.transformer_flux3.Flux3AdaLayerNorm": {"03a1efc6b28e1b2f": modulated.flux3},
+    "transformers.transformer_glm_image.GlmImageAdaLayerNormContinuous": _COGVIEW4_CONTINUOUS,
+    "transformers.transformer_glm_image.GlmImageAdaLayerNormZero": _COGVIEW4_ZERO,
+    "unets.unet_stable_cascade.SDCascadeLayerNorm": _DIFFUSERS_2D,
+}
+_WUERSTCHEN = "wuerstchen.modeling_wuerstchen_common.WuerstchenLayerNorm"
 
-# transformers 4.49 to 5.23
+# transformers 4.49 to 5.23, by folder, file where it is not the folder's, and class
 _DATA_FORMAT: Sources = {
     "c5771f134ac1e446": forwards.data_format,
     "ab6b0c69f427ea68": forwards.data_format_by_hand,  # before 5.0
 }
-_EOMT_2D: Sources = {"26e1adbf9895dc43": forwards.transformers_channels_first}
+_EOMT_2D: Sources = {"26e1adbf9895dc43": forwards.channels_first}
 _COHERE: Sources = {"0cdd061c391274fc": forwards.float32_without_bias}
 _NEMOTRON: Sources = dict.fromkeys(
     (
-        "0abf9e58ecda9739",
-        "cfaa4376d3cc18ef",
-        "6574c9893600178c",
-        "69391390c4a7994a",
-        "0e2a31be74dbd94a",
-        "5c6406639681a5e1",
+        *("0abf9e58ecda9739", "cfaa4376d3cc18ef", "6574c9893600178c"),
+        *("69391390c4a7994a", "0e2a31be74dbd94a", "5c6406639681a5e1"),
     ),
     forwards.weight_plus_one_outside_autocast,
 )
 _ESM: Sources = dict.fromkeys(
     ("956c45a98aa4def4", "5f6256884cf0867e", "466226a4874aaf9a"), forwards.esmfold
 )
+_TRANSFORMERS: dict[str, Sources] = {
+    "bark.BarkLayerNorm": {"c1d493c5d7e8bcf9": forwards.shape_of_weight},
+    "chameleon.ChameleonLayerNorm": {"362a7741cd606c05": forwards.parameters_of_heads},
+    "cohere.CohereLayerNorm": _COHERE,
+    "cohere2.Cohere2LayerNorm": _COHERE,
+    "cohere2_moe.Cohere2MoeLayerNorm": _COHERE,
+    "cohere_compass.CohereCompassLayerNorm": _COHERE,
+    "convnext.ConvNextLayerNorm": _DATA_FORMAT,
+    "convnextv2.ConvNextV2LayerNorm": _DATA_FORMAT,
+    "deberta.DebertaLayerNorm": {"6863fff434c5e647": forwards.by_hand},
+    "deepseek_ocr2.DeepseekOcr2SamLayerNorm": _DATA_FORMAT,
+    "deepseek_vl_hybrid.DeepseekVLHybridLayerNorm": _DATA_FORMAT,
+    "dinov3_convnext.DINOv3ConvNextLayerNorm": _DATA_FORMAT,
+    "edgetam.EdgeTamLayerNorm": _DATA_FORMAT,
+    "edgetam_video.EdgeTamVideoLayerNorm": _DATA_FORMAT,
+    "eomt.EomtLayerNorm2d": _EOMT_2D,
+    "eomt_dinov3.EomtDinov3LayerNorm2d": _EOMT_2D,
+    "esm.esmfold.EsmFoldLayerNorm": _ESM,
+    "esmc.EsmcLayerNorm": {"b5c8b476ad3f062b": forwards.input_dtype},
+    "esmfold2.EsmFold2LayerNorm": {"8b5366d5a350c204": forwards.float32},
+    "got_ocr2.GotOcr2LayerNorm": _DATA_FORMAT,
+    "lw_detr.LwDetrLayerNorm": _DATA_FORMAT,
+    "nemotron.NemotronLayerNorm1P": _NEMOTRON,
+    "olmo.OlmoLayerNorm": {"225f198317ebff26": forwards.without_parameters},
+    "pp_formulanet.PPFormulaNetLayerNorm": _DATA_FORMAT,
+    "rf_detr.RfDetrLayerNorm": _DATA_FORMAT,
+    "sam.SamLayerNorm": _DATA_FORMAT,
+    "sam2.Sam2LayerNorm": _DATA_FORMAT,
+    "sam2_video.Sam2VideoLayerNorm": _DATA_FORMAT,
+    "sam3_tracker.Sam3TrackerLayerNorm": _DATA_FORMAT,
+    "sam3_tracker_video.Sam3TrackerVideoLayerNorm": _DATA_FORMAT,
+    "sam_hq.SamHQLayerNorm": _DATA_FORMAT,
+    "seggpt.SegGptLayerNorm": _DATA_FORMAT,
+    "slanext.SLANeXtLayerNorm": _DATA_FORMAT,
+    "squeezebert.SqueezeBertLayerNorm": {"eef1a372fdc3a18d": forwards.channels_first_1d},
+    "unlimited_ocr.UnlimitedOcrSamLayerNorm": _DATA_FORMAT,
+    "videomt.VideomtLayerNorm2d": _EOMT_2D,
+    "videoprism.VideoPrismLayerNorm": {"20daf2b7a4a39409": forwards.weight_plus_one},
+    "vitdet.VitDetLayerNorm": {"e720fd57aa8f8d09": forwards.channels_first_by_hand},
+}
 
 
-def _transformers(name: str, classes: dict[str, Sources]) -> dict[tuple[str, str], Sources]:
-    folder, _, file = name.partition(".")
-    module = f"transformers.models.{folder}.modeling_{file or folder}"
-    return {(module, cls): sources for cls, sources in classes.items()}
+def _in_transformers(name: str) -> str:
+    folder, *file, cls = name.split(".")
+    return f"transformers.models.{folder}.modeling_{file[0] if file else folder}.{cls}"
 
 
-def _diffusers(module: str, classes: dict[str, Sources]) -> dict[tuple[str, str], Sources]:
-    return {(f"diffusers.models.{module}", cls): sources for cls, sources in classes.items()}
+def _by_module(path: str) -> tuple[str, str]:
+    module, _, cls = path.rpartition(".")
+    return module, cls
 
 
 # By (module, class).
 CLASSES: dict[tuple[str, str], Sources] = {
-    ("timm.layers.norm", "LayerNorm"): _TIMM,
-    ("timm.layers.norm", "LayerNormFp32"): _TIMM_FP32,
-    ("timm.layers.norm", "LayerNorm2d"): _TIMM_2D,
-    ("timm.layers.norm", "LayerNorm2dFp32"): _TIMM_2D_FP32,
-    ("timm.layers.norm", "LayerNormExp2d"): _TIMM_EXP_2D,
-    ("timm.layers.norm_act", "LayerNormAct"): _TIMM_ACT,
-    ("timm.layers.norm_act", "LayerNormActFp32"): _TIMM_FP32_ACT,
-    ("timm.layers.norm_act", "LayerNormAct2d"): _TIMM_2D_ACT,
-    ("timm.layers.norm_act", "LayerNormAct2dFp32"): _TIMM_2D_FP32_ACT,
-    ("timm.models.metaformer", "LayerNormNoBias"): _LAST_DIMS,
-    ("timm.models.metaformer", "LayerNorm2dNoBias"): _TIMM_2D,
-    ("torchvision.models.convnext", "LayerNorm2d"): _TORCHVISION_2D,
-    **_diffusers(
-        "normalization",
-        {
-            "AdaLayerNorm": {"fbcdc9f74fcac789": modulated.ada_layer_norm_by_timestep},
-            "AdaLayerNormContinuous": {"961af26f6e036213": modulated.continuous},
-            "AdaLayerNormZero": {"072840286b6a1e18": modulated.zero},
-            "AdaLayerNormZeroSingle": {"3b705ecdc0cc1898": modulated.zero_single},
-            "CogVideoXLayerNormZero": {"0dda031af00ff245": modulated.cogvideox_zero},
-            "CogView3PlusAdaLayerNormZeroTextImage": {"43432242074f5369": modulated.text_and_image},
-            "FP32LayerNorm": {"af7a0dca50e92d88": forwards.diffusers_float32},
-            "LuminaLayerNormContinuous": {"eaab430818850a35": modulated.lumina_continuous},
-            "SD35AdaLayerNormZeroX": {"4f33ed13df517b4f": modulated.zero_x},
-        },
-    ),
-    **_diffusers(
-        "transformers.hunyuan_transformer_2d",
-        {"AdaLayerNormShift": {"45eb5d767685e228": modulated.hunyuan_shift}},
-    ),
-    **_diffusers(
-        "transformers.transformer_chroma",
-        {
-            "ChromaAdaLayerNormContinuousPruned": {"5c6ed48ec8f98c0a": modulated.chroma_continuous},
-            "ChromaAdaLayerNormZeroPruned": {"5d2cdaaa3566c0b7": modulated.chroma_zero},
-            "ChromaAdaLayerNormZeroSinglePruned": {
-                "db969a5da8107b32": modulated.chroma_zero_single
-            },
-        },
-    ),
-    **_diffusers(
-        "transformers.transformer_cogview4",
-        {
-            "CogView4AdaLayerNormContinuous": _COGVIEW4_CONTINUOUS,
-            "CogView4AdaLayerNormZero": _COGVIEW4_ZERO,
-        },
-    ),
-    **_diffusers(
-        "transformers.transformer_cosmos",
-        {
-            "CosmosAdaLayerNorm": {"92e2a218ad8e9e08": modulated.cosmos},
-            "CosmosAdaLayerNormZero": {"43f91adf60c160e6": modulated.cosmos_zero},
-        },
-    ),
-    **_diffusers(
-        "transformers.transformer_easyanimate",
-        {"EasyAnimateLayerNormZero": {"b409380e7b4c6241": modulated.easyanimate_zero}},
-    ),
-    **_diffusers(
-        "transformers.transformer_flux3",
-        {"Flux3AdaLayerNorm": {"03a1efc6b28e1b2f": modulated.flux3}},
-    ),
-    **_diffusers(
-        "transformers.transformer_glm_image",
-        {
-            "GlmImageAdaLayerNormContinuous": _COGVIEW4_CONTINUOUS,
-            "GlmImageAdaLayerNormZero": _COGVIEW4_ZERO,
-        },
-    ),
-    **_diffusers("unets.unet_stable_cascade", {"SDCascadeLayerNorm": _DIFFUSERS_2D}),
-    (
-        "diffusers.pipelines.wuerstchen.modeling_wuerstchen_common",
-        "WuerstchenLayerNorm",
-    ): _DIFFUSERS_2D,
-    (
-        "diffusers.pipelines.deprecated.wuerstchen.modeling_wuerstchen_common",
-        "WuerstchenLayerNorm",
-    ): _DIFFUSERS_2D,
-    **_transformers("bark", {"BarkLayerNorm": {"c1d493c5d7e8bcf9": forwards.shape_of_weight}}),
-    **_transformers(
-        "chameleon", {"ChameleonLayerNorm": {"362a7741cd606c05": forwards.parameters_of_heads}}
-    ),
-    **_transformers("cohere", {"CohereLayerNorm": _COHERE}),
-    **_transformers("cohere2", {"Cohere2LayerNorm": _COHERE}),
-    **_transformers("cohere2_moe", {"Cohere2MoeLayerNorm": _COHERE}),
-    **_transformers("cohere_compass", {"CohereCompassLayerNorm": _COHERE}),
-    **_transformers("convnext", {"ConvNextLayerNorm": _DATA_FORMAT}),
-    **_transformers("convnextv2", {"ConvNextV2LayerNorm": _DATA_FORMAT}),
-    **_transformers("deberta", {"DebertaLayerNorm": {"6863fff434c5e647": forwards.by_hand}}),
-    **_transformers("deepseek_ocr2", {"DeepseekOcr2SamLayerNorm": _DATA_FORMAT}),
-    **_transformers("deepseek_vl_hybrid", {"DeepseekVLHybridLayerNorm": _DATA_FORMAT}),
-    **_transformers("dinov3_convnext", {"DINOv3ConvNextLayerNorm": _DATA_FORMAT}),
-    **_transformers("edgetam", {"EdgeTamLayerNorm": _DATA_FORMAT}),
-    **_transformers("edgetam_video", {"EdgeTamVideoLayerNorm": _DATA_FORMAT}),
-    **_transformers("eomt", {"EomtLayerNorm2d": _EOMT_2D}),
-    **_transformers("eomt_dinov3", {"EomtDinov3LayerNorm2d": _EOMT_2D}),
-    **_transformers("esm.esmfold", {"EsmFoldLayerNorm": _ESM}),
-    **_transformers("esmc", {"EsmcLayerNorm": {"b5c8b476ad3f062b": forwards.input_dtype}}),
-    **_transformers(
-        "esmfold2", {"EsmFold2LayerNorm": {"8b5366d5a350c204": forwards.transformers_float32}}
-    ),
-    **_transformers("got_ocr2", {"GotOcr2LayerNorm": _DATA_FORMAT}),
-    **_transformers("lw_detr", {"LwDetrLayerNorm": _DATA_FORMAT}),
-    **_transformers("nemotron", {"NemotronLayerNorm1P": _NEMOTRON}),
-    **_transformers("olmo", {"OlmoLayerNorm": {"225f198317ebff26": forwards.without_parameters}}),
-    **_transformers("pp_formulanet", {"PPFormulaNetLayerNorm": _DATA_FORMAT}),
-    **_transformers("rf_detr", {"RfDetrLayerNorm": _DATA_FORMAT}),
-    **_transformers("sam", {"SamLayerNorm": _DATA_FORMAT}),
-    **_transformers("sam2", {"Sam2LayerNorm": _DATA_FORMAT}),
-    **_transformers("sam2_video", {"Sam2VideoLayerNorm": _DATA_FORMAT}),
-    **_transformers("sam3_tracker", {"Sam3TrackerLayerNorm": _DATA_FORMAT}),
-    **_transformers("sam3_tracker_video", {"Sam3TrackerVideoLayerNorm": _DATA_FORMAT}),
-    **_transformers("sam_hq", {"SamHQLayerNorm": _DATA_FORMAT}),
-    **_transformers("seggpt", {"SegGptLayerNorm": _DATA_FORMAT}),
-    **_transformers("slanext", {"SLANeXtLayerNorm": _DATA_FORMAT}),
-    **_transformers(
-        "squeezebert", {"SqueezeBertLayerNorm": {"eef1a372fdc3a18d": forwards.channels_first_1d}}
-    ),
-    **_transformers("unlimited_ocr", {"UnlimitedOcrSamLayerNorm": _DATA_FORMAT}),
-    **_transformers("videomt", {"VideomtLayerNorm2d": _EOMT_2D}),
-    **_transformers(
-        "videoprism", {"VideoPrismLayerNorm": {"20daf2b7a4a39409": forwards.weight_plus_one}}
-    ),
-    **_transformers(
-        "vitdet", {"VitDetLayerNorm": {"e720fd57aa8f8d09": forwards.channels_first_by_hand}}
-    ),
+    _by_module(path): sources
+    for path, sources in {
+        **_TIMM_AND_TORCHVISION,
+        **{f"diffusers.models.{name}": sources for name, sources in _DIFFUSERS.items()},
+        f"diffusers.pipelines.{_WUERSTCHEN}": _DIFFUSERS_2D,
+        f"diffusers.pipelines.deprecated.{_WUERSTCHEN}": _DIFFUSERS_2D,
+        **{_in_transformers(name): sources for name, sources in _TRANSFORMERS.items()},
+    }.items()
 }
