@@ -114,8 +114,10 @@ def vit(batch: int = 64) -> Any:
 def convnext(batch: int = 64) -> Any:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
+    config = ConvNextConfig()
+    config.num_labels = 1000
     return (
-        ConvNextForImageClassification(ConvNextConfig(num_labels=1000)),
+        ConvNextForImageClassification(config),
         {"pixel_values": torch.randn(batch, 3, 224, 224)},
         _class_loss(batch, lambda output: output.logits),
     )

@@ -88,8 +88,10 @@ def test_accuracy_on_cuda(problem):
     "problem",
     [
         *map(Problem, [(1_000_003, 37), (4_194_304, 64), (200_704, 96)]),
-        *(Problem((1_000_003, cols), dtype, statistic="rms", weight_offset=offset)
-          for cols, dtype, offset in ((37, F32, 0.0), (64, BF16, 1.0))),
+        *(
+            Problem((1_000_003, cols), dtype, statistic="rms", weight_offset=offset)
+            for cols, dtype, offset in ((37, F32, 0.0), (64, BF16, 1.0))
+        ),
         *(numerics.modulated((groups, 300_000, 64)) for groups in (1, 3)),
     ],
     ids=str,
