@@ -36,14 +36,14 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
   Acc* const rstds = means + room;
   Acc* const g_means = rstds + room;
   Acc* const g_xhat_means = g_means + room;
-  Acc* const weights = g_xhat_means + room;
-  Acc* const biases = weights + channels;
+  auto* const weights = reinterpret_cast<W*>(memory + plan.weights_offset);
+  auto* const biases = reinterpret_cast<W*>(memory + plan.weights_offset + plan.weight_bytes);
 
   const int group = threadIdx.x / units, unit = threadIdx.x - group * units;
   const int pixels = static_cast<int>(plan.x.pixels);
   const bool activates = N::Epilogue::kMayActivate && p.has_epilogue;
-  copy_channels(weights, Parameter<W>(p.weight, 0, Absent::kOnes), channels);
-  if (activates) copy_channels(biases, Parameter<W>(p.bias, 0, Absent::kZeros), channels);
+  load_channels(weights, p.weight, 1, channels);
+  if (activates) load_channels(biases, p.bias, 0, channels);
   if (group < groups) {
     for (int c = group, slot = threadIdx.x; c < channels; c += groups, slot += blockDim.x) {
       store_pair(params + 2 * slot, Pair<Acc>{});
@@ -122,7 +122,8 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
         Acc x[kWidth], dy[kWidth];
         unpack(x, own.load(x_tile + at));
         unpack(dy, own.load(dy_tile + at));
-        const auto weight = vector_of(weights[c]), bias = vector_of(activates ? biases[c] : Acc(0));
+        const auto weight = vector_of(weights[c]);
+        const auto bias = vector_of(activates ? biases[c] : from_acc<W>(Acc(0)));
         body(at, slot, [&](int j) {
           return Gradients<N, 1>(p, vector_of(x[j]), vector_of(dy[j]), mean[j], rstd[j], weight,
                                  bias);

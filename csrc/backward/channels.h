@@ -29,6 +29,8 @@ struct Channels : Launch {
   int dy_offset = 0;
   int params_offset = 0;
   int sums_offset = 0;
+  int weights_offset = 0;
+  int weight_bytes = 0;  // of one of the two
   PartialSums partials;
 
   template <typename Json>
@@ -80,12 +82,16 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
   const int64_t params_offset = dy_offset + round_up(elements * dy_size, kVectorBytes);
   const int64_t sums_offset =
       params_offset + ceil_div(problem.cols, t.groups) * plan.threads * 2 * acc;
-  const int64_t numbers = 2 * left_sums(t, size) + 4 * room_pixels(t, size) + 2 * problem.cols;
-  const int64_t shared = sums_offset + numbers * acc;
+  const int64_t numbers = 2 * left_sums(t, size) + 4 * room_pixels(t, size);
+  const int64_t weights_offset = round_up(sums_offset + numbers * acc, kVectorBytes);
+  const int64_t weight_bytes = round_up(problem.cols * size_of(problem.weight), kVectorBytes);
+  const int64_t shared = weights_offset + (problem.has_epilogue ? 2 : 1) * weight_bytes;
   if (shared > room_of(device)) return std::nullopt;
   plan.dy_offset = static_cast<int>(dy_offset);
   plan.params_offset = static_cast<int>(params_offset);
   plan.sums_offset = static_cast<int>(sums_offset);
+  plan.weights_offset = static_cast<int>(weights_offset);
+  plan.weight_bytes = static_cast<int>(weight_bytes);
   plan.shared_bytes = static_cast<int>(shared);
   if (x.samples > kMostTiles / t.tiles) return std::nullopt;
   plan.all_tiles = static_cast<int>(x.samples * t.tiles);

@@ -122,7 +122,7 @@ template <typename Plan, typename... Params, typename... Args>
 cudaError_t launch_meeting(void (*kernel)(Params...), const Plan& plan, cudaStream_t stream,
                            const Args&... args) {
   return plan.meets() ? launch<Start::kCooperative>(kernel, plan, stream, args...)
-                    : launch(kernel, plan, stream, args...);
+                      : launch(kernel, plan, stream, args...);
 }
 
 // Launches a kernel that itself waits for the previous kernel (device/dependency.cuh): early, if it

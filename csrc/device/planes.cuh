@@ -149,14 +149,6 @@ struct PixelSums {
   }
 };
 
-// Copies a parameter of all channels to shared memory, in the type of the arithmetic.
-template <typename Acc, typename Parameter>
-__device__ __forceinline__ void copy_channels(Acc* to, const Parameter& from, int channels) {
-  for (int c = threadIdx.x; c < channels; c += blockDim.x) {
-    to[c] = to_acc(from.template load<1>(c).at[0]);
-  }
-}
-
 // From planes `channel_stride` elements apart; `from` is the tile's first pixel of channel 0.
 template <int kWidth, typename V>
 __device__ __forceinline__ void load_planes(V* tile, const V* from, int64_t channel_stride,
@@ -201,6 +193,17 @@ __device__ __forceinline__ void store_run(V* to, const V* tile, int elements) {
     store_once<V, kWidth>(to + i * kWidth, load<Use::kPlain, kWidth>(tile + i * kWidth));
   }
   for (int i = vectors * kWidth + threadIdx.x; i < elements; i += blockDim.x) to[i] = tile[i];
+}
+
+// A parameter of all channels, or its `absent` value.
+template <typename V>
+__device__ __forceinline__ void load_channels(V* to, const void* given, float absent,
+                                              int channels) {
+  if (given != nullptr) {
+    load_run(to, static_cast<const V*>(given), channels);
+  } else {
+    for (int c = threadIdx.x; c < channels; c += blockDim.x) to[c] = from_acc<V>(acc_t<V>(absent));
+  }
 }
 
 // The transposed tile [pixels][channels] in global memory, which is one run. A thread moves the 16

@@ -29,6 +29,8 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   const PixelSums<Acc, 1, kWidth, kScattered> sums = {left, units, groups};
   Acc* const means = left + kWidth * (blockDim.x + units);
   Acc* const rstds = means + room;
+  auto* const weights = reinterpret_cast<W*>(reinterpret_cast<char*>(shared) + plan.weights_offset);
+  auto* const biases = reinterpret_cast<W*>(reinterpret_cast<char*>(weights) + plan.weight_bytes);
 
   const int sample = blockIdx.x / tiles.tiles;
   const int first = (blockIdx.x - sample * tiles.tiles) * tile_pixels;
@@ -44,6 +46,8 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   } else {
     load_planes(tile, x, plan.planes.channel_stride, mover);
   }
+  load_channels(weights, p.weight, 1, channels);
+  load_channels(biases, p.bias, 0, channels);
   const int group = threadIdx.x / units, unit = threadIdx.x - group * units;
   const ThreadPixels<kWidth, kScattered> own(unit, units, in_tile);
   const bool works = group < groups && own.first < in_tile;
@@ -113,12 +117,9 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   Y* const y = static_cast<Y*>(p.y) + int64_t{sample} * channels * pixels;
   Acc rstd[kWidth] = {};
   if (works) unpack(rstd, own.load(rstds + own.first));
-  const Parameter<W> weights(p.weight, 0, Absent::kOnes);
-  const Parameter<W> biases(p.bias, 0, Absent::kZeros);
   Y* at_channel = y + int64_t{group} * pixels + first + own.first;
   each([&](int c, int at) {
-    const Acc weight = to_acc(weights.template load<1>(c).at[0]);
-    const Acc bias = to_acc(biases.template load<1>(c).at[0]);
+    const Acc weight = to_acc(weights[c]), bias = to_acc(biases[c]);
     Acc values[kWidth], w[kWidth], b[kWidth];
     unpack(values, own.load(tile + at));
 #pragma unroll

@@ -18,8 +18,10 @@ struct Channels : Launch {
   Planes planes;  // of x
   Tiles tiles;
   // In shared memory, behind the tile: what the threads leave for a sum over channels; mean and
-  // rstd of each pixel.
+  // rstd of each pixel; weight and bias.
   int sums_offset = 0;
+  int weights_offset = 0;
+  int weight_bytes = 0;        // of one of the two
   bool channels_last = false;  // y has the channels of a pixel side by side, x has not
 
   template <typename Json>
@@ -54,9 +56,13 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   const Tiles& t = plan.tiles;
   const int64_t tile = round_up(problem.cols * t.tile_pixels * size, kVectorBytes);
   const int64_t numbers = left_sums(t, size) + 2 * room_pixels(t, size);
-  const int64_t shared = tile + numbers * acc;
+  const int64_t weights = round_up(tile + numbers * acc, kVectorBytes);
+  const int64_t weight_bytes = round_up(problem.cols * size_of(problem.weight), kVectorBytes);
+  const int64_t shared = weights + 2 * weight_bytes;
   if (shared > room_of(device)) return std::nullopt;
   plan.sums_offset = static_cast<int>(tile);
+  plan.weights_offset = static_cast<int>(weights);
+  plan.weight_bytes = static_cast<int>(weight_bytes);
   plan.shared_bytes = static_cast<int>(shared);
   plan.blocks = planes.samples * t.tiles;
   plan.threads = tile_threads(t, size);
