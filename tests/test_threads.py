@@ -220,4 +220,3 @@ def test_shared_rows_beside_another_kernel(problem):
             with torch.cuda.stream(stream):
                 busy @ busy
     numerics.check(problem, "cuda", sample=1)
-    torch.cuda.synchronize()
