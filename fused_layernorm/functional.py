@@ -74,7 +74,7 @@ RMS = Kind("rms")
 def rms_kind(weight_offset: float, round_before_weight: bool) -> Kind:
     if weight_offset == 0.0 and not round_before_weight:
         return RMS
-    return Kind("rms", weight_offset, bool(round_before_weight))
+    return Kind("rms", weight_offset, round_before_weight)
 
 
 def may_serve(x: Any, *others: Any) -> bool:

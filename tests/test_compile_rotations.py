@@ -129,8 +129,13 @@ def test_what_is_left(device):
         x = q * 2
         return turned(x, rotate_half(x), angle).mul_(2), k
 
+    def real_factors(q, k, angle):
+        pairs = torch.view_as_complex(q.reshape(*q.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * angle.cos().unsqueeze(1)).flatten(3), k
+
     check(other_sign, q, k, angle, expected=[])
     check(other_tensor, q, k, angle, expected=[])
+    check(real_factors, q, k, angle, expected=[])
     check(written, q, k, angle, expected=[["a part of it is written into"]])
     check(rotated, q, k, angle.clone().requires_grad_(), expected=[])
 

@@ -186,7 +186,6 @@ def part_of_the_device(request):
         context = contexts.GreenContext.create(num_sms=request.param, device_id=0)
     except RuntimeError as error:
         pytest.skip(f"no green contexts: {error}")
-    torch.cuda.synchronize()
     context.set_context()
     yield
     torch.cuda.synchronize()
@@ -202,8 +201,7 @@ def test_blocks_do_not_wait_for_those_that_cannot_run(problem, plans, part_of_th
     # Backward on this thread, whose context it is.
     with torch.autograd.set_multithreading_enabled(False):
         numerics.check(problem, "cuda", sample=1)
-    x = torch.randn(problem.rows, problem.cols, device="cuda")
-    fl.layer_norm(x, normalized_shape=problem.cols)  # directly
+    fl.layer_norm(torch.randn(problem.shape, device="cuda"), normalized_shape=problem.cols)
     # The refused launches leave no error behind.
     torch.cuda.synchronize()
     assert torch.zeros(4, device="cuda").add(1).sum().item() == 4
@@ -213,7 +211,6 @@ def test_blocks_do_not_wait_for_those_that_cannot_run(problem, plans, part_of_th
 def test_shared_rows_beside_another_kernel(problem):
     """Their blocks wait for each other, and for room on a busy device; nothing hangs."""
     busy = torch.randn(4096, 4096, device="cuda")
-    torch.cuda.synchronize()
     others = [torch.cuda.Stream() for _ in range(3)]
     for _ in range(20):
         for stream in others:

@@ -122,10 +122,10 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
         Acc x[kWidth], dy[kWidth];
         unpack(x, own.load(x_tile + at));
         unpack(dy, own.load(dy_tile + at));
-        const auto weight = vector_of(weights[c]);
-        const auto bias = vector_of(activates ? biases[c] : from_acc<W>(Acc(0)));
+        const auto weight = one_element(weights[c]);
+        const auto bias = one_element(activates ? biases[c] : from_acc<W>(Acc(0)));
         body(at, slot, [&](int j) {
-          return Gradients<N, 1>(p, vector_of(x[j]), vector_of(dy[j]), mean[j], rstd[j], weight,
+          return Gradients<N, 1>(p, one_element(x[j]), one_element(dy[j]), mean[j], rstd[j], weight,
                                  bias);
         });
         at += groups * tile_pixels;

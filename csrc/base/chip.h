@@ -63,8 +63,8 @@ constexpr int registers_of(BlockBounds bounds) {
 // (capability 7.5 has the least).
 constexpr int kLeastSharedMemory = 64 * 1024;
 // The plan leaves this much of a block's shared memory to what kernels declare (scratch memory of
-// sums, collected sums, and the barriers and statistics of rings). The end of this file proves that
-// it suffices.
+// sums, collected sums, and the barriers and statistics of rings). backward/teams.h proves that it
+// suffices; forward's ring leaves less (kRingStateBytes).
 constexpr int kReservedSharedMemory = 3072;
 
 // A block's shared memory without the part that is reserved for what its kernel declares.

@@ -79,7 +79,7 @@ struct ThreadPixels {
 
 // A vector of one element.
 template <typename V>
-__device__ __forceinline__ Vec<V, 1> vector_of(V value) {
+__device__ __forceinline__ Vec<V, 1> one_element(V value) {
   Vec<V, 1> v;
   v.at[0] = value;
   return v;

@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops import heads
+from ..ops.arguments import HALF
 from ..ops.aten_forward import KERNELS
 from ..ops.operators import LAYER_NORM, Arguments
 from . import patterns, replace, rules
@@ -209,7 +210,7 @@ def _of_complex_product(y: Node) -> Rotation | None:
         return None
     for match in matches(PARSED[patterns.COMPLEX_ROTATION], real, Match({})):
         pairs, freqs = match.values["pairs"], match.values["freqs"]
-        if pairs.target not in _VIEWS:
+        if pairs.target not in _VIEWS or not value_of(freqs).is_complex():
             continue
         *casts, x = before_casts(pairs.args[0], only_widening=True)
         nodes = match.nodes | {y, pairs, *casts}
@@ -259,17 +260,19 @@ def _checked(found: Rotation) -> Rotation | None:
     # cos and sin may be of float32 beside x in half precision: then the result is cast to that.
     users = [user for user in found.y.users if user not in found.nodes]
     casts = before_casts(users[0], only_widening=False) if len(users) == 1 else []
-    if found.y in casts and dtype_of(users[0]) == x.dtype:
+    is_cast = found.y in casts and dtype_of(users[0]) == x.dtype
+    if is_cast and (x.dtype in HALF or value_of(found.y).dtype == x.dtype):
         found = found._replace(y=users[0], nodes=found.nodes | {users[0]})
     elif value_of(found.y).dtype != x.dtype:
         return None
     if not are_equal(value_of(found.y).shape, x.shape):
         return None
     angle_cols = cols // 2 if found.once else cols
+    is_complex = found.cos is found.sin and angles[0].dtype is torch.complex64
     for seq_dim, seq, heads_dim in ((2, -2, -3), (1, -3, -2)):
         if all(
             angle.dim() in (3, 4)
-            and angle.dtype in (x.dtype, torch.float32, torch.complex64)
+            and (angle.dtype in (x.dtype, torch.float32) or is_complex)
             and angle.dtype == angles[0].dtype
             and angle.device == x.device
             and not angle.requires_grad

@@ -262,6 +262,8 @@ def check(a: HeadArguments) -> None:
     Without k, the names are those of norm_rope.
     """
     q = "input" if a.k is None else "q"
+    if a.statistic not in STATISTICS:
+        raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")
     for side, x, weight, bias in a.sides:
         name, prefix = (q, "") if a.k is None else (side, f"{side}_")
         arguments.check_tensor(name, x)
@@ -290,8 +292,6 @@ def check(a: HeadArguments) -> None:
             )
     if a.k is None and (a.k_weight is not None or a.k_bias is not None):
         raise ValueError("expected k beside k_weight and k_bias, got none")
-    if a.statistic not in STATISTICS:
-        raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")
     if a.weight_offset != 0 and a.statistic is None:
         raise ValueError(f"expected no weight_offset beside statistic None, got {a.weight_offset}")
     arguments.check_kind("rms", a.weight_offset, a.q_weight)

@@ -40,14 +40,22 @@ def digest(cls: type[nn.Module]) -> str | None:
     if not isinstance(forward, types.FunctionType):
         return None
     may_call_super = owners[1:2] == [nn.LayerNorm]
-    return _digest_of_function(forward, cls, may_call_super)  # type: ignore[arg-type]
+    return _digest_of_function(forward, cls, may_call_super, _methods_of(cls))  # type: ignore[arg-type]
+
+
+def _methods_of(cls: type[nn.Module]) -> tuple[types.FunctionType, ...]:
+    """The methods of the class and its bases: somebody may have replaced one since it was read."""
+    members = (member for base in cls.__mro__ for member in vars(base).values())
+    return tuple(member for member in members if isinstance(member, types.FunctionType))
 
 
 @functools.lru_cache(maxsize=1000)
 def _digest_of_function(
-    forward: types.FunctionType, cls: type[nn.Module], may_call_super: bool
+    forward: types.FunctionType,
+    cls: type[nn.Module],
+    may_call_super: bool,
+    methods: tuple[types.FunctionType, ...],
 ) -> str | None:
-
     def function(name: str) -> ast.FunctionDef | None:
         found = forward.__globals__.get(name)
         if not isinstance(found, types.FunctionType) or found.__module__ != forward.__module__:

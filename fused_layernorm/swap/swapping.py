@@ -424,7 +424,9 @@ def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
     fused one returns None for, and a module that was unswapped while somebody kept its forward.
     """
     # The parameters and their names are the stock forward's.
-    first = [*inspect.signature(cls.forward).parameters, ""][1]
+    parameter = [*inspect.signature(cls.forward).parameters.values(), None][1]
+    may_be_named = parameter is not None and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    first = parameter.name if parameter is not None and may_be_named else ""
 
     @functools.wraps(cls.forward, updated=())
     def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
@@ -437,7 +439,7 @@ def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
         ):
             found = fused(self, x)
             return cls.forward(self, x) if found is None else found
-        if x is None and first in kwargs:
+        if x is None and kwargs.get(first) is not None:
             x = kwargs.pop(first)
         args = () if x is None and not rest else (x, *rest)
         if type(self) is not cls and may_serve(*args, *kwargs.values(), *parameters):
