@@ -243,9 +243,9 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
 }
 
 // The launch of one of these kernels: `chunks` blocks for the columns of each group.
-Launch grad_launch(int chunks, int64_t groups, int64_t parts_of_group) {
+Launch grad_launch(int chunks, int64_t groups, int64_t parts_of_group, int most = kMostWarps) {
   int warps = 1;
-  while (warps < kMostWarps && warps * kLanesOfColumn * 4 < parts_of_group) warps *= 2;
+  while (warps < most && warps * kLanesOfColumn * 4 < parts_of_group) warps *= 2;
   return {groups * chunks, kWarpSize * warps};
 }
 
@@ -270,15 +270,10 @@ cudaError_t launch_param_grad(const BackwardParams& params, const DataTypes& typ
   return dispatch_types(types, [&](auto t) {
     using Acc = typename decltype(t)::Acc;
     using W = typename decltype(t)::W;
-    constexpr int kMostWidth = vector_width(sizeof(Acc));
-    return dispatch_bool(params.cols % kMostWidth == 0, [&](auto aligned) {
-      constexpr int kWidth = aligned() ? kMostWidth : 1;
+    return with_columns<Acc>(params.cols, [&](auto width, int chunks) {
       const int most = partials.count > kManyParts ? kMostWarpsOfMany : kMostWarps;
-      int warps = 1;
-      while (warps < most && warps * kLanesOfColumn * 4 < partials.count) warps *= 2;
-      const Launch own = {(params.cols - 1) / (kColumnLanes * kWidth) + 1, kWarpSize * warps};
-      return launch_early(partials.starts_early, param_grad_kernel<Acc, W, kWidth>, own, stream,
-                          partials, params);
+      return launch_early(partials.starts_early, param_grad_kernel<Acc, W, width()>,
+                          grad_launch(chunks, 1, partials.count, most), stream, partials, params);
     });
   });
 }

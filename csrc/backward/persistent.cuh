@@ -7,6 +7,7 @@
 
 #include "backward/running_param_grads.cuh"
 #include "backward/teams.h"
+#include "device/async.cuh"
 #include "device/bulk.cuh"
 #include "device/slices.cuh"
 #include "norm/row_gradient.cuh"
@@ -85,9 +86,11 @@ struct BackwardRing {
     const uint32_t x_bytes = reads_x ? copied(x_row, cols) : 0;
     const uint32_t dy_bytes = copied(dy_row, cols);
     barrier_expect(full + stage, x_bytes + dy_bytes);
-    if (!p.is_rms) float_load(&statistics[stage].first, static_cast<const float*>(p.mean) + row);
-    float_load(&statistics[stage].second, static_cast<const float*>(p.rstd) + row);
-    barrier_arrive_with_float_loads(full + stage);
+    if (!p.is_rms) {
+      copy_vector<1>(&statistics[stage].first, static_cast<const float*>(p.mean) + row);
+    }
+    copy_vector<1>(&statistics[stage].second, static_cast<const float*>(p.rstd) + row);
+    barrier_arrive_with_copies(full + stage);
     const bool stays = plan.stays_in_l2;
     if (reads_x) {
       bulk_load(x + stage * stage_cols, before(x_row, skipped(x_row)), x_bytes, full + stage,

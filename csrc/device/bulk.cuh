@@ -70,16 +70,9 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
 #endif
 }
 
-// Copies one float, asynchronously. barrier_arrive_with_float_loads() makes the barrier count one
-// arrival once all such copies of this thread have landed.
-__device__ __forceinline__ void float_load(float* to, const float* from) {
-#ifndef FUSED_LAYERNORM_NO_BULK
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
-               : "memory");
-#endif
-}
-
-__device__ __forceinline__ void barrier_arrive_with_float_loads(uint64_t* barrier) {
+// Makes the barrier count one arrival once all copies that this thread has started by copy_async()
+// have landed.
+__device__ __forceinline__ void barrier_arrive_with_copies(uint64_t* barrier) {
 #ifndef FUSED_LAYERNORM_NO_BULK
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");

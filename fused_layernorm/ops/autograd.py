@@ -113,7 +113,7 @@ class Forward(Function):
         a = Arguments(*args)
         operator = operator_of(a, gives_statistics=True)
         with lower_levels():
-            found = operator.overload.redispatch(keyset & _after_autograd, *operator.lay_out(a))
+            found = redispatch(operator.overload, keyset, *operator.lay_out(a))
         return Forward.save(ctx, a, operator.results(found))
 
     @staticmethod
@@ -183,7 +183,7 @@ class _Backward(Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, operator: BackwardOperator, *args: Any) -> Any:
         with lower_levels():
-            found = operator.overload.redispatch(keyset & _after_autograd, *args)
+            found = redispatch(operator.overload, keyset, *args)
         b = operator.arguments(*args)
         ctx.mark_non_differentiable(
             *(

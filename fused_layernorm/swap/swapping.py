@@ -424,9 +424,8 @@ def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
     fused one returns None for, and a module that was unswapped while somebody kept its forward.
     """
     # The parameters and their names are the stock forward's.
-    parameter = [*inspect.signature(cls.forward).parameters.values(), None][1]
-    may_be_named = parameter is not None and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    first = parameter.name if parameter is not None and may_be_named else ""
+    parameters = [*inspect.signature(cls.forward).parameters.values()][1:2]  # the first after self
+    first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "")
 
     @functools.wraps(cls.forward, updated=())
     def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
