@@ -20,6 +20,9 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
   using W = typename N::W;
   using Acc = typename N::Acc;
   constexpr int kMoved = kScattered ? 1 : kWidth;
+  // A transposed load waits for memory, as it goes through registers. So it comes from L2, and in
+  // pairs, where there are registers for that.
+  constexpr bool kPrefetches = kWidth * sizeof(X) == kVectorBytes && sizeof(X) < 8;
   extern __shared__ uint4 shared[];
   char* const memory = reinterpret_cast<char*>(shared);
   auto* const x_tile = reinterpret_cast<X*>(memory);
@@ -77,8 +80,9 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
   };
   const auto load_dy = [&](const Place& place) {
     if (plan.dy_channels_last) {
-      Transposed<Y>::load(dy_tile, static_cast<const Y*>(p.dy) + place.row * channels, channels,
-                          tile_pixels, place.in_tile);
+      Transposed<Y>::template load<kPrefetches ? 2 : 1>(
+          dy_tile, static_cast<const Y*>(p.dy) + place.row * channels, channels, tile_pixels,
+          place.in_tile);
     } else {
       load_tile(dy_tile, static_cast<const Y*>(p.dy), plan.dy, place);
     }
@@ -105,6 +109,11 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
     wait_for_copies();
     __syncthreads();
     if (is_last) let_next_kernel_start();
+    if (kPrefetches && plan.dy_channels_last && !is_last) {
+      const Place next = place_of(tile + static_cast<int>(gridDim.x));
+      prefetch_to_l2(static_cast<const Y*>(p.dy) + next.row * channels,
+                     int64_t{next.in_tile} * channels * static_cast<int>(sizeof(Y)));
+    }
 
     const ThreadPixels<kWidth, kScattered> own(unit, units, place.in_tile);
     const bool works = group < groups && own.first < place.in_tile;

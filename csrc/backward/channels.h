@@ -43,9 +43,9 @@ struct Channels : Launch {
 // Registers of a thread whose pixels take `bytes` bytes, and perhaps lie apart (scattered): with
 // more, fewer blocks would have room than shared memory allows; with fewer, some kernels spill.
 constexpr int tile_registers(int64_t bytes, bool scattered) {
-  return scattered ? 112 : bytes == kVectorBytes ? 104 : 80;
+  return scattered || bytes == kVectorBytes ? 128 : 80;
 }
-static_assert(kTileThreads * tile_registers(kVectorBytes, true) <= kRegisters,
+static_assert(blocks_with(kTileThreads, tile_registers(kVectorBytes, true)) >= 1,
               "the largest block has room");
 
 }  // namespace backward
@@ -95,10 +95,9 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
   plan.shared_bytes = static_cast<int>(shared);
   if (x.samples > kMostTiles / t.tiles) return std::nullopt;
   plan.all_tiles = static_cast<int>(x.samples * t.tiles);
-  const int64_t registers =
-      plan.threads * backward::tile_registers(thread_pixels(t, size) * size, t.width == 1);
-  const int64_t fitting =
-      std::min<int64_t>({room_of(device) / shared, kRegisters / registers, kMostTileBlocks});
+  const int registers = backward::tile_registers(thread_pixels(t, size) * size, t.width == 1);
+  const int64_t fitting = std::min<int64_t>(
+      {room_of(device) / shared, blocks_with(plan.threads, registers), kMostTileBlocks});
   const int64_t blocks =
       std::min<int64_t>(plan.all_tiles, std::max<int64_t>(1, fitting) * device.sms);
   // As many blocks as finish at once, each with the same number of tiles or one fewer.

@@ -49,6 +49,14 @@ constexpr int registers_of(int block_threads, int blocks) {
   return kRegisters / (block_threads * blocks) / 8 * 8;
 }
 
+// The blocks that a multiprocessor has registers for. Each of its quarters has a fourth of them,
+// and a fourth of the warps.
+constexpr int blocks_with(int block_threads, int registers) {
+  constexpr int kQuarters = 4;
+  const int warps = kRegisters / kQuarters / (kWarpThreads * registers) * kQuarters;
+  return warps * kWarpThreads / block_threads;
+}
+
 // The most threads of a block, and the least number of blocks that a multiprocessor has registers
 // for.
 struct BlockBounds {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies from global to shared memory that a thread starts and later waits for. On chips before
-// Ampere they are plain copies.
+// Copies from global to shared memory that a thread starts and later waits for (on chips before
+// Ampere they are plain copies), and loads to L2.
 #pragma once
 
 #include <cstdint>
@@ -44,6 +44,13 @@ __device__ __forceinline__ void copy_vector(V* to, const V* from) {
     }
   } else {
     *to = __ldg(from);
+  }
+}
+
+// Asks for `bytes` bytes of global memory to be in L2 soon. All threads of a block call.
+__device__ __forceinline__ void prefetch_to_l2(const void* from, int64_t bytes) {
+  for (int64_t at = threadIdx.x * kCacheLineBytes; at < bytes; at += blockDim.x * kCacheLineBytes) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(from) + at));
   }
 }
 

@@ -219,80 +219,107 @@ struct Transposed {
   // The pixels of a channel that a thread has at once.
   using Word = typename detail::Piece<kPixels * sizeof(V)>::type;
 
-  template <typename Vectors, typename Elements>
-  static __device__ __forceinline__ void each(int channels, int tile_pixels, int pixels,
-                                              const Vectors& vectors, const Elements& elements) {
-    const bool whole =
-        channels % kChannels == 0 && tile_pixels % kPixels == 0 && pixels % kPixels == 0;
-    if (whole) {
-      const int units = pixels / kPixels, rows = channels / kChannels;
-      const int all = (rows + kLanes - 1) / kLanes * kLanes * units;
-      for (int i = threadIdx.x; i < all; i += blockDim.x) {
-        const int quad = i / kLanes, high = quad / units;
-        const int row = high * kLanes + i % kLanes;
-        if (row < rows) vectors(row * kChannels, (quad - high * units) * kPixels);
-      }
-    } else {
-      for (int i = threadIdx.x; i < pixels * channels; i += blockDim.x) {
-        const int pixel = i / channels;
-        elements(i, (i - pixel * channels) * tile_pixels + pixel);
-      }
+  // The vectors of a tile that has whole ones alone, and the first channel and pixel of each.
+  struct Vectors {
+    int rows, units, count;
+
+    __device__ __forceinline__ Vectors(int channels, int pixels)
+        : rows(channels / kChannels),
+          units(pixels / kPixels),
+          count((rows + kLanes - 1) / kLanes * kLanes * units) {}
+    struct Place {
+      int channel, pixel;
+      bool exists;
+    };
+    __device__ __forceinline__ Place operator[](int i) const {
+      const int quad = i / kLanes, high = quad / units, row = high * kLanes + i % kLanes;
+      return {row * kChannels, (quad - high * units) * kPixels, i < count && row < rows};
+    }
+  };
+  static __device__ __forceinline__ bool are_whole(int channels, int tile_pixels, int pixels) {
+    return channels % kChannels == 0 && tile_pixels % kPixels == 0 && pixels % kPixels == 0;
+  }
+  // Calls body(place in the transposed tile, place in the tile) for each element.
+  template <typename Body>
+  static __device__ __forceinline__ void each_element(int channels, int tile_pixels, int pixels,
+                                                      const Body& body) {
+    for (int i = threadIdx.x; i < pixels * channels; i += blockDim.x) {
+      const int pixel = i / channels;
+      body(i, (i - pixel * channels) * tile_pixels + pixel);
     }
   }
 
   static __device__ __forceinline__ void store(V* to, const V* tile, int channels, int tile_pixels,
                                                int pixels) {
-    each(
-        channels, tile_pixels, pixels,
-        [&](int c, int pixel) {
-          Word words[kChannels];
+    if (!are_whole(channels, tile_pixels, pixels)) {
+      return each_element(channels, tile_pixels, pixels, [&](int i, int at) { to[i] = tile[at]; });
+    }
+    const Vectors vectors(channels, pixels);
+    for (int i = threadIdx.x; i < vectors.count; i += blockDim.x) {
+      const auto place = vectors[i];
+      if (!place.exists) continue;
+      Word words[kChannels];
 #pragma unroll
-          for (int i = 0; i < kChannels; ++i) {
-            words[i] = *reinterpret_cast<const Word*>(tile + (c + i) * tile_pixels + pixel);
-          }
-          V* const at = to + pixel * channels + c;
-          if constexpr (sizeof(V) == 2) {
-            uint32_t first[4], second[4];
+      for (int j = 0; j < kChannels; ++j) {
+        words[j] =
+            *reinterpret_cast<const Word*>(tile + (place.channel + j) * tile_pixels + place.pixel);
+      }
+      V* const at = to + place.pixel * channels + place.channel;
+      if constexpr (sizeof(V) == 2) {
+        uint32_t first[4], second[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              first[i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x5410);
-              second[i] = __byte_perm(words[2 * i], words[2 * i + 1], 0x7632);
-            }
-            __stcs(reinterpret_cast<uint4*>(at), *reinterpret_cast<uint4*>(first));
-            __stcs(reinterpret_cast<uint4*>(at + channels), *reinterpret_cast<uint4*>(second));
-          } else {
-            __stcs(reinterpret_cast<uint4*>(at), *reinterpret_cast<uint4*>(words));
-          }
-        },
-        [&](int i, int at) { to[i] = tile[at]; });
+        for (int j = 0; j < 4; ++j) {
+          first[j] = __byte_perm(words[2 * j], words[2 * j + 1], 0x5410);
+          second[j] = __byte_perm(words[2 * j], words[2 * j + 1], 0x7632);
+        }
+        __stcs(reinterpret_cast<uint4*>(at), *reinterpret_cast<uint4*>(first));
+        __stcs(reinterpret_cast<uint4*>(at + channels), *reinterpret_cast<uint4*>(second));
+      } else {
+        __stcs(reinterpret_cast<uint4*>(at), *reinterpret_cast<uint4*>(words));
+      }
+    }
   }
 
+  // A thread's next kAtOnce vectors are loaded before it stores one, so that it waits for memory
+  // once.
+  template <int kAtOnce>
   static __device__ __forceinline__ void load(V* tile, const V* from, int channels, int tile_pixels,
                                               int pixels) {
-    each(
-        channels, tile_pixels, pixels,
-        [&](int c, int pixel) {
-          const V* const at = from + pixel * channels + c;
-          alignas(16) Word words[kChannels];
+    if (!are_whole(channels, tile_pixels, pixels)) {
+      return each_element(channels, tile_pixels, pixels,
+                          [&](int i, int at) { tile[at] = from[i]; });
+    }
+    const Vectors vectors(channels, pixels);
+    const int threads = blockDim.x;
+    for (int first = threadIdx.x; first < vectors.count; first += kAtOnce * threads) {
+      uint4 loaded[kAtOnce][kPixels];
+      typename Vectors::Place places[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const auto place = places[n] = vectors[first + n * threads];
+        const V* const at = from + place.pixel * channels + place.channel;
+#pragma unroll
+        for (int j = 0; j < kPixels; ++j) {
+          if (place.exists) loaded[n][j] = __ldg(reinterpret_cast<const uint4*>(at + j * channels));
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const auto place = places[n];
+        if (!place.exists) continue;
+        const auto* const a = reinterpret_cast<const uint32_t*>(loaded[n]);
+#pragma unroll
+        for (int j = 0; j < kChannels; ++j) {
+          Word word;
           if constexpr (sizeof(V) == 2) {
-            const uint4 first = __ldg(reinterpret_cast<const uint4*>(at));
-            const uint4 second = __ldg(reinterpret_cast<const uint4*>(at + channels));
-            const uint32_t a[4] = {first.x, first.y, first.z, first.w};
-            const uint32_t b[4] = {second.x, second.y, second.z, second.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              words[2 * i] = __byte_perm(a[i], b[i], 0x5410);
-              words[2 * i + 1] = __byte_perm(a[i], b[i], 0x7632);
-            }
+            word = __byte_perm(a[j / 2], a[4 + j / 2], j % 2 == 0 ? 0x5410 : 0x7632);
           } else {
-            *reinterpret_cast<uint4*>(words) = __ldg(reinterpret_cast<const uint4*>(at));
+            word = reinterpret_cast<const Word*>(loaded[n])[j];
           }
-#pragma unroll
-          for (int i = 0; i < kChannels; ++i) {
-            *reinterpret_cast<Word*>(tile + (c + i) * tile_pixels + pixel) = words[i];
-          }
-        },
-        [&](int i, int at) { tile[at] = from[i]; });
+          *reinterpret_cast<Word*>(tile + (place.channel + j) * tile_pixels + place.pixel) = word;
+        }
+      }
+    }
   }
 };
 
