@@ -132,13 +132,6 @@ struct BackwardRing {
 // Stages of all teams of a block.
 constexpr int kAllStages = kMostTeams * kMostStages;
 
-// The weight, or combined weight, and the bias at one vector of columns.
-template <typename Weight, typename W, int kWidth>
-struct VectorParameters {
-  Vec<Weight, kWidth> weight;
-  Vec<W, kWidth> bias;
-};
-
 // Calls use(k, gradients) for all of a thread's vectors of one row, or of a slice of it from column
 // `first_col` on. At a missing vector dz and g are zero.
 // kBulk: the row is read from a stage of the ring; otherwise it comes straight from global memory.

@@ -44,43 +44,26 @@ template <typename N>
 constexpr int kBlockThreads = backward_warp_threads(
     sizeof(typename N::X), N::Epilogue::kMayActivate && !N::Prologue::kMayAdd);
 
-// The kernel takes the partial sums' count and offset as two numbers, because the struct takes
-// three registers more (100000 x 143 float32: 70.4 us with the struct, 68.9 with the numbers).
-template <typename N, int kWidth>
-__global__ void __launch_bounds__(kBlockThreads<N>, 1)
-    layer_norm_backward_warp_kernel(const int log2_lanes, const int partials,
-                                    const int64_t partials_offset, const int chain_rows,
-                                    const int second_sums_offset, const BackwardParams p) {
+// Backward of the rows of a team, `from + team` and each `teams` rows further, below `to`: stores
+// dx, and adds to the running sums. parameters_at(k, col) gives weight and bias at vector k.
+template <typename N, int kWidth, int kVecs, typename ParametersAt>
+__device__ __forceinline__ void backward_of_team(
+    const BackwardParams& p, const Share<kVecs>& share, int lanes, uint32_t from, uint32_t to,
+    uint32_t team, uint32_t teams, bool reads_x, int chain_rows, typename N::Acc* second_sums,
+    RunningParamGrads<typename N::Acc, kWidth, kVecs>& grads, const ParametersAt& parameters_at) {
   using Acc = typename N::Acc;
   using X = typename N::X;
-  constexpr int kVecs = backward_warp_vecs(kWidth);
-  extern __shared__ __align__(16) unsigned char shared[];
-  const int lanes = 1 << log2_lanes;
-  constexpr int kThreads = kBlockThreads<N>;
-  const int teams = kThreads >> log2_lanes;
-  const int lane = threadIdx.x & (lanes - 1);
-  const Share<kVecs> share = {lane, lanes, p.cols / kWidth};
-  // A row number stays below 2^32: there are fewer than 2^31 rows, and far fewer teams.
-  const uint32_t rows = static_cast<uint32_t>(p.rows);
-  const uint32_t team = blockIdx.x * teams + (threadIdx.x >> log2_lanes);
-  const uint32_t all_teams = gridDim.x * teams;
-  const ColumnParameters<typename N::W> parameters = parameters_of<N>(p, 0);
-  const bool reads_x = needs_x(p);
-
-  RunningParamGrads<Acc, kWidth, kVecs> grads;
-  Acc* const second_sums = reinterpret_cast<Acc*>(shared + second_sums_offset);
-  if (chain_rows > 0) grads.clear(second_sums);
-  LoadedGradientRow<N, kWidth, kVecs> next(p, team, rows, share, reads_x);
+  LoadedGradientRow<N, kWidth, kVecs> next(p, from + team, to, share, reads_x);
   // All lanes of a warp take part in the shuffles, so the bounds are the same for all of them.
-  for (uint32_t base = 0; base < rows;) {
-    if (base > 0) grads.add_to(second_sums);
-    const uint32_t chain_end = chain_rows > 0 ? min(rows, base + chain_rows * all_teams) : rows;
-    for (; base < chain_end; base += all_teams) {
+  for (uint32_t base = from; base < to;) {
+    if (base > from) grads.add_to(second_sums);
+    const uint32_t chain_end = chain_rows > 0 ? min(to, base + chain_rows * teams) : to;
+    for (; base < chain_end; base += teams) {
       const uint32_t row = base + team;
-      const bool valid_row = row < rows;
+      const bool valid_row = row < to;
       const LoadedGradientRow<N, kWidth, kVecs> now = next;
-      next = LoadedGradientRow<N, kWidth, kVecs>(p, row + all_teams, rows, share, reads_x);
-      const DxRow<N> dx_row(p, valid_row ? row : 0, 0);
+      next = LoadedGradientRow<N, kWidth, kVecs>(p, row + teams, to, share, reads_x);
+      const DxRow<N> dx_row(p, valid_row ? row : from, 0);
       Vec<X, kWidth> added[kVecs] = {};
       if constexpr (N::Prologue::kMayAdd) {
 #pragma unroll
@@ -92,10 +75,9 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
       Pair<Acc> sums;
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
-        const int col = share.template col<kWidth>(k);
-        const Gradients<N, kWidth> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd,
-                                             parameters.weight.template load<kWidth>(col),
-                                             parameters.bias.template load<kWidth>(col));
+        const auto at = parameters_at(k, share.template col<kWidth>(k));
+        const Gradients<N, kWidth> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd, at.weight,
+                                             at.bias);
         gradients.add_sums(sums);
         gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
 #pragma unroll
@@ -115,6 +97,40 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
       }
     }
   }
+}
+
+// The kernel takes the partial sums' count and offset as two numbers, because the struct takes
+// three registers more (100000 x 143 float32: 70.4 us with the struct, 68.9 with the numbers).
+template <typename N, int kWidth>
+__global__ void __launch_bounds__(kBlockThreads<N>, 1)
+    layer_norm_backward_warp_kernel(const int log2_lanes, const int partials,
+                                    const int64_t partials_offset, const int chain_rows,
+                                    const int second_sums_offset, const BackwardParams p) {
+  using Acc = typename N::Acc;
+  using W = typename N::W;
+  constexpr int kVecs = backward_warp_vecs(kWidth);
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int lanes = 1 << log2_lanes;
+  constexpr int kThreads = kBlockThreads<N>;
+  const int teams = kThreads >> log2_lanes;
+  const int lane = threadIdx.x & (lanes - 1);
+  const Share<kVecs> share = {lane, lanes, p.cols / kWidth};
+  // A row number stays below 2^32: there are fewer than 2^31 rows, and far fewer teams.
+  const uint32_t rows = static_cast<uint32_t>(p.rows);
+  const uint32_t team = blockIdx.x * teams + (threadIdx.x >> log2_lanes);
+  const uint32_t all_teams = gridDim.x * teams;
+  const ColumnParameters<typename N::W> parameters = parameters_of<N>(p, 0);
+  const bool reads_x = needs_x(p);
+
+  RunningParamGrads<Acc, kWidth, kVecs> grads;
+  Acc* const second_sums = reinterpret_cast<Acc*>(shared + second_sums_offset);
+  if (chain_rows > 0) grads.clear(second_sums);
+  backward_of_team<N>(p, share, lanes, 0, rows, team, all_teams, reads_x, chain_rows, second_sums,
+                      grads, [&](int, int col) {
+                        return VectorParameters<W, W, kWidth>{
+                            parameters.weight.template load<kWidth>(col),
+                            parameters.bias.template load<kWidth>(col)};
+                      });
 
   const ParamGradSink<N> sink(p, {partials, partials_offset}, blockIdx.x);
   if (!sink.wanted()) return;
@@ -131,7 +147,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
                                           const int64_t parts_offset, const int chain_rows,
                                           const int second_sums_offset, const BackwardParams p) {
   using Acc = typename N::Acc;
-  using X = typename N::X;
   using W = typename N::W;
   constexpr int kWidth = kVectorWidth<typename N::Types>;
   constexpr int kVecs = backward_warp_vecs(kWidth);
@@ -155,47 +170,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       const int col = share.template col<kWidth>(k);
       weight[k] = combined_weight<N, kWidth>(p, col, scale.template load<kWidth>(col));
     }
-    LoadedGradientRow<N, kWidth, kVecs> next(p, from + team, to, share, true);
-    // All lanes of a warp take part in the shuffles, so the bounds are the same for all of them.
-    for (uint32_t base = from; base < to;) {
-      if (base > from) grads.add_to(second_sums);
-      const uint32_t chain_end = chain_rows > 0 ? min(to, base + chain_rows * teams) : to;
-      for (; base < chain_end; base += teams) {
-        const uint32_t row = base + team;
-        const bool valid_row = row < to;
-        const LoadedGradientRow<N, kWidth, kVecs> now = next;
-        next = LoadedGradientRow<N, kWidth, kVecs>(p, row + teams, to, share, true);
-        const DxRow<N> dx_row(p, valid_row ? row : from, 0);
-        Vec<X, kWidth> added[kVecs] = {};
-#pragma unroll
-        for (int k = 0; k < kVecs; ++k) {
-          if (share.has(k)) added[k] = dx_row.template added<kWidth>(share.vector(k) * kWidth);
-        }
-        Acc xhat[kVecs][kWidth], g[kVecs][kWidth];
-        Pair<Acc> sums;
-#pragma unroll
-        for (int k = 0; k < kVecs; ++k) {
-          const Gradients<N, kWidth> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd,
-                                               weight[k], Vec<W, kWidth>{});
-          gradients.add_sums(sums);
-          gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
-            xhat[k][j] = gradients.xhat[j];
-            g[k][j] = gradients.g[j];
-          }
-        }
-        if (p.dx == nullptr) continue;
-        const Pair<Acc> means = means_of(p, logical_warp_sum(sums, lanes));
-        if (!valid_row) continue;
-#pragma unroll
-        for (int k = 0; k < kVecs; ++k) {
-          if (share.has(k)) {
-            dx_row.store(share.vector(k) * kWidth, xhat[k], g[k], means, now.rstd, added[k]);
-          }
-        }
-      }
-    }
+    backward_of_team<N>(
+        p, share, lanes, from, to, team, teams, true, chain_rows, second_sums, grads,
+        [&](int k, int) { return VectorParameters<Acc, W, kWidth>{weight[k], {}}; });
     if (wanted) {
       __syncthreads();  // No thread reads the previous group's sums any more.
       if (chain_rows > 0) grads.take(second_sums);

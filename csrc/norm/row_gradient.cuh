@@ -6,6 +6,13 @@
 
 namespace fused_layernorm {
 
+// The weight, or combined weight, and the bias at one vector of columns.
+template <typename Weight, typename W, int kWidth>
+struct VectorParameters {
+  Vec<Weight, kWidth> weight;
+  Vec<W, kWidth> bias;
+};
+
 // The gradients at `kWidth` columns of one row: xhat; dz, the gradient at the output of the affine
 // map z = xhat * weight + bias; and g = dz * weight, the gradient at xhat.
 template <typename N, int kWidth>
