@@ -213,6 +213,19 @@ def test_spread_rows_have_the_bits_of_logical_warps(plans, dtype, kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=ids)
+def test_rows_by_halves_have_the_bits_of_shifted_rows(plans, dtype):
+    """Where a row stands decides how it is moved, and must not change its result."""
+    for cols in (4, 12, 60, 252, 356, 516, 764, 924, 1020):
+        assert plans.of(37, cols, dtype)["moves"] == "halves"
+        numerics.check(Problem((37, cols), dtype), "cuda", backward=False)
+        weight, bias, *x = torch.randn(39, cols, device="cuda").to(dtype)
+        x = torch.stack(x) + 100 * (torch.arange(37, device="cuda").to(dtype) % 3)[:, None]
+        found, expected = (layer_norm(rows, weight, bias) for rows in (x, misaligned(x)))
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), cols
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("has_weight", "has_bias"), [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=ids)
 def test_absent_parameters_give_the_same_bits(plans, dtype, has_weight, has_bias):

@@ -28,7 +28,7 @@ void check(bool condition, const Parts&... parts) {
 
 // weight and y are of x's type unless their types are given. `aligned` says whether all rows begin
 // at multiples of 16 bytes. Without it, they do if the length of a row is such a multiple, in x and
-// in y.
+// in y; and else at multiples of 8 bytes, if it is one of those.
 std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool backward,
                           std::optional<ScalarType> weight_dtype, std::optional<ScalarType> y_dtype,
                           std::optional<bool> aligned, bool residual, bool has_epilogue,
@@ -52,6 +52,7 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
   problem.rows = rows;
   problem.cols = cols;
   problem.aligned = aligned.value_or(whole);
+  problem.halves = !aligned && !whole && cols * size_of(problem.x) % (kVectorBytes / 2) == 0;
   problem.residual = residual;
   problem.has_epilogue = has_epilogue;
   problem.needs_dparams = needs_dparams;

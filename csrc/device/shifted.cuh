@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shifted rows: unaligned rows, moved by vectors all the same. A thread owns
-// the columns that it would own of a row that begins at a multiple of 16 bytes, so a row's sums do
-// not depend on where the row stands. Memory is read and written in aligned pieces (of 16 bytes, or
-// of a vector's bytes, if those are fewer); a thread's vector lies across two of them.
+// Shifted rows: unaligned rows, moved by vectors all the same, or by halves of vectors. A thread
+// owns the columns that it would own of a row that begins at a multiple of 16 bytes, so a row's
+// sums do not depend on where the row stands. Memory is read and written in aligned pieces (of 16
+// bytes, or of a vector's bytes, if those are fewer); a thread's vector lies across two of them.
 #pragma once
 
 #include <cstdint>
@@ -237,6 +237,39 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
     shift_pieces<Shift::kUp, Row::kSize>(words, lows, highs, to.shift);
     to.store_part(piece, words[0], end);
   });
+}
+
+// Rows that begin at multiples of half a vector and end at one, moved by such halves: a thread owns
+// the columns that it would own of any other row. Missing halves are zero.
+template <typename T, int kWidth, int kCount, typename Share, typename Policy>
+__device__ __forceinline__ void load_halves(Vec<T, kWidth> (&vectors)[kCount], const T* row,
+                                            const Share& share, Policy policy) {
+  constexpr int kHalf = kWidth / 2;
+  using Half = Vec<T, kHalf>;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    auto* const halves = reinterpret_cast<Half*>(vectors[k].at);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      halves[h] = {};
+      if (share.is_whole(k) || share.cols_from(k) > h * kHalf) {
+        const T* const at = element(row, share.vector(k) * kWidth + h * kHalf);
+        halves[h] = load<Use::kOnce, kHalf>(at, policy);
+      }
+    }
+  }
+}
+// Stores a thread's k-th vector of such a row.
+template <typename T, int kWidth, typename Share, typename Policy>
+__device__ __forceinline__ void store_halves(T* row, const Share& share, int k,
+                                             const Vec<T, kWidth>& vector, Policy policy) {
+  constexpr int kHalf = kWidth / 2;
+  const auto* const halves = reinterpret_cast<const Vec<T, kHalf>*>(vector.at);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (!share.is_whole(k) && share.cols_from(k) <= h * kHalf) continue;
+    store_once(element(row, share.vector(k) * kWidth + h * kHalf), halves[h], policy);
+  }
 }
 
 // The seams of a row that a block of at most kMostWarps warps has. Within a warp, neighbouring

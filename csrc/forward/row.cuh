@@ -14,7 +14,7 @@
 //   kEarlyUse             how these parameters are loaded
 //   kWalks                whether a kernel with an epilogue takes WalkedParameters
 //   kChoosesL2<N, kVecs>  whether a launch chooses what becomes in L2 of x and y (L2Policy)
-//   kPivotFirst<N, kVecs, kShifted>  whether the row's first elements are loaded before the row
+//   kPivotFirst<N, kVecs, kRagged>  whether the row's first elements are loaded before the row
 //   pivot<N>(row, first)  the pivot, if not kPivotFirst; `first` is the thread's first vector
 //   Seams                 the seams of a shifted row, for store_shifted() (device/shifted.cuh)
 #pragma once
@@ -43,7 +43,11 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       const auto y = finish(k, parameters.weight(k), parameters.bias(k));
-      if (share.has(k)) store_once(element(y_row, share.vector(k) * kWidth), y, policy);
+      if constexpr (Share::kRagged) {
+        store_halves(y_row, share, k, y, policy);
+      } else {
+        if (share.has(k)) store_once(element(y_row, share.vector(k) * kWidth), y, policy);
+      }
     }
   } else {
     // The compiler moves nothing across the branches of an activation. So the next vector's
@@ -130,7 +134,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
-  constexpr bool kShifted = kMoves == Moves::kShifted;
+  constexpr bool kShifted = kMoves == Moves::kShifted, kRagged = kMoves != Moves::kVectors;
   constexpr int kWidth = kRowWidth<N, kVecs>;
   constexpr int kMayMiss = kVectorWidth<typename N::Types> / kWidth;
   constexpr int kPieces = kVecs * kMayMiss;
@@ -142,7 +146,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   // The plan makes sure that at most the last of a thread's vectors is missing, and so at most its
   // last kMayMiss pieces.
   const auto share = [&] {
-    if constexpr (kShifted) {
+    if constexpr (kRagged) {
       return RaggedShare<kPieces, kWidth, kMayMiss>(team.first_piece(), team.step(), p.cols);
     } else {
       return Share<kPieces, kMayMiss>{team.first_piece(), team.step(), p.cols / kWidth};
@@ -150,7 +154,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   }();
 
   using Late = LateParameters<W, kWidth, decltype(share)>;
-  constexpr bool kWalks = !kShifted && N::Epilogue::kBranches && Team::kWalks;
+  constexpr bool kWalks = !kRagged && N::Epilogue::kBranches && Team::kWalks;
   constexpr bool kLoadsEarly = kEarly && !N::Prologue::kMayStore && !N::Epilogue::kMayActivate &&
                                kParameterWords<N, kVecs> <= Team::kMostEarlyWords;
   using Parameters = std::conditional_t<
@@ -179,11 +183,15 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   }();
   Vec<X, kWidth> x[kPieces];
   Acc pivot;
-  constexpr bool kPivotFirst = Team::template kPivotFirst<N, kVecs, kShifted>;
+  constexpr bool kPivotFirst = Team::template kPivotFirst<N, kVecs, kRagged>;
   if constexpr (kShifted) {
     // After the branches of load_shifted(), a load of the first elements would wait for the row.
     if (kPivotFirst) pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
     place.x.load_shifted(x, team, share, valid_row, load_early);
+  } else if constexpr (kMoves == Moves::kHalves) {
+    pivot = N::Statistic::template pivot<X>(place.x.first_elements(p.cols));
+    load_halves(x, place.x.x, share, policy);
+    load_early();
   } else if constexpr (kPivotFirst) {
     // With a pivot that is loaded before all else some kernels are faster (bfloat16, without and
     // with: 32768 x 4096 137.9 us and 131.2, with a residual 268.0 and 259.4; 65536 x 2048 131.7

@@ -16,9 +16,12 @@ namespace fused_layernorm {
 // How the elements of a row are moved.
 enum class Moves {
   kVectors,  // by vectors: the row is aligned, it begins at a multiple of 16 bytes
+  kHalves,   // unaligned, but it begins at a multiple of 8 bytes: by halves of vectors
   kShifted   // unaligned, by aligned vectors that lanes shift into place
 };
-inline const char* name_of(Moves moves) { return moves == Moves::kVectors ? "vectors" : "shifted"; }
+inline const char* name_of(Moves moves) {
+  return moves == Moves::kVectors ? "vectors" : moves == Moves::kHalves ? "halves" : "shifted";
+}
 
 enum class Choice {
   kFirst,         // the first that the row and the kernels allow

@@ -35,8 +35,8 @@ struct LogicalWarp {
   // float32: 516 us, with a load 521; 32768 x 1024 with a residual: 67.4, with a load 69.2; 1000003
   // x 37 float32: 170, with loads of both elements 176). Where a row has one element, the registers
   // behind it hold zeros.
-  template <typename N, int kVecs, bool kShifted>
-  static constexpr bool kPivotFirst = kShifted && sizeof(typename N::X) == 2;
+  template <typename N, int kVecs, bool kRagged>
+  static constexpr bool kPivotFirst = kRagged && sizeof(typename N::X) == 2;
   template <typename N, typename Row, int kWidth>
   __device__ __forceinline__ auto pivot(const Row& row,
                                         const Vec<typename N::X, kWidth>& first) const {
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kForwardWarpThreads, kWarpBlocks<N, kVecs, kMo
   const LogicalWarp team = {lanes, static_cast<int>(threadIdx.x) & (lanes - 1)};
   const uint32_t teams = kForwardWarpThreads >> log2_lanes;
   const uint32_t row = blockIdx.x * teams + (threadIdx.x >> log2_lanes);
-  forward_row<N, kVecs, kMoves, kMoves == Moves::kVectors, false>(p, team, row);
+  forward_row<N, kVecs, kMoves, kMoves != Moves::kShifted, false>(p, team, row);
 }
 
 template <typename N, int kVecs, Moves kMoves>
@@ -120,6 +120,16 @@ cudaError_t launch_warp(const ForwardParams& params, const forward::Warp& plan,
   }
 }
 
+template <typename N, int kVecs>
+cudaError_t launch_halves(const ForwardParams& params, const forward::Warp& plan,
+                          cudaStream_t stream) {
+  if constexpr (has_warp_halves(sizeof(typename N::X), kIsBare<N>, kIsOneType<typename N::Types>)) {
+    return launch_warp<N, kVecs, Moves::kHalves>(params, plan, stream);
+  } else {
+    return cudaErrorInvalidValue;
+  }
+}
+
 }  // namespace
 
 cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
@@ -127,6 +137,9 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_vecs(ForwardWarpVecs{}, plan.vecs, [&](auto vecs) {
+      if (plan.moves == Moves::kHalves) {
+        return launch_halves<BareForward<T>, vecs()>(params, plan, stream);
+      }
       return dispatch_moves(plan.moves, [&](auto moves) {
         return dispatch_forward<T, moves() != Moves::kVectors>(params, [&](auto norm) {
           return launch_warp<decltype(norm), vecs(), moves()>(params, plan, stream);
