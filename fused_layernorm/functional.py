@@ -606,6 +606,24 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
     return ATEN_LAYER_NORM if a.residual is None else ATEN_ADD_LAYER_NORM
 
 
+def is_inductors_rms_norm(x: Tensor) -> bool:
+    """Whether a compiled graph shall have a class's own RMSNorm over the last dimension of x."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    if not CHOOSES or x.device.type not in rules.DEVICES or not has_static_value(x.shape[-1]):
+        return False
+    stride = x.stride(-1)
+    choice = _choice(
+        "PLAIN",
+        index(x.shape[-1]),
+        index(stride) if has_static_value(stride) else 0,
+        False,
+        torch.are_deterministic_algorithms_enabled(),
+        "rms",
+    )
+    return choice == "PYTORCH"
+
+
 def _choice(
     kind: str, cols: int, stride: int, hidden_casts: bool, deterministic: bool, statistic: str
 ) -> str:
@@ -620,6 +638,7 @@ def _choice(
         deterministic=deterministic,
         with_hidden_casts=hidden_casts,
         statistic=statistic,
+        is_call=True,
     )
     return rules.choose(problem).choice.name
 

@@ -24,7 +24,7 @@ from captured import (
     tensors,
 )
 from compiling import afresh, everywhere  # noqa: F401
-from tiny_transformers import decoder
+from tiny_transformers import WrittenHere, decoder
 
 import fused_layernorm
 from fused_layernorm.compile import rotations
@@ -386,7 +386,7 @@ def test_forward_is_left_to_inductor(device, function):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("options", [{}, {"weight_offset": 1.0, "round_before_weight": True}])
 def test_calls_under_plain_compile(device, options, dynamic):
-    """Without the graph pass, too, the rules leave the forward pass of a call to Inductor."""
+    """Without the graph pass the rules leave to Inductor what it can write for a call."""
     graphs = []
 
     def seen(graph_module, example_inputs):
@@ -400,7 +400,26 @@ def test_calls_under_plain_compile(device, options, dynamic):
     found = torch.compile(function, backend=seen, fullgraph=True, dynamic=dynamic)(x, w)
     torch.testing.assert_close(found, function(x, w))
     # Where the width is not known, the rules are not asked.
-    assert operators_of(graphs[0]) == ["layer_norm" if dynamic else "aten_layer_norm"]
+    expected = ["layer_norm"] if dynamic else ["aten_layer_norm"] if options else []
+    assert operators_of(graphs[0]) == expected
+
+
+@pytest.mark.skipif(not fused_layernorm.functional.CHOOSES, reason="Dynamo of torch 2.10")
+def test_swapped_classes_under_compile(device, monkeypatch):
+    """A swapped class is its own forward in a graph, where the graph pass finds it."""
+    monkeypatch.setattr(fused_layernorm.functional, "_cpu_operators", True)
+    graphs = []
+
+    def seen(graph_module, example_inputs):
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    norm, x = WrittenHere(256).to(device), torch.randn(3, 256, device=device)
+    stock = norm(x)
+    fused_layernorm.swap_rms_norm(norm)
+    torch.testing.assert_close(torch.compile(norm, backend=seen, fullgraph=True)(x), stock)
+    assert operators_of(graphs[0]) == []
+    assert operators_of(fused_layernorm.fuse(graphs[0])) != []
 
 
 def test_explain(device):

@@ -56,6 +56,8 @@ class Problem(NamedTuple):
     # has False here.
     with_hidden_casts: bool = False
     statistic: str = "layer"  # or "rms"
+    # Whether nothing but the call is seen, as where no backend of this package reads the graph.
+    is_call: bool = False
 
 
 class Rule(NamedTuple):
@@ -71,6 +73,7 @@ class Rule(NamedTuple):
     deterministic: bool | None = None
     with_hidden_casts: bool | None = None
     statistic: str | None = None
+    is_call: bool | None = None
 
     def fits(self, problem: Problem) -> bool:
         return (
@@ -86,7 +89,7 @@ class Rule(NamedTuple):
 # What a rule and a problem have under one name; None in a rule fits either.
 _MATCHED = (
     *("has_neighbours", "columns", "keeps_order", "with_inductor", "deterministic"),
-    *("with_hidden_casts", "statistic"),
+    *("with_hidden_casts", "statistic", "is_call"),
 )
 
 
@@ -145,6 +148,16 @@ RULES = (
         "with our forward kernel and a copy before it, 5.64 so",
         kinds=(Kind.PLAIN, Kind.RESIDUAL),
         columns=Columns.APART,
+    ),
+    Rule(
+        Choice.PYTORCH,
+        "a call of RMSNorm, which only Inductor can fuse with the residual additions and rotations "
+        "around it, backward too: on an H100 a training step of Qwen3 takes 104.9 ms so, 106.3 "
+        "with our backward kernels, 103.5 where our backend fuses them; of Llama 198.1, 199.4, "
+        "196.2; of Gemma 3 106.3, 106.8, 104.2",
+        kinds=(Kind.PLAIN,),
+        statistic="rms",
+        is_call=True,
     ),
     Rule(
         Choice.INDUCTOR,
