@@ -7,11 +7,8 @@
 // Derivatives of these, and forward mode, are Python's (differentiate_in_python in operators.h).
 #pragma once
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/functions/utils.h>
-
-#include <array>
 
 #include "direct.h"
 #include "node.h"
