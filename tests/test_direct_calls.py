@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from forms import saved_by
-from torch.utils._python_dispatch import TorchDispatchMode
+from forms import Calls, saved_by
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
@@ -44,7 +43,6 @@ def _switched_on():
 
 def both_ways(function):
     """What a function gives directly and by the operators, and how many direct calls it made."""
-    ops._direct_calls(True)
     before = count()
     direct = function()
     calls = count() - before
@@ -53,6 +51,10 @@ def both_ways(function):
     assert count() - before == calls
     ops._direct_calls(True)
     return direct, indirect, calls
+
+
+def leaf(*shape, dtype=F32):
+    return torch.randn(shape, device="cuda").to(dtype).requires_grad_()
 
 
 def same_bits(one, other):
@@ -70,7 +72,7 @@ def test_the_table_says_its_version_and_size():
     assert (address != 0) == (ops._build_info() != "cpu only")
     if address:
         version, size, *functions = (ctypes.c_int64 * 6).from_address(address)
-        assert (version, size) == (1, 8 * 6)
+        assert (version, size) == (2, 8 * 6)
         assert all(functions)
 
 
@@ -115,15 +117,32 @@ DTYPES = [(F32, F32), (F16, F16), (BF16, BF16), (BF16, F32), (F64, F64)]
 SHAPES = [(1, 1), (3, 5, 77), (4, 256), (513, 768), (2, 20000), (1, 300001)]
 
 
-def norm(kind, x, residual, weight, bias, **options: Any) -> tuple[Any, ...]:
+def norm(kind, x, residual, weight, bias, modulations=(), **options: Any) -> tuple[Any, ...]:
     rows = (x, residual) if kind.startswith("add") else (x,)
-    function: Any = getattr(fused_layernorm, f"{kind}_norm")
     named = {"weight": weight, "bias": bias, "normalized_shape": x.shape[-1:], **options}
+    if "ada" in kind:
+        named.update(zip(("shift", "scale", "gate")[: 1 + len(rows)], modulations, strict=False))
+        name, named["statistic"] = kind.rsplit("_", 1)
+        kind = f"{name}_layer"
+    function: Any = getattr(fused_layernorm, f"{kind}_norm")
     found = function(*rows, **named)
     return found if isinstance(found, tuple) else (found,)
 
 
+def every_way(call, leaves, dy):
+    """What a call gives without a graph, in inference mode, and with the gradients of leaves."""
+    with torch.no_grad():
+        found = [*call()]
+    with torch.inference_mode():
+        found += [t.clone() for t in call()]
+    outputs = call()
+    dys = [dy.to(y.dtype) for y in outputs]
+    grads = torch.autograd.grad(outputs, leaves, dys, allow_unused=True)
+    return [*found, *outputs, *(g for g in grads if g is not None)]
+
+
 KINDS = ("layer", "add_layer", "rms", "add_rms")
+MODULATED = ("ada_layer", "add_ada_layer", "ada_rms", "add_ada_rms")
 AFFINE = ((True, True), (True, False), (False, True), (False, False))
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"activation": "gelu", "scale": 0.5}, {"out_dtype": F32})
 
@@ -133,101 +152,114 @@ OPTIONS: tuple[dict[str, Any], ...] = ({}, {"activation": "gelu", "scale": 0.5},
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_equal(kind, dtype, shape, poison):
-    x, residual, dy = (torch.randn(shape, device="cuda").to(dtype[0]) for _ in range(3))
-    parameters = [torch.randn(shape[-1:], device="cuda").to(dtype[1]) for _ in range(2)]
-    is_rms = "rms" in kind
+    x, residual, dy = (leaf(*shape, dtype=dtype[0]) for _ in range(3))
+    parameters = [leaf(*shape[-1:], dtype=dtype[1]) for _ in range(2)]
     weights: list[dict[str, Any]] = [{}, {"weight_offset": 1.0}, {"round_before_weight": True}]
-    for (has_weight, has_bias), options in itertools.product(AFFINE, OPTIONS):
-        for of_weight in weights if is_rms and has_weight else [{}]:
+    for has, options in itertools.product(AFFINE, OPTIONS):
+        weight, bias = (p if one else None for p, one in zip(parameters, has, strict=True))
+        for of_weight in weights if "rms" in kind and has[0] else [{}]:
 
-            def run(options={**options, **of_weight}, has=(has_weight, has_bias)):  # noqa: B006
-                leaves = [t.clone().requires_grad_() for t in (x, residual)]
-                weight, bias = (
-                    p.clone().requires_grad_() if one else None
-                    for p, one in zip(parameters, has, strict=True)
-                )
-                rows = x[..., 0].numel()
-                poison(x, x, *parameters, x.new_empty(2 * rows + 64, dtype=F32))
-                given: Any = (*leaves, weight, bias)
+            def run(given=(x, residual, weight, bias), options={**options, **of_weight}):  # noqa: B006
+                poison(x, x, *parameters, x.new_empty(2 * x[..., 0].numel() + 64, dtype=F32))
                 call = functools.partial(norm, kind, *given, **options)
-                with torch.no_grad():
-                    found = [*call()]
-                with torch.inference_mode():
-                    found += [t.clone() for t in call()]
-                outputs = call()
-                wanted = [t for t in given if t is not None]
-                grads = torch.autograd.grad(
-                    outputs, wanted, [dy.to(y.dtype) for y in outputs], allow_unused=True
-                )
-                return [*found, *outputs, *(g for g in grads if g is not None)]
+                return every_way(call, [t for t in given if t is not None], dy)
 
             direct, indirect, calls = both_ways(run)
             same_bits(direct, indirect)
             # With an out_dtype, a weight that kernels read only converted goes by the operators.
             if "out_dtype" not in options:
-                assert calls == 4, (options, has_weight, has_bias)
+                assert calls == 4, (options, has)
+
+
+# shift, scale and gate as parts of p, of shape (batch, rows, 6 * c), and the direct calls each way.
+LAYOUTS: dict[str, Any] = {
+    "chunks": (lambda p, c: p[:, :1].chunk(6, -1)[:3], 1, 1),
+    "one row": (lambda p, c: p[0, 0].chunk(6)[:3], 1, 1),
+    "shift alone": (lambda p, c: (p[:, :1, :c], None, None), 1, 1),
+    "of elements": (lambda p, c: p.chunk(6, -1)[:3], 1, 1),
+    "of several shapes": (lambda p, c: (p[0, 0, :c], *p[:, :1].chunk(6, -1)[1:3]), 1, 0),  # sums
+    "unaligned": (lambda p, c: p[:, :1, 1 : 3 * c + 1].chunk(3, -1), 0, 0),
+    "columns apart": (lambda p, c: p[:, :1, ::2].chunk(3, -1), 0, 0),
+    "no columns": (lambda p, c: p[:, :1, :3].split(1, -1), 0, 0),
+}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("change", ["strided", "transposed", "offset", "expanded dy", "empty"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
+@pytest.mark.parametrize("kind", MODULATED)
+def test_modulated_bits_are_equal(kind, dtype, layout, poison):
+    parts, forward, backward = LAYOUTS[layout]
+    for (*rows, cols), is_affine in itertools.product(((2, 300, 1152), (3, 7, 64)), (True, False)):
+        x, residual, dy = (leaf(*rows, cols, dtype=dtype[0]) for _ in range(3))
+        weight, bias = (leaf(cols, dtype=dtype[1]) if is_affine else None for _ in range(2))
+        made = parts(leaf(*rows, 6 * cols, dtype=dtype[1]), cols)
+        modulations = [t if t is None else t.detach().requires_grad_() for t in made]
+
+        def run(given=(x, residual, weight, bias, modulations), dy=dy):
+            leaves = [t for t in (*given[:4], *given[4]) if t is not None]
+            poison(dy, *leaves)
+            return every_way(functools.partial(norm, kind, *given), leaves, dy)
+
+        direct, indirect, calls = both_ways(run)
+        same_bits(direct, indirect)
+        # Backward has two launches for a gate of short rows, and for dweight beside such elements.
+        is_short = kind.startswith("add") and modulations[2] is not None and cols == 64
+        takes_two = is_affine if layout == "of elements" else is_short
+        assert calls == 3 * forward + (not takes_two and backward), (cols, is_affine)
+
+
+CHANGES: dict[str, Any] = {  # and the direct calls
+    "strided": (lambda x: x[:, ::2], 0),
+    "transposed": (lambda x: x.transpose(0, 1), 0),
+    "offset": (lambda x: x.flatten()[1:-63].view(-1, 64), 2),  # not aligned
+    "expanded dy": (lambda x: x, 1),
+    "empty": (lambda x: x[:0], 0),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", CHANGES)
 def test_other_layouts(change):
     """They are right whichever way they take; only what is contiguous is direct."""
-    x = torch.randn(16, 8, 64, device="cuda")
-    weight, bias = (torch.randn(64, device="cuda", requires_grad=True) for _ in range(2))
-    x = {
-        "strided": lambda: x[:, ::2],
-        "transposed": lambda: x.transpose(0, 1),
-        "offset": lambda: x.flatten()[1:-63].view(-1, 64),  # not aligned
-        "expanded dy": lambda: x,
-        "empty": lambda: x[:0],
-    }[change]()
+    weight, bias = leaf(2, 64).unbind()
+    of, expected = CHANGES[change]
+    x = of(leaf(16, 8, 64)).detach().requires_grad_()
 
     def run():
-        leaf = x.detach().requires_grad_()
-        y = fused_layernorm.layer_norm(leaf, weight, bias)
+        y = fused_layernorm.layer_norm(x, weight, bias)
         dy = torch.ones((), device="cuda").expand_as(y) if change == "expanded dy" else y.detach()
-        return [y, *torch.autograd.grad(y, (leaf, weight, bias), dy)]
+        return [y, *torch.autograd.grad(y, (x, weight, bias), dy)]
 
     direct, indirect, calls = both_ways(run)
     same_bits([t.contiguous() for t in direct], [t.contiguous() for t in indirect])
-    expected = {"offset": 2, "expanded dy": 1, "strided": 0, "transposed": 0, "empty": 0}
-    assert calls == expected[change]
+    assert calls == expected
 
 
 @pytest.mark.gpu
 def test_both_ways_save_the_same():
-    x = torch.randn(4, 3, 64, device="cuda", requires_grad=True)
-    weight, bias = (torch.randn(64, device="cuda", requires_grad=True) for _ in range(2))
-
-    for kind, saved in zip(KINDS, (4, 4, 3, 3), strict=True):
-        run = functools.partial(norm, kind, x, x, weight, bias)
+    x, weight, bias, modulations = leaf(4, 3, 64), leaf(64), leaf(64), leaf(3, 4, 1, 64).unbind()
+    for kind, saved in zip(KINDS + MODULATED, (4, 4, 3, 3, 7, 9, 6, 8), strict=True):
+        run = functools.partial(norm, kind, x, x, weight, bias, modulations)
         direct, indirect, calls = both_ways(lambda run=run: saved_by(run))
-        assert calls == 1
-        assert len(direct) == saved
+        assert (calls, len(direct)) == (1, saved)
         same_bits([t.detach() for t in direct], [t.detach() for t in indirect])
-
-
-class Passes(TorchDispatchMode):
-    """A mode, under which no call is direct."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode_in_forward", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + MODULATED)
 def test_checkpointing_with_a_mode_in_one_of_forward_and_recomputation(kind, mode_in_forward):
-    leaves = [torch.randn(4, 64, device="cuda", requires_grad=True) for _ in range(2)]
-    weight, bias = (torch.randn(64, device="cuda", requires_grad=True) for _ in range(2))
+    leaves, (weight, bias) = [leaf(4, 3, 64) for _ in range(2)], leaf(2, 64).unbind()
+    modulations = leaf(3, 4, 1, 64).unbind()
 
     def run(x, residual):
-        return norm(kind, x * 1, residual * 1, weight, bias)[0].pow(2)
+        return norm(kind, x * 1, residual * 1, weight, bias, modulations)[0].pow(2)
 
     expected = torch.autograd.grad(run(*leaves).sum(), (leaves[0], weight, bias))
-    with Passes() if mode_in_forward else contextlib.nullcontext():
+    with Calls() if mode_in_forward else contextlib.nullcontext():
         loss = checkpoint(run, *leaves, use_reentrant=False).sum()
-    with contextlib.nullcontext() if mode_in_forward else Passes():
+    with contextlib.nullcontext() if mode_in_forward else Calls():
         found = torch.autograd.grad(loss, (leaves[0], weight, bias))
     same_bits(found, expected)
 
@@ -248,25 +280,33 @@ def test_the_environment_switches_direct_calls_off(given):
 @pytest.mark.gpu
 def test_which_calls_are_direct():
     module, rms = FusedLayerNorm(64, device="cuda"), FusedRMSNorm(64, device="cuda")
-    x = torch.randn(4, 64, device="cuda", requires_grad=True)
+    x, shift, weight = leaf(4, 64), torch.ones(64, device="cuda"), torch.ones(64, device="cuda")
+    modulated = functools.partial(fused_layernorm.ada_layer_norm, shift=shift, normalized_shape=64)
 
     def calls(function):
         before = count()
         function()
         return count() - before
 
-    for m in (module, rms):
+    for m in (module, rms, modulated):
         assert calls(lambda m=m: m(x)) == 1
         assert calls(lambda m=m: m(x).backward(x.detach())) == 2
         assert calls(lambda m=m: torch.autograd.grad(m(x).sum(), x, create_graph=True)) == 1
         with torch.autocast("cuda", BF16):
             assert calls(lambda m=m: m(x.bfloat16())) == 1
-        with Passes():
+        with Calls():
             assert calls(lambda m=m: m(x)) == 0
         assert calls(lambda m=m: torch.func.grad(lambda x: m(x).sum())(x.detach())) == 0
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x.detach(), x.detach())
             assert calls(lambda m=m, dual=dual: m(dual)) == 0
+    # A modulated norm that takes more than one launch, or a conversion.
+    run = functools.partial(ops.ada_layer_norm, x.bfloat16(), 1, shift.bfloat16(), None)
+    for last, direct in (((), 1), ((None, "layer", 1.0), 0), ((None, "layer", 0.0, True), 0)):
+        assert calls(lambda last=last: run(weight.bfloat16(), None, 1e-5, *last)) == direct
+    assert calls(lambda: run(weight, None, 1e-5)) == 0
+    with pytest.raises(RuntimeError, match="shift must broadcast"):
+        ops.ada_layer_norm(x, 1, shift[:0], None, None, None, 1e-5)
 
 
 # --- what surrounds a call ------------------------------------------------------------------------

@@ -65,6 +65,8 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Autograd, m) {
 TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, BackendSelect, m) {
   m.impl("layer_norm", boxed<&select_backend<LayerNorm>>());
   m.impl("add_layer_norm", boxed<&select_backend<AddLayerNorm>>());
+  m.impl("ada_layer_norm", boxed<&select_backend<AdaLayerNorm>>());
+  m.impl("add_ada_layer_norm", boxed<&select_backend<AddAdaLayerNorm>>());
 }
 
 // Calls layer_norm with the rest of its arguments.

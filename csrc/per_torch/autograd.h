@@ -7,11 +7,8 @@
 // Derivatives of these, and forward mode, are Python's (differentiate_in_python in operators.h).
 #pragma once
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/functions/utils.h>
-
-#include <array>
 
 #include "direct.h"
 #include "node.h"
@@ -115,51 +112,36 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     // Without a residual, Op::kResidual is the position of input.
     const bool needs_dx = needs(Op::kResidual) || (!is_gated && needs(Op::kInput));
     // Each saved tensor is unpacked once: torch.utils.checkpoint allows no second time.
-    const Tensor x = this->saved(Saved::kX), rstd = this->saved(Saved::kRstd);
-    Tensor mean = this->saved(Saved::kMean);
-    std::array<Tensor, Op::kParameters> parameters;
-    for (size_t i = 0; i < Op::kParameters; ++i) {
-      parameters[i] = this->saved(Saved::kFirstParameter + i);
+    const auto parameter = [&](size_t argument) {
+      return this->saved(Saved::kFirstParameter + argument - Op::kFirstParameter);
+    };
+    const Tensor x = this->saved(Saved::kX), mean = this->saved(Saved::kMean);
+    const Tensor rstd = this->saved(Saved::kRstd);
+    SavedNorm saved = {dy, x, mean, rstd, parameter(Op::kWeight), parameter(Op::kBias), dresidual};
+    NeedsOfNorm needed = {needs_dx, needs(Op::kWeight), needs(Op::kBias)};
+    bool is_dshift_dy = false;
+    if constexpr (Op::kHasModulation) {
+      saved.shift = parameter(Op::kShift);
+      saved.scale = parameter(Op::kScale);
+      is_dshift_dy = needs(Op::kShift) && is_of_elements(saved.shift, dy);
+      needed.dshift = needs(Op::kShift) && !is_dshift_dy;
+      needed.dscale = needs(Op::kScale);
     }
-    if constexpr (!Op::kHasModulation) {
-      const SavedNorm saved = {dy, x, mean, rstd, parameters[0], parameters[1], dresidual};
-      const NeedsOfNorm needed = {needs_dx, needs(Op::kWeight), needs(Op::kBias)};
-      GradientsOfNorm found = gradients_of(saved, options, needed);
-      results[Op::kWeight] = std::move(found.dweight);
-      results[Op::kBias] = std::move(found.dbias);
-      return found.dx;
-    } else {
-      static const OperatorHandle of_norm = find_operator("ada_layer_norm_backward");
-      static const OperatorHandle of_gated_norm = find_operator("add_ada_layer_norm_backward");
-      if (!mean.defined()) mean = at::empty({0}, rstd.options());  // RMSNorm's
-      Stack stack;
-      torch::jit::push(stack, dy, x);
-      if constexpr (Op::kHasGate) {
-        if (is_gated) torch::jit::push(stack, gated_input(x), gate);
-      }
-      torch::jit::push(stack, options.normalized_ndim, mean, rstd);
-      const bool is_dshift_dy = is_of_elements(parameters[0], dy);
-      for (const Tensor& parameter : parameters) stack.push_back(value_of(parameter));
-      torch::jit::push(stack, value_of(dresidual), needs_dx);
-      if (is_gated) torch::jit::push(stack, needs(Op::kInput), needs(Op::kGate));
-      for (size_t i = 0; i < Op::kParameters; ++i) {
-        stack.emplace_back(needs(Op::kFirstParameter + i) && !(is_dshift_dy && i == 0));
-      }
-      torch::jit::push(stack, statistic_of(options), options.weight_offset);
-      call(is_gated ? of_gated_norm : of_norm, &stack);
-      const auto take = [&](size_t output, size_t argument) {
-        if (needs(argument)) results[argument] = std::move(stack[output]).toTensor();
-      };
-      if (is_gated) {
-        take(1, Op::kInput);
-        take(2, Op::kGate);
-      }
-      for (size_t i = 0; i < Op::kParameters; ++i) {
-        take((is_gated ? 3 : 1) + i, Op::kFirstParameter + i);
-      }
-      if (is_dshift_dy && needs(Op::kFirstParameter)) results[Op::kFirstParameter] = dy;
-      return needs_dx ? std::move(stack[0]).toTensor() : Tensor();
+    if constexpr (Op::kHasGate) {
+      if (is_gated) saved.input = gated_input(x);
+      if (is_gated) saved.gate = gate;
+      needed.dinput = is_gated && needs(Op::kInput);
+      needed.dgate = needs(Op::kGate);
     }
+    GradientsOfNorm found = gradients_of<Op::kHasModulation>(saved, options, needed);
+    // An argument that the operator lacks has the position of one that follows here, or of x.
+    results[Op::kGate] = std::move(found.dgate);
+    results[Op::kInput] = std::move(found.dinput);
+    results[Op::kShift] = is_dshift_dy ? dy : std::move(found.dshift);
+    results[Op::kScale] = std::move(found.dscale);
+    results[Op::kWeight] = std::move(found.dweight);
+    results[Op::kBias] = std::move(found.dbias);
+    return found.dx;
   }
 
   // Whether each element of y has a shift of its own, of y's dtype: the gradient of such a shift is

@@ -4,10 +4,10 @@
 // them, without a dispatch.
 //
 // A call is direct if the dispatcher would reach CUDA's kernel next, by the key sets alone; if all
-// tensors are on one device; and if they are contiguous, also without keeps_order, and need no
-// conversion. Modes, transforms and subclasses of tensors show in the key sets. Every other call
-// takes the operators, as all do with FUSED_LAYERNORM_DIRECT=0. Both ways give and save the same
-// tensors.
+// tensors are on one device; if they are contiguous, also without keeps_order, or modulations that
+// kernels read where they lie; and if one launch computes it without a conversion. Modes,
+// transforms and subclasses of tensors show in the key sets. Every other call takes the operators,
+// as all do with FUSED_LAYERNORM_DIRECT=0. Both ways give and save the same tensors.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -94,6 +94,10 @@ inline const void* address_of(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }
 
+inline void* address_to_write(const Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
+}
+
 inline bool is_beside(const Tensor& tensor, const Tensor& x) {
   return !tensor.defined() || tensor.device() == x.device();
 }
@@ -110,38 +114,58 @@ inline c10::SmallVector<int64_t, 8> statistics_shape(at::IntArrayRef sizes,
   return shape;
 }
 
-// The norm of the rows of x, but for forward's own arguments; points into the options. False if x
-// and the parameters do not fit together, or are not contiguous.
-inline bool describe(const Tensor& x, const Options& options, const Tensor& weight,
-                     const Tensor& bias, at::ScalarType y_type, DirectNorm& norm) {
+// Each may be undefined.
+struct Parameters {
+  const Tensor &weight, &bias, &shift, &scale, &gate;
+};
+
+inline RawTensor raw(const Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  return {tensor.const_data_ptr(), tensor.sizes().data(), tensor.strides().data(), tensor.dim()};
+}
+
+// The norm of the rows of x, but for forward's own arguments; points into the arguments. False if x
+// and the parameters do not fit together, or are not contiguous where they have to be.
+inline bool describe(const Tensor& x, const Options& options, const Parameters& parameters,
+                     at::ScalarType y_type, DirectNorm& norm) {
   const auto sizes = x.sizes();
   const int64_t leading = x.dim() - options.normalized_ndim;
   if (options.normalized_ndim < 1 || leading < 0 || x.numel() == 0) return false;
+  norm.x = raw(x);
+  norm.leading = leading;
   norm.rows = c10::multiply_integers(sizes.slice(0, leading));
   norm.cols = x.numel() / norm.rows;
   const auto columns = sizes.slice(leading);
+  const auto& [weight, bias, shift, scale, gate] = parameters;
   if (!is_contiguous_of(weight, columns) || !is_contiguous_of(bias, columns)) return false;
-  if (weight.defined() && bias.defined() && weight.scalar_type() != bias.scalar_type()) {
-    return false;
+  const Tensor* first = nullptr;
+  for (const Tensor* each : {&weight, &bias, &shift, &scale, &gate}) {
+    if (!each->defined()) continue;
+    if (first == nullptr) first = each;
+    if (!is_beside(*each, x) || each->scalar_type() != first->scalar_type()) return false;
   }
   norm.device = x.device().index();
-  norm.x_type = static_cast<int32_t>(x.scalar_type());
-  const Tensor& parameter = weight.defined() ? weight : bias;
-  if (parameter.defined()) norm.weight_type = static_cast<int32_t>(parameter.scalar_type());
+  norm.input_type = norm.x_type = static_cast<int32_t>(x.scalar_type());
+  if (first != nullptr) norm.weight_type = static_cast<int32_t>(first->scalar_type());
   norm.y_type = static_cast<int32_t>(y_type);
   if (options.activation) norm.activation = options.activation->c_str();
-  norm.scale = options.output_scale;
+  norm.output_scale = options.output_scale;
   norm.is_rms = options.is_rms;
   norm.weight_offset = options.weight_offset;
+  norm.weight = address_of(weight);
+  norm.bias = address_of(bias);
+  norm.shift = raw(shift);
+  norm.scale = raw(scale);
+  norm.gate = raw(gate);
   return true;
 }
 
-template <typename Call>
-void launch_directly(int64_t workspace_bytes, const DirectLaunch& prepared, const Call& call) {
+template <typename Direct, typename Launch>
+void launch_directly(const Direct& call, const DirectLaunch& prepared, int64_t workspace_bytes,
+                     const Launch& launch) {
   Tensor workspace;
   if (workspace_bytes > 0) workspace = allocate({workspace_bytes}, at::kByte);
-  const char* const wrong =
-      call(&prepared, workspace_bytes > 0 ? workspace.mutable_data_ptr() : nullptr);
+  const char* const wrong = launch(&call, &prepared, address_to_write(workspace));
   TORCH_CHECK(wrong == nullptr, wrong);
   direct_calls.fetch_add(1, std::memory_order_relaxed);
 }
@@ -150,37 +174,43 @@ struct DirectOutputs {
   Tensor y, residual_out, mean, rstd;  // RMSNorm's mean is undefined
 };
 
-// Runs a forward operator without a modulation, given the keys of a kernel at an Autograd key or
-// below. False if the call is none for the table; nothing has then been launched.
+// Runs a forward operator, given the keys of a kernel at an Autograd key or below. False if the
+// call is none for the table; nothing has then been allocated or launched.
 template <class Op>
 bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_statistics,
                       DirectOutputs& out) {
   const KernelTable* const table = kernel_table();
-  if (Op::kHasModulation || table == nullptr || !is_next(keys, c10::DispatchKey::CUDA))
-    return false;
+  if (table == nullptr || !is_next(keys, c10::DispatchKey::CUDA)) return false;
   const Options options = options_of<Op>(arguments);
   if (options.keeps_order) return false;
   static const Tensor none;
+  const auto tensor_if = [&](bool has, size_t i) -> const Tensor& {
+    return has ? tensor_of(arguments[i]) : none;
+  };
   const Tensor& input = arguments[Op::kInput].toTensor();
-  const Tensor& residual = Op::kHasResidual ? arguments[Op::kResidual].toTensor() : none;
+  const Tensor& residual = tensor_if(Op::kHasResidual, Op::kResidual);
   const Tensor& x = Op::kHasResidual ? residual : input;
-  const Tensor& weight = tensor_of(arguments[Op::kWeight]);
-  const Tensor& bias = tensor_of(arguments[Op::kBias]);
-  if (!is_beside(residual, input) || !is_beside(weight, input) || !is_beside(bias, input)) {
-    return false;
-  }
+  const Parameters parameters = {tensor_of(arguments[Op::kWeight]), tensor_of(arguments[Op::kBias]),
+                                 tensor_if(Op::kHasModulation, Op::kShift),
+                                 tensor_if(Op::kHasModulation, Op::kScale),
+                                 tensor_if(Op::kHasGate, Op::kGate)};
   DirectForward f;
   const auto sizes = input.sizes();
   const at::ScalarType y_type = dtype_of(arguments[Op::kOutDtype]).value_or(input.scalar_type());
-  if (!is_contiguous_of(input, sizes) || !is_contiguous_of(residual, sizes) ||
-      !describe(x, options, weight, bias, y_type, f.norm)) {
+  if (!is_beside(residual, input) || !is_contiguous_of(input, sizes) ||
+      !is_contiguous_of(residual, sizes) || !describe(x, options, parameters, y_type, f.norm)) {
     return false;
   }
   f.norm.input_type = static_cast<int32_t>(input.scalar_type());
   f.norm.eps = arguments[Op::kEps].toDouble();
   f.norm.round_before_weight = arguments[Op::kRoundBeforeWeight].toBool();
+  f.input = input.const_data_ptr();
+  f.residual = address_of(residual);
 
   const c10::DeviceGuard guard(input.device());
+  DirectLaunch prepared;
+  const int64_t workspace_bytes = table->prepare_forward(&f, &prepared);
+  if (workspace_bytes < 0) return false;
   out.y = allocate(sizes, y_type);
   if (Op::kHasResidual) out.residual_out = allocate(sizes, x.scalar_type());
   if (needs_statistics) {
@@ -190,20 +220,13 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_s
       out.rstd = allocate(of_rows, type);
     } else {
       allocate_two(of_rows, f.norm.rows, type, out.mean, out.rstd);
-      f.mean = out.mean.mutable_data_ptr();
     }
-    f.rstd = out.rstd.mutable_data_ptr();
   }
-  f.input = input.const_data_ptr();
-  f.residual = address_of(residual);
-  f.weight = address_of(weight);
-  f.bias = address_of(bias);
-  f.y = out.y.mutable_data_ptr();
-  if (Op::kHasResidual) f.residual_out = out.residual_out.mutable_data_ptr();
-  DirectLaunch prepared;
-  const int64_t workspace_bytes = table->prepare_forward(&f, &prepared);
-  if (workspace_bytes < 0) return false;
-  launch_directly(workspace_bytes, prepared, table->launch_forward);
+  f.y = address_to_write(out.y);
+  f.residual_out = address_to_write(out.residual_out);
+  f.mean = address_to_write(out.mean);
+  f.rstd = address_to_write(out.rstd);
+  launch_directly(f, prepared, workspace_bytes, table->launch_forward);
   return true;
 }
 
@@ -215,39 +238,37 @@ void replace_arguments(Stack* stack, DirectOutputs& out) {
   if constexpr (Op::kHasResidual) stack->emplace_back(std::move(out.residual_out));
 }
 
-// What backward has of a norm without a modulation. dy, x and rstd are always defined; RMSNorm's
-// mean is not.
+// What backward has of a norm. dy, x and rstd are always defined; RMSNorm's mean is not. A gate is
+// there with the input that it multiplied, where the gradient of either is wanted.
 struct SavedNorm {
-  Tensor dy, x, mean, rstd, weight, bias, dresidual;
-};
-
-struct NeedsOfNorm {
-  bool dx, dweight, dbias;
+  Tensor dy, x, mean, rstd, weight, bias, dresidual, shift, scale, input, gate;
 };
 
 struct GradientsOfNorm {
-  Tensor dx, dweight, dbias;
+  Tensor dx, dweight, dbias, dshift, dscale, dinput, dgate;
 };
 
-// Runs layer_norm_backward, outside any dispatch. False as above.
-inline bool backward_directly(const SavedNorm& saved, const Options& options, NeedsOfNorm needs,
-                              GradientsOfNorm& out) {
+// Runs a backward operator of a norm, outside any dispatch. False as above.
+inline bool backward_directly(const SavedNorm& saved, const Options& options,
+                              const NeedsOfNorm& needs, GradientsOfNorm& out) {
   const KernelTable* const table = kernel_table();
   if (table == nullptr || options.keeps_order || at::GradMode::is_enabled()) return false;
-  const auto& [dy, x, mean, rstd, weight, bias, dresidual] = saved;
+  const auto& [dy, x, mean, rstd, weight, bias, dresidual, shift, scale, input, gate] = saved;
   DispatchKeySet keys;
-  for (const Tensor* each : {&dy, &x, &mean, &rstd, &weight, &bias, &dresidual}) {
+  for (const Tensor* each :
+       {&dy, &x, &mean, &rstd, &weight, &bias, &dresidual, &shift, &scale, &input, &gate}) {
     if (!each->defined()) continue;
     keys = keys | each->key_set();
     if (!is_beside(*each, x) || each->_fw_grad(/*level=*/0).defined()) return false;
   }
-  if (!is_cuda_alone(keys) || !(needs.dx || needs.dweight || needs.dbias)) return false;
+  if (!is_cuda_alone(keys) || !needs.any()) return false;
 
   DirectBackward b;
   const auto sizes = x.sizes();
-  if (!is_contiguous_of(x, sizes) || !is_contiguous_of(dy, sizes) ||
-      !is_contiguous_of(dresidual, sizes) ||
-      !describe(x, options, weight, bias, dy.scalar_type(), b.norm) ||
+  for (const Tensor* each : {&dy, &x, &dresidual, &input}) {
+    if (!is_contiguous_of(*each, sizes)) return false;
+  }
+  if (!describe(x, options, {weight, bias, shift, scale, gate}, dy.scalar_type(), b.norm) ||
       (dresidual.defined() && dresidual.scalar_type() != x.scalar_type())) {
     return false;
   }
@@ -256,59 +277,87 @@ inline bool backward_directly(const SavedNorm& saved, const Options& options, Ne
            t.scalar_type() == statistics_type(x.scalar_type());
   };
   if (!is_statistic(rstd) || (!options.is_rms && !is_statistic(mean))) return false;
-
-  const c10::DeviceGuard guard(x.device());
-  const auto columns = sizes.slice(sizes.size() - options.normalized_ndim);
-  const Tensor& parameter = weight.defined() ? weight : bias;
-  const at::ScalarType type = parameter.defined() ? parameter.scalar_type() : x.scalar_type();
-  const auto output = [](bool needed, at::IntArrayRef of, at::ScalarType t, Tensor& into) {
-    if (needed) into = allocate(of, t);
-    return needed ? into.mutable_data_ptr() : nullptr;
-  };
-  b.dx = output(needs.dx, sizes, x.scalar_type(), out.dx);
-  b.dweight = output(needs.dweight, columns, type, out.dweight);
-  b.dbias = output(needs.dbias, columns, type, out.dbias);
+  if (input.defined()) b.norm.input_type = static_cast<int32_t>(input.scalar_type());
   b.dy = dy.const_data_ptr();
   b.x = x.const_data_ptr();
   b.mean = options.is_rms ? nullptr : mean.const_data_ptr();
   b.rstd = rstd.const_data_ptr();
-  b.weight = address_of(weight);
-  b.bias = address_of(bias);
   b.dresidual = address_of(dresidual);
+  b.input = address_of(input);
+  b.needs = needs;
+
+  const c10::DeviceGuard guard(x.device());
   DirectLaunch prepared;
   const int64_t workspace_bytes = table->prepare_backward(&b, &prepared);
   if (workspace_bytes < 0) return false;
-  launch_directly(workspace_bytes, prepared, table->launch_backward);
+  const auto output = [](bool needed, const Tensor& like, Tensor& into) {
+    if (needed) into = allocate(like.sizes(), like.scalar_type());
+    return address_to_write(into);
+  };
+  const Tensor& parameter = weight.defined() ? weight : bias;
+  b.dx = output(needs.dx, x, out.dx);
+  b.dweight = output(needs.dweight, parameter, out.dweight);
+  b.dbias = output(needs.dbias, parameter, out.dbias);
+  b.dshift = output(needs.dshift, shift, out.dshift);
+  b.dscale = output(needs.dscale, scale, out.dscale);
+  b.dinput = output(needs.dinput, input, out.dinput);
+  b.dgate = output(needs.dgate, gate, out.dgate);
+  launch_directly(b, prepared, workspace_bytes, table->launch_backward);
   return true;
 }
 
-// The same by the operator layer_norm_backward.
-inline GradientsOfNorm call_backward(const SavedNorm& saved, const Options& options,
-                                     NeedsOfNorm needs) {
-  static const OperatorHandle op = find_operator("layer_norm_backward");
+// The same by the operator: layer_norm_backward, ada_layer_norm_backward, or with a gate
+// add_ada_layer_norm_backward.
+template <bool kHasModulation>
+GradientsOfNorm call_backward(const SavedNorm& saved, const Options& options,
+                              const NeedsOfNorm& needs) {
+  static const OperatorHandle of_norm =
+      find_operator(kHasModulation ? "ada_layer_norm_backward" : "layer_norm_backward");
+  static const OperatorHandle of_gated_norm = find_operator("add_ada_layer_norm_backward");
+  const bool is_gated = saved.gate.defined();
+  const OperatorHandle& op = is_gated ? of_gated_norm : of_norm;
   Stack stack;
   stack.reserve(op.schema().arguments().size());
-  torch::jit::push(stack, saved.dy, saved.x, options.normalized_ndim,
+  torch::jit::push(stack, saved.dy, saved.x);
+  if (is_gated) torch::jit::push(stack, saved.input, saved.gate);
+  torch::jit::push(stack, options.normalized_ndim,
                    saved.mean.defined() ? saved.mean : at::empty({0}, saved.rstd.options()),
-                   saved.rstd, value_of(saved.weight), value_of(saved.bias),
-                   value_of(saved.dresidual),
-                   options.activation ? IValue(*options.activation) : IValue(),
-                   options.output_scale, needs.dx, needs.dweight, needs.dbias,
-                   statistic_of(options), options.weight_offset, options.keeps_order);
+                   saved.rstd);
+  if (kHasModulation) torch::jit::push(stack, value_of(saved.shift), value_of(saved.scale));
+  torch::jit::push(stack, value_of(saved.weight), value_of(saved.bias), value_of(saved.dresidual));
+  if (!kHasModulation) {
+    torch::jit::push(stack, options.activation ? IValue(*options.activation) : IValue(),
+                     options.output_scale);
+  }
+  stack.emplace_back(needs.dx);
+  if (is_gated) torch::jit::push(stack, needs.dinput, needs.dgate);
+  if (kHasModulation) torch::jit::push(stack, needs.dshift, needs.dscale);
+  torch::jit::push(stack, needs.dweight, needs.dbias, statistic_of(options), options.weight_offset);
+  if (!kHasModulation) stack.emplace_back(options.keeps_order);
   call(op, &stack);
-  const auto take = [&](size_t i, bool needed) {
-    return needed ? std::move(stack[i]).toTensor() : Tensor();
+  GradientsOfNorm found;
+  size_t next = 0;
+  const auto take = [&](bool needed, Tensor& into) {
+    IValue& given = stack[next++];
+    if (needed) into = std::move(given).toTensor();
   };
-  return {take(0, needs.dx), take(1, needs.dweight), take(2, needs.dbias)};
+  take(needs.dx, found.dx);
+  if (is_gated) take(needs.dinput, found.dinput);
+  if (is_gated) take(needs.dgate, found.dgate);
+  if (kHasModulation) take(needs.dshift, found.dshift);
+  if (kHasModulation) take(needs.dscale, found.dscale);
+  take(needs.dweight, found.dweight);
+  take(needs.dbias, found.dbias);
+  return found;
 }
 
-// The gradients of a norm without a modulation, either way.
-inline GradientsOfNorm gradients_of(const SavedNorm& saved, const Options& options,
-                                    NeedsOfNorm needs) {
+// The gradients of a norm, either way.
+template <bool kHasModulation>
+GradientsOfNorm gradients_of(const SavedNorm& saved, const Options& options,
+                             const NeedsOfNorm& needs) {
   GradientsOfNorm found;
-  if (!backward_directly(saved, options, needs, found))
-    found = call_backward(saved, options, needs);
-  return found;
+  if (backward_directly(saved, options, needs, found)) return found;
+  return call_backward<kHasModulation>(saved, options, needs);
 }
 
 // The kernel at BackendSelect of a forward operator without statistics: it serves the calls that

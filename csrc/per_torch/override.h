@@ -274,7 +274,7 @@ inline bool take_backward(Stack* stack, bool is_rms, Override& entry) {
                            bias.value_or(Tensor()),
                            Tensor()};
   const Taken taken(entry);
-  GradientsOfNorm found = gradients_of(saved, options, needs);
+  GradientsOfNorm found = gradients_of</*kHasModulation=*/false>(saved, options, needs);
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(found.dx));
   stack->emplace_back(std::move(found.dweight));

@@ -195,7 +195,7 @@ BackwardResult run_backward(const BackwardArguments& a) {
   const auto parameters = type_of_parameters(a.weight, a.bias);
   const ScalarType dparameter_type = parameters.value_or(a.x.scalar_type());
   const CurrentDevice guard(a.x);
-  const Groups groups({&a.modulation.shift, &a.modulation.scale}, a.x, shape.leading);
+  const Groups groups({raw(a.modulation.shift), raw(a.modulation.scale)}, raw(a.x), shape.leading);
   if (a.modulation.any() && has_columns_apart(a, groups)) {
     BackwardResult result = run_backward(without_columns(a));
     add_columns(result, a);
@@ -237,7 +237,7 @@ GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor&
   check_broadcast(m.gate, "gate", a.x);
   const CurrentDevice guard(a.x);
 
-  const Groups groups({&m.shift, &m.scale, &m.gate}, a.x, shape.leading);
+  const Groups groups({raw(m.shift), raw(m.scale), raw(m.gate)}, raw(a.x), shape.leading);
   if (!shape.empty() && input.scalar_type() == a.x.scalar_type()) {
     const Operands operands(a, shape, types, Activation::kNone, groups, input);
     if (const auto plan = make_gated_plan(operands.problem, device_of(a.x.get_device_index()))) {
@@ -285,7 +285,7 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
   const KernelTypes types(x, gate.scalar_type(), summand);
   const CurrentDevice guard(input);
 
-  const Groups groups({&given_gate}, input, shape.leading);
+  const Groups groups({raw(gate)}, raw(input), shape.leading);
   const GroupGradient dgate(needs_dgate, given_gate, groups, types.weight, types.statistics(),
                             input);
   Tensor dinput = needs_dinput ? empty_like(input, summand) : none(input, in);

@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "bindings/cuda/launches.h"
+#include "bindings/cuda/modulation.h"
 #include "bindings/driver.h"
 
 namespace fused_layernorm {
@@ -40,27 +41,46 @@ static_assert(sizeof(PreparedForward) <= sizeof(DirectLaunch) &&
 static_assert(std::is_trivially_destructible_v<PreparedForward> &&
               std::is_trivially_destructible_v<PreparedBackward>);
 
-// Whether kernels take these numbers, and parameters of these types without a conversion.
-bool takes(const DirectNorm& n, const KernelTypes& types, const void* weight, const void* bias) {
-  const bool has_parameters = weight != nullptr || bias != nullptr;
-  return n.rows > 0 && n.cols > 0 && n.rows <= kMostExtent && n.cols <= kMostExtent &&
-         std::isfinite(n.scale) && std::isfinite(n.weight_offset) &&
-         (weight != nullptr || n.weight_offset == 0.0) && types.y == type_of(n.y_type) &&
-         (!has_parameters || types.weight == type_of(n.weight_type)) && is_aligned(weight) &&
-         is_aligned(bias) && driver_problem().empty();
+std::optional<ScalarType> type_of_parameters(const DirectNorm& n) {
+  const bool has_any = n.weight != nullptr || n.bias != nullptr || n.is_modulated();
+  return has_any ? std::optional(type_of(n.weight_type)) : std::nullopt;
 }
 
-std::optional<ScalarType> type_of_parameters(const DirectNorm& n, const void* weight,
-                                             const void* bias) {
-  if (weight == nullptr && bias == nullptr) return std::nullopt;
-  return type_of(n.weight_type);
+// Whether kernels take these numbers, and parameters of these types without a conversion.
+bool takes(const DirectNorm& n, const KernelTypes& types) {
+  return n.rows > 0 && n.cols > 0 && n.rows <= kMostExtent && n.cols <= kMostExtent &&
+         std::isfinite(n.output_scale) && std::isfinite(n.weight_offset) &&
+         (n.weight != nullptr || n.weight_offset == 0.0) && types.y == type_of(n.y_type) &&
+         types.weight == type_of_parameters(n).value_or(types.weight) && is_aligned(n.weight) &&
+         is_aligned(n.bias) && driver_problem().empty();
+}
+
+// Sets the parameters that both directions share. False if a modulation does not broadcast to x, or
+// kernels cannot read it where it lies.
+template <typename Params>
+bool set_norm(Params& params, const DirectNorm& n) {
+  params.weight = n.weight;
+  params.bias = n.bias;
+  params.rows = n.rows;
+  params.cols = static_cast<int32_t>(n.cols);
+  const auto set = [&](const RawTensor& given, const void*& data, RowMap& rows) {
+    if (given.sizes == nullptr) return true;
+    if (!broadcasts_to(given, n.x)) return false;
+    const auto found = rows_in_place(given, type_of(n.weight_type), n.x, n.leading);
+    data = given.data;
+    if (found) rows = *found;
+    return found.has_value();
+  };
+  Modulation& m = params.modulation;
+  return set(n.shift, m.shift, m.shift_rows) && set(n.scale, m.scale, m.scale_rows) &&
+         set(n.gate, m.gate, m.gate_rows);
 }
 
 Computation computation_of(const DirectNorm& n) {
   Computation computation;
   computation.activation =
       n.activation == nullptr ? Activation::kNone : activation_of(std::string(n.activation));
-  computation.scale = n.scale;
+  computation.scale = n.output_scale;
   computation.is_rms = n.is_rms;
   computation.weight_offset = n.weight_offset;
   computation.eps = n.eps;
@@ -84,32 +104,23 @@ int64_t prepare_forward(const DirectForward* call, DirectLaunch* into) {
     const ScalarType input = type_of(n.input_type), x = type_of(n.x_type);
     const bool has_residual = f.residual != nullptr;
     Computation computation = computation_of(n);
-    computation.xhat_rounding = xhat_rounding_of(n.round_before_weight, f.weight != nullptr, input);
+    computation.xhat_rounding = xhat_rounding_of(n.round_before_weight, n.weight != nullptr, input);
     const ForwardTypes types =
-        settle_types(input, has_residual ? std::optional(x) : std::nullopt,
-                     type_of_parameters(n, f.weight, f.bias), type_of(n.y_type),
-                     computation.xhat_rounding != XhatRounding::kNone);
-    if (!takes(n, types.kernel, f.weight, f.bias) || std::isnan(n.eps) || types.adds_first ||
-        types.summand != input) {
+        settle_types(input, has_residual ? std::optional(x) : std::nullopt, type_of_parameters(n),
+                     type_of(n.y_type), computation.xhat_rounding != XhatRounding::kNone);
+    ForwardParams params;
+    if (!takes(n, types.kernel) || std::isnan(n.eps) || types.adds_first ||
+        types.summand != input || !set_norm(params, n)) {
       return -1;
     }
-    ForwardParams params;
     params.input = f.input;
-    params.input_rows = RowMap(n.cols);
     params.residual = f.residual;
-    params.residual_rows = RowMap(n.cols);
-    params.residual_out = f.residual_out;
-    params.weight = f.weight;
-    params.bias = f.bias;
-    params.y = f.y;
-    params.mean = f.mean;
-    params.rstd = f.rstd;
-    params.rows = n.rows;
-    params.cols = static_cast<int32_t>(n.cols);
+    params.input_rows = params.residual_rows = RowMap(n.cols);
     const DataTypes data_types = types.kernel.data_types();
     const bool aligned =
         is_aligned(f.input) && is_aligned(f.residual) && types.kernel.aligned(n.cols);
     const Problem problem = complete(params, data_types, computation, aligned);
+    if (problem.modulated && !params.plain_weight) return -1;  // it takes more than one kernel
     const auto planned = plan_forward(problem, n.device);
     params.stays_in_l2 = stays_in_l2(planned.plan);
     const auto* const prepared =
@@ -122,40 +133,67 @@ int64_t prepare_backward(const DirectBackward* call, DirectLaunch* into) {
   const DirectBackward& b = *call;
   const DirectNorm& n = b.norm;
   return unless_refused([&]() -> int64_t {
-    const KernelTypes types(type_of(n.x_type), type_of_parameters(n, b.weight, b.bias),
-                            type_of(n.y_type));
-    if (!takes(n, types, b.weight, b.bias)) return -1;
+    const KernelTypes types(type_of(n.x_type), type_of_parameters(n), type_of(n.y_type));
+    const bool is_gated = b.input != nullptr;
     BackwardParams params;
+    if (!takes(n, types) || (is_gated && n.input_type != n.x_type) || !set_norm(params, n)) {
+      return -1;
+    }
+    // What would follow the launch, further sums or that of the columns, is the operator's.
+    const NeedsOfNorm& needs = b.needs;
+    const Groups groups({n.shift, n.scale, n.gate}, n.x, n.leading);
+    const auto sums = [&](bool needed, const RawTensor& m) { return needed && !groups.are_of(m); };
+    if (sums(needs.dshift, n.shift) || sums(needs.dscale, n.scale) || sums(needs.dgate, n.gate) ||
+        (n.is_modulated() && groups.rows == 1 && needs.columns())) {
+      return -1;
+    }
+    params.group_rows = groups.rows;
     params.dy = b.dy;
     params.x = b.x;
     params.dresidual = b.dresidual;
-    params.dy_rows = params.x_rows = params.dresidual_rows = RowMap(n.cols);
+    params.input = b.input;
+    params.dy_rows = params.x_rows = params.dresidual_rows = params.input_rows = RowMap(n.cols);
     params.mean = b.mean;
     params.rstd = b.rstd;
-    params.weight = b.weight;
-    params.bias = b.bias;
-    params.dx = b.dx;
-    params.dweight = b.dweight;
-    params.dbias = b.dbias;
-    params.rows = params.group_rows = n.rows;
-    params.cols = static_cast<int32_t>(n.cols);
     const DataTypes data_types = types.data_types();
-    const bool aligned =
-        is_aligned(b.x) && is_aligned(b.dy) && is_aligned(b.dresidual) && types.aligned(n.cols);
+    const bool aligned = is_aligned(b.x) && is_aligned(b.dy) && is_aligned(b.dresidual) &&
+                         is_aligned(b.input) && types.aligned(n.cols);
     const Problem problem = complete(params, data_types, computation_of(n), aligned,
-                                     b.dweight != nullptr || b.dbias != nullptr, false);
-    const auto* const prepared = new (into->bytes)
-        PreparedBackward{params, data_types, plan_backward(problem, n.device), n.device};
+                                     needs.columns(), needs.dshift || needs.dscale);
+    const auto gated = is_gated ? make_gated_plan(problem, device_of(n.device)) : std::nullopt;
+    if (is_gated && !gated) return -1;
+    const auto planned =
+        gated ? Planned<backward::Plan>{*gated, std::nullopt} : plan_backward(problem, n.device);
+    const auto* const prepared =
+        new (into->bytes) PreparedBackward{params, data_types, planned, n.device};
     return workspace_bytes_of(prepared->planned);
   });
 }
 
-template <typename Prepared>
-const char* launch_prepared(const DirectLaunch* prepared, void* workspace) {
+void set_outputs(ForwardParams& params, const DirectForward& f) {
+  params.y = f.y;
+  params.residual_out = f.residual_out;
+  params.mean = f.mean;
+  params.rstd = f.rstd;
+}
+
+void set_outputs(BackwardParams& params, const DirectBackward& b) {
+  params.dx = b.dx;
+  params.dweight = b.dweight;
+  params.dbias = b.dbias;
+  params.dshift = b.dshift;
+  params.dscale = b.dscale;
+  params.dinput = b.dinput;
+  params.dgate = b.dgate;
+}
+
+template <typename Prepared, typename Direct>
+const char* launch_prepared(const Direct* call, const DirectLaunch* prepared, void* workspace) {
   thread_local std::string wrong;
   const auto& [given, types, planned, device] = Prepared::in(*prepared);
   try {
     auto params = given;
+    set_outputs(params, *call);
     params.workspace = workspace;
     launch(params, types, planned, current_stream(device));
     return nullptr;

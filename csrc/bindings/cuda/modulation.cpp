@@ -10,29 +10,24 @@
 namespace fused_layernorm {
 namespace {
 
-// The size along x's dimension d of a tensor that broadcasts to x.
-int64_t size_along(const Tensor& tensor, const Tensor& x, int64_t d) {
-  const int64_t own = d - (x.dim() - tensor.dim());
-  return own < 0 ? 1 : tensor.sizes()[own];
+// The size along x's dimension d of a tensor that broadcasts to x, which has `dims` dimensions.
+int64_t size_along(const RawTensor& tensor, int64_t dims, int64_t d) {
+  const int64_t own = d - (dims - tensor.dims);
+  return own < 0 ? 1 : tensor.sizes[own];
 }
 
-// The stride along x's dimension d of a tensor that broadcasts to x: zero where it is broadcast.
-int64_t stride_along(const Tensor& tensor, const Tensor& x, int64_t d) {
-  const int64_t own = d - (x.dim() - tensor.dim());
-  return own < 0 || tensor.sizes()[own] == 1 ? 0 : tensor.strides()[own];
-}
-
-// Whether no normalized dimension is broadcast.
-bool has_all_columns(const Tensor& tensor, const Tensor& x, int64_t leading) {
-  for (int64_t d = leading; d < x.dim(); ++d) {
-    if (size_along(tensor, x, d) != x.sizes()[d]) return false;
+// The strides along x's dimensions of a tensor that broadcasts to x: zero where it is broadcast.
+std::vector<int64_t> strides_along(const RawTensor& tensor, int64_t dims) {
+  std::vector<int64_t> strides(dims, 0);
+  for (int64_t own = 0; own < tensor.dims; ++own) {
+    if (tensor.sizes[own] != 1) strides[dims - tensor.dims + own] = tensor.strides[own];
   }
-  return true;
+  return strides;
 }
 
-std::optional<RowMap> map_of(const std::vector<int64_t>& strides, const Tensor& x,
+std::optional<RowMap> map_of(const std::vector<int64_t>& strides, const RawTensor& x,
                              int64_t leading) {
-  return row_map(x.sizes().data(), strides.data(), x.dim(), leading);
+  return row_map(x.sizes, strides.data(), x.dims, leading);
 }
 
 // A copy whose rows are contiguous and begin at multiples of 16 bytes. Sets `strides` to the copy's
@@ -40,6 +35,7 @@ std::optional<RowMap> map_of(const std::vector<int64_t>& strides, const Tensor& 
 Tensor copy_rows(const Tensor& tensor, ScalarType type, const Tensor& x, int64_t leading,
                  bool expands, std::vector<int64_t>& strides) {
   const int64_t dims = x.dim();
+  const RawTensor original = raw(tensor);
   std::vector<int64_t> sizes(dims), own_strides(dims);
   int64_t stride = 1;
   for (int64_t d = dims - 1; d >= 0; --d) {
@@ -48,7 +44,7 @@ Tensor copy_rows(const Tensor& tensor, ScalarType type, const Tensor& x, int64_t
       stride = (stride + vector - 1) / vector * vector;
     }
     const bool whole = d >= leading || expands;
-    sizes[d] = whole ? x.sizes()[d] : size_along(tensor, x, d);
+    sizes[d] = whole ? x.sizes()[d] : size_along(original, dims, d);
     own_strides[d] = stride;
     strides[d] = sizes[d] == 1 ? 0 : stride;
     stride *= sizes[d];
@@ -61,14 +57,19 @@ Tensor copy_rows(const Tensor& tensor, ScalarType type, const Tensor& x, int64_t
 
 }  // namespace
 
+bool broadcasts_to(const RawTensor& tensor, const RawTensor& x) {
+  bool fits = tensor.dims <= x.dims;
+  for (int64_t d = 0; fits && d < x.dims; ++d) {
+    const int64_t size = size_along(tensor, x.dims, d);
+    fits = size == 1 || size == x.sizes[d];
+  }
+  return fits;
+}
+
 void check_broadcast(const std::optional<Tensor>& tensor, const char* name, const Tensor& x) {
   if (!tensor) return;
-  bool fits = tensor->dim() <= x.dim();
-  for (int64_t d = 0; fits && d < x.dim(); ++d) {
-    const int64_t size = size_along(*tensor, x, d);
-    fits = size == 1 || size == x.sizes()[d];
-  }
-  CHECK_ARGUMENT(fits, name, " must broadcast to the shape of the input");
+  CHECK_ARGUMENT(broadcasts_to(raw(*tensor), raw(x)), name,
+                 " must broadcast to the shape of the input");
   CHECK_ARGUMENT(is_beside(*tensor, x), name, " must be on the input's device");
 }
 
@@ -85,46 +86,53 @@ std::optional<ScalarType> common_type(std::initializer_list<std::optional<Scalar
   return common;
 }
 
+std::optional<RowMap> rows_in_place(const RawTensor& modulation, ScalarType type,
+                                    const RawTensor& x, int64_t leading) {
+  const auto found = map_of(strides_along(modulation, x.dims), x, leading);
+  return found && is_aligned(modulation.data, size_of(data_type(type)), *found) ? found
+                                                                                : std::nullopt;
+}
+
 ModulationRows::ModulationRows(const std::optional<Tensor>& given, ScalarType type, const Tensor& x,
                                int64_t leading) {
   if (!given) return;
-  std::vector<int64_t> strides(x.dim());
-  for (int64_t d = 0; d < x.dim(); ++d) strides[d] = stride_along(*given, x, d);
-  if (given->scalar_type() == type && has_all_columns(*given, x, leading)) {
-    if (const auto found = map_of(strides, x, leading); found && is_aligned(*given, *found)) {
-      tensor = *given;
-      map = *found;
-      return;
-    }
+  tensor = given;
+  std::optional<RowMap> found;
+  if (given->scalar_type() == type) {
+    found = rows_in_place(raw(*given), type, raw(x), leading);
   }
-  tensor = copy_rows(*given, type, x, leading, false, strides);
-  auto found = map_of(strides, x, leading);
-  if (!found) {
-    tensor = copy_rows(*given, type, x, leading, true, strides);
-    found = map_of(strides, x, leading);
+  for (const bool expands : {false, true}) {
+    if (found) break;
+    std::vector<int64_t> strides(x.dim());
+    tensor = copy_rows(*given, type, x, leading, expands, strides);
+    found = map_of(strides, raw(x), leading);
   }
   map = *found;
 }
 
-Groups::Groups(std::initializer_list<const std::optional<Tensor>*> modulations, const Tensor& x,
-               int64_t leading)
-    : sizes(x.sizes().data(), x.sizes().data() + x.dim()) {
+Groups::Groups(std::initializer_list<RawTensor> modulations, const RawTensor& x, int64_t leading)
+    : sizes(x.sizes, x.sizes + x.dims) {
   for (int64_t d = leading - 1; d >= 0; --d) {
-    for (const auto* modulation : modulations) {
-      if (*modulation && size_along(**modulation, x, d) != 1 && x.sizes()[d] != 1) return;
+    for (const RawTensor& modulation : modulations) {
+      if (modulation.sizes && size_along(modulation, x.dims, d) != 1 && x.sizes[d] != 1) return;
     }
     rows *= sizes[d];
     sizes[d] = 1;
   }
 }
 
+bool Groups::are_of(const RawTensor& modulation) const {
+  const auto dims = static_cast<int64_t>(sizes.size());
+  bool same = true;
+  for (int64_t d = 0; d < dims; ++d) same &= sizes[d] == size_along(modulation, dims, d);
+  return same;
+}
+
 GroupGradient::GroupGradient(bool needed, const std::optional<Tensor>& modulation,
                              const Groups& groups, ScalarType type, ScalarType wide_type,
                              const Tensor& x) {
   if (!needed) return;
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    is_wide |= groups.sizes[d] != size_along(*modulation, x, d);
-  }
+  is_wide = !groups.are_of(raw(*modulation));
   of_groups = empty(x, groups.sizes.data(), x.dim(), is_wide ? wide_type : type);
 }
 
@@ -132,9 +140,10 @@ Tensor GroupGradient::result(const std::optional<Tensor>& modulation, const Tens
   const ScalarType type = modulation ? modulation->scalar_type() : x.scalar_type();
   if (!of_groups) return none(x, type);
   Tensor sum = *of_groups;
+  const RawTensor own = raw(*modulation);
   std::vector<int64_t> dims;
   for (int64_t d = 0; d < x.dim(); ++d) {
-    if (sum.sizes()[d] != size_along(*modulation, x, d)) dims.push_back(d);
+    if (sum.sizes()[d] != size_along(own, x.dim(), d)) dims.push_back(d);
   }
   if (!dims.empty()) {
     sum = torch::stable::sum(

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bindings/cuda/tensors.h"
+#include "bindings/kernel_table.h"
 
 namespace fused_layernorm __attribute__((visibility("hidden"))) {
 
@@ -16,6 +17,15 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     bool any() const { return shift || scale || gate; }
   };
 
+  inline RawTensor raw(const Tensor& tensor) {
+    return {tensor.const_data_ptr(), tensor.sizes().data(), tensor.strides().data(), tensor.dim()};
+  }
+  inline RawTensor raw(const std::optional<Tensor>& tensor) {
+    return tensor ? raw(*tensor) : RawTensor();
+  }
+
+  bool broadcasts_to(const RawTensor& tensor, const RawTensor& x);
+
   // Throws unless `tensor`, if given, broadcasts to x's shape and is on x's device.
   void check_broadcast(const std::optional<Tensor>& tensor, const char* name, const Tensor& x);
 
@@ -24,14 +34,18 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   std::optional<ScalarType> common_type(std::initializer_list<std::optional<ScalarType>> types);
   std::optional<ScalarType> type_of(const std::optional<Tensor>& tensor);
 
-  // The row of a modulation for each row of x. Kernels read the modulation in place, or a copy if
-  // it is of another type, if its rows are not contiguous inside or do not begin at multiples of 16
-  // bytes, or if no RowMap describes where its rows begin.
+  // The row of a modulation for each row of x, if kernels can read it in place: its rows are
+  // contiguous inside and begin at multiples of 16 bytes, and a RowMap describes where. The first
+  // `leading` dimensions of x count rows.
+  std::optional<RowMap> rows_in_place(const RawTensor& modulation, ScalarType type,
+                                      const RawTensor& x, int64_t leading);
+
+  // The same of a modulation of any type and layout. Kernels read it in place or, if they cannot,
+  // a copy.
   struct ModulationRows {
     std::optional<Tensor> tensor;
     RowMap map;
 
-    // The first `leading` dimensions of x count rows.
     ModulationRows(const std::optional<Tensor>& given, ScalarType type, const Tensor& x,
                    int64_t leading);
     const void* data() const { return data_of(tensor); }
@@ -42,8 +56,9 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     int64_t rows = 1;            // of a group
     std::vector<int64_t> sizes;  // x's, with ones for the dimensions inside a group
 
-    Groups(std::initializer_list<const std::optional<Tensor>*> modulations, const Tensor& x,
-           int64_t leading);
+    Groups(std::initializer_list<RawTensor> modulations, const RawTensor& x, int64_t leading);
+    // Whether the modulation has one row of columns for each group.
+    bool are_of(const RawTensor& modulation) const;
   };
 
   // The gradient of a modulation. Kernels write the gradient of each group; result() makes that of

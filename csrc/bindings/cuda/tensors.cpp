@@ -262,10 +262,12 @@ bool is_run(const Tensor& tensor, const Planes& planes, int64_t cols) {
          planes.sample_stride * bytes % kVectorBytes == 0;
 }
 
+bool is_aligned(const void* data, int64_t bytes, const RowMap& map) {
+  return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0 &&
+         map.stride * bytes % kVectorBytes == 0 && map.jump * bytes % kVectorBytes == 0;
+}
 bool is_aligned(const Tensor& tensor, const RowMap& map) {
-  const auto bytes = static_cast<int64_t>(tensor.element_size());
-  return address_of(tensor) % kVectorBytes == 0 && map.stride * bytes % kVectorBytes == 0 &&
-         map.jump * bytes % kVectorBytes == 0;
+  return is_aligned(tensor.const_data_ptr(), static_cast<int64_t>(tensor.element_size()), map);
 }
 
 Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims) {

@@ -90,7 +90,9 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   // Whether each sample is one run of memory that begins at a multiple of 16 bytes.
   bool is_run(const Tensor& tensor, const Planes& planes, int64_t cols);
 
-  // Whether every row of the tensor, placed as `map` says, begins at a multiple of 16 bytes.
+  // Whether every row of the tensor, placed as `map` says, begins at a multiple of 16 bytes. The
+  // tensor may be given by the address and the size of an element.
+  bool is_aligned(const void* data, int64_t bytes, const RowMap& map);
   bool is_aligned(const Tensor& tensor, const RowMap& map);
 
   // A view of the tensor's memory from its first element on, with these sizes and strides.
