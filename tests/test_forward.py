@@ -221,7 +221,7 @@ def test_rows_by_halves_have_the_bits_of_shifted_rows(plans, dtype):
         numerics.check(Problem((37, cols), dtype), "cuda", backward=False)
         weight, bias, *x = torch.randn(39, cols, device="cuda").to(dtype)
         x = torch.stack(x) + 100 * (torch.arange(37, device="cuda").to(dtype) % 3)[:, None]
-        found, expected = (layer_norm(rows, weight, bias) for rows in (x, misaligned(x)))
+        found, expected = (layer_norm(rows, weight, bias) for rows in (x, numerics.misaligned(x)))
         assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), cols
 
 
