@@ -52,11 +52,12 @@ template <int kWidth, int kXSize>
 using FewRowsVecs =
     std::conditional_t<kWidth == 1, VecsList<8, kKeptColsPerThread>,
                        std::conditional_t<kXSize == 4, VecsList<2, 4, 8>, VecsList<2, 4>>>;
-// There are kernels for all rows that teams for many rows keep in registers. For longer rows there
-// are kernels only where nothing is fused and all tensors are of one type.
+// There are kernels for all rows that teams for many rows keep in registers, but for a dy narrower
+// than x. For longer rows there are kernels only where nothing is fused and all tensors are of one
+// type.
 constexpr bool has_few_rows_kernel(DataType x, DataType weight, DataType y, bool fused,
                                    bool keeps) {
-  return keeps || (!fused && is_one_type(x, weight, y));
+  return keeps ? !is_narrowed(x, y) : !fused && is_one_type(x, weight, y);
 }
 static_assert(contains(FewRowsVecs<1, 4>{}, most_backward_block_vecs(1)) &&
                   contains(FewRowsVecs<4, 4>{}, backward_block_vecs_from(4, 4, 1)) &&
@@ -167,7 +168,8 @@ inline int few_rows_teams(FewRows plan, const Problem& problem, const Device& de
 
 inline std::optional<FewRows> FewRows::make(const Problem& problem, const Device& device,
                                             const Forced& forced) {
-  const bool allowed = !problem.modulated && forced.allows(kName, {Field::kVecs, Field::kTeams});
+  const bool allowed = !problem.modulated && !is_narrowed(problem.x, problem.y) &&
+                       forced.allows(kName, {Field::kVecs, Field::kTeams});
   if (!allowed || !(has_few_rows(problem, device) || !forced.strategy.empty())) return std::nullopt;
   FewRows plan;
   plan.width = width_of(problem);
