@@ -99,6 +99,7 @@ lint: tools
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) ci/mutations.py --check
 	$(CLANG_FORMAT) --dry-run -Werror $(CSRC)
 
 format: tools

@@ -5,6 +5,7 @@
     python ci/mutations.py --only plan       of one kind, or of one name
     python ci/mutations.py --only kernel     on a machine with a GPU and nvcc: compiles the kernels
     python ci/mutations.py --patch few-rows-warps   prints one of them as a patch
+    python ci/mutations.py --check           only whether each can still be made; part of make lint
 
 A change that its tests do not notice is a test to write. The libraries in fused_layernorm/ are put
 back afterwards; those of the plan are built without kernels.
@@ -86,8 +87,9 @@ MUTATIONS = [
              "    if not effects.in_one_region(site.nodes):", "    if False:",
              ("tests/test_graph_pass.py", "tests/test_compile_backend.py")),
     Mutation("override-count", "python", "fused_layernorm/override.py",
-             "    if not _in_force[key]:\n        _switch(key, True)",
-             "    if _in_force[key]:\n        _switch(key, True)", ("tests/test_override.py",)),
+             "        if not _in_force[key]:\n            _switch(key, True)",
+             "        if _in_force[key]:\n            _switch(key, True)",
+             ("tests/test_override.py",)),
     Mutation("gelu-second", "python", "fused_layernorm/ops/formulas.py",
              "(2 * math.pi) ** -0.5 * (2 - z * z)", "(2 * math.pi) ** -0.5 * (1 - z * z)",
              AUTOGRAD, OPERATORS),
@@ -152,7 +154,7 @@ MUTATIONS = [
              "use(Acc(min(chunks.slice_cols, p.cols - i * chunks.slice_cols)), parts[i]);",
              "use(Acc(chunks.slice_cols), parts[i]);", FORWARD),
     Mutation("ring-meeting", "kernel", "csrc/forward/ring.cu",
-             "use(cols[k], slots.values[k]);", "use(cols[k], slots.values[0]);", FORWARD),
+             "use(cols, slots.values[k]);", "use(cols, slots.values[0]);", FORWARD),
     Mutation("dscale-bias", "kernel", "csrc/backward/param_grad.cu",
              "sum[j] = weight[j] * sum[j] + bias[j] * of_shift[j];", "sum[j] = weight[j] * sum[j];",
              ADA),
@@ -220,7 +222,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", help="a kind or a name, several times")
     parser.add_argument("--patch", metavar="NAME", help="print it, and run nothing")
+    parser.add_argument("--check", action="store_true", help="whether each can be made, no more")
     arguments = parser.parse_args()
+    if arguments.check:
+        print(f"{len([changed(m) for m in MUTATIONS])} mutations can be made")
+        return 0
     wanted = arguments.only or ["python", "autograd", "plan"]
     chosen = [m for m in MUTATIONS if {m.name, m.kind} & {arguments.patch, *wanted}]
     if arguments.patch:

@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-import math
 import re
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from benchmarks import (  # noqa: E402
     overhead,
     providers,
     results,
-    run,
     sweep,
     timing,
     tune,
@@ -68,39 +66,6 @@ def on_cpu(monkeypatch):
 )
 def test_bytes_are_the_least_that_must_move(text, row, once):
     assert parse_case(text).bytes == 30 * (100 * row + once)
-
-
-def test_a_case_has_samples_if_it_is_modulated():
-    wrong: dict[str, Any]
-    for wrong in (
-        {"op": "ada_forward"},
-        {"op": "ada_forward", "samples": 3},
-        {"op": "ada_forward", "samples": 5, "modulation": "sample"},
-        {"op": "ada_forward", "samples": 3, "modulation": "frame"},
-        {"op": "forward", "samples": 3},
-        {"op": "forward", "samples": 3, "modulation": "sample"},
-    ):
-        with pytest.raises(ValueError, match=r"samples|modulation"):
-            Case(rows=6, cols=8, dtype="float32", **wrong)
-
-
-def test_modulations_are_views_of_one_tensor(on_cpu):
-    for text, shape in (("3x2x8 fp32 add_ada_forward", (3, 1, 8)),
-                        ("3x2x8 fp32 add_ada_forward per-token", (3, 2, 8))):  # fmt: skip
-        one: Any
-        for one in ours.make_inputs(parse_case(text)):
-            assert one.x.shape == (3, 2, 8)
-            for tensor in (one.shift, one.scale, one.gate):
-                assert tensor.shape == shape
-                assert tensor.stride(-2) == 48
-            assert one.scale.data_ptr() - one.shift.data_ptr() == 8 * 4
-            assert one.weight is None
-
-
-def test_ratio_is_one_at_copy_speed():
-    case = Case("forward", 1 << 20, 64, "float32")
-    assert case.ratio(100.0, 100.0) == pytest.approx(1.0, rel=1e-5)
-    assert case.ratio(200.0, 100.0) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_every_operator_has_a_case_with_a_target():
@@ -201,23 +166,6 @@ def test_tune_times_a_call_behind_the_write_of_its_input(op, name, on_cpu, monke
     seen.clear()
     assert ways.resident(calls) == 7.0
     assert len(seen) == 1, "a thousand bytes of L2 have room for one input"
-
-
-def test_tune_error_keeps_nan():
-    good = torch.ones(4)
-    bad = torch.tensor([1.0, float("nan"), 1.0, 1.0])
-    assert tune.error((good, good), [good, good]) == 0.0
-    assert math.isnan(tune.error((bad, good), [good, good]))
-
-
-def test_counts_cover_the_cache_and_fill_a_replay():
-    l2 = 60 << 20
-    assert timing.input_count(1 << 30, l2) == 2
-    assert timing.input_count(20 << 20, l2) == 9
-    assert timing.input_count(1000, l2) == timing.MAX_INPUTS
-    assert timing.call_count(2, 1 << 30) == 4
-    assert timing.call_count(200, 20 << 20) == 200
-    assert timing.call_count(2, 1000) == timing.MAX_CALLS
 
 
 PLAIN_OPS = ("forward", "backward", "add_forward", "add_backward")
@@ -342,17 +290,6 @@ def test_csrc_sha256_with_and_without_git(tmp_path):
     assert results.csrc_sha256(tmp_path) != expected
 
 
-def test_row_names_dtypes_that_differ():
-    plain = results.row_of(Case("forward", 5, 7, "bfloat16"))
-    assert set(plain) == {"op", "rows", "cols", "dtype", "bytes"}
-    for case in CASES:
-        assert results.case_of(results.row_of(case)) == case
-    token = next(case for case in CASES if case.modulation == "token")
-    assert {"samples": 1, "modulation": "token"}.items() <= results.row_of(token).items()
-    mixed = next(case for case in CASES if case.types == "bf16+fp32>fp32")
-    assert results.row_of(mixed)["weight_dtype"] == results.row_of(mixed)["out_dtype"] == "float32"
-
-
 def test_verdict():
     def verdict(case, **times):
         return results.verdict(case, {**results.row_of(case), **times})
@@ -369,15 +306,6 @@ def test_verdict():
     guarded = Case("forward", 32768, 768, "bfloat16", weight_dtype="float32")
     assert verdict(guarded, copy_us=9.0, ours_us=99.0) == ""
     assert verdict(guarded, copy_us=9.0, ours_us=10.1, eager_us=10.0) == "MISS eager"
-
-
-def test_parts_that_a_run_did_not_measure_are_kept():
-    stamp = {"date": "2026-01-02T03:04:05+00:00", "csrc_sha256": "0"}
-    old = {"rows": [1], "skipped": [2], "sweep": stamp, "overhead_stamp": stamp,
-           "call_overhead": {}, "training_step": []}  # fmt: skip
-    kept = {key: value for key, value in old.items() if key not in ("rows", "skipped")}
-    assert run.kept(old, {"rows": [3]}) == kept
-    assert run.kept(old, {"rows": [3], **dict.fromkeys(overhead.PARTS)}) == {"sweep": stamp}
 
 
 class FakeSide(compare.Side):
@@ -532,12 +460,6 @@ def test_fingerprint_sees_one_bit_and_an_exchange():
     prints = [compare.fingerprint(t) for t in (x, other, x.flip(0), x.flip(1))]
     assert len({tuple(one) for one in prints}) == 4
     assert compare.fingerprint((x, x)) == prints[0] * 2
-
-
-def test_turns_visit_all_and_favour_none():
-    order = list(timing.turns("abc", 6))
-    assert "".join(order) == "abcbcacab" * 2
-    assert timing.summary("ours", [3.0, 1.0, 2.0]) == {"ours_us": 2.0, "ours_best_us": 1.0}
 
 
 def test_overhead_measures_steps_and_device_times(on_cpu, monkeypatch):
