@@ -570,29 +570,15 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
     compile/rules.py decides. The operations around the call are not known here, so elementwise
     ones are assumed.
     """
-    from torch.fx.experimental.symbolic_shapes import has_static_value
-
-    device, options = a.input.device.type, a.options
-    if not CHOOSES or device not in rules.DEVICES or a.input.dim() == 0 or options.keeps_order:
+    options = a.options
+    if not CHOOSES or a.input.dim() == 0 or options.keeps_order:
         return operator
-    cols, stride = math.prod(a.normalized_shape), a.input.stride(-1)
-    if not has_static_value(cols):
-        return operator
-    has_hidden_casts = (
-        _has_autocast(device)
-        and torch.is_autocast_enabled(device)
-        and a.residual is None
-        and options.activation is None
-        and options.out_dtype is None
-        and has_static_value(options.output_scale)
-        and options.output_scale == 1.0
-    )
-    choice = _choice(
+    choice = _choice_of(
+        a.input,
+        math.prod(a.normalized_shape),
         "RESIDUAL" if a.residual is not None else "ACTIVATED" if options.activation else "PLAIN",
-        index(cols),  # In Dynamo of torch 2.11, int(cols) would be no constant.
-        index(stride) if has_static_value(stride) else 0,
-        bool(has_hidden_casts),
-        torch.are_deterministic_algorithms_enabled(),
+        a.residual is None and options.activation is None and options.out_dtype is None,
+        options.output_scale,
         options.statistic,
     )
     if choice == "KERNEL":
@@ -607,21 +593,37 @@ def _compiled(operator: Operator, a: Arguments) -> Operator | None:
 
 
 def is_inductors_rms_norm(x: Tensor) -> bool:
-    """Whether a compiled graph shall have a class's own RMSNorm over the last dimension of x."""
+    """Whether a graph gets an RMSNorm over x's last dimension as its class writes it."""
+    return CHOOSES and _choice_of(x, x.shape[-1], "PLAIN", False, 1.0, "rms") == "PYTORCH"
+
+
+def _choice_of(
+    x: Tensor, cols: int, kind: str, may_be_cast: bool, scale: float, statistic: str
+) -> str:
+    """What the rules choose for a norm of x that Dynamo traces; the kernel, if they are not asked.
+
+    `may_be_cast`: autocast casts x for PyTorch's norm, if it is on and the scale is 1.
+    """
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    if not CHOOSES or x.device.type not in rules.DEVICES or not has_static_value(x.shape[-1]):
-        return False
-    stride = x.stride(-1)
-    choice = _choice(
-        "PLAIN",
-        index(x.shape[-1]),
-        index(stride) if has_static_value(stride) else 0,
-        False,
-        torch.are_deterministic_algorithms_enabled(),
-        "rms",
+    device, stride = x.device.type, x.stride(-1)
+    if device not in rules.DEVICES or not has_static_value(cols):
+        return "KERNEL"
+    has_hidden_casts = (
+        may_be_cast
+        and _has_autocast(device)
+        and torch.is_autocast_enabled(device)
+        and has_static_value(scale)
+        and scale == 1.0
     )
-    return choice == "PYTORCH"
+    return _choice(
+        kind,
+        index(cols),  # In Dynamo of torch 2.11, int(cols) would be no constant.
+        index(stride) if has_static_value(stride) else 0,
+        bool(has_hidden_casts),
+        torch.are_deterministic_algorithms_enabled(),
+        statistic,
+    )
 
 
 def _choice(

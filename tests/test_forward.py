@@ -216,13 +216,22 @@ def test_spread_rows_have_the_bits_of_logical_warps(plans, dtype, kind):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=ids)
 def test_rows_by_halves_have_the_bits_of_shifted_rows(plans, dtype):
     """Where a row stands decides how it is moved, and must not change its result."""
-    for cols in (4, 12, 60, 252, 356, 516, 764, 924, 1020):
-        assert plans.of(37, cols, dtype)["moves"] == "halves"
-        numerics.check(Problem((37, cols), dtype), "cuda", backward=False)
-        weight, bias = torch.randn(2, cols, device="cuda").to(dtype)
-        x = (torch.randn(37, cols) + 100 * (torch.arange(37) % 3)[:, None]).to("cuda", dtype)
-        found, expected = (layer_norm(rows, weight, bias) for rows in (x, numerics.misaligned(x)))
-        assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), cols
+    for cols, statistic in itertools.product((4, 12, 60, 356, 512, 764, 1020), ("layer", "rms")):
+        assert cols % 8 == 0 or plans.of(36, cols, dtype)["moves"] == "halves"
+        numerics.check(Problem((36, cols), dtype, statistic=statistic), "cuda", backward=False)
+        parameters = torch.randn(2, cols, device="cuda").to(dtype)
+        x = (torch.randn(36, cols) + 100 * (torch.arange(36) % 3)[:, None]).to("cuda", dtype)
+        wide = torch.zeros(6, 7, cols + 8, device="cuda", dtype=dtype)[:, :6, 4 : 4 + cols]
+        wide.copy_(x.view(6, 6, cols))  # by halves, as the second; the last is shifted
+        for weight, bias in (parameters, (None, None)):
+            found = [
+                torch.ops.fused_layernorm.layer_norm(
+                    rows, 1, weight, None if statistic == "rms" else bias, 1e-5, statistic=statistic
+                ).reshape(36, cols)
+                for rows in (x, numerics.misaligned(x, 4), wide, numerics.misaligned(x))
+            ]
+            for other in found[1:]:
+                assert torch.equal(found[0].view(torch.int16), other.view(torch.int16)), cols
 
 
 @pytest.mark.gpu

@@ -240,8 +240,11 @@ def test_bad_input(device, options, error, message):
 
 
 def test_an_unknown_statistic(device):
+    x = torch.randn(4, 64, device=device)
     with pytest.raises(ValueError, match="expected statistic 'layer' or 'rms', got 'batch'"):
-        fl.ada_layer_norm(torch.randn(4, 64, device=device), statistic="batch")
+        fl.ada_layer_norm(x, statistic="batch")
+    with pytest.raises((ValueError, RuntimeError), match="expected statistic 'layer' or 'rms'"):
+        torch.ops.fused_layernorm.layer_norm(x, 1, None, None, 1e-5, statistic="batch")
 
 
 def test_modules(device):

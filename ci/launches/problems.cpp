@@ -190,6 +190,9 @@ int main(int argc, char** argv) {
             problem.has_epilogue = kind & 4;
             if (problem.aligned && !may_be_aligned) continue;
             run(problem, Modulated::kNot, device, quiet);
+            problem.halves = !problem.aligned && cols * size_of(x) % (kVectorBytes / 2) == 0;
+            if (problem.halves) run(problem, Modulated::kNot, device, quiet);
+            problem.halves = false;
             if (problem.has_epilogue) continue;
             for (const auto modulated : {Modulated::kByRow, Modulated::kByRowWithGate,
                                          Modulated::kByGroup, Modulated::kByGroupWithGate}) {

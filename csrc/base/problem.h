@@ -26,7 +26,7 @@ struct Problem {
   DataType weight = DataType::kFloat32;  // of bias too
   DataType y = DataType::kFloat32;       // of dy in backward
   bool aligned = true;    // every row of every tensor begins at a multiple of 16 bytes
-  bool halves = false;    // forward: else every row of x and y begins at a multiple of 8 bytes
+  bool halves = false;    // forward, not aligned: every row of x and y begins at a multiple of 8
   bool residual = false;  // forward: a second input; backward: a gradient added to dx
   // An activation, a scale that is not 1, or a weight that is not plain (ForwardParams).
   bool has_epilogue = false;

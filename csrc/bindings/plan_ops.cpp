@@ -52,7 +52,8 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
   problem.rows = rows;
   problem.cols = cols;
   problem.aligned = aligned.value_or(whole);
-  problem.halves = !aligned && !whole && cols * size_of(problem.x) % (kVectorBytes / 2) == 0;
+  problem.halves =
+      !aligned.has_value() && !whole && cols * size_of(problem.x) % (kVectorBytes / 2) == 0;
   problem.residual = residual;
   problem.has_epilogue = has_epilogue;
   problem.needs_dparams = needs_dparams;

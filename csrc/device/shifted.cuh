@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shifted rows: unaligned rows, moved by vectors all the same, or by halves of vectors. A thread
-// owns the columns that it would own of a row that begins at a multiple of 16 bytes, so a row's
-// sums do not depend on where the row stands. Memory is read and written in aligned pieces (of 16
-// bytes, or of a vector's bytes, if those are fewer); a thread's vector lies across two of them.
+// Unaligned rows, moved by vectors all the same. A thread owns the columns that it would own of a
+// row that begins at a multiple of 16 bytes, so a row's sums do not depend on where it stands.
+// Shifted rows begin anywhere: memory is read and written in aligned pieces (of 16 bytes, or of a
+// vector's bytes, if those are fewer), and a thread's vector lies across two of them. Rows by
+// halves begin at multiples of half a vector.
 #pragma once
 
 #include <cstdint>

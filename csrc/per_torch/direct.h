@@ -182,6 +182,7 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_s
   const KernelTable* const table = kernel_table();
   if (table == nullptr || !is_next(keys, c10::DispatchKey::CUDA)) return false;
   const Options options = options_of<Op>(arguments);
+  if (!options.is_rms && arguments[Op::kStatistic].toStringRef() != "layer") return false;
   if (options.keeps_order) return false;
   static const Tensor none;
   const auto tensor_if = [&](bool has, size_t i) -> const Tensor& {

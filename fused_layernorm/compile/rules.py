@@ -56,7 +56,7 @@ class Problem(NamedTuple):
     # has False here.
     with_hidden_casts: bool = False
     statistic: str = "layer"  # or "rms"
-    # Whether nothing but the call is seen, as where no backend of this package reads the graph.
+    # Whether a call asks, while Dynamo traces it and before the graph is there.
     is_call: bool = False
 
 

@@ -90,13 +90,14 @@ XhatRounding xhat_rounding_of(bool round_before_weight, bool has_weight, ScalarT
 
 namespace {
 
-// Whether every row of x and of y begins at a multiple of half a vector.
+// Whether every row of x and of y, which has an allocation of its own, begins at a multiple of half
+// a vector.
 bool begin_at_halves(const ForwardParams& p, const DataTypes& types) {
   constexpr int kHalf = kVectorBytes / 2;
   const int64_t x = size_of(types.x), y = size_of(types.y);
-  const auto address = [](const void* data) { return reinterpret_cast<uintptr_t>(data); };
-  return address(p.input) % kHalf == 0 && p.input_rows.stride * x % kHalf == 0 &&
-         p.input_rows.jump * x % kHalf == 0 && address(p.y) % kHalf == 0 && p.cols * y % kHalf == 0;
+  return reinterpret_cast<uintptr_t>(p.input) % kHalf == 0 &&
+         p.input_rows.stride * x % kHalf == 0 && p.input_rows.jump * x % kHalf == 0 &&
+         p.cols * y % kHalf == 0;
 }
 
 }  // namespace
