@@ -45,8 +45,8 @@ struct RowBlock {
   // If the first elements were loaded behind the row, their load would also wait behind the stores
   // of residual_out (bfloat16 with a residual: 32768 x 4096 271 us, loaded before the row 260). But
   // eight vectors beside a residual leave no register for a pivot that is loaded before the row.
-  template <typename N, int kVecs, bool kShifted>
-  static constexpr bool kPivotFirst = kShifted || kVecs < 8 || !N::Prologue::kMayStore;
+  template <typename N, int kVecs, bool kRagged>
+  static constexpr bool kPivotFirst = kRagged || kVecs < 8 || !N::Prologue::kMayStore;
   template <typename N, typename Row, int kWidth>
   __device__ __forceinline__ auto pivot(const Row& row, const Vec<typename N::X, kWidth>&) const {
     return N::Statistic::template pivot<typename N::X>(row.first_elements(kWidth));
@@ -231,20 +231,18 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_vecs(ForwardBlockVecs{}, plan.vecs, [&](auto vecs) {
-      return dispatch_moves(plan.moves, [&](auto moves) -> cudaError_t {
+      return dispatch_rows<T>(params, plan.moves, [&](auto norm, auto moves) -> cudaError_t {
         if constexpr (!has_block_kernels(vecs(), moves())) {
           return cudaErrorInvalidValue;
         } else {
-          return dispatch_forward<T, moves() != Moves::kVectors>(params, [&](auto norm) {
-            using N = decltype(norm);
-            using Narrow = ForwardBlockGeometry<N, vecs(), moves(), true, false>;
-            return dispatch_bool<Narrow::kMayBeEarly>(plan.early, [&](auto early) {
-              const bool narrow = plan.threads <= Narrow::kBounds.threads;
-              constexpr bool kMayBeNarrow = Narrow::kMayBeNarrow && !early();
-              return dispatch_bool<kMayBeNarrow>(narrow, [&](auto is_narrow) {
-                using G = ForwardBlockGeometry<N, vecs(), moves(), is_narrow(), early()>;
-                return launch(layer_norm_forward_block_kernel<N, G>, plan, stream, params);
-              });
+          using N = decltype(norm);
+          using Narrow = ForwardBlockGeometry<N, vecs(), moves(), true, false>;
+          return dispatch_bool<Narrow::kMayBeEarly>(plan.early, [&](auto early) {
+            const bool narrow = plan.threads <= Narrow::kBounds.threads;
+            constexpr bool kMayBeNarrow = Narrow::kMayBeNarrow && !early();
+            return dispatch_bool<kMayBeNarrow>(narrow, [&](auto is_narrow) {
+              using G = ForwardBlockGeometry<N, vecs(), moves(), is_narrow(), early()>;
+              return launch(layer_norm_forward_block_kernel<N, G>, plan, stream, params);
             });
           });
         }

@@ -216,7 +216,7 @@ def test_spread_rows_have_the_bits_of_logical_warps(plans, dtype, kind):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=ids)
 def test_rows_by_halves_have_the_bits_of_shifted_rows(plans, dtype):
     """Where a row stands decides how it is moved, and must not change its result."""
-    for cols, statistic in itertools.product((4, 12, 60, 356, 512, 764, 1020), ("layer", "rms")):
+    for cols, statistic in itertools.product((4, 60, 356, 512, 924, 1492, 3196), ("layer", "rms")):
         assert cols % 8 == 0 or plans.of(36, cols, dtype)["moves"] == "halves"
         numerics.check(Problem((36, cols), dtype, statistic=statistic), "cuda", backward=False)
         parameters = torch.randn(2, cols, device="cuda").to(dtype)

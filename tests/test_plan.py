@@ -118,7 +118,7 @@ def check_forward(p, rows, cols, problem, chip):
         assert p["blocks"] == -(-rows // ((4 if stays else 1) * 32 // p["lanes"]))
         assert problem["aligned"]
     if strategy in ("warp", "spread", "block"):
-        halves = strategy == "warp" and bare(problem) and one_type(problem) and width == 8
+        halves = strategy != "spread" and bare(problem) and one_type(problem) and width == 8
         halves = halves and problem["aligned"] is None
         moves = "vectors" if problem["aligned"] else "halves" if halves else "shifted"
         assert p.get("moves", "vectors") == moves

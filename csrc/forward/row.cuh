@@ -115,11 +115,20 @@ template <typename N, int kVecs>
 constexpr int kParameterWords =
     2 * kVecs * kVectorWidth<typename N::Types> * static_cast<int>(sizeof(typename N::W)) / 4;
 
-// Calls then() with the way in which a row's elements are moved as a template parameter.
-template <typename Then>
-cudaError_t dispatch_moves(Moves moves, const Then& then) {
-  return moves == Moves::kVectors ? then(std::integral_constant<Moves, Moves::kVectors>{})
-                                  : then(std::integral_constant<Moves, Moves::kShifted>{});
+// Calls start(norm, moves) with the norm, and with the way in which a row's elements are moved.
+template <typename T, typename Start>
+cudaError_t dispatch_rows(const ForwardParams& p, Moves moves, const Start& start) {
+  using Vectors = std::integral_constant<Moves, Moves::kVectors>;
+  using Halves = std::integral_constant<Moves, Moves::kHalves>;
+  using Shifted = std::integral_constant<Moves, Moves::kShifted>;
+  if constexpr (has_halves(kTypeOf<typename T::X>, kTypeOf<typename T::W>,
+                           kTypeOf<typename T::Y>)) {
+    if (moves == Moves::kHalves) return start(BareForward<T>{}, Halves{});
+  }
+  if (moves == Moves::kVectors) {
+    return dispatch_forward<T, false>(p, [&](auto norm) { return start(norm, Vectors{}); });
+  }
+  return dispatch_forward<T, true>(p, [&](auto norm) { return start(norm, Shifted{}); });
 }
 
 // Forward of one row by a team. A thread has kVecs vectors of the row, which it loads and stores

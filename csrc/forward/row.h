@@ -16,11 +16,16 @@ namespace fused_layernorm {
 // How the elements of a row are moved.
 enum class Moves {
   kVectors,  // by vectors: the row is aligned, it begins at a multiple of 16 bytes
-  kHalves,   // unaligned, but it begins at a multiple of 8 bytes: by halves of vectors
-  kShifted   // unaligned, by aligned vectors that lanes shift into place
+  kShifted,  // unaligned, by aligned vectors that lanes shift into place
+  kHalves    // unaligned, but it begins at a multiple of 8 bytes: by halves of vectors
 };
 inline const char* name_of(Moves moves) {
   return moves == Moves::kVectors ? "vectors" : moves == Moves::kHalves ? "halves" : "shifted";
+}
+
+// Whether rows of these types may be moved by halves.
+constexpr bool has_halves(DataType x, DataType weight, DataType y) {
+  return size_of(x) == 2 && is_one_type(x, weight, y);
 }
 
 enum class Choice {
@@ -70,8 +75,13 @@ inline bool is_bare(const Problem& problem) {
   return !problem.residual && !problem.modulated && !problem.has_epilogue;
 }
 
+// Rows of half precision with nothing fused have kernels that move halves of vectors (8 x 356
+// bfloat16 on an H100: shifted 2.47 us, by halves 1.71).
 inline Moves moves_of(const Problem& problem) {
-  return problem.aligned ? Moves::kVectors : Moves::kShifted;
+  if (problem.aligned) return Moves::kVectors;
+  const bool halves =
+      problem.halves && is_bare(problem) && has_halves(problem.x, problem.weight, problem.y);
+  return halves ? Moves::kHalves : Moves::kShifted;
 }
 }  // namespace forward
 }  // namespace fused_layernorm

@@ -120,16 +120,6 @@ cudaError_t launch_warp(const ForwardParams& params, const forward::Warp& plan,
   }
 }
 
-template <typename N, int kVecs>
-cudaError_t launch_halves(const ForwardParams& params, const forward::Warp& plan,
-                          cudaStream_t stream) {
-  if constexpr (has_warp_halves(sizeof(typename N::X), kIsBare<N>, kIsOneType<typename N::Types>)) {
-    return launch_warp<N, kVecs, Moves::kHalves>(params, plan, stream);
-  } else {
-    return cudaErrorInvalidValue;
-  }
-}
-
 }  // namespace
 
 cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
@@ -137,13 +127,8 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     return dispatch_vecs(ForwardWarpVecs{}, plan.vecs, [&](auto vecs) {
-      if (plan.moves == Moves::kHalves) {
-        return launch_halves<BareForward<T>, vecs()>(params, plan, stream);
-      }
-      return dispatch_moves(plan.moves, [&](auto moves) {
-        return dispatch_forward<T, moves() != Moves::kVectors>(params, [&](auto norm) {
-          return launch_warp<decltype(norm), vecs(), moves()>(params, plan, stream);
-        });
+      return dispatch_rows<T>(params, plan.moves, [&](auto norm, auto moves) {
+        return launch_warp<decltype(norm), vecs(), moves()>(params, plan, stream);
       });
     });
   });

@@ -68,12 +68,6 @@ constexpr int one_vector_lanes(int x_size) { return 64 / vector_width(x_size); }
 template <int kXSize>
 using OneVectorLanes = VecsList<0, one_vector_lanes(kXSize)>;
 
-// Rows of half precision with nothing fused that begin at multiples of 8 bytes, as those of 356
-// columns do, have kernels of their own (8 x 356 bfloat16: shifted 2.50 us).
-constexpr bool has_warp_halves(int x_size, bool bare, bool one_type) {
-  return x_size == 2 && bare && one_type;
-}
-
 // How a logical warp owns a row: vectors of a lane, and lanes.
 struct Lanes {
   int vecs;
@@ -166,10 +160,7 @@ inline std::optional<Warp> Warp::make(const Problem& problem, const Device& devi
   plan.stays_in_l2 = rows_stay_in_l2(problem, device);
   plan.vecs = lanes->vecs;
   plan.lanes = lanes->lanes;
-  const bool halves =
-      problem.halves && has_warp_halves(size_of(problem.x), is_bare(problem),
-                                        is_one_type(problem.x, problem.weight, problem.y));
-  plan.moves = halves ? Moves::kHalves : moves_of(problem);
+  plan.moves = moves_of(problem);
   plan.threads = kForwardWarpThreads;
   plan.blocks = ceil_div(problem.rows, kForwardWarpThreads / plan.lanes);
   return plan;
