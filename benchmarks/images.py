@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of NAFNet (Chen et al., 2022) for benchmarks.models, with norms over the channels of NCHW
-that are written out, as transformers' VitDet has them."""
+"""Models of images for benchmarks.models, with norms over the channels of NCHW.
+
+Blocks of NAFNet (Chen et al., 2022), with the norms of transformers' VitDet; what follows the image
+encoder of SAM; torchvision's ConvNeXt-T.
+"""
 
 from __future__ import annotations
 
@@ -42,3 +45,40 @@ def nafnet(layers: int = 4, size: tuple[int, int, int, int] = (8, 64, 256, 256))
     with torch.device(timing.DEVICE):
         model = NafBlocks(*(NafBlock(size[1]) for _ in range(layers)))
         return model, {"x": torch.randn(size)}, squared_error(*size)
+
+
+class SamHead(nn.Module):
+    """The neck of SAM's image encoder and its mask decoder, in the sizes of ViT-B."""
+
+    def __init__(self) -> None:
+        from transformers import SamMaskDecoderConfig, SamVisionConfig
+        from transformers.models.sam.modeling_sam import SamMaskDecoder, SamVisionNeck
+
+        super().__init__()
+        self.neck = SamVisionNeck(SamVisionConfig())
+        self.decoder = SamMaskDecoder(SamMaskDecoderConfig())
+
+    def forward(self, hidden: Tensor, positions: Tensor, points: Tensor, dense: Tensor) -> Tensor:
+        embeddings = self.neck(hidden)
+        masks: Tensor = self.decoder(embeddings, positions, points, dense, True)[0]
+        return masks
+
+
+def sam(batch: int = 8, side: int = 64) -> Built:
+    with torch.device(timing.DEVICE):
+        image = (batch, 256, side, side)
+        inputs = {
+            "hidden": torch.randn(batch, side, side, 768),
+            "positions": torch.randn(image),
+            "points": torch.randn(batch, 1, 2, 256),
+            "dense": torch.randn(image),
+        }
+        return SamHead(), inputs, squared_error(batch, 1, 3, 4 * side, 4 * side)
+
+
+def torchvision_convnext(batch: int = 64) -> Built:
+    from torchvision.models import convnext_tiny
+
+    with torch.device(timing.DEVICE):
+        model = convnext_tiny(stochastic_depth_prob=0.0)  # losses can be compared
+        return model, {"x": torch.randn(batch, 3, 224, 224)}, squared_error(batch, 1000)

@@ -172,6 +172,10 @@ MODELS: dict[str, Model] = {
     ),
     "transformers ConvNeXt-T 64x224": Model("transformers", convnext),
     "NAFNet blocks, 4 layers, 8x64x256x256": Model("transformers", images.nafnet, half=True),
+    "transformers SAM, neck and mask decoder, 8x64x64": Model(
+        "transformers", images.sam, half=True
+    ),
+    "torchvision ConvNeXt-T 64x224": Model("torchvision", images.torchvision_convnext),
     "timm ViT-B/16 64x224": Model("timm", lambda: timm_model("vit_base_patch16_224")),
     "timm ConvNeXt-T 64x224": Model("timm", lambda: timm_model("convnext_tiny")),
     "timm Swin-T 64x224": Model("timm", lambda: timm_model("swin_tiny_patch4_window7_224")),
