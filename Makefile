@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # The developer's verbs. `make test` and `make demo` need nothing but Python >= 3.10, a C++
 # compiler and, for the CUDA kernels, nvcc: they make the environment .venv for themselves.
 #

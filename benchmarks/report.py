@@ -154,9 +154,14 @@ def of_day(part: dict[str, Any], report: Report) -> str:
 
 
 def readme_block(reports: list[Report]) -> str:
-    """One picture, a few rows for each card side by side, and what they were measured on."""
+    """One picture, a few rows for each card side by side, and what they were measured on.
+
+    Cards that were measured on older code than another one stand on the page alone.
+    """
     if not reports:
         return NO_RESULTS
+    newest = max(reports, key=lambda report: report["date"])["csrc_sha256"]
+    reports = [report for report in reports if report["csrc_sha256"] == newest]
     found = [{row_key(row): row for row in report["rows"]} for report in reports]
     body: list[list[str]] = []
     for what, shape, dtype, op in README_ROWS:
@@ -174,10 +179,11 @@ def readme_block(reports: list[Report]) -> str:
     return "\n".join([
         f"![Bandwidth of a norm against its columns]({plot.PICTURE.relative_to(results.ROOT)})",
         "",
+        "Each cell: the time on the GPU, its share of the speed of copying such a tensor, and how "
+        "many times faster that is than eager PyTorch and than `torch.compile`.",
+        "",
         *table(["", "tensor", *ways], body, left=2),
         "",
-        "A cell has the time on the device, the share of the speed of copying such a tensor, and "
-        "how many times faster this is than eager PyTorch and than `torch.compile`.",
         f"{'; '.join(machines)}.",
     ])  # fmt: skip
 
@@ -211,6 +217,7 @@ def measured(reports: list[Report]) -> list[str]:
     def day(report: Report, part: str) -> str:
         return report[part]["date"][:10] if "date" in report.get(part, {}) else "-"
 
+    newest = max(reports, key=lambda report: report["date"])["csrc_sha256"]
     fields: tuple[tuple[str, Callable[[Report], str]], ...] = (
         ("clocks", lambda report: report.get("clocks", "-")),
         ("driver", lambda report: report["driver"]),
@@ -220,6 +227,7 @@ def measured(reports: list[Report]) -> list[str]:
         ("host times", lambda report: day(report, "overhead_stamp")),
         ("whole models", lambda report: day(report, "models")),
         ("`csrc_sha256`", lambda report: report["csrc_sha256"][:16]),
+        ("the newest code", lambda report: "yes" if report["csrc_sha256"] == newest else "no"),
     )
     body = [[name, *(of(report) for report in reports)] for name, of in fields]
     lines = [
@@ -230,7 +238,8 @@ def measured(reports: list[Report]) -> list[str]:
     ]
     for card, report in zip(cards(reports), reports, strict=True):
         if skipped := report.get("skipped"):
-            lines += [f"Not measured on the {card}:", "", *(f"- {line}" for line in skipped), ""]
+            said = (f"- {line.rstrip(':')}" for line in skipped)
+            lines += [f"Not measured in the run on the {card}:", "", *said, ""]
     return lines
 
 

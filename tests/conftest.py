@@ -18,7 +18,7 @@ import fused_layernorm  # noqa: F401  (registers the operators)
 sys.path.insert(0, str(Path(__file__).parent))  # for numerics.py, in any import mode
 
 # What makes a CUDA tensor, unless it is a fake one.
-MAKES_CUDA = re.compile(r'device="cuda"|\.cuda\(')
+MAKES_CUDA = re.compile(r"""["']cuda(:\d+)?["']\s*[,)]|\.cuda\(""")
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
@@ -27,7 +27,7 @@ def uses_cuda(item):
     callspec = getattr(item, "callspec", None)
     if callspec is not None and "cuda" in map(str, callspec.params.values()):
         return True
-    source = inspect.getsource(item.function)
+    source = inspect.getsource(item.function).partition("def ")[2]  # without the decorators
     return MAKES_CUDA.search(source) is not None and "FakeTensorMode" not in source
 
 

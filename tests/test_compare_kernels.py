@@ -91,12 +91,6 @@ def test_changed_kernels_are_paired_by_name_then_by_likeness():
     assert compare_kernels.pairs_of(old[:1], []) == [(old[0], None)]
 
 
-def test_names_lose_their_parameters():
-    name = "void k<Types<float, (RowUse)0>, false>(ForwardParams, int (*)(long))"
-    assert compare_kernels.without_parameters(name) == "void k<Types<float, (RowUse)0>, false>"
-    assert compare_kernels.without_parameters("k") == "k"
-
-
 def library():
     return next(Path(fused_layernorm.__file__).parent.glob("libfused_layernorm.so"))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""setup.py: the nvcc that it takes, the architectures, the oldest driver and the wheel's name."""
+"""setup.py: the nvcc that it takes, the architectures, the oldest driver, the name; conftest.py."""
 
 import os
 import runpy
@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import conftest
+import numerics
 import pytest
 import setuptools
+import torch
 
 SETUP = Path(__file__).resolve().parents[1] / "setup.py"
 pytestmark = [
@@ -168,3 +171,16 @@ def test_library_is_of_no_python(functions):
     path = build.get_ext_filename(functions.extension.name)
     assert Path(path) == Path("fused_layernorm/libfused_layernorm.so")
     assert "torch_python" not in functions.extension.libraries
+
+
+def _by_name():
+    numerics.check(numerics.Problem((1,)), "cuda")
+
+
+def _by_method():
+    torch.ones(1).cuda()
+
+
+def test_a_test_that_uses_cuda_is_seen():
+    for function, uses in ((_by_name, True), (_by_method, True), (numerics.make, False)):
+        assert conftest.uses_cuda(SimpleNamespace(function=function)) == uses

@@ -96,7 +96,9 @@ def _activate_backward(da: Tensor, z: Tensor, activation: str) -> Tensor:
             return _aten.gelu_backward(da, z, approximate="tanh")
         case "silu":
             return _aten.silu_backward(da, z)
-    return _aten.threshold_backward(da, z, 0)
+        case "relu":
+            return _aten.threshold_backward(da, z, 0)
+    raise ValueError(activation)
 
 
 def backward(b: BackwardArguments) -> Gradients:

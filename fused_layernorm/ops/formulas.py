@@ -32,6 +32,8 @@ def to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def activate(z: Tensor, activation: str | None) -> Tensor:
     """activation(z)."""
     match activation:
+        case None:
+            return z
         case "gelu":
             return _aten.gelu(z)
         case "gelu_tanh":
@@ -40,12 +42,14 @@ def activate(z: Tensor, activation: str | None) -> Tensor:
             return _aten.silu(z)
         case "relu":
             return _aten.relu(z)
-    return z
+    raise ValueError(activation)
 
 
 def slope(z: Tensor, activation: str | None) -> Tensor:
     """d activation(z) / dz."""
     match activation:
+        case None:
+            return torch.ones_like(z)
         case "gelu":
             density = torch.exp(-0.5 * z * z) * (2 * math.pi) ** -0.5
             return 0.5 * torch.erfc(z * -(2**-0.5)) + z * density
@@ -58,7 +62,7 @@ def slope(z: Tensor, activation: str | None) -> Tensor:
             return sigmoid * (1 + z * (1 - sigmoid))
         case "relu":
             return (z > 0).to(z.dtype)
-    return torch.ones_like(z)
+    raise ValueError(activation)
 
 
 def second_slope(z: Tensor, activation: str | None) -> Tensor | None:
@@ -75,7 +79,9 @@ def second_slope(z: Tensor, activation: str | None) -> Tensor | None:
         case "silu":
             sigmoid = torch.sigmoid(z)
             return sigmoid * (1 - sigmoid) * (2 + z * (1 - 2 * sigmoid))
-    return None
+        case None | "relu":
+            return None
+    raise ValueError(activation)
 
 
 def shifted(weight: Tensor | None, offset: float, dtype: torch.dtype) -> Tensor | None:
