@@ -150,6 +150,12 @@ def of_day(part: dict[str, Any], report: Report) -> str:
     return f"measured on {part['date'][:10]}" + ("" if same else ", of another state of csrc")
 
 
+def newest_code(reports: list[Report]) -> str:
+    """The csrc_sha256 of the code that was measured last."""
+    newest: str = max(reports, key=lambda report: report["date"])["csrc_sha256"]
+    return newest
+
+
 # --- the README -----------------------------------------------------------------------------------
 
 
@@ -160,7 +166,7 @@ def readme_block(reports: list[Report]) -> str:
     """
     if not reports:
         return NO_RESULTS
-    newest = max(reports, key=lambda report: report["date"])["csrc_sha256"]
+    newest = newest_code(reports)
     reports = [report for report in reports if report["csrc_sha256"] == newest]
     found = [{row_key(row): row for row in report["rows"]} for report in reports]
     body: list[list[str]] = []
@@ -217,7 +223,7 @@ def measured(reports: list[Report]) -> list[str]:
     def day(report: Report, part: str) -> str:
         return report[part]["date"][:10] if "date" in report.get(part, {}) else "-"
 
-    newest = max(reports, key=lambda report: report["date"])["csrc_sha256"]
+    newest = newest_code(reports)
     fields: tuple[tuple[str, Callable[[Report], str]], ...] = (
         ("clocks", lambda report: report.get("clocks", "-")),
         ("driver", lambda report: report["driver"]),
