@@ -127,14 +127,6 @@ inline bool has_few_rows(const Problem& problem, const Device& device) {
              l2_limits(device).read_again;
 }
 
-// Whether few rows go to teams of whole warps: there is a kernel, and rows that a team does not
-// keep in registers are fewer still.
-inline bool may_take_few_rows(const Team& team, const Problem& problem, const Forced& forced) {
-  const bool few = team.keeps || problem.rows <= kFewLongRows || !forced.strategy.empty();
-  return few &&
-         has_few_rows_kernel(problem.x, problem.weight, problem.y, is_fused(problem), team.keeps);
-}
-
 // Lays out blocks of `teams` teams: blocks on rows compute dx, and blocks on columns beside them
 // compute dweight and dbias.
 inline void lay_out_few_rows(FewRows& plan, const Problem& problem, int teams) {
@@ -168,21 +160,24 @@ inline int few_rows_teams(FewRows plan, const Problem& problem, const Device& de
 
 inline std::optional<FewRows> FewRows::make(const Problem& problem, const Device& device,
                                             const Forced& forced) {
-  const bool allowed = !problem.modulated && !is_narrowed(problem.x, problem.y) &&
-                       forced.allows(kName, {Field::kVecs, Field::kTeams});
+  const bool allowed = !problem.modulated && forced.allows(kName, {Field::kVecs, Field::kTeams});
   if (!allowed || !(has_few_rows(problem, device) || !forced.strategy.empty())) return std::nullopt;
+  const auto has_kernel = [&](bool keeps) {
+    return has_few_rows_kernel(problem.x, problem.weight, problem.y, is_fused(problem), keeps);
+  };
   FewRows plan;
   plan.width = width_of(problem);
   int teams;
   // A row's dx has to be the same in any batch, so a team owns a row in the same way as where there
   // are many rows.
-  if (const auto lanes = lanes_of(problem, forced)) {
+  if (const auto lanes = lanes_of(problem, forced); lanes && has_kernel(true)) {
     plan.vecs = lanes->vecs;
     plan.team_threads = lanes->lanes;
     plan.by_lanes = true;
     teams = rung_of(kFewRowsThreads, problem.rows).block_threads / plan.team_threads;
   } else if (const auto rows = row_teams(problem, device, forced);
-             rows && may_take_few_rows(rows->team, problem, forced)) {
+             rows && has_kernel(rows->team.keeps) &&
+             (rows->team.keeps || problem.rows <= kFewLongRows || !forced.strategy.empty())) {
     plan.vecs = rows->team.vecs;
     plan.team_threads = rows->team.threads;
     teams = few_rows_teams(plan, problem, device);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Unaligned rows, moved by vectors all the same. A thread owns the columns that it would own of a
 // row that begins at a multiple of 16 bytes, so a row's sums do not depend on where it stands.
-// Shifted rows begin anywhere: memory is read and written in aligned pieces (of 16 bytes, or of a
-// vector's bytes, if those are fewer), and a thread's vector lies across two of them. Rows by
+// Shifted rows begin at any address: memory is read and written in aligned pieces (of 16 bytes, or
+// of a vector's bytes, if those are fewer), and a thread's vector lies across two of them. Rows by
 // halves begin at multiples of half a vector.
 #pragma once
 

@@ -43,13 +43,13 @@ struct InRegisters : Launch {
 
 // Lines marked evict_first replace each other before any evict_normal line, so they have only the
 // part of L2 that no other kernel has filled. Each comment has two pairs of times, by evict_first
-// and by evict_normal: with L2 empty of other data, and behind a matrix product. So little of x
-// stays. (float32 by logical warps: 64 x 256 1.82, 1.72; 1.81, 1.66; but 64 x 320 1.88, 1.97; 1.88,
-// 1.94.)
+// and by evict_normal: with L2 empty of other data, and behind a matrix product. An x of no more
+// bytes than this stays. (float32 by logical warps: 64 x 256 1.82, 1.72; 1.81, 1.66; but 64 x 320
+// 1.88, 1.97; 1.88, 1.94.)
 constexpr int64_t kSmallL2Bytes = 64 << 10;
-// Large calls let all stay. (bfloat16: 8192 x 4096 34.4, 34.9; 36.2, 35.0. But 4096 x 4096 18.5,
-// 19.3; 19.2, 19.3, and of a modulation without a residual, whose parameters are read again and
-// again, 8 x 4096 x 1152 42.1, 44.6; 42.4, 45.1.)
+// A call that moves as much as l2_limits says lets all stay. (bfloat16: 8192 x 4096 34.4, 34.9;
+// 36.2, 35.0. But 4096 x 4096 18.5, 19.3; 19.2, 19.3, and of a modulation without a residual, whose
+// parameters are read again and again, 8 x 4096 x 1152 42.1, 44.6; 42.4, 45.1.)
 inline bool rows_stay_in_l2(const Problem& problem, const Device& device) {
   const int64_t elements = problem.rows * problem.cols;
   const int64_t x_bytes = elements * size_of(problem.x);

@@ -16,7 +16,7 @@ namespace {
 
 // kWarps warps on the rows of one warp's logical warps. They are a block; but a warp that has rows
 // of its own (kStays) is one of several in a block. kLanes: the lanes of a logical warp, or 0 if
-// the launch says their number.
+// they are the kernel's argument.
 template <int kLanes, int kWarps>
 struct SpreadWarps {
   static constexpr bool kStays = kWarps == 1;

@@ -9,8 +9,9 @@ namespace fused_layernorm {
 namespace {
 
 struct LogicalWarp {
-  // bfloat16, with parameters loaded together with the row, and loaded where they are used: 12608 x
-  // 768 11.5 us and 12.2; 1 x 768 1.5 and 1.9; 32768 x 768 26.3 and 26.9; 128 x 1024 2.2 and 2.6.
+  // Up to so many words of a thread's parameters are loaded together with the row, more of them
+  // where they are used. (bfloat16, early and late: 12608 x 768 11.5, 12.2; 1 x 768 1.5, 1.9; 32768
+  // x 768 26.3, 26.9; 128 x 1024 2.2, 2.6.)
   static constexpr int kMostEarlyWords = 32;
   static constexpr Use kEarlyUse = Use::kReadOnly;
   static constexpr bool kWalks = false;  // 32768 x 1024 with GELU: 36.4 us, walked 37.3
@@ -91,7 +92,7 @@ template <typename N, int kVecs, Moves kMoves>
 using KnownLanes = std::conditional_t<kVecs == 1 && kMoves == Moves::kVectors && kMaySpread<N>,
                                       OneVectorLanes<sizeof(typename N::X)>, VecsList<0>>;
 
-// kLanes: the lanes of a logical warp, or 0 if the launch says their number.
+// kLanes: the lanes of a logical warp, or 0 where they are the kernel's argument.
 template <typename N, int kVecs, Moves kMoves, int kLanes>
 __global__ void __launch_bounds__(kForwardWarpThreads, kWarpBlocks<N, kVecs, kMoves>)
     layer_norm_forward_warp_kernel(const int launched_log2_lanes, const ForwardParams p) {

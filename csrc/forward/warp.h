@@ -41,12 +41,11 @@ constexpr int most_forward_warp_vecs(int x_size, bool residual) {
 static_assert(contains(ForwardWarpVecs{}, most_forward_warp_vecs(2, true)) &&
                   contains(ForwardWarpVecs{}, most_forward_warp_vecs(4, false)),
               "a lane owns no more vectors than there are kernels for");
-// The least number of blocks on a multiprocessor that the compiler has to leave registers for; 0
-// leaves the choice to the compiler. It chooses well (32768 x 1024 bfloat16: 34.9 us, with a bound
-// of one block 37.4), with two exceptions. Of a y wider than x it keeps too much in registers (the
-// same shape with float32 weights and y: 61.1, with a bound of one block 55.0). And a modulation of
-// x's size needs no more registers than other parameters do (float16: 40.0, with a bound of five
-// blocks 36.4).
+// The compiler has to leave registers for at least so many blocks on a multiprocessor; 0 leaves the
+// choice to it. It chooses well (32768 x 1024 bfloat16: 34.9 us, with a bound of one block 37.4),
+// with two exceptions. Where y is wider than x it keeps too much in registers (the same shape with
+// float32 weights and y: 61.1, with a bound of one block 55.0). Where a modulation has x's size it
+// takes too many of them (float16: 40.0, with a bound of five blocks 36.4).
 constexpr int forward_warp_blocks(int x_size, int weight_size, int y_size, bool modulated) {
   if (modulated) return weight_size <= x_size ? 5 : 4;
   return y_size > x_size ? 1 : 0;

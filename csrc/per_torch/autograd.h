@@ -181,7 +181,8 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
   const Differentiation differentiation = differentiation_of(arguments, Op::kArguments);
   DirectOutputs direct;
   if (differentiation == Differentiation::kNone) {
-    if (!kGivesStatistics && forward_directly<Op>(keys, arguments, false, direct)) {
+    if (!kGivesStatistics &&
+        forward_directly<Op>(keys, arguments, options_of<Op>(arguments), false, direct)) {
       return replace_arguments<Op>(stack, direct);
     }
     return run_below_autograd(op, keys, stack);
@@ -191,7 +192,7 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
   const auto node = make_node<NormNode<Op>>();
   node->set_next_edges(edges_of(arguments, Op::kArguments));
   node->save_arguments(arguments);
-  if (!kGivesStatistics && forward_directly<Op>(keys, arguments, true, direct)) {
+  if (!kGivesStatistics && forward_directly<Op>(keys, arguments, node->options, true, direct)) {
     torch::autograd::set_history(direct.y, node);
     if (Op::kHasResidual) torch::autograd::set_history(direct.residual_out, node);
     node->save_outputs(direct.residual_out, direct.mean, direct.rstd);

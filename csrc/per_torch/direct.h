@@ -177,13 +177,11 @@ struct DirectOutputs {
 // Runs a forward operator, given the keys of a kernel at an Autograd key or below. False if the
 // call is none for the table; nothing has then been allocated or launched.
 template <class Op>
-bool forward_directly(DispatchKeySet keys, const IValue* arguments, bool needs_statistics,
-                      DirectOutputs& out) {
+bool forward_directly(DispatchKeySet keys, const IValue* arguments, const Options& options,
+                      bool needs_statistics, DirectOutputs& out) {
   const KernelTable* const table = kernel_table();
   if (table == nullptr || !is_next(keys, c10::DispatchKey::CUDA)) return false;
-  const Options options = options_of<Op>(arguments);
-  if (!options.is_rms && arguments[Op::kStatistic].toStringRef() != "layer") return false;
-  if (options.keeps_order) return false;
+  if (!options.names_statistic || options.keeps_order) return false;
   static const Tensor none;
   const auto tensor_if = [&](bool has, size_t i) -> const Tensor& {
     return has ? tensor_of(arguments[i]) : none;
@@ -365,8 +363,9 @@ GradientsOfNorm gradients_of(const SavedNorm& saved, const Options& options,
 // autograd does not see, as those under inference_mode.
 template <class Op>
 void select_backend(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const IValue* arguments = stack->data() + stack->size() - Op::kArguments;
   DirectOutputs out;
-  if (forward_directly<Op>(keys, stack->data() + stack->size() - Op::kArguments, false, out)) {
+  if (forward_directly<Op>(keys, arguments, options_of<Op>(arguments), false, out)) {
     return replace_arguments<Op>(stack, out);
   }
   constexpr DispatchKeySet kBelow(DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);

@@ -112,6 +112,7 @@ struct Options {
   std::optional<std::string> activation;
   double output_scale = 1;
   bool is_rms = false;
+  bool names_statistic = false;  // the operators refuse any other word
   double weight_offset = 0;
   bool keeps_order = false;
 };
@@ -133,7 +134,9 @@ Options options_of(const IValue* arguments) {
     if (!activation.isNone()) options.activation = activation.toStringRef();
     options.output_scale = arguments[Op::kOutputScale].toDouble();
   }
-  options.is_rms = is_rms(arguments[Op::kStatistic]);
+  const IValue& statistic = arguments[Op::kStatistic];
+  options.is_rms = is_rms(statistic);
+  options.names_statistic = options.is_rms || statistic.toStringRef() == "layer";
   options.weight_offset = arguments[Op::kWeightOffset].toDouble();
   if constexpr (Op::kMayKeepOrder) options.keeps_order = arguments[Op::kKeepsOrder].toBool();
   return options;

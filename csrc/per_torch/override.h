@@ -231,7 +231,8 @@ inline bool take_forward(DispatchKeySet keys, Stack* stack, bool is_rms, Overrid
   if (!arguments) return false;
   const Taken taken(entry);
   DirectOutputs out;
-  if (!forward_directly<Op>(keys, arguments->data(), /*needs_statistics=*/true, out)) {
+  const Options options = options_of<Op>(arguments->data());
+  if (!forward_directly<Op>(keys, arguments->data(), options, /*needs_statistics=*/true, out)) {
     static const OperatorHandle op = find_operator(Op::name(/*gives_statistics=*/true));
     call(op, &*arguments);
     const auto& given = *arguments;

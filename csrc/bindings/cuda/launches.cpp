@@ -19,6 +19,16 @@ Problem problem_of(const Params& params, const DataTypes& types, bool aligned) {
   return problem;
 }
 
+// Whether every row of x and of y, which has an allocation of its own, begins at a multiple of half
+// a vector.
+bool begin_at_halves(const ForwardParams& p, const DataTypes& types) {
+  constexpr int kHalf = kVectorBytes / 2;
+  const int64_t x = size_of(types.x), y = size_of(types.y);
+  return reinterpret_cast<uintptr_t>(p.input) % kHalf == 0 &&
+         p.input_rows.stride * x % kHalf == 0 && p.input_rows.jump * x % kHalf == 0 &&
+         p.cols * y % kHalf == 0;
+}
+
 template <typename Params>
 void complete_common(Params& params, const Computation& computation, bool has_epilogue) {
   params.is_rms = computation.is_rms;
@@ -88,20 +98,6 @@ XhatRounding xhat_rounding_of(bool round_before_weight, bool has_weight, ScalarT
                                          : XhatRounding::kNone;
 }
 
-namespace {
-
-// Whether every row of x and of y, which has an allocation of its own, begins at a multiple of half
-// a vector.
-bool begin_at_halves(const ForwardParams& p, const DataTypes& types) {
-  constexpr int kHalf = kVectorBytes / 2;
-  const int64_t x = size_of(types.x), y = size_of(types.y);
-  return reinterpret_cast<uintptr_t>(p.input) % kHalf == 0 &&
-         p.input_rows.stride * x % kHalf == 0 && p.input_rows.jump * x % kHalf == 0 &&
-         p.cols * y % kHalf == 0;
-}
-
-}  // namespace
-
 Problem complete(ForwardParams& params, const DataTypes& types, const Computation& computation,
                  bool aligned) {
   Problem problem = problem_of(params, types, aligned);
@@ -114,10 +110,7 @@ Problem complete(ForwardParams& params, const DataTypes& types, const Computatio
   problem.has_epilogue = computation.activates() || !params.plain_weight;
   params.eps = Scalar(computation.eps);
   complete_common(params, computation, problem.has_epilogue);
-  if (!params.plain_weight) {
-    params.weight_offset = Scalar(computation.weight_offset);
-    params.xhat_rounding = computation.xhat_rounding;
-  }
+  params.xhat_rounding = computation.xhat_rounding;
   return problem;
 }
 
