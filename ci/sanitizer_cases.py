@@ -121,6 +121,7 @@ def main():
     torch.manual_seed(0)
     rms_cases()
     if not arguments.rms:
+        channel_cases()
         layer_cases(arguments.teams_alike)
     torch.cuda.synchronize()
 
@@ -133,6 +134,21 @@ def rms_cases():
             run_rms(rows, cols, dtype)
             run_rms(rows, cols, dtype, offset=1.0, residual=True)
             run_rms(rows, cols, dtype, rounds=True)
+
+
+def channel_cases():
+    """Planes moved by 16 bytes, by 8, one by one and as whole samples; y is NCHW and NHWC."""
+    for dtype in (BF16, F32):
+        for shape in ((3, 96, 28, 28), (2, 384, 14, 14), (3, 30, 5, 9), (600, 32, 7, 7)):
+            x = torch.randn(shape, device="cuda").to(dtype).requires_grad_()
+            weight, bias = (torch.ones(shape[1], device="cuda", requires_grad=True) for _ in "wb")
+            for activation in (None, "silu"):
+                y = fused_layernorm.layer_norm(x, weight, bias, dim=1, activation=activation)
+                y.backward(torch.randn_like(y))
+                y = fused_layernorm.layer_norm(
+                    x.permute(0, 2, 3, 1), weight, bias, activation=activation
+                )
+                y.backward(torch.randn_like(y))
 
 
 def layer_cases(teams_alike):
@@ -159,6 +175,9 @@ def layer_cases(teams_alike):
                 run(rows, cols, dtype, forward="spread")
             run(37, cols, dtype, forward="warp")
             run(37, cols - 3, dtype)
+    # Rows by halves of vectors.
+    for cols in (4, 356, 1492, 3908):
+        run(37, cols, BF16)
     run(37, 9216, F32, "few_rows")  # longer than a team keeps
     # Several blocks a row, and rows longer than the chip holds.
     run(8, 65536, BF16)

@@ -45,8 +45,6 @@ struct Channels : Launch {
 constexpr int tile_registers(int64_t bytes, bool scattered) {
   return scattered || bytes == kVectorBytes ? 128 : 80;
 }
-static_assert(blocks_with(kTileThreads, tile_registers(kVectorBytes, true)) >= 1,
-              "the largest block has room");
 
 }  // namespace backward
 
@@ -54,28 +52,13 @@ static_assert(blocks_with(kTileThreads, tile_registers(kVectorBytes, true)) >= 1
 constexpr int kMostTileBlocks = 8;
 constexpr int kMostTiles = 1 << 30;  // a block's next tile has a number, too
 
-// `unit` is that of all tensors that have planes; `may_be_run` says that they are runs.
-inline std::optional<backward::Channels> make_channels_plan(const Problem& problem, const Planes& x,
-                                                            const std::optional<Planes>& dy,
-                                                            int64_t unit, bool may_be_run,
-                                                            bool dx_channels_last,
-                                                            const Device& device) {
-  const Forced forced = forced_now();
-  if (!forced.strategy.empty() || problem.residual || problem.modulated ||
-      is_narrowed(problem.x, problem.y) || favors_copies(problem.cols, x)) {
-    return std::nullopt;
-  }
+// The plan with these tiles, for which the tensors are set.
+inline std::optional<backward::Channels> plan_of_tiles(backward::Channels plan, const Tiles& t,
+                                                       const Problem& problem, int registers,
+                                                       const Device& device) {
   const int size = size_of(problem.x), dy_size = size_of(problem.y);
   const int acc = acc_size_of(problem.x);
-  backward::Channels plan;
-  plan.x = x;
-  plan.dy = dy.value_or(Planes{});
-  plan.dy_channels_last = !dy;
-  plan.dx_channels_last = dx_channels_last;
-  // A vector of pixels takes two running sums of a channel beside its elements.
-  const int bytes = size + dy_size + 2 * acc * size / kVectorBytes;
-  plan.tiles = tiles_of(problem, x, unit, bytes, may_be_run, device);
-  const Tiles& t = plan.tiles;
+  plan.tiles = t;
   plan.threads = tile_threads(t, size);
   const int64_t elements = problem.cols * t.tile_pixels;
   const int64_t dy_offset = round_up(elements * size, kVectorBytes);
@@ -93,9 +76,8 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
   plan.weights_offset = static_cast<int>(weights_offset);
   plan.weight_bytes = static_cast<int>(weight_bytes);
   plan.shared_bytes = static_cast<int>(shared);
-  if (x.samples > kMostTiles / t.tiles) return std::nullopt;
-  plan.all_tiles = static_cast<int>(x.samples * t.tiles);
-  const int registers = backward::tile_registers(thread_pixels(t, size) * size, t.width == 1);
+  if (plan.x.samples > kMostTiles / t.tiles) return std::nullopt;
+  plan.all_tiles = static_cast<int>(plan.x.samples * t.tiles);
   const int64_t fitting = std::min<int64_t>(
       {room_of(device) / shared, blocks_with(plan.threads, registers), kMostTileBlocks});
   const int64_t blocks =
@@ -105,6 +87,47 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
   lay_out_partials(plan, plan.blocks, problem);
   plan.partials.starts_early = device.starts_early;
   return plan;
+}
+
+// `unit` is that of all tensors that have planes; `may_be_run` says that they are runs.
+inline std::optional<backward::Channels> make_channels_plan(const Problem& problem, const Planes& x,
+                                                            const std::optional<Planes>& dy,
+                                                            int64_t unit, bool may_be_run,
+                                                            bool dx_channels_last,
+                                                            const Device& device) {
+  const Forced forced = forced_now();
+  if (!forced.strategy.empty() || problem.residual || problem.modulated ||
+      is_narrowed(problem.x, problem.y) || favors_copies(problem.cols, x)) {
+    return std::nullopt;
+  }
+  const int size = size_of(problem.x), dy_size = size_of(problem.y);
+  const int width = plane_width(unit, x.pixels, size);
+  const int registers = backward::tile_registers(thread_pixels(width, size) * size, width == 1);
+  // A vector of pixels takes two running sums of a channel beside its elements.
+  const int bytes = size + dy_size + 2 * acc_size_of(problem.x) * size / kVectorBytes;
+  const TileNeeds needs = {width, bytes, registers, may_be_run};
+
+  backward::Channels plan;
+  plan.x = x;
+  plan.dy = dy.value_or(Planes{});
+  plan.dy_channels_last = !dy;
+  plan.dx_channels_last = dx_channels_last;
+  const auto by_lines = [&](int lines) {
+    return plan_of_tiles(plan, tiles_of(problem, x, needs, lines, device), problem, registers,
+                         device);
+  };
+  const auto narrow = by_lines(1);
+  if (!dy || dx_channels_last) return narrow;
+  // Tiles of two lines, unless a multiprocessor has many more pixels then, as in the last turn of
+  // its blocks few have a tile.
+  const auto wide = by_lines(2);
+  const auto most_pixels = [&](const backward::Channels& p) {
+    const int64_t turns = ceil_div(int64_t{p.all_tiles}, p.blocks);
+    return static_cast<double>(turns * ceil_div(p.blocks, device.sms) * p.tiles.tile_pixels);
+  };
+  const bool takes_wide = wide && are_many(wide->tiles, x, device) &&
+                          (!narrow || most_pixels(*wide) <= 1.05 * most_pixels(*narrow));
+  return takes_wide ? wide : narrow;
 }
 
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,

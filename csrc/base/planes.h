@@ -36,16 +36,28 @@ struct Tiles {
 // The channels of a thread, where they are not too many for kMostTileGroups. The groups follow from
 // the channels alone: they fix the order of a pixel's sums.
 constexpr int kMostTileGroups = 256;
-constexpr int kTileThreads = 512;  // the most of a block
 constexpr int kThreadChannels = 8;
-// The bytes of a channel that a tile has: a cache line; up to four where all channels together then
-// have no more than kSmallTile; and down to a sector where they would have more than kLargeTile, or
-// where there would be fewer than kTilesASm tiles for each multiprocessor.
+// The most threads of a block with so many registers each. (Forward, 64 x 384 x 14 x 14 bfloat16 by
+// 640 threads 12.7 us, by 480 13.3; 16 x 768 x 24 x 24 by 384 16.0, by 768 21.8; an H100, as all
+// times of tiles.)
+constexpr int most_tile_threads(int registers) {
+  return std::min(640, blocks_with(kWarpThreads, registers) * kWarpThreads);
+}
+// The bytes of a channel that a tile has: a cache line or two; up to four where all channels
+// together then have no more than kSmallTile; and down to a sector where they would have more than
+// kLargeTile a line, or where tiles are fewer than kTilesASm for each multiprocessor. But a tile of
+// less than a line, or whose sectors others share, is not made smaller if the busiest
+// multiprocessor has no fewer pixels then. (32 x 384 x 14 x 14 bfloat16, 28 pixels and 16: backward
+// 16.3, 18.6; 1 x 256 x 64 x 64, 32 pixels and 16: forward 5.4, 5.8.)
 constexpr int kMostLines = 4;
 constexpr int kSmallTile = 16 * 1024;
 constexpr int kLargeTile = 96 * 1024;
 constexpr int kTilesASm = 2;
 constexpr int kSectorBytes = 32;
+// Tiles of two lines have to be as many as this for each multiprocessor. (By one line and by two:
+// backward, 4 x 256 x 256 x 256 bfloat16 169, 160; 8 x 64 x 256 x 256 92.8, 88.9; 8 x 256 x 64 x
+// 64, with two tiles a multiprocessor, 28.7, 29.8; forward, 1 x 96 x 480 x 832 60.4, 58.4.)
+constexpr int kManyTiles = 15;
 // Samples of odd planes are tiles where there are as many as this for each multiprocessor.
 constexpr int kRunsASm = 4;
 // Planes of few pixels with many channels: their tiles are narrow, and copies of the rows before
@@ -71,8 +83,11 @@ constexpr int plane_width(int64_t unit, int64_t pixels, int size) {
 }
 
 // A thread has this many pixels; where they are moved one by one, they lie apart.
+constexpr int64_t thread_pixels(int width, int size) {
+  return width == 1 ? vector_width(size) : width;
+}
 constexpr int64_t thread_pixels(const Tiles& tiles, int size) {
-  return tiles.width == 1 ? vector_width(size) : tiles.width;
+  return thread_pixels(tiles.width, size);
 }
 // The pixels of all threads, some of which may lie behind the tile.
 constexpr int64_t room_pixels(const Tiles& tiles, int size) {
@@ -93,19 +108,51 @@ constexpr int64_t left_sums(const Tiles& tiles, int size) {
   return thread_pixels(tiles, size) * (tile_threads(tiles, size) + tile_units(tiles, size));
 }
 
-// The tiles for a problem whose tiles take `bytes` bytes an element, with all their tensors.
-// `may_be_run`: samples are runs of memory that begin at multiples of 16 bytes.
-inline Tiles tiles_of(const Problem& problem, const Planes& planes, int64_t unit, int bytes,
-                      bool may_be_run, const Device& device) {
+// What a strategy's tiles are made for.
+struct TileNeeds {
+  int width;        // pixels that a thread moves at once
+  int bytes;        // of an element, in all tensors
+  int registers;    // of a thread
+  bool may_be_run;  // samples are runs of memory that begin at multiples of 16 bytes
+};
+
+// Whether vectors of pixels are moved, but planes do not begin at sectors of memory, so that tiles
+// share sectors with their neighbours.
+inline bool shares_sectors_of(const Planes& planes, int width, int size) {
+  return width > 1 && planes.pixels * size % kSectorBytes != 0;
+}
+
+// The tiles for a problem, of up to so many lines.
+inline Tiles tiles_of(const Problem& problem, const Planes& planes, const TileNeeds& needs,
+                      int lines, const Device& device) {
   const int size = size_of(problem.x);
   const int64_t channels = problem.cols, pixels = planes.pixels;
   Tiles tiles;
-  tiles.width = plane_width(unit, pixels, size);
+  tiles.width = needs.width;
   tiles.groups = tile_groups(channels);
-  const int64_t most_pixels = kTileThreads / tiles.groups * thread_pixels(tiles, size);
-  const auto bytes_of = [&](int64_t tile_pixels) { return tile_pixels * channels * bytes; };
-  int64_t most = kCacheLineBytes / size;
-  if (may_be_run && pixels * size <= kCacheLineBytes && pixels <= most_pixels &&
+  const int64_t most_pixels =
+      most_tile_threads(needs.registers) / tiles.groups * thread_pixels(tiles, size);
+  const auto bytes_of = [&](int64_t tile_pixels) { return tile_pixels * channels * needs.bytes; };
+  // Cuts a plane into tiles of at most so many pixels, as equal as vectors allow.
+  const auto cut = [&](int64_t most) {
+    tiles.tiles = static_cast<int>(ceil_div(pixels, most));
+    tiles.tile_pixels = static_cast<int>(round_up(ceil_div(pixels, tiles.tiles), tiles.width));
+    tiles.tiles = static_cast<int>(ceil_div(pixels, tiles.tile_pixels));
+    return tiles.tiles * planes.samples;
+  };
+  const auto busiest = [&](int64_t most) {
+    return ceil_div(cut(most), device.sms) * tiles.tile_pixels;
+  };
+  const bool shares_sectors = shares_sectors_of(planes, needs.width, size);
+  const auto are_too_wide = [&](int64_t most) {
+    if (bytes_of(most) > int64_t{lines} * kLargeTile) return true;
+    if (!shares_sectors && most > most_pixels) return true;
+    if (cut(most) >= int64_t{kTilesASm} * device.sms) return false;
+    const bool always = needs.width == 1 || (!shares_sectors && most * size >= kCacheLineBytes);
+    return always || busiest(most / 2) < busiest(most);
+  };
+  int64_t most = lines * kCacheLineBytes / size;
+  if (needs.may_be_run && pixels * size <= kCacheLineBytes && pixels <= most_pixels &&
       tiles.width * size < kVectorBytes && bytes_of(pixels) <= room_of(device) * 3 / 4 &&
       planes.samples >= int64_t{kRunsASm} * device.sms) {
     tiles.is_run = true;
@@ -113,18 +160,17 @@ inline Tiles tiles_of(const Problem& problem, const Planes& planes, int64_t unit
   } else {
     while (most * size < kMostLines * kCacheLineBytes && bytes_of(2 * most) <= kSmallTile)
       most *= 2;
-    while (most * size > kSectorBytes && bytes_of(most) > kLargeTile) most /= 2;
-    while (most * size > kSectorBytes &&
-           ceil_div(pixels, most) * planes.samples < int64_t{kTilesASm} * device.sms) {
-      most /= 2;
-    }
+    if (shares_sectors) most = std::min(most, most_pixels);
+    while (most * size > kSectorBytes && are_too_wide(most)) most /= 2;
     most = std::min(most, most_pixels);
     while (most > tiles.width && bytes_of(most) > room_of(device) * 3 / 4) most /= 2;
   }
-  tiles.tiles = static_cast<int>(ceil_div(pixels, most));
-  tiles.tile_pixels = static_cast<int>(round_up(ceil_div(pixels, tiles.tiles), tiles.width));
-  tiles.tiles = static_cast<int>(ceil_div(pixels, tiles.tile_pixels));
+  cut(most);
   return tiles;
+}
+
+inline bool are_many(const Tiles& tiles, const Planes& planes, const Device& device) {
+  return planes.samples * tiles.tiles >= int64_t{kManyTiles} * device.sms;
 }
 
 }  // namespace fused_layernorm

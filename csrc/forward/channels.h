@@ -52,7 +52,14 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   forward::Channels plan;
   plan.planes = planes;
   plan.channels_last = channels_last;
-  plan.tiles = tiles_of(problem, planes, unit, size, may_be_run, device);
+  const int width = plane_width(unit, planes.pixels, size);
+  const int64_t bytes = thread_pixels(width, size) * size;
+  const TileNeeds needs = {width, size, forward::tile_registers(bytes, !problem.has_epilogue),
+                           may_be_run};
+  const Tiles wide = tiles_of(problem, planes, needs, 2, device);
+  const bool takes_wide =
+      shares_sectors_of(planes, width, size) || (!channels_last && are_many(wide, planes, device));
+  plan.tiles = takes_wide ? wide : tiles_of(problem, planes, needs, 1, device);
   const Tiles& t = plan.tiles;
   const int64_t tile = round_up(problem.cols * t.tile_pixels * size, kVectorBytes);
   const int64_t numbers = left_sums(t, size) + 2 * room_pixels(t, size);
