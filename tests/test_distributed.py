@@ -51,10 +51,13 @@ import fused_layernorm
 from fused_layernorm import (
     FusedAddLayerNorm,
     FusedLayerNorm,
+    FusedRMSNorm,
     ada_layer_norm,
     add_ada_layer_norm,
     add_layer_norm,
+    add_rms_norm,
     layer_norm,
+    rms_norm,
 )
 from fused_layernorm.compile import rules
 
@@ -75,7 +78,7 @@ OF_FOUR = ("two_dimensional_mesh", "rows_stay_sharded")  # the cases that four p
 
 
 class Model(nn.Module):
-    """Two norms with a feed-forward layer between them."""
+    """A norm of either kind, with a feed-forward layer between them."""
 
     def __init__(self):
         super().__init__()
@@ -83,16 +86,16 @@ class Model(nn.Module):
         self.norm_in = nn.LayerNorm(DIM)
         self.up = nn.Linear(DIM, 2 * DIM)
         self.down = nn.Linear(2 * DIM, DIM)
-        self.norm_out = nn.LayerNorm(DIM)
+        self.norm_out = nn.RMSNorm(DIM, eps=1e-5)
 
     def forward(self, x):
         return self.norm_out(self.down(F.gelu(self.up(self.norm_in(x)))))
 
 
 def models(device):
-    """The model with nn.LayerNorm, and the same with FusedLayerNorm."""
-    fused = fused_layernorm.swap_layer_norm(Model().to(device))
-    assert type(fused.norm_in) is FusedLayerNorm
+    """The model with torch.nn's norms, and the same with ours."""
+    fused = fused_layernorm.swap_norms(Model().to(device))
+    assert (type(fused.norm_in), type(fused.norm_out)) == (FusedLayerNorm, FusedRMSNorm)
     return Model().to(device), fused
 
 
@@ -314,12 +317,20 @@ def rows_stay_sharded(mesh):
         plain = made(mesh.device_type, shape, shape, cols, cols)
         for shard in map(Shard, range(len(shape) - normalized_ndim)):
             leaves = spread(plain, mesh, (shard, shard, Replicate(), Replicate()))
-            for norm, used in ((layer_norm, (0, 2, 3)), (add_layer_norm, (0, 1, 2, 3))):
+            for norm, used in (
+                (layer_norm, (0, 2, 3)),
+                (add_layer_norm, (0, 1, 2, 3)),
+                (rms_norm, (0, 2)),
+                (add_rms_norm, (0, 1, 2)),
+            ):
                 function = functools.partial(norm, **options)
                 with no_collective():
                     found = results(function, [leaves[i] for i in used])
                 expected = results(function, [plain[i] for i in used])
-                same(found, expected, [shard] * (len(found) - 2) + [Partial()] * 2)
+                parameters = sum(i > 1 for i in used)
+                same(
+                    found, expected, [shard] * (len(found) - parameters) + [Partial()] * parameters
+                )
 
 
 @case
@@ -403,8 +414,8 @@ def two_dimensional_mesh(mesh):
 
 
 def modulated(x, residual, gate, shift, scale, weight, bias):
-    """The outputs of both functions."""
-    y = ada_layer_norm(x, shift, scale, weight, bias)
+    """The outputs of both functions, by either norm."""
+    y = ada_layer_norm(x, shift, scale, weight, bias, statistic="rms")
     return (y, *add_ada_layer_norm(x, residual, gate, shift, scale, weight, bias))
 
 

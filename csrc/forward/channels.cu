@@ -110,10 +110,11 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
     store_statistics(p, row + pixel, p.is_rms ? Acc(0) : means[pixel], found);
   });
 
-  // y goes to its place in memory, or takes that of x in the tile.
-  constexpr bool kMayStage = sizeof(X) == sizeof(Y);
-  const bool staged = kMayStage && (kScattered || plan.channels_last || tiles.is_run);
-  Y* const y_tile = reinterpret_cast<Y*>(tile);
+  // y goes to its place in memory, or through shared memory, where one as wide as x takes x's
+  // place.
+  constexpr bool kTakesPlaceOfX = sizeof(X) == sizeof(Y);
+  const bool staged = plan.channels_last || (kTakesPlaceOfX && (kScattered || tiles.is_run));
+  Y* const y_tile = reinterpret_cast<Y*>(reinterpret_cast<char*>(shared) + plan.y_offset);
   Y* const y = static_cast<Y*>(p.y) + int64_t{sample} * channels * pixels;
   Acc rstd[kWidth] = {};
   if (works) unpack(rstd, own.load(rstds + own.first));
@@ -142,13 +143,13 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
       at_channel += int64_t{groups} * pixels;
     }
   });
-  if constexpr (kMayStage) {
-    if (!staged) return;
-    __syncthreads();
-    if (plan.channels_last) {
-      Transposed<Y>::store(static_cast<Y*>(p.y) + row * channels, y_tile, channels, tile_pixels,
-                           in_tile);
-    } else if (tiles.is_run) {
+  if (!staged) return;
+  __syncthreads();
+  if (plan.channels_last) {
+    Transposed<Y>::store(static_cast<Y*>(p.y) + row * channels, y_tile, channels, tile_pixels,
+                         in_tile);
+  } else if constexpr (kTakesPlaceOfX) {
+    if (tiles.is_run) {
       store_run(y, y_tile, channels * pixels);
     } else {
       store_planes(y + first, y_tile, pixels, mover);

@@ -22,6 +22,7 @@ struct Channels : Launch {
   int sums_offset = 0;
   int weights_offset = 0;
   int weight_bytes = 0;        // of one of the two
+  int y_offset = 0;            // of the tile of y: that of x, but where y is wider
   bool channels_last = false;  // y has the channels of a pixel side by side, x has not
 
   template <typename Json>
@@ -46,7 +47,7 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   const int size = size_of(problem.x), acc = acc_size_of(problem.x);
   const bool fused_otherwise = problem.residual || problem.modulated;
   if (!forced.strategy.empty() || fused_otherwise || favors_copies(problem.cols, planes) ||
-      is_narrowed(problem.x, problem.y) || (channels_last && size_of(problem.y) != size)) {
+      is_narrowed(problem.x, problem.y)) {
     return std::nullopt;
   }
   forward::Channels plan;
@@ -54,8 +55,9 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   plan.channels_last = channels_last;
   const int width = plane_width(unit, planes.pixels, size);
   const int64_t bytes = thread_pixels(width, size) * size;
-  const TileNeeds needs = {width, size, forward::tile_registers(bytes, !problem.has_epilogue),
-                           may_be_run};
+  const int y_bytes = channels_last && size_of(problem.y) != size ? size_of(problem.y) : 0;
+  const TileNeeds needs = {width, size + y_bytes,
+                           forward::tile_registers(bytes, !problem.has_epilogue), may_be_run};
   const Tiles wide = tiles_of(problem, planes, needs, 2, device);
   const bool takes_wide =
       shares_sectors_of(planes, width, size) || (!channels_last && are_many(wide, planes, device));
@@ -65,11 +67,13 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   const int64_t numbers = left_sums(t, size) + 2 * room_pixels(t, size);
   const int64_t weights = round_up(tile + numbers * acc, kVectorBytes);
   const int64_t weight_bytes = round_up(problem.cols * size_of(problem.weight), kVectorBytes);
-  const int64_t shared = weights + 2 * weight_bytes;
+  const int64_t y_offset = y_bytes > 0 ? weights + 2 * weight_bytes : 0;
+  const int64_t shared = weights + 2 * weight_bytes + problem.cols * t.tile_pixels * y_bytes;
   if (shared > room_of(device)) return std::nullopt;
   plan.sums_offset = static_cast<int>(tile);
   plan.weights_offset = static_cast<int>(weights);
   plan.weight_bytes = static_cast<int>(weight_bytes);
+  plan.y_offset = static_cast<int>(y_offset);
   plan.shared_bytes = static_cast<int>(shared);
   plan.blocks = planes.samples * t.tiles;
   plan.threads = tile_threads(t, size);
