@@ -72,7 +72,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
     if (tiles.is_run) {
       load_run(to, at, channels * pixels);
     } else {
-      load_planes(to, at, planes.channel_stride, mover_of(place));
+      load_planes<kLoadsAtOnce>(to, at, planes.channel_stride, mover_of(place));
     }
   };
   const auto load_x = [&](const Place& place) {
@@ -80,7 +80,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
   };
   const auto load_dy = [&](const Place& place) {
     if (plan.dy_channels_last) {
-      Transposed<Y>::template load<kPrefetches ? 2 : 1>(
+      Transposed<Y, kScattered>::template load<kPrefetches ? 2 : 1>(
           dy_tile, static_cast<const Y*>(p.dy) + place.row * channels, channels, tile_pixels,
           place.in_tile);
     } else {
@@ -211,8 +211,8 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
       if (staged) {
         __syncthreads();
         if (plan.dx_channels_last) {
-          Transposed<X>::store(static_cast<X*>(p.dx) + place.row * channels, x_tile, channels,
-                               tile_pixels, place.in_tile);
+          Transposed<X, kScattered>::store(static_cast<X*>(p.dx) + place.row * channels, x_tile,
+                                           channels, tile_pixels, place.in_tile);
         } else if (tiles.is_run) {
           store_run(dx, x_tile, channels * pixels);
         } else {

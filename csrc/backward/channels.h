@@ -96,12 +96,12 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
                                                             bool dx_channels_last,
                                                             const Device& device) {
   const Forced forced = forced_now();
-  if (!forced.strategy.empty() || problem.residual || problem.modulated ||
-      is_narrowed(problem.x, problem.y) || favors_copies(problem.cols, x)) {
-    return std::nullopt;
-  }
   const int size = size_of(problem.x), dy_size = size_of(problem.y);
   const int width = plane_width(unit, x.pixels, size);
+  if (!forced.strategy.empty() || problem.residual || problem.modulated ||
+      is_narrowed(problem.x, problem.y) || favors_copies(problem, x, width, !dy, true)) {
+    return std::nullopt;
+  }
   const int registers = backward::tile_registers(thread_pixels(width, size) * size, width == 1);
   // A vector of pixels takes two running sums of a channel beside its elements.
   const int bytes = size + dy_size + 2 * acc_size_of(problem.x) * size / kVectorBytes;

@@ -24,6 +24,7 @@ struct Tiles {
   int tile_pixels = 1;  // a multiple of width; the last tile of a plane may have fewer
   int tiles = 1;        // of a plane
   int groups = 1;       // of threads that stand side by side on a tile's pixels
+  int movers = 1;       // threads that a block has at least, to move pixels one by one
   bool is_run = false;  // the tile is a whole sample, which is one run of memory
 
   template <typename Json>
@@ -37,12 +38,13 @@ struct Tiles {
 // the channels alone: they fix the order of a pixel's sums.
 constexpr int kMostTileGroups = 256;
 constexpr int kThreadChannels = 8;
-// The most threads of a block with so many registers each. (Forward, 64 x 384 x 14 x 14 bfloat16 by
-// 640 threads 12.7 us, by 480 13.3; 16 x 768 x 24 x 24 by 384 16.0, by 768 21.8; an H100, as all
-// times of tiles.)
-constexpr int most_tile_threads(int registers) {
-  return std::min(640, blocks_with(kWarpThreads, registers) * kWarpThreads);
+// The threads of so many registers for which a multiprocessor has room, and the most of a block.
+// (Forward, 64 x 384 x 14 x 14 bfloat16 by 640 threads 12.7 us, by 480 13.3; 16 x 768 x 24 x 24 by
+// 384 16.0, by 768 21.8; an H100, as all times of tiles.)
+constexpr int sm_threads(int registers) {
+  return blocks_with(kWarpThreads, registers) * kWarpThreads;
 }
+constexpr int most_tile_threads(int registers) { return std::min(640, sm_threads(registers)); }
 // The bytes of a channel that a tile has: a cache line or two; up to four where all channels
 // together then have no more than kSmallTile; and down to a sector where they would have more than
 // kLargeTile a line, or where tiles are fewer than kTilesASm for each multiprocessor. But a tile of
@@ -58,14 +60,30 @@ constexpr int kSectorBytes = 32;
 // backward, 4 x 256 x 256 x 256 bfloat16 169, 160; 8 x 64 x 256 x 256 92.8, 88.9; 8 x 256 x 64 x
 // 64, with two tiles a multiprocessor, 28.7, 29.8; forward, 1 x 96 x 480 x 832 60.4, 58.4.)
 constexpr int kManyTiles = 15;
+// Elements of two bytes are not copied asynchronously: a thread loads so many at once (in forward
+// half as many, for which it has registers), and where tiles are few, as many threads load as there
+// are elements for, and tiles may be narrower. (bfloat16, 64 x 384 x 15 x 15 backward, loaded one
+// by one, by eight and by sixteen: 128, 64, 54. 8 x 768 x 7 x 7 forward and backward: 13.3, 23.3;
+// with more threads 10.9, 19.3; and with tiles of half a sector 9.1, 16.1.)
+constexpr int kLoadsAtOnce = 16;
+constexpr int kMostMovers = 512;
 // Samples of odd planes are tiles where there are as many as this for each multiprocessor.
 constexpr int kRunsASm = 4;
-// Planes of few pixels with many channels: their tiles are narrow, and copies of the rows before
-// and after another strategy take less time than they.
+// Planes for which copies of the rows before or after another strategy take less time: those of few
+// pixels beside channels_last tensors, where one copy suffices, and some that are moved pixel by
+// pixel. The samples do not count, as a pixel's result may not depend on them. (bfloat16 to NHWC,
+// copied and not: 8 x 768 x 7 x 7 forward 5.9, 8.0, backward 7.7, 14.8; 64 x 768 x 7 x
+// 7 19.3, 16.4; 26.5, 26.6; 8 x 768 x 4 x 4 5.0, 5.7; 5.6, 10.7; 32 x 96 x 35 x 35
+// backward 29.0, 34.4; NCHW, 64 x 768 x 1 x 2 7.7, 7.5; 11.4, 15.2.)
 constexpr int kFewPixels = 100;
 constexpr int kManyChannels = 128;
-inline bool favors_copies(int64_t channels, const Planes& planes) {
-  return planes.pixels < kFewPixels && channels > kManyChannels;
+inline bool favors_copies(const Problem& problem, const Planes& planes, int width,
+                          bool channels_last, bool backward) {
+  const bool single = width == 1, halves = size_of(problem.x) == 2;
+  if (!channels_last) return single && halves && planes.pixels < 8;
+  if (single && halves && backward && problem.cols < kManyChannels) return true;
+  const int least = single && (halves || backward) ? kFewPixels : backward ? 32 : 16;
+  return planes.pixels < least;
 }
 
 inline int tile_groups(int64_t channels) {
@@ -99,8 +117,7 @@ constexpr int64_t tile_units(const Tiles& tiles, int size) {
 }
 constexpr int tile_threads(const Tiles& tiles, int size) {
   const int64_t threads = tiles.groups * tile_units(tiles, size);
-  const int64_t movers = tiles.width == 1 ? tiles.tile_pixels : 1;  // one for each pixel
-  return static_cast<int>(round_up(std::max(threads, movers), kWarpThreads));
+  return static_cast<int>(round_up(std::max<int64_t>(threads, tiles.movers), kWarpThreads));
 }
 // The numbers that the threads leave in shared memory for one sum over the channels of each pixel
 // (PixelSums in device/planes.cuh).
@@ -144,6 +161,7 @@ inline Tiles tiles_of(const Problem& problem, const Planes& planes, const TileNe
     return ceil_div(cut(most), device.sms) * tiles.tile_pixels;
   };
   const bool shares_sectors = shares_sectors_of(planes, needs.width, size);
+  const bool single_halves = needs.width == 1 && size == 2;
   const auto are_too_wide = [&](int64_t most) {
     if (bytes_of(most) > int64_t{lines} * kLargeTile) return true;
     if (!shares_sectors && most > most_pixels) return true;
@@ -162,10 +180,17 @@ inline Tiles tiles_of(const Problem& problem, const Planes& planes, const TileNe
       most *= 2;
     if (shares_sectors) most = std::min(most, most_pixels);
     while (most * size > kSectorBytes && are_too_wide(most)) most /= 2;
+    if (single_halves && most * size == kSectorBytes && cut(most) < device.sms) most /= 2;
     most = std::min(most, most_pixels);
     while (most > tiles.width && bytes_of(most) > room_of(device) * 3 / 4) most /= 2;
   }
-  cut(most);
+  const int64_t all_tiles = cut(most);
+  if (needs.width == 1) tiles.movers = tiles.tile_pixels;
+  if (single_halves && all_tiles < int64_t{kTilesASm} * device.sms) {
+    const int64_t loads = ceil_div(channels * tiles.tile_pixels, kLoadsAtOnce);
+    const int64_t room = sm_threads(needs.registers) / ceil_div(all_tiles, device.sms);
+    tiles.movers = std::max<int>(tiles.movers, std::min<int64_t>({loads, room, kMostMovers}));
+  }
   return tiles;
 }
 

@@ -33,17 +33,13 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// The same for a vector; single elements of two bytes are copied at once.
+// The same for a vector of at least four bytes.
 template <int kWidth, typename V>
 __device__ __forceinline__ void copy_vector(V* to, const V* from) {
   constexpr int kBytes = kWidth * sizeof(V), kPiece = kBytes < 16 ? kBytes : 16;
-  if constexpr (kBytes >= 4) {
 #pragma unroll
-    for (int i = 0; i < kBytes; i += kPiece) {
-      copy_async<kPiece>(reinterpret_cast<char*>(to) + i, reinterpret_cast<const char*>(from) + i);
-    }
-  } else {
-    *to = __ldg(from);
+  for (int i = 0; i < kBytes; i += kPiece) {
+    copy_async<kPiece>(reinterpret_cast<char*>(to) + i, reinterpret_cast<const char*>(from) + i);
   }
 }
 

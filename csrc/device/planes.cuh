@@ -149,16 +149,35 @@ struct PixelSums {
   }
 };
 
-// From planes `channel_stride` elements apart; `from` is the tile's first pixel of channel 0.
-template <int kWidth, typename V>
+// From planes `channel_stride` elements apart; `from` is the tile's first pixel of channel 0. Two
+// bytes are too few for an asynchronous copy, so a thread has kAtOnce of them on their way.
+template <int kAtOnce, int kWidth, typename V>
 __device__ __forceinline__ void load_planes(V* tile, const V* from, int64_t channel_stride,
                                             const TileThread<kWidth>& thread) {
   const V* at_channel = from + thread.group * channel_stride + thread.pixel();
   const int64_t step = thread.groups * channel_stride;
-  thread.each([&](int, int at) {
-    copy_vector<kWidth>(tile + at, at_channel);
-    at_channel += step;
-  });
+  if constexpr (kWidth * sizeof(V) >= 4) {
+    thread.each([&](int, int at) {
+      copy_vector<kWidth>(tile + at, at_channel);
+      at_channel += step;
+    });
+  } else {
+    const int tile_step = thread.groups * thread.tile_pixels;
+    V* at = tile + thread.group * thread.tile_pixels + thread.pixel();
+    for (int c = thread.group; c < thread.channels; c += kAtOnce * thread.groups) {
+      V loaded[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (c + n * thread.groups < thread.channels) loaded[n] = __ldg(at_channel + n * step);
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (c + n * thread.groups < thread.channels) at[n * tile_step] = loaded[n];
+      }
+      at += kAtOnce * tile_step;
+      at_channel += kAtOnce * step;
+    }
+  }
 }
 
 // To planes, the reverse.
@@ -207,14 +226,14 @@ __device__ __forceinline__ void load_channels(V* to, const void* given, float ab
 }
 
 // The transposed tile [pixels][channels] in global memory, which is one run. A thread moves the 16
-// bytes that neighbouring channels of a pixel have there, in half precision of two pixels at once.
-// Four neighbouring lanes have neighbouring vectors of channels: whole sectors of memory, and at
-// most four of a warp's words lie in one bank. Where channels or pixels do not allow it, elements
-// move one by one.
-template <typename V>
+// bytes that neighbouring channels of a pixel have there, in half precision of two pixels at once,
+// if the tile has whole vectors of pixels (not kScattered). Four neighbouring lanes have
+// neighbouring vectors of channels: whole sectors of memory, and at most four of a warp's words lie
+// in one bank. Where channels do not allow it, elements move one by one.
+template <typename V, bool kScattered>
 struct Transposed {
   static constexpr int kChannels = 16 / sizeof(V);
-  static constexpr int kPixels = sizeof(V) == 2 ? 2 : 1;
+  static constexpr int kPixels = sizeof(V) == 2 && !kScattered ? 2 : 1;
   static constexpr int kLanes = 4;
   // The pixels of a channel that a thread has at once.
   using Word = typename detail::Piece<kPixels * sizeof(V)>::type;
@@ -265,7 +284,7 @@ struct Transposed {
             *reinterpret_cast<const Word*>(tile + (place.channel + j) * tile_pixels + place.pixel);
       }
       V* const at = to + place.pixel * channels + place.channel;
-      if constexpr (sizeof(V) == 2) {
+      if constexpr (kPixels == 2) {
         uint32_t first[4], second[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -275,7 +294,10 @@ struct Transposed {
         __stcs(reinterpret_cast<uint4*>(at), *reinterpret_cast<uint4*>(first));
         __stcs(reinterpret_cast<uint4*>(at + channels), *reinterpret_cast<uint4*>(second));
       } else {
-        __stcs(reinterpret_cast<uint4*>(at), *reinterpret_cast<uint4*>(words));
+        alignas(16) Word whole[kChannels];
+#pragma unroll
+        for (int j = 0; j < kChannels; ++j) whole[j] = words[j];
+        __stcs(reinterpret_cast<uint4*>(at), *reinterpret_cast<uint4*>(whole));
       }
     }
   }
@@ -311,7 +333,7 @@ struct Transposed {
 #pragma unroll
         for (int j = 0; j < kChannels; ++j) {
           Word word;
-          if constexpr (sizeof(V) == 2) {
+          if constexpr (kPixels == 2) {
             word = __byte_perm(a[j / 2], a[4 + j / 2], j % 2 == 0 ? 0x5410 : 0x7632);
           } else {
             word = reinterpret_cast<const Word*>(loaded[n])[j];

@@ -44,7 +44,7 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   if (tiles.is_run) {
     load_run(tile, x, channels * pixels);
   } else {
-    load_planes(tile, x, plan.planes.channel_stride, mover);
+    load_planes<kLoadsAtOnce / 2>(tile, x, plan.planes.channel_stride, mover);
   }
   load_channels(weights, p.weight, 1, channels);
   load_channels(biases, p.bias, 0, channels);
@@ -114,7 +114,8 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   // place.
   constexpr bool kTakesPlaceOfX = sizeof(X) == sizeof(Y);
   const bool staged = plan.channels_last || (kTakesPlaceOfX && (kScattered || tiles.is_run));
-  Y* const y_tile = reinterpret_cast<Y*>(reinterpret_cast<char*>(shared) + plan.y_offset);
+  Y* const y_tile =
+      reinterpret_cast<Y*>(reinterpret_cast<char*>(shared) + (kTakesPlaceOfX ? 0 : plan.y_offset));
   Y* const y = static_cast<Y*>(p.y) + int64_t{sample} * channels * pixels;
   Acc rstd[kWidth] = {};
   if (works) unpack(rstd, own.load(rstds + own.first));
@@ -146,8 +147,8 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   if (!staged) return;
   __syncthreads();
   if (plan.channels_last) {
-    Transposed<Y>::store(static_cast<Y*>(p.y) + row * channels, y_tile, channels, tile_pixels,
-                         in_tile);
+    Transposed<Y, kScattered>::store(static_cast<Y*>(p.y) + row * channels, y_tile, channels,
+                                     tile_pixels, in_tile);
   } else if constexpr (kTakesPlaceOfX) {
     if (tiles.is_run) {
       store_run(y, y_tile, channels * pixels);

@@ -46,14 +46,14 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   const Forced forced = forced_now();
   const int size = size_of(problem.x), acc = acc_size_of(problem.x);
   const bool fused_otherwise = problem.residual || problem.modulated;
-  if (!forced.strategy.empty() || fused_otherwise || favors_copies(problem.cols, planes) ||
-      is_narrowed(problem.x, problem.y)) {
+  const int width = plane_width(unit, planes.pixels, size);
+  if (!forced.strategy.empty() || fused_otherwise || is_narrowed(problem.x, problem.y) ||
+      favors_copies(problem, planes, width, channels_last, /*backward=*/false)) {
     return std::nullopt;
   }
   forward::Channels plan;
   plan.planes = planes;
   plan.channels_last = channels_last;
-  const int width = plane_width(unit, planes.pixels, size);
   const int64_t bytes = thread_pixels(width, size) * size;
   const int y_bytes = channels_last && size_of(problem.y) != size ? size_of(problem.y) : 0;
   const TileNeeds needs = {width, size + y_bytes,
