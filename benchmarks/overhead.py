@@ -5,9 +5,10 @@
     python -m benchmarks.overhead --device cpu    on the CPU, into benchmarks/results/cpu.json
 
 Host time is taken on a chain of 100 norms over a tiny tensor, so that the device never holds the
-host up. The variants (nn.LayerNorm, FusedLayerNorm, nn.LayerNorm under override_aten, and the same
-of RMSNorm) take turns, round after round, and the median and the best of the rounds are kept; the
-device time beside them is the sum of all kernels, by the profiler.
+host up. The variants (nn.LayerNorm, FusedLayerNorm, on the CPU a swapped nn.LayerNorm, on the GPU
+nn.LayerNorm under override_aten, and the same of RMSNorm) take turns, round after round, and the
+median and the best of the rounds are kept; the device time beside them is the sum of all kernels,
+by the profiler.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ CPU_SHAPE = (4096, 768)
 PARTS = ("overhead_stamp", "call_overhead", "training_step")
 
 RMS = "rms_"
-Norm = type[nn.LayerNorm] | type[nn.RMSNorm]
+Norm = Callable[..., nn.Module]
 
 # Runs a call and returns its cost in microseconds and its result.
 Measure = Callable[[Callable[[], Any]], "tuple[float, Any]"]
@@ -62,7 +63,7 @@ def device_us(call: Callable[[], Any]) -> tuple[float, Any]:
 
 @contextlib.contextmanager
 def variant_of(name: str) -> Iterator[Norm]:
-    """The module class of a variant; "override" has override_aten() in force inside the context.
+    """What makes a variant's module; "override" has override_aten() in force inside the context.
 
     The variants of RMSNorm have a name that begins with "rms_".
     """
@@ -75,13 +76,15 @@ def variant_of(name: str) -> Iterator[Norm]:
             yield stock
     elif name.endswith("ours"):
         yield fused_layernorm.FusedRMSNorm if is_rms else fused_layernorm.FusedLayerNorm
+    elif name.endswith("swapped"):
+        yield lambda *args, **kwargs: fused_layernorm.swap_norms(stock(*args, **kwargs))
     else:
         yield stock
 
 
 def variants() -> tuple[str, ...]:
     """The variants on this device; override_aten() is for CUDA alone."""
-    return ("eager", "ours") if timing.DEVICE == "cpu" else ("eager", "ours", "override")
+    return ("eager", "ours", "swapped" if timing.DEVICE == "cpu" else "override")
 
 
 class Chain:
@@ -329,12 +332,14 @@ def overhead_text(entries: dict[str, dict[str, float]]) -> str:
     """The table of call_overhead: median (best) host microseconds, ratio, device microseconds."""
     lines = []
     for prefix, norm in (("", "LayerNorm"), (RMS, "RMSNorm")):
-        names = [prefix + name for name in ("eager", "ours", "override")
+        labels = {"eager": f"nn.{norm}", "ours": f"Fused{norm}", "swapped": "swapped",
+                  "override": "override_aten"}  # fmt: skip
+        names = [prefix + name for name in labels
                  if any(f"{prefix}{name}_us" in entry for entry in entries.values())]  # fmt: skip
         if not names:
             continue
-        labels = (f"nn.{norm}", f"Fused{norm}", "override_aten")[: len(names)]
-        lines.append(f"{'host us a layer':<20}" + "".join(f"{label:>40}" for label in labels))
+        head = "".join(f"{labels[name.removeprefix(prefix)]:>40}" for name in names)
+        lines.append(f"{'host us a layer':<20}" + head)
         for way, entry in entries.items():
             line = f"  {way:<18}"
             for name in names:

@@ -92,8 +92,16 @@ def may_serve(x: Any, *others: Any) -> bool:
     return F.layer_norm is torchs_layer_norm and F.rms_norm is torchs_rms_norm
 
 
-torchs_layer_norm = F.layer_norm
-torchs_rms_norm = F.rms_norm
+def _unless_replaced(function: Any) -> Any:
+    """The function, if it is PyTorch's own; None if a tool has replaced it before this import.
+
+    None is no function, so that may_serve then leaves every call to the tool.
+    """
+    return function if getattr(function, "__globals__", None) is vars(F) else None
+
+
+torchs_layer_norm = _unless_replaced(F.layer_norm)
+torchs_rms_norm = _unless_replaced(F.rms_norm)
 
 
 def _are_known(values: Sequence[Any]) -> bool:
@@ -165,7 +173,7 @@ def layer_norm(
             pixels and more than 128 channels, or of some thousand channels, are copied first.
 
     Returns:
-        A contiguous tensor of input's shape; with dim in the order of ``torch.empty_like(input)``.
+        A contiguous tensor of input's shape; with dim in the order of input's memory.
 
     Raises:
         TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
@@ -430,7 +438,7 @@ def serve(
             if kind is RMS and bias is None:
                 return plain_rms_norm(input, weight.dim(), weight, eps)
             return _layer_norm(input, weight.dim(), weight, bias, eps, None, 1.0, None, *kind)
-        if is_plain and _is_pytorchs(input, weight, bias, eps, kind):
+        if is_plain and is_pytorchs(input, weight, bias, eps, kind):
             shape: Any = normalized_shape
             if shape is None:
                 shape = (bias if weight is None else weight).shape  # type: ignore[union-attr]
@@ -497,11 +505,11 @@ def _serve_ada(
         else:
             parameter = bias if weight is None else weight
             ndim = 1 if parameter is None else parameter.dim()
-        is_pytorchs = out_dtype is None and _is_pytorchs(input, weight, bias, eps, kind)
-        if is_pytorchs or (_dispatch_modes() and torch.onnx.is_in_onnx_export()):
+        by_pytorch = out_dtype is None and is_pytorchs(input, weight, bias, eps, kind)
+        if by_pytorch or (_dispatch_modes() and torch.onnx.is_in_onnx_export()):
             options = Options(ndim, eps, None, 1.0, out_dtype, *kind)
             a = Arguments(input, residual, weight, bias, options, gate, shift, scale)
-            found = _by_pytorch(a) if is_pytorchs else _in_onnx(a)
+            found = _by_pytorch(a) if by_pytorch else _in_onnx(a)
             if found is not None:
                 return found
         last: tuple[Any, ...] = () if kind is LAYER and out_dtype is None else (out_dtype, *kind)
@@ -665,8 +673,8 @@ def _is_pytorchs_rms_norm(
     )
 
 
-def _is_pytorchs(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: Kind
+def is_pytorchs(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: Kind
 ) -> bool:
     """Whether PyTorch's own norm computes the norm of this call; it may still refuse the call.
 

@@ -33,7 +33,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        if not may_serve(input, weight, bias):
+        if self.eps != self.eps or not may_serve(input, weight, bias):
             return nn.LayerNorm.forward(self, input)  # type: ignore[arg-type]
         return layer_norm(input, weight, bias, self.eps, normalized_shape=self.normalized_shape)
 

@@ -14,10 +14,13 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from .functional import (
+    LAYER,
+    RMS,
     ada_layer_norm,
     add_ada_layer_norm,
     add_layer_norm,
     add_rms_norm,
+    is_pytorchs,
     layer_norm,
     may_serve,
     plain_layer_norm,
@@ -111,43 +114,45 @@ class FusedLayerNorm(nn.LayerNorm):
 
     @_scripted_as(_scripted_forward)
     def forward(self, input: Tensor) -> Tensor:
-        # A plain call on CUDA in this one frame, for every frame costs host time. Parameters are
-        # read where nn.Module keeps them, because to find them as attributes takes time too; a
-        # computed one is not there. Modes may want to see the call below, and so may a tool that
-        # has replaced PyTorch's function.
-        if (
-            not _is_compiling()
-            and not _function_modes()
-            and type(input) is Tensor
-            and input.is_cuda
-        ):
-            parameters = self._parameters
-            weight, bias = parameters.get("weight"), parameters.get("bias", False)
-            if (
-                type(weight) is Parameter
-                and (bias is None or type(bias) is Parameter)
-                and isinstance(self, FusedLayerNorm)
-                and self.activation is None
-                and self.out_dtype is None
-                and self.scale == 1.0
-                and weight.shape == self.normalized_shape
-                and F.layer_norm is torchs_layer_norm
-                and not _dispatch_modes()
-            ):
-                try:
-                    return plain_layer_norm(input, weight.dim(), weight, bias, self.eps)
-                except _OF_OPERATORS:
-                    pass  # PyTorch's function takes it, or the call below says what is wrong.
+        # A plain call in this one frame, for every frame costs host time. Parameters are read where
+        # nn.Module keeps them, because to find them as attributes takes time too; a computed one is
+        # not there, and without any, nothing else compares input's shape. Modes may want to see the
+        # call below, and so may a tool that has replaced PyTorch's function.
+        if not _is_compiling() and not _function_modes() and type(input) is Tensor:
+            parameters: dict[str, Any] = self._parameters
+            shape = self.normalized_shape
+            weight, bias = parameters.get("weight", False), parameters.get("bias", False)
+            try:
+                if (
+                    (bias is None or type(bias) is Parameter)
+                    and (
+                        weight.shape == shape
+                        if type(weight) is Parameter
+                        else weight is bias is None and input.shape[-len(shape) :] == shape
+                    )
+                    and isinstance(self, FusedLayerNorm)
+                    and self.activation is None
+                    and self.out_dtype is None
+                    and self.scale == 1.0
+                    and F.layer_norm is torchs_layer_norm
+                    and not _dispatch_modes()
+                ):
+                    if input.is_cuda:
+                        return plain_layer_norm(input, len(shape), weight, bias, self.eps)
+                    if is_pytorchs(input, weight, bias, self.eps, LAYER):
+                        return torch.layer_norm(input, shape, weight, bias, self.eps)
+            except _OF_OPERATORS:
+                pass  # PyTorch's function takes it, or the call below says what is wrong.
         if not isinstance(self, FusedLayerNorm):  # a bound method that outlived unswap_norms
             return type(self).forward(self, input)
-        weight, bias = self.weight, self.bias
-        if self._was_layer_norm and not may_serve(input, weight, bias):
+        weight, bias, eps = self.weight, self.bias, self.eps
+        if self._was_layer_norm and (eps != eps or not may_serve(input, weight, bias)):
             return nn.LayerNorm.forward(self, input)
         return layer_norm(
             input,
             weight,
             bias,
-            self.eps,
+            eps,
             normalized_shape=self.normalized_shape,
             activation=self.activation,
             scale=self.scale,
@@ -155,19 +160,31 @@ class FusedLayerNorm(nn.LayerNorm):
         )
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + _shown(self.activation, self.scale, self.out_dtype)
+        return nn.LayerNorm.extra_repr(self) + _shown(self)
 
 
-def _shown(activation: str | None, scale: float, out_dtype: torch.dtype | None) -> str:
-    """The options that are not the defaults, as extra_repr shows them."""
-    options = ""
-    if activation is not None:
-        options += f", activation={activation!r}"
-    if scale != 1.0:
-        options += f", scale={scale}"
-    if out_dtype is not None:
-        options += f", out_dtype={name_of(out_dtype)}"
-    return options
+# The options of modules, and their defaults.
+_DEFAULTS: dict[str, Any] = {
+    "statistic": "layer",
+    "weight_offset": 0.0,
+    "round_before_weight": False,
+    "activation": None,
+    "scale": 1.0,
+    "out_dtype": None,
+}
+
+
+def _shown(module: nn.Module) -> str:
+    """The options that are not the defaults, as extra_repr shows them.
+
+    A module that was unswapped while somebody kept its extra_repr has none of them.
+    """
+    shown = ""
+    for name, default in _DEFAULTS.items():
+        value = getattr(module, name, default)
+        if value != default:
+            shown += f", {name}={name_of(value) if name == 'out_dtype' else repr(value)}"
+    return shown
 
 
 class FusedAddLayerNorm(FusedLayerNorm):
@@ -271,8 +288,9 @@ class FusedRMSNorm(nn.RMSNorm):
     def reset_parameters(self) -> None:
         """Sets the parameters so that the norm has a factor of one and a bias of zero."""
         if self.elementwise_affine:
-            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
-        if getattr(self, "bias", None) is not None:  # nn.RMSNorm calls this before there is one
+            nn.init.constant_(self.weight, 1.0 - getattr(self, "weight_offset", 0.0))
+        # nn.RMSNorm calls this before there is a bias. After an unswap there is no offset either.
+        if getattr(self, "bias", None) is not None:
             nn.init.zeros_(self.bias)
 
     def _scripted_forward(self, x: Tensor) -> Tensor:
@@ -283,31 +301,36 @@ class FusedRMSNorm(nn.RMSNorm):
 
     @_scripted_as(_scripted_forward)
     def forward(self, x: Tensor) -> Tensor:
-        # A plain call on CUDA in this one frame, as in FusedLayerNorm.
-        if not _is_compiling() and not _function_modes() and type(x) is Tensor and x.is_cuda:
-            parameters, dtype = self._parameters, x.dtype
-            weight = parameters.get("weight")
-            if (
-                type(weight) is Parameter
-                and weight.dtype is dtype
-                and parameters.get("bias", False) is None
-                and isinstance(self, FusedRMSNorm)
-                and self.activation is None
-                and self.out_dtype is None
-                and self.scale == 1.0
-                and self.weight_offset == 0.0
-                and not self.round_before_weight
-                and weight.shape == self.normalized_shape
-                and F.rms_norm is torchs_rms_norm
-                and not _dispatch_modes()
-            ):
-                eps = self.eps
-                if eps is None:
-                    eps = FLOAT64_EPS if dtype is torch.float64 else FLOAT32_EPS
-                try:
-                    return plain_rms_norm(x, weight.dim(), weight, eps)
-                except _OF_OPERATORS:
-                    pass  # nn.RMSNorm takes it, or the call below says what is wrong.
+        # A plain call in this one frame, as in FusedLayerNorm.
+        if not _is_compiling() and not _function_modes() and type(x) is Tensor:
+            parameters: dict[str, Any] = self._parameters
+            weight, dtype = parameters.get("weight", False), x.dtype
+            shape, eps = self.normalized_shape, self.eps
+            try:
+                if (
+                    parameters.get("bias", False) is None
+                    and (
+                        weight.shape == shape and weight.dtype is dtype
+                        if type(weight) is Parameter
+                        else weight is None and x.shape[-len(shape) :] == shape
+                    )
+                    and isinstance(self, FusedRMSNorm)
+                    and self.activation is None
+                    and self.out_dtype is None
+                    and self.scale == 1.0
+                    and self.weight_offset == 0.0
+                    and not self.round_before_weight
+                    and F.rms_norm is torchs_rms_norm
+                    and not _dispatch_modes()
+                ):
+                    if x.is_cuda:
+                        if eps is None:
+                            eps = FLOAT64_EPS if dtype is torch.float64 else FLOAT32_EPS
+                        return plain_rms_norm(x, len(shape), weight, eps)
+                    if is_pytorchs(x, weight, None, eps, RMS):
+                        return torch.rms_norm(x, shape, weight, eps)
+            except _OF_OPERATORS:
+                pass  # nn.RMSNorm takes it, or the call below says what is wrong.
         if not isinstance(self, FusedRMSNorm):  # a bound method that outlived unswap_norms
             return type(self).forward(self, x)
         if self._was_rms_norm and not takes_rms_norm(x, self.weight, self.eps):
@@ -326,12 +349,8 @@ class FusedRMSNorm(nn.RMSNorm):
         )
 
     def extra_repr(self) -> str:
-        options = ", bias=True" if self.bias is not None else ""
-        if self.weight_offset != 0.0:
-            options += f", weight_offset={self.weight_offset}"
-        if self.round_before_weight:
-            options += ", round_before_weight=True"
-        return super().extra_repr() + options + _shown(self.activation, self.scale, self.out_dtype)
+        bias = "" if getattr(self, "bias", None) is None else ", bias=True"
+        return nn.RMSNorm.extra_repr(self) + bias + _shown(self)
 
 
 class FusedAddRMSNorm(FusedRMSNorm):
@@ -363,10 +382,9 @@ class FusedAddRMSNorm(FusedRMSNorm):
         )
 
 
-def _check_channels(module: Any, input: Tensor) -> None:
+def _check_channels(channels: int, weight: Tensor | None, input: Tensor) -> None:
     """Without a weight, nothing else compares the channels of input with the module's."""
-    channels = module.normalized_shape[0]
-    if module.weight is None and input.dim() > 1 and input.shape[1] != channels:
+    if weight is None and input.dim() > 1 and input.shape[1] != channels:
         raise RuntimeError(
             f"expected input of {channels} channels, got input of shape {list(input.shape)}"
         )
@@ -396,11 +414,11 @@ class FusedLayerNorm2d(FusedLayerNorm):
         super().__init__(num_channels, eps, affine, True, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
+        _check_channels(self.normalized_shape[0], self.weight, input)
         if _is_scripting():
             x = input.movedim(1, -1)
             y = operators.layer_norm(x, 1, self.weight, self.bias, self.eps, keeps_order=True)
             return y.movedim(-1, 1)
-        _check_channels(self, input)
         return layer_norm(input, self.weight, self.bias, self.eps, dim=1)
 
 
@@ -421,13 +439,13 @@ class FusedRMSNorm2d(FusedRMSNorm):
         super().__init__(num_channels, eps, affine, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        _check_channels(self.normalized_shape[0], self.weight, x)
         if _is_scripting():
             eps = _scripted_eps(self.eps, x)
             y = operators.layer_norm(
                 x.movedim(1, -1), 1, self.weight, None, eps, statistic="rms", keeps_order=True
             )
             return y.movedim(-1, 1)
-        _check_channels(self, x)
         return rms_norm(x, self.weight, self.eps, dim=1)
 
 
@@ -488,8 +506,7 @@ class FusedAdaLayerNorm(nn.LayerNorm):
         )
 
     def extra_repr(self) -> str:
-        shown = "" if self.statistic == "layer" else f", statistic={self.statistic!r}"
-        return super().extra_repr() + shown + _shown(None, 1.0, self.out_dtype)
+        return super().extra_repr() + _shown(self)
 
 
 class FusedAddAdaLayerNorm(FusedAdaLayerNorm):

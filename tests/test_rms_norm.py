@@ -169,22 +169,18 @@ def test_eps_is_that_of_pytorch(device, dtype, eps):
 
 def test_a_plain_call_on_the_cpu_is_pytorchs(monkeypatch):
     monkeypatch.setattr("fused_layernorm.functional._cpu_operators", False)
-    x, weight = torch.randn(8, 64), torch.randn(64)
-    assert torch.equal(fl.rms_norm(x, weight), F.rms_norm(x, (64,), weight))
+    x, norm = torch.randn(8, 64), fl.FusedRMSNorm(64)
+    for y in (norm(x), fl.rms_norm(x, norm.weight)):
+        assert torch.equal(y, F.rms_norm(x, (64,), norm.weight))
 
 
-def test_large_values_do_not_make_the_absent_mean_nan(device):
+def test_large_values_make_no_nan_and_nan_stays_in_its_row(device):
     """The sum of such a row is Inf in float32, its sum of squares is not used."""
     x = torch.full((4, 4096), 1e17, device=device)
-    y = fl.rms_norm(x, torch.ones(4096, device=device))
-    torch.testing.assert_close(y, torch.ones_like(y))
-
-
-def test_nan_stays_in_its_row(device):
-    x = torch.randn(4, 64, device=device)
     x[1, 3] = float("nan")
-    y = fl.rms_norm(x, torch.ones(64, device=device))
-    assert y.isnan().any(-1).tolist() == [False, True, False, False]
+    y = fl.rms_norm(x, torch.ones(4096, device=device))
+    torch.testing.assert_close(y[[0, 2, 3]], torch.ones_like(y[1:]))
+    assert y[1].isnan().all()
 
 
 @pytest.mark.gpu
@@ -233,10 +229,9 @@ def test_autocast(device):
 def test_bad_input(device, options, error, message):
     x = torch.randn(4, 64, device=device)
     given = {"weight": torch.ones(64), "eps": 1e-6, **options}
-    if given["weight"] is not None:
-        given["weight"] = given["weight"].to(device)
+    weight = given.pop("weight")
     with pytest.raises(error, match=message):
-        fl.rms_norm(x, **given)
+        fl.rms_norm(x, None if weight is None else weight.to(device), **given)
 
 
 def test_an_unknown_statistic(device):
@@ -253,10 +248,7 @@ def test_modules(device):
     assert list(norm.state_dict()) == ["weight", "bias"]
     plain, stock = fl.FusedRMSNorm(64, 1e-6), torch.nn.RMSNorm(64, 1e-6)
     plain.load_state_dict(stock.state_dict())
-    assert list(plain.state_dict()) == list(stock.state_dict())
     x, residual = torch.randn(4, 64, device=device), torch.randn(4, 64, device=device)
     torch.testing.assert_close(plain.to(device)(x), stock.to(device)(x))
     y, total = fl.FusedAddRMSNorm(64, 1e-6, device=device)(x, residual)
     torch.testing.assert_close(y, stock(total))
-    scripted = torch.jit.script(plain)
-    torch.testing.assert_close(scripted(x), plain(x))

@@ -55,7 +55,8 @@ def forward(a: Arguments) -> Results:
     else:
         x = x.to(acc)
     y, mean, rstd = _aten.native_layer_norm(x.contiguous(), a.normalized_shape, weight, bias, eps)
-    return Results(_epilogue(a, y).contiguous(), residual_out, mean, rstd)
+    y = formulas.laid_out(_epilogue(a, y), a.input, keeps_order)
+    return Results(y, residual_out, mean, rstd)
 
 
 def _forward_in_place(a: Arguments) -> Results:

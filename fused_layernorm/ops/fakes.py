@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides
 
 from . import arguments
 from .formulas import acc_dtype
@@ -12,9 +13,10 @@ from .operators import Arguments, BackwardArguments, Gradients, Results, impleme
 
 
 def _like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
-    if keeps_order:
-        return torch.empty_like(x, dtype=dtype)
-    return x.new_empty(x.shape, dtype=dtype)
+    if not keeps_order:
+        return x.new_empty(x.shape, dtype=dtype)
+    # A fake torch.empty_like loses the strides of dimensions of size 1, which the real one keeps.
+    return x.new_empty_strided(x.shape, compute_elementwise_output_strides(x), dtype=dtype)
 
 
 def _forward(a: Arguments) -> Results:
