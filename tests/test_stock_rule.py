@@ -44,8 +44,8 @@ def registered_forward(self, x, *, shift=0.0):
 
 
 class RegisteredRms(Registered):
-    def forward(self, x):
-        return F.rms_norm(x, self.gamma.shape, self.gamma)
+    def forward(self, x, *, shift=0.0):
+        return F.rms_norm(x, self.gamma.shape, self.gamma) + shift
 
 
 NORMS = {

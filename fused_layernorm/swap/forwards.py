@@ -134,9 +134,9 @@ def _in_promoted_dtype(
     """A layer norm that a library writes out: the result has the dtype of x * weight + bias.
 
     It lies in memory in the order of x, as the library's elementwise operators leave it, and the
-    following layers may rely on it. Autocast makes rsqrt and pow float32 on every device but
-    the CPU. That widens the result too, unless the library rounds to x's dtype before it multiplies
-    by weight.
+    following layers may rely on it. Autocast makes rsqrt and pow float32 on every device but the
+    CPU. That widens the result too, unless the library rounds to x's dtype before it multiplies by
+    weight.
     """
     dtype = x.dtype
     for parameter in (weight, bias):

@@ -6,9 +6,9 @@ Libraries write the same RMSNorm many times over, so a class is known by the dig
 and of what that calls (source.digest), wherever it stands. A forward here keeps the order of
 casts and the result's dtype of the one that it replaces. It gives the result's dtype to the
 operator, because autocast touches none of the operators that these classes round with. The result
-lies in memory in the order of x, as elementwise operators leave it. A forward returns
-None for what the kernels do not take, and for every call on a device that has no kernels: then the
-class's own forward runs (swapping._or_stock).
+lies in memory in the order of x, as elementwise operators leave it. A forward returns None for what
+the kernels do not take, and for every call on a device that has no kernels: then the class's own
+forward runs (swapping._or_stock).
 """
 
 from __future__ import annotations

@@ -449,8 +449,8 @@ def _or_stock(fused: Forward, cls: type[nn.Module], swapped: type[nn.Module]) ->
                 return found
         return cls.forward(self, *args, **kwargs)
 
-    # torch.jit.script compiles the source of the stock forward, which functools.wraps names, with
-    # the globals of the wrapper: they are the stock forward's, and the wrapper itself reads none.
+    # torch.jit.script compiles the source of the function that this one wraps, with the globals of
+    # this one. So they are made the stock forward's, and this one reads none.
     def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
         if rest or kwargs or not is_plain(self, x):
             return of_any_call(self, x, rest, kwargs)
