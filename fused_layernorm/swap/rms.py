@@ -59,16 +59,13 @@ def _serve(
     compiling = functional._is_compiling()
     if compiling and (functional.is_inductors_rms_norm(x) or (keeps_order and x.stride(-1) != 1)):
         return None
-    options = (weight, None, eps, shape, None, 1.0, out_dtype, kind)
-    if not keeps_order or x.is_contiguous():
-        y: Tensor = serve(x, None, *options)
-    elif compiling or x.stride(-1) != 1 or 0 in x.stride():
-        y = serve(x, None, *options, True)
-    else:  # the kernels write rows one after another, so they get them in the order of x's memory
-        last = x.dim() - 1
-        order = [*sorted(range(last), key=x.stride, reverse=True), last]
-        y = serve(x.permute(order), None, *options).permute([*map(order.index, range(last + 1))])
-    return y
+    in_order, order = keeps_order and not x.is_contiguous(), None
+    if in_order and not compiling and x.stride(-1) == 1 and 0 not in x.stride():
+        # The kernels write rows one after another, so they get them in the order of x's memory.
+        order = [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
+        x, in_order = x.permute(order), False
+    y: Tensor = serve(x, None, weight, None, eps, shape, None, 1.0, out_dtype, kind, in_order)
+    return y if order is None else y.permute([*map(order.index, range(x.dim()))])
 
 
 def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
