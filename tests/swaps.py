@@ -12,6 +12,16 @@ from torch import nn
 from fused_layernorm import swap_norms
 from fused_layernorm.swap import is_fused
 
+D = 16
+
+
+def small_model():
+    return nn.Sequential(nn.Linear(8, D), nn.LayerNorm(D), nn.ReLU(), nn.Linear(D, 3))
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
 
 def swapped(module, swap=swap_norms):
     """A copy, swapped inside a container, so that nothing but the module itself is looked at."""
@@ -46,7 +56,8 @@ def results(module, *inputs):
     """(the output, the gradients) for the same random dy in every call."""
     inputs = tuple(one.detach().requires_grad_() for one in inputs)
     y = module(*inputs)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    dy = torch.empty_like(y).copy_(dy)  # in y's order of memory, as the next layer would give it
     return y, torch.autograd.grad(y, [*inputs, *module.parameters()], dy)
 
 
@@ -64,3 +75,12 @@ def check_swap_and_unswap(module, swap, unswap, kind):
     assert type(unswap(new)) is cls
     assert repr(new) == text
     assert {*vars(new)} == attributes
+
+
+def check_compiler(module, compiler, *inputs):
+    """What torch.fx or TorchScript takes of a class, it takes of the swapped one."""
+    try:
+        expected = compiler(module)(*inputs)
+    except Exception:
+        return
+    assert_same(compiler(swapped(module))(*inputs), expected)

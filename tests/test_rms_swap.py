@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from libraries import class_of
-from swaps import check_swap_and_unswap, copies, fused, results, swapped
+from swaps import check_compiler, check_swap_and_unswap, copies, fused, results, swapped
 from tiny_transformers import WrittenHere
 from torch import nn
 
@@ -93,6 +93,7 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "torch_plain": ("torch.nn", "RMSNorm", {"elementwise_affine": False}),
 }  # fmt: skip
 
+ORDERS = [torch.contiguous_format, torch.channels_last]
 MIXTURES = [(BF16, BF16), (BF16, F32), (F16, F16), (F16, F32), (F32, F32), (F32, BF16)]
 
 
@@ -169,6 +170,8 @@ def compare(norm, x):
     expected, expected_grads = results(norm, *inputs)
     y, grads = results(swapped(norm), *inputs)
     assert_same(y, expected, x.dtype)
+    if "rms_norm" not in type(norm).forward.__code__.co_names:  # else y's order is F.rms_norm's
+        assert (y.stride(), grads[0].stride()) == (expected.stride(), expected_grads[0].stride())
     parameter = next(norm.parameters(), x).dtype
     coarsest = max((x.dtype, parameter), key=lambda dtype: torch.finfo(dtype).eps)
     assert_same_gradients(grads, expected_grads, coarsest)
@@ -184,7 +187,9 @@ def test_same_results(norm, x_dtype, weight_dtype, device):
 @pytest.mark.cpu_operators
 def test_shapes_and_strides(norm, device):
     x = torch.randn(2, 3, 4, SIZE, device=device)
-    for strided in (x, x.transpose(1, 2), x[:, ::2], x[0, 0, 0], x[:0]):
+    image = torch.randn(2, SIZE, 3, 4, device=device)  # of which the norm is over the channels
+    channels = [image.contiguous(memory_format=order).movedim(1, -1) for order in ORDERS]
+    for strided in (x, x.transpose(1, 2), x[:, ::2], x[0, 0, 0], x[:0], *channels):
         if strided.numel() > 0 or getattr(norm, "group_size", None) is None:
             compare(norm, strided)
 
@@ -275,15 +280,9 @@ def test_compiled(norm, device):
         assert_same(compiled(x), new(x))
 
 
-def test_symbolic_trace(norm, device):
-    """What torch.fx can trace of a class it can trace of the swapped one."""
-    inputs = arguments_of(norm, torch.randn(4, SIZE, device=device))
-    try:
-        expected = torch.fx.symbolic_trace(norm)(*inputs)
-    except (torch.fx.proxy.TraceError, NameError):
-        return
-    traced = torch.fx.symbolic_trace(swapped(norm))
-    torch.testing.assert_close(traced(*inputs), expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("compiler", [torch.fx.symbolic_trace, torch.jit.script])
+def test_traced_and_scripted(norm, compiler, device):
+    check_compiler(norm, compiler, *arguments_of(norm, torch.randn(4, SIZE, device=device)))
 
 
 def test_every_known_source_is_tested():
@@ -504,6 +503,8 @@ def test_a_registered_class_comes_first(monkeypatch):
         model = nn.Sequential(WrittenHere(8))
         swap_it(model)
         assert vars(type(model[0]))["_fused_forward"].__func__ is own
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(torch.jit.script(model)(x), model(x))
         assert type(unswap_norms(model)[0]) is WrittenHere
 
 

@@ -8,18 +8,20 @@ from typing import Any, cast
 import libraries
 import pytest
 import torch
+from swaps import D, assert_same, small_model
 from tiny_transformers import WrittenHere
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import fused_layernorm
 from fused_layernorm import functional, register_swap, swap_norms, unswap_norms
+from fused_layernorm.swap import swapping
 
 pytestmark = [
     pytest.mark.cpu_operators,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-D = 16
 
 
 class Accepted(nn.LayerNorm):
@@ -39,6 +41,11 @@ class Registered(nn.Module):
 
 def registered_forward(self, x, *, shift=0.0):
     return fused_layernorm.layer_norm(x, self.gamma) + shift
+
+
+class RegisteredRms(Registered):
+    def forward(self, x, *, shift=0.0):
+        return F.rms_norm(x, self.gamma.shape, self.gamma) + shift
 
 
 NORMS = {
@@ -61,8 +68,17 @@ def norm(request, device):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
-    monkeypatch.setattr(fused_layernorm.swap.swapping, "_registered", {})
+    monkeypatch.setattr(swapping, "_registered", {})
     register_swap(Registered, lambda module: registered_forward)
+    register_swap(RegisteredRms, lambda _: lambda self, x: fused_layernorm.rms_norm(x, self.gamma))
+
+
+@pytest.fixture
+def mesh():
+    store = torch._C._distributed_c10d.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
 
 
 def swapped(model):
@@ -70,10 +86,6 @@ def swapped(model):
     norms = [module for module in found.modules() if isinstance(module, tuple(NORMS.values()))]
     assert all(fused_layernorm.swap.is_fused(cast(Any, module)) for module in norms)
     return found
-
-
-def small_model():
-    return nn.Sequential(nn.Linear(8, D), nn.LayerNorm(D), nn.ReLU(), nn.Linear(D, 3))
 
 
 def gradients(model, *inputs):
@@ -92,26 +104,58 @@ def operators_of(call):
     return {event.name for event in profile.events() if event.name.startswith("fused_layernorm::")}
 
 
-def assert_same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 # ---- PyTorch.
 
 
-def test_kept_forwards(norm, device):
+@pytest.mark.parametrize("parametrized", [False, True])
+def test_kept_forwards(norm, device, parametrized):
     """Of before a swap, and of before an unswap: each computes what the stock module computes."""
-    x = torch.randn(4, D, device=device)
+    x, cls, name = torch.randn(4, D, device=device), type(norm), next(iter(norm._parameters))
     expected = norm(x)
     before = norm.forward
     swap_norms(norm, predicate=lambda name, module: True)
+    if parametrized:
+        parametrize.register_parametrization(norm, name, nn.Identity())
     between = norm.forward
     assert operators_of(lambda: norm(x))
     assert_same(before(x), expected)
-    assert type(unswap_norms(norm)) in NORMS.values()
+    unswap_norms(norm)
     assert not operators_of(lambda: between(x))
     assert torch.equal(between(x), expected)
-    assert set(vars(norm)) == set(vars(type(norm)(D)))
+    if parametrized:
+        parametrize.remove_parametrizations(norm, name)
+    assert type(norm) is cls
+    assert set(vars(norm)) == set(vars(cls(D)))
+
+
+def test_calls_of_other_threads_during_an_unswap(norm, device, monkeypatch):
+    new, x, set_class = swapped(norm), torch.randn(4, D, device=device), swapping._set_class
+
+    def between_calls(module, cls):
+        before = module(x)
+        set_class(module, cls)
+        assert_same([before, module(x)], 2 * [norm(x)])
+
+    monkeypatch.setattr(swapping, "_set_class", between_calls)
+    assert type(unswap_norms(new)) is type(norm)
+
+
+@pytest.mark.parametrize("first", ["swap", "shard"])
+def test_fully_shard(norm, first, mesh):
+    """fully_shard gives a module a class derived from its own: a swap and an unswap keep that."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    norm, x = norm.cpu(), torch.randn(4, D)
+    new = swapped(norm) if first == "swap" else copy.deepcopy(norm)
+    fully_shard(new, mesh=mesh)
+    swap_norms(new, predicate=lambda name, module: True)
+    for is_fused in (True, False):
+        assert fused_layernorm.swap.is_fused(new) is is_fused
+        assert isinstance(new, FSDPModule)
+        assert isinstance(new, type(norm))
+        y, *grads = gradients(new, x)
+        assert_same((y, *(grad.full_tensor() for grad in grads)), gradients(norm, x))
+        unswap_norms(new)
 
 
 @pytest.mark.filterwarnings("ignore:.*PyTorch API of nested tensors.*")
@@ -205,12 +249,12 @@ def counted(function, calls):
     return call
 
 
-@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, Accepted, Registered])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, Accepted, Registered, RegisteredRms])
 def test_patched_functions(monkeypatch, kind):
     """DeepSpeed's profiler and others put their own functions in the place of PyTorch's."""
     calls: list[str] = []
     new = swapped(kind(D))
-    name = "rms_norm" if kind is nn.RMSNorm else "layer_norm"
+    name = "rms_norm" if kind in (nn.RMSNorm, RegisteredRms) else "layer_norm"
     stock = getattr(F, name)
     x = torch.randn(4, D)
     with monkeypatch.context() as patch:

@@ -12,6 +12,7 @@ from typing import Any
 import libraries
 import pytest
 import torch
+from swaps import assert_same, small_model
 from torch import nn
 
 from fused_layernorm import swap_norms, unswap_norms
@@ -22,16 +23,8 @@ pytestmark = [
 ]
 
 
-def small_model():
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
-
-
 def swapped(model):
     return swap_norms(copy.deepcopy(model))
-
-
-def assert_same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_fvcore():

@@ -84,12 +84,22 @@ def matched(
     return x, weight, bias
 
 
+def _last(x: Tensor) -> int | None:
+    """The `dim` of a norm over the last dimension that a library writes out.
+
+    The library's elementwise operators leave the result in the order of x's memory, as layer_norm
+    does with a dim. Without one it is contiguous, and cheaper.
+    """
+    return None if x.is_contiguous() else -1
+
+
 def _in_input_dtype(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    normalized_shape: int | Sequence[int],
+    shape: int | Sequence[int] | None,
+    dim: int | None = None,
 ) -> Tensor:
     """F.layer_norm in float32, its result in x's dtype."""
     if x.dtype in HALF:
@@ -98,16 +108,18 @@ def _in_input_dtype(
         found = x.float()
         weight, bias = (None if p is None else p.float() for p in (weight, bias))
     out_dtype = x.dtype if x.dtype in HALF else torch.float32  # given, for autocast would change it
-    y = layer_norm(found, weight, bias, eps, normalized_shape=normalized_shape, out_dtype=out_dtype)
+    norm = (weight, bias, eps)
+    y = layer_norm(found, *norm, normalized_shape=shape, out_dtype=out_dtype, dim=dim)
     return y.to(x.dtype)
 
 
 def _float32_without_bias(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """A norm over the last dimension; a weight of two dimensions has a row for each head."""
     if weight.dim() == 1:
-        return _in_input_dtype(x, weight, None, eps, weight.shape)
-    found = x if x.dtype in HALF else x.float()
-    y = layer_norm(found, eps=eps, normalized_shape=weight.shape[-1:], out_dtype=torch.float32)
+        return _in_input_dtype(x, weight, None, eps, None, _last(x))
+    found, dim = x if x.dtype in HALF else x.float(), _last(x)
+    shape = weight.shape[-1:] if dim is None else None
+    y = layer_norm(found, eps=eps, normalized_shape=shape, out_dtype=torch.float32, dim=dim)
     return (weight.float() * y).to(x.dtype)
 
 
@@ -121,17 +133,17 @@ def _in_promoted_dtype(
 ) -> Tensor:
     """A layer norm that a library writes out: the result has the dtype of x * weight + bias.
 
-    With a dim it has the memory format of x, as the library's elementwise operators give it, and
-    the following layers may rely on it. Autocast makes rsqrt and pow float32 on every device but
-    the CPU. That widens the result too, unless the library rounds to x's dtype before it multiplies
-    by weight.
+    It lies in memory in the order of x, as the library's elementwise operators leave it, and the
+    following layers may rely on it. Autocast makes rsqrt and pow float32 on every device but the
+    CPU. That widens the result too, unless the library rounds to x's dtype before it multiplies by
+    weight.
     """
     dtype = x.dtype
     for parameter in (weight, bias):
         dtype = torch.promote_types(dtype, parameter.dtype)
     if autocast_widens and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.promote_types(dtype, torch.float32)
-    return layer_norm(*matched(x, weight, bias), eps, out_dtype=dtype, dim=dim)
+    return layer_norm(*matched(x, weight, bias), eps, out_dtype=dtype, dim=dim or _last(x))
 
 
 # ---- Over the last dimensions.

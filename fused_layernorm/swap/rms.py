@@ -5,9 +5,10 @@ kernels that replace them.
 Libraries write the same RMSNorm many times over, so a class is known by the digest of its forward
 and of what that calls (source.digest), wherever it stands. A forward here keeps the order of
 casts and the result's dtype of the one that it replaces. It gives the result's dtype to the
-operator, because autocast touches none of the operators that these classes round with. It returns
-None for what the kernels do not take, and for every call on a device that has no kernels: then the
-class's own forward runs (swapping._or_stock).
+operator, because autocast touches none of the operators that these classes round with. The result
+lies in memory in the order of x, as elementwise operators leave it. A forward returns None for what
+the kernels do not take, and for every call on a device that has no kernels: then the class's own
+forward runs (swapping._or_stock).
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ _WIDE: Dtypes = dict.fromkeys(_OF_X, _F32)
 
 
 def _serve(
-    x: Tensor, weight: Tensor | None, eps: float, kind: Kind, dtypes: Dtypes
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    kind: Kind,
+    dtypes: Dtypes,
+    keeps_order: bool = True,
 ) -> Tensor | None:
     """The norm over the last dimension, or None if it is not for the kernels."""
     if isinstance(x, torch.fx.Proxy) or not (x.is_cuda or functional._cpu_operators):
@@ -50,10 +56,16 @@ def _serve(
     shape = (x.shape[-1],)
     if weight is not None and weight.shape != shape:
         return None
-    if functional._is_compiling() and functional.is_inductors_rms_norm(x):
+    compiling = functional._is_compiling()
+    if compiling and (functional.is_inductors_rms_norm(x) or (keeps_order and x.stride(-1) != 1)):
         return None
-    y: Tensor = serve(x, None, weight, None, eps, shape, None, 1.0, out_dtype, kind)
-    return y
+    in_order, order = keeps_order and not x.is_contiguous(), None
+    if in_order and not compiling and x.stride(-1) == 1 and 0 not in x.stride():
+        # The kernels write rows one after another, so they get them in the order of x's memory.
+        order = [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
+        x, in_order = x.permute(order), False
+    y: Tensor = serve(x, None, weight, None, eps, shape, None, 1.0, out_dtype, kind, in_order)
+    return y if order is None else y.permute([*map(order.index, range(x.dim()))])
 
 
 def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
@@ -93,12 +105,20 @@ rounded_once_eps = _of_weight("rounded_once_eps", "eps", RMS, _OF_X)
 gemma = _of_weight("gemma", "eps", PLUS_ONE, _OF_X)
 
 
-def muse_spark(self: Any, x: Tensor) -> Tensor | None:
+def _plus_one(self: Any, x: Tensor, keeps_order: bool) -> Tensor | None:
     """1 + weight is rounded to weight's dtype, which only a float32 weight leaves to the kernel."""
     weight = self.weight
     if weight.dtype is _F32:
-        return _serve(x, weight, self.eps, PLUS_ONE, _OF_X)
-    return _serve(x, weight + 1.0, self.eps, RMS, _OF_X)
+        return _serve(x, weight, self.eps, PLUS_ONE, _OF_X, keeps_order)
+    return _serve(x, weight + 1.0, self.eps, RMS, _OF_X, keeps_order)
+
+
+def muse_spark(self: Any, x: Tensor) -> Tensor | None:
+    return _plus_one(self, x, True)
+
+
+def krea2(self: Any, hidden_states: Tensor) -> Tensor | None:
+    return _plus_one(self, hidden_states, False)  # as F.rms_norm, which it calls
 
 
 def gemma3n(self: Any, hidden_states: Tensor) -> Tensor | None:
@@ -153,7 +173,8 @@ def timm(self: Any, x: Tensor) -> Tensor | None:
 def _timm_last(self: Any, x: Tensor, dtypes: Dtypes) -> Tensor | None:
     if len(self.normalized_shape) != 1:
         return None
-    return _serve(x, parameter(self, "weight"), self.eps, RMS, dtypes)
+    weight = parameter(self, "weight")
+    return _serve(x, weight, self.eps, RMS, dtypes, False)  # as F.rms_norm, which it calls
 
 
 def timm_float32(self: Any, x: Tensor) -> Tensor | None:
@@ -251,7 +272,7 @@ SOURCES: dict[str, Forward] = {
     "2f02abc83856eb33": rounded_once_eps,
     "6a4f345d68fd8b59": rounded_once_eps,
     "1c7542beb3b9a42c": rounded_once_eps,
-    "e86e9d2a242a4654": muse_spark,
+    "e86e9d2a242a4654": krea2,
     "74ab8bc808740333": gemma,
     "d7c8fcca5a00079e": stable_audio3,
 }

@@ -301,7 +301,7 @@ def _or_stock(fused: Callable[..., Any], cls: type[nn.Module]) -> Callable[..., 
 
     @functools.wraps(fused)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (cls.forward if type(self) is cls else fused)(self, *args, **kwargs)
+        return (fused if hasattr(type(self), "_rotated") else cls.forward)(self, *args, **kwargs)
 
     return forward
 

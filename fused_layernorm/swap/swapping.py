@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.overrides import has_torch_function_variadic
 
-from ..functional import may_serve, torchs_layer_norm
+from ..functional import may_serve, torchs_layer_norm, torchs_rms_norm
 from ..modules import FusedLayerNorm, FusedRMSNorm
 from . import channels, forwards, modulated, rms, source, table
 from . import rotations as rotary
@@ -198,13 +198,13 @@ def _unswap_all(model: Model, kinds: tuple[str, ...]) -> Model:
     for module in model.modules():
         swapped_from = _swapped_from(module)
         if swapped_from is not None and _fused_kind(module) in (*kinds, REGISTERED):
+            _set_class(module, swapped_from)  # first, for another thread may be in its forward
             own = module.__dict__
             if own.pop("_was_layer_norm", False):
                 own.pop("__module__", None)
             if own.pop("_was_rms_norm", False):
                 own.pop("__module__", None)
                 module._parameters.pop("bias", None)
-            _set_class(module, swapped_from)
     return model
 
 
@@ -408,16 +408,17 @@ def _swapped_class(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
             "_get_name": _get_name,
             "_swapped_from": cls,
             "_fused_forward": staticmethod(forward),
-            "forward": _or_stock(forward, cls),
         }
         if forward is FusedLayerNorm.forward:  # which asks by itself what it may serve
             members.update(_was_layer_norm=True, forward=forward)
         made = type(f"Fused{cls.__name__}", bases, members)
+        if "forward" not in members:
+            made.forward = _or_stock(forward, cls, made)
         _classes[cls, forward] = made
     return made
 
 
-def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
+def _or_stock(fused: Forward, cls: type[nn.Module], swapped: type[nn.Module]) -> Forward:
     """The forward of a swapped class: what the stock forward takes, it takes.
 
     The stock forward of cls serves what the operators do not know (functional.may_serve), what the
@@ -427,27 +428,40 @@ def _or_stock(fused: Forward, cls: type[nn.Module]) -> Forward:
     parameters = [*inspect.signature(cls.forward).parameters.values()][1:2]  # the first after self
     first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "")
 
-    @functools.wraps(cls.forward, updated=())
-    def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
-        parameters = self._parameters.values()
-        if (  # what follows from may_serve for the most common call, in a third of its time
+    def is_plain(self: Any, x: Any) -> bool:
+        """What follows from may_serve for the most common call, in a third of its time."""
+        return (
             type(x) is Tensor
-            and not (rest or kwargs or has_torch_function_variadic(x, *parameters) or x.is_nested)
+            and not (has_torch_function_variadic(x, *self._parameters.values()) or x.is_nested)
             and F.layer_norm is torchs_layer_norm
-            and type(self) is not cls
-        ):
-            found = fused(self, x)
-            return cls.forward(self, x) if found is None else found
+            and F.rms_norm is torchs_rms_norm
+            and isinstance(self, swapped)
+        )
+
+    def of_any_call(self: Any, x: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if x is None and kwargs.get(first) is not None:
             x = kwargs.pop(first)
         args = () if x is None and not rest else (x, *rest)
-        if type(self) is not cls and may_serve(*args, *kwargs.values(), *parameters):
+        parameters = self._parameters.values()
+        if isinstance(self, swapped) and may_serve(*args, *kwargs.values(), *parameters):
             found = fused(self, *args, **kwargs)
             if found is not None:
                 return found
         return cls.forward(self, *args, **kwargs)
 
-    return forward
+    # torch.jit.script compiles the source of the function that this one wraps, with the globals of
+    # this one. So they are made the stock forward's, and this one reads none.
+    def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
+        if rest or kwargs or not is_plain(self, x):
+            return of_any_call(self, x, rest, kwargs)
+        found = fused(self, x)
+        return cls.forward(self, x) if found is None else found
+
+    names = getattr(cls.forward, "__globals__", globals())
+    forward = types.FunctionType(
+        forward.__code__, names, argdefs=forward.__defaults__, closure=forward.__closure__
+    )
+    return functools.wraps(cls.forward, updated=())(forward)
 
 
 def _kind_of(cls: type[nn.Module], forward: Forward) -> str:
@@ -488,18 +502,36 @@ def _swapped_from(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _plain_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class, or the one from which PyTorch has derived it."""
     cls = type(module)
-    return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
+    while _is_derived(cls):
+        cls = cls.__bases__[-1]
+    return cls
+
+
+def _is_derived(cls: type) -> bool:
+    """Whether the class was derived from a module's class and given to the module.
+
+    parametrize does so, with properties that compute the parameters, and fully_shard and replicate,
+    with a first base for their methods, which is no nn.Module.
+    """
+    if cls.__module__ == parametrize.__name__:
+        return cls.__name__.startswith("Parametrized")
+    is_made = cls.__module__.startswith("torch.distributed.") and len(cls.__bases__) == 2
+    return is_made and not issubclass(cls.__bases__[0], nn.Module)
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Gives the module this class.
+    """Gives the module this class in the place of its plain one."""
+    module.__class__ = _derived_as(type(module), cls)
 
-    parametrize gives each module a class of its own, whose properties compute the parameters. A
-    parametrized module gets such a class again, derived from the new class.
-    """
-    if parametrize.is_parametrized(module):
-        own = {key: value for key, value in vars(type(module)).items() if key != "__dict__"}
-        own.pop("__weakref__", None)
-        cls = type(f"Parametrized{cls.__name__}", (cls,), own)
-    module.__class__ = cls
+
+def _derived_as(derived: type, cls: type[nn.Module]) -> type[nn.Module]:
+    """cls, or derived from it what `derived` is of its plain class."""
+    if not _is_derived(derived):
+        return cls
+    *others, base = derived.__bases__
+    prefix = derived.__name__.removesuffix(base.__name__)
+    cls = _derived_as(base, cls)
+    own = {k: v for k, v in vars(derived).items() if k not in ("__dict__", "__weakref__")}
+    return type(prefix + cls.__name__, (*others, cls), own)
