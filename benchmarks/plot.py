@@ -7,7 +7,7 @@ file has its rows, which benchmarks.models measures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ PICTURE = results.ROOT / "docs" / "bandwidth.svg"
 BLOCK_PICTURE = results.ROOT / "docs" / "dit-block.svg"
 PLOTS = results.ROOT / "docs" / "plots"
 FEWEST_POINTS = 3  # rows that a curve needs
+NORMS = {"": "LayerNorm", "rms_": "RMSNorm"}  # by what their operators' names begin with
+TICKS = {64: "64", 256: "256", 1024: "1K", 4096: "4K", 16_384: "16K", 65_536: "64K",
+         262_144: "256K", 1_048_576: "1M", 4_194_304: "4M"}  # fmt: skip
 # The bars of the block's picture: (variant, label, colour of what is not a matrix product).
 BARS = (
     ("eager", "PyTorch eager", "#b3392f"),
@@ -78,10 +81,12 @@ def draw(
     curves_of: Callable[[str], list[Curve]],
     output: Path,
     metadata: dict[str, str | None] | None,
+    norms: Sequence[str] = ("",),
     **style: Any,
 ) -> None:
     """Draws achieved bandwidth against columns: curves_of("forward") beside curves_of("backward").
 
+    Each of `norms`, keys of NORMS, has a line of its own: of curves_of("rms_forward") and so on.
     `style` holds rcParams of matplotlib.
     """
     import matplotlib
@@ -92,24 +97,30 @@ def draw(
     # No date and no random names in the file: drawing again changes nothing.
     style["svg.hashsalt"] = "fused_layernorm"
     with matplotlib.rc_context(style):  # type: ignore[arg-type,unused-ignore]
-        figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
-        for axis, op in zip(axes, ("forward", "backward"), strict=True):
-            for label, line, cols, speeds in curves_of(op):
-                axis.plot(cols, speeds, label=label, markersize=4.5, **line)
-            axis.set_xscale("log", base=2)
-            ticks = [64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1_048_576, 4_194_304]
-            axis.set_xticks(ticks, ["64", "256", "1K", "4K", "16K", "64K", "256K", "1M", "4M"])
-            axis.minorticks_off()
-            axis.set_title(op)
+        height = 1.4 + 2.8 * len(norms)
+        figure, grid = plt.subplots(
+            len(norms), 2, figsize=(11, height), sharex="row", sharey=True, squeeze=False
+        )
+        for norm, axes in zip(norms, grid, strict=True):
+            for way, axis in zip(("forward", "backward"), axes, strict=True):
+                for label, line, cols, speeds in curves_of(norm + way):
+                    axis.plot(cols, speeds, label=label, markersize=4.5, **line)
+                axis.set_xscale("log", base=2)
+                least, most = axis.get_xlim()
+                ticks = {at: said for at, said in TICKS.items() if least <= at <= most}
+                axis.set_xticks([*ticks], [*ticks.values()])
+                axis.minorticks_off()
+                axis.set_title(f"{NORMS[norm]}, {way}")
+                axis.grid(True, color="0.92")
+                axis.set_axisbelow(True)
+            axes[0].set_ylabel("achieved bandwidth, TB/s")
+            axes[0].set_ylim(bottom=0)
+        for axis in grid[-1]:
             axis.set_xlabel("columns (elements of a row)")
-            axis.grid(True, color="0.92")
-            axis.set_axisbelow(True)
-        axes[0].set_ylabel("achieved bandwidth, TB/s")
-        axes[0].set_ylim(bottom=0)
-        handles, labels = axes[0].get_legend_handles_labels()
+        handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
         figure.suptitle(title, fontsize=11)
-        figure.tight_layout(rect=(0, 0.07, 1, 1))
+        figure.tight_layout(rect=(0, 0.3 / height, 1, 1))
         output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=130, metadata=metadata)
         plt.close(figure)
@@ -189,10 +200,11 @@ def plot_roofline(report: dict[str, Any]) -> None:
 
 def plot(report: dict[str, Any], output: Path) -> None:
     draw(
-        f"LayerNorm on one {report['device']}: bfloat16 and float32 tensors of 16 MB to 1 GB",
+        f"Norms on one {report['device']}: bfloat16 and float32 tensors of 16 MB to 1 GB",
         lambda op: curves(points(report, op)),
         output,
         {"Date": None, "Description": stamp(report)},
+        [norm for norm in NORMS if not norm or points(report, norm + "forward")],
         **{"axes.spines.top": False, "axes.spines.right": False},
     )
 

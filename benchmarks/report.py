@@ -64,7 +64,8 @@ NORMS = {
 }
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; other times are peers'
 PEERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "quack": "QuACK",
-         "liger": "Liger", "llama": "transformers' Llama class"}  # fmt: skip
+         "liger": "Liger", "apex": "Apex", "llama": "transformers' Llama class"}  # fmt: skip
+INSTALLED = ("liger", "apex", "quack", "cudnn")  # peers of packages that a machine may lack
 VARIANTS = {
     "eager": "stock",
     "swap": "swapped",
@@ -81,6 +82,10 @@ WAYS = {
     "no_grad": "forward without gradients",
     "grad": "forward with gradients",
     "autocast": "forward with gradients under autocast",
+}
+HOST = {
+    "": ("nn.LayerNorm", "FusedLayerNorm", "override_aten()"),
+    "rms_": ("nn.RMSNorm", "FusedRMSNorm", "override_aten() of RMSNorm"),
 }
 
 
@@ -229,11 +234,13 @@ def measured(reports: list[Report]) -> list[str]:
         ("driver", lambda report: report["driver"]),
         ("torch", lambda report: report["torch"]),
         ("Python", lambda report: report.get("python", "-")),
+        ("kernels of eager RMSNorm", lambda report: report.get("rms_norm", "-")),
+        ("peers not installed", not_installed),
         ("measured on", lambda report: report["date"][:10]),
         ("host times", lambda report: day(report, "overhead_stamp")),
         ("whole models", lambda report: day(report, "models")),
         ("`csrc_sha256`", lambda report: report["csrc_sha256"][:16]),
-        ("the newest code", lambda report: "yes" if report["csrc_sha256"] == newest else "no"),
+        ("code measured last", lambda report: "yes" if report["csrc_sha256"] == newest else "no"),
     )
     body = [[name, *(of(report) for report in reports)] for name, of in fields]
     lines = [
@@ -247,6 +254,13 @@ def measured(reports: list[Report]) -> list[str]:
             said = (f"- {line.rstrip(':')}" for line in skipped)
             lines += [f"Not measured in the run on the {card}:", "", *said, ""]
     return lines
+
+
+def not_installed(report: Report) -> str:
+    """The peers that the run did not find: they have no time, and nothing says that one failed."""
+    known = {key.removesuffix("_us") for row in report["rows"] for key in row}
+    known |= {line.split(":")[0] for line in report.get("skipped", [])}
+    return ", ".join(PEERS[name] for name in INSTALLED if name not in known) or "-"
 
 
 def at_a_glance(reports: list[Report]) -> list[str]:
@@ -287,6 +301,7 @@ def at_a_glance(reports: list[Report]) -> list[str]:
         "All times are device times in microseconds unless a table says otherwise: the median over "
         "replays of a CUDA graph that works through distinct random inputs, which together are "
         "larger than the L2 cache. This page is made by `python -m benchmarks.report --write`; "
+        "without `--write` it says which results are of the checkout's csrc/. "
         "[CONTRIBUTING](contributing.md) says how to measure.",
         "",
     ]
@@ -414,22 +429,27 @@ def host(reports: list[Report]) -> list[str]:
     """What a call costs the host, and the wall time of a module's training step."""
     lines: list[str] = []
     names = ("eager_us", "ours_us", "override_us")
-    header = ["nn.LayerNorm", "FusedLayerNorm", "override_aten()"]
     for card, report in zip(cards(reports), reports, strict=True):
         if calls := report.get("call_overhead"):
+            columns = [
+                (f"{norm}{name}", f"{norm}{names[0]}", label)
+                for norm, labels in HOST.items()
+                for name, label in zip(names, labels, strict=True)
+                if any(f"{norm}{name}" in entry for entry in calls.values())
+            ]
             body = [
                 [WAYS.get(way, way.replace("_", " ")),
-                 *(compared(entry, name, "eager_us") for name in names)]
+                 *(compared(entry, name, base) for name, base, _ in columns)]
                 for way, entry in calls.items()
             ]  # fmt: skip
             lines += [
                 *([] if lines else ["## Host time", ""]),
                 f"What a call on a tiny tensor costs the host beside the {card}: microseconds a "
-                "layer, in brackets as a ratio to nn.LayerNorm "
+                "layer, in brackets as a ratio to PyTorch's module "
                 f"({of_day(report['overhead_stamp'], report)}, as the next "
                 "table).",
                 "",
-                *table(["a layer", *header], body, left=1),
+                *table(["a layer", *(label for *_, label in columns)], body, left=1),
                 "",
             ]
         if steps := report.get("training_step"):
@@ -441,7 +461,7 @@ def host(reports: list[Report]) -> list[str]:
                 "Forward and backward of the module: wall time in microseconds, in brackets as a "
                 "ratio to nn.LayerNorm.",
                 "",
-                *table(["a step", *header[:2]], body, left=1),
+                *table(["a step", *HOST[""][:2]], body, left=1),
                 "",
             ]
     return lines
@@ -481,15 +501,17 @@ def models(reports: list[Report]) -> list[str]:
     return lines
 
 
-def on_cpu() -> list[str]:
+def on_cpu(reports: list[Report]) -> list[str]:
     """Host times on a machine without a GPU, where there are some."""
     report = results.read(results.RESULTS / "cpu.json")
     if not report:
         return []
     from benchmarks.overhead import cpu_text
 
+    part = report["cpu"]
     head = f"## {report['device']}, torch {report['torch']}"
-    return [head, "", "```", *cpu_text(report["cpu"]).splitlines(), "```", ""]
+    said = f"Host times without a GPU ({of_day(part, reports[0])}):"
+    return [head, "", said, "", "```", *cpu_text(part).splitlines(), "```", ""]
 
 
 def page(reports: list[Report]) -> str:
@@ -497,7 +519,7 @@ def page(reports: list[Report]) -> str:
     parts: tuple[Callable[[list[Report]], list[str]], ...]
     parts = (measured, at_a_glance, pictures, falls_short, cases, host, models)
     lines = [line for part in parts for line in part(reports)]
-    return "\n".join([*lines, *on_cpu()]).rstrip() + "\n"
+    return "\n".join([*lines, *on_cpu(reports)]).rstrip() + "\n"
 
 
 # --- the files ------------------------------------------------------------------------------------
@@ -531,15 +553,16 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.check:
         if found := outdated(reports):
             raise SystemExit("\n".join([*found, "run python -m benchmarks.report --write"]))
-    elif arguments.write:
+        return
+    here = results.csrc_sha256()
+    for report in reports:
+        same = report["csrc_sha256"] == here
+        print(f"{report['device']}: of {'this' if same else 'ANOTHER'} state of csrc")
+    if arguments.write:
         README.write_text(replace_block(README.read_text(), readme_block(reports)))
         PAGE.write_text(page(reports))
         plot.draw_all(reports)
     else:
-        here = results.csrc_sha256()
-        for report in reports:
-            same = report["csrc_sha256"] == here
-            print(f"{report['device']}: of {'this' if same else 'ANOTHER'} state of csrc")
         print(page(reports), end="")
 
 
