@@ -251,7 +251,8 @@ def check(a: Arguments) -> None:
     if ndim > input.dim():
         parameter = bias if weight is None else weight
         shown = "" if parameter is None else f", {list(parameter.shape)}"
-        raise RuntimeError(
+        # F.rms_norm raises another type here than F.layer_norm.
+        raise (ValueError if options.is_rms else RuntimeError)(
             f"expected input of at least the {ndim} dimensions of normalized_shape"
             f"{shown}, got input of shape {list(input.shape)}"
         )
@@ -287,7 +288,7 @@ def check(a: Arguments) -> None:
         )
 
     check_number("eps", options.eps)
-    if isinstance(options.eps, float) and math.isnan(options.eps):
+    if options.eps != options.eps:  # NaN, of a float that Dynamo may trace
         raise ValueError("expected eps to be a number, got nan")
     check_options(options.activation, options.output_scale, options.out_dtype)
     check_kind(options.statistic, options.weight_offset, weight)
