@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import is_contiguous_or_false
 
 from ..functional import layer_norm
 from ..ops.arguments import HALF
@@ -85,21 +84,13 @@ def matched(
     return x, weight, bias
 
 
-def is_contiguous(x: Tensor) -> bool:
-    """Whether x is contiguous. A compiler that cannot tell, of sizes that data decide, says no."""
-    if torch.compiler.is_compiling():
-        contiguous: bool = is_contiguous_or_false(x)
-        return contiguous
-    return x.is_contiguous()
-
-
 def _last(x: Tensor) -> int | None:
     """The `dim` of a norm over the last dimension that a library writes out.
 
     The library's elementwise operators leave the result in the order of x's memory, as layer_norm
     does with a dim. Without one it is contiguous, and cheaper.
     """
-    return None if is_contiguous(x) else -1
+    return None if x.is_contiguous() else -1
 
 
 def _in_input_dtype(

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from .. import functional
 from ..functional import RMS, Kind, rms_norm, serve
-from .forwards import Forward, is_contiguous, named, parameter, then_act
+from .forwards import Forward, named, parameter, then_act
 
 ROUNDED = Kind("rms", 0.0, True)  # the normalized value is rounded to x's dtype before the weight
 PLUS_ONE = Kind("rms", 1.0)
@@ -59,7 +59,7 @@ def _serve(
     compiling = functional._is_compiling()
     if compiling and (functional.is_inductors_rms_norm(x) or (keeps_order and x.stride(-1) != 1)):
         return None
-    in_order, order = keeps_order and not is_contiguous(x), None
+    in_order, order = keeps_order and not x.is_contiguous(), None
     if in_order and not compiling and x.stride(-1) == 1 and 0 not in x.stride():
         # The kernels write rows one after another, so they get them in the order of x's memory.
         order = [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
