@@ -56,25 +56,25 @@ constexpr int kSmallTile = 16 * 1024;
 constexpr int kLargeTile = 96 * 1024;
 constexpr int kTilesASm = 2;
 constexpr int kSectorBytes = 32;
-// Tiles of two lines have to be as many as this for each multiprocessor. (By one line and by two:
-// backward, 4 x 256 x 256 x 256 bfloat16 169, 160; 8 x 64 x 256 x 256 92.8, 88.9; 8 x 256 x 64 x
-// 64, with two tiles a multiprocessor, 28.7, 29.8; forward, 1 x 96 x 480 x 832 60.4, 58.4.)
+// Tiles of two lines have to be as many as this for each multiprocessor. In bfloat16 by one line
+// and by two: backward, 4 x 256 x 256 x 256 169, 160; 8 x 64 x 256 x 256 92.8, 88.9; 8 x 256 x 64 x
+// 64, with two tiles a multiprocessor, 28.7, 29.8; forward, 1 x 96 x 480 x 832 60.4, 58.4.
 constexpr int kManyTiles = 15;
 // Elements of two bytes are not copied asynchronously: a thread loads so many at once (in forward
 // half as many, for which it has registers), and where tiles are few, as many threads load as there
-// are elements for, and tiles may be narrower. (bfloat16, 64 x 384 x 15 x 15 backward, loaded one
+// are elements for, and tiles may be narrower. In bfloat16, 64 x 384 x 15 x 15 backward, loaded one
 // by one, by eight and by sixteen: 128, 64, 54. 8 x 768 x 7 x 7 forward and backward: 13.3, 23.3;
-// with more threads 10.9, 19.3; and with tiles of half a sector 9.1, 16.1.)
+// with more threads 10.9, 19.3; and with tiles of half a sector 9.1, 16.1.
 constexpr int kLoadsAtOnce = 16;
 constexpr int kMostMovers = 512;
 // Samples of odd planes are tiles where there are as many as this for each multiprocessor.
 constexpr int kRunsASm = 4;
 // Planes for which copies of the rows before or after another strategy take less time: those of few
 // pixels beside channels_last tensors, where one copy suffices, and some that are moved pixel by
-// pixel. The samples do not count, as a pixel's result may not depend on them. (bfloat16 to NHWC,
-// copied and not: 8 x 768 x 7 x 7 forward 5.9, 8.0, backward 7.7, 14.8; 64 x 768 x 7 x
-// 7 19.3, 16.4; 26.5, 26.6; 8 x 768 x 4 x 4 5.0, 5.7; 5.6, 10.7; 32 x 96 x 35 x 35
-// backward 29.0, 34.4; NCHW, 64 x 768 x 1 x 2 7.7, 7.5; 11.4, 15.2.)
+// pixel. The samples do not count, as a pixel's result may not depend on them. Copied and not,
+// bfloat16 NHWC: 8 x 768 x 7 x 7 forward 5.9, 8.0 and backward 7.7, 14.8; the same of 64 samples
+// 19.3, 16.4 and 26.5, 26.6; 8 x 768 x 4 x 4 5.0, 5.7 and 5.6, 10.7; 32 x 96 x 35 x 35 backward
+// 29.0, 34.4. NCHW: 64 x 768 x 1 x 2 7.7, 7.5 and 11.4, 15.2.
 constexpr int kFewPixels = 100;
 constexpr int kManyChannels = 128;
 inline bool favors_copies(const Problem& problem, const Planes& planes, int width,
