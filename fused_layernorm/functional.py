@@ -169,8 +169,8 @@ def layer_norm(
             ``torch.nn.functional.layer_norm`` gives (float32 on CUDA).
         dim: the one dimension to normalize over, instead of the last ones, such as 1 for the
             channels of ``(N, C, H, W)``; weight and bias then have its size. Contiguous and
-            channels_last inputs are both read where they lie; contiguous ones of fewer than 100
-            pixels and more than 128 channels, or of some thousand channels, are copied first.
+            channels_last inputs are both read where they lie, but for some images of few pixels
+            and those of some thousand channels, which are copied first.
 
     Returns:
         A contiguous tensor of input's shape; with dim in the order of input's memory.

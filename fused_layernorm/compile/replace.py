@@ -358,8 +358,9 @@ def _hint(size: Any) -> Any:
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
-# The kernels of a norm alone read channels where they lie, unless few pixels have many, as
-# `favors_copies` in csrc/base/planes.h says, or a block cannot hold a sector of each in backward.
+# The kernels of a norm alone read channels where they lie, unless a block cannot hold a sector of
+# each in backward. Few pixels with many of them stay with Inductor: some such images are copied
+# (`favors_copies` in csrc/base/planes.h), and of the others nobody measured both.
 _FEW_PIXELS, _MANY_CHANNELS, _MOST_CHANNELS = 100, 128, 2048
 
 
