@@ -39,6 +39,7 @@ MODULATED: dict[str, dict[str, Any]] = {
     "half": {"dtype": BF16, "others": F32, "modulation": (1, 5, 8)},
     "no shift": {"absent": ("shift",)},
     "no scale": {"absent": ("scale",)},
+    "rms": {"dtype": BF16, "options": (None, "rms", 1.0, True)},
 }
 # With these, the operators are also traced with dynamic shapes, which takes long.
 TRACED = ("plain", "mixed", "strided", "two dimensions", "token", "rms")
@@ -101,7 +102,7 @@ def backward_of(kind, device, sample):
         args += [activation, factor]
         operator, after = ops.layer_norm_backward, statistic[:2]
     else:
-        operator, after = getattr(ops, OPERATORS[kind] + "_backward"), []
+        operator, after = getattr(ops, OPERATORS[kind] + "_backward"), options[1:3]
     wanted = [True] * (len(rows) - 1) + [parameter is not None for parameter in parameters]
     return operator.default, args, wanted, after
 
