@@ -192,7 +192,7 @@ def test_a_pixel_with_nan_spoils_no_other(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape",
-    [(700, 64, 7, 7), (300, 768, 11, 11), (600, 384, 14, 14), (600, 96, 8, 19)],
+    [(700, 64, 7, 7), (300, 768, 11, 11), (600, 384, 14, 14), (600, 96, 8, 19), (16, 4096, 15, 15)],
     ids=str,
 )
 def test_bits_depend_neither_on_the_batch_nor_on_the_run(shape):

@@ -123,42 +123,58 @@ void run(Problem problem, Modulated modulated, const Device& device, bool quiet)
   }
 }
 
-// Norms over the channels of images, for which a plan may decline.
+// Norms over the channels of images, for which a plan may decline; but not for some numbers of
+// samples alone, since another strategy adds up a pixel's channels in another order.
 void run_images(const Device& device, bool quiet) {
   most_shared_memory = device.shared_memory;
   for (const auto& [x, weight, y] : kTypesWithKernels) {
-    for (const int64_t channels : {1, 3, 24, 96, 384, 2048}) {
-      for (const int64_t pixels : {1, 49, 100, 196, 3136, 65536}) {
+    for (const int64_t channels : {1, 3, 24, 96, 384, 768, 1024, 2048, 4096}) {
+      for (const int64_t pixels : {1, 49, 81, 100, 196, 225, 3136, 65536}) {
         for (int kind = 0; kind < 8; ++kind) {
           const bool channels_last = kind & 1, may_be_run = kind & 2;
-          const Planes planes = {64, pixels, channels * pixels, pixels};
-          const int64_t unit = std::min<int64_t>(pixels & -pixels, 8);
-          const DataTypes types = {x, weight, y};
-          Problem problem;
-          problem.rows = planes.samples * pixels;
-          problem.cols = channels;
-          problem.x = x;
-          problem.weight = weight;
-          problem.y = y;
-          problem.has_epilogue = kind & 4;
-          ForwardParams forward;
-          BackwardParams backward;
-          forward.has_epilogue = backward.has_epilogue = problem.has_epilogue;
-          forward.cols = backward.cols = static_cast<int32_t>(channels);
-          forward.rows = backward.rows = problem.rows;
-          backward.dweight = backward.dbias = kSomewhere;
-          launches.clear();
-          if (const auto plan =
-                  make_channels_plan(problem, planes, unit, may_be_run, channels_last, device)) {
-            report(problem, device, "forward of an image",
-                   launch_layer_norm_forward(forward, types, *plan, nullptr), quiet);
+          int numbers = 0, forwards = 0, backwards = 0;
+          for (const int64_t samples : {1, 5, 9, 16, 64, 600}) {
+            const Planes planes = {samples, pixels, channels * pixels, pixels};
+            const int64_t unit = std::min<int64_t>(pixels & -pixels, 8);
+            const DataTypes types = {x, weight, y};
+            Problem problem;
+            problem.rows = planes.samples * pixels;
+            problem.cols = channels;
+            problem.x = x;
+            problem.weight = weight;
+            problem.y = y;
+            problem.has_epilogue = kind & 4;
+            ForwardParams forward;
+            BackwardParams backward;
+            forward.has_epilogue = backward.has_epilogue = problem.has_epilogue;
+            forward.cols = backward.cols = static_cast<int32_t>(channels);
+            forward.rows = backward.rows = problem.rows;
+            backward.dweight = backward.dbias = kSomewhere;
+            launches.clear();
+            ++numbers;
+            if (const auto plan =
+                    make_channels_plan(problem, planes, unit, may_be_run, channels_last, device)) {
+              ++forwards;
+              report(problem, device, "forward of an image",
+                     launch_layer_norm_forward(forward, types, *plan, nullptr), quiet);
+            }
+            launches.clear();
+            const auto dy = channels_last ? std::nullopt : std::optional(planes);
+            if (const auto plan = make_channels_plan(problem, planes, dy, unit, may_be_run,
+                                                     channels_last, device)) {
+              ++backwards;
+              report(problem, device, "backward of an image",
+                     launch_layer_norm_backward(backward, types, *plan, nullptr), quiet);
+            }
           }
-          launches.clear();
-          const auto dy = channels_last ? std::nullopt : std::optional(planes);
-          if (const auto plan = make_channels_plan(problem, planes, dy, unit, may_be_run,
-                                                   channels_last, device)) {
-            report(problem, device, "backward of an image",
-                   launch_layer_norm_backward(backward, types, *plan, nullptr), quiet);
+          const auto is_mixed = [&](int plans) { return plans != 0 && plans != numbers; };
+          if (is_mixed(forwards) || is_mixed(backwards)) {
+            ++failed;
+            std::printf(
+                "sm_%d image of %lld channels and %lld pixels, types %d %d %d: planned for "
+                "some numbers of samples alone\n",
+                device.capability, static_cast<long long>(channels), static_cast<long long>(pixels),
+                static_cast<int>(x), static_cast<int>(weight), static_cast<int>(y));
           }
         }
       }

@@ -112,21 +112,21 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
   plan.dy = dy.value_or(Planes{});
   plan.dy_channels_last = !dy;
   plan.dx_channels_last = dx_channels_last;
-  const auto by_lines = [&](int lines) {
-    return plan_of_tiles(plan, tiles_of(problem, x, needs, lines, device), problem, registers,
-                         device);
+  const auto with = [&](const Tiles& tiles) {
+    return plan_of_tiles(plan, tiles, problem, registers, device);
   };
-  const auto narrow = by_lines(1);
+  if (!with(least_tiles(problem, x, needs, device))) return std::nullopt;
+  const auto narrow = with(tiles_of(problem, x, needs, 1, device, with));
   if (!dy || dx_channels_last) return narrow;
   // Tiles of two lines, unless a multiprocessor has many more pixels then, as in the last turn of
   // its blocks few have a tile.
-  const auto wide = by_lines(2);
+  const auto wide = with(tiles_of(problem, x, needs, 2, device, with));
   const auto most_pixels = [&](const backward::Channels& p) {
     const int64_t turns = ceil_div(int64_t{p.all_tiles}, p.blocks);
     return static_cast<double>(turns * ceil_div(p.blocks, device.sms) * p.tiles.tile_pixels);
   };
-  const bool takes_wide = wide && are_many(wide->tiles, x, device) &&
-                          (!narrow || most_pixels(*wide) <= 1.05 * most_pixels(*narrow));
+  const bool takes_wide =
+      are_many(wide->tiles, x, device) && most_pixels(*wide) <= 1.05 * most_pixels(*narrow);
   return takes_wide ? wide : narrow;
 }
 

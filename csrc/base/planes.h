@@ -73,15 +73,13 @@ constexpr int kRunsASm = 4;
 // pixels beside channels_last tensors, where one copy suffices, and some that are moved pixel by
 // pixel. The samples do not count, as a pixel's result may not depend on them. Copied and not,
 // bfloat16 NHWC: 8 x 768 x 7 x 7 forward 5.9, 8.0 and backward 7.7, 14.8; the same of 64 samples
-// 19.3, 16.4 and 26.5, 26.6; 8 x 768 x 4 x 4 5.0, 5.7 and 5.6, 10.7; 32 x 96 x 35 x 35 backward
-// 29.0, 34.4. NCHW: 64 x 768 x 1 x 2 7.7, 7.5 and 11.4, 15.2.
+// 19.3, 16.4 and 26.5, 26.6; 8 x 768 x 4 x 4 5.0, 5.7 and 5.6, 10.7. NCHW: 64 x 768 x 1 x 2 7.7,
+// 7.5 and 11.4, 15.2.
 constexpr int kFewPixels = 100;
-constexpr int kManyChannels = 128;
 inline bool favors_copies(const Problem& problem, const Planes& planes, int width,
                           bool channels_last, bool backward) {
   const bool single = width == 1, halves = size_of(problem.x) == 2;
   if (!channels_last) return single && halves && planes.pixels < 8;
-  if (single && halves && backward && problem.cols < kManyChannels) return true;
   const int least = single && (halves || backward) ? kFewPixels : backward ? 32 : 16;
   return planes.pixels < least;
 }
@@ -139,59 +137,87 @@ inline bool shares_sectors_of(const Planes& planes, int width, int size) {
   return width > 1 && planes.pixels * size % kSectorBytes != 0;
 }
 
-// The tiles for a problem, of up to so many lines.
-inline Tiles tiles_of(const Problem& problem, const Planes& planes, const TileNeeds& needs,
-                      int lines, const Device& device) {
-  const int size = size_of(problem.x);
-  const int64_t channels = problem.cols, pixels = planes.pixels;
+// Planes in tiles of at most so many pixels, as equal as vectors allow.
+inline Tiles cut(const Problem& problem, const Planes& planes, const TileNeeds& needs,
+                 int64_t most) {
   Tiles tiles;
   tiles.width = needs.width;
-  tiles.groups = tile_groups(channels);
-  const int64_t most_pixels =
-      most_tile_threads(needs.registers) / tiles.groups * thread_pixels(tiles, size);
+  tiles.groups = tile_groups(problem.cols);
+  tiles.tiles = static_cast<int>(ceil_div(planes.pixels, most));
+  tiles.tile_pixels = static_cast<int>(round_up(ceil_div(planes.pixels, tiles.tiles), needs.width));
+  tiles.tiles = static_cast<int>(ceil_div(planes.pixels, tiles.tile_pixels));
+  if (needs.width == 1) tiles.movers = tiles.tile_pixels;
+  return tiles;
+}
+
+inline int64_t most_tile_pixels(const Problem& problem, const TileNeeds& needs) {
+  return most_tile_threads(needs.registers) / tile_groups(problem.cols) *
+         thread_pixels(needs.width, size_of(problem.x));
+}
+
+// The narrowest tiles. A strategy has a plan if these fit into shared memory, and only then: a
+// pixel's result may not depend on how many samples there are.
+inline Tiles least_tiles(const Problem& problem, const Planes& planes, const TileNeeds& needs,
+                         const Device& device) {
+  const int size = size_of(problem.x);
+  const int64_t bytes = problem.cols * needs.bytes;
+  int64_t most = (needs.width == 1 && size == 2 ? kSectorBytes / 2 : kSectorBytes) / size;
+  most = std::min(most, most_tile_pixels(problem, needs));
+  while (most > needs.width && most * bytes > room_of(device) * 3 / 4) most /= 2;
+  return cut(problem, planes, needs, most);
+}
+
+// The tiles for a problem, of up to so many lines. `fits` says whether tiles fit into shared
+// memory, as the least have to.
+template <typename Fits>
+Tiles tiles_of(const Problem& problem, const Planes& planes, const TileNeeds& needs, int lines,
+               const Device& device, const Fits& fits) {
+  const int size = size_of(problem.x);
+  const int64_t channels = problem.cols, pixels = planes.pixels, samples = planes.samples;
+  const int64_t most_pixels = most_tile_pixels(problem, needs);
+  const int64_t few = int64_t{kTilesASm} * device.sms;
   const auto bytes_of = [&](int64_t tile_pixels) { return tile_pixels * channels * needs.bytes; };
-  // Cuts a plane into tiles of at most so many pixels, as equal as vectors allow.
-  const auto cut = [&](int64_t most) {
-    tiles.tiles = static_cast<int>(ceil_div(pixels, most));
-    tiles.tile_pixels = static_cast<int>(round_up(ceil_div(pixels, tiles.tiles), tiles.width));
-    tiles.tiles = static_cast<int>(ceil_div(pixels, tiles.tile_pixels));
-    return tiles.tiles * planes.samples;
-  };
+  const auto tiles_with = [&](int64_t most) { return cut(problem, planes, needs, most); };
   const auto busiest = [&](int64_t most) {
-    return ceil_div(cut(most), device.sms) * tiles.tile_pixels;
+    const Tiles tiles = tiles_with(most);
+    return ceil_div(tiles.tiles * samples, device.sms) * tiles.tile_pixels;
   };
   const bool shares_sectors = shares_sectors_of(planes, needs.width, size);
   const bool single_halves = needs.width == 1 && size == 2;
   const auto are_too_wide = [&](int64_t most) {
     if (bytes_of(most) > int64_t{lines} * kLargeTile) return true;
     if (!shares_sectors && most > most_pixels) return true;
-    if (cut(most) >= int64_t{kTilesASm} * device.sms) return false;
+    if (tiles_with(most).tiles * samples >= few) return false;
     const bool always = needs.width == 1 || (!shares_sectors && most * size >= kCacheLineBytes);
     return always || busiest(most / 2) < busiest(most);
   };
-  int64_t most = lines * kCacheLineBytes / size;
   if (needs.may_be_run && pixels * size <= kCacheLineBytes && pixels <= most_pixels &&
-      tiles.width * size < kVectorBytes && bytes_of(pixels) <= room_of(device) * 3 / 4 &&
-      planes.samples >= int64_t{kRunsASm} * device.sms) {
-    tiles.is_run = true;
-    most = pixels;
-  } else {
-    while (most * size < kMostLines * kCacheLineBytes && bytes_of(2 * most) <= kSmallTile)
-      most *= 2;
-    if (shares_sectors) most = std::min(most, most_pixels);
-    while (most * size > kSectorBytes && are_too_wide(most)) most /= 2;
-    if (single_halves && most * size == kSectorBytes && cut(most) < device.sms) most /= 2;
-    most = std::min(most, most_pixels);
-    while (most > tiles.width && bytes_of(most) > room_of(device) * 3 / 4) most /= 2;
+      needs.width * size < kVectorBytes && samples >= int64_t{kRunsASm} * device.sms) {
+    Tiles run = tiles_with(pixels);
+    run.is_run = true;
+    if (bytes_of(pixels) <= room_of(device) * 3 / 4 && fits(run)) return run;
   }
-  const int64_t all_tiles = cut(most);
-  if (needs.width == 1) tiles.movers = tiles.tile_pixels;
-  if (single_halves && all_tiles < int64_t{kTilesASm} * device.sms) {
-    const int64_t loads = ceil_div(channels * tiles.tile_pixels, kLoadsAtOnce);
-    const int64_t room = sm_threads(needs.registers) / ceil_div(all_tiles, device.sms);
-    tiles.movers = std::max<int>(tiles.movers, std::min<int64_t>({loads, room, kMostMovers}));
+  int64_t most = lines * kCacheLineBytes / size;
+  while (most * size < kMostLines * kCacheLineBytes && bytes_of(2 * most) <= kSmallTile) most *= 2;
+  if (shares_sectors) most = std::min(most, most_pixels);
+  while (most * size > kSectorBytes && are_too_wide(most)) most /= 2;
+  if (single_halves && most * size == kSectorBytes &&
+      tiles_with(most).tiles * samples < device.sms) {
+    most /= 2;
   }
-  return tiles;
+  most = std::min(most, most_pixels);
+  const Tiles least = least_tiles(problem, planes, needs, device);
+  while (most > least.tile_pixels &&
+         (bytes_of(most) > room_of(device) * 3 / 4 || !fits(tiles_with(most)))) {
+    most /= 2;
+  }
+  const Tiles tiles = most > least.tile_pixels ? tiles_with(most) : least;
+  if (!single_halves || tiles.tiles * samples >= few) return tiles;
+  const int64_t loads = ceil_div(channels * tiles.tile_pixels, kLoadsAtOnce);
+  const int64_t room = sm_threads(needs.registers) / ceil_div(tiles.tiles * samples, device.sms);
+  Tiles moved = tiles;
+  moved.movers = std::max<int>(tiles.movers, std::min<int64_t>({loads, room, kMostMovers}));
+  return fits(moved) ? moved : tiles;
 }
 
 inline bool are_many(const Tiles& tiles, const Planes& planes, const Device& device) {

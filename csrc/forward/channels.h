@@ -39,12 +39,36 @@ constexpr int tile_registers(int64_t bytes, bool bare) {
 
 }  // namespace forward
 
+// The plan with these tiles, for which the tensors are set.
+inline std::optional<forward::Channels> plan_of_tiles(forward::Channels plan, const Tiles& t,
+                                                      const Problem& problem, int y_bytes,
+                                                      const Device& device) {
+  const int size = size_of(problem.x), acc = acc_size_of(problem.x);
+  plan.tiles = t;
+  const int64_t tile = round_up(problem.cols * t.tile_pixels * size, kVectorBytes);
+  const int64_t numbers = left_sums(t, size) + 2 * room_pixels(t, size);
+  const int64_t weights = round_up(tile + numbers * acc, kVectorBytes);
+  const int64_t weight_bytes = round_up(problem.cols * size_of(problem.weight), kVectorBytes);
+  const int64_t y_offset = y_bytes > 0 ? weights + 2 * weight_bytes : 0;
+  const int64_t shared = weights + 2 * weight_bytes + problem.cols * t.tile_pixels * y_bytes;
+  if (shared > room_of(device)) return std::nullopt;
+  plan.sums_offset = static_cast<int>(tile);
+  plan.weights_offset = static_cast<int>(weights);
+  plan.weight_bytes = static_cast<int>(weight_bytes);
+  plan.y_offset = static_cast<int>(y_offset);
+  plan.shared_bytes = static_cast<int>(shared);
+  plan.blocks = plan.planes.samples * t.tiles;
+  plan.threads = tile_threads(t, size);
+  if (plan.blocks > kMostBlocks) return std::nullopt;
+  return plan;
+}
+
 inline std::optional<forward::Channels> make_channels_plan(const Problem& problem,
                                                            const Planes& planes, int64_t unit,
                                                            bool may_be_run, bool channels_last,
                                                            const Device& device) {
   const Forced forced = forced_now();
-  const int size = size_of(problem.x), acc = acc_size_of(problem.x);
+  const int size = size_of(problem.x);
   const bool fused_otherwise = problem.residual || problem.modulated;
   const int width = plane_width(unit, planes.pixels, size);
   if (!forced.strategy.empty() || fused_otherwise || is_narrowed(problem.x, problem.y) ||
@@ -58,27 +82,14 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   const int y_bytes = channels_last && size_of(problem.y) != size ? size_of(problem.y) : 0;
   const TileNeeds needs = {width, size + y_bytes,
                            forward::tile_registers(bytes, !problem.has_epilogue), may_be_run};
-  const Tiles wide = tiles_of(problem, planes, needs, 2, device);
+  const auto with = [&](const Tiles& tiles) {
+    return plan_of_tiles(plan, tiles, problem, y_bytes, device);
+  };
+  if (!with(least_tiles(problem, planes, needs, device))) return std::nullopt;
+  const Tiles wide = tiles_of(problem, planes, needs, 2, device, with);
   const bool takes_wide =
       shares_sectors_of(planes, width, size) || (!channels_last && are_many(wide, planes, device));
-  plan.tiles = takes_wide ? wide : tiles_of(problem, planes, needs, 1, device);
-  const Tiles& t = plan.tiles;
-  const int64_t tile = round_up(problem.cols * t.tile_pixels * size, kVectorBytes);
-  const int64_t numbers = left_sums(t, size) + 2 * room_pixels(t, size);
-  const int64_t weights = round_up(tile + numbers * acc, kVectorBytes);
-  const int64_t weight_bytes = round_up(problem.cols * size_of(problem.weight), kVectorBytes);
-  const int64_t y_offset = y_bytes > 0 ? weights + 2 * weight_bytes : 0;
-  const int64_t shared = weights + 2 * weight_bytes + problem.cols * t.tile_pixels * y_bytes;
-  if (shared > room_of(device)) return std::nullopt;
-  plan.sums_offset = static_cast<int>(tile);
-  plan.weights_offset = static_cast<int>(weights);
-  plan.weight_bytes = static_cast<int>(weight_bytes);
-  plan.y_offset = static_cast<int>(y_offset);
-  plan.shared_bytes = static_cast<int>(shared);
-  plan.blocks = planes.samples * t.tiles;
-  plan.threads = tile_threads(t, size);
-  if (plan.blocks > kMostBlocks) return std::nullopt;
-  return plan;
+  return with(takes_wide ? wide : tiles_of(problem, planes, needs, 1, device, with));
 }
 
 cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
