@@ -319,8 +319,7 @@ GradientsOfNorm call_backward(const SavedNorm& saved, const Options& options,
   torch::jit::push(stack, saved.dy, saved.x);
   if (is_gated) torch::jit::push(stack, saved.input, saved.gate);
   torch::jit::push(stack, options.normalized_ndim,
-                   saved.mean.defined() ? saved.mean : saved.rstd.new_empty({0}),
-                   saved.rstd);
+                   saved.mean.defined() ? saved.mean : saved.rstd.new_empty({0}), saved.rstd);
   if (kHasModulation) torch::jit::push(stack, value_of(saved.shift), value_of(saved.scale));
   torch::jit::push(stack, value_of(saved.weight), value_of(saved.bias), value_of(saved.dresidual));
   if (!kHasModulation) {
