@@ -117,7 +117,7 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
   };
   if (!with(least_tiles(problem, x, needs, device))) return std::nullopt;
   const auto narrow = with(tiles_of(problem, x, needs, 1, device, with));
-  if (!dy || dx_channels_last) return narrow;
+  if (!dy || dx_channels_last || !are_many(narrow->tiles, x, device)) return narrow;
   // Tiles of two lines, unless a multiprocessor has many more pixels then, as in the last turn of
   // its blocks few have a tile.
   const auto wide = with(tiles_of(problem, x, needs, 2, device, with));

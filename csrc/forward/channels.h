@@ -86,10 +86,13 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
     return plan_of_tiles(plan, tiles, problem, y_bytes, device);
   };
   if (!with(least_tiles(problem, planes, needs, device))) return std::nullopt;
-  const Tiles wide = tiles_of(problem, planes, needs, 2, device, with);
-  const bool takes_wide =
-      shares_sectors_of(planes, width, size) || (!channels_last && are_many(wide, planes, device));
-  return with(takes_wide ? wide : tiles_of(problem, planes, needs, 1, device, with));
+  const bool shares_sectors = shares_sectors_of(planes, width, size);
+  Tiles tiles = tiles_of(problem, planes, needs, shares_sectors ? 2 : 1, device, with);
+  if (!shares_sectors && !channels_last && are_many(tiles, planes, device)) {
+    const Tiles wide = tiles_of(problem, planes, needs, 2, device, with);
+    if (are_many(wide, planes, device)) tiles = wide;
+  }
+  return with(tiles);
 }
 
 cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,

@@ -143,7 +143,8 @@ def _in_promoted_dtype(
         dtype = torch.promote_types(dtype, parameter.dtype)
     if autocast_widens and x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.promote_types(dtype, torch.float32)
-    return layer_norm(*matched(x, weight, bias), eps, out_dtype=dtype, dim=dim or _last(x))
+    dim = _last(x) if dim is None else dim
+    return layer_norm(*matched(x, weight, bias), eps, out_dtype=dtype, dim=dim)
 
 
 # ---- Over the last dimensions.
