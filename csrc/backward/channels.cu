@@ -13,16 +13,18 @@ namespace {
 // kWidth neighbouring pixels are moved at once. With kScattered they are moved one by one, and lie
 // apart.
 template <typename N, int kWidth, bool kScattered>
-__global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N::X), kScattered))
+__global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N::X)))
     channels_backward_kernel(const backward::Channels plan, const BackwardParams p) {
   using X = typename N::X;
   using Y = typename N::Y;
   using W = typename N::W;
   using Acc = typename N::Acc;
   constexpr int kMoved = kScattered ? 1 : kWidth;
-  // A transposed load waits for memory, as it goes through registers. So it comes from L2, and in
-  // pairs, where there are registers for that.
+  // A transposed load waits for memory, as it goes through registers. So it comes from L2, and
+  // several vectors at once, where there are registers for that.
   constexpr bool kPrefetches = kWidth * sizeof(X) == kVectorBytes && sizeof(X) < 8;
+  constexpr int kTransposedAtOnce = sizeof(X) == 4 ? 4 : kPrefetches ? 2 : 1;
+  constexpr int kPlanesAtOnce = kLoadsAtOnce / (N::Epilogue::kMayActivate ? 2 : 1);
   extern __shared__ uint4 shared[];
   char* const memory = reinterpret_cast<char*>(shared);
   auto* const x_tile = reinterpret_cast<X*>(memory);
@@ -72,7 +74,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
     if (tiles.is_run) {
       load_run(to, at, channels * pixels);
     } else {
-      load_planes<kLoadsAtOnce>(to, at, planes.channel_stride, mover_of(place));
+      load_planes<kPlanesAtOnce>(to, at, planes.channel_stride, mover_of(place));
     }
   };
   const auto load_x = [&](const Place& place) {
@@ -80,7 +82,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
   };
   const auto load_dy = [&](const Place& place) {
     if (plan.dy_channels_last) {
-      Transposed<Y, kScattered>::template load<kPrefetches ? 2 : 1>(
+      Transposed<Y, kScattered>::template load<kTransposedAtOnce>(
           dy_tile, static_cast<const Y*>(p.dy) + place.row * channels, channels, tile_pixels,
           place.in_tile);
     } else {
@@ -126,7 +128,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
     const auto each = [&](const auto& body) {
       if (!works) return;
       int at = group * tile_pixels + own.first, slot = threadIdx.x;
-#pragma unroll 2
+#pragma unroll(kScattered ? 1 : 2)
       for (int c = group; c < channels; c += groups) {
         Acc x[kWidth], dy[kWidth];
         unpack(x, own.load(x_tile + at));

@@ -40,11 +40,9 @@ struct Channels : Launch {
   }
 };
 
-// Registers of a thread whose pixels take `bytes` bytes, and perhaps lie apart (scattered): with
-// more, fewer blocks would have room than shared memory allows; with fewer, some kernels spill.
-constexpr int tile_registers(int64_t bytes, bool scattered) {
-  return scattered || bytes == kVectorBytes ? 128 : 80;
-}
+// Registers of a thread whose pixels take `bytes` bytes: with more, fewer blocks would have room
+// than shared memory allows; with fewer, some kernels spill.
+constexpr int tile_registers(int64_t bytes) { return bytes == kVectorBytes ? 128 : 80; }
 
 }  // namespace backward
 
@@ -95,17 +93,20 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
                                                             int64_t unit, bool may_be_run,
                                                             bool dx_channels_last,
                                                             const Device& device) {
-  const Forced forced = forced_now();
-  const int size = size_of(problem.x), dy_size = size_of(problem.y);
+  const int size = size_of(problem.x), acc = acc_size_of(problem.x);
   const int width = plane_width(unit, x.pixels, size);
-  if (!forced.strategy.empty() || problem.residual || problem.modulated ||
-      is_narrowed(problem.x, problem.y) || favors_copies(problem, x, width, !dy, true)) {
-    return std::nullopt;
-  }
-  const int registers = backward::tile_registers(thread_pixels(width, size) * size, width == 1);
-  // A vector of pixels takes two running sums of a channel beside its elements.
-  const int bytes = size + dy_size + 2 * acc_size_of(problem.x) * size / kVectorBytes;
-  const TileNeeds needs = {width, bytes, registers, may_be_run};
+  if (!serves_planes(problem, x, width, !dy, /*backward=*/true)) return std::nullopt;
+  const int pixels = static_cast<int>(thread_pixels(width, size));
+  const int registers = backward::tile_registers(pixels * size);
+  // The pixels of a thread take two running sums of a channel beside their elements.
+  const TileNeeds needs = {.width = width,
+                           .bytes = size + size_of(problem.y) + 2 * acc / pixels,
+                           .registers = registers,
+                           .may_be_run = may_be_run,
+                           .most_threads = sm_threads(registers),
+                           .most_groups = kMostTileGroups,
+                           .least_pixels = std::max(width, kLeastTilePixels),
+                           .movers = kMovers};
 
   backward::Channels plan;
   plan.x = x;

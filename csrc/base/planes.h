@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "base/problem.h"
+#include "base/planning.h"
 
 namespace fused_layernorm {
 
@@ -24,49 +24,52 @@ struct Tiles {
   int tile_pixels = 1;  // a multiple of width; the last tile of a plane may have fewer
   int tiles = 1;        // of a plane
   int groups = 1;       // of threads that stand side by side on a tile's pixels
-  int movers = 1;       // threads that a block has at least, to move pixels one by one
+  int movers = 1;       // threads that a block has at least, to move pixels
   bool is_run = false;  // the tile is a whole sample, which is one run of memory
 
   template <typename Json>
   void describe(Json& json) const {
     json.add("width", width).add("tile_pixels", tile_pixels).add("tiles", tiles);
-    json.add("groups", groups).add("is_run", is_run);
+    json.add("groups", groups).add("movers", movers).add("is_run", is_run);
   }
 };
 
-// The channels of a thread, where they are not too many for kMostTileGroups. The groups follow from
-// the channels alone: they fix the order of a pixel's sums.
+// The channels of a thread, where they are not too many for the groups. These follow from the
+// channels and the width alone: they fix the order of a pixel's sums.
 constexpr int kMostTileGroups = 256;
 constexpr int kThreadChannels = 8;
-// The threads of so many registers for which a multiprocessor has room, and the most of a block.
-// (Forward, 64 x 384 x 14 x 14 bfloat16 by 640 threads 12.7 us, by 480 13.3; 16 x 768 x 24 x 24 by
-// 384 16.0, by 768 21.8; an H100, as all times of tiles.)
+// A thread has so many bytes of pixels that are moved one by one. In bfloat16, by 16 bytes, 8 and
+// 4: backward, 64 x 384 x 15 x 15 54, 42, 49; 1 x 64 x 15 x 15 12.7, 7.3, -; 64 x 1024 x 15 x 15
+// 119, 137, -; forward, 8 x 64 x 255 x 255 98, 100, 116; 32 x 96 x 35 x 35 25.9, 17.8, 18.2.
+constexpr int kScatteredBytes = 8;
+// The threads of so many registers for which a multiprocessor has room.
 constexpr int sm_threads(int registers) {
   return blocks_with(kWarpThreads, registers) * kWarpThreads;
 }
-constexpr int most_tile_threads(int registers) { return std::min(640, sm_threads(registers)); }
 // The bytes of a channel that a tile has: a cache line or two; up to four where all channels
 // together then have no more than kSmallTile; and down to a sector where they would have more than
 // kLargeTile a line, or where tiles are fewer than kTilesASm for each multiprocessor. But a tile of
 // less than a line, or whose sectors others share, is not made smaller if the busiest
 // multiprocessor has no fewer pixels then. (32 x 384 x 14 x 14 bfloat16, 28 pixels and 16: backward
-// 16.3, 18.6; 1 x 256 x 64 x 64, 32 pixels and 16: forward 5.4, 5.8.)
+// 16.3, 18.6; 1 x 256 x 64 x 64, 32 pixels and 16: forward 5.4, 5.8; an H100, as all times of
+// tiles.) Where the tiles are fewer than half the multiprocessors, they may be narrower than a
+// sector (TileNeeds; 1 x 384 x 14 x 14 NHWC backward, 16 pixels and 4: 9.1, 7.6).
 constexpr int kMostLines = 4;
 constexpr int kSmallTile = 16 * 1024;
 constexpr int kLargeTile = 96 * 1024;
 constexpr int kTilesASm = 2;
 constexpr int kSectorBytes = 32;
+constexpr int kLeastTilePixels = 4;
 // Tiles of two lines have to be as many as this for each multiprocessor. In bfloat16 by one line
 // and by two: backward, 4 x 256 x 256 x 256 169, 160; 8 x 64 x 256 x 256 92.8, 88.9; 8 x 256 x 64 x
 // 64, with two tiles a multiprocessor, 28.7, 29.8; forward, 1 x 96 x 480 x 832 60.4, 58.4.
 constexpr int kManyTiles = 15;
-// Elements of two bytes are not copied asynchronously: a thread loads so many at once (in forward
-// half as many, for which it has registers), and where tiles are few, as many threads load as there
-// are elements for, and tiles may be narrower. In bfloat16, 64 x 384 x 15 x 15 backward, loaded one
-// by one, by eight and by sixteen: 128, 64, 54. 8 x 768 x 7 x 7 forward and backward: 13.3, 23.3;
-// with more threads 10.9, 19.3; and with tiles of half a sector 9.1, 16.1.
-constexpr int kLoadsAtOnce = 16;
-constexpr int kMostMovers = 512;
+// Elements of two bytes are not copied asynchronously: a thread loads so many at once, and where
+// tiles are few, as many threads load as there are elements for. (bfloat16 8 x 768 x 7 x 7 forward
+// 13.3, with more threads 10.9.) Transposed and scattered elements are moved by kMovers threads
+// then. (float32 1 x 384 x 14 x 14 NHWC backward by 96 threads 10.3, by 256 8.3.)
+constexpr int kLoadsAtOnce = 8;
+constexpr int kMovers = 256, kMostMovers = 512;
 // Samples of odd planes are tiles where there are as many as this for each multiprocessor.
 constexpr int kRunsASm = 4;
 // Planes for which copies of the rows before or after another strategy take less time: those of few
@@ -84,8 +87,12 @@ inline bool favors_copies(const Problem& problem, const Planes& planes, int widt
   return planes.pixels < least;
 }
 
-inline int tile_groups(int64_t channels) {
-  return static_cast<int>(std::min<int64_t>(ceil_div(channels, kThreadChannels), kMostTileGroups));
+// What both directions ask of a problem: planes serve norms alone, and y no narrower than x.
+inline bool serves_planes(const Problem& problem, const Planes& planes, int width,
+                          bool channels_last, bool backward) {
+  return forced_now().strategy.empty() && !problem.residual && !problem.modulated &&
+         !is_narrowed(problem.x, problem.y) &&
+         !favors_copies(problem, planes, width, channels_last, backward);
 }
 
 // The widest vector at whose multiples every plane begins: of 16 bytes, in half precision also of
@@ -100,7 +107,7 @@ constexpr int plane_width(int64_t unit, int64_t pixels, int size) {
 
 // A thread has this many pixels; where they are moved one by one, they lie apart.
 constexpr int64_t thread_pixels(int width, int size) {
-  return width == 1 ? vector_width(size) : width;
+  return width == 1 ? kScatteredBytes / size : width;
 }
 constexpr int64_t thread_pixels(const Tiles& tiles, int size) {
   return thread_pixels(tiles.width, size);
@@ -129,6 +136,14 @@ struct TileNeeds {
   int bytes;        // of an element, in all tensors
   int registers;    // of a thread
   bool may_be_run;  // samples are runs of memory that begin at multiples of 16 bytes
+  int most_threads;
+  int most_groups;
+  int least_pixels;  // of the narrowest tile
+  int movers;        // threads that move pixels, where tiles are few
+
+  int groups(int64_t channels) const {
+    return static_cast<int>(std::min<int64_t>(ceil_div(channels, kThreadChannels), most_groups));
+  }
 };
 
 // Whether vectors of pixels are moved, but planes do not begin at sectors of memory, so that tiles
@@ -142,7 +157,7 @@ inline Tiles cut(const Problem& problem, const Planes& planes, const TileNeeds& 
                  int64_t most) {
   Tiles tiles;
   tiles.width = needs.width;
-  tiles.groups = tile_groups(problem.cols);
+  tiles.groups = needs.groups(problem.cols);
   tiles.tiles = static_cast<int>(ceil_div(planes.pixels, most));
   tiles.tile_pixels = static_cast<int>(round_up(ceil_div(planes.pixels, tiles.tiles), needs.width));
   tiles.tiles = static_cast<int>(ceil_div(planes.pixels, tiles.tile_pixels));
@@ -151,7 +166,7 @@ inline Tiles cut(const Problem& problem, const Planes& planes, const TileNeeds& 
 }
 
 inline int64_t most_tile_pixels(const Problem& problem, const TileNeeds& needs) {
-  return most_tile_threads(needs.registers) / tile_groups(problem.cols) *
+  return needs.most_threads / needs.groups(problem.cols) *
          thread_pixels(needs.width, size_of(problem.x));
 }
 
@@ -159,10 +174,8 @@ inline int64_t most_tile_pixels(const Problem& problem, const TileNeeds& needs) 
 // pixel's result may not depend on how many samples there are.
 inline Tiles least_tiles(const Problem& problem, const Planes& planes, const TileNeeds& needs,
                          const Device& device) {
-  const int size = size_of(problem.x);
   const int64_t bytes = problem.cols * needs.bytes;
-  int64_t most = (needs.width == 1 && size == 2 ? kSectorBytes / 2 : kSectorBytes) / size;
-  most = std::min(most, most_tile_pixels(problem, needs));
+  int64_t most = std::min<int64_t>(needs.least_pixels, most_tile_pixels(problem, needs));
   while (most > needs.width && most * bytes > room_of(device) * 3 / 4) most /= 2;
   return cut(problem, planes, needs, most);
 }
@@ -201,10 +214,7 @@ Tiles tiles_of(const Problem& problem, const Planes& planes, const TileNeeds& ne
   while (most * size < kMostLines * kCacheLineBytes && bytes_of(2 * most) <= kSmallTile) most *= 2;
   if (shares_sectors) most = std::min(most, most_pixels);
   while (most * size > kSectorBytes && are_too_wide(most)) most /= 2;
-  if (single_halves && most * size == kSectorBytes &&
-      tiles_with(most).tiles * samples < device.sms) {
-    most /= 2;
-  }
+  while (most > needs.least_pixels && tiles_with(most).tiles * samples * 2 <= device.sms) most /= 2;
   most = std::min(most, most_pixels);
   const Tiles least = least_tiles(problem, planes, needs, device);
   while (most > least.tile_pixels &&
@@ -212,11 +222,12 @@ Tiles tiles_of(const Problem& problem, const Planes& planes, const TileNeeds& ne
     most /= 2;
   }
   const Tiles tiles = most > least.tile_pixels ? tiles_with(most) : least;
-  if (!single_halves || tiles.tiles * samples >= few) return tiles;
-  const int64_t loads = ceil_div(channels * tiles.tile_pixels, kLoadsAtOnce);
+  if (tiles.tiles * samples >= few) return tiles;
+  const int64_t loads = single_halves ? ceil_div(channels * tiles.tile_pixels, kLoadsAtOnce) : 1;
+  const int64_t movers = std::max<int64_t>(needs.movers, loads);
   const int64_t room = sm_threads(needs.registers) / ceil_div(tiles.tiles * samples, device.sms);
   Tiles moved = tiles;
-  moved.movers = std::max<int>(tiles.movers, std::min<int64_t>({loads, room, kMostMovers}));
+  moved.movers = std::max<int>(tiles.movers, std::min<int64_t>({movers, room, kMostMovers}));
   return fits(moved) ? moved : tiles;
 }
 

@@ -346,8 +346,8 @@ struct Transposed {
 };
 
 // Calls launch(types, bare, width, scattered) with how a thread of these tiles has its pixels, for
-// all types but a y narrower than x, which nobody asks of images. `bare`: the norm has no epilogue.
-// Types and widths that few models have share one kernel for norms with and without one.
+// all types but a y narrower than x, which nobody asks of images. `bare`: the norm has no epilogue;
+// types that few models have share one kernel for norms with and without one.
 template <typename Launch>
 cudaError_t dispatch_channels(const DataTypes& types, bool has_epilogue, const Tiles& tiles,
                               const Launch& launch) {
@@ -357,14 +357,16 @@ cudaError_t dispatch_channels(const DataTypes& types, bool has_epilogue, const T
     if constexpr (kIsNarrowed<T>) {
       return cudaErrorInvalidValue;
     } else {
-      const std::integral_constant<int, kMost> most;
-      if (tiles.width == 1) return launch(t, std::false_type{}, most, std::true_type{});
+      const auto with = [&](auto width, auto scattered) {
+        return dispatch_bool<kIsCommon<T>>(
+            !has_epilogue, [&](auto bare) { return launch(t, bare, width, scattered); });
+      };
+      constexpr int kApart = thread_pixels(1, sizeof(typename T::X));
+      if (tiles.width == 1) return with(std::integral_constant<int, kApart>(), std::true_type{});
       if constexpr (kMost == 8) {
-        const std::integral_constant<int, 4> four;
-        if (tiles.width == 4) return launch(t, std::false_type{}, four, std::false_type{});
+        if (tiles.width == 4) return with(std::integral_constant<int, 4>(), std::false_type{});
       }
-      return dispatch_bool<kIsCommon<T>>(
-          !has_epilogue, [&](auto bare) { return launch(t, bare, most, std::false_type{}); });
+      return with(std::integral_constant<int, kMost>(), std::false_type{});
     }
   });
 }

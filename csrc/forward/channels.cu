@@ -44,7 +44,7 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   if (tiles.is_run) {
     load_run(tile, x, channels * pixels);
   } else {
-    load_planes<kLoadsAtOnce / 2>(tile, x, plan.planes.channel_stride, mover);
+    load_planes<kLoadsAtOnce>(tile, x, plan.planes.channel_stride, mover);
   }
   load_channels(weights, p.weight, 1, channels);
   load_channels(biases, p.bias, 0, channels);

@@ -31,6 +31,12 @@ struct Channels : Launch {
   }
 };
 
+// The most threads of a block. (64 x 384 x 14 x 14 bfloat16 by 640 12.7 us, by 480 13.3; 16 x 768 x
+// 24 x 24 by 384 16.0, by 768 21.8.) Where pixels are moved one by one, more of them have room
+// beside fewer groups. (64 x 2048 x 7 x 7 by 128 groups 37, by 256 43.)
+constexpr int kMostTileThreads = 640;
+constexpr int kMostScatteredGroups = 128;
+
 // Registers of a thread whose pixels take `bytes` bytes: with more, fewer blocks have room; with
 // fewer, some kernels spill. `bare`: the norm has no epilogue.
 constexpr int tile_registers(int64_t bytes, bool bare) {
@@ -67,21 +73,25 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
                                                            const Planes& planes, int64_t unit,
                                                            bool may_be_run, bool channels_last,
                                                            const Device& device) {
-  const Forced forced = forced_now();
   const int size = size_of(problem.x);
-  const bool fused_otherwise = problem.residual || problem.modulated;
   const int width = plane_width(unit, planes.pixels, size);
-  if (!forced.strategy.empty() || fused_otherwise || is_narrowed(problem.x, problem.y) ||
-      favors_copies(problem, planes, width, channels_last, /*backward=*/false)) {
+  if (!serves_planes(problem, planes, width, channels_last, /*backward=*/false))
     return std::nullopt;
-  }
   forward::Channels plan;
   plan.planes = planes;
   plan.channels_last = channels_last;
   const int64_t bytes = thread_pixels(width, size) * size;
   const int y_bytes = channels_last && size_of(problem.y) != size ? size_of(problem.y) : 0;
-  const TileNeeds needs = {width, size + y_bytes,
-                           forward::tile_registers(bytes, !problem.has_epilogue), may_be_run};
+  const bool scattered = width == 1;
+  const TileNeeds needs = {
+      .width = width,
+      .bytes = size + y_bytes,
+      .registers = forward::tile_registers(bytes, !problem.has_epilogue),
+      .may_be_run = may_be_run,
+      .most_threads = forward::kMostTileThreads,
+      .most_groups = scattered ? forward::kMostScatteredGroups : kMostTileGroups,
+      .least_pixels = scattered ? kLeastTilePixels : std::max(width, kSectorBytes / size),
+      .movers = channels_last || scattered ? kMovers : 1};
   const auto with = [&](const Tiles& tiles) {
     return plan_of_tiles(plan, tiles, problem, y_bytes, device);
   };
