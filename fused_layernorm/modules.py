@@ -30,12 +30,17 @@ from .functional import (
     torchs_layer_norm,
     torchs_rms_norm,
 )
+from .ops import autograd_library as _autograd_library
 from .ops.arguments import FLOAT32_EPS, FLOAT64_EPS, check_kind, check_options, name_of
 from .ops.load import operators
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
+_in_transform = torch._C._are_functorch_transforms_active
+_in_inference = torch.is_inference_mode_enabled
+# aten::layer_norm computes by our kernels if the contrary is passed (csrc/per_torch/override.h).
+_cudnn_enabled = torch._C._get_cudnn_enabled
 
 # What an operator raises for arguments that it does not take. All else passes through: it comes
 # from a hook on the tensors that autograd saves, as activation checkpointing ends a recomputation.
@@ -114,33 +119,42 @@ class FusedLayerNorm(nn.LayerNorm):
 
     @_scripted_as(_scripted_forward)
     def forward(self, input: Tensor) -> Tensor:
-        # A plain call in this one frame, for every frame costs host time. Parameters are read where
-        # nn.Module keeps them, because to find them as attributes takes time too; a computed one is
-        # not there, and without any, nothing else compares input's shape. Modes may want to see the
-        # call below, and so may a tool that has replaced PyTorch's function.
-        if not _is_compiling() and not _function_modes() and type(input) is Tensor:
-            parameters: dict[str, Any] = self._parameters
-            shape = self.normalized_shape
+        # A plain call in this one frame, for every frame costs host time. Attributes are read where
+        # nn.Module keeps them, because to find them takes time too; a computed one is not there.
+        # Modes may want to see the call below, and so may a tool that has replaced PyTorch's
+        # function.
+        if type(input) is Tensor and not (
+            _is_compiling() or _function_modes() or _dispatch_modes()
+        ):
+            module = self.__dict__
+            parameters: dict[str, Any] = module["_parameters"]
             weight, bias = parameters.get("weight", False), parameters.get("bias", False)
+            shape, eps = module.get("normalized_shape"), module.get("eps")
             try:
                 if (
-                    (bias is None or type(bias) is Parameter)
-                    and (
-                        weight.shape == shape
-                        if type(weight) is Parameter
-                        else weight is bias is None and input.shape[-len(shape) :] == shape
-                    )
+                    shape is not None
+                    and eps == eps
+                    and (weight is None or type(weight) is Parameter)
+                    and (bias is None or type(bias) is Parameter)
                     and isinstance(self, FusedLayerNorm)
                     and self.activation is None
                     and self.out_dtype is None
                     and self.scale == 1.0
                     and F.layer_norm is torchs_layer_norm
-                    and not _dispatch_modes()
                 ):
-                    if input.is_cuda:
-                        return plain_layer_norm(input, len(shape), weight, bias, self.eps)
-                    if is_pytorchs(input, weight, bias, self.eps, LAYER):
-                        return torch.layer_norm(input, shape, weight, bias, self.eps)
+                    if not input.is_cuda:
+                        if is_pytorchs(input, weight, bias, eps, LAYER):
+                            return torch.layer_norm(input, shape, weight, bias, eps)
+                    elif _autograd_library.active and not _in_inference() and not _in_transform():
+                        return torch.layer_norm(
+                            input, shape, weight, bias, eps, not _cudnn_enabled()
+                        )
+                    elif (
+                        weight.shape == shape
+                        if weight is not None
+                        else bias is None and input.shape[-len(shape) :] == shape
+                    ):
+                        return plain_layer_norm(input, len(shape), weight, bias, eps)
             except _OF_OPERATORS:
                 pass  # PyTorch's function takes it, or the call below says what is wrong.
         if not isinstance(self, FusedLayerNorm):  # a bound method that outlived unswap_norms
@@ -302,13 +316,16 @@ class FusedRMSNorm(nn.RMSNorm):
     @_scripted_as(_scripted_forward)
     def forward(self, x: Tensor) -> Tensor:
         # A plain call in this one frame, as in FusedLayerNorm.
-        if not _is_compiling() and not _function_modes() and type(x) is Tensor:
-            parameters: dict[str, Any] = self._parameters
+        if type(x) is Tensor and not (_is_compiling() or _function_modes() or _dispatch_modes()):
+            module = self.__dict__
+            parameters: dict[str, Any] = module["_parameters"]
             weight, dtype = parameters.get("weight", False), x.dtype
-            shape, eps = self.normalized_shape, self.eps
+            shape, eps = module.get("normalized_shape"), module.get("eps", False)
             try:
                 if (
-                    parameters.get("bias", False) is None
+                    shape is not None
+                    and eps is not False
+                    and parameters.get("bias", False) is None
                     and (
                         weight.shape == shape and weight.dtype is dtype
                         if type(weight) is Parameter
@@ -321,7 +338,6 @@ class FusedRMSNorm(nn.RMSNorm):
                     and self.weight_offset == 0.0
                     and not self.round_before_weight
                     and F.rms_norm is torchs_rms_norm
-                    and not _dispatch_modes()
                 ):
                     if x.is_cuda:
                         if eps is None:

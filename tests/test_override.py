@@ -32,14 +32,9 @@ ON_CUDA = pytest.param("cuda", id="cuda", marks=[pytest.mark.gpu, needs_kernels]
 DEVICES = [pytest.param("cpu", id="cpu"), ON_CUDA]
 # On the CPU _fused_rms_norm is a composite of PyTorch's, which stays.
 on_cuda = pytest.mark.parametrize("device", [ON_CUDA], indirect=True)
-OPERATORS = (
-    "aten::layer_norm",
-    "aten::rms_norm",
-    "aten::native_layer_norm",
-    "aten::native_layer_norm_backward",
-    "aten::_fused_rms_norm",
-    "aten::_fused_rms_norm_backward",
-)
+NATIVES = ("native_layer_norm", "_fused_rms_norm")
+OPERATORS = [f"aten::{name}{of}" for name in NATIVES for of in ("", "_backward")]
+OPERATORS += ["aten::layer_norm", "aten::rms_norm"]
 
 
 @pytest.fixture(params=DEVICES)
@@ -465,6 +460,14 @@ def test_a_build_without_kernels_says_that_nothing_changes(monkeypatch):
     with handle:
         pass
     handle.undo()
+
+
+def test_serves_who_asks_by_the_argument_that_pytorch_ignores(device):
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    for asks in (False, True):
+        y = torch.layer_norm(x, (8,), None, None, 1e-5, torch.backends.cudnn.enabled is not asks)
+        is_ours = "Fused" in y.grad_fn.name()
+        assert is_ours is (asks and fused_layernorm.ops.autograd_library.active)
 
 
 def test_leaves_cpu_tensors_alone():

@@ -12,9 +12,14 @@
 //   native_layer_norm, _fused_rms_norm  what reaches them otherwise: inference_mode, vmap, calls by
 //   and their backwards at CUDA         name, nodes that PyTorch made.
 //
+// layer_norm's two are registered when the library is loaded, because FusedLayerNorm calls it, too:
+// no other call from Python takes the host as little time. It asks for our kernels, whatever the
+// flag says, by the argument `cudnn_enable`, which PyTorch ignores (is_asked).
+//
 // The CPU's keys are for tests: there composite operators stand for the kernels.
 #pragma once
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/layer_norm_native.h>
@@ -147,21 +152,27 @@ inline std::optional<Stack> arguments_of(const Tensor& x, at::IntArrayRef shape,
 
 // ---- layer_norm and rms_norm.
 
+// Whether a caller of layer_norm asks for our kernels, whatever the flag says: F.layer_norm passes
+// PyTorch's own setting, and FusedLayerNorm the contrary.
+inline bool is_asked(bool cudnn_enable) {
+  return cudnn_enable != at::globalContext().userEnabledCuDNN();
+}
+
 // Our result of a call at an Autograd or Autocast key, undefined if the call is not taken.
 template <c10::DeviceType device, bool kUnderAutocast>
 Tensor norm_of(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef symbolic,
                const OptionalTensor& weight, const OptionalTensor& bias,
-               std::optional<double> given_eps, bool is_rms) {
+               std::optional<double> given_eps, bool is_rms, bool asked = false) {
   using Op = NormForward<false, false>;
   Override& entry = override_of<device>();
-  if (!entry.is_on.load(std::memory_order_relaxed) || is_inside ||
+  if (!(asked || entry.is_on.load(std::memory_order_relaxed)) || is_inside ||
       !is_next(keys, kBackendKey<device>)) {
     return {};
   }
   const auto shape = c10::asIntArrayRefSlowOpt(symbolic);
-  const Beside beside = kUnderAutocast ? Beside::kAnyFloat
-                        : is_rms       ? Beside::kSameOrFloat
-                                       : Beside::kSame;
+  const Beside beside = kUnderAutocast    ? Beside::kAnyFloat
+                        : is_rms || asked ? Beside::kSameOrFloat
+                                          : Beside::kSame;
   if (!shape || (kUnderAutocast && x.scalar_type() == at::kDouble)) return {};
   auto stack = arguments_of(x, *shape, weight, bias, given_eps, is_rms, beside);
   if (!stack) return {};
@@ -187,7 +198,8 @@ template <c10::DeviceType device, bool kUnderAutocast>
 Tensor layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
                   const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                   bool cudnn_enable) {
-  const Tensor y = norm_of<device, kUnderAutocast>(keys, x, shape, weight, bias, eps, false);
+  const Tensor y = norm_of<device, kUnderAutocast>(keys, x, shape, weight, bias, eps,
+                                                   /*is_rms=*/false, is_asked(cudnn_enable));
   if (y.defined()) return y;
   if (!kUnderAutocast) {
     return at::native::layer_norm_symint(x, shape, weight, bias, eps, cudnn_enable);
@@ -315,16 +327,37 @@ void register_native(torch::Library& library, Override& entry) {
                torch::CppFunction::makeFromBoxedFunction<&native_operator<device, which>>());
 }
 
+using Libraries = std::vector<torch::Library>;
+
+inline torch::Library& aten_at(c10::DispatchKey key, Libraries& libraries) {
+  return libraries.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+}
+
 template <c10::DeviceType device>
-void register_override(Override& entry) {
-  // PyTorch warns once in a process, of the first kernel that replaces another. The user asked to
-  // replace aten's.
+constexpr c10::DispatchKey kAutogradKey =
+    device == at::kCUDA ? c10::DispatchKey::AutogradCUDA : c10::DispatchKey::AutogradCPU;
+
+template <c10::DeviceType device>
+Libraries register_layer_norm() {
+  // PyTorch warns once in a process, of the first kernel that replaces another.
   NoWarnings silent;
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  const auto at_key = [&](c10::DispatchKey key) -> torch::Library& {
-    return entry.libraries.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
-  };
-  auto& natives = at_key(kBackendKey<device>);
+  Libraries libraries;
+  aten_at(kAutogradKey<device>, libraries)
+      .impl("layer_norm", TORCH_FN((layer_norm<device, /*kUnderAutocast=*/false>)));
+  if constexpr (device == at::kCUDA) {
+    aten_at(c10::DispatchKey::AutocastCUDA, libraries)
+        .impl("layer_norm", TORCH_FN((layer_norm<device, true>)));
+  }
+  return libraries;
+}
+
+template <c10::DeviceType device>
+void register_override(Override& entry) {
+  NoWarnings silent;
+  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  if constexpr (device == at::kCPU) entry.libraries = register_layer_norm<device>();
+  auto& natives = aten_at(kBackendKey<device>, entry.libraries);
   register_native<device, kForward>(natives, entry);
   register_native<device, kBackward>(natives, entry);
   // On the CPU _fused_rms_norm is a composite, and its backward has no kernel.
@@ -332,14 +365,11 @@ void register_override(Override& entry) {
     register_native<device, kRmsForward>(natives, entry);
     register_native<device, kRmsBackward>(natives, entry);
   }
-  auto& autograd =
-      at_key(device == at::kCUDA ? c10::DispatchKey::AutogradCUDA : c10::DispatchKey::AutogradCPU);
-  autograd.impl("layer_norm", TORCH_FN((layer_norm<device, false>)));
-  autograd.impl("rms_norm", TORCH_FN((rms_norm<device, false>)));
-  if constexpr (device == at::kCUDA) {
-    auto& autocast = at_key(c10::DispatchKey::AutocastCUDA);
-    autocast.impl("layer_norm", TORCH_FN((layer_norm<device, true>)));
-    if (kRmsNormInFloat32) autocast.impl("rms_norm", TORCH_FN((rms_norm<device, true>)));
+  aten_at(kAutogradKey<device>, entry.libraries)
+      .impl("rms_norm", TORCH_FN((rms_norm<device, false>)));
+  if constexpr (device == at::kCUDA && kRmsNormInFloat32) {
+    aten_at(c10::DispatchKey::AutocastCUDA, entry.libraries)
+        .impl("rms_norm", TORCH_FN((rms_norm<device, true>)));
   }
 }
 
