@@ -408,7 +408,7 @@ def test_an_rms_norm_is_left(caplog):
 
 def test_another_source_is_left():
     """A module with another forward is left, but the norm inside is fused."""
-    cls = diffusers.models.normalization.AdaLayerNormZeroSingle
+    cls = libraries.get("diffusers.models.normalization").AdaLayerNormZeroSingle
 
     def forward(self, x, emb=None):
         shift_msa, scale_msa, gate_msa = self.linear(emb).chunk(3, dim=1)

@@ -35,7 +35,8 @@ inline std::atomic<bool> direct_enabled = [] {
 }();
 inline std::atomic<int64_t> direct_calls = 0;  // for tests
 
-// Null where direct calls are switched off, and without CUDA kernels of this table.
+// Null where direct calls are switched off, and without CUDA kernels of this table. It is asked for
+// when nothing but CUDA's kernel would be next, for a mode would see the operator that gives it.
 inline const KernelTable* kernel_table() {
   static const KernelTable* const found = []() -> const KernelTable* {
     Stack stack;
@@ -178,9 +179,9 @@ struct DirectOutputs {
 template <class Op>
 bool forward_directly(DispatchKeySet keys, const IValue* arguments, const Options& options,
                       bool needs_statistics, DirectOutputs& out) {
+  if (!is_next(keys, c10::DispatchKey::CUDA)) return false;
   const KernelTable* const table = kernel_table();
-  if (table == nullptr || !is_next(keys, c10::DispatchKey::CUDA)) return false;
-  if (!options.names_statistic || options.keeps_order) return false;
+  if (table == nullptr || !options.names_statistic || options.keeps_order) return false;
   static const Tensor none;
   const auto tensor_if = [&](bool has, size_t i) -> const Tensor& {
     return has ? tensor_of(arguments[i]) : none;
@@ -249,8 +250,7 @@ struct GradientsOfNorm {
 // Runs a backward operator of a norm, outside any dispatch. False as above.
 inline bool backward_directly(const SavedNorm& saved, const Options& options,
                               const NeedsOfNorm& needs, GradientsOfNorm& out) {
-  const KernelTable* const table = kernel_table();
-  if (table == nullptr || options.keeps_order || at::GradMode::is_enabled()) return false;
+  if (options.keeps_order || at::GradMode::is_enabled()) return false;
   const auto& [dy, x, mean, rstd, weight, bias, dresidual, shift, scale, input, gate] = saved;
   DispatchKeySet keys;
   for (const Tensor* each :
@@ -260,6 +260,8 @@ inline bool backward_directly(const SavedNorm& saved, const Options& options,
     if (!is_beside(*each, x) || each->_fw_grad(/*level=*/0).defined()) return false;
   }
   if (!is_cuda_alone(keys) || !needs.any()) return false;
+  const KernelTable* const table = kernel_table();
+  if (table == nullptr) return false;
 
   DirectBackward b;
   const auto sizes = x.sizes();
