@@ -39,7 +39,9 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _in_transform = torch._C._are_functorch_transforms_active
 _in_inference = torch.is_inference_mode_enabled
-# aten::layer_norm computes by our kernels if the contrary is passed (csrc/per_torch/override.h).
+_is_tracing = torch._C._is_tracing
+# While cuDNN is enabled, aten::layer_norm computes by our kernels if its last argument is false
+# (csrc/per_torch/override.h).
 _cudnn_enabled = torch._C._get_cudnn_enabled
 
 # What an operator raises for arguments that it does not take. All else passes through: it comes
@@ -129,7 +131,8 @@ class FusedLayerNorm(nn.LayerNorm):
             module = self.__dict__
             parameters: dict[str, Any] = module["_parameters"]
             weight, bias = parameters.get("weight", False), parameters.get("bias", False)
-            shape, eps = module.get("normalized_shape"), module.get("eps")
+            shape: Any = module.get("normalized_shape")
+            eps: Any = module.get("eps")
             try:
                 if (
                     shape is not None
@@ -145,10 +148,13 @@ class FusedLayerNorm(nn.LayerNorm):
                     if not input.is_cuda:
                         if is_pytorchs(input, weight, bias, eps, LAYER):
                             return torch.layer_norm(input, shape, weight, bias, eps)
-                    elif _autograd_library.active and not _in_inference() and not _in_transform():
-                        return torch.layer_norm(
-                            input, shape, weight, bias, eps, not _cudnn_enabled()
-                        )
+                    elif (
+                        _autograd_library.active
+                        and _cudnn_enabled()
+                        and not (_in_inference() or _in_transform() or _is_tracing())
+                        and not input.is_nested
+                    ):
+                        return torch.layer_norm(input, shape, weight, bias, eps, False)
                     elif (
                         weight.shape == shape
                         if weight is not None

@@ -36,9 +36,6 @@ PACKAGE = Path(fused_layernorm.__file__).parent
 ops = torch.ops.fused_layernorm
 
 
-# --- the choice -----------------------------------------------------------------------------------
-
-
 RELEASES = ("2.11.0", "2.11.0+cu130", "2.13.1+cpu", "2.10", "2.10.0.post1")
 OTHERS = ("2.11.0a0+git1234567", "2.11.0a0+5228986c39.nv25.09", "2.11.0rc1",
           "2.14.0.dev20261101+cu130", "unknown")  # fmt: skip

@@ -298,6 +298,8 @@ def test_which_calls_are_direct():
             assert calls(lambda m=m: m(x.bfloat16())) == 1
         with Calls():
             assert calls(lambda m=m: m(x)) == 0
+        with torch.inference_mode(), torch.enable_grad():
+            assert not m(torch.ones(4, 64, device="cuda")).requires_grad
         assert calls(lambda m=m: torch.func.grad(lambda x: m(x).sum())(x.detach())) == 0
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x.detach(), x.detach())

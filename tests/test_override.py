@@ -463,10 +463,11 @@ def test_a_build_without_kernels_says_that_nothing_changes(monkeypatch):
 
 
 def test_serves_who_asks_by_the_argument_that_pytorch_ignores(device):
-    x, enabled = torch.randn(3, 8, device=device, requires_grad=True), torch.backends.cudnn.enabled
-    for asks in (False, True):
-        name = torch.layer_norm(x, (8,), None, None, 1e-5, enabled is not asks).grad_fn.name()
-        assert ("Fused" in name) is (asks and fused_layernorm.ops.autograd_library.active)
+    x, active = torch.randn(3, 8, device=device), fused_layernorm.ops.autograd_library.active
+    for enabled, passed in ((False, False), (False, True), (True, False), (True, True)):
+        with torch.backends.cudnn.flags(enabled=enabled):
+            y = torch.layer_norm(x.requires_grad_(), (8,), None, None, 1e-5, passed)
+        assert ("Native" in str(y.grad_fn)) is not (active and enabled and not passed)
 
 
 def test_leaves_cpu_tensors_alone():

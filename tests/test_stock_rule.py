@@ -104,9 +104,6 @@ def operators_of(call):
     return {event.name for event in profile.events() if "fused_layernorm::" in event.name}
 
 
-# ---- PyTorch.
-
-
 @pytest.mark.parametrize("parametrized", [False, True])
 def test_kept_forwards(norm, device, parametrized):
     """Of before a swap, and of before an unswap: each computes what the stock module computes."""

@@ -35,7 +35,7 @@ struct Tiles {
 };
 
 // The channels of a thread, where they are not too many for the groups. These follow from the
-// channels and the width alone: they fix the order of a pixel's sums.
+// channels and the pixels alone: they fix the order of a pixel's sums.
 constexpr int kMostTileGroups = 256;
 constexpr int kThreadChannels = 8;
 // A thread has so many bytes of pixels that are moved one by one. In bfloat16, by 16 bytes, 8 and
@@ -66,8 +66,9 @@ constexpr int kLeastTilePixels = 4;
 constexpr int kManyTiles = 15;
 // Elements of two bytes are not copied asynchronously: a thread loads so many at once, and where
 // tiles are few, as many threads load as there are elements for. (bfloat16 8 x 768 x 7 x 7 forward
-// 13.3, with more threads 10.9.) Transposed and scattered elements are moved by kMovers threads
-// then. (float32 1 x 384 x 14 x 14 NHWC backward by 96 threads 10.3, by 256 8.3.)
+// 13.3, with more threads 10.9.) Of transposed and scattered elements, and in backward, whose last
+// sums go by channels, there are kMovers threads then. (float32 1 x 384 x 14 x 14 NHWC backward by
+// 96 threads 10.3, by 256 8.3.)
 constexpr int kLoadsAtOnce = 8;
 constexpr int kMovers = 256, kMostMovers = 512;
 // Samples of odd planes are tiles where there are as many as this for each multiprocessor.

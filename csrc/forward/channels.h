@@ -82,16 +82,17 @@ inline std::optional<forward::Channels> make_channels_plan(const Problem& proble
   plan.channels_last = channels_last;
   const int64_t bytes = thread_pixels(width, size) * size;
   const int y_bytes = channels_last && size_of(problem.y) != size ? size_of(problem.y) : 0;
-  const bool scattered = width == 1;
+  // By the pixels alone, as strides may differ with the number of samples.
+  const bool is_odd = plane_width(kVectorBytes, planes.pixels, size) == 1;
   const TileNeeds needs = {
       .width = width,
       .bytes = size + y_bytes,
       .registers = forward::tile_registers(bytes, !problem.has_epilogue),
       .may_be_run = may_be_run,
       .most_threads = forward::kMostTileThreads,
-      .most_groups = scattered ? forward::kMostScatteredGroups : kMostTileGroups,
-      .least_pixels = scattered ? kLeastTilePixels : std::max(width, kSectorBytes / size),
-      .movers = channels_last || scattered ? kMovers : 1};
+      .most_groups = is_odd ? forward::kMostScatteredGroups : kMostTileGroups,
+      .least_pixels = width == 1 ? kLeastTilePixels : std::max(width, kSectorBytes / size),
+      .movers = channels_last || width == 1 ? kMovers : 1};
   const auto with = [&](const Tiles& tiles) {
     return plan_of_tiles(plan, tiles, problem, y_bytes, device);
   };

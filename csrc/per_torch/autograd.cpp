@@ -69,14 +69,15 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, BackendSelect, m) {
   m.impl("add_ada_layer_norm", boxed<&select_backend<AddAdaLayerNorm>>());
 }
 
-// Calls layer_norm with the rest of its arguments, or where nothing but autograd would see that
-// call, its Autograd kernel.
+// Calls layer_norm with the rest of its arguments, or where autograd and nothing else would see
+// that call, its Autograd kernel.
 void plain_rms_norm(const OperatorHandle& /*op*/, DispatchKeySet keys, Stack* stack) {
   static const OperatorHandle op = find_operator("layer_norm");
   static const IValue rms("rms");
   stack->insert(stack->end() - 1, IValue());  // bias, in front of eps
   torch::jit::push(stack, IValue(), 1.0, IValue(), rms, 0.0, false, false);
-  if (is_cuda_alone(keys) && !at::autocast::is_autocast_enabled(at::kCUDA)) {
+  if (is_cuda_alone(keys) && keys.has_any(c10::autograd_dispatch_keyset) &&
+      !at::autocast::is_autocast_enabled(at::kCUDA)) {
     return differentiate_forward<LayerNorm, false>(op, keys, stack);
   }
   op.callBoxed(stack);

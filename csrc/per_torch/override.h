@@ -152,10 +152,10 @@ inline std::optional<Stack> arguments_of(const Tensor& x, at::IntArrayRef shape,
 
 // ---- layer_norm and rms_norm.
 
-// Whether a caller of layer_norm asks for our kernels, whatever the flag says: F.layer_norm passes
-// PyTorch's own setting, and FusedLayerNorm the contrary.
+// Whether a caller of layer_norm asks for our kernels, whatever the flag says: FusedLayerNorm
+// passes false while cuDNN is enabled, F.layer_norm what cuDNN is, and all others by default true.
 inline bool is_asked(bool cudnn_enable) {
-  return cudnn_enable != at::globalContext().userEnabledCuDNN();
+  return !cudnn_enable && at::globalContext().userEnabledCuDNN();
 }
 
 // Our result of a call at an Autograd or Autocast key, undefined if the call is not taken.
