@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <optional>
 #include <string_view>
@@ -126,14 +127,15 @@ void run(Problem problem, Modulated modulated, const Device& device, bool quiet)
 // Norms over the channels of images, for which a plan may decline; but not for some numbers of
 // samples alone, since another strategy adds up a pixel's channels in another order.
 void run_images(const Device& device, bool quiet) {
+  constexpr std::array<int64_t, 6> kSamples = {1, 5, 9, 16, 64, 600};
   most_shared_memory = device.shared_memory;
   for (const auto& [x, weight, y] : kTypesWithKernels) {
     for (const int64_t channels : {1, 3, 24, 96, 384, 768, 1024, 2048, 4096}) {
       for (const int64_t pixels : {1, 49, 81, 100, 196, 225, 3136, 65536}) {
         for (int kind = 0; kind < 8; ++kind) {
           const bool channels_last = kind & 1, may_be_run = kind & 2;
-          int numbers = 0, forwards = 0, backwards = 0;
-          for (const int64_t samples : {1, 5, 9, 16, 64, 600}) {
+          size_t forwards = 0, backwards = 0;
+          for (const int64_t samples : kSamples) {
             const Planes planes = {samples, pixels, channels * pixels, pixels};
             const int64_t unit = std::min<int64_t>(pixels & -pixels, 8);
             const DataTypes types = {x, weight, y};
@@ -151,7 +153,6 @@ void run_images(const Device& device, bool quiet) {
             forward.rows = backward.rows = problem.rows;
             backward.dweight = backward.dbias = kSomewhere;
             launches.clear();
-            ++numbers;
             if (const auto plan =
                     make_channels_plan(problem, planes, unit, may_be_run, channels_last, device)) {
               ++forwards;
@@ -167,7 +168,9 @@ void run_images(const Device& device, bool quiet) {
                      launch_layer_norm_backward(backward, types, *plan, nullptr), quiet);
             }
           }
-          const auto is_mixed = [&](int plans) { return plans != 0 && plans != numbers; };
+          const auto is_mixed = [&](size_t plans) {
+            return plans != 0 && plans != kSamples.size();
+          };
           if (is_mixed(forwards) || is_mixed(backwards)) {
             ++failed;
             std::printf(

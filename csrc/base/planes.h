@@ -223,9 +223,9 @@ Tiles tiles_of(const Problem& problem, const Planes& planes, const TileNeeds& ne
     most /= 2;
   }
   const Tiles tiles = most > least.tile_pixels ? tiles_with(most) : least;
-  if (tiles.tiles * samples >= few) return tiles;
   const int64_t loads = single_halves ? ceil_div(channels * tiles.tile_pixels, kLoadsAtOnce) : 1;
   const int64_t movers = std::max<int64_t>(needs.movers, loads);
+  if (tiles.tiles * samples >= few || movers <= tile_threads(tiles, size)) return tiles;
   const int64_t room = sm_threads(needs.registers) / ceil_div(tiles.tiles * samples, device.sms);
   Tiles moved = tiles;
   moved.movers = std::max<int>(tiles.movers, std::min<int64_t>({movers, room, kMostMovers}));
