@@ -121,17 +121,17 @@ def _is_known(cls: type) -> bool:
     return cls.__module__.startswith(("torch._subclasses.", "torch.distributed.", "torch.fx."))
 
 
-def takes_rms_norm(x: Any, weight: Any, eps: float | None) -> bool:
-    """Whether :func:`rms_norm` takes arguments that torch.nn.functional.rms_norm takes."""
-    if not may_serve(x, weight) or eps != eps:
+def takes_norm(x: Any, weight: Any, bias: Any, eps: float | None) -> bool:
+    """Whether the norms take what PyTorch's take; where not, swapped modules leave it to those."""
+    if eps != eps or not may_serve(x, weight, bias):
         return False
     if isinstance(x, torch.fx.Proxy):
         return True
-    return x.dtype in arguments.DTYPES and (
-        weight is None
-        or weight.dtype is x.dtype
-        or (weight.dtype is torch.float32 and x.dtype in arguments.HALF)
-    )
+    if not isinstance(x, Tensor) or x.dtype not in arguments.DTYPES:
+        return False
+    dtypes = {p.dtype for p in (weight, bias) if p is not None}
+    is_mixed = x.dtype in arguments.HALF and dtypes == {torch.float32}
+    return is_mixed or dtypes <= {x.dtype}
 
 
 def layer_norm(

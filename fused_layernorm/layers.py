@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .functional import Kind, layer_norm, may_serve, serve
+from .functional import Kind, layer_norm, may_serve, serve, takes_norm
 from .ops import heads
 from .swap import rotations
 from .swap.rotations import Rotation
@@ -33,7 +33,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        if self.eps != self.eps or not may_serve(input, weight, bias):
+        if not takes_norm(input, weight, bias, self.eps):
             return nn.LayerNorm.forward(self, input)  # type: ignore[arg-type]
         return layer_norm(input, weight, bias, self.eps, normalized_shape=self.normalized_shape)
 

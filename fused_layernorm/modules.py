@@ -22,11 +22,10 @@ from .functional import (
     add_rms_norm,
     is_pytorchs,
     layer_norm,
-    may_serve,
     plain_layer_norm,
     plain_rms_norm,
     rms_norm,
-    takes_rms_norm,
+    takes_norm,
     torchs_layer_norm,
     torchs_rms_norm,
 )
@@ -166,7 +165,7 @@ class FusedLayerNorm(nn.LayerNorm):
         if not isinstance(self, FusedLayerNorm):  # a bound method that outlived unswap_norms
             return type(self).forward(self, input)
         weight, bias, eps = self.weight, self.bias, self.eps
-        if self._was_layer_norm and (eps != eps or not may_serve(input, weight, bias)):
+        if self._was_layer_norm and not takes_norm(input, weight, bias, eps):
             return nn.LayerNorm.forward(self, input)
         return layer_norm(
             input,
@@ -355,7 +354,7 @@ class FusedRMSNorm(nn.RMSNorm):
                 pass  # nn.RMSNorm takes it, or the call below says what is wrong.
         if not isinstance(self, FusedRMSNorm):  # a bound method that outlived unswap_norms
             return type(self).forward(self, x)
-        if self._was_rms_norm and not takes_rms_norm(x, self.weight, self.eps):
+        if self._was_rms_norm and not takes_norm(x, self.weight, None, self.eps):
             return nn.RMSNorm.forward(self, x)
         return rms_norm(
             x,

@@ -119,23 +119,11 @@ def test_tune_tries_every_value():
     assert len(plans) == len(set(plans))
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if "ada" not in op and "channels" not in op])
-def test_tune_plans_the_whole_problem(op):
-    """What a case fuses, so that the printed plan is the one that was timed."""
-    plans = {
-        tune.plan_of(Case(op, 32768, cols, "bfloat16"), tune.HOPPER)["strategy"]
-        for cols in (1024, 36_864)
-    }
-    planned = {
-        "forward": {"warp", "ring"},
-        "add_forward": {"block"},
-        "backward": {"block", "split"},
-        "add_backward": {"block", "split"},
-        "rms_forward": {"warp", "ring"},
-        "add_rms_forward": {"block"},
-    }
-    fused = {"block", "split"} if op.endswith("backward") else {"warp", "block"}
-    assert plans == planned.get(op, fused)
+@pytest.mark.parametrize(("op", "strategy"), [("forward", "warp"), ("add_forward", "block")])
+def test_tune_plans_what_a_case_fuses(op, strategy):
+    """So the printed plan is the one that was timed."""
+    plan = tune.plan_of(Case(op, 32768, 1024, "bfloat16"), tune.HOPPER)
+    assert plan["strategy"] == strategy
 
 
 @pytest.mark.parametrize(("op", "name"), [("forward", "x"), ("backward", "dy")])

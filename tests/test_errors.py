@@ -79,8 +79,8 @@ LAYER_NORM = [
         "input of shape []"),
     Bad("normalized_shape longer than input", RuntimeError,
         weight=None, options={"normalized_shape": (2, 4, 8)},
-        sentence="expected input whose last dimensions are normalized_shape [2, 4, 8], got "
-        "input of shape [4, 8]"),
+        sentence="expected input of at least the 3 dimensions of normalized_shape, got input of "
+        "shape [4, 8]"),
     Bad("normalized_shape that is not input's", RuntimeError,
         weight=None, options={"normalized_shape": (4,)},
         sentence="expected input whose last dimensions are normalized_shape [4], got input of "

@@ -177,6 +177,23 @@ def test_nested_tensors(norm, device, layout):
             assert_same(a, b)
 
 
+@pytest.mark.parametrize("rows", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn, None])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_inputs_that_no_operator_takes(kind, dtype, rows, device):
+    """The stock forward takes some of them: CUDA's layer_norm any, of no rows."""
+    x: Any = [0.0] if dtype is None else torch.zeros(rows, D, dtype=dtype, device=device)
+
+    def of(model):
+        try:
+            return model(x).dtype
+        except (RuntimeError, TypeError) as error:
+            return type(error)
+
+    assert of(swapped(kind(D, device=device))) is of(kind(D, device=device))
+
+
 def test_expanded_weights(device):
     from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 

@@ -102,8 +102,11 @@ TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
                         }));
 }
 
-// torch.jit.trace records the operator that all can run.
+// torch.jit.trace records the operator that all can run, and vmap has a rule for that one alone.
 TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Tracer, m) {
+  m.impl("_plain_rms_norm", boxed<&plain_rms_norm>());
+}
+TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, FuncTorchBatched, m) {
   m.impl("_plain_rms_norm", boxed<&plain_rms_norm>());
 }
 

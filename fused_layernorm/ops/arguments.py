@@ -135,7 +135,8 @@ def normalized_ndim(
                 f"expected normalized_shape to hold ints, got an element of {type(size).__name__}"
             )
     if isinstance(input, Tensor) and not input.is_nested:
-        if tuple(input.shape[-len(shape) :]) != shape:
+        # `check` says what is wrong with an input of fewer dimensions.
+        if input.dim() >= len(shape) and tuple(input.shape[-len(shape) :]) != shape:
             raise RuntimeError(
                 f"expected input whose last dimensions are normalized_shape {list(shape)}, "
                 f"got input of shape {list(input.shape)}"

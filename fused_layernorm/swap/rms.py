@@ -71,7 +71,7 @@ def _serve(
 def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
     """For subclasses of nn.RMSNorm that a predicate accepted."""
     weight, shape = self.weight, tuple(self.normalized_shape)
-    if functional.takes_rms_norm(x, weight, self.eps):
+    if functional.takes_norm(x, weight, None, self.eps):
         return rms_norm(x, weight, self.eps, normalized_shape=shape)
     return None
 
