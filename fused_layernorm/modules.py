@@ -123,9 +123,9 @@ class FusedLayerNorm(nn.LayerNorm):
         # A plain call in this one frame, for every frame costs host time. Attributes are read where
         # nn.Module keeps them, because to find them takes time too; a computed one is not there.
         # Modes may want to see the call below, and so may a tool that has replaced PyTorch's
-        # function.
+        # function. torch.jit.trace crashes where an operator has raised what is caught here.
         if type(input) is Tensor and not (
-            _is_compiling() or _function_modes() or _dispatch_modes()
+            _is_compiling() or _function_modes() or _dispatch_modes() or _is_tracing()
         ):
             module = self.__dict__
             parameters: dict[str, Any] = module["_parameters"]
@@ -150,7 +150,7 @@ class FusedLayerNorm(nn.LayerNorm):
                     elif (
                         _autograd_library.active
                         and _cudnn_enabled()
-                        and not (_in_inference() or _in_transform() or _is_tracing())
+                        and not (_in_inference() or _in_transform())
                         and not input.is_nested
                     ):
                         return torch.layer_norm(input, shape, weight, bias, eps, False)
@@ -321,7 +321,9 @@ class FusedRMSNorm(nn.RMSNorm):
     @_scripted_as(_scripted_forward)
     def forward(self, x: Tensor) -> Tensor:
         # A plain call in this one frame, as in FusedLayerNorm.
-        if type(x) is Tensor and not (_is_compiling() or _function_modes() or _dispatch_modes()):
+        if type(x) is Tensor and not (
+            _is_compiling() or _function_modes() or _dispatch_modes() or _is_tracing()
+        ):
             module = self.__dict__
             parameters: dict[str, Any] = module["_parameters"]
             weight, dtype = parameters.get("weight", False), x.dtype

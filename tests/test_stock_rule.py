@@ -187,11 +187,13 @@ def test_inputs_that_no_operator_takes(kind, dtype, rows, device):
 
     def of(model):
         try:
-            return model(x).dtype
+            return model(x).dtype, torch.jit.trace(model, (x,))(x).dtype
         except (RuntimeError, TypeError) as error:
             return type(error)
 
-    assert of(swapped(kind(D, device=device))) is of(kind(D, device=device))
+    for affine in (True, False):
+        norm = kind(D, elementwise_affine=affine, device=device)
+        assert of(swapped(norm)) == of(norm)
 
 
 def test_expanded_weights(device):
