@@ -473,6 +473,8 @@ ERRORS = [
     ({"statistic": None}, ValueError, "expected no q_weight beside statistic None, got one"),
     ({"statistic": None, "q_weight": None, "k_weight": None, "weight_offset": 1.0}, ValueError,
      "expected no weight_offset beside statistic None, got 1.0"),
+    ({"statistic": None, "q_weight": None, "k_weight": None, "cos": None, "sin": None}, ValueError,
+     "expected cos and sin beside statistic None, got neither"),
     ({"k_weight": None, "weight_offset": 1.0}, ValueError, "expected a k_weight beside weight_off"),
     ({"weight_offset": float("inf")}, ValueError, "expected weight_offset to be a finite number"),
     ({"eps": "x"}, TypeError, "expected eps to be a number, got str"),

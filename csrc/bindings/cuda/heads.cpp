@@ -71,6 +71,7 @@ void check(const HeadArguments& a) {
   const bool named = !a.statistic || *a.statistic == "rms" || *a.statistic == "layer";
   CHECK_ARGUMENT(named && !std::isnan(a.eps) && std::isfinite(a.weight_offset),
                  "statistic must be None, 'rms' or 'layer', eps and weight_offset numbers");
+  CHECK_ARGUMENT(a.statistic || a.cos, "without a statistic there must be cos and sin");
   for (int side = 0; side < 2; ++side) {
     for (const Optional* parameter : {&a.weight[side], &a.bias[side]}) {
       if (!*parameter) continue;
