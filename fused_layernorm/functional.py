@@ -35,6 +35,8 @@ from .ops.operators import (
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_get_dispatch_mode = torch._C._get_dispatch_mode
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 _in_transform = torch._C._are_functorch_transforms_active
 
 # Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
@@ -43,16 +45,10 @@ _add_layer_norm = ADD_LAYER_NORM.overload._op
 _ada_layer_norm = ADA_LAYER_NORM.overload._op
 _add_ada_layer_norm = ADD_ADA_LAYER_NORM.overload._op
 
-
-def _plain_rms_norm_by_layer_norm(x: Tensor, ndim: int, weight: Tensor | None, eps: float) -> Any:
-    return _layer_norm(x, ndim, weight, None, eps, None, 1.0, None, *RMS)
-
-
-# An operator of csrc/per_torch that spares a plain RMSNorm layer_norm's other arguments.
-plain_rms_norm = (
-    load.operators._plain_rms_norm.default._op
-    if autograd_library.active
-    else _plain_rms_norm_by_layer_norm
+# An operator of csrc/per_torch that spares a plain RMSNorm layer_norm's other arguments, and asks
+# whether the kernels take it.
+plain_rms_norm: Any = (
+    load.operators._plain_rms_norm.default._op if autograd_library.active else None
 )
 
 ATEN_LAYER_NORM = twin(LAYER_NORM)
@@ -435,8 +431,8 @@ def serve(
         ):
             if kind is LAYER:
                 return _layer_norm(input, weight.dim(), weight, bias, eps)
-            if kind is RMS and bias is None:
-                return plain_rms_norm(input, weight.dim(), weight, eps)
+            if kind is RMS and bias is None and type(input) is Tensor and plain_rms_norm:
+                return plain_rms_norm(input, None, weight, eps)
             return _layer_norm(input, weight.dim(), weight, bias, eps, None, 1.0, None, *kind)
         if is_plain and is_pytorchs(input, weight, bias, eps, kind):
             shape: Any = normalized_shape
@@ -684,7 +680,7 @@ def is_pytorchs(
     """
     return (
         input.is_cpu
-        and not _dispatch_modes()
+        and _get_dispatch_mode(_PROXY) is None
         and not _cpu_operators
         and type(input) is Tensor
         and (

@@ -7,7 +7,9 @@ constructor and no other method; it reads weight, bias and eps from that module.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -87,6 +89,19 @@ class RotaryPosEmb(nn.Module):
         return found
 
 
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """For a trial: no mode sees it, and torch.jit.trace, which an error in it would crash."""
+    C: Any = torch._C
+    tracing = C._get_tracing_state()
+    C._set_tracing_state(None)
+    try:
+        with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        C._set_tracing_state(tracing)
+
+
 def _rotation(cls: Any) -> Rotation | None:
     """What the forward of a module that `kernels` made of a function rotates by, if it is known."""
     return _tried_rotation(cls)
@@ -98,7 +113,7 @@ _rotation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @functools.cache
 def _tried_rotation(cls: Any) -> Rotation | None:
     numbers = [(7 * i + 3) % 43 / 16 - 1.3 for i in range(96)]
-    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with _unseen():
         q = torch.tensor(numbers, device="cpu").view(2, 3, 2, 8)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
@@ -187,7 +202,7 @@ def _tried(cls: Any, weight_offset: float) -> tuple[bool, bool] | None:
     eps = 0.25  # of weight beside the squares below, so that a forward that ignores it is seen
     rows = [[(5 * i * i + 3 * i + row) % 61 / 16 - 1.85 for i in range(64)] for row in range(4)]
     factors = [(7 * i + 3) % 43 / 16 + 0.07 for i in range(64)]
-    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with _unseen():
         x = torch.tensor(rows, dtype=torch.bfloat16, device="cpu")
         weight = torch.tensor(factors, dtype=torch.bfloat16, device="cpu")
         try:

@@ -30,7 +30,7 @@ from .functional import (
     torchs_rms_norm,
 )
 from .ops import autograd_library as _autograd_library
-from .ops.arguments import FLOAT32_EPS, FLOAT64_EPS, check_kind, check_options, name_of
+from .ops.arguments import check_kind, check_options, name_of
 from .ops.load import operators
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -43,9 +43,10 @@ _is_tracing = torch._C._is_tracing
 # (csrc/per_torch/override.h).
 _cudnn_enabled = torch._C._get_cudnn_enabled
 
-# What an operator raises for arguments that it does not take. All else passes through: it comes
-# from a hook on the tensors that autograd saves, as activation checkpointing ends a recomputation.
-_OF_OPERATORS = (RuntimeError, TypeError, ValueError)
+# What an operator raises for arguments that it does not take, and what an unswap by another thread
+# leads to: the call is made again in full, and raises again what is still wrong. Other exceptions
+# pass through, such as that by which activation checkpointing ends a recomputation.
+_OF_OPERATORS = (AttributeError, RuntimeError, TypeError, ValueError)
 
 Forward = TypeVar("Forward", bound=Callable[..., Tensor])
 
@@ -70,6 +71,15 @@ def _scripted_as(scripted: Callable[..., Tensor]) -> Callable[[Forward], Forward
         return forward
 
     return decorate
+
+
+def _options(module: Any) -> dict[str, Any]:
+    """What a module passes to its function; the defaults if another thread unswaps it meanwhile."""
+    return {
+        "activation": getattr(module, "activation", None),
+        "scale": getattr(module, "scale", 1.0),
+        "out_dtype": getattr(module, "out_dtype", None),
+    }
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -162,20 +172,14 @@ class FusedLayerNorm(nn.LayerNorm):
                         return plain_layer_norm(input, len(shape), weight, bias, eps)
             except _OF_OPERATORS:
                 pass  # PyTorch's function takes it, or the call below says what is wrong.
-        if not isinstance(self, FusedLayerNorm):  # a bound method that outlived unswap_norms
+        was_layer_norm = getattr(self, "_was_layer_norm", None)
+        if was_layer_norm is None:  # a bound method that outlived unswap_norms
             return type(self).forward(self, input)
         weight, bias, eps = self.weight, self.bias, self.eps
-        if self._was_layer_norm and not takes_norm(input, weight, bias, eps):
+        if was_layer_norm and not takes_norm(input, weight, bias, eps):
             return nn.LayerNorm.forward(self, input)
         return layer_norm(
-            input,
-            weight,
-            bias,
-            eps,
-            normalized_shape=self.normalized_shape,
-            activation=self.activation,
-            scale=self.scale,
-            out_dtype=self.out_dtype,
+            input, weight, bias, eps, normalized_shape=self.normalized_shape, **_options(self)
         )
 
     def extra_repr(self) -> str:
@@ -321,23 +325,17 @@ class FusedRMSNorm(nn.RMSNorm):
     @_scripted_as(_scripted_forward)
     def forward(self, x: Tensor) -> Tensor:
         # A plain call in this one frame, as in FusedLayerNorm.
-        if type(x) is Tensor and not (
-            _is_compiling() or _function_modes() or _dispatch_modes() or _is_tracing()
-        ):
+        if type(x) is Tensor and not (_is_compiling() or _function_modes()):
             module = self.__dict__
             parameters: dict[str, Any] = module["_parameters"]
-            weight, dtype = parameters.get("weight", False), x.dtype
+            weight = parameters.get("weight", False)
             shape, eps = module.get("normalized_shape"), module.get("eps", False)
             try:
                 if (
                     shape is not None
                     and eps is not False
                     and parameters.get("bias", False) is None
-                    and (
-                        weight.shape == shape and weight.dtype is dtype
-                        if type(weight) is Parameter
-                        else weight is None and x.shape[-len(shape) :] == shape
-                    )
+                    and (weight is None or type(weight) is Parameter)
                     and isinstance(self, FusedRMSNorm)
                     and self.activation is None
                     and self.out_dtype is None
@@ -346,29 +344,26 @@ class FusedRMSNorm(nn.RMSNorm):
                     and not self.round_before_weight
                     and F.rms_norm is torchs_rms_norm
                 ):
-                    if x.is_cuda:
-                        if eps is None:
-                            eps = FLOAT64_EPS if dtype is torch.float64 else FLOAT32_EPS
-                        return plain_rms_norm(x, len(shape), weight, eps)
+                    if x.is_cuda and plain_rms_norm is not None:
+                        return plain_rms_norm(x, shape, weight, eps)
                     if is_pytorchs(x, weight, None, eps, RMS):
                         return torch.rms_norm(x, shape, weight, eps)
             except _OF_OPERATORS:
                 pass  # nn.RMSNorm takes it, or the call below says what is wrong.
-        if not isinstance(self, FusedRMSNorm):  # a bound method that outlived unswap_norms
+        was_rms_norm = getattr(self, "_was_rms_norm", None)
+        if was_rms_norm is None:  # a bound method that outlived unswap_norms
             return type(self).forward(self, x)
-        if self._was_rms_norm and not takes_norm(x, self.weight, None, self.eps):
+        if was_rms_norm and not takes_norm(x, self.weight, None, self.eps):
             return nn.RMSNorm.forward(self, x)
         return rms_norm(
             x,
             self.weight,
             self.eps,
-            bias=self.bias,
-            weight_offset=self.weight_offset,
-            round_before_weight=self.round_before_weight,
+            bias=getattr(self, "bias", None),
+            weight_offset=getattr(self, "weight_offset", 0.0),
+            round_before_weight=getattr(self, "round_before_weight", False),
             normalized_shape=self.normalized_shape,
-            activation=self.activation,
-            scale=self.scale,
-            out_dtype=self.out_dtype,
+            **_options(self),
         )
 
     def extra_repr(self) -> str:

@@ -126,36 +126,6 @@ def test_tune_plans_what_a_case_fuses(op, strategy):
     assert plan["strategy"] == strategy
 
 
-@pytest.mark.parametrize(("op", "name"), [("forward", "x"), ("backward", "dy")])
-def test_tune_times_a_call_behind_the_write_of_its_input(op, name, on_cpu, monkeypatch):
-    case = Case(op, 3, 4, "float32")
-    inputs = ours.make_inputs(case)
-    tensors = [getattr(one, name) for one in inputs]
-    before = [tensor.clone() for tensor in tensors]
-    seen: list[torch.Tensor] = []
-
-    def look_at(tensor: torch.Tensor) -> timing.Call:
-        return lambda: seen.append(tensor.clone())
-
-    calls = [look_at(tensor) for tensor in tensors]
-
-    def graph_time(timed, **options):
-        for call in timed:
-            call()
-        return {0: 2.0, 1: 7.0}.get(len(seen), 5.0)
-
-    monkeypatch.setattr(timing, "graph_time", graph_time)
-    ways = tune.Ways(case, inputs, 0.01)
-    assert ways.writes_us == 2.0
-    for tensor in tensors:
-        tensor.zero_()
-    assert ways.written(calls) == 3.0  # of 5, beside the 2 of the writes alone
-    assert all(map(torch.equal, seen, before)), "it is written again, with its own values"
-    seen.clear()
-    assert ways.resident(calls) == 7.0
-    assert len(seen) == 1, "a thousand bytes of L2 have room for one input"
-
-
 PLAIN_OPS = ("forward", "backward", "add_forward", "add_backward")
 MODULATED = tuple(op for op in OPS if "ada" in op)
 PROBLEMS = [
@@ -331,20 +301,6 @@ def test_compare_flags_what_is_slower(old_us, new_us, slower):
     text = compare.text(made, 100)
     assert "forward+stats 64x64 float32" in text
     assert f"{3 * slower} SLOWER" in text
-
-
-def test_compare_takes_turns():
-    order: list[str] = []
-
-    def side(name):
-        def us(job):
-            order.append(name)
-            return 1.0
-
-        return FakeSide(name, us)
-
-    compare.measure(JOBS[0], side("a"), side("b"), rounds=4)
-    assert "".join(order) == "abbaabba"
 
 
 def test_compare_says_what_failed_and_what_was_left_out():

@@ -97,7 +97,7 @@ def test_the_plain_operator_is_recorded_and_batched_as_the_general_one():
     """What torch.jit.trace records must run without a C++ autograd library."""
 
     def f(x, weight):
-        return ops._plain_rms_norm(x, 1, weight, 1e-5)
+        return ops._plain_rms_norm(x, None, weight, 1e-5)
 
     x, weight = torch.randn(2, 8), torch.ones(8)
     graph = str(torch.jit.trace(f, (x, weight)).graph)

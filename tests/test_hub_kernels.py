@@ -430,8 +430,15 @@ def test_another_norm_keeps_its_own_forward():
         def forward(self, x):
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
+    class OfThreeRows(nn.Module):
+        """Its trial raises, which torch.jit.trace must not see."""
+
+        def forward(self, x):
+            return x.view(3, 8) * 2
+
     x = torch.randn(3, 8)
-    modules: list[Any] = [Doubled(), NoWeight()]
+    modules: list[Any] = [Doubled(), NoWeight(), OfThreeRows()]
+    torch.jit.trace(lambda x: fused_layernorm.layers.RMSNorm.forward(modules[2], x), (x,))
     for module in modules:
         for layer in (fused_layernorm.layers.RMSNorm, fused_layernorm.layers.RMSNormZeroCentered):
             assert torch.equal(layer.forward(module, x), module(x))

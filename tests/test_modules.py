@@ -11,6 +11,8 @@ import pytest
 import torch
 from swaps import copies, saved_and_loaded
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fused_layernorm
 from fused_layernorm import (
@@ -288,6 +290,15 @@ def test_a_swapped_norm_takes_an_eps_of_nan_and_its_methods_outlive_the_swap(dev
     reset()
     assert norm.weight.eq(1).all()
     assert shown() == norm.extra_repr()
+
+
+@pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
+def test_a_checkpoint_may_be_recomputed_without_the_mode_of_forward(device, cls):
+    model, x = swap_norms(nn.Sequential(nn.Linear(8, 8), cls(8))).to(device), torch.randn(4, 8)
+    with FlopCounterMode(display=False):
+        y = checkpoint(model, x.to(device), use_reentrant=False)
+    y.sum().backward()
+    assert model[1].weight.grad is not None
 
 
 def test_a_tool_that_replaced_a_function_before_the_import_sees_the_calls():

@@ -248,6 +248,8 @@ def test_autocast_gives_float32_as_ever(device, override):
         expected = F.layer_norm(half, (32,), weight, bias)
         with override():
             actual = F.layer_norm(half, (32,), weight, bias)
+            given = half.expand(2, *half.shape), (32,), weight.bfloat16(), bias.bfloat16(), 1e-5
+            assert torch.native_layer_norm(*given)[0].dtype == half.dtype, "it is not cast"
     assert expected.dtype == (torch.float32 if device == "cuda" else half.dtype)
     close(actual, expected, expected.dtype)
 
@@ -586,6 +588,10 @@ def test_the_later_of_two_overrides_counts():
         library._destroy()
         close(norm(), expected)
     close(norm(), expected)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("layer_norm", lambda x, *others: torch.full_like(x, 7.0), "CPU")
+    assert F.layer_norm(x, (8,)).eq(7).all(), "our kernel at autograd's key hides it"
+    library._destroy()
 
 
 @pytest.mark.gpu

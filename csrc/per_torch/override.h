@@ -22,7 +22,7 @@
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/layer_norm.h>
-#include <ATen/ops/layer_norm_native.h>
+#include <ATen/ops/layer_norm_ops.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/rms_norm_ops.h>
 #include <torch/library.h>
@@ -52,7 +52,7 @@ constexpr const char* kNativeNames[kNatives] = {
 
 struct Override {
   std::atomic<bool> is_on = false;
-  std::atomic<int64_t> taken = 0;  // calls, for tests
+  std::atomic<int64_t> taken = 0;  // calls, also those that asked; for tests
   // The kernels that ours replaced, where PyTorch has them for the key.
   std::array<std::optional<c10::SafeKernelFunction>, kNatives> replaced;
   std::vector<torch::Library> libraries;
@@ -154,6 +154,7 @@ inline std::optional<Stack> arguments_of(const Tensor& x, at::IntArrayRef shape,
 
 // Whether a caller of layer_norm asks for our kernels, whatever the flag says: FusedLayerNorm
 // passes false while cuDNN is enabled, F.layer_norm what cuDNN is, and all others by default true.
+// So does who passes false himself, or runs what was traced while cuDNN was off.
 inline bool is_asked(bool cudnn_enable) {
   return !cudnn_enable && at::globalContext().userEnabledCuDNN();
 }
@@ -202,7 +203,9 @@ Tensor layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shap
                                                    /*is_rms=*/false, is_asked(cudnn_enable));
   if (y.defined()) return y;
   if (!kUnderAutocast) {
-    return at::native::layer_norm_symint(x, shape, weight, bias, eps, cudnn_enable);
+    // PyTorch's composite, or what another package has registered in its place.
+    constexpr DispatchKeySet kBackend(kBackendKey<device>);
+    return at::_ops::layer_norm::redispatch(kBackend, x, shape, weight, bias, eps, cudnn_enable);
   }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
   return at::layer_norm_symint(as_autocast_casts(x), shape, as_autocast_casts(weight),
@@ -215,7 +218,6 @@ Tensor rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
   const Tensor y = norm_of<device, kUnderAutocast>(keys, x, shape, weight, {}, eps, true);
   if (y.defined()) return y;
   if (!kUnderAutocast) {
-    // PyTorch's composite, which it does not export.
     constexpr DispatchKeySet kBackend(kBackendKey<device>);
     return at::_ops::rms_norm::redispatch(kBackend, x, shape, weight, eps);
   }
@@ -246,6 +248,7 @@ inline bool take_forward(DispatchKeySet keys, Stack* stack, bool is_rms, Overrid
   const Options options = options_of<Op>(arguments->data());
   if (!forward_directly<Op>(keys, arguments->data(), options, /*needs_statistics=*/true, out)) {
     static const OperatorHandle op = find_operator(Op::name(/*gives_statistics=*/true));
+    const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
     call(op, &*arguments);
     const auto& given = *arguments;
     out = {given[0].toTensor(), Tensor(), given[1].toTensor(), given[2].toTensor()};
