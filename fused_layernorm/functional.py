@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import has_torch_function
 
 from .compile import rules
-from .ops import arguments, autograd_library, formulas, load
+from .ops import arguments, autograd_library, formulas
 from .ops.arguments import rms_eps
 from .ops.aten_forward import twin
 from .ops.autocast import under_autocast
@@ -35,21 +35,22 @@ from .ops.operators import (
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_is_tracing = torch._C._is_tracing
 _get_dispatch_mode = torch._C._get_dispatch_mode
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _in_transform = torch._C._are_functorch_transforms_active
 
 # Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
-plain_layer_norm = _layer_norm = LAYER_NORM.overload._op
+_layer_norm = LAYER_NORM.overload._op
 _add_layer_norm = ADD_LAYER_NORM.overload._op
 _ada_layer_norm = ADA_LAYER_NORM.overload._op
 _add_ada_layer_norm = ADD_ADA_LAYER_NORM.overload._op
 
-# An operator of csrc/per_torch that spares a plain RMSNorm layer_norm's other arguments, and asks
-# whether the kernels take it.
-plain_rms_norm: Any = (
-    load.operators._plain_rms_norm.default._op if autograd_library.active else None
-)
+# What torch.layer_norm and torch.rms_norm get behind normalized_shape's sizes in a call that asks for
+# our kernels (csrc/per_torch/override.h). To call an operator of ours takes the host longer.
+ASKS = (-1,)
+
 
 ATEN_LAYER_NORM = twin(LAYER_NORM)
 ATEN_ADD_LAYER_NORM = twin(ADD_LAYER_NORM)
@@ -383,6 +384,14 @@ def add_ada_layer_norm(
     )
 
 
+_OWN = (Tensor, torch.nn.Parameter, type(None))
+
+
+def may_ask() -> bool:
+    """Whether a call that ASKS would come to our kernels, and nothing else would see it."""
+    return autograd_library.active and not (_function_modes() or _in_transform() or _is_tracing())
+
+
 # For tests without a GPU: calls on the CPU then go to the operators instead of PyTorch's.
 _cpu_operators = os.environ.get("FUSED_LAYERNORM_CPU_OPERATORS") == "1"
 
@@ -429,10 +438,13 @@ def serve(
             and (normalized_shape is None or weight.shape == normalized_shape)
             and not _dispatch_modes()
         ):
+            if type(input) is Tensor and type(weight) in _OWN and type(bias) in _OWN and may_ask():
+                if kind is LAYER:
+                    return torch.layer_norm(input, weight.shape + ASKS, weight, bias, eps)
+                if kind is RMS and bias is None:
+                    return torch.rms_norm(input, weight.shape + ASKS, weight, eps)
             if kind is LAYER:
                 return _layer_norm(input, weight.dim(), weight, bias, eps)
-            if kind is RMS and bias is None and type(input) is Tensor and plain_rms_norm:
-                return plain_rms_norm(input, None, weight, eps)
             return _layer_norm(input, weight.dim(), weight, bias, eps, None, 1.0, None, *kind)
         if is_plain and is_pytorchs(input, weight, bias, eps, kind):
             shape: Any = normalized_shape

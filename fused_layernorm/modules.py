@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from .functional import (
+    ASKS,
     LAYER,
     RMS,
     ada_layer_norm,
@@ -22,8 +23,6 @@ from .functional import (
     add_rms_norm,
     is_pytorchs,
     layer_norm,
-    plain_layer_norm,
-    plain_rms_norm,
     rms_norm,
     takes_norm,
     torchs_layer_norm,
@@ -34,14 +33,9 @@ from .ops.arguments import check_kind, check_options, name_of
 from .ops.load import operators
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _in_transform = torch._C._are_functorch_transforms_active
-_in_inference = torch.is_inference_mode_enabled
 _is_tracing = torch._C._is_tracing
-# While cuDNN is enabled, aten::layer_norm computes by our kernels if its last argument is false
-# (csrc/per_torch/override.h).
-_cudnn_enabled = torch._C._get_cudnn_enabled
 
 # What an operator raises for arguments that it does not take, and what an unswap by another thread
 # leads to: the call is made again in full, and raises again what is still wrong. Other exceptions
@@ -134,9 +128,7 @@ class FusedLayerNorm(nn.LayerNorm):
         # nn.Module keeps them, because to find them takes time too; a computed one is not there.
         # Modes may want to see the call below, and so may a tool that has replaced PyTorch's
         # function. torch.jit.trace crashes where an operator has raised what is caught here.
-        if type(input) is Tensor and not (
-            _is_compiling() or _function_modes() or _dispatch_modes() or _is_tracing()
-        ):
+        if type(input) is Tensor and not (_is_compiling() or _function_modes() or _is_tracing()):
             module = self.__dict__
             parameters: dict[str, Any] = module["_parameters"]
             weight, bias = parameters.get("weight", False), parameters.get("bias", False)
@@ -157,19 +149,8 @@ class FusedLayerNorm(nn.LayerNorm):
                     if not input.is_cuda:
                         if is_pytorchs(input, weight, bias, eps, LAYER):
                             return torch.layer_norm(input, shape, weight, bias, eps)
-                    elif (
-                        _autograd_library.active
-                        and _cudnn_enabled()
-                        and not (_in_inference() or _in_transform())
-                        and not input.is_nested
-                    ):
-                        return torch.layer_norm(input, shape, weight, bias, eps, False)
-                    elif (
-                        weight.shape == shape
-                        if weight is not None
-                        else bias is None and input.shape[-len(shape) :] == shape
-                    ):
-                        return plain_layer_norm(input, len(shape), weight, bias, eps)
+                    elif _autograd_library.active and not _in_transform():
+                        return torch.layer_norm(input, shape + ASKS, weight, bias, eps)
             except _OF_OPERATORS:
                 pass  # PyTorch's function takes it, or the call below says what is wrong.
         was_layer_norm = getattr(self, "_was_layer_norm", None)
@@ -325,7 +306,7 @@ class FusedRMSNorm(nn.RMSNorm):
     @_scripted_as(_scripted_forward)
     def forward(self, x: Tensor) -> Tensor:
         # A plain call in this one frame, as in FusedLayerNorm.
-        if type(x) is Tensor and not (_is_compiling() or _function_modes()):
+        if type(x) is Tensor and not (_is_compiling() or _function_modes() or _is_tracing()):
             module = self.__dict__
             parameters: dict[str, Any] = module["_parameters"]
             weight = parameters.get("weight", False)
@@ -344,10 +325,11 @@ class FusedRMSNorm(nn.RMSNorm):
                     and not self.round_before_weight
                     and F.rms_norm is torchs_rms_norm
                 ):
-                    if x.is_cuda and plain_rms_norm is not None:
-                        return plain_rms_norm(x, shape, weight, eps)
-                    if is_pytorchs(x, weight, None, eps, RMS):
-                        return torch.rms_norm(x, shape, weight, eps)
+                    if not x.is_cuda:
+                        if is_pytorchs(x, weight, None, eps, RMS):
+                            return torch.rms_norm(x, shape, weight, eps)
+                    elif _autograd_library.active and not _in_transform():
+                        return torch.rms_norm(x, shape + ASKS, weight, eps)
             except _OF_OPERATORS:
                 pass  # nn.RMSNorm takes it, or the call below says what is wrong.
         was_rms_norm = getattr(self, "_was_rms_norm", None)

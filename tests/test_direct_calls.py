@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from forms import Calls, saved_by
 from torch.utils.checkpoint import checkpoint
 
@@ -91,26 +90,6 @@ def test_bias_is_saved_only_where_backward_reads_it(add):
         return sum(t is bias for t in kept)
 
     assert [saved(weight, None), saved(weight, "gelu"), saved(None, None)] == [0, 1, 1]
-
-
-def test_the_plain_operator_is_recorded_and_batched_as_the_general_one():
-    """What torch.jit.trace records must run without a C++ autograd library."""
-
-    def f(x, weight):
-        return ops._plain_rms_norm(x, None, weight, 1e-5)
-
-    x, weight = torch.randn(2, 8), torch.ones(8)
-    graph = str(torch.jit.trace(f, (x, weight)).graph)
-    assert "fused_layernorm::layer_norm" in graph
-    assert "_plain" not in graph
-    expected = F.rms_norm(x, (8,), weight, 1e-5)
-    torch.testing.assert_close(f(x, weight), expected)
-    functorch: Any = torch._C._functorch
-    functorch._set_vmap_fallback_enabled(False)  # a loop over the samples
-    try:
-        torch.testing.assert_close(torch.vmap(f, (0, None))(x, weight), expected)
-    finally:
-        functorch._set_vmap_fallback_enabled(True)
 
 
 # --- both ways give the same ----------------------------------------------------------------------

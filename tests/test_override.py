@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
+from forms import Calls
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_layernorm
+from fused_layernorm.functional import ASKS
 from fused_layernorm.ops import autograd_library
 from fused_layernorm.override import _calls, _in_force, _override
 
@@ -461,12 +463,23 @@ def test_a_build_without_kernels_says_that_nothing_changes(monkeypatch):
     handle.undo()
 
 
-def test_serves_who_asks_by_the_argument_that_pytorch_ignores(device):
-    x, active = torch.randn(3, 8, device=device), fused_layernorm.ops.autograd_library.active
-    for enabled, passed in ((False, False), (False, True), (True, False), (True, True)):
-        with torch.backends.cudnn.flags(enabled=enabled):
-            y = torch.layer_norm(x.requires_grad_(), (8,), None, None, 1e-5, passed)
-        assert ("Native" in str(y.grad_fn)) is not (active and enabled and not passed)
+@pytest.mark.skipif(not autograd_library.active, reason="needs the kernels at Autograd")
+@pytest.mark.parametrize("norm", [torch.layer_norm, torch.rms_norm])
+def test_serves_who_asks_behind_the_shape(device, override, norm):
+    with override():  # on the CPU it registers the kernels
+        pass
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    y = norm(x, (8, *ASKS))
+    assert "Fused" in node(y)
+    close(y, norm(x, (8,)))
+    with Calls() as seen:
+        norm(x, (8, *ASKS))
+    assert "layer_norm" in str(seen.names), "modes see our operator"
+    with pytest.raises((ValueError, RuntimeError)):
+        norm(x, (4, *ASKS))
+    if device == "cuda":
+        with torch.inference_mode():
+            close(norm(x, (8, *ASKS)), norm(x, (8,)))
 
 
 def test_leaves_cpu_tensors_alone():

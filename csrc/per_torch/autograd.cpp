@@ -69,34 +69,7 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, BackendSelect, m) {
   m.impl("add_ada_layer_norm", boxed<&select_backend<AddAdaLayerNorm>>());
 }
 
-// Calls layer_norm, or where autograd and nothing else would see that call, its Autograd kernel.
-// Arguments that the kernels do not take are refused before any tracer has recorded a call.
-void plain_rms_norm(const OperatorHandle& /*op*/, DispatchKeySet keys, Stack* stack) {
-  static const OperatorHandle op = find_operator("layer_norm");
-  constexpr size_t kCount = 4;
-  const IValue* const a = stack->data() + stack->size() - kCount;
-  const OptionalTensor weight = optional_of(a[2]);
-  const auto shape = a[1].isNone() && weight ? weight->sizes().vec() : a[1].toIntVector();
-  auto arguments = arguments_of(a[0].toTensor(), shape, weight, {}, a[3].toOptional<double>(),
-                                /*is_rms=*/true, Beside::kSameOrFloat);
-  TORCH_CHECK_VALUE(arguments, "no plain RMSNorm");
-  if (is_cuda_alone(keys) && keys.has_any(c10::autograd_dispatch_keyset) &&
-      !at::autocast::is_autocast_enabled(at::kCUDA)) {
-    differentiate_forward<LayerNorm, false>(op, keys, &*arguments);
-  } else {
-    op.callBoxed(*arguments);
-  }
-  torch::jit::drop(*stack, kCount);
-  stack->emplace_back(std::move(arguments->front()));
-}
-
 TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
-  // A plain RMSNorm. To pass all of layer_norm's arguments from Python would take two microseconds,
-  // and to ask in Python what arguments_of asks, one to two more. The shape may be weight's.
-  m.def(
-      "_plain_rms_norm(Tensor input, int[]? normalized_shape, Tensor? weight, float? eps) -> "
-      "Tensor",
-      boxed<&plain_rms_norm>());
   // For override.py, which counts the overrides in force; the key is CUDA, or for tests CPU.
   m.def("_switch_override(str key, bool on) -> ()",
         torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(switch_override)));
@@ -112,27 +85,13 @@ TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
                         }));
 }
 
-torch::Library library_at(c10::DispatchKey key) {
-  return {torch::Library::IMPL, FUSED_LAYERNORM_AS_STRING(FUSED_LAYERNORM_NAMESPACE), key, __FILE__,
-          __LINE__};
-}
-
-// torch.jit.trace records the operator that all can run, modes see it, and vmap has a rule for it.
-std::vector<torch::Library> register_plain_rms_norm() {
-  std::vector<torch::Library> libraries;
-  for (const auto key :
-       {c10::DispatchKey::Tracer, c10::DispatchKey::Python, c10::DispatchKey::FuncTorchBatched}) {
-    libraries.push_back(library_at(key));
-    libraries.back().impl("_plain_rms_norm", boxed<&plain_rms_norm>());
-  }
-  return libraries;
-}
-
 // One registration for each device type that has autocast.
 std::vector<torch::Library> register_autocast() {
   std::vector<torch::Library> libraries;
   for (const c10::DispatchKey key : c10::autocast_dispatch_keyset) {
-    auto& m = libraries.emplace_back(library_at(key));
+    auto& m = libraries.emplace_back(torch::Library::IMPL,
+                                     FUSED_LAYERNORM_AS_STRING(FUSED_LAYERNORM_NAMESPACE), key,
+                                     __FILE__, __LINE__);
     register_autocast<LayerNorm>(m);
     register_autocast<AddLayerNorm>(m);
     register_autocast<AdaLayerNorm>(m);
@@ -141,9 +100,8 @@ std::vector<torch::Library> register_autocast() {
   return libraries;
 }
 
-const std::vector<torch::Library> plain_libraries = register_plain_rms_norm();
 const std::vector<torch::Library> autocast_libraries = register_autocast();
-const std::vector<torch::Library> aten_libraries = register_layer_norm<at::kCUDA>();
+const std::vector<torch::Library> aten_libraries = register_norms<at::kCUDA>();
 
 }  // namespace
 }  // namespace fused_layernorm

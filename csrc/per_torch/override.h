@@ -9,17 +9,17 @@
 //   layer_norm, rms_norm at Autograd    our forward and our node. PyTorch has composites there,
 //                                       which modes, transforms and FakeTensors get, as before.
 //   the same at AutocastCUDA            input is not cast: the kernel writes float32 from it.
+//   the same at BackendSelect           calls under inference_mode that ask (below).
 //   native_layer_norm, _fused_rms_norm  what reaches them otherwise: inference_mode, vmap, calls by
 //   and their backwards at CUDA         name, nodes that PyTorch made.
 //
-// layer_norm's two are registered when the library is loaded, because FusedLayerNorm calls it, too:
-// no other call from Python takes the host as little time. It asks for our kernels, whatever the
-// flag says, by the argument `cudnn_enable`, which PyTorch ignores (is_asked).
+// Those of layer_norm and rms_norm are registered when the library is loaded, because this package
+// calls these two itself: no other call from Python takes the host as little time. It asks for our
+// kernels, whatever the flag says, by what it gives as normalized_shape (kAsks).
 //
 // The CPU's keys are for tests: there composite operators stand for the kernels.
 #pragma once
 
-#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/layer_norm_ops.h>
@@ -130,63 +130,78 @@ inline double eps_of(std::optional<double> eps, const Tensor& x) {
                                         : std::numeric_limits<float>::epsilon();
 }
 
-// The arguments of layer_norm for a call that is taken.
-inline std::optional<Stack> arguments_of(const Tensor& x, at::IntArrayRef shape,
-                                         const OptionalTensor& weight, const OptionalTensor& bias,
-                                         std::optional<double> given_eps, bool is_rms,
-                                         Beside beside = Beside::kSame) {
-  const double eps = eps_of(given_eps, x);
-  if (!takes_input(x, shape) || !takes_parameter(weight, x, shape, beside) ||
-      !takes_parameter(bias, x, shape, beside) || std::isnan(eps)) {
-    return std::nullopt;
-  }
+// The arguments of layer_norm.
+inline Stack arguments_of(const Tensor& x, size_t normalized_ndim, const OptionalTensor& weight,
+                          const OptionalTensor& bias, std::optional<double> eps, bool is_rms) {
   const auto value = [](const OptionalTensor& t) { return t ? value_of(*t) : IValue(); };
   Options options;
   options.is_rms = is_rms;
   Stack stack;
   stack.reserve(NormForward<false, false>::kArguments);
-  torch::jit::push(stack, x, static_cast<int64_t>(shape.size()), value(weight), value(bias), eps,
-                   IValue(), 1.0, IValue(), statistic_of(options), 0.0, false, false);
+  torch::jit::push(stack, x, static_cast<int64_t>(normalized_ndim), value(weight), value(bias),
+                   eps_of(eps, x), IValue(), 1.0, IValue(), statistic_of(options), 0.0, false,
+                   false);
   return stack;
+}
+
+inline bool takes(const Tensor& x, at::IntArrayRef shape, const OptionalTensor& weight,
+                  const OptionalTensor& bias, std::optional<double> eps, Beside beside) {
+  return takes_input(x, shape) && takes_parameter(weight, x, shape, beside) &&
+         takes_parameter(bias, x, shape, beside) && !std::isnan(eps_of(eps, x));
 }
 
 // ---- layer_norm and rms_norm.
 
-// Whether a caller of layer_norm asks for our kernels, whatever the flag says: FusedLayerNorm
-// passes false while cuDNN is enabled, F.layer_norm what cuDNN is, and all others by default true.
-// So does who passes false himself, or runs what was traced while cuDNN was off.
-inline bool is_asked(bool cudnn_enable) {
-  return !cudnn_enable && at::globalContext().userEnabledCuDNN();
+// What stands behind the sizes of normalized_shape where a caller asks for our kernels. PyTorch
+// takes no such shape, so nobody else gives it, and a call that does not come here raises.
+constexpr int64_t kAsks = -1;
+
+inline bool asks(c10::SymIntArrayRef shape) {
+  return !shape.empty() && shape.back().maybe_as_int() == kAsks;
+}
+
+// The result of a call that asks, by our operator, which knows modes and transforms.
+inline Tensor by_operator(const Tensor& x, c10::SymIntArrayRef shape, const OptionalTensor& weight,
+                          const OptionalTensor& bias, std::optional<double> eps, bool is_rms) {
+  static const OperatorHandle op = find_operator("layer_norm");
+  const size_t ndim = shape.size() - 1;
+  TORCH_CHECK_VALUE(static_cast<size_t>(x.dim()) >= ndim &&
+                        x.sym_sizes().slice(x.dim() - ndim) == shape.slice(0, ndim),
+                    "input does not end in normalized_shape");
+  Stack stack = arguments_of(x, ndim, weight, bias, eps, is_rms);
+  op.callBoxed(stack);
+  return stack[0].toTensor();
 }
 
 // Our result of a call at an Autograd or Autocast key, undefined if the call is not taken.
 template <c10::DeviceType device, bool kUnderAutocast>
 Tensor norm_of(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef symbolic,
-               const OptionalTensor& weight, const OptionalTensor& bias,
-               std::optional<double> given_eps, bool is_rms, bool asked = false) {
+               const OptionalTensor& weight, const OptionalTensor& bias, std::optional<double> eps,
+               bool is_rms) {
   using Op = NormForward<false, false>;
   Override& entry = override_of<device>();
-  if (!(asked || entry.is_on.load(std::memory_order_relaxed)) || is_inside ||
-      !is_next(keys, kBackendKey<device>)) {
-    return {};
-  }
-  const auto shape = c10::asIntArrayRefSlowOpt(symbolic);
+  const bool asked = asks(symbolic);
+  if (!(asked || entry.is_on.load(std::memory_order_relaxed))) return {};
+  const auto shape = c10::asIntArrayRefSlowOpt(symbolic.slice(0, symbolic.size() - asked));
   const Beside beside = kUnderAutocast    ? Beside::kAnyFloat
                         : is_rms || asked ? Beside::kSameOrFloat
                                           : Beside::kSame;
-  if (!shape || (kUnderAutocast && x.scalar_type() == at::kDouble)) return {};
-  auto stack = arguments_of(x, *shape, weight, bias, given_eps, is_rms, beside);
-  if (!stack) return {};
+  if (is_inside || !is_next(keys, kBackendKey<device>) || !shape ||
+      (kUnderAutocast && x.scalar_type() == at::kDouble) ||
+      !takes(x, *shape, weight, bias, eps, beside)) {
+    return asked ? by_operator(x, symbolic, weight, bias, eps, is_rms) : Tensor();
+  }
   static const OperatorHandle op = find_operator("layer_norm");
-  const Taken taken(entry);
+  Stack stack = arguments_of(x, shape->size(), weight, bias, eps, is_rms);
+  const Taken guard(entry);
   naming_out_of_memory([&] {
     if (kUnderAutocast) {
-      autocast<Op>(op, keys, &*stack);
+      autocast<Op>(op, keys, &stack);
     } else {
-      differentiate_forward<Op, false>(op, keys, &*stack);
+      differentiate_forward<Op, false>(op, keys, &stack);
     }
   });
-  return (*stack)[0].toTensor();
+  return stack[0].toTensor();
 }
 
 // PyTorch's own kernels at AutocastCUDA cast every argument to float32 and call the operator.
@@ -199,8 +214,8 @@ template <c10::DeviceType device, bool kUnderAutocast>
 Tensor layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
                   const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                   bool cudnn_enable) {
-  const Tensor y = norm_of<device, kUnderAutocast>(keys, x, shape, weight, bias, eps,
-                                                   /*is_rms=*/false, is_asked(cudnn_enable));
+  const Tensor y =
+      norm_of<device, kUnderAutocast>(keys, x, shape, weight, bias, eps, /*is_rms=*/false);
   if (y.defined()) return y;
   if (!kUnderAutocast) {
     // PyTorch's composite, or what another package has registered in its place.
@@ -225,6 +240,23 @@ Tensor rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
   return at::rms_norm_symint(as_autocast_casts(x), shape, as_autocast_casts(weight), eps);
 }
 
+// What inference mode leads to, which skips autograd's keys, for calls that ask.
+constexpr DispatchKeySet kBelowSelect(DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+
+inline Tensor select_layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
+                                const OptionalTensor& weight, const OptionalTensor& bias,
+                                double eps, bool cudnn_enable) {
+  if (asks(shape)) return by_operator(x, shape, weight, bias, eps, /*is_rms=*/false);
+  return at::_ops::layer_norm::redispatch(keys & kBelowSelect, x, shape, weight, bias, eps,
+                                          cudnn_enable);
+}
+
+inline Tensor select_rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
+                              const OptionalTensor& weight, std::optional<double> eps) {
+  if (asks(shape)) return by_operator(x, shape, weight, {}, eps, /*is_rms=*/true);
+  return at::_ops::rms_norm::redispatch(keys & kBelowSelect, x, shape, weight, eps);
+}
+
 // ---- The native operators. The stack holds an operator's arguments, for which its results are put
 // ---- in place.
 
@@ -239,19 +271,18 @@ inline bool take_forward(DispatchKeySet keys, Stack* stack, bool is_rms, Overrid
   const IValue* const a = stack->data() + stack->size() - count;
   const Tensor& x = a[0].toTensor();
   const auto shape = a[1].toIntVector();
-  auto arguments =
-      arguments_of(x, shape, optional_of(a[2]), is_rms ? std::nullopt : optional_of(a[3]),
-                   a[count - 1].toOptional<double>(), is_rms);
-  if (!arguments) return false;
+  const OptionalTensor weight = optional_of(a[2]), bias = is_rms ? std::nullopt : optional_of(a[3]);
+  const auto eps = a[count - 1].toOptional<double>();
+  if (!takes(x, shape, weight, bias, eps, Beside::kSame)) return false;
+  auto arguments = arguments_of(x, shape.size(), weight, bias, eps, is_rms);
   const Taken taken(entry);
   DirectOutputs out;
-  const Options options = options_of<Op>(arguments->data());
-  if (!forward_directly<Op>(keys, arguments->data(), options, /*needs_statistics=*/true, out)) {
+  const Options options = options_of<Op>(arguments.data());
+  if (!forward_directly<Op>(keys, arguments.data(), options, /*needs_statistics=*/true, out)) {
     static const OperatorHandle op = find_operator(Op::name(/*gives_statistics=*/true));
     const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
-    call(op, &*arguments);
-    const auto& given = *arguments;
-    out = {given[0].toTensor(), Tensor(), given[1].toTensor(), given[2].toTensor()};
+    call(op, &arguments);
+    out = {arguments[0].toTensor(), Tensor(), arguments[1].toTensor(), arguments[2].toTensor()};
   }
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(out.y));
@@ -341,25 +372,30 @@ constexpr c10::DispatchKey kAutogradKey =
     device == at::kCUDA ? c10::DispatchKey::AutogradCUDA : c10::DispatchKey::AutogradCPU;
 
 template <c10::DeviceType device>
-Libraries register_layer_norm() {
+Libraries register_norms() {
   // PyTorch warns once in a process, of the first kernel that replaces another.
   NoWarnings silent;
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
   Libraries libraries;
-  aten_at(kAutogradKey<device>, libraries)
-      .impl("layer_norm", TORCH_FN((layer_norm<device, /*kUnderAutocast=*/false>)));
+  auto& autograd = aten_at(kAutogradKey<device>, libraries);
+  autograd.impl("layer_norm", TORCH_FN((layer_norm<device, /*kUnderAutocast=*/false>)));
+  autograd.impl("rms_norm", TORCH_FN((rms_norm<device, false>)));
   if constexpr (device == at::kCUDA) {
-    aten_at(c10::DispatchKey::AutocastCUDA, libraries)
-        .impl("layer_norm", TORCH_FN((layer_norm<device, true>)));
+    auto& autocast = aten_at(c10::DispatchKey::AutocastCUDA, libraries);
+    autocast.impl("layer_norm", TORCH_FN((layer_norm<device, true>)));
+    if (kRmsNormInFloat32) autocast.impl("rms_norm", TORCH_FN((rms_norm<device, true>)));
+    auto& select = aten_at(c10::DispatchKey::BackendSelect, libraries);
+    select.impl("layer_norm", TORCH_FN(select_layer_norm));
+    select.impl("rms_norm", TORCH_FN(select_rms_norm));
   }
   return libraries;
 }
 
 template <c10::DeviceType device>
 void register_override(Override& entry) {
+  if constexpr (device == at::kCPU) entry.libraries = register_norms<device>();
   NoWarnings silent;
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  if constexpr (device == at::kCPU) entry.libraries = register_layer_norm<device>();
   auto& natives = aten_at(kBackendKey<device>, entry.libraries);
   register_native<device, kForward>(natives, entry);
   register_native<device, kBackward>(natives, entry);
@@ -367,12 +403,6 @@ void register_override(Override& entry) {
   if constexpr (device == at::kCUDA) {
     register_native<device, kRmsForward>(natives, entry);
     register_native<device, kRmsBackward>(natives, entry);
-  }
-  aten_at(kAutogradKey<device>, entry.libraries)
-      .impl("rms_norm", TORCH_FN((rms_norm<device, false>)));
-  if constexpr (device == at::kCUDA && kRmsNormInFloat32) {
-    aten_at(c10::DispatchKey::AutocastCUDA, entry.libraries)
-        .impl("rms_norm", TORCH_FN((rms_norm<device, true>)));
   }
 }
 
