@@ -47,7 +47,7 @@ _add_layer_norm = ADD_LAYER_NORM.overload._op
 _ada_layer_norm = ADA_LAYER_NORM.overload._op
 _add_ada_layer_norm = ADD_ADA_LAYER_NORM.overload._op
 
-# What torch.layer_norm and torch.rms_norm get behind normalized_shape's sizes in a call that asks for
+# What torch.layer_norm and torch.rms_norm get behind normalized_shape's sizes where a call asks for
 # our kernels (csrc/per_torch/override.h). To call an operator of ours takes the host longer.
 ASKS = (-1,)
 

@@ -368,8 +368,7 @@ void select_backend(const OperatorHandle& op, DispatchKeySet keys, Stack* stack)
   if (forward_directly<Op>(keys, arguments, options_of<Op>(arguments), false, out)) {
     return replace_arguments<Op>(stack, out);
   }
-  constexpr DispatchKeySet kBelow(DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-  op.redispatchBoxed(keys & kBelow, stack);
+  op.redispatchBoxed(keys & kBelowSelect, stack);
 }
 
 }  // namespace fused_layernorm

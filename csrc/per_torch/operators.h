@@ -155,6 +155,7 @@ inline void collect(CompiledNodeArgs& args, const Options& options) {
 
 // What BackendSelect's kernel does (direct.h), autograd's has tried.
 constexpr DispatchKeySet kSelects(c10::DispatchKey::BackendSelect);
+constexpr DispatchKeySet kBelowSelect(DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
 
 // Runs an operator's kernel below autograd. The stack holds its arguments.
 inline void run_below_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {

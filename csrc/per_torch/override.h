@@ -112,7 +112,7 @@ inline bool takes_parameter(const OptionalTensor& p, const Tensor& x, at::IntArr
   const at::ScalarType type = p->scalar_type();
   const bool fits =
       beside == Beside::kAnyFloat
-          ? type == at::kFloat || is_half(type)
+          ? type == at::kFloat || is_half(type) || type == x.scalar_type()
           : type == x.scalar_type() ||
                 (beside == Beside::kSameOrFloat && type == at::kFloat && is_half(x.scalar_type()));
   return fits && p->device() == x.device() && p->sizes() == shape;
@@ -160,15 +160,18 @@ inline bool asks(c10::SymIntArrayRef shape) {
   return !shape.empty() && shape.back().maybe_as_int() == kAsks;
 }
 
-// The result of a call that asks, by our operator, which knows modes and transforms.
-inline Tensor by_operator(const Tensor& x, c10::SymIntArrayRef shape, const OptionalTensor& weight,
-                          const OptionalTensor& bias, std::optional<double> eps, bool is_rms) {
+// The result of a call that asks, by our operator, which knows modes and transforms. What that
+// would refuse is refused before autograd has saved a tensor of it.
+inline Tensor by_operator(const Tensor& x, c10::SymIntArrayRef symbolic,
+                          const OptionalTensor& weight, const OptionalTensor& bias,
+                          std::optional<double> eps, bool is_rms) {
   static const OperatorHandle op = find_operator("layer_norm");
-  const size_t ndim = shape.size() - 1;
-  TORCH_CHECK_VALUE(static_cast<size_t>(x.dim()) >= ndim &&
-                        x.sym_sizes().slice(x.dim() - ndim) == shape.slice(0, ndim),
-                    "input does not end in normalized_shape");
-  Stack stack = arguments_of(x, ndim, weight, bias, eps, is_rms);
+  const auto shape = c10::asIntArrayRefSlowOpt(symbolic.slice(0, symbolic.size() - 1));
+  const bool autocast = at::autocast::is_autocast_enabled(x.device().type());
+  TORCH_CHECK_VALUE(shape && takes(x, *shape, weight, bias, eps,
+                                   autocast ? Beside::kAnyFloat : Beside::kSameOrFloat),
+                    "the kernels do not take such a norm");
+  Stack stack = arguments_of(x, shape->size(), weight, bias, eps, is_rms);
   op.callBoxed(stack);
   return stack[0].toTensor();
 }
@@ -241,8 +244,6 @@ Tensor rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
 }
 
 // What inference mode leads to, which skips autograd's keys, for calls that ask.
-constexpr DispatchKeySet kBelowSelect(DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-
 inline Tensor select_layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
                                 const OptionalTensor& weight, const OptionalTensor& bias,
                                 double eps, bool cudnn_enable) {
