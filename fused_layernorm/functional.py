@@ -49,7 +49,7 @@ _add_ada_layer_norm = ADD_ADA_LAYER_NORM.overload._op
 
 # What torch.layer_norm and torch.rms_norm get behind normalized_shape's sizes where a call asks for
 # our kernels (csrc/per_torch/override.h). To call an operator of ours takes the host longer.
-ASKS = (-1,)
+ASKS = (-0x4C4E,)
 
 
 ATEN_LAYER_NORM = twin(LAYER_NORM)
@@ -388,7 +388,7 @@ _OWN = (Tensor, torch.nn.Parameter, type(None))
 
 
 def may_ask() -> bool:
-    """Whether a call that ASKS would come to our kernels, and nothing else would see it."""
+    """Whether a call that ASKS would come to our kernels before a mode or a tracer sees it."""
     return autograd_library.active and not (_function_modes() or _in_transform() or _is_tracing())
 
 
@@ -439,10 +439,13 @@ def serve(
             and not _dispatch_modes()
         ):
             if type(input) is Tensor and type(weight) in _OWN and type(bias) in _OWN and may_ask():
-                if kind is LAYER:
-                    return torch.layer_norm(input, weight.shape + ASKS, weight, bias, eps)
-                if kind is RMS and bias is None:
-                    return torch.rms_norm(input, weight.shape + ASKS, weight, eps)
+                try:
+                    if kind is LAYER:
+                        return torch.layer_norm(input, weight.shape + ASKS, weight, bias, eps)
+                    if kind is RMS and bias is None:
+                        return torch.rms_norm(input, weight.shape + ASKS, weight, eps)
+                except (RuntimeError, TypeError, ValueError):
+                    pass  # the operator says what is wrong, or takes what did not come to us
             if kind is LAYER:
                 return _layer_norm(input, weight.dim(), weight, bias, eps)
             return _layer_norm(input, weight.dim(), weight, bias, eps, None, 1.0, None, *kind)

@@ -33,6 +33,7 @@ from .ops.arguments import check_kind, check_options, name_of
 from .ops.load import operators
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _in_transform = torch._C._are_functorch_transforms_active
 _is_tracing = torch._C._is_tracing
@@ -149,7 +150,7 @@ class FusedLayerNorm(nn.LayerNorm):
                     if not input.is_cuda:
                         if is_pytorchs(input, weight, bias, eps, LAYER):
                             return torch.layer_norm(input, shape, weight, bias, eps)
-                    elif _autograd_library.active and not _in_transform():
+                    elif _autograd_library.active and not (_in_transform() or _dispatch_modes()):
                         return torch.layer_norm(input, shape + ASKS, weight, bias, eps)
             except _OF_OPERATORS:
                 pass  # PyTorch's function takes it, or the call below says what is wrong.
@@ -328,7 +329,7 @@ class FusedRMSNorm(nn.RMSNorm):
                     if not x.is_cuda:
                         if is_pytorchs(x, weight, None, eps, RMS):
                             return torch.rms_norm(x, shape, weight, eps)
-                    elif _autograd_library.active and not _in_transform():
+                    elif _autograd_library.active and not (_in_transform() or _dispatch_modes()):
                         return torch.rms_norm(x, shape + ASKS, weight, eps)
             except _OF_OPERATORS:
                 pass  # nn.RMSNorm takes it, or the call below says what is wrong.

@@ -82,6 +82,16 @@ def leaves_no_trace():
     assert not any(_in_force.values())
 
 
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def inputs(device, shape=(4, 6, 32), normalized_ndim=1, dtype=torch.float32):
     sizes = (shape, shape[-normalized_ndim:], shape[-normalized_ndim:])
     return [torch.randn(size, device=device).to(dtype).requires_grad_() for size in sizes]
@@ -298,15 +308,6 @@ def test_modes_and_transforms_see_pytorchs_operators(device, override):
         module = nn.Sequential(nn.LayerNorm(32), nn.RMSNorm(32)).to(device)
         exported = torch.export.export(module, (x.detach(),))
         return graph.code, str(exported.graph_module.code)
-
-    class Names(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.names = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.names.append(str(func))
-            return func(*args, **(kwargs or {}))
 
     def seen():
         with Names() as mode:
@@ -606,6 +607,9 @@ def test_the_later_of_two_overrides_counts():
     library = torch.library.Library("aten", "IMPL")
     library.impl("layer_norm", lambda x, *others: torch.full_like(x, 7.0), "CPU")
     assert F.layer_norm(x, (8,)).eq(7).all(), "our kernel at autograd's key hides it"
+    with Names() as seen:
+        F.layer_norm(x, (8,))
+    assert seen.names == ["aten.layer_norm.default"], "a mode sees it first"
     library._destroy()
 
 

@@ -152,16 +152,17 @@ inline bool takes(const Tensor& x, at::IntArrayRef shape, const OptionalTensor& 
 
 // ---- layer_norm and rms_norm.
 
-// What stands behind the sizes of normalized_shape where a caller asks for our kernels. PyTorch
-// takes no such shape, so nobody else gives it, and a call that does not come here raises.
-constexpr int64_t kAsks = -1;
+// What stands behind the sizes of normalized_shape where a caller asks for our kernels
+// (functional.ASKS). It is no size, so nobody else gives it, and PyTorch refuses a call that does
+// not come here.
+constexpr int64_t kAsks = -0x4C4E;
 
 inline bool asks(c10::SymIntArrayRef shape) {
   return !shape.empty() && shape.back().maybe_as_int() == kAsks;
 }
 
-// The result of a call that asks, by our operator, which knows modes and transforms. What that
-// would refuse is refused before autograd has saved a tensor of it.
+// The result of a call that asks, by our operator, which knows modes and transforms. Most of what
+// that would refuse is refused before autograd has saved a tensor of it.
 inline Tensor by_operator(const Tensor& x, c10::SymIntArrayRef symbolic,
                           const OptionalTensor& weight, const OptionalTensor& bias,
                           std::optional<double> eps, bool is_rms) {
@@ -213,6 +214,18 @@ Tensors as_autocast_casts(const Tensors& t) {
   return at::autocast::cached_cast(at::kFloat, t, at::kCUDA);
 }
 
+inline OperatorHandle aten(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(("aten::" + name).c_str(), "");
+}
+
+// Where a call goes without our kernel at autograd's key: to PyTorch's composite, or if another
+// package has registered a kernel for the backend, to whatever comes next.
+template <c10::DeviceType device>
+DispatchKeySet below(const OperatorHandle& op, DispatchKeySet keys) {
+  return op.hasKernelForDispatchKey(kBackendKey<device>) ? keys & c10::after_autograd_keyset
+                                                         : DispatchKeySet(kBackendKey<device>);
+}
+
 template <c10::DeviceType device, bool kUnderAutocast>
 Tensor layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
                   const OptionalTensor& weight, const OptionalTensor& bias, double eps,
@@ -221,9 +234,9 @@ Tensor layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shap
       norm_of<device, kUnderAutocast>(keys, x, shape, weight, bias, eps, /*is_rms=*/false);
   if (y.defined()) return y;
   if (!kUnderAutocast) {
-    // PyTorch's composite, or what another package has registered in its place.
-    constexpr DispatchKeySet kBackend(kBackendKey<device>);
-    return at::_ops::layer_norm::redispatch(kBackend, x, shape, weight, bias, eps, cudnn_enable);
+    static const OperatorHandle op = aten("layer_norm");
+    return at::_ops::layer_norm::redispatch(below<device>(op, keys), x, shape, weight, bias, eps,
+                                            cudnn_enable);
   }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
   return at::layer_norm_symint(as_autocast_casts(x), shape, as_autocast_casts(weight),
@@ -236,8 +249,8 @@ Tensor rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
   const Tensor y = norm_of<device, kUnderAutocast>(keys, x, shape, weight, {}, eps, true);
   if (y.defined()) return y;
   if (!kUnderAutocast) {
-    constexpr DispatchKeySet kBackend(kBackendKey<device>);
-    return at::_ops::rms_norm::redispatch(kBackend, x, shape, weight, eps);
+    static const OperatorHandle op = aten("rms_norm");
+    return at::_ops::rms_norm::redispatch(below<device>(op, keys), x, shape, weight, eps);
   }
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastCUDA);
   return at::rms_norm_symint(as_autocast_casts(x), shape, as_autocast_casts(weight), eps);
@@ -247,14 +260,14 @@ Tensor rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
 inline Tensor select_layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
                                 const OptionalTensor& weight, const OptionalTensor& bias,
                                 double eps, bool cudnn_enable) {
-  if (asks(shape)) return by_operator(x, shape, weight, bias, eps, /*is_rms=*/false);
+  if (x.is_cuda() && asks(shape)) return by_operator(x, shape, weight, bias, eps, false);
   return at::_ops::layer_norm::redispatch(keys & kBelowSelect, x, shape, weight, bias, eps,
                                           cudnn_enable);
 }
 
 inline Tensor select_rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
                               const OptionalTensor& weight, std::optional<double> eps) {
-  if (asks(shape)) return by_operator(x, shape, weight, {}, eps, /*is_rms=*/true);
+  if (x.is_cuda() && asks(shape)) return by_operator(x, shape, weight, {}, eps, true);
   return at::_ops::rms_norm::redispatch(keys & kBelowSelect, x, shape, weight, eps);
 }
 
