@@ -68,13 +68,20 @@ def _scripted_as(scripted: Callable[..., Tensor]) -> Callable[[Forward], Forward
     return decorate
 
 
-def _options(module: Any) -> dict[str, Any]:
-    """What a module passes to its function; the defaults if another thread unswaps it meanwhile."""
-    return {
-        "activation": getattr(module, "activation", None),
-        "scale": getattr(module, "scale", 1.0),
-        "out_dtype": getattr(module, "out_dtype", None),
-    }
+# The options of modules, and their defaults.
+_DEFAULTS: dict[str, Any] = {
+    "statistic": "layer",
+    "weight_offset": 0.0,
+    "round_before_weight": False,
+    "activation": None,
+    "scale": 1.0,
+    "out_dtype": None,
+}
+
+
+def _options(module: nn.Module, *names: str) -> dict[str, Any]:
+    """These options of a module, which has none of them once another thread has unswapped it."""
+    return {name: getattr(module, name, _DEFAULTS[name]) for name in names}
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -160,23 +167,13 @@ class FusedLayerNorm(nn.LayerNorm):
         weight, bias, eps = self.weight, self.bias, self.eps
         if was_layer_norm and not takes_norm(input, weight, bias, eps):
             return nn.LayerNorm.forward(self, input)
+        options = _options(self, "activation", "scale", "out_dtype")
         return layer_norm(
-            input, weight, bias, eps, normalized_shape=self.normalized_shape, **_options(self)
+            input, weight, bias, eps, normalized_shape=self.normalized_shape, **options
         )
 
     def extra_repr(self) -> str:
         return nn.LayerNorm.extra_repr(self) + _shown(self)
-
-
-# The options of modules, and their defaults.
-_DEFAULTS: dict[str, Any] = {
-    "statistic": "layer",
-    "weight_offset": 0.0,
-    "round_before_weight": False,
-    "activation": None,
-    "scale": 1.0,
-    "out_dtype": None,
-}
 
 
 def _shown(module: nn.Module) -> str:
@@ -185,9 +182,8 @@ def _shown(module: nn.Module) -> str:
     A module that was unswapped while somebody kept its extra_repr has none of them.
     """
     shown = ""
-    for name, default in _DEFAULTS.items():
-        value = getattr(module, name, default)
-        if value != default:
+    for name, value in _options(module, *_DEFAULTS).items():
+        if value != _DEFAULTS[name]:
             shown += f", {name}={name_of(value) if name == 'out_dtype' else repr(value)}"
     return shown
 
@@ -338,15 +334,16 @@ class FusedRMSNorm(nn.RMSNorm):
             return type(self).forward(self, x)
         if was_rms_norm and not takes_norm(x, self.weight, None, self.eps):
             return nn.RMSNorm.forward(self, x)
+        options = _options(
+            self, "weight_offset", "round_before_weight", "activation", "scale", "out_dtype"
+        )
         return rms_norm(
             x,
             self.weight,
             self.eps,
             bias=getattr(self, "bias", None),
-            weight_offset=getattr(self, "weight_offset", 0.0),
-            round_before_weight=getattr(self, "round_before_weight", False),
             normalized_shape=self.normalized_shape,
-            **_options(self),
+            **options,
         )
 
     def extra_repr(self) -> str:
