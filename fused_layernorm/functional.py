@@ -396,6 +396,11 @@ def may_ask() -> bool:
 _cpu_operators = os.environ.get("FUSED_LAYERNORM_CPU_OPERATORS") == "1"
 
 
+def has_kernels(x: Any) -> bool:
+    """Whether x is on a device that has kernels; of what torch.fx traces, nobody knows."""
+    return not isinstance(x, torch.fx.Proxy) and (x.is_cuda or _cpu_operators)
+
+
 def serve(
     input: Tensor,
     residual: Tensor | None,

@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import functional
-from ..functional import rms_norm
+from ..functional import has_kernels, rms_norm
 from ..ops.arguments import HALF
 from .forwards import Forward, then_act
 
 
 def _takes(x: Any, weight: Any, *, half: bool) -> bool:
     """Whether the kernels serve a norm over dimension 1 of x: float32, perhaps half precision."""
-    if isinstance(x, torch.fx.Proxy) or not (x.is_cuda or functional._cpu_operators):
-        return False
-    if x.dim() < 2:
+    if not has_kernels(x) or x.dim() < 2:
         return False
     if weight is not None and weight.dtype not in (x.dtype, torch.float32):
         return False
@@ -47,7 +44,7 @@ def _timm(self: Any, x: Tensor, *, wide: bool) -> Tensor | None:
 
 
 def timm(self: Any, x: Tensor) -> Tensor | None:
-    return _timm(self, x, wide=False)
+    return _timm(self, x, wide=False) if x.dtype is torch.float32 else None
 
 
 def timm_float32(self: Any, x: Tensor) -> Tensor | None:

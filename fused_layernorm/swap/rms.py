@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import functional
-from ..functional import RMS, Kind, rms_norm, serve
+from ..functional import RMS, Kind, has_kernels, rms_norm, serve
 from .forwards import Forward, named, parameter, then_act
 
 ROUNDED = Kind("rms", 0.0, True)  # the normalized value is rounded to x's dtype before the weight
@@ -46,7 +46,7 @@ def _serve(
     keeps_order: bool = True,
 ) -> Tensor | None:
     """The norm over the last dimension, or None if it is not for the kernels."""
-    if isinstance(x, torch.fx.Proxy) or not (x.is_cuda or functional._cpu_operators):
+    if not has_kernels(x):
         return None
     if type(eps) is not float or eps != eps:
         return None
@@ -69,7 +69,7 @@ def _serve(
 
 
 def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
-    """For subclasses of nn.RMSNorm that a predicate accepted."""
+    """What calls F.rms_norm, as subclasses of nn.RMSNorm that a predicate accepted."""
     weight, shape = self.weight, tuple(self.normalized_shape)
     if functional.takes_norm(x, weight, None, self.eps):
         return rms_norm(x, weight, self.eps, normalized_shape=shape)
@@ -164,21 +164,15 @@ def imagegpt(self: Any, tensor: Tensor) -> Tensor | None:
 
 
 def timm(self: Any, x: Tensor) -> Tensor | None:
-    """In half precision the class rounds at every step, or autocast decides where it does."""
-    if self._fast_norm or x.dtype is not _F32:
-        return None
-    return _timm_last(self, x, _WIDE)
-
-
-def _timm_last(self: Any, x: Tensor, dtypes: Dtypes) -> Tensor | None:
-    if len(self.normalized_shape) != 1:
-        return None
-    weight = parameter(self, "weight")
-    return _serve(x, weight, self.eps, RMS, dtypes, False)  # as F.rms_norm, which it calls
+    """The class calls F.rms_norm, but for the fast norms of timm."""
+    return None if self._fast_norm or not has_kernels(x) else of_rms_norm(self, x)
 
 
 def timm_float32(self: Any, x: Tensor) -> Tensor | None:
-    return _timm_last(self, x, _OF_X)
+    if len(self.normalized_shape) != 1:
+        return None
+    weight = parameter(self, "weight")
+    return _serve(x, weight, self.eps, RMS, _OF_X, False)  # as F.rms_norm, which it calls
 
 
 timm_act = then_act(__name__, "timm_act", timm)
