@@ -122,8 +122,11 @@ def takes_norm(x: Any, weight: Any, bias: Any, eps: float | None) -> bool:
     """Whether the norms take what PyTorch's take; where not, swapped modules leave it to those."""
     if eps != eps or not may_serve(x, weight, bias):
         return False
-    if isinstance(x, torch.fx.Proxy):
-        return True
+    return isinstance(x, torch.fx.Proxy) or takes_dtypes(x, weight, bias)
+
+
+def takes_dtypes(x: Any, weight: Any, bias: Any) -> bool:
+    """Whether the norms take a tensor x and parameters of these dtypes."""
     if not isinstance(x, Tensor) or x.dtype not in arguments.DTYPES:
         return False
     dtypes = {p.dtype for p in (weight, bias) if p is not None}
@@ -397,8 +400,8 @@ _cpu_operators = os.environ.get("FUSED_LAYERNORM_CPU_OPERATORS") == "1"
 
 
 def has_kernels(x: Any) -> bool:
-    """Whether x is on a device that has kernels; of what torch.fx traces, nobody knows."""
-    return not isinstance(x, torch.fx.Proxy) and (x.is_cuda or _cpu_operators)
+    """Whether x is a tensor on a device that has kernels."""
+    return isinstance(x, Tensor) and (x.is_cuda or _cpu_operators)
 
 
 def serve(

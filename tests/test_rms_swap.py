@@ -269,7 +269,7 @@ def test_copies(norm, device):
         assert type(unswap_norms(other)) is type(norm)
 
 
-@pytest.mark.parametrize("norm", ["llama", "gemma", "t5", "diffusers", "timm", "torch"], indirect=True)
+@pytest.mark.parametrize("norm", ["llama", "gemma", "diffusers", "timm", "torch"], indirect=True)
 @pytest.mark.cpu_operators
 def test_compiled(norm, device):
     x = torch.randn(4, SIZE, device=device).to(BF16)
@@ -422,7 +422,8 @@ def test_predicate():
     assert sorted(asked) == sorted(["layer", "own_name", "own_forward", *KNOWN])
     assert fused(model) == ["layer", "rms", "own_name", "own_forward", "written_here", "inherits"]
     x = torch.randn(3, 8)
-    torch.testing.assert_close(model.own_name(x), F.rms_norm(x, (8,), model.own_name.weight))
+    for norm in (model.own_name, torch.fx.symbolic_trace(model.own_name)):
+        torch.testing.assert_close(norm(x), F.rms_norm(x, (8,), model.own_name.weight))
     assert repr(model.own_name).startswith("FusedRMSNorm[OwnName](")
     unswap_norms(model)
     assert type(model.own_name) is OwnName

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import functional
-from ..functional import RMS, Kind, has_kernels, rms_norm, serve
+from ..functional import RMS, Kind, has_kernels, serve
+from ..ops.arguments import rms_eps
 from .forwards import Forward, named, parameter, then_act
 
 ROUNDED = Kind("rms", 0.0, True)  # the normalized value is rounded to x's dtype before the weight
@@ -70,10 +71,12 @@ def _serve(
 
 def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
     """What calls F.rms_norm, as subclasses of nn.RMSNorm that a predicate accepted."""
-    weight, shape = self.weight, tuple(self.normalized_shape)
-    if functional.takes_norm(x, weight, None, self.eps):
-        return rms_norm(x, weight, self.eps, normalized_shape=shape)
-    return None
+    weight, eps = parameter(self, "weight"), self.eps
+    if eps != eps or not functional.takes_dtypes(x, weight, None):
+        return None
+    shape = tuple(self.normalized_shape)
+    y: Tensor = serve(x, None, weight, None, rms_eps(eps, x), shape, None, 1.0, None, RMS)
+    return y
 
 
 class Norm(NamedTuple):
