@@ -44,7 +44,7 @@ def _timm(self: Any, x: Tensor, *, wide: bool) -> Tensor | None:
 
 
 def timm(self: Any, x: Tensor) -> Tensor | None:
-    return _timm(self, x, wide=False) if x.dtype is torch.float32 else None
+    return _timm(self, x, wide=False)
 
 
 def timm_float32(self: Any, x: Tensor) -> Tensor | None:

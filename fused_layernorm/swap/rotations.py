@@ -99,7 +99,7 @@ def takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) ->
     tensors = (q, k, cos, sin)
     if not functional.may_serve(*tensors):
         return False
-    if not (q.is_cuda or functional._cpu_operators) or q.dim() != 4 or k.dim() != 4:
+    if not functional.has_kernels(q) or q.dim() != 4 or k.dim() != 4:
         return False
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or k.dtype is not q.dtype:
         return False
