@@ -95,6 +95,7 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 ORDERS = [torch.contiguous_format, torch.channels_last]
 MIXTURES = [(BF16, BF16), (BF16, F32), (F16, F16), (F16, F32), (F32, F32), (F32, BF16)]
+COMPILED = ["llama", "gemma", "t5", "diffusers", "timm", "torch"]
 
 
 def make(cls, **options):
@@ -269,7 +270,7 @@ def test_copies(norm, device):
         assert type(unswap_norms(other)) is type(norm)
 
 
-@pytest.mark.parametrize("norm", ["llama", "gemma", "diffusers", "timm", "torch"], indirect=True)
+@pytest.mark.parametrize("norm", COMPILED, indirect=True)
 @pytest.mark.cpu_operators
 def test_compiled(norm, device):
     x = torch.randn(4, SIZE, device=device).to(BF16)
