@@ -187,6 +187,45 @@ def test_accuracy_at_every_strategy(shape, kind, dtypes, gated):
     numerics.check(modulated(shape, kind, gated=gated, dtypes=dtypes), "cuda")
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2])
+def test_columns_beyond_what_32_bits_count(needs_memory, rows):
+    """One row is a group of its own, with a weight; two rows share shift and scale."""
+    needs_memory(40 * rows)
+    cols = 2**30 + 4104
+    x, dy = (torch.empty(rows, cols, device="cuda").normal_() for _ in "xd")
+    scale, weight = (torch.empty(cols, device="cuda").normal_() for _ in "sw")
+    x.requires_grad_(), scale.requires_grad_()
+    given = weight if rows == 1 else None
+    y = ada_layer_norm(x, scale.detach(), scale, given, normalized_shape=(cols,))
+    dx, dscale = torch.autograd.grad(y, (x, scale), dy)
+    del y
+    x, scale = x.detach(), scale.detach()
+    parts = [slice(start, start + 2**26) for start in range(0, cols, 2**26)]
+    mean = sum(x[:, part].double().sum(1, keepdim=True) for part in parts) / cols
+    square = sum((x[:, part].double() - mean).square().sum(1, keepdim=True) for part in parts)
+    rstd = (square / cols + 1e-5).rsqrt()
+
+    def of(part):
+        xhat, factor = (x[:, part].double() - mean) * rstd, 1.0
+        if given is not None:
+            factor = given[part].double()
+        return xhat, factor, dy[:, part].double() * (1 + scale[part].double()) * factor
+
+    c1, c2 = 0.0, 0.0
+    for part in parts:
+        xhat, _, g = of(part)
+        c1 = c1 + g.sum(1, keepdim=True) / cols
+        c2 = c2 + (g * xhat).sum(1, keepdim=True) / cols
+    for part in parts[:2] + parts[15:]:
+        xhat, factor, g = of(part)
+        close = {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(dx[:, part].double(), rstd * (g - c1 - xhat * c2), **close)
+        expected = (dy[:, part].double() * xhat * factor).sum(0)
+        torch.testing.assert_close(dscale[part].double(), expected, **close)
+
+
 @pytest.mark.parametrize("kind", MODULATIONS)
 def test_the_reference_is_what_autograd_gives(kind):
     """Autograd confirms, in float64, the formulas of reference.py that judge all results here."""

@@ -438,6 +438,21 @@ def test_compile_and_export(dynamic, device):
     assert torch.equal(exported.module()(q, k, *angles)[1], expected[1])
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_2_to_the_30_heads(needs_memory):
+    needs_memory(40)
+    x = torch.empty(1, 1, 2**30 + 5, 2, device="cuda", dtype=BF16).normal_().requires_grad_()
+    y = norm_rope(x, None, None, None, 1e-6)
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(x))
+    for part in (slice(0, 9), slice(2**29, 2**29 + 9), slice(2**30 - 4, 2**30 + 5)):
+        piece = x[:, :, part].detach().double().requires_grad_()
+        expected = torch.nn.functional.rms_norm(piece, (2,), None, 1e-6)
+        torch.testing.assert_close(y[:, :, part].double(), expected, rtol=2**-7, atol=2**-7)
+        (gradient,) = torch.autograd.grad(expected, piece, torch.ones_like(piece))
+        torch.testing.assert_close(dx[:, :, part].double(), gradient, rtol=2**-6, atol=2**-6)
+
+
 @pytest.mark.on_cpu
 def test_autocast_changes_nothing():
     x, w = torch.randn(1, 2, 2, 8), torch.ones(8)

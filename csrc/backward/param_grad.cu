@@ -194,8 +194,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   } else if (p.dscale != nullptr) {
     if (p.weight != nullptr || p.bias != nullptr) {
       Acc weight[kWidth], bias[kWidth];
-      unpack(weight, Parameter<W>(p.weight, 0, Absent::kOnes).template load<kWidth>(at.col));
-      unpack(bias, Parameter<W>(p.bias, 0, Absent::kZeros).template load<kWidth>(at.col));
+      unpack(weight, Parameter<W>(p.weight, at.col, Absent::kOnes).template load<kWidth>(0));
+      unpack(bias, Parameter<W>(p.bias, at.col, Absent::kZeros).template load<kWidth>(0));
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) sum[j] = weight[j] * sum[j] + bias[j] * of_shift[j];
     }
@@ -217,8 +217,8 @@ __global__ void __launch_bounds__(kMostWarps* kWarpSize)
   sum_parts<2>(sum, kept + at.col, groups, p.cols, groups * p.cols, has_cols,
                [&](Acc(&factors)[kWidth], int64_t group) {
                  const auto scale = row_parameter<W>(p.modulation.scale, p.modulation.scale_rows,
-                                                     group * p.group_rows, 0, Absent::kZeros);
-                 unpack(factors, scale.template load<kWidth>(at.col));
+                                                     group * p.group_rows, at.col, Absent::kZeros);
+                 unpack(factors, scale.template load<kWidth>(0));
 #pragma unroll
                  for (int j = 0; j < kWidth; ++j) factors[j] += Acc(1);
                });

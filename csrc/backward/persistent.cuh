@@ -78,13 +78,15 @@ struct BackwardRing {
   }
 
   // Starts the copies of a row to a stage that no thread reads any more. One thread of the team
-  // calls.
+  // calls, behind a barrier of the team that all of its threads have reached after they used what
+  // they had read there: so their loads are over, and the fence orders the copies behind them.
   __device__ __forceinline__ void fill(const BackwardParams& p, int first_col, int cols, int stage,
                                        int64_t row, bool reads_x) const {
     const X* x_row = x_row_of<N>(p, row, first_col);
     const Y* dy_row = dy_row_of<N>(p, row, first_col);
     const uint32_t x_bytes = reads_x ? copied(x_row, cols) : 0;
     const uint32_t dy_bytes = copied(dy_row, cols);
+    fence_before_bulk_load();
     barrier_expect(full + stage, x_bytes + dy_bytes);
     if (!p.is_rms) {
       copy_vector<1>(&statistics[stage].first, static_cast<const float*>(p.mean) + row);

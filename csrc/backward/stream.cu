@@ -31,8 +31,8 @@ __device__ __forceinline__ auto weight_of(const BackwardParams& p,
                                           const ColumnParameters<typename N::W>& parameters,
                                           int64_t row, int first_col, int col) {
   if constexpr (N::Affine::kModulates) {
-    const auto scale = scale_of_row<N>(p, row).template load<kWidth>(first_col + col);
-    return combined_weight<N, kWidth>(p, first_col + col, scale);
+    const auto scale = scale_of_row<N>(p, row, first_col).template load<kWidth>(col);
+    return combined_weight<N, kWidth>(p, col, scale, first_col);
   } else {
     return parameters.weight.template load<kWidth>(col);
   }
@@ -110,8 +110,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
           parameters.bias.template load<kWidth>(col));
       gradients.add_sums(sums);
       if constexpr (kOfRows) {
-        const int own_col = chunk.first_col + share.vector(k) * kWidth;
-        if (share.has(k)) store_row_modulation(p, row, own_col, gradients);
+        if (share.has(k)) {
+          store_row_modulation(p, row, share.vector(k) * kWidth, gradients, chunk.first_col);
+        }
       } else {
         gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
       }

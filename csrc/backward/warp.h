@@ -110,7 +110,7 @@ inline std::optional<Lanes> lanes_of(const Problem& problem, const Forced& force
   if (vectors > int64_t{kWarpThreads} * vecs || !forced.allows(Field::kVecs, vecs)) {
     return std::nullopt;
   }
-  return Lanes{vecs, power_of_two_from(ceil_div(vectors, vecs))};
+  return Lanes{vecs, static_cast<int>(power_of_two_from(ceil_div(vectors, vecs)))};
 }
 
 // Whether logical warps take rows with a modulation. They do where whole warps would have idle

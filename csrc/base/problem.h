@@ -12,8 +12,8 @@ namespace fused_layernorm {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-constexpr int power_of_two_from(int64_t n) {
-  int power = 1;
+constexpr int64_t power_of_two_from(int64_t n) {
+  int64_t power = 1;
   while (power < n) power *= 2;
   return power;
 }

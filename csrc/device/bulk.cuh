@@ -102,6 +102,16 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
 #endif
 }
 
+// Orders this thread's accesses to shared memory so far before the bulk copies to it that are
+// started behind a barrier or by this thread. A bulk copy is of another proxy than loads and stores
+// (PTX ISA, "async proxy"), so without this fence it may overwrite what an earlier load has yet to
+// read: no barrier waits for a load whose value nobody has used.
+__device__ __forceinline__ void fence_before_bulk_load() {
+#ifndef FUSED_LAYERNORM_NO_BULK
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // Brings data that will be read once to L2, where it is evict_last until then. Address and bytes
 // are multiples of 16.
 __device__ __forceinline__ void bulk_prefetch_to_stay(const void* from, uint32_t bytes) {

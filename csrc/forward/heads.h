@@ -9,6 +9,7 @@
 // cos and sin once for all of its heads.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -48,12 +49,11 @@ inline bool lay_out_heads(HeadsParams& params, int width, int slots) {
                      params.rotary <= params.cols;
   if (!known) return false;
   const int pairs = params.cols / (2 * width);
-  params.lanes = power_of_two_from(pairs < kWarpThreads ? pairs : kWarpThreads);
+  params.lanes = static_cast<int32_t>(power_of_two_from(std::min(pairs, kWarpThreads)));
   const int rows = kWarpThreads / params.lanes;  // of a warp at once
   for (HeadSide& side : params.side) {
     if (side.heads == 0) continue;
-    const int heads = power_of_two_from(side.heads);
-    side.at_once = heads < rows ? heads : rows;
+    side.at_once = static_cast<int32_t>(power_of_two_from(std::min(side.heads, rows)));
     const int of_task = side.at_once * slots;
     side.chunks = static_cast<int32_t>(ceil_div(side.heads, of_task));
     const int64_t tasks = ceil_div(params.positions, rows / side.at_once) * side.chunks;

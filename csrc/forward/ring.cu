@@ -63,7 +63,25 @@ struct RingColumns {
 };
 
 // What the warps of a block tell each other. All barriers change their phase once a row or, `full`,
-// once a round of the ring.
+// once a round of the ring. A wait names a phase by its parity, so it is right only if the phase
+// before has ended when the wait begins, and the next phase cannot end before the wait is over:
+//
+//   full, by a worker: it waits for every round of its pair's barrier, and both workers of the pair
+//     must arrive before the next round can end.
+//   full, by a measurer: three measurers take turns at four pairs, so it has not seen the round
+//     before itself. It first waits for the row that had the slot to be published: all measurers
+//     have measured that row then, each of its units behind a wait for that round. (A slot is
+//     refilled only behind the same row's statistics, so this is no longer wait.) The next round
+//     begins behind this row's statistics, which need this measurer.
+//   measured, published, collected: each is waited for row by row, in order. A ring holds less than
+//     kRingRowsKept rows: what a phase of row i + kRingRowsKept needs has come to slots that
+//     workers refilled behind row i + 1, so all have left row i. The same holds for parts, moments
+//     and statistics of row i, whose places the later row takes.
+//
+// A slot is refilled by its worker, by a bulk copy, which is of another proxy than the loads that
+// have read the slot before (PTX ISA, "async proxy"). Its own loads are ordered by the fence and
+// __syncwarp(); those of the measurers come before their moments, which the statistics that the
+// worker has waited for were made of, and the same fence stands between these and the copy.
 struct RingState {
   alignas(8) uint64_t full[kRingWorkers / 2][kMostRingSlots];  // a unit of x has come
   uint64_t measured[kRingRowsKept];   // all measurers have left their moments
@@ -262,6 +280,7 @@ struct RingBlock {
     }
     __syncwarp();
     RingPlace row_begin;
+    int left_rows = 0;  // the first rows, to whose slots this measurer's groups have come again
 #pragma unroll 1
     for (int i = 0; i < work.rows; ++i) {
       LaneMoments moments;
@@ -273,6 +292,10 @@ struct RingBlock {
         const int group = unit / kUnits, pair = unit % kUnits;
         RingPlace at = row_begin;
         at.skip(group, plan.slots);
+        if ((i - left_rows) * columns.groups + group >= plan.slots) {
+          barrier_wait(&state.published[left_rows % kRingRowsKept], left_rows / kRingRowsKept & 1);
+          ++left_rows;
+        }
         barrier_wait(&state.full[pair][at.stage], at.parity);
         const X* x = ring + at.stage * kSlotCols + 2 * pair * kPieceCols;
         const bool first = unit == measurer;
@@ -520,6 +543,7 @@ struct RingBlock {
           values[k] = load<Use::kPlain, kWidth>(x + k * kWarpSize * kWidth);
         }
         // Once all lanes have read the slot, it is refilled.
+        fence_before_bulk_load();
         __syncwarp();
         feed_ring(feeds.to_ring, read.stage, own == 0);
         feed_l2(feeds.to_l2, own == 0);

@@ -130,8 +130,8 @@ inline const LaneRung& lane_rung(const Problem& problem, int64_t vectors) {
 
 // The lanes of a row of `vectors` vectors of which each lane has about `vecs`.
 inline Lanes lanes_for(int64_t vectors, int vecs) {
-  const int lanes = std::min(kWarpThreads, power_of_two_from(ceil_div(vectors, vecs)));
-  return {static_cast<int>(ceil_div(vectors, lanes)), lanes};
+  const int64_t lanes = std::min<int64_t>(kWarpThreads, power_of_two_from(ceil_div(vectors, vecs)));
+  return {static_cast<int>(ceil_div(vectors, lanes)), static_cast<int>(lanes)};
 }
 
 inline std::optional<Lanes> lanes_of(const Problem& problem, const Forced& forced) {

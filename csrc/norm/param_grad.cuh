@@ -118,22 +118,23 @@ struct GatePartSink {
   }
 };
 
-// Stores dscale and dshift of a row that is a group of its own, at a vector of its columns:
-// dscale = dz * z, with z = xhat * weight + bias, and dshift = dz.
+// Stores dscale and dshift of a row that is a group of its own, at a vector of its columns, from
+// `first_col` + `col` on: dscale = dz * z, with z = xhat * weight + bias, and dshift = dz.
 template <typename N, int kWidth>
 __device__ __forceinline__ void store_row_modulation(const BackwardParams& p, int64_t row, int col,
-                                                     const Gradients<N, kWidth>& gradients) {
+                                                     const Gradients<N, kWidth>& gradients,
+                                                     int first_col = 0) {
   using Acc = typename N::Acc;
   using W = typename N::W;
-  const int64_t at = row * p.cols + col;
+  const int64_t at = row * p.cols + first_col + col;
   if (p.dscale != nullptr) {
     Acc values[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] = gradients.xhat[j];
     if (p.weight != nullptr || p.bias != nullptr) {
       Acc weight[kWidth], bias[kWidth];
-      unpack(weight, Parameter<W>(p.weight, 0, Absent::kOnes).template load<kWidth>(col));
-      unpack(bias, Parameter<W>(p.bias, 0, Absent::kZeros).template load<kWidth>(col));
+      unpack(weight, Parameter<W>(p.weight, first_col, Absent::kOnes).template load<kWidth>(col));
+      unpack(bias, Parameter<W>(p.bias, first_col, Absent::kZeros).template load<kWidth>(col));
 #pragma unroll
       for (int j = 0; j < kWidth; ++j)
         values[j] = ColumnAffine::apply(values[j], weight[j], bias[j]);

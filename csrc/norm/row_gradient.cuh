@@ -141,11 +141,11 @@ __device__ __forceinline__ bool needs_x(const BackwardParams& p) {
          p.activation != Activation::kNone;
 }
 
-// (weight + offset) * (1 + scale) at `kWidth` columns from `col` on, where `scale` is that of the
-// row at these columns.
+// (weight + offset) * (1 + scale) at `kWidth` columns from `first_col` + `col` on, where `scale` is
+// that of the row at these columns.
 template <typename N, int kWidth>
 __device__ __forceinline__ Vec<typename N::Acc, kWidth> combined_weight(
-    const BackwardParams& p, int col, const Vec<typename N::W, kWidth>& scale) {
+    const BackwardParams& p, int col, const Vec<typename N::W, kWidth>& scale, int first_col = 0) {
   using Acc = typename N::Acc;
   using W = typename N::W;
   Acc values[kWidth];
@@ -154,18 +154,18 @@ __device__ __forceinline__ Vec<typename N::Acc, kWidth> combined_weight(
   for (int j = 0; j < kWidth; ++j) values[j] += Acc(1);
   if (p.weight != nullptr) {
     Acc weight[kWidth];
-    unpack(weight, Parameter<W>(p.weight, 0, Absent::kOnes).template load<kWidth>(col));
+    unpack(weight, Parameter<W>(p.weight, first_col, Absent::kOnes).template load<kWidth>(col));
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] *= weight[j] + p.weight_offset.as<Acc>();
   }
   return round_to<Acc>(values);
 }
 
-// The modulation's scale for a row.
+// The modulation's scale for a row, from column `first_col` on.
 template <typename N>
 __device__ __forceinline__ Parameter<typename N::W> scale_of_row(const BackwardParams& p,
-                                                                 int64_t row) {
-  return row_parameter<typename N::W>(p.modulation.scale, p.modulation.scale_rows, row, 0,
+                                                                 int64_t row, int first_col = 0) {
+  return row_parameter<typename N::W>(p.modulation.scale, p.modulation.scale_rows, row, first_col,
                                       Absent::kZeros);
 }
 
