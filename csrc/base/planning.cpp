@@ -2,6 +2,7 @@
 // The forced parts of plans, of the whole process, and what is said where they cannot be had.
 #include "base/planning.h"
 
+#include <atomic>
 #include <mutex>
 #include <utility>
 
@@ -10,10 +11,12 @@ namespace {
 
 std::mutex forced_mutex;
 Forced forced_plan;
+std::atomic<bool> is_any_forced = false;  // every plan asks, and hardly any process forces one
 
 }  // namespace
 
 Forced forced_now() {
+  if (!is_any_forced.load(std::memory_order_relaxed)) return {};
   const std::lock_guard<std::mutex> lock(forced_mutex);
   return forced_plan;
 }
@@ -21,6 +24,7 @@ Forced forced_now() {
 void set_forced(Forced forced) {
   const std::lock_guard<std::mutex> lock(forced_mutex);
   forced_plan = std::move(forced);
+  is_any_forced = !forced_plan.words.empty();
 }
 
 void refuse(const Forced& forced, const Problem& problem, bool backward) {
