@@ -64,7 +64,7 @@ COMPRESS_MODE_SINCE = (12, 8)
 COMPRESS_MODES = ("size", "balance", "speed", "none")
 # These files use instructions of Hopper alone (setmaxnreg): their code for 9.0 is made for 9.0a.
 FOR_HOPPER = ("csrc/forward/ring.cu",)
-CUDA_BINDINGS = "csrc/bindings/cuda/*.cpp"  # left out of a build without CUDA kernels
+CUDA_FOLDERS = ("bindings/cuda", "call")  # left out of a build without CUDA kernels
 NO_NVCC = 'set CUDA_HOME or PATH, or pip install "cuda-toolkit[nvcc,cccl]>=13"'
 
 
@@ -249,7 +249,8 @@ def make_extension() -> tuple[Extension, str]:
         torch.version.cuda = nvcc.version_string
         make = cpp_extension.CUDAExtension
         cuda_sources = sorted(glob("csrc/**/*.cu", recursive=True))
-        sources += sorted(glob(CUDA_BINDINGS)) + cuda_sources
+        sources += sorted(path for folder in CUDA_FOLDERS for path in glob(f"csrc/{folder}/*.cpp"))
+        sources += cuda_sources
         define_macros.append(("FUSED_LAYERNORM_CUDA", "1"))
         if os.environ.get("FUSED_LAYERNORM_TRIMMED") == "1":
             define_macros.append(("FUSED_LAYERNORM_TRIMMED", "1"))

@@ -75,7 +75,7 @@ def test_the_table_says_its_version_and_size():
     assert (address != 0) == (ops._build_info() != "cpu only")
     if address:
         version, size, *functions = (ctypes.c_int64 * 6).from_address(address)
-        assert (version, size) == (2, 8 * 6)
+        assert (version, size) == (3, 8 * 6)
         assert all(functions)
 
 
@@ -191,8 +191,9 @@ def test_modulated_bits_are_equal(kind, dtype, layout, poison):
 
 
 CHANGES: dict[str, Any] = {  # and the direct calls
-    "strided": (lambda x: x[:, ::2], 0),
-    "transposed": (lambda x: x.transpose(0, 1), 0),
+    "strided": (lambda x: x[:, ::2], 2),
+    "transposed": (lambda x: x.transpose(0, 1), 2),
+    "columns apart": (lambda x: torch.stack([x, x], -1)[..., 0], 0),
     "offset": (lambda x: x.flatten()[1:-63].view(-1, 64), 2),  # not aligned
     "expanded dy": (lambda x: x, 1),
     "empty": (lambda x: x[:0], 0),
@@ -202,7 +203,7 @@ CHANGES: dict[str, Any] = {  # and the direct calls
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_layouts(change):
-    """They are right whichever way they take; only what is contiguous is direct."""
+    """They are right whichever way they take; direct is what one launch reads where it lies."""
     weight, bias = leaf(2, 64).unbind()
     of, expected = CHANGES[change]
     x = of(leaf(16, 8, 64)).detach().requires_grad_()
@@ -214,6 +215,37 @@ def test_other_layouts(change):
 
     direct, indirect, calls = both_ways(run)
     same_bits([t.contiguous() for t in direct], [t.contiguous() for t in indirect])
+    assert calls == expected
+
+
+# Orders of memory of (N, C, H, W), and the direct calls of a norm over C.
+ORDERS: dict[str, Any] = {
+    "contiguous": (lambda x: x, 2),
+    "channels last": (lambda x: x.to(memory_format=torch.channels_last), 2),
+    "gaps": (lambda x: x[:, :64], 0),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("statistic", ["layer", "rms"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_norms_over_channels(dtype, statistic, order, poison):
+    of, expected = ORDERS[order]
+    x = of(leaf(3, 80, 24, 24, dtype=dtype)).detach().requires_grad_()
+    weight = leaf(x.shape[1], dtype=dtype)
+    norm = getattr(fused_layernorm, f"{statistic}_norm")
+
+    def run():
+        poison(x, x, weight)
+        y = norm(x, weight, dim=1)
+        return [y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))]
+
+    direct, indirect, calls = both_ways(run)
+    assert direct[0].stride() == direct[1].stride() == torch.empty_like(x).stride()
+    for a, b in zip(direct, indirect, strict=True):
+        assert a.stride() == b.stride()
+        assert torch.equal(a, b)
     assert calls == expected
 
 

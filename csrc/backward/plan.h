@@ -30,7 +30,4 @@ backward::Plan make_backward_plan(const Problem& problem, const Device& device);
 // the norm and its gate take a launch each.
 std::optional<backward::Plan> make_gated_plan(const Problem& problem, const Device& device);
 
-cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
-                                       const backward::Plan& plan, cudaStream_t stream);
-
 }  // namespace fused_layernorm

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Maps PyTorch's data types to those of the kernels.
+// Maps PyTorch's data types to those of the kernels, and back.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -26,6 +26,13 @@ inline DataType data_type(torch::headeronly::ScalarType type) {
                       "fused_layernorm: expected float32, float16, bfloat16 or float64, got ",
                       torch::headeronly::toString(type));
   }
+}
+
+inline torch::headeronly::ScalarType scalar_type(DataType type) {
+  using torch::headeronly::ScalarType;
+  constexpr ScalarType kTypes[] = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16,
+                                   ScalarType::Double};
+  return kTypes[static_cast<int>(type)];
 }
 
 }  // namespace fused_layernorm

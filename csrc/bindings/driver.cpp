@@ -89,8 +89,10 @@ void force_driver_version(std::optional<int64_t> version) {
 
 }  // namespace
 
+bool driver_is_too_old() { return driver().too_old(); }
+
 std::string driver_problem() {
-  if (!driver().too_old()) return "";
+  if (!driver_is_too_old()) return "";
   const int64_t version = driver().version;
   std::string way_out = "update the driver";
   if (kRuntime >= 13000 && version >= 12040) {
@@ -122,7 +124,7 @@ void force_driver_version(std::optional<int64_t>) {
 STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
   // Empty unless the driver is too old for the CUDA kernels.
   m.def("_driver_problem() -> str");
-  // The address of the table of bindings/kernel_table.h; 0 in a build without CUDA kernels.
+  // The address of the table of call/description.h; 0 in a build without CUDA kernels.
   m.def("_kernel_table() -> int");
   // For tests: behaves as under a driver of this version (12020 for CUDA 12.2, 0 for no driver).
   // None stands for the real version.

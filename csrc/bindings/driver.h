@@ -21,7 +21,10 @@ std::string driver_problem();
 void register_cuda_kernels(torch::stable::detail::StableLibrary& library);
 void register_head_kernels(torch::stable::detail::StableLibrary& library);  // a part of them
 
-// The address of the KernelTable (bindings/cuda/kernel_table.cpp).
+// Whether the driver does not run the kernels, which are then not registered.
+bool driver_is_too_old();
+
+// The address of the KernelTable (bindings/cuda/table.cpp).
 int64_t kernel_table();
 #endif
 

@@ -35,9 +35,7 @@ forward::Plan make_forward_plan(const Problem& problem, const Device& device);
 // What the plan says for ForwardParams::stays_in_l2.
 bool stays_in_l2(const forward::Plan& plan);
 
-// Each launch function enqueues its kernels on `stream` of the current device and returns the first
-// error.
-cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTypes& types,
-                                      const forward::Plan& plan, cudaStream_t stream);
+// Each strategy has a launch function, which enqueues its kernels on `stream` of the current device
+// and returns the first error.
 
 }  // namespace fused_layernorm

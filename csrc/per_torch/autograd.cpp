@@ -19,9 +19,9 @@
 
 #include <vector>
 
-#include "../bindings/namespace.h"
 #include "autocast.h"
 #include "autograd.h"
+#include "bindings/namespace.h"
 #include "direct.h"
 #include "operators.h"
 #include "override.h"

@@ -38,7 +38,7 @@ template <class Op>
 struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   using Saved = SavedByNorm<Op>;
 
-  Options options;
+  NormOptions options;
   at::ScalarType input_dtype = at::kFloat;
 
   std::string name() const override {
@@ -58,7 +58,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
       const IValue& parameter = arguments[Op::kFirstParameter + i];
       // Backward uses bias only where it computes z, and for the dtype of gradients.
       const bool is_bias = Op::kFirstParameter + i == Op::kBias;
-      const bool needs_z = Op::kHasModulation || options.activation;
+      const bool needs_z = Op::kHasModulation || options.activation != Activation::kNone;
       if (is_bias && !needs_z && is_defined(arguments[Op::kWeight])) continue;
       // Backward uses shift only for the shape and dtype of its gradient.
       const bool is_shift = Op::kHasModulation && Op::kFirstParameter + i == Op::kShift;
@@ -118,7 +118,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     const Tensor x = this->saved(Saved::kX), mean = this->saved(Saved::kMean);
     const Tensor rstd = this->saved(Saved::kRstd);
     SavedNorm saved = {dy, x, mean, rstd, parameter(Op::kWeight), parameter(Op::kBias), dresidual};
-    NeedsOfNorm needed = {needs_dx, needs(Op::kWeight), needs(Op::kBias)};
+    Needs needed = {needs_dx, needs(Op::kWeight), needs(Op::kBias)};
     bool is_dshift_dy = false;
     if constexpr (Op::kHasModulation) {
       saved.shift = parameter(Op::kShift);

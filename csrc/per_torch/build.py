@@ -29,6 +29,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(__file__).resolve().parent
+CSRC = SOURCES.parent
+# What the libraries share with the kernels' library.
+SHARED = ("base/params.h", "base/types.h", "bindings/namespace.h", "call/arguments.h",
+          "call/description.h")  # fmt: skip
 # The first release of each minor version. Its later releases have the same C++ interface.
 RELEASES = ("2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
 CXX20_SINCE = (2, 13)
@@ -144,15 +148,15 @@ def compile_library(minor: str, include: Path, cache: Path, compiler: str) -> Pa
     """The path of the library for a minor version, compiled unless the cache has it."""
     standard = "c++20" if tuple(map(int, minor.split("."))) >= CXX20_SINCE else "c++17"
     command = [compiler, f"-std={standard}", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-s"]
-    command += ["-DAT_PER_OPERATOR_HEADERS", "-D_GLIBCXX_USE_CXX11_ABI=1", "-isystem", str(include)]
+    command += ["-DAT_PER_OPERATOR_HEADERS", "-D_GLIBCXX_USE_CXX11_ABI=1", f"-I{CSRC}"]
+    command += ["-isystem", str(include)]
     command += ["-isystem", str(include / "torch" / "csrc" / "api" / "include")]
     if namespace := os.environ.get("FUSED_LAYERNORM_NAMESPACE"):
         command.append(f"-DFUSED_LAYERNORM_NAMESPACE={namespace}")
     command += [str(SOURCES / "autograd.cpp"), f"-L{cache}", "-Wl,--no-as-needed"]
     command += [f"-l{name}" for name in LIBRARIES]
     key = hashlib.sha256("\0".join([minor, *command]).encode())
-    shared = [ROOT / "csrc" / "bindings" / name for name in ("kernel_table.h", "namespace.h")]
-    for source in [*sorted(SOURCES.glob("*.[ch]*")), *shared]:
+    for source in [*sorted(SOURCES.glob("*.[ch]*")), *(CSRC / name for name in SHARED)]:
         key.update(source.read_bytes())
     path = cache / f"{minor}-{key.hexdigest()[:16]}.so"
     if not path.is_file():

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Direct calls: the kernels' library is called by its table of C functions (kernel_table.h), past
-// the dispatcher and the stable ABI's conversions, and outputs are allocated as at::empty allocates
-// them, without a dispatch.
+// Direct calls: the kernels' library is called by its table of C functions (call/description.h),
+// past the dispatcher and the stable ABI's conversions, and outputs are allocated as at::empty
+// allocates them, without a dispatch.
 //
 // A call is direct if the dispatcher would reach CUDA's kernel next, by the key sets alone; if all
-// tensors are on one device; if they are contiguous, also without keeps_order, or modulations that
-// kernels read where they lie; and if one launch computes it without a conversion. Modes,
-// transforms and subclasses of tensors show in the key sets. Every other call takes the operators,
-// as all do with FUSED_LAYERNORM_DIRECT=0. Both ways give and save the same tensors.
+// tensors are on one device; and if one launch computes it from its tensors as they are and lie.
+// Modes, transforms and subclasses of tensors show in the key sets. Every other call takes the
+// operators, as all do with FUSED_LAYERNORM_DIRECT=0. Both ways give and save the same tensors.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -23,7 +22,7 @@
 #include <optional>
 #include <string_view>
 
-#include "../bindings/kernel_table.h"
+#include "call/description.h"
 #include "node.h"
 #include "operators.h"
 
@@ -68,9 +67,9 @@ inline bool is_cuda_alone(DispatchKeySet of_tensors) {
 constexpr DispatchKeySet kCudaKeys(c10::DispatchKey::CUDA);
 
 // On the current device, uninitialized. The allocator is asked for at each call: it may change.
+inline c10::Allocator* allocator() { return at::detail::getCUDAHooks().getCUDADeviceAllocator(); }
 inline Tensor allocate(at::IntArrayRef sizes, at::ScalarType type) {
-  c10::Allocator* const allocator = at::detail::getCUDAHooks().getCUDADeviceAllocator();
-  return at::detail::empty_generic(sizes, allocator, kCudaKeys, type, std::nullopt);
+  return at::detail::empty_generic(sizes, allocator(), kCudaKeys, type, std::nullopt);
 }
 
 // Two tensors of these sizes in one allocation.
@@ -102,10 +101,6 @@ inline bool is_beside(const Tensor& tensor, const Tensor& x) {
   return !tensor.defined() || tensor.device() == x.device();
 }
 
-inline bool is_contiguous_of(const Tensor& tensor, at::IntArrayRef sizes) {
-  return !tensor.defined() || (tensor.sizes() == sizes && tensor.is_contiguous());
-}
-
 // The shape of mean and rstd.
 inline c10::SmallVector<int64_t, 8> statistics_shape(at::IntArrayRef sizes,
                                                      size_t normalized_ndim) {
@@ -114,54 +109,66 @@ inline c10::SmallVector<int64_t, 8> statistics_shape(at::IntArrayRef sizes,
   return shape;
 }
 
+inline DataType data_type(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return DataType::kFloat32;
+    case at::kHalf:
+      return DataType::kFloat16;
+    case at::kBFloat16:
+      return DataType::kBFloat16;
+    case at::kDouble:
+      return DataType::kFloat64;
+    default:
+      return kNoDataType;
+  }
+}
+
+inline RawTensor raw(const Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  return {tensor.const_data_ptr(),         tensor.sizes().data(),
+          tensor.strides().data(),         tensor.dim(),
+          data_type(tensor.scalar_type()), tensor.is_contiguous()};
+}
+
+// What is written of x's shape, from the description to the tensor: contiguous, or in x's order, as
+// torch.empty_like(x) has it.
+struct LikeX {
+  const Tensor& x;
+  const bool keeps_order;
+
+  // Whether that is the order of x's own strides.
+  bool is_dense() const { return !keeps_order || x.is_non_overlapping_and_dense(); }
+  RawTensor describe(at::ScalarType type) const {
+    return {nullptr, x.sizes().data(), x.strides().data(),
+            x.dim(), data_type(type),  !keeps_order || x.is_contiguous()};
+  }
+  Tensor allocate(at::ScalarType type) const {
+    if (!keeps_order) return fused_layernorm::allocate(x.sizes(), type);
+    return at::detail::empty_strided_generic(x.sizes(), x.strides(), allocator(), kCudaKeys, type);
+  }
+};
+
 // Each may be undefined.
 struct Parameters {
   const Tensor &weight, &bias, &shift, &scale, &gate;
 };
 
-inline RawTensor raw(const Tensor& tensor) {
-  if (!tensor.defined()) return {};
-  return {tensor.const_data_ptr(), tensor.sizes().data(), tensor.strides().data(), tensor.dim()};
-}
-
-// The norm of the rows of x, but for forward's own arguments; points into the arguments. False if x
-// and the parameters do not fit together, or are not contiguous where they have to be.
-inline bool describe(const Tensor& x, const Options& options, const Parameters& parameters,
-                     at::ScalarType y_type, DirectNorm& norm) {
-  const auto sizes = x.sizes();
-  const int64_t leading = x.dim() - options.normalized_ndim;
-  if (options.normalized_ndim < 1 || leading < 0 || x.numel() == 0) return false;
-  norm.x = raw(x);
-  norm.leading = leading;
-  norm.rows = c10::multiply_integers(sizes.slice(0, leading));
-  norm.cols = x.numel() / norm.rows;
-  const auto columns = sizes.slice(leading);
+// Describes what forward and backward have in common; points into the arguments.
+inline void describe(const Tensor& x, const NormOptions& options, const Parameters& parameters,
+                     NormCall& call) {
   const auto& [weight, bias, shift, scale, gate] = parameters;
-  if (!is_contiguous_of(weight, columns) || !is_contiguous_of(bias, columns)) return false;
-  const Tensor* first = nullptr;
-  for (const Tensor* each : {&weight, &bias, &shift, &scale, &gate}) {
-    if (!each->defined()) continue;
-    if (first == nullptr) first = each;
-    if (!is_beside(*each, x) || each->scalar_type() != first->scalar_type()) return false;
-  }
-  norm.device = x.device().index();
-  norm.input_type = norm.x_type = static_cast<int32_t>(x.scalar_type());
-  if (first != nullptr) norm.weight_type = static_cast<int32_t>(first->scalar_type());
-  norm.y_type = static_cast<int32_t>(y_type);
-  if (options.activation) norm.activation = options.activation->c_str();
-  norm.output_scale = options.output_scale;
-  norm.is_rms = options.is_rms;
-  norm.weight_offset = options.weight_offset;
-  norm.weight = address_of(weight);
-  norm.bias = address_of(bias);
-  norm.shift = raw(shift);
-  norm.scale = raw(scale);
-  norm.gate = raw(gate);
-  return true;
+  call.options = options;
+  call.device = x.device().index();
+  call.weight = raw(weight);
+  call.bias = raw(bias);
+  call.shift = raw(shift);
+  call.scale = raw(scale);
+  call.gate = raw(gate);
 }
 
-template <typename Direct, typename Launch>
-void launch_directly(const Direct& call, const DirectLaunch& prepared, int64_t workspace_bytes,
+template <typename Call, typename Launch>
+void launch_directly(const Call& call, DirectLaunch& prepared, int64_t workspace_bytes,
                      const Launch& launch) {
   Tensor workspace;
   if (workspace_bytes > 0) workspace = allocate({workspace_bytes}, at::kByte);
@@ -177,11 +184,11 @@ struct DirectOutputs {
 // Runs a forward operator, given the keys of a kernel at an Autograd key or below. False if the
 // call is none for the table; nothing has then been allocated or launched.
 template <class Op>
-bool forward_directly(DispatchKeySet keys, const IValue* arguments, const Options& options,
+bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOptions& options,
                       bool needs_statistics, DirectOutputs& out) {
   if (!is_next(keys, c10::DispatchKey::CUDA)) return false;
   const KernelTable* const table = kernel_table();
-  if (table == nullptr || !options.names_statistic || options.keeps_order) return false;
+  if (table == nullptr) return false;
   static const Tensor none;
   const auto tensor_if = [&](bool has, size_t i) -> const Tensor& {
     return has ? tensor_of(arguments[i]) : none;
@@ -193,39 +200,39 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, const Option
                                  tensor_if(Op::kHasModulation, Op::kShift),
                                  tensor_if(Op::kHasModulation, Op::kScale),
                                  tensor_if(Op::kHasGate, Op::kGate)};
-  DirectForward f;
-  const auto sizes = input.sizes();
-  const at::ScalarType y_type = dtype_of(arguments[Op::kOutDtype]).value_or(input.scalar_type());
-  if (!is_beside(residual, input) || !is_contiguous_of(input, sizes) ||
-      !is_contiguous_of(residual, sizes) || !describe(x, options, parameters, y_type, f.norm)) {
-    return false;
+  const auto& [weight, bias, shift, scale, gate] = parameters;
+  for (const Tensor* each : {&residual, &weight, &bias, &shift, &scale, &gate}) {
+    if (!is_beside(*each, input)) return false;
   }
-  f.norm.input_type = static_cast<int32_t>(input.scalar_type());
-  f.norm.eps = arguments[Op::kEps].toDouble();
-  f.norm.round_before_weight = arguments[Op::kRoundBeforeWeight].toBool();
-  f.input = input.const_data_ptr();
-  f.residual = address_of(residual);
+  const LikeX like_x = {input, options.keeps_order};
+  if (!like_x.is_dense()) return false;
+  const at::ScalarType y_type = dtype_of(arguments[Op::kOutDtype]).value_or(input.scalar_type());
+  ForwardCall call;
+  describe(input, options, parameters, call);
+  call.input = raw(input);
+  call.residual = raw(residual);
+  call.y = like_x.describe(y_type);
 
   const c10::DeviceGuard guard(input.device());
   DirectLaunch prepared;
-  const int64_t workspace_bytes = table->prepare_forward(&f, &prepared);
+  const int64_t workspace_bytes = table->prepare_forward(&call, &prepared);
   if (workspace_bytes < 0) return false;
-  out.y = allocate(sizes, y_type);
-  if (Op::kHasResidual) out.residual_out = allocate(sizes, x.scalar_type());
+  out.y = like_x.allocate(y_type);
+  if (Op::kHasResidual) out.residual_out = allocate(input.sizes(), x.scalar_type());
   if (needs_statistics) {
-    const auto of_rows = statistics_shape(sizes, options.normalized_ndim);
+    const auto of_rows = statistics_shape(input.sizes(), options.normalized_ndim);
     const at::ScalarType type = statistics_type(x.scalar_type());
-    if (f.norm.is_rms) {
+    if (options.is_rms) {
       out.rstd = allocate(of_rows, type);
     } else {
-      allocate_two(of_rows, f.norm.rows, type, out.mean, out.rstd);
+      allocate_two(of_rows, c10::multiply_integers(of_rows), type, out.mean, out.rstd);
     }
   }
-  f.y = address_to_write(out.y);
-  f.residual_out = address_to_write(out.residual_out);
-  f.mean = address_to_write(out.mean);
-  f.rstd = address_to_write(out.rstd);
-  launch_directly(f, prepared, workspace_bytes, table->launch_forward);
+  call.y.data = address_to_write(out.y);
+  call.residual_out = address_to_write(out.residual_out);
+  call.mean = address_to_write(out.mean);
+  call.rstd = address_to_write(out.rstd);
+  launch_directly(call, prepared, workspace_bytes, table->launch_forward);
   return true;
 }
 
@@ -248,9 +255,9 @@ struct GradientsOfNorm {
 };
 
 // Runs a backward operator of a norm, outside any dispatch. False as above.
-inline bool backward_directly(const SavedNorm& saved, const Options& options,
-                              const NeedsOfNorm& needs, GradientsOfNorm& out) {
-  if (options.keeps_order || at::GradMode::is_enabled()) return false;
+inline bool backward_directly(const SavedNorm& saved, const NormOptions& options,
+                              const Needs& needs, GradientsOfNorm& out) {
+  if (at::GradMode::is_enabled()) return false;
   const auto& [dy, x, mean, rstd, weight, bias, dresidual, shift, scale, input, gate] = saved;
   DispatchKeySet keys;
   for (const Tensor* each :
@@ -263,76 +270,75 @@ inline bool backward_directly(const SavedNorm& saved, const Options& options,
   const KernelTable* const table = kernel_table();
   if (table == nullptr) return false;
 
-  DirectBackward b;
-  const auto sizes = x.sizes();
-  for (const Tensor* each : {&dy, &x, &dresidual, &input}) {
-    if (!is_contiguous_of(*each, sizes)) return false;
-  }
-  if (!describe(x, options, {weight, bias, shift, scale, gate}, dy.scalar_type(), b.norm) ||
-      (dresidual.defined() && dresidual.scalar_type() != x.scalar_type())) {
-    return false;
-  }
-  const auto is_statistic = [&](const Tensor& t) {
-    return t.defined() && t.numel() == b.norm.rows && t.is_contiguous() &&
-           t.scalar_type() == statistics_type(x.scalar_type());
-  };
-  if (!is_statistic(rstd) || (!options.is_rms && !is_statistic(mean))) return false;
-  if (input.defined()) b.norm.input_type = static_cast<int32_t>(input.scalar_type());
-  b.dy = dy.const_data_ptr();
-  b.x = x.const_data_ptr();
-  b.mean = options.is_rms ? nullptr : mean.const_data_ptr();
-  b.rstd = rstd.const_data_ptr();
-  b.dresidual = address_of(dresidual);
-  b.input = address_of(input);
-  b.needs = needs;
+  const LikeX like_x = {x, options.keeps_order};
+  if (!like_x.is_dense()) return false;
+  BackwardCall call;
+  describe(x, options, {weight, bias, shift, scale, gate}, call);
+  call.needs = needs;
+  call.dy = raw(dy);
+  call.x = raw(x);
+  call.dresidual = raw(dresidual);
+  call.input = raw(input);
+  if (!options.is_rms) call.mean = raw(mean);
+  call.rstd = raw(rstd);
+  call.dx = like_x.describe(x.scalar_type());
 
   const c10::DeviceGuard guard(x.device());
   DirectLaunch prepared;
-  const int64_t workspace_bytes = table->prepare_backward(&b, &prepared);
+  const int64_t workspace_bytes = table->prepare_backward(&call, &prepared);
   if (workspace_bytes < 0) return false;
   const auto output = [](bool needed, const Tensor& like, Tensor& into) {
     if (needed) into = allocate(like.sizes(), like.scalar_type());
     return address_to_write(into);
   };
   const Tensor& parameter = weight.defined() ? weight : bias;
-  b.dx = output(needs.dx, x, out.dx);
-  b.dweight = output(needs.dweight, parameter, out.dweight);
-  b.dbias = output(needs.dbias, parameter, out.dbias);
-  b.dshift = output(needs.dshift, shift, out.dshift);
-  b.dscale = output(needs.dscale, scale, out.dscale);
-  b.dinput = output(needs.dinput, input, out.dinput);
-  b.dgate = output(needs.dgate, gate, out.dgate);
-  launch_directly(b, prepared, workspace_bytes, table->launch_backward);
+  if (needs.dx) out.dx = like_x.allocate(x.scalar_type());
+  call.dx.data = address_to_write(out.dx);
+  call.dweight = output(needs.dweight, parameter, out.dweight);
+  call.dbias = output(needs.dbias, parameter, out.dbias);
+  call.dshift = output(needs.dshift, shift, out.dshift);
+  call.dscale = output(needs.dscale, scale, out.dscale);
+  call.dinput = output(needs.dinput, input, out.dinput);
+  call.dgate = output(needs.dgate, gate, out.dgate);
+  launch_directly(call, prepared, workspace_bytes, table->launch_backward);
   return true;
 }
 
-// The same by the operator: layer_norm_backward, ada_layer_norm_backward, or with a gate
-// add_ada_layer_norm_backward.
-template <bool kHasModulation>
-GradientsOfNorm call_backward(const SavedNorm& saved, const Options& options,
-                              const NeedsOfNorm& needs) {
-  static const OperatorHandle of_norm =
-      find_operator(kHasModulation ? "ada_layer_norm_backward" : "layer_norm_backward");
-  static const OperatorHandle of_gated_norm = find_operator("add_ada_layer_norm_backward");
-  const bool is_gated = saved.gate.defined();
-  const OperatorHandle& op = is_gated ? of_gated_norm : of_norm;
-  Stack stack;
-  stack.reserve(op.schema().arguments().size());
-  torch::jit::push(stack, saved.dy, saved.x);
-  if (is_gated) torch::jit::push(stack, saved.input, saved.gate);
-  torch::jit::push(stack, options.normalized_ndim,
-                   saved.mean.defined() ? saved.mean : saved.rstd.new_empty({0}), saved.rstd);
-  if (kHasModulation) torch::jit::push(stack, value_of(saved.shift), value_of(saved.scale));
-  torch::jit::push(stack, value_of(saved.weight), value_of(saved.bias), value_of(saved.dresidual));
-  if (!kHasModulation) {
-    torch::jit::push(stack, options.activation ? IValue(*options.activation) : IValue(),
-                     options.output_scale);
+// The same by the operator.
+template <class Op>
+GradientsOfNorm call_backward(const SavedNorm& saved, const NormOptions& options,
+                              const Needs& needs) {
+  static const OperatorHandle op = find_operator(Op::kName);
+  Stack stack(Op::kArguments);
+  stack[Op::kDy] = saved.dy;
+  stack[Op::kX] = saved.x;
+  stack[Op::kNormalizedNdim] = options.normalized_ndim;
+  stack[Op::kMean] = saved.mean.defined() ? saved.mean : saved.rstd.new_empty({0});
+  stack[Op::kRstd] = saved.rstd;
+  stack[Op::kWeight] = value_of(saved.weight);
+  stack[Op::kBias] = value_of(saved.bias);
+  stack[Op::kDresidual] = value_of(saved.dresidual);
+  stack[Op::kNeedsDx] = needs.dx;
+  stack[Op::kNeedsDweight] = needs.dweight;
+  stack[Op::kNeedsDbias] = needs.dbias;
+  stack[Op::kStatistic] = statistic_of(options);
+  stack[Op::kWeightOffset] = options.weight_offset;
+  if constexpr (Op::kMayKeepOrder) stack[Op::kKeepsOrder] = options.keeps_order;
+  if constexpr (Op::kHasModulation) {
+    stack[Op::kShift] = value_of(saved.shift);
+    stack[Op::kScale] = value_of(saved.scale);
+    stack[Op::kNeedsDshift] = needs.dshift;
+    stack[Op::kNeedsDscale] = needs.dscale;
+  } else {
+    stack[Op::kActivation] = activation_of(options);
+    stack[Op::kOutputScale] = options.output_scale;
   }
-  stack.emplace_back(needs.dx);
-  if (is_gated) torch::jit::push(stack, needs.dinput, needs.dgate);
-  if (kHasModulation) torch::jit::push(stack, needs.dshift, needs.dscale);
-  torch::jit::push(stack, needs.dweight, needs.dbias, statistic_of(options), options.weight_offset);
-  if (!kHasModulation) stack.emplace_back(options.keeps_order);
+  if constexpr (Op::kHasGate) {
+    stack[Op::kInput] = saved.input;
+    stack[Op::kGate] = saved.gate;
+    stack[Op::kNeedsDinput] = needs.dinput;
+    stack[Op::kNeedsDgate] = needs.dgate;
+  }
   call(op, &stack);
   GradientsOfNorm found;
   size_t next = 0;
@@ -341,10 +347,10 @@ GradientsOfNorm call_backward(const SavedNorm& saved, const Options& options,
     if (needed) into = std::move(given).toTensor();
   };
   take(needs.dx, found.dx);
-  if (is_gated) take(needs.dinput, found.dinput);
-  if (is_gated) take(needs.dgate, found.dgate);
-  if (kHasModulation) take(needs.dshift, found.dshift);
-  if (kHasModulation) take(needs.dscale, found.dscale);
+  if (Op::kHasGate) take(needs.dinput, found.dinput);
+  if (Op::kHasGate) take(needs.dgate, found.dgate);
+  if (Op::kHasModulation) take(needs.dshift, found.dshift);
+  if (Op::kHasModulation) take(needs.dscale, found.dscale);
   take(needs.dweight, found.dweight);
   take(needs.dbias, found.dbias);
   return found;
@@ -352,11 +358,14 @@ GradientsOfNorm call_backward(const SavedNorm& saved, const Options& options,
 
 // The gradients of a norm, either way.
 template <bool kHasModulation>
-GradientsOfNorm gradients_of(const SavedNorm& saved, const Options& options,
-                             const NeedsOfNorm& needs) {
+GradientsOfNorm gradients_of(const SavedNorm& saved, const NormOptions& options,
+                             const Needs& needs) {
   GradientsOfNorm found;
   if (backward_directly(saved, options, needs, found)) return found;
-  return call_backward<kHasModulation>(saved, options, needs);
+  if constexpr (kHasModulation) {
+    if (saved.gate.defined()) return call_backward<NormBackward<true, true>>(saved, options, needs);
+  }
+  return call_backward<NormBackward<kHasModulation, false>>(saved, options, needs);
 }
 
 // The kernel at BackendSelect of a forward operator without statistics: it serves the calls that

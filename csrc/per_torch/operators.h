@@ -1,12 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators as the dispatcher calls them: where each argument lies on the stack
-// (bindings/schemas.cpp has the schemas), and what the Autograd kernels of all operators share.
-//
-// One template, NormForward, describes four forward operators: with a modulation (ada_layer_norm)
-// or without, with a residual (add_...) or without. An argument that an operator lacks has the
-// position of another argument, so one list of positions serves all four: without a residual,
-// residual and gate have input's position; with a residual but no gate, gate has residual's;
-// without a modulation, shift and scale have those of weight and bias.
+// What the Autograd kernels of all operators share: arguments on the dispatcher's stack (their
+// positions are in call/arguments.h), calls, and which derivatives a call needs.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -25,7 +19,8 @@
 #include <string>
 #include <utility>
 
-#include "../bindings/namespace.h"
+#include "bindings/namespace.h"
+#include "call/arguments.h"
 #include "node.h"
 
 namespace fused_layernorm {
@@ -64,87 +59,45 @@ inline IValue value_of(const Tensor& tensor) {
   return tensor.defined() ? IValue(tensor) : IValue();
 }
 
-// ---- Positions
+// ---- Options
 
-template <bool kWithModulation, bool kWithResidual>
-struct NormForward {
-  // An operator that gives the statistics, too, has a name of its own.
-  static std::string name(bool gives_statistics) {
-    return std::string(kHasResidual ? "add_" : "") + (kHasModulation ? "ada_" : "") +
-           (gives_statistics ? "layer_norm_forward" : "layer_norm");
+// The arguments on the stack, as read_options reads them.
+struct Arguments {
+  const IValue* first;
+
+  int64_t integer(size_t position) const { return first[position].toInt(); }
+  double real(size_t position) const { return first[position].toDouble(); }
+  bool flag(size_t position) const { return first[position].toBool(); }
+  const std::string& name(size_t position) const { return first[position].toStringRef(); }
+  const std::string* name_if_any(size_t position) const {
+    return first[position].isNone() ? nullptr : &first[position].toStringRef();
   }
-  static constexpr bool kHasModulation = kWithModulation;
-  static constexpr bool kHasResidual = kWithResidual;
-  static constexpr bool kHasGate = kHasResidual && kHasModulation;
-  static constexpr bool kMayKeepOrder = !kHasModulation && !kHasResidual;
-  enum : size_t {
-    kInput,
-    kResidual = kInput + kHasResidual,
-    kGate = kResidual + kHasGate,
-    kNormalizedNdim,
-    kShift,
-    kScale,
-    kWeight = kHasModulation ? kScale + 1 : kShift,
-    kBias,
-    kEps,
-    kActivation,  // where there is no modulation
-    kOutputScale,
-    kOutDtype = kHasModulation ? kEps + 1 : kOutputScale + 1,
-    kStatistic,
-    kWeightOffset,
-    kRoundBeforeWeight,
-    kKeepsOrder,  // where there is neither a modulation nor a residual
-    kArguments = kKeepsOrder + kMayKeepOrder
-  };
-  static constexpr size_t kModulations[] = {kGate, kShift, kScale};  // where there is a modulation
-  static constexpr size_t kFirstParameter = kShift;
-  static constexpr size_t kParameters = kEps - kShift;
-
-  // y and residual_out have gradients; the statistics that follow them have none.
-  static constexpr size_t kOutputs = 1 + kHasResidual;
-  static constexpr size_t kStatistics = 2;
+  void refuse(const char* /*choices*/, const std::string& /*name*/) const {}  // the operator does
 };
 
-// The arguments of an operator that are not tensors. The operators with a modulation have neither
-// activation nor output scale.
-struct Options {
-  int64_t normalized_ndim = 0;
-  std::optional<std::string> activation;
-  double output_scale = 1;
-  bool is_rms = false;
-  bool names_statistic = false;  // the operators refuse any other word
-  double weight_offset = 0;
-  bool keeps_order = false;
-};
+template <class Op>
+NormOptions options_of(const IValue* arguments) {
+  return read_options<Op>(Arguments{arguments});
+}
 
 inline bool is_rms(const IValue& statistic) { return statistic.toStringRef() == "rms"; }
 
 // The operators' argument `statistic`.
-inline const IValue& statistic_of(const Options& options) {
+inline const IValue& statistic_of(const NormOptions& options) {
   static const IValue layer("layer"), rms("rms");
   return options.is_rms ? rms : layer;
 }
 
-template <class Op>
-Options options_of(const IValue* arguments) {
-  Options options;
-  options.normalized_ndim = arguments[Op::kNormalizedNdim].toInt();
-  if constexpr (!Op::kHasModulation) {
-    const IValue& activation = arguments[Op::kActivation];
-    if (!activation.isNone()) options.activation = activation.toStringRef();
-    options.output_scale = arguments[Op::kOutputScale].toDouble();
-  }
-  const IValue& statistic = arguments[Op::kStatistic];
-  options.is_rms = is_rms(statistic);
-  options.names_statistic = options.is_rms || statistic.toStringRef() == "layer";
-  options.weight_offset = arguments[Op::kWeightOffset].toDouble();
-  if constexpr (Op::kMayKeepOrder) options.keeps_order = arguments[Op::kKeepsOrder].toBool();
-  return options;
+// The operators' argument `activation`.
+inline IValue activation_of(const NormOptions& options) {
+  if (options.activation == Activation::kNone) return {};
+  return std::string(name_of(options.activation));
 }
 
-inline void collect(CompiledNodeArgs& args, const Options& options) {
+// What backward depends on, for compiled autograd's cache.
+inline void collect(CompiledNodeArgs& args, const NormOptions& options) {
   args.collect(options.normalized_ndim);
-  args.collect(options.activation);
+  args.collect(static_cast<int64_t>(options.activation));
   args.collect(options.output_scale);
   args.collect(options.is_rms);
   args.collect(options.weight_offset);

@@ -134,7 +134,7 @@ inline double eps_of(std::optional<double> eps, const Tensor& x) {
 inline Stack arguments_of(const Tensor& x, size_t normalized_ndim, const OptionalTensor& weight,
                           const OptionalTensor& bias, std::optional<double> eps, bool is_rms) {
   const auto value = [](const OptionalTensor& t) { return t ? value_of(*t) : IValue(); };
-  Options options;
+  NormOptions options;
   options.is_rms = is_rms;
   Stack stack;
   stack.reserve(NormForward<false, false>::kArguments);
@@ -291,7 +291,7 @@ inline bool take_forward(DispatchKeySet keys, Stack* stack, bool is_rms, Overrid
   auto arguments = arguments_of(x, shape.size(), weight, bias, eps, is_rms);
   const Taken taken(entry);
   DirectOutputs out;
-  const Options options = options_of<Op>(arguments.data());
+  const NormOptions options = options_of<Op>(arguments.data());
   if (!forward_directly<Op>(keys, arguments.data(), options, /*needs_statistics=*/true, out)) {
     static const OperatorHandle op = find_operator(Op::name(/*gives_statistics=*/true));
     const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
@@ -317,14 +317,14 @@ inline bool take_backward(Stack* stack, bool is_rms, Override& entry) {
   const OptionalTensor weight = optional_of(rest[1]),
                        bias = is_rms ? std::nullopt : optional_of(rest[2]);
   const auto mask = a[count - 1].toBoolList();
-  const NeedsOfNorm needs = {mask[0], mask[1], !is_rms && mask[2]};
+  const Needs needs = {mask[0], mask[1], !is_rms && mask[2]};
   if (!takes_input(x, shape) || dy.scalar_type() != x.scalar_type() || dy.device() != x.device() ||
       dy.sizes() != x.sizes() || !takes_statistic(mean, x, shape) ||
       !takes_statistic(rstd, x, shape) || !takes_parameter(weight, x, shape) ||
       !takes_parameter(bias, x, shape) || (!weight && needs.dweight) || (!bias && needs.dbias)) {
     return false;
   }
-  Options options;
+  NormOptions options;
   options.normalized_ndim = static_cast<int64_t>(shape.size());
   options.is_rms = is_rms;
   const SavedNorm saved = {dy,

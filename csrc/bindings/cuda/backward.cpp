@@ -1,272 +1,241 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward on CUDA: check, settle the types, allocate, plan, launch. Tensors stop here.
+// Backward on CUDA: checks and casts until the call is one that kernels take, then describes,
+// prepares and launches it.
 #include <torch/csrc/stable/ops.h>
 
-#include "backward/channels.h"
 #include "bindings/cuda/checks.h"
-#include "bindings/cuda/launches.h"
+#include "bindings/cuda/modulation.h"
 #include "bindings/cuda/ops.h"
+#include "call/prepare.h"
+#include "call/types.h"
 
 namespace fused_layernorm {
 namespace {
 
-void check(const BackwardArguments& a, const Shape& shape, const KernelTypes& types) {
+void check(const BackwardArguments& a, const Shape& shape) {
   check_shape(a.weight, "weight", a.x, shape.leading);
   check_shape(a.bias, "bias", a.x, shape.leading);
   check_shape(a.dy, "dy", a.x, 0);
   check_shape(a.dresidual, "dresidual", a.x, 0);
-  check_broadcast(a.modulation.shift, "shift", a.x);
-  check_broadcast(a.modulation.scale, "scale", a.x);
-  CHECK_ARGUMENT((a.modulation.shift || !a.needs_dshift) && (a.modulation.scale || !a.needs_dscale),
+  check_shape(a.input, "input", a.x, 0);
+  check_broadcast(a.shift, "shift", a.x);
+  check_broadcast(a.scale, "scale", a.x);
+  check_broadcast(a.gate, "gate", a.x);
+  check_numbers(a.options, a.weight.has_value());
+  CHECK_ARGUMENT((a.shift || !a.needs.dshift) && (a.scale || !a.needs.dscale),
                  "a gradient is asked for of a shift or scale that is not there");
   CHECK_ARGUMENT(!a.dresidual || a.dresidual->scalar_type() == a.x.scalar_type(),
                  "dresidual must be of x's dtype");
-  CHECK_ARGUMENT(!a.kind.is_rms || a.mean.numel() == 0, "RMSNorm has no mean");
+  CHECK_ARGUMENT(!a.options.is_rms || a.mean.numel() == 0, "RMSNorm has no mean");
+  const ScalarType type = scalar_type(statistics_type(data_type(a.x.scalar_type())));
   for (const Tensor* each : {&a.mean, &a.rstd}) {
-    if (a.kind.is_rms && each == &a.mean) continue;
-    CHECK_ARGUMENT(each->numel() == shape.rows && each->scalar_type() == types.statistics() &&
-                       is_beside(*each, a.x),
-                   "mean and rstd must be those of the forward pass");
+    if (a.options.is_rms && each == &a.mean) continue;
+    CHECK_ARGUMENT(
+        each->numel() == shape.rows && each->scalar_type() == type && is_beside(*each, a.x),
+        "mean and rstd must be those of the forward pass");
   }
 }
 
-// The tensors of a launch as kernels read them, the parameters but for the outputs, and the problem
-// to plan. `gated_input` is the input of a gated sum, if there is a gate. With `as_they_lie` x
-// and dy are not mapped as rows.
-struct Operands {
-  Rows x, dy, dresidual, input;
-  std::optional<Tensor> weight, bias;
-  ModulationRows shift, scale, gate;
-  Tensor mean, rstd;
-  BackwardParams params;
-  Problem problem;
+ScalarType dparameter_type(const BackwardArguments& a) {
+  return type_of_parameters(a.weight, a.bias).value_or(a.x.scalar_type());
+}
 
-  Operands(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
-           Activation activation, const Groups& groups, const std::optional<Tensor>& gated_input,
-           bool as_they_lie = false)
-      : x(as_they_lie ? Rows(a.x) : Rows(a.x, shape.leading)),
-        dy(as_they_lie ? Rows(cast(a.dy, types.y)) : Rows(cast(a.dy, types.y), shape.leading)),
-        dresidual(a.dresidual, shape.leading),
-        input(gated_input, shape.leading),
-        weight(prepare_parameter(a.weight, types.weight)),
-        bias(prepare_parameter(a.bias, types.weight)),
-        shift(a.modulation.shift, types.weight, a.x, shape.leading),
-        scale(a.modulation.scale, types.weight, a.x, shape.leading),
-        gate(gated_input ? a.modulation.gate : std::nullopt, types.weight, a.x, shape.leading),
-        mean(contiguous_of(a.mean)),
-        rstd(contiguous_of(a.rstd)) {
-    params.dy = dy.data();
-    params.dy_rows = dy.map;
-    params.x = x.data();
-    params.x_rows = x.map;
-    params.mean = a.kind.is_rms ? nullptr : mean.const_data_ptr();
-    params.rstd = rstd.const_data_ptr();
-    params.weight = data_of(weight);
-    params.bias = data_of(bias);
-    params.dresidual = dresidual.data();
-    params.dresidual_rows = dresidual.map;
-    params.input = input.data();
-    params.input_rows = input.map;
-    params.rows = shape.rows;
-    params.cols = static_cast<int32_t>(shape.cols);
-    params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
-    params.group_rows = groups.rows;
-    const bool aligned = x.aligned() && dy.aligned() && dresidual.aligned() && input.aligned() &&
-                         types.aligned(shape.cols);
-    problem = complete(params, types.data_types(),
-                       {activation, a.scale, a.kind.is_rms, a.kind.weight_offset}, aligned,
-                       a.needs_dweight || a.needs_dbias, a.needs_dshift || a.needs_dscale);
-  }
-};
-
-// The outputs of a launch. Those that are not needed are empty.
+// The outputs of a call but for dx; those that are not needed are empty. The memory of the others
+// is allocated by `allocate`.
 struct Outputs {
-  Tensor dx, dweight, dbias;
-  GroupGradient dshift, dscale;
+  Tensor dweight, dbias;
+  GroupGradient dshift, dscale, dgate;
+  std::optional<Tensor> dinput;
 
-  Outputs(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
-          const Groups& groups, ScalarType dparameter_type)
-      : dx(!a.needs_dx     ? none(a.x, types.x)
-           : a.keeps_order ? empty_in_order(a.x, types.x)
-                           : empty_like(a.x, types.x)),
-        dweight(dparameter(a.needs_dweight, a, shape, types, dparameter_type)),
-        dbias(dparameter(a.needs_dbias, a, shape, types, dparameter_type)),
-        dshift(a.needs_dshift, a.modulation.shift, groups, types.weight, types.statistics(), a.x),
-        dscale(a.needs_dscale, a.modulation.scale, groups, types.weight, types.statistics(), a.x) {}
-
-  BackwardResult result(const BackwardArguments& a, ScalarType dparameter_type) const {
-    return {dx, cast(dweight, dparameter_type), cast(dbias, dparameter_type),
-            dshift.result(a.modulation.shift, a.x), dscale.result(a.modulation.scale, a.x)};
+  Outputs(const BackwardArguments& a, const Groups& groups)
+      : dweight(none(a.x, dparameter_type(a))),
+        dbias(none(a.x, dparameter_type(a))),
+        dshift(a.needs.dshift, a.shift, groups, a.x),
+        dscale(a.needs.dscale, a.scale, groups, a.x),
+        dgate(a.needs.dgate, a.gate, groups, a.x) {
+    if (a.input) dinput = none(a.x, a.x.scalar_type());
   }
 
- private:
-  static Tensor dparameter(bool needed, const BackwardArguments& a, const Shape& shape,
-                           const KernelTypes& types, ScalarType dparameter_type) {
-    return needed ? empty(a.x, a.x.sizes().data() + shape.leading, a.normalized_ndim, types.weight)
-                  : none(a.x, dparameter_type);
+  void allocate(const BackwardArguments& a, const Shape& shape, const DataTypes& types,
+                BackwardCall& call) {
+    const auto like_columns = [&](bool needed, Tensor& into) -> void* {
+      if (!needed) return nullptr;
+      into = empty(a.x, a.x.sizes().data() + shape.leading, a.options.normalized_ndim,
+                   scalar_type(types.weight));
+      return into.mutable_data_ptr();
+    };
+    const DataType wide = statistics_type(types.x);
+    call.dweight = like_columns(a.needs.dweight, dweight);
+    call.dbias = like_columns(a.needs.dbias, dbias);
+    call.dshift = dshift.allocate(types.weight, wide);
+    call.dscale = dscale.allocate(types.weight, wide);
+    call.dgate = dgate.allocate(types.weight, wide);
+    if (a.needs.dinput) {
+      dinput = empty_like(a.x, a.x.scalar_type());
+      call.dinput = dinput->mutable_data_ptr();
+    }
+  }
+
+  void fill_with_zeros(const BackwardArguments& a) {
+    if (a.needs.dweight) torch::stable::zero_(dweight);
+    if (a.needs.dbias) torch::stable::zero_(dbias);
+    for (GroupGradient* gradient : {&dshift, &dscale, &dgate}) gradient->fill_with_zeros();
+  }
+
+  BackwardResult result(const BackwardArguments& a, const Tensor& dx) const {
+    BackwardResult found = {dx,
+                            cast(dweight, dparameter_type(a)),
+                            cast(dbias, dparameter_type(a)),
+                            dshift.result(),
+                            dscale.result(),
+                            dinput};
+    if (a.input) found.dgate = dgate.result();
+    return found;
   }
 };
 
-BackwardParams params_of(const BackwardArguments& a, const Operands& operands, const Outputs& out) {
-  BackwardParams params = operands.params;
-  params.dx = a.needs_dx ? out.dx.mutable_data_ptr() : nullptr;
-  params.dweight = a.needs_dweight ? out.dweight.mutable_data_ptr() : nullptr;
-  params.dbias = a.needs_dbias ? out.dbias.mutable_data_ptr() : nullptr;
-  params.dshift = out.dshift.data();
-  params.dscale = out.dscale.data();
-  params.dshift_is_wide = out.dshift.is_wide;
-  params.dscale_is_wide = out.dscale.is_wide;
-  return params;
+BackwardCall describe(const BackwardArguments& a, const Tensor& dx, const Groups& groups,
+                      const Outputs& out) {
+  BackwardCall call;
+  call.options = a.options;
+  call.weight = raw(a.weight);
+  call.bias = raw(a.bias);
+  call.shift = raw(a.shift);
+  call.scale = raw(a.scale);
+  call.gate = raw(a.gate);
+  call.needs = a.needs;
+  call.dy = raw(a.dy);
+  call.x = raw(a.x);
+  call.dresidual = raw(a.dresidual);
+  call.input = raw(a.input);
+  if (!a.options.is_rms) call.mean = raw(a.mean);
+  call.rstd = raw(a.rstd);
+  call.group_rows = groups.rows;
+  call.dx = raw(dx);
+  call.dshift_is_wide = out.dshift.is_wide;
+  call.dscale_is_wide = out.dscale.is_wide;
+  call.dgate_is_wide = out.dgate.is_wide;
+  return call;
 }
 
-// Launches the plan that reads the channels of planes where they lie; false if there is none.
-bool launch_channels(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
-                     Activation activation, const Groups& groups, const Outputs& out) {
-  const auto planes = planes_of(a.x, shape.leading);
-  if (!planes || a.dresidual || a.modulation.any()) return false;
-  const bool dx_channels_last = !a.needs_dx || out.dx.is_contiguous();
-  if (!dx_channels_last && !has_dense_planes(out.dx, *planes, shape.leading)) return false;
-  Operands operands(a, shape, types, activation, groups, std::nullopt, true);
-  auto dy_planes = planes_of(*operands.dy.tensor, shape.leading);
-  if (!dy_planes || dy_planes->samples != planes->samples || dy_planes->pixels != planes->pixels) {
-    dy_planes.reset();
-    operands.dy.tensor = aligned_of(*operands.dy.tensor);
-    operands.params.dy = operands.dy.data();
+// The arguments as kernels of these types read them, but for rows that are copied only if no kernel
+// reads them where they lie.
+BackwardArguments cast_to(const DataTypes& types, BackwardArguments a, const Shape& shape) {
+  a.dy = cast(a.dy, scalar_type(types.y));
+  a.mean = contiguous_of(a.mean);
+  a.rstd = contiguous_of(a.rstd);
+  a.weight = prepare_parameter(a.weight, scalar_type(types.weight));
+  a.bias = prepare_parameter(a.bias, scalar_type(types.weight));
+  for (std::optional<Tensor>* modulation : {&a.shift, &a.scale, &a.gate}) {
+    *modulation = prepare_modulation(*modulation, types.weight, a.x, shape.leading);
   }
-  int64_t unit = unit_of(a.x, *planes);
-  bool run = is_run(a.x, *planes, shape.cols);
-  if (dy_planes) {
-    const Tensor& dy = *operands.dy.tensor;
-    const int64_t of_dy = unit_of(dy, *dy_planes);
-    // Whole vectors of dy, which has fewer elements in one if its type is wider, suffice.
-    if (of_dy * static_cast<int64_t>(dy.element_size()) < kVectorBytes) {
-      unit = std::min(unit, of_dy);
-    }
-    run = run && is_run(dy, *dy_planes, shape.cols);
+  return a;
+}
+
+// Launches the kernels of a call, all of whose gradients fit into one launch but for sums of
+// groups. False if there are none, which only a gated sum may lack: it then takes two launches.
+bool launch_norm(const BackwardArguments& given, const Shape& shape, const DataTypes& types,
+                 const Groups& groups, Tensor& dx, Outputs& out) {
+  const Device& device = device_of(given.x);
+  const BackwardArguments as_they_lie = cast_to(types, given, shape);
+  BackwardArguments a = as_they_lie;
+  Tensor written = dx;
+  BackwardCall call = describe(a, written, groups, out);
+  PreparedBackward prepared;
+  bool is_ready = prepare(call, device, prepared);
+  if (!is_ready && !a.dresidual && !a.is_modulated() && planes_of(call.x, shape.leading)) {
+    // Kernels of channels read dy as they read x, or contiguous and aligned.
+    a.dy = aligned_of(a.dy);
+    call = describe(a, written, groups, out);
+    is_ready = prepare(call, device, prepared);
   }
-  const auto plan = make_channels_plan(operands.problem, *planes, dy_planes, unit, run,
-                                       dx_channels_last, device_of(a.x.get_device_index()));
-  if (!plan) return false;
-  launch(params_of(a, operands, out), types.data_types(), *plan, a.x);
+  if (!is_ready) {
+    a.dy = with_rows(as_they_lie.dy, shape.leading);
+    a.x = with_rows(a.x, shape.leading);
+    a.dresidual = with_rows(a.dresidual, shape.leading);
+    a.input = with_rows(a.input, shape.leading);
+    if (a.needs.dx && !dx.is_contiguous()) written = empty_like(dx, dx.scalar_type());
+    call = describe(a, written, groups, out);
+    is_ready = prepare(call, device, prepared);
+  }
+  if (!is_ready) return false;
+  out.allocate(given, shape, types, call);
+  call.dx.data = a.needs.dx ? written.mutable_data_ptr() : nullptr;
+  const Workspace workspace(a.x, prepared.workspace_bytes());
+  launch(prepared, call, workspace.data(), current_stream(a.x));
+  if (written.get() != dx.get()) torch::stable::copy_(dx, written);
   return true;
 }
 
-void launch_norm(const BackwardArguments& a, const Shape& shape, const KernelTypes& types,
-                 Activation activation, const Groups& groups, const Outputs& out) {
-  if (launch_channels(a, shape, types, activation, groups, out)) return;
-  const Operands operands(a, shape, types, activation, groups, std::nullopt);
-  BackwardParams params = params_of(a, operands, out);
-  const bool contiguous = out.dx.is_contiguous();
-  Tensor dx = contiguous ? out.dx : empty_like(out.dx, types.x);
-  if (!contiguous) params.dx = dx.mutable_data_ptr();
-  launch(params, types.data_types(), plan_backward(operands.problem, a.x.get_device_index()), a.x);
-  if (!contiguous) {
-    Tensor ordered = out.dx;
-    torch::stable::copy_(ordered, dx);
-  }
-}
-
-// If each row has a modulation of its own, the modulated kernels take no sums over rows. dweight
-// and dbias then come from a second launch (add_columns): they are those of a norm without a
-// modulation, for dy * (1 + scale).
-bool has_columns_apart(const BackwardArguments& a, const Groups& groups) {
-  return groups.rows == 1 && (a.needs_dweight || a.needs_dbias);
-}
-BackwardArguments without_columns(const BackwardArguments& a) {
-  BackwardArguments rest = a;
-  rest.needs_dweight = rest.needs_dbias = false;
-  return rest;
-}
+// dweight and dbias by a launch of their own: they are those of a norm without a modulation, for
+// dy * (1 + scale).
 void add_columns(BackwardResult& result, const BackwardArguments& a) {
+  BackwardArguments columns = a;
   const ScalarType wide =
       a.x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  const Tensor dy = scaled(a.dy, a.modulation.scale, wide);
-  const BackwardResult columns =
-      run_backward({dy, a.x, a.normalized_ndim, a.mean, a.rstd, a.weight, a.bias, std::nullopt,
-                    std::nullopt, 1.0, false, a.needs_dweight, a.needs_dbias, a.kind});
-  result.dweight = columns.dweight;
-  result.dbias = columns.dbias;
+  columns.dy = scaled(a.dy, a.scale, wide);
+  for (auto* each :
+       {&columns.shift, &columns.scale, &columns.gate, &columns.input, &columns.dresidual}) {
+    each->reset();
+  }
+  columns.needs = {};
+  columns.needs.dweight = a.needs.dweight;
+  columns.needs.dbias = a.needs.dbias;
+  const BackwardResult found = run_backward(columns);
+  result.dweight = found.dweight;
+  result.dbias = found.dbias;
+}
+
+// A gated sum that takes two launches: of the norm, and of the sum.
+BackwardResult run_gate_apart(const BackwardArguments& a) {
+  BackwardArguments norm = a;
+  norm.input.reset();
+  norm.gate.reset();
+  norm.needs.dx = true;
+  norm.needs.dinput = norm.needs.dgate = false;
+  BackwardResult result = run_backward(norm);
+  const auto [dinput, dgate] =
+      run_gate_backward(result.dx, *a.input, *a.gate, a.needs.dinput, a.needs.dgate);
+  result.dinput = dinput;
+  result.dgate = dgate;
+  if (!a.needs.dx) result.dx = none(a.x, a.x.scalar_type());
+  return result;
 }
 
 }  // namespace
 
-BackwardResult run_backward(const BackwardArguments& a) {
-  const Shape shape(a.x, a.normalized_ndim);
-  const auto parameters = type_of_parameters(a.weight, a.bias);
-  const ScalarType dparameter_type = parameters.value_or(a.x.scalar_type());
-  const CurrentDevice guard(a.x);
-  const Groups groups({raw(a.modulation.shift), raw(a.modulation.scale)}, raw(a.x), shape.leading);
-  if (a.modulation.any() && has_columns_apart(a, groups)) {
-    BackwardResult result = run_backward(without_columns(a));
-    add_columns(result, a);
-    return result;
-  }
+BackwardResult run_backward(const BackwardArguments& given) {
+  const Shape shape(given.x, given.options.normalized_ndim);
+  check(given, shape);
+  const ScalarType x = given.x.scalar_type();
+  const bool is_gated = given.input.has_value();
+  if (is_gated && (shape.empty() || given.input->scalar_type() != x)) return run_gate_apart(given);
+  const CurrentDevice guard(given.x);
+  const RawTensor shift = raw(given.shift), scale = raw(given.scale), gate = raw(given.gate);
+  const Groups groups({&shift, &scale, &gate}, raw(given.x), shape.leading);
+  // If each row has a modulation of its own, the modulated kernels take no sums over rows.
+  const bool has_columns_apart = given.is_modulated() && groups.rows == 1 && given.needs.columns();
+  BackwardArguments a = given;
+  if (has_columns_apart) a.needs.dweight = a.needs.dbias = false;
 
-  const auto all_parameters =
-      common_type({parameters, type_of(a.modulation.shift), type_of(a.modulation.scale)});
-  const KernelTypes types(a.x.scalar_type(), all_parameters, a.dy.scalar_type());
-  check(a, shape, types);
-  const Activation activation = activation_of(a.activation);
-
-  Outputs out(a, shape, types, groups, dparameter_type);
-  const bool needs_parameters =
-      a.needs_dweight || a.needs_dbias || a.needs_dshift || a.needs_dscale;
+  const DataTypes types =
+      kernel_types(data_type(x), common_type({&a.weight, &a.bias, &a.shift, &a.scale, &a.gate}),
+                   data_type(a.dy.scalar_type()));
+  Outputs out(a, groups);
+  Tensor dx = !a.needs.dx             ? none(a.x, x)
+              : a.options.keeps_order ? empty_in_order(a.x, x)
+                                      : empty_like(a.x, x);
   if (shape.empty()) {
-    if (a.needs_dweight) torch::stable::zero_(out.dweight);
-    if (a.needs_dbias) torch::stable::zero_(out.dbias);
-    for (GroupGradient* gradient : {&out.dshift, &out.dscale}) {
-      if (gradient->of_groups) torch::stable::zero_(*gradient->of_groups);
-    }
-  } else if (a.needs_dx || needs_parameters) {
-    launch_norm(a, shape, types, activation, groups, out);
+    BackwardCall call;
+    out.allocate(a, shape, types, call);
+    out.fill_with_zeros(a);
+  } else if (a.needs.any() && !launch_norm(a, shape, types, groups, dx, out)) {
+    CHECK_ARGUMENT(is_gated, "no kernel takes this call");
+    return run_gate_apart(given);
   }
-  return out.result(a, dparameter_type);
-}
-
-GatedBackwardResult run_gated_backward(const BackwardArguments& a, const Tensor& input,
-                                       bool needs_dinput, bool needs_dgate) {
-  const Shape shape(a.x, a.normalized_ndim);
-  const auto parameters = type_of_parameters(a.weight, a.bias);
-  const auto& m = a.modulation;
-  const KernelTypes types(
-      a.x.scalar_type(),
-      common_type({parameters, type_of(m.shift), type_of(m.scale), type_of(m.gate)}),
-      a.dy.scalar_type());
-  check(a, shape, types);
-  check_shape(input, "input", a.x, 0);
-  check_broadcast(m.gate, "gate", a.x);
-  const CurrentDevice guard(a.x);
-
-  const Groups groups({raw(m.shift), raw(m.scale), raw(m.gate)}, raw(a.x), shape.leading);
-  if (!shape.empty() && input.scalar_type() == a.x.scalar_type()) {
-    const Operands operands(a, shape, types, Activation::kNone, groups, input);
-    if (const auto plan = make_gated_plan(operands.problem, device_of(a.x.get_device_index()))) {
-      if (has_columns_apart(a, groups)) {
-        GatedBackwardResult result =
-            run_gated_backward(without_columns(a), input, needs_dinput, needs_dgate);
-        add_columns(result.of_norm, a);
-        return result;
-      }
-      const ScalarType dparameter_type = parameters.value_or(a.x.scalar_type());
-      const Outputs out(a, shape, types, groups, dparameter_type);
-      const GroupGradient dgate(needs_dgate, m.gate, groups, types.weight, types.statistics(), a.x);
-      const Tensor dinput = needs_dinput ? empty_like(input, types.x) : none(input, types.x);
-      BackwardParams params = params_of(a, operands, out);
-      params.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
-      params.dgate = dgate.data();
-      params.dgate_is_wide = dgate.is_wide;
-      launch(params, types.data_types(), *plan, a.x);
-      return {out.result(a, dparameter_type), dinput, dgate.result(m.gate, input)};
-    }
-  }
-  BackwardArguments of_norm = a;
-  of_norm.modulation.gate = std::nullopt;
-  of_norm.needs_dx = true;
-  BackwardResult result = run_backward(of_norm);
-  const auto [dinput, dgate] =
-      run_gate_backward(result.dx, input, *m.gate, needs_dinput, needs_dgate);
-  if (!a.needs_dx) result.dx = none(a.x, a.x.scalar_type());
-  return {result, dinput, dgate};
+  BackwardResult result = out.result(a, dx);
+  if (has_columns_apart) add_columns(result, given);
+  return result;
 }
 
 std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& input,
@@ -278,53 +247,38 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
   check_broadcast(given_gate, "gate", input);
   // Kernels take dsum of input's type, or float32 dsum beside half-precision input. Other types are
   // converted: all to float64 if either is float64, else dsum to float32.
-  const ScalarType in = input.scalar_type(), given = dsum.scalar_type();
-  const bool wide = in == ScalarType::Double || given == ScalarType::Double;
-  const ScalarType x = wide ? ScalarType::Double : given == in ? in : ScalarType::Float;
-  const ScalarType summand = wide ? ScalarType::Double : in;
-  const KernelTypes types(x, gate.scalar_type(), summand);
+  const DataType in = data_type(input.scalar_type()), given = data_type(dsum.scalar_type());
+  const bool wide = in == DataType::kFloat64 || given == DataType::kFloat64;
+  const DataType x = wide ? DataType::kFloat64 : given == in ? in : DataType::kFloat32;
+  const DataType summand = wide ? DataType::kFloat64 : in;
+  const DataTypes types = kernel_types(x, common_type({&given_gate}), summand);
   const CurrentDevice guard(input);
 
-  const Groups groups({raw(gate)}, raw(input), shape.leading);
-  const GroupGradient dgate(needs_dgate, given_gate, groups, types.weight, types.statistics(),
-                            input);
-  Tensor dinput = needs_dinput ? empty_like(input, summand) : none(input, in);
+  const RawTensor gate_as_given = raw(gate);
+  const Groups groups({&gate_as_given}, raw(input), shape.leading);
+  GroupGradient dgate(needs_dgate, given_gate, groups, input);
+  Tensor dinput =
+      needs_dinput ? empty_like(input, scalar_type(summand)) : none(input, input.scalar_type());
+  GateCall call;
+  call.dgate = dgate.allocate(types.weight, statistics_type(x));
   if (shape.empty()) {
-    if (dgate.of_groups) {
-      Tensor zeros = *dgate.of_groups;
-      torch::stable::zero_(zeros);
-    }
+    dgate.fill_with_zeros();
   } else if (needs_dinput || needs_dgate) {
-    const Rows dsum_rows(cast(dsum, x), shape.leading);
-    const Rows input_rows(cast(input, summand), shape.leading);
-    const ModulationRows gate_rows(given_gate, types.weight, input, shape.leading);
-    const DataTypes data_types = types.data_types();
-    Problem problem;
-    problem.rows = shape.rows;
-    problem.cols = shape.cols;
-    problem.x = data_types.x;
-    problem.aligned = dsum_rows.aligned() && input_rows.aligned() && types.aligned(shape.cols);
-    problem.needs_dparams = needs_dgate;
-    problem.modulated = true;
-    problem.group_rows = groups.rows;
-
-    GateParams params;
-    params.dsum = dsum_rows.data();
-    params.input = input_rows.data();
-    params.gate = gate_rows.data();
-    params.dsum_rows = dsum_rows.map;
-    params.input_rows = input_rows.map;
-    params.gate_rows = gate_rows.map;
-    params.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
-    params.dgate = dgate.data();
-    params.dgate_is_wide = dgate.is_wide;
-    params.rows = shape.rows;
-    params.cols = static_cast<int32_t>(shape.cols);
-    params.group_rows = groups.rows;
-    launch(params, data_types, backward::Gate::make(problem, device_of(input.get_device_index())),
-           input);
+    const Tensor sum = with_rows(cast(dsum, scalar_type(x)), shape.leading);
+    const Tensor rows = with_rows(cast(input, scalar_type(summand)), shape.leading);
+    const auto read = prepare_modulation(given_gate, types.weight, input, shape.leading);
+    call.dsum = raw(sum);
+    call.input = raw(rows);
+    call.gate = raw(read);
+    call.group_rows = groups.rows;
+    call.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
+    call.dgate_is_wide = dgate.is_wide;
+    PreparedGate prepared;
+    CHECK_ARGUMENT(prepare(call, device_of(input), prepared), "no kernel takes this gate");
+    const Workspace workspace(input, prepared.workspace_bytes());
+    launch(prepared, workspace.data(), current_stream(input));
   }
-  return {cast(dinput, in), dgate.result(given_gate, input)};
+  return {cast(dinput, input.scalar_type()), dgate.result()};
 }
 
 }  // namespace fused_layernorm

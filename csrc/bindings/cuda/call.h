@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // A call of an operator, as the dispatcher makes it: its arguments, in the order of its schema
-// (bindings/schemas.cpp), give place to its results.
+// (bindings/schemas.cpp), give place to its results. An argument is read once.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
 #include <initializer_list>
+#include <string>
 
 #include "bindings/cuda/tensors.h"
 
@@ -17,17 +18,30 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
     Call(StableIValue* stack, uint64_t arguments, uint64_t results)
         : stack_(stack), arguments_(arguments), results_(results) {}
 
-    // The next argument. T is the type that the schema gives it: a tensor that the schema does not
-    // call optional is a Tensor.
+    // The argument of a position. T is the type that the schema gives it: a tensor that the schema
+    // does not call optional is a Tensor.
     template <typename T>
-    T take() {
-      CHECK_ARGUMENT(taken_ < arguments_, "the schema has too few arguments");
-      return torch::stable::detail::to<T>(stack_[taken_++]);
+    T at(uint64_t position) {
+      CHECK_ARGUMENT(position < arguments_, "the schema has too few arguments");
+      ++read_;
+      return torch::stable::detail::to<T>(stack_[position]);
     }
-    // The next arguments, of the types of these variables.
+    // The arguments that follow those already read, of the types of these variables.
     template <typename... T>
     void read(T&... into) {
-      ((into = take<T>()), ...);
+      ((into = at<T>(read_)), ...);
+    }
+
+    // As read_options reads them.
+    int64_t integer(uint64_t position) { return at<int64_t>(position); }
+    double real(uint64_t position) { return at<double>(position); }
+    bool flag(uint64_t position) { return at<bool>(position); }
+    std::string name(uint64_t position) { return at<std::string>(position); }
+    std::optional<std::string> name_if_any(uint64_t position) {
+      return at<std::optional<std::string>>(position);
+    }
+    void refuse(const char* choices, const std::string& name) {
+      CHECK_ARGUMENT(false, choices, ", got '", name, "'");
     }
 
     // Ends the call. Null stands for a result that the operator does not have.
@@ -36,13 +50,13 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
       for (const Tensor* result : results) {
         if (result != nullptr) stack_[given++] = torch::stable::detail::from(*result);
       }
-      CHECK_ARGUMENT(taken_ == arguments_ && given == results_, "the schema has other arguments");
+      CHECK_ARGUMENT(read_ == arguments_ && given == results_, "the schema has other arguments");
     }
 
    private:
     StableIValue* const stack_;
     const uint64_t arguments_, results_;
-    uint64_t taken_ = 0;
+    uint64_t read_ = 0;
   };
 
 }  // namespace fused_layernorm

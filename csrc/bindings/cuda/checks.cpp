@@ -15,22 +15,12 @@ Shape::Shape(const Tensor& x, int64_t normalized_ndim) : leading(x.dim() - norma
                  " rows and columns, got ", rows, " rows of ", cols);
 }
 
-Activation activation_of(const std::optional<std::string>& name) {
-  if (!name) return Activation::kNone;
-  if (*name == "gelu") return Activation::kGelu;
-  if (*name == "gelu_tanh") return Activation::kGeluTanh;
-  if (*name == "silu") return Activation::kSilu;
-  if (*name == "relu") return Activation::kRelu;
-  CHECK_ARGUMENT(false, "activation must be None, 'gelu', 'gelu_tanh', 'silu' or 'relu', got '",
-                 *name, "'");
-  return Activation::kNone;
-}
-
-NormKind::NormKind(const std::string& statistic, double offset, bool rounds)
-    : is_rms(statistic == "rms"), weight_offset(offset), round_before_weight(rounds) {
-  CHECK_ARGUMENT(is_rms || statistic == "layer", "statistic must be 'layer' or 'rms', got '",
-                 statistic, "'");
-  CHECK_ARGUMENT(std::isfinite(offset), "weight_offset must be a finite number");
+void check_numbers(const NormOptions& options, bool has_weight) {
+  CHECK_ARGUMENT(std::isfinite(options.output_scale), "scale must be a finite number");
+  CHECK_ARGUMENT(!std::isnan(options.eps), "eps must be a number");
+  CHECK_ARGUMENT(std::isfinite(options.weight_offset), "weight_offset must be a finite number");
+  CHECK_ARGUMENT(has_weight || options.weight_offset == 0.0,
+                 "weight_offset is there without a weight");
 }
 
 void check_shape(const Tensor& tensor, const char* name, const Tensor& x, int64_t first_dim) {
@@ -59,31 +49,6 @@ std::optional<ScalarType> type_of_parameters(const std::optional<Tensor>& weight
   if (weight) return weight->scalar_type();
   if (bias) return bias->scalar_type();
   return std::nullopt;
-}
-
-KernelTypes::KernelTypes(ScalarType x_type, std::optional<ScalarType> weight_type,
-                         ScalarType y_type)
-    : x(x_type), weight(weight_type.value_or(x_type)), y(y_type) {
-  if (x == ScalarType::Double) {
-    weight = y = x;
-    return;
-  }
-  if (y == ScalarType::Double || (is_half(x) && y != x)) y = ScalarType::Float;
-  if (!is_half(x) || y != x) weight = ScalarType::Float;
-  if (weight != x) weight = ScalarType::Float;
-}
-
-DataTypes KernelTypes::data_types() const {
-  const DataTypes types = {data_type(x), data_type(weight), data_type(y)};
-  CHECK_ARGUMENT(has_kernels(types.x, types.weight, types.y),
-                 "this build is trimmed (FUSED_LAYERNORM_TRIMMED=1): it has no kernels for x of ",
-                 name_of(types.x), ", weight of ", name_of(types.weight), " and y of ",
-                 name_of(types.y));
-  return types;
-}
-
-bool KernelTypes::aligned(int64_t cols) const {
-  return cols * std::min(size_of(data_type(x)), size_of(data_type(y))) % kVectorBytes == 0;
 }
 
 }  // namespace fused_layernorm

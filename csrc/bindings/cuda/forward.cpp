@@ -1,19 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward on CUDA: settle the types, check, allocate, plan, launch. Tensors stop here.
+// Forward on CUDA: checks and casts until the call is one that kernels take, then describes,
+// prepares and launches it.
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "bindings/cuda/checks.h"
-#include "bindings/cuda/launches.h"
+#include "bindings/cuda/modulation.h"
 #include "bindings/cuda/ops.h"
-#include "forward/channels.h"
+#include "call/prepare.h"
+#include "call/types.h"
 
 namespace fused_layernorm {
 namespace {
+
+bool is_half(ScalarType type) { return type == ScalarType::Half || type == ScalarType::BFloat16; }
 
 // Parameters have to be of x's type, or float32 beside half precision. With a residual they may
 // also be of the input's type.
@@ -25,31 +29,29 @@ void check_parameters_type(std::optional<ScalarType> parameters, ScalarType x, S
                  " must be of the input's dtype, or float32 beside half precision input");
 }
 
+bool rounds_xhat(const ForwardArguments& a) {
+  return xhat_rounding_of(a.options.round_before_weight, a.weight.has_value(),
+                          data_type(a.input.scalar_type())) != XhatRounding::kNone;
+}
+
 ForwardTypes check(const ForwardArguments& a, const Shape& shape) {
   check_shape(a.weight, "weight", a.input, shape.leading);
   check_shape(a.bias, "bias", a.input, shape.leading);
   check_shape(a.residual, "residual", a.input, 0);
-  CHECK_ARGUMENT(std::isfinite(a.scale), "scale must be a finite number");
-  CHECK_ARGUMENT(!std::isnan(a.eps), "eps must be a number");
+  check_numbers(a.options, a.weight.has_value());
   const ScalarType input = a.input.scalar_type();
-  const auto residual =
-      a.residual ? std::optional<ScalarType>(a.residual->scalar_type()) : std::nullopt;
-  const ScalarType y = a.out_dtype.value_or(input);
-  for (const ScalarType each : {input, residual.value_or(input), y}) data_type(each);
-  const auto affine = type_of_parameters(a.weight, a.bias);
-  const auto& m = a.modulation;
+  const ScalarType x = a.residual ? a.residual->scalar_type() : input;
+  const DataType y = data_type(a.out_dtype.value_or(input));
+  check_parameters_type(type_of_parameters(a.weight, a.bias), x, input, "weight and bias");
   const std::pair<const std::optional<Tensor>&, const char*> modulations[] = {
-      {m.shift, "shift"}, {m.scale, "scale"}, {m.gate, "gate"}};
-  check_parameters_type(affine, residual.value_or(input), input, "weight and bias");
+      {a.shift, "shift"}, {a.scale, "scale"}, {a.gate, "gate"}};
   for (const auto& [modulation, name] : modulations) {
     check_broadcast(modulation, name, a.input);
-    check_parameters_type(type_of(modulation), residual.value_or(input), input, name);
+    if (modulation) check_parameters_type(modulation->scalar_type(), x, input, name);
   }
-  CHECK_ARGUMENT(a.weight || a.kind.weight_offset == 0.0,
-                 "weight_offset is there without a weight");
-  const auto parameters =
-      common_type({affine, type_of(m.shift), type_of(m.scale), type_of(m.gate)});
-  return settle_types(input, residual, parameters, y, a.xhat_rounding() != XhatRounding::kNone);
+  return settle_types(data_type(input), a.residual ? std::optional(data_type(x)) : std::nullopt,
+                      common_type({&a.weight, &a.bias, &a.shift, &a.scale, &a.gate}), y,
+                      rounds_xhat(a));
 }
 
 // A new tensor for mean or rstd. No kernel runs for rows without columns, so `of_no_columns` is
@@ -71,93 +73,69 @@ Tensor add(const Tensor& input, const std::optional<Tensor>& gate, const Tensor&
 
 // A new tensor for y.
 Tensor new_y(const ForwardArguments& a, ScalarType type) {
-  return a.keeps_order ? empty_in_order(a.input, type) : empty_like(a.input, type);
+  return a.options.keeps_order ? empty_in_order(a.input, type) : empty_like(a.input, type);
 }
 
-// The plan of a launch that reads the channels of planes where they lie, if there is one.
-std::optional<forward::Channels> channels_plan(const Problem& problem, const Planes& planes,
-                                               const Tensor& input, const Tensor& y,
-                                               int64_t leading) {
-  const bool channels_last = y.is_contiguous();
-  if (!channels_last && !has_dense_planes(y, planes, leading)) return std::nullopt;
-  return make_channels_plan(problem, planes, unit_of(input, planes),
-                            is_run(input, planes, problem.cols), channels_last,
-                            device_of(input.get_device_index()));
-}
-
-// Launches the kernel on the rows of `input`, to which it adds those of `residual`, if given.
-void launch_norm(const Tensor& input, const std::optional<Tensor>& residual,
-                 const ForwardArguments& a, const Shape& shape, const KernelTypes& types,
-                 Activation activation, ForwardResult& result) {
-  const Rows residual_rows(residual, shape.leading);
-  const auto weight = prepare_parameter(a.weight, types.weight);
-  const auto bias = prepare_parameter(a.bias, types.weight);
-  const auto rows_of = [&](const std::optional<Tensor>& modulation) {
-    return ModulationRows(modulation, types.weight, input, shape.leading);
-  };
-  const ModulationRows shift = rows_of(a.modulation.shift), scale = rows_of(a.modulation.scale);
-  // If the sum was taken before the launch, the gate was applied with it.
-  const ModulationRows gate = rows_of(residual ? a.modulation.gate : std::nullopt);
-
-  const DataTypes data_types = types.data_types();
-  ForwardParams params;
-  params.residual = residual_rows.data();
-  params.residual_rows = residual_rows.map;
-  if (residual) params.residual_out = result.residual_out->mutable_data_ptr();
-  params.weight = data_of(weight);
-  params.bias = data_of(bias);
+ForwardCall describe(const ForwardArguments& a, const Tensor& y, DataType rounded_to,
+                     const ForwardResult& result) {
+  ForwardCall call;
+  call.options = a.options;
+  call.weight = raw(a.weight);
+  call.bias = raw(a.bias);
+  call.shift = raw(a.shift);
+  call.scale = raw(a.scale);
+  call.gate = raw(a.gate);
+  call.input = raw(a.input);
+  call.residual = raw(a.residual);
+  call.rounded_to = rounded_to;
+  call.y = raw(y);
+  if (a.residual) call.residual_out = result.residual_out->mutable_data_ptr();
   if (a.needs_statistics) {
-    params.mean = a.kind.is_rms ? nullptr : result.mean->mutable_data_ptr();
-    params.rstd = result.rstd->mutable_data_ptr();
+    call.mean = a.options.is_rms ? nullptr : result.mean->mutable_data_ptr();
+    call.rstd = result.rstd->mutable_data_ptr();
   }
-  params.rows = shape.rows;
-  params.cols = static_cast<int32_t>(shape.cols);
-  params.modulation = {shift.data(), scale.data(), gate.data(), shift.map, scale.map, gate.map};
-  const Computation computation = {activation,           a.scale, a.kind.is_rms,
-                                   a.kind.weight_offset, a.eps,   a.xhat_rounding()};
-  params.input = input.const_data_ptr();
-  params.y = result.y.mutable_data_ptr();
-  if (const auto planes = planes_of(input, shape.leading)) {
-    const Problem as_they_lie = complete(params, data_types, computation, false);
-    if (const auto plan = channels_plan(as_they_lie, *planes, input, result.y, shape.leading)) {
-      return launch(params, data_types, *plan, input);
-    }
-  }
+  return call;
+}
 
-  const Rows rows(input, shape.leading);
-  const bool contiguous = result.y.is_contiguous();
-  Tensor y = contiguous ? result.y : empty_like(result.y, types.y);
-  params.input = rows.data();
-  params.input_rows = rows.map;
-  params.y = y.mutable_data_ptr();
-  const bool aligned = rows.aligned() && residual_rows.aligned() && types.aligned(shape.cols);
-  const Problem problem = complete(params, data_types, computation, aligned);
-  const auto planned = plan_forward(problem, input.get_device_index());
-  params.stays_in_l2 = stays_in_l2(planned.plan);
-  launch(params, data_types, planned, input);
-  if (!contiguous) torch::stable::copy_(result.y, y);
+// Launches the kernel of a call whose types it takes.
+void launch_norm(ForwardArguments a, const Shape& shape, const DataTypes& types,
+                 DataType rounded_to, ForwardResult& result) {
+  const Device& device = device_of(a.input);
+  a.weight = prepare_parameter(a.weight, scalar_type(types.weight));
+  a.bias = prepare_parameter(a.bias, scalar_type(types.weight));
+  for (std::optional<Tensor>* modulation : {&a.shift, &a.scale, &a.gate}) {
+    *modulation = prepare_modulation(*modulation, types.weight, a.input, shape.leading);
+  }
+  Tensor y = result.y;
+  ForwardCall call = describe(a, y, rounded_to, result);
+  PreparedForward prepared;
+  const bool as_they_lie = prepare(call, device, prepared);
+  if (!as_they_lie) {
+    a.input = with_rows(a.input, shape.leading);
+    a.residual = with_rows(a.residual, shape.leading);
+    if (!y.is_contiguous()) y = empty_like(y, y.scalar_type());
+    call = describe(a, y, rounded_to, result);
+    CHECK_ARGUMENT(prepare(call, device, prepared), "no kernel takes this call");
+  }
+  const Workspace workspace(a.input, prepared.workspace_bytes());
+  launch(prepared, call, workspace.data(), current_stream(a.input));
+  if (y.get() != result.y.get()) torch::stable::copy_(result.y, y);
 }
 
 // A modulated norm that rounds xhat, which no kernel does: the norm's kernel gives y in float32,
 // and PyTorch's operators take the gated sum and the modulation.
 ForwardResult run_rounding(const ForwardArguments& a) {
-  ForwardResult result;
-  Tensor x = a.input;
-  if (a.residual) {
-    x = add(a.input, a.modulation.gate, *a.residual, ScalarType::Float);
-    result.residual_out = x;
-  }
-  CHECK_ARGUMENT(x.scalar_type() == a.input.scalar_type(),
+  ForwardArguments norm = a;
+  for (auto* each : {&norm.residual, &norm.shift, &norm.scale, &norm.gate}) each->reset();
+  norm.out_dtype = ScalarType::Float;
+  if (a.residual) norm.input = add(a.input, a.gate, *a.residual, ScalarType::Float);
+  CHECK_ARGUMENT(norm.input.scalar_type() == a.input.scalar_type(),
                  "round_before_weight beside a gate needs a residual of input's dtype");
-  ForwardResult norm =
-      run_forward({x, std::nullopt, a.normalized_ndim, a.weight, a.bias, a.eps, a.activation,
-                   a.scale, ScalarType::Float, a.needs_statistics, a.kind});
-  const auto& [shift, scale, gate] = a.modulation;
-  Tensor y = scaled(norm.y, scale, ScalarType::Float);
-  if (shift) y = plus(y, cast(*shift, ScalarType::Float));
+  ForwardResult result = run_forward(norm);
+  if (a.residual) result.residual_out = norm.input;
+  Tensor y = scaled(result.y, a.scale, ScalarType::Float);
+  if (a.shift) y = plus(y, cast(*a.shift, ScalarType::Float));
   result.y = contiguous_of(cast(y, a.out_dtype.value_or(a.input.scalar_type())));
-  result.mean = norm.mean;
-  result.rstd = norm.rstd;
   return result;
 }
 
@@ -167,54 +145,54 @@ ForwardResult run_with_offset(const ForwardArguments& a) {
   const bool wide = a.weight->scalar_type() == ScalarType::Double;
   const ScalarType type = wide ? ScalarType::Double : ScalarType::Float;
   Tensor offset = empty_like(*a.weight, type);
-  torch::stable::fill_(offset, a.kind.weight_offset);
+  torch::stable::fill_(offset, a.options.weight_offset);
   ForwardArguments with_sum = a;
   with_sum.weight = plus(cast(*a.weight, type), offset);
   if (a.bias) with_sum.bias = cast(*a.bias, type);
-  with_sum.kind.weight_offset = 0.0;
+  with_sum.options.weight_offset = 0.0;
   return run_forward(with_sum);
 }
 
 }  // namespace
 
 ForwardResult run_forward(const ForwardArguments& a) {
-  const Shape shape(a.input, a.normalized_ndim);
+  const Shape shape(a.input, a.options.normalized_ndim);
   const ForwardTypes types = check(a, shape);
-  if (a.modulation.any() && a.xhat_rounding() != XhatRounding::kNone) return run_rounding(a);
-  if (a.modulation.any() && a.kind.weight_offset != 0.0) return run_with_offset(a);
-  const Activation activation = activation_of(a.activation);
+  if (a.is_modulated() && rounds_xhat(a)) return run_rounding(a);
+  if (a.is_modulated() && a.options.weight_offset != 0.0) return run_with_offset(a);
   const CurrentDevice guard(a.input);
 
-  ForwardResult result{new_y(a, types.kernel.y), std::nullopt, std::nullopt, std::nullopt};
+  const ScalarType x = scalar_type(types.kernel.x);
+  ForwardResult result{new_y(a, scalar_type(types.kernel.y))};
   if (a.needs_statistics) {
     // PyTorch's kernels give these for rows without columns.
     constexpr double kNoMean = 0.0, kNoRstd = std::numeric_limits<double>::quiet_NaN();
-    result.mean = a.kind.is_rms ? none(a.input, types.kernel.statistics())
-                                : new_statistic(a.input, shape, types.kernel.statistics(), kNoMean);
-    result.rstd = new_statistic(a.input, shape, types.kernel.statistics(), kNoRstd);
+    const ScalarType type = scalar_type(statistics_type(types.kernel.x));
+    result.mean =
+        a.options.is_rms ? none(a.input, type) : new_statistic(a.input, shape, type, kNoMean);
+    result.rstd = new_statistic(a.input, shape, type, kNoRstd);
   }
+  ForwardArguments norm = a;
   if (types.adds_first) {
-    result.residual_out = add(a.input, a.modulation.gate, *a.residual, types.summand);
-  } else if (a.residual) {
-    result.residual_out = empty_like(a.input, types.kernel.x);
+    result.residual_out = add(a.input, a.gate, *a.residual, scalar_type(types.summand));
+    norm.input = cast(*result.residual_out, x);
+    norm.residual.reset();
+    norm.gate.reset();
+  } else {
+    if (a.residual) result.residual_out = empty_like(a.input, x);
+    norm.input = cast(a.input, scalar_type(types.summand));
   }
   if (!shape.empty()) {
-    if (types.adds_first) {
-      launch_norm(cast(*result.residual_out, types.kernel.x), std::nullopt, a, shape, types.kernel,
-                  activation, result);
-    } else {
-      launch_norm(cast(a.input, types.summand), a.residual, a, shape, types.kernel, activation,
-                  result);
-    }
+    launch_norm(norm, shape, types.kernel, data_type(a.input.scalar_type()), result);
   }
   if (types.y != types.kernel.y) {
-    Tensor y = new_y(a, types.y);
+    Tensor y = new_y(a, scalar_type(types.y));
     torch::stable::copy_(y, result.y);
     result.y = y;
   }
   if (a.needs_statistics) {
-    result.mean = cast(*result.mean, types.statistics);
-    result.rstd = cast(*result.rstd, types.statistics);
+    result.mean = cast(*result.mean, scalar_type(types.statistics));
+    result.rstd = cast(*result.rstd, scalar_type(types.statistics));
   }
   return result;
 }

@@ -7,11 +7,9 @@
 #include <deque>
 #include <string>
 
-#include "backward/heads.h"
 #include "bindings/cuda/call.h"
-#include "bindings/cuda/modulation.h"
 #include "bindings/driver.h"
-#include "forward/heads.h"
+#include "call/heads.h"
 
 namespace fused_layernorm {
 namespace {
@@ -28,7 +26,7 @@ struct HeadArguments {
   double weight_offset;
   bool rounds = false, interleaved, inverse;
 
-  HeadArguments(Call& call, bool is_backward) : q(call.take<Tensor>()) {
+  HeadArguments(Call& call, bool is_backward) : q(call.at<Tensor>(is_backward ? 2 : 0)) {
     call.read(k, weight[0], weight[1], bias[0], bias[1], cos, sin, rotary_dim, seq_dim, eps,
               statistic, weight_offset);
     if (!is_backward) call.read(rounds);
@@ -39,7 +37,9 @@ struct HeadArguments {
   const Tensor& x(int side) const { return side == 0 ? q : *k; }
   ScalarType type() const { return q.scalar_type(); }
   int64_t positions() const { return q.sizes()[0] * q.sizes()[seq_dim]; }
+  int64_t heads(int side) const { return has(side) ? x(side).sizes()[3 - seq_dim] : 0; }
   int64_t cols() const { return q.sizes()[3]; }
+  bool has_rows() const { return positions() != 0 && heads(0) + heads(1) != 0; }
 };
 
 // Whether kernels read a parameter, cos or sin of this type and device.
@@ -95,127 +95,77 @@ void check(const HeadArguments& a) {
   check_angles(a, a.sin, "sin");
 }
 
-// Whether rows are contiguous, and no two of them in one place.
-bool has_rows(const Tensor& x) {
-  bool fits = x.strides()[3] == 1;
-  for (int d = 0; d < 3; ++d) fits = fits && (x.sizes()[d] <= 1 || x.strides()[d] != 0);
-  return fits;
-}
-
 // A new tensor of x's shape, type and, where x has rows, order of dimensions in memory. It has rows
 // itself: those of x may overlap, so that another dimension would come behind the columns.
 Tensor dense_like(const Tensor& x) {
-  if (has_rows(x)) {
+  if (has_rows(raw(x))) {
     const Tensor result = empty_in_order(x, x.scalar_type());
-    if (has_rows(result)) return result;
+    if (has_rows(raw(result))) return result;
   }
   return empty_like(x, x.scalar_type());
 }
 
-// The strides of three dimensions; a dimension that is not there, or of size 1, has none.
-HeadStrides strides_of(const Tensor& x, int64_t batch, int64_t position, int64_t head) {
-  const auto at = [&](int64_t d) { return d >= 0 && x.sizes()[d] > 1 ? x.strides()[d] : 0; };
-  return {at(batch), at(position), at(head)};
-}
-
-// The params of a call, and the tensors that they point into.
+// The description of a call, and the tensors that it points into.
 class HeadOperands {
  public:
-  HeadsParams params;
+  HeadsCall call;
 
-  explicit HeadOperands(const HeadArguments& a) : seq_dim_(a.seq_dim) {
-    params.type = data_type(a.type());
-    params.positions = static_cast<int32_t>(a.positions());
-    params.seq = static_cast<int32_t>(a.q.sizes()[a.seq_dim]);
-    params.cols = static_cast<int32_t>(a.cols());
-    params.rotary = static_cast<int32_t>(a.rotary_dim);
-    params.statistic = !a.statistic            ? HeadStatistic::kNone
-                       : *a.statistic == "rms" ? HeadStatistic::kRms
-                                               : HeadStatistic::kLayer;
-    params.interleaved = a.interleaved;
-    params.sin_sign = a.inverse ? -1.0f : 1.0f;
-    params.weight_offset = static_cast<float>(a.weight_offset);
-    params.eps = static_cast<float>(a.eps);
-    params.inverse_cols = Scalar(1.0 / static_cast<double>(a.cols()));
+  explicit HeadOperands(const HeadArguments& a) {
+    call.rotary_dim = a.rotary_dim;
+    call.seq_dim = a.seq_dim;
+    call.eps = a.eps;
+    call.weight_offset = a.weight_offset;
+    call.statistic = !a.statistic            ? HeadStatistic::kNone
+                     : *a.statistic == "rms" ? HeadStatistic::kRms
+                                             : HeadStatistic::kLayer;
+    call.round_before_weight = a.rounds;
+    call.interleaved = a.interleaved;
+    call.inverse = a.inverse;
     if (a.cos) {
-      params.cos = place_angles(*a.cos, params.cos_strides);
-      params.sin = place_angles(*a.sin, params.sin_strides);
-      params.angles_are_float = a.cos->scalar_type() == ScalarType::Float;
-      params.doubled = a.cos->sizes()[a.cos->dim() - 1] == a.rotary_dim;
+      call.cos = hold_angles(*a.cos);
+      call.sin = hold_angles(*a.sin);
     }
     for (int i = 0; i < 2 && a.has(i); ++i) {
-      HeadSide& side = params.side[i];
-      side.heads = static_cast<int32_t>(a.x(i).sizes()[3 - a.seq_dim]);
-      side.x = place(a.x(i), side.x_strides);
-      side.weight = place_parameter(a.weight[i], side.weight_is_float);
-      side.bias = place_parameter(a.bias[i], side.bias_is_float);
-      side.rounds = a.rounds && a.weight[i];
+      side(i).x = hold_rows(a.x(i));
+      side(i).weight = hold_parameter(a.weight[i]);
+      side(i).bias = hold_parameter(a.bias[i]);
     }
   }
 
+  HeadTensors& side(int i) { return i == 0 ? call.q : call.k; }
+
   // A new tensor for the results of one side.
-  Tensor result(const HeadArguments& a, int side) {
-    if (!a.has(side)) return none(a.q, a.type());
-    const Tensor y = dense_like(a.x(side));
-    params.side[side].y_strides = strides_of(y, 0, seq_dim_, 3 - seq_dim_);
-    params.side[side].y = y.mutable_data_ptr();
+  Tensor result(const HeadArguments& a, int i) {
+    if (!a.has(i)) return none(a.q, a.type());
+    const Tensor y = dense_like(a.x(i));
+    side(i).y = raw(y);
     return y;
   }
 
-  // The address of a tensor's rows, or of a contiguous copy if it has none, and their strides.
-  const void* place(const Tensor& x, HeadStrides& strides) {
-    const Tensor& rows = held_.emplace_back(has_rows(x) ? x : contiguous_of(x));
-    return placed(rows, strides = strides_of(rows, 0, seq_dim_, 3 - seq_dim_));
-  }
-
-  bool empty() const {
-    return params.positions == 0 || (params.side[0].heads == 0 && params.side[1].heads == 0);
-  }
-
-  // Throws unless there is a plan.
-  template <typename Plan>
-  void check_plan(const std::optional<Plan>& plan) const {
-    CHECK_ARGUMENT(plan, "no kernel takes ", describe());
-  }
-  void check_launch(cudaError_t error, const char* direction) const {
-    CHECK_ARGUMENT(error == cudaSuccess, "CUDA error: ", cudaGetErrorString(error),
-                   ", at the launch of ", direction, " for ", describe());
-  }
+  // A tensor, or a contiguous copy if it has no rows.
+  RawTensor hold_rows(const Tensor& x) { return hold(has_rows(raw(x)) ? x : contiguous_of(x)); }
 
  private:
-  std::string describe() const {
-    return std::to_string(params.positions) + " positions of " +
-           std::to_string(params.side[0].heads) + " and " + std::to_string(params.side[1].heads) +
-           " heads of " + std::to_string(params.cols) + " columns of " + name_of(params.type);
-  }
+  RawTensor hold(const Tensor& tensor) { return raw(held_.emplace_back(tensor)); }
 
-  const void* placed(const Tensor& tensor, const HeadStrides& strides) {
-    const auto bytes = static_cast<int64_t>(tensor.element_size());
-    const void* data = tensor.const_data_ptr();
-    params.aligned = params.aligned && reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0 &&
-                     strides.batch * bytes % kVectorBytes == 0 &&
-                     strides.position * bytes % kVectorBytes == 0 &&
-                     strides.head * bytes % kVectorBytes == 0;
-    return data;
-  }
-
-  const void* place_angles(const Tensor& angles, HeadStrides& strides) {
+  RawTensor hold_angles(const Tensor& angles) {
     const int64_t last = angles.dim() - 1;
     const bool fits = angles.sizes()[last] == 1 || angles.strides()[last] == 1;
-    const Tensor& rows = held_.emplace_back(fits ? angles : contiguous_of(angles));
-    return placed(rows, strides = strides_of(rows, last - 2, last - 1, -1));
+    return hold(fits ? angles : contiguous_of(angles));
   }
 
-  const void* place_parameter(const Optional& parameter, bool& is_float) {
-    if (!parameter) return nullptr;
-    is_float = parameter->scalar_type() == ScalarType::Float;
-    held_.push_back(*prepare_parameter(parameter, parameter->scalar_type()));
-    return held_.back().const_data_ptr();
+  RawTensor hold_parameter(const Optional& parameter) {
+    if (!parameter) return {};
+    return hold(*prepare_parameter(parameter, parameter->scalar_type()));
   }
 
-  int64_t seq_dim_;
   std::deque<Tensor> held_;
 };
+
+void check_is_ready(bool is_ready, const HeadArguments& a) {
+  CHECK_ARGUMENT(is_ready, "no kernel takes ", a.positions(), " positions of ", a.heads(0), " and ",
+                 a.heads(1), " heads of ", a.cols(), " columns of ", name_of(data_type(a.type())));
+}
 
 void qk_norm_rope(StableIValue* stack, uint64_t arguments, uint64_t results) {
   Call call(stack, arguments, results);
@@ -224,22 +174,21 @@ void qk_norm_rope(StableIValue* stack, uint64_t arguments, uint64_t results) {
   const CurrentDevice guard(a.q);
   HeadOperands operands(a);
   const Tensor q_out = operands.result(a, 0), k_out = operands.result(a, 1);
-  if (!operands.empty()) {
-    const auto plan = forward::make_heads_plan(operands.params);
-    operands.check_plan(plan);
-    operands.check_launch(
-        launch_heads_forward(operands.params, *plan, current_stream(a.q.get_device_index())),
-        "forward");
+  if (a.has_rows()) {
+    PreparedHeadsForward prepared;
+    check_is_ready(prepare(operands.call, prepared), a);
+    launch(prepared, current_stream(a.q));
   }
   call.give({&q_out, &k_out});
 }
 
 void qk_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t results) {
   Call call(stack, arguments, results);
-  const auto dq_out = call.take<Tensor>();
-  const auto dk_out = call.take<Optional>();
+  const auto dq_out = call.at<Tensor>(0);
+  const auto dk_out = call.at<Optional>(1);
   const HeadArguments a(call, true);
-  const auto needs_dweight = call.take<bool>(), needs_dbias = call.take<bool>();
+  bool needs_dweight = false, needs_dbias = false;
+  call.read(needs_dweight, needs_dbias);
   const Tensor& q = a.q;
   check(a);
   CHECK_ARGUMENT(a.statistic, "a rotation alone is its own backward, with inverse");
@@ -251,32 +200,29 @@ void qk_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t res
     if (!needed || !parameter) return none(q, parameter ? parameter->scalar_type() : a.type());
     const int64_t cols = a.cols();
     Tensor result = empty(q, &cols, 1, parameter->scalar_type());
-    if (operands.empty()) torch::stable::zero_(result);
+    if (!a.has_rows()) torch::stable::zero_(result);
     data = result.mutable_data_ptr();
     return result;
   };
   std::array<Optional, 2> dx, dweight, dbias;
   for (int i = 0; i < 2; ++i) {
-    HeadSide& side = operands.params.side[i];
+    HeadTensors& side = operands.side(i);
     if (a.has(i)) {
       const Tensor& dy = i == 0 ? dq_out : *dk_out;
       bool fits = dy.dim() == 4 && dy.scalar_type() == a.type() && is_beside(dy, q);
       for (int64_t d = 0; fits && d < 4; ++d) fits = dy.sizes()[d] == a.x(i).sizes()[d];
       CHECK_ARGUMENT(fits, "gradients must be as the results are");
-      side.dy = operands.place(dy, side.dy_strides);
+      side.dy = operands.hold_rows(dy);
     }
     dx[i] = operands.result(a, i);
     dweight[i] = gradient(needs_dweight, a.weight[i], side.dweight);
     dbias[i] = gradient(needs_dbias, a.bias[i], side.dbias);
   }
-  if (!operands.empty()) {
-    const auto plan = backward::make_heads_plan(operands.params, device_of(q.get_device_index()));
-    operands.check_plan(plan);
-    const Workspace workspace(q, plan->workspace_bytes);
-    operands.params.workspace = workspace.data();
-    operands.check_launch(
-        launch_heads_backward(operands.params, *plan, current_stream(q.get_device_index())),
-        "backward");
+  if (a.has_rows()) {
+    PreparedHeadsBackward prepared;
+    check_is_ready(prepare(operands.call, device_of(q), prepared), a);
+    const Workspace workspace(q, prepared.plan.workspace_bytes);
+    launch(prepared, workspace.data(), current_stream(q));
   }
   call.give({&*dx[0], &*dx[1], &*dweight[0], &*dweight[1], &*dbias[0], &*dbias[1]});
 }

@@ -5,12 +5,15 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <array>
 #include <mutex>
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
 #include <vector>
+
+#include "call/layout.h"
 
 // Weak: a torch without CUDA has no such function, and the library must load there too.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
@@ -46,8 +49,6 @@ Tensor copy(const Tensor& tensor, ScalarType type) {
 }
 
 }  // namespace
-
-bool is_half(ScalarType type) { return type == ScalarType::Half || type == ScalarType::BFloat16; }
 
 void check_cuda(cudaError_t error) {
   CHECK_ARGUMENT(error == cudaSuccess, "CUDA error: ", cudaGetErrorString(error));
@@ -167,6 +168,11 @@ Tensor empty_like(const Tensor& like, ScalarType type) {
   return empty(like, like.sizes().data(), like.dim(), type);
 }
 
+Tensor none(const Tensor& like, ScalarType type) {
+  const int64_t size = 0;
+  return empty(like, &size, 1, type);
+}
+
 Tensor cast(const Tensor& tensor, ScalarType type) {
   return tensor.scalar_type() == type ? tensor : copy(tensor, type);
 }
@@ -185,89 +191,11 @@ std::optional<Tensor> prepare_parameter(const std::optional<Tensor>& parameter, 
   return aligned_of(cast(*parameter, type));
 }
 
-std::optional<RowMap> row_map(const int64_t* sizes, const int64_t* strides, int64_t dims,
-                              int64_t leading) {
-  int64_t expected = 1;
-  for (int64_t d = dims - 1; d >= leading; --d) {
-    if (sizes[d] != 1 && strides[d] != expected) return std::nullopt;
-    expected *= sizes[d];
-  }
-  int levels = 0;
-  int64_t inner_stride = expected, outer_stride = 0;
-  int64_t inner_rows = 1, outer_rows = 1;
-  for (int64_t d = leading - 1; d >= 0; --d) {
-    if (sizes[d] == 1) continue;
-    if (levels == 0) {
-      inner_stride = strides[d];
-      inner_rows = sizes[d];
-      levels = 1;
-    } else if (levels == 1 && strides[d] == inner_stride * inner_rows) {
-      inner_rows *= sizes[d];
-    } else if (levels == 1) {
-      outer_stride = strides[d];
-      outer_rows = sizes[d];
-      levels = 2;
-    } else if (strides[d] == outer_stride * outer_rows) {
-      outer_rows *= sizes[d];
-    } else {
-      return std::nullopt;
-    }
-  }
-  return levels == 2 ? RowMap(inner_rows, inner_stride, outer_stride) : RowMap(inner_stride);
+Tensor with_rows(const Tensor& tensor, int64_t leading) {
+  return rows_of(raw(tensor), leading) ? tensor : contiguous_of(tensor);
 }
-
-std::optional<Planes> planes_of(const Tensor& tensor, int64_t leading) {
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
-  Planes planes;
-  int64_t cols = 1, d = tensor.dim() - 1;
-  for (; d >= leading; --d) {
-    if (sizes[d] == 1) continue;
-    if (cols == 1) planes.channel_stride = strides[d];
-    if (strides[d] != planes.channel_stride * cols) return std::nullopt;
-    cols *= sizes[d];
-  }
-  for (; d >= 0 && (sizes[d] == 1 || strides[d] == planes.pixels); --d) planes.pixels *= sizes[d];
-  for (; d >= 0; --d) {
-    if (sizes[d] == 1) continue;
-    if (planes.samples == 1) planes.sample_stride = strides[d];
-    if (strides[d] != planes.sample_stride * planes.samples) return std::nullopt;
-    planes.samples *= sizes[d];
-  }
-  if (planes.pixels == 1 || planes.channel_stride <= 1) return std::nullopt;
-  return planes;
-}
-
-bool has_dense_planes(const Tensor& tensor, const Planes& planes, int64_t leading) {
-  const auto found = planes_of(tensor, leading);
-  const int64_t elements = tensor.numel();
-  return found && found->pixels == planes.pixels && found->samples == planes.samples &&
-         found->channel_stride == planes.pixels &&
-         (planes.samples == 1 || found->sample_stride == elements / planes.samples);
-}
-
-int64_t unit_of(const Tensor& tensor, const Planes& planes) {
-  const int64_t size = static_cast<int64_t>(tensor.element_size());
-  int64_t unit = kVectorBytes / size;
-  while (address_of(tensor) % (unit * size) != 0 || planes.sample_stride % unit != 0 ||
-         planes.channel_stride % unit != 0) {
-    unit /= 2;
-  }
-  return unit;
-}
-
-bool is_run(const Tensor& tensor, const Planes& planes, int64_t cols) {
-  const int64_t bytes = static_cast<int64_t>(tensor.element_size());
-  return planes.channel_stride == planes.pixels && address_of(tensor) % kVectorBytes == 0 &&
-         cols * planes.pixels * bytes % kVectorBytes == 0 &&
-         planes.sample_stride * bytes % kVectorBytes == 0;
-}
-
-bool is_aligned(const void* data, int64_t bytes, const RowMap& map) {
-  return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0 &&
-         map.stride * bytes % kVectorBytes == 0 && map.jump * bytes % kVectorBytes == 0;
-}
-bool is_aligned(const Tensor& tensor, const RowMap& map) {
-  return is_aligned(tensor.const_data_ptr(), static_cast<int64_t>(tensor.element_size()), map);
+std::optional<Tensor> with_rows(const std::optional<Tensor>& tensor, int64_t leading) {
+  return tensor ? std::optional(with_rows(*tensor, leading)) : std::nullopt;
 }
 
 Tensor view(const Tensor& tensor, const int64_t* sizes, const int64_t* strides, int64_t dims) {
@@ -283,25 +211,15 @@ bool is_beside(const Tensor& tensor, const Tensor& x) {
   return tensor.is_cuda() && tensor.get_device_index() == x.get_device_index();
 }
 
-const void* data_of(const std::optional<Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr() : nullptr;
+RawTensor raw(const Tensor& tensor) {
+  return {tensor.const_data_ptr(),         tensor.sizes().data(),
+          tensor.strides().data(),         tensor.dim(),
+          data_type(tensor.scalar_type()), tensor.is_contiguous()};
 }
+RawTensor raw(const std::optional<Tensor>& tensor) { return tensor ? raw(*tensor) : RawTensor(); }
 
 Workspace::Workspace(const Tensor& like, int64_t bytes) {
   if (bytes > 0) tensor_ = empty(like, &bytes, 1, ScalarType::Byte);
-}
-
-Rows::Rows(const std::optional<Tensor>& original, int64_t leading) : tensor(original) {
-  if (!tensor) return;
-  const auto find = [&] {
-    return row_map(tensor->sizes().data(), tensor->strides().data(), tensor->dim(), leading);
-  };
-  auto found = find();
-  if (!found) {
-    tensor = contiguous_of(*tensor);
-    found = find();
-  }
-  map = *found;
 }
 
 }  // namespace fused_layernorm

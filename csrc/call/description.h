@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// A call of a norm: what it computes, and its tensors as they lie in memory. An operator describes
+// its call in this way once kernels can read all of its tensors, a direct call as it comes; what
+// follows (prepare.h) is the same for both.
+//
+// This is plain data, because the kernels' library and those of csrc/per_torch share it: these
+// launch kernels without the dispatcher, by the table of C functions at the end of this file.
+#pragma once
+
+#include <cstdint>
+
+#include "base/params.h"
+
+namespace fused_layernorm {
+
+// What no kernel computes with.
+constexpr DataType kNoDataType = static_cast<DataType>(-1);
+
+// A tensor as it lies in memory; without sizes there is none. Before the launch, `data` of a tensor
+// that is written may be null. Of a contiguous tensor no stride is read.
+struct RawTensor {
+  const void* data = nullptr;
+  const int64_t *sizes = nullptr, *strides = nullptr;
+  int64_t dims = 0;
+  DataType type = kNoDataType;
+  bool is_contiguous = false;
+
+  explicit operator bool() const { return sizes != nullptr; }
+};
+
+// Where a gate is, and what it multiplies.
+enum class GatePlace : int32_t {
+  kInput,  // x = residual + gate * input
+  kFirst,  // x = input * activation(gate)
+  kLast,   // y = norm(x) * activation(gate)
+};
+
+// The arguments of an operator that are no tensors. An operator that lacks one has the default.
+struct NormOptions {
+  int64_t normalized_ndim = 1;
+  double eps = 0;  // forward
+  Activation activation = Activation::kNone;
+  double output_scale = 1;
+  bool is_rms = false;
+  double weight_offset = 0;
+  bool round_before_weight = false;  // forward
+  bool keeps_order = false;          // y lies in memory as input does, dx as x
+  bool has_unknown_name = false;     // of an activation or a statistic: the operators refuse it
+
+  // GroupNorm: x is (samples, channels, ...), and the channels of a sample are so many groups,
+  // which are normalized each by itself; weight and bias have a number for each channel, shift and
+  // scale for each channel of each sample. 0: there are no groups.
+  int64_t num_groups = 0;
+  // Gated norms: a statistic is taken of so many columns; 0: of the whole row.
+  int64_t group_size = 0;
+  GatePlace gate_place = GatePlace::kInput;
+};
+
+// What forward and backward have in common. Weight and bias are contiguous; shift, scale and gate
+// broadcast to x.
+struct NormCall {
+  NormOptions options;
+  int32_t device = 0;
+  RawTensor weight, bias, shift, scale, gate;
+
+  bool is_modulated() const { return shift || scale || gate; }
+};
+
+// Forward. x, which is normalized, is input, or with a residual the sum of the two.
+struct ForwardCall : NormCall {
+  RawTensor input, residual;
+  // To which type round_before_weight rounds: that of input, unless an operator has cast it.
+  DataType rounded_to = kNoDataType;
+
+  RawTensor y;
+  void *residual_out = nullptr, *mean = nullptr, *rstd = nullptr;  // contiguous
+};
+
+// Which gradients are asked for; those of input and gate are of a gated sum.
+struct Needs {
+  bool dx = false, dweight = false, dbias = false;
+  bool dshift = false, dscale = false, dinput = false, dgate = false;
+
+  bool columns() const { return dweight || dbias; }
+  bool any() const { return dx || columns() || dshift || dscale || dinput || dgate; }
+};
+
+// Backward. A gate is there only with the input that it multiplied, where the gradient of either is
+// wanted. All gradients but dx are contiguous.
+struct BackwardCall : NormCall {
+  Needs needs;
+  RawTensor dy, x, dresidual, input;
+  RawTensor mean, rstd;  // RMSNorm has no mean
+  // So many rows in turn share all of shift, scale and gate, and further sums of their gradients
+  // may follow the launch; 0: the number follows from their sizes, and no sums follow.
+  int64_t group_rows = 0;
+
+  RawTensor dx;
+  void *dweight = nullptr, *dbias = nullptr, *dinput = nullptr;
+  // Of each group, in the parameter's type, or where further sums follow in the arithmetic's.
+  void *dshift = nullptr, *dscale = nullptr, *dgate = nullptr;
+  bool dshift_is_wide = false, dscale_is_wide = false, dgate_is_wide = false;
+};
+
+// ---- Direct calls
+
+// Raised whenever a struct of this file or the meaning of a field changes.
+constexpr int64_t kKernelTableVersion = 3;
+
+// What `prepare` found, for `launch`.
+struct DirectLaunch {
+  alignas(16) unsigned char bytes[1536];
+};
+
+// The operator _kernel_table gives the table's address, 0 without CUDA kernels. A caller checks
+// `version` and `size` before it reads on.
+//
+// prepare: the bytes of workspace that the launch needs, or -1 for a call that needs a conversion
+// or a copy, takes more than one launch, or is not valid; the operator then takes it, or says what
+// is wrong with it. launch: the same call with its outputs, on the current device; gives null, or
+// what went wrong, which is kept until the thread's next launch.
+struct KernelTable {
+  int64_t version, size;
+  int64_t (*prepare_forward)(const ForwardCall*, DirectLaunch*);
+  const char* (*launch_forward)(const ForwardCall*, DirectLaunch*, void* workspace);
+  int64_t (*prepare_backward)(const BackwardCall*, DirectLaunch*);
+  const char* (*launch_backward)(const BackwardCall*, DirectLaunch*, void* workspace);
+};
+
+}  // namespace fused_layernorm

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches of prepared calls; prepare.h has the contract.
+#include <sstream>
+#include <stdexcept>
+#include <type_traits>
+
+#include "backward/gate.h"
+#include "base/json.h"
+#include "call/prepare.h"
+
+namespace fused_layernorm {
+namespace {
+
+// Passes a plan to the launch function of its strategy.
+cudaError_t enqueue(const GateParams& params, const DataTypes& types, const backward::Gate& plan,
+                    cudaStream_t stream) {
+  return launch_gate_backward(params, types, plan, stream);
+}
+cudaError_t enqueue(const ForwardParams& params, const DataTypes& types,
+                    const forward::Channels& plan, cudaStream_t stream) {
+  return launch_layer_norm_forward(params, types, plan, stream);
+}
+cudaError_t enqueue(const BackwardParams& params, const DataTypes& types,
+                    const backward::Channels& plan, cudaStream_t stream) {
+  return launch_layer_norm_backward(params, types, plan, stream);
+}
+cudaError_t enqueue(const ForwardParams& params, const DataTypes& types, const forward::Plan& plan,
+                    cudaStream_t stream) {
+  return std::visit(
+      [&](const auto& strategy) {
+        return launch_layer_norm_forward(params, types, strategy, stream);
+      },
+      plan);
+}
+cudaError_t enqueue(const BackwardParams& params, const DataTypes& types,
+                    const backward::Plan& plan, cudaStream_t stream) {
+  return std::visit(
+      [&](const auto& strategy) {
+        return launch_layer_norm_backward(params, types, strategy, stream);
+      },
+      plan);
+}
+
+// Throws unless the launch of a plan succeeded; the message says which plan, for which rows and
+// types.
+template <typename Params, typename Plan>
+void check_launch(cudaError_t error, const Params& params, const DataTypes& types,
+                  const Plan& plan) {
+  if (error == cudaSuccess) return;
+  const char* const direction = std::is_same_v<Params, ForwardParams>    ? "forward"
+                                : std::is_same_v<Params, BackwardParams> ? "backward"
+                                                                         : "gate_backward";
+  std::ostringstream message;
+  message << "fused_layernorm: CUDA error: " << cudaGetErrorString(error) << ", at the launch of "
+          << direction << " for " << params.rows << " rows of " << params.cols << " columns, x "
+          << name_of(types.x) << ", weight " << name_of(types.weight) << ", y " << name_of(types.y)
+          << ", by the plan " << describe(plan);
+  throw std::runtime_error(message.str());
+}
+
+template <typename Params, typename Plan>
+void launch_plan(const Params& params, const DataTypes& types, const Plan& plan,
+                 cudaStream_t stream) {
+  check_launch(enqueue(params, types, plan, stream), params, types, plan);
+}
+template <typename Params, typename Plan>
+void launch_plan(const Params& params, const DataTypes& types, const Planned<Plan>& planned,
+                 cudaStream_t stream) {
+  const cudaError_t error = enqueue(params, types, planned.plan, stream);
+  if (error == cudaErrorCooperativeLaunchTooLarge && planned.apart) {
+    (void)cudaGetLastError();  // else the next check of PyTorch's would find it
+    launch_plan(params, types, *planned.apart, stream);
+  } else {
+    check_launch(error, params, types, planned.plan);
+  }
+}
+
+template <typename Prepared>
+void launch_prepared(Prepared& prepared, void* workspace, cudaStream_t stream) {
+  prepared.params.workspace = workspace;
+  std::visit([&](const auto& plan) { launch_plan(prepared.params, prepared.types, plan, stream); },
+             prepared.plan);
+}
+
+template <typename Plan>
+int64_t workspace_of(const Plan& plan) {
+  return launch_of(plan).workspace_bytes;
+}
+template <typename Plan>
+int64_t workspace_of(const Planned<Plan>& planned) {
+  const int64_t bytes = workspace_of(planned.plan);
+  return planned.apart ? std::max(bytes, workspace_of(*planned.apart)) : bytes;
+}
+
+}  // namespace
+
+template <typename Params, typename... Plans>
+int64_t Prepared<Params, Plans...>::workspace_bytes() const {
+  return std::visit([](const auto& each) { return workspace_of(each); }, plan);
+}
+template int64_t PreparedForward::workspace_bytes() const;
+template int64_t PreparedBackward::workspace_bytes() const;
+template int64_t PreparedGate::workspace_bytes() const;
+
+void launch(PreparedForward& prepared, const ForwardCall& call, void* workspace,
+            cudaStream_t stream) {
+  ForwardParams& params = prepared.params;
+  params.y = const_cast<void*>(call.y.data);
+  params.residual_out = call.residual_out;
+  params.mean = call.mean;
+  params.rstd = call.rstd;
+  launch_prepared(prepared, workspace, stream);
+}
+
+void launch(PreparedBackward& prepared, const BackwardCall& call, void* workspace,
+            cudaStream_t stream) {
+  BackwardParams& params = prepared.params;
+  params.dx = const_cast<void*>(call.dx.data);
+  params.dweight = call.dweight;
+  params.dbias = call.dbias;
+  params.dshift = call.dshift;
+  params.dscale = call.dscale;
+  params.dinput = call.dinput;
+  params.dgate = call.dgate;
+  params.dshift_is_wide = call.dshift_is_wide;
+  params.dscale_is_wide = call.dscale_is_wide;
+  params.dgate_is_wide = call.dgate_is_wide;
+  launch_prepared(prepared, workspace, stream);
+}
+
+void launch(PreparedGate& prepared, void* workspace, cudaStream_t stream) {
+  launch_prepared(prepared, workspace, stream);
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the rows and columns of a tensor lie, from its sizes and strides. The first `leading`
+// dimensions count rows, the others columns.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+
+#include "base/params.h"
+#include "base/planes.h"
+#include "call/description.h"
+
+namespace fused_layernorm {
+
+bool have_one_shape(const RawTensor& a, const RawTensor& b);
+
+// Whether every row of a tensor at this address, placed as `map` says, begins at a multiple of 16
+// bytes.
+bool is_aligned(const void* data);
+bool is_aligned(const void* data, DataType type, const RowMap& map);
+
+// Where the rows of a tensor begin. std::nullopt unless each row is contiguous inside and the rows
+// stand at no more than two strides.
+std::optional<RowMap> rows_of(const RawTensor& tensor, int64_t leading);
+
+// Where the rows of a tensor lie whose columns lie apart and whose neighbouring rows side by
+// side. std::nullopt for other tensors, rows of one column among them.
+std::optional<Planes> planes_of(const RawTensor& tensor, int64_t leading);
+
+// Whether the tensor has the same planes and no gaps between them.
+bool has_dense_planes(const RawTensor& tensor, const Planes& planes, int64_t leading);
+
+// The greatest number of elements, a power of two up to those of 16 bytes, at whose multiples all
+// planes begin.
+int64_t unit_of(const RawTensor& tensor, const Planes& planes);
+
+// Whether each sample is one run of memory that begins at a multiple of 16 bytes.
+bool is_run(const RawTensor& tensor, const Planes& planes, int64_t cols);
+
+// ---- Modulations, which broadcast to x
+
+// The size along x's dimension d of a tensor that broadcasts to x, which has `dims` dimensions.
+inline int64_t size_along(const RawTensor& tensor, int64_t dims, int64_t d) {
+  const int64_t own = d - (dims - tensor.dims);
+  return own < 0 ? 1 : tensor.sizes[own];
+}
+
+bool broadcasts_to(const RawTensor& tensor, const RawTensor& x);
+
+// The row of a modulation for each row of x, if kernels can read it in place: its rows are
+// contiguous inside and begin at multiples of 16 bytes, and a RowMap describes where.
+std::optional<RowMap> rows_in_place(const RawTensor& modulation, const RawTensor& x,
+                                    int64_t leading);
+
+// Groups of consecutive rows of x that share all of the given modulations.
+struct Groups {
+  int64_t rows = 1;   // of a group
+  int64_t first_dim;  // from here on the leading dimensions are inside a group
+  int64_t leading;
+
+  Groups(std::initializer_list<const RawTensor*> modulations, const RawTensor& x, int64_t leading);
+  // The size along x's dimension d of a tensor that has one row of columns for each group.
+  int64_t size_along(const RawTensor& x, int64_t d) const {
+    return d >= first_dim && d < leading ? 1 : x.sizes[d];
+  }
+  // Whether the modulation has one row of columns for each group.
+  bool are_of(const RawTensor& modulation, const RawTensor& x) const;
+};
+
+}  // namespace fused_layernorm

@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: Apache-2.0
+// From the description of a call to a launch's parameters and plan; prepare.h has the contract.
+#include "call/prepare.h"
+
+#include <cmath>
+#include <type_traits>
+
+#include "call/layout.h"
+#include "call/types.h"
+
+namespace fused_layernorm {
+namespace {
+
+// What both directions ask first. x's leading dimensions are rows, its others columns.
+struct Norm {
+  int64_t leading = 0, rows = 1, cols = 1;
+  std::optional<DataType> parameters;  // the type of all of them
+};
+
+// The norm of a call, unless the call is not valid or has parameters of several types.
+std::optional<Norm> norm_of(const NormCall& call, const RawTensor& x) {
+  const NormOptions& options = call.options;
+  Norm norm;
+  norm.leading = x.dims - options.normalized_ndim;
+  if (options.normalized_ndim < 1 || norm.leading < 0 || options.has_unknown_name ||
+      !std::isfinite(options.output_scale) || !std::isfinite(options.weight_offset) ||
+      (!call.weight && options.weight_offset != 0.0)) {
+    return std::nullopt;
+  }
+  // No family below has groups, or a gate behind a norm.
+  if (options.num_groups != 0 || options.group_size != 0 ||
+      options.gate_place != GatePlace::kInput) {
+    return std::nullopt;
+  }
+  for (int64_t d = 0; d < x.dims; ++d) (d < norm.leading ? norm.rows : norm.cols) *= x.sizes[d];
+  if (norm.rows < 1 || norm.cols < 1 || norm.rows > kMostExtent || norm.cols > kMostExtent) {
+    return std::nullopt;
+  }
+  for (const RawTensor* parameter : {&call.weight, &call.bias}) {
+    if (!*parameter) continue;
+    const RawTensor columns = {.sizes = x.sizes + norm.leading, .dims = options.normalized_ndim};
+    if (!have_one_shape(*parameter, columns) || !parameter->is_contiguous ||
+        !is_aligned(parameter->data)) {
+      return std::nullopt;
+    }
+  }
+  for (const RawTensor* parameter :
+       {&call.weight, &call.bias, &call.shift, &call.scale, &call.gate}) {
+    if (!*parameter) continue;
+    if (parameter->type != norm.parameters.value_or(parameter->type)) return std::nullopt;
+    norm.parameters = parameter->type;
+  }
+  return norm;
+}
+
+bool is_known(DataType type) { return type != kNoDataType; }
+
+// Whether these are types of kernels, parameters included.
+bool are_known(const Norm& norm, DataType input, DataType x, DataType y) {
+  return is_known(input) && is_known(x) && is_known(y) && is_known(norm.parameters.value_or(x));
+}
+
+// Whether a tensor has a number for each row, in the order of the rows.
+bool is_statistic(const RawTensor& tensor, const Norm& norm, DataType x) {
+  if (!tensor || tensor.type != statistics_type(x) || !tensor.is_contiguous) return false;
+  int64_t numbers = 1;
+  for (int64_t d = 0; d < tensor.dims; ++d) numbers *= tensor.sizes[d];
+  return numbers == norm.rows;
+}
+
+// Sets the parameters of kernels that both directions share. False if a modulation does not
+// broadcast to x, or kernels cannot read it where it lies.
+template <typename Params>
+bool set_norm(Params& params, const NormCall& call, const Norm& norm, const RawTensor& x) {
+  const NormOptions& options = call.options;
+  params.weight = call.weight.data;
+  params.bias = call.bias.data;
+  params.rows = norm.rows;
+  params.cols = static_cast<int32_t>(norm.cols);
+  params.is_rms = options.is_rms;
+  params.inverse_cols = Scalar(1.0 / static_cast<double>(norm.cols));
+  params.scale = Scalar(options.output_scale);
+  params.activates = options.activation != Activation::kNone || options.output_scale != 1.0;
+  params.activation = options.activation;
+  if (options.weight_offset != 0.0) params.weight_offset = Scalar(options.weight_offset);
+
+  params.is_modulated = call.is_modulated();
+  const auto place = [&](const RawTensor& tensor, const void*& data, RowMap& rows) {
+    if (!tensor) return true;
+    if (!broadcasts_to(tensor, x)) return false;
+    const auto found = rows_in_place(tensor, x, norm.leading);
+    data = tensor.data;
+    if (found) rows = *found;
+    return found.has_value();
+  };
+  Modulation& m = params.modulation;
+  return !params.is_modulated ||
+         (place(call.shift, m.shift, m.shift_rows) && place(call.scale, m.scale, m.scale_rows) &&
+          place(call.gate, m.gate, m.gate_rows));
+}
+
+// The rows of a tensor, if kernels find them. Clears `aligned` unless every row begins at a
+// multiple of 16 bytes.
+bool place_rows(const RawTensor& tensor, int64_t leading, const void*& data, RowMap& rows,
+                bool& aligned) {
+  const auto found = rows_of(tensor, leading);
+  if (!found) return false;
+  data = tensor.data;
+  rows = *found;
+  aligned = aligned && is_aligned(data, tensor.type, rows);
+  return true;
+}
+
+template <typename Params>
+Problem problem_of(const Params& params, const DataTypes& types) {
+  Problem problem;
+  problem.rows = params.rows;
+  problem.cols = params.cols;
+  problem.x = types.x;
+  problem.weight = types.weight;
+  problem.y = types.y;
+  problem.aligned = false;
+  problem.modulated = params.is_modulated;
+  problem.has_epilogue = params.has_epilogue;
+  return problem;
+}
+
+// Whether every row of x and of y, which has an allocation of its own, begins at a multiple of half
+// a vector.
+bool begin_at_halves(const ForwardParams& p, const DataTypes& types) {
+  constexpr int kHalf = kVectorBytes / 2;
+  const int64_t x = size_of(types.x), y = size_of(types.y);
+  return reinterpret_cast<uintptr_t>(p.input) % kHalf == 0 &&
+         p.input_rows.stride * x % kHalf == 0 && p.input_rows.jump * x % kHalf == 0 &&
+         p.cols * y % kHalf == 0;
+}
+
+// The plan of rows that kernels find by a RowMap.
+template <typename Plan, typename Make>
+Planned<Plan> planned_by(const Make& make, const Problem& problem, const Device& device) {
+  Planned<Plan> planned{make(problem, device), std::nullopt};
+  const bool meets =
+      std::visit([](const auto& strategy) { return strategy.meets(); }, planned.plan);
+  if (meets && forced_now().words.empty()) {
+    Device apart = device;
+    apart.blocks_meet = false;
+    planned.apart = make(problem, apart);
+  }
+  return planned;
+}
+
+// The plan of a forward pass over the channels of planes, read where they lie.
+std::optional<forward::Channels> plan_channels(const ForwardCall& call, const Norm& norm,
+                                               const Problem& problem, const Device& device) {
+  const RawTensor& input = call.input;
+  const auto planes = planes_of(input, norm.leading);
+  const bool channels_last = call.y.is_contiguous;
+  if (!planes || (!channels_last && !has_dense_planes(call.y, *planes, norm.leading))) {
+    return std::nullopt;
+  }
+  return make_channels_plan(problem, *planes, unit_of(input, *planes),
+                            is_run(input, *planes, norm.cols), channels_last, device);
+}
+
+// The same for backward. dy has planes as x has, or its channels are side by side.
+std::optional<backward::Channels> plan_channels(const BackwardCall& call, const Norm& norm,
+                                                const Problem& problem, const Device& device) {
+  const RawTensor &x = call.x, &dy = call.dy;
+  const auto planes = planes_of(x, norm.leading);
+  const bool dx_channels_last = !call.needs.dx || call.dx.is_contiguous;
+  if (!planes || (!dx_channels_last && !has_dense_planes(call.dx, *planes, norm.leading))) {
+    return std::nullopt;
+  }
+  int64_t unit = unit_of(x, *planes);
+  bool run = is_run(x, *planes, norm.cols);
+  auto dy_planes = planes_of(dy, norm.leading);
+  if (dy_planes && dy_planes->samples == planes->samples && dy_planes->pixels == planes->pixels) {
+    const int64_t of_dy = unit_of(dy, *dy_planes);
+    // Whole vectors of dy, which has fewer elements in one if its type is wider, suffice.
+    if (of_dy * size_of(dy.type) < kVectorBytes) unit = std::min(unit, of_dy);
+    run = run && is_run(dy, *dy_planes, norm.cols);
+  } else if (dy.is_contiguous && is_aligned(dy.data)) {
+    dy_planes.reset();
+  } else {
+    return std::nullopt;
+  }
+  return make_channels_plan(problem, *planes, dy_planes, unit, run, dx_channels_last, device);
+}
+
+}  // namespace
+
+bool prepare(const ForwardCall& call, const Device& device, PreparedForward& into) {
+  const NormOptions& options = call.options;
+  const RawTensor &input = call.input, &x = call.residual ? call.residual : input;
+  const auto norm = norm_of(call, x);
+  if (!norm || std::isnan(options.eps) || !have_one_shape(input, x) || !have_one_shape(call.y, x) ||
+      !are_known(*norm, input.type, x.type, call.y.type)) {
+    return false;
+  }
+  ForwardParams& params = into.params;
+  params = {};
+  params.xhat_rounding =
+      xhat_rounding_of(options.round_before_weight, static_cast<bool>(call.weight),
+                       is_known(call.rounded_to) ? call.rounded_to : input.type);
+  const ForwardTypes types =
+      settle_types(input.type, call.residual ? std::optional(x.type) : std::nullopt,
+                   norm->parameters, call.y.type, params.xhat_rounding != XhatRounding::kNone);
+  if (types.adds_first || types.summand != input.type || types.kernel.y != call.y.type ||
+      types.kernel.weight != norm->parameters.value_or(types.kernel.weight) ||
+      !set_norm(params, call, *norm, x)) {
+    return false;
+  }
+  check_has_kernels(types.kernel);
+  into.types = types.kernel;
+  params.eps = Scalar(options.eps);
+  params.plain_weight = options.weight_offset == 0.0 && params.xhat_rounding == XhatRounding::kNone;
+  if (params.is_modulated && !params.plain_weight) return false;  // it takes more than one kernel
+  params.has_epilogue = params.activates || !params.plain_weight;
+
+  Problem problem = problem_of(params, into.types);
+  bool aligned = are_aligned(into.types, norm->cols);
+  if (call.y.is_contiguous &&
+      place_rows(input, norm->leading, params.input, params.input_rows, aligned)) {
+    if (call.residual &&
+        !place_rows(call.residual, norm->leading, params.residual, params.residual_rows, aligned)) {
+      return false;
+    }
+    problem.aligned = aligned;
+    problem.halves = !aligned && begin_at_halves(params, into.types);
+    problem.residual = static_cast<bool>(call.residual);
+    auto planned = planned_by<forward::Plan>(make_forward_plan, problem, device);
+    params.stays_in_l2 = stays_in_l2(planned.plan);
+    into.plan = std::move(planned);
+    return true;
+  }
+  if (call.residual || params.is_modulated) return false;
+  const auto channels = plan_channels(call, *norm, problem, device);
+  if (!channels) return false;
+  params.input = input.data;
+  into.plan = *channels;
+  return true;
+}
+
+bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& into) {
+  const RawTensor& x = call.x;
+  const auto norm = norm_of(call, x);
+  if (!norm || !have_one_shape(call.dy, x) || !are_known(*norm, x.type, x.type, call.dy.type)) {
+    return false;
+  }
+  for (const RawTensor* rows : {&call.dresidual, &call.input}) {
+    if (*rows && (!have_one_shape(*rows, x) || rows->type != x.type)) return false;
+  }
+  const bool has_statistics = is_statistic(call.rstd, *norm, x.type) &&
+                              (call.options.is_rms || is_statistic(call.mean, *norm, x.type));
+  if (!has_statistics) return false;
+  const DataTypes types = kernel_types(x.type, norm->parameters, call.dy.type);
+  BackwardParams& params = into.params;
+  params = {};
+  if (types.y != call.dy.type || types.weight != norm->parameters.value_or(types.weight) ||
+      !set_norm(params, call, *norm, x)) {
+    return false;
+  }
+  check_has_kernels(types);
+  into.types = types;
+  params.mean = call.mean.data;
+  params.rstd = call.rstd.data;
+
+  const Needs& needs = call.needs;
+  const bool is_gated = static_cast<bool>(call.input);
+  params.is_modulated = params.is_modulated || is_gated;
+  params.group_rows = norm->rows;
+  if (params.is_modulated) {
+    const Groups groups({&call.shift, &call.scale, &call.gate}, x, norm->leading);
+    const auto takes_sums = [&](bool needed, const RawTensor& modulation) {
+      return needed && call.group_rows == 0 && !groups.are_of(modulation, x);
+    };
+    params.group_rows = call.group_rows != 0 ? call.group_rows : groups.rows;
+    // What would follow the launch, further sums or that of the columns, is the operator's.
+    if (takes_sums(needs.dshift, call.shift) || takes_sums(needs.dscale, call.scale) ||
+        takes_sums(needs.dgate, call.gate) || (params.group_rows == 1 && needs.columns())) {
+      return false;
+    }
+  }
+  params.has_epilogue =
+      params.activates || (call.options.weight_offset != 0.0 && !params.is_modulated);
+
+  Problem problem = problem_of(params, types);
+  problem.residual = static_cast<bool>(call.dresidual);
+  problem.gated = is_gated;
+  problem.group_rows = params.group_rows;
+  problem.needs_column_grads = needs.columns();
+  problem.needs_dparams = needs.columns() || needs.dshift || needs.dscale || is_gated;
+  bool aligned = are_aligned(types, norm->cols);
+  const auto place = [&](const RawTensor& tensor, const void*& data, RowMap& rows) {
+    return !tensor || place_rows(tensor, norm->leading, data, rows, aligned);
+  };
+  if (place(x, params.x, params.x_rows) && (!needs.dx || call.dx.is_contiguous)) {
+    if (!place(call.dy, params.dy, params.dy_rows) ||
+        !place(call.dresidual, params.dresidual, params.dresidual_rows) ||
+        !place(call.input, params.input, params.input_rows)) {
+      return false;
+    }
+    problem.aligned = aligned;
+    if (is_gated) {
+      const auto gated = make_gated_plan(problem, device);
+      if (!gated) return false;
+      into.plan = Planned<backward::Plan>{*gated, std::nullopt};
+    } else {
+      into.plan = planned_by<backward::Plan>(make_backward_plan, problem, device);
+    }
+    return true;
+  }
+  if (call.dresidual || params.is_modulated) return false;
+  const auto channels = plan_channels(call, *norm, problem, device);
+  if (!channels) return false;
+  params.x = x.data;
+  params.dy = call.dy.data;
+  into.plan = *channels;
+  return true;
+}
+
+bool prepare(const GateCall& call, const Device& device, PreparedGate& into) {
+  const RawTensor& input = call.input;
+  const int64_t leading = input.dims - 1;
+  into.types = kernel_types(call.dsum.type, call.gate.type, input.type);
+  check_has_kernels(into.types);
+  GateParams& params = into.params;
+  params = {};
+  bool aligned = are_aligned(into.types, input.sizes[leading]);
+  const auto gate_rows = rows_in_place(call.gate, input, leading);
+  if (!gate_rows || !place_rows(call.dsum, leading, params.dsum, params.dsum_rows, aligned) ||
+      !place_rows(input, leading, params.input, params.input_rows, aligned)) {
+    return false;
+  }
+  params.gate = call.gate.data;
+  params.gate_rows = *gate_rows;
+  params.dinput = call.dinput;
+  params.dgate = call.dgate;
+  params.dgate_is_wide = call.dgate_is_wide;
+  params.rows = 1;
+  for (int64_t d = 0; d < leading; ++d) params.rows *= input.sizes[d];
+  params.cols = static_cast<int32_t>(input.sizes[leading]);
+  params.group_rows = call.group_rows;
+  Problem problem;
+  problem.rows = params.rows;
+  problem.cols = params.cols;
+  problem.x = into.types.x;
+  problem.aligned = aligned;
+  problem.needs_dparams = call.dgate != nullptr;
+  problem.modulated = true;
+  problem.group_rows = call.group_rows;
+  into.plan = backward::Gate::make(problem, device);
+  return true;
+}
+
+}  // namespace fused_layernorm

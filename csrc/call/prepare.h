@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// From the description of a call to its launch: prepare settles the types, finds the rows, fills in
+// the parameters of the kernels and makes the plan; launch enqueues it. Between the two the caller
+// allocates outputs and workspace. This is host code: without a GPU it makes plans of any device.
+#pragma once
+
+#include <variant>
+
+#include "backward/channels.h"
+#include "backward/plan.h"
+#include "call/description.h"
+#include "forward/channels.h"
+#include "forward/plan.h"
+
+namespace fused_layernorm {
+
+// A plan, and one whose blocks do not wait for each other. It is launched if the first is refused
+// because its blocks cannot all be resident at once: the caller may have only a part of the
+// device (a green context, a limit of MPS), which no attribute tells.
+template <typename Plan>
+struct Planned {
+  Plan plan;
+  std::optional<Plan> apart;  // if blocks of `plan` wait for each other
+};
+
+// A launch without its outputs. A family of norms is one alternative of its plans.
+template <typename KernelParams, typename... Plans>
+struct Prepared {
+  KernelParams params;
+  DataTypes types;
+  std::variant<Plans...> plan;
+
+  int64_t workspace_bytes() const;
+};
+using PreparedForward = Prepared<ForwardParams, Planned<forward::Plan>, forward::Channels>;
+using PreparedBackward = Prepared<BackwardParams, Planned<backward::Plan>, backward::Channels>;
+using PreparedGate = Prepared<GateParams, backward::Gate>;
+
+// The gradients of the gated sum residual + gate * input, by themselves.
+struct GateCall {
+  RawTensor dsum, input, gate;
+  int64_t group_rows = 0;                    // as in BackwardCall
+  void *dinput = nullptr, *dgate = nullptr;  // null where not asked for
+  bool dgate_is_wide = false;
+};
+
+// False for a call that kernels do not take as it is: because tensors do not lie where kernels read
+// or write them, a type has to be converted, or one launch does not suffice; or because it is not
+// valid. Throws std::invalid_argument if no plan can have what is forced, and in a trimmed build.
+bool prepare(const ForwardCall& call, const Device& device, PreparedForward& into);
+bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& into);
+bool prepare(const GateCall& call, const Device& device, PreparedGate& into);
+
+// Launches what was prepared for this call, which has its outputs now. Throws std::runtime_error
+// with what is wrong.
+void launch(PreparedForward& prepared, const ForwardCall& call, void* workspace,
+            cudaStream_t stream);
+void launch(PreparedBackward& prepared, const BackwardCall& call, void* workspace,
+            cudaStream_t stream);
+void launch(PreparedGate& prepared, void* workspace, cudaStream_t stream);
+
+}  // namespace fused_layernorm

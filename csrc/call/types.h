@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// The types of a launch, from those of a call.
+#pragma once
+
+#include <optional>
+
+#include "base/params.h"
+
+namespace fused_layernorm {
+
+constexpr bool is_half(DataType type) {
+  return type == DataType::kFloat16 || type == DataType::kBFloat16;
+}
+// The type of sums, and so of mean and rstd.
+constexpr DataType statistics_type(DataType x) {
+  return x == DataType::kFloat64 ? x : DataType::kFloat32;
+}
+
+// The types that a kernel is launched with, given those of x, of the parameters (if there are any)
+// and of y in the call. Kernels exist for the combinations in norm/types.cuh. To reach one of them,
+// parameters may be converted to float32 and the output computed in the arithmetic's type; neither
+// changes the result.
+DataTypes kernel_types(DataType x, std::optional<DataType> parameters, DataType y);
+
+// Throws in a trimmed build that has no kernels for them.
+void check_has_kernels(const DataTypes& types);
+
+// Whether contiguous rows of `cols` columns, of x and of y, begin at multiples of 16 bytes.
+bool are_aligned(const DataTypes& types, int64_t cols);
+
+// The types of a forward pass: those that its kernel is launched with, and those of its results.
+struct ForwardTypes {
+  DataTypes kernel;
+  DataType y;           // of the result
+  DataType statistics;  // of the result
+  // With a residual: the type to which input is cast for a kernel that adds the two. If there is no
+  // such kernel (adds_first), the type in which the sum is taken before the launch.
+  DataType summand;
+  bool adds_first = false;
+};
+
+ForwardTypes settle_types(DataType input, std::optional<DataType> residual,
+                          std::optional<DataType> parameters, DataType y, bool rounds_xhat);
+
+// The type that round_before_weight means for an input of this type.
+XhatRounding xhat_rounding_of(bool round_before_weight, bool has_weight, DataType input);
+
+}  // namespace fused_layernorm
