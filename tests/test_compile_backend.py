@@ -27,7 +27,7 @@ from fused_layernorm.ops.aten_forward import twin
 from fused_layernorm.ops.operators import ADD_ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
 ROOT = Path(__file__).parents[1]
-PLANES = ROOT / "csrc" / "base" / "planes.h"
+PLANES = ROOT / "csrc" / "channels" / "tiles.h"
 OPERATORS = torch.ops.fused_layernorm
 
 

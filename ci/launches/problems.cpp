@@ -10,10 +10,10 @@
 #include <string_view>
 #include <variant>
 
-#include "backward/channels.h"
+#include "channels/backward.h"
 #include "backward/plan.h"
 #include "base/params.h"
-#include "forward/channels.h"
+#include "channels/forward.h"
 #include "forward/plan.h"
 #include "launches.h"
 

@@ -5,9 +5,9 @@
 
 #include <optional>
 
-#include "backward/heads.h"
 #include "call/description.h"
-#include "forward/heads.h"
+#include "heads/backward.h"
+#include "heads/forward.h"
 
 namespace fused_layernorm {
 

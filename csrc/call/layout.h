@@ -8,8 +8,8 @@
 #include <optional>
 
 #include "base/params.h"
-#include "base/planes.h"
 #include "call/description.h"
+#include "channels/tiles.h"
 
 namespace fused_layernorm {
 

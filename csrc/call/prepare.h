@@ -6,10 +6,10 @@
 
 #include <variant>
 
-#include "backward/channels.h"
 #include "backward/plan.h"
 #include "call/description.h"
-#include "forward/channels.h"
+#include "channels/backward.h"
+#include "channels/forward.h"
 #include "forward/plan.h"
 
 namespace fused_layernorm {

@@ -360,7 +360,7 @@ def _hint(size: Any) -> Any:
 
 # The kernels of a norm alone read channels where they lie, unless a block cannot hold a sector of
 # each in backward. Few pixels with many of them stay with Inductor: some such images are copied
-# (`favors_copies` in csrc/base/planes.h), and of the others nobody measured both.
+# (`favors_copies` in csrc/channels/tiles.h), and of the others nobody measured both.
 _FEW_PIXELS, _MANY_CHANNELS, _MOST_CHANNELS = 100, 128, 2048
 
 

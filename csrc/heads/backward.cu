@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of heads; backward/heads.h says how it is laid out.
-#include "backward/heads.h"
+// Backward of heads; heads/backward.h says how it is laid out.
+#include "heads/backward.h"
 
 #include "base/launch.cuh"
 #include "device/dependency.cuh"
-#include "norm/rotation.cuh"
+#include "heads/rotation.cuh"
 
 namespace fused_layernorm {
 

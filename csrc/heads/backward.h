@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of heads (forward/heads.h): dy is rotated back, and dx computed from it and from x,
+// Backward of heads (heads/forward.h): dy is rotated back, and dx computed from it and from x,
 // whose statistics are taken again: that costs no traffic. Persistent blocks, those in front on q,
 // the others on k, leave partial sums of dweight and dbias, which a second kernel adds up.
 #pragma once
@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "forward/heads.h"
+#include "heads/forward.h"
 
 namespace fused_layernorm {
 namespace backward {

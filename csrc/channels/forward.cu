@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward over the channels of planes: channels.h has the plan.
+// Forward over the channels of planes: forward.h has the plan.
 #include "base/launch.cuh"
 
-#include "device/planes.cuh"
-#include "forward/channels.h"
+#include "channels/forward.h"
+#include "channels/tiles.cuh"
 #include "norm/norm.cuh"
 
 namespace fused_layernorm {

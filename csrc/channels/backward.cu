@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward over the channels of planes: channels.h has the plan.
+// Backward over the channels of planes: backward.h has the plan.
 #include "base/launch.cuh"
 
-#include "backward/channels.h"
+#include "channels/backward.h"
+#include "channels/tiles.cuh"
 #include "device/dependency.cuh"
-#include "device/planes.cuh"
 #include "norm/param_grad.cuh"
 
 namespace fused_layernorm {

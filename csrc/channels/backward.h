@@ -9,8 +9,8 @@
 #include "base/cuda_types.h"
 #include "base/params.h"
 #include "base/partial_sums.h"
-#include "base/planes.h"
 #include "base/planning.h"
+#include "channels/tiles.h"
 
 namespace fused_layernorm {
 namespace backward {

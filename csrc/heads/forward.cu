@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of heads: each row of q and k is normalized, then rotated. forward/heads.h says how rows
+// Forward of heads: each row of q and k is normalized, then rotated. heads/forward.h says how rows
 // are laid over warps.
-#include "forward/heads.h"
+#include "heads/forward.h"
 
 #include "base/launch.cuh"
-#include "norm/rotation.cuh"
+#include "heads/rotation.cuh"
 
 namespace fused_layernorm {
 namespace {

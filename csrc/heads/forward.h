@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Heads: the rows of q and k, one for each head of each position, are normalized and rotated in one
-// launch. This file has the plan, base/heads.h what a launch is given and its limits;
-// forward/heads.cu has the kernels, backward/heads.h and backward/heads.cu the same for backward.
+// launch. This file has the plan, heads/params.h what a launch is given and its limits;
+// heads/forward.cu has the kernels, heads/backward.h and heads/backward.cu the same for backward.
 //
 // A row of D columns belongs to a power-of-two part of a warp, whose lanes have vectors in pairs:
 // the two vectors of a pair are what a rotation of halves turns together, so it needs no exchange
@@ -14,8 +14,8 @@
 #include <optional>
 
 #include "base/cuda_types.h"
-#include "base/heads.h"
 #include "base/problem.h"
+#include "heads/params.h"
 
 namespace fused_layernorm {
 

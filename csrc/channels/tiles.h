@@ -126,7 +126,7 @@ constexpr int tile_threads(const Tiles& tiles, int size) {
   return static_cast<int>(round_up(std::max<int64_t>(threads, tiles.movers), kWarpThreads));
 }
 // The numbers that the threads leave in shared memory for one sum over the channels of each pixel
-// (PixelSums in device/planes.cuh).
+// (PixelSums in channels/tiles.cuh).
 constexpr int64_t left_sums(const Tiles& tiles, int size) {
   return thread_pixels(tiles, size) * (tile_threads(tiles, size) + tile_units(tiles, size));
 }

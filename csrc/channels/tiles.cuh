@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "base/planes.h"
+#include "channels/tiles.h"
 #include "device/async.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"

@@ -2,9 +2,9 @@
 // A row of a head: which columns a lane has, its statistics, and its rotation.
 #pragma once
 
-#include "base/heads.h"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
+#include "heads/params.h"
 #include "norm/statistic.cuh"
 
 namespace fused_layernorm {
