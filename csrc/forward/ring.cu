@@ -499,6 +499,15 @@ struct RingBlock {
         shared +
         (vecs > kWeights ? (vecs - 1 - kWeights) * kStep + kRingWorkers * last_lanes * kWidth : 0);
     const ColumnParameters<W> given(p.weight, p.bias, 0);
+    // An absent parameter is not copied: the copies of all blocks would read one address past L1,
+    // one after the other.
+    const auto bring_parameter = [&](W* to, const Parameter<W>& from, int col) {
+      if (from.mask != 0) {
+        copy_vector<kWidth>(to, element(from.at, col));
+      } else {
+        store(to, from.template load<kWidth>(0));
+      }
+    };
     each_group([&](int group) {
 #pragma unroll
       for (int k = 0; k < kRingLaneVecs; ++k) {
@@ -508,14 +517,12 @@ struct RingBlock {
         if (number < kWeights) {
           weights[min(number, kWeights - 1)] = given.weight.template load<kWidth>(col);
         } else {
-          copy_vector<kWidth>(shared + place(number, kWeights),
-                              element(given.weight.at, col & given.weight.mask));
+          bring_parameter(shared + place(number, kWeights), given.weight, col);
         }
         if (number < kBiases) {
           biases[min(number, kBiases - 1)] = given.bias.template load<kWidth>(col);
         } else {
-          copy_vector<kWidth>(shared_biases + place(number, kBiases),
-                              element(given.bias.at, col & given.bias.mask));
+          bring_parameter(shared_biases + place(number, kBiases), given.bias, col);
         }
       }
     });
@@ -543,11 +550,13 @@ struct RingBlock {
           values[k] = load<Use::kPlain, kWidth>(x + k * kWarpSize * kWidth);
         }
         // Once all lanes have read the slot, it is refilled.
-        fence_before_bulk_load();
-        __syncwarp();
-        feed_ring(feeds.to_ring, read.stage, own == 0);
-        feed_l2(feeds.to_l2, own == 0);
-        __syncwarp();
+        if (feeds.to_ring.i < work.rows) {
+          fence_before_bulk_load();
+          __syncwarp();
+          feed_ring(feeds.to_ring, read.stage, own == 0);
+          feed_l2(feeds.to_l2, own == 0);
+          __syncwarp();
+        }
         read.advance(plan.slots);
 #pragma unroll
         for (int k = 0; k < kRingLaneVecs; ++k) {
