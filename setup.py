@@ -230,7 +230,7 @@ def make_extension() -> tuple[Extension, str]:
         # alone, which therefore stays a needed library although no symbol of it is used directly.
         link_args += ["-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed"]
         link_args += ["-Wl,--version-script=csrc/bindings/exports.map", "-s"]
-    folders = ("backward", "base", "bindings", "forward")
+    folders = ("backward", "base", "bindings", "forward", "groups")
     sources = sorted(path for folder in folders for path in glob(f"csrc/{folder}/*.cpp"))
 
     cpu_only = os.environ.get("FUSED_LAYERNORM_CPU_ONLY") == "1"

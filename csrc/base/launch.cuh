@@ -87,6 +87,7 @@ static_assert(kMostPlanArguments + offsetof(ForwardParams, workspace) <= kNearAr
 enum class Start {
   kPlain,
   kCooperative,  // all blocks are resident at once
+  kCluster,      // the blocks of each cluster are resident at once
   kEarly,        // before the previous kernel has ended; the new one waits (device/dependency.cuh)
 };
 
@@ -106,6 +107,10 @@ cudaError_t launch(void (*kernel)(Params...), const Launch& plan, cudaStream_t s
   if constexpr (kStart == Start::kCooperative) {
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
+  } else if constexpr (kStart == Start::kCluster) {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(plan.cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   } else if constexpr (kStart == Start::kEarly) {
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -45,6 +45,7 @@ struct Launch {
   int threads = kWarpThreads;  // of a block
   int shared_bytes = 0;        // of dynamic shared memory, of a block
   int64_t workspace_bytes = 0;
+  int cluster = 1;  // blocks that run at the same time and read each other's shared memory
 
   // Whether blocks wait for each other, so that all must be resident at once. Strategies with such
   // blocks have a function of their own.

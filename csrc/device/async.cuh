@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "base/chip.h"
 #include "device/vec.cuh"
 
 namespace fused_layernorm {

@@ -1,0 +1,421 @@
+// SPDX-License-Identifier: Apache-2.0
+// Groups of channels_last: the channels of a position lie side by side, so a tile has all channels
+// of some positions, or one slice of them. A thread has a vector of channels at every `rows`-th
+// position of its tile.
+#include "groups/launches.h"
+#include "groups/parts.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// A thread's place in its block's tile.
+struct LastThread {
+  int64_t sample;
+  int tile, slice, column, row;
+  int first_channel, channels;  // of the slice
+  int positions;                // of the tile
+  int count;                    // of this thread's positions
+  int64_t begin;                // this thread's first element
+  int step;                     // elements from one of its positions to the next
+
+  // `number`: of all slices of tiles.
+  __device__ __forceinline__ LastThread(const GroupPlan& plan, const GroupParams& p, int width,
+                                        uint32_t number) {
+    const uint32_t all = number / plan.slices, of_samples = all / plan.tiles;
+    slice = static_cast<int>(number - all * plan.slices);
+    tile = static_cast<int>(all - of_samples * plan.tiles);
+    sample = of_samples;
+    row = threadIdx.x / plan.columns;
+    column = threadIdx.x - row * plan.columns;
+    first_channel = slice * plan.columns * width;
+    channels = min(plan.columns * width, p.channels - first_channel);
+    positions = positions_of(plan, p, tile);
+    const bool works = row < plan.rows && column * width < channels;
+    count = works ? (positions - row + plan.rows - 1) / plan.rows : 0;
+    begin = (sample * p.positions + int64_t{tile} * plan.tile_positions + row) * p.channels +
+            first_channel + column * width;
+    step = plan.rows * p.channels;
+  }
+  // The positions of the threads in a row.
+  __device__ __forceinline__ int count_of(int its_row, const GroupPlan& plan) const {
+    return (positions - its_row + plan.rows - 1) / plan.rows;
+  }
+};
+
+// A thread's vectors, kVecs positions at a time. The first ones are asked for at once.
+template <typename V, int kWidth, int kVecs>
+struct LastVectors {
+  Vec<V, kWidth> at[kVecs], now[kVecs];
+  const V* next;
+
+  __device__ __forceinline__ LastVectors(const void* from, const LastThread& thread)
+      : next(static_cast<const V*>(from) + thread.begin) {
+    bring(thread, thread.count);
+  }
+  // Makes the vectors that have come the current ones.
+  __device__ __forceinline__ void take() {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) now[k] = at[k];
+  }
+  // Loads the next positions, of which `left` are left.
+  __device__ __forceinline__ void bring(const LastThread& thread, int left) {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      if (k < left) at[k] = load<Use::kOnce, kWidth>(next);
+      next += thread.step;
+    }
+  }
+};
+
+// Calls use(vectors in the place of each argument at one position) for all positions of a thread.
+template <int kVecs, typename Use_, typename First, typename... Rest>
+__device__ __forceinline__ void each_position(const LastThread& thread, const Use_& use,
+                                              First& first, Rest&... rest) {
+  for (int left = thread.count; left > 0; left -= kVecs) {
+    first.take();
+    (rest.take(), ...);
+    first.bring(thread, left - kVecs);
+    (rest.bring(thread, left - kVecs), ...);
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      if (k < left) use(first.now[k], rest.now[k]...);
+    }
+  }
+}
+
+// The groups of a slice, the first and the last of which other slices may share. Eight lanes take
+// each. use(group, channels from, channels to) is called by all lanes, of groups that are not there
+// with an empty range; the channels count from the slice's first one.
+constexpr int kGroupLanes = 8;
+
+template <typename Use_>
+__device__ __forceinline__ void each_group(const GroupParams& p, const LastThread& thread,
+                                           const Use_& use) {
+  const int of_group = p.channels_of_group();
+  const int first = thread.first_channel / of_group;
+  const int groups = (thread.first_channel + thread.channels - 1) / of_group - first + 1;
+  const int at_once = blockDim.x / kGroupLanes;
+  for (int from = 0; from < groups; from += at_once) {
+    const int g = from + threadIdx.x / kGroupLanes;
+    const int begin = max((first + g) * of_group - thread.first_channel, 0);
+    const int end = min((first + g + 1) * of_group - thread.first_channel, thread.channels);
+    use(g, begin, g < groups ? end : begin);
+  }
+}
+template <typename Value>
+__device__ __forceinline__ Value sum_of_group_lanes(Value v) {
+#pragma unroll
+  for (int offset = 1; offset < kGroupLanes; offset *= 2) v += shuffle_xor(v, offset);
+  return v;
+}
+
+// The part of a tile's slice for a group that it has.
+template <typename Acc>
+__device__ __forceinline__ Pair<Acc>& group_part(const GroupPlan& plan, const GroupParams& p,
+                                                 const LastThread& thread, int group) {
+  const int64_t tile = (thread.sample * plan.tiles + thread.tile) * plan.slices + thread.slice;
+  return pairs_at<Acc>(p, 0)[tile * plan.groups_of_slice + group];
+}
+
+// The moments of each group in a tile.
+template <typename X, int kWidth>
+__global__ void __launch_bounds__(kLastThreads)
+    last_moments_kernel(const __grid_constant__ GroupPlan plan,
+                        const __grid_constant__ GroupParams p) {
+  using Acc = acc_t<X>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* const parts = reinterpret_cast<Pair<Acc>*>(shared);  // [row][channel]
+  let_next_kernel_start();
+  const LastThread thread(plan, p, kWidth, blockIdx.x);
+  LastVectors<X, kWidth, kLastVecs> x(p.x, thread);
+  // Sums of the deviations from a thread's first position, and of their squares.
+  Acc pivot[kWidth], sum[kWidth] = {}, square[kWidth] = {};
+  unpack(pivot, x.at[0]);
+  each_position<kLastVecs>(
+      thread,
+      [&](const auto& vector) {
+        Acc v[kWidth];
+        unpack(v, vector);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          const Acc d = v[j] - pivot[j];
+          sum[j] += d;
+          square[j] += d * d;
+        }
+      },
+      x);
+  const int columns = plan.columns * kWidth, rows = min(plan.rows, thread.positions);
+  if (thread.count > 0) {
+    const Acc inverse = Acc(1) / thread.count;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      parts[thread.row * columns + thread.column * kWidth + j] = {
+          pivot[j] + sum[j] * inverse, square[j] - sum[j] * sum[j] * inverse};
+    }
+  }
+  __syncthreads();
+  each_group(p, thread, [&](int g, int begin, int end) {
+    const int width = end - begin, all = width * rows;
+    const double about = parts[min(begin, columns - 1)].first;
+    Pair<double> sums;  // as those of totals.cu
+    for (int i = threadIdx.x % kGroupLanes; i < all; i += kGroupLanes) {
+      const int row = i / width;
+      const Pair<Acc> part = parts[row * columns + begin + i - row * width];
+      const double delta = part.first - about, by = thread.count_of(row, plan) * delta;
+      sums += Pair<double>{by, part.second + by * delta};
+    }
+    sums = sum_of_group_lanes(sums);
+    const double delta = sums.first / (double(max(width, 1)) * thread.positions);
+    if (threadIdx.x % kGroupLanes == 0 && width > 0) {
+      group_part<Acc>(plan, p, thread, g) = {Acc(about + delta),
+                                             Acc(sums.second - sums.first * delta)};
+    }
+  });
+}
+
+// Numbers of the slice's channels in shared memory: [number][channel].
+template <typename Acc>
+struct ChannelTable {
+  Acc* numbers;
+  int columns;
+
+  __device__ __forceinline__ Acc* row(int n) const { return numbers + n * columns; }
+  template <int kWidth>
+  __device__ __forceinline__ void take(Acc (&values)[kWidth], int n,
+                                       const LastThread& thread) const {
+    if (thread.count > 0) {
+      unpack(values, load<Use::kPlain, kWidth>(row(n) + thread.column * kWidth));
+    }
+  }
+};
+
+// The kernels that apply take the tiles that were measured last first, as L2 may still have them.
+
+// The totals of the group of a channel of the slice.
+template <typename Acc>
+__device__ __forceinline__ Pair<Acc> total_of(const GroupPlan& plan, const GroupParams& p,
+                                              const LastThread& thread, int c) {
+  const int group = (thread.first_channel + c) / p.channels_of_group();
+  return pairs_at<Acc>(p, plan.totals_offset)[thread.sample * p.groups + group];
+}
+
+template <typename X, typename Y, int kWidth>
+__global__ void __launch_bounds__(kLastThreads)
+    last_apply_kernel(const __grid_constant__ GroupPlan plan,
+                      const __grid_constant__ GroupParams p) {
+  using Acc = acc_t<X>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const ChannelTable<Acc> table = {reinterpret_cast<Acc*>(shared), plan.columns * kWidth};
+  const LastThread thread(plan, p, kWidth, gridDim.x - 1 - blockIdx.x);
+  LastVectors<X, kWidth, kLastVecs> x(p.x, thread);
+  for (int c = threadIdx.x; c < thread.channels; c += blockDim.x) {
+    const ChannelMap<Acc> map(p, thread.sample, thread.first_channel + c);
+    table.row(1)[c] = map.factor;
+    table.row(2)[c] = map.offset;
+  }
+  wait_for_previous_kernel();
+  for (int c = threadIdx.x; c < thread.channels; c += blockDim.x) {
+    const Pair<Acc> total = total_of<Acc>(plan, p, thread, c);
+    table.row(0)[c] = total.first;
+    table.row(1)[c] *= total.second;
+  }
+  __syncthreads();
+  Acc mean[kWidth], factor[kWidth], offset[kWidth];
+  table.take(mean, 0, thread);
+  table.take(factor, 1, thread);
+  table.take(offset, 2, thread);
+  Y* y = static_cast<Y*>(p.y) + thread.begin;
+  each_position<kLastVecs>(
+      thread,
+      [&](const auto& vector) {
+        Acc v[kWidth];
+        unpack(v, vector);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) v[j] = (v[j] - mean[j]) * factor[j] + offset[j];
+        activate_if<Y>(p, v);
+        store_once(y, round_to<Y>(v));
+        y += thread.step;
+      },
+      x);
+}
+
+// mean, rstd, factor and offset of each channel.
+template <typename Acc>
+__device__ __forceinline__ void fill_table(const ChannelTable<Acc>& table, const GroupParams& p,
+                                           const LastThread& thread) {
+  for (int c = threadIdx.x; c < thread.channels; c += blockDim.x) {
+    const int channel = thread.first_channel + c;
+    const Pair<Acc> statistics =
+        load_group<Acc>(p, thread.sample * p.groups + channel / p.channels_of_group());
+    const ChannelMap<Acc> map(p, thread.sample, channel);
+    table.row(0)[c] = statistics.first;
+    table.row(1)[c] = statistics.second;
+    table.row(2)[c] = map.factor;
+    table.row(3)[c] = map.offset;
+  }
+}
+
+// The sums of dz and of dz xhat over a tile: of each channel, and times `factor` of each group.
+template <typename X, typename Y, int kWidth>
+__global__ void __launch_bounds__(kLastThreads)
+    last_sums_kernel(const __grid_constant__ GroupPlan plan,
+                     const __grid_constant__ GroupParams p) {
+  using Acc = acc_t<X>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int columns = plan.columns * kWidth;
+  const ChannelTable<Acc> table = {reinterpret_cast<Acc*>(shared), columns};
+  auto* const sums = reinterpret_cast<Pair<Acc>*>(table.row(4));  // [row][channel]
+  let_next_kernel_start();
+  const LastThread thread(plan, p, kWidth, blockIdx.x);
+  LastVectors<X, kWidth, kLastBackwardVecs> x(p.x, thread);
+  LastVectors<Y, kWidth, kLastBackwardVecs> dy(p.dy, thread);
+  fill_table(table, p, thread);
+  __syncthreads();
+  Acc alone[kWidth] = {}, by_d[kWidth] = {};
+  {
+    Acc mean[kWidth], factor[kWidth], offset[kWidth];
+    table.take(mean, 0, thread);
+    table.take(factor, 1, thread);
+    table.take(offset, 2, thread);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) factor[j] *= offset[j];
+    table.take(offset, 3, thread);
+    each_position<kLastBackwardVecs>(
+        thread,
+        [&](const auto& vector, const auto& gradient) {
+          Acc d[kWidth], dz[kWidth], z[kWidth];
+          unpack(d, vector);
+          unpack(dz, gradient);
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            d[j] -= mean[j];
+            z[j] = d[j] * factor[j] + offset[j];
+          }
+          undo_activation<Y>(p, dz, z);
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            alone[j] += dz[j];
+            by_d[j] += dz[j] * d[j];
+          }
+        },
+        x, dy);
+  }
+  if (thread.count > 0) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      sums[thread.row * columns + thread.column * kWidth + j] = {alone[j], by_d[j]};
+    }
+  }
+  __syncthreads();
+  const int rows = min(plan.rows, thread.positions);
+  auto* const channel_parts = pairs_at<Acc>(p, plan.parts_offset) +
+                              (thread.sample * plan.tiles + thread.tile) * p.channels +
+                              thread.first_channel;
+  for (int c = threadIdx.x; c < thread.channels; c += blockDim.x) {
+    Pair<Acc> sum = sums[c];
+    for (int r = 1; r < rows; ++r) sum += sums[r * columns + c];
+    sum = scaled_sums(p, sum, table.row(1)[c]);
+    channel_parts[c] = sum;
+    const Acc factor = table.row(2)[c];
+    sums[c] = {factor * sum.first, factor * sum.second};
+  }
+  __syncthreads();
+  each_group(p, thread, [&](int g, int begin, int end) {
+    Pair<Acc> sum;
+    for (int c = begin + threadIdx.x % kGroupLanes; c < end; c += kGroupLanes) sum += sums[c];
+    sum = sum_of_group_lanes(sum);
+    if (threadIdx.x % kGroupLanes == 0 && end > begin) group_part<Acc>(plan, p, thread, g) = sum;
+  });
+}
+
+template <typename X, typename Y, int kWidth>
+__global__ void __launch_bounds__(kLastThreads)
+    last_dx_kernel(const __grid_constant__ GroupPlan plan, const __grid_constant__ GroupParams p) {
+  using Acc = acc_t<X>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const ChannelTable<Acc> table = {reinterpret_cast<Acc*>(shared), plan.columns * kWidth};
+  // The first blocks make the gradients of parameters.
+  const uint32_t last = gridDim.x - 1 - blockIdx.x;
+  if (last >= static_cast<uint32_t>(p.samples * plan.tiles * plan.slices)) {
+    wait_for_previous_kernel();
+    return store_param_grads(plan, p, blockIdx.x * kWarpSize, reinterpret_cast<Pair<Acc>*>(shared));
+  }
+  const LastThread thread(plan, p, kWidth, last);
+  LastVectors<X, kWidth, kLastBackwardVecs> x(p.x, thread);
+  LastVectors<Y, kWidth, kLastBackwardVecs> dy(p.dy, thread);
+  fill_table(table, p, thread);
+  wait_for_previous_kernel();
+  // With d = x - mean, z = d a + offset and dx = dz a scale + d b + alone.
+  for (int c = threadIdx.x; c < thread.channels; c += blockDim.x) {
+    const Pair<Acc> means = total_of<Acc>(plan, p, thread, c);
+    const Acc rstd = table.row(1)[c];
+    table.row(1)[c] = rstd * table.row(2)[c];
+    table.row(2)[c] = -rstd * rstd * means.second;
+    table.row(4)[c] = -rstd * means.first;
+  }
+  __syncthreads();
+  Acc mean[kWidth], a[kWidth], offset[kWidth], b[kWidth], alone[kWidth];
+  table.take(mean, 0, thread);
+  table.take(a, 1, thread);
+  table.take(b, 2, thread);
+  table.take(offset, 3, thread);
+  table.take(alone, 4, thread);
+  const Acc scale = p.scale.as<Acc>();
+  X* dx = static_cast<X*>(p.y) + thread.begin;
+  each_position<kLastBackwardVecs>(
+      thread,
+      [&](const auto& vector, const auto& gradient) {
+        Acc d[kWidth], dz[kWidth], z[kWidth];
+        unpack(d, vector);
+        unpack(dz, gradient);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          d[j] -= mean[j];
+          z[j] = d[j] * a[j] + offset[j];
+        }
+        undo_activation<Y>(p, dz, z);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          dz[j] = dz[j] * (a[j] * scale) + (d[j] * b[j] + alone[j]);
+        }
+        store_once(dx, round_to<X>(dz));
+        dx += thread.step;
+      },
+      x, dy);
+}
+
+}  // namespace
+
+cudaError_t launch_last_measure(const GroupParams& params, const GroupTypes& types,
+                                const GroupPlan& plan, cudaStream_t stream) {
+  return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) {
+    using X = decltype(x);
+    using Y = decltype(y);
+    const int64_t numbers = int64_t{plan.columns} * plan.width * int64_t{sizeof(acc_t<X>)};
+    const int64_t pairs = 2 * plan.rows * numbers;
+    Launch tiles = plan;
+    tiles.shared_bytes = static_cast<int>(pairs + (types.backward ? 4 * numbers : 0));
+    const auto kernel =
+        types.backward ? last_sums_kernel<X, Y, width()> : last_moments_kernel<X, width()>;
+    return launch(kernel, tiles, stream, plan, params);
+  });
+}
+
+cudaError_t launch_last_apply(const GroupParams& params, const GroupTypes& types,
+                              const GroupPlan& plan, cudaStream_t stream) {
+  return dispatch_group_types(types, plan.width, [&](auto x, auto y, auto width) {
+    using X = decltype(x);
+    using Y = decltype(y);
+    const int64_t acc = sizeof(acc_t<X>);
+    const int64_t numbers = int64_t{plan.columns} * plan.width * (types.backward ? 5 : 3);
+    Launch tiles = plan;
+    if (types.backward) tiles.blocks += param_grad_blocks(params);
+    tiles.shared_bytes =
+        static_cast<int>(std::max(acc * numbers, types.backward ? 2 * acc * plan.threads : 0));
+    const auto kernel =
+        types.backward ? last_dx_kernel<X, Y, width()> : last_apply_kernel<X, Y, width()>;
+    return launch_early(plan.starts_early, kernel, tiles, stream, plan, params);
+  });
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launches of which a call of GroupNorm consists, and the types that their kernels have.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "base/launch.cuh"
+#include "groups/plan.h"
+#include "norm/types.cuh"
+
+namespace fused_layernorm {
+
+struct GroupTypes {
+  DataType x, y;  // y: of dy in backward
+  bool backward;
+};
+
+// The blocks of 32 channels for the gradients of parameters; none if they are not wanted.
+inline int64_t param_grad_blocks(const GroupParams& p) {
+  const bool wanted = p.dweight.at != nullptr || p.dbias.at != nullptr || p.dshift.at != nullptr ||
+                      p.dscale_by.at != nullptr;
+  return wanted ? ceil_div(p.channels, kWarpThreads) : 0;
+}
+
+// The launches of a call over tiles: first measure, then totals if the plan has them, then apply,
+// which also makes the gradients of parameters.
+cudaError_t launch_planes_measure(const GroupParams&, const GroupTypes&, const GroupPlan&,
+                                  cudaStream_t);
+cudaError_t launch_planes_apply(const GroupParams&, const GroupTypes&, const GroupPlan&,
+                                cudaStream_t);
+cudaError_t launch_last_measure(const GroupParams&, const GroupTypes&, const GroupPlan&,
+                                cudaStream_t);
+cudaError_t launch_last_apply(const GroupParams&, const GroupTypes&, const GroupPlan&,
+                              cudaStream_t);
+cudaError_t launch_group_totals(const GroupParams&, const GroupTypes&, const GroupPlan&,
+                                cudaStream_t);
+// The launches of a call where blocks hold groups or share them: one, and in backward one for the
+// gradients of parameters.
+cudaError_t launch_held_groups(const GroupParams&, const GroupTypes&, const GroupPlan&,
+                               cudaStream_t);
+cudaError_t launch_split_groups(const GroupParams&, const GroupTypes&, const GroupPlan&,
+                                cudaStream_t);
+cudaError_t launch_group_param_grad(const GroupParams&, const GroupTypes&, const GroupPlan&,
+                                    cudaStream_t);
+
+// Calls then(X{}, Y{}, width) for the types and the width that kernels are compiled for: of x, and
+// of y or dy.
+template <typename X, typename Y, typename Then>
+cudaError_t dispatch_group_width(int width, const Then& then) {
+  return dispatch_width<vector_width(static_cast<int>(sizeof(X)))>(
+      width, [&](auto w) { return then(X{}, Y{}, w); });
+}
+template <typename Then>
+cudaError_t dispatch_group_types(const GroupTypes& types, int width, const Then& then) {
+  const auto is = [&](DataType x, DataType y) { return types.x == x && types.y == y; };
+  if (is(DataType::kFloat32, DataType::kFloat32))
+    return dispatch_group_width<float, float>(width, then);
+  if (is(DataType::kBFloat16, DataType::kBFloat16)) {
+    return dispatch_group_width<__nv_bfloat16, __nv_bfloat16>(width, then);
+  }
+#ifndef FUSED_LAYERNORM_TRIMMED
+  if (is(DataType::kBFloat16, DataType::kFloat32))
+    return dispatch_group_width<__nv_bfloat16, float>(width, then);
+  if (is(DataType::kFloat16, DataType::kFloat16))
+    return dispatch_group_width<__half, __half>(width, then);
+  if (is(DataType::kFloat16, DataType::kFloat32))
+    return dispatch_group_width<__half, float>(width, then);
+  if (is(DataType::kFloat32, DataType::kFloat16))
+    return dispatch_group_width<float, __half>(width, then);
+  if (is(DataType::kFloat32, DataType::kBFloat16))
+    return dispatch_group_width<float, __nv_bfloat16>(width, then);
+  if (is(DataType::kFloat64, DataType::kFloat64))
+    return dispatch_group_width<double, double>(width, then);
+#endif
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a launch of a norm over groups of channels is given (GroupNorm): x of (samples, channels,
+// positions), where each group of a sample's channels has a mean and a variance of its own.
+#pragma once
+
+#include <cstdint>
+
+#include "base/params.h"
+
+namespace fused_layernorm {
+
+// How the elements of a sample lie: position by position in each channel, or channel by channel in
+// each position (channels_last).
+enum class GroupLayout : int32_t { kPlanes, kChannelsLast };
+
+// One number for each channel, or for each channel of each sample, of any floating type: weight,
+// bias, shift or scale. It is optional.
+struct ChannelNumbers {
+  const void* at = nullptr;
+  int64_t sample_stride = 0;  // in elements
+  int64_t channel_stride = 1;
+  DataType type = DataType::kFloat32;
+};
+
+// The gradient of one: contiguous, (channels) or (samples, channels). It is optional.
+struct ChannelGradient {
+  void* at = nullptr;
+  DataType type = DataType::kFloat32;
+};
+
+// y = activation((x - mean) rstd f + o) scale, where f = weight (1 + scale_by) and
+// o = bias (1 + scale_by) + shift.
+struct GroupParams {
+  const void* x = nullptr;
+  void* y = nullptr;         // in backward: dx
+  const void* dy = nullptr;  // backward
+  ChannelNumbers weight, bias, shift, scale_by;
+
+  // (samples, groups), of the arithmetic's type: outputs of forward, each optional, and inputs of
+  // backward.
+  void* mean = nullptr;
+  void* rstd = nullptr;
+
+  int64_t samples = 0;
+  int64_t positions = 0;
+  int32_t channels = 0;
+  int32_t groups = 0;
+  GroupLayout layout = GroupLayout::kPlanes;
+  Scalar inverse_count;  // of the elements of a group
+  Scalar eps;
+  bool activates = false;  // there is an activation, or a scale that is not 1
+  Activation activation = Activation::kNone;
+  Scalar scale;
+
+  ChannelGradient dweight, dbias, dshift, dscale_by;  // backward
+
+  void* workspace = nullptr;
+
+  constexpr int32_t channels_of_group() const { return channels / groups; }
+};
+
+}  // namespace fused_layernorm

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plan of GroupNorm.
+#include "groups/plan.h"
+
+#include "groups/tuning.h"
+
+namespace fused_layernorm {
+namespace {
+
+// A block or a cluster for each group, if shared memory has room for it.
+bool hold_planes(GroupPlan& plan, const GroupProblem& problem, const Device& device) {
+  const int64_t channels = problem.channels_of_group();
+  const int64_t vectors = channels * plan.channel_vectors;
+  const int size = size_of(problem.x), acc = acc_size_of(problem.x);
+  const int64_t bytes = vectors * plan.width * size;
+  const bool backward = problem.backward;
+  int blocks = 1;
+  if (bytes > (backward ? groups::kHeldBackwardBytes : groups::kHeldBytes)) {
+    const bool has_clusters = device.capability >= 90 && device.blocks_meet;
+    const bool fits = bytes <= (backward ? groups::kClusterBackwardBytes : groups::kClusterBytes);
+    if (!has_clusters || !fits) return false;
+    blocks = backward ? groups::kMostBackwardCluster : groups::kMostCluster;
+  }
+  plan.slice_vectors = static_cast<int>(ceil_div(vectors, blocks));
+  if (ceil_div(vectors, plan.slice_vectors) != blocks) return false;
+  const int64_t elements = int64_t{plan.slice_vectors} * plan.width;
+  int64_t shared = round_up(elements * size, kVectorBytes);
+  plan.dy_offset = static_cast<int>(shared);
+  if (backward) {
+    shared += round_up(elements * size_of(problem.y), kVectorBytes);
+    plan.pairs_offset = static_cast<int>(shared);
+    shared += int64_t{plan.slice_vectors} * 2 * acc;
+  }
+  plan.maps_offset = static_cast<int>(round_up(shared, kVectorBytes));
+  const int64_t touched = std::min(channels, (plan.slice_vectors - 1) / plan.channel_vectors + 2);
+  shared = plan.maps_offset + touched * 2 * acc;
+  if (shared > room_of(device)) return false;
+  plan.strategy = GroupStrategy::kHeld;
+  plan.blocks_per_group = plan.cluster = blocks;
+  plan.shared_bytes = static_cast<int>(shared);
+  plan.tile_channels = static_cast<int>(channels);
+  plan.threads = static_cast<int>(std::min<int64_t>(
+      kHeldThreads, round_up(ceil_div(plan.slice_vectors, kHeldVecs), kWarpThreads)));
+  plan.blocks = problem.samples * problem.groups * blocks;
+  plan.parts_of_channel = static_cast<int>(
+      std::min<int64_t>(blocks, (plan.channel_vectors - 1) / plan.slice_vectors + 2));
+  plan.workspace_bytes =
+      backward ? problem.samples * problem.channels * plan.parts_of_channel * 2 * acc : 0;
+  return true;
+}
+
+// Blocks that share a group, if the device has room for them all at once.
+bool split_planes(GroupPlan& plan, const GroupProblem& problem, const Device& device) {
+  const int size = size_of(problem.x);
+  const int64_t channels = problem.channels_of_group();
+  const int64_t bytes = channels * problem.positions * size;
+  const bool backward = problem.backward;
+  if (device.capability < 90 || !device.blocks_meet || problem.x == DataType::kFloat64 ||
+      plan.width == 1 || plan.channel_vectors < kWarpThreads / 2 ||
+      (backward && bytes < groups::kSplitBackwardBytes)) {
+    return false;
+  }
+  const int segment = backward ? kBackwardSegmentVectors : kSegmentVectors;
+  const int64_t pieces = ceil_div(plan.channel_vectors, segment), segments = channels * pieces;
+  const int64_t slot_bytes =
+      int64_t{kSplitWarps} * segment * plan.width * (size + (backward ? size_of(problem.y) : 0));
+  const int slots = static_cast<int>(room_of(device) / slot_bytes);
+  const int most = std::min({backward ? groups::kMostBackwardSegments : groups::kMostSegments,
+                             slots - kSplitAhead, kMostWarpSegments});
+  if (most < 1) return false;
+  const int64_t least = ceil_div(segments, int64_t{kSplitWarps} * most);
+  if (least > most_blocks_per_row(device)) return false;
+  const int64_t of_warp =
+      ceil_div(segments, int64_t{widen(static_cast<int>(least), device)} * kSplitWarps);
+  plan.strategy = GroupStrategy::kSplit;
+  plan.pieces = static_cast<int>(pieces);
+  plan.piece_vectors = static_cast<int>(ceil_div(plan.channel_vectors, pieces));
+  plan.tile_channels = static_cast<int>(channels);
+  plan.segments_of_warp = static_cast<int>(of_warp);
+  plan.blocks_per_group = static_cast<int>(ceil_div(segments, of_warp * kSplitWarps));
+  plan.slots =
+      static_cast<int>(std::min<int64_t>(slots, kSplitAhead + (kGroupsKept - 1) * of_warp));
+  plan.lag = plan.slots - kSplitAhead - 1;
+  plan.threads = kSplitThreads;
+  plan.shared_bytes = static_cast<int>(plan.slots * slot_bytes);
+  const int64_t all = problem.samples * problem.groups;
+  plan.blocks = std::min<int64_t>(device.sms / plan.blocks_per_group, all) * plan.blocks_per_group;
+  plan.parts_of_channel = static_cast<int>((pieces - 1) / of_warp + 2);
+  plan.parts_offset = plan.meets() ? round_up(all * plan.blocks_per_group * 8, kVectorBytes) : 0;
+  plan.workspace_bytes = plan.parts_offset;
+  if (backward) {
+    plan.workspace_bytes += problem.samples * problem.channels * plan.parts_of_channel * 8;
+  }
+  return true;
+}
+
+void cut_planes(GroupPlan& plan, const GroupProblem& problem) {
+  const int64_t channels = problem.channels_of_group();
+  const int64_t tile = kTileThreads * (problem.backward ? kTileBackwardVecs : kTileVecs);
+  plan.threads = kTileThreads;
+  if (plan.channel_vectors * 2 > tile) {
+    plan.pieces = static_cast<int>(ceil_div(plan.channel_vectors, tile));
+    plan.piece_vectors = static_cast<int>(ceil_div(plan.channel_vectors, plan.pieces));
+    plan.tiles = static_cast<int>(channels * plan.pieces);
+  } else {
+    const int64_t tiles = ceil_div(channels, tile / plan.channel_vectors);
+    plan.tile_channels = static_cast<int>(ceil_div(channels, tiles));
+    plan.piece_vectors = static_cast<int>(plan.channel_vectors);
+    plan.tiles = static_cast<int>(ceil_div(channels, plan.tile_channels));
+  }
+}
+
+void cut_channels_last(GroupPlan& plan, const GroupProblem& problem) {
+  const int64_t vectors = problem.channels / plan.width;
+  plan.slices = static_cast<int>(ceil_div(vectors, kLastThreads));
+  plan.columns = static_cast<int>(ceil_div(vectors, plan.slices));
+  plan.rows = kLastThreads / plan.columns;
+  plan.threads = static_cast<int>(round_up(int64_t{plan.columns} * plan.rows, kWarpThreads));
+  const int64_t position_bytes = problem.channels * size_of(problem.x);
+  const bool large = position_bytes * problem.positions >= groups::kLargeSample;
+  const int64_t bytes =
+      problem.backward
+          ? (large ? groups::kLargeBackwardLastTileBytes : groups::kBackwardLastTileBytes)
+          : (large ? groups::kLargeLastTileBytes : groups::kLastTileBytes);
+  const int64_t wanted = std::max(
+      {bytes / position_bytes, ceil_div(problem.positions, groups::kMostLastTiles), int64_t{1}});
+  plan.tile_positions = static_cast<int>(
+      std::min(round_up(wanted, plan.rows), round_up(problem.positions, plan.rows)));
+  plan.tiles = static_cast<int>(ceil_div(problem.positions, plan.tile_positions));
+  const int64_t of_group = problem.channels_of_group(), slice = int64_t{plan.columns} * plan.width;
+  plan.groups_of_slice =
+      static_cast<int>(std::min(problem.groups, (slice + of_group - 2) / of_group + 1));
+}
+
+}  // namespace
+
+std::optional<GroupPlan> make_group_plan(const GroupProblem& problem, const Device& device) {
+  GroupPlan plan;
+  plan.starts_early = device.starts_early;
+  const bool planes = problem.layout == GroupLayout::kPlanes;
+  const int64_t extent = planes ? problem.positions : problem.channels;
+  const int full = vector_width(size_of(problem.x));
+  plan.width = problem.aligned && extent % full == 0 ? full : 1;
+  if (problem.positions > kMostPositions || problem.channels > kMostExtent ||
+      problem.samples * problem.groups > kMostExtent) {
+    return std::nullopt;
+  }
+  if (planes) {
+    plan.channel_vectors = problem.positions / plan.width;
+    plan.by_channel = Divisor(plan.channel_vectors);
+    if (hold_planes(plan, problem, device) || split_planes(plan, problem, device)) {
+      return plan.blocks <= kMostBlocks ? std::optional(plan) : std::nullopt;
+    }
+    plan.blocks_per_group = plan.cluster = 1;
+    cut_planes(plan, problem);
+  } else {
+    cut_channels_last(plan, problem);
+  }
+  const int64_t all_groups = problem.samples * problem.groups;
+  // Parts, each of two numbers: of tiles, and in backward of each channel in a tile.
+  const int64_t pair = 2 * acc_size_of(problem.x);
+  const int64_t parts = !planes ? problem.samples * plan.tiles * plan.slices * plan.groups_of_slice
+                        : problem.backward ? 0
+                                           : all_groups * plan.tiles;
+  plan.parts_of_channel = planes ? plan.pieces : plan.tiles;
+  const int64_t channel_parts =
+      problem.backward ? problem.samples * problem.channels * plan.parts_of_channel : 0;
+  plan.parts_offset = round_up(parts * pair, kVectorBytes);
+  plan.totals_offset = plan.parts_offset + round_up(channel_parts * pair, kVectorBytes);
+  plan.workspace_bytes = plan.totals_offset + all_groups * pair;
+  plan.blocks = planes ? all_groups * plan.tiles : problem.samples * plan.tiles * plan.slices;
+  return plan.blocks < kMostExtent / 2 ? std::optional(plan) : std::nullopt;
+}
+
+}  // namespace fused_layernorm

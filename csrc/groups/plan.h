@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// How groups are laid over the chip: the plan of GroupNorm, forward and backward, and its limits.
+//
+// A block or a cluster of blocks holds a group of planes (held.cu), or more blocks share it
+// (split.cu): one kernel reads x, and dy, once. Anything else is cut into tiles and read twice: one
+// kernel measures tiles, a second one combines these parts to the totals of each group, and a third
+// one applies them. Of these no block waits for another, so none has to be resident: a later launch
+// does.
+//
+//   planes         each channel is a run of memory. A tile has some channels of a group, or a piece
+//   of
+//                  one (planes.cu).
+//   channels_last  a tile has all channels of some positions (last.cu).
+//
+// How a sample is cut into tiles depends on its channels and positions alone, never on the number
+// of samples, so its bits do not depend on its batch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "base/cuda_types.h"
+#include "base/problem.h"
+#include "groups/params.h"
+
+namespace fused_layernorm {
+
+struct GroupProblem {
+  int64_t samples = 0, positions = 0;
+  int64_t channels = 0, groups = 0;
+  GroupLayout layout = GroupLayout::kPlanes;
+  DataType x = DataType::kFloat32, y = DataType::kFloat32;  // y: of dy in backward
+  bool aligned = true;  // x, y and dy begin at multiples of 16 bytes
+  bool backward = false;
+
+  int64_t channels_of_group() const { return channels / groups; }
+};
+
+// Division of a number below 2^31 by one that a launch has (Granlund and Montgomery, 1994).
+struct Divisor {
+  uint32_t multiplier = 0, shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(int64_t by) {
+    if (by < 2) return;
+    while (int64_t{2} << shift < by) ++shift;
+    multiplier = static_cast<uint32_t>(((int64_t{1} << (32 + shift)) + by - 1) / by);
+  }
+#ifdef __CUDACC__
+  __device__ __forceinline__ int quotient(int n) const {
+    const int found = static_cast<int>(__umulhi(static_cast<uint32_t>(n), multiplier) >> shift);
+    return multiplier == 0 ? n : found;
+  }
+#endif
+};
+
+enum class GroupStrategy : int32_t { kHeld, kSplit, kTiles };
+inline const char* name_of(GroupStrategy strategy) {
+  constexpr const char* kNames[] = {"held", "split", "tiles"};
+  return kNames[static_cast<int>(strategy)];
+}
+
+struct GroupPlan : Launch {
+  GroupStrategy strategy = GroupStrategy::kTiles;
+  int width = 1;  // elements that a thread moves at once
+
+  // Planes.
+  int64_t channel_vectors = 0;
+  Divisor by_channel;     // divides by channel_vectors
+  int tile_channels = 1;  // channels of a tile; of a group, where blocks hold or share groups
+  // Pieces of a channel, of which each tile has one, or a warp of the blocks that share a group
+  // some.
+  int pieces = 1, piece_vectors = 0;
+  int tiles = 1;  // of a group; of a sample of channels_last
+
+  // Blocks that hold or share a group.
+  int blocks_per_group = 1;
+  int slice_vectors = 0;                                 // held: of a block
+  int dy_offset = 0, pairs_offset = 0, maps_offset = 0;  // held: in shared memory
+  int segments_of_warp = 0, slots = 0, lag = 0;          // split: as split.cu says
+
+  // channels_last: the channels of a position are cut into `slices` of `columns` vectors; a block
+  // has one slice of `tile_positions`, and `rows` of them side by side.
+  int columns = 1, slices = 1, rows = 1;
+  int tile_positions = 0;
+  int groups_of_slice = 1;  // that a slice has, in whole or in part
+
+  // The workspace: parts of groups, or slots in which blocks meet; parts of channels, of which each
+  // channel of a sample has up to so many; totals.
+  int64_t parts_offset = 0, totals_offset = 0;
+  int parts_of_channel = 1;
+  bool starts_early = true;
+
+  bool meets() const { return blocks_per_group > 1; }
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add("width", width).add("tiles", tiles).add("tile_channels", tile_channels);
+    json.add("pieces", pieces).add("blocks_per_group", blocks_per_group);
+    json.add("slice_vectors", slice_vectors).add("segments", segments_of_warp);
+    json.add("slots", slots).add("lag", lag).add("columns", columns).add("slices", slices);
+    json.add("rows", rows).add("tile_positions", tile_positions);
+  }
+};
+
+// Threads of a block and vectors of each thread: of x and, in backward, of dy too.
+constexpr int kTileThreads = 256, kTileVecs = 8, kTileBackwardVecs = 4;
+constexpr int kHeldThreads = 1024, kHeldVecs = 5;
+constexpr int kSplitWarps = 16, kSplitThreads = (kSplitWarps + 1) * kWarpThreads;
+constexpr int kSegmentVectors = 128, kBackwardSegmentVectors = 64;
+// Segments that a warp has asked for ahead of the one that it measures.
+constexpr int kSplitAhead = 2;
+// The most segments of a group that a warp can have.
+constexpr int kMostWarpSegments = 5;
+// What the warps of a block tell each other of a group is kept for so many groups.
+constexpr int kGroupsKept = 8;
+constexpr int kLastThreads = 256, kLastVecs = 4, kLastBackwardVecs = 2;
+constexpr int kTotalsThreads = 256;
+
+// Positions are 32-bit numbers in kernels.
+constexpr int64_t kMostPositions = int64_t{1} << 30;
+
+std::optional<GroupPlan> make_group_plan(const GroupProblem& problem, const Device& device);
+
+cudaError_t launch_group_norm_forward(const GroupParams& params, DataType x, DataType y,
+                                      const GroupPlan& plan, cudaStream_t stream);
+cudaError_t launch_group_norm_backward(const GroupParams& params, DataType x, DataType dy,
+                                       const GroupPlan& plan, cudaStream_t stream);
+
+}  // namespace fused_layernorm

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels over groups share: numbers of channels, where a group's parts and totals lie,
+// and how parts are combined.
+#pragma once
+
+#include "device/dependency.cuh"
+#include "groups/plan.h"
+#include "norm/activation.cuh"
+#include "norm/statistic.cuh"
+
+namespace fused_layernorm {
+
+template <typename Acc>
+__device__ __forceinline__ Acc number_at(const void* at, DataType type, int64_t index) {
+  switch (type) {
+    case DataType::kFloat32:
+      return Acc(static_cast<const float*>(at)[index]);
+    case DataType::kFloat16:
+      return Acc(to_acc(static_cast<const __half*>(at)[index]));
+    case DataType::kBFloat16:
+      return Acc(to_acc(static_cast<const __nv_bfloat16*>(at)[index]));
+    case DataType::kFloat64:
+      return Acc(static_cast<const double*>(at)[index]);
+  }
+  return Acc(0);
+}
+template <typename Acc>
+__device__ __forceinline__ Acc number_of(const ChannelNumbers& numbers, int64_t sample, int channel,
+                                         Acc absent) {
+  if (numbers.at == nullptr) return absent;
+  return number_at<Acc>(numbers.at, numbers.type,
+                        sample * numbers.sample_stride + channel * numbers.channel_stride);
+}
+template <typename Acc>
+__device__ __forceinline__ void store_number(const ChannelGradient& to, int64_t index, Acc value) {
+  switch (to.type) {
+    case DataType::kFloat32:
+      static_cast<float*>(to.at)[index] = static_cast<float>(value);
+      return;
+    case DataType::kFloat16:
+      static_cast<__half*>(to.at)[index] = from_acc<__half>(value);
+      return;
+    case DataType::kBFloat16:
+      static_cast<__nv_bfloat16*>(to.at)[index] = from_acc<__nv_bfloat16>(value);
+      return;
+    case DataType::kFloat64:
+      static_cast<double*>(to.at)[index] = static_cast<double>(value);
+      return;
+  }
+}
+
+// The affine map behind the normalization, for one channel of one sample: z = xhat factor + offset.
+template <typename Acc>
+struct ChannelMap {
+  Acc factor = 1, offset = 0;
+
+  ChannelMap() = default;
+  __device__ __forceinline__ ChannelMap(const GroupParams& p, int64_t sample, int channel) {
+    factor = number_of<Acc>(p.weight, sample, channel, Acc(1));
+    offset = number_of<Acc>(p.bias, sample, channel, Acc(0));
+    if (p.scale_by.at != nullptr) {
+      const Acc by = Acc(1) + number_of<Acc>(p.scale_by, sample, channel, Acc(0));
+      factor *= by;
+      offset *= by;
+    }
+    offset += number_of<Acc>(p.shift, sample, channel, Acc(0));
+  }
+};
+
+// What kernels leave for later ones in the workspace.
+template <typename Acc>
+__device__ __forceinline__ Pair<Acc>* pairs_at(const GroupParams& p, int64_t offset) {
+  return reinterpret_cast<Pair<Acc>*>(static_cast<char*>(p.workspace) + offset);
+}
+
+// mean and rstd of a group, as forward leaves them.
+template <typename Acc>
+__device__ __forceinline__ void store_group(const GroupParams& p, int64_t group, Pair<Acc> total) {
+  if (p.mean != nullptr) static_cast<Acc*>(p.mean)[group] = total.first;
+  if (p.rstd != nullptr) static_cast<Acc*>(p.rstd)[group] = total.second;
+}
+template <typename Acc>
+__device__ __forceinline__ Pair<Acc> load_group(const GroupParams& p, int64_t group) {
+  return {static_cast<const Acc*>(p.mean)[group], static_cast<const Acc*>(p.rstd)[group]};
+}
+
+// The two means over a group that dx needs, from its sums of g = factor dz and of g xhat.
+template <typename Acc>
+__device__ __forceinline__ Pair<Acc> group_means(const GroupParams& p, Pair<Acc> sums) {
+  const Acc inverse = p.inverse_count.as<Acc>();
+  return {sums.first * inverse, sums.second * inverse};
+}
+
+// values = activation(values) * scale. SiLU, which nearly all models have here, is tested first.
+template <typename Y, typename Acc, int kWidth>
+__device__ __forceinline__ void activate_if(const GroupParams& p, Acc (&values)[kWidth]) {
+  if (!p.activates) return;
+  const Acc scale = p.scale.as<Acc>();
+  if (p.activation == Activation::kSilu) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] = silu<Y>(values[j]) * scale;
+  } else {
+    activate<Y>(values, p.activation, scale);
+  }
+}
+// dy = dy * activation'(z). The scale, a factor of all gradients, is left to later.
+template <typename Y, typename Acc, int kWidth>
+__device__ __forceinline__ void undo_activation(const GroupParams& p, Acc (&dy)[kWidth],
+                                                const Acc (&z)[kWidth]) {
+  if (p.activation == Activation::kSilu) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) dy[j] = silu_gradient<Y>(dy[j], z[j]);
+  } else if (p.activation != Activation::kNone) {
+    activate_backward<Y>(dy, z, p.activation, Acc(1));
+  }
+}
+
+// The sum and the sum of squares of a thread's values, as deviations from its first one.
+template <typename Acc>
+struct RunningMoments {
+  Acc pivot = 0, sum = 0, square = 0;
+  int vectors = 0;
+
+  template <typename X, int kWidth>
+  __device__ __forceinline__ void add(const Vec<X, kWidth>& vector) {
+    Acc values[kWidth];
+    unpack(values, vector);
+    if (vectors == 0) pivot = values[0];
+    ++vectors;
+    Pair<Acc> low, high;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      Pair<Acc>& chain = j % 2 == 0 ? low : high;
+      const Acc d = values[j] - pivot;
+      chain.first += d;
+      chain.second += d * d;
+    }
+    sum += low.first + high.first;
+    square += low.second + high.second;
+  }
+  // The moments of these values. Without any, their sum of squares is zero.
+  template <int kWidth>
+  __device__ __forceinline__ Moments<Acc> moments() const {
+    const Acc shift = sum / Acc(max(vectors, 1) * kWidth);
+    return {pivot + shift, square - sum * shift};
+  }
+};
+
+// The moments of `count` values from those of a block's threads (Chan, Golub and LeVeque, 1979).
+// `scratch` has kMaxWarps numbers twice.
+template <int kWidth, typename Acc>
+__device__ __forceinline__ Moments<Acc> moments_of_block(const RunningMoments<Acc>& own,
+                                                         const Reciprocal<Acc>& inverse,
+                                                         Acc (&scratch)[2][kMaxWarps]) {
+  const BlockTeam team;
+  const Moments<Acc> part = own.template moments<kWidth>();
+  const Acc count = own.vectors * kWidth;
+  // The means are summed up as deviations from the first thread's, which has values.
+  __shared__ Acc first;
+  if (threadIdx.x == 0) first = part.mean;
+  __syncthreads();
+  const Acc mean = inverse.mean(
+      first, team_sum(count > 0 ? count * (part.mean - first) : Acc(0), team, scratch[0]));
+  const Acc delta = part.mean - mean;
+  return {mean, team_sum(count > 0 ? part.m2 + count * delta * delta : Acc(0), team, scratch[1])};
+}
+
+// What a channel of a sample is in backward: with d = x - mean, z = d slope + offset.
+template <typename Acc>
+struct ChannelSlope {
+  Acc slope, offset;
+
+  __device__ __forceinline__ ChannelSlope(const ChannelMap<Acc>& map, Acc rstd)
+      : slope(map.factor * rstd), offset(map.offset) {}
+};
+
+// d = x - mean, and dz, the gradient at the output of the affine map but for the factor `scale`.
+template <typename Acc, int kWidth>
+struct GroupGradients {
+  Acc d[kWidth], dz[kWidth];
+
+  template <typename X, typename Y>
+  __device__ __forceinline__ GroupGradients(const GroupParams& p, const Vec<X, kWidth>& x,
+                                            const Vec<Y, kWidth>& dy, Acc mean,
+                                            const ChannelSlope<Acc>& of) {
+    unpack(d, x);
+    unpack(dz, dy);
+    Acc z[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      d[j] -= mean;
+      z[j] = d[j] * of.slope + of.offset;
+    }
+    undo_activation<Y>(p, dz, z);
+  }
+  // The sums of dz and of dz d, but for the factor `scale`.
+  __device__ __forceinline__ Pair<Acc> sums() const {
+    Pair<Acc> low, high;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      Pair<Acc>& chain = j % 2 == 0 ? low : high;
+      chain.first += dz[j];
+      chain.second += dz[j] * d[j];
+    }
+    low += high;
+    return low;
+  }
+};
+
+// The sums of dz and of dz xhat, from those of dz and of dz d without the scale.
+template <typename Acc>
+__device__ __forceinline__ Pair<Acc> scaled_sums(const GroupParams& p, Pair<Acc> sums, Acc rstd) {
+  const Acc scale = p.scale.as<Acc>();
+  return {sums.first * scale, sums.second * (scale * rstd)};
+}
+
+// dx = rstd (factor dz - means.first - xhat means.second), as dz slope scale + (d by_d + alone).
+template <typename Acc>
+struct DxOfGroup {
+  Acc scale, by_d, alone;
+
+  __device__ __forceinline__ DxOfGroup(const GroupParams& p, Pair<Acc> means, Acc rstd)
+      : scale(p.scale.as<Acc>()), by_d(-rstd * rstd * means.second), alone(-rstd * means.first) {}
+  template <typename X, int kWidth>
+  __device__ __forceinline__ Vec<X, kWidth> dx(const GroupGradients<Acc, kWidth>& gradients,
+                                               Acc slope) const {
+    const Acc by_dz = slope * scale;
+    Acc values[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      values[j] = gradients.dz[j] * by_dz + (gradients.d[j] * by_d + alone);
+    }
+    return round_to<X>(values);
+  }
+};
+
+// dshift and dscale_by of a channel of a sample, from its sums of dz and of dz xhat.
+template <typename Acc>
+__device__ __forceinline__ void store_modulation(const GroupParams& p, int64_t sample, int channel,
+                                                 Pair<Acc> sum) {
+  const int64_t at = sample * p.channels + channel;
+  if (p.dshift.at != nullptr) store_number(p.dshift, at, sum.first);
+  if (p.dscale_by.at != nullptr) {
+    store_number(p.dscale_by, at,
+                 number_of<Acc>(p.weight, sample, channel, Acc(1)) * sum.second +
+                     number_of<Acc>(p.bias, sample, channel, Acc(0)) * sum.first);
+  }
+}
+
+}  // namespace fused_layernorm

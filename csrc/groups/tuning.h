@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// What was measured to be best for groups, on an H100 (bfloat16, 32 groups, SiLU; us).
+#pragma once
+
+#include <cstdint>
+
+namespace fused_layernorm::groups {
+
+// Planes. A block holds a group of up to so many bytes of x (64 x 256 x 56 x 56, groups of 49 KB:
+// one block 82, a cluster of two 99, tiles 114). Backward it has a cluster of two up to twice as
+// many (160, one block 169, tiles 189).
+constexpr int64_t kHeldBytes = 56 << 10, kHeldBackwardBytes = 28 << 10;
+// A group of up to so many is held by a cluster of eight blocks (2 x 640 x 64 x 64, 160 KB: 14.4,
+// tiles 16.8; 2 x 1280 x 32 x 32, 80 KB: 10.2, 11.2).
+constexpr int kMostCluster = 8, kMostBackwardCluster = 2;
+constexpr int64_t kClusterBytes = 192 << 10, kClusterBackwardBytes = 56 << 10;
+// Longer groups are shared by blocks, backward those from so many bytes on (2 x 320 x 128 x 128,
+// 320 KB: 46, tiles 44; 1 x 512 x 128 x 128, 512 KB: 35, 37).
+constexpr int64_t kSplitBackwardBytes = 400 << 10;
+// The most segments of a group that a warp has. With fewer, more segments are measured while the
+// blocks meet (1 x 128 x 1024 x 1024 by 4 segments 258, by 2 218; backward no fewer fit).
+constexpr int kMostSegments = 2, kMostBackwardSegments = 4;
+
+// channels_last. The bytes of x in a tile, of samples of fewer bytes and of more (2 x 1280 x 32 x
+// 32 by 32 KB 17.3, by 64 KB 20.8; 2 x 320 x 128 x 128 38.7, 31.6; backward, by 48 and 96
+// KB 26.2, 35.2; 53.6, 49.6). A sample has at the most so many tiles.
+constexpr int64_t kLargeSample = 8 << 20;
+constexpr int64_t kLastTileBytes = 32 << 10, kLargeLastTileBytes = 64 << 10;
+constexpr int64_t kBackwardLastTileBytes = 48 << 10, kLargeBackwardLastTileBytes = 96 << 10;
+constexpr int64_t kMostLastTiles = 1024;
+
+}  // namespace fused_layernorm::groups
