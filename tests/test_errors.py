@@ -441,6 +441,136 @@ def test_operators_refuse_with_the_same_sentences():
         op(x, 3, None, None, 1e-5)
 
 
+# What backward operators refuse: an argument, what takes its place, and the sentence.
+OF_STATISTICS = "mean and rstd must be those of the forward pass"
+OF_NORMS: list[tuple[str, Any, str]] = [
+    ("rstd", ((3, 1), F32), OF_STATISTICS),
+    ("rstd", ((4, 1), F64), OF_STATISTICS),
+    ("mean", ((1,), F32), OF_STATISTICS),
+    ("mean", ((0,), F32), OF_STATISTICS),
+    ("dy", ((4, 7), F32), "dy must have the shape of the input"),
+    ("dy", ((8,), F32), "dy must have the shape of the input"),
+    ("dresidual", ((2, 8), F32), "dresidual must have the shape of the input"),
+    ("dresidual", ((4, 8), F16), "dresidual must be of x's dtype"),
+    ("normalized_ndim", 0, "cannot normalize the last 0 of 2 dimensions"),
+    ("normalized_ndim", 3, "cannot normalize the last 3 of 2 dimensions"),
+    ("weight", ((1,), F32), "weight must have the shape of the normalized dimensions"),
+    ("bias", ((4, 8), F32), "bias must have the shape of the normalized dimensions"),
+    ("bias", ((8,), BF16), "weight and bias must be of one dtype"),
+    ("statistic", "batch", "statistic must be 'layer' or 'rms', got 'batch'"),
+    ("statistic", "rms", "RMSNorm has no mean"),
+    ("weight_offset", math.inf, "weight_offset must be a finite number"),
+]  # fmt: skip
+OF_MODULATIONS: list[tuple[str, Any, str]] = [
+    ("shift", ((3, 8), F32), "shift must broadcast to the shape of the input"),
+    ("scale", ((1, 4, 8), F32), "scale must broadcast to the shape of the input"),
+    ("scale", None, "a gradient is asked for of a shift or scale that is not there"),
+]
+OF_GATES: list[tuple[str, Any, str]] = [
+    ("gate", ((2, 8), F32), "gate must broadcast to the shape of the input"),
+    ("input", ((4, 9), F32), "must have the shape of the input"),
+]
+REFUSED: dict[str, list[tuple[str, Any, str]]] = {
+    "layer_norm_backward": [
+        *OF_NORMS,
+        ("activation", "tanh",
+         "activation must be None, 'gelu', 'gelu_tanh', 'silu' or 'relu', got 'tanh'"),
+    ],
+    "ada_layer_norm_backward": OF_NORMS + OF_MODULATIONS,
+    "add_ada_layer_norm_backward": OF_NORMS + OF_MODULATIONS + OF_GATES,
+    "gate_backward": [
+        *OF_GATES,
+        ("dresidual_out", ((5, 8), F32), "dresidual_out must have the shape of the input"),
+    ],
+    "qk_norm_rope_backward": [
+        ("k", ((1, 4, 2, 6), F32), "q and k"),
+        ("q_weight", ((7,), F32), "size"),
+        ("weight_offset", math.nan, "weight_offset"),
+        ("dk_out", None, "dk_out belongs to k"),
+        ("dk_out", ((1, 4, 2, 6), F32), "gradients must be as the results are"),
+        ("dq_out", ((1, 4, 3, 8), F16), "gradients must be as the results are"),
+    ],
+}  # fmt: skip
+
+
+def backward_arguments(overload, device):
+    """Right arguments of a backward operator, by the names of its schema."""
+    shapes = {
+        **dict.fromkeys(("dy", "x", "input", "dresidual", "dresidual_out"), (4, 8)),
+        "mean": (4, 1), "rstd": (4, 1), "cos": (4, 4), "sin": (4, 4),
+        "dq_out": (1, 4, 3, 8), "q": (1, 4, 3, 8), "dk_out": (1, 4, 2, 8), "k": (1, 4, 2, 8),
+    }  # fmt: skip
+    values = {
+        "normalized_ndim": 1, "rotary_dim": 8, "seq_dim": 1, "eps": 1e-5, "scale": 1.0,
+        "statistic": "rms" if "qk" in overload._opname else "layer", "weight_offset": 0.0,
+    }  # fmt: skip
+    found = {}
+    for argument in overload._schema.arguments:
+        name, kind = argument.name, str(argument.type)
+        if "Tensor" in kind:
+            found[name] = make((shapes.get(name, (8,)), F32), device)
+        elif kind == "bool":
+            found[name] = name.startswith("needs_")
+        else:
+            found[name] = values.get(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("operator", "what", "value", "sentence"),
+    [(operator, *case) for operator, cases in REFUSED.items() for case in cases],
+)
+def test_backward_operators_refuse(device, operator, what, value, sentence):
+    """What would otherwise be read out of bounds, or as something else, on every device, also
+    where no gradient is asked for. Autograd never calls them so."""
+    overload = getattr(torch.ops.fused_layernorm, operator).default
+    given = backward_arguments(overload, device)
+    overload(*given.values())
+    given[what] = make(value, device) if isinstance(value, tuple) else value
+    for needs in (True, False) if value is not None else (True,):
+        asked = dict.fromkeys((name for name in given if name.startswith("needs_")), needs)
+        with pytest.raises((RuntimeError, ValueError), match=sentence):
+            overload(*{**given, **asked}.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
+@pytest.mark.parametrize(
+    ("operator", "what"),
+    [("layer_norm_backward", what) for what in ("dy", "x", "rstd", "weight")]
+    + [("add_ada_layer_norm_backward", what) for what in ("scale", "gate", "input")]
+    + [("gate_backward", "gate"), ("qk_norm_rope_backward", "dq_out")],
+)
+def test_backward_operators_refuse_other_dtypes(operator, what, dtype):
+    overload = getattr(torch.ops.fused_layernorm, operator).default
+    given = backward_arguments(overload, "cpu")
+    given[what] = given[what].to(dtype)
+    named = "the gradient of a result" if what == "dq_out" else what
+    sentence = f"expected {named} of dtype {FLOATS}, got {str(dtype).removeprefix('torch.')}"
+    with pytest.raises(NotImplementedError) as caught:
+        overload(*given.values())
+    assert str(caught.value) == sentence
+
+
+def test_dy_of_another_dtype_on_every_device(device):
+    """CUDA's sentence names no tensor."""
+    overload = torch.ops.fused_layernorm.layer_norm_backward.default
+    given = backward_arguments(overload, device)
+    given["dy"] = given["dy"].int()
+    with pytest.raises(RuntimeError, match=r"(?i)float32, float16, bfloat16 or float64, got int"):
+        overload(*given.values())
+
+
+def test_backward_takes_statistics_of_any_shape(device):
+    """As the kernels do, which count rows; shapes that broadcast otherwise give other gradients."""
+    x, dy = torch.randn(2, 8, 8, device=device), torch.randn(2, 8, 8, device=device)
+    ops = torch.ops.fused_layernorm
+    _, mean, rstd = ops.layer_norm_forward(x, 1, None, None, 1e-5)
+    args = (None, None, None, None, 1.0, True, False, False)
+    expected = ops.layer_norm_backward(dy, x, 1, mean, rstd, *args)[0]
+    flat = ops.layer_norm_backward(dy, x, 1, mean.view(16), rstd.view(2, 8), *args)[0]
+    assert torch.equal(flat, expected)
+
+
 NO_MEMORY = (
     "CUDA out of memory: fused_layernorm could not allocate 1.0 MiB on cuda:0, "
     "where 0.5 MiB are free"

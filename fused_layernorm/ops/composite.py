@@ -104,8 +104,14 @@ def _activate_backward(da: Tensor, z: Tensor, activation: str) -> Tensor:
 
 def backward(b: BackwardArguments) -> Gradients:
     """What the backward operators give."""
+    arguments.check_backward(b)
     if not any(b.needs):
         return Gradients()
+    # As the kernels do, this takes statistics of any shape that has one for each row.
+    of_rows = (*b.x.shape[: b.x.dim() - b.normalized_ndim], *(1,) * b.normalized_ndim)
+    if b.rstd.shape != of_rows or b.mean.shape != of_rows:
+        mean = b.mean if b.is_rms else b.mean.reshape(of_rows)
+        b = b._replace(mean=mean, rstd=b.rstd.reshape(of_rows))
     acc = acc_dtype(b.x.dtype)
     weight, bias = shifted(b.weight, b.weight_offset, acc), to(b.bias, acc)
     # PyTorch's backward takes x * rstd - mean * rstd for xhat, which cancels where the mean is
@@ -159,7 +165,14 @@ def _checked_forward(a: Arguments) -> Results:
     return forward(a)
 
 
+def _gate_backward(
+    dresidual_out: Tensor, input: Tensor, gate: Tensor, needs_dinput: bool, needs_dgate: bool
+) -> tuple[Tensor, Tensor]:
+    arguments.check_gate_backward(dresidual_out, input, gate)
+    return formulas.gate_backward(dresidual_out, input, gate, needs_dinput, needs_dgate)
+
+
 for _overload, _implementation in implementations(
-    _checked_forward, backward, formulas.gate_backward
+    _checked_forward, backward, _gate_backward
 ).items():
     load.library.impl(_overload._opname, _implementation, "CompositeExplicitAutograd")

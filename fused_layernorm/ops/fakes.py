@@ -33,6 +33,7 @@ def _forward(a: Arguments) -> Results:
     )
 
 
+# Backward's arguments are not checked: compiled autograd traces it with gradients of other shapes.
 def _backward(b: BackwardArguments) -> Gradients:
     def like(tensor: Tensor | None, needed: bool) -> Tensor | None:
         return tensor.new_empty(tensor.shape) if needed and tensor is not None else None

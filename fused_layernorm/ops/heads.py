@@ -253,6 +253,11 @@ def backward_by_formula(
     return b.results(found)
 
 
+def _composite_backward(*args: Any) -> Any:
+    _check_backward(BackwardArguments(*args))
+    return backward_by_formula(*args, layout=_laid_out)
+
+
 # ---- What a call must satisfy.
 
 
@@ -363,7 +368,22 @@ def _check_angles(a: HeadArguments) -> None:
         )
 
 
-# ---- Fakes.
+def _check_backward(b: BackwardArguments) -> None:
+    """Raises if qk_norm_rope_backward cannot take these arguments, as csrc/bindings/cuda does."""
+    check(b.forward)
+    if b.statistic is None:
+        arguments.refuse("a rotation alone is its own backward, with inverse")
+    if (b.dk_out is None) != (b.k is None):
+        arguments.refuse("dk_out belongs to k")
+    for dy, x in ((b.dq_out, b.q), (b.dk_out, b.k)):
+        if dy is None or x is None:
+            continue
+        arguments.check_tensor("the gradient of a result", dy)
+        if dy.shape != x.shape or dy.dtype != x.dtype or dy.device != x.device:
+            arguments.refuse("gradients must be as the results are")
+
+
+# ---- Fakes. As with norms, backward's arguments are not checked here.
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -540,10 +560,6 @@ torch.library.register_vmap(
     qk_norm_rope_backward, functools.partial(_one_by_one, qk_norm_rope_backward)
 )
 load.library.impl("qk_norm_rope", _composite, "CompositeExplicitAutograd")
-load.library.impl(
-    "qk_norm_rope_backward",
-    functools.partial(backward_by_formula, layout=_laid_out),
-    "CompositeExplicitAutograd",
-)
+load.library.impl("qk_norm_rope_backward", _composite_backward, "CompositeExplicitAutograd")
 load.library.impl("qk_norm_rope", _autograd, "Autograd", with_keyset=True)
 load.library.impl("qk_norm_rope_backward", _autograd_backward, "Autograd", with_keyset=True)

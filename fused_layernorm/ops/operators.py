@@ -356,15 +356,23 @@ class GatedBackwardArguments(NamedTuple):
 
 
 def gated_backward(
-    ada_layer_norm_backward: Callable[..., Any], gate_backward: Callable[..., Any]
+    ada_layer_norm_backward: Callable[..., Any],
+    gate_backward: Callable[..., Any],
+    *,
+    checks: bool = False,
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """add_ada_layer_norm_backward as these two operators, one after the other."""
+    """add_ada_layer_norm_backward as these two operators, one after the other.
+
+    With `checks` gate_backward sees its arguments even where neither of its results is wanted.
+    """
 
     def add_ada_layer_norm_backward(*args: Any) -> tuple[Tensor, ...]:
         g = GatedBackwardArguments(*args)
         dx, *gradients = ada_layer_norm_backward(*g.of_norm)
         if g.needs_gate_backward:
             of_gate = gate_backward(dx, g.input, g.gate, g.needs_dinput, g.needs_dgate)
+        elif checks:  # x stands for its own gradient
+            of_gate = gate_backward(g.x, g.input, g.gate, False, False)
         else:
             of_gate = (g.input.new_empty((0,)), g.gate.new_empty((0,)))
         return (dx if g.needs_dx else g.x.new_empty((0,)), *of_gate, *gradients)
@@ -382,6 +390,8 @@ def implementations(
     return {
         **{operator.overload: operator.implemented_by(forward) for operator in FORWARD},
         **{operator.overload: operator.implemented_by(backward) for operator in BACKWARD},
-        load.add_ada_layer_norm_backward: gated_backward(ada_layer_norm_backward, gate_backward),
+        load.add_ada_layer_norm_backward: gated_backward(
+            ada_layer_norm_backward, gate_backward, checks=True
+        ),
         load.gate_backward: gate_backward,
     }
