@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 def after_import(name: str, register: Callable[[], None], failure: str) -> None:
@@ -27,29 +29,48 @@ def after_import(name: str, register: Callable[[], None], failure: str) -> None:
 
     if name in sys.modules:
         then()
-    else:
-        sys.meta_path.insert(0, _Import(name, then))
+        return
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    _finder.waiting.setdefault(name, []).append(then)
 
 
-class _Import(MetaPathFinder, Loader):
-    """Calls a function once, after the module of this name has been imported."""
+class _Finder(MetaPathFinder):
+    """Gives the modules that are waited for a loader that says when they have been imported.
 
-    _loader: Loader  # the module's own
+    To be asked for a module is not yet to import it (importlib.util.find_spec asks, too, and an
+    import may fail), so a function waits until its module's code has run.
+    """
 
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name = name
-        self._then = then
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callable[[], None]]] = {}
+        self._asking: set[tuple[int, str]] = set()  # threads, and what they ask other finders for
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._name:
+        asked = (threading.get_ident(), fullname)
+        if fullname not in self.waiting or asked in self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asking.add(asked)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking.discard(asked)
         if spec is not None and spec.loader is not None:
-            self._loader, spec.loader = spec.loader, self
+            spec.loader = _Telling(spec.loader, self)
         return spec
+
+
+class _Telling(Loader):
+    """A module's own loader, which calls what waits for the module after it has run its code."""
+
+    def __init__(self, loader: Loader, finder: _Finder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> Any:  # such as get_code, by which runpy runs a module
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -59,4 +80,8 @@ class _Import(MetaPathFinder, Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._then()
+        for then in self._finder.waiting.pop(module.__name__, ()):
+            then()
+
+
+_finder = _Finder()

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registrations wait for the import of another package, whatever asks for it before."""
+
+import functools
+import importlib
+import importlib.util
+import itertools
+import runpy
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from typing import Any
+
+import pytest
+
+from fused_layernorm.integrations.after_import import after_import
+
+NAMES = (f"waited_for_{i}" for i in itertools.count())
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """The name of a package that nobody has imported, whose file is `<name>/__init__.py`."""
+    name = next(NAMES)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("value = 1\n")
+    (tmp_path / name / "__main__.py").write_text("ran = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def calls(package):
+    """What was seen at each call of two functions that wait for the package."""
+    found = []
+
+    def called(who):
+        found.append((who, sys.modules[package].value))
+
+    for who in ("first", "second"):
+        after_import(package, functools.partial(called, who), who)
+    assert found == []
+    return found
+
+
+BOTH = [("first", 1), ("second", 1)]
+
+
+def test_after_the_import_and_once(package, calls):
+    module = importlib.import_module(package)
+    assert calls == BOTH
+    assert type(module.__loader__) is SourceFileLoader
+    assert module.__spec__ is not None
+    assert module.__spec__.loader is module.__loader__
+    importlib.reload(module)
+    assert calls == BOTH
+
+
+def test_now_if_it_is_imported(package, calls):
+    importlib.import_module(package)
+    after_import(package, lambda: calls.append("now"), "no")
+    assert calls == [*BOTH, "now"]
+
+
+def test_after_somebody_has_looked_for_it(package, calls):
+    """As libraries do to see whether another is installed; the specification is a whole one."""
+    for _ in range(2):
+        spec: Any = importlib.util.find_spec(package)
+        assert spec.origin.endswith("__init__.py")
+        assert "value" in spec.loader.get_source(package)
+    assert calls == []
+    importlib.import_module(package)
+    assert calls == BOTH
+
+
+def test_a_module_that_is_run(package):
+    after_import(f"{package}.__main__", lambda: None, "no")
+    assert runpy.run_module(package)["ran"]
+
+
+def test_after_an_import_that_failed(package, calls, tmp_path):
+    source = tmp_path / package / "__init__.py"
+    source.write_text("raise ImportError('not yet')\n")
+    with pytest.raises(ImportError, match="not yet"):
+        importlib.import_module(package)
+    assert calls == []
+    source.write_text("value = 1  # now\n")
+    importlib.invalidate_caches()
+    importlib.import_module(package)
+    assert calls == BOTH
+
+
+def test_a_module_that_is_not_there(package):
+    after_import(f"{package}_missing", lambda: None, "no")
+    assert importlib.util.find_spec(f"{package}_missing") is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{package}_missing")
+
+
+def test_an_error_becomes_a_warning(package):
+    def fail():
+        raise LookupError
+
+    after_import(package, fail, "it is not told")
+    with pytest.warns(UserWarning, match=r"^it is not told: LookupError"):
+        importlib.import_module(package)
+
+
+@pytest.mark.parametrize("module", ["torch.distributed.tensor", "torch.onnx"])
+def test_what_waits_for_pytorch_comes_after_a_look(module):
+    """DTensor's rules were lost to one find_spec before the import, as were ONNX's translations."""
+    source = f"""
+import importlib.util, sys
+import fused_layernorm
+from fused_layernorm.integrations import after_import
+finder = after_import._finder
+waiting = finder.waiting.get({module!r})
+if waiting is None:
+    assert {module!r} in sys.modules
+else:
+    seen = []
+    waiting.append(lambda: seen.append(1))
+    assert importlib.util.find_spec({module!r}) is not None
+    import {module}
+    assert seen == [1]
+"""
+    subprocess.run([sys.executable, "-c", source], check=True)
