@@ -32,10 +32,10 @@ PY := $(VENV)/bin/python
 CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
 
-.PHONY: help env build test bench demo docs tools lint format wheel carry clean
+.PHONY: help env build test bench demo docs tools locks lint format wheel carry clean
 
 help:
-	@echo "make build | test | bench | demo | docs | lint | format | wheel | carry | clean   (see the Makefile's top)"
+	@echo "make build | test | bench | demo | docs | lint | format | locks | wheel | carry | clean   (see the Makefile's top)"
 
 # An environment with torch and what the build needs.
 env:
@@ -82,17 +82,23 @@ demo: build
 # The documentation site, in build/docs.
 docs: build
 ifndef NO_VENV
-	@$(PY) -m pip install --progress-bar off -q 'pip>=25.1' && \
-		$(PY) -m pip install --progress-bar off -q --group docs
+	@$(PY) -m pip install --progress-bar off -q --require-hashes -r ci/locks/docs.txt
 endif
 	$(PY) -m sphinx -E -W --keep-going -q -b html -d build/doctrees docs build/docs
 	@echo "written: build/docs/index.html"
 
 tools: env
 ifndef NO_VENV
-	@$(PY) -m pip install --progress-bar off -q 'pip>=25.1' && \
-		$(PY) -m pip install --progress-bar off -q --group lint
+	@$(PY) -m pip install --progress-bar off -q --require-hashes -r ci/locks/lint.txt
 endif
+
+# What lint, docs, CI and a release install, by version and hash, for every Python, from the groups
+# of pyproject.toml. What is locked stays at its version; UV_ARGS=--upgrade takes the newest.
+locks: env
+	@$(PY) -m pip install --progress-bar off -q uv
+	for group in lint docs ci wheel wheel-tests; do \
+		$(PY) -m uv pip compile -q --universal --generate-hashes --no-header --python-version 3.10 \
+			$(UV_ARGS) --group $$group -o ci/locks/$$group.txt || exit; done
 
 CSRC := $(shell find csrc -name "*.cpp" -o -name "*.cu" -o -name "*.h" -o -name "*.cuh")
 

@@ -33,8 +33,35 @@ CSRC = SOURCES.parent
 # What the libraries share with the kernels' library.
 SHARED = ("base/params.h", "base/types.h", "bindings/namespace.h", "call/arguments.h",
           "call/description.h")  # fmt: skip
-# The first release of each minor version. Its later releases have the same C++ interface.
-RELEASES = ("2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0")
+# The first release of each minor version: its later releases have the same C++ interface. Beside
+# each, the SHA-256 of its wheels for HEADERS_PYTHON, on x86_64 and on aarch64.
+HEADERS_PYTHON = "3.11"  # the headers are the same in the wheels for every version of Python
+RELEASES = {
+    "2.10.0": (
+        "ac5bdcbb074384c66fa160c15b1ead77839e3fe7ed117d667249afce0acabfac",
+        "3282d9febd1e4e476630a099692b44fdc214ee9bf8ee5377732d9d9dfe5712e4",
+    ),
+    "2.11.0": (
+        "7aa2f9bbc6d4595ba72138026b2074be1233186150e9292865e04b7a63b8c67a",
+        "d91aac77f24082809d2c5a93f52a5f085032740a1ebc9252a7b052ef5a4fddc6",
+    ),
+    "2.12.0": (
+        "415c1b8d0412f67551c8e89a2daca0fb3e56694af0281ba155eaa9da481f58b4",
+        "c12592630aef72feaf18bd3f197ef587bbfa21131b31c38b23ab2e55fce92e36",
+    ),
+    "2.13.0": (
+        "60fcdcb2f3876e21146cb4524ef06397d727ca9ad5f020818547e25075fe3cb7",
+        "092790c696a760c729fd5722835f50b9d81fd7c8f141571f3f3cf4081a8f664c",
+    ),
+    "2.14.0": (
+        "8d9e232b6376c62f3090237889fb1cb6887c0ece9f73e6c1052e80fc1481f999",
+        "4dbea8a10d80b10dff2be1ed467d2617b704fe6bf76bbfad4194774c8f6d886b",
+    ),
+    "2.15.0": (
+        "48c2d861134c0b5697c7602cb5ffa68f62a2989fdcd1717e593356f67996ca1e",
+        "58ce2ebfb3430941353109a85be63ee8e941da22f13daa2c43344eeb51c81e06",
+    ),
+}
 CXX20_SINCE = (2, 13)
 LIBRARIES = ("torch_cpu", "c10")
 
@@ -71,11 +98,14 @@ def download_headers(release: str, folder: Path) -> None:
     target = folder / minor_of(release)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        # The headers are the same in the wheels for every version of Python.
+        hashes = "".join(f" --hash=sha256:{digest}" for digest in RELEASES[release])
+        listed = Path(work) / "requirements.txt"
+        listed.write_text(f"torch=={release}{hashes}\n")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--progress-bar", "off"]
-        command += ["--no-deps", "--only-binary=:all:", "--python-version", "3.11"]
+        command += ["--no-deps", "--only-binary=:all:", "--python-version", HEADERS_PYTHON]
         command += ["--platform", f"manylinux_2_28_{platform.machine()}", "--dest", work]
-        subprocess.run([*command, f"torch=={release}"], check=True, capture_output=True, text=True)
+        command += ["--require-hashes", "-r", str(listed)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
         (wheel,) = Path(work).glob("torch-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             for name in archive.namelist():
@@ -96,6 +126,8 @@ def collect_headers(folder: Path) -> None:
             download_headers(release, folder)
         except subprocess.CalledProcessError as error:
             said = (error.stderr or "").strip().splitlines()
+            if "DO NOT MATCH THE HASHES" in (error.stderr or ""):
+                sys.exit(f"torch {release}: its wheel is not the one that RELEASES names")
             print(f"torch {release}: no headers: {said[-1] if said else error}", flush=True)
         except (OSError, ValueError, zipfile.BadZipFile) as error:
             print(f"torch {release}: no headers: {error}", flush=True)
