@@ -31,23 +31,31 @@ import hashlib
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from glob import glob
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
 
 import torch
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from torch.utils import cpp_extension
 
-_spec = importlib.util.spec_from_file_location("autograd_build", "csrc/per_torch/build.py")
-assert _spec is not None
-assert _spec.loader is not None
-autograd_build = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(autograd_build)
+
+def load(name: str, path: str) -> ModuleType:
+    """A module of a file outside of the packages."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+autograd_build = load("autograd_build", "csrc/per_torch/build.py")
+compilers = load("compilers", "csrc/pep517/nvcc.py")
 
 # Machine code for x.0 runs on every device of major version x: that for 8.0 serves 8.6, 8.7 and 8.9
 # too. PTX of 10.0 serves 11.0 and whatever comes later, compiled by the driver at first use.
@@ -66,85 +74,6 @@ COMPRESS_MODES = ("size", "balance", "speed", "none")
 FOR_HOPPER = ("csrc/forward/ring.cu",)
 CUDA_FOLDERS = ("bindings/cuda", "call")  # left out of a build without CUDA kernels
 NO_NVCC = 'set CUDA_HOME or PATH, or pip install "cuda-toolkit[nvcc,cccl]>=13"'
-
-
-def run(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout + result.stderr
-
-
-class Nvcc(NamedTuple):
-    """A CUDA compiler, and where it comes from."""
-
-    home: Path
-    version: tuple[int, int]
-    in_packages: bool  # of Python packages, not of a toolkit
-
-    @property
-    def path(self) -> str:
-        return str(self.home / "bin" / "nvcc")
-
-    @property
-    def version_string(self) -> str:
-        return ".".join(map(str, self.version))
-
-    @property
-    def origin(self) -> str:
-        return "Python packages" if self.in_packages else "a toolkit"
-
-
-def has_nvcc(home: str | Path) -> bool:
-    return (Path(home) / "bin" / "nvcc").is_file()
-
-
-def toolkit_home() -> Path | None:
-    """The root of the first CUDA toolkit that has an nvcc, or None."""
-    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    if nvcc := shutil.which("nvcc"):
-        # The nvcc on PATH may be a link or a script: nvcc itself knows where its toolkit lies.
-        top = re.search(r"^#\$ TOP=(.+)$", run(nvcc, "-v", "--dryrun", "none.cu"), re.MULTILINE)
-        candidates.append(top[1].strip() if top else str(Path(nvcc).resolve().parents[1]))
-    candidates += ["/usr/local/cuda", *sorted(glob("/usr/local/cuda-*"), reverse=True)]
-    candidates += ["/opt/cuda", "/usr/lib/cuda"]
-    found = next((home for home in candidates if home and has_nvcc(home)), None)
-    return Path(found).resolve() if found else None
-
-
-def packages_home() -> Path | None:
-    """The folder nvidia/cu13, or that of a newer CUDA, to which NVIDIA's packages install an nvcc.
-
-    nvcc, its headers and the runtime come in separate packages. A folder that lacks one of them is
-    not used.
-    """
-    spec = importlib.util.find_spec("nvidia")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    homes = [home for folder in folders for home in Path(folder).glob("cu[0-9]*")]
-    for home in sorted(homes, key=lambda home: int(home.name[2:]), reverse=True):
-        parts = ["nvvm/bin/cicc", "include/cuda_runtime.h", "include/crt", "lib/libcudart_static.a"]
-        if has_nvcc(home) and all((home / part).exists() for part in parts):
-            return home
-    return None
-
-
-def find_nvcc() -> Nvcc | None:
-    """A toolkit's nvcc, else that of Python packages, else None."""
-    wanted = os.environ.get("FUSED_LAYERNORM_CUDA", "")
-    if wanted not in ("", "packages"):
-        sys.exit(f"fused_layernorm: FUSED_LAYERNORM_CUDA is {wanted!r}; expected 'packages'")
-    toolkit = None if wanted else toolkit_home()
-    home = toolkit or packages_home()
-    if home is None:
-        if wanted:
-            sys.exit(f"fused_layernorm: no nvcc among the packages of {sys.executable}")
-        return None
-    return Nvcc(home, cuda_version(str(home / "bin" / "nvcc")), toolkit is None)
-
-
-def cuda_version(nvcc: str) -> tuple[int, int]:
-    release = re.search(r"release (\d+)\.(\d+)", run(nvcc, "--version"))
-    if release is None:
-        sys.exit(f"fused_layernorm: {nvcc} --version names no release")
-    return int(release[1]), int(release[2])
 
 
 def compress_mode(version: tuple[int, int]) -> str | None:
@@ -170,7 +99,7 @@ def least_driver(version: tuple[int, int]) -> int:
 
 def arch_list(nvcc: str) -> list[str]:
     """The architectures to compile for, as "90", "90a" or "90+PTX", in the order given."""
-    known = set(re.findall(r"compute_(\d+)", run(nvcc, "--list-gpu-arch")))
+    known = set(re.findall(r"compute_(\d+)", compilers.run(nvcc, "--list-gpu-arch")))
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     for name, meant in NAMED_ARCHS.items():
         wanted = wanted.replace(name, meant)
@@ -234,7 +163,7 @@ def make_extension() -> tuple[Extension, str]:
     sources = sorted(path for folder in folders for path in glob(f"csrc/{folder}/*.cpp"))
 
     cpu_only = os.environ.get("FUSED_LAYERNORM_CPU_ONLY") == "1"
-    nvcc = None if cpu_only else find_nvcc()
+    nvcc = None if cpu_only else compilers.find_nvcc()
     if nvcc is None:
         reason = "FUSED_LAYERNORM_CPU_ONLY=1" if cpu_only else f"no nvcc: {NO_NVCC}"
         kind = f"without CUDA kernels ({reason})"
@@ -328,11 +257,11 @@ class BuildExtension(cpp_extension.BuildExtension):
         headers, notes = autograd_build.wanted(
             torch.__version__, Path(cpp_extension.include_paths()[0])
         )
-        print("fused_layernorm: autograd in C++ for torch", *(headers or ["of no version"]))
-        print("".join(f"fused_layernorm: {note}\n" for note in notes), end="", flush=True)
         package = Path(self.get_ext_fullpath(extension.name)).parent
         autograd_build.build(package, headers, int(os.environ["MAX_JOBS"]))
         super().run()
+        print("".join(f"fused_layernorm: {note}\n" for note in notes), end="")
+        print(f"fused_layernorm: {autograd_build.summary(headers)}", flush=True)
 
 
 class BdistWheel(bdist_wheel):

@@ -4,8 +4,8 @@
 The sdist is built in isolation, as usual, with the CUDA toolkits of this machine hidden. The
 kernels are compiled for one architecture and assembled without optimization: this checks that they
 compile, not how they run. (Without cicc's optimization too, ptxas of CUDA 13.0 crashes on the
-setmaxnreg of the ring's kernels.) The package is installed and must report that its nvcc came from
-Python packages.
+setmaxnreg of the ring's kernels.) pip runs in a new environment that has no torch, so the build
+fetches one, too. The package is installed and must report that its nvcc came from Python packages.
 
 python ci/check_isolated_build.py
 """
@@ -36,10 +36,12 @@ def without_toolkit() -> dict[str, str]:
     return {**kept, "PATH": os.pathsep.join(path), "FUSED_LAYERNORM_CUDA": "packages"}
 
 
-def run(*arguments: str, cwd: str | Path, env: dict[str, str]) -> str:
+def run(
+    *arguments: str, cwd: str | Path, env: dict[str, str], python: str | Path = sys.executable
+) -> str:
     """What `python arguments` prints."""
     result = subprocess.run(
-        [sys.executable, *arguments],
+        [python, *arguments],
         cwd=cwd,
         env=env,
         stdout=subprocess.PIPE,
@@ -64,7 +66,9 @@ def main() -> None:
         start = time.monotonic()
         target = str(Path(folder) / "installed")
         install = ["-m", "pip", "install", "-v", "--no-deps", "--target", target, str(archive)]
-        log = run(*install, cwd=folder, env={**env, **QUICKLY})
+        run("-m", "venv", "bare", cwd=folder, env=env)
+        bare = Path(folder) / "bare" / "bin" / "python"
+        log = run(*install, cwd=folder, env={**env, **QUICKLY}, python=bare)
         built = [line.strip() for line in log.splitlines() if "fused_layernorm: " in line]
         print("\n".join(dict.fromkeys(built)))
         print(f"built and installed in {time.monotonic() - start:.0f} s")

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Files of each kind that the sdist must have: for building, for testing, for reading.
 EXPECTED = [
     "setup.py",
+    "csrc/pep517/backend.py",
     "csrc/bindings/schemas.cpp",
     "csrc/bindings/cuda/forward.cpp",
     "csrc/bindings/exports.map",
@@ -32,7 +34,7 @@ EXPECTED = [
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fused_layernorm-") as folder:
 
-        def run(*arguments: str, cwd: str | Path = folder, quiet=False, **variables: str) -> None:
+        def run(*arguments: str, cwd: str | Path = folder, quiet=False, **variables: str) -> str:
             command = [sys.executable, *arguments]
             result = subprocess.run(
                 command,
@@ -47,6 +49,7 @@ def main() -> None:
                 print(result.stdout, end="", flush=True)
             if result.returncode:
                 sys.exit(f"failed: {' '.join(command)}")
+            return result.stdout
 
         # The build below has no CUDA kernels, so the required nvcc may be missing.
         sdist = ["--sdist", "--no-isolation", "--skip-dependency-check", "-o", folder]
@@ -60,16 +63,14 @@ def main() -> None:
             sys.exit(f"{archive.name} holds {', '.join(binaries)}")
         print(f"{archive.name}: {len(names)} files, {archive.stat().st_size / 1024:.0f} KiB")
 
-        install = ["-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
-        run(
-            *install,
-            "--target",
-            "installed",
-            str(archive),
-            FUSED_LAYERNORM_CPU_ONLY="1",
-            quiet=True,
-        )
-        run("-m", "fused_layernorm", cwd=Path(folder) / "installed")
+        # As a user would: pip's isolated build takes the torch that is there, and fetches none.
+        start = time.monotonic()
+        install = ["-m", "pip", "install", "-q", "--no-deps", "--target", "installed"]
+        run(*install, str(archive), FUSED_LAYERNORM_CPU_ONLY="1", quiet=True)
+        print(f"built in isolation and installed in {time.monotonic() - start:.0f} s")
+        said = run("-m", "fused_layernorm", cwd=Path(folder) / "installed")
+        if "autograd         in C++" not in said:
+            sys.exit("the isolated build did not compile autograd for the torch that is there")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch.func import vmap
 import fused_layernorm
 from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm
 from fused_layernorm.ops import autograd_library
-from fused_layernorm.ops.autograd_library import choose, path_of, released_minor
+from fused_layernorm.ops.autograd_library import REMEDY, choose, path_of, released_minor
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 PACKAGE = Path(fused_layernorm.__file__).parent
@@ -62,8 +62,8 @@ def test_the_library_of_the_running_torch_is_chosen(folder):
 @pytest.mark.parametrize(
     ("version", "environment", "reason"),
     [
-        ("2.12.0", {}, "this build has no library for torch 2.12 (2.9 2.10 2.11)"),
-        ("3.10.0", {}, "this build has no library for torch 3.10 (2.9 2.10 2.11)"),
+        ("2.12.0", {}, f"this build has no library for torch 2.12 (2.9 2.10 2.11); {REMEDY}"),
+        ("3.10.0", {}, f"this build has no library for torch 3.10 (2.9 2.10 2.11); {REMEDY}"),
         (
             "2.11.0a0+git1",
             {},
@@ -77,7 +77,7 @@ def test_no_library_is_chosen(folder, version, environment, reason):
 
 
 def test_a_build_without_libraries(tmp_path):
-    reason = "this build has no library for torch 2.11 (nor any)"
+    reason = f"this build has no library for torch 2.11 (nor any); {REMEDY}"
     assert choose("2.11.0", tmp_path, {}) == (None, reason)
 
 

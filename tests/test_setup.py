@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """setup.py: the nvcc that it takes, the architectures, the oldest driver, the name; conftest.py."""
 
+import importlib
+import importlib.metadata
+import operator
 import os
 import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import conftest
 import numerics
@@ -35,7 +39,7 @@ def functions():
 @pytest.fixture
 def no_toolkit(functions, monkeypatch, tmp_path):
     """Simulates a machine without a toolkit. Returns the only folder on sys.path, for packages."""
-    monkeypatch.setitem(functions.find_nvcc.__globals__, "toolkit_home", lambda: None)
+    monkeypatch.setattr(functions.compilers, "toolkit_home", lambda: None)
     monkeypatch.delenv("FUSED_LAYERNORM_CUDA", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
@@ -57,11 +61,11 @@ def make_nvcc(home, release, archs=(), parts=()):
 
 
 def test_newest_nvcc_of_packages_is_found_without_a_toolkit(functions, no_toolkit):
-    assert functions.find_nvcc() is None
+    assert functions.compilers.find_nvcc() is None
     for release in ("13.2", "9.0", "14.0"):
         home = no_toolkit / "nvidia" / f"cu{release.partition('.')[0]}"
         make_nvcc(home, release, parts=PARTS)
-    found = functions.find_nvcc()
+    found = functions.compilers.find_nvcc()
     assert found.home == home
     assert (found.version, found.version_string) == ((14, 0), "14.0")
     assert found.origin == "Python packages"
@@ -71,45 +75,45 @@ def test_newest_nvcc_of_packages_is_found_without_a_toolkit(functions, no_toolki
 def test_packages_with_a_part_missing_are_not_taken(functions, no_toolkit, lacking):
     parts = [part for part in PARTS if part != lacking]
     make_nvcc(no_toolkit / "nvidia" / "cu13", "13.2", parts=parts)
-    assert functions.find_nvcc() is None
+    assert functions.compilers.find_nvcc() is None
 
 
 def test_a_toolkit_comes_before_packages(functions, no_toolkit, monkeypatch):
     toolkit = make_nvcc(no_toolkit / "toolkit", "12.9")
     make_nvcc(no_toolkit / "nvidia" / "cu13", "13.2", parts=PARTS)
-    monkeypatch.setitem(functions.find_nvcc.__globals__, "toolkit_home", lambda: toolkit)
-    found = functions.find_nvcc()
+    monkeypatch.setattr(functions.compilers, "toolkit_home", lambda: toolkit)
+    found = functions.compilers.find_nvcc()
     assert (found.home, found.origin) == (toolkit, "a toolkit")
     monkeypatch.setenv("FUSED_LAYERNORM_CUDA", "packages")
-    assert functions.find_nvcc().origin == "Python packages"
+    assert functions.compilers.find_nvcc().origin == "Python packages"
 
 
 def test_cuda_home_is_the_first_toolkit(functions, monkeypatch, tmp_path):
     toolkit = make_nvcc(tmp_path / "toolkit", "12.9")
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
-    assert functions.toolkit_home() == toolkit
+    assert functions.compilers.toolkit_home() == toolkit
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
     monkeypatch.setenv("CUDA_PATH", str(toolkit))
-    assert functions.toolkit_home() == toolkit
+    assert functions.compilers.toolkit_home() == toolkit
 
 
 def test_packages_that_are_asked_for_and_missing_are_an_error(functions, no_toolkit, monkeypatch):
     monkeypatch.setenv("FUSED_LAYERNORM_CUDA", "packages")
     with pytest.raises(SystemExit, match="no nvcc among the packages"):
-        functions.find_nvcc()
+        functions.compilers.find_nvcc()
 
 
 @pytest.mark.parametrize(
     ("variable", "function", "arguments"),
     [
-        ("FUSED_LAYERNORM_CUDA", "find_nvcc", ()),
+        ("FUSED_LAYERNORM_CUDA", "compilers.find_nvcc", ()),
         ("FUSED_LAYERNORM_COMPRESS", "compress_mode", ((13, 0),)),
     ],
 )
 def test_a_wrong_setting_is_named(functions, monkeypatch, variable, function, arguments):
     monkeypatch.setenv(variable, "wheel")
     with pytest.raises(SystemExit, match=f"{variable} is 'wheel'; expected"):
-        getattr(functions, function)(*arguments)
+        operator.attrgetter(function)(functions)(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +159,87 @@ def test_an_unknown_arch_is_named(functions, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0;12.0")
     with pytest.raises(SystemExit, match=r"TORCH_CUDA_ARCH_LIST has '12.0'; .* knows 8.0 9.0"):
         functions.arch_list(str(nvcc))
+
+
+@pytest.fixture
+def backend(monkeypatch, tmp_path):
+    """The build backend, as pip runs it for a Python whose folder of packages is tmp_path, on a
+    machine without a toolkit."""
+    monkeypatch.syspath_prepend(str(SETUP.parent / "csrc" / "pep517"))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for variable in ("FUSED_LAYERNORM_CUDA", "FUSED_LAYERNORM_CPU_ONLY"):
+        monkeypatch.delenv(variable, raising=False)
+    nvcc = importlib.import_module("nvcc")
+    monkeypatch.setattr(nvcc, "toolkit_home", lambda: None)
+    yield lambda: importlib.import_module("backend")
+    for name in ("backend", "nvcc"):
+        sys.modules.pop(name, None)
+
+
+def put_torch(folder, version, cuda=None, headers=True):
+    (folder / "torch").mkdir()
+    text = f"__version__ = '{version}'\ncuda: Optional[str] = {cuda!r}\nhip = None\n"
+    (folder / "torch" / "version.py").write_text(text)
+    (folder / "torch" / "__init__.py").write_text("from .version import __version__\n")
+    if headers:
+        header = folder / "torch" / "include" / "torch" / "headeronly" / "version.h"
+        header.parent.mkdir(parents=True)
+        header.touch()
+
+
+NVCC = "cuda-toolkit[cccl,crt,cudart,nvcc,nvvm]"
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted"),
+    [
+        (None, ["torch>=2.10", f"{NVCC}>=13"]),
+        (("2.9.1+cpu",), ["torch>=2.10", f"{NVCC}>=13"]),
+        (("2.13.0+cpu", None, False), ["torch>=2.10", f"{NVCC}>=13"]),
+        (("2.13.0+cpu",), [f"{NVCC}>=13"]),
+        (("2.10.0a0+git1", "12.9"), [f"{NVCC}>=13"]),
+        (("2.15.0", "13.2"), [f"{NVCC}==13.2.*"]),
+    ],
+)
+def test_a_build_asks_for_what_is_not_there(backend, monkeypatch, tmp_path, there, wanted):
+    if there:
+        put_torch(tmp_path, *there)
+    found = backend()
+    on_linux = wanted if sys.platform == "linux" else wanted[:-1]
+    assert found.get_requires_for_build_wheel() == on_linux
+    assert found.get_requires_for_build_editable({}) == on_linux
+    assert found.get_requires_for_build_sdist() == wanted[:-1]
+    monkeypatch.setenv("FUSED_LAYERNORM_CPU_ONLY", "1")
+    assert found.get_requires_for_build_wheel() == wanted[:-1]
+    monkeypatch.delenv("FUSED_LAYERNORM_CPU_ONLY")
+    monkeypatch.setattr(found.nvcc, "toolkit_home", lambda: tmp_path)
+    assert found.get_requires_for_build_wheel() == wanted[:-1]
+    monkeypatch.setenv("FUSED_LAYERNORM_CUDA", "packages")
+    assert found.get_requires_for_build_wheel() == on_linux
+
+
+def test_the_torch_that_is_there_is_imported_and_no_plugin(backend, tmp_path):
+    """Setuptools would run what a package beside torch registers with it."""
+    put_torch(tmp_path, "2.13.0+cpu")
+    plugin = tmp_path / "plugin_of_setuptools-1.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin_of_setuptools\n")
+    backend()
+    finder: Any = sys.meta_path[-1]
+    assert finder.find_spec("torch", None).origin == str(tmp_path / "torch" / "__init__.py")
+    assert finder.find_spec("torch.version", [str(tmp_path / "torch")]) is None
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("plugin_of_setuptools")
+
+
+def test_a_build_says_which_torch_it_is_for(functions):
+    summary = functions.autograd_build.summary
+    assert summary({"2.12": Path(), "2.13": Path()}).startswith(
+        "autograd in C++ for torch 2.12 2.13; under any other release it runs in Python"
+    )
+    assert "for no torch; under any release it runs in Python" in summary({})
+    assert "pip install --no-deps --force-reinstall ." in summary({})
 
 
 def test_wheel_is_of_no_python(functions):

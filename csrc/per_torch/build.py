@@ -157,6 +157,15 @@ def wanted(torch_version: str, torch_include: Path) -> tuple[dict[str, Path], li
     return found, notes
 
 
+def summary(headers: dict[str, Path]) -> str:
+    """What a build with these headers gives under which torch, for whoever builds."""
+    others = "no torch; under any" if not headers else f"torch {' '.join(headers)}; under any other"
+    return (
+        f"autograd in C++ for {others} release it runs in Python, with the same results but slower "
+        f"calls; {autograd_library.REMEDY}"
+    )
+
+
 # --- The libraries --------------------------------------------------------------------------------
 
 

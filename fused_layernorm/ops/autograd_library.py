@@ -21,6 +21,8 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1] / "autograd"
 DISABLE = "FUSED_LAYERNORM_PYTHON_AUTOGRAD"
 
+REMEDY = "`pip install --no-deps --force-reinstall .` in the sources builds for the torch beside it"
+
 # Set by `load`: whether a library is registered, and why this one or none.
 active = False
 reason = ""
@@ -53,7 +55,8 @@ def choose(
     if not path.is_file():
         kept = sorted(folder.glob(path_of("*").name), key=lambda p: int(p.stem.rsplit("_", 1)[1]))
         known = [".".join(p.stem.rsplit("_", 2)[1:]) for p in kept]
-        return None, f"this build has no library for torch {minor} ({' '.join(known) or 'nor any'})"
+        built = " ".join(known) or "nor any"
+        return None, f"this build has no library for torch {minor} ({built}); {REMEDY}"
     return path, f"compiled for torch {minor}"
 
 
