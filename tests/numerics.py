@@ -14,10 +14,9 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
 import forms
+import reference
 import torch
 import torch.nn.functional as F
-
-from fused_layernorm import reference
 
 FACTOR = 1.25  # of PyTorch's error
 GREATEST_FACTOR = 2.0  # of PyTorch's greatest error

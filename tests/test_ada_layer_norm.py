@@ -11,6 +11,7 @@ from typing import Any
 import forms
 import numerics
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from numerics import MODULATIONS, Problem, check_masks, ids, modulated
@@ -20,7 +21,6 @@ from fused_layernorm import (
     add_ada_layer_norm,
     add_layer_norm,
     layer_norm,
-    reference,
 )
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64

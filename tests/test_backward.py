@@ -9,10 +9,11 @@ from typing import Any
 
 import numerics
 import pytest
+import reference
 import torch
 from numerics import Problem, by_layouts, ids, rows_for
 
-from fused_layernorm import layer_norm, reference
+from fused_layernorm import layer_norm
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 ops = torch.ops.fused_layernorm

@@ -11,12 +11,13 @@ from typing import Any, cast
 
 import numerics
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from numerics import LAYOUTS, ROW_LAYOUTS, Problem, ids, rows_for
 
 import fused_layernorm
-from fused_layernorm import layer_norm, reference
+from fused_layernorm import layer_norm
 from fused_layernorm.ops import composite
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64

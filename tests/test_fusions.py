@@ -6,10 +6,11 @@ import math
 
 import numerics
 import pytest
+import reference
 import torch
 from numerics import ACTIVATIONS, LAYOUTS, ROW_LAYOUTS, Problem, ids
 
-from fused_layernorm import add_layer_norm, layer_norm, reference
+from fused_layernorm import add_layer_norm, layer_norm
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 DTYPES = [(F32, None), (F16, None), (BF16, F32), (F64, None)]

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import reference
 import torch
 from torch import distributed, nn
 from torch.testing import assert_close
 
 import fused_layernorm
-from fused_layernorm import reference
 from fused_layernorm.megatron import FusedLayerNorm, FusedNorm, FusedRMSNorm
 
 HIDDEN = 48

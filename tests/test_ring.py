@@ -7,12 +7,12 @@ What all strategies must keep is tested with the others (test_forward.py, test_p
 import functools
 
 import pytest
+import reference
 import torch
 from golden_plans import plan
 from numerics import Problem, check, ids
 
 import fused_layernorm as fl
-from fused_layernorm import reference
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TYPES = [

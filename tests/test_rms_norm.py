@@ -6,12 +6,12 @@ from typing import Any
 
 import numerics
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from numerics import FORCED_COLS, Problem, ids
 
 import fused_layernorm as fl
-from fused_layernorm import reference
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 DTYPES = [(F32, None), (F16, None), (BF16, None), (BF16, F32), (F16, F32), (F64, None)]
