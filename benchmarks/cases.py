@@ -3,8 +3,7 @@
 
 A speed is judged by its ratio to copy speed: (bytes that must move / time) over (bytes of 2 tensors
 / time of a copy), both times from one run. A target is such a ratio too, so it holds on another day
-or another device. Some targets are computed from a table of microseconds on an H200, which has the
-copy time of the same run.
+or another device.
 """
 
 from __future__ import annotations
@@ -12,8 +11,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+
+from benchmarks.families import FAMILIES, HEADS, IMAGE, ROWS, SAMPLES, Family, family_of, ops_of
 
 DTYPES = {
     "float32": torch.float32,
@@ -23,37 +25,10 @@ DTYPES = {
 }
 SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 _SHORT = {name: short for short, name in SHORT_NAMES.items()}
-
-EPS = 1e-5
-SCALE = 2.0  # the factor in the gelu_scale operators
-ACTIVATIONS = {"gelu_scale": ("gelu", SCALE), "gelu": ("gelu", 1.0), "silu": ("silu", 1.0)}
-OPS = (
-    "forward",
-    "backward",
-    "gelu_scale_forward",
-    "gelu_scale_backward",
-    "add_forward",
-    "add_backward",
-    "silu_forward",
-    "gelu_forward",
-    "ada_forward",
-    "ada_backward",
-    "add_ada_forward",
-    "add_ada_backward",
-    "rms_forward",
-    "rms_backward",
-    "add_rms_forward",
-    "add_rms_backward",
-    "channels_forward",
-    "channels_backward",
-    "channels_nhwc_forward",
-    "channels_nhwc_backward",
-    "ada_rms_forward",
-    "ada_rms_backward",
-)
-# Of q and k in a packed qkv tensor (benchmarks/heads.py).
-HEAD_OPS = ("qk_norm_forward", "qk_norm_backward", "qk_norm_rope_forward", "qk_norm_rope_backward")
+OPS = ops_of(*FAMILIES.values())
 PER_SAMPLE, PER_TOKEN = "sample", "token"  # whether a modulation is given per sample or per token
+SIZES = {ROWS: "ROWSxCOLS", SAMPLES: "SAMPLESxTOKENSxCOLS", IMAGE: "NxCxHxW",
+         HEADS: "SAMPLESxPOSITIONSxHEADSxCOLS"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,12 +42,12 @@ class Case:
     Shift and scale, and with a residual also gate, are given per sample or per token
     (`modulation`), in `modulation_dtype`, which is None where it equals `dtype`.
 
-    A norm over channels has an `image`, (N, C, H, W): its rows are the pixels, and x, dy, y and dx
-    are contiguous NCHW; in the nhwc operators, which models call on a permuted view, dy, y and dx
-    are contiguous NHWC.
+    An `image` is (N, C, H, W). A norm over channels has its pixels as rows; x, dy, y and dx are
+    contiguous NCHW; in the nhwc operators, which models call on a permuted view, dy, y and dx are
+    contiguous NHWC. A norm of groups has a sample's group of channels as a row.
 
     The rows of a head operator are q's and k's, each of `heads` heads, at all positions of the
-    samples; x is the packed qkv tensor.
+    samples; q and k lie in a packed qkv tensor.
     """
 
     op: str
@@ -89,22 +64,17 @@ class Case:
     heads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.op.startswith("channels_") != (self.image is not None):
-            raise ValueError(f"an image belongs to the channels operators, got {self.op}")
-        if self.packed:
-            if self.samples is None or self.heads is None or self.modulation is not None:
-                raise ValueError(f"expected samples and heads, and no modulation, for {self.op}")
-            if self.rows % (2 * self.samples * self.heads):
-                raise ValueError(f"{self.rows} rows are not those of q and k")
-            return
-        if not self.modulated == (self.samples is not None) == (self.modulation is not None):
-            raise ValueError(f"samples and modulation belong to the ada operators, got {self.op}")
-        if self.modulation not in (None, PER_SAMPLE, PER_TOKEN):
-            raise ValueError(
-                f"modulation is {PER_SAMPLE!r} or {PER_TOKEN!r}, got {self.modulation!r}"
-            )
-        if self.samples is not None and (self.samples < 1 or self.rows % self.samples):
-            raise ValueError(f"{self.rows} rows are not those of {self.samples} equal samples")
+        layout = self.family.layout
+        given = (self.image is not None, self.heads is not None, self.modulation is not None)
+        if given != (layout == IMAGE, layout == HEADS, layout == SAMPLES):
+            raise ValueError(f"image, heads or modulation are not those of {self.op}")
+        parts = (self.samples or 1) * (2 * self.heads if self.heads else 1)
+        if parts < 1 or self.rows % parts:
+            raise ValueError(f"{self.rows} rows are not those of {parts} equal parts")
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.op)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -123,39 +93,42 @@ class Case:
         return DTYPES[self.modulation_dtype or self.dtype]
 
     @property
-    def modulated(self) -> bool:
-        return self.op.removeprefix("add_").startswith("ada_")
-
-    @property
-    def packed(self) -> bool:
-        """Whether q and k are read from a packed qkv tensor, whose norm is RMSNorm."""
-        return self.op in HEAD_OPS
-
-    @property
-    def rotates(self) -> bool:
-        return self.op.startswith("qk_norm_rope_")
+    def backward(self) -> bool:
+        return self.op.endswith("backward")
 
     @property
     def is_rms(self) -> bool:
         """Whether the norm is RMSNorm, without a bias, and with a weight unless it is modulated."""
-        return "rms_" in self.op
+        return self.family.is_rms
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of x: (samples, tokens, cols) where there are samples, else (rows, cols).
 
-        That of an image is (N, H, W, C), whatever its order in memory; that of a head operator
-        (samples, positions, 3, heads, cols).
+        That of an image is (N, H, W, C) for a norm over channels, whatever its order in memory, and
+        (N, C, H, W) for one of groups; that of a head operator (samples, positions, 3, heads,
+        cols).
         """
         if self.image is not None:
-            n, c, h, w = self.image
-            return (n, h, w, c)
-        if self.samples is not None and self.heads is not None:
-            positions = self.rows // (2 * self.samples * self.heads)
-            return (self.samples, positions, 3, self.heads, self.cols)
+            n, c, *pixels = self.image
+            return self.image if self.family.groups else (n, *pixels, c)
         if self.samples is None:
             return (self.rows, self.cols)
+        if self.heads is not None:
+            positions = self.rows // (2 * self.samples * self.heads)
+            return (self.samples, positions, 3, self.heads, self.cols)
         return (self.samples, self.rows // self.samples, self.cols)
+
+    @property
+    def groups(self) -> int:
+        """The groups of a sample's channels."""
+        assert self.image is not None
+        return self.rows // self.image[0]
+
+    @property
+    def param_shape(self) -> tuple[int, ...]:
+        """The shape of weight and bias."""
+        return self.image[1:2] if self.image is not None else (self.cols,)
 
     @property
     def modulation_shape(self) -> tuple[int, ...]:
@@ -174,29 +147,9 @@ class Case:
 
         "+" precedes the dtype of the weights, "*" that of the modulations, ">" that of y.
         """
-        if not self.mixed and self.modulation_dtype is None:
-            return self.dtype
-        word = _SHORT[self.dtype]
-        if self.weight_dtype is not None:
-            word += f"+{_SHORT[self.weight_dtype]}"
-        if self.modulation_dtype is not None:
-            word += f"*{_SHORT[self.modulation_dtype]}"
-        if self.out_dtype is not None:
-            word += f">{_SHORT[self.out_dtype]}"
-        return word
-
-    @property
-    def backward(self) -> bool:
-        return self.op.endswith("backward")
-
-    @property
-    def residual(self) -> bool:
-        return self.op.startswith("add_")
-
-    @property
-    def activation(self) -> tuple[str | None, float]:
-        """The activation's name and the scale."""
-        return ACTIVATIONS.get(self.op.rsplit("_", 1)[0], (None, 1.0))
+        marks = (("+", self.weight_dtype), ("*", self.modulation_dtype), (">", self.out_dtype))
+        others = "".join(f"{mark}{_SHORT[dtype]}" for mark, dtype in marks if dtype is not None)
+        return f"{_SHORT[self.dtype]}{others}" if others else self.dtype
 
     @property
     def tensor_bytes(self) -> int:
@@ -204,35 +157,26 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """The least number of bytes that the operator must move.
+        """The least number of bytes that the operator must move, by the numbers of its family.
 
-        Forward reads x, weight, bias and writes y; a residual adds one read and one write.
-        Backward reads x, dy, weight and writes dx, dweight, dbias; an activation reads bias too;
-        a residual adds the read of its gradient (input and residual share the one dx). RMSNorm
-        has no bias.
-        A modulated forward reads x, shift, scale and writes y; a modulated backward reads x, dy,
-        scale and writes dx, dshift, dscale, without dshift where that is dy (`is_dshift_dy`). With
-        a gate, forward also reads residual and gate and writes the sum; backward also reads the
-        sum's gradient, input and gate and writes dinput and dgate.
-        A head operator reads q and k and writes as much, and in backward also reads the gradients;
-        the few bytes of weights, cos and sin are left out.
+        Forward reads its inputs and writes y, and the sum if there is a residual. Backward reads
+        x (or the sum), dy (and the sum's gradient), weight and scale, gate and what it multiplied,
+        with an activation also bias, and writes the gradients; input and residual of an addition
+        share one dx, and the gradient of a shift may be dy itself (`is_dshift_dy`). The few bytes
+        of mean, rstd, and of the weights, cos and sin of heads are left out.
         """
+        tensors, columns, modulations = (
+            numbers[self.backward]
+            for numbers in (self.family.tensors, self.family.columns, self.family.modulations)
+        )
         size = self.rows * self.cols
-        x, y = size * self.torch_dtype.itemsize, size * self.torch_out_dtype.itemsize
-        if self.packed:
-            return 3 * x if self.backward else 2 * x
-        if self.modulated:
-            modulation = math.prod(self.modulation_shape) * self.torch_modulation_dtype.itemsize
-            gated = self.residual
-            if self.backward:
-                modulations = 3 + 2 * gated - self.is_dshift_dy
-                return (2 + 3 * gated) * x + y + modulations * modulation
-            return (1 + 2 * gated) * x + y + (2 + gated) * modulation
-        column = self.cols * self.torch_weight_dtype.itemsize
-        if self.backward:
-            columns = 3 + (self.activation[0] is not None) - self.is_rms
-            return (2 + self.residual) * x + y + columns * column
-        return (1 + 2 * self.residual) * x + y + (2 - self.is_rms) * column
+        total = (tensors - 1) * size * self.torch_dtype.itemsize
+        total += size * self.torch_out_dtype.itemsize
+        total += columns * math.prod(self.param_shape) * self.torch_weight_dtype.itemsize
+        if modulations:
+            count = modulations - (self.backward and self.is_dshift_dy)
+            total += count * math.prod(self.modulation_shape) * self.torch_modulation_dtype.itemsize
+        return total
 
     @property
     def is_dshift_dy(self) -> bool:
@@ -247,34 +191,13 @@ class Case:
         return (self.bytes / us) / (2 * self.tensor_bytes / copy_us)
 
     @property
-    def floor(self) -> float | None:
-        """The ratio to copy speed that a large case should reach whatever its target, or None.
-
-        It is for tensors above 64 MiB in one dtype other than float64. In forward it is for rows
-        that the blocks which share them can hold. In backward it depends on whether a row and its
-        gradient fit on one multiprocessor, fit on several, or need a second read.
-        """
-        if self.op not in ("forward", "backward") or self.tensor_bytes <= 64 << 20:
-            return None
-        if self.mixed or self.dtype == "float64":
-            return None
-        if not self.backward:
-            return 0.93 if self.cols <= 262_144 else None
-        if self.cols <= 32_768:
-            return 0.85
-        return 0.72 if self.cols <= 262_144 else 0.57
-
-    @property
     def size(self) -> str:
-        if self.image is not None:
-            return "x".join(map(str, self.image))
-        shape = self.shape
-        return "x".join(map(str, shape[:2] + shape[3:] if self.packed else shape))
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether y and dx are NCHW."""
-        return self.image is not None and "nhwc" not in self.op
+        shape = self.image or self.shape
+        if self.heads:
+            shape = shape[:2] + shape[3:]
+        size = "x".join(map(str, shape))
+        usual = self.image is None or self.family.groups in (None, self.groups)
+        return size if usual else f"{size}/{self.groups}"
 
     @property
     def text(self) -> str:
@@ -288,22 +211,37 @@ class Case:
         return f"{self.op} {self.size} {self.types}{per}"
 
 
-def parse_case(text: str) -> Case:
-    """A case from "ROWSxCOLS DTYPE OP", e.g. "32768x1024 bf16 backward".
+def make_case(op: str, sizes: tuple[int, ...], dtype: str, target: float | None = None,
+              *, groups: int | None = None, **more: Any) -> Case:  # fmt: skip
+    """A case from the sizes that name it (`SIZES`); groups are those of an image's channels."""
+    family = family_of(op)
+    if len(sizes) != SIZES[family.layout].count("x") + 1:
+        raise ValueError(f"expected {SIZES[family.layout]} for {op}, got {len(sizes)} sizes")
+    cols, rows = sizes[-1], math.prod(sizes[:-1])
+    if family.layout == HEADS:
+        return Case(op, 2 * rows, cols, dtype, target, samples=sizes[0], heads=sizes[2], **more)
+    if family.layout == SAMPLES:
+        more["modulation"] = more.get("modulation") or PER_SAMPLE
+        return Case(op, rows, cols, dtype, target, samples=sizes[0], **more)
+    if family.layout == IMAGE:
+        rows = sizes[0] * (groups or family.groups or math.prod(sizes[2:]))
+        cols = math.prod(sizes) // max(rows, 1)
+        return Case(op, rows, cols, dtype, target, image=sizes, **more)
+    return Case(op, rows, cols, dtype, target, **more)
 
-    DTYPE may name the dtypes of the weights and of y too, as `Case.types` does: "bf16+fp32>fp32".
-    A modulated norm is "SAMPLESxTOKENSxCOLS DTYPE OP", followed by "per-token" where shift, scale
-    and gate are per token; DTYPE may name their dtype: "1x4608x3072 bf16*fp32 ada_forward".
+
+def parse_case(text: str) -> Case:
+    """A case from "SIZE DTYPE OP", e.g. "32768x1024 bf16 backward"; SIZE is that of `SIZES`.
+
+    DTYPE may name the dtypes of weights, modulations and y too, as `Case.types` does:
+    "bf16+fp32>fp32". Behind a modulated operator may stand "per-token", where shift, scale and gate
+    are per token: "1x4608x3072 bf16*fp32 ada_forward per-token". "/G" behind an image's size is the
+    number of its groups.
     """
-    words = text.split()
-    per = [word for word in words[3:4] if word == "per-token"]
-    try:
-        shape, types, op = words[:3] if per else words
-        sizes = [int(size) for size in shape.split("x")]
-    except ValueError:
-        raise ValueError(
-            f'expected "ROWSxCOLS DTYPE OP" or "SAMPLESxTOKENSxCOLS DTYPE OP", got {text!r}'
-        ) from None
+    words = re.fullmatch(r"(\d+(?:x\d+)*)(?:/(\d+))? (\S+) (\w+)( per-token)?", text.strip())
+    if words is None:
+        raise ValueError(f'expected "SIZE DTYPE OP", e.g. "32768x1024 bf16 backward", got {text!r}')
+    size, groups, types, op, per = words.groups()
     match = re.fullmatch(r"(\w+)(?:\+(\w+))?(?:\*(\w+))?(?:>(\w+))?", types)
     if match is None:
         raise ValueError(f'expected a dtype, or "X+WEIGHTS*MODULATIONS>Y", got {types!r}')
@@ -311,246 +249,180 @@ def parse_case(text: str) -> Case:
     for name in names:
         if name is not None and name not in DTYPES:
             raise ValueError(f"unknown dtype {name!r}: known are {', '.join(DTYPES)}")
-    if op not in OPS + HEAD_OPS:
-        raise ValueError(f"unknown op {op!r}: known are {', '.join(OPS + HEAD_OPS)}")
-    modulated = op.removeprefix("add_").startswith("ada_")
-    dtype = names[0]
-    assert dtype is not None
-    if op in HEAD_OPS:
-        if len(sizes) != 4 or per or any(names[1:]):
-            raise ValueError(f"expected SAMPLESxPOSITIONSxHEADSxCOLS and a dtype, got {text!r}")
-        case = head_case(op, (*sizes[:4],), dtype)
-        return next((known for known in CASES if known.name == case.name), case)
-    is_image = op.startswith("channels_")
-    count = 4 if is_image else 2 + modulated
-    if len(sizes) != count or (per and not modulated):
-        raise ValueError(f"expected {count} sizes for {op}, got {text!r}")
-    weight_dtype, modulation_dtype, out_dtype = (
-        None if name == dtype else name for name in names[1:]
+    dtype = str(names[0])
+    others = (None if name == dtype else name for name in names[1:])
+    more: dict[str, Any] = dict(
+        zip(("weight_dtype", "modulation_dtype", "out_dtype"), others, strict=True)
     )
-    cols = sizes[1 if is_image else -1]
-    case = Case(
-        op, math.prod(sizes) // max(cols, 1), cols, dtype,
-        weight_dtype=weight_dtype, out_dtype=out_dtype, modulation_dtype=modulation_dtype,
-        samples=sizes[0] if modulated else None,
-        modulation=(PER_TOKEN if per else PER_SAMPLE) if modulated else None,
-        image=tuple(sizes) if is_image else None,
-    )  # fmt: skip
+    sizes = tuple(map(int, size.split("x")))
+    if per:
+        more["modulation"] = PER_TOKEN
+    case = make_case(op, sizes, dtype, groups=int(groups) if groups else None, **more)
     return next((known for known in CASES if known.name == case.name), case)
 
 
-# (rows, cols, dtype, copy, forward target, backward target), microseconds on an H200.
-_TABLE = (
-    (16, 4_194_304, "float32", 130, 200, 330),
-    (4_194_304, 64, "float32", 505, 515, 810),
-    (32_768, 256, "bfloat16", 10.3, 10, 20),
-    (32_768, 768, "bfloat16", 26.2, 27.4, 48),
-    (32_768, 1024, "bfloat16", 34.6, 35.7, 62),
-    (32_768, 2048, "bfloat16", 68, 71, 118),
-    (32_768, 4096, "bfloat16", 130, 138, 220),
-    (16_384, 5120, "bfloat16", 82, 88, 145),
-    (16_384, 8192, "bfloat16", 129, 138, 225),
-    (8192, 16_384, "bfloat16", 130, 134, 230),
-    (8192, 32_768, "bfloat16", 257, 280, 470),
-    (4096, 65_536, "bfloat16", 257, 285, 480),
-    (2048, 262_144, "bfloat16", 505, 570, 960),
-    (128, 1_048_576, "float32", 257, 300, 660),
-    (64, 150_528, "float32", 20.5, 25, 45),
-    (8192, 4096, "float32", 66, 67, 112),
-    (4096, 2047, "float32", 18.2, 20, 34),
-    (200_704, 96, "bfloat16", 20.5, 22, 40),
-    (12_608, 768, "bfloat16", 11.4, 10.8, 24),
-    (16_384, 1152, "bfloat16", 20.7, 22, 40),
-    (512, 4096, "bfloat16", 4.0, 5.5, 11),
-    (128, 1024, "bfloat16", 1.5, 2.2, 4.0),
-    (1, 768, "bfloat16", 1.3, 2.0, 3.0),
-)
-
-# The fused operators, with their targets as ratios.
-_FUSED = (
-    *(Case(f"gelu_scale_{way}", 4_194_304, 64, "float32", target)
-      for way, target in (("forward", 0.93), ("backward", 0.85))),
-    *(Case(f"add_{way}", rows, cols, "bfloat16", target)
-      for rows, cols in ((32_768, 1024), (32_768, 4096), (16_384, 8192))
-      for way, target in (("forward", 0.90), ("backward", 0.83))),
-    *(Case(f"{activation}_forward", 32_768, cols, "bfloat16", 0.90)
-      for activation in ("silu", "gelu") for cols in (1024, 4096)),
-)  # fmt: skip
-
-
-# Further cases: mixed and other dtypes, shifted rows, very long rows, small tensors. A case without
-# a target must still not be slower than eager, and benchmarks.compare compares it with the build
+# The cases of each family: the size, the dtypes, and the targets forward and backward, as ratios to
+# copy speed; those of rows and modulations are of an H200, the others of an H100. A case without a
+# target must still not be slower than eager, and benchmarks.compare compares it with the build
 # before.
-_GUARDED = (
-    # bfloat16 x beside float32 parameters; y in bfloat16, and in float32, as autocast makes it.
-    *(Case(op, rows, cols, "bfloat16", weight_dtype="float32", out_dtype=out_dtype)
-      for op in ("forward", "backward")
-      for rows, cols in ((32_768, 768), (32_768, 1024), (32_768, 4096), (16_384, 8192),
-                         (12_608, 768))
-      for out_dtype in (None, "float32")),
-    *(Case(op, 32_768, 1024, "bfloat16", weight_dtype="float32")
-      for op in ("add_forward", "add_backward")),
-    *(Case(op, 32_768, 1024, "float16", weight_dtype="float32", out_dtype="float32")
-      for op in ("forward", "backward")),
-    *(Case(op, rows, cols, "float16")
-      for op in ("forward", "backward")
-      for rows, cols in ((32_768, 768), (32_768, 1024), (32_768, 4096), (16_384, 8192))),
-    *(Case(op, rows, cols, "float64")
-      for op in ("forward", "backward") for rows, cols in ((4096, 1024), (1_048_576, 64))),
-    # Shifted rows: few of them begin at a multiple of 16 bytes.
-    *(Case(op, 32_768, 1021, "bfloat16") for op in ("forward", "backward")),
-    # Long rows, and a million short ones.
-    *(Case(op, rows, cols, dtype)
-      for op in ("forward", "backward")
-      for rows, cols, dtype in ((300, 99_991, "float32"), (48, 442_368, "float32"),
-                                (32, 2_097_152, "bfloat16"), (1_000_003, 37, "float32"))),
-    # Small tensors, and one of odd columns.
-    *(Case(op, rows, cols, "bfloat16")
-      for op in ("forward", "backward")
-      for rows, cols in ((8192, 768), (4096, 1024), (2048, 2048), (5000, 3073))),
-)  # fmt: skip
-
-# Targets as ratios, which replace the target that a case has already, if any.
-_RATIOS: dict[tuple[str, str], float] = {
-    **{(f"{size} bf16+fp32>fp32", op): ratio
-       for size in ("32768x768", "32768x1024", "32768x4096", "16384x8192")
-       for op, ratio in (("forward", 0.93), ("backward", 0.92))},
-    **{(f"{size} bf16+fp32", "forward"): 0.95
-       for size in ("32768x768", "32768x1024", "32768x4096", "16384x8192", "12608x768")},
-    ("4096x65536 bfloat16", "forward"): 0.93,
-    ("2048x262144 bfloat16", "forward"): 0.93,
-    ("128x1048576 float32", "forward"): 0.93,
-    ("64x150528 float32", "forward"): 0.85,
-    ("300x99991 float32", "forward"): 0.85,
-    ("48x442368 float32", "forward"): 0.85,
-    ("16x4194304 float32", "forward"): 0.80,
-    ("16x4194304 float32", "backward"): 0.66,
-    ("128x1048576 float32", "backward"): 0.80,
-    ("32x2097152 bfloat16", "backward"): 0.60,
-    ("8192x32768 bfloat16", "backward"): 0.87,
-    ("4096x65536 bfloat16", "backward"): 0.87,
-    ("2048x262144 bfloat16", "backward"): 0.87,
-    ("4096x2047 float32", "backward"): 0.82,
-    ("64x150528 float32", "backward"): 0.75,
-    ("5000x3073 bfloat16", "backward"): 0.88,
-    ("8192x768 bfloat16", "backward"): 0.80,
-    ("4096x1024 bfloat16", "backward"): 0.80,
-    ("2048x2048 bfloat16", "backward"): 0.80,
-    ("32768x1024 bfloat16", "gelu_forward"): 0.95,
-    ("32768x4096 bfloat16", "gelu_forward"): 0.95,
-}  # fmt: skip
-
-
-# Modulated norms: samples x tokens x cols of the diffusion transformers named beside them.
-_MODULATED = (
-    (1, 4608, 3072, "bfloat16", PER_SAMPLE, None),  # Flux
-    (1, 4608, 3072, "bfloat16", PER_TOKEN, None),
-    (64, 256, 1152, "bfloat16", PER_SAMPLE, None),  # DiT-XL/2
-    (4, 4250, 2432, "bfloat16", PER_SAMPLE, None),  # SD3.5-large
-    (8, 4096, 1152, "bfloat16", PER_SAMPLE, None),  # PixArt
-    (1, 32_760, 5120, "bfloat16", PER_SAMPLE, None),  # Wan 14B
-    (1, 32_760, 5120, "bfloat16", PER_SAMPLE, "float32"),  # Wan 14B's own dtype of modulations
-    (1, 75_600, 1536, "bfloat16", PER_SAMPLE, "float32"),  # Wan 1.3B
-    (2, 17_776, 3072, "bfloat16", PER_SAMPLE, None),  # CogVideoX
-    (32, 1024, 1024, "bfloat16", PER_SAMPLE, None),
-    (32, 1024, 1024, "float16", PER_SAMPLE, None),
-    (32, 1024, 1024, "float32", PER_SAMPLE, None),
-    # Shifted rows: few of them begin at a multiple of 16 bytes.
-    (64, 256, 1151, "bfloat16", PER_SAMPLE, None),
-    (8, 4096, 1021, "bfloat16", PER_SAMPLE, None),
-)
-
-# Targets as ratios to copy speed: for tensors of 64 MB and more, and for smaller ones.
-_MODULATED_TARGETS = {
-    "ada_forward": (0.93, 0.88),
-    "add_ada_forward": (0.93, 0.90),
-    "ada_backward": (0.85, 0.72),
-    "add_ada_backward": (0.80, 0.72),
+_TABLE = {
+    "": """
+        16x4194304 float32              0.8   0.66
+        4194304x64 float32              0.981 0.935
+        32768x256 bfloat16              1.03  0.773
+        32768x768 bfloat16              0.956 0.819
+        32768x1024 bfloat16             0.969 0.837
+        32768x2048 bfloat16             0.958 0.864
+        32768x4096 bfloat16             0.942 0.886
+        16384x5120 bfloat16             0.932 0.848
+        16384x8192 bfloat16             0.935 0.86
+        8192x16384 bfloat16             0.97  0.848
+        8192x32768 bfloat16             0.918 0.87
+        4096x65536 bfloat16             0.93  0.87
+        2048x262144 bfloat16            0.93  0.87
+        128x1048576 float32             0.93  0.8
+        64x150528 float32               0.85  0.75
+        8192x4096 float32               0.985 0.884
+        4096x2047 float32               0.91  0.82
+        200704x96 bfloat16              0.932 0.769
+        12608x768 bfloat16              1.056 0.713
+        16384x1152 bfloat16             0.941 0.776
+        512x4096 bfloat16               0.729 0.547
+        128x1024 bfloat16               0.687 0.567
+        1x768 bfloat16                  1.3   1.3
+        # bfloat16 x beside float32 parameters; y in bfloat16, and in float32, as autocast makes it.
+        32768x768 bf16+fp32             0.95  -
+        32768x768 bf16+fp32>fp32        0.93  0.92
+        32768x1024 bf16+fp32            0.95  -
+        32768x1024 bf16+fp32>fp32       0.93  0.92
+        32768x4096 bf16+fp32            0.95  -
+        32768x4096 bf16+fp32>fp32       0.93  0.92
+        16384x8192 bf16+fp32            0.95  -
+        16384x8192 bf16+fp32>fp32       0.93  0.92
+        12608x768 bf16+fp32             0.95  -
+        12608x768 bf16+fp32>fp32        -     -
+        32768x1024 fp16+fp32>fp32       -     -
+        32768x768 float16               -     -
+        32768x1024 float16              -     -
+        32768x4096 float16              -     -
+        16384x8192 float16              -     -
+        4096x1024 float64               -     -
+        1048576x64 float64              -     -
+        # Shifted rows: few of them begin at a multiple of 16 bytes.
+        32768x1021 bfloat16             -     -
+        # Long rows, and a million short ones.
+        300x99991 float32               0.85  -
+        48x442368 float32               0.85  -
+        32x2097152 bfloat16             -     0.6
+        1000003x37 float32              -     -
+        # Small tensors, and one of odd columns.
+        8192x768 bfloat16               -     0.8
+        4096x1024 bfloat16              -     0.8
+        2048x2048 bfloat16              -     0.8
+        5000x3073 bfloat16              -     0.88
+    """,
+    "gelu_scale_": """
+        4194304x64 float32              0.93  0.85
+    """,
+    "add_": """
+        32768x1024 bfloat16             0.9   0.83
+        32768x4096 bfloat16             0.9   0.83
+        16384x8192 bfloat16             0.9   0.83
+        32768x1024 bf16+fp32            -     -
+    """,
+    "silu_": """
+        32768x1024 bfloat16             0.9
+        32768x4096 bfloat16             0.9
+    """,
+    "gelu_": """
+        32768x1024 bfloat16             0.95
+        32768x4096 bfloat16             0.95
+    """,
+    "ada_": """
+        1x4608x3072 bfloat16            0.88  0.72  # Flux
+        1x4608x3072 bfloat16 per-token  0.88  0.72
+        64x256x1152 bfloat16            0.88  0.72  # DiT-XL/2
+        4x4250x2432 bfloat16            0.93  0.85  # SD3.5-large
+        8x4096x1152 bfloat16            0.93  0.85  # PixArt
+        1x32760x5120 bfloat16           0.93  0.85  # Wan 14B
+        1x32760x5120 bf16*fp32          0.93  0.85  # Wan 14B
+        1x75600x1536 bf16*fp32          0.93  0.85  # Wan 1.3B
+        2x17776x3072 bfloat16           0.93  0.85  # CogVideoX
+        32x1024x1024 bfloat16           0.93  0.85
+        32x1024x1024 float16            0.93  0.85
+        32x1024x1024 float32            0.93  0.85
+        64x256x1151 bfloat16            0.88  0.72
+        8x4096x1021 bfloat16            0.93  0.85
+    """,
+    "add_ada_": """
+        1x4608x3072 bfloat16            0.9   0.72
+        1x4608x3072 bfloat16 per-token  0.9   0.72
+        64x256x1152 bfloat16            0.9   0.72
+        4x4250x2432 bfloat16            0.93  0.8
+        8x4096x1152 bfloat16            0.93  0.8
+        1x32760x5120 bfloat16           0.93  0.8
+        1x32760x5120 bf16*fp32          0.93  0.8
+        1x75600x1536 bf16*fp32          0.93  0.8
+        2x17776x3072 bfloat16           0.93  0.8
+        32x1024x1024 bfloat16           0.93  0.8
+        32x1024x1024 float16            0.93  0.8
+        32x1024x1024 float32            0.93  0.8
+        64x256x1151 bfloat16            0.9   0.72
+        8x4096x1021 bfloat16            0.93  0.8
+    """,
+    "rms_": """
+        32768x768 bfloat16              0.97  0.88
+        32768x2048 bfloat16             0.97  0.9
+        32768x4096 bfloat16             0.98  0.92
+        16384x8192 bfloat16             0.98  0.92
+        8192x16384 bfloat16             0.98  0.88
+        4096x2880 bfloat16              0.97  0.8
+        32768x4096 bf16+fp32            -     -
+    """,
+    "add_rms_": """
+        32768x4096 bfloat16             0.98  0.93
+    """,
+    "channels_": """
+        64x96x56x56 bfloat16            0.88  0.75
+        64x384x14x14 bfloat16           0.75  0.6
+        4x256x256x256 bfloat16          0.9   0.8
+        8x64x256x256 bfloat16           0.9   0.78
+        8x256x64x64 float32             0.88  0.75
+    """,
+    "channels_nhwc_": """
+        64x96x56x56 bfloat16            0.83  0.7
+        64x384x14x14 bfloat16           0.7   0.55
+        4x256x256x256 bfloat16          0.85  0.75
+        8x64x256x256 bfloat16           0.85  0.73
+        8x256x64x64 float32             0.83  0.7
+    """,
+    "ada_rms_": """
+        1x4608x3072 bfloat16            0.88  0.72
+    """,
+    "qk_norm_": """
+        1x4608x24x128 bfloat16          0.85  0.75
+        2x4096x32x128 bfloat16          0.88  0.78
+        8x4096x16x64 bfloat16           0.9   0.75
+    """,
+    "qk_norm_rope_": """
+        1x4608x24x128 bfloat16          0.8   0.7
+        2x4096x32x128 bfloat16          0.83  0.73
+        8x4096x16x64 bfloat16           0.83  0.7
+    """,
 }
 
 
-# RMSNorm: rows x cols in bfloat16, and the targets forward and backward on an H100.
-_RMS = (
-    (32_768, 768, 0.97, 0.88),
-    (32_768, 2048, 0.97, 0.90),
-    (32_768, 4096, 0.98, 0.92),
-    (16_384, 8192, 0.98, 0.92),
-    (8192, 16_384, 0.98, 0.88),
-    (4096, 2880, 0.97, 0.80),
-)
-_RMS_CASES = (
-    *(Case(f"rms_{way}", rows, cols, "bfloat16", target)
-      for rows, cols, *targets in _RMS
-      for way, target in zip(("forward", "backward"), targets, strict=True)),
-    *(Case(f"add_rms_{way}", 32_768, 4096, "bfloat16", target)
-      for way, target in (("forward", 0.98), ("backward", 0.93))),
-    *(Case(f"rms_{way}", 32_768, 4096, "bfloat16", weight_dtype="float32")
-      for way in ("forward", "backward")),
-)  # fmt: skip
+def _cases(family: Family, table: str) -> list[Case]:
+    found = []
+    for line in filter(None, (line.partition("#")[0].strip() for line in table.splitlines())):
+        words = line.split()
+        targets = words[-len(family.ways) :]
+        size, types, *per = words[: -len(targets)]
+        for way, target in zip(family.ways, targets, strict=True):
+            case = parse_case(" ".join([size, types, f"{family.name}{way}", *per]))
+            found.append(replace(case, target=None if target == "-" else float(target)))
+    return sorted(found, key=lambda case: case.backward)
 
 
-# Norms over channels: N, C, H, W, dtype, and the targets forward and backward on an H100. With NHWC
-# results they may be 0.05 lower.
-_CHANNELS = (
-    (64, 96, 56, 56, "bfloat16", 0.88, 0.75),
-    (64, 384, 14, 14, "bfloat16", 0.75, 0.60),
-    (4, 256, 256, 256, "bfloat16", 0.90, 0.80),
-    (8, 64, 256, 256, "bfloat16", 0.90, 0.78),
-    (8, 256, 64, 64, "float32", 0.88, 0.75),
-)
-_CHANNELS_CASES = tuple(
-    Case(f"channels_{form}{way}", n * h * w, c, dtype, round(target - slack, 3), image=(n, c, h, w))
-    for n, c, h, w, dtype, *targets in _CHANNELS
-    for form, slack in (("", 0.0), ("nhwc_", 0.05))
-    for way, target in zip(("forward", "backward"), targets, strict=True)
-)
-
-
-# Heads: samples x positions x heads x cols, and the targets of norms alone and with rotation, each
-# forward and backward, on an H100.
-_HEADS = (
-    ((1, 4608, 24, 128), (0.85, 0.75, 0.80, 0.70)),
-    ((2, 4096, 32, 128), (0.88, 0.78, 0.83, 0.73)),
-    ((8, 4096, 16, 64), (0.90, 0.75, 0.83, 0.70)),
-)
-
-
-def head_case(op: str, size: tuple[int, ...], dtype: str, target: float | None = None) -> Case:
-    samples, positions, heads, cols = size
-    rows = 2 * samples * positions * heads
-    return Case(op, rows, cols, dtype, target, samples=samples, heads=heads)
-
-
-def _modulated_case(op: str, size: tuple[int, int, int, str, str, str | None]) -> Case:
-    samples, tokens, cols, dtype, modulation, modulation_dtype = size
-    case = Case(op, samples * tokens, cols, dtype, samples=samples, modulation=modulation,
-                modulation_dtype=modulation_dtype)  # fmt: skip
-    large, small = _MODULATED_TARGETS[op.replace("rms_", "")]
-    return replace(case, target=large if case.tensor_bytes >= 64e6 else small)
-
-
-def _table_case(op: str, row: tuple[int, int, str, float, float, float]) -> Case:
-    rows, cols, dtype, copy, forward, backward = row
-    case = Case(op, rows, cols, dtype)
-    ratio = case.ratio(backward if case.backward else forward, copy)
-    return Case(op, rows, cols, dtype, round(ratio, 3))
-
-
-def _with_ratio(case: Case) -> Case:
-    return replace(case, target=_RATIOS.get((f"{case.size} {case.types}", case.op), case.target))
-
-
-CASES: tuple[Case, ...] = (
-    *(_with_ratio(case) for case in (
-        *(_table_case(op, row) for op in ("forward", "backward") for row in _TABLE),
-        *_FUSED,
-        *_GUARDED,
-        *_RMS_CASES,
-        *_CHANNELS_CASES,
-    )),
-    *(_modulated_case(op, size) for op in _MODULATED_TARGETS for size in _MODULATED),
-    *(head_case(op, size, "bfloat16", target)
-      for size, targets in _HEADS for op, target in zip(HEAD_OPS, targets, strict=True)),
-    # One modulated RMSNorm each way: the kernels are those of the modulated LayerNorm.
-    *(_modulated_case(op, _MODULATED[0]) for op in ("ada_rms_forward", "ada_rms_backward")),
-)  # fmt: skip
+CASES: tuple[Case, ...] = ()
+CASES = tuple(case for name in _TABLE for case in _cases(FAMILIES[name], _TABLE[name]))

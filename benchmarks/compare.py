@@ -4,58 +4,48 @@
     python -m benchmarks.compare --old OLD --new NEW [--sweep 200] [--seconds 480]
 
 OLD and NEW are each a library (libfused_layernorm.so), a folder that has one, or a wheel. A process
-for each build loads the library alone, without the Python package, and calls the raw operators.
-Both processes prepare the same case from the same random numbers and are then timed in turns, old
-new, new old, ..., so that a change in the machine's speed affects both. The ratio of a case, new
-time over old time, is the median over the rounds. A case that looks slower is prepared and timed
-once more, for longer, and the second result counts.
+for each loads it without the Python package and calls the raw operators. Both prepare the same case
+from the same random numbers and are timed in turns, old new, new old, ... A case's ratio, new time
+over old time, is the median over the rounds; one that looks slower is timed once more, for longer.
 
-Every case of benchmarks/cases.py is compared, forward also with the statistics that training
-needs, and --sweep adds this number of the sweep's sizes, chosen at random, with random operators
-and dtypes. "bits" says whether both builds gave the same result to the bit. A case that fails in
-the old build, which may lack the operator, is skipped. The exit status is 1 if a case is slower by
-more than 1% and 0.1 us, if it fails in the new build alone, or if one was left out for time.
-$OUT/compare.json holds all results. Comparing a build with itself shows the noise.
+Every case of benchmarks/cases.py is compared, forward also with the statistics that training needs,
+and --sweep adds so many points of the sweep, chosen at random. A case that fails in the old build,
+which may lack the operator, is skipped. The exit status is 1 if a case is slower by more than 1%
+and 0.1 us, if it fails in the new build alone, or if one was left out for time. $OUT/compare.json
+holds all results. Comparing a build with itself shows the noise.
 
 Both processes also sum up a result's bits, which leaves other data in L2, as the kernels of a model
-do. What makes room first in L2 then has less of it for itself, and takes some 5% longer than in the
-benchmark (docs/tuning-log.md, "What holds everywhere").
+do. What makes room first in L2 then takes some 5% longer than in the benchmark
+(docs/tuning-log.md, "What holds everywhere").
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
+import multiprocessing
 import os
-import queue
-import random
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import results, sweep, timing
-from benchmarks.cases import CASES, Case, parse_case
+from benchmarks.cases import CASES, Case
 from benchmarks.ours import make_inputs, missing_operator, ours
 
 SLOWER = 1.01  # a case counts as slower if its ratio is above this
 SLOWER_US = 0.1  # and it takes more than this many microseconds longer
 ROUNDS, AGAIN = 8, 20  # rounds of a case, and of its second measurement if it looked slower
 SECONDS = 0.015  # device time of one measurement
-# Dtypes of the cases that --sweep adds.
-TYPES = ("bfloat16", "float32", "float16", "float64", "bf16+fp32", "bf16+fp32>fp32",
-         "fp16+fp32>fp32")  # fmt: skip
-MODULATED_TYPES = ("bfloat16", "float32", "float16", "bf16*fp32")
 ANSWER = 90.0  # seconds after which a process that does not answer is given up
 
 
@@ -75,47 +65,21 @@ def jobs_of(cases: Iterable[Case]) -> list[Job]:
     jobs = []
     for case in cases:
         jobs.append(Job(case))
-        if not case.backward:
+        if not case.backward and "x" in case.family.inputs:
             jobs.append(Job(case, statistics=True))
-    return jobs
-
-
-def sample(count: int, seed: int) -> list[Job]:
-    """Sizes of the sweep, each with an operator and dtypes, all chosen at random."""
-    choose = random.Random(seed)
-    points = sweep.points()
-    jobs = []
-    for point in choose.sample(points, min(count, len(points))):
-        kinds = ("", "", "add_", "gelu_scale_", "ada_", "add_ada_")
-        kind = choose.choice(("", "add_", "ada_") if point.is_rms else kinds)
-        types = choose.choice(MODULATED_TYPES if "ada" in kind else TYPES)
-        size = f"{point.rows}x{point.cols}"
-        per = ""
-        if "ada" in kind:
-            samples = choose.choice([n for n in (1, 2, 4, 32) if point.rows % n == 0])
-            size = f"{samples}x{point.rows // samples}x{point.cols}"
-            per = choose.choice(("", "", " per-token"))
-        case = parse_case(f"{size} {types} {kind}{point.op}{per}")
-        jobs.append(Job(case, statistics=not case.backward and choose.random() < 0.5))
     return jobs
 
 
 def find_library(path: Path, folder: Path) -> Path:
     """The library that `path` names or contains; one that lies in a wheel is unpacked to folder."""
-    if path.is_dir():
-        for pattern in ("libfused_layernorm.so", "fused_layernorm/libfused_layernorm.so"):
-            if found := sorted(path.glob(pattern)):
-                return found[0].resolve()
-        raise SystemExit(f"no libfused_layernorm.so in {path} or {path}/fused_layernorm")
-    if not path.is_file():
-        raise SystemExit(f"no file {path}")
-    if path.suffix != ".whl":
-        return path.resolve()
-    with zipfile.ZipFile(path) as wheel:
-        for name in wheel.namelist():
-            if name == "fused_layernorm/libfused_layernorm.so":
-                return Path(wheel.extract(name, folder)).resolve()
-    raise SystemExit(f"no fused_layernorm/libfused_layernorm.so in {path}")
+    name = "libfused_layernorm.so"
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as wheel:
+            return Path(wheel.extract(f"fused_layernorm/{name}", folder)).resolve()
+    for found in (path, path / name, path / "fused_layernorm" / name):
+        if found.is_file():
+            return found.resolve()
+    raise SystemExit(f"no {name} in {path}")
 
 
 # --- in the process of one build ----------------------------------------------------------------
@@ -164,41 +128,23 @@ class Bench:
         torch.cuda.empty_cache()
 
 
-def serve(bench: Bench, lines: Iterable[str], answer: Callable[[dict[str, Any]], None]) -> None:
-    """Runs the command in each line, a JSON object, and answers it."""
-    for line in lines:
-        asked = json.loads(line)
-        try:
-            if asked["do"] == "prepare":
-                case = Case(**asked["case"])
-                answer({"bits": bench.prepare(Job(case, asked["statistics"]), asked["seed"])})
-            elif asked["do"] == "time":
-                answer({"us": bench.time(asked["seconds"])})
-            else:
-                bench.free()
-                answer({})
-        except Exception as problem:
-            text = str(problem).strip() or type(problem).__name__
-            answer({"error": text.splitlines()[0]})
-            if "CUDA error" in text:  # the context is lost: only a new process can continue
-                return
-            del problem
-            bench.free()
-
-
-def work(library: str) -> None:
-    """Runs in the process of one build: loads its library and serves the commands on stdin."""
-    # Answers go to the original stdout; everything else that is printed goes to stderr.
-    stdout = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+def work(library: str, commands: Connection) -> None:
+    """Runs in the process of one build: loads its library and answers commands until the end."""
     torch.ops.load_library(library)
     torch.randn(8, device=timing.DEVICE).sum().item()
-
-    def answer(message: dict[str, Any]) -> None:
-        stdout.write(json.dumps(message) + "\n")
-
-    answer({"info": str(torch.ops.fused_layernorm._build_info())})
-    serve(Bench(), sys.stdin, answer)
+    commands.send(str(torch.ops.fused_layernorm._build_info()))
+    bench = Bench()
+    while True:
+        name, *arguments = commands.recv()
+        try:
+            commands.send(getattr(bench, name)(*arguments))
+        except Exception as problem:
+            text = str(problem).strip() or type(problem).__name__
+            if "CUDA error" in text:  # the context is lost: only a new process can continue
+                raise
+            del problem
+            bench.free()
+            commands.send(Failed(text.splitlines()[0]))
 
 
 # --- in the process that compares ----------------------------------------------------------------
@@ -211,93 +157,71 @@ class Failed(Exception):
 class Side:
     """One build's process, which is started again if it has ended."""
 
-    def __init__(self, label: str, command: list[str]) -> None:
+    def __init__(self, label: str, library: Path) -> None:
         self.label = label
-        self.command = command
-        self.process: subprocess.Popen[str] | None = None
+        self.library = library
+        self.process: Any = None
 
     def start(self) -> str:
         """Starts the process and returns what its library was built for."""
-        self.process = subprocess.Popen(
-            self.command, cwd=results.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        # A thread reads the answers, so that waiting for one can time out.
-        self.answers: queue.Queue[str] = queue.Queue()
-        threading.Thread(
-            target=_read, args=(self.process.stdout, self.answers), daemon=True
-        ).start()
-        return str(self._answer()["info"])
+        context = multiprocessing.get_context("spawn")
+        self.commands, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(str(self.library), theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        return str(self._answer())
 
-    def ask(self, **message: Any) -> dict[str, Any]:
+    def ask(self, *command: Any) -> Any:
+        """What the method of `Bench` gives that the command names."""
         if self.process is None:
             self.start()
-        assert self.process is not None
-        assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
+            self.commands.send(command)
+        except OSError:
             self.stop()
             raise Failed("the process ended") from None
         return self._answer()
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> Any:
         try:
-            line = self.answers.get(timeout=ANSWER)
-        except queue.Empty:
-            self.stop()
-            raise Failed(f"no answer within {ANSWER:.0f} s") from None
-        if not line:
-            self.stop()
-            raise Failed("the process ended")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            if "CUDA error" in answer["error"]:
+            if not self.commands.poll(ANSWER):
                 self.stop()
-            raise Failed(answer["error"])
+                raise Failed(f"no answer within {ANSWER:.0f} s")
+            answer = self.commands.recv()
+        except (EOFError, OSError):
+            self.stop()
+            raise Failed("the process ended") from None
+        if isinstance(answer, Failed):
+            raise answer
         return answer
 
     def stop(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
+            self.process.join()
         self.process = None
-
-
-def side_of(label: str, library: Path) -> Side:
-    return Side(label, [sys.executable, "-m", "benchmarks.compare", "--work", str(library)])
-
-
-def _read(lines: Any, answers: queue.Queue[str]) -> None:
-    for line in lines:
-        answers.put(line)
-    answers.put("")  # the end
 
 
 def measure(job: Job, old: Side, new: Side, rounds: int) -> dict[str, Any]:
     """A case's row: both times, their ratio, its range over the rounds, whether the bits agree."""
     row: dict[str, Any] = {**results.row_of(job.case), "statistics": job.statistics}
-    asked = {
-        "case": dataclasses.asdict(job.case),
-        "statistics": job.statistics,
-        "seed": hash((job.case.rows, job.case.cols)) % (1 << 31),
-    }
+    seed = hash((job.case.rows, job.case.cols)) % (1 << 31)
     bits, problems = [], {}
     for side in (old, new):
         try:
-            bits.append(side.ask(do="prepare", **asked)["bits"])
+            bits.append(side.ask("prepare", job, seed))
         except Failed as problem:
             problems[side.label] = str(problem)
     times: dict[str, list[float]] = {old.label: [], new.label: []}
     try:
         for number in range(0 if problems else rounds):
             for side in (old, new) if number % 2 == 0 else (new, old):
-                times[side.label].append(side.ask(do="time", seconds=SECONDS)["us"])
+                times[side.label].append(side.ask("time", SECONDS))
     except Failed as problem:
         problems[side.label] = str(problem)
     for side in (old, new):
         try:
-            side.ask(do="free")
+            side.ask("free")
         except Failed as problem:
             problems.setdefault(side.label, str(problem))
     if problems:
@@ -342,50 +266,32 @@ def compare(jobs: list[Job], old: Side, new: Side, seconds: float) -> dict[str, 
     return {"rows": rows, "left_out": left}
 
 
-def job_of(row: dict[str, Any]) -> Job:
-    return Job(results.case_of(row), row["statistics"])
-
-
-def problems(row: dict[str, Any]) -> str:
-    return "; ".join(f"{side}: {text}" for side, text in row["problems"].items())
-
-
-def line(row: dict[str, Any]) -> str:
-    name = job_of(row).name
+def line(job: Job, row: dict[str, Any]) -> str:
     if "problems" in row:
-        return f"{name:<52} FAILED {problems(row)}"
+        said = "; ".join(f"{side}: {text}" for side, text in row["problems"].items())
+        return f"{job.name:<52} {'FAILED' if row['slower'] else 'skipped'} {said}"
     first = f", at first {row['first_ratio']:.3f}" if "first_ratio" in row else ""
     return (
-        f"{name:<52}{row['old_us']:>10.2f}{row['new_us']:>10.2f}{row['ratio']:>8.3f}"
+        f"{job.name:<52}{row['old_us']:>10.2f}{row['new_us']:>10.2f}{row['ratio']:>8.3f}"
         f"  {row['least']:.3f}-{row['most']:.3f}  {'same' if row['same_bits'] else 'differ':<7}"
         f"{'SLOWER' if row['slower'] else ''}{first}"
     )
 
 
 def text(report: dict[str, Any], most: int) -> str:
-    """The table and a summary; of a long table the `most` rows that differ most and SLOWER ones."""
-    rows = report["rows"]
-    timed = [row for row in rows if "ratio" in row]
-    # A case that the old build cannot run has no row; such cases share a line for each reason.
-    skipped: dict[str, list[str]] = {}
-    for row in rows:
-        if "problems" in row and not row["slower"]:
-            skipped.setdefault(problems(row), []).append(job_of(row).name)
-    shown = [row for row in rows if "ratio" in row or row["slower"]]
-    if len(shown) > most:
-        far = sorted(timed, key=lambda row: -abs(math.log(row["ratio"])))[:most]
-        shown = [row for row in rows if row in far or row["slower"]]
+    """A summary, and of the rows the `most` that differ most and those that are SLOWER."""
+    pairs = [(Job(results.case_of(row), row["statistics"]), row) for row in report["rows"]]
+    timed = [row for _, row in pairs if "ratio" in row]
+    far = sorted(timed, key=lambda row: -abs(math.log(row["ratio"])))[:most]
     head = f"{'case':<52}{'old us':>10}{'new us':>10}{'ratio':>8}  {'range':<11}  {'bits':<7}"
-    lines = [head, *(line(row) for row in shown)]
-    if less := sum("ratio" in row for row in rows) - sum("ratio" in row for row in shown):
-        lines.append(f"... and {less} that differ less")
-    for said, names in skipped.items():
-        lines.append(f"skipped {len(names)}, the first {names[0]}: {said}")
+    shown = [line(job, row) for job, row in pairs if row["slower"] or row in far]
+    skipped = [line(job, row) for job, row in pairs if "problems" in row and not row["slower"]]
+    lines = [head, *shown, *skipped[:most], f"{len(timed) - len(far)} rows differ less", ""]
     groups: dict[str, list[float]] = {}
-    for row in timed:
-        kind = "mixed " if results.case_of(row).mixed else ""
-        groups.setdefault(f"{kind}{row['op']}", []).append(row["ratio"])
-    lines.append("")
+    for job, row in pairs:
+        if "ratio" in row:
+            kind = "mixed " if job.case.mixed else ""
+            groups.setdefault(f"{kind}{row['op']}", []).append(row["ratio"])
     for group, ratios in groups.items():
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
         lines.append(
@@ -393,11 +299,11 @@ def text(report: dict[str, Any], most: int) -> str:
             f"{min(ratios):.3f} to {max(ratios):.3f}"
         )
     differ = sum(not row["same_bits"] for row in timed)
-    lines.append(
-        f"{len(timed)} compared, {len(rows) - len(timed)} not, {len(report['left_out'])} left out "
-        f"for time; {differ} differ in some bit; {sum(row['slower'] for row in rows)} SLOWER"
-    )
-    return "\n".join(lines)
+    return "\n".join([
+        *lines,
+        f"{len(timed)} compared, {len(pairs) - len(timed)} not, {len(report['left_out'])} left out "
+        f"for time; {differ} differ in some bit; {sum(row['slower'] for _, row in pairs)} SLOWER",
+    ])  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -406,36 +312,26 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--old", type=Path)
-    parser.add_argument("--new", type=Path)
+    parser.add_argument("--old", type=Path, required=True)
+    parser.add_argument("--new", type=Path, required=True)
     parser.add_argument("--cases", help='part of the names to compare, e.g. "backward 32768x"')
     parser.add_argument("--sweep", type=int, default=0, help="so many sizes of the sweep too")
-    parser.add_argument("--seed", type=int, default=0, help="chooses these")
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--lines", type=int, default=80, help="rows shown; the file holds all")
-    parser.add_argument("--work", metavar="LIBRARY", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if arguments.work:
-        work(arguments.work)
-        return 0
-    if arguments.old is None or arguments.new is None:
-        parser.error("--old and --new are needed")
 
     start = time.monotonic()
     cases = [case for case in CASES if not arguments.cases or arguments.cases in case.name]
-    jobs = jobs_of(cases)
-    jobs += sample(arguments.sweep, arguments.seed)
+    points = sweep.points()  # in a random order
+    jobs = jobs_of([*cases, *points[: arguments.sweep]])
     with tempfile.TemporaryDirectory() as folder:
         old, new = (
-            side_of(label, find_library(path, Path(folder) / label))
+            Side(label, find_library(path, Path(folder) / label))
             for label, path in (("old", arguments.old), ("new", arguments.new))
         )
         try:
             for side in (old, new):
-                try:
-                    print(f"{side.label}: {side.start()}", flush=True)
-                except Failed as problem:
-                    raise SystemExit(f"{side.label}: {problem}") from None
+                print(f"{side.label}: {side.start()}", flush=True)
             spent = time.monotonic() - start
             report = compare(jobs, old, new, arguments.seconds - spent)
         finally:

@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real models end to end: stock, swapped, under override_aten, compiled, fused by the graph pass.
+"""Real models end to end: stock, swapped, compiled, by peers, and by more than one of these.
 
     python -m benchmarks.models
     python -m benchmarks.models --models BERT --variants eager,compiled,swap_compiled
     python -m benchmarks.models --models dit,flux --modes inference --seconds 3 --add
 
-The models are transformers' BERT, GPT-2, ViT and ConvNeXt, its decoders Qwen3, Llama and Gemma 3
-with a few layers each, timm's ViT, ConvNeXt and Swin at their real sizes, diffusers' DiT-XL/2,
-Flux, Stable Diffusion 3.5 and Wan with a few layers each, blocks of NAFNet, and blocks of DiT,
-which the variant "operators" computes with this package's operators. All have random weights and
-run in bfloat16 in two modes: a training step (forward, backward, SGD; float32 weights under
-autocast, or for decoders, diffusion transformers and NAFNet bfloat16 weights) and inference
-(bfloat16 weights).
+benchmarks/networks.py has the table of the models, VARIANTS is that of what is done with each, in
+half precision, in a training step (forward, backward, SGD; float32 weights under autocast, or half-
+precision weights) and in inference.
 
 Each model in each mode has a process of its own. The processes compile side by side, with their
-weights on the GPU together, and measure one at a time. In a process the variants take turns, round
-after round. The results of a variant are the median and the best wall time of a step, the time of
-all its kernels and their number, by the profiler, and the loss of the first step, which should be
-the same in all variants. "layer_norm_ms" is the time of the kernels named after LayerNorm
-(Inductor's also compute neighbouring operations), "products_ms" that of matrix products and
-attention.
+weights on the GPU together, and measure one at a time, the variants in turns. A variant's results
+are the median and the best wall time of a step, the most memory that it takes, the time of all its
+kernels and of those named after LayerNorm, by the profiler, and the loss of the first step, which
+should be the same in all variants.
 
-The results file has the results under "models", one row for each variant. All rows of a model in a
-mode come from one run; --add keeps the rows of other models and modes that earlier runs of the same
-code have measured. A variant that cannot run is left out, and a line says why.
+They stand under "models" in the results file, a row for each variant; --add keeps the rows of other
+models and modes that were measured on the same code. What cannot run is left out, and a line says
+why.
 """
 
 from __future__ import annotations
@@ -31,163 +25,35 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import gc
+import importlib
 import importlib.util
 import itertools
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from benchmarks import diffusion, images, results, timing, turns
+from benchmarks import results, timing, turns
+from benchmarks.networks import MODELS, MODES, Model
 from benchmarks.ours import require_kernels
 from benchmarks.overhead import quiet
 from benchmarks.run import sentence
 
-VARIANTS = ("eager", "compiled", "swap", "swap_compiled", "swap_rotations", "override",
-            "fused_eager", "fused_compiled", "operators", "operators_compiled")  # fmt: skip
-MODES = ("training", "inference")
-BACKEND = "fused_layernorm"  # torch.compile's backend in the variants fused_...
 STEPS = 2  # timed steps of a turn; one step before them is not timed
 MIN_ROUNDS, MAX_ROUNDS = 3, 31
 PROFILES = 3  # of each variant; the variants take turns here too
 PATIENCE = 30  # attempts at a step for which there is not enough memory
 # Parts of the names of LayerNorm kernels, PyTorch's and ours, in lower case.
 KERNELS = ("layer_norm", "layernorm", "gammabeta", "param_grad", "rowwisemoments")
-# Parts of the names of matrix product and attention kernels of cuBLAS, cuDNN and PyTorch.
-PRODUCTS = ("gemm", "nvjet", "cutlass", "xmma", "flash", "fmha", "sdpa")
-
-# A model, its inputs as keyword arguments, and the loss of its output.
-Build = Callable[[], tuple[nn.Module, dict[str, torch.Tensor], Callable[[Any], torch.Tensor]]]
-
-
-def bert(batch: int = 16, length: int = 512) -> Any:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    tokens = torch.randint(config.vocab_size, (batch, length))
-    return BertForMaskedLM(config), {"input_ids": tokens}, _token_loss(tokens)
-
-
-def gpt2(batch: int = 8, length: int = 1024) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
-    tokens = torch.randint(config.vocab_size, (batch, length))
-    return GPT2LMHeadModel(config), {"input_ids": tokens}, _token_loss(tokens)
-
-
-def decoder(name: str, width: int, layers: int, heads: int, batch: int = 4) -> Any:
-    """A decoder of transformers at its real width, with few layers: "Qwen3", "Llama", "Gemma3"."""
-    import transformers
-
-    prefix = f"{name}Text" if name == "Gemma3" else name
-    config = getattr(transformers, f"{prefix}Config")(
-        vocab_size=32_768, hidden_size=width, intermediate_size=3 * width,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=max(1, heads // 4),
-        head_dim=128, max_position_embeddings=4096, use_cache=False, attn_implementation="sdpa",
-    )  # fmt: skip
-    tokens = torch.randint(config.vocab_size, (batch, 4096))
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
-    return model, {"input_ids": tokens}, _token_loss(tokens)
-
-
-def vit(batch: int = 64) -> Any:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    config.num_labels = 1000
-    return (
-        ViTForImageClassification(config),
-        {"pixel_values": torch.randn(batch, 3, 224, 224)},
-        _class_loss(batch, lambda output: output.logits),
-    )
-
-
-def convnext(batch: int = 64) -> Any:
-    from transformers import ConvNextConfig, ConvNextForImageClassification
-
-    config = ConvNextConfig()
-    config.num_labels = 1000
-    return (
-        ConvNextForImageClassification(config),
-        {"pixel_values": torch.randn(batch, 3, 224, 224)},
-        _class_loss(batch, lambda output: output.logits),
-    )
-
-
-def timm_model(name: str, batch: int = 64) -> Any:
-    import timm
-
-    images = {"x": torch.randn(batch, 3, 224, 224)}
-    model = timm.create_model(name, drop_path_rate=0.0)  # no random drops: losses can be compared
-    return model, images, _class_loss(batch, lambda output: output)
-
-
-def _token_loss(tokens: torch.Tensor) -> Callable[[Any], torch.Tensor]:
-    return lambda output: F.cross_entropy(
-        output.logits.flatten(0, 1).float(), tokens.to(output.logits.device).flatten()
-    )
-
-
-def _class_loss(batch: int, logits: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-    labels = torch.randint(1000, (batch,))
-
-    def loss(output: Any) -> torch.Tensor:
-        scores = logits(output)
-        return F.cross_entropy(scores.float(), labels.to(scores.device))
-
-    return loss
-
-
-@dataclass(frozen=True)
-class Model:
-    """How a model is built and measured; `package` is the Python package that it needs."""
-
-    package: str
-    build: Build
-    half: bool = False  # trained with bfloat16 weights, not under autocast
-    modes: tuple[str, ...] = MODES
-
-
-MODELS: dict[str, Model] = {
-    "transformers BERT-base 16x512": Model("transformers", bert),
-    "transformers GPT-2 8x1024": Model("transformers", gpt2),
-    "transformers ViT-B/16 64x224": Model("transformers", vit),
-    "transformers Qwen3, 2048 wide, 6 layers, 4x4096": Model(
-        "transformers", lambda: decoder("Qwen3", 2048, 6, 16), half=True
-    ),
-    "transformers Llama, 4096 wide, 4 layers, 4x4096": Model(
-        "transformers", lambda: decoder("Llama", 4096, 4, 32), half=True
-    ),
-    "transformers Gemma3, 2560 wide, 6 layers, 4x4096": Model(
-        "transformers", lambda: decoder("Gemma3", 2560, 6, 8), half=True
-    ),
-    "transformers ConvNeXt-T 64x224": Model("transformers", convnext),
-    "NAFNet blocks, 4 layers, 8x64x256x256": Model("transformers", images.nafnet, half=True),
-    "transformers SAM, neck and mask decoder, 8x64x64": Model(
-        "transformers", images.sam, half=True
-    ),
-    "torchvision ConvNeXt-T 64x224": Model("torchvision", images.torchvision_convnext),
-    "timm ViT-B/16 64x224": Model("timm", lambda: timm_model("vit_base_patch16_224")),
-    "timm ConvNeXt-T 64x224": Model("timm", lambda: timm_model("convnext_tiny")),
-    "timm Swin-T 64x224": Model("timm", lambda: timm_model("swin_tiny_patch4_window7_224")),
-    diffusion.BLOCKS: Model("torch", diffusion.blocks, half=True),
-    "diffusers DiT-XL/2, 8 layers": Model("diffusers", diffusion.dit, half=True),
-    # In torch 2.11 its backward pass ends in an illegal address, even stock and in eager mode.
-    "diffusers Flux, 2+4 layers": Model(
-        "diffusers", diffusion.flux, half=True, modes=("inference",)
-    ),
-    "diffusers SD3.5-large, 6 layers": Model("diffusers", diffusion.sd3, half=True),
-    "diffusers Wan 1.3B, 4 layers": Model("diffusers", diffusion.wan, half=True),
-}
 
 
 def select(names: str | None) -> dict[str, Model]:
@@ -202,87 +68,134 @@ def select(names: str | None) -> dict[str, Model]:
     return chosen
 
 
-def registered() -> bool:
-    """Whether torch.compile knows this package's backend."""
-    import fused_layernorm  # noqa: F401
-
-    return BACKEND in torch._dynamo.list_backends(exclude_tags=())
-
-
-def halved(model: nn.Module) -> nn.Module:
-    """Casts the model to bfloat16, except modules that must stay in float32 (diffusers' Wan)."""
+def halved(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Casts the model, except modules that must stay in float32 (diffusers' Wan)."""
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_floating_point() and kept.isdisjoint(name.split(".")):
-            tensor.data = tensor.data.bfloat16()
+            tensor.data = tensor.data.to(dtype)
     return model
 
 
-def applies(variant: str, model: nn.Module) -> bool:
-    """Whether the model has this variant.
+@dataclass(frozen=True)
+class Variant:
+    """What is done with a model: `prepare` changes a copy of it, `call` may compile it, its steps
+    run inside `around`. `applies` says whether a model has the variant at all."""
 
-    A model written with this package's operators has the variants "operators" but no modules to
-    swap. All other models have the variants "swap" instead, and "swap_rotations" if they have
-    attention modules whose rotation can be swapped.
+    title: str
+    prepare: Callable[[nn.Module], object] = lambda model: model
+    call: Callable[[nn.Module], Callable[..., Any]] = lambda model: model
+    applies: Callable[[nn.Module], bool] = lambda model: True
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def swap(model: nn.Module, rotations: bool = False) -> None:
+    importlib.import_module("fused_layernorm").swap_norms(model, rotations=rotations)
+
+
+def liger(model: nn.Module, *, swapped: bool = False, **parts: bool) -> None:
+    """Liger's kernels, all but those of `parts` that are False, and perhaps the swap behind them.
+
+    Beside the model Liger changes names in the module of its class; see `patched`.
     """
+    kernels: Any = importlib.import_module("liger_kernel.transformers")
+    kernels._apply_liger_kernel_to_instance(model, **parts)
+    if swapped:
+        swap(model, has_rotations(model))
+
+
+def has_liger(model: nn.Module) -> bool:
+    if importlib.util.find_spec("liger_kernel") is None:
+        return False
+    known: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    return kind in known.MODEL_TYPE_TO_APPLY_LIGER_FN
+
+
+def has_rotations(model: nn.Module) -> bool:
+    """Whether there are attention modules whose rotation can be swapped."""
     from fused_layernorm.swap import rotations
 
-    if variant == "swap_rotations":
-        found = (rotations.class_of(type(module)) for module in model.modules())
-        return any(isinstance(cls, type) for cls in found)
-    written = hasattr(model, "operators")
-    return not (variant.startswith("swap") if written else variant.startswith("operators"))
+    found = (rotations.class_of(type(module)) for module in model.modules())
+    return any(isinstance(cls, type) for cls in found)
 
 
-def prepared(model: nn.Module, variant: str) -> nn.Module:
-    """A copy of the model as the variant has it, not yet compiled; see `around` and `compiled`."""
-    import fused_layernorm
+def override() -> contextlib.AbstractContextManager[Any]:
+    return importlib.import_module("fused_layernorm").override_aten()
 
+
+_by_backend = functools.partial(torch.compile, backend="fused_layernorm")
+_liger_rest = functools.partial(liger, swapped=True, rms_norm=False, rope=False)
+VARIANTS: dict[str, Variant] = {
+    "eager": Variant("stock"),
+    "compiled": Variant("compiled", call=torch.compile),
+    "swap": Variant("swapped", swap),
+    "swap_compiled": Variant("swapped and compiled", swap, torch.compile),
+    "swap_rotations": Variant("swapped with rotations", functools.partial(swap, rotations=True),
+                              applies=has_rotations),
+    "override": Variant("override_aten()", around=override),
+    "fused_compiled": Variant('backend="fused_layernorm", then Inductor', call=_by_backend),
+    "liger": Variant("Liger", liger, applies=has_liger),
+    "liger_swap": Variant("Liger, then swapped", functools.partial(liger, swapped=True),
+                          applies=has_liger),
+    "liger_rest_swap": Variant("Liger without norms and rotations, then swapped", _liger_rest,
+                               applies=has_liger),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def patched(names: dict[str, Any], changes: dict[str, Any]) -> Iterator[None]:
+    """The names with these changes inside the context, and as they were behind it."""
+    before = {name: names[name] for name in changes}
+    names.update(changes)
+    try:
+        yield
+    finally:
+        names.update(before)
+
+
+def prepared(
+    model: nn.Module, variant: str
+) -> tuple[nn.Module, Callable[[], contextlib.AbstractContextManager[Any]]]:
+    """A copy of the model as the variant has it, not yet compiled, and what its steps run inside.
+
+    What the variant changed in the module of the model's class holds inside its steps alone.
+    """
     model = copy.deepcopy(model)
-    if variant.startswith("swap"):
-        model = fused_layernorm.swap_norms(model, rotations=variant == "swap_rotations")
-    elif variant.startswith("operators"):
-        model.operators = True  # type: ignore[assignment]
-    return model
+    names = vars(sys.modules[type(model).__module__])
+    before = dict(names)
+    try:
+        VARIANTS[variant].prepare(model)
+    finally:
+        changes = {name: names[name] for name in before if names[name] is not before[name]}
+        names.update({name: before[name] for name in changes})
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with VARIANTS[variant].around(), patched(names, changes):
+            yield
+
+    return model, around
 
 
-def compiled(model: nn.Module, variant: str) -> Callable[..., Any]:
-    """The model as the variant calls it."""
-    if variant == "fused_eager":
-        options: dict[str, str | int | bool | Callable[..., Any]]
-        options = {f"{BACKEND}.then": "eager"}
-        return torch.compile(model, backend=BACKEND, options=options)
-    if variant == "fused_compiled":
-        return torch.compile(model, backend=BACKEND)
-    return torch.compile(model) if variant.endswith("compiled") else model
+Inputs = dict[str, torch.Tensor]
 
 
-def around(variant: str) -> contextlib.AbstractContextManager[Any]:
-    """The context manager in which a variant's steps run."""
-    import fused_layernorm
-
-    return fused_layernorm.override_aten() if variant == "override" else contextlib.nullcontext()
+def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    return {name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in inputs.items()}  # fmt: skip
 
 
-def halved_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name: value.bfloat16() if value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
-
-
-def training(
-    model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any, variant: str, half: bool
-) -> Callable[[], Any]:
-    """A step: forward, backward, SGD; with bfloat16 weights if `half`, else under autocast."""
-    if half:
-        model, inputs = halved(model), halved_inputs(inputs)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
-    model.train()
-    call = compiled(model, variant)
+def training(own: nn.Module, inputs: Inputs, loss: Any, variant: str, model: Model) -> Any:
+    """A step: forward, backward, SGD; with weights of model.dtype if `half`, else autocast."""
+    if model.half:
+        own, inputs = halved(own, model.dtype), cast(inputs, model.dtype)
+    optimizer = torch.optim.SGD(own.parameters(), lr=1e-3, foreach=True)
+    own.train()
+    call = VARIANTS[variant].call(own)
 
     def step() -> torch.Tensor:
-        with torch.autocast(timing.DEVICE, torch.bfloat16, enabled=not half):
+        with torch.autocast(timing.DEVICE, model.dtype, enabled=not model.half):
             value = loss(call(**inputs))
         value.backward()
         optimizer.step()
@@ -292,11 +205,9 @@ def training(
     return step
 
 
-def inference(
-    model: nn.Module, inputs: dict[str, torch.Tensor], loss: Any, variant: str
-) -> Callable[[], Any]:
-    call = compiled(halved(model).eval(), variant)
-    halves = halved_inputs(inputs)
+def inference(own: nn.Module, inputs: Inputs, loss: Any, variant: str, model: Model) -> Any:
+    call = VARIANTS[variant].call(halved(own, model.dtype).eval())
+    halves = cast(inputs, model.dtype)
 
     @torch.no_grad()
     def step() -> torch.Tensor:
@@ -313,7 +224,10 @@ class Measured:
     mode: str
     variant: str
     step: Callable[[], Any]
+    around: Callable[[], contextlib.AbstractContextManager[Any]]
     loss: float
+    own_bytes: int = 0  # of its weights, and what else stays between steps
+    peak_bytes: int = 0  # the most beside what was there before a step
     walls: list[float] = field(default_factory=list)  # milliseconds
     profiles: list[list[timing.Kernel]] = field(default_factory=list)
 
@@ -323,12 +237,10 @@ class Measured:
             "mode": self.mode,
             "variant": self.variant,
             **timing.summary("wall", self.walls, "ms"),
+            "peak_gib": round((self.own_bytes + self.peak_bytes) / 2**30, 3),
             "device_ms": _median_ms(self.profiles, lambda name: True),
-            "layer_norm_ms": _median_ms(self.profiles, lambda name: _has(name, KERNELS)),
-            # Inductor names its kernels after all operations in them or next to them.
-            "products_ms": _median_ms(
-                self.profiles,
-                lambda name: _has(name, PRODUCTS) and not name.startswith("triton_"),
+            "layer_norm_ms": _median_ms(
+                self.profiles, lambda name: any(part in name.lower() for part in KERNELS)
             ),
             "kernels": sum(kernel.count for kernel in self.profiles[0]),
             "loss": self.loss,
@@ -343,25 +255,38 @@ def prepare(
     found: list[Measured] = []
     skipped = []
     for variant in variants:
-        if not applies(variant, module):
-            continue
-        if variant.startswith("fused") and not registered():
-            skipped.append(f"{name}, {mode}, {variant}: no backend {BACKEND!r} is registered")
+        if not VARIANTS[variant].applies(module):
             continue
         try:
-            own = prepared(module, variant)
-            if mode == "training":
-                step = training(own, inputs, loss, variant, model.half)
-            else:
-                step = inference(own, inputs, loss, variant)
-            with around(variant):
+            before = allocated()
+            own, around = prepared(module, variant)
+            make = training if mode == "training" else inference
+            step = make(own, inputs, loss, variant, model)
+            with around():
                 first = round(_with_patience(own, step), 5)
         except Exception as problem:
             skipped.append(f"{name}, {mode}, {variant}: {sentence(problem)}")
         else:
-            found.append(Measured(name, mode, variant, step, first))
-        torch.cuda.empty_cache()
+            one = Measured(name, mode, variant, step, around, first)
+            one.own_bytes = allocated() - before
+            found.append(one)
+        if timing.DEVICE == "cuda":
+            torch.cuda.empty_cache()
     return found, skipped
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated() if timing.DEVICE == "cuda" else 0
+
+
+def peak_of(step: Callable[[], Any]) -> int:
+    """The most bytes that a step has beside those that were there before it."""
+    if timing.DEVICE != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    before = allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _with_patience(model: nn.Module, step: Callable[[], Any]) -> float:
@@ -386,7 +311,7 @@ def measure(group: list[Measured], seconds: float) -> None:
             if at == 0 and rounds >= MIN_ROUNDS and time.perf_counter() - start > seconds:
                 break
             gc.collect()  # a reference cycle may keep a step's activations alive
-            with around(variant):
+            with by_variant[variant].around():
                 us = timing.wall_time([by_variant[variant].step], STEPS)
             by_variant[variant].walls.append(us / 1e3)
 
@@ -396,15 +321,22 @@ def profile(group: list[Measured]) -> list[dict[str, Any]]:
     by_variant = {one.variant: one for one in group}
     for variant in timing.turns(tuple(by_variant), PROFILES):
         one = by_variant[variant]
-        with around(variant):
-            one.step()
+        with one.around():
+            one.peak_bytes = peak_of(one.step)
             one.profiles.append(timing.kernels_of(one.step))
     torch.cuda.empty_cache()
     return [one.row() for one in group]
 
 
-def _has(name: str, parts: Sequence[str]) -> bool:
-    return any(part in name.lower() for part in parts)
+def in_channels_last(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        if tensor.dim() in formats:
+            tensor.data = tensor.data.contiguous(memory_format=formats[tensor.dim()])
+    return module, {
+        name: value.contiguous(memory_format=formats.get(value.dim(), torch.contiguous_format))
+        for name, value in inputs.items()
+    }
 
 
 def _median_ms(profiles: list[list[timing.Kernel]], counts: Callable[[str], bool]) -> float:
@@ -431,6 +363,8 @@ def run(
                     module, inputs, loss = model.build()
                     module = module.to(timing.DEVICE)
                     inputs = {key: value.to(timing.DEVICE) for key, value in inputs.items()}
+                    if model.channels_last:
+                        module, inputs = in_channels_last(module, inputs)
                 except Exception as problem:
                     skipped.append(f"{name}, {mode}: {sentence(problem)}")
                     continue
@@ -451,6 +385,9 @@ def run_each_alone(
         (name, mode) for name, model in chosen.items() for mode in modes if mode in model.modes
     ]
     part: dict[str, Any] = {**results.stamp(), "rows": [], "skipped": []}
+    if importlib.util.find_spec("liger_kernel") is None:
+        part["skipped"] += [f"{name}: liger-kernel is not installed"
+                            for name in variants if name.startswith("liger")]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{number}.json" for number in range(len(tasks))]
         calls = [
@@ -482,25 +419,6 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         key=lambda row: order.index(row["model"]) if row["model"] in order else len(order),
     )
     return {**new, "rows": rows}
-
-
-def text(part: dict[str, Any]) -> str:
-    """The table; in brackets the ratio to the stock model in eager mode."""
-    lines = [
-        f"{'model':<32}{'mode':<11}{'variant':<19}{'wall ms':>18}{'best':>18}{'device':>18}"
-        f"{'(norm)':>8}{'kernels':>9}  loss"
-    ]
-    stock = {(row["model"], row["mode"]): row for row in part["rows"]
-             if row["variant"] == "eager"}  # fmt: skip
-    for row in part["rows"]:
-        line = f"{row['model']:<32}{row['mode']:<11}{row['variant']:<19}"
-        for key in ("wall_ms", "wall_best_ms", "device_ms"):
-            other = stock.get((row["model"], row["mode"]), {}).get(key)
-            said = f"{row[key]:.2f}" if key in row else "-"
-            line += f"{said + (f' (x{row[key] / other:.3f})' if other and key in row else ''):>18}"
-        line += f"{row['layer_norm_ms']:>8.2f}{row.get('kernels', '-'):>9}  {row['loss']:.4f}"
-        lines.append(line)
-    return "\n".join([*lines, *(f"skipped {line}" for line in part["skipped"])])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -539,7 +457,9 @@ def main(argv: list[str] | None = None) -> None:
         part = run_each_alone(
             chosen, variants, modes, arguments.seconds, arguments.jobs, arguments.budget_seconds
         )
-    print(text(part))
+    from benchmarks import report  # which knows the variants
+
+    print("\n".join(report.models({"models": part})))
     # A run of a part writes a results file only with --output or --add.
     full = not arguments.models and modes == MODES and variants == VARIANTS
     path = arguments.output

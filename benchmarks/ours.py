@@ -3,89 +3,89 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 
-from benchmarks import heads, timing
-from benchmarks.cases import EPS, Case
+from benchmarks import timing
+from benchmarks.cases import Case
+from benchmarks.families import EPS, HEADS, IMAGE, SAMPLES, Tensors, to_nchw
 from benchmarks.timing import Call
 
-
-@dataclass
-class Inputs:
-    """Tensors of one call. Those that the case's operator does not use are None."""
-
-    x: torch.Tensor  # for a fused add in backward: the sum, residual_out
-    weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    dy: torch.Tensor | None = None
-    dresidual: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
-    rstd: torch.Tensor | None = None
-    shift: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
-    gate: torch.Tensor | None = None
-    input: torch.Tensor | None = None  # in backward: the tensor that the gate multiplied
-    cos: torch.Tensor | None = None
-    sin: torch.Tensor | None = None
+# The values of the operators' arguments that are no tensors, where a family has no others.
+OPTIONS = {
+    "normalized_ndim": 1, "eps": EPS, "activation": None, "scale": 1.0, "out_dtype": None,
+    "statistic": "layer", "weight_offset": 0.0, "round_before_weight": False,
+    "keeps_order": False, "rotary_dim": 0, "seq_dim": 1, "interleaved": False, "inverse": False,
+}  # fmt: skip
 
 
-def make_inputs(case: Case, limit: int | None = None) -> list[Inputs]:
+def make_inputs(case: Case, limit: int | None = None) -> list[Tensors]:
     """Distinct random inputs for a case, together larger than L2, or `limit` of them.
 
-    weight and bias are shared, as they are between the calls of a real model. shift, scale and gate
-    are views of one tensor of six, as diffusion transformers cut them out of one layer's output.
+    Each is the tensors of its family's forward call, by name, and in backward the gradients of the
+    outputs: dy, and dresidual of a sum, or dq_out and dk_out. weight and bias are shared, as they
+    are between the calls of a real model, and so are cos and sin. shift, scale and gate are views
+    of one tensor of six, as diffusion transformers cut them out of one layer's output.
     """
     count = limit or timing.input_count(case.bytes, timing.l2_bytes())
-    if case.packed:
-        return [Inputs(**one) for one in heads.make_inputs(case, count)]
-    options: dict[str, Any] = {"device": timing.DEVICE, "dtype": case.torch_dtype}
-    columns: dict[str, Any] = {**options, "dtype": case.torch_weight_dtype}
-    shape = case.shape
-    weight = bias = None
-    if not case.modulated:
-        weight = torch.rand(case.cols, **columns) + 0.5
-        bias = None if case.is_rms else torch.randn(case.cols, **columns)
-    inputs = []
-    for _ in range(count):
-        one = Inputs(torch.randn(shape, **options), weight, bias)
-        if case.image is not None:
-            one.x = torch.randn(case.image, **options).permute(0, 2, 3, 1)
-        if case.modulated:
-            *groups, cols = case.modulation_shape
-            six = torch.randn(*groups, 6 * cols, device=timing.DEVICE,
-                              dtype=case.torch_modulation_dtype)  # fmt: skip
-            one.shift, one.scale, gate = six.chunk(6, dim=-1)[:3]
-            if case.residual:
-                one.gate = gate
-                one.input = torch.randn(shape, **options) if case.backward else None
-        if case.backward:
-            one.dy = torch.randn(shape, device=timing.DEVICE, dtype=case.torch_out_dtype)
-            if case.keeps_order:
-                one.dy = one.dy.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
-            one.mean, one.rstd = _statistics(one.x, case.is_rms)
-            if case.residual:
-                one.dresidual = torch.randn(shape, **options)
-        elif case.residual:
-            one.residual = torch.randn(shape, **options)
-        inputs.append(one)
-    return inputs
+    shared = _shared(case)
+    return [{**_own(case), **shared} for _ in range(count)]
 
 
-def _statistics(x: torch.Tensor, is_rms: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """mean and rstd as forward saves them: one each per row, float64 for float64, else float32.
+def _randn(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=timing.DEVICE, dtype=dtype)
 
-    RMSNorm's mean is an empty tensor.
-    """
-    if is_rms:
-        rstd = (x.float().square().mean(-1, keepdim=True) + EPS).rsqrt()
-        return rstd.new_empty((0,)), rstd
-    _, mean, rstd = torch.ops.aten.native_layer_norm(x, x.shape[-1:], None, None, EPS)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return mean.to(wide), rstd.to(wide)
+
+def _shared(case: Case) -> Tensors:
+    found: Tensors = {}
+    for name in case.family.inputs:
+        if name.endswith("weight"):
+            weight = torch.rand(case.param_shape, device=timing.DEVICE) + 0.5
+            found[name] = weight.to(case.torch_weight_dtype)
+        elif name == "bias":
+            found[name] = _randn(case.param_shape, case.torch_weight_dtype)
+    if "cos" in case.family.inputs:  # of x's dtype and of all columns, as transformers has them
+        angle = _randn((case.shape[1], case.cols // 2), torch.float32).repeat(1, 2)
+        found |= {"cos": angle.cos().to(case.torch_dtype), "sin": angle.sin().to(case.torch_dtype)}
+    return found
+
+
+def _own(case: Case) -> Tensors:
+    family, shape, dtype = case.family, case.shape, case.torch_dtype
+    found: Tensors = {}
+    if family.layout == HEADS:
+        found["q"], found["k"], _ = _randn(shape, dtype).unbind(2)
+    elif case.image is not None and family.groups is None:
+        found["x"] = _randn(case.image, dtype).permute(0, 2, 3, 1)
+    elif case.image is not None and family.nhwc:
+        found["x"] = _randn(shape, dtype).contiguous(memory_format=torch.channels_last)
+    else:
+        found["x"] = _randn(shape, dtype)
+    if family.layout == SAMPLES:
+        *groups, cols = case.modulation_shape
+        six = _randn((*groups, 6 * cols), case.torch_modulation_dtype).chunk(6, dim=-1)
+        found |= zip(("shift", "scale", "gate")[: 2 + family.residual], six, strict=False)
+    found |= {name: _randn(shape, dtype) for name in ("residual", "gate")
+              if name in family.inputs and name not in found}  # fmt: skip
+    if case.backward:
+        for name, dy in (("x", "dy"), ("q", "dq_out"), ("k", "dk_out")):
+            if name in found:
+                found[dy] = _in_order(case, _randn(found[name].shape, case.torch_out_dtype))
+        if family.residual:
+            found["dresidual"] = _randn(shape, dtype)
+    return found
+
+
+def _in_order(case: Case, dy: Tensor) -> Tensor:
+    """The gradient of y in y's order of memory."""
+    if case.family.layout != IMAGE:
+        return dy
+    if case.family.groups is not None:
+        return dy.contiguous(memory_format=torch.channels_last) if case.family.nhwc else dy
+    return dy if case.family.nhwc else to_nchw(dy)
 
 
 def require_kernels() -> str:
@@ -100,99 +100,71 @@ def require_kernels() -> str:
     return built
 
 
-def operators(case: Case, *, statistics: bool = False) -> tuple[str, ...]:
-    """The names of the operators that `ours` calls."""
-    if case.packed:
-        return ("qk_norm_rope_backward" if case.backward else "qk_norm_rope",)
-    if case.backward:
-        if not case.modulated:
-            return ("layer_norm_backward",)
-        return ("add_ada_layer_norm_backward" if case.residual else "ada_layer_norm_backward",)
-    name = ("add_" if case.residual else "") + ("ada_" if case.modulated else "") + "layer_norm"
-    return (f"{name}_forward" if statistics else name,)
-
-
 def missing_operator(case: Case, *, statistics: bool = False) -> str | None:
-    """The first of `operators` for which the loaded library has no kernel here, or None."""
-    for name in operators(case, statistics=statistics):
-        if not hasattr(torch.ops.fused_layernorm, name):
-            return name
-        if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(
-            f"fused_layernorm::{name}", timing.DEVICE.upper()
-        ):
-            return name
-    return None
+    """The case's operator if the loaded library has no kernel for it here, else None."""
+    name = case.family.operators[case.backward] + ("_forward" if statistics else "")
+    known = hasattr(torch.ops.fused_layernorm, name)
+    key = timing.DEVICE.upper()
+    qualified = f"fused_layernorm::{name}"
+    if known and torch._C._dispatch_has_computed_kernel_for_dispatch_key(qualified, key):
+        return None
+    return name
 
 
-def ours(case: Case, t: Inputs, *, statistics: bool = False) -> Call:
+def _arguments(case: Case, overload: OpOverload, tensors: Tensors) -> dict[str, Any]:
+    """An operator's arguments by name: its tensors, its options, and which gradients it gives.
+
+    Options that an older build's operator lacks are left out.
+    """
+    family = case.family
+    options = {
+        **OPTIONS, "activation": family.activation, "scale": family.scale,
+        "out_dtype": None if case.out_dtype is None else case.torch_out_dtype,
+        "rotary_dim": case.cols if "cos" in family.inputs else 0, **dict(family.options),
+    }  # fmt: skip
+    gradients = {*family.gradients, *({"input"} if "gate" in family.inputs else ())}
+    if case.is_dshift_dy:
+        gradients -= {"shift"}
+    found: dict[str, Any] = {}
+    for argument in overload._schema.arguments:
+        name = argument.name
+        if "Tensor" in str(argument.type):
+            found[name] = tensors.get(name)
+        elif name.startswith("needs_d"):
+            wanted = name.removeprefix("needs_d")
+            found[name] = any(gradient.endswith(wanted) for gradient in gradients)
+        elif name in options or not argument.has_default_value():
+            found[name] = options[name]
+    return found
+
+
+def ours(case: Case, t: Tensors, *, statistics: bool = False) -> Call:
     """A call of this package's operator on one input; forward with mean and rstd if `statistics`.
 
-    The operators must be registered, by `import fused_layernorm` or by loading the library alone.
-    Arguments are passed by name, so that libraries of several versions accept them.
+    Backward gives the gradients of its family. The operators must be registered, by `import
+    fused_layernorm` or by loading the library alone.
     """
-    if case.packed:
-        return heads.ours(case, t)
-    if case.modulated:
-        return _modulated(case, t, statistics)
-    ops = torch.ops.fused_layernorm
-    activation, scale = case.activation
-    arguments: dict[str, Any] = {"normalized_ndim": 1, "weight": t.weight, "bias": t.bias}
-    if case.is_rms:
-        arguments["statistic"] = "rms"
-    if case.keeps_order:
-        arguments["keeps_order"] = True
-    if case.backward:
-        arguments |= {
-            "dy": t.dy, "x": t.x, "mean": t.mean, "rstd": t.rstd, "dresidual": t.dresidual,
-            "activation": activation, "scale": scale,
-            "needs_dx": True, "needs_dweight": True, "needs_dbias": not case.is_rms,
-        }  # fmt: skip
-        if case.is_rms:  # dbias is not asked for
-            return lambda: ops.layer_norm_backward.default(**arguments)[:2]
-        return lambda: ops.layer_norm_backward.default(**arguments)
-    arguments |= {"input": t.x, "eps": EPS, "activation": activation, "scale": scale}
-    if case.out_dtype is not None:
-        arguments["out_dtype"] = case.torch_out_dtype
-    if case.residual:
-        arguments["residual"] = t.residual
-    operator = getattr(ops, operators(case, statistics=statistics)[0]).default
-    return lambda: operator(**arguments)
-
-
-def _modulated(case: Case, t: Inputs, statistics: bool) -> Call:
-    """As `ours`, for a modulated case. Backward gives (dx, dshift, dscale), or with a gate (dinput,
-    dresidual, dgate, dshift, dscale).
-    """
-    ops = torch.ops.fused_layernorm
-    arguments: dict[str, Any] = {
-        "normalized_ndim": 1, "shift": t.shift, "scale": t.scale, "weight": None, "bias": None,
-    }  # fmt: skip
-    if case.is_rms:
-        arguments["statistic"] = "rms"
+    ops, family = torch.ops.fused_layernorm, case.family
+    forward, backward = family.operators
+    tensors = {**t, "input": t["x"]} if "x" in t else t
     if not case.backward:
-        arguments |= {"input": t.x, "eps": EPS}
-        if case.out_dtype is not None:
-            arguments["out_dtype"] = case.torch_out_dtype
-        if case.residual:
-            arguments |= {"residual": t.residual, "gate": t.gate}
-        operator = getattr(ops, operators(case, statistics=statistics)[0]).default
-        return lambda: operator(**arguments)
+        overload = getattr(ops, forward + ("_forward" if statistics else "")).default
+        arguments = _arguments(case, overload, tensors)
+        return lambda: overload(**arguments)
+    if "x" in t:  # what forward saves
+        overload = getattr(ops, f"{forward}_forward").default
+        _, *total, mean, rstd = overload(**_arguments(case, overload, tensors))
+        tensors = {**tensors, "x": total[0] if total else t["x"], "mean": mean, "rstd": rstd}
+    overload = getattr(ops, backward).default
+    arguments = _arguments(case, overload, tensors)
+    count = len(family.gradients)
+    if not case.is_dshift_dy:
+        return lambda: overload(**arguments)[:count]
+    place, dy = family.gradients.index("shift"), t["dy"]
 
-    arguments |= {
-        "dy": t.dy, "x": t.x, "mean": t.mean, "rstd": t.rstd, "dresidual": t.dresidual,
-        "needs_dx": True, "needs_dshift": not case.is_dshift_dy, "needs_dscale": True,
-        "needs_dweight": False, "needs_dbias": False,
-    }  # fmt: skip
-    operator = getattr(ops, operators(case)[0]).default
-    if case.residual:
-        arguments |= {"input": t.input, "gate": t.gate, "needs_dinput": True, "needs_dgate": True}
-
-    def call() -> tuple[torch.Tensor, ...]:
-        gradients = list(operator(**arguments)[: 5 if case.residual else 3])
-        if case.residual:
-            gradients[:2] = reversed(gradients[:2])
-        if case.is_dshift_dy:
-            gradients[-2] = t.dy
+    def call() -> tuple[Tensor, ...]:
+        gradients = list(overload(**arguments)[:count])
+        gradients[place] = dy
         return tuple(gradients)
 
     return call

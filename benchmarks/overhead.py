@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a LayerNorm costs its caller: host time a layer, a training step, a large norm on a CPU.
+"""What a norm costs its caller: host time a layer, and a training step on a GPU.
 
     python -m benchmarks.overhead                 on the GPU, into its results file
     python -m benchmarks.overhead --device cpu    on the CPU, into benchmarks/results/cpu.json
 
 Host time is taken on a chain of 100 norms over a tiny tensor, so that the device never holds the
-host up. The variants (nn.LayerNorm, FusedLayerNorm, on the CPU a swapped nn.LayerNorm, on the GPU
-nn.LayerNorm under override_aten, and the same of RMSNorm) take turns, round after round, and the
-median and the best of the rounds are kept; the device time beside them is the sum of all kernels,
-by the profiler.
+host up. The variants (the stock module, ours, on the CPU a swapped one, on the GPU the stock one
+under override_aten) take turns, round after round, and the median and the best of the rounds are
+kept; the device time beside them is the sum of all kernels, by the profiler.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +31,19 @@ SHAPE = (4, 256)
 ROUNDS = 31
 # Activations of a BERT-base and a ViT-L training step: (name, shape).
 STEPS = (("BERT-base", (8, 512, 768)), ("ViT-L", (32, 577, 1024)))
-CPU_SHAPE = (4096, 768)
+STEP_DTYPES = ((torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16),
+               (torch.float32, torch.float32))  # fmt: skip
 # What measure() adds to the results file.
 PARTS = ("overhead_stamp", "call_overhead", "training_step")
 
-RMS = "rms_"
+# The variants of each norm by their prefix in a results file, with their labels.
+NORMS = {
+    "": {"eager": "nn.LayerNorm", "ours": "FusedLayerNorm", "swapped": "swapped LayerNorm",
+         "override": "override_aten()"},
+    "rms_": {"eager": "nn.RMSNorm", "ours": "FusedRMSNorm", "swapped": "swapped RMSNorm",
+             "override": "override_aten() of RMSNorm"},
+}  # fmt: skip
 Norm = Callable[..., nn.Module]
-
 # Runs a call and returns its cost in microseconds and its result.
 Measure = Callable[[Callable[[], Any]], "tuple[float, Any]"]
 
@@ -63,13 +67,10 @@ def device_us(call: Callable[[], Any]) -> tuple[float, Any]:
 
 @contextlib.contextmanager
 def variant_of(name: str) -> Iterator[Norm]:
-    """What makes a variant's module; "override" has override_aten() in force inside the context.
-
-    The variants of RMSNorm have a name that begins with "rms_".
-    """
+    """What makes a variant's module; "override" has override_aten() in force inside the context."""
     import fused_layernorm
 
-    is_rms = name.startswith(RMS)
+    is_rms = name.startswith("rms_")
     stock: Norm = nn.RMSNorm if is_rms else nn.LayerNorm
     if name.endswith("override"):
         with fused_layernorm.override_aten():
@@ -110,10 +111,8 @@ class Chain:
     def visit(self, measure: Measure) -> dict[str, float]:
         """Microseconds a layer of each way of calling, each measured once.
 
-        "no_grad" is forward without gradients, "inference" the same under inference_mode. "grad" is
-        forward with gradients, "backward" the backward pass after it, "step" the sum of both;
-        "autocast" and "autocast_backward" are the same as "grad" and "backward" with half-precision
-        x under autocast.
+        "no_grad" and "inference" are forward alone, "grad" is forward with gradients, "backward"
+        what follows it, "step" both; "autocast..." the same of half-precision x under autocast.
         """
         found: dict[str, float] = {}
 
@@ -145,7 +144,7 @@ class Chain:
 
 def make_chains() -> dict[str, Chain]:
     chains = {}
-    for name in (*variants(), *(RMS + variant for variant in variants())):
+    for name in (f"{prefix}{variant}" for prefix in NORMS for variant in variants()):
         with variant_of(name) as module:
             chains[name] = Chain(module)
             chains[name].visit(host_us)
@@ -187,26 +186,15 @@ def quiet() -> Iterator[None]:
         gc.unfreeze()
 
 
-@dataclass
-class Step:
-    """A training step of the module alone: its entry of the results file, and calls to time."""
-
-    entry: dict[str, Any]
-    calls: dict[str, list[timing.Call]]  # by variant
-
-
-def make_steps() -> Iterator[Step]:
-    """Forward and backward of the module, ours and nn.LayerNorm, one size after the other.
+def make_steps() -> Iterator[tuple[dict[str, Any], dict[str, list[timing.Call]]]]:
+    """Training steps of the module alone: the entry of the results file, and the calls of ours and
+    of nn.LayerNorm, one size after the other.
 
     bfloat16 activations with float32 weights go through autocast, as in training: on CUDA
     nn.LayerNorm accepts this mixture in no other way.
     """
     for name, shape in STEPS:
-        for dtype, weight_dtype in (
-            (torch.bfloat16, torch.float32),
-            (torch.bfloat16, torch.bfloat16),
-            (torch.float32, torch.float32),
-        ):
+        for dtype, weight_dtype in STEP_DTYPES:
             autocast = dtype != weight_dtype
             calls = {}
             for key in ("ours", "eager"):
@@ -222,37 +210,33 @@ def make_steps() -> Iterator[Step]:
                 "weight_dtype": _short(weight_dtype),
                 "autocast": autocast,
             }
-            yield Step(entry, calls)
+            yield entry, calls
 
 
 def measure(rounds: int = ROUNDS) -> dict[str, Any]:
-    """PARTS of the results file: the stamp of "call_overhead" and "training_step", and these two,
-    with device times.
-
-    The wall time of a step is that of forward and backward in microseconds, taken over many steps
-    with one synchronization at the end.
-    """
+    """PARTS of the results file, with device times. The wall time of a step is that of forward and
+    backward in microseconds, taken over many steps with one synchronization at the end."""
     chains = make_chains()
     overhead = call_overhead(chains, rounds)
     entries = []
-    for step in make_steps():
-        walls: dict[str, list[float]] = {key: [] for key in step.calls}
+    for entry, calls in make_steps():
+        walls: dict[str, list[float]] = {key: [] for key in calls}
         with quiet():
-            for key in timing.turns(tuple(step.calls), rounds):
-                walls[key].append(timing.wall_time(step.calls[key]))
-        entries.append(step.entry)
+            for key in timing.turns(tuple(calls), rounds):
+                walls[key].append(timing.wall_time(calls[key]))
         for key, times in walls.items():
-            step.entry.update(timing.summary(key, times))
+            entry.update(timing.summary(key, times))
+        entries.append(entry)
 
     # The profiler may leave the host slower than it was: it comes last.
     for name, chain in chains.items():
         with variant_of(name):
             for way, us in chain.visit(device_us).items():
                 overhead[way][f"{name}_device_us"] = round(us, 3)
-    for entry, step in zip(entries, make_steps(), strict=True):
-        for key, calls in step.calls.items():
-            us = sum(kernel.us for kernel in timing.kernels_of(functools.partial(_all, calls)))
-            entry[f"{key}_device_us"] = round(us / len(calls), 3)
+    for entry, (_, calls) in zip(entries, make_steps(), strict=True):
+        for key, steps in calls.items():
+            us = sum(kernel.us for kernel in timing.kernels_of(functools.partial(_all, steps)))
+            entry[f"{key}_device_us"] = round(us / len(steps), 3)
     return dict(zip(PARTS, (results.stamp(), overhead, entries), strict=True))
 
 
@@ -265,9 +249,6 @@ def _step_calls(
     module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, autocast: bool
 ) -> list[timing.Call]:
     """Steps over distinct inputs, together larger than L2."""
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
     out_dtype = torch.float32 if autocast else dtype
 
     def step(x: torch.Tensor, dy: torch.Tensor) -> timing.Call:
@@ -281,109 +262,45 @@ def _step_calls(
 
         return call
 
-    calls = []
+    calls: list[timing.Call] = []
+    size = torch.Size(shape).numel() * dtype.itemsize
     for _ in range(timing.input_count(2 * size, timing.l2_bytes())):
         x = torch.randn(shape, device=timing.DEVICE, dtype=dtype, requires_grad=True)
         calls.append(step(x, torch.randn(shape, device=timing.DEVICE, dtype=out_dtype)))
     return calls
 
 
-def cpu_tensors(rounds: int) -> list[dict[str, Any]]:
-    """Wall microseconds of one large norm on the CPU, forward and backward, the variants in turns.
-
-    "forward" is without gradients, "backward" the backward pass after a forward with them.
-    """
-    entries = []
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(CPU_SHAPE, dtype=dtype, requires_grad=True)
-        dy = torch.randn(CPU_SHAPE, dtype=dtype)
-        norms = {}
-        for name in variants():
-            with variant_of(name) as module:
-                norms[name] = module(CPU_SHAPE[-1], dtype=dtype)
-
-        def visit(norm: nn.Module, x: torch.Tensor = x, dy: torch.Tensor = dy) -> dict[str, float]:
-            with torch.no_grad():
-                forward, _ = host_us(lambda: norm(x))
-            y = norm(x)
-            backward, _ = host_us(lambda: y.backward(dy))
-            x.grad = None
-            norm.zero_grad()
-            return {"forward": forward, "backward": backward}
-
-        times: dict[str, list[dict[str, float]]] = {name: [] for name in norms}
-        with quiet():
-            for name in timing.turns(tuple(norms), rounds):
-                visit(norms[name])
-                times[name].append(visit(norms[name]))
-        for way in ("forward", "backward"):
-            entry: dict[str, Any] = {"shape": list(CPU_SHAPE), "dtype": _short(dtype), "way": way}
-            for name, visits in times.items():
-                entry |= timing.summary(name, [found[way] for found in visits])
-            entries.append(entry)
-    return entries
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def overhead_text(entries: dict[str, dict[str, float]]) -> str:
-    """The table of call_overhead: median (best) host microseconds, ratio, device microseconds."""
-    lines = []
-    for prefix, norm in (("", "LayerNorm"), (RMS, "RMSNorm")):
-        labels = {"eager": f"nn.{norm}", "ours": f"Fused{norm}", "swapped": "swapped",
-                  "override": "override_aten"}  # fmt: skip
-        names = [prefix + name for name in labels
-                 if any(f"{prefix}{name}_us" in entry for entry in entries.values())]  # fmt: skip
-        if not names:
-            continue
-        head = "".join(f"{labels[name.removeprefix(prefix)]:>40}" for name in names)
-        lines.append(f"{'host us a layer':<20}" + head)
-        for way, entry in entries.items():
-            line = f"  {way:<18}"
-            for name in names:
-                us, best = entry.get(f"{name}_us"), entry.get(f"{name}_best_us")
-                if us is None:
-                    line += f"{'-':>40}"
-                    continue
-                said = f"{us:.2f}" + ("" if best is None else f" ({best:.2f})")
-                said += "" if name == names[0] else f" x{us / entry[names[0] + '_us']:.2f}"
-                device = entry.get(f"{name}_device_us")
-                said += "" if device is None else f", device {device:.2f}"
-                line += f"{said:>40}"
-            lines.append(line)
-    return "\n".join(lines)
-
-
-def entries_text(head: str, entries: list[tuple[str, dict[str, Any]]]) -> str:
-    """A line for each (name, entry): the wall times of ours and of nn.LayerNorm."""
-    lines = [f"{head}{'FusedLayerNorm':>20}{'nn.LayerNorm':>22}"]
-    for name, entry in entries:
-        line = f"  {name:<58}"
-        for key in ("ours", "eager"):
-            best = entry.get(f"{key}_best_us")
-            said = f"{entry[f'{key}_us']:.1f}" + ("" if best is None else f" ({best:.1f})")
-            line += f"{said:>20}"
-        line += f"   {entry['eager_us'] / entry['ours_us']:.2f} times faster"
-        if "ours_device_us" in entry:
-            line += f", device {entry['eager_device_us'] / entry['ours_device_us']:.2f}"
+def text(head: str, entries: dict[str, dict[str, Any]], prefix: str = "") -> str:
+    """A line for each entry: median (best), the ratio to the stock module, device microseconds."""
+    labels = {f"{prefix}{name}": label for name, label in NORMS[prefix].items()}
+    names = [name for name in labels if any(f"{name}_us" in entry for entry in entries.values())]
+    lines = [f"{head:<58}" + "".join(f"{labels[name]:>40}" for name in names)] if names else []
+    for way, entry in entries.items() if names else ():
+        line = f"  {way:<56}"
+        for name in names:
+            us, best = entry.get(f"{name}_us"), entry.get(f"{name}_best_us")
+            said = "-" if us is None else f"{us:.2f}"
+            said += "" if best is None else f" ({best:.2f})"
+            if us is not None and f"{prefix}eager_us" in entry and not name.endswith("eager"):
+                said += f" x{us / entry[f'{prefix}eager_us']:.2f}"
+            device = entry.get(f"{name}_device_us")
+            said += "" if device is None else f", device {device:.2f}"
+            line += f"{said:>40}"
         lines.append(line)
     return "\n".join(lines)
 
 
+def overhead_text(entries: dict[str, dict[str, float]]) -> str:
+    return "\n".join(filter(None, (text("host us a layer", entries, norm) for norm in NORMS)))
+
+
 def steps_text(entries: list[dict[str, Any]]) -> str:
-    head = "forward + backward of the module, wall us: median (best)"
-    return entries_text(f"{head:<60}", [(entry["name"], entry) for entry in entries])
-
-
-def cpu_text(part: dict[str, Any]) -> str:
-    named = [
-        (f"{entry['way']} {'x'.join(map(str, entry['shape']))} {entry['dtype']}", entry)
-        for entry in part["tensors"]
-    ]
-    head = f"on the CPU, {part['threads']} threads, us: median (best)"
-    return overhead_text(part["call_overhead"]) + "\n\n" + entries_text(f"{head:<60}", named)
+    return text("forward + backward of the module, wall us",
+                {entry["name"]: entry for entry in entries})  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -403,9 +320,8 @@ def main(argv: list[str] | None = None) -> None:
             **results.stamp(),
             "threads": torch.get_num_threads(),
             "call_overhead": call_overhead(make_chains(), rounds),
-            "tensors": cpu_tensors(rounds),
         }
-        print(cpu_text(part))
+        print(overhead_text(part["call_overhead"]))
         path = arguments.output or results.RESULTS / "cpu.json"
         results.write(path, {**results.cpu(), "cpu": part})
     else:

@@ -1,424 +1,203 @@
 # SPDX-License-Identifier: Apache-2.0
 """The providers that are timed: this package, PyTorch eager, torch.compile, installed peers.
 
-A provider turns a case and its inputs into one callable per input, or returns None where it has no
-such operator. All of them run without autograd on the same inputs, with mean and rstd precomputed.
+A provider turns a case and its inputs into one callable per input, or gives None where it has no
+such operator. Eager and compiled are the family's `stock`; a peer is a function of the same
+tensors. Their backward is what autograd runs: forward has run once before, and is not timed.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-from benchmarks import heads, timing
-from benchmarks.cases import EPS, Case
-from benchmarks.ours import Inputs, ours
+from benchmarks.cases import Case
+from benchmarks.families import EPS, Tensors
+from benchmarks.ours import ours
 from benchmarks.timing import Call
 
-Provider = Callable[[Case, Sequence[Inputs]], "list[Call] | None"]
-
-_ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "silu": F.silu,
-}
+Function = Callable[[Tensors], Any]  # what forward gives: y, or a tuple
+Provider = Callable[[Case, Sequence[Tensors]], "list[Call] | None"]
 
 
-def _bare_norm(case: Case, x: torch.Tensor) -> torch.Tensor:
-    """The case's norm of x without weight and bias."""
-    if case.is_rms:
-        return F.rms_norm(x, (case.cols,), None, EPS)
-    return F.layer_norm(x, (case.cols,), None, None, EPS)
+class Backward:
+    """The gradients that autograd gives for one input; the first call runs forward, too."""
+
+    def __init__(self, function: Function, case: Case, t: Tensors) -> None:
+        self.function = function
+        names = case.family.gradients
+        self.tensors = {name: t[name].detach() for name in case.family.inputs}
+        self.leaves = [self.tensors[name].requires_grad_() for name in names]
+        self.grads = [t[name] for name in ("dy", "dresidual", "dq_out", "dk_out") if name in t]
+        self.outputs: tuple[Tensor, ...] = ()
+
+    @torch.enable_grad()
+    def __call__(self) -> tuple[Tensor, ...]:
+        if not self.outputs:
+            found = self.function(self.tensors)
+            self.outputs = (found,) if isinstance(found, Tensor) else tuple(found)
+        return torch.autograd.grad(self.outputs, self.leaves, self.grads, retain_graph=True)
 
 
-def _rms_dx(g: torch.Tensor, xhat: torch.Tensor, rstd: torch.Tensor) -> torch.Tensor:
-    """The gradient at RMSNorm's x, from that at the normalized x."""
-    return rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+def calls_of(function: Function, case: Case, inputs: Sequence[Tensors]) -> list[Call]:
+    if case.backward:
+        return [Backward(function, case, t) for t in inputs]
+    return [functools.partial(torch.no_grad()(function), t) for t in inputs]
 
 
-def _modulated_forward(case: Case) -> Callable[..., Any]:
-    """Modulation as diffusion transformers write it; the last two arguments are shift and scale.
-
-    With float32 modulations x is cast to float32, and y and the sum are cast back.
-    """
-    dtype, wide = case.torch_dtype, case.torch_modulation_dtype
-
-    def norm(x: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
-        return (_bare_norm(case, x.to(wide)) * (1 + scale) + shift).to(dtype)
-
-    if not case.residual:
-        return norm
-
-    def add_norm(x: Any, residual: Any, gate: Any, shift: Any, scale: Any) -> Any:
-        total = (residual.to(wide) + gate * x).to(dtype)
-        return norm(total, shift, scale), total
-
-    return add_norm
-
-
-def _modulated_backward(case: Case, saved: bool) -> Callable[..., Any]:
-    """As `_backward`; if `saved`, the last two arguments are the normalized x and 1 + scale."""
-    shape, dtype, wide = [case.cols], case.torch_dtype, case.torch_modulation_dtype
-    layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
-    rms_norm_backward = torch.ops.aten._fused_rms_norm_backward.default
-    groups = case.modulation_shape
-
-    def backward(dy: Any, x: Any, mean: Any, rstd: Any, scale: Any, *more: Any) -> Any:
-        dy, wide_x = dy.to(wide), x.to(wide)
-        if saved:
-            normalized, one_plus = more[-2:]
-        else:
-            centred = wide_x if case.is_rms else wide_x - mean
-            normalized, one_plus = (centred * rstd).to(wide), 1 + scale
-        dshift = dy.sum_to_size(groups)
-        dscale = (dy * normalized).sum_to_size(groups)
-        g = dy * one_plus
-        if case.is_rms and saved and timing.DEVICE == "cuda":
-            dx = rms_norm_backward(g, wide_x, shape, rstd, None, [True, False])[0].to(dtype)
-        elif case.is_rms:
-            dx = _rms_dx(g.float(), normalized.float(), rstd).to(dtype)
-        else:
-            mask = [True, False, False]
-            dx = layer_norm_backward(g, wide_x, shape, mean, rstd, None, None, mask)[0].to(dtype)
-        if not case.residual:
-            return dx, dshift, dscale
-        dresidual, branch, gate = more[:3]
-        dx = dx + dresidual
-        wide_dx = dx.to(wide)
-        dgate = (wide_dx * branch).sum_to_size(groups)
-        return (wide_dx * gate).to(dtype), dx, dgate, dshift, dscale
-
-    return backward
-
-
-def _to_nchw(rows: torch.Tensor) -> torch.Tensor:
-    """The same (N, H, W, C) in memory of NCHW, to which the network goes back."""
-    return rows.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
-
-
-def _forward(case: Case) -> Callable[..., Any]:
-    """The case's forward as usually written in PyTorch; the last two arguments are weight and bias.
-
-    PyTorch does not accept half-precision x with float32 parameters. x is therefore cast to
-    float32, as autocast does, and y is cast back where it has to be half-precision.
-    """
-    if case.packed:
-        return heads.forward(case)
-    if case.modulated:
-        return _modulated_forward(case)
-    shape = (case.cols,)
-    name, scale = case.activation
-    mixed, out_dtype = case.mixed, case.torch_out_dtype
-
-    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if case.is_rms:
-            return F.rms_norm(x.to(weight.dtype), shape, weight, EPS).to(out_dtype)
-        if mixed:
-            return F.layer_norm(x.to(weight.dtype), shape, weight, bias, EPS).to(out_dtype)
-        return F.layer_norm(x, shape, weight, bias, EPS)
-
-    if case.keeps_order:
-        return lambda x, weight, bias: _to_nchw(norm(x, weight, bias))
-    if case.residual:
-
-        def add_layer_norm(x: Any, residual: Any, weight: Any, bias: Any) -> Any:
-            total = x + residual
-            return norm(total, weight, bias), total
-
-        return add_layer_norm
-
-    if name is None:
-        return norm
-    activation = _ACTIVATIONS[name]
-    if scale == 1.0:
-        return lambda x, weight, bias: activation(norm(x, weight, bias))
-    return lambda x, weight, bias: activation(norm(x, weight, bias)) * scale
-
-
-def _backward(case: Case, saved: bool) -> Callable[..., Any]:
-    """The case's backward in ATen's operators, one after the other as autograd would run them.
-
-    If `saved`, the last argument is the tensor that eager autograd saves in addition, if it saves
-    one: the pre-activation, or x cast to the parameters' dtype. Otherwise this tensor is computed
-    again, as a compiler does to save memory.
-    """
-    if case.packed:
-        return heads.backward(case, saved)
-    if case.modulated:
-        return _modulated_backward(case, saved)
-    if case.is_rms:
-        return _rms_backward(case, saved)
-    shape = [case.cols]
-    name, scale = case.activation
-    layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
-    mask = [True, True, True]
-    mixed, residual = case.mixed, case.residual
-
-    if name is not None and (name != "gelu" or case.mixed or case.residual):
-        raise ValueError(f"no backward for {case.name}")
-
-    def plain_backward(dy: Any, x: Any, mean: Any, rstd: Any, w: Any, b: Any, *more: Any) -> Any:
-        dresidual = more[0] if residual else None
-        dtype = x.dtype
-        if mixed:
-            x = more[-1] if saved else x.to(w.dtype)
-            dy = dy.to(w.dtype)
-        dx, dweight, dbias = layer_norm_backward(dy, x, shape, mean, rstd, w, b, mask)
-        dx = dx.to(dtype)
-        if case.keeps_order:
-            dx = _to_nchw(dx)
-        return dx if dresidual is None else dx + dresidual, dweight, dbias
-
-    def gelu_backward(dy: Any, x: Any, mean: Any, rstd: Any, w: Any, b: Any, *more: Any) -> Any:
-        inner = more[0] if saved else ((x - mean) * rstd * w + b).to(x.dtype)
-        dpre = torch.ops.aten.gelu_backward.default(dy * scale, inner)
-        return layer_norm_backward(dpre, x, shape, mean, rstd, w, b, mask)
-
-    return plain_backward if name is None else gelu_backward
-
-
-def _rms_backward(case: Case, saved: bool) -> Callable[..., Any]:
-    """As `_backward`: PyTorch's operator, which CUDA alone has, or its formulas for a compiler."""
-    shape, dtype, wide = [case.cols], case.torch_dtype, case.torch_weight_dtype
-
-    def eager(dy: Any, x: Any, rstd: Any, weight: Any, *more: Any) -> Any:
-        x = more[-1] if case.mixed else x
-        dx, dweight = torch.ops.aten._fused_rms_norm_backward.default(
-            dy.to(wide), x, shape, rstd, weight, [True, True]
-        )
-        dx = dx.to(dtype)
-        return dx + more[0] if case.residual else dx, dweight
-
-    def formulas(dy: Any, x: Any, rstd: Any, weight: Any, *more: Any) -> Any:
-        dy, xhat = dy.float(), x.float() * rstd
-        dx = _rms_dx(dy * weight, xhat, rstd).to(dtype)
-        return dx + more[0] if case.residual else dx, (dy * xhat).sum(0).to(wide)
-
-    return eager if saved and timing.DEVICE == "cuda" else formulas
-
-
-def _arguments(case: Case, t: Inputs) -> tuple[Any, ...]:
-    if case.packed:
-        return heads.arguments(case, t)
-    if case.modulated and case.backward:
-        sums = (t.dresidual, t.input, t.gate) if case.residual else ()
-        return (t.dy, t.x, t.mean, t.rstd, t.scale, *sums)
-    if case.modulated:
-        summands = (t.residual, t.gate) if case.residual else ()
-        return (t.x, *summands, t.shift, t.scale)
-    if case.is_rms and case.backward:
-        return (t.dy, t.x, t.rstd, t.weight, *((t.dresidual,) if case.residual else ()))
-    if not case.backward:
-        return (t.x, t.residual, t.weight, t.bias) if case.residual else (t.x, t.weight, t.bias)
-    arguments = (t.dy, t.x, t.mean, t.rstd, t.weight, t.bias)
-    return (*arguments, t.dresidual) if case.residual else arguments
-
-
-def _bind(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
-    return lambda: function(*arguments)
-
-
-def ours_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
+def ours_calls(case: Case, inputs: Sequence[Tensors]) -> list[Call]:
     import fused_layernorm  # noqa: F401  (registers the operators)
 
-    return [ours(case, one) for one in inputs]
+    return [ours(case, t) for t in inputs]
 
 
-def eager_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
-    if not case.backward:
-        return [_bind(_forward(case), _arguments(case, one)) for one in inputs]
-    function = _backward(case, saved=True)
-    calls = []
-    for one in inputs:
-        saved: tuple[torch.Tensor, ...] = ()
-        if case.modulated:
-            assert one.scale is not None
-            x = one.x.to(case.torch_modulation_dtype)
-            saved = (_bare_norm(case, x), 1 + one.scale)
-        elif case.activation[0] is not None:
-            saved = (F.layer_norm(one.x, (case.cols,), one.weight, one.bias, EPS),)
-        elif case.mixed:
-            saved = (one.x.to(case.torch_weight_dtype),)
-        calls.append(_bind(function, _arguments(case, one) + saved))
-    return calls
+def eager_calls(case: Case, inputs: Sequence[Tensors]) -> list[Call]:
+    return calls_of(functools.partial(case.family.stock, case), case, inputs)
 
 
-def compile_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
+def reference(case: Case, t: Tensors) -> list[Tensor]:
+    """What eager gives in float32, or in float64 for float64."""
+    wide = torch.float64 if case.dtype == "float64" else torch.float32
+    of_wide = replace(case, dtype=str(wide).removeprefix("torch."), weight_dtype=None,
+                      out_dtype=None, modulation_dtype=None)  # fmt: skip
+    found = eager_calls(of_wide, [{name: tensor.to(wide) for name, tensor in t.items()}])[0]()
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def compile_calls(case: Case, inputs: Sequence[Tensors]) -> list[Call]:
     torch._dynamo.reset()
-    function = _backward(case, saved=False) if case.backward else _forward(case)
-    compiled = torch.compile(function, fullgraph=True, dynamic=False)
-    return [_bind(compiled, _arguments(case, one)) for one in inputs]
+
+    def stock(t: Tensors) -> Any:
+        return case.family.stock(case, t)
+
+    return calls_of(torch.compile(stock, fullgraph=True, dynamic=False), case, inputs)
 
 
-def liger_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
-    from liger_kernel.ops.layer_norm import layer_norm_backward, layer_norm_forward
-
-    if case.mixed:
-        return None
-    if case.op in ("rms_forward", "rms_backward"):
-        return _liger_rms_calls(case, inputs)
-    if case.op == "forward":
-        return [_bind(layer_norm_forward, (t.x, t.weight, t.bias, EPS)) for t in inputs]
-    if case.op == "backward":
-        calls = []
-        for t in inputs:
-            mean, rstd = layer_norm_forward(t.x, t.weight, t.bias, EPS)[2:4]
-            arguments = (t.dy, t.x, t.weight, t.bias, mean, rstd)
-            calls.append(_bind(layer_norm_backward, arguments))
-        return calls
-    return None
+# ---- Peers.
 
 
-def _liger_rms_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call]:
-    from liger_kernel.ops.rms_norm import rms_norm_backward, rms_norm_forward
-
-    calls = []
-    for t in inputs:
-        forward = (t.x, t.weight, EPS, 0.0, "llama", None)
-        if not case.backward:
-            calls.append(_bind(rms_norm_forward, forward))
-            continue
-        _, x, rstd, block, warps, casting = rms_norm_forward(*forward)
-        arguments = (t.dy, x, t.weight, rstd, 0.0, casting, block, warps, False, None)
-        calls.append(_bind(rms_norm_backward, arguments))
-    return calls
+def _llama(t: Tensors) -> Tensor:
+    """RMSNorm as transformers' LlamaRMSNorm writes it."""
+    wide = t["x"].to(torch.float32)
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return t["weight"] * (wide * torch.rsqrt(variance + EPS)).to(t["x"].dtype)
 
 
-def llama_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
-    """RMSNorm as transformers' LlamaRMSNorm writes it, and its backward as autograd runs it."""
-    if case.op not in ("rms_forward", "rms_backward") or case.mixed:
-        return None
-    dtype = case.torch_dtype
-
-    def forward(x: Any, weight: Any) -> Any:
-        wide = x.to(torch.float32)
-        variance = wide.pow(2).mean(-1, keepdim=True)
-        return weight * (wide * torch.rsqrt(variance + EPS)).to(dtype)
-
-    def backward(dy: Any, wide: Any, rstd: Any, rounded: Any, weight: Any) -> Any:
-        dweight = (dy * rounded).sum_to_size(weight.shape)
-        g = (dy * weight).to(torch.float32)
-        dvariance = (g * wide).sum_to_size(rstd.shape) * (-0.5 * rstd.pow(3))
-        dsquare = dvariance.expand(wide.shape) / case.cols
-        return (g * rstd + dsquare * (2.0 * wide.pow(1.0))).to(dtype), dweight
-
-    if not case.backward:
-        return [_bind(forward, (t.x, t.weight)) for t in inputs]
-    calls = []
-    for t in inputs:
-        assert t.rstd is not None
-        wide = t.x.float()
-        calls.append(_bind(backward, (t.dy, wide, t.rstd, (wide * t.rstd).to(dtype), t.weight)))
-    return calls
+def _of(module: str, name: str) -> Any:
+    """A function of an installed package; of an autograd function its `apply`."""
+    found = getattr(importlib.import_module(module), name)
+    return getattr(found, "apply", found)
 
 
-def apex_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
-    import fused_layer_norm_cuda as apex
-
-    if case.mixed:
-        return None
-    shape = (case.cols,)
-    if case.op == "forward":
-        return [_bind(apex.forward_affine, (t.x, shape, t.weight, t.bias, EPS)) for t in inputs]
-    if case.op == "backward":
-        calls = []
-        for t in inputs:
-            _, mean, rstd = apex.forward_affine(t.x, shape, t.weight, t.bias, EPS)
-            arguments = (t.dy, mean, rstd, t.x, shape, t.weight, t.bias, EPS, False)
-            calls.append(_bind(apex.backward_affine, arguments))
-        return calls
-    return None
+def _liger(file: str, name: str) -> Any:
+    return _of(f"liger_kernel.ops.{file}", f"Liger{name}Function")
 
 
-def quack_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
-    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
-
-    if case.op not in ("forward", "backward") or case.out_dtype is not None:
-        return None
-    weight, bias = _float32_parameters(inputs)
-    if not case.backward:
-        return [_bind(layernorm_fwd, (t.x, weight, bias, EPS)) for t in inputs]
-    calls = []
-    for t in inputs:
-        assert t.mean is not None
-        assert t.rstd is not None
-        arguments = (t.x, weight, t.dy, t.rstd.flatten(), t.mean.flatten())
-        calls.append(_bind(layernorm_bwd, arguments))
-    return calls
+_apex = functools.partial(_of, "apex.normalization.fused_layer_norm")
+_quack = functools.partial(_of, "quack.rmsnorm")
 
 
-def cudnn_calls(case: Case, inputs: Sequence[Inputs]) -> list[Call] | None:
-    import cudnn.ops.norm.layernorm  # noqa: F401  (registers the operators)
+class _QuackLayerNorm(torch.autograd.Function):
+    """QuACK has LayerNorm's forward and backward, but no autograd for them."""
 
-    ops = torch.ops.cudnn
-    if case.op not in ("forward", "backward") or case.out_dtype is not None:
-        return None
-    if case.dtype == "float64":
-        return None
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y, rstd, mean = _quack("layernorm_fwd")(x, weight, bias, EPS, True, True)
+        ctx.save_for_backward(x, weight, rstd, mean)
+        return y
 
-    def flat(tensor: torch.Tensor | None) -> torch.Tensor:
-        assert tensor is not None
-        return tensor[..., None, None]
-
-    weight, bias = (parameter[None, :, None, None] for parameter in _float32_parameters(inputs))
-    if not case.backward:
-        return [_bind(ops.layernorm.default, (flat(t.x), weight, bias, EPS)) for t in inputs]
-    return [
-        _bind(
-            ops.layernorm_bwd.default, (flat(t.dy), flat(t.x), weight, flat(t.mean), flat(t.rstd))
-        )
-        for t in inputs
-    ]
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, rstd, mean = ctx.saved_tensors
+        return _quack("layernorm_bwd")(x, weight, dy, rstd, mean)
 
 
-def _float32_parameters(inputs: Sequence[Inputs]) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight and bias in float32, whatever the case has, for peers that take no other dtype."""
-    weight, bias = inputs[0].weight, inputs[0].bias
-    assert weight is not None
-    assert bias is not None
-    return weight.float(), bias.float()
+def _shape(t: Tensors) -> tuple[int, ...]:
+    return tuple(t["weight"].shape)
 
+
+class Peer(NamedTuple):
+    """Another package's norms: its module, its package, and a function for each family it has.
+
+    Those of `forward_only` have no backward. Peers take no mixture of dtypes.
+    """
+
+    module: str
+    package: str
+    functions: dict[str, Function]
+    forward_only: bool = False
+
+    def calls(self, case: Case, inputs: Sequence[Tensors]) -> list[Call] | None:
+        function = self.functions.get(case.family.name)
+        if function is None or case.mixed or (case.backward and self.forward_only):
+            return None
+        return calls_of(function, case, inputs)
+
+
+PEERS = {
+    "llama": Peer("torch", "torch", {"rms_": _llama}),
+    "liger": Peer("liger_kernel.ops.layer_norm", "liger-kernel", {
+        "": lambda t: _liger("layer_norm", "LayerNorm")(t["x"], t["weight"], t["bias"], EPS),
+        "rms_": lambda t: _liger("rms_norm", "RMSNorm")(
+            t["x"], t["weight"], EPS, 0.0, "llama", False),
+        "add_rms_": lambda t: _liger("fused_add_rms_norm", "FusedAddRMSNorm")(
+            t["x"], t["residual"], t["weight"], EPS, 0.0, "llama", False),
+    }),
+    "apex": Peer("fused_layer_norm_cuda", "apex", {
+        "": lambda t: _apex("FusedLayerNormAffineFunction")(
+            t["x"], t["weight"], t["bias"], _shape(t), EPS),
+        "rms_": lambda t: _apex("FusedRMSNormAffineFunction")(t["x"], t["weight"], _shape(t), EPS),
+    }),
+    "quack": Peer("quack.rmsnorm", "quack-kernels", {
+        "": lambda t: _QuackLayerNorm.apply(t["x"], t["weight"].float(), t["bias"].float()),
+        "rms_": lambda t: _quack("rmsnorm")(t["x"], t["weight"], eps=EPS),
+        "add_rms_": lambda t: _quack("rmsnorm")(
+            t["x"], t["weight"], residual=t["residual"], eps=EPS, prenorm=True),
+    }),
+    "cudnn": Peer("cudnn.ops.norm.layernorm", "nvidia-cudnn-frontend", {
+        "": lambda t: _of("cudnn.ops.norm.layernorm", "layer_norm")(
+            t["x"], _shape(t), t["weight"], t["bias"], EPS),
+        "rms_": lambda t: _of("cudnn.ops.norm.rmsnorm", "rms_norm")(t["x"], t["weight"], None, EPS),
+    }),
+    "flashinfer": Peer("flashinfer.norm", "flashinfer-python", {
+        "rms_": lambda t: _of("flashinfer.norm", "rmsnorm")(t["x"], t["weight"], EPS),
+    }, forward_only=True),
+    "vllm": Peer("vllm._custom_ops", "vllm", {
+        "rms_": lambda t: _of("vllm._custom_ops", "rms_norm")(
+            torch.empty_like(t["x"]), t["x"], t["weight"], EPS),
+    }, forward_only=True),
+}  # fmt: skip
 
 PROVIDERS: dict[str, Provider] = {
     "ours": ours_calls,
     "eager": eager_calls,
     "compile": compile_calls,
-    "llama": llama_calls,
-    "liger": liger_calls,
-    "apex": apex_calls,
-    "quack": quack_calls,
-    "cudnn": cudnn_calls,
-}
-
-# The module that each peer needs; the packages are liger-kernel, apex, quack-kernels (with
-# nvidia-cutlass-dsl) and nvidia-cudnn-frontend.
-_MODULES = {
-    "liger": "liger_kernel.ops.layer_norm",
-    "apex": "fused_layer_norm_cuda",
-    "quack": "quack.rmsnorm",
-    "cudnn": "cudnn.ops.norm.layernorm",
+    **{name: peer.calls for name, peer in PEERS.items()},
 }
 
 
 def available() -> tuple[list[str], list[str]]:
     """The providers that can be imported, in the order of `PROVIDERS`, and a line for each peer
-    that is installed but cannot be imported.
+    that is not installed, or that is and cannot be imported.
     """
     names, problems = [], []
     for name in PROVIDERS:
-        module = _MODULES.get(name)
-        if module is not None:
-            if importlib.util.find_spec(module.split(".")[0]) is None:
+        if peer := PEERS.get(name):
+            if importlib.util.find_spec(peer.module.split(".")[0]) is None:
+                problems.append(f"{name}: {peer.package} is not installed")
                 continue
             try:
-                importlib.import_module(module)
+                importlib.import_module(peer.module)
             except Exception as problem:  # a peer's import may raise anything
                 said = str(problem).strip() or type(problem).__name__
-                problems.append(f"{name}: does not import: {said.splitlines()[0]}")
+                problems.append(f"{name}: {peer.package} does not import: {said.splitlines()[0]}")
                 continue
         names.append(name)
     return names, problems

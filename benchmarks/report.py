@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one renderer of the results files: the terminal, the README's table and the benchmark page.
+"""The one renderer of the results files: the terminal, the README's tables and the benchmark page.
 
-python -m benchmarks.report [FILES]   prints the page, by default of every card's results file
-python -m benchmarks.report --write   writes the README's table, docs/benchmarks.md, the pictures
+python -m benchmarks.report [FILE]    prints the page, by default of the results that are newest
+python -m benchmarks.report --write   writes the README's tables, docs/benchmarks.md, the pictures
 python -m benchmarks.report --check   fails if these are not made from the results files
+
+README and page show the results that were measured last; those of other code are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import plot, results
-from benchmarks.cases import SHORT_NAMES
-from benchmarks.plot import SMALLEST, Row, relative, types_of
-
-Report = dict[str, Any]
+from benchmarks.cases import PER_TOKEN, SHORT_NAMES
+from benchmarks.families import SAMPLES, family_of
+from benchmarks.models import VARIANTS
+from benchmarks.networks import units_of
+from benchmarks.overhead import overhead_text, steps_text
+from benchmarks.plot import SMALLEST, Report, Row, large, relative, share
+from benchmarks.providers import PEERS
 
 README = results.ROOT / "README.md"
 PAGE = results.ROOT / "docs" / "benchmarks.md"
@@ -29,10 +35,10 @@ NO_RESULTS = (
     "`benchmarks/results/`."
 )
 SHORT_OF_COPY = 0.9  # below this share of copy speed a case is listed as falling short
-LISTED = 10  # points of a sweep
-# The README's rows: what it is, the shape of x, its dtype, and the operator without "forward". It
-# shows the first of them that a results file has.
-README_LINES = 6
+LISTED = 9  # rows of each table of what falls short
+SWEPT = 7  # points of a sweep
+PARTS = ("sweep", "sweep_compile", "models", "overhead_stamp")  # each with a stamp of its own
+# The README's rows: what it is, the shape of x, its dtype, and the operator without "forward".
 README_ROWS = (
     ("LayerNorm of BERT-base and ViT-B", (32_768, 768), "bf16", ""),
     ("RMSNorm of Llama", (32_768, 4096), "bf16", "rms_"),
@@ -40,53 +46,17 @@ README_ROWS = (
     ("norms and rotation of q and k", (2, 4096, 3, 32, 128), "bf16", "qk_norm_rope_"),
     ("LayerNorm over channels, NCHW", (4, 256, 256, 256), "bf16", "channels_"),
     ("modulated LayerNorm of DiT-XL/2", (64, 256, 1152), "bf16", "ada_"),
-    ("residual addition and LayerNorm", (32_768, 1024), "bf16", "add_"),
-    ("LayerNorm, GELU and scale (KernelBench)", (4_194_304, 64), "fp32", "gelu_scale_"),
-    ("LayerNorm, 4,096 wide", (32_768, 4096), "bf16", ""),
-    ("gated sum and modulated LayerNorm of Flux", (1, 4608, 3072), "bf16", "add_ada_"),
 )
-
-NORMS = {
-    "": "LayerNorm",
-    "rms_": "RMSNorm",
-    "add_": "Residual addition and LayerNorm",
-    "add_rms_": "Residual addition and RMSNorm",
-    "gelu_": "LayerNorm and GELU",
-    "silu_": "LayerNorm and SiLU",
-    "gelu_scale_": "LayerNorm, GELU and a scale",
-    "channels_": "LayerNorm over channels",
-    "channels_nhwc_": "LayerNorm over channels, x NCHW and y NHWC",
-    "ada_": "Modulated LayerNorm",
-    "ada_rms_": "Modulated RMSNorm",
-    "add_ada_": "Gated sum and modulated LayerNorm",
-    "qk_norm_": "RMSNorm of the heads of q and k",
-    "qk_norm_rope_": "RMSNorm and rotation of the heads of q and k",
-}
+# The models whose steps the README shows: part of a name, and the mode.
+README_STEPS = (
+    ("Qwen3", "training"), ("Llama", "training"), ("Gemma3", "training"),
+    ("vae decoding", "inference"), ("BERT", "training"), ("timm ViT", "training"),
+    ("diffusers DiT", "training"), ("SD3.5", "training"),
+)  # fmt: skip
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; other times are peers'
-PEERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "quack": "QuACK",
-         "liger": "Liger", "apex": "Apex", "llama": "transformers' Llama class"}  # fmt: skip
-INSTALLED = ("liger", "apex", "quack", "cudnn")  # peers of packages that a machine may lack
-VARIANTS = {
-    "eager": "stock",
-    "swap": "swapped",
-    "swap_rotations": "swapped with rotations",
-    "override": "override_aten()",
-    "compiled": "compiled",
-    "swap_compiled": "swapped and compiled",
-    "fused_eager": 'backend="fused_layernorm", then eager',
-    "fused_compiled": 'backend="fused_layernorm", then Inductor',
-    "operators": "written with this package's operators",
-    "operators_compiled": "the same, compiled",
-}
-WAYS = {
-    "no_grad": "forward without gradients",
-    "grad": "forward with gradients",
-    "autocast": "forward with gradients under autocast",
-}
-HOST = {
-    "": ("nn.LayerNorm", "FusedLayerNorm", "override_aten()"),
-    "rms_": ("nn.RMSNorm", "FusedRMSNorm", "override_aten() of RMSNorm"),
-}
+OTHERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "quack": "QuACK",
+          "liger": "Liger", "apex": "Apex", "flashinfer": "FlashInfer", "vllm": "vLLM",
+          "llama": "transformers' Llama class"}  # fmt: skip
 
 
 # --- words and numbers ----------------------------------------------------------------------------
@@ -100,10 +70,7 @@ def table(header: list[str], rows: Iterable[list[str]], left: int) -> list[str]:
 
 
 def title(op: str) -> str:
-    for way in ("forward", "backward"):
-        if (norm := NORMS.get(op.removesuffix(way))) and op.endswith(way):
-            return f"{norm}, {way}"
-    return op
+    return f"{family_of(op).title}, {'backward' if op.endswith('backward') else 'forward'}"
 
 
 def us(value: float | None) -> str:
@@ -125,77 +92,73 @@ def size(row: Row) -> str:
     return " x ".join(f"{extent:,}" for extent in results.case_of(row).shape)
 
 
-def share(row: Row) -> float | None:
-    """Achieved bandwidth over copy speed."""
-    if "ours_us" not in row or "copy_us" not in row:
-        return None
-    copied = 2 * results.case_of(row).tensor_bytes
-    return float(row["bytes"] / row["ours_us"] / (copied / row["copy_us"]))
+def types_of(row: Row) -> str:
+    """The dtypes of a row in words: "bfloat16", "bfloat16, weights float32, y float32"."""
+    words = [row["dtype"]]
+    for key, name in (("weight", "weights"), ("out", "y"), ("modulation", "modulation")):
+        if row.get(f"{key}_dtype"):
+            words.append(f"{name} {row[f'{key}_dtype']}")
+    return ", ".join([*words, *(["per token"] if row.get("modulation") == PER_TOKEN else [])])
 
 
-def compared(entry: dict[str, Any], name: str, base: str) -> str:
-    """The value `name` of an entry, and in brackets its ratio to the value `base`."""
-    if entry.get(name) is None:
-        return "-"
-    said = us(entry[name])
-    other = entry.get(base)
-    return f"{said} ({entry[name] / other:.2f})" if other and name != base else said
+def compared(value: float | None, base: float | None) -> str:
+    """The value, and in brackets its ratio to another."""
+    said = us(value)
+    return f"{said} ({value / base:.2f})" if value is not None and base else said
 
 
-def cards(reports: list[Report]) -> list[str]:
-    """A short name for each report's card: "H200"."""
-    full = [report["device"].removeprefix("NVIDIA ") for report in reports]
-    short = [name.split()[0] for name in full]
-    return short if len(set(short)) == len(short) else full
+def on_day(part: dict[str, Any]) -> str:
+    return f"measured on {part['date'][:10]}"
 
 
-def of_day(part: dict[str, Any], report: Report) -> str:
-    """When a part was measured, and whether of other kernels than the report's other times."""
-    same = part["csrc_sha256"] == report["csrc_sha256"]
-    return f"measured on {part['date'][:10]}" + ("" if same else ", of another state of csrc")
+def newest(reports: list[Report]) -> tuple[Report, list[str]]:
+    """The report that was measured last without its parts of other code; and what is left out.
 
-
-def newest_code(reports: list[Report]) -> str:
-    """The csrc_sha256 of the code that was measured last."""
-    newest: str = max(reports, key=lambda report: report["date"])["csrc_sha256"]
-    return newest
+    An empty report if there is none.
+    """
+    if not reports:
+        return {}, []
+    report, *others = sorted(reports, key=lambda report: report["date"], reverse=True)
+    gone = [part for part in PARTS
+            if report.get(part, {}).get("csrc_sha256", report["csrc_sha256"])
+            != report["csrc_sha256"]]  # fmt: skip
+    left_out = [f"the results of the {other['device']}" for other in others]
+    left_out += [f"{part}, which was measured on other code" for part in gone]
+    if "overhead_stamp" in gone:
+        gone += ["call_overhead", "training_step"]
+    return {key: value for key, value in report.items() if key not in gone}, left_out
 
 
 # --- the README -----------------------------------------------------------------------------------
 
 
-def readme_block(reports: list[Report]) -> str:
-    """One picture, a few rows for each card side by side, and what they were measured on.
-
-    Cards that were measured on older code than another one stand on the page alone.
-    """
-    if not reports:
+def readme_block(report: Report) -> str:
+    """Steps of models with their picture, a few norms, and what they were measured on."""
+    if not report:
         return NO_RESULTS
-    newest = newest_code(reports)
-    reports = [report for report in reports if report["csrc_sha256"] == newest]
-    found = [{row_key(row): row for row in report["rows"]} for report in reports]
+    steps = steps_of(report)
+    lines = []
+    if plot.bars(steps):
+        lines += [f"![Steps of models]({plot.STEPS.relative_to(results.ROOT)})", ""]
+    if steps:
+        lines += [*steps_table(steps), ""]
+    found = {row_key(row): row for row in report["rows"]}
     body: list[list[str]] = []
     for what, shape, dtype, op in README_ROWS:
         keys = [(f"{op}{way}", shape, SHORT_NAMES[dtype]) for way in ("forward", "backward")]
-        cells = [readme_cell(rows.get(key)) for rows in found for key in keys]
-        if any(cell != "-" for cell in cells) and len(body) < README_LINES:
+        cells = [readme_cell(found.get(key)) for key in keys]
+        if any(cell != "-" for cell in cells):
             extents = " x ".join(f"{extent:,}" for extent in shape)
             body.append([what, f"{extents} {dtype}", *cells])
-    ways = [f"{card} {way}" for card in cards(reports) for way in ("forward", "backward")]
-    machines = [
-        f"{report['device']}, driver {report['driver']}, torch {report['torch']}, "
-        f"{report['date'][:10]}"
-        for report in reports
-    ]
     return "\n".join([
-        f"![Bandwidth of a norm against its columns]({plot.PICTURE.relative_to(results.ROOT)})",
-        "",
+        *lines,
         "Each cell: the time on the GPU, its share of the speed of copying such a tensor, and how "
         "many times faster that is than eager PyTorch and than `torch.compile`.",
         "",
-        *table(["", "tensor", *ways], body, left=2),
+        *table(["", "tensor", "forward", "backward"], body, left=2),
         "",
-        f"{'; '.join(machines)}.",
+        f"{report['device']}, driver {report['driver']}, torch {report['torch']}, "
+        f"{report['date'][:10]}.",
     ])  # fmt: skip
 
 
@@ -210,6 +173,46 @@ def readme_cell(row: Row | None) -> str:
     return ", ".join((f"{row['ours_us']:.0f} us", percent(share(row)), *others))
 
 
+def steps_of(report: Report) -> list[tuple[str, dict[str, Row]]]:
+    """The README's steps: a name, and the row of each variant."""
+    found: dict[str, dict[str, Row]] = {}
+    rows = report.get("models", {}).get("rows", [])
+    for part, mode in README_STEPS:
+        for row in rows:
+            if part.lower() in row["model"].lower() and row["mode"] == mode:
+                found.setdefault(f"{row['model']}, {mode}", {})[row["variant"]] = row
+    whole = [(name, variants) for name, variants in found.items() if "eager" in variants]
+    return whole[:6]
+
+
+def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
+    """Each variant's speed and peak memory, side by side; the fastest of a step is set in bold."""
+    shown = [variant for variant, *_ in plot.BARS if any(variant in rows for _, rows in steps)]
+    body = []
+    for name, rows in steps:
+        fastest = min(rows[variant]["wall_ms"] for variant in shown if variant in rows)
+        cells = []
+        for variant in shown:
+            row = rows.get(variant)
+            said = "-" if row is None else step_cell(row)
+            cells.append(f"**{said}**" if row and row["wall_ms"] == fastest else said)
+        body.append([name, *cells])
+    return [
+        "A step of a model: what it works through in a second, or its wall time, and in brackets "
+        "the most memory that it took. All variants of a model were measured in one run.",
+        "",
+        *table(["", *(VARIANTS[variant].title for variant in shown)], body, left=1),
+    ]
+
+
+def step_cell(row: Row) -> str:
+    count, unit = units_of(row["model"])
+    said = f"{row['wall_ms']:.1f} ms"
+    if unit:
+        said = f"{count / row['wall_ms'] * 1e3:,.0f} {unit}/s"
+    return f"{said} ({row['peak_gib']:.1f} GiB)" if "peak_gib" in row else said
+
+
 def replace_block(text: str, block: str) -> str:
     """A README with the text between the markers replaced."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
@@ -222,72 +225,52 @@ def replace_block(text: str, block: str) -> str:
 # --- the page -------------------------------------------------------------------------------------
 
 
-def measured(reports: list[Report]) -> list[str]:
-    """Which cards, and what was measured on them."""
+def measured(report: Report, left_out: list[str]) -> list[str]:
+    """Which card, and what was measured on it."""
 
-    def day(report: Report, part: str) -> str:
-        return report[part]["date"][:10] if "date" in report.get(part, {}) else "-"
+    def day(part: str) -> str:
+        return report[part]["date"][:10] if part in report else "-"
 
-    newest = newest_code(reports)
-    fields: tuple[tuple[str, Callable[[Report], str]], ...] = (
-        ("clocks", lambda report: report.get("clocks", "-")),
-        ("driver", lambda report: report["driver"]),
-        ("torch", lambda report: report["torch"]),
-        ("Python", lambda report: report.get("python", "-")),
-        ("kernels of eager RMSNorm", lambda report: report.get("rms_norm", "-")),
-        ("peers not installed", not_installed),
-        ("measured on", lambda report: report["date"][:10]),
-        ("host times", lambda report: day(report, "overhead_stamp")),
-        ("whole models", lambda report: day(report, "models")),
-        ("`csrc_sha256`", lambda report: report["csrc_sha256"][:16]),
-        ("code measured last", lambda report: "yes" if report["csrc_sha256"] == newest else "no"),
-    )
-    body = [[name, *(of(report) for report in reports)] for name, of in fields]
-    lines = [
-        "# Benchmarks",
-        "",
-        *table(["", *(report["device"] for report in reports)], body, left=1 + len(reports)),
-        "",
+    said = [line.rstrip(":") for line in report.get("skipped", [])
+            if "is not installed" not in line]  # fmt: skip
+    known = {key.removesuffix("_us") for row in report["rows"] for key in row}
+    missing = PEERS.keys() - known - {line.split(":")[0] for line in said} - {"llama"}
+    body = [
+        ["clocks", report.get("clocks", "-")],
+        ["driver", report["driver"]],
+        ["torch", report["torch"]],
+        ["Python", report.get("python", "-")],
+        ["kernels of eager RMSNorm", report.get("rms_norm", "-")],
+        ["peers not installed", ", ".join(sorted(OTHERS[name] for name in missing)) or "-"],
+        ["measured on", report["date"][:10]],
+        ["host times", day("overhead_stamp")],
+        ["whole models", day("models")],
+        ["`csrc_sha256`", report["csrc_sha256"][:16]],
     ]
-    for card, report in zip(cards(reports), reports, strict=True):
-        if skipped := report.get("skipped"):
-            said = (f"- {line.rstrip(':')}" for line in skipped)
-            lines += [f"Not measured in the run on the {card}:", "", *said, ""]
+    lines = ["# Benchmarks", "", *table(["", report["device"]], body, left=2), ""]
+    for what, found in (("Not measured", said), ("Left out", left_out)):
+        if found:
+            lines += [f"{what}:", "", *(f"- {line}" for line in found), ""]
     return lines
 
 
-def not_installed(report: Report) -> str:
-    """The peers that the run did not find: they have no time, and nothing says that one failed."""
-    known = {key.removesuffix("_us") for row in report["rows"] for key in row}
-    known |= {line.split(":")[0] for line in report.get("skipped", [])}
-    return ", ".join(PEERS[name] for name in INSTALLED if name not in known) or "-"
-
-
-def at_a_glance(reports: list[Report]) -> list[str]:
-    """How far from copy speed, and faster than what: a line for each operator and card."""
+def at_a_glance(report: Report) -> list[str]:
+    """How far from copy speed, and faster than what: a line for each operator."""
     body = []
-    for op in ops_of(reports):
-        for card, report in zip(cards(reports), reports, strict=True):
-            rows = [
-                row for row in report["rows"] if row["op"] == op and large(row) and "ours_us" in row
-            ]
-            shares = [part for row in rows if (part := share(row)) is not None]
-            if not shares:
-                continue
-            peers = {
-                key: [
-                    row[key] / row["ours_us"] for row in rows if row.get(key) and "ours_us" in row
-                ]
-                for key in other_keys(rows)
-            }
-            faster = [
-                f"{PEERS.get(name, name)} {statistics.median(found):.1f}x ({min(found):.1f}x)"
-                for key, found in peers.items()
-                if found and (name := key.removesuffix("_us"))
-            ]
-            said = f"{percent(statistics.median(shares))} ({percent(min(shares))})"
-            body.append([title(op), card, str(len(shares)), said, ", ".join(faster)])
-    header = ["operator", "card", "cases", "of copy speed", "times faster than"]
+    for op in ops_of(report):
+        rows = [row for row in report["rows"] if row["op"] == op and large(row)]
+        shares = [part for row in rows if (part := share(row)) is not None]
+        if not shares:
+            continue
+        faster = []
+        for key in other_keys(rows):
+            ratios = [row[key] / row["ours_us"] for row in rows
+                      if row.get(key) and "ours_us" in row]  # fmt: skip
+            if ratios:
+                name = OTHERS[key.removesuffix("_us")]
+                faster.append(f"{name} {statistics.median(ratios):.1f}x ({min(ratios):.1f}x)")
+        said = f"{percent(statistics.median(shares))} ({percent(min(shares))})"
+        body.append([title(op), str(len(shares)), said, ", ".join(faster)])
     return [
         "## At a glance",
         "",
@@ -296,31 +279,21 @@ def at_a_glance(reports: list[Report]) -> list[str]:
         "its time, as a share of what an elementwise copy of the same tensor reaches in the same "
         "run. A peer stands where it was timed.",
         "",
-        *table(header, body, left=2),
+        *table(["operator", "cases", "of copy speed", "times faster than"], body, left=1),
+        "",
+        f"![Every case]({relative(plot.path_of(report))})",
         "",
         "All times are device times in microseconds unless a table says otherwise: the median over "
         "replays of a CUDA graph that works through distinct random inputs, which together are "
         "larger than the L2 cache. This page is made by `python -m benchmarks.report --write`; "
-        "without `--write` it says which results are of the checkout's csrc/. "
+        "without `--write` it says whether the results are of the checkout's csrc/. "
         "[CONTRIBUTING](contributing.md) says how to measure.",
         "",
     ]
 
 
-def pictures(reports: list[Report]) -> list[str]:
-    lines = [
-        "## Bandwidth",
-        "",
-        f"![Against torch.compile and eager]({relative(plot.PICTURE)})",
-        "",
-    ]
-    for card, report in zip(cards(reports), reports, strict=True):
-        lines += [f"![Each dtype, {card}]({relative(plot.roofline_path(report))})", ""]
-    return lines
-
-
-def ops_of(reports: list[Report]) -> list[str]:
-    return list(dict.fromkeys(row["op"] for report in reports for row in report["rows"]))
+def ops_of(report: Report) -> list[str]:
+    return list(dict.fromkeys(row["op"] for row in report["rows"]))
 
 
 def other_keys(rows: Iterable[Row]) -> list[str]:
@@ -328,216 +301,177 @@ def other_keys(rows: Iterable[Row]) -> list[str]:
     return ["eager_us", "compile_us", *sorted(found - set(OWN_KEYS))]
 
 
-def large(row: Row) -> bool:
-    return results.case_of(row).tensor_bytes >= SMALLEST
+def falls_short(report: Report) -> list[str]:
+    """The cases below `SHORT_OF_COPY`, those in which something else is faster, and the sweeps.
 
-
-def cases(reports: list[Report]) -> list[str]:
-    """A table for each operator, with the cards side by side."""
-    lines = ["## Every case", ""]
-    for op in ops_of(reports):
-        sides = [
-            {row_key(row): row for row in report["rows"] if row["op"] == op and "ours_us" in row}
-            for report in reports
-        ]
-        found = {key: row for side in reversed(sides) for key, row in side.items()}
-        keys = dict.fromkeys(key for side in sides for key in side)
-        if not keys:
-            continue
-        modulated = any(len(shape) == 3 for _, shape, _ in keys)
-        header = ["samples x tokens x columns" if modulated else "rows x columns", "dtype"]
-        others = [other_keys(side.values()) for side in sides]
-        for card, names in zip(cards(reports), others, strict=True):
-            of = f"{card} " if len(reports) > 1 else ""
-            header += [f"{of}copy", f"{of}ours", f"{of}of copy speed"]
-            header += [f"{of}x {name.removesuffix('_us')}" for name in names]
-        body = []
-        for key in keys:
-            line = [size(found[key]), types_of(found[key])]
-            for side, names in zip(sides, others, strict=True):
-                row = side.get(key, {})
-                line += [us(row.get("copy_us")), us(row.get("ours_us")), percent(share(row))]
-                line += [times(row.get(name), row.get("ours_us")) for name in names]
-            body.append(line)
-        lines += [f"### {title(op)}", "", *table(header, body, left=2), ""]
-    return lines
-
-
-def falls_short(reports: list[Report]) -> list[str]:
-    """The cases below `SHORT_OF_COPY`, those in which something else is faster, and the sweeps."""
+    Of each the `LISTED` that most people meet: with a target and aligned first, then the furthest.
+    """
     slow, beaten = [], []
-    for card, report in zip(cards(reports), reports, strict=True):
-        for row in report["rows"]:
-            if "ours_us" not in row:
-                continue
-            name = [card, title(row["op"]), size(row), types_of(row)]
-            part = share(row)
-            if part is not None and large(row) and round(part, 2) < SHORT_OF_COPY:
-                slow.append((part, [*name, percent(part)]))
-            for key in other_keys([row]):
-                if row.get(key) is not None and row[key] < row["ours_us"]:
-                    ratio = row[key] / row["ours_us"]
-                    line = [*name, key.removesuffix("_us"), us(row["ours_us"]), us(row[key])]
-                    beaten.append((ratio, [*line, f"{ratio:.2f}x"]))
-    header = ["card", "operator", "rows x columns", "dtype"]
+    for row in report["rows"]:
+        if "ours_us" not in row:
+            continue
+        name = [title(row["op"]), size(row), types_of(row)]
+        rare = results.case_of(row).target is None or row["cols"] % 8 != 0
+        part = share(row)
+        if part is not None and large(row) and round(part, 2) < SHORT_OF_COPY:
+            slow.append(((rare, part), [*name, percent(part)]))
+        for key in other_keys([row]):
+            if row.get(key) is not None and row[key] < row["ours_us"]:
+                ratio = row[key] / row["ours_us"]
+                line = [*name, key.removesuffix("_us"), us(row["ours_us"]), us(row[key])]
+                beaten.append(((rare, ratio), [*line, f"{ratio:.2f}x"]))
 
-    def sorted_table(more: list[str], found: list[tuple[float, list[str]]]) -> list[str]:
+    def listed(more: list[str], found: list[Any]) -> list[str]:
         if not found:
-            return ["None."]
-        return table([*header, *more], [line for _, line in sorted(found)], left=4)
+            return ["None.", ""]
+        rest = len(found) - LISTED
+        shown = [line for _, line in sorted(found)[:LISTED]]
+        lines = table(["operator", "rows x columns", "dtype", *more], shown, left=3)
+        return [*lines, "", *([f"And {rest} more, in the tables below.", ""] if rest > 0 else [])]
 
-    lines = [
+    return [
         "## What falls short",
         "",
-        f"Tensors of {SMALLEST >> 20} MB and more below {SHORT_OF_COPY:.0%} of copy speed, the "
-        "furthest first. The [tuning log](tuning-log.md) says what bounds each.",
+        f"Tensors of {SMALLEST >> 20} MB and more below {SHORT_OF_COPY:.0%} of copy speed, those "
+        "of known models first. The [tuning log](tuning-log.md) says what bounds each.",
         "",
-        *sorted_table(["of copy speed"], slow),
-        "",
+        *listed(["of copy speed"], slow),
         "Cases in which something else is faster:",
         "",
-        *sorted_table(["what", "ours", "its time", "its part of ours"], beaten),
-        "",
+        *listed(["what", "ours", "its time", "its part of ours"], beaten),
+        *swept(report.get("sweep"), "eager"),
+        *swept(report.get("sweep_compile"), "compile"),
     ]
-    for card, report in zip(cards(reports), reports, strict=True):
-        for found, other in (("sweep", "eager"), ("sweep_compile", "compile")):
-            if found in report:
-                lines += swept(report, found, other, card)
-    return lines
 
 
-def swept(report: Report, found: str, other: str, card: str) -> list[str]:
+def swept(sweep: dict[str, Any] | None, other: str) -> list[str]:
     """How many points of a sweep are slower than `other`, and the points with the least gain."""
-    sweep = report[found]
+    if sweep is None:
+        return []
     body = [
         [title(row["op"]), size(row), types_of(row), us(row["ours_us"]), us(row[f"{other}_us"]),
          times(row[f"{other}_us"], row["ours_us"])]
-        for row in sweep["worst"][:LISTED]
+        for row in sweep["worst"][:SWEPT]
     ]  # fmt: skip
     header = ["operator", "rows x columns", "dtype", "ours", other, f"x {other}"]
     return [
-        f"Of {sweep['points']:,} shapes timed against {PEERS[other]} on the {card}, forward and "
-        f"backward, {sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower "
-        f"({of_day(sweep, report)}). The least gain:",
+        f"Of {sweep['points']:,} shapes timed against {OTHERS[other]}, forward and backward, "
+        f"{sweep['slower'] or 'none'} {'are' if sweep['slower'] > 1 else 'is'} slower "
+        f"({on_day(sweep)}). The least gain:",
         "",
         *table(header, body, left=3),
         "",
     ]
 
 
-def host(reports: list[Report]) -> list[str]:
+def cases(report: Report) -> list[str]:
+    """A table for each operator."""
+    lines = ["## Every case", ""]
+    for op in ops_of(report):
+        rows = [row for row in report["rows"] if row["op"] == op and "ours_us" in row]
+        names = other_keys(rows)
+        body = [
+            [size(row), types_of(row), us(row.get("copy_us")), us(row["ours_us"]),
+             percent(share(row)), *(times(row.get(name), row["ours_us"]) for name in names)]
+            for row in rows
+        ]  # fmt: skip
+        modulated = family_of(op).layout == SAMPLES
+        header = ["samples x tokens x columns" if modulated else "rows x columns", "dtype"]
+        header += ["copy", "ours", "of copy speed", *(f"x {name[:-3]}" for name in names)]
+        lines += [f"### {title(op)}", "", *(table(header, body, left=2) if rows else []), ""]
+    return lines
+
+
+def host(report: Report) -> list[str]:
     """What a call costs the host, and the wall time of a module's training step."""
-    lines: list[str] = []
-    names = ("eager_us", "ours_us", "override_us")
-    for card, report in zip(cards(reports), reports, strict=True):
-        if calls := report.get("call_overhead"):
-            columns = [
-                (f"{norm}{name}", f"{norm}{names[0]}", label)
-                for norm, labels in HOST.items()
-                for name, label in zip(names, labels, strict=True)
-                if any(f"{norm}{name}" in entry for entry in calls.values())
-            ]
-            body = [
-                [WAYS.get(way, way.replace("_", " ")),
-                 *(compared(entry, name, base) for name, base, _ in columns)]
-                for way, entry in calls.items()
-            ]  # fmt: skip
-            lines += [
-                *([] if lines else ["## Host time", ""]),
-                f"What a call on a tiny tensor costs the host beside the {card}: microseconds a "
-                "layer, in brackets as a ratio to PyTorch's module "
-                f"({of_day(report['overhead_stamp'], report)}, as the next "
-                "table).",
-                "",
-                *table(["a layer", *(label for *_, label in columns)], body, left=1),
-                "",
-            ]
-        if steps := report.get("training_step"):
-            body = [
-                [entry["name"], *(compared(entry, name, "eager_us") for name in names[:2])]
-                for entry in steps
-            ]
-            lines += [
-                "Forward and backward of the module: wall time in microseconds, in brackets as a "
-                "ratio to nn.LayerNorm.",
-                "",
-                *table(["a step", *HOST[""][:2]], body, left=1),
-                "",
-            ]
-    return lines
-
-
-def models(reports: list[Report]) -> list[str]:
-    """One line for each variant of a model."""
-    lines: list[str] = []
-    for card, report in zip(cards(reports), reports, strict=True):
-        part = report.get("models", {})
-        rows = [row for row in part.get("rows", []) if "variant" in row]
-        if not rows:
-            continue
-        stock = {(row["model"], row["mode"]): row for row in rows if row["variant"] == "eager"}
-        body = []
-        for row in rows:
-            base = stock.get((row["model"], row["mode"]), {}) if row["variant"] != "eager" else {}
-            cells = [
-                compared({"this": row.get(key), "stock": base.get(key)}, "this", "stock")
-                for key in ("wall_ms", "device_ms", "layer_norm_ms")
-            ]
-            variant = VARIANTS.get(row["variant"], row["variant"])
-            kernels = str(row.get("kernels", "-"))
-            body.append([row["model"], row["mode"], variant, *cells, kernels])
-        header = ["model", "mode", "variant", "wall", "device", "of it norms", "kernels"]
-        said = f" ({of_day(part, report)})" if "date" in part else ""
-        lines += [
-            *([] if lines else ["## Whole models", ""]),
-            f"On the {card}, milliseconds a step, in brackets as a ratio to the stock model in "
-            "eager mode: the wall time, which on a shared host says little, and the time of all "
-            f"kernels on the device{said}.",
-            "",
-        ]
-        if report is reports[0] and plot.has_block(report):
-            lines += [f"![Device time of a block of DiT]({relative(plot.BLOCK_PICTURE)})", ""]
-        lines += [*table(header, body, left=3), ""]
-    return lines
-
-
-def on_cpu(reports: list[Report]) -> list[str]:
-    """Host times on a machine without a GPU, where there are some."""
-    report = results.read(results.RESULTS / "cpu.json")
-    if not report:
+    if "call_overhead" not in report:
         return []
-    from benchmarks.overhead import cpu_text
+    said = "The median, in brackets the best, and the ratio to PyTorch's module"
+    lines = ["## Host time", "", f"{said} ({on_day(report['overhead_stamp'])}):", "", "```"]
+    lines += overhead_text(report["call_overhead"]).splitlines()
+    if steps := report.get("training_step"):
+        lines += ["", *steps_text(steps).splitlines()]
+    return [*lines, "```", ""]
 
-    part = report["cpu"]
-    head = f"## {report['device']}, torch {report['torch']}"
-    said = f"Host times without a GPU ({of_day(part, reports[0])}):"
-    return [head, "", said, "", "```", *cpu_text(part).splitlines(), "```", ""]
+
+def models(report: Report) -> list[str]:
+    """One line for each variant of a model."""
+    part = report.get("models", {})
+    if not part.get("rows"):
+        return []
+    stock = {(row["model"], row["mode"]): row for row in part["rows"]
+             if row["variant"] == "eager"}  # fmt: skip
+    body = []
+    for row in part["rows"]:
+        base = stock.get((row["model"], row["mode"]), {}) if row["variant"] != "eager" else {}
+        cells = [compared(row.get(key), base.get(key))
+                 for key in ("wall_ms", "device_ms", "layer_norm_ms", "peak_gib")]  # fmt: skip
+        variant = VARIANTS[row["variant"]].title if row["variant"] in VARIANTS else row["variant"]
+        body.append([row["model"], row["mode"], variant, *cells, str(row.get("kernels", "-"))])
+    header = ["model", "mode", "variant", "wall", "device", "of it norms", "GiB", "kernels"]
+    lines = [
+        "## Whole models",
+        "",
+        "Milliseconds a step, in brackets as a ratio to the stock model in eager mode: the wall "
+        "time, which on a shared host says little, the time of all kernels on the device, and the "
+        f"most memory that a step took ({on_day(part)}).",
+        "",
+        *table(header, body, left=3),
+        "",
+    ]
+    if said := part.get("skipped"):
+        lines += ["Left out:", "", *(f"- {line}" for line in said), ""]
+    return lines
 
 
-def page(reports: list[Report]) -> str:
+def on_cpu(report: Report) -> list[str]:
+    """Host times on a machine without a GPU, where there are some of this code."""
+    found = results.read(results.RESULTS / "cpu.json")
+    if not found or found["cpu"]["csrc_sha256"] != report["csrc_sha256"]:
+        return []
+    part = found["cpu"]
+    said = overhead_text(part["call_overhead"]).splitlines()
+    head = f"## {found['device']}, torch {found['torch']}"
+    return [head, "", f"Host times without a GPU ({on_day(part)}):", "", "```", *said, "```", ""]
+
+
+def page(report: Report, left_out: list[str]) -> str:
     """The benchmark page in Markdown; the terminal shows it too."""
-    parts: tuple[Callable[[list[Report]], list[str]], ...]
-    parts = (measured, at_a_glance, pictures, falls_short, cases, host, models)
-    lines = [line for part in parts for line in part(reports)]
-    return "\n".join([*lines, *on_cpu(reports)]).rstrip() + "\n"
+    if not report:
+        return f"# Benchmarks\n\n{NO_RESULTS}\n"
+    parts = (at_a_glance, falls_short, cases, host, models, on_cpu)
+    lines = [*measured(report, left_out), *(line for part in parts for line in part(report))]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 # --- the files ------------------------------------------------------------------------------------
 
 
-def outdated(reports: list[Report]) -> list[str]:
-    """The files that were not made from the reports, a line for each."""
+def pictures(report: Report) -> dict[Path, tuple[str, Callable[[], None]]]:
+    """The pictures of a report, the stamp of each, and what draws it."""
+    if not report:
+        return {}
+    draw: Callable[[], None] = functools.partial(plot.plot_cases, report)
+    made = {plot.path_of(report): (plot.stamp(report, report), draw)}
+    if plot.bars(steps := steps_of(report)):
+        draw = functools.partial(plot.plot_steps, steps, report)
+        made[plot.STEPS] = (plot.stamp(report["models"], report), draw)
+    return made
+
+
+def outdated(report: Report, left_out: list[str]) -> list[str]:
+    """The files that were not made from the report, a line for each."""
     found = []
     text = README.read_text()
-    if text != replace_block(text, readme_block(reports)):
+    if text != replace_block(text, readme_block(report)):
         found.append("README.md is not what the results files give")
-    if not PAGE.exists() or PAGE.read_text() != page(reports):
+    if not PAGE.exists() or PAGE.read_text() != page(report, left_out):
         found.append(f"{PAGE.name} is not what the results files give")
-    wanted = plot.pictures(reports)
+    wanted = pictures(report)
     for path in sorted({*wanted, *plot.PLOTS.glob("*.svg")}):
         if path not in wanted:
             found.append(f"{path.name} is no picture of the results files")
-        elif not path.exists() or wanted[path] not in path.read_text():
+        elif not path.exists() or wanted[path][0] not in path.read_text():
             found.append(f"{path.name} is not of the results files")
     return found
 
@@ -545,25 +479,28 @@ def outdated(reports: list[Report]) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("results", nargs="*", type=Path)
+    parser.add_argument("results", nargs="?", type=Path)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args(argv)
-    reports = [results.read(path) for path in arguments.results] or results.by_card()
+    files = [arguments.results] if arguments.results else results.by_card()
+    report, left_out = newest([results.read(path) for path in files])
     if arguments.check:
-        if found := outdated(reports):
+        if found := outdated(report, left_out):
             raise SystemExit("\n".join([*found, "run python -m benchmarks.report --write"]))
         return
-    here = results.csrc_sha256()
-    for report in reports:
-        same = report["csrc_sha256"] == here
-        print(f"{report['device']}: of {'this' if same else 'ANOTHER'} state of csrc")
-    if arguments.write:
-        README.write_text(replace_block(README.read_text(), readme_block(reports)))
-        PAGE.write_text(page(reports))
-        plot.draw_all(reports)
-    else:
-        print(page(reports), end="")
+    same = report.get("csrc_sha256") == results.csrc_sha256()
+    print(f"{report.get('device')}: of {'this' if same else 'ANOTHER'} state of csrc")
+    if not arguments.write:
+        print(page(report, left_out), end="")
+        return
+    README.write_text(replace_block(README.read_text(), readme_block(report)))
+    PAGE.write_text(page(report, left_out))
+    drawn = pictures(report)
+    for path in set(plot.PLOTS.glob("*.svg")) - set(drawn):
+        path.unlink()
+    for _, draw in drawn.values():
+        draw()
 
 
 if __name__ == "__main__":

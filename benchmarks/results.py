@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results file: what it says of code and machine, how it is written, the table made of it."""
+"""The results file: what it says of code and machine, how it is written, a verdict on each row."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.cases import CASES, PER_TOKEN, Case
+from benchmarks.cases import CASES, Case
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -110,11 +109,9 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def by_card() -> list[dict[str, Any]]:
-    """The results files that have cases, of each card one, the latest run first."""
-    found = [read(path) for path in sorted(RESULTS.glob("*.json"))]
-    wanted = [report for report in found if "rows" in report]
-    return sorted(wanted, key=lambda report: str(report.get("date", "")), reverse=True)
+def by_card() -> list[Path]:
+    """The results files that have cases, of each card one."""
+    return [path for path in sorted(RESULTS.glob("*.json")) if "rows" in read(path)]
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
@@ -137,42 +134,32 @@ def update(path: Path, part: str, value: Any) -> None:
     write(path, results)
 
 
+# The keys of a row that say which case it is. Those of what a case lacks are left out.
+KEYS = ("op", "rows", "cols", "dtype", "weight_dtype", "out_dtype", "samples", "heads",
+        "modulation", "modulation_dtype")  # fmt: skip
+
+
 def row_of(case: Case) -> dict[str, Any]:
     """A case as a row of the results file, without its times.
 
-    "weight_dtype", "out_dtype" and "modulation_dtype" stand there only where they are not x's
-    dtype, "samples" and "modulation" only for modulated norms, "shape" only for images, "heads" and
-    "packed" only for heads.
+    "shape" is an image's, "packed" stands in the rows of heads.
     """
-    row = {
-        "op": case.op,
-        "rows": case.rows,
-        "cols": case.cols,
-        "dtype": case.dtype,
-        "weight_dtype": case.weight_dtype,
-        "out_dtype": case.out_dtype,
-        "samples": case.samples,
-        "shape": None if case.image is None else list(case.image),
-        "heads": case.heads,
-        "packed": True if case.packed else None,
-        "modulation": case.modulation,
-        "modulation_dtype": case.modulation_dtype,
-        "bytes": case.bytes,
-    }
+    row = {key: getattr(case, key) for key in KEYS}
+    row |= {"shape": case.image and list(case.image), "packed": bool(case.heads) or None}
+    row["bytes"] = case.bytes
     return {key: value for key, value in row.items() if value is not None}
 
 
 def case_of(row: dict[str, Any]) -> Case:
     """The case of a row, with the target it has today."""
-    image = row.get("shape")
     plain = Case(
-        row["op"], row["rows"], row["cols"], row["dtype"],
-        weight_dtype=row.get("weight_dtype"), out_dtype=row.get("out_dtype"),
-        samples=row.get("samples"), modulation=row.get("modulation"),
-        modulation_dtype=row.get("modulation_dtype"), image=image and tuple(image),
-        heads=row.get("heads"),
-    )  # fmt: skip
-    return next((case for case in CASES if case.name == plain.name), plain)
+        **{key: row[key] for key in KEYS if key in row},
+        image=tuple(row["shape"]) if "shape" in row else None,
+    )
+    return _KNOWN.get(plain.name, plain)
+
+
+_KNOWN = {case.name: case for case in CASES}
 
 
 def verdict(case: Case, row: dict[str, Any]) -> str:
@@ -194,45 +181,3 @@ def verdict(case: Case, row: dict[str, Any]) -> str:
     if case.op not in ("forward", "backward") and ours > (row.get("compile_us") or ours):
         misses.append("compile")
     return "MISS " + ", ".join(misses) if misses else "PASS"
-
-
-HEADER = (
-    f"{'op':<20}{'rows x cols':>19} {'dtype':<15}{'copy':>8}{'ours':>9}{'eager':>9}{'compile':>9}"
-    f"{'ratio':>7}{'target':>8}{'floor':>7}{'x eager':>9}{'x comp':>8}  verdict"
-)
-
-
-def table_line(row: dict[str, Any]) -> str:
-    """One row of the table: microseconds, the ratio to copy speed, times faster than the others."""
-    case = case_of(row)
-    ours, copy = row.get("ours_us"), row.get("copy_us")
-
-    def us(key: str) -> str:
-        value = row.get(key)
-        return "-" if value is None else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-    def faster(key: str) -> str:
-        other = row.get(key)
-        return f"{other / ours:.2f}" if other and ours else "-"
-
-    ratio = f"{case.ratio(ours, copy):.3f}" if ours and copy else "-"
-    target = "-" if case.target is None else f"{case.target:.3f}"
-    floor = "-" if case.floor is None else f"{case.floor:.2f}"
-    size = " x ".join(map(str, case.shape))
-    types = f"{case.types} token" if case.modulation == PER_TOKEN else case.types
-    others = "".join(
-        f"  {key.removesuffix('_us')} {value:.1f}"
-        for key, value in row.items()
-        if key.endswith("_us")
-        and value is not None
-        and key not in ("copy_us", "ours_us", "eager_us", "compile_us")
-    )
-    return (
-        f"{case.op:<20}{size:>19} {types:<15}{us('copy_us'):>8}{us('ours_us'):>9}"
-        f"{us('eager_us'):>9}{us('compile_us'):>9}{ratio:>7}{target:>8}{floor:>7}"
-        f"{faster('eager_us'):>9}{faster('compile_us'):>8}  {verdict(case, row)}{others}"
-    )
-
-
-def table(rows: Iterable[dict[str, Any]]) -> str:
-    return "\n".join([HEADER, *(table_line(row) for row in rows)])

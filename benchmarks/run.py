@@ -6,16 +6,15 @@
     python -m benchmarks.run --ops backward --rows 32768x --providers ours,eager
 
 A full run times every case with every provider, the call overhead and a training step of the
-module, prints the table, writes benchmarks/results/<device>.json and draws the README's picture. A
-run of a part writes a file only where --output names one: numbers of two runs never stand in one
-table.
+module, prints the table and writes benchmarks/results/<device>.json. A run of a part writes a file
+only where --output names one: numbers of two runs never stand in one table.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
-import importlib.util
 import os
 import subprocess
 import sys
@@ -25,39 +24,19 @@ from typing import Any
 
 import torch
 
-from benchmarks import overhead, plot, providers, results, timing
-from benchmarks.cases import CASES, HEAD_OPS, OPS, Case, parse_case
+from benchmarks import overhead, providers, results, timing
+from benchmarks.cases import CASES, OPS, Case, parse_case
 from benchmarks.ours import make_inputs, require_kernels, time_calls
 
-PARTS = ("cases", "overhead")
-
-
-class Clock:
-    """The run's time budget."""
-
-    def __init__(self, seconds: float) -> None:
-        self.start = time.monotonic()
-        self.seconds = seconds
-
-    @property
-    def spent(self) -> float:
-        return time.monotonic() - self.start
-
-    @property
-    def left(self) -> float:
-        return self.seconds - self.spent
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
+say = functools.partial(print, flush=True)
 
 
 def select(ops: str | None, rows: str | None) -> list[Case]:
     """The cases of the named operators whose name has `rows` in it."""
-    wanted = ops.split(",") if ops else [*OPS, *HEAD_OPS]
+    wanted = ops.split(",") if ops else OPS
     for op in wanted:
-        if op not in OPS + HEAD_OPS:
-            raise SystemExit(f"unknown op {op!r}: known are {', '.join(OPS + HEAD_OPS)}")
+        if op not in OPS:
+            raise SystemExit(f"unknown op {op!r}: known are {', '.join(OPS)}")
     return [case for case in CASES if case.op in wanted and (not rows or rows in case.name)]
 
 
@@ -67,9 +46,11 @@ def configure_compile() -> None:
     Inductor times a kernel's configurations on the device, where the helpers that compile ahead
     disturb each other. Their choices must therefore not reach the run through the cache.
     """
-    import torch._inductor.config as config
+    import torch._functorch.config
+    import torch._inductor.config
 
-    config.autotune_local_cache = False
+    torch._inductor.config.autotune_local_cache = False
+    torch._functorch.config.donated_buffer = False  # a backward pass is timed many times
 
 
 def precompile(cases: list[Case], jobs: int, seconds: float) -> None:
@@ -124,17 +105,17 @@ def time_case(case: Case, name: str, seconds: float) -> float | None:
 
 @torch.no_grad()
 def run_cases(
-    cases: list[Case], names: list[str], clock: Clock, seconds: float
+    cases: list[Case], names: list[str], end: float, seconds: float
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Times every case, provider after provider: (rows, what was skipped and why)."""
+    """Times every case, provider after provider, until `end`: (rows, what was skipped and why)."""
     rows = [results.row_of(case) for case in cases]
     skipped: list[str] = []
     copies: dict[tuple[int, int, str], float] = {}
     for name in names:
-        say(f"timing {name}, {clock.left:.0f} s left")
+        say(f"timing {name}, {end - time.monotonic():.0f} s left")
         before = len(skipped)
         for number, (case, row) in enumerate(zip(cases, rows, strict=True)):
-            if clock.left < 0:
+            if time.monotonic() > end:
                 skipped.append(f"{name}: {len(cases) - number} cases from {case.name} on: no time")
                 break
             if name == names[0]:
@@ -168,12 +149,11 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--providers", help="comma-separated; all that are installed if not given")
-    parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS + HEAD_OPS)}")
+    parser.add_argument("--ops", help=f"comma-separated: {', '.join(OPS)}")
     parser.add_argument("--rows", help='part of a case\'s name, e.g. "32768x1024" or "float32"')
     parser.add_argument(
         "--no-compile", action="store_true", help="leave out torch.compile, whose rows take longest"
     )
-    parser.add_argument("--parts", help=f"comma-separated: {', '.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="ours only, shorter measurements")
     parser.add_argument("--budget-seconds", type=float, default=440, help="skip what is left then")
     parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1),
@@ -197,44 +177,34 @@ def main(argv: list[str] | None = None) -> None:
                 raise SystemExit(f"provider {name!r} is not known, not installed or broken")
     if arguments.no_compile:
         names = [name for name in names if name != "compile"]
-    parts = arguments.parts.split(",") if arguments.parts else list(PARTS)
     cases = select(arguments.ops, arguments.rows)
     full = not (arguments.providers or arguments.no_compile or arguments.quick or arguments.ops
-                or arguments.rows or arguments.parts)  # fmt: skip
-    clock = Clock(arguments.budget_seconds)
+                or arguments.rows)  # fmt: skip
+    end = time.monotonic() + arguments.budget_seconds
     seconds = 0.01 if arguments.quick else 0.03
 
     report: dict[str, Any] = {**results.machine(), **results.stamp(), "rows": []}
     say(f"{report['device']}, driver {report['driver']}, torch {report['torch']}, {built}")
-    if "cases" in parts:
-        if "compile" in names:
-            configure_compile()
-            if arguments.jobs > 1:
-                precompile(cases, arguments.jobs, clock.seconds / 3)
-        timing.warm_up_device()
-        report["rows"], report["skipped"] = run_cases(cases, names, clock, seconds)
-    report["skipped"] = [*problems, *report.get("skipped", [])]
-    if "overhead" in parts:
-        if clock.left < 0:
-            report["skipped"].append("overhead: no time")
-        else:
-            say(f"timing overhead, {clock.left:.0f} s left")
-            try:
-                report |= overhead.measure()
-            except Exception as problem:
-                report["skipped"].append(f"overhead: {sentence(problem)}")
+    if "compile" in names:
+        configure_compile()
+        if arguments.jobs > 1:
+            precompile(cases, arguments.jobs, arguments.budget_seconds / 3)
+    timing.warm_up_device()
+    report["rows"], skipped = run_cases(cases, names, end, seconds)
+    report["skipped"] = [*problems, *skipped]
+    if full and time.monotonic() < end:
+        say("timing overhead")
+        try:
+            report |= overhead.measure()
+        except Exception as problem:
+            report["skipped"].append(f"overhead: {sentence(problem)}")
 
     path = arguments.output or (results.default_path(report["device"]) if full else None)
     old = results.read(path) if path is not None else {}
-    report["skipped"] += missing_peers(old, names)
     say("\n" + summary(report))
-    say(f"\n{clock.spent:.0f} s")
     if path is not None:
         results.write(path, {**report, **kept(old, report)})
         say(f"written: {path}")
-    if full and importlib.util.find_spec("matplotlib") is not None:
-        plot.plot(report, plot.PICTURE)
-        say(f"drawn: {plot.PICTURE}")
 
 
 def kept(old: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
@@ -245,46 +215,18 @@ def kept(old: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
     return {key: old[key] for key in names if key in old and key not in report}
 
 
-def missing_peers(old: dict[str, Any], names: list[str]) -> list[str]:
-    """A line for each provider that the results file has times of, but this run has not.
-
-    The run replaces the file's rows, and with them that provider's column in the README.
-    """
-    timed = [name for name in providers.PROVIDERS
-             if any(f"{name}_us" in row for row in old.get("rows", []))]  # fmt: skip
-    return [
-        f"{name}: not timed; the results of {old['date'][:10]}, which these replace, have it"
-        for name in timed
-        if name not in names
-    ]
-
-
 def summary(report: dict[str, Any]) -> str:
-    """Everything a run measured, as text."""
-    blocks = []
-    rows = report["rows"]
-    if rows:
-        verdicts = [results.verdict(results.case_of(row), row) for row in rows]
-        missed = sum(verdict.startswith("MISS") for verdict in verdicts)
-        judged = sum(bool(verdict) for verdict in verdicts)
-        blocks.append(results.table(rows) + f"\n{judged - missed} of {judged} rows pass")
-        low = [
-            row
-            for row in rows
-            if (floor := results.case_of(row).floor) is not None
-            and "ours_us" in row
-            and results.case_of(row).ratio(row["ours_us"], row["copy_us"]) < floor
-        ]
-        if low:
-            names = "\n".join(f"  {results.case_of(row).name}" for row in low)
-            blocks.append(f"below the floor for large tensors:\n{names}")
-    if report.get("skipped"):
-        blocks.append("skipped:\n" + "\n".join(f"  {line}" for line in report["skipped"]))
-    if "call_overhead" in report:
-        blocks.append(overhead.overhead_text(report["call_overhead"]))
-    if "training_step" in report:
-        blocks.append(overhead.steps_text(report["training_step"]))
-    return "\n\n".join(blocks)
+    """Everything a run measured, as text: the page's tables, and what misses its target."""
+    from benchmarks import report as render
+
+    rows = [(results.case_of(row), row) for row in report["rows"]]
+    verdicts = {case.name: results.verdict(case, row) for case, row in rows}
+    misses = [f"{name}: {said}" for name, said in verdicts.items() if said.startswith("MISS")]
+    lines = [*render.cases(report), *misses]
+    lines.append(f"{sum(said == 'PASS' for said in verdicts.values())} of {len(rows)} rows pass, "
+                 f"{len(misses)} miss")  # fmt: skip
+    lines += [f"skipped {line}" for line in report.get("skipped", [])]
+    return "\n".join([*lines, "", *render.host(report)])
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@
 Columns from 1 to 4200 in odd steps (and the usual sizes with their neighbours), rows from 1 to
 100,000: LayerNorm in bfloat16 and float32, RMSNorm in bfloat16. The points with a ratio ours /
 eager near 1 or above, and in any case the 30 worst, are timed again, for longer and with inputs and
-outputs in several places of memory. A point has as many inputs as in the benchmark: up to 256,
-which together are larger than L2 unless they are small. Only where the sweep has many points, their
-first measurement has fewer, so a point that is slower from memory alone, and faster by more than
-10% from L2, is missed. The number of slower points, and all of these or at least the worst ten, are
-printed and kept in the results file under "sweep", or "sweep_compile" if against torch.compile.
+outputs in several places of memory. Only where the sweep has many points, their first measurement
+has so few inputs that they stay in L2, so a point that is slower from memory alone, and faster by
+more than 10% from L2, is missed. The results file gets the slower points, at least the worst ten.
 """
 
 from __future__ import annotations
@@ -26,9 +24,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import providers, results, timing
+from benchmarks import providers, report, results, timing
 from benchmarks.cases import Case
-from benchmarks.ours import Inputs, require_kernels
+from benchmarks.families import Tensors
+from benchmarks.ours import require_kernels
 from benchmarks.run import configure_compile, precompile
 
 ROWS = (1, 8, 64, 512, 4096, 32_768, 100_000)
@@ -74,27 +73,21 @@ class Buffers:
             for dtype in (torch.bfloat16, torch.float32)
         }
 
-    def inputs(self, case: Case, place: int = 0, most: int = timing.MAX_INPUTS) -> list[Inputs]:
-        """Distinct inputs, together larger than L2 if `most` of them suffice.
-
-        mean and rstd are any numbers: the time does not depend on them.
-        """
+    def inputs(self, case: Case, place: int = 0, most: int = timing.MAX_INPUTS) -> list[Tensors]:
+        """Distinct inputs, together larger than L2 if `most` of them suffice."""
         dtype, size = case.torch_dtype, case.rows * case.cols
         x, dy = self.data[dtype]
         stride = -(-size // 64) * 64  # every input starts aligned
         skipped = min(place * PLACE_ELEMENTS, (x.numel() - size) // 64 * 64)
         count = timing.input_count(case.bytes, timing.l2_bytes(), most)
         count = max(1, min(count, (x.numel() - skipped) // stride))
-        weight, bias = x[: case.cols], None if case.is_rms else dy[: case.cols]
-        mean = torch.randn((0,) if case.is_rms else (case.rows, 1), device=timing.DEVICE)
-        rstd = torch.rand(case.rows, 1, device=timing.DEVICE) + 0.5
+        shared = {"weight": x[: case.cols], "bias": dy[: case.cols]}
+        shared = {name: shared[name] for name in case.family.inputs if name in shared}
         made = []
         for start in range(skipped, skipped + count * stride, stride):
-            one = Inputs(x[start : start + size].view(case.rows, case.cols), weight, bias)
-            if case.backward:
-                one.dy = dy[start : start + size].view(case.rows, case.cols)
-                one.mean, one.rstd = mean, rstd
-            made.append(one)
+            one = {name: data[start : start + size].view(case.rows, case.cols)
+                   for name, data in (("x", x), ("dy", dy))}  # fmt: skip
+            made.append({**one, **shared})
         return made
 
 
@@ -159,23 +152,6 @@ def sweep(cases: list[Case], seconds: float, other: str = "eager") -> dict[str, 
     }
 
 
-def text(part: dict[str, Any]) -> str:
-    """The worst points as a table."""
-    other = part.get("against", "eager")
-    lines = [
-        f"{part['points']} points timed, {part['left_out']} left out for time; "
-        f"{part['timed_again']} timed again, of which slower than {other}: {part['slower']}",
-        f"{'op':<13}{'rows x cols':>18} {'dtype':<10}{'ours':>9}{other:>9}{'ratio':>7}",
-    ]
-    for row in part["worst"]:
-        size = f"{row['rows']} x {row['cols']}"
-        lines.append(
-            f"{row['op']:<13}{size:>18} {row['dtype']:<10}{row['ours_us']:>9.2f}"
-            f"{row[f'{other}_us']:>9.2f}{row['ratio']:>7.2f}"
-        )
-    return "\n".join(lines)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sweep",
@@ -184,8 +160,6 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--budget-seconds", type=float, default=230)
     parser.add_argument("--compile", type=int, metavar="POINTS", help="against torch.compile")
-    parser.add_argument("--jobs", type=int, default=min(14, os.cpu_count() or 1),
-                        help="processes that compile ahead")  # fmt: skip
     parser.add_argument("--output", type=Path, help="the results file")
     arguments = parser.parse_args(argv)
     require_kernels()
@@ -195,10 +169,11 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.compile:
         cases, other = cases[: arguments.compile], "compile"
         configure_compile()
-        precompile(cases, arguments.jobs, arguments.budget_seconds / 2)
+        precompile(cases, min(14, os.cpu_count() or 1), arguments.budget_seconds / 2)
     left = arguments.budget_seconds - (time.monotonic() - start)
     part = sweep(cases, left, other)
-    print(text(part))
+    print(f"{part['left_out']} points left out for time, {part['timed_again']} timed again")
+    print("\n".join(report.swept(part, other)))
     path = arguments.output or results.default_path(torch.cuda.get_device_name())
     results.update(path, "sweep_compile" if arguments.compile else "sweep", part)
     print(f"written: {path}")

@@ -61,8 +61,8 @@ class Graph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):  # lazy initialisation and compilation stay out of the capture
-                calls[0]()
+            for call in [*calls, calls[0], calls[0]]:
+                call()  # compilation, and a backward's forward, stay out of the capture
         torch.cuda.synchronize()
 
         # Not `with torch.cuda.graph(...)`: that empties the allocator's cache at every capture.

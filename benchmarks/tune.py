@@ -2,8 +2,7 @@
 """Times this package alone under forced plans, for tuning.
 
     python -m benchmarks.tune "8192x12288 bf16 gelu_forward | vecs=5 | vecs=8" \\
-                              "32768x4096 bf16 backward | teams=1 | bulk=0 | stages=3" \\
-                              "16x4194304 fp32 forward | strategy=stream"
+                              "32768x4096 bf16 backward | teams=1 | bulk=0 | stages=3"
     python -m benchmarks.tune "2048x2048 bf16 backward | strategy=* vecs=* teams=*"
 
 Each argument is a case, "ROWSxCOLS DTYPE OP", and after bars the options to force one after the
@@ -11,34 +10,25 @@ other (parts of a plan, in the words of `force_plan` in csrc/bindings/force_plan
 choice is always timed first. A * stands for every value that its part can have beside the other
 parts, and for none where a strategy lacks the part; the fastest plans are then named at the end.
 Each plan is timed once: options without a plan, and those that give a plan already listed, are
-named and not timed. --file reads such lines from a file (# starts a comment). --list prints the
-options of each case and times nothing, also without a GPU. Each result is compared with PyTorch's
-own, so that a fast but wrong plan is noticed. That comparison slows some kernels down
-(benchmarks/compare.py says which), so plans that load in different ways are better timed with --no-
-check.
-
-A small call's time depends on where its data is. By itself each plan is timed as in the benchmark,
-with up to 256 inputs; --ways adds the time with so few inputs that they stay in L2 from call to
-call, and the time right behind a kernel that writes the input (in backward dy), as in a model. The
-best plan of one way may be the worst of another (128 x 1024 bfloat16, spread and by logical warps:
-2.42 and 2.15 us, 1.89 and 2.20, 2.47 and 2.00).
+named and not timed. --list prints the options of each case and times nothing, also without a GPU.
+Each result is compared with PyTorch's own, so that a fast but wrong plan is noticed. That
+comparison slows some kernels down (benchmarks/compare.py says which), so plans that load in
+different ways are better timed with --no-check.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
 
-from benchmarks import timing
-from benchmarks.cases import EPS, Case, parse_case
-from benchmarks.ours import Inputs, make_inputs, ours, require_kernels, time_calls
+from benchmarks import providers, timing
+from benchmarks.cases import Case, parse_case
+from benchmarks.ours import make_inputs, ours, require_kernels, time_calls
 
 PLANNED = "(plan)"  # the label of the plan's own choice
 FASTEST = 8  # plans that are named
@@ -55,78 +45,6 @@ def parse_line(line: str, forces: list[str]) -> tuple[Case, list[str]]:
     return parse_case(case), [*forces, *own]
 
 
-@torch.enable_grad()
-def reference(case: Case, t: Inputs) -> list[torch.Tensor]:
-    """What PyTorch gives for a case, in float32."""
-    if case.modulated:
-        return _modulated_reference(case, t)
-    # Detached: float() of float32 is the input itself, which must not require gradients.
-    assert t.weight is not None
-    x, weight = (tensor.detach().float() for tensor in (t.x, t.weight))
-    bias = None if t.bias is None else t.bias.detach().float()
-
-    def norm(x: torch.Tensor) -> torch.Tensor:
-        if case.is_rms:
-            return torch.nn.functional.rms_norm(x, (case.cols,), weight, EPS)
-        return torch.nn.functional.layer_norm(x, (case.cols,), weight, bias, EPS)
-
-    activation, scale = case.activation
-    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]]
-    functions = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
-    if not case.backward:
-        extra = []
-        if t.residual is not None:
-            x = (x + t.residual.float()).to(t.x.dtype)
-            extra = [x]
-            x = x.float()
-        y = norm(x)
-        if activation is not None:
-            y = functions[activation](y)
-        return [y * scale, *extra]
-    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias) if tensor is not None]
-    y = norm(x)
-    if activation is not None:
-        y = functions[activation](y)
-    assert t.dy is not None
-    dx, *of_parameters = torch.autograd.grad(y * scale, leaves, t.dy.float())
-    if t.dresidual is not None:
-        dx = dx + t.dresidual.float()
-    return [dx, *of_parameters]
-
-
-def _modulated_reference(case: Case, t: Inputs) -> list[torch.Tensor]:
-    """As `reference`; backward by autograd of the forward, in the order of `ours`."""
-
-    def leaf(tensor: torch.Tensor | None) -> torch.Tensor:
-        assert tensor is not None
-        return tensor.detach().float().clone().requires_grad_(case.backward)
-
-    def modulated(x: torch.Tensor) -> torch.Tensor:
-        norm = torch.nn.functional.rms_norm if case.is_rms else torch.nn.functional.layer_norm
-        return norm(x, (case.cols,), eps=EPS) * (1 + scale) + shift
-
-    shift, scale = leaf(t.shift), leaf(t.scale)
-    if not case.backward:
-        x = t.x.float()
-        if t.residual is None:
-            return [modulated(x)]
-        total = (t.residual.float() + leaf(t.gate) * x).to(t.x.dtype)
-        return [modulated(total.float()), total]
-    assert t.dy is not None
-    dy = t.dy.float()
-    if t.dresidual is None:
-        x = leaf(t.x)
-        return list(torch.autograd.grad(modulated(x), (x, shift, scale), dy))
-    x, gate = leaf(t.input), leaf(t.gate)
-    residual = (t.x.float() - gate * x).detach().requires_grad_()
-    total = residual + gate * x
-    return list(
-        torch.autograd.grad(
-            (modulated(total), total), (x, residual, gate, shift, scale), (dy, t.dresidual.float())
-        )
-    )
-
-
 def error(result: object, expected: list[torch.Tensor]) -> float:
     """The largest relative error (in the 2-norm) over the outputs; NaN if any output has one."""
     outputs = [result] if isinstance(result, torch.Tensor) else list(result)  # type: ignore[call-overload]
@@ -140,39 +58,6 @@ def error(result: object, expected: list[torch.Tensor]) -> float:
     return worst
 
 
-class Ways:
-    """Times calls of a case in two more ways than the benchmark does."""
-
-    def __init__(self, case: Case, inputs: list[Inputs], seconds: float) -> None:
-        self.case = case
-        self.seconds = seconds
-        tensors = [one.x if one.dy is None else one.dy for one in inputs]
-        # Each write stores the same values again, so that results can still be checked.
-        self.writes: list[timing.Call] = [
-            functools.partial(torch.mul, tensor.clone(), 1, out=tensor) for tensor in tensors
-        ]
-        self.writes_us = self._time(self.writes)
-
-    def resident(self, calls: list[timing.Call]) -> float:
-        """Microseconds of a call, where all calls' tensors together fill at most a quarter of L2.
-
-        A call that is larger than that is timed alone, and its tensors may leave L2.
-        """
-        return self._time(calls[: max(1, timing.l2_bytes() // (4 * self.case.bytes))])
-
-    def written(self, calls: list[timing.Call]) -> float:
-        """Microseconds that a call adds to a kernel that writes its input right in front of it."""
-
-        def both(write: timing.Call, call: timing.Call) -> timing.Call:
-            return lambda: (write(), call())[1]
-
-        pairs = [both(*pair) for pair in zip(self.writes, calls, strict=True)]
-        return self._time(pairs) - self.writes_us
-
-    def _time(self, calls: list[timing.Call]) -> float:
-        return time_calls(self.case, calls, seconds=self.seconds)
-
-
 def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
     """Times one case as planned and under each of the options, and prints a line for each."""
     check, seconds = not arguments.no_check, arguments.seconds
@@ -181,9 +66,8 @@ def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
     target = "" if case.target is None else f", target {case.target:.2f}"
     print(f"\n{case.name}: copy {copy_us:.1f} us{target}", flush=True)
     inputs = make_inputs(case)
-    expected = reference(case, inputs[0]) if check else []
+    expected = providers.reference(case, inputs[0]) if check else []
     calls = [ours(case, one) for one in inputs]
-    ways = Ways(case, inputs, seconds) if arguments.ways else None
     times: list[tuple[float, str]] = []
     for label, plan in options_of(case, forces, current_device()):
         try:
@@ -192,8 +76,6 @@ def tune(case: Case, forces: list[str], arguments: argparse.Namespace) -> None:
             torch.cuda.synchronize()
             us = time_calls(case, calls, seconds=seconds)
             note = f"  error {wrong:.1e}" if check else ""
-            if ways:
-                note += f"  in L2 {ways.resident(calls):.2f}, written {ways.written(calls):.2f}"
         except (RuntimeError, ValueError) as problem:
             sentence = str(problem).strip().splitlines()[0]
             print(f"  {label:<48} failed: {sentence}", flush=True)
@@ -299,14 +181,15 @@ def plan_under(options: str | None, case: Case, device: dict[str, int]) -> Plan:
 def plan_of(case: Case, device: dict[str, int]) -> Plan:
     """The plan of a case on a device, under the options in force."""
     problem: dict[str, Any] = {
-        "backward": case.backward, "residual": case.residual, "y_dtype": case.torch_out_dtype,
-        "weight_dtype": case.torch_weight_dtype, "has_epilogue": case.activation != (None, 1.0),
+        "backward": case.backward, "residual": case.family.residual,
+        "y_dtype": case.torch_out_dtype, "weight_dtype": case.torch_weight_dtype,
+        "has_epilogue": case.family.activation is not None or case.family.scale != 1.0,
     }  # fmt: skip
-    if case.modulated:
+    if case.modulation:
         problem["weight_dtype"] = case.torch_modulation_dtype
         *groups, _ = case.modulation_shape
         problem["group_rows"] = case.rows // math.prod(groups)
-        problem["gated"] = case.backward and case.residual
+        problem["gated"] = case.backward and case.family.residual
     describe = torch.ops.fused_layernorm._plan
     plan = json.loads(describe(case.rows, case.cols, case.torch_dtype, **problem, **device))
     if plan is None:  # no plan for both: the norm and its gate have a launch each
@@ -322,19 +205,13 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("lines", nargs="*", metavar="CASE | FORCE | ...")
-    parser.add_argument("--file", help="read further lines from this file")
     parser.add_argument("--force", action="append", default=[], help="options tried on every case")
     parser.add_argument("--list", action="store_true", help="print the options, time nothing")
     parser.add_argument("--no-check", action="store_true", help="do not compare with PyTorch")
-    parser.add_argument("--ways", action="store_true", help="time small calls in two more ways")
     parser.add_argument("--plan", action="store_true", help="print the plan of each line")
     parser.add_argument("--seconds", type=float, default=0.03, help="device time per measurement")
     arguments = parser.parse_args(argv)
-    lines = list(arguments.lines)
-    if arguments.file:
-        text = Path(arguments.file).read_text()
-        lines += [line.split("#")[0] for line in text.splitlines()]
-    work = [parse_line(line, arguments.force) for line in lines if line.strip()]
+    work = [parse_line(line, arguments.force) for line in arguments.lines]
 
     if arguments.list:
         import fused_layernorm  # noqa: F401  (registers the operators)

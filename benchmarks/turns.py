@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
@@ -47,36 +48,22 @@ def run(module: str, calls: Sequence[Sequence[str]], jobs: int, seconds: float) 
     the process has ended.
     """
     start = time.monotonic()
-    waiting = list(range(len(calls)))
-    running: dict[int, subprocess.Popen[bytes]] = {}
-    problems: list[str | None] = [None] * len(calls)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    number = waiting.pop(0)
-                    if time.monotonic() - start > seconds:
-                        problems[number] = "no time"
-                        continue
-                    command = [sys.executable, "-m", module, *calls[number]]
-                    command += ["--lock", str(Path(folder) / "lock")]
-                    with (Path(folder) / str(number)).open("wb") as out:
-                        running[number] = subprocess.Popen(command, stdout=out, stderr=out)
-                for number, process in list(running.items()):
-                    if time.monotonic() - start > seconds:
-                        process.kill()
-                        process.wait()
-                    if process.poll() is None:
-                        continue
-                    del running[number]
-                    said = (Path(folder) / str(number)).read_text(errors="replace")
-                    print(f"{time.monotonic() - start:.0f} s: {' '.join(calls[number])}\n{said}",
-                          flush=True)  # fmt: skip
-                    if process.returncode != 0:
-                        last = said.strip().splitlines()[-1:] or [""]
-                        problems[number] = f"ended with {process.returncode}: {last[0]}"
-                time.sleep(0.05)
-        finally:
-            for process in running.values():
-                process.kill()
-    return problems
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(jobs, 1)) as pool:
+        lock = ["--lock", str(Path(folder) / "lock")]
+
+        def one(call: Sequence[str]) -> str | None:
+            left = seconds - (time.monotonic() - start)
+            if left <= 0:
+                return "no time"
+            command = [sys.executable, "-m", module, *call, *lock]
+            output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            try:
+                ended = subprocess.run(command, timeout=left, check=False, **output)  # type: ignore[call-overload]
+            except subprocess.TimeoutExpired:
+                return "no time: it was killed"
+            said = f"{time.monotonic() - start:.0f} s: {' '.join(call)}"
+            print(f"{said}\n{ended.stdout}", flush=True)
+            last = ended.stdout.strip().splitlines()[-1:] or [""]
+            return f"ended with {ended.returncode}: {last[0]}" if ended.returncode else None
+
+        return list(pool.map(one, calls))

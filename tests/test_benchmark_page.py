@@ -12,7 +12,9 @@ if not (ROOT / "benchmarks").is_dir():
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
 from benchmarks import plot, report, results, run  # noqa: E402
-from benchmarks.cases import SHORT_NAMES  # noqa: E402
+
+NEW = {"date": "2026-01-02T03:04:05+00:00", "csrc_sha256": "0123456789abcdef" * 4}
+OLD = {"date": "2026-01-01T03:04:05+00:00", "csrc_sha256": "0"}
 
 
 def row(op, rows, cols, dtype, tensors=2, **more):
@@ -24,73 +26,55 @@ def row(op, rows, cols, dtype, tensors=2, **more):
     return {**identity, **base, **more}
 
 
+def model_row(variant, wall, **more):
+    name = "transformers Qwen3, 2048 wide, 6 layers, 4x4096"
+    return {"model": name, "mode": "training", "variant": variant, "wall_ms": wall, **more}
+
+
 @pytest.fixture
 def made():
-    bf16 = ((32_768, 1024), (65_536, 2048), (32_768, 4096))
-    fp32 = ((8192, 1024), (8192, 4096), (16_384, 4096), (1, 768))
     rows = [
-        *(row("forward", *size, "bfloat16") for size in bf16),
-        *(row("forward", *size, "float32") for size in fp32),
+        *(row("forward", *size, "bfloat16") for size in ((32_768, 1024), (32_768, 4096))),
+        *(row("forward", *size, "float32") for size in ((8192, 4096), (1, 768))),
         row("backward", 32_768, 4096, "bfloat16", tensors=3),
+        row("rms_forward", 32_768, 4096, "bfloat16", liger_us=400.0),
     ]
-    return {"device": "NVIDIA G1 80GB", "driver": "1.2", "torch": "2.13.0", "rows": rows,
-            "date": "2026-01-02T03:04:05+00:00", "csrc_sha256": "0123456789abcdef" * 4}  # fmt: skip
+    return {"device": "NVIDIA G1 80GB", "driver": "1.2", "torch": "2.13.0", "rows": rows, **NEW,
+            "models": {**NEW, "rows": [model_row("eager", 200.0, device_ms=20.0, peak_gib=3.0),
+                                       model_row("swap", 100.0, device_ms=18.0)]}}  # fmt: skip
 
 
 def test_the_files_are_of_the_results():
     report.main(["--check"])
 
 
-def test_results_file_round_trip(made, tmp_path):
-    path = tmp_path / "results" / "gpu.json"
-    results.write(path, made)
-    assert results.read(path) == made
-    assert len(path.read_text().splitlines()) > len(made["rows"]), "one line per measurement"
-    results.update(path, "sweep", {"worst": []})
-    assert results.read(path) == {**made, "sweep": {"worst": []}}
-
-
-def test_summary_shows_every_row_and_what_was_skipped(made):
-    del made["rows"][0]["ours_us"]
+def test_a_run_says_what_misses(made):
     made["skipped"] = ["eager: no time"]
-    _, *lines, text = run.summary(made).split("\n", len(made["rows"]) + 1)
-    for case, line in zip(map(results.case_of, made["rows"]), lines, strict=True):
-        assert case.op in line
-    assert f"of {len(made['rows']) - 1} rows pass" in text
-    assert "eager: no time" in text
+    made["rows"][0]["ours_us"] *= 2
+    text = run.summary(made)
+    assert "### RMSNorm, forward" in text
+    assert "forward 32768x1024 bfloat16: MISS target" in text
+    assert "skipped eager: no time" in text
 
 
-def test_cards_stand_side_by_side(made):
-    other = {**made, "device": "NVIDIA G2", "clocks": "SM 1980 MHz", "rows": made["rows"][:3]}
-    made |= {"rms_norm": "QuACK", "skipped": ["cudnn: no time"]}
-    made["rows"][3]["liger_us"] = 1.0
-    assert report.cards([made, other]) == ["G1", "G2"]
-    assert report.cards([made, made]) == ["G1 80GB", "G1 80GB"]
-    block = report.readme_block([made, other])
-    assert "| G1 forward | G1 backward | G2 forward | G2 backward |" in block
-    cells = "134 us, 100%, 3.0x, - | 134 us, 150%, 3.0x, - | 134 us, 100%, 3.0x, - | -"
-    assert f"| LayerNorm, 4,096 wide | 32,768 x 4,096 bf16 | {cells} |" in block
-    text = report.page([made, other])
-    assert "| clocks | - | SM 1980 MHz |" in text
-    assert "- cudnn: no time\n" in text
-    assert "| kernels of eager RMSNorm | QuACK | - |" in text
-    assert "| peers not installed | Apex, QuACK | Liger, Apex, QuACK, cuDNN |" in text
-    assert "| LayerNorm, backward | G1 | 1 | 150% (150%) | eager PyTorch 3.0x (3.0x) |" in text
-    assert (
-        "| 8,192 x 4,096 | float32 | 67.1 | 67.1 | 100% | 3.00x | - | - | - | - | - | - |" in text
-    )
-
-
-def test_the_readme_shows_few_rows_of_few_or_no_results(made):
-    for _, shape, short, op in report.README_ROWS:
-        if len(shape) > 3:
-            continue
-        samples = {"samples": shape[0], "modulation": "sample"} if len(shape) == 3 else {}
-        rows = shape[0] * shape[1] if samples else shape[0]
-        made["rows"].append(row(f"{op}forward", rows, shape[-1], SHORT_NAMES[short], **samples))
-    block = report.readme_block([made])
-    assert block.count("\n| ") == 1 + report.README_LINES
-    assert report.readme_block([]) == report.NO_RESULTS
+def test_page_and_readme_say_what_was_measured(made):
+    made |= {"rms_norm": "QuACK", "skipped": ["apex: apex is not installed", "cudnn: no time"]}
+    text = report.page(made, ["the results of the G2"])
+    assert "| kernels of eager RMSNorm | QuACK |" in text
+    assert "| peers not installed | Apex, FlashInfer, QuACK, vLLM |" in text
+    assert "Not measured:\n\n- cudnn: no time\n" in text
+    assert "Left out:\n\n- the results of the G2\n" in text
+    faster = "eager PyTorch 3.0x (3.0x), Liger 3.0x (3.0x)"
+    assert f"| RMSNorm, forward | 1 | 100% (100%) | {faster} |" in text
+    assert "| 8,192 x 4,096 | float32 | 67.1 | 67.1 | 100% | 3.00x | - |" in text
+    swapped = "swapped | 100 (0.50) | 18.0 (0.90) | - | - | - |"
+    assert f"| {made['models']['rows'][0]['model']} | training | {swapped}" in text
+    block = report.readme_block(made)
+    cells = "134 us, 100%, 3.0x, - | -"
+    assert f"| RMSNorm of Llama | 32,768 x 4,096 bf16 | {cells} |" in block
+    assert "81,920 tokens/s (3.0 GiB) | **163,840 tokens/s** |" in block
+    assert report.readme_block({}) == report.NO_RESULTS
+    assert report.NO_RESULTS in report.page({}, [])
     text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
     assert report.replace_block(text, "new") == text.replace("old", "new")
     with pytest.raises(ValueError, match="expected one"):
@@ -99,75 +83,70 @@ def test_the_readme_shows_few_rows_of_few_or_no_results(made):
 
 def test_what_falls_short_is_listed(made):
     def section():
-        text = report.page([made])
+        text = report.page(made, [])
         return text[text.index("## What falls short") : text.index("## Every case")]
 
     assert section().count("None.") == 2
     slow, beaten = made["rows"][0], made["rows"][1]
     slow["ours_us"] = slow["copy_us"] / 0.6
     beaten["compile_us"] = 0.5 * beaten["ours_us"]
-    assert "| G1 | LayerNorm, forward | 32,768 x 1,024 | bfloat16 | 60% |" in section()
-    assert "| 65,536 x 2,048 | bfloat16 | compile | 134 | 67.1 | 0.50x |" in section()
+    assert "| LayerNorm, forward | 32,768 x 1,024 | bfloat16 | 60% |" in section()
+    assert "| 32,768 x 4,096 | bfloat16 | compile | 134 | 67.1 | 0.50x |" in section()
+    made["rows"] += [{**slow, "rows": 32_768 + n} for n in range(20)]
+    assert section().count("| 60% |") == report.LISTED
+    assert "And 12 more" in section()
 
 
-def test_parts_of_another_day_say_so(made):
+def test_only_results_of_one_code_are_shown(made):
+    """The report that is newest, and of it what is of its own code."""
     worst = row("forward", 8, 71, "bfloat16", compile_us=2.7) | {"ours_us": 3.0, "eager_us": 3.3}
-    same = {"date": made["date"], "csrc_sha256": made["csrc_sha256"]}
-    older = {"date": "2026-01-01T03:04:05+00:00", "csrc_sha256": "0"}
-    made["sweep"] = {**same, "points": 2000, "slower": 0, "worst": [worst]}
-    made["sweep_compile"] = {**older, "points": 250, "slower": 1, "worst": [worst]}
-    made["overhead_stamp"] = older
+    made["sweep"] = {**NEW, "points": 2000, "slower": 0, "worst": [worst]}
+    made["sweep_compile"] = {**OLD, "points": 250, "slower": 1, "worst": [worst]}
+    made["overhead_stamp"] = OLD
     made["call_overhead"] = {"grad": {"ours_us": 9.0, "rms_eager_us": 8.0, "rms_ours_us": 6.0}}
-    made["models"] = {**older, "rows": [
-        {"model": "BERT", "mode": "training", "variant": variant, "device_ms": ms}
-        for variant, ms in (("eager", 20.0), ("swap", 18.0))
-    ]}  # fmt: skip
-    text = report.page([made])
+    shown, left_out = report.newest([{**made, **OLD, "device": "NVIDIA G2"}, made])
+    assert shown["device"] == made["device"]
+    assert [line.split(",")[0] for line in left_out] == [
+        "the results of the NVIDIA G2", "sweep_compile", "overhead_stamp"
+    ]  # fmt: skip
+    text = report.page(shown, left_out)
     assert "none is slower (measured on 2026-01-02). The" in text
-    assert "1 is slower (measured on 2026-01-01, of another state of csrc). The" in text
-    assert "| LayerNorm, forward | 8 x 71 | bfloat16 | 3.00 | 2.70 | 0.90x |" in text
-    assert "| forward with gradients | 9.00 | 8.00 | 6.00 (0.75) |" in text
-    assert "| BERT | training | swapped | - | 18.0 (0.90) | - | - |" in text
-    assert "| whole models | 2026-01-01 |" in text
-
-
-def test_curves_are_bandwidth_of_the_largest_tensors(made):
-    drawn = plot.roofline_curves(made["rows"], "forward")
-    assert [(label, cols) for label, _, cols, _ in drawn] == [
-        ("copy speed", [1024, 2048, 4096]),
-        ("bfloat16", [1024, 2048, 4096]),
-    ]
-    assert drawn[0][3] == pytest.approx([4.0] * 3)
-    assert plot.curve(made["rows"][-1:], "ours_us")[1] == pytest.approx([6.0])  # a third tensor
-    assert plot.points_of(made["rows"], "forward", "float32")[-1]["rows"] == 16_384
+    assert "| LayerNorm, forward | 8 x 71 | bfloat16 | 3.00 | 3.30 | 1.10x |" in text
+    assert "against torch.compile" not in text
+    assert "Host time" not in text
+    assert "FusedRMSNorm" in report.page({**made, "overhead_stamp": NEW}, [])
 
 
 def test_old_files_are_found_and_written_anew(made, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    cpu = {"date": "2026", "csrc_sha256": "0", "threads": 1, "call_overhead": {}, "tensors": []}
-    results.write(tmp_path / "cpu.json", {"device": "A CPU", "torch": "2.13.0", "cpu": cpu})
+    for stamp, shown in ((NEW, True), (OLD, False)):
+        cpu = {**stamp, "threads": 1, "call_overhead": {}}
+        results.write(tmp_path / "cpu.json", {"device": "A CPU", "torch": "2", "cpu": cpu})
+        assert ("## A CPU" in report.page(made, [])) == shown
     assert results.by_card() == []
-    made["rows"].append(row("rms_forward", 32_768, 4096, "bfloat16"))
     results.write(tmp_path / "g1.json", made)
-    results.write(tmp_path / "g0.json", {**made, "device": "G0", "date": "2025-01-01"})
-    assert [found["device"] for found in results.by_card()] == ["NVIDIA G1 80GB", "G0"]
+    assert results.read(tmp_path / "g1.json") == made
+    results.write(tmp_path / "g0.json", {**made, **OLD, "device": "G0"})
     monkeypatch.setattr(results, "ROOT", tmp_path)
-    for name in ("PICTURE", "BLOCK_PICTURE", "PLOTS"):
-        monkeypatch.setattr(plot, name, tmp_path / "docs" / f"{name}.svg")
+    monkeypatch.setattr(plot, "STEPS", tmp_path / "docs" / "steps.svg")
+    monkeypatch.setattr(plot, "PLOTS", tmp_path / "docs" / "plots")
     plot.PLOTS.mkdir(parents=True)
     monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "benchmarks.md")
     monkeypatch.setattr(report, "README", tmp_path / "README.md")
     report.README.write_text(f"{report.BEGIN}\n{report.END}\n")
     (plot.PLOTS / "old.svg").write_text("")
-    assert len(report.outdated(results.by_card())) == 6
+    with pytest.raises(SystemExit) as caught:
+        report.main(["--check"])
+    assert len(str(caught.value).splitlines()) == 6
     report.main(["--write"])
     report.main(["--check"])
-    assert "(measured on 2026, of another state of csrc)" in report.PAGE.read_text()
-    first = plot.PICTURE.read_text()
-    assert "RMSNorm, backward" in first
+    assert sorted(path.name for path in plot.PLOTS.iterdir()) == ["nvidia-g1-80gb.svg"]
+    first = plot.STEPS.read_text()
+    assert "fused_layernorm" in first
+    assert plot.marks(made["rows"], "backward", "ours_us") == ([4096], [pytest.approx(1.5, 0.01)])
     report.main(["--write"])
-    assert plot.PICTURE.read_text() == first, "drawing again changes nothing"
+    assert plot.STEPS.read_text() == first, "drawing again changes nothing"
     results.write(tmp_path / "g1.json", {**made, "date": "2026-02-02T03:04:05+00:00"})
     with pytest.raises(SystemExit, match="is not of the results files"):
         report.main(["--check"])

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The families of operators that are measured, one row of a table each.
+
+A family says how its tensors lie, how many of them must move, which operator of this package
+computes it, and how models write it in PyTorch (`stock`). All else follows: the inputs
+(benchmarks.ours), the eager, compiled and float32 results and their gradients
+(benchmarks.providers), the operators' names (`<family>forward`, `<family>backward`), the headings
+of the page. So a new operator is a row here, and rows of cases in benchmarks.cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from benchmarks.cases import Case
+
+EPS = 1e-5
+Tensors = dict[str, Tensor]
+Stock = Callable[["Case", Tensors], Any]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
+
+# How x lies, and the sizes that name a case.
+ROWS = "rows"  # rows x columns
+SAMPLES = "samples"  # samples x tokens x columns, with modulations of a sample or of a token
+IMAGE = "image"  # N x C x H x W
+HEADS = "heads"  # samples x positions x heads x columns of q and of k, inside a packed qkv tensor
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table.
+
+    `inputs` are the tensors of a forward call, `gradients` those of them in whose order our
+    backward operator gives gradients. `tensors` is how many tensors of x's size must move, forward
+    and backward, y or dy among them, and `columns` how many of a row's size (weights, biases and
+    their gradients); `modulations` counts shift, scale, gate and their gradients. `operator` is the
+    forward operator of torch.ops.fused_layernorm and, with "_backward" behind it, the backward one;
+    `options` are those of its arguments that are no tensors and have other values than OPTIONS.
+    `groups` of an image is the number of groups of a sample's channels, each of which is a row.
+    """
+
+    name: str
+    title: str
+    stock: Stock
+    operator: str = "layer_norm"
+    backward_operator: str = ""
+    inputs: tuple[str, ...] = ("x", "weight", "bias")
+    gradients: tuple[str, ...] = ("x", "weight", "bias")
+    tensors: tuple[int, int] = (2, 3)
+    columns: tuple[int, int] = (2, 3)
+    modulations: tuple[int, int] = (0, 0)
+    layout: str = ROWS
+    groups: int | None = None
+    ways: tuple[str, ...] = ("forward", "backward")
+    activation: str | None = None
+    scale: float = 1.0
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_rms(self) -> bool:
+        return ("statistic", "rms") in self.options
+
+    @property
+    def residual(self) -> bool:
+        return "residual" in self.inputs
+
+    @property
+    def nhwc(self) -> bool:
+        """Whether y and dx have the channels of a pixel side by side."""
+        return self.layout == IMAGE and "nhwc" in self.name
+
+    @property
+    def operators(self) -> tuple[str, str]:
+        return self.operator, self.backward_operator or f"{self.operator}_backward"
+
+
+# ---- How models write them.
+
+
+def norm(case: Case, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """The case's norm of the last dimension, in y's dtype.
+
+    PyTorch takes no half-precision x beside float32 parameters: x is cast, as autocast does.
+    """
+    if weight is not None:
+        x = x.to(weight.dtype)
+    if case.family.is_rms:
+        y = F.rms_norm(x, (case.cols,), weight, EPS)
+    else:
+        y = F.layer_norm(x, (case.cols,), weight, bias, EPS)
+    return y.to(case.torch_out_dtype) if case.mixed else y
+
+
+def activated(case: Case, y: Tensor) -> Tensor:
+    family = case.family
+    if family.activation is not None:
+        y = ACTIVATIONS[family.activation](y)
+    return y if family.scale == 1.0 else y * family.scale
+
+
+def plain(case: Case, t: Tensors) -> Any:
+    return activated(case, norm(case, t["x"], t["weight"], t.get("bias")))
+
+
+def added(case: Case, t: Tensors) -> Any:
+    total = t["x"] + t["residual"]
+    return norm(case, total, t["weight"], t.get("bias")), total
+
+
+def modulated(case: Case, t: Tensors) -> Any:
+    """As diffusion transformers write it: beside float32 modulations x and the sum are cast."""
+    wide, x = case.torch_modulation_dtype, t["x"]
+    if case.family.residual:
+        x = (t["residual"].to(wide) + t["gate"] * x).to(case.torch_dtype)
+    y = (norm(case, x.to(wide)) * (1 + t["scale"]) + t["shift"]).to(case.torch_dtype)
+    return (y, x) if case.family.residual else y
+
+
+def to_nchw(rows: Tensor) -> Tensor:
+    """The same (N, H, W, C) in memory of NCHW."""
+    return rows.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+
+
+class _GradientInNchw(torch.autograd.Function):
+    """x itself; its gradient goes back to a network in NCHW."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return to_nchw(dx)
+
+
+def channels(case: Case, t: Tensors) -> Any:
+    """x is a permuted view of NCHW; what follows takes NCHW, or in the nhwc families NHWC."""
+    if case.family.nhwc:
+        return norm(case, t["x"], t["weight"], t["bias"])
+    x: Any = _GradientInNchw.apply(t["x"]) if torch.is_grad_enabled() else t["x"]
+    return to_nchw(norm(case, x, t["weight"], t["bias"]))
+
+
+def heads(case: Case, t: Tensors) -> Any:
+    """RMSNorm of q and k, and the rotation of halves as transformers writes it."""
+    found = []
+    for name in ("q", "k"):
+        y = F.rms_norm(t[name], (case.cols,), t[f"{name}_weight"], EPS)
+        if "cos" in t:
+            half = case.cols // 2
+            turned = torch.cat((-y[..., half:], y[..., :half]), dim=-1)
+            y = y * t["cos"].unsqueeze(-2) + turned * t["sin"].unsqueeze(-2)
+        found.append(y)
+    return tuple(found)
+
+
+# ---- The table.
+
+RMS = (("statistic", "rms"),)
+XW, XRW = ("x", "weight"), ("x", "residual", "weight")
+ADA, GATED = ("x", "shift", "scale"), ("x", "residual", "gate", "shift", "scale")
+QK = ("q", "k", "q_weight", "k_weight")
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("", "LayerNorm", plain),
+        Family("gelu_scale_", "LayerNorm, GELU and a scale", plain, columns=(2, 4),
+               activation="gelu", scale=2.0),
+        Family("add_", "Residual addition and LayerNorm", added, "add_layer_norm",
+               "layer_norm_backward", (*XRW, "bias"), tensors=(4, 4)),
+        Family("silu_", "LayerNorm and SiLU", plain, ways=("forward",), activation="silu"),
+        Family("gelu_", "LayerNorm and GELU", plain, ways=("forward",), activation="gelu"),
+        Family("ada_", "Modulated LayerNorm", modulated, "ada_layer_norm", inputs=ADA,
+               gradients=ADA, columns=(0, 0), modulations=(2, 3), layout=SAMPLES),
+        Family("add_ada_", "Gated sum and modulated LayerNorm", modulated, "add_ada_layer_norm",
+               inputs=GATED, gradients=("residual", "x", "gate", "shift", "scale"), tensors=(4, 6),
+               columns=(0, 0), modulations=(3, 5), layout=SAMPLES),
+        Family("rms_", "RMSNorm", plain, inputs=XW, gradients=XW, columns=(1, 2), options=RMS),
+        Family("add_rms_", "Residual addition and RMSNorm", added, "add_layer_norm",
+               "layer_norm_backward", XRW, XW, tensors=(4, 4), columns=(1, 2), options=RMS),
+        Family("channels_", "LayerNorm over channels", channels, layout=IMAGE,
+               options=(("keeps_order", True),)),
+        Family("channels_nhwc_", "LayerNorm over channels, x NCHW and y NHWC", channels,
+               layout=IMAGE),
+        Family("ada_rms_", "Modulated RMSNorm", modulated, "ada_layer_norm", inputs=ADA,
+               gradients=ADA, columns=(0, 0), modulations=(2, 3), layout=SAMPLES, options=RMS),
+        Family("qk_norm_", "RMSNorm of the heads of q and k", heads, "qk_norm_rope", inputs=QK,
+               gradients=QK, columns=(0, 0), layout=HEADS, options=RMS),
+        Family("qk_norm_rope_", "RMSNorm and rotation of the heads of q and k", heads,
+               "qk_norm_rope", inputs=(*QK, "cos", "sin"), gradients=QK, columns=(0, 0),
+               layout=HEADS, options=RMS),
+    )
+}  # fmt: skip
+
+
+def ops_of(*families: Family) -> tuple[str, ...]:
+    return tuple(f"{family.name}{way}" for family in families for way in family.ways)
+
+
+def family_of(op: str) -> Family:
+    """The family of an operator; raises ValueError for an unknown one."""
+    name = op.removesuffix("forward").removesuffix("backward")
+    family = FAMILIES.get(name)
+    if family is None or op.removeprefix(name) not in family.ways:
+        known = ", ".join(ops_of(*FAMILIES.values()))
+        raise ValueError(f"unknown op {op!r}: known are {known}")
+    return family

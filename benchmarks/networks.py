@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of benchmarks.models: transformers', timm's, torchvision's and diffusers', and blocks.
+
+All have random weights. Decoders and diffusion transformers have their real sizes, but few layers.
+MODELS at the end is the table: a model is a row, and a function that builds it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks import timing
+
+MODES = ("training", "inference")
+# A model, its inputs as keyword arguments, and the loss of its output.
+Built = tuple[Any, dict[str, torch.Tensor], Callable[[Any], torch.Tensor]]
+
+
+# ---- transformers and timm.
+
+
+def language_model(name: str, batch: int, length: int, **options: Any) -> Built:
+    """A model of transformers that gives logits of tokens, without dropout."""
+    import transformers
+
+    config = getattr(transformers, name.partition("For")[0].removesuffix("LMHeadModel") + "Config")
+    config = config(**options)
+    tokens = torch.randint(config.vocab_size, (batch, length))
+    model = getattr(transformers, name)(config)
+    return (
+        model,
+        {"input_ids": tokens},
+        lambda output: F.cross_entropy(
+            output.logits.flatten(0, 1).float(), tokens.to(output.logits.device).flatten()
+        ),
+    )
+
+
+def decoder(name: str, width: int, layers: int, heads: int, batch: int = 4) -> Built:
+    """A decoder of transformers at its real width, with few layers: "Qwen3", "Llama", "Gemma3"."""
+    import transformers
+
+    prefix = f"{name}Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{prefix}Config")(
+        vocab_size=32_768, hidden_size=width, intermediate_size=3 * width,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=max(1, heads // 4),
+        head_dim=128, max_position_embeddings=4096, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    tokens = torch.randint(config.vocab_size, (batch, 4096))
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    # The model computes its loss, which Liger fuses with the last product.
+    return model, {"input_ids": tokens, "labels": tokens}, lambda output: output.loss
+
+
+def image_classifier(name: str, batch: int = 64, **options: Any) -> Built:
+    """A model of transformers that gives logits of images, without dropout."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(num_labels=1000, **options)
+    model = getattr(transformers, f"{name}ForImageClassification")(config)
+    images = {"pixel_values": torch.randn(batch, 3, 224, 224)}
+    return model, images, _class_loss(batch, lambda output: output.logits)
+
+
+def timm_model(name: str, batch: int = 64) -> Built:
+    import timm
+
+    inputs = {"x": torch.randn(batch, 3, 224, 224)}
+    model = timm.create_model(name, drop_path_rate=0.0)  # no random drops: losses can be compared
+    return model, inputs, _class_loss(batch, lambda output: output)
+
+
+def _class_loss(batch: int, logits: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    labels = torch.randint(1000, (batch,))
+
+    def loss(output: Any) -> torch.Tensor:
+        scores = logits(output)
+        return F.cross_entropy(scores.float(), labels.to(scores.device))
+
+    return loss
+
+
+# ---- Diffusion transformers.
+
+
+def squared_error(*shape: int) -> Callable[[Any], torch.Tensor]:
+    """The mean squared error of the model's first output against noise, as a training loss."""
+    noise = torch.randn(shape)
+
+    def loss(output: Any) -> torch.Tensor:
+        sample = output if isinstance(output, torch.Tensor) else output[0]
+        return F.mse_loss(sample.float(), noise.to(sample.device))
+
+    return loss
+
+
+def dit(layers: int = 8, heads: int = 16, batch: int = 32, side: int = 32) -> Built:
+    """DiT-XL/2: side x side latents of 4 channels, so (side / 2)^2 tokens."""
+    from diffusers import DiTTransformer2DModel
+
+    with torch.device(timing.DEVICE):
+        model: Any = DiTTransformer2DModel(num_layers=layers, num_attention_heads=heads,
+                                      out_channels=8, sample_size=side)  # fmt: skip
+        for module in model.modules():  # otherwise training drops labels at random
+            if hasattr(module, "dropout_prob"):
+                module.dropout_prob = 0.0
+        inputs = {
+            "hidden_states": torch.randn(batch, 4, side, side),
+            "timestep": torch.randint(1000, (batch,)),
+            "class_labels": torch.randint(1000, (batch,)),
+        }
+        return model, inputs, squared_error(batch, 8, side, side)
+
+
+def sd3(
+    layers: int = 6, heads: int = 38, batch: int = 2, side: int = 128, words: int = 333,
+    text: int = 4096,
+) -> Built:  # fmt: skip
+    """Stable Diffusion 3.5 large: (side / 2)^2 tokens of the image beside those of the text."""
+    from diffusers import SD3Transformer2DModel
+
+    with torch.device(timing.DEVICE):
+        model = SD3Transformer2DModel(
+            sample_size=side, num_layers=layers, num_attention_heads=heads,
+            caption_projection_dim=64 * heads, joint_attention_dim=text,
+            pos_embed_max_size=max(192, side), qk_norm="rms_norm",
+        )  # fmt: skip
+        inputs = {
+            "hidden_states": torch.randn(batch, 16, side, side),
+            "encoder_hidden_states": torch.randn(batch, words, text),
+            "pooled_projections": torch.randn(batch, 2048),
+            "timestep": torch.randint(1000, (batch,)),
+        }
+        return model, inputs, squared_error(batch, 16, side, side)
+
+
+def flux(
+    layers: int = 2, single_layers: int = 4, heads: int = 24, side: int = 64, words: int = 512,
+    text: int = 4096,
+) -> Built:  # fmt: skip
+    """Flux: side^2 tokens of the image beside those of the text, one sample."""
+    from diffusers import FluxTransformer2DModel
+
+    with torch.device(timing.DEVICE):
+        model = FluxTransformer2DModel(
+            num_layers=layers, num_single_layers=single_layers, num_attention_heads=heads,
+            joint_attention_dim=text, guidance_embeds=True,
+        )  # fmt: skip
+        places = torch.arange(side, dtype=torch.float32)
+        grid = torch.cartesian_prod(places, places)
+        inputs = {
+            "hidden_states": torch.randn(1, side * side, 64),
+            "encoder_hidden_states": torch.randn(1, words, text),
+            "pooled_projections": torch.randn(1, 768),
+            "timestep": torch.rand(1),
+            "guidance": torch.full((1,), 3.5),
+            "img_ids": F.pad(grid, (1, 0)),
+            "txt_ids": torch.zeros(words, 3),
+        }
+        return model, inputs, squared_error(1, side * side, 64)
+
+
+def wan(
+    layers: int = 4, heads: int = 12, hidden: int = 8960, frames: int = 21, height: int = 60,
+    width: int = 104, words: int = 512, text: int = 4096,
+) -> Built:  # fmt: skip
+    """Wan 2.1 1.3B: frames x height / 2 x width / 2 tokens (5 seconds of 480p), one sample."""
+    from diffusers import WanTransformer3DModel
+
+    with torch.device(timing.DEVICE):
+        model = WanTransformer3DModel(num_layers=layers, num_attention_heads=heads,
+                                      ffn_dim=hidden, text_dim=text)  # fmt: skip
+        inputs = {
+            "hidden_states": torch.randn(1, 16, frames, height, width),
+            "timestep": torch.randint(1000, (1,)),
+            "encoder_hidden_states": torch.randn(1, words, text),
+        }
+        return model, inputs, squared_error(1, 16, frames, height, width)
+
+
+# ---- Norms over the channels of NCHW: NAFNet (Chen et al., 2022), torchvision's ConvNeXt.
+
+
+class NafBlock(nn.Module):
+    """A block of NAFNet: two gated halves, each behind a norm over channels."""
+
+    def __init__(self, width: int) -> None:
+        from transformers.models.vitdet.modeling_vitdet import VitDetLayerNorm
+
+        super().__init__()
+        wide = 2 * width
+        self.norm1, self.norm2 = VitDetLayerNorm(width), VitDetLayerNorm(width)
+        self.expand1, self.expand2 = (nn.Conv2d(width, wide, 1) for _ in range(2))
+        self.depthwise = nn.Conv2d(wide, wide, 3, padding=1, groups=wide)
+        self.attention = nn.Conv2d(width, width, 1)
+        self.reduce1, self.reduce2 = (nn.Conv2d(width, width, 1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.depthwise(self.expand1(self.norm1(x))).chunk(2, dim=1)
+        gated = first * second
+        x = x + self.reduce1(gated * self.attention(gated.mean((2, 3), keepdim=True)))
+        first, second = self.expand2(self.norm2(x)).chunk(2, dim=1)
+        return x + self.reduce2(first * second)
+
+
+class NafBlocks(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # by name, as the models are called
+        return super().forward(x)
+
+
+def nafnet(layers: int = 4, size: tuple[int, int, int, int] = (8, 64, 256, 256)) -> Built:
+    with torch.device(timing.DEVICE):
+        model = NafBlocks(*(NafBlock(size[1]) for _ in range(layers)))
+        return model, {"x": torch.randn(size)}, squared_error(*size)
+
+
+def torchvision_convnext(batch: int = 64) -> Built:
+    from torchvision.models import convnext_tiny
+
+    with torch.device(timing.DEVICE):
+        model = convnext_tiny(stochastic_depth_prob=0.0)  # losses can be compared
+        return model, {"x": torch.randn(batch, 3, 224, 224)}, squared_error(batch, 1000)
+
+
+# ---- The table.
+
+
+@dataclass(frozen=True)
+class Model:
+    """How a model is built and measured: the Python package that it needs, what one of its steps
+    works through, and whether it is trained with half-precision weights, not under autocast."""
+
+    package: str
+    build: Callable[[], Built]
+    units: tuple[int, str]
+    half: bool = False
+    modes: tuple[str, ...] = MODES
+    dtype: torch.dtype = torch.bfloat16
+    channels_last: bool = False
+
+
+TOKENS = (4 * 4096, "tokens")
+IMAGES = (64, "images")
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS: dict[str, Model] = {
+    "transformers BERT-base 16x512": Model(
+        "transformers", lambda: language_model("BertForMaskedLM", 16, 512, **NO_DROPOUT),
+        (16 * 512, "tokens")),
+    "transformers GPT-2 8x1024": Model(
+        "transformers", lambda: language_model(
+            "GPT2LMHeadModel", 8, 1024, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            use_cache=False),
+        (8 * 1024, "tokens")),
+    "transformers ViT-B/16 64x224": Model(
+        "transformers", lambda: image_classifier("ViT", **NO_DROPOUT), IMAGES),
+    **{f"transformers {name}, {width} wide, {layers} layers, 4x4096": Model(
+           "transformers", functools.partial(decoder, name, width, layers, heads), TOKENS, True)
+       for name, width, layers, heads in (("Qwen3", 2048, 6, 16), ("Llama", 4096, 4, 32),
+                                          ("Gemma3", 2560, 6, 8))},
+    "transformers ConvNeXt-T 64x224": Model(
+        "transformers", lambda: image_classifier("ConvNext"), IMAGES),
+    "NAFNet blocks, 4 layers, 8x64x256x256": Model(
+        "transformers", nafnet, (8, "images"), True),
+    "torchvision ConvNeXt-T 64x224": Model("torchvision", torchvision_convnext, IMAGES),
+    **{f"timm {name} 64x224": Model("timm", functools.partial(timm_model, known), IMAGES)
+       for name, known in (("ViT-B/16", "vit_base_patch16_224"), ("ConvNeXt-T", "convnext_tiny"),
+                           ("Swin-T", "swin_tiny_patch4_window7_224"))},
+    "diffusers DiT-XL/2, 8 layers": Model("diffusers", dit, (32, "images"), True),
+    # In torch 2.11 its backward pass ends in an illegal address, even stock and in eager mode.
+    "diffusers Flux, 2+4 layers": Model(
+        "diffusers", flux, (1, "images"), True, modes=("inference",)),
+    "diffusers SD3.5-large, 6 layers": Model("diffusers", sd3, (2, "images"), True),
+    "diffusers Wan 1.3B, 4 layers": Model("diffusers", wan, (1, "videos"), True),
+}  # fmt: skip
+
+
+def units_of(name: str) -> tuple[int, str]:
+    """What a step of this model works through; nothing for a model that is not known any more."""
+    return MODELS[name].units if name in MODELS else (0, "")
