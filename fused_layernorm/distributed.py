@@ -86,13 +86,13 @@ def register_sharding_rules() -> None:
             def outputs(placement: Placement) -> list[Placement]:
                 if not operator.gives_statistics:
                     return [placement] * of_rows
-                mean = Replicate() if a.options.is_rms else placement
+                mean = Replicate() if a.is_rms else placement
                 return [*[placement] * of_rows, mean, placement]
 
             def inputs(placement: Placement) -> list[Any]:
                 return only_placements(operator.lay_out(placed(a, a.input, placement)))
 
-            found = acceptable(a.input.ndim - a.options.normalized_ndim)
+            found = acceptable(a.input.ndim - a.normalized_ndim)
             return [(outputs(placement), inputs(placement)) for placement in found]
 
         return rules

@@ -46,7 +46,7 @@ def norm_rope(
         _seq_dim(seq_dim), _eps(eps, statistic, input), statistic, weight_offset,
         bool(round_before_weight), bool(interleaved),
     )  # fmt: skip
-    return _serve(a)[0]
+    return _run(a)[0]
 
 
 def qk_norm_rope(
@@ -122,13 +122,13 @@ def qk_norm_rope(
         _seq_dim(seq_dim), _eps(eps, statistic, q), statistic, weight_offset,
         bool(round_before_weight), bool(interleaved),
     )  # fmt: skip
-    return _serve(a)
+    return _run(a)
 
 
-def _serve(a: HeadArguments) -> tuple[Tensor, Tensor]:
+def _run(a: HeadArguments) -> tuple[Tensor, Tensor]:
     """The results; without k, an empty tensor is the second."""
     _check_types(a)
-    if a.q.dim() == 4 and (a.needs_grad_of_angles or not a.takes_kernel):
+    if a.q.dim() == 4 and (a.needs_grad_of_angles or not a.has_kernel):
         check(a)
         return by_formula(a)
     if _is_compiling():

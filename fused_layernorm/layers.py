@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .functional import Kind, layer_norm, may_serve, serve, takes_norm
+from . import calls
+from .functional import layer_norm
 from .ops import heads
+from .ops.operators import describe
+from .stock import are_supported, norm_is_supported
 from .swap import rotations
 from .swap.rotations import Rotation
 
@@ -35,7 +38,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        if not takes_norm(input, weight, bias, self.eps):
+        if not norm_is_supported(input, weight, bias, self.eps):
             return nn.LayerNorm.forward(self, input)  # type: ignore[arg-type]
         return layer_norm(input, weight, bias, self.eps, normalized_shape=self.normalized_shape)
 
@@ -82,7 +85,7 @@ class RotaryPosEmb(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         cls: Any = type(self)
         rotation = _rotation(cls) if unsqueeze_dim == 1 else None
-        if rotation is not None and rotations.takes(rotation, q, k, cos, sin):
+        if rotation is not None and rotations.is_supported(rotation, q, k, cos, sin):
             return rotations.rotate(rotation, q, k, None, cos, sin)
         given = () if unsqueeze_dim == 1 else (unsqueeze_dim,)  # as functions that have it default
         found: tuple[Tensor, Tensor] = cls.forward(self, q, k, cos, sin, *given)
@@ -158,25 +161,34 @@ def _rotated(rotation: Rotation, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rms_norm(module: Any, x: Tensor, weight_offset: float) -> Tensor:
     order = _order_of_casts(type(module), weight_offset)
     weight: Any = getattr(module, "weight", None)
-    if order is None or not _takes(x, weight):
+    if order is None or not _are_supported(x, weight):
         return type(module).forward(module, x)
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    kind = Kind("rms", weight_offset, order[0])
     # Named, because autocast, which does not change what such a class gives, would change it here.
     out_dtype = torch.promote_types(weight.dtype, x.dtype) if order[1] else x.dtype
     if weight.dtype is not x.dtype:
         weight = weight.float()
-    return serve(x, None, weight, None, eps, tuple(weight.shape), None, 1.0, out_dtype, kind)
+    a = describe(
+        x,
+        weight=weight,
+        eps=eps,
+        out_dtype=out_dtype,
+        statistic="rms",
+        weight_offset=weight_offset,
+        round_before_weight=order[0],
+    )
+    y: Tensor = calls.run(a)
+    return y
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _takes(x: Tensor, weight: Any) -> bool:
+def _are_supported(x: Tensor, weight: Any) -> bool:
     """Whether such classes compute in float32 with x and weight, as the kernels do."""
     return (
         isinstance(weight, Tensor)
-        and may_serve(x, weight)
+        and are_supported(x, weight)
         and x.dtype in _DTYPES
         and weight.dtype in _DTYPES
         and x.layout is torch.strided

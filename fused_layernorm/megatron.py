@@ -13,15 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import modules
-from .functional import LAYER, RMS, Kind, serve
+from . import calls, modules
+from .ops.operators import describe
 
-_KINDS = {
-    ("LayerNorm", False): LAYER,
-    ("LayerNorm", True): Kind("layer", 1.0),
-    ("RMSNorm", False): RMS,
-    ("RMSNorm", True): Kind("rms", 1.0),
-}
+_STATISTICS = {"LayerNorm": "layer", "RMSNorm": "rms"}
 
 
 def _is_zero_centered(
@@ -90,10 +85,22 @@ class _Slot(nn.Module):
             wide = torch.promote_types(weight.dtype, torch.float32)
             weight = weight.to(wide)
             bias = None if bias is None else bias.to(wide)
-        kind = _KINDS[self.normalization, self.zero_centered_gamma]
-        shape = norm.normalized_shape
-        y: Tensor = serve(input, None, weight, bias, norm.eps, shape, None, 1.0, None, kind)
-        return y
+        statistic, shape = _STATISTICS[self.normalization], norm.normalized_shape
+        if not (self.zero_centered_gamma or calls.is_compiling()):
+            y = calls.plain(statistic == "rms", input, shape, weight, bias, norm.eps)
+            if y is not None:
+                return y
+        a = describe(
+            input,
+            weight=weight,
+            bias=bias,
+            normalized_ndim=calls.normalized_ndim(input, weight, bias, shape),
+            eps=norm.eps,
+            statistic=statistic,
+            weight_offset=1.0 if self.zero_centered_gamma else 0.0,
+        )
+        found: Tensor = calls.run(a)
+        return found
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (

@@ -10,38 +10,22 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.nn import functional as F
 
+from . import stock
+from .calls import plain
 from .functional import (
-    ASKS,
-    LAYER,
-    RMS,
     ada_layer_norm,
     add_ada_layer_norm,
     add_layer_norm,
     add_rms_norm,
-    is_pytorchs,
     layer_norm,
     rms_norm,
-    takes_norm,
-    torchs_layer_norm,
-    torchs_rms_norm,
 )
-from .ops import autograd_library as _autograd_library
-from .ops.arguments import check_kind, check_options, name_of
+from .ops.arguments import check_options, check_statistic, name_of
 from .ops.load import operators
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_in_transform = torch._C._are_functorch_transforms_active
-_is_tracing = torch._C._is_tracing
-
-# What an operator raises for arguments that it does not take, and what an unswap by another thread
-# leads to: the call is made again in full, and raises again what is still wrong. Other exceptions
-# pass through, such as that by which activation checkpointing ends a recomputation.
-_OF_OPERATORS = (AttributeError, RuntimeError, TypeError, ValueError)
 
 Forward = TypeVar("Forward", bound=Callable[..., Tensor])
 
@@ -132,40 +116,27 @@ class FusedLayerNorm(nn.LayerNorm):
 
     @_scripted_as(_scripted_forward)
     def forward(self, input: Tensor) -> Tensor:
-        # A plain call in this one frame, for every frame costs host time. Attributes are read where
-        # nn.Module keeps them, because to find them takes time too; a computed one is not there.
-        # Modes may want to see the call below, and so may a tool that has replaced PyTorch's
-        # function. torch.jit.trace crashes where an operator has raised what is caught here.
-        if type(input) is Tensor and not (_is_compiling() or _function_modes() or _is_tracing()):
-            module = self.__dict__
-            parameters: dict[str, Any] = module["_parameters"]
-            weight, bias = parameters.get("weight", False), parameters.get("bias", False)
-            shape: Any = module.get("normalized_shape")
-            eps: Any = module.get("eps")
+        # The shortest way. Attributes are read where nn.Module keeps them, because to find them
+        # takes host time; one that is computed is not there. A tool that has replaced PyTorch's
+        # function may want to see the call below.
+        if not _is_compiling() and F.layer_norm is stock.layer_norm:
             try:
-                if (
-                    shape is not None
-                    and eps == eps
-                    and (weight is None or type(weight) is Parameter)
-                    and (bias is None or type(bias) is Parameter)
-                    and isinstance(self, FusedLayerNorm)
-                    and self.activation is None
-                    and self.out_dtype is None
-                    and self.scale == 1.0
-                    and F.layer_norm is torchs_layer_norm
-                ):
-                    if not input.is_cuda:
-                        if is_pytorchs(input, weight, bias, eps, LAYER):
-                            return torch.layer_norm(input, shape, weight, bias, eps)
-                    elif _autograd_library.active and not (_in_transform() or _dispatch_modes()):
-                        return torch.layer_norm(input, shape + ASKS, weight, bias, eps)
-            except _OF_OPERATORS:
-                pass  # PyTorch's function takes it, or the call below says what is wrong.
+                module = self.__dict__
+                parameters = module["_parameters"]
+                weight, bias = parameters["weight"], parameters["bias"]
+                shape, eps = module["normalized_shape"], module["eps"]
+                is_plain = self.activation is None and self.out_dtype is None and self.scale == 1.0
+            except (AttributeError, KeyError):  # also where another thread unswaps the module
+                is_plain = False
+            if is_plain:
+                y = plain(False, input, shape, weight, bias, eps)
+                if y is not None:
+                    return y
         was_layer_norm = getattr(self, "_was_layer_norm", None)
         if was_layer_norm is None:  # a bound method that outlived unswap_norms
             return type(self).forward(self, input)
         weight, bias, eps = self.weight, self.bias, self.eps
-        if was_layer_norm and not takes_norm(input, weight, bias, eps):
+        if was_layer_norm and not stock.norm_is_supported(input, weight, bias, eps):
             return nn.LayerNorm.forward(self, input)
         options = _options(self, "activation", "scale", "out_dtype")
         return layer_norm(
@@ -274,7 +245,7 @@ class FusedRMSNorm(nn.RMSNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         check_options(activation, scale, out_dtype)
-        check_kind("rms", weight_offset, self.weight)
+        check_statistic("rms", weight_offset, self.weight)
         if bias and elementwise_affine:
             self.bias = nn.Parameter(torch.zeros_like(self.weight))
         else:
@@ -302,37 +273,30 @@ class FusedRMSNorm(nn.RMSNorm):
 
     @_scripted_as(_scripted_forward)
     def forward(self, x: Tensor) -> Tensor:
-        # A plain call in this one frame, as in FusedLayerNorm.
-        if type(x) is Tensor and not (_is_compiling() or _function_modes() or _is_tracing()):
-            module = self.__dict__
-            parameters: dict[str, Any] = module["_parameters"]
-            weight = parameters.get("weight", False)
-            shape, eps = module.get("normalized_shape"), module.get("eps", False)
+        # The shortest way, as in FusedLayerNorm.
+        if not _is_compiling() and F.rms_norm is stock.rms_norm:
             try:
-                if (
-                    shape is not None
-                    and eps is not False
-                    and parameters.get("bias", False) is None
-                    and (weight is None or type(weight) is Parameter)
-                    and isinstance(self, FusedRMSNorm)
+                module = self.__dict__
+                parameters = module["_parameters"]
+                weight, shape, eps = parameters["weight"], module["normalized_shape"], module["eps"]
+                is_plain = (
+                    parameters["bias"] is None
                     and self.activation is None
                     and self.out_dtype is None
                     and self.scale == 1.0
                     and self.weight_offset == 0.0
                     and not self.round_before_weight
-                    and F.rms_norm is torchs_rms_norm
-                ):
-                    if not x.is_cuda:
-                        if is_pytorchs(x, weight, None, eps, RMS):
-                            return torch.rms_norm(x, shape, weight, eps)
-                    elif _autograd_library.active and not (_in_transform() or _dispatch_modes()):
-                        return torch.rms_norm(x, shape + ASKS, weight, eps)
-            except _OF_OPERATORS:
-                pass  # nn.RMSNorm takes it, or the call below says what is wrong.
+                )
+            except (AttributeError, KeyError):  # also where another thread unswaps the module
+                is_plain = False
+            if is_plain:
+                y = plain(True, x, shape, weight, None, eps)
+                if y is not None:
+                    return y
         was_rms_norm = getattr(self, "_was_rms_norm", None)
         if was_rms_norm is None:  # a bound method that outlived unswap_norms
             return type(self).forward(self, x)
-        if was_rms_norm and not takes_norm(x, self.weight, None, self.eps):
+        if was_rms_norm and not stock.norm_is_supported(x, self.weight, None, self.eps):
             return nn.RMSNorm.forward(self, x)
         options = _options(
             self, "weight_offset", "round_before_weight", "activation", "scale", "out_dtype"
@@ -480,7 +444,7 @@ class FusedAdaLayerNorm(nn.LayerNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         check_options(None, 1.0, out_dtype)
-        check_kind(statistic, 0.0, self.weight)
+        check_statistic(statistic, 0.0, self.weight)
         self.statistic = statistic
         self.out_dtype = out_dtype
 

@@ -177,7 +177,7 @@ class _InPython:
 _in_python: dict[str, _InPython] = {}
 
 
-def _takes(x: Tensor, shape: Any, *parameters: Tensor | None) -> bool:
+def _is_valid(x: Tensor, shape: Any, *parameters: Tensor | None) -> bool:
     """Whether these are valid by PyTorch's rules, and for the kernels."""
     leading = x.dim() - len(shape)
     return (
@@ -194,7 +194,7 @@ def _takes(x: Tensor, shape: Any, *parameters: Tensor | None) -> bool:
     )
 
 
-def _takes_backward(dy: Tensor, x: Tensor, ndim: int, *statistics: Tensor) -> bool:
+def _is_valid_backward(dy: Tensor, x: Tensor, ndim: int, *statistics: Tensor) -> bool:
     shape = (*x.shape[: x.dim() - ndim], *[1] * ndim)
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     return (dy.dtype, dy.device, dy.shape) == (x.dtype, x.device, x.shape) and all(
@@ -208,13 +208,13 @@ def _takes_backward(dy: Tensor, x: Tensor, ndim: int, *statistics: Tensor) -> bo
 def _layer_norm(
     x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Any:
-    if not _takes(x, shape, weight, bias) or eps != eps:
+    if not _is_valid(x, shape, weight, bias) or eps != eps:
         return None
     return load.layer_norm_forward(x, len(shape), weight, bias, eps)
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
-    if not _takes(x, shape, weight) or eps != eps:
+    if not _is_valid(x, shape, weight) or eps != eps:
         return None
     options = (arguments.rms_eps(eps, x), None, 1.0, None, "rms")
     y, _, rstd = load.layer_norm_forward(x, len(shape), weight, None, *options)
@@ -223,14 +223,14 @@ def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -
 
 def _layer_norm_backward(*args: Any) -> Any:
     dy, x, shape, mean, rstd, weight, bias, mask = args
-    if not _takes_backward(dy, x, len(shape), mean, rstd):
+    if not _is_valid_backward(dy, x, len(shape), mean, rstd):
         return None
     return _backward(dy, x, shape, mean, rstd, weight, bias, mask, "layer")
 
 
 def _rms_norm_backward(*args: Any) -> Any:
     dy, x, shape, rstd, weight, mask = args
-    if not _takes_backward(dy, x, len(shape), rstd):
+    if not _is_valid_backward(dy, x, len(shape), rstd):
         return None
     mean = rstd.new_empty(0)
     found = _backward(dy, x, shape, mean, rstd, weight, None, [*mask, False], "rms")
@@ -241,7 +241,7 @@ def _backward(
     dy: Tensor, x: Tensor, shape: Any, mean: Tensor, rstd: Tensor, *others: Any
 ) -> tuple[Tensor | None, ...] | None:
     weight, bias, mask, statistic = others
-    if not _takes(x, shape, weight, bias):
+    if not _is_valid(x, shape, weight, bias):
         return None
     if (mask[1] and weight is None) or (mask[2] and bias is None):
         return None

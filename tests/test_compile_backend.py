@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import fused_layernorm
 from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm
 from fused_layernorm.compile import backend as ways
-from fused_layernorm.compile import graph_pass, replace, rules
-from fused_layernorm.compile.rules import Choice, Columns, Kind, Problem, choose
-from fused_layernorm.ops.aten_forward import twin
+from fused_layernorm.compile import choice, graph_pass, replace, rules
+from fused_layernorm.compile.rules import Choice, Columns, Fusion, Problem, choose
+from fused_layernorm.ops.aten_forward import aten_variant
 from fused_layernorm.ops.operators import ADD_ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +64,8 @@ def inputs(width=32, device="cpu"):
 
 # Skips a test where plain torch.compile cannot choose between the kernels and Inductor.
 chooses = pytest.mark.skipif(
-    not fused_layernorm.functional.CHOOSES, reason="Dynamo of torch 2.10 cannot follow the choice"
+    not choice.CHOOSES,
+    reason="Dynamo of torch 2.10 cannot follow the choice",
 )
 
 
@@ -232,7 +233,7 @@ def test_what_is_left_to_inductor_in_inference(context):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("operator", [LAYER_NORM, ADD_LAYER_NORM, ADD_ADA_LAYER_NORM])
-def test_twins_give_the_same(device, operator, dtype):
+def test_aten_variants_give_the_same(device, operator, dtype):
     def make(*shape):
         return torch.randn(*shape, device=device).to(dtype).requires_grad_()
 
@@ -245,7 +246,7 @@ def test_twins_give_the_same(device, operator, dtype):
     }[operator]
     leaves = [arg for arg in args if isinstance(arg, torch.Tensor)]
     found = []
-    for overload in (operator.overload, twin(operator).overload):
+    for overload in (operator.overload, aten_variant(operator).overload):
         outputs = overload(*args)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         loss = sum((out.double() * torch.arange(16, device=device)).sum() for out in outputs)
@@ -255,18 +256,18 @@ def test_twins_give_the_same(device, operator, dtype):
 
 
 @pytest.mark.parametrize("operator", [LAYER_NORM, ADD_LAYER_NORM])
-def test_twins_differentiate_twice_and_forward(operator):
+def test_aten_variants_differentiate_twice_and_forward(operator):
     x, residual = (torch.randn(2, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    rows = (x, residual)[: 1 + operator.takes_residual]
+    rows = (x, residual)[: 1 + operator.has_residual]
 
     def call(*rows):
-        return twin(operator).overload(*rows, 1, None, None, 1e-5)
+        return aten_variant(operator).overload(*rows, 1, None, None, 1e-5)
 
     torch.autograd.gradcheck(call, rows, check_forward_ad=True)
     torch.autograd.gradgradcheck(call, rows)
 
 
-def test_twins_check_their_arguments():
+def test_aten_variants_check_their_arguments():
     with pytest.raises(RuntimeError, match="expected weight of shape"):
         OPERATORS.aten_layer_norm.default(torch.randn(2, 8), 1, torch.randn(7), None, 1e-5)
 
@@ -564,36 +565,39 @@ RMS: dict[str, Any] = {"statistic": "rms"}
 @pytest.mark.parametrize(
     ("problem", "choice"),
     [
-        (Problem(Kind.PLAIN, 768, True), Choice.INDUCTOR),
-        (Problem(Kind.PLAIN, 1152, True), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 4096, False), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 4096, True), Choice.INDUCTOR),
-        (Problem(Kind.PLAIN, 32768, True), Choice.KERNEL),
-        (Problem(Kind.PLAIN, None, True), Choice.KERNEL),
-        (Problem(Kind.RESIDUAL, 768, False), Choice.INDUCTOR),
-        (Problem(Kind.MODULATED, 768, True), Choice.KERNEL),
-        (Problem(Kind.MODULATED, None, True), Choice.KERNEL),
-        (Problem(Kind.ACTIVATED, 1024, True), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 768, True, with_inductor=False), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 768, True, deterministic=True), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 96, False), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 256, True, Columns.PLANES), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 256, True, Columns.PLANES, True, **RMS), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 96, False, Columns.APART), Choice.INDUCTOR),
-        (Problem(Kind.PLAIN, 96, False, Columns.APART, True), Choice.PYTORCH),
-        (Problem(Kind.ACTIVATED, 96, False, Columns.APART, True), Choice.PYTORCH),
-        (Problem(Kind.PLAIN, 96, False, Columns.APART, True, False), Choice.KERNEL),
-        (Problem(Kind.PLAIN, None, False, Columns.APART), Choice.INDUCTOR),
-        (Problem(Kind.MODULATED, 96, False, Columns.APART), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 96, True, with_hidden_casts=True), Choice.PYTORCH),
-        (Problem(Kind.PLAIN, 1152, True, with_hidden_casts=True), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 96, True, deterministic=True, with_hidden_casts=True), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 4096, False, **RMS), Choice.INDUCTOR),
-        (Problem(Kind.RESIDUAL, 2880, True, **RMS), Choice.INDUCTOR),
-        (Problem(Kind.PLAIN, None, True, **RMS), Choice.INDUCTOR),
-        (Problem(Kind.MODULATED, 4096, True, **RMS), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 4096, True, with_inductor=False, **RMS), Choice.KERNEL),
-        (Problem(Kind.PLAIN, 4096, True, deterministic=True, **RMS), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 768, True), Choice.INDUCTOR),
+        (Problem(Fusion.PLAIN, 1152, True), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 4096, False), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 4096, True), Choice.INDUCTOR),
+        (Problem(Fusion.PLAIN, 32768, True), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, None, True), Choice.KERNEL),
+        (Problem(Fusion.RESIDUAL, 768, False), Choice.INDUCTOR),
+        (Problem(Fusion.MODULATED, 768, True), Choice.KERNEL),
+        (Problem(Fusion.MODULATED, None, True), Choice.KERNEL),
+        (Problem(Fusion.ACTIVATED, 1024, True), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 768, True, with_inductor=False), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 768, True, deterministic=True), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 96, False), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 256, True, Columns.CHANNELS), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 256, True, Columns.CHANNELS, True, **RMS), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 96, False, Columns.APART), Choice.INDUCTOR),
+        (Problem(Fusion.PLAIN, 96, False, Columns.APART, True), Choice.PYTORCH),
+        (Problem(Fusion.ACTIVATED, 96, False, Columns.APART, True), Choice.PYTORCH),
+        (Problem(Fusion.PLAIN, 96, False, Columns.APART, True, False), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, None, False, Columns.APART), Choice.INDUCTOR),
+        (Problem(Fusion.MODULATED, 96, False, Columns.APART), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 96, True, with_hidden_casts=True), Choice.PYTORCH),
+        (Problem(Fusion.PLAIN, 1152, True, with_hidden_casts=True), Choice.KERNEL),
+        (
+            Problem(Fusion.PLAIN, 96, True, deterministic=True, with_hidden_casts=True),
+            Choice.KERNEL,
+        ),
+        (Problem(Fusion.PLAIN, 4096, False, **RMS), Choice.INDUCTOR),
+        (Problem(Fusion.RESIDUAL, 2880, True, **RMS), Choice.INDUCTOR),
+        (Problem(Fusion.PLAIN, None, True, **RMS), Choice.INDUCTOR),
+        (Problem(Fusion.MODULATED, 4096, True, **RMS), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 4096, True, with_inductor=False, **RMS), Choice.KERNEL),
+        (Problem(Fusion.PLAIN, 4096, True, deterministic=True, **RMS), Choice.KERNEL),
     ],
 )
 def test_rules(problem, choice):

@@ -21,10 +21,12 @@ from fused_layernorm import (
     ada_layer_norm,
     add_ada_layer_norm,
     add_layer_norm,
+    calls,
     layer_norm,
 )
+from fused_layernorm.compile import rules
 from fused_layernorm.ops import arguments
-from fused_layernorm.ops.operators import Arguments, Options
+from fused_layernorm.ops.operators import describe
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
@@ -88,10 +90,10 @@ LAYER_NORM = [
     Bad("no normalized_shape", ValueError, weight=None,
         sentence="expected normalized_shape, weight or bias, got none of them"),
     Bad("normalized_shape that is not weight's", RuntimeError, options={"normalized_shape": (4, 8)},
-        sentence="expected weight of shape normalized_shape [4, 8], got shape [8]"),
+        sentence="expected weight of shape [4, 8], the last dimensions of input, got shape [8]"),
     Bad("normalized_shape that is not bias's", RuntimeError,
         bias=((4, 8), F32), options={"normalized_shape": (8,)},
-        sentence="expected bias of shape normalized_shape [8], got shape [4, 8]"),
+        sentence="expected bias of shape [8], the last dimensions of input, got shape [4, 8]"),
     Bad("empty normalized_shape", RuntimeError, weight=None, options={"normalized_shape": ()},
         sentence="expected normalized_shape to have at least one dimension, got ()"),
     Bad("normalized_shape of floats", TypeError, weight=None, options={"normalized_shape": (8.0,)},
@@ -257,6 +259,14 @@ def test_sentence_under_compile(bad):
     assert bad.sentence in str(caught.value).replace("\\'", "'")
 
 
+def test_sentence_where_the_rules_choose_pytorchs_norm(monkeypatch):
+    monkeypatch.setattr(rules, "DEVICES", {"cpu"})
+    torch._dynamo.reset()
+    compiled = torch.compile(fused_layernorm.rms_norm, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="expected input of at least the 3 dimensions"):
+        compiled(torch.ones(4, 8), normalized_shape=(2, 4, 8))
+
+
 @pytest.mark.parametrize("bad", LAYER_NORM, ids=str)
 def test_types_are_those_of_pytorch(bad):
     """One except clause catches our error and, if F.layer_norm refuses the input too, its error."""
@@ -396,7 +406,7 @@ def test_layouts(device, function, names, what, kind, requires_grad):
 )
 def test_more_rows_or_columns_than_the_kernels_index(shape, ndim, sentence):
     x = torch.empty(shape, device="meta")
-    a = Arguments(x, None, None, None, Options(ndim, 1e-5))
+    a = describe(x, normalized_ndim=ndim)
     arguments.check(a)  # the limit is that of our kernels, which do not run here
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(shape, device="cuda")
@@ -590,7 +600,7 @@ def test_a_failed_allocation_is_out_of_memory(device, monkeypatch, add):
         def fail(*args):
             raise failure
 
-        monkeypatch.setattr(fused_layernorm.functional, name, fail)
+        monkeypatch.setattr(calls, name, fail)
         with pytest.raises(type(failure)) as caught:
             function(*(x, x)[: 1 + add], normalized_shape=(8,))
         return caught.value

@@ -160,7 +160,7 @@ def in_float32(c, made):
     """The results of PyTorch's operators in float32, which round nothing before the end."""
     made = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.float, made)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heads.HeadArguments, "takes_kernel", False)
+        patch.setattr(heads.HeadArguments, "has_kernel", False)
         return ours(replace(c, dtype=F32, weight_dtype=None), made)
 
 

@@ -24,8 +24,9 @@ from fused_layernorm import (
     ada_layer_norm,
     add_ada_layer_norm,
     add_layer_norm,
-    functional,
+    calls,
     layer_norm,
+    stock,
     swap_layer_norm,
     swap_norms,
     unswap_norms,
@@ -186,13 +187,13 @@ def operators(monkeypatch):
     """The names of the package's operators that run."""
     names = []
     for name in ("_layer_norm", "_add_layer_norm", "_ada_layer_norm", "_add_ada_layer_norm"):
-        operator = getattr(functional, name)
+        operator = getattr(calls, name)
 
-        def record(*args, name=name, operator=operator):
+        def record(a, name=name, operator=operator):
             names.append(name.removeprefix("_"))
-            return operator(*args)
+            return operator(a)
 
-        monkeypatch.setattr(functional, name, record)
+        monkeypatch.setattr(calls, name, record)
     return names
 
 
@@ -220,25 +221,24 @@ FUSED = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_calls_on_the_cpu_are_pytorchs(operators, monkeypatch, name):
-    monkeypatch.setattr(functional, "_cpu_operators", False)
+    monkeypatch.setattr(stock, "_cpu_operators", False)
     x, w, b = torch.randn(3, 8, requires_grad=True), torch.randn(8), torch.randn(8)
     y = PLAIN[name](x, w, b)
     assert operators == []
     assert type(y.grad_fn).__name__ == "NativeLayerNormBackward0"
-    monkeypatch.setattr(functional, "_cpu_operators", True)
+    monkeypatch.setattr(stock, "_cpu_operators", True)
     torch.testing.assert_close(PLAIN[name](x, w, b), y)
     assert operators == ["layer_norm"]
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_other_calls_on_the_cpu_are_the_operators(operators, monkeypatch, name):
-    monkeypatch.setattr(functional, "_cpu_operators", False)
+    monkeypatch.setattr(stock, "_cpu_operators", False)
     FUSED[name](torch.randn(3, 8), torch.randn(8), torch.randn(8))
     assert operators == ["add_layer_norm" if name == "residual" else "layer_norm"]
 
 
 MODULATIONS: dict[str, dict[str, tuple[int, ...]]] = {
-    "none": {},
     "sample": {"shift": (2, 1, 8), "scale": (2, 1, 8), "gate": (2, 1, 8)},
     "token": {"shift": (2, 3, 8), "scale": (2, 3, 8), "gate": (2, 3, 8)},
     "shift": {"shift": (8,)},
@@ -250,7 +250,7 @@ MODULATIONS: dict[str, dict[str, tuple[int, ...]]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODULATIONS)
 def test_plain_modulations_on_the_cpu_are_pytorchs(operators, monkeypatch, name, dtype):
-    monkeypatch.setattr(functional, "_cpu_operators", False)
+    monkeypatch.setattr(stock, "_cpu_operators", False)
     x, residual = torch.randn(2, 2, 3, 8, dtype=dtype).unbind()
     given: dict[str, Any] = {
         key: torch.randn(shape, dtype=dtype) for key, shape in MODULATIONS[name].items()
@@ -259,12 +259,12 @@ def test_plain_modulations_on_the_cpu_are_pytorchs(operators, monkeypatch, name,
     z = ada_layer_norm(x, **given)
     y, h = add_ada_layer_norm(x, residual, gate, **given)
     assert operators == []
-    monkeypatch.setattr(functional, "_cpu_operators", True)
+    monkeypatch.setattr(stock, "_cpu_operators", True)
     tolerance: dict[str, Any] = {"rtol": 0.03, "atol": 0.03} if dtype != torch.float32 else {}
     torch.testing.assert_close(z, ada_layer_norm(x, **given), **tolerance)
     torch.testing.assert_close((y, h), add_ada_layer_norm(x, residual, gate, **given), **tolerance)
-    assert operators == ["ada_layer_norm", "add_ada_layer_norm"]
-    monkeypatch.setattr(functional, "_cpu_operators", False)
+    assert operators == ["ada_layer_norm" if given else "layer_norm", "add_ada_layer_norm"]
+    monkeypatch.setattr(stock, "_cpu_operators", False)
     for wrong in (torch.zeros(5, 2, 3, 8, dtype=dtype), torch.zeros(4)):
         with pytest.raises(RuntimeError, match="broadcast"):
             ada_layer_norm(x, wrong)
@@ -276,7 +276,7 @@ def test_normalized_shape_rules_over_a_replaced_weight(device):
     norm.bias = nn.Parameter(torch.zeros(4, device=device))
     with pytest.raises(RuntimeError, match="expected input whose last dimensions"):
         norm(torch.randn(3, 4, device=device))
-    with pytest.raises(RuntimeError, match=r"expected weight of shape .* \[8\].*, got shape \[4\]"):
+    with pytest.raises(RuntimeError, match=r"expected weight of shape \[8\].*, got shape \[4\]"):
         norm(torch.randn(3, 8, device=device))
 
 

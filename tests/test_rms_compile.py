@@ -49,7 +49,7 @@ def options_of(graph_module):
     operators = {
         operator.overload: operator for operator in (LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM)
     }
-    return operators[node.target].arguments(*node.args).options
+    return operators[node.target].arguments(*node.args)
 
 
 # ---- Ways to write an RMSNorm ------------------------------------------------------------------
@@ -365,7 +365,7 @@ _residual = model("h = residual + x; norm(h, weight), h", llama)
                  model("F.rms_norm(x, (D,), weight, 1e-6)")],
 )  # fmt: skip
 def test_forward_is_left_to_inductor(device, function):
-    """The twin computes the same, and its backward pass is this package's."""
+    """The aten_ variant computes the same, and its backward pass is this package's."""
     t = tensors(BF16, device=device)
     expected = outputs_and_gradients(function, t)
     operators = []
@@ -382,7 +382,7 @@ def test_forward_is_left_to_inductor(device, function):
         torch.testing.assert_close(found[1][name], expected[1][name], rtol=0.02, atol=0.05)
 
 
-@pytest.mark.skipif(not fused_layernorm.functional.CHOOSES, reason="Dynamo of torch 2.10")
+@pytest.mark.skipif(not fused_layernorm.compile.choice.CHOOSES, reason="Dynamo of torch 2.10")
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("options", [{}, {"weight_offset": 1.0, "round_before_weight": True}])
 def test_calls_under_plain_compile(device, options, dynamic):
@@ -404,10 +404,10 @@ def test_calls_under_plain_compile(device, options, dynamic):
     assert operators_of(graphs[0]) == expected
 
 
-@pytest.mark.skipif(not fused_layernorm.functional.CHOOSES, reason="Dynamo of torch 2.10")
+@pytest.mark.skipif(not fused_layernorm.compile.choice.CHOOSES, reason="Dynamo of torch 2.10")
 def test_swapped_classes_under_compile(device, monkeypatch):
     """A swapped class is its own forward in a graph, where the graph pass finds it."""
-    monkeypatch.setattr(fused_layernorm.functional, "_cpu_operators", True)
+    monkeypatch.setattr(fused_layernorm.stock, "_cpu_operators", True)
     graphs = []
 
     def seen(graph_module, example_inputs):

@@ -12,7 +12,7 @@ from swaps import copies, fused
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm import functional, layers, swap_norms, unswap_norms
+from fused_layernorm import layers, stock, swap_norms, unswap_norms
 from fused_layernorm.swap import rotations as swap_rotations
 from fused_layernorm.swap.rotations import Rotation
 
@@ -45,7 +45,7 @@ def calls(monkeypatch):
         found.append(args[2] is not None)
         return run(*args, **options)
 
-    monkeypatch.setattr(functional, "_cpu_operators", True)
+    monkeypatch.setattr(stock, "_cpu_operators", True)
     monkeypatch.setattr(swap_rotations, "qk_norm_rope", counted)
     return found
 

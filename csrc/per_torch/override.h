@@ -153,7 +153,7 @@ inline bool takes(const Tensor& x, at::IntArrayRef shape, const OptionalTensor& 
 // ---- layer_norm and rms_norm.
 
 // What stands behind the sizes of normalized_shape where a caller asks for our kernels
-// (functional.ASKS). It is no size, so nobody else gives it, and PyTorch refuses a call that does
+// (calls.SENTINEL). It is no size, so nobody else gives it, and PyTorch refuses a call that does
 // not come here.
 constexpr int64_t kAsks = -0x4C4E;
 

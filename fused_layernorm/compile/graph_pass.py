@@ -19,8 +19,8 @@ from ..ops import aten_forward
 from . import replace, rotations, rules, sites
 from .effects import Effects, name_of_target
 from .reading import origin, read, value_of
-from .replace import Left
-from .rules import Choice, Columns, Kind, Problem
+from .replace import NotFused
+from .rules import Choice, Columns, Fusion, Problem
 from .sites import Site
 
 
@@ -124,7 +124,7 @@ def _failed(node: Node, error: Exception) -> Row:
 
 
 def _take_back(graph: Graph) -> None:
-    """Replaces twins, which leave the forward pass to Inductor, by their operators."""
+    """Replaces aten_ variants, which leave the forward pass to Inductor, by their operators."""
     for node in graph.nodes:
         node.target = aten_forward.KERNELS.get(node.target, node.target)
 
@@ -163,28 +163,28 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
                 return _row(candidate, None, rule.reason, notes)
             fused = checked.operator
             if rule.choice is Choice.INDUCTOR:
-                fused = aten_forward.twin(fused)
+                fused = aten_forward.aten_variant(fused)
             row = _row(candidate, fused.overload, rule.reason, notes)
             row.fused += ["cast"] * (checked.narrowed is not None)
             replace.apply(checked, fused, graph, effects, problem.columns)
             return row
-        except Left as left:
-            if str(left) not in notes:
-                notes.append(str(left))
+        except NotFused as reason:
+            if str(reason) not in notes:
+                notes.append(str(reason))
     return _row(site, None, "", notes)
 
 
 def _problem(site: Site, settings: Settings) -> Problem:
     cols = math.prod(site.normalized_shape)
     if site.is_modulated or site.gate is not None:
-        kind = Kind.MODULATED
+        fusion = Fusion.MODULATED
     elif site.activation is not None:
-        kind = Kind.ACTIVATED
+        fusion = Fusion.ACTIVATED
     else:
-        kind = Kind.PLAIN if site.residual is None else Kind.RESIDUAL
+        fusion = Fusion.PLAIN if site.residual is None else Fusion.RESIDUAL
     neighbours = [origin(site.input), *site.y.users]
     return Problem(
-        kind,
+        fusion,
         cols if isinstance(cols, int) else None,
         any(map(_is_elementwise, neighbours)),
         _columns(site, settings),
@@ -204,7 +204,7 @@ def _columns(site: Site, settings: Settings) -> Columns:
     found = replace.columns_of(site.input, site)
     is_image = (
         site.dim is not None
-        or found is Columns.PLANES
+        or found is Columns.CHANNELS
         or _is_permuted(site.input, site.normalized_ndim)
     )
     if settings.with_inductor and is_image:

@@ -229,9 +229,9 @@ def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = Fals
 
 def _norm(name: str, normalized_ndim: int, *operands: Any) -> Call:
     """A norm by its input, weight, bias and eps, perhaps weight_offset and round_before_weight."""
-    input, weight, bias, eps, *kind = operands
+    input, weight, bias, eps, *options = operands
     eps = rms_eps(eps, value_of(input))
-    return Call(name, (input, weight, bias, eps, *(kind or (0.0, False))), normalized_ndim)
+    return Call(name, (input, weight, bias, eps, *(options or (0.0, False))), normalized_ndim)
 
 
 @_reads(F.layer_norm, torch.layer_norm, aten.layer_norm.default)
@@ -265,7 +265,7 @@ def _fused_rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: Any) ->
     return _norm("_fused_rms_norm", len(normalized_shape), input, weight, None, eps)
 
 
-@_reads(load.layer_norm, aten_forward.twin(LAYER_NORM).overload)
+@_reads(load.layer_norm, aten_forward.aten_variant(LAYER_NORM).overload)
 def _fused_layer_norm(
     input: Any,
     normalized_ndim: int,
@@ -280,7 +280,7 @@ def _fused_layer_norm(
     round_before_weight: Any = False,
     keeps_order: Any = False,
 ) -> Call | None:
-    """This package's operator or its twin, which a swapped module calls."""
+    """This package's operator or its aten_ variant, which a swapped module calls."""
     if activation is not None or scale != 1.0 or keeps_order:
         return None
     name = "rms_norm" if statistic == "rms" else "layer_norm"

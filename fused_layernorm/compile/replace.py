@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a site may become one operator, and the replacement.
 
-`check` raises Left, with the reason, where the operator would not take the operands, and where the
-graph writes into a tensor or changes a mode between the nodes. `apply` raises Left where the result
-would have another dtype (unless autocast casts it, see autocast.py), shape or strides. No check
-adds a guard to a symbolic shape.
+`check` raises NotFused, with the reason, where the operator would not take the operands, and where
+the graph writes into a tensor or changes a mode between the nodes. `apply` raises NotFused where
+the result would have another dtype (unless autocast casts it, see autocast.py), shape or strides.
+No check adds a guard to a symbolic shape.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from ..ops.arguments import DTYPES, HALF, name_of
-from ..ops.operators import Arguments, Operator, Options, operator_of
+from ..ops.operators import Arguments, Operator, describe, operator_of, values
 from . import autocast
 from .effects import Effects
 from .patterns import Viewed
@@ -35,7 +35,7 @@ from .sites import Site, are_equal, is_parameter, shape_of
 _KEPT_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "seq_nr")
 
 
-class Left(Exception):
+class NotFused(Exception):
     """Why a site stays as it is."""
 
 
@@ -50,22 +50,22 @@ class Replacement(NamedTuple):
 
 
 def check(site: Site, effects: Effects, functional: bool) -> Replacement:
-    """The replacement of a site; raises Left where there is none.
+    """The replacement of a site; raises NotFused where there is none.
 
     functional: whether the graph is made free of writes before it is differentiated, as AOTAutograd
     does.
     """
     if effects.in_transform(site.norm):
-        raise Left("it is inside a torch.func transform")
+        raise NotFused("it is inside a torch.func transform")
     _check_values(site)
     narrowed = None if effects.is_written(site.y) else autocast.narrowed(site.y)
     arguments = _arguments(site, dtype_of(site.y) if narrowed is None else narrowed.dtype)
-    operands = _nodes([*arguments, site.eps])
+    operands = _nodes(values(arguments))
     start = min(_read_nodes(site, arguments))
     after = max([site.residual_out, *operands]) if site.residual_out is not None else None
     is_activated = site.activation is not None or site.factor != 1.0
     if arguments.is_modulated and is_activated:
-        raise Left("no operator has both a gate and an activation")
+        raise NotFused("no operator has both a gate and an activation")
     _check_order(site, after)
     _check_effects(site, arguments, start, effects)
     if not functional:
@@ -79,22 +79,22 @@ def _check_values(site: Site) -> None:
         if node is None:
             continue
         if not isinstance(node, Viewed) and not is_tensor(node):
-            raise Left(f"{name} is no tensor with an example of its shape")
+            raise NotFused(f"{name} is no tensor with an example of its shape")
         value = value_of(node.base if isinstance(node, Viewed) else node)
         if value.device != value_of(site.norm).device:
-            raise Left(f"{name} is on {value.device}, the norm on {value_of(site.norm).device}")
+            raise NotFused(f"{name} is on {value.device}, the norm on {value_of(site.norm).device}")
     if not is_number(site.eps):
-        raise Left("eps is no number")
+        raise NotFused("eps is no number")
     for node in site.nodes:
         value = value_of(node)
         if isinstance(value, Tensor) and value.dtype not in DTYPES:
-            raise Left(f"{node.name} is of {name_of(value.dtype)}")
+            raise NotFused(f"{node.name} is of {name_of(value.dtype)}")
     if not are_equal(shape_of(site.y), shape_of(site.norm)):
-        raise Left("the result's shape is not known to be the norm's")
+        raise NotFused("the result's shape is not known to be the norm's")
     for name in ("weight", "bias"):
         parameter = getattr(site, name)
         if parameter is not None and not is_parameter(parameter, site):
-            raise Left(f"{name} is not known to have the normalized shape")
+            raise NotFused(f"{name} is not known to have the normalized shape")
 
 
 def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
@@ -111,15 +111,26 @@ def _arguments(site: Site, out_dtype: torch.dtype) -> Arguments:
     )
     rounded = None if weight is None else site.rounded
     if rounded not in (None, dtype_of(input)):
-        raise Left(
+        raise NotFused(
             f"the norm is rounded to {name_of(rounded)} before its weight, "
             f"beside an input of {name_of(dtype_of(input))}"
         )
-    epilogue = (site.activation, site.factor, out_dtype)
-    kind = (site.statistic, site.weight_offset, rounded is not None)
-    keeps_order = site.dim is not None
-    options = Options(site.normalized_ndim, site.eps, *epilogue, *kind, keeps_order)
-    return Arguments(input, residual, weight, bias, options, gate, shift, scale)  # type: ignore[arg-type]
+    nodes: Any = {"residual": residual, "gate": gate, "shift": shift, "scale": scale}
+    return describe(
+        input,
+        **nodes,
+        weight=weight,
+        bias=bias,
+        normalized_ndim=site.normalized_ndim,
+        eps=site.eps,
+        activation=site.activation,
+        output_scale=site.factor,
+        out_dtype=out_dtype,
+        statistic=site.statistic,
+        weight_offset=site.weight_offset,
+        round_before_weight=rounded is not None,
+        keeps_order=site.dim is not None,
+    )
 
 
 def _chain(value: Node | Viewed) -> list[Any]:
@@ -137,7 +148,7 @@ def _narrowest(value: Any, dtypes: set[torch.dtype] | None, name: str = "input")
     found = [v for v in _chain(value) if dtypes is None or _dtype(v) in dtypes]
     if not found:
         beside = " and ".join(sorted(name_of(dtype) for dtype in dtypes or ()))
-        raise Left(f"{name} is of {name_of(_dtype(value))}, beside {beside}")
+        raise NotFused(f"{name} is of {name_of(_dtype(value))}, beside {beside}")
     return found[-1]
 
 
@@ -149,7 +160,7 @@ def _of_one_dtype(weight: Any, bias: Any, dtypes: set[torch.dtype]) -> tuple[Any
             found = {_dtype(p) for p in (w, b) if p is not None}
             if len(found) <= 1 and found <= dtypes:
                 return w, b
-    raise Left("weight and bias are not of one dtype that the kernels take beside input's")
+    raise NotFused("weight and bias are not of one dtype that the kernels take beside input's")
 
 
 def _nodes(values: Iterable[Any]) -> list[Node]:
@@ -177,34 +188,34 @@ def _check_order(site: Site, after: Node | None) -> None:
     if after is None or site.residual_out is None:
         return
     if site.y < after:
-        raise Left(f"{after.name} comes after the norm")
+        raise NotFused(f"{after.name} comes after the norm")
     for user in site.residual_out.users:
         if user not in site.nodes and user <= after:
-            raise Left(f"{user.name} uses the sum before {after.name} is there")
+            raise NotFused(f"{user.name} uses the sum before {after.name} is there")
 
 
 def _check_effects(site: Site, arguments: Arguments, start: Node, effects: Effects) -> None:
     if not effects.in_one_region(site.nodes):
-        raise Left("autocast or the gradient mode changes in between")
-    if (node := effects.write_between(_nodes(arguments), start, site.y)) is not None:
-        raise Left(f"{node.name} writes into an operand in between")
+        raise NotFused("autocast or the gradient mode changes in between")
+    if (node := effects.write_between(_nodes(values(arguments)), start, site.y)) is not None:
+        raise NotFused(f"{node.name} writes into an operand in between")
     if site.residual_out is not None:
         node = effects.write_between([site.residual_out], site.residual_out, site.y)
         if node is not None:
-            raise Left(f"{node.name} writes into the sum before it is normalized")
+            raise NotFused(f"{node.name} writes into the sum before it is normalized")
     inner = site.nodes - {site.y, site.residual_out}
     if (node := effects.write_between(inner, start)) is not None:
-        raise Left(f"{node.name} writes into what is computed in between")
+        raise NotFused(f"{node.name} writes into what is computed in between")
 
 
 def _check_saved(site: Site, arguments: Arguments, start: Node, effects: Effects) -> None:
-    """Raises Left if the graph writes into what only the operator's backward would read."""
+    """Raises NotFused if the graph writes into what only the operator's backward would read."""
     x = arguments.input if site.residual_out is None else site.residual_out
     saved = _nodes([arguments.gate, arguments.shift, arguments.scale])
     if x is not site.saved:
         saved += _nodes([x])
     if (node := effects.write_between(saved, start)) is not None:
-        raise Left(f"{node.name} writes into what backward reads")
+        raise NotFused(f"{node.name} writes into what backward reads")
 
 
 # ---- The replacement -----------------------------------------------------------------------------
@@ -218,8 +229,8 @@ class Maker:
         self._key = "example_value" if "example_value" in beside.meta else "val"
         self._made: list[Node] = []
 
-    def make(self, target: Any, args: Any, kwargs: Any = None, kind: str = "call_function") -> Node:
-        node = self._graph.create_node(kind, target, args, kwargs or {})
+    def make(self, target: Any, args: Any, kwargs: Any = None, op: str = "call_function") -> Node:
+        node = self._graph.create_node(op, target, args, kwargs or {})
         self._made.append(node)
         for name in _KEPT_META:
             if name in self._beside.meta:
@@ -278,7 +289,7 @@ def apply(
     with what precedes it, and backward reuses it. None stands where `columns` are read in place,
     nor where y lies as x does.
 
-    Raises Left, and leaves the graph as it was, where a result would differ in dtype, device,
+    Raises NotFused, and leaves the graph as it was, where a result would differ in dtype, device,
     shape or strides.
     """
     site, arguments = replacement.site, replacement.arguments
@@ -288,7 +299,7 @@ def apply(
         if isinstance(arguments.scale, Viewed):
             scale = maker.make_views(arguments.scale.base, arguments.scale.views)
             arguments = arguments._replace(scale=scale)
-        in_place = columns is Columns.PLANES or site.dim is not None
+        in_place = columns is Columns.CHANNELS or site.dim is not None
         rows: dict[str, Any] = {
             name: maker.make(torch.ops.aten.contiguous.default, (operand,))
             for name in (() if in_place else ("input", "residual"))
@@ -310,7 +321,7 @@ def apply(
             outputs = [maker.make(torch.ops.aten.permute.default, (node, back))]
         if site.residual_out is not None:
             outputs = [maker.make(operator.getitem, (node, i)) for i in range(2)]
-        dtypes = [arguments.options.out_dtype, *map(dtype_of, olds[1:])]
+        dtypes = [arguments.out_dtype, *map(dtype_of, olds[1:])]
         for old, output, dtype in zip(olds, outputs, dtypes, strict=True):
             check_alike(old, output, dtype)
     # The old examples are kept: they share memory with those of views that stay in the graph.
@@ -387,7 +398,7 @@ def columns_of(operand: Any, site: Site) -> Columns:
             or not statically_known_true(pixels < _FEW_PIXELS)
         )
     )
-    return Columns.PLANES if are_planes else Columns.APART
+    return Columns.CHANNELS if are_planes else Columns.APART
 
 
 def _is_run(sizes: list[Any], strides: list[Any], step: Any) -> bool:
@@ -399,18 +410,18 @@ def _is_run(sizes: list[Any], strides: list[Any], step: Any) -> bool:
 
 
 def check_alike(old: Node, new: Node, dtype: Any) -> None:
-    """Raises Left unless the new node gives a tensor like the old one's, but of this dtype."""
+    """Raises NotFused unless the new node gives a tensor like the old one's, but of this dtype."""
     one, other = value_of(old), value_of(new)
     if other.dtype != dtype:
-        raise Left(f"{old.name} is of dtype {dtype}, not {other.dtype}")
+        raise NotFused(f"{old.name} is of dtype {dtype}, not {other.dtype}")
     if one.device != other.device:
-        raise Left(f"{old.name} is of device {one.device}, not {other.device}")
+        raise NotFused(f"{old.name} is of device {one.device}, not {other.device}")
     if not are_equal(one.shape, other.shape):
-        raise Left(f"the shape is not known to be that of {old.name}")
+        raise NotFused(f"the shape is not known to be that of {old.name}")
     # The stride of a dimension of one element does not matter.
     counted = [i for i, size in enumerate(one.shape) if not are_equal([size], [1])]
     if not are_equal(*([tensor.stride(i) for i in counted] for tensor in (one, other))):
-        raise Left(f"{old.name} is not contiguous")
+        raise NotFused(f"{old.name} is not contiguous")
 
 
 def erase(node: Node, graph: Graph) -> None:

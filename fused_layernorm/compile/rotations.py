@@ -302,13 +302,12 @@ def norm_of(found: Rotation) -> Norm | None:
     if KERNELS.get(node.target, node.target) is not LAYER_NORM.overload or node.kwargs:
         return None
     a = LAYER_NORM.arguments(*node.args)
-    options = a.options
     is_last = all(value_of(view).stride(-1) == 1 for view in [node, *views])
     fits = (
-        options.normalized_ndim == 1
+        a.normalized_ndim == 1
         and is_last
-        and options.activation is None
-        and options.output_scale == 1.0
+        and a.activation is None
+        and a.output_scale == 1.0
         and dtype_of(a.input) == dtype_of(node) == dtype_of(found.x)
         and value_of(a.input).stride(-1) == 1
     )
@@ -325,8 +324,8 @@ def run(graph: Graph, effects: Effects) -> list[tuple[Rotation, list[str], str]]
         pair = [first, *(other for other in pending[:1] if _is_pair(first, other))]
         try:
             fused = _replace(pair, graph, effects)
-        except replace.Left as left:
-            rows.append((first, [], str(left)))
+        except replace.NotFused as reason:
+            rows.append((first, [], str(reason)))
             continue
         pending = [other for other in pending if other not in pair]
         rows.append((first, [*fused, *["k"] * (len(pair) - 1)], ""))
@@ -402,15 +401,15 @@ def _check_effects(
     nodes: set[Node], operands: list[Node], start: Node, end: Node, effects: Effects
 ) -> None:
     if any(effects.in_transform(node) for node in nodes):
-        raise replace.Left("it is inside a torch.func transform")
+        raise replace.NotFused("it is inside a torch.func transform")
     if any(effects.writers(node) - nodes for node in nodes):
-        raise replace.Left("a part of it is written into")
+        raise replace.NotFused("a part of it is written into")
     if not effects.in_one_region(nodes):
-        raise replace.Left("a mode of PyTorch changes between its operations")
+        raise replace.NotFused("a mode of PyTorch changes between its operations")
     if effects.write_between(operands, start, None) is not None:
-        raise replace.Left("an operand is written into behind it")
+        raise replace.NotFused("an operand is written into behind it")
     if not all(operand < end for operand in operands):
-        raise replace.Left("an operand is computed behind it")
+        raise replace.NotFused("an operand is computed behind it")
 
 
 def _angle(maker: replace.Maker, q: Rotation, part: int) -> Node:
@@ -430,7 +429,7 @@ def _call(
     for i, norm in enumerate(norms):
         if norm is not None:
             parameters[i], parameters[2 + i] = norm.arguments.weight, norm.arguments.bias
-            o = norm.arguments.options
-            options = (o.eps, o.statistic, o.weight_offset, o.round_before_weight)
+            a = norm.arguments
+            options = (a.eps, a.statistic, a.weight_offset, a.round_before_weight)
     k = rows[1] if len(rows) > 1 else None
     return (rows[0], k, *parameters, cos, sin, cols, q.seq_dim, *options, q.interleaved, False)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 DEVICES = {"cuda"}
 
 
-class Kind(Enum):
+class Fusion(Enum):
     """What is computed in one piece."""
 
     PLAIN = "norm"
@@ -30,7 +30,7 @@ class Columns(Enum):
     """How the elements lie that are normalized together."""
 
     TOGETHER = "side by side"
-    PLANES = "apart, where the kernels read them, as the channels of contiguous NCHW"
+    CHANNELS = "apart, where the kernels read them, as the channels of contiguous NCHW"
     APART = "apart otherwise, or as Inductor decides"
 
 
@@ -45,7 +45,7 @@ class Choice(Enum):
 class Problem(NamedTuple):
     """What the rules depend on; cols is None where it is not known when the graph is compiled."""
 
-    kind: Kind
+    fusion: Fusion
     cols: int | None
     has_neighbours: bool  # elementwise operations next to it, which Inductor would fuse
     columns: Columns = Columns.TOGETHER
@@ -63,7 +63,7 @@ class Problem(NamedTuple):
 class Rule(NamedTuple):
     choice: Choice
     reason: str  # with the measurement
-    kinds: tuple[Kind, ...] = tuple(Kind)
+    fusions: tuple[Fusion, ...] = tuple(Fusion)
     has_neighbours: bool | None = None
     columns: Columns | None = None
     keeps_order: bool | None = None
@@ -77,7 +77,7 @@ class Rule(NamedTuple):
 
     def fits(self, problem: Problem) -> bool:
         return (
-            problem.kind in self.kinds
+            problem.fusion in self.fusions
             and all(getattr(self, name) in (None, getattr(problem, name)) for name in _MATCHED)
             and (self.cols is None or self._fits_cols(problem.cols, *self.cols))
         )
@@ -117,7 +117,7 @@ RULES = (
         "casts of autocast around it that only Inductor can fuse with it: a training step of ViT "
         "takes 5.39 ms stock, 5.41 with our backward kernel (transformers' 8.26, 8.38), Swin 12.45 "
         "and 12.51, ConvNeXt 6.29 and 6.93; the backend sees the casts, and is faster than stock",
-        kinds=(Kind.PLAIN,),
+        fusions=(Fusion.PLAIN,),
         with_hidden_casts=True,
         cols=(1, 1024),
     ),
@@ -126,27 +126,27 @@ RULES = (
         "modulation: 21 against Inductor's 65 forward, 39 against 84 backward at 64 x 256 x 1152, "
         "with a gate 40 against 77 and 68 against 115; training steps of DiT 5.80 ms stock, 5.65 "
         "with Inductor's forward, 5.50 so, of SD3.5 20.40, 20.00, 19.81",
-        kinds=(Kind.MODULATED,),
+        fusions=(Fusion.MODULATED,),
     ),
     Rule(
         Choice.KERNEL,
         "an activation behind: 36 against Inductor's 57 at 32768 x 1024, 137 against 329 at 4096",
-        kinds=(Kind.ACTIVATED,),
+        fusions=(Fusion.ACTIVATED,),
     ),
     Rule(
         Choice.KERNEL,
         "channels of contiguous images, read where they lie: on an H100, by shape, 1.03 to 2.04 "
         "times as fast as Inductor's kernels forward and 1.02 to 1.86 times backward; if permuted, "
         "which writes NHWC, 0.99 to 2.53 and 1.26 to 2.10 times",
-        kinds=(Kind.PLAIN,),
-        columns=Columns.PLANES,
+        fusions=(Fusion.PLAIN,),
+        columns=Columns.CHANNELS,
     ),
     Rule(
         Choice.INDUCTOR,
         "elements that lie apart and that our kernels would copy, or channels beside convolutions, "
         "which Inductor lays out itself: a training step of ConvNeXt takes 6.29 ms stock, 6.31 "
         "with our forward kernel and a copy before it, 5.64 so",
-        kinds=(Kind.PLAIN, Kind.RESIDUAL),
+        fusions=(Fusion.PLAIN, Fusion.RESIDUAL),
         columns=Columns.APART,
     ),
     Rule(
@@ -155,7 +155,7 @@ RULES = (
         "around it, backward too: on an H100 a training step of Qwen3 takes 104.9 ms so, 106.3 "
         "with our backward kernels, 103.5 where our backend fuses them; of Llama 198.1, 199.4, "
         "196.2; of Gemma 3 106.3, 106.8, 104.2",
-        kinds=(Kind.PLAIN,),
+        fusions=(Fusion.PLAIN,),
         statistic="rms",
         is_call=True,
     ),
@@ -164,7 +164,7 @@ RULES = (
         "RMSNorm: on an H100 Inductor's forward is at 0.90 to 1.00 of copy speed, 36.7 at 32768 x "
         "768, 95.7 at 2048, 183 at 4096, 21.0 at 4096 x 2880, with a residual 376 at 32768 x 4096, "
         "its backward at 0.51 to 0.90",
-        kinds=(Kind.PLAIN, Kind.RESIDUAL),
+        fusions=(Fusion.PLAIN, Fusion.RESIDUAL),
         statistic="rms",
     ),
     Rule(
@@ -172,7 +172,7 @@ RULES = (
         "a width at which Inductor is as fast: 10.3 and 10.3 at 256, 27.5 and 26.7 at 768, 36.2 "
         "and 35.0 at 1024; a training step of BERT takes 12.04 ms stock, 12.01 with our forward "
         "kernel, 11.89 so, of ViT 5.39, 5.26, 5.20, of GPT-2 12.92, 12.76, 12.73",
-        kinds=(Kind.PLAIN, Kind.RESIDUAL),
+        fusions=(Fusion.PLAIN, Fusion.RESIDUAL),
         cols=(256, 1024),
         multiple_of=256,
     ),
@@ -181,7 +181,7 @@ RULES = (
         "elementwise neighbours to fuse with, at a width at which Inductor loses less than their "
         "round trip through memory costs: 66 against 99 at 2048, 132 against 183 at 4096, 143 and "
         "139 at 8192, where one copy takes 68, 130, 129",
-        kinds=(Kind.PLAIN,),
+        fusions=(Fusion.PLAIN,),
         has_neighbours=True,
         cols=(1, 16384),
         multiple_of=256,

@@ -186,11 +186,11 @@ def grow(site: Site) -> Site:
 
     A norm over a dimension that is not the last takes neither a modulation nor a residual.
     """
-    takes_affine = site.weight is None and site.bias is None
+    has_no_affine = site.weight is None and site.bias is None
     # The 1 + weight of an RMSNorm, such as Gemma's, is no modulation: its affine step comes first.
-    if site.statistic == "layer" or not takes_affine:
+    if site.statistic == "layer" or not has_no_affine:
         site = _modulated(site)
-    if takes_affine and not site.is_modulated:
+    if has_no_affine and not site.is_modulated:
         site = _modulated(_affine(site))
     if not site.is_modulated:
         site = _activated(site)

@@ -11,7 +11,7 @@ formulas    the same functions as differentiable expressions
 autograd    derivatives: the first order runs on the operators
 autocast    the dtypes that autocast gives
 heads       the operators of q and k by heads, normalized and rotated: all of the above in one file
-aten_forward  twins of the operators: compilers fuse their forward pass with its neighbours
+aten_forward  variants of the operators: compilers fuse their forward pass with its neighbours
 autograd_library  autograd and autocast in C++, used instead if there is a library for this torch
 """
 

@@ -2,7 +2,7 @@
 """What a call must satisfy, with the message that a user reads about each bad argument.
 
 The composite and the fake implementations check before they compute. The CUDA operators check in
-C++, with shorter messages: functional.py takes the full message from `explain`. Nobody explains
+C++, with shorter messages: calls.py takes the full message from `explain`. Nobody explains
 backward's, so `check_backward` and `check_gate_backward` raise the sentences of C++.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .operators import Arguments, BackwardArguments, Options
+from .operators import Arguments, BackwardArguments
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 STATISTICS = ("layer", "rms")
@@ -34,8 +34,7 @@ def rms_eps(eps: float | None, x: Any) -> float:
     """The eps of an RMSNorm; that of torch.nn.functional.rms_norm if it is None."""
     if eps is not None:
         return eps
-    is_wide = isinstance(x, Tensor) and x.dtype is torch.float64
-    return FLOAT64_EPS if is_wide else FLOAT32_EPS
+    return FLOAT64_EPS if getattr(x, "dtype", None) is torch.float64 else FLOAT32_EPS
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -135,19 +134,14 @@ def normalized_ndim(
             raise TypeError(
                 f"expected normalized_shape to hold ints, got an element of {type(size).__name__}"
             )
-    if isinstance(input, Tensor) and not input.is_nested:
-        # `check` says what is wrong with an input of fewer dimensions.
-        if input.dim() >= len(shape) and tuple(input.shape[-len(shape) :]) != shape:
+    # `check` says what is wrong with an input of fewer dimensions.
+    if isinstance(input, Tensor) and not input.is_nested and input.dim() >= len(shape):
+        last = tuple(input.shape[-len(shape) :])
+        if last != shape:
             raise RuntimeError(
                 f"expected input whose last dimensions are normalized_shape {list(shape)}, "
                 f"got input of shape {list(input.shape)}"
             )
-        for name, parameter in (("weight", weight), ("bias", bias)):
-            if isinstance(parameter, Tensor) and tuple(parameter.shape) != shape:
-                raise RuntimeError(
-                    f"expected {name} of shape normalized_shape {list(shape)}, "
-                    f"got shape {list(parameter.shape)}"
-                )
     return len(shape)
 
 
@@ -188,7 +182,7 @@ def check_options(activation: Any, scale: Any, out_dtype: Any) -> None:
         raise ValueError(f"expected out_dtype {_DTYPE_NAMES}, got {name}")
 
 
-def check_kind(statistic: Any, weight_offset: Any, weight: Tensor | None) -> None:
+def check_statistic(statistic: Any, weight_offset: Any, weight: Tensor | None) -> None:
     """Raises if one of the options that choose the norm has a value that operators do not take."""
     if statistic not in STATISTICS:
         raise ValueError(
@@ -202,40 +196,10 @@ def check_kind(statistic: Any, weight_offset: Any, weight: Tensor | None) -> Non
             raise ValueError(f"expected a weight beside weight_offset {weight_offset}, got none")
 
 
-def settle(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    normalized_shape: Any,
-    *others: Any,
-    is_ada: bool = False,
-    **tensors: Any,
-) -> Arguments:
-    """The operators' arguments for a user's call; raises where the schemas' error would be worse.
-
-    `others` are what Options has beside eps. `tensors` may hold residual, gate, shift and scale.
-    `is_ada`: the last dimension is normalized where no argument gives a shape.
-    """
-    check_tensor("input", input)
-    if is_ada and weight is None and bias is None and normalized_shape is None:
-        ndim = 1
-    else:
-        ndim = normalized_ndim(input, weight, bias, normalized_shape)
-    for name, tensor in {**tensors, "weight": weight, "bias": bias}.items():
-        if tensor is not None and not isinstance(tensor, Tensor):
-            check_tensor(name, tensor)
-    options = Options(ndim, eps, *others)
-    check_number("eps", eps)
-    check_number("scale", options.output_scale)
-    check_number("weight_offset", options.weight_offset)
-    return Arguments(input=input, weight=weight, bias=bias, options=options, **tensors)
-
-
 def check(a: Arguments) -> None:
     """Raises if an operator cannot take these arguments; otherwise returns nothing."""
-    input, residual, weight, bias, options, *_ = a
-    ndim = options.normalized_ndim
+    input, residual = a.input, a.residual
+    weight, bias, ndim = a.weight, a.bias, a.normalized_ndim
     check_tensor("input", input)
     x_dtypes = [input.dtype]
     if residual is not None or a.gate is not None:
@@ -254,7 +218,7 @@ def check(a: Arguments) -> None:
         parameter = bias if weight is None else weight
         shown = "" if parameter is None else f", {list(parameter.shape)}"
         # F.rms_norm raises another type here than F.layer_norm.
-        raise (ValueError if options.is_rms else RuntimeError)(
+        raise (ValueError if a.is_rms else RuntimeError)(
             f"expected input of at least the {ndim} dimensions of normalized_shape"
             f"{shown}, got input of shape {list(input.shape)}"
         )
@@ -289,11 +253,11 @@ def check(a: Arguments) -> None:
             f"{name_of(weight.dtype)} and {name_of(bias.dtype)}"
         )
 
-    check_number("eps", options.eps)
-    if options.eps != options.eps:  # NaN, of a float that Dynamo may trace
+    check_number("eps", a.eps)
+    if a.eps != a.eps:  # NaN, of a float that Dynamo may trace
         raise ValueError("expected eps to be a number, got nan")
-    check_options(options.activation, options.output_scale, options.out_dtype)
-    check_kind(options.statistic, options.weight_offset, weight)
+    check_options(a.activation, a.output_scale, a.out_dtype)
+    check_statistic(a.statistic, a.weight_offset, weight)
 
     if input.device.type == "cuda":
         cols = math.prod(shape)
@@ -389,10 +353,10 @@ def check_gate_backward(dresidual_out: Tensor, input: Tensor, gate: Tensor) -> N
     _check_modulations(input, gate=gate)
 
 
-def explain(error: Exception, *args: Any, **kwargs: Any) -> Exception:
-    """The exception that says what is wrong with settle's arguments, else out_of_memory(error)."""
+def explain(error: Exception, a: Arguments) -> Exception:
+    """The exception that says what is wrong with a call, else out_of_memory(error)."""
     try:
-        check(settle(*args, **kwargs))
+        check(a)
     except Exception as clear:
         return clear
     return out_of_memory(error)

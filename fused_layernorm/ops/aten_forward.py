@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The twins: forward pass in PyTorch's operators, backward pass in this package's.
+"""The aten_ variants: forward pass in PyTorch's operators, backward pass in this package's.
 
 Under torch.compile an opaque forward operator keeps Inductor from fusing the elementwise operations
 around it, and at many widths Inductor's forward kernel is as fast. This package's backward kernels
-are faster at every width. So each operator that users call has a twin of the same schema, such as
-aten_layer_norm: a tracer sees PyTorch's operators in its forward pass, and layer_norm_backward or
-another backward operator in its backward pass.
+are faster at every width. So each operator that users call has a variant of the same schema, such
+as aten_layer_norm: a tracer sees PyTorch's operators in its forward pass, and layer_norm_backward
+or another backward operator in its backward pass.
 
-The twins are operators, not a torch.autograd.Function, so that AOTAutograd's cache can keep a graph
-with them, under a name that no other variant has.
+The variants are operators, not a torch.autograd.Function, so that AOTAutograd's cache can keep a
+graph with them, each under a name of its own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from .operators import (
     ADD_ADA_LAYER_NORM,
     ADD_LAYER_NORM,
     LAYER_NORM,
-    Arguments,
     Operator,
     Results,
+    describe,
+    values,
 )
 
 
@@ -33,7 +34,7 @@ class _Forward(autograd.Forward):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        a = Arguments(*args)
+        a = describe(*args)
         with autograd.lower_levels():
             found = composite.forward(a)
         return autograd.Forward.save(ctx, a, found)
@@ -47,17 +48,17 @@ def _implementation(operator: Operator) -> Callable[..., Any]:
         if autograd.in_forward_mode():
             return operator.outputs(formulas.forward(a))
         if autograd.needs_grad(*tensors):
-            return operator.outputs(Results(*autograd.apply(_Forward, None, *a)))
+            return operator.outputs(Results(*autograd.apply(_Forward, None, *values(a))))
         return operator.outputs(composite.forward(a))
 
     return implementation
 
 
-_twins: dict[Operator, Operator] = {}
+_variants: dict[Operator, Operator] = {}
 
 
 def _define(operator: Operator) -> Operator:
-    defined = operator._replace(overload=load.define_like(operator.name, "aten_"))
+    defined = Operator(load.define_like(operator.name, "aten_"))
     load.library.impl(defined.name, _implementation(defined), "CompositeImplicitAutograd")
     for key in autocast.KEYS:
         load.library.impl(defined.name, autocast.implementation(defined), key)
@@ -65,13 +66,13 @@ def _define(operator: Operator) -> Operator:
 
 
 for _operator in (LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM):
-    _twins[_operator] = _define(_operator)
+    _variants[_operator] = _define(_operator)
 
 
-# From the overload of each twin to that of its operator.
-KERNELS = {defined.overload: operator.overload for operator, defined in _twins.items()}
+# From the overload of each variant to that of its operator.
+KERNELS = {defined.overload: operator.overload for operator, defined in _variants.items()}
 
 
-def twin(operator: Operator) -> Operator:
+def aten_variant(operator: Operator) -> Operator:
     """The operator of the same schema and results whose forward pass is in PyTorch's operators."""
-    return _twins[operator]
+    return _variants[operator]

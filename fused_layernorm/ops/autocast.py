@@ -33,10 +33,10 @@ def _float(parameter: Tensor | None) -> Tensor | None:
 
 def under_autocast(a: Arguments) -> Arguments:
     """The arguments as autocast makes them."""
-    options = a.options
-    to_float = not options.is_rms or RMS_NORM_IN_FLOAT32
-    if options.out_dtype is None and to_float and not a.input.is_cpu and a.input.dtype in HALF:
-        options = options._replace(out_dtype=torch.float32)
+    out_dtype = a.out_dtype
+    to_float = not a.is_rms or RMS_NORM_IN_FLOAT32
+    if out_dtype is None and to_float and not a.input.is_cpu and a.input.dtype in HALF:
+        out_dtype = torch.float32
     dtypes = [parameter.dtype for parameter in (a.weight, a.bias) if parameter is not None]
     weight, bias = a.weight, a.bias
     if any(dtype in HALF and dtype != a.input.dtype for dtype in dtypes) or len(set(dtypes)) == 2:
@@ -45,7 +45,8 @@ def under_autocast(a: Arguments) -> Arguments:
         tensor if tensor is None or tensor.dtype == a.input.dtype else _float(tensor)
         for tensor in (a.gate, a.shift, a.scale)
     )
-    return Arguments(a.input, a.residual, weight, bias, options, gate, shift, scale)
+    modulation: Any = {"gate": gate, "shift": shift, "scale": scale}
+    return a._replace(weight=weight, bias=bias, out_dtype=out_dtype, **modulation)
 
 
 def implementation(operator: Operator) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from . import arguments, formulas, load
 from .operators import (
     BACKWARD,
     FORWARD,
+    TENSORS,
     Arguments,
     BackwardArguments,
     BackwardOperator,
@@ -32,8 +33,10 @@ from .operators import (
     Operator,
     Results,
     backward_of,
+    describe,
     gated_backward,
     operator_of,
+    values,
 )
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -105,12 +108,15 @@ def _needed(gradients: Iterable[Tensor], flags: Iterable[bool]) -> list[Tensor |
     return [g if needed else None for g, needed in zip(gradients, flags, strict=True)]
 
 
+_SHARED = [n for n in Arguments._fields[len(TENSORS) :] if n in BackwardArguments._fields]
+
+
 class Forward(Function):
     """(y, residual_out, mean, rstd) of any forward operator."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        a = Arguments(*args)
+        a = describe(*args)
         operator = operator_of(a, gives_statistics=True)
         with lower_levels():
             found = redispatch(operator.overload, keyset, *operator.lay_out(a))
@@ -126,17 +132,17 @@ class Forward(Function):
         # With a gate, backward also needs the tensor that the gate multiplied.
         gated = None if a.gate is None else a.input
         ctx.save_for_backward(x, mean, rstd, a.weight, a.bias, a.shift, a.scale, gated, a.gate)
-        ctx.options = a.options
+        # What backward has of the call under the same name, beside tensors.
+        ctx.options = {name: getattr(a, name) for name in _SHARED}
         ctx.input_dtype = a.input.dtype
         return results
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dresidual: Tensor | None, *_: None) -> Any:
-        needs: Any = Arguments(*ctx.needs_input_grad[1:])
+        needs: Any = describe(*ctx.needs_input_grad[1:])
         x, mean, rstd, weight, bias, shift, scale, input, gate = ctx.saved_tensors
         dx, dinput, dgate, dshift, dscale, dweight, dbias = dresidual, *(None,) * 6
         is_gated = gate is not None and (needs.input or needs.gate)
-        ndim, _, activation, output_scale, _, statistic, offset, _, keeps_order = ctx.options
         # Where each element of y has a shift of its own, the gradient of shift is dy itself.
         is_dshift_dy = (
             needs.shift and dy is not None and (shift.shape, shift.dtype) == (dy.shape, dy.dtype)
@@ -150,18 +156,26 @@ class Forward(Function):
                 dinput, dgate = _needed(found, of_gate)
         elif is_gated:
             flags = (needs.residual, needs.input, needs.gate, *of_parameters)
-            parameters = (shift, scale, weight, bias)
+            tensors = (mean, rstd, shift, scale, weight, bias, dresidual)
             found = call_operator(
                 load.add_ada_layer_norm_backward,
-                *(dy, x, input, gate, ndim, mean, rstd, *parameters, dresidual),
-                *(*flags, statistic, offset),
+                *(dy, x, input, gate, ctx.options["normalized_ndim"], *tensors),
+                *(*flags, ctx.options["statistic"], ctx.options["weight_offset"]),
             )
             dx, dinput, dgate, dshift, dscale, dweight, dbias = _needed(found, flags)
         else:
             b = BackwardArguments(
-                *(dy, x, ndim, mean, rstd, weight, bias, dresidual),
-                Needs(needs.input or needs.residual, *of_parameters),
-                *(activation, output_scale, shift, scale, statistic, offset, keeps_order),
+                dy=dy,
+                x=x,
+                mean=mean,
+                rstd=rstd,
+                weight=weight,
+                bias=bias,
+                dresidual=dresidual,
+                needs=Needs(needs.input or needs.residual, *of_parameters),
+                shift=shift,
+                scale=scale,
+                **ctx.options,
             )
             operator = backward_of(shift, scale)
             found = call_operator(operator.overload, *operator.lay_out(b))
@@ -172,9 +186,10 @@ class Forward(Function):
             dinput = dx if needs.input else None
         if dinput is not None:
             dinput = dinput.to(ctx.input_dtype)
-        # In the order of Arguments, of which options is the fifth.
         of_residual = dx if needs.residual else None
-        return None, dinput, of_residual, dweight, dbias, None, dgate, dshift, dscale
+        # In the order of TENSORS, which are the first fields of a description.
+        gradients = (dinput, of_residual, dgate, dshift, dscale, dweight, dbias)
+        return None, *gradients, *[None] * (len(Arguments._fields) - len(TENSORS))
 
 
 class _Backward(Function):
@@ -228,7 +243,7 @@ def _forward_implementation(operator: Operator) -> Callable[..., Any]:
             arguments.check(a)
             return operator.outputs(formulas.forward(a))
         if needs_grad(a.input, a.residual, a.weight, a.bias, a.gate, a.shift, a.scale):
-            return operator.outputs(Results(*apply(Forward, keyset, *a)))
+            return operator.outputs(Results(*apply(Forward, keyset, *values(a))))
         return redispatch(operator.overload, keyset, *args)
 
     return implementation

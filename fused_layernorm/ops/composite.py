@@ -35,9 +35,8 @@ def _warn_of_cuda(x: Tensor) -> None:
 
 def forward(a: Arguments) -> Results:
     """What the forward operators give; the arguments are not checked."""
-    _, eps, activation, output_scale, *_ = a.options
-    keeps_order = a.options.keeps_order
-    if a.options.is_rms or a.rounds_xhat:
+    keeps_order = a.keeps_order
+    if a.is_rms or a.rounds_xhat:
         found = formulas.forward(a)
         return found._replace(y=formulas.laid_out(found.y, a.input, keeps_order))
     if keeps_order and not a.input.is_contiguous():
@@ -45,39 +44,38 @@ def forward(a: Arguments) -> Results:
     residual_out = None if a.residual is None else formulas.add(a.input, a.residual, a.gate)
     x = a.input if residual_out is None else residual_out
     acc = acc_dtype(x.dtype)
-    weight, bias = shifted(a.weight, a.options.weight_offset, acc), to(a.bias, acc)
+    weight, bias = shifted(a.weight, a.weight_offset, acc), to(a.bias, acc)
     is_modulated = a.shift is not None or a.scale is not None
-    is_plain = activation is None and output_scale == 1.0 and not is_modulated
+    is_plain = a.activation is None and a.output_scale == 1.0 and not is_modulated
     if is_plain and a.y_dtype == x.dtype and _takes_half(x, a.normalized_shape):
         # PyTorch's statistics are float32 only beside float32 parameters, so ones stand for a
         # missing weight.
         weight = x.new_ones(a.normalized_shape, dtype=acc) if weight is None else weight
     else:
         x = x.to(acc)
-    y, mean, rstd = _aten.native_layer_norm(x.contiguous(), a.normalized_shape, weight, bias, eps)
+    y, mean, rstd = _aten.native_layer_norm(x.contiguous(), a.normalized_shape, weight, bias, a.eps)
     y = formulas.laid_out(_epilogue(a, y), a.input, keeps_order)
     return Results(y, residual_out, mean, rstd)
 
 
 def _forward_in_place(a: Arguments) -> Results:
     """A LayerNorm that reads x where it lies; PyTorch's layer_norm would read a contiguous copy."""
-    ndim, eps, *_ = a.options
-    acc, dims = acc_dtype(a.input.dtype), tuple(range(-ndim, 0))
+    acc, dims = acc_dtype(a.input.dtype), tuple(range(-a.normalized_ndim, 0))
     x = a.input.to(acc)
     mean = x.mean(dims, keepdim=True)
     mean = mean + (x - mean).mean(dims, keepdim=True)  # a large mean takes its digits from the sum
     centered = x - mean
-    rstd = (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
-    weight, bias = shifted(a.weight, a.options.weight_offset, acc), to(a.bias, acc)
+    rstd = (centered.square().mean(dims, keepdim=True) + a.eps).rsqrt()
+    weight, bias = shifted(a.weight, a.weight_offset, acc), to(a.bias, acc)
     y = _epilogue(a, affine(centered * rstd, weight, bias))
     return Results(formulas.laid_out(y, a.input, True), None, mean, rstd)
 
 
 def _epilogue(a: Arguments, z: Tensor) -> Tensor:
     """What follows the affine step, in y's dtype."""
-    options, acc = a.options, z.dtype
-    y = activate(modulate(z, to(a.shift, acc), to(a.scale, acc)), options.activation)
-    return (y if options.output_scale == 1.0 else y * options.output_scale).to(a.y_dtype)
+    acc = z.dtype
+    y = activate(modulate(z, to(a.shift, acc), to(a.scale, acc)), a.activation)
+    return (y if a.output_scale == 1.0 else y * a.output_scale).to(a.y_dtype)
 
 
 def _takes_half(x: Tensor, normalized_shape: torch.Size) -> bool:

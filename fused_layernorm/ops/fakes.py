@@ -22,13 +22,13 @@ def _like(x: Tensor, dtype: torch.dtype, keeps_order: bool) -> Tensor:
 def _forward(a: Arguments) -> Results:
     arguments.check(a)
     x = a.input
-    leading = x.shape[: x.dim() - a.options.normalized_ndim]
-    ones = [1] * a.options.normalized_ndim
+    leading = x.shape[: x.dim() - a.normalized_ndim]
+    ones = [1] * a.normalized_ndim
     acc = acc_dtype(a.x_dtype)
     return Results(
-        _like(x, a.y_dtype, a.options.keeps_order),
+        _like(x, a.y_dtype, a.keeps_order),
         None if a.residual is None else x.new_empty(x.shape, dtype=a.residual.dtype),
-        x.new_empty((0,) if a.options.is_rms else (*leading, *ones), dtype=acc),
+        x.new_empty((0,) if a.is_rms else (*leading, *ones), dtype=acc),
         x.new_empty((*leading, *ones), dtype=acc),
     )
 

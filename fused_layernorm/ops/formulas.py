@@ -154,15 +154,14 @@ def normalized(
 
 def forward(a: Arguments) -> Results:
     """What the forward operators give."""
-    ndim, eps, activation, output_scale, *_ = a.options
     residual_out = None if a.residual is None else add(a.input, a.residual, a.gate)
     rows = a.input if residual_out is None else residual_out
     acc = acc_dtype(rows.dtype)
-    mean, xhat, rstd = normalized(rows.to(acc), ndim, eps, a.options.is_rms)
+    mean, xhat, rstd = normalized(rows.to(acc), a.normalized_ndim, a.eps, a.is_rms)
     if a.rounds_xhat:
         xhat = xhat.to(a.input.dtype).to(acc)
-    z = affine(xhat, shifted(a.weight, a.options.weight_offset, acc), to(a.bias, acc))
-    y = activate(modulate(z, to(a.shift, acc), to(a.scale, acc)), activation) * output_scale
+    z = affine(xhat, shifted(a.weight, a.weight_offset, acc), to(a.bias, acc))
+    y = activate(modulate(z, to(a.shift, acc), to(a.scale, acc)), a.activation) * a.output_scale
     return Results(y.to(a.y_dtype), residual_out, mean, rstd)
 
 

@@ -70,7 +70,7 @@ class HeadArguments(NamedTuple):
         return found
 
     @property
-    def takes_kernel(self) -> bool:
+    def has_kernel(self) -> bool:
         """Whether there are kernels for such rows."""
         cols = self.q.shape[3]
         return (
@@ -299,7 +299,7 @@ def check(a: HeadArguments) -> None:
         raise ValueError("expected k beside k_weight and k_bias, got none")
     if a.weight_offset != 0 and a.statistic is None:
         raise ValueError(f"expected no weight_offset beside statistic None, got {a.weight_offset}")
-    arguments.check_kind("rms", a.weight_offset, a.q_weight)
+    arguments.check_statistic("rms", a.weight_offset, a.q_weight)
     _check_angles(a)
 
 

@@ -13,6 +13,7 @@ turn, and is built from implementations of the called operators by `gated_backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,44 +23,58 @@ from torch._ops import OpOverload
 from . import load
 
 
-class Options(NamedTuple):
-    """The arguments that are no tensors; output_scale is layer_norm's `scale`.
+class Arguments:
+    """One call of a norm: what a function describes once, by `describe`, and all layers below read.
 
-    The operators with a modulation have neither activation nor output_scale. Only layer_norm and
-    layer_norm_forward have keeps_order, by which y has the strides of torch.empty_like(input).
+    The fields are the arguments of the forward operators' schemas (csrc/bindings/schemas.cpp), by
+    name; what an operator does not take has its default. (layer_norm's number `scale` is
+    output_scale here, because `scale` is that of a modulation.) An argument that is added to a
+    schema, here and to `describe` reaches every implementation.
+
+    A record with slots is made, read and freed in half the time of a NamedTuple, whose _fields and
+    _replace it has.
     """
 
+    input: Tensor
+    residual: Tensor | None
+    gate: Tensor | None
+    shift: Tensor | None
+    scale: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
     normalized_ndim: int
     eps: float
-    activation: str | None = None
-    output_scale: float = 1.0
-    out_dtype: torch.dtype | None = None
-    statistic: str = "layer"
-    weight_offset: float = 0.0
-    round_before_weight: bool = False
-    keeps_order: bool = False
+    activation: str | None
+    output_scale: float
+    out_dtype: torch.dtype | None
+    statistic: str
+    weight_offset: float
+    round_before_weight: bool
+    keeps_order: bool  # y has the strides of torch.empty_like(input)
+    # The one dimension to normalize over, in place of the last ones. The operators do not know it:
+    # calls.py moves it to the end of a view, and lets them keep its order.
+    dim: int | None
+
+    _fields = tuple(__annotations__)
+    __slots__ = _fields
+
+    def _replace(self, **changes: Any) -> Arguments:
+        given = {name: getattr(self, name) for name in self._fields}
+        return describe(**{**given, **changes})
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """All that is no tensor."""
+        return tuple(getattr(self, name) for name in self._fields if name not in TENSORS)
 
     @property
     def is_rms(self) -> bool:
         """Whether the norm is RMSNorm, which has no mean."""
         return self.statistic == "rms"
 
-
-class Arguments(NamedTuple):
-    """One call of a forward operator; what the operator does not take is None."""
-
-    input: Tensor
-    residual: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    options: Options
-    gate: Tensor | None = None
-    shift: Tensor | None = None
-    scale: Tensor | None = None
-
     @property
     def normalized_shape(self) -> torch.Size:
-        return self.input.shape[self.input.dim() - self.options.normalized_ndim :]
+        return self.input.shape[self.input.dim() - self.normalized_ndim :]
 
     @property
     def is_modulated(self) -> bool:
@@ -73,12 +88,61 @@ class Arguments(NamedTuple):
 
     @property
     def y_dtype(self) -> torch.dtype:
-        return self.options.out_dtype or self.input.dtype
+        return self.out_dtype or self.input.dtype
 
     @property
     def rounds_xhat(self) -> bool:
         """Whether xhat is rounded to input's dtype, for the sake of a weight."""
-        return self.options.round_before_weight and self.weight is not None
+        return self.round_before_weight and self.weight is not None
+
+
+TENSORS = ("input", "residual", "gate", "shift", "scale", "weight", "bias")
+_new = object.__new__
+
+
+def describe(
+    input: Tensor,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    normalized_ndim: int = 1,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    output_scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    statistic: str = "layer",
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    keeps_order: bool = False,
+    dim: int | None = None,
+) -> Arguments:
+    """The description of a call. (Python calls a function in half the time of a class.)"""
+    a = _new(Arguments)
+    a.input = input
+    a.residual = residual
+    a.gate = gate
+    a.shift = shift
+    a.scale = scale
+    a.weight = weight
+    a.bias = bias
+    a.normalized_ndim = normalized_ndim
+    a.eps = eps
+    a.activation = activation
+    a.output_scale = output_scale
+    a.out_dtype = out_dtype
+    a.statistic = statistic
+    a.weight_offset = weight_offset
+    a.round_before_weight = round_before_weight
+    a.keeps_order = keeps_order
+    a.dim = dim
+    return a
+
+
+# The fields of a description, in their order.
+values: Callable[[Arguments], tuple[Any, ...]] = attrgetter(*Arguments._fields)
 
 
 class Results(NamedTuple):
@@ -93,44 +157,37 @@ class Results(NamedTuple):
     rstd: Tensor
 
 
-class Operator(NamedTuple):
+def _fields_of(overload: OpOverload) -> list[str]:
+    """The fields of a description that an operator takes, in the order of its schema."""
+    return [
+        "output_scale" if a.name == "scale" and isinstance(a.type, torch.FloatType) else a.name
+        for a in overload._schema.arguments
+    ]
+
+
+class Operator:
     """A forward operator, with conversions from and to the layout of its schema."""
 
-    overload: OpOverload
-    takes_residual: bool
-    gives_statistics: bool
-    takes_modulation: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name without the namespace, as torch.library takes it."""
-        return self.overload._opname
+    def __init__(self, overload: OpOverload) -> None:
+        self.overload = overload
+        self.name = overload._opname  # without the namespace, as torch.library takes it
+        self.fields = _fields_of(overload)
+        self.has_residual = "residual" in self.fields
+        self.is_modulated = "shift" in self.fields
+        self.gives_statistics = self.name.endswith("_forward")
+        self._read = attrgetter(*self.fields)
 
     def arguments(self, *args: Any) -> Arguments:
-        """The operator's arguments by name; trailing defaults may be absent."""
-        input, *rest = args
-        residual = rest.pop(0) if self.takes_residual else None
-        if not self.takes_modulation:
-            normalized_ndim, weight, bias, *others = rest
-            return Arguments(input, residual, weight, bias, Options(normalized_ndim, *others))
-        gate = rest.pop(0) if self.takes_residual else None
-        normalized_ndim, shift, scale, weight, bias, eps, *others = rest
-        options = Options(normalized_ndim, eps, None, 1.0, *others)
-        return Arguments(input, residual, weight, bias, options, gate, shift, scale)
+        """The operator's arguments by name; the last ones may be absent."""
+        return describe(**dict(zip(self.fields, args, strict=False)))
 
     def lay_out(self, a: Arguments) -> tuple[Any, ...]:
         """The reverse of `arguments`."""
-        rows = (a.input, a.residual) if self.takes_residual else (a.input,)
-        ndim, eps, *others, keeps_order = a.options
-        if not self.takes_modulation:
-            order = () if self.takes_residual else (keeps_order,)
-            return (*rows, ndim, a.weight, a.bias, eps, *others, *order)
-        gate = (a.gate,) if self.takes_residual else ()
-        return (*rows, *gate, ndim, a.shift, a.scale, a.weight, a.bias, eps, *others[2:])
+        return self._read(a)
 
     def outputs(self, r: Results) -> Any:
         """The results that the operator gives: a tensor or a tuple of tensors."""
-        rows = (r.y, r.residual_out) if self.takes_residual else (r.y,)
+        rows = (r.y, r.residual_out) if self.has_residual else (r.y,)
         found = (*rows, r.mean, r.rstd) if self.gives_statistics else rows
         return found if len(found) > 1 else r.y
 
@@ -149,18 +206,14 @@ class Operator(NamedTuple):
         return implemented
 
 
-LAYER_NORM = Operator(load.layer_norm, takes_residual=False, gives_statistics=False)
-LAYER_NORM_FORWARD = Operator(load.layer_norm_forward, takes_residual=False, gives_statistics=True)
-ADD_LAYER_NORM = Operator(load.add_layer_norm, takes_residual=True, gives_statistics=False)
-ADD_LAYER_NORM_FORWARD = Operator(
-    load.add_layer_norm_forward, takes_residual=True, gives_statistics=True
-)
-ADA_LAYER_NORM = Operator(load.ada_layer_norm, False, False, takes_modulation=True)
-ADA_LAYER_NORM_FORWARD = Operator(load.ada_layer_norm_forward, False, True, takes_modulation=True)
-ADD_ADA_LAYER_NORM = Operator(load.add_ada_layer_norm, True, False, takes_modulation=True)
-ADD_ADA_LAYER_NORM_FORWARD = Operator(
-    load.add_ada_layer_norm_forward, True, True, takes_modulation=True
-)
+LAYER_NORM = Operator(load.layer_norm)
+LAYER_NORM_FORWARD = Operator(load.layer_norm_forward)
+ADD_LAYER_NORM = Operator(load.add_layer_norm)
+ADD_LAYER_NORM_FORWARD = Operator(load.add_layer_norm_forward)
+ADA_LAYER_NORM = Operator(load.ada_layer_norm)
+ADA_LAYER_NORM_FORWARD = Operator(load.ada_layer_norm_forward)
+ADD_ADA_LAYER_NORM = Operator(load.add_ada_layer_norm)
+ADD_ADA_LAYER_NORM_FORWARD = Operator(load.add_ada_layer_norm_forward)
 FORWARD = (
     LAYER_NORM,
     LAYER_NORM_FORWARD,
@@ -173,7 +226,7 @@ FORWARD = (
 )
 
 
-_BY_FLAGS = {operator[1:]: operator for operator in FORWARD}
+_BY_FLAGS = {(one.has_residual, one.gives_statistics, one.is_modulated): one for one in FORWARD}
 
 
 def operator_of(a: Arguments, *, gives_statistics: bool = False) -> Operator:
@@ -184,11 +237,11 @@ def operator_of(a: Arguments, *, gives_statistics: bool = False) -> Operator:
 class Needs(NamedTuple):
     """Which gradients a backward operator is asked for."""
 
-    dx: bool
-    dshift: bool
-    dscale: bool
-    dweight: bool
-    dbias: bool
+    dx: bool = False
+    dshift: bool = False
+    dscale: bool = False
+    dweight: bool = False
+    dbias: bool = False
 
 
 class Gradients(NamedTuple):
@@ -212,7 +265,6 @@ class BackwardArguments(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     dresidual: Tensor | None
-    needs: Needs
     activation: str | None = None
     output_scale: float = 1.0
     shift: Tensor | None = None
@@ -220,6 +272,7 @@ class BackwardArguments(NamedTuple):
     statistic: str = "layer"
     weight_offset: float = 0.0
     keeps_order: bool = False
+    needs: Needs = Needs()  # of the schema's needs_dx and others
 
     @property
     def is_rms(self) -> bool:
@@ -245,43 +298,27 @@ class BackwardArguments(NamedTuple):
         return self.x.dtype, dshift, dscale, self.parameter_dtype, self.parameter_dtype
 
 
-class BackwardOperator(NamedTuple):
+class BackwardOperator:
     """A backward operator, with conversions from and to the layout of its schema."""
 
-    overload: OpOverload
-    takes_modulation: bool
-
-    @property
-    def name(self) -> str:
-        """The name without the namespace, as torch.library takes it."""
-        return self.overload._opname
-
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """The names of the gradients that the operator gives."""
-        return Gradients._fields if self.takes_modulation else ("dx", "dweight", "dbias")
+    def __init__(self, overload: OpOverload) -> None:
+        self.overload = overload
+        self.name = overload._opname  # without the namespace, as torch.library takes it
+        self.fields = _fields_of(overload)
+        # The names of the gradients that the operator gives; needs_dx says if dx is asked for.
+        self.gradients = [g for g in Gradients._fields if f"needs_{g}" in self.fields]
+        self._needs = [f"needs_{gradient}" for gradient in self.gradients]
+        self._read = attrgetter(*(name.replace("needs_", "needs.") for name in self.fields))
 
     def arguments(self, *args: Any) -> BackwardArguments:
-        """The operator's arguments by name."""
-        if self.takes_modulation:
-            rows, (shift, scale), others = args[:5], args[5:7], args[7:10]
-            needs, kind = Needs(*args[10:15]), args[15:]
-            named = (*rows, *others, needs, None, 1.0, shift, scale, *kind)
-            return BackwardArguments(*named)
-        tensors, (activation, output_scale), kind = args[:8], args[8:10], args[13:]
-        dx, dweight, dbias = args[10:13]
-        needs = Needs(dx, False, False, dweight, dbias)
-        named = (*tensors, needs, activation, output_scale, None, None, *kind)
-        return BackwardArguments(*named)
+        """The operator's arguments by name; the last ones may be absent."""
+        named = dict(zip(self.fields, args, strict=False))
+        needs = dict(zip(self.gradients, map(named.pop, self._needs), strict=True))
+        return BackwardArguments(**named, needs=Needs(**needs))
 
     def lay_out(self, b: BackwardArguments) -> tuple[Any, ...]:
         """The reverse of `arguments`."""
-        rows, kind = (b.dy, b.x, b.normalized_ndim, b.mean, b.rstd), (b.statistic, b.weight_offset)
-        if self.takes_modulation:
-            return (*rows, b.shift, b.scale, b.weight, b.bias, b.dresidual, *b.needs, *kind)
-        needs = (b.needs.dx, b.needs.dweight, b.needs.dbias)
-        others = (b.activation, b.output_scale, *needs, *kind, b.keeps_order)
-        return (*rows, b.weight, b.bias, b.dresidual, *others)
+        return self._read(b)
 
     def outputs(self, b: BackwardArguments, found: Gradients) -> tuple[Tensor, ...]:
         """The gradients that the operator gives, with an empty tensor for each that is None."""
@@ -310,8 +347,8 @@ class BackwardOperator(NamedTuple):
         return implemented
 
 
-LAYER_NORM_BACKWARD = BackwardOperator(load.layer_norm_backward, takes_modulation=False)
-ADA_LAYER_NORM_BACKWARD = BackwardOperator(load.ada_layer_norm_backward, takes_modulation=True)
+LAYER_NORM_BACKWARD = BackwardOperator(load.layer_norm_backward)
+ADA_LAYER_NORM_BACKWARD = BackwardOperator(load.ada_layer_norm_backward)
 BACKWARD = (LAYER_NORM_BACKWARD, ADA_LAYER_NORM_BACKWARD)
 
 
@@ -352,7 +389,8 @@ class GatedBackwardArguments(NamedTuple):
     @property
     def of_norm(self) -> tuple[Any, ...]:
         """The arguments of ada_layer_norm_backward, whose dx gate_backward may need."""
-        return (*self[:2], *self[4:12], self.needs_dx or self.needs_gate_backward, *self[15:])
+        of_norm = self._replace(needs_dx=self.needs_dx or self.needs_gate_backward)
+        return tuple(getattr(of_norm, name) for name in ADA_LAYER_NORM_BACKWARD.fields)
 
 
 def gated_backward(

@@ -23,8 +23,8 @@ from .operators import (
     BackwardOperator,
     Gradients,
     Operator,
-    Options,
     Results,
+    describe,
     gated_backward,
     operator_of,
 )
@@ -69,7 +69,11 @@ def _forward_rule(operator: Operator) -> Callable[..., Any]:
         ndim = input.dim()
         gate, shift, scale = (
             _batched_to_front(tensor, dim, size, ndim)
-            for tensor, dim in zip(a[5:], dims[5:], strict=True)
+            for tensor, dim in (
+                (a.gate, dims.gate),
+                (a.shift, dims.shift),
+                (a.scale, dims.scale),
+            )
         )
         rows = a._replace(input=input, residual=residual, gate=gate, shift=shift, scale=scale)
         if dims.weight is None and dims.bias is None:
@@ -78,7 +82,7 @@ def _forward_rule(operator: Operator) -> Callable[..., Any]:
             weight = _broadcast_to_front(a.weight, dims.weight, size, ndim)
             bias = _broadcast_to_front(a.bias, dims.bias, size, ndim)
             outputs = operator.outputs(_with_parameters_of_samples(rows, weight, bias))
-        if operator.gives_statistics and a.options.is_rms:
+        if operator.gives_statistics and a.is_rms:
             found = operator.results(outputs)
             outputs = operator.outputs(found._replace(mean=found.mean.expand(size, 0)))
         return outputs, (0,) * len(outputs) if isinstance(outputs, tuple) else 0
@@ -89,16 +93,23 @@ def _forward_rule(operator: Operator) -> Callable[..., Any]:
 def _with_parameters_of_samples(
     a: Arguments, weight: Tensor | None, bias: Tensor | None
 ) -> Results:
-    ndim, eps, activation, output_scale, _, statistic, offset, *_ = a.options
     acc = acc_dtype(a.x_dtype)
-    options = Options(ndim, eps, out_dtype=acc, statistic=statistic)
-    plain = Arguments(a.input, a.residual, None, None, options, gate=a.gate)
+    # The norm and the sum before it alone.
+    plain = describe(
+        a.input,
+        a.residual,
+        a.gate,
+        normalized_ndim=a.normalized_ndim,
+        eps=a.eps,
+        out_dtype=acc,
+        statistic=a.statistic,
+    )
     operator = operator_of(plain, gives_statistics=True)
     normalized = operator.results(operator.overload(*operator.lay_out(plain)))
     xhat = normalized.y.to(a.input.dtype).to(acc) if a.rounds_xhat else normalized.y
-    z = affine(xhat, shifted(weight, offset, acc), bias)
+    z = affine(xhat, shifted(weight, a.weight_offset, acc), bias)
     z = modulate(z, to(a.shift, acc), to(a.scale, acc))
-    return normalized._replace(y=(activate(z, activation) * output_scale).to(a.y_dtype))
+    return normalized._replace(y=(activate(z, a.activation) * a.output_scale).to(a.y_dtype))
 
 
 def _backward_rule(operator: BackwardOperator) -> Callable[..., Any]:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional import has_kernels, rms_norm
+from ..functional import rms_norm
 from ..ops.arguments import HALF
+from ..stock import has_kernels
 from .forwards import Forward, then_act
 
 
-def _takes(x: Any, weight: Any, *, half: bool) -> bool:
+def _is_supported(x: Any, weight: Any, *, half: bool) -> bool:
     """Whether the kernels serve a norm over dimension 1 of x: float32, perhaps half precision."""
     if not has_kernels(x) or x.dim() < 2:
         return False
@@ -33,7 +34,11 @@ def _takes(x: Any, weight: Any, *, half: bool) -> bool:
 
 
 def _timm(self: Any, x: Tensor, *, wide: bool) -> Tensor | None:
-    if not _takes(x, self.weight, half=wide) or x.dim() != 4 or len(self.normalized_shape) != 1:
+    if (
+        not _is_supported(x, self.weight, half=wide)
+        or x.dim() != 4
+        or len(self.normalized_shape) != 1
+    ):
         return None
     if not wide and self._fast_norm:
         return None
@@ -62,7 +67,7 @@ timm_float32_act = then_act(__name__, "timm_float32_act", timm_float32)
 
 def _normalize(self: Any, x: Tensor, bias: Any) -> Tensor | None:
     gamma = self.gamma
-    if not _takes(x, gamma, half=True) or gamma.dim() != x.dim() - 1:
+    if not _is_supported(x, gamma, half=True) or gamma.dim() != x.dim() - 1:
         return None
     channels = x.shape[1]
     if gamma.shape != (channels, *(1,) * (x.dim() - 2)) or self.scale != channels**0.5:
@@ -89,7 +94,7 @@ def kandinsky6(self: Any, hidden_states: Tensor) -> Tensor | None:
 
 def per_channel(self: Any, x: Tensor, channel_dim: int | None = None) -> Tensor | None:
     """LTX-2's: it has no weight, and its own channel_dim counts, whatever forward is given."""
-    if self.channel_dim != 1 or not _takes(x, None, half=False):
+    if self.channel_dim != 1 or not _is_supported(x, None, half=False):
         return None
     y: Tensor = rms_norm(x, None, self.eps, out_dtype=x.dtype, dim=1)
     return y

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional import ada_layer_norm, layer_norm, may_serve
+from ..functional import ada_layer_norm, layer_norm
 from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF, broadcasts
+from ..stock import are_supported
 from .forwards import Forward, float32, matched, must_be_called
 
 # For each forward, the names of the norms that it computes without calling them.
@@ -55,7 +56,7 @@ def _need_not_be_called(norm: Any) -> bool:
             return False
     elif not _is_float32(norm):
         return False
-    return may_serve(norm.weight, norm.bias) and not must_be_called(norm)
+    return are_supported(norm.weight, norm.bias) and not must_be_called(norm)
 
 
 def _is_float32(norm: Any) -> bool:

@@ -20,13 +20,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import functional
-from ..functional import RMS, Kind, has_kernels, serve
-from ..ops.arguments import rms_eps
+from .. import calls
+from ..compile import choice
+from ..functional import rms_norm
+from ..ops.operators import describe
+from ..stock import dtypes_are_supported, has_kernels
 from .forwards import Forward, named, parameter, then_act
 
-ROUNDED = Kind("rms", 0.0, True)  # the normalized value is rounded to x's dtype before the weight
-PLUS_ONE = Kind("rms", 1.0)
+
+class Variant(NamedTuple):
+    """What the classes differ in, as rms_norm's arguments say it."""
+
+    weight_offset: float = 0.0
+    round_before_weight: bool = False
+
+
+PLAIN = Variant()
+ROUNDED = Variant(round_before_weight=True)
+PLUS_ONE = Variant(weight_offset=1.0)
 
 _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -38,11 +49,11 @@ _PROMOTED: Dtypes = {(x, weight): torch.promote_types(x, weight or x) for x, wei
 _WIDE: Dtypes = dict.fromkeys(_OF_X, _F32)
 
 
-def _serve(
+def _norm(
     x: Tensor,
     weight: Tensor | None,
     eps: float,
-    kind: Kind,
+    variant: Variant,
     dtypes: Dtypes,
     keeps_order: bool = True,
 ) -> Tensor | None:
@@ -54,36 +65,43 @@ def _serve(
     out_dtype = dtypes.get((x.dtype, None if weight is None else weight.dtype))
     if out_dtype is None or x.dim() == 0:
         return None
-    shape = (x.shape[-1],)
-    if weight is not None and weight.shape != shape:
+    if weight is not None and weight.shape != (x.shape[-1],):
         return None
-    compiling = functional._is_compiling()
-    if compiling and (functional.is_inductors_rms_norm(x) or (keeps_order and x.stride(-1) != 1)):
+    compiling = calls.is_compiling()
+    if compiling and (choice.is_inductors_rms_norm(x) or (keeps_order and x.stride(-1) != 1)):
         return None
     in_order, order = keeps_order and not x.is_contiguous(), None
     if in_order and not compiling and x.stride(-1) == 1 and 0 not in x.stride():
         # The kernels write rows one after another, so they get them in the order of x's memory.
         order = [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
         x, in_order = x.permute(order), False
-    y: Tensor = serve(x, None, weight, None, eps, shape, None, 1.0, out_dtype, kind, in_order)
+    a = describe(
+        x,
+        weight=weight,
+        eps=eps,
+        out_dtype=out_dtype,
+        statistic="rms",
+        weight_offset=variant.weight_offset,
+        round_before_weight=variant.round_before_weight,
+        keeps_order=in_order,
+    )
+    y: Tensor = calls.run(a)
     return y if order is None else y.permute([*map(order.index, range(x.dim()))])
 
 
 def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
     """What calls F.rms_norm, as subclasses of nn.RMSNorm that a predicate accepted."""
     weight, eps = parameter(self, "weight"), self.eps
-    if eps != eps or not functional.takes_dtypes(x, weight, None):
+    if eps != eps or not dtypes_are_supported(x, weight, None):
         return None
-    shape = tuple(self.normalized_shape)
-    y: Tensor = serve(x, None, weight, None, rms_eps(eps, x), shape, None, 1.0, None, RMS)
-    return y
+    return rms_norm(x, weight, eps, normalized_shape=tuple(self.normalized_shape))
 
 
 class Norm(NamedTuple):
     """What a class computes of x and weight alone."""
 
     eps: str  # its name in the class
-    kind: Kind
+    variant: Variant
     dtypes: Dtypes
 
 
@@ -91,11 +109,11 @@ class Norm(NamedTuple):
 NORMS: dict[Forward, Norm] = {}
 
 
-def _of_weight(name: str, eps: str, kind: Kind, dtypes: Dtypes) -> Forward:
+def _of_weight(name: str, eps: str, variant: Variant, dtypes: Dtypes) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor | None:
-        return _serve(x, parameter(self, "weight"), getattr(self, eps), kind, dtypes)
+        return _norm(x, parameter(self, "weight"), getattr(self, eps), variant, dtypes)
 
-    NORMS[forward] = Norm(eps, kind, dtypes)
+    NORMS[forward] = Norm(eps, variant, dtypes)
     return named(__name__, name, forward)
 
 
@@ -103,8 +121,8 @@ def _of_weight(name: str, eps: str, kind: Kind, dtypes: Dtypes) -> Forward:
 
 llama = _of_weight("llama", "variance_epsilon", ROUNDED, _PROMOTED)
 llama4 = _of_weight("llama4", "eps", ROUNDED, _PROMOTED)
-rounded_once = _of_weight("rounded_once", "variance_epsilon", RMS, _OF_X)
-rounded_once_eps = _of_weight("rounded_once_eps", "eps", RMS, _OF_X)
+rounded_once = _of_weight("rounded_once", "variance_epsilon", PLAIN, _OF_X)
+rounded_once_eps = _of_weight("rounded_once_eps", "eps", PLAIN, _OF_X)
 gemma = _of_weight("gemma", "eps", PLUS_ONE, _OF_X)
 
 
@@ -112,8 +130,8 @@ def _plus_one(self: Any, x: Tensor, keeps_order: bool) -> Tensor | None:
     """1 + weight is rounded to weight's dtype, which only a float32 weight leaves to the kernel."""
     weight = self.weight
     if weight.dtype is _F32:
-        return _serve(x, weight, self.eps, PLUS_ONE, _OF_X, keeps_order)
-    return _serve(x, weight + 1.0, self.eps, RMS, _OF_X, keeps_order)
+        return _norm(x, weight, self.eps, PLUS_ONE, _OF_X, keeps_order)
+    return _norm(x, weight + 1.0, self.eps, PLAIN, _OF_X, keeps_order)
 
 
 def muse_spark(self: Any, x: Tensor) -> Tensor | None:
@@ -126,18 +144,18 @@ def krea2(self: Any, hidden_states: Tensor) -> Tensor | None:
 
 def gemma3n(self: Any, hidden_states: Tensor) -> Tensor | None:
     weight = self.weight if self.with_scale else None
-    return _serve(hidden_states, weight, self.eps, RMS, _OF_X)
+    return _norm(hidden_states, weight, self.eps, PLAIN, _OF_X)
 
 
 def weightless(self: Any, x: Tensor) -> Tensor | None:
-    return _serve(x, None, self.eps, RMS, _OF_X)
+    return _norm(x, None, self.eps, PLAIN, _OF_X)
 
 
 def _t5(x: Tensor, weight: Tensor | None, eps: float) -> Tensor | None:
     """xhat is rounded to the dtype of a weight of half precision, and else not at all."""
     if weight is None or weight.dtype is x.dtype:
-        return _serve(x, weight, eps, ROUNDED, _OF_X)
-    return _serve(x, weight, eps, RMS, _WIDE)
+        return _norm(x, weight, eps, ROUNDED, _OF_X)
+    return _norm(x, weight, eps, PLAIN, _WIDE)
 
 
 def t5(self: Any, hidden_states: Tensor) -> Tensor | None:
@@ -157,7 +175,7 @@ def diffusers_without_bias(self: Any, hidden_states: Tensor) -> Tensor | None:
 
 def stable_audio3(self: Any, hidden_states: Tensor) -> Tensor | None:
     if self.force_fp32 or hidden_states.dtype is _F32:
-        return _serve(hidden_states, self.gamma, self.eps, RMS, _OF_X)
+        return _norm(hidden_states, self.gamma, self.eps, PLAIN, _OF_X)
     return None
 
 
@@ -175,7 +193,7 @@ def timm_float32(self: Any, x: Tensor) -> Tensor | None:
     if len(self.normalized_shape) != 1:
         return None
     weight = parameter(self, "weight")
-    return _serve(x, weight, self.eps, RMS, _OF_X, False)  # as F.rms_norm, which it calls
+    return _norm(x, weight, self.eps, PLAIN, _OF_X, False)  # as F.rms_norm, which it calls
 
 
 timm_act = then_act(__name__, "timm_act", timm)
@@ -187,11 +205,13 @@ timm_float32_act = then_act(__name__, "timm_float32_act", timm_float32)
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
-def _gated(self: Any, x: Tensor, gate: Tensor | None, kind: Kind, dtypes: Dtypes) -> Tensor | None:
+def _gated(
+    self: Any, x: Tensor, gate: Tensor | None, variant: Variant, dtypes: Dtypes
+) -> Tensor | None:
     activation = _ACTIVATIONS.get(self.activation)
     if gate is None or activation is None:
         return None
-    y = _serve(x, parameter(self, "weight"), self.variance_epsilon, kind, dtypes)
+    y = _norm(x, parameter(self, "weight"), self.variance_epsilon, variant, dtypes)
     return None if y is None else (y * activation(gate.to(_F32))).to(x.dtype)
 
 
@@ -200,7 +220,7 @@ def qwen3_next_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor |
 
 
 def kimi_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor | None:
-    return _gated(self, hidden_states, gate, RMS, _WIDE)
+    return _gated(self, hidden_states, gate, PLAIN, _WIDE)
 
 
 def _groups(x: Tensor, size: int, eps: float, out_dtype: torch.dtype) -> Tensor | None:
@@ -208,7 +228,7 @@ def _groups(x: Tensor, size: int, eps: float, out_dtype: torch.dtype) -> Tensor 
     if x.dim() == 0 or x.numel() == 0 or size <= 0 or x.shape[-1] % size != 0:
         return None
     dtypes: Dtypes = {(x.dtype, None): out_dtype}
-    y = _serve(x.reshape(*x.shape[:-1], -1, size), None, eps, RMS, dtypes)
+    y = _norm(x.reshape(*x.shape[:-1], -1, size), None, eps, PLAIN, dtypes)
     return None if y is None else y.flatten(-2)
 
 

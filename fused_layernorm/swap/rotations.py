@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import functional
 from ..heads import qk_norm_rope
+from ..stock import are_supported, has_kernels
 from . import rms, source
 from .forwards import must_be_called
 
@@ -75,14 +75,14 @@ def _rotated(
     self: Any, stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """q and k, (batch, heads, positions, columns), normalized if the class says so, and rotated."""
-    kernel = takes(self._rotation, q, k, cos, sin)
+    kernel = is_supported(self._rotation, q, k, cos, sin)
     if not self._norms:
         return rotate(self._rotation, q, k, None, cos, sin) if kernel else stock(q, k, cos, sin)
     norm = _norm_of(self.q_norm, self.k_norm, q) if kernel else None
     if norm is not None:
         return rotate(self._rotation, q, k, norm, cos, sin)
     q, k = self.q_norm(q), self.k_norm(k)
-    if takes(self._rotation, q, k, cos, sin):
+    if is_supported(self._rotation, q, k, cos, sin):
         return rotate(self._rotation, q, k, None, cos, sin)
     return stock(q, k, cos, sin)
 
@@ -91,15 +91,15 @@ class _Norm(NamedTuple):
     q_weight: Tensor
     k_weight: Tensor
     eps: float
-    kind: functional.Kind
+    variant: rms.Variant
 
 
-def takes(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def is_supported(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether the kernels rotate these as the library's function does."""
     tensors = (q, k, cos, sin)
-    if not functional.may_serve(*tensors):
+    if not are_supported(*tensors):
         return False
-    if not functional.has_kernels(q) or q.dim() != 4 or k.dim() != 4:
+    if not has_kernels(q) or q.dim() != 4 or k.dim() != 4:
         return False
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or k.dtype is not q.dtype:
         return False
@@ -129,17 +129,17 @@ def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
     for module in (q_norm, k_norm):
         if must_be_called(module):
             return None
-    name, kind, dtypes = known
+    name, variant, dtypes = known
     weights = (q_norm.weight, k_norm.weight)
     eps = getattr(q_norm, name)
     if type(eps) is not float or getattr(k_norm, name) != eps:
         return None
     for weight in weights:
-        if not functional.may_serve(q, weight) or weight.shape != q.shape[3:]:
+        if not are_supported(q, weight) or weight.shape != q.shape[3:]:
             return None
         if dtypes.get((q.dtype, weight.dtype)) is not q.dtype:
             return None
-    return _Norm(*weights, eps, kind)
+    return _Norm(*weights, eps, variant)
 
 
 def rotate(
@@ -151,8 +151,8 @@ def rotate(
     options: Any = {"rotary_dim": size, "interleaved": rotation.interleaved, "seq_dim": 2}
     if norm is None:
         return qk_norm_rope(q, k, None, None, cos, sin, statistic=None, **options)
-    options["weight_offset"] = norm.kind.weight_offset
-    options["round_before_weight"] = norm.kind.round_before_weight
+    options["weight_offset"] = norm.variant.weight_offset
+    options["round_before_weight"] = norm.variant.round_before_weight
     return qk_norm_rope(q, k, norm.q_weight, norm.k_weight, cos, sin, norm.eps, **options)
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.overrides import has_torch_function_variadic
 
-from ..functional import may_serve, torchs_layer_norm, torchs_rms_norm
+from .. import stock
 from ..modules import FusedLayerNorm, FusedRMSNorm
 from . import channels, forwards, modulated, rms, source, table
 from . import rotations as rotary
@@ -421,7 +421,7 @@ def _swapped_class(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
 def _or_stock(fused: Forward, cls: type[nn.Module], swapped: type[nn.Module]) -> Forward:
     """The forward of a swapped class: what the stock forward takes, it takes.
 
-    The stock forward of cls serves what the operators do not know (functional.may_serve), what the
+    The stock forward of cls serves what the operators do not know (stock.are_supported), what the
     fused one returns None for, and a module that was unswapped while somebody kept its forward.
     """
     # The parameters and their names are the stock forward's.
@@ -429,12 +429,12 @@ def _or_stock(fused: Forward, cls: type[nn.Module], swapped: type[nn.Module]) ->
     first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "")
 
     def is_plain(self: Any, x: Any) -> bool:
-        """What follows from may_serve for the most common call, in a third of its time."""
+        """What follows from are_supported for the most common call, in a third of its time."""
         return (
             type(x) is Tensor
             and not (has_torch_function_variadic(x, *self._parameters.values()) or x.is_nested)
-            and F.layer_norm is torchs_layer_norm
-            and F.rms_norm is torchs_rms_norm
+            and F.layer_norm is stock.layer_norm
+            and F.rms_norm is stock.rms_norm
             and isinstance(self, swapped)
         )
 
@@ -443,7 +443,7 @@ def _or_stock(fused: Forward, cls: type[nn.Module], swapped: type[nn.Module]) ->
             x = kwargs.pop(first)
         args = () if x is None and not rest else (x, *rest)
         parameters = self._parameters.values()
-        if isinstance(self, swapped) and may_serve(*args, *kwargs.values(), *parameters):
+        if isinstance(self, swapped) and stock.are_supported(*args, *kwargs.values(), *parameters):
             found = fused(self, *args, **kwargs)
             if found is not None:
                 return found

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which operator serves a call.
+
+A call is described once, by `Arguments`, and `run` hands the description on. Before that stands
+`plain`, for a norm with nothing fused to it: every step costs host time there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from . import onnx, stock
+from .compile import choice
+from .ops import arguments, autograd_library, formulas
+from .ops.autocast import under_autocast
+from .ops.operators import (
+    ADA_LAYER_NORM,
+    ADD_ADA_LAYER_NORM,
+    ADD_LAYER_NORM,
+    LAYER_NORM,
+    Arguments,
+    Operator,
+    describe,
+)
+
+is_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_is_tracing = torch._C._is_tracing
+_in_transform = torch._C._are_functorch_transforms_active
+
+# What torch.layer_norm and torch.rms_norm get behind normalized_shape's sizes where a call is for
+# our kernels (csrc/per_torch/override.h). To call an operator of ours takes the host longer.
+SENTINEL = (-0x4C4E,)
+
+_OWN = (Parameter, type(None), Tensor)
+
+
+def plain(
+    is_rms: bool, input: Any, shape: Any, weight: Any, bias: Any, eps: float | None
+) -> Tensor | None:
+    """PyTorch's function for a norm with nothing fused to it, or None where `run` must decide.
+
+    On CUDA the function leads to our kernels, on the CPU it is PyTorch's norm. shape: the
+    normalized one; by default weight's. Modes and transforms are to see our operators, and
+    torch.jit.trace crashes where an operator has raised what is caught here. Dynamo does not trace
+    this function.
+    """
+    if (
+        type(input) is not Tensor
+        or (type(weight) is not Parameter and type(weight) not in _OWN)
+        or (bias is not None and type(bias) not in _OWN)
+        or _function_modes()
+        or _in_transform()
+    ):
+        return None
+    try:
+        sizes = shape
+        if sizes is None:
+            if weight is None:
+                return None
+            sizes = weight.shape
+        elif type(sizes) is int:
+            sizes = (sizes,)
+        if input.is_cuda:
+            if not autograd_library.active or _dispatch_modes() or _is_tracing():
+                return None
+            sizes = sizes + SENTINEL
+        elif not (eps == eps and stock.has_own_norm(input, weight, bias, is_rms)):
+            return None
+        if is_rms:
+            return torch.rms_norm(input, sizes, weight, eps)
+        return torch.layer_norm(input, sizes, weight, bias, eps)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError, ValueError) as error:
+        if _is_refusal(error, input, shape, weight, bias, eps, is_rms):
+            return None
+        raise
+
+
+# What csrc/per_torch/override.h says of a call that the kernels do not take. Where that is not
+# reached, PyTorch refuses the sentinel, and names it.
+_REFUSALS = ("the kernels do not take such a norm", str(SENTINEL[0]))
+
+
+def _is_refusal(
+    error: Exception, input: Any, shape: Any, weight: Any, bias: Any, eps: Any, is_rms: bool
+) -> bool:
+    """Whether an error of `plain` says that the call is not for it, and so comes before any work.
+
+    Other errors, such as that of a hook on saved tensors or of a full memory, must not lead to a
+    second call.
+    """
+    is_list = isinstance(error, TypeError) and isinstance(shape, list)
+    if is_list or any(refusal in str(error) for refusal in _REFUSALS):
+        return True
+    statistic = "rms" if is_rms else "layer"
+    try:
+        ndim = normalized_ndim(input, weight, bias, shape)
+        eps = arguments.rms_eps(eps, input) if is_rms else eps
+        a = describe(input, weight=weight, bias=bias, normalized_ndim=ndim, eps=eps)
+        arguments.check(a._replace(statistic=statistic))
+    except Exception:
+        return True
+    return False
+
+
+_INTS = {int}
+
+
+def normalized_ndim(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    normalized_shape: Any,
+    dim: int | None = None,
+    default: int | None = None,
+) -> int:
+    """How many dimensions a call normalizes over, from its normalized_shape or a parameter.
+
+    default: for a call that has neither.
+    """
+    if dim is not None:
+        arguments.check_dim(input, weight, bias, dim, normalized_shape)
+        return 1
+    if normalized_shape is None:
+        parameter = bias if weight is None else weight
+        if parameter is None:
+            if default is not None:
+                return default
+        elif type(parameter) in _OWN and (ndim := parameter.dim()):
+            return ndim
+    elif type(normalized_shape) is tuple and type(input) is Tensor and not is_compiling():
+        try:
+            ndim = len(normalized_shape)
+            if {*map(type, normalized_shape)} == _INTS and input.shape[-ndim:] == normalized_shape:
+                return ndim
+        except RuntimeError:  # a nested tensor has no shape
+            pass
+    arguments.check_tensor("input", input)
+    return arguments.normalized_ndim(input, weight, bias, normalized_shape)
+
+
+def _call_of(operator: Operator) -> Callable[[Arguments], Any]:
+    """The call of an operator, of what is described, that takes the host least time.
+
+    It is written out from the schema. Arguments that have their defaults, all of them or all from
+    the statistic on, are not given: they would cost a microsecond. `_op` skips OpOverload.__call__,
+    which costs half a one.
+    """
+    schema, fields = operator.overload._schema.arguments, [f"a.{name}" for name in operator.fields]
+
+    def have_defaults(first: int) -> str:
+        options = zip(fields[first:], schema[first:], strict=True)
+        return " and ".join(
+            f"{field} {'is' if a.default_value is None else '=='} {a.default_value!r}"
+            for field, a in options
+        )
+
+    def call(count: int) -> str:
+        return f"op({', '.join(fields[:count])})"
+
+    optional = sum(not a.has_default_value() for a in schema)
+    statistic = operator.fields.index("statistic")
+    source = (
+        f"lambda a: {call(len(fields))} if not ({have_defaults(statistic)}) else "
+        f"{call(optional)} if {have_defaults(optional)} else {call(statistic)}"
+    )
+    made: Callable[[Arguments], Any] = eval(source, {"op": operator.overload._op})
+    return made
+
+
+_layer_norm = _call_of(LAYER_NORM)
+_add_layer_norm = _call_of(ADD_LAYER_NORM)
+_ada_layer_norm = _call_of(ADA_LAYER_NORM)
+_add_ada_layer_norm = _call_of(ADD_ADA_LAYER_NORM)
+
+
+def run(a: Arguments) -> Any:
+    """The norm that is described: y, or with a residual (y, residual_out)."""
+    residual, gate = a.residual, a.gate
+    if a.dim is not None:
+        return _over_dim(a)
+    if gate is not None and not _may_fuse_gate(a):
+        return _with_sum_apart(a)
+    if is_compiling():  # Dynamo does not trace the exception handling below
+        return choice.run(a)
+    try:
+        if _dispatch_modes() and onnx.is_exporting():
+            return onnx.run(a)
+        if gate is None and a.shift is None and a.scale is None:
+            if residual is not None:
+                return _add_layer_norm(a)
+            call = _layer_norm
+        else:
+            call = _ada_layer_norm if residual is None else _add_ada_layer_norm
+        if a.input.is_cpu and (found := stock.run(a)) is not None:
+            return found
+        return call(a)
+    except Exception as error:
+        raise arguments.explain(error, a) from None
+
+
+def _over_dim(a: Arguments) -> Tensor:
+    """A norm over one dimension: that of a view in which it is the last."""
+    end = a.input.dim() - 1  # ONNX has no dimensions counted from the end
+    dim: Any = a.dim
+    dim = dim if type(dim) is int else arguments.check_int("dim", dim)
+    dim %= end + 1
+    a.input, a.keeps_order, a.dim = a.input.movedim(dim, end), True, None
+    y: Tensor = run(a)
+    return y.movedim(end, dim)
+
+
+def _may_fuse_gate(a: Arguments) -> bool:
+    """No kernel fuses a gated sum with an activation, a scale or the rounding of xhat."""
+    is_bare = a.activation is None and isinstance(a.output_scale, (int, float))
+    return is_bare and a.output_scale == 1.0 and not a.round_before_weight
+
+
+def _with_sum_apart(a: Arguments) -> tuple[Tensor, Tensor]:
+    """A gated sum by PyTorch's operators, then the norm of it."""
+    arguments.check_tensor("input", a.input)
+    device = a.input.device.type
+    if choice.has_autocast(device) and torch.is_autocast_enabled(device):
+        a = under_autocast(a)
+    arguments.check(a)
+    residual: Any = a.residual
+    residual_out = formulas.add(a.input, residual, a.gate)
+    if a.rounds_xhat and a.input.dtype != residual.dtype:
+        return formulas.forward(a._replace(out_dtype=a.y_dtype)).y, residual_out
+    acc = formulas.acc_dtype(residual.dtype)
+    weight, bias = (
+        parameter if parameter is None or parameter.dtype == residual.dtype else parameter.to(acc)
+        for parameter in (a.weight, a.bias)
+    )
+    norm = a._replace(input=residual_out, residual=None, gate=None, weight=weight, bias=bias)
+    return run(norm._replace(out_dtype=a.y_dtype)), residual_out

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What computes a call of our functions in a graph that Dynamo traces: rules.py decides.
+
+A graph of the backend "fused_layernorm" is decided on by graph_pass.py, which sees what surrounds a
+norm. Here nothing is known of that, so elementwise operations are assumed.
+"""
+
+from __future__ import annotations
+
+import math
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import arguments
+from ..ops.aten_forward import aten_variant
+from ..ops.operators import (
+    ADA_LAYER_NORM,
+    ADD_ADA_LAYER_NORM,
+    ADD_LAYER_NORM,
+    LAYER_NORM,
+    TENSORS,
+    Arguments,
+    Operator,
+)
+from . import rules
+
+# Dynamo of torch 2.10 cannot follow the choice: there, every call keeps its kernel.
+CHOOSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+
+_ATEN_LAYER_NORM = aten_variant(LAYER_NORM)
+_ATEN_ADD_LAYER_NORM = aten_variant(ADD_LAYER_NORM)
+
+
+def run(a: Arguments) -> Any:
+    """The call by our operator, by its aten_ variant, or by PyTorch's own norm."""
+    _check_types(a)
+    if a.is_modulated:
+        return _call(ADA_LAYER_NORM if a.residual is None else ADD_ADA_LAYER_NORM, a)
+    choice = _choice_for(a)
+    if choice == "KERNEL":
+        return _call(LAYER_NORM if a.residual is None else ADD_LAYER_NORM, a)
+    if choice == "PYTORCH" and _has_own_norm(a):
+        if a.is_rms:
+            return torch.rms_norm(a.input, a.normalized_shape, a.weight, a.eps)
+        return torch.layer_norm(a.input, a.normalized_shape, a.weight, a.bias, a.eps)
+    return _call(_ATEN_LAYER_NORM if a.residual is None else _ATEN_ADD_LAYER_NORM, a)
+
+
+def _call(operator: Operator, a: Arguments) -> Any:
+    """Operator.lay_out is nothing that Dynamo can trace."""
+    return operator.overload(*[getattr(a, name) for name in operator.fields])
+
+
+def _check_types(a: Arguments) -> None:
+    """Raises where the schema's error would be worse."""
+    arguments.check_tensor("input", a.input)
+    for name in TENSORS:
+        tensor = getattr(a, name)
+        if tensor is not None and not isinstance(tensor, Tensor):
+            arguments.check_tensor(name, tensor)
+    arguments.check_number("eps", a.eps)
+    arguments.check_number("scale", a.output_scale)
+    arguments.check_number("weight_offset", a.weight_offset)
+
+
+def _has_own_norm(a: Arguments) -> bool:
+    """Whether PyTorch's own norm has all that this one has, and gives it input's dtype."""
+    if not a.is_rms:
+        return a.weight_offset == 0 and not a.round_before_weight
+    return (
+        a.bias is None
+        and a.weight_offset == 0
+        and (a.weight is None or (a.weight.dtype is a.input.dtype and not a.round_before_weight))
+    )
+
+
+def is_inductors_rms_norm(x: Tensor) -> bool:
+    """Whether a graph gets an RMSNorm over x's last dimension as its class writes it."""
+    return CHOOSES and _choice_of(x, x.shape[-1], "PLAIN", False, 1.0, "rms") == "PYTORCH"
+
+
+def _choice_for(a: Arguments) -> str:
+    if not CHOOSES or a.input.dim() < a.normalized_ndim or a.keeps_order:
+        return "KERNEL"
+    fusion = "RESIDUAL" if a.residual is not None else "ACTIVATED" if a.activation else "PLAIN"
+    may_be_cast = a.residual is None and a.activation is None and a.out_dtype is None
+    cols = math.prod(a.normalized_shape)
+    return _choice_of(a.input, cols, fusion, may_be_cast, a.output_scale, a.statistic)
+
+
+def _choice_of(
+    x: Tensor, cols: int, fusion: str, may_be_cast: bool, scale: float, statistic: str
+) -> str:
+    """What the rules choose for a norm of x that Dynamo traces; the kernel, if they are not asked.
+
+    `may_be_cast`: autocast casts x for PyTorch's norm, if it is on and the scale is 1.
+    """
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    device, stride = x.device.type, x.stride(-1)
+    if device not in rules.DEVICES or not has_static_value(cols):
+        return "KERNEL"
+    has_hidden_casts = (
+        may_be_cast
+        and has_autocast(device)
+        and torch.is_autocast_enabled(device)
+        and has_static_value(scale)
+        and scale == 1.0
+    )
+    return _choice(
+        fusion,
+        index(cols),  # In Dynamo of torch 2.11, int(cols) would be no constant.
+        index(stride) if has_static_value(stride) else 0,
+        bool(has_hidden_casts),
+        torch.are_deterministic_algorithms_enabled(),
+        statistic,
+    )
+
+
+def _choice(
+    fusion: str, cols: int, stride: int, hidden_casts: bool, deterministic: bool, statistic: str
+) -> str:
+    # If Dynamo of torch 2.11 traced is_exporting(), it would be true in every graph.
+    if torch.compiler.is_exporting():
+        return rules.Choice.KERNEL.name
+    problem = rules.Problem(
+        rules.Fusion[fusion],
+        cols,
+        has_neighbours=True,
+        columns=rules.Columns.TOGETHER if stride == 1 else rules.Columns.APART,
+        deterministic=deterministic,
+        with_hidden_casts=hidden_casts,
+        statistic=statistic,
+        is_call=True,
+    )
+    return rules.choose(problem).choice.name
+
+
+def has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)  # Dynamo of torch 2.10 cannot trace it.
+
+
+# torch.compiler.assume_constant_result does the same, but would import all of Dynamo.
+for _function in (_choice, has_autocast):
+    _function._dynamo_marked_constant = True  # type: ignore[union-attr]

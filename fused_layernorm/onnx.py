@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls inside torch.onnx.export(..., dynamo=True), which translates PyTorch's operators alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import stock
+from .ops import arguments, formulas
+from .ops.operators import Arguments, describe, operator_of
+
+
+def is_exporting() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+def run(a: Arguments) -> Any:
+    """The call in PyTorch's operators: the norm itself where nothing is fused to it."""
+    arguments.check(a)
+    dtypes = {tensor.dtype for tensor in (a.input, a.weight, a.bias) if tensor is not None}
+    plain = describe(a.input, normalized_ndim=a.normalized_ndim, eps=a.eps)
+    is_plain = a.residual is None and not a.is_modulated and a.options == plain.options
+    if is_plain and len(dtypes) == 1:
+        return stock.norm_of(a.input, a)
+    return operator_of(a).outputs(formulas.forward(a))
