@@ -9,6 +9,7 @@ The error of a result is the root mean square over its elements. The greatest er
 bounded too, by a wider factor, because summing in another order easily changes it by a half.
 """
 
+import itertools
 import math
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
@@ -39,6 +40,27 @@ def ids(value):
     if isinstance(value, tuple):
         return "-".join(map(ids, value))
     return str(value).removeprefix("torch.")
+
+
+def covering(*dimensions, strength=2):
+    """So many elements of a product that all values of each `strength` dimensions meet in one.
+
+    A fault that needs a certain value of one dimension, or a certain pair (with strength 3, three)
+    is met as by the whole product, with a fraction of its elements. The choice is always the same.
+    """
+    sizes = [range(len(dimension)) for dimension in dimensions]
+    left = [*itertools.product(*sizes)]
+    met_by = {
+        one: {*itertools.combinations(enumerate(one), min(strength, len(sizes)))} for one in left
+    }
+    missing = set().union(*met_by.values())
+    found = []
+    while missing:
+        best = max(left, key=lambda one: len(met_by[one] & missing))
+        missing -= met_by[best]
+        left.remove(best)
+        found.append(best)
+    return [tuple(d[i] for d, i in zip(dimensions, one, strict=True)) for one in sorted(found)]
 
 
 def rows_for(cols):

@@ -14,7 +14,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from numerics import MODULATIONS, Problem, check_masks, ids, modulated
+from numerics import MODULATIONS, Problem, check_masks, covering, ids, modulated
 
 from fused_layernorm import (
     ada_layer_norm,
@@ -64,7 +64,7 @@ def problems(gated):
     """The problems with a gate, and without one."""
     given: dict[str, Any] = {"gated": gated}
     both = (DTYPES[0], DTYPES[3])
-    for cols, kind, dtypes in itertools.product((48, 100), MODULATIONS, both):
+    for cols, kind, dtypes in covering((48, 100), [*MODULATIONS], both):
         yield modulated((4, 6, cols), kind, dtypes=dtypes, **given)
     for shape in [(2, 3, 1, 64), (2, 1, 5, 64), (1, 3, 1, 64), (3, 1, 64)]:
         yield alike(Problem((2, 3, 5, 64)), shape, gated)
@@ -80,14 +80,14 @@ def problems(gated):
         yield alike(Problem((2, 5, 3, 20), normalized_ndim=2), shape, gated)
     for cols, dtypes in itertools.product((33, 256), DTYPES):
         yield modulated((3, 20, cols), dtypes=dtypes, **given)
-    for cols, kind, dtypes, out_dtype in itertools.product(
+    for cols, kind, dtypes, out_dtype in covering(
         (64, 1152), ("sample", "token"), both, (F32, BF16, F64)
     ):
         yield modulated((3, 20, cols), kind, dtypes=dtypes, out_dtype=out_dtype, **given)
     for affine in ("weight", "bias"):
         yield modulated((3, 7, 40), affine=affine, **given)
     yield modulated((3, 9, 256), mean=1e4, **given)
-    for groups, cols, kind in itertools.product(GROUPS, (8, 64, 257, 1152), ("sample", "all")):
+    for groups, cols, kind in covering(GROUPS, (8, 64, 257, 1152), ("sample", "all")):
         yield modulated((*groups, cols), kind, **given)
 
 
@@ -153,9 +153,11 @@ def test_without_any_modulation_it_is_layer_norm(device):
 
 
 @pytest.mark.gpu
-@GATED
-@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[1], DTYPES[3], DTYPES[8]], ids=ids)
-@pytest.mark.parametrize("cols", [*WIDTHS, *WIDE])
+@pytest.mark.parametrize(
+    ("cols", "dtypes", "gated"),
+    covering([*WIDTHS, *WIDE], [DTYPES[0], DTYPES[1], DTYPES[3], DTYPES[8]], [False, True]),
+    ids=ids,
+)
 def test_every_width(cols, dtypes, gated):
     """Each width and its two neighbours, because strategies and vectors change there."""
     for d in (cols - 1, cols, cols + 1):
@@ -167,19 +169,20 @@ def test_every_width(cols, dtypes, gated):
 
 
 @pytest.mark.gpu
-@GATED
 @pytest.mark.parametrize(
-    ("shape", "kind", "dtypes"),
+    ("shape", "kind", "dtypes", "gated"),
     [
-        *(((*groups, cols), kind, DTYPES[3])
-          for groups in [*GROUPS, (1, 5000), (5000, 1), (700, 7)]
-          for cols in (1, 64, 1024, 1152, 3072, 8193)
-          for kind in ("all", "sample", "token", "position")),
-        *((shape, "sample", DTYPES[0])
-          for shape in [(1, 3, 262_144), (2, 2, 1_000_003), (1, 1, 4_194_304)]),
-        *((shape, kind, DTYPES[3])
-          for shape in [(2, 100_000, 64), (1, 16_384, 1152), (300, 257, 256)]
-          for kind in ("all", "sample", "position")),
+        *(((*groups, cols), kind, DTYPES[3], gated)
+          for groups, cols, kind, gated in covering(
+              [*GROUPS, (1, 5000), (5000, 1), (700, 7)], (1, 64, 1024, 1152, 3072, 8193),
+              ("all", "sample", "token", "position"), (False, True), strength=3)),
+        *((shape, "sample", DTYPES[0], gated)
+          for shape in [(1, 3, 262_144), (2, 2, 1_000_003), (1, 1, 4_194_304)]
+          for gated in (False, True)),
+        *((shape, kind, DTYPES[3], gated)
+          for shape, kind, gated in covering(
+              [(2, 100_000, 64), (1, 16_384, 1152), (300, 257, 256)],
+              ("all", "sample", "position"), (False, True))),
     ],
     ids=ids,
 )  # fmt: skip

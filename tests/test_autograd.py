@@ -219,7 +219,16 @@ TRANSFORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+# On CUDA those whose gradients the kernels give, and one of each that PyTorch's operators give.
+def on_devices(names, on_cuda):
+    return pytest.mark.parametrize(
+        ("device", "name"),
+        [pytest.param("cpu", name, marks=pytest.mark.on_cpu) for name in names]
+        + [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in on_cuda],
+    )
+
+
+@on_devices(TRANSFORMS, ["grad", "vjp", "jvp", "jacrev", "hessian", "grad of grad"])
 @EVERY_FORM
 def test_transforms(device, name, kind, options):
     tensors = forms.tensors(kind, device)
@@ -258,7 +267,7 @@ BATCHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VMAPS)
+@on_devices(VMAPS, ["vmap", "vmap of grad", "vmap of grad of grad", "grad of vmap"])
 @pytest.mark.parametrize(
     ("kind", "batched"), [(kind, names) for kind in NAMES for names in BATCHED[kind]], ids=str
 )

@@ -11,7 +11,7 @@ import numerics
 import pytest
 import reference
 import torch
-from numerics import Problem, by_layouts, ids, rows_for
+from numerics import Problem, by_layouts, covering, ids, rows_for
 
 from fused_layernorm import layer_norm
 
@@ -34,11 +34,11 @@ MIXED = [(F32, None), (BF16, F32)]
     "problem",
     [
         *(Problem((rows_for(cols), cols), *dtypes, statistic=statistic)
-          for cols in SHORT for dtypes in DTYPES for statistic in ("layer", "rms")),
+          for cols, dtypes, statistic in covering(SHORT, DTYPES, ("layer", "rms"))),
         *(Problem((5, cols), *dtypes) for cols in MIDDLE for dtypes in MIXED),
         *(Problem((37, cols), *dtypes, affine=affine)
-          for cols in (3, 64, 1000, 5000) for dtypes in MIXED
-          for affine in ("both", "weight", "bias", "none")),
+          for cols, dtypes, affine in covering((3, 64, 1000, 5000), MIXED,
+                                               ("both", "weight", "bias", "none"))),
         *(Problem(shape, normalized_ndim=ndim)
           for shape, ndim in [((4, 3, 5, 7), 3), ((40, 5, 6), 2), ((300,), 1), ((9, 1, 4, 1), 2),
                               ((2, 3, 1, 64), 1), ((2, 4, 16, 16), 3), ((5, 6), 2), ((1, 1), 1)]),
@@ -74,8 +74,9 @@ def test_accuracy(device, problem):
           for row_bytes in (2**n for n in range(6, 18)) for dtype in (F32, BF16, F64)
           for cols in (n + row_bytes // dtype.itemsize for n in (-1, 0, 1))),
         *(Problem((1, cols), *dtypes, activation=activation)
-          for cols in (1, 2, 5, 64, 285, 768, 1492, 4096, 8191, 8192, 12_288, 16_384)
-          for dtypes in DTYPES for activation in (None, "gelu")),
+          for cols, dtypes, activation in covering(
+              (1, 2, 5, 64, 285, 768, 1492, 4096, 8191, 8192, 12_288, 16_384), DTYPES,
+              (None, "gelu"))),
     ],
     ids=str,
 )  # fmt: skip

@@ -13,7 +13,7 @@ import numerics
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics import LAYOUTS, ROW_LAYOUTS, Problem, ids, misaligned, within
+from numerics import LAYOUTS, ROW_LAYOUTS, Problem, covering, ids, misaligned, within
 from torch import nn
 from torch.library import opcheck
 
@@ -87,26 +87,27 @@ def problem(shape, dtype=F32, weight_dtype=None, **options):
     return Problem((n, *pixels, c), dtype, weight_dtype, **options)
 
 
-@pytest.mark.parametrize("statistic", ["layer", "rms"])
-@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, None), (F16, F32), (F64, None)], ids=ids)
+DTYPES = [(F32, None), (BF16, None), (F16, F32), (F64, None)]
+SHAPES = [(3, 5), (2, 1, 9), (2, 2, 8), (2, 7, 64), (2, 8, 5, 7), (3, 9, 4, 4), (2, 16, 7, 7),
+          (2, 24, 14, 14), (2, 64, 3, 11), (1, 65, 8, 16), (2, 33, 2, 3, 4), (1, 96, 1, 1),
+          (4, 127, 2, 2), (1, 256, 57, 3)]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [(3, 5), (2, 1, 9), (2, 2, 8), (2, 7, 64), (2, 8, 5, 7), (3, 9, 4, 4), (2, 16, 7, 7),
-     (2, 24, 14, 14), (2, 64, 3, 11), (1, 65, 8, 16), (2, 33, 2, 3, 4), (1, 96, 1, 1),
-     (4, 127, 2, 2), (1, 256, 57, 3)],
-    ids=str,
-)  # fmt: skip
+    ("shape", "dtypes", "statistic"), covering(SHAPES, DTYPES, ("layer", "rms")), ids=ids
+)
 def test_accuracy(device, shape, dtypes, statistic):
     numerics.check(problem(shape, *dtypes, statistic=statistic), device, run=over_channels())
 
 
 # Both sides of what one thread, one group of threads and one block hold.
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=ids)
-@pytest.mark.parametrize("pixels", [(7, 7), (8, 16), (7, 15), (14, 10), (1, 130)], ids=str)
 @pytest.mark.parametrize(
-    "channels", [1, 2, 8, 9, 63, 64, 65, 127, 128, 129, 511, 513, 768, 1024, 1025,
-                 2047, 2048, 2049, 4095, 4096, 4097, 9000]
+    ("channels", "pixels", "dtype"),
+    covering([1, 2, 8, 9, 63, 64, 65, 127, 128, 129, 511, 513, 768, 1024, 1025, 2047, 2048, 2049,
+              4095, 4096, 4097, 9000],
+             [(7, 7), (8, 16), (7, 15), (14, 10), (1, 130)], [F32, BF16, F64]),
+    ids=ids,
 )  # fmt: skip
 def test_accuracy_at_the_boundaries_of_channels(channels, pixels, dtype):
     p = problem((3, channels, *pixels), dtype)
@@ -116,22 +117,24 @@ def test_accuracy_at_the_boundaries_of_channels(channels, pixels, dtype):
 
 # So many images that a block has several tiles, of which the last of a plane has fewer pixels.
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"statistic": "rms"}, {"activation": "gelu"}], ids=str)
-@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, None), (F16, F32), (F64, None)], ids=ids)
 @pytest.mark.parametrize(
-    "shape", [(600, 96, 8, 19), (1500, 24, 4, 19), (1500, 16, 7, 7), (900, 40, 14, 14)], ids=str
-)
-@pytest.mark.parametrize("dy_order", ["contiguous", "channels_last"])
+    ("dy_order", "shape", "dtypes", "options"),
+    covering(["contiguous", "channels_last"],
+             [(600, 96, 8, 19), (1500, 24, 4, 19), (1500, 16, 7, 7), (900, 40, 14, 14)],
+             DTYPES, [{}, {"statistic": "rms"}, {"activation": "gelu"}], strength=3),
+    ids=ids,
+)  # fmt: skip
 def test_accuracy_of_many_images(dy_order, shape, dtypes, options):
     p = problem(shape, *dtypes, **options)
     numerics.check(p, "cuda", run=over_channels(dy_order=dy_order), sample=1)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
-@pytest.mark.parametrize("shape", [(2, 24, 8, 8), (2, 16, 7, 7), (3, 40, 14, 14)], ids=str)
-@pytest.mark.parametrize("by_view", [False, True])
-@pytest.mark.parametrize("dy_order", ["contiguous", "channels_last", "every_second_pixel"])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("order", "dy_order", "by_view", "shape", "dtype"),
+    covering([*ORDERS], ["contiguous", "channels_last", "every_second_pixel"], [False, True],
+             [(2, 24, 8, 8), (2, 16, 7, 7), (3, 40, 14, 14)], [F32, BF16], strength=3),
+    ids=ids,
+)  # fmt: skip
 def test_every_order_of_memory(device, order, dy_order, by_view, shape, dtype):
     run = over_channels(order, dy_order, by_view)
     numerics.check(problem(shape, dtype), device, run=run, sample=1)

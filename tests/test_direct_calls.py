@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from forms import Calls, saved_by
+from numerics import covering, ids
 from torch.utils.checkpoint import checkpoint
 
 import fused_layernorm
@@ -129,9 +130,7 @@ OPTIONS: tuple[dict[str, Any], ...] = ({}, {"activation": "gelu", "scale": 0.5},
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype", "shape"), covering(KINDS, DTYPES, SHAPES), ids=ids)
 def test_bits_are_equal(kind, dtype, shape, poison):
     x, residual, dy = (leaf(*shape, dtype=dtype[0]) for _ in range(3))
     parameters = [leaf(*shape[-1:], dtype=dtype[1]) for _ in range(2)]
@@ -166,9 +165,9 @@ LAYOUTS: dict[str, Any] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
-@pytest.mark.parametrize("kind", MODULATED)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "layout"), covering(MODULATED, DTYPES[:4], [*LAYOUTS]), ids=ids
+)
 def test_modulated_bits_are_equal(kind, dtype, layout, poison):
     parts, forward, backward = LAYOUTS[layout]
     for (*rows, cols), is_affine in itertools.product(((2, 300, 1152), (3, 7, 64)), (True, False)):

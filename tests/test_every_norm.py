@@ -11,7 +11,7 @@ import forms
 import numerics
 import pytest
 import torch
-from numerics import ROW_LAYOUTS, Problem, ids, make, modulated, ours
+from numerics import ROW_LAYOUTS, Problem, covering, ids, make, modulated, ours
 
 from fused_layernorm import layer_norm
 
@@ -160,16 +160,18 @@ CONSTANT = ("expanded column", "expanded number")
 
 
 @pytest.mark.parametrize(
-    "problem",
-    [
-        *(Problem((33, 7, cols), dtype=dtype)
-          for cols in (7, 64, 1000, 4096) for dtype in (F32, BF16)),
-        *(modulated((3, 5, 64), gated=gated) for gated in (False, True)),
-    ],
+    ("layout", "of", "problem"),
+    covering(
+        [*STRIDED],
+        ["x residual", "dy dresidual"],
+        [
+            *(Problem((33, 7, cols), dtype=dtype)
+              for cols in (7, 64, 1000, 4096) for dtype in (F32, BF16)),
+            *(modulated((3, 5, 64), gated=gated) for gated in (False, True)),
+        ],
+    ),
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("of", ["x residual", "dy dresidual"])
-@pytest.mark.parametrize("layout", STRIDED)
 def test_strided_rows(device, layout, of, problem):
     t = make(problem, device)
     for name in of.split():

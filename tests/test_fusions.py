@@ -8,7 +8,7 @@ import numerics
 import pytest
 import reference
 import torch
-from numerics import ACTIVATIONS, LAYOUTS, ROW_LAYOUTS, Problem, ids
+from numerics import ACTIVATIONS, LAYOUTS, ROW_LAYOUTS, Problem, covering, ids
 
 from fused_layernorm import add_layer_norm, layer_norm
 
@@ -28,16 +28,16 @@ RESIDUALS = [
     "problem",
     [
         *(Problem((40, cols), *dtypes, activation=activation, scale=-1.75)
-          for cols in (33, 64, 1024, 5000) for activation in ACTIVATIONS for dtypes in DTYPES),
+          for cols, activation, dtypes in covering((33, 64, 1024, 5000), ACTIVATIONS, DTYPES)),
         *(Problem((40, 96), activation=activation, affine=affine, scale=0.5)
           for activation in ACTIVATIONS[1:] for affine in ("both", "weight", "bias", "none")),
         # Small weights make small pre-activations, whose errors are judged by their own size.
         *(Problem((40, 512), dtype, activation=activation, affine_scale=affine_scale)
-          for activation in ACTIVATIONS[1:] for affine_scale in (0.3, 0.1, 0.02)
-          for dtype in (F32, F16, BF16)),
+          for activation, affine_scale, dtype in covering(
+              ACTIVATIONS[1:], (0.3, 0.1, 0.02), (F32, F16, BF16))),
         *(Problem((40, cols), *dtypes, out_dtype=out_dtype)
-          for cols in (50, 1024) for dtypes in (*DTYPES, (BF16, None))
-          for out_dtype in (F32, F16, BF16, F64)),
+          for cols, dtypes, out_dtype in covering(
+              (50, 1024), [*DTYPES, (BF16, None)], (F32, F16, BF16, F64))),
         *(Problem((40, cols), x, weight, residual_dtype=residual)
           for cols in (3, 64, 1000, 4096) for x, weight, residual in RESIDUALS),
         *(Problem((40, 257), BF16, F32, residual_dtype=F32, activation=activation, scale=0.25,
@@ -163,9 +163,12 @@ def test_strided_residual(device, cols, which, layout):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtypes", [(F32, None), (BF16, None), (BF16, F32), (F64, None)], ids=ids)
-@pytest.mark.parametrize("strategy", ["warp", "few_rows", "block", "ring", "split", "stream"])
+@pytest.mark.parametrize(
+    ("strategy", "dtypes", "activation"),
+    covering(["warp", "few_rows", "block", "ring", "split", "stream"],
+             [(F32, None), (BF16, None), (BF16, F32), (F64, None)], ACTIVATIONS),
+    ids=ids,
+)  # fmt: skip
 def test_every_strategy(plans, strategy, dtypes, activation):
     """Each direction runs by the forced strategy, or as planned if that cannot run it."""
     ran = []

@@ -20,6 +20,7 @@ from typing import Any
 import libraries
 import pytest
 import torch
+from numerics import covering, ids
 from tiny_transformers import bert, decoder, vit
 from torch import nn
 from torch.testing import assert_close
@@ -379,10 +380,11 @@ def pair_of(name, dtype, device="cpu"):
     return stock, fused
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("weight_dtype", HALVES)
-@pytest.mark.parametrize("x_dtype", HALVES)
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    ("name", "x_dtype", "weight_dtype", "autocast"),
+    covering([*CLASSES], HALVES, HALVES, [False, True], strength=3),
+    ids=ids,
+)
 def test_every_class_keeps_its_order_of_casts(name, x_dtype, weight_dtype, autocast, device):
     stock, fused = pair_of(name, weight_dtype, device)
     x = torch.randn(64, 64, device=device).to(x_dtype)

@@ -10,7 +10,7 @@ import pytest
 import reference
 import torch
 from golden_plans import plan
-from numerics import Problem, check, ids
+from numerics import Problem, check, covering, ids
 
 import fused_layernorm as fl
 
@@ -92,9 +92,11 @@ LONG_COLS = [40_968, 150_528, 1_000_008, 3_000_008, 4_194_304, 4_325_376]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("types", TYPES, ids=ids)
-@pytest.mark.parametrize("cols", COLS)
-@pytest.mark.parametrize("options", [{}, {"activation": "gelu", "scale": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    ("cols", "types", "options"),
+    covering(COLS, TYPES, [{}, {"activation": "gelu", "scale": 0.5}]),
+    ids=ids,
+)
 def test_accuracy(plans, cols, types, options):
     plans.force("strategy=ring long=0")
     problem = Problem((3, cols), *types[:2], out_dtype=types[2], **options)
@@ -126,9 +128,10 @@ def test_accuracy_of_what_is_fused(plans, dtype, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 33, 132])
-@pytest.mark.parametrize("cols", [8, 2048, 4104, 16_392])
-@pytest.mark.parametrize("long", [0, 1])
+@pytest.mark.parametrize(
+    ("cols", "blocks", "long"),
+    covering([8, 2048, 4104, 16_392], [1, 2, 3, 7, 33, 132], [0, 1]),
+)
 def test_any_number_of_blocks_a_row(plans, cols, blocks, long):
     """Also where most blocks and measurers have no columns."""
     plans.force(f"strategy=ring blocks_per_row={blocks} long={long}")

@@ -9,7 +9,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from numerics import FORCED_COLS, Problem, ids
+from numerics import FORCED_COLS, Problem, covering, ids
 
 import fused_layernorm as fl
 
@@ -66,9 +66,11 @@ def test_accuracy_of_what_is_fused(device, problem):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
-@pytest.mark.parametrize("cols", FORCED_COLS)
-@pytest.mark.parametrize("strategy", ["warp", "few_rows", "block", "split", "stream"])
+@pytest.mark.parametrize(
+    ("strategy", "cols", "dtype"),
+    covering(["warp", "few_rows", "block", "split", "stream"], FORCED_COLS, [F32, BF16]),
+    ids=ids,
+)
 def test_backward_by_every_strategy(plans, strategy, cols, dtype):
     x, dy = (torch.randn(70, cols, device="cuda").to(dtype) for _ in range(2))
     weight = torch.randn(cols, device="cuda").to(dtype)

@@ -3,6 +3,7 @@
 
 import importlib
 import importlib.metadata
+import itertools
 import operator
 import os
 import runpy
@@ -269,3 +270,14 @@ def _by_method():
 def test_a_test_that_uses_cuda_is_seen():
     for function, uses in ((_by_name, True), (_by_method, True), (numerics.make, False)):
         assert conftest.uses_cuda(SimpleNamespace(function=function)) == uses
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_a_covering_meets_every_combination(strength):
+    dimensions = ["abcdefg", [torch.float32, torch.float64], range(5), [None]]
+    found = numerics.covering(*dimensions, strength=strength)
+    for chosen in itertools.combinations(range(4), strength):
+        met = {tuple(one[i] for i in chosen) for one in found}
+        assert met == {*itertools.product(*(dimensions[i] for i in chosen))}
+    assert len(found) == {1: 7, 2: 35, 3: 70}[strength]
+    assert found == numerics.covering(*dimensions, strength=strength)
