@@ -21,13 +21,12 @@ from torch.utils.checkpoint import checkpoint
 import fused_layernorm
 from fused_layernorm import FusedAddLayerNorm, FusedLayerNorm
 from fused_layernorm.compile import backend as ways
-from fused_layernorm.compile import choice, graph_pass, replace, rules
+from fused_layernorm.compile import choice, graph_pass, rules
 from fused_layernorm.compile.rules import Choice, Columns, Fusion, Problem, choose
 from fused_layernorm.ops.aten_forward import aten_variant
 from fused_layernorm.ops.operators import ADD_ADA_LAYER_NORM, ADD_LAYER_NORM, LAYER_NORM
 
 ROOT = Path(__file__).parents[1]
-PLANES = ROOT / "csrc" / "channels" / "tiles.h"
 OPERATORS = torch.ops.fused_layernorm
 
 
@@ -444,12 +443,6 @@ def test_a_residual_whose_channels_lie_apart():
     args = torch.randn(2, 96, 10, 12), torch.randn(2, 10, 12, 96)
     (row,) = fused_layernorm.explain(function, *args).rows
     assert row.operator == "aten_add_layer_norm"
-
-
-@pytest.mark.skipif(not PLANES.exists(), reason="no sources here")
-def test_few_pixels_are_as_many_for_the_kernels():
-    found = re.findall(r"constexpr int kFewPixels = (\d+);", PLANES.read_text())
-    assert found == [str(replace._FEW_PIXELS)]
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

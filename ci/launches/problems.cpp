@@ -10,9 +10,9 @@
 #include <string_view>
 #include <variant>
 
-#include "channels/backward.h"
 #include "backward/plan.h"
 #include "base/params.h"
+#include "channels/backward.h"
 #include "channels/forward.h"
 #include "forward/plan.h"
 #include "launches.h"
@@ -136,11 +136,11 @@ void run_images(const Device& device, bool quiet) {
           const bool channels_last = kind & 1, may_be_run = kind & 2;
           size_t forwards = 0, backwards = 0;
           for (const int64_t samples : kSamples) {
-            const Planes planes = {samples, pixels, channels * pixels, pixels};
+            const ChannelMap map = {samples, pixels, channels * pixels, pixels};
             const int64_t unit = std::min<int64_t>(pixels & -pixels, 8);
             const DataTypes types = {x, weight, y};
             Problem problem;
-            problem.rows = planes.samples * pixels;
+            problem.rows = map.samples * pixels;
             problem.cols = channels;
             problem.x = x;
             problem.weight = weight;
@@ -154,15 +154,15 @@ void run_images(const Device& device, bool quiet) {
             backward.dweight = backward.dbias = kSomewhere;
             launches.clear();
             if (const auto plan =
-                    make_channels_plan(problem, planes, unit, may_be_run, channels_last, device)) {
+                    make_channels_plan(problem, map, unit, may_be_run, channels_last, device)) {
               ++forwards;
               report(problem, device, "forward of an image",
                      launch_layer_norm_forward(forward, types, *plan, nullptr), quiet);
             }
             launches.clear();
-            const auto dy = channels_last ? std::nullopt : std::optional(planes);
-            if (const auto plan = make_channels_plan(problem, planes, dy, unit, may_be_run,
-                                                     channels_last, device)) {
+            const auto dy = channels_last ? std::nullopt : std::optional(map);
+            if (const auto plan =
+                    make_channels_plan(problem, map, dy, unit, may_be_run, channels_last, device)) {
               ++backwards;
               report(problem, device, "backward of an image",
                      launch_layer_norm_backward(backward, types, *plan, nullptr), quiet);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators `_plan`, which gives the plan of any problem on any device as JSON, and `_force`,
-// which forces parts of every later plan. They are for tests, benchmarks and tuning, not for users,
-// and need no GPU.
+// The operators `_plan`, which gives the plan of any problem on any device as JSON, `_force`, which
+// forces parts of every later plan, and `_limit`, which gives a number of csrc that Python needs,
+// too. They are not for users, and need no GPU.
 
 #include <torch/csrc/stable/library.h>
 
@@ -13,7 +13,9 @@
 #include "bindings/data_types.h"
 #include "bindings/force_plan.h"
 #include "bindings/namespace.h"
+#include "channels/tuning.h"
 #include "forward/plan.h"
+#include "heads/params.h"
 
 namespace fused_layernorm {
 namespace {
@@ -74,6 +76,12 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
   return describe(make_backward_plan(problem, device));
 }
 
+int64_t limit(std::string name) {
+  if (name == "head_cols") return kMostHeadCols;
+  check(name == "few_pixels", "no limit is called '", name, "'");
+  return kFewPixels;
+}
+
 }  // namespace
 }  // namespace fused_layernorm
 
@@ -90,9 +98,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
       "capability=90, int sms=132, int shared_memory=232448, int l2_bytes=52428800) -> str");
   // None ends all forcing. force_plan.h lists the options.
   m.def("_force(str? options) -> ()");
+  // "head_cols": the most columns of a head. "few_pixels": below so many, kernels of channels leave
+  // some images to copies.
+  m.def("_limit(str name) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_plan", TORCH_BOX(&fused_layernorm::describe_plan));
   m.impl("_force", TORCH_BOX(&fused_layernorm::force_plan));
+  m.impl("_limit", TORCH_BOX(&fused_layernorm::limit));
 }

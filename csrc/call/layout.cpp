@@ -67,54 +67,54 @@ std::optional<RowMap> rows_of(const RawTensor& tensor, int64_t leading) {
   return RowMap(cols);
 }
 
-std::optional<Planes> planes_of(const RawTensor& tensor, int64_t leading) {
+std::optional<ChannelMap> channel_map_of(const RawTensor& tensor, int64_t leading) {
   if (tensor.is_contiguous) return std::nullopt;
   const int64_t *sizes = tensor.sizes, *strides = tensor.strides;
-  Planes planes;
+  ChannelMap map;
   int64_t cols = 1, d = tensor.dims - 1;
   for (; d >= leading; --d) {
     if (sizes[d] == 1) continue;
-    if (cols == 1) planes.channel_stride = strides[d];
-    if (strides[d] != planes.channel_stride * cols) return std::nullopt;
+    if (cols == 1) map.channel_stride = strides[d];
+    if (strides[d] != map.channel_stride * cols) return std::nullopt;
     cols *= sizes[d];
   }
-  for (; d >= 0 && (sizes[d] == 1 || strides[d] == planes.pixels); --d) planes.pixels *= sizes[d];
+  for (; d >= 0 && (sizes[d] == 1 || strides[d] == map.pixels); --d) map.pixels *= sizes[d];
   for (; d >= 0; --d) {
     if (sizes[d] == 1) continue;
-    if (planes.samples == 1) planes.sample_stride = strides[d];
-    if (strides[d] != planes.sample_stride * planes.samples) return std::nullopt;
-    planes.samples *= sizes[d];
+    if (map.samples == 1) map.sample_stride = strides[d];
+    if (strides[d] != map.sample_stride * map.samples) return std::nullopt;
+    map.samples *= sizes[d];
   }
-  if (planes.pixels == 1 || planes.channel_stride <= 1) return std::nullopt;
-  return planes;
+  if (map.pixels == 1 || map.channel_stride <= 1) return std::nullopt;
+  return map;
 }
 
-bool has_dense_planes(const RawTensor& tensor, const Planes& planes, int64_t leading) {
-  const auto found = planes_of(tensor, leading);
-  if (!found || found->pixels != planes.pixels || found->samples != planes.samples ||
-      found->channel_stride != planes.pixels) {
+bool has_dense_channels(const RawTensor& tensor, const ChannelMap& map, int64_t leading) {
+  const auto found = channel_map_of(tensor, leading);
+  if (!found || found->pixels != map.pixels || found->samples != map.samples ||
+      found->channel_stride != map.pixels) {
     return false;
   }
-  int64_t sample = planes.pixels;
+  int64_t sample = map.pixels;
   for (int64_t d = leading; d < tensor.dims; ++d) sample *= tensor.sizes[d];
-  return planes.samples == 1 || found->sample_stride == sample;
+  return map.samples == 1 || found->sample_stride == sample;
 }
 
-int64_t unit_of(const RawTensor& tensor, const Planes& planes) {
+int64_t unit_of(const RawTensor& tensor, const ChannelMap& map) {
   const int64_t size = size_of(tensor.type);
   int64_t unit = kVectorBytes / size;
-  while (address_of(tensor) % (unit * size) != 0 || planes.sample_stride % unit != 0 ||
-         planes.channel_stride % unit != 0) {
+  while (address_of(tensor) % (unit * size) != 0 || map.sample_stride % unit != 0 ||
+         map.channel_stride % unit != 0) {
     unit /= 2;
   }
   return unit;
 }
 
-bool is_run(const RawTensor& tensor, const Planes& planes, int64_t cols) {
+bool is_run(const RawTensor& tensor, const ChannelMap& map, int64_t cols) {
   const int64_t bytes = size_of(tensor.type);
-  return planes.channel_stride == planes.pixels && is_aligned(tensor.data) &&
-         cols * planes.pixels * bytes % kVectorBytes == 0 &&
-         planes.sample_stride * bytes % kVectorBytes == 0;
+  return map.channel_stride == map.pixels && is_aligned(tensor.data) &&
+         cols * map.pixels * bytes % kVectorBytes == 0 &&
+         map.sample_stride * bytes % kVectorBytes == 0;
 }
 
 bool broadcasts_to(const RawTensor& tensor, const RawTensor& x) {

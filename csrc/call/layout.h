@@ -26,17 +26,17 @@ std::optional<RowMap> rows_of(const RawTensor& tensor, int64_t leading);
 
 // Where the rows of a tensor lie whose columns lie apart and whose neighbouring rows side by
 // side. std::nullopt for other tensors, rows of one column among them.
-std::optional<Planes> planes_of(const RawTensor& tensor, int64_t leading);
+std::optional<ChannelMap> channel_map_of(const RawTensor& tensor, int64_t leading);
 
-// Whether the tensor has the same planes and no gaps between them.
-bool has_dense_planes(const RawTensor& tensor, const Planes& planes, int64_t leading);
+// Whether the tensor has as many samples and pixels, and no gaps between channels.
+bool has_dense_channels(const RawTensor& tensor, const ChannelMap& map, int64_t leading);
 
 // The greatest number of elements, a power of two up to those of 16 bytes, at whose multiples all
-// planes begin.
-int64_t unit_of(const RawTensor& tensor, const Planes& planes);
+// channels begin.
+int64_t unit_of(const RawTensor& tensor, const ChannelMap& map);
 
 // Whether each sample is one run of memory that begins at a multiple of 16 bytes.
-bool is_run(const RawTensor& tensor, const Planes& planes, int64_t cols);
+bool is_run(const RawTensor& tensor, const ChannelMap& map, int64_t cols);
 
 // ---- Modulations, which broadcast to x
 

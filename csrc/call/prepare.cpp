@@ -149,42 +149,42 @@ Planned<Plan> planned_by(const Make& make, const Problem& problem, const Device&
   return planned;
 }
 
-// The plan of a forward pass over the channels of planes, read where they lie.
+// The plan of a forward pass over channels, read where they lie.
 std::optional<forward::Channels> plan_channels(const ForwardCall& call, const Norm& norm,
                                                const Problem& problem, const Device& device) {
   const RawTensor& input = call.input;
-  const auto planes = planes_of(input, norm.leading);
+  const auto map = channel_map_of(input, norm.leading);
   const bool channels_last = call.y.is_contiguous;
-  if (!planes || (!channels_last && !has_dense_planes(call.y, *planes, norm.leading))) {
+  if (!map || (!channels_last && !has_dense_channels(call.y, *map, norm.leading))) {
     return std::nullopt;
   }
-  return make_channels_plan(problem, *planes, unit_of(input, *planes),
-                            is_run(input, *planes, norm.cols), channels_last, device);
+  return make_channels_plan(problem, *map, unit_of(input, *map), is_run(input, *map, norm.cols),
+                            channels_last, device);
 }
 
-// The same for backward. dy has planes as x has, or its channels are side by side.
+// The same for backward. The channels of dy lie apart, as those of x, or side by side.
 std::optional<backward::Channels> plan_channels(const BackwardCall& call, const Norm& norm,
                                                 const Problem& problem, const Device& device) {
   const RawTensor &x = call.x, &dy = call.dy;
-  const auto planes = planes_of(x, norm.leading);
+  const auto map = channel_map_of(x, norm.leading);
   const bool dx_channels_last = !call.needs.dx || call.dx.is_contiguous;
-  if (!planes || (!dx_channels_last && !has_dense_planes(call.dx, *planes, norm.leading))) {
+  if (!map || (!dx_channels_last && !has_dense_channels(call.dx, *map, norm.leading))) {
     return std::nullopt;
   }
-  int64_t unit = unit_of(x, *planes);
-  bool run = is_run(x, *planes, norm.cols);
-  auto dy_planes = planes_of(dy, norm.leading);
-  if (dy_planes && dy_planes->samples == planes->samples && dy_planes->pixels == planes->pixels) {
-    const int64_t of_dy = unit_of(dy, *dy_planes);
+  int64_t unit = unit_of(x, *map);
+  bool run = is_run(x, *map, norm.cols);
+  auto dy_map = channel_map_of(dy, norm.leading);
+  if (dy_map && dy_map->samples == map->samples && dy_map->pixels == map->pixels) {
+    const int64_t of_dy = unit_of(dy, *dy_map);
     // Whole vectors of dy, which has fewer elements in one if its type is wider, suffice.
     if (of_dy * size_of(dy.type) < kVectorBytes) unit = std::min(unit, of_dy);
-    run = run && is_run(dy, *dy_planes, norm.cols);
+    run = run && is_run(dy, *dy_map, norm.cols);
   } else if (dy.is_contiguous && is_aligned(dy.data)) {
-    dy_planes.reset();
+    dy_map.reset();
   } else {
     return std::nullopt;
   }
-  return make_channels_plan(problem, *planes, dy_planes, unit, run, dx_channels_last, device);
+  return make_channels_plan(problem, *map, dy_map, unit, run, dx_channels_last, device);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward over the channels of planes: backward.h has the plan.
+// Backward over channels: backward.h has the plan.
 #include "base/launch.cuh"
 
 #include "channels/backward.h"
@@ -24,7 +24,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
   // several vectors at once, where there are registers for that.
   constexpr bool kPrefetches = kWidth * sizeof(X) == kVectorBytes && sizeof(X) < 8;
   constexpr int kTransposedAtOnce = sizeof(X) == 4 ? 4 : kPrefetches ? 2 : 1;
-  constexpr int kPlanesAtOnce = kLoadsAtOnce / (N::Epilogue::kMayActivate ? 2 : 1);
+  constexpr int kChannelsAtOnce = kLoadsAtOnce / (N::Epilogue::kMayActivate ? 2 : 1);
   extern __shared__ uint4 shared[];
   char* const memory = reinterpret_cast<char*>(shared);
   auto* const x_tile = reinterpret_cast<X*>(memory);
@@ -32,11 +32,11 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
   auto* const params = reinterpret_cast<Acc*>(memory + plan.params_offset);
   auto* const left = reinterpret_cast<Acc*>(memory + plan.sums_offset);
   const Tiles& tiles = plan.tiles;
-  const int tile_pixels = tiles.tile_pixels, groups = tiles.groups, channels = p.cols;
+  const int tile_pixels = tiles.tile_pixels, channel_step = tiles.channel_step, channels = p.cols;
   const int units = (tile_pixels + kWidth - 1) / kWidth;
   const int room =
       units * kWidth;  // pixels, with those that scattered threads have behind the tile
-  const PixelSums<Acc, 2, kWidth, kScattered> sums = {left, units, groups};
+  const PixelSums<Acc, 2, kWidth, kScattered> sums = {left, units, channel_step};
   Acc* const means = left + 2 * kWidth * (blockDim.x + units);
   Acc* const rstds = means + room;
   Acc* const g_means = rstds + room;
@@ -44,13 +44,14 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
   auto* const weights = reinterpret_cast<W*>(memory + plan.weights_offset);
   auto* const biases = reinterpret_cast<W*>(memory + plan.weights_offset + plan.weight_bytes);
 
-  const int group = threadIdx.x / units, unit = threadIdx.x - group * units;
+  const int first_channel = threadIdx.x / units, unit = threadIdx.x - first_channel * units;
   const int pixels = static_cast<int>(plan.x.pixels);
   const bool activates = N::Epilogue::kMayActivate && p.has_epilogue;
-  load_channels(weights, p.weight, 1, channels);
-  if (activates) load_channels(biases, p.bias, 0, channels);
-  if (group < groups) {
-    for (int c = group, slot = threadIdx.x; c < channels; c += groups, slot += blockDim.x) {
+  load_parameter(weights, p.weight, 1, channels);
+  if (activates) load_parameter(biases, p.bias, 0, channels);
+  if (first_channel < channel_step) {
+    for (int c = first_channel, slot = threadIdx.x; c < channels;
+         c += channel_step, slot += blockDim.x) {
       store_pair(params + 2 * slot, Pair<Acc>{});
     }
   }
@@ -66,15 +67,16 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
     return Place{sample, first, min(tile_pixels, pixels - first), int64_t{sample} * pixels + first};
   };
   const auto mover_of = [&](const Place& place) {
-    return TileThread<kMoved>(channels, tile_pixels, kScattered ? blockDim.x / tile_pixels : groups,
-                              place.in_tile);
+    return TileThread<kMoved>(channels, tile_pixels,
+                              kScattered ? blockDim.x / tile_pixels : channel_step, place.in_tile);
   };
-  const auto load_tile = [&](auto* to, const auto* from, const Planes& planes, const Place& place) {
-    const auto* const at = from + place.sample * planes.sample_stride + place.first;
+  const auto load_tile = [&](auto* to, const auto* from, const ChannelMap& map,
+                             const Place& place) {
+    const auto* const at = from + place.sample * map.sample_stride + place.first;
     if (tiles.is_run) {
       load_run(to, at, channels * pixels);
     } else {
-      load_planes<kPlanesAtOnce>(to, at, planes.channel_stride, mover_of(place));
+      load_by_channels<kChannelsAtOnce>(to, at, map.channel_stride, mover_of(place));
     }
   };
   const auto load_x = [&](const Place& place) {
@@ -118,7 +120,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
     }
 
     const ThreadPixels<kWidth, kScattered> own(unit, units, place.in_tile);
-    const bool works = group < groups && own.first < place.in_tile;
+    const bool works = first_channel < channel_step && own.first < place.in_tile;
     Acc mean[kWidth], rstd[kWidth];
     if (works) {
       unpack(mean, own.load(means + own.first));
@@ -127,9 +129,9 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
     // Calls body(place in the tile, number among the thread's channels, the gradients of pixel j).
     const auto each = [&](const auto& body) {
       if (!works) return;
-      int at = group * tile_pixels + own.first, slot = threadIdx.x;
+      int at = first_channel * tile_pixels + own.first, slot = threadIdx.x;
 #pragma unroll(kScattered ? 1 : 2)
-      for (int c = group; c < channels; c += groups) {
+      for (int c = first_channel; c < channels; c += channel_step) {
         Acc x[kWidth], dy[kWidth];
         unpack(x, own.load(x_tile + at));
         unpack(dy, own.load(dy_tile + at));
@@ -139,7 +141,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
           return Gradients<N, 1>(p, one_element(x[j]), one_element(dy[j]), mean[j], rstd[j], weight,
                                  bias);
         });
-        at += groups * tile_pixels;
+        at += channel_step * tile_pixels;
         slot += blockDim.x;
       }
     };
@@ -174,8 +176,8 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
       const Place next = place_of(is_last ? tile : tile + static_cast<int>(gridDim.x));
       const bool brings = ahead && !is_last;
       const bool brings_own = brings && works && own.first < next.in_tile;
-      const auto place_in = [&](const auto* from, const Planes& planes) {
-        return from + next.sample * planes.sample_stride + group * planes.channel_stride +
+      const auto place_in = [&](const auto* from, const ChannelMap& map) {
+        return from + next.sample * map.sample_stride + first_channel * map.channel_stride +
                next.first + own.first;
       };
       const X* next_x = place_in(static_cast<const X*>(p.x), plan.x);
@@ -184,7 +186,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
       // dx goes to its place in memory, or takes that of x in the tile.
       const bool staged = kScattered || plan.dx_channels_last;
       X* const dx = static_cast<X*>(p.dx) + int64_t{place.sample} * channels * pixels;
-      X* at_channel = dx + int64_t{group} * pixels + place.first + own.first;
+      X* at_channel = dx + int64_t{first_channel} * pixels + place.first + own.first;
       each([&](int at, int, const auto& gradients_of) {
         Acc values[kWidth];
 #pragma unroll
@@ -197,13 +199,13 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
           own.store(x_tile + at, round_to<X>(values));
         } else {
           store_once<X, kWidth>(at_channel, round_to<X>(values));
-          at_channel += int64_t{groups} * pixels;
+          at_channel += int64_t{channel_step} * pixels;
         }
         if constexpr (!kScattered) {
           if (brings_own && x_ahead) copy_vector<kWidth>(x_tile + at, next_x);
           if (brings_own && dy_ahead) copy_vector<kWidth>(dy_tile + at, next_dy);
-          next_x += groups * plan.x.channel_stride;
-          next_dy += groups * plan.dy.channel_stride;
+          next_x += channel_step * plan.x.channel_stride;
+          next_dy += channel_step * plan.dy.channel_stride;
         }
       });
       if (brings && !works) {
@@ -218,7 +220,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
         } else if (tiles.is_run) {
           store_run(dx, x_tile, channels * pixels);
         } else {
-          store_planes(dx + place.first, x_tile, pixels, mover_of(place));
+          store_by_channels(dx + place.first, x_tile, pixels, mover_of(place));
         }
       }
     }
@@ -230,7 +232,8 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
   const ParamGradSink<N> sink(p, plan.partials, blockIdx.x);
   if (!sink.wanted()) return;
   for (int c = threadIdx.x; c < channels; c += blockDim.x) {
-    const Acc* const of_channel = params + 2 * (c / groups * blockDim.x + c % groups * units);
+    const Acc* const of_channel =
+        params + 2 * (c / channel_step * blockDim.x + c % channel_step * units);
     Pair<Acc> total;
     for (int i = 0, u = c % units; i < units; ++i) {
       total += load_pair(of_channel + 2 * u);

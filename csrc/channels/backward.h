@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward over the channels of planes, the strategy "channels": its plan, and when it declines.
+// Backward over channels: its plan, and when it declines.
 // Persistent blocks take tiles of x and dy, all channels of some pixels, and keep dweight and dbias
 // of their tiles in shared memory.
 #pragma once
@@ -17,8 +17,8 @@ namespace backward {
 
 struct Channels : Launch {
   static constexpr const char* kName = "channels";
-  Planes x;
-  Planes dy;                      // where dy has planes as x has
+  ChannelMap x;
+  ChannelMap dy;                  // where its channels lie apart, as those of x
   bool dy_channels_last = false;  // else dy has the channels of a pixel side by side
   bool dx_channels_last = false;
   Tiles tiles;
@@ -40,14 +40,8 @@ struct Channels : Launch {
   }
 };
 
-// Registers of a thread whose pixels take `bytes` bytes: with more, fewer blocks would have room
-// than shared memory allows; with fewer, some kernels spill.
-constexpr int tile_registers(int64_t bytes) { return bytes == kVectorBytes ? 128 : 80; }
-
 }  // namespace backward
 
-// Blocks of a multiprocessor that the plan asks for at most.
-constexpr int kMostTileBlocks = 8;
 constexpr int kMostTiles = 1 << 30;  // a block's next tile has a number, too
 
 // The plan with these tiles, for which the tensors are set.
@@ -62,7 +56,7 @@ inline std::optional<backward::Channels> plan_of_tiles(backward::Channels plan, 
   const int64_t dy_offset = round_up(elements * size, kVectorBytes);
   const int64_t params_offset = dy_offset + round_up(elements * dy_size, kVectorBytes);
   const int64_t sums_offset =
-      params_offset + ceil_div(problem.cols, t.groups) * plan.threads * 2 * acc;
+      params_offset + ceil_div(problem.cols, t.channel_step) * plan.threads * 2 * acc;
   const int64_t numbers = 2 * left_sums(t, size) + 4 * room_pixels(t, size);
   const int64_t weights_offset = round_up(sums_offset + numbers * acc, kVectorBytes);
   const int64_t weight_bytes = round_up(problem.cols * size_of(problem.weight), kVectorBytes);
@@ -77,7 +71,7 @@ inline std::optional<backward::Channels> plan_of_tiles(backward::Channels plan, 
   if (plan.x.samples > kMostTiles / t.tiles) return std::nullopt;
   plan.all_tiles = static_cast<int>(plan.x.samples * t.tiles);
   const int64_t fitting = std::min<int64_t>(
-      {room_of(device) / shared, blocks_with(plan.threads, registers), kMostTileBlocks});
+      {room_of(device) / shared, blocks_with(plan.threads, registers), backward::kMostTileBlocks});
   const int64_t blocks =
       std::min<int64_t>(plan.all_tiles, std::max<int64_t>(1, fitting) * device.sms);
   // As many blocks as finish at once, each with the same number of tiles or one fewer.
@@ -87,15 +81,13 @@ inline std::optional<backward::Channels> plan_of_tiles(backward::Channels plan, 
   return plan;
 }
 
-// `unit` is that of all tensors that have planes; `may_be_run` says that they are runs.
-inline std::optional<backward::Channels> make_channels_plan(const Problem& problem, const Planes& x,
-                                                            const std::optional<Planes>& dy,
-                                                            int64_t unit, bool may_be_run,
-                                                            bool dx_channels_last,
-                                                            const Device& device) {
+// `unit` and `may_be_run` are those of x and, where it has a map, of dy (call/layout.h).
+inline std::optional<backward::Channels> make_channels_plan(
+    const Problem& problem, const ChannelMap& x, const std::optional<ChannelMap>& dy, int64_t unit,
+    bool may_be_run, bool dx_channels_last, const Device& device) {
   const int size = size_of(problem.x), acc = acc_size_of(problem.x);
-  const int width = plane_width(unit, x.pixels, size);
-  if (!serves_planes(problem, x, width, !dy, /*backward=*/true)) return std::nullopt;
+  const int width = pixel_width(unit, x.pixels, size);
+  if (!serves_channels(problem, x, width, !dy, /*backward=*/true)) return std::nullopt;
   const int pixels = static_cast<int>(thread_pixels(width, size));
   const int registers = backward::tile_registers(pixels * size);
   // The pixels of a thread take two running sums of a channel beside their elements.
@@ -104,13 +96,13 @@ inline std::optional<backward::Channels> make_channels_plan(const Problem& probl
                            .registers = registers,
                            .may_be_run = may_be_run,
                            .most_threads = sm_threads(registers),
-                           .most_groups = kMostTileGroups,
+                           .most_step = kMostChannelStep,
                            .least_pixels = std::max(width, kLeastTilePixels),
                            .movers = kMovers};
 
   backward::Channels plan;
   plan.x = x;
-  plan.dy = dy.value_or(Planes{});
+  plan.dy = dy.value_or(ChannelMap{});
   plan.dy_channels_last = !dy;
   plan.dx_channels_last = dx_channels_last;
   const auto with = [&](const Tiles& tiles) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward over the channels of planes: forward.h has the plan.
+// Forward over channels: forward.h has the plan.
 #include "base/launch.cuh"
 
 #include "channels/forward.h"
@@ -24,9 +24,9 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   auto* const tile = reinterpret_cast<X*>(shared);
   auto* const left = reinterpret_cast<Acc*>(reinterpret_cast<char*>(shared) + plan.sums_offset);
   const Tiles& tiles = plan.tiles;
-  const int tile_pixels = tiles.tile_pixels, groups = tiles.groups, channels = p.cols;
+  const int tile_pixels = tiles.tile_pixels, channel_step = tiles.channel_step, channels = p.cols;
   const int units = (tile_pixels + kWidth - 1) / kWidth, room = units * kWidth;
-  const PixelSums<Acc, 1, kWidth, kScattered> sums = {left, units, groups};
+  const PixelSums<Acc, 1, kWidth, kScattered> sums = {left, units, channel_step};
   Acc* const means = left + kWidth * (blockDim.x + units);
   Acc* const rstds = means + room;
   auto* const weights = reinterpret_cast<W*>(reinterpret_cast<char*>(shared) + plan.weights_offset);
@@ -34,32 +34,33 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
 
   const int sample = blockIdx.x / tiles.tiles;
   const int first = (blockIdx.x - sample * tiles.tiles) * tile_pixels;
-  const int pixels = static_cast<int>(plan.planes.pixels);
+  const int pixels = static_cast<int>(plan.map.pixels);
   const int in_tile = min(tile_pixels, pixels - first);
   const int64_t row = int64_t{sample} * pixels + first;
 
   const TileThread<kMoved> mover(channels, tile_pixels,
-                                 kScattered ? blockDim.x / tile_pixels : groups, in_tile);
-  const X* const x = static_cast<const X*>(p.input) + sample * plan.planes.sample_stride + first;
+                                 kScattered ? blockDim.x / tile_pixels : channel_step, in_tile);
+  const X* const x = static_cast<const X*>(p.input) + sample * plan.map.sample_stride + first;
   if (tiles.is_run) {
     load_run(tile, x, channels * pixels);
   } else {
-    load_planes<kLoadsAtOnce>(tile, x, plan.planes.channel_stride, mover);
+    load_by_channels<kLoadsAtOnce>(tile, x, plan.map.channel_stride, mover);
   }
-  load_channels(weights, p.weight, 1, channels);
-  load_channels(biases, p.bias, 0, channels);
-  const int group = threadIdx.x / units, unit = threadIdx.x - group * units;
+  load_parameter(weights, p.weight, 1, channels);
+  load_parameter(biases, p.bias, 0, channels);
+  const int first_channel = threadIdx.x / units, unit = threadIdx.x - first_channel * units;
   const ThreadPixels<kWidth, kScattered> own(unit, units, in_tile);
-  const bool works = group < groups && own.first < in_tile;
+  const bool works = first_channel < channel_step && own.first < in_tile;
   wait_for_copies();
   __syncthreads();
 
   // Calls body(channel, place in the tile).
   const auto each = [&](const auto& body) {
     if (!works) return;
-    int at = group * tile_pixels + own.first;
+    int at = first_channel * tile_pixels + own.first;
 #pragma unroll(kScattered ? 1 : 4)
-    for (int c = group; c < channels; c += groups, at += groups * tile_pixels) body(c, at);
+    for (int c = first_channel; c < channels; c += channel_step, at += channel_step * tile_pixels)
+      body(c, at);
   };
   const auto add_up = [&](const Acc(&values)[kWidth], const auto& then) {
     if (works) sums.leave(values);
@@ -119,7 +120,7 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
   Y* const y = static_cast<Y*>(p.y) + int64_t{sample} * channels * pixels;
   Acc rstd[kWidth] = {};
   if (works) unpack(rstd, own.load(rstds + own.first));
-  Y* at_channel = y + int64_t{group} * pixels + first + own.first;
+  Y* at_channel = y + int64_t{first_channel} * pixels + first + own.first;
   each([&](int c, int at) {
     const Acc weight = to_acc(weights[c]), bias = to_acc(biases[c]);
     Acc values[kWidth], w[kWidth], b[kWidth];
@@ -141,7 +142,7 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
       } else {
         store_once<Y, kWidth>(at_channel, round_to<Y>(values));
       }
-      at_channel += int64_t{groups} * pixels;
+      at_channel += int64_t{channel_step} * pixels;
     }
   });
   if (!staged) return;
@@ -153,7 +154,7 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
     if (tiles.is_run) {
       store_run(y, y_tile, channels * pixels);
     } else {
-      store_planes(y + first, y_tile, pixels, mover);
+      store_by_channels(y + first, y_tile, pixels, mover);
     }
   }
 }

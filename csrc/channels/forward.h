@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward over the channels of planes, the strategy "channels": its plan, and when it declines. A
+// Forward over channels: its plan, and when it declines. A
 // block holds all channels of some pixels in shared memory between the statistics and y.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace forward {
 
 struct Channels : Launch {
   static constexpr const char* kName = "channels";
-  Planes planes;  // of x
+  ChannelMap map;  // of x
   Tiles tiles;
   // In shared memory, behind the tile: what the threads leave for a sum over channels; mean and
   // rstd of each pixel; weight and bias.
@@ -30,18 +30,6 @@ struct Channels : Launch {
     json.add(tiles).add("channels_last", channels_last);
   }
 };
-
-// The most threads of a block. (64 x 384 x 14 x 14 bfloat16 by 640 12.7 us, by 480 13.3; 16 x 768 x
-// 24 x 24 by 384 16.0, by 768 21.8.) Where pixels are moved one by one, more of them have room
-// beside fewer groups. (64 x 2048 x 7 x 7 by 128 groups 37, by 256 43.)
-constexpr int kMostTileThreads = 640;
-constexpr int kMostScatteredGroups = 128;
-
-// Registers of a thread whose pixels take `bytes` bytes: with more, fewer blocks have room; with
-// fewer, some kernels spill. `bare`: the norm has no epilogue.
-constexpr int tile_registers(int64_t bytes, bool bare) {
-  return bytes < kVectorBytes ? 40 : bare ? 48 : 56;
-}
 
 }  // namespace forward
 
@@ -63,45 +51,44 @@ inline std::optional<forward::Channels> plan_of_tiles(forward::Channels plan, co
   plan.weight_bytes = static_cast<int>(weight_bytes);
   plan.y_offset = static_cast<int>(y_offset);
   plan.shared_bytes = static_cast<int>(shared);
-  plan.blocks = plan.planes.samples * t.tiles;
+  plan.blocks = plan.map.samples * t.tiles;
   plan.threads = tile_threads(t, size);
   if (plan.blocks > kMostBlocks) return std::nullopt;
   return plan;
 }
 
 inline std::optional<forward::Channels> make_channels_plan(const Problem& problem,
-                                                           const Planes& planes, int64_t unit,
+                                                           const ChannelMap& map, int64_t unit,
                                                            bool may_be_run, bool channels_last,
                                                            const Device& device) {
   const int size = size_of(problem.x);
-  const int width = plane_width(unit, planes.pixels, size);
-  if (!serves_planes(problem, planes, width, channels_last, /*backward=*/false))
-    return std::nullopt;
+  const int width = pixel_width(unit, map.pixels, size);
+  if (!serves_channels(problem, map, width, channels_last, /*backward=*/false)) return std::nullopt;
   forward::Channels plan;
-  plan.planes = planes;
+  plan.map = map;
   plan.channels_last = channels_last;
   const int64_t bytes = thread_pixels(width, size) * size;
   const int y_bytes = channels_last && size_of(problem.y) != size ? size_of(problem.y) : 0;
   // By the pixels alone, as strides may differ with the number of samples.
-  const bool is_odd = plane_width(kVectorBytes, planes.pixels, size) == 1;
+  const bool is_odd = pixel_width(kVectorBytes, map.pixels, size) == 1;
   const TileNeeds needs = {
       .width = width,
       .bytes = size + y_bytes,
       .registers = forward::tile_registers(bytes, !problem.has_epilogue),
       .may_be_run = may_be_run,
       .most_threads = forward::kMostTileThreads,
-      .most_groups = is_odd ? forward::kMostScatteredGroups : kMostTileGroups,
+      .most_step = is_odd ? forward::kMostScatteredStep : kMostChannelStep,
       .least_pixels = width == 1 ? kLeastTilePixels : std::max(width, kSectorBytes / size),
       .movers = channels_last || width == 1 ? kMovers : 1};
   const auto with = [&](const Tiles& tiles) {
     return plan_of_tiles(plan, tiles, problem, y_bytes, device);
   };
-  if (!with(least_tiles(problem, planes, needs, device))) return std::nullopt;
-  const bool shares_sectors = shares_sectors_of(planes, width, size);
-  Tiles tiles = tiles_of(problem, planes, needs, shares_sectors ? 2 : 1, device, with);
-  if (!shares_sectors && !channels_last && are_many(tiles, planes, device)) {
-    const Tiles wide = tiles_of(problem, planes, needs, 2, device, with);
-    if (are_many(wide, planes, device)) tiles = wide;
+  if (!with(least_tiles(problem, map, needs, device))) return std::nullopt;
+  const bool shares_sectors = shares_sectors_of(map, width, size);
+  Tiles tiles = tiles_of(problem, map, needs, shares_sectors ? 2 : 1, device, with);
+  if (!shares_sectors && !channels_last && are_many(tiles, map, device)) {
+    const Tiles wide = tiles_of(problem, map, needs, 2, device, with);
+    if (are_many(wide, map, device)) tiles = wide;
   }
   return with(tiles);
 }

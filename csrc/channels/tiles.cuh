@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of planes in shared memory, [channels][tile_pixels], and how its elements come from and go
-// to global memory: plane by plane, as one run of memory, or transposed, where the channels of a
-// pixel lie side by side. All threads of a block call; a barrier must follow.
+// A tile in shared memory, [channels][tile_pixels], and how its elements come from and go
+// to global memory: channel by channel, as one run of memory, or transposed, where the channels of
+// a pixel lie side by side. All threads of a block call; a barrier must follow.
 #pragma once
 
 #include <cstdint>
@@ -15,28 +15,28 @@
 namespace fused_layernorm {
 
 // The places of a thread in a tile: `unit` is its vector of kWidth pixels, and it has the channels
-// from `group` on, `groups` apart. A thread that has none has a group behind the last channel.
+// from `first` on, `step` apart. A thread that has none has a first one behind the last channel.
 template <int kWidth>
 struct TileThread {
-  int unit, group, groups;
+  int unit, first, step;
   int channels, tile_pixels;
 
-  __device__ __forceinline__ TileThread(int all_channels, int pixels, int all_groups, int in_tile)
-      : groups(all_groups), channels(all_channels), tile_pixels(pixels) {
+  __device__ __forceinline__ TileThread(int all_channels, int pixels, int channel_step, int in_tile)
+      : step(channel_step), channels(all_channels), tile_pixels(pixels) {
     const int units = pixels / kWidth;
-    group = threadIdx.x / units;
-    unit = threadIdx.x - group * units;
-    if (group >= groups || unit * kWidth >= in_tile) group = channels;
+    first = threadIdx.x / units;
+    unit = threadIdx.x - first * units;
+    if (first >= step || unit * kWidth >= in_tile) first = channels;
   }
   __device__ __forceinline__ int pixel() const { return unit * kWidth; }
-  __device__ __forceinline__ bool works() const { return group < channels; }
+  __device__ __forceinline__ bool works() const { return first < channels; }
   // Calls body(channel, place of its vector in the tile).
   template <typename Body>
   __device__ __forceinline__ void each(const Body& body) const {
-    const int step = groups * tile_pixels;
-    int at = group * tile_pixels + unit * kWidth;
+    const int tile_step = step * tile_pixels;
+    int at = first * tile_pixels + unit * kWidth;
 #pragma unroll 4
-    for (int c = group; c < channels; c += groups, at += step) body(c, at);
+    for (int c = first; c < channels; c += step, at += tile_step) body(c, at);
   }
 };
 
@@ -104,7 +104,7 @@ template <typename Acc, int kNumbers, int kWidth, bool kScattered>
 struct PixelSums {
   using Value = std::conditional_t<kNumbers == 1, Acc, Pair<Acc>>;
   Acc* left;
-  int units, groups;
+  int units, threads;  // threads that share a pixel
 
   __device__ __forceinline__ Acc* place(int j, int thread) const {
     return left + (j * (static_cast<int>(blockDim.x) + units) + thread) * kNumbers;
@@ -120,7 +120,8 @@ struct PixelSums {
     }
   }
   // Calls then(pixel, sum) for each of the first `pixels` pixels, by one thread. Several lanes of a
-  // warp add up the groups of a pixel. All threads call, and a barrier must stand before and after.
+  // warp add up what the threads of a pixel left. All threads call, and a barrier must stand before
+  // and after.
   template <typename Then>
   __device__ __forceinline__ void add_up(int pixels, const Then& then) const {
     constexpr int kAtOnce = 8, kParts = kWarpSize / kAtOnce;  // pixels of a warp, lanes of a pixel
@@ -133,8 +134,8 @@ struct PixelSums {
       Value sum{};
       if (is_pixel) {
 #pragma unroll 4
-        for (int group = part; group < groups; group += kParts) {
-          const Acc* const from = place(j, group * units + unit);
+        for (int of_pixel = part; of_pixel < threads; of_pixel += kParts) {
+          const Acc* const from = place(j, of_pixel * units + unit);
           if constexpr (kNumbers == 1) {
             sum += *from;
           } else {
@@ -149,30 +150,31 @@ struct PixelSums {
   }
 };
 
-// From planes `channel_stride` elements apart; `from` is the tile's first pixel of channel 0. Two
-// bytes are too few for an asynchronous copy, so a thread has kAtOnce of them on their way.
+// Channel by channel, which are `channel_stride` elements apart; `from` is the tile's first pixel
+// of channel 0. Two bytes are too few for an asynchronous copy, so a thread has kAtOnce of them on
+// their way.
 template <int kAtOnce, int kWidth, typename V>
-__device__ __forceinline__ void load_planes(V* tile, const V* from, int64_t channel_stride,
-                                            const TileThread<kWidth>& thread) {
-  const V* at_channel = from + thread.group * channel_stride + thread.pixel();
-  const int64_t step = thread.groups * channel_stride;
+__device__ __forceinline__ void load_by_channels(V* tile, const V* from, int64_t channel_stride,
+                                                 const TileThread<kWidth>& thread) {
+  const V* at_channel = from + thread.first * channel_stride + thread.pixel();
+  const int64_t step = thread.step * channel_stride;
   if constexpr (kWidth * sizeof(V) >= 4) {
     thread.each([&](int, int at) {
       copy_vector<kWidth>(tile + at, at_channel);
       at_channel += step;
     });
   } else {
-    const int tile_step = thread.groups * thread.tile_pixels;
-    V* at = tile + thread.group * thread.tile_pixels + thread.pixel();
-    for (int c = thread.group; c < thread.channels; c += kAtOnce * thread.groups) {
+    const int tile_step = thread.step * thread.tile_pixels;
+    V* at = tile + thread.first * thread.tile_pixels + thread.pixel();
+    for (int c = thread.first; c < thread.channels; c += kAtOnce * thread.step) {
       V loaded[kAtOnce];
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        if (c + n * thread.groups < thread.channels) loaded[n] = __ldg(at_channel + n * step);
+        if (c + n * thread.step < thread.channels) loaded[n] = __ldg(at_channel + n * step);
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        if (c + n * thread.groups < thread.channels) at[n * tile_step] = loaded[n];
+        if (c + n * thread.step < thread.channels) at[n * tile_step] = loaded[n];
       }
       at += kAtOnce * tile_step;
       at_channel += kAtOnce * step;
@@ -180,12 +182,12 @@ __device__ __forceinline__ void load_planes(V* tile, const V* from, int64_t chan
   }
 }
 
-// To planes, the reverse.
+// The reverse.
 template <int kWidth, typename V>
-__device__ __forceinline__ void store_planes(V* to, const V* tile, int64_t channel_stride,
-                                             const TileThread<kWidth>& thread) {
-  V* at_channel = to + thread.group * channel_stride + thread.pixel();
-  const int64_t step = thread.groups * channel_stride;
+__device__ __forceinline__ void store_by_channels(V* to, const V* tile, int64_t channel_stride,
+                                                  const TileThread<kWidth>& thread) {
+  V* at_channel = to + thread.first * channel_stride + thread.pixel();
+  const int64_t step = thread.step * channel_stride;
   thread.each([&](int, int at) {
     store_once<V, kWidth>(at_channel, load<Use::kPlain, kWidth>(tile + at));
     at_channel += step;
@@ -216,8 +218,8 @@ __device__ __forceinline__ void store_run(V* to, const V* tile, int elements) {
 
 // A parameter of all channels, or its `absent` value.
 template <typename V>
-__device__ __forceinline__ void load_channels(V* to, const void* given, float absent,
-                                              int channels) {
+__device__ __forceinline__ void load_parameter(V* to, const void* given, float absent,
+                                               int channels) {
   if (given != nullptr) {
     load_run(to, static_cast<const V*>(given), channels);
   } else {

@@ -39,6 +39,7 @@
 
 #include "autocast.h"
 #include "autograd.h"
+#include "base/chip.h"
 #include "direct.h"
 
 namespace fused_layernorm {
@@ -98,9 +99,8 @@ inline bool takes_input(const Tensor& x, at::IntArrayRef shape) {
       x.sizes().slice(leading) != shape) {
     return false;
   }
-  constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
-  return c10::multiply_integers(x.sizes().slice(0, leading)) <= kMaxExtent &&
-         c10::multiply_integers(shape) <= kMaxExtent;
+  return c10::multiply_integers(x.sizes().slice(0, leading)) <= kMostExtent &&
+         c10::multiply_integers(shape) <= kMostExtent;
 }
 
 // `type`: of the parameter beside x, or whether autocast makes both float32.

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from ..ops import load
 from ..ops.arguments import DTYPES, HALF, name_of
 from ..ops.operators import Arguments, Operator, describe, operator_of, values
 from . import autocast
@@ -371,8 +372,8 @@ def _hint(size: Any) -> Any:
 
 # The kernels of a norm alone read channels where they lie, unless a block cannot hold a sector of
 # each in backward. Few pixels with many of them stay with Inductor: some such images are copied
-# (`favors_copies` in csrc/channels/tiles.h), and of the others nobody measured both.
-_FEW_PIXELS, _MANY_CHANNELS, _MOST_CHANNELS = 100, 128, 2048
+# (`favors_copies` in csrc/channels/tuning.h), and of the others nobody measured both.
+_FEW_PIXELS, _MANY_CHANNELS, _MOST_CHANNELS = load.operators._limit("few_pixels"), 128, 2048
 
 
 def columns_of(operand: Any, site: Site) -> Columns:

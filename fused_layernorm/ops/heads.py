@@ -38,7 +38,7 @@ qk_norm_rope = load.operators.qk_norm_rope.default
 qk_norm_rope_backward = load.operators.qk_norm_rope_backward.default
 
 STATISTICS = (*arguments.STATISTICS, None)
-MOST_KERNEL_COLS = 256  # kMostHeadCols in csrc/heads/forward.h
+MOST_KERNEL_COLS = load.operators._limit("head_cols")
 
 
 class HeadArguments(NamedTuple):

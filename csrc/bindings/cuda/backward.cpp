@@ -143,7 +143,7 @@ bool launch_norm(const BackwardArguments& given, const Shape& shape, const DataT
   BackwardCall call = describe(a, written, groups, out);
   PreparedBackward prepared;
   bool is_ready = prepare(call, device, prepared);
-  if (!is_ready && !a.dresidual && !a.is_modulated() && planes_of(call.x, shape.leading)) {
+  if (!is_ready && !a.dresidual && !a.is_modulated() && channel_map_of(call.x, shape.leading)) {
     // Kernels of channels read dy as they read x, or contiguous and aligned.
     a.dy = aligned_of(a.dy);
     call = describe(a, written, groups, out);
