@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # The developer's verbs. `make test` and `make demo` need nothing but Python >= 3.10, a C++
-# compiler and, for the CUDA kernels, nvcc: they make the environment .venv for themselves.
+# compiler and, beside a GPU, nvcc: they make the environment .venv for themselves.
 #
 #   PYTHON=python3.12     the Python that .venv is made from
 #   TORCH=torch==2.15.0   the torch that goes into .venv, unless one is there
@@ -16,6 +16,7 @@ PYTHON ?= python3
 CARRY ?= diffusers liger-kernel nvidia-cudnn-frontend
 CARRY_PYTHON ?= 3.12
 TORCH ?= torch==2.13.0
+JOBS ?= 2
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 LOCAL_ARCHS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
 	| sort -u | paste -sd ';' -)
@@ -49,14 +50,24 @@ endif
 
 # The kernels are compiled for the GPU at hand (without one: for Hopper), to be quick. Only
 # `make wheel` compiles for all. The package is installed editable; EXTRAS says with what.
+# Without a GPU, test and demo leave them out, unless they are compiled already, or somebody has said
+# for what: no device runs them, and on two cores they take some eight minutes.
+ifeq ($(LOCAL_ARCHS)$(TORCH_CUDA_ARCH_LIST)$(wildcard build/objects-*/csrc/layernorm_kernel.o),)
+test demo: export FUSED_LAYERNORM_CPU_ONLY ?= 1
+endif
 build test bench demo docs: export TORCH_CUDA_ARCH_LIST ?= $(or $(LOCAL_ARCHS),9.0)
 test: EXTRAS := [test]
 bench: EXTRAS := [test]
 demo: EXTRAS := [demo]
 
+# The first line of test and demo: how long they will take here, and what they need.
+how_long_%:
+	@ci/how_long $* $(PY) $(JOBS)
+
 # The libraries first, by themselves: pip would keep ninja's progress to itself.
 build: env
-	@echo "building for TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST) (minutes, the first time)"
+	@test "$$FUSED_LAYERNORM_CPU_ONLY" = 1 && echo "building without CUDA kernels" || \
+		echo "building for TORCH_CUDA_ARCH_LIST=$(TORCH_CUDA_ARCH_LIST) (minutes, the first time)"
 	$(PY) setup.py -q egg_info build_ext --inplace
 ifndef NO_VENV
 	$(PY) -m pip install --progress-bar off --no-build-isolation -e '.$(EXTRAS)' \
@@ -65,9 +76,8 @@ endif
 	$(PY) -m fused_layernorm
 
 # In JOBS processes, where pytest-xdist is installed, each with one thread for arithmetic.
-JOBS ?= 2
 test: export OMP_NUM_THREADS ?= 1
-test: build
+test: how_long_test build
 ifndef NO_VENV
 	$(PY) tests/libraries.py
 endif
@@ -76,7 +86,7 @@ endif
 bench: build
 	$(PY) -m benchmarks $(BENCH_ARGS)
 
-demo: build
+demo: how_long_demo build
 	$(PY) examples/demo.py $(DEMO_ARGS)
 
 # The documentation site, in build/docs.
