@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the launch of every plan finds its kernels, without a GPU.
 
-    python ci/check_launches.py             prints what fails, of two million problems on five chips
+    python ci/check_launches.py             what fails, of three million problems on five chips
     python ci/check_launches.py --trace     prints what each problem launches
 
 The objects of the last `make build` or `make wheel` are linked with a CUDA runtime that launches
@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "ci" / "launches"
 # What plans and launches are made of; the rest of csrc/bindings handles tensors.
-PARTS = r"((base|forward|backward|channels|heads)/)?\w+"
+PARTS = r"((base|forward|backward|channels|groups|heads)/)?\w+"
 
 
 def main() -> int:

@@ -122,6 +122,7 @@ def main():
     rms_cases()
     if not arguments.rms:
         channel_cases()
+        group_cases()
         layer_cases(arguments.teams_alike)
     torch.cuda.synchronize()
 
@@ -148,6 +149,36 @@ def channel_cases():
                 y = fused_layernorm.layer_norm(
                     x.permute(0, 2, 3, 1), weight, bias, activation=activation
                 )
+                y.backward(torch.randn_like(y))
+
+
+def group_cases():
+    """Groups of channels: held by a block or a cluster, shared, and by tiles, in both layouts."""
+    planes = (
+        (3, 6, 50), (2, 24, 1600), (2, 8, 13_000), (2, 12, 6000), (1, 4, 110_000), (3, 4, 220_000),
+        (9, 4, 220_000), (1, 2, 3_000_000), (2, 6, 10_403), (2, 6, 60_001),
+    )  # fmt: skip
+    last = ((2, 12, 50), (3, 320, 700), (1, 1280, 100), (2, 33, 1000), (1, 4160, 9))
+    for dtype in (BF16, F32):
+        for channels_last, shapes in ((False, planes), (True, last)):
+            for samples, channels, positions in shapes:
+                shape = (samples, positions, channels) if channels_last else (
+                    samples, channels, positions)  # fmt: skip
+                x = torch.randn(shape, device="cuda").to(dtype)
+                x = (x.mT if channels_last else x).requires_grad_()
+                weight, bias = (
+                    torch.ones(channels, device="cuda", requires_grad=True) for _ in "wb"
+                )
+                shift, scale = torch.randn(
+                    samples, 2 * channels, device="cuda", requires_grad=True
+                ).chunk(2, 1)
+                groups = 2 if channels % 2 == 0 else 3
+                if dtype == F32:
+                    y = fused_layernorm.group_norm(x, groups, weight, bias, activation="silu")
+                else:
+                    y = fused_layernorm.ada_group_norm(
+                        x, groups, shift, scale, weight, bias, activation="leaky_relu"
+                    )
                 y.backward(torch.randn_like(y))
 
 

@@ -27,6 +27,7 @@ from .functional import (  # noqa: E402
     layer_norm,
     rms_norm,
 )
+from .groups import FusedGroupNorm, ada_group_norm, group_norm  # noqa: E402
 from .heads import norm_rope, qk_norm_rope  # noqa: E402
 from .integrations import tools  # noqa: E402, F401
 from .modules import (  # noqa: E402
@@ -60,11 +61,13 @@ __all__ = [
     "FusedAddAdaLayerNorm",
     "FusedAddLayerNorm",
     "FusedAddRMSNorm",
+    "FusedGroupNorm",
     "FusedLayerNorm",
     "FusedLayerNorm2d",
     "FusedRMSNorm",
     "FusedRMSNorm2d",
     "__version__",
+    "ada_group_norm",
     "ada_layer_norm",
     "add_ada_layer_norm",
     "add_layer_norm",
@@ -72,6 +75,7 @@ __all__ = [
     "decompositions",
     "explain",
     "fuse",
+    "group_norm",
     "layer_norm",
     "norm_rope",
     "override_aten",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""override_aten(): PyTorch's own layer_norm and rms_norm, from anywhere, on this package's kernels.
+"""override_aten(): PyTorch's own layer_norm, rms_norm and group_norm, from anywhere, on this
+package's kernels.
 
 csrc/per_torch/override.h has the kernels. This file has the handle and the count of overrides in
 force, and kernels in Python for a torch without a library of csrc/per_torch.
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
-from .ops import arguments, autograd_library, load
+from .groups import as_pytorch_reads
+from .ops import arguments, autograd_library, groups, load
 
 __all__ = ["AtenOverride", "override_aten"]
 
@@ -57,14 +59,14 @@ class AtenOverride:
 
 
 def override_aten() -> AtenOverride:
-    """Runs PyTorch's layer and RMS norms for CUDA tensors on these kernels, in the whole process.
+    """Runs PyTorch's layer, RMS and group norms for CUDA tensors on these kernels, everywhere.
 
-    It covers `F.layer_norm`, `F.rms_norm`, `nn.LayerNorm`, `nn.RMSNorm` and every model that calls
-    them, in every thread, and the operators below them, `aten::native_layer_norm`,
-    `aten::_fused_rms_norm` and their backwards. Dtypes, shapes, gradients of every order, vmap,
-    autocast and errors are PyTorch's: a call that the kernels do not take, such as an invalid one,
-    goes on to PyTorch. Code that `torch.compile` compiles does not reach these operators: swap the
-    modules there.
+    It covers `F.layer_norm`, `F.rms_norm`, `F.group_norm`, their modules and every model that calls
+    them, in every thread of the process, and the operators below them, `aten::native_layer_norm`,
+    `aten::_fused_rms_norm`, `aten::native_group_norm` and their backwards. Dtypes, shapes, strides,
+    gradients of every order, vmap, autocast and errors are PyTorch's: a call that the kernels do
+    not take, such as an invalid one, goes on to PyTorch. Code that `torch.compile` compiles does
+    not reach these operators: swap the modules there.
 
     Returns a handle, to be used in either way::
 
@@ -80,8 +82,8 @@ def override_aten() -> AtenOverride:
     first override of a process registers kernels with PyTorch, which stay and ask whether one is in
     force: while it does, no other thread should be inside a norm. Under a torch that this package
     has no autograd library for, the kernels are in Python: results are the same, the host takes
-    longer, and only `native_layer_norm`, `_fused_rms_norm` and their backwards are covered, inside
-    PyTorch's autograd and autocast. In a build without CUDA kernels, of this package or of PyTorch,
+    longer, and only `native_layer_norm`, its like and their backwards are covered, inside PyTorch's
+    autograd and autocast. In a build without CUDA kernels, of this package or of PyTorch,
     and under a driver too old for the kernels, `override_aten` warns and changes nothing.
     """
     reason = load.operators._driver_problem()
@@ -250,9 +252,63 @@ def _backward(
     return tuple(g if needed else None for g, needed in zip(found, mask, strict=True))
 
 
+def _takes_groups(
+    x: Tensor, sizes: tuple[int, int, int], num_groups: int, *parameters: Tensor | None
+) -> bool:
+    samples, channels, positions = sizes
+    return (
+        x.dtype in arguments.DTYPES
+        and x.dim() >= 2
+        and tuple(x.shape[:2]) == (samples, channels)
+        and x.numel() == samples * channels * positions
+        and num_groups > 0
+        and channels > 0
+        and channels % num_groups == 0
+        and as_pytorch_reads(x) is x
+        and all(
+            p is None
+            or (p.dtype is x.dtype and p.device == x.device and tuple(p.shape) == (channels,))
+            for p in parameters
+        )
+    )
+
+
+def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> Any:
+    *sizes, num_groups, eps = others
+    if not _takes_groups(x, tuple(sizes), num_groups, weight, bias) or eps != eps:
+        return None
+    found = groups.group_norm_forward(x, num_groups, None, None, weight, bias, eps)
+    return found[0], *(t.to(x.dtype) for t in found[1:])
+
+
+def _group_norm_backward(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, *others: Any
+) -> Any:
+    *sizes, num_groups, mask = others
+    of_groups = [(t.dtype, t.device, tuple(t.shape)) for t in (mean, rstd)]
+    if (
+        not _takes_groups(x, tuple(sizes), num_groups, weight)
+        or (dy.dtype, dy.device, dy.shape) != (x.dtype, x.device, x.shape)
+        or of_groups != [(x.dtype, x.device, (sizes[0], num_groups))] * 2
+        or (mask[1] and weight is None)
+    ):
+        return None
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    # A bias has a gradient, but is no argument, and without an activation nothing uses it.
+    bias = x.new_empty(sizes[1]) if mask[2] else None
+    dx, _, _, dweight, dbias = groups.group_norm_backward(
+        dy, x, num_groups, mean.to(wide), rstd.to(wide), None, None, weight, bias, None, 1.0,
+        mask[0], False, False, mask[1], mask[2],
+    )  # fmt: skip
+    found = zip((dx, dweight, dbias), mask, strict=True)
+    return tuple(gradient if needed else None for gradient, needed in found)
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
+    "native_group_norm": _group_norm,
+    "native_group_norm_backward": _group_norm_backward,
 }

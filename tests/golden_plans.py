@@ -74,6 +74,24 @@ def plan(rows, cols, dtype=F32, *, device="H100", **problem):
     return json.loads(text)
 
 
+def group_plan(samples, channels, positions, groups, dtype=BF16, *, device="H100", **problem):
+    text = torch.ops.fused_layernorm._plan_groups(
+        samples, channels, positions, groups, dtype, **DEVICES[device], **problem
+    )
+    return json.loads(text)
+
+
+def words_of_groups(p):
+    """What a range of sizes of groups says: which blocks have a group or a tile, and how."""
+    names = {
+        "held": ("blocks_per_group",),
+        "split": ("segments_of_warp", "slots"),
+        "tiles": ("slices", "rows", "tile_positions"),
+    }
+    parts = [f"{name.split('_')[0]}{p[name]}" for name in names[p["strategy"]]]
+    return " ".join([p["strategy"], f"w{p['width']}", *parts])
+
+
 def words_of(p):
     if p is None:
         return "none"
@@ -110,6 +128,39 @@ def ranges(said, values):
     yield values[-1], of(values[-1])
 
 
+# Problems over groups have these words beside the type of x.
+GROUP_WORDS: dict[str, dict[str, Any]] = {
+    "channels_last": {"channels_last": True},
+    "y-float32": {"y_dtype": F32},
+    "unaligned": {"aligned": False},
+    "apart": {"blocks_meet": False},
+    **{name: {"device": name} for name in DEVICES},
+}
+GROUPS = (
+    "bfloat16", "float32", "bfloat16 y-float32", "float64", "bfloat16 unaligned", "bfloat16 apart",
+    "bfloat16 A100", "bfloat16 T4", "bfloat16 B200", "bfloat16 channels_last",
+    "float32 channels_last", "bfloat16 channels_last unaligned", "bfloat16 channels_last B200",
+)  # fmt: skip
+MOST_POSITIONS = 1 << 21  # of a channel, in steps of 8
+
+
+def group_lines():
+    """As `lines`, of the positions of a channel, for some numbers of channels in 32 groups."""
+    for direction in ("forward", "backward"):
+        for name in GROUPS:
+            problem: dict[str, Any] = {"backward": direction == "backward"}
+            for word in name.split(" "):
+                problem |= (WORDS | GROUP_WORDS)[word]
+            for channels in (32, 128, 320, 1280):
+
+                def said(positions, channels=channels, problem=problem):
+                    return words_of_groups(group_plan(2, channels, positions, 32, **problem))
+
+                found = ranges(said, range(8, MOST_POSITIONS // channels * 8 + 1, 8))
+                text = " | ".join(f"{last}: {text}" for last, text in found)
+                yield f"{direction} groups {name}, {channels} channels; positions to {text}"
+
+
 def lines():
     """The golden file's lines, each of one problem: all rows of some columns, or all columns."""
     for direction, problems in (("forward", BOTH), ("backward", BOTH + BACKWARD)):
@@ -136,6 +187,7 @@ def lines():
                 more = [(MOST_ROWS, said(MOST_ROWS, cols))]
                 text = " | ".join(f"{last}: {text}" for last, text in [*found, *more])
                 yield f"{direction} {name}, {cols} columns; rows to {text}"
+    yield from group_lines()
 
 
 def counts(text):

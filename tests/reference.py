@@ -30,6 +30,12 @@ A head's row, with a rotation behind the norm: of each pair of columns (a, b), b
     y_a = z_a * cos - z_b * sin               y_b = z_b * cos + z_a * sin
     dz_a = dy_a * cos + dy_b * sin            dz_b = dy_b * cos - dy_a * sin
 
+Groups of channels: a group of a sample is a row, weight and bias have a number for each channel,
+shift and scale one for each channel of each sample, and the modulation stands in front of the
+activation:
+
+    y = activation(z) * output_scale          z = (xhat * weight + bias) * (1 + scale) + shift
+
 RMSNorm has a mean of zero, and the term sum(dxhat) / cols is zero too. Where a weight has an
 offset, weight + weight_offset stands for weight.
 """
@@ -69,6 +75,19 @@ class AdaBackward(NamedTuple):
     dbias: Tensor
 
 
+class Groups(NamedTuple):
+    """The results and gradients of a norm over groups of channels; mean and rstd are (N, G)."""
+
+    y: Tensor
+    mean: Tensor
+    rstd: Tensor
+    dx: Tensor
+    dshift: Tensor
+    dscale: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+
 class GateBackward(NamedTuple):
     """The gradients of the input that a gate multiplies, and of the gate."""
 
@@ -89,6 +108,8 @@ def activation_value(z: Tensor, activation: str | None) -> Tensor:
             return z / (1 + torch.exp(-z))
         case "relu":
             return torch.where(z < 0, 0, z)  # NaN stays
+        case "leaky_relu":
+            return torch.where(z < 0, z / 100, z)
     raise ValueError(activation)
 
 
@@ -109,6 +130,8 @@ def activation_derivative(z: Tensor, activation: str | None) -> Tensor:
             return sigmoid * (1 + z * (1 - sigmoid))
         case "relu":
             return torch.where(z > 0, 1.0, 0.0).to(z.dtype)
+        case "leaky_relu":
+            return torch.where(z > 0, 1.0, 0.01).to(z.dtype)
     raise ValueError(activation)
 
 
@@ -321,3 +344,46 @@ def norm_rope_backward(
         return Backward(dz, dz.new_empty(0), dz.new_empty(0))
     kind = {"statistic": statistic, "weight_offset": weight_offset}
     return layer_norm_backward(dz, x, 1, weight, bias, eps, **kind)  # type: ignore[arg-type]
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    dy: Tensor,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    output_scale: float = 1.0,
+) -> Groups:
+    """Everything in float64; dshift and dscale are (N, C) whatever the shape of shift and scale."""
+    samples, channels = x.shape[:2]
+    rows = (samples, num_groups, -1)
+    x, dy = (t.double().reshape(samples, channels, -1) for t in (x, dy))
+    xhat, mean, rstd = _normalize(x.reshape(rows), 1, eps, "layer")
+    xhat = xhat.reshape(x.shape)
+    one, zero = x.new_ones(samples, channels), x.new_zeros(samples, channels)
+    w, b, s, t = (
+        (absent if given is None else given.double().reshape(-1, channels) + zero)[..., None]
+        for given, absent in ((weight, one), (bias, zero), (scale, zero), (shift, zero))
+    )
+    z = (xhat * w + b) * (1 + s) + t
+    y = activation_value(z, activation) * output_scale
+    dz = dy * output_scale * activation_derivative(z, activation)
+    dxhat = dz * (1 + s) * w
+    g, h = dxhat.reshape(rows), xhat.reshape(rows)
+    count = g.shape[-1]
+    along = (g * h).sum(-1, keepdim=True) / count
+    dx = rstd * (g - g.sum(-1, keepdim=True) / count - h * along)
+    return Groups(
+        y,
+        mean[..., 0],
+        rstd[..., 0],
+        dx.reshape(x.shape),
+        dz.sum(-1),
+        (dz * (xhat * w + b)).sum(-1),
+        (dz * (1 + s) * xhat).sum((0, 2)),
+        (dz * (1 + s)).sum((0, 2)),
+    )

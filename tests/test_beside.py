@@ -9,10 +9,11 @@ another order than it does alone.
 import threading
 import time
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
-from golden_plans import plan
+from golden_plans import group_plan, plan
 
 import fused_layernorm as fl
 
@@ -82,6 +83,28 @@ def heads(cols):
                 weight)  # fmt: skip
 
 
+def group_norm(
+    shape, groups, dtype=BF16, memory_format=torch.contiguous_format, *, ada=False
+) -> Any:
+    x, dy = (normal(*shape, dtype=dtype).to(memory_format=memory_format) for _ in "xd")
+    weight, bias = (normal(shape[1], dtype=dtype) for _ in "wb")
+    if not ada:
+        return both(lambda x, w, b: fl.group_norm(x, groups, w, b, activation="silu"), dy, x,
+                    weight, bias)  # fmt: skip
+    ada_group_norm: Any = fl.ada_group_norm
+    shift, scale = (normal(*shape[:2], dtype=dtype) for _ in "bc")
+    return both(lambda x, *t: ada_group_norm(x, groups, *t), dy, x, shift, scale, weight, bias)
+
+
+# Shape, groups, dtype, and the strategies of the two directions, with the blocks of a group.
+GROUPS = [
+    ((64, 256, 40, 40), 32, BF16, ("held", 1), ("held", 1)),
+    ((64, 256, 56, 56), 32, BF16, ("held", 1), ("held", 2)),
+    ((4, 640, 64, 64), 32, BF16, ("held", 8), ("tiles", None)),
+    ((2, 512, 128, 128), 32, BF16, ("split", 8), ("split", 8)),
+    ((1, 256, 512, 512), 32, F32, ("split", 128), ("split", 128)),
+    ((2, 128, 259, 263), 4, BF16, ("tiles", None), ("tiles", None)),
+]
 # Rows, columns, dtype, and the strategies of the two directions.
 ROWS = [
     (32_768, 512, BF16, "warp", "warp"),
@@ -98,7 +121,7 @@ ROWS = [
     (8, 9_437_184, BF16, "stream", "stream"),
     (350, 88_801, F32, "stream", "split"),
 ]
-CASES = {
+CASES: dict[str, Any] = {
     **{
         f"{count} x {cols} {str(dtype)[6:]}": lambda sizes=(count, cols, dtype): rows(*sizes)
         for count, cols, dtype, *_ in ROWS
@@ -115,6 +138,16 @@ CASES = {
     "channels": lambda: channels((64, 96, 56, 56)),
     "channels_last": lambda: channels((64, 384, 14, 14), torch.channels_last),
     "heads": lambda: heads(128),
+    **{
+        f"groups of {forward[0]} by {forward[1]} and {backward[0]} by {backward[1]}": (
+            lambda of=(shape, groups, dtype): group_norm(*of)
+        )
+        for shape, groups, dtype, forward, backward in GROUPS
+    },
+    "groups in channels_last": lambda: group_norm(
+        (2, 320, 128, 128), 32, BF16, torch.channels_last
+    ),
+    "groups with a modulation": lambda: group_norm((2, 640, 64, 64), 32, ada=True),
 }
 
 
@@ -182,6 +215,14 @@ def test_the_strategies_of_the_rows(count, cols, dtype, forward, backward):
     for is_backward, strategy in ((False, forward), (True, backward)):
         p = plan(count, cols, dtype, aligned=aligned, backward=is_backward)
         assert p["strategy"] == strategy
+
+
+@pytest.mark.parametrize(("shape", "groups", "dtype", "forward", "backward"), GROUPS)
+def test_the_strategies_of_the_groups(shape, groups, dtype, forward, backward):
+    positions = shape[2] * shape[3]
+    for is_backward, expected in ((False, forward), (True, backward)):
+        p = group_plan(shape[0], shape[1], positions, groups, dtype, backward=is_backward)
+        assert (p["strategy"], p.get("blocks_per_group")) == expected
 
 
 @pytest.mark.gpu

@@ -36,7 +36,8 @@ DEVICES = [pytest.param("cpu", id="cpu"), ON_CUDA]
 on_cuda = pytest.mark.parametrize("device", [ON_CUDA], indirect=True)
 NATIVES = ("native_layer_norm", "_fused_rms_norm")
 OPERATORS = [f"aten::{name}{of}" for name in NATIVES for of in ("", "_backward")]
-OPERATORS += ["aten::layer_norm", "aten::rms_norm"]
+OPERATORS += [f"aten::{name}_norm" for name in ("layer", "rms", "group")]
+OPERATORS += [f"aten::native_group_norm{of}" for of in ("", "_backward")]
 
 
 @pytest.fixture(params=DEVICES)

@@ -7,4 +7,4 @@
 
 extern std::vector<std::string> launches;  // since they were last cleared, in order
 extern int most_shared_memory;             // of a block, in bytes
-extern bool blocks_meet;                   // else cooperative launches are refused
+extern bool blocks_meet;                   // else clusters and cooperative launches are refused

@@ -15,6 +15,7 @@
 #include "channels/backward.h"
 #include "channels/forward.h"
 #include "forward/plan.h"
+#include "groups/plan.h"
 #include "launches.h"
 
 using namespace fused_layernorm;
@@ -185,6 +186,60 @@ void run_images(const Device& device, bool quiet) {
   }
 }
 
+// Norms over groups of channels, in both layouts and directions.
+void run_groups(const Device& device, bool quiet) {
+  most_shared_memory = device.shared_memory;
+  for (const auto& [x, weight, y] : kTypesWithKernels) {
+    for (const int64_t groups : {1, 4, 32}) {
+      for (const int64_t of_group : {1, 3, 4, 10, 40, 130}) {
+        for (const int64_t positions :
+             {1, 7, 64, 72, 1024, 3136, 9216, 10403, 16384, 65536, 262144, 1048576}) {
+          for (int kind = 0; kind < 16; ++kind) {
+            GroupProblem problem;
+            problem.samples = kind & 8 ? 9 : 1;
+            problem.channels = groups * of_group;
+            problem.groups = groups;
+            problem.positions = positions;
+            problem.layout = kind & 1 ? GroupLayout::kChannelsLast : GroupLayout::kPlanes;
+            problem.x = x;
+            problem.y = y;
+            problem.aligned = kind & 2;
+            problem.backward = kind & 4;
+            if (problem.samples * problem.channels * positions > kMostElements) continue;
+            const auto plan = make_group_plan(problem, device);
+            GroupParams params;
+            params.x = params.mean = params.rstd = params.y = params.workspace = kSomewhere;
+            params.samples = problem.samples;
+            params.positions = positions;
+            params.channels = static_cast<int32_t>(problem.channels);
+            params.groups = static_cast<int32_t>(groups);
+            params.layout = problem.layout;
+            if (problem.backward) params.dy = params.dweight.at = params.dbias.at = kSomewhere;
+            launches.clear();
+            const auto launch =
+                problem.backward ? launch_group_norm_backward : launch_group_norm_forward;
+            const cudaError_t error =
+                plan ? launch(params, x, y, *plan, nullptr) : cudaErrorInvalidValue;
+            ++problems;
+            const bool fails = error != cudaSuccess || launches.empty();
+            failed += fails;
+            if (quiet && !fails) continue;
+            std::printf(
+                "sm_%d %s of groups %lld x %lld / %lld x %lld%s types %d %d%s:", device.capability,
+                problem.backward ? "backward" : "forward", static_cast<long long>(problem.samples),
+                static_cast<long long>(problem.channels), static_cast<long long>(groups),
+                static_cast<long long>(positions), kind & 1 ? " channels_last" : "",
+                static_cast<int>(x), static_cast<int>(y), problem.aligned ? "" : " unaligned");
+            if (fails) std::printf(" error %d", static_cast<int>(error));
+            for (const auto& each : launches) std::printf(" %s;", each.c_str());
+            std::printf("\n");
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -192,6 +247,7 @@ int main(int argc, char** argv) {
   for (const Device& device : kDevices) {
     blocks_meet = device.blocks_meet;
     run_images(device, quiet);
+    run_groups(device, quiet);
     for (const auto& [x, weight, y] : kTypesWithKernels) {
       for (const int64_t cols : kCols) {
         for (const int64_t rows : kRows) {

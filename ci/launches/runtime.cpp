@@ -74,6 +74,9 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
     if (id == cudaLaunchAttributeCooperative && !blocks_meet) {
       return cudaErrorCooperativeLaunchTooLarge;
     }
+    if (id == cudaLaunchAttributeClusterDimension && !blocks_meet) {
+      return cudaErrorInvalidClusterSize;
+    }
     launch += " attribute " + std::to_string(id);
   }
   launches.push_back(launch);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators `_plan`, which gives the plan of any problem on any device as JSON, `_force`, which
-// forces parts of every later plan, and `_limit`, which gives a number of csrc that Python needs,
-// too. They are not for users, and need no GPU.
+// The operators `_plan` and `_plan_groups`, which give the plan of any problem on any device as
+// JSON, `_force`, which forces parts of every later plan of rows, and `_limit`, which gives a number
+// of csrc that Python needs, too. They are not for users, and need no GPU.
 
 #include <torch/csrc/stable/library.h>
 
@@ -15,6 +15,7 @@
 #include "bindings/namespace.h"
 #include "channels/tuning.h"
 #include "forward/plan.h"
+#include "groups/plan.h"
 #include "heads/params.h"
 
 namespace fused_layernorm {
@@ -26,6 +27,16 @@ using torch::headeronly::toString;
 template <typename... Parts>
 void check(bool condition, const Parts&... parts) {
   if (!condition) fail(parts...);
+}
+
+Device checked_device(int64_t capability, int64_t sms, int64_t shared_memory, int64_t l2_bytes) {
+  check(sms >= 1 && sms < 1 << 16 && shared_memory >= kLeastSharedMemory && shared_memory < 1 << 30,
+        "expected a device of 1 to 65535 multiprocessors with ", kLeastSharedMemory,
+        " bytes of shared memory a block or more, got ", sms, " with ", shared_memory);
+  check(l2_bytes >= 1 && l2_bytes < int64_t{1} << 40, "expected a device with L2, got ", l2_bytes,
+        " bytes of it");
+  return {static_cast<int>(capability), static_cast<int>(sms), static_cast<int>(shared_memory),
+          l2_bytes};
 }
 
 // weight and y are of x's type unless their types are given. `aligned` says whether all rows begin
@@ -48,9 +59,6 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
   const bool whole = cols % aligned_cols(size_of(problem.x), size_of(problem.y)) == 0;
   check(whole || !aligned.value_or(false), "rows of ", cols,
         " columns cannot all begin at multiples of 16 bytes");
-  check(sms >= 1 && sms < 1 << 16 && shared_memory >= kLeastSharedMemory && shared_memory < 1 << 30,
-        "expected a device of 1 to 65535 multiprocessors with ", kLeastSharedMemory,
-        " bytes of shared memory a block or more, got ", sms, " with ", shared_memory);
   problem.rows = rows;
   problem.cols = cols;
   problem.aligned = aligned.value_or(whole);
@@ -63,10 +71,7 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
         "expected rows in whole groups, got ", rows, " rows in groups of ", group_rows);
   problem.modulated = group_rows > 0;
   problem.group_rows = group_rows;
-  check(l2_bytes >= 1 && l2_bytes < int64_t{1} << 40, "expected a device with L2, got ", l2_bytes,
-        " bytes of it");
-  const Device device = {static_cast<int>(capability), static_cast<int>(sms),
-                         static_cast<int>(shared_memory), l2_bytes};
+  const Device device = checked_device(capability, sms, shared_memory, l2_bytes);
   if (!backward) return describe(make_forward_plan(problem, device));
   if (gated) {
     problem.gated = true;
@@ -74,6 +79,35 @@ std::string describe_plan(int64_t rows, int64_t cols, ScalarType dtype, bool bac
     return plan ? describe(*plan) : "null";
   }
   return describe(make_backward_plan(problem, device));
+}
+
+// y (dy in backward) is of x's type unless its type is given.
+std::string describe_group_plan(int64_t samples, int64_t channels, int64_t positions,
+                                int64_t groups, ScalarType dtype, bool backward,
+                                std::optional<ScalarType> y_dtype, bool channels_last, bool aligned,
+                                bool blocks_meet, int64_t capability, int64_t sms,
+                                int64_t shared_memory, int64_t l2_bytes) {
+  const ScalarType y = y_dtype.value_or(dtype);
+  check(samples >= 1 && positions >= 1 && groups >= 1 && channels >= 1 && channels % groups == 0,
+        "expected channels in whole groups, got ", channels, " channels in ", groups, " groups, ",
+        samples, " samples and ", positions, " positions");
+  GroupProblem problem;
+  problem.samples = samples;
+  problem.channels = channels;
+  problem.positions = positions;
+  problem.groups = groups;
+  problem.layout = channels_last ? GroupLayout::kChannelsLast : GroupLayout::kPlanes;
+  problem.x = data_type(dtype);
+  problem.y = data_type(y);
+  const DataType weight = problem.x == DataType::kFloat64 ? DataType::kFloat64 : DataType::kFloat32;
+  check(has_kernels(problem.x, weight, problem.y), "no kernel takes x of ", toString(dtype),
+        " and y of ", toString(y));
+  problem.aligned = aligned;
+  problem.backward = backward;
+  Device device = checked_device(capability, sms, shared_memory, l2_bytes);
+  device.blocks_meet = blocks_meet;
+  const auto plan = make_group_plan(problem, device);
+  return plan ? describe(*plan) : "null";
 }
 
 int64_t limit(std::string name) {
@@ -96,6 +130,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
       "weight_dtype=None, ScalarType? y_dtype=None, bool? aligned=None, bool residual=False, bool "
       "has_epilogue=False, bool needs_dparams=True, int group_rows=0, bool gated=False, int "
       "capability=90, int sms=132, int shared_memory=232448, int l2_bytes=52428800) -> str");
+  // The plan of a norm over groups of channels, null if kernels cannot count them. `aligned`: x and
+  // y begin at multiples of 16 bytes. `blocks_meet`: else blocks do not wait for each other.
+  m.def(
+      "_plan_groups(int samples, int channels, int positions, int groups, ScalarType dtype, *, "
+      "bool backward=False, ScalarType? y_dtype=None, bool channels_last=False, bool aligned=True, "
+      "bool blocks_meet=True, int capability=90, int sms=132, int shared_memory=232448, int "
+      "l2_bytes=52428800) -> str");
   // None ends all forcing. force_plan.h lists the options.
   m.def("_force(str? options) -> ()");
   // "head_cols": the most columns of a head. "few_pixels": below so many, kernels of channels leave
@@ -105,6 +146,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_plan", TORCH_BOX(&fused_layernorm::describe_plan));
+  m.impl("_plan_groups", TORCH_BOX(&fused_layernorm::describe_group_plan));
   m.impl("_force", TORCH_BOX(&fused_layernorm::force_plan));
   m.impl("_limit", TORCH_BOX(&fused_layernorm::limit));
 }

@@ -127,6 +127,25 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "inverse, "
       "bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
+  // Groups of channels: input is (samples, channels, ...), the channels of a sample form num_groups
+  // groups, each of which has a mean and a variance of its own. With norm(input) for the
+  // normalized groups, y = activation((norm(input) * weight + bias) * (1 + scale) + shift) *
+  // output_scale, where weight and bias have a number for each channel, and shift and scale one for
+  // each channel of each sample: (samples, channels, 1, ...). y has the strides of
+  // torch.empty_like(input), mean and rstd are (samples, num_groups).
+  define_forward("group_norm",
+                 "Tensor input, int num_groups, Tensor? shift, Tensor? scale, Tensor? weight, "
+                 "Tensor? bias, float eps, str? activation=None, float output_scale=1.0, "
+                 "ScalarType? out_dtype=None",
+                 "Tensor");
+  // (dx, dshift, dscale, dweight, dbias), as of ada_layer_norm_backward; dx has the strides of
+  // torch.empty_like(x).
+  m.def(
+      "group_norm_backward(Tensor dy, Tensor x, int num_groups, Tensor mean, Tensor rstd, Tensor? "
+      "shift, Tensor? scale, Tensor? weight, Tensor? bias, str? activation, float output_scale, "
+      "bool needs_dx, bool needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+
   // For tests, benchmarks and `python -m fused_layernorm`, not for users.
   m.def("_build_info() -> str");
 }

@@ -3,10 +3,11 @@
 // (bindings/schemas.cpp has the schemas), and how the options are read from there.
 //
 // One template describes four forward operators: with a modulation (ada_layer_norm) or without,
-// with a residual (add_...) or without; another describes the three backward operators. An argument
-// that an operator lacks has the position of another argument, so one list of positions serves all:
-// in forward, without a residual, residual and gate have input's position; with a residual but no
-// gate, gate has residual's; without a modulation, shift and scale have those of weight and bias.
+// with a residual (add_...) or without; another describes the three backward operators. group_norm
+// and its backward have a list each. An argument that an operator lacks has the position of another
+// argument, so one list of positions serves all: in forward, without a residual, residual and gate
+// have input's position; with a residual but no gate, gate has residual's; without a modulation,
+// shift and scale have those of weight and bias.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +16,7 @@
 #include <string_view>
 
 #include "call/description.h"
+#include "groups/params.h"
 
 namespace fused_layernorm {
 
@@ -26,7 +28,9 @@ struct NormForward {
            (gives_statistics ? "layer_norm_forward" : "layer_norm");
   }
   static constexpr bool kIsForward = true;
+  static constexpr bool kHasGroups = false;
   static constexpr bool kHasModulation = kWithModulation;
+  static constexpr bool kMayActivate = !kHasModulation;
   static constexpr bool kHasResidual = kWithResidual;
   static constexpr bool kHasGate = kHasResidual && kHasModulation;
   static constexpr bool kMayKeepOrder = !kHasModulation && !kHasResidual;
@@ -61,7 +65,9 @@ struct NormForward {
 template <bool kWithModulation, bool kWithGate>
 struct NormBackward {
   static constexpr bool kIsForward = false;
+  static constexpr bool kHasGroups = false;
   static constexpr bool kHasModulation = kWithModulation;
+  static constexpr bool kMayActivate = !kHasModulation;
   static constexpr bool kHasGate = kWithGate;
   static constexpr bool kMayKeepOrder = !kHasModulation;
   static constexpr const char* kName = kHasGate         ? "add_ada_layer_norm_backward"
@@ -96,10 +102,75 @@ struct NormBackward {
   };
 };
 
-// The activations as users write them, in the order of the enumeration.
-constexpr std::string_view kActivationNames[] = {"", "gelu", "gelu_tanh", "silu", "relu"};
+struct GroupForward {
+  static std::string name(bool gives_statistics) {
+    return gives_statistics ? "group_norm_forward" : "group_norm";
+  }
+  static constexpr bool kIsForward = true;
+  static constexpr bool kHasGroups = true;
+  static constexpr bool kHasModulation = true;
+  static constexpr bool kMayActivate = true;
+  static constexpr bool kHasResidual = false;
+  static constexpr bool kHasGate = false;
+  enum : size_t {
+    kInput,
+    kResidual = kInput,
+    kGate = kInput,
+    kNumGroups,
+    kShift,
+    kScale,
+    kWeight,
+    kBias,
+    kEps,
+    kActivation,
+    kOutputScale,
+    kOutDtype,
+    kArguments
+  };
+  static constexpr size_t kModulations[] = {kShift, kScale};
+  static constexpr size_t kFirstParameter = kShift;
+  static constexpr size_t kParameters = kEps - kShift;
+  static constexpr size_t kOutputs = 1;
+  static constexpr size_t kStatistics = 2;
+};
+
+struct GroupBackward {
+  static constexpr bool kIsForward = false;
+  static constexpr bool kHasGroups = true;
+  static constexpr bool kHasModulation = true;
+  static constexpr bool kMayActivate = true;
+  static constexpr bool kHasGate = false;
+  static constexpr const char* kName = "group_norm_backward";
+  enum : size_t {
+    kDy,
+    kX,
+    kNumGroups,
+    kMean,
+    kRstd,
+    kShift,
+    kScale,
+    kWeight,
+    kBias,
+    kActivation,
+    kOutputScale,
+    kNeedsDx,
+    kNeedsDshift,
+    kNeedsDscale,
+    kNeedsDweight,
+    kNeedsDbias,
+    kArguments
+  };
+};
+
+// The activations as users write them, in the order of the enumeration; the last one belongs to
+// groups.
+constexpr std::string_view kActivationNames[] = {"",     "gelu", "gelu_tanh",
+                                                 "silu", "relu", "leaky_relu"};
+static_assert(static_cast<size_t>(kLeakyRelu) == std::size(kActivationNames) - 1);
 constexpr const char* kActivationChoices =
     "activation must be None, 'gelu', 'gelu_tanh', 'silu' or 'relu'";
+constexpr const char* kGroupActivationChoices =
+    "activation must be None, 'gelu', 'gelu_tanh', 'silu', 'relu' or 'leaky_relu'";
 constexpr const char* kStatisticChoices = "statistic must be 'layer' or 'rms'";
 
 constexpr std::string_view name_of(Activation activation) {
@@ -124,22 +195,32 @@ NormOptions read_options(Stack&& stack) {
     options.has_unknown_name = true;
     stack.refuse(choices, name);
   };
-  options.normalized_ndim = stack.integer(Op::kNormalizedNdim);
-  if constexpr (!Op::kHasModulation) {
+  if constexpr (Op::kHasGroups) {
+    options.num_groups = stack.integer(Op::kNumGroups);
+    options.keeps_order = true;
+  } else {
+    options.normalized_ndim = stack.integer(Op::kNormalizedNdim);
+  }
+  if constexpr (Op::kMayActivate) {
     if (const auto name = stack.name_if_any(Op::kActivation)) {
       options.activation = activation_of(*name);
-      if (options.activation == Activation::kNone) refuse(kActivationChoices, *name);
+      if (options.activation == Activation::kNone ||
+          (!Op::kHasGroups && options.activation == kLeakyRelu)) {
+        refuse(Op::kHasGroups ? kGroupActivationChoices : kActivationChoices, *name);
+      }
     }
     options.output_scale = stack.real(Op::kOutputScale);
   }
-  const std::string& statistic = stack.name(Op::kStatistic);
-  options.is_rms = statistic == "rms";
-  if (!options.is_rms && statistic != "layer") refuse(kStatisticChoices, statistic);
-  options.weight_offset = stack.real(Op::kWeightOffset);
-  if constexpr (Op::kMayKeepOrder) options.keeps_order = stack.flag(Op::kKeepsOrder);
-  if constexpr (Op::kIsForward) {
-    options.eps = stack.real(Op::kEps);
-    options.round_before_weight = stack.flag(Op::kRoundBeforeWeight);
+  if constexpr (Op::kIsForward) options.eps = stack.real(Op::kEps);
+  if constexpr (!Op::kHasGroups) {
+    const std::string& statistic = stack.name(Op::kStatistic);
+    options.is_rms = statistic == "rms";
+    if (!options.is_rms && statistic != "layer") refuse(kStatisticChoices, statistic);
+    options.weight_offset = stack.real(Op::kWeightOffset);
+    if constexpr (Op::kMayKeepOrder) options.keeps_order = stack.flag(Op::kKeepsOrder);
+    if constexpr (Op::kIsForward) {
+      options.round_before_weight = stack.flag(Op::kRoundBeforeWeight);
+    }
   }
   return options;
 }

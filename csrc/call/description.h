@@ -57,7 +57,7 @@ struct NormOptions {
 };
 
 // What forward and backward have in common. Weight and bias are contiguous; shift, scale and gate
-// broadcast to x.
+// broadcast to x. With groups all four parameters may have any strides.
 struct NormCall {
   NormOptions options;
   int32_t device = 0;
@@ -86,7 +86,7 @@ struct Needs {
 };
 
 // Backward. A gate is there only with the input that it multiplied, where the gradient of either is
-// wanted. All gradients but dx are contiguous.
+// wanted. All gradients but dx are contiguous. With groups dx is always written.
 struct BackwardCall : NormCall {
   Needs needs;
   RawTensor dy, x, dresidual, input;
@@ -105,7 +105,7 @@ struct BackwardCall : NormCall {
 // ---- Direct calls
 
 // Raised whenever a struct of this file or the meaning of a field changes.
-constexpr int64_t kKernelTableVersion = 3;
+constexpr int64_t kKernelTableVersion = 4;
 
 // What `prepare` found, for `launch`.
 struct DirectLaunch {

@@ -41,21 +41,45 @@ cudaError_t enqueue(const BackwardParams& params, const DataTypes& types,
       plan);
 }
 
-// Throws unless the launch of a plan succeeded; the message says which plan, for which rows and
+cudaError_t enqueue(const GroupParams& params, const DataTypes& types, const GroupPlan& plan,
+                    cudaStream_t stream) {
+  const auto launch = params.dy == nullptr ? launch_group_norm_forward : launch_group_norm_backward;
+  return launch(params, types.x, types.y, plan, stream);
+}
+
+// What a launch computes, for an error message.
+void describe_call(std::ostream& message, const GroupParams& p) {
+  message << (p.dy == nullptr ? "forward" : "backward") << " for " << p.samples << " samples of "
+          << p.groups << " groups of " << p.channels_of_group() << " channels and " << p.positions
+          << " positions";
+}
+template <typename Params>
+void describe_call(std::ostream& message, const Params& params) {
+  message << (std::is_same_v<Params, ForwardParams>    ? "forward"
+              : std::is_same_v<Params, BackwardParams> ? "backward"
+                                                       : "gate_backward")
+          << " for " << params.rows << " rows of " << params.cols << " columns";
+}
+
+// Throws unless the launch of a plan succeeded; the message says which plan, for what and which
 // types.
 template <typename Params, typename Plan>
 void check_launch(cudaError_t error, const Params& params, const DataTypes& types,
                   const Plan& plan) {
   if (error == cudaSuccess) return;
-  const char* const direction = std::is_same_v<Params, ForwardParams>    ? "forward"
-                                : std::is_same_v<Params, BackwardParams> ? "backward"
-                                                                         : "gate_backward";
   std::ostringstream message;
-  message << "fused_layernorm: CUDA error: " << cudaGetErrorString(error) << ", at the launch of "
-          << direction << " for " << params.rows << " rows of " << params.cols << " columns, x "
-          << name_of(types.x) << ", weight " << name_of(types.weight) << ", y " << name_of(types.y)
-          << ", by the plan " << describe(plan);
+  message << "fused_layernorm: CUDA error: " << cudaGetErrorString(error) << ", at the launch of ";
+  describe_call(message, params);
+  message << ", x " << name_of(types.x) << ", weight " << name_of(types.weight) << ", y "
+          << name_of(types.y) << ", by the plan " << describe(plan);
   throw std::runtime_error(message.str());
+}
+
+// Whether a launch was refused because its blocks cannot all be resident at once, or those of a
+// cluster.
+bool is_refused(cudaError_t error) {
+  return error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorInvalidClusterSize ||
+         error == cudaErrorLaunchOutOfResources;
 }
 
 template <typename Params, typename Plan>
@@ -67,7 +91,7 @@ template <typename Params, typename Plan>
 void launch_plan(const Params& params, const DataTypes& types, const Planned<Plan>& planned,
                  cudaStream_t stream) {
   const cudaError_t error = enqueue(params, types, planned.plan, stream);
-  if (error == cudaErrorCooperativeLaunchTooLarge && planned.apart) {
+  if (is_refused(error) && planned.apart) {
     (void)cudaGetLastError();  // else the next check of PyTorch's would find it
     launch_plan(params, types, *planned.apart, stream);
   } else {
@@ -75,11 +99,19 @@ void launch_plan(const Params& params, const DataTypes& types, const Planned<Pla
   }
 }
 
-template <typename Prepared>
-void launch_prepared(Prepared& prepared, void* workspace, cudaStream_t stream) {
+template <typename Params, typename... Plans>
+void launch_prepared(Prepared<Params, Plans...>& prepared, void* workspace, cudaStream_t stream) {
   prepared.params.workspace = workspace;
-  std::visit([&](const auto& plan) { launch_plan(prepared.params, prepared.types, plan, stream); },
-             prepared.plan);
+  std::visit(
+      [&](auto& plan) {
+        if constexpr (std::is_same_v<std::decay_t<decltype(plan)>, PreparedGroups>) {
+          plan.params.workspace = workspace;
+          launch_plan(plan.params, prepared.types, plan.planned, stream);
+        } else {
+          launch_plan(prepared.params, prepared.types, plan, stream);
+        }
+      },
+      prepared.plan);
 }
 
 template <typename Plan>
@@ -91,6 +123,7 @@ int64_t workspace_of(const Planned<Plan>& planned) {
   const int64_t bytes = workspace_of(planned.plan);
   return planned.apart ? std::max(bytes, workspace_of(*planned.apart)) : bytes;
 }
+int64_t workspace_of(const PreparedGroups& groups) { return workspace_of(groups.planned); }
 
 }  // namespace
 
@@ -104,6 +137,11 @@ template int64_t PreparedGate::workspace_bytes() const;
 
 void launch(PreparedForward& prepared, const ForwardCall& call, void* workspace,
             cudaStream_t stream) {
+  if (auto* const groups = std::get_if<PreparedGroups>(&prepared.plan)) {
+    groups->params.y = const_cast<void*>(call.y.data);
+    groups->params.mean = call.mean;
+    groups->params.rstd = call.rstd;
+  }
   ForwardParams& params = prepared.params;
   params.y = const_cast<void*>(call.y.data);
   params.residual_out = call.residual_out;
@@ -114,6 +152,13 @@ void launch(PreparedForward& prepared, const ForwardCall& call, void* workspace,
 
 void launch(PreparedBackward& prepared, const BackwardCall& call, void* workspace,
             cudaStream_t stream) {
+  if (auto* const groups = std::get_if<PreparedGroups>(&prepared.plan)) {
+    groups->params.y = const_cast<void*>(call.dx.data);
+    groups->params.dweight.at = call.dweight;
+    groups->params.dbias.at = call.dbias;
+    groups->params.dshift.at = call.dshift;
+    groups->params.dscale_by.at = call.dscale;
+  }
   BackwardParams& params = prepared.params;
   params.dx = const_cast<void*>(call.dx.data);
   params.dweight = call.dweight;

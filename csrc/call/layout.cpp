@@ -117,6 +117,41 @@ bool is_run(const RawTensor& tensor, const ChannelMap& map, int64_t cols) {
          map.sample_stride * bytes % kVectorBytes == 0;
 }
 
+std::optional<GroupLayout> group_layout_of(const RawTensor& tensor) {
+  if (tensor.is_contiguous) return GroupLayout::kPlanes;
+  const int64_t *sizes = tensor.sizes, *strides = tensor.strides;
+  const auto is_at = [&](int64_t d, int64_t stride) {
+    return sizes[d] == 1 || strides[d] == stride;
+  };
+  // The number of positions, if they lie densely, one every `step` elements.
+  const auto positions_by = [&](int64_t step) -> std::optional<int64_t> {
+    int64_t found = 1, left = 0;
+    for (int64_t d = 2; d < tensor.dims; ++d) left += sizes[d] != 1;
+    while (left > 0) {
+      int64_t d = 2;
+      while (d < tensor.dims && (sizes[d] == 1 || strides[d] != step * found)) ++d;
+      if (d == tensor.dims) return std::nullopt;
+      found *= sizes[d];
+      --left;
+    }
+    return found;
+  };
+  const int64_t channels = sizes[1];
+  const auto in_planes = positions_by(1);
+  if (in_planes && is_at(1, *in_planes) && is_at(0, channels * *in_planes)) {
+    return GroupLayout::kPlanes;
+  }
+  const auto in_last = positions_by(channels);
+  if (in_last && is_at(1, 1) && is_at(0, channels * *in_last)) return GroupLayout::kChannelsLast;
+  return std::nullopt;
+}
+
+bool have_one_order(const RawTensor& a, const RawTensor& b) {
+  bool same = true;
+  for (int64_t d = 0; d < a.dims; ++d) same &= a.sizes[d] <= 1 || a.strides[d] == b.strides[d];
+  return same;
+}
+
 bool broadcasts_to(const RawTensor& tensor, const RawTensor& x) {
   bool fits = tensor.dims <= x.dims;
   for (int64_t d = 0; fits && d < x.dims; ++d) {

@@ -10,6 +10,7 @@
 #include "base/params.h"
 #include "call/description.h"
 #include "channels/tiles.h"
+#include "groups/params.h"
 
 namespace fused_layernorm {
 
@@ -37,6 +38,16 @@ int64_t unit_of(const RawTensor& tensor, const ChannelMap& map);
 
 // Whether each sample is one run of memory that begins at a multiple of 16 bytes.
 bool is_run(const RawTensor& tensor, const ChannelMap& map, int64_t cols);
+
+// ---- Groups of channels
+
+// How a tensor of (samples, channels, ...) lies. std::nullopt unless its samples lie one after
+// another, and each position by position in every channel, or channel by channel in every position;
+// the positions may have any order.
+std::optional<GroupLayout> group_layout_of(const RawTensor& tensor);
+
+// Whether two tensors of one shape lie at the same strides.
+bool have_one_order(const RawTensor& a, const RawTensor& b);
 
 // ---- Modulations, which broadcast to x
 

@@ -27,11 +27,8 @@ std::optional<Norm> norm_of(const NormCall& call, const RawTensor& x) {
       (!call.weight && options.weight_offset != 0.0)) {
     return std::nullopt;
   }
-  // No family below has groups, or a gate behind a norm.
-  if (options.num_groups != 0 || options.group_size != 0 ||
-      options.gate_place != GatePlace::kInput) {
-    return std::nullopt;
-  }
+  // No family below has a gate behind a norm.
+  if (options.group_size != 0 || options.gate_place != GatePlace::kInput) return std::nullopt;
   for (int64_t d = 0; d < x.dims; ++d) (d < norm.leading ? norm.rows : norm.cols) *= x.sizes[d];
   if (norm.rows < 1 || norm.cols < 1 || norm.rows > kMostExtent || norm.cols > kMostExtent) {
     return std::nullopt;
@@ -191,6 +188,7 @@ std::optional<backward::Channels> plan_channels(const BackwardCall& call, const 
 
 bool prepare(const ForwardCall& call, const Device& device, PreparedForward& into) {
   const NormOptions& options = call.options;
+  if (options.num_groups != 0) return prepare_groups(call, device, into);
   const RawTensor &input = call.input, &x = call.residual ? call.residual : input;
   const auto norm = norm_of(call, x);
   if (!norm || std::isnan(options.eps) || !have_one_shape(input, x) || !have_one_shape(call.y, x) ||
@@ -242,6 +240,7 @@ bool prepare(const ForwardCall& call, const Device& device, PreparedForward& int
 }
 
 bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& into) {
+  if (call.options.num_groups != 0) return prepare_groups(call, device, into);
   const RawTensor& x = call.x;
   const auto norm = norm_of(call, x);
   if (!norm || !have_one_shape(call.dy, x) || !are_known(*norm, x.type, x.type, call.dy.type)) {

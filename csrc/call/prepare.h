@@ -11,6 +11,7 @@
 #include "channels/backward.h"
 #include "channels/forward.h"
 #include "forward/plan.h"
+#include "groups/plan.h"
 
 namespace fused_layernorm {
 
@@ -23,6 +24,12 @@ struct Planned {
   std::optional<Plan> apart;  // if blocks of `plan` wait for each other
 };
 
+// A launch of GroupNorm, in either direction, has parameters of its own.
+struct PreparedGroups {
+  GroupParams params;
+  Planned<GroupPlan> planned;
+};
+
 // A launch without its outputs. A family of norms is one alternative of its plans.
 template <typename KernelParams, typename... Plans>
 struct Prepared {
@@ -32,8 +39,10 @@ struct Prepared {
 
   int64_t workspace_bytes() const;
 };
-using PreparedForward = Prepared<ForwardParams, Planned<forward::Plan>, forward::Channels>;
-using PreparedBackward = Prepared<BackwardParams, Planned<backward::Plan>, backward::Channels>;
+using PreparedForward =
+    Prepared<ForwardParams, Planned<forward::Plan>, forward::Channels, PreparedGroups>;
+using PreparedBackward =
+    Prepared<BackwardParams, Planned<backward::Plan>, backward::Channels, PreparedGroups>;
 using PreparedGate = Prepared<GateParams, backward::Gate>;
 
 // The gradients of the gated sum residual + gate * input, by themselves.
@@ -50,6 +59,10 @@ struct GateCall {
 bool prepare(const ForwardCall& call, const Device& device, PreparedForward& into);
 bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& into);
 bool prepare(const GateCall& call, const Device& device, PreparedGate& into);
+
+// The same for calls whose options have groups (groups.cpp).
+bool prepare_groups(const ForwardCall& call, const Device& device, PreparedForward& into);
+bool prepare_groups(const BackwardCall& call, const Device& device, PreparedBackward& into);
 
 // Launches what was prepared for this call, which has its outputs now. Throws std::runtime_error
 // with what is wrong.

@@ -13,6 +13,11 @@ namespace fused_layernorm {
 // each position (channels_last).
 enum class GroupLayout : int32_t { kPlanes, kChannelsLast };
 
+// LeakyReLU, of slope 0.01, which only norms of groups have: in kernels over rows the one branch
+// more cost a kernel registers.
+constexpr Activation kLeakyRelu{5};
+constexpr double kLeakySlope = 0.01;
+
 // One number for each channel, or for each channel of each sample, of any floating type: weight,
 // bias, shift or scale. It is optional.
 struct ChannelNumbers {

@@ -2,6 +2,7 @@
 // The plan of GroupNorm.
 #include "groups/plan.h"
 
+#include "base/json.h"
 #include "groups/tuning.h"
 
 namespace fused_layernorm {
@@ -170,6 +171,26 @@ std::optional<GroupPlan> make_group_plan(const GroupProblem& problem, const Devi
   plan.workspace_bytes = plan.totals_offset + all_groups * pair;
   plan.blocks = planes ? all_groups * plan.tiles : problem.samples * plan.tiles * plan.slices;
   return plan.blocks < kMostExtent / 2 ? std::optional(plan) : std::nullopt;
+}
+
+std::string describe(const GroupPlan& plan) {
+  Json json(name_of(plan.strategy));
+  json.add("width", plan.width);
+  if (plan.strategy == GroupStrategy::kTiles) {
+    json.add("tiles", plan.tiles).add("tile_channels", plan.tile_channels);
+    json.add("pieces", plan.pieces).add("columns", plan.columns).add("slices", plan.slices);
+    json.add("rows", plan.rows).add("tile_positions", plan.tile_positions);
+  } else {
+    json.add("blocks_per_group", plan.blocks_per_group);
+  }
+  if (plan.strategy == GroupStrategy::kHeld) json.add("slice_vectors", plan.slice_vectors);
+  if (plan.strategy == GroupStrategy::kSplit) {
+    json.add("pieces", plan.pieces).add("segments_of_warp", plan.segments_of_warp);
+    json.add("slots", plan.slots).add("lag", plan.lag);
+  }
+  json.add("cluster", plan.cluster).add("blocks", plan.blocks).add("threads", plan.threads);
+  json.add("shared_bytes", plan.shared_bytes).add("workspace_bytes", plan.workspace_bytes);
+  return json.end();
 }
 
 }  // namespace fused_layernorm

@@ -8,8 +8,7 @@
 // does.
 //
 //   planes         each channel is a run of memory. A tile has some channels of a group, or a piece
-//   of
-//                  one (planes.cu).
+//                  of one (planes.cu).
 //   channels_last  a tile has all channels of some positions (last.cu).
 //
 // How a sample is cut into tiles depends on its channels and positions alone, never on the number
@@ -19,6 +18,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "base/cuda_types.h"
 #include "base/problem.h"
@@ -93,14 +93,6 @@ struct GroupPlan : Launch {
   bool starts_early = true;
 
   bool meets() const { return blocks_per_group > 1; }
-  template <typename Json>
-  void describe(Json& json) const {
-    json.add("width", width).add("tiles", tiles).add("tile_channels", tile_channels);
-    json.add("pieces", pieces).add("blocks_per_group", blocks_per_group);
-    json.add("slice_vectors", slice_vectors).add("segments", segments_of_warp);
-    json.add("slots", slots).add("lag", lag).add("columns", columns).add("slices", slices);
-    json.add("rows", rows).add("tile_positions", tile_positions);
-  }
 };
 
 // Threads of a block and vectors of each thread: of x and, in backward, of dy too.
@@ -120,7 +112,10 @@ constexpr int kTotalsThreads = 256;
 // Positions are 32-bit numbers in kernels.
 constexpr int64_t kMostPositions = int64_t{1} << 30;
 
+// Nothing for a problem that kernels cannot count.
 std::optional<GroupPlan> make_group_plan(const GroupProblem& problem, const Device& device);
+// The plan in words, as JSON.
+std::string describe(const GroupPlan& plan);
 
 cudaError_t launch_group_norm_forward(const GroupParams& params, DataType x, DataType y,
                                       const GroupPlan& plan, cudaStream_t stream);

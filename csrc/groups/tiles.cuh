@@ -99,6 +99,11 @@ __device__ __forceinline__ void activate_if(const GroupParams& p, Acc (&values)[
   if (p.activation == Activation::kSilu) {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] = silu<Y>(values[j]) * scale;
+  } else if (p.activation == kLeakyRelu) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      values[j] = (values[j] > Acc(0) ? values[j] : values[j] * Acc(kLeakySlope)) * scale;
+    }
   } else {
     activate<Y>(values, p.activation, scale);
   }
@@ -110,6 +115,9 @@ __device__ __forceinline__ void undo_activation(const GroupParams& p, Acc (&dy)[
   if (p.activation == Activation::kSilu) {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) dy[j] = silu_gradient<Y>(dy[j], z[j]);
+  } else if (p.activation == kLeakyRelu) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) dy[j] = z[j] > Acc(0) ? dy[j] : dy[j] * Acc(kLeakySlope);
   } else if (p.activation != Activation::kNone) {
     activate_backward<Y>(dy, z, p.activation, Acc(1));
   }

@@ -21,7 +21,11 @@ constexpr bool kRmsNormInFloat32 = TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINO
 
 template <class Op>
 bool makes_float32(const IValue* arguments) {
-  return kRmsNormInFloat32 || !is_rms(arguments[Op::kStatistic]);
+  if constexpr (Op::kHasGroups) {
+    return true;
+  } else {
+    return kRmsNormInFloat32 || !is_rms(arguments[Op::kStatistic]);
+  }
 }
 
 template <class Op>

@@ -56,8 +56,9 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Autograd, m) {
   register_autograd<AddLayerNorm>(m);
   register_autograd<AdaLayerNorm>(m);
   register_autograd<AddAdaLayerNorm>(m);
+  register_autograd<GroupForward>(m);
   for (const char* name : {"layer_norm_backward", "ada_layer_norm_backward",
-                           "add_ada_layer_norm_backward", "gate_backward"}) {
+                           "add_ada_layer_norm_backward", "gate_backward", GroupBackward::kName}) {
     m.impl(name, boxed<&differentiate_backward>());
   }
 }
@@ -67,6 +68,7 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, BackendSelect, m) {
   m.impl("add_layer_norm", boxed<&select_backend<AddLayerNorm>>());
   m.impl("ada_layer_norm", boxed<&select_backend<AdaLayerNorm>>());
   m.impl("add_ada_layer_norm", boxed<&select_backend<AddAdaLayerNorm>>());
+  m.impl("group_norm", boxed<&select_backend<GroupForward>>());
 }
 
 TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
@@ -96,6 +98,7 @@ std::vector<torch::Library> register_autocast() {
     register_autocast<AddLayerNorm>(m);
     register_autocast<AdaLayerNorm>(m);
     register_autocast<AddAdaLayerNorm>(m);
+    register_autocast<GroupForward>(m);
   }
   return libraries;
 }

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Autograd of the forward operators: (add_)(ada_)layer_norm and the same operators with statistics.
+// Autograd of the forward operators: (add_)(ada_)layer_norm, group_norm and the same operators with
+// statistics.
 //
 // A call that needs gradients runs the operator with statistics below autograd, or the kernel
 // itself (direct.h), and saves what backward needs. Backward runs the kernel too, or calls
-// (ada_)layer_norm_backward, or with a gate add_ada_layer_norm_backward, through the dispatcher.
+// (ada_)layer_norm_backward, with a gate add_ada_layer_norm_backward or group_norm_backward,
+// through the dispatcher.
 // Derivatives of these, and forward mode, are Python's (differentiate_in_python in operators.h).
 #pragma once
 
@@ -42,6 +44,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   at::ScalarType input_dtype = at::kFloat;
 
   std::string name() const override {
+    if (Op::kHasGroups) return "FusedGroupNormBackward";
     return std::string("Fused") + (Op::kHasResidual ? "Add" : "") +
            (Op::kHasModulation ? "Ada" : "") + "LayerNormBackward";
   }
@@ -60,8 +63,9 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
       const bool is_bias = Op::kFirstParameter + i == Op::kBias;
       const bool needs_z = Op::kHasModulation || options.activation != Activation::kNone;
       if (is_bias && !needs_z && is_defined(arguments[Op::kWeight])) continue;
-      // Backward uses shift only for the shape and dtype of its gradient.
-      const bool is_shift = Op::kHasModulation && Op::kFirstParameter + i == Op::kShift;
+      // Backward of rows uses shift only for the shape and dtype of its gradient.
+      const bool is_shift =
+          Op::kHasModulation && !Op::kHasGroups && Op::kFirstParameter + i == Op::kShift;
       if (is_shift && !requires_grad(parameter)) continue;
       this->save(Saved::kFirstParameter + i, tensor_of(parameter));
     }
@@ -123,7 +127,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
     if constexpr (Op::kHasModulation) {
       saved.shift = parameter(Op::kShift);
       saved.scale = parameter(Op::kScale);
-      is_dshift_dy = needs(Op::kShift) && is_of_elements(saved.shift, dy);
+      is_dshift_dy = !Op::kHasGroups && needs(Op::kShift) && is_of_elements(saved.shift, dy);
       needed.dshift = needs(Op::kShift) && !is_dshift_dy;
       needed.dscale = needs(Op::kScale);
     }
@@ -133,7 +137,7 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
       needed.dinput = is_gated && needs(Op::kInput);
       needed.dgate = needs(Op::kGate);
     }
-    GradientsOfNorm found = gradients_of<Op::kHasModulation>(saved, options, needed);
+    GradientsOfNorm found = gradients_of<Op>(saved, options, needed);
     // An argument that the operator lacks has the position of one that follows here, or of x.
     results[Op::kGate] = std::move(found.dgate);
     results[Op::kInput] = std::move(found.dinput);

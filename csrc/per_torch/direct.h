@@ -102,8 +102,9 @@ inline bool is_beside(const Tensor& tensor, const Tensor& x) {
 }
 
 // The shape of mean and rstd.
-inline c10::SmallVector<int64_t, 8> statistics_shape(at::IntArrayRef sizes,
-                                                     size_t normalized_ndim) {
+inline c10::SmallVector<int64_t, 8> statistics_shape(at::IntArrayRef sizes, size_t normalized_ndim,
+                                                     int64_t num_groups = 0) {
+  if (num_groups > 0) return {sizes[0], num_groups};
   c10::SmallVector<int64_t, 8> shape(sizes.begin(), sizes.end());
   std::fill(shape.end() - normalized_ndim, shape.end(), 1);
   return shape;
@@ -187,6 +188,7 @@ template <class Op>
 bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOptions& options,
                       bool needs_statistics, DirectOutputs& out) {
   if (!is_next(keys, c10::DispatchKey::CUDA)) return false;
+  if (Op::kHasGroups && options.num_groups < 1) return false;
   const KernelTable* const table = kernel_table();
   if (table == nullptr) return false;
   static const Tensor none;
@@ -220,7 +222,8 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOp
   out.y = like_x.allocate(y_type);
   if (Op::kHasResidual) out.residual_out = allocate(input.sizes(), x.scalar_type());
   if (needs_statistics) {
-    const auto of_rows = statistics_shape(input.sizes(), options.normalized_ndim);
+    const auto of_rows =
+        statistics_shape(input.sizes(), options.normalized_ndim, options.num_groups);
     const at::ScalarType type = statistics_type(x.scalar_type());
     if (options.is_rms) {
       out.rstd = allocate(of_rows, type);
@@ -292,8 +295,10 @@ inline bool backward_directly(const SavedNorm& saved, const NormOptions& options
     return address_to_write(into);
   };
   const Tensor& parameter = weight.defined() ? weight : bias;
-  if (needs.dx) out.dx = like_x.allocate(x.scalar_type());
-  call.dx.data = address_to_write(out.dx);
+  Tensor dx;
+  if (needs.dx || options.num_groups > 0) dx = like_x.allocate(x.scalar_type());
+  call.dx.data = address_to_write(dx);
+  if (needs.dx) out.dx = std::move(dx);
   call.dweight = output(needs.dweight, parameter, out.dweight);
   call.dbias = output(needs.dbias, parameter, out.dbias);
   call.dshift = output(needs.dshift, shift, out.dshift);
@@ -312,24 +317,29 @@ GradientsOfNorm call_backward(const SavedNorm& saved, const NormOptions& options
   Stack stack(Op::kArguments);
   stack[Op::kDy] = saved.dy;
   stack[Op::kX] = saved.x;
-  stack[Op::kNormalizedNdim] = options.normalized_ndim;
+  if constexpr (Op::kHasGroups) {
+    stack[Op::kNumGroups] = options.num_groups;
+  } else {
+    stack[Op::kNormalizedNdim] = options.normalized_ndim;
+    stack[Op::kDresidual] = value_of(saved.dresidual);
+    stack[Op::kStatistic] = statistic_of(options);
+    stack[Op::kWeightOffset] = options.weight_offset;
+    if constexpr (Op::kMayKeepOrder) stack[Op::kKeepsOrder] = options.keeps_order;
+  }
   stack[Op::kMean] = saved.mean.defined() ? saved.mean : saved.rstd.new_empty({0});
   stack[Op::kRstd] = saved.rstd;
   stack[Op::kWeight] = value_of(saved.weight);
   stack[Op::kBias] = value_of(saved.bias);
-  stack[Op::kDresidual] = value_of(saved.dresidual);
   stack[Op::kNeedsDx] = needs.dx;
   stack[Op::kNeedsDweight] = needs.dweight;
   stack[Op::kNeedsDbias] = needs.dbias;
-  stack[Op::kStatistic] = statistic_of(options);
-  stack[Op::kWeightOffset] = options.weight_offset;
-  if constexpr (Op::kMayKeepOrder) stack[Op::kKeepsOrder] = options.keeps_order;
   if constexpr (Op::kHasModulation) {
     stack[Op::kShift] = value_of(saved.shift);
     stack[Op::kScale] = value_of(saved.scale);
     stack[Op::kNeedsDshift] = needs.dshift;
     stack[Op::kNeedsDscale] = needs.dscale;
-  } else {
+  }
+  if constexpr (Op::kMayActivate) {
     stack[Op::kActivation] = activation_of(options);
     stack[Op::kOutputScale] = options.output_scale;
   }
@@ -356,16 +366,22 @@ GradientsOfNorm call_backward(const SavedNorm& saved, const NormOptions& options
   return found;
 }
 
-// The gradients of a norm, either way.
-template <bool kHasModulation>
+// The gradients of a norm of this forward operator, either way.
+template <class Op>
 GradientsOfNorm gradients_of(const SavedNorm& saved, const NormOptions& options,
                              const Needs& needs) {
   GradientsOfNorm found;
   if (backward_directly(saved, options, needs, found)) return found;
-  if constexpr (kHasModulation) {
-    if (saved.gate.defined()) return call_backward<NormBackward<true, true>>(saved, options, needs);
+  if constexpr (Op::kHasGroups) {
+    return call_backward<GroupBackward>(saved, options, needs);
+  } else {
+    if constexpr (Op::kHasModulation) {
+      if (saved.gate.defined()) {
+        return call_backward<NormBackward<true, true>>(saved, options, needs);
+      }
+    }
+    return call_backward<NormBackward<Op::kHasModulation, false>>(saved, options, needs);
   }
-  return call_backward<NormBackward<kHasModulation, false>>(saved, options, needs);
 }
 
 // The kernel at BackendSelect of a forward operator without statistics: it serves the calls that

@@ -102,6 +102,7 @@ inline void collect(CompiledNodeArgs& args, const NormOptions& options) {
   args.collect(options.is_rms);
   args.collect(options.weight_offset);
   args.collect(options.keeps_order);
+  args.collect(options.num_groups);
 }
 
 // ---- Calls

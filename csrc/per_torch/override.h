@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// override_aten(): PyTorch's layer_norm and rms_norm on this package's kernels.
+// override_aten(): PyTorch's layer_norm, rms_norm and group_norm on this package's kernels; those
+// of group_norm are in override_groups.h.
 //
 // The first override of a process registers kernels for `aten`; they stay, and a flag says whether
 // they act. A call that they do not take, and every call while the flag is off, goes on to what
@@ -13,85 +14,35 @@
 //   native_layer_norm, _fused_rms_norm  what reaches them otherwise: inference_mode, vmap, calls by
 //   and their backwards at CUDA         name, nodes that PyTorch made.
 //
-// Those of layer_norm and rms_norm are registered when the library is loaded, because this package
-// calls these two itself: no other call from Python takes the host as little time. It asks for our
-// kernels, whatever the flag says, by what it gives as normalized_shape (kAsks).
+// Those of layer_norm and its like are registered when the library is loaded, because this package
+// calls them itself: no other call from Python takes the host as little time. It asks for our
+// kernels, whatever the flag says, by what it gives as normalized_shape (kAsks), or by a negative
+// number of groups.
 //
 // The CPU's keys are for tests: there composite operators stand for the kernels.
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/layer_norm_ops.h>
 #include <ATen/ops/rms_norm.h>
 #include <ATen/ops/rms_norm_ops.h>
 #include <torch/library.h>
 
-#include <array>
-#include <atomic>
 #include <cmath>
 #include <limits>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "autocast.h"
-#include "autograd.h"
 #include "base/chip.h"
-#include "direct.h"
+#include "override_entry.h"
+#include "override_groups.h"
 
 namespace fused_layernorm {
 
-using OptionalTensor = std::optional<Tensor>;
-
-enum Native { kForward, kBackward, kRmsForward, kRmsBackward, kNatives };
-constexpr const char* kNativeNames[kNatives] = {
-    "aten::native_layer_norm", "aten::native_layer_norm_backward", "aten::_fused_rms_norm",
-    "aten::_fused_rms_norm_backward"};
-
-struct Override {
-  std::atomic<bool> is_on = false;
-  std::atomic<int64_t> taken = 0;  // calls, also those that asked; for tests
-  // The kernels that ours replaced, where PyTorch has them for the key.
-  std::array<std::optional<c10::SafeKernelFunction>, kNatives> replaced;
-  std::vector<torch::Library> libraries;
-};
-
-// Never destroyed, because the dispatcher may be destroyed first when the process exits.
-template <c10::DeviceType device>
-Override& override_of() {
-  static auto* const instance = new Override;
-  return *instance;
-}
-
-// Whether this thread is inside a call that was taken: the composite operators call these operators
-// themselves.
-inline thread_local bool is_inside = false;
-
-class Taken {
- public:
-  explicit Taken(Override& entry) : entry_(entry) { is_inside = true; }
-  ~Taken() {
-    is_inside = false;
-    ++entry_.taken;
-  }
-
- private:
-  Override& entry_;
-};
-
-template <c10::DeviceType device>
-constexpr c10::DispatchKey kBackendKey =
-    device == at::kCUDA ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
-
 // ---- Which calls are taken: only such as are valid by PyTorch's own rules. All others go to
 // ---- PyTorch, which raises its own errors.
-
-inline bool is_known(at::ScalarType type) {
-  return type == at::kFloat || type == at::kDouble || is_half(type);
-}
 
 inline bool takes_input(const Tensor& x, at::IntArrayRef shape) {
   const int64_t leading = x.dim() - static_cast<int64_t>(shape.size());
@@ -101,21 +52,6 @@ inline bool takes_input(const Tensor& x, at::IntArrayRef shape) {
   }
   return c10::multiply_integers(x.sizes().slice(0, leading)) <= kMostExtent &&
          c10::multiply_integers(shape) <= kMostExtent;
-}
-
-// `type`: of the parameter beside x, or whether autocast makes both float32.
-enum class Beside { kSame, kSameOrFloat, kAnyFloat };
-
-inline bool takes_parameter(const OptionalTensor& p, const Tensor& x, at::IntArrayRef shape,
-                            Beside beside = Beside::kSame) {
-  if (!p || !p->defined()) return true;
-  const at::ScalarType type = p->scalar_type();
-  const bool fits =
-      beside == Beside::kAnyFloat
-          ? type == at::kFloat || is_half(type) || type == x.scalar_type()
-          : type == x.scalar_type() ||
-                (beside == Beside::kSameOrFloat && type == at::kFloat && is_half(x.scalar_type()));
-  return fits && p->device() == x.device() && p->sizes() == shape;
 }
 
 inline bool takes_statistic(const Tensor& t, const Tensor& x, at::IntArrayRef shape) {
@@ -208,24 +144,6 @@ Tensor norm_of(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef symboli
   return stack[0].toTensor();
 }
 
-// PyTorch's own kernels at AutocastCUDA cast every argument to float32 and call the operator.
-template <class Tensors>
-Tensors as_autocast_casts(const Tensors& t) {
-  return at::autocast::cached_cast(at::kFloat, t, at::kCUDA);
-}
-
-inline OperatorHandle aten(const std::string& name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(("aten::" + name).c_str(), "");
-}
-
-// Where a call goes without our kernel at autograd's key: to PyTorch's composite, or if another
-// package has registered a kernel for the backend, to whatever comes next.
-template <c10::DeviceType device>
-DispatchKeySet below(const OperatorHandle& op, DispatchKeySet keys) {
-  return op.hasKernelForDispatchKey(kBackendKey<device>) ? keys & c10::after_autograd_keyset
-                                                         : DispatchKeySet(kBackendKey<device>);
-}
-
 template <c10::DeviceType device, bool kUnderAutocast>
 Tensor layer_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef shape,
                   const OptionalTensor& weight, const OptionalTensor& bias, double eps,
@@ -273,10 +191,6 @@ inline Tensor select_rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntA
 
 // ---- The native operators. The stack holds an operator's arguments, for which its results are put
 // ---- in place.
-
-inline OptionalTensor optional_of(const IValue& value) {
-  return is_defined(value) ? OptionalTensor(value.toTensor()) : std::nullopt;
-}
 
 // native_layer_norm(x, shape, weight, bias, eps), _fused_rms_norm(x, shape, weight, eps).
 inline bool take_forward(DispatchKeySet keys, Stack* stack, bool is_rms, Override& entry) {
@@ -335,7 +249,7 @@ inline bool take_backward(Stack* stack, bool is_rms, Override& entry) {
                            bias.value_or(Tensor()),
                            Tensor()};
   const Taken taken(entry);
-  GradientsOfNorm found = gradients_of</*kHasModulation=*/false>(saved, options, needs);
+  GradientsOfNorm found = gradients_of<NormForward<false, false>>(saved, options, needs);
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(found.dx));
   stack->emplace_back(std::move(found.dweight));
@@ -343,15 +257,21 @@ inline bool take_backward(Stack* stack, bool is_rms, Override& entry) {
   return true;
 }
 
+template <Native which>
+bool take(DispatchKeySet keys, Stack* stack, Override& entry) {
+  if constexpr (which == kGroupForward) return take_group_forward(keys, stack, entry);
+  if constexpr (which == kGroupBackward) return take_group_backward(stack, entry);
+  constexpr bool kIsRms = which == kRmsForward || which == kRmsBackward;
+  if (which == kForward || which == kRmsForward) return take_forward(keys, stack, kIsRms, entry);
+  return take_backward(stack, kIsRms, entry);
+}
+
 template <c10::DeviceType device, Native which>
 void native_operator(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  constexpr bool kIsRms = which == kRmsForward || which == kRmsBackward;
   Override& entry = override_of<device>();
-  if (entry.is_on.load(std::memory_order_relaxed) && !is_inside) {
-    const bool is_taken = which == kForward || which == kRmsForward
-                              ? take_forward(keys, stack, kIsRms, entry)
-                              : take_backward(stack, kIsRms, entry);
-    if (is_taken) return;
+  if (entry.is_on.load(std::memory_order_relaxed) && !is_inside &&
+      take<which>(keys, stack, entry)) {
+    return;
   }
   const auto& replaced = entry.replaced[which];
   TORCH_CHECK_NOT_IMPLEMENTED(replaced, op.operator_name(), " has no kernel for ", keys);
@@ -394,13 +314,16 @@ Libraries register_norms() {
   auto& autograd = aten_at(kAutogradKey<device>, libraries);
   autograd.impl("layer_norm", TORCH_FN((layer_norm<device, /*kUnderAutocast=*/false>)));
   autograd.impl("rms_norm", TORCH_FN((rms_norm<device, false>)));
+  autograd.impl("group_norm", TORCH_FN((group_norm<device, false>)));
   if constexpr (device == at::kCUDA) {
     auto& autocast = aten_at(c10::DispatchKey::AutocastCUDA, libraries);
     autocast.impl("layer_norm", TORCH_FN((layer_norm<device, true>)));
     if (kRmsNormInFloat32) autocast.impl("rms_norm", TORCH_FN((rms_norm<device, true>)));
+    autocast.impl("group_norm", TORCH_FN((group_norm<device, true>)));
     auto& select = aten_at(c10::DispatchKey::BackendSelect, libraries);
     select.impl("layer_norm", TORCH_FN(select_layer_norm));
     select.impl("rms_norm", TORCH_FN(select_rms_norm));
+    select.impl("group_norm", TORCH_FN(select_group_norm));
   }
   return libraries;
 }
@@ -413,6 +336,8 @@ void register_override(Override& entry) {
   auto& natives = aten_at(kBackendKey<device>, entry.libraries);
   register_native<device, kForward>(natives, entry);
   register_native<device, kBackward>(natives, entry);
+  register_native<device, kGroupForward>(natives, entry);
+  register_native<device, kGroupBackward>(natives, entry);
   // On the CPU _fused_rms_norm is a composite, and its backward has no kernel.
   if constexpr (device == at::kCUDA) {
     register_native<device, kRmsForward>(natives, entry);

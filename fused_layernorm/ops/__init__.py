@@ -11,6 +11,7 @@ formulas    the same functions as differentiable expressions
 autograd    derivatives: the first order runs on the operators
 autocast    the dtypes that autocast gives
 heads       the operators of q and k by heads, normalized and rotated: all of the above in one file
+groups      the operators of groups of channels: all of the above in one file
 aten_forward  variants of the operators: compilers fuse their forward pass with its neighbours
 autograd_library  autograd and autocast in C++, used instead if there is a library for this torch
 """
@@ -22,11 +23,13 @@ from . import (  # noqa: F401  (the imports register)
     autograd_library,
     composite,
     fakes,
+    groups,
     heads,
     vmap,
 )
 
 has_library = autograd_library.load()
 autograd.register(beside_library=has_library)
+groups.register(beside_library=has_library)
 if not has_library:
     autocast.register()

@@ -169,10 +169,12 @@ def check_dim(input: Any, weight: Any, bias: Any, dim: Any, normalized_shape: An
     return dim % dims
 
 
-def check_options(activation: Any, scale: Any, out_dtype: Any) -> None:
+def check_options(
+    activation: Any, scale: Any, out_dtype: Any, activations: Sequence[str] = ACTIVATIONS
+) -> None:
     """Raises if one of these has a value that the operators do not take."""
-    if activation is not None and activation not in ACTIVATIONS:
-        known = _either([repr(known) for known in ACTIVATIONS])
+    if activation is not None and activation not in activations:
+        known = _either([repr(known) for known in activations])
         raise ValueError(f"expected activation None, {known}, got {activation!r}")
     check_number("scale", scale)
     if isinstance(scale, (int, float)) and not math.isfinite(scale):

@@ -42,6 +42,8 @@ def activate(z: Tensor, activation: str | None) -> Tensor:
             return _aten.silu(z)
         case "relu":
             return _aten.relu(z)
+        case "leaky_relu":
+            return _aten.leaky_relu(z)
     raise ValueError(activation)
 
 
@@ -62,6 +64,8 @@ def slope(z: Tensor, activation: str | None) -> Tensor:
             return sigmoid * (1 + z * (1 - sigmoid))
         case "relu":
             return (z > 0).to(z.dtype)
+        case "leaky_relu":
+            return torch.where(z > 0, 1.0, 0.01).to(z.dtype)
     raise ValueError(activation)
 
 

@@ -32,7 +32,7 @@ from .autograd import (
     redispatch,
 )
 from .formulas import acc_dtype, affine, normalized, shifted, to
-from .vmap import to_front
+from .vmap import one_by_one, to_front
 
 qk_norm_rope = load.operators.qk_norm_rope.default
 qk_norm_rope_backward = load.operators.qk_norm_rope_backward.default
@@ -531,7 +531,7 @@ def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     a, size = HeadArguments(*args), info.batch_size
     dims: Any = HeadArguments(*in_dims)
     if any(dim is not None for dim in dims[2:6]):
-        return _one_by_one(qk_norm_rope, info, in_dims, *args)
+        return one_by_one(qk_norm_rope, info, in_dims, *args)
     batch = a.q.shape[1 if dims.q == 0 else 0] if dims.q is not None else a.q.shape[0]
     call = a._replace(
         q=_folded(a.q, dims.q, size),
@@ -542,22 +542,11 @@ def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     return tuple(_unfolded(y, size) for y in qk_norm_rope(*call)), (0, 0)
 
 
-def _one_by_one(operator: Any, info: Any, in_dims: Any, *args: Any) -> Any:
-    """The operator for each sample."""
-    given = list(zip(args, in_dims, strict=True))
-    samples = [
-        operator(*(arg if dim is None else arg.select(dim, i) for arg, dim in given))
-        for i in range(info.batch_size)
-    ]
-    stacked = tuple(torch.stack(same) for same in zip(*samples, strict=True))
-    return stacked, (0,) * len(stacked)
-
-
 torch.library.register_fake(qk_norm_rope, _fake)
 torch.library.register_fake(qk_norm_rope_backward, _fake_backward)
 torch.library.register_vmap(qk_norm_rope, _vmap)
 torch.library.register_vmap(
-    qk_norm_rope_backward, functools.partial(_one_by_one, qk_norm_rope_backward)
+    qk_norm_rope_backward, functools.partial(one_by_one, qk_norm_rope_backward)
 )
 load.library.impl("qk_norm_rope", _composite, "CompositeExplicitAutograd")
 load.library.impl("qk_norm_rope_backward", _composite_backward, "CompositeExplicitAutograd")

@@ -35,6 +35,19 @@ def to_front(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
+def one_by_one(operator: Any, info: Any, in_dims: Any, *args: Any) -> Any:
+    """A rule that calls the operator for each sample."""
+    given = list(zip(args, in_dims, strict=True))
+    samples = [
+        operator(*(arg if dim is None else arg.select(dim, i) for arg, dim in given))
+        for i in range(info.batch_size)
+    ]
+    if isinstance(samples[0], Tensor):
+        return torch.stack(samples), 0
+    stacked = tuple(torch.stack(same) for same in zip(*samples, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
 def _broadcast_to_front(
     tensor: Tensor | None, dim: int | None, size: int, ndim: int
 ) -> Tensor | None:

@@ -51,4 +51,15 @@ std::optional<ScalarType> type_of_parameters(const std::optional<Tensor>& weight
   return std::nullopt;
 }
 
+void check_parameters_type(std::optional<ScalarType> parameters, ScalarType x, ScalarType input,
+                           const char* name) {
+  const auto is_half = [](ScalarType type) {
+    return type == ScalarType::Half || type == ScalarType::BFloat16;
+  };
+  const bool fits = !parameters || *parameters == x || *parameters == input ||
+                    (*parameters == ScalarType::Float && (is_half(x) || is_half(input)));
+  CHECK_ARGUMENT(fits, name,
+                 " must be of the input's dtype, or float32 beside half precision input");
+}
+
 }  // namespace fused_layernorm

@@ -33,4 +33,9 @@ namespace fused_layernorm __attribute__((visibility("hidden"))) {
   std::optional<ScalarType> type_of_parameters(const std::optional<Tensor>& weight,
                                                const std::optional<Tensor>& bias);
 
+  // Throws unless parameters of this type go with x: they are of x's type, or float32 beside half
+  // precision. With a residual they may also be of the input's type.
+  void check_parameters_type(std::optional<ScalarType> parameters, ScalarType x, ScalarType input,
+                             const char* name);
+
 }  // namespace fused_layernorm

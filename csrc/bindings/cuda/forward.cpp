@@ -17,18 +17,6 @@
 namespace fused_layernorm {
 namespace {
 
-bool is_half(ScalarType type) { return type == ScalarType::Half || type == ScalarType::BFloat16; }
-
-// Parameters have to be of x's type, or float32 beside half precision. With a residual they may
-// also be of the input's type.
-void check_parameters_type(std::optional<ScalarType> parameters, ScalarType x, ScalarType input,
-                           const char* name) {
-  const bool fits = !parameters || *parameters == x || *parameters == input ||
-                    (*parameters == ScalarType::Float && (is_half(x) || is_half(input)));
-  CHECK_ARGUMENT(fits, name,
-                 " must be of the input's dtype, or float32 beside half precision input");
-}
-
 bool rounds_xhat(const ForwardArguments& a) {
   return xhat_rounding_of(a.options.round_before_weight, a.weight.has_value(),
                           data_type(a.input.scalar_type())) != XhatRounding::kNone;

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users call for groups of channels: GroupNorm, also with a modulation, and its module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from .functional import LAYER, is_pytorchs, may_ask, takes_norm
+from .modules import _options, _scripted_as, _shown
+from .ops import arguments, formulas, groups
+from .ops.groups import GroupArguments
+from .ops.load import operators
+
+# Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
+_op = groups.group_norm._op
+_is_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_OWN = (Parameter, type(None), Tensor)
+
+# torch.fx.symbolic_trace records each of these as one call.
+torch.fx.wrap("group_norm")
+torch.fx.wrap("ada_group_norm")
+
+# PyTorch's function, unless a tool has replaced it.
+_own = F.group_norm
+torchs_group_norm = _own if getattr(_own, "__globals__", None) is vars(F) else None
+
+# From this release on PyTorch's kernels for CUDA read channels_last where it lies; before, they
+# read and write contiguous tensors.
+KEEPS_CHANNELS_LAST = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    r"""Group normalization, an activation and a scale, in one call of the kernels.
+
+    The channels of each sample are ``num_groups`` groups of neighbours, over each of which and over
+    all positions mean and variance are taken (Wu and He, "Group Normalization", 2018):
+
+    .. math::
+        y = \mathrm{activation}\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}}
+            \cdot \mathrm{weight} + \mathrm{bias}\right) \cdot \mathrm{scale}
+
+    With as many groups as channels this is instance normalization, with one group a layer
+    normalization of whole samples. The arithmetic is in float32 (float64 for a float64 input),
+    whatever the dtypes, and the result is rounded once.
+
+    Args:
+        input: ``(N, C, *)`` of two dimensions or more; float32, float16, bfloat16 or float64, of
+            any strides. Contiguous and channels_last tensors are read where they lie, and so are
+            others of such an order of memory, as a transposed ``(N, L, C)`` is.
+        num_groups: how many groups; it divides C.
+        weight, bias: shape ``(C,)``, each optional; of input's dtype, or float32 beside a
+            half-precision input; if both are given, of one dtype.
+        eps: added to the variance.
+        activation: None, ``"gelu"`` (exact, by erf), ``"gelu_tanh"``, ``"silu"``, ``"relu"`` or
+            ``"leaky_relu"`` (slope 0.01).
+        scale: a finite number that multiplies the result.
+        out_dtype: the result's dtype, any of the four. By default input's; under autocast what
+            ``torch.nn.functional.group_norm`` gives (float32 on CUDA).
+
+    Returns:
+        A tensor of input's shape, in the order of memory that ``torch.empty_like(input)`` has: that
+        of input, where its elements lie without gaps. (``torch.nn.functional.group_norm``, which
+        serves plain calls on the CPU, gives contiguous or channels_last tensors.)
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
+            what was given. A dtype or layout that is not supported raises NotImplementedError, a
+            RuntimeError.
+    """
+    # A plain call in this one frame, for every step costs host time. PyTorch's function takes the
+    # host least; a negative number of groups leads it to our kernels (csrc/per_torch/override.h).
+    # torch.jit.trace crashes where an operator has raised what is caught here.
+    if (
+        activation is None
+        and out_dtype is None
+        and type(input) is Tensor
+        and type(num_groups) is int
+        and num_groups > 0
+        and not _is_compiling()
+        and type(weight) in _OWN
+        and type(bias) in _OWN
+        and scale == 1.0
+    ):
+        try:
+            if input.is_cuda:
+                if may_ask() and not _dispatch_modes():
+                    return torch.group_norm(input, -num_groups, weight, bias, eps)
+            elif (
+                input.dim() > 1
+                and (weight is not None or bias is None)  # PyTorch's backward wants weight too
+                and is_pytorchs(input, weight, bias, eps, LAYER)
+            ):
+                return torch.group_norm(input, num_groups, weight, bias, eps)
+        except (RuntimeError, TypeError, ValueError):
+            pass  # the call below says what is wrong, or takes what did not come to our kernels
+    return _run(
+        GroupArguments(
+            input, num_groups, None, None, weight, bias, eps, activation, scale, out_dtype
+        )
+    )
+
+
+def ada_group_norm(
+    input: Tensor,
+    num_groups: int,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    r"""Group normalization with a modulation and an activation, in one call of the kernels.
+
+    .. math::
+        y = \mathrm{activation}\left(\mathrm{group\_norm}(x) \cdot (1 + \mathrm{scale})
+            + \mathrm{shift}\right)
+
+    where group_norm has weight and bias: AdaGN of diffusion models (Dhariwal and Nichol, "Diffusion
+    Models Beat GANs on Image Synthesis", 2021). Every tensor gets its gradient, in its own shape
+    and dtype.
+
+    Args:
+        shift, scale: each optional, a number for each channel of each sample: ``(N, C)``, which
+            sizes of 1 may follow, as ``(N, C, 1, 1)``; of any strides, so a chunk of a larger
+            tensor is read where it lies. Of input's dtype, or float32 beside a half-precision
+            input.
+
+    The other arguments, the result and the errors are those of :func:`group_norm`.
+    """
+    return _run(
+        GroupArguments(
+            input, num_groups, shift, scale, weight, bias, eps, activation, 1.0, out_dtype
+        )
+    )
+
+
+def _run(a: GroupArguments) -> Tensor:
+    a = _settled(a)
+    if _is_compiling():  # Dynamo does not trace the exception handling below
+        groups.check(a)
+        return groups.group_norm(*a) if a.has_kernel else groups.by_formula(a)
+    if _dispatch_modes() and torch.onnx.is_in_onnx_export():
+        groups.check(a)
+        return _in_onnx(a)
+    if a.input.dim() > 1 and not a.has_kernel:
+        groups.check(a)
+        return groups.by_formula(a)
+    try:
+        found: Tensor = _op(*a)
+    except Exception as error:
+        groups.check(a)
+        raise arguments.out_of_memory(error) from None
+    return found
+
+
+def _settled(a: GroupArguments) -> GroupArguments:
+    """The operator's arguments; raises where the schema's error would be worse."""
+    arguments.check_tensor("input", a.input)
+    for name, tensor in zip(a._fields[2:6], a[2:6], strict=True):
+        if tensor is not None and not isinstance(tensor, Tensor):
+            arguments.check_tensor(name, tensor)
+    arguments.check_number("eps", a.eps)
+    arguments.check_number("scale", a.output_scale)
+    return a._replace(num_groups=groups.check_groups(a.num_groups))
+
+
+def _in_onnx(a: GroupArguments) -> Tensor:
+    """A call in PyTorch's operators, which torch.onnx.export(..., dynamo=True) can translate."""
+    dtypes = {t.dtype for t in a.tensors if t is not None}
+    acc = a.input.dtype if a.is_plain and len(dtypes) == 1 else formulas.acc_dtype(a.input.dtype)
+    weight, bias = formulas.to(a.weight, acc), formulas.to(a.bias, acc)
+    z = torch.group_norm(a.input.to(acc), a.num_groups, weight, bias, a.eps)
+    return groups.epilogue(a, groups.modulated(a, z))
+
+
+def as_pytorch_reads(x: Tensor) -> Tensor:
+    """x in the order of memory in which PyTorch's group_norm reads it, and gives its result."""
+    if x.is_contiguous():
+        return x
+    if x.is_cuda and not KEEPS_CHANNELS_LAST:
+        return x.contiguous()
+    return x.contiguous(memory_format=suggest_memory_format(x))
+
+
+class FusedGroupNorm(nn.GroupNorm):
+    r"""A drop-in :class:`torch.nn.GroupNorm`: the same parameters, state_dict and results, faster.
+
+    ``y = activation(group_norm(x) * weight + bias) * scale``, fused in forward and in backward; the
+    shapes, dtypes and errors are those of :func:`fused_layernorm.group_norm`.
+
+    Args:
+        num_groups, num_channels, eps, affine, device, dtype, bias: as nn.GroupNorm's.
+        activation: None, ``"gelu"``, ``"gelu_tanh"``, ``"silu"``, ``"relu"`` or ``"leaky_relu"``.
+        scale: a finite number that multiplies the result.
+        out_dtype: the result's dtype; by default what nn.GroupNorm gives.
+    """
+
+    # Attributes that torch.jit.script compiles as constants.
+    __constants__ = [*nn.GroupNorm.__constants__, "activation", "scale", "out_dtype"]  # noqa: RUF012
+
+    # Defaults for an nn.GroupNorm that swap_norms has made a FusedGroupNorm. Such a one takes what
+    # nn.GroupNorm takes, and its result lies as that of nn.GroupNorm.
+    _was_group_norm = False
+    activation: str | None = None
+    scale: float = 1.0
+    out_dtype: torch.dtype | None = None
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        activation: str | None = None,
+        scale: float = 1.0,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        if num_groups < 1:
+            raise ValueError(f"expected num_groups of at least 1, got {num_groups}")
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype)
+        if not bias:
+            self.register_parameter("bias", None)
+        arguments.check_options(activation, scale, out_dtype, groups.ACTIVATIONS)
+        self.activation = activation
+        self.scale = scale
+        self.out_dtype = out_dtype
+
+    def _scripted_forward(self, input: Tensor) -> Tensor:
+        norm = (self.num_groups, None, None, self.weight, self.bias, self.eps)
+        return operators.group_norm(input, *norm, self.activation, self.scale, self.out_dtype)
+
+    @_scripted_as(_scripted_forward)
+    def forward(self, input: Tensor) -> Tensor:
+        was_group_norm = getattr(self, "_was_group_norm", None)
+        if was_group_norm is None:  # a bound method that outlived unswap_norms
+            return type(self).forward(self, input)
+        weight, bias, eps = self.weight, self.bias, self.eps
+        if was_group_norm:
+            is_known = F.group_norm is torchs_group_norm
+            if not (is_known and takes_norm(input, weight, bias, eps)):
+                return nn.GroupNorm.forward(self, input)
+            if isinstance(input, Tensor):  # torch.fx traces one call
+                input = as_pytorch_reads(input)
+        options = _options(self, "activation", "scale", "out_dtype")
+        return group_norm(input, self.num_groups, weight, bias, eps, **options)
+
+    def extra_repr(self) -> str:
+        return nn.GroupNorm.extra_repr(self) + _shown(self)

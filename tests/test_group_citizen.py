@@ -1,0 +1,513 @@
+# SPDX-License-Identifier: Apache-2.0
+"""group_norm beside PyTorch's machinery: registration, derivatives, transforms, autocast, errors,
+direct calls and the override of ATen."""
+
+import contextlib
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forms import Calls, saved_by
+from torch.autograd import gradcheck, gradgradcheck
+from torch.library import opcheck
+
+import fused_layernorm as fl
+from fused_layernorm import FusedGroupNorm
+from fused_layernorm.groups import as_pytorch_reads
+from fused_layernorm.ops import autograd_library, groups
+from fused_layernorm.override import _calls, _override
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+OPS = torch.ops.fused_layernorm
+# mypy cannot count tensors that are passed with a star.
+group_norm: Any = fl.group_norm
+ada_group_norm: Any = fl.ada_group_norm
+
+pytestmark = pytest.mark.cpu_operators
+
+
+def inputs(device, shape=(2, 6, 4, 3), dtype=F64, others=None, grad=True) -> Any:
+    """x, shift, scale, weight and bias."""
+    n, c, *rest = shape
+    sizes = (shape, (n, c, *[1] * len(rest)), (n, c), (c,), (c,))
+    dtypes = (dtype, *[others or dtype] * 4)
+    return [
+        torch.randn(size, device=device, dtype=F64).to(t).requires_grad_(grad)
+        for size, t in zip(sizes, dtypes, strict=True)
+    ]
+
+
+def _plainly(x, shift, scale, weight, bias, activation=None, groups=2):
+    """The norm in elementary functions, which PyTorch differentiates any number of times."""
+    n, c = x.shape[:2]
+    rows = x.reshape(n, groups, -1)
+    centered = rows - rows.mean(-1, keepdim=True)
+    xhat = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    z = xhat.reshape(n, c, -1)
+    z = z if weight is None else z * weight.reshape(c, 1)
+    z = z if bias is None else z + bias.reshape(c, 1)
+    z = z if scale is None else z * (1 + scale.reshape(n, c, 1))
+    z = z if shift is None else z + shift.reshape(n, c, 1)
+    activate: Any = {
+        None: lambda z: z, "silu": lambda z: z * torch.sigmoid(z), "leaky_relu": F.leaky_relu,
+        "gelu": lambda z: z * 0.5 * torch.erfc(-z / math.sqrt(2)),
+    }  # fmt: skip
+    return activate[activation](z).reshape(x.shape)
+
+
+plainly: Any = _plainly
+
+
+def fused(activation=None, groups=2) -> Any:
+    return lambda x, *others: ada_group_norm(x, groups, *others, activation=activation)
+
+
+QUICK = ("test_schema", "test_faketensor")
+EVERY = (*QUICK, "test_autograd_registration", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "others", "options", "traced"),
+    [
+        ((2, 6, 4, 3), F32, None, ("silu", 0.5), True),
+        ((2, 6, 4, 3), BF16, F32, ("leaky_relu", 1.0, F32), False),
+        ((2, 6), F64, None, (), False),
+        ((0, 6, 4), F32, None, (), False),
+        ((2, 6, 0), BF16, None, ("gelu",), False),
+    ],
+    ids=str,
+)
+def test_opcheck(device, shape, dtype, others, options, traced):
+    every = EVERY if traced else QUICK
+    x, *parameters = inputs(device, shape, dtype, others)
+    for last in (False, True) if len(shape) == 4 else (False,):
+        if last:
+            x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
+            every = QUICK
+        args = (x, 2, *parameters, 1e-5, *options)
+        for name in ("group_norm", "group_norm_forward"):
+            opcheck(getattr(OPS, name).default, args, test_utils=every)
+        opcheck(OPS.group_norm.default, (x, 3, None, None, None, None, 1e-5), test_utils=QUICK)
+        y, mean, rstd = OPS.group_norm_forward(x.detach(), *args[1:])
+        given = (torch.randn_like(y), x, 2, mean.detach(), rstd.detach(), *parameters)
+        activation = options[0] if options else None
+        scale = options[1] if len(options) > 1 else 1.0
+        opcheck(
+            OPS.group_norm_backward.default, (*given, activation, scale, *[True] * 5),
+            test_utils=every,
+        )  # fmt: skip
+        for wanted in range(5):
+            mask = [i == wanted for i in range(5)]
+            backward = (*given, activation, scale, *mask)
+            opcheck(OPS.group_norm_backward.default, backward, test_utils=QUICK)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "leaky_relu"])
+@pytest.mark.parametrize("absent", [(), (1, 2), (3, 4), (1, 2, 3, 4), (2, 4)], ids=str)
+def test_derivatives_of_two_orders_and_forward_mode(device, activation, absent):
+    given = inputs(device)
+    leaves = [t for i, t in enumerate(given) if i not in absent]
+
+    def function(*present):
+        left = list(present)
+        return fused(activation)(*(None if i in absent else left.pop(0) for i in range(5)))
+
+    assert gradcheck(function, leaves, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(function, leaves)
+
+
+def test_third_derivatives_and_forward_over_reverse(device):
+    given = inputs(device, (1, 4, 3))
+    direction = [torch.randn_like(t) for t in given]
+
+    def thrice(function):
+        def scalar(*t):
+            return function(*t).pow(3).sum()
+
+        first = torch.autograd.grad(scalar(*given), given, create_graph=True)
+        second = torch.autograd.grad(
+            sum((g * d).sum() for g, d in zip(first, direction, strict=True)),
+            given, create_graph=True,
+        )  # fmt: skip
+        third = torch.autograd.grad(
+            sum((g * d).sum() for g, d in zip(second, direction, strict=True)), given
+        )
+        detached = tuple(t.detach() for t in given)
+        forward_over_reverse: Any = torch.func.jvp(
+            torch.func.grad(scalar), detached, tuple(direction)
+        )
+        return [*first, *second, *third, forward_over_reverse[1]]
+
+    expected = thrice(lambda *t: plainly(*t, "silu"))
+    for found, wanted in zip(thrice(fused("silu")), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("batched", [*range(5), (0, 1, 2), (0, 3, 4), (0, 1, 2, 3, 4)], ids=str)
+def test_vmap_and_gradients_of_samples(device, batched):
+    batched = (batched,) if isinstance(batched, int) else batched
+    given = inputs(device, (2, 6, 5), grad=False)
+    args = [
+        torch.stack([t, t.flip(0), 2 * t], 1) if i in batched else t for i, t in enumerate(given)
+    ]
+    dims = tuple(1 if i in batched else None for i in range(5))
+
+    def grads(function):
+        return torch.func.grad(lambda *t: function(*t).square().sum(), (0, 1, 2, 3, 4))
+
+    def slow(x, *others):
+        return plainly(x, *others, "silu")
+
+    for one, other in ((fused("silu"), slow), (grads(fused("silu")), grads(slow))):
+        found, expected = (torch.func.vmap(f, dims)(*args) for f in (one, other))
+        torch.testing.assert_close(found, expected)
+    if batched == (0,):
+        nested = torch.func.vmap(torch.func.vmap(fused("silu"), dims), (0, *[None] * 4))
+        assert nested(torch.stack(args[:1]), *args[1:]).shape == (1, 3, 2, 6, 5)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("x_dtype", [F32, F16, BF16, F64])
+def test_autocast_gives_what_pytorch_gives(device, x_dtype, dtype):
+    x = torch.randn(2, 6, 9, device=device).to(x_dtype).requires_grad_()
+    weight = torch.randn(6, device=device).to(F64 if x_dtype == F64 else F32)
+    with torch.autocast(device, dtype):
+        ours = fl.group_norm(x, 2, weight, weight)
+        stock = F.group_norm(x, 2, weight, weight)
+        assert fl.group_norm(x, 2, out_dtype=BF16).dtype == BF16
+    assert ours.dtype == stock.dtype
+    tolerance = 2e-2 if stock.dtype in (F16, BF16) else 1e-5
+    torch.testing.assert_close(ours, stock, rtol=tolerance, atol=tolerance)
+    (dx,) = torch.autograd.grad(ours.float().square().sum(), x)
+    assert dx.dtype == x_dtype
+
+
+def test_autocast_casts_half_parameters(device):
+    x, shift, scale, weight, bias = inputs(device, dtype=F32, others=BF16)
+    with torch.autocast(device, F16):
+        y = fl.ada_group_norm(x, 2, shift, scale, weight, bias.detach().float())
+    wide = [t.float() for t in (x, shift, scale, weight, bias)]
+    torch.testing.assert_close(y.float(), plainly(*wide), rtol=1e-4, atol=1e-4)
+    y.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == BF16
+
+
+# ---- Bad input: (exception, sentence, what takes an argument's place).
+
+FLOATS = "float32, float16, bfloat16 or float64"
+OF_SAMPLES = (
+    "of shape [4, 6], a number for each channel of each sample, which sizes of 1 may follow"
+)
+KNOWN = "None, 'gelu', 'gelu_tanh', 'silu', 'relu' or 'leaky_relu'"
+BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (RuntimeError, "expected num_groups that divides the 6 channels of input, got 4",
+     {"num_groups": 4}),
+    (RuntimeError, "expected num_groups of at least 1, got 0", {"num_groups": 0}),
+    (RuntimeError, "expected num_groups of at least 1, got -2", {"num_groups": -2}),
+    (TypeError, "expected num_groups to be an int, got float", {"num_groups": 2.0}),
+    (TypeError, "expected num_groups to be an int, got bool", {"num_groups": True}),
+    (TypeError, "expected num_groups to be an int, got NoneType", {"num_groups": None}),
+    (RuntimeError, "expected input of at least two dimensions, (samples, channels, ...), got shape "
+     "[6]", {"input": ((6,), F32)}),
+    (NotImplementedError, f"expected input of dtype {FLOATS}, got int64",
+     {"input": ((4, 6), torch.int64)}),
+    (TypeError, "expected input to be a tensor, got int", {"input": 3}),
+    (RuntimeError, "expected weight of shape [6], a number for each channel of input, got shape "
+     "[3]", {"weight": ((3,), F32)}),
+    (RuntimeError, "expected bias of shape [6], a number for each channel of input, got shape "
+     "[1, 6]", {"bias": ((1, 6), F32)}),
+    (RuntimeError, "expected weight of dtype float32 beside input of float32, got bfloat16",
+     {"weight": ((6,), BF16)}),
+    (RuntimeError, "expected weight of dtype float16 or float32 beside input of float16, got "
+     "bfloat16", {"input": ((4, 6, 5), F16), "weight": ((6,), BF16)}),
+    (RuntimeError, "expected weight and bias of one dtype, got bfloat16 and float32",
+     {"input": ((4, 6, 5), BF16), "weight": ((6,), BF16), "bias": ((6,), F32)}),
+    (TypeError, "expected weight to be a tensor, got float", {"weight": 1.0}),
+    (RuntimeError, f"expected shift {OF_SAMPLES}, got shape [6]", {"shift": ((6,), F32)}),
+    (RuntimeError, f"expected scale {OF_SAMPLES}, got shape [1, 6]", {"scale": ((1, 6), F32)}),
+    (RuntimeError, f"expected shift {OF_SAMPLES}, got shape [4, 6, 5]",
+     {"shift": ((4, 6, 5), F32)}),
+    (TypeError, "expected shift to be a tensor, got float", {"shift": 0.0}),
+    (TypeError, "expected scale to be a tensor, got int", {"scale": 1}),
+    (RuntimeError, "expected shift of dtype float32 beside input of float32, got float64",
+     {"shift": ((4, 6), F64)}),
+    (ValueError, f"expected activation {KNOWN}, got 'tanh'", {"activation": "tanh"}),
+    (ValueError, "expected scale to be a finite number, got inf", {"output_scale": math.inf}),
+    (TypeError, "expected scale to be a number, got str", {"output_scale": "2"}),
+    (ValueError, "expected eps to be a number, got nan", {"eps": math.nan}),
+    (TypeError, "expected eps to be a number, got str", {"eps": "1e-5"}),
+    (ValueError, f"expected out_dtype {FLOATS}, got int32", {"out_dtype": torch.int32}),
+]  # fmt: skip
+
+
+def call_of(bad, device):
+    def make(given):
+        if not isinstance(given, tuple):
+            return given
+        return torch.ones(given[0], device=device, dtype=given[1])
+
+    args = {"input": ((4, 6, 5), F32), "num_groups": 2, **bad}
+    made = {name: make(given) for name, given in args.items()}
+    if "shift" in bad or "scale" in bad:
+        return lambda: fl.ada_group_norm(**made)
+    if "output_scale" in made:
+        made["scale"] = made.pop("output_scale")
+    return lambda: fl.group_norm(**made)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "bad"), BAD, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_errors(device, error, sentence, bad):
+    with pytest.raises(error) as caught:
+        call_of(bad, device)()
+    assert str(caught.value) == sentence
+    with torch._subclasses.FakeTensorMode(), pytest.raises(error) as caught:
+        call_of(bad, device)()
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "bad"), BAD[::3], ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_errors_of_compiled_calls(error, sentence, bad):
+    torch._dynamo.reset()
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (Dynamo may wrap it)
+        torch.compile(call_of(bad, "cpu"), backend="eager")()
+    assert sentence in str(caught.value)
+
+
+def test_other_norms_do_not_know_leaky_relu(device):
+    with pytest.raises(ValueError, match="got 'leaky_relu'"):
+        fl.layer_norm(torch.ones(2, 4, device=device), normalized_shape=4, activation="leaky_relu")
+    with pytest.raises((RuntimeError, ValueError), match=r"activation must be|expected activation"):
+        OPS.layer_norm(torch.ones(2, 4, device=device), 1, None, None, 1e-5, "leaky_relu")
+
+
+# What the backward operator refuses, on every device: an argument's position, what takes its place.
+OF_STATISTICS = "mean and rstd must be those of the forward pass"
+BACKWARD = [
+    (0, ((4, 6), F32), "dy must have the shape of the input"),
+    (2, 4, "num_groups must be at least one and divide the channels"),
+    (2, 0, "num_groups must be at least one and divide the channels"),
+    (3, ((4, 1), F32), OF_STATISTICS),
+    (4, ((4, 2), F64), OF_STATISTICS),
+    (5, ((6,), F32), "shift must have a number for each channel of each sample"),
+    (6, ((4, 6, 5), F32), "scale must have a number for each channel of each sample"),
+    (7, ((5,), F32), "weight must have a number for each channel"),
+    (8, None, "a gradient is asked for of a parameter that is not there"),
+    (9, "tanh", f"activation must be {KNOWN}, got 'tanh'"),
+]
+
+
+@pytest.mark.parametrize(("position", "bad", "sentence"), BACKWARD)
+def test_errors_of_backward(device, position, bad, sentence):
+    x = torch.ones(4, 6, 5, device=device)
+    of_groups, of_samples, of_channels = x[..., 0, :2], x[..., 0], x[0, :, 0]
+    args = [x, x, 2, of_groups, of_groups, of_samples, of_samples, of_channels, of_channels, "silu"]
+    args = [*args, 1.0, *[True] * 5]
+    args[3] = args[4] = torch.ones(4, 2, device=device)
+    args[position] = (
+        torch.ones(bad[0], device=device, dtype=bad[1]) if isinstance(bad, tuple) else bad
+    )
+    with pytest.raises(RuntimeError) as caught:
+        OPS.group_norm_backward(*args)
+    assert str(caught.value).split("\n")[0].startswith(f"fused_layernorm: {sentence}")
+
+
+def test_what_kernels_cannot_count_is_pytorchs():
+    for shape, groups_ in (((2**16, 2**15), 2**15), ((1, 1, 2**30 + 1), 1)):
+        with torch._subclasses.FakeTensorMode(), Calls() as calls:
+            x = torch.empty(shape, device="cuda", dtype=BF16)
+            a = groups.GroupArguments(x, groups_, None, None, None, None, 1e-5)
+            assert not a.has_kernel
+            y = fl.group_norm(x, groups_, activation="silu")
+        assert y.shape == shape
+        assert calls.names == []
+
+
+# ---- The module.
+
+
+def test_module_is_nn_group_norm_with_options(device):
+    module = FusedGroupNorm(2, 6, activation="silu", scale=0.5, out_dtype=F64, device=device)
+    stock = torch.nn.GroupNorm(2, 6, device=device)
+    assert isinstance(module, torch.nn.GroupNorm)
+    assert module.state_dict().keys() == stock.state_dict().keys()
+    assert "activation='silu', scale=0.5, out_dtype=float64" in repr(module)
+    with torch.no_grad():
+        for p, q in zip(module.parameters(), stock.parameters(), strict=True):
+            p.copy_(torch.randn_like(p))
+            q.copy_(p)
+    x = torch.randn(2, 6, 5, device=device)
+    expected = F.silu(stock(x)).double() * 0.5
+    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
+    assert FusedGroupNorm(2, 6, bias=False).bias is None
+    assert FusedGroupNorm(2, 6, affine=False).weight is None
+    scripted = torch.jit.script(module)
+    torch.testing.assert_close(scripted(x), module(x))
+    traced = torch.fx.symbolic_trace(FusedGroupNorm(2, 6, device=device))
+    assert [node.op for node in traced.graph.nodes].count("call_function") == 1
+    for bad in ((0, 6), (-1, 6), (4, 6)):
+        with pytest.raises(ValueError):  # noqa: PT011  (nn.GroupNorm's own sentence too)
+            FusedGroupNorm(*bad)
+    with pytest.raises(ValueError, match="expected activation"):
+        FusedGroupNorm(2, 6, activation="tanh")
+
+
+# ---- Direct calls.
+
+direct = pytest.mark.skipif(not autograd_library.active, reason="autograd is in Python")
+
+
+@direct
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("layout", "dtypes", "calls"),
+    [
+        ("contiguous", (F32, F32), 4), ("contiguous", (BF16, F32), 4),
+        ("contiguous", (F64, F64), 4), ("channels_last", (BF16, BF16), 4),
+        ("transposed", (F16, F16), 4), ("sliced", (BF16, F32), 0),
+    ],
+)  # fmt: skip
+def test_direct_calls_and_operators_agree_to_the_bit(layout, dtypes, calls, poison):
+    x, *parameters = inputs("cuda", (3, 64, 24, 20), dtypes[0], dtypes[1], grad=False)
+    x = {
+        "contiguous": lambda: x, "sliced": lambda: torch.cat([x, x], 1)[:, 1:65],
+        "channels_last": lambda: x.to(memory_format=torch.channels_last),
+        "transposed": lambda: x.transpose(1, 3).contiguous().transpose(1, 3),
+    }[layout]()  # fmt: skip
+    leaves = [t.detach().requires_grad_() for t in (x, *parameters)]
+    dy = torch.randn_like(x)
+
+    def run():
+        poison(x, x, dy)
+        with torch.no_grad():
+            found = [fused("silu", 8)(*leaves)]
+        with torch.inference_mode():
+            found.append(fused("silu", 8)(*leaves).clone())
+        y = fused("silu", 8)(*leaves)
+        return [*found, y, *torch.autograd.grad(y, leaves, dy)]
+
+    results, counts = [], []
+    for on in (True, False):
+        before = OPS._direct_calls(on)
+        results.append(run())
+        counts.append(OPS._direct_calls(True) - before)
+    assert counts == [calls, 0]
+    for a, b in zip(*results, strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        assert torch.equal(a, b)
+
+
+@direct
+@pytest.mark.gpu
+def test_plain_calls_ask_pytorchs_function():
+    x, _, _, weight, bias = inputs("cuda", (2, 64, 9), F32)
+    module = FusedGroupNorm(8, 64, device="cuda")
+    before = OPS._direct_calls(None)
+    y = fl.group_norm(x, 8, weight, bias)
+    y.sum().backward()
+    module(x).sum().backward()
+    with torch.inference_mode():
+        module(x)
+    with torch.autocast("cuda", BF16):
+        assert module(x.bfloat16()).dtype == F32
+    assert OPS._direct_calls(None) - before == 6
+    with pytest.raises(RuntimeError, match="expected num_groups that divides the 64 channels"):
+        fl.group_norm(x, 7)
+
+
+def test_backward_has_what_it_needs_of_arguments_without_gradients(device):
+    given = inputs(device)
+    for wanted in range(5):
+        leaves = [t if i == wanted else t.detach() for i, t in enumerate(given)]
+        found = torch.autograd.grad(fused("silu")(*leaves).square().sum(), leaves[wanted])
+        expected = torch.autograd.grad(plainly(*leaves, "silu").square().sum(), leaves[wanted])
+        torch.testing.assert_close(found, expected)
+    x, _, _, weight, bias = given
+    assert len(saved_by(lambda: fl.group_norm(x, 2, weight, bias, activation="silu"))) == 5
+
+
+def test_parameters_of_any_strides(device):
+    x, *others = (t.detach() for t in inputs(device))
+    strided = [torch.stack([t, t], -1)[..., 0] for t in others]
+    for activation in (None, "silu"):
+        found = ada_group_norm(x, 2, *strided, activation=activation)
+        torch.testing.assert_close(found, plainly(x, *others, activation))
+    found = group_norm(x, 2, *strided[2:])
+    torch.testing.assert_close(found, plainly(x, None, None, *others[2:]))
+
+
+# ---- override_aten().
+
+ON = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F64])
+@pytest.mark.parametrize("on", ON)
+def test_override_takes_group_norm(on, dtype, layout):
+    x, _, _, weight, bias = inputs(on, (2, 6, 5, 3), dtype)
+    x = LAYOUTS[layout](x.detach()).requires_grad_()
+    dy = torch.randn(x.shape, device=on, dtype=dtype)
+
+    def run():
+        y = F.group_norm(x, 2, weight, bias)
+        return [y, *torch.autograd.grad(y, (x, weight, bias), dy)]
+
+    def natively():
+        read = as_pytorch_reads(x.detach())
+        return torch.native_group_norm(read, weight, bias, 2, 6, 15, 2, 1e-5)
+
+    expected, native = run(), natively()
+    override = fl.override_aten if on == "cuda" else lambda: _override("CPU")
+    before = _calls(on.upper())
+    with override():
+        found, of_native = run(), natively()
+        with torch.inference_mode():
+            assert torch.equal(F.group_norm(x, 2, weight, bias), found[0])
+        for bad in (4, 0):
+            with pytest.raises((RuntimeError, ZeroDivisionError)):
+                F.group_norm(x, bad)
+    taken = _calls(on.upper()) - before
+    assert taken >= 3
+    tolerance = {F32: 1e-5, F64: 1e-12, BF16: 2e-2}[dtype]
+    for a, b in zip([*found, *of_native], [*expected, *native], strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    run()
+    assert _calls(on.upper()) - before == taken
+
+
+@pytest.mark.parametrize("on", ON)
+def test_native_backward_of_either_side(on):
+    x, _, _, weight, bias = inputs(on, (2, 6, 5), F32)
+    override = fl.override_aten if on == "cuda" else lambda: _override("CPU")
+    dy = torch.randn_like(x)
+    args = (weight, bias, 2, 6, 5, 2, 1e-5)
+    found = []
+    sides: tuple[Any, Any] = (contextlib.nullcontext, override)
+    for first, second in itertools.product(sides, sides):
+        with first():
+            y = torch.native_group_norm(x, *args)[0]
+        with second():
+            found.append(torch.autograd.grad(y, (x, weight, bias), dy))
+    for gradients in found[1:]:
+        torch.testing.assert_close(gradients, found[0], rtol=1e-5, atol=1e-5)
+    with override():
+        for mask in itertools.product((True, False), repeat=3):
+            statistics = torch.native_group_norm(x, *args)[1:]
+            out = torch.ops.aten.native_group_norm_backward(
+                dy, x.detach(), *statistics, weight, 2, 6, 5, 2, list(mask)
+            )
+            assert [g is not None for g in out] == list(mask)
