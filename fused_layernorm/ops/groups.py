@@ -78,13 +78,9 @@ class GroupArguments(NamedTuple):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether the kernels can count the groups; sizes that are symbolic are taken for small."""
-        groups = self.input.shape[0] * self.num_groups
-        positions = math.prod(self.input.shape[2:])
-        return not (
-            (isinstance(groups, int) and groups > MOST_GROUPS)
-            or (isinstance(positions, int) and positions > MOST_POSITIONS)
-        )
+        """Whether the kernels can count the groups."""
+        shape = self.input.shape
+        return shape[0] * self.num_groups <= MOST_GROUPS and math.prod(shape[2:]) <= MOST_POSITIONS
 
 
 # ---- The computation in PyTorch's operators.
