@@ -11,9 +11,9 @@ from torch._prims_common import suggest_memory_format
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from .functional import LAYER, is_pytorchs, may_ask, takes_norm
+from . import onnx, stock
 from .modules import _options, _scripted_as, _shown
-from .ops import arguments, formulas, groups
+from .ops import arguments, autograd_library, formulas, groups
 from .ops.groups import GroupArguments
 from .ops.load import operators
 
@@ -21,15 +21,14 @@ from .ops.load import operators
 _op = groups.group_norm._op
 _is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_is_tracing = torch._C._is_tracing
+_in_transform = torch._C._are_functorch_transforms_active
 _OWN = (Parameter, type(None), Tensor)
 
 # torch.fx.symbolic_trace records each of these as one call.
 torch.fx.wrap("group_norm")
 torch.fx.wrap("ada_group_norm")
-
-# PyTorch's function, unless a tool has replaced it.
-_own = F.group_norm
-torchs_group_norm = _own if getattr(_own, "__globals__", None) is vars(F) else None
 
 # From this release on PyTorch's kernels for CUDA read channels_last where it lies; before, they
 # read and write contiguous tensors.
@@ -84,32 +83,10 @@ def group_norm(
             what was given. A dtype or layout that is not supported raises NotImplementedError, a
             RuntimeError.
     """
-    # A plain call in this one frame, for every step costs host time. PyTorch's function takes the
-    # host least; a negative number of groups leads it to our kernels (csrc/per_torch/override.h).
-    # torch.jit.trace crashes where an operator has raised what is caught here.
-    if (
-        activation is None
-        and out_dtype is None
-        and type(input) is Tensor
-        and type(num_groups) is int
-        and num_groups > 0
-        and not _is_compiling()
-        and type(weight) in _OWN
-        and type(bias) in _OWN
-        and scale == 1.0
-    ):
-        try:
-            if input.is_cuda:
-                if may_ask() and not _dispatch_modes():
-                    return torch.group_norm(input, -num_groups, weight, bias, eps)
-            elif (
-                input.dim() > 1
-                and (weight is not None or bias is None)  # PyTorch's backward wants weight too
-                and is_pytorchs(input, weight, bias, eps, LAYER)
-            ):
-                return torch.group_norm(input, num_groups, weight, bias, eps)
-        except (RuntimeError, TypeError, ValueError):
-            pass  # the call below says what is wrong, or takes what did not come to our kernels
+    if activation is None and out_dtype is None and not _is_compiling() and scale == 1.0:
+        y = _plain(input, num_groups, weight, bias, eps)
+        if y is not None:
+            return y
     return _run(
         GroupArguments(
             input, num_groups, None, None, weight, bias, eps, activation, scale, out_dtype
@@ -154,11 +131,63 @@ def ada_group_norm(
     )
 
 
+def _plain(input: Any, num_groups: Any, weight: Any, bias: Any, eps: Any) -> Tensor | None:
+    """PyTorch's function for a norm with nothing fused to it, or None where `_run` must decide.
+
+    As `plain` of calls.py: on CUDA the function leads to our kernels, by a negative number of
+    groups (csrc/per_torch/override_groups.h); on the CPU it is PyTorch's norm.
+    """
+    if (
+        type(input) is not Tensor
+        or (type(weight) is not Parameter and type(weight) not in _OWN)
+        or (bias is not None and type(bias) not in _OWN)
+        or type(num_groups) is not int
+        or num_groups < 1
+        or _function_modes()
+        or _in_transform()
+    ):
+        return None
+    try:
+        if input.is_cuda:
+            if not autograd_library.active or _dispatch_modes() or _is_tracing():
+                return None
+            num_groups = -num_groups
+        elif not (
+            eps == eps
+            and input.dim() > 1
+            and (weight is not None or bias is None)  # PyTorch's backward wants weight beside bias
+            and stock.has_own_norm(input, weight, bias, False)
+        ):
+            return None
+        return torch.group_norm(input, num_groups, weight, bias, eps)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if _is_refusal(error, GroupArguments(input, num_groups, None, None, weight, bias, eps)):
+            return None
+        raise
+
+
+def _is_refusal(error: Exception, a: GroupArguments) -> bool:
+    """Whether an error of `_plain` says that the call is not for it, and so comes before any work.
+
+    Where our kernels are not reached, PyTorch refuses the negative number, and names it.
+    """
+    refusals = ["the kernels do not take such a norm"]
+    if a.num_groups < 0:
+        refusals.append(f"got {a.num_groups}")
+    if any(refusal in str(error) for refusal in refusals):
+        return True
+    try:
+        groups.check(_settled(a._replace(num_groups=abs(a.num_groups))))
+    except Exception:
+        return True
+    return False
+
+
 def _run(a: GroupArguments) -> Tensor:
     a = _settled(a)
     if _is_compiling():  # Dynamo does not trace the exception handling below; the fake checks
         return groups.group_norm(*a)
-    if _dispatch_modes() and torch.onnx.is_in_onnx_export():
+    if _dispatch_modes() and onnx.is_exporting():
         groups.check(a)
         return _in_onnx(a)
     if a.input.dim() > 1 and not a.has_kernel:
@@ -194,7 +223,7 @@ def _in_onnx(a: GroupArguments) -> Tensor:
 
 def as_pytorch_reads(x: Tensor) -> Tensor:
     """x in the order of memory in which PyTorch's group_norm reads it, and gives its result."""
-    if x.is_contiguous():
+    if not isinstance(x, Tensor) or x.is_nested or x.is_contiguous():
         return x
     if x.is_cuda and not KEEPS_CHANNELS_LAST:
         return x.contiguous()
@@ -254,16 +283,31 @@ class FusedGroupNorm(nn.GroupNorm):
 
     @_scripted_as(_scripted_forward)
     def forward(self, input: Tensor) -> Tensor:
+        # The shortest way, as in FusedLayerNorm.
+        if not _is_compiling() and F.group_norm is stock.group_norm:
+            try:
+                module = self.__dict__
+                parameters = module["_parameters"]
+                weight, bias = parameters["weight"], parameters["bias"]
+                count, eps = module["num_groups"], module["eps"]
+                is_plain = self.activation is None and self.out_dtype is None and self.scale == 1.0
+                if self._was_group_norm and type(input) is Tensor:
+                    input = as_pytorch_reads(input)
+            except (AttributeError, KeyError):  # also where another thread unswaps the module
+                is_plain = False
+            if is_plain:
+                y = _plain(input, count, weight, bias, eps)
+                if y is not None:
+                    return y
         was_group_norm = getattr(self, "_was_group_norm", None)
         if was_group_norm is None:  # a bound method that outlived unswap_norms
             return type(self).forward(self, input)
         weight, bias, eps = self.weight, self.bias, self.eps
         if was_group_norm:
-            is_known = F.group_norm is torchs_group_norm
-            if not (is_known and takes_norm(input, weight, bias, eps)):
+            is_known = F.group_norm is stock.group_norm
+            if not (is_known and stock.norm_is_supported(input, weight, bias, eps)):
                 return nn.GroupNorm.forward(self, input)
-            if isinstance(input, Tensor):  # torch.fx traces one call
-                input = as_pytorch_reads(input)
+            input = as_pytorch_reads(input)
         options = _options(self, "activation", "scale", "out_dtype")
         return group_norm(input, self.num_groups, weight, bias, eps, **options)
 

@@ -46,6 +46,7 @@ def _unless_replaced(function: Any) -> Any:
 
 layer_norm = _unless_replaced(F.layer_norm)
 rms_norm = _unless_replaced(F.rms_norm)
+group_norm = _unless_replaced(F.group_norm)
 
 
 def are_supported(x: Any, *others: Any) -> bool:

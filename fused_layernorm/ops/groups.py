@@ -30,7 +30,7 @@ from .autograd import (
     redispatch,
 )
 from .formulas import acc_dtype, activate, affine, laid_out, modulate, slope
-from .operators import Arguments, Options
+from .operators import describe
 from .vmap import one_by_one, to_front
 
 _aten = torch.ops.aten
@@ -477,12 +477,12 @@ def _autograd_backward(keyset: Any, *args: Any) -> Any:
 def _autocast(operator: Any) -> Callable[..., Any]:
     def implementation(*args: Any) -> Any:
         a = GroupArguments(*args)
-        options = Options(1, a.eps, out_dtype=a.out_dtype)
-        norm = Arguments(a.input, None, a.weight, a.bias, options, None, a.shift, a.scale)
+        modulation: Any = {"shift": a.shift, "scale": a.scale}
+        norm = describe(a.input, weight=a.weight, bias=a.bias, out_dtype=a.out_dtype, **modulation)
         with torch._C._ExcludeDispatchKeyGuard(autocast._KEYSET):
             of = autocast.under_autocast(norm)
             parameters = (of.shift, of.scale, of.weight, of.bias)
-            return operator(*a[:2], *parameters, *a[6:9], of.options.out_dtype)
+            return operator(*a[:2], *parameters, *a[6:9], of.out_dtype)
 
     return implementation
 
