@@ -89,8 +89,8 @@ class Variant:
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
-def swap(model: nn.Module, rotations: bool = False) -> None:
-    importlib.import_module("fused_layernorm").swap_norms(model, rotations=rotations)
+def swap(model: nn.Module, neighbours: bool = False) -> None:
+    importlib.import_module("fused_layernorm").swap_norms(model, neighbours=neighbours)
 
 
 def liger(model: nn.Module, *, swapped: bool = False, **parts: bool) -> None:
@@ -101,7 +101,7 @@ def liger(model: nn.Module, *, swapped: bool = False, **parts: bool) -> None:
     kernels: Any = importlib.import_module("liger_kernel.transformers")
     kernels._apply_liger_kernel_to_instance(model, **parts)
     if swapped:
-        swap(model, has_rotations(model))
+        swap(model, neighbours=True)
 
 
 def has_liger(model: nn.Module) -> bool:
@@ -131,7 +131,7 @@ VARIANTS: dict[str, Variant] = {
     "compiled": Variant("compiled", call=torch.compile),
     "swap": Variant("swapped", swap),
     "swap_compiled": Variant("swapped and compiled", swap, torch.compile),
-    "swap_rotations": Variant("swapped with rotations", functools.partial(swap, rotations=True),
+    "swap_rotations": Variant("swapped with rotations", functools.partial(swap, neighbours=True),
                               applies=has_rotations),
     "override": Variant("override_aten()", around=override),
     "fused_compiled": Variant('backend="fused_layernorm", then Inductor', call=_by_backend),

@@ -42,6 +42,7 @@ from .modules import (  # noqa: E402
 )
 from .override import override_aten  # noqa: E402
 from .swap import (  # noqa: E402
+    is_fused,
     register_swap,
     swap_layer_norm,
     swap_norms,
@@ -76,6 +77,7 @@ __all__ = [
     "explain",
     "fuse",
     "group_norm",
+    "is_fused",
     "layer_norm",
     "norm_rope",
     "override_aten",

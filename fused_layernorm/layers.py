@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import calls
+from . import calls, stock
 from .functional import layer_norm
 from .ops import heads
 from .ops.operators import describe
@@ -39,7 +40,7 @@ class LayerNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         if not norm_is_supported(input, weight, bias, self.eps):
-            return nn.LayerNorm.forward(self, input)  # type: ignore[arg-type]
+            return stock.LayerNorm.forward(self, input)  # type: ignore[arg-type]
         return layer_norm(input, weight, bias, self.eps, normalized_shape=self.normalized_shape)
 
 
@@ -105,6 +106,25 @@ def _unseen() -> Iterator[None]:
         C._set_tracing_state(tracing)
 
 
+def _once(trial: Any) -> Any:
+    """A trial of a class, made once for each forward of the class; it keeps no class alive."""
+    tried: Any = weakref.WeakKeyDictionary()
+
+    @functools.wraps(trial)
+    def found(cls: Any, *args: Any) -> Any:
+        forward = cls.forward
+        read, results = tried.get(cls, (None, {}))
+        if read is None or read() is not forward:
+            results = {}
+            tried[cls] = weakref.ref(forward), results
+        if args not in results:
+            results[args] = trial(cls, *args)
+        return results[args]
+
+    found.tried = tried  # type: ignore[attr-defined]
+    return found
+
+
 def _rotation(cls: Any) -> Rotation | None:
     """What the forward of a module that `kernels` made of a function rotates by, if it is known."""
     return _tried_rotation(cls)
@@ -113,7 +133,7 @@ def _rotation(cls: Any) -> Rotation | None:
 _rotation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@functools.cache
+@_once
 def _tried_rotation(cls: Any) -> Rotation | None:
     numbers = [(7 * i + 3) % 43 / 16 - 1.3 for i in range(96)]
     with _unseen():
@@ -209,7 +229,7 @@ def _order_of_casts(cls: Any, weight_offset: float) -> tuple[bool, bool] | None:
 _order_of_casts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@functools.cache
+@_once
 def _tried(cls: Any, weight_offset: float) -> tuple[bool, bool] | None:
     eps = 0.25  # of weight beside the squares below, so that a forward that ignores it is seen
     rows = [[(5 * i * i + 3 * i + row) % 61 / 16 - 1.85 for i in range(64)] for row in range(4)]

@@ -24,8 +24,10 @@ from .functional import (
 )
 from .ops.arguments import check_options, check_statistic, name_of
 from .ops.load import operators
+from .stock import LayerNorm, RMSNorm
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_LAYER_NORM_FORWARD, _RMS_NORM_FORWARD = stock.LAYER_NORM_FORWARD, stock.RMS_NORM_FORWARD
 
 Forward = TypeVar("Forward", bound=Callable[..., Tensor])
 
@@ -86,7 +88,8 @@ class FusedLayerNorm(nn.LayerNorm):
 
     # Defaults for an nn.LayerNorm that swap_layer_norm has made a FusedLayerNorm. Such a one takes
     # what nn.LayerNorm takes.
-    _was_layer_norm = False
+    _stock = LayerNorm
+    _is_swapped = False
     activation: str | None = None
     scale: float = 1.0
     out_dtype: torch.dtype | None = None
@@ -118,8 +121,12 @@ class FusedLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         # The shortest way. Attributes are read where nn.Module keeps them, because to find them
         # takes host time; one that is computed is not there. A tool that has replaced PyTorch's
-        # function may want to see the call below.
-        if not _is_compiling() and F.layer_norm is stock.layer_norm:
+        # function, or its class's forward, may want to see the call below.
+        if (
+            not _is_compiling()
+            and F.layer_norm is stock.layer_norm
+            and LayerNorm.forward is _LAYER_NORM_FORWARD
+        ):
             try:
                 module = self.__dict__
                 parameters = module["_parameters"]
@@ -132,19 +139,22 @@ class FusedLayerNorm(nn.LayerNorm):
                 y = plain(False, input, shape, weight, bias, eps)
                 if y is not None:
                     return y
-        was_layer_norm = getattr(self, "_was_layer_norm", None)
-        if was_layer_norm is None:  # a bound method that outlived unswap_norms
+        is_swapped = getattr(self, "_is_swapped", None)
+        if is_swapped is None:  # a bound method that outlived unswap_norms
             return type(self).forward(self, input)
         weight, bias, eps = self.weight, self.bias, self.eps
-        if was_layer_norm and not stock.norm_is_supported(input, weight, bias, eps):
-            return nn.LayerNorm.forward(self, input)
+        if is_swapped and (
+            LayerNorm.forward is not stock.LAYER_NORM_FORWARD
+            or not stock.norm_is_supported(input, weight, bias, eps)
+        ):
+            return LayerNorm.forward(self, input)
         options = _options(self, "activation", "scale", "out_dtype")
         return layer_norm(
             input, weight, bias, eps, normalized_shape=self.normalized_shape, **options
         )
 
     def extra_repr(self) -> str:
-        return nn.LayerNorm.extra_repr(self) + _shown(self)
+        return LayerNorm.extra_repr(self) + _shown(self)
 
 
 def _shown(module: nn.Module) -> str:
@@ -221,7 +231,8 @@ class FusedRMSNorm(nn.RMSNorm):
 
     # Defaults for an nn.RMSNorm that swap_rms_norm has made a FusedRMSNorm. Such a one takes what
     # nn.RMSNorm takes.
-    _was_rms_norm = False
+    _stock = RMSNorm
+    _is_swapped = False
     weight_offset: float = 0.0
     round_before_weight: bool = False
     activation: str | None = None
@@ -266,7 +277,9 @@ class FusedRMSNorm(nn.RMSNorm):
             nn.init.zeros_(self.bias)
 
     def _scripted_forward(self, x: Tensor) -> Tensor:
-        norm = (len(self.normalized_shape), self.weight, self.bias, _scripted_eps(self.eps, x))
+        # A swapped nn.RMSNorm has no bias.
+        bias = self.bias if hasattr(self, "bias") else None
+        norm = (len(self.normalized_shape), self.weight, bias, _scripted_eps(self.eps, x))
         options = (self.activation, self.scale, self.out_dtype)
         kind = ("rms", self.weight_offset, self.round_before_weight)
         return operators.layer_norm(x, *norm, *options, *kind)
@@ -274,13 +287,17 @@ class FusedRMSNorm(nn.RMSNorm):
     @_scripted_as(_scripted_forward)
     def forward(self, x: Tensor) -> Tensor:
         # The shortest way, as in FusedLayerNorm.
-        if not _is_compiling() and F.rms_norm is stock.rms_norm:
+        if (
+            not _is_compiling()
+            and F.rms_norm is stock.rms_norm
+            and RMSNorm.forward is _RMS_NORM_FORWARD
+        ):
             try:
                 module = self.__dict__
                 parameters = module["_parameters"]
                 weight, shape, eps = parameters["weight"], module["normalized_shape"], module["eps"]
                 is_plain = (
-                    parameters["bias"] is None
+                    parameters.get("bias") is None
                     and self.activation is None
                     and self.out_dtype is None
                     and self.scale == 1.0
@@ -293,11 +310,14 @@ class FusedRMSNorm(nn.RMSNorm):
                 y = plain(True, x, shape, weight, None, eps)
                 if y is not None:
                     return y
-        was_rms_norm = getattr(self, "_was_rms_norm", None)
-        if was_rms_norm is None:  # a bound method that outlived unswap_norms
+        is_swapped = getattr(self, "_is_swapped", None)
+        if is_swapped is None:  # a bound method that outlived unswap_norms
             return type(self).forward(self, x)
-        if was_rms_norm and not stock.norm_is_supported(x, self.weight, None, self.eps):
-            return nn.RMSNorm.forward(self, x)
+        if is_swapped and (
+            RMSNorm.forward is not stock.RMS_NORM_FORWARD
+            or not stock.norm_is_supported(x, self.weight, None, self.eps)
+        ):
+            return RMSNorm.forward(self, x)
         options = _options(
             self, "weight_offset", "round_before_weight", "activation", "scale", "out_dtype"
         )
@@ -312,7 +332,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def extra_repr(self) -> str:
         bias = "" if getattr(self, "bias", None) is None else ", bias=True"
-        return nn.RMSNorm.extra_repr(self) + bias + _shown(self)
+        return RMSNorm.extra_repr(self) + bias + _shown(self)
 
 
 class FusedAddRMSNorm(FusedRMSNorm):
@@ -342,6 +362,10 @@ class FusedAddRMSNorm(FusedRMSNorm):
             scale=self.scale,
             out_dtype=self.out_dtype,
         )
+
+
+def _shown_2d(norm: Any) -> str:
+    return f"{norm.normalized_shape[0]}, eps={norm.eps}, affine={norm.elementwise_affine}"
 
 
 def _check_channels(channels: int, weight: Tensor | None, input: Tensor) -> None:
@@ -383,6 +407,9 @@ class FusedLayerNorm2d(FusedLayerNorm):
             return y.movedim(-1, 1)
         return layer_norm(input, self.weight, self.bias, self.eps, dim=1)
 
+    def extra_repr(self) -> str:
+        return _shown_2d(self)
+
 
 class FusedRMSNorm2d(FusedRMSNorm):
     """RMSNorm over the channels of ``(N, C, H, W)``: :func:`rms_norm` with ``dim=1``.
@@ -409,6 +436,9 @@ class FusedRMSNorm2d(FusedRMSNorm):
             )
             return y.movedim(-1, 1)
         return rms_norm(x, self.weight, self.eps, dim=1)
+
+    def extra_repr(self) -> str:
+        return _shown_2d(self)
 
 
 class FusedAdaLayerNorm(nn.LayerNorm):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import has_torch_function
 
@@ -39,14 +39,23 @@ def has_kernels(x: Any) -> bool:
 def _unless_replaced(function: Any) -> Any:
     """The function, if it is PyTorch's own; None if a tool has replaced it before this import.
 
-    None is no function, so that are_supported then leaves every call to the tool.
+    None is no function, so that every call is then left to the tool.
     """
     return function if getattr(function, "__globals__", None) is vars(F) else None
+
+
+def _own_forward(cls: type[nn.Module]) -> Any:
+    """The forward of a class of PyTorch, if it is PyTorch's own."""
+    forward: Any = cls.forward
+    return forward if getattr(forward, "__module__", None) == cls.__module__ else None
 
 
 layer_norm = _unless_replaced(F.layer_norm)
 rms_norm = _unless_replaced(F.rms_norm)
 group_norm = _unless_replaced(F.group_norm)
+# The classes as they are at this import: a tool may put others in their place.
+LayerNorm, RMSNorm = nn.LayerNorm, nn.RMSNorm
+LAYER_NORM_FORWARD, RMS_NORM_FORWARD = _own_forward(LayerNorm), _own_forward(RMSNorm)
 
 
 def are_supported(x: Any, *others: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fused_layernorm import swap_norms
-from fused_layernorm.swap import is_fused
+from fused_layernorm.swap import is_fused, source
 
 D = 16
 
@@ -28,6 +28,12 @@ def swapped(module, swap=swap_norms):
     model = swap(nn.Sequential(copy.deepcopy(module)))
     assert is_fused(model[0])
     return model[0]
+
+
+def digest(cls):
+    """That of the source of a class's forward, None if it cannot be read."""
+    found = source.read(cls)
+    return None if found is None else found.digest
 
 
 def fused(model):

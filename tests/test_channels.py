@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numerics import LAYOUTS, ROW_LAYOUTS, Problem, covering, ids, misaligned, within
+from swaps import digest
 from torch import nn
 from torch.library import opcheck
 
@@ -21,7 +22,6 @@ import fused_layernorm as fl
 from fused_layernorm import swap_norms
 from fused_layernorm.swap import channels as swap_channels
 from fused_layernorm.swap import is_fused
-from fused_layernorm.swap import source as swap_source
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 OPS = torch.ops.fused_layernorm
@@ -419,7 +419,7 @@ def test_swapped_as_the_stock_module(device, name, dtype, order):
 def test_a_line_for_each_source():
     lines = {(module, cls) for module, cls, *_ in CLASSES.values()}
     assert set(swap_channels.CLASSES) <= lines
-    found = {swap_source.digest(libraries.class_of(*line)) for line in lines}
+    found = {digest(libraries.class_of(*line)) for line in lines}
     assert set(swap_channels.SOURCES) <= found
 
 

@@ -463,7 +463,7 @@ def test_first_call_of_a_class_may_be_anywhere(where):
     stock, fused = pair_of("LlamaRMSNorm", torch.float32)
     x = torch.randn(3, 64)
     expected = stock(x)
-    fused_layernorm.layers._tried.cache_clear()
+    fused_layernorm.layers._tried.tried.clear()
     match where:
         case "export":
             actual = torch.export.export(fused, (x,), strict=False).module()(x)
@@ -484,5 +484,5 @@ def test_first_call_of_a_class_may_be_anywhere(where):
             with torch.device("meta"):
                 actual = fused(x)
     assert_close(actual, expected)
-    assert fused_layernorm.layers._tried.cache_info().currsize == 1
+    assert len(fused_layernorm.layers._tried.tried) == 1
     assert fused_layernorm.layers._order_of_casts(type(stock), 0.0) == (True, True)

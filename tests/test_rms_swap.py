@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from libraries import class_of
-from swaps import check_compiler, check_swap_and_unswap, copies, fused, results, swapped
+from swaps import check_compiler, check_swap_and_unswap, copies, digest, fused, results, swapped
 from tiny_transformers import WrittenHere
 from torch import nn
 
@@ -34,9 +34,8 @@ from fused_layernorm import (
     unswap_norms,
     unswap_rms_norm,
 )
-from fused_layernorm.swap import is_fused, swapping
+from fused_layernorm.swap import is_fused, registry
 from fused_layernorm.swap import rms as swap_rms
-from fused_layernorm.swap import source as swap_source
 
 T, D = "transformers.models.", "diffusers.models."
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -289,7 +288,7 @@ def test_traced_and_scripted(norm, compiler, device):
 def test_every_known_source_is_tested():
     """Skipped where an installed version lacks one of the classes above."""
     of_any_module = [case for case in CLASSES.values() if not case[0].startswith("timm.")]
-    found = {swap_source.digest(class_of(module, name)) for module, name, _ in of_any_module}
+    found = {digest(class_of(module, name)) for module, name, _ in of_any_module}
     assert set(swap_rms.SOURCES) <= found
 
 
@@ -499,12 +498,12 @@ def own(self, hidden_states):
 
 
 def test_a_registered_class_comes_first(monkeypatch):
-    monkeypatch.setattr(swapping, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
     register_swap(WrittenHere, lambda module: own)
     for swap_it in (swap_layer_norm, swap_rms_norm, swap_norms):
-        model = nn.Sequential(WrittenHere(8))
+        model: Any = nn.Sequential(WrittenHere(8))
         swap_it(model)
-        assert vars(type(model[0]))["_fused_forward"].__func__ is own
+        assert type(model[0])._known.forward is own
         x = torch.randn(3, 8)
         torch.testing.assert_close(torch.jit.script(model)(x), model(x))
         assert type(unswap_norms(model)[0]) is WrittenHere

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 import fused_layernorm
 from fused_layernorm import functional, register_swap, swap_norms, unswap_norms
-from fused_layernorm.swap import swapping
+from fused_layernorm.swap import classes, registry, swapping
 
 pytestmark = [
     pytest.mark.cpu_operators,
@@ -69,7 +69,7 @@ def norm(request, device):
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
-    monkeypatch.setattr(swapping, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
     register_swap(Registered, lambda module: registered_forward)
     register_swap(RegisteredRms, lambda _: lambda self, x: fused_layernorm.rms_norm(x, self.gamma))
 
@@ -127,14 +127,14 @@ def test_kept_forwards(norm, device, parametrized):
 
 
 def test_calls_of_other_threads_during_an_unswap(norm, device, monkeypatch):
-    new, x, set_class = swapped(norm), torch.randn(4, D, device=device), swapping._set_class
+    new, x, set_class = swapped(norm), torch.randn(4, D, device=device), classes.set_class
 
     def between_calls(module, cls):
         before = module(x)
         set_class(module, cls)
         assert_same([before, module(x)], 2 * [norm(x)])
 
-    monkeypatch.setattr(swapping, "_set_class", between_calls)
+    monkeypatch.setattr(swapping, "set_class", between_calls)
     assert type(unswap_norms(new)) is type(norm)
 
 

@@ -21,7 +21,7 @@ from fused_layernorm import (
     unswap_layer_norm,
     unswap_norms,
 )
-from fused_layernorm.swap import is_fused, swapping
+from fused_layernorm.swap import is_fused, registry
 
 
 class OwnForward(nn.LayerNorm):
@@ -265,7 +265,7 @@ class Derived(ByHand):
 
 @pytest.fixture(autouse=True)
 def _registry(monkeypatch):
-    monkeypatch.setattr(swapping, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
 
 
 def test_a_registered_class(device):

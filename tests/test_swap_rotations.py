@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""swap_norms(model, rotations=True): tiny models of transformers before and after."""
+"""swap_norms(model, neighbours=True): tiny models of transformers before and after."""
 
 import copy
 import importlib
@@ -78,7 +78,7 @@ def rotating(model):
 def test_models(name, device, calls):
     model = make(name, device)
     stock = run(model)
-    swap_norms(model, rotations=True)
+    swap_norms(model, neighbours=True)
     assert len(rotating(model)) == 2
     torch.testing.assert_close(run(model), stock, rtol=2e-4, atol=1e-5)
     assert calls == [MODELS[name][2]] * 2
@@ -95,7 +95,7 @@ def test_half_precision_is_nearer_to_float32(name, device):
     model = make(name, device, torch.bfloat16)
     exact = run(copy.deepcopy(model).float())[0]
     stock = run(model)[0]
-    found = run(swap_norms(model, rotations=True))[0]
+    found = run(swap_norms(model, neighbours=True))[0]
     errors = [(logits - exact).square().mean() for logits in (found, stock)]
     assert errors[0] <= 1.1 * errors[1]
 
@@ -105,17 +105,17 @@ def test_generation_with_a_cache_is_the_same(device):
     ids = torch.randint(3, 50, (2, 5)).to(device)
     options = {"max_new_tokens": 6, "do_sample": False}
     stock = model.generate(ids, **options)
-    assert torch.equal(swap_norms(model, rotations=True).generate(ids, **options), stock)
+    assert torch.equal(swap_norms(model, neighbours=True).generate(ids, **options), stock)
 
 
 def test_what_the_kernel_does_not_take_runs_as_before(calls):
     model = make("Qwen3").double()  # these norms compute in float32
     stock = run(model)
-    swap_norms(model, rotations=True)
+    swap_norms(model, neighbours=True)
     assert all(map(torch.equal, run(model), stock))
     assert calls == []
     model = make("Qwen3")
-    swap_norms(model, rotations=True)
+    swap_norms(model, neighbours=True)
     seen = []
     for layer in model.model.layers:
         layer.self_attn.q_norm.register_forward_hook(lambda *args: seen.append(1))
@@ -135,9 +135,8 @@ def test_rotations_are_asked_for(device):
 
 def test_an_unknown_source_is_left(caplog, monkeypatch):
     monkeypatch.setattr(swap_rotations, "SOURCES", {})
-    monkeypatch.setattr(swap_rotations, "_classes", {})
     caplog.set_level("INFO", "fused_layernorm.swap")
-    model = swap_norms(make("Llama"), rotations=True)
+    model = swap_norms(make("Llama"), neighbours=True)
     assert not rotating(model)
     assert "the source of its apply_rotary_pos_emb is not one" in caplog.text
 
@@ -180,6 +179,6 @@ def test_compiled():
     model = make("Qwen3")
     ids = torch.randint(3, 50, (2, 9))
     expected = model(ids, use_cache=False).logits
-    swap_norms(model, rotations=True)
+    swap_norms(model, neighbours=True)
     found = torch.compile(model, backend="aot_eager")(ids, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-5)

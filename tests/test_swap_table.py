@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from libraries import class_of
-from swaps import check_compiler, check_swap_and_unswap, results
+from swaps import check_compiler, check_swap_and_unswap, digest, results
 from swaps import swapped as swapped_by
 from torch import nn
 
@@ -197,10 +197,10 @@ def test_the_installed_version_is_known(package):
         ]
         for forward in forwards:
             called = [functions[n] for n in swap_source.called_names(forward) if n in functions]
-            digest = swap_source.digest_of_trees(forward, called)
-            assert digest in sources, (
+            found = swap_source.digest_of_trees(forward, called)
+            assert found in sources, (
                 f"{module}.{name}.forward has a source that the table does not know: see what it "
-                f"computes and enter {digest} into swap/table.py"
+                f"computes and enter {found} into swap/table.py"
             )
             checked += 1
     assert checked > 0
@@ -310,11 +310,9 @@ def test_a_function_that_is_called_counts(monkeypatch):
         return x
 
     _layer_norm_cf.__module__ = module.__name__
-    before = swap_source.digest(cls)
-    swap_source._digest_of_function.cache_clear()
+    before = digest(cls)
     monkeypatch.setattr(module, "_layer_norm_cf", _layer_norm_cf)
-    assert swap_source.digest(cls) != before
-    swap_source._digest_of_function.cache_clear()
+    assert digest(cls) != before
 
 
 class Scaled(nn.LayerNorm):
@@ -325,9 +323,9 @@ class Scaled(nn.LayerNorm):
 def test_super_is_nn_layer_norm():
     """A forward that calls super's is known to the table only if super is nn.LayerNorm."""
     cls = class_of("diffusers.models.unets.unet_stable_cascade", "SDCascadeLayerNorm")
-    assert swap_source.digest(cls) in swap_table.CLASSES[cls.__module__, cls.__name__]
+    assert digest(cls) in swap_table.CLASSES[cls.__module__, cls.__name__]
     over_another = type(cls.__name__, (cls, Scaled), {"__module__": cls.__module__})
-    assert swap_source.digest(over_another) is None
+    assert digest(over_another) is None
 
 
 # ---- Classes of versions that are not installed, copied unchanged.

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Swapping the norms of a model, and back: what is known of other libraries' classes, and how.
 
-swapping.py has the functions. A class is known by the source of its forward (source.py): LayerNorms
-stand in table.py, with the forwards that replace theirs in forwards.py and modulated.py; rms.py,
-channels.py and rotations.py have both for their kinds.
+swapping.py has the functions, classes.py the classes of swapped modules, and registry.py says what
+a module is. A class is known by the source of its forward (source.py): LayerNorms stand in
+table.py, with the forwards that replace theirs in forwards.py and modulated.py; rms.py,
+channels.py, liger.py and rotations.py have both for their kinds.
 """
 
+from .registry import is_fused
 from .swapping import (
-    is_fused,
     register_swap,
     swap_layer_norm,
     swap_norms,

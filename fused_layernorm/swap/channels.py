@@ -3,7 +3,7 @@
 the fused kernels that replace them.
 
 As in rms.py, a class is known by the digest of its forward, a forward here rounds where its class
-rounds, and it returns None for what the kernels do not take (swapping._or_stock). The result has
+rounds, and it returns None for what the kernels do not take (classes._or_stock). The result has
 the strides that elementwise operators give it, those of torch.empty_like(x), as with the class.
 (The LayerNorms over channels stand in table.py.)
 """
@@ -18,7 +18,8 @@ from torch import Tensor
 from ..functional import rms_norm
 from ..ops.arguments import HALF
 from ..stock import has_kernels
-from .forwards import Forward, then_act
+from .classes import Forward
+from .forwards import then_act
 
 
 def _is_supported(x: Any, weight: Any, *, half: bool) -> bool:

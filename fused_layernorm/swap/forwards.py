@@ -4,12 +4,12 @@
 Each is written as a method of the swapped class, with the parameters of the forward that it
 replaces, of which the first may have another name. It returns None where the kernels cannot serve a
 call, or where an option of the library asks for another computation: the class's own forward then
-runs (swapping._or_stock).
+runs (classes._or_stock).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ..functional import layer_norm
 from ..ops.arguments import HALF
+from ..stock import dtypes_are_supported
+from .classes import Forward
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on dtypes or strides.
@@ -24,9 +26,6 @@ torch.fx.wrap("layer_norm")
 torch.fx.wrap("_in_input_dtype")
 torch.fx.wrap("_float32_without_bias")
 torch.fx.wrap("_in_promoted_dtype")
-
-
-Forward = Callable[..., Any]
 
 
 def named(module: str, name: str, forward: Any) -> Forward:
@@ -55,17 +54,6 @@ def parameter(module: Any, name: str) -> Any:
         return module._parameters[name]
     except KeyError:
         return getattr(module, name)
-
-
-def must_be_called(module: Any) -> bool:
-    """Whether a call of the module runs a hook, or a forward of its own, as offloading leaves."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
 
 
 def matched(
@@ -153,6 +141,14 @@ def _in_promoted_dtype(
 def last_dims(self: Any, input: Tensor) -> Tensor:
     weight, bias = parameter(self, "weight"), parameter(self, "bias")
     return layer_norm(input, weight, bias, self.eps, normalized_shape=self.normalized_shape)
+
+
+def of_layer_norm(self: Any, input: Tensor) -> Tensor | None:
+    """What calls F.layer_norm, as subclasses of nn.LayerNorm that a predicate accepted."""
+    weight, bias, eps = parameter(self, "weight"), parameter(self, "bias"), self.eps
+    if eps != eps or not dtypes_are_supported(input, weight, bias):
+        return None
+    return layer_norm(input, weight, bias, eps, normalized_shape=tuple(self.normalized_shape))
 
 
 def timm_last_dims(self: Any, x: Tensor) -> Tensor | None:

@@ -18,8 +18,9 @@ from torch import Tensor
 from ..functional import ada_layer_norm, layer_norm
 from ..modules import FusedLayerNorm
 from ..ops.arguments import HALF, broadcasts
-from ..stock import are_supported
-from .forwards import Forward, float32, matched, must_be_called
+from ..stock import LAYER_NORM_FORWARD, LayerNorm, are_supported
+from .classes import Forward, is_as_read, must_be_called
+from .forwards import float32, matched, of_layer_norm
 
 # For each forward, the names of the norms that it computes without calling them.
 NORMS: dict[Forward, tuple[str, ...]] = {}
@@ -31,7 +32,7 @@ def _computes(*names: str) -> Callable[[Forward], Forward]:
     """Decorates a forward that computes these norms of its module without calling them.
 
     Where one of the norms must be called, because of a hook for example, it returns None: the
-    class's own forward then runs (swapping._or_stock).
+    class's own forward then runs (classes._or_stock).
     """
 
     def decorate(fused: Forward) -> Forward:
@@ -50,17 +51,21 @@ def _computes(*names: str) -> Callable[[Forward], Forward]:
 
 def _need_not_be_called(norm: Any) -> bool:
     """Whether a call of the norm computes a layer norm from its attributes, and runs no hook."""
-    forward = type(norm).forward
-    if forward is FusedLayerNorm.forward:
+    cls: Any = type(norm)
+    if cls.forward is FusedLayerNorm.forward:
         if norm.activation is not None or norm.scale != 1.0 or norm.out_dtype is not None:
             return False
-    elif not _is_float32(norm):
+        if norm._is_swapped and LayerNorm.forward is not LAYER_NORM_FORWARD:
+            return False
+    elif not (_forward_of(norm) in (float32, of_layer_norm) and is_as_read(cls)):
         return False
     return are_supported(norm.weight, norm.bias) and not must_be_called(norm)
 
 
-def _is_float32(norm: Any) -> bool:
-    return getattr(type(norm), "_fused_forward", None) is float32
+def _forward_of(norm: Any) -> Forward | None:
+    """The forward that a swap has given to a norm's class."""
+    known = getattr(type(norm), "_known", None)
+    return None if known is None else known.forward
 
 
 def _modulate(
@@ -71,7 +76,7 @@ def _modulate(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """norm(x) * (1 + scale) + shift, where norm(x) has this dtype, by default the norm's own."""
-    if dtype is None and _is_float32(norm):
+    if dtype is None and _forward_of(norm) is float32:
         dtype = x.dtype
     parameters = (norm.weight, norm.bias, norm.eps, norm.normalized_shape)
     return _modulated(x, shift, scale, *parameters, dtype)

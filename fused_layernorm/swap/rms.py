@@ -8,7 +8,7 @@ casts and the result's dtype of the one that it replaces. It gives the result's 
 operator, because autocast touches none of the operators that these classes round with. The result
 lies in memory in the order of x, as elementwise operators leave it. A forward returns None for what
 the kernels do not take, and for every call on a device that has no kernels: then the class's own
-forward runs (swapping._or_stock).
+forward runs (classes._or_stock).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ..compile import choice
 from ..functional import rms_norm
 from ..ops.operators import describe
 from ..stock import dtypes_are_supported, has_kernels
-from .forwards import Forward, named, parameter, then_act
+from .classes import Forward
+from .forwards import named, parameter, then_act
 
 
 class Variant(NamedTuple):
@@ -44,12 +45,12 @@ _F32, _F16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 # By the dtypes of x and weight, the dtype of the result. What is not listed is not for the kernels.
 # These classes compute float64 in float32, which the kernels do not.
 Dtypes = dict[tuple[torch.dtype, torch.dtype | None], torch.dtype]
-_OF_X: Dtypes = {(x, weight): x for x in (_F32, _F16, _BF16) for weight in (x, _F32, None)}
-_PROMOTED: Dtypes = {(x, weight): torch.promote_types(x, weight or x) for x, weight in _OF_X}
-_WIDE: Dtypes = dict.fromkeys(_OF_X, _F32)
+OF_X: Dtypes = {(x, weight): x for x in (_F32, _F16, _BF16) for weight in (x, _F32, None)}
+_PROMOTED: Dtypes = {(x, weight): torch.promote_types(x, weight or x) for x, weight in OF_X}
+_WIDE: Dtypes = dict.fromkeys(OF_X, _F32)
 
 
-def _norm(
+def normalized(
     x: Tensor,
     weight: Tensor | None,
     eps: float,
@@ -98,22 +99,23 @@ def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
 
 
 class Norm(NamedTuple):
-    """What a class computes of x and weight alone."""
+    """What a module computes of x alone: the further arguments of `normalized`."""
 
-    eps: str  # its name in the class
+    weight: Tensor | None
+    eps: float
     variant: Variant
     dtypes: Dtypes
 
 
-# By forward, those that may become part of a rotation's kernel.
-NORMS: dict[Forward, Norm] = {}
+# By forward, those that may become part of a rotation's kernel: the norm of a module, if it is one.
+NORMS: dict[Forward, Callable[[Any], Norm | None]] = {}
 
 
 def _of_weight(name: str, eps: str, variant: Variant, dtypes: Dtypes) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor | None:
-        return _norm(x, parameter(self, "weight"), getattr(self, eps), variant, dtypes)
+        return normalized(x, parameter(self, "weight"), getattr(self, eps), variant, dtypes)
 
-    NORMS[forward] = Norm(eps, variant, dtypes)
+    NORMS[forward] = lambda module: Norm(module.weight, getattr(module, eps), variant, dtypes)
     return named(__name__, name, forward)
 
 
@@ -121,17 +123,17 @@ def _of_weight(name: str, eps: str, variant: Variant, dtypes: Dtypes) -> Forward
 
 llama = _of_weight("llama", "variance_epsilon", ROUNDED, _PROMOTED)
 llama4 = _of_weight("llama4", "eps", ROUNDED, _PROMOTED)
-rounded_once = _of_weight("rounded_once", "variance_epsilon", PLAIN, _OF_X)
-rounded_once_eps = _of_weight("rounded_once_eps", "eps", PLAIN, _OF_X)
-gemma = _of_weight("gemma", "eps", PLUS_ONE, _OF_X)
+rounded_once = _of_weight("rounded_once", "variance_epsilon", PLAIN, OF_X)
+rounded_once_eps = _of_weight("rounded_once_eps", "eps", PLAIN, OF_X)
+gemma = _of_weight("gemma", "eps", PLUS_ONE, OF_X)
 
 
 def _plus_one(self: Any, x: Tensor, keeps_order: bool) -> Tensor | None:
     """1 + weight is rounded to weight's dtype, which only a float32 weight leaves to the kernel."""
     weight = self.weight
     if weight.dtype is _F32:
-        return _norm(x, weight, self.eps, PLUS_ONE, _OF_X, keeps_order)
-    return _norm(x, weight + 1.0, self.eps, PLAIN, _OF_X, keeps_order)
+        return normalized(x, weight, self.eps, PLUS_ONE, OF_X, keeps_order)
+    return normalized(x, weight + 1.0, self.eps, PLAIN, OF_X, keeps_order)
 
 
 def muse_spark(self: Any, x: Tensor) -> Tensor | None:
@@ -144,18 +146,18 @@ def krea2(self: Any, hidden_states: Tensor) -> Tensor | None:
 
 def gemma3n(self: Any, hidden_states: Tensor) -> Tensor | None:
     weight = self.weight if self.with_scale else None
-    return _norm(hidden_states, weight, self.eps, PLAIN, _OF_X)
+    return normalized(hidden_states, weight, self.eps, PLAIN, OF_X)
 
 
 def weightless(self: Any, x: Tensor) -> Tensor | None:
-    return _norm(x, None, self.eps, PLAIN, _OF_X)
+    return normalized(x, None, self.eps, PLAIN, OF_X)
 
 
 def _t5(x: Tensor, weight: Tensor | None, eps: float) -> Tensor | None:
     """xhat is rounded to the dtype of a weight of half precision, and else not at all."""
     if weight is None or weight.dtype is x.dtype:
-        return _norm(x, weight, eps, ROUNDED, _OF_X)
-    return _norm(x, weight, eps, PLAIN, _WIDE)
+        return normalized(x, weight, eps, ROUNDED, OF_X)
+    return normalized(x, weight, eps, PLAIN, _WIDE)
 
 
 def t5(self: Any, hidden_states: Tensor) -> Tensor | None:
@@ -175,7 +177,7 @@ def diffusers_without_bias(self: Any, hidden_states: Tensor) -> Tensor | None:
 
 def stable_audio3(self: Any, hidden_states: Tensor) -> Tensor | None:
     if self.force_fp32 or hidden_states.dtype is _F32:
-        return _norm(hidden_states, self.gamma, self.eps, PLAIN, _OF_X)
+        return normalized(hidden_states, self.gamma, self.eps, PLAIN, OF_X)
     return None
 
 
@@ -193,7 +195,7 @@ def timm_float32(self: Any, x: Tensor) -> Tensor | None:
     if len(self.normalized_shape) != 1:
         return None
     weight = parameter(self, "weight")
-    return _norm(x, weight, self.eps, PLAIN, _OF_X, False)  # as F.rms_norm, which it calls
+    return normalized(x, weight, self.eps, PLAIN, OF_X, False)  # as F.rms_norm, which it calls
 
 
 timm_act = then_act(__name__, "timm_act", timm)
@@ -211,7 +213,7 @@ def _gated(
     activation = _ACTIVATIONS.get(self.activation)
     if gate is None or activation is None:
         return None
-    y = _norm(x, parameter(self, "weight"), self.variance_epsilon, variant, dtypes)
+    y = normalized(x, parameter(self, "weight"), self.variance_epsilon, variant, dtypes)
     return None if y is None else (y * activation(gate.to(_F32))).to(x.dtype)
 
 
@@ -228,13 +230,13 @@ def _groups(x: Tensor, size: int, eps: float, out_dtype: torch.dtype) -> Tensor 
     if x.dim() == 0 or x.numel() == 0 or size <= 0 or x.shape[-1] % size != 0:
         return None
     dtypes: Dtypes = {(x.dtype, None): out_dtype}
-    y = _norm(x.reshape(*x.shape[:-1], -1, size), None, eps, PLAIN, dtypes)
+    y = normalized(x.reshape(*x.shape[:-1], -1, size), None, eps, PLAIN, dtypes)
     return None if y is None else y.flatten(-2)
 
 
 def _mamba2(self: Any, x: Tensor, gate: Tensor | None, size: int) -> Tensor | None:
     """The gate is multiplied before the norm, in float32, and the norm is over groups."""
-    if (x.dtype, None) not in _OF_X:
+    if (x.dtype, None) not in OF_X:
         return None
     gated = x.to(_F32)
     if gate is not None:
@@ -256,7 +258,7 @@ def mamba2_gated_whole(
 def gemma_groups(self: Any, x: Tensor) -> Tensor | None:
     if self.group_size is None:
         return gemma(self, x)
-    y = _groups(x, self.group_size, self.eps, _F32) if (x.dtype, None) in _OF_X else None
+    y = _groups(x, self.group_size, self.eps, _F32) if (x.dtype, None) in OF_X else None
     return None if y is None else (y * (1.0 + self.weight.float())).type_as(x)
 
 

@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""swap_norms(model, rotations=True): attention modules whose q and k are rotated by the kernels.
+"""swap_norms(model, neighbours=True): attention modules whose q and k are rotated by the kernels.
 
 transformers writes the same rotation in each model's file, as a function apply_rotary_pos_emb that
 the attention's forward calls. A swapped module gets a subclass of its class whose forward is
 compiled from the source of its own, with that call replaced by one of `_rotated`; so everything
 else of the forward, in any release, stays as it is. Where the last thing that happens to q and k
 before the rotation is `self.q_norm` and `self.k_norm`, these calls are left out of the forward, and
-norm and rotation are one kernel. The function is known by the digest of its source; a call that the
-kernels do not take gets the norms' own forwards and the library's function. The kernels read cos
-and sin once for each pair of columns: that both hold each value twice, as the rotary embeddings of
-transformers give them, is taken for granted.
+norm and rotation are one kernel. The function is known by the digest of its source, and so is
+Liger's, which may stand in its place. A call that the kernels do not take gets the norms' own
+forwards and the function that the forward finds under that name. The kernels read cos and sin once
+for each pair of columns: that both hold each value twice, as the rotary embeddings of transformers
+give them, is taken for granted.
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
+import copy
 import functools
-import inspect
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +28,8 @@ from torch import Tensor, nn
 from ..heads import qk_norm_rope
 from ..stock import are_supported, has_kernels
 from . import rms, source
-from .forwards import must_be_called
+from .classes import Forward, Known, is_as_read, made_class, must_be_called
+from .source import Part
 
 FUNCTION = "apply_rotary_pos_emb"
 KIND = "rotation"  # of the swapped classes, beside layer, rms and registered
@@ -66,25 +66,38 @@ SOURCES: dict[str, Rotation] = {
         ("47670ed22499e77d", "6004dd35a1051883"),
         Rotation(interleaved=True, once=True, keeps_dtype=True),
     ),
+    "c3de4d72201d9049": Rotation(
+        partial=True, keeps_dtype=True
+    ),  # liger_rotary_pos_emb of liger-kernel 0.8.5
 }
 
 # ---- What a swapped forward calls.
 
 
 def _rotated(
-    self: Any, stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+    self: Any, function: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """q and k, (batch, heads, positions, columns), normalized if the class says so, and rotated."""
-    kernel = is_supported(self._rotation, q, k, cos, sin)
+    kernel = function is self._function and is_supported(self._rotation, q, k, cos, sin)
+    if kernel and not _are_as_read(type(self)):
+        kernel = False
     if not self._norms:
-        return rotate(self._rotation, q, k, None, cos, sin) if kernel else stock(q, k, cos, sin)
+        return rotate(self._rotation, q, k, None, cos, sin) if kernel else function(q, k, cos, sin)
     norm = _norm_of(self.q_norm, self.k_norm, q) if kernel else None
     if norm is not None:
         return rotate(self._rotation, q, k, norm, cos, sin)
     q, k = self.q_norm(q), self.k_norm(k)
-    if is_supported(self._rotation, q, k, cos, sin):
+    if kernel and is_supported(self._rotation, q, k, cos, sin):
         return rotate(self._rotation, q, k, None, cos, sin)
-    return stock(q, k, cos, sin)
+    return function(q, k, cos, sin)
+
+
+def _are_as_read(cls: type) -> bool:
+    """As is_as_read, which Dynamo cannot trace: it asks while it traces."""
+    return is_as_read(cls)
+
+
+_are_as_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Norm(NamedTuple):
@@ -122,24 +135,25 @@ def is_supported(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Ten
 
 def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
     """The norm of q and k, if the kernel computes what the two modules do."""
-    forward: Any = getattr(type(q_norm), "_fused_forward", None)
-    known = rms.NORMS.get(forward)
-    if known is None or getattr(type(k_norm), "_fused_forward", None) is not forward:
-        return None
+    found = []
     for module in (q_norm, k_norm):
-        if must_be_called(module):
+        cls: Any = type(module)
+        known = getattr(cls, "_known", None)
+        norm_of = None if known is None else rms.NORMS.get(known.forward)
+        if norm_of is None or must_be_called(module) or not _are_as_read(cls):
             return None
-    name, variant, dtypes = known
-    weights = (q_norm.weight, k_norm.weight)
-    eps = getattr(q_norm, name)
-    if type(eps) is not float or getattr(k_norm, name) != eps:
+        found.append(norm_of(module))
+    of_q, of_k = found
+    if of_q is None or of_k is None or of_q[1:] != of_k[1:] or type(of_q.eps) is not float:
         return None
+    weights: Any = (of_q.weight, of_k.weight)
     for weight in weights:
-        if not are_supported(q, weight) or weight.shape != q.shape[3:]:
+        if weight is None or not are_supported(q, weight) or weight.shape != q.shape[3:]:
             return None
-        if dtypes.get((q.dtype, weight.dtype)) is not q.dtype:
+        if of_q.dtypes.get((q.dtype, weight.dtype)) is not q.dtype:
             return None
-    return _Norm(*weights, eps, variant)
+    q_weight, k_weight = weights
+    return _Norm(q_weight, k_weight, of_q.eps, of_q.variant)
 
 
 def rotate(
@@ -191,27 +205,41 @@ def _is_norm(node: ast.AST) -> str | None:
 def _ends_in_norms(forward: ast.FunctionDef) -> bool:
     """Whether the norms of heads are the last that happens to q and k before the rotation.
 
-    Such is `x = self.q_norm(...)` or `x = self.q_norm(...).transpose(1, 2)`, if x is next assigned
-    by the rotation; each norm is mentioned once in all of the forward.
+    Such is `x = self.q_norm(...)` or `x = self.q_norm(...).transpose(1, 2)`, and the next statement
+    that mentions x is the rotation. Between the first norm and the rotation stand nothing but
+    assignments to names; each norm is mentioned once in all of the forward.
     """
-    last: dict[str, ast.AST] = {}  # the last value of each name
+    mentioned = [node.attr for node in ast.walk(forward) if isinstance(node, ast.Attribute)]
+    if any(mentioned.count(name) != 1 for name in ("q_norm", "k_norm")):
+        return False
+    given: dict[str, str] = {}  # from q_norm and k_norm to the name that has its result
     for statement in forward.body:
-        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-            continue
-        value, target = statement.value, statement.targets[0]
-        if (
-            isinstance(value, ast.Call)
-            and isinstance(value.func, ast.Name)
-            and value.func.id == FUNCTION
-        ):
-            given = [last.get(ast.unparse(argument)) for argument in value.args[:2]]
-            found = [None if one is None else _is_norm(_before_transpose(one)) for one in given]
-            mentioned = [node.attr for node in ast.walk(forward) if isinstance(node, ast.Attribute)]
-            return found == ["q_norm", "k_norm"] and all(
-                mentioned.count(name) == 1 for name in ("q_norm", "k_norm")
-            )
-        last[ast.unparse(target)] = value
+        target = _assigned(statement)
+        value = getattr(statement, "value", None)
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == FUNCTION:
+            arguments = [ast.unparse(argument) for argument in value.args[:2]]
+            return arguments == [given.get("q_norm"), given.get("k_norm")]
+        norm = None if value is None else _is_norm(_before_transpose(value))
+        names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        if given and (target is None or names & {*given.values()}):
+            return False
+        if norm is not None:
+            if target is None or len(target) != 1:
+                return False
+            given[norm] = target[0]
     return False
+
+
+def _assigned(statement: ast.stmt) -> list[str] | None:
+    """The names that a statement assigns, if it does nothing else."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    target = statement.targets[0]
+    targets = target.elts if isinstance(target, ast.Tuple) else [target]
+    if any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement.value)):
+        return None
+    names = [one.id for one in targets if isinstance(one, ast.Name)]
+    return names if len(names) == len(targets) else None
 
 
 def _before_transpose(value: ast.AST) -> ast.AST:
@@ -221,93 +249,61 @@ def _before_transpose(value: ast.AST) -> ast.AST:
     return value
 
 
-def digest(function: Any) -> str | None:
-    """A digest of apply_rotary_pos_emb and the functions of its module that it calls."""
-    function = inspect.unwrap(function)
-    try:
-        tree = _undecorated(function)
-        called = [
-            _undecorated(inspect.unwrap(found))
-            for name in source.called_names(tree)
-            if isinstance(found := function.__globals__.get(name), types.FunctionType)
-        ]
-    except (AttributeError, *source._UNREADABLE):
-        return None
-    return source.digest_of_trees(tree, called)
-
-
-def _undecorated(function: types.FunctionType) -> ast.FunctionDef:
-    tree = source._tree(function)
-    tree.decorator_list = []
-    return tree
-
-
-_FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
-_classes: weakref.WeakKeyDictionary[type, type[nn.Module] | str] = weakref.WeakKeyDictionary()
-
-
 def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
     """The subclass that rotates by the kernels, or the reason why there is none.
 
     None for a class whose forward calls no function of this name.
     """
-    forward = inspect.unwrap(cls.forward)  # without what it is wrapped in
-    if not isinstance(forward, types.FunctionType) or FUNCTION not in forward.__code__.co_names:
+    outer = getattr(cls, "forward", None)  # that of a compiled class raises
+    inner = getattr(_innermost(outer), "__code__", None)
+    if inner is None or FUNCTION not in inner.co_names:
         return None
-    if cls not in _classes:
-        _classes[cls] = _make(cls, forward)
-    return _classes[cls]
-
-
-def _make(cls: type[nn.Module], forward: types.FunctionType) -> type[nn.Module] | str:
-    rotation = SOURCES.get(digest(forward.__globals__.get(FUNCTION)) or "")
-    if rotation is None:
-        return f"the source of its {FUNCTION} is not one that fused_layernorm knows"
     unknown = "its forward cannot be compiled with another rotation"
-    if forward.__code__.co_freevars:
-        return unknown
     try:
-        tree = source._tree(forward)
-    except source._UNREADABLE:
+        made = source.decorated(outer)
+        function = source.read_function(made.function.__globals__, FUNCTION)
+        rotation = None if function is None else SOURCES.get(function.digest)
+        if function is None or rotation is None:
+            return f"the source of its {FUNCTION} is not one that fused_layernorm knows"
+        norms = _ends_in_norms(made.tree)
+        rewrite = _Rewrite(norms)
+        tree = rewrite.visit(copy.deepcopy(made.tree))
+        if rewrite.rotations != 1:
+            return unknown
+        parts = (Part(cls, "forward", outer), *function.parts)
+        forward = source.execute(made.function, tree, made.decorators)
+    except source.UNREADABLE:
         return unknown
-    norms = _ends_in_norms(tree)
-    rewrite = _Rewrite(norms)
-    module = ast.Module([ast.fix_missing_locations(rewrite.visit(tree))], [])
-    if rewrite.rotations != 1:
-        return unknown
-    code = forward.__code__
-    first = tree.decorator_list[0].lineno if tree.decorator_list else tree.lineno
-    ast.increment_lineno(module, code.co_firstlineno - first)
-    made: dict[str, Any] = {}
-    flags = code.co_flags & _FUTURE
-    exec(compile(module, code.co_filename, "exec", flags, True), forward.__globals__, made)
-    members = {
-        "__module__": cls.__module__,
-        "__doc__": f"{cls.__module__}.{cls.__qualname__}, swapped by fused_layernorm.swap_norms.",
-        "__reduce_ex__": _reduce_ex,
-        "_fused_kind": KIND,
-        "_get_name": _get_name,
-        "_norms": norms,
-        "_rotated": _rotated,
-        "_rotation": rotation,
-        "_swapped_from": cls,
-        "forward": _or_stock(made["forward"], cls),
-    }
-    return type(f"Fused{cls.__name__}", (cls,), members)
+    return made_class(
+        cls,
+        Known(KIND, _rotated),
+        parts,
+        wrap=functools.partial(_or_stock, forward),
+        _norms=norms,
+        _rotated=_rotated,
+        _rotation=rotation,
+        _function=staticmethod(function.parts[0].function),
+        __reduce_ex__=_reduce_ex,
+    )
 
 
-def _or_stock(fused: Callable[..., Any], cls: type[nn.Module]) -> Callable[..., Any]:
-    """The forward; for a module that was unswapped while somebody kept it, the stock one."""
+def _innermost(function: Any) -> Any:
+    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def _or_stock(fused: Forward, made: Any) -> Forward:
+    """The forward; the stock one for a module that was unswapped while somebody kept it, and where
+    that is not the one that was read."""
+    cls, read = made._swapped_from, made._parts[0].function
 
     @functools.wraps(fused)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (fused if hasattr(type(self), "_rotated") else cls.forward)(self, *args, **kwargs)
+        is_fused = cls.forward is read and hasattr(type(self), "_rotated")
+        return (fused if is_fused else cls.forward)(self, *args, **kwargs)
 
     return forward
-
-
-def _get_name(self: Any) -> str:
-    return f"FusedRotation[{self._swapped_from.__name__}]"
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """swap_norms and its halves, which make a model's own norms run on the fused kernels.
 
-A module is swapped by giving it a subclass of its own class, whose forward is the fused one.
-table.py holds, as data, what is known about the LayerNorms of other libraries, and rms.py about the
-RMSNorms.
+A module is swapped by giving it a subclass of its own class, whose forward is the fused one
+(classes.py). What a module is, registry.py says.
 """
 
 from __future__ import annotations
@@ -13,32 +12,37 @@ import inspect
 import logging
 import types
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from torch.nn.utils import parametrize
-from torch.overrides import has_torch_function_variadic
 
 from .. import stock
-from ..modules import FusedLayerNorm, FusedRMSNorm
-from . import channels, forwards, modulated, rms, source, table
+from ..modules import FusedRMSNorm
+from . import registry, source
 from . import rotations as rotary
-from .forwards import Forward
+from .classes import (
+    REGISTERED,
+    Forward,
+    Known,
+    lock,
+    made_class,
+    plain_class,
+    set_class,
+    swapped_from,
+)
+from .registry import Found, is_fused, kind_of
 
 Model = TypeVar("Model", bound=nn.Module)
 _log = logging.getLogger(__package__)
-_registered: dict[type[nn.Module], Callable[[Any], Forward | None]] = {}
-
 
 Predicate = Callable[[str, Any], bool]
 
 
 def swap_norms(
-    model: Model, *, predicate: Predicate | None = None, rotations: bool = False
+    model: Model, *, predicate: Predicate | None = None, neighbours: bool = False
 ) -> Model:
     """Makes a model's norms, LayerNorms and RMSNorms, run on the fused kernels; returns the model.
 
@@ -51,25 +55,14 @@ def swap_norms(
             swap_rms_norm would call it. It may rely on the name that ``model.named_modules()``
             gives the module, and on the module's being an nn.Module; an RMSNorm class of
             transformers, for example, is no nn.RMSNorm.
-        rotations: also swap the attention modules of transformers that rotate q and k by an
-            ``apply_rotary_pos_emb`` whose source ``fused_layernorm/swap/rotations.py`` knows, as
-            those of Llama, Qwen3, Gemma 3, OLMo 2 and some 150 other models do. The rotation, and
-            the norms of q and k by heads in front of it, become one kernel,
-            :func:`qk_norm_rope`, which rounds once where the library rounds after each operation.
-            The predicate is not called for them.
+        neighbours: also swap what stands beside the norms: the attention modules of transformers
+            that rotate q and k by an ``apply_rotary_pos_emb`` whose source
+            ``fused_layernorm/swap/rotations.py`` knows, as those of Llama, Qwen3, Gemma 3, OLMo 2
+            and some 150 other models do. The rotation, and the norms of q and k by heads in front
+            of it, become one kernel, :func:`qk_norm_rope`, which rounds once where the library
+            rounds after each operation. The predicate is not called for them.
     """
-    return _swap_all(model, predicate, ("layer", "rms"), "swap_norms", "norm", rotations)
-
-
-def _swap_rotations(model: nn.Module, left: Counter[str]) -> None:
-    for module in model.modules():
-        if is_fused(module) or "forward" in module.__dict__:
-            continue
-        cls = rotary.class_of(_plain_class(module))
-        if isinstance(cls, str):
-            left[f"{_name(_plain_class(module))} ({cls})"] += 1
-        elif cls is not None:
-            _set_class(module, cls)
+    return _swap_all(model, predicate, ("layer", "rms"), "swap_norms", "norm", neighbours)
 
 
 def swap_layer_norm(
@@ -141,39 +134,124 @@ def _swap_all(
     kinds: tuple[str, ...],
     caller: str,
     what: str,
-    rotations: bool = False,
+    neighbours: bool = False,
 ) -> Model:
     """Swaps the norms of these kinds and the registered modules; `what` names them in messages."""
     left: Counter[str] = Counter()
+    read = functools.cache(source.read)  # for this swap: a later one may find other forwards
     # The norms come first: a module that modulates a norm's output is swapped only if the norm was.
     modules = sorted(model.named_modules(), key=lambda item: not isinstance(item[1], nn.LayerNorm))
     for name, module in modules:
-        if is_fused(module):
+        found = None if is_fused(module) else registry.find(module, read)
+        if found is None:
             continue
-        kind = _kind(module)
-        if kind in kinds or kind == REGISTERED:
-            reason = _swap(name, module, predicate)
-        elif kind == "rms" and "LayerNorm" in _plain_class(module).__name__:
+        if found.kind in kinds or found.kind == REGISTERED:
+            reason = _swap(name, module, found, predicate)
+        elif found.kind == "rms" and "LayerNorm" in plain_class(module).__name__:
             reason = "it computes RMSNorm"
         else:
             continue
         if reason:
-            left[f"{_name(_plain_class(module))} ({reason})"] += 1
-    if rotations:
+            left[f"{_name(plain_class(module))} ({reason})"] += 1
+    if neighbours:
         _swap_rotations(model, left)
     text = ", ".join(f"{count} {one}" for one, count in left.items())
     if left:
         _log.info(
             "%s: %d %s-like modules were left: %s", _name(type(model)), left.total(), what, text
         )
-    wanted = {*kinds, REGISTERED, *([rotary.KIND] if rotations else [])}
-    if not any(is_fused(module) and _fused_kind(module) in wanted for module in model.modules()):
+    wanted = {*kinds, REGISTERED, *([rotary.KIND] if neighbours else [])}
+    if not any(is_fused(module) and kind_of(module) in wanted for module in model.modules()):
         warnings.warn(
             f"{caller}: nothing in {_name(type(model))} is fused: "
             + (f"left were {text}" if left else f"it has no {what}"),
             stacklevel=3,
         )
     return model
+
+
+def _swap(name: str, module: nn.Module, found: Found, predicate: Predicate | None) -> str | None:
+    """Swaps a module and returns None, or returns the reason not to."""
+    is_accepted = False
+    if predicate is not None and (
+        isinstance(module, (stock.LayerNorm, stock.RMSNorm))
+        or (found.known is not None and found.kind == "rms")
+    ):
+        if not predicate(name, module):
+            return "the predicate refused"
+        is_accepted = True
+    if found.known is None and found.make is None and is_accepted:
+        found = registry.accepted(module, found)
+    if found.known is None and found.make is None:
+        return found.reason
+    if parametrize.is_parametrized(module) and not is_accepted:
+        return "it is parametrized, and no predicate accepted it"
+    known = found.known
+    if known is None:
+        forward = found.make(module)  # type: ignore[misc]
+        if forward is None:
+            return "the function registered for its class left it"
+        _check_forward(plain_class(module), forward)
+        known = Known(found.kind, forward)
+    elif not all(map(_is_fused_layer_norm, map(module.get_submodule, known.norms))):
+        return "it has a norm that is not fused"
+    elif known.forward is FusedRMSNorm.forward and hasattr(module, "bias"):
+        return "it has a bias, of which nn.RMSNorm does not know"
+    with lock:
+        if not is_fused(module):  # another thread may have been quicker
+            _set(module, known, found)
+    return None
+
+
+def _set(module: nn.Module, known: Known, found: Found) -> None:
+    """Gives a module the class in which the forward that is known serves its calls."""
+    own, cls = module.__dict__, swapped_from(module) or plain_class(module)
+    if found.own is not None:
+        # Liger's methods of this instance wait for the unswap; another thread finds one of the two.
+        made = made_class(cls, known, (), found.own)
+        own["_taken_over"] = {name: own[name] for name in _OF_LIGER if name in own}
+        _unmark(module)
+        set_class(module, made)
+        for name in own["_taken_over"]:
+            own.pop(name, None)
+    elif known.forward in registry.FUSED:
+        own.update(_is_swapped=True, **_LEAF)
+        set_class(module, registry.FUSED[known.forward])
+    else:
+        _unmark(module)
+        set_class(module, made_class(cls, known, found.parts))
+
+
+# What Liger binds to an instance beside parameters of its kernels.
+_OF_LIGER = ("forward", "extra_repr", "_get_name")
+
+# torch.fx records a module of torch.nn as one call, and reads this name on the module itself, where
+# it hides the class's name from nothing else: pickle asks the class.
+_LEAF = {"__module__": stock.LayerNorm.__module__}
+
+
+def _unmark(module: nn.Module) -> None:
+    """Takes away what marks a module of PyTorch's class that was swapped."""
+    own = module.__dict__
+    if own.pop("_is_swapped", False):
+        own.pop("__module__", None)
+
+
+def _is_fused_layer_norm(module: nn.Module) -> bool:
+    return is_fused(module) and kind_of(module) != "rms"
+
+
+def _swap_rotations(model: nn.Module, left: Counter[str]) -> None:
+    for module in model.modules():
+        if is_fused(module) or "forward" in module.__dict__:
+            continue
+        cls = swapped_from(module) or plain_class(module)
+        made = rotary.class_of(cls)
+        if isinstance(made, str):
+            left[f"{_name(cls)} ({made})"] += 1
+        elif made is not None:
+            with lock:
+                set_class(module, made)
 
 
 def unswap_norms(model: Model) -> Model:
@@ -196,15 +274,14 @@ def unswap_rms_norm(model: Model) -> Model:
 
 def _unswap_all(model: Model, kinds: tuple[str, ...]) -> Model:
     for module in model.modules():
-        swapped_from = _swapped_from(module)
-        if swapped_from is not None and _fused_kind(module) in (*kinds, REGISTERED):
-            _set_class(module, swapped_from)  # first, for another thread may be in its forward
-            own = module.__dict__
-            if own.pop("_was_layer_norm", False):
-                own.pop("__module__", None)
-            if own.pop("_was_rms_norm", False):
-                own.pop("__module__", None)
-                module._parameters.pop("bias", None)
+        with lock:
+            cls = swapped_from(module)
+            if cls is not None and kind_of(module) in (*kinds, REGISTERED):
+                set_class(module, cls)  # first, for another thread may be in its forward
+                _unmark(module)
+                own = module.__dict__
+                for name, value in own.pop("_taken_over", {}).items():
+                    own.setdefault(name, value)
     return model
 
 
@@ -237,124 +314,9 @@ def register_swap(cls: type[nn.Module], make: Callable[[Any], Forward | None]) -
         raise TypeError(f"expected cls to be a subclass of torch.nn.Module, got {cls!r}")
     if not callable(make):
         raise TypeError(f"expected make to be callable, got {type(make).__name__}")
-    if issubclass(cls, (FusedLayerNorm, FusedRMSNorm)) or "_swapped_from" in vars(cls):
+    if issubclass(cls, registry.OURS) or "_swapped_from" in vars(cls):
         raise ValueError(f"expected a class that is not fused, got {cls.__name__}")
-    _registered[cls] = make
-
-
-def is_fused(module: nn.Module) -> bool:
-    """Whether a module's forward is the fused one, by construction or by a swap."""
-    return isinstance(module, (FusedLayerNorm, FusedRMSNorm)) or hasattr(
-        type(module), "_swapped_from"
-    )
-
-
-# ---- Which modules are swapped, and why others are not.
-
-REGISTERED = "registered"  # the kind of a class that register_swap was told about
-
-
-def _kind(module: nn.Module) -> str | None:
-    """Which kind of norm a module is: layer, rms or registered; None if it is no norm.
-
-    A module is of a kind if it may be swapped, or if its class's name says so and it belongs in the
-    log. The name, and a source that is known of any module's classes, count only for a module
-    without children.
-    """
-    cls = _plain_class(module)
-    if cls in _registered:
-        return REGISTERED
-    if isinstance(module, nn.LayerNorm) or _sources(cls) is not None:
-        return "layer"
-    if isinstance(module, nn.RMSNorm) or _is_listed_rms(cls):
-        return "rms"
-    children = {name for name, _ in module.named_children()} - {"parametrizations"}
-    if cls.__module__.startswith("torch.") or children:
-        return None
-    if _rms_forward_of(cls) is not None:
-        return "rms"
-    if "LayerNorm" in cls.__name__:
-        return "layer"
-    return "rms" if "rmsnorm" in cls.__name__.lower().replace("_", "") else None
-
-
-def _fused_kind(module: nn.Module) -> str:
-    """The kind of a fused module."""
-    if isinstance(module, FusedLayerNorm):
-        return "layer"
-    if isinstance(module, FusedRMSNorm):
-        return "rms"
-    kind: str = getattr(type(module), "_fused_kind", REGISTERED)
-    return kind
-
-
-def _swap(name: str, module: nn.Module, predicate: Predicate | None) -> str | None:
-    """Swaps a module and returns None, or returns the reason not to."""
-    cls = _plain_class(module)
-    rms_forward = None
-    if cls not in _registered and not isinstance(module, nn.LayerNorm) and _sources(cls) is None:
-        rms_forward = _rms_forward_of(cls)
-    accepted = False
-    if predicate is not None and (
-        isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or rms_forward is not None
-    ):
-        if not predicate(name, module):
-            return "the predicate refused"
-        accepted = True
-    if "forward" in module.__dict__:
-        return "the module has a forward of its own"
-    if parametrize.is_parametrized(module) and not accepted:
-        return "it is parametrized, and no predicate accepted it"
-    sources = _sources(cls)
-    forward: Forward | None
-    if cls in _registered:
-        forward = _registered[cls](module)
-        if forward is None:
-            return "the function registered for its class left it"
-        _check_forward(cls, forward)
-    elif cls is nn.LayerNorm:
-        module.__dict__.update(_was_layer_norm=True, **_LEAF)
-        _set_class(module, FusedLayerNorm)
-        return None
-    elif cls is nn.RMSNorm:
-        if hasattr(module, "bias"):
-            return "it has a bias, of which nn.RMSNorm does not know"
-        module.__dict__.update(_was_rms_norm=True, **_LEAF)
-        module.register_parameter("bias", None)  # FusedRMSNorm has one
-        _set_class(module, FusedRMSNorm)
-        return None
-    elif sources is not None:
-        forward = sources.get(source.digest(cls) or "")
-        if forward is None:
-            return "the source of its forward is not one that fused_layernorm knows"
-        norms = modulated.NORMS.get(forward, ())
-        found = [module.get_submodule(norm) for norm in norms]
-        if not all(is_fused(norm) and _fused_kind(norm) != "rms" for norm in found):
-            return "it has a norm that is not fused"
-    elif rms_forward is not None:
-        forward = rms_forward
-    elif _is_listed_rms(cls):
-        return "the source of its forward is not one that fused_layernorm knows"
-    elif accepted:
-        is_rms = isinstance(module, nn.RMSNorm)
-        forward = rms.of_rms_norm if is_rms else FusedLayerNorm.forward
-    else:
-        return "its class is not known"
-    _set_class(module, _swapped_class(cls, forward))
-    return None
-
-
-def _sources(cls: type) -> table.Sources | None:
-    return table.CLASSES.get((cls.__module__, cls.__qualname__))
-
-
-def _rms_forward_of(cls: type) -> Forward | None:
-    return source.forward_of(cls, rms) or source.forward_of(cls, channels)
-
-
-def _is_listed_rms(cls: type) -> bool:
-    name = (cls.__module__, cls.__qualname__)
-    return name in rms.CLASSES or name in channels.CLASSES
+    registry.register(cls, make)
 
 
 def _check_forward(cls: type[nn.Module], forward: object) -> None:
@@ -380,158 +342,3 @@ def _check_forward(cls: type[nn.Module], forward: object) -> None:
 
 def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-# ---- The classes of swapped modules.
-
-# torch.fx records a module of torch.nn as one call, and reads this name on the module itself, where
-# it hides the class's name from nothing else: pickle asks the class.
-_LEAF = {"__module__": nn.LayerNorm.__module__}
-
-_classes: weakref.WeakValueDictionary[tuple[type, Forward], type[nn.Module]] = (
-    weakref.WeakValueDictionary()
-)
-
-
-def _swapped_class(cls: type[nn.Module], forward: Forward) -> type[nn.Module]:
-    """The subclass of cls with this forward; modules of one class and forward share it."""
-    made = _classes.get((cls, forward))
-    if made is None:
-        bases: tuple[type, ...] = (cls,)
-        if forward is FusedLayerNorm.forward:  # it reads FusedLayerNorm's class attributes
-            bases = (cls, FusedLayerNorm)
-        members = {
-            "__module__": cls.__module__,
-            "__doc__": f"{_name(cls)}, swapped by fused_layernorm.swap_norms.",
-            "__reduce_ex__": _reduce_ex,
-            "_fused_kind": _kind_of(cls, forward),
-            "_get_name": _get_name,
-            "_swapped_from": cls,
-            "_fused_forward": staticmethod(forward),
-        }
-        if forward is FusedLayerNorm.forward:  # which asks by itself what it may serve
-            members.update(_was_layer_norm=True, forward=forward)
-        made = type(f"Fused{cls.__name__}", bases, members)
-        if "forward" not in members:
-            made.forward = _or_stock(forward, cls, made)
-        _classes[cls, forward] = made
-    return made
-
-
-def _or_stock(fused: Forward, cls: type[nn.Module], swapped: type[nn.Module]) -> Forward:
-    """The forward of a swapped class: what the stock forward takes, it takes.
-
-    The stock forward of cls serves what the operators do not know (stock.are_supported), what the
-    fused one returns None for, and a module that was unswapped while somebody kept its forward.
-    """
-    # The parameters and their names are the stock forward's.
-    parameters = [*inspect.signature(cls.forward).parameters.values()][1:2]  # the first after self
-    first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "")
-
-    def is_plain(self: Any, x: Any) -> bool:
-        """What follows from are_supported for the most common call, in a third of its time."""
-        return (
-            type(x) is Tensor
-            and not (has_torch_function_variadic(x, *self._parameters.values()) or x.is_nested)
-            and F.layer_norm is stock.layer_norm
-            and F.rms_norm is stock.rms_norm
-            and isinstance(self, swapped)
-        )
-
-    def of_any_call(self: Any, x: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if x is None and kwargs.get(first) is not None:
-            x = kwargs.pop(first)
-        args = () if x is None and not rest else (x, *rest)
-        parameters = self._parameters.values()
-        if isinstance(self, swapped) and stock.are_supported(*args, *kwargs.values(), *parameters):
-            found = fused(self, *args, **kwargs)
-            if found is not None:
-                return found
-        return cls.forward(self, *args, **kwargs)
-
-    # torch.jit.script compiles the source of the function that this one wraps, with the globals of
-    # this one. So they are made the stock forward's, and this one reads none.
-    def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
-        if rest or kwargs or not is_plain(self, x):
-            return of_any_call(self, x, rest, kwargs)
-        found = fused(self, x)
-        return cls.forward(self, x) if found is None else found
-
-    names = getattr(cls.forward, "__globals__", globals())
-    forward = types.FunctionType(
-        forward.__code__, names, argdefs=forward.__defaults__, closure=forward.__closure__
-    )
-    return functools.wraps(cls.forward, updated=())(forward)
-
-
-def _kind_of(cls: type[nn.Module], forward: Forward) -> str:
-    """The kind of a swapped class: layer, rms or registered."""
-    if forward.__module__ in (rms.__name__, channels.__name__):
-        return "rms"
-    if forward is FusedLayerNorm.forward or forward.__module__ in _OF_LAYER_NORMS:
-        return "layer"
-    return REGISTERED
-
-
-_OF_LAYER_NORMS = (forwards.__name__, modulated.__name__)
-
-
-def _get_name(self: Any) -> str:
-    is_rms = self._fused_kind == "rms" or issubclass(self._swapped_from, nn.RMSNorm)
-    return f"Fused{'RMSNorm' if is_rms else 'LayerNorm'}[{self._swapped_from.__name__}]"
-
-
-def _reduce_ex(self: Any, protocol: Any) -> Any:
-    """As object.__reduce_ex__, but unpickling makes the class, which pickle cannot find by name."""
-    state: Any = object.__reduce_ex__(self, max(2, protocol))[2:]
-    return _unpickled, (self._swapped_from, type(self)._fused_forward), *state
-
-
-def _unpickled(cls: type[nn.Module], forward: Forward) -> nn.Module:
-    swapped = _swapped_class(cls, forward)
-    return swapped.__new__(swapped)
-
-
-def _swapped_from(module: nn.Module) -> type[nn.Module] | None:
-    cls = _plain_class(module)
-    if cls is FusedLayerNorm and "_was_layer_norm" in module.__dict__:
-        return nn.LayerNorm
-    if cls is FusedRMSNorm and "_was_rms_norm" in module.__dict__:
-        return nn.RMSNorm
-    return vars(cls).get("_swapped_from")
-
-
-def _plain_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class, or the one from which PyTorch has derived it."""
-    cls = type(module)
-    while _is_derived(cls):
-        cls = cls.__bases__[-1]
-    return cls
-
-
-def _is_derived(cls: type) -> bool:
-    """Whether the class was derived from a module's class and given to the module.
-
-    parametrize does so, with properties that compute the parameters, and fully_shard and replicate,
-    with a first base for their methods, which is no nn.Module.
-    """
-    if cls.__module__ == parametrize.__name__:
-        return cls.__name__.startswith("Parametrized")
-    is_made = cls.__module__.startswith("torch.distributed.") and len(cls.__bases__) == 2
-    return is_made and not issubclass(cls.__bases__[0], nn.Module)
-
-
-def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Gives the module this class in the place of its plain one."""
-    module.__class__ = _derived_as(type(module), cls)
-
-
-def _derived_as(derived: type, cls: type[nn.Module]) -> type[nn.Module]:
-    """cls, or derived from it what `derived` is of its plain class."""
-    if not _is_derived(derived):
-        return cls
-    *others, base = derived.__bases__
-    prefix = derived.__name__.removesuffix(base.__name__)
-    cls = _derived_as(base, cls)
-    own = {k: v for k, v in vars(derived).items() if k not in ("__dict__", "__weakref__")}
-    return type(prefix + cls.__name__, (*others, cls), own)

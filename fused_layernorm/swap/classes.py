@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes of swapped modules: a subclass of the module's own class, with the fused forward.
+
+Also what else decides which forward a call of a module runs: hooks, a forward of the instance, and
+the classes that PyTorch derives from a module's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.overrides import has_torch_function_variadic
+
+from .. import stock
+from .source import Part
+
+Forward = Callable[..., Any]
+
+# One thread at a time gives a module its class: what it has looked at before must still hold.
+lock = threading.RLock()
+
+
+class Known(NamedTuple):
+    """What is known of a class: its kind of norm, and the forward that replaces the class's."""
+
+    kind: str  # "layer", "rms", "rotation", or REGISTERED
+    forward: Forward
+    norms: tuple[str, ...] = ()  # the names of norms that this forward computes without their call
+
+
+REGISTERED = "registered"  # the kind of a class of which only register_swap was told
+
+_NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "rotation": "Rotation"}
+
+
+# ---- Making classes.
+
+_classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
+
+
+def made_class(
+    cls: type[nn.Module],
+    known: Known,
+    parts: tuple[Part, ...],
+    own: Forward | None = None,
+    wrap: Callable[[Any], Forward] | None = None,
+    **members: Any,
+) -> type[nn.Module]:
+    """The subclass of cls with the forward that is known; modules that are alike share it.
+
+    Args:
+        parts: what was read of cls, its forward first.
+        own: the forward that the instance had in its place, which the swap has taken over.
+        wrap: gives the class's forward; by default `_or_stock`.
+        members: further attributes of the class.
+    """
+    key = (cls, known.forward, own)
+    with lock:
+        made = _classes.get(key)
+        if made is None or made._parts != parts:  # type: ignore[attr-defined]
+            named = {
+                "__module__": cls.__module__,
+                "__doc__": f"{cls.__module__}.{cls.__qualname__}, swapped by fused_layernorm.",
+                "__reduce_ex__": _reduce_ex,
+                "_get_name": _get_name,
+                "_known": known,
+                "_own": None if own is None else staticmethod(own),
+                "_parts": parts,
+                "_swapped_from": cls,
+                **members,
+            }
+            made = type(f"Fused{cls.__name__}", (cls,), named)
+            made.forward = (wrap or _or_stock)(made)
+            _classes[key] = made
+        return made
+
+
+def _or_stock(swapped: Any) -> Forward:
+    """The forward of a swapped class: what the stock forward accepts, it accepts.
+
+    The stock forward serves what the operators do not know (stock.are_supported), what the fused
+    one returns None for, a module that was unswapped while somebody kept its forward, and all calls
+    while a part of what was read is not what it was.
+    """
+    cls, fused, parts = swapped._swapped_from, swapped._known.forward, swapped._parts
+    own = swapped._own
+    # Of the parts, which are looked at in each call, most classes have a forward alone.
+    read, has_others = (parts[0].function if parts else None), len(parts) > 1
+    wrapped: Any = cls.forward if own is None else own
+    # The parameters and their names are the stock forward's.
+    parameters = [*inspect.signature(wrapped).parameters.values()][1:2]  # the first after self
+    first = next((p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD), "")
+
+    def is_plain(self: Any, x: Any) -> bool:
+        """What follows from is_fused_call for the most common call, in a third of its time."""
+        return (
+            type(x) is Tensor
+            and not (has_torch_function_variadic(x, *self._parameters.values()) or x.is_nested)
+            and F.layer_norm is stock.layer_norm
+            and F.rms_norm is stock.rms_norm
+            and (read is None or cls.forward is read)
+            and (not has_others or are_as_read())
+            and isinstance(self, swapped)
+        )
+
+    def are_as_read() -> bool:
+        return all(part.is_as_read() for part in parts)
+
+    # Dynamo asks while it traces: it would guard all globals of a module.
+    are_as_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def is_fused_call(self: Any, *args: Any) -> bool:
+        known = isinstance(self, swapped) and are_as_read()
+        return known and stock.are_supported(*args, *self._parameters.values())
+
+    def of_any_call(self: Any, x: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if x is None and kwargs.get(first) is not None:
+            x = kwargs.pop(first)
+        args = () if x is None and not rest else (x, *rest)
+        if is_fused_call(self, *args, *kwargs.values()):
+            found = fused(self, *args, **kwargs)
+            if found is not None:
+                return found
+        return (cls.forward if own is None else own)(self, *args, **kwargs)
+
+    # torch.jit.script compiles the source of the function that this one wraps, with the globals of
+    # this one. So they are made the stock forward's, and this one reads none.
+    def forward(self: Any, x: Any = None, /, *rest: Any, **kwargs: Any) -> Any:
+        if rest or kwargs or not is_plain(self, x):
+            return of_any_call(self, x, rest, kwargs)
+        found = fused(self, x)
+        if found is None:
+            return (cls.forward if own is None else own)(self, x)
+        return found
+
+    names = getattr(wrapped, "__globals__", globals())
+    forward = types.FunctionType(
+        forward.__code__, names, argdefs=forward.__defaults__, closure=forward.__closure__
+    )
+    return functools.wraps(wrapped, updated=())(forward)
+
+
+def _get_name(self: Any) -> str:
+    cls = self._swapped_from
+    name = _NAMES.get(self._known.kind)
+    if name is None:
+        name = "RMSNorm" if issubclass(cls, stock.RMSNorm) else "LayerNorm"
+    return f"Fused{name}[{cls.__name__}]"
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    """As object.__reduce_ex__, but unpickling makes the class, which pickle cannot find by name."""
+    state: Any = object.__reduce_ex__(self, max(2, protocol))[2:]
+    cls = type(self)
+    return unpickled, (cls._swapped_from, cls._known.kind, cls._known.forward, cls._own), *state
+
+
+def unpickled(cls: type[nn.Module], kind: str, forward: Forward, own: Forward | None) -> nn.Module:
+    """An empty module of the class that another process had made, or of cls.
+
+    cls itself is known to compute something else where it is of another release of its library.
+    """
+    made = _classes.get((cls, forward, own))
+    if made is None:
+        from .registry import remade
+
+        made = remade(cls, kind, forward, own)
+    return made.__new__(made)
+
+
+# ---- What a call of a module runs.
+
+
+def is_as_read(cls: Any) -> bool:
+    """Whether what was read for a class of a swap is what it was."""
+    return all(part.is_as_read() for part in cls._parts)
+
+
+_modules: Any = torch.nn.modules.module
+
+
+def must_be_called(module: Any) -> bool:
+    """Whether a call of the module runs a hook, or a forward of its own, as offloading leaves."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or _modules._global_forward_hooks
+        or _modules._global_forward_pre_hooks
+        or _modules._global_backward_hooks
+        or _modules._global_backward_pre_hooks
+    )
+
+
+def swapped_from(module: nn.Module) -> type[nn.Module] | None:
+    """The class that the module had before a swap; None if it was not swapped."""
+    cls = plain_class(module)
+    if "_is_swapped" in module.__dict__:
+        return cls._stock  # type: ignore[attr-defined]
+    return vars(cls).get("_swapped_from")
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class, or the one from which PyTorch has derived it."""
+    cls = type(module)
+    while _is_derived(cls):
+        cls = cls.__bases__[-1]
+    return cls
+
+
+def _is_derived(cls: type) -> bool:
+    """Whether the class was derived from a module's class and given to the module.
+
+    parametrize does so, with properties that compute the parameters, and fully_shard and replicate,
+    with a first base for their methods, which is no nn.Module.
+    """
+    if cls.__module__ == parametrize.__name__:
+        return cls.__name__.startswith("Parametrized")
+    is_made = cls.__module__.startswith("torch.distributed.") and len(cls.__bases__) == 2
+    return is_made and not issubclass(cls.__bases__[0], nn.Module)
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Gives the module this class in the place of its plain one."""
+    module.__class__ = _derived_as(type(module), cls)
+
+
+def _derived_as(derived: type, cls: type[nn.Module]) -> type[nn.Module]:
+    """cls, or derived from it what `derived` is of its plain class."""
+    if not _is_derived(derived):
+        return cls
+    *others, base = derived.__bases__
+    prefix = derived.__name__.removesuffix(base.__name__)
+    cls = _derived_as(base, cls)
+    own = {k: v for k, v in vars(derived).items() if k not in ("__dict__", "__weakref__")}
+    return type(prefix + cls.__name__, (*others, cls), own)

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a module is: the one place that says so, for the swaps of norms and for is_fused.
+
+A class is known by itself (nn.LayerNorm, and what register_swap was told of), by its name and the
+source of its forward, or by that source alone, wherever the class stands. The rows are in table.py,
+rms.py, channels.py and liger.py; a new kind of norm adds its rows to `_BY_CLASS` or `_BY_SOURCE`,
+and its class of PyTorch to `_OF_PYTORCH`.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .. import stock
+from ..modules import FusedAdaLayerNorm, FusedLayerNorm, FusedRMSNorm
+from . import channels, forwards, liger, modulated, rms, source, table
+from .classes import (
+    REGISTERED,
+    Forward,
+    Known,
+    is_as_read,
+    made_class,
+    plain_class,
+    swapped_from,
+)
+from .source import Part, Source
+
+Sources = dict[str, Known]
+
+
+def _rows(kind: str, sources: dict[str, Forward]) -> Sources:
+    return {
+        digest: Known(kind, forward, modulated.NORMS.get(forward, ()))
+        for digest, forward in sources.items()
+    }
+
+
+# By (module, class), from the digest of a forward's source to what is known of it: classes whose
+# forward calls functions of other modules.
+_BY_CLASS: dict[tuple[str, str], Sources] = {
+    **{name: _rows("layer", sources) for name, sources in table.CLASSES.items()},
+    **{name: _rows("layer", sources) for name, sources in liger.LAYER_NORMS.items()},
+    **{
+        name: _rows("rms", sources)
+        for classes in (rms.CLASSES, channels.CLASSES, liger.RMS_NORMS)
+        for name, sources in classes.items()
+    },
+}
+# From the digest alone, for classes of any module.
+_BY_SOURCE: Sources = {**_rows("rms", rms.SOURCES), **_rows("rms", channels.SOURCES)}
+
+# The classes of PyTorch: each becomes the class of this package that is beside it, which sees by
+# itself whether PyTorch's forward is what it was. The forward is PyTorch's at the import.
+_OF_PYTORCH: dict[type[nn.Module], tuple[Known, Any]] = {
+    stock.LayerNorm: (Known("layer", FusedLayerNorm.forward), stock.LAYER_NORM_FORWARD),
+    stock.RMSNorm: (Known("rms", FusedRMSNorm.forward), stock.RMS_NORM_FORWARD),
+}
+FUSED: dict[Forward, type[nn.Module]] = {
+    FusedLayerNorm.forward: FusedLayerNorm,
+    FusedRMSNorm.forward: FusedRMSNorm,
+}
+# What computes what PyTorch's class does, for a subclass of it that a predicate accepts.
+_AS_PYTORCH: dict[type[nn.Module], Known] = {
+    stock.LayerNorm: Known("layer", forwards.of_layer_norm),
+    stock.RMSNorm: Known("rms", rms.of_rms_norm),
+}
+
+Make = Callable[[Any], "Forward | None"]
+_registered: dict[type[nn.Module], tuple[Make, Any]] = {}  # with the class's forward as it was
+
+
+def register(cls: type[nn.Module], make: Make) -> None:
+    _registered[cls] = make, cls.forward
+
+
+def _kind_of_registered(cls: type) -> str:
+    return next(
+        (of.kind for base, (of, _) in _OF_PYTORCH.items() if issubclass(cls, base)), REGISTERED
+    )
+
+
+class Found(NamedTuple):
+    """What a module is, if it may be swapped or belongs in the log."""
+
+    kind: str
+    known: Known | None = None
+    reason: str = ""  # why it is left, where nothing is known
+    parts: tuple[Part, ...] = ()  # what was read of the class
+    make: Make | None = None  # of a registered class
+    own: Forward | None = None  # the forward of the instance that is known
+
+
+def find(module: nn.Module, read: Callable[[type], Source | None] = source.read) -> Found | None:
+    """What a module is that is not fused; None if it is no norm.
+
+    A class that is not known is a norm if its name says so and it has no children.
+    """
+    cls = swapped_from(module) or plain_class(module)
+    own = module.__dict__.get("forward")
+    if own is not None:
+        return _of_instance(module, own, cls, read)
+    if cls in _registered:
+        make, forward = _registered[cls]
+        kind = _kind_of_registered(cls)
+        if cls.forward is not forward:
+            return Found(kind, reason="its forward was replaced since it was registered")
+        return Found(kind, make=make, parts=(Part(cls, "forward", forward),))
+    if cls in _OF_PYTORCH:
+        known, forward = _OF_PYTORCH[cls]
+        if cls.forward is forward:
+            return Found(known.kind, known)
+        return Found(known.kind, reason="its forward was replaced")
+    by_class = _BY_CLASS.get((cls.__module__, cls.__qualname__))
+    if by_class is None and not _may_be_norm(module, cls):
+        return None
+    found = read(cls)
+    known_of_cls = None if found is None else (by_class or _BY_SOURCE).get(found.digest)
+    if known_of_cls is not None and found is not None:
+        return Found(known_of_cls.kind, known_of_cls, parts=found.parts)
+    kind_by_name = _kind_by_name(module, cls, by_class)
+    if kind_by_name is None:
+        return None
+    unknown = "the source of its forward is not one that fused_layernorm knows"
+    return Found(kind_by_name, reason=unknown if by_class else "its class is not known")
+
+
+def _may_be_norm(module: nn.Module, cls: type) -> bool:
+    """Whether a source that is known of any class counts for this module."""
+    if isinstance(module, tuple(_OF_PYTORCH)):
+        return True
+    return not cls.__module__.startswith("torch.") and not _children(module)
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()} - {"parametrizations"}
+
+
+def _kind_by_name(module: nn.Module, cls: type, by_class: Sources | None) -> str | None:
+    if by_class:
+        return next(iter(by_class.values())).kind
+    for of_pytorch, (known, _) in _OF_PYTORCH.items():
+        if isinstance(module, of_pytorch):
+            return known.kind
+    name = cls.__name__.lower().replace("_", "")
+    return "layer" if "LayerNorm" in cls.__name__ else "rms" if "rmsnorm" in name else None
+
+
+def _of_instance(
+    module: nn.Module, own: Any, cls: type[nn.Module], read: Callable[[type], Source | None]
+) -> Found | None:
+    """What a module is whose instance has a forward: Liger binds that of a class of its own."""
+    function = getattr(own, "__func__", None)
+    name, _, attribute = getattr(function, "__qualname__", "").rpartition(".")
+    of = getattr(sys.modules.get(getattr(function, "__module__", "")), name, None)
+    if (
+        isinstance(own, types.MethodType)
+        and own.__self__ is module
+        and attribute == "forward"
+        and isinstance(of, type)
+        and vars(of).get("forward") is function
+    ):
+        name_of = (of.__module__, of.__qualname__)
+        found = read(of) if name_of in liger.ALL else None
+        known = None if found is None else _BY_CLASS[name_of].get(found.digest)
+        if known is not None:
+            return Found(known.kind, known, own=function)
+    kind = _kind_by_name(module, cls, _BY_CLASS.get((cls.__module__, cls.__qualname__)))
+    if kind is None and cls in _registered:
+        kind = _kind_of_registered(cls)
+    return None if kind is None else Found(kind, reason="the module has a forward of its own")
+
+
+def accepted(module: nn.Module, found: Found) -> Found:
+    """What a module is that nobody knows and a predicate accepts: a subclass of PyTorch's is taken
+    to compute what PyTorch's class computes."""
+    cls = swapped_from(module) or plain_class(module)
+    if "forward" in module.__dict__ or cls in _OF_PYTORCH or _is_listed(cls):
+        return found
+    for of_pytorch, known in _AS_PYTORCH.items():
+        if isinstance(module, of_pytorch):
+            return Found(known.kind, known, parts=(Part(cls, "forward", cls.forward),))
+    return found
+
+
+def _is_listed(cls: type) -> bool:
+    return (cls.__module__, cls.__qualname__) in _BY_CLASS
+
+
+# ---- What is fused.
+
+OURS = (FusedLayerNorm, FusedRMSNorm, FusedAdaLayerNorm)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a call of the module runs the fused forward, by construction or by a swap.
+
+    False where it runs another: one that the instance has, or since the swap its class.
+    """
+    cls: Any = type(module)
+    if "forward" in module.__dict__:
+        return False
+    if hasattr(cls, "_swapped_from"):
+        return is_as_read(cls)
+    if not isinstance(module, OURS):
+        return False
+    if "_is_swapped" in module.__dict__:
+        return bool(cls._stock.forward is _OF_PYTORCH[cls._stock][1])
+    return True
+
+
+def kind_of(module: nn.Module) -> str:
+    """The kind of a fused module."""
+    known: Known | None = getattr(type(module), "_known", None)
+    if known is not None:
+        return known.kind
+    return next(of.kind for cls, (of, _) in _OF_PYTORCH.items() if isinstance(module, cls))
+
+
+def remade(
+    cls: type[nn.Module], kind: str, forward: Forward, own: Forward | None
+) -> type[nn.Module]:
+    """The class for an unpickled module that had this forward; cls if it is another release's."""
+    rows = [known for sources in (*_BY_CLASS.values(), _BY_SOURCE) for known in sources.values()]
+    known = next((one for one in rows if one.forward is forward), Known(kind, forward))
+    if own is not None:
+        return made_class(cls, known, (), own)
+    if known not in rows:  # of register_swap or a predicate
+        return made_class(cls, known, (Part(cls, "forward", cls.forward),))
+    found = source.read(cls)
+    sources = _BY_CLASS.get((cls.__module__, cls.__qualname__), _BY_SOURCE)
+    if found is None or sources.get(found.digest) != known:
+        return cls
+    return made_class(cls, known, found.parts)
