@@ -24,6 +24,7 @@ MODELS = {
     "Qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}, True),
     "Gemma3Text": ("Gemma3ForCausalLM", {"head_dim": 16}, True),
     "Olmo2": ("Olmo2ForCausalLM", {}, False),
+    "Phi3": ("Phi3ForCausalLM", {}, False),
     "GPTNeoX": ("GPTNeoXForCausalLM", {}, False),
     "Glm": ("GlmForCausalLM", {"head_dim": 8}, False),
     "Cohere": ("CohereForCausalLM", {}, False),
@@ -139,6 +140,97 @@ def test_an_unknown_source_is_left(caplog, monkeypatch):
     model = swap_norms(make("Llama"), neighbours=True)
     assert not rotating(model)
     assert "the source of its apply_rotary_pos_emb is not one" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3"])
+@pytest.mark.parametrize("what", ["forward", "function"])
+def test_what_somebody_replaces_counts(name, what, device, monkeypatch, calls):
+    """For models that were swapped before and after, as for the stock one; until it is undone."""
+    stem = name.lower()
+    file = importlib.import_module(f"transformers.models.{stem}.modeling_{stem}")
+    attention = getattr(file, f"{name}Attention")
+    early = swap_norms(make(name, device), neighbours=True)
+    with monkeypatch.context() as patch:
+        if what == "forward":
+            forward = attention.forward
+
+            def doubled(self, *args, **kwargs):
+                output, *others = forward(self, *args, **kwargs)
+                return 2 * output, *others
+
+            patch.setattr(attention, "forward", doubled)
+        else:
+            rotation = file.apply_rotary_pos_emb
+            patch.setattr(file, "apply_rotary_pos_emb", lambda q, *args: rotation(2 * q, *args))
+        replaced = run(make(name, device))
+        late = swap_norms(make(name, device), neighbours=True)
+        for model in (early, late):
+            torch.testing.assert_close(run(model), replaced, rtol=2e-4, atol=1e-5)
+        assert calls == []
+    stock = run(make(name, device))
+    assert not torch.allclose(stock[0], replaced[0], rtol=1e-2)
+    for model in (early, late):
+        torch.testing.assert_close(run(model), stock, rtol=2e-4, atol=1e-5)
+    assert len(calls) == 2  # those of the early model
+
+
+ATTENTION = """
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_norm, self.k_norm = Qwen3RMSNorm(16), Qwen3RMSNorm(16)
+
+    def forward(self, q, k, cos, sin):
+        q = self.q_norm(q).transpose(1, 2)
+        {between}
+        k = self.k_norm(k).transpose(1, 2)
+        {behind}
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q, k
+"""
+
+
+@pytest.mark.parametrize("place", ["between", "behind"])
+@pytest.mark.parametrize(
+    ("statement", "is_understood"),
+    [
+        ("scale = 2", True),
+        ("if self.q_norm is not None: q = q.clamp(-0.5, 0.5)", False),
+        ("if cos is not None: q = q.clamp(-0.5, 0.5)", False),
+        ("for _ in range(2): q = 2 * q", False),
+        ("with torch.enable_grad(): q = 2 * q", False),
+        ("q *= 2", False),
+        ("q, sin = 2 * q, sin", False),
+        ("q[..., 0] = 1", False),
+        ("q.mul_(2)", False),
+        ("q: torch.Tensor = 2 * q", False),
+        ("scale = (q := 2 * q)", False),
+        ("scale = [q.mul_(2)]", False),
+    ],
+)
+def test_a_norm_is_moved_over_nothing(statement, is_understood, place, tmp_path, monkeypatch):
+    """Only where each statement between the norms and the rotation is known to leave q and k."""
+    places = {"between": "pass", "behind": "pass", place: statement}
+    if is_understood:
+        places = dict.fromkeys(places, statement)
+    name = f"attention_{abs(hash((statement, place)))}"
+    (tmp_path / f"{name}.py").write_text(ATTENTION.format(**places))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name).Attention()
+    for norm in module.children():
+        nn.init.normal_(norm.weight)
+    angles = torch.randn(1, 5, 8).repeat(1, 1, 2)
+    inputs = [torch.randn(2, 5, heads, 16) for heads in (4, 2)]
+    inputs += [angles.cos(), angles.sin()]
+    expected = module(*inputs)
+    swapped = swap_norms(nn.Sequential(module), neighbours=True)[0]
+    assert getattr(swapped, "_norms", False) is is_understood
+    torch.testing.assert_close(swapped(*inputs), expected)
 
 
 @pytest.mark.parametrize(
