@@ -32,7 +32,7 @@ class Allowed(NamedTuple):
 # rows only, whether xhat and g are kept. Block kernels have all arguments but the norm at the end
 # of the name, in a geometry type.
 ALLOWED = [
-    Allowed(r"<Norm<Types<double,", 1256, "float64 is there for its digits, not for its speed"),
+    Allowed(r"<(Norm<Types<)?double,", 1256, "float64 is there for its digits, not for its speed"),
     Allowed(
         r"stream_sums_kernel<.*, MayBeAffineAndModulateRow, Identity>, 1>",
         384,
@@ -91,6 +91,7 @@ ALLOWED = [
         8,
         "two numbers, beside running sums of groups",
     ),
+    Allowed(r"planes_apply_kernel<__nv_bfloat16, float, 8>", 8, "a number, beside y of float32"),
     Allowed(r"gate_backward_kernel<", 16, "four rows at once in two types"),
     Allowed(
         r"backward_warp_kernel<Norm<Types<(__half|__nv_bfloat16), .*>, 8>",

@@ -190,6 +190,7 @@ void run_images(const Device& device, bool quiet) {
 void run_groups(const Device& device, bool quiet) {
   most_shared_memory = device.shared_memory;
   for (const auto& [x, weight, y] : kTypesWithKernels) {
+    if (!groups_have_kernels(x, y)) continue;
     for (const int64_t groups : {1, 4, 32}) {
       for (const int64_t of_group : {1, 3, 4, 10, 40, 130}) {
         for (const int64_t positions :

@@ -12,6 +12,9 @@ enum class DataType : int32_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
 constexpr int size_of(DataType type) {
   return type == DataType::kFloat64 ? 8 : type == DataType::kFloat32 ? 4 : 2;
 }
+constexpr bool is_half(DataType type) {
+  return type == DataType::kFloat16 || type == DataType::kBFloat16;
+}
 inline const char* name_of(DataType type) {
   constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64"};
   return kNames[static_cast<int>(type)];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators `_plan` and `_plan_groups`, which give the plan of any problem on any device as
-// JSON, `_force`, which forces parts of every later plan of rows, and `_limit`, which gives a number
-// of csrc that Python needs, too. They are not for users, and need no GPU.
+// JSON, `_force`, which forces parts of every later plan of rows, and `_limit`, which gives a
+// number of csrc that Python needs, too. They are not for users, and need no GPU.
 
 #include <torch/csrc/stable/library.h>
 
@@ -99,8 +99,7 @@ std::string describe_group_plan(int64_t samples, int64_t channels, int64_t posit
   problem.layout = channels_last ? GroupLayout::kChannelsLast : GroupLayout::kPlanes;
   problem.x = data_type(dtype);
   problem.y = data_type(y);
-  const DataType weight = problem.x == DataType::kFloat64 ? DataType::kFloat64 : DataType::kFloat32;
-  check(has_kernels(problem.x, weight, problem.y), "no kernel takes x of ", toString(dtype),
+  check(groups_have_kernels(problem.x, problem.y), "no kernel takes x of ", toString(dtype),
         " and y of ", toString(y));
   problem.aligned = aligned;
   problem.backward = backward;

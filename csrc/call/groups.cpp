@@ -62,9 +62,8 @@ bool prepare_call(const NormCall& call, const RawTensor& x, const RawTensor& y,
   for (const RawTensor* each : {&y, &written}) {
     if (!have_one_shape(*each, x) || !have_one_order(*each, x)) return false;
   }
-  into.types = kernel_types(x.type, std::nullopt, y.type);
+  into.types = group_types(x.type, y.type);
   if (into.types.y != y.type) return false;
-  if (into.types.x != DataType::kFloat64) into.types.weight = DataType::kFloat32;
   check_has_kernels(into.types);
 
   params.x = x.data;

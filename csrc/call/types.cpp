@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/planning.h"
+#include "groups/plan.h"
 
 namespace fused_layernorm {
 
@@ -13,6 +14,13 @@ DataTypes kernel_types(DataType x, std::optional<DataType> parameters, DataType 
   DataTypes types = {x, parameters.value_or(x), y};
   if (y == DataType::kFloat64 || (is_half(x) && y != x)) types.y = DataType::kFloat32;
   if (!is_half(x) || types.y != x || types.weight != x) types.weight = DataType::kFloat32;
+  return types;
+}
+
+DataTypes group_types(DataType x, DataType y) {
+  DataTypes types = kernel_types(x, std::nullopt, y);
+  if (!groups_have_kernels(x, types.y)) types.y = x;
+  if (x != DataType::kFloat64) types.weight = DataType::kFloat32;
   return types;
 }
 

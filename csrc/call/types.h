@@ -8,9 +8,6 @@
 
 namespace fused_layernorm {
 
-constexpr bool is_half(DataType type) {
-  return type == DataType::kFloat16 || type == DataType::kBFloat16;
-}
 // The type of sums, and so of mean and rstd.
 constexpr DataType statistics_type(DataType x) {
   return x == DataType::kFloat64 ? x : DataType::kFloat32;
@@ -21,6 +18,10 @@ constexpr DataType statistics_type(DataType x) {
 // parameters may be converted to float32 and the output computed in the arithmetic's type; neither
 // changes the result.
 DataTypes kernel_types(DataType x, std::optional<DataType> parameters, DataType y);
+
+// Those of kernels over groups, which read parameters of any type, and write y of half precision
+// for x of the same type alone.
+DataTypes group_types(DataType x, DataType y);
 
 // Throws in a trimmed build that has no kernels for them.
 void check_has_kernels(const DataTypes& types);

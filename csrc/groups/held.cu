@@ -21,7 +21,7 @@ struct HeldSlice {
 
   __device__ __forceinline__ HeldSlice(const GroupPlan& plan, const GroupParams& p)
       : group(blockIdx.x / plan.blocks_per_group),
-        sample(group / p.groups),
+        sample(sample_of(p, group)),
         channel_vectors(static_cast<int>(plan.channel_vectors)) {
     const int all = plan.tile_channels * channel_vectors;
     first = static_cast<int>(blockIdx.x % plan.blocks_per_group) * plan.slice_vectors;

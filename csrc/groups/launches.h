@@ -66,10 +66,6 @@ cudaError_t dispatch_group_types(const GroupTypes& types, int width, const Then&
     return dispatch_group_width<__half, __half>(width, then);
   if (is(DataType::kFloat16, DataType::kFloat32))
     return dispatch_group_width<__half, float>(width, then);
-  if (is(DataType::kFloat32, DataType::kFloat16))
-    return dispatch_group_width<float, __half>(width, then);
-  if (is(DataType::kFloat32, DataType::kBFloat16))
-    return dispatch_group_width<float, __nv_bfloat16>(width, then);
   if (is(DataType::kFloat64, DataType::kFloat64))
     return dispatch_group_width<double, double>(width, then);
 #endif

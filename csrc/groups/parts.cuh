@@ -19,7 +19,7 @@ struct GroupPartsOf {
   __device__ __forceinline__ GroupPartsOf(const GroupPlan& its_plan, const GroupParams& params,
                                           int64_t group)
       : plan(its_plan), p(params), of_group(p.channels_of_group()) {
-    const int64_t sample = group / p.groups;
+    const int64_t sample = sample_of(p, group);
     channel = static_cast<int>(group - sample * p.groups) * of_group;
     from = pairs_at<Acc>(p, 0);
     if (p.layout == GroupLayout::kPlanes) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ Pair<Acc> means_of_group(const GroupPlan& plan, const
   Pair<Acc> sums;
   if (p.layout == GroupLayout::kPlanes) {
     const int of_group = p.channels_of_group(), count = of_group * plan.pieces;
-    const int64_t sample = group / p.groups;
+    const int64_t sample = sample_of(p, group);
     const int channel = static_cast<int>(group - sample * p.groups) * of_group;
     const ChannelPartsOf<Acc> parts(plan, p, sample, channel);
 #pragma unroll 2

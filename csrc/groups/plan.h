@@ -37,6 +37,11 @@ struct GroupProblem {
   int64_t channels_of_group() const { return channels / groups; }
 };
 
+// Whether there are kernels for these types, of x, and of y or dy.
+constexpr bool groups_have_kernels(DataType x, DataType y) {
+  return y == x || (is_half(x) && y == DataType::kFloat32);
+}
+
 // Division of a number below 2^31 by one that a launch has (Granlund and Montgomery, 1994).
 struct Divisor {
   uint32_t multiplier = 0, shift = 0;

@@ -34,9 +34,10 @@ struct PlaneTile {
   // `number`: of all tiles.
   __device__ __forceinline__ PlaneTile(const GroupPlan& plan, const GroupParams& p,
                                        uint32_t number) {
-    group = number / plan.tiles;
-    const int own = static_cast<int>(number - static_cast<uint32_t>(group) * plan.tiles);
-    sample = group / p.groups;
+    const uint32_t all = number / plan.tiles;
+    const int own = static_cast<int>(number - all * plan.tiles);
+    group = all;
+    sample = sample_of(p, all);
     const int of_group = p.channels_of_group();
     const int first = plan.pieces > 1 ? own / plan.pieces : own * plan.tile_channels;
     channel = static_cast<int>(group - sample * p.groups) * of_group + first;

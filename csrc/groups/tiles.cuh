@@ -10,6 +10,12 @@
 
 namespace fused_layernorm {
 
+// The sample that has a group. All samples together have fewer than 2^31 groups (make_group_plan),
+// and a division of 32 bits takes no call, around which a kernel would keep registers in memory.
+__device__ __forceinline__ uint32_t sample_of(const GroupParams& p, int64_t group) {
+  return static_cast<uint32_t>(group) / static_cast<uint32_t>(p.groups);
+}
+
 template <typename Acc>
 __device__ __forceinline__ Acc number_at(const void* at, DataType type, int64_t index) {
   switch (type) {

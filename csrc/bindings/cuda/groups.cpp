@@ -70,7 +70,7 @@ void check(const GroupArguments& a) {
 
 // The type in which a kernel writes y, or reads dy, of this type.
 ScalarType kernel_type(const Tensor& x, ScalarType y) {
-  return scalar_type(kernel_types(data_type(x.scalar_type()), std::nullopt, data_type(y)).y);
+  return scalar_type(group_types(data_type(x.scalar_type()), data_type(y)).y);
 }
 
 // A tensor that is written where torch.empty_like would have it, and what kernels write in its
