@@ -17,6 +17,7 @@ if _torch_release < (2, 10):
     raise ImportError(f"fused_layernorm needs torch >= 2.10; this is {_torch.__version__}")
 
 from . import distributed, layers, ops  # noqa: E402, F401  (rules, hub layers, ...)
+from . import loading as _loading  # noqa: E402
 from .compile import explain, fuse  # noqa: E402
 from .decompositions import decompositions  # noqa: E402
 from .functional import (  # noqa: E402
@@ -92,6 +93,4 @@ __all__ = [
     "unswap_rms_norm",
 ]
 
-# A pickle of a module names its class, and torch.load(weights_only=True) makes known classes only.
-_modules = [globals()[name] for name in __all__ if name.startswith("Fused")]
-_torch.serialization.add_safe_globals(_modules)
+_loading.register(*(globals()[name] for name in __all__ if name.startswith("Fused")))

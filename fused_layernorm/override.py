@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, get_kernel
 
-from .groups import as_pytorch_reads
+from .groups import KEEPS_CHANNELS_LAST, as_pytorch_reads
 from .ops import arguments, autograd_library, groups, load
 
 __all__ = ["AtenOverride", "override_aten"]
@@ -264,7 +264,8 @@ def _takes_groups(
         and num_groups > 0
         and channels > 0
         and channels % num_groups == 0
-        and as_pytorch_reads(x) is x
+        # Older releases refuse other orders of memory, and newer ones copy.
+        and (KEEPS_CHANNELS_LAST or as_pytorch_reads(x) is x)
         and all(
             p is None
             or (p.dtype is x.dtype and p.device == x.device and tuple(p.shape) == (channels,))
@@ -277,6 +278,7 @@ def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *others: 
     *sizes, num_groups, eps = others
     if not _takes_groups(x, tuple(sizes), num_groups, weight, bias) or eps != eps:
         return None
+    x = as_pytorch_reads(x)
     found = groups.group_norm_forward(x, num_groups, None, None, weight, bias, eps)
     return found[0], *(t.to(x.dtype) for t in found[1:])
 
@@ -293,6 +295,7 @@ def _group_norm_backward(
         or (mask[1] and weight is None)
     ):
         return None
+    x = as_pytorch_reads(x)
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     # A bias has a gradient, but is no argument, and without an activation nothing uses it.
     bias = x.new_empty(sizes[1]) if mask[2] else None

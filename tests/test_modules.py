@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """FusedLayerNorm and FusedAddLayerNorm as modules."""
 
+import collections
+import copy
 import io
 import math
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -180,6 +183,26 @@ def test_loads_without_trust(cls):
     assert type(loaded) is cls
     assert repr(loaded) == repr(module)
     torch.testing.assert_close(loaded.state_dict(), module.state_dict(), rtol=0, atol=0)
+
+
+def hide_forward(module):
+    module.forward = collections.OrderedDict
+
+
+def add_hook(module):
+    module._forward_hooks = collections.OrderedDict({0: collections.OrderedDict})
+
+
+@pytest.mark.parametrize("change", [hide_forward, add_hook])
+def test_a_file_that_is_not_trusted_brings_nothing_that_runs(change, tmp_path):
+    module = FusedLayerNorm(8)
+    change(module)
+    torch.save(module, tmp_path / "model.pt")
+    with pytest.raises(pickle.UnpicklingError, match="expected the data of a FusedLayerNorm"):
+        torch.load(tmp_path / "model.pt")
+    trusted = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert vars(trusted).keys() == vars(module).keys()
+    assert copy.deepcopy(module).state_dict().keys() == module.state_dict().keys()
 
 
 @pytest.fixture

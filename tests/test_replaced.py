@@ -200,6 +200,33 @@ def test_an_init_function_that_asks_for_a_bias(device):
     assert_same(torch.jit.script(norm)(x), norm(x))
 
 
+@pytest.mark.parametrize("make", [nn.LayerNorm, lambda size: nn.GroupNorm(2, size)])
+@pytest.mark.on_cpu
+@pytest.mark.filterwarnings("ignore")  # torch.ao.quantization's own
+def test_static_quantization_is_that_of_the_stock_model(make):
+    quantization = torch.ao.quantization
+    shape = (3, D, 4) if isinstance(make(D), nn.GroupNorm) else (3, 5, D)
+    x = torch.randn(shape)
+
+    def quantized(is_swapped):
+        torch.manual_seed(0)
+        layers = quantization.QuantStub(), make(D), quantization.DeQuantStub()
+        model: Any = nn.Sequential(*layers).eval()
+        model.qconfig = quantization.get_default_qconfig("x86")
+        if is_swapped:
+            swap_norms(model)
+        quantization.prepare(model, inplace=True)(x)
+        quantization.convert(model, inplace=True)
+        assert type(model[1]).__module__.startswith("torch.ao.")
+        return model(x)
+
+    assert torch.equal(quantized(True), quantized(False))
+    fusing = fused_layernorm.FusedLayerNorm(D, activation="silu")
+    model: Any = nn.Sequential(fusing).eval()
+    model.qconfig = quantization.get_default_qconfig("x86")
+    assert type(quantization.convert(quantization.prepare(model))[0]) is type(fusing)
+
+
 def test_compiled_submodules_are_left():
     traced = torch.jit.trace(nn.Linear(D, D), torch.randn(2, D))
     scripted = torch.jit.script(nn.Linear(D, D))

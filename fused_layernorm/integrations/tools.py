@@ -2,7 +2,8 @@
 """What tools are told of the operators and modules, once a program imports them.
 
 torch.onnx.export(..., dynamo=False) gets a translation of each forward operator. fvcore, ptflops
-and thop count what they count of nn.LayerNorm.
+and thop count what they count of nn.LayerNorm, and eager static quantization makes of LayerNorm and
+GroupNorm what it makes of PyTorch's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from ..groups import FusedGroupNorm
 from ..modules import FusedLayerNorm
 from ..ops import formulas
 from ..ops.load import NAMESPACE
@@ -156,12 +158,39 @@ def _register_by_type(module: str, name: str) -> None:
     table[FusedLayerNorm] = table[torch.nn.LayerNorm]
 
 
+# ---- Eager static quantization.
+
+
+class _Quantized:
+    """What torch.ao.quantization looks up for a class: its from_float makes the quantized module."""
+
+    def __init__(self, of_pytorch: Any) -> None:
+        self.of_pytorch = of_pytorch
+
+    def from_float(self, module: Any) -> Any:
+        fuses = module.activation is not None or module.out_dtype is not None or module.scale != 1.0
+        return module if fuses else self.of_pytorch.from_float(module)
+
+
+_QUANTIZATION = "torch.ao.quantization.quantization_mappings"
+
+
+def _register_with_quantization() -> None:
+    table = importlib.import_module(_QUANTIZATION).DEFAULT_STATIC_QUANT_MODULE_MAPPINGS
+    for fused, of_pytorch in (
+        (FusedLayerNorm, torch.nn.LayerNorm),
+        (FusedGroupNorm, torch.nn.GroupNorm),
+    ):
+        table[fused] = _Quantized(table[of_pytorch])
+
+
 def _tell(module: str, register: Callable[[], None]) -> None:
     after_import(module, register, f"{module} is not told of fused_layernorm")
 
 
 _tell("torch.onnx", _register_symbolics)
 _tell("fvcore.nn.flop_count", _register_with_fvcore)
+_tell(_QUANTIZATION, _register_with_quantization)
 for _tool, _table in (
     ("ptflops.pytorch_ops", "MODULES_MAPPING"),
     ("thop.profile", "register_hooks"),

@@ -142,7 +142,11 @@ def _forward(a: GroupArguments) -> tuple[Tensor, Tensor, Tensor]:
     """What group_norm_forward gives."""
     input, groups = a.input, a.num_groups
     count = input.numel() // max(1, input.shape[0] * groups)
-    if input.numel() == 0 or (input.is_cpu and input.is_contiguous() and count > 2):
+    if input.numel() == 0:
+        y = torch.empty_like(input, dtype=a.y_dtype)
+        mean = input.new_zeros(input.shape[0], groups, dtype=acc_dtype(input.dtype))
+        rstd = torch.full_like(mean, torch.nan)  # as PyTorch has it
+    elif input.is_cpu and input.is_contiguous() and count > 2:
         # PyTorch's own. In other orders of memory it takes E[x^2] - E[x]^2 for the variance, and
         # x rstd - mean rstd for xhat, which loses digits where x is the mean.
         acc = acc_dtype(input.dtype)

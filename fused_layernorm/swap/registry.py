@@ -206,7 +206,7 @@ def is_fused(module: nn.Module) -> bool:
         return False
     if hasattr(cls, "_swapped_from"):
         return is_as_read(cls)
-    if not isinstance(module, OURS):
+    if not issubclass(cls, OURS):  # that of the module may have changed, in another thread
         return False
     if "_is_swapped" in module.__dict__:
         return bool(cls._stock.forward is _OF_PYTORCH[cls._stock][1])
