@@ -16,6 +16,7 @@ from .modules import _options, _scripted_as, _shown
 from .ops import arguments, autograd_library, formulas, groups
 from .ops.groups import GroupArguments
 from .ops.load import operators
+from .stock import GroupNorm
 
 # Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
 _op = groups.group_norm._op
@@ -25,6 +26,7 @@ _function_modes = torch._C._len_torch_function_stack
 _is_tracing = torch._C._is_tracing
 _in_transform = torch._C._are_functorch_transforms_active
 _OWN = (Parameter, type(None), Tensor)
+_FORWARD = stock.GROUP_NORM_FORWARD
 
 # torch.fx.symbolic_trace records each of these as one call.
 torch.fx.wrap("group_norm")
@@ -244,11 +246,12 @@ class FusedGroupNorm(nn.GroupNorm):
     """
 
     # Attributes that torch.jit.script compiles as constants.
-    __constants__ = [*nn.GroupNorm.__constants__, "activation", "scale", "out_dtype"]  # noqa: RUF012
+    __constants__ = [*GroupNorm.__constants__, "activation", "scale", "out_dtype"]  # noqa: RUF012
 
     # Defaults for an nn.GroupNorm that swap_norms has made a FusedGroupNorm. Such a one takes what
     # nn.GroupNorm takes, and its result lies as that of nn.GroupNorm.
-    _was_group_norm = False
+    _stock = stock.GroupNorm
+    _is_swapped = False
     activation: str | None = None
     scale: float = 1.0
     out_dtype: torch.dtype | None = None
@@ -284,14 +287,18 @@ class FusedGroupNorm(nn.GroupNorm):
     @_scripted_as(_scripted_forward)
     def forward(self, input: Tensor) -> Tensor:
         # The shortest way, as in FusedLayerNorm.
-        if not _is_compiling() and F.group_norm is stock.group_norm:
+        if (
+            not _is_compiling()
+            and F.group_norm is stock.group_norm
+            and GroupNorm.forward is _FORWARD
+        ):
             try:
                 module = self.__dict__
                 parameters = module["_parameters"]
                 weight, bias = parameters["weight"], parameters["bias"]
                 count, eps = module["num_groups"], module["eps"]
                 is_plain = self.activation is None and self.out_dtype is None and self.scale == 1.0
-                if self._was_group_norm and type(input) is Tensor:
+                if self._is_swapped and type(input) is Tensor:
                     input = as_pytorch_reads(input)
             except (AttributeError, KeyError):  # also where another thread unswaps the module
                 is_plain = False
@@ -299,17 +306,17 @@ class FusedGroupNorm(nn.GroupNorm):
                 y = _plain(input, count, weight, bias, eps)
                 if y is not None:
                     return y
-        was_group_norm = getattr(self, "_was_group_norm", None)
-        if was_group_norm is None:  # a bound method that outlived unswap_norms
+        is_swapped = getattr(self, "_is_swapped", None)
+        if is_swapped is None:  # a bound method that outlived unswap_norms
             return type(self).forward(self, input)
         weight, bias, eps = self.weight, self.bias, self.eps
-        if was_group_norm:
-            is_known = F.group_norm is stock.group_norm
+        if is_swapped:
+            is_known = F.group_norm is stock.group_norm and GroupNorm.forward is _FORWARD
             if not (is_known and stock.norm_is_supported(input, weight, bias, eps)):
-                return nn.GroupNorm.forward(self, input)
+                return GroupNorm.forward(self, input)
             input = as_pytorch_reads(input)
         options = _options(self, "activation", "scale", "out_dtype")
         return group_norm(input, self.num_groups, weight, bias, eps, **options)
 
     def extra_repr(self) -> str:
-        return nn.GroupNorm.extra_repr(self) + _shown(self)
+        return GroupNorm.extra_repr(self) + _shown(self)

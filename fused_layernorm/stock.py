@@ -53,9 +53,13 @@ def _own_forward(cls: type[nn.Module]) -> Any:
 layer_norm = _unless_replaced(F.layer_norm)
 rms_norm = _unless_replaced(F.rms_norm)
 group_norm = _unless_replaced(F.group_norm)
+instance_norm = _unless_replaced(F.instance_norm)
 # The classes as they are at this import: a tool may put others in their place.
-LayerNorm, RMSNorm = nn.LayerNorm, nn.RMSNorm
-LAYER_NORM_FORWARD, RMS_NORM_FORWARD = _own_forward(LayerNorm), _own_forward(RMSNorm)
+LayerNorm, RMSNorm, GroupNorm = nn.LayerNorm, nn.RMSNorm, nn.GroupNorm
+InstanceNorms = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+LAYER_NORM_FORWARD, RMS_NORM_FORWARD, GROUP_NORM_FORWARD = map(
+    _own_forward, (LayerNorm, RMSNorm, GroupNorm)
+)
 
 
 def are_supported(x: Any, *others: Any) -> bool:

@@ -33,14 +33,15 @@ lock = threading.RLock()
 class Known(NamedTuple):
     """What is known of a class: its kind of norm, and the forward that replaces the class's."""
 
-    kind: str  # "layer", "rms", "rotation", or REGISTERED
+    kind: str  # "layer", "rms", "group", "rotation", "activation", or REGISTERED
     forward: Forward
     norms: tuple[str, ...] = ()  # the names of norms that this forward computes without their call
 
 
 REGISTERED = "registered"  # the kind of a class of which only register_swap was told
 
-_NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "rotation": "Rotation"}
+_NAMES = {"layer": "LayerNorm", "rms": "RMSNorm", "group": "GroupNorm"}
+_NAMES |= {"rotation": "Rotation", "activation": "Activation"}
 
 
 # ---- Making classes.

@@ -3,8 +3,8 @@
 
 A class is known by itself (nn.LayerNorm, and what register_swap was told of), by its name and the
 source of its forward, or by that source alone, wherever the class stands. The rows are in table.py,
-rms.py, channels.py and liger.py; a new kind of norm adds its rows to `_BY_CLASS` or `_BY_SOURCE`,
-and its class of PyTorch to `_OF_PYTORCH`.
+rms.py, channels.py, groups.py and liger.py; a new kind of norm adds its rows to `_BY_CLASS` or
+`_BY_SOURCE`, and its class of PyTorch to `_OF_PYTORCH`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import stock
+from ..groups import FusedGroupNorm
 from ..modules import FusedAdaLayerNorm, FusedLayerNorm, FusedRMSNorm
-from . import channels, forwards, liger, modulated, rms, source, table
+from . import channels, forwards, groups, liger, modulated, rms, source, table
 from .classes import (
     REGISTERED,
     Forward,
@@ -45,6 +46,7 @@ def _rows(kind: str, sources: dict[str, Forward]) -> Sources:
 _BY_CLASS: dict[tuple[str, str], Sources] = {
     **{name: _rows("layer", sources) for name, sources in table.CLASSES.items()},
     **{name: _rows("layer", sources) for name, sources in liger.LAYER_NORMS.items()},
+    **{name: _rows("group", sources) for name, sources in groups.CLASSES.items()},
     **{
         name: _rows("rms", sources)
         for classes in (rms.CLASSES, channels.CLASSES, liger.RMS_NORMS)
@@ -54,20 +56,24 @@ _BY_CLASS: dict[tuple[str, str], Sources] = {
 # From the digest alone, for classes of any module.
 _BY_SOURCE: Sources = {**_rows("rms", rms.SOURCES), **_rows("rms", channels.SOURCES)}
 
-# The classes of PyTorch: each becomes the class of this package that is beside it, which sees by
-# itself whether PyTorch's forward is what it was. The forward is PyTorch's at the import.
+# The classes of PyTorch, and their forwards at the import. One that has a class in FUSED becomes
+# that, which sees by itself whether PyTorch's forward is what it was.
 _OF_PYTORCH: dict[type[nn.Module], tuple[Known, Any]] = {
     stock.LayerNorm: (Known("layer", FusedLayerNorm.forward), stock.LAYER_NORM_FORWARD),
     stock.RMSNorm: (Known("rms", FusedRMSNorm.forward), stock.RMS_NORM_FORWARD),
+    stock.GroupNorm: (Known("group", FusedGroupNorm.forward), stock.GROUP_NORM_FORWARD),
+    **{cls: (Known("group", groups.instance_norm), cls.forward) for cls in stock.InstanceNorms},
 }
 FUSED: dict[Forward, type[nn.Module]] = {
     FusedLayerNorm.forward: FusedLayerNorm,
     FusedRMSNorm.forward: FusedRMSNorm,
+    FusedGroupNorm.forward: FusedGroupNorm,
 }
 # What computes what PyTorch's class does, for a subclass of it that a predicate accepts.
 _AS_PYTORCH: dict[type[nn.Module], Known] = {
     stock.LayerNorm: Known("layer", forwards.of_layer_norm),
     stock.RMSNorm: Known("rms", rms.of_rms_norm),
+    stock.GroupNorm: Known("group", groups.of_group_norm),
 }
 
 Make = Callable[[Any], "Forward | None"]
@@ -112,8 +118,10 @@ def find(module: nn.Module, read: Callable[[type], Source | None] = source.read)
         return Found(kind, make=make, parts=(Part(cls, "forward", forward),))
     if cls in _OF_PYTORCH:
         known, forward = _OF_PYTORCH[cls]
+        if known.forward is groups.instance_norm and groups.has_running_statistics(module):
+            return Found(known.kind, reason="it has running statistics")
         if cls.forward is forward:
-            return Found(known.kind, known)
+            return Found(known.kind, known, parts=(Part(cls, "forward", forward),))
         return Found(known.kind, reason="its forward was replaced")
     by_class = _BY_CLASS.get((cls.__module__, cls.__qualname__))
     if by_class is None and not _may_be_norm(module, cls):
@@ -147,6 +155,8 @@ def _kind_by_name(module: nn.Module, cls: type, by_class: Sources | None) -> str
         if isinstance(module, of_pytorch):
             return known.kind
     name = cls.__name__.lower().replace("_", "")
+    if "groupnorm" in name or "instancenorm" in name:
+        return "group"
     return "layer" if "LayerNorm" in cls.__name__ else "rms" if "rmsnorm" in name else None
 
 
@@ -193,7 +203,7 @@ def _is_listed(cls: type) -> bool:
 
 # ---- What is fused.
 
-OURS = (FusedLayerNorm, FusedRMSNorm, FusedAdaLayerNorm)
+OURS = (FusedLayerNorm, FusedRMSNorm, FusedGroupNorm, FusedAdaLayerNorm)
 
 
 def is_fused(module: nn.Module) -> bool:

@@ -20,10 +20,11 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
-from ..stock import LAYER_NORM_FORWARD, RMS_NORM_FORWARD, LayerNorm
+from ..stock import GROUP_NORM_FORWARD, LAYER_NORM_FORWARD, RMS_NORM_FORWARD, GroupNorm, LayerNorm
 
 INHERITED = "nn.LayerNorm.forward"  # the digest of a class that has nn.LayerNorm's forward
 INHERITED_RMS = "nn.RMSNorm.forward"  # and of one that has nn.RMSNorm's
+INHERITED_GROUP = "nn.GroupNorm.forward"  # and of one that has nn.GroupNorm's
 
 Trees = list[ast.FunctionDef]
 
@@ -60,13 +61,15 @@ def read(cls: type) -> Source | None:
     It covers the forward, the methods that it calls on self, and the functions of the same module
     that these call by name; comments, layout, docstrings and annotations do not change the digest.
     Functions of other modules are parts, but not in the digest. A forward that calls super's
-    forward can be read only if that is nn.LayerNorm's.
+    forward can be read only if that is nn.LayerNorm's or nn.GroupNorm's.
     """
     owners = [base for base in cls.__mro__ if "forward" in vars(base)]
     if not owners:
         return None
     forward = vars(owners[0])["forward"]
     parts = [Part(cls, "forward", forward)]
+    if forward is GROUP_NORM_FORWARD:
+        return Source(INHERITED_GROUP, (*parts,))
     if forward is LAYER_NORM_FORWARD or forward is RMS_NORM_FORWARD:
         return Source(INHERITED if forward is LAYER_NORM_FORWARD else INHERITED_RMS, (*parts,))
     if not isinstance(forward, types.FunctionType):
@@ -92,9 +95,11 @@ def read(cls: type) -> Source | None:
     except UNREADABLE:
         return None
     if any("super" in called_names(one) for one in (tree, *called)):
-        if owners[1:2] != [LayerNorm]:
+        base = owners[1] if owners[1:] else None
+        if base not in (LayerNorm, GroupNorm):
             return None
-        parts.append(Part(LayerNorm, "forward", LAYER_NORM_FORWARD))
+        of_base = LAYER_NORM_FORWARD if base is LayerNorm else GROUP_NORM_FORWARD
+        parts.append(Part(base, "forward", of_base))
     return Source(digest_of_trees(tree, called), (*parts,))
 
 

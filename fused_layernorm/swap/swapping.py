@@ -44,15 +44,19 @@ Predicate = Callable[[str, Any], bool]
 def swap_norms(
     model: Model, *, predicate: Predicate | None = None, neighbours: bool = False
 ) -> Model:
-    """Makes a model's norms, LayerNorms and RMSNorms, run on the fused kernels; returns the model.
+    """Makes a model's norms, of all kinds, run on the fused kernels; returns the model.
 
-    It is :func:`swap_layer_norm` and :func:`swap_rms_norm` in one, and :func:`unswap_norms` undoes
-    it.
+    It is :func:`swap_layer_norm` and :func:`swap_rms_norm` in one, and swaps GroupNorms beside:
+    nn.GroupNorm, which becomes :class:`FusedGroupNorm`; nn.InstanceNorm1d, 2d and 3d without
+    running statistics; and the classes of timm, transformers and diffusers that
+    ``fused_layernorm/swap/groups.py`` lists. Their results lie in memory as the stock ones.
+    :func:`unswap_norms` undoes it.
 
     Args:
         model: any module; it may itself be a norm.
         predicate: ``predicate(name, module)`` is called for every norm for which swap_layer_norm or
-            swap_rms_norm would call it. It may rely on the name that ``model.named_modules()``
+            swap_rms_norm would call it, and for every group norm that is known or an
+            nn.GroupNorm. It may rely on the name that ``model.named_modules()``
             gives the module, and on the module's being an nn.Module; an RMSNorm class of
             transformers, for example, is no nn.RMSNorm.
         neighbours: also swap what stands beside the norms: the attention modules of transformers
@@ -62,7 +66,7 @@ def swap_norms(
             of it, become one kernel, :func:`qk_norm_rope`, which rounds once where the library
             rounds after each operation. The predicate is not called for them.
     """
-    return _swap_all(model, predicate, ("layer", "rms"), "swap_norms", "norm", neighbours)
+    return _swap_all(model, predicate, ("layer", "rms", "group"), "swap_norms", "norm", neighbours)
 
 
 def swap_layer_norm(
@@ -174,8 +178,8 @@ def _swap(name: str, module: nn.Module, found: Found, predicate: Predicate | Non
     """Swaps a module and returns None, or returns the reason not to."""
     is_accepted = False
     if predicate is not None and (
-        isinstance(module, (stock.LayerNorm, stock.RMSNorm))
-        or (found.known is not None and found.kind == "rms")
+        isinstance(module, (stock.LayerNorm, stock.RMSNorm, stock.GroupNorm))
+        or (found.known is not None and found.kind in ("rms", "group"))
     ):
         if not predicate(name, module):
             return "the predicate refused"
@@ -238,7 +242,7 @@ def _unmark(module: nn.Module) -> None:
 
 
 def _is_fused_layer_norm(module: nn.Module) -> bool:
-    return is_fused(module) and kind_of(module) != "rms"
+    return is_fused(module) and kind_of(module) not in ("rms", "group")
 
 
 def _swap_rotations(model: nn.Module, left: Counter[str]) -> None:
@@ -257,9 +261,9 @@ def _swap_rotations(model: nn.Module, left: Counter[str]) -> None:
 def unswap_norms(model: Model) -> Model:
     """Gives every module that one of the swaps has swapped its class back; returns the model.
 
-    A FusedLayerNorm or FusedRMSNorm that was constructed as one stays.
+    A FusedLayerNorm, FusedRMSNorm or FusedGroupNorm that was constructed as one stays.
     """
-    return _unswap_all(model, ("layer", "rms", rotary.KIND))
+    return _unswap_all(model, ("layer", "rms", "group", rotary.KIND))
 
 
 def unswap_layer_norm(model: Model) -> Model:

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The group and instance norms of PyTorch and of other libraries: the sources that are known, and
+the forwards on the fused kernels that replace them.
+
+As in forwards.py, a forward returns None for what the class's own forward serves
+(classes._or_stock). The result has the strides of the stock one: PyTorch's group_norm reads and
+writes contiguous and channels_last tensors, its instance_norm contiguous ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import stock
+from ..groups import ada_group_norm, as_pytorch_reads, group_norm
+from .activations import FUNCTIONS, activation_of
+from .classes import Forward, must_be_called
+from .source import INHERITED_GROUP
+
+# torch.fx.symbolic_trace records each of these as one call.
+torch.fx.wrap("group_norm")
+torch.fx.wrap("as_pytorch_reads")
+
+
+def _is_supported(self: Any, x: Any) -> bool:
+    if F.group_norm is not stock.group_norm or F.instance_norm is not stock.instance_norm:
+        return False
+    if isinstance(x, torch.fx.Proxy):
+        return True
+    return x.dim() > 1 and stock.norm_is_supported(x, self.weight, self.bias, self.eps)
+
+
+def _group_norm(self: Any, x: Any, activation: str | None = None) -> Tensor | None:
+    if not _is_supported(self, x):
+        return None
+    x, norm = as_pytorch_reads(x), (self.weight, self.bias, self.eps)
+    y: Tensor = group_norm(x, self.num_groups, *norm, activation=activation)
+    return y
+
+
+def of_group_norm(self: Any, input: Tensor) -> Tensor | None:
+    """What calls F.group_norm, as subclasses of nn.GroupNorm that a predicate accepted."""
+    return _group_norm(self, input)
+
+
+def instance_norm(self: Any, input: Tensor, activation: str | None = None) -> Tensor | None:
+    """Without running statistics; what the class refuses, or warns of, is its own."""
+    dims = self._get_no_batch_dim() + 1
+    if not stock.has_kernels(input) or not _is_supported(self, input) or input.dim() != dims:
+        return None
+    channels, positions = input.shape[1], input[0, 0].numel() if input.numel() > 0 else 0
+    if channels != self.num_features or positions < 2 or has_running_statistics(self):
+        return None
+    norm = (self.weight, self.bias, self.eps)
+    # Autocast makes group_norm float32, and lets instance_norm be.
+    out_dtype = input.dtype if torch.is_autocast_enabled(input.device.type) else None
+    y: Tensor = group_norm(
+        input.contiguous(), channels, *norm, activation=activation, out_dtype=out_dtype
+    )
+    return y
+
+
+def has_running_statistics(module: Any) -> bool:
+    return bool(module.track_running_stats or module.running_mean is not None)
+
+
+def timm(self: Any, x: Tensor) -> Tensor | None:
+    return None if self._fast_norm else _group_norm(self, x)
+
+
+def timm_act(self: Any, x: Tensor) -> Any:
+    if self._fast_norm:
+        return None
+    is_kept = type(self.drop) is nn.Identity and stock.has_kernels(x)
+    activation = activation_of(self.act) if is_kept else None
+    y = _group_norm(self, x, activation)
+    return y if y is None or activation is not None else self.act(self.drop(y))
+
+
+def bit(self: Any, hidden_state: Tensor) -> Any:
+    activation = activation_of(self.activation) if stock.has_kernels(hidden_state) else None
+    y = _group_norm(self, hidden_state, activation)
+    return y if y is None or activation is not None else self.activation(y)
+
+
+def emu3(self: Any, input: Tensor, quant_states: Any = None) -> Tensor | None:
+    return _group_norm(self, input)
+
+
+def pe_audio(self: Any, x: Tensor, padding_mask: Any = None) -> Tensor | None:
+    return None if padding_mask is not None else _group_norm(self, x)
+
+
+def modulated(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    scale: Tensor,
+    shift: Tensor,
+    activation: str | None,
+) -> Tensor | None:
+    """activation(group_norm(x) * (1 + scale) + shift), if the kernels compute it, and the library
+    would give the result in the norm's dtype."""
+    if not stock.are_supported(x, scale, shift) or not stock.dtypes_are_supported(x, weight, bias):
+        return None
+    if F.group_norm is not stock.group_norm or x.dim() < 2 or eps != eps:
+        return None
+    for numbers in (scale, shift):
+        if numbers.dtype is not x.dtype or numbers.dim() != x.dim():
+            return None
+        if numbers.shape[:2] != x.shape[:2] or numbers.shape[2:].numel() != 1:
+            return None
+    y: Tensor = ada_group_norm(
+        x, num_groups, shift, scale, weight, bias, eps, activation=activation
+    )
+    return y
+
+
+def _modulated(
+    x: Tensor, num_groups: int, eps: float, scale: Tensor, shift: Tensor, activation: str | None
+) -> Tensor:
+    y = modulated(as_pytorch_reads(x), num_groups, None, None, eps, scale, shift, activation)
+    if y is None:
+        y = F.group_norm(x, num_groups, eps=eps) * (1 + scale) + shift
+        y = y if activation is None else FUNCTIONS[activation](y)
+    return y
+
+
+def ada(self: Any, x: Tensor, emb: Tensor, activation: str | None = None) -> Tensor | None:
+    """diffusers' AdaGroupNorm."""
+    if not stock.has_kernels(x):
+        return None
+    numbers = self.linear(self.act(emb) if self.act else emb)[:, :, None, None]
+    scale, shift = numbers.chunk(2, dim=1)
+    return _modulated(x, self.num_groups, self.eps, scale, shift, activation)
+
+
+def kandinsky3(self: Any, x: Tensor, context: Tensor, activation: str | None = None) -> Any:
+    """diffusers' Kandinsky3ConditionalGroupNorm, whose norm has no weight."""
+    norm = self.norm
+    if not stock.has_kernels(x) or norm.weight is not None or must_be_called(norm):
+        return None
+    context = self.context_mlp(context)
+    for _ in x.shape[2:]:
+        context = context.unsqueeze(-1)
+    scale, shift = context.chunk(2, dim=1)
+    return _modulated(x, norm.num_groups, norm.eps, scale, shift, activation)
+
+
+_TIMM, _TIMM_ACT = {"1a67bdcebd2c4f36": timm}, {"20fabd42e1d1ff92": timm_act}
+
+# By (module, class), from the digest of a forward's source to the forward that replaces it, of timm
+# 1.0, diffusers 0.42 and transformers 5.24.
+CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
+    ("timm.layers.norm", "GroupNorm"): _TIMM,
+    ("timm.layers.norm", "GroupNorm1"): _TIMM,
+    ("timm.models.metaformer", "GroupNorm1NoBias"): _TIMM,
+    ("timm.layers.norm_act", "GroupNormAct"): _TIMM_ACT,
+    ("timm.layers.norm_act", "GroupNorm1Act"): _TIMM_ACT,
+    ("diffusers.models.normalization", "AdaGroupNorm"): {"304d5a49f63200b8": ada},
+    ("diffusers.models.unets.unet_kandinsky3", "Kandinsky3ConditionalGroupNorm"): {
+        "368447d5724720ec": kandinsky3
+    },
+    **{
+        (f"transformers.models.{folder}.modeling_{folder}", name): sources
+        for folder, name, sources in (
+            ("bit", "BitGroupNormActivation", {"e2db88806e2c6156": bit}),
+            ("emu3", "Emu3VQVAEGroupNorm", {"39ad848f9088321d": emu3}),
+            ("pe_audio", "PeAudioMaskedGroupNorm", {"f705f66458a989ec": pe_audio}),
+            ("pe_audio_video", "PeAudioVideoMaskedGroupNorm", {"f705f66458a989ec": pe_audio}),
+            ("pe_video", "PeVideoMaskedGroupNorm", {"f705f66458a989ec": pe_audio}),
+            ("poolformer", "PoolFormerGroupNorm", {INHERITED_GROUP: of_group_norm}),
+        )
+    },
+}
