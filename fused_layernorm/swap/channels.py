@@ -5,6 +5,7 @@ the fused kernels that replace them.
 As in rms.py, a class is known by the digest of its forward, a forward here rounds where its class
 rounds, and it returns None for what the kernels do not take (classes._or_stock). The result has
 the strides that elementwise operators give it, those of torch.empty_like(x), as with the class.
+With an activation behind the norm (neighbours.py) all is rounded once.
 (The LayerNorms over channels stand in table.py.)
 """
 
@@ -66,7 +67,7 @@ timm_float32_act = then_act(__name__, "timm_float32_act", timm_float32)
 # and a bias.
 
 
-def _normalize(self: Any, x: Tensor, bias: Any) -> Tensor | None:
+def _normalize(self: Any, x: Tensor, bias: Any, activation: str | None) -> Tensor | None:
     gamma = self.gamma
     if not _is_supported(x, gamma, half=True) or gamma.dim() != x.dim() - 1:
         return None
@@ -74,10 +75,11 @@ def _normalize(self: Any, x: Tensor, bias: Any) -> Tensor | None:
     if gamma.shape != (channels, *(1,) * (x.dim() - 2)) or self.scale != channels**0.5:
         return None
     eps = 1e-24 / channels  # added to the mean of the squares, and so 1e-12 to the length at most
-    if x.dtype is torch.float32:
+    if x.dtype is torch.float32 or activation is not None:
         weight, offset = gamma.flatten(), bias.flatten() if isinstance(bias, Tensor) else None
-        if gamma.dtype is torch.float32 and (offset is None or offset.dtype is torch.float32):
-            y: Tensor = rms_norm(x, weight, eps, bias=offset, out_dtype=x.dtype, dim=1)
+        if gamma.dtype is x.dtype and (offset is None or offset.dtype is x.dtype):
+            options: Any = {"bias": offset, "activation": activation, "out_dtype": x.dtype}
+            y: Tensor = rms_norm(x, weight, eps, dim=1, **options)
             return y
         return None
     # The normalized vector is rounded, and so is each product.
@@ -85,19 +87,21 @@ def _normalize(self: Any, x: Tensor, bias: Any) -> Tensor | None:
     return unit * self.scale * gamma + bias
 
 
-def wan(self: Any, x: Tensor) -> Tensor | None:
-    return _normalize(self, x, self.bias) if self.channel_first else None
+def wan(self: Any, x: Tensor, activation: str | None = None) -> Tensor | None:
+    return _normalize(self, x, self.bias, activation) if self.channel_first else None
 
 
-def kandinsky6(self: Any, hidden_states: Tensor) -> Tensor | None:
-    return _normalize(self, hidden_states, 0.0)
+def kandinsky6(self: Any, hidden_states: Tensor, activation: str | None = None) -> Tensor | None:
+    return _normalize(self, hidden_states, 0.0, activation)
 
 
-def per_channel(self: Any, x: Tensor, channel_dim: int | None = None) -> Tensor | None:
+def per_channel(
+    self: Any, x: Tensor, channel_dim: int | None = None, activation: str | None = None
+) -> Tensor | None:
     """LTX-2's: it has no weight, and its own channel_dim counts, whatever forward is given."""
-    if self.channel_dim != 1 or not _is_supported(x, None, half=False):
+    if self.channel_dim != 1 or not _is_supported(x, None, half=activation is not None):
         return None
-    y: Tensor = rms_norm(x, None, self.eps, out_dtype=x.dtype, dim=1)
+    y: Tensor = rms_norm(x, None, self.eps, activation=activation, out_dtype=x.dtype, dim=1)
     return y
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import stock
-from ..groups import ada_group_norm, as_pytorch_reads, group_norm
+from ..groups import FusedGroupNorm, ada_group_norm, as_pytorch_reads, group_norm
 from .activations import FUNCTIONS, activation_of
 from .classes import Forward, must_be_called
 from .source import INHERITED_GROUP
@@ -42,9 +42,9 @@ def _group_norm(self: Any, x: Any, activation: str | None = None) -> Tensor | No
     return y
 
 
-def of_group_norm(self: Any, input: Tensor) -> Tensor | None:
+def of_group_norm(self: Any, input: Tensor, activation: str | None = None) -> Tensor | None:
     """What calls F.group_norm, as subclasses of nn.GroupNorm that a predicate accepted."""
-    return _group_norm(self, input)
+    return _group_norm(self, input, activation)
 
 
 def instance_norm(self: Any, input: Tensor, activation: str | None = None) -> Tensor | None:
@@ -68,8 +68,8 @@ def has_running_statistics(module: Any) -> bool:
     return bool(module.track_running_stats or module.running_mean is not None)
 
 
-def timm(self: Any, x: Tensor) -> Tensor | None:
-    return None if self._fast_norm else _group_norm(self, x)
+def timm(self: Any, x: Tensor, activation: str | None = None) -> Tensor | None:
+    return None if self._fast_norm else _group_norm(self, x, activation)
 
 
 def timm_act(self: Any, x: Tensor) -> Any:
@@ -153,6 +153,19 @@ def kandinsky3(self: Any, x: Tensor, context: Tensor, activation: str | None = N
     return _modulated(x, norm.num_groups, norm.eps, scale, shift, activation)
 
 
+def cosmos(self: Any, hidden_states: Tensor, activation: str | None = None) -> Any:
+    """diffusers' CosmosCausalGroupNorm, of each frame by itself: its norm is called but for an
+    activation."""
+    norm, x = self.norm, hidden_states
+    is_plain = type(norm).forward is FusedGroupNorm.forward and not must_be_called(norm)
+    if activation is None or not is_plain or x.dim() != 5:
+        return None
+    if self.num_groups != 1:
+        return _group_norm(norm, x, activation)
+    y = _group_norm(norm, x.permute(0, 2, 1, 3, 4).flatten(0, 1), activation)
+    return None if y is None else y.unflatten(0, (x.shape[0], -1)).permute(0, 2, 1, 3, 4)
+
+
 _TIMM, _TIMM_ACT = {"1a67bdcebd2c4f36": timm}, {"20fabd42e1d1ff92": timm_act}
 
 # By (module, class), from the digest of a forward's source to the forward that replaces it, of timm
@@ -166,6 +179,9 @@ CLASSES: dict[tuple[str, str], dict[str, Forward]] = {
     ("diffusers.models.normalization", "AdaGroupNorm"): {"304d5a49f63200b8": ada},
     ("diffusers.models.unets.unet_kandinsky3", "Kandinsky3ConditionalGroupNorm"): {
         "368447d5724720ec": kandinsky3
+    },
+    ("diffusers.models.autoencoders.autoencoder_kl_cosmos", "CosmosCausalGroupNorm"): {
+        "8277782117b299c0": cosmos
     },
     **{
         (f"transformers.models.{folder}.modeling_{folder}", name): sources

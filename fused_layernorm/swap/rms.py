@@ -57,6 +57,7 @@ def normalized(
     variant: Variant,
     dtypes: Dtypes,
     keeps_order: bool = True,
+    activation: str | None = None,
 ) -> Tensor | None:
     """The norm over the last dimension, or None if it is not for the kernels."""
     if not has_kernels(x):
@@ -80,6 +81,7 @@ def normalized(
         x,
         weight=weight,
         eps=eps,
+        activation=activation,
         out_dtype=out_dtype,
         statistic="rms",
         weight_offset=variant.weight_offset,
@@ -169,6 +171,18 @@ def diffusers(self: Any, hidden_states: Tensor) -> Tensor | None:
     if y is None or self.weight is None or self.bias is None:
         return y
     return y + self.bias  # the class rounds before it adds the bias
+
+
+NORMS[diffusers] = lambda module: (
+    None
+    if module.bias is not None
+    else Norm(
+        module.weight,
+        module.eps,
+        ROUNDED,
+        {one: x for one, x in OF_X.items() if one[1] in (x, None)},
+    )
+)
 
 
 def diffusers_without_bias(self: Any, hidden_states: Tensor) -> Tensor | None:

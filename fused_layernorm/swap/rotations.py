@@ -2,9 +2,8 @@
 """swap_norms(model, neighbours=True): attention modules whose q and k are rotated by the kernels.
 
 transformers writes the same rotation in each model's file, as a function apply_rotary_pos_emb that
-the attention's forward calls. A swapped module gets a subclass of its class whose forward is
-compiled from the source of its own, with that call replaced by one of `_rotated`; so everything
-else of the forward, in any release, stays as it is. Where the last thing that happens to q and k
+the attention's forward calls. The forward of a swapped module (rewritten.py) calls
+`_rotated` in its place. Where the last thing that happens to q and k
 before the rotation is `self.q_norm` and `self.k_norm`, these calls are left out of the forward, and
 norm and rotation are one kernel. The function is known by the digest of its source, and so is
 Liger's, which may stand in its place. A call that the kernels do not take gets the norms' own
@@ -17,8 +16,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import functools
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,8 +24,9 @@ from torch import Tensor, nn
 
 from ..heads import qk_norm_rope
 from ..stock import are_supported, has_kernels
-from . import rms, source
-from .classes import Forward, Known, is_as_read, made_class, must_be_called
+from . import rewritten, rms, source
+from .classes import Known, must_be_called
+from .rewritten import are_as_read
 from .source import Part
 
 FUNCTION = "apply_rotary_pos_emb"
@@ -79,7 +77,7 @@ def _rotated(
 ) -> tuple[Tensor, Tensor]:
     """q and k, (batch, heads, positions, columns), normalized if the class says so, and rotated."""
     kernel = function is self._function and is_supported(self._rotation, q, k, cos, sin)
-    if kernel and not _are_as_read(type(self)):
+    if kernel and not are_as_read(type(self)):
         kernel = False
     if not self._norms:
         return rotate(self._rotation, q, k, None, cos, sin) if kernel else function(q, k, cos, sin)
@@ -90,14 +88,6 @@ def _rotated(
     if kernel and is_supported(self._rotation, q, k, cos, sin):
         return rotate(self._rotation, q, k, None, cos, sin)
     return function(q, k, cos, sin)
-
-
-def _are_as_read(cls: type) -> bool:
-    """As is_as_read, which Dynamo cannot trace: it asks while it traces."""
-    return is_as_read(cls)
-
-
-_are_as_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Norm(NamedTuple):
@@ -140,7 +130,7 @@ def _norm_of(q_norm: Any, k_norm: Any, q: Tensor) -> _Norm | None:
         cls: Any = type(module)
         known = getattr(cls, "_known", None)
         norm_of = None if known is None else rms.NORMS.get(known.forward)
-        if norm_of is None or must_be_called(module) or not _are_as_read(cls):
+        if norm_of is None or must_be_called(module) or not are_as_read(cls):
             return None
         found.append(norm_of(module))
     of_q, of_k = found
@@ -255,7 +245,7 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
     None for a class whose forward calls no function of this name.
     """
     outer = getattr(cls, "forward", None)  # that of a compiled class raises
-    inner = getattr(_innermost(outer), "__code__", None)
+    inner = getattr(rewritten.innermost(outer), "__code__", None)
     if inner is None or FUNCTION not in inner.co_names:
         return None
     unknown = "its forward cannot be compiled with another rotation"
@@ -274,45 +264,14 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
         forward = source.execute(made.function, tree, made.decorators)
     except source.UNREADABLE:
         return unknown
-    return made_class(
+    return rewritten.subclass(
         cls,
         Known(KIND, _rotated),
         parts,
-        wrap=functools.partial(_or_stock, forward),
+        forward,
+        class_of,
         _norms=norms,
         _rotated=_rotated,
         _rotation=rotation,
         _function=staticmethod(function.parts[0].function),
-        __reduce_ex__=_reduce_ex,
     )
-
-
-def _innermost(function: Any) -> Any:
-    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
-def _or_stock(fused: Forward, made: Any) -> Forward:
-    """The forward; the stock one for a module that was unswapped while somebody kept it, and where
-    that is not the one that was read."""
-    cls, read = made._swapped_from, made._parts[0].function
-
-    @functools.wraps(fused)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_fused = cls.forward is read and hasattr(type(self), "_rotated")
-        return (fused if is_fused else cls.forward)(self, *args, **kwargs)
-
-    return forward
-
-
-def _reduce_ex(self: Any, protocol: Any) -> Any:
-    """As object.__reduce_ex__, but unpickling makes the class, which pickle cannot find by name."""
-    state: Any = object.__reduce_ex__(self, max(2, protocol))[2:]
-    return _unpickled, (self._swapped_from,), *state
-
-
-def _unpickled(cls: type[nn.Module]) -> nn.Module:
-    made = class_of(cls)
-    made = made if isinstance(made, type) else cls  # another release of the library
-    return made.__new__(made)

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 
 from .. import stock
 from ..modules import FusedRMSNorm
+from . import neighbours as beside
 from . import registry, source
 from . import rotations as rotary
 from .classes import (
@@ -64,7 +65,10 @@ def swap_norms(
             ``fused_layernorm/swap/rotations.py`` knows, as those of Llama, Qwen3, Gemma 3, OLMo 2
             and some 150 other models do. The rotation, and the norms of q and k by heads in front
             of it, become one kernel, :func:`qk_norm_rope`, which rounds once where the library
-            rounds after each operation. The predicate is not called for them.
+            rounds after each operation. Likewise the modules that call a group norm, or an RMSNorm
+            over channels, and then an activation, as diffusers' ResnetBlock2D and the blocks and
+            decoders of VAEs do, and an nn.Sequential of the two: norm, modulation by a time
+            embedding and activation become one kernel. The predicate is not called for them.
     """
     return _swap_all(model, predicate, ("layer", "rms", "group"), "swap_norms", "norm", neighbours)
 
@@ -158,13 +162,13 @@ def _swap_all(
         if reason:
             left[f"{_name(plain_class(module))} ({reason})"] += 1
     if neighbours:
-        _swap_rotations(model, left)
+        _swap_neighbours(model, left)
     text = ", ".join(f"{count} {one}" for one, count in left.items())
     if left:
         _log.info(
             "%s: %d %s-like modules were left: %s", _name(type(model)), left.total(), what, text
         )
-    wanted = {*kinds, REGISTERED, *([rotary.KIND] if neighbours else [])}
+    wanted = {*kinds, REGISTERED, *(_BESIDE if neighbours else [])}
     if not any(is_fused(module) and kind_of(module) in wanted for module in model.modules()):
         warnings.warn(
             f"{caller}: nothing in {_name(type(model))} is fused: "
@@ -245,15 +249,22 @@ def _is_fused_layer_norm(module: nn.Module) -> bool:
     return is_fused(module) and kind_of(module) not in ("rms", "group")
 
 
-def _swap_rotations(model: nn.Module, left: Counter[str]) -> None:
+_BESIDE = (rotary.KIND, beside.KIND)
+
+
+def _swap_neighbours(model: nn.Module, left: Counter[str]) -> None:
     for module in model.modules():
         if is_fused(module) or "forward" in module.__dict__:
             continue
         cls = swapped_from(module) or plain_class(module)
         made = rotary.class_of(cls)
+        if made is None:
+            made = beside.class_of(cls)
+            if not isinstance(made, type) or not beside.has_pair(module, made):
+                continue
         if isinstance(made, str):
             left[f"{_name(cls)} ({made})"] += 1
-        elif made is not None:
+        else:
             with lock:
                 set_class(module, made)
 
@@ -263,7 +274,7 @@ def unswap_norms(model: Model) -> Model:
 
     A FusedLayerNorm, FusedRMSNorm or FusedGroupNorm that was constructed as one stays.
     """
-    return _unswap_all(model, ("layer", "rms", "group", rotary.KIND))
+    return _unswap_all(model, ("layer", "rms", "group", *_BESIDE))
 
 
 def unswap_layer_norm(model: Model) -> Model:

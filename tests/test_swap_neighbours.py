@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""swap_norms(neighbours=True): the activation behind a norm, in the blocks and models of diffusers
+and in sequences: results, gradients and strides as stock's, how many norms have taken an
+activation, and what a hook, a replaced forward or an activation that nobody knows does.
+"""
+
+import copy
+import pickle
+from typing import Any
+
+import libraries
+import pytest
+import torch
+import torch.nn.functional as F
+from libraries import class_of
+from torch import nn
+
+import fused_layernorm as fl
+from fused_layernorm.swap import groups, is_fused, neighbours, swap_norms, unswap_norms
+
+R, A, U = "diffusers.models.resnet.", "diffusers.models.autoencoders.", "diffusers.models.unets."
+F32, BF16 = torch.float32, torch.bfloat16
+X, VIDEO, TEMB = (2, 8, 6, 4), (2, 8, 3, 6, 4), (2, 5)
+
+pytestmark = pytest.mark.cpu_operators
+
+
+def resnet(**options):
+    return {"in_channels": 8, "groups": 2, "temb_channels": None, **options}
+
+
+# id: (class, arguments, shapes of inputs, how many norms take their activation).
+BLOCKS: dict[str, tuple[str, dict[str, Any], list[Any], int]] = {
+    "resnet": (R + "ResnetBlock2D", resnet(), [X, None], 2),
+    "temb": (R + "ResnetBlock2D", resnet(temb_channels=5, out_channels=4), [X, TEMB], 2),
+    "scale_shift": (R + "ResnetBlock2D", resnet(temb_channels=5, time_embedding_norm="scale_shift"),
+        [X, TEMB], 2),
+    "down": (R + "ResnetBlock2D", resnet(down=True), [X, None], 2),
+    "mish": (R + "ResnetBlock2D", resnet(non_linearity="mish"), [X, None], 0),
+    "gelu": (R + "ResnetBlock2D", resnet(non_linearity="gelu"), [X, None], 2),
+    "ada_group": (R + "ResnetBlockCondNorm2D", resnet(temb_channels=5), [X, TEMB], 2),
+    "temporal": (R + "TemporalResnetBlock", {"in_channels": 32, "temb_channels": 5},
+        [(2, 32, 3, 4, 4), (2, 3, 5)], 2),
+    "kandinsky3": (U + "unet_kandinsky3.Kandinsky3Block",
+        {"in_channels": 8, "out_channels": 8, "time_embed_dim": 5, "norm_groups": 2}, [X, TEMB], 1),
+    "hunyuan": (A + "autoencoder_kl_hunyuan_video.HunyuanVideoResnetBlockCausal3D",
+        {"in_channels": 8, "groups": 2}, [VIDEO], 2),
+    "hunyuan_image": (A + "autoencoder_kl_hunyuanimage.HunyuanImageResnetBlock",
+        {"in_channels": 32, "out_channels": 32}, [(2, 32, 6, 4)], 2),
+    "wan": (A + "autoencoder_kl_wan.WanResidualBlock", {"in_dim": 8, "out_dim": 4}, [VIDEO], 2),
+    "ltx": (A + "autoencoder_kl_ltx.LTXVideoResnetBlock3d", {"in_channels": 8}, [VIDEO], 2),
+    "ltx_temb": (A + "autoencoder_kl_ltx.LTXVideoResnetBlock3d",
+        {"in_channels": 8, "timestep_conditioning": True}, [VIDEO, (2, 32, 1, 1, 1)], 0),
+    "ltx2": (A + "autoencoder_kl_ltx2.LTX2VideoResnetBlock3d", {"in_channels": 8}, [VIDEO], 2),
+    "cosmos": (A + "autoencoder_kl_cosmos.CosmosResnetBlock3d",
+        {"in_channels": 8, "out_channels": 4}, [VIDEO], 2),
+    "cosmos_groups": (A + "autoencoder_kl_cosmos.CosmosResnetBlock3d",
+        {"in_channels": 8, "out_channels": 4, "num_groups": 2}, [VIDEO], 2),
+}  # fmt: skip
+
+
+@pytest.fixture(params=BLOCKS)
+def case(request, device):
+    cls, arguments, shapes, fused = BLOCKS[request.param]
+    block = class_of(*cls.rsplit(".", 1))(**arguments).to(device).eval()
+    return block, inputs_of(shapes, device), fused
+
+
+def inputs_of(shapes, device):
+    return [None if shape is None else torch.randn(shape, device=device) for shape in shapes]
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """The activations that norms have taken."""
+    seen: list[str] = []
+    of_norm, modulated = neighbours._of_norm, groups.modulated
+
+    def recorded(self, norm, activation, *args):
+        y = of_norm(self, norm, activation, *args)
+        seen.extend([] if y is None else [activation])
+        return y
+
+    def recorded_modulated(*args):
+        y = modulated(*args)
+        is_of_block = y is not None and args[2] is not None  # AdaGroupNorm has no weight
+        seen.extend([args[-1]] if is_of_block else [])
+        return y
+
+    monkeypatch.setattr(neighbours, "_of_norm", recorded)
+    monkeypatch.setattr(groups, "modulated", recorded_modulated)
+    return seen
+
+
+def beside(module):
+    return swap_norms(copy.deepcopy(module), neighbours=True)
+
+
+def results(module, inputs):
+    inputs = [None if one is None else one.detach().requires_grad_() for one in inputs]
+    y = module(*inputs)
+    y = y[0] if isinstance(y, tuple) else getattr(y, "sample", y)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    leaves = [*(one for one in inputs if one is not None), *module.parameters()]
+    found = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+    return y, [one for one in found if one is not None]
+
+
+def check(module, new, inputs, tolerance):
+    (y, found), (expected, gradients) = results(new, inputs), results(module, inputs)
+    assert y.dtype is expected.dtype
+    assert y.stride() == expected.stride()
+    assert len(found) == len(gradients)
+    if y.dtype is BF16:  # gradients of biases in front of a norm are sums of what cancels
+        found, gradients = ([g for g in of if g.dim() > 2] for of in (found, gradients))
+    for one, other in zip((y, *found), (expected, *gradients), strict=True):
+        size = float(other.detach().abs().max()) + 1
+        torch.testing.assert_close(one / size, other / size, rtol=tolerance, atol=tolerance)
+
+
+def channels_last(module, x):
+    last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    module = copy.deepcopy(module)
+    for parameter in module.parameters():
+        if parameter.dim() == x.dim():
+            parameter.data = parameter.data.contiguous(memory_format=last)
+    return module, x.contiguous(memory_format=last)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_same_results(case, dtype, fused):
+    block, inputs, count = case
+    block, inputs = block.to(dtype), [None if one is None else one.to(dtype) for one in inputs]
+    tolerance = 1e-4 if dtype is F32 else 3e-2
+    check(block, beside(block), inputs, tolerance)
+    assert len(fused) == count
+    block, inputs[0] = channels_last(block, inputs[0])
+    check(block, beside(block), inputs, tolerance)
+    assert len(fused) == 2 * count
+
+
+def test_autocast(case, device, fused):
+    block, inputs, _ = case
+    new = beside(block)
+    with torch.autocast(device, BF16):
+        y, expected = new(*inputs), block(*inputs)
+    assert y.dtype is expected.dtype
+    assert y.stride() == expected.stride()
+    torch.testing.assert_close(y, expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*scale.*argument is deprecated")
+def test_swapped_copied_and_unswapped(case):
+    block, inputs, count = case
+    new, text = beside(block), repr(block)
+    assert is_fused(new) or count == 0
+    assert isinstance(new, type(block))
+    assert list(new.state_dict()) == list(block.state_dict())
+    for made in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
+        assert type(made) is type(new)
+        torch.testing.assert_close(made(*inputs), new(*inputs))
+    assert swap_norms(new, neighbours=True) is new
+    assert repr(unswap_norms(new)) == text
+    assert not is_fused(new)
+
+
+def block(device="cpu", name="scale_shift"):
+    cls, arguments, shapes, _ = BLOCKS[name]
+    made = class_of(*cls.rsplit(".", 1))(**arguments).to(device)
+    return made, inputs_of(shapes, device)
+
+
+def test_what_a_call_must_see(device, fused, monkeypatch):
+    """Hooks, another activation and replaced functions: everybody runs, with the stock result."""
+    stock, inputs = block(device)
+    new, seen = beside(stock), []
+    expected = stock(*inputs)
+    hook = new.norm1.register_forward_hook(lambda *_: seen.append("norm"))
+    torch.testing.assert_close(new(*inputs), expected)
+    hook.remove()
+    assert (seen, fused) == (["norm"], ["silu"])
+    hook = new.nonlinearity.register_forward_hook(lambda *_: seen.append("act"))
+    torch.testing.assert_close(new(*inputs), expected)
+    hook.remove()
+    assert seen[1:] == 3 * ["act"]  # the embedding's too
+    assert fused == ["silu"]
+    new.nonlinearity = stock.nonlinearity = nn.Tanh()
+    torch.testing.assert_close(new(*inputs), stock(*inputs))
+    new.nonlinearity = stock.nonlinearity = nn.SiLU()
+    unswap_norms(new.norm2)
+    torch.testing.assert_close(new(*inputs), expected)
+    assert fused == 2 * ["silu"]
+    for name in ("silu", "group_norm"):
+        with monkeypatch.context() as patch:
+            patch.setattr(F, name, lambda x, *args, **kwargs: x + 1)
+            torch.testing.assert_close(new(*inputs), stock(*inputs))
+    assert fused == 2 * ["silu"]
+
+
+def test_a_forward_that_is_replaced_later_runs(device, monkeypatch):
+    stock, inputs = block(device)
+    new = beside(stock)
+    monkeypatch.setattr(type(stock), "forward", lambda self, *args: "replaced")
+    assert new(*inputs) == "replaced"
+    assert not is_fused(new)
+    assert not is_fused(beside(stock))
+
+
+class Order(nn.Module):
+    """Where a norm and an activation are not neighbours, though they look like it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act, self.conv = nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1)
+        self.calls: list[str] = []
+
+    def flag(self):
+        self.calls.append("flag")
+        return len(self.calls) == 1
+
+    def forward(self, x):
+        h = self.norm(x)
+        k = h
+        h = self.act(h)
+        x = self.norm(h)
+        if self.flag():
+            x = x * 2
+        x = self.act(x)
+        y = F.silu(self.norm(x)) + self.act(self.norm(k))
+        if y.shape[0] > 5:
+            return self.norm(y)
+        else:
+            for _ in range(2):
+                y = self.norm(y)
+                y = F.silu(y)
+            y = self.norm(y)
+        return self.act(y) + h
+
+
+def test_statements_keep_their_order(device, fused):
+    stock, x = Order().to(device), torch.randn(X, device=device)
+    new = beside(stock)
+    torch.testing.assert_close(new(x), stock(x), rtol=1e-4, atol=1e-4)
+    assert fused == 4 * ["silu"]
+    assert new.calls == stock.calls
+
+
+@pytest.mark.parametrize(
+    ("norm", "act", "count"),
+    [
+        (nn.GroupNorm(2, 8), nn.SiLU(), 1),
+        (nn.InstanceNorm2d(8, affine=True), nn.LeakyReLU(0.01, inplace=True), 1),
+        (nn.InstanceNorm2d(8), nn.LeakyReLU(0.2), 0),
+        (nn.InstanceNorm2d(8, track_running_stats=True), nn.ReLU(), 0),
+        (nn.GroupNorm(2, 8), nn.GELU("tanh"), 1),
+        (nn.BatchNorm2d(8), nn.ReLU(), 0),
+    ],
+    ids=repr,
+)
+def test_sequences(norm, act, count, device, fused):
+    stock = nn.Sequential(nn.Conv2d(3, 8, 3), norm, act, nn.Identity()).to(device)
+    model = nn.ModuleList([stock, nn.LayerNorm(3)])
+    new = beside(model)[0]
+    assert is_fused(new) == (count > 0)
+    x = torch.randn(2, 3, 6, 5, device=device)
+    check(stock, new, [x], 1e-4)
+    assert len(fused) == count
+    stock, x = channels_last(stock, x)
+    check(stock, beside(nn.ModuleList([stock, nn.LayerNorm(3)]))[0], [x], 1e-4)
+    assert isinstance(new[1:3], nn.Sequential)
+    assert len(pickle.loads(pickle.dumps(new))) == 4
+    for tool in (torch.jit.script, torch.fx.symbolic_trace):
+        torch.testing.assert_close(tool(new)(x), stock(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("model", ["vae", "unet"])
+def test_models(model, layout, device, fused):
+    diffusers = libraries.get("diffusers")
+    if model == "vae":
+        made = diffusers.AutoencoderKL(
+            block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1, sample_size=16,
+            down_block_types=2 * ("DownEncoderBlock2D",), up_block_types=2 * ("UpDecoderBlock2D",),
+        )  # fmt: skip
+        inputs: list[Any] = [torch.randn(1, 3, 16, 16, device=device)]
+    else:
+        made = diffusers.UNet2DConditionModel(
+            sample_size=16, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), cross_attention_dim=8,
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=4,
+        )  # fmt: skip
+        inputs = [torch.randn(1, 4, 16, 16, device=device)]
+    made = made.to(device).eval()
+    if layout == "channels_last":
+        made, inputs[0] = channels_last(made, inputs[0])
+    new = beside(made)
+    if model == "unet":
+        condition = torch.randn(1, 3, 8, device=device)
+        made_call, new_call = (
+            lambda x, one=one: one(x, torch.tensor([3], device=device), condition).sample
+            for one in (made, new)
+        )
+    else:
+        made_call, new_call = (lambda x, one=one: one(x).sample for one in (made, new))
+    y, expected = new_call(*inputs), made_call(*inputs)
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+    assert y.stride() == expected.stride()
+    pairs = sum(type(one).__name__.endswith("ResnetBlock2D") for one in new.modules())
+    assert len(fused) == 2 * pairs + (2 if model == "vae" else 1)
+    for found, other in zip(
+        torch.autograd.grad(y.square().sum(), new.parameters(), allow_unused=True),
+        torch.autograd.grad(expected.square().sum(), made.parameters(), allow_unused=True),
+        strict=True,
+    ):
+        if other is not None:
+            size = float(other.abs().max()) + 1
+            torch.testing.assert_close(found / size, other / size, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["resnet", "wan"])
+def test_compiled(name, device):
+    stock, inputs = block(device, name)
+    compiled = torch.compile(beside(stock), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), stock(*inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_without_kernels_the_stock_functions_run(monkeypatch):
+    monkeypatch.setattr(fl.stock, "_cpu_operators", False)
+    stock, inputs = block()
+    assert torch.equal(beside(stock)(*inputs), stock(*inputs))
