@@ -16,7 +16,8 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ..ops import aten_forward
-from . import replace, rotations, rules, sites
+from ..ops.groups import group_norm
+from . import groups, replace, rotations, rules, sites
 from .effects import Effects, name_of_target
 from .reading import origin, read, value_of
 from .replace import NotFused
@@ -90,9 +91,10 @@ def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
         if node._erased:
             continue
         try:
-            site = sites.find(node)
+            site = sites.find(node) or groups.find(node)
             if site is not None and value_of(node).device.type in rules.DEVICES:
-                rows.append(_replace(site, graph, effects, settings))
+                change = _replace_groups if isinstance(site, groups.GroupSite) else _replace
+                rows.append(change(site, graph, effects, settings))
         except Exception as error:
             rows.append(_failed(node, error))
     try:
@@ -167,6 +169,22 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
             row = _row(candidate, fused.overload, rule.reason, notes)
             row.fused += ["cast"] * (checked.narrowed is not None)
             replace.apply(checked, fused, graph, effects, problem.columns)
+            return row
+        except NotFused as reason:
+            if str(reason) not in notes:
+                notes.append(str(reason))
+    return _row(site, None, "", notes)
+
+
+def _replace_groups(site: Any, graph: Graph, effects: Effects, settings: Settings) -> Row:
+    notes = site.notes
+    for candidate in () if notes else groups.grown(site):
+        try:
+            checked = replace.check(candidate, effects, settings.with_inductor)
+            rule = rules.choose(groups.problem(settings.with_inductor, settings.deterministic))
+            row = _row(candidate, group_norm, rule.reason, notes)
+            row.fused += ["cast"] * (checked.narrowed is not None)
+            groups.apply(checked, graph, effects)
             return row
         except NotFused as reason:
             if str(reason) not in notes:

@@ -61,6 +61,7 @@ ACTIVATIONS = {
     "norm * sigmoid(norm)": "silu",
     "relu(norm)": "relu",
 }
+GROUP_ACTIVATIONS = {**ACTIVATIONS, "leaky_relu(norm)": "leaky_relu"}
 FACTORS = ("norm * factor",)
 
 # Rotations of pairs of columns (a, b): turned is (-b, a). The last two are written one by one.
@@ -179,7 +180,7 @@ _ONE_PLUS_SCALE = parse("1 + scale")
 PARSED = {
     expression: parse(expression)
     for expressions in (
-        *(NORMALIZED, RMS_NORMALIZED, SUMS, RMS_AFFINES, MODULATIONS, ACTIVATIONS, FACTORS),
+        *(NORMALIZED, RMS_NORMALIZED, SUMS, RMS_AFFINES, MODULATIONS, GROUP_ACTIVATIONS, FACTORS),
         ROTATIONS,
     )
     for expression in expressions

@@ -218,6 +218,11 @@ def _relu(input: Any, inplace: Any = False) -> Call | None:
     return None if inplace else Call("relu", (input,))
 
 
+@_reads(F.leaky_relu, torch._C._nn.leaky_relu, aten.leaky_relu.default)
+def _leaky_relu(input: Any, negative_slope: Any = 0.01, inplace: Any = False) -> Call | None:
+    return None if inplace or negative_slope != 0.01 else Call("leaky_relu", (input,))
+
+
 @_reads(F.dropout, torch.dropout, aten.dropout.default)
 def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Call | None:
     """Dropout that drops nothing."""
@@ -263,6 +268,63 @@ def _rms_norm(
 @_reads(torch._fused_rms_norm, aten._fused_rms_norm.default)
 def _fused_rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: Any) -> Call | None:
     return _norm("_fused_rms_norm", len(normalized_shape), input, weight, None, eps)
+
+
+@_reads(F.group_norm, torch.group_norm, aten.group_norm.default)
+def _group_norm(
+    input: Any,
+    num_groups: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: Any = 1e-5,
+    cudnn_enabled: Any = True,
+) -> Call | None:
+    return Call("group_norm", (input, num_groups, weight, bias, eps))
+
+
+@_reads(torch.native_group_norm, aten.native_group_norm.default)
+def _native_group_norm(
+    input: Any, weight: Any, bias: Any, N: Any, C: Any, HxW: Any, group: Any, eps: Any
+) -> Call | None:
+    return Call("native_group_norm", (input, group, weight, bias, eps))
+
+
+@_reads(F.instance_norm)
+def _instance_norm(
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: Any = True,
+    momentum: Any = 0.1,
+    eps: Any = 1e-5,
+) -> Call | None:
+    """Without running statistics: as many groups as channels."""
+    if running_mean is not None or running_var is not None or use_input_stats is not True:
+        return None
+    if not is_tensor(input) or value_of(input).dim() < 3:
+        return None
+    return Call("group_norm", (input, value_of(input).shape[1], weight, bias, eps))
+
+
+@_reads(load.operators.group_norm.default)
+def _fused_group_norm(
+    input: Any,
+    num_groups: Any,
+    shift: Any,
+    scale: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    activation: Any = None,
+    output_scale: Any = 1.0,
+    out_dtype: Any = None,
+) -> Call | None:
+    """This package's operator, which a swapped module calls."""
+    if shift is not None or scale is not None or activation is not None or output_scale != 1.0:
+        return None
+    return Call("group_norm", (input, num_groups, weight, bias, eps))
 
 
 @_reads(load.layer_norm, aten_forward.aten_variant(LAYER_NORM).overload)
@@ -324,7 +386,11 @@ def _getitem(node: Node) -> Call | None:
 
 
 # Norms that also give their statistics, and the names of those that give the first result only.
-_FIRST_OF_SEVERAL = {"native_layer_norm": "layer_norm", "_fused_rms_norm": "rms_norm"}
+_FIRST_OF_SEVERAL = {
+    "native_layer_norm": "layer_norm",
+    "_fused_rms_norm": "rms_norm",
+    "native_group_norm": "group_norm",
+}
 
 
 @_reads("unsqueeze", "squeeze", "view", "reshape", "expand", "transpose", "permute", node=True)

@@ -65,7 +65,7 @@ def check(site: Site, effects: Effects, functional: bool) -> Replacement:
     start = min(_read_nodes(site, arguments))
     after = max([site.residual_out, *operands]) if site.residual_out is not None else None
     is_activated = site.activation is not None or site.factor != 1.0
-    if arguments.is_modulated and is_activated:
+    if arguments.is_modulated and is_activated and not site.is_activated_after_modulation:
         raise NotFused("no operator has both a gate and an activation")
     _check_order(site, after)
     _check_effects(site, arguments, start, effects)

@@ -24,6 +24,7 @@ class Fusion(Enum):
     RESIDUAL = "residual addition and norm"
     ACTIVATED = "norm and activation"
     MODULATED = "modulated or gated norm"
+    GROUPS = "norm of groups of channels"
 
 
 class Columns(Enum):
@@ -103,6 +104,13 @@ RULES = (
         Choice.KERNEL,
         "deterministic algorithms are asked for: Inductor's forward is not batch-invariant",
         deterministic=True,
+    ),
+    Rule(
+        Choice.KERNEL,
+        "groups of channels: with SiLU on an H100 218 against Inductor's 362 forward at 1 x 128 x "
+        "1024 x 1024, 10.2 against 12.3 at 2 x 1280 x 32 x 32, 35 against 78 backward at 1 x 512 x "
+        "128 x 128; in channels_last 31.6 against 36.8 and 49.6 against 119 at 2 x 320 x 128 x 128",
+        fusions=(Fusion.GROUPS,),
     ),
     Rule(
         Choice.PYTORCH,

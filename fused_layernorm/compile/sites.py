@@ -57,6 +57,8 @@ class Site:
     dim: int | None = None  # the one dimension that is normalized, if it is not among the last
     notes: list[str] = field(default_factory=list)  # what was left, and why
 
+    is_activated_after_modulation = False  # whether an operator has both, in this order
+
     @property
     def x(self) -> Node:
         """The node whose values are normalized."""

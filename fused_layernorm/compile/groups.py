@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Group norms of a graph with what follows them, and their replacement.
+
+A group norm is a Site whose normalized shape is its channels: weight and bias have a number for
+each. A modulation of channels of samples, an activation and a factor may follow it, in this order,
+and become one operator with it. What else there is to say of a site, replace.py says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from ..ops.groups import group_norm
+from . import patterns, rules, sites
+from . import replace as replacing
+from .effects import Effects
+from .patterns import Viewed
+from .reading import dtype_of, is_finite_number, is_tensor, read, value_of
+from .replace import NotFused
+from .sites import Site, are_equal
+
+
+@dataclass
+class GroupSite(Site):
+    num_groups: Any = 1
+    is_activated_after_modulation = True
+
+    @property
+    def normalized_shape(self) -> torch.Size:
+        return value_of(self.norm).shape[1:2]
+
+
+def find(node: Node) -> GroupSite | None:
+    """The group norm whose result this node gives, without the operations behind it."""
+    call = read(node)
+    if call is None or call.name != "group_norm" or not is_tensor(node):
+        return None
+    input, num_groups, weight, bias, eps = call.operands
+    if not is_tensor(input) or value_of(node).dim() < 2:
+        return None
+    form = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
+    site = GroupSite(node, form, input, 1, weight, bias, eps, y=node, nodes=frozenset({node}))
+    site.num_groups, site.saved = num_groups, input
+    if len(site.norm.all_input_nodes) == 1 and not is_tensor(site.norm.all_input_nodes[0]):
+        site.form = "native_group_norm"  # the first of several results
+        if len(site.norm.all_input_nodes[0].users) > 1:
+            site.notes.append("its statistics are used")
+    return site
+
+
+def grown(site: GroupSite) -> Iterator[GroupSite]:
+    """The site with all behind it that may be fused with it, and without."""
+    found = _activated(_modulated(site))
+    for cast in sites._casts_behind(found.y):
+        found = replace(found, y=cast, nodes=found.nodes | {cast})
+    if found.y is not site.y:
+        yield found
+    yield site
+
+
+def _modulated(site: GroupSite) -> GroupSite:
+    """The site with a modulation, of which each channel of each sample has a number."""
+
+    def fits(site: Site, values: dict[str, Any]) -> bool:
+        shape = value_of(site.norm).shape
+        numbers = [*shape[:2], *[1] * (len(shape) - 2)]
+        given = [values[name] for name in ("scale", "shift") if name in values]
+        return all(are_equal(sites.shape_of(value), numbers) for value in given)
+
+    for _, root, match in sites._behind(site, patterns.MODULATIONS, fits):
+        scale, shift = match.values.get("scale"), match.values.get("shift")
+        return replace(site, y=root, nodes=site.nodes | match.nodes, scale=scale, shift=shift)
+    return site
+
+
+def _activated(site: GroupSite) -> GroupSite:
+    for expression, root, match in sites._behind(site, patterns.GROUP_ACTIVATIONS, lambda *_: True):
+        activation = patterns.GROUP_ACTIVATIONS[expression]
+        site = replace(site, y=root, nodes=site.nodes | match.nodes, activation=activation)
+        break
+
+    def fits(site: Site, values: dict[str, Any]) -> bool:
+        return is_finite_number(values["factor"])
+
+    for _, root, match in sites._behind(site, patterns.FACTORS, fits):
+        factor = float(match.values["factor"])
+        return replace(site, y=root, nodes=site.nodes | match.nodes, factor=factor)
+    return site
+
+
+def problem(with_inductor: bool, deterministic: bool) -> rules.Problem:
+    return rules.Problem(
+        rules.Fusion.GROUPS, None, False, with_inductor=with_inductor, deterministic=deterministic
+    )
+
+
+def apply(checked: replacing.Replacement, graph: Graph, effects: Effects) -> None:
+    """Replaces a site by the operator; raises NotFused, and changes nothing, where it cannot be."""
+    site: Any = checked.site
+    a, narrowed = checked.arguments, checked.narrowed
+    out_dtype: Any = a.out_dtype
+    with replacing.making(graph, site.y, site.norm, effects) as maker:
+        scale: Any = a.scale
+        if isinstance(scale, Viewed):
+            scale = maker.make_views(scale.base, scale.views)
+        last = (a.eps, a.activation, a.output_scale, out_dtype)
+        args = (a.input, site.num_groups, a.shift, scale, a.weight, a.bias, *last)
+        y = maker.make(group_norm, args)
+        if not _lies_alike(site.y, y) and not _users_do_not_mind(site.y, y):
+            y = maker.make(torch.ops.aten.contiguous.default, (y,))
+            replacing.check_alike(site.y, y, out_dtype)
+    site.y.replace_all_uses_with(y)
+    replacing.erase(site.y, graph)
+    for moved in () if narrowed is None else narrowed.moved:
+        maker.set_example(moved, replacing.example_of(moved))
+
+
+def _lies_alike(old: Node, new: Node) -> bool:
+    try:
+        replacing.check_alike(old, new, dtype_of(new))
+    except NotFused:
+        return False
+    return True
+
+
+def _users_do_not_mind(old: Node, new: Node) -> bool:
+    """Whether what reads the old node gives results of the same strides from the new one.
+
+    A convolution with a channels_last weight does. PyTorch's group_norm gives a contiguous tensor
+    from one of channels_last, which the convolution behind it would copy.
+    """
+    for user in old.users:
+        if user.op == "output" or not is_tensor(user):
+            return False
+
+        def taken(node: Node) -> Any:
+            return value_of(new if node is old else node)
+
+        args, kwargs = map_arg(user.args, taken), map_arg(user.kwargs, taken)
+        if user.op != "call_function" or "conv" not in getattr(user.target, "__name__", ""):
+            return False
+        with torch.no_grad():
+            found = user.target(*args, **kwargs)  # type: ignore[operator]
+        if not are_equal(found.stride(), value_of(user).stride()):
+            return False
+    return True
