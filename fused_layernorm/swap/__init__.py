@@ -4,7 +4,8 @@
 swapping.py has the functions, classes.py the classes of swapped modules, and registry.py says what
 a module is. A class is known by the source of its forward (source.py): LayerNorms stand in
 table.py, with the forwards that replace theirs in forwards.py and modulated.py; rms.py,
-channels.py, liger.py and rotations.py have both for their kinds.
+channels.py, groups.py, liger.py and rotations.py have both for their kinds, neighbours.py for the
+activations behind norms.
 """
 
 from .registry import is_fused
