@@ -404,6 +404,47 @@ _TABLE = {
         2x4096x32x128 bfloat16          0.88  0.78
         8x4096x16x64 bfloat16           0.9   0.75
     """,
+    "group_": """
+        1x128x1024x1024 bfloat16        0.82  0.74
+        1x256x512x512 bfloat16          0.84  0.75
+        2x320x128x128 bfloat16          0.7   0.6
+        1x512x128x128 bfloat16          0.78  0.66
+        2x640x64x64 bfloat16            0.6   0.56
+        2x1280x32x32 bfloat16           0.62  0.48
+        64x256x56x56 bfloat16           0.84  0.7
+    """,
+    "group_nhwc_": """
+        1x128x1024x1024 bfloat16        0.6   0.56
+        1x256x512x512 bfloat16          0.6   0.56
+        2x320x128x128 bfloat16          0.53  0.48
+        1x512x128x128 bfloat16          0.45  0.44
+        2x640x64x64 bfloat16            0.44  0.42
+        2x1280x32x32 bfloat16           0.34  0.35
+        64x256x56x56 bfloat16           0.6   0.42
+    """,
+    "group_silu_": """
+        1x128x1024x1024 bfloat16        0.82  0.74
+        1x256x512x512 bfloat16          0.84  0.75
+        2x320x128x128 bfloat16          0.7   0.6
+        1x512x128x128 bfloat16          0.78  0.66
+        2x640x64x64 bfloat16            0.6   0.56
+        2x1280x32x32 bfloat16           0.62  0.48
+        64x256x56x56 bfloat16           0.84  0.7
+        2x320x128x128 float32           -     -
+        2x320x128x128 float16           -     -
+        2x320x64x64 bf16+fp32>fp32      -     -
+        16x256x64x64/256 bfloat16       -     -  # InstanceNorm
+        64x768x14x14/1 bfloat16         -     -  # PoolFormer
+    """,
+    "group_silu_nhwc_": """
+        1x128x1024x1024 bfloat16        0.6   0.56
+        1x256x512x512 bfloat16          0.6   0.56
+        2x320x128x128 bfloat16          0.53  0.48
+        1x512x128x128 bfloat16          0.45  0.44
+        2x640x64x64 bfloat16            0.44  0.42
+        2x1280x32x32 bfloat16           0.34  0.35
+        64x256x56x56 bfloat16           0.6   0.42
+    """,
     "qk_norm_rope_": """
         1x4608x24x128 bfloat16          0.8   0.7
         2x4096x32x128 bfloat16          0.83  0.73

@@ -148,6 +148,10 @@ def channels(case: Case, t: Tensors) -> Any:
     return to_nchw(norm(case, x, t["weight"], t["bias"]))
 
 
+def groups(case: Case, t: Tensors) -> Any:
+    return activated(case, F.group_norm(t["x"], case.groups, t["weight"], t["bias"], EPS))
+
+
 def heads(case: Case, t: Tensors) -> Any:
     """RMSNorm of q and k, and the rotation of halves as transformers writes it."""
     found = []
@@ -197,6 +201,10 @@ FAMILIES: dict[str, Family] = {
         Family("qk_norm_rope_", "RMSNorm and rotation of the heads of q and k", heads,
                "qk_norm_rope", inputs=(*QK, "cos", "sin"), gradients=QK, columns=(0, 0),
                layout=HEADS, options=RMS),
+        *(Family(f"group_{silu}{nhwc}", f"GroupNorm{' and SiLU' if silu else ''}{of}", groups,
+                 "group_norm", columns=(2, 4 if silu else 3), layout=IMAGE, groups=32,
+                 activation="silu" if silu else None)
+          for silu in ("", "silu_") for nhwc, of in (("", ""), ("nhwc_", ", NHWC"))),
     )
 }  # fmt: skip
 

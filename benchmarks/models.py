@@ -53,7 +53,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 31
 PROFILES = 3  # of each variant; the variants take turns here too
 PATIENCE = 30  # attempts at a step for which there is not enough memory
 # Parts of the names of LayerNorm kernels, PyTorch's and ours, in lower case.
-KERNELS = ("layer_norm", "layernorm", "gammabeta", "param_grad", "rowwisemoments")
+KERNELS = ("layer_norm", "layernorm", "gammabeta", "param_grad", "rowwisemoments", "group_norm")
 
 
 def select(names: str | None) -> dict[str, Model]:
@@ -112,12 +112,12 @@ def has_liger(model: nn.Module) -> bool:
     return kind in known.MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
-def has_rotations(model: nn.Module) -> bool:
-    """Whether there are attention modules whose rotation can be swapped."""
-    from fused_layernorm.swap import rotations
-
-    found = (rotations.class_of(type(module)) for module in model.modules())
-    return any(isinstance(cls, type) for cls in found)
+def has_neighbours(model: nn.Module) -> bool:
+    """Whether there are modules whose rotation or activation can be swapped."""
+    swap(model, neighbours=True)
+    found = [getattr(type(module), "_known", None) for module in model.modules()]
+    importlib.import_module("fused_layernorm").unswap_norms(model)
+    return any(known is not None and known.kind in ("rotation", "activation") for known in found)
 
 
 def override() -> contextlib.AbstractContextManager[Any]:
@@ -131,8 +131,8 @@ VARIANTS: dict[str, Variant] = {
     "compiled": Variant("compiled", call=torch.compile),
     "swap": Variant("swapped", swap),
     "swap_compiled": Variant("swapped and compiled", swap, torch.compile),
-    "swap_rotations": Variant("swapped with rotations", functools.partial(swap, neighbours=True),
-                              applies=has_rotations),
+    "swap_neighbours": Variant("swapped with neighbours", functools.partial(swap, neighbours=True),
+                               applies=has_neighbours),
     "override": Variant("override_aten()", around=override),
     "fused_compiled": Variant('backend="fused_layernorm", then Inductor', call=_by_backend),
     "liger": Variant("Liger", liger, applies=has_liger),

@@ -8,6 +8,7 @@ MODELS at the end is the table: a model is a row, and a function that builds it.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -185,6 +186,119 @@ def wan(
         return model, inputs, squared_error(1, 16, frames, height, width)
 
 
+# ---- Group norms: Stable Diffusion XL's VAE and UNet (diffusers), nnU-Net (Isensee et al., 2021).
+
+
+class Vae(nn.Module):
+    """The decoder of SDXL's VAE, or its encoder."""
+
+    def __init__(self, decodes: bool, widths: tuple[int, ...], groups: int) -> None:
+        from diffusers import AutoencoderKL
+
+        super().__init__()
+        blocks = len(widths)
+        self.decodes = decodes
+        self.vae: Any = AutoencoderKL(
+            block_out_channels=widths, layers_per_block=2, norm_num_groups=groups,
+            down_block_types=blocks * ("DownEncoderBlock2D",),
+            up_block_types=blocks * ("UpDecoderBlock2D",),
+        )  # fmt: skip
+        delattr(self.vae, "encoder" if decodes else "decoder")
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.vae.decode(x).sample if self.decodes else self.vae.encode(x).latent_dist.mean
+
+
+def vae(
+    decodes: bool, side: int = 1024, widths: tuple[int, ...] = (128, 256, 512, 512),
+    groups: int = 32,
+) -> Built:  # fmt: skip
+    with torch.device(timing.DEVICE):
+        image, small = (1, 3, side, side), side // 2 ** (len(widths) - 1)
+        shape, result = ((1, 4, small, small), image) if decodes else (image, (1, 4, small, small))
+        return Vae(decodes, widths, groups), {"x": torch.randn(shape)}, squared_error(*result)
+
+
+class Sdxl(nn.Module):
+    """SDXL's UNet; its further conditions are tensors by name, as the models are called."""
+
+    def __init__(self, **options: Any) -> None:
+        from diffusers import UNet2DConditionModel
+
+        super().__init__()
+        self.unet: Any = UNet2DConditionModel(
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            addition_embed_type="text_time", use_linear_projection=True, **options,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor, text: torch.Tensor, pooled: torch.Tensor,
+                ids: torch.Tensor) -> Any:  # fmt: skip
+        more = {"text_embeds": pooled, "time_ids": ids}
+        step = torch.tensor(500, device=x.device)
+        return self.unet(x, step, text, added_cond_kwargs=more).sample
+
+
+def sdxl(
+    batch: int = 2, side: int = 128, words: int = 77, text: int = 2048, pooled: int = 1280,
+    ids: int = 256, widths: tuple[int, ...] = (320, 640, 1280),
+    layers: tuple[int, ...] = (1, 2, 10), heads: tuple[int, ...] = (5, 10, 20), groups: int = 32,
+) -> Built:  # fmt: skip
+    with torch.device(timing.DEVICE):
+        model = Sdxl(
+            block_out_channels=widths, transformer_layers_per_block=layers, norm_num_groups=groups,
+            attention_head_dim=heads, cross_attention_dim=text, addition_time_embed_dim=ids,
+            projection_class_embeddings_input_dim=6 * ids + pooled,
+        ).to(torch.bfloat16)  # fmt: skip
+        inputs = {
+            "x": torch.randn(batch, 4, side, side),
+            "text": torch.randn(batch, words, text),
+            "pooled": torch.randn(batch, pooled),
+            "ids": torch.rand(batch, 6),
+        }
+        return model, inputs, squared_error(batch, 4, side, side)
+
+
+def _nnunet_block(before: int, after: int, stride: int = 1) -> nn.Sequential:
+    return nn.Sequential(*(
+        module for first in (True, False) for module in (
+            nn.Conv3d(before if first else after, after, 3, stride if first else 1, padding=1),
+            nn.InstanceNorm3d(after, affine=True),
+            nn.LeakyReLU(inplace=True),
+        )
+    ))  # fmt: skip
+
+
+class NnUnet(nn.Module):
+    """A 3-D UNet as nnU-Net plans it: InstanceNorm and LeakyReLU behind each convolution."""
+
+    def __init__(self, widths: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        pairs = [*itertools.pairwise(widths)]
+        self.first = _nnunet_block(1, widths[0])
+        self.down = nn.ModuleList(_nnunet_block(before, after, 2) for before, after in pairs)
+        self.up = nn.ModuleList(nn.ConvTranspose3d(b, a, 2, stride=2) for a, b in pairs[::-1])
+        self.join = nn.ModuleList(_nnunet_block(2 * a, a) for a, _ in pairs[::-1])
+        self.last = nn.Conv3d(widths[0], classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, skips = self.first(x), []
+        for down in self.down:
+            skips.append(x)
+            x = down(x)
+        for up, join in zip(self.up, self.join, strict=True):
+            x = join(torch.cat((up(x), skips.pop()), dim=1))
+        return self.last(x)
+
+
+def nnunet(
+    batch: int = 2, side: int = 128, widths: tuple[int, ...] = (32, 64, 128, 256, 320, 320),
+) -> Built:  # fmt: skip
+    with torch.device(timing.DEVICE):
+        inputs = {"x": torch.randn(batch, 1, side, side, side)}
+        return NnUnet(widths, 3), inputs, squared_error(batch, 3, side, side, side)
+
+
 # ---- Norms over the channels of NCHW: NAFNet (Chen et al., 2022), torchvision's ConvNeXt.
 
 
@@ -278,6 +392,16 @@ MODELS: dict[str, Model] = {
         "diffusers", flux, (1, "images"), True, modes=("inference",)),
     "diffusers SD3.5-large, 6 layers": Model("diffusers", sd3, (2, "images"), True),
     "diffusers Wan 1.3B, 4 layers": Model("diffusers", wan, (1, "videos"), True),
+    **{f"diffusers {order}VAE {what} 1024x1024": Model(
+           "diffusers", functools.partial(vae, what == "decoding"), (1, "images"), True,
+           modes=("inference",), channels_last=bool(order))
+       for what in ("decoding", "encoding") for order in ("", "channels_last ")},
+    **{f"diffusers {order}SDXL UNet 2x128x128": Model(
+           "diffusers", sdxl, (2, "images"), True, channels_last=bool(order))
+       for order in ("", "channels_last ")},
+    **{f"nnU-Net-like {order}3-D network 2x128x128x128": Model(
+           "torch", nnunet, (2, "volumes"), dtype=torch.float16, channels_last=bool(order))
+       for order in ("", "channels_last ")},
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ BARS = (
     ("compiled", "torch.compile", "#e08e0b"),
     ("liger", "Liger", "#7a6fb0"),
     ("swap", "fused_layernorm", "#0b6e4f"),
-    ("swap_rotations", "fused_layernorm, rotations too", "#06402d"),
+    ("swap_neighbours", "fused_layernorm, neighbours too", "#06402d"),
     ("liger_rest_swap", "fused_layernorm and Liger's MLP and loss", "#5aa88a"),
     ("fused_compiled", 'torch.compile(backend="fused_layernorm")', "#1f9ac0"),
 )

@@ -45,13 +45,15 @@ README_ROWS = (
     ("residual addition and RMSNorm", (32_768, 4096), "bf16", "add_rms_"),
     ("norms and rotation of q and k", (2, 4096, 3, 32, 128), "bf16", "qk_norm_rope_"),
     ("LayerNorm over channels, NCHW", (4, 256, 256, 256), "bf16", "channels_"),
+    ("GroupNorm and SiLU of a VAE", (1, 128, 1024, 1024), "bf16", "group_silu_"),
+    ("GroupNorm and SiLU of SDXL, NHWC", (2, 320, 128, 128), "bf16", "group_silu_nhwc_"),
     ("modulated LayerNorm of DiT-XL/2", (64, 256, 1152), "bf16", "ada_"),
 )
 # The models whose steps the README shows: part of a name, and the mode.
 README_STEPS = (
     ("Qwen3", "training"), ("Llama", "training"), ("Gemma3", "training"),
-    ("vae decoding", "inference"), ("BERT", "training"), ("timm ViT", "training"),
-    ("diffusers DiT", "training"), ("SD3.5", "training"),
+    ("vae decoding", "inference"), ("sdxl", "inference"), ("BERT", "training"),
+    ("timm ViT", "training"), ("diffusers DiT", "training"), ("SD3.5", "training"),
 )  # fmt: skip
 OWN_KEYS = ("copy_us", "ours_us", "eager_us", "compile_us")  # of a row; other times are peers'
 OTHERS = {"eager": "eager PyTorch", "compile": "torch.compile", "cudnn": "cuDNN", "quack": "QuACK",
