@@ -10,6 +10,7 @@ import sys
 
 import decoder
 import diffusion_transformer
+import image_decoder
 import kernelbench
 import sentence_encoder
 import transformer_block
@@ -18,6 +19,7 @@ from _common import say
 EXAMPLES = {
     "sentence_encoder": sentence_encoder.main,
     "decoder": decoder.main,
+    "image_decoder": image_decoder.main,
     "kernelbench": kernelbench.main,
     "transformer_block": transformer_block.main,
     "diffusion_transformer": diffusion_transformer.main,

