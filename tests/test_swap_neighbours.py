@@ -206,6 +206,22 @@ def test_a_forward_that_is_replaced_later_runs(device, monkeypatch):
     assert not is_fused(beside(stock))
 
 
+def test_a_forward_that_cannot_be_compiled_anew_is_named(caplog):
+    outside = 1
+
+    class Closure(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act = nn.GroupNorm(2, 8), nn.SiLU()
+
+        def forward(self, x):
+            return self.act(self.norm(x)) * outside
+
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        assert not is_fused(beside(Closure()))
+    assert "Closure (its forward cannot be compiled" in caplog.text
+
+
 class Order(nn.Module):
     """Where a norm and an activation are not neighbours, though they look like it."""
 
@@ -245,6 +261,10 @@ def test_statements_keep_their_order(device, fused):
     assert new.calls == stock.calls
 
 
+class OfOneClass(nn.Sequential):
+    pass
+
+
 @pytest.mark.parametrize(
     ("norm", "act", "count"),
     [
@@ -254,6 +274,7 @@ def test_statements_keep_their_order(device, fused):
         (nn.InstanceNorm2d(8, track_running_stats=True), nn.ReLU(), 0),
         (nn.GroupNorm(2, 8), nn.GELU("tanh"), 1),
         (nn.BatchNorm2d(8), nn.ReLU(), 0),
+        (nn.GroupNorm(2, 8), OfOneClass(nn.Identity()), 0),
     ],
     ids=repr,
 )
@@ -265,6 +286,9 @@ def test_sequences(norm, act, count, device, fused):
     x = torch.randn(2, 3, 6, 5, device=device)
     check(stock, new, [x], 1e-4)
     assert len(fused) == count
+    subclass = OfOneClass(*stock)
+    check(stock, beside(nn.ModuleList([subclass, nn.LayerNorm(3)]))[0], [x], 1e-4)
+    assert len(fused) == 2 * count
     stock, x = channels_last(stock, x)
     check(stock, beside(nn.ModuleList([stock, nn.LayerNorm(3)]))[0], [x], 1e-4)
     assert isinstance(new[1:3], nn.Sequential)

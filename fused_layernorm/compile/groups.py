@@ -15,15 +15,79 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.nn import functional as F
 
 from ..ops.groups import group_norm
+from ..ops.load import operators
 from . import patterns, rules, sites
 from . import replace as replacing
 from .effects import Effects
 from .patterns import Viewed
-from .reading import dtype_of, is_finite_number, is_tensor, read, value_of
+from .reading import Call, dtype_of, is_finite_number, is_tensor, read, reads, value_of
 from .replace import NotFused
 from .sites import Site, are_equal
+
+# ---- How they are called.
+
+
+@reads(F.group_norm, torch.group_norm, torch.ops.aten.group_norm.default)
+def _group_norm(
+    input: Any,
+    num_groups: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: Any = 1e-5,
+    cudnn_enabled: Any = True,
+) -> Call | None:
+    return Call("group_norm", (input, num_groups, weight, bias, eps))
+
+
+@reads(torch.native_group_norm, torch.ops.aten.native_group_norm.default)
+def _native_group_norm(
+    input: Any, weight: Any, bias: Any, N: Any, C: Any, HxW: Any, group: Any, eps: Any
+) -> Call | None:
+    return Call("native_group_norm", (input, group, weight, bias, eps))
+
+
+@reads(F.instance_norm)
+def _instance_norm(
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: Any = True,
+    momentum: Any = 0.1,
+    eps: Any = 1e-5,
+) -> Call | None:
+    """Without running statistics: as many groups as channels."""
+    if running_mean is not None or running_var is not None or use_input_stats is not True:
+        return None
+    if not is_tensor(input) or value_of(input).dim() < 3:
+        return None
+    return Call("group_norm", (input, value_of(input).shape[1], weight, bias, eps))
+
+
+@reads(operators.group_norm.default)
+def _fused_group_norm(
+    input: Any,
+    num_groups: Any,
+    shift: Any,
+    scale: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
+    activation: Any = None,
+    output_scale: Any = 1.0,
+    out_dtype: Any = None,
+) -> Call | None:
+    """This package's operator, which a swapped module calls."""
+    if shift is not None or scale is not None or activation is not None or output_scale != 1.0:
+        return None
+    return Call("group_norm", (input, num_groups, weight, bias, eps))
+
+
+# ---- What follows them.
 
 
 @dataclass

@@ -67,7 +67,7 @@ _readers: dict[Any, _Reader] = {}
 _readers_of_nodes: dict[Any, _Reader] = {}  # these take the node itself
 
 
-def _reads(*targets: Any, node: bool = False) -> Callable[[_Reader], _Reader]:
+def reads(*targets: Any, node: bool = False) -> Callable[[_Reader], _Reader]:
     """Registers a reader of these functions, operators, or methods by name.
 
     The reader takes the arguments of such a call or, with `node`, its node.
@@ -99,18 +99,18 @@ def read(value: Any) -> Call | None:
     return reader(*bound.args, **bound.kwargs)
 
 
-@_reads(operator.add, torch.add, "add", "__add__", "__radd__", aten.add.Tensor, aten.add.Scalar)
+@reads(operator.add, torch.add, "add", "__add__", "__radd__", aten.add.Tensor, aten.add.Scalar)
 def _add(input: Any, other: Any, *, alpha: Any = 1) -> Call | None:
     return Call("add", (input, other)) if alpha == 1 else None
 
 
-@_reads(operator.sub, torch.sub, "sub", "__sub__", aten.sub.Tensor, aten.sub.Scalar)
+@reads(operator.sub, torch.sub, "sub", "__sub__", aten.sub.Tensor, aten.sub.Scalar)
 def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Call | None:
     return Call("sub", (input, other)) if alpha == 1 else None
 
 
-@_reads(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__")
-@_reads(aten.mul.Tensor, aten.mul.Scalar)
+@reads(operator.mul, torch.mul, torch.multiply, "mul", "multiply", "__mul__", "__rmul__")
+@reads(aten.mul.Tensor, aten.mul.Scalar)
 def _mul(input: Any, other: Any) -> Call:
     for one, another in ((input, other), (other, input)):
         if isinstance(another, (int, float)) and another == 1:
@@ -118,20 +118,20 @@ def _mul(input: Any, other: Any) -> Call:
     return Call("mul", (input, other))
 
 
-@_reads(operator.truediv, torch.div, torch.true_divide, "div", "true_divide", "__truediv__")
-@_reads(aten.div.Tensor, aten.div.Scalar)
+@reads(operator.truediv, torch.div, torch.true_divide, "div", "true_divide", "__truediv__")
+@reads(aten.div.Tensor, aten.div.Scalar)
 def _div(input: Any, other: Any) -> Call:
     if isinstance(other, (int, float)) and other == 1 and is_tensor(input):
         return Call("same", (input,))
     return Call("div", (input, other))
 
 
-@_reads(torch.addcmul, "addcmul", aten.addcmul.default)
+@reads(torch.addcmul, "addcmul", aten.addcmul.default)
 def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Call | None:
     return Call("add", (input, Call("mul", (tensor1, tensor2)))) if value == 1 else None
 
 
-@_reads(operator.pow, torch.pow, "pow", "__pow__", aten.pow.Tensor_Scalar)
+@reads(operator.pow, torch.pow, "pow", "__pow__", aten.pow.Tensor_Scalar)
 def _pow(input: Any, exponent: Any) -> Call:
     roots = {0.5: "sqrt", -0.5: "rsqrt"}
     if isinstance(exponent, float) and exponent in roots:
@@ -139,7 +139,7 @@ def _pow(input: Any, exponent: Any) -> Call:
     return Call("pow", (input, exponent))
 
 
-@_reads(torch.square, "square", aten.square.default)
+@reads(torch.square, "square", aten.square.default)
 def _square(input: Any) -> Call:
     return Call("pow", (input, 2))
 
@@ -148,7 +148,7 @@ def _reads_unary(name: str, *targets: Any) -> None:
     def reader(input: Any) -> Call:
         return Call(name, (input,))
 
-    _reads(name, getattr(torch, name), getattr(aten, name).default, *targets)(reader)
+    reads(name, getattr(torch, name), getattr(aten, name).default, *targets)(reader)
 
 
 _reads_unary("sqrt")
@@ -170,7 +170,7 @@ def _reduction(name: str, input: Any, dim: Any) -> Call | None:
     return Call(name, (input,), tuple(sorted(d % ndim for d in dims)))
 
 
-@_reads(torch.mean, "mean", aten.mean.dim)
+@reads(torch.mean, "mean", aten.mean.dim)
 def _mean(
     input: Any, dim: Any = None, keepdim: Any = False, *, axis: Any = None, dtype: Any = None
 ) -> Call | None:
@@ -179,7 +179,7 @@ def _mean(
     return _reduction("mean", input, axis if dim is None else dim)
 
 
-@_reads(torch.var, "var", aten.var.correction, aten.var.dim)
+@reads(torch.var, "var", aten.var.correction, aten.var.dim)
 def _var(
     input: Any,
     dim: Any = None,
@@ -192,7 +192,7 @@ def _var(
     return _reduction("var", input, dim) if keepdim and is_biased else None
 
 
-@_reads(torch.var_mean, aten.var_mean.correction, aten.var_mean.dim)
+@reads(torch.var_mean, aten.var_mean.correction, aten.var_mean.dim)
 def _var_mean(*args: Any, **kwargs: Any) -> Call | None:
     bound = inspect.signature(_var).bind(*args, **kwargs)
     found = _var(*bound.args, **bound.kwargs)
@@ -202,28 +202,28 @@ def _var_mean(*args: Any, **kwargs: Any) -> Call | None:
 # ---- What follows a normalization ----------------------------------------------------------------
 
 
-@_reads(F.gelu, torch._C._nn.gelu, aten.gelu.default)
+@reads(F.gelu, torch._C._nn.gelu, aten.gelu.default)
 def _gelu(input: Any, approximate: str = "none") -> Call | None:
     names = {"none": "gelu", "tanh": "gelu_tanh"}
     return Call(names[approximate], (input,)) if approximate in names else None
 
 
-@_reads(F.silu, torch._C._nn.silu, aten.silu.default)
+@reads(F.silu, torch._C._nn.silu, aten.silu.default)
 def _silu(input: Any, inplace: Any = False) -> Call | None:
     return None if inplace else Call("silu", (input,))
 
 
-@_reads(F.relu, torch.relu, "relu", aten.relu.default)
+@reads(F.relu, torch.relu, "relu", aten.relu.default)
 def _relu(input: Any, inplace: Any = False) -> Call | None:
     return None if inplace else Call("relu", (input,))
 
 
-@_reads(F.leaky_relu, torch._C._nn.leaky_relu, aten.leaky_relu.default)
+@reads(F.leaky_relu, torch._C._nn.leaky_relu, aten.leaky_relu.default)
 def _leaky_relu(input: Any, negative_slope: Any = 0.01, inplace: Any = False) -> Call | None:
     return None if inplace or negative_slope != 0.01 else Call("leaky_relu", (input,))
 
 
-@_reads(F.dropout, torch.dropout, aten.dropout.default)
+@reads(F.dropout, torch.dropout, aten.dropout.default)
 def _dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> Call | None:
     """Dropout that drops nothing."""
     return None if inplace or (training and p != 0) else Call("same", (input,))
@@ -239,7 +239,7 @@ def _norm(name: str, normalized_ndim: int, *operands: Any) -> Call:
     return Call(name, (input, weight, bias, eps, *(options or (0.0, False))), normalized_ndim)
 
 
-@_reads(F.layer_norm, torch.layer_norm, aten.layer_norm.default)
+@reads(F.layer_norm, torch.layer_norm, aten.layer_norm.default)
 def _layer_norm(
     input: Any,
     normalized_shape: Any,
@@ -251,83 +251,26 @@ def _layer_norm(
     return _norm("layer_norm", len(normalized_shape), input, weight, bias, eps)
 
 
-@_reads(torch.native_layer_norm, aten.native_layer_norm.default)
+@reads(torch.native_layer_norm, aten.native_layer_norm.default)
 def _native_layer_norm(
     input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any
 ) -> Call | None:
     return _norm("native_layer_norm", len(normalized_shape), input, weight, bias, eps)
 
 
-@_reads(F.rms_norm, torch.rms_norm, aten.rms_norm.default)
+@reads(F.rms_norm, torch.rms_norm, aten.rms_norm.default)
 def _rms_norm(
     input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None
 ) -> Call | None:
     return _norm("rms_norm", len(normalized_shape), input, weight, None, eps)
 
 
-@_reads(torch._fused_rms_norm, aten._fused_rms_norm.default)
+@reads(torch._fused_rms_norm, aten._fused_rms_norm.default)
 def _fused_rms_norm(input: Any, normalized_shape: Any, weight: Any, eps: Any) -> Call | None:
     return _norm("_fused_rms_norm", len(normalized_shape), input, weight, None, eps)
 
 
-@_reads(F.group_norm, torch.group_norm, aten.group_norm.default)
-def _group_norm(
-    input: Any,
-    num_groups: Any,
-    weight: Any = None,
-    bias: Any = None,
-    eps: Any = 1e-5,
-    cudnn_enabled: Any = True,
-) -> Call | None:
-    return Call("group_norm", (input, num_groups, weight, bias, eps))
-
-
-@_reads(torch.native_group_norm, aten.native_group_norm.default)
-def _native_group_norm(
-    input: Any, weight: Any, bias: Any, N: Any, C: Any, HxW: Any, group: Any, eps: Any
-) -> Call | None:
-    return Call("native_group_norm", (input, group, weight, bias, eps))
-
-
-@_reads(F.instance_norm)
-def _instance_norm(
-    input: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    use_input_stats: Any = True,
-    momentum: Any = 0.1,
-    eps: Any = 1e-5,
-) -> Call | None:
-    """Without running statistics: as many groups as channels."""
-    if running_mean is not None or running_var is not None or use_input_stats is not True:
-        return None
-    if not is_tensor(input) or value_of(input).dim() < 3:
-        return None
-    return Call("group_norm", (input, value_of(input).shape[1], weight, bias, eps))
-
-
-@_reads(load.operators.group_norm.default)
-def _fused_group_norm(
-    input: Any,
-    num_groups: Any,
-    shift: Any,
-    scale: Any,
-    weight: Any,
-    bias: Any,
-    eps: Any,
-    activation: Any = None,
-    output_scale: Any = 1.0,
-    out_dtype: Any = None,
-) -> Call | None:
-    """This package's operator, which a swapped module calls."""
-    if shift is not None or scale is not None or activation is not None or output_scale != 1.0:
-        return None
-    return Call("group_norm", (input, num_groups, weight, bias, eps))
-
-
-@_reads(load.layer_norm, aten_forward.aten_variant(LAYER_NORM).overload)
+@reads(load.layer_norm, aten_forward.aten_variant(LAYER_NORM).overload)
 def _fused_layer_norm(
     input: Any,
     normalized_ndim: int,
@@ -353,9 +296,9 @@ def _fused_layer_norm(
 # ---- Readers that take the node itself -----------------------------------------------------------
 
 
-@_reads("to", "float", "half", "bfloat16", "double", "type", "type_as", node=True)
-@_reads(aten.to.dtype, aten.to.device, aten._to_copy.default, aten.type_as.default, node=True)
-@_reads(torch.ops.prims.convert_element_type.default, node=True)
+@reads("to", "float", "half", "bfloat16", "double", "type", "type_as", node=True)
+@reads(aten.to.dtype, aten.to.device, aten._to_copy.default, aten.type_as.default, node=True)
+@reads(torch.ops.prims.convert_element_type.default, node=True)
 def _cast(node: Node) -> Call | None:
     """A cast to another floating dtype, or the same, that keeps device, shape and strides."""
     input = node.args[0] if node.args else None
@@ -367,7 +310,7 @@ def _cast(node: Node) -> Call | None:
     return None
 
 
-@_reads(operator.getitem, node=True)
+@reads(operator.getitem, node=True)
 def _getitem(node: Node) -> Call | None:
     """An index that makes a view of a tensor, or that selects one of several results."""
     input, index = node.args
@@ -393,11 +336,11 @@ _FIRST_OF_SEVERAL = {
 }
 
 
-@_reads("unsqueeze", "squeeze", "view", "reshape", "expand", "transpose", "permute", node=True)
-@_reads("flatten", "unflatten", torch.flatten, torch.unflatten, node=True)
-@_reads(torch.unsqueeze, torch.squeeze, torch.reshape, torch.transpose, torch.permute, node=True)
-@_reads(aten.unsqueeze.default, aten.slice.Tensor, aten.view.default, node=True)
-@_reads(aten.reshape.default, aten.expand.default, node=True)
+@reads("unsqueeze", "squeeze", "view", "reshape", "expand", "transpose", "permute", node=True)
+@reads("flatten", "unflatten", torch.flatten, torch.unflatten, node=True)
+@reads(torch.unsqueeze, torch.squeeze, torch.reshape, torch.transpose, torch.permute, node=True)
+@reads(aten.unsqueeze.default, aten.slice.Tensor, aten.view.default, node=True)
+@reads(aten.reshape.default, aten.expand.default, node=True)
 def _view(node: Node) -> Call | None:
     input = node.args[0] if node.args else None
     if not is_tensor(input) or not is_tensor(node) or dtype_of(input) != dtype_of(node):
@@ -405,7 +348,7 @@ def _view(node: Node) -> Call | None:
     return Call("view", (input,))
 
 
-@_reads(torch.cat, aten.cat.default, node=True)
+@reads(torch.cat, aten.cat.default, node=True)
 def _cat(node: Node) -> Call | None:
     """A tensor that was cut in two along a dimension and is joined again."""
     tensors = node.args[0] if node.args else node.kwargs.get("tensors")

@@ -6,7 +6,8 @@ activation. In the forward of a swapped module (rewritten.py) the two are one ca
 or, where numbers of channels modulate the norm's result in between, of `_modulated`. Which norms
 and activations these are is seen at each call: other ones, ones with hooks and all on a device
 without kernels are called as the source says. A module is swapped if it has such a pair.
-An nn.Sequential is swapped where a norm stands before an activation.
+An nn.Sequential, or a class that has its forward, is swapped where a norm stands before an
+activation.
 
 A kernel rounds once, where the library rounds after each operation.
 """
@@ -30,7 +31,7 @@ from ..groups import KEEPS_CHANNELS_LAST, FusedGroupNorm, as_pytorch_reads, grou
 from . import channels, groups, rewritten, rms, source
 from .activations import activation_of
 from .classes import Forward, Known, must_be_called
-from .registry import is_fused
+from .registry import is_fused, kind_of
 from .rewritten import are_as_read
 from .source import Part
 
@@ -339,7 +340,7 @@ def _is_plain_test(test: ast.expr, name: str) -> bool:
 
 def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
     """The subclass that applies activations by the norms' kernels; None where there are none."""
-    if cls is nn.Sequential:
+    if issubclass(cls, nn.Sequential) and cls.__iter__ is nn.Sequential.__iter__:
         if cls.forward is not _SEQUENTIAL_FORWARD:
             return None
         parts = (Part(cls, "forward", cls.forward),)
@@ -373,8 +374,13 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
 
 
 def has_pair(module: nn.Module, made: Any) -> bool:
-    """Whether a kernel computes a norm of the module with the activation behind it."""
-    if made._swapped_from is nn.Sequential:
+    """Whether a kernel computes a norm of the module with the activation behind it.
+
+    Where there is a reason in the place of a class, whether it belongs in the log.
+    """
+    if isinstance(made, str):
+        return any(is_fused(one) and kind_of(one) == "group" for one in module.children())
+    if made._known.forward is _in_sequence:
         children = [*module._modules.values()]
         return any(map(is_pair, children, children[1:]))
     for norm, act in made._pairs:

@@ -253,14 +253,15 @@ _BESIDE = (rotary.KIND, beside.KIND)
 
 
 def _swap_neighbours(model: nn.Module, left: Counter[str]) -> None:
+    rotation_of, activation_of = map(functools.cache, (rotary.class_of, beside.class_of))
     for module in model.modules():
         if is_fused(module) or "forward" in module.__dict__:
             continue
-        cls = swapped_from(module) or plain_class(module)
-        made = rotary.class_of(cls)
+        cls: Any = swapped_from(module) or plain_class(module)
+        made = rotation_of(cls)
         if made is None:
-            made = beside.class_of(cls)
-            if not isinstance(made, type) or not beside.has_pair(module, made):
+            made = activation_of(cls)
+            if made is None or not beside.has_pair(module, made):
                 continue
         if isinstance(made, str):
             left[f"{_name(cls)} ({made})"] += 1
