@@ -59,6 +59,11 @@ BLOCKS: dict[str, tuple[str, dict[str, Any], list[Any], int]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _full_precision(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 @pytest.fixture(params=BLOCKS)
 def case(request, device):
     cls, arguments, shapes, fused = BLOCKS[request.param]
