@@ -8,6 +8,7 @@ all have one dtype to PyTorch's operators.
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,29 +37,30 @@ def has_kernels(x: Any) -> bool:
 # ---- What swapped modules leave to the stock forward.
 
 
-def _unless_replaced(function: Any) -> Any:
+def unless_replaced(function: Any) -> Any:
     """The function, if it is PyTorch's own; None if a tool has replaced it before this import.
 
     None is no function, so that every call is then left to the tool.
     """
-    return function if getattr(function, "__globals__", None) is vars(F) else None
+    is_own = type(function) is types.BuiltinFunctionType
+    return function if is_own or getattr(function, "__globals__", None) is vars(F) else None
 
 
-def _own_forward(cls: type[nn.Module]) -> Any:
+def own_forward(cls: type[nn.Module]) -> Any:
     """The forward of a class of PyTorch, if it is PyTorch's own."""
     forward: Any = cls.forward
     return forward if getattr(forward, "__module__", None) == cls.__module__ else None
 
 
-layer_norm = _unless_replaced(F.layer_norm)
-rms_norm = _unless_replaced(F.rms_norm)
-group_norm = _unless_replaced(F.group_norm)
-instance_norm = _unless_replaced(F.instance_norm)
+layer_norm = unless_replaced(F.layer_norm)
+rms_norm = unless_replaced(F.rms_norm)
+group_norm = unless_replaced(F.group_norm)
+instance_norm = unless_replaced(F.instance_norm)
 # The classes as they are at this import: a tool may put others in their place.
 LayerNorm, RMSNorm, GroupNorm = nn.LayerNorm, nn.RMSNorm, nn.GroupNorm
 InstanceNorms = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 LAYER_NORM_FORWARD, RMS_NORM_FORWARD, GROUP_NORM_FORWARD = map(
-    _own_forward, (LayerNorm, RMSNorm, GroupNorm)
+    own_forward, (LayerNorm, RMSNorm, GroupNorm)
 )
 
 

@@ -10,24 +10,23 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..stock import own_forward, unless_replaced
 from .classes import must_be_called
 
-# By function, the name that our functions know.
-_FUNCTIONS: dict[Any, str] = {
-    F.silu: "silu",
-    F.relu: "relu",
-    torch.relu: "relu",
-    F.gelu: "gelu",
-    F.leaky_relu: "leaky_relu",
+# By name, PyTorch's function and class. What a tool has replaced before this import is None, and no
+# function or forward is that.
+_OWN: dict[str, tuple[Any, type[nn.Module]]] = {
+    "silu": (unless_replaced(F.silu), nn.SiLU),
+    "relu": (unless_replaced(F.relu), nn.ReLU),
+    "gelu": (unless_replaced(F.gelu), nn.GELU),
+    "leaky_relu": (unless_replaced(F.leaky_relu), nn.LeakyReLU),
 }
+_FUNCTIONS: dict[Any, str] = {function: name for name, (function, _) in _OWN.items() if function}
+_FUNCTIONS[torch.relu] = "relu"
 # By class: its forward, and the name and the function that this calls.
 _CLASSES: dict[type[nn.Module], tuple[Any, str, Any]] = {
-    nn.SiLU: (nn.SiLU.forward, "silu", F.silu),
-    nn.ReLU: (nn.ReLU.forward, "relu", F.relu),
-    nn.GELU: (nn.GELU.forward, "gelu", F.gelu),
-    nn.LeakyReLU: (nn.LeakyReLU.forward, "leaky_relu", F.leaky_relu),
+    cls: (own_forward(cls), name, function) for name, (function, cls) in _OWN.items()
 }
-
 # By name, for what no kernel serves.
 FUNCTIONS: dict[str, Any] = {
     "silu": F.silu,

@@ -164,7 +164,7 @@ def is_pair(norm: Any, act: Any) -> bool:
     return known is not None and (known.forward in ACTIVATED or known.forward in rms.NORMS)
 
 
-_SEQUENTIAL_FORWARD = stock._own_forward(nn.Sequential)
+_SEQUENTIAL_FORWARD = stock.own_forward(nn.Sequential)
 
 # ---- Forwards.
 

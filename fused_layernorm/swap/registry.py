@@ -62,7 +62,10 @@ _OF_PYTORCH: dict[type[nn.Module], tuple[Known, Any]] = {
     stock.LayerNorm: (Known("layer", FusedLayerNorm.forward), stock.LAYER_NORM_FORWARD),
     stock.RMSNorm: (Known("rms", FusedRMSNorm.forward), stock.RMS_NORM_FORWARD),
     stock.GroupNorm: (Known("group", FusedGroupNorm.forward), stock.GROUP_NORM_FORWARD),
-    **{cls: (Known("group", groups.instance_norm), cls.forward) for cls in stock.InstanceNorms},
+    **{
+        cls: (Known("group", groups.instance_norm), stock.own_forward(cls))
+        for cls in stock.InstanceNorms
+    },
 }
 FUSED: dict[Forward, type[nn.Module]] = {
     FusedLayerNorm.forward: FusedLayerNorm,
