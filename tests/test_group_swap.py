@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from libraries import class_of
-from swaps import check_compiler, check_swap_and_unswap, copies, results, swapped
+from swaps import check_compiler, check_swap_and_unswap, copies, digest, results, swapped
 from torch import nn
 
 import fused_layernorm as fl
-from fused_layernorm.swap import is_fused, swap_norms, unswap_norms
+from fused_layernorm.swap import groups, is_fused, swap_norms, unswap_norms
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 D, T = "diffusers.models.", "transformers.models."
@@ -128,6 +128,11 @@ def test_swap_and_unswap(case):
         assert type(unswap_norms(model)[0]) is nn.GroupNorm
         return
     check_swap_and_unswap(norm, swap_norms, unswap_norms, "FusedGroupNorm")
+
+
+@pytest.mark.parametrize("name", groups.CLASSES, ids=".".join)
+def test_the_installed_version_is_known(name):
+    assert digest(class_of(*name)) in groups.CLASSES[name]
 
 
 def test_copies(case):
