@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What torch.load(weights_only=True) makes of the package's modules: their data, nothing that runs.
 
-PyTorch sets on a module of a known class whatever attributes the file has for it. So the name of each
-class of the package leads to a subclass, for this loader alone, that looks at the attributes first.
+PyTorch sets on a module of a known class whatever attributes the file has for it. So the name of
+each class of the package leads to a subclass, for this loader alone, that looks at the attributes
+first.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _register_by_type(module: str, name: str) -> None:
 
 
 class _Quantized:
-    """What torch.ao.quantization looks up for a class: its from_float makes the quantized module."""
+    """What torch.ao.quantization finds for a class: from_float makes the quantized module."""
 
     def __init__(self, of_pytorch: Any) -> None:
         self.of_pytorch = of_pytorch
