@@ -20,7 +20,7 @@ namespace {
 // ---- Forward
 
 template <bool kEarly>
-struct RowBlock {
+struct RowBlock : ForwardTeam {
   // Without kEarly the row takes all registers.
   static constexpr int kMostEarlyWords = kEarly ? 64 : 0;
   static constexpr Use kEarlyUse = Use::kAhead;  // ahead of the barrier in sum()
@@ -34,8 +34,6 @@ struct RowBlock {
 
   __device__ __forceinline__ int first_piece() const { return team.thread; }
   __device__ __forceinline__ int step() const { return team.threads; }
-  template <typename, int kPieces, int>
-  static constexpr int kColumnSumGroup = kPieces;
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int n) const {
     __shared__ alignas(16) Acc scratch[2][kMaxWarps];
@@ -53,7 +51,7 @@ struct RowBlock {
   }
 
   template <int kPieces, int kVecs, typename Words>
-  using Seams = BlockSeams<
+  using Boundaries = BlockBoundaries<
       kPieces, forward_block_bounds(kVecs, ForwardLoad::kHeavy, false).threads / kWarpSize, Words>;
 };
 

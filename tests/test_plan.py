@@ -134,12 +134,12 @@ def check_forward(p, rows, cols, problem, chip):
     if strategy == "ring":
         assert problem["aligned"]
         assert not problem["residual"]
-        # A group has 512 vectors of each block, and the last one may have fewer.
-        assert 512 * p["blocks_per_row"] * (p["groups"] - 1) < vectors
-        assert vectors <= 512 * p["blocks_per_row"] * p["groups"]
+        # A span has 512 vectors of each block, and the last one may have fewer.
+        assert 512 * p["blocks_per_row"] * (p["spans"] - 1) < vectors
+        assert vectors <= 512 * p["blocks_per_row"] * p["spans"]
         # The ring holds a row, but no more rows than the block keeps the statistics of.
-        assert p["groups"] < p["slots"] < 8 * p["groups"]
-        assert p["slots"] * 8192 <= p["shared_bytes"]
+        assert p["spans"] < p["stages"] < 8 * p["spans"]
+        assert p["stages"] * 8192 <= p["shared_bytes"]
         assert not p["long"] or bare(problem)
     if strategy == "stream":
         assert p["width"] == (width if problem["aligned"] else 1)
@@ -244,7 +244,7 @@ def test_every_problem_has_a_plan_that_covers_its_rows(device):
 def test_order_of_summation_does_not_depend_on_the_number_of_rows(device):
     """Few rows may run in other blocks, but a team owns a row as it does with many rows."""
     fixed = ("strategy", "width", "vecs", "lanes", "team_threads", "blocks_per_row", "slice_cols",
-             "groups")  # fmt: skip
+             "spans")  # fmt: skip
     for _, cols, problem in every_problem(rows=[]):
         plans = [plan(rows, cols, device=device, **problem) for rows in ROWS]
         for p in plans:
@@ -606,7 +606,7 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     assert set(plan(MANY, 64)) == held | {"vecs", "lanes", "moves"}
     assert set(plan(9, 512)) == held | {"lanes", "warps", "thread_vecs"}
     assert set(plan(9, 4096)) == held | {"vecs", "moves", "early"}
-    ring = {"blocks_per_row", "groups", "slots", "long"}
+    ring = {"blocks_per_row", "spans", "stages", "long"}
     assert set(plan(9, 65536)) == launch | ring
     assert set(plan(9, 2**24)) == launch | slices | {"width", "totals_offset"}
     teams = {"width", "vecs", "team_threads", "teams", "by_lanes"}
@@ -671,6 +671,8 @@ def test_what_the_ladder_plans_can_be_forced(backward):
             parts = {"strategy": p["strategy"], **{key: p[key] for key in keys if p.get(key)}}
             if p["strategy"] == "stream":
                 del parts["blocks_per_row"]  # the number of chunks is fixed
+            if p["strategy"] == "ring":
+                del parts["stages"]  # all that there is room for
             parts |= {key: int(p[key]) for key in ("bulk", "long") if key in p}
             options = " ".join(f"{key}={value}" for key, value in parts.items())
             assert forced_plan(options, rows, cols, **problem) == p
@@ -690,10 +692,10 @@ def test_what_the_ladder_plans_can_be_forced(backward):
         ("vecs=2", (9, 264, OF_ROWS), {"vecs": 2, "by_lanes": False}),
         ("strategy=rows vecs=4", (9, 1152, OF_ROWS), {"vecs": 4, "team_threads": 64}),
         ("strategy=block", (9, 512, {}), {"strategy": "block", "vecs": 4, "threads": 32}),
-        ("strategy=ring", (9, 4096, {}), {"blocks_per_row": 1, "groups": 2, "slots": 15}),
-        ("blocks_per_row=2", (9, 4096, HALF), {"strategy": "ring", "groups": 1, "slots": 7}),
-        ("strategy=ring blocks_per_row=3", (9, 65_536, HALF), {"groups": 6, "slots": 17}),
-        ("long=0 blocks_per_row=8", (9, 65_536, {}), {"long": False, "groups": 4}),
+        ("strategy=ring", (9, 4096, {}), {"blocks_per_row": 1, "spans": 2, "stages": 15}),
+        ("blocks_per_row=2", (9, 4096, HALF), {"strategy": "ring", "spans": 1, "stages": 7}),
+        ("strategy=ring blocks_per_row=3", (9, 65_536, HALF), {"spans": 6, "stages": 17}),
+        ("long=0 blocks_per_row=8", (9, 65_536, {}), {"long": False, "spans": 4}),
         ("long=1", (9, 4096, {}), {"long": True, "blocks_per_row": 1}),
         ("strategy=split stages=8", (MANY, 65_536, {"backward": True, **HALF}), {"stages": 8}),
         ("strategy=stream", (9, 64, HALF), {"strategy": "stream", "blocks_per_row": 1}),

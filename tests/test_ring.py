@@ -19,7 +19,7 @@ TYPES = [
     (F32, F32, F32), (F32, F32, BF16), (F32, F32, F16), (BF16, BF16, BF16), (BF16, F32, BF16),
     (BF16, F32, F32), (F16, F16, F16), (F16, F32, F16), (F16, F32, F32),
 ]  # fmt: skip
-SLOT = {F32: 2048, BF16: 4096, F16: 4096}  # columns of a slot
+STAGE = {F32: 2048, BF16: 4096, F16: 4096}  # columns of a stage
 
 
 def is_ring(cols, dtype=F32, rows=16, **problem):
@@ -41,11 +41,11 @@ def longest(dtype, **problem):
 
 @pytest.mark.parametrize(("dtype", "cols"), [(F32, 4_325_376), (BF16, 8_650_752)])
 def test_the_longest_rows(dtype, cols):
-    """132 blocks of 16 slots each. With an epilogue all parameters lie in shared memory, which has
+    """132 blocks of 16 stages each. With an epilogue all parameters lie in shared memory, which has
     room for half of that and some more."""
     assert longest(dtype) == cols
     long = plan(16, cols, dtype=dtype)
-    assert (long["long"], long["groups"], long["blocks_per_row"]) == (True, 16, 132)
+    assert (long["long"], long["spans"], long["blocks_per_row"]) == (True, 16, 132)
     assert cols // 2 < longest(dtype, has_epilogue=True) < cols * 5 // 8
     assert plan(16, cols + 8, dtype=dtype)["strategy"] == "stream"
 
@@ -60,15 +60,15 @@ def test_the_ring_holds_a_row_and_no_more_rows_than_are_kept(types, epilogue):
         p = plans[-1]
         if p["strategy"] != "ring":
             continue
-        assert (p["groups"] - 1) * p["blocks_per_row"] * SLOT[dtype] < cols
-        assert cols <= p["groups"] * p["blocks_per_row"] * SLOT[dtype]
-        assert p["groups"] < p["slots"] < 8 * p["groups"]
-        assert p["slots"] <= 28
-        parameters = p["shared_bytes"] - p["slots"] * 8192
+        assert (p["spans"] - 1) * p["blocks_per_row"] * STAGE[dtype] < cols
+        assert cols <= p["spans"] * p["blocks_per_row"] * STAGE[dtype]
+        assert p["spans"] < p["stages"] < 8 * p["spans"]
+        assert p["stages"] <= 28
+        parameters = p["shared_bytes"] - p["stages"] * 8192
         needed = 2 * cols * weight.itemsize
         assert p["long"] or needed <= parameters * p["blocks_per_row"] <= 1.3 * needed
         for fewer in plans:  # the order of the sums does not depend on the number of rows
-            assert all(fewer[k] == p[k] for k in ("strategy", "blocks_per_row", "groups"))
+            assert all(fewer[k] == p[k] for k in ("strategy", "blocks_per_row", "spans"))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_what_the_ring_does_not_take(problem):
 
 # ---- On the device.
 
-# Rows of one block and of many, with a last group that is whole, short, or that not all blocks and
+# Rows of one block and of many, with a last span that is whole, short, or that not all blocks and
 # lanes have. With parameters in shared memory, and in registers.
 COLS = [40_960, 40_968, 65_536, 65_544, 131_072, 131_064, 150_528, 262_144, 1_000_008]
 LONG_COLS = [40_968, 150_528, 1_000_008, 3_000_008, 4_194_304, 4_325_376]

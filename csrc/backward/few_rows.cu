@@ -30,8 +30,8 @@ struct ColumnGradients {
     const auto [mean, rstd] = load_statistics<Acc>(p, 0);
     const auto parameters = parameters_of<N>(p, 0);
     Acc dweight[kWidth] = {}, dbias[kWidth] = {};
-    Gradients<N, kWidth>(p, x, dy, mean, rstd, parameters.weight.template load<kWidth>(col),
-                         parameters.bias.template load<kWidth>(col))
+    Gradients<N, kWidth>(p, x, dy, mean, rstd, parameters.factor.template load<kWidth>(col),
+                         parameters.summand.template load<kWidth>(col))
         .add_dparams(dweight, dbias);
     ParamGradSink<N>(p, backward::PartialSums{}, 0).store(col, dweight, dbias);
   }
@@ -45,8 +45,8 @@ struct ColumnGradients {
     const int col = lane < vectors ? lane * kWidth : 0;
     const bool reads_x = needs_x(p);
     const auto parameters = parameters_of<N>(p, first_col);
-    const auto weight = parameters.weight.template load<kWidth>(col);
-    const auto bias = parameters.bias.template load<kWidth>(col);
+    const auto weight = parameters.factor.template load<kWidth>(col);
+    const auto bias = parameters.summand.template load<kWidth>(col);
     Acc dweight[kWidth] = {}, dbias[kWidth] = {};
     // Several rows are loaded at once, as many as there are registers for. With an activation only
     // one row is loaded, because the code of the activations is large.
@@ -130,8 +130,8 @@ __device__ __forceinline__ void few_rows_dx(const BackwardParams& p, const TeamL
   const auto gradients_of = [&](int k) {
     const int col = share.template col<kWidth>(k);
     return Gradients<N, kWidth>(p, x[k], dy[k], mean, rstd,
-                                parameters.weight.template load<kWidth>(col),
-                                parameters.bias.template load<kWidth>(col));
+                                parameters.factor.template load<kWidth>(col),
+                                parameters.summand.template load<kWidth>(col));
   };
   // xhat and g stay in registers between the row's sums and its dx, if there are registers for
   // them.

@@ -23,17 +23,17 @@ struct TeamRows {
         range(its_range),
         teams(all_teams),
         team(team_index) {
-    settle();
+    skip_to_own_group();
   }
   __device__ __forceinline__ bool is_valid() const { return row < group_end; }
   __device__ __forceinline__ void advance() {
     row += teams;
-    settle();
+    skip_to_own_group();
   }
 
  private:
   // Goes on to the next group that has a row for this team.
-  __device__ __forceinline__ void settle() {
+  __device__ __forceinline__ void skip_to_own_group() {
     while (row >= group_end && group_end < range.end) {
       row = group_end + team;
       group_end = range.end_of_group(group_end);
@@ -245,8 +245,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
 // Chooses the norm of a launch. A gradient beside dx costs registers, so common types also have a
 // kernel without it, for rows that come through a ring and whose xhat and g stay in registers.
-template <typename T, bool kMayBeBare, typename Launch>
-cudaError_t dispatch_group(const BackwardParams& p, const Launch& launch) {
+template <typename T, bool kMayBeBare, typename Launcher>
+cudaError_t dispatch_group(const BackwardParams& p, const Launcher& launch) {
   if (p.modulation.gate != nullptr) {
     return launch(NormOf<T, GatedGradient, Identity, MayBeAffineAndModulate>{});
   }

@@ -223,8 +223,8 @@ struct PersistentRows {
   __device__ __forceinline__ void start(const BlockTeam& team, bool in_team) const {
     if constexpr (kBulk) {
       const int room = ring.stage_cols / kWidth;
-      copy_parameter<kWidth>(ring.weight, parameters.weight, vectors, room);
-      if (activates) copy_parameter<kWidth>(ring.bias, parameters.bias, vectors, room);
+      copy_parameter<kWidth>(ring.weight, parameters.factor, vectors, room);
+      if (activates) copy_parameter<kWidth>(ring.bias, parameters.summand, vectors, room);
       if (kWidth > 1 && in_team) ring.clear_behind(work.cols, team);
       const bool fills = team.thread == 0 && in_team;
       if (fills) ring.init(p);
@@ -276,8 +276,8 @@ struct PersistentRows {
             at.weight = load<Use::kPlain, kWidth>(ring.weight + col);
             if (activates) at.bias = load<Use::kPlain, kWidth>(ring.bias + col);
           } else {
-            at.weight = parameters.weight.template load<kWidth>(col);
-            if (activates) at.bias = parameters.bias.template load<kWidth>(col);
+            at.weight = parameters.factor.template load<kWidth>(col);
+            if (activates) at.bias = parameters.summand.template load<kWidth>(col);
           }
           return at;
         },

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
   // Collects the sums of the block's i-th row. One warp calls.
   const auto collect = [&](int i) {
-    const CollectedSlots slot(slots + work.row(i) * slices.blocks_per_row, slices.blocks_per_row);
+    const CollectedSlots slot(slots + work.row(i) * slices.count, slices.count);
     const Pair<float> sums = slot.sum();
     if (team.lane() == 0) collected[i % kMostCollected] = sums;
   };
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       // After the barrier in team_sum() no thread reads the row of `held` iterations ago any more.
       rows.refill(team, read, i, held);
       if (lag > 0 && team.thread == 0) {
-        publish(slots + row * slices.blocks_per_row + work.slice, sums);
+        publish(slots + row * slices.count + work.slice, sums);
       }
     }
     if (i >= lag && p.dx != nullptr) {
@@ -122,8 +122,8 @@ cudaError_t launch_split(const BackwardParams& params, const backward::Split& pl
 cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataTypes& types,
                                        const backward::Split& plan, cudaStream_t stream) {
   const auto& slices = plan.slices;
-  if (slices.blocks_per_row > 1) {
-    const int64_t slots = params.rows * slices.blocks_per_row * int64_t{sizeof(uint64_t)};
+  if (slices.count > 1) {
+    const int64_t slots = params.rows * slices.count * int64_t{sizeof(uint64_t)};
     const cudaError_t cleared = clear_slots(params.workspace, slots, stream);
     if (cleared != cudaSuccess) return cleared;
   }

@@ -13,7 +13,7 @@ struct Split : Persistent {
   int lag = 1;                // rows between publishing a row's sums and collecting them
   bool has_collector = true;  // a warp beside the team collects sums; else the team's first does
 
-  bool meets() const { return slices.blocks_per_row > 1; }
+  bool meets() const { return slices.count > 1; }
   static std::optional<Split> make(const Problem& problem, const Device& device,
                                    const Forced& forced);
   template <typename Json>
@@ -137,7 +137,7 @@ auto first_sliced(const Problem& problem, const Device& device, int width,
     const auto slices = slices_of(problem, width, number ? n : widen(n, device), limits.unit);
     if (!slices) continue;
     // More blocks a row never have longer slices.
-    if (slices->slice_cols < limits.least_cols) return std::nullopt;
+    if (slices->cols < limits.least_cols) return std::nullopt;
     if (auto plan = plan_of(*slices)) return plan;
   }
   return std::nullopt;
@@ -189,7 +189,7 @@ inline std::optional<Split> split_with(const SliceRing& wanted, const Problem& p
   const int64_t unit = slice_unit(problem, width);
   const int64_t line_cols = width == 1 ? unit : unit * (kCacheLineBytes / kVectorBytes);
   const auto plan_of = [&](const Slices& slices) -> std::optional<Split> {
-    const auto own = slice_team(problem, slices.slice_cols, wanted, ring, forced);
+    const auto own = slice_team(problem, slices.cols, wanted, ring, forced);
     if (!own) return std::nullopt;
     const Team& team = own->team;
     Split plan;
@@ -211,9 +211,9 @@ inline std::optional<Split> split_with(const SliceRing& wanted, const Problem& p
     if (!forced.allows(Field::kBulk, plan.bulk) || !forced.allows(Field::kStages, plan.stages)) {
       return std::nullopt;
     }
-    const int64_t sets = persistent_sets(problem, device, slices.blocks_per_row, 1);
-    plan.blocks = sets * slices.blocks_per_row;
-    plan.workspace_bytes = round_up(problem.rows * slices.blocks_per_row * 8, 256);
+    const int64_t sets = persistent_sets(problem, device, slices.count, 1);
+    plan.blocks = sets * slices.count;
+    plan.workspace_bytes = round_up(problem.rows * slices.count * 8, 256);
     lay_out_partials(plan, sets, problem);
     plan.partials.starts_early = device.starts_early;
     return plan;

@@ -22,7 +22,7 @@ struct Chunk {
   int first_col, cols;
 
   __device__ __forceinline__ Chunk(int index, const Slices& chunks, int all_cols)
-      : first_col(index * chunks.slice_cols), cols(min(chunks.slice_cols, all_cols - first_col)) {}
+      : first_col(index * chunks.cols), cols(min(chunks.cols, all_cols - first_col)) {}
 };
 
 // The weight at a vector of a chunk's columns, or with a modulation the row's combined weight.
@@ -34,7 +34,7 @@ __device__ __forceinline__ auto weight_of(const BackwardParams& p,
     const auto scale = scale_of_row<N>(p, row, first_col).template load<kWidth>(col);
     return combined_weight<N, kWidth>(p, col, scale, first_col);
   } else {
-    return parameters.weight.template load<kWidth>(col);
+    return parameters.factor.template load<kWidth>(col);
   }
 }
 
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   using Acc = typename N::Acc;
   constexpr int kVecs = backward_stream_vecs(kWidth);
   const BlockTeam team;
-  const int all_chunks = chunks.blocks_per_row;
+  const int all_chunks = chunks.count;
   const int index = blockIdx.x % all_chunks, set = blockIdx.x / all_chunks;
   const Chunk chunk(index, chunks, p.cols);
   const Share<kVecs> share = {team.thread, team.threads, chunk.cols / kWidth};
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       const Gradients<N, kWidth> gradients(
           p, x[k], dy[k], mean, rstd,
           weight_of<N, kWidth>(p, parameters, row, chunk.first_col, col),
-          parameters.bias.template load<kWidth>(col));
+          parameters.summand.template load<kWidth>(col));
       gradients.add_sums(sums);
       if constexpr (kOfRows) {
         if (share.has(k)) {
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kVecs = backward_stream_vecs(kWidth);
   // The last chunks come first, and of the chunks that are taken together the last row.
   const uint32_t rows = static_cast<uint32_t>(p.rows);
-  const uint32_t all_chunks = chunks.blocks_per_row;
+  const uint32_t all_chunks = chunks.count;
   const uint32_t most = min(uint32_t{kChunksTogether}, all_chunks);
   const uint32_t later = blockIdx.x / (most * rows) * most;  // chunks that have come before
   const uint32_t together = min(most, all_chunks - later);
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kThreads)
     const int col = share.template col<kWidth>(k);
     const Gradients<N, kWidth> gradients(
         p, x[k], dy[k], mean, rstd, weight_of<N, kWidth>(p, parameters, row, chunk.first_col, col),
-        parameters.bias.template load<kWidth>(col));
+        parameters.summand.template load<kWidth>(col));
     if (share.has(k)) dx_row.store(col, gradients.xhat, gradients.g, means, rstd, added[k]);
   }
 }
@@ -215,7 +215,7 @@ cudaError_t launch_layer_norm_backward(const BackwardParams& params, const DataT
                                    ? start_sums(Identity{}, MayBeAffineAndModulateRow{})
                                    : start_sums(Identity{}, MayBeAffineAndModulate{});
       if (sums != cudaSuccess || params.dx == nullptr) return sums;
-      const int chunks = plan.chunks.blocks_per_row;
+      const int chunks = plan.chunks.count;
       const Launch per_row = {params.rows, kTotalsThreads};
       const cudaError_t totals = launch(layer_norm_backward_stream_totals_kernel<typename T::Acc>,
                                         per_row, stream, chunks, plan.totals_offset, params);

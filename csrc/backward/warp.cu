@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(kBlockThreads<N>, 1)
   backward_of_team<N>(p, share, lanes, 0, rows, team, all_teams, reads_x, chain_rows, second_sums,
                       grads, [&](int, int col) {
                         return VectorParameters<W, W, kWidth>{
-                            parameters.weight.template load<kWidth>(col),
-                            parameters.bias.template load<kWidth>(col)};
+                            parameters.factor.template load<kWidth>(col),
+                            parameters.summand.template load<kWidth>(col)};
                       });
 
   const ParamGradSink<N> sink(p, {partials, partials_offset}, blockIdx.x);

@@ -54,12 +54,12 @@ struct Launch {
 
 // How a row is cut into slices, one for each of several blocks.
 struct Slices {
-  int blocks_per_row = 1;
-  int slice_cols = 0;  // of each slice but the last, which may be shorter
+  int count = 1;
+  int cols = 0;  // of each slice but the last, which may be shorter
 
   template <typename Json>
   void describe(Json& json) const {
-    json.add("blocks_per_row", blocks_per_row).add("slice_cols", slice_cols);
+    json.add("blocks_per_row", count).add("slice_cols", cols);
   }
 };
 

@@ -50,9 +50,9 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
   load_parameter(weights, p.weight, 1, channels);
   if (activates) load_parameter(biases, p.bias, 0, channels);
   if (first_channel < channel_step) {
-    for (int c = first_channel, slot = threadIdx.x; c < channels;
-         c += channel_step, slot += blockDim.x) {
-      store_pair(params + 2 * slot, Pair<Acc>{});
+    for (int c = first_channel, number = threadIdx.x; c < channels;
+         c += channel_step, number += blockDim.x) {
+      store_pair(params + 2 * number, Pair<Acc>{});
     }
   }
   for (int pixel = threadIdx.x; p.is_rms && pixel < room; pixel += blockDim.x) means[pixel] = 0;
@@ -129,7 +129,7 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
     // Calls body(place in the tile, number among the thread's channels, the gradients of pixel j).
     const auto each = [&](const auto& body) {
       if (!works) return;
-      int at = first_channel * tile_pixels + own.first, slot = threadIdx.x;
+      int at = first_channel * tile_pixels + own.first, number = threadIdx.x;
 #pragma unroll(kScattered ? 1 : 2)
       for (int c = first_channel; c < channels; c += channel_step) {
         Acc x[kWidth], dy[kWidth];
@@ -137,17 +137,17 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
         unpack(dy, own.load(dy_tile + at));
         const auto weight = one_element(weights[c]);
         const auto bias = one_element(activates ? biases[c] : from_acc<W>(Acc(0)));
-        body(at, slot, [&](int j) {
+        body(at, number, [&](int j) {
           return Gradients<N, 1>(p, one_element(x[j]), one_element(dy[j]), mean[j], rstd[j], weight,
                                  bias);
         });
         at += channel_step * tile_pixels;
-        slot += blockDim.x;
+        number += blockDim.x;
       }
     };
 
     Pair<Acc> sum[kWidth];
-    each([&](int, int slot, const auto& gradients_of) {
+    each([&](int, int number, const auto& gradients_of) {
       Acc dweight[1] = {}, dbias[1] = {};
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
@@ -155,9 +155,9 @@ __global__ void __maxnreg__(backward::tile_registers(kWidth * sizeof(typename N:
         gradients.add_sums(sum[j]);
         gradients.add_dparams(dweight, dbias);
       }
-      Pair<Acc> running = load_pair(params + 2 * slot);
+      Pair<Acc> running = load_pair(params + 2 * number);
       running += Pair<Acc>{dweight[0], dbias[0]};
-      store_pair(params + 2 * slot, running);
+      store_pair(params + 2 * number, running);
     });
     if (p.dx != nullptr) {
       if (works) sums.leave(sum);

@@ -131,7 +131,7 @@ __global__ void __maxnreg__(forward::tile_registers(kWidth * sizeof(typename N::
       w[j] = weight;
       b[j] = bias;
     }
-    N::Epilogue::template prepare<X>(p, values, w);
+    N::Epilogue::template before_affine<X>(p, values, w);
     N::Affine::apply(p, values, w, b, NoColumns{});
     N::Epilogue::template apply<Y>(p, values);
     if (staged) {

@@ -350,9 +350,9 @@ struct Transposed {
 // Calls launch(types, bare, width, scattered) with how a thread of these tiles has its pixels, for
 // all types but a y narrower than x, which nobody asks of images. `bare`: the norm has no epilogue;
 // types that few models have share one kernel for norms with and without one.
-template <typename Launch>
+template <typename Launcher>
 cudaError_t dispatch_channels(const DataTypes& types, bool has_epilogue, const Tiles& tiles,
-                              const Launch& launch) {
+                              const Launcher& launch) {
   return dispatch_types(types, [&](auto t) {
     using T = decltype(t);
     constexpr int kMost = kVectorWidth<T>;

@@ -121,8 +121,8 @@ __device__ __forceinline__ Acc team_sum(Acc v, const BlockTeam& team, Acc* scrat
   v = warp_sum(v);
   // The lanes after the first write the zeros that fill up the last four values.
   const int warps = team.warps();
-  const int slot = team.warp() + team.lane() * warps;
-  if (slot < scratch_values(warps)) scratch[slot] = team.lane() == 0 ? v : Acc(0);
+  const int at = team.warp() + team.lane() * warps;
+  if (at < scratch_values(warps)) scratch[at] = team.lane() == 0 ? v : Acc(0);
   team.sync();
   return sum_of_warps(scratch, warps);
 }
@@ -139,9 +139,9 @@ __device__ __forceinline__ Pair<Acc> team_sum(Pair<Acc> v, const BlockTeam& team
 #pragma unroll
   for (int offset = 1; offset < kHalf; offset *= 2) sum += shuffle_xor(sum, offset);
   const int warps = team.warps(), lane = team.lane() % kHalf;
-  const int slot = team.warp() + lane * warps;
-  if (slot < scratch_values(warps)) {
-    reinterpret_cast<Acc*>(scratch + slot)[upper] = lane == 0 ? sum : Acc(0);
+  const int at = team.warp() + lane * warps;
+  if (at < scratch_values(warps)) {
+    reinterpret_cast<Acc*>(scratch + at)[upper] = lane == 0 ? sum : Acc(0);
   }
   team.sync();
   return sum_of_warps(scratch, warps);

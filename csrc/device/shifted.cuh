@@ -186,8 +186,8 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
   const int end = cols > 0 ? to.shift + cols * Row::kSize : 0;
   // A piece holds the end of one vector and the beginning of the next. The thread of the next
   // vector stores the piece. Where no shuffle gives it the end of the vector before, there is a
-  // seam.
-  typename Team::template Seams<kVecs, kVecs / kMayMiss, RowWords> seams(team);
+  // boundary.
+  typename Team::template Boundaries<kVecs, kVecs / kMayMiss, RowWords> boundaries(team);
   RowWords last_words = {};
   int last_piece = 0;
   const auto store = [&](auto first, auto count) {
@@ -198,13 +198,13 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
       own[n] = *reinterpret_cast<const RowWords*>(values.at);
     }
 #pragma unroll
-    for (int n = 0; n < count(); ++n) before[n] = seams.before(first() + n, own[n]);
+    for (int n = 0; n < count(); ++n) before[n] = boundaries.before(first() + n, own[n]);
     shift_pieces<Shift::kUp, Row::kSize>(words, before, own, to.shift);
 #pragma unroll
     for (int n = 0; n < count(); ++n) {
       const int k = first() + n;
       const int piece = share.vector(k);
-      if (seams.is_at(k)) continue;
+      if (boundaries.is_at(k)) continue;
       if (share.is_whole(k) ? end > 0 : (piece + 1) * Row::kPieceBytes <= end) {
         store_once<T, Row::kPieceCols>(to.piece(piece),
                                        *reinterpret_cast<const typename Row::Piece*>(words[n].at));
@@ -231,7 +231,7 @@ __device__ __forceinline__ void store_shifted(T* row, const Team& team,
           std::integral_constant<int, kVecs - 3 * kMost>{});
   }
   if (last_piece > 0) to.store_part(last_piece, last_words, end);
-  seams.close([&](int piece, const RowWords& low, const RowWords& high) {
+  boundaries.close([&](int piece, const RowWords& low, const RowWords& high) {
     if (piece * Row::kPieceBytes >= end) return;
     const RowWords lows[1] = {low}, highs[1] = {high};
     RowWords words[1];
@@ -273,20 +273,20 @@ __device__ __forceinline__ void store_halves(T* row, const Share& share, int k,
   }
 }
 
-// The seams of a row that a block of at most kMostWarps warps has. Within a warp, neighbouring
-// lanes have neighbouring vectors of the row. Between warps there are seams, which are closed at
-// the end. kPieces is the number of pieces that a thread stores.
+// The boundaries of a row that a block of at most kMostWarps warps has. Within a warp, neighbouring
+// lanes have neighbouring vectors of the row. Between warps there are boundaries, which are closed
+// at the end. kPieces is the number of pieces that a thread stores.
 template <int kPieces, int kMostWarps, typename Words>
-struct BlockSeams {
+struct BlockBoundaries {
   static constexpr int kMost = 1 + kPieces * kMostWarps;
   const BlockTeam& team;
-  Words* lows;   // of each seam the words before it
-  Words* highs;  // of each seam the words behind it
+  Words* lows;   // of each boundary the words before it
+  Words* highs;  // of each boundary the words behind it
   Words* own;    // in a warp's first and last lane: where its words of vector 0 belong
 
   // The scratch memory must not be written again before another barrier of the block.
   template <typename Row>
-  __device__ __forceinline__ explicit BlockSeams(const Row& row) : team(row.team) {
+  __device__ __forceinline__ explicit BlockBoundaries(const Row& row) : team(row.team) {
     __shared__ Words scratch[2][kMost];
     lows = scratch[0];
     highs = scratch[1];
@@ -299,12 +299,14 @@ struct BlockSeams {
     return shuffle(words, team.lane() - 1, kWarpSize);
   }
   __device__ __forceinline__ bool is_at(int) const { return team.lane() == 0; }
-  // Calls store(v, low, high) for each seam, with the words before vector v and its first words.
+  // Calls store(v, low, high) for each boundary, with the words before vector v and its first
+  // words.
   template <typename Store>
   __device__ __forceinline__ void close(const Store& store) const {
     __syncthreads();
-    const int seam = team.thread;
-    if (seam <= kPieces * team.warps()) store(seam * kWarpSize, lows[seam], highs[seam]);
+    const int boundary = team.thread;
+    if (boundary <= kPieces * team.warps())
+      store(boundary * kWarpSize, lows[boundary], highs[boundary]);
   }
 };
 

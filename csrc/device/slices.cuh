@@ -21,8 +21,8 @@ struct SliceWork {
       : SliceWork(0, blockIdx.x, 1, all_cols, teams, team, all_rows, all_cols) {}
   // Slices of rows: blocks that follow each other share a row.
   __device__ __forceinline__ SliceWork(const Slices& slices, int64_t all_rows, int all_cols)
-      : SliceWork(blockIdx.x % slices.blocks_per_row, blockIdx.x / slices.blocks_per_row,
-                  slices.blocks_per_row, slices.slice_cols, 1, 0, all_rows, all_cols) {}
+      : SliceWork(blockIdx.x % slices.count, blockIdx.x / slices.count, slices.count, slices.cols,
+                  1, 0, all_rows, all_cols) {}
 
   __device__ __forceinline__ int64_t row(int i) const { return first_row + i * row_step; }
 

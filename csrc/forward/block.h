@@ -87,12 +87,13 @@ static_assert(registers_of(forward_block_bounds(4, ForwardLoad::kHeavy, false)) 
                   registers_of(forward_block_bounds(8, ForwardLoad::kBare, false)) == 64 &&
                   registers_of(forward_block_bounds(4, ForwardLoad::kLean, false)) == 56,
               "a thread has the registers that its vectors take");
-// In an unaligned row each warp has one seam for each piece that its threads move, and
-// one more seam is behind the row's last piece. Each seam is closed by a thread of its own.
-static_assert(2 * 8 + 1 <= kWarpThreads && !contains(ForwardBlockVecs{}, 9) &&
-                  vector_width(2) / row_width(2, 4, 4, 8, true) == 2,
-              "a block has more threads than seams: two for each of at most eight vectors of each "
-              "of its warps, and one");
+// In an unaligned row each warp has one boundary for each piece that its threads move, and
+// one more boundary is behind the row's last piece. Each boundary is closed by a thread of its own.
+static_assert(
+    2 * 8 + 1 <= kWarpThreads && !contains(ForwardBlockVecs{}, 9) &&
+        vector_width(2) / row_width(2, 4, 4, 8, true) == 2,
+    "a block has more threads than boundaries: two for each of at most eight vectors of each "
+    "of its warps, and one");
 
 // ---- The ladders: how many vectors of a row a thread owns.
 

@@ -31,16 +31,16 @@ __device__ __forceinline__ void give_registers() {
 #endif
 }
 
-// Which of a row's vectors a block and its workers have. The groups of the blocks lie side by side,
+// Which of a row's vectors a block and its workers have. The spans of the blocks lie side by side,
 // and the last, shorter ones too.
 struct RingColumns {
-  int blocks, block, groups;
+  int blocks, block, spans;
   int rest, last_of_block, last_of_worker;
 
   __device__ __forceinline__ RingColumns(const forward::Ring& plan, int own_block)
       : blocks(plan.blocks_per_row),
         block(own_block),
-        groups(plan.groups),
+        spans(plan.spans),
         rest(plan.rest),
         last_of_block(plan.last_of_block),
         last_of_worker(plan.last_of_worker) {}
@@ -51,14 +51,14 @@ struct RingColumns {
     return min(max(last_vectors_of(its_block) - worker * last_of_worker, 0), last_of_worker);
   }
   __device__ __forceinline__ int vectors_of(int its_block) const {
-    return (groups - 1) * kRingGroupVectors + last_vectors_of(its_block);
+    return (spans - 1) * kRingSpanVectors + last_vectors_of(its_block);
   }
-  // Where a worker's piece of a group begins.
-  __device__ __forceinline__ int first(int group, int worker) const {
-    if (group == groups - 1) {
-      return group * blocks * kRingGroupVectors + block * last_of_block + worker * last_of_worker;
+  // Where a worker's piece of a span begins.
+  __device__ __forceinline__ int first(int span, int worker) const {
+    if (span == spans - 1) {
+      return span * blocks * kRingSpanVectors + block * last_of_block + worker * last_of_worker;
     }
-    return (group * blocks + block) * kRingGroupVectors + worker * kRingPieceVectors;
+    return (span * blocks + block) * kRingSpanVectors + worker * kRingPieceVectors;
   }
 };
 
@@ -69,21 +69,21 @@ struct RingColumns {
 //   full, by a worker: it waits for every round of its pair's barrier, and both workers of the pair
 //     must arrive before the next round can end.
 //   full, by a measurer: three measurers take turns at four pairs, so it has not seen the round
-//     before itself. It first waits for the row that had the slot to be published: all measurers
-//     have measured that row then, each of its units behind a wait for that round. (A slot is
+//     before itself. It first waits for the row that had the stage to be published: all measurers
+//     have measured that row then, each of its units behind a wait for that round. (A stage is
 //     refilled only behind the same row's statistics, so this is no longer wait.) The next round
 //     begins behind this row's statistics, which need this measurer.
 //   measured, published, collected: each is waited for row by row, in order. A ring holds less than
-//     kRingRowsKept rows: what a phase of row i + kRingRowsKept needs has come to slots that
+//     kRingRowsKept rows: what a phase of row i + kRingRowsKept needs has come to stages that
 //     workers refilled behind row i + 1, so all have left row i. The same holds for parts, moments
 //     and statistics of row i, whose places the later row takes.
 //
-// A slot is refilled by its worker, by a bulk copy, which is of another proxy than the loads that
-// have read the slot before (PTX ISA, "async proxy"). Its own loads are ordered by the fence and
+// A stage is refilled by its worker, by a bulk copy, which is of another proxy than the loads that
+// have read the stage before (PTX ISA, "async proxy"). Its own loads are ordered by the fence and
 // __syncwarp(); those of the measurers come before their moments, which the statistics that the
 // worker has waited for were made of, and the same fence stands between these and the copy.
 struct RingState {
-  alignas(8) uint64_t full[kRingWorkers / 2][kMostRingSlots];  // a unit of x has come
+  alignas(8) uint64_t full[kRingWorkers / 2][kMostRingStages];  // a unit of x has come
   uint64_t measured[kRingRowsKept];   // all measurers have left their moments
   uint64_t published[kRingRowsKept];  // the block has published its moments
   uint64_t collected[kRingRowsKept];  // the row's statistics are there
@@ -166,7 +166,7 @@ struct RingSlots {
   }
 };
 
-// The vectors that a lane has of a unit, the pieces of two workers in the last group.
+// The vectors that a lane has of a unit, the pieces of two workers in the last span.
 struct UnitShare {
   int lane, first_piece, second_piece;  // vectors of the pieces
 
@@ -190,10 +190,10 @@ struct UnitShare {
 
 // A place in the ring.
 struct RingPlace : RingPosition {
-  __device__ __forceinline__ void skip(int groups, int slots) {
-    stage += groups;
-    if (stage >= slots) {
-      stage -= slots;
+  __device__ __forceinline__ void skip(int spans, int stages) {
+    stage += spans;
+    if (stage >= stages) {
+      stage -= stages;
       parity ^= 1;
     }
   }
@@ -220,9 +220,9 @@ struct RingBlock {
   using Y = typename N::Y;
   static constexpr int kWidth = kVectorWidth<typename N::Types>;
   static constexpr int kUnitVecs = 2 * kRingLaneVecs;
-  static constexpr int kUnits = kRingWorkers / 2;  // of a group
+  static constexpr int kUnits = kRingWorkers / 2;  // of a span
   static constexpr int kPieceCols = kRingPieceVectors * kWidth;
-  static constexpr int kSlotCols = kRingGroupVectors * kWidth;
+  static constexpr int kStageCols = kRingSpanVectors * kWidth;
 
   const forward::Ring& plan;
   const ForwardParams& p;
@@ -257,14 +257,14 @@ struct RingBlock {
                            [](float v, int) { return v; }, [] {}));
   }
 
-  // What a lane has of the last group's unit of this pair of workers.
+  // What a lane has of the last span's unit of this pair of workers.
   __device__ __forceinline__ UnitShare last_unit(int pair) const {
     return {lane, columns.last_vectors_of(work.slice, 2 * pair),
             columns.last_vectors_of(work.slice, 2 * pair + 1)};
   }
 
   __device__ __forceinline__ void run_measurer(int measurer, const Meeting& meeting) {
-    const int units = kUnits * columns.groups, whole = units - kUnits;
+    const int units = kUnits * columns.spans, whole = units - kUnits;
     constexpr int kWholeCols = kUnitVecs * kWidth;
     float cols = 0;
     for (int unit = measurer; unit < units; unit += kRingMeasurers) {
@@ -280,7 +280,7 @@ struct RingBlock {
     }
     __syncwarp();
     RingPlace row_begin;
-    int left_rows = 0;  // the first rows, to whose slots this measurer's groups have come again
+    int left_rows = 0;  // the first rows, to whose stages this measurer's spans have come again
 #pragma unroll 1
     for (int i = 0; i < work.rows; ++i) {
       LaneMoments moments;
@@ -289,15 +289,15 @@ struct RingBlock {
       asm volatile("" : "+r"(end));
 #pragma unroll 1
       for (int unit = measurer; unit < end; unit += kRingMeasurers) {
-        const int group = unit / kUnits, pair = unit % kUnits;
+        const int span = unit / kUnits, pair = unit % kUnits;
         RingPlace at = row_begin;
-        at.skip(group, plan.slots);
-        if ((i - left_rows) * columns.groups + group >= plan.slots) {
+        at.skip(span, plan.stages);
+        if ((i - left_rows) * columns.spans + span >= plan.stages) {
           barrier_wait(&state.published[left_rows % kRingRowsKept], left_rows / kRingRowsKept & 1);
           ++left_rows;
         }
         barrier_wait(&state.full[pair][at.stage], at.parity);
-        const X* x = ring + at.stage * kSlotCols + 2 * pair * kPieceCols;
+        const X* x = ring + at.stage * kStageCols + 2 * pair * kPieceCols;
         const bool first = unit == measurer;
         if (unit < whole) {
           measure(moments, pivot, first, x, Share<kUnitVecs, 0>{},
@@ -308,7 +308,7 @@ struct RingBlock {
           measure(moments, pivot, first, x, share, Reciprocal<float>(max(count, 1)), count);
         }
       }
-      row_begin.skip(columns.groups, plan.slots);
+      row_begin.skip(columns.spans, plan.stages);
       const auto of_warp = combine_at_once(
           [&](const auto& use) {
             use(moments.count, Pair<float>{moments.sum.mean, moments.sum.m2});
@@ -391,15 +391,14 @@ struct RingBlock {
 
   // ---- Workers
 
-  __device__ __forceinline__ int piece_vectors(int group) const {
-    return group < columns.groups - 1 ? kRingPieceVectors
-                                      : columns.last_vectors_of(work.slice, warp);
+  __device__ __forceinline__ int piece_vectors(int span) const {
+    return span < columns.spans - 1 ? kRingPieceVectors : columns.last_vectors_of(work.slice, warp);
   }
-  // A group that is brought next. All lanes know it alike and one of them acts, so the compiler
+  // A span that is brought next. All lanes know it alike and one of them acts, so the compiler
   // computes it in uniform registers.
   struct Feed {
     const X* row = nullptr;
-    int i = 0, group = 0;
+    int i = 0, span = 0;
   };
   struct Feeds {
     Feed to_ring, to_l2;
@@ -408,56 +407,56 @@ struct RingBlock {
     feed.row = static_cast<const X*>(p.input) + p.input_rows(work.row(feed.i));
   }
   __device__ __forceinline__ void advance(Feed& feed) const {
-    if (++feed.group == columns.groups) {
-      feed.group = 0;
+    if (++feed.span == columns.spans) {
+      feed.span = 0;
       ++feed.i;
       enter_row(feed);
     }
   }
   __device__ __forceinline__ const X* piece_of(const Feed& feed) const {
-    return element(feed.row, columns.first(feed.group, warp) * kWidth);
+    return element(feed.row, columns.first(feed.span, warp) * kWidth);
   }
-  __device__ __forceinline__ void bring(const Feed& feed, int slot, uint32_t bytes) const {
-    uint64_t* full = &state.full[warp / 2][slot];
+  __device__ __forceinline__ void bring(const Feed& feed, int stage, uint32_t bytes) const {
+    uint64_t* full = &state.full[warp / 2][stage];
     barrier_expect(full, bytes);
     if (bytes > 0) {
-      bulk_load(ring + slot * kSlotCols + warp * kPieceCols, piece_of(feed), bytes, full, false);
+      bulk_load(ring + stage * kStageCols + warp * kPieceCols, piece_of(feed), bytes, full, false);
     }
   }
-  __device__ __forceinline__ void feed_ring(Feed& feed, int slot, bool acts) const {
+  __device__ __forceinline__ void feed_ring(Feed& feed, int stage, bool acts) const {
     if (feed.i >= work.rows) return;
-    if (acts) bring(feed, slot, piece_vectors(feed.group) * kVectorBytes);
+    if (acts) bring(feed, stage, piece_vectors(feed.span) * kVectorBytes);
     advance(feed);
   }
   __device__ __forceinline__ void feed_l2(Feed& feed, bool acts) const {
     if (feed.i >= work.rows) return;
-    const uint32_t bytes = piece_vectors(feed.group) * kVectorBytes;
+    const uint32_t bytes = piece_vectors(feed.span) * kVectorBytes;
     const X* x = piece_of(feed);
     if (acts && bytes > 0) bulk_prefetch_to_stay(x, bytes);
     advance(feed);
   }
-  // The `n`-th group of the block's work.
+  // The `n`-th span of the block's work.
   __device__ __forceinline__ Feed nth(int n) const {
     Feed feed;
-    feed.i = n / columns.groups;
-    feed.group = n - feed.i * columns.groups;
+    feed.i = n / columns.spans;
+    feed.span = n - feed.i * columns.spans;
     enter_row(feed);
     return feed;
   }
-  // Fills the ring: each lane brings one group, to a slot or, behind the last slot, to L2.
+  // Fills the ring: each lane brings one span, to a stage or, behind the last stage, to L2.
   __device__ __forceinline__ Feeds start() const {
-    static_assert(kMostRingSlots + kRingAhead <= kWarpSize);
+    static_assert(kMostRingStages + kRingAhead <= kWarpSize);
     const Feed own = nth(lane);
-    if (lane < plan.slots + kRingAhead && own.i < work.rows) {
-      const uint32_t bytes = piece_vectors(own.group) * kVectorBytes;
-      if (lane < plan.slots) {
+    if (lane < plan.stages + kRingAhead && own.i < work.rows) {
+      const uint32_t bytes = piece_vectors(own.span) * kVectorBytes;
+      if (lane < plan.stages) {
         bring(own, lane, bytes);
       } else if (bytes > 0) {
         bulk_prefetch_to_stay(piece_of(own), bytes);
       }
     }
     __syncwarp();
-    return {nth(plan.slots), nth(plan.slots + kRingAhead)};
+    return {nth(plan.stages), nth(plan.stages + kRingAhead)};
   }
 
   // A lane's weights and biases: the first in registers, the others in shared memory, where each
@@ -466,27 +465,27 @@ struct RingBlock {
   static constexpr int kWeights = kLong ? kKept.weights : 0;
   static constexpr int kBiases = kLong ? kKept.biases : 0;
 
-  // body(group) for all groups. If some parameters lie in registers, each group has code of its
+  // body(span) for all spans. If some parameters lie in registers, each span has code of its
   // own.
   template <typename Body>
-  __device__ __forceinline__ void each_group(const Body& body) const {
+  __device__ __forceinline__ void each_span(const Body& body) const {
     if constexpr (kLong) {
-      each_group(body, std::make_integer_sequence<int, kKept.groups>{});
+      each_span(body, std::make_integer_sequence<int, kKept.spans>{});
     } else {
 #pragma unroll 1
-      for (int group = 0; group < columns.groups; ++group) body(group);
+      for (int span = 0; span < columns.spans; ++span) body(span);
     }
   }
-  template <typename Body, int... kGroups>
-  __device__ __forceinline__ void each_group(const Body& body,
-                                             std::integer_sequence<int, kGroups...>) const {
-    (void)((kGroups < columns.groups && (body(kGroups), true)) && ...);
+  template <typename Body, int... kSpans>
+  __device__ __forceinline__ void each_span(const Body& body,
+                                            std::integer_sequence<int, kSpans...>) const {
+    (void)((kSpans < columns.spans && (body(kSpans), true)) && ...);
   }
 
   __device__ __forceinline__ void run_worker(W* shared, Feeds feeds, const Meeting& meeting) const {
     using WVec = Vec<W, kWidth>;
     constexpr int kStep = kRingWorkers * kWarpSize * kWidth;
-    const int vecs = kRingLaneVecs * columns.groups;
+    const int vecs = kRingLaneVecs * columns.spans;
     WVec weights[kLong ? kWeights : 1], biases[kLong ? kBiases : 1];
     const int last_lanes = max(columns.last_of_worker - (kRingLaneVecs - 1) * kWarpSize, 0);
     // Where vector `number` of a lane lies in shared memory, behind the `first` in registers.
@@ -508,21 +507,21 @@ struct RingBlock {
         store(to, from.template load<kWidth>(0));
       }
     };
-    each_group([&](int group) {
+    each_span([&](int span) {
 #pragma unroll
       for (int k = 0; k < kRingLaneVecs; ++k) {
-        if (k * kWarpSize + lane >= piece_vectors(group)) continue;
-        const int col = (columns.first(group, warp) + k * kWarpSize + lane) * kWidth;
-        const int number = kRingLaneVecs * group + k;
+        if (k * kWarpSize + lane >= piece_vectors(span)) continue;
+        const int col = (columns.first(span, warp) + k * kWarpSize + lane) * kWidth;
+        const int number = kRingLaneVecs * span + k;
         if (number < kWeights) {
-          weights[min(number, kWeights - 1)] = given.weight.template load<kWidth>(col);
+          weights[min(number, kWeights - 1)] = given.factor.template load<kWidth>(col);
         } else {
-          bring_parameter(shared + place(number, kWeights), given.weight, col);
+          bring_parameter(shared + place(number, kWeights), given.factor, col);
         }
         if (number < kBiases) {
-          biases[min(number, kBiases - 1)] = given.bias.template load<kWidth>(col);
+          biases[min(number, kBiases - 1)] = given.summand.template load<kWidth>(col);
         } else {
-          bring_parameter(shared_biases + place(number, kBiases), given.bias, col);
+          bring_parameter(shared_biases + place(number, kBiases), given.summand, col);
         }
       }
     });
@@ -535,21 +534,21 @@ struct RingBlock {
       barrier_wait(&state.collected[kept], i / kRingRowsKept & 1);
       const float2 statistics = state.statistics[kept];
       Y* const y = static_cast<Y*>(p.y) + work.row(i) * p.cols;
-      // Hidden, so that the compiler does not compute all groups' addresses in advance.
+      // Hidden, so that the compiler does not compute all spans' addresses in advance.
       asm volatile("" : "+r"(own));
       int col = columns.first(0, warp) * kWidth + own;
       asm volatile("" : "+r"(col));
-      each_group([&](int group) {
-        const bool is_last = group == columns.groups - 1;
-        if (is_last) col = columns.first(group, warp) * kWidth + own;
+      each_span([&](int span) {
+        const bool is_last = span == columns.spans - 1;
+        if (is_last) col = columns.first(span, warp) * kWidth + own;
         barrier_wait(&state.full[warp / 2][read.stage], read.parity);
-        const X* x = ring + read.stage * kSlotCols + warp * kPieceCols + own;
+        const X* x = ring + read.stage * kStageCols + warp * kPieceCols + own;
         Vec<X, kWidth> values[kRingLaneVecs];
 #pragma unroll
         for (int k = 0; k < kRingLaneVecs; ++k) {
           values[k] = load<Use::kPlain, kWidth>(x + k * kWarpSize * kWidth);
         }
-        // Once all lanes have read the slot, it is refilled.
+        // Once all lanes have read the stage, it is refilled.
         if (feeds.to_ring.i < work.rows) {
           fence_before_bulk_load();
           __syncwarp();
@@ -557,11 +556,11 @@ struct RingBlock {
           feed_l2(feeds.to_l2, own == 0);
           __syncwarp();
         }
-        read.advance(plan.slots);
+        read.advance(plan.stages);
 #pragma unroll
         for (int k = 0; k < kRingLaneVecs; ++k) {
-          const int number = kRingLaneVecs * group + k;
-          if (own >= (piece_vectors(group) - k * kWarpSize) * kWidth) continue;
+          const int number = kRingLaneVecs * span + k;
+          if (own >= (piece_vectors(span) - k * kWarpSize) * kWidth) continue;
           WVec weight, bias;
           if (number < kWeights) weight = weights[min(number, kWeights - 1)];
           if (number >= kWeights) {
@@ -578,7 +577,7 @@ struct RingBlock {
               p, values[k], statistics.x, statistics.y, weight, bias);
           store_once(element(y, col + k * kWarpSize * kWidth), result);
         }
-        col += columns.blocks * kSlotCols;
+        col += columns.blocks * kStageCols;
       });
     }
   }
@@ -600,7 +599,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   // Each warp by one lane: the barriers of several lanes would be made one after the other.
   if (block.lane == 0) {
 #pragma unroll 1
-    for (int i = warp; i < kRingWorkers / 2 * kMostRingSlots; i += kRingThreads / kWarpSize) {
+    for (int i = warp; i < kRingWorkers / 2 * kMostRingStages; i += kRingThreads / kWarpSize) {
       barrier_init(&state.full[0][0] + i, 2);
     }
     if (warp < kRingRowsKept) {
@@ -623,7 +622,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   if (warp < kRingWorkers) feed = block.start();
   if (warp < kRingWorkers) {
     if constexpr (kLong) take_registers();
-    auto* parameters = reinterpret_cast<typename N::W*>(shared + plan.slots * kRingSlotBytes);
+    auto* parameters = reinterpret_cast<typename N::W*>(shared + plan.stages * kRingStageBytes);
     block.run_worker(parameters, feed, meeting);
   } else {
     if constexpr (kLong) give_registers();

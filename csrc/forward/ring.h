@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward of rows that no single block keeps in its registers: limits and plan of forward/ring.cu.
 //
-// A block has warps by role. Eight workers bring x to a ring of slots in shared memory by bulk
+// A block has warps by role. Eight workers bring x to a ring of stages in shared memory by bulk
 // copies, and normalize it; three measurers take the moments of what has come; one collector waits
-// for the other blocks of the row. A slot has a group of vectors, 64 for each worker. The groups of
+// for the other blocks of the row. A stage has a span of vectors, 64 for each worker. The spans of
 // the blocks that share a row lie side by side, so that all of them read and write one part of
 // memory at a time.
 //
@@ -27,11 +27,11 @@ namespace forward {
 struct Ring : Launch {
   static constexpr const char* kName = "ring";
   int blocks_per_row = 1;
-  int groups = 0;          // of vectors of a row that a block has
-  int rest = 0;            // vectors of the last groups of all blocks
-  int last_of_block = 0;   // vectors of a block's last group
+  int spans = 0;           // of vectors of a row that a block has
+  int rest = 0;            // vectors of the last spans of all blocks
+  int last_of_block = 0;   // vectors of a block's last span
   int last_of_worker = 0;  // vectors of a worker's part of it
-  int slots = 0;           // of the ring, each with a group
+  int stages = 0;          // of the ring, each with a span
   bool is_long = false;    // most of weight and bias lie in registers
 
   bool meets() const { return blocks_per_row > 1; }
@@ -39,7 +39,7 @@ struct Ring : Launch {
                                   const Forced& forced);
   template <typename Json>
   void describe(Json& json) const {
-    json.add("blocks_per_row", blocks_per_row).add("groups", groups).add("slots", slots);
+    json.add("blocks_per_row", blocks_per_row).add("spans", spans).add("stages", stages);
     json.add("long", is_long);
   }
 };
@@ -51,25 +51,25 @@ cudaError_t launch_layer_norm_forward(const ForwardParams&, const DataTypes&, co
 
 constexpr int kRingWorkers = 8, kRingMeasurers = 3, kRingCollectors = 1;
 constexpr int kRingThreads = (kRingWorkers + kRingMeasurers + kRingCollectors) * kWarpThreads;
-// A worker's lane has two vectors of a group.
+// A worker's lane has two vectors of a span.
 constexpr int kRingLaneVecs = 2;
 constexpr int kRingPieceVectors = kRingLaneVecs * kWarpThreads;
-constexpr int kRingGroupVectors = kRingWorkers * kRingPieceVectors;
-constexpr int kRingSlotBytes = kRingGroupVectors * kVectorBytes;
-constexpr int kMostRingSlots = 28;
+constexpr int kRingSpanVectors = kRingWorkers * kRingPieceVectors;
+constexpr int kRingStageBytes = kRingSpanVectors * kVectorBytes;
+constexpr int kMostRingStages = 28;
 // What the warps tell each other about a row is kept for so many rows.
 constexpr int kRingRowsKept = 8;
 // Shared memory that a block declares beside its ring. (Less than other kernels are given, because
-// 1 KB decides on the longest rows' last slot.)
+// 1 KB decides on the longest rows' last stage.)
 constexpr int kRingStateBytes = 2048;
 static_assert(kRingStateBytes <= kReservedSharedMemory);
-// The slots that an L2 prefetch is ahead of the ring.
+// The stages that an L2 prefetch is ahead of the ring.
 constexpr int kRingAhead = 4;
 
 // The long kernels: of a lane's vectors the first `weights` and the first `biases` have theirs in
 // registers, the others in shared memory. `wide`: a vector's parameters take twice the registers.
 struct LongRing {
-  int groups, weights, biases;
+  int spans, weights, biases;
 };
 constexpr LongRing long_ring(bool wide) { return wide ? LongRing{8, 16, 9} : LongRing{16, 31, 19}; }
 constexpr int kLongRingWorkerRegisters = 224, kLongRingOtherRegisters = 56;
@@ -91,48 +91,48 @@ constexpr int64_t shared_ring_vectors(int vecs, int in_registers, int last_of_wo
   return kRingWorkers * ((vecs - 1 - in_registers) * int64_t{kWarpThreads} + last_lanes);
 }
 
-// The plan with `blocks_per_row` blocks a row, if the ring then has `least` slots for every eight
-// groups of a row, or more.
+// The plan with `blocks_per_row` blocks a row, if the ring then has `least` stages for every eight
+// spans of a row, or more.
 inline std::optional<forward::Ring> ring_of(const Problem& problem, const Device& device,
                                             int blocks_per_row, bool is_long, int least) {
   const int width = vector_width(size_of(problem.x));
   const int64_t vectors = problem.cols / width;
-  const int64_t groups = ceil_div(vectors, int64_t{blocks_per_row} * kRingGroupVectors);
+  const int64_t spans = ceil_div(vectors, int64_t{blocks_per_row} * kRingSpanVectors);
   const LongRing kept =
       is_long ? long_ring(size_of(problem.weight) > size_of(problem.x)) : LongRing{0, 0, 0};
-  if (groups > (is_long ? kept.groups : kMostRingSlots)) return std::nullopt;
+  if (spans > (is_long ? kept.spans : kMostRingStages)) return std::nullopt;
   forward::Ring plan;
   plan.blocks_per_row = blocks_per_row;
-  plan.groups = static_cast<int>(groups);
-  const int64_t rest = vectors - (groups - 1) * blocks_per_row * kRingGroupVectors;
+  plan.spans = static_cast<int>(spans);
+  const int64_t rest = vectors - (spans - 1) * blocks_per_row * kRingSpanVectors;
   plan.rest = static_cast<int>(rest);
   plan.last_of_block = static_cast<int>(ceil_div(rest, blocks_per_row));
   plan.last_of_worker = static_cast<int>(ceil_div(plan.last_of_block, kRingWorkers));
   plan.is_long = is_long;
-  const int vecs = kRingLaneVecs * plan.groups;
+  const int vecs = kRingLaneVecs * plan.spans;
   const int64_t parameters = (shared_ring_vectors(vecs, kept.weights, plan.last_of_worker) +
                               shared_ring_vectors(vecs, kept.biases, plan.last_of_worker)) *
                              width * size_of(problem.weight);
   // In a ring of more rows than are kept, one row would take the place of another.
-  const int64_t slots =
-      std::min<int64_t>({(device.shared_memory - kRingStateBytes - parameters) / kRingSlotBytes,
-                         kRingRowsKept * groups - 1, kMostRingSlots});
-  if (slots <= groups || slots * 8 < groups * least) return std::nullopt;
-  plan.slots = static_cast<int>(slots);
+  const int64_t stages =
+      std::min<int64_t>({(device.shared_memory - kRingStateBytes - parameters) / kRingStageBytes,
+                         kRingRowsKept * spans - 1, kMostRingStages});
+  if (stages <= spans || stages * 8 < spans * least) return std::nullopt;
+  plan.stages = static_cast<int>(stages);
   plan.threads = kRingThreads;
-  plan.shared_bytes = static_cast<int>(slots * kRingSlotBytes + parameters);
+  plan.shared_bytes = static_cast<int>(stages * kRingStageBytes + parameters);
   plan.blocks = persistent_sets(problem, device, blocks_per_row, 1) * blocks_per_row;
   plan.workspace_bytes = plan.meets() ? problem.rows * blocks_per_row * 8 : 0;
   return plan;
 }
 
-// How many slots a ring should have for every eight groups of a row: of a block alone; of blocks
+// How many stages a ring should have for every eight spans of a row: of a block alone; of blocks
 // that share rows, and so wait for each other; and at the least.
 constexpr int kAloneRing = 12, kSharedRing = 21, kLeastRing = 9;
-// Float32 rows have the long kernel, with up to so many groups in a block. (H100, short and long:
+// Float32 rows have the long kernel, with up to so many spans in a block. (H100, short and long:
 // 64 x 150528 37.5, 33.7; 48 x 442368 67.8, 66.8; 200 x 65536 47.0, 45.3; 1024 x 65536 194.7,
 // 196.3; but 6 x 65536 10.6, 12.8. In half precision the short one is as fast or faster.)
-constexpr int kLongRingGroups = 8;
+constexpr int kLongRingSpans = 8;
 
 inline std::optional<forward::Ring> forward::Ring::make(const Problem& problem,
                                                         const Device& device,
@@ -150,13 +150,13 @@ inline std::optional<forward::Ring> forward::Ring::make(const Problem& problem,
   const auto short_plan = [&](int n, int least) {
     return may_be_short ? ring_of(problem, device, n, false, least) : std::nullopt;
   };
-  const auto long_plan = [&](int n, int groups) {
+  const auto long_plan = [&](int n, int spans) {
     auto plan = may_be_long ? ring_of(problem, device, n, true, kLeastRing) : std::nullopt;
-    return plan && plan->groups <= groups ? plan : std::nullopt;
+    return plan && plan->spans <= spans ? plan : std::nullopt;
   };
   const bool prefers_long = may_be_long && problem.x == DataType::kFloat32;
   const auto preferred = [&](int n) {
-    return prefers_long ? long_plan(n, kLongRingGroups)
+    return prefers_long ? long_plan(n, kLongRingSpans)
                         : short_plan(n, n == 1 ? kAloneRing : kSharedRing);
   };
   for (int n = 1; n <= most && !number; ++n) {
@@ -165,7 +165,7 @@ inline std::optional<forward::Ring> forward::Ring::make(const Problem& problem,
   const int blocks = number.value_or(most);
   if (auto plan = preferred(blocks)) return plan;
   if (auto plan = short_plan(blocks, blocks == 1 ? kAloneRing : kSharedRing)) return plan;
-  if (auto plan = long_plan(blocks, kMostRingSlots)) return plan;
+  if (auto plan = long_plan(blocks, kMostRingStages)) return plan;
   return short_plan(blocks, kLeastRing);
 }
 

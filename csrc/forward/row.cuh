@@ -1,28 +1,50 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward of one row that a team holds in registers, for any kind of team: load (prologue) ->
 // statistics -> normalize -> affine -> epilogue -> store. The strategies warp and block run this
-// with a type of team each, which has
-//
-//   first_piece()         the first of a thread's pieces of the row
-//   step()                the distance from one of a thread's pieces to the next
-//   kColumnSumGroup<N, n, v>
-//                         of a thread's n pieces, how many are added column by column before the
-//                         tree sum, where a vector has v pieces (norm/statistic.cuh)
-//   sum(v, n)             the sum over the team; the sums n = 0 and n = 1 of a row must not share
-//                         scratch memory
-//   kMostEarlyWords       registers that a thread has for parameters while sums are taken
-//   kEarlyUse             how these parameters are loaded
-//   kWalks                whether a kernel with an epilogue takes WalkedParameters
-//   kChoosesL2<N, kVecs>  whether a launch chooses what becomes in L2 of x and y (L2Policy)
-//   kPivotFirst<N, kVecs, kRagged>  whether the row's first elements are loaded before the row
-//   pivot<N>(row, first)  the pivot, if not kPivotFirst; `first` is the thread's first vector
-//   Seams                 the seams of a shifted row, for store_shifted() (device/shifted.cuh)
+// with a type of team each.
 #pragma once
 
 #include "forward/row.h"
 #include "norm/norm.cuh"
 
 namespace fused_layernorm {
+
+// What a team is: the contract of its types, which derive from it, define what is only declared
+// here, and replace what they have otherwise.
+struct ForwardTeam {
+  // A thread's pieces of the row: the number of the first, and from one to the next.
+  int first_piece() const;
+  int step() const;
+  // The sum over the team. The sums n = 0 and n = 1 of a row must not share scratch memory.
+  template <typename Acc>
+  Acc sum(Acc v, int n) const;
+  // How many of a thread's kPieces pieces are added column by column before the tree sum, where a
+  // vector has kPiecesOfVector pieces (norm/statistic.cuh).
+  template <typename N, int kPieces, int kPiecesOfVector>
+  static constexpr int kColumnSumGroup = kPieces;
+
+  // Whether the row's first elements, from which the pivot is made, are loaded before the row.
+  // Otherwise pivot() makes it; `first` is the thread's first vector.
+  template <typename N, int kVecs, bool kRagged>
+  static constexpr bool kPivotFirst = kRagged;
+  template <typename N, typename Row, int kWidth>
+  typename N::Acc pivot(const Row& row, const Vec<typename N::X, kWidth>& first) const;
+
+  // Parameters of no more words than this are loaded together with the row, in this way, and wait
+  // in registers while sums are taken.
+  static constexpr int kMostEarlyWords = 0;
+  static constexpr Use kEarlyUse = Use::kReadOnly;
+  // Whether a kernel with an epilogue loads them by addresses that walk along (WalkedParameters).
+  static constexpr bool kWalks = false;
+  // Whether a launch chooses what becomes of x and y in L2 (L2Policy), or all is evict_first.
+  template <typename N, int kVecs>
+  static constexpr bool kChoosesL2 = false;
+
+  // The places of a shifted row at which two threads' vectors share an aligned piece of memory,
+  // though no shuffle connects the threads (device/shifted.cuh).
+  template <int kPieces, int kVecs, typename Words>
+  struct Boundaries;
+};
 
 // Stores y of a thread's share of a row.
 template <typename N, typename Epilogue, typename Affine, int kWidth, int kVecs,
@@ -42,7 +64,7 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
   if constexpr (!N::Epilogue::kBranches) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      const auto y = finish(k, parameters.weight(k), parameters.bias(k));
+      const auto y = finish(k, parameters.factor(k), parameters.summand(k));
       if constexpr (Share::kRagged) {
         store_halves(y_row, share, k, y, policy);
       } else {
@@ -55,17 +77,17 @@ __device__ __forceinline__ void finish_vectors(const ForwardParams& p, typename 
     // is kept in a register.
     constexpr bool kAhead = kVecs * kWidth < 8 * kVectorWidth<typename N::Types>;
     Y* y_start = hidden(element(y_row, share.first * kWidth));
-    auto weight = parameters.weight(0), bias = parameters.bias(0);
+    auto weight = parameters.factor(0), bias = parameters.summand(0);
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       if (!kAhead && k > 0) {
-        weight = parameters.weight(k);
-        bias = parameters.bias(k);
+        weight = parameters.factor(k);
+        bias = parameters.summand(k);
       }
       const auto w = weight, b = bias;
       if (kAhead && k + 1 < kVecs) {
-        weight = parameters.weight(k + 1);
-        bias = parameters.bias(k + 1);
+        weight = parameters.factor(k + 1);
+        bias = parameters.summand(k + 1);
         hold(weight);
         hold(bias);
       }
@@ -100,7 +122,7 @@ __device__ __forceinline__ void finish_shifted_row(const ForwardParams& p, const
   N::Affine::for_row(p, [&](auto affine) {
     const auto y_of = [&](int k) {
       return N::template finish<typename N::Epilogue, decltype(affine)>(
-          p, x[k], mean, rstd, parameters.weight(k), parameters.bias(k),
+          p, x[k], mean, rstd, parameters.factor(k), parameters.summand(k),
           [&](const void* given, Absent absent) {
             return load_share<kWidth>(Parameter<typename N::W>(given, 0, absent), share, k);
           });
@@ -116,8 +138,8 @@ constexpr int kParameterWords =
     2 * kVecs * kVectorWidth<typename N::Types> * static_cast<int>(sizeof(typename N::W)) / 4;
 
 // Calls start(norm, moves) with the norm, and with the way in which a row's elements are moved.
-template <typename T, typename Start>
-cudaError_t dispatch_rows(const ForwardParams& p, Moves moves, const Start& start) {
+template <typename T, typename Launcher>
+cudaError_t dispatch_rows(const ForwardParams& p, Moves moves, const Launcher& start) {
   using Vectors = std::integral_constant<Moves, Moves::kVectors>;
   using Halves = std::integral_constant<Moves, Moves::kHalves>;
   using Shifted = std::integral_constant<Moves, Moves::kShifted>;
@@ -145,20 +167,20 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   using W = typename N::W;
   constexpr bool kShifted = kMoves == Moves::kShifted, kRagged = kMoves != Moves::kVectors;
   constexpr int kWidth = kRowWidth<N, kVecs>;
-  constexpr int kMayMiss = kVectorWidth<typename N::Types> / kWidth;
-  constexpr int kPieces = kVecs * kMayMiss;
+  constexpr int kPiecesOfVector = kVectorWidth<typename N::Types> / kWidth;
+  constexpr int kPieces = kVecs * kPiecesOfVector;
   const Reciprocal<Acc> inverse_cols(p.inverse_cols);
   const uint32_t rows = static_cast<uint32_t>(p.rows);
   const bool valid_row = row < rows;
   const uint32_t read_row = valid_row ? row : rows - 1;
   const ForwardRow<N> place(p, read_row, 0);
   // The plan makes sure that at most the last of a thread's vectors is missing, and so at most its
-  // last kMayMiss pieces.
+  // last kPiecesOfVector pieces.
   const auto share = [&] {
     if constexpr (kRagged) {
-      return RaggedShare<kPieces, kWidth, kMayMiss>(team.first_piece(), team.step(), p.cols);
+      return RaggedShare<kPieces, kWidth, kPiecesOfVector>(team.first_piece(), team.step(), p.cols);
     } else {
-      return Share<kPieces, kMayMiss>{team.first_piece(), team.step(), p.cols / kWidth};
+      return Share<kPieces, kPiecesOfVector>{team.first_piece(), team.step(), p.cols / kWidth};
     }
   }();
 
@@ -219,7 +241,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   if constexpr (!kPivotFirst) {
     pivot = team.template pivot<N>(place.x, x[0]);
   }
-  constexpr int kColumnSumGroup = Team::template kColumnSumGroup<N, kPieces, kMayMiss>;
+  constexpr int kColumnSumGroup = Team::template kColumnSumGroup<N, kPieces, kPiecesOfVector>;
   const auto [mean, m2] = N::Statistic::template measure<kColumnSumGroup>(
       p.is_rms, x, share, pivot, [&] { return inverse_cols; },
       [&](Acc v, int n) { return team.sum(v, n); }, [] {});

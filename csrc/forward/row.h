@@ -59,9 +59,9 @@ inline bool rows_stay_in_l2(const Problem& problem, const Device& device) {
 }
 
 // The width of a vector, also for unaligned rows: forward moves these by vectors, too.
-inline int width_of(const Problem& problem) { return vector_width(size_of(problem.x)); }
+inline int vector_width_of(const Problem& problem) { return vector_width(size_of(problem.x)); }
 inline int64_t vectors_of(const Problem& problem) {
-  return ceil_div(problem.cols, width_of(problem));
+  return ceil_div(problem.cols, vector_width_of(problem));
 }
 
 // Whether there are kernels that keep the problem's rows on the chip.

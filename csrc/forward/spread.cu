@@ -145,7 +145,7 @@ cudaError_t launch_layer_norm_forward(const ForwardParams& params, const DataTyp
   }
   return dispatch_types(types, [&](auto t) -> cudaError_t {
     using T = decltype(t);
-    if constexpr (!kMaySpread<BareForward<T>>) {
+    if constexpr (!kIsBareOfOneType<BareForward<T>>) {
       return cudaErrorInvalidValue;
     } else {
       constexpr int kXSize = sizeof(typename T::X);

@@ -23,10 +23,10 @@ __global__ void __launch_bounds__(kForwardStreamThreads)
   constexpr int kVecs = forward_stream_vecs(kWidth);
   __shared__ alignas(16) Acc scratch[2][kMaxWarps];
   const BlockTeam team;
-  const int64_t row = blockIdx.x / chunks.blocks_per_row;
-  const int chunk = blockIdx.x % chunks.blocks_per_row;
-  const int first_col = chunk * chunks.slice_cols;
-  const int cols = min(chunks.slice_cols, p.cols - first_col);
+  const int64_t row = blockIdx.x / chunks.count;
+  const int chunk = blockIdx.x % chunks.count;
+  const int first_col = chunk * chunks.cols;
+  const int cols = min(chunks.cols, p.cols - first_col);
   const Share<kVecs> share = {team.thread, team.threads, cols / kWidth};
 
   const ForwardRow<N> place(p, row, first_col);
@@ -37,8 +37,7 @@ __global__ void __launch_bounds__(kForwardStreamThreads)
       p.is_rms, x, share, pivot, [&] { return Reciprocal<Acc>(cols); },
       [&](Acc v, int n) { return team_sum(v, team, scratch[n]); }, [] {});
   if (team.thread == 0) {
-    static_cast<Pair<Acc>*>(p.workspace)[row * chunks.blocks_per_row + chunk] = {moments.mean,
-                                                                                 moments.m2};
+    static_cast<Pair<Acc>*>(p.workspace)[row * chunks.count + chunk] = {moments.mean, moments.m2};
   }
 }
 
@@ -49,12 +48,12 @@ __global__ void __launch_bounds__(kWarpSize)
     layer_norm_forward_stream_totals_kernel(const Slices chunks, const int64_t totals_offset,
                                             const ForwardParams p) {
   const int64_t row = blockIdx.x;
-  const auto* parts = static_cast<const Pair<Acc>*>(p.workspace) + row * chunks.blocks_per_row;
+  const auto* parts = static_cast<const Pair<Acc>*>(p.workspace) + row * chunks.count;
   auto* totals = reinterpret_cast<Pair<Acc>*>(static_cast<char*>(p.workspace) + totals_offset);
   const Acc inverse_cols = p.inverse_cols.as<Acc>();
   const auto each = [&](const auto& use) {
-    for (int i = threadIdx.x; i < chunks.blocks_per_row; i += kWarpSize) {
-      use(Acc(min(chunks.slice_cols, p.cols - i * chunks.slice_cols)), parts[i]);
+    for (int i = threadIdx.x; i < chunks.count; i += kWarpSize) {
+      use(Acc(min(chunks.cols, p.cols - i * chunks.cols)), parts[i]);
     }
   };
   const auto moments = Statistic::combine(each, parts[0].first, inverse_cols);
@@ -95,8 +94,8 @@ __global__ void __launch_bounds__(kFinishThreads)
 #pragma unroll
     for (int k = 0; k < kFinishVecs; ++k) {
       const int col = share.template col<kWidth>(k);
-      weight[k] = place.parameters.weight.template load<kWidth>(col);
-      bias[k] = place.parameters.bias.template load<kWidth>(col);
+      weight[k] = place.parameters.factor.template load<kWidth>(col);
+      bias[k] = place.parameters.summand.template load<kWidth>(col);
     }
   };
   if constexpr (!N::Affine::kModulates) load_parameters();

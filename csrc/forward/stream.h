@@ -43,11 +43,11 @@ inline std::optional<Stream> Stream::make(const Problem& problem, const Device&,
                                           const Forced& forced) {
   if (!forced.allows(kName, {})) return std::nullopt;
   Stream plan;
-  plan.width = problem.aligned ? width_of(problem) : 1;
+  plan.width = problem.aligned ? vector_width_of(problem) : 1;
   const int cols = forward_stream_cols(plan.width);
   plan.chunks = {static_cast<int>(ceil_div(problem.cols, cols)), cols};
   plan.threads = kForwardStreamThreads;
-  plan.blocks = problem.rows * plan.chunks.blocks_per_row;
+  plan.blocks = problem.rows * plan.chunks.count;
   const int64_t moments = int64_t{2} * acc_size_of(problem.x);
   plan.totals_offset = round_up(plan.blocks * moments, 256);
   plan.workspace_bytes = plan.totals_offset + problem.rows * moments;

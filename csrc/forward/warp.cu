@@ -8,22 +8,25 @@
 namespace fused_layernorm {
 namespace {
 
-struct LogicalWarp {
+struct LogicalWarp : ForwardTeam {
   // Up to so many words of a thread's parameters are loaded together with the row, more of them
   // where they are used. (bfloat16, early and late: 12608 x 768 11.5, 12.2; 1 x 768 1.5, 1.9; 32768
   // x 768 26.3, 26.9; 128 x 1024 2.2, 2.6.)
   static constexpr int kMostEarlyWords = 32;
-  static constexpr Use kEarlyUse = Use::kReadOnly;
-  static constexpr bool kWalks = false;  // 32768 x 1024 with GELU: 36.4 us, walked 37.3
+  // Walked parameters take longer: 32768 x 1024 with GELU 36.4 us, walked 37.3.
   // Elsewhere the choice costs more than it gains (4096 x 1024 bfloat16 6.18 us, with it 6.27).
   template <typename N, int kVecs>
-  static constexpr bool kChoosesL2 = kIsBare<N> && kIsOneType<typename N::Types> && kVecs <= 2;
-  int lanes, lane;
+  static constexpr bool kChoosesL2 = kIsBareOfOneType<N> && kVecs <= 2;
+  const int lanes, lane;
 
+  __device__ __forceinline__ LogicalWarp(int all_lanes, int own) : lanes(all_lanes), lane(own) {}
   __device__ __forceinline__ int first_piece() const { return lane; }
   __device__ __forceinline__ int step() const { return lanes; }
+  // In bare rows of one type each vector is summed up by itself; elsewhere all vectors column by
+  // column, which is faster there (by vectors and by columns, 32768 x 768 bfloat16 with float32
+  // weight 26.94 us, 26.30; 32 x 1024 x 1024 float16 with a modulation 38.1, 36.9).
   template <typename N, int kPieces, int kPiecesOfVector>
-  static constexpr int kColumnSumGroup = kLaneColumnSumGroup<N, kPieces, kPiecesOfVector>;
+  static constexpr int kColumnSumGroup = kIsBareOfOneType<N> ? kPiecesOfVector : kPieces;
   template <typename Acc>
   __device__ __forceinline__ Acc sum(Acc v, int) const {
     return logical_warp_sum(v, lanes);
@@ -52,14 +55,14 @@ struct LogicalWarp {
   }
 
   // A row's vectors follow each other from lane to lane, and from the last lane on to the first, so
-  // only the row's two ends are seams.
+  // only the row's two ends are boundaries.
   template <int kPieces, int, typename Words>
-  struct Seams {
+  struct Boundaries {
     const LogicalWarp& team;
     Words begin;         // the first words of the row, in its first lane
     Words of_neighbour;  // the last words of the lane before; in the first lane, of the last lane
 
-    __device__ __forceinline__ explicit Seams(const LogicalWarp& warp) : team(warp) {}
+    __device__ __forceinline__ explicit Boundaries(const LogicalWarp& warp) : team(warp) {}
     // The words of the vector before this lane's k-th vector, whose words are `own`.
     __device__ __forceinline__ Words before(int k, const Words& own) {
       Words words = of_neighbour;
@@ -69,7 +72,8 @@ struct LogicalWarp {
       return words;
     }
     __device__ __forceinline__ bool is_at(int k) const { return k == 0 && team.lane == 0; }
-    // Calls store(v, low, high) for each seam, with the words before vector v and its first words.
+    // Calls store(v, low, high) for each boundary, with the words before vector v and its first
+    // words.
     template <typename Store>
     __device__ __forceinline__ void close(const Store& store) const {
       if (team.lane > 0) return;
@@ -80,7 +84,7 @@ struct LogicalWarp {
 };
 
 template <typename N, int kVecs, Moves kMoves>
-constexpr int kWarpBlocks = kIsBare<N> && kIsOneType<typename N::Types> && kMoves == Moves::kVectors
+constexpr int kWarpBlocks = kIsBareOfOneType<N> && kMoves == Moves::kVectors
                                 ? forward_warp_bare_blocks(kVecs, sizeof(typename N::X))
                                 : forward_warp_blocks(sizeof(typename N::X), sizeof(typename N::W),
                                                       sizeof(typename N::Y), N::Affine::kModulates);
@@ -89,8 +93,9 @@ constexpr int kWarpBlocks = kIsBare<N> && kIsOneType<typename N::Types> && kMove
 // bfloat16: 2.41 us by an argument, 2.14 by a constant; 1000000 x 64 float32 124.8 and 123.8. With
 // more vectors the compiler then orders the loads worse: 4096 x 768 bfloat16 5.04 and 5.53.)
 template <typename N, int kVecs, Moves kMoves>
-using KnownLanes = std::conditional_t<kVecs == 1 && kMoves == Moves::kVectors && kMaySpread<N>,
-                                      OneVectorLanes<sizeof(typename N::X)>, VecsList<0>>;
+using KnownLanes =
+    std::conditional_t<kVecs == 1 && kMoves == Moves::kVectors && kIsBareOfOneType<N>,
+                       OneVectorLanes<sizeof(typename N::X)>, VecsList<0>>;
 
 // kLanes: the lanes of a logical warp, or 0 where they are the kernel's argument.
 template <typename N, int kVecs, Moves kMoves, int kLanes>
@@ -98,7 +103,7 @@ __global__ void __launch_bounds__(kForwardWarpThreads, kWarpBlocks<N, kVecs, kMo
     layer_norm_forward_warp_kernel(const int launched_log2_lanes, const ForwardParams p) {
   const int log2_lanes = kLanes > 0 ? log2_of(kLanes) : launched_log2_lanes;
   const int lanes = 1 << log2_lanes;
-  const LogicalWarp team = {lanes, static_cast<int>(threadIdx.x) & (lanes - 1)};
+  const LogicalWarp team(lanes, static_cast<int>(threadIdx.x) & (lanes - 1));
   const uint32_t teams = kForwardWarpThreads >> log2_lanes;
   const uint32_t row = blockIdx.x * teams + (threadIdx.x >> log2_lanes);
   forward_row<N, kVecs, kMoves, kMoves != Moves::kShifted, false>(p, team, row);

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
     heads_backward_kernel(const HeadsParams p) {
   using X = typename Lane::X;
   using Values = typename Lane::Values;
-  constexpr int kSlots = backward::head_slots(Lane::kWidth);
+  constexpr int kRounds = backward::task_rounds(Lane::kWidth);
   __shared__ float scratch[kHeadWarps][kMostHeadCols];
   const int first_blocks = p.side[0].blocks;
   const bool is_second = static_cast<int>(blockIdx.x) >= first_blocks;
@@ -60,25 +60,25 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
   Values dweight = {}, dbias = {};
   for (unsigned number = block * kHeadWarps + threadIdx.x / kWarpSize;
        number < static_cast<unsigned>(side.tasks); number += step) {
-    const HeadTask task(p, side, kSlots, number);
-    Vec<X, Lane::kWidth> x[kSlots][Lane::kVecs], dy[kSlots][Lane::kVecs];
+    const HeadTask task(p, side, kRounds, number);
+    Vec<X, Lane::kWidth> x[kRounds][Lane::kVecs], dy[kRounds][Lane::kVecs];
 #pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      const int head = task.head + slot * side.at_once;
+    for (int round = 0; round < kRounds; ++round) {
+      const int head = task.head + round * side.at_once;
       const bool has = task.has && head < side.heads;
       lane.template load_row<Use::kOnce>(
-          dy[slot], head_row(static_cast<const X*>(side.dy), side.dy_strides, task, head), has);
+          dy[round], head_row(static_cast<const X*>(side.dy), side.dy_strides, task, head), has);
       lane.template load_row<Use::kOnce>(
-          x[slot], head_row(static_cast<const X*>(side.x), side.x_strides, task, head), has);
+          x[round], head_row(static_cast<const X*>(side.x), side.x_strides, task, head), has);
     }
     const Rotation<Lane> rotation(p, lane, task.batch, task.seq);
 #pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
+    for (int round = 0; round < kRounds; ++round) {
       Values d, dz;
 #pragma unroll
       for (int v = 0; v < Lane::kVecs; ++v) {
-        unpack(d[v], x[slot][v]);
-        unpack(dz[v], dy[slot][v]);
+        unpack(d[v], x[round][v]);
+        unpack(dz[v], dy[round][v]);
       }
       rotation.apply(dz);
       lane.center(p, d);
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kHeadThreads, backward::kHeadBlocks)
       float mean = 0;
       if (p.statistic == HeadStatistic::kLayer)
         mean = logical_warp_sum(sum, p.lanes) * inverse_cols;
-      const int head = task.head + slot * side.at_once;
+      const int head = task.head + round * side.at_once;
       if (task.has && head < side.heads) {
         lane.each([&](int v, int j) {
           const float xhat = d[v][j] * rstd;

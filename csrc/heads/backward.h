@@ -21,7 +21,7 @@ constexpr int kHeadThreads = 256;  // of a block
 constexpr int kHeadWarps = kHeadThreads / kWarpThreads;
 constexpr int kHeadBlocks = 2;  // of a multiprocessor (2 x 4096 x 32 x 128 bfloat16 in us: 155; one
                                 // 165, three, which spill, 224)
-constexpr int head_slots(int) { return 1; }  // with two, 161 us
+constexpr int task_rounds(int) { return 1; }  // with two, 161 us
 
 // The rows of dweight and dbias of one block among the partial sums, [blocks][dweight,
 // dbias][cols].
@@ -31,7 +31,7 @@ constexpr int kHeadSums = 2;
 inline std::optional<Heads> make_heads_plan(HeadsParams& params, const Device& device) {
   Heads plan;
   plan.width = head_width(params);
-  if (!lay_out_heads(params, plan.width, head_slots(plan.width))) return std::nullopt;
+  if (!lay_out_heads(params, plan.width, task_rounds(plan.width))) return std::nullopt;
   plan.threads = kHeadThreads;
   plan.starts_early = device.starts_early;
   const int64_t all = int64_t{params.side[0].tasks} + params.side[1].tasks;

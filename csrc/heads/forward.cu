@@ -38,32 +38,32 @@ template <typename Lane>
 __global__ void __launch_bounds__(forward::kHeadThreads, 5)
     heads_forward_kernel(const HeadsParams p) {
   using X = typename Lane::X;
-  constexpr int kSlots = forward::head_slots(Lane::kWidth);
+  constexpr int kRounds = forward::task_rounds(Lane::kWidth);
   const int first_blocks = p.side[0].blocks;
   const bool is_second = static_cast<int>(blockIdx.x) >= first_blocks;
   const HeadSide& side = p.side[is_second];
   const Lane lane(p);
   const unsigned block = blockIdx.x - (is_second ? first_blocks : 0);
-  const HeadTask task(p, side, kSlots, block * forward::kHeadWarps + threadIdx.x / kWarpSize);
+  const HeadTask task(p, side, kRounds, block * forward::kHeadWarps + threadIdx.x / kWarpSize);
 
-  Vec<X, Lane::kWidth> x[kSlots][Lane::kVecs];
+  Vec<X, Lane::kWidth> x[kRounds][Lane::kVecs];
 #pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
-    const int head = task.head + slot * side.at_once;
+  for (int round = 0; round < kRounds; ++round) {
+    const int head = task.head + round * side.at_once;
     const X* row = head_row(static_cast<const X*>(side.x), side.x_strides, task, head);
-    lane.template load_row<Use::kOnce>(x[slot], row, task.has && head < side.heads);
+    lane.template load_row<Use::kOnce>(x[round], row, task.has && head < side.heads);
   }
   const Rotation<Lane> rotation(p, lane, task.batch, task.seq);
   typename Lane::Values weight;
   lane.load_weight(weight, p, side);
 #pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
+  for (int round = 0; round < kRounds; ++round) {
     typename Lane::Values values;
 #pragma unroll
-    for (int v = 0; v < Lane::kVecs; ++v) unpack(values[v], x[slot][v]);
+    for (int v = 0; v < Lane::kVecs; ++v) unpack(values[v], x[round][v]);
     if (p.statistic != HeadStatistic::kNone) normalize_head(p, side, lane, weight, values);
     rotation.apply(values);
-    const int head = task.head + slot * side.at_once;
+    const int head = task.head + round * side.at_once;
     if (task.has && head < side.heads) {
       lane.store_row(head_row(static_cast<X*>(side.y), side.y_strides, task, head), values);
     }

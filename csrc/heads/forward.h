@@ -29,9 +29,9 @@ struct Heads : Launch {
 constexpr int kHeadThreads = 128;
 constexpr int kHeadWarps = kHeadThreads / kWarpThreads;
 
-// Groups of heads that a warp works on in one task. The loads of all of them are issued at once
-// (with one group 113 us).
-constexpr int head_slots(int width) { return width == 1 ? 1 : 2; }
+// How many times in one task a warp works on as many heads as it does at once. The loads of all
+// rounds are issued at once (with one round 113 us).
+constexpr int task_rounds(int width) { return width == 1 ? 1 : 2; }
 
 }  // namespace forward
 
@@ -43,7 +43,7 @@ inline int head_width(const HeadsParams& params) {
 }
 
 // Lays out the tasks of both sides; false if there are no kernels for such rows.
-inline bool lay_out_heads(HeadsParams& params, int width, int slots) {
+inline bool lay_out_heads(HeadsParams& params, int width, int rounds) {
   const bool known = params.type != DataType::kFloat64 && params.cols > 0 && params.cols % 2 == 0 &&
                      params.cols <= kMostHeadCols && params.rotary % 2 == 0 &&
                      params.rotary <= params.cols;
@@ -54,7 +54,7 @@ inline bool lay_out_heads(HeadsParams& params, int width, int slots) {
   for (HeadSide& side : params.side) {
     if (side.heads == 0) continue;
     side.at_once = static_cast<int32_t>(power_of_two_from(std::min(side.heads, rows)));
-    const int of_task = side.at_once * slots;
+    const int of_task = side.at_once * rounds;
     side.chunks = static_cast<int32_t>(ceil_div(side.heads, of_task));
     const int64_t tasks = ceil_div(params.positions, rows / side.at_once) * side.chunks;
     if (tasks >= int64_t{1} << 31) return false;
@@ -69,7 +69,7 @@ namespace forward {
 inline std::optional<Heads> make_heads_plan(HeadsParams& params) {
   Heads plan;
   plan.width = head_width(params);
-  if (!lay_out_heads(params, plan.width, head_slots(plan.width))) return std::nullopt;
+  if (!lay_out_heads(params, plan.width, task_rounds(plan.width))) return std::nullopt;
   plan.threads = kHeadThreads;
   plan.blocks = 0;
   for (HeadSide& side : params.side) {

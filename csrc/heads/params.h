@@ -39,7 +39,7 @@ struct HeadSide {
   void* dbias = nullptr;    // backward, optional, of bias's type
 
   // Set by the plan. A warp works on `at_once` heads of one position at once (or on all heads of
-  // several positions, where there are fewer), and in a task on `slots` times as many.
+  // several positions, where there are fewer), and in a task in several rounds on as many more.
   int32_t at_once = 1;
   int32_t chunks = 1;  // tasks of a position
   int32_t tasks = 0;

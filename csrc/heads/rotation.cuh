@@ -207,10 +207,10 @@ struct Rotation {
 // What a lane's rows of one task are: a position, and some of its heads.
 struct HeadTask {
   int64_t batch, seq;
-  int head;  // of the first slot
+  int head;  // of the first round
   bool has;  // whether there is such a position
 
-  __device__ __forceinline__ HeadTask(const HeadsParams& p, const HeadSide& side, int slots,
+  __device__ __forceinline__ HeadTask(const HeadsParams& p, const HeadSide& side, int rounds,
                                       unsigned task) {
     const unsigned set = task / static_cast<unsigned>(side.chunks);
     const unsigned chunk = task - set * side.chunks;
@@ -221,7 +221,7 @@ struct HeadTask {
     has = position < static_cast<unsigned>(p.positions);
     batch = has ? position / static_cast<unsigned>(p.seq) : 0;
     seq = has ? position - batch * p.seq : 0;
-    head = chunk * at_once * slots + group % at_once;
+    head = chunk * at_once * rounds + group % at_once;
   }
 };
 
@@ -237,8 +237,8 @@ struct OfLane {
 };
 
 // Calls launch(OfLane{}) with the HeadLane that a plan's rows need.
-template <typename Launch>
-cudaError_t dispatch_heads(const HeadsParams& params, int width, const Launch& launch) {
+template <typename Launcher>
+cudaError_t dispatch_heads(const HeadsParams& params, int width, const Launcher& launch) {
   const auto with_type = [&](auto of_type) {
     using X = decltype(of_type);
     constexpr int kWidth = vector_width(sizeof(X));

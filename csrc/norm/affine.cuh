@@ -30,8 +30,8 @@ __device__ __forceinline__ void adjust_weight(const ForwardParams& p, Acc (&xhat
   }
 }
 
-// The next three structs give weight and bias at the vectors of a thread's share, and differ in
-// when and how they load these parameters.
+// The next three structs give a row's two parameters at the vectors of a thread's share, and differ
+// in when and how they load these parameters.
 
 // Loaded where they are used. For a missing vector the first columns are read.
 template <typename W, int kWidth, typename Share>
@@ -40,12 +40,12 @@ struct LateParameters {
   const Share& share;
 
   template <Use kUse = Use::kReadOnly>
-  __device__ __forceinline__ auto weight(int k) const {
-    return load_share<kWidth, kUse>(columns.weight, share, k);
+  __device__ __forceinline__ auto factor(int k) const {
+    return load_share<kWidth, kUse>(columns.factor, share, k);
   }
   template <Use kUse = Use::kReadOnly>
-  __device__ __forceinline__ auto bias(int k) const {
-    return load_share<kWidth, kUse>(columns.bias, share, k);
+  __device__ __forceinline__ auto summand(int k) const {
+    return load_share<kWidth, kUse>(columns.summand, share, k);
   }
 };
 
@@ -60,8 +60,8 @@ struct EarlyParameters {
   __device__ __forceinline__ void load(const LateParameters<W, kWidth, Share>& parameters) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      weights[k] = parameters.template weight<kUse>(k);
-      biases[k] = parameters.template bias<kUse>(k);
+      weights[k] = parameters.template factor<kUse>(k);
+      biases[k] = parameters.template summand<kUse>(k);
     }
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
@@ -69,13 +69,13 @@ struct EarlyParameters {
       hold(biases[k]);
     }
   }
-  __device__ __forceinline__ const Vec<W, kWidth>& weight(int k) const { return weights[k]; }
-  __device__ __forceinline__ const Vec<W, kWidth>& bias(int k) const { return biases[k]; }
+  __device__ __forceinline__ const Vec<W, kWidth>& factor(int k) const { return weights[k]; }
+  __device__ __forceinline__ const Vec<W, kWidth>& summand(int k) const { return biases[k]; }
 };
 
 // Loaded where they are used, by addresses that walk along the row: fewer instructions, but each
-// address waits for the one before. Each of weight(k) and bias(k) must be called once for each k,
-// in order. In the place of a missing vector the previous one is read again.
+// address waits for the one before. Each of factor(k) and summand(k) must be called once for each
+// k, in order. In the place of a missing vector the previous one is read again.
 template <typename W, int kWidth, typename Share>
 struct WalkedParameters {
   const Share& share;
@@ -86,18 +86,18 @@ struct WalkedParameters {
   __device__ __forceinline__ explicit WalkedParameters(
       const LateParameters<W, kWidth, Share>& parameters)
       : share(parameters.share),
-        weights(start(parameters.columns.weight)),
-        biases(start(parameters.columns.bias)),
-        weight_step(share.step * kWidth & parameters.columns.weight.mask),
-        bias_step(share.step * kWidth & parameters.columns.bias.mask) {}
+        weights(start(parameters.columns.factor)),
+        biases(start(parameters.columns.summand)),
+        weight_step(share.step * kWidth & parameters.columns.factor.mask),
+        bias_step(share.step * kWidth & parameters.columns.summand.mask) {}
   __device__ __forceinline__ const W* start(const Parameter<W>& parameter) const {
     return hidden(element(parameter.at, share.first * kWidth & parameter.mask));
   }
-  __device__ __forceinline__ auto weight(int k) {
+  __device__ __forceinline__ auto factor(int k) {
     if (k > 0) weights = element(weights, share.has(k) ? weight_step : 0);
     return load<Use::kReadOnly, kWidth>(weights);
   }
-  __device__ __forceinline__ auto bias(int k) {
+  __device__ __forceinline__ auto summand(int k) {
     if (k > 0) biases = element(biases, share.has(k) ? bias_step : 0);
     return load<Use::kReadOnly, kWidth>(biases);
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue: y = activation(z) * scale behind the affine map, and its gradient. The kernels that
 // have it are also those of a weight that is not plain (adjust_weight() in affine.cuh), which is as
-// seldom wanted as an activation: prepare() adjusts xhat and weight before the affine map.
+// seldom wanted as an activation: before_affine() adjusts xhat and weight before the affine map.
 //
 // The kind of activation is tested at run time: a kernel has the code of all activations, and those
 // that are not wanted cost nothing, because a branch skips them. But launches without an activation
@@ -20,8 +20,8 @@ struct Identity {
   static constexpr bool kMayActivate = false;
 
   template <typename X, typename Acc, int kWidth>
-  static __device__ __forceinline__ void prepare(const ForwardParams&, Acc (&)[kWidth],
-                                                 Acc (&)[kWidth]) {}
+  static __device__ __forceinline__ void before_affine(const ForwardParams&, Acc (&)[kWidth],
+                                                       Acc (&)[kWidth]) {}
   template <typename Y, typename Acc, int kWidth>
   static __device__ __forceinline__ void apply(const ForwardParams&, Acc (&)[kWidth]) {}
   template <typename Body>
@@ -45,8 +45,8 @@ struct AdjustWeight {
   static constexpr bool kBranches = true;
 
   template <typename X, typename Acc, int kWidth>
-  static __device__ __forceinline__ void prepare(const ForwardParams& p, Acc (&xhat)[kWidth],
-                                                 Acc (&weight)[kWidth]) {
+  static __device__ __forceinline__ void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                                       Acc (&weight)[kWidth]) {
     adjust_weight<X>(p, xhat, weight);
   }
   template <typename Y, typename Acc, int kWidth>
@@ -61,8 +61,8 @@ struct Activate {
   static constexpr bool kMayActivate = true;
 
   template <typename X, typename Acc, int kWidth>
-  static __device__ __forceinline__ void prepare(const ForwardParams& p, Acc (&xhat)[kWidth],
-                                                 Acc (&weight)[kWidth]) {
+  static __device__ __forceinline__ void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                                       Acc (&weight)[kWidth]) {
     if (!p.plain_weight) adjust_weight<X>(p, xhat, weight);
   }
   template <typename Y, typename Acc, int kWidth>
@@ -86,9 +86,9 @@ struct MayActivate {
   static constexpr bool kMayActivate = true;
 
   template <typename X, typename Acc, int kWidth>
-  static __device__ __forceinline__ void prepare(const ForwardParams& p, Acc (&xhat)[kWidth],
-                                                 Acc (&weight)[kWidth]) {
-    Activate::prepare<X>(p, xhat, weight);
+  static __device__ __forceinline__ void before_affine(const ForwardParams& p, Acc (&xhat)[kWidth],
+                                                       Acc (&weight)[kWidth]) {
+    Activate::before_affine<X>(p, xhat, weight);
   }
   template <typename Y, typename Acc, int kWidth>
   static __device__ __forceinline__ void apply(const ForwardParams& p, Acc (&values)[kWidth]) {

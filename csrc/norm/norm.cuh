@@ -42,7 +42,7 @@ struct Norm {
     unpack(b, bias);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] = Statistic::normalize(values[j], mean, rstd);
-    if constexpr (!Affine::kModulates) EpilogueOfRow::template prepare<X>(p, values, w);
+    if constexpr (!Affine::kModulates) EpilogueOfRow::template before_affine<X>(p, values, w);
     AffineOfRow::apply(p, values, w, b, columns);
     EpilogueOfRow::template apply<Y>(p, values);
     return round_to<Y>(values);
@@ -54,16 +54,9 @@ template <typename N>
 constexpr bool kIsBare =
     !N::Prologue::kMayStore && !N::Epilogue::kMayActivate && !N::Affine::kModulates;
 
-// Whether there are kernels for few rows in forward/spread.cu. A logical warp then sums up each
-// vector by itself. Elsewhere it adds up its vectors column by column, which some kernels do faster
-// (by vectors and by columns, 32768 x 768 bfloat16 with float32 weight 26.94 us, 26.30; 32 x 1024 x
-// 1024 float16 with a modulation 38.1, 36.9).
+// Whether nothing is fused and all tensors are of one type.
 template <typename N>
-constexpr bool kMaySpread = kIsBare<N> && kIsOneType<typename N::Types>;
-
-// How many of a lane's kPieces pieces are summed up by themselves.
-template <typename N, int kPieces, int kPiecesOfVector>
-constexpr int kLaneColumnSumGroup = kMaySpread<N> ? kPiecesOfVector : kPieces;
+constexpr bool kIsBareOfOneType = kIsBare<N> && kIsOneType<typename N::Types>;
 
 // The columns of a piece. Forward moves a row in pieces where each thread has kVecs vectors of it
 // in registers.
@@ -104,8 +97,8 @@ using SharedForward = NormOf<T, MayAdd, MayActivate>;
 template <typename T, typename Prologue, typename Affine = MayBeAffineAndModulate>
 using ModulatedForward = NormOf<T, Prologue, Identity, Affine>;
 
-template <typename T, bool kShifted, typename Launch>
-cudaError_t dispatch_forward_modulated(const ForwardParams& p, const Launch& launch) {
+template <typename T, bool kShifted, typename Launcher>
+cudaError_t dispatch_forward_modulated(const ForwardParams& p, const Launcher& launch) {
   if constexpr (!has_modulated_forward(kTypeOf<typename T::X>, kTypeOf<typename T::W>,
                                        kTypeOf<typename T::Y>, kShifted)) {
     return cudaErrorInvalidValue;
@@ -117,8 +110,8 @@ cudaError_t dispatch_forward_modulated(const ForwardParams& p, const Launch& lau
   }
 }
 
-template <typename T, bool kShifted, typename Launch>
-cudaError_t dispatch_forward(const ForwardParams& p, const Launch& launch) {
+template <typename T, bool kShifted, typename Launcher>
+cudaError_t dispatch_forward(const ForwardParams& p, const Launcher& launch) {
   if (p.is_modulated) return dispatch_forward_modulated<T, kShifted>(p, launch);
   if constexpr (kShifted && !kIsCommon<T>) {
     return launch(SharedForward<T>{});
@@ -133,8 +126,8 @@ cudaError_t dispatch_forward(const ForwardParams& p, const Launch& launch) {
 }
 
 // Forward of strategies that take neither a residual nor a modulation.
-template <typename T, typename Launch>
-cudaError_t dispatch_forward_plain(const ForwardParams& p, const Launch& launch) {
+template <typename T, typename Launcher>
+cudaError_t dispatch_forward_plain(const ForwardParams& p, const Launcher& launch) {
   if (p.residual != nullptr || p.is_modulated) return cudaErrorInvalidValue;
   if (p.has_epilogue) return launch(NormOf<T, Plain, Activate>{});
   return launch(BareForward<T>{});
@@ -150,16 +143,16 @@ constexpr bool kIsBareBackward =
     !N::Prologue::kMayAdd && !N::Epilogue::kMayActivate && !N::Affine::kModulates;
 
 // Backward of strategies that share one kernel for all that is fused.
-template <typename T, typename Launch>
-cudaError_t dispatch_backward_shared(const BackwardParams& p, const Launch& launch) {
+template <typename T, typename Launcher>
+cudaError_t dispatch_backward_shared(const BackwardParams& p, const Launcher& launch) {
   if (p.is_modulated) return cudaErrorInvalidValue;
   const bool bare = p.dresidual == nullptr && !p.has_epilogue;
   return bare ? launch(BareBackward<T>{}) : launch(SharedBackward<T>{});
 }
 
 // Backward of strategies that have a separate kernel for an epilogue alone, if types are common.
-template <typename T, typename Launch>
-cudaError_t dispatch_backward(const BackwardParams& p, const Launch& launch) {
+template <typename T, typename Launcher>
+cudaError_t dispatch_backward(const BackwardParams& p, const Launcher& launch) {
   if (p.is_modulated) return cudaErrorInvalidValue;
   if constexpr (kIsCommon<T>) {
     if (p.dresidual == nullptr && p.has_epilogue) {

@@ -101,18 +101,18 @@ __device__ __forceinline__ Vec<W, kWidth> load_given(const void* given, Absent a
   return v;
 }
 
-// The two parameters of a row's affine map from its column `first_col` on: weight and bias, or
-// scale and shift in their places.
+// The two parameters of a row's affine map from its column `first_col` on: weight and bias, or of a
+// modulation scale and shift.
 template <typename W>
 struct ColumnParameters {
-  Parameter<W> weight, bias;
+  Parameter<W> factor, summand;
 
   __device__ __forceinline__ ColumnParameters(const void* given_weight, const void* given_bias,
                                               int first_col)
-      : weight(given_weight, first_col, Absent::kOnes),
-        bias(given_bias, first_col, Absent::kZeros) {}
+      : factor(given_weight, first_col, Absent::kOnes),
+        summand(given_bias, first_col, Absent::kZeros) {}
   __device__ __forceinline__ ColumnParameters(const Parameter<W>& first, const Parameter<W>& second)
-      : weight(first), bias(second) {}
+      : factor(first), summand(second) {}
 
   // Weight and bias of all columns, which are loaded before anything else.
   static __device__ __forceinline__ ColumnParameters loaded_first(const ForwardParams& p) {

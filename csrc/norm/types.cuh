@@ -76,8 +76,8 @@ constexpr bool kIsOneType =
     is_one_type(kTypeOf<typename T::X>, kTypeOf<typename T::W>, kTypeOf<typename T::Y>);
 
 // Calls launch(Types{}) for the entry of kTypesWithKernels that these types are.
-template <size_t kEntry = 0, typename Launch>
-cudaError_t dispatch_types(const DataTypes& types, const Launch& launch) {
+template <size_t kEntry = 0, typename Launcher>
+cudaError_t dispatch_types(const DataTypes& types, const Launcher& launch) {
   if constexpr (kEntry < std::size(kTypesWithKernels)) {
     constexpr DataType x = kTypesWithKernels[kEntry][0], weight = kTypesWithKernels[kEntry][1],
                        y = kTypesWithKernels[kEntry][2];
@@ -91,8 +91,8 @@ cudaError_t dispatch_types(const DataTypes& types, const Launch& launch) {
 }
 
 // The same for strategies that have no kernels of float64.
-template <typename Launch>
-cudaError_t dispatch_types_but_float64(const DataTypes& types, const Launch& launch) {
+template <typename Launcher>
+cudaError_t dispatch_types_but_float64(const DataTypes& types, const Launcher& launch) {
   return dispatch_types(types, [&](auto t) -> cudaError_t {
     if constexpr (kIsFloat64<decltype(t)>) {
       return cudaErrorInvalidValue;
