@@ -32,7 +32,7 @@ from benchmarks.ours import make_inputs, ours, require_kernels, time_calls
 
 PLANNED = "(plan)"  # the label of the plan's own choice
 FASTEST = 8  # plans that are named
-STRATEGIES = ("warp", "spread", "block", "ring", "split", "stream", "few_rows",
+STRATEGIES = ("warp", "block", "ring", "split", "stream", "few_rows",
               "group", "rows")  # fmt: skip
 HOPPER = {"capability": 90, "sms": 132, "shared_memory": 232448, "l2_bytes": 50 << 20}
 

@@ -63,8 +63,7 @@ LONG = (2**18, 2**20, 2**22, 2**24)  # columns, beyond those of which all are lo
 LAST_COLS = 73_728
 # What a range has beside its strategy, and by which letter. The rest follows from the numbers of
 # rows and columns, and has tests of its own.
-LETTERS = {"width": "w", "vecs": "v", "lanes": "l", "warps": "p", "thread_vecs": "h",
-           "teams": "n", "stages": "s", "lag": "g",
+LETTERS = {"width": "w", "vecs": "v", "lanes": "l", "teams": "n", "stages": "s", "lag": "g",
            "blocks_per_row": "b"}  # fmt: skip
 FLAGS = ("early", "has_collector", "stays_in_l2", "chain_rows")
 

@@ -20,7 +20,7 @@ from golden_plans import DEVICES, plan
 import fused_layernorm  # noqa: F401  (registers the operators)
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-FORWARD = ("warp", "spread", "block", "ring", "stream")
+FORWARD = ("warp", "block", "ring", "stream")
 BACKWARD = ("warp", "few_rows", "block", "split", "stream")
 # The types of x, weight and y that have kernels (dy is of y's type).
 TYPES = [
@@ -105,20 +105,8 @@ def check_forward(p, rows, cols, problem, chip):
     if strategy == "block":
         assert p["blocks"] == rows
         held = p["threads"]
-    if strategy == "spread":
-        assert one_type(problem)
-        assert bare(problem)
-        vecs = p["thread_vecs"] * p["warps"]
-        assert p["lanes"] * (vecs - 1) < vectors <= p["lanes"] * vecs
-        # One or two vectors stay with a lane of 8 or 16, where four warps are a block.
-        stays = vecs <= 2 and p["lanes"] < 32
-        assert not stays or p["lanes"] in (8, 16)
-        assert (p["thread_vecs"], p["warps"]) == ((vecs, 1) if stays else (1, vecs))
-        assert p["threads"] == (128 if stays else 32 * vecs)
-        assert p["blocks"] == -(-rows // ((4 if stays else 1) * 32 // p["lanes"]))
-        assert problem["aligned"]
-    if strategy in ("warp", "spread", "block"):
-        halves = strategy != "spread" and bare(problem) and one_type(problem) and width == 8
+    if strategy in ("warp", "block"):
+        halves = bare(problem) and one_type(problem) and width == 8
         halves = halves and problem["aligned"] is None
         moves = "vectors" if problem["aligned"] else "halves" if halves else "shifted"
         assert p.get("moves", "vectors") == moves
@@ -247,9 +235,6 @@ def test_order_of_summation_does_not_depend_on_the_number_of_rows(device):
              "spans")  # fmt: skip
     for _, cols, problem in every_problem(rows=[]):
         plans = [plan(rows, cols, device=device, **problem) for rows in ROWS]
-        for p in plans:
-            if p["strategy"] == "spread":  # Its warps share the vectors of a lane.
-                p |= {"strategy": "warp", "vecs": p["thread_vecs"] * p["warps"]}
         many = plans[-1]
         for p in plans:
             if p["strategy"] == "few_rows":
@@ -604,7 +589,6 @@ def test_a_plan_has_the_fields_of_its_strategy_alone():
     persistent |= {"stays_in_l2"}
     held = launch | {"stays_in_l2"}
     assert set(plan(MANY, 64)) == held | {"vecs", "lanes", "moves"}
-    assert set(plan(9, 512)) == held | {"lanes", "warps", "thread_vecs"}
     assert set(plan(9, 4096)) == held | {"vecs", "moves", "early"}
     ring = {"blocks_per_row", "spans", "stages", "long"}
     assert set(plan(9, 65536)) == launch | ring
@@ -660,7 +644,7 @@ def test_a_forced_strategy_is_used_or_refused(strategy, device):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_what_the_ladder_plans_can_be_forced(backward):
+def test_what_is_planned_can_be_forced(backward):
     """Forcing all parts of a plan gives the same plan again."""
     keys = ("vecs", "teams", "stages", "lag", "blocks_per_row")
     for _, cols, problem in every_problem(rows=[], seed=2):
@@ -761,8 +745,6 @@ def test_what_is_forced_is_planned(options, problem, expected):
         ("strategy=few_rows", (9, 8200, {**HALF, **RESIDUAL, "backward": True})),
         ("strategy=few_rows", (9, 16_392, {**HALF, "backward": True})),
         ("strategy=few_rows", (9, 4098, {"dtype": F64, "backward": True})),
-        ("strategy=spread", (9, 64, ANYWHERE)),
-        ("strategy=spread", (9, 32, {})),
         # Shared memory or threads do not suffice.
         ("strategy=block stages=8", (MANY, 8192, {"backward": True})),
         ("blocks_per_row=7", (MANY, 65_536, {"backward": True})),
@@ -820,7 +802,7 @@ def test_a_refusal_names_what_was_forced_and_the_problem():
     [
         (
             "strategy=fast",
-            "no strategy is called 'fast': expected spread, warp, block, ring, stream, "
+            "no strategy is called 'fast': expected warp, block, ring, stream, "
             "few_rows, split, rows or group",
         ),
         (

@@ -3,7 +3,7 @@
 // dbias, in one launch and without partial sums.
 #pragma once
 
-#include "backward/row_team.h"
+#include "backward/warp.h"
 
 namespace fused_layernorm {
 namespace backward {
@@ -37,15 +37,6 @@ static_assert(registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThre
                   registers_of(kBackwardThreads, few_rows_blocks(1, kKeptColsPerThread, true)) ==
                       128,
               "half the registers of the persistent blocks do without running sums");
-// Whether a thread of such a block keeps xhat and g of a row in registers between the row's sums
-// and its dx: always with something fused; otherwise up to 16 columns of vectors of half precision
-// and 8 of other vectors. (Computed again, and kept beside nearer arguments and no divisions, with
-// GELU: 64 x 1024 bfloat16 3.24 us, 2.68; 8 x 4096 3.84, 2.95; 1024 x 1024 float32 10.85, 9.01.)
-constexpr bool few_rows_keep(int width, int vecs, int x_size, bool fused) {
-  const int cols = width * vecs;
-  if (fused) return cols <= kKeptColsPerThread;
-  return width > 1 && cols <= (x_size == 2 ? kKeptColsPerThread : 8);
-}
 // With few rows a team owns a row as in the kernels for many rows: as a logical warp, or as whole
 // warps.
 template <int kWidth, int kXSize>
@@ -80,48 +71,9 @@ static_assert(few_rows_shared_bytes(kBackwardThreads, vector_width(2), 2) <= 409
 
 namespace backward {
 
-// ---- What was measured.
-
-// Blocks on rows compute dx, and blocks on columns beside them compute dweight and dbias. x and dy
-// are then read twice, the second time from L2, but no second launch adds up partial sums. The
-// limits are the most rows, aligned and not, and the bytes that L2 holds (32 MB here). In one
-// launch and in two, bfloat16: 128 x 1024 2.8, 9.3; 2048 x 768 10.1, 10.4.
-constexpr int kFewAlignedRows = 2048;
-constexpr int kFewOtherRows = 1024;
-// The most rows that a team does not keep in registers. In one launch and in two, bfloat16: 384 x
-// 16384 25.4, 29.5; but 512 x 12288 25.2, 24.2.
-constexpr int kFewLongRows = 384;
-
-// A block has as many teams as make up `block_threads` threads: the more rows there are, the more
-// threads the blocks on columns need.
-struct FewRowsRung {
-  int64_t last;  // rows
-  int block_threads;
-};
-constexpr FewRowsRung kFewRowsThreads[] = {
-    // With 64, 128, 256 and 512 threads a block, bfloat16:
-    {16, 64},       // 1 x 320 1.8, 1.8, 1.9, 2.3
-    {64, 128},      // 64 x 320 2.4, 2.1, 2.2, 2.5
-    {255, 256},     // 255 x 320 5.8, 4.0, 3.3, 3.3
-    {kNoEnd, 512},  // the last two: 512 x 1024 4.6, 4.2
-};
-static_assert(is_ladder(kFewRowsThreads) &&
-                  rung_of(kFewRowsThreads, kNoEnd).block_threads <= kBackwardThreads,
-              "blocks of few rows have kernels");
-// The teams of whole warps in a block. Aligned rows have the most teams that kFewRowsThreads
-// allows, if a team has fewer threads than kFewRowsLeastThreads (four and two teams, bfloat16: 2048
-// x 1536 12.1, 17.4). Otherwise a block has the largest number of teams, but at least
-// kFewRowsLeastThreads threads, with which almost all blocks run at once (the most teams, two teams
-// and one, bfloat16: 512 x 2060 9.9, 9.0, 11.6). If there is no such number, unaligned rows have
-// the most teams, and aligned rows have one (one team and two, bfloat16: 2048 x 4096 19.6, 21.4).
-constexpr int kFewRowsLeastThreads = 256;
-// Almost all run at once if there are at least eight places for nine blocks.
-constexpr int64_t kFewRowsBlocks = 9, kFewRowsPlaces = 8;
-
-// ---- The plan.
-
 inline bool has_few_rows(const Problem& problem, const Device& device) {
-  const int64_t most = problem.aligned ? kFewAlignedRows : kFewOtherRows;
+  const int64_t most =
+      problem.aligned ? tuning_of(device).few_aligned_rows : tuning_of(device).few_other_rows;
   return problem.rows <= most &&
          problem.rows * problem.cols * (size_of(problem.x) + size_of(problem.y)) <=
              l2_limits(device).read_again;
@@ -146,14 +98,15 @@ inline int few_rows_teams(FewRows plan, const Problem& problem, const Device& de
   const auto teams_of = [&](int threads) {
     return std::clamp(threads / plan.team_threads, 1, kMostTeams);
   };
-  const int most = teams_of(rung_of(kFewRowsThreads, problem.rows).block_threads);
-  if (plan.width > 1 && plan.team_threads < kFewRowsLeastThreads) return most;
+  const BackwardTuning& tuning = tuning_of(device);
+  const int most = teams_of(tuning.few_rows_threads.at(problem.rows));
+  if (plan.width > 1 && plan.team_threads < tuning.few_rows_least_threads) return most;
   const int blocks = few_rows_blocks(plan.width, plan.vecs, is_fused(problem));
   const int sm_threads = blocks * kBackwardThreads;
-  for (int teams = most; teams * plan.team_threads >= kFewRowsLeastThreads; --teams) {
+  for (int teams = most; teams * plan.team_threads >= tuning.few_rows_least_threads; --teams) {
     lay_out_few_rows(plan, problem, teams);
     const int64_t places = int64_t{device.sms} * (sm_threads / plan.threads);
-    if (kFewRowsPlaces * plan.blocks <= kFewRowsBlocks * places) return teams;
+    if (tuning.few_rows_places * plan.blocks <= tuning.few_rows_blocks * places) return teams;
   }
   return plan.width > 1 ? 1 : most;
 }
@@ -174,10 +127,11 @@ inline std::optional<FewRows> FewRows::make(const Problem& problem, const Device
     plan.vecs = lanes->vecs;
     plan.team_threads = lanes->lanes;
     plan.by_lanes = true;
-    teams = rung_of(kFewRowsThreads, problem.rows).block_threads / plan.team_threads;
+    teams = tuning_of(device).few_rows_threads.at(problem.rows) / plan.team_threads;
   } else if (const auto rows = row_teams(problem, device, forced);
              rows && has_kernel(rows->team.keeps) &&
-             (rows->team.keeps || problem.rows <= kFewLongRows || !forced.strategy.empty())) {
+             (rows->team.keeps || problem.rows <= tuning_of(device).few_long_rows ||
+              !forced.strategy.empty())) {
     plan.vecs = rows->team.vecs;
     plan.team_threads = rows->team.threads;
     teams = few_rows_teams(plan, problem, device);

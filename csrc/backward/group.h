@@ -46,11 +46,6 @@ constexpr bool has_gated_kernel(int width, int x_size, bool bulk, bool keeps) {
 
 namespace backward {
 
-// A block that begins a new group in the midst of its rows waits for the last rows of the group
-// before, for the sums of that group and for the new parameters. So each block has rows of one
-// group alone, if at least 19 of 20 blocks are left then.
-constexpr int64_t kGroupedBlocks = 19, kGroupedBlocksOf = 20;
-
 inline std::optional<Group> Group::make(const Problem& problem, const Device& device,
                                         const Forced& forced) {
   const int x_size = size_of(problem.x);
@@ -76,20 +71,21 @@ inline std::optional<Group> Group::make(const Problem& problem, const Device& de
   while (!forced.has(Field::kTeams) && teams > 1 && stages_of(teams) < kKeptRowStages) --teams;
   if (teams > most_teams || sums_of(teams) > room_of(device)) return std::nullopt;
 
+  const BackwardTuning& tuning = tuning_of(device);
   Group plan;
   set_team(plan, problem, *team);
   plan.teams = teams;
   plan.threads = plan.team_threads * plan.teams;
   // Rows that a team does not keep, and rows with a gate, have kernels only with rings.
   const bool pays =
-      rows_of_block >= int64_t{kLeastRingRows} * teams || !team->keeps || problem.gated;
+      rows_of_block >= int64_t{tuning.least_ring_rows} * teams || !team->keeps || problem.gated;
   const bool ring = may_have_ring(problem, device, forced) && (pays || forced.has(Field::kBulk));
   const bool holds = group_holds_row(team->keeps, problem.gated);
   const int least = ring ? least_stages(holds, 0) : 0;
   if (ring) {
     const int most = stages_of(teams);
     const int64_t bytes = team->stage_bytes * teams;
-    const int wanted = std::max(stages_for(problem, teams, kOtherRingBytes),
+    const int wanted = std::max(stages_for(problem, teams, tuning.other_ring_bytes),
                                 holds ? kKeptRowStages : kTwiceReadRowStages);
     plan.stages = forced.value_or(Field::kStages, std::min(most, wanted));
     if (plan.stages > most || plan.stages < least) return std::nullopt;
@@ -109,7 +105,7 @@ inline std::optional<Group> Group::make(const Problem& problem, const Device& de
   // Each block works on one group alone, if that costs few blocks.
   const int64_t whole_groups =
       plan.blocks / (problem.rows / problem.group_rows) * (problem.rows / problem.group_rows);
-  if (whole_groups * kGroupedBlocksOf >= plan.blocks * kGroupedBlocks) {
+  if (whole_groups * tuning.grouped_blocks_of >= plan.blocks * tuning.grouped_blocks) {
     plan.blocks = whole_groups;
   }
   lay_out_parts(plan.parts, plan, plan.blocks, problem.gated ? 3 : 2, problem, device);

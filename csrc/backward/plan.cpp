@@ -18,7 +18,7 @@ std::optional<backward::Plan> make_gated_plan(const Problem& problem, const Devi
   if (problem.x == DataType::kFloat32 && problem.y != problem.x) return std::nullopt;
   Problem without_gate = problem;
   without_gate.gated = false;
-  if (backward::has_warp_kernel_for_groups(without_gate, forced)) return std::nullopt;
+  if (backward::has_warp_kernel_for_groups(without_gate, device, forced)) return std::nullopt;
   return backward::Group::make(problem, device, forced);
 }
 

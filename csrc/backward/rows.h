@@ -3,7 +3,7 @@
 // over rows.
 #pragma once
 
-#include "backward/row_team.h"
+#include "backward/warp.h"
 
 namespace fused_layernorm {
 namespace backward {
@@ -31,15 +31,6 @@ constexpr int backward_rows_vecs_from(int width, int x_size, int64_t least) {
   return x_size == 4 ? first_from(BackwardRowsVecs<4>{}, least)
                      : first_from(BackwardRowsVecs<8>{}, least);
 }
-// The most threads of a team or block, and the blocks on a multiprocessor. 16 columns a thread take
-// 80 registers, but 128 beside a gate, which adds loads and stores. (With 80 registers and with
-// 128, bfloat16, batch x rows x columns: 1 x 4608 x 3072 38.8 us, 41.1; 1 x 32760 x 5120 with a
-// gate 862, 846.)
-constexpr BlockBounds backward_rows_bounds(int cols_per_thread, bool gated) {
-  if (cols_per_thread <= 8) return {kBackwardThreads, 2};
-  return cols_per_thread <= 16 && !gated ? BlockBounds{384, 2} : BlockBounds{kBackwardThreads, 1};
-}
-static_assert(registers_of(512, 2) == 64 && registers_of(384, 2) == 80, "what was measured");
 // Whether a row's other inputs are loaded together with x and dy. Otherwise there are no registers
 // for them, and each is loaded where it is used.
 constexpr bool backward_rows_load_early(int cols_per_thread, bool gated) {
@@ -50,7 +41,8 @@ static_assert(vector_width(4) == 4 && vector_width(2) == 8,
 
 namespace backward {
 
-inline std::optional<Rows> Rows::make(const Problem& problem, const Device&, const Forced& forced) {
+inline std::optional<Rows> Rows::make(const Problem& problem, const Device& device,
+                                      const Forced& forced) {
   const bool has_kernel = problem.x != DataType::kFloat64 && (problem.aligned || !problem.gated);
   if (!is_of_rows(problem) || !has_kernel || !forced.allows(kName, {Field::kVecs}))
     return std::nullopt;
@@ -58,7 +50,7 @@ inline std::optional<Rows> Rows::make(const Problem& problem, const Device&, con
   plan.width = width_of(problem);
   // A row belongs to as many threads, each with as many of its vectors, as where groups have
   // several rows, so that its sums are the same (forward/plan.h names the exception).
-  if (problem.aligned && problem.cols <= kGroupWarpVectors * plan.width) {
+  if (problem.aligned && problem.cols <= tuning_of(device).group_warp_vectors * plan.width) {
     const auto lanes = lanes_of(problem, forced);
     if (!lanes) return std::nullopt;
     plan.by_lanes = true;

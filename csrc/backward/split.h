@@ -38,60 +38,9 @@ constexpr int split_least_vecs(int width, bool ring) {
 
 namespace backward {
 
-// ---- The ladders.
-
-// Rows between publishing a row's sums and collecting them. A meeting takes about 2 us. A ring that
-// holds five rows or more has room for two rows that wait, and so has a kernel without a ring.
-struct LagRung {
-  int64_t last;  // stages of the ring
-  int lag;
-};
-constexpr LagRung kLags[] = {
-    {4, 1},
-    {kNoEnd, 2},
-};
-constexpr int kLagWithoutRing = 2;
-static_assert(is_ladder(kLags) && kLagWithoutRing < kMostCollected &&
-                  rung_of(kLags, kMostStages).lag < kMostCollected,
+static_assert(kHopper.lag_without_ring < kMostCollected,
               "collected sums wait no longer than they are kept");
-
-// Which warp collects the sums of a row.
-enum class Collects {
-  kBeside,           // a warp beside the team; slices that leave no room for it are too long
-  kAloneForFewVecs,  // a working warp, where there is no room for one beside the team or where a
-                     // thread has fewer vectors without it; else a warp beside the team
-  kAlone,            // a working warp
-};
-
-// What rings of slices should hold; arrays of them have the best first. A row has the fewest blocks
-// whose slices are short enough for at least `stages` stages. If these slices are shorter than
-// `least_cols`, the next ring is tried.
-struct SliceRing {
-  int stages;
-  int least_cols;
-  Collects collects;
-};
-constexpr int kLeastSliceStages = 3;
-// With three stages a block is faster without a warp beside the team than with one (2048 x 262144
-// bfloat16 by 18 blocks a row 1060, 1217), and float32 also is with four, which rows of 676,000 to
-// 811,000 columns have. With longer rings half precision is slower (8192 x 32768 506, 474).
-constexpr SliceRing kLeastSliceRing = {kLeastSliceStages, 0, Collects::kAlone};
-// From five stages on the meeting of a row has two rows' time (kLags). With five and four, bfloat16
-// with float32 weight and dy: 2048 x 65536 320, 338.
-constexpr SliceRing kSliceRings[] = {{5, 0, Collects::kBeside}, kLeastSliceRing};
-// Half precision gains as much by two rows' time, but the meeting of a row takes as long as the
-// work on 8,000 columns, so that slices shorter than that lose more than they gain. With six stages
-// and with four: 4096 x 65536 441, 464; but 8192 x 36000, whose slices are short, 566, 516.
-constexpr SliceRing kHalfSliceRings[] = {
-    {6, 7936, Collects::kBeside}, {4, 0, Collects::kBeside}, kLeastSliceRing};
-// With an epilogue. With five stages and with four, float32 with GELU: 2048 x 65536 642, 548.
-constexpr SliceRing kEpilogueSliceRings[] = {{4, 0, Collects::kBeside}, kLeastSliceRing};
-// With a residual. Threads load the gradient of a residual themselves and wait for it once a row,
-// so that the longest slices are the best (with four stages and with three: 4096 x 65536 bfloat16
-// 880, 787). A block is faster with a warp beside the team than without (4096 x 65536 by 5 blocks a
-// row 837, 876), unless a thread then has 32 columns in place of 16 (by 8 blocks a row 1040, 906).
-constexpr SliceRing kResidualSliceRings[] = {{kLeastSliceStages, 0, Collects::kAloneForFewVecs}};
-static_assert(kLeastSliceStages >= least_stages(false, rung_of(kLags, kLeastSliceStages).lag),
+static_assert(kLeastSliceStages >= least_stages(false, kHopper.lags.at(kLeastSliceStages)),
               "every ring holds the rows of its lag");
 
 // ---- Slices.
@@ -150,8 +99,9 @@ constexpr bool is_valid_ring(int stages, int lag) {
 }
 
 // The lag of rows that several blocks share. `stages` is empty for a kernel without a ring.
-inline int lag_of(std::optional<int> stages, const Forced& forced) {
-  const int lag = stages ? rung_of(kLags, *stages).lag : kLagWithoutRing;
+inline int lag_of(std::optional<int> stages, const Device& device, const Forced& forced) {
+  const BackwardTuning& tuning = tuning_of(device);
+  const int lag = stages ? tuning.lags.at(*stages) : tuning.lag_without_ring;
   return forced.value_or(Field::kLag, lag);
 }
 
@@ -202,11 +152,11 @@ inline std::optional<Split> split_with(const SliceRing& wanted, const Problem& p
       const int most = most_stages(team, 1, device);
       if (most < wanted.stages) return std::nullopt;
       plan.stages = forced.value_or(Field::kStages, most);
-      plan.lag = lag_of(plan.stages, forced);
+      plan.lag = lag_of(plan.stages, device, forced);
       if (plan.stages > most || !is_valid_ring(plan.stages, plan.lag)) return std::nullopt;
       plan.shared_bytes = static_cast<int>(team.param_bytes + plan.stages * team.stage_bytes);
     } else {
-      plan.lag = lag_of(std::nullopt, forced);
+      plan.lag = lag_of(std::nullopt, device, forced);
     }
     if (!forced.allows(Field::kBulk, plan.bulk) || !forced.allows(Field::kStages, plan.stages)) {
       return std::nullopt;
@@ -240,11 +190,12 @@ inline std::optional<Split> Split::make(const Problem& problem, const Device& de
   };
   // Rows with an epilogue have one list of rings, whatever their types, with and without a
   // residual. Rows whose x and dy differ in size also have one list with and without a residual.
+  const BackwardTuning& tuning = tuning_of(device);
   const int x_size = size_of(problem.x), y_size = size_of(problem.y);
-  if (problem.has_epilogue) return first_of(kEpilogueSliceRings);
-  if (x_size != y_size) return first_of(kSliceRings);
-  if (problem.residual) return first_of(kResidualSliceRings);
-  return x_size == 2 ? first_of(kHalfSliceRings) : first_of(kSliceRings);
+  if (problem.has_epilogue) return first_of(tuning.epilogue_slice_rings);
+  if (x_size != y_size) return first_of(tuning.slice_rings);
+  if (problem.residual) return first_of(tuning.residual_slice_rings);
+  return x_size == 2 ? first_of(tuning.half_slice_rings) : first_of(tuning.slice_rings);
 }
 }  // namespace backward
 }  // namespace fused_layernorm

@@ -45,28 +45,19 @@ static_assert(backward_stream_cols(1) >= 4096 && backward_stream_cols(8) >= 4096
 
 namespace backward {
 
-// Numbers of sets of rows are tried up to this many rounds of blocks. With more rounds the blocks
-// would not end closer together.
-constexpr int kStreamRounds = 4;
-
-// The cost of the partial sums of all blocks that run at once, in rows: partial sums are written
-// and read again (with two sets of rows and with one, bfloat16: 8 x 2097152 103, 52). Problems
-// whose parameters get no gradients, and modulated problems, which have sums of groups in any case,
-// are laid out in the same way.
-constexpr int kPartialSumsRows = 4;
-
 // The number of sets of rows that takes the least time; a set has a block for each chunk of the
 // columns. Time is counted in rows: blocks run in rounds, a block takes the time of its rows, and
 // partial sums take the time of some rows more.
 inline int64_t stream_sets(const Problem& problem, const Device& device, int64_t chunks) {
+  const BackwardTuning& tuning = tuning_of(device);
   const int64_t room = int64_t{kBackwardStreamBlocks} * device.sms;
   const auto time_of = [&](int64_t sets) {
     const int64_t rounds = ceil_div(sets * chunks, room);
-    const int64_t partials = sets > 1 ? kPartialSumsRows * sets * chunks / room : 0;
+    const int64_t partials = sets > 1 ? tuning.partial_sums_rows * sets * chunks / room : 0;
     return rounds * ceil_div(problem.rows, sets) + partials;
   };
   const int64_t most =
-      std::min<int64_t>({problem.rows, device.sms, ceil_div(kStreamRounds * room, chunks)});
+      std::min<int64_t>({problem.rows, device.sms, ceil_div(tuning.stream_rounds * room, chunks)});
   int64_t best = 1, least_time = time_of(1);
   for (int64_t sets = 2; sets <= most; ++sets) {
     const int64_t time = time_of(sets);

@@ -8,6 +8,7 @@
 #include <optional>
 #include <type_traits>
 
+#include "backward/tuning.h"
 #include "base/choices.h"
 #include "base/cuda_types.h"
 #include "base/params.h"
@@ -19,15 +20,6 @@ namespace fused_layernorm {
 
 // ---- Limits.
 
-// Threads of backward's persistent blocks, each of which has 128 registers. (640 threads of 96
-// registers were slower, 152 us against 147, even with rows of 5,120 columns, which leave 192 of
-// 512 threads idle.)
-constexpr int kBackwardThreads = 512;
-static_assert(registers_of(kBackwardThreads, 1) == 128 && registers_of(640, 1) == 96,
-              "what was measured");
-
-constexpr int kBackwardColsPerThread = 32;
-constexpr int kKeptColsPerThread = 16;  // where a thread also keeps xhat and g of a row
 // A single element takes more registers than an element of a vector.
 constexpr int most_backward_block_vecs(int width) {
   return width == 1 ? 16 : kBackwardColsPerThread / width;
@@ -50,17 +42,6 @@ constexpr int backward_block_vecs_from(int width, int x_size, int64_t least) {
   if (x_size == 4) return first_from(BackwardBlockVecs<vector_width(4), 4>{}, least);
   return first_from(BackwardBlockVecs<vector_width(2), 2>{}, least);
 }
-
-// Rows that a block works on at once (its teams), and rows or slices that a team keeps in flight. A
-// block has 16 hardware barriers; each team takes one, and barrier 0 is that of __syncthreads().
-constexpr int kMostTeams = 15;
-constexpr int kMostStages = 8;
-static_assert(kMostTeams < 16, "a block has 16 hardware barriers, and the first is the block's");
-static_assert(kMostTeams * kWarpThreads <= kBackwardThreads,
-              "a team has a warp at least, so a block has room for all of its teams");
-
-// The number of rows whose collected sums can wait to be used; a plan's lag is smaller.
-constexpr int kMostCollected = 4;
 
 // A ring is refilled once a row has left it. A row that is kept in registers leaves at once, so one
 // stage will do. Any other row is read again, `lag` rows later: the ring then holds the rows that
@@ -126,6 +107,20 @@ struct Persistent : Launch {
     json.add("width", width).add("vecs", vecs).add("team_threads", team_threads);
     json.add("teams", teams).add("stage_cols", stage_cols).add("bulk", bulk);
     json.add("stages", stages).add("stays_in_l2", stays_in_l2);
+  }
+};
+
+// Rows of which each has a team of its own, which keeps nothing for a next one (few_rows, rows).
+struct OneRowATeam : Launch {
+  int width = 1;
+  int vecs = 2;
+  int team_threads = 1;   // on one row: a logical warp's lanes, or whole warps
+  bool by_lanes = false;  // the team is a logical warp
+
+  template <typename Json>
+  void describe(Json& json) const {
+    json.add("width", width).add("vecs", vecs).add("team_threads", team_threads);
+    json.add("teams", threads / team_threads).add("by_lanes", by_lanes);
   }
 };
 
@@ -212,13 +207,6 @@ inline bool rows_stay_in_l2(const Problem& problem, const Device& device) {
   return problem.rows * problem.cols * column_bytes >= l2_limits(device).large_call;
 }
 
-// A ring pays if a team has at least this many rows.
-constexpr int kLeastRingRows = 3;
-// The bytes that the rings of a block with whole rows should hold. More rows in flight do harm, but
-// the threads of a block need work. (With two stages and with three, bfloat16: 5000 x 3073 by two
-// teams 42.6, 42.0; 1 x 4608 x 3072 with a modulation and a gate 54.4, 52.7.) block.h has other
-// numbers for rows that it knows better.
-constexpr int64_t kOtherRingBytes = 64 * 1024;
 constexpr int kKeptRowStages = 2;
 constexpr int kTwiceReadRowStages = 3;
 static_assert(kKeptRowStages >= least_stages(true, 0) &&

@@ -36,12 +36,6 @@ cudaError_t launch_layer_norm_backward(const BackwardParams&, const DataTypes&,
 
 // ---- Limits.
 
-// The warp kernel of float32 with an activation has more threads, of 80 registers (4194304 x 64
-// with GELU: 833 us, with 512 threads 959; without an activation 640 threads and 512 are alike).
-constexpr int backward_warp_threads(int x_size, bool activates) {
-  return x_size == 4 && activates ? 768 : kBackwardThreads;
-}
-static_assert(registers_of(backward_warp_threads(4, true), 1) == 80, "what was measured");
 // Whether a launch takes the warp kernel for an epilogue without a residual, the only one that
 // always has an epilogue. There is no such kernel for single elements (a width of one), nor where y
 // is not of x's type.
@@ -79,22 +73,6 @@ static_assert(backward_warp_fits(2) && backward_warp_fits(4) && backward_warp_fi
 
 namespace backward {
 
-// ---- What was measured.
-
-// A logical warp adds up a chain of rows, and then adds its sum to a second sum in shared memory. A
-// single chain over all rows would be rounded as often as there are rows: the rms errors of dbias
-// for 1000003 x 37 and 4194304 x 64 float32 were 1.8 and 1.6 times PyTorch's. A chain has a quarter
-// of a logical warp's rows, within these bounds (1.1 and 0.8 times). Shorter chains are more exact
-// where rows are many, but slower (chains of 32 rows: 1.1 and 0.6 times; with them and with chains
-// of a quarter, 1000003 x 37 189.9, 189.3).
-constexpr int kFewestRowsOfChain = 32, kMostRowsOfChain = 512;
-constexpr int kChains = 4;
-
-// Rows of at most this many vectors go to logical warps, longer rows to teams of whole warps, which
-// would have idle lanes with shorter rows. Times by teams of whole warps, bfloat16: 262144 x 64
-// 151.9; 262144 x 256 152.0 (0.65 of copy speed); 262144 x 384 168.6 (0.87 of it).
-constexpr int64_t kGroupWarpVectors = 32;
-
 // ---- The plan.
 
 // The vectors and the lanes of a logical warp that owns a row.
@@ -115,8 +93,10 @@ inline std::optional<Lanes> lanes_of(const Problem& problem, const Forced& force
 
 // Whether logical warps take rows with a modulation. They do where whole warps would have idle
 // lanes.
-inline bool has_warp_kernel_for_groups(const Problem& problem, const Forced& forced) {
-  const bool is_short = problem.cols <= kGroupWarpVectors * vector_width(size_of(problem.x));
+inline bool has_warp_kernel_for_groups(const Problem& problem, const Device& device,
+                                       const Forced& forced) {
+  const bool is_short =
+      problem.cols <= tuning_of(device).group_warp_vectors * vector_width(size_of(problem.x));
   return problem.aligned && problem.x != DataType::kFloat64 && !problem.gated &&
          (is_short || forced.strategy == Warp::kName);
 }
@@ -127,8 +107,9 @@ inline void lay_out_second_sums(Warp& plan, const Problem& problem, const Device
   int64_t rows = ceil_div(problem.rows, plan.blocks);
   if (problem.modulated) rows = std::min(rows, problem.group_rows);
   rows = ceil_div(rows, plan.threads / plan.lanes);
-  const int64_t chain_rows =
-      std::clamp<int64_t>(ceil_div(rows, kChains), kFewestRowsOfChain, kMostRowsOfChain);
+  const BackwardTuning& tuning = tuning_of(device);
+  const int64_t chain_rows = std::clamp<int64_t>(
+      ceil_div(rows, tuning.chains), tuning.fewest_rows_of_chain, tuning.most_rows_of_chain);
   const int64_t offset = round_up(plan.shared_bytes, kVectorBytes);
   const int64_t bytes = offset + backward_warp_second_sums_bytes(plan.threads, plan.vecs,
                                                                  plan.width, size_of(problem.x));
@@ -141,7 +122,8 @@ inline void lay_out_second_sums(Warp& plan, const Problem& problem, const Device
 inline std::optional<Warp> Warp::make(const Problem& problem, const Device& device,
                                       const Forced& forced) {
   if (!forced.allows(kName, {Field::kVecs})) return std::nullopt;
-  const bool takes_groups = !is_of_rows(problem) && has_warp_kernel_for_groups(problem, forced);
+  const bool takes_groups =
+      !is_of_rows(problem) && has_warp_kernel_for_groups(problem, device, forced);
   if (problem.modulated && !takes_groups) return std::nullopt;
   const auto lanes = lanes_of(problem, forced);
   if (!lanes) return std::nullopt;

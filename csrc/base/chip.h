@@ -4,7 +4,7 @@
 // All times in csrc are microseconds of device time, on an H200 unless another card is named. A
 // measurement reads "32768 x 4096 211, 222": rows x columns, then one time for each alternative, in
 // the order in which the comment names them. docs/tuning-log.md tells what else was tried. To tune,
-// force plans with `python -m benchmarks.tune`, change a limit or a rung, and put the new numbers
+// force plans with `python -m benchmarks.tune`, change a limit or a range, and put the new numbers
 // in place of the old.
 #pragma once
 

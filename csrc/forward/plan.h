@@ -15,16 +15,15 @@
 
 #include "forward/block.h"
 #include "forward/ring.h"
-#include "forward/spread.h"
 #include "forward/stream.h"
 #include "forward/warp.h"
 
 namespace fused_layernorm {
 namespace forward {
 
-// In the order in which they are asked: few short rows by spread, short ones by logical warps,
-// longer ones by blocks, the longest by several blocks a row or by two reads.
-using Plan = std::variant<Spread, Warp, Block, Ring, Stream>;
+// In the order in which they are asked: short rows by logical warps, longer ones by blocks, the
+// longest by several blocks a row or by two reads.
+using Plan = std::variant<Warp, Block, Ring, Stream>;
 
 }  // namespace forward
 

@@ -254,7 +254,7 @@ struct RingBlock {
     if (first) pivot = pivot_of(values[0]);
     moments.add(count, N::Statistic::template measure<1>(
                            p.is_rms, values, share, pivot, [&] { return inverse; },
-                           [](float v, int) { return v; }, [] {}));
+                           [](float v, int) { return v; }));
   }
 
   // What a lane has of the last span's unit of this pair of workers.

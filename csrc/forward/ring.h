@@ -20,6 +20,7 @@
 #include "base/cuda_types.h"
 #include "base/params.h"
 #include "base/planning.h"
+#include "forward/tuning.h"
 
 namespace fused_layernorm {
 namespace forward {
@@ -126,14 +127,6 @@ inline std::optional<forward::Ring> ring_of(const Problem& problem, const Device
   return plan;
 }
 
-// How many stages a ring should have for every eight spans of a row: of a block alone; of blocks
-// that share rows, and so wait for each other; and at the least.
-constexpr int kAloneRing = 12, kSharedRing = 21, kLeastRing = 9;
-// Float32 rows have the long kernel, with up to so many spans in a block. (H100, short and long:
-// 64 x 150528 37.5, 33.7; 48 x 442368 67.8, 66.8; 200 x 65536 47.0, 45.3; 1024 x 65536 194.7,
-// 196.3; but 6 x 65536 10.6, 12.8. In half precision the short one is as fast or faster.)
-constexpr int kLongRingSpans = 8;
-
 inline std::optional<forward::Ring> forward::Ring::make(const Problem& problem,
                                                         const Device& device,
                                                         const Forced& forced) {
@@ -141,6 +134,7 @@ inline std::optional<forward::Ring> forward::Ring::make(const Problem& problem,
                        device.capability >= 90 && problem.aligned &&
                        problem.x != DataType::kFloat64 && !problem.residual && !problem.modulated;
   if (!allowed) return std::nullopt;
+  const ForwardTuning& tuning = forward::tuning_of(device);
   const int most = most_blocks_per_row(device);
   const auto number = forced.of(Field::kBlocksPerRow);
   if (number && *number > most) return std::nullopt;
@@ -151,22 +145,23 @@ inline std::optional<forward::Ring> forward::Ring::make(const Problem& problem,
     return may_be_short ? ring_of(problem, device, n, false, least) : std::nullopt;
   };
   const auto long_plan = [&](int n, int spans) {
-    auto plan = may_be_long ? ring_of(problem, device, n, true, kLeastRing) : std::nullopt;
+    auto plan = may_be_long ? ring_of(problem, device, n, true, tuning.least_ring) : std::nullopt;
     return plan && plan->spans <= spans ? plan : std::nullopt;
   };
   const bool prefers_long = may_be_long && problem.x == DataType::kFloat32;
   const auto preferred = [&](int n) {
-    return prefers_long ? long_plan(n, kLongRingSpans)
-                        : short_plan(n, n == 1 ? kAloneRing : kSharedRing);
+    return prefers_long ? long_plan(n, tuning.long_ring_spans)
+                        : short_plan(n, n == 1 ? tuning.alone_ring : tuning.shared_ring);
   };
   for (int n = 1; n <= most && !number; ++n) {
     if (auto plan = preferred(widen(n, device))) return plan;
   }
   const int blocks = number.value_or(most);
   if (auto plan = preferred(blocks)) return plan;
-  if (auto plan = short_plan(blocks, blocks == 1 ? kAloneRing : kSharedRing)) return plan;
+  if (auto plan = short_plan(blocks, blocks == 1 ? tuning.alone_ring : tuning.shared_ring))
+    return plan;
   if (auto plan = long_plan(blocks, kMostRingStages)) return plan;
-  return short_plan(blocks, kLeastRing);
+  return short_plan(blocks, tuning.least_ring);
 }
 
 }  // namespace fused_layernorm

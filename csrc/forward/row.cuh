@@ -244,7 +244,7 @@ __device__ __forceinline__ void forward_row(const ForwardParams& p, const Team& 
   constexpr int kColumnSumGroup = Team::template kColumnSumGroup<N, kPieces, kPiecesOfVector>;
   const auto [mean, m2] = N::Statistic::template measure<kColumnSumGroup>(
       p.is_rms, x, share, pivot, [&] { return inverse_cols; },
-      [&](Acc v, int n) { return team.sum(v, n); }, [] {});
+      [&](Acc v, int n) { return team.sum(v, n); });
   if constexpr (kForget) {
     if constexpr (sizeof(X) < sizeof(Acc)) {
 #pragma unroll

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the strategies share that keep rows in registers: logical warps, spread and blocks.
+// What the strategies share that keep rows in registers: logical warps and blocks.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include "base/cuda_types.h"
 #include "base/params.h"
 #include "base/planning.h"
+#include "forward/tuning.h"
 
 namespace fused_layernorm {
 
@@ -28,11 +29,6 @@ constexpr bool has_halves(DataType x, DataType weight, DataType y) {
   return size_of(x) == 2 && is_one_type(x, weight, y);
 }
 
-enum class Choice {
-  kFirst,         // the first that the row and the kernels allow
-  kFewestPlaces,  // the one whose lanes or threads have the fewest places for vectors
-};
-
 namespace forward {
 
 struct InRegisters : Launch {
@@ -41,21 +37,14 @@ struct InRegisters : Launch {
   bool stays_in_l2 = false;
 };
 
-// Lines marked evict_first replace each other before any evict_normal line, so they have only the
-// part of L2 that no other kernel has filled. Each comment has two pairs of times, by evict_first
-// and by evict_normal: with L2 empty of other data, and behind a matrix product. An x of no more
-// bytes than this stays. (float32 by logical warps: 64 x 256 1.82, 1.72; 1.81, 1.66; but 64 x 320
-// 1.88, 1.97; 1.88, 1.94.)
-constexpr int64_t kSmallL2Bytes = 64 << 10;
-// A call that moves as much as l2_limits says lets all stay. (bfloat16: 8192 x 4096 34.4, 34.9;
-// 36.2, 35.0. But 4096 x 4096 18.5, 19.3; 19.2, 19.3, and of a modulation without a residual, whose
-// parameters are read again and again, 8 x 4096 x 1152 42.1, 44.6; 42.4, 45.1.)
+// Whether what is read and written stays in L2 as other data does.
 inline bool rows_stay_in_l2(const Problem& problem, const Device& device) {
   const int64_t elements = problem.rows * problem.cols;
   const int64_t x_bytes = elements * size_of(problem.x);
   const int64_t bytes = x_bytes * (problem.residual ? 3 : 1) + elements * size_of(problem.y);
   const bool rereads_parameters = problem.modulated && !problem.residual;
-  return x_bytes <= kSmallL2Bytes || (bytes >= l2_limits(device).large_call && !rereads_parameters);
+  return x_bytes <= tuning_of(device).small_l2_bytes ||
+         (bytes >= l2_limits(device).large_call && !rereads_parameters);
 }
 
 // The width of a vector, also for unaligned rows: forward moves these by vectors, too.

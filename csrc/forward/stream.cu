@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kForwardStreamThreads)
   const Acc pivot = N::Statistic::template pivot<typename N::X>(place.x.first_elements(cols));
   const auto moments = N::Statistic::template measure<kVecs>(
       p.is_rms, x, share, pivot, [&] { return Reciprocal<Acc>(cols); },
-      [&](Acc v, int n) { return team_sum(v, team, scratch[n]); }, [] {});
+      [&](Acc v, int n) { return team_sum(v, team, scratch[n]); });
   if (team.thread == 0) {
     static_cast<Pair<Acc>*>(p.workspace)[row * chunks.count + chunk] = {moments.mean, moments.m2};
   }

@@ -176,16 +176,13 @@ struct MeanAndVariance {
   //   pivot    the pivot of these columns
   //   inverse  inverse(): the Reciprocal of the number of columns
   //   sum      sum(value, n): the sum over all threads that work on these columns, for n = 0 and 1
-  //   then     then() is called behind the first sum, when all threads have their vectors
   template <int kColumnSumGroup, typename X, int kWidth, int kVecs, typename Share, typename Acc,
-            typename Inverse, typename Sum, typename Then>
+            typename Inverse, typename Sum>
   static __device__ __forceinline__ Moments<Acc> measure(bool is_rms,
                                                          const Vec<X, kWidth> (&x)[kVecs],
                                                          const Share& share, Acc pivot,
-                                                         const Inverse& inverse, const Sum& sum,
-                                                         const Then& then) {
+                                                         const Inverse& inverse, const Sum& sum) {
     const Acc total = sum(sum_from<kColumnSumGroup>(x, share, pivot), 0);
-    then();
     const Acc mean = mean_of(is_rms, inverse(), pivot, total);
     return {mean, sum(squared_deviations<kColumnSumGroup>(x, share, mean), 1)};
   }
