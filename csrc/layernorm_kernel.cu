@@ -112,10 +112,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   // 215).
   const int team_index = min(team.index, plan.teams - 1);
   const SliceWork work(plan.teams, team_index, p.rows, p.cols);
-  const PersistentRows<N, kWidth, kVecs, G::kBulk> rows(p, plan, work, team, team_index, shared,
-                                                        stage_statistics, barriers);
+  const PersistentRows<N, kWidth, kVecs, G::kBulk> rows(p, plan, 0, p.cols, team, team_index,
+                                                        shared, stage_statistics, barriers);
   const auto& share = rows.share;
-  rows.start(team, team.index < plan.teams);
+  rows.start(team, team.index < plan.teams, work);
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
   const int first_scratch = team_index * scratch_values(team.warps());
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     Pair<Acc> sums;
     rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
       gradients.add_sums(sums);
-      gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
+      gradients.add_dparams(grads.dweight(k), grads.dbias(k));
       if constexpr (G::kKeep) {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     });
     sums = team_sum(sums, team, scratch[i & 1] + first_scratch);
     // Behind the barrier of team_sum(), no thread reads the row of kHeld iterations ago any more.
-    rows.refill(team, read, i, kHeld);
+    rows.refill(team, work, read, i, kHeld);
     if (p.dx != nullptr) {
       const Pair<Acc> means = means_of(p, sums);
       if constexpr (G::kKeep) {

@@ -59,7 +59,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   using Acc = typename N::Acc;
   using X = typename N::X;
   using W = typename N::W;
-  using Ring = BackwardRing<N, G::kWidth>;
   constexpr int kWidth = G::kWidth, kVecs = G::kVecs;
   constexpr bool kBulk = G::kBulk;
   if constexpr (kBulk && !kHasBulk) return;  // Never launched on chips without bulk copies.
@@ -70,50 +69,24 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
   const BlockTeam team(plan.team_threads);
   const GroupRange range(p, blockIdx.x, gridDim.x);
-  const Ring ring(shared, stage_statistics, barriers, plan, team.index, false);
-  const int vectors = p.cols / kWidth;
-  const Share<kVecs> share = {team.thread, team.threads, vectors};
+  const PersistentRows<N, kWidth, kVecs, kBulk> rows(p, plan, 0, p.cols, team, team.index, shared,
+                                                     stage_statistics, barriers);
+  const auto& ring = rows.ring;
+  const auto& share = rows.share;
   const bool fills = kBulk && team.thread == 0;
   const int first_scratch = team.index * scratch_values(team.warps());
 
   TeamRows next(range, plan.teams, team.index);  // the row to be copied to the ring next
-  if constexpr (kBulk) {
-    if (kWidth > 1) ring.clear_behind(p.cols, team);
-    if (fills) ring.init(p);
-    __syncthreads();
-    if (fills) {
+  rows.start(team, true, [&] {
 #pragma unroll 1
-      for (int i = 0; i < ring.stages && next.is_valid(); ++i, next.advance()) {
-        ring.fill(p, 0, p.cols, i, next.row, true);
-      }
+    for (int i = 0; i < ring.stages && next.is_valid(); ++i, next.advance()) {
+      rows.fill(i, next.row);
     }
-  }
-
-  // The combined weight at a vector of a row's columns.
-  const auto weight_at = [&](int col, int64_t row) {
-    if constexpr (kBulk) {
-      return load<Use::kPlain, kWidth>(ring.weight + col);
-    } else {
-      return combined_weight<N, kWidth>(p, col, scale_of_row<N>(p, row).template load<kWidth>(col));
-    }
-  };
-  // Calls use(k, gradients) for all of this thread's vectors of a row.
-  const auto with_gradients = [&](int stage, int64_t row, Pair<Acc> statistics, const auto& use) {
-    with_gradients_of_row<N, kWidth, kVecs, kBulk>(
-        p, ring, share, 0, true, stage, row, statistics,
-        [&](int col) { return VectorParameters<Acc, W, kWidth>{weight_at(col, row), {}}; }, use);
-  };
-  const auto statistics_of = [&](int stage, int64_t row) -> Pair<Acc> {
-    if constexpr (kBulk) {
-      return ring.statistics_of(stage);
-    } else {
-      return load_statistics<Acc>(p, row);
-    }
-  };
+  });
 
   RunningParamGrads<Acc, kWidth, kVecs> grads;
-  RunningParamGrads<Acc, kWidth, kVecs> dgate;  // Its dweight holds dgate; its dbias is unused.
   constexpr bool kGated = N::Prologue::kGated;
+  RunningGateGrad<Acc, kWidth, kVecs> dgate;
   // Iterations from a row's first read to the barrier behind its last read.
   constexpr int kHeld = G::kKeep ? 0 : 1;
   RingPosition read;
@@ -139,12 +112,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
         }
       }
     }
-    if constexpr (kBulk) barrier_wait(ring.full + read.stage, read.parity);
-    const Pair<Acc> statistics = statistics_of(read.stage, row);
+    rows.wait(read);
+    const Pair<Acc> statistics = rows.statistics_of(read.stage, row);
     Pair<Acc> sums;
-    with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
+    rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
       gradients.add_sums(sums);
-      gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
+      gradients.add_dparams(grads.dweight(k), grads.dbias(k));
       if constexpr (G::kKeep) {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
@@ -156,14 +129,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     sums = team_sum(sums, team, scratch[i & 1] + first_scratch);
     // After the barrier in team_sum() no thread reads the row of kHeld iterations ago any more.
     if (fills && i >= kHeld && next.is_valid()) {
-      ring.fill(p, 0, p.cols, read.stage_of(kHeld, ring.stages), next.row, true);
+      rows.fill(read.stage_of(kHeld, ring.stages), next.row);
       next.advance();
     }
     if (kGated || p.dx != nullptr) {
       const Pair<Acc> means = means_of(p, sums);
       if constexpr (kGated) {
         X* const dinput = static_cast<X*>(p.dinput) + row * p.cols;
-        with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
+        rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
           const int col = share.vector(k) * kWidth;
           Acc dx[kWidth], inputs[kWidth], gate[kWidth];
           dx_row.compute(dx, gradients.xhat, gradients.g, means, statistics.second, added[k]);
@@ -172,7 +145,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           unpack(gate, load<Use::kPlain, kWidth>(ring.gate + col));
 #pragma unroll
           for (int j = 0; j < kWidth; ++j) {
-            dgate.dweight[k][j] += dx[j] * inputs[j];
+            dgate.sums[0][k][j] += dx[j] * inputs[j];
             dx[j] *= gate[j];
           }
           store_once_if(share.has(k) && p.dinput != nullptr, element(dinput, col), round_to<X>(dx));
@@ -186,7 +159,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
           }
         }
       } else {
-        with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
+        rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
           const int col = share.template col<kWidth>(k);
           const auto beside = kAddedEarly ? added[k] : dx_row.template added<kWidth>(col);
           const auto dx =
@@ -208,7 +181,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       const auto scale = scale_of_row<N>(p, from);
       // The room of missing vectors is filled with the last vector.
       for (int v = threadIdx.x; v < ring.stage_cols / kWidth; v += blockDim.x) {
-        const int col = min(v, vectors - 1) * kWidth;
+        const int col = min(v, rows.vectors - 1) * kWidth;
         store(ring.weight + v * kWidth,
               combined_weight<N, kWidth>(p, col, scale.template load<kWidth>(col)));
         if constexpr (kGated) {

@@ -134,58 +134,7 @@ struct BackwardRing {
 // Stages of all teams of a block.
 constexpr int kAllStages = kMostTeams * kMostStages;
 
-// Calls use(k, gradients) for all of a thread's vectors of one row, or of a slice of it from column
-// `first_col` on. At a missing vector dz and g are zero.
-// kBulk: the row is read from a stage of the ring; otherwise it comes straight from global memory.
-// `parameters_at(col)` gives the VectorParameters of the vector at the slice's column `col`.
-template <typename N, int kWidth, int kVecs, bool kBulk, typename Ring, typename Share,
-          typename ParametersAt, typename Use_>
-__device__ __forceinline__ void with_gradients_of_row(const BackwardParams& p, const Ring& ring,
-                                                      const Share& share, int first_col,
-                                                      bool reads_x, int stage, int64_t row,
-                                                      Pair<typename N::Acc> statistics,
-                                                      const ParametersAt& parameters_at,
-                                                      const Use_& use) {
-  using X = typename N::X;
-  using Y = typename N::Y;
-  const X* x_row = x_row_of<N>(p, row, first_col);
-  const Y* dy_row = dy_row_of<N>(p, row, first_col);
-  if constexpr (kBulk) {
-    x_row = ring.x + stage * ring.stage_cols + Ring::skipped(x_row) / sizeof(X);
-    dy_row = ring.dy + stage * ring.stage_cols + Ring::skipped(dy_row) / sizeof(Y);
-  }
-  // All loads from global memory come before the first use. In the place of a missing vector the
-  // last vector is read, with a dy of zero. A ring of whole vectors has room for missing vectors
-  // instead, which clear_behind() has set to zero.
-  constexpr int kAtOnce = kBulk ? 1 : kVecs;
-  constexpr bool kHasRoom = kBulk && kWidth > 1;
-  constexpr Use kUse = kBulk ? Use::kPlain : Use::kReadOnly;
-  const int last_col = (share.vectors - 1) * kWidth;
-#pragma unroll
-  for (int from = 0; from < kVecs; from += kAtOnce) {
-    Vec<X, kWidth> x[kAtOnce] = {};
-    Vec<Y, kWidth> dy[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      int col = share.vector(from + i) * kWidth;
-      if (!kHasRoom) col = min(col, last_col);
-      if (kBulk || reads_x) x[i] = load<kUse, kWidth>(element(x_row, col));
-      dy[i] = load<kUse, kWidth>(element(dy_row, col));
-      if (!kHasRoom && !share.has(from + i)) dy[i] = {};
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int k = from + i;
-      int col = share.vector(k) * kWidth;
-      if (!kHasRoom) col = min(col, last_col);
-      const auto at = parameters_at(col);
-      use(k, Gradients<N, kWidth>(p, x[i], dy[i], statistics.first, statistics.second, at.weight,
-                                  at.bias));
-    }
-  }
-}
-
-// The rows of a team, or a slice of them, and the gradients at a thread's share.
+// The rows of a team, or a slice of each, and the gradients at a thread's share.
 // kBulk: the rows come through a ring in shared memory; otherwise straight from global memory.
 template <typename N, int kWidth, int kVecs, bool kBulk>
 struct PersistentRows {
@@ -196,63 +145,72 @@ struct PersistentRows {
   using Ring = BackwardRing<N, kWidth>;
 
   const BackwardParams& p;
-  const SliceWork& work;
+  const int first_col, cols;
   const bool activates;
   const Ring ring;
   const int vectors;
   const Share<kVecs> share;
+  // Weight and bias of the slice. Modulated rows combine the weight with their scale instead.
   const ColumnParameters<W> parameters;
   const bool reads_x;
 
   __device__ __forceinline__ PersistentRows(const BackwardParams& params,
-                                            const backward::Persistent& plan,
-                                            const SliceWork& its_work, const BlockTeam& team,
-                                            int team_index, unsigned char* shared,
-                                            Pair<float>* stage_statistics, uint64_t* barriers)
+                                            const backward::Persistent& plan, int from, int count,
+                                            const BlockTeam& team, int team_index,
+                                            unsigned char* shared, Pair<float>* stage_statistics,
+                                            uint64_t* barriers)
       : p(params),
-        work(its_work),
+        first_col(from),
+        cols(count),
         activates(N::Epilogue::kMayActivate && p.has_epilogue),
         ring(shared, stage_statistics, barriers, plan, team_index, activates),
-        vectors(work.cols / kWidth),
+        vectors(cols / kWidth),
         share{team.thread, team.threads, vectors},
-        parameters(parameters_of<N>(p, work.first_col)),
-        reads_x(needs_x(p)) {}
+        parameters(parameters_of<N>(p, first_col)),
+        reads_x(N::Affine::kModulates || needs_x(p)) {}
 
-  // With a ring, copies the parameters to shared memory and starts the copies of the first rows.
-  // All threads of the block call; those of a warp that belongs to no team have `in_team` = false.
-  __device__ __forceinline__ void start(const BlockTeam& team, bool in_team) const {
+  // With a ring, copies the parameters to shared memory and prepares the ring; one thread of each
+  // team then calls fill_first(). All threads of the block call; those of a warp that belongs to no
+  // team have `in_team` = false.
+  template <typename FillFirst>
+  __device__ __forceinline__ void start(const BlockTeam& team, bool in_team,
+                                        const FillFirst& fill_first) const {
     if constexpr (kBulk) {
-      const int room = ring.stage_cols / kWidth;
-      copy_parameter<kWidth>(ring.weight, parameters.factor, vectors, room);
-      if (activates) copy_parameter<kWidth>(ring.bias, parameters.summand, vectors, room);
-      if (kWidth > 1 && in_team) ring.clear_behind(work.cols, team);
+      if constexpr (!N::Affine::kModulates) {
+        const int room = ring.stage_cols / kWidth;
+        copy_parameter<kWidth>(ring.weight, parameters.factor, vectors, room);
+        if (activates) copy_parameter<kWidth>(ring.bias, parameters.summand, vectors, room);
+      }
+      if (kWidth > 1 && in_team) ring.clear_behind(cols, team);
       const bool fills = team.thread == 0 && in_team;
       if (fills) ring.init(p);
       __syncthreads();
-      if (fills) {
-#pragma unroll 1
-        for (int i = 0; i < ring.stages && i < work.rows; ++i) {
-          ring.fill(p, work.first_col, work.cols, i, work.row(i), reads_x);
-        }
-      }
+      if (fills) fill_first();
     }
   }
-
-  __device__ __forceinline__ void wait(const RingPosition& at) const {
-    if constexpr (kBulk) barrier_wait(ring.full + at.stage, at.parity);
+  __device__ __forceinline__ void start(const BlockTeam& team, bool in_team,
+                                        const SliceWork& work) const {
+    start(team, in_team, [&] {
+#pragma unroll 1
+      for (int i = 0; i < ring.stages && i < work.rows; ++i) fill(i, work.row(i));
+    });
   }
 
+  // Starts the copies of a row to a stage that no thread reads any more (BackwardRing::fill).
+  __device__ __forceinline__ void fill(int stage, int64_t row) const {
+    ring.fill(p, first_col, cols, stage, row, reads_x);
+  }
   // Called in iteration i: refills the stage of the row of `held` iterations ago. No thread of the
   // team may read that row any more.
-  __device__ __forceinline__ void refill(const BlockTeam& team, const RingPosition& at, int i,
-                                         int held) const {
+  __device__ __forceinline__ void refill(const BlockTeam& team, const SliceWork& work,
+                                         const RingPosition& at, int i, int held) const {
     if (kBulk && team.thread == 0 && i >= held) {
       const int next = i - held + ring.stages;
-      if (next < work.rows) {
-        ring.fill(p, work.first_col, work.cols, at.stage_of(held, ring.stages), work.row(next),
-                  reads_x);
-      }
+      if (next < work.rows) fill(at.stage_of(held, ring.stages), work.row(next));
     }
+  }
+  __device__ __forceinline__ void wait(const RingPosition& at) const {
+    if constexpr (kBulk) barrier_wait(ring.full + at.stage, at.parity);
   }
 
   // mean and rstd of a row.
@@ -264,31 +222,53 @@ struct PersistentRows {
     }
   }
 
-  // Calls use(k, gradients) for all of this thread's vectors of a row.
+  // Calls use(k, gradients) for all of this thread's vectors of a row. At a missing vector dz and g
+  // are zero.
   template <typename Use_>
   __device__ __forceinline__ void with_gradients(int stage, int64_t row, Pair<Acc> statistics,
                                                  const Use_& use) const {
-    with_gradients_of_row<N, kWidth, kVecs, kBulk>(
-        p, ring, share, work.first_col, reads_x, stage, row, statistics,
-        [&](int col) {
-          VectorParameters<W, W, kWidth> at = {};
-          if constexpr (kBulk) {
-            at.weight = load<Use::kPlain, kWidth>(ring.weight + col);
-            if (activates) at.bias = load<Use::kPlain, kWidth>(ring.bias + col);
-          } else {
-            at.weight = parameters.factor.template load<kWidth>(col);
-            if (activates) at.bias = parameters.summand.template load<kWidth>(col);
-          }
-          return at;
-        },
-        use);
+    const X* x_row = x_row_of<N>(p, row, first_col);
+    const Y* dy_row = dy_row_of<N>(p, row, first_col);
+    if constexpr (kBulk) {
+      x_row = ring.x + stage * ring.stage_cols + Ring::skipped(x_row) / sizeof(X);
+      dy_row = ring.dy + stage * ring.stage_cols + Ring::skipped(dy_row) / sizeof(Y);
+    }
+    // All loads from global memory come before the first use. In the place of a missing vector the
+    // last vector is read, with a dy of zero. A ring of whole vectors has room for missing vectors
+    // instead, which clear_behind() has set to zero.
+    constexpr int kAtOnce = kBulk ? 1 : kVecs;
+    constexpr bool kHasRoom = kBulk && kWidth > 1;
+    constexpr Use kUse = kBulk ? Use::kPlain : Use::kReadOnly;
+    const int last_col = (share.vectors - 1) * kWidth;
+#pragma unroll
+    for (int from = 0; from < kVecs; from += kAtOnce) {
+      Vec<X, kWidth> x[kAtOnce] = {};
+      Vec<Y, kWidth> dy[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        int col = share.vector(from + i) * kWidth;
+        if (!kHasRoom) col = min(col, last_col);
+        if (kBulk || reads_x) x[i] = load<kUse, kWidth>(element(x_row, col));
+        dy[i] = load<kUse, kWidth>(element(dy_row, col));
+        if (!kHasRoom && !share.has(from + i)) dy[i] = {};
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int k = from + i;
+        int col = share.vector(k) * kWidth;
+        if (!kHasRoom) col = min(col, last_col);
+        const auto at = parameters_at(row, col);
+        use(k, Gradients<N, kWidth>(p, x[i], dy[i], statistics.first, statistics.second, at.weight,
+                                    at.bias));
+      }
+    }
   }
 
   // Stores the dx of a row, from gradients that are computed again. The row's statistics are read
   // again, too, because the compiler has no registers to keep them.
   __device__ __forceinline__ void store_dx(int stage, int64_t row, Pair<Acc> means) const {
     const Pair<Acc> statistics = statistics_of(stage, row);
-    const DxRow<N> dx_row(p, row, work.first_col);
+    const DxRow<N> dx_row(p, row, first_col);
     with_gradients(stage, row, statistics, [&](int k, const auto& gradients) {
       // In half precision the store is predicated, because the next vectors would wait for a branch
       // (8192 x 32768 bfloat16: 504 us with branches, 487 without; but 128 x 1048576 float32: 533
@@ -301,6 +281,23 @@ struct PersistentRows {
                                     dx_row.template added<kWidth>(col));
       store_once_if(share.has(k), element(dx_row.dx, col), dx);
     });
+  }
+
+ private:
+  // The parameters at the vector of the slice's column `col`.
+  __device__ __forceinline__ auto parameters_at(int64_t row, int col) const {
+    VectorParameters<typename Ring::Weight, W, kWidth> at = {};
+    if constexpr (kBulk) {
+      at.weight = load<Use::kPlain, kWidth>(ring.weight + col);
+      if (activates) at.bias = load<Use::kPlain, kWidth>(ring.bias + col);
+    } else if constexpr (N::Affine::kModulates) {
+      at.weight =
+          combined_weight<N, kWidth>(p, col, scale_of_row<N>(p, row).template load<kWidth>(col));
+    } else {
+      at.weight = parameters.factor.template load<kWidth>(col);
+      if (activates) at.bias = parameters.summand.template load<kWidth>(col);
+    }
+    return at;
   }
 };
 

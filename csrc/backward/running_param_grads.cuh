@@ -1,17 +1,99 @@
 // SPDX-License-Identifier: Apache-2.0
-// The running dweight and dbias that the threads of backward's persistent blocks keep in registers,
-// and how they are added up over the teams or logical warps of a block at the end.
+// The running sums that the threads of backward's persistent blocks keep in registers (dweight and
+// dbias, or dgate), and how they are added up over the teams or logical warps of a block at the
+// end.
 #pragma once
 
 #include "norm/param_grad.cuh"
 
 namespace fused_layernorm {
 
+// kSums running sums for each column of a thread's share of a row.
+template <typename Acc, int kSums, int kWidth, int kVecs>
+struct RunningSums {
+  Acc sums[kSums][kVecs][kWidth] = {};
+
+  // Stores the sums, of columns that no other thread of the block has. `first_col` is the column of
+  // the row at which the block's slice or chunk begins.
+  template <typename Sink, typename Share>
+  __device__ __forceinline__ void store(const Sink& sink, const Share& share, int first_col) const {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      if (!share.has(k)) continue;
+      const int col = first_col + share.vector(k) * kWidth;
+      if constexpr (kSums == 2) {
+        sink.store(col, sums[0][k], sums[1][k]);
+      } else {
+        sink.store(col, sums[0][k]);
+      }
+    }
+  }
+
+  // Adds up the sums of a block's teams, in order, and stores the totals. `shared` is memory that
+  // no thread needs any more, with room for [sum][team][piece][thread], where a piece is a part of
+  // a thread's columns.
+  template <typename Sink, typename Share>
+  __device__ __forceinline__ void store_sum_of_teams(const Sink& sink, const Share& share,
+                                                     int first_col, const BlockTeam& team,
+                                                     int teams, void* shared) const {
+    constexpr int kVectorCols = vector_width(sizeof(Acc));
+    constexpr int kPieceCols = kWidth < kVectorCols ? kWidth : kVectorCols;
+    constexpr int kPiecesOfVec = kWidth / kPieceCols, kPieces = kVecs * kPiecesOfVec;
+    using Piece = Vec<Acc, kPieceCols>;
+    const int team_pieces = kPieces * team.threads, all_pieces = teams * team_pieces;
+    Piece* of_teams[kSums];
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) {
+      of_teams[s] = static_cast<Piece*>(shared) + team.thread + s * all_pieces;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const int piece = k * kPiecesOfVec + j / kPieceCols;
+        const int at = team.index * team_pieces + piece * team.threads;
+#pragma unroll
+        for (int s = 0; s < kSums; ++s) of_teams[s][at].at[j % kPieceCols] = sums[s][k][j];
+      }
+    }
+    __syncthreads();
+    // Each team adds up every `teams`-th piece.
+    for (int piece = team.index; piece < kPieces; piece += teams) {
+      const int vector = share.vector(piece / kPiecesOfVec);
+      if (vector >= share.vectors) continue;
+      Acc totals[kSums][kPieceCols] = {};
+#pragma unroll 2
+      for (int at = piece * team.threads; at < all_pieces; at += team_pieces) {
+        Piece pieces[kSums];
+#pragma unroll
+        for (int s = 0; s < kSums; ++s) pieces[s] = of_teams[s][at];
+#pragma unroll
+        for (int j = 0; j < kPieceCols; ++j) {
+#pragma unroll
+          for (int s = 0; s < kSums; ++s) totals[s][j] += pieces[s].at[j];
+        }
+      }
+      const int col = first_col + vector * kWidth + piece % kPiecesOfVec * kPieceCols;
+      if constexpr (kSums == 2) {
+        sink.store(col, totals[0], totals[1]);
+      } else {
+        sink.store(col, totals[0]);
+      }
+    }
+  }
+};
+
+// The running dgate of a thread's share of the columns.
+template <typename Acc, int kWidth, int kVecs>
+using RunningGateGrad = RunningSums<Acc, 1, kWidth, kVecs>;
+
 // The running dweight and dbias of a thread's share of the columns.
 template <typename Acc, int kWidth, int kVecs>
-struct RunningParamGrads {
-  Acc dweight[kVecs][kWidth] = {};
-  Acc dbias[kVecs][kWidth] = {};
+struct RunningParamGrads : RunningSums<Acc, 2, kWidth, kVecs> {
+  using Columns = Acc[kWidth];
+  __device__ __forceinline__ Columns& dweight(int k) { return this->sums[0][k]; }
+  __device__ __forceinline__ Columns& dbias(int k) { return this->sums[1][k]; }
 
   // A thread may have a second sum in shared memory for each of its running sums, stored as
   // [column][dweight, dbias][thread of the block]. add_to() adds the running sums to the second
@@ -33,62 +115,6 @@ struct RunningParamGrads {
     any.with_second(second_sums, [](Acc&, Acc& second) { second = 0; });
   }
 
-  // Stores the sums, of columns that no other thread of the block has. `first_col` is the column of
-  // the row at which the block's slice or chunk begins.
-  template <typename Sink, typename Share>
-  __device__ __forceinline__ void store(const Sink& sink, const Share& share, int first_col) const {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      if (share.has(k)) {
-        sink.store(first_col + share.vector(k) * kWidth, dweight[k], dbias[k]);
-      }
-    }
-  }
-
-  // Adds up the sums of a block's teams, in order, and stores the totals. `shared` is memory that
-  // no thread needs any more, with room for [dweight, dbias][team][piece][thread], where a piece is
-  // a part of a thread's columns.
-  template <typename Sink, typename Share>
-  __device__ __forceinline__ void store_sum_of_teams(const Sink& sink, const Share& share,
-                                                     int first_col, const BlockTeam& team,
-                                                     int teams, void* shared) const {
-    constexpr int kVectorCols = vector_width(sizeof(Acc));
-    constexpr int kPieceCols = kWidth < kVectorCols ? kWidth : kVectorCols;
-    constexpr int kPiecesOfVec = kWidth / kPieceCols, kPieces = kVecs * kPiecesOfVec;
-    using Piece = Vec<Acc, kPieceCols>;
-    const int team_pieces = kPieces * team.threads, all_pieces = teams * team_pieces;
-    Piece* const dweight_sums = static_cast<Piece*>(shared) + team.thread;
-    Piece* const dbias_sums = dweight_sums + all_pieces;
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const int piece = k * kPiecesOfVec + j / kPieceCols;
-        const int at = team.index * team_pieces + piece * team.threads;
-        dweight_sums[at].at[j % kPieceCols] = dweight[k][j];
-        dbias_sums[at].at[j % kPieceCols] = dbias[k][j];
-      }
-    }
-    __syncthreads();
-    // Each team adds up every `teams`-th piece.
-    for (int piece = team.index; piece < kPieces; piece += teams) {
-      const int vector = share.vector(piece / kPiecesOfVec);
-      if (vector >= share.vectors) continue;
-      Acc dw[kPieceCols] = {}, db[kPieceCols] = {};
-#pragma unroll 2
-      for (int at = piece * team.threads; at < all_pieces; at += team_pieces) {
-        const Piece w = dweight_sums[at], b = dbias_sums[at];
-#pragma unroll
-        for (int j = 0; j < kPieceCols; ++j) {
-          dw[j] += w.at[j];
-          db[j] += b.at[j];
-        }
-      }
-      sink.store(first_col + vector * kWidth + piece % kPiecesOfVec * kPieceCols, dw, db);
-    }
-  }
-
   // Adds up the sums of a block's logical warps, first within each warp, then over the warps, and
   // stores the totals. `shared` has room for [dweight, dbias][warp][cols].
   template <int kWarps, typename Sink, typename Share>
@@ -99,12 +125,12 @@ struct RunningParamGrads {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         for (int offset = lanes; offset < kWarpSize; offset *= 2) {
-          dweight[k][j] += shuffle_xor(dweight[k][j], offset);
-          dbias[k][j] += shuffle_xor(dbias[k][j], offset);
+          dweight(k)[j] += shuffle_xor(dweight(k)[j], offset);
+          dbias(k)[j] += shuffle_xor(dbias(k)[j], offset);
         }
       }
     }
-    Acc* sums = static_cast<Acc*>(shared);
+    Acc* of_warps = static_cast<Acc*>(shared);
     const int warp = threadIdx.x / kWarpSize;
     if (threadIdx.x % kWarpSize < lanes) {
 #pragma unroll
@@ -113,8 +139,8 @@ struct RunningParamGrads {
         if (share.has(k)) {
 #pragma unroll
           for (int j = 0; j < kWidth; ++j) {
-            sums[warp * cols + col + j] = dweight[k][j];
-            sums[(kWarps + warp) * cols + col + j] = dbias[k][j];
+            of_warps[warp * cols + col + j] = dweight(k)[j];
+            of_warps[(kWarps + warp) * cols + col + j] = dbias(k)[j];
           }
         }
       }
@@ -125,8 +151,8 @@ struct RunningParamGrads {
       Acc of_weight[4] = {}, of_bias[4] = {};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        of_weight[w % 4] += sums[w * cols + col];
-        of_bias[w % 4] += sums[(kWarps + w) * cols + col];
+        of_weight[w % 4] += of_warps[w * cols + col];
+        of_bias[w % 4] += of_warps[(kWarps + w) * cols + col];
       }
       const Acc dw[1] = {tree_sum(of_weight)}, db[1] = {tree_sum(of_bias)};
       sink.store(col, dw, db);
@@ -142,8 +168,8 @@ struct RunningParamGrads {
     for (int k = 0; k < kVecs; ++k) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        use(dweight[k][j], at[(2 * (k * kWidth + j)) * blockDim.x]);
-        use(dbias[k][j], at[(2 * (k * kWidth + j) + 1) * blockDim.x]);
+        use(dweight(k)[j], at[(2 * (k * kWidth + j)) * blockDim.x]);
+        use(dbias(k)[j], at[(2 * (k * kWidth + j) + 1) * blockDim.x]);
       }
     }
   }

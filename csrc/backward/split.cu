@@ -37,11 +37,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
   const BlockTeam team(plan.team_threads);
   const Slices& slices = plan.slices;
   const SliceWork work(slices, p.rows, p.cols);
-  const PersistentRows<N, kWidth, kVecs, G::kBulk> rows(p, plan, work, team, 0, shared,
-                                                        stage_statistics, barriers);
+  const PersistentRows<N, kWidth, kVecs, G::kBulk> rows(p, plan, work.first_col, work.cols, team, 0,
+                                                        shared, stage_statistics, barriers);
   const bool is_collector = team.index > 0;
   auto* slots = static_cast<uint64_t*>(p.workspace);
-  rows.start(team, !is_collector);
+  rows.start(team, !is_collector, work);
 
   // Collects the sums of the block's i-th row. One warp calls.
   const auto collect = [&](int i) {
@@ -72,11 +72,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       const Pair<float> statistics = rows.statistics_of(read.stage, row);
       rows.with_gradients(read.stage, row, statistics, [&](int k, const auto& gradients) {
         gradients.add_sums(sums);
-        gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
+        gradients.add_dparams(grads.dweight(k), grads.dbias(k));
       });
       sums = team_sum(sums, team, scratch[i & 1]);
       // After the barrier in team_sum() no thread reads the row of `held` iterations ago any more.
-      rows.refill(team, read, i, held);
+      rows.refill(team, work, read, i, held);
       if (lag > 0 && team.thread == 0) {
         publish(slots + row * slices.count + work.slice, sums);
       }

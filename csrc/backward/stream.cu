@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
           store_row_modulation(p, row, share.vector(k) * kWidth, gradients, chunk.first_col);
         }
       } else {
-        gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
+        gradients.add_dparams(grads.dweight(k), grads.dbias(k));
       }
     }
     if (p.dx == nullptr) continue;

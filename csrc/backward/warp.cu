@@ -79,7 +79,7 @@ __device__ __forceinline__ void backward_of_team(
         const Gradients<N, kWidth> gradients(p, now.x[k], now.dy[k], now.mean, now.rstd, at.weight,
                                              at.bias);
         gradients.add_sums(sums);
-        gradients.add_dparams(grads.dweight[k], grads.dbias[k]);
+        gradients.add_dparams(grads.dweight(k), grads.dbias(k));
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
           xhat[k][j] = gradients.xhat[j];

@@ -99,8 +99,7 @@ struct PartSink {
   }
 };
 
-// Where the dgate of one part goes: behind dscale and dshift. It comes as the first of the two sums
-// that store() takes; the second is not used.
+// Where the dgate of one part goes: behind dscale and dshift.
 template <typename N>
 struct GatePartSink {
   using Acc = typename N::Acc;
@@ -112,8 +111,7 @@ struct GatePartSink {
     dgate = sums + (int64_t{2} * partials.count + part) * p.cols;
   }
   template <int kWidth>
-  __device__ __forceinline__ void store(int col, const Acc (&sum)[kWidth],
-                                        const Acc (&)[kWidth]) const {
+  __device__ __forceinline__ void store(int col, const Acc (&sum)[kWidth]) const {
     fused_layernorm::store<Acc, kWidth>(dgate + col, round_to<Acc>(sum));
   }
 };
