@@ -186,11 +186,11 @@ def wan(
         return model, inputs, squared_error(1, 16, frames, height, width)
 
 
-# ---- Group norms: Stable Diffusion XL's VAE and UNet (diffusers), nnU-Net (Isensee et al., 2021).
+# ---- Group norms: the VAE of SD3 and Flux, SDXL's UNet, nnU-Net (Isensee et al., 2021).
 
 
 class Vae(nn.Module):
-    """The decoder of SDXL's VAE, or its encoder."""
+    """The decoder of the VAE of SD3 and Flux, or its encoder."""
 
     def __init__(self, decodes: bool, widths: tuple[int, ...], groups: int) -> None:
         from diffusers import AutoencoderKL
@@ -200,6 +200,7 @@ class Vae(nn.Module):
         self.decodes = decodes
         self.vae: Any = AutoencoderKL(
             block_out_channels=widths, layers_per_block=2, norm_num_groups=groups,
+            latent_channels=16, use_quant_conv=False, use_post_quant_conv=False,
             down_block_types=blocks * ("DownEncoderBlock2D",),
             up_block_types=blocks * ("UpDecoderBlock2D",),
         )  # fmt: skip
@@ -215,7 +216,9 @@ def vae(
 ) -> Built:  # fmt: skip
     with torch.device(timing.DEVICE):
         image, small = (1, 3, side, side), side // 2 ** (len(widths) - 1)
-        shape, result = ((1, 4, small, small), image) if decodes else (image, (1, 4, small, small))
+        shape, result = (
+            ((1, 16, small, small), image) if decodes else (image, (1, 16, small, small))
+        )
         return Vae(decodes, widths, groups), {"x": torch.randn(shape)}, squared_error(*result)
 
 
@@ -242,7 +245,7 @@ class Sdxl(nn.Module):
 def sdxl(
     batch: int = 2, side: int = 128, words: int = 77, text: int = 2048, pooled: int = 1280,
     ids: int = 256, widths: tuple[int, ...] = (320, 640, 1280),
-    layers: tuple[int, ...] = (1, 2, 10), heads: tuple[int, ...] = (5, 10, 20), groups: int = 32,
+    layers: tuple[int, ...] = (1, 2, 4), heads: tuple[int, ...] = (5, 10, 20), groups: int = 32,
 ) -> Built:  # fmt: skip
     with torch.device(timing.DEVICE):
         model = Sdxl(
@@ -396,7 +399,7 @@ MODELS: dict[str, Model] = {
            "diffusers", functools.partial(vae, what == "decoding"), (1, "images"), True,
            modes=("inference",), channels_last=bool(order))
        for what in ("decoding", "encoding") for order in ("", "channels_last ")},
-    **{f"diffusers {order}SDXL UNet 2x128x128": Model(
+    **{f"diffusers {order}SDXL UNet of 2 and 4 layers, 2x128x128": Model(
            "diffusers", sdxl, (2, "images"), True, channels_last=bool(order))
        for order in ("", "channels_last ")},
     **{f"nnU-Net-like {order}3-D network 2x128x128x128": Model(
