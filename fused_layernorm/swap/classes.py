@@ -209,7 +209,8 @@ def swapped_from(module: nn.Module) -> type[nn.Module] | None:
     """The class that the module had before a swap; None if it was not swapped."""
     cls = plain_class(module)
     if "_is_swapped" in module.__dict__:
-        return cls._stock  # type: ignore[attr-defined]
+        # Another thread that unswaps the module gives it its class before it takes the mark away.
+        return getattr(cls, "_stock", None)
     return vars(cls).get("_swapped_from")
 
 
