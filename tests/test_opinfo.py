@@ -6,7 +6,10 @@ An instance norm is taken without its running statistics, as one of as many grou
 """
 
 import contextlib
+import functools
+import importlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,14 +18,18 @@ import torch.nn.functional as F
 import fused_layernorm as fl
 from fused_layernorm.override import _override
 
-pytest.importorskip("expecttest")  # which torch.testing's internals import
-invocations: Any = pytest.importorskip("torch.testing._internal.common_methods_invocations")
-
-OPS = {
-    one.name: one for one in invocations.op_db if one.name.endswith(("group_norm", "tance_norm"))
-}
 GROUP, INSTANCE = "nn.functional.group_norm", "nn.functional.instance_norm"
 F64 = torch.float64
+
+
+@functools.cache
+def ops():
+    """By name. The import would forbid the other tests of the process to set flags of backends."""
+    pytest.importorskip("expecttest")  # which torch.testing's internals import
+    name = "torch.testing._internal.common_methods_invocations"
+    with mock.patch.object(torch.backends, "disable_global_flags"):
+        found: Any = importlib.import_module(name).op_db
+    return {one.name: one for one in found if one.name in (GROUP, INSTANCE)}
 
 
 def instance_norm(x, groups, weight, bias, eps):
@@ -31,7 +38,7 @@ def instance_norm(x, groups, weight, bias, eps):
 
 def samples(name, device, dtype):
     """(x, num_groups, weight, bias, eps) of every sample."""
-    for sample in OPS[name].sample_inputs(device, dtype, requires_grad=True):
+    for sample in ops()[name].sample_inputs(device, dtype, requires_grad=True):
         kwargs = sample.kwargs
         groups = sample.args[0] if name == GROUP else sample.input.shape[1]
         eps = kwargs.get("eps", 1e-5)
@@ -89,7 +96,7 @@ def test_gradients_are_those_of_the_function(device):
 
 @pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.cpu_operators)])
 def test_errors(kernels, device):
-    for error in OPS[GROUP].error_inputs(device):
+    for error in ops()[GROUP].error_inputs(device):
         sample = error.sample_input
         with pytest.raises(error.error_type):
             fl.group_norm(sample.input, *sample.args, **sample.kwargs)
