@@ -316,7 +316,8 @@ def test_errors_of_backward(device, position, bad, sentence):
     )
     with pytest.raises(RuntimeError) as caught:
         OPS.group_norm_backward(*args)
-    assert str(caught.value).split("\n")[0].startswith(f"fused_layernorm: {sentence}")
+    # On CUDA the stable ABI of torch 2.11 and older names the place in front.
+    assert f"fused_layernorm: {sentence}" in str(caught.value).split("\n")[0]
 
 
 def test_what_kernels_cannot_count_is_pytorchs():
@@ -410,9 +411,9 @@ def test_plain_calls_ask_pytorchs_function():
     x, _, _, weight, bias = inputs("cuda", (2, 64, 9), F32)
     module = FusedGroupNorm(8, 64, device="cuda")
     before = OPS._direct_calls(None)
-    y = fl.group_norm(x, 8, weight, bias)
-    y.sum().backward()
-    module(x).sum().backward()
+    dy = torch.randn_like(x)  # an expanded one is copied first, by the operator
+    fl.group_norm(x, 8, weight, bias).backward(dy)
+    module(x).backward(dy)
     with torch.inference_mode():
         module(x)
     with torch.autocast("cuda", BF16):
