@@ -47,28 +47,25 @@ def swap_norms(
 ) -> Model:
     """Makes a model's norms, of all kinds, run on the fused kernels; returns the model.
 
-    It is :func:`swap_layer_norm` and :func:`swap_rms_norm` in one, and swaps GroupNorms beside:
-    nn.GroupNorm, which becomes :class:`FusedGroupNorm`; nn.InstanceNorm1d, 2d and 3d without
-    running statistics; and the classes of timm, transformers and diffusers that
-    ``fused_layernorm/swap/groups.py`` lists. Their results lie in memory as the stock ones.
-    :func:`unswap_norms` undoes it.
+    The module objects stay, and with them their parameters, names, hooks and every reference to
+    them. Swapping again changes nothing, and :func:`unswap_norms` undoes it. Which classes are
+    known, what is left, and what a swapped module computes: docs/swap.md, "Swapping a model's
+    norms", has the rules.
 
     Args:
         model: any module; it may itself be a norm.
-        predicate: ``predicate(name, module)`` is called for every norm for which swap_layer_norm or
-            swap_rms_norm would call it, and for every group norm that is known or an
-            nn.GroupNorm. It may rely on the name that ``model.named_modules()``
-            gives the module, and on the module's being an nn.Module; an RMSNorm class of
-            transformers, for example, is no nn.RMSNorm.
-        neighbours: also swap what stands beside the norms: the attention modules of transformers
-            that rotate q and k by an ``apply_rotary_pos_emb`` whose source
-            ``fused_layernorm/swap/rotations.py`` knows, as those of Llama, Qwen3, Gemma 3, OLMo 2
-            and some 150 other models do. The rotation, and the norms of q and k by heads in front
-            of it, become one kernel, :func:`qk_norm_rope`, which rounds once where the library
-            rounds after each operation. Likewise the modules that call a group norm, or an RMSNorm
-            over channels, and then an activation, as diffusers' ResnetBlock2D and the blocks and
-            decoders of VAEs do, and an nn.Sequential of the two: norm, modulation by a time
-            embedding and activation become one kernel. The predicate is not called for them.
+        predicate: ``predicate(name, module)`` returns whether to swap a norm. It may rely on the
+            name that ``model.named_modules()`` gives the module, and on the module's being an
+            nn.Module; an RMSNorm class of transformers, for example, is no nn.RMSNorm.
+        neighbours: also swap what stands beside the norms: attention modules that rotate q and k,
+            whose rotation and norms become :func:`qk_norm_rope`, and modules that call a norm and
+            then an activation.
+
+    Raises:
+        TypeError: a ``make`` of :func:`register_swap` returned neither None nor a function that
+            takes the arguments of the class's forward.
+
+    Warns where nothing in the model is fused afterwards.
     """
     return _swap_all(model, predicate, ("layer", "rms", "group"), "swap_norms", "norm", neighbours)
 
@@ -78,34 +75,8 @@ def swap_layer_norm(
 ) -> Model:
     """Makes the LayerNorm modules of a model run on the fused kernels; returns the model.
 
-    Swapped are: nn.LayerNorm, which becomes :class:`FusedLayerNorm`; the classes of timm,
-    torchvision, transformers and diffusers that ``fused_layernorm/swap/table.py`` lists, as long as
-    the installed library's source of their forward is one that the table knows; and the classes
-    that :func:`register_swap` was told about. Only instances of exactly these classes are swapped:
-    a subclass may compute something else. The table has diffusers' modules that modulate a norm's
-    output, too: norm and modulation become one kernel, as long as the norm is fused and has no
-    hooks.
-
-    The module objects stay, and with them their parameters, names, hooks, training flags and every
-    reference to them, so optimizers, shared modules and checkpoints are not affected. Each module
-    stays an instance of its former class. Swapping again changes nothing, and
+    As :func:`swap_norms`, for LayerNorms and the classes that :func:`register_swap` was told of;
     :func:`unswap_layer_norm` undoes it.
-
-    The logger ``fused_layernorm.swap`` says in one line, at INFO, which LayerNorm-like modules
-    were left, and why. If no LayerNorm of the model is fused afterwards, a warning says so.
-
-    Args:
-        model: any module; it may itself be a LayerNorm.
-        predicate: ``predicate(name, module)`` is called for every instance of nn.LayerNorm or a
-            subclass that is not yet fused, and returns whether to swap it. A subclass that it
-            accepts, and that neither the table nor register_swap knows, is assumed to compute what
-            nn.LayerNorm computes. The predicate is not called for other modules: those that the
-            table or register_swap knows are swapped, but a module that modulates a norm's output
-            only if the norm is fused.
-
-    Raises:
-        TypeError: a ``make`` of :func:`register_swap` returned neither None nor a function that
-            takes the arguments of the class's forward.
     """
     return _swap_all(model, predicate, ("layer",), "swap_layer_norm", "LayerNorm")
 
@@ -113,25 +84,8 @@ def swap_layer_norm(
 def swap_rms_norm(model: Model, *, predicate: Predicate | None = None) -> Model:
     """Makes the RMSNorm modules of a model run on the fused kernels; returns the model.
 
-    Swapped are: nn.RMSNorm, which becomes :class:`FusedRMSNorm`; every class of any module whose
-    forward has a source that ``fused_layernorm/swap/rms.py`` knows, as the RMSNorms of
-    transformers and diffusers have; timm's; and the classes that :func:`register_swap` was told
-    about. A swapped module rounds where its class rounds, and its result has the dtype that its
-    class gives, also under autocast. What the kernels do not take, such as a float64 input, a
-    weight narrower than the input or a tensor subclass, goes to the class's own forward, and so
-    does every call of a class other than nn.RMSNorm on a device that is not CUDA.
-
-    What :func:`swap_layer_norm` says of module objects, swapping again, the log and errors holds
-    here too; :func:`unswap_rms_norm` undoes it.
-
-    Args:
-        model: any module; it may itself be an RMSNorm.
-        predicate: ``predicate(name, module)`` is called for every module not yet fused that is an
-            nn.RMSNorm, of a subclass of it, or of a class whose source is known, and returns
-            whether to swap it. Such a class need not be a subclass of nn.RMSNorm: of the module
-            only that it is an nn.Module may be relied on, and on the name that
-            ``model.named_modules()`` gives it. A subclass of nn.RMSNorm that it accepts, and whose
-            source is not known, is assumed to compute what nn.RMSNorm computes.
+    As :func:`swap_norms`, for RMSNorms and the classes that :func:`register_swap` was told of;
+    :func:`unswap_rms_norm` undoes it.
     """
     return _swap_all(model, predicate, ("rms",), "swap_rms_norm", "RMSNorm")
 
