@@ -28,15 +28,17 @@ from benchmarks.providers import PEERS
 
 README = results.ROOT / "README.md"
 PAGE = results.ROOT / "docs" / "benchmarks.md"
-BEGIN = "<!-- benchmarks: made by python -m benchmarks.report --write -->"
-END = "<!-- benchmarks: end -->"
+# The lines of the README that a block of this name stands between.
+BEGIN = "<!-- {}: made by python -m benchmarks.report --write -->"
+END = "<!-- {}: end -->"
 NO_RESULTS = (
     "No results yet: the numbers come from a run of `make bench` on a CUDA machine, which writes "
     "`benchmarks/results/`."
 )
 SHORT_OF_COPY = 0.9  # below this share of copy speed a case is listed as falling short
 LISTED = 9  # rows of each table of what falls short
-SWEPT = 7  # points of a sweep
+SWEPT = 7  # points of the sweeps, of all together
+SWEEPS = (("sweep", "eager"), ("sweep_compile", "compile"))  # with what each compares
 PARTS = ("sweep", "sweep_compile", "models", "overhead_stamp")  # each with a stamp of its own
 # The README's rows: what it is, the shape of x, its dtype, and the operator without "forward".
 README_ROWS = (
@@ -134,16 +136,25 @@ def newest(reports: list[Report]) -> tuple[Report, list[str]]:
 # --- the README -----------------------------------------------------------------------------------
 
 
-def readme_block(report: Report) -> str:
-    """Steps of models with their picture, a few norms, and what they were measured on."""
+def readme_blocks(report: Report) -> dict[str, str]:
+    """The README's blocks by name: steps of models; their picture and a few norms."""
     if not report:
-        return NO_RESULTS
+        return dict.fromkeys(("models", "norms"), NO_RESULTS)
     steps = steps_of(report)
-    lines = []
+    models = [*steps_table(steps), "", measured_on(report, report["models"])] if steps else []
+    picture = []
     if plot.bars(steps):
-        lines += [f"![Steps of models]({plot.STEPS.relative_to(results.ROOT)})", ""]
-    if steps:
-        lines += [*steps_table(steps), ""]
+        picture = [f"![Steps of models]({plot.STEPS.relative_to(results.ROOT)})", ""]
+    return {"models": "\n".join(models), "norms": "\n".join([*picture, *norms_table(report)])}
+
+
+def measured_on(report: Report, part: dict[str, Any]) -> str:
+    driver, torch = report["driver"], report["torch"]
+    return f"{report['device']}, driver {driver}, torch {torch}, {part['date'][:10]}."
+
+
+def norms_table(report: Report) -> list[str]:
+    """A few norms, forward and backward, against copy speed, eager PyTorch and torch.compile."""
     found = {row_key(row): row for row in report["rows"]}
     body: list[list[str]] = []
     for what, shape, dtype, op in README_ROWS:
@@ -152,16 +163,14 @@ def readme_block(report: Report) -> str:
         if any(cell != "-" for cell in cells):
             extents = " x ".join(f"{extent:,}" for extent in shape)
             body.append([what, f"{extents} {dtype}", *cells])
-    return "\n".join([
-        *lines,
+    return [
         "Each cell: the time on the GPU, its share of the speed of copying such a tensor, and how "
         "many times faster that is than eager PyTorch and than `torch.compile`.",
         "",
         *table(["", "tensor", "forward", "backward"], body, left=2),
         "",
-        f"{report['device']}, driver {report['driver']}, torch {report['torch']}, "
-        f"{report['date'][:10]}.",
-    ])  # fmt: skip
+        measured_on(report, report),
+    ]
 
 
 def row_key(row: Row) -> tuple[str, tuple[int, ...], str]:
@@ -199,9 +208,11 @@ def steps_table(steps: list[tuple[str, dict[str, Row]]]) -> list[str]:
             said = "-" if row is None else step_cell(row)
             cells.append(f"**{said}**" if row and row["wall_ms"] == fastest else said)
         body.append([name, *cells])
+    memory = any("peak_gib" in row for _, rows in steps for row in rows.values())
     return [
-        "A step of a model: what it works through in a second, or its wall time, and in brackets "
-        "the most memory that it took. All variants of a model were measured in one run.",
+        "A step of a model: what it works through in a second, or its wall time"
+        + (", and in brackets the most memory that it took" if memory else "")
+        + ". All variants of a model were measured in one run.",
         "",
         *table(["", *(VARIANTS[variant].title for variant in shown)], body, left=1),
     ]
@@ -215,13 +226,16 @@ def step_cell(row: Row) -> str:
     return f"{said} ({row['peak_gib']:.1f} GiB)" if "peak_gib" in row else said
 
 
-def replace_block(text: str, block: str) -> str:
-    """A README with the text between the markers replaced."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"expected one {BEGIN} and one {END}")
-    head, rest = text.split(BEGIN)
-    _, tail = rest.split(END)
-    return f"{head}{BEGIN}\n{block}\n{END}{tail}"
+def filled(text: str, blocks: dict[str, str]) -> str:
+    """A README with the text between the lines of each block replaced."""
+    for name, block in blocks.items():
+        begin, end = BEGIN.format(name), END.format(name)
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"expected one {begin} and one {end}")
+        head, rest = text.split(begin)
+        _, tail = rest.split(end)
+        text = f"{head}{begin}\n{block}\n{end}{tail}"
+    return text
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -331,6 +345,7 @@ def falls_short(report: Report) -> list[str]:
         lines = table(["operator", "rows x columns", "dtype", *more], shown, left=3)
         return [*lines, "", *([f"And {rest} more, in the tables below.", ""] if rest > 0 else [])]
 
+    sweeps = [(name, other) for name, other in SWEEPS if name in report]
     return [
         "## What falls short",
         "",
@@ -341,19 +356,16 @@ def falls_short(report: Report) -> list[str]:
         "Cases in which something else is faster:",
         "",
         *listed(["what", "ours", "its time", "its part of ours"], beaten),
-        *swept(report.get("sweep"), "eager"),
-        *swept(report.get("sweep_compile"), "compile"),
+        *(line for name, other in sweeps for line in swept(report[name], other, len(sweeps))),
     ]
 
 
-def swept(sweep: dict[str, Any] | None, other: str) -> list[str]:
-    """How many points of a sweep are slower than `other`, and the points with the least gain."""
-    if sweep is None:
-        return []
+def swept(sweep: dict[str, Any], other: str, sweeps: int = 1) -> list[str]:
+    """How many points of a sweep, one of `sweeps`, are slower than `other`, and the least gains."""
     body = [
         [title(row["op"]), size(row), types_of(row), us(row["ours_us"]), us(row[f"{other}_us"]),
          times(row[f"{other}_us"], row["ours_us"])]
-        for row in sweep["worst"][:SWEPT]
+        for row in sweep["worst"][: SWEPT // sweeps]
     ]  # fmt: skip
     header = ["operator", "rows x columns", "dtype", "ours", other, f"x {other}"]
     return [
@@ -465,7 +477,7 @@ def outdated(report: Report, left_out: list[str]) -> list[str]:
     """The files that were not made from the report, a line for each."""
     found = []
     text = README.read_text()
-    if text != replace_block(text, readme_block(report)):
+    if text != filled(text, readme_blocks(report)):
         found.append("README.md is not what the results files give")
     if not PAGE.exists() or PAGE.read_text() != page(report, left_out):
         found.append(f"{PAGE.name} is not what the results files give")
@@ -496,7 +508,7 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.write:
         print(page(report, left_out), end="")
         return
-    README.write_text(replace_block(README.read_text(), readme_block(report)))
+    README.write_text(filled(README.read_text(), readme_blocks(report)))
     PAGE.write_text(page(report, left_out))
     drawn = pictures(report)
     for path in set(plot.PLOTS.glob("*.svg")) - set(drawn):

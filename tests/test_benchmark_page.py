@@ -69,16 +69,20 @@ def test_page_and_readme_say_what_was_measured(made):
     assert "| 8,192 x 4,096 | float32 | 67.1 | 67.1 | 100% | 3.00x | - |" in text
     swapped = "swapped | 100 (0.50) | 18.0 (0.90) | - | - | - |"
     assert f"| {made['models']['rows'][0]['model']} | training | {swapped}" in text
-    block = report.readme_block(made)
+    blocks = report.readme_blocks(made)
     cells = "134 us, 100%, 3.0x, - | -"
-    assert f"| RMSNorm of Llama | 32,768 x 4,096 bf16 | {cells} |" in block
-    assert "81,920 tokens/s (3.0 GiB) | **163,840 tokens/s** |" in block
-    assert report.readme_block({}) == report.NO_RESULTS
+    assert f"| RMSNorm of Llama | 32,768 x 4,096 bf16 | {cells} |" in blocks["norms"]
+    assert "81,920 tokens/s (3.0 GiB) | **163,840 tokens/s** |" in blocks["models"]
+    assert "the most memory" in blocks["models"]
+    made["models"]["rows"][0].pop("peak_gib")
+    assert "memory" not in report.readme_blocks(made)["models"]
+    assert set(report.readme_blocks({}).values()) == {report.NO_RESULTS}
     assert report.NO_RESULTS in report.page({}, [])
-    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
-    assert report.replace_block(text, "new") == text.replace("old", "new")
+    lines = [form.format(name) for name in blocks for form in (report.BEGIN, report.END)]
+    text = "before\n{}\nold\n{}\nbetween\n{}\nold\n{}\nafter\n".format(*lines)
+    assert report.filled(text, dict.fromkeys(blocks, "new")) == text.replace("old", "new")
     with pytest.raises(ValueError, match="expected one"):
-        report.replace_block("no markers", "new")
+        report.filled("no markers", blocks)
 
 
 def test_what_falls_short_is_listed(made):
@@ -95,6 +99,12 @@ def test_what_falls_short_is_listed(made):
     made["rows"] += [{**slow, "rows": 32_768 + n} for n in range(20)]
     assert section().count("| 60% |") == report.LISTED
     assert "And 12 more" in section()
+    worst = [row("forward", 8, 64 + n, "bfloat16", compile_us=9.9) for n in range(20)]
+    for name in ("sweep", "sweep_compile"):
+        made[name] = {**NEW, "points": 2000, "slower": 0, "worst": worst}
+    made["rows"] += [{**beaten, "rows": 32_768 + n} for n in range(20)]
+    listed = [line for line in section().splitlines() if line.startswith("| LayerNorm")]
+    assert 20 < len(listed) <= 25, "of all tables together"
 
 
 def test_only_results_of_one_code_are_shown(made):
@@ -134,7 +144,9 @@ def test_old_files_are_found_and_written_anew(made, monkeypatch, tmp_path):
     plot.PLOTS.mkdir(parents=True)
     monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "benchmarks.md")
     monkeypatch.setattr(report, "README", tmp_path / "README.md")
-    report.README.write_text(f"{report.BEGIN}\n{report.END}\n")
+    blocks = report.readme_blocks({})
+    lines = [form.format(name) for name in blocks for form in (report.BEGIN, report.END)]
+    report.README.write_text("\n".join(lines))
     (plot.PLOTS / "old.svg").write_text("")
     with pytest.raises(SystemExit) as caught:
         report.main(["--check"])
