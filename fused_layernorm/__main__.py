@@ -70,7 +70,7 @@ def facts() -> dict[str, Any]:
         "compiled_for": archs,
         "devices": devices,
         "kernels_used": any(device["runs"] for device in devices),
-        "norms": ["LayerNorm", "RMSNorm"],
+        "norms": ["LayerNorm", "RMSNorm", "GroupNorm"],
         "driver_problem": load.operators._driver_problem() or None,
         "autograd": {
             "language": "C++" if autograd_library.active else "Python",
@@ -105,7 +105,7 @@ def report(facts: dict[str, Any]) -> list[tuple[str, str]]:
         kernels = "in, and used for CUDA tensors"
     else:
         kernels = "in, but no device here runs them"
-    lines.append(("norms", " and ".join(facts["norms"])))
+    lines.append(("norms", ", ".join(facts["norms"])))
     lines.append(("CUDA kernels", kernels))
     lines.append(("CPU tensors", "take PyTorch's own operators"))
     lines.append(("autograd", f"in {facts['autograd']['language']}: {facts['autograd']['reason']}"))

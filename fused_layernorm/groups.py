@@ -85,7 +85,8 @@ def group_norm(
             what was given. A dtype or layout that is not supported raises NotImplementedError, a
             RuntimeError.
     """
-    if activation is None and out_dtype is None and not _is_compiling() and scale == 1.0:
+    is_bare = activation is None and out_dtype is None and not _is_compiling()
+    if is_bare and type(scale) is float and scale == 1.0:
         y = _plain(input, num_groups, weight, bias, eps)
         if y is not None:
             return y

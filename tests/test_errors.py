@@ -2,6 +2,7 @@
 """Bad input raises one clear sentence, the same on every device, for fakes and when compiled."""
 
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -320,6 +321,29 @@ def test_what_is_no_tensor(device, function, names, what):
 
 
 NOT_FLOAT16 = "expected gate of dtype float32 beside input and residual of float32 and float32, "
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x, t: layer_norm(x, t, scale=t), "scale"),
+        (lambda x, t: layer_norm(x, t, t, t), "eps"),
+        (lambda x, t: fused_layernorm.rms_norm(x, t, t), "eps"),  # the third is no bias
+        (lambda x, t: fused_layernorm.rms_norm(x, t, weight_offset=t), "weight_offset"),
+        (lambda x, t: add_layer_norm(x, x, t, scale=t), "scale"),
+        (lambda x, t: ada_layer_norm(x, t, t, eps=t), "eps"),
+        (lambda x, t: fused_layernorm.group_norm(x, 2, scale=t), "scale"),
+        (lambda x, t: fused_layernorm.group_norm(x, 2, t, t, t), "eps"),
+    ],
+)
+def test_tensors_in_the_place_of_numbers(device, call, name, compiled):
+    x, t = torch.ones(4, 8, device=device), torch.ones(8, device=device)
+    if compiled:
+        call = torch.compile(call, backend="eager")
+    sentence = re.escape(f"expected {name} to be a number, got a tensor of shape [8]")
+    with pytest.raises(TypeError, match=sentence):
+        call(x, t)
 
 
 @pytest.mark.parametrize("options", [{}, {"activation": "gelu"}], ids=str)

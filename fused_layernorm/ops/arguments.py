@@ -93,6 +93,9 @@ def check_number(name: str, value: Any) -> None:
     """A tensor of one element counts as a number."""
     if not isinstance(value, (int, float)) and not hasattr(value, "__float__"):
         raise TypeError(f"expected {name} to be a number, got {type(value).__name__}")
+    if isinstance(value, Tensor) and value.numel() != 1:
+        shape = list(value.shape)
+        raise TypeError(f"expected {name} to be a number, got a tensor of shape {shape}")
 
 
 def broadcasts(tensor: Tensor, input: Tensor) -> bool:
