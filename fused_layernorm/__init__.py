@@ -18,6 +18,7 @@ if _torch_release < (2, 10):
 
 from . import distributed, layers, ops  # noqa: E402, F401  (rules, hub layers, ...)
 from . import loading as _loading  # noqa: E402
+from .ada_modules import FusedAdaLayerNorm, FusedAddAdaLayerNorm  # noqa: E402
 from .compile import explain, fuse  # noqa: E402
 from .decompositions import decompositions  # noqa: E402
 from .functional import (  # noqa: E402
@@ -32,8 +33,6 @@ from .groups import FusedGroupNorm, ada_group_norm, group_norm  # noqa: E402
 from .heads import norm_rope, qk_norm_rope  # noqa: E402
 from .integrations import tools  # noqa: E402, F401
 from .modules import (  # noqa: E402
-    FusedAdaLayerNorm,
-    FusedAddAdaLayerNorm,
     FusedAddLayerNorm,
     FusedAddRMSNorm,
     FusedLayerNorm,

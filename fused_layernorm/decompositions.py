@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from .ops import composite, formulas, heads
+from .ops import composite, formulas, head_formulas, heads
 from .ops.operators import implementations
 
 __all__ = ["decompositions"]
@@ -28,6 +28,8 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """
     return {
         **implementations(formulas.forward, composite.backward, formulas.gate_backward),
-        heads.qk_norm_rope: lambda *args: heads.by_formula(heads.HeadArguments(*args)),
-        heads.qk_norm_rope_backward: heads.backward_by_formula,
+        heads.qk_norm_rope: lambda *args: head_formulas.by_formula(
+            head_formulas.HeadArguments(*args)
+        ),
+        heads.qk_norm_rope_backward: head_formulas.backward_by_formula,
     }

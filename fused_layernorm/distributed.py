@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from .integrations.after_import import after_import
-from .ops import heads, load
+from .ops import head_formulas, heads, load
 from .ops.operators import (
     ADA_LAYER_NORM_BACKWARD,
     BACKWARD,
@@ -148,7 +148,7 @@ def register_sharding_rules() -> None:
         return found
 
     def heads_rules(is_backward: bool) -> Callable[..., list[Any]]:
-        Call = heads.BackwardArguments if is_backward else heads.HeadArguments
+        Call = head_formulas.BackwardArguments if is_backward else head_formulas.HeadArguments
 
         def rules(*args: Any) -> list[Any]:
             a: Any = Call(*args)

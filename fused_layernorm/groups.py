@@ -12,9 +12,9 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from . import onnx, stock
-from .modules import _options, _scripted_as, _shown
-from .ops import arguments, autograd_library, formulas, groups
-from .ops.groups import GroupArguments
+from .modules import _options, _scripted_as, shown
+from .ops import arguments, autograd_library, formulas, group_formulas, groups
+from .ops.group_formulas import GroupArguments
 from .ops.load import operators
 from .stock import GroupNorm
 
@@ -180,7 +180,7 @@ def _is_refusal(error: Exception, a: GroupArguments) -> bool:
     if any(refusal in str(error) for refusal in refusals):
         return True
     try:
-        groups.check(_settled(a._replace(num_groups=abs(a.num_groups))))
+        group_formulas.check(_settled(a._replace(num_groups=abs(a.num_groups))))
     except Exception:
         return True
     return False
@@ -191,15 +191,15 @@ def _run(a: GroupArguments) -> Tensor:
     if _is_compiling():  # Dynamo does not trace the exception handling below; the fake checks
         return groups.group_norm(*a)
     if _dispatch_modes() and onnx.is_exporting():
-        groups.check(a)
+        group_formulas.check(a)
         return _in_onnx(a)
     if a.input.dim() > 1 and not a.has_kernel:
-        groups.check(a)
-        return groups.by_formula(a)
+        group_formulas.check(a)
+        return group_formulas.by_formula(a)
     try:
         found: Tensor = _op(*a)
     except Exception as error:
-        groups.check(a)
+        group_formulas.check(a)
         raise arguments.out_of_memory(error) from None
     return found
 
@@ -212,7 +212,7 @@ def _settled(a: GroupArguments) -> GroupArguments:
             arguments.check_tensor(name, tensor)
     arguments.check_number("eps", a.eps)
     arguments.check_number("scale", a.output_scale)
-    return a._replace(num_groups=groups.check_groups(a.num_groups))
+    return a._replace(num_groups=group_formulas.check_groups(a.num_groups))
 
 
 def _in_onnx(a: GroupArguments) -> Tensor:
@@ -221,7 +221,7 @@ def _in_onnx(a: GroupArguments) -> Tensor:
     acc = a.input.dtype if a.is_plain and len(dtypes) == 1 else formulas.acc_dtype(a.input.dtype)
     weight, bias = formulas.to(a.weight, acc), formulas.to(a.bias, acc)
     z = torch.group_norm(a.input.to(acc), a.num_groups, weight, bias, a.eps)
-    return groups.epilogue(a, groups.modulated(a, z))
+    return group_formulas.epilogue(a, group_formulas.modulated(a, z))
 
 
 def as_pytorch_reads(x: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ class FusedGroupNorm(nn.GroupNorm):
         super().__init__(num_groups, num_channels, eps, affine, device, dtype)
         if not bias:
             self.register_parameter("bias", None)
-        arguments.check_options(activation, scale, out_dtype, groups.ACTIVATIONS)
+        arguments.check_options(activation, scale, out_dtype, group_formulas.ACTIVATIONS)
         self.activation = activation
         self.scale = scale
         self.out_dtype = out_dtype
@@ -320,4 +320,4 @@ class FusedGroupNorm(nn.GroupNorm):
         return group_norm(input, self.num_groups, weight, bias, eps, **options)
 
     def extra_repr(self) -> str:
-        return GroupNorm.extra_repr(self) + _shown(self)
+        return GroupNorm.extra_repr(self) + shown(self)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .ops import arguments
 from .ops.autograd import in_forward_mode, needs_grad
-from .ops.heads import HeadArguments, by_formula, check
+from .ops.head_formulas import HeadArguments, by_formula, check
 from .ops.heads import qk_norm_rope as _operator
 
 # Calling `_op` skips OpOverload.__call__, which costs half a microsecond.

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import calls, stock
 from .functional import layer_norm
-from .ops import heads
+from .ops import head_formulas
 from .ops.operators import describe
 from .stock import are_supported, norm_is_supported
 from .swap import rotations
@@ -171,11 +171,11 @@ def _rotated(rotation: Rotation, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     size = cos.shape[-1]
     if rotation.once:
         cos, sin = cos[..., : size // 2], sin[..., : size // 2]
-    call = heads.HeadArguments(
+    call = head_formulas.HeadArguments(
         q, None, None, None, None, None, cos, sin, size, 2, 0.0, None, 0.0, False,
         rotation.interleaved,
     )  # fmt: skip
-    return heads.formula(call)[0]
+    return head_formulas.formula(call)[0]
 
 
 def _rms_norm(module: Any, x: Tensor, weight_offset: float) -> Tensor:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules: torch.nn's LayerNorm and RMSNorm on the fused kernels, also with a residual or a
-modulation.
-"""
+"""The modules: torch.nn's LayerNorm and RMSNorm on the fused kernels, also with a residual."""
 
 from __future__ import annotations
 
@@ -15,8 +13,6 @@ from torch.nn import functional as F
 from . import stock
 from .calls import plain
 from .functional import (
-    ada_layer_norm,
-    add_ada_layer_norm,
     add_layer_norm,
     add_rms_norm,
     layer_norm,
@@ -36,7 +32,7 @@ _is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 # torch.fx.symbolic_trace records each of these as one call, for it cannot trace a function that
 # branches on its arguments.
-for _norm in ("layer_norm", "rms_norm", "ada_layer_norm"):
+for _norm in ("layer_norm", "rms_norm"):
     torch.fx.wrap(_norm)
     torch.fx.wrap(f"add_{_norm}")
 
@@ -154,10 +150,10 @@ class FusedLayerNorm(nn.LayerNorm):
         )
 
     def extra_repr(self) -> str:
-        return LayerNorm.extra_repr(self) + _shown(self)
+        return LayerNorm.extra_repr(self) + shown(self)
 
 
-def _shown(module: nn.Module) -> str:
+def shown(module: nn.Module) -> str:
     """The options that are not the defaults, as extra_repr shows them.
 
     A module that was unswapped while somebody kept its extra_repr has none of them.
@@ -332,7 +328,7 @@ class FusedRMSNorm(nn.RMSNorm):
 
     def extra_repr(self) -> str:
         bias = "" if getattr(self, "bias", None) is None else ", bias=True"
-        return RMSNorm.extra_repr(self) + bias + _shown(self)
+        return RMSNorm.extra_repr(self) + bias + shown(self)
 
 
 class FusedAddRMSNorm(FusedRMSNorm):
@@ -439,99 +435,3 @@ class FusedRMSNorm2d(FusedRMSNorm):
 
     def extra_repr(self) -> str:
         return _shown_2d(self)
-
-
-class FusedAdaLayerNorm(nn.LayerNorm):
-    """``forward(input, shift, scale)``: :func:`fused_layernorm.ada_layer_norm` as a module.
-
-    ``y = layer_norm(input) * (1 + scale) + shift``, fused in forward and in backward. shift and
-    scale broadcast against input, and either may be None. The defaults are those of diffusion
-    transformers: no parameters, and an eps of 1e-6.
-
-    Args:
-        normalized_shape, eps, elementwise_affine, bias, device, dtype: as nn.LayerNorm's.
-        statistic: ``"layer"``, or ``"rms"`` for ``rms_norm`` in the place of ``layer_norm``.
-        out_dtype: the result's dtype; by default input's, under autocast on CUDA float32.
-    """
-
-    # Attributes that torch.jit.script compiles as constants.
-    __constants__ = [*nn.LayerNorm.__constants__, "statistic", "out_dtype"]  # noqa: RUF012
-
-    # Defaults for modules that were pickled before there was such an attribute.
-    statistic: str = "layer"
-
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-6,
-        elementwise_affine: bool = False,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        statistic: str = "layer",
-        out_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        check_options(None, 1.0, out_dtype)
-        check_statistic(statistic, 0.0, self.weight)
-        self.statistic = statistic
-        self.out_dtype = out_dtype
-
-    def forward(
-        self, input: Tensor, shift: Tensor | None = None, scale: Tensor | None = None
-    ) -> Tensor:
-        if _is_scripting():
-            modulation = (len(self.normalized_shape), shift, scale)
-            norm = (self.weight, self.bias, self.eps, self.out_dtype, self.statistic)
-            return operators.ada_layer_norm(input, *modulation, *norm)
-        return ada_layer_norm(
-            input,
-            shift,
-            scale,
-            self.weight,
-            self.bias,
-            self.eps,
-            statistic=self.statistic,
-            normalized_shape=self.normalized_shape,
-            out_dtype=self.out_dtype,
-        )
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + _shown(self)
-
-
-class FusedAddAdaLayerNorm(FusedAdaLayerNorm):
-    """``forward(input, residual, gate, shift, scale) -> (output, residual_out)``.
-
-    ``residual_out = residual + gate * input`` and
-    ``output = layer_norm(residual_out) * (1 + scale) + shift``, fused in forward and in backward:
-    :func:`fused_layernorm.add_ada_layer_norm` as a module. gate, shift and scale broadcast against
-    input, and any of them may be None. The arguments are those of :class:`FusedAdaLayerNorm`.
-    """
-
-    def forward(  # type: ignore[override]
-        self,
-        input: Tensor,
-        residual: Tensor,
-        gate: Tensor | None = None,
-        shift: Tensor | None = None,
-        scale: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if _is_scripting():
-            modulation = (gate, len(self.normalized_shape), shift, scale)
-            norm = (self.weight, self.bias, self.eps, self.out_dtype, self.statistic)
-            return operators.add_ada_layer_norm(input, residual, *modulation, *norm)
-        return add_ada_layer_norm(
-            input,
-            residual,
-            gate,
-            shift,
-            scale,
-            self.weight,
-            self.bias,
-            self.eps,
-            statistic=self.statistic,
-            normalized_shape=self.normalized_shape,
-            out_dtype=self.out_dtype,
-        )

@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..ops import heads
+from ..ops import head_formulas, heads
 from ..ops.arguments import HALF
 from ..ops.aten_forward import KERNELS
 from ..ops.operators import LAYER_NORM, Arguments
@@ -255,7 +255,7 @@ def _checked(found: Rotation) -> Rotation | None:
     cols = x.shape[-1]
     if x.dim() != 4 or x.dtype not in _DTYPES or x.device.type not in rules.DEVICES:
         return None
-    if not isinstance(cols, int) or cols % 2 or cols > heads.MOST_KERNEL_COLS:
+    if not isinstance(cols, int) or cols % 2 or cols > head_formulas.MOST_KERNEL_COLS:
         return None
     # cos and sin may be of float32 beside x in half precision: then the result is cast to that.
     users = [user for user in found.y.users if user not in found.nodes]

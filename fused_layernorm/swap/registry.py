@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import stock
+from ..ada_modules import FusedAdaLayerNorm
 from ..groups import FusedGroupNorm
-from ..modules import FusedAdaLayerNorm, FusedLayerNorm, FusedRMSNorm
+from ..modules import FusedLayerNorm, FusedRMSNorm
 from . import channels, forwards, groups, liger, modulated, rms, source, table
 from .classes import (
     REGISTERED,
