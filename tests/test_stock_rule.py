@@ -368,3 +368,29 @@ def test_flop_counters(device):
 
     model, x = small_model().to(device), torch.randn(2, 8, device=device)
     assert of_torch(swapped(model), x) == of_torch(model, x)
+
+
+@pytest.mark.parametrize("kind", [*NORMS, "group"])
+def test_tensors_of_inference_mode_and_with_the_negative_bit(kind, device):
+    def make():
+        return nn.GroupNorm(2, D) if kind == "group" else NORMS[kind](D)
+
+    register_swap(Registered, lambda module: registered_forward)
+    negative = torch.randn(4, D, dtype=torch.complex64, device=device).conj().imag
+    assert negative.is_neg()
+    x = torch.randn(4, D, device=device, requires_grad=True)
+    with torch.inference_mode():
+        module, of_inference = make().to(device), torch.randn(4, D, device=device)
+    model = nn.Sequential(module)
+
+    def run():
+        with torch.no_grad():
+            found = [model(input) for input in (negative, of_inference, x.detach())]
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+            model(x)
+        return found
+
+    expected = run()
+    swap_norms(model, predicate=lambda *_: True)
+    assert fused_layernorm.is_fused(module)
+    torch.testing.assert_close(run(), expected)
