@@ -225,6 +225,7 @@ def test_sources_name_the_namespace_once():
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for folder, pattern in (("csrc", "*.[ch]*"), ("fused_layernorm", "*.py"))
         for path in (ROOT / folder).rglob(pattern)
+        if "__pycache__" not in path.parts
         for line in path.read_text().splitlines()
         if again.search(line) and not line.strip().startswith(("//", "#"))
     ]
