@@ -110,10 +110,12 @@ inline Tensor select_group_norm(DispatchKeySet keys, const Tensor& x, int64_t gr
                                           cudnn_enabled);
 }
 
-// Whether x, as the native operators have it, is of these sizes and lies as PyTorch's kernels read.
+// Whether x, as the native operators have it, is of these sizes and lies as they read it. From
+// torch 2.15 on they read a copy of what lies otherwise, which older releases refuse.
 inline bool is_native_input(const Tensor& x, int64_t samples, int64_t channels, int64_t positions) {
   return x.dim() >= 2 && x.size(0) == samples && x.size(1) == channels &&
-         x.numel() == samples * channels * positions && x.is_contiguous(pytorchs_format(x));
+         x.numel() == samples * channels * positions &&
+         (kKeepsChannelsLast || x.is_contiguous(pytorchs_format(x)));
 }
 
 // native_group_norm(x, weight, bias, N, C, HxW, groups, eps), whose statistics have x's type.
@@ -121,14 +123,15 @@ inline bool take_group_forward(DispatchKeySet keys, Stack* stack, Override& entr
   using Op = GroupForward;
   constexpr size_t kCount = 8;
   const IValue* const a = stack->data() + stack->size() - kCount;
-  const Tensor& x = a[0].toTensor();
+  const Tensor& given = a[0].toTensor();
   const OptionalTensor weight = optional_of(a[1]), bias = optional_of(a[2]);
   const int64_t groups = a[6].toInt();
   const double eps = a[7].toDouble();
-  if (!takes_groups(x, groups, weight, bias, eps, Beside::kSame) ||
-      !is_native_input(x, a[3].toInt(), a[4].toInt(), a[5].toInt())) {
+  if (!takes_groups(given, groups, weight, bias, eps, Beside::kSame) ||
+      !is_native_input(given, a[3].toInt(), a[4].toInt(), a[5].toInt())) {
     return false;
   }
+  const Tensor x = given.contiguous(pytorchs_format(given));
   auto arguments = group_arguments(x, groups, weight, bias, eps);
   const Taken taken(entry);
   DirectOutputs out;
@@ -151,22 +154,23 @@ inline bool take_group_forward(DispatchKeySet keys, Stack* stack, Override& entr
 inline bool take_group_backward(Stack* stack, Override& entry) {
   constexpr size_t kCount = 10;
   const IValue* const a = stack->data() + stack->size() - kCount;
-  const Tensor &dy = a[0].toTensor(), &x = a[1].toTensor();
+  const Tensor &dy = a[0].toTensor(), &given = a[1].toTensor();
   const Tensor &mean = a[2].toTensor(), &rstd = a[3].toTensor();
   const OptionalTensor weight = optional_of(a[4]);
   const int64_t samples = a[5].toInt(), channels = a[6].toInt(), groups = a[8].toInt();
   const auto mask = a[9].toBoolList();
-  const at::ScalarType type = x.scalar_type();
+  const at::ScalarType type = given.scalar_type();
   const auto is_statistic = [&](const Tensor& t) {
-    return t.scalar_type() == type && t.device() == x.device() && t.dim() == 2 &&
+    return t.scalar_type() == type && t.device() == given.device() && t.dim() == 2 &&
            t.size(0) == samples && t.size(1) == groups;
   };
-  if (!takes_groups(x, groups, weight, {}, 0.0, Beside::kSame) ||
-      !is_native_input(x, samples, channels, a[7].toInt()) || dy.scalar_type() != type ||
-      dy.device() != x.device() || dy.sizes() != x.sizes() || !is_statistic(mean) ||
+  if (!takes_groups(given, groups, weight, {}, 0.0, Beside::kSame) ||
+      !is_native_input(given, samples, channels, a[7].toInt()) || dy.scalar_type() != type ||
+      dy.device() != given.device() || dy.sizes() != given.sizes() || !is_statistic(mean) ||
       !is_statistic(rstd) || (mask[1] && !(weight && weight->defined()))) {
     return false;
   }
+  const Tensor x = given.contiguous(pytorchs_format(given));
   NormOptions options;
   options.num_groups = groups;
   options.keeps_order = true;
