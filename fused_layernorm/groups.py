@@ -207,11 +207,8 @@ def _run(a: GroupArguments) -> Tensor:
 def _settled(a: GroupArguments) -> GroupArguments:
     """The operator's arguments; raises where the schema's error would be worse."""
     arguments.check_tensor("input", a.input)
-    for name, tensor in zip(a._fields[2:6], a[2:6], strict=True):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            arguments.check_tensor(name, tensor)
-    arguments.check_number("eps", a.eps)
-    arguments.check_number("scale", a.output_scale)
+    tensors = zip(a._fields[2:6], a[2:6], strict=True)
+    arguments.check_types(tensors, eps=a.eps, scale=a.output_scale)
     return a._replace(num_groups=group_formulas.check_groups(a.num_groups))
 
 

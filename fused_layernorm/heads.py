@@ -176,11 +176,9 @@ def _seq_dim(seq_dim: Any) -> int:
 
 def _check_types(a: HeadArguments) -> None:
     """Raises where the schema's error would be worse."""
-    for name, tensor in zip(a._fields[2:8], a[2:8], strict=True):
-        if tensor is not None and not isinstance(tensor, Tensor):
-            arguments.check_tensor(name.removeprefix("q_") if a.k is None else name, tensor)
-    arguments.check_number("eps", a.eps)
-    arguments.check_number("weight_offset", a.weight_offset)
+    names = (name.removeprefix("q_") if a.k is None else name for name in a._fields[2:8])
+    tensors = zip(names, a[2:8], strict=True)
+    arguments.check_types(tensors, eps=a.eps, weight_offset=a.weight_offset)
     if a.statistic is not None and not isinstance(a.statistic, str):
         raise ValueError(f"expected statistic 'rms', 'layer' or None, got {a.statistic!r}")
     if isinstance(a.eps, float) and a.eps != a.eps:

@@ -66,6 +66,11 @@ def _options(module: nn.Module, *names: str) -> dict[str, Any]:
     return {name: getattr(module, name, _DEFAULTS[name]) for name in names}
 
 
+def is_bare(module: Any) -> bool:
+    """Whether a FusedLayerNorm or FusedGroupNorm computes what PyTorch's class computes."""
+    return module.activation is None and module.scale == 1.0 and module.out_dtype is None
+
+
 class FusedLayerNorm(nn.LayerNorm):
     r"""A drop-in :class:`torch.nn.LayerNorm`: the same parameters, state_dict and results, faster.
 

@@ -13,6 +13,7 @@ import libraries
 import pytest
 import torch
 from swaps import D, assert_same, results
+from tiny_transformers import GemmaHere
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,23 +22,6 @@ from fused_layernorm import is_fused, register_swap, stock, swap_norms, unswap_n
 from fused_layernorm.swap import registry, source
 
 pytestmark = pytest.mark.cpu_operators  # as on a GPU: calls that are fused run our operators
-
-
-class Written(nn.Module):
-    """Llama's RMSNorm, of which a part is a method."""
-
-    def __init__(self, hidden_size, eps=1e-6):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.eps = eps
-
-    def _norm(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-    def forward(self, x):
-        output = self._norm(x.float())
-        output = output * (1.0 + self.weight.float())
-        return output.type_as(x)
 
 
 class Registered(nn.Module):
@@ -66,7 +50,7 @@ def class_of(name):
 CLASSES = {
     "LayerNorm": lambda: nn.LayerNorm,
     "RMSNorm": lambda: nn.RMSNorm,
-    "Written": lambda: Written,
+    "GemmaHere": lambda: GemmaHere,
     "Registered": lambda: Registered,
     "Accepted": lambda: Accepted,
     "Llama": lambda: class_of("transformers.models.llama.modeling_llama.LlamaRMSNorm"),
@@ -112,11 +96,12 @@ def test_a_forward_that_is_replaced_after_the_swap(cls, device, monkeypatch):
 
 
 def test_a_method_and_a_function_that_a_forward_calls(device, monkeypatch):
-    module, x = swap(Written(D).to(device)), torch.randn(4, D, device=device)
-    monkeypatch.setattr(Written, "_norm", lambda self, x: x * 3)
+    module, x = swap(GemmaHere(D).to(device)), torch.randn(4, D, device=device)
+    nn.init.ones_(module.weight)
+    monkeypatch.setattr(GemmaHere, "_norm", lambda self, x: x * 3)
     assert not is_fused(module)
     assert_same(module(x), x * 3 * 2)
-    assert not is_fused(swap(Written(D)))
+    assert not is_fused(swap(GemmaHere(D)))
 
     timm = class_of("timm.layers.norm.LayerNormExp2d")
     image = torch.randn(2, D, 4, 4, device=device).to(memory_format=torch.channels_last)
@@ -272,7 +257,7 @@ def test_unswap_of_one_kind_leaves_registered_classes_of_the_other(monkeypatch):
 # ---- Threads, and what is kept.
 
 
-@pytest.mark.parametrize("cls", [nn.LayerNorm, Written])
+@pytest.mark.parametrize("cls", [nn.LayerNorm, GemmaHere])
 def test_two_threads_that_swap_and_unswap_one_model(cls):
     model = nn.Sequential(*(cls(D) for _ in range(50)))
     attributes = {*vars(cls(D))}

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from libraries import class_of
 from swaps import check_compiler, check_swap_and_unswap, copies, digest, fused, results, swapped
-from tiny_transformers import WrittenHere
+from tiny_transformers import GemmaHere, WrittenHere
 from torch import nn
 
 from fused_layernorm import (
@@ -341,21 +341,6 @@ class OwnForward(nn.RMSNorm):
 
 class Inherits(WrittenHere):
     pass
-
-
-class GemmaHere(nn.Module):
-    def __init__(self, size, eps=1e-6):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(size))
-        self.eps = eps
-
-    def _norm(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-    def forward(self, x):
-        output = self._norm(x.float())
-        output = output * (1.0 + self.weight.float())
-        return output.type_as(x)
 
 
 class OverridesNorm(GemmaHere):

@@ -57,13 +57,9 @@ def _call(operator: Operator, a: Arguments) -> Any:
 def _check_types(a: Arguments) -> None:
     """Raises where the schema's error would be worse."""
     arguments.check_tensor("input", a.input)
-    for name in TENSORS:
-        tensor = getattr(a, name)
-        if tensor is not None and not isinstance(tensor, Tensor):
-            arguments.check_tensor(name, tensor)
-    arguments.check_number("eps", a.eps)
-    arguments.check_number("scale", a.output_scale)
-    arguments.check_number("weight_offset", a.weight_offset)
+    tensors = [(name, getattr(a, name)) for name in TENSORS]
+    numbers = {"eps": a.eps, "scale": a.output_scale, "weight_offset": a.weight_offset}
+    arguments.check_types(tensors, **numbers)
 
 
 def _has_own_norm(a: Arguments) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch._ops import OpOverload
 
 from ..groups import FusedGroupNorm
-from ..modules import FusedLayerNorm
+from ..modules import FusedLayerNorm, is_bare
 from ..ops import formulas
 from ..ops.load import NAMESPACE
 from ..ops.operators import FORWARD, LAYER_NORM
@@ -168,8 +168,7 @@ class _Quantized:
         self.of_pytorch = of_pytorch
 
     def from_float(self, module: Any) -> Any:
-        fuses = module.activation is not None or module.out_dtype is not None or module.scale != 1.0
-        return module if fuses else self.of_pytorch.from_float(module)
+        return self.of_pytorch.from_float(module) if is_bare(module) else module
 
 
 _QUANTIZATION = "torch.ao.quantization.quantization_mappings"

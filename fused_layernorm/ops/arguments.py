@@ -9,7 +9,7 @@ backward's, so `check_backward` and `check_gate_backward` raise the sentences of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import index
 from typing import Any, NoReturn
 
@@ -96,6 +96,15 @@ def check_number(name: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.numel() != 1:
         shape = list(value.shape)
         raise TypeError(f"expected {name} to be a number, got a tensor of shape {shape}")
+
+
+def check_types(tensors: Iterable[tuple[str, Any]], **numbers: Any) -> None:
+    """Raises where the error of an operator's schema would be worse. A tensor may be None."""
+    for name, tensor in tensors:
+        if tensor is not None and not isinstance(tensor, Tensor):
+            check_tensor(name, tensor)
+    for name, number in numbers.items():
+        check_number(name, number)
 
 
 def broadcasts(tensor: Tensor, input: Tensor) -> bool:

@@ -28,6 +28,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from .. import stock
 from ..groups import KEEPS_CHANNELS_LAST, FusedGroupNorm, as_pytorch_reads, group_norm
+from ..modules import is_bare
 from . import channels, groups, rewritten, rms, source
 from .activations import activation_of
 from .classes import Forward, Known, must_be_called
@@ -80,9 +81,7 @@ def _takes(norm: Any, x: Tensor) -> bool:
 
 def _is_plain_group_norm(norm: Any) -> bool:
     cls: Any = type(norm)
-    if cls.forward is not FusedGroupNorm.forward:
-        return False
-    return norm.activation is None and norm.scale == 1.0 and norm.out_dtype is None
+    return cls.forward is FusedGroupNorm.forward and is_bare(norm)
 
 
 def _of_norm(self: Any, norm: Any, activation: str, x: Tensor, *rest: Any) -> Tensor | None:
