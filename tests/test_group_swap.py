@@ -75,8 +75,9 @@ def formats(shape, dtype, device):
 DTYPES = [(F32, F32), (F64, F64), (BF16, BF16), (F16, F16), (BF16, F32)]
 
 
-def close(found, expected):
-    unit = {BF16: 2e-2, F16: 3e-3, F32: 1e-5, F64: 1e-10}[expected.dtype]
+def close(found, expected, dtype=None):
+    """Equal to a rounding of dtype, by default expected's."""
+    unit = {BF16: 2e-2, F16: 3e-3, F32: 1e-5, F64: 1e-10}[dtype or expected.dtype]
     size = float(expected.detach().abs().max()) + 1
     torch.testing.assert_close(found / size, expected / size, rtol=unit, atol=unit)
 
@@ -88,12 +89,18 @@ def test_same_results(case, dtype, weights, device):
     norm.to(weights)
     new = swapped(norm)
     for x in formats(shape, dtype, device):
-        expected, gradients = results(norm, x)
+        try:
+            expected, gradients = results(norm, x)
+        except RuntimeError as error:
+            if "expected scalar type" not in str(error):
+                raise
+            pytest.skip("this torch's own kernel wants weights of x's dtype")
         y, found = results(new, x)
         assert y.dtype is expected.dtype
         assert y.stride() == expected.stride()
+        # cuDNN's instance norm rounds the gradients of float32 weights to x's dtype on the way.
         for one, other in zip((y, *found), (expected, *gradients), strict=True):
-            close(one, other)
+            close(one, other, dtype)
 
 
 @pytest.mark.usefixtures("kernels")

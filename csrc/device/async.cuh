@@ -11,12 +11,12 @@
 namespace fused_layernorm {
 
 // Copies kBytes (4, 8 or 16) to shared memory. The copies of a thread have come when
-// wait_for_copies() returns.
-template <int kBytes>
+// wait_for_copies() returns. Sixteen bytes go past L1, unless they are told to go through it.
+template <int kBytes, bool kThroughL1 = false>
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 800
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  if constexpr (kBytes == 16) {
+  if constexpr (kBytes == 16 && !kThroughL1) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes)
@@ -35,12 +35,13 @@ __device__ __forceinline__ void wait_for_copies() {
 }
 
 // The same for a vector of at least four bytes.
-template <int kWidth, typename V>
+template <int kWidth, bool kThroughL1 = false, typename V>
 __device__ __forceinline__ void copy_vector(V* to, const V* from) {
   constexpr int kBytes = kWidth * sizeof(V), kPiece = kBytes < 16 ? kBytes : 16;
 #pragma unroll
   for (int i = 0; i < kBytes; i += kPiece) {
-    copy_async<kPiece>(reinterpret_cast<char*>(to) + i, reinterpret_cast<const char*>(from) + i);
+    copy_async<kPiece, kThroughL1>(reinterpret_cast<char*>(to) + i,
+                                   reinterpret_cast<const char*>(from) + i);
   }
 }
 

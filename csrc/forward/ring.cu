@@ -498,14 +498,10 @@ struct RingBlock {
         shared +
         (vecs > kWeights ? (vecs - 1 - kWeights) * kStep + kRingWorkers * last_lanes * kWidth : 0);
     const ColumnParameters<W> given(p.weight, p.bias, 0);
-    // An absent parameter is not copied: the copies of all blocks would read one address past L1,
-    // one after the other.
+    // All vectors of an absent parameter are one, so the copies go through L1: past it, those of
+    // all blocks would read one address, one after the other.
     const auto bring_parameter = [&](W* to, const Parameter<W>& from, int col) {
-      if (from.mask != 0) {
-        copy_vector<kWidth>(to, element(from.at, col));
-      } else {
-        store(to, from.template load<kWidth>(0));
-      }
+      copy_vector<kWidth, true>(to, element(from.at, col & from.mask));
     };
     each_span([&](int span) {
 #pragma unroll

@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kHeldThreads)
     group_held_backward_kernel(const __grid_constant__ GroupPlan plan,
                                const __grid_constant__ GroupParams p) {
   using Acc = acc_t<X>;
-  __shared__ alignas(16) Pair<Acc> scratch[kMaxWarps];
+  __shared__ alignas(16) Pair<Acc> scratch[2][kMaxWarps];
   __shared__ Pair<Acc> exchanged[2];
   extern __shared__ __align__(16) unsigned char shared[];
   auto* const xs = reinterpret_cast<X*>(shared);
@@ -179,24 +179,31 @@ __global__ void __launch_bounds__(kHeldThreads)
                                        statistics.first, of));
     }
   };
-  each([&](int v, Acc, const auto& gradients) { pairs[v] = gradients.sums(); });
-  __syncthreads();
   Pair<Acc> sums;
-  sum_channels(
-      pairs, own.channels, own.channel_vectors, own.offset, own.vectors, [&](int c, Pair<Acc> sum) {
-        sum = scaled_sums(p, sum, statistics.second);
-        // A channel's parts count from the slice in which it begins.
-        const int slice = own.first / plan.slice_vectors;
-        const int begins = (own.first - own.offset + c * own.channel_vectors) / plan.slice_vectors;
-        pairs_at<Acc>(
-            p,
-            plan.parts_offset)[(own.sample * p.channels + own.channel + c) * plan.parts_of_channel +
-                               slice - begins] = sum;
-        sums += Pair<Acc>{maps[c].factor * sum.first, maps[c].factor * sum.second};
-      });
+  // Takes the sums of channel c of the slice.
+  const auto take = [&](int c, Pair<Acc> sum) {
+    sum = scaled_sums(p, sum, statistics.second);
+    // A channel's parts count from the slice in which it begins.
+    const int slice = own.first / plan.slice_vectors;
+    const int begins = (own.first - own.offset + c * own.channel_vectors) / plan.slice_vectors;
+    pairs_at<Acc>(
+        p, plan.parts_offset)[(own.sample * p.channels + own.channel + c) * plan.parts_of_channel +
+                              slice - begins] = sum;
+    sums += Pair<Acc>{maps[c].factor * sum.first, maps[c].factor * sum.second};
+  };
+  if (own.channels == 1) {  // all threads add up, where otherwise one warp would
+    Pair<Acc> sum;
+    each([&](int, Acc, const auto& gradients) { sum += gradients.sums(); });
+    sum = team_sum(sum, BlockTeam(), scratch[0]);
+    if (threadIdx.x == 0) take(0, sum);
+  } else {
+    each([&](int v, Acc, const auto& gradients) { pairs[v] = gradients.sums(); });
+    __syncthreads();
+    sum_channels(pairs, own.channels, own.channel_vectors, own.offset, own.vectors, take);
+  }
   Exchange exchange(plan);
   const Pair<Acc> all = exchange(
-      team_sum(sums, BlockTeam(), scratch), exchanged, [&](const Pair<Acc>& part, int block) {
+      team_sum(sums, BlockTeam(), scratch[1]), exchanged, [&](const Pair<Acc>& part, int block) {
         return warp_sum(block < plan.blocks_per_group ? part : Pair<Acc>{});
       });
   const DxOfGroup<Acc> of_group(p, group_means(p, all), statistics.second);
