@@ -44,7 +44,9 @@ def language_model(name: str, batch: int, length: int, **options: Any) -> Built:
     )
 
 
-def decoder(name: str, width: int, layers: int, heads: int, batch: int = 4) -> Built:
+def decoder(
+    name: str, width: int, layers: int, heads: int, batch: int = 4, length: int = 4096
+) -> Built:
     """A decoder of transformers at its real width, with few layers: "Qwen3", "Llama", "Gemma3"."""
     import transformers
 
@@ -52,9 +54,10 @@ def decoder(name: str, width: int, layers: int, heads: int, batch: int = 4) -> B
     config = getattr(transformers, f"{prefix}Config")(
         vocab_size=32_768, hidden_size=width, intermediate_size=3 * width,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=max(1, heads // 4),
-        head_dim=128, max_position_embeddings=4096, use_cache=False, attn_implementation="sdpa",
+        head_dim=128, max_position_embeddings=4096, use_cache=False,
+        attn_implementation="eager" if name == "Gemma2" else "sdpa",  # the only one it has
     )  # fmt: skip
-    tokens = torch.randint(config.vocab_size, (batch, 4096))
+    tokens = torch.randint(config.vocab_size, (batch, length))
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     # The model computes its loss, which Liger fuses with the last product.
     return model, {"input_ids": tokens, "labels": tokens}, lambda output: output.loss
@@ -381,6 +384,14 @@ MODELS: dict[str, Model] = {
            "transformers", functools.partial(decoder, name, width, layers, heads), TOKENS, True)
        for name, width, layers, heads in (("Qwen3", 2048, 6, 16), ("Llama", 4096, 4, 32),
                                           ("Gemma3", 2560, 6, 8))},
+    # Models that Liger is often used for, at the widths of small releases.
+    **{f"Liger's {name}, {width} wide, {layers} layers, {batch}x{length}": Model(
+           "transformers", functools.partial(decoder, name, width, layers, heads, batch, length),
+           TOKENS, True, modes=("training",))
+       for name, width, layers, heads, batch, length in (
+           ("Qwen3", 1024, 14, 16, 8, 2048), ("Llama", 2048, 8, 32, 4, 4096),
+           ("Olmo2", 2048, 6, 16, 4, 4096), ("Gemma2", 2304, 6, 8, 4, 4096),
+           ("Phi3", 3072, 5, 24, 4, 4096))},
     "transformers ConvNeXt-T 64x224": Model(
         "transformers", lambda: image_classifier("ConvNext"), IMAGES),
     "NAFNet blocks, 4 layers, 8x64x256x256": Model(

@@ -53,7 +53,7 @@ README_ROWS = (
 )
 # The models whose steps the README shows: part of a name, and the mode.
 README_STEPS = (
-    ("Qwen3", "training"), ("Llama", "training"), ("Gemma3", "training"),
+    ("transformers Qwen3", "training"), ("transformers Llama", "training"), ("Gemma3", "training"),
     ("vae decoding", "inference"), ("sdxl", "inference"), ("BERT", "training"),
     ("timm ViT", "training"), ("diffusers DiT", "training"), ("SD3.5", "training"),
 )  # fmt: skip
