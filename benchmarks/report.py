@@ -28,7 +28,8 @@ from benchmarks.providers import PEERS
 
 README = results.ROOT / "README.md"
 PAGE = results.ROOT / "docs" / "benchmarks.md"
-# The lines of the README that a block of this name stands between.
+FRAMEWORKS = results.ROOT / "docs" / "integrations.md"
+# The lines of a document that a block of this name stands between.
 BEGIN = "<!-- {}: made by python -m benchmarks.report --write -->"
 END = "<!-- {}: end -->"
 NO_RESULTS = (
@@ -226,8 +227,36 @@ def step_cell(row: Row) -> str:
     return f"{said} ({row['peak_gib']:.1f} GiB)" if "peak_gib" in row else said
 
 
+def frameworks_blocks(report: Report) -> dict[str, str]:
+    """The block of docs/integrations.md: training steps by Liger's kernels and by ours."""
+    shown = ("eager", "swap_neighbours", "liger", "liger_swap", "liger_rest_swap")
+    found: dict[str, dict[str, Row]] = {}
+    for row in report.get("models", {}).get("rows", []):
+        if row["mode"] == "training" and row["variant"] in shown:
+            found.setdefault(row["model"], {})[row["variant"]] = row
+    body = []
+    for name, rows in found.items():
+        if "liger" in rows:
+            cells = [liger_cell(rows.get(variant)) for variant in shown]
+            body.append([name.removeprefix("Liger's ").removeprefix("transformers "), *cells])
+    if not body:
+        return {"liger": NO_RESULTS}
+    header = ["", *(VARIANTS[variant].title for variant in shown)]
+    lines = [*table(header, body, left=1), "", measured_on(report, report["models"])]
+    return {"liger": "\n".join(lines)}
+
+
+def liger_cell(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    return f"{row['wall_ms']:.1f} ({row['device_ms']:.1f}; {row.get('peak_gib', 0):.1f})"
+
+
+DOCUMENTS = {README: readme_blocks, FRAMEWORKS: frameworks_blocks}
+
+
 def filled(text: str, blocks: dict[str, str]) -> str:
-    """A README with the text between the lines of each block replaced."""
+    """A document with the text between the lines of each block replaced."""
     for name, block in blocks.items():
         begin, end = BEGIN.format(name), END.format(name)
         if text.count(begin) != 1 or text.count(end) != 1:
@@ -476,9 +505,10 @@ def pictures(report: Report) -> dict[Path, tuple[str, Callable[[], None]]]:
 def outdated(report: Report, left_out: list[str]) -> list[str]:
     """The files that were not made from the report, a line for each."""
     found = []
-    text = README.read_text()
-    if text != filled(text, readme_blocks(report)):
-        found.append("README.md is not what the results files give")
+    for path, blocks in DOCUMENTS.items():
+        text = path.read_text()
+        if text != filled(text, blocks(report)):
+            found.append(f"{path.name} is not what the results files give")
     if not PAGE.exists() or PAGE.read_text() != page(report, left_out):
         found.append(f"{PAGE.name} is not what the results files give")
     wanted = pictures(report)
@@ -508,7 +538,8 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.write:
         print(page(report, left_out), end="")
         return
-    README.write_text(filled(README.read_text(), readme_blocks(report)))
+    for path, blocks in DOCUMENTS.items():
+        path.write_text(filled(path.read_text(), blocks(report)))
     PAGE.write_text(page(report, left_out))
     drawn = pictures(report)
     for path in set(plot.PLOTS.glob("*.svg")) - set(drawn):
