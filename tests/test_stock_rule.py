@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import fused_layernorm
-from fused_layernorm import functional, register_swap, swap_norms, unswap_norms
+from fused_layernorm import register_swap, swap_norms, unswap_norms
 from fused_layernorm.swap import classes, registry, swapping
 
 pytestmark = [
@@ -323,7 +323,7 @@ class Calls(nn.Module):
         self.name, self.options = name, options
 
     def forward(self, *tensors):
-        return getattr(functional, self.name)(*tensors, **self.options)
+        return getattr(fused_layernorm, self.name)(*tensors, **self.options)
 
 
 H, F32 = torch.float16, torch.float32
@@ -335,6 +335,7 @@ ONNX = {
     "layer_norm": ([(F32, 4), (F32, 0)], {"activation": "gelu_tanh", "scale": 0.5, "out_dtype": H}),
     "ada_layer_norm": ([(F32, 4), (F32, 0), (F32, 4)], {}),
     "add_ada_layer_norm": ([(H, 4), (F32, 4), (F32, 0), (F32, 4), (F32, 0)], {"statistic": "rms"}),
+    "group_norm": ([(H, 4)], {"num_groups": 3, "activation": "silu"}),
 }
 
 
@@ -349,6 +350,15 @@ def test_onnx_from_torch_script(device, name, opset):
         for dtype, rows in kinds
     )
     libraries.check_onnx(Calls(name, options).eval(), tensors, opset_version=opset)
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary_dim": 4, "interleaved": True}])
+def test_onnx_of_heads_from_torch_script(device, options):
+    q, k = (torch.randn(2, 3, heads, 8, device=device) for heads in (4, 2))
+    angles = torch.randn(2, 3, options.get("rotary_dim", 8) // 2, device=device)
+    norm = Calls("qk_norm_rope", {"eps": 1e-5, **options}).eval()
+    weights = torch.randn(2, 8, device=device)
+    libraries.check_onnx(norm, (q, k, *weights, *angles), opset_version=17)
 
 
 def test_onnx_of_a_swapped_model(device):
