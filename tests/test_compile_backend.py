@@ -497,18 +497,6 @@ def test_swapped_modules_and_the_backend(device):
 # ---- DTensor -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def mesh():
-    """A mesh of this process alone. A second process group in one process would confuse DTensor."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-
-    store = torch._C._distributed_c10d.HashStore()
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    distributed.destroy_process_group()
-
-
 def test_dtensor(mesh):
     """Sharded rows stay sharded. AOTAutograd sees the operators on each rank's local tensors."""
     from torch._dynamo.backends.debugging import aot_eager

@@ -9,13 +9,12 @@ import threading
 import weakref
 from typing import Any
 
-import libraries
 import pytest
 import torch
-from swaps import D, assert_same, results
+from libraries import class_of
+from swaps import Accepted, D, Registered, assert_same, registered_forward, results
 from tiny_transformers import GemmaHere
 from torch import nn
-from torch.nn import functional as F
 
 import fused_layernorm
 from fused_layernorm import is_fused, register_swap, stock, swap_norms, unswap_norms
@@ -24,38 +23,15 @@ from fused_layernorm.swap import registry, source
 pytestmark = pytest.mark.cpu_operators  # as on a GPU: calls that are fused run our operators
 
 
-class Registered(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        return F.layer_norm(x, self.gamma.shape, self.gamma)
-
-
-class Accepted(nn.LayerNorm):
-    """A subclass that a predicate accepts."""
-
-
-def registered_forward(self, x):
-    return fused_layernorm.layer_norm(x, self.gamma)
-
-
-def class_of(name):
-    module, _, cls = name.rpartition(".")
-    libraries.get(module.split(".")[0])
-    return getattr(importlib.import_module(module), cls)
-
-
 CLASSES = {
     "LayerNorm": lambda: nn.LayerNorm,
     "RMSNorm": lambda: nn.RMSNorm,
     "GemmaHere": lambda: GemmaHere,
     "Registered": lambda: Registered,
     "Accepted": lambda: Accepted,
-    "Llama": lambda: class_of("transformers.models.llama.modeling_llama.LlamaRMSNorm"),
-    "FP32LayerNorm": lambda: class_of("diffusers.models.normalization.FP32LayerNorm"),
-    "timm": lambda: class_of("timm.layers.norm.LayerNorm"),
+    "Llama": lambda: class_of("transformers.models.llama.modeling_llama", "LlamaRMSNorm"),
+    "FP32LayerNorm": lambda: class_of("diffusers.models.normalization", "FP32LayerNorm"),
+    "timm": lambda: class_of("timm.layers.norm", "LayerNorm"),
 }
 
 
@@ -103,7 +79,7 @@ def test_a_method_and_a_function_that_a_forward_calls(device, monkeypatch):
     assert_same(module(x), x * 3 * 2)
     assert not is_fused(swap(GemmaHere(D)))
 
-    timm = class_of("timm.layers.norm.LayerNormExp2d")
+    timm = class_of("timm.layers.norm", "LayerNormExp2d")
     image = torch.randn(2, D, 4, 4, device=device).to(memory_format=torch.channels_last)
     module = swap(timm(D).to(device))
     assert is_fused(module)
@@ -156,7 +132,7 @@ def test_a_file_that_changed_since_its_import(tmp_path, monkeypatch):
 
 
 def test_hooks_of_all_modules_see_norms_inside_other_kernels(device):
-    zero = class_of("diffusers.models.normalization.AdaLayerNormZero")
+    zero = class_of("diffusers.models.normalization", "AdaLayerNormZero")
     module, seen = swap_norms(zero(D, None, "layer_norm").to(device)), []
     assert is_fused(module)
     x, emb = torch.randn(2, 5, D, device=device), torch.randn(2, D, device=device)

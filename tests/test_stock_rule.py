@@ -9,7 +9,15 @@ from typing import Any, cast
 import libraries
 import pytest
 import torch
-from swaps import D, assert_same, small_model
+from swaps import (
+    Accepted,
+    D,
+    Registered,
+    assert_same,
+    operators_of,
+    registered_forward,
+    small_model,
+)
 from tiny_transformers import WrittenHere
 from torch import nn
 from torch.nn import functional as F
@@ -23,25 +31,6 @@ pytestmark = [
     pytest.mark.cpu_operators,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-
-
-class Accepted(nn.LayerNorm):
-    """A subclass that a predicate accepts."""
-
-
-class Registered(nn.Module):
-    """A class that register_swap knows, with arguments by keyword."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.ones(size))
-
-    def forward(self, x, *, shift=0.0):
-        return F.layer_norm(x, self.gamma.shape, self.gamma) + shift
-
-
-def registered_forward(self, x, *, shift=0.0):
-    return fused_layernorm.layer_norm(x, self.gamma) + shift
 
 
 class RegisteredRms(Registered):
@@ -74,14 +63,6 @@ def _registered(monkeypatch):
     register_swap(RegisteredRms, lambda _: lambda self, x: fused_layernorm.rms_norm(x, self.gamma))
 
 
-@pytest.fixture
-def mesh():
-    store = torch._C._distributed_c10d.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
 def swapped(model):
     found = swap_norms(copy.deepcopy(model), predicate=lambda name, module: True)
     norms = [module for module in found.modules() if isinstance(module, tuple(NORMS.values()))]
@@ -96,13 +77,6 @@ def gradients(model, *inputs):
     y = y.values() if y.is_nested and y.layout is torch.jagged else y
     (torch.cat([*map(torch.flatten, y.unbind())]) if y.is_nested else y).square().sum().backward()
     return y, *(p.grad.clone() for p in model.parameters())
-
-
-def operators_of(call):
-    """The names of the package's operators and kernels that run."""
-    with torch.profiler.profile() as profile:
-        call()
-    return {event.name for event in profile.events() if "fused_layernorm::" in event.name}
 
 
 @pytest.mark.parametrize("parametrized", [False, True])
