@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -46,12 +45,7 @@ class AtenOverride:
     def __enter__(self) -> "AtenOverride":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
     def __repr__(self) -> str:

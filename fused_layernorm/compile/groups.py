@@ -144,21 +144,16 @@ def apply(checked: replacing.Replacement, graph: Graph, effects: Effects) -> Non
         last = (a.eps, a.activation, a.output_scale, out_dtype)
         args = (a.input, site.num_groups, a.shift, scale, a.weight, a.bias, *last)
         y = maker.make(group_norm, args)
-        if not _lies_alike(site.y, y) and not _users_do_not_mind(site.y, y):
-            y = maker.make(torch.ops.aten.contiguous.default, (y,))
-            replacing.check_alike(site.y, y, out_dtype)
+        try:
+            replacing.check_alike(site.y, y, dtype_of(y))
+        except NotFused:
+            if not _users_do_not_mind(site.y, y):
+                y = maker.make(torch.ops.aten.contiguous.default, (y,))
+                replacing.check_alike(site.y, y, out_dtype)
     site.y.replace_all_uses_with(y)
     replacing.erase(site.y, graph)
     for moved in () if narrowed is None else narrowed.moved:
         maker.set_example(moved, replacing.example_of(moved))
-
-
-def _lies_alike(old: Node, new: Node) -> bool:
-    try:
-        replacing.check_alike(old, new, dtype_of(new))
-    except NotFused:
-        return False
-    return True
 
 
 def _users_do_not_mind(old: Node, new: Node) -> bool:
