@@ -4,11 +4,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm, swap_layer_norm
+from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 HALF = [F16, BF16]
@@ -76,24 +75,6 @@ def test_residual(device):
     assert residual.grad is not None
     assert x.grad.dtype == BF16
     assert residual.grad.dtype == F32
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_training_step(device, dtype):
-    torch.manual_seed(0)
-    stock = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).to(
-        device
-    )
-    x = torch.randn(64, 16, device=device)
-
-    def gradients(model):
-        model.zero_grad()
-        with torch.autocast(device, dtype):
-            model(x).float().pow(2).mean().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    expected = gradients(stock)
-    torch.testing.assert_close(gradients(swap_layer_norm(stock)), expected, rtol=3e-2, atol=3e-3)
 
 
 @pytest.mark.gpu

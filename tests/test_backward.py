@@ -42,7 +42,8 @@ MIXED = [(F32, None), (BF16, F32)]
         *(Problem(shape, normalized_ndim=ndim)
           for shape, ndim in [((4, 3, 5, 7), 3), ((40, 5, 6), 2), ((300,), 1), ((9, 1, 4, 1), 2),
                               ((2, 3, 1, 64), 1), ((2, 4, 16, 16), 3), ((5, 6), 2), ((1, 1), 1)]),
-        *(Problem((32, cols), mean=1e4) for cols in (64, 1024, 4096)),
+        *(Problem((32, cols), dtype, mean=1e4)
+          for cols in (64, 1024, 4096, 65536) for dtype in (F32, F64)),
     ],
     ids=str,
 )  # fmt: skip

@@ -336,14 +336,17 @@ def test_where_the_operator_stays(monkeypatch):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"eps": 1e-3}, {"scale": 2}, {"scale": 0.5, "activation": "relu"},
-     {"out_dtype": torch.bfloat16}],
+    [{}, {"eps": 1e-3}, {"eps": 1}, {"scale": 2}, {"scale": 0.5, "activation": "relu"},
+     {"out_dtype": torch.bfloat16}, {"normalized_shape": [256]},
+     {"normalized_shape": torch.Size([256])}],
     ids=str,
 )  # fmt: skip
 def test_options_under_plain_compile(device, options, dynamic):
     """Options may be symbols, and widths may be unknown when the operator is chosen."""
 
     def function(x, w, options):
+        if "normalized_shape" in options:
+            return fused_layernorm.layer_norm(x, **options)
         return fused_layernorm.layer_norm(x, w, **options)
 
     x, w = torch.randn(3, 256, device=device), torch.randn(256, device=device)

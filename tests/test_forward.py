@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from numerics import ROW_LAYOUTS, Problem, ids, rows_for
 
-import fused_layernorm
 from fused_layernorm import layer_norm
 from fused_layernorm.ops import composite
 
@@ -62,12 +61,6 @@ def test_rows_of_any_mean_and_a_constant_row(device, cols, mean):
     torch.testing.assert_close(actual["y"][0], t.bias.expand_as(actual["y"][0]))
     error, limit = ((one["y"].double() - expected["y"]).abs().max() for one in (actual, stock))
     assert error <= 2 * limit + 1e-6
-
-
-@pytest.mark.parametrize("cols", [64, 1024, 4096, 65536])
-@pytest.mark.parametrize("dtype", [F32, F64], ids=ids)
-def test_large_mean_keeps_its_accuracy(device, cols, dtype):
-    numerics.check(Problem((32, cols), dtype=dtype, mean=1e4), device, backward=False)
 
 
 @pytest.mark.parametrize("cols", [64, 1024, 4096, 65536])
@@ -238,9 +231,3 @@ def test_no_warning_where_the_kernels_are(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer_norm(torch.randn(3, 8, device=device), normalized_shape=8)
-
-
-def test_build_info():
-    info = torch.ops.fused_layernorm._build_info()
-    assert info == "cpu only" or info.startswith("cuda ")
-    assert fused_layernorm.__version__
