@@ -20,8 +20,6 @@ from torch.library import Library, get_kernel
 from .groups import KEEPS_CHANNELS_LAST, as_pytorch_reads
 from .ops import arguments, autograd_library, groups, load
 
-__all__ = ["AtenOverride", "override_aten"]
-
 _lock = threading.RLock()
 _in_force: Counter[str] = Counter()  # overrides in force, by dispatch key
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fused_layernorm import layer_norm, swap_norms
-from fused_layernorm.swap import is_fused, source
+from fused_layernorm import is_fused, layer_norm, swap_norms
+from fused_layernorm.swap import source
 
 D = 16
 

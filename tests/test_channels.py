@@ -19,9 +19,8 @@ from torch import nn
 from torch.library import opcheck
 
 import fused_layernorm as fl
-from fused_layernorm import swap_norms
+from fused_layernorm import is_fused, swap_norms
 from fused_layernorm.swap import channels as swap_channels
-from fused_layernorm.swap import is_fused
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 OPS = torch.ops.fused_layernorm

@@ -18,8 +18,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fused_layernorm
-from fused_layernorm import functional, swap_layer_norm, unswap_layer_norm
-from fused_layernorm.swap import is_fused
+from fused_layernorm import functional, is_fused, swap_layer_norm, unswap_layer_norm
 from fused_layernorm.swap import modulated as swap_modulated
 
 diffusers = libraries.get("diffusers")

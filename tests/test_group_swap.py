@@ -21,7 +21,8 @@ from swaps import (
 from torch import nn
 
 import fused_layernorm as fl
-from fused_layernorm.swap import groups, is_fused, swap_norms, unswap_norms
+from fused_layernorm import is_fused, swap_norms, unswap_norms
+from fused_layernorm.swap import groups
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 D, T = "diffusers.models.", "transformers.models."

@@ -34,6 +34,7 @@ from torch import nn
 from fused_layernorm import (
     FusedLayerNorm,
     FusedRMSNorm,
+    is_fused,
     register_swap,
     rms_norm,
     swap_layer_norm,
@@ -43,7 +44,7 @@ from fused_layernorm import (
     unswap_norms,
     unswap_rms_norm,
 )
-from fused_layernorm.swap import is_fused, registry
+from fused_layernorm.swap import registry
 from fused_layernorm.swap import rms as swap_rms
 
 T, D = "transformers.models.", "diffusers.models."

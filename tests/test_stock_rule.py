@@ -66,7 +66,7 @@ def _registered(monkeypatch):
 def swapped(model):
     found = swap_norms(copy.deepcopy(model), predicate=lambda name, module: True)
     norms = [module for module in found.modules() if isinstance(module, tuple(NORMS.values()))]
-    assert all(fused_layernorm.swap.is_fused(cast(Any, module)) for module in norms)
+    assert all(fused_layernorm.is_fused(cast(Any, module)) for module in norms)
     return found
 
 
@@ -143,7 +143,7 @@ def test_fully_shard(norm, first, mesh):
     fully_shard(new, mesh=mesh)
     swap_norms(new, predicate=lambda name, module: True)
     for is_fused in (True, False):
-        assert fused_layernorm.swap.is_fused(new) is is_fused
+        assert fused_layernorm.is_fused(new) is is_fused
         assert isinstance(new, FSDPModule)
         assert isinstance(new, type(norm))
         y, *grads = gradients(new, x)

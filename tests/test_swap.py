@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from fused_layernorm import (
     FusedLayerNorm,
+    is_fused,
     layer_norm,
     register_swap,
     swap_layer_norm,
@@ -21,7 +22,7 @@ from fused_layernorm import (
     unswap_layer_norm,
     unswap_norms,
 )
-from fused_layernorm.swap import is_fused, registry
+from fused_layernorm.swap import registry
 
 
 class OwnForward(nn.LayerNorm):

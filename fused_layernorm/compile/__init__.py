@@ -4,7 +4,3 @@
 docs/architecture.md has the layers of this folder: backend.py is the entry, and rules.py says which
 norms this package computes.
 """
-
-from .backend import explain, fuse
-
-__all__ = ["explain", "fuse"]
