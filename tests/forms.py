@@ -44,6 +44,7 @@ def activate(z, activation):
         "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
         "silu": lambda z: z * torch.sigmoid(z),
         "relu": F.relu,
+        "leaky_relu": F.leaky_relu,
     }[activation](z)
 
 
