@@ -374,18 +374,13 @@ def exact(t, found=None, *, backward=True):
     results = {}
     if t.gate is not None:
         results["residual_out"] = reference.gated_add(t.x, t.residual, t.gate)
-    kind: dict[str, Any] = {"statistic": p.statistic}
-    if p.is_ada:
-        args: tuple = (p.normalized_ndim, t.shift, t.scale, t.weight, t.bias, p.eps)
-        results["y"] = reference.ada_layer_norm(x, *args, **kind).y
-    else:
-        kind["weight_offset"] = p.weight_offset
-        args = (p.normalized_ndim, t.weight, t.bias, p.eps, p.activation, p.scale)
-        results["y"] = reference.layer_norm(x, *args, **kind).y
+    args = (p.normalized_ndim, t.weight, t.bias, p.eps, p.activation, p.scale)
+    kind: dict[str, Any] = {"shift": t.shift, "scale": t.scale, "statistic": p.statistic}
+    kind["weight_offset"] = p.weight_offset
+    results["y"] = reference.layer_norm(x, *args, **kind).y
     if not backward:
         return results
-    run: Any = reference.ada_layer_norm_backward if p.is_ada else reference.layer_norm_backward
-    gradients = run(t.dy, x, *args, t.dresidual, **kind)
+    gradients = reference.layer_norm_backward(t.dy, x, *args, t.dresidual, **kind)
     results |= gradients._asdict()
     if t.residual is not None:
         results["dresidual"] = gradients.dx

@@ -240,7 +240,8 @@ def test_reference_backward_agrees_with_autograd():
         args = (ndim, t.weight, t.bias, 1e-5, activation, 0.3)
         y = reference.layer_norm(t.x, *args).y
         grads = torch.autograd.grad(y, leaves, t.dy)
-        for ours, auto in zip(reference.layer_norm_backward(t.dy, t.x, *args), grads, strict=True):
+        found = reference.layer_norm_backward(t.dy, t.x, *args)[:3]
+        for ours, auto in zip(found, grads, strict=True):
             torch.testing.assert_close(ours, auto)
     value = reference.activation_value(torch.tensor(1.0).double(), "gelu")
     assert math.isclose(value, 0.8413447460685429)

@@ -148,7 +148,7 @@ def exact(c, made):
         rounding = c.dtype if c.rounds and weight is not None else None
         given: dict[str, Any] = {"bias": bias, **options(c)}
         y = reference.norm_rope(x, weight, *angles, rounding=rounding, **given)
-        found = (y, *reference.norm_rope_backward(dy, x, weight, *angles, **given))
+        found = (y, *reference.norm_rope_backward(dy, x, weight, *angles, **given)[:3])
         names = (("y", x), ("dx", x), ("dweight", weight), ("dbias", bias))
         for (name, tensor), value in zip(names, found, strict=True):
             if tensor is not None:
