@@ -445,7 +445,7 @@ def assert_close(found, expected, tolerance):
 
 
 def by_layouts(plans, *, forward=None, backward=None):
-    """A `run` for check: LayerNorm by the operators, each direction by its forced layout."""
+    """A `run` for check: the norm by the operators, each direction by its forced layout."""
     ops = torch.ops.fused_layernorm
 
     def run(t, **_):
@@ -453,12 +453,13 @@ def by_layouts(plans, *, forward=None, backward=None):
         try:
             plans.force(forward and f"strategy={forward}")
             y, *statistics = ops.layer_norm_forward(
-                t.x, p.normalized_ndim, t.weight, t.bias, p.eps, p.activation, p.scale
-            )
+                t.x, p.normalized_ndim, t.weight, t.bias, p.eps, p.activation, p.scale,
+                statistic=p.statistic,
+            )  # fmt: skip
             plans.force(backward and f"strategy={backward}")
             gradients = ops.layer_norm_backward(
                 t.dy, t.x, p.normalized_ndim, *statistics, t.weight, t.bias, None, p.activation,
-                p.scale, True, True, True,
+                p.scale, True, True, True, p.statistic,
             )  # fmt: skip
         finally:
             plans.force(None)

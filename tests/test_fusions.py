@@ -163,33 +163,6 @@ def test_strided_residual(device, cols, which, layout):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("strategy", "dtypes", "activation"),
-    covering(["warp", "few_rows", "block", "ring", "split", "stream"],
-             [(F32, None), (BF16, None), (BF16, F32), (F64, None)], ACTIVATIONS),
-    ids=ids,
-)  # fmt: skip
-def test_every_strategy(plans, strategy, dtypes, activation):
-    """Each direction runs by the forced strategy, or as planned if that cannot run it."""
-    ran = []
-    for cols in (64, 257, 1000, 4096, 16384, 65536):
-        plans.force(f"strategy={strategy}")
-        forced = {}
-        for direction in ("forward", "backward"):
-            options = {"backward": direction == "backward", "has_epilogue": True}
-            plan = plans.of(40, cols, dtypes[0], weight_dtype=dtypes[1], **options)
-            if plan is not None:
-                assert plan["strategy"] == strategy
-                forced[direction] = strategy
-        if forced:
-            problem = Problem((40, cols), *dtypes, activation=activation, scale=0.5)
-            numerics.check(problem, "cuda", run=numerics.by_layouts(plans, **forced))
-            ran.append(cols)
-    if not ran:
-        pytest.skip(f"{strategy} takes no {ids(dtypes[0])} rows on this device")
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32)], ids=ids)
 @pytest.mark.parametrize("strategy", ["warp", "block", "stream"])
 def test_every_strategy_with_residual(plans, strategy, dtypes):
