@@ -126,6 +126,18 @@ def saved_by(function):
     return kept
 
 
+class Names(TorchDispatchMode):
+    """Records the names of all operators that torch dispatches below autograd and transforms."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 class Calls(TorchDispatchMode):
     """Records the package's operators that torch dispatches below autograd and transforms."""
 

@@ -7,7 +7,13 @@ import torch.nn.functional as F
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from fused_layernorm import FusedLayerNorm, add_layer_norm, layer_norm
+from fused_layernorm import (
+    FusedAddAdaLayerNorm,
+    FusedLayerNorm,
+    ada_layer_norm,
+    add_layer_norm,
+    layer_norm,
+)
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 HALF = [F16, BF16]
@@ -38,6 +44,9 @@ def test_out_dtype_opts_out(device, dtype):
     with torch.autocast(device, dtype):
         assert layer_norm(x, normalized_shape=32, out_dtype=dtype).dtype == dtype
         assert FusedLayerNorm(32, out_dtype=dtype, device=device)(x).dtype == dtype
+        assert ada_layer_norm(x, torch.ones(32, device=device), out_dtype=dtype).dtype == dtype
+        norm = FusedAddAdaLayerNorm(32, out_dtype=dtype, device=device)
+        assert norm(x, x)[0].dtype == dtype
 
 
 @pytest.mark.parametrize("dtypes", [(F16, F16), (BF16, BF16), (BF16, F32)])

@@ -16,10 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from forms import Calls
+from forms import Calls, Names
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_layernorm
 from fused_layernorm.calls import SENTINEL
@@ -81,16 +80,6 @@ def leaves_no_trace():
     yield
     assert [torch._C._dispatch_dump(name) for name in OPERATORS] == before
     assert not any(_in_force.values())
-
-
-class Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def inputs(device, shape=(4, 6, 32), normalized_ndim=1, dtype=torch.float32):

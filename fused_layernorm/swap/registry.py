@@ -145,8 +145,11 @@ def _may_be_norm(module: nn.Module, cls: type) -> bool:
     """Whether a source that is known of any class counts for this module."""
     if isinstance(module, tuple(_OF_PYTORCH)):
         return True
-    has_children = {name for name, _ in module.named_children()} - {"parametrizations"}
-    return not has_children and not cls.__module__.startswith("torch.")
+    return not cls.__module__.startswith("torch.") and not _children(module)
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()} - {"parametrizations"}
 
 
 def _kind_by_name(module: nn.Module, cls: type, by_class: Sources | None) -> str | None:
@@ -190,13 +193,16 @@ def accepted(module: nn.Module, found: Found) -> Found:
     """What a module is that nobody knows and a predicate accepts: a subclass of PyTorch's is taken
     to compute what PyTorch's class computes."""
     cls = swapped_from(module) or plain_class(module)
-    is_listed = cls in _OF_PYTORCH or (cls.__module__, cls.__qualname__) in _BY_CLASS
-    if is_listed or "forward" in module.__dict__:
+    if "forward" in module.__dict__ or cls in _OF_PYTORCH or _is_listed(cls):
         return found
     for of_pytorch, known in _AS_PYTORCH.items():
         if isinstance(module, of_pytorch):
             return Found(known.kind, known, parts=(Part(cls, "forward", cls.forward),))
     return found
+
+
+def _is_listed(cls: type) -> bool:
+    return (cls.__module__, cls.__qualname__) in _BY_CLASS
 
 
 # ---- What is fused.
