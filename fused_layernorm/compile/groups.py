@@ -117,11 +117,7 @@ def find(node: Node) -> GroupSite | None:
     form = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
     site = GroupSite(node, form, input, 1, weight, bias, eps, y=node, nodes=frozenset({node}))
     site.num_groups, site.saved = num_groups, input
-    if len(site.norm.all_input_nodes) == 1 and not is_tensor(site.norm.all_input_nodes[0]):
-        site.form = "native_group_norm"  # the first of several results
-        if len(site.norm.all_input_nodes[0].users) > 1:
-            site.notes.append("its statistics are used")
-    return site
+    return sites.with_statistics(site, "native_group_norm")
 
 
 def candidates(site: Site) -> Iterator[Site]:

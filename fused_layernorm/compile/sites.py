@@ -61,11 +61,6 @@ class Site:
     activations = patterns.ACTIVATIONS
 
     @property
-    def x(self) -> Node:
-        """The node whose values are normalized."""
-        return self.input if self.residual_out is None else self.residual_out
-
-    @property
     def normalized_shape(self) -> torch.Size:
         shape = value_of(self.norm).shape
         first = len(shape) - self.normalized_ndim if self.dim is None else self.dim
@@ -157,9 +152,14 @@ def _called(node: Node, call: Call) -> Site | None:
     site.weight_offset = weight_offset
     if rounds and dtype_of(input) in HALF:
         site.rounded = dtype_of(input)
-    if node.target is operator.getitem:  # the first of several results
-        site.form = "_fused_rms_norm" if is_rms else "native_layer_norm"
-        if len(node.args[0].users) > 1:  # type: ignore[union-attr]
+    return with_statistics(site, "_fused_rms_norm" if is_rms else "native_layer_norm")
+
+
+def with_statistics(site: S, form: str) -> S:
+    """The site, of this form if the norm is the first of several results of its operator."""
+    if site.norm.target is operator.getitem:
+        site.form = form
+        if len(site.norm.all_input_nodes[0].users) > 1:
             site.notes.append("its statistics are used")
     return site
 
