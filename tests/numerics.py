@@ -584,3 +584,23 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
 
     broken = judgement.broken(slack_of, factor)
     assert not broken, f"{problem}: {'; '.join(broken)}"
+
+
+def check_draws(draws, dtype):
+    """Asserts the contract for the results of draws, each (ours, in float64, PyTorch's in float32),
+    by name. dtype: input's."""
+    judgement = Judgement()
+    for actual, expected, stock in draws:
+        assert actual.keys() == stock.keys()
+        for name, result in actual.items():
+            assert result.shape == stock[name].shape, name
+            wanted = expected[name].reshape(result.shape)
+            error = beyond_rounding(result, wanted, _NO_RESIDUAL, name)
+            judgement.add(name, error, wanted, stock[name])
+    # PyTorch's own sum over few numbers may be exact by chance.
+    slack = 2.0 ** (-50 if dtype is torch.float64 else -23)
+    broken = judgement.broken(lambda name, greatest: slack * greatest)
+    assert not broken, "; ".join(broken)
+
+
+_NO_RESIDUAL = Problem((1,))

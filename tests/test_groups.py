@@ -163,29 +163,19 @@ def dtype_of(c, name):
 
 def check(c, device, *, run=ours):
     """The contract of numerics.py for all results: 1.25 times PyTorch's error, and one rounding."""
-    judgement = numerics.Judgement()
     numel = math.prod(c.shape)
     # An error's mean over few numbers is left to chance: it is taken over some fifty at least.
     few = 64 // min(c.shape[1], 64)
-    draws = max(few, min(16, 8192 // numel))
-    for seed in range(draws):
+
+    def draw(seed):
         t = make(c, device, seed)
-        actual, expected, stock = run(c, t), exact(c, t), in_float32(c, t)
-        assert actual.keys() == stock.keys()
-        for name, result in actual.items():
-            like = c.shape if name in ("y", "dx") else t[name[1:]].shape
+        found = run(c, t)
+        for name, result in found.items():
             assert result.dtype == dtype_of(c, name), name
-            assert result.shape == like, name
-            wanted = expected[name].reshape(like)
-            error = numerics.beyond_rounding(result, wanted, _NO_RESIDUAL, name)
-            judgement.add(name, error, wanted, stock[name].reshape(like))
-    # PyTorch's own sum over few numbers may be exact by chance.
-    slack = 2.0 ** (-50 if c.dtype is F64 else -23)
-    broken = judgement.broken(lambda name, greatest: slack * greatest)
-    assert not broken, "; ".join(broken)
+        return found, exact(c, t), in_float32(c, t)
 
+    numerics.check_draws(map(draw, range(max(few, min(16, 8192 // numel)))), c.dtype)
 
-_NO_RESIDUAL = numerics.Problem((1,))
 
 DTYPES = [(F32, None), (BF16, None), (BF16, F32), (F16, None), (F16, F32), (F64, None)]
 
