@@ -212,7 +212,7 @@ def cast(site: S) -> S:
 
 
 def _behind(
-    site: Site, expressions: Iterable[str], fits: Callable[[dict[str, Any]], bool]
+    site: Site, expressions: Iterable[str], fits: Callable[[Site, dict[str, Any]], bool]
 ) -> Iterator[tuple[str, Node, Match]]:
     """The matches of these expressions among the nodes after the site, the longest first.
 
@@ -228,7 +228,7 @@ def _behind(
         for root in dict.fromkeys(roots)
         if is_tensor(root)
         for match in matches(PARSED[expression], root, Match({"norm": site.y}))
-        if are_equal(value_of(root).shape, value_of(site.norm).shape) and fits(match.values)
+        if are_equal(value_of(root).shape, value_of(site.norm).shape) and fits(site, match.values)
     ]
     found.sort(key=lambda way: len(way[2].nodes), reverse=True)
     for expression, root, match in found:
@@ -257,7 +257,7 @@ def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
 
 
 def modulated(site: S) -> S:
-    def fits(values: dict[str, Any]) -> bool:
+    def fits(site: Site, values: dict[str, Any]) -> bool:
         return all(site.takes(values[name]) for name in ("scale", "shift") if name in values)
 
     for _, root, match in () if site.dim is not None else _behind(site, patterns.MODULATIONS, fits):
@@ -267,7 +267,7 @@ def modulated(site: S) -> S:
 
 
 def _affine(site: Site) -> Site:
-    def fits(values: dict[str, Any]) -> bool:
+    def fits(site: Site, values: dict[str, Any]) -> bool:
         return all(is_parameter(values[p], site) for p in ("weight", "bias") if p in values)
 
     is_rms = site.statistic == "rms"
@@ -308,11 +308,11 @@ def _is_rounded_sum(weight: Any, nodes: frozenset[Node]) -> bool:
 
 
 def activated(site: S) -> S:
-    for expression, root, match in _behind(site, site.activations, lambda values: True):
+    for expression, root, match in _behind(site, site.activations, lambda *_: True):
         site = _up_to(root, site, match, activation=site.activations[expression])
         break
 
-    def fits(values: dict[str, Any]) -> bool:
+    def fits(site: Site, values: dict[str, Any]) -> bool:
         return is_finite_number(values["factor"])
 
     for _, root, match in _behind(site, patterns.FACTORS, fits):
