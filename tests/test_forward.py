@@ -76,17 +76,6 @@ def test_large_mean_without_cancellation(device, cols):
     assert ((rstd - expected) / expected).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 12345.678])
-@pytest.mark.parametrize("cols", [1, 2, 3, 64, 1000, 4096, 70001])
-def test_constant_rows_give_bias(device, cols, value):
-    x = torch.full((3, cols), value, device=device)
-    bias = torch.randn(cols, device=device)
-    y = layer_norm(x, torch.randn(cols, device=device), bias)
-    stock = F.layer_norm(x, (cols,), None, bias)
-    # In exact arithmetic y is bias. A rounded mean adds its error times rstd.
-    assert (y - bias).abs().max() <= 4 * (stock - bias).abs().max()
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
 @pytest.mark.parametrize("cols", [1, 7, 64, 1000, 4096, 40000])
 def test_statistics(device, cols, dtype):

@@ -321,20 +321,6 @@ def test_what_the_kernels_do_not_take_runs_on_the_replaced_kernel(override):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_plain_call_and_undo(device, override, calls):
-    x, weight, bias = inputs(device)
-    before = layer_norm(x, weight, bias)
-    handle = override()
-    layer_norm(x, weight, bias)
-    assert calls() > 0
-    assert "not in force" not in repr(handle)
-    handle.undo()
-    handle.undo()
-    assert "not in force" in repr(handle)
-    assert torch.equal(layer_norm(x, weight, bias), before)
-    assert calls() == 0
-
-
 def test_nests_and_ends_in_any_order(device, override, calls):
     x = inputs(device)[0].detach()
 
