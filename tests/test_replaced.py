@@ -4,6 +4,7 @@ for the stock model."""
 
 import gc
 import importlib
+import inspect
 import sys
 import threading
 import weakref
@@ -13,7 +14,7 @@ import pytest
 import torch
 from libraries import class_of
 from swaps import Accepted, D, Registered, assert_same, registered_forward, results
-from tiny_transformers import GemmaHere
+from tiny_transformers import GemmaHere, WrittenHere
 from torch import nn
 
 import fused_layernorm
@@ -96,24 +97,7 @@ def test_a_constructed_norm_is_no_stock_module(device, monkeypatch):
 
 
 # A module of a model, with Llama's RMSNorm.
-A_NORM = """
-import torch
-from torch import nn
-
-
-class MyRMSNorm(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.variance_epsilon = 1e-6
-
-    def forward(self, hidden_states):
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
-"""
+A_NORM = "import torch\nfrom torch import nn\n\n\n" + inspect.getsource(WrittenHere)
 
 
 def test_a_file_that_changed_since_its_import(tmp_path, monkeypatch):
@@ -121,7 +105,7 @@ def test_a_file_that_changed_since_its_import(tmp_path, monkeypatch):
     file = tmp_path / "of_a_model.py"
     file.write_text(A_NORM.replace("return self.weight *", "return 3.0 *"))
     monkeypatch.syspath_prepend(tmp_path)
-    loaded = importlib.import_module(file.stem).MyRMSNorm
+    loaded = importlib.import_module(file.stem).WrittenHere
     file.write_text(A_NORM)
     assert source.read(loaded) is None
     x = torch.randn(4, D)
@@ -269,7 +253,7 @@ def test_classes_are_not_kept(tmp_path, monkeypatch):
     file = tmp_path / "of_another_model.py"
     file.write_text(A_NORM)
     monkeypatch.syspath_prepend(tmp_path)
-    loaded = importlib.import_module(file.stem).MyRMSNorm
+    loaded = importlib.import_module(file.stem).WrittenHere
     module, x = swap(loaded(D)), torch.randn(4, D)
     assert is_fused(module)
     results(module, x)
