@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from _common import device, device_name, milliseconds, say
 
-from fused_layernorm import swap_norms
-from fused_layernorm.swap import is_fused
+from fused_layernorm import is_fused, swap_norms
 
 
 def build(width: int, layers: int) -> Any:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from _common import device, device_name, milliseconds, say
 
-from fused_layernorm import swap_norms
-from fused_layernorm.swap import is_fused
+from fused_layernorm import is_fused, swap_norms
 
 
 def build(widths: tuple[int, ...]) -> Any:

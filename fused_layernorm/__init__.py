@@ -19,7 +19,7 @@ if _torch_release < (2, 10):
 from . import distributed, layers, ops  # noqa: E402, F401  (rules, hub layers, ...)
 from . import loading as _loading  # noqa: E402
 from .ada_modules import FusedAdaLayerNorm, FusedAddAdaLayerNorm  # noqa: E402
-from .compile import explain, fuse  # noqa: E402
+from .compile.backend import explain, fuse  # noqa: E402
 from .decompositions import decompositions  # noqa: E402
 from .functional import (  # noqa: E402
     ada_layer_norm,
@@ -41,8 +41,8 @@ from .modules import (  # noqa: E402
     FusedRMSNorm2d,
 )
 from .override import override_aten  # noqa: E402
-from .swap import (  # noqa: E402
-    is_fused,
+from .swap.registry import is_fused  # noqa: E402
+from .swap.swapping import (  # noqa: E402
     register_swap,
     swap_layer_norm,
     swap_norms,

@@ -190,7 +190,7 @@ def run(a: Arguments) -> Any:
     if is_compiling():  # Dynamo does not trace the exception handling below
         return choice.run(a)
     try:
-        if _dispatch_modes() and onnx.is_exporting():
+        if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
             return onnx.run(a)
         if gate is None and a.shift is None and a.scale is None:
             if residual is not None:

@@ -11,8 +11,6 @@ from torch._ops import OpOverload
 from .ops import composite, formulas, head_formulas, heads
 from .ops.operators import implementations
 
-__all__ = ["decompositions"]
-
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """A decomposition table from this package's operators to plain ATen, for every device.

@@ -190,7 +190,7 @@ def _run(a: GroupArguments) -> Tensor:
     a = _settled(a)
     if _is_compiling():  # Dynamo does not trace the exception handling below; the fake checks
         return groups.group_norm(*a)
-    if _dispatch_modes() and onnx.is_exporting():
+    if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
         group_formulas.check(a)
         return _in_onnx(a)
     if a.input.dim() > 1 and not a.has_kernel:
@@ -213,7 +213,7 @@ def _settled(a: GroupArguments) -> GroupArguments:
 
 
 def _in_onnx(a: GroupArguments) -> Tensor:
-    """A call in PyTorch's operators, which torch.onnx.export(..., dynamo=True) can translate."""
+    """A call in PyTorch's operators, which torch.onnx.export can translate."""
     dtypes = {t.dtype for t in a.tensors if t is not None}
     acc = a.input.dtype if a.is_plain and len(dtypes) == 1 else formulas.acc_dtype(a.input.dtype)
     weight, bias = formulas.to(a.weight, acc), formulas.to(a.bias, acc)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import onnx
 from .ops import arguments
 from .ops.autograd import in_forward_mode, needs_grad
 from .ops.head_formulas import HeadArguments, by_formula, check
@@ -17,6 +18,7 @@ from .ops.heads import qk_norm_rope as _operator
 _op = _operator._op
 _is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_tracing = torch._C._is_tracing
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _LAYER_EPS = 1e-5
 
@@ -133,7 +135,7 @@ def _run(a: HeadArguments) -> tuple[Tensor, Tensor]:
         return by_formula(a)
     if _is_compiling():
         return _operator(*a)
-    if _dispatch_modes() and torch.onnx.is_in_onnx_export():
+    if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
         check(a)
         return by_formula(a)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls inside torch.onnx.export(..., dynamo=True), which translates PyTorch's operators alone."""
+"""Calls inside torch.onnx.export, which translates PyTorch's operators alone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ def is_exporting() -> bool:
 
 
 def run(a: Arguments) -> Any:
-    """The call in PyTorch's operators: the norm itself where nothing is fused to it."""
+    """The call in PyTorch's operators: the norm itself where nothing is fused to it.
+
+    The exporter without dynamo knows no rms_norm, and no layer_norm over sizes that are traced.
+    """
     arguments.check(a)
     dtypes = {tensor.dtype for tensor in (a.input, a.weight, a.bias) if tensor is not None}
     plain = describe(a.input, normalized_ndim=a.normalized_ndim, eps=a.eps)
     is_plain = a.residual is None and not a.is_modulated and a.options == plain.options
-    if is_plain and len(dtypes) == 1:
+    if is_plain and len(dtypes) == 1 and not torch._C._is_tracing():
         return stock.norm_of(a.input, a)
     return operator_of(a).outputs(formulas.forward(a))

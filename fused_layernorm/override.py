@@ -11,7 +11,6 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from torch.library import Library, get_kernel
 
 from .groups import KEEPS_CHANNELS_LAST, as_pytorch_reads
 from .ops import arguments, autograd_library, groups, load
-
-__all__ = ["AtenOverride", "override_aten"]
 
 _lock = threading.RLock()
 _in_force: Counter[str] = Counter()  # overrides in force, by dispatch key
@@ -46,12 +43,7 @@ class AtenOverride:
     def __enter__(self) -> "AtenOverride":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
     def __repr__(self) -> str:

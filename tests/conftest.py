@@ -105,6 +105,18 @@ def _free_memory():
         torch.cuda.empty_cache()
 
 
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone. A second process group in one process would confuse DTensor."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    store = torch._C._distributed_c10d.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
 class Plans:
     """Returns the plan of a problem, and forces parts of plans."""
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norms as functions of their tensors, and the same in PyTorch's elementary functions."""
+"""The norms as functions of their tensors, and the same by reference.py."""
 
-import math
 from typing import Any
 
+import reference
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_layernorm
@@ -37,38 +36,24 @@ def tensors(kind, device="cpu", shape=(2, 3, 4), dtype=torch.float64, other=Fals
     return tuple(torch.randn(sizes[name], device=device, dtype=dtype) for name in NAMES[kind])
 
 
-def activate(z, activation):
-    return {
-        None: lambda z: z,
-        "gelu": lambda z: z * 0.5 * torch.erfc(-z / math.sqrt(2)),
-        "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-        "silu": lambda z: z * torch.sigmoid(z),
-        "relu": F.relu,
-    }[activation](z)
-
-
 def stock(kind, *, statistic="layer", activation=None, factor=1.0, offset=0.0):
     """A function of the kind's tensors that gives (y,), or (y, residual_out).
 
-    F.layer_norm cannot serve here, because its double backward takes mean and rstd as constants, so
-    that its third derivative is wrong.
+    It is reference.py's, which PyTorch differentiates any number of times. The double backward of
+    F.layer_norm takes mean and rstd as constants, so that its third derivative is wrong.
     """
 
     def call(*given):
         t = dict(zip(NAMES[kind], given, strict=True))
-        total, weight, bias = t["x"], t["weight"], t["bias"]
-        scale, shift = t.get("scale"), t.get("shift")
+        total = t["x"]
         if "residual" in t:
             gate = t.get("gate")
             total = t["residual"] + (total if gate is None else gate * total)
-        centered = total - total.mean(-1, keepdim=True) if statistic == "layer" else total
-        z = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        z = z if weight is None else z * (weight + offset)
-        z = z if bias is None else z + bias
-        z = z if scale is None else z * (1 + scale)
-        z = z if shift is None else z + shift
-        z = activate(z, activation) * factor
-        return (z, total) if "residual" in t else (z,)
+        y = reference.layer_norm(
+            total, 1, t["weight"], t["bias"], 1e-5, activation, factor, shift=t.get("shift"),
+            scale=t.get("scale"), statistic=statistic, weight_offset=offset,
+        ).y.to(total.dtype)  # fmt: skip
+        return (y, total) if "residual" in t else (y,)
 
     return call
 
@@ -123,6 +108,18 @@ def saved_by(function):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         function()
     return kept
+
+
+class Names(TorchDispatchMode):
+    """Records the names of all operators that torch dispatches below autograd and transforms."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class Calls(TorchDispatchMode):

@@ -278,17 +278,13 @@ def ours(t, *, backward=True):
     return results | {f"d{name}": leaf.grad for name, leaf in leaves.items()}
 
 
-def _activate(z, activation):
-    match activation:
-        case "gelu":
-            return F.gelu(z)
-        case "gelu_tanh":
-            return F.gelu(z, approximate="tanh")
-        case "silu":
-            return F.silu(z)
-        case "relu":
-            return F.relu(z)
-    return z
+def activate(z, activation):
+    """PyTorch's own activation."""
+    if activation is None:
+        return z
+    if activation == "gelu_tanh":
+        return F.gelu(z, approximate="tanh")
+    return getattr(F, activation)(z)
 
 
 def _normalized(t, found):
@@ -340,7 +336,7 @@ def stock(t, found, *, backward=True):
         y = (y if flat_bias is None else y + flat_bias).reshape(x.shape)
     else:
         y = F.layer_norm(flat_x, flat_x.shape[-1:], flat_weight, flat_bias, p.eps).reshape(x.shape)
-    y = _activate(y, p.activation) * p.scale
+    y = activate(y, p.activation) * p.scale
     y = y if scale is None else y * (1 + scale)
     y = y if shift is None else y + shift
     results = {"y": y.detach()}
@@ -378,18 +374,13 @@ def exact(t, found=None, *, backward=True):
     results = {}
     if t.gate is not None:
         results["residual_out"] = reference.gated_add(t.x, t.residual, t.gate)
-    kind: dict[str, Any] = {"statistic": p.statistic}
-    if p.is_ada:
-        args: tuple = (p.normalized_ndim, t.shift, t.scale, t.weight, t.bias, p.eps)
-        results["y"] = reference.ada_layer_norm(x, *args, **kind).y
-    else:
-        kind["weight_offset"] = p.weight_offset
-        args = (p.normalized_ndim, t.weight, t.bias, p.eps, p.activation, p.scale)
-        results["y"] = reference.layer_norm(x, *args, **kind).y
+    args = (p.normalized_ndim, t.weight, t.bias, p.eps, p.activation, p.scale)
+    kind: dict[str, Any] = {"shift": t.shift, "scale": t.scale, "statistic": p.statistic}
+    kind["weight_offset"] = p.weight_offset
+    results["y"] = reference.layer_norm(x, *args, **kind).y
     if not backward:
         return results
-    run: Any = reference.ada_layer_norm_backward if p.is_ada else reference.layer_norm_backward
-    gradients = run(t.dy, x, *args, t.dresidual, **kind)
+    gradients = reference.layer_norm_backward(t.dy, x, *args, t.dresidual, **kind)
     results |= gradients._asdict()
     if t.residual is not None:
         results["dresidual"] = gradients.dx
@@ -454,7 +445,7 @@ def assert_close(found, expected, tolerance):
 
 
 def by_layouts(plans, *, forward=None, backward=None):
-    """A `run` for check: LayerNorm by the operators, each direction by its forced layout."""
+    """A `run` for check: the norm by the operators, each direction by its forced layout."""
     ops = torch.ops.fused_layernorm
 
     def run(t, **_):
@@ -462,12 +453,13 @@ def by_layouts(plans, *, forward=None, backward=None):
         try:
             plans.force(forward and f"strategy={forward}")
             y, *statistics = ops.layer_norm_forward(
-                t.x, p.normalized_ndim, t.weight, t.bias, p.eps, p.activation, p.scale
-            )
+                t.x, p.normalized_ndim, t.weight, t.bias, p.eps, p.activation, p.scale,
+                statistic=p.statistic,
+            )  # fmt: skip
             plans.force(backward and f"strategy={backward}")
             gradients = ops.layer_norm_backward(
                 t.dy, t.x, p.normalized_ndim, *statistics, t.weight, t.bias, None, p.activation,
-                p.scale, True, True, True,
+                p.scale, True, True, True, p.statistic,
             )  # fmt: skip
         finally:
             plans.force(None)
@@ -516,6 +508,42 @@ class Errors:
         return math.sqrt(self.squares / self.count)
 
 
+class Judgement:
+    """The errors of results by name, ours and PyTorch's, over all draws, and what of them breaks
+    the contract."""
+
+    def __init__(self):
+        self._found: dict[str, Errors] = {}
+        self._stock: dict[str, Errors] = {}
+        self._magnitude: dict[str, float] = {}
+
+    def add(self, name, error, expected, stock):
+        """error: beyond the roundings that our result may have."""
+        self._found.setdefault(name, Errors()).add(error)
+        self._stock.setdefault(name, Errors()).add((stock.double() - expected).abs())
+        greatest = expected.abs().max().item()
+        self._magnitude[name] = max(self._magnitude.get(name, 0.0), greatest)
+
+    def broken(self, slack_of, factor=FACTOR, greatest_factor=GREATEST_FACTOR):
+        """A sentence for each result that breaks the contract.
+
+        slack_of: by how much a result may, from its name and its greatest element.
+        greatest_factor: None, if the error of a single element does not count.
+        """
+        sentences = []
+        for name, errors in self._found.items():
+            slack, stock = slack_of(name, self._magnitude[name]), self._stock[name]
+            rms, greatest = factor * stock.rms + slack, math.inf
+            if greatest_factor is not None:
+                greatest = greatest_factor * stock.greatest + slack
+            if errors.nan or not errors.rms <= rms or not errors.greatest <= greatest:
+                sentences.append(
+                    f"{name}: rms error beyond rounding {errors.rms:.3g} (allowed {rms:.3g}), "
+                    f"greatest {errors.greatest:.3g} (allowed {greatest:.3g})"
+                )
+        return sentences
+
+
 def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTOR):
     """Asserts the contract for every result of a problem.
 
@@ -530,9 +558,7 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
         # result to chance.
         draws = max(draws, 32 // problem.rows)
     draws = min(32, max(1, draws))
-    found: dict[str, Errors] = {}
-    yardsticks: dict[str, Errors] = {}
-    magnitude: dict[str, float] = {}
+    judgement = Judgement()
     for seed in range(draws):
         t = make(problem, device, seed)
         actual = run(t, backward=backward)
@@ -546,25 +572,35 @@ def check(problem, device, *, backward=True, run=ours, sample=8192, factor=FACTO
             assert result.shape == expected[name].shape, name
             assert result.device == t.x.device, name
             error = beyond_rounding(result, expected[name], problem, name)
-            found.setdefault(name, Errors()).add(error)
-            error = (yardstick[name].double() - expected[name]).abs()
-            yardsticks.setdefault(name, Errors()).add(error)
-            magnitude[name] = max(magnitude.get(name, 0.0), expected[name].abs().max().item())
+            judgement.add(name, error, expected[name], yardstick[name])
 
-    broken = []
-    for name, errors in found.items():
-        slack = 0.0
+    def slack_of(name, magnitude):
         if dtype_of(problem, name) == torch.float64 and problem.dtype == torch.float64:
             terms = math.sqrt(max(problem.cols, problem.rows))
-            slack = FLOAT64_ROUNDINGS * terms * 2**-53 * magnitude[name]
-        elif name in ("dweight", "dbias", "dshift", "dscale", "dgate"):
-            # PyTorch's own sum over a few rows may be exact by chance.
-            slack = 2**-24 * magnitude[name]
-        rms = factor * yardsticks[name].rms + slack
-        greatest = GREATEST_FACTOR * yardsticks[name].greatest + slack
-        if errors.nan or not errors.rms <= rms or not errors.greatest <= greatest:
-            broken.append(
-                f"{name}: rms error beyond rounding {errors.rms:.3g} (allowed {rms:.3g}), "
-                f"greatest {errors.greatest:.3g} (allowed {greatest:.3g})"
-            )
+            return FLOAT64_ROUNDINGS * terms * 2**-53 * magnitude
+        # PyTorch's own sum over a few rows may be exact by chance.
+        is_sum = name in ("dweight", "dbias", "dshift", "dscale", "dgate")
+        return 2**-24 * magnitude if is_sum else 0.0
+
+    broken = judgement.broken(slack_of, factor)
     assert not broken, f"{problem}: {'; '.join(broken)}"
+
+
+def check_draws(draws, dtype):
+    """Asserts the contract for the results of draws, each (ours, in float64, PyTorch's in float32),
+    by name. dtype: input's."""
+    judgement = Judgement()
+    for actual, expected, stock in draws:
+        assert actual.keys() == stock.keys()
+        for name, result in actual.items():
+            assert result.shape == stock[name].shape, name
+            wanted = expected[name].reshape(result.shape)
+            error = beyond_rounding(result, wanted, _NO_RESIDUAL, name)
+            judgement.add(name, error, wanted, stock[name])
+    # PyTorch's own sum over few numbers may be exact by chance.
+    slack = 2.0 ** (-50 if dtype is torch.float64 else -23)
+    broken = judgement.broken(lambda name, greatest: slack * greatest)
+    assert not broken, "; ".join(broken)
+
+
+_NO_RESIDUAL = Problem((1,))

@@ -15,12 +15,13 @@ With cols the number of elements normalized over, and sums over them:
     dxhat = dz * weight
     dx = rstd * (dxhat - sum(dxhat) / cols - xhat * sum(dxhat * xhat) / cols)
 
-With a modulation instead of activation and scale (scale is a number above, and a tensor here):
+With a modulation in front of the activation (scale is a number above, and a tensor here):
 
-    y = z * (1 + scale) + shift               residual_out = residual + gate * input
+    u = z * (1 + scale) + shift               y = activation(u) * output_scale
+    residual_out = residual + gate * input
 
-    dshift = sum of dy                        dscale = sum of dy * z
-    dz = dy * (1 + scale)
+    du = dy * output_scale * activation'(u)   dz = du * (1 + scale)
+    dshift = sum of du                        dscale = sum of du * z
     dinput = gate * dresidual_out             dgate = sum of dresidual_out * input
 
 where these three sums run over the dimensions in which shift, scale or gate is broadcast.
@@ -31,10 +32,7 @@ A head's row, with a rotation behind the norm: of each pair of columns (a, b), b
     dz_a = dy_a * cos + dy_b * sin            dz_b = dy_b * cos - dy_a * sin
 
 Groups of channels: a group of a sample is a row, weight and bias have a number for each channel,
-shift and scale one for each channel of each sample, and the modulation stands in front of the
-activation:
-
-    y = activation(z) * output_scale          z = (xhat * weight + bias) * (1 + scale) + shift
+shift and scale one for each channel of each sample.
 
 RMSNorm has a mean of zero, and the term sum(dxhat) / cols is zero too. Where a weight has an
 offset, weight + weight_offset stands for weight.
@@ -58,21 +56,13 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The three gradients."""
+    """The gradients; None for a modulation that is not there."""
 
     dx: Tensor
     dweight: Tensor
     dbias: Tensor
-
-
-class AdaBackward(NamedTuple):
-    """The five gradients of a modulated norm; None for a modulation that is not there."""
-
-    dx: Tensor
-    dshift: Tensor | None
-    dscale: Tensor | None
-    dweight: Tensor
-    dbias: Tensor
+    dshift: Tensor | None = None
+    dscale: Tensor | None = None
 
 
 class Groups(NamedTuple):
@@ -154,6 +144,11 @@ def _affine(
     return z if bias is None else z + bias.double()
 
 
+def _modulate(z: Tensor, shift: Tensor | None, scale: Tensor | None) -> Tensor:
+    u = z if scale is None else z * (1 + scale.double())
+    return u if shift is None else u + shift.double()
+
+
 def layer_norm(
     x: Tensor,
     normalized_ndim: int,
@@ -161,8 +156,10 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     activation: str | None = None,
-    scale: float = 1.0,
+    output_scale: float = 1.0,
     *,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
     statistic: str = "layer",
     weight_offset: float = 0.0,
     rounding: torch.dtype | None = None,
@@ -174,8 +171,8 @@ def layer_norm(
     xhat, mean, rstd = _normalize(x.double(), normalized_ndim, eps, statistic)
     if rounding is not None:
         xhat = xhat.to(rounding).double()
-    y = activation_value(_affine(xhat, weight, bias, weight_offset), activation) * scale
-    return Forward(y, mean, rstd)
+    u = _modulate(_affine(xhat, weight, bias, weight_offset), shift, scale)
+    return Forward(activation_value(u, activation) * output_scale, mean, rstd)
 
 
 def add(input: Tensor, residual: Tensor) -> Tensor:
@@ -196,16 +193,20 @@ def layer_norm_backward(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     activation: str | None = None,
-    scale: float = 1.0,
+    output_scale: float = 1.0,
     dresidual: Tensor | None = None,
     *,
+    shift: Tensor | None = None,
+    scale: Tensor | None = None,
     statistic: str = "layer",
     weight_offset: float = 0.0,
 ) -> Backward:
-    """dx (with dresidual, if given), dweight and dbias in float64."""
+    """The gradients in float64; dx with dresidual, if given."""
     xhat, _, rstd = _normalize(x.double(), normalized_ndim, eps, statistic)
     z = _affine(xhat, weight, bias, weight_offset)
-    dz = dy.double() * scale * activation_derivative(z, activation)
+    slope = activation_derivative(_modulate(z, shift, scale), activation)
+    du = dy.double() * output_scale * slope
+    dz = du if scale is None else du * (1 + scale.double())
     dims = tuple(range(-normalized_ndim, 0))
     cols = math.prod(x.shape[x.dim() - normalized_ndim :])
     rows_shape = (-1, *x.shape[x.dim() - normalized_ndim :])
@@ -214,54 +215,18 @@ def layer_norm_backward(
     dx = rstd * (dxhat - mean - xhat * ((dxhat * xhat).sum(dims, keepdim=True) / cols))
     if dresidual is not None:
         dx = dx + dresidual.double()
-    return Backward(dx, (dz * xhat).reshape(rows_shape).sum(0), dz.reshape(rows_shape).sum(0))
+    return Backward(
+        dx,
+        (dz * xhat).reshape(rows_shape).sum(0),
+        dz.reshape(rows_shape).sum(0),
+        None if shift is None else du.sum_to_size(shift.shape),
+        None if scale is None else (du * z).sum_to_size(scale.shape),
+    )
 
 
 def gated_add(input: Tensor, residual: Tensor, gate: Tensor) -> Tensor:
     """residual + gate * input in float64; residual_out is this, rounded to residual's dtype."""
     return residual.double() + gate.double() * input.double()
-
-
-def ada_layer_norm(
-    x: Tensor,
-    normalized_ndim: int,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *,
-    statistic: str = "layer",
-) -> Forward:
-    """y, mean and rstd in float64."""
-    z, mean, rstd = layer_norm(x, normalized_ndim, weight, bias, eps, statistic=statistic)
-    y = z if scale is None else z * (1 + scale.double())
-    return Forward(y if shift is None else y + shift.double(), mean, rstd)
-
-
-def ada_layer_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    normalized_ndim: int,
-    shift: Tensor | None = None,
-    scale: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    dresidual: Tensor | None = None,
-    *,
-    statistic: str = "layer",
-) -> AdaBackward:
-    """The five gradients in float64; dx with dresidual, if given."""
-    dy = dy.double()
-    z = layer_norm(x, normalized_ndim, weight, bias, eps, statistic=statistic).y
-    dz = dy if scale is None else dy * (1 + scale.double())
-    dx, dweight, dbias = layer_norm_backward(
-        dz, x, normalized_ndim, weight, bias, eps, dresidual=dresidual, statistic=statistic
-    )
-    dshift = None if shift is None else dy.sum_to_size(shift.shape)
-    dscale = None if scale is None else (dy * z).sum_to_size(scale.shape)
-    return AdaBackward(dx, dshift, dscale, dweight, dbias)
 
 
 def gate_backward(dresidual_out: Tensor, input: Tensor, gate: Tensor) -> GateBackward:

@@ -8,15 +8,35 @@ import pickle
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from fused_layernorm import swap_norms
-from fused_layernorm.swap import is_fused, source
+from fused_layernorm import is_fused, layer_norm, swap_norms
+from fused_layernorm.swap import source
 
 D = 16
 
 
 def small_model():
     return nn.Sequential(nn.Linear(8, D), nn.LayerNorm(D), nn.ReLU(), nn.Linear(D, 3))
+
+
+class Accepted(nn.LayerNorm):
+    """A subclass that a predicate accepts."""
+
+
+class Registered(nn.Module):
+    """A class that register_swap knows, with arguments by keyword."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(size))
+
+    def forward(self, x, *, shift=0.0):
+        return F.layer_norm(x, self.gamma.shape, self.gamma) + shift
+
+
+def registered_forward(self, x, *, shift=0.0):
+    return layer_norm(x, self.gamma) + shift
 
 
 def assert_same(found, expected):
@@ -34,6 +54,13 @@ def digest(cls):
     """That of the source of a class's forward, None if it cannot be read."""
     found = source.read(cls)
     return None if found is None else found.digest
+
+
+def operators_of(call):
+    """The names of the package's operators and kernels that run."""
+    with torch.profiler.profile() as profile:
+        call()
+    return {event.name for event in profile.events() if "fused_layernorm::" in event.name}
 
 
 def fused(model):

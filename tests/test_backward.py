@@ -42,7 +42,8 @@ MIXED = [(F32, None), (BF16, F32)]
         *(Problem(shape, normalized_ndim=ndim)
           for shape, ndim in [((4, 3, 5, 7), 3), ((40, 5, 6), 2), ((300,), 1), ((9, 1, 4, 1), 2),
                               ((2, 3, 1, 64), 1), ((2, 4, 16, 16), 3), ((5, 6), 2), ((1, 1), 1)]),
-        *(Problem((32, cols), mean=1e4) for cols in (64, 1024, 4096)),
+        *(Problem((32, cols), dtype, mean=1e4)
+          for cols in (64, 1024, 4096, 65536) for dtype in (F32, F64)),
     ],
     ids=str,
 )  # fmt: skip
@@ -220,22 +221,27 @@ def test_accuracy_of_many_short_rows(cols, dtypes):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize(
+    "options", [{}, {"activation": "gelu", "scale": 0.5}, {"statistic": "rms"}], ids=str
+)
 @pytest.mark.parametrize("dtypes", [(F32, None), (BF16, F32), (F64, None)], ids=ids)
 @pytest.mark.parametrize(
     "layout",
     ["warp", "few_rows", "few_rows vecs=4", "block", "block bulk=0", "split", "split bulk=0",
      "stream"],
 )  # fmt: skip
-def test_every_strategy(plans, layout, dtypes, activation):
+def test_every_strategy(plans, layout, dtypes, options):
     """Chips before Hopper have no bulk copies: bulk=0 tests their kernels."""
     strategy = layout.split()[0]
     ran = []
     for cols in numerics.FORCED_COLS:
-        problem = Problem((rows_for(cols), cols), *dtypes, activation=activation, scale=0.5)
-        options = {"weight_dtype": dtypes[1], "backward": True, "has_epilogue": True}
+        problem = Problem((rows_for(cols), cols), *dtypes, **options)
+        has_epilogue = "activation" in options
         plans.force(f"strategy={layout}")
-        plan = plans.of(*problem.shape, dtypes[0], **options)
+        plan = plans.of(
+            *problem.shape, dtypes[0], weight_dtype=dtypes[1], backward=True,
+            has_epilogue=has_epilogue,
+        )  # fmt: skip
         plans.force(None)
         if plan is None:
             continue

@@ -127,12 +127,6 @@ def graph_targets(function, *args, backward=False):
     return [[name for name in names if "fused_layernorm" in name] for names in seen]
 
 
-def test_the_graph_holds_the_operators(device):
-    x = torch.randn(3, 8, device=device)
-    weight = torch.randn(8, device=device)
-    assert graph_targets(layer_norm, x, weight) == [["fused_layernorm.layer_norm.default"]]
-
-
 @pytest.mark.parametrize("name", ["layer_norm", "add_ada_layer_norm"])
 def test_forward_and_backward_are_one_operator_each(device, name):
     """Also past a gate."""
@@ -174,31 +168,6 @@ def test_a_gate_beside_an_activation(device):
         torch.autograd.grad(compiled(*leaves).sin().sum(), leaves),
         torch.autograd.grad(function(*leaves).sin().sum(), leaves),
     )
-
-
-@pytest.mark.usefixtures("rules_on_cpu")
-@pytest.mark.parametrize(
-    ("options", "dynamic"),
-    [
-        ({"eps": 1e-3}, False),
-        ({"eps": 1}, True),
-        ({"activation": "relu", "scale": 2}, True),
-        ({"out_dtype": BF16}, False),
-        ({"normalized_shape": (8,)}, True),
-        ({"normalized_shape": 8}, False),
-        ({"normalized_shape": [3, 8]}, True),
-        ({"normalized_shape": torch.Size([8])}, False),
-    ],
-    ids=str,
-)
-def test_options(device, options, dynamic):
-    x = torch.randn(2, 3, 8, device=device, requires_grad=True)
-
-    def function(x):
-        return layer_norm(x, **{"normalized_shape": (8,), **options})
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    torch.testing.assert_close(compiled(x), function(x))
 
 
 @pytest.mark.gpu

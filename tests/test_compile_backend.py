@@ -336,14 +336,17 @@ def test_where_the_operator_stays(monkeypatch):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"eps": 1e-3}, {"scale": 2}, {"scale": 0.5, "activation": "relu"},
-     {"out_dtype": torch.bfloat16}],
+    [{}, {"eps": 1e-3}, {"eps": 1}, {"scale": 2}, {"scale": 0.5, "activation": "relu"},
+     {"out_dtype": torch.bfloat16}, {"normalized_shape": [256]},
+     {"normalized_shape": torch.Size([256])}],
     ids=str,
 )  # fmt: skip
 def test_options_under_plain_compile(device, options, dynamic):
     """Options may be symbols, and widths may be unknown when the operator is chosen."""
 
     def function(x, w, options):
+        if "normalized_shape" in options:
+            return fused_layernorm.layer_norm(x, **options)
         return fused_layernorm.layer_norm(x, w, **options)
 
     x, w = torch.randn(3, 256, device=device), torch.randn(256, device=device)
@@ -495,18 +498,6 @@ def test_swapped_modules_and_the_backend(device):
 
 
 # ---- DTensor -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mesh():
-    """A mesh of this process alone. A second process group in one process would confuse DTensor."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-
-    store = torch._C._distributed_c10d.HashStore()
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    distributed.destroy_process_group()
 
 
 def test_dtensor(mesh):

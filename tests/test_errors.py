@@ -58,8 +58,6 @@ class Bad:
 LAYER_NORM = [
     Bad("integer input", NotImplementedError, input=((4, 8), torch.int32),
         sentence=f"expected input of dtype {FLOATS}, got int32"),
-    Bad("complex input", NotImplementedError, input=((4, 8), torch.complex64),
-        sentence=f"expected input of dtype {FLOATS}, got complex64"),
     Bad("float8 input", NotImplementedError, input=((4, 8), torch.float8_e4m3fn),
         sentence=f"expected input of dtype {FLOATS}, got float8_e4m3fn"),
     Bad("integer weight", NotImplementedError, weight=((8,), torch.int64),
@@ -69,8 +67,6 @@ LAYER_NORM = [
     Bad("weight of another rank", RuntimeError, weight=((1, 8), F32),
         sentence="expected weight of shape [4, 8], the last dimensions of input, got shape [1, 8]"),
     Bad("bias of another shape", RuntimeError, bias=((4,), F32),
-        sentence="expected bias of shape [8], the last dimensions of input, got shape [4]"),
-    Bad("bias of another shape, without weight", RuntimeError, weight=None, bias=((4,), F32),
         sentence="expected bias of shape [8], the last dimensions of input, got shape [4]"),
     Bad("weight of more dimensions than input", RuntimeError, weight=((2, 4, 8), F32),
         sentence="expected input of at least the 3 dimensions of normalized_shape, [2, 4, 8], "
@@ -112,8 +108,6 @@ LAYER_NORM = [
         input=((4, 8), BF16), weight=((8,), F64),
         sentence="expected weight of dtype bfloat16 or float32 beside input of bfloat16, got "
         "float64"),
-    Bad("float64 weight beside a float32 input", RuntimeError, weight=((8,), F64),
-        sentence="expected weight of dtype float32 beside input of float32, got float64"),
     Bad("float32 bias beside a float64 input", RuntimeError,
         input=((4, 8), F64), weight=None, bias=((8,), F32),
         sentence="expected bias of dtype float64 beside input of float64, got float32"),
@@ -127,8 +121,6 @@ LAYER_NORM = [
         sentence="expected eps to be a number, got NoneType"),
     Bad("unknown activation", ValueError, options={"activation": "tanh"},
         sentence="expected activation None, 'gelu', 'gelu_tanh', 'silu' or 'relu', got 'tanh'"),
-    Bad("infinite scale", ValueError, options={"scale": math.inf},
-        sentence="expected scale to be a finite number, got inf"),
     Bad("scale that is NaN", ValueError, options={"scale": math.nan},
         sentence="expected scale to be a finite number, got nan"),
     Bad("scale that is a string", TypeError, options={"scale": "2"},
@@ -146,16 +138,6 @@ ADD = [
         input=((4, 8), BF16), residual=((4, 8), F32), weight=((8,), F64),
         sentence="expected weight of dtype bfloat16 or float32 beside input and residual of "
         "bfloat16 and float32, got float64"),
-    Bad("weight of another half dtype", RuntimeError,
-        input=((4, 8), BF16), residual=((4, 8), BF16), weight=((8,), F16),
-        sentence="expected weight of dtype bfloat16 or float32 beside input and residual of "
-        "bfloat16 and bfloat16, got float16"),
-    Bad("unknown activation with residual", ValueError,
-        residual=((4, 8), F32), options={"activation": "GELU"},
-        sentence="expected activation None, 'gelu', 'gelu_tanh', 'silu' or 'relu', got 'GELU'"),
-    Bad("infinite scale with residual", ValueError,
-        residual=((4, 8), F32), options={"scale": -math.inf},
-        sentence="expected scale to be a finite number, got -inf"),
 ]  # fmt: skip
 
 ADA = [
@@ -177,9 +159,6 @@ ADA = [
         input=((4, 8), F16), modulation_scale=((8,), BF16),
         sentence="expected scale of dtype float16 or float32 beside input of float16, got "
         "bfloat16"),
-    Bad("float64 shift beside a half input", RuntimeError, input=((4, 8), BF16), shift=((8,), F64),
-        sentence="expected shift of dtype bfloat16 or float32 beside input of bfloat16, got "
-        "float64"),
     Bad("scalar input beside a modulation", RuntimeError,
         input=((), F32), weight=None, shift=((), F32),
         sentence="expected input of at least the 1 dimensions of normalized_shape, got input of "

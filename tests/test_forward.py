@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from numerics import ROW_LAYOUTS, Problem, ids, rows_for
 
-import fused_layernorm
 from fused_layernorm import layer_norm
 from fused_layernorm.ops import composite
 
@@ -65,12 +64,6 @@ def test_rows_of_any_mean_and_a_constant_row(device, cols, mean):
 
 
 @pytest.mark.parametrize("cols", [64, 1024, 4096, 65536])
-@pytest.mark.parametrize("dtype", [F32, F64], ids=ids)
-def test_large_mean_keeps_its_accuracy(device, cols, dtype):
-    numerics.check(Problem((32, cols), dtype=dtype, mean=1e4), device, backward=False)
-
-
-@pytest.mark.parametrize("cols", [64, 1024, 4096, 65536])
 def test_large_mean_without_cancellation(device, cols):
     """In float32, mean(x^2) - mean(x)^2 would lose this variance completely."""
     t = numerics.make(Problem((8, cols), affine="none", mean=1e4), device)
@@ -81,17 +74,6 @@ def test_large_mean_without_cancellation(device, cols):
     _, _, rstd = torch.ops.fused_layernorm.layer_norm_forward(t.x, 1, None, None, 1e-5)
     expected = reference.layer_norm(t.x, 1).rstd
     assert ((rstd - expected) / expected).abs().max() < 1e-3
-
-
-@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 12345.678])
-@pytest.mark.parametrize("cols", [1, 2, 3, 64, 1000, 4096, 70001])
-def test_constant_rows_give_bias(device, cols, value):
-    x = torch.full((3, cols), value, device=device)
-    bias = torch.randn(cols, device=device)
-    y = layer_norm(x, torch.randn(cols, device=device), bias)
-    stock = F.layer_norm(x, (cols,), None, bias)
-    # In exact arithmetic y is bias. A rounded mean adds its error times rstd.
-    assert (y - bias).abs().max() <= 4 * (stock - bias).abs().max()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=ids)
@@ -238,9 +220,3 @@ def test_no_warning_where_the_kernels_are(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer_norm(torch.randn(3, 8, device=device), normalized_shape=8)
-
-
-def test_build_info():
-    info = torch.ops.fused_layernorm._build_info()
-    assert info == "cpu only" or info.startswith("cuda ")
-    assert fused_layernorm.__version__

@@ -102,7 +102,7 @@ def test_the_greatest_arguments_of_activations(device, activation):
 def test_activation_keeps_nan_and_inf(device, activation):
     bias = torch.tensor([float("nan"), float("inf"), 1.0, -1.0], device=device)
     y, _ = of_bias(bias, activation)
-    stock = numerics._activate(bias, activation)
+    stock = numerics.activate(bias, activation)
     assert torch.equal(y.isnan(), stock.isnan())
     assert torch.equal(y.isinf(), stock.isinf())
 
@@ -163,33 +163,6 @@ def test_strided_residual(device, cols, which, layout):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("strategy", "dtypes", "activation"),
-    covering(["warp", "few_rows", "block", "ring", "split", "stream"],
-             [(F32, None), (BF16, None), (BF16, F32), (F64, None)], ACTIVATIONS),
-    ids=ids,
-)  # fmt: skip
-def test_every_strategy(plans, strategy, dtypes, activation):
-    """Each direction runs by the forced strategy, or as planned if that cannot run it."""
-    ran = []
-    for cols in (64, 257, 1000, 4096, 16384, 65536):
-        plans.force(f"strategy={strategy}")
-        forced = {}
-        for direction in ("forward", "backward"):
-            options = {"backward": direction == "backward", "has_epilogue": True}
-            plan = plans.of(40, cols, dtypes[0], weight_dtype=dtypes[1], **options)
-            if plan is not None:
-                assert plan["strategy"] == strategy
-                forced[direction] = strategy
-        if forced:
-            problem = Problem((40, cols), *dtypes, activation=activation, scale=0.5)
-            numerics.check(problem, "cuda", run=numerics.by_layouts(plans, **forced))
-            ran.append(cols)
-    if not ran:
-        pytest.skip(f"{strategy} takes no {ids(dtypes[0])} rows on this device")
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32)], ids=ids)
 @pytest.mark.parametrize("strategy", ["warp", "block", "stream"])
 def test_every_strategy_with_residual(plans, strategy, dtypes):
@@ -223,7 +196,7 @@ def test_scale_zero(device):
 def test_reference_activations_agree_with_pytorch():
     z = torch.linspace(-8, 8, 999, dtype=F64).requires_grad_()
     for activation in ACTIVATIONS:
-        y = numerics._activate(z, activation)
+        y = numerics.activate(z, activation)
         (slope,) = torch.autograd.grad(y.sum(), z) if activation else (torch.ones_like(z),)
         torch.testing.assert_close(reference.activation_value(z, activation), y)
         torch.testing.assert_close(reference.activation_derivative(z, activation), slope)
@@ -240,7 +213,8 @@ def test_reference_backward_agrees_with_autograd():
         args = (ndim, t.weight, t.bias, 1e-5, activation, 0.3)
         y = reference.layer_norm(t.x, *args).y
         grads = torch.autograd.grad(y, leaves, t.dy)
-        for ours, auto in zip(reference.layer_norm_backward(t.dy, t.x, *args), grads, strict=True):
+        found = reference.layer_norm_backward(t.dy, t.x, *args)[:3]
+        for ours, auto in zip(found, grads, strict=True):
             torch.testing.assert_close(ours, auto)
     value = reference.activation_value(torch.tensor(1.0).double(), "gelu")
     assert math.isclose(value, 0.8413447460685429)

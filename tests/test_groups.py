@@ -149,11 +149,7 @@ def in_float32(c, t):
         y = y * (1 + scale.reshape(*scale.shape[:2], *ones))
     if shift is not None:
         y = y + shift
-    activate: Any = {
-        None: lambda z: z, "gelu": F.gelu, "silu": F.silu, "relu": F.relu,
-        "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"), "leaky_relu": F.leaky_relu,
-    }  # fmt: skip
-    y = activate[c.activation](y) * c.scale
+    y = numerics.activate(y, c.activation) * c.scale
     gradients = torch.autograd.grad(y, list(leaves.values()), t["dy"].to(acc))
     return {"y": y.detach(), **{f"d{n}": g for n, g in zip(leaves, gradients, strict=True)}}
 
@@ -167,38 +163,19 @@ def dtype_of(c, name):
 
 def check(c, device, *, run=ours):
     """The contract of numerics.py for all results: 1.25 times PyTorch's error, and one rounding."""
-    found: dict[str, numerics.Errors] = {}
-    yardsticks: dict[str, numerics.Errors] = {}
-    greatest: dict[str, float] = {}
     numel = math.prod(c.shape)
     # An error's mean over few numbers is left to chance: it is taken over some fifty at least.
     few = 64 // min(c.shape[1], 64)
-    draws = max(few, min(16, 8192 // numel))
-    for seed in range(draws):
+
+    def draw(seed):
         t = make(c, device, seed)
-        actual, expected, stock = run(c, t), exact(c, t), in_float32(c, t)
-        assert actual.keys() == stock.keys()
-        for name, result in actual.items():
-            like = c.shape if name in ("y", "dx") else t[name[1:]].shape
+        found = run(c, t)
+        for name, result in found.items():
             assert result.dtype == dtype_of(c, name), name
-            assert result.shape == like, name
-            wanted = expected[name].reshape(like)
-            error = numerics.beyond_rounding(result, wanted, _NO_RESIDUAL, name)
-            found.setdefault(name, numerics.Errors()).add(error)
-            theirs = (stock[name].double().reshape(like) - wanted).abs()
-            yardsticks.setdefault(name, numerics.Errors()).add(theirs)
-            greatest[name] = max(greatest.get(name, 0.0), wanted.abs().max().item())
-    for name, errors in found.items():
-        # PyTorch's own sum over few numbers may be exact by chance.
-        slack = 2.0 ** (-50 if c.dtype is F64 else -23) * greatest[name]
-        allowed = numerics.FACTOR * yardsticks[name].rms + slack
-        assert not errors.nan, name
-        assert errors.rms <= allowed, (name, errors.rms, allowed)
-        most = numerics.GREATEST_FACTOR * yardsticks[name].greatest + slack
-        assert errors.greatest <= most, (name, errors.greatest, most)
+        return found, exact(c, t), in_float32(c, t)
 
+    numerics.check_draws(map(draw, range(max(few, min(16, 8192 // numel)))), c.dtype)
 
-_NO_RESIDUAL = numerics.Problem((1,))
 
 DTYPES = [(F32, None), (BF16, None), (BF16, F32), (F16, None), (F16, F32), (F64, None)]
 

@@ -17,10 +17,9 @@ from tiny_transformers import bert, gpt2, make, vit
 from torch import nn
 
 import fused_layernorm
-from fused_layernorm import FusedLayerNorm
+from fused_layernorm import FusedLayerNorm, is_fused
 from fused_layernorm.ops import autograd_library
 from fused_layernorm.override import _calls, _override
-from fused_layernorm.swap import is_fused
 
 HAS_KERNELS = (
     torch.ops.fused_layernorm._build_info() != "cpu only" and torch.backends.cuda.is_built()

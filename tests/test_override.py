@@ -16,10 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from forms import Calls
+from forms import Calls, Names
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_layernorm
 from fused_layernorm.calls import SENTINEL
@@ -81,16 +80,6 @@ def leaves_no_trace():
     yield
     assert [torch._C._dispatch_dump(name) for name in OPERATORS] == before
     assert not any(_in_force.values())
-
-
-class Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def inputs(device, shape=(4, 6, 32), normalized_ndim=1, dtype=torch.float32):
@@ -330,20 +319,6 @@ def test_what_the_kernels_do_not_take_runs_on_the_replaced_kernel(override):
     with _override("CPU"):
         actual = torch.native_layer_norm(x, (32,), weight, bias, 1e-5)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def test_plain_call_and_undo(device, override, calls):
-    x, weight, bias = inputs(device)
-    before = layer_norm(x, weight, bias)
-    handle = override()
-    layer_norm(x, weight, bias)
-    assert calls() > 0
-    assert "not in force" not in repr(handle)
-    handle.undo()
-    handle.undo()
-    assert "not in force" in repr(handle)
-    assert torch.equal(layer_norm(x, weight, bias), before)
-    assert calls() == 0
 
 
 def test_nests_and_ends_in_any_order(device, override, calls):

@@ -401,10 +401,7 @@ def test_gates_of_model_widths_need_no_kernel_of_their_own():
 
 
 def test_forward_of_modulated_rows():
-    """Rows as models have them are kept on the chip; the others are streamed."""
-    for cols, strategy in ((64, "warp"), (1024, "warp"), (1152, "block"), (40_960, "block"),
-                           (41_000, "stream")):  # fmt: skip
-        assert plan(4096, cols, BF16, group_rows=256)["strategy"] == strategy
+    """Rows as models have them are kept on the chip (golden_plans.txt); others are streamed."""
     assert plan(4096, 1152, F64, group_rows=256)["strategy"] == "stream"
     assert plan(4096, 1151, BF16, group_rows=256)["strategy"] == "block"
     assert plan(4096, 1151, BF16, weight_dtype=F32, group_rows=256)["strategy"] == "stream"
@@ -517,11 +514,8 @@ def test_a_ring_pays_from_the_third_row_on(problem):
     [
         # Where the columns alone keep the device busy, there are no partial sums.
         (HALF, 32, 2**22, 1),
-        ({**HALF, "device": "A100"}, 32, 2**21, 1),
-        ({}, 1000, 2**22, 1),
         # As many sets of rows as run at once; the device holds 264 blocks.
         ({"dtype": F64}, 512, 65_536, 16),
-        ({"dtype": F64}, 4096, 8192, 128),
         # One set of 150 blocks would leave multiprocessors idle. Seven sets take four rounds.
         ({"dtype": F64}, 1000, 150 * 4096, 7),
         ({"dtype": F64}, 1, 8192, 1),
@@ -579,30 +573,6 @@ def test_problems_that_cannot_be_are_refused(rows, cols, options, match):
         plan(rows, cols, **options)
     with refused("expected a device of"):
         torch.ops.fused_layernorm._plan(4, 4, F32, sms=0)
-
-
-def test_a_plan_has_the_fields_of_its_strategy_alone():
-    launch = {"strategy", "blocks", "threads", "shared_bytes", "workspace_bytes"}
-    partials = {"partials", "partials_offset"}
-    slices = {"blocks_per_row", "slice_cols"}
-    persistent = {"width", "vecs", "team_threads", "teams", "stage_cols", "bulk", "stages"}
-    persistent |= {"stays_in_l2"}
-    held = launch | {"stays_in_l2"}
-    assert set(plan(MANY, 64)) == held | {"vecs", "lanes", "moves"}
-    assert set(plan(9, 4096)) == held | {"vecs", "moves", "early"}
-    ring = {"blocks_per_row", "spans", "stages", "long"}
-    assert set(plan(9, 65536)) == launch | ring
-    assert set(plan(9, 2**24)) == launch | slices | {"width", "totals_offset"}
-    teams = {"width", "vecs", "team_threads", "teams", "by_lanes"}
-    assert set(plan(9, 64, backward=True)) == launch | teams | {"column_blocks"}
-    lanes = {"width", "vecs", "lanes", "chain_rows", "second_sums_offset"}
-    assert set(plan(MANY, 64, backward=True)) == launch | partials | lanes
-    block = launch | partials | persistent | {"as_slices"}
-    assert set(plan(MANY, 4096, backward=True)) == block
-    split = launch | partials | persistent | slices | {"lag", "has_collector"}
-    assert set(plan(MANY, 65536, backward=True)) == split
-    stream = launch | partials | slices | {"width", "totals_offset"}
-    assert set(plan(9, 2**24, backward=True)) == stream
 
 
 # ---- A forced plan runs or is refused.
@@ -667,41 +637,26 @@ def test_what_is_planned_can_be_forced(backward):
     [
         # options, (rows, columns, problem), fields of the plan
         ("vecs=2", (9, 32, {}), {"strategy": "warp", "vecs": 2, "lanes": 4}),
-        ("vecs=4", (9, 512, {}), {"strategy": "warp", "lanes": 32}),
         # No logical warp owns three vectors of this row, but a block does.
         ("vecs=3", (9, 2048, HALF), {"strategy": "block", "threads": 96}),
         ("strategy=block vecs=8", (9, 8192, {}), {"vecs": 8, "threads": 256}),
         ("strategy=rows", (9, 1152, OF_ROWS), {"strategy": "rows", "vecs": 2}),
-        ("strategy=rows vecs=2", (9, 1152, OF_ROWS), {"team_threads": 96}),
         ("vecs=2", (9, 264, OF_ROWS), {"vecs": 2, "by_lanes": False}),
-        ("strategy=rows vecs=4", (9, 1152, OF_ROWS), {"vecs": 4, "team_threads": 64}),
-        ("strategy=block", (9, 512, {}), {"strategy": "block", "vecs": 4, "threads": 32}),
-        ("strategy=ring", (9, 4096, {}), {"blocks_per_row": 1, "spans": 2, "stages": 15}),
         ("blocks_per_row=2", (9, 4096, HALF), {"strategy": "ring", "spans": 1, "stages": 7}),
         ("strategy=ring blocks_per_row=3", (9, 65_536, HALF), {"spans": 6, "stages": 17}),
-        ("long=0 blocks_per_row=8", (9, 65_536, {}), {"long": False, "spans": 4}),
         ("long=1", (9, 4096, {}), {"long": True, "blocks_per_row": 1}),
-        ("strategy=split stages=8", (MANY, 65_536, {"backward": True, **HALF}), {"stages": 8}),
-        ("strategy=stream", (9, 64, HALF), {"strategy": "stream", "blocks_per_row": 1}),
         ("vecs=8", (MANY, 64, {**ANYWHERE, "backward": True}), {"strategy": "warp", "lanes": 8}),
-        ("vecs=8", (MANY, 4096, {"backward": True}), {"vecs": 8, "team_threads": 128}),
         ("teams=3", (MANY, 1024, {"backward": True}), {"teams": 3, "threads": 192}),
-        ("teams=2", (MANY, 4096, {"backward": True, **HALF}), {"teams": 2}),
         ("teams=2", (100, 1024, {"backward": True, **HALF}), {"strategy": "few_rows", "teams": 2}),
         ("bulk=0", (MANY, 1024, {"backward": True}), {"strategy": "block", "stages": 0}),
-        ("bulk=0", (100, 1024, {"backward": True}), {"strategy": "block", "bulk": False}),
         ("bulk=1", (2, 1024, {"backward": True}), {"strategy": "block", "bulk": True}),
-        ("stages=1", (MANY, 1024, {"backward": True}), {"stages": 1, "bulk": True}),
         ("stages=3", (2, 1024, {"backward": True}), {"stages": 3, "bulk": True}),
         ("strategy=split", (MANY, 1024, {"backward": True}), {"blocks_per_row": 2, "lag": 2}),
         # No block of whole rows has room for eight stages of this row.
         ("stages=8", (MANY, 8192, {"backward": True}), {"strategy": "split", "blocks_per_row": 3}),
         ("lag=3", (MANY, 65_536, {"backward": True, **HALF}), {"lag": 3, "stages": 6}),
         ("blocks_per_row=10", (MANY, 65_536, {"backward": True}), {"stages": 3, "lag": 1}),
-        ("strategy=few_rows", (MANY, 1024, {"backward": True}), {"strategy": "few_rows"}),
         ("strategy=few_rows teams=1", (MANY, 1024, {"backward": True}), {"threads": 64}),
-        ("strategy=warp", (100, 64, {"backward": True}), {"strategy": "warp"}),
-        ("strategy=block", (100, 64, {"backward": True}), {"strategy": "block"}),
     ],
 )  # fmt: skip
 def test_what_is_forced_is_planned(options, problem, expected):
@@ -719,61 +674,38 @@ def test_what_is_forced_is_planned(options, problem, expected):
     [
         # There is no such kernel.
         ("vecs=6", (9, 4096, {})),
-        ("vecs=7", (9, 64, HALF)),
         ("vecs=1", (9, 4096, {})),
-        ("vecs=3", (MANY, 4096, {"backward": True})),
-        ("vecs=8", (MANY, 4096, {"backward": True, **HALF})),
         ("strategy=warp vecs=4", (9, 1024, {**HALF, **RESIDUAL})),
-        ("strategy=few_rows", (9, 64, {})),
-        ("strategy=ring", (9, 65_536, {"backward": True})),
         ("strategy=ring", (9, 65_536, RESIDUAL)),
         ("strategy=ring", (9, 65_536, {"dtype": F64})),
         ("strategy=ring", (9, 65_536, {"device": "A100"})),
         ("strategy=ring", (9, 65_537, ANYWHERE)),
-        ("strategy=block vecs=5", (9, 1155, {**HALF, **ANYWHERE})),
         ("bulk=1", (MANY, 1027, {**RESIDUAL, **ANYWHERE, "backward": True})),
-        ("strategy=split", (MANY, 65_537, {**RESIDUAL, **ANYWHERE, "backward": True})),
         ("strategy=split", (MANY, 65_536, {"y_dtype": BF16, "backward": True})),
-        ("strategy=split", (9, 65_536, HALF)),
         ("strategy=split", (9, 65_536, {"dtype": F64, "backward": True})),
         ("strategy=split bulk=0", (9, 65_536, {**ANYWHERE, "backward": True})),
         # The row does not fit.
-        ("strategy=warp", (9, 1028, {})),
         ("strategy=block", (9, 40_968, HALF)),
         ("strategy=block vecs=5", (9, 512, {})),
-        ("strategy=ring", (9, 2**24, {})),
         ("strategy=few_rows", (9, 8200, {**HALF, **RESIDUAL, "backward": True})),
-        ("strategy=few_rows", (9, 16_392, {**HALF, "backward": True})),
-        ("strategy=few_rows", (9, 4098, {"dtype": F64, "backward": True})),
         # Shared memory or threads do not suffice.
         ("strategy=block stages=8", (MANY, 8192, {"backward": True})),
-        ("blocks_per_row=7", (MANY, 65_536, {"backward": True})),
         ("teams=9", (MANY, 1024, {"backward": True})),
-        ("teams=3", (MANY, 4096, {"backward": True})),
         ("strategy=few_rows teams=15", (9, 4096, {"backward": True})),
-        ("strategy=few_rows teams=1", (9, 64, {"backward": True})),
-        ("teams=2", (MANY, 16_384, {**HALF, "backward": True})),
         ("blocks_per_row=140", (9, 65_536, {})),
-        ("blocks_per_row=1", (9, 2**20, {})),
         ("blocks_per_row=1", (MANY, 65_536, {"backward": True})),
         # The last slice would be empty.
         ("blocks_per_row=3", (MANY, 8, {"backward": True})),
         # The ring has no room for the rows that wait, or there is no ring.
         ("stages=2", (MANY, 65_536, {"backward": True})),
-        ("stages=1", (MANY, 16_384, {**HALF, "backward": True})),
         ("stages=3 bulk=0", (MANY, 1024, {"backward": True})),
         ("bulk=1", (MANY, 1024, {"device": "A100", "backward": True})),
-        ("bulk=1", (MANY, 1024, {"dtype": F64, "backward": True})),
         # The strategy has no such part.
         ("strategy=warp stages=3", (9, 64, {})),
-        ("strategy=block blocks_per_row=1", (9, 4096, {})),
         ("strategy=stream vecs=8", (9, 4096, {})),
-        ("strategy=ring stages=3", (9, 65_536, HALF)),
         ("strategy=ring vecs=4", (9, 65_536, HALF)),
         ("strategy=few_rows bulk=0", (9, 4096, {"backward": True})),
-        ("bulk=1", (9, 65_536, HALF)),
         ("teams=2", (9, 4096, {})),
-        ("vecs=4 stages=2", (9, 4096, {})),
     ],
 )
 def test_what_cannot_be_had_is_refused(options, problem):
@@ -811,7 +743,6 @@ def test_a_refusal_names_what_was_forced_and_the_problem():
             "lag, blocks_per_row or long",
         ),
         ("few=1", "no part of a plan is called 'few': expected strategy, vecs"),
-        ("split", "no part of a plan is called 'split': expected strategy, vecs"),
         ("=3", "no part of a plan is called '': expected strategy, vecs"),
         ("vecs", "expected vecs to be a whole number from 1 to 16, got ''"),
         *(
@@ -819,13 +750,10 @@ def test_a_refusal_names_what_was_forced_and_the_problem():
             for value in ("0", "17", "four", "4x")
         ),
         ("teams=513", "expected teams to be a whole number from 1 to 512, got '513'"),
-        ("bulk=2", "expected bulk to be a whole number from 0 to 1, got '2'"),
-        ("stages=9", "expected stages to be a whole number from 1 to 8, got '9'"),
         ("lag=0", "expected lag to be a whole number from 1 to 3, got '0'"),
         ("blocks_per_row=161", "expected blocks_per_row to be a whole number from 1 to 160"),
         ("stages=99999999999999999999", "expected stages to be a whole number from 1 to 8"),
         ("stages=3 stages=4", "expected stages once, got 'stages=3 stages=4'"),
-        ("strategy=warp strategy=warp", "expected strategy once"),
     ],
 )
 def test_unknown_words_are_refused(options, sentence):

@@ -4,18 +4,18 @@ for the stock model."""
 
 import gc
 import importlib
+import inspect
 import sys
 import threading
 import weakref
 from typing import Any
 
-import libraries
 import pytest
 import torch
-from swaps import D, assert_same, results
-from tiny_transformers import GemmaHere
+from libraries import class_of
+from swaps import Accepted, D, Registered, assert_same, registered_forward, results
+from tiny_transformers import GemmaHere, WrittenHere
 from torch import nn
-from torch.nn import functional as F
 
 import fused_layernorm
 from fused_layernorm import is_fused, register_swap, stock, swap_norms, unswap_norms
@@ -24,38 +24,15 @@ from fused_layernorm.swap import registry, source
 pytestmark = pytest.mark.cpu_operators  # as on a GPU: calls that are fused run our operators
 
 
-class Registered(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        return F.layer_norm(x, self.gamma.shape, self.gamma)
-
-
-class Accepted(nn.LayerNorm):
-    """A subclass that a predicate accepts."""
-
-
-def registered_forward(self, x):
-    return fused_layernorm.layer_norm(x, self.gamma)
-
-
-def class_of(name):
-    module, _, cls = name.rpartition(".")
-    libraries.get(module.split(".")[0])
-    return getattr(importlib.import_module(module), cls)
-
-
 CLASSES = {
     "LayerNorm": lambda: nn.LayerNorm,
     "RMSNorm": lambda: nn.RMSNorm,
     "GemmaHere": lambda: GemmaHere,
     "Registered": lambda: Registered,
     "Accepted": lambda: Accepted,
-    "Llama": lambda: class_of("transformers.models.llama.modeling_llama.LlamaRMSNorm"),
-    "FP32LayerNorm": lambda: class_of("diffusers.models.normalization.FP32LayerNorm"),
-    "timm": lambda: class_of("timm.layers.norm.LayerNorm"),
+    "Llama": lambda: class_of("transformers.models.llama.modeling_llama", "LlamaRMSNorm"),
+    "FP32LayerNorm": lambda: class_of("diffusers.models.normalization", "FP32LayerNorm"),
+    "timm": lambda: class_of("timm.layers.norm", "LayerNorm"),
 }
 
 
@@ -103,7 +80,7 @@ def test_a_method_and_a_function_that_a_forward_calls(device, monkeypatch):
     assert_same(module(x), x * 3 * 2)
     assert not is_fused(swap(GemmaHere(D)))
 
-    timm = class_of("timm.layers.norm.LayerNormExp2d")
+    timm = class_of("timm.layers.norm", "LayerNormExp2d")
     image = torch.randn(2, D, 4, 4, device=device).to(memory_format=torch.channels_last)
     module = swap(timm(D).to(device))
     assert is_fused(module)
@@ -120,24 +97,7 @@ def test_a_constructed_norm_is_no_stock_module(device, monkeypatch):
 
 
 # A module of a model, with Llama's RMSNorm.
-A_NORM = """
-import torch
-from torch import nn
-
-
-class MyRMSNorm(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.variance_epsilon = 1e-6
-
-    def forward(self, hidden_states):
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
-"""
+A_NORM = "import torch\nfrom torch import nn\n\n\n" + inspect.getsource(WrittenHere)
 
 
 def test_a_file_that_changed_since_its_import(tmp_path, monkeypatch):
@@ -145,7 +105,7 @@ def test_a_file_that_changed_since_its_import(tmp_path, monkeypatch):
     file = tmp_path / "of_a_model.py"
     file.write_text(A_NORM.replace("return self.weight *", "return 3.0 *"))
     monkeypatch.syspath_prepend(tmp_path)
-    loaded = importlib.import_module(file.stem).MyRMSNorm
+    loaded = importlib.import_module(file.stem).WrittenHere
     file.write_text(A_NORM)
     assert source.read(loaded) is None
     x = torch.randn(4, D)
@@ -156,7 +116,7 @@ def test_a_file_that_changed_since_its_import(tmp_path, monkeypatch):
 
 
 def test_hooks_of_all_modules_see_norms_inside_other_kernels(device):
-    zero = class_of("diffusers.models.normalization.AdaLayerNormZero")
+    zero = class_of("diffusers.models.normalization", "AdaLayerNormZero")
     module, seen = swap_norms(zero(D, None, "layer_norm").to(device)), []
     assert is_fused(module)
     x, emb = torch.randn(2, 5, D, device=device), torch.randn(2, D, device=device)
@@ -293,7 +253,7 @@ def test_classes_are_not_kept(tmp_path, monkeypatch):
     file = tmp_path / "of_another_model.py"
     file.write_text(A_NORM)
     monkeypatch.syspath_prepend(tmp_path)
-    loaded = importlib.import_module(file.stem).MyRMSNorm
+    loaded = importlib.import_module(file.stem).WrittenHere
     module, x = swap(loaded(D)), torch.randn(4, D)
     assert is_fused(module)
     results(module, x)

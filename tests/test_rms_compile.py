@@ -4,10 +4,8 @@
 The tests make the pass run on the CPU too, where the operators are PyTorch's own.
 """
 
-import importlib
 from typing import Any
 
-import libraries
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,40 +142,6 @@ def test_module():
     assert operators_of(graphs[0]) == ["layer_norm"]
     assert (rows[0].where, rows[0].form, rows[0].statistic) == ("1.0", "rms_norm", "rms")
     assert options_of(graphs[0]).eps == torch.finfo(F32).eps
-
-
-CLASSES = {
-    ("llama", "LlamaRMSNorm"): ROUNDED,
-    ("qwen3", "Qwen3RMSNorm"): ROUNDED,
-    ("gemma3", "Gemma3RMSNorm"): OFFSET,
-    ("t5", "T5LayerNorm"): ROUNDED,
-    ("olmo2", "Olmo2RMSNorm"): PLAIN,
-    ("moshi", "MoshiRMSNorm"): PLAIN,
-    ("llama4", "Llama4TextRMSNorm"): ROUNDED,
-    ("idefics", "IdeficsRMSNorm"): ROUNDED,
-}
-
-
-@pytest.mark.parametrize(("folder", "name"), CLASSES)
-def test_classes_of_transformers(folder, name):
-    libraries.get("transformers")
-    source = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    module = getattr(source, name)(D)
-    parameters = [*module.parameters()]
-    assert len(parameters) == 1
-    torch.nn.init.normal_(parameters[0])
-    module.bfloat16()
-
-    def function(t):
-        return torch.func.functional_call(
-            module, dict.fromkeys(dict(module.named_parameters()), t["weight"]), t["x"]
-        )
-
-    rows, graphs = assert_same(function, tensors(BF16))
-    assert [row.operator for row in rows] == ["layer_norm"]
-    assert len(calls_of(graphs[0])) == 1
-    options = options_of(graphs[0])
-    assert (options.weight_offset, options.round_before_weight) == CLASSES[folder, name]
 
 
 MODELS = {  # how many norms a model of two layers has

@@ -18,13 +18,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from libraries import class_of
-from swaps import check_compiler, check_swap_and_unswap, copies, digest, fused, results, swapped
+from swaps import (
+    check_compiler,
+    check_swap_and_unswap,
+    copies,
+    digest,
+    fused,
+    operators_of,
+    results,
+    swapped,
+)
 from tiny_transformers import GemmaHere, WrittenHere
 from torch import nn
 
 from fused_layernorm import (
     FusedLayerNorm,
     FusedRMSNorm,
+    is_fused,
     register_swap,
     rms_norm,
     swap_layer_norm,
@@ -34,7 +44,7 @@ from fused_layernorm import (
     unswap_norms,
     unswap_rms_norm,
 )
-from fused_layernorm.swap import is_fused, registry
+from fused_layernorm.swap import registry
 from fused_layernorm.swap import rms as swap_rms
 
 T, D = "transformers.models.", "diffusers.models."
@@ -227,9 +237,7 @@ def test_the_operators_are_called(norm, device):
     x_dtype = F32 if rounds_everywhere or not getattr(norm, "force_fp32", True) else BF16
     inputs = arguments_of(norm.to(x_dtype), torch.randn(8, SIZE, device=device).to(x_dtype))
     new = swapped(norm)
-    with torch.profiler.profile() as profile:
-        new(*inputs)
-    assert any("fused_layernorm::" in event.key for event in profile.key_averages())
+    assert operators_of(lambda: new(*inputs))
 
 
 @pytest.mark.cpu_operators
@@ -385,16 +393,6 @@ def test_the_kinds():
     assert [*map(type, model.children())] == [*map(type, Model().children())]
 
 
-def test_the_log_names_what_is_left(caplog):
-    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
-        swap_norms(Model())
-    [record] = caplog.records
-    text = record.getMessage()
-    assert ": 3 norm-like modules were left" in text
-    for name in ("OwnName", "OwnForward", "OtherRMSNorm"):
-        assert f"1 {__name__}.{name} (its class is not known)" in text
-
-
 def test_predicate():
     asked = []
 
@@ -432,31 +430,10 @@ def test_warnings():
         swap_rms_norm(model)
 
 
-def test_a_patched_class_is_another_source(monkeypatch):
-    class Patched(WrittenHere):
-        pass
-
-    model = nn.Sequential(Patched(8), nn.RMSNorm(8))
-    assert is_fused(swap_norms(copy.deepcopy(model))[0])
-    monkeypatch.setattr(Patched, "forward", lambda self, x: x)
-    assert not is_fused(swap_norms(model)[0])
-
-
-def test_a_swapped_rms_norm_takes_what_the_stock_one_takes(device):
-    norm = nn.RMSNorm(8).to(device)
-    new = swapped(norm)
-    x = torch.randn(3, 8, device=device)
-    for other in (x.to(torch.complex64), x.double()):
-        assert torch.equal(new(other), norm(other))
-        assert new(other).dtype == norm(other).dtype
-
-
 @pytest.mark.cpu_operators
 def test_an_eps_that_the_operators_refuse(device):
     x = torch.randn(3, 8, device=device)
-    for norm in (nn.RMSNorm(8, eps=float("nan")), WrittenHere(8, eps=float("nan"))):
-        assert swapped(norm.to(device))(x).isnan().all()
-    for eps in (-0.1, 1, torch.tensor(0.1)):
+    for eps in (float("nan"), -0.1, 1, torch.tensor(0.1)):
         norm = WrittenHere(8, eps=eps).to(device)
         torch.testing.assert_close(swapped(norm)(x), norm(x), equal_nan=True)
 

@@ -9,39 +9,28 @@ from typing import Any, cast
 import libraries
 import pytest
 import torch
-from swaps import D, assert_same, small_model
+from swaps import (
+    Accepted,
+    D,
+    Registered,
+    assert_same,
+    operators_of,
+    registered_forward,
+    small_model,
+)
 from tiny_transformers import WrittenHere
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import fused_layernorm
-from fused_layernorm import functional, register_swap, swap_norms, unswap_norms
+from fused_layernorm import register_swap, swap_norms, unswap_norms
 from fused_layernorm.swap import classes, registry, swapping
 
 pytestmark = [
     pytest.mark.cpu_operators,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-
-
-class Accepted(nn.LayerNorm):
-    """A subclass that a predicate accepts."""
-
-
-class Registered(nn.Module):
-    """A class that register_swap knows, with arguments by keyword."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.ones(size))
-
-    def forward(self, x, *, shift=0.0):
-        return F.layer_norm(x, self.gamma.shape, self.gamma) + shift
-
-
-def registered_forward(self, x, *, shift=0.0):
-    return fused_layernorm.layer_norm(x, self.gamma) + shift
 
 
 class RegisteredRms(Registered):
@@ -74,18 +63,10 @@ def _registered(monkeypatch):
     register_swap(RegisteredRms, lambda _: lambda self, x: fused_layernorm.rms_norm(x, self.gamma))
 
 
-@pytest.fixture
-def mesh():
-    store = torch._C._distributed_c10d.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
 def swapped(model):
     found = swap_norms(copy.deepcopy(model), predicate=lambda name, module: True)
     norms = [module for module in found.modules() if isinstance(module, tuple(NORMS.values()))]
-    assert all(fused_layernorm.swap.is_fused(cast(Any, module)) for module in norms)
+    assert all(fused_layernorm.is_fused(cast(Any, module)) for module in norms)
     return found
 
 
@@ -96,13 +77,6 @@ def gradients(model, *inputs):
     y = y.values() if y.is_nested and y.layout is torch.jagged else y
     (torch.cat([*map(torch.flatten, y.unbind())]) if y.is_nested else y).square().sum().backward()
     return y, *(p.grad.clone() for p in model.parameters())
-
-
-def operators_of(call):
-    """The names of the package's operators and kernels that run."""
-    with torch.profiler.profile() as profile:
-        call()
-    return {event.name for event in profile.events() if "fused_layernorm::" in event.name}
 
 
 @pytest.mark.parametrize("parametrized", [False, True])
@@ -169,7 +143,7 @@ def test_fully_shard(norm, first, mesh):
     fully_shard(new, mesh=mesh)
     swap_norms(new, predicate=lambda name, module: True)
     for is_fused in (True, False):
-        assert fused_layernorm.swap.is_fused(new) is is_fused
+        assert fused_layernorm.is_fused(new) is is_fused
         assert isinstance(new, FSDPModule)
         assert isinstance(new, type(norm))
         y, *grads = gradients(new, x)
@@ -323,7 +297,7 @@ class Calls(nn.Module):
         self.name, self.options = name, options
 
     def forward(self, *tensors):
-        return getattr(functional, self.name)(*tensors, **self.options)
+        return getattr(fused_layernorm, self.name)(*tensors, **self.options)
 
 
 H, F32 = torch.float16, torch.float32
@@ -335,6 +309,7 @@ ONNX = {
     "layer_norm": ([(F32, 4), (F32, 0)], {"activation": "gelu_tanh", "scale": 0.5, "out_dtype": H}),
     "ada_layer_norm": ([(F32, 4), (F32, 0), (F32, 4)], {}),
     "add_ada_layer_norm": ([(H, 4), (F32, 4), (F32, 0), (F32, 4), (F32, 0)], {"statistic": "rms"}),
+    "group_norm": ([(H, 4)], {"num_groups": 3, "activation": "silu"}),
 }
 
 
@@ -349,6 +324,15 @@ def test_onnx_from_torch_script(device, name, opset):
         for dtype, rows in kinds
     )
     libraries.check_onnx(Calls(name, options).eval(), tensors, opset_version=opset)
+
+
+@pytest.mark.parametrize("options", [{}, {"rotary_dim": 4, "interleaved": True}])
+def test_onnx_of_heads_from_torch_script(device, options):
+    q, k = (torch.randn(2, 3, heads, 8, device=device) for heads in (4, 2))
+    angles = torch.randn(2, 3, options.get("rotary_dim", 8) // 2, device=device)
+    norm = Calls("qk_norm_rope", {"eps": 1e-5, **options}).eval()
+    weights = torch.randn(2, 8, device=device)
+    libraries.check_onnx(norm, (q, k, *weights, *angles), opset_version=17)
 
 
 def test_onnx_of_a_swapped_model(device):

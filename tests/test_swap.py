@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from fused_layernorm import (
     FusedLayerNorm,
+    is_fused,
     layer_norm,
     register_swap,
     swap_layer_norm,
@@ -21,7 +22,7 @@ from fused_layernorm import (
     unswap_layer_norm,
     unswap_norms,
 )
-from fused_layernorm.swap import is_fused, registry
+from fused_layernorm.swap import registry
 
 
 class OwnForward(nn.LayerNorm):
@@ -120,16 +121,6 @@ def test_hooks_stay(device, make):
     model(x).sum().backward()
     model.load_state_dict(model.state_dict())
     assert not calls
-
-
-def test_state_dicts_load_in_both_directions():
-    x = torch.randn(3, 4, 8)
-    stock, swapped = ([Model(), swap_layer_norm(Model())] for _ in range(2))
-    for one, other in zip(stock, reversed(swapped), strict=True):
-        for parameter in one.parameters():
-            nn.init.normal_(parameter)
-        other.load_state_dict(one.state_dict())
-        torch.testing.assert_close(other(x), one(x), rtol=1e-4, atol=1e-4)
 
 
 def test_predicate_chooses():

@@ -16,7 +16,8 @@ from libraries import class_of
 from torch import nn
 
 import fused_layernorm as fl
-from fused_layernorm.swap import groups, is_fused, neighbours, swap_norms, unswap_norms
+from fused_layernorm import is_fused, swap_norms, unswap_norms
+from fused_layernorm.swap import groups, neighbours
 
 R, A, U = "diffusers.models.resnet.", "diffusers.models.autoencoders.", "diffusers.models.unets."
 F32, BF16 = torch.float32, torch.bfloat16

@@ -23,8 +23,7 @@ from swaps import check_compiler, check_swap_and_unswap, digest, results
 from swaps import swapped as swapped_by
 from torch import nn
 
-from fused_layernorm import swap_layer_norm, unswap_layer_norm
-from fused_layernorm.swap import is_fused
+from fused_layernorm import is_fused, swap_layer_norm, unswap_layer_norm
 from fused_layernorm.swap import source as swap_source
 from fused_layernorm.swap import table as swap_table
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import warnings
@@ -93,8 +92,7 @@ def _run_graph(graph: Graph, settings: Settings) -> list[Row]:
         try:
             site = sites.find(node) or groups.find(node)
             if site is not None and value_of(node).device.type in rules.DEVICES:
-                change = _replace_groups if isinstance(site, groups.GroupSite) else _replace
-                rows.append(change(site, graph, effects, settings))
+                rows.append(_replace(site, graph, effects, settings))
         except Exception as error:
             rows.append(_failed(node, error))
     try:
@@ -152,11 +150,8 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
     notes = site.notes
     if notes:  # no operator computes this norm
         return _row(site, None, "", notes)
-    # Largest first: all that may be one operator, then without the sum before the norm; then the
-    # same two without the operations after the norm.
-    grown = sites.grow(site)
-    starts = [site] if grown.y is site.y else [grown, site]
-    for candidate in itertools.chain.from_iterable(map(sites.with_sum, starts)):
+    of_groups = isinstance(site, groups.GroupSite)
+    for candidate in groups.candidates(site) if of_groups else sites.candidates(site):
         try:
             checked = replace.check(candidate, effects, settings.with_inductor)
             problem = _problem(candidate, settings)
@@ -166,25 +161,13 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
             fused = checked.operator
             if rule.choice is Choice.INDUCTOR:
                 fused = aten_forward.aten_variant(fused)
-            row = _row(candidate, fused.overload, rule.reason, notes)
+            overload = group_norm if of_groups else fused.overload
+            row = _row(candidate, overload, rule.reason, notes)
             row.fused += ["cast"] * (checked.narrowed is not None)
-            replace.apply(checked, fused, graph, effects, problem.columns)
-            return row
-        except NotFused as reason:
-            if str(reason) not in notes:
-                notes.append(str(reason))
-    return _row(site, None, "", notes)
-
-
-def _replace_groups(site: Any, graph: Graph, effects: Effects, settings: Settings) -> Row:
-    notes = site.notes
-    for candidate in () if notes else groups.grown(site):
-        try:
-            checked = replace.check(candidate, effects, settings.with_inductor)
-            rule = rules.choose(groups.problem(settings.with_inductor, settings.deterministic))
-            row = _row(candidate, group_norm, rule.reason, notes)
-            row.fused += ["cast"] * (checked.narrowed is not None)
-            groups.apply(checked, graph, effects)
+            if of_groups:
+                groups.apply(checked, graph, effects)
+            else:
+                replace.apply(checked, fused, graph, effects, problem.columns)
             return row
         except NotFused as reason:
             if str(reason) not in notes:
@@ -193,6 +176,9 @@ def _replace_groups(site: Any, graph: Graph, effects: Effects, settings: Setting
 
 
 def _problem(site: Site, settings: Settings) -> Problem:
+    options = settings._asdict()
+    if isinstance(site, groups.GroupSite):
+        return Problem(Fusion.GROUPS, None, False, **options)
     cols = math.prod(site.normalized_shape)
     if site.is_modulated or site.gate is not None:
         fusion = Fusion.MODULATED
@@ -207,9 +193,8 @@ def _problem(site: Site, settings: Settings) -> Problem:
         any(map(_is_elementwise, neighbours)),
         _columns(site, settings),
         site.dim is not None,
-        settings.with_inductor,
-        settings.deterministic,
         statistic=site.statistic,
+        **options,
     )
 
 

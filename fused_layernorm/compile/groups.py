@@ -9,7 +9,7 @@ and become one operator with it. What else there is to say of a site, replace.py
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from ..ops.groups import group_norm
 from ..ops.load import operators
-from . import patterns, rules, sites
+from . import patterns, sites
 from . import replace as replacing
 from .effects import Effects
 from .patterns import Viewed
-from .reading import Call, dtype_of, is_finite_number, is_tensor, read, reads, value_of
+from .reading import Call, dtype_of, is_tensor, read, reads, value_of
 from .replace import NotFused
 from .sites import Site, are_equal
 
@@ -94,10 +94,16 @@ def _fused_group_norm(
 class GroupSite(Site):
     num_groups: Any = 1
     is_activated_after_modulation = True
+    activations = patterns.GROUP_ACTIVATIONS
 
     @property
     def normalized_shape(self) -> torch.Size:
         return value_of(self.norm).shape[1:2]
+
+    def takes(self, modulation: Node | Viewed) -> bool:
+        """Whether a shift or scale has a number for each channel of each sample."""
+        shape = value_of(self.norm).shape
+        return are_equal(sites.shape_of(modulation), [*shape[:2], *[1] * (len(shape) - 2)])
 
 
 def find(node: Node) -> GroupSite | None:
@@ -111,57 +117,15 @@ def find(node: Node) -> GroupSite | None:
     form = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
     site = GroupSite(node, form, input, 1, weight, bias, eps, y=node, nodes=frozenset({node}))
     site.num_groups, site.saved = num_groups, input
-    if len(site.norm.all_input_nodes) == 1 and not is_tensor(site.norm.all_input_nodes[0]):
-        site.form = "native_group_norm"  # the first of several results
-        if len(site.norm.all_input_nodes[0].users) > 1:
-            site.notes.append("its statistics are used")
-    return site
+    return sites.with_statistics(site, "native_group_norm")
 
 
-def grown(site: GroupSite) -> Iterator[GroupSite]:
+def candidates(site: Site) -> Iterator[Site]:
     """The site with all behind it that may be fused with it, and without."""
-    found = _activated(_modulated(site))
-    for cast in sites._casts_behind(found.y):
-        found = replace(found, y=cast, nodes=found.nodes | {cast})
-    if found.y is not site.y:
-        yield found
+    grown = sites.cast(sites.activated(sites.modulated(site)))
+    if grown.y is not site.y:
+        yield grown
     yield site
-
-
-def _modulated(site: GroupSite) -> GroupSite:
-    """The site with a modulation, of which each channel of each sample has a number."""
-
-    def fits(site: Site, values: dict[str, Any]) -> bool:
-        shape = value_of(site.norm).shape
-        numbers = [*shape[:2], *[1] * (len(shape) - 2)]
-        given = [values[name] for name in ("scale", "shift") if name in values]
-        return all(are_equal(sites.shape_of(value), numbers) for value in given)
-
-    for _, root, match in sites._behind(site, patterns.MODULATIONS, fits):
-        scale, shift = match.values.get("scale"), match.values.get("shift")
-        return replace(site, y=root, nodes=site.nodes | match.nodes, scale=scale, shift=shift)
-    return site
-
-
-def _activated(site: GroupSite) -> GroupSite:
-    for expression, root, match in sites._behind(site, patterns.GROUP_ACTIVATIONS, lambda *_: True):
-        activation = patterns.GROUP_ACTIVATIONS[expression]
-        site = replace(site, y=root, nodes=site.nodes | match.nodes, activation=activation)
-        break
-
-    def fits(site: Site, values: dict[str, Any]) -> bool:
-        return is_finite_number(values["factor"])
-
-    for _, root, match in sites._behind(site, patterns.FACTORS, fits):
-        factor = float(match.values["factor"])
-        return replace(site, y=root, nodes=site.nodes | match.nodes, factor=factor)
-    return site
-
-
-def problem(with_inductor: bool, deterministic: bool) -> rules.Problem:
-    return rules.Problem(
-        rules.Fusion.GROUPS, None, False, with_inductor=with_inductor, deterministic=deterministic
-    )
 
 
 def apply(checked: replacing.Replacement, graph: Graph, effects: Effects) -> None:
@@ -176,21 +140,16 @@ def apply(checked: replacing.Replacement, graph: Graph, effects: Effects) -> Non
         last = (a.eps, a.activation, a.output_scale, out_dtype)
         args = (a.input, site.num_groups, a.shift, scale, a.weight, a.bias, *last)
         y = maker.make(group_norm, args)
-        if not _lies_alike(site.y, y) and not _users_do_not_mind(site.y, y):
-            y = maker.make(torch.ops.aten.contiguous.default, (y,))
-            replacing.check_alike(site.y, y, out_dtype)
+        try:
+            replacing.check_alike(site.y, y, dtype_of(y))
+        except NotFused:
+            if not _users_do_not_mind(site.y, y):
+                y = maker.make(torch.ops.aten.contiguous.default, (y,))
+                replacing.check_alike(site.y, y, out_dtype)
     site.y.replace_all_uses_with(y)
     replacing.erase(site.y, graph)
     for moved in () if narrowed is None else narrowed.moved:
         maker.set_example(moved, replacing.example_of(moved))
-
-
-def _lies_alike(old: Node, new: Node) -> bool:
-    try:
-        replacing.check_alike(old, new, dtype_of(new))
-    except NotFused:
-        return False
-    return True
 
 
 def _users_do_not_mind(old: Node, new: Node) -> bool:

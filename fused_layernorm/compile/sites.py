@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
@@ -58,11 +58,7 @@ class Site:
     notes: list[str] = field(default_factory=list)  # what was left, and why
 
     is_activated_after_modulation = False  # whether an operator has both, in this order
-
-    @property
-    def x(self) -> Node:
-        """The node whose values are normalized."""
-        return self.input if self.residual_out is None else self.residual_out
+    activations = patterns.ACTIVATIONS
 
     @property
     def normalized_shape(self) -> torch.Size:
@@ -74,12 +70,23 @@ class Site:
     def is_modulated(self) -> bool:
         return self.shift is not None or self.scale is not None
 
+    def takes(self, modulation: Node | Viewed) -> bool:
+        """Whether a gate, shift or scale has an element for each column, as the kernels read it."""
+        shape = shape_of(modulation)
+        columns = shape[max(0, len(shape) - self.normalized_ndim) :]
+        return broadcasts(shape, value_of(self.norm).shape) and are_equal(
+            columns, self.normalized_shape
+        )
+
     @property
     def fused(self) -> list[str]:
         """What is computed together with the normalization, by name."""
         names = ("residual", "gate", "scale", "shift", "activation")
         found = [name for name in names if getattr(self, name) is not None]
         return found + ["factor"] * (self.factor != 1.0)
+
+
+S = TypeVar("S", bound=Site)
 
 
 def are_equal(one: Iterable[Any], other: Iterable[Any]) -> bool:
@@ -96,17 +103,6 @@ def broadcasts(one: Iterable[Any], to: Iterable[Any]) -> bool:
     return len(one) <= len(to) and all(
         statically_known_true(a == b) or statically_known_true(a == 1)
         for a, b in zip(reversed(one), reversed(to), strict=False)
-    )
-
-
-def modulates(value: Node | Viewed | None, site: Site) -> bool:
-    """Whether a gate, shift or scale has an element for each column, as the kernels read it."""
-    if value is None:
-        return True
-    shape = shape_of(value)
-    columns = shape[max(0, len(shape) - site.normalized_ndim) :]
-    return broadcasts(shape, value_of(site.norm).shape) and are_equal(
-        columns, site.normalized_shape
     )
 
 
@@ -156,9 +152,14 @@ def _called(node: Node, call: Call) -> Site | None:
     site.weight_offset = weight_offset
     if rounds and dtype_of(input) in HALF:
         site.rounded = dtype_of(input)
-    if node.target is operator.getitem:  # the first of several results
-        site.form = "_fused_rms_norm" if is_rms else "native_layer_norm"
-        if len(node.args[0].users) > 1:  # type: ignore[union-attr]
+    return with_statistics(site, "_fused_rms_norm" if is_rms else "native_layer_norm")
+
+
+def with_statistics(site: S, form: str) -> S:
+    """The site, of this form if the norm is the first of several results of its operator."""
+    if site.norm.target is operator.getitem:
+        site.form = form
+        if len(site.norm.all_input_nodes[0].users) > 1:
             site.notes.append("its statistics are used")
     return site
 
@@ -191,27 +192,23 @@ def grow(site: Site) -> Site:
     has_no_affine = site.weight is None and site.bias is None
     # The 1 + weight of an RMSNorm, such as Gemma's, is no modulation: its affine step comes first.
     if site.statistic == "layer" or not has_no_affine:
-        site = _modulated(site)
+        site = modulated(site)
     if has_no_affine and not site.is_modulated:
-        site = _modulated(_affine(site))
-    if not site.is_modulated:
-        site = _activated(site)
-    for cast in _casts_behind(site.y):
-        site = replace(site, y=cast, nodes=site.nodes | {cast})
-    return site
+        site = modulated(_affine(site))
+    return cast(site if site.is_modulated else activated(site))
 
 
-def _casts_behind(node: Node) -> Iterator[Node]:
-    """The casts of the result, until one widens it: that one must read the rounded numbers."""
-    while len(node.users) == 1:
-        (user,) = node.users
+def cast(site: S) -> S:
+    """The site with the casts behind it, until one widens: that one must read rounded numbers."""
+    while len(site.y.users) == 1:
+        (user,) = site.y.users
         call = read(user)
         if call is None or call.name not in ("cast", "same"):
-            return
-        if dtype_of(node) in HALF and dtype_of(user) not in HALF:
-            return
-        node = user
-        yield node
+            break
+        if dtype_of(site.y) in HALF and dtype_of(user) not in HALF:
+            break
+        site = replace(site, y=user, nodes=site.nodes | {user})
+    return site
 
 
 def _behind(
@@ -243,6 +240,11 @@ def _behind(
                 site.notes.append(note)
 
 
+def _up_to(root: Node, site: S, match: Match, **found: Any) -> S:
+    """The site with the nodes of a match, of which this is the last, and what they give."""
+    return replace(site, y=root, nodes=site.nodes | match.nodes, **found)
+
+
 def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
     """Whether start and the nodes between start and root are used nowhere else."""
     pending = [start]
@@ -254,29 +256,25 @@ def _is_closed(start: Node, root: Node, nodes: frozenset[Node]) -> bool:
     return True
 
 
-def _modulated(site: Site) -> Site:
-    if site.dim is not None:
-        return site
-
+def modulated(site: S) -> S:
     def fits(site: Site, values: dict[str, Any]) -> bool:
-        return all(modulates(values.get(name), site) for name in ("scale", "shift"))
+        return all(site.takes(values[name]) for name in ("scale", "shift") if name in values)
 
-    for _, root, match in _behind(site, patterns.MODULATIONS, fits):
+    for _, root, match in () if site.dim is not None else _behind(site, patterns.MODULATIONS, fits):
         scale, shift = match.values.get("scale"), match.values.get("shift")
-        return replace(site, y=root, nodes=site.nodes | match.nodes, scale=scale, shift=shift)
+        return _up_to(root, site, match, scale=scale, shift=shift)
     return site
 
 
 def _affine(site: Site) -> Site:
     def fits(site: Site, values: dict[str, Any]) -> bool:
-        found = [values[name] for name in ("weight", "bias") if name in values]
-        return all(is_parameter(p, site) for p in found)
+        return all(is_parameter(values[p], site) for p in ("weight", "bias") if p in values)
 
     is_rms = site.statistic == "rms"
     expressions = patterns.RMS_AFFINES if is_rms else patterns.AFFINES
     for expression, root, match in _behind(site, expressions, fits):
         weight, bias = match.values.get("weight"), match.values.get("bias")
-        found = replace(site, y=root, nodes=site.nodes | match.nodes, weight=weight, bias=bias)
+        found = _up_to(root, site, match, weight=weight, bias=bias)
         if is_rms and weight is not None:
             halves = _dtypes_of_casts(site.y, match.nodes).intersection(HALF)
             if len(halves) > 1:
@@ -309,19 +307,25 @@ def _is_rounded_sum(weight: Any, nodes: frozenset[Node]) -> bool:
     return any(_dtypes_of_casts(node, nodes).intersection(HALF) for node in sums)
 
 
-def _activated(site: Site) -> Site:
-    for expression, root, match in _behind(site, patterns.ACTIVATIONS, lambda *_: True):
-        activation = patterns.ACTIVATIONS[expression]
-        site = replace(site, y=root, nodes=site.nodes | match.nodes, activation=activation)
+def activated(site: S) -> S:
+    for expression, root, match in _behind(site, site.activations, lambda *_: True):
+        site = _up_to(root, site, match, activation=site.activations[expression])
         break
 
     def fits(site: Site, values: dict[str, Any]) -> bool:
         return is_finite_number(values["factor"])
 
     for _, root, match in _behind(site, patterns.FACTORS, fits):
-        factor = float(match.values["factor"])
-        return replace(site, y=root, nodes=site.nodes | match.nodes, factor=factor)
+        return _up_to(root, site, match, factor=float(match.values["factor"]))
     return site
+
+
+def candidates(site: Site) -> Iterator[Site]:
+    """What may be one operator, the most first: all around the norm, then without the sum before
+    it; then the same two without the operations after the norm."""
+    grown = grow(site)
+    for start in [site] if grown.y is site.y else [grown, site]:
+        yield from with_sum(start)
 
 
 def with_sum(site: Site) -> Iterator[Site]:
@@ -337,7 +341,7 @@ def with_sum(site: Site) -> Iterator[Site]:
                 residual is not None
                 and are_equal(shape_of(residual), shape_of(x))
                 and are_equal(shape_of(input), shape_of(x))
-                and modulates(gate, site)
+                and (gate is None or site.takes(gate))
             ):
                 yield replace(
                     site,

@@ -7,25 +7,3 @@ table.py, with the forwards that replace theirs in forwards.py and modulated.py;
 channels.py, groups.py, liger.py and rotations.py have both for their kinds, neighbours.py for the
 activations behind norms.
 """
-
-from .registry import is_fused
-from .swapping import (
-    register_swap,
-    swap_layer_norm,
-    swap_norms,
-    swap_rms_norm,
-    unswap_layer_norm,
-    unswap_norms,
-    unswap_rms_norm,
-)
-
-__all__ = [
-    "is_fused",
-    "register_swap",
-    "swap_layer_norm",
-    "swap_norms",
-    "swap_rms_norm",
-    "unswap_layer_norm",
-    "unswap_norms",
-    "unswap_rms_norm",
-]

@@ -33,7 +33,7 @@ from . import channels, groups, rewritten, rms, source
 from .activations import activation_of
 from .classes import Forward, Known, must_be_called
 from .registry import is_fused, kind_of
-from .rewritten import are_as_read
+from .rewritten import are_as_read, attribute_of_self, before, method_of_self
 from .source import Part
 
 KIND = "activation"  # of the swapped classes
@@ -128,12 +128,8 @@ def _in_order(self: Any, x: Tensor) -> Tensor:
     weights = [one.weight for one in self.children() if isinstance(one, _ConvNd)]
     if isinstance(self, nn.Sequential) or not weights:
         return as_pytorch_reads(x)
-    keeps = all(_is_in(weight, order) for weight in weights)
+    keeps = all(w.dim() < 4 or w.is_contiguous(memory_format=order) for w in weights)
     return x if keeps else as_pytorch_reads(x)
-
-
-def _is_in(weight: Tensor, order: torch.memory_format) -> bool:
-    return weight.dim() < 4 or weight.is_contiguous(memory_format=order)
 
 
 # ---- Sequences.
@@ -169,7 +165,7 @@ _SEQUENTIAL_FORWARD = stock.own_forward(nn.Sequential)
 
 _NORM = re.compile(r"norm", re.IGNORECASE)
 _ACT = re.compile(r"act|non_?linear|silu|relu|gelu|swish", re.IGNORECASE)
-_MOVED = ".movedim(-1, 1)"
+_MOVED = ".movedim(-1, 1)"  # an elementwise operation changes places with it
 _FUNCTION = re.compile(r"silu|(leaky_)?relu|gelu")
 
 Pairs = set[tuple[str, str]]  # the norm's attribute, and the activation as the source says it
@@ -178,15 +174,9 @@ Pairs = set[tuple[str, str]]  # the norm's attribute, and the activation as the 
 def _norm_call(node: Any) -> str | None:
     """norm1, for a call of self.norm1 on positional arguments."""
     if isinstance(node, ast.Call) and node.args and not node.keywords:
-        name = _attribute_of_self(node.func)
+        name = attribute_of_self(node.func)
         if name and _NORM.search(name) and not any(isinstance(a, ast.Starred) for a in node.args):
             return name
-    return None
-
-
-def _attribute_of_self(node: Any) -> str | None:
-    if isinstance(node, ast.Attribute) and ast.unparse(node) == f"self.{node.attr}":
-        return node.attr
     return None
 
 
@@ -194,7 +184,7 @@ def _activation_of(node: Any) -> ast.expr | None:
     """What a call on one argument calls, if by its name it is an activation."""
     if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
         return None
-    name = _attribute_of_self(node.func)
+    name = attribute_of_self(node.func)
     if name is not None:
         return node.func if _ACT.search(name) else None
     is_function = _FUNCTION.fullmatch(ast.unparse(node.func).rpartition(".")[2])
@@ -209,14 +199,8 @@ def _target(statement: Any) -> str | None:
     return None
 
 
-def _core(value: Any) -> Any:
-    """What stands before .movedim(-1, 1), with which an elementwise operation changes places."""
-    is_method = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-    return value.func.value if is_method and ast.unparse(value).endswith(_MOVED) else value
-
-
 def _is_norm(statement: Any, name: str) -> bool:
-    return _target(statement) == name and _norm_call(_core(statement.value)) is not None
+    return _target(statement) == name and _norm_call(before(_MOVED, statement.value)) is not None
 
 
 def _is_activation(statement: Any) -> str | None:
@@ -288,7 +272,7 @@ class _Rewrite:
         if name is None or not _is_norm(statement, name) or not following:
             return 0
         assert isinstance(statement, ast.Assign)
-        call, numbers = _core(statement.value), _modulation(following[0], name)
+        call, numbers = before(_MOVED, statement.value), _modulation(following[0], name)
         behind = 1 if numbers is None or call is not statement.value else 2
         if len(following) < behind or _is_activation(following[behind - 1]) != name:
             return 0
@@ -303,7 +287,7 @@ class _Rewrite:
         self.pairs.add((norm.func.attr, ast.unparse(act)))
         name = "_modulated" if numbers else "_activated"
         arguments = [act, norm.func, *norm.args, *numbers]
-        into.func = ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
+        into.func = method_of_self(name)
         into.args = [ast.copy_location(one, into) for one in arguments]
 
 
@@ -345,10 +329,8 @@ def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
         parts = (Part(cls, "forward", cls.forward),)
         return rewritten.subclass(cls, Known(KIND, _in_sequence), parts, _in_sequence, class_of)
     outer = getattr(cls, "forward", None)  # that of a compiled class raises
-    code = getattr(rewritten.innermost(outer), "__code__", None)
-    if code is None or not any(map(_NORM.search, code.co_names)):
-        return None
-    if not any(map(_ACT.search, code.co_names)):
+    names = rewritten.names_in(outer)
+    if not (any(map(_NORM.search, names)) and any(map(_ACT.search, names))):
         return None
     try:
         made = source.decorated(outer)

@@ -7,6 +7,7 @@ in any release of a library, stays as it is.
 
 from __future__ import annotations
 
+import ast
 import functools
 import types
 from collections.abc import Callable
@@ -57,15 +58,36 @@ def _unpickled(cls: type[nn.Module], class_of: ClassOf) -> nn.Module:
     return made.__new__(made)
 
 
-def innermost(function: Any) -> Any:
-    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
 def are_as_read(cls: type) -> bool:
     """As is_as_read, which Dynamo cannot trace: it asks while it traces."""
     return is_as_read(cls)
 
 
 are_as_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# ---- What stands in a forward.
+
+
+def names_in(forward: Any) -> tuple[str, ...]:
+    """What the function under a forward's decorators names; nothing, if there is no function."""
+    while isinstance(forward, types.FunctionType) and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    code = getattr(forward, "__code__", None)
+    return () if code is None else code.co_names
+
+
+def attribute_of_self(node: Any) -> str | None:
+    """norm1, for self.norm1."""
+    is_own = isinstance(node, ast.Attribute) and ast.unparse(node) == f"self.{node.attr}"
+    return node.attr if is_own else None
+
+
+def method_of_self(name: str) -> ast.expr:
+    return ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
+
+
+def before(call: str, value: Any) -> Any:
+    """What stands before a method's call, such as ".transpose(1, 2)", or the value without one."""
+    is_method = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+    return value.func.value if is_method and ast.unparse(value).endswith(call) else value

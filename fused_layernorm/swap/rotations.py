@@ -26,7 +26,7 @@ from ..heads import qk_norm_rope
 from ..stock import are_supported, has_kernels
 from . import rewritten, rms, source
 from .classes import Known, must_be_called
-from .rewritten import are_as_read
+from .rewritten import are_as_read, attribute_of_self, before, method_of_self
 from .source import Part
 
 FUNCTION = "apply_rotary_pos_emb"
@@ -175,9 +175,7 @@ class _Rewrite(ast.NodeTransformer):
         if isinstance(node.func, ast.Name) and node.func.id == FUNCTION:
             self.rotations += len(node.args) == 4 and not node.keywords
             node.args.insert(0, node.func)
-            node.func = ast.copy_location(
-                ast.Attribute(ast.Name("self", ast.Load()), "_rotated", ast.Load()), node.func
-            )
+            node.func = ast.copy_location(method_of_self("_rotated"), node.func)
         elif self.norms and _is_norm(node) is not None:
             return node.args[0]
         return node
@@ -185,11 +183,10 @@ class _Rewrite(ast.NodeTransformer):
 
 def _is_norm(node: ast.AST) -> str | None:
     """q_norm or k_norm, if this is a call of self.q_norm or self.k_norm on one argument."""
-    if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:
-        for name in ("q_norm", "k_norm"):
-            if ast.unparse(node.func) == f"self.{name}":
-                return name
-    return None
+    if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
+        return None
+    name = attribute_of_self(node.func)
+    return name if name in ("q_norm", "k_norm") else None
 
 
 def _ends_in_norms(forward: ast.FunctionDef) -> bool:
@@ -209,7 +206,7 @@ def _ends_in_norms(forward: ast.FunctionDef) -> bool:
         if isinstance(value, ast.Call) and ast.unparse(value.func) == FUNCTION:
             arguments = [ast.unparse(argument) for argument in value.args[:2]]
             return arguments == [given.get("q_norm"), given.get("k_norm")]
-        norm = None if value is None else _is_norm(_before_transpose(value))
+        norm = None if value is None else _is_norm(before(".transpose(1, 2)", value))
         names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
         if given and (target is None or names & {*given.values()}):
             return False
@@ -232,21 +229,13 @@ def _assigned(statement: ast.stmt) -> list[str] | None:
     return names if len(names) == len(targets) else None
 
 
-def _before_transpose(value: ast.AST) -> ast.AST:
-    is_method = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-    if is_method and ast.unparse(value).endswith(".transpose(1, 2)"):
-        return value.func.value  # type: ignore[attr-defined]
-    return value
-
-
 def class_of(cls: type[nn.Module]) -> type[nn.Module] | str | None:
     """The subclass that rotates by the kernels, or the reason why there is none.
 
     None for a class whose forward calls no function of this name.
     """
     outer = getattr(cls, "forward", None)  # that of a compiled class raises
-    inner = getattr(rewritten.innermost(outer), "__code__", None)
-    if inner is None or FUNCTION not in inner.co_names:
+    if FUNCTION not in rewritten.names_in(outer):
         return None
     unknown = "its forward cannot be compiled with another rotation"
     try:

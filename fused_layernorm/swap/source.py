@@ -258,7 +258,8 @@ def execute(
     tree = copy.deepcopy(tree)
     tree.decorator_list = decorators
     module = ast.fix_missing_locations(ast.Module([tree], []))
-    ast.increment_lineno(module, function.__code__.co_firstlineno - _first_line(tree))
+    first: Any = [*decorators, tree][0]
+    ast.increment_lineno(module, function.__code__.co_firstlineno - first.lineno)
     flags = function.__code__.co_flags & _FUTURE
     made: dict[str, Any] = {}
     exec(
@@ -268,7 +269,3 @@ def execute(
     )
     result: types.FunctionType = made[tree.name]
     return result
-
-
-def _first_line(tree: ast.FunctionDef) -> int:
-    return tree.decorator_list[0].lineno if tree.decorator_list else tree.lineno
