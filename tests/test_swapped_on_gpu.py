@@ -33,6 +33,7 @@ def of_diffusers(name):
     """A model and its inputs, in float64, for convolutions in float32 are TF32's."""
     diffusers = libraries.get("diffusers")
     torch.manual_seed(0)
+    shapes: list[tuple[int, ...]]
     if name == "unet":
         model, shapes = diffusers.UNet2DModel(**UNET), [(2, 3, 8, 8)]
     else:
