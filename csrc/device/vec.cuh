@@ -292,17 +292,6 @@ __device__ __forceinline__ void store_once_if(bool wanted, T* p, const Vec<T, kW
   }
 }
 
-// Stores one number if `wanted`, without a branch.
-__device__ __forceinline__ void store_if(bool wanted, float* p, float v) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.s32 p, %0, 0;\n"
-      "@p st.global.f32 [%1], %2;\n"
-      "}\n" ::"r"(static_cast<int>(wanted)),
-      "l"(p), "f"(v));
-}
-
 // The elements in the type that the arithmetic is done in.
 template <typename T, int kWidth>
 __device__ __forceinline__ void unpack(acc_t<T> (&values)[kWidth], const Vec<T, kWidth>& v) {

@@ -85,22 +85,6 @@ __device__ __forceinline__ Vec<W, kWidth> load_share(const Parameter<W>& from, c
   return from.template load<kWidth, kUse>(col);
 }
 
-// A parameter at vector k of a thread's share of a row. An absent parameter is made in registers:
-// nothing waits for the address of a vector of ones or zeros, but each vector takes registers. A
-// vector of which a part belongs to the row is read whole, as in load_share().
-template <int kWidth, typename W, typename Share>
-__device__ __forceinline__ Vec<W, kWidth> load_given(const void* given, Absent absent,
-                                                     const Share& share, int k) {
-  static_assert(kWidth * sizeof(W) <= kVectorBytes, "a vector of one piece may be read whole");
-  Vec<W, kWidth> v;
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j) v.at[j] = from_acc<W>(absent == Absent::kOnes ? 1 : 0);
-  if (given != nullptr && share.has(k)) {
-    v = load<Use::kAhead, kWidth>(element(static_cast<const W*>(given), share.vector(k) * kWidth));
-  }
-  return v;
-}
-
 // The two parameters of a row's affine map from its column `first_col` on: weight and bias, or of a
 // modulation scale and shift.
 template <typename W>

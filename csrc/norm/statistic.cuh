@@ -248,15 +248,6 @@ __device__ __forceinline__ void store_statistics(const ForwardParams& p, int64_t
   }
 }
 
-// The same if `has_row`, without branches: behind a branch, the addresses of later stores would be
-// computed only after rstd is known.
-__device__ __forceinline__ void store_statistics_if(bool has_row, const ForwardParams& p,
-                                                    int64_t row, float mean, float rstd) {
-  const bool stores = has_row && p.rstd != nullptr;
-  store_if(stores && !p.is_rms, static_cast<float*>(p.mean) + row, mean);
-  store_if(stores, static_cast<float*>(p.rstd) + row, rstd);
-}
-
 // The statistics of a row as forward stored them: mean and rstd.
 template <typename Acc>
 __device__ __forceinline__ Pair<Acc> load_statistics(const BackwardParams& p, int64_t row) {
