@@ -271,7 +271,7 @@ def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *others: 
     if not _takes_groups(x, tuple(sizes), num_groups, weight, bias) or eps != eps:
         return None
     x = as_pytorch_reads(x)
-    found = groups.group_norm_forward(x, num_groups, None, None, weight, bias, eps)
+    found = groups.FAMILY.forward(x, num_groups, None, None, weight, bias, eps)
     return found[0], *(t.to(x.dtype) for t in found[1:])
 
 
@@ -291,7 +291,7 @@ def _group_norm_backward(
     wide = torch.float64 if x.dtype is torch.float64 else torch.float32
     # A bias has a gradient, but is no argument, and without an activation nothing uses it.
     bias = x.new_empty(sizes[1]) if mask[2] else None
-    dx, _, _, dweight, dbias = groups.group_norm_backward(
+    dx, _, _, dweight, dbias = groups.FAMILY.backward(
         dy, x, num_groups, mean.to(wide), rstd.to(wide), None, None, weight, bias, None, 1.0,
         mask[0], False, False, mask[1], mask[2],
     )  # fmt: skip

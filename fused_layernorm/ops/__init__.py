@@ -10,6 +10,7 @@ vmap        the batch as one more leading dimension
 formulas    the same functions as differentiable expressions
 autograd    derivatives: the first order runs on the operators
 autocast    the dtypes that autocast gives
+family      what families of operators have in common: derivatives, autocast, vmap, registration
 heads       the operators of q and k by heads, normalized and rotated: all of the above in one file
 groups      the operators of groups of channels: all of the above in one file
 aten_forward  variants of the operators: compilers fuse their forward pass with its neighbours
@@ -23,6 +24,7 @@ from . import (  # noqa: F401  (the imports register)
     autograd_library,
     composite,
     fakes,
+    family,
     groups,
     heads,
     vmap,
@@ -30,6 +32,6 @@ from . import (  # noqa: F401  (the imports register)
 
 has_library = autograd_library.load()
 autograd.register(beside_library=has_library)
-groups.register(beside_library=has_library)
+family.register(groups.FAMILY, beside_library=has_library)
 if not has_library:
     autocast.register()

@@ -27,6 +27,7 @@ from .autograd import (
     needs_grad,
     redispatch,
 )
+from .family import backward_autograd, folded
 from .head_formulas import (
     BackwardArguments,
     HeadArguments,
@@ -113,39 +114,6 @@ class _Forward(Function):
         return (None, *gradients)
 
 
-class _Backward(Function):
-    """qk_norm_rope_backward, whose own derivatives are those of `_backward`."""
-
-    @staticmethod
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        with lower_levels():
-            found = redispatch(qk_norm_rope_backward, keyset, *args)
-        ctx.set_materialize_grads(False)
-        b = BackwardArguments(*args)
-        ctx.save_for_backward(*b[:10])
-        ctx.options = b[10:]
-        ctx.mark_non_differentiable(*(g for g in found if g.dim() == 1 and g.numel() == 0))
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        b = BackwardArguments(*ctx.saved_tensors, *ctx.options)
-        used = [i for i, grad in enumerate(grads) if grad is not None]
-        if not used:
-            return (None,) * (1 + len(b))
-        names = [name for name in b._fields[:10] if getattr(b, name) is not None]
-
-        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            fields: dict[str, Any] = dict(zip(names, tensors, strict=True))
-            call = b._replace(**fields)
-            found = backward_by_formula(*call)
-            return tuple(found[i] for i in used)
-
-        vjp = torch.func.vjp(gradients, *(getattr(b, name) for name in names))[1]
-        found = dict(zip(names, vjp(tuple(grads[i] for i in used)), strict=True))
-        return (None, *(found.get(name) for name in b._fields))
-
-
 def _autograd(keyset: Any, *args: Any) -> Any:
     a = HeadArguments(*args)
     if in_forward_mode() or a.needs_grad_of_angles:
@@ -157,21 +125,12 @@ def _autograd(keyset: Any, *args: Any) -> Any:
     return redispatch(qk_norm_rope, keyset, *args)
 
 
-def _autograd_backward(keyset: Any, *args: Any) -> Any:
-    b = BackwardArguments(*args)
-    if in_forward_mode():
-        return backward_by_formula(*args)
-    if needs_grad(*b[:10]):
-        return apply(_Backward, keyset, *args)
-    return redispatch(qk_norm_rope_backward, keyset, *args)
+_autograd_backward = backward_autograd(
+    qk_norm_rope_backward, BackwardArguments, backward_by_formula
+)
 
 
 # ---- vmap: the batch is part of the first dimension. Parameters of samples take the formulas.
-
-
-def _folded(tensor: Any, dim: int | None, size: int) -> Any:
-    """The tensor with the mapped dimension folded into its first one."""
-    return None if tensor is None else to_front(tensor, dim, size).flatten(0, 1)
 
 
 def _angles_folded(a: Any, dim: int | None, size: int, batch: int) -> Any:
@@ -194,8 +153,8 @@ def _vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return one_by_one(qk_norm_rope, info, in_dims, *args)
     batch = a.q.shape[1 if dims.q == 0 else 0] if dims.q is not None else a.q.shape[0]
     call = a._replace(
-        q=_folded(a.q, dims.q, size),
-        k=_folded(a.k, dims.k, size),
+        q=folded(a.q, dims.q, size),
+        k=folded(a.k, dims.k, size),
         cos=_angles_folded(a.cos, dims.cos, size, batch),
         sin=_angles_folded(a.sin, dims.sin, size, batch),
     )
