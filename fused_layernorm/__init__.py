@@ -29,6 +29,8 @@ from .functional import (  # noqa: E402
     layer_norm,
     rms_norm,
 )
+from .gated import rms_norm_gated  # noqa: E402
+from .gated_modules import FusedRMSNormGated  # noqa: E402
 from .groups import FusedGroupNorm, ada_group_norm, group_norm  # noqa: E402
 from .heads import norm_rope, qk_norm_rope  # noqa: E402
 from .integrations import tools  # noqa: E402, F401
@@ -67,6 +69,7 @@ __all__ = [
     "FusedLayerNorm2d",
     "FusedRMSNorm",
     "FusedRMSNorm2d",
+    "FusedRMSNormGated",
     "__version__",
     "ada_group_norm",
     "ada_layer_norm",
@@ -84,6 +87,7 @@ __all__ = [
     "qk_norm_rope",
     "register_swap",
     "rms_norm",
+    "rms_norm_gated",
     "swap_layer_norm",
     "swap_norms",
     "swap_rms_norm",

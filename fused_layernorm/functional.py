@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .calls import normalized_ndim, plain, run
+from .gated import norm_in_groups
 from .ops import arguments
 from .ops.arguments import rms_eps
 from .ops.operators import describe
@@ -92,6 +93,7 @@ def rms_norm(
     bias: Tensor | None = None,
     weight_offset: float = 0.0,
     round_before_weight: bool = False,
+    group_size: int | None = None,
     normalized_shape: int | Sequence[int] | None = None,
     activation: str | None = None,
     scale: float = 1.0,
@@ -118,6 +120,8 @@ def rms_norm(
         round_before_weight: the normalized value is rounded to input's dtype before it is
             multiplied by weight, as Llama's norm does. Gradients take the rounding for the
             identity. It has no effect without a weight.
+        group_size: the mean of squares is taken over so many of the last dimension's columns in
+            turn, beside a weight of all columns.
         normalized_shape, activation, scale, dim: as in :func:`layer_norm`.
         out_dtype: the result's dtype, any of the four. By default input's; under autocast what
             ``torch.nn.functional.rms_norm`` gives (float32 on CUDA from torch 2.12 on).
@@ -125,17 +129,18 @@ def rms_norm(
     The result and the errors are those of :func:`layer_norm`.
     """
     is_bare = not _is_compiling() and activation is None and out_dtype is None and dim is None
-    is_bare = is_bare and bias is None and not round_before_weight
+    is_bare = is_bare and bias is None and group_size is None and not round_before_weight
     is_bare = is_bare and type(scale) is float and type(weight_offset) is float
     if is_bare and scale == 1.0 and weight_offset == 0.0:
         y = plain(True, input, normalized_shape, weight, None, eps)
         if y is not None:
             return y
+    default = None if group_size is None else 1
     a = describe(
         input,
         weight=weight,
         bias=bias,
-        normalized_ndim=normalized_ndim(input, weight, bias, normalized_shape, dim),
+        normalized_ndim=normalized_ndim(input, weight, bias, normalized_shape, dim, default),
         eps=rms_eps(eps, input),
         activation=activation,
         output_scale=scale,
@@ -145,7 +150,7 @@ def rms_norm(
         round_before_weight=round_before_weight,
         dim=dim,
     )
-    return run(a)
+    return run(a) if group_size is None else norm_in_groups(a, group_size)
 
 
 def add_layer_norm(

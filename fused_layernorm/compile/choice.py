@@ -78,6 +78,11 @@ def is_inductors_rms_norm(x: Tensor) -> bool:
     return CHOOSES and _choice_of(x, x.shape[-1], "PLAIN", False, 1.0, "rms") == "PYTORCH"
 
 
+def of_gated(x: Tensor, group_size: Any) -> str:
+    """What the rules choose for a gated norm that Dynamo traces, of so many columns at a time."""
+    return _choice_of(x, group_size, "GATED", False, 1.0, "rms") if CHOOSES else "KERNEL"
+
+
 def _choice_for(a: Arguments) -> str:
     if not CHOOSES or a.input.dim() < a.normalized_ndim or a.keeps_order:
         return "KERNEL"

@@ -13,6 +13,7 @@ autocast    the dtypes that autocast gives
 family      what families of operators have in common: derivatives, autocast, vmap, registration
 heads       the operators of q and k by heads, normalized and rotated: all of the above in one file
 groups      the operators of groups of channels: all of the above in one file
+gated       the operators of gated RMSNorm: all of the above in one file
 aten_forward  variants of the operators: compilers fuse their forward pass with its neighbours
 autograd_library  autograd and autocast in C++, used instead if there is a library for this torch
 """
@@ -25,6 +26,7 @@ from . import (  # noqa: F401  (the imports register)
     composite,
     fakes,
     family,
+    gated,
     groups,
     heads,
     vmap,
@@ -32,6 +34,7 @@ from . import (  # noqa: F401  (the imports register)
 
 has_library = autograd_library.load()
 autograd.register(beside_library=has_library)
-family.register(groups.FAMILY, beside_library=has_library)
+for _family in (groups.FAMILY, gated.FAMILY):
+    family.register(_family)
 if not has_library:
     autocast.register()

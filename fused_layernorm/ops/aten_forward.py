@@ -16,7 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import arguments, autocast, autograd, composite, formulas, load
+from torch._ops import OpOverload
+
+from . import arguments, autocast, autograd, composite, family, formulas, gated, load
+from .family import Family
 from .operators import (
     ADA_LAYER_NORM,
     ADD_ADA_LAYER_NORM,
@@ -69,8 +72,37 @@ for _operator in (LAYER_NORM, ADD_LAYER_NORM, ADA_LAYER_NORM, ADD_ADA_LAYER_NORM
     _variants[_operator] = _define(_operator)
 
 
+class _ForwardOfFamily(family.Forward):
+    """As the family's own autograd function, except for the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, of: Family, *args: Any) -> Any:
+        with autograd.lower_levels():
+            found = of.formula(of.Call(*args))
+        return family.Forward.save(ctx, of, args, found)
+
+
+def _define_of_family(of: Family) -> OpOverload:
+    defined = load.define_like(of.name, "aten_")
+
+    def implementation(*args: Any) -> Any:
+        a = of.Call(*args)
+        of.check(a)
+        if not autograd.in_forward_mode() and autograd.needs_grad(*family.tensors_of(a)):
+            return autograd.apply(_ForwardOfFamily, None, of, *a)[0]
+        return of.formula(a)[0]
+
+    load.library.impl(defined._opname, implementation, "CompositeImplicitAutograd")
+    for key in autocast.KEYS:
+        load.library.impl(defined._opname, family.under_autocast(of, defined), key)
+    return defined
+
+
+aten_rms_norm_gated = _define_of_family(gated.FAMILY)
+
 # From the overload of each variant to that of its operator.
 KERNELS = {defined.overload: operator.overload for operator, defined in _variants.items()}
+KERNELS[aten_rms_norm_gated] = gated.FAMILY.plain
 
 
 def aten_variant(operator: Operator) -> Operator:

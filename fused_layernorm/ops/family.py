@@ -62,7 +62,7 @@ class Family(NamedTuple):
         return self._operator("_backward")
 
 
-def _tensors(call: Any) -> tuple[Any, ...]:
+def tensors_of(call: Any) -> tuple[Any, ...]:
     return tuple(value for value in call if isinstance(value, Tensor))
 
 
@@ -130,7 +130,7 @@ class Backward(Function):
         ctx.names = [n for n, v in zip(Call._fields, args, strict=True) if isinstance(v, Tensor)]
         ctx.call = Call(*(None if isinstance(value, Tensor) else value for value in args))
         ctx.gradients = gradients
-        ctx.save_for_backward(*_tensors(args))
+        ctx.save_for_backward(*tensors_of(args))
         ctx.mark_non_differentiable(*(g for g in found if g.shape == (0,)))
         return found
 
@@ -160,7 +160,7 @@ def backward_autograd(operator: OpOverload, Call: Any, gradients: Any) -> Callab
         if in_forward_mode():
             return gradients(*args)
         call = Call(*args)
-        if needs_grad(*_tensors(call)):
+        if needs_grad(*tensors_of(call)):
             return apply(Backward, keyset, operator, Call, gradients, *call)
         return redispatch(operator, keyset, *args)
 
@@ -176,7 +176,7 @@ def _autograd(
             family.check(a)
             y, mean, rstd = family.formula(a)
             return outputs((y, mean.detach(), rstd.detach()))
-        if needs_grad(*_tensors(a)):
+        if needs_grad(*tensors_of(a)):
             return outputs(apply(Forward, keyset, family, *a))
         return redispatch(operator, keyset, *args)
 
@@ -293,8 +293,10 @@ def implement(
         torch.library.register_vmap(operator, rule)
 
 
-def register(family: Family, beside_library: bool) -> None:
+def register(family: Family) -> None:
     """Autograd and autocast: of the operators, or of the names that csrc/per_torch's calls."""
+    qualified = f"{load.NAMESPACE}::{family.name}"
+    beside_library = torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "Autograd")
     gradients = backward_autograd(family.backward, family.BackwardCall, family.gradients)
     implementations = {
         family.plain: _autograd(family, family.plain, lambda found: found[0]),

@@ -44,6 +44,8 @@ def activate(z: Tensor, activation: str | None) -> Tensor:
             return _aten.relu(z)
         case "leaky_relu":
             return _aten.leaky_relu(z)
+        case "sigmoid":  # of a gate
+            return _aten.sigmoid(z)
     raise ValueError(activation)
 
 
@@ -66,6 +68,9 @@ def slope(z: Tensor, activation: str | None) -> Tensor:
             return (z > 0).to(z.dtype)
         case "leaky_relu":
             return torch.where(z > 0, 1.0, 0.01).to(z.dtype)
+        case "sigmoid":
+            sigmoid = torch.sigmoid(z)
+            return sigmoid * (1 - sigmoid)
     raise ValueError(activation)
 
 

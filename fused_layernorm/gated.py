@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated RMSNorm, and RMSNorm over groups of columns: what users call, and what serves a call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import calls, onnx
+from .compile import choice
+from .ops import arguments, gated
+from .ops.aten_forward import aten_rms_norm_gated
+from .ops.autocast import under_autocast
+from .ops.formulas import acc_dtype, activate
+from .ops.gated import GatedArguments
+from .ops.operators import Arguments
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def rms_norm_gated(
+    input: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    gate_first: bool = False,
+    gate_activation: str = "silu",
+    group_size: int | None = None,
+    bias: Tensor | None = None,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    r"""Root mean square normalization over the last dimension and a gate, in one kernel.
+
+    .. math::
+        y = \left(\mathrm{norm}(x) \cdot (\mathrm{weight} + \mathrm{weight\_offset})
+            + \mathrm{bias}\right) \cdot a(\mathrm{gate}),
+        \qquad \mathrm{norm}(x) = \frac{x}{\sqrt{\mathrm{E}[x^2] + \epsilon}}
+
+    as in linear attention (Gated DeltaNet, Qwen3-Next), or with ``gate_first``, as in Mamba 2,
+
+    .. math::
+        y = \mathrm{norm}(x \cdot a(\mathrm{gate})) \cdot (\mathrm{weight}
+            + \mathrm{weight\_offset}) + \mathrm{bias}.
+
+    The arithmetic is in float32 (float64 for a float64 input), whatever the dtypes, and the result
+    is rounded once.
+
+    Args:
+        input: shape ``(*, columns)``, float32, float16, bfloat16 or float64, of any strides.
+        gate: of input's shape, any of these dtypes, of any strides: a slice of a projection is read
+            where it lies.
+        weight, bias: shape ``(columns,)``, each optional; of input's dtype, or float32 beside a
+            half-precision input; if both are given, of one dtype.
+        eps: added to the mean of the squares. None is the default of
+            ``torch.nn.functional.rms_norm``.
+        gate_first: the gate is multiplied before the norm, not after it.
+        gate_activation: a, ``"silu"`` or ``"sigmoid"``.
+        group_size: the mean of squares is taken over so many columns in turn; by default all.
+        weight_offset: as in :func:`rms_norm`.
+        round_before_weight: the normalized value is rounded to input's dtype, and its product with
+            weight to the dtype to which PyTorch promotes those of input and weight, as the classes
+            of Qwen3-Next and Mamba 2 do. Gradients take the rounding for the identity. It has no
+            effect without a weight.
+        out_dtype: the result's dtype, any of the four. By default input's; under autocast that of
+            :func:`rms_norm`.
+
+    Returns:
+        A contiguous tensor of input's shape.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the message says in one sentence what was expected and
+            what was given. A dtype or layout that is not supported raises NotImplementedError, a
+            RuntimeError.
+    """
+    return run(
+        GatedArguments(
+            input,
+            gate,
+            weight,
+            bias,
+            arguments.rms_eps(eps, input),
+            bool(gate_first),
+            gate_activation,
+            group_size,  # type: ignore[arg-type]
+            out_dtype,
+            weight_offset,
+            bool(round_before_weight),
+        )
+    )
+
+
+def run(a: GatedArguments) -> Tensor:
+    """A gated norm; its group_size is what a user gives."""
+    a = _settled(a)
+    if _is_compiling():  # Dynamo does not trace the exception handling below; the fake checks
+        has_kernel = choice.of_gated(a.input, a.group_size or a.input.shape[-1]) == "KERNEL"
+        operator: Any = gated.FAMILY.plain if has_kernel else aten_rms_norm_gated
+        return operator(*a)  # type: ignore[no-any-return]
+    if _dispatch_modes() and onnx.is_exporting():
+        gated.check(a)
+        return gated.formula(a)[0]
+    try:
+        found: Tensor = gated.rms_norm_gated(*a)
+    except Exception as error:
+        gated.check(a)
+        raise arguments.out_of_memory(error) from None
+    return found
+
+
+def _settled(a: GatedArguments) -> GatedArguments:
+    """The operator's arguments; raises where the schema's error would be worse."""
+    arguments.check_tensor("input", a.input)
+    arguments.check_tensor("gate", a.gate)
+    tensors = zip(a._fields[2:4], a[2:4], strict=True)
+    arguments.check_types(tensors, eps=a.eps, weight_offset=a.weight_offset)
+    gated.check_activation(a.gate_activation)
+    return a._replace(group_size=gated.check_group_size(a.group_size, None))
+
+
+def norm_in_groups(a: Arguments, group_size: Any) -> Tensor:
+    """An RMSNorm that is described, over groups of columns."""
+    arguments.check_tensor("input", a.input)
+    input, device = a.input, a.input.device.type
+    if a.dim is not None or a.normalized_ndim != 1:
+        raise ValueError("expected group_size beside the last dimension alone to normalize over")
+    if choice.has_autocast(device) and torch.is_autocast_enabled(device):
+        a = under_autocast(a)
+    arguments.check(a)
+    size = gated.check_group_size(group_size, input.shape[-1])
+    if a.weight is None and a.bias is None:
+        rows = input.unflatten(-1, (input.shape[-1] // size, size))
+        found: Tensor = calls.run(a._replace(input=rows, out_dtype=a.y_dtype))
+        return found.flatten(-2)
+    # A gated norm whose gate is one: a gate of infinity has a sigmoid of exactly one, and all rows
+    # read the same few numbers. Gate first is the order in which nothing follows the affine map.
+    gate = input.new_full(input.shape[-1:], math.inf).expand(input.shape)
+    is_bare = a.activation is None and a.output_scale == 1.0
+    wide = a.y_dtype if is_bare else acc_dtype(input.dtype)
+    options = (True, "sigmoid", size, wide, a.weight_offset, a.round_before_weight)
+    y = run(GatedArguments(input, gate, a.weight, a.bias, a.eps, *options))
+    return y if is_bare else (activate(y, a.activation) * a.output_scale).to(a.y_dtype)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The module of gated RMSNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .functional import rms_norm
+from .gated import rms_norm_gated
+from .modules import FusedRMSNorm, _scripted_as, _scripted_eps
+from .ops import gated
+from .ops.load import operators
+
+# torch.fx.symbolic_trace records each of these as one call.
+torch.fx.wrap("rms_norm")
+torch.fx.wrap("rms_norm_gated")
+
+
+class FusedRMSNormGated(FusedRMSNorm):
+    """RMSNorm over the last dimension with a gate: :func:`rms_norm_gated` as a module.
+
+    ``forward(input, gate=None)``; without a gate it is the norm alone, in the same groups. It has
+    the state of the classes of transformers (a weight), which ``swap_norms`` swaps in place.
+
+    Args:
+        hidden_size: the size of the last dimension.
+        eps, elementwise_affine, device, dtype: as nn.RMSNorm's.
+        bias, weight_offset: as :class:`FusedRMSNorm`'s.
+        gate_first, gate_activation, group_size, round_before_weight, out_dtype: as
+            :func:`rms_norm_gated`'s.
+    """
+
+    __constants__ = [  # noqa: RUF012
+        *FusedRMSNorm.__constants__,
+        "gate_first",
+        "gate_activation",
+        "group_size",
+    ]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        gate_first: bool = False,
+        gate_activation: str = "silu",
+        group_size: int | None = None,
+        bias: bool = False,
+        weight_offset: float = 0.0,
+        round_before_weight: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            eps,
+            elementwise_affine,
+            device,
+            dtype,
+            bias=bias,
+            weight_offset=weight_offset,
+            round_before_weight=round_before_weight,
+            out_dtype=out_dtype,
+        )
+        gated.check_activation(gate_activation)
+        gated.check_group_size(group_size, self.normalized_shape[-1])
+        self.gate_first = gate_first
+        self.gate_activation = gate_activation
+        self.group_size = group_size
+
+    def _scripted_forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        first, activation = self.gate_first, self.gate_activation
+        if gate is None:  # as norm_in_groups of gated.py
+            gate = torch.full_like(input, float("inf"))
+            first, activation = True, "sigmoid"
+        size = self.group_size
+        norm = (self.weight, self.bias, _scripted_eps(self.eps, input))
+        return operators.rms_norm_gated(
+            input, gate, *norm, first, activation, 0 if size is None else size, self.out_dtype,
+            self.weight_offset, self.round_before_weight,
+        )  # fmt: skip
+
+    @_scripted_as(_scripted_forward)
+    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        options = {
+            "bias": self.bias,
+            "weight_offset": self.weight_offset,
+            "round_before_weight": self.round_before_weight,
+            "group_size": self.group_size,
+            "out_dtype": self.out_dtype,
+        }
+        if gate is None:
+            shape = self.normalized_shape
+            return rms_norm(input, self.weight, self.eps, normalized_shape=shape, **options)
+        first = {"gate_first": self.gate_first, "gate_activation": self.gate_activation}
+        return rms_norm_gated(input, gate, self.weight, self.eps, **first, **options)
+
+    def extra_repr(self) -> str:
+        found = super().extra_repr()
+        shown = (("gate_first", False), ("gate_activation", "silu"), ("group_size", None))
+        for name, default in shown:
+            if (value := getattr(self, name)) != default:
+                found += f", {name}={value!r}"
+        return found

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated RMSNorm, the operators rms_norm_gated, rms_norm_gated_forward and rms_norm_gated_backward:
+their Python half.
+
+Here are the formulas in PyTorch's operators, which compute calls off CUDA and are differentiated
+for higher orders, and what calls must satisfy. csrc/bindings/cuda has the operators on CUDA,
+csrc/per_torch autograd and autocast in C++; csrc/bindings/schemas.cpp says what they give.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import arguments, composite, formulas, load
+from .arguments import refuse
+from .family import Family, implement
+from .formulas import acc_dtype, activate, affine, shifted, slope, to
+from .operators import Arguments, Needs, describe
+from .operators import BackwardArguments as OfNorm
+
+ACTIVATIONS = ("silu", "sigmoid")
+
+
+class GatedArguments(NamedTuple):
+    """One call of rms_norm_gated, in the order of its schema. A group_size of 0 is all columns."""
+
+    input: Tensor
+    gate: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    gate_first: bool = False
+    gate_activation: str = "silu"
+    group_size: int = 0
+    out_dtype: torch.dtype | None = None
+    weight_offset: float = 0.0
+    round_before_weight: bool = False
+
+    @property
+    def norm(self) -> Arguments:
+        """The norm without its gate and groups."""
+        return describe(
+            self.input,
+            weight=self.weight,
+            bias=self.bias,
+            eps=self.eps,
+            out_dtype=self.out_dtype,
+            statistic="rms",
+            weight_offset=self.weight_offset,
+            round_before_weight=self.round_before_weight,
+        )
+
+
+class BackwardArguments(NamedTuple):
+    """One call of rms_norm_gated_backward, in the order of its schema."""
+
+    dy: Tensor
+    x: Tensor
+    gate: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    gate_first: bool
+    gate_activation: str
+    group_size: int
+    weight_offset: float
+    needs_dx: bool
+    needs_dgate: bool
+    needs_dweight: bool
+    needs_dbias: bool
+
+    @property
+    def needs(self) -> tuple[bool, ...]:
+        return self[10:]
+
+
+# ---- The computation in PyTorch's operators.
+
+
+def _groups(x: Tensor, group_size: int) -> Tensor:
+    """A view of x, (..., groups, columns of a group)."""
+    size = group_size or x.shape[-1]
+    return x.unflatten(-1, (x.shape[-1] // size if size else 1, size))
+
+
+def formula(a: GatedArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, mean, rstd) in PyTorch's operators, which differentiate them any number of times."""
+    dtype, weight = a.input.dtype, a.weight
+    acc = acc_dtype(dtype)
+    x, factor = a.input.to(acc), activate(a.gate.to(acc), a.gate_activation)
+    u = _groups(x * factor if a.gate_first else x, a.group_size)
+    mean, xhat, rstd = formulas.normalized(u, 1, a.eps, True)
+    z, rounds = xhat.flatten(-2), a.round_before_weight and weight is not None
+    if rounds:
+        z = z.to(dtype).to(acc)
+    z = affine(z, shifted(weight, a.weight_offset, acc), to(a.bias, acc))
+    if rounds and weight is not None:
+        z = z.to(torch.promote_types(dtype, weight.dtype)).to(acc)
+    y = z if a.gate_first else z * factor
+    return y.to(a.out_dtype or dtype), mean, rstd.squeeze(-1)
+
+
+def composite_forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    a = GatedArguments(*args)
+    check(a)
+    composite._warn_of_cuda(a.input)
+    y, mean, rstd = formula(a)
+    return y.contiguous(), mean, rstd.contiguous()
+
+
+def gradients(*args: Any) -> tuple[Tensor, ...]:
+    """What rms_norm_gated_backward gives, as functions of the tensors; rstd depends on x.
+
+    The rounding of xhat and of z counts as the identity.
+    """
+    b = BackwardArguments(*args)
+    acc = acc_dtype(b.x.dtype)
+    x, gate, dy = b.x.to(acc), b.gate.to(acc), b.dy.to(acc)
+    factor = activate(gate, b.gate_activation)
+    u = _groups(x * factor if b.gate_first else x, b.group_size)
+    rstd = b.rstd.reshape(*u.shape[:-1], 1)
+    norm = OfNorm(dy, u, 1, u.new_empty(0), rstd, None, None, None, statistic="rms")
+    norm = norm._replace(needs=Needs(dx=True))
+    xhat, rstd = formulas._normalized(norm, acc)
+    flat = xhat.flatten(-2)
+    weight, bias = shifted(b.weight, b.weight_offset, acc), to(b.bias, acc)
+    dz = dy if b.gate_first else dy * factor
+    dx = dgate = dweight = dbias = None
+    if b.needs_dx or (b.needs_dgate and b.gate_first):
+        g = _groups(dz if weight is None else dz * weight, b.group_size)
+        du = formulas._project(norm, g, xhat, rstd).flatten(-2)
+        dx = du * factor if b.gate_first else du
+        dgate = du * x if b.gate_first else None
+    if b.needs_dgate:
+        dgate = dy * affine(flat, weight, bias) if dgate is None else dgate
+        dgate = dgate * slope(gate, b.gate_activation)
+    if b.needs_dweight and b.weight is not None:
+        dweight = formulas.sum_to(dz * flat, b.weight.shape)
+    if b.needs_dbias and b.bias is not None:
+        dbias = formulas.sum_to(dz, b.bias.shape)
+    found = zip((dx, dgate, dweight, dbias), b.needs, _differentiated(b), strict=True)
+    return tuple(
+        like.new_empty(0) if gradient is None or not needed else gradient.to(like.dtype)
+        for gradient, needed, like in found
+    )
+
+
+def _differentiated(b: BackwardArguments) -> tuple[Tensor, ...]:
+    """The tensors whose shapes and dtypes the gradients have; x for one that is not there."""
+    return (b.x, b.gate, *(b.x if p is None else p for p in (b.weight, b.bias)))
+
+
+def composite_backward(*args: Any) -> tuple[Tensor, ...]:
+    _check_backward(BackwardArguments(*args))
+    return tuple(gradient.contiguous() for gradient in gradients(*args))
+
+
+# ---- Fakes. As with norms, backward's arguments are not checked here.
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    a = GatedArguments(*args)
+    check(a)
+    x, acc = a.input, acc_dtype(a.input.dtype)
+    groups = x.shape[-1] // a.group_size if a.group_size else 1
+    y = x.new_empty(x.shape, dtype=a.out_dtype or x.dtype)
+    return y, x.new_empty((0,), dtype=acc), x.new_empty((*x.shape[:-1], groups), dtype=acc)
+
+
+def _fake_backward(*args: Any) -> tuple[Tensor, ...]:
+    b = BackwardArguments(*args)
+    of = zip(_differentiated(b), b.needs, strict=True)
+    return tuple(like.new_empty(like.shape if needed else (0,)) for like, needed in of)
+
+
+# ---- What a call must satisfy.
+
+
+def check_group_size(group_size: Any, columns: Any) -> int:
+    """The group size as an int; raises if columns are not so many groups. 0 is all of them."""
+    if group_size is None:
+        return 0
+    size = arguments.check_int("group_size", group_size)
+    if size < 1:
+        raise ValueError(f"expected group_size of at least 1, got {size}")
+    if columns is not None and columns % size != 0:
+        raise ValueError(f"expected group_size that divides the {columns} columns, got {size}")
+    return size
+
+
+def check_activation(activation: Any) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"expected gate_activation 'silu' or 'sigmoid', got {activation!r}")
+
+
+def check(a: GatedArguments) -> None:
+    """Raises, with one sentence, if the operators cannot take these arguments."""
+    input, gate = a.input, a.gate
+    arguments.check_tensor("input", input)
+    arguments.check_tensor("gate", gate)
+    arguments.check_device("gate", gate, "input", input)
+    if gate.shape != input.shape:
+        raise RuntimeError(
+            f"expected gate of the shape of input, {list(input.shape)}, got shape "
+            f"{list(gate.shape)}"
+        )
+    arguments.check(a.norm)
+    check_activation(a.gate_activation)
+    check_group_size(a.group_size or None, input.shape[-1])
+
+
+def _check_backward(b: BackwardArguments) -> None:
+    """Raises if rms_norm_gated_backward cannot take these arguments, as csrc/bindings/cuda does."""
+    arguments._check_given(x=b.x, dy=b.dy, gate=b.gate, rstd=b.rstd, weight=b.weight, bias=b.bias)
+    columns = b.x.shape[-1] if b.x.dim() else 1
+    if b.group_size < 0 or (b.group_size and columns % b.group_size):
+        refuse("group_size must be zero or divide the columns")
+    if b.gate_activation not in ACTIVATIONS:
+        refuse(f"gate_activation must be 'silu' or 'sigmoid', got '{b.gate_activation}'")
+    arguments._check_beside(b.x, gate=b.gate)
+    for needed, parameter in zip(b.needs[2:], (b.weight, b.bias), strict=True):
+        if needed and parameter is None:
+            refuse("a gradient is asked for of a parameter that is not there")
+    groups = columns // b.group_size if b.group_size else 1
+    rstd = b.rstd
+    if groups > 1 and rstd.numel() * columns == b.x.numel() * groups:
+        rstd = rstd.reshape(-1, groups)[:, 0]  # as many as a norm of whole rows has
+    none = b.x.new_empty(0, dtype=rstd.dtype)
+    norm = OfNorm(b.dy, b.x, 1, none, rstd, b.weight, b.bias, None, statistic="rms")
+    arguments.check_backward(norm._replace(weight_offset=b.weight_offset))
+
+
+FAMILY = Family(
+    "rms_norm_gated",
+    GatedArguments,
+    BackwardArguments,
+    check,
+    formula,
+    gradients,
+    statistic="rms",
+)
+implement(FAMILY, composite_forward, composite_backward, _fake, _fake_backward)
+
+# Calling `_op` skips OpOverload.__call__, which costs half a microsecond.
+rms_norm_gated = load.operators.rms_norm_gated.default._op
