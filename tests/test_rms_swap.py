@@ -61,6 +61,10 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next_gated": (T + "qwen3_next.modeling_qwen3_next", "Qwen3NextRMSNormGated", {}),
     "kimi_gated": (T + "kimi_linear.modeling_kimi_linear", "KimiLinearRMSNormGated", {}),
     "mamba2_gated": (T + "mamba2.modeling_mamba2", "MambaRMSNormGated", {"group_size": 32}),
+    "mamba2_whole": (T + "mamba2.modeling_mamba2", "MambaRMSNormGated", {"group_size": SIZE}),
+    "falcon_h1": (T + "falcon_h1.modeling_falcon_h1", "FalconH1RMSNormGated", {"n_groups": 4}),
+    "falcon_h1_gate_first": (T + "falcon_h1.modeling_falcon_h1", "FalconH1RMSNormGated",
+        {"norm_before_gate": False}),
     "nanochat": (T + "nanochat.modeling_nanochat", "NanoChatRMSNorm", {}),
     "llama4_l2": (T + "llama4.modeling_llama4", "Llama4TextL2Norm", {}),
     "helium": (T + "helium.modeling_helium", "HeliumRMSNorm", {}),
@@ -200,7 +204,10 @@ def test_shapes_and_strides(norm, device):
     image = torch.randn(2, SIZE, 3, 4, device=device)  # of which the norm is over the channels
     channels = [image.contiguous(memory_format=order).movedim(1, -1) for order in ORDERS]
     for strided in (x, x.transpose(1, 2), x[:, ::2], x[0, 0, 0], x[:0], *channels):
-        if strided.numel() > 0 or getattr(norm, "group_size", None) is None:
+        if hasattr(norm, "n_groups"):  # FalconH1 takes two or three dimensions
+            if strided.dim() == 4 and strided.numel() > 0:
+                compare(norm, strided[0])
+        elif strided.numel() > 0 or getattr(norm, "group_size", None) is None:
             compare(norm, strided)
 
 

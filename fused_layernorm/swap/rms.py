@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import calls
 from ..compile import choice
 from ..functional import rms_norm
+from ..gated import run as gated_norm
+from ..ops.arguments import DTYPES
+from ..ops.gated import ACTIVATIONS, GatedArguments
 from ..ops.operators import describe
 from ..stock import dtypes_are_supported, has_kernels
 from .classes import Forward
@@ -60,25 +62,16 @@ def normalized(
     activation: str | None = None,
 ) -> Tensor | None:
     """The norm over the last dimension, or None if it is not for the kernels."""
-    if not has_kernels(x):
-        return None
-    if type(eps) is not float or eps != eps:
-        return None
-    out_dtype = dtypes.get((x.dtype, None if weight is None else weight.dtype))
-    if out_dtype is None or x.dim() == 0:
-        return None
-    if weight is not None and weight.shape != (x.shape[-1],):
+    out_dtype = _out_dtype(x, weight, eps, dtypes)
+    if out_dtype is None:
         return None
     compiling = calls.is_compiling()
     if compiling and (choice.is_inductors_rms_norm(x) or (keeps_order and x.stride(-1) != 1)):
         return None
-    in_order, order = keeps_order and not x.is_contiguous(), None
-    if in_order and not compiling and x.stride(-1) == 1 and 0 not in x.stride():
-        # The kernels write rows one after another, so they get them in the order of x's memory.
-        order = [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
-        x, in_order = x.permute(order), False
+    order = None if compiling or not keeps_order else _order_of_memory(x)
+    in_order = keeps_order and not x.is_contiguous() and order is None
     a = describe(
-        x,
+        x if order is None else x.permute(order),
         weight=weight,
         eps=eps,
         activation=activation,
@@ -88,8 +81,28 @@ def normalized(
         round_before_weight=variant.round_before_weight,
         keeps_order=in_order,
     )
-    y: Tensor = calls.run(a)
-    return y if order is None else y.permute([*map(order.index, range(x.dim()))])
+    return _permuted_back(calls.run(a), order)
+
+
+def _out_dtype(x: Tensor, weight: Tensor | None, eps: Any, dtypes: Dtypes) -> torch.dtype | None:
+    """The dtype of the result, or None if a norm of x is not for the kernels."""
+    if not has_kernels(x) or type(eps) is not float or eps != eps or x.dim() == 0:
+        return None
+    if weight is not None and weight.shape != (x.shape[-1],):
+        return None
+    return dtypes.get((x.dtype, None if weight is None else weight.dtype))
+
+
+def _order_of_memory(x: Tensor) -> list[int] | None:
+    """The order of x's dimensions in memory, if it is not theirs and rows lie as the kernels write
+    them, one after another."""
+    if x.is_contiguous() or x.stride(-1) != 1 or 0 in x.stride():
+        return None
+    return [*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1]
+
+
+def _permuted_back(y: Tensor, order: list[int] | None) -> Tensor:
+    return y if order is None else y.permute([*map(order.index, range(y.dim()))])
 
 
 def of_rms_norm(self: Any, x: Tensor) -> Tensor | None:
@@ -216,47 +229,81 @@ timm_act = then_act(__name__, "timm_act", timm)
 timm_float32_act = then_act(__name__, "timm_float32_act", timm_float32)
 
 
-# ---- A norm and its gate: norm and weight are fused, and PyTorch multiplies by the gate.
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+# ---- A norm and its gate, and norms over groups of columns.
 
 
 def _gated(
-    self: Any, x: Tensor, gate: Tensor | None, variant: Variant, dtypes: Dtypes
+    x: Tensor,
+    gate: Any,
+    weight: Tensor,
+    eps: float,
+    dtypes: Dtypes,
+    activation: str = "silu",
+    size: int = 0,
+    *,
+    first: bool = False,
+    rounds: bool = False,
 ) -> Tensor | None:
-    activation = _ACTIVATIONS.get(self.activation)
-    if gate is None or activation is None:
+    """The norm, over groups of so many columns if size is not 0, with a gate behind or before it.
+
+    None if it is not for the kernels, or if the result is not contiguous in x's order of memory.
+    """
+    out_dtype, order = _out_dtype(x, weight, eps, dtypes), None
+    if out_dtype is None or activation not in ACTIVATIONS or not _divides(size, x):
         return None
-    y = normalized(x, parameter(self, "weight"), self.variance_epsilon, variant, dtypes)
-    return None if y is None else (y * activation(gate.to(_F32))).to(x.dtype)
+    if not isinstance(gate, Tensor) or gate.shape != x.shape or gate.device != x.device:
+        return None
+    if gate.dtype not in DTYPES:
+        return None
+    if not x.is_contiguous():
+        order = None if calls.is_compiling() else _order_of_memory(x)
+        if order is None:
+            return None
+        x, gate = x.permute(order), gate.permute(order)
+    if calls.is_compiling() and choice.of_gated(x, size or x.shape[-1]) == "PYTORCH":
+        return None
+    options = (first, activation, size or None, out_dtype, 0.0, rounds)
+    return _permuted_back(gated_norm(GatedArguments(x, gate, weight, None, eps, *options)), order)
+
+
+def _divides(size: int, x: Tensor) -> bool:
+    return size == 0 or (size > 0 and x.numel() > 0 and x.shape[-1] % size == 0)
 
 
 def qwen3_next_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor | None:
-    return _gated(self, hidden_states, gate, ROUNDED, _PROMOTED)
+    weight, eps = parameter(self, "weight"), self.variance_epsilon
+    return _gated(hidden_states, gate, weight, eps, OF_X, self.activation, rounds=True)
 
 
 def kimi_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor | None:
-    return _gated(self, hidden_states, gate, PLAIN, _WIDE)
+    weight, eps = parameter(self, "weight"), self.variance_epsilon
+    return _gated(hidden_states, gate, weight, eps, OF_X, self.activation)
 
 
-def _groups(x: Tensor, size: int, eps: float, out_dtype: torch.dtype) -> Tensor | None:
-    """The norm, without a weight, of each group of this size in the last dimension."""
-    if x.dim() == 0 or x.numel() == 0 or size <= 0 or x.shape[-1] % size != 0:
+def _in_groups(
+    x: Tensor, size: int, weight: Tensor, eps: float, variant: Variant, dtypes: Dtypes
+) -> Tensor | None:
+    """The norm of each group of this size in the last dimension."""
+    if not _divides(size, x):
         return None
-    dtypes: Dtypes = {(x.dtype, None): out_dtype}
-    y = normalized(x.reshape(*x.shape[:-1], -1, size), None, eps, PLAIN, dtypes)
-    return None if y is None else y.flatten(-2)
+    if x.shape[-1] == size:
+        return normalized(x, weight, eps, variant, dtypes)
+    out_dtype = _out_dtype(x, weight, eps, dtypes)
+    if out_dtype is None or (calls.is_compiling() and choice.is_inductors_rms_norm(x)):
+        return None
+    order = _order_of_memory(x)
+    if order is None and not x.is_contiguous():
+        return None
+    options = {**variant._asdict(), "out_dtype": out_dtype, "group_size": size}
+    rows = x if order is None else x.permute(order)
+    return _permuted_back(rms_norm(rows, weight, eps, **options), order)
 
 
 def _mamba2(self: Any, x: Tensor, gate: Tensor | None, size: int) -> Tensor | None:
-    """The gate is multiplied before the norm, in float32, and the norm is over groups."""
-    if (x.dtype, None) not in OF_X:
-        return None
-    gated = x.to(_F32)
-    if gate is not None:
-        gated = gated * F.silu(gate.to(_F32))
-    y = _groups(gated, size, self.variance_epsilon, x.dtype)
-    return None if y is None else self.weight * y
+    weight, eps = parameter(self, "weight"), self.variance_epsilon
+    if gate is None:
+        return _in_groups(x, size, weight, eps, ROUNDED, _PROMOTED)
+    return _gated(x, gate, weight, eps, _PROMOTED, "silu", size, first=True, rounds=True)
 
 
 def mamba2_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor | None:
@@ -269,11 +316,21 @@ def mamba2_gated_whole(
     return _mamba2(self, hidden_states, gate, hidden_states.shape[-1])
 
 
+def falcon_h1_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor | None:
+    x, groups, weight = hidden_states, self.n_groups, parameter(self, "weight")
+    if x.dim() not in (2, 3) or groups < 1 or x.shape[-1] % groups:
+        return None
+    size, eps = x.shape[-1] // groups, self.variance_epsilon
+    if gate is None:
+        return _in_groups(x, size, weight, eps, PLAIN, OF_X)
+    return _gated(x, gate, weight, eps, OF_X, "silu", size, first=not self.norm_before_gate)
+
+
 def gemma_groups(self: Any, x: Tensor) -> Tensor | None:
     if self.group_size is None:
         return gemma(self, x)
-    y = _groups(x, self.group_size, self.eps, _F32) if (x.dtype, None) in OF_X else None
-    return None if y is None else (y * (1.0 + self.weight.float())).type_as(x)
+    weight = parameter(self, "weight")
+    return _in_groups(x, self.group_size, weight, self.eps, PLUS_ONE, OF_X)
 
 
 # From the digest of a forward's source to the forward that replaces it, for classes of any module.
@@ -288,6 +345,7 @@ SOURCES: dict[str, Forward] = {
     "84f5ab0d60236efd": kimi_gated,
     "35a4d513b3aa44c0": mamba2_gated,
     "0f4f182eb64f10d5": mamba2_gated_whole,  # before there were groups
+    "90c76e9f8d19627d": falcon_h1_gated,
     "7ebb08f2bf238dc7": weightless,
     "eb467367c10653c2": rounded_once,
     "3d411fe6cc9e0759": weightless,
