@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import calls, stock
 from .functional import layer_norm
-from .ops import head_formulas
+from .ops import formulas, gated, head_formulas
 from .ops.operators import describe
 from .stock import are_supported, norm_is_supported
-from .swap import rotations
+from .swap import rms, rotations
 from .swap.rotations import Rotation
 
 
@@ -68,6 +68,29 @@ class RMSNormZeroCentered(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _rms_norm(self, x, 1.0)
+
+
+class RMSNormGated(nn.Module):
+    """Forward of a model's RMSNorm with a gate behind it, with that class's own order of casts.
+
+    A trial at a class's first call tells, as for :class:`RMSNorm`, whether it rounds three times
+    (Qwen3-Next's) or once (Kimi Linear's), with the activation that the module names.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        cls, activation, weight = type(self), getattr(self, "activation", None), self.weight
+        if activation in gated.ACTIVATIONS and _are_supported(hidden_states, weight, gate):
+            order = _order_of_casts(cls, 0.0, activation)
+            if order == (True, False) or order == (False, False):
+                eps = _eps_of(self)
+                options = {"rounds": order[0]}
+                y = rms.gated(hidden_states, gate, weight, eps, rms.OF_X, activation, **options)
+                if y is not None:
+                    return y
+        return cls.forward(self, hidden_states, gate)
 
 
 class RotaryPosEmb(nn.Module):
@@ -183,7 +206,7 @@ def _rms_norm(module: Any, x: Tensor, weight_offset: float) -> Tensor:
     weight: Any = getattr(module, "weight", None)
     if order is None or not _are_supported(x, weight):
         return type(module).forward(module, x)
-    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    eps = _eps_of(module)
     # Named, because autocast, which does not change what such a class gives, would change it here.
     out_dtype = torch.promote_types(weight.dtype, x.dtype) if order[1] else x.dtype
     if weight.dtype is not x.dtype:
@@ -201,14 +224,18 @@ def _rms_norm(module: Any, x: Tensor, weight_offset: float) -> Tensor:
     return y
 
 
+def _eps_of(module: Any) -> Any:
+    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _are_supported(x: Tensor, weight: Any) -> bool:
+def _are_supported(x: Tensor, weight: Any, *gates: Any) -> bool:
     """Whether such classes compute in float32 with x and weight, as the kernels do."""
     return (
         isinstance(weight, Tensor)
-        and are_supported(x, weight)
+        and are_supported(x, weight, *gates)
         and x.dtype in _DTYPES
         and weight.dtype in _DTYPES
         and x.layout is torch.strided
@@ -216,13 +243,16 @@ def _are_supported(x: Tensor, weight: Any) -> bool:
     )
 
 
-def _order_of_casts(cls: Any, weight_offset: float) -> tuple[bool, bool] | None:
+def _order_of_casts(
+    cls: Any, weight_offset: float, activation: str | None = None
+) -> tuple[bool, bool] | None:
     """How the forward of a class casts, or None if it is no RMSNorm with this offset of weight.
 
     Whether it rounds the normalized value before it multiplies by weight, and whether a float32
-    weight beside a half-precision input makes its result float32.
+    weight beside a half-precision input makes its result float32. With an activation, the norm has
+    a gate behind it.
     """
-    return _tried(cls, weight_offset)
+    return _tried(cls, weight_offset, activation)
 
 
 # Dynamo calls it while it traces, as torch.compiler.assume_constant_result would have it.
@@ -230,34 +260,57 @@ _order_of_casts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @_once
-def _tried(cls: Any, weight_offset: float) -> tuple[bool, bool] | None:
+def _tried(
+    cls: Any, weight_offset: float, activation: str | None
+) -> tuple[bool, bool] | None:
     eps = 0.25  # of weight beside the squares below, so that a forward that ignores it is seen
     rows = [[(5 * i * i + 3 * i + row) % 61 / 16 - 1.85 for i in range(64)] for row in range(4)]
     factors = [(7 * i + 3) % 43 / 16 + 0.07 for i in range(64)]
     with _unseen():
         x = torch.tensor(rows, dtype=torch.bfloat16, device="cpu")
         weight = torch.tensor(factors, dtype=torch.bfloat16, device="cpu")
+        given = (x,) if activation is None else (x, x.roll((1, 3), (0, 1)))
         try:
             module = cls.__new__(cls)
             nn.Module.__init__(module)
             module.variance_epsilon = module.eps = eps
+            module.activation = activation
             ys = []
             for parameter in (weight, weight.float()):
                 module.weight = nn.Parameter(parameter)
-                ys.append(cls.forward(module, x))
+                ys.append(cls.forward(module, *given))
             promotes = ys[1].dtype is torch.float32
         except Exception:
             return None
-        wide = x.float()
-        xhat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         for rounds_xhat in (True, False):
-            factor = xhat.to(x.dtype).float() if rounds_xhat else xhat
-            expected = factor * (weight.float() + weight_offset)
             # The two orders differ in a quarter of the numbers.
             dtypes = (x.dtype, torch.float32 if promotes else x.dtype)
-            if all(map(_nearly_equals, ys, map(expected.to, dtypes))):
+            expected = [
+                _expected(given, parameter, eps, weight_offset, rounds_xhat, activation, dtype)
+                for parameter, dtype in zip((weight, weight.float()), dtypes, strict=True)
+            ]
+            if all(map(_nearly_equals, ys, expected)):
                 return rounds_xhat, promotes
     return None
+
+
+def _expected(
+    given: tuple[Tensor, ...],
+    weight: Tensor,
+    eps: float,
+    weight_offset: float,
+    rounds: bool,
+    activation: str | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    kind = {"weight_offset": weight_offset, "round_before_weight": rounds, "out_dtype": dtype}
+    if activation is None:
+        norm: Any = describe(*given, weight=weight, eps=eps, statistic="rms", **kind)
+        return formulas.forward(norm).y
+    call: Any = gated.GatedArguments(
+        *given, weight, None, eps, gate_activation=activation, **kind
+    )
+    return gated.formula(call)[0]
 
 
 def _nearly_equals(y: Any, expected: Tensor) -> bool:

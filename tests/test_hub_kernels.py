@@ -331,6 +331,9 @@ CLASSES = {
     "T5LayerNorm": ("t5", "RMSNorm", None),
     "GemmaRMSNorm": ("gemma", "RMSNormZeroCentered", (False, False)),
     "Qwen3_5RMSNorm": ("qwen3_5", "RMSNormZeroCentered", (False, False)),
+    "Qwen3NextRMSNormGated": ("qwen3_next", "RMSNormGated", (True, False)),
+    "KimiLinearRMSNormGated": ("kimi_linear", "RMSNormGated", (False, False)),
+    "LaraMiniRMSNormGated": ("lara_mini", "RMSNormGated", (False, False)),
 }
 HALVES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -339,7 +342,7 @@ def pair_of(name, dtype, device="cpu"):
     """A norm of the class with random weights, and a copy that has a layer's forward."""
     folder, layer, _ = CLASSES[name]
     stock = rms_norm_class(folder, name)(64)
-    torch.nn.init.normal_(stock.weight, 1.0 if layer == "RMSNorm" else 0.0, 0.3)
+    torch.nn.init.normal_(stock.weight, 0.0 if layer == "RMSNormZeroCentered" else 1.0, 0.3)
     stock.to(device, dtype)
     fused = copy.deepcopy(stock)
     forward = getattr(fused_layernorm.layers, layer).forward
@@ -356,8 +359,9 @@ def test_every_class_keeps_its_order_of_casts(name, x_dtype, weight_dtype, autoc
     stock, fused = pair_of(name, weight_dtype, device)
     x = torch.randn(64, 64, device=device).to(x_dtype)
     xs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    gate = [torch.randn_like(x)] if CLASSES[name][1] == "RMSNormGated" else []
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
-        theirs, ours = (m.forward(x) for m, x in zip((stock, fused), xs, strict=True))
+        theirs, ours = (m.forward(x, *gate) for m, x in zip((stock, fused), xs, strict=True))
     assert ours.dtype == theirs.dtype
     tolerance = 2e-6 if ours.dtype == torch.float32 else 0.0
     same = torch.isclose(ours, theirs, rtol=tolerance, atol=0.0)
@@ -370,15 +374,34 @@ def test_every_class_keeps_its_order_of_casts(name, x_dtype, weight_dtype, autoc
     assert_close(fused.weight.grad, stock.weight.grad, rtol=rtol, atol=0.3)
 
 
+@pytest.mark.parametrize("name", [name for name in CLASSES if name.endswith("Gated")])
+def test_gated_norms_take_the_layer(name, kernelize, variant):
+    """`kernels` compares signatures; one that is called without its gate keeps its own forward."""
+    stock = nn.Sequential(rms_norm_class(CLASSES[name][0], name)(64))
+    model = copy.deepcopy(stock)
+    kernelize(model, type(stock[0]), "RMSNormGated", "cpu", variant)
+    assert "forward" in vars(model[0])
+    x, gate = torch.randn(2, 8, 64)
+    y, called = called_by(lambda: model[0](x, gate))
+    assert any(operator.endswith("::rms_norm_gated") for operator in called)
+    assert_close(y, stock[0](x, gate), rtol=1e-5, atol=1e-6)
+    with pytest.raises((AttributeError, TypeError)):
+        model[0](x, None)
+
+
 @pytest.mark.parametrize("name", CLASSES)
 def test_trial_tells_the_order_of_casts(name):
     folder, layer, order = CLASSES[name]
     if name == "NemotronHRMSNorm":  # some versions before, its order is Llama's
         pytest.importorskip("transformers", "5.24")
     cls = rms_norm_class(folder, name)
-    offsets = {"RMSNorm": 0.0, "RMSNormZeroCentered": 1.0}
-    for other, offset in offsets.items():
-        found = fused_layernorm.layers._order_of_casts(cls, offset)
+    kinds: dict[str, tuple[Any, ...]] = {
+        "RMSNorm": (0.0,),
+        "RMSNormZeroCentered": (1.0,),
+        "RMSNormGated": (0.0, "silu"),
+    }
+    for other, kind in kinds.items():
+        found = fused_layernorm.layers._order_of_casts(cls, *kind)
         assert found == (order if other == layer else None)
 
 
