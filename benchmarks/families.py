@@ -165,11 +165,22 @@ def heads(case: Case, t: Tensors) -> Any:
     return tuple(found)
 
 
+def gated(case: Case, t: Tensors) -> Any:
+    """As Qwen3-Next and Mamba 2 write it: in float32, rounded to x's dtype in front of weight."""
+    family, x, value = case.family, t["x"].float(), F.silu(t["gate"].float())
+    x = x * value if family.name == "gate_first_" else x
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    y = t["weight"] * x.to(case.torch_dtype)
+    y = y if family.name == "gate_first_" else y * value
+    return y.to(case.torch_out_dtype)
+
+
 # ---- The table.
 
 RMS = (("statistic", "rms"),)
 XW, XRW = ("x", "weight"), ("x", "residual", "weight")
 ADA, GATED = ("x", "shift", "scale"), ("x", "residual", "gate", "shift", "scale")
+XGW = ("x", "gate", "weight")
 QK = ("q", "k", "q_weight", "k_weight")
 
 FAMILIES: dict[str, Family] = {
@@ -201,6 +212,11 @@ FAMILIES: dict[str, Family] = {
         Family("qk_norm_rope_", "RMSNorm and rotation of the heads of q and k", heads,
                "qk_norm_rope", inputs=(*QK, "cos", "sin"), gradients=QK, columns=(0, 0),
                layout=HEADS, options=RMS),
+        *(Family(name, title, gated, "rms_norm_gated", inputs=XGW, gradients=XGW, tensors=(3, 5),
+                 columns=(1, 2), options=(*RMS, ("gate_first", name == "gate_first_"),
+                                          ("round_before_weight", True)))
+          for name, title in (("gated_", "RMSNorm, then a gate"),
+                              ("gate_first_", "A gate, then RMSNorm"))),
         *(Family(f"group_{silu}{nhwc}", f"GroupNorm{' and SiLU' if silu else ''}{of}", groups,
                  "group_norm", columns=(2, 4 if silu else 3), layout=IMAGE, groups=32,
                  activation="silu" if silu else None)

@@ -392,6 +392,19 @@ MODELS: dict[str, Model] = {
            ("Qwen3", 1024, 14, 16, 8, 2048), ("Llama", 2048, 8, 32, 4, 4096),
            ("Olmo2", 2048, 6, 16, 4, 4096), ("Gemma2", 2304, 6, 8, 4, 4096),
            ("Phi3", 3072, 5, 24, 4, 4096))},
+    # Hybrids on the attention that transformers has in PyTorch's operators, with dense layers.
+    "transformers Qwen3-Next, 2048 wide, 4 layers, 2x4096": Model(
+        "transformers", lambda: language_model(
+            "Qwen3NextForCausalLM", 2, 4096, vocab_size=32_768, hidden_size=2048,
+            num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=2, head_dim=256,
+            intermediate_size=6144, mlp_only_layers=[0, 1, 2, 3], use_cache=False,
+            attn_implementation="sdpa"),
+        (2 * 4096, "tokens"), True),
+    "transformers Mamba 2, 2048 wide, 4 layers, 1x2048": Model(
+        "transformers", lambda: language_model(
+            "Mamba2ForCausalLM", 1, 2048, vocab_size=32_768, hidden_size=2048, num_hidden_layers=4,
+            num_heads=64, head_dim=64, state_size=64, n_groups=8, chunk_size=64, use_cache=False),
+        (2048, "tokens"), True),
     "transformers ConvNeXt-T 64x224": Model(
         "transformers", lambda: image_classifier("ConvNext"), IMAGES),
     "NAFNet blocks, 4 layers, 8x64x256x256": Model(

@@ -20,7 +20,8 @@ OPTIONS = {
     "normalized_ndim": 1, "eps": EPS, "activation": None, "scale": 1.0, "out_dtype": None,
     "statistic": "layer", "weight_offset": 0.0, "round_before_weight": False,
     "output_scale": 1.0, "num_groups": 1, "keeps_order": False, "rotary_dim": 0, "seq_dim": 1,
-    "interleaved": False, "inverse": False,
+    "interleaved": False, "inverse": False, "gate_first": False, "gate_activation": "silu",
+    "group_size": 0,
 }  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def _arguments(case: Case, overload: OpOverload, tensors: Tensors) -> dict[str, 
         "num_groups": case.groups if family.groups else 1, "output_scale": family.scale,
         "rotary_dim": case.cols if "cos" in family.inputs else 0, **dict(family.options),
     }  # fmt: skip
-    gradients = {*family.gradients, *({"input"} if "gate" in family.inputs else ())}
+    gradients = {*family.gradients, *({"input"} if family.layout == SAMPLES else ())}
     if case.is_dshift_dy:
         gradients -= {"shift"}
     found: dict[str, Any] = {}

@@ -7,6 +7,8 @@ partial sums. A shift, scale or gate that has the sharded dimension is sharded o
 is its gradient; one that is broadcast along that dimension is treated as weight and bias are. An
 input sharded over a normalized dimension is redistributed first.
 
+The gate of rms_norm_gated is sharded as its input is.
+
 q and k of qk_norm_rope may be sharded over samples, heads or positions; cos and sin are sharded
 with the samples and positions, weights and biases are replicated.
 
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 
 from .integrations.after_import import after_import
-from .ops import head_formulas, heads, load
+from .ops import gated, head_formulas, heads, load
 from .ops.operators import (
     ADA_LAYER_NORM_BACKWARD,
     BACKWARD,
@@ -181,6 +183,28 @@ def register_sharding_rules() -> None:
 
         return rules
 
+    def gated_rules(Call: Any, results: Callable[[Any, Placement], list[Placement]]) -> Any:
+        def rules(*args: Any) -> list[Any]:
+            call = Call(*args)
+            x = call.x if hasattr(call, "x") else call.input
+            return [
+                (results(call, placement), only_placements(placed(call, x, placement)))
+                for placement in acceptable(x.ndim - 1)
+            ]
+
+        return rules
+
+    def gradients(b: Any, placement: Placement) -> list[Placement]:
+        total = of_sum(placement, None)
+        found = zip(b.needs, (placement, placement, total, total), strict=True)
+        return [of if needed else Replicate() for needed, of in found]
+
+    Call, of_gated = gated.GatedArguments, gated.FAMILY
+    register_sharding([of_gated.plain])(gated_rules(Call, lambda _, placement: [placement]))
+    register_sharding([of_gated.forward])(
+        gated_rules(Call, lambda _, placement: [placement, Replicate(), placement])
+    )
+    register_sharding([of_gated.backward])(gated_rules(gated.BackwardArguments, gradients))
     register_sharding([heads.qk_norm_rope])(heads_rules(False))
     register_sharding([heads.qk_norm_rope_backward])(heads_rules(True))
     register_sharding([load.gate_backward])(gate_backward_rules)

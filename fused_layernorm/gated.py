@@ -14,7 +14,7 @@ from .compile import choice
 from .ops import arguments, gated
 from .ops.aten_forward import aten_rms_norm_gated
 from .ops.autocast import under_autocast
-from .ops.formulas import acc_dtype, activate
+from .ops.formulas import acc_dtype, activate, to
 from .ops.gated import GatedArguments
 from .ops.operators import Arguments
 
@@ -100,9 +100,10 @@ def run(a: GatedArguments) -> Tensor:
     """A gated norm; its group_size is what a user gives."""
     a = _settled(a)
     if _is_compiling():  # Dynamo does not trace the exception handling below; the fake checks
-        has_kernel = choice.of_gated(a.input, a.group_size or a.input.shape[-1]) == "KERNEL"
-        operator: Any = gated.FAMILY.plain if has_kernel else aten_rms_norm_gated
-        return operator(*a)  # type: ignore[no-any-return]
+        input = a.input
+        if input.dim() and choice.of_gated(input, a.group_size or input.shape[-1]) != "KERNEL":
+            return aten_rms_norm_gated(*a)
+        return gated.FAMILY.plain(*a)
     if _dispatch_modes() and onnx.is_exporting():
         gated.check(a)
         return gated.formula(a)[0]
@@ -143,6 +144,9 @@ def norm_in_groups(a: Arguments, group_size: Any) -> Tensor:
     gate = input.new_full(input.shape[-1:], math.inf).expand(input.shape)
     is_bare = a.activation is None and a.output_scale == 1.0
     wide = a.y_dtype if is_bare else acc_dtype(input.dtype)
+    weight, bias = a.weight, a.bias
+    if a.rounds_xhat and wide != input.dtype:  # their product is not rounded, either
+        weight, bias = (to(p, acc_dtype(input.dtype)) for p in (weight, bias))
     options = (True, "sigmoid", size, wide, a.weight_offset, a.round_before_weight)
-    y = run(GatedArguments(input, gate, a.weight, a.bias, a.eps, *options))
+    y = run(GatedArguments(input, gate, weight, bias, a.eps, *options))
     return y if is_bare else (activate(y, a.activation) * a.output_scale).to(a.y_dtype)

@@ -86,8 +86,8 @@ class FusedRMSNormGated(FusedRMSNorm):
         )  # fmt: skip
 
     @_scripted_as(_scripted_forward)
-    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        options = {
+    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        options: Any = {
             "bias": self.bias,
             "weight_offset": self.weight_offset,
             "round_before_weight": self.round_before_weight,
@@ -97,7 +97,7 @@ class FusedRMSNormGated(FusedRMSNorm):
         if gate is None:
             shape = self.normalized_shape
             return rms_norm(input, self.weight, self.eps, normalized_shape=shape, **options)
-        first = {"gate_first": self.gate_first, "gate_activation": self.gate_activation}
+        first: Any = {"gate_first": self.gate_first, "gate_activation": self.gate_activation}
         return rms_norm_gated(input, gate, self.weight, self.eps, **first, **options)
 
     def extra_repr(self) -> str:

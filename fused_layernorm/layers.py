@@ -81,7 +81,9 @@ class RMSNormGated(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        cls, activation, weight = type(self), getattr(self, "activation", None), self.weight
+        cls: Any = type(self)
+        weight: Any = getattr(self, "weight", None)
+        activation: Any = getattr(self, "activation", None)
         if activation in gated.ACTIVATIONS and _are_supported(hidden_states, weight, gate):
             order = _order_of_casts(cls, 0.0, activation)
             if order == (True, False) or order == (False, False):
@@ -260,9 +262,7 @@ _order_of_casts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @_once
-def _tried(
-    cls: Any, weight_offset: float, activation: str | None
-) -> tuple[bool, bool] | None:
+def _tried(cls: Any, weight_offset: float, activation: str | None) -> tuple[bool, bool] | None:
     eps = 0.25  # of weight beside the squares below, so that a forward that ignores it is seen
     rows = [[(5 * i * i + 3 * i + row) % 61 / 16 - 1.85 for i in range(64)] for row in range(4)]
     factors = [(7 * i + 3) % 43 / 16 + 0.07 for i in range(64)]
@@ -303,13 +303,12 @@ def _expected(
     activation: str | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    kind = {"weight_offset": weight_offset, "round_before_weight": rounds, "out_dtype": dtype}
+    kind: Any = {"weight_offset": weight_offset, "round_before_weight": rounds, "out_dtype": dtype}
     if activation is None:
-        norm: Any = describe(*given, weight=weight, eps=eps, statistic="rms", **kind)
+        norm = describe(given[0], weight=weight, eps=eps, statistic="rms", **kind)
         return formulas.forward(norm).y
-    call: Any = gated.GatedArguments(
-        *given, weight, None, eps, gate_activation=activation, **kind
-    )
+    kind["gate_activation"] = activation
+    call = gated.GatedArguments(given[0], given[1], weight, None, eps, **kind)
     return gated.formula(call)[0]
 
 

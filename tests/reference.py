@@ -34,6 +34,14 @@ A head's row, with a rotation behind the norm: of each pair of columns (a, b), b
 Groups of channels: a group of a sample is a row, weight and bias have a number for each channel,
 shift and scale one for each channel of each sample.
 
+A gate, of x's shape, behind an RMSNorm or in front of it, whose mean of squares may be taken over
+groups of columns:
+
+    y = z * activation(gate)                  dgate = dy * z * activation'(gate)
+                                              dz = dy * activation(gate)
+    u = x * activation(gate) in x's place     dgate = du * x * activation'(gate)
+                                              dx = du * activation(gate)
+
 RMSNorm has a mean of zero, and the term sum(dxhat) / cols is zero too. Where a weight has an
 offset, weight + weight_offset stands for weight.
 """
@@ -78,6 +86,17 @@ class Groups(NamedTuple):
     dbias: Tensor
 
 
+class Gated(NamedTuple):
+    """The results and gradients of a gated RMSNorm; rstd is ``(*leading dimensions, groups)``."""
+
+    y: Tensor
+    rstd: Tensor
+    dx: Tensor
+    dgate: Tensor
+    dweight: Tensor
+    dbias: Tensor
+
+
 class GateBackward(NamedTuple):
     """The gradients of the input that a gate multiplies, and of the gate."""
 
@@ -100,6 +119,8 @@ def activation_value(z: Tensor, activation: str | None) -> Tensor:
             return torch.where(z < 0, 0, z)  # NaN stays
         case "leaky_relu":
             return torch.where(z < 0, z / 100, z)
+        case "sigmoid":
+            return 1 / (1 + torch.exp(-z))
     raise ValueError(activation)
 
 
@@ -122,6 +143,9 @@ def activation_derivative(z: Tensor, activation: str | None) -> Tensor:
             return torch.where(z > 0, 1.0, 0.0).to(z.dtype)
         case "leaky_relu":
             return torch.where(z > 0, 1.0, 0.01).to(z.dtype)
+        case "sigmoid":
+            sigmoid = 1 / (1 + torch.exp(-z))
+            return sigmoid * (1 - sigmoid)
     raise ValueError(activation)
 
 
@@ -351,4 +375,44 @@ def group_norm(
         (dz * (xhat * w + b)).sum(-1),
         (dz * (1 + s) * xhat).sum((0, 2)),
         (dz * (1 + s)).sum((0, 2)),
+    )
+
+
+def rms_norm_gated(
+    x: Tensor,
+    gate: Tensor,
+    dy: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    gate_first: bool = False,
+    gate_activation: str = "silu",
+    group_size: int | None = None,
+    weight_offset: float = 0.0,
+    rounding: tuple[torch.dtype, torch.dtype] | None = None,
+) -> Gated:
+    """Everything in float64. `rounding` is what xhat and z are rounded to, if they are."""
+    columns = x.shape[-1]
+    x, gate, dy = (t.double().reshape(-1, columns) for t in (x, gate, dy))
+    value, slope = (f(gate, gate_activation) for f in (activation_value, activation_derivative))
+    u = x * value if gate_first else x
+    groups = (len(u), -1, group_size or columns)
+    xhat, _, rstd = _normalize(u.reshape(groups), 1, eps, "rms")
+    h = xhat
+    xhat = xhat.reshape(u.shape)
+    rounded = xhat if rounding is None else xhat.to(rounding[0]).double()
+    z = _affine(rounded, weight, bias, weight_offset)
+    z = z if rounding is None else z.to(rounding[1]).double()
+    dz = dy if gate_first else dy * value
+    dxhat = dz if weight is None else dz * (weight.double() + weight_offset)
+    g = dxhat.reshape(groups)
+    du = (rstd * (g - h * (g * h).mean(-1, keepdim=True))).reshape(u.shape)
+    return Gated(
+        z if gate_first else z * value,
+        rstd[..., 0],
+        du * value if gate_first else du,
+        du * x * slope if gate_first else dy * _affine(xhat, weight, bias, weight_offset) * slope,
+        (dz * xhat).sum(0),
+        dz.sum(0),
     )

@@ -294,6 +294,29 @@ def heads_stay_sharded(mesh):
 
 
 @case
+def gated_norms_stay_sharded(mesh):
+    """Over rows, without a collective in either direction, also in groups."""
+    shape = (mesh.size(), 2 * mesh.size(), 8)
+    plain = made(mesh.device_type, shape, shape, 8)
+    for gate_first, group_size in ((False, None), (True, 4)):
+
+        def run(x, gate, weight, gate_first=gate_first, group_size=group_size):
+            options = {"gate_first": gate_first, "group_size": group_size}
+            return fused_layernorm.rms_norm_gated(x, gate, weight, 1e-5, **options)
+
+        expected = run(*plain)
+        dy = torch.randn_like(expected)
+        of_plain = torch.autograd.grad(expected, plain, dy)
+        for shard in (Shard(0), Shard(1)):
+            leaves = spread(plain, mesh, (shard, shard, Replicate()))
+            given = distribute_tensor(dy, mesh, [shard])
+            with no_collective():
+                y = run(*leaves)
+                found = torch.autograd.grad(y, leaves, given)
+            same((y, *found), (expected, *of_plain), [shard] * 3 + [Partial()])
+
+
+@case
 def rows_stay_sharded(mesh):
     """Neither direction needs a collective. The parameters' gradients are partial sums."""
     for normalized_ndim, options in (

@@ -47,7 +47,7 @@ class Family(NamedTuple):
     statistic: str = "layer"  # the norm whose autocast this is
 
     def _operator(self, suffix: str = "") -> OpOverload:
-        return getattr(load.operators, self.name + suffix).default  # type: ignore[no-any-return]
+        return getattr(load.operators, self.name + suffix).default
 
     @property
     def plain(self) -> OpOverload:
@@ -108,7 +108,7 @@ class Forward(Function):
         tensors = zip(ctx.names, ctx.saved_tensors, strict=True)
         b = family.BackwardCall(**{**ctx.others, **dict(tensors), **flags, "dy": dy})
         found = call_operator(family.backward, *b)
-        by_name = {
+        by_name: dict[str, Any] = {
             name.removeprefix("needs_d"): gradient
             for (name, needed), gradient in zip(flags.items(), found, strict=True)
             if needed
@@ -256,11 +256,7 @@ def _vmap_backward(family: Family) -> Callable[..., Any]:
             return one_by_one(family.backward, info, in_dims, *args)
         found = family.backward(*_batched(family, b, dims, size))
         outputs = tuple(
-            t.expand(size, 0)
-            if not needed
-            else t.unflatten(0, (size, -1))
-            if family.folds
-            else t
+            t.expand(size, 0) if not needed else t.unflatten(0, (size, -1)) if family.folds else t
             for t, needed in zip(found, b.needs, strict=True)
         )
         return outputs, (0,) * len(outputs)

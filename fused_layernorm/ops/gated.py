@@ -214,22 +214,25 @@ def check(a: GatedArguments) -> None:
 
 def _check_backward(b: BackwardArguments) -> None:
     """Raises if rms_norm_gated_backward cannot take these arguments, as csrc/bindings/cuda does."""
-    arguments._check_given(x=b.x, dy=b.dy, gate=b.gate, rstd=b.rstd, weight=b.weight, bias=b.bias)
-    columns = b.x.shape[-1] if b.x.dim() else 1
-    if b.group_size < 0 or (b.group_size and columns % b.group_size):
-        refuse("group_size must be zero or divide the columns")
+    x, rstd, size = b.x, b.rstd, b.group_size
+    arguments._check_given(x=x, dy=b.dy, gate=b.gate, rstd=rstd, weight=b.weight, bias=b.bias)
     if b.gate_activation not in ACTIVATIONS:
         refuse(f"gate_activation must be 'silu' or 'sigmoid', got '{b.gate_activation}'")
-    arguments._check_beside(b.x, gate=b.gate)
-    for needed, parameter in zip(b.needs[2:], (b.weight, b.bias), strict=True):
-        if needed and parameter is None:
-            refuse("a gradient is asked for of a parameter that is not there")
-    groups = columns // b.group_size if b.group_size else 1
-    rstd = b.rstd
-    if groups > 1 and rstd.numel() * columns == b.x.numel() * groups:
-        rstd = rstd.reshape(-1, groups)[:, 0]  # as many as a norm of whole rows has
-    none = b.x.new_empty(0, dtype=rstd.dtype)
-    norm = OfNorm(b.dy, b.x, 1, none, rstd, b.weight, b.bias, None, statistic="rms")
+    if x.dim() < 1:
+        refuse("the input must have a dimension")
+    if size < 0 or (size > 0 and x.shape[-1] % size):
+        refuse("group_size must be at least one and divide the last dimension")
+    arguments._check_beside(x, gate=b.gate)
+    if (b.needs_dweight and b.weight is None) or (b.needs_dbias and b.bias is None):
+        refuse("a gradient is asked for of a parameter that is not there")
+    if x.numel() == 0:
+        return
+    rows, groups = x.numel() // x.shape[-1], x.shape[-1] // size if size else 1
+    if rstd.numel() != rows * groups or rstd.dtype != acc_dtype(x.dtype) or rstd.device != x.device:
+        refuse("rstd must be that of the forward pass")
+    # The rest is that of a norm of whole rows.
+    none, rstd = x.new_empty(0), rstd.reshape(-1)[:1].expand(rows)
+    norm = OfNorm(b.dy, x, 1, none, rstd, b.weight, b.bias, None, statistic="rms")
     arguments.check_backward(norm._replace(weight_offset=b.weight_offset))
 
 

@@ -262,7 +262,7 @@ def gated(
         x, gate = x.permute(order), gate.permute(order)
     if calls.is_compiling() and choice.of_gated(x, size or x.shape[-1]) == "PYTORCH":
         return None
-    options = (first, activation, size or None, out_dtype, 0.0, rounds)
+    options: Any = (first, activation, size or None, out_dtype, 0.0, rounds)
     return _permuted_back(gated_norm(GatedArguments(x, gate, weight, None, eps, *options)), order)
 
 

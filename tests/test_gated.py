@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rms_norm_gated and group_size of rms_norm: results against float64, and beside PyTorch's
+machinery: registration, derivatives, transforms, autocast, errors, the module."""
+
+import itertools
+import math
+from typing import Any
+
+import numerics
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck, gradgradcheck
+from torch.library import opcheck
+
+import fused_layernorm as fl
+from fused_layernorm import FusedRMSNormGated
+
+F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+OPS: Any = torch.ops.fused_layernorm
+ACTIVATE: dict[str, Any] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+pytestmark = pytest.mark.cpu_operators
+
+# A slice of a projection's columns, as Qwen3-Next and Mamba 2 cut the gate out, and others.
+LAYOUTS: dict[str, Any] = {
+    "contiguous": torch.clone,
+    "sliced": lambda t: torch.cat([t.new_full(t[..., :8].shape, math.nan), t, t], -1)[
+        ..., 8 : 8 + t.shape[-1]
+    ],
+    "misaligned": numerics.misaligned,
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "expanded": lambda t: t[:1].expand(t.shape),
+}
+FORMS = [
+    {"gate_first": first, "gate_activation": activation, "group_size": size}
+    for first, activation, size in itertools.product((False, True), ACTIVATE, (None, 8))
+]
+
+
+def plainly(x, gate, weight, bias, *, gate_first=False, gate_activation="silu", group_size=None):
+    """The norm and its gate in elementary functions of PyTorch, in the dtype of its arguments."""
+    value = ACTIVATE[gate_activation](gate)
+    u = x * value if gate_first else x
+    rows = u.reshape(*u.shape[:-1], -1, group_size or u.shape[-1])
+    z = (rows * (rows.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).reshape(u.shape)
+    z = z if weight is None else z * weight
+    z = z if bias is None else z + bias
+    return z if gate_first else z * value
+
+
+def fused(**form) -> Any:
+    def function(x, gate, weight=None, bias=None):
+        return fl.rms_norm_gated(x, gate, weight, 1e-5, bias=bias, **form)
+
+    return function
+
+
+def inputs(device, shape=(3, 16), dtype=F64, gate=None, weight=None, grad=True) -> Any:
+    """x, gate, weight and bias."""
+    given = [(shape, dtype), (shape, gate or dtype), *[(shape[-1:], weight or dtype)] * 2]
+    return [
+        torch.randn(size, device=device, dtype=F64).to(t).requires_grad_(grad) for size, t in given
+    ]
+
+
+# ---- Results and gradients.
+
+
+def check(device, shape, dtypes, form, *, out_dtype=None, layouts=("contiguous",) * 2, absent=()):
+    dtype = dtypes[0]
+    names = [name for name in ("x", "gate", "weight", "bias") if name not in absent]
+    acc = F64 if dtype is F64 else F32
+
+    def draw(seed):
+        torch.manual_seed(seed)
+        t = dict(zip(("x", "gate", "weight", "bias"), inputs(device, shape, *dtypes), strict=True))
+        for name, layout in zip(("x", "gate"), layouts, strict=True):
+            t[name] = LAYOUTS[layout](t[name].detach())
+        t = {n: v.detach().requires_grad_() if n in names else None for n, v in t.items()}
+        dy = torch.randn(shape, device=device).to(out_dtype or dtype)
+        y = fused(**form, out_dtype=out_dtype)(*t.values())
+        leaves = [t[name] for name in names]
+        assert y.is_contiguous()
+        assert y.dtype == (out_dtype or dtype)
+        gradients = torch.autograd.grad(y, leaves, dy)
+        assert [g.dtype for g in gradients] == [leaf.dtype for leaf in leaves]
+        found = {"y": y.detach(), **{f"d{n}": g for n, g in zip(names, gradients, strict=True)}}
+        values: Any = {n: None if v is None else v.detach() for n, v in t.items()}
+        x, gate, *parameters = values.values()
+        gated: Any = reference.rms_norm_gated
+        exact = gated(x, gate, dy, *parameters, **form)
+        wide: Any = {
+            n: None if v is None else v.to(acc).requires_grad_() for n, v in values.items()
+        }
+        z = plainly(*wide.values(), **form)
+        theirs = torch.autograd.grad(z, [wide[name] for name in names], dy.to(acc))
+        stock = {"y": z.detach(), **{f"d{n}": g for n, g in zip(names, theirs, strict=True)}}
+        return found, exact._asdict(), stock
+
+    numerics.check_draws(map(draw, range(max(1, min(24, 8192 // math.prod(shape))))), dtype)
+
+
+DTYPES = [(F32, F32, F32), (BF16, BF16, BF16), (BF16, BF16, F32), (F16, F32, F16), (F32, BF16, F32),
+          (BF16, F64, BF16), (F64, F64, F64), (F64, F32, F64)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_forms(device, form, dtypes):
+    check(device, (5, 7, 64), dtypes, form)
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[7]], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "others"),
+    [
+        *(((4, 6, 40), {"out_dtype": out}) for out in (F32, F16, BF16, F64)),
+        *(((4, 6, 40), {"absent": absent}) for absent in (("weight",), ("bias",),
+                                                        ("weight", "bias"))),
+        *(((4, 6, 40), {"layouts": pair}) for pair in itertools.product(LAYOUTS, repeat=2)),
+        ((40,), {}), ((1, 8), {}), ((2, 3, 4, 8), {}), ((9, 1032), {}), ((2, 8200), {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_shapes_layouts_and_dtypes(device, shape, others, form):
+    for dtypes in ((BF16, BF16, F32), (F32, F32, F32)):
+        check(device, shape, dtypes, form, **others)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (BF16, F32), (F16, F16)])
+def test_round_before_weight_rounds_as_the_classes_do(device, dtype, weight_dtype, gate_first):
+    x, gate, weight, _ = inputs(device, (64, 128), dtype, None, weight_dtype, grad=False)
+    promoted = torch.promote_types(dtype, weight_dtype)
+    form: Any = {"gate_first": gate_first, "group_size": 32}
+    y = fl.rms_norm_gated(x, gate, weight, 1e-5, round_before_weight=True, **form)
+    expected, once = (
+        reference.rms_norm_gated(x, gate, x, weight, rounding=rounding, **form).y.to(dtype)
+        for rounding in ((dtype, promoted), None)
+    )
+    assert (y == expected).float().mean() >= 0.999
+    assert (y == once).float().mean() < 0.95
+
+
+def test_a_weight_offset_is_added_in_float32(device):
+    x, gate, weight, bias = inputs(device, (8, 64), BF16, grad=False)
+    found = fl.rms_norm_gated(x, gate, weight, 1e-5, weight_offset=1.0, bias=bias, out_dtype=F32)
+    expected = reference.rms_norm_gated(x, gate, x, weight, bias, weight_offset=1.0).y
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- RMSNorm over groups of columns.
+
+
+@pytest.mark.parametrize("round_before_weight", [False, True])
+@pytest.mark.parametrize("dtypes", [(F32, F32), (BF16, BF16), (BF16, F32), (F64, F64)], ids=str)
+def test_rms_norm_over_groups(device, dtypes, round_before_weight):
+    dtype = dtypes[0]
+    x, _, weight, bias = inputs(device, (5, 3, 64), dtype, None, dtypes[1])
+    rows = x.unflatten(-1, (4, 16))
+    options: Any = {"weight_offset": 1.0, "round_before_weight": round_before_weight}
+    for others in ({}, {"out_dtype": F32}, {"activation": "gelu", "scale": 0.5}):
+        for parameters in ((weight, bias), (weight, None), (None, bias), (None, None)):
+            given = dict(options, weight_offset=float(parameters[0] is not None), **others)
+            found = fl.rms_norm(x, parameters[0], 1e-5, bias=parameters[1], group_size=16, **given)
+            # Each group alone, with its part of weight and bias.
+            parts = []
+            for i, row in enumerate(rows.unbind(-2)):
+                w, b = (p if p is None else p[16 * i :][:16] for p in parameters)
+                parts.append(fl.rms_norm(row, w, 1e-5, bias=b, normalized_shape=16, **given))
+            expected = torch.cat(parts, -1)
+            assert found.dtype == expected.dtype
+            tolerance = 1e-12 if dtype is F64 else 1e-5 if found.dtype is F32 else 2**-7
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+            leaves = [t for t in (x, *parameters) if t is not None]
+            for g, h in zip(
+                torch.autograd.grad(found.float().square().sum(), leaves),
+                torch.autograd.grad(expected.float().square().sum(), leaves), strict=True,
+            ):  # fmt: skip
+                slack = 3e-2 if dtype is BF16 else 1e-4
+                one, other = g / h.abs().max(), h / h.abs().max()
+                torch.testing.assert_close(one, other, rtol=slack, atol=slack)
+
+
+# ---- PyTorch's machinery.
+
+QUICK = ("test_schema", "test_faketensor")
+EVERY = (*QUICK, "test_autograd_registration", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtypes", "options", "traced"),
+    [
+        ((3, 4, 16), (F32, F32, F32), (False, "silu", 0), True),
+        ((3, 16), (BF16, F32, F32), (True, "sigmoid", 4, F32, 1.0, True), True),
+        ((16,), (F64, F64, F64), (), False),
+        ((0, 16), (F32, F32, F32), (True, "silu", 4), False),
+        ((2, 0), (BF16, BF16, BF16), (), False),
+    ],
+    ids=str,
+)
+def test_opcheck(device, shape, dtypes, options, traced):
+    x, gate, weight, bias = inputs(device, shape, *dtypes)
+    args = (x, gate, weight, bias, 1e-5, *options)
+    every = EVERY if traced and device == "cpu" else QUICK
+    for name in ("rms_norm_gated", "rms_norm_gated_forward"):
+        opcheck(getattr(OPS, name).default, args, test_utils=every)
+    y, mean, rstd = OPS.rms_norm_gated_forward(*(t.detach() for t in args[:4]), *args[4:])
+    size = options[2] if options else 0
+    assert mean.shape == (0,)
+    assert rstd.shape == (*shape[:-1], shape[-1] // size if size else 1)
+    of_backward = (*(options or (False, "silu", 0))[:3], options[4] if len(options) > 3 else 0.0)
+    given = (torch.randn_like(y), x, gate, rstd, weight, bias, *of_backward)
+    operator = OPS.rms_norm_gated_backward.default
+    opcheck(operator, (*given, *[True] * 4), test_utils=every)
+    for wanted in range(4):
+        opcheck(operator, (*given, *(i == wanted for i in range(4))), test_utils=QUICK)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_derivatives_of_two_orders_and_forward_mode(device, form):
+    given = inputs(device, (2, 16))
+    for count in (4, 3, 2):
+        leaves = given[:count]
+        assert gradcheck(fused(**form), leaves, check_forward_ad=True, check_batched_grad=True)
+        assert gradgradcheck(fused(**form), leaves)
+
+
+@pytest.mark.parametrize("batched", [(0,), (1,), (0, 1), (2,), (0, 1, 2, 3)], ids=str)
+def test_vmap_and_gradients_of_samples(device, batched):
+    given = inputs(device, (3, 16), grad=False)
+    args = [torch.stack([t, t.flip(0)], 1) if i in batched else t for i, t in enumerate(given)]
+    dims = tuple(1 if i in batched else None for i in range(4))
+
+    def grads(function):
+        return torch.func.grad(lambda *t: function(*t).square().sum(), (0, 1, 2, 3))
+
+    for form in (FORMS[0], FORMS[5]):
+        slow: Any = lambda *t, form=form: plainly(*t, **form)  # noqa: E731
+        for one, other in ((fused(**form), slow), (grads(fused(**form)), grads(slow))):
+            found, expected = (torch.func.vmap(f, dims)(*args) for f in (one, other))
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("x_dtype", [F32, F16, BF16, F64])
+def test_autocast_gives_what_rms_norm_gives(device, x_dtype):
+    x, gate, *_ = inputs(device, (4, 16), x_dtype)
+    weight = torch.randn(16, device=device).to(F64 if x_dtype == F64 else BF16)
+    with torch.autocast(device, BF16):
+        y = fl.rms_norm_gated(x, gate, weight)
+        assert y.dtype == fl.rms_norm(x, weight).dtype
+        assert fl.rms_norm(x, weight, group_size=8).dtype == y.dtype
+        assert fl.rms_norm_gated(x, gate, weight, out_dtype=F16).dtype == F16
+    exact = reference.rms_norm_gated(x, gate, x, weight, eps=1e-7).y
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
+    assert torch.autograd.grad(y.float().sum(), gate)[0].dtype == x_dtype
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[5]], ids=str)
+def test_compiled_calls_of_both_kinds(device, form):
+    """With the kernels, which a graph without Inductor keeps, and with PyTorch's forward."""
+    given = inputs(device, (4, 16), F32)
+    for backend in ("aot_eager", "fused_layernorm"):
+        torch._dynamo.reset()
+        compiled = torch.compile(fused(**form), fullgraph=True, backend=backend)
+        results = []
+        for function in (compiled, fused(**form)):
+            y = function(*given)
+            results.append([y, *torch.autograd.grad(y.square().sum(), given)])
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+# ---- Bad input: (exception, sentence, what takes an argument's place).
+
+FLOATS = "float32, float16, bfloat16 or float64"
+OF_GATE = "expected gate of the shape of input, [4, 8], got shape"
+BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (RuntimeError, f"{OF_GATE} [4, 1]", {"gate": ((4, 1), F32)}),
+    (RuntimeError, f"{OF_GATE} [8]", {"gate": ((8,), F32)}),
+    (NotImplementedError, f"expected gate of dtype {FLOATS}, got int64",
+     {"gate": ((4, 8), torch.int64)}),
+    (NotImplementedError, f"expected gate of dtype {FLOATS}, got complex64",
+     {"gate": ((4, 8), torch.complex64)}),
+    (TypeError, "expected gate to be a tensor, got NoneType", {"gate": None}),
+    (TypeError, "expected gate to be a tensor, got float", {"gate": 1.0}),
+    (TypeError, "expected input to be a tensor, got int", {"input": 3}),
+    (TypeError, "expected weight to be a tensor, got float", {"weight": 1.0}),
+    (TypeError, "expected bias to be a tensor, got list", {"bias": [1.0]}),
+    (RuntimeError, "expected weight of shape [8], the last dimensions of input, got shape [4]",
+     {"weight": ((4,), F32), "group_size": 4}),
+    (RuntimeError, "expected bias of shape [8], the last dimensions of input, got shape [1, 8]",
+     {"bias": ((1, 8), F32)}),
+    (RuntimeError, "expected weight of dtype float32 beside input of float32, got bfloat16",
+     {"weight": ((8,), BF16)}),
+    (RuntimeError, "expected weight and bias of one dtype, got bfloat16 and float32",
+     {"input": ((4, 8), BF16), "weight": ((8,), BF16), "bias": ((8,), F32)}),
+    (ValueError, "expected gate_activation 'silu' or 'sigmoid', got 'tanh'",
+     {"gate_activation": "tanh"}),
+    (ValueError, "expected gate_activation 'silu' or 'sigmoid', got None",
+     {"gate_activation": None}),
+    (ValueError, "expected group_size that divides the 8 columns, got 3", {"group_size": 3}),
+    (ValueError, "expected group_size of at least 1, got 0", {"group_size": 0}),
+    (ValueError, "expected group_size of at least 1, got -4", {"group_size": -4}),
+    (TypeError, "expected group_size to be an int, got float", {"group_size": 4.0}),
+    (TypeError, "expected group_size to be an int, got bool", {"group_size": True}),
+    (ValueError, "expected eps to be a number, got nan", {"eps": math.nan}),
+    (TypeError, "expected eps to be a number, got str", {"eps": "1e-5"}),
+    (ValueError, "expected weight_offset to be a finite number, got inf",
+     {"weight": ((8,), F32), "weight_offset": math.inf}),
+    (ValueError, "expected a weight beside weight_offset 1.0, got none", {"weight_offset": 1.0}),
+    (TypeError, "expected weight_offset to be a number, got str", {"weight_offset": "1"}),
+    (ValueError, f"expected out_dtype {FLOATS}, got int32", {"out_dtype": torch.int32}),
+    (ValueError, "expected input of at least the 1 dimensions of normalized_shape, got input of "
+     "shape []", {"input": ((), F32), "gate": ((), F32)}),
+]  # fmt: skip
+
+
+def call_of(bad, device):
+    def make(given):
+        if not isinstance(given, tuple):
+            return given
+        return torch.ones(given[0], device=device, dtype=given[1])
+
+    made = {n: make(v) for n, v in {"input": ((4, 8), F32), "gate": ((4, 8), F32), **bad}.items()}
+    return lambda: fl.rms_norm_gated(**made)
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence", "bad"), BAD, ids=lambda v: v if type(v) is str else ""
+)
+def test_errors(device, error, sentence, bad):
+    with pytest.raises(error) as caught:
+        call_of(bad, device)()
+    assert str(caught.value) == sentence
+    with torch._subclasses.FakeTensorMode(), pytest.raises(error) as caught:
+        call_of(bad, device)()
+    assert str(caught.value) == sentence
+    if device == "cpu":
+        torch._dynamo.reset()
+        with pytest.raises(Exception) as compiled:  # noqa: PT011  (Dynamo may wrap it)
+            torch.compile(call_of(bad, "cpu"), backend="eager")()
+        assert sentence in str(compiled.value)
+
+
+def test_a_gate_on_another_device():
+    with torch._subclasses.FakeTensorMode():
+        x, gate = torch.ones(4, 8, device="cuda"), torch.ones(4, 8)
+        with pytest.raises(RuntimeError) as caught:
+            fl.rms_norm_gated(x, gate)
+    assert str(caught.value) == "expected gate on the device of input, cuda:0, got cpu"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "options"),
+    [
+        ("expected group_size that divides the 8 columns, got 3", {"group_size": 3}),
+        ("expected group_size of at least 1, got 0", {"group_size": 0}),
+        ("expected group_size beside the last dimension alone to normalize over",
+         {"group_size": 4, "normalized_shape": (4, 8)}),
+        ("expected group_size beside the last dimension alone to normalize over",
+         {"group_size": 4, "dim": 0}),
+    ],
+)  # fmt: skip
+def test_errors_of_groups(device, sentence, options):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        fl.rms_norm(torch.ones(4, 8, device=device), **options)
+    assert str(caught.value) == sentence
+    with pytest.raises(RuntimeError, match="expected weight of shape"):
+        fl.rms_norm(torch.ones(8, device=device), torch.ones(4, device=device), group_size=4)
+
+
+# What the backward operator refuses, on every device: an argument's position, what takes its place.
+BACKWARD = [
+    (0, (4, 1), "dy must have the shape of the input"),
+    (2, (8,), "gate must have the shape of the input"),
+    (3, (4, 1), "rstd must be that of the forward pass"),
+    (4, (4,), "weight must have the shape of the normalized dimensions"),
+    (5, None, "a gradient is asked for of a parameter that is not there"),
+    (7, "tanh", "gate_activation must be 'silu' or 'sigmoid', got 'tanh'"),
+    (8, 3, "group_size must be at least one and divide the last dimension"),
+    (8, -1, "group_size must be at least one and divide the last dimension"),
+    (9, math.inf, "weight_offset must be a finite number"),
+]
+
+
+@pytest.mark.parametrize(("position", "bad", "sentence"), BACKWARD)
+def test_errors_of_backward(device, position, bad, sentence):
+    x, rstd, weight = (torch.ones(s, device=device) for s in ((4, 8), (4, 2), (8,)))
+    args = [x, x, x, rstd, weight, weight, False, "silu", 4, 0.0, *[True] * 4]
+    args[position] = torch.ones(bad, device=device) if isinstance(bad, tuple) else bad
+    with pytest.raises(RuntimeError) as caught:
+        OPS.rms_norm_gated_backward(*args)
+    assert f"fused_layernorm: {sentence}" in str(caught.value).split("\n")[0]
+
+
+# ---- Special numbers, the module.
+
+
+def test_nan_stays_in_its_group_and_nothing_gives_nothing(device):
+    x = torch.randn(3, 32, device=device)
+    gate = torch.randn_like(x)
+    x[1, 9] = math.nan
+    y = fl.rms_norm_gated(x, gate, group_size=8)
+    expected = torch.zeros(3, 32, dtype=torch.bool, device=device)
+    expected[1, 8:16] = True
+    assert torch.equal(y.isnan(), expected)
+    for shape in ((0, 8), (2, 0), (0, 3, 8)):
+        x, gate, weight, bias = inputs(device, shape, BF16)
+        y = fl.rms_norm_gated(x, gate, weight, bias=bias)
+        assert y.shape == shape
+        grads = torch.autograd.grad(y.sum(), (x, gate, weight, bias))
+        assert not any(g.any() for g in grads)
+
+
+def test_module(device):
+    form: Any = {"gate_first": True, "gate_activation": "sigmoid", "group_size": 4}
+    options: Any = {**form, "bias": True, "weight_offset": 1.0, "out_dtype": F64}
+    module = FusedRMSNormGated(16, 1e-5, device=device, **options)
+    assert isinstance(module, torch.nn.RMSNorm)
+    assert [*module.state_dict()] == ["weight", "bias"]
+    assert not module.weight.any()
+    assert repr(module).endswith(
+        "elementwise_affine=True, bias=True, weight_offset=1.0, out_dtype=float64, "
+        "gate_first=True, gate_activation='sigmoid', group_size=4)"
+    )
+    torch.nn.init.normal_(module.weight)
+    x, gate, *_ = inputs(device, (3, 16), F32)
+    weight, bias = (p.detach().double() for p in module.parameters())
+    expected = plainly(x.double(), gate.double(), weight + 1, bias, **form)
+    scripted, traced = torch.jit.script(module), torch.fx.symbolic_trace(module)
+    for made in (module, scripted, traced):
+        torch.testing.assert_close(made(x, gate), expected, rtol=1e-5, atol=1e-5)
+    assert [node.op for node in traced.graph.nodes].count("call_function") == 1
+    alone = fl.rms_norm(x, module.weight, 1e-5, bias=module.bias, weight_offset=1.0, group_size=4)
+    for made in (module, scripted):
+        torch.testing.assert_close(made(x), alone.double(), rtol=1e-6, atol=1e-6)
+    for bad, sentence in (({"group_size": 3}, "expected group_size that divides the 16 columns"),
+                          ({"gate_activation": "relu"}, "expected gate_activation"),
+                          ({"weight_offset": math.nan}, "expected weight_offset")):  # fmt: skip
+        with pytest.raises(ValueError, match=sentence):
+            FusedRMSNormGated(16, **bad)
