@@ -446,7 +446,9 @@ _TABLE = {
         64x256x56x56 bfloat16           0.6   0.42
     """,
     # Qwen3-Next's heads, Mamba 2's rows, and the same in groups of 1,024; small batches.
-    **dict.fromkeys(("gated_", "gate_first_"), """
+    **dict.fromkeys(
+        ("gated_", "gate_first_"),
+        """
         524288x128 bfloat16             1     0.88
         16384x8192 bfloat16             1     0.88
         131072x1024 bfloat16            1     0.88
@@ -454,7 +456,8 @@ _TABLE = {
         4096x128 bfloat16               -     -
         128x8192 bfloat16               -     -
         524288x128 bf16+fp32            -     -
-    """),
+    """,
+    ),
     "qk_norm_rope_": """
         1x4608x24x128 bfloat16          0.8   0.7
         2x4096x32x128 bfloat16          0.83  0.73

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import warnings
@@ -15,8 +16,9 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
 from ..ops import aten_forward
+from ..ops.gated import FAMILY
 from ..ops.groups import group_norm
-from . import groups, replace, rotations, rules, sites
+from . import gated, groups, replace, rotations, rules, sites
 from .effects import Effects, name_of_target
 from .reading import origin, read, value_of
 from .replace import NotFused
@@ -151,21 +153,27 @@ def _replace(site: Site, graph: Graph, effects: Effects, settings: Settings) -> 
     if notes:  # no operator computes this norm
         return _row(site, None, "", notes)
     of_groups = isinstance(site, groups.GroupSite)
-    for candidate in groups.candidates(site) if of_groups else sites.candidates(site):
+    kinds = [groups.candidates] if of_groups else [gated.candidates, sites.candidates]
+    for candidate in itertools.chain.from_iterable(kind(site) for kind in kinds):
         try:
             checked = replace.check(candidate, effects, settings.with_inductor)
             problem = _problem(candidate, settings)
             rule = rules.choose(problem)
             if rule.choice is Choice.PYTORCH:
                 return _row(candidate, None, rule.reason, notes)
-            fused = checked.operator
-            if rule.choice is Choice.INDUCTOR:
+            has_kernel, fused = rule.choice is Choice.KERNEL, checked.operator
+            if not (has_kernel or of_groups):
                 fused = aten_forward.aten_variant(fused)
+            is_gated = isinstance(candidate, gated.GatedSite)
             overload = group_norm if of_groups else fused.overload
+            if is_gated:
+                overload = FAMILY.plain if has_kernel else aten_forward.aten_rms_norm_gated
             row = _row(candidate, overload, rule.reason, notes)
             row.fused += ["cast"] * (checked.narrowed is not None)
             if of_groups:
                 groups.apply(checked, graph, effects)
+            elif is_gated:
+                gated.apply(checked, overload, graph, effects)
             else:
                 replace.apply(checked, fused, graph, effects, problem.columns)
             return row
@@ -179,8 +187,11 @@ def _problem(site: Site, settings: Settings) -> Problem:
     options = settings._asdict()
     if isinstance(site, groups.GroupSite):
         return Problem(Fusion.GROUPS, None, False, **options)
-    cols = math.prod(site.normalized_shape)
-    if site.is_modulated or site.gate is not None:
+    is_gated = isinstance(site, gated.GatedSite)
+    cols = (is_gated and site.group_size) or math.prod(site.normalized_shape)
+    if is_gated:
+        fusion = Fusion.GATED
+    elif site.is_modulated or site.gate is not None:
         fusion = Fusion.MODULATED
     elif site.activation is not None:
         fusion = Fusion.ACTIVATED

@@ -64,6 +64,13 @@ ACTIVATIONS = {
 GROUP_ACTIVATIONS = {**ACTIVATIONS, "leaky_relu(norm)": "leaky_relu"}
 FACTORS = ("norm * factor",)
 
+# A gate behind a norm or, with `input` in the place of `norm`, in front of it.
+GATES = {
+    "norm * silu(gate)": "silu",
+    "norm * (gate * sigmoid(gate))": "silu",
+    "norm * sigmoid(gate)": "sigmoid",
+}
+
 # Rotations of pairs of columns (a, b): turned is (-b, a). The last two are written one by one.
 ROTATION = "x * cos + turned * sin"
 COMPLEX_ROTATION = "view_as_real(view_as_complex(pairs) * freqs)"
@@ -181,7 +188,7 @@ PARSED = {
     expression: parse(expression)
     for expressions in (
         *(NORMALIZED, RMS_NORMALIZED, SUMS, RMS_AFFINES, MODULATIONS, GROUP_ACTIVATIONS, FACTORS),
-        ROTATIONS,
+        (*ROTATIONS, *GATES, *(gate.replace("norm", "input") for gate in GATES)),
     )
     for expression in expressions
 }

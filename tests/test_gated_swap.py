@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated RMSNorms of transformers: swapped, and found by the graph pass.
+
+What holds for every RMSNorm is tested in test_rms_swap.py, for one class of each source.
+"""
+
+import copy
+from typing import Any
+
+import libraries
+import pytest
+import torch
+import torch.nn.functional as F
+from captured import operators_of, run
+from compiling import afresh, everywhere  # noqa: F401
+from swaps import fused, swapped
+from test_rms_swap import assert_same, assert_same_gradients, ulps
+from tiny_transformers import SMALL, tokens
+from torch import nn
+
+from fused_layernorm import swap_norms
+from fused_layernorm.compile import rules
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SIZE = 128
+
+# By class: its model, and its arguments beside the size.
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3NextRMSNormGated": ("qwen3_next", {}),
+    "Qwen3_5RMSNormGated": ("qwen3_5", {}),
+    "Qwen3_5MoeRMSNormGated": ("qwen3_5_moe", {}),
+    "Qwen4ExpTextRMSNormGated": ("qwen4_exp", {"activation": "sigmoid"}),
+    "OlmoHybridRMSNormGated": ("olmo_hybrid", {}),
+    "KimiLinearRMSNormGated": ("kimi_linear", {}),
+    "BailingHybridRMSNormGated": ("bailing_hybrid", {}),
+    "Glm5NextTextRMSNormGated": ("glm5_next", {}),
+    "LaraMiniRMSNormGated": ("lara_mini", {}),
+    "MambaRMSNormGated": ("mamba2", {"group_size": 32}),
+    "BambaRMSNormGated": ("bamba", {"group_size": SIZE}),
+    "GraniteMoeHybridRMSNormGated": ("granitemoehybrid", {"group_size": 64}),
+    "NemotronHRMSNormGated": ("nemotron_h", {"group_size": 64}),
+    "Zamba2RMSNormGated": ("zamba2", {"group_size": 64}),
+    "FalconH1RMSNormGated": ("falcon_h1", {"n_groups": 4, "norm_before_gate": False}),
+}
+GATE_IS_OPTIONAL = [name for name in CLASSES if "Mamba" in name or "Falcon" in name]
+
+
+def make(name, device="cpu", size=SIZE, **others):
+    model, options = CLASSES[name]
+    cls = libraries.class_of(f"transformers.models.{model}.modeling_{model}", name)
+    norm = cls(size, **{**options, **others}).to(device)
+    nn.init.normal_(norm.weight, 0.5, 1.0)
+    return norm
+
+
+def of_projection(device, dtype, *shape):
+    """x and a gate that is cut out of a projection, as models make it."""
+    x = torch.randn(*shape, device=device).to(dtype)
+    wide = torch.randn(*shape[:-1], 3 * shape[-1], device=device).to(dtype)
+    return x, wide[..., shape[-1] : 2 * shape[-1]]
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize(("x_dtype", "weight_dtype"), [(BF16, BF16), (BF16, F32), (F16, F16)])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_swapped_class_differs_by_one_number_at_most(name, x_dtype, weight_dtype, device):
+    norm = make(name, device).to(weight_dtype)
+    x, gate = of_projection(device, x_dtype, 4, 64, SIZE)
+    new = swapped(norm)
+    leaves = [t.clone().requires_grad_() for t in (x, gate)]
+    results = []
+    for module in (new, norm):
+        for given in (gate, gate.float()):
+            assert_same(new(x, given), norm(x, given))
+        y = module(*leaves)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+        results.append((y, torch.autograd.grad(y, [*leaves, *module.parameters()], dy)))
+    (y, grads), (expected, expected_grads) = results
+    apart = ulps(y, expected)
+    # Where a class rounds xhat and its product, a neighbour of xhat may end two numbers away.
+    assert (apart > 1).float().mean() < 1e-4
+    assert (apart == 0).float().mean() >= 0.999
+    assert_same_gradients(grads, expected_grads, BF16 if BF16 in (x_dtype, weight_dtype) else F16)
+
+
+@pytest.mark.cpu_operators
+def test_one_kernel_and_no_more_for_a_norm_and_its_gate(device):
+    for name in CLASSES:
+        new = swapped(make(name, device).bfloat16())
+        x, gate = of_projection(device, BF16, 3, SIZE)
+        with torch.profiler.profile() as profile:
+            new(x, gate)
+        calls = [event.name for event in profile.events() if "fused_layernorm::" in event.name]
+        assert calls[0] == "fused_layernorm::rms_norm_gated"
+        assert {*calls} == {calls[0], "fused_layernorm::rms_norm_gated_forward"} or len(calls) == 1
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("name", GATE_IS_OPTIONAL)
+def test_without_a_gate(name, device):
+    for options in ({}, {"norm_before_gate": True} if "Falcon" in name else {"group_size": SIZE}):
+        norm = make(name, device, **options).bfloat16()
+        x = torch.randn(2, 16, SIZE, device=device).bfloat16()
+        assert_same(swapped(norm)(x), norm(x))
+        assert_same(swapped(norm)(x, gate=None), norm(x, gate=None))
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize("name", ["Qwen3NextRMSNormGated", "MambaRMSNormGated"])
+def test_gates_that_only_the_class_takes(name, device):
+    norm = make(name, device)
+    new = swapped(norm)
+    x = torch.randn(4, SIZE, device=device)
+    for gate in (x[:1], x[0], torch.randint(9, x.shape, device=device), x.double()):
+        assert torch.allclose(new(x, gate), norm(x, gate), rtol=1e-5, atol=1e-6)
+    for bad in (x[:, :3], "gate"):
+        for module in (norm, new):
+            with pytest.raises((RuntimeError, AttributeError)):
+                module(x, bad)
+
+
+class FusedRMSNormGated(nn.Module):
+    """As of another library, to which some models fall at construction."""
+
+    def forward(self, x, g):
+        return x * g
+
+
+def test_other_libraries_gated_norms_stay_and_the_log_says_so(caplog):
+    model = nn.ModuleList([FusedRMSNormGated(), make("KimiLinearRMSNormGated")])
+    hub = make("KimiLinearRMSNormGated")
+    hub.forward = FusedRMSNormGated.forward.__get__(hub)
+    model.append(hub)
+    with caplog.at_level("INFO", logger="fused_layernorm.swap"):
+        swap_norms(model)
+    assert fused(model) == ["1"]
+    text = caplog.records[-1].getMessage()
+    assert "FusedRMSNormGated (its class is not known)" in text
+    assert "KimiLinearRMSNormGated (the module has a forward of its own)" in text
+
+
+# ---- Models.
+
+
+def hybrid(name):
+    transformers = libraries.get("transformers")
+    if name == "Mamba2":
+        config = transformers.Mamba2Config(
+            vocab_size=50, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16,
+            state_size=8, n_groups=2, chunk_size=8)  # fmt: skip
+    else:
+        config = transformers.Qwen3NextConfig(
+            vocab_size=50, num_key_value_heads=1, head_dim=16, linear_key_head_dim=8,
+            linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+            mlp_only_layers=[0, 1],
+            layer_types=["linear_attention", "full_attention"], **SMALL)  # fmt: skip
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.parametrize(("name", "count"), [("Qwen3Next", 1), ("Mamba2", 2)])
+def test_models(name, count, device):
+    stock, inputs = hybrid(name).to(device), {n: t.to(device) for n, t in tokens().items()}
+    model = swap_norms(copy.deepcopy(stock))
+    losses = []
+    for one in (stock, model):
+        with torch.profiler.profile() as profile:
+            loss = one(**inputs).loss
+            loss.backward()
+        losses.append(loss.detach())
+    calls = [event.name for event in profile.events()]
+    assert calls.count("fused_layernorm::rms_norm_gated_backward") == count
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+
+
+# ---- The graph pass.
+
+FALCON = [{"n_groups": groups, "norm_before_gate": before}
+          for groups in (1, 4) for before in (False, True)]  # fmt: skip
+PASSES = [(name, {}) for name in CLASSES] + [("FalconH1RMSNormGated", o) for o in FALCON]
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize(("name", "options"), PASSES, ids=str)
+def test_the_graph_pass_finds_every_class(name, options):
+    for weight_dtype in (BF16, F32):
+        norm = make(name, **options).to(weight_dtype)
+        x, gate = of_projection("cpu", BF16, 2, 16, SIZE)
+        torch._dynamo.reset()
+        y, rows, graphs = run(norm, x, gate)
+        assert [row.operator for row in rows] == ["rms_norm_gated"]
+        assert operators_of(graphs[0]) == ["rms_norm_gated"]
+        assert_same(y, norm(x, gate))
+
+
+def norm_of(x, weight=None):
+    return F.rms_norm(x, (x.shape[-1],), weight, 1e-6)
+
+
+def grouped(x):
+    return norm_of(x.view(*x.shape[:-1], 4, -1)).flatten(-2)
+
+
+# (what is computed, the operator that computes the norm)
+FORMS: dict[str, tuple[Any, str]] = {
+    "behind": (lambda x, g, w: norm_of(x, w) * F.silu(g), "rms_norm_gated"),
+    "in front": (lambda x, g, w: norm_of(x * F.silu(g), w), "rms_norm_gated"),
+    "sigmoid": (lambda x, g, w: torch.sigmoid(g) * norm_of(x, w), "rms_norm_gated"),
+    "silu written out": (lambda x, g, w: norm_of(x, w) * (g * torch.sigmoid(g)), "rms_norm_gated"),
+    "groups": (lambda x, g, w: grouped(x) * w * F.silu(g), "rms_norm_gated"),
+    "groups behind a gate": (lambda x, g, w: grouped(x * F.silu(g)) * w, "rms_norm_gated"),
+    "its own gate": (lambda x, g, w: F.silu(norm_of(x, w)) + g, "layer_norm"),
+    "one gate for all": (lambda x, g, w: norm_of(x, w) * F.silu(g[:1]), "layer_norm"),
+    "used beside it": (lambda x, g, w: (n := norm_of(x, w)) * F.silu(g) + n.exp(), "layer_norm"),
+    "gate of the norm": (lambda x, g, w: (n := norm_of(x, w)) * F.silu(n @ g.mT @ g), "layer_norm"),
+    "product used twice": (lambda x, g, w: norm_of(u := x * F.silu(g), w) + u, "layer_norm"),
+    "another activation": (lambda x, g, w: norm_of(x, w) * F.gelu(g), "layer_norm"),
+    "layer norm": (lambda x, g, w: F.layer_norm(x, (32,), w) * F.silu(g), "layer_norm"),
+}
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_and_near_misses_in_graphs(form):
+    function, operator = FORMS[form]
+    given = [torch.randn(s).requires_grad_() for s in ((6, 32), (6, 32), (32,))]
+    results = []
+    for through in (False, True):
+        if through:
+            y, _, graphs = run(function, *given)
+            assert operators_of(graphs[0]) == [operator]
+        else:
+            y = function(*given)
+        results.append([y, *torch.autograd.grad(y.square().sum(), given)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_inductor_keeps_few_columns_and_gets_our_backward_for_more():
+    for cols, size, operators in ((1024, None, []), (2048, None, ["aten_rms_norm_gated"]),
+                                  (2048, 1024, [])):  # fmt: skip
+        norm = make("MambaRMSNormGated", size=cols, group_size=size or cols)
+        x, gate = of_projection("cpu", F32, 4, cols)
+        torch._dynamo.reset()
+        _, rows, graphs = run(norm, x, gate, then="inductor")
+        assert operators_of(graphs[0]) == operators
+        assert [row.operator for row in rows] == (operators or [None])
+        assert rows[0].reason
+
+
+@pytest.mark.cpu_operators
+@pytest.mark.usefixtures("everywhere")
+def test_swapped_norms_under_plain_compile():
+    """As in a graph of the backend: few columns keep the class's own forward, for Inductor."""
+    for cols, ours in ((64, False), (2048, True)):
+        new = swapped(make("Qwen3NextRMSNormGated", size=cols))
+        x, gate = (t.requires_grad_() for t in of_projection("cpu", F32, 4, cols))
+        found = []
+
+        def backend(graph_module, _, found=found):
+            found += operators_of(graph_module)
+            return graph_module.forward
+
+        torch._dynamo.reset()
+        y = torch.compile(new, fullgraph=True, backend=backend)(x, gate)
+        assert found == ["aten_rms_norm_gated"] * ours
+        torch.testing.assert_close(y, new(x, gate), rtol=1e-5, atol=1e-6)
+        assert torch.autograd.grad(y.sum(), (x, gate))
+
+
+def test_the_rules_know_gated_norms():
+    chosen = {
+        cols: rules.choose(rules.Problem(rules.Fusion.GATED, cols, False)).choice.name
+        for cols in (128, 1024, 1025, 8192, None)
+    }
+    assert chosen == {128: "PYTORCH", 1024: "PYTORCH", 1025: "INDUCTOR", 8192: "INDUCTOR",
+                      None: "INDUCTOR"}  # fmt: skip
