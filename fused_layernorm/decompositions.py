@@ -8,7 +8,8 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from .ops import composite, formulas, head_formulas, heads
+from .ops import composite, formulas, gated, groups, head_formulas, heads
+from .ops.family import Family
 from .ops.operators import implementations
 
 
@@ -30,4 +31,17 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
             head_formulas.HeadArguments(*args)
         ),
         heads.qk_norm_rope_backward: head_formulas.backward_by_formula,
+        **_of(groups.FAMILY),
+        **_of(gated.FAMILY),
+    }
+
+
+def _of(family: Family) -> dict[OpOverload, Callable[..., Any]]:
+    def forward(*args: Any) -> Any:
+        return family.formula(family.Call(*args))
+
+    return {
+        family.plain: lambda *args: forward(*args)[0],
+        family.forward: forward,
+        family.backward: family.gradients,
     }

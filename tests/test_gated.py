@@ -273,6 +273,19 @@ def test_compiled_calls_of_both_kinds(device, form):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("operators", ["gated", "groups"])
+def test_decompositions_know_families_of_operators(operators):
+    module = fl.FusedGroupNorm(2, 16, activation="silu") if operators == "groups" else (
+        FusedRMSNormGated(16, gate_first=True, group_size=8))  # fmt: skip
+    given: Any = torch.randn(3, 16) if operators == "groups" else torch.randn(2, 3, 16)
+    given = (given,) if operators == "groups" else tuple(given)
+    program = torch.export.export(module, given)
+    decomposed = program.run_decompositions(fl.decompositions())
+    names = [str(node.target) for node in decomposed.graph.nodes]
+    assert not any("fused_layernorm" in name for name in names)
+    torch.testing.assert_close(decomposed.module()(*given), module(*given))
+
+
 # ---- Bad input: (exception, sentence, what takes an argument's place).
 
 FLOATS = "float32, float16, bfloat16 or float64"

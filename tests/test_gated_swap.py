@@ -180,7 +180,7 @@ def test_models(name, count, device):
 
 FALCON = [{"n_groups": groups, "norm_before_gate": before}
           for groups in (1, 4) for before in (False, True)]  # fmt: skip
-PASSES = [(name, {}) for name in CLASSES] + [("FalconH1RMSNormGated", o) for o in FALCON]
+PASSES: list[Any] = [(name, {}) for name in CLASSES] + [("FalconH1RMSNormGated", o) for o in FALCON]
 
 
 @pytest.mark.usefixtures("everywhere")
@@ -247,7 +247,8 @@ def test_inductor_keeps_few_columns_and_gets_our_backward_for_more():
         torch._dynamo.reset()
         _, rows, graphs = run(norm, x, gate, then="inductor")
         assert operators_of(graphs[0]) == operators
-        assert [row.operator for row in rows] == (operators or [None])
+        expected: list[Any] = operators or [None]
+        assert [row.operator for row in rows] == expected
         assert rows[0].reason
 
 
@@ -258,7 +259,7 @@ def test_swapped_norms_under_plain_compile():
     for cols, ours in ((64, False), (2048, True)):
         new = swapped(make("Qwen3NextRMSNormGated", size=cols))
         x, gate = (t.requires_grad_() for t in of_projection("cpu", F32, 4, cols))
-        found = []
+        found: list[str] = []
 
         def backend(graph_module, _, found=found):
             found += operators_of(graph_module)

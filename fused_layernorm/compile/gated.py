@@ -36,7 +36,7 @@ def candidates(site: Site) -> Iterator[GatedSite]:
     given = {field.name: getattr(site, field.name) for field in fields(Site)}
     whole = GatedSite(**{**given, "notes": list(site.notes)})
     for start in _in_columns(whole):
-        found = start if start.weight is not None else sites._affine(start)
+        found: Any = start if start.weight is not None else sites._affine(start)
         first = _with_gate_before(found)
         for gated in _with_gate_behind(found) if first is None else (first,):
             yield sites.cast(gated)
