@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import calls, stock
 from .functional import layer_norm
-from .ops import formulas, gated, head_formulas
+from .ops import head_formulas
 from .ops.operators import describe
 from .stock import are_supported, norm_is_supported
-from .swap import rms, rotations
+from .swap import rms, rotations, source
 from .swap.rotations import Rotation
 
 
@@ -73,8 +73,9 @@ class RMSNormZeroCentered(nn.Module):
 class RMSNormGated(nn.Module):
     """Forward of a model's RMSNorm with a gate behind it, with that class's own order of casts.
 
-    A trial at a class's first call tells, as for :class:`RMSNorm`, whether it rounds three times
-    (Qwen3-Next's) or once (Kimi Linear's), with the activation that the module names.
+    Some classes round three times (Qwen3-Next's), others once (Kimi Linear's): the source of the
+    class's forward tells. A class whose source is not known keeps the own forward, and so does a
+    call that the kernels do not take.
     """
 
     has_backward = True
@@ -82,17 +83,11 @@ class RMSNormGated(nn.Module):
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         cls: Any = type(self)
-        weight: Any = getattr(self, "weight", None)
-        activation: Any = getattr(self, "activation", None)
-        if activation in gated.ACTIVATIONS and _are_supported(hidden_states, weight, gate):
-            order = _order_of_casts(cls, 0.0, activation)
-            if order == (True, False) or order == (False, False):
-                eps = _eps_of(self)
-                options = {"rounds": order[0]}
-                y = rms.gated(hidden_states, gate, weight, eps, rms.OF_X, activation, **options)
-                if y is not None:
-                    return y
-        return cls.forward(self, hidden_states, gate)
+        rounds, y = _rounds_thrice(cls), None
+        if rounds is not None and are_supported(hidden_states, gate, *self._parameters.values()):
+            fused: Any = rms.qwen3_next_gated if rounds else rms.kimi_gated
+            y = fused(self, hidden_states, gate)
+        return cls.forward(self, hidden_states, gate) if y is None else y
 
 
 class RotaryPosEmb(nn.Module):
@@ -203,12 +198,27 @@ def _rotated(rotation: Rotation, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return head_formulas.formula(call)[0]
 
 
+def _rounds_thrice(cls: Any) -> bool | None:
+    """Whether a gated norm rounds three times, or once; None if its source is not known."""
+    return _read(cls)
+
+
+_rounds_thrice._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@_once
+def _read(cls: Any) -> bool | None:
+    found = source.read(cls)
+    known = None if found is None else rms.SOURCES.get(found.digest)
+    return {rms.qwen3_next_gated: True, rms.kimi_gated: False}.get(known)  # type: ignore[arg-type]
+
+
 def _rms_norm(module: Any, x: Tensor, weight_offset: float) -> Tensor:
     order = _order_of_casts(type(module), weight_offset)
     weight: Any = getattr(module, "weight", None)
     if order is None or not _are_supported(x, weight):
         return type(module).forward(module, x)
-    eps = _eps_of(module)
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     # Named, because autocast, which does not change what such a class gives, would change it here.
     out_dtype = torch.promote_types(weight.dtype, x.dtype) if order[1] else x.dtype
     if weight.dtype is not x.dtype:
@@ -226,18 +236,14 @@ def _rms_norm(module: Any, x: Tensor, weight_offset: float) -> Tensor:
     return y
 
 
-def _eps_of(module: Any) -> Any:
-    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-
-
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _are_supported(x: Tensor, weight: Any, *gates: Any) -> bool:
+def _are_supported(x: Tensor, weight: Any) -> bool:
     """Whether such classes compute in float32 with x and weight, as the kernels do."""
     return (
         isinstance(weight, Tensor)
-        and are_supported(x, weight, *gates)
+        and are_supported(x, weight)
         and x.dtype in _DTYPES
         and weight.dtype in _DTYPES
         and x.layout is torch.strided
@@ -245,16 +251,13 @@ def _are_supported(x: Tensor, weight: Any, *gates: Any) -> bool:
     )
 
 
-def _order_of_casts(
-    cls: Any, weight_offset: float, activation: str | None = None
-) -> tuple[bool, bool] | None:
+def _order_of_casts(cls: Any, weight_offset: float) -> tuple[bool, bool] | None:
     """How the forward of a class casts, or None if it is no RMSNorm with this offset of weight.
 
     Whether it rounds the normalized value before it multiplies by weight, and whether a float32
-    weight beside a half-precision input makes its result float32. With an activation, the norm has
-    a gate behind it.
+    weight beside a half-precision input makes its result float32.
     """
-    return _tried(cls, weight_offset, activation)
+    return _tried(cls, weight_offset)
 
 
 # Dynamo calls it while it traces, as torch.compiler.assume_constant_result would have it.
@@ -262,54 +265,34 @@ _order_of_casts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @_once
-def _tried(cls: Any, weight_offset: float, activation: str | None) -> tuple[bool, bool] | None:
+def _tried(cls: Any, weight_offset: float) -> tuple[bool, bool] | None:
     eps = 0.25  # of weight beside the squares below, so that a forward that ignores it is seen
     rows = [[(5 * i * i + 3 * i + row) % 61 / 16 - 1.85 for i in range(64)] for row in range(4)]
     factors = [(7 * i + 3) % 43 / 16 + 0.07 for i in range(64)]
     with _unseen():
         x = torch.tensor(rows, dtype=torch.bfloat16, device="cpu")
         weight = torch.tensor(factors, dtype=torch.bfloat16, device="cpu")
-        given = (x,) if activation is None else (x, x.roll((1, 3), (0, 1)))
         try:
             module = cls.__new__(cls)
             nn.Module.__init__(module)
             module.variance_epsilon = module.eps = eps
-            module.activation = activation
             ys = []
             for parameter in (weight, weight.float()):
                 module.weight = nn.Parameter(parameter)
-                ys.append(cls.forward(module, *given))
+                ys.append(cls.forward(module, x))
             promotes = ys[1].dtype is torch.float32
         except Exception:
             return None
+        wide = x.float()
+        xhat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         for rounds_xhat in (True, False):
+            factor = xhat.to(x.dtype).float() if rounds_xhat else xhat
+            expected = factor * (weight.float() + weight_offset)
             # The two orders differ in a quarter of the numbers.
             dtypes = (x.dtype, torch.float32 if promotes else x.dtype)
-            expected = [
-                _expected(given, parameter, eps, weight_offset, rounds_xhat, activation, dtype)
-                for parameter, dtype in zip((weight, weight.float()), dtypes, strict=True)
-            ]
-            if all(map(_nearly_equals, ys, expected)):
+            if all(map(_nearly_equals, ys, map(expected.to, dtypes))):
                 return rounds_xhat, promotes
     return None
-
-
-def _expected(
-    given: tuple[Tensor, ...],
-    weight: Tensor,
-    eps: float,
-    weight_offset: float,
-    rounds: bool,
-    activation: str | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    kind: Any = {"weight_offset": weight_offset, "round_before_weight": rounds, "out_dtype": dtype}
-    if activation is None:
-        norm = describe(given[0], weight=weight, eps=eps, statistic="rms", **kind)
-        return formulas.forward(norm).y
-    kind["gate_activation"] = activation
-    call = gated.GatedArguments(given[0], given[1], weight, None, eps, **kind)
-    return gated.formula(call)[0]
 
 
 def _nearly_equals(y: Any, expected: Tensor) -> bool:

@@ -273,6 +273,16 @@ def test_compiled_calls_of_both_kinds(device, form):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_compiled_module_of_any_number_of_rows(device):
+    """With a gate and without, in groups."""
+    module = FusedRMSNormGated(16, 1e-5, group_size=8, device=device)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 5):
+        given = torch.randn(2, rows, 16, device=device)
+        for tensors in (given, given[:1]):
+            torch.testing.assert_close(compiled(*tensors), module(*tensors), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("operators", ["gated", "groups"])
 def test_decompositions_know_families_of_operators(operators):
     module = fl.FusedGroupNorm(2, 16, activation="silu") if operators == "groups" else (

@@ -323,7 +323,7 @@ def rms_norm_class(folder, name):
 
 # One class of each distinct source that transformers gives one of the two names, and Gemma's: its
 # folder, its layer and the layer's word for its order of casts.
-CLASSES = {
+CLASSES: dict[str, tuple[str, str, Any]] = {
     "LlamaRMSNorm": ("llama", "RMSNorm", (True, True)),
     "Olmo2RMSNorm": ("olmo2", "RMSNorm", (False, False)),
     "GptOssRMSNorm": ("gpt_oss", "RMSNorm", (False, False)),
@@ -331,9 +331,9 @@ CLASSES = {
     "T5LayerNorm": ("t5", "RMSNorm", None),
     "GemmaRMSNorm": ("gemma", "RMSNormZeroCentered", (False, False)),
     "Qwen3_5RMSNorm": ("qwen3_5", "RMSNormZeroCentered", (False, False)),
-    "Qwen3NextRMSNormGated": ("qwen3_next", "RMSNormGated", (True, False)),
-    "KimiLinearRMSNormGated": ("kimi_linear", "RMSNormGated", (False, False)),
-    "LaraMiniRMSNormGated": ("lara_mini", "RMSNormGated", (False, False)),
+    "Qwen3NextRMSNormGated": ("qwen3_next", "RMSNormGated", True),
+    "KimiLinearRMSNormGated": ("kimi_linear", "RMSNormGated", False),
+    "LaraMiniRMSNormGated": ("lara_mini", "RMSNormGated", False),
 }
 HALVES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -395,14 +395,13 @@ def test_trial_tells_the_order_of_casts(name):
     if name == "NemotronHRMSNorm":  # some versions before, its order is Llama's
         pytest.importorskip("transformers", "5.24")
     cls = rms_norm_class(folder, name)
-    kinds: dict[str, tuple[Any, ...]] = {
-        "RMSNorm": (0.0,),
-        "RMSNormZeroCentered": (1.0,),
-        "RMSNormGated": (0.0, "silu"),
-    }
-    for other, kind in kinds.items():
-        found = fused_layernorm.layers._order_of_casts(cls, *kind)
+    offsets = {"RMSNorm": 0.0, "RMSNormZeroCentered": 1.0}
+    for other, offset in offsets.items():
+        found = fused_layernorm.layers._order_of_casts(cls, offset)
         assert found == (order if other == layer else None)
+    assert fused_layernorm.layers._rounds_thrice(cls) == (
+        order if layer == "RMSNormGated" else None
+    )
 
 
 def test_another_norm_keeps_its_own_forward():

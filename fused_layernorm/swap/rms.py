@@ -232,7 +232,7 @@ timm_float32_act = then_act(__name__, "timm_float32_act", timm_float32)
 # ---- A norm and its gate, and norms over groups of columns.
 
 
-def gated(
+def _gated(
     x: Tensor,
     gate: Any,
     weight: Tensor,
@@ -272,12 +272,12 @@ def _divides(size: int, x: Tensor) -> bool:
 
 def qwen3_next_gated(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor | None:
     weight, eps = parameter(self, "weight"), self.variance_epsilon
-    return gated(hidden_states, gate, weight, eps, OF_X, self.activation, rounds=True)
+    return _gated(hidden_states, gate, weight, eps, OF_X, self.activation, rounds=True)
 
 
 def kimi_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor | None:
     weight, eps = parameter(self, "weight"), self.variance_epsilon
-    return gated(hidden_states, gate, weight, eps, OF_X, self.activation)
+    return _gated(hidden_states, gate, weight, eps, OF_X, self.activation)
 
 
 def _in_groups(
@@ -303,7 +303,7 @@ def _mamba2(self: Any, x: Tensor, gate: Tensor | None, size: int) -> Tensor | No
     weight, eps = parameter(self, "weight"), self.variance_epsilon
     if gate is None:
         return _in_groups(x, size, weight, eps, ROUNDED, _PROMOTED)
-    return gated(x, gate, weight, eps, _PROMOTED, "silu", size, first=True, rounds=True)
+    return _gated(x, gate, weight, eps, _PROMOTED, "silu", size, first=True, rounds=True)
 
 
 def mamba2_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor | None:
@@ -323,7 +323,7 @@ def falcon_h1_gated(self: Any, hidden_states: Tensor, gate: Tensor | None = None
     size, eps = x.shape[-1] // groups, self.variance_epsilon
     if gate is None:
         return _in_groups(x, size, weight, eps, PLAIN, OF_X)
-    return gated(x, gate, weight, eps, OF_X, "silu", size, first=not self.norm_before_gate)
+    return _gated(x, gate, weight, eps, OF_X, "silu", size, first=not self.norm_before_gate)
 
 
 def gemma_groups(self: Any, x: Tensor) -> Tensor | None:
