@@ -212,6 +212,10 @@ FORMS: dict[str, tuple[Any, str]] = {
     "silu written out": (lambda x, g, w: norm_of(x, w) * (g * torch.sigmoid(g)), "rms_norm_gated"),
     "groups": (lambda x, g, w: grouped(x) * w * F.silu(g), "rms_norm_gated"),
     "groups behind a gate": (lambda x, g, w: grouped(x * F.silu(g)) * w, "rms_norm_gated"),
+    "groups that change places": (
+        lambda x, g, w: norm_of(x.view(-1, 4, 8)).transpose(-1, -2).flatten(-2) * w * F.silu(g),
+        "layer_norm",
+    ),
     "its own gate": (lambda x, g, w: F.silu(norm_of(x, w)) + g, "layer_norm"),
     "one gate for all": (lambda x, g, w: norm_of(x, w) * F.silu(g[:1]), "layer_norm"),
     "used beside it": (lambda x, g, w: (n := norm_of(x, w)) * F.silu(g) + n.exp(), "layer_norm"),

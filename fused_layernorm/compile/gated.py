@@ -82,7 +82,7 @@ def _view_back(site: GatedSite, columns: Any) -> Node | None:
         call = read(node)
         if call is not None and call.name == "view" and are_equal(shape_of(node), columns):
             return node
-        if call is None or call.name not in ("cast", "same", "view"):
+        if call is None or call.name not in ("cast", "same"):
             break
     return None
 
