@@ -191,7 +191,9 @@ def test_the_graph_pass_finds_every_class(name, options):
         x, gate = of_projection("cpu", BF16, 2, 16, SIZE)
         torch._dynamo.reset()
         y, rows, graphs = run(norm, x, gate)
-        assert [row.operator for row in rows] == ["rms_norm_gated"]
+        assert [(row.operator, row.form) for row in rows] == [
+            ("rms_norm_gated", "RMSNorm written out, gated")
+        ]
         assert operators_of(graphs[0]) == ["rms_norm_gated"]
         assert_same(y, norm(x, gate))
 

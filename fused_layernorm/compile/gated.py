@@ -39,7 +39,7 @@ def candidates(site: Site) -> Iterator[GatedSite]:
         found: Any = start if start.weight is not None else sites._affine(start)
         first = _with_gate_before(found)
         for gated in _with_gate_behind(found) if first is None else (first,):
-            yield sites.cast(gated)
+            yield replace(sites.cast(gated), form=f"{gated.form}, gated")
             return
 
 
