@@ -20,6 +20,7 @@ from .ops.operators import Arguments
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_tracing = torch._C._is_tracing
 
 
 def rms_norm_gated(
@@ -104,7 +105,7 @@ def run(a: GatedArguments) -> Tensor:
         if input.dim() and choice.of_gated(input, a.group_size or input.shape[-1]) != "KERNEL":
             return aten_rms_norm_gated(*a)
         return gated.FAMILY.plain(*a)
-    if _dispatch_modes() and onnx.is_exporting():
+    if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
         gated.check(a)
         return gated.formula(a)[0]
     try:

@@ -187,10 +187,9 @@ def _problem(site: Site, settings: Settings) -> Problem:
     options = settings._asdict()
     if isinstance(site, groups.GroupSite):
         return Problem(Fusion.GROUPS, None, False, **options)
-    is_gated = isinstance(site, gated.GatedSite)
-    cols = (is_gated and site.group_size) or math.prod(site.normalized_shape)
-    if is_gated:
-        fusion = Fusion.GATED
+    cols = math.prod(site.normalized_shape)
+    if isinstance(site, gated.GatedSite):
+        fusion, cols = Fusion.GATED, site.group_size or cols
     elif site.is_modulated or site.gate is not None:
         fusion = Fusion.MODULATED
     elif site.activation is not None:
