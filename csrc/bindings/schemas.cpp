@@ -146,6 +146,25 @@ STABLE_TORCH_LIBRARY(FUSED_LAYERNORM_NAMESPACE, m) {
       "bool needs_dx, bool needs_dshift, bool needs_dscale, bool needs_dweight, bool needs_dbias) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 
+  // Gated RMSNorm: y = (norm(input) * (weight + weight_offset) + bias) * activation(gate), or with
+  // gate_first y = norm(input * activation(gate)) * (weight + weight_offset) + bias. The activation
+  // ("silu" or "sigmoid") is computed in float32. The norm is over the last dimension, or with
+  // group_size over that many of its columns in turn; weight and bias have the whole dimension's
+  // size. mean is an empty tensor of shape (0,); rstd has a number for each row and group: its last
+  // dimension is 1, or columns / group_size.
+  define_forward("rms_norm_gated",
+                 "Tensor input, Tensor gate, Tensor? weight, Tensor? bias, float eps, bool "
+                 "gate_first=False, str gate_activation=\"silu\", int group_size=0, ScalarType? "
+                 "out_dtype=None, float weight_offset=0.0, bool round_before_weight=False",
+                 "Tensor");
+  // (dx, dgate, dweight, dbias), each of the shape and dtype of the argument whose gradient it is;
+  // dx and dgate are contiguous. A gradient that is not asked for is an empty tensor of shape (0,).
+  m.def(
+      "rms_norm_gated_backward(Tensor dy, Tensor x, Tensor gate, Tensor rstd, Tensor? weight, "
+      "Tensor? bias, bool gate_first, str gate_activation, int group_size, float weight_offset, "
+      "bool needs_dx, bool needs_dgate, bool needs_dweight, bool needs_dbias) -> (Tensor, Tensor, "
+      "Tensor, Tensor)");
+
   // For tests, benchmarks and `python -m fused_layernorm`, not for users.
   m.def("_build_info() -> str");
 }
