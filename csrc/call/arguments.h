@@ -168,11 +168,18 @@ struct GatedForward {
     return gives_statistics ? "rms_norm_gated_forward" : "rms_norm_gated";
   }
   static constexpr bool kIsForward = true;
+  static constexpr bool kHasGroups = false;
+  static constexpr bool kHasModulation = false;
+  static constexpr bool kHasResidual = false;
+  static constexpr bool kHasGate = true;
   enum : size_t {
     kInput,
+    kResidual = kInput,
     kGate,
     kWeight,
+    kShift = kWeight,
     kBias,
+    kScale = kBias,
     kEps,
     kGateFirst,
     kGateActivation,
@@ -182,6 +189,8 @@ struct GatedForward {
     kRoundBeforeWeight,
     kArguments
   };
+  static constexpr size_t kOutputs = 1;
+  static constexpr size_t kStatistics = 2;
 };
 
 struct GatedBackward {
@@ -270,9 +279,12 @@ NormOptions read_options(Stack&& stack) {
   return options;
 }
 
-// The same for gated norms.
+// The same of a gated norm.
 template <class Op, class Stack>
-NormOptions read_gated_options(Stack&& stack) {
+requires requires {
+  Op::kGateActivation;
+}
+NormOptions read_options(Stack&& stack) {
   NormOptions options;
   options.is_rms = true;
   if constexpr (Op::kIsForward) options.eps = stack.real(Op::kEps);

@@ -31,7 +31,7 @@ struct GatedArguments {
         gate(call.at<Tensor>(Op::kGate)),
         weight(call.at<Optional>(Op::kWeight)),
         bias(call.at<Optional>(Op::kBias)),
-        options(read_gated_options<Op>(call)) {}
+        options(read_options<Op>(call)) {}
 
   int64_t leading() const { return x.dim() - 1; }
   int64_t width() const { return x.sizes()[leading()]; }
