@@ -87,7 +87,7 @@ __device__ __forceinline__ Acc rstd_of(const GatedParams& p, Acc squares) {
 }
 
 template <typename X, int kVecs, bool kGateFirst>
-__global__ void __launch_bounds__(kVecs == 1 ? kGatedWarpThreads : kGatedBlockThreads)
+__global__ void __launch_bounds__(kVecs == kGatedFewVecs ? kGatedWarpThreads : kGatedBlockThreads)
     gated_forward_kernel(const int log2_lanes, const GatedParams p) {
   constexpr int kWidth = vector_width(sizeof(X));
   __shared__ alignas(16) float scratch[kMaxWarps];
@@ -108,13 +108,16 @@ __global__ void __launch_bounds__(kVecs == 1 ? kGatedWarpThreads : kGatedBlockTh
     x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
     gate[k] = load<Use::kOnce, kWidth>(element(gate_row, col));
   }
-  // Of one vector the weight is loaded with the row; of more, where it is used.
-  constexpr bool kEarly = kVecs == 1;
-  float weight[kWidth];
-  const auto weight_at = [&](int k) {
-    load_weight<X>(weight, p, first_col + share.template col<kWidth>(k));
+  // Of few vectors the weight is loaded with the row; of more, where it is used.
+  constexpr bool kEarly = kVecs == kGatedFewVecs;
+  float weights[kEarly ? kVecs : 1][kWidth];
+  const auto load_weight_at = [&](int k, float (&into)[kWidth]) {
+    load_weight<X>(into, p, first_col + share.template col<kWidth>(k));
   };
-  if (kEarly) weight_at(0);
+  if constexpr (kEarly) {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) load_weight_at(k, weights[k]);
+  }
   // With the gate in front, what is normalized takes as many registers as x and gate.
   constexpr int kKept = kGateFirst ? kVecs : 1;
   float kept[kKept][kWidth];
@@ -147,7 +150,8 @@ __global__ void __launch_bounds__(kVecs == 1 ? kGatedWarpThreads : kGatedBlockTh
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) values[j] *= rstd;
     }
-    if (!kEarly) weight_at(k);
+    float (&weight)[kWidth] = weights[kEarly ? k : 0];
+    if (!kEarly) load_weight_at(k, weight);
     finish<kGateFirst>(p, values, gate[k], weight, first_col + col, at + col);
   }
 }
@@ -193,7 +197,7 @@ cudaError_t launch_gated_forward(const GatedParams& params, DataType x, const Ga
     return dispatch_bool(params.gate_first, [&](auto first) -> cudaError_t {
       if (!plan.held) return launch(gated_forward_loop_kernel<X, first()>, plan, stream, params);
       if constexpr (sizeof(X) <= sizeof(float)) {
-        return dispatch_vecs(VecsList<1, kGatedVecs>{}, plan.vecs, [&](auto vecs) {
+        return dispatch_vecs(GatedVecs{}, plan.vecs, [&](auto vecs) {
           return launch(gated_forward_kernel<X, vecs(), first()>, plan, stream, plan.log2_lanes,
                         params);
         });

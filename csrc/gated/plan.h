@@ -13,6 +13,7 @@
 #include <optional>
 #include <string>
 
+#include "base/choices.h"
 #include "base/cuda_types.h"
 #include "base/json.h"
 #include "base/partial_sums.h"
@@ -30,7 +31,7 @@ struct GatedProblem {
 
 struct GatedPlan : Launch {
   bool held = false;
-  int vecs = 1;        // held: vectors of a thread
+  int vecs = 0;        // held: vectors of a thread
   int log2_lanes = 0;  // held: of a logical warp, or kBlockTeam
   backward::PartialSums partials;
 
@@ -41,15 +42,16 @@ struct GatedPlan : Launch {
 constexpr int kBlockTeam = 10;
 static_assert(1 << kBlockTeam == kMostBlockThreads, "no block has two teams of this size");
 
-// Vectors of a thread where one vector for each lane of a warp does not suffice.
-constexpr int kGatedVecs = 4;
+// Vectors of a thread: few where the lanes of a warp have the group then.
+constexpr int kGatedFewVecs = 2, kGatedManyVecs = 4;
+using GatedVecs = VecsList<kGatedFewVecs, kGatedManyVecs>;
 
 // Threads of a block of logical warps, and the most of a block that is a team; in backward also the
 // threads that a multiprocessor has registers for.
 constexpr int kGatedWarpThreads = 128, kGatedBlockThreads = 1024;
-constexpr int kGatedBackwardWarpThreads = 256, kGatedBackwardBlockThreads = 512;
+constexpr int kGatedBackwardWarpThreads = 128, kGatedBackwardBlockThreads = 512;
 constexpr int gated_backward_room(int vecs, bool wide_dy) {
-  return vecs > 1 ? 512 : wide_dy ? 768 : 1024;
+  return vecs > kGatedFewVecs || wide_dy ? 512 : 640;
 }
 
 // Blocks that read their groups twice.
@@ -64,13 +66,13 @@ inline std::optional<GatedPlan> make_gated_norm_plan(const GatedProblem& problem
   const bool is_backward = problem.backward;
   const int width = vector_width(size_of(problem.x));
   const int64_t vectors = ceil_div(problem.cols, width);
-  plan.vecs = vectors <= kWarpThreads ? 1 : kGatedVecs;
+  plan.vecs = vectors <= kWarpThreads * kGatedFewVecs ? kGatedFewVecs : kGatedManyVecs;
   const int64_t of_row = ceil_div(vectors, plan.vecs);
   const int most = is_backward ? kGatedBackwardBlockThreads : kGatedBlockThreads;
   plan.held = problem.aligned && problem.x != DataType::kFloat64 && of_row <= most &&
               !(is_backward && problem.needs_dbias);
   if (!plan.held) {
-    plan.vecs = 1;
+    plan.vecs = 0;
     plan.log2_lanes = kBlockTeam;
     plan.threads =
         static_cast<int>(std::min<int64_t>(round_up(problem.cols, kWarpThreads), kLoopThreads));

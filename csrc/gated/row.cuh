@@ -46,7 +46,8 @@ struct GatedTeam {
 // The group of columns of a block, the number of the block among those of this group, and how many
 // there are.
 struct GatedBlock {
-  int group, set, sets;
+  int group;
+  unsigned set, sets;
 
   __device__ __forceinline__ explicit GatedBlock(const GatedParams& p)
       : group(0), set(blockIdx.x), sets(gridDim.x) {
