@@ -99,7 +99,7 @@ def test_bad_problems_are_refused():
 
 # ---- On the GPU
 
-ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
+ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 def packed(t):
@@ -182,7 +182,7 @@ def test_against_float64(shape, dtype, first, poison):
         if dtype == F64 and weight_dtype == F32:
             continue
         parameters = dtype if weight_dtype in ("same", None) else weight_dtype
-        kinds = [(dtype, None)]
+        kinds: list[Any] = [(dtype, None)]
         if weight_dtype == "same" and not bias:
             kinds += [(gate_dtype, None) for gate_dtype in others]
             kinds += [(dtype, out) for out in (F32, BF16, F16, F64) if out != dtype]
@@ -197,7 +197,7 @@ def test_against_float64(shape, dtype, first, poison):
             poison(dy, dy, x, gate, *([] if weight is None else [weight]))
             found = run(x, gate, weight, b, first, activation, group, offset, out, dy)
             assert found["y"].dtype == (out or dtype)
-            leaves = [t if t is None else t.detach().double().requires_grad_()
+            leaves: Any = [t if t is None else t.detach().double().requires_grad_()
                       for t in (x, gate, weight, b)]  # fmt: skip
             y = formula(*leaves, 1e-6, first, activation, group, offset)
             y.backward(dy.double())
