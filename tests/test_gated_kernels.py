@@ -163,7 +163,7 @@ def run(x, gate, weight, bias, first, activation, group, offset=0.0, out_dtype=N
 
 
 SHAPES = ((37, 64), (131, 128), (2, 5, 256), (9, 512), (33, 1024), (5, 1536), (3, 8192),
-          (3, 16_384), (2, 40_000), (7, 100), (4, 24), (3, 1))  # fmt: skip
+          (3, 16_384), (2, 40_000), (7, 100), (4, 24), (3, 5))  # fmt: skip
 FORMS = (  # weight dtype, bias, activation, layouts of x and gate; None: x's dtype
     ("same", False, "silu", "dense", "packed"),
     (F32, False, "sigmoid", "packed", "dense"),
