@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from golden_plans import DEVICES
-from numerics import misaligned
+from numerics import misaligned, rounding
 from torch.nn import functional as F
 
 import fused_layernorm  # noqa: F401  (registers the operators)
@@ -142,7 +142,7 @@ def run(x, gate, weight, bias, first, activation, group, offset=0.0, out_dtype=N
         x, gate, weight, bias, 1e-6, *options, out_dtype, offset
     )
     assert mean.shape == (0,)
-    assert rstd.shape == (*x.shape[:-1], x.shape[-1] // (group or x.shape[-1]))
+    assert rstd.shape == (*x.shape[:-1], x.shape[-1] // group if group else 1)
     alone = ops.rms_norm_gated(x, gate, weight, bias, 1e-6, *options, out_dtype, offset)
     assert torch.equal(y, alone)
     dy = torch.ones_like(y) if dy is None else dy
@@ -208,11 +208,14 @@ def test_against_float64(shape, dtype, first, poison):
             exact = {"y": y.detach()}
             exact |= {n: t.grad for n, t in zip(names, leaves, strict=True) if t is not None}
             for name, value in found.items():
-                # One rounding, and those of float32 (or float64) on the way.
-                eps = torch.finfo(value.dtype).eps / 2
+                # One rounding, and those of float32 (or float64) on the way. PyTorch's cast of
+                # float64 to half precision rounds to float32 first.
+                rounded = rounding(exact[name], value.dtype)
+                if dtype == F64 and value.dtype.itemsize == 2:
+                    rounded = rounded + rounding(exact[name], F32)
                 inner = torch.finfo(F64 if dtype == F64 else F32).eps
                 size = exact[name].abs() + exact[name].pow(2).mean().sqrt()
-                limit = eps * exact[name].abs() + 24 * inner * size
+                limit = rounded + 24 * inner * size
                 error = (value.double() - exact[name]).abs()
                 assert (error <= limit).all(), (name, group, layouts, gate_dtype, out)
 
@@ -230,8 +233,10 @@ def test_casts_are_those_of_the_stock_classes(first, weight_dtype):
                         0.0, BF16, weight_dtype).to(out)  # fmt: skip
         if out == BF16:
             assert (y == stock).double().mean() > 0.999
-        # xhat may be rounded to a neighbour, where the statistic's last bit decides.
-        near = (y.double() - stock.double()).abs() <= 2**-7 * stock.double().abs()
+        # xhat may be rounded to a neighbour, where the statistic's last bit decides, and so may the
+        # affine map's result and y behind it, if these are rounded: each is one step of 2^-7.
+        steps = 1 + (weight_dtype == BF16) + (not first)
+        near = (y.double() - stock.double()).abs() <= steps * 2**-7 * stock.double().abs()
         assert near.all()
 
 
