@@ -77,12 +77,9 @@ struct GatedGradients {
 };
 
 template <typename X, typename Y, int kVecs, bool kGateFirst>
-__global__ void __launch_bounds__(kVecs == kGatedFewVecs ? kGatedBackwardWarpThreads
-                                                         : kGatedBackwardBlockThreads,
-                                  kVecs == kGatedFewVecs
-                                      ? gated_backward_room(kVecs, sizeof(Y) > sizeof(X)) /
-                                            kGatedBackwardWarpThreads
-                                      : 1)
+__global__ void __launch_bounds__(
+    kVecs == 1 ? kGatedBackwardWarpThreads : kGatedBackwardBlockThreads,
+    kVecs == 1 ? gated_backward_room(1, sizeof(Y) > sizeof(X)) / kGatedBackwardWarpThreads : 1)
     gated_backward_kernel(const int log2_lanes, const GatedParams p) {
   constexpr int kWidth = vector_width(sizeof(X));
   __shared__ alignas(16) float scratch[2][kMaxWarps];
@@ -91,10 +88,13 @@ __global__ void __launch_bounds__(kVecs == kGatedFewVecs ? kGatedBackwardWarpThr
   const int first_col = block.first_col(p);
   const Share<kVecs> share{team.thread, team.threads, p.cols / kWidth};
   const float inverse_cols = p.inverse_cols.as<float>();
+  // Of one vector the weight stays in registers; of more, it is loaded where it is used.
+  constexpr bool kKeepsWeight = kVecs == 1;
   float weight[kWidth];
   const auto weight_at = [&](int k) {
     load_weight<X>(weight, p, first_col + share.template col<kWidth>(k));
   };
+  if (kKeepsWeight) weight_at(0);
   // There are no registers to keep a dy wider than x.
   constexpr bool kReadsAgain = sizeof(Y) > sizeof(X);
 
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kVecs == kGatedFewVecs ? kGatedBackwardWarpThr
     float sum = 0;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      weight_at(k);
+      if (!kKeepsWeight) weight_at(k);
       const GatedGradients<kGateFirst, X, kWidth> of(p, x[k], gate[k], dy[k], rstd, weight);
       float product[kWidth];
 #pragma unroll
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kVecs == kGatedFewVecs ? kGatedBackwardWarpThr
     for (int k = 0; k < kVecs; ++k) {
       if (!has_row || !share.has(k)) continue;
       const int col = share.vector(k) * kWidth;
-      weight_at(k);
+      if (!kKeepsWeight) weight_at(k);
       if (kReadsAgain) dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));
       const GatedGradients<kGateFirst, X, kWidth> of(p, x[k], gate[k], dy[k], rstd, weight);
       float dx[kWidth], dgate[kWidth], bias[kWidth];
@@ -246,7 +246,7 @@ cudaError_t launch_held(const GatedParams& params, const GatedPlan& plan, cudaSt
   if constexpr (sizeof(X) > sizeof(float)) {
     return cudaErrorInvalidValue;
   } else {
-    return dispatch_vecs(GatedVecs{}, plan.vecs, [&](auto vecs) {
+    return dispatch_vecs(GatedVecs<true>{}, plan.vecs, [&](auto vecs) {
       return dispatch_bool<sizeof(X) == 2>(params.y_type != kTypeOf<X>, [&](auto wide) {
         using Y = std::conditional_t<wide(), float, X>;
         return launch(gated_backward_kernel<X, Y, vecs(), kGateFirst>, plan, stream,

@@ -87,7 +87,7 @@ __device__ __forceinline__ Acc rstd_of(const GatedParams& p, Acc squares) {
 }
 
 template <typename X, int kVecs, bool kGateFirst>
-__global__ void __launch_bounds__(kVecs == kGatedFewVecs ? kGatedWarpThreads : kGatedBlockThreads)
+__global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : kGatedBlockThreads)
     gated_forward_kernel(const int log2_lanes, const GatedParams p) {
   constexpr int kWidth = vector_width(sizeof(X));
   __shared__ alignas(16) float scratch[kMaxWarps];
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kVecs == kGatedFewVecs ? kGatedWarpThreads : k
     gate[k] = load<Use::kOnce, kWidth>(element(gate_row, col));
   }
   // Of few vectors the weight is loaded with the row; of more, where it is used.
-  constexpr bool kEarly = kVecs == kGatedFewVecs;
+  constexpr bool kEarly = kVecs < kGatedManyVecs;
   float weights[kEarly ? kVecs : 1][kWidth];
   const auto load_weight_at = [&](int k, float (&into)[kWidth]) {
     load_weight<X>(into, p, first_col + share.template col<kWidth>(k));
@@ -197,7 +197,7 @@ cudaError_t launch_gated_forward(const GatedParams& params, DataType x, const Ga
     return dispatch_bool(params.gate_first, [&](auto first) -> cudaError_t {
       if (!plan.held) return launch(gated_forward_loop_kernel<X, first()>, plan, stream, params);
       if constexpr (sizeof(X) <= sizeof(float)) {
-        return dispatch_vecs(GatedVecs{}, plan.vecs, [&](auto vecs) {
+        return dispatch_vecs(GatedVecs<false>{}, plan.vecs, [&](auto vecs) {
           return launch(gated_forward_kernel<X, vecs(), first()>, plan, stream, plan.log2_lanes,
                         params);
         });
