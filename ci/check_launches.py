@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "ci" / "launches"
 # What plans and launches are made of; the rest of csrc/bindings handles tensors.
-PARTS = r"((base|forward|backward|channels|groups|heads)/)?\w+"
+PARTS = r"((base|forward|backward|channels|gated|groups|heads)/)?\w+"
 
 
 def main() -> int:

@@ -251,6 +251,28 @@ def layer_cases(teams_alike):
                 run_heads(cols, dtype, rotary, interleaved=interleaved)
         run_heads(128, dtype, positions=2000)
         run_heads(128, dtype, packed=False)
+    # Gated norms: logical warps, blocks, groups of columns, and rows that are read twice.
+    for dtype in (BF16, F32):
+        for cols, group in ((64, 0), (128, 0), (512, 0), (1024, 256), (6144, 0), (8192, 1024)):
+            run_gated(cols, group, dtype)
+        for cols in (100, 40_000):
+            run_gated(cols, 0, dtype, bias=True)
+
+
+def run_gated(cols, group, dtype, *, bias=False):
+    """More rows than all blocks have at once, some of them without a row; the gate is a slice."""
+    ops = torch.ops.fused_layernorm
+    rows = 9000 if cols <= 1024 else 1100 if cols <= 8192 else 3
+    x, dy = (torch.randn(rows, cols, device="cuda").to(dtype) for _ in "xd")
+    gate = torch.randn(rows, cols + 8, device="cuda").to(dtype)[:, 8:]
+    weight = torch.ones(cols, device="cuda")
+    b = weight if bias else None
+    for first, activation in ((False, "silu"), (True, "sigmoid")):
+        options = (first, activation, group)
+        _, _, rstd = ops.rms_norm_gated_forward(x, gate, weight, b, 1e-6, *options)
+        ops.rms_norm_gated_backward(
+            dy, x, gate, rstd, weight, b, *options, 0.0, True, True, True, bias
+        )
 
 
 def run_heads(cols, dtype, rotary=None, *, interleaved=False, positions=37, packed=True):

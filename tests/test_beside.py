@@ -83,6 +83,21 @@ def heads(cols):
                 weight)  # fmt: skip
 
 
+def gated(count, cols, *options, bias=False):
+    """The operators: a norm first, or with gate_first a gate, and all gradients."""
+    ops: Any = torch.ops.fused_layernorm
+    x, gate, dy = (normal(count, cols, dtype=BF16) for _ in "xgd")
+    weight, b = normal(cols, dtype=BF16), normal(cols, dtype=BF16) if bias else None
+
+    def call():
+        y, _, rstd = ops.rms_norm_gated_forward(x, gate, weight, b, 1e-6, *options)
+        needs = (True, True, True, bias)
+        return [y, rstd, *ops.rms_norm_gated_backward(dy, x, gate, rstd, weight, b, *options, 0.0,
+                                                      *needs)[: 3 + bias]]  # fmt: skip
+
+    return call
+
+
 def group_norm(
     shape, groups, dtype=BF16, memory_format=torch.contiguous_format, *, ada=False
 ) -> Any:
@@ -138,6 +153,10 @@ CASES: dict[str, Any] = {
     "channels": lambda: channels((64, 96, 56, 56)),
     "channels_last": lambda: channels((64, 384, 14, 14), torch.channels_last),
     "heads": lambda: heads(128),
+    "gated": lambda: gated(65_536, 128, False, "silu", 0),
+    "gated, by blocks": lambda: gated(8192, 8192, False, "silu", 0),
+    "a gate, then the norm of groups": lambda: gated(8192, 8192, True, "silu", 1024),
+    "gated, long rows": lambda: gated(512, 40_000, False, "sigmoid", 0, bias=True),
     **{
         f"groups of {forward[0]} by {forward[1]} and {backward[0]} by {backward[1]}": (
             lambda of=(shape, groups, dtype): group_norm(*of)

@@ -15,6 +15,7 @@
 #include "channels/backward.h"
 #include "channels/forward.h"
 #include "forward/plan.h"
+#include "gated/plan.h"
 #include "groups/plan.h"
 #include "launches.h"
 
@@ -241,6 +242,55 @@ void run_groups(const Device& device, bool quiet) {
   }
 }
 
+// Gated norms, in both orders and directions.
+void run_gated(const Device& device, bool quiet) {
+  most_shared_memory = device.shared_memory;
+  for (const auto& [x, weight, y] : kTypesWithKernels) {
+    for (const int64_t cols : {1, 8, 64, 100, 128, 520, 1024, 1536, 8192, 16384, 32768, 40000}) {
+      for (int kind = 0; kind < 32; ++kind) {
+        GatedProblem problem;
+        problem.rows = kind & 1 ? 100000 : 1;
+        problem.cols = cols;
+        problem.groups = kind & 2 ? 8 : 1;
+        problem.x = x;
+        problem.y = y;
+        problem.aligned = cols % vector_width(size_of(x)) == 0;
+        problem.backward = kind & 4;
+        problem.needs_dweight = true;
+        problem.needs_dbias = kind & 8;
+        if (problem.backward && is_narrowed(x, y)) continue;
+        const auto plan = make_gated_norm_plan(problem, device);
+        GatedParams params;
+        params.x = params.gate = params.y = params.rstd = params.workspace = kSomewhere;
+        params.rows = static_cast<int32_t>(problem.rows);
+        params.cols = static_cast<int32_t>(cols);
+        params.groups = static_cast<int32_t>(problem.groups);
+        params.gate_first = kind & 16;
+        params.y_type = y;
+        if (problem.backward) params.dy = params.dgate = params.dweight = kSomewhere;
+        if (problem.needs_dbias) params.dbias = kSomewhere;
+        launches.clear();
+        const cudaError_t error =
+            !plan              ? cudaErrorInvalidValue
+            : problem.backward ? launch_gated_backward(params, {x, weight, y}, *plan, nullptr)
+                               : launch_gated_forward(params, x, *plan, nullptr);
+        ++problems;
+        const bool fails = error != cudaSuccess || launches.empty();
+        failed += fails;
+        if (quiet && !fails) continue;
+        std::printf(
+            "sm_%d gated %s of %lld x %lld x %lld types %d %d %d kind %d:", device.capability,
+            problem.backward ? "backward" : "forward", static_cast<long long>(problem.rows),
+            static_cast<long long>(problem.groups), static_cast<long long>(cols),
+            static_cast<int>(x), static_cast<int>(weight), static_cast<int>(y), kind);
+        if (fails) std::printf(" error %d", static_cast<int>(error));
+        for (const auto& each : launches) std::printf(" %s;", each.c_str());
+        std::printf("\n");
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -249,6 +299,7 @@ int main(int argc, char** argv) {
     blocks_meet = device.blocks_meet;
     run_images(device, quiet);
     run_groups(device, quiet);
+    run_gated(device, quiet);
     for (const auto& [x, weight, y] : kTypesWithKernels) {
       for (const int64_t cols : kCols) {
         for (const int64_t rows : kRows) {

@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kMostWarpsOfMany* kWarpSize, 1)
   const auto* partial =
       reinterpret_cast<const Acc*>(static_cast<const char*>(p.workspace) + partials.offset) + col;
   const int64_t all = int64_t{partials.count} * p.cols;
+  const bool has_bias = p.dbias != nullptr;
 
   Acc dweight[kWidth] = {}, dbias[kWidth] = {};
   wait_for_previous_kernel();
@@ -36,7 +37,8 @@ __global__ void __launch_bounds__(kMostWarpsOfMany* kWarpSize, 1)
 #pragma unroll 4
     for (int i = threadIdx.x / kColumnLanes; i < partials.count; i += warps * kLanesOfColumn) {
       const Sum dw = load<Use::kReadOnly, kWidth>(partial + int64_t{i} * p.cols);
-      const Sum db = load<Use::kReadOnly, kWidth>(partial + all + int64_t{i} * p.cols);
+      Sum db = {};
+      if (has_bias) db = load<Use::kReadOnly, kWidth>(partial + all + int64_t{i} * p.cols);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         dweight[j] += dw.at[j];

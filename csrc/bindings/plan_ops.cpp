@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators `_plan` and `_plan_groups`, which give the plan of any problem on any device as
-// JSON, `_force`, which forces parts of every later plan of rows, and `_limit`, which gives a
-// number of csrc that Python needs, too. They are not for users, and need no GPU.
+// The operators `_plan`, `_plan_groups` and `_plan_gated`, which give the plan of any problem on
+// any device as JSON, `_force`, which forces parts of every later plan of rows, and `_limit`, which
+// gives a number of csrc that Python needs, too. They are not for users, and need no GPU.
 
 #include <torch/csrc/stable/library.h>
 
@@ -15,6 +15,7 @@
 #include "bindings/namespace.h"
 #include "channels/tuning.h"
 #include "forward/plan.h"
+#include "gated/plan.h"
 #include "groups/plan.h"
 #include "heads/params.h"
 
@@ -109,6 +110,28 @@ std::string describe_group_plan(int64_t samples, int64_t channels, int64_t posit
   return plan ? describe(*plan) : "null";
 }
 
+// dy is of x's type unless its type is given.
+std::string describe_gated_plan(int64_t rows, int64_t cols, int64_t groups, ScalarType dtype,
+                                bool backward, std::optional<ScalarType> y_dtype, bool aligned,
+                                bool needs_dweight, bool needs_dbias, int64_t capability,
+                                int64_t sms, int64_t shared_memory, int64_t l2_bytes) {
+  check(rows >= 1 && cols >= 1 && groups >= 1 && rows <= kMostExtent && cols <= kMostExtent,
+        "expected rows of groups of columns, got ", rows, " rows of ", groups, " groups of ", cols);
+  GatedProblem problem;
+  problem.rows = rows;
+  problem.cols = cols;
+  problem.groups = groups;
+  problem.x = data_type(dtype);
+  problem.y = data_type(y_dtype.value_or(dtype));
+  problem.aligned = aligned && cols % vector_width(size_of(problem.x)) == 0;
+  problem.backward = backward;
+  problem.needs_dweight = needs_dweight;
+  problem.needs_dbias = needs_dbias;
+  const auto plan =
+      make_gated_norm_plan(problem, checked_device(capability, sms, shared_memory, l2_bytes));
+  return plan ? describe(*plan) : "null";
+}
+
 int64_t limit(std::string name) {
   if (name == "head_cols") return kMostHeadCols;
   check(name == "few_pixels", "no limit is called '", name, "'");
@@ -136,6 +159,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
       "bool backward=False, ScalarType? y_dtype=None, bool channels_last=False, bool aligned=True, "
       "bool blocks_meet=True, int capability=90, int sms=132, int shared_memory=232448, int "
       "l2_bytes=52428800) -> str");
+  // The plan of a gated norm over `groups` groups of `cols` columns of each row, null if kernels
+  // cannot count them. `aligned`: all rows begin at multiples of 16 bytes.
+  m.def(
+      "_plan_gated(int rows, int cols, int groups, ScalarType dtype, *, bool backward=False, "
+      "ScalarType? y_dtype=None, bool aligned=True, bool needs_dweight=True, bool "
+      "needs_dbias=False, int capability=90, int sms=132, int shared_memory=232448, int "
+      "l2_bytes=52428800) -> str");
   // None ends all forcing. force_plan.h lists the options.
   m.def("_force(str? options) -> ()");
   // "head_cols": the most columns of a head. "few_pixels": below so many, kernels of channels leave
@@ -146,6 +176,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
 STABLE_TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_plan", TORCH_BOX(&fused_layernorm::describe_plan));
   m.impl("_plan_groups", TORCH_BOX(&fused_layernorm::describe_group_plan));
+  m.impl("_plan_gated", TORCH_BOX(&fused_layernorm::describe_gated_plan));
   m.impl("_force", TORCH_BOX(&fused_layernorm::force_plan));
   m.impl("_limit", TORCH_BOX(&fused_layernorm::limit));
 }

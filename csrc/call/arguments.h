@@ -4,10 +4,10 @@
 //
 // One template describes four forward operators: with a modulation (ada_layer_norm) or without,
 // with a residual (add_...) or without; another describes the three backward operators. group_norm
-// and its backward have a list each. An argument that an operator lacks has the position of another
-// argument, so one list of positions serves all: in forward, without a residual, residual and gate
-// have input's position; with a residual but no gate, gate has residual's; without a modulation,
-// shift and scale have those of weight and bias.
+// and rms_norm_gated and their backwards have a list each. An argument that an operator lacks has
+// the position of another argument, so one list of positions serves all: in forward, without a
+// residual, residual and gate have input's position; with a residual but no gate, gate has
+// residual's; without a modulation, shift and scale have those of weight and bias.
 #pragma once
 
 #include <cstddef>
@@ -16,6 +16,7 @@
 #include <string_view>
 
 #include "call/description.h"
+#include "gated/params.h"
 #include "groups/params.h"
 
 namespace fused_layernorm {
@@ -162,6 +163,58 @@ struct GroupBackward {
   };
 };
 
+struct GatedForward {
+  static std::string name(bool gives_statistics) {
+    return gives_statistics ? "rms_norm_gated_forward" : "rms_norm_gated";
+  }
+  static constexpr bool kIsForward = true;
+  static constexpr bool kHasGroups = false;
+  static constexpr bool kHasModulation = false;
+  static constexpr bool kHasResidual = false;
+  static constexpr bool kHasGate = true;
+  enum : size_t {
+    kInput,
+    kResidual = kInput,
+    kGate,
+    kWeight,
+    kShift = kWeight,
+    kBias,
+    kScale = kBias,
+    kEps,
+    kGateFirst,
+    kGateActivation,
+    kGroupSize,
+    kOutDtype,
+    kWeightOffset,
+    kRoundBeforeWeight,
+    kArguments
+  };
+  static constexpr size_t kOutputs = 1;
+  static constexpr size_t kStatistics = 2;
+};
+
+struct GatedBackward {
+  static constexpr bool kIsForward = false;
+  static constexpr const char* kName = "rms_norm_gated_backward";
+  enum : size_t {
+    kDy,
+    kX,
+    kGate,
+    kRstd,
+    kWeight,
+    kBias,
+    kGateFirst,
+    kGateActivation,
+    kGroupSize,
+    kWeightOffset,
+    kNeedsDx,
+    kNeedsDgate,
+    kNeedsDweight,
+    kNeedsDbias,
+    kArguments
+  };
+};
+
 // The activations as users write them, in the order of the enumeration; the last one belongs to
 // groups.
 constexpr std::string_view kActivationNames[] = {"",     "gelu", "gelu_tanh",
@@ -171,6 +224,7 @@ constexpr const char* kActivationChoices =
     "activation must be None, 'gelu', 'gelu_tanh', 'silu' or 'relu'";
 constexpr const char* kGroupActivationChoices =
     "activation must be None, 'gelu', 'gelu_tanh', 'silu', 'relu' or 'leaky_relu'";
+constexpr const char* kGateActivationChoices = "gate_activation must be 'silu' or 'sigmoid'";
 constexpr const char* kStatisticChoices = "statistic must be 'layer' or 'rms'";
 
 constexpr std::string_view name_of(Activation activation) {
@@ -222,6 +276,28 @@ NormOptions read_options(Stack&& stack) {
       options.round_before_weight = stack.flag(Op::kRoundBeforeWeight);
     }
   }
+  return options;
+}
+
+// The same of a gated norm.
+template <class Op, class Stack>
+requires requires {
+  Op::kGateActivation;
+}
+NormOptions read_options(Stack&& stack) {
+  NormOptions options;
+  options.is_rms = true;
+  if constexpr (Op::kIsForward) options.eps = stack.real(Op::kEps);
+  options.gate_place = stack.flag(Op::kGateFirst) ? GatePlace::kFirst : GatePlace::kLast;
+  const std::string& activation = stack.name(Op::kGateActivation);
+  options.activation = activation == "silu" ? Activation::kSilu : kSigmoid;
+  if (activation != "silu" && activation != "sigmoid") {
+    options.has_unknown_name = true;
+    stack.refuse(kGateActivationChoices, activation);
+  }
+  options.group_size = stack.integer(Op::kGroupSize);
+  options.weight_offset = stack.real(Op::kWeightOffset);
+  if constexpr (Op::kIsForward) options.round_before_weight = stack.flag(Op::kRoundBeforeWeight);
   return options;
 }
 

@@ -71,6 +71,9 @@ struct ForwardCall : NormCall {
   RawTensor input, residual;
   // To which type round_before_weight rounds: that of input, unless an operator has cast it.
   DataType rounded_to = kNoDataType;
+  // And to which a gated norm rounds the affine map's result: the promoted type of input and
+  // weight.
+  DataType affine_rounded_to = kNoDataType;
 
   RawTensor y;
   void *residual_out = nullptr, *mean = nullptr, *rstd = nullptr;  // contiguous
@@ -105,7 +108,7 @@ struct BackwardCall : NormCall {
 // ---- Direct calls
 
 // Raised whenever a struct of this file or the meaning of a field changes.
-constexpr int64_t kKernelTableVersion = 4;
+constexpr int64_t kKernelTableVersion = 5;
 
 // What `prepare` found, for `launch`.
 struct DirectLaunch {

@@ -47,11 +47,21 @@ cudaError_t enqueue(const GroupParams& params, const DataTypes& types, const Gro
   return launch(params, types.x, types.y, plan, stream);
 }
 
+cudaError_t enqueue(const GatedParams& params, const DataTypes& types, const GatedPlan& plan,
+                    cudaStream_t stream) {
+  return params.dy == nullptr ? launch_gated_forward(params, types.x, plan, stream)
+                              : launch_gated_backward(params, types, plan, stream);
+}
+
 // What a launch computes, for an error message.
 void describe_call(std::ostream& message, const GroupParams& p) {
   message << (p.dy == nullptr ? "forward" : "backward") << " for " << p.samples << " samples of "
           << p.groups << " groups of " << p.channels_of_group() << " channels and " << p.positions
           << " positions";
+}
+void describe_call(std::ostream& message, const GatedParams& p) {
+  message << (p.dy == nullptr ? "forward" : "backward") << " for " << p.rows << " gated rows of "
+          << p.groups << " groups of " << p.cols << " columns";
 }
 template <typename Params>
 void describe_call(std::ostream& message, const Params& params) {
@@ -107,6 +117,9 @@ void launch_prepared(Prepared<Params, Plans...>& prepared, void* workspace, cuda
         if constexpr (std::is_same_v<std::decay_t<decltype(plan)>, PreparedGroups>) {
           plan.params.workspace = workspace;
           launch_plan(plan.params, prepared.types, plan.planned, stream);
+        } else if constexpr (std::is_same_v<std::decay_t<decltype(plan)>, PreparedGated>) {
+          plan.params.workspace = workspace;
+          launch_plan(plan.params, prepared.types, plan.plan, stream);
         } else {
           launch_plan(prepared.params, prepared.types, plan, stream);
         }
@@ -124,6 +137,7 @@ int64_t workspace_of(const Planned<Plan>& planned) {
   return planned.apart ? std::max(bytes, workspace_of(*planned.apart)) : bytes;
 }
 int64_t workspace_of(const PreparedGroups& groups) { return workspace_of(groups.planned); }
+int64_t workspace_of(const PreparedGated& gated) { return gated.plan.workspace_bytes; }
 
 }  // namespace
 
@@ -142,6 +156,10 @@ void launch(PreparedForward& prepared, const ForwardCall& call, void* workspace,
     groups->params.mean = call.mean;
     groups->params.rstd = call.rstd;
   }
+  if (auto* const gated = std::get_if<PreparedGated>(&prepared.plan)) {
+    gated->params.y = const_cast<void*>(call.y.data);
+    gated->params.rstd = call.rstd;
+  }
   ForwardParams& params = prepared.params;
   params.y = const_cast<void*>(call.y.data);
   params.residual_out = call.residual_out;
@@ -158,6 +176,12 @@ void launch(PreparedBackward& prepared, const BackwardCall& call, void* workspac
     groups->params.dbias.at = call.dbias;
     groups->params.dshift.at = call.dshift;
     groups->params.dscale_by.at = call.dscale;
+  }
+  if (auto* const gated = std::get_if<PreparedGated>(&prepared.plan)) {
+    gated->params.y = const_cast<void*>(call.dx.data);
+    gated->params.dgate = call.dgate;
+    gated->params.dweight = call.dweight;
+    gated->params.dbias = call.dbias;
   }
   BackwardParams& params = prepared.params;
   params.dx = const_cast<void*>(call.dx.data);

@@ -27,8 +27,7 @@ std::optional<Norm> norm_of(const NormCall& call, const RawTensor& x) {
       (!call.weight && options.weight_offset != 0.0)) {
     return std::nullopt;
   }
-  // No family below has a gate behind a norm.
-  if (options.group_size != 0 || options.gate_place != GatePlace::kInput) return std::nullopt;
+  if (options.group_size != 0) return std::nullopt;  // only gated norms have it
   for (int64_t d = 0; d < x.dims; ++d) (d < norm.leading ? norm.rows : norm.cols) *= x.sizes[d];
   if (norm.rows < 1 || norm.cols < 1 || norm.rows > kMostExtent || norm.cols > kMostExtent) {
     return std::nullopt;
@@ -189,6 +188,7 @@ std::optional<backward::Channels> plan_channels(const BackwardCall& call, const 
 bool prepare(const ForwardCall& call, const Device& device, PreparedForward& into) {
   const NormOptions& options = call.options;
   if (options.num_groups != 0) return prepare_groups(call, device, into);
+  if (options.gate_place != GatePlace::kInput) return prepare_gated(call, device, into);
   const RawTensor &input = call.input, &x = call.residual ? call.residual : input;
   const auto norm = norm_of(call, x);
   if (!norm || std::isnan(options.eps) || !have_one_shape(input, x) || !have_one_shape(call.y, x) ||
@@ -241,6 +241,7 @@ bool prepare(const ForwardCall& call, const Device& device, PreparedForward& int
 
 bool prepare(const BackwardCall& call, const Device& device, PreparedBackward& into) {
   if (call.options.num_groups != 0) return prepare_groups(call, device, into);
+  if (call.options.gate_place != GatePlace::kInput) return prepare_gated(call, device, into);
   const RawTensor& x = call.x;
   const auto norm = norm_of(call, x);
   if (!norm || !have_one_shape(call.dy, x) || !are_known(*norm, x.type, x.type, call.dy.type)) {

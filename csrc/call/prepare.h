@@ -11,6 +11,7 @@
 #include "channels/backward.h"
 #include "channels/forward.h"
 #include "forward/plan.h"
+#include "gated/plan.h"
 #include "groups/plan.h"
 
 namespace fused_layernorm {
@@ -30,6 +31,12 @@ struct PreparedGroups {
   Planned<GroupPlan> planned;
 };
 
+// A launch of a gated norm, likewise.
+struct PreparedGated {
+  GatedParams params;
+  GatedPlan plan;
+};
+
 // A launch without its outputs. A family of norms is one alternative of its plans.
 template <typename KernelParams, typename... Plans>
 struct Prepared {
@@ -39,10 +46,10 @@ struct Prepared {
 
   int64_t workspace_bytes() const;
 };
-using PreparedForward =
-    Prepared<ForwardParams, Planned<forward::Plan>, forward::Channels, PreparedGroups>;
-using PreparedBackward =
-    Prepared<BackwardParams, Planned<backward::Plan>, backward::Channels, PreparedGroups>;
+using PreparedForward = Prepared<ForwardParams, Planned<forward::Plan>, forward::Channels,
+                                 PreparedGroups, PreparedGated>;
+using PreparedBackward = Prepared<BackwardParams, Planned<backward::Plan>, backward::Channels,
+                                  PreparedGroups, PreparedGated>;
 using PreparedGate = Prepared<GateParams, backward::Gate>;
 
 // The gradients of the gated sum residual + gate * input, by themselves.
@@ -63,6 +70,9 @@ bool prepare(const GateCall& call, const Device& device, PreparedGate& into);
 // The same for calls whose options have groups (groups.cpp).
 bool prepare_groups(const ForwardCall& call, const Device& device, PreparedForward& into);
 bool prepare_groups(const BackwardCall& call, const Device& device, PreparedBackward& into);
+// And for calls of a gated norm (gated.cpp).
+bool prepare_gated(const ForwardCall& call, const Device& device, PreparedForward& into);
+bool prepare_gated(const BackwardCall& call, const Device& device, PreparedBackward& into);
 
 // Launches what was prepared for this call, which has its outputs now. Throws std::runtime_error
 // with what is wrong.

@@ -23,6 +23,8 @@ template <class Op>
 bool makes_float32(const IValue* arguments) {
   if constexpr (Op::kHasGroups) {
     return true;
+  } else if constexpr (std::is_same_v<Op, GatedForward>) {
+    return kRmsNormInFloat32;
   } else {
     return kRmsNormInFloat32 || !is_rms(arguments[Op::kStatistic]);
   }

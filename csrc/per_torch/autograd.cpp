@@ -57,8 +57,10 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, Autograd, m) {
   register_autograd<AdaLayerNorm>(m);
   register_autograd<AddAdaLayerNorm>(m);
   register_autograd<GroupForward>(m);
-  for (const char* name : {"layer_norm_backward", "ada_layer_norm_backward",
-                           "add_ada_layer_norm_backward", "gate_backward", GroupBackward::kName}) {
+  register_autograd<GatedForward>(m);
+  for (const char* name :
+       {"layer_norm_backward", "ada_layer_norm_backward", "add_ada_layer_norm_backward",
+        "gate_backward", GroupBackward::kName, GatedBackward::kName}) {
     m.impl(name, boxed<&differentiate_backward>());
   }
 }
@@ -69,6 +71,7 @@ TORCH_LIBRARY_IMPL(FUSED_LAYERNORM_NAMESPACE, BackendSelect, m) {
   m.impl("ada_layer_norm", boxed<&select_backend<AdaLayerNorm>>());
   m.impl("add_ada_layer_norm", boxed<&select_backend<AddAdaLayerNorm>>());
   m.impl("group_norm", boxed<&select_backend<GroupForward>>());
+  m.impl("rms_norm_gated", boxed<&select_backend<GatedForward>>());
 }
 
 TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
@@ -99,6 +102,7 @@ std::vector<torch::Library> register_autocast() {
     register_autocast<AdaLayerNorm>(m);
     register_autocast<AddAdaLayerNorm>(m);
     register_autocast<GroupForward>(m);
+    register_autocast<GatedForward>(m);
   }
   return libraries;
 }

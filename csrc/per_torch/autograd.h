@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Autograd of the forward operators: (add_)(ada_)layer_norm, group_norm and the same operators with
-// statistics.
+// Autograd of the forward operators: (add_)(ada_)layer_norm, group_norm, rms_norm_gated and the
+// same operators with statistics.
 //
 // A call that needs gradients runs the operator with statistics below autograd, or the kernel
 // itself (direct.h), and saves what backward needs. Backward runs the kernel too, or calls
-// (ada_)layer_norm_backward, with a gate add_ada_layer_norm_backward or group_norm_backward,
-// through the dispatcher.
+// (ada_)layer_norm_backward, with a gate add_ada_layer_norm_backward, group_norm_backward or
+// rms_norm_gated_backward, through the dispatcher.
 // Derivatives of these, and forward mode, are Python's (differentiate_in_python in operators.h).
 #pragma once
 
@@ -177,6 +177,57 @@ struct NormNode : public SavingNode<SavedByNorm<Op>::kCount, Op::kHasResidual> {
   }
 };
 
+// The same of a gated norm.
+struct SavedByGatedNorm {
+  enum : size_t { kX, kGate, kRstd, kWeight, kBias, kCount };
+};
+struct GatedNode : public SavingNode<SavedByGatedNorm::kCount, false> {
+  using Op = GatedForward;
+  using Saved = SavedByGatedNorm;
+
+  NormOptions options;
+
+  std::string name() const override { return "FusedRMSNormGatedBackward"; }
+  void collect_options(CompiledNodeArgs& args) const override { collect(args, options); }
+
+  void save_arguments(const IValue* arguments) {
+    options = options_of<Op>(arguments);
+    save(Saved::kX, arguments[Op::kInput].toTensor());
+    save(Saved::kGate, arguments[Op::kGate].toTensor());
+    save(Saved::kWeight, tensor_of(arguments[Op::kWeight]));
+    save(Saved::kBias, tensor_of(arguments[Op::kBias]));
+  }
+  void save_outputs(const Tensor&, const Tensor&, const Tensor& rstd) { save(Saved::kRstd, rstd); }
+
+  variable_list apply(variable_list&& gradients) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    variable_list results(Op::kArguments);
+    if (!gradients[0].defined()) return results;
+    const auto needs = [&](size_t argument) { return task_should_compute_output(argument); };
+    Needs needed;
+    needed.dx = needs(Op::kInput);
+    needed.dgate = needs(Op::kGate);
+    needed.dweight = needs(Op::kWeight);
+    needed.dbias = needs(Op::kBias);
+    SavedNorm norm;
+    norm.dy = gradients[0];
+    norm.x = saved(Saved::kX);
+    norm.gate = saved(Saved::kGate);
+    norm.rstd = saved(Saved::kRstd);
+    norm.weight = saved(Saved::kWeight);
+    norm.bias = saved(Saved::kBias);
+    GradientsOfNorm found = gradients_of<Op>(norm, options, needed);
+    results[Op::kInput] = std::move(found.dx);
+    results[Op::kGate] = std::move(found.dgate);
+    results[Op::kWeight] = std::move(found.dweight);
+    results[Op::kBias] = std::move(found.dbias);
+    return results;
+  }
+};
+
+template <class Op>
+using NodeOf = std::conditional_t<std::is_same_v<Op, GatedForward>, GatedNode, NormNode<Op>>;
+
 // The Autograd kernel of a forward operator. With kGivesStatistics, the operator's own outputs
 // include the statistics.
 template <class Op, bool kGivesStatistics>
@@ -193,7 +244,7 @@ void differentiate_forward(const OperatorHandle& op, DispatchKeySet keys, Stack*
   }
 
   if (differentiation == Differentiation::kForwardMode) return differentiate_in_python(op, stack);
-  const auto node = make_node<NormNode<Op>>();
+  const auto node = make_node<NodeOf<Op>>();
   node->set_next_edges(edges_of(arguments, Op::kArguments));
   node->save_arguments(arguments);
   if (!kGivesStatistics && forward_directly<Op>(keys, arguments, node->options, true, direct)) {

@@ -222,8 +222,8 @@ bool forward_directly(DispatchKeySet keys, const IValue* arguments, const NormOp
   out.y = like_x.allocate(y_type);
   if (Op::kHasResidual) out.residual_out = allocate(input.sizes(), x.scalar_type());
   if (needs_statistics) {
-    const auto of_rows =
-        statistics_shape(input.sizes(), options.normalized_ndim, options.num_groups);
+    auto of_rows = statistics_shape(input.sizes(), options.normalized_ndim, options.num_groups);
+    if (options.group_size > 0) of_rows.back() = input.sizes().back() / options.group_size;
     const at::ScalarType type = statistics_type(x.scalar_type());
     if (options.is_rms) {
       out.rstd = allocate(of_rows, type);
@@ -366,13 +366,46 @@ GradientsOfNorm call_backward(const SavedNorm& saved, const NormOptions& options
   return found;
 }
 
+// The same of a gated norm.
+inline GradientsOfNorm call_gated_backward(const SavedNorm& saved, const NormOptions& options,
+                                           const Needs& needs) {
+  using Op = GatedBackward;
+  static const OperatorHandle op = find_operator(Op::kName);
+  static const IValue silu("silu"), sigmoid("sigmoid");
+  Stack stack(Op::kArguments);
+  stack[Op::kDy] = saved.dy;
+  stack[Op::kX] = saved.x;
+  stack[Op::kGate] = saved.gate;
+  stack[Op::kRstd] = saved.rstd;
+  stack[Op::kWeight] = value_of(saved.weight);
+  stack[Op::kBias] = value_of(saved.bias);
+  stack[Op::kGateFirst] = options.gate_place == GatePlace::kFirst;
+  stack[Op::kGateActivation] = options.activation == Activation::kSilu ? silu : sigmoid;
+  stack[Op::kGroupSize] = options.group_size;
+  stack[Op::kWeightOffset] = options.weight_offset;
+  const std::pair<bool, Tensor GradientsOfNorm::*> wanted[] = {
+      {needs.dx, &GradientsOfNorm::dx},
+      {needs.dgate, &GradientsOfNorm::dgate},
+      {needs.dweight, &GradientsOfNorm::dweight},
+      {needs.dbias, &GradientsOfNorm::dbias}};
+  for (size_t i = 0; i < std::size(wanted); ++i) stack[Op::kNeedsDx + i] = wanted[i].first;
+  call(op, &stack);
+  GradientsOfNorm found;
+  for (size_t i = 0; i < std::size(wanted); ++i) {
+    if (wanted[i].first) found.*wanted[i].second = std::move(stack[i]).toTensor();
+  }
+  return found;
+}
+
 // The gradients of a norm of this forward operator, either way.
 template <class Op>
 GradientsOfNorm gradients_of(const SavedNorm& saved, const NormOptions& options,
                              const Needs& needs) {
   GradientsOfNorm found;
   if (backward_directly(saved, options, needs, found)) return found;
-  if constexpr (Op::kHasGroups) {
+  if constexpr (std::is_same_v<Op, GatedForward>) {
+    return call_gated_backward(saved, options, needs);
+  } else if constexpr (Op::kHasGroups) {
     return call_backward<GroupBackward>(saved, options, needs);
   } else {
     if constexpr (Op::kHasModulation) {

@@ -103,6 +103,8 @@ inline void collect(CompiledNodeArgs& args, const NormOptions& options) {
   args.collect(options.weight_offset);
   args.collect(options.keeps_order);
   args.collect(options.num_groups);
+  args.collect(options.group_size);
+  args.collect(static_cast<int64_t>(options.gate_place));
 }
 
 // ---- Calls

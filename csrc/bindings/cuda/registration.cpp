@@ -89,6 +89,7 @@ void register_cuda_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("gate_backward", TORCH_BOX(&run_gate_backward));
   register_head_kernels(library);
   register_group_kernels(library);
+  register_gated_kernels(library);
 }
 
 }  // namespace fused_layernorm

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+// Forward of gated RMSNorm; gated/plan.h says how it is laid out.
+#include "base/launch.cuh"
+#include "gated/row.cuh"
+
+namespace fused_layernorm {
+namespace {
+
+// Rounds to a type of half precision: to X if x has it, else to either one beside float32.
+template <typename X, int kWidth, typename Acc>
+__device__ __forceinline__ void round_as(Acc (&values)[kWidth], XhatRounding rounding) {
+  if (rounding == XhatRounding::kNone) return;
+  if constexpr (sizeof(X) == 2) {
+    unpack(values, round_to<X>(values));
+  } else if constexpr (sizeof(X) == 4) {
+    if (rounding == XhatRounding::kFloat16) {
+      unpack(values, round_to<__half>(values));
+    } else {
+      unpack(values, round_to<__nv_bfloat16>(values));
+    }
+  }
+}
+
+// Stores y: of x's type, of float32 beside half precision, or of half precision beside float32.
+template <typename X, int kWidth, typename Acc>
+__device__ __forceinline__ void store_y(const GatedParams& p, int64_t at,
+                                        const Acc (&values)[kWidth]) {
+  const auto store_as = [&](auto type) {
+    using Y = decltype(type);
+    store_once<Y, kWidth>(static_cast<Y*>(p.y) + at, round_to<Y>(values));
+  };
+  if (p.y_type == kTypeOf<X>) {
+    store_as(X{});
+  } else if constexpr (sizeof(X) == 2) {
+    store_as(float{});
+  } else if constexpr (sizeof(X) == 4) {
+    if (p.y_type == DataType::kFloat16) {
+      store_as(__half{});
+    } else {
+      store_as(__nv_bfloat16{});
+    }
+  }
+}
+
+// A gate's activation is of the fine grade, as y may be float32 beside any x.
+
+// What is normalized: x, or with the gate in front x * activation(gate).
+template <bool kGateFirst, typename X, int kWidth, typename Acc>
+__device__ __forceinline__ void normalized_of(Acc (&values)[kWidth], const Vec<X, kWidth>& x,
+                                              const Vec<X, kWidth>& gate, bool silu) {
+  unpack(values, x);
+  if constexpr (kGateFirst) {
+    Acc gates[kWidth];
+    unpack(gates, gate);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] *= Gating<Acc, Acc>(gates[j], silu).value;
+  }
+}
+
+// y from xhat, which `values` hold, at the columns from `col` of the row on.
+template <bool kGateFirst, typename X, int kWidth, typename Acc>
+__device__ __forceinline__ void finish(const GatedParams& p, Acc (&values)[kWidth],
+                                       const Vec<X, kWidth>& gate, const Acc (&weight)[kWidth],
+                                       int col, int64_t at) {
+  round_as<X>(values, p.xhat_rounding);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) values[j] *= weight[j];
+  if (p.bias != nullptr) {
+    Acc bias[kWidth];
+    load_gated<X>(bias, p.bias, col, p.weight_is_float, Acc(0));
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] += bias[j];
+  }
+  round_as<X>(values, p.affine_rounding);
+  if constexpr (!kGateFirst) {
+    Acc gates[kWidth];
+    unpack(gates, gate);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] *= Gating<Acc, Acc>(gates[j], p.silu).value;
+  }
+  store_y<X>(p, at, values);
+}
+
+template <typename Acc>
+__device__ __forceinline__ Acc rstd_of(const GatedParams& p, Acc squares) {
+  return MeanAndVariance::rstd(squares, p.inverse_cols.as<Acc>(), p.eps.as<Acc>());
+}
+
+template <typename X, int kVecs, bool kGateFirst>
+__global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : kGatedBlockThreads)
+    gated_forward_kernel(const int log2_lanes, const GatedParams p) {
+  constexpr int kWidth = vector_width(sizeof(X));
+  __shared__ alignas(16) float scratch[kMaxWarps];
+  const GatedBlock block(p);
+  const GatedTeam team(log2_lanes);
+  const int first_col = block.first_col(p);
+  const unsigned own_row = block.set * team.teams + team.index, rows = p.rows;
+  const bool has_row = own_row < rows;
+  const unsigned row = has_row ? own_row : rows - 1;
+  const Share<kVecs> share{team.thread, team.threads, p.cols / kWidth};
+  const X* x_row = static_cast<const X*>(p.x) + (p.x_rows(row) + first_col);
+  const X* gate_row = static_cast<const X*>(p.gate) + (p.gate_rows(row) + first_col);
+  Vec<X, kWidth> x[kVecs] = {}, gate[kVecs] = {};
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    const int col = share.vector(k) * kWidth;
+    if (!share.has(k)) continue;
+    x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
+    gate[k] = load<Use::kOnce, kWidth>(element(gate_row, col));
+  }
+  // Of few vectors the weight is loaded with the row; of more, where it is used.
+  constexpr bool kEarly = kVecs < kGatedManyVecs;
+  float weights[kEarly ? kVecs : 1][kWidth];
+  const auto load_weight_at = [&](int k, float (&into)[kWidth]) {
+    load_weight<X>(into, p, first_col + share.template col<kWidth>(k));
+  };
+  if constexpr (kEarly) {
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) load_weight_at(k, weights[k]);
+  }
+  // With the gate in front, what is normalized takes as many registers as x and gate.
+  constexpr int kKept = kGateFirst ? kVecs : 1;
+  float kept[kKept][kWidth];
+  float squares = 0;
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    float (&values)[kWidth] = kept[kGateFirst ? k : 0];
+    normalized_of<kGateFirst>(values, x[k], gate[k], p.silu);
+    float square[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) square[j] = values[j] * values[j];
+    squares += tree_sum(square);
+  }
+  const float rstd = rstd_of(p, team.sum(squares, scratch));
+  if (!has_row) return;
+  if (team.thread == 0 && p.rstd != nullptr) {
+    static_cast<float*>(p.rstd)[int64_t{row} * p.groups + block.group] = rstd;
+  }
+  const int64_t at = dense_at(p, row, first_col);
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    if (!share.has(k)) continue;
+    const int col = share.vector(k) * kWidth;
+    float values[kWidth];
+    if constexpr (kGateFirst) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] = kept[k][j] * rstd;
+    } else {
+      unpack(values, x[k]);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] *= rstd;
+    }
+    float (&weight)[kWidth] = weights[kEarly ? k : 0];
+    if (!kEarly) load_weight_at(k, weight);
+    finish<kGateFirst>(p, values, gate[k], weight, first_col + col, at + col);
+  }
+}
+
+template <typename X, bool kGateFirst>
+__global__ void __launch_bounds__(kLoopThreads) gated_forward_loop_kernel(const GatedParams p) {
+  using Acc = acc_t<X>;
+  __shared__ alignas(16) Acc scratch[kMaxWarps];
+  const GatedBlock block(p);
+  const int first_col = block.first_col(p), row = block.set;
+  const X* x_row = static_cast<const X*>(p.x) + (p.x_rows(row) + first_col);
+  const X* gate_row = static_cast<const X*>(p.gate) + (p.gate_rows(row) + first_col);
+  const auto each = [&](const auto& use) {
+#pragma unroll 4
+    for (int col = threadIdx.x; col < p.cols; col += blockDim.x) {
+      const auto gate = load<Use::kReadOnly, 1>(gate_row + col);
+      Acc value[1];
+      normalized_of<kGateFirst>(value, load<Use::kReadOnly, 1>(x_row + col), gate, p.silu);
+      use(col, value, gate);
+    }
+  };
+  Acc squares = 0;
+  each([&](int, const Acc(&value)[1], const auto&) { squares += value[0] * value[0]; });
+  const Acc rstd = rstd_of(p, team_sum(squares, BlockTeam(), scratch));
+  if (threadIdx.x == 0 && p.rstd != nullptr) {
+    static_cast<Acc*>(p.rstd)[int64_t{row} * p.groups + block.group] = rstd;
+  }
+  const int64_t at = dense_at(p, row, first_col);
+  each([&](int col, Acc(&value)[1], const auto& gate) {
+    Acc weight[1];
+    load_weight<X>(weight, p, first_col + col);
+    value[0] *= rstd;
+    finish<kGateFirst>(p, value, gate, weight, first_col + col, at + col);
+  });
+}
+
+}  // namespace
+
+cudaError_t launch_gated_forward(const GatedParams& params, DataType x, const GatedPlan& plan,
+                                 cudaStream_t stream) {
+  return dispatch_gated(x, [&](auto type) {
+    using X = decltype(type);
+    return dispatch_bool(params.gate_first, [&](auto first) -> cudaError_t {
+      if (!plan.held) return launch(gated_forward_loop_kernel<X, first()>, plan, stream, params);
+      if constexpr (sizeof(X) <= sizeof(float)) {
+        return dispatch_vecs(GatedVecs<false>{}, plan.vecs, [&](auto vecs) {
+          return launch(gated_forward_kernel<X, vecs(), first()>, plan, stream, plan.log2_lanes,
+                        params);
+        });
+      } else {
+        return cudaErrorInvalidValue;
+      }
+    });
+  });
+}
+
+}  // namespace fused_layernorm

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a launch of a gated RMSNorm is given: rows of `groups` groups of `cols` columns, each of
+// which is normalized by itself, with a gate behind the norm or in front of it.
+#pragma once
+
+#include <cstdint>
+
+#include "base/params.h"
+
+namespace fused_layernorm {
+
+// The gate's other activation, beside kSilu. Only gated norms have it.
+constexpr Activation kSigmoid{6};
+
+// Norm first: y = (norm(x) * weight + bias) * activation(gate). Gate first: y = norm(x *
+// activation(gate)) * weight + bias. All columns of a row of x, gate or dy are contiguous; y, dx
+// and dgate are contiguous altogether.
+struct GatedParams {
+  const void* x = nullptr;
+  const void* gate = nullptr;    // of x's type
+  const void* weight = nullptr;  // optional, for all columns of a row
+  const void* bias = nullptr;    // optional, of weight's type
+  RowMap x_rows;
+  RowMap gate_rows;
+  void* y = nullptr;     // in backward dx, which is optional
+  void* rstd = nullptr;  // [rows][groups]; optional in forward
+  int32_t rows = 0;
+  int32_t cols = 0;  // of a group
+  int32_t groups = 1;
+  bool silu = true;
+  bool weight_is_float = false;  // float32, beside x of any type; else of x's type
+  bool gate_first = false;
+  DataType y_type = DataType::kFloat32;  // in backward of dy
+  Scalar inverse_cols;                   // 1 / cols
+  Scalar eps;
+  Scalar weight_offset{0.0};
+  // To which type xhat is rounded before it is multiplied by weight, and to which the result of the
+  // affine map is.
+  XhatRounding xhat_rounding = XhatRounding::kNone;
+  XhatRounding affine_rounding = XhatRounding::kNone;
+
+  // Backward.
+  const void* dy = nullptr;  // of x's type, or float32
+  RowMap dy_rows;
+  void* dgate = nullptr;  // optional, as all gradients
+  void* dweight = nullptr;
+  void* dbias = nullptr;
+  void* workspace = nullptr;
+};
+
+}  // namespace fused_layernorm

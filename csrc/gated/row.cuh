@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// A group of a row of a gated norm: the team that has it, its gate, and its parameters.
+#pragma once
+
+#include "device/reduce.cuh"
+#include "device/share.cuh"
+#include "gated/plan.h"
+#include "norm/activation.cuh"
+#include "norm/statistic.cuh"
+#include "norm/types.cuh"
+
+namespace fused_layernorm {
+
+// The value of a gate's activation, and its derivative. `Y` says how fine (norm/activation.cuh).
+template <typename Y, typename Acc>
+struct Gating {
+  Acc value, slope;
+
+  __device__ __forceinline__ Gating(Acc gate, bool silu) {
+    const Logistic<Acc> s = logistic<Y>(gate);
+    // The logistic function is not NaN for NaN, but its product with it is.
+    value = silu ? gate * s.value : gate == gate ? s.value : gate;
+    slope = s.value * (silu ? fma(s.complement, gate, Acc(1)) : s.complement);
+  }
+};
+
+// A logical warp, or the whole block.
+struct GatedTeam {
+  int threads, thread, index, teams;  // index: of the team in its block, which has so many
+  bool is_block;
+
+  __device__ __forceinline__ explicit GatedTeam(int log2_lanes)
+      : threads(log2_lanes == kBlockTeam ? blockDim.x : 1 << log2_lanes),
+        thread(threadIdx.x & ((1 << log2_lanes) - 1)),
+        index(threadIdx.x >> log2_lanes),
+        teams(log2_lanes == kBlockTeam ? 1 : blockDim.x >> log2_lanes),
+        is_block(log2_lanes == kBlockTeam) {}
+
+  // `scratch` is free again behind another barrier of the block.
+  template <typename Acc>
+  __device__ __forceinline__ Acc sum(Acc v, Acc* scratch) const {
+    return is_block ? team_sum(v, BlockTeam(), scratch) : logical_warp_sum(v, threads);
+  }
+};
+
+// The group of columns of a block, the number of the block among those of this group, and how many
+// there are.
+struct GatedBlock {
+  int group;
+  unsigned set, sets;
+
+  __device__ __forceinline__ explicit GatedBlock(const GatedParams& p)
+      : group(0), set(blockIdx.x), sets(gridDim.x) {
+    if (p.groups > 1) {  // divisions take time that few rows do not have
+      group = blockIdx.x % p.groups;
+      set = blockIdx.x / p.groups;
+      sets = gridDim.x / p.groups;
+    }
+  }
+  // The first column.
+  __device__ __forceinline__ int first_col(const GatedParams& p) const { return group * p.cols; }
+};
+
+// Where a group begins in a tensor that has rows of all groups side by side.
+__device__ __forceinline__ int64_t dense_at(const GatedParams& p, unsigned row, int first_col) {
+  return int64_t{row} * p.groups * p.cols + first_col;
+}
+
+// weight or bias at columns, `absent` without it.
+template <typename X, int kWidth, typename Acc>
+__device__ __forceinline__ void load_gated(Acc (&values)[kWidth], const void* from, int col,
+                                           bool is_float, Acc absent) {
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) values[j] = absent;
+  if (from == nullptr) return;
+  if constexpr (sizeof(X) == 2) {
+    if (is_float) {
+      unpack(values, load<Use::kReadOnly, kWidth>(element(static_cast<const float*>(from), col)));
+      return;
+    }
+  }
+  unpack(values, load<Use::kReadOnly, kWidth>(element(static_cast<const X*>(from), col)));
+}
+
+// weight + weight_offset.
+template <typename X, int kWidth, typename Acc>
+__device__ __forceinline__ void load_weight(Acc (&values)[kWidth], const GatedParams& p, int col) {
+  load_gated<X>(values, p.weight, col, p.weight_is_float, Acc(1));
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) values[j] += p.weight_offset.as<Acc>();
+}
+
+// Calls then(X{}) for the type of x.
+template <typename Then>
+cudaError_t dispatch_gated(DataType x, const Then& then) {
+  if (x == DataType::kFloat32) return then(float{});
+  if (x == DataType::kBFloat16) return then(__nv_bfloat16{});
+#ifndef FUSED_LAYERNORM_TRIMMED
+  if (x == DataType::kFloat16) return then(__half{});
+  if (x == DataType::kFloat64) return then(double{});
+#endif
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace fused_layernorm
