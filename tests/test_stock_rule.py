@@ -310,6 +310,7 @@ ONNX = {
     "ada_layer_norm": ([(F32, 4), (F32, 0), (F32, 4)], {}),
     "add_ada_layer_norm": ([(H, 4), (F32, 4), (F32, 0), (F32, 4), (F32, 0)], {"statistic": "rms"}),
     "group_norm": ([(H, 4)], {"num_groups": 3, "activation": "silu"}),
+    "rms_norm_gated": ([(H, 4), (H, 4), (H, 0)], {"group_size": 8, "gate_first": True}),
 }
 
 

@@ -81,9 +81,9 @@ class BackwardArguments(NamedTuple):
 
 
 def _groups(x: Tensor, group_size: int) -> Tensor:
-    """A view of x, (..., groups, columns of a group)."""
+    """x as (..., groups, columns of a group)."""
     size = group_size or x.shape[-1]
-    return x.unflatten(-1, (x.shape[-1] // size if size else 1, size))
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size if size else 1, size)
 
 
 def formula(a: GatedArguments) -> tuple[Tensor, Tensor, Tensor]:
