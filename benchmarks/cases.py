@@ -262,9 +262,9 @@ def parse_case(text: str) -> Case:
 
 
 # The cases of each family: the size, the dtypes, and the targets forward and backward, as ratios to
-# copy speed; those of rows and modulations are of an H200, the others of an H100. Groups of channels
-# have the same targets with an activation and without. A case without a target must still not be
-# slower than eager, and benchmarks.compare compares it with the build before.
+# copy speed; those of rows and modulations are of an H200, the others of an H100. Groups of
+# channels have the same targets with an activation and without. A case without a target must still
+# not be slower than eager, and benchmarks.compare compares it with the build before.
 _TABLE = {
     "": """
         16x4194304 float32              0.8   0.66
