@@ -393,7 +393,7 @@ MODELS: dict[str, Model] = {
            ("Olmo2", 2048, 6, 16, 4, 4096), ("Gemma2", 2304, 6, 8, 4, 4096),
            ("Phi3", 3072, 5, 24, 4, 4096))},
     # Hybrids on the attention that transformers has in PyTorch's operators, with dense layers.
-    "transformers Qwen3-Next, 2048 wide, 4 layers, 2x4096": Model(
+    "transformers hybrid Qwen3-Next, 2048 wide, 4 layers, 2x4096": Model(
         "transformers", lambda: language_model(
             "Qwen3NextForCausalLM", 2, 4096, vocab_size=32_768, hidden_size=2048,
             num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=2, head_dim=256,

@@ -443,3 +443,9 @@ def test_diffusion_models_train_and_infer(name, on_cpu, monkeypatch):
     losses = [row["loss"] for row in part["rows"]]
     assert len(losses) == (4 if name in ("dit", "sd3", "flux", "wan") else 6)
     assert max(losses) - min(losses) < 1e-2 * losses[0]
+
+
+def test_the_first_words_of_a_model_select_it_alone():
+    """benchmarks.models gives each model to a process of its own by what stands before the comma."""
+    for name in networks.MODELS:
+        assert [*models.select(name.split(",")[0])] == [name]

@@ -14,6 +14,7 @@
 #include <iterator>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include "call/description.h"
 #include "gated/params.h"
@@ -239,11 +240,17 @@ inline Activation activation_of(std::string_view name) {
   return Activation::kNone;
 }
 
+// Whether an operator is a gated norm.
+template <class Op, class = void>
+constexpr bool kIsGated = false;
+template <class Op>
+constexpr bool kIsGated<Op, std::void_t<decltype(Op::kGateActivation)>> = true;
+
 // The options of a call. `Stack` gives the argument of a position: an integer, a real number, a
 // flag, a name, or a name that may be None (an optional string or a pointer). It is told of an
 // unknown one.
 template <class Op, class Stack>
-NormOptions read_options(Stack&& stack) {
+std::enable_if_t<!kIsGated<Op>, NormOptions> read_options(Stack&& stack) {
   NormOptions options;
   const auto refuse = [&](const char* choices, const std::string& name) {
     options.has_unknown_name = true;
@@ -279,12 +286,8 @@ NormOptions read_options(Stack&& stack) {
   return options;
 }
 
-// The same of a gated norm.
 template <class Op, class Stack>
-requires requires {
-  Op::kGateActivation;
-}
-NormOptions read_options(Stack&& stack) {
+std::enable_if_t<kIsGated<Op>, NormOptions> read_options(Stack&& stack) {
   NormOptions options;
   options.is_rms = true;
   if constexpr (Op::kIsForward) options.eps = stack.real(Op::kEps);
