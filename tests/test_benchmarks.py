@@ -446,6 +446,6 @@ def test_diffusion_models_train_and_infer(name, on_cpu, monkeypatch):
 
 
 def test_the_first_words_of_a_model_select_it_alone():
-    """benchmarks.models gives each model to a process of its own by what stands before the comma."""
+    """Each is given to a process of its own by what stands before its comma."""
     for name in networks.MODELS:
         assert [*models.select(name.split(",")[0])] == [name]

@@ -115,9 +115,9 @@ RULES = (
     ),
     Rule(
         Choice.INDUCTOR,
-        "a gated norm: forward both keep pace with memory; backward, on an H100, Inductor takes 262 "
-        "at 524288 x 128, 512 at 131072 x 1024 and 647 at 16384 x 8192, our kernels 248, 517 and 580 "
-        "(copying the five tensors would take 232, 457 and 457)",
+        "a gated norm: forward both keep pace with memory; backward, on an H100, Inductor takes "
+        "262 at 524288 x 128, 512 at 131072 x 1024 and 647 at 16384 x 8192, our kernels 248, 517 "
+        "and 580 (copying the five tensors would take 232, 457 and 457)",
         fusions=(Fusion.GATED,),
     ),
     Rule(
