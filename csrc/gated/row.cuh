@@ -19,8 +19,9 @@ struct Gating {
   __device__ __forceinline__ Gating(Acc gate, bool silu) {
     const Logistic<Acc> s = logistic<Y>(gate);
     // The logistic function is not NaN for NaN, but its product with it is.
-    value = silu ? gate * s.value : gate == gate ? s.value : gate;
-    slope = s.value * (silu ? fma(s.complement, gate, Acc(1)) : s.complement);
+    const Acc factor = silu || gate != gate ? gate : Acc(1);
+    value = s.value * factor;
+    slope = s.value * fma(s.complement, factor, silu ? Acc(1) : Acc(0));
   }
 };
 
