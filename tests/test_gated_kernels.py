@@ -94,6 +94,19 @@ def test_which_groups_are_held():
     assert plan(9, 1024, backward=True, bias=True)["strategy"] == "looped"
 
 
+def test_large_forward_calls_leave_l2_as_other_kernels_do():
+    assert [plan(rows, 8192)["stays_in_l2"] for rows in (100, 16_384)] == [False, True]
+    assert not plan(16_384, 8192, backward=True)["stays_in_l2"]
+
+
+def test_which_rows_come_ahead():
+    stages = {device: [plan(9, cols, backward=True, device=device)["stages"]
+                       for cols in (128, 8192, 16_384)] for device in ("H100", "L40S", "T4")}  # fmt: skip
+    assert stages == {"H100": [2, 2, 2], "L40S": [2, 2, 1], "T4": [2, 1, 0]}
+    # Two blocks a multiprocessor.
+    assert plan(10_000, 8192, backward=True)["blocks"] == 264
+
+
 def test_bad_problems_are_refused():
     with pytest.raises((RuntimeError, ValueError), match="expected rows of groups of columns"):
         plan(0, 128)

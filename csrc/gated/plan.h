@@ -34,6 +34,8 @@ struct GatedPlan : Launch {
   int vecs = 0;        // held: vectors of a thread
   int log2_lanes = 0;  // held: of a logical warp, or kBlockTeam
   int stages = 0;      // held, in backward: rows of a team in shared memory
+  // Forward of a block: x, gate and y stay in L2 as other data does; else they are evict_first.
+  bool stays_in_l2 = false;
   backward::PartialSums partials;
 
   int teams() const { return threads >> log2_lanes > 0 ? threads >> log2_lanes : 1; }
@@ -100,6 +102,8 @@ inline std::optional<GatedPlan> make_gated_norm_plan(const GatedProblem& problem
   } else {
     plan.log2_lanes = kBlockTeam;
   }
+  const double bytes = 3.0 * size_of(problem.x) * problem.rows * problem.groups * problem.cols;
+  plan.stays_in_l2 = !is_backward && bytes >= l2_limits(device).large_call;
   // Blocks of one group.
   int64_t sets = ceil_div(problem.rows, plan.teams());
   if (is_backward) {
@@ -129,6 +133,7 @@ inline std::string describe(const GatedPlan& plan) {
   Json json(plan.held ? "held" : "looped");
   json.add("vecs", plan.vecs).add("teams", plan.teams()).add("partials", plan.partials.count);
   json.add("blocks", plan.blocks).add("threads", plan.threads).add("stages", plan.stages);
+  json.add("stays_in_l2", plan.stays_in_l2);
   json.add("shared_bytes", plan.shared_bytes).add("workspace_bytes", plan.workspace_bytes);
   return json.end();
 }
