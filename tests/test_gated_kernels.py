@@ -100,8 +100,9 @@ def test_large_forward_calls_leave_l2_as_other_kernels_do():
 
 
 def test_which_rows_come_ahead():
-    stages = {device: [plan(9, cols, backward=True, device=device)["stages"]
-                       for cols in (128, 8192, 16_384)] for device in ("H100", "L40S", "T4")}  # fmt: skip
+    cols, stages = (128, 8192, 16_384), {}
+    for device in ("H100", "L40S", "T4"):
+        stages[device] = [plan(9, n, backward=True, device=device)["stages"] for n in cols]
     assert stages == {"H100": [2, 2, 2], "L40S": [2, 2, 1], "T4": [2, 1, 0]}
     # Two blocks a multiprocessor.
     assert plan(10_000, 8192, backward=True)["blocks"] == 264
@@ -294,14 +295,16 @@ def test_nothing(shape):
 
 
 @pytest.mark.gpu
-def test_gradients_that_nobody_wants():
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gradients_that_nobody_wants(has_bias):
     x, gate, dy = (torch.randn(50, 256, device="cuda").to(BF16) for _ in range(3))
     weight = torch.randn(256, device="cuda").to(BF16)
-    _, _, rstd = ops.rms_norm_gated_forward(x, gate, weight, None, 1e-6)
-    all_of_them = run(x, gate, weight, None, False, "silu", 0, dy=dy)
+    bias = torch.randn(256, device="cuda").to(BF16) if has_bias else None
+    _, _, rstd = ops.rms_norm_gated_forward(x, gate, weight, bias, 1e-6)
+    all_of_them = run(x, gate, weight, bias, False, "silu", 0, dy=dy)
     for needs in itertools.product((False, True), repeat=3):
         found = ops.rms_norm_gated_backward(
-            dy, x, gate, rstd, weight, None, False, "silu", 0, 0.0, *needs, False
+            dy, x, gate, rstd, weight, bias, False, "silu", 0, 0.0, *needs, False
         )
         for name, needed, value in zip(("dx", "dgate", "dweight"), needs, found, strict=False):
             assert torch.equal(value, all_of_them[name]) if needed else value.shape == (0,)
