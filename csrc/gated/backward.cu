@@ -9,7 +9,6 @@
 //
 // dweight is the sum of dz xhat, dbias that of dz. Blocks are persistent and leave partial sums in
 // the workspace, [dweight, dbias][sets][columns], which a second kernel adds up.
-#include "base/launch.cuh"
 #include "device/async.cuh"
 #include "device/dependency.cuh"
 #include "gated/row.cuh"
@@ -288,29 +287,19 @@ __global__ void __launch_bounds__(kLoopThreads) gated_backward_loop_kernel(const
   }
 }
 
-template <typename X, bool kGateFirst>
-cudaError_t launch_held(const GatedParams& params, const GatedPlan& plan, cudaStream_t stream) {
-  if constexpr (sizeof(X) > sizeof(float)) {
-    return cudaErrorInvalidValue;
-  } else {
-    return dispatch_vecs(GatedVecs<true>{}, plan.vecs, [&](auto vecs) {
-      return launch(gated_backward_kernel<X, vecs(), kGateFirst>, plan, stream, plan.log2_lanes,
-                    plan.stages, params);
-    });
-  }
-}
-
 }  // namespace
 
 cudaError_t launch_gated_backward(const GatedParams& params, DataType x, const GatedPlan& plan,
                                   cudaStream_t stream) {
-  const cudaError_t error = dispatch_gated(x, [&](auto type) {
-    using X = decltype(type);
-    return dispatch_bool(params.gate_first, [&](auto first) {
-      return plan.held ? launch_held<X, first()>(params, plan, stream)
-                       : launch(gated_backward_loop_kernel<X, first()>, plan, stream, params);
-    });
-  });
+  const cudaError_t error = dispatch_gated<true>(
+      params, x, plan,
+      [&](auto type, auto first, auto vecs) {
+        return launch(gated_backward_kernel<decltype(type), vecs(), first()>, plan, stream,
+                      plan.log2_lanes, plan.stages, params);
+      },
+      [&](auto type, auto first) {
+        return launch(gated_backward_loop_kernel<decltype(type), first()>, plan, stream, params);
+      });
   if (error != cudaSuccess) return error;
   BackwardParams sums;
   sums.dweight = params.dweight;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward of gated RMSNorm; gated/plan.h says how it is laid out.
-#include "base/launch.cuh"
 #include "gated/row.cuh"
 
 namespace fused_layernorm {
@@ -200,20 +199,15 @@ __global__ void __launch_bounds__(kLoopThreads) gated_forward_loop_kernel(const 
 
 cudaError_t launch_gated_forward(const GatedParams& params, DataType x, const GatedPlan& plan,
                                  cudaStream_t stream) {
-  return dispatch_gated(x, [&](auto type) {
-    using X = decltype(type);
-    return dispatch_bool(params.gate_first, [&](auto first) -> cudaError_t {
-      if (!plan.held) return launch(gated_forward_loop_kernel<X, first()>, plan, stream, params);
-      if constexpr (sizeof(X) <= sizeof(float)) {
-        return dispatch_vecs(GatedVecs<false>{}, plan.vecs, [&](auto vecs) {
-          return launch(gated_forward_kernel<X, vecs(), first()>, plan, stream, plan.log2_lanes,
-                        plan.stays_in_l2, params);
-        });
-      } else {
-        return cudaErrorInvalidValue;
-      }
-    });
-  });
+  return dispatch_gated<false>(
+      params, x, plan,
+      [&](auto type, auto first, auto vecs) {
+        return launch(gated_forward_kernel<decltype(type), vecs(), first()>, plan, stream,
+                      plan.log2_lanes, plan.stays_in_l2, params);
+      },
+      [&](auto type, auto first) {
+        return launch(gated_forward_loop_kernel<decltype(type), first()>, plan, stream, params);
+      });
 }
 
 }  // namespace fused_layernorm

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a gated RMSNorm is laid over the chip. A group of columns of a row is held in registers by a
-// logical warp, or by a block if it is longer (held). Groups that are longer still, do not begin at
-// multiples of 16 bytes, or are float64 are read twice by a block (looped); so is backward where
-// there is a bias, which no model has. All blocks of one number, modulo the groups, have the same
-// group, so that in backward a thread's running dweight belongs to the same columns in every row.
+// How a gated RMSNorm is laid over the chip. A group of columns of a row is held by a logical warp,
+// or by a block if it is longer (held): in registers, in backward in shared memory. Groups that are
+// longer still, do not begin at multiples of 16 bytes, or are float64 are read twice by a block
+// (looped); so is backward where there is a bias, which no model has. All blocks of one number,
+// modulo the groups, have the same group, so that in backward a thread's running dweight belongs to
+// the same columns in every row.
 //
 // The layout of a group depends on its length alone, never on the number of rows.
 #pragma once
