@@ -253,12 +253,11 @@ void run_gated(const Device& device, bool quiet) {
         problem.cols = cols;
         problem.groups = kind & 2 ? 8 : 1;
         problem.x = x;
-        problem.y = y;
         problem.aligned = cols % vector_width(size_of(x)) == 0;
         problem.backward = kind & 4;
         problem.needs_dweight = true;
-        problem.needs_dbias = kind & 8;
-        if (problem.backward && is_narrowed(x, y)) continue;
+        problem.bias = kind & 8;
+        if (problem.backward && x != y) continue;
         const auto plan = make_gated_norm_plan(problem, device);
         GatedParams params;
         params.x = params.gate = params.y = params.rstd = params.workspace = kSomewhere;
@@ -268,12 +267,12 @@ void run_gated(const Device& device, bool quiet) {
         params.gate_first = kind & 16;
         params.y_type = y;
         if (problem.backward) params.dy = params.dgate = params.dweight = kSomewhere;
-        if (problem.needs_dbias) params.dbias = kSomewhere;
+        if (problem.bias) params.dbias = kSomewhere;
         launches.clear();
-        const cudaError_t error =
-            !plan              ? cudaErrorInvalidValue
-            : problem.backward ? launch_gated_backward(params, {x, weight, y}, *plan, nullptr)
-                               : launch_gated_forward(params, x, *plan, nullptr);
+        const cudaError_t error = !plan ? cudaErrorInvalidValue
+                                  : problem.backward
+                                      ? launch_gated_backward(params, x, *plan, nullptr)
+                                      : launch_gated_forward(params, x, *plan, nullptr);
         ++problems;
         const bool fails = error != cudaSuccess || launches.empty();
         failed += fails;

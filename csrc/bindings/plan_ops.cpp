@@ -112,9 +112,9 @@ std::string describe_group_plan(int64_t samples, int64_t channels, int64_t posit
 
 // dy is of x's type unless its type is given.
 std::string describe_gated_plan(int64_t rows, int64_t cols, int64_t groups, ScalarType dtype,
-                                bool backward, std::optional<ScalarType> y_dtype, bool aligned,
-                                bool needs_dweight, bool needs_dbias, int64_t capability,
-                                int64_t sms, int64_t shared_memory, int64_t l2_bytes) {
+                                bool backward, bool aligned, bool needs_dweight, bool bias,
+                                int64_t capability, int64_t sms, int64_t shared_memory,
+                                int64_t l2_bytes) {
   check(rows >= 1 && cols >= 1 && groups >= 1 && rows <= kMostExtent && cols <= kMostExtent,
         "expected rows of groups of columns, got ", rows, " rows of ", groups, " groups of ", cols);
   GatedProblem problem;
@@ -122,11 +122,10 @@ std::string describe_gated_plan(int64_t rows, int64_t cols, int64_t groups, Scal
   problem.cols = cols;
   problem.groups = groups;
   problem.x = data_type(dtype);
-  problem.y = data_type(y_dtype.value_or(dtype));
   problem.aligned = aligned && cols % vector_width(size_of(problem.x)) == 0;
   problem.backward = backward;
   problem.needs_dweight = needs_dweight;
-  problem.needs_dbias = needs_dbias;
+  problem.bias = bias;
   const auto plan =
       make_gated_norm_plan(problem, checked_device(capability, sms, shared_memory, l2_bytes));
   return plan ? describe(*plan) : "null";
@@ -163,8 +162,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
   // cannot count them. `aligned`: all rows begin at multiples of 16 bytes.
   m.def(
       "_plan_gated(int rows, int cols, int groups, ScalarType dtype, *, bool backward=False, "
-      "ScalarType? y_dtype=None, bool aligned=True, bool needs_dweight=True, bool "
-      "needs_dbias=False, int capability=90, int sms=132, int shared_memory=232448, int "
+      "bool aligned=True, bool needs_dweight=True, bool bias=False, int capability=90, int "
+      "sms=132, int shared_memory=232448, int "
       "l2_bytes=52428800) -> str");
   // None ends all forcing. force_plan.h lists the options.
   m.def("_force(str? options) -> ()");

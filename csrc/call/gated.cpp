@@ -11,8 +11,8 @@ namespace {
 
 // Whether kernels write y, or read dy, of this type beside x.
 bool is_beside(DataType y, DataType x, bool backward) {
-  if (y == x) return true;
-  return is_half(x) ? y == DataType::kFloat32 : x == DataType::kFloat32 && is_half(y) && !backward;
+  return y == x || (!backward && is_half(x) && y == DataType::kFloat32) ||
+         (!backward && x == DataType::kFloat32 && is_half(y));
 }
 
 // Settles types, parameters and plan of a call. `y` is dy in backward.
@@ -38,7 +38,6 @@ bool prepare_call(const NormCall& call, const RawTensor& x, const RawTensor& y, 
   }
   problem.groups = width / problem.cols;
   problem.x = x.type;
-  problem.y = y.type;
   problem.aligned = problem.cols * size_of(x.type) % kVectorBytes == 0;
   DataType parameters = x.type;
   for (const RawTensor* parameter : {&call.weight, &call.bias}) {
@@ -82,7 +81,7 @@ bool prepare_call(const NormCall& call, const RawTensor& x, const RawTensor& y, 
   if (needs != nullptr) {
     problem.backward = true;
     problem.needs_dweight = needs->dweight;
-    problem.needs_dbias = needs->dbias;
+    problem.bias = bool(call.bias);
   }
   const auto plan = make_gated_norm_plan(problem, device);
   if (!plan) return false;

@@ -50,7 +50,7 @@ cudaError_t enqueue(const GroupParams& params, const DataTypes& types, const Gro
 cudaError_t enqueue(const GatedParams& params, const DataTypes& types, const GatedPlan& plan,
                     cudaStream_t stream) {
   return params.dy == nullptr ? launch_gated_forward(params, types.x, plan, stream)
-                              : launch_gated_backward(params, types, plan, stream);
+                              : launch_gated_backward(params, types.x, plan, stream);
 }
 
 // What a launch computes, for an error message.

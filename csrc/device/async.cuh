@@ -34,7 +34,21 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// The same for a vector of at least four bytes.
+// Ends a group of copies of this thread; all groups but the latest `kLater` have come when
+// wait_for_groups() returns.
+__device__ __forceinline__ void end_group_of_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int kLater>
+__device__ __forceinline__ void wait_for_groups() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+#endif
+}
+
+// copy_async() for a vector of at least four bytes.
 template <int kWidth, bool kThroughL1 = false, typename V>
 __device__ __forceinline__ void copy_vector(V* to, const V* from) {
   constexpr int kBytes = kWidth * sizeof(V), kPiece = kBytes < 16 ? kBytes : 16;

@@ -9,7 +9,7 @@
 //
 // dweight is the sum of dz xhat, dbias that of dz. Blocks are persistent and leave partial sums in
 // the workspace, [dweight, dbias][sets][columns], which a second kernel adds up.
-#include "base/launch.cuh"
+#include "device/async.cuh"
 #include "device/dependency.cuh"
 #include "gated/row.cuh"
 
@@ -27,7 +27,9 @@ template <int kVecs, int kWidth>
 __device__ __forceinline__ void write_sum_of_teams(float (&sums)[kVecs][kWidth],
                                                    const Share<kVecs>& share, const GatedTeam& team,
                                                    int cols, float* partial) {
-  extern __shared__ __align__(16) float of_warps[];
+  extern __shared__ __align__(16) unsigned char shared[];
+  float* const of_warps = reinterpret_cast<float*>(shared);
+  __syncthreads();  // other warps had their rows ahead there
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
 #pragma unroll
@@ -49,45 +51,58 @@ __device__ __forceinline__ void write_sum_of_teams(float (&sums)[kVecs][kWidth],
   }
 }
 
-// The gradients at one vector of columns of a row. x, gate and dy are all that is kept of it
-// between the sum over the row and dx, so they are computed twice.
-template <bool kGateFirst, typename X, int kWidth>
-struct GatedGradients {
-  float x[kWidth], dy[kWidth], value[kWidth], slope[kWidth], xhat[kWidth], dz[kWidth], g[kWidth];
+// The vectors of x, gate and dy that a thread has of the rows ahead of it, in shared memory. It
+// copies them there itself and nobody else reads them, so no barrier is needed; and these copies
+// are of the same proxy as its loads, so each comes behind the loads that stand in front of it.
+template <typename X, int kVecs>
+struct RowsAhead {
+  using V = Vec<X, vector_width(sizeof(X))>;
+  static constexpr int kVectors = kGatedTensors * kVecs;
+  V* own;
 
-  template <typename Y>
-  __device__ __forceinline__ GatedGradients(const GatedParams& p, const Vec<X, kWidth>& its_x,
-                                            const Vec<X, kWidth>& gate,
-                                            const Vec<Y, kWidth>& its_dy, float rstd,
-                                            const float (&weight)[kWidth]) {
+  __device__ __forceinline__ explicit RowsAhead(void* shared)
+      : own(static_cast<V*>(shared) + threadIdx.x / kWarpSize * kWarpSize * kVectors +
+            threadIdx.x % kWarpSize) {}
+  __device__ __forceinline__ V* at(int stage, int tensor, int k) const {
+    return own + stage * (blockDim.x * kVectors) + (tensor * kVecs + k) * kWarpSize;
+  }
+};
+
+// x, the gate and xhat at one vector of columns of a row. They are computed for the sums over the
+// row, and again for dx.
+template <bool kGateFirst, typename X, int kWidth>
+struct GatedVector {
+  float x[kWidth], value[kWidth], slope[kWidth], xhat[kWidth];
+
+  __device__ __forceinline__ GatedVector(const GatedParams& p, Vec<X, kWidth> its_x,
+                                         Vec<X, kWidth> gate, float rstd) {
     float gates[kWidth];
     unpack(x, its_x);
     unpack(gates, gate);
-    unpack(dy, its_dy);
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const Gating<X, float> gating(gates[j], p.silu);
       value[j] = gating.value;
       slope[j] = gating.slope;
       xhat[j] = (kGateFirst ? x[j] * value[j] : x[j]) * rstd;
-      dz[j] = kGateFirst ? dy[j] : dy[j] * value[j];
-      g[j] = rounded_product(dz[j], weight[j]);
     }
   }
 };
 
-template <typename X, typename Y, int kVecs, bool kGateFirst>
-__global__ void __launch_bounds__(
-    kVecs == 1 ? kGatedBackwardWarpThreads : kGatedBackwardBlockThreads,
-    kVecs == 1 ? gated_backward_room(1, sizeof(Y) > sizeof(X)) / kGatedBackwardWarpThreads : 1)
-    gated_backward_kernel(const int log2_lanes, const GatedParams p) {
+template <typename X, int kVecs, bool kGateFirst>
+__global__ void __launch_bounds__(kVecs == 1 ? kGatedBackwardWarpThreads
+                                             : kGatedBackwardBlockThreads,
+                                  kVecs == 1 ? gated_backward_room(1) / kGatedBackwardWarpThreads
+                                             : 1)
+    gated_backward_kernel(const int log2_lanes, const int stages, const GatedParams p) {
   constexpr int kWidth = vector_width(sizeof(X));
+  extern __shared__ __align__(16) unsigned char shared[];
   __shared__ alignas(16) float scratch[2][kMaxWarps];
   const GatedBlock block(p);
   const GatedTeam team(log2_lanes);
   const int first_col = block.first_col(p);
   const Share<kVecs> share{team.thread, team.threads, p.cols / kWidth};
-  const float inverse_cols = p.inverse_cols.as<float>();
+  const RowsAhead<X, kVecs> ahead(shared);
   // Of one vector the weight stays in registers; of more, it is loaded where it is used.
   constexpr bool kKeepsWeight = kVecs == 1;
   float weight[kWidth];
@@ -95,74 +110,108 @@ __global__ void __launch_bounds__(
     load_weight<X>(weight, p, first_col + share.template col<kWidth>(k));
   };
   if (kKeepsWeight) weight_at(0);
-  // There are no registers to keep a dy wider than x.
-  constexpr bool kReadsAgain = sizeof(Y) > sizeof(X);
 
-  float dweight[kVecs][kWidth] = {};
-  const unsigned rows = p.rows, step = block.sets * team.teams;
-  int turn = 0;
-  // All lanes of a warp take part in the shuffles, so the bounds are the same for all of them.
-  for (unsigned base = block.set * team.teams; base < rows; base += step, turn ^= 1) {
-    const bool has_row = base + team.index < rows;
-    const unsigned row = has_row ? base + team.index : rows - 1;
-    const X* x_row = static_cast<const X*>(p.x) + (p.x_rows(row) + first_col);
-    const X* gate_row = static_cast<const X*>(p.gate) + (p.gate_rows(row) + first_col);
-    const Y* dy_row = static_cast<const Y*>(p.dy) + (p.dy_rows(row) + first_col);
-    // What is missing is zero, and adds zero to all sums.
-    Vec<X, kWidth> x[kVecs] = {}, gate[kVecs] = {};
-    Vec<Y, kWidth> dy[kVecs] = {};
+  const unsigned rows = p.rows, step = block.sets * team.teams, first = block.set * team.teams;
+  // What is missing is zero, and adds zero to all sums.
+  const auto fill = [&](int stage, unsigned base) {
+    const unsigned row = base + team.index;
+    if (row < rows) {
+      const X* const from[] = {static_cast<const X*>(p.x) + (p.x_rows(row) + first_col),
+                               static_cast<const X*>(p.gate) + (p.gate_rows(row) + first_col),
+                               static_cast<const X*>(p.dy) + (p.dy_rows(row) + first_col)};
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) {
+        if (!share.has(k)) continue;
+#pragma unroll
+        for (int t = 0; t < kGatedTensors; ++t) {
+          copy_async<kVectorBytes>(ahead.at(stage, t, k),
+                                   element(from[t], share.vector(k) * kWidth));
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < ahead.kVectors; ++i) *ahead.at(stage, 0, i) = {};
+    }
+    end_group_of_copies();
+  };
+  const auto rstd_at = [&](unsigned base) {
+    const unsigned row = min(base + team.index, rows - 1);
+    return __ldg(static_cast<const float*>(p.rstd) + (int64_t{row} * p.groups + block.group));
+  };
+  for (int stage = 0; stage < stages; ++stage) {
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
-      if (!has_row || !share.has(k)) continue;
-      const int col = share.vector(k) * kWidth;
-      x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
-      gate[k] = load<Use::kOnce, kWidth>(element(gate_row, col));
-      dy[k] = load<Use::kOnce, kWidth>(element(dy_row, col));
+      for (int t = 0; t < kGatedTensors && !share.has(k); ++t) *ahead.at(stage, t, k) = {};
     }
-    const float rstd = static_cast<const float*>(p.rstd)[int64_t{row} * p.groups + block.group];
-    const int64_t at = dense_at(p, row, first_col);
+    fill(stage, first + stage * step);
+  }
+  float next_rstd = rstd_at(first);
+  const float inverse_cols = p.inverse_cols.as<float>();
+  const bool needs_mean = p.y != nullptr || (kGateFirst && p.dgate != nullptr);
 
-    float sum = 0;
+  float dweight[kVecs][kWidth] = {};
+  int stage = 0, turn = 0;
+  // All lanes of a warp take part in the shuffles, so the bounds are the same for all of them.
+  for (unsigned base = first; base < rows; base += step, turn ^= 1) {
+    const bool has_row = base + team.index < rows;
+    const int64_t at = dense_at(p, has_row ? base + team.index : 0, first_col);
+    X* const dx_row = static_cast<X*>(p.y) + at;
+    X* const dgate_row = static_cast<X*>(p.dgate) + at;
+    const float rstd = next_rstd;
+    stages > 1 ? wait_for_groups<kGatedStages - 1>() : wait_for_groups<0>();
+
+    float g[kVecs][kWidth], sum = 0;
 #pragma unroll
     for (int k = 0; k < kVecs; ++k) {
       if (!kKeepsWeight) weight_at(k);
-      const GatedGradients<kGateFirst, X, kWidth> of(p, x[k], gate[k], dy[k], rstd, weight);
-      float product[kWidth];
+      const GatedVector<kGateFirst, X, kWidth> of(p, *ahead.at(stage, 0, k), *ahead.at(stage, 1, k),
+                                                  rstd);
+      float dy[kWidth], product[kWidth];
+      unpack(dy, load<Use::kPlain, kWidth>(ahead.at(stage, 2, k)->at));
+      if constexpr (!kGateFirst) {
+        float dgate[kWidth];
+        const int col = share.template col<kWidth>(k);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          dgate[j] = dy[j] * (of.xhat[j] * weight[j]) * of.slope[j];
+        }
+        store_once_if(has_row && share.has(k) && p.dgate != nullptr, element(dgate_row, col),
+                      round_to<X, kWidth>(dgate));
+      }
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        dweight[k][j] += of.dz[j] * of.xhat[j];
-        product[j] = of.g[j] * of.xhat[j];
+        const float dz = kGateFirst ? dy[j] : dy[j] * of.value[j];
+        dweight[k][j] += dz * of.xhat[j];
+        g[k][j] = rounded_product(dz, weight[j]);
+        product[j] = g[k][j] * of.xhat[j];
       }
       sum += tree_sum(product);
     }
-    if (p.y == nullptr && p.dgate == nullptr) continue;
+    next_rstd = rstd_at(base + step);
+    if (needs_mean) {
+      const float mean = team.sum(sum, scratch[turn]) * inverse_cols;
 #pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      hold(x[k]);
-      hold(gate[k]);
-      if (!kReadsAgain) hold(dy[k]);
-    }
-    const float mean = team.sum(sum, scratch[turn]) * inverse_cols;
+      for (int k = 0; k < kVecs; ++k) {
+        const GatedVector<kGateFirst, X, kWidth> of(p, *ahead.at(stage, 0, k),
+                                                    *ahead.at(stage, 1, k), rstd);
+        float dx[kWidth], dgate[kWidth];
 #pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      if (!has_row || !share.has(k)) continue;
-      const int col = share.vector(k) * kWidth;
-      if (!kKeepsWeight) weight_at(k);
-      if (kReadsAgain) dy[k] = load<Use::kReadOnly, kWidth>(element(dy_row, col));
-      const GatedGradients<kGateFirst, X, kWidth> of(p, x[k], gate[k], dy[k], rstd, weight);
-      float dx[kWidth], dgate[kWidth], bias[kWidth];
-      if (!kGateFirst) load_gated<X>(bias, p.bias, first_col + col, p.weight_is_float, 0.0f);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const float du = rstd * (of.g[j] - of.xhat[j] * mean);
-        dx[j] = kGateFirst ? du * of.value[j] : du;
-        dgate[j] = (kGateFirst ? du * of.x[j] : of.dy[j] * (of.xhat[j] * weight[j] + bias[j])) *
-                   of.slope[j];
+        for (int j = 0; j < kWidth; ++j) {
+          const float du = rstd * (g[k][j] - of.xhat[j] * mean);
+          dx[j] = kGateFirst ? du * of.value[j] : du;
+          dgate[j] = du * of.x[j] * of.slope[j];
+        }
+        const int col = share.template col<kWidth>(k);
+        const bool has = has_row && share.has(k);
+        store_once_if(has && p.y != nullptr, element(dx_row, col), round_to<X, kWidth>(dx));
+        if (kGateFirst) {
+          store_once_if(has && p.dgate != nullptr, element(dgate_row, col),
+                        round_to<X, kWidth>(dgate));
+        }
       }
-      if (p.y != nullptr) store_once(static_cast<X*>(p.y) + at + col, round_to<X, kWidth>(dx));
-      if (p.dgate != nullptr)
-        store_once(static_cast<X*>(p.dgate) + at + col, round_to<X, kWidth>(dgate));
     }
+    fill(stage, base + stages * step);
+    stage = stage + 1 < stages ? stage + 1 : 0;
   }
 
   let_next_kernel_start();
@@ -201,20 +250,17 @@ __global__ void __launch_bounds__(kLoopThreads) gated_backward_loop_kernel(const
   for (unsigned row = block.set; row < rows; row += block.sets, turn ^= 1) {
     const X* x_row = static_cast<const X*>(p.x) + (p.x_rows(row) + first_col);
     const X* gate_row = static_cast<const X*>(p.gate) + (p.gate_rows(row) + first_col);
-    const bool wide_dy = p.y_type != kTypeOf<X>;
-    const void* dy_row = static_cast<const char*>(p.dy) +
-                         (p.dy_rows(row) + first_col) * (wide_dy ? sizeof(float) : sizeof(X));
+    const X* dy_row = static_cast<const X*>(p.dy) + (p.dy_rows(row) + first_col);
     const Acc rstd = static_cast<const Acc*>(p.rstd)[int64_t{row} * p.groups + block.group];
     // Calls use(col, x, gating, xhat, dy, dz, weight).
     const auto each = [&](const auto& use) {
       each_column([&](int col) {
-        const Acc x = to_acc(x_row[col]);
+        const Acc x = to_acc(x_row[col]), dy = to_acc(dy_row[col]);
         const Gating<X, Acc> gating(to_acc(gate_row[col]), p.silu);
-        Acc dy[1], weight[1];
-        load_gated<X>(dy, dy_row, col, wide_dy, Acc(0));
+        Acc weight[1];
         load_weight<X>(weight, p, first_col + col);
         const Acc xhat = (kGateFirst ? x * gating.value : x) * rstd;
-        use(col, x, gating, xhat, dy[0], kGateFirst ? dy[0] : dy[0] * gating.value, weight[0]);
+        use(col, x, gating, xhat, dy, kGateFirst ? dy : dy * gating.value, weight[0]);
       });
     };
     Acc sum = 0;
@@ -241,39 +287,27 @@ __global__ void __launch_bounds__(kLoopThreads) gated_backward_loop_kernel(const
   }
 }
 
-template <typename X, bool kGateFirst>
-cudaError_t launch_held(const GatedParams& params, const GatedPlan& plan, cudaStream_t stream) {
-  if constexpr (sizeof(X) > sizeof(float)) {
-    return cudaErrorInvalidValue;
-  } else {
-    return dispatch_vecs(GatedVecs<true>{}, plan.vecs, [&](auto vecs) {
-      return dispatch_bool<sizeof(X) == 2>(params.y_type != kTypeOf<X>, [&](auto wide) {
-        using Y = std::conditional_t<wide(), float, X>;
-        return launch(gated_backward_kernel<X, Y, vecs(), kGateFirst>, plan, stream,
-                      plan.log2_lanes, params);
-      });
-    });
-  }
-}
-
 }  // namespace
 
-cudaError_t launch_gated_backward(const GatedParams& params, const DataTypes& types,
-                                  const GatedPlan& plan, cudaStream_t stream) {
-  const cudaError_t error = dispatch_gated(types.x, [&](auto type) {
-    using X = decltype(type);
-    return dispatch_bool(params.gate_first, [&](auto first) {
-      return plan.held ? launch_held<X, first()>(params, plan, stream)
-                       : launch(gated_backward_loop_kernel<X, first()>, plan, stream, params);
-    });
-  });
+cudaError_t launch_gated_backward(const GatedParams& params, DataType x, const GatedPlan& plan,
+                                  cudaStream_t stream) {
+  const cudaError_t error = dispatch_gated<true>(
+      params, x, plan,
+      [&](auto type, auto first, auto vecs) {
+        return launch(gated_backward_kernel<decltype(type), vecs(), first()>, plan, stream,
+                      plan.log2_lanes, plan.stages, params);
+      },
+      [&](auto type, auto first) {
+        return launch(gated_backward_loop_kernel<decltype(type), first()>, plan, stream, params);
+      });
   if (error != cudaSuccess) return error;
   BackwardParams sums;
   sums.dweight = params.dweight;
   sums.dbias = params.dbias;
   sums.cols = params.groups * params.cols;
   sums.workspace = params.workspace;
-  return launch_param_grad(sums, {types.x, types.weight, types.x}, plan.partials, stream);
+  const DataType weight = params.weight_is_float ? DataType::kFloat32 : x;
+  return launch_param_grad(sums, {x, weight, x}, plan.partials, stream);
 }
 
 }  // namespace fused_layernorm

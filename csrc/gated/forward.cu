@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward of gated RMSNorm; gated/plan.h says how it is laid out.
-#include "base/launch.cuh"
 #include "gated/row.cuh"
 
 namespace fused_layernorm {
@@ -22,12 +21,12 @@ __device__ __forceinline__ void round_as(Acc (&values)[kWidth], XhatRounding rou
 }
 
 // Stores y: of x's type, of float32 beside half precision, or of half precision beside float32.
-template <typename X, int kWidth, typename Acc>
+template <typename X, int kWidth, typename Acc, typename Policy>
 __device__ __forceinline__ void store_y(const GatedParams& p, int64_t at,
-                                        const Acc (&values)[kWidth]) {
+                                        const Acc (&values)[kWidth], Policy policy) {
   const auto store_as = [&](auto type) {
     using Y = decltype(type);
-    store_once<Y, kWidth>(static_cast<Y*>(p.y) + at, round_to<Y>(values));
+    store_once<Y, kWidth>(static_cast<Y*>(p.y) + at, round_to<Y>(values), policy);
   };
   if (p.y_type == kTypeOf<X>) {
     store_as(X{});
@@ -43,7 +42,7 @@ __device__ __forceinline__ void store_y(const GatedParams& p, int64_t at,
 }
 
 // A gate's activation is of the fine grade, as y may be float32 beside any x.
-
+//
 // What is normalized: x, or with the gate in front x * activation(gate).
 template <bool kGateFirst, typename X, int kWidth, typename Acc>
 __device__ __forceinline__ void normalized_of(Acc (&values)[kWidth], const Vec<X, kWidth>& x,
@@ -58,10 +57,10 @@ __device__ __forceinline__ void normalized_of(Acc (&values)[kWidth], const Vec<X
 }
 
 // y from xhat, which `values` hold, at the columns from `col` of the row on.
-template <bool kGateFirst, typename X, int kWidth, typename Acc>
+template <bool kGateFirst, typename X, int kWidth, typename Acc, typename Policy = EvictFirst>
 __device__ __forceinline__ void finish(const GatedParams& p, Acc (&values)[kWidth],
                                        const Vec<X, kWidth>& gate, const Acc (&weight)[kWidth],
-                                       int col, int64_t at) {
+                                       int col, int64_t at, Policy policy = Policy{}) {
   round_as<X>(values, p.xhat_rounding);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) values[j] *= weight[j];
@@ -78,7 +77,7 @@ __device__ __forceinline__ void finish(const GatedParams& p, Acc (&values)[kWidt
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) values[j] *= Gating<Acc, Acc>(gates[j], p.silu).value;
   }
-  store_y<X>(p, at, values);
+  store_y<X>(p, at, values, policy);
 }
 
 template <typename Acc>
@@ -88,7 +87,7 @@ __device__ __forceinline__ Acc rstd_of(const GatedParams& p, Acc squares) {
 
 template <typename X, int kVecs, bool kGateFirst>
 __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : kGatedBlockThreads)
-    gated_forward_kernel(const int log2_lanes, const GatedParams p) {
+    gated_forward_kernel(const int log2_lanes, const bool stays_in_l2, const GatedParams p) {
   constexpr int kWidth = vector_width(sizeof(X));
   __shared__ alignas(16) float scratch[kMaxWarps];
   const GatedBlock block(p);
@@ -100,13 +99,21 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
   const Share<kVecs> share{team.thread, team.threads, p.cols / kWidth};
   const X* x_row = static_cast<const X*>(p.x) + (p.x_rows(row) + first_col);
   const X* gate_row = static_cast<const X*>(p.gate) + (p.gate_rows(row) + first_col);
+  // A block chooses what becomes of its row in L2; what a logical warp has is evict_first.
+  using Policy = std::conditional_t<kVecs == kGatedManyVecs, L2Policy, EvictFirst>;
+  const Policy policy = [&] {
+    if constexpr (kVecs == kGatedManyVecs)
+      return L2Policy(stays_in_l2);
+    else
+      return EvictFirst{};
+  }();
   Vec<X, kWidth> x[kVecs] = {}, gate[kVecs] = {};
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) {
     const int col = share.vector(k) * kWidth;
     if (!share.has(k)) continue;
-    x[k] = load<Use::kOnce, kWidth>(element(x_row, col));
-    gate[k] = load<Use::kOnce, kWidth>(element(gate_row, col));
+    x[k] = load<Use::kOnce, kWidth>(element(x_row, col), policy);
+    gate[k] = load<Use::kOnce, kWidth>(element(gate_row, col), policy);
   }
   // Of few vectors the weight is loaded with the row; of more, where it is used.
   constexpr bool kEarly = kVecs < kGatedManyVecs;
@@ -152,7 +159,7 @@ __global__ void __launch_bounds__(kVecs < kGatedManyVecs ? kGatedWarpThreads : k
     }
     float (&weight)[kWidth] = weights[kEarly ? k : 0];
     if (!kEarly) load_weight_at(k, weight);
-    finish<kGateFirst>(p, values, gate[k], weight, first_col + col, at + col);
+    finish<kGateFirst>(p, values, gate[k], weight, first_col + col, at + col, policy);
   }
 }
 
@@ -192,20 +199,15 @@ __global__ void __launch_bounds__(kLoopThreads) gated_forward_loop_kernel(const 
 
 cudaError_t launch_gated_forward(const GatedParams& params, DataType x, const GatedPlan& plan,
                                  cudaStream_t stream) {
-  return dispatch_gated(x, [&](auto type) {
-    using X = decltype(type);
-    return dispatch_bool(params.gate_first, [&](auto first) -> cudaError_t {
-      if (!plan.held) return launch(gated_forward_loop_kernel<X, first()>, plan, stream, params);
-      if constexpr (sizeof(X) <= sizeof(float)) {
-        return dispatch_vecs(GatedVecs<false>{}, plan.vecs, [&](auto vecs) {
-          return launch(gated_forward_kernel<X, vecs(), first()>, plan, stream, plan.log2_lanes,
-                        params);
-        });
-      } else {
-        return cudaErrorInvalidValue;
-      }
-    });
-  });
+  return dispatch_gated<false>(
+      params, x, plan,
+      [&](auto type, auto first, auto vecs) {
+        return launch(gated_forward_kernel<decltype(type), vecs(), first()>, plan, stream,
+                      plan.log2_lanes, plan.stays_in_l2, params);
+      },
+      [&](auto type, auto first) {
+        return launch(gated_forward_loop_kernel<decltype(type), first()>, plan, stream, params);
+      });
 }
 
 }  // namespace fused_layernorm

@@ -30,7 +30,7 @@ struct GatedParams {
   bool silu = true;
   bool weight_is_float = false;  // float32, beside x of any type; else of x's type
   bool gate_first = false;
-  DataType y_type = DataType::kFloat32;  // in backward of dy
+  DataType y_type = DataType::kFloat32;  // forward's; dy is of x's type
   Scalar inverse_cols;                   // 1 / cols
   Scalar eps;
   Scalar weight_offset{0.0};
@@ -40,7 +40,7 @@ struct GatedParams {
   XhatRounding affine_rounding = XhatRounding::kNone;
 
   // Backward.
-  const void* dy = nullptr;  // of x's type, or float32
+  const void* dy = nullptr;
   RowMap dy_rows;
   void* dgate = nullptr;  // optional, as all gradients
   void* dweight = nullptr;

@@ -2,6 +2,7 @@
 // A group of a row of a gated norm: the team that has it, its gate, and its parameters.
 #pragma once
 
+#include "base/launch.cuh"
 #include "device/reduce.cuh"
 #include "device/share.cuh"
 #include "gated/plan.h"
@@ -19,8 +20,9 @@ struct Gating {
   __device__ __forceinline__ Gating(Acc gate, bool silu) {
     const Logistic<Acc> s = logistic<Y>(gate);
     // The logistic function is not NaN for NaN, but its product with it is.
-    value = silu ? gate * s.value : gate == gate ? s.value : gate;
-    slope = s.value * (silu ? fma(s.complement, gate, Acc(1)) : s.complement);
+    const Acc factor = silu || gate != gate ? gate : Acc(1);
+    value = s.value * factor;
+    slope = s.value * fma(s.complement, factor, silu ? Acc(1) : Acc(0));
   }
 };
 
@@ -90,14 +92,25 @@ __device__ __forceinline__ void load_weight(Acc (&values)[kWidth], const GatedPa
   for (int j = 0; j < kWidth; ++j) values[j] += p.weight_offset.as<Acc>();
 }
 
-// Calls then(X{}) for the type of x.
-template <typename Then>
-cudaError_t dispatch_gated(DataType x, const Then& then) {
-  if (x == DataType::kFloat32) return then(float{});
-  if (x == DataType::kBFloat16) return then(__nv_bfloat16{});
+// Calls held(X{}, gate_first, vecs) or looped(X{}, gate_first), as the plan says.
+template <bool kBackward, typename Held, typename Looped>
+cudaError_t dispatch_gated(const GatedParams& params, DataType x, const GatedPlan& plan,
+                           const Held& held, const Looped& looped) {
+  const auto with_type = [&](auto type) {
+    return dispatch_bool(params.gate_first, [&](auto first) {
+      if (!plan.held) return looped(type, first);
+      if constexpr (sizeof(type) <= sizeof(float)) {
+        return dispatch_vecs(GatedVecs<kBackward>{}, plan.vecs,
+                             [&](auto vecs) { return held(type, first, vecs); });
+      }
+      return cudaErrorInvalidValue;
+    });
+  };
+  if (x == DataType::kFloat32) return with_type(float{});
+  if (x == DataType::kBFloat16) return with_type(__nv_bfloat16{});
 #ifndef FUSED_LAYERNORM_TRIMMED
-  if (x == DataType::kFloat16) return then(__half{});
-  if (x == DataType::kFloat64) return then(double{});
+  if (x == DataType::kFloat16) return with_type(__half{});
+  if (x == DataType::kFloat64) return with_type(double{});
 #endif
   return cudaErrorInvalidValue;
 }

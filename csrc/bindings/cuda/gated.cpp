@@ -52,19 +52,18 @@ void check(const GatedArguments& a) {
   (void)data_type(a.gate.scalar_type());  // throws for a type that no kernel computes with
 }
 
-// The type of the arithmetic's inputs, x and gate: x's own, or float32 for half precision beside a
-// gate of another type. A float64 gate is rounded to float32, if x is not float64 itself.
-ScalarType common_type(const GatedArguments& a) {
-  const ScalarType x = a.x.scalar_type();
-  const bool one = a.gate.scalar_type() == x || !is_half(data_type(x));
-  return one ? x : ScalarType::Float;
+// The type of the arithmetic's inputs, x, gate and in backward dy: x's own, or float32 for half
+// precision beside a gate or dy of another type. A float64 one is rounded to float32, if x is not
+// float64 itself.
+ScalarType common_type(ScalarType x, ScalarType gate, ScalarType dy) {
+  return (gate == x && dy == x) || !is_half(data_type(x)) ? x : ScalarType::Float;
 }
 
-// The type in which a kernel writes y or reads dy of this type: where there is no such kernel,
-// that of the arithmetic.
-ScalarType kernel_type(ScalarType x, ScalarType y, bool is_backward) {
+// The type in which a kernel writes y of this type: where there is no such kernel, that of the
+// arithmetic.
+ScalarType kernel_type(ScalarType x, ScalarType y) {
   const bool fits = y == x || (is_half(data_type(x)) && y == ScalarType::Float) ||
-                    (!is_backward && x == ScalarType::Float && is_half(data_type(y)));
+                    (x == ScalarType::Float && is_half(data_type(y)));
   return fits ? y : scalar_type(statistics_type(data_type(x)));
 }
 
@@ -109,8 +108,8 @@ void rms_norm_gated(StableIValue* stack, uint64_t arguments, uint64_t results) {
   const auto type = call.at<std::optional<ScalarType>>(Op::kOutDtype).value_or(x_type);
   check(a);
   const CurrentDevice guard(a.x);
-  const ScalarType common = common_type(a);
-  const Tensor y = empty_like(a.x, kernel_type(common, type, false));
+  const ScalarType common = common_type(x_type, a.gate.scalar_type(), x_type);
+  const Tensor y = empty_like(a.x, kernel_type(common, type));
   Optional mean, rstd;
   if (kGivesStatistics) {
     const ScalarType of = scalar_type(statistics_type(data_type(x_type)));
@@ -158,7 +157,7 @@ void rms_norm_gated_backward(StableIValue* stack, uint64_t arguments, uint64_t r
                                       rstd.scalar_type() == of && is_beside(rstd, a.x)),
                  "rstd must be that of the forward pass");
   const CurrentDevice guard(a.x);
-  const ScalarType common = common_type(a);
+  const ScalarType common = common_type(a.x.scalar_type(), a.gate.scalar_type(), dy.scalar_type());
   const GatedTensors tensors(a, common);
   // A gradient as a kernel writes it; of shape (0,) unless it is needed.
   const auto gradient = [&](bool needed, const Optional& given, const Optional& read, void*& data) {
@@ -174,8 +173,7 @@ void rms_norm_gated_backward(StableIValue* stack, uint64_t arguments, uint64_t r
   const Tensor dweight = gradient(needs.dweight, a.weight, tensors.weight, norm.dweight);
   const Tensor dbias = gradient(needs.dbias, a.bias, tensors.bias, norm.dbias);
   if (a.x.numel() > 0 && needs.any()) {
-    const Tensor read =
-        with_rows(cast(dy, kernel_type(common, dy.scalar_type(), true)), a.leading());
+    const Tensor read = with_rows(cast(dy, common), a.leading());
     const Tensor statistic = contiguous_of(rstd);
     tensors.describe(a, norm);
     norm.x = raw(tensors.x);
