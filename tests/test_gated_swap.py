@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from captured import operators_of, run
 from compiling import afresh, everywhere  # noqa: F401
 from swaps import fused, swapped
-from test_rms_swap import assert_same, assert_same_gradients, ulps
+from test_rms_swap import assert_same, assert_same_gradients
 from tiny_transformers import SMALL, tokens
 from torch import nn
 
@@ -48,6 +48,9 @@ GATE_IS_OPTIONAL = [name for name in CLASSES if "Mamba" in name or "Falcon" in n
 def make(name, device="cpu", size=SIZE, **others):
     model, options = CLASSES[name]
     cls = libraries.class_of(f"transformers.models.{model}.modeling_{model}", name)
+    release = libraries.get("transformers").__version__
+    if tuple(map(int, release.split(".")[:2])) < (5, 20):
+        pytest.skip("the classes have other arguments and sources")
     norm = cls(size, **{**options, **others}).to(device)
     nn.init.normal_(norm.weight, 0.5, 1.0)
     return norm
@@ -71,15 +74,12 @@ def test_a_swapped_class_differs_by_one_number_at_most(name, x_dtype, weight_dty
     results = []
     for module in (new, norm):
         for given in (gate, gate.float()):
-            assert_same(new(x, given), norm(x, given))
+            assert_same(new(x, given), norm(x, given), x_dtype)
         y = module(*leaves)
         dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
         results.append((y, torch.autograd.grad(y, [*leaves, *module.parameters()], dy)))
     (y, grads), (expected, expected_grads) = results
-    apart = ulps(y, expected)
-    # Where a class rounds xhat and its product, a neighbour of xhat may end two numbers away.
-    assert (apart > 1).float().mean() < 1e-4
-    assert (apart == 0).float().mean() >= 0.999
+    assert_same(y, expected, x_dtype)
     assert_same_gradients(grads, expected_grads, BF16 if BF16 in (x_dtype, weight_dtype) else F16)
 
 
@@ -90,7 +90,8 @@ def test_one_kernel_and_no_more_for_a_norm_and_its_gate(device):
         x, gate = of_projection(device, BF16, 3, SIZE)
         with torch.profiler.profile() as profile:
             new(x, gate)
-        calls = [event.name for event in profile.events() if "fused_layernorm::" in event.name]
+        names = [event.name for event in profile.events()]
+        calls = [name for name in names if name.startswith("fused_layernorm::")]
         assert calls[0] == "fused_layernorm::rms_norm_gated"
         assert {*calls} == {calls[0], "fused_layernorm::rms_norm_gated_forward"} or len(calls) == 1
 
@@ -245,24 +246,22 @@ def test_forms_and_near_misses_in_graphs(form):
 
 
 @pytest.mark.usefixtures("everywhere")
-def test_inductor_keeps_few_columns_and_gets_our_backward_for_more():
-    for cols, size, operators in ((1024, None, []), (2048, None, ["aten_rms_norm_gated"]),
-                                  (2048, 1024, [])):  # fmt: skip
+def test_inductor_gets_our_backward():
+    for cols, size in ((128, None), (2048, None), (2048, 1024)):
         norm = make("MambaRMSNormGated", size=cols, group_size=size or cols)
         x, gate = of_projection("cpu", F32, 4, cols)
         torch._dynamo.reset()
         _, rows, graphs = run(norm, x, gate, then="inductor")
-        assert operators_of(graphs[0]) == operators
-        expected: list[Any] = operators or [None]
-        assert [row.operator for row in rows] == expected
+        assert operators_of(graphs[0]) == ["aten_rms_norm_gated"]
+        assert [row.operator for row in rows] == ["aten_rms_norm_gated"]
         assert rows[0].reason
 
 
 @pytest.mark.cpu_operators
 @pytest.mark.usefixtures("everywhere")
 def test_swapped_norms_under_plain_compile():
-    """As in a graph of the backend: few columns keep the class's own forward, for Inductor."""
-    for cols, ours in ((64, False), (2048, True)):
+    """As in a graph of the backend: Inductor's forward, and our backward."""
+    for cols in (64, 2048):
         new = swapped(make("Qwen3NextRMSNormGated", size=cols))
         x, gate = (t.requires_grad_() for t in of_projection("cpu", F32, 4, cols))
         found: list[str] = []
@@ -273,15 +272,12 @@ def test_swapped_norms_under_plain_compile():
 
         torch._dynamo.reset()
         y = torch.compile(new, fullgraph=True, backend=backend)(x, gate)
-        assert found == ["aten_rms_norm_gated"] * ours
+        assert found == ["aten_rms_norm_gated"]
         torch.testing.assert_close(y, new(x, gate), rtol=1e-5, atol=1e-6)
         assert torch.autograd.grad(y.sum(), (x, gate))
 
 
 def test_the_rules_know_gated_norms():
-    chosen = {
-        cols: rules.choose(rules.Problem(rules.Fusion.GATED, cols, False)).choice.name
-        for cols in (128, 1024, 1025, 8192, None)
-    }
-    assert chosen == {128: "PYTORCH", 1024: "PYTORCH", 1025: "INDUCTOR", 8192: "INDUCTOR",
-                      None: "INDUCTOR"}  # fmt: skip
+    for cols in (128, 8192, None):
+        problem = rules.Problem(rules.Fusion.GATED, cols, False)
+        assert rules.choose(problem).choice is rules.Choice.INDUCTOR
