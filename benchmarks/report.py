@@ -252,7 +252,10 @@ def liger_cell(row: Row | None) -> str:
     return f"{row['wall_ms']:.1f} ({row['device_ms']:.1f}; {row.get('peak_gib', 0):.1f})"
 
 
-DOCUMENTS = {README: readme_blocks, FRAMEWORKS: frameworks_blocks}
+def with_blocks(report: Report) -> dict[Path, str]:
+    """The documents that have blocks, as they should be."""
+    blocks = {README: readme_blocks(report), FRAMEWORKS: frameworks_blocks(report)}
+    return {path: filled(path.read_text(), made) for path, made in blocks.items()}
 
 
 def filled(text: str, blocks: dict[str, str]) -> str:
@@ -505,9 +508,8 @@ def pictures(report: Report) -> dict[Path, tuple[str, Callable[[], None]]]:
 def outdated(report: Report, left_out: list[str]) -> list[str]:
     """The files that were not made from the report, a line for each."""
     found = []
-    for path, blocks in DOCUMENTS.items():
-        text = path.read_text()
-        if text != filled(text, blocks(report)):
+    for path, text in with_blocks(report).items():
+        if path.read_text() != text:
             found.append(f"{path.name} is not what the results files give")
     if not PAGE.exists() or PAGE.read_text() != page(report, left_out):
         found.append(f"{PAGE.name} is not what the results files give")
@@ -538,8 +540,8 @@ def main(argv: list[str] | None = None) -> None:
     if not arguments.write:
         print(page(report, left_out), end="")
         return
-    for path, blocks in DOCUMENTS.items():
-        path.write_text(filled(path.read_text(), blocks(report)))
+    for path, text in with_blocks(report).items():
+        path.write_text(text)
     PAGE.write_text(page(report, left_out))
     drawn = pictures(report)
     for path in set(plot.PLOTS.glob("*.svg")) - set(drawn):

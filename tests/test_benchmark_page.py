@@ -143,14 +143,18 @@ def test_old_files_are_found_and_written_anew(made, monkeypatch, tmp_path):
     monkeypatch.setattr(plot, "PLOTS", tmp_path / "docs" / "plots")
     plot.PLOTS.mkdir(parents=True)
     monkeypatch.setattr(report, "PAGE", tmp_path / "docs" / "benchmarks.md")
-    monkeypatch.setattr(report, "README", tmp_path / "README.md")
-    blocks = report.readme_blocks({})
-    lines = [form.format(name) for name in blocks for form in (report.BEGIN, report.END)]
-    report.README.write_text("\n".join(lines))
+    for document, blocks in (
+        ("README", report.readme_blocks),
+        ("FRAMEWORKS", report.frameworks_blocks),
+    ):
+        path = tmp_path / f"{document}.md"
+        monkeypatch.setattr(report, document, path)
+        lines = [form.format(name) for name in blocks({}) for form in (report.BEGIN, report.END)]
+        path.write_text("\n".join(lines))
     (plot.PLOTS / "old.svg").write_text("")
     with pytest.raises(SystemExit) as caught:
         report.main(["--check"])
-    assert len(str(caught.value).splitlines()) == 6
+    assert len(str(caught.value).splitlines()) == 7
     report.main(["--write"])
     report.main(["--check"])
     assert sorted(path.name for path in plot.PLOTS.iterdir()) == ["nvidia-g1-80gb.svg"]
