@@ -52,8 +52,9 @@ __device__ __forceinline__ void write_sum_of_teams(float (&sums)[kVecs][kWidth],
 }
 
 // The vectors of x, gate and dy that a thread has of the rows ahead of it, in shared memory. It
-// copies them there itself and nobody else reads them, so no barrier is needed; and these copies
-// are of the same proxy as its loads, so each comes behind the loads that stand in front of it.
+// copies them there itself and nobody else reads them, so no barrier is needed. These copies are of
+// the same proxy as its loads and ordered behind those that stand in front of them (PTX ISA,
+// "Program Order: Asynchronous Operations").
 template <typename X, int kVecs>
 struct RowsAhead {
   using V = Vec<X, vector_width(sizeof(X))>;
