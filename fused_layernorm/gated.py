@@ -19,7 +19,6 @@ from .ops.gated import GatedArguments
 from .ops.operators import Arguments
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_operator = gated.FAMILY.plain  # torch 2.10's Dynamo reads no property of a named tuple
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_tracing = torch._C._is_tracing
 
@@ -105,7 +104,7 @@ def run(a: GatedArguments) -> Tensor:
         input = a.input
         if input.dim() and choice.of_gated(input, a.group_size or input.shape[-1]) != "KERNEL":
             return aten_rms_norm_gated(*a)
-        return _operator(*a)
+        return gated.FAMILY.plain(*a)
     if (_dispatch_modes() or _is_tracing()) and onnx.is_exporting():
         gated.check(a)
         return gated.formula(a)[0]

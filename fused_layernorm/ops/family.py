@@ -11,7 +11,8 @@ PyTorch differentiates the formulas.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ from .vmap import one_by_one, to_front
 Outputs = tuple[Tensor, ...]
 
 
-class Family(NamedTuple):
+@dataclass(eq=False)
+class Family:
     """Three operators, and what is known of them. Arguments come in the order of the schemas."""
 
     name: str
@@ -46,20 +48,15 @@ class Family(NamedTuple):
     folds: bool = False  # whether a batch of vmap belongs to the first dimension, or precedes it
     statistic: str = "layer"  # the norm whose autocast this is
 
-    def _operator(self, suffix: str = "") -> OpOverload:
-        return getattr(load.operators, self.name + suffix).default
+    plain: OpOverload = field(init=False)
+    forward: OpOverload = field(init=False)
+    backward: OpOverload = field(init=False)
 
-    @property
-    def plain(self) -> OpOverload:
-        return self._operator()
-
-    @property
-    def forward(self) -> OpOverload:
-        return self._operator("_forward")
-
-    @property
-    def backward(self) -> OpOverload:
-        return self._operator("_backward")
+    def __post_init__(self) -> None:
+        self.plain, self.forward, self.backward = (
+            getattr(load.operators, self.name + suffix).default
+            for suffix in ("", "_forward", "_backward")
+        )
 
 
 def tensors_of(call: Any) -> tuple[Any, ...]:
