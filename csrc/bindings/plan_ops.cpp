@@ -110,7 +110,6 @@ std::string describe_group_plan(int64_t samples, int64_t channels, int64_t posit
   return plan ? describe(*plan) : "null";
 }
 
-// dy is of x's type unless its type is given.
 std::string describe_gated_plan(int64_t rows, int64_t cols, int64_t groups, ScalarType dtype,
                                 bool backward, bool aligned, bool needs_dweight, bool bias,
                                 int64_t capability, int64_t sms, int64_t shared_memory,
@@ -163,8 +162,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FUSED_LAYERNORM_NAMESPACE, m) {
   m.def(
       "_plan_gated(int rows, int cols, int groups, ScalarType dtype, *, bool backward=False, "
       "bool aligned=True, bool needs_dweight=True, bool bias=False, int capability=90, int "
-      "sms=132, int shared_memory=232448, int "
-      "l2_bytes=52428800) -> str");
+      "sms=132, int shared_memory=232448, int l2_bytes=52428800) -> str");
   // None ends all forcing. force_plan.h lists the options.
   m.def("_force(str? options) -> ()");
   // "head_cols": the most columns of a head. "few_pixels": below so many, kernels of channels leave

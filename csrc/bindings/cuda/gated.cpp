@@ -91,14 +91,6 @@ struct GatedTensors {
   }
 };
 
-template <typename Prepared, typename NormOf>
-void prepare_and_launch(const NormOf& call, const Tensor& x) {
-  Prepared prepared;
-  CHECK_ARGUMENT(prepare(call, device_of(x), prepared), "no kernel takes this call");
-  const Workspace workspace(x, prepared.workspace_bytes());
-  launch(prepared, call, workspace.data(), current_stream(x));
-}
-
 template <bool kGivesStatistics>
 void rms_norm_gated(StableIValue* stack, uint64_t arguments, uint64_t results) {
   using Op = GatedForward;

@@ -104,14 +104,6 @@ void describe(const GroupArguments& a, NormOf& call) {
   call.scale = raw(a.scale);
 }
 
-template <typename Prepared, typename NormOf>
-void prepare_and_launch(const NormOf& call, const Tensor& x) {
-  Prepared prepared;
-  CHECK_ARGUMENT(prepare(call, device_of(x), prepared), "no kernel takes this call");
-  const Workspace workspace(x, prepared.workspace_bytes());
-  launch(prepared, call, workspace.data(), current_stream(x));
-}
-
 // A new tensor for mean or rstd. No kernel runs for groups without elements, so `of_nothing` is
 // their statistic.
 Tensor new_statistic(const GroupArguments& a, ScalarType type, double of_nothing) {
