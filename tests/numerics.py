@@ -63,6 +63,16 @@ def covering(*dimensions, strength=2):
     return [tuple(d[i] for d, i in zip(dimensions, one, strict=True)) for one in sorted(found)]
 
 
+def made(arguments, device):
+    """Arguments by name, with ones in the place of each (shape, dtype)."""
+    return {
+        name: torch.ones(given[0], device=device, dtype=given[1])
+        if isinstance(given, tuple)
+        else given
+        for name, given in arguments.items()
+    }
+
+
 def rows_for(cols):
     return max(3, min(512, 16384 // cols))
 

@@ -342,13 +342,8 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
 
 
 def call_of(bad, device):
-    def make(given):
-        if not isinstance(given, tuple):
-            return given
-        return torch.ones(given[0], device=device, dtype=given[1])
-
-    made = {n: make(v) for n, v in {"input": ((4, 8), F32), "gate": ((4, 8), F32), **bad}.items()}
-    return lambda: fl.rms_norm_gated(**made)
+    arguments = numerics.made({"input": ((4, 8), F32), "gate": ((4, 8), F32), **bad}, device)
+    return lambda: fl.rms_norm_gated(**arguments)
 
 
 @pytest.mark.parametrize(

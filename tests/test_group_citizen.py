@@ -7,6 +7,7 @@ import itertools
 import math
 from typing import Any
 
+import numerics
 import pytest
 import reference
 import torch
@@ -242,13 +243,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
 
 
 def call_of(bad, device):
-    def make(given):
-        if not isinstance(given, tuple):
-            return given
-        return torch.ones(given[0], device=device, dtype=given[1])
-
-    args = {"input": ((4, 6, 5), F32), "num_groups": 2, **bad}
-    made = {name: make(given) for name, given in args.items()}
+    made = numerics.made({"input": ((4, 6, 5), F32), "num_groups": 2, **bad}, device)
     if "shift" in bad or "scale" in bad:
         return lambda: fl.ada_group_norm(**made)
     if "output_scale" in made:

@@ -130,13 +130,10 @@ def apply(
 ) -> None:
     """Replaces a site by the operator; raises NotFused, and changes nothing, where it cannot be."""
     site: Any = checked.site
-    a, narrowed = checked.arguments, checked.narrowed
+    a = checked.arguments
     form = (site.gate_first, site.gate_activation, site.group_size, a.out_dtype)
     kind = (a.weight_offset, a.round_before_weight)
     with replacing.making(graph, site.y, site.norm, effects) as maker:
         y = maker.make(operator, (a.input, a.gate, a.weight, a.bias, a.eps, *form, *kind))
         replacing.check_alike(site.y, y, a.out_dtype)
-    site.y.replace_all_uses_with(y)
-    replacing.erase(site.y, graph)
-    for moved in () if narrowed is None else narrowed.moved:
-        maker.set_example(moved, replacing.example_of(moved))
+    replacing.take_place(y, checked, graph, maker)

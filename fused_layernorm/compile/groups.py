@@ -131,7 +131,7 @@ def candidates(site: Site) -> Iterator[Site]:
 def apply(checked: replacing.Replacement, graph: Graph, effects: Effects) -> None:
     """Replaces a site by the operator; raises NotFused, and changes nothing, where it cannot be."""
     site: Any = checked.site
-    a, narrowed = checked.arguments, checked.narrowed
+    a = checked.arguments
     out_dtype: Any = a.out_dtype
     with replacing.making(graph, site.y, site.norm, effects) as maker:
         scale: Any = a.scale
@@ -146,10 +146,7 @@ def apply(checked: replacing.Replacement, graph: Graph, effects: Effects) -> Non
             if not _users_do_not_mind(site.y, y):
                 y = maker.make(torch.ops.aten.contiguous.default, (y,))
                 replacing.check_alike(site.y, y, out_dtype)
-    site.y.replace_all_uses_with(y)
-    replacing.erase(site.y, graph)
-    for moved in () if narrowed is None else narrowed.moved:
-        maker.set_example(moved, replacing.example_of(moved))
+    replacing.take_place(y, checked, graph, maker)
 
 
 def _users_do_not_mind(old: Node, new: Node) -> bool:

@@ -336,9 +336,20 @@ def apply(
         old.replace_all_uses_with(output)
     for old in olds:
         erase(old, graph)
-    for moved in () if replacement.narrowed is None else replacement.narrowed.moved:
-        maker.set_example(moved, example_of(moved))
+    _show_moved(replacement, maker)
     return node
+
+
+def take_place(y: Node, checked: Replacement, graph: Graph, maker: Maker) -> None:
+    """Puts a node in the place of the site's result, with what follows that was narrowed."""
+    checked.site.y.replace_all_uses_with(y)
+    erase(checked.site.y, graph)
+    _show_moved(checked, maker)
+
+
+def _show_moved(checked: Replacement, maker: Maker) -> None:
+    for moved in () if checked.narrowed is None else checked.narrowed.moved:
+        maker.set_example(moved, example_of(moved))
 
 
 def _order(site: Site) -> list[int] | None:
