@@ -169,8 +169,11 @@ def test_models(name, count, device):
             loss = one(**inputs).loss
             loss.backward()
         losses.append(loss.detach())
-    calls = [event.name for event in profile.events()]
-    assert calls.count("fused_layernorm::rms_norm_gated_backward") == count
+    # On CUDA the kernels: autograd in C++ calls them past the dispatcher, which alone names operators.
+    called = (
+        "gated_backward_kernel" if device == "cuda" else "fused_layernorm::rms_norm_gated_backward"
+    )
+    assert sum(called in event.name for event in profile.events()) == count
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
     for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
         if theirs.grad is not None:
