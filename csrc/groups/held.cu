@@ -134,17 +134,19 @@ __global__ void __launch_bounds__(kHeldThreads)
   const Acc rstd = MeanAndVariance::rstd(found.second, p.inverse_count.as<Acc>(), p.eps.as<Acc>());
   if (threadIdx.x == 0 && own.first == 0) store_group(p, own.group, Pair<Acc>{mean, rstd});
   Y* const y = static_cast<Y*>(p.y) + own.begin;
+  with_activation<Acc>(p, [&](auto activation) {
 #pragma unroll 2
-  for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
-    const auto map = maps[own.channel_of(v, plan)];
-    const Acc factor = rstd * map.factor;
-    Acc values[kWidth];
-    unpack(values, load<Use::kPlain, kWidth>(x + v * kWidth));
+    for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
+      const auto map = maps[own.channel_of(v, plan)];
+      const Acc factor = rstd * map.factor;
+      Acc values[kWidth];
+      unpack(values, load<Use::kPlain, kWidth>(x + v * kWidth));
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = (values[j] - mean) * factor + map.offset;
-    activate_if<Y>(p, values);
-    store_once(element(y, v * kWidth), round_to<Y>(values));
-  }
+      for (int j = 0; j < kWidth; ++j) values[j] = (values[j] - mean) * factor + map.offset;
+      activate_if<Y, decltype(activation)::value>(p, values);
+      store_once(element(y, v * kWidth), round_to<Y>(values));
+    }
+  });
   exchange.end();
 }
 
@@ -170,14 +172,16 @@ __global__ void __launch_bounds__(kHeldThreads)
   __syncthreads();
   // Calls body(vector, slope of its channel, gradients) for all vectors of this thread.
   const auto each = [&](const auto& body) {
+    with_activation<Acc>(p, [&](auto activation) {
 #pragma unroll 2
-    for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
-      const ChannelSlope<Acc> of(maps[own.channel_of(v, plan)], statistics.second);
-      body(v, of.slope,
-           GroupGradients<Acc, kWidth>(p, load<Use::kPlain, kWidth>(xs + v * kWidth),
-                                       load<Use::kPlain, kWidth>(dys + v * kWidth),
-                                       statistics.first, of));
-    }
+      for (int v = threadIdx.x; v < own.vectors; v += blockDim.x) {
+        const ChannelSlope<Acc> of(maps[own.channel_of(v, plan)], statistics.second);
+        body(v, of.slope,
+             GroupGradients<Acc, kWidth>(p, load<Use::kPlain, kWidth>(xs + v * kWidth),
+                                         load<Use::kPlain, kWidth>(dys + v * kWidth),
+                                         statistics.first, of, activation));
+      }
+    });
   };
   Pair<Acc> sums;
   // Takes the sums of channel c of the slice.

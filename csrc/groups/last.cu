@@ -225,18 +225,20 @@ __global__ void __launch_bounds__(kLastThreads)
   table.take(factor, 1, thread);
   table.take(offset, 2, thread);
   Y* y = static_cast<Y*>(p.y) + thread.begin;
-  each_position<kLastVecs>(
-      thread,
-      [&](const auto& vector) {
-        Acc v[kWidth];
-        unpack(v, vector);
+  with_activation<Acc>(p, [&](auto activation) {
+    each_position<kLastVecs>(
+        thread,
+        [&](const auto& vector) {
+          Acc v[kWidth];
+          unpack(v, vector);
 #pragma unroll
-        for (int j = 0; j < kWidth; ++j) v[j] = (v[j] - mean[j]) * factor[j] + offset[j];
-        activate_if<Y>(p, v);
-        store_once(y, round_to<Y>(v));
-        y += thread.step;
-      },
-      x);
+          for (int j = 0; j < kWidth; ++j) v[j] = (v[j] - mean[j]) * factor[j] + offset[j];
+          activate_if<Y, decltype(activation)::value>(p, v);
+          store_once(y, round_to<Y>(v));
+          y += thread.step;
+        },
+        x);
+  });
 }
 
 // mean, rstd, factor and offset of each channel.

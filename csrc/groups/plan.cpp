@@ -54,20 +54,21 @@ bool hold_planes(GroupPlan& plan, const GroupProblem& problem, const Device& dev
 bool split_planes(GroupPlan& plan, const GroupProblem& problem, const Device& device) {
   const int size = size_of(problem.x);
   const int64_t channels = problem.channels_of_group();
-  const int64_t bytes = channels * problem.positions * size;
   const bool backward = problem.backward;
   if (device.capability < 90 || !device.blocks_meet || problem.x == DataType::kFloat64 ||
       plan.width == 1 || plan.channel_vectors < kWarpThreads / 2 ||
-      (backward && bytes < groups::kSplitBackwardBytes)) {
+      (backward && channels * problem.positions < groups::kSplitBackwardElements)) {
     return false;
   }
   const int segment = backward ? kBackwardSegmentVectors : kSegmentVectors;
+  const int ahead = backward ? kSplitBackwardAhead : kSplitAhead;
   const int64_t pieces = ceil_div(plan.channel_vectors, segment), segments = channels * pieces;
   const int64_t slot_bytes =
       int64_t{kSplitWarps} * segment * plan.width * (size + (backward ? size_of(problem.y) : 0));
-  const int slots = static_cast<int>(room_of(device) / slot_bytes);
+  const int slots =
+      static_cast<int>(std::min<int64_t>(room_of(device) / slot_bytes, kMostSplitSlots));
   const int most = std::min({backward ? groups::kMostBackwardSegments : groups::kMostSegments,
-                             slots - kSplitAhead, kMostWarpSegments});
+                             slots - ahead, kMostWarpSegments});
   if (most < 1) return false;
   const int64_t least = ceil_div(segments, int64_t{kSplitWarps} * most);
   if (least > most_blocks_per_row(device)) return false;
@@ -79,9 +80,8 @@ bool split_planes(GroupPlan& plan, const GroupProblem& problem, const Device& de
   plan.tile_channels = static_cast<int>(channels);
   plan.segments_of_warp = static_cast<int>(of_warp);
   plan.blocks_per_group = static_cast<int>(ceil_div(segments, of_warp * kSplitWarps));
-  plan.slots =
-      static_cast<int>(std::min<int64_t>(slots, kSplitAhead + (kGroupsKept - 1) * of_warp));
-  plan.lag = plan.slots - kSplitAhead - 1;
+  plan.slots = static_cast<int>(std::min<int64_t>(slots, ahead + (kGroupsKept - 1) * of_warp));
+  plan.lag = plan.slots - ahead - 1;
   plan.threads = kSplitThreads;
   plan.shared_bytes = static_cast<int>(plan.slots * slot_bytes);
   const int64_t all = problem.samples * problem.groups;

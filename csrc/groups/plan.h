@@ -105,12 +105,15 @@ constexpr int kTileThreads = 256, kTileVecs = 8, kTileBackwardVecs = 4;
 constexpr int kHeldThreads = 1024, kHeldVecs = 5;
 constexpr int kSplitWarps = 16, kSplitThreads = (kSplitWarps + 1) * kWarpThreads;
 constexpr int kSegmentVectors = 128, kBackwardSegmentVectors = 64;
-// Segments that a warp has asked for ahead of the one that it measures.
-constexpr int kSplitAhead = 2;
+// Segments that a warp has asked for ahead of the one that it measures. Backward's ring has room
+// for little more than a group, and with one more step the blocks meet meanwhile.
+constexpr int kSplitAhead = 2, kSplitBackwardAhead = 1;
 // The most segments of a group that a warp can have.
 constexpr int kMostWarpSegments = 5;
 // What the warps of a block tell each other of a group is kept for so many groups.
 constexpr int kGroupsKept = 8;
+// The most segments that a warp's ring holds.
+constexpr int kMostSplitSlots = 8;
 constexpr int kLastThreads = 256, kLastVecs = 4, kLastBackwardVecs = 2;
 constexpr int kTotalsThreads = 256;
 

@@ -127,13 +127,16 @@ __device__ __forceinline__ void each_gradient(const GroupPlan& plan, const Group
                                               const Vec<Y, kWidth> (&dy)[kVecs],
                                               const ChannelMap<Acc>* maps, Pair<Acc> statistics,
                                               const Use_& use) {
+  with_activation<Acc>(p, [&](auto activation) {
 #pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
-    const int v = share.vector(k);
-    if (!share.has(k)) continue;
-    const ChannelSlope<Acc> of(maps[tile.channel_of(v, plan)], statistics.second);
-    use(v, of.slope, GroupGradients<Acc, kWidth>(p, x[k], dy[k], statistics.first, of));
-  }
+    for (int k = 0; k < kVecs; ++k) {
+      const int v = share.vector(k);
+      if (!share.has(k)) continue;
+      const ChannelSlope<Acc> of(maps[tile.channel_of(v, plan)], statistics.second);
+      use(v, of.slope,
+          GroupGradients<Acc, kWidth>(p, x[k], dy[k], statistics.first, of, activation));
+    }
+  });
 }
 
 // Shared memory for the maps of a tile's channels and, where backward sums up channels, for the

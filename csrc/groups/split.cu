@@ -7,6 +7,22 @@
 namespace fused_layernorm {
 namespace {
 
+// The channel whose segments a warp has in work.
+struct SplitChannel {
+  int group = -1, channel = -1;  // channel: of the group
+  ChannelMap<float> map;
+
+  __device__ __forceinline__ void enter(const SplitWarp& own, int its_group, int its_channel) {
+    if (group == its_group && channel == its_channel) return;
+    group = its_group;
+    channel = its_channel;
+    const GroupParams& p = own.p;
+    const auto sample = static_cast<int>(sample_of(p, group));
+    const int in_sample = group - sample * static_cast<int>(p.groups);
+    map = ChannelMap<float>(p, sample, in_sample * own.plan.tile_channels + channel);
+  }
+};
+
 template <typename X, typename Y>
 __global__ void __launch_bounds__(kSplitThreads, 1)
     group_split_kernel(const __grid_constant__ GroupPlan plan,
@@ -44,7 +60,7 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
       const float m2 = own.lane < kSplitWarps ? part.second : 0.0f;
       return {about + shift, warp_sum(m2 + of_warp * rest * rest)};
     };
-    const auto totals = [&](int64_t group, const uint64_t* slots, Pair<float> part) {
+    const auto totals = [&](int64_t group, const uint64_t* slots, Pair<float> part) -> float4 {
       if (plan.blocks_per_group > 1) {
         const SetSlots parts(slots, plan.blocks_per_group, own.lane);
         const float about = __shfl_sync(kFullWarp, parts.values[0].first, 0);
@@ -61,17 +77,20 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
       }
       part.second = MeanAndVariance::rstd(part.second, p.inverse_count.rounded, p.eps.rounded);
       if (own.lane == 0 && own.block == 0) store_group(p, group, part);
-      return part;
+      return {part.first, part.second, 0.0f, 0.0f};
     };
-    return run_collector(own, state, meeting, block_part, totals);
+    return run_collector(own, state, meeting, [](int64_t) {}, block_part, totals);
   }
 
   X* const ring = reinterpret_cast<X*>(shared) + own.warp * plan.slots * kSlot;
   const X* const x = static_cast<const X*>(p.x);
   RunningMoments<float> running;
-  int64_t mapped = -1;  // the channel of a sample that factor and offset are of
-  float factor = 0, offset = 0;
-  run_steps(
+  SplitChannel applied;
+  // A channel's parameters come while the totals are waited for, but later where an affine map
+  // alone is applied to many groups in turn: stores that all blocks start at once hold up the loads
+  // of the next group (1 x 128 x 1024 x 1024 272 us, 216).
+  const bool enters_early = p.activates || own.groups <= 4 * own.sets;
+  run_steps<kSplitAhead>(
       own, meeting,
       [&](const SegmentCursor& at) {
         const Segment segment = state.segments[own.warp][at.step];
@@ -103,54 +122,32 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
         __syncwarp();
       },
       [&](const SegmentCursor& at) {
-        if (at.step == 0) barrier_wait(&state.collected[at.kept], at.phase);
         const Segment segment = state.segments[own.warp][at.step];
-        if (segment.vectors == 0) return;
-        const Pair<float> total = pair_of(state.totals[at.kept]);
-        const int64_t channel = at.group * plan.tile_channels + segment.channel;
-        if (mapped != channel) {
-          mapped = channel;
-          const int64_t sample = channel / p.channels;
-          const ChannelMap<float> map(p, sample, static_cast<int>(channel - sample * p.channels));
-          factor = map.factor * total.second;
-          offset = map.offset;
-        }
+        const bool exists = segment.vectors > 0;
+        if (exists && enters_early) applied.enter(own, at.group, segment.channel);
+        if (at.step == 0) barrier_wait(&state.collected[at.kept], at.phase);
+        if (!exists) return;
+        applied.enter(own, at.group, segment.channel);
+        const float mean = state.totals[at.kept].x;
+        const float factor = applied.map.factor * state.totals[at.kept].y;
         const X* const from = ring + at.slot * kSlot;
         Y* const y = static_cast<Y*>(p.y) + at.group * own.group_elements + segment.begin * kWidth;
-        each_vector<kVecs>(segment.vectors, own.lane, [&](int v) {
-          float values[kWidth];
-          unpack(values, load<Use::kPlain, kWidth>(from + v * kWidth));
+        with_activation<float>(p, [&](auto activation) {
+          constexpr Compiled kActivation = decltype(activation)::value;
+          each_vector<kActivation == Compiled::kAny ? 1 : kVecs>(
+              segment.vectors, own.lane, [&](int v) {
+                float values[kWidth];
+                unpack(values, load<Use::kPlain, kWidth>(from + v * kWidth));
 #pragma unroll
-          for (int j = 0; j < kWidth; ++j) values[j] = (values[j] - total.first) * factor + offset;
-          activate_if<Y>(p, values);
-          store_once(element(y, v * kWidth), round_to<Y>(values));
+                for (int j = 0; j < kWidth; ++j) {
+                  values[j] = (values[j] - mean) * factor + applied.map.offset;
+                }
+                activate_if<Y, kActivation>(p, values);
+                store_once(element(y, v * kWidth), round_to<Y>(values));
+              });
         });
       });
 }
-
-// The channel whose segments a warp has in work.
-struct SplitChannel {
-  int64_t group = -1;
-  int channel = -1;
-  float mean = 0, rstd = 0, factor = 0;
-  ChannelSlope<float> of{{}, 0.0f};
-
-  __device__ __forceinline__ void enter(const SplitWarp& own, int64_t its_group, int its_channel) {
-    if (group == its_group && channel == its_channel) return;
-    const GroupParams& p = own.p;
-    if (group != its_group) {
-      const auto statistics = load_group<float>(p, its_group);
-      mean = statistics.first;
-      rstd = statistics.second;
-    }
-    group = its_group;
-    channel = its_channel;
-    const int64_t all = group * own.plan.tile_channels + channel, sample = all / p.channels;
-    const ChannelMap<float> map(p, sample, static_cast<int>(all - sample * p.channels));
-    factor = map.factor;
-    of = {map, rstd};
-  }
-};
 
 template <typename X, typename Y>
 __global__ void __launch_bounds__(kSplitThreads, 1)
@@ -171,7 +168,8 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
       return warp_sum(own.lane < kSplitWarps ? pair_of(state.parts[kept][own.lane])
                                              : Pair<float>{});
     };
-    const auto totals = [&](int64_t, const uint64_t* slots, Pair<float> part) {
+    Pair<float> statistics;  // of the group whose parts are collected
+    const auto totals = [&](int64_t, const uint64_t* slots, Pair<float> part) -> float4 {
       if (plan.blocks_per_group > 1) {
         const SetSlots parts(slots, plan.blocks_per_group, own.lane);
         part = parts.values[0];
@@ -179,40 +177,47 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
         for (int i = 1; i < kSlotsPerLane; ++i) part += parts.values[i];
         part = warp_sum(part);
       }
-      return group_means(p, part);
+      const Pair<float> means = group_means(p, part);
+      return {means.first, means.second, statistics.first, statistics.second};
     };
-    return run_collector(own, state, meeting, block_part, totals);
+    return run_collector(
+        own, state, meeting, [&](int64_t group) { statistics = load_group<float>(p, group); },
+        block_part, totals);
   }
 
   X* const xs = reinterpret_cast<X*>(shared) + own.warp * plan.slots * kSlot;
   Y* const dys = reinterpret_cast<Y*>(shared + kSplitWarps * plan.slots * kSlot * sizeof(X)) +
                  own.warp * plan.slots * kSlot;
   // Calls use(vector, gradients) for a lane's vectors of a segment.
-  const auto each = [&](const SegmentCursor& at, int vectors, const SplitChannel& in,
-                        const auto& use) {
+  const auto each = [&](const SegmentCursor& at, int vectors, float mean,
+                        const ChannelSlope<float>& of, const auto& use) {
     const X* const x = xs + at.slot * kSlot;
     const Y* const dy = dys + at.slot * kSlot;
-    each_vector<kVecs>(vectors, own.lane, [&](int v) {
-      use(v, GroupGradients<float, kWidth>(p, load<Use::kPlain, kWidth>(x + v * kWidth),
-                                           load<Use::kPlain, kWidth>(dy + v * kWidth), in.mean,
-                                           in.of));
+    with_activation<float>(p, [&](auto activation) {
+      constexpr bool kIsAny = decltype(activation)::value == Compiled::kAny;
+      each_vector<kIsAny ? 1 : kVecs>(vectors, own.lane, [&](int v) {
+        use(v, GroupGradients<float, kWidth>(p, load<Use::kPlain, kWidth>(x + v * kWidth),
+                                             load<Use::kPlain, kWidth>(dy + v * kWidth), mean, of,
+                                             activation));
+      });
     });
   };
-  SplitChannel measured, applied;
-  Pair<float> sums, all;  // of a channel, and of factor * dz over the group
+  SplitChannel measured;
+  Pair<float> statistics;  // of the group that is measured
+  Pair<float> sums, all;   // of a channel, and of factor * dz over the group
   // Leaves the sums of a channel. Its parts count from the warp in which it begins.
   const auto leave = [&] {
-    sums = scaled_sums(p, warp_sum(sums), measured.rstd);
-    all += Pair<float>{measured.factor * sums.first, measured.factor * sums.second};
+    sums = scaled_sums(p, warp_sum(sums), statistics.second);
+    all += Pair<float>{measured.map.factor * sums.first, measured.map.factor * sums.second};
     const int first = measured.channel * plan.pieces / plan.segments_of_warp;
     if (own.lane == 0) {
-      const int64_t channel = measured.group * plan.tile_channels + measured.channel;
+      const int64_t channel = int64_t{measured.group} * plan.tile_channels + measured.channel;
       pairs_at<float>(p, plan.parts_offset)[channel * plan.parts_of_channel + own.chunk() - first] =
           sums;
     }
     sums = {};
   };
-  run_steps(
+  run_steps<kSplitBackwardAhead>(
       own, meeting,
       [&](const SegmentCursor& at) {
         const Segment segment = state.segments[own.warp][at.step];
@@ -225,12 +230,17 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
         });
       },
       [&](const SegmentCursor& at) {
-        if (at.step == 0) all = {};
         const Segment segment = state.segments[own.warp][at.step];
+        if (at.step == 0) {
+          all = {};
+          statistics = load_group<float>(p, at.group);
+        }
         if (segment.vectors > 0) {
           if (at.step > 0 && measured.channel != segment.channel) leave();
           measured.enter(own, at.group, segment.channel);
-          each(at, segment.vectors, measured,
+          const ChannelSlope<float> of(measured.map, statistics.second);
+          if (own.lane == 0) state.maps[own.warp][at.slot] = {of.slope, of.offset};
+          each(at, segment.vectors, statistics.first, of,
                [&](int, const auto& gradients) { sums += gradients.sums(); });
         }
         if (!at.is_last(own)) return;
@@ -239,18 +249,21 @@ __global__ void __launch_bounds__(kSplitThreads, 1)
           state.parts[at.kept][own.warp] = {all.first, all.second};
           barrier_arrive(&state.measured[at.kept]);
         }
-        __syncwarp();
       },
       [&](const SegmentCursor& at) {
+        // The first lane's map is there for all, and all have read the slot's map of before.
+        __syncwarp();
         if (at.step == 0) barrier_wait(&state.collected[at.kept], at.phase);
         const Segment segment = state.segments[own.warp][at.step];
         if (segment.vectors == 0) return;
-        applied.enter(own, at.group, segment.channel);
-        const DxOfGroup<float> of_group(p, pair_of(state.totals[at.kept]), applied.rstd);
+        const float4 total = state.totals[at.kept];
+        const float2 map = state.maps[own.warp][at.slot];
+        const DxOfGroup<float> of_group(p, {total.x, total.y}, total.w);
         X* const dx = static_cast<X*>(p.y) + at.group * own.group_elements + segment.begin * kWidth;
-        each(at, segment.vectors, applied, [&](int v, const auto& gradients) {
-          store_once(element(dx, v * kWidth), of_group.template dx<X>(gradients, applied.of.slope));
-        });
+        each(at, segment.vectors, total.z, ChannelSlope<float>(map.x, map.y),
+             [&](int v, const auto& gradients) {
+               store_once(element(dx, v * kWidth), of_group.template dx<X>(gradients, map.x));
+             });
       });
 }
 

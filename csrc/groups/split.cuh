@@ -32,7 +32,9 @@ struct SplitState {
   alignas(8) uint64_t measured[kGroupsKept];  // all warps have left their parts
   uint64_t collected[kGroupsKept];            // the totals are there
   float2 parts[kGroupsKept][kSplitWarps];
-  float2 totals[kGroupsKept];
+  float4 totals[kGroupsKept];  // forward: mean and rstd; backward: the two means, mean and rstd
+  // Backward: slope and offset of the channel whose segment is in a slot of a warp's ring.
+  float2 maps[kSplitWarps][kMostSplitSlots];
   // The segments that each warp has of a group, which are the same for every group: the channel and
   // the first vector, counted in the group, and the number of vectors.
   struct Segment {
@@ -47,7 +49,7 @@ struct SplitWarp {
   const GroupPlan& plan;
   const GroupParams& p;
   int warp, lane, block;  // block: of the set
-  int64_t first_group, sets, groups;
+  int first_group, sets, groups;
   int64_t group_elements;
 
   __device__ __forceinline__ SplitWarp(const GroupPlan& its_plan, const GroupParams& params)
@@ -56,9 +58,9 @@ struct SplitWarp {
         warp(__shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0)),
         lane(threadIdx.x % kWarpSize),
         block(blockIdx.x % plan.blocks_per_group),
-        first_group(blockIdx.x / plan.blocks_per_group),
-        sets(gridDim.x / plan.blocks_per_group),
-        groups(p.samples * p.groups),
+        first_group(static_cast<int>(blockIdx.x / plan.blocks_per_group)),
+        sets(static_cast<int>(gridDim.x / plan.blocks_per_group)),
+        groups(static_cast<int>(p.samples * p.groups)),
         group_elements(plan.tile_channels * p.positions) {}
   // The number of the warp among all warps of the blocks that share a group.
   __device__ __forceinline__ int chunk() const { return block * kSplitWarps + warp; }
@@ -88,7 +90,7 @@ __device__ __forceinline__ void list_segments(SplitState& state, const SplitWarp
 
 // A warp's place in its sequence of segments.
 struct SegmentCursor {
-  int64_t group;
+  int group;
   int step, slot, kept;  // step: of the warp's segments of the group
   uint32_t phase;        // of the barriers at `kept`
 
@@ -119,8 +121,8 @@ struct SplitMeeting {
       : takes_place(own.plan.blocks_per_group > 1) {
     if (!takes_place) return;
     auto* const slots = static_cast<uint64_t*>(own.p.workspace) + own.block;
-    for (int64_t g = own.first_group + threadIdx.x * own.sets; g < own.groups;
-         g += blockDim.x * own.sets) {
+    for (int64_t g = own.first_group + int64_t{threadIdx.x} * own.sets; g < own.groups;
+         g += int64_t{blockDim.x} * own.sets) {
       slots[g * own.plan.blocks_per_group] = kEmptySlot;
     }
     token = cooperative_groups::this_grid().barrier_arrive();
@@ -162,11 +164,11 @@ struct SetSlots {
 };
 
 // The collector: for each group combines the parts of the block's warps, exchanges them, and leaves
-// the totals. block_part(kept) gives the part of this block, totals(slots, part) the group's
-// totals.
-template <typename BlockPart, typename Totals>
+// the totals. enter(group) is called in front, block_part(kept) gives the part of this block,
+// totals(group, slots, part) the group's totals.
+template <typename Enter, typename BlockPart, typename Totals>
 __device__ __forceinline__ void run_collector(const SplitWarp& own, SplitState& state,
-                                              const SplitMeeting& meeting,
+                                              const SplitMeeting& meeting, const Enter& enter,
                                               const BlockPart& block_part, const Totals& totals) {
   meeting.wait();
   const int blocks = own.plan.blocks_per_group;
@@ -174,12 +176,13 @@ __device__ __forceinline__ void run_collector(const SplitWarp& own, SplitState& 
   int i = 0;
   for (int64_t group = own.first_group; group < own.groups; group += own.sets, ++i) {
     const int kept = i % kGroupsKept;
+    enter(group);
     barrier_wait(&state.measured[kept], i / kGroupsKept & 1);
     const Pair<float> part = block_part(kept);
     if (blocks > 1 && own.lane == 0) publish(slots + group * blocks + own.block, part);
-    const Pair<float> found = totals(group, slots + group * blocks, part);
+    const float4 found = totals(group, slots + group * blocks, part);
     if (own.lane == 0) {
-      state.totals[kept] = {found.first, found.second};
+      state.totals[kept] = found;
       barrier_arrive(&state.collected[kept]);
     }
     __syncwarp();
@@ -200,9 +203,9 @@ __device__ __forceinline__ void start(SplitState& state, const SplitWarp& own) {
   __syncthreads();
 }
 
-// Runs a warp's steps: bring(cursor) starts the copies of a segment, measure(cursor) takes what has
-// come, apply(cursor) uses it a last time.
-template <typename Bring, typename Measure, typename Apply>
+// Runs a warp's steps: bring(cursor) starts the copies of a segment, `kAhead` steps before
+// measure(cursor) takes what has come, and apply(cursor) uses it a last time.
+template <int kAhead, typename Bring, typename Measure, typename Apply>
 __device__ __forceinline__ void run_steps(const SplitWarp& own, const SplitMeeting& meeting,
                                           const Bring& bring, const Measure& measure,
                                           const Apply& apply) {
@@ -215,13 +218,13 @@ __device__ __forceinline__ void run_steps(const SplitWarp& own, const SplitMeeti
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
 #pragma unroll 1
-  for (int i = 0; i < kSplitAhead; ++i) bring_next();
+  for (int i = 0; i < kAhead; ++i) bring_next();
   meeting.wait();
   int behind = own.plan.lag;
   while (applied.group < own.groups) {
     bring_next();
     if (measured.group < own.groups) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(kSplitAhead) : "memory");
+      asm volatile("cp.async.wait_group %0;" ::"n"(kAhead) : "memory");
       measure(measured);
       measured.advance(own);
     }
@@ -234,7 +237,7 @@ __device__ __forceinline__ void run_steps(const SplitWarp& own, const SplitMeeti
   }
 }
 
-// Calls body(k, vector) for a lane's vectors of a segment of up to kVecs * 32, all at once where
+// Calls body(vector) for a lane's vectors of a segment of up to kVecs * 32, all at once where
 // the segment is whole.
 template <int kVecs, typename Body>
 __device__ __forceinline__ void each_vector(int vectors, int lane, const Body& body) {

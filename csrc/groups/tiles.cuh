@@ -97,35 +97,62 @@ __device__ __forceinline__ Pair<Acc> group_means(const GroupParams& p, Pair<Acc>
   return {sums.first * inverse, sums.second * inverse};
 }
 
-// values = activation(values) * scale. SiLU, which nearly all models have here, is tested first.
-template <typename Y, typename Acc, int kWidth>
+// The activations that kernels' loops are compiled for, so that they ask nothing of a vector and
+// the work on several vectors overlaps; kAny is looked up for each vector.
+enum class Compiled { kNone, kSilu, kLeakyRelu, kAny };
+template <Compiled kActivation>
+using CompiledFor = std::integral_constant<Compiled, kActivation>;
+
+// Calls body(CompiledFor<...>) for the launch's activation. float64 is used for its digits, not its
+// speed, and has one loop.
+template <typename Acc, typename Body>
+__device__ __forceinline__ void with_activation(const GroupParams& p, const Body& body) {
+  if constexpr (!std::is_same_v<Acc, double>) {
+    if (p.activation == Activation::kSilu) return body(CompiledFor<Compiled::kSilu>());
+    if (!p.activates) return body(CompiledFor<Compiled::kNone>());
+    if (p.activation == kLeakyRelu) return body(CompiledFor<Compiled::kLeakyRelu>());
+  }
+  body(CompiledFor<Compiled::kAny>());
+}
+
+// values = activation(values) * scale.
+template <typename Y, Compiled kActivation = Compiled::kAny, typename Acc, int kWidth>
 __device__ __forceinline__ void activate_if(const GroupParams& p, Acc (&values)[kWidth]) {
-  if (!p.activates) return;
-  const Acc scale = p.scale.as<Acc>();
-  if (p.activation == Activation::kSilu) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = silu<Y>(values[j]) * scale;
-  } else if (p.activation == kLeakyRelu) {
+  if constexpr (kActivation == Compiled::kAny) {
+    if (!p.activates) return;
+    if (p.activation == Activation::kSilu) return activate_if<Y, Compiled::kSilu>(p, values);
+    if (p.activation == kLeakyRelu) return activate_if<Y, Compiled::kLeakyRelu>(p, values);
+    return activate<Y>(values, p.activation, p.scale.as<Acc>());
+  } else if constexpr (kActivation != Compiled::kNone) {
+    const Acc scale = p.scale.as<Acc>();
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      values[j] = (values[j] > Acc(0) ? values[j] : values[j] * Acc(kLeakySlope)) * scale;
+      if constexpr (kActivation == Compiled::kSilu) {
+        values[j] = silu<Y>(values[j]) * scale;
+      } else {
+        values[j] = (values[j] > Acc(0) ? values[j] : values[j] * Acc(kLeakySlope)) * scale;
+      }
     }
-  } else {
-    activate<Y>(values, p.activation, scale);
   }
 }
 // dy = dy * activation'(z). The scale, a factor of all gradients, is left to later.
-template <typename Y, typename Acc, int kWidth>
+template <typename Y, Compiled kActivation = Compiled::kAny, typename Acc, int kWidth>
 __device__ __forceinline__ void undo_activation(const GroupParams& p, Acc (&dy)[kWidth],
                                                 const Acc (&z)[kWidth]) {
-  if (p.activation == Activation::kSilu) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) dy[j] = silu_gradient<Y>(dy[j], z[j]);
-  } else if (p.activation == kLeakyRelu) {
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) dy[j] = z[j] > Acc(0) ? dy[j] : dy[j] * Acc(kLeakySlope);
-  } else if (p.activation != Activation::kNone) {
+  if constexpr (kActivation == Compiled::kAny) {
+    if (p.activation == Activation::kNone) return;
+    if (p.activation == Activation::kSilu) return undo_activation<Y, Compiled::kSilu>(p, dy, z);
+    if (p.activation == kLeakyRelu) return undo_activation<Y, Compiled::kLeakyRelu>(p, dy, z);
     activate_backward<Y>(dy, z, p.activation, Acc(1));
+  } else if constexpr (kActivation != Compiled::kNone) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      if constexpr (kActivation == Compiled::kSilu) {
+        dy[j] = silu_gradient<Y>(dy[j], z[j]);
+      } else {
+        dy[j] = z[j] > Acc(0) ? dy[j] : dy[j] * Acc(kLeakySlope);
+      }
+    }
   }
 }
 
@@ -186,6 +213,8 @@ struct ChannelSlope {
 
   __device__ __forceinline__ ChannelSlope(const ChannelMap<Acc>& map, Acc rstd)
       : slope(map.factor * rstd), offset(map.offset) {}
+  __device__ __forceinline__ ChannelSlope(Acc its_slope, Acc its_offset)
+      : slope(its_slope), offset(its_offset) {}
 };
 
 // d = x - mean, and dz, the gradient at the output of the affine map but for the factor `scale`.
@@ -193,10 +222,10 @@ template <typename Acc, int kWidth>
 struct GroupGradients {
   Acc d[kWidth], dz[kWidth];
 
-  template <typename X, typename Y>
+  template <typename X, typename Y, typename Activation_ = CompiledFor<Compiled::kAny>>
   __device__ __forceinline__ GroupGradients(const GroupParams& p, const Vec<X, kWidth>& x,
                                             const Vec<Y, kWidth>& dy, Acc mean,
-                                            const ChannelSlope<Acc>& of) {
+                                            const ChannelSlope<Acc>& of, Activation_ = {}) {
     unpack(d, x);
     unpack(dz, dy);
     Acc z[kWidth];
@@ -205,7 +234,7 @@ struct GroupGradients {
       d[j] -= mean;
       z[j] = d[j] * of.slope + of.offset;
     }
-    undo_activation<Y>(p, dz, z);
+    undo_activation<Y, Activation_::value>(p, dz, z);
   }
   // The sums of dz and of dz d, but for the factor `scale`.
   __device__ __forceinline__ Pair<Acc> sums() const {

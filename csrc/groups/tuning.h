@@ -14,9 +14,10 @@ constexpr int64_t kHeldBytes = 56 << 10, kHeldBackwardBytes = 28 << 10;
 // tiles 16.8; 2 x 1280 x 32 x 32, 80 KB: 10.2, 11.2).
 constexpr int kMostCluster = 8, kMostBackwardCluster = 2;
 constexpr int64_t kClusterBytes = 192 << 10, kClusterBackwardBytes = 56 << 10;
-// Longer groups are shared by blocks, backward those from so many bytes on (2 x 320 x 128 x 128,
-// 320 KB: 46, tiles 44; 1 x 512 x 128 x 128, 512 KB: 35, 37).
-constexpr int64_t kSplitBackwardBytes = 400 << 10;
+// Longer groups are shared by blocks, backward those of so many elements on (SiLU, blocks that
+// share and tiles: 1 x 640 x 64 x 64 16.6, 15.7, and eight samples 62, 80; with less of a group for
+// each block, 1 x 512 x 64 x 64 16.0, 13.7).
+constexpr int64_t kSplitBackwardElements = 75 << 10;
 // The most segments of a group that a warp has. With fewer, more segments are measured while the
 // blocks meet (1 x 128 x 1024 x 1024 by 4 segments 258, by 2 218; backward no fewer fit).
 constexpr int kMostSegments = 2, kMostBackwardSegments = 4;
