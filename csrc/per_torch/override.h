@@ -73,7 +73,7 @@ inline Stack arguments_of(const Tensor& x, size_t normalized_ndim, const Optiona
   NormOptions options;
   options.is_rms = is_rms;
   Stack stack;
-  stack.reserve(NormForward<false, false>::kArguments);
+  stack.reserve(LayerNorm::kArguments);
   torch::jit::push(stack, x, static_cast<int64_t>(normalized_ndim), value(weight), value(bias),
                    eps_of(eps, x), IValue(), 1.0, IValue(), statistic_of(options), 0.0, false,
                    false);
@@ -118,7 +118,7 @@ template <c10::DeviceType device, bool kUnderAutocast>
 Tensor norm_of(DispatchKeySet keys, const Tensor& x, c10::SymIntArrayRef symbolic,
                const OptionalTensor& weight, const OptionalTensor& bias, std::optional<double> eps,
                bool is_rms) {
-  using Op = NormForward<false, false>;
+  using Op = LayerNorm;
   Override& entry = override_of<device>();
   const bool asked = asks(symbolic);
   if (!(asked || entry.is_on.load(std::memory_order_relaxed))) return {};
@@ -194,7 +194,7 @@ inline Tensor select_rms_norm(DispatchKeySet keys, const Tensor& x, c10::SymIntA
 
 // native_layer_norm(x, shape, weight, bias, eps), _fused_rms_norm(x, shape, weight, eps).
 inline bool take_forward(DispatchKeySet keys, Stack* stack, bool is_rms, Override& entry) {
-  using Op = NormForward<false, false>;
+  using Op = LayerNorm;
   const size_t count = is_rms ? 4 : 5;
   const IValue* const a = stack->data() + stack->size() - count;
   const Tensor& x = a[0].toTensor();
@@ -207,7 +207,7 @@ inline bool take_forward(DispatchKeySet keys, Stack* stack, bool is_rms, Overrid
   DirectOutputs out;
   const NormOptions options = options_of<Op>(arguments.data());
   if (!forward_directly<Op>(keys, arguments.data(), options, /*needs_statistics=*/true, out)) {
-    static const OperatorHandle op = find_operator(Op::name(/*gives_statistics=*/true));
+    static const OperatorHandle op = find_operator(name_with_statistics<Op>());
     const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
     call(op, &arguments);
     out = {arguments[0].toTensor(), Tensor(), arguments[1].toTensor(), arguments[2].toTensor()};
@@ -249,7 +249,7 @@ inline bool take_backward(Stack* stack, bool is_rms, Override& entry) {
                            bias.value_or(Tensor()),
                            Tensor()};
   const Taken taken(entry);
-  GradientsOfNorm found = gradients_of<NormForward<false, false>>(saved, options, needs);
+  GradientsOfNorm found = gradients_of<LayerNorm>(saved, options, needs);
   torch::jit::drop(*stack, count);
   stack->emplace_back(std::move(found.dx));
   stack->emplace_back(std::move(found.dweight));

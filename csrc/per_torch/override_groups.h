@@ -36,7 +36,7 @@ inline Stack group_arguments(const Tensor& x, int64_t groups, const OptionalTens
                              const OptionalTensor& bias, double eps) {
   const auto value = [](const OptionalTensor& t) { return t ? value_of(*t) : IValue(); };
   Stack stack;
-  stack.reserve(GroupForward::kArguments);
+  stack.reserve(GroupNorm::kArguments);
   torch::jit::push(stack, x, groups, IValue(), IValue(), value(weight), value(bias), eps, IValue(),
                    1.0, IValue());
   return stack;
@@ -77,9 +77,9 @@ Tensor group_norm_of(DispatchKeySet keys, const Tensor& x, int64_t given,
   const Taken guard(entry);
   naming_out_of_memory([&] {
     if (kUnderAutocast) {
-      autocast<GroupForward>(op, keys, &stack);
+      autocast<GroupNorm>(op, keys, &stack);
     } else {
-      differentiate_forward<GroupForward, false>(op, keys, &stack);
+      differentiate_forward<GroupNorm, false>(op, keys, &stack);
     }
   });
   return stack[0].toTensor();
@@ -120,7 +120,7 @@ inline bool is_native_input(const Tensor& x, int64_t samples, int64_t channels, 
 
 // native_group_norm(x, weight, bias, N, C, HxW, groups, eps), whose statistics have x's type.
 inline bool take_group_forward(DispatchKeySet keys, Stack* stack, Override& entry) {
-  using Op = GroupForward;
+  using Op = GroupNorm;
   constexpr size_t kCount = 8;
   const IValue* const a = stack->data() + stack->size() - kCount;
   const Tensor& given = a[0].toTensor();
@@ -137,7 +137,7 @@ inline bool take_group_forward(DispatchKeySet keys, Stack* stack, Override& entr
   DirectOutputs out;
   if (!forward_directly<Op>(keys, arguments.data(), options_of<Op>(arguments.data()),
                             /*needs_statistics=*/true, out)) {
-    static const OperatorHandle op = find_operator(Op::name(/*gives_statistics=*/true));
+    static const OperatorHandle op = find_operator(name_with_statistics<Op>());
     const c10::impl::ExcludeDispatchKeyGuard guard(c10::autocast_dispatch_keyset);
     call(op, &arguments);
     out = {arguments[0].toTensor(), Tensor(), arguments[1].toTensor(), arguments[2].toTensor()};
@@ -181,7 +181,7 @@ inline bool take_group_backward(Stack* stack, Override& entry) {
   const SavedNorm saved = {dy,   x,       mean.to(wide), rstd.to(wide), weight.value_or(Tensor()),
                            bias, Tensor()};
   const Taken taken(entry);
-  GradientsOfNorm found = gradients_of<GroupForward>(saved, options, needs);
+  GradientsOfNorm found = gradients_of<GroupNorm>(saved, options, needs);
   torch::jit::drop(*stack, kCount);
   stack->emplace_back(std::move(found.dx));
   stack->emplace_back(std::move(found.dweight));

@@ -6,7 +6,6 @@
 #include "bindings/cuda/checks.h"
 #include "bindings/cuda/modulation.h"
 #include "bindings/cuda/ops.h"
-#include "call/prepare.h"
 #include "call/types.h"
 
 namespace fused_layernorm {
@@ -26,14 +25,10 @@ void check(const BackwardArguments& a, const Shape& shape) {
                  "a gradient is asked for of a shift or scale that is not there");
   CHECK_ARGUMENT(!a.dresidual || a.dresidual->scalar_type() == a.x.scalar_type(),
                  "dresidual must be of x's dtype");
-  CHECK_ARGUMENT(!a.options.is_rms || a.mean.numel() == 0, "RMSNorm has no mean");
-  const ScalarType type = scalar_type(statistics_type(data_type(a.x.scalar_type())));
-  for (const Tensor* each : {&a.mean, &a.rstd}) {
-    if (a.options.is_rms && each == &a.mean) continue;
-    CHECK_ARGUMENT(
-        each->numel() == shape.rows && each->scalar_type() == type && is_beside(*each, a.x),
-        "mean and rstd must be those of the forward pass");
-  }
+  CHECK_ARGUMENT(!a.options.is_rms || a.mean->numel() == 0, "RMSNorm has no mean");
+  CHECK_ARGUMENT((a.options.is_rms || is_statistic(*a.mean, a.x, shape.rows)) &&
+                     is_statistic(a.rstd, a.x, shape.rows),
+                 "mean and rstd must be those of the forward pass");
 }
 
 ScalarType dparameter_type(const BackwardArguments& a) {
@@ -83,26 +78,21 @@ struct Outputs {
   }
 
   BackwardResult result(const BackwardArguments& a, const Tensor& dx) const {
-    BackwardResult found = {dx,
-                            cast(dweight, dparameter_type(a)),
-                            cast(dbias, dparameter_type(a)),
-                            dshift.result(),
-                            dscale.result(),
-                            dinput};
-    if (a.input) found.dgate = dgate.result();
-    return found;
+    const ScalarType type = dparameter_type(a);
+    return {dx,
+            dinput,
+            a.input ? std::optional(dgate.result()) : std::nullopt,
+            dshift.result(),
+            dscale.result(),
+            cast(dweight, type),
+            cast(dbias, type)};
   }
 };
 
 BackwardCall describe(const BackwardArguments& a, const Tensor& dx, const Groups& groups,
                       const Outputs& out) {
   BackwardCall call;
-  call.options = a.options;
-  call.weight = raw(a.weight);
-  call.bias = raw(a.bias);
-  call.shift = raw(a.shift);
-  call.scale = raw(a.scale);
-  call.gate = raw(a.gate);
+  describe(a, call);
   call.needs = a.needs;
   call.dy = raw(a.dy);
   call.x = raw(a.x);
@@ -122,7 +112,7 @@ BackwardCall describe(const BackwardArguments& a, const Tensor& dx, const Groups
 // reads them where they lie.
 BackwardArguments cast_to(const DataTypes& types, BackwardArguments a, const Shape& shape) {
   a.dy = cast(a.dy, scalar_type(types.y));
-  a.mean = contiguous_of(a.mean);
+  a.mean = contiguous_of(*a.mean);
   a.rstd = contiguous_of(a.rstd);
   a.weight = prepare_parameter(a.weight, scalar_type(types.weight));
   a.bias = prepare_parameter(a.bias, scalar_type(types.weight));
@@ -195,7 +185,7 @@ BackwardResult run_gate_apart(const BackwardArguments& a) {
   norm.needs.dinput = norm.needs.dgate = false;
   BackwardResult result = run_backward(norm);
   const auto [dinput, dgate] =
-      run_gate_backward(result.dx, *a.input, *a.gate, a.needs.dinput, a.needs.dgate);
+      run_gate_backward(*result.dx, *a.input, *a.gate, a.needs.dinput, a.needs.dgate);
   result.dinput = dinput;
   result.dgate = dgate;
   if (!a.needs.dx) result.dx = none(a.x, a.x.scalar_type());

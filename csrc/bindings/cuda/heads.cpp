@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "bindings/cuda/call.h"
+#include "bindings/cuda/ops.h"
 #include "bindings/driver.h"
 #include "call/heads.h"
 
@@ -167,14 +168,9 @@ void qk_norm_rope_backward(StableIValue* stack, uint64_t arguments, uint64_t res
   CHECK_ARGUMENT(dy[1].has_value() == a.k.has_value(), "dk_out belongs to k");
   const CurrentDevice guard(q);
   a.describe();
-  // The gradient of a weight or bias; of shape (0,) unless it is needed.
   const auto gradient = [&](bool needed, const Optional& parameter, void*& data) {
-    if (!needed || !parameter) return none(q, parameter ? parameter->scalar_type() : a.type());
-    const int64_t cols = a.cols();
-    Tensor result = empty(q, &cols, 1, parameter->scalar_type());
-    if (!a.has_rows()) torch::stable::zero_(result);
-    data = result.mutable_data_ptr();
-    return result;
+    const ScalarType type = parameter ? parameter->scalar_type() : a.type();
+    return new_gradient(needed && parameter, parameter, type, q, !a.has_rows(), data);
   };
   std::array<Optional, 2> dx, dweight, dbias;
   for (int i = 0; i < 2; ++i) {
