@@ -249,22 +249,36 @@ std::tuple<Tensor, Tensor> run_gate_backward(const Tensor& dsum, const Tensor& i
   GroupGradient dgate(needs_dgate, given_gate, groups, input);
   Tensor dinput =
       needs_dinput ? empty_like(input, scalar_type(summand)) : none(input, input.scalar_type());
-  GateCall call;
-  call.dgate = dgate.allocate(types.weight, statistics_type(x));
+  PreparedGate prepared;
+  prepared.types = types;
+  GateParams& params = prepared.params;
+  params.dgate = dgate.allocate(types.weight, statistics_type(x));
   if (shape.empty()) {
     dgate.fill_with_zeros();
   } else if (needs_dinput || needs_dgate) {
     const Tensor sum = with_rows(cast(dsum, scalar_type(x)), shape.leading);
     const Tensor rows = with_rows(cast(input, scalar_type(summand)), shape.leading);
     const auto read = prepare_modulation(given_gate, types.weight, input, shape.leading);
-    call.dsum = raw(sum);
-    call.input = raw(rows);
-    call.gate = raw(read);
-    call.group_rows = groups.rows;
-    call.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
-    call.dgate_is_wide = dgate.is_wide;
-    PreparedGate prepared;
-    CHECK_ARGUMENT(prepare(call, device_of(input), prepared), "no kernel takes this gate");
+    const auto gate_rows = rows_in_place(raw(read), raw(rows), shape.leading);
+    Problem problem;
+    problem.aligned = are_aligned(types, shape.cols);
+    const bool is_ready =
+        gate_rows &&
+        place_rows(raw(sum), shape.leading, params.dsum, params.dsum_rows, problem.aligned) &&
+        place_rows(raw(rows), shape.leading, params.input, params.input_rows, problem.aligned);
+    CHECK_ARGUMENT(is_ready, "no kernel takes this gate");
+    check_has_kernels(types);
+    params.gate = read->const_data_ptr();
+    params.gate_rows = *gate_rows;
+    params.dinput = needs_dinput ? dinput.mutable_data_ptr() : nullptr;
+    params.dgate_is_wide = dgate.is_wide;
+    problem.rows = params.rows = shape.rows;
+    problem.cols = params.cols = static_cast<int32_t>(shape.cols);
+    problem.group_rows = params.group_rows = groups.rows;
+    problem.x = types.x;
+    problem.needs_dparams = needs_dgate;
+    problem.modulated = true;
+    prepared.plan = backward::Gate::make(problem, device_of(input));
     const Workspace workspace(input, prepared.workspace_bytes());
     launch(prepared, workspace.data(), current_stream(input));
   }
