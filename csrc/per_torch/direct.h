@@ -22,6 +22,7 @@
 #include <optional>
 #include <string_view>
 
+#include "bindings/data_types.h"
 #include "call/description.h"
 #include "node.h"
 #include "operators.h"
@@ -89,10 +90,6 @@ inline at::ScalarType statistics_type(at::ScalarType x) {
   return x == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-inline const void* address_of(const Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr() : nullptr;
-}
-
 inline void* address_to_write(const Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
 }
@@ -110,26 +107,14 @@ inline c10::SmallVector<int64_t, 8> statistics_shape(at::IntArrayRef sizes, size
   return shape;
 }
 
-inline DataType data_type(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return DataType::kFloat32;
-    case at::kHalf:
-      return DataType::kFloat16;
-    case at::kBFloat16:
-      return DataType::kBFloat16;
-    case at::kDouble:
-      return DataType::kFloat64;
-    default:
-      return kNoDataType;
-  }
-}
-
 inline RawTensor raw(const Tensor& tensor) {
   if (!tensor.defined()) return {};
-  return {tensor.const_data_ptr(),         tensor.sizes().data(),
-          tensor.strides().data(),         tensor.dim(),
-          data_type(tensor.scalar_type()), tensor.is_contiguous()};
+  return {tensor.const_data_ptr(),
+          tensor.sizes().data(),
+          tensor.strides().data(),
+          tensor.dim(),
+          data_type_or_none(tensor.scalar_type()),
+          tensor.is_contiguous()};
 }
 
 // What is written of x's shape, from the description to the tensor: contiguous, or in x's order, as
@@ -141,8 +126,8 @@ struct LikeX {
   // Whether that is the order of x's own strides.
   bool is_dense() const { return !keeps_order || x.is_non_overlapping_and_dense(); }
   RawTensor describe(at::ScalarType type) const {
-    return {nullptr, x.sizes().data(), x.strides().data(),
-            x.dim(), data_type(type),  !keeps_order || x.is_contiguous()};
+    return {nullptr, x.sizes().data(),        x.strides().data(),
+            x.dim(), data_type_or_none(type), !keeps_order || x.is_contiguous()};
   }
   Tensor allocate(at::ScalarType type) const {
     if (!keeps_order) return fused_layernorm::allocate(x.sizes(), type);
